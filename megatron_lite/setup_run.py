@@ -145,8 +145,6 @@ def build(
 
     distributed.progress.phase = "the loading"
     model = together(distributed, lambda: _allocate(start, inputs.layers))
-    if experiment.checkpoints is not None and model.training:
-        space.check_manifest(model, distributed.world_size)
     for line, short in stage_lines(model):
         _tell(start, line, short)
     if config.optimizer.whole_matrices and model.training:

@@ -31,7 +31,7 @@ if __name__ == "__main__":
     launcher_watch = LauncherWatch()  # before anything that takes time
 
 from megatron_lite.checkpoint.names import is_folder, newest_before, read_bytes
-from megatron_lite.checkpoint.saved_options import check_options
+from megatron_lite.checkpoint.saved_state import check_options
 from megatron_lite.config import CheckpointConfig, Config, RunConfig, unflatten
 from megatron_lite.config.values import FLAGS
 from megatron_lite.distributed.agreement import together

@@ -135,7 +135,7 @@ class BackgroundSaves:
         except Exception:
             save.abandon()
             raise
-        num_bytes, seconds = sum(file.size for file in written), time.perf_counter() - pending.begun_s
+        num_bytes, seconds = sum(file.saved.size for file in written), time.perf_counter() - pending.begun_s
         return Finished(save.folder, save.iteration, num_bytes, seconds, pending.blocked_s)
 
     def _copy_and_write(self, save: Save, copied: threading.Event) -> WrittenFile:

@@ -1,13 +1,12 @@
 """Files and folders that survive a crash: written aside, synced, then renamed into place.
 
 This module writes ordinary safetensors files (a length, a JSON header, raw little-endian values) in one pass: without a
-copy of the tensors, with CRC-32s of the bytes written, an fsync, and a file mode that follows the umask.
+copy of the tensors, with checksums of the bytes written, an fsync, and a file mode that follows the umask.
 """
 
 from __future__ import annotations
 
 import contextlib
-import io
 import json
 import logging
 import math
@@ -20,39 +19,31 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from megatron_lite.checkpoint.checksums import CutChecksums, joined
+from megatron_lite.checkpoint import blocks
+from megatron_lite.checkpoint.blocks import BlockSums, SavedFile
 from megatron_lite.checkpoint.names import OUR_FILE, open_regular, reason, work_folders, work_path
 from megatron_lite.parameter import SAFETENSORS_NAMES
 from megatron_lite.run.durable_files import sync_folder
 
 logger = logging.getLogger("megatron_lite")
 
-CHUNK_BYTES = 64 * 2**20  # memory for one read, and for one copy from a device
-PIECE_BYTES = 2**20  # written or read, then summed while it is in the processor's cache
-AHEAD_BYTES = 32 * 2**20  # that the disk reads while a processor sums what was read before
 FLUSH_BYTES = 16 * 2**20  # after which the disk begins to write, so that the sync at the end waits for little
 
 
 class WrittenFile(NamedTuple):
     """A file just written."""
 
-    size: int  # bytes
-    crc32: int  # of all bytes
+    saved: SavedFile
     data_start: int  # offset of the first tensor's bytes
-    slices: list[int]  # CRC-32 of each slice of the tensors, in their order
 
 
 class TensorToWrite(NamedTuple):
-    """A tensor to write; `read` is called once and may create the values only then.
-
-    slices: (start, end) in bytes of the tensor, in order; each gets a checksum of its own.
-    """
+    """A tensor to write; `read` is called once and may create the values only then."""
 
     name: str
     dtype: torch.dtype
     shape: tuple[int, ...]
     read: Callable[[], Tensor]
-    slices: Sequence[tuple[int, int]] = ()
 
     @property
     def num_bytes(self) -> int:
@@ -62,7 +53,7 @@ class TensorToWrite(NamedTuple):
 def chunks(tensor: Tensor) -> Iterator[memoryview]:
     """Yield the bytes of a tensor in pieces of at most `CHUNK_BYTES`; copies only from devices."""
     flat = tensor.detach().contiguous().view(-1)
-    step = CHUNK_BYTES // flat.element_size()
+    step = blocks.CHUNK_BYTES // flat.element_size()
     for start in range(0, flat.numel(), step):
         yield flat[start : start + step].cpu().view(torch.uint8).numpy().data
 
@@ -74,20 +65,17 @@ def write_tensors(path: Path, tensors: Sequence[TensorToWrite], metadata: dict[s
         OSError: if the file exists or cannot be written.
     """
     header = safetensors_header({tensor.name: (tensor.dtype, tensor.shape) for tensor in tensors}, metadata)
-    places, size = [], len(header)
-    for tensor in tensors:
-        places += [(size + start, size + end) for start, end in tensor.slices]
-        size += tensor.num_bytes
-    sums = CutChecksums(cut for place in places for cut in place)
-    with new_file(path) as write:
+    sums = BlockSums()
+    with new_file(path) as append:
+
+        def write(data: memoryview) -> None:
+            append(data)
+            sums.add(data)
+
         write(memoryview(header))
-        sums.add(memoryview(header))
         for tensor in tensors:
-            _write_tensor(tensor, write, sums)
-    pieces = sums.pieces()
-    crcs, whole = {(start, end): crc for start, end, crc in pieces}, joined(pieces)
-    assert whole is not None, "each byte is in one piece"
-    return WrittenFile(size, whole, len(header), [crcs[place] for place in places])
+            _write_tensor(tensor, write)
+    return WrittenFile(sums.file(), len(header))
 
 
 def safetensors_header(tensors: Mapping[str, tuple[torch.dtype, tuple[int, ...]]], metadata: dict[str, str]) -> bytes:
@@ -103,16 +91,14 @@ def safetensors_header(tensors: Mapping[str, tuple[torch.dtype, tuple[int, ...]]
     return len(text).to_bytes(8, "little") + text
 
 
-def _write_tensor(tensor: TensorToWrite, write: Callable[[memoryview], None], sums: CutChecksums) -> None:
-    """Write and sum a tensor's bytes. A separate function, so that its locals free the tensor."""
+def _write_tensor(tensor: TensorToWrite, write: Callable[[memoryview], None]) -> None:
+    """Write a tensor's bytes. A separate function, so that its locals free the tensor."""
     values = tensor.read()
     found, wanted = (tuple(values.shape), values.dtype), (tensor.shape, tensor.dtype)
     assert found == wanted, (tensor.name, found, wanted)
     for chunk in chunks(values):
-        for start in range(0, len(chunk), PIECE_BYTES):
-            piece = chunk[start : start + PIECE_BYTES]
-            write(piece)
-            sums.add(piece)
+        for start in range(0, len(chunk), blocks.BLOCK_BYTES):
+            write(chunk[start : start + blocks.BLOCK_BYTES])
 
 
 def write_text(path: Path, text: str) -> None:
@@ -151,59 +137,10 @@ def _begin_flush(descriptor: int, offset: int, size: int) -> None:
             os.posix_fadvise(descriptor, offset, size, os.POSIX_FADV_DONTNEED)
 
 
-class ReadAhead:
-    """Hints to begin reading the next bytes of a file: the longer it is read in order, the farther.
-
-    A system does the same by itself, but often for 128 KiB only, so that the disk waits while a processor sums.
-    """
-
-    def __init__(self, descriptor: int) -> None:
-        self._descriptor = descriptor
-        self._start = self._end = self._asked = 0
-
-    def begin(self, offset: int) -> None:
-        """Continue at `offset`."""
-        if offset != self._end:
-            self._start = self._end = self._asked = offset
-
-    def add(self, num_bytes: int) -> None:
-        """Count bytes that have arrived."""
-        self._end += num_bytes
-        wanted = self._end + min(self._end - self._start, AHEAD_BYTES)
-        if wanted - self._asked >= AHEAD_BYTES // 4 and hasattr(os, "posix_fadvise"):
-            with contextlib.suppress(OSError):
-                os.posix_fadvise(self._descriptor, self._asked, wanted - self._asked, os.POSIX_FADV_WILLNEED)
-            self._asked = wanted
-
-
 def sync_file(path: Path) -> None:
     """Make the content of an existing file durable."""
     with open_regular(path) as file:
         os.fsync(file.fileno())
-
-
-def read_into(
-    file: io.FileIO, offset: int, target: Tensor, seen: Callable[[memoryview], None] = lambda data: None
-) -> None:
-    """Read bytes of a file into a tensor (n,) of uint8 on any device, at most `CHUNK_BYTES` at a time.
-
-    seen: gets the bytes where they have arrived on the host, in pieces that the caches of a CPU still hold.
-
-    Raises:
-        EOFError: if the file is shorter.
-    """
-    file.seek(offset)
-    for chunk in target.split(CHUNK_BYTES):
-        host = chunk if chunk.device.type == "cpu" else torch.empty(chunk.numel(), dtype=torch.uint8)
-        view = host.numpy().data
-        while view:
-            count = file.readinto(view[:PIECE_BYTES])
-            if not count:
-                raise EOFError
-            seen(view[:count])
-            view = view[count:]
-        if host is not chunk:
-            chunk.copy_(host)
 
 
 def publish(temporary: Path, directory: Path, is_ours: Callable[[Path], bool]) -> None:

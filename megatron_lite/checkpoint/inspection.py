@@ -9,11 +9,10 @@ from typing import NamedTuple
 
 import torch
 
-from megatron_lite.checkpoint import files, manifest
-from megatron_lite.checkpoint.file_checks import check_file
+from megatron_lite.checkpoint import blocks, manifest
+from megatron_lite.checkpoint.blocks import Files, check_file
 from megatron_lite.checkpoint.manifest import Manifest, Slice
 from megatron_lite.checkpoint.names import OUR_FILE, open_regular, parse_json, rank_file, reason
-from megatron_lite.checkpoint.reading import Files
 from megatron_lite.errors import DamagedError
 
 _LARGEST_HEADER_BYTES = 2**27
@@ -84,7 +83,7 @@ def _not_finite(folder: Path, content: Manifest) -> list[str]:
         for name, parameter in content.parameters.items():
             for kind, pieces in parameter.slices.items():
                 dtype = parameter.dtype_of(kind)
-                step = files.CHUNK_BYTES // dtype.itemsize
+                step = blocks.CHUNK_BYTES // dtype.itemsize
                 for piece in pieces:
                     for first in range(0, piece.num_bytes // dtype.itemsize, step):
                         chunk = torch.empty(min(step, piece.num_bytes // dtype.itemsize - first), dtype=dtype)

@@ -1,31 +1,27 @@
 """Read the checkpoints that `writing.Save` writes into a model of any layout, and verify them on the way.
 
-Each rank reads the bytes of its shards once and computes their checksums where they arrive; the rest of a file (header,
-padding, copies on other tensor-parallel ranks, state that this run does not use) is read for its checksum only. The
-ranks exchange the checksums of the pieces: those of a whole file, joined, must be the file's. So the first step waits
-for one pass over the files, and a single wrong bit is found before it, even one that only one rank received. Only what
-several tensor-parallel ranks need is read more than once.
+Each rank reads the bytes of its shards once and checks the blocks that hold them where they arrive; the ranks exchange
+the numbers of these blocks, and check the others (padding, copies on other tensor-parallel ranks, state that this run
+does not use). So the first step waits for one pass over the files, and a single wrong bit is found before it, even one
+that only one rank received. Only blocks that several ranks need are read more than once.
 """
 
 from __future__ import annotations
 
 import contextlib
-import io
 from collections import Counter
-from collections.abc import Iterator, Mapping
-from functools import partial
+from collections.abc import Iterator
 from pathlib import Path
-from types import MappingProxyType
 from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
-from megatron_lite.checkpoint import file_checks, files, manifest
-from megatron_lite.checkpoint.checksums import Checksums, Piece, joined, missing
+from megatron_lite.checkpoint import blocks, manifest
+from megatron_lite.checkpoint.blocks import Files
 from megatron_lite.checkpoint.compatibility import keeps_moments, saved_optimizer
 from megatron_lite.checkpoint.manifest import MOMENTS, Manifest, SavedParameter, Slice, dtype_name
-from megatron_lite.checkpoint.names import MANIFEST_NAME, open_regular
+from megatron_lite.checkpoint.names import MANIFEST_NAME
 from megatron_lite.checkpoint.regions import Overlap, Region, held, overlaps, row_numel
 from megatron_lite.distributed.agreement import first_problem
 from megatron_lite.errors import DamagedError
@@ -35,8 +31,6 @@ if TYPE_CHECKING:
     from megatron_lite.zero.flat_shard import FlatShard
     from megatron_lite.zero.layout import ParameterSlot
     from megatron_lite.zero.multi_stage import MultiStage
-
-_SKIPPED_BYTES = 2**20  # memory for bytes that are read for their checksum only
 
 
 def open_checkpoint(folder: Path, iteration: int, distributed: Distributed) -> tuple[Manifest | None, str | None]:
@@ -48,7 +42,7 @@ def open_checkpoint(folder: Path, iteration: int, distributed: Distributed) -> t
 
     def look() -> None:
         contents.append(manifest.read(folder, iteration))
-        file_checks.check_sizes(folder, contents[0], distributed.rank, distributed.world_size)
+        blocks.check_sizes(folder, contents[0], distributed.rank, distributed.world_size)
 
     problem = first_problem(distributed, look)
     if problem is not None:
@@ -66,40 +60,22 @@ def fill_verified(
 
     All ranks call this together and get the same answer. After a problem the shards are partly filled.
     """
-    checksums = Checksums()
-    fill_own = partial(fill, folder, content, model, distributed.data.rank, optimizer, checksums)
+    opened = Files(folder, content.files)
+
+    def fill_own() -> None:
+        with contextlib.closing(opened):
+            fill(opened, content, model, distributed.data.rank, optimizer)
+
     if (problem := first_problem(distributed, fill_own)) is not None:
         return problem
-    read = distributed.gather_objects(checksums.pieces())
+    read = distributed.gather_objects(opened.checked)
 
-    def check() -> None:
-        for name in list(content.files)[distributed.rank :: distributed.world_size]:
-            pieces = [Piece(*piece) for by_file in read for piece in by_file.get(name, ())]
-            _check_file(folder, name, content, pieces)
+    def check_rest() -> None:
+        for name, file in list(content.files.items())[distributed.rank :: distributed.world_size]:
+            done = {number for by_file in read for ends in by_file.get(name, ()) for number in range(*ends)}
+            blocks.check_blocks(folder, name, file, [number for number in file.blocks if number not in done])
 
-    return first_problem(distributed, check)
-
-
-def _check_file(folder: Path, name: str, content: Manifest, pieces: list[Piece]) -> None:
-    """Read the bytes of a file that are in none of the pieces, and check the CRC-32 of the whole.
-
-    Pieces that overlap others are read again: parameters of which several ranks have a copy, and their neighbours in
-    the file. So what every rank received is what the file holds.
-
-    Raises:
-        DamagedError, OSError: if it differs, or the file can no longer be read.
-    """
-    size, covered = content.files[name].size, 0
-    apart: list[Piece] = []
-    repeated: list[Piece] = []
-    for piece in sorted(set(pieces), key=lambda piece: (piece.start, -piece.end)):
-        (apart if piece.start >= covered else repeated).append(piece)
-        covered = max(covered, piece.end)
-    with contextlib.closing(Files(folder)) as opened:
-        apart += [opened.checksum(name, start, end) for start, end in missing(apart, size)]
-        file_checks.require_checksum(name, content.files[name], joined(apart))
-        for piece in repeated:
-            file_checks.require_checksum(name, piece, opened.checksum(name, piece.start, piece.end).crc32)
+    return first_problem(distributed, check_rest)
 
 
 def changes(content: Manifest, model: MultiStage, optimizer: str) -> list[str]:
@@ -148,33 +124,18 @@ def changes(content: Manifest, model: MultiStage, optimizer: str) -> list[str]:
     return lines
 
 
-def fill(folder: Path, content: Manifest, model: MultiStage, rank: int, optimizer: str, checksums: Checksums) -> None:
-    """Read this rank's shards one after the other, with one file open at a time; `rank`: of the data-parallel group.
-
-    `checksums` counts each byte that is read, and the bytes between two slices with the second slice. A rank that reads
-    what it wrote reads its file from the first byte to the last slice, as one piece.
+def fill(opened: Files, content: Manifest, model: MultiStage, rank: int, optimizer: str) -> None:
+    """Read this rank's shards one after the other; `rank`: of the data-parallel group.
 
     Moments that are missing, or belong to another rule than the current `optimizer`, become zero; missing averages
     become the weights. Padding is not touched.
 
     Raises:
-        DamagedError, OSError: if a file can no longer be read.
+        DamagedError, OSError: if a file is damaged or can no longer be read.
     """
-    gaps = _gaps(content)
-    with contextlib.closing(Files(folder, checksums=checksums, gaps=gaps)) as opened:
-        for _, part in model.parts():
-            for kind in part.kinds():
-                _fill_shard(opened, content, part, kind, rank, optimizer)
-
-
-def _gaps(content: Manifest) -> dict[str, dict[int, int]]:
-    """Return, by file and by the start of each slice, the end of the slice before it (0: there is none)."""
-    gaps: dict[str, dict[int, int]] = {}
-    for name, slices in content.places().items():
-        end, before = 0, gaps.setdefault(name, {})
-        for piece, _ in slices:
-            before[piece.offset], end = end, piece.offset + piece.num_bytes
-    return gaps
+    for _, part in model.parts():
+        for kind in part.kinds():
+            _fill_shard(opened, content, part, kind, rank, optimizer)
 
 
 def _fill_shard(opened: Files, content: Manifest, part: FlatShard, kind: str, rank: int, optimizer: str) -> None:
@@ -213,14 +174,17 @@ def read_elements(opened: Files, saved: SavedParameter, kind: str, region: Regio
     """Fill a tensor (n,) with elements of a parameter, rounding to its dtype.
 
     Raises:
-        DamagedError, OSError: if a file can no longer be read.
+        DamagedError, OSError: if a file is damaged, can no longer be read, or the slices lack some of these elements.
     """
     dtype, numel_found = saved.dtype_of(kind), 0
     for piece in saved.slices[kind]:
         for overlap in overlaps(region, piece.region(dtype), row_numel(saved.shape)):
             _read_overlap(opened, piece, dtype, overlap, target)
             numel_found += overlap.numel
-    assert numel_found == target.numel(), (kind, region, numel_found)
+    if numel_found != target.numel():
+        raise DamagedError(
+            f"{MANIFEST_NAME}: the slices of {kind} leave gaps or overlap from element {region.first} on"
+        )
 
 
 def _read_overlap(opened: Files, piece: Slice, dtype: torch.dtype, overlap: Overlap, target: Tensor) -> None:
@@ -230,100 +194,10 @@ def _read_overlap(opened: Files, piece: Slice, dtype: torch.dtype, overlap: Over
         offset = piece.offset + saved.first * dtype.itemsize
         opened.read(piece.file, offset, dtype, target[first : first + overlap.numel])
         return
-    step = max(1, files.CHUNK_BYTES // (saved.pitch * dtype.itemsize))
-    opened.cut(piece.file)  # the ranks that read the same rows get the same piece
+    step = max(1, blocks.CHUNK_BYTES // (saved.pitch * dtype.itemsize))
     for top in range(0, rows, step):
         values = torch.empty(min(step, rows - top), saved.pitch, dtype=dtype)
         offset = piece.offset + (saved.start + top * saved.pitch) * dtype.itemsize
         opened.read(piece.file, offset, dtype, values.view(-1))
         columns = values[:, saved.column : saved.column + width]
         target[first + top * wanted.pitch :].as_strided(columns.shape, (wanted.pitch, 1)).copy_(columns)
-    opened.cut(piece.file)
-
-
-class Files:
-    """The files of a folder; keeps the latest one open.
-
-    follow_links: see `open_regular`.
-    checksums: counts the bytes that are read.
-    gaps: see `_gaps`; whoever reads the start of a slice also counts the bytes before it that belong to no slice.
-    """
-
-    def __init__(
-        self,
-        folder: Path,
-        follow_links: bool = False,
-        checksums: Checksums | None = None,
-        gaps: Mapping[str, Mapping[int, int]] = MappingProxyType({}),
-    ) -> None:
-        self._folder, self._name, self._follow_links = folder, "", follow_links
-        self._checksums, self._gaps = checksums, gaps
-        self._file: io.FileIO | None = None
-
-    def read(self, name: str, offset: int, dtype: torch.dtype, target: Tensor) -> None:
-        """Read elements of this dtype into a tensor (n,), rounding to nearest if its dtype differs.
-
-        Raises:
-            DamagedError, OSError: if the file is too short or cannot be opened.
-        """
-        if (gap := self._gaps.get(name, {}).get(offset, offset)) < offset:
-            self.skip(name, gap, offset)
-        if dtype == target.dtype:
-            self._read(name, offset, target.view(torch.uint8))
-            return
-        for part in target.split(files.CHUNK_BYTES // dtype.itemsize):
-            values = torch.empty(part.numel(), dtype=dtype)
-            self._read(name, offset, values.view(torch.uint8))
-            part.copy_(values)
-            offset += values.nbytes
-
-    def skip(self, name: str, start: int, end: int) -> None:
-        """Read bytes for their checksum only.
-
-        Raises:
-            DamagedError, OSError: as `read`.
-        """
-        buffer = torch.empty(min(end - start, _SKIPPED_BYTES), dtype=torch.uint8)
-        for offset in range(start, end, _SKIPPED_BYTES):
-            self._read(name, offset, buffer[: end - offset])
-
-    def cut(self, name: str) -> None:
-        """Count the next bytes of a file as a piece of their own."""
-        if self._checksums is not None:
-            self._checksums.cut(name)
-
-    def checksum(self, name: str, start: int, end: int) -> Piece:
-        """Return the checksum of bytes of a file.
-
-        Raises:
-            DamagedError, OSError: as `read`.
-        """
-        outer, self._checksums = self._checksums, Checksums()
-        self.skip(name, start, end)
-        ((piece,),) = self._checksums.pieces().values()
-        self._checksums = outer
-        return piece
-
-    def _read(self, name: str, offset: int, target: Tensor) -> None:
-        if self._file is None or name != self._name:
-            self.close()
-            self._name, self._file = name, open_regular(self._folder / name, self._follow_links)
-            self._ahead = files.ReadAhead(self._file.fileno())
-        self._ahead.begin(offset)
-        if self._checksums is not None:
-            self._checksums.begin(name, offset)
-        try:
-            files.read_into(self._file, offset, target, self._arrived)
-        except EOFError:
-            raise DamagedError(f"{name}: it became shorter while it was read") from None
-
-    def _arrived(self, data: memoryview) -> None:
-        """Let the disk go on, then sum what it gave."""
-        self._ahead.add(len(data))
-        if self._checksums is not None:
-            self._checksums.add(data)
-
-    def close(self) -> None:
-        if self._file is not None:
-            self._file.close()
-            self._file = None

@@ -6,7 +6,6 @@ whole parameter (`shape[0]` of them) have `row_numel` elements.
 
 from __future__ import annotations
 
-import heapq
 import itertools
 import math
 from collections.abc import Iterator, Sequence
@@ -142,47 +141,3 @@ def overlaps(wanted: Region, saved: Region, pitch: int) -> Iterator[Overlap]:
                 for part in (mine, theirs)
             )
             yield Overlap(bottom - top, right - left, *places)
-
-
-def coverage_problem(regions: Sequence[Region], shape: Sequence[int]) -> str | None:
-    """Return why regions do not hold each element of a parameter once, sorted by first element; None if they do."""
-    covered, total = 0, math.prod(shape)
-    for first, numel, run in regions:
-        if run != numel or first != covered:
-            break
-        covered += numel
-    else:
-        return None if covered == total else f"hold {covered} of {total} elements"
-    if all(region.is_contiguous for region in regions):
-        return f"leave a gap or overlap at element {covered}"
-    return _tiling_problem(regions, shape)
-
-
-def _tiling_problem(regions: Sequence[Region], shape: Sequence[int]) -> str | None:
-    """Return the same for regions of which some are parts of rows.
-
-    Rectangles from the top are laid on a floor of columns, each at the next row to cover. The lowest place, from the
-    left, is where the next rectangle must lie; it covers columns of one height only.
-    """
-    pitch = row_numel(shape)
-    for region in regions:
-        if not region.is_contiguous and (
-            region.run >= pitch or region.numel % region.run or region.first % pitch + region.run > pitch
-        ):
-            return f"hold no rectangle at element {region.first}"
-    if any(region.first >= following.first for region, following in itertools.pairwise(regions)):
-        return "are not sorted by element"
-    floor = [(0, 0, pitch)]  # row, and the columns from and to
-    for part in sorted(part for region in regions for part in _rectangles(region, pitch)):
-        column, right = part.column, part.column + part.width
-        while column < right:
-            row, start, end = heapq.heappop(floor)
-            if (row, start) != (part.row, column):
-                return f"leave a gap or overlap at element {row * pitch + start}"
-            column = min(end, right)
-            if column < end:
-                heapq.heappush(floor, (row, column, end))
-        heapq.heappush(floor, (part.row + part.rows, part.column, right))
-    if all(row == shape[0] for row, _, _ in floor):
-        return None
-    return f"hold {sum(region.numel for region in regions)} of {math.prod(shape)} elements"

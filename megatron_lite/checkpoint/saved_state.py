@@ -1,153 +1,179 @@
-"""The shape of `state` in a manifest: exactly what the optimizer, its guards and the log window write.
+"""The types of a run's state in a manifest (optimizer, guards, log, data), and a check of its options.
 
-A key that ends with `?` may be absent, as in checkpoints of older versions; an object under it may also be empty. After
-`check_state` every `load_state` can trust types, signs and lengths. Who adds state to a checkpoint adds it here:
-`manifest.dump` refuses to write what could not be read again.
+Who adds state to a checkpoint adds it to `RunState`; `manifest.dump` refuses to write what could not be read again. A
+key that may be `Absent` is so in checkpoints of older versions.
 """
 
 from __future__ import annotations
 
 import math
 import re
-from collections.abc import Callable, Mapping
-from types import MappingProxyType
-from typing import Any, NamedTuple
+from typing import Annotated, Any, TypedDict
 
-from megatron_lite.config.numbers import LONGEST_WINDOW
+from megatron_lite.checkpoint.decoding import Absent, Count, Rule
 from megatron_lite.config.optimizer import EMA_TYPES
-from megatron_lite.errors import DamagedError
+from megatron_lite.config.structured_values import keep_rules
+from megatron_lite.config.values import (
+    FLAGS,
+    LARGEST_INTEGER,
+    LONGEST_TEXT,
+    BadValueError,
+    Flag,
+    check_bounds,
+    parse_text,
+)
+from megatron_lite.errors import DamagedError, RunError
+from megatron_lite.schedules.batch_options import parse_schedule
+from megatron_lite.schedules.stages import parse_stages
 
-LARGEST_COUNT = 2**62
-MOST_SETS = 100_000
+LARGEST_FP32 = (2 - 2**-23) * 2.0**127
+INF = math.inf
 _TOKEN_DTYPES = ("uint8", "int8", "int16", "int32", "int64", "uint16")
-_LARGEST_FP32 = (2 - 2**-23) * 2.0**127
 
 
-class _Value(NamedTuple):
-    """A value that is no object: what it must be, in words, and whether it is."""
-
-    words: str
-    is_legal: Callable[[Any], bool]
-
-
-def is_count(value: Any, minimum: int = 0) -> bool:
-    """Whether a JSON value is an integer of a sensible size; bool is an int, but not a count."""
-    return type(value) is int and minimum <= value <= LARGEST_COUNT
-
-
-def _is_finite(value: Any) -> bool:
-    return type(value) is float and math.isfinite(value)
-
-
-def _is_hex(value: Any) -> bool:
+def _is_hex(value: str) -> bool:
     """Whether a text is what `float.hex` returns; NaN and infinities are, too."""
     try:
-        return type(value) is str and len(value) <= 32 and float.fromhex(value).hex() == value
+        return len(value) <= 32 and float.fromhex(value).hex() == value
     except (ValueError, OverflowError):
         return False
 
 
-def _is_scale(value: Any) -> bool:
-    return type(value) is float and (0 < value <= _LARGEST_FP32 or value == math.inf)
+def _is_iteration(value: str) -> bool:
+    return _is_hex(value) and float.fromhex(value).is_integer() and 0 <= float.fromhex(value) <= 2**53
 
 
-def _is_step(value: Any) -> bool:
-    """Whether a value is a dropped step: two numbers, their limits, and the iteration, which is a whole number."""
-    if not isinstance(value, list) or len(value) != 5 or not all(map(_is_hex, value)):
-        return False
-    iteration = float.fromhex(value[4])
-    return iteration.is_integer() and 0 <= iteration <= 2**53
+Finite = Annotated[float, Rule("a finite number", math.isfinite)]
+NotNegative = Annotated[float, Rule("a finite number >= 0", lambda value: 0 <= value < math.inf)]
+Scale = Annotated[float, Rule("a number > 0 that fits fp32", lambda value: 0 < value <= LARGEST_FP32 or value == INF)]
+HexFloat = Annotated[str, Rule("a hexadecimal float", _is_hex)]
+HexIteration = Annotated[str, Rule("a hexadecimal float that is an iteration", _is_iteration)]
+Digest = Annotated[str, Rule("16 hexadecimal digits", lambda value: re.fullmatch(r"[0-9a-f]{16}", value) is not None)]
+EmaType = Annotated[str, Rule(f"one of {', '.join(EMA_TYPES)}", lambda value: value in EMA_TYPES)]
+TokenDtype = Annotated[str, Rule("the dtype of tokens", lambda value: value in _TOKEN_DTYPES)]
 
 
-def _is_digest(value: Any) -> bool:
-    return type(value) is str and re.fullmatch(r"[0-9a-f]{16}", value) is not None
+class LossScaleState(TypedDict):
+    """See `LossScale.state`."""
+
+    dynamic: bool
+    scale: Scale
+    good: Count
+    patience: int
 
 
-def _is_sets(value: Any) -> bool:
-    """Whether a value lists data sets: documents, tokens, dtype, fingerprint of each."""
-    return isinstance(value, list) and len(value) <= MOST_SETS and all(map(_is_set, value))
+class DroppedState(TypedDict):
+    """See `Dropped.state`."""
+
+    skipped: Count
+    nan: Count
+    new: Count
+    streak: Count
+    bad: Count | Absent
+    last: tuple[HexFloat, HexFloat, HexFloat, HexFloat, HexIteration]
 
 
-def _is_set(value: Any) -> bool:
-    if not isinstance(value, list) or len(value) != 4:
-        return False
-    documents, tokens, dtype, mark = value
-    return is_count(documents) and is_count(tokens) and dtype in _TOKEN_DTYPES and _is_digest(mark)
+class GuardState(TypedDict):
+    """See `Guard.state`."""
+
+    usual: list[tuple[Finite, Finite]] | Absent
+    dropped: DroppedState | Absent
 
 
-def _is_masks(value: Any) -> bool:
-    """Whether a value lists the fingerprints of loss masks, or null for a data set without one."""
-    return (
-        isinstance(value, list) and len(value) <= MOST_SETS and all(mark is None or _is_digest(mark) for mark in value)
-    )
+class ClippingState(TypedDict):
+    """See `UpdateClipping.state`."""
+
+    clipped: Count | Absent
+    norm: NotNegative | Absent
+    norms: list[tuple[Finite]] | Absent
 
 
-def _rows(width: int) -> _Value:
-    def is_rows(value: Any) -> bool:
-        return (
-            isinstance(value, list)
-            and len(value) <= LONGEST_WINDOW
-            and all(isinstance(row, list) and len(row) == width and all(map(_is_finite, row)) for row in value)
-        )
+class RuleState(TypedDict):
+    """See `Rule.state`."""
 
-    return _Value(f"a list of at most {LONGEST_WINDOW} rows of {width} finite numbers", is_rows)
+    clipping: ClippingState | Absent
 
 
-_COUNT = _Value("a count", is_count)
-_INTEGER = _Value("an integer", lambda value: type(value) is int and abs(value) <= LARGEST_COUNT)
-_FLAG = _Value("true or false", lambda value: type(value) is bool)
-_NOT_NEGATIVE = _Value("a finite number >= 0", lambda value: _is_finite(value) and value >= 0)
-_SCALE = _Value("a number > 0 that fits fp32", _is_scale)
-_HEX = _Value("a hexadecimal float", _is_hex)
-_STEP = _Value("five hexadecimal floats that end with an iteration", _is_step)
-_SETS = _Value("a list of at most 100,000 data sets", _is_sets)
-_DIGEST = _Value("16 hexadecimal digits or null", lambda value: value is None or _is_digest(value))
-_MASKS = _Value("a list of at most 100,000 digests or nulls", _is_masks)
-_EMA_TYPE = _Value(f"one of {', '.join(EMA_TYPES)}", lambda value: type(value) is str and value in EMA_TYPES)
+class AveragingState(TypedDict):
+    """See `Averaging.state`."""
 
-_LOSS_SCALE = {"dynamic": _FLAG, "scale": _SCALE, "good": _COUNT, "patience": _INTEGER}
-_COUNTS = {"skipped": _COUNT, "nan": _COUNT, "new": _COUNT, "streak": _COUNT, "bad?": _COUNT}
-_CLIPPING = {"clipped?": _COUNT, "norm?": _NOT_NEGATIVE, "norms?": _rows(1)}
-_STATE: Mapping[str, Any] = MappingProxyType(
-    {
-        "optimizer": {
-            "updates": _COUNT,
-            "loss_scale": _LOSS_SCALE,
-            "guard?": {"usual?": _rows(2), "dropped?": {**_COUNTS, "last": _STEP}},
-            "rule?": {"clipping?": _CLIPPING},
-            "averaging?": {"type": _EMA_TYPE, "updates": _COUNT, "total": _NOT_NEGATIVE},
-        },
-        "window": {"loss": _HEX, "tokens": _COUNT},
-        "evaluation_due?": _FLAG,
-        "data?": {"sets": _SETS, "tokenizer": _DIGEST, "masks?": _MASKS},
-    }
-)
+    type: EmaType
+    updates: Count
+    total: NotNegative
 
 
-def check_state(state: Any) -> None:
-    """Check the state of a run beside its shards.
+class OptimizerState(TypedDict):
+    """See `Optimizer.state`."""
+
+    updates: Count
+    loss_scale: LossScaleState
+    guard: GuardState | Absent
+    rule: RuleState | Absent
+    averaging: AveragingState | Absent
+
+
+class WindowState(TypedDict):
+    """See `LogWindow.state`."""
+
+    loss: HexFloat
+    tokens: Count
+
+
+class DataState(TypedDict):
+    """See `data.fingerprint.identity`."""
+
+    sets: list[tuple[Count, Count, TokenDtype, Digest]]
+    tokenizer: Digest | None
+    masks: list[Digest | None] | Absent
+
+
+class RunState(TypedDict):
+    """The state of a run beside its shards."""
+
+    optimizer: OptimizerState
+    window: WindowState
+    evaluation_due: bool | Absent
+    data: DataState | Absent
+
+
+_TYPES: dict[str, tuple[type, ...]] = {"int": (int,), "float": (int, float), "bool": (bool,), "str": (str,)}
+
+
+def check_options(config: dict[str, Any]) -> None:
+    """Check a flat saved configuration by the types, bounds and choices of its flags; its tuples are lists.
+
+    Options that this version does not know are left alone, and absent ones count as their defaults: a checkpoint may
+    come from another version of the program.
 
     Raises:
-        DamagedError: names the first value that no version of this program writes.
+        DamagedError: names the first option whose value its flag cannot take.
     """
-    _check(state, _STATE, "state")
+    for name, value in config.items():
+        if name not in FLAGS or (value is None and FLAGS[name].optional):
+            continue
+        try:
+            _check_value(FLAGS[name], value)
+            if name == "batch_size_schedule" and value:
+                parse_schedule(tuple(value))
+            elif name == "keep_checkpoints":
+                keep_rules(value)
+            elif name == "lr_schedule":
+                parse_stages(value)
+        except (BadValueError, RunError) as error:
+            raise DamagedError(f"config: {name}: {' '.join(str(error).split())}") from None
 
 
-def _check(value: Any, shape: Mapping[str, Any] | _Value, where: str) -> None:
-    if isinstance(shape, _Value):
-        if not shape.is_legal(value):
-            raise DamagedError(f"{where} is not {shape.words}")
-        return
-    if not isinstance(value, dict):
-        raise DamagedError(f"{where} is not an object")
-    names = {name.removesuffix("?"): name for name in shape}
-    for key in value:
-        if key not in names:
-            raise DamagedError(f"{where} has the unknown key {key[:40]!r}")
-    for key, name in names.items():
-        optional = name.endswith("?")
-        if key not in value:
-            if not optional:
-                raise DamagedError(f"{where} has no {key}")
-        elif not (optional and value[key] == {} and not isinstance(shape[name], _Value)):
-            _check(value[key], shape[name], f"{where}.{key}")
+def _check_value(flag: Flag, value: Any) -> None:
+    if flag.is_list and type(value) is not list:
+        raise BadValueError("is not a list")
+    kind = flag.kind.removeprefix("list of ")
+    for item in value if flag.is_list else (value,):
+        if type(item) is str and item in flag.words:
+            continue
+        if type(item) not in _TYPES[kind]:
+            raise BadValueError(f"is not of type {kind}")
+        if type(item) is int and abs(item) > LARGEST_INTEGER:
+            raise BadValueError("is too large for a 64-bit integer")
+        if type(item) is str:
+            parse_text(item[:LONGEST_TEXT] if flag.option.secret else item)  # a list of names may be longer
+    check_bounds(flag, tuple(value) if flag.is_list else value)

@@ -13,7 +13,6 @@ from megatron_lite.checkpoint.retention import num_permanent
 from megatron_lite.checkpoint.writing import tensors_of
 from megatron_lite.config import Config
 from megatron_lite.config.structured_values import keep_rules
-from megatron_lite.errors import UsageError
 
 if TYPE_CHECKING:
     from megatron_lite.zero.multi_stage import MultiStage
@@ -22,21 +21,6 @@ if TYPE_CHECKING:
 def shard_bytes(model: MultiStage) -> int:
     """Return the bytes that each rank writes for a checkpoint, 0 for inference; headers and manifest add little."""
     return sum(tensor.num_bytes for tensor in tensors_of(model)) if model.training else 0
-
-
-def check_manifest(model: MultiStage, world_size: int) -> None:
-    """Refuse a layout whose manifest would be larger than a start reads.
-
-    Raises:
-        UsageError: before the first iteration.
-    """
-    num_bytes = manifest.table_bytes([part for _, part in model.parts()], world_size)
-    limit = manifest.MAX_BYTES - manifest.MAX_HEAD_BYTES
-    if num_bytes > limit:
-        raise UsageError(
-            f"on {world_size:,} ranks the manifest of a checkpoint takes up to {num_bytes / 1e6:,.0f} MB, and at most "
-            f"{limit / 1e6:,.0f} MB are read; choose a larger --layers_per_stage, for fewer slices of parameters"
-        )
 
 
 def checkpoint_bytes(model: MultiStage, world_size: int) -> int:

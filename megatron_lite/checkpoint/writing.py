@@ -10,9 +10,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from megatron_lite.checkpoint import files, manifest
-from megatron_lite.checkpoint.file_checks import check_sizes
+from megatron_lite.checkpoint.blocks import SavedFile, check_sizes
 from megatron_lite.checkpoint.files import TensorToWrite, WrittenFile
-from megatron_lite.checkpoint.manifest import Manifest, SavedFile, slices_of, tensor_name
+from megatron_lite.checkpoint.manifest import Manifest, tensor_name
 from megatron_lite.checkpoint.names import MANIFEST_NAME, is_folder, new_nonce, rank_file, work_path
 from megatron_lite.config import Config, flatten
 from megatron_lite.distributed.agreement import write_together
@@ -44,7 +44,7 @@ class Save:
         check: Callable[[], None] = lambda: None,
     ) -> None:
         self.root, self.iteration, self.folder = root, iteration, root / str(iteration)
-        self.tensors = tensors_of(model, distributed.rank)
+        self.tensors = tensors_of(model)
         self._model, self._state, self._config, self._distributed = model, state, config, distributed
         self._check, self._what = check, f"the checkpoint of iteration {iteration}"
         self._save_id = distributed.broadcast_object(new_nonce())
@@ -87,13 +87,13 @@ class Save:
         """
         written = self.gather(write)
         write_together(self._distributed, self._what, self.folder, lambda: self.complete(written))
-        return sum(file.size for file in written)
+        return sum(file.saved.size for file in written)
 
     def gather(self, write: Callable[[], WrittenFile]) -> list[WrittenFile]:
         """Return the files of all ranks; this rank's is what `write` returns. Raise as `publish` does."""
         own_bytes = sum(tensor.num_bytes for tensor in self.tensors)
         gathered = write_together(self._distributed, self._what, self._own_path, write, own_bytes)
-        return [WrittenFile(*file) for file in gathered]
+        return [WrittenFile(SavedFile(*saved), data_start) for saved, data_start in gathered]
 
     def confirm(self, complete: Callable[[], None]) -> None:
         """Wait on all ranks for `complete` on rank 0, in its thread. Raise as `publish` does."""
@@ -108,14 +108,15 @@ class Save:
         """
         if self._distributed.rank != 0 or self._is_published():
             return
+        parts = [part for _, part in self._model.parts()]  # every rank has these
         content = Manifest(
             save_id=self._save_id,
             iteration=self.iteration,
             world_size=self._distributed.world_size,
             config=flatten(self._config),
             state=self._state,
-            files={rank_file(rank): SavedFile(file.size, file.crc32) for rank, file in enumerate(written)},
-            parameters=manifest.locate_parameters([part for _, part in self._model.parts()], written),
+            files={rank_file(rank): file.saved for rank, file in enumerate(written)},
+            parameters=manifest.locate_parameters([(parts, file) for file in written]),
         )
         path = self._temporary / MANIFEST_NAME
         path.unlink(missing_ok=True)
@@ -157,18 +158,12 @@ def write_now(save: Save) -> int:
         raise
 
 
-def tensors_of(model: MultiStage, rank: int = 0) -> list[TensorToWrite]:
+def tensors_of(model: MultiStage) -> list[TensorToWrite]:
     """List a rank's shards in the order of `manifest.locate_parameters`; writing creates them one at a time."""
     for index, part in model.parts():
         assert part.frozen or part.has_state, f"stage {index}: a checkpoint needs moments, this model is for inference"
     return [
-        TensorToWrite(
-            tensor_name(index, part.frozen, kind),
-            dtype,
-            (part.numel(kind),),
-            partial(part.read, kind),
-            [(start, end) for _, _, start, end in slices_of(part, kind, rank)],
-        )
+        TensorToWrite(tensor_name(index, part.frozen, kind), dtype, (part.numel(kind),), partial(part.read, kind))
         for index, part in model.parts()
         for kind, dtype in part.kinds().items()
     ]

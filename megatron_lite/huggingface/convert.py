@@ -18,7 +18,8 @@ import torch
 from torch import Tensor
 
 from megatron_lite.checkpoint import files, manifest
-from megatron_lite.checkpoint.manifest import Manifest, SavedFile, SavedParameter, Slice
+from megatron_lite.checkpoint.blocks import SavedFile
+from megatron_lite.checkpoint.manifest import Manifest, SavedParameter, Slice
 from megatron_lite.checkpoint.names import MANIFEST_NAME, new_nonce, rank_file
 from megatron_lite.checkpoint.regions import Region
 from megatron_lite.config import BatchConfig, Config, DataConfig, TrainingConfig, flatten
@@ -101,13 +102,14 @@ def write_checkpoint(folder: Path, source: WeightSource, shapes: Shapes, config:
     parameters: dict[str, SavedParameter] = {}
     for index, names in enumerate(cut):
         file = rank_file(index)
-        some = [tensors[name]._replace(slices=[(0, tensors[name].num_bytes)]) for name in names]
-        written = files.write_tensors(folder / file, some, manifest.file_metadata(save_id, iteration, index))
-        saved[file], offset = SavedFile(written.size, written.crc32), written.data_start
-        for tensor, crc32 in zip(some, written.slices, strict=True):
+        some = [tensors[name] for name in names]
+        saved[file], offset = files.write_tensors(
+            folder / file, some, manifest.file_metadata(save_id, iteration, index)
+        )
+        for tensor in some:
             name, kind = tensor.name.split("/")
             entry = parameters.setdefault(name, SavedParameter(tensor.dtype, tensor.shape, {}))
-            entry.slices[kind] = [Slice(file, offset, tensor.num_bytes, 0, crc32, math.prod(tensor.shape))]
+            entry.slices[kind] = [Slice(file, offset, tensor.num_bytes, 0, math.prod(tensor.shape))]
             offset += tensor.num_bytes
     content = Manifest(
         save_id=save_id,

@@ -13,7 +13,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
-from megatron_lite.checkpoint import files
+from megatron_lite.checkpoint import blocks
 from megatron_lite.checkpoint.names import open_regular, parse_json
 from megatron_lite.checkpoint.regions import Region
 from megatron_lite.config import ModelConfig
@@ -135,8 +135,8 @@ class HuggingFaceSource(WeightSource):
         embedding, copy = self._tensors[first.name], self._tied_copy
         start, end = (copy.num_bytes * (rank + i) // world_size for i in range(2))
         with self._reported():
-            for offset in range(start, end, files.CHUNK_BYTES):
-                both = torch.empty(2, min(files.CHUNK_BYTES, end - offset), dtype=torch.uint8)
+            for offset in range(start, end, blocks.CHUNK_BYTES):
+                both = torch.empty(2, min(blocks.CHUNK_BYTES, end - offset), dtype=torch.uint8)
                 for tensor, target in zip((embedding, copy), both, strict=True):
                     self._files.read(tensor.file, tensor.offset + offset, torch.uint8, target)
                 if not torch.equal(*both):
@@ -152,7 +152,7 @@ class HuggingFaceSource(WeightSource):
             self._read_rows(name, region.first, target)
             return
         width, first = self._pieces[name][1], region.first
-        for rows in target.view(-1, region.run).split(max(1, files.CHUNK_BYTES // (width * target.itemsize))):
+        for rows in target.view(-1, region.run).split(max(1, blocks.CHUNK_BYTES // (width * target.itemsize))):
             values = torch.empty((len(rows) - 1) * width + region.run, dtype=target.dtype)
             self._read_rows(name, first, values)
             rows.copy_(values.as_strided(rows.shape, (width, 1)))
@@ -190,7 +190,7 @@ class HuggingFaceSource(WeightSource):
         # Parts of ours: the end of a row, whole rows, the start of a row.
         cuts = sorted({low, min(high, -(-low // width) * width), max(low, high // width * width), high})
         dtype, columns = FLOATING[tensor.dtype], tensor.shape[1]
-        step = max(1, files.CHUNK_BYTES // (columns * dtype.itemsize))
+        step = max(1, blocks.CHUNK_BYTES // (columns * dtype.itemsize))
         for top in range(0, width, step):
             bottom = min(width, top + step)
             values = torch.empty((bottom - top) * columns, dtype=dtype)

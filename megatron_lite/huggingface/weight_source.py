@@ -14,10 +14,11 @@ from typing import Any
 
 from torch import Tensor
 
-from megatron_lite.checkpoint import file_checks, manifest
+from megatron_lite.checkpoint import blocks, manifest
+from megatron_lite.checkpoint.blocks import Files
 from megatron_lite.checkpoint.manifest import SavedParameter, Slice
 from megatron_lite.checkpoint.names import reason
-from megatron_lite.checkpoint.reading import Files, read_elements
+from megatron_lite.checkpoint.reading import read_elements
 from megatron_lite.checkpoint.regions import Region
 from megatron_lite.config import ModelConfig
 from megatron_lite.errors import CheckpointError, DamagedError, shorten
@@ -129,7 +130,7 @@ class CheckpointSource(WeightSource):
     def __init__(self, folder: Path, average: bool = False, state: bool = False) -> None:
         super().__init__(folder)
         self.content = manifest.read(folder, int(folder.name) if folder.name.isdecimal() else None)
-        file_checks.check_sizes(folder, self.content)
+        blocks.check_sizes(folder, self.content)
         self.iteration = self.content.iteration
         values = model_options.checkpoint_values(self.content.config, str(folder))
         self.model = model_options.resolved_model(values, str(folder))
@@ -154,16 +155,13 @@ class CheckpointSource(WeightSource):
     def damage(self, rank: int = 0, world_size: int = 1) -> str | None:
         """See `WeightSource.damage`. A second call for the same share reads nothing.
 
-        Read only what will be used; of a checkpoint without checksums of slices, read whole files.
+        Read only the blocks of what will be used.
         """
         if self._good_share != (rank, world_size):
             try:
-                if self.content.has_slice_checksums:
-                    wanted = self._wanted()
-                    first, end = (len(wanted) * share // world_size for share in (rank, rank + 1))
-                    file_checks.check_slices(self.folder, self.content, wanted[first:end])
-                else:
-                    file_checks.check_files(self.folder, self.content, rank, world_size)
+                wanted = self._wanted()
+                first, end = (len(wanted) * share // world_size for share in (rank, rank + 1))
+                blocks.check_slices(self.folder, self.content, wanted[first:end])
             except DamagedError as error:
                 return str(error)
             self._good_share = rank, world_size

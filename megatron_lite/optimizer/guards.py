@@ -182,5 +182,5 @@ class Guard:
         """Restore `state`; an empty one restarts. From a longer window the newest values are kept."""
         if self._usual is not None:
             self._usual.load_state(state.get("usual", []))
-        if "dropped" in state:
+        if state.get("dropped"):
             self.dropped.load_state(state["dropped"])

@@ -8,8 +8,9 @@ from typing import Any
 import pytest
 
 from megatron_lite.checkpoint.data_changes import check_data
+from megatron_lite.checkpoint.decoding import decode
 from megatron_lite.checkpoint.manifest import Manifest
-from megatron_lite.checkpoint.saved_state import check_state
+from megatron_lite.checkpoint.saved_state import RunState
 from megatron_lite.config import Config, flatten, unflatten
 from megatron_lite.errors import CheckpointError, DamagedError
 from tests.support.fakes import run_state
@@ -105,10 +106,10 @@ def test_checkpoints_from_before_the_order_of_samples_was_an_option() -> None:
 
 def test_the_record_of_masks_is_checked() -> None:
     """A list of digests or nulls, and nothing else."""
-    check_state({**run_state(), "data": {**IDENTITY, "masks": [None, "00000000000000cc"]}})
+    decode(RunState, {**run_state(), "data": {**IDENTITY, "masks": [None, "00000000000000cc"]}}, "state")
     for masks in (None, ["x"], [0], {"0": None}):
         with pytest.raises(DamagedError, match="masks"):
-            check_state({**run_state(), "data": {**IDENTITY, "masks": masks}})
+            decode(RunState, {**run_state(), "data": {**IDENTITY, "masks": masks}}, "state")
 
 
 def test_checkpoints_of_older_versions_and_strange_ones() -> None:

@@ -14,7 +14,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from megatron_lite.checkpoint import file_checks, files, manifest
+from megatron_lite.checkpoint import blocks, manifest
 from tests.checkpoint.test_sharded import SPECS, load, save
 from tests.support.fakes import FakePart, Layout, Values, empty_model, put, same
 
@@ -86,7 +86,7 @@ def test_temporary_copies_and_live_shards_read_each_other(split: tuple[bool, boo
 
 def test_rounding_is_to_nearest_and_back_is_exact(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Rounding equals PyTorch's, also in pieces smaller than a parameter; converting back to fp32 changes nothing."""
-    monkeypatch.setattr(files, "CHUNK_BYTES", 100)
+    monkeypatch.setattr(blocks, "CHUNK_BYTES", 100)
     saved = save(tmp_path / "full", 10, 1, 2)
     rounded = load(tmp_path / "full", frozen=NAMES[:7], frozen_dtype=torch.bfloat16)[1]
     for name in NAMES[:7]:
@@ -114,15 +114,15 @@ def test_moments_left_by_a_failed_attempt_are_cleared(tmp_path: Path, monkeypatc
     """The newest checkpoint fails while it is read; the older one, with everything frozen, has no moments."""
     old = save(tmp_path, 9, 1, frozen=NAMES[1:])
     save(tmp_path, 10, 2)
-    real_read = files.read_into
+    real_read = blocks.Files.read
     calls = itertools.count()
 
-    def read(file: Any, offset: int, target: Tensor, *seen: Any) -> None:
+    def read(*arguments: Any) -> None:
         if next(calls) == 15:
             raise OSError(5, "Input/output error")
-        real_read(file, offset, target, *seen)
+        real_read(*arguments)
 
-    monkeypatch.setattr(files, "read_into", read)
+    monkeypatch.setattr(blocks.Files, "read", read)
     loaded, values, lines = load(tmp_path)
     assert loaded is not None and loaded.iteration == 9 and len(lines) == 2 and "Input/output error" in lines[0]
     assert same(values, expected(old, (), torch.float32))
@@ -150,7 +150,7 @@ def test_frozen_parameters_store_only_their_weights(tmp_path: Path) -> None:
     size, header = (folder / "rank_001.safetensors").stat().st_size, (folder / "rank_001.safetensors").read_bytes()[:8]
     assert size == 8 + struct.unpack("<Q", header)[0] + sum(tensor.nbytes for tensor in wanted.values())
     values = json.loads((folder / "manifest.json").read_bytes())
-    assert values["version"] == 5
+    assert values["version"] == 6
     for name, entry in values["parameters"].items():
         assert entry["dtype"] == ("bfloat16" if name in MIXED else "float32")
         assert set(entry) == {"dtype", "shape", "weights"} | (set() if name in MIXED else {"exp_avg", "exp_avg_sq"})
@@ -190,7 +190,7 @@ def test_each_shard_is_read_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     save(tmp_path, 10, 1, frozen=MIXED)
     assert len(calls) == len(set(calls)) == sum(len(part.tensors) for _, part in mixed_model().parts())
     content = manifest.read(tmp_path / "10")
-    file_checks.check_file(tmp_path / "10", "rank_000.safetensors", content)
+    blocks.check_file(tmp_path / "10", "rank_000.safetensors", content)
 
 
 def mixed_model() -> Any:

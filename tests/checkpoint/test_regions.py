@@ -1,16 +1,13 @@
-"""Regions of parameters against plain lists of indices: of a rank's part, of what two regions share, of a whole."""
+"""Regions of parameters against plain lists of indices: of a rank's part, of what two regions share."""
 
 from __future__ import annotations
 
 import random
-import time
-from collections import Counter
-from collections.abc import Sequence
 
 import pytest
 import torch
 
-from megatron_lite.checkpoint.regions import Region, coverage_problem, held, overlaps, row_numel
+from megatron_lite.checkpoint.regions import Region, held, overlaps, row_numel
 from megatron_lite.parameter import Block, Initializer, ParameterSpec, Split
 
 ZERO = Initializer("constant", 0.0)
@@ -86,83 +83,3 @@ def test_the_elements_that_two_regions_share() -> None:
                 low = part.wanted.first, part.saved.first
                 assert [(low[0] + i, low[1] + i) for i in range(part.numel)] == found[-part.numel :]
         assert sorted(found) == sorted((mine.index(one), theirs.index(one)) for one in {*mine} & {*theirs})
-
-
-def is_exact(regions: Sequence[Region], rows: int, pitch: int) -> bool:
-    """Whether each element is in one region, columns are less than a row, and all are sorted."""
-    counts: Counter[int] = Counter()
-    for region in regions:
-        if not region.is_contiguous:
-            column = region.first % pitch
-            if region.numel % region.run or column + region.run > pitch or region.run == pitch:
-                return False
-        counts.update(indices(region, pitch))
-    starts = [region.first for region in regions]
-    return starts == sorted(starts) and counts == Counter(range(rows * pitch))
-
-
-def test_coverage_is_exact() -> None:
-    """Parts of tensor-parallel ranks, cut anywhere, cover a parameter; after a random change only if each index is
-    there once."""
-    chance, accepted = random.Random(2), 0
-    for _ in range(3000):
-        rows, ranks, width = chance.randint(1, 5), chance.choice((1, 2, 3)), chance.randint(1, 3)
-        split = chance.choice([Split(ranks, 0, 1, (Block.of(width * ranks, ranks),)), Split(ranks, 0)])
-        spec, regions = ParameterSpec("x", (rows, width * ranks), ZERO, split=split), []
-        for rank in range(ranks if split.blocks else 1):
-            part = spec.on(rank)
-            cuts = sorted({0, part.local_numel, *(chance.randrange(part.local_numel + 1) for _ in range(2))})
-            for low, high in zip(cuts, cuts[1:], strict=False):
-                regions += [item.region for item in held(part, low, high)]
-        regions.sort()
-        assert coverage_problem(regions, spec.shape) is None
-        for _ in range(chance.choice((1, 1, 2))):
-            place = chance.randrange(len(regions))
-            first, numel, run = (max(0, value + chance.choice((-1, 0, 0, 1))) for value in regions[place])
-            way = chance.random()
-            if way < 0.1 and len(regions) > 1:
-                regions.pop(place)
-            elif way < 0.2:
-                regions.insert(place, regions[chance.randrange(len(regions))])
-            elif 1 <= run <= numel:
-                regions[place] = Region(first, numel, run)
-            if chance.random() < 0.5:
-                regions.sort()
-        exact = is_exact(regions, *spec.shape)
-        assert (coverage_problem(regions, spec.shape) is None) == exact, (regions, spec.shape)
-        accepted += exact
-    assert 100 < accepted < 2500, accepted
-
-
-def test_coverage_of_many_regions_takes_no_time_that_grows_with_elements() -> None:
-    """60,000 columns, and elements without number, are checked at once."""
-    ranks, rows = 20_000, 2**40
-    regions = [Region(rank * 7, rows * 7, 7) for rank in range(ranks)]
-    cut = [Region(first + part * ranks * 7, rows * 7 if part else 7, 7) for part in (0, 1) for first, _, _ in regions]
-    start_s = time.process_time()
-    assert coverage_problem(regions, (rows, ranks * 7)) is None
-    assert coverage_problem(cut, (rows + 1, ranks * 7)) is None
-    assert coverage_problem(regions[1:], (rows, ranks * 7)) == "leave a gap or overlap at element 0"
-    assert time.process_time() - start_s < 1.0
-
-
-@pytest.mark.parametrize(
-    ("regions", "shape", "problem"),
-    [
-        ([(0, 4, 2), (2, 4, 2)], (2, 4), None),
-        ([(0, 4, 2), (2, 2, 2), (6, 2, 2)], (2, 4), None),
-        ([(0, 4, 2), (2, 4, 2), (2, 4, 2)], (2, 4), "are not sorted by element"),
-        ([(2, 4, 2), (0, 4, 2)], (2, 4), "are not sorted by element"),
-        ([(0, 4, 2), (2, 2, 2)], (2, 4), "hold 6 of 8 elements"),
-        ([(0, 4, 2), (2, 6, 2)], (2, 4), "hold 10 of 8 elements"),
-        ([(0, 4, 2), (1, 2, 1), (3, 2, 1)], (2, 4), "leave a gap or overlap at element 2"),
-        ([(0, 8, 4)], (2, 4), "hold no rectangle at element 0"),
-        ([(0, 4, 2), (3, 4, 2)], (2, 4), "hold no rectangle at element 3"),
-        ([(0, 3, 2), (2, 4, 2)], (2, 4), "hold no rectangle at element 0"),
-        ([(0, 4, 2)], (4,), "hold no rectangle at element 0"),
-        ([(0, 4, 2)], (), "hold no rectangle at element 0"),
-        ([(0, 1, 1)], (), None),
-    ],
-)
-def test_problems_of_coverage(regions: list[tuple[int, int, int]], shape: tuple[int, ...], problem: str | None) -> None:
-    assert coverage_problem([Region(*region) for region in regions], shape) == problem

@@ -5,19 +5,13 @@ from __future__ import annotations
 import os
 import types
 from pathlib import Path
-from typing import Any
 
 import pytest
-import torch
 
 from megatron_lite.checkpoint import manifest, space
-from megatron_lite.checkpoint.manifest import KINDS
 from megatron_lite.config import CheckpointConfig, Config, TrainingConfig
-from megatron_lite.errors import DamagedError, UsageError
-from megatron_lite.zero.layout import lay_out
-from tests.checkpoint.test_damage import AVERAGED, FROZEN
-from tests.checkpoint.test_sharded import SPECS, save
-from tests.support.fakes import Layout, empty_model, make_specs
+from megatron_lite.errors import DamagedError
+from tests.checkpoint.test_sharded import save
 
 
 @pytest.mark.parametrize(
@@ -52,46 +46,6 @@ def test_the_lack_is_told_with_numbers(tmp_path: Path, monkeypatch: pytest.Monke
     keep = CheckpointConfig(checkpoint_interval=10, max_checkpoints=2, keep_checkpoints=("20",))
     lack = space.lack_at_start(root, 967_000_000, Config(training=training, checkpoint=keep), 40)
     assert lack is not None and "take 6 x 1.0 GB" in lack  # three, and those of 60, 80 and 100
-
-
-# -- the manifest ------------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("layout", [{}, FROZEN, AVERAGED, {"num_per_stage": 1}], ids=str)
-@pytest.mark.parametrize(("ranks", "tensor"), [(1, 1), (2, 1), (7, 1), (4, 4), (14, 2)])
-def test_the_size_of_a_manifest_is_bounded(layout: dict[str, Any], ranks: int, tensor: int, tmp_path: Path) -> None:
-    """The bound holds, and is no more than twice the size, or 2.5 times with columns, which may end in any row."""
-    save(tmp_path, 10, 1, ranks, tensor_ranks=tensor, **layout)
-    parts: Any = [part for _, part in empty_model(SPECS, Layout(ranks, tensor_ranks=tensor, **layout), 0).parts()]
-    bound = manifest.table_bytes(parts, ranks)
-    text = (tmp_path / "10" / "manifest.json").read_text()
-    size = len(text) - text.index('"files": ')
-    assert (
-        size < bound + len('"files": {},"parameters": {},"crc32": 1234567890}')
-        and bound < (2 if tensor == 1 else 2.5) * size
-    )
-
-
-def test_ranks_that_reach_the_limit_of_a_manifest() -> None:
-    """175 billion parameters in 96 layers fit on 16,384 ranks, not on 32,768; with fewer stages they do."""
-    block = [("qkv", (36864, 12288)), ("out", (12288, 12288)), ("up", (49152, 12288)), ("down", (12288, 49152))]
-    block += [(f"norm.{index}", (12288,)) for index in range(8)]
-    specs = make_specs([(f"blocks.{layer}.{name}", shape, True) for layer in range(96) for name, shape in block])
-
-    def model(ranks: int, layers_per_stage: int) -> Any:
-        step = 12 * layers_per_stage
-        some = types.SimpleNamespace(kinds=lambda: dict.fromkeys(KINDS[:3], torch.float32), has=lambda kind, spec: True)
-        parts = []
-        for start in range(0, len(specs), step):
-            layout = lay_out(specs[start : start + step], ranks)
-            size = layout.shard_numel
-            parts.append(types.SimpleNamespace(**vars(some), layout=layout, numel=lambda kind, size=size: size))
-        return types.SimpleNamespace(parts=lambda: enumerate(parts))
-
-    space.check_manifest(model(16384, 1), 16384)
-    with pytest.raises(UsageError, match=r"on 32,768 ranks the manifest .* choose a larger --layers_per_stage"):
-        space.check_manifest(model(32768, 1), 32768)
-    space.check_manifest(model(32768, 4), 32768)
 
 
 def test_a_manifest_that_could_not_be_read_is_not_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

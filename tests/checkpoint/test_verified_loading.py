@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import io
 import itertools
-import json
 import os
 import random
 import shutil
@@ -16,90 +15,60 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import pytest
-import torch
 
-from megatron_lite.checkpoint import files, manifest
-from megatron_lite.checkpoint.checksums import Checksums, CutChecksums, Piece, combine, joined, missing
+from megatron_lite.checkpoint import blocks, manifest
+from megatron_lite.checkpoint.blocks import BlockSums
 from megatron_lite.errors import DamagedError
-from tests.checkpoint.test_damage import AVERAGED, FROZEN, expect_fallback, flip, seal
+from tests.checkpoint.test_damage import AVERAGED, FROZEN, as_version, expect_fallback, flip, seal
 from tests.checkpoint.test_sharded import SPECS, load, save
-from tests.support.fakes import Layout, Values, empty_model, held, random_values, same
+from tests.support.fakes import Layout, Values, held, random_values, same
 
 
-def test_checksums_of_pieces_are_those_of_the_whole() -> None:
-    """Any cuts, empty pieces and long ones; what is missing or there twice is told."""
-    generator = random.Random(1)
-    for size in (0, 1, 7, 300, 2**20 + 3):
-        data = generator.randbytes(size)
-        cuts = sorted({0, size, *(generator.randrange(size + 1) for _ in range(5))})
-        pieces = [Piece(start, end, zlib.crc32(data[start:end])) for start, end in zip(cuts, cuts[1:], strict=False)]
-        generator.shuffle(pieces)
-        assert joined(pieces) == zlib.crc32(data) and missing(pieces, size) == []
-        if len(pieces) > 1:
-            left = pieces.pop()
-            assert missing(pieces, size) == [left[:2]] and (joined(pieces) is None or left.end == size)
-            assert joined([*pieces, left, left]) is None
-    assert combine(zlib.crc32(b"a"), zlib.crc32(b""), 0) == zlib.crc32(b"a")
-    zeros = zlib.crc32(bytes(2**16))
-    for power in range(16, 40):  # a terabyte of zeros, by doubling
-        zeros = combine(zeros, zeros, 2**power)
-    assert combine(zlib.crc32(b"x"), zlib.crc32(bytes(2**20)), 2**20) == zlib.crc32(b"x" + bytes(2**20))
-
-
-def test_pieces_that_touch_are_one() -> None:
-    """Bytes in order make one piece per file, whatever is read of other files meanwhile; a jump begins another."""
-    checksums = Checksums()
-    for file, offset, data in (("a", 0, b"01"), ("a", 2, b"23"), ("b", 9, b"4"), ("a", 4, b"5"), ("a", 1, b"6")):
-        checksums.begin(file, offset)
-        checksums.add(memoryview(data))
-    crc = zlib.crc32
-    found = {"a": [(0, 5, crc(b"01235")), (1, 2, crc(b"6"))], "b": [(9, 10, crc(b"4"))]}
-    assert checksums.pieces() == found
-
-
-def test_pieces_are_cut_anywhere() -> None:
-    """Data of any lengths, cut within and between them, give the checksums of the ranges and of the whole."""
+@pytest.mark.parametrize("size", [1, 63, 64, 65, 1000])
+def test_blocks_of_a_file(size: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Data of any lengths give the checksums of the blocks, of which the last may be shorter."""
+    monkeypatch.setattr(blocks, "BLOCK_BYTES", 64)
     generator = random.Random(2)
-    for size in (0, 1, 9, 1000):
-        data = generator.randbytes(size)
-        cuts = [generator.randrange(size + 1) for _ in range(generator.randrange(8))]
-        sums, rest = CutChecksums([*cuts, *cuts]), memoryview(data)
-        while rest:
-            step = generator.randrange(1, 300)
-            sums.add(rest[:step])
-            rest = rest[step:]
-        places = sorted({0, size, *cuts})
-        wanted = [(low, high, zlib.crc32(data[low:high])) for low, high in zip(places, places[1:], strict=False)]
-        assert sums.pieces() == wanted and joined(sums.pieces()) == zlib.crc32(data)
+    data, sums = generator.randbytes(size), BlockSums()
+    rest = memoryview(data)
+    while rest:
+        step = generator.randrange(200)
+        sums.add(rest[:step])
+        rest = rest[step:]
+    file = sums.file()
+    assert (file.size, file.block_bytes, len(file.crc32)) == (size, 64, 8 * len(file.blocks))
+    found = [file.block(number) for number in file.blocks]
+    assert found == [(at, min(at + 64, size), zlib.crc32(data[at : at + 64])) for at in range(0, size, 64)]
 
 
 @pytest.mark.parametrize("layout", [{}, FROZEN, AVERAGED], ids=["trained", "frozen", "averaged"])
-@pytest.mark.parametrize("ranks", [1, 3])
-def test_checksums_of_slices_and_files_are_those_of_their_bytes(
-    layout: dict[str, Any], ranks: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize("num_bytes", [blocks.BLOCK_BYTES, 100])
+def test_checksums_of_files_are_those_of_their_bytes(
+    layout: dict[str, Any], num_bytes: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Every slice has the CRC-32 of its own bytes, and every file that of all, whatever is written at a time."""
-    for iteration, num_bytes in ((10, files.PIECE_BYTES), (20, 100)):
-        monkeypatch.setattr(files, "PIECE_BYTES", num_bytes)
-        save(tmp_path, iteration, 1, ranks, **layout)
-        content = manifest.read(tmp_path / str(iteration))
-        assert content.has_slice_checksums
-        for name, slices in content.places().items():
-            data = (tmp_path / str(iteration) / name).read_bytes()
-            assert content.files[name] == (len(data), zlib.crc32(data))
-            for piece, what in slices:
-                assert piece.crc32 == zlib.crc32(data[piece.offset : piece.offset + piece.num_bytes]), what
+    """Of every block, the header and padding included."""
+    monkeypatch.setattr(blocks, "BLOCK_BYTES", num_bytes)
+    save(tmp_path, 10, 1, 3, **layout)
+    for name, file in manifest.read(tmp_path / "10").files.items():
+        data = (tmp_path / "10" / name).read_bytes()
+        assert file.size == len(data) and file.block_bytes == num_bytes
+        for start, end, crc32 in map(file.block, file.blocks):
+            assert crc32 == zlib.crc32(data[start:end])
 
 
-@pytest.mark.parametrize("version", [3, 4])
-def test_older_versions_are_still_read(version: int, tmp_path: Path) -> None:
+@pytest.mark.parametrize("version", [3, 4, 5])
+@pytest.mark.parametrize("largest", [blocks.LARGEST_BLOCK_BYTES, 100], ids=["read as a block", "read twice"])
+def test_older_versions_are_still_read(
+    version: int, largest: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """A checkpoint of an older version loads bit for bit, and its damage is found by the checksums of its files."""
+    monkeypatch.setattr(blocks, "LARGEST_BLOCK_BYTES", largest)
+    tensor = {"tensor_ranks": 2} if version == 5 else {}
     for iteration in (10, 20):
-        save(tmp_path, iteration, iteration // 10, world_size=2)
+        save(tmp_path, iteration, iteration // 10, world_size=2, **tensor)
         path = tmp_path / str(iteration) / "manifest.json"
-        path.write_bytes(seal(as_version(version, json.loads(path.read_bytes()))))
+        path.write_bytes(seal(as_version(version, path.parent)))
     content = manifest.read(tmp_path / "20")
-    assert content.has_slice_checksums == (version == 4)
     loaded, values, lines = load(tmp_path, 3)
     assert loaded == content and lines == [] and same(values, random_values(SPECS, 2))
     flip(tmp_path / "20" / "rank_001.safetensors", -1 + content.files["rank_001.safetensors"].size, 0)
@@ -108,30 +77,19 @@ def test_older_versions_are_still_read(version: int, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("version", [3, 4, 5])
 def test_slices_have_the_form_of_their_version(version: int, tmp_path: Path) -> None:
-    """A slice has a checksum from version 4 on and a run from version 5 on; both must be counts, a run at most all."""
+    """A slice has a checksum in versions 4 and 5 and a run in version 5; both must be counts, a run at most all."""
     save(tmp_path, 10, 1)
-    values = json.loads((tmp_path / "10" / "manifest.json").read_bytes())
-    values = as_version(version, values)
+    values = as_version(version, tmp_path / "10")
     piece = values["parameters"]["head.norm.weight"]["weights"][0]
-    rest = [[], [7], [None], [-1], [1.5], [True], ["7"], [7, 1], [7, 0], [7, 2], [7, None], [7, True], [7, 1, 1]]
     good = {3: [], 4: [7], 5: [7, 1]}[version]
-    for last in rest:
+    for last in ([], [7], [None], [-1], ["7"], [7, 1], [7, 0], [7, 2], [7, None], [7, True], [7, 1, 1]):
         piece[4:] = last
         (tmp_path / "10" / "manifest.json").write_bytes(seal(values))
-        if last is rest[rest.index(good)]:
+        if last == good and True not in [value is True for value in last]:
             assert manifest.read(tmp_path / "10").parameters["head.norm.weight"].slices["weights"][0].run == 1
             continue
-        with pytest.raises(DamagedError, match=r"'head\.norm\.weight': a slice is malformed"):
+        with pytest.raises(DamagedError, match="not the content of version|head.norm.weight"):
             manifest.read(tmp_path / "10")
-
-
-def as_version(version: int, values: dict[str, Any]) -> dict[str, Any]:
-    """Return the content of a manifest as an older version had it."""
-    values = {**values, "version": version}
-    for parameter in values["parameters"].values():
-        for kind in manifest.KINDS:
-            parameter |= {kind: [piece[: version + 1] for piece in parameter[kind]]} if kind in parameter else {}
-    return values
 
 
 def test_the_system_reads_ahead_of_what_is_read_in_order(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -139,8 +97,8 @@ def test_the_system_reads_ahead_of_what_is_read_in_order(monkeypatch: pytest.Mon
     asked: list[tuple[int, int]] = []
     hint: Any = lambda descriptor, offset, size, advice: asked.append((offset, offset + size))  # noqa: E731
     monkeypatch.setattr(os, "posix_fadvise", hint)
-    monkeypatch.setattr(files, "AHEAD_BYTES", 80)
-    ahead = files.ReadAhead(0)
+    monkeypatch.setattr(blocks, "AHEAD_BYTES", 80)
+    ahead = blocks._ReadAhead(0)
     for start in (0, 1000):
         asked.clear()
         for end in range(start + 10, start + 400, 10):
@@ -151,71 +109,80 @@ def test_the_system_reads_ahead_of_what_is_read_in_order(monkeypatch: pytest.Mon
         assert asked[0][0] == start and all(one[1] == two[0] for one, two in zip(asked, asked[1:], strict=False))
 
 
+@pytest.fixture
+def read(monkeypatch: pytest.MonkeyPatch) -> dict[str, list[int]]:
+    """The offsets of all bytes that are read of each rank's file, in order."""
+    found: dict[str, list[int]] = {}
+    lock = threading.Lock()
+
+    class Counting(io.FileIO):
+        def readinto(self, buffer: Any) -> int:
+            start, count = self.tell(), super().readinto(buffer)
+            with lock:
+                found.setdefault(Path(os.readlink(f"/proc/self/fd/{self.fileno()}")).name, []).extend(
+                    range(start, start + count)
+                )
+            return count
+
+    monkeypatch.setattr("megatron_lite.checkpoint.names.io.FileIO", Counting)
+    return found
+
+
 @pytest.mark.parametrize(
     ("saved", "layout"),
     [({}, {}), (FROZEN, FROZEN), (AVERAGED, AVERAGED), ({}, AVERAGED), (FROZEN, {})],
     ids=["trained", "frozen", "averaged", "averages begin", "training begins"],
 )
 @pytest.mark.parametrize(("saving", "loading"), [(1, 1), (2, 2), (2, 3), (3, 1)])
-def test_each_byte_is_read_once(
+def test_each_block_is_read_once(
     saved: dict[str, Any],
     layout: dict[str, Any],
     saving: int,
     loading: int,
     tmp_path: Path,
+    read: dict[str, list[int]],
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Over all ranks, the bytes read are those of the files; a rank of the same layout reads its own file in order."""
+    """Over all ranks, the bytes read are those of the files; a rank of the same layout reads its own file in order.
+
+    Other ranks also read the blocks around the ends of their shards.
+    """
+    monkeypatch.setattr(blocks, "BLOCK_BYTES", 64)
     save(tmp_path, 10, 1, saving, **saved)
-    read: Counter[tuple[str, int]] = Counter()
-    order: dict[str, list[int]] = {}
-    real = files.read_into
-
-    def read_into(file: io.FileIO, offset: int, target: torch.Tensor, *seen: Any) -> None:
-        name = Path(os.readlink(f"/proc/self/fd/{file.fileno()}")).name
-        read.update((name, offset + place) for place in range(target.numel()))
-        order.setdefault(name, []).append(offset)
-        real(file, offset, target, *seen)
-
-    monkeypatch.setattr(files, "read_into", read_into)
     load(tmp_path, loading, **layout)
     content = manifest.read(tmp_path / "10")
-    assert set(read.values()) == {1} and len(read) == sum(file.size for file in content.files.values())
-    if saving == loading and saved == layout:
-        assert all(offsets == sorted(offsets) for offsets in order.values())
+    for name, file in content.files.items():
+        offsets = [at for at in read[name] if at < file.size]
+        assert {*offsets} == {*range(file.size)}
+        if saving == loading and saved == layout:
+            turns = sum(two < one for one, two in itertools.pairwise(offsets))
+            assert turns <= 1 and len(offsets) == file.size, "what is no parameter's is read at the end"
+        again = len(offsets) - file.size
+        ends = sum(len(pieces) for entry in content.parameters.values() for pieces in entry.slices.values())
+        assert again <= 64 * (ends + 12 * loading) and max(Counter(offsets).values()) <= 3, again
 
 
 @pytest.mark.parametrize(
     ("saving", "loading"), [((4, 2), (4, 2)), ((4, 2), (2, 1)), ((2, 1), (4, 4)), ((2, 2), (4, 4))], ids=str
 )
 def test_bytes_that_tensor_parallel_ranks_read_again(
-    saving: tuple[int, int], loading: tuple[int, int], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    saving: tuple[int, int],
+    loading: tuple[int, int],
+    tmp_path: Path,
+    read: dict[str, list[int]],
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """(ranks, tensor-parallel among them): all bytes are read, with the same layout only copies again.
+    """(ranks, tensor-parallel among them): all bytes are read, those of the same layout once but for shared blocks.
 
-    With another one, rows are read once by each rank that needs some of their columns, overlaps for their checksums.
+    With another one, rows are read once by each rank that needs some of their columns.
     """
+    monkeypatch.setattr(blocks, "BLOCK_BYTES", 16)
     save(tmp_path, 10, 1, saving[0], tensor_ranks=saving[1])
-    read: Counter[tuple[str, int]] = Counter()
-    real = files.read_into
-
-    def read_into(file: io.FileIO, offset: int, target: torch.Tensor, *seen: Any) -> None:
-        name = Path(os.readlink(f"/proc/self/fd/{file.fileno()}")).name
-        read.update((name, offset + place) for place in range(target.numel()))
-        real(file, offset, target, *seen)
-
-    monkeypatch.setattr(files, "read_into", read_into)
-    assert same(load(tmp_path, loading[0], tensor_ranks=loading[1])[1], random_values(SPECS, 1))
-    content = manifest.read(tmp_path / "10")
-    assert len(read) == sum(file.size for file in content.files.values())
-    assert max(read.values()) <= (1 if loading[1] == 1 else 2 * loading[1])
-    (_, part), *_ = empty_model(SPECS, Layout(loading[0], 8, tensor_ranks=loading[1]), 0).parts()
-    copied = {f"of {slot.spec.name!r}" for slot in part.layout.slots if len(slot.spec.pieces[-1].holders) > 1}
-    for piece in content.parameters["blocks.0.mlp.up.weight"].slices["weights"]:
-        assert max(read[piece.file, piece.offset + place] for place in range(piece.num_bytes)) <= loading[1]
-    for piece, what in itertools.chain(*content.places().values()) if saving == loading else ():
-        again = {read[piece.file, piece.offset + place] for place in range(piece.num_bytes)} != {1}
-        assert again <= any(what.endswith(name) for name in copied), what
+    values = load(tmp_path, loading[0], tensor_ranks=loading[1])[1]
+    assert same(values, random_values(SPECS, 1))
+    for name, file in manifest.read(tmp_path / "10").files.items():
+        counts = Counter(at for at in read[name] if at < file.size)
+        assert {*counts} == {*range(file.size)} and max(counts.values()) <= 2 * loading[1]
 
 
 @pytest.mark.parametrize(

@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 
-from megatron_lite.checkpoint import file_checks, manifest
+from megatron_lite.checkpoint import blocks, manifest
 from megatron_lite.monitor.trackers import read_metrics
 
 # What metrics.jsonl must have in common with an uninterrupted run; the rest of a line is about time.
@@ -41,7 +41,7 @@ def assert_all_good(experiment: Path) -> None:
         content = manifest.read(folder)
         assert content.iteration == iteration
         for name in content.files:
-            file_checks.check_file(folder, name, content)
+            blocks.check_file(folder, name, content)
 
 
 def weights(experiment: Path) -> dict[str, str]:

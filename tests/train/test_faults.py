@@ -21,7 +21,7 @@ import numpy as np
 import pytest
 from _pytest.mark.structures import ParameterSet
 
-from megatron_lite.checkpoint import file_checks, manifest
+from megatron_lite.checkpoint import blocks, manifest
 from megatron_lite.data.dataset_writer import IndexedDatasetWriter
 from megatron_lite.distributed import peer_watch
 from megatron_lite.distributed.peer_watch import MeetingPoint, connect
@@ -430,7 +430,7 @@ def test_full_disk_during_a_save(tmp_path: Path, namespace: subprocess.Popen[byt
         folder = seen / "checkpoints" / str(iteration)
         content = manifest.read(folder)
         for name in content.files:
-            file_checks.check_file(folder, name, content)
+            blocks.check_file(folder, name, content)
     mount(namespace, "-o", "remount,size=100m", str(tmp_path))
     outcome = run(train(experiment, "--train_iters=8"), RANKS, mounts_of=namespace.pid)
     assert outcome.codes == [0, 0], outcome.output

@@ -1,0 +1,256 @@
+"""Files in blocks of a fixed size, each with a CRC-32: summed while they are written, checked when they are read.
+
+A reader of any bytes of a checkpoint reads the blocks around them, so that nothing arrives unchecked.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import itertools
+import os
+import re
+import zlib
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from pathlib import Path
+from types import MappingProxyType
+from typing import TYPE_CHECKING, Annotated, NamedTuple
+
+import torch
+from torch import Tensor
+
+from megatron_lite.checkpoint.decoding import PositiveCount, Rule
+from megatron_lite.checkpoint.names import open_regular, reason
+from megatron_lite.errors import DamagedError, shorten
+
+if TYPE_CHECKING:
+    from megatron_lite.checkpoint.manifest import Manifest, Slice
+
+CHUNK_BYTES = 64 * 2**20  # memory for one read, and for one copy from a device
+BLOCK_BYTES = 2**20  # written or read, then summed while it is in the processor's cache
+LARGEST_BLOCK_BYTES = CHUNK_BYTES  # that a reader holds in memory; larger ones are of older versions
+AHEAD_BYTES = 32 * 2**20  # that the disk reads while a processor sums what was read before
+_DIFFERS = "its checksum does not match: it is damaged or belongs to another save"
+_SHORTER = "it became shorter while it was read"
+
+HexDigits = Annotated[str, Rule("hexadecimal digits", lambda text: re.fullmatch("[0-9a-f]*", text) is not None)]
+
+
+class SavedFile(NamedTuple):
+    """The size of a file and the checksums of its blocks."""
+
+    size: PositiveCount  # bytes
+    block_bytes: PositiveCount  # of each block but the last; in versions 3 to 5 of the manifest a file is one block
+    crc32: HexDigits  # of the blocks, 8 digits each
+
+    @property
+    def blocks(self) -> range:
+        """The numbers of all blocks."""
+        return self.blocks_around(0, self.size)
+
+    def blocks_around(self, start: int, end: int) -> range:
+        """Return the numbers of the blocks that hold bytes start to end."""
+        return range(start // self.block_bytes, -(-end // self.block_bytes))
+
+    def block(self, index: int) -> tuple[int, int, int]:
+        """Return the start, end and CRC-32 of a block."""
+        start, crc32 = index * self.block_bytes, self.crc32[8 * index : 8 * index + 8]
+        return start, min(start + self.block_bytes, self.size), int(crc32, 16)
+
+
+class BlockSums:
+    """The checksums of a file that is being written."""
+
+    def __init__(self) -> None:
+        self._size = self._crc = 0
+        self._left = self._block_bytes = BLOCK_BYTES
+        self._done: list[str] = []
+
+    def add(self, data: memoryview) -> None:
+        """Count the next bytes."""
+        while data:
+            part, data = data[: self._left], data[self._left :]
+            self._crc = zlib.crc32(part, self._crc)
+            self._left -= len(part)
+            self._size += len(part)
+            if not self._left:
+                self._close()
+
+    def file(self) -> SavedFile:
+        """Return the checksums of the file, which is complete."""
+        if self._left < self._block_bytes:
+            self._close()
+        return SavedFile(self._size, self._block_bytes, "".join(self._done))
+
+    def _close(self) -> None:
+        self._done.append(f"{self._crc:08x}")
+        self._crc, self._left = 0, self._block_bytes
+
+
+class _ReadAhead:
+    """Hints to begin reading the next bytes of a file: the longer it is read in order, the farther.
+
+    A system does the same by itself, but often for 128 KiB only, so that the disk waits while a processor sums.
+    """
+
+    def __init__(self, descriptor: int) -> None:
+        self._descriptor = descriptor
+        self._start = self._end = self._asked = 0
+
+    def begin(self, offset: int) -> None:
+        """Continue at `offset`."""
+        if offset != self._end:
+            self._start = self._end = self._asked = offset
+
+    def add(self, num_bytes: int) -> None:
+        """Count bytes that have arrived."""
+        self._end += num_bytes
+        wanted = self._end + min(self._end - self._start, AHEAD_BYTES)
+        if wanted - self._asked >= AHEAD_BYTES // 4 and hasattr(os, "posix_fadvise"):
+            with contextlib.suppress(OSError):
+                os.posix_fadvise(self._descriptor, self._asked, wanted - self._asked, os.POSIX_FADV_WILLNEED)
+            self._asked = wanted
+
+
+class Files:
+    """The files of a folder; keeps the latest one open, and the latest block that was not read as a whole.
+
+    saved: files whose blocks are checked when they are read.
+    follow_links: see `open_regular`.
+    """
+
+    def __init__(
+        self, folder: Path, saved: Mapping[str, SavedFile] = MappingProxyType({}), follow_links: bool = False
+    ) -> None:
+        self._folder, self._saved, self._follow_links = folder, saved, follow_links
+        self._name = ""
+        self._file: io.FileIO | None = None
+        self._block, self._block_number = memoryview(b""), -1
+        self.checked: dict[str, list[list[int]]] = {}  # by file, ranges of blocks that were read and are good
+
+    def read(self, name: str, offset: int, dtype: torch.dtype, target: Tensor) -> None:
+        """Read elements of this dtype into a tensor (n,), rounding to nearest if its dtype differs.
+
+        Raises:
+            DamagedError, OSError: if a checksum differs, the file is too short or it cannot be opened.
+        """
+        if self._file is None or name != self._name:
+            self.close()
+            self._name, self._file = name, open_regular(self._folder / name, self._follow_links)
+            self._ahead = _ReadAhead(self._file.fileno())
+        for part in target.split(CHUNK_BYTES // dtype.itemsize):
+            is_direct = part.dtype == dtype and part.device.type == "cpu"
+            values = part if is_direct else torch.empty(part.numel(), dtype=dtype)
+            self._read(offset, values.view(torch.uint8).numpy().data)
+            if not is_direct:
+                part.copy_(values)
+            offset += values.nbytes
+
+    def _read(self, offset: int, target: memoryview) -> None:
+        saved, end = self._saved.get(self._name), offset + len(target)
+        if saved is None or saved.block_bytes > LARGEST_BLOCK_BYTES:
+            self._fill(offset, target)
+            return
+        for number in saved.blocks_around(offset, end):
+            start, stop, crc32 = saved.block(number)
+            low, high = max(start, offset), min(stop, end)
+            part = target[low - offset : high - offset]
+            if number == self._block_number:
+                part[:] = self._block[low - start : high - start]
+                continue
+            is_whole = high - low == stop - start
+            block = part if is_whole else memoryview(bytearray(stop - start))
+            self._fill(start, block)
+            if zlib.crc32(block) != crc32:
+                raise DamagedError(f"{self._name}: {_DIFFERS}")
+            self._note(number)
+            if not is_whole:
+                self._block, self._block_number = block, number
+                part[:] = block[low - start : high - start]
+
+    def _fill(self, offset: int, target: memoryview) -> None:
+        """Read bytes as they are."""
+        assert self._file is not None
+        self._file.seek(offset)
+        self._ahead.begin(offset)
+        while target:
+            count = self._file.readinto(target[:BLOCK_BYTES])
+            if not count:
+                raise DamagedError(f"{self._name}: {_SHORTER}")
+            self._ahead.add(count)
+            target = target[count:]
+
+    def _note(self, number: int) -> None:
+        """Count a good block."""
+        ranges = self.checked.setdefault(self._name, [])
+        if ranges and ranges[-1][1] == number:
+            ranges[-1][1] += 1
+        else:
+            ranges.append([number, number + 1])
+
+    def close(self) -> None:
+        if self._file is not None:
+            self._file.close()
+            self._file, self._block_number = None, -1
+
+
+def check_sizes(folder: Path, manifest: Manifest, rank: int = 0, world_size: int = 1) -> None:
+    """Check that this rank's share of the files of a manifest exist and have the right size.
+
+    Raises:
+        DamagedError: for the first that does not.
+    """
+    for name, file in list(manifest.files.items())[rank::world_size]:
+        with _open_file(folder, name, file):
+            pass
+
+
+def check_file(folder: Path, name: str, manifest: Manifest, slices: Sequence[tuple[Slice, str]] = ()) -> None:
+    """Check the size of a file and all of its blocks; `slices`: see `check_blocks`."""
+    check_blocks(folder, name, manifest.files[name], manifest.files[name].blocks, slices)
+
+
+def check_slices(folder: Path, manifest: Manifest, slices: Sequence[tuple[Slice, str]]) -> None:
+    """Check the blocks that hold these slices, which are sorted by file; see `check_blocks`."""
+    for name, group in itertools.groupby(slices, key=lambda item: item[0].file):
+        file, some = manifest.files[name], list(group)
+        wanted = {number for piece, _ in some for number in file.blocks_around(piece.offset, piece.end)}
+        check_blocks(folder, name, file, sorted(wanted), some)
+
+
+def check_blocks(
+    folder: Path, name: str, file: SavedFile, numbers: Iterable[int], slices: Sequence[tuple[Slice, str]] = ()
+) -> None:
+    """Check the size of a file and some of its blocks; read nothing else.
+
+    slices: of the file, each with its name, for the message; see `Manifest.places`.
+
+    Raises:
+        DamagedError: if any differs or cannot be read.
+    """
+    buffer = memoryview(bytearray(BLOCK_BYTES))
+    with _open_file(folder, name, file) as opened:
+        for number in numbers:
+            start, end, crc32 = file.block(number)
+            place, found = opened.seek(start), 0
+            while place < end:
+                count = opened.readinto(buffer[: end - place])
+                if not count:
+                    raise DamagedError(f"{name}: {_SHORTER}")
+                place, found = place + count, zlib.crc32(buffer[:count], found)
+            if found != crc32:
+                inside = [what for piece, what in slices if piece.offset < end and start < piece.end]
+                raise DamagedError(f"{name}: {_DIFFERS}" + (f" ({shorten(inside, 1)})" if inside else ""))
+
+
+@contextlib.contextmanager
+def _open_file(folder: Path, name: str, expected: SavedFile) -> Iterator[io.FileIO]:
+    """Open a file of the expected size; raise DamagedError also for system errors while it is open."""
+    try:
+        with open_regular(folder / name) as file:
+            size = os.fstat(file.fileno()).st_size
+            if size != expected.size:
+                raise DamagedError(f"{name}: {size:,} bytes, the manifest says {expected.size:,}")
+            yield file
+    except OSError as error:
+        raise DamagedError(f"{name}: {reason(error)}") from None

@@ -1,0 +1,139 @@
+"""Typed decoding of JSON: whatever does not fit its type is damaged, and the error says where and what it should be.
+
+A type is a `TypedDict`, a `NamedTuple` (an object with these keys), or made of `list`, `dict`, `tuple`, `| None`,
+`Any`, `bool`, `int`, `float` and `str`, the last four perhaps `Annotated` with a `Rule`.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+from collections.abc import Callable
+from typing import Annotated, Any, NamedTuple, get_args, get_origin, get_type_hints, is_typeddict
+
+from megatron_lite.errors import DamagedError
+
+LARGEST_COUNT = 2**62
+
+
+class Absent:
+    """In the type of a key: the key may be missing, and an object under it may be empty."""
+
+
+class Rule(NamedTuple):
+    """A rule for values of some type, in words, and whether one follows it."""
+
+    words: str
+    holds: Callable[[Any], bool]
+
+
+Count = Annotated[int, Rule("a count", lambda value: 0 <= value <= LARGEST_COUNT)]
+PositiveCount = Annotated[int, Rule("a positive count", lambda value: 1 <= value <= LARGEST_COUNT)]
+
+
+class _WrongError(Exception):
+    """A value that does not fit; `path` grows from the inside to the outside."""
+
+    def __init__(self, problem: str) -> None:
+        self.problem, self.path = problem, ""
+
+
+def decode(kind: Any, value: Any, where: str = "") -> Any:
+    """Return a JSON value as an object of a type.
+
+    Raises:
+        DamagedError: names the first place whose value does not fit. `where`: the name of the whole, if it has one.
+    """
+    try:
+        return _decoder(kind)(value)
+    except _WrongError as wrong:
+        place = f"{where}{wrong.path}".removeprefix(".") or "it"
+        raise DamagedError(f"{place} {wrong.problem}") from None
+
+
+_SCALARS: tuple[tuple[Any, str, Callable[[Any], bool]], ...] = (
+    (bool, "true or false", lambda value: type(value) is bool),
+    (int, "an integer", lambda value: type(value) is int and abs(value) <= LARGEST_COUNT),
+    (float, "a number", lambda value: type(value) is float and not math.isnan(value)),
+    (str, "a text", lambda value: type(value) is str),
+)
+
+
+@functools.cache
+def _decoder(kind: Any) -> Callable[[Any], Any]:
+    origin, arguments = get_origin(kind), get_args(kind)
+    if kind is Any:
+        return lambda value: value
+    for scalar, words, holds in _SCALARS:
+        if kind is scalar:
+            return _checked(words, holds)
+    if origin is Annotated:
+        (words, rule), holds = arguments[1], next(holds for scalar, _, holds in _SCALARS if scalar is arguments[0])
+        return _checked(words, lambda value: holds(value) and rule(value))
+    if origin is list:
+        return functools.partial(_list, _decoder(arguments[0]))
+    if origin is tuple:
+        return functools.partial(_tuple, [_decoder(argument) for argument in arguments])
+    if origin is dict:
+        return functools.partial(_dict, _decoder(arguments[1]))
+    if type(None) in arguments:
+        inner = _decoder(arguments[0])
+        return lambda value: None if value is None else inner(value)
+    hints = get_type_hints(kind, include_extras=True)
+    optional = {name for name, hint in hints.items() if Absent in get_args(hint)}
+    fields = {name: _decoder(get_args(hint)[0] if name in optional else hint) for name, hint in hints.items()}
+    for name in optional:
+        if is_typeddict(get_args(hints[name])[0]):
+            fields[name] = functools.partial(_unless_empty, fields[name])
+    decoded = functools.partial(_object, fields, optional)
+    return decoded if is_typeddict(kind) else lambda value: kind(**decoded(value))
+
+
+def _checked(words: str, holds: Callable[[Any], bool]) -> Callable[[Any], Any]:
+    def check(value: Any) -> Any:
+        if not holds(value):
+            raise _WrongError(f"is not {words}")
+        return value
+
+    return check
+
+
+def _unless_empty(decoder: Callable[[Any], Any], value: Any) -> Any:
+    return value if value == {} else decoder(value)
+
+
+def _inside(key: Any, decoder: Callable[[Any], Any], value: Any) -> Any:
+    """Decode a part of a value; `key`: its place there."""
+    try:
+        return decoder(value)
+    except _WrongError as wrong:
+        wrong.path = (f"[{key}]" if isinstance(key, int) else f".{ascii(key[:80])[1:-1]}") + wrong.path
+        raise
+
+
+def _list(decoder: Callable[[Any], Any], value: Any) -> list[Any]:
+    if type(value) is not list:
+        raise _WrongError("is not a list")
+    return [_inside(index, decoder, item) for index, item in enumerate(value)]
+
+
+def _tuple(decoders: list[Callable[[Any], Any]], value: Any) -> tuple[Any, ...]:
+    if type(value) is not list or len(value) != len(decoders):
+        raise _WrongError(f"is not a list of {len(decoders)}")
+    return tuple(_inside(index, decoder, value[index]) for index, decoder in enumerate(decoders))
+
+
+def _dict(decoder: Callable[[Any], Any], value: Any) -> dict[str, Any]:
+    if type(value) is not dict:
+        raise _WrongError("is not an object")
+    return {key: _inside(key, decoder, item) for key, item in value.items()}
+
+
+def _object(fields: dict[str, Callable[[Any], Any]], optional: set[str], value: Any) -> dict[str, Any]:
+    if type(value) is not dict:
+        raise _WrongError("is not an object")
+    if unknown := [key for key in value if key not in fields]:
+        raise _WrongError(f"has the unknown key {ascii(unknown[0][:40])}")
+    if missing := [name for name in fields if name not in value and name not in optional]:
+        raise _WrongError(f"has no {missing[0]}")
+    return {key: _inside(key, fields[key], item) for key, item in value.items()}
