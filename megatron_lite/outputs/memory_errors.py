@@ -9,9 +9,9 @@ from megatron_lite.distributed.process_group import Distributed
 from megatron_lite.errors import LESS_MEMORY, OUT_OF_MEMORY, OutOfMemoryError, Remedy, as_run_error
 from megatron_lite.monitor.logging import get_logger, log_both
 from megatron_lite.monitor.memory_history import write_snapshot
-from megatron_lite.planner.advice import Question
 from megatron_lite.planner.auto import device_memory_bytes
 from megatron_lite.planner.savings import less_memory, remedies
+from megatron_lite.planner.search import Search
 from megatron_lite.run.experiment import Experiment
 
 _LESS_HOST_MEMORY = "try fewer --num_workers, --async_checkpoint=0, or fewer ranks per machine"
@@ -40,9 +40,9 @@ def with_remedies(
             path, failure = write_snapshot(experiment.root, distributed)
             snapshot = "" if failure else str(path)
         with contextlib.suppress(Exception):  # memory is scarce: the error matters more than the advice
-            question = _question(config, config if asked is None else asked, distributed)
-            found = remedies(question)
-            advice = less_memory(question)
+            search = _search(config, config if asked is None else asked, distributed)
+            found = remedies(search)
+            advice = less_memory(search)
     explained = OutOfMemoryError(f"{reason}; {advice or LESS_MEMORY}")
     explained.remedies, explained.snapshot, explained.agreed = found, snapshot, expected.agreed
     log_both(get_logger(), console="", file="\n".join([f"ERROR: {explained}", *explained.lines()]))
@@ -54,7 +54,7 @@ def _is_of_host(error: BaseException) -> bool:
     return isinstance(error, MemoryError) or "DefaultCPUAllocator" in str(error)
 
 
-def _question(config: Config, asked: Config, distributed: Distributed) -> Question:
+def _search(config: Config, asked: Config, distributed: Distributed) -> Search:
     device_bytes = device_memory_bytes(distributed.device, distributed.local_world_size)
     batch_size = config.batch.batch_size or 1
-    return Question(asked, batch_size, distributed.world_size, distributed.device.type, device_bytes).limited()
+    return Search(asked, batch_size, distributed.world_size, distributed.device.type, device_bytes)

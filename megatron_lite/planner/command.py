@@ -43,7 +43,7 @@ def _without(argv: Sequence[str], names: Collection[str]) -> Iterator[str]:
 def layout_of_nodes(world_size: int, most_per_node: int, together: int = 1) -> tuple[int, int]:
     """Return nodes and ranks per node: as few nodes as hold equal numbers of ranks.
 
-    together: neighbours that share each layer, and with it a node if they fit.
+    together: neighbouring tensor-parallel ranks, which stay in one node if they fit.
     """
     sizes = [size for size in range(1, most_per_node + 1) if world_size % size == 0]
     per_node = max([size for size in sizes if size % together == 0] or sizes)

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import os
 from dataclasses import dataclass
+from pathlib import Path
 
 from megatron_lite.config import DistributedConfig
 from megatron_lite.config.structured_values import Interconnect, interconnect
 from megatron_lite.planner.runtime import GIB, PLANNED_GPU_BYTES
-from megatron_lite.planner.speeds import DataSheet
+from megatron_lite.planner.speeds import DataSheet, Speeds, read_speeds
 
 GPUS_PER_NODE = 8
 DEFAULT_GPU = "h100"
@@ -61,6 +63,21 @@ def planned_type(distributed: DistributedConfig) -> str:
 def gpu_of(distributed: DistributedConfig) -> Gpu:
     """Return the GPU that a dry run plans for."""
     return GPUS[distributed.gpu or DEFAULT_GPU]
+
+
+def planned_speeds(distributed: DistributedConfig, device_type: str, world_size: int) -> Speeds:
+    """Return the speeds of --machine_speeds, else those of a data sheet.
+
+    Raises:
+        UsageError: if the file of --machine_speeds cannot be read or does not match the plan.
+    """
+    if distributed.machine_speeds is not None:
+        measured = read_speeds(Path(distributed.machine_speeds))
+        measured.check(device_type, distributed.training_dtype, world_size)
+        return measured
+    if device_type == "cpu":
+        return cpu_sheet(distributed, max((os.cpu_count() or 1) // world_size, 1))
+    return gpu_sheet(distributed, world_size)
 
 
 def gpu_sheet(distributed: DistributedConfig, world_size: int) -> DataSheet:

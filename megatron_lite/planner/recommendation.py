@@ -3,33 +3,32 @@
 from __future__ import annotations
 
 import dataclasses
-import os
+import math
 import textwrap
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from megatron_lite.checkpoint.space import files_bytes
-from megatron_lite.config import Config, DistributedConfig, flatten, unflatten
+from megatron_lite.config import Config
 from megatron_lite.data.open_data import open_data
 from megatron_lite.errors import RunError, UsageError
-from megatron_lite.planner.advice import (
-    Changes,
-    Fit,
-    Question,
-    SearchTooLongError,
-    advice,
-    cheapest_fit,
-    fewest_sharing_ranks,
-    least_bytes,
-    with_more_sharing,
-)
 from megatron_lite.planner.command import PROGRAM, changed_words, hours, launcher, layout_of_nodes, quoted
-from megatron_lite.planner.devices import GPUS_PER_NODE, cpu_sheet, gpu_sheet
+from megatron_lite.planner.devices import GPUS_PER_NODE
 from megatron_lite.planner.job import write_job
 from megatron_lite.planner.plan import Plan
 from megatron_lite.planner.runtime import GIB
-from megatron_lite.planner.search import SEARCHED, SHARING, Layout, Search, fewest_changes, recommended
-from megatron_lite.planner.speeds import MeasuredSpeeds, Speeds, read_speeds
+from megatron_lite.planner.search import (
+    SEARCH_S,
+    SEARCHED,
+    TENSOR,
+    Changes,
+    Layout,
+    Search,
+    SearchTooLongError,
+    fewest_changes,
+    recommended,
+)
+from megatron_lite.planner.speeds import MeasuredSpeeds
 from megatron_lite.run.threads import choose_threads
 from megatron_lite.schedules.batch_options import consumed_tokens
 from megatron_lite.validation.messages import Note
@@ -38,15 +37,15 @@ WIDTH = 118
 ROWS = 10  # layouts that are shown
 COLUMNS = (
     ("ZeRO", 4),
-    ("micro-batches", 16),
+    ("micro-batches", 14),
     ("MLP recompute", 18),
-    ("blocks again", 12),
+    ("recomputed blocks", 17),
     ("split", 5),
     ("state GiB", 9),
     ("needs GiB", 9),
     ("sent GiB", 8),
-    ("s/step", 8),
-    ("tokens/s", 10),
+    ("s/step", 7),
+    ("tokens/s", 9),
 )
 
 
@@ -57,89 +56,64 @@ def wrapped(notes: Sequence[Note]) -> Iterator[str]:
         yield from textwrap.wrap(text, WIDTH, subsequent_indent="  ", break_long_words=False, break_on_hyphens=False)
 
 
-def smallest_world(config: Config, asked: Config, device_type: str, device_bytes: int) -> Fit:
-    """Return the fewest GPUs that fit, and changes of options for them; `config` is resolved for one.
+def smallest_world(search: Search) -> Search:
+    """Return the search on the fewest GPUs that fit. search: on the fewest at all.
 
     Raises:
         UsageError: if no number of GPUs fits.
     """
-    assert config.batch.batch_size, "resolved"
-    least = config.distributed.tensor_parallel
-    question = Question(asked, config.batch.batch_size, least, device_type, device_bytes).limited()
-    fit = _in_time(lambda: cheapest_fit(question) or fewest_sharing_ranks(question))
-    if fit is None:
-        (*_, line) = advice(question, config.batch.batch_size)
-        raise UsageError(f"--world_size=auto: {line}")
-    return fit
-
-
-def _in_time(find: Callable[[], Fit | None]) -> Fit | None:
-    """Return what a limited search finds; None if it takes too long, too."""
     try:
-        return find()
+        found = search if search.least_bytes <= search.device_bytes else search.on_fewest_ranks()
+        if found is not None and found.layouts:
+            return found
     except SearchTooLongError:
-        return None
+        pass
+    raise UsageError(f"--world_size=auto: {_no_layout(search, search.needed_bytes({}) or 0)}")
 
 
-def recommendation(
-    plan: Plan, asked: Config, argv: Sequence[str], device_bytes: int, changes: Changes | None = None
-) -> list[str]:
+def recommendation(plan: Plan, changes: Changes, search: Search, argv: Sequence[str]) -> list[str]:
     """Return the lines that end with a command, or with the reason why none fits.
 
-    asked: as typed, with `changes` by which the number of ranks fits.
+    Args:
+        changes: with which the options as asked resolve to those of the plan.
+        search: on the ranks of the plan.
 
     Raises:
         UsageError: if --write_sbatch cannot be written.
     """
-    needed, batch_size = plan.needed_bytes(), plan.config.batch.batch_size
-    assert batch_size, "resolved"
-    question = Question(asked, batch_size, plan.world_size, plan.device_type, device_bytes)
-    fits = needed <= device_bytes
-    for search in _searches(plan, question):
-        if (layouts := search.layouts()) or fits:
-            break
-    else:
-        reason, *flags = advice(question, needed)
-        return [*wrapped([Note(reason, is_warning=True)]), *flags]
-    present = search.asked_layout(plan.config) if fits else None
-    if present is not None:
+    asked, needed = search.asked, plan.needed_bytes()
+    fits = needed <= search.device_bytes
+    try:
+        search = next(wider for wider in search.wider() if wider.layouts or fits)
+    except (StopIteration, SearchTooLongError):
+        return [*wrapped([Note(_no_layout(search, needed), is_warning=True)])]
+    layouts, present = search.layouts, None
+    if fits:
+        present = search.layout(plan.config, changes)
         others = [layout for layout in layouts if layout.values() != present.values()]
         layouts = sorted([*others, present], key=lambda layout: layout.time.seconds)
     best = recommended(layouts, plan.config)
-    verdict = _verdict(plan, present, best, device_bytes)
     return [
-        *verdict,
+        *_verdict(plan, present, best, search.device_bytes),
         *_table(search, layouts, best),
         *_costs(search, best),
-        *_command(asked, best, argv, changes or {}),
+        *_command(asked, best, argv),
     ]
 
 
-def _searches(plan: Plan, question: Question) -> Iterator[Search]:
-    """Yield searches until one finds something: the ranks as asked, ranks that share more layers, more ranks."""
-
-    def search(sharing: Changes, asked: Config, ranks: int) -> Search:
-        speeds = _speeds(plan, asked.distributed, ranks)
-        return Search(asked, question.batch_size, ranks, plan.device_type, question.device_bytes, speeds, sharing)
-
-    yield search({}, question.asked, plan.world_size)
-    for changes, shared in with_more_sharing(question, same_ranks=True):
-        if least_bytes(shared) <= question.device_bytes:
-            yield search(changes, shared.asked, plan.world_size)
-    if fit := _in_time(lambda: fewest_sharing_ranks(question.limited())):
-        sharing = {name: fit.changes[name] for name in SHARING if name in fit.changes}
-        yield search(sharing, unflatten({**flatten(question.asked), **sharing}), fit.world_size)
-
-
-def _speeds(plan: Plan, options: DistributedConfig, ranks: int) -> Speeds:
-    options = dataclasses.replace(plan.config.distributed, tensor_parallel=options.tensor_parallel)
-    if options.machine_speeds is not None:
-        measured = read_speeds(Path(options.machine_speeds))
-        measured.check(plan.device_type, options.training_dtype, ranks)
-        return measured
-    if plan.device_type == "cpu":
-        return cpu_sheet(options, max((os.cpu_count() or 1) // ranks, 1))
-    return gpu_sheet(options, ranks)
+def _no_layout(search: Search, needed: int) -> str:
+    """Say that no layout fits, and how much memory a rank needs with all options that save some, and on most GPUs."""
+    said = f"does not fit: {needed / GIB:,.1f} GiB of {search.device_bytes / GIB:,.1f} GiB"
+    try:
+        if (least := search.least_bytes) < math.inf:
+            said += f", {least / GIB:,.1f} GiB with the highest ZeRO stage, micro-batches of 1 and recomputation"
+        more = search.larger_sizes()
+        if more and (least := dataclasses.replace(search, world_size=more[-1]).least_bytes) < math.inf:
+            said += f", {least / GIB:,.1f} GiB on {more[-1]:,} GPUs, the most that share its batch"
+    except SearchTooLongError:
+        less = "use a smaller model, smaller micro-batches, a higher --zero_stage, or more ranks"
+        return f"{said}; the search for flags that fit was given up after {SEARCH_S:g} s; {less}"
+    return f"{said}; no flags fit: use a smaller model, shorter samples, or devices with more memory"
 
 
 def _verdict(plan: Plan, present: Layout | None, best: Layout, device_bytes: int) -> Iterator[str]:
@@ -150,10 +124,10 @@ def _verdict(plan: Plan, present: Layout | None, best: Layout, device_bytes: int
         more = f"; the recommended layout is {faster:.2f} times as fast" if faster > 1.02 else "; no layout is faster"
         yield f"fits: {needed:,.1f} GiB of {space:,.1f} GiB; {present.time.seconds:,.3g} s a step predicted{more}"
         return
-    where = "" if best.world_size == plan.world_size else f"; {best.world_size:,} GPUs are the fewest that fit"
-    shared = best.config.distributed.tensor_parallel
-    if shared > plan.config.distributed.tensor_parallel:
-        where += f"; nothing does unless {shared} ranks share each layer"
+    ranks, tensor = best.plan.world_size, best.config.distributed.tensor_parallel
+    where = "" if ranks == plan.world_size else f"; {ranks:,} GPUs are the fewest that fit"
+    if tensor > plan.config.distributed.tensor_parallel:
+        where += f"; nothing does with less than --tensor_parallel={tensor}"
     text = f"does not fit: {needed:,.1f} GiB of {space:,.1f} GiB{where}; the command below does"
     yield from wrapped([Note(text, is_warning=True)])
 
@@ -164,10 +138,10 @@ def _table(search: Search, layouts: Sequence[Layout], best: Layout) -> Iterator[
     if best not in shown:
         shown = [*shown[:-1], best]
     on = "" if search.device_type == "cpu" else "GPU"
-    shared = search.asked.distributed.tensor_parallel
+    tensor = f"TP {search.tensor_parallel}, " if search.tensor_parallel > 1 else ""
     yield (
-        f"layouts that fit {search.world_size:,} {on or 'rank'}{'s' * (search.world_size > 1)}, "
-        f"{f'{shared} to a layer, ' if shared > 1 else ''}predicted, the fastest of {len(layouts)} (*: recommended):"
+        f"layouts that fit {search.world_size:,} {on or 'rank'}{'s' * (search.world_size > 1)}, {tensor}predicted, the "
+        f"fastest of {len(layouts)} (*: recommended):"
     )
     yield "  " + "  ".join(f"{name:>{width}}" for name, width in COLUMNS)
     for layout in shown:
@@ -199,9 +173,9 @@ def _cells(layout: Layout) -> Iterator[str]:
     yield recompute.mlp_recompute_level
     yield f"{recompute.recompute_layers} of {config.model.num_layers}"
     yield "yes" if stages.split_master_weights else "no"
-    yield f"{layout.state_bytes / GIB:,.1f}"
-    yield f"{layout.needed_bytes / GIB:,.1f}"
-    yield f"{layout.wire_bytes / GIB:,.1f}"
+    yield f"{layout.plan.state_bytes / GIB:,.1f}"
+    yield f"{layout.plan.needed_bytes() / GIB:,.1f}"
+    yield f"{sum(total.wire_bytes for total in layout.plan.traffic.values()) / GIB:,.1f}"
     yield f"{layout.time.seconds:,.3g}"
     yield f"{layout.time.tokens_per_s:,.0f}"
 
@@ -210,20 +184,20 @@ def _costs(search: Search, best: Layout) -> Iterator[str]:
     """Time, share of the peak, and disk of the recommended run."""
     config, time = best.config, best.time
     iterations = config.training.train_iters
-    parts = {**time.parts, "exchange that nothing hides": time.exposed_s}
+    parts = {**time.parts, "exposed communication": time.exposed_s}
     shares = ", ".join(f"{name} {seconds / time.seconds:.0%}" for name, seconds in parts.items() if seconds > 0)
     hidden_s = time.communication_s - time.exposed_s
-    hidden = f"; {hidden_s:,.3g} s of exchange are hidden" if hidden_s > 0 else ""
+    hidden = f"; {hidden_s:,.3g} s of communication are overlapped" if hidden_s > 0 else ""
     yield from wrapped([Note(f"a step of {time.seconds:,.3g} s: {shares}{hidden}")])
     seconds = time.seconds * iterations
-    gpu_hours = "" if search.device_type == "cpu" else f", {seconds / 3600 * best.world_size:,.1f} GPU-hours"
+    gpu_hours = "" if search.device_type == "cpu" else f", {seconds / 3600 * best.plan.world_size:,.1f} GPU-hours"
     tokens = consumed_tokens(config.batch, iterations)
     yield f"the run: {iterations:,} iterations, {tokens:,} tokens, {hours(seconds)} of training{gpu_hours}"
-    yield from _epochs(config, best.world_size)
-    size = files_bytes(search.planner.partition(config).model, best.world_size, iterations)
+    yield from _epochs(config, best.plan.world_size)
+    size = files_bytes(best.plan.model, best.plan.world_size, iterations)
     kept = config.checkpoint.max_checkpoints or 1
     gb = f"{size / 1e9:,.2f} GB"
-    yield f"disk: {size:,} bytes a checkpoint ({gb}) beside its manifest, {kept} kept and one more during a save"
+    yield f"disk: {size:,} bytes a checkpoint ({gb}) and its manifest, {kept} kept and one more during a save"
 
 
 def _epochs(config: Config, world_size: int) -> Iterator[str]:
@@ -243,17 +217,17 @@ def _epochs(config: Config, world_size: int) -> Iterator[str]:
     yield from wrapped([Note(f"training data: {described['training data']}")])
 
 
-def _command(asked: Config, best: Layout, argv: Sequence[str], changes: Changes) -> Iterator[str]:
-    """The command of the recommended layout; with --write_sbatch the job, too. changes: made before the search."""
-    changes = {**changes, **fewest_changes(asked, best)}
+def _command(asked: Config, best: Layout, argv: Sequence[str]) -> Iterator[str]:
+    """The command of the recommended layout; with --write_sbatch the job, too."""
+    changes = fewest_changes(asked, best)
     words = changed_words(argv, changes)
-    chosen = [name for name in changes if name in (*SHARING, *SEARCHED)]
+    chosen = [name for name in changes if name in (*TENSOR, *SEARCHED)]
     note = f" (it sets {', '.join(f'--{name}' for name in chosen)})" if chosen else ""
-    shared = best.config.distributed.tensor_parallel
+    world_size, tensor = best.plan.world_size, best.config.distributed.tensor_parallel
     yield f"run this{note}:"
-    for line in quoted([*launcher(best.world_size, GPUS_PER_NODE, shared), PROGRAM, *words]).split("\n"):
+    for line in quoted([*launcher(world_size, GPUS_PER_NODE, tensor), PROGRAM, *words]).split("\n"):
         yield f"  {line}"
     if (path := asked.distributed.write_sbatch) is not None:
         seconds = best.time.seconds * best.config.training.train_iters
-        write_job(Path(path), words, layout_of_nodes(best.world_size, GPUS_PER_NODE, shared), seconds)
+        write_job(Path(path), words, layout_of_nodes(world_size, GPUS_PER_NODE, tensor), seconds)
         yield f"wrote {path}; submit it with: sbatch {path}"

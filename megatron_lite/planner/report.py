@@ -5,22 +5,23 @@ from __future__ import annotations
 import dataclasses
 import functools
 import itertools
+import math
 from collections.abc import Iterator, Sequence
 
 import torch
 
 from megatron_lite.checkpoint.space import host_copy_bytes
-from megatron_lite.config import Config, DistributedConfig, flatten, unflatten
+from megatron_lite.config import Config, DistributedConfig
 from megatron_lite.errors import EXIT_DONE, UsageError
 from megatron_lite.monitor.communication import TRAFFIC_KINDS
 from megatron_lite.parameter import DTYPES
 from megatron_lite.planner.activations import Saved
-from megatron_lite.planner.advice import Changes
 from megatron_lite.planner.auto import device_memory_bytes, resolve_auto
 from megatron_lite.planner.devices import DEFAULT_GPU, GPUS, gpu_of, planned_type
 from megatron_lite.planner.plan import Plan, make_plan
 from megatron_lite.planner.recommendation import recommendation, smallest_world, wrapped
 from megatron_lite.planner.runtime import GIB, MIB, PLANNED_GPU_BYTES
+from megatron_lite.planner.search import Changes, Search, changed, recommended
 from megatron_lite.run import exit_status
 from megatron_lite.schedules.batch_options import consumed_tokens
 from megatron_lite.validation import resolve
@@ -42,22 +43,33 @@ def dry_run(
     """
     device_type = planned_type(config.distributed)
     memory = planned_bytes(config.distributed, world_size)
+    assert config.batch.batch_size, "resolved"
+    search, changes = Search(asked, config.batch.batch_size, world_size, device_type, memory), Changes()
     try:
-        changes: Changes = {}
         if asked.distributed.world_size == "auto":
-            fit = smallest_world(config, asked, device_type, memory)
-            world_size, changes = fit.world_size, fit.changes
-            asked = unflatten({**flatten(asked), **changes})
-            config = resolve(asked, world_size)
-        multi_stage, choices = resolve_auto(config, world_size, device_type, memory)
-        plan = make_plan(dataclasses.replace(config, multi_stage=multi_stage), world_size, device_type)
-        answer = recommendation(plan, asked, argv, memory, changes)
+            search = smallest_world(dataclasses.replace(search, world_size=config.distributed.tensor_parallel))
+            config, changes = _asked_or_recommended(search, config)
+        multi_stage, choices = resolve_auto(config, search.world_size, device_type, memory)
+        plan = make_plan(dataclasses.replace(config, multi_stage=multi_stage), search.world_size, device_type)
+        answer = recommendation(plan, changes, search, argv)
     except (RuntimeError, OverflowError) as error:  # a tensor above 2**63 bytes, even on the meta device
         raise UsageError(f"--dry_run=1: {error}; write smaller sizes (--hidden_size, --vocab_size ...)") from error
     if prints:
         all_notes = [*notes, *(Note(text, is_warning=True) for text in warnings(config))]
         exit_status.print_page("\n".join([*describe(plan, memory, choices), *wrapped(all_notes), *answer]))
     return EXIT_DONE
+
+
+def _asked_or_recommended(search: Search, config: Config) -> tuple[Config, Changes]:
+    """Return the options as asked on the ranks of the search, if these fit, or the recommended ones, and the changes.
+
+    config: resolved for other ranks.
+    """
+    changes = {**search.tensor, "batch_size": search.batch_size}
+    if (search.needed_bytes(changes) or math.inf) <= search.device_bytes:
+        return resolve(changed(search.asked, changes), search.world_size), changes
+    best = recommended(search.layouts, search.resolved(changes) or config)
+    return best.config, best.changes
 
 
 def planned_bytes(distributed: DistributedConfig, world_size: int) -> int:

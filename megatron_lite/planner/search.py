@@ -1,204 +1,300 @@
-"""Layouts of a run that fit its devices, the fastest first: what a dry run recommends."""
+"""One search over the layouts of a run: those that fit the devices, the fastest first.
+
+A layout sets the ZeRO stage, the micro-batches, whether master weights are split, and what the backward pass
+recomputes. Where none fits, a wider search also sets tensor parallelism or the number of GPUs. Plans give the memory
+of a layout and `work_time.py` its time, so nothing runs.
+"""
 
 from __future__ import annotations
 
 import bisect
 import dataclasses
 import functools
+import itertools
+import math
+import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from megatron_lite.config import Config, flatten, unflatten
 from megatron_lite.errors import UsageError
-from megatron_lite.planner.advice import level_choices
 from megatron_lite.planner.auto import resolve_auto
-from megatron_lite.planner.plan import Planner
+from megatron_lite.planner.devices import planned_speeds
+from megatron_lite.planner.plan import Plan, Planner
 from megatron_lite.planner.speeds import Speeds
 from megatron_lite.planner.work_time import StepTime, predict_step
 from megatron_lite.validation import resolve
 from megatron_lite.validation.sizes import check_passes
 
+SEARCH_S = 8.0  # of the processor's time
 LARGEST_MICRO_BATCH = 64  # samples; larger products are no faster
 MOST_MICRO_BATCHES = 7  # sizes that are tried
 MOST_BREADTH = 64  # breadth-first micro-batches, whose activations are all held
+MOST_RANKS = 2**24  # as --world_size takes
+TENSOR_PARALLEL = (2, 4, 8)  # sizes of tensor-parallel groups within a node
 LEAST_GAIN = 0.02  # of the time, below which the asked layout, or the one with fewer changes, is preferred
 # Options that the search sets. None leaves to the program what follows from the others.
 SEARCHED = (
+    "batch_size",
     "zero_stage",
     "micro_batch_size",
     "depth_first_micro_batches",
     "breadth_first_micro_batches",
+    "eval_micro_batch_size",
     "split_master_weights",
     "mlp_recompute_level",
     "recompute_layers",
 )
-# Set only where nothing else fits.
-SHARING = ("tensor_parallel", "sequence_tensor_parallel")
 FOLLOWING = ("sequential_micro_batches", "num_weight_buffers", "num_grad_buffers")
+# Options that only a wider search sets.
+TENSOR = ("tensor_parallel", "sequence_tensor_parallel")
+
+Changes = dict[str, Any]  # options and their new values
+
+
+class SearchTooLongError(Exception):
+    """The search has taken `SEARCH_S`."""
 
 
 @dataclass(frozen=True)
 class Layout:
-    """One layout that fits, with what it needs and how fast it is expected to be."""
+    """A layout with its plan and its predicted speed."""
 
-    config: Config  # resolved, without `auto`
-    changes: dict[str, Any]  # with which the options as asked resolve to it
-    world_size: int
-    needed_bytes: int
-    state_bytes: int
-    wire_bytes: int  # that a rank sends in a step
+    plan: Plan
     time: StepTime
+    changes: Changes  # with which the options as asked resolve to it
 
-    def values(self) -> dict[str, Any]:
+    @property
+    def config(self) -> Config:
+        """The options, resolved and without `auto`."""
+        return self.plan.config
+
+    def values(self) -> Changes:
         """Return the options that the search sets."""
         options = flatten(self.config)
         return {name: options[name] for name in SEARCHED}
 
 
-@dataclass
+@dataclass(frozen=True)
 class Search:
     """A run, and the devices that it must fit."""
 
-    asked: Config  # as typed, but for `sharing`
+    asked: Config  # as typed, or resolved
     batch_size: int  # samples per iteration, the same in every layout
     world_size: int
     device_type: str
     device_bytes: int
-    speeds: Speeds
-    sharing: dict[str, Any] = dataclasses.field(default_factory=dict)  # changes of `SHARING`
-
-    @property
-    def data_ranks(self) -> int:
-        """The ranks that share the batch."""
-        return self.world_size // self.asked.distributed.tensor_parallel
+    tensor: Changes = dataclasses.field(default_factory=dict)  # `TENSOR`, if this search is wider than asked
+    until_s: float = dataclasses.field(default_factory=lambda: time.thread_time() + SEARCH_S)  # processor time
 
     @functools.cached_property
-    def planner(self) -> Planner:
-        """The memory of every layout."""
-        return Planner(self.world_size, self.device_type)
-
     def layouts(self) -> list[Layout]:
-        """Return the layouts that fit, the fastest first."""
-        found = [layout for changes in self._candidates() if (layout := self._fitting(*changes)) is not None]
-        return sorted(found, key=lambda layout: (layout.time.seconds, layout.needed_bytes))
+        """The layouts that fit, found in time, the fastest first."""
+        found: list[Layout] = []
+        if self._is_over or self.device_bytes < self.least_bytes < math.inf:
+            return found
+        for variants in itertools.takewhile(lambda _: not self._is_over, self._candidates()):
+            if (layout := self._least_recomputation(variants)) is not None:
+                found.append(layout)
+        return sorted(found, key=lambda layout: (layout.time.seconds, layout.plan.needed_bytes()))
 
-    def asked_layout(self, config: Config) -> Layout:
-        """Return the layout as asked, `config` resolved, whether it fits or not."""
-        return self._layout(config, {}, self.planner.needed_bytes(config))
+    def layout(self, config: Config, changes: Changes) -> Layout:
+        """Return the layout of `config`, resolved and without `auto`, whether it fits or not."""
+        plan = self._planner.plan(config)
+        parts = plan.model, plan.traffic, self.speeds, self.device_type, plan.beside_products
+        return Layout(plan, predict_step(config, *parts), changes)
 
-    def _candidates(self) -> Iterator[tuple[dict[str, Any], ...]]:
-        """Yield changes that differ in what they split: master weights stay whole where that fits."""
-        splits = (False, True) if self.asked.distributed.training_dtype == "bf16" else (False,)
-        for zero_stage in (1, 2, 3) if self.data_ranks > 1 else (1, 3):
-            for size in self._micro_batch_sizes():
-                accumulated = -(-self.batch_size // (size * self.data_ranks))
-                breadths = (1, accumulated) if 1 < accumulated <= MOST_BREADTH and zero_stage > 1 else (1,)
-                for breadth in breadths:
-                    chosen = splits if zero_stage < 3 else splits[:1]
-                    yield tuple(self._changes(zero_stage, size, accumulated, breadth, split) for split in chosen)
+    def needed_bytes(self, changes: Changes) -> int | None:
+        """Return the memory that a rank needs with `changes` of options, None if they contradict other options."""
+        config = self.resolved(changes)
+        return None if config is None else self._planner.needed_bytes(config)
 
-    def _micro_batch_sizes(self) -> list[int]:
-        """Return divisors of a rank's share of the batch, the largest first."""
-        share = max(self.batch_size // self.data_ranks, 1)
-        sizes = [size for size in range(min(share, LARGEST_MICRO_BATCH), 0, -1) if share % size == 0]
-        return sizes[-MOST_MICRO_BATCHES:]
+    @functools.cached_property
+    def least_bytes(self) -> float:
+        """The memory that a rank needs with every option that saves memory; infinity if these contradict others.
 
-    def _changes(self, zero_stage: int, size: int, accumulated: int, breadth: int, split: bool) -> dict[str, Any]:
-        return {
-            "batch_size": self.batch_size,
-            "zero_stage": zero_stage,
-            "micro_batch_size": size,
-            "depth_first_micro_batches": accumulated // breadth,
-            "breadth_first_micro_batches": breadth,
-            "split_master_weights": split,
-            "mlp_recompute_level": "none",
-            "recompute_layers": 0,
-            **dict.fromkeys(FOLLOWING),
-            **self.sharing,
-        }
+        Raises:
+            SearchTooLongError: if the time for the search is over.
+        """
+        if self._is_over:
+            raise SearchTooLongError
+        least = math.inf
+        for zero_stage, split in ((3, False), (2, self._can_split)):  # ZeRO-3 cannot split master weights
+            changes = {**self._changes(zero_stage, 1, 1, split), "eval_micro_batch_size": None}
+            for recomputed in (0, self.asked.model.num_layers):  # recomputation may need more memory than it saves
+                step = {"mlp_recompute_level": "full", "recompute_layers": recomputed}
+                least = min(least, self.needed_bytes({**changes, **step}) or math.inf)
+        return least
 
-    def _resolved(self, changes: dict[str, Any]) -> Config | None:
+    def wider(self) -> Iterator[Search]:
+        """Yield this search, those on as many ranks with more tensor parallelism, and the one on the fewest GPUs.
+
+        Raises:
+            SearchTooLongError: if the time for the search is over.
+        """
+        yield self
+        for search in itertools.islice(self._with_tensor_parallelism(), 1, None):
+            if self.world_size % search.tensor_parallel == 0 and search.least_bytes <= self.device_bytes:
+                yield search
+        if (larger := self.on_fewest_ranks()) is not None:
+            yield larger
+
+    def on_fewest_ranks(self) -> Search | None:
+        """Return the search on the smallest larger number of GPUs that fits, with the least tensor parallelism.
+
+        Raises:
+            SearchTooLongError: if the time for the search is over.
+        """
+        for search in self._with_tensor_parallelism():
+            sizes = [dataclasses.replace(search, world_size=size) for size in search.larger_sizes()]
+            first = bisect.bisect_left(sizes, True, key=lambda search: search.least_bytes <= self.device_bytes)
+            if first < len(sizes):
+                return sizes[first]
+        return None
+
+    def larger_sizes(self) -> list[int]:
+        """Return the larger numbers of GPUs that share the batch equally, rising. More ranks on a CPU add no memory."""
+        if self.device_type != "cuda":
+            return []
+        sizes = (size * self.tensor_parallel for size in divisors(self.batch_size))
+        return [size for size in sizes if self.world_size < size <= MOST_RANKS]
+
+    def resolved(self, changes: Changes) -> Config | None:
+        """Return the options with `changes`, resolved and without `auto`; None if they contradict each other."""
         try:
-            config = resolve(unflatten({**flatten(self.asked), **changes}), self.world_size)
+            config = resolve(changed(self.asked, {**self.tensor, **changes}), self.world_size)
             check_passes(config)
         except UsageError:
             return None
         stages, _ = resolve_auto(config, self.world_size, self.device_type, self.device_bytes)
         return dataclasses.replace(config, multi_stage=stages)
 
-    def _fitting(self, *candidates: dict[str, Any]) -> Layout | None:
-        """Return the layout with the least recomputation that fits, or None; of candidates alike, the first."""
-        best: tuple[int, Layout] | None = None
-        for changes in candidates:
-            config = self._resolved(changes)
+    @functools.cached_property
+    def speeds(self) -> Speeds:
+        """How fast the devices and their links are."""
+        options = dataclasses.replace(self.asked.distributed, tensor_parallel=self.tensor_parallel)
+        return planned_speeds(options, self.device_type, self.world_size)
+
+    @property
+    def tensor_parallel(self) -> int:
+        """The size of tensor-parallel groups."""
+        return int(self.tensor.get("tensor_parallel", self.asked.distributed.tensor_parallel))
+
+    @property
+    def share(self) -> int:
+        """Samples of a data-parallel rank in an iteration."""
+        return max(self.batch_size * self.tensor_parallel // self.world_size, 1)
+
+    @property
+    def _can_split(self) -> bool:
+        return self.asked.distributed.training_dtype == "bf16"
+
+    @property
+    def _is_over(self) -> bool:
+        return time.thread_time() > self.until_s
+
+    @functools.cached_property
+    def _planner(self) -> Planner:
+        return Planner(self.world_size, self.device_type)
+
+    def _with_tensor_parallelism(self) -> Iterator[Search]:
+        """Yield this search, then those with more tensor parallelism."""
+        yield self
+        for size in TENSOR_PARALLEL:
+            if size > self.tensor_parallel:
+                yield dataclasses.replace(self, tensor=dict(zip(TENSOR, (size, True), strict=True)))
+
+    def _candidates(self) -> Iterator[list[Changes]]:
+        """Yield layouts without recomputation, each followed by variants for the case that it needs some to fit."""
+        evaluates = self.asked.batch.eval_micro_batch_size is not None
+        sizes = [size for size in divisors(self.share) if size <= LARGEST_MICRO_BATCH][:MOST_MICRO_BATCHES]
+        for zero_stage in (1, 2, 3) if self.world_size > self.tensor_parallel else (1, 3):
+            for size in reversed(sizes):
+                accumulated = -(-self.batch_size * self.tensor_parallel // (size * self.world_size))
+                breadths = (1, accumulated) if 1 < accumulated <= MOST_BREADTH and zero_stage > 1 else (1,)
+                for breadth in breadths:
+                    splits = (False, True) if self._can_split and zero_stage < 3 else (False,)
+                    variants = [self._changes(zero_stage, size, breadth, split) for split in splits]
+                    yield [
+                        {**changes, **evaluation}
+                        for changes in variants
+                        for evaluation in ({}, {"eval_micro_batch_size": None})[: 1 + evaluates]
+                    ]
+
+    def _changes(self, zero_stage: int, size: int, breadth: int, split: bool) -> Changes:
+        return {
+            "batch_size": self.batch_size,
+            "zero_stage": zero_stage,
+            "micro_batch_size": size,
+            "depth_first_micro_batches": None,
+            "breadth_first_micro_batches": breadth,
+            "split_master_weights": split,
+            **dict.fromkeys(FOLLOWING),
+            **self.tensor,
+        }
+
+    def _least_recomputation(self, variants: Sequence[Changes]) -> Layout | None:
+        """Return the layout with the least recomputation that fits, or None; of variants alike, the first."""
+        best: tuple[Config, Changes] | None = None
+        steps = recomputations(self.asked.model.num_layers)
+        for changes in variants:
+            config = self.resolved({**changes, **steps[0]}) if steps else None
             if config is None:
                 continue
-            steps = list(recomputations(config))
-            last = len(steps) if best is None else best[0]
 
-            def needed(step: dict[str, Any], config: Config = config) -> int:
-                return self.planner.needed_bytes(_changed(config, step))
+            def fits(step: Changes, config: Config = config) -> bool:
+                return self._planner.needed_bytes(changed(config, step)) <= self.device_bytes
 
-            first = bisect.bisect_left(steps, True, hi=last, key=lambda step: needed(step) <= self.device_bytes)
-            if first < last:
-                layout = self._layout(_changed(config, steps[first]), {**changes, **steps[first]}, needed(steps[first]))
-                best = first, layout
-            if best is not None and best[0] == 0:
-                break
-        return None if best is None else best[1]
-
-    def _layout(self, config: Config, changes: dict[str, Any], needed: int) -> Layout:
-        plan = self.planner.plan(config)
-        return Layout(
-            config=config,
-            changes=changes,
-            world_size=self.world_size,
-            needed_bytes=needed,
-            state_bytes=plan.state_bytes,
-            wire_bytes=sum(total.wire_bytes for total in plan.traffic.values()),
-            time=predict_step(config, plan.model, plan.traffic, self.speeds, self.device_type, plan.beside_products),
-        )
+            if (first := bisect.bisect_left(steps, True, key=fits)) < len(steps):
+                best = changed(config, steps[first]), {**changes, **steps[first]}
+                steps = steps[:first]  # a later variant must need less
+        return None if best is None else self.layout(*best)
 
 
-def _changed(config: Config, changes: dict[str, Any]) -> Config:
+def recomputations(blocks: int) -> list[Changes]:
+    """Return what the backward pass of a model may recompute, from nothing to all blocks."""
+    quarters = sorted({-(-blocks * quarter // 4) for quarter in range(1, 5)})
+    partly = [f"activation,full:{first}" for first in quarters if first < blocks]
+    levels = [{"mlp_recompute_level": level, "recompute_layers": 0} for level in ("none", "activation", *partly)]
+    return [*levels, *({"mlp_recompute_level": "full", "recompute_layers": layers} for layers in (0, *quarters))]
+
+
+def divisors(number: int) -> list[int]:
+    """Return the divisors in rising order; of a number with more than 12 digits, only those up to 10**6."""
+    root = math.isqrt(number)
+    small = [size for size in range(1, min(root, 10**6) + 1) if number % size == 0]
+    return small + ([number // size for size in reversed(small) if size * size != number] if root <= 10**6 else [])
+
+
+def changed(config: Config, changes: Changes) -> Config:
+    """Return the options with changes, not resolved again."""
     return unflatten({**flatten(config), **changes})
 
 
-def recomputations(config: Config) -> Iterator[dict[str, Any]]:
-    """Yield what the backward pass recomputes, from nothing to all blocks."""
-    yield {}
-    levels = [choice.changes for choice in level_choices(config)]
-    yield from levels
-    for quarters in range(1, 5):
-        yield {**levels[-1], "recompute_layers": -(-config.model.num_layers * quarters // 4)}
-
-
-def fewest_changes(asked: Config, layout: Layout) -> dict[str, Any]:
+def fewest_changes(asked: Config, layout: Layout) -> Changes:
     """Return the fewest of a layout's changes with which the options as asked resolve to it; None unsets an option."""
-    typed, wanted = flatten(asked), layout.values()
-    kept = {name: value for name, value in layout.changes.items() if typed[name] != value}
-    for name in sorted(
-        kept.keys() - {"batch_size", *SHARING}, key=lambda name: name in ("zero_stage", "micro_batch_size")
-    ):  # these are kept if possible
-        fewer = {other: value for other, value in kept.items() if other != name}
+    typed, wanted = flatten(asked), flatten(layout.config)
+    needed = {name: value for name, value in layout.changes.items() if typed[name] != value}
+    # The ZeRO stage and the micro-batch size come last, because other options follow from them.
+    for name in sorted(needed.keys() - TENSOR, key=lambda name: (name in ("zero_stage", "micro_batch_size"), name)):
+        fewer = {other: value for other, value in needed.items() if other != name}
         try:
-            resolved = flatten(resolve(unflatten({**typed, **fewer}), layout.world_size))
+            resolved = flatten(resolve(unflatten({**typed, **fewer}), layout.plan.world_size))
         except UsageError:
             continue
-        if all(resolved[other] == value for other, value in wanted.items()):
-            kept = fewer
-    return kept
+        if all(resolved[other] == wanted[other] for other in (*SEARCHED, *FOLLOWING)):
+            needed = fewer
+    return needed
 
 
 def recommended(layouts: Sequence[Layout], asked: Config) -> Layout:
     """Return the fastest layout or, among those nearly as fast, the one that differs least from `asked`, resolved."""
     values, limit_s = flatten(asked), layouts[0].time.seconds * (1 + LEAST_GAIN)
-    near = [layout for layout in layouts if layout.time.seconds <= limit_s]
 
     def differences(layout: Layout) -> int:
         return sum(value != values[name] for name, value in layout.values().items())
 
-    return min(
-        near, key=lambda layout: (differences(layout), layout.config.multi_stage.zero_stage, layout.time.seconds)
-    )
+    near = [layout for layout in layouts if layout.time.seconds <= limit_s]
+    order = [(differences(layout), layout.config.multi_stage.zero_stage, layout.time.seconds) for layout in near]
+    return near[order.index(min(order))]

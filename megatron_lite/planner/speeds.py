@@ -65,7 +65,7 @@ class DataSheet:
     link_name: str = "link"
     tensor_bytes_per_s: float = 0.0  # that a rank sends to its tensor-parallel group; 0: as to others
     latency_s: float = GPU_LATENCY_S
-    overlap: float = 1.0  # share of a collective that hides behind the computation, at most
+    overlap: float = 1.0  # largest share of a collective that overlaps with computation
     block_s: float = HOST_BLOCK_S
     step_s: float = 0.0
     waits_for_host: bool = True
@@ -105,15 +105,15 @@ class DataSheet:
             f"memory {MEMORY_SHARE:.0%}",
         ]
         if world_size > 1:
-            hidden = "they hide behind the computation where a second buffer lets them" if self.overlap else "none hide"
+            hidden = "they overlap with computation where there is a second buffer" if self.overlap else "none overlap"
             lines.append(
                 f"{self.link_name} {self.link_bytes_per_s / 1e9:,.4g} GB/s in a ring of ranks, of which collectives "
                 f"reach {LINK_SHARE:.0%}; {self.latency_s * 1e6:,.0f} us each; {hidden}"
             )
         if self.tensor_bytes_per_s:
             lines.append(
-                f"the ranks of --tensor_parallel are neighbours with {self.tensor_bytes_per_s / 1e9:,.4g} GB/s; of "
-                "their exchanges those hide that have a product beside them, in the backward pass"
+                f"tensor-parallel ranks are neighbours with {self.tensor_bytes_per_s / 1e9:,.4g} GB/s; of their "
+                "collectives those of the backward pass overlap that have a matrix product to overlap with"
             )
         return lines
 
@@ -176,7 +176,7 @@ class MeasuredSpeeds:
         return self.device_type == "cuda"
 
     def check(self, device_type: str, dtype: str, world_size: int) -> None:
-        """Check that the measurements are of what is planned.
+        """Check that the measurements match the plan.
 
         Raises:
             UsageError: if they are of another type of device or of other dtypes, or lack collectives.
@@ -218,7 +218,7 @@ class MeasuredSpeeds:
         threads = "1 thread" if self.threads == 1 else f"{self.threads} threads"
         lines = [f"{self.source}, {ranks} of {threads}; as many share a machine in the run"]
         if world_size > 1:
-            lines.append(f"{self.overlap:.0%} of a collective hides behind the computation, as measured")
+            lines.append(f"{self.overlap:.0%} of a collective overlaps with computation, as measured")
         return lines
 
     @staticmethod

@@ -1,4 +1,4 @@
-"""The command that a dry run prints, read back: a run that fits, for configurations that a seed draws."""
+"""The command that a dry run prints: its words, and read back, for configurations that a seed draws."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ from megatron_lite.cli.parse import parse
 from megatron_lite.config import Config
 from megatron_lite.config.values import written
 from megatron_lite.planner.auto import resolve_auto
+from megatron_lite.planner.command import changed_words, launcher, layout_of_nodes, quoted
 from megatron_lite.planner.plan import make_plan
 from megatron_lite.planner.runtime import GIB
 from megatron_lite.validation import resolve
@@ -94,3 +95,42 @@ def test_the_printed_command_runs(drawn: Drawn, capsys: pytest.CaptureFixture[st
     ranks, command = command_of(page)
     done = run(command, ranks)
     assert done.codes == [0] * ranks and "training complete: 2 iterations" in done.output, done.output
+
+
+def test_command_lines() -> None:
+    """Flags of the plan go, changed ones move to the end, values with spaces are quoted, @files stay."""
+    argv = [
+        "--lr",
+        "0.1",
+        "--zero-stage=1",
+        "--dry_run=1",
+        "--world_size",
+        "8",
+        "--data_path",
+        "a b",
+        "c",
+        "--gpu=h200",
+    ]
+    words = changed_words(argv, {"zero_stage": 3, "num_grad_buffers": None})
+    assert words == ["--lr", "0.1", "--data_path", "a b", "c", "--zero_stage=3"]
+    assert quoted(["python", "x.py", *words]) == "python x.py --lr 0.1 --data_path 'a b' c --zero_stage=3"
+    files = changed_words(["@model.flags", "--dry_run=1"], {"num_grad_buffers": None, "split_master_weights": False})
+    assert files == ["@model.flags", "--num_grad_buffers=none", "--split_master_weights=0"]
+    assert parse([*files[1:], "--dataset_source=random"]).config.multi_stage.num_grad_buffers is None
+
+
+def test_nodes_hold_whole_groups() -> None:
+    """Ranks that share each layer share a node, if one holds them."""
+    assert [layout_of_nodes(ranks, 8, 4) for ranks in (4, 8, 12, 24)] == [(1, 4), (1, 8), (3, 4), (3, 8)]
+    assert layout_of_nodes(12, 8) == (2, 6) and layout_of_nodes(16, 8, 16) == (2, 8)
+    assert launcher(12, 8, 4)[1:3] == ["--nnodes=3", "--nproc-per-node=4"]
+
+
+@pytest.mark.parametrize(
+    ("ranks", "nodes"), [(1, (1, 1)), (8, (1, 8)), (16, (2, 8)), (12, (2, 6)), (7, (1, 7)), (11, (11, 1))]
+)
+def test_nodes(ranks: int, nodes: tuple[int, int]) -> None:
+    """As few nodes as hold equal numbers of ranks."""
+    assert layout_of_nodes(ranks, 8) == nodes
+    assert (launcher(ranks, 8)[0] == "python") == (ranks == 1)
+    assert any(word.startswith("--nnodes") for word in launcher(ranks, 8)) == (nodes[0] > 1)

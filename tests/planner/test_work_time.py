@@ -203,7 +203,7 @@ def test_a_dry_run_reads_measured_speeds(tmp_path: Path, capsys: pytest.CaptureF
     flags = [*TINY, "--dry_run=1", "--world_size=2", f"--machine_speeds={measured(tmp_path)}"]
     assert main(flags) == 0
     text = capsys.readouterr().out
-    assert "measured on a processor" in text and "50% of a collective hides" in text
+    assert "measured on a processor" in text and "50% of a collective overlaps" in text
     assert "machine_speeds" not in text.rpartition("run this")[2] and "measure again" not in text
     measured(tmp_path, threads=3)
     assert main(flags) == 0

@@ -10,7 +10,7 @@ from megatron_lite.cli.parse import parse
 from megatron_lite.config.values import FLAGS
 from megatron_lite.errors import OutOfMemoryError, RunError, UsageError, as_run_error
 from megatron_lite.huggingface.model_options import resolved_model
-from megatron_lite.planner import advice
+from megatron_lite.planner import search
 from megatron_lite.planner.report import dry_run
 from megatron_lite.validation import resolve
 from megatron_lite.validation.sizes import check_passes
@@ -29,7 +29,7 @@ def planned(*words: str, ranks: int = 2) -> None:
 @pytest.mark.parametrize("value", [2**62, pytest.param(10**18, marks=pytest.mark.slow), 2**31])
 def test_every_integer_option_at_once(value: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """An option is legal and planned, or refused in one error of ours; neither takes long."""
-    monkeypatch.setattr(advice, "SEARCH_S", 0.2)
+    monkeypatch.setattr(search, "SEARCH_S", 0.2)
     assert len(INTEGERS) > 60
     slow = []
     for name in INTEGERS:
@@ -70,11 +70,3 @@ def test_a_tensor_that_cannot_be_addressed_is_out_of_memory() -> None:
     """The backend's error about it is a lack of memory, not a defect of the program."""
     error = as_run_error(RuntimeError("Storage size calculation overflowed with sizes=[3000000000, 4000000000]"))
     assert isinstance(error, OutOfMemoryError)
-
-
-def test_the_search_for_flags_ends(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A search that takes too long says so, and names options by hand."""
-    monkeypatch.setattr(advice, "SEARCH_S", 0.0)
-    arguments = parse([*SMALL.split(), "--micro_batch_size=65536", "--hidden_size=2048", "--dataset_source=random"])
-    question = advice.Question(resolve(arguments.config, 1), 65536, 1, "cuda", 1)
-    assert "the search for flags that fit was given up" in advice.advice(question, 2)[0]

@@ -1,27 +1,21 @@
-"""The flags that a plan which does not fit ends with: appended to the command, they make it fit."""
+"""The end of a dry run: a table of layouts that fit, and a command that does."""
 
 from __future__ import annotations
 
-import dataclasses
-import json
 import os
 import random
 import re
 import shlex
 import subprocess
-import sys
 from pathlib import Path
 
+import numpy as np
 import pytest
 
-from megatron_lite.cli.parse import parse
-from megatron_lite.planner import advice
-from megatron_lite.planner.advice import Choice, Question, cheapest_fit, fewest_ranks, least_bytes
-from megatron_lite.planner.plan import make_plan
-from megatron_lite.planner.runtime import GIB
-from megatron_lite.validation import resolve
+from megatron_lite.data.dataset_writer import IndexedDatasetWriter
 from pretrain_gpt import main
 from tests.support import warm_python
+from tests.support.launch import run
 
 ROOT = Path(__file__).resolve().parents[2]
 # Fast-LLM's guide for a Mistral-7B, word for word: its run took 16 machines of 8 H100 cards.
@@ -209,73 +203,6 @@ def test_the_recommended_command_fits(seed: int, capsys: pytest.CaptureFixture[s
         assert not fits(page(capsys, *flags, *frugal.split(), "--world_size=128", "--batch_size=128"))
 
 
-def question(words: str, device_bytes: int, ranks: int) -> Question:
-    asked = parse([*words.split(), "--dry_run=1", "--dataset_source=random", "--training_dtype=bf16"]).config
-    batch_size = resolve(asked, ranks).batch.batch_size
-    assert batch_size
-    return Question(asked, batch_size, ranks, "cuda", device_bytes)
-
-
-SMALL = "--num_layers=12 --hidden_size=2048 --num_attention_heads=16 --vocab_size=32000 --sequence_length=4096"
-
-
-def test_cheaper_changes_come_first() -> None:
-    """The less memory a device has, the more the advice costs: smaller micro-batches before recomputation of blocks."""
-    steps = []
-    whole = make_plan(resolve(question(SMALL + " --batch_size=32", 1, 4).asked, 4), 4, "cuda").needed_bytes()
-    for share in (0.9, 0.7, 0.5, 0.4):
-        fit = cheapest_fit(question(SMALL + " --batch_size=32", int(whole * share), 4))
-        assert fit is not None and fit.needed_bytes <= whole * share
-        steps.append(fit.changes)
-    assert set(steps[0]) <= {"mlp_recompute_level", "zero_stage", "micro_batch_size"} and len(steps[0]) == 1
-    assert all("recompute_layers" not in step and "split_master_weights" not in step for step in steps[:3])
-
-
-@pytest.mark.parametrize(
-    ("present", "choices"),
-    [
-        ("none", ["activation", "activation,full:3", "activation,full:6", "activation,full:9", "full"]),
-        ("activation,full:4", ["activation,full:6", "activation,full:9", "full"]),
-        ("none,full:6", ["activation,full:6", "activation,full:9", "full"]),
-        ("full", []),
-    ],
-)
-def test_levels_that_save_more_are_offered_in_quarters(present: str, choices: list[str]) -> None:
-    """Each costs more than the one before and never less than none; no block gives up what it saves already."""
-    config = resolve(question(f"{SMALL} --batch_size=4 --mlp_recompute_level={present}", 1, 1).asked, 1)
-    offered = [choice for choice in advice._recomputation(config) if "recompute_layers" not in choice.changes]
-    assert [choice.changes.get("mlp_recompute_level") for choice in offered] == [None, *choices]
-    costs = [choice.cost for choice in offered]
-    assert costs == sorted(set(costs)) and costs[0] == 0.0
-
-
-def test_a_part_of_the_blocks_is_enough_if_little_memory_is_missing() -> None:
-    """With less than `activation` needs, and more than `activation,full:6`, only some blocks repeat the up product."""
-    asked = question(f"{SMALL} --batch_size=1 --zero_stage=3", 1, 1)
-    needs = asked.needs(resolve(asked.asked, 1))
-
-    def needed(level: str) -> int:
-        return needs(Choice(0.0, {"mlp_recompute_level": level}))
-
-    fit = cheapest_fit(
-        dataclasses.replace(asked, device_bytes=(needed("activation") + needed("activation,full:3")) // 2)
-    )
-    assert fit is not None and fit.flags == "--mlp_recompute_level=activation,full:3"
-
-
-def test_more_ranks_are_the_last_resort() -> None:
-    """If no flags fit, the smallest number of GPUs that shares the batch is found; if none fits, there is no advice."""
-    asked = question(SMALL + " --batch_size=64", 0, 1)
-    least = {ranks: least_bytes(asked.on(ranks)) for ranks in (1, 2, 4, 8, 64)}
-    assert sorted(least.values(), reverse=True) == list(least.values())
-    alone = question(SMALL + " --batch_size=64", int(least[4]) + 1, 1)
-    assert cheapest_fit(alone) is None
-    fit = fewest_ranks(alone)
-    assert fit is not None and fit.world_size == 4 and fit.needed_bytes <= alone.device_bytes
-    nowhere = question(SMALL + " --batch_size=64", int(least[64]) - GIB // 4, 1)
-    assert cheapest_fit(nowhere) is None and fewest_ranks(nowhere) is None
-
-
 def test_a_batch_that_was_not_typed_stays(capsys: pytest.CaptureFixture[str]) -> None:
     """Where the batch follows from micro-batches and ranks, the advice writes it down."""
     flags = [
@@ -298,35 +225,138 @@ def test_nothing_fits_a_model_that_is_too_large(capsys: pytest.CaptureFixture[st
     assert re.search(r"[\d.,]+ GiB on 4 GPUs, the most that share its batch; no flags fit", joined)
 
 
-def test_a_run_that_runs_out_of_memory_gets_flags(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """The error of a run that cannot allocate ends with flags whose plan needs much less than its own."""
-    flags = "--num_layers=2 --hidden_size=256 --num_attention_heads=4 --vocab_size=256 --sequence_length=4096"
-    words = [*flags.split(), "--batch_size=4096", "--dataset_source=random", "--device=cpu", "--train_iters=1"]
-    limited = "import resource, sys; resource.setrlimit(resource.RLIMIT_AS, (12 * 2**30,) * 2); import pretrain_gpt; "
-    limited += "sys.exit(pretrain_gpt.main(sys.argv[1:]))"
-    command = [sys.executable, "-c", limited, *words, f"--experiment_dir={tmp_path / 'run'}"]
-    result = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=120)
-    assert result.returncode == 7, result.stderr
-    found = re.search(r"to plan ([\d.,]+) GiB instead of ([\d.,]+) GiB, append (--.*)", result.stderr)
-    exit_json = json.loads((tmp_path / "run" / "exit.json").read_text())
-    assert found is not None and found[0] in exit_json["message"]
-    less, before = (float(number.replace(",", "")) for number in found.groups()[:2])
-    first, *_ = advice = exit_json["advice"]
-    assert [remedy["flag"] for remedy in advice][:3] == [
-        "micro_batch_size",
-        "mlp_recompute_level",
-        "mlp_recompute_level",
-    ]
-    log = (tmp_path / "run" / "runs" / "0" / "logs" / "logs_rank_000.txt").read_text()
-    for text in (result.stderr, log):
-        lines = text.splitlines()[-len(advice) :]
-        for line, remedy in zip(lines, advice, strict=True):
-            assert line.split() == [remedy["append"], f"{remedy['saving_bytes'] / GIB:,.2f}", "GiB"]
-    smaller = [
-        make_plan(resolve(parse([*words, *more]).config, 1), 1, "cpu").needed_bytes()
-        for more in ([], first["append"].split())
-    ]
-    assert smaller[0] - smaller[1] == first["saving_bytes"]
-    assert less < 0.9 * before
-    (row,) = re.findall(r"^  needed .*", page(capsys, *words, *found[3].split(), "--world_size=1"), re.M)
-    assert min(map(float, row.replace(",", "").split()[1:])) / 1024 <= less + 0.1
+LONG = ["@scripts/examples/mistral_7b.flags", "--dataset_source=random", "--micro_batch_size=1"]
+
+
+@pytest.mark.parametrize(
+    "flags",
+    [
+        pytest.param(["--world_size=8", "--sequence_length=131072", "--batch_size=8"], marks=pytest.mark.slow),
+        pytest.param(["--world_size=1", "--sequence_length=262144", "--batch_size=1"], marks=pytest.mark.slow),
+        ["--world_size=auto", "--sequence_length=262144", "--batch_size=2"],
+    ],
+    ids=str,
+)
+def test_ranks_share_layers_where_nothing_else_fits(flags: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    """One sample is too long for one GPU; the recommended command shares layers, and fits as it is."""
+    text = " ".join(page(capsys, *LONG, *flags).replace("\\\n", " ").split())
+    command = text.rpartition("pretrain_gpt.py ")[2].split()
+    assert "--sequence_tensor_parallel=1" in command and re.search(r"TP [248], predicted", text)
+    if "--world_size=auto" not in flags:
+        (ranks,) = re.findall(r"nothing does with less than --tensor_parallel=(\d)", text)
+        assert f"--tensor_parallel={ranks}" in command
+    (world_size,) = re.findall(r"--nproc-per-node=(\d+) pretrain_gpt.py", text)
+    assert fits(page(capsys, *command, f"--world_size={world_size}"))
+
+
+SMALL = (
+    "--num_layers=8 --hidden_size=2048 --num_attention_heads=16 --vocab_size=32000 --sequence_length=4096 "
+    "--batch_size=64 --training_dtype=bf16 --dataset_source=random --device=cuda"
+).split()
+
+
+def small_page(capsys: pytest.CaptureFixture[str], *more: str) -> str:
+    """Return the page of a small model."""
+    return page(capsys, *SMALL, "--train_iters=1000", *more)
+
+
+def test_devices_and_links(capsys: pytest.CaptureFixture[str]) -> None:
+    """Each GPU has its memory and its speed; a slow network makes the step longer; --device_memory_gib wins."""
+    texts = {gpu: small_page(capsys, "--world_size=4", f"--gpu={gpu}") for gpu in ("h100", "h200", "a100-40")}
+    texts["cpu"] = page(capsys, *SMALL[:-1], "--gpu=cpu", "--world_size=4")
+    assert "139.7 GiB each" in texts["h200"] and "data sheet of a100-40" in texts["a100-40"]
+    assert "on CPU" in texts["cpu"] and "GPU-hours" not in texts["cpu"] and "GPU-hours" in texts["h100"]
+    slow = small_page(capsys, "--world_size=4", "--interconnect=ethernet:0.1")
+    assert "--interconnect=ethernet 0.1 GB/s" in slow and "exposed communication" in slow
+    assert "30.0 GiB each" in small_page(capsys, "--world_size=4", "--device_memory_gib=30")
+
+
+def test_a_gpu_without_bf16_is_slow_in_bf16(capsys: pytest.CaptureFixture[str]) -> None:
+    """On a V100 fp16 is several times as fast."""
+    found = {}
+    for dtype in ("bf16", "fp16"):
+        text = small_page(capsys, "--world_size=4", "--gpu=v100", f"--training_dtype={dtype}")
+        found[dtype] = float(text.partition("a step of ")[2].split()[0])
+    assert found["bf16"] > 3 * found["fp16"]
+
+
+def test_rows_differ(capsys: pytest.CaptureFixture[str]) -> None:
+    """The layout as asked stands in the table once, also where the search finds the same."""
+    for more in ("--world_size=auto", "--world_size=4 --micro_batch_size=4 --zero_stage=2"):
+        text = small_page(capsys, *more.split(), "--device_memory_gib=30")
+        rows = [line[1:] for line in text.partition("tokens/s\n")[2].splitlines() if line[2:7].strip() in "123"]
+        assert len(rows) > 1 and len(set(rows)) == len(rows), text
+
+
+def test_epochs_over_the_data(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    """Of data on this machine the plan says how often training reads it; without them it says that it does not know."""
+    with IndexedDatasetWriter(str(tmp_path / "corpus"), "<u2") as writer:
+        writer.add_document(np.zeros(4097 * 32, np.uint16))
+    flags = [flag for flag in SMALL if not flag.startswith("--dataset_source")]
+    text = page(capsys, *flags, f"--data_path={tmp_path / 'corpus'}", "--split=1,0,0", "--train_iters=2")
+    assert "training data: " in text and "epochs" in text.partition("training data: ")[2].splitlines()[0]
+    missing = page(capsys, *flags, "--data_path=/missing/corpus", "--train_iters=2")
+    assert "epochs over the data: unknown; /missing/corpus.idx: no such file\n" in missing
+
+
+def test_the_smallest_number_of_gpus(capsys: pytest.CaptureFixture[str]) -> None:
+    """--world_size=auto plans for the fewest GPUs that fit: fewer do not."""
+    text = small_page(capsys, "--world_size=auto", "--device_memory_gib=6")
+    ranks = int(text.split("dry run for ")[1].split()[0])
+    assert ranks > 1 and "\nfits: " in text and f"--nproc-per-node={ranks}" in text
+    fewer = small_page(capsys, f"--world_size={ranks // 2}", "--device_memory_gib=6")
+    assert f"; {ranks} GPUs are the fewest that fit" in " ".join(fewer.split())
+
+
+def test_nothing_fits_any_number(capsys: pytest.CaptureFixture[str]) -> None:
+    """The error says so in one line."""
+    assert main(["--dry_run=1", *SMALL, "--world_size=auto", "--device_memory_gib=0.9"]) == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    assert "--world_size=auto: " in line and "no flags fit" in line
+
+
+def test_the_job_script(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    """It is sound shell, holds the recommended words, and is never overwritten."""
+    job = tmp_path / "my job.sbatch"
+    text = small_page(capsys, "--world_size=16", "--experiment_name=it's", f"--write_sbatch={job}")
+    assert f"wrote {job}" in text
+    script = job.read_text()
+    assert subprocess.run(["bash", "-n", str(job)], capture_output=True).returncode == 0
+    assert "#SBATCH --nodes=2\n" in script and "#SBATCH --gpus-per-node=8\n" in script and "--requeue" in script
+    assert "'--experiment_name=it'\"'\"'s'" in script and "write_sbatch=" not in script and "--dry_run=" not in script
+    assert main(["--dry_run=1", *SMALL, "--world_size=16", f"--write_sbatch={job}"]) == 2
+    assert "File exists; name another file" in capsys.readouterr().err
+    assert job.read_text() == script
+
+
+@pytest.mark.parametrize(
+    ("flags", "said"),
+    [
+        ("--interconnect=carrier_pigeon", "must be auto, nvlink, ib or ethernet"),
+        ("--interconnect=ib:fast", "as in --interconnect=ib:25"),
+        ("--interconnect=auto:5", "as in --interconnect=ib:25"),
+        ("--interconnect=ib:-1", "as in --interconnect=ib:25"),
+        ("--gpu=h1000", "h100"),
+        ("--gpu=cpu", "--device=cuda plans for a GPU"),
+        ("--device_memory_gib=0", "must be > 0"),
+        ("--world_size=all", "auto"),
+    ],
+)
+def test_usage_errors(flags: str, said: str, capsys: pytest.CaptureFixture[str]) -> None:
+    """One line each."""
+    assert main(["--dry_run=1", *SMALL, *flags.split()]) == 2
+    error = capsys.readouterr().err
+    assert said in error and len(error.splitlines()) == 1
+
+
+def test_the_recommended_command_runs(capsys: pytest.CaptureFixture[str]) -> None:
+    """On a CPU whose memory does not hold the run as asked, the printed flags train to the end."""
+    tiny = "--num_layers=2 --hidden_size=64 --num_attention_heads=4 --vocab_size=512 --sequence_length=512"
+    flags = [*tiny.split(), "--batch_size=64", "--train_iters=1", "--dataset_source=random", "--device=cpu"]
+    assert main([*flags, "--dry_run=1", "--device_memory_gib=0.75"]) == 0
+    text = capsys.readouterr().out
+    assert "does not fit" in text
+    command = text.rpartition("run this")[2].partition("pretrain_gpt.py")[2].replace("\\\n", " ").split()
+    assert command[: len(flags)] != command and set(flags) <= set(command)
+    done = run(command)
+    assert done.codes == [0] and "training complete: 1 iteration" in done.output, done.output
