@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from megatron_lite import __version__
 from megatron_lite.cli.script_parser import LARGEST_COUNT, ScriptParser, number
-from megatron_lite.corpus.fields import TextFields, parse_keys
+from megatron_lite.corpus.documents import TextFields, parse_keys
 from megatron_lite.corpus.inputs import DEFAULT_SUFFIXES
 from megatron_lite.errors import EXIT_DONE, RunError, StorageError, UsageError
 from megatron_lite.run.missing_package import name_missing_package
@@ -168,12 +168,12 @@ def main(argv: Sequence[str], program: str = "prepare_data") -> int:
     words = parse(argv, program)
     try:
         if words.verify is not None:
-            from megatron_lite.corpus.verification import verify
+            from megatron_lite.corpus.prepared import verify
 
             print(verify(words.verify))
             return EXIT_DONE
         if words.inspect is not None:
-            from megatron_lite.corpus.inspection import inspect
+            from megatron_lite.corpus.prepared import inspect
 
             for line in inspect(words.inspect):
                 print(line)

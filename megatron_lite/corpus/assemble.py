@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from megatron_lite.corpus.pieces import CHUNK_BYTES, Piece, digest_of
+from megatron_lite.corpus.pieces import CHUNK_BYTES, Piece, digest_of, groups
 from megatron_lite.data.dataset_writer import IndexedDatasetWriter
 from megatron_lite.errors import StorageError
 
@@ -101,7 +101,7 @@ def write_pairs(
     """
     result = Assembled(frequencies=np.zeros(vocab_size, np.int64))
     hashers = [hashlib.sha256() for _ in writers]
-    first = 0
+    first, itemsize = 0, writers[0].dtype.itemsize
     for piece, expected in zip(pieces, digests, strict=True):
         path = folder / f"{piece.key}.bin"
         if digest_of(folder / f"{piece.key}.sizes") != expected[".sizes"]:
@@ -111,9 +111,9 @@ def write_pairs(
         first += len(sizes)
         digest = hashlib.sha256()
         with open(path, "rb") as file:
-            for start, end in _groups(sizes, writers[0].dtype.itemsize):
+            for start, end in groups(sizes, CHUNK_BYTES // itemsize):
                 count = int(sizes[start:end].sum(dtype=np.int64))
-                data = file.read(count * writers[0].dtype.itemsize)
+                data = file.read(count * itemsize)
                 digest.update(data)
                 tokens = np.frombuffer(data, dtype=writers[0].dtype)
                 _distribute(tokens, sizes[start:end], output[start:end], writers, hashers, result)
@@ -144,16 +144,6 @@ def _distribute(
         result.tokens += len(part)
         for start in range(0, len(part), COUNTED):
             result.frequencies += np.bincount(part[start : start + COUNTED], minlength=len(result.frequencies))
-
-
-def _groups(sizes: NDArray[np.int32], itemsize: int) -> list[tuple[int, int]]:
-    """Return ranges of documents of about CHUNK_BYTES; a document stays whole."""
-    if not len(sizes):
-        return []
-    ends = np.cumsum(sizes, dtype=np.int64) * itemsize
-    borders = np.searchsorted(ends, np.arange(CHUNK_BYTES, int(ends[-1]) + CHUNK_BYTES, CHUNK_BYTES), side="left") + 1
-    cuts = np.unique(np.minimum(np.concatenate([[0], borders, [len(sizes)]]), len(sizes))).tolist()
-    return list(zip(cuts[:-1], cuts[1:], strict=True))
 
 
 def _damaged(path: Path) -> StorageError:

@@ -1,4 +1,4 @@
-"""Read the documents of spans: whole files, lines of a .jsonl file, row groups of a parquet file."""
+"""Read the documents of spans: whole files, lines of a .jsonl file, rows of a table, with the text under some keys."""
 
 from __future__ import annotations
 
@@ -6,13 +6,54 @@ import json
 import os
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import IO
+from typing import IO, Any
 
-from megatron_lite.corpus import compressed, tables
+from megatron_lite.corpus import formats
 from megatron_lite.corpus.faults import Fault, PieceFaults
-from megatron_lite.corpus.fields import TextFields
 from megatron_lite.corpus.inputs import InputFile
 from megatron_lite.errors import DataError
+
+
+@dataclass(frozen=True)
+class TextFields:
+    """The keys of a document's text. Several keys are joined, and a key that is absent or null is left out."""
+
+    keys: tuple[str, ...]  # each a key, or a path of keys such as `a.b`
+    separator: str = "\n\n"
+
+    def text_of(self, value: Any) -> str | None:
+        """Return the text of a decoded JSON value; None if it has none."""
+        if len(self.keys) == 1:
+            text = look_up(value, self.keys[0])
+            return text if isinstance(text, str) else None
+        parts = [part for key in self.keys if (part := look_up(value, key)) is not None]
+        if not parts or not all(isinstance(part, str) for part in parts):
+            return None
+        return self.separator.join(parts)
+
+    @property
+    def complaint(self) -> str:
+        """The kind of fault of a document without text."""
+        if len(self.keys) == 1:
+            return f"no text under the key {self.keys[0]!r} (--json_key)"
+        return f"no text under the keys {', '.join(map(repr, self.keys))} (--json_key)"
+
+
+def look_up(value: Any, path: str) -> Any:
+    """Return the value under a key, or under a path of keys; None if there is none."""
+    if isinstance(value, dict) and path in value:
+        return value[path]
+    for key in path.split("."):
+        if not isinstance(value, dict):
+            return None
+        value = value.get(key)
+    return value
+
+
+def parse_keys(text: str) -> tuple[str, ...]:
+    """Split `title,body` into keys."""
+    return tuple(key.strip() for key in text.split(",") if key.strip())
+
 
 SURROGATE = "contains half of a surrogate pair, which is not a character"
 
@@ -87,7 +128,7 @@ def _check_unchanged(file: IO[bytes], expected: InputFile) -> None:
 
 
 def _text(reading: Reading, number: int, span: Span, file: IO[bytes]) -> Iterator[str]:
-    with compressed.opened(file, span.file) as stream:
+    with formats.opened(file, span.file) as stream:
         data = stream.read()
     if not span.file.regular:
         reading.read_bytes += len(data)
@@ -98,7 +139,7 @@ def _text(reading: Reading, number: int, span: Span, file: IO[bytes]) -> Iterato
 
 def _json_lines(reading: Reading, number: int, span: Span, file: IO[bytes]) -> Iterator[str]:
     whole = not span.end
-    with compressed.opened(file, span.file) as stream:
+    with formats.opened(file, span.file) as stream:
         position = span.start
         if span.start:  # a line belongs to the range in which it begins
             stream.seek(span.start - 1)
@@ -127,7 +168,7 @@ def _json_lines(reading: Reading, number: int, span: Span, file: IO[bytes]) -> I
 
 
 def _rows(reading: Reading, number: int, span: Span, file: IO[bytes]) -> Iterator[str]:
-    read = tables.parquet_rows if span.file.kind == "parquet" else tables.arrow_rows
+    read = formats.parquet_rows if span.file.kind == "parquet" else formats.arrow_rows
     for row in read(file, span.file.path, reading.fields.keys, span.start, span.end):
         reading.lines[number] += 1
         text = reading.fields.text_of(row)

@@ -3,30 +3,81 @@
 A finished piece lies in the work folder as `<key>.bin` (tokens), `<key>.sizes` (tokens of each document, i32),
 `<key>.hashes` (128 bits of each document's text, where duplicates are searched) and `<key>.json`, the record, which
 appears last and holds the digests of the others. The key depends on all that the tokens depend on: so a later start
-keeps every piece that it needs too, even if other files or options have changed.
-"""
+keeps every piece that it needs too, even if other files or options have changed."""
 
 from __future__ import annotations
 
 import hashlib
 import json
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import IO, Any
 
 import numpy as np
+from numpy.typing import NDArray
 
-from megatron_lite.corpus import tables
-from megatron_lite.corpus.documents import Reading, Span
-from megatron_lite.corpus.encoding import DocumentEncoder, Encoding, batches
+from megatron_lite.corpus.documents import Reading, Span, TextFields
 from megatron_lite.corpus.faults import BadDocument, Fault
-from megatron_lite.corpus.fields import TextFields
+from megatron_lite.corpus.formats import check_packages, row_group_bytes
 from megatron_lite.corpus.inputs import InputFile
-from megatron_lite.corpus.packages import check_packages
+from megatron_lite.data.tokenizing import Tokenizer, load_tokenizer
 from megatron_lite.errors import DataError, StorageError
 from megatron_lite.run.durable_files import replace_file
+
+BATCH_CHARACTERS = 1 << 20  # of one call of the tokenizer: its threads share a batch, and its result is in memory
+ABSENT = "none"  # of --begin_of_document and --end_of_document
+
+
+@dataclass(frozen=True)
+class Encoding:
+    """Which tokenizer makes tokens out of a text, and the tokens around a document (None: none)."""
+
+    tokenizer: str  # `byte`, or the path of a tokenizer.json
+    begin: int | None
+    end: int | None
+    special_tokens: bool
+    dtype: str
+
+    def load(self) -> Tokenizer:
+        """Load the tokenizer."""
+        return load_tokenizer(self.tokenizer, special_tokens=self.special_tokens, needs_end=False)
+
+
+class DocumentEncoder:
+    """A loaded tokenizer that makes documents."""
+
+    def __init__(self, encoding: Encoding) -> None:
+        self.tokenizer = encoding.load()
+        self.dtype = np.dtype(encoding.dtype)
+        self._nothing = np.zeros(0, dtype=np.uint32)
+        self._begin, self._end = (
+            np.array([] if token is None else [token], dtype=np.uint32) for token in (encoding.begin, encoding.end)
+        )
+
+    def encode(self, texts: Sequence[str]) -> tuple[NDArray[Any], NDArray[np.int64]]:
+        """Return the tokens of all documents in one array, and the size of each, (len(texts),)."""
+        documents = self.tokenizer.encode_batch(texts)
+        around = len(self._begin) + len(self._end)
+        parts = [part for ids in documents for part in (self._begin, ids, self._end)]
+        sizes = np.array([len(ids) + around for ids in documents], dtype=np.int64)
+        return np.concatenate([self._nothing, *parts]).astype(self.dtype), sizes
+
+
+def batches(texts: Iterable[str], characters: int = BATCH_CHARACTERS) -> Iterator[list[str]]:
+    """Group texts into lists of about so many characters."""
+    batch: list[str] = []
+    size = 0
+    for text in texts:
+        batch.append(text)
+        size += len(text)
+        if size >= characters:
+            yield batch
+            batch, size = [], 0
+    if batch:
+        yield batch
+
 
 SMALLEST_PIECE_BYTES = 2 << 20
 LARGEST_PIECE_BYTES = 512 << 20
@@ -112,7 +163,7 @@ def cut_file(file: InputFile, goal: int) -> list[Span]:
         return [Span(file, start, end, end - start) for start, end in zip(starts, ends, strict=True)]
     if file.kind == "parquet":
         spans, first, size = [], 0, 0
-        sizes = tables.row_group_bytes(file.path)
+        sizes = row_group_bytes(file.path)
         for group, group_bytes in enumerate(sizes):
             size += group_bytes
             if size >= goal or group == len(sizes) - 1:
@@ -135,6 +186,14 @@ def finished(folder: Path, key: str) -> Record | None:
         return record if whole else None
     except (OSError, ValueError, TypeError, KeyError):
         return None
+
+
+def groups(sizes: NDArray[np.int32], num_tokens: int) -> list[tuple[int, int]]:
+    """Return ranges that cover documents of these sizes, each of about `num_tokens` tokens; a document stays whole."""
+    ends = np.cumsum(sizes, dtype=np.int64)
+    borders = np.searchsorted(ends, np.arange(num_tokens, ends[-1] if len(ends) else 0, num_tokens)) + 1
+    cuts = np.unique(np.minimum(np.concatenate([[0], borders, [len(sizes)]]), len(sizes))).tolist()
+    return list(zip(cuts[:-1], cuts[1:], strict=True))
 
 
 def digest_of(path: Path) -> str:

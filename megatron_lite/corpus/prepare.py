@@ -18,8 +18,8 @@ import numpy as np
 
 from megatron_lite.corpus import corpus_manifest, work_folder
 from megatron_lite.corpus.assemble import Assembled, read_hashes, select, write_pairs
+from megatron_lite.corpus.documents import TextFields
 from megatron_lite.corpus.faults import Faults
-from megatron_lite.corpus.fields import TextFields
 from megatron_lite.corpus.inputs import DEFAULT_SUFFIXES, InputFile, find_inputs
 from megatron_lite.corpus.pieces import FORMAT, Piece, Recipe, Record, digest_of, plan_pieces
 from megatron_lite.corpus.pool import make_pieces

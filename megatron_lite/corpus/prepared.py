@@ -1,8 +1,9 @@
-"""A pair that was prepared, with the summary and the tokenizer beside it."""
+"""A prepared pair, with the summary and the tokenizer beside it: show what is in it, and check it from end to end."""
 
 from __future__ import annotations
 
 import re
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -10,8 +11,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from megatron_lite.corpus import corpus_manifest
+from megatron_lite.corpus.pieces import digest_of, groups
 from megatron_lite.data.indexed_dataset import IndexedDataset
 from megatron_lite.data.tokenizing import JsonTokenizer
+from megatron_lite.errors import DataError
 
 TOKENS_PER_READ = 1 << 22
 _PART = re.compile(r"(.+?)(-[0-9]{5}-of-[0-9]{5}|_validation)")
@@ -45,13 +48,156 @@ class PreparedPair:
 
     def reads(self) -> list[tuple[int, int]]:
         """Return ranges of documents that cover the pair, each of about TOKENS_PER_READ tokens."""
-        ends = np.cumsum(self.sizes, dtype=np.int64)
-        borders = np.searchsorted(ends, np.arange(TOKENS_PER_READ, self.dataset.num_tokens, TOKENS_PER_READ)) + 1
-        count = self.dataset.num_documents
-        cuts = np.unique(np.minimum(np.concatenate([[0], borders, [count]]), count)).tolist()
-        return list(zip(cuts[:-1], cuts[1:], strict=True))
+        return groups(self.sizes, TOKENS_PER_READ)
 
     def tokens(self, start: int, end: int) -> NDArray[Any]:
         """Read the tokens of documents [start, end)."""
         first = self.dataset.first_token(start)
         return self.dataset.tokens.read(first, self.dataset.first_token(end) - first)
+
+
+MOST_COUNTED = 100_000_000  # tokens; the first ones of a larger pair
+FREQUENT = 10
+LARGEST_TOKEN = 1 << 26
+SHOWN_CHARACTERS = 160
+SHOWN_TOKENS = 1000  # decoded at each end of a document
+BAR_WIDTH = 40
+
+
+def inspect(prefix: str) -> Iterator[str]:
+    """Yield lines about a pair.
+
+    Raises:
+        DataError: if it is damaged.
+    """
+    pair = PreparedPair(prefix)
+    dataset, tokenizer = pair.dataset, pair.tokenizer()
+    sizes = pair.sizes
+    yield f"documents         {dataset.num_documents:,}"
+    yield f"tokens            {dataset.num_tokens:,} ({dataset.tokens.dtype.name})"
+    if pair.summary is not None and pair.base == prefix and "bytes_per_token" in pair.summary:
+        yield f"bytes per token   {pair.summary['bytes_per_token']:.3f}"
+    if not len(sizes):
+        return
+    quarters = np.quantile(sizes, [0, 0.25, 0.5, 0.75, 1], method="nearest").tolist()
+    yield "tokens/document   " + ", ".join(f"{q:,}" for q in quarters) + " (least, quarter, half, three quarters, most)"
+    yield from _histogram(sizes)
+    yield from _frequent(pair, tokenizer)
+    yield from _documents(pair, tokenizer)
+
+
+def _histogram(sizes: np.ndarray) -> Iterator[str]:
+    classes = np.bincount(np.ceil(np.log2(np.maximum(sizes, 1))).astype(int))
+    yield "\nlength of documents, in tokens"
+    for power in range(int(np.flatnonzero(classes)[0]), len(classes)):
+        bar = "#" * round(BAR_WIDTH * int(classes[power]) / int(classes.max()))
+        yield f"  up to {2**power:>11,}  {int(classes[power]):>12,}  {bar}".rstrip()
+
+
+def _frequent(pair: PreparedPair, tokenizer: JsonTokenizer | None) -> Iterator[str]:
+    counts, seen = np.zeros(1, dtype=np.int64), 0
+    for start, end in pair.reads():
+        tokens = pair.tokens(start, end)
+        if len(tokens) and not 0 <= int(tokens.min()) <= int(tokens.max()) <= LARGEST_TOKEN:
+            raise DataError(f"{pair.prefix}.bin: holds {tokens.min():,} to {tokens.max():,}, which are no tokens")
+        found = np.bincount(tokens, minlength=len(counts))
+        found[: len(counts)] += counts
+        counts, seen = found, seen + len(tokens)
+        if seen >= MOST_COUNTED:
+            break
+    part = f" of the first {seen:,}" if seen < pair.dataset.num_tokens else ""
+    yield f"\nmost frequent tokens{part}: {np.count_nonzero(counts):,} different ones"
+    for number in np.argsort(-counts, kind="stable")[:FREQUENT].tolist():
+        if counts[number]:
+            text = f"  '{_spelled(tokenizer.decode_all([number]))}'" if tokenizer is not None else ""
+            yield f"  {number:>8}  {counts[number] / max(seen, 1):>7.2%}{text}"
+
+
+def _documents(pair: PreparedPair, tokenizer: JsonTokenizer | None) -> Iterator[str]:
+    count = pair.dataset.num_documents
+    for number in sorted({0, count // 2, count - 1}):
+        tokens = pair.dataset.document(number).tolist()
+        yield f"\ndocument {number:,}: {len(tokens):,} tokens"
+        if tokenizer is None:
+            yield f"  {tokens[:16]}"
+            continue
+        half = SHOWN_CHARACTERS // 2
+        text = _spelled(tokenizer.decode_all(tokens[:SHOWN_TOKENS]))
+        last = text if len(tokens) <= SHOWN_TOKENS else _spelled(tokenizer.decode_all(tokens[-SHOWN_TOKENS:]))
+        whole = last is text and len(text) <= SHOWN_CHARACTERS
+        yield f"  {text}" if whole else f"  {text[:half]} ... {last[-half:]}"
+
+
+def _spelled(text: str) -> str:
+    """Return a text on one line, with control characters spelled: a document must not steer a terminal."""
+    return "".join(character if character.isprintable() else repr(character)[1:-1] for character in text)
+
+
+def verify(prefix: str) -> str:
+    """Check everything that can be checked; return one line that says what was.
+
+    Raises:
+        DataError: at the first fact that is not as it should be.
+    """
+    pair = PreparedPair(prefix)
+    dataset, summary = pair.dataset, pair.summary
+    _check_index(pair)
+    if summary is None or "files" not in summary:
+        return f"{prefix}: sizes and index fit; no {pair.base}.summary.json holds digests"
+    try:
+        described = {ending: summary["files"][Path(prefix).name + ending] for ending in (".bin", ".idx")}
+        vocab_size, begin, end = summary["vocab_size"], summary["begin_of_document"], summary["end_of_document"]
+        digests = {prefix + ending: str(entry["sha256"]) for ending, entry in described.items()}
+        digests[str(pair.tokenizer_file)] = str(summary["tokenizer_sha256"])
+    except (KeyError, TypeError) as error:
+        raise DataError(f"{pair.base}.summary.json: does not describe {prefix}: {error!r} is missing") from error
+    for path, expected in digests.items():
+        _check_digest(path, expected)
+    for start, stop in pair.reads():
+        _check_tokens(prefix, pair.tokens(start, stop), pair.sizes[start:stop], start, vocab_size, begin, end)
+    counts = f"{dataset.num_documents:,} documents, {dataset.num_tokens:,} tokens"
+    return f"{prefix}: {counts}: index, digests, tokens and tokenizer are as they were written"
+
+
+def _check_index(pair: PreparedPair) -> None:
+    """Check all entries of the index, of which opening a large one checks a sample."""
+    itemsize, ends = pair.dataset.tokens.dtype.itemsize, np.cumsum(pair.sizes, dtype=np.int64)
+    pointers = pair.dataset.pointers.read(0, len(ends))
+    wrong = np.flatnonzero((pair.sizes < 0) | (pointers != (ends - pair.sizes) * itemsize))
+    if wrong.size:
+        raise DataError(f"{pair.prefix}.idx: document {int(wrong[0])} does not begin where the one before it ends")
+
+
+def _check_digest(path: str, expected: str) -> None:
+    try:
+        found = digest_of(Path(path))
+    except OSError as error:
+        raise DataError(f"{path}: cannot be read: {error.strerror}") from error
+    if found != expected:
+        raise DataError(f"{path}: its SHA-256 is {found[:16]}..., but {expected[:16]}... was written; copy it again")
+
+
+def _check_tokens(
+    prefix: str,
+    tokens: NDArray[Any],
+    sizes: NDArray[np.int32],
+    first: int,
+    vocab_size: int,
+    begin: int | None,
+    end: int | None,
+) -> None:
+    """Check the tokens of documents that lie back to back; `first`: number of the first one."""
+    ends = np.cumsum(sizes, dtype=np.int64)
+    bad = np.flatnonzero((tokens >= vocab_size) | (tokens < 0))
+    if bad.size:
+        document = int(np.searchsorted(ends, bad[0], side="right"))
+        raise DataError(
+            f"{prefix}.bin: token {int(tokens[bad[0]])} of document {first + document} is not below the vocabulary of "
+            f"{vocab_size}"
+        )
+    for wanted, positions, place in ((begin, ends - sizes, "begin"), (end, ends - 1, "end")):
+        if wanted is None:
+            continue
+        wrong = np.flatnonzero((sizes == 0) | (tokens[np.clip(positions, 0, max(len(tokens) - 1, 0))] != wanted))
+        if wrong.size:
+            raise DataError(f"{prefix}.bin: document {first + int(wrong[0])} does not {place} with token {wanted}")

@@ -8,12 +8,10 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from megatron_lite.corpus.documents import Reading, Span
-from megatron_lite.corpus.encoding import ABSENT, Encoding
+from megatron_lite.corpus.documents import Reading, Span, TextFields
 from megatron_lite.corpus.faults import BadDocument
-from megatron_lite.corpus.fields import TextFields
 from megatron_lite.corpus.inputs import InputFile
-from megatron_lite.corpus.pieces import cut_file, digest_of
+from megatron_lite.corpus.pieces import ABSENT, Encoding, cut_file, digest_of
 from megatron_lite.corpus.progress import CorpusProgress
 from megatron_lite.data.dataset_writer import replace_file
 from megatron_lite.data.indexed_dataset import smallest_dtype

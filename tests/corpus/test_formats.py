@@ -10,11 +10,9 @@ from typing import Any
 
 import pytest
 
-from megatron_lite.corpus.documents import Reading
-from megatron_lite.corpus.encoding import Encoding
-from megatron_lite.corpus.fields import TextFields
+from megatron_lite.corpus.documents import Reading, TextFields
 from megatron_lite.corpus.inputs import expand_braces, find_inputs
-from megatron_lite.corpus.pieces import Recipe, cut_file, plan_pieces
+from megatron_lite.corpus.pieces import Encoding, Recipe, cut_file, plan_pieces
 from megatron_lite.errors import DataError, UsageError
 
 TEXTS = [f"document {number} {'ü' * (number % 7)}" for number in range(100)]

@@ -20,7 +20,7 @@ from pathlib import Path
 import pytest
 
 from megatron_lite.corpus import work_folder
-from megatron_lite.corpus.fields import TextFields
+from megatron_lite.corpus.documents import TextFields
 from megatron_lite.corpus.prepare import CorpusOptions, prepare
 from megatron_lite.corpus.progress import CorpusProgress
 from megatron_lite.corpus.tokenizer_choice import TokenizerChoice

@@ -7,11 +7,10 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from megatron_lite.corpus.inspection import inspect
 from megatron_lite.corpus.pieces import digest_of
 from megatron_lite.corpus.prepare import CorpusOptions, prepare
+from megatron_lite.corpus.prepared import inspect, verify
 from megatron_lite.corpus.tokenizer_choice import TokenizerChoice
-from megatron_lite.corpus.verification import verify
 from megatron_lite.data.dataset_writer import IndexedDatasetWriter
 from megatron_lite.data.indexed_dataset import TOKEN_DTYPES, IndexedDataset
 from megatron_lite.errors import DataError

@@ -1,0 +1,216 @@
+"""Content of input files: compressed streams, rows of parquet and arrow files, and the packages that these need.
+
+A file that was cut short is an error, never a shorter text."""
+
+from __future__ import annotations
+
+import bz2
+import contextlib
+import gzip
+import importlib
+import io
+import lzma
+import zlib
+from collections.abc import Iterable, Iterator, Sequence
+from typing import IO, Any
+
+from megatron_lite.corpus.inputs import InputFile
+from megatron_lite.errors import DataError, UsageError
+
+# By kind or compression of a file: the package that reads it, and why.
+PACKAGES = {
+    ".zst": ("zstandard", "is compressed with zstd"),
+    "parquet": ("pyarrow.parquet", "is a parquet file"),
+    "arrow": ("pyarrow", "is an arrow file"),
+}
+
+
+def package_for(kind: str, path: str) -> Any:
+    """Import the package of PACKAGES that a file needs.
+
+    Raises:
+        UsageError: if it is not installed.
+    """
+    name, reason = PACKAGES[kind]
+    return optional_package(name, f"{path} {reason}")
+
+
+def check_packages(files: Iterable[InputFile]) -> None:
+    """Check, before any work, that every file can be read.
+
+    Raises:
+        UsageError: for the first file of a kind whose package is not installed.
+    """
+    for kind in PACKAGES:
+        first = next((file for file in files if kind in (file.kind, file.compression)), None)
+        if first is not None:
+            package_for(kind, first.path)
+
+
+def optional_package(name: str, reason: str) -> Any:
+    """Import a package of the extra.
+
+    Raises:
+        UsageError: if it is not installed; the message begins with `reason` and names the command that helps.
+    """
+    package = name.partition(".")[0]
+    try:
+        return importlib.import_module(name)
+    except ModuleNotFoundError as error:
+        if error.name != package:
+            raise
+        raise UsageError(f"{reason}, which needs the package {package}: pip install '.[data]'") from error
+
+
+CHUNK_BYTES = 1 << 17
+
+
+@contextlib.contextmanager
+def opened(file: IO[bytes], described: InputFile) -> Iterator[Any]:
+    """Open the decompressed content of an open file, a binary stream, for a block.
+
+    Raises:
+        DataError: from the block too, if the compressed data are damaged or incomplete.
+    """
+    ending = described.compression
+    damage: tuple[type[BaseException], ...] = (EOFError, zlib.error, lzma.LZMAError, gzip.BadGzipFile)
+    try:
+        if ending == ".gz":
+            yield gzip.GzipFile(fileobj=file, mode="rb")
+        elif ending == ".bz2":
+            yield bz2.BZ2File(file)
+        elif ending == ".xz":
+            yield lzma.LZMAFile(file)
+        elif ending == ".zst":
+            zstandard = package_for(ending, described.path)
+            damage += (zstandard.ZstdError,)
+            yield io.BufferedReader(_ZstdStream(file, zstandard), CHUNK_BYTES)
+        else:
+            yield file
+    except damage as error:
+        raise DataError(f"{described.path}: damaged or incomplete compressed data: {error}") from error
+    except OSError as error:
+        if ending == ".bz2" and error.errno is None:  # the only sign that bz2 gives
+            raise DataError(f"{described.path}: damaged or incomplete compressed data: {error}") from error
+        raise
+
+
+class _ZstdStream(io.RawIOBase):
+    """The content of all frames of a zstd file; the library's own reader takes a cut file for a complete one."""
+
+    def __init__(self, file: IO[bytes], library: Any) -> None:
+        self._file, self._library = file, library
+        self._frame: Any = None
+        self._input = self._output = b""
+
+    def readable(self) -> bool:
+        return True
+
+    def readinto(self, buffer: Any) -> int:
+        """Fill a buffer.
+
+        Raises:
+            EOFError: if the file ends inside a frame.
+        """
+        while not self._output:
+            if not self._input:
+                self._input = self._file.read(CHUNK_BYTES)
+                if not self._input:
+                    if self._frame is not None:
+                        raise EOFError("the file ends inside a frame")
+                    return 0
+            if self._frame is None:
+                self._frame = self._library.ZstdDecompressor().decompressobj()
+            self._output = self._frame.decompress(self._input)
+            self._input = b""
+            if self._frame.eof:
+                self._input, self._frame = self._frame.unused_data, None
+        count = min(len(buffer), len(self._output))
+        buffer[:count] = self._output[:count]
+        self._output = self._output[count:]
+        return count
+
+
+ROWS_PER_READ = 1024
+
+
+def top_columns(keys: Sequence[str], columns: Sequence[str]) -> list[str]:
+    """Return the columns of a table that hold the keys: all else need not be read."""
+    wanted = {key if key in columns else key.partition(".")[0] for key in keys}
+    return [column for column in columns if column in wanted]
+
+
+def row_group_bytes(path: str) -> list[int]:
+    """Return the size on disk of each row group of a parquet file, from its footer.
+
+    Raises:
+        DataError: if the file is damaged.
+    """
+    parquet = package_for("parquet", path)
+    with _damage(path):
+        metadata = parquet.read_metadata(path)
+        groups = [metadata.row_group(number) for number in range(metadata.num_row_groups)]
+        return [
+            sum(group.column(column).total_compressed_size for column in range(group.num_columns)) for group in groups
+        ]
+
+
+def parquet_rows(file: IO[bytes], path: str, keys: Sequence[str], start: int, end: int) -> Iterator[dict[str, Any]]:
+    """Yield the rows of row groups [start, end).
+
+    Raises:
+        DataError: if the file is damaged or lacks the columns.
+    """
+    parquet = package_for("parquet", path)
+    with _damage(path):
+        table = parquet.ParquetFile(file)
+        columns = _columns(path, keys, table.schema_arrow.names)
+        groups = list(range(start, end))
+        for batch in table.iter_batches(ROWS_PER_READ, row_groups=groups, columns=columns, use_threads=False):
+            yield from batch.to_pylist()
+
+
+def arrow_rows(file: IO[bytes], path: str, keys: Sequence[str], start: int, end: int) -> Iterator[dict[str, Any]]:
+    """Yield the rows of an arrow file, which is a stream of batches (as `datasets` writes) or has a footer.
+
+    Raises:
+        DataError: if the file is damaged or lacks the columns.
+    """
+    arrow = package_for("arrow", path)
+    magic = file.read(6)
+    file.seek(0)
+    with _damage(path):
+        if magic == b"ARROW1":
+            reader = arrow.ipc.open_file(file)
+            batches = (reader.get_batch(number) for number in range(reader.num_record_batches))
+        else:
+            reader = arrow.ipc.open_stream(file)
+            batches = iter(reader)
+        columns = _columns(path, keys, reader.schema.names)
+        for batch in batches:
+            for first in range(0, batch.num_rows, ROWS_PER_READ):
+                yield from batch.select(columns).slice(first, ROWS_PER_READ).to_pylist()
+
+
+def _columns(path: str, keys: Sequence[str], columns: Sequence[str]) -> list[str]:
+    found = top_columns(keys, columns)
+    if not found:
+        raise DataError(f"{path}: has no column {' or '.join(keys)} (--json_key), but {', '.join(columns)}")
+    return found
+
+
+class _damage:  # noqa: N801 - reads as a statement
+    """A block in which an error of pyarrow, which has many classes, is an error of the file."""
+
+    def __init__(self, path: str) -> None:
+        self.path = path
+
+    def __enter__(self) -> None:
+        pass
+
+    def __exit__(self, kind: Any, error: BaseException | None, trace: Any) -> None:
+        if error is not None and type(error).__module__.startswith("pyarrow"):
+            text = " ".join(str(error).split())
+            raise DataError(f"{self.path}: damaged or not what its name says: {text}") from error
+        if isinstance(error, OSError) and error.errno is None:  # pyarrow's own
+            raise DataError(f"{self.path}: damaged or not what its name says: {error}") from error
