@@ -1,7 +1,7 @@
 """Typed decoding of JSON: whatever does not fit its type is damaged, and the error says where and what it should be.
 
 A type is a `TypedDict`, a `NamedTuple` (an object with these keys), or made of `list`, `dict`, `tuple`, `| None`,
-`Any`, `bool`, `int`, `float` and `str`, the last four perhaps `Annotated` with a `Rule`.
+`Any`, `bool`, `int`, `float`, `int | float` and `str`, all but `Any` perhaps `Annotated` with a `Rule`.
 """
 
 from __future__ import annotations
@@ -55,6 +55,7 @@ _SCALARS: tuple[tuple[Any, str, Callable[[Any], bool]], ...] = (
     (bool, "true or false", lambda value: type(value) is bool),
     (int, "an integer", lambda value: type(value) is int and abs(value) <= LARGEST_COUNT),
     (float, "a number", lambda value: type(value) is float and not math.isnan(value)),
+    (int | float, "a number", lambda value: type(value) in (int, float) and not math.isnan(value)),
     (str, "a text", lambda value: type(value) is str),
 )
 
@@ -65,10 +66,10 @@ def _decoder(kind: Any) -> Callable[[Any], Any]:
     if kind is Any:
         return lambda value: value
     for scalar, words, holds in _SCALARS:
-        if kind is scalar:
+        if kind == scalar:
             return _checked(words, holds)
     if origin is Annotated:
-        (words, rule), holds = arguments[1], next(holds for scalar, _, holds in _SCALARS if scalar is arguments[0])
+        (words, rule), holds = arguments[1], next(holds for scalar, _, holds in _SCALARS if scalar == arguments[0])
         return _checked(words, lambda value: holds(value) and rule(value))
     if origin is list:
         return functools.partial(_list, _decoder(arguments[0]))

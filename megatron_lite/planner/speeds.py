@@ -7,12 +7,13 @@ import itertools
 import json
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Annotated, NamedTuple, cast
 
+from megatron_lite.checkpoint.decoding import PositiveCount, Rule, decode
 from megatron_lite.config.values import shown
-from megatron_lite.errors import UsageError
+from megatron_lite.errors import DamagedError, UsageError
 from megatron_lite.kernels.exchange import GATHER, REDUCE, SUM
 from megatron_lite.planner.work import Attention, Item, Pass, Product
 
@@ -21,6 +22,7 @@ MAX_BYTES = 2**20
 PRODUCT_KINDS = ("forward", "input gradient", "weight gradient")
 AXES = ("tokens", "inputs", "outputs")
 DIRECTIONS = ("forward", "backward")
+ATTENTION_KINDS = ("fused", "math")
 # Shares of a data sheet's peaks that programs reach: passes over memory 80 to 90 %, collectives over good links 80 %.
 MEMORY_SHARE, LINK_SHARE = 0.8, 0.8
 # The host issues the two passes of a block in this time; a GPU that computes faster waits for it.
@@ -28,30 +30,10 @@ HOST_BLOCK_S = 1e-3
 GPU_LATENCY_S = 20e-6  # of a collective
 TENSOR_KINDS = (GATHER, REDUCE, SUM)  # of traffic in a tensor-parallel group
 
-
-class Speeds(Protocol):
-    """The speeds of a machine that a prediction asks for."""
-
-    @property
-    def source(self) -> str: ...
-
-    @property
-    def overlap(self) -> float: ...
-
-    @property
-    def block_s(self) -> float: ...
-
-    @property
-    def step_s(self) -> float: ...
-
-    @property
-    def waits_for_host(self) -> bool: ...
-
-    def item_s(self, item: Item, dtype: str) -> float: ...
-
-    def collective_s(self, kind: str, collectives: int, wire_bytes: float) -> float: ...
-
-    def assumptions(self, world_size: int) -> list[str]: ...
+Positive = Annotated[int | float, Rule("a positive number", lambda value: 1e-30 < value < 1e30)]
+Share = Annotated[int | float, Rule("a share", lambda value: 0 <= value <= 1)]
+Seconds = Annotated[int | float, Rule("a time", lambda value: 0 <= value < 1e30)]
+Name = Annotated[str, Rule("a name", lambda value: 0 < len(value) <= 200 and value.isprintable())]
 
 
 @dataclass(frozen=True)
@@ -118,27 +100,25 @@ class DataSheet:
         return lines
 
 
-@dataclass(frozen=True)
-class Grid:
+class Grid(NamedTuple):
     """FLOP/s of products at the corners of a grid of sizes; between them log-linear, outside as at the border."""
 
-    axes: tuple[tuple[float, ...], ...]  # tokens, inputs, outputs
-    rates: Mapping[str, Mapping[tuple[int, ...], float]]  # kind -> place on the axes -> FLOP/s
+    tokens: list[Positive]
+    inputs: list[Positive]
+    outputs: list[Positive]
+    flops_per_s: dict[str, list[list[list[Positive]]]]  # by kind; indexed by the place on each axis
 
-    def flops_per_s(self, item: Product) -> float:
-        """Return the rate of a product."""
-        corners = [_between(axis, size) for axis, size in zip(self.axes, item[1:4], strict=True)]
-        rates = self.rates[item.kind]
-        total = 0.0
-        for choice in itertools.product(*corners):
-            weight = math.prod(share for _, share in choice)
-            if weight:
-                total += weight * math.log(rates[tuple(place for place, _ in choice)])
+    def rate(self, item: Product) -> float:
+        """Return the FLOP/s of a product."""
+        axes = ((self.tokens, item.tokens), (self.inputs, item.inputs), (self.outputs, item.outputs))
+        table, total = self.flops_per_s[item.kind], 0.0
+        for (i, a), (j, b), (k, c) in itertools.product(*(_between(axis, size) for axis, size in axes)):
+            total += a * b * c * math.log(table[i][j][k])
         return math.exp(total)
 
 
 def _between(axis: Sequence[float], size: float) -> list[tuple[int, float]]:
-    """Return the two places of an axis around a size, and their shares."""
+    """Return the places of an axis around a size, and their shares."""
     size = min(max(size, axis[0]), axis[-1])
     high = max(1, bisect.bisect_left(axis, size))
     if len(axis) == 1:
@@ -148,22 +128,53 @@ def _between(axis: Sequence[float], size: float) -> list[tuple[int, float]]:
     return [(low, 1.0 - share), (high, share)]
 
 
+class DtypeSpeeds(NamedTuple):
+    """Speeds in one training dtype."""
+
+    products: Grid
+    attention_flops_per_s: dict[str, list[tuple[Positive, Positive]]]  # by "fused forward" ...: (length, FLOP/s)
+    seconds_per_element: dict[str, Positive]  # of passes over memory, by kind; "copy" for kinds without a number
+
+
+class CollectiveSpeed(NamedTuple):
+    """The time of one kind of collective: a start, and the bytes that a rank sends."""
+
+    latency_s: Seconds
+    bytes_per_s: Positive
+
+
 @dataclass(frozen=True)
 class MeasuredSpeeds:
     """Speeds of a machine, as `scripts.benchmarks.machine` has measured them on the ranks of one start."""
 
     path: str
-    device: str
-    device_type: str
-    world_size: int
-    threads: int
-    products: Mapping[str, Grid]  # by training dtype
-    passes: Mapping[str, Mapping[str, float]]  # by dtype: seconds per element by kind
-    attention: Mapping[str, Mapping[str, Sequence[tuple[float, float]]]]  # by dtype: (length, FLOP/s) by kind
-    collectives: Mapping[str, tuple[float, float]] = field(default_factory=dict)  # kind -> latency, bytes/s sent
-    overlap: float = 0.0
-    block_s: float = 0.0
-    step_s: float = 0.0
+    device: Name
+    device_type: Annotated[str, Rule("cpu or cuda", lambda value: value in ("cpu", "cuda"))]
+    world_size: PositiveCount
+    threads: PositiveCount
+    dtypes: dict[str, DtypeSpeeds]
+    collectives: dict[str, CollectiveSpeed]
+    overlap: Share
+    block_s: Seconds
+    step_s: Seconds
+
+    def __post_init__(self) -> None:
+        """Look each number up once: a table with a hole is refused here.
+
+        Raises:
+            ValueError, KeyError, IndexError: if something is missing, or sizes do not rise.
+        """
+        if not self.dtypes:
+            raise ValueError("no dtypes")
+        for dtype, speeds in self.dtypes.items():
+            axes = speeds.products[:3]
+            curves = [speeds.attention_flops_per_s[f"{kind} {way}"] for kind in ATTENTION_KINDS for way in DIRECTIONS]
+            for sizes in (*axes, *([length for length, _ in curve] for curve in curves)):
+                if not sizes or sizes != sorted(set(sizes)):
+                    raise ValueError(f"{dtype}: sizes do not rise")
+            for kind, *corner in itertools.product(PRODUCT_KINDS, *axes):
+                speeds.products.rate(Product(kind, *corner))
+            speeds.seconds_per_element["copy"]
 
     @property
     def source(self) -> str:
@@ -185,8 +196,8 @@ class MeasuredSpeeds:
         if device_type != self.device_type:
             other = "--gpu=cpu" if self.device_type == "cpu" else "--device=cuda"
             raise UsageError(f"{where}: measured on {self.device_type}, and the plan is for {device_type}; add {other}")
-        if dtype not in self.products:
-            has = ", ".join(self.products)
+        if dtype not in self.dtypes:
+            has = ", ".join(self.dtypes)
             raise UsageError(f"{where}: measured in {has}, not in {dtype}; measure again with --dtypes={dtype}")
         if world_size > 1 and not self.collectives:
             again = f"torchrun --nproc-per-node={world_size} -m scripts.benchmarks.machine"
@@ -196,21 +207,21 @@ class MeasuredSpeeds:
 
     def item_s(self, item: Item, dtype: str) -> float:
         """Return the time of one item."""
+        speeds = self.dtypes[dtype]
         if isinstance(item, Pass):
-            known = self.passes[dtype]
-            return item.elements * known.get(item.kind, known["copy"] * item.bytes_per_element / self._copied(dtype))
+            copied_bytes, known = 8 if dtype == "fp32" else 4, speeds.seconds_per_element
+            return item.elements * known.get(item.kind, known["copy"] * item.bytes_per_element / copied_bytes)
         if isinstance(item, Attention):
-            name = f"{'math' if item.backend == 'math' else 'fused'} {DIRECTIONS[item.backward]}"
-            points = self.attention[dtype][name]
+            kind = "math" if item.backend == "math" else "fused"
+            points = speeds.attention_flops_per_s[f"{kind} {DIRECTIONS[item.backward]}"]
             places = _between([length for length, _ in points], item.length)
-            rate = math.exp(sum(share * math.log(points[place][1]) for place, share in places))
-            return item.flops / rate
-        return item.flops / self.products[dtype].flops_per_s(item)
+            return item.flops / math.exp(sum(share * math.log(points[place][1]) for place, share in places))
+        return item.flops / speeds.products.rate(item)
 
     def collective_s(self, kind: str, collectives: int, wire_bytes: float) -> float:
         """Return the time of collectives that send these bytes in all."""
-        latency_s, bytes_per_s = self.collectives.get(kind) or next(iter(self.collectives.values()))
-        return collectives * latency_s + wire_bytes / bytes_per_s
+        speed = self.collectives.get(kind) or next(iter(self.collectives.values()))
+        return collectives * speed.latency_s + wire_bytes / speed.bytes_per_s
 
     def assumptions(self, world_size: int) -> list[str]:
         """Say what a prediction assumes, a line each."""
@@ -221,10 +232,8 @@ class MeasuredSpeeds:
             lines.append(f"{self.overlap:.0%} of a collective overlaps with computation, as measured")
         return lines
 
-    @staticmethod
-    def _copied(dtype: str) -> int:
-        return 8 if dtype == "fp32" else 4
 
+Speeds = DataSheet | MeasuredSpeeds
 
 # -- the file ----------------------------------------------------------------------------------------------------------
 
@@ -242,92 +251,13 @@ def read_speeds(path: Path) -> MeasuredSpeeds:
             text = file.read(MAX_BYTES + 1)
         if len(text) > MAX_BYTES:
             raise ValueError(f"more than {MAX_BYTES:,} bytes")
-        return _parsed(str(path), json.loads(text, parse_constant=_refuse_constant))
+        values = json.loads(text)
+        if not isinstance(values, dict) or (values.pop("format", ""), values.pop("version", 0)) != (FORMAT, VERSION):
+            raise ValueError(f"its format is not {FORMAT} of version {VERSION}")
+        return cast(MeasuredSpeeds, decode(MeasuredSpeeds, {**values, "path": str(path)}))
     except OSError as error:
         raise UsageError(f"{where}: {error.strerror or type(error).__name__}; {fix}") from None
-    except (ValueError, TypeError, KeyError, IndexError, AttributeError, RecursionError, OverflowError) as error:
+    except (DamagedError, ValueError, KeyError, IndexError, RecursionError) as error:
         said = str(error).replace("\n", " ")[:120]
         problem = f"no {said}" if isinstance(error, KeyError) else said
         raise UsageError(f"{where}: no file of machine speeds ({problem}); {fix}") from None
-
-
-def _refuse_constant(name: str) -> float:
-    raise ValueError(f"{name} is no speed")
-
-
-def _parsed(path: str, values: Any) -> MeasuredSpeeds:
-    if not isinstance(values, dict) or values.get("format") != FORMAT:
-        raise ValueError(f"its format is not {FORMAT}")
-    if values.get("version") != VERSION:
-        raise ValueError(f"version {str(values.get('version'))[:20]}, and this program reads {VERSION}")
-    dtypes = values["dtypes"]
-    if not dtypes:
-        raise ValueError("no dtypes")
-    return MeasuredSpeeds(
-        path=path,
-        device=_name(values["device"]),
-        device_type={"cpu": "cpu", "cuda": "cuda"}[values["device_type"]],
-        world_size=int(_positive(values["world_size"])),
-        threads=int(_positive(values["threads"])),
-        products={_name(dtype): _grid(entry["products"]) for dtype, entry in dtypes.items()},
-        passes={dtype: _passes(entry["seconds_per_element"]) for dtype, entry in dtypes.items()},
-        attention={dtype: _curves(entry["attention_flops_per_s"]) for dtype, entry in dtypes.items()},
-        collectives={
-            _name(kind): (_number(entry["latency_s"]), _positive(entry["bytes_per_s"]))
-            for kind, entry in values["collectives"].items()
-        },
-        overlap=min(_number(values["overlap"]), 1.0),
-        block_s=_number(values["block_s"]),
-        step_s=_number(values["step_s"]),
-    )
-
-
-def _grid(entry: Any) -> Grid:
-    axes = tuple(tuple(map(_positive, entry[axis])) for axis in AXES)
-    for name, axis in zip(AXES, axes, strict=True):
-        if not axis or list(axis) != sorted(set(axis)):
-            raise ValueError(f"the sizes of {name} do not rise")
-    rates = {}
-    for kind in PRODUCT_KINDS:
-        table = entry["flops_per_s"][kind]
-        rates[kind] = {
-            place: _positive(table[place[0]][place[1]][place[2]])
-            for place in itertools.product(*(range(len(axis)) for axis in axes))
-        }
-    return Grid(axes, rates)
-
-
-def _passes(entry: Any) -> dict[str, float]:
-    passes = {_name(kind): _positive(seconds) for kind, seconds in entry.items()}
-    if "copy" not in passes:
-        raise KeyError("copy")
-    return passes
-
-
-def _curves(entry: Any) -> dict[str, list[tuple[float, float]]]:
-    curves = {}
-    for kind in ("fused", "math"):
-        for direction in DIRECTIONS:
-            points = [(_positive(length), _positive(rate)) for length, rate in entry[f"{kind} {direction}"]]
-            if not points or points != sorted(set(points)):
-                raise ValueError(f"the lengths of {kind} {direction} do not rise")
-            curves[f"{kind} {direction}"] = points
-    return curves
-
-
-def _number(value: Any) -> float:
-    if isinstance(value, bool) or not isinstance(value, int | float) or not 0 <= value < 1e30:
-        raise ValueError(f"{shown(str(value)[:40])} is no speed")
-    return float(value)
-
-
-def _positive(value: Any) -> float:
-    if not _number(value) > 1e-30:
-        raise ValueError(f"{shown(str(value)[:40])} is no speed")
-    return float(value)
-
-
-def _name(value: Any) -> str:
-    if not isinstance(value, str) or not 0 < len(value) <= 200 or not value.isprintable():
-        raise ValueError(f"{shown(str(value)[:40])} is no name")
-    return value

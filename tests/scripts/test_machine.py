@@ -43,9 +43,9 @@ def test_the_planner_reads_what_is_written(ranks: int, tmp_path: Path) -> None:
     speeds = read_speeds(path)
     assert speeds.world_size == ranks and set(speeds.collectives) == ({"gather", "reduce"} if ranks > 1 else set())
     assert 0 <= speeds.overlap <= 1 and speeds.block_s >= 0
-    kinds = speeds.passes["fp32"]
+    kinds = speeds.dtypes["fp32"].seconds_per_element
     assert {"copy", "gated silu backward", "rms_norm forward", "cross entropy", "update adamw"} <= kinds.keys()
-    assert kinds.keys() == speeds.passes["bf16"].keys() and len(path.read_bytes()) < 20_000
+    assert kinds.keys() == speeds.dtypes["bf16"].seconds_per_element.keys() and len(path.read_bytes()) < 20_000
 
 
 def test_usage_errors(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
