@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import Literal, NamedTuple
+from typing import Literal
 
 import torch
 from torch import Tensor
 
 from megatron_lite.config.system import DTYPES as DTYPE_NAMES
+from megatron_lite.tiles import WHOLE, Split, Tile, name_part
 
 # Dtypes of weights by their names in flags; their names in safetensors files.
 DTYPES: dict[str, torch.dtype] = {name: getattr(torch, names.torch) for name, names in DTYPE_NAMES.items()}
@@ -36,61 +36,6 @@ class Initializer:
             tensor.uniform_(middle - self.scale, middle + self.scale, generator=generator)
 
 
-class Piece(NamedTuple):
-    """Consecutive indices of a parameter's split dimension that a rank of a tensor-parallel group holds."""
-
-    start: int
-    end: int
-    holders: tuple[int, ...]  # ranks of the group that hold the same indices, in order
-
-
-class Block(NamedTuple):
-    """Consecutive indices of a parameter's split dimension that are cut into `parts` of `part_size`.
-
-    With fewer parts than ranks, neighbouring ranks hold the same part. The last parts may be shorter.
-    """
-
-    size: int
-    parts: int
-    part_size: int
-
-    @classmethod
-    def of(cls, size: int, parts: int) -> Block:
-        """Cut a block into equal parts."""
-        assert size % parts == 0, (size, parts)
-        return cls(size, parts, size // parts)
-
-
-@dataclass(frozen=True)
-class Split:
-    """The parts of a parameter on the ranks of a tensor-parallel group (Shoeybi et al. 2019, section 3).
-
-    A group of one holds the whole parameter, and so does every rank if `blocks` is empty.
-    """
-
-    ranks: int = 1
-    rank: int = 0  # this one, within the group
-    dim: int = 0
-    blocks: tuple[Block, ...] = ()  # queries, keys and values; gate and up
-    # Whether the gradients of several holders are parts of a sum; otherwise they are equal.
-    sums_gradients: bool = False
-
-    def pieces(self, size: int) -> list[Piece]:
-        """Return the pieces of this rank, in order; `size`: of the whole dimension."""
-        start, pieces = 0, []
-        for block in self.blocks or (Block.of(size, 1),):
-            part = self.rank * block.parts // self.ranks
-            holders = tuple(rank for rank in range(self.ranks) if rank * block.parts // self.ranks == part)
-            first, last = (min(place * block.part_size, block.size) for place in (part, part + 1))
-            pieces.append(Piece(start + first, start + last, holders))
-            start += block.size
-        assert start == size, (self, size)
-        return pieces
-
-
-WHOLE = Split()
-
-
 @dataclass(frozen=True)
 class ParameterSpec:
     """Description of a parameter for the partitioner, the optimizer and checkpoints."""
@@ -113,15 +58,23 @@ class ParameterSpec:
         return math.prod(self.shape)
 
     @functools.cached_property
-    def pieces(self) -> list[Piece]:
-        """Pieces of the split dimension that this rank holds, in order."""
-        return self.split.pieces(self.shape[self.split.dim])
+    def tiles(self) -> tuple[Tile, ...]:
+        """The elements that this rank of the tensor-parallel group holds; their memory begins with the first."""
+        return self.split.tiles(self.name, self.shape)
 
     @functools.cached_property
     def local_shape(self) -> tuple[int, ...]:
-        """Shape of the part that this rank of the tensor-parallel group holds."""
-        size = sum(piece.end - piece.start for piece in self.pieces)
-        return (*self.shape[: self.split.dim], size, *self.shape[self.split.dim + 1 :])
+        """Shape of the part that this rank holds."""
+        dim = self.split.dim
+        size = sum(tile.width for tile in self.tiles) // math.prod(self.shape[dim + 1 :])
+        return (*self.shape[:dim], size, *self.shape[dim + 1 :])
+
+    @property
+    def local_name(self) -> str:
+        """Name of the part that this rank holds, with its indices unless it is whole."""
+        unit = math.prod(self.shape[self.split.dim + 1 :])
+        spans = [(tile.first // unit, (tile.first + tile.width) // unit) for tile in self.tiles]
+        return name_part(self.name, self.shape, self.split.dim, spans)
 
     @functools.cached_property
     def local_numel(self) -> int:
@@ -134,42 +87,36 @@ class ParameterSpec:
         return self.local_numel + self.padding_rows * math.prod(self.local_shape[1:])
 
     def local(self, whole: Tensor) -> Tensor:
-        """Return this rank's part of a whole parameter: a view if it is one piece of the first dimension."""
-        dim = self.split.dim
-        parts = [whole.narrow(dim, piece.start, piece.end - piece.start) for piece in self.pieces]
-        return parts[0] if len(parts) == 1 else torch.cat(parts, dim)
+        """Return this rank's part of a whole parameter: a view if it is one run of elements."""
+        flat = whole.view(-1)
+        parts = [tile.view(flat).reshape(-1) for tile in self.tiles]
+        return (parts[0] if len(parts) == 1 else torch.cat(parts)).view(self.local_shape)
 
     def place(self, local: Tensor, whole: Tensor) -> None:
-        """Copy this rank's part into a whole parameter."""
-        start, dim = 0, self.split.dim
-        for piece in self.pieces:
-            size = piece.end - piece.start
-            whole.narrow(dim, piece.start, size).copy_(local.narrow(dim, start, size))
-            start += size
+        """Copy this rank's part, flat or not, into a whole parameter."""
+        local, flat = local.reshape(-1), whole.view(-1)
+        for tile in self.tiles:
+            tile.view(flat).copy_(local[tile.offset : tile.end].view(tile.rows, tile.width))
 
     def on(self, rank: int) -> ParameterSpec:
-        """Return the spec of another rank of the tensor-parallel group.
+        """Return the spec of a rank of the tensor-parallel group.
 
         The last parts of a padded parameter are shorter and have more padding, so all take the same memory.
         """
-        if rank == self.split.rank:
-            return self
-        other = replace(self, split=replace(self.split, rank=rank))
-        rows = (self.padded_numel - other.local_numel) // math.prod(self.local_shape[1:])
-        return replace(other, padding_rows=rows)
+        return self._on_ranks[rank]
+
+    @functools.cached_property
+    def _on_ranks(self) -> list[ParameterSpec]:
+        others = [replace(self, split=replace(self.split, rank=rank)) for rank in range(self.split.ranks)]
+        row = math.prod(self.local_shape[1:])
+        specs = [replace(it, padding_rows=(self.padded_numel - it.local_numel) // row) for it in others]
+        specs[self.split.rank] = self
+        return specs
 
     @property
     def trainable(self) -> bool:
         """False for a frozen parameter, which has no gradient, no optimizer state and no reduction."""
         return self.lr_scale != 0.0
-
-
-def part_name(spec: ParameterSpec, pieces: Sequence[Piece]) -> str:
-    """Return the name of some pieces of a parameter: with their indices, as "up.weight[0:16 + 64:80]", unless whole."""
-    if sum(piece.end - piece.start for piece in pieces) == spec.shape[spec.split.dim]:
-        return spec.name
-    indices = " + ".join(f"{piece.start}:{piece.end}" for piece in pieces)
-    return f"{spec.name}[{':, ' * spec.split.dim}{indices}]"
 
 
 class Parameter(torch.nn.Parameter):

@@ -33,7 +33,7 @@ FLOORS: tuple[tuple[str, ...], ...] = (
     ("kernels", "run"),
     ("distributed", "parameter", "validation"),
     ("schedules",),
-    ("config", "seeds"),
+    ("config", "seeds", "tiles"),
     ("errors",),
 )
 FLOOR_OF = {room: floor for floor, rooms in enumerate(FLOORS) for room in rooms}
@@ -165,7 +165,7 @@ def test_every_room_says_what_is_in_it() -> None:
 def test_few_modules_lie_flat() -> None:
     """A new module belongs into a room."""
     flat = {path.stem for path in PACKAGE.glob("*.py")}
-    assert flat == {"__init__", "train", "setup_run", "parameter", "errors", "seeds"}
+    assert flat == {"__init__", "train", "setup_run", "parameter", "tiles", "errors", "seeds"}
 
 
 def test_docstrings_begin_with_the_thing_or_a_verb() -> None:

@@ -45,14 +45,13 @@ from megatron_lite.checkpoint.blocks import SavedFile
 from megatron_lite.checkpoint.decoding import Absent, Count, PositiveCount, Rule, decode
 from megatron_lite.checkpoint.files import WrittenFile
 from megatron_lite.checkpoint.names import A_LINK, MANIFEST_NAME, RANK_FILE, parse_json, rank_file, read_bytes, reason
-from megatron_lite.checkpoint.regions import Region, held, row_numel
 from megatron_lite.checkpoint.saved_state import RunState, check_options
 from megatron_lite.errors import DamagedError
-from megatron_lite.parameter import DTYPES
+from megatron_lite.parameter import DTYPES, ParameterSpec
+from megatron_lite.tiles import Tile
 
 if TYPE_CHECKING:
     from megatron_lite.zero.flat_shard import FlatShard
-    from megatron_lite.zero.layout import ParameterSlot
 
 FORMAT = "megatron_lite_checkpoint"
 VERSION = 6
@@ -71,15 +70,16 @@ class Slice(NamedTuple):
     offset: int
     num_bytes: int
     first: int
-    run: int  # consecutive elements; see `regions.Region`
+    run: int  # consecutive elements: the width of the tile
 
     @property
     def end(self) -> int:
         """The byte of `file` after the last one."""
         return self.offset + self.num_bytes
 
-    def region(self, dtype: torch.dtype) -> Region:
-        return Region(self.first, self.num_bytes // dtype.itemsize, self.run)
+    def tile(self, dtype: torch.dtype, shape: Sequence[int]) -> Tile:
+        """Return the elements of a parameter of this shape; in memory they begin with the slice."""
+        return Tile(self.first, self.num_bytes // dtype.itemsize // self.run, self.run, math.prod(shape[1:]))
 
 
 @dataclass(frozen=True)
@@ -166,9 +166,9 @@ def locate_parameters(ranks: Sequence[tuple[Sequence[FlatShard], WrittenFile]]) 
                 empty: dict[str, list[Slice]] = {kind: [] for kind in kinds if part.has(kind, slot.spec)}
                 parameters.setdefault(slot.spec.name, SavedParameter(kinds["weights"], tuple(slot.spec.shape), empty))
             for kind, dtype in kinds.items():
-                for slot, region, start, end in slices_of(part, kind, rank):
-                    piece = Slice(rank_file(rank), offset + start, end - start, region.first, region.run)
-                    parameters[slot.spec.name].slices[kind].append(piece)
+                for spec, tile, start, end in slices_of(part, kind, rank):
+                    piece = Slice(rank_file(rank), offset + start, end - start, tile.first, tile.width)
+                    parameters[spec.name].slices[kind].append(piece)
                 offset += part.numel(kind) * dtype.itemsize
     for parameter in parameters.values():
         for pieces in parameter.slices.values():
@@ -176,19 +176,15 @@ def locate_parameters(ranks: Sequence[tuple[Sequence[FlatShard], WrittenFile]]) 
     return parameters
 
 
-def slices_of(part: FlatShard, kind: str, rank: int) -> Iterator[tuple[ParameterSlot, Region, int, int]]:
+def slices_of(part: FlatShard, kind: str, rank: int) -> Iterator[tuple[ParameterSpec, Tile, int, int]]:
     """Yield the slices of a rank's shard: the parameter, its elements, and where they begin and end, in bytes.
 
-    rank: of all. Of elements that several ranks of its tensor-parallel group hold, only the first has a slice.
+    rank: global. Replicated elements are saved by their first holder.
     """
     size, (data_rank, tensor_rank) = part.kinds()[kind].itemsize, divmod(rank, part.layout.tensor_ranks)
-    layout = part.layout.on_tensor_ranks[tensor_rank]
-    for slot, first, last in layout.pieces(data_rank):
-        if part.has(kind, slot.spec):
-            begin = slot.offset - data_rank * layout.shard_numel
-            for start, region, holders in held(slot.spec, first, last):
-                if holders[0] == tensor_rank:
-                    yield slot, region, (begin + start) * size, (begin + start + region.numel) * size
+    for spec, tile in part.layout.tiles(data_rank, tensor_rank):
+        if part.has(kind, spec) and tile.holders[0] == tensor_rank:
+            yield spec, tile, tile.offset * size, tile.end * size
 
 
 def dump(manifest: Manifest) -> str:
@@ -328,7 +324,7 @@ def _parameter(entry: _ParameterEntry, files: Mapping[str, SavedFile]) -> SavedP
     """
     slices = {kind: [Slice(*row) for row in entry[kind]] for kind in KINDS if kind in entry}  # type: ignore[literal-required]
     parameter = SavedParameter(DTYPES_BY_NAME[entry["dtype"]], tuple(entry["shape"]), slices)
-    total, row = math.prod(parameter.shape), row_numel(parameter.shape)
+    total, row = math.prod(parameter.shape), math.prod(parameter.shape[1:])
     for kind, pieces in slices.items():
         itemsize, covered = parameter.dtype_of(kind).itemsize, 0
         has_columns = any(piece.run * itemsize != piece.num_bytes for piece in pieces)

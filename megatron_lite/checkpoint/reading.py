@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import contextlib
 from collections import Counter
-from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -22,14 +21,13 @@ from megatron_lite.checkpoint.blocks import Files
 from megatron_lite.checkpoint.compatibility import keeps_moments, saved_optimizer
 from megatron_lite.checkpoint.manifest import MOMENTS, Manifest, SavedParameter, Slice, dtype_name
 from megatron_lite.checkpoint.names import MANIFEST_NAME
-from megatron_lite.checkpoint.regions import Overlap, Region, held, overlaps, row_numel
 from megatron_lite.distributed.agreement import first_problem
 from megatron_lite.errors import DamagedError
+from megatron_lite.tiles import Overlap, Tile, overlaps
 
 if TYPE_CHECKING:
     from megatron_lite.distributed.process_group import Distributed
     from megatron_lite.zero.flat_shard import FlatShard
-    from megatron_lite.zero.layout import ParameterSlot
     from megatron_lite.zero.multi_stage import MultiStage
 
 
@@ -145,59 +143,48 @@ def _fill_shard(opened: Files, content: Manifest, part: FlatShard, kind: str, ra
     assert shard.dtype == part.kinds()[kind], (kind, shard.dtype)
     before = saved_optimizer(content.config)
     weights = part.read("weights") if kind == "average" else shard  # filled before
-    for (slot, region, target), (_, _, own_weights) in zip(
-        shard_pieces(part, shard, rank), shard_pieces(part, weights, rank), strict=True
-    ):
-        if not part.has(kind, slot.spec):
+    for spec, tile in part.layout.tiles(rank):
+        if not part.has(kind, spec):
             continue
-        saved = content.parameters[slot.spec.name]
-        is_kept = kind in saved.slices and keeps_moments(before, optimizer, bool(slot.spec.matrix_rows))
+        saved, target = content.parameters[spec.name], shard[tile.offset : tile.end]
+        is_kept = kind in saved.slices and keeps_moments(before, optimizer, bool(spec.matrix_rows))
         if kind in MOMENTS and not is_kept:
             target.zero_()
         elif kind in saved.slices:
-            read_elements(opened, saved, kind, region, target)
+            read_elements(opened, saved, kind, tile, target)
         else:
             assert kind == "average", kind
-            target.copy_(own_weights)
+            target.copy_(weights[tile.offset : tile.end])
     part.write(kind, shard)
 
 
-def shard_pieces(part: FlatShard, shard: Tensor, rank: int) -> Iterator[tuple[ParameterSlot, Region, Tensor]]:
-    """Yield (slot, elements of the whole parameter, view of the shard) for the shard of a data-parallel rank."""
-    for slot, start, end in part.layout.pieces(rank):
-        offset = slot.offset - rank * part.layout.shard_numel  # of the parameter's element 0; may be negative
-        for first, region, _ in held(slot.spec, start, end):
-            yield slot, region, shard[offset + first : offset + first + region.numel]
-
-
-def read_elements(opened: Files, saved: SavedParameter, kind: str, region: Region, target: Tensor) -> None:
+def read_elements(opened: Files, saved: SavedParameter, kind: str, wanted: Tile, target: Tensor) -> None:
     """Fill a tensor (n,) with elements of a parameter, rounding to its dtype.
 
     Raises:
         DamagedError, OSError: if a file is damaged, can no longer be read, or the slices lack some of these elements.
     """
-    dtype, numel_found = saved.dtype_of(kind), 0
+    dtype, numel_found, wanted = saved.dtype_of(kind), 0, wanted._replace(offset=0)
     for piece in saved.slices[kind]:
-        for overlap in overlaps(region, piece.region(dtype), row_numel(saved.shape)):
+        for overlap in overlaps(wanted, piece.tile(dtype, saved.shape)):
             _read_overlap(opened, piece, dtype, overlap, target)
-            numel_found += overlap.numel
+            numel_found += overlap.wanted.numel
     if numel_found != target.numel():
         raise DamagedError(
-            f"{MANIFEST_NAME}: the slices of {kind} leave gaps or overlap from element {region.first} on"
+            f"{MANIFEST_NAME}: the slices of {kind} leave gaps or overlap from element {wanted.first} on"
         )
 
 
 def _read_overlap(opened: Files, piece: Slice, dtype: torch.dtype, overlap: Overlap, target: Tensor) -> None:
     """Read the elements that a slice and the target share; of columns, read whole rows of the slice, some at a time."""
-    (rows, width, wanted, saved), first = overlap, overlap.wanted.first
-    if overlap.is_contiguous:
+    wanted, saved, column = overlap
+    if overlap.is_run:
         offset = piece.offset + saved.first * dtype.itemsize
-        opened.read(piece.file, offset, dtype, target[first : first + overlap.numel])
+        opened.read(piece.file, offset, dtype, target[wanted.first : wanted.first + wanted.numel])
         return
     step = max(1, blocks.CHUNK_BYTES // (saved.pitch * dtype.itemsize))
-    for top in range(0, rows, step):
-        values = torch.empty(min(step, rows - top), saved.pitch, dtype=dtype)
-        offset = piece.offset + (saved.start + top * saved.pitch) * dtype.itemsize
+    for top in range(0, saved.rows, step):
+        values = torch.empty(min(step, saved.rows - top), saved.pitch, dtype=dtype)
+        offset = piece.offset + (saved.first - column + top * saved.pitch) * dtype.itemsize
         opened.read(piece.file, offset, dtype, values.view(-1))
-        columns = values[:, saved.column : saved.column + width]
-        target[first + top * wanted.pitch :].as_strided(columns.shape, (wanted.pitch, 1)).copy_(columns)
+        wanted.view(target)[top : top + len(values)] = values[:, column : column + saved.width]

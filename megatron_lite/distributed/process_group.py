@@ -73,7 +73,7 @@ class Distributed(RankGroup):
                 if self.rank in ranks:
                     place = ranks.index(self.rank)
                     self.groups.append(RankGroup(place, len(ranks), self.device, group, self.traffic, self._watch))
-        _, self.data, self.tensor = self.groups
+        *_, self.data, self.tensor = self.groups
 
     def close(self) -> None:
         """Leave the process groups for good, after the last collective was waited for.

@@ -21,13 +21,13 @@ from megatron_lite.checkpoint import files, manifest
 from megatron_lite.checkpoint.blocks import SavedFile
 from megatron_lite.checkpoint.manifest import Manifest, SavedParameter, Slice
 from megatron_lite.checkpoint.names import MANIFEST_NAME, new_nonce, rank_file
-from megatron_lite.checkpoint.regions import Region
 from megatron_lite.config import BatchConfig, Config, DataConfig, TrainingConfig, flatten
 from megatron_lite.errors import NumericsError
 from megatron_lite.huggingface import folder_kind
 from megatron_lite.huggingface.export_folder import ExportFolder, FilePlan, split
 from megatron_lite.huggingface.weight_source import CheckpointSource, WeightSource
 from megatron_lite.run.durable_files import sync_folder
+from megatron_lite.tiles import Tile
 from megatron_lite.validation import resolve
 
 Shapes = Iterable[tuple[str, tuple[int, ...]]]
@@ -142,7 +142,7 @@ def _tensors(source: WeightSource, kept: CheckpointSource | None, shapes: Shapes
 
 def _read_saved(source: CheckpointSource, name: str, kind: str, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
     values = torch.empty(shape, dtype=dtype)
-    source.read_state(name, kind, Region.of(0, values.numel()), values.view(-1))
+    source.read_state(name, kind, Tile.run(0, values.numel()), values.view(-1))
     return values
 
 

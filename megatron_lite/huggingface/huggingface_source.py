@@ -15,13 +15,13 @@ from torch import Tensor
 
 from megatron_lite.checkpoint import blocks
 from megatron_lite.checkpoint.names import open_regular, parse_json
-from megatron_lite.checkpoint.regions import Region
 from megatron_lite.config import ModelConfig
 from megatron_lite.errors import CheckpointError, DamagedError
 from megatron_lite.huggingface import folder_kind, model_options
 from megatron_lite.huggingface.weight_map import Piece, known_name, pieces
 from megatron_lite.huggingface.weight_source import WeightSource
 from megatron_lite.parameter import DTYPES, SAFETENSORS_NAMES
+from megatron_lite.tiles import Tile
 
 # Dtypes that can become weights. Files may hold other tensors: masks, counters.
 FLOATING = {"F64": torch.float64} | {name: dtype for dtype, name in SAFETENSORS_NAMES.items()}
@@ -146,14 +146,14 @@ class HuggingFaceSource(WeightSource):
                     )
         return None
 
-    def _read(self, name: str, region: Region, target: Tensor) -> None:
-        """Do the work of `read_region`; for columns, read the rows from the first to the last, some at a time."""
-        if region.is_contiguous:
-            self._read_rows(name, region.first, target)
+    def _read(self, name: str, tile: Tile, target: Tensor) -> None:
+        """Do the work of `read_tile`; for columns, read the rows from the first to the last, some at a time."""
+        if tile.is_run:
+            self._read_rows(name, tile.first, target)
             return
-        width, first = self._pieces[name][1], region.first
-        for rows in target.view(-1, region.run).split(max(1, blocks.CHUNK_BYTES // (width * target.itemsize))):
-            values = torch.empty((len(rows) - 1) * width + region.run, dtype=target.dtype)
+        width, first = self._pieces[name][1], tile.first
+        for rows in target.view(-1, tile.width).split(max(1, blocks.CHUNK_BYTES // (width * target.itemsize))):
+            values = torch.empty((len(rows) - 1) * width + tile.width, dtype=target.dtype)
             self._read_rows(name, first, values)
             rows.copy_(values.as_strided(rows.shape, (width, 1)))
             first += len(rows) * width

@@ -9,7 +9,6 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 from megatron_lite.checkpoint.compatibility import keeps_moments, optimizer_state, saved_optimizer
 from megatron_lite.checkpoint.manifest import MOMENTS
-from megatron_lite.checkpoint.reading import shard_pieces
 from megatron_lite.config import Config
 from megatron_lite.distributed.agreement import together
 from megatron_lite.errors import CheckpointError, DamagedError, shorten
@@ -18,7 +17,7 @@ from megatron_lite.huggingface.weight_source import ADVICE, CheckpointSource, We
 
 if TYPE_CHECKING:
     from megatron_lite.distributed.process_group import Distributed
-    from megatron_lite.zero.layout import ParameterSlot
+    from megatron_lite.parameter import ParameterSpec
     from megatron_lite.zero.multi_stage import MultiStage
 
 T = TypeVar("T")
@@ -111,9 +110,9 @@ def load_weights(
             shard = part.read("weights")
             if not missing:
                 shard.zero_()
-            for slot, region, target in shard_pieces(part, shard, distributed.data.rank):
-                if slot.spec.name not in missing:
-                    source.read_region(slot.spec.name, region, target)
+            for spec, tile in part.layout.tiles(distributed.data.rank):
+                if spec.name not in missing:
+                    source.read_tile(spec.name, tile, shard[tile.offset : tile.end])
             part.write("weights", shard)
         model.invalidate()
 
@@ -153,22 +152,22 @@ def load_moments(
     content = source.content
     before = saved_optimizer(content.config)
 
-    def is_kept(kind: str, slot: ParameterSlot) -> bool:
-        saved = content.parameters.get(slot.spec.name)
-        fits = keeps_moments(before, optimizer, bool(slot.spec.matrix_rows))
+    def is_kept(kind: str, spec: ParameterSpec) -> bool:
+        saved = content.parameters.get(spec.name)
+        fits = keeps_moments(before, optimizer, bool(spec.matrix_rows))
         return fits and saved is not None and kind in saved.slices
 
     moments = [(part, kind) for _, part in model.parts() for kind in part.kinds() if kind in MOMENTS]
 
     def fill() -> None:
         for part, kind in moments:
-            for slot, region, target in shard_pieces(part, part.read(kind), distributed.data.rank):
-                if part.has(kind, slot.spec) and is_kept(kind, slot):
-                    source.read_state(slot.spec.name, kind, region, target)
+            for spec, tile in part.layout.tiles(distributed.data.rank):
+                if part.has(kind, spec) and is_kept(kind, spec):
+                    source.read_state(spec.name, kind, tile, part.read(kind)[tile.offset : tile.end])
 
     _together(distributed, fill)
-    wanted = [(kind, slot) for part, kind in moments for slot in part.layout.slots if part.has(kind, slot.spec)]
-    num_kept = sum(is_kept(kind, slot) for kind, slot in wanted)
+    wanted = [(kind, slot.spec) for part, kind in moments for slot in part.layout.slots if part.has(kind, slot.spec)]
+    num_kept = sum(is_kept(kind, spec) for kind, spec in wanted)
     num_lost = len(wanted) - num_kept
     if num_lost and not num_kept:
         raise CheckpointError(

@@ -19,10 +19,10 @@ from megatron_lite.checkpoint.blocks import Files
 from megatron_lite.checkpoint.manifest import SavedParameter, Slice
 from megatron_lite.checkpoint.names import reason
 from megatron_lite.checkpoint.reading import read_elements
-from megatron_lite.checkpoint.regions import Region
 from megatron_lite.config import ModelConfig
 from megatron_lite.errors import CheckpointError, DamagedError, shorten
 from megatron_lite.huggingface import model_options
+from megatron_lite.tiles import Tile
 
 ADVICE = "restore it or download it again"
 
@@ -81,16 +81,16 @@ class WeightSource(contextlib.AbstractContextManager["WeightSource"]):
         Raises:
             CheckpointError: if a file can no longer be read.
         """
-        self.read_region(name, Region.of(first, target.numel()), target)
+        self.read_tile(name, Tile.run(first, target.numel()), target)
 
-    def read_region(self, name: str, region: Region, target: Tensor) -> None:
-        """Do the same for any region of a parameter."""
+    def read_tile(self, name: str, tile: Tile, target: Tensor) -> None:
+        """Do the same for any tile of a parameter."""
         with self._reported():
-            self._read(name, region, target)
+            self._read(name, tile, target)
 
     @abc.abstractmethod
-    def _read(self, name: str, region: Region, target: Tensor) -> None:
-        """Do the work of `read_region`; may raise OSError and DamagedError."""
+    def _read(self, name: str, tile: Tile, target: Tensor) -> None:
+        """Do the work of `read_tile`; may raise OSError and DamagedError."""
 
     def close(self) -> None:
         self._files.close()
@@ -182,12 +182,12 @@ class CheckpointSource(WeightSource):
     def _weights_kind(self, saved: SavedParameter) -> str:
         return "average" if self.averaged and "average" in saved.slices else "weights"
 
-    def _read(self, name: str, region: Region, target: Tensor) -> None:
+    def _read(self, name: str, tile: Tile, target: Tensor) -> None:
         saved = self.content.parameters[name]
-        read_elements(self._files, saved, self._weights_kind(saved), region, target)
+        read_elements(self._files, saved, self._weights_kind(saved), tile, target)
 
-    def read_state(self, name: str, kind: str, region: Region, target: Tensor) -> None:
-        """Read one of `manifest.KINDS`, which the checkpoint must hold, like `read_region`."""
+    def read_state(self, name: str, kind: str, tile: Tile, target: Tensor) -> None:
+        """Read one of `manifest.KINDS`, which the checkpoint must hold, like `read_tile`."""
         assert self._state, "it was not verified"
         with self._reported():
-            read_elements(self._files, self.content.parameters[name], kind, region, target)
+            read_elements(self._files, self.content.parameters[name], kind, tile, target)

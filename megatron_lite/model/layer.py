@@ -16,8 +16,9 @@ from megatron_lite.kernels.exchange import INSIDE, Exchange
 from megatron_lite.kernels.linear import linear
 from megatron_lite.kernels.normalization import Kind, add_norm
 from megatron_lite.model.kv_cache import CachePass
-from megatron_lite.parameter import WHOLE, Initializer, Parameter, ParameterSpec, Split, declare
+from megatron_lite.parameter import Initializer, Parameter, ParameterSpec, declare
 from megatron_lite.seeds import derive_seed
+from megatron_lite.tiles import WHOLE, Split
 
 MASKED = -1  # label of a token that counts in no loss
 

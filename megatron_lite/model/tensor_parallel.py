@@ -15,7 +15,7 @@ from megatron_lite.config import Config, ModelConfig
 from megatron_lite.distributed.rank_group import Group, alone
 from megatron_lite.kernels.exchange import Exchange, exchange_over
 from megatron_lite.kernels.vocabulary import Vocabulary, WholeVocabulary, vocabulary_over
-from megatron_lite.parameter import Block, Split
+from megatron_lite.tiles import Block, Split
 
 
 @dataclass(frozen=True)

@@ -16,25 +16,22 @@ from torch import Tensor
 
 from megatron_lite.errors import shorten
 from megatron_lite.monitor.bit_hash import bit_hash
-from megatron_lite.parameter import ParameterSpec, part_name
+from megatron_lite.parameter import ParameterSpec
 
 Fingerprint = dict[str, str]  # hash by name of a weight, or a piece of one, or a counter
 Holders = tuple[int, ...]  # ranks of the tensor-parallel group that hold the same
 
 
 def weight_hashes(weights: Iterator[tuple[ParameterSpec, Tensor]]) -> dict[Holders, Fingerprint]:
-    """Return the hash of each piece of the weights, by the ranks that hold it; the host reads the device once.
+    """Return the hash of each tile of the weights, by the ranks that hold it; the host reads the device once.
 
     weights: of this rank of a tensor-parallel group, with their specs.
     """
     places, hashes = [], []
     for spec, local in weights:
-        start = 0
-        for piece in spec.pieces:
-            size = piece.end - piece.start
-            places.append((piece.holders, part_name(spec, [piece])))
-            hashes.append(bit_hash(local.narrow(spec.split.dim, start, size).reshape(-1)))
-            start += size
+        for tile in spec.tiles:
+            places.append((tile.holders, tile.name))
+            hashes.append(bit_hash(local.view(-1)[tile.offset : tile.end]))
     found: dict[Holders, Fingerprint] = {}
     for (holders, name), value in zip(places, torch.stack(hashes).tolist(), strict=True):
         found.setdefault(holders, {})[name] = f"{value:x}"

@@ -38,11 +38,11 @@ class CopyCheck:
         """Compare the elements of a shard that several ranks have. what: "init", "gradient" or "update"."""
         if not replicas.copied:
             return
-        own = torch.cat([shard[run.start : run.end] for run in replicas.copied])
+        own = torch.cat([shard[tile.offset : tile.end] for tile in replicas.copied])
         gathered = torch.stack(self._distributed.tensor.gather_tensors(own))
-        sizes = [run.end - run.start for run in replicas.copied]
-        for run, copies in zip(replicas.copied, gathered.split(sizes, dim=1), strict=True):
-            self._compare(f"{run.name} {what}", copies, run.holders)
+        sizes = [tile.numel for tile in replicas.copied]
+        for tile, copies in zip(replicas.copied, gathered.split(sizes, dim=1), strict=True):
+            self._compare(f"{tile.name} {what}", copies, tile.holders)
 
     def report(self, phase: str) -> None:
         """Log the differences since the last report, on rank 0."""

@@ -23,7 +23,6 @@ from megatron_lite.distributed.process_group import Distributed
 from megatron_lite.monitor.logging import MIB
 from megatron_lite.monitor.tensor_copies import CopyCheck
 from megatron_lite.monitor.tensor_log import TensorEntry, summarize, unique_names, write_tensor_log
-from megatron_lite.parameter import part_name
 from megatron_lite.zero.replicas import assembled
 
 LEVELS = tuple(
@@ -199,10 +198,7 @@ class TensorDebugger:
         rank = self.distributed.data.rank
         low = rank * layout.shard_numel
         for slot, start, end in layout.pieces(rank):
-            piece, name = (
-                shard[slot.offset + start - low : slot.offset + end - low],
-                part_name(slot.spec, slot.spec.pieces),
-            )
+            piece, name = shard[slot.offset + start - low : slot.offset + end - low], slot.spec.local_name
             if end - start == slot.numel:
                 yield name, piece.view(slot.spec.local_shape)
             else:

@@ -37,7 +37,7 @@ class Partition:
         trained = [stage.trainable for stage in model.stages if stage.trainable is not None]
         self.largest_shard = max((part.layout.shard_numel for part in trained), default=0)  # elements
         # Of the optimizer's temporaries, for one matrix at a time: see `kernels/newton_schulz.py`.
-        matrices = [(*sorted((m.rows, m.columns)), len(m.parts) > 1) for m in _matrices(model)]
+        matrices = [(*sorted((m.rows, m.columns)), len(m.tiles) > 1) for m in _matrices(model)]
         self.update_bytes = max(
             (4 * small * (large + small) + 2 * small * large * assembled for small, large, assembled in matrices),
             default=0,

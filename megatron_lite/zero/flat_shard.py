@@ -5,8 +5,10 @@ A stage's weight buffer holds the trainable range and then the frozen one; its g
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass
+from operator import itemgetter
 
 import torch
 from torch import Tensor
@@ -98,13 +100,12 @@ class FlatShard:
         One at a time, each rank draws every parameter in its shard whole and keeps its slice.
         """
         generator = torch.Generator(device=self._group.device)
-        low = self._group.rank * self.layout.shard_numel
         shard = self.read("weights").zero_()
-        for slot, start, end in self.layout.pieces(self._group.rank):
-            value = torch.empty(slot.spec.shape, dtype=torch.float32, device=self._group.device)
-            slot.spec.initializer.fill(value, generator.manual_seed(derive_seed(seed, slot.spec.name)))
-            own = slot.spec.local(value).reshape(-1)
-            shard[slot.offset + start - low : slot.offset + end - low] = own[start:end]
+        for spec, tiles in itertools.groupby(self.layout.tiles(self._group.rank), key=itemgetter(0)):
+            value = torch.empty(spec.shape, dtype=torch.float32, device=self._group.device)
+            spec.initializer.fill(value, generator.manual_seed(derive_seed(seed, spec.name)))
+            for _, tile in tiles:
+                shard[tile.offset : tile.end].view(tile.rows, tile.width).copy_(tile.view(value.view(-1)))
         self.write("weights", shard)
 
     def allocate_average(self) -> None:

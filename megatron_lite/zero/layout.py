@@ -5,10 +5,11 @@ from __future__ import annotations
 import functools
 import itertools
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 from megatron_lite.config.system import number_of_stages
 from megatron_lite.parameter import ParameterSpec
+from megatron_lite.tiles import Tile
 
 # Parameters and shards start at multiples of 64 elements: 128 bytes in the smallest dtypes (bf16, fp16).
 ALIGNMENT = 64
@@ -64,14 +65,6 @@ class FlatLayout:
         """The ranks that share each parameter; all have a layout of these offsets."""
         return max((slot.spec.split.ranks for slot in self.slots), default=1)
 
-    @functools.cached_property
-    def on_tensor_ranks(self) -> list[FlatLayout]:
-        """The layouts of all ranks of the tensor-parallel group, in order."""
-        return [
-            replace(self, slots=tuple(replace(slot, spec=slot.spec.on(rank)) for slot in self.slots))
-            for rank in range(self.tensor_ranks)
-        ]
-
     @property
     def gaps(self) -> list[tuple[int, int]]:
         """The padding, as (start, end) in elements of the range."""
@@ -115,6 +108,16 @@ class FlatLayout:
             start, end = max(slot.offset, low), min(slot.end, high)
             if start < end:
                 yield slot, start - slot.offset, end - slot.offset
+
+    def tiles(self, rank: int, tensor_rank: int | None = None) -> Iterator[tuple[ParameterSpec, Tile]]:
+        """Yield the tiles in the shard of a data-parallel rank, by default one of this rank's tensor-parallel group."""
+        low = rank * self.shard_numel
+        for slot in self.slots:
+            spec, start = slot.spec if tensor_rank is None else slot.spec.on(tensor_rank), slot.offset - low
+            if start < self.shard_numel and start + spec.local_numel > 0:
+                for held in spec.tiles:
+                    for tile in held.cut(-start, self.shard_numel - start):
+                        yield spec, tile._replace(offset=start + tile.offset)
 
 
 def _update_kind(spec: ParameterSpec) -> tuple[bool, bool, float]:

@@ -9,7 +9,7 @@ data-parallel groups in different orders. A norm over all parameters counts each
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch
@@ -17,7 +17,7 @@ from torch import Tensor
 
 from megatron_lite.distributed.rank_group import Group
 from megatron_lite.kernels.exchange import SUM
-from megatron_lite.parameter import ParameterSpec, part_name
+from megatron_lite.parameter import ParameterSpec
 from megatron_lite.zero.layout import FlatLayout
 
 
@@ -29,31 +29,27 @@ class Segment(NamedTuple):
     counts: bool
 
 
-class _Run(NamedTuple):
-    """Consecutive elements of a shard that the same ranks have."""
-
-    name: str  # of the piece of a parameter
-    start: int
-    end: int
-    holders: tuple[int, ...]
-    sums_gradients: bool
-
-
 class Replicas:
-    """The runs of a rank's shard of one layout."""
+    """The tiles of a rank's shard of one layout, and those of them that other ranks hold too."""
 
     def __init__(self, layout: FlatLayout, rank: int, tensor: Group) -> None:
         """rank: of the data-parallel group."""
         self._tensor = tensor
-        runs = list(_runs(layout, rank))
-        others = [(run.start, run.end) for run in runs if run.holders[0] != tensor.rank]
+        held = list(layout.tiles(rank))
+        tiles = [tile for _, tile in held]
+        others = [(tile.offset, tile.end) for tile in tiles if tile.holders[0] != tensor.rank]
         self.counted = _without(others, layout.shard_numel)
-        self.segments = _segments([(run.start, run.holders[0] == tensor.rank) for run in runs], layout.shard_numel)
-        self.copied = [run for run in runs if len(run.holders) > 1]
+        self.segments = _segments([(tile.offset, tile.holders[0] == tensor.rank) for tile in tiles], layout.shard_numel)
+        self.copied = [tile for tile in tiles if len(tile.holders) > 1]
         may_differ = tensor.device.type == "cuda"
-        self._exchanged = [run for run in self.copied if run.sums_gradients or may_differ]
-        # Every rank takes part with as many elements: copies are at the same places in all shards.
-        self._numel = sum(run.end - run.start for run in self._exchanged)
+        # Of each tile, the ranks whose values are added up. All take part with as many elements: copies are at the same
+        # offsets in all shards.
+        self._summed = [
+            (tile, tile.holders if spec.split.sums_gradients else tile.holders[:1])
+            for spec, tile in held
+            if len(tile.holders) > 1 and (spec.split.sums_gradients or may_differ)
+        ]
+        self._numel = sum(tile.numel for tile, _ in self._summed)
 
     @property
     def gathered_numel(self) -> int:
@@ -76,12 +72,11 @@ class Replicas:
         if not self._numel:
             return
         gathered = shard.new_empty(self._tensor.world_size, self._numel)
-        torch.cat([shard[run.start : run.end] for run in self._exchanged], out=gathered[self._tensor.rank])
+        torch.cat([shard[tile.offset : tile.end] for tile, _ in self._summed], out=gathered[self._tensor.rank])
         self._tensor.all_gather(gathered.view(-1), SUM).wait()
-        sizes = [run.end - run.start for run in self._exchanged]
-        for run, parts in zip(self._exchanged, gathered.split(sizes, dim=1), strict=True):
-            first, last = run.holders[0], run.holders[-1] if run.sums_gradients else run.holders[0]
-            torch.sum(parts[first : last + 1], dim=0, out=shard[run.start : run.end])
+        parts = gathered.split([tile.numel for tile, _ in self._summed], dim=1)
+        for (tile, ranks), values in zip(self._summed, parts, strict=True):
+            torch.sum(values[ranks[0] : ranks[-1] + 1], dim=0, out=shard[tile.offset : tile.end])
 
 
 def whole_parameter(spec: ParameterSpec, local: Tensor, tensor: Group) -> Tensor:
@@ -106,33 +101,8 @@ def assembled(spec: ParameterSpec, parts: Sequence[Tensor]) -> Tensor:
         return parts[0][: spec.numel].view(spec.shape)
     whole = parts[0].new_empty(spec.shape)
     for rank, part in enumerate(parts):
-        of_rank = spec.on(rank)
-        of_rank.place(part[: of_rank.local_numel].view(of_rank.local_shape), whole)
+        spec.on(rank).place(part, whole)
     return whole
-
-
-def _runs(layout: FlatLayout, rank: int) -> Iterator[_Run]:
-    """Yield the runs of a rank's shard, in order."""
-    low = rank * layout.shard_numel
-    for slot, start, end in layout.pieces(rank):
-        offset = slot.offset - low
-        for name, first, last, holders in _holders(slot.spec):
-            first, last = max(first, start), min(last, end)
-            if first < last:
-                yield _Run(name, offset + first, offset + last, holders, slot.spec.split.sums_gradients)
-
-
-def _holders(spec: ParameterSpec) -> Iterator[tuple[str, int, int, tuple[int, ...]]]:
-    """Yield (name, start, end, holders) for the elements of a rank's part of a parameter."""
-    if spec.split.dim:
-        (holders,) = {piece.holders for piece in spec.pieces}
-        yield part_name(spec, spec.pieces), 0, spec.local_numel, holders
-        return
-    start, row = 0, spec.local_numel // max(spec.local_shape[0], 1)
-    for piece in spec.pieces:
-        end = start + (piece.end - piece.start) * row
-        yield part_name(spec, [piece]), start, end, piece.holders
-        start = end
 
 
 def _segments(starts: list[tuple[int, bool]], end: int) -> list[Segment]:

@@ -20,7 +20,6 @@ from safetensors.torch import load_file, save_file
 
 from megatron_lite.checkpoint import blocks, manifest
 from megatron_lite.checkpoint.manifest import MOMENTS
-from megatron_lite.checkpoint.regions import Region
 from megatron_lite.cli.model_source import with_source
 from megatron_lite.config import unflatten
 from megatron_lite.distributed.process_group import Distributed
@@ -28,6 +27,7 @@ from megatron_lite.errors import CheckpointError
 from megatron_lite.huggingface import load_pretrained
 from megatron_lite.huggingface.open_source import open_source
 from megatron_lite.huggingface.weight_source import CheckpointSource
+from megatron_lite.tiles import Tile
 from megatron_lite.validation import resolve
 from megatron_lite.zero.multi_stage import MultiStage
 from tests.checkpoint.test_damage import as_version, flip, seal
@@ -206,7 +206,7 @@ def test_a_checkpoint_of_another_layout(ranks: int, saved: Path) -> None:
     for kind in MOMENTS:
         total = 0.0
         for name, value in wanted.items():
-            source.read_state(name, kind, Region.of(0, value.numel()), value.view(-1))
+            source.read_state(name, kind, Tile.run(0, value.numel()), value.view(-1))
             total += float(value.abs().sum())
         assert sum(result.moments[kind] for result in moved) == pytest.approx(total, rel=1e-5)
 

@@ -8,7 +8,8 @@ import torch
 from megatron_lite.monitor import bit_hash as bit_hash_module
 from megatron_lite.monitor.bit_hash import bit_hash
 from megatron_lite.monitor.replicas import describe_differences, value_hashes, weight_hashes
-from megatron_lite.parameter import WHOLE, Block, Initializer, ParameterSpec, Split
+from megatron_lite.parameter import Initializer, ParameterSpec
+from megatron_lite.tiles import WHOLE, Block, Split
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])

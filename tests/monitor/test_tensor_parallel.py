@@ -22,10 +22,11 @@ from megatron_lite.errors import NumericsError
 from megatron_lite.monitor.tensor_debug import LEVELS
 from megatron_lite.monitor.tensor_log import TensorEntry, read_tensor_log
 from megatron_lite.monitor.trackers import read_metrics
-from megatron_lite.parameter import Block, Initializer, ParameterSpec, Split, part_name
+from megatron_lite.parameter import Initializer, ParameterSpec
 from megatron_lite.run.experiment import Experiment
 from megatron_lite.run.stop_signal import StopSignal
 from megatron_lite.setup_run import Run, build
+from megatron_lite.tiles import Block, Split
 from megatron_lite.train import train
 from tests.support.harness import run_distributed, tiny_config
 
@@ -100,7 +101,7 @@ def train_with_fault(run: Run, ranks: Distributed) -> str:
             for _, part in run.model.parts():
                 for copies in part.replicas.copied:
                     if copies.name in (NORM, HEADS):
-                        part.grad_shard.view(torch.int32)[copies.start] ^= 1
+                        part.grad_shard.view(torch.int32)[copies.offset] ^= 1
         return loss
 
     run.model.forward_backward = faulty  # type: ignore[method-assign]
@@ -183,9 +184,9 @@ def test_local_logs_are_the_parts_of_each_rank() -> None:
 def test_names_of_parts() -> None:
     block = Block.of(8, 2)
     spec = ParameterSpec("w", (8, 3), Initializer("constant", 0.0), split=Split(2, 1, 0, (block,)))
-    assert part_name(spec, spec.pieces) == "w[4:8]"
+    assert spec.local_name == "w[4:8]"
     whole = ParameterSpec("w", (8, 3), Initializer("constant", 0.0), split=Split(2, 1))
-    assert part_name(whole, whole.pieces) == "w"
+    assert whole.local_name == "w"
 
 
 def test_copies_that_differ_are_named() -> None:

@@ -174,7 +174,7 @@ def test_the_matrices_of_a_stage_are_where_the_parameters_are() -> None:
         (88, 32),
         (32, 88),
     ]
-    covered = [range(part.offset, part.end) for matrix in matrices for part in matrix.parts]
+    covered = [range(tile.offset, tile.end) for matrix in matrices for _, tile in matrix.tiles]
     assert stage.trainable is not None
     slots = [slot for slot in stage.trainable.layout.slots if "norm" not in slot.spec.name]
     assert [i for some in covered for i in some] == [i for slot in slots for i in range(slot.offset, slot.end)]

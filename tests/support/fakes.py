@@ -14,7 +14,8 @@ from torch import Tensor
 
 from megatron_lite.checkpoint.manifest import KINDS, MOMENTS
 from megatron_lite.distributed.rank_group import alone
-from megatron_lite.parameter import Block, Initializer, ParameterSpec, Split
+from megatron_lite.parameter import Initializer, ParameterSpec
+from megatron_lite.tiles import Block, Split
 from megatron_lite.zero.layout import FlatLayout, lay_out
 
 # name, shape, weight decay; sizes that fit no alignment

@@ -9,7 +9,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from megatron_lite.parameter import Block, Initializer, ParameterSpec, Split
+from megatron_lite.parameter import Initializer, ParameterSpec
+from megatron_lite.tiles import Block, Split
 from megatron_lite.zero.layout import FlatLayout, lay_out
 from megatron_lite.zero.replicas import Replicas, whole_parameter
 from tests.support.thread_ranks import ThreadRank, on_threads
@@ -133,14 +134,7 @@ def test_on_gpus_other_copies_are_those_of_the_first_holder() -> None:
 
 def holders_of(spec: ParameterSpec, element: int) -> tuple[int, ...]:
     """Return the ranks that have a local element of a parameter."""
-    if spec.split.dim:
-        return spec.pieces[0].holders
-    row, first = element // (spec.local_numel // spec.local_shape[0]), 0
-    for piece in spec.pieces:
-        first += piece.end - piece.start
-        if row < first:
-            return piece.holders
-    raise AssertionError(element)
+    return next(tile.holders for tile in spec.tiles if tile.offset <= element < tile.end)
 
 
 def assembled(ranks: ThreadRank, values: dict[str, Tensor]) -> dict[str, Tensor]:

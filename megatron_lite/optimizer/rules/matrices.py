@@ -1,51 +1,29 @@
-"""The matrices that Muon updates whole: their parts on the ranks of a tensor-parallel group, and in all ranks' shards.
+"""The matrices that Muon updates whole, in the memory of all ranks' shards.
 
-A rank's part of a matrix is some of its rows (of queries, keys or values; of gate or up) or of its columns, and several
-ranks may have copies of the same part (shared key/value heads).
+A tensor-parallel rank has some of the rows of a matrix (of queries, keys or values; of gate or up) or of its columns,
+and several ranks may have copies of the same elements (shared key/value heads).
 """
 
 from __future__ import annotations
 
-import math
-from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import NamedTuple
 
-import torch
 from torch import Tensor
 
-from megatron_lite.parameter import ParameterSpec
+from megatron_lite.tiles import Tile, overlaps
 from megatron_lite.zero.layout import FlatLayout
 from megatron_lite.zero.stage import Stage
 
 
-class Part(NamedTuple):
-    """The part of a matrix that a rank of a tensor-parallel group has, in one piece of the trainable range."""
-
-    rank: int  # of the group
-    offset: int  # of the first element in the range
-    rows: slice
-    columns: slice
-    is_first: bool  # no rank before it has a copy
-
-    @property
-    def shape(self) -> tuple[int, int]:
-        return self.rows.stop - self.rows.start, self.columns.stop - self.columns.start
-
-    @property
-    def end(self) -> int:
-        return self.offset + math.prod(self.shape)
-
-
 @dataclass(frozen=True)
 class Matrix:
-    """A matrix (rows, columns) and its parts, in the order of ranks."""
+    """A matrix (rows, columns) and what the ranks of a tensor-parallel group hold of it, in the order of ranks."""
 
     rows: int
     columns: int
     lr_scale: float
     weight_decay: bool
-    parts: tuple[Part, ...] = ()
+    tiles: tuple[tuple[int, Tile], ...] = ()  # (rank, elements of the matrix, their offset in the trainable range)
 
 
 def matrices_of(stage: Stage) -> list[Matrix]:
@@ -54,74 +32,50 @@ def matrices_of(stage: Stage) -> list[Matrix]:
     matrices = []
     for slot in stage.trainable.layout.slots:
         spec, first = slot.spec, 0
-        specs = [spec.on(rank) for rank in range(spec.split.ranks)] if spec.matrix_rows else []
         for rows in spec.matrix_rows:
-            parts = [part for of_rank in specs for part in _parts(of_rank, slot.offset, first, rows)]
-            matrices.append(Matrix(rows, spec.shape[1], spec.lr_scale, spec.weight_decay, tuple(parts)))
+            matrix = Tile.run(first * spec.shape[1], rows * spec.shape[1])
+            tiles = [
+                (rank, shared.wanted._replace(offset=slot.offset + shared.saved.first, holders=held.holders))
+                for rank in range(spec.split.ranks)
+                for held in spec.on(rank).tiles
+                for shared in overlaps(matrix, held)
+            ]
+            matrices.append(Matrix(rows, spec.shape[1], spec.lr_scale, spec.weight_decay, tuple(tiles)))
             first += rows
         assert not spec.matrix_rows or first == spec.shape[0], spec
     return matrices
 
 
-def _parts(spec: ParameterSpec, offset: int, first: int, rows: int) -> Iterator[Part]:
-    """Yield the parts of the matrix in rows `first` to `first + rows` of a parameter at `offset`, on one rank."""
-    rank, width, start = spec.split.rank, spec.local_shape[1], 0
-    for piece in spec.pieces:
-        is_first = piece.holders[0] == rank
-        if spec.split.dim:
-            assert len(spec.pieces) == 1, spec
-            columns = slice(piece.start, piece.end)
-            yield Part(rank, offset + first * width, slice(0, rows), columns, is_first)
-            continue
-        low, high = max(piece.start, first), min(piece.end, first + rows)
-        if low < high:
-            place = offset + (start + low - piece.start) * width
-            yield Part(rank, place, slice(low - first, high - first), slice(0, width), is_first)
-        start += piece.end - piece.start
-
-
 class GatheredMatrix:
-    """A matrix in the memory of all ranks' shards."""
+    """A matrix in the memory of all ranks' shards, where those of a tensor-parallel group are neighbours."""
 
     def __init__(self, matrix: Matrix, full: Tensor, layout: FlatLayout) -> None:
+        self._shape, self._full = (matrix.rows, matrix.columns), full
+        self.tiles: list[Tile] = []  # their offsets are in `full`
+        self._firsts: list[Tile] = []  # of copies, those on the first rank
         ranks = full.numel() // layout.numel  # of a tensor-parallel group
-        places = [_places(part, ranks, layout.shard_numel) for part in matrix.parts]
-        self.places = [place for some in places for place in some]
-        self._shape = (matrix.rows, matrix.columns)
-        pieces = [[full[start:end] for start, end in some] for some in places]
-        self._parts = list(zip(matrix.parts, pieces, strict=True))
-        # In one place, as on any number of data-parallel ranks, it needs no other memory.
-        self._view = pieces[0][0].view(self._shape) if len(self.places) == 1 else None
+        numel = layout.shard_numel if ranks > 1 else layout.numel  # alone, a rank's shards follow each other
+        for rank, tile in matrix.tiles:
+            for shard in range(tile.offset // numel, -(-tile.end // numel)):
+                moved = (shard * (ranks - 1) + rank) * numel
+                parts = tile.cut(shard * numel, (shard + 1) * numel)
+                self.tiles += (found := [part._replace(offset=part.offset + moved) for part in parts])
+                self._firsts += found if tile.holders[0] == rank else []
 
     def read(self) -> Tensor:
-        """Return the matrix; a view if it is in one place."""
-        if self._view is not None:
-            return self._view
-        whole = self._parts[0][1][0].new_empty(self._shape)
-        for part, pieces in self._parts:
-            if part.is_first:
-                whole[part.rows, part.columns] = torch.cat(pieces).view(part.shape)
+        """Return the matrix; a view if it is in one place, as it is without tensor parallelism."""
+        if len(self.tiles) == 1:
+            return self._memory(self.tiles[0]).view(self._shape)
+        whole = self._full.new_empty(self._shape)
+        for tile in self._firsts:
+            tile.view(whole.view(-1)).copy_(self._memory(tile))
         return whole
 
     def write(self, whole: Tensor) -> None:
         """Replace the matrix on all ranks that have parts of it."""
-        if self._view is not None:
-            self._view.copy_(whole)
-            return
-        for part, pieces in self._parts:
-            values = whole[part.rows, part.columns].reshape(-1)
-            for piece, own in zip(pieces, values.split([piece.numel() for piece in pieces]), strict=True):
-                piece.copy_(own)
+        flat = whole.reshape(-1)
+        for tile in self.tiles:
+            self._memory(tile).copy_(tile.view(flat))
 
-
-def _places(part: Part, ranks: int, shard_numel: int) -> list[tuple[int, int]]:
-    """Return (start, end) of a part in the memory of all ranks' shards, in order; `ranks` of a group are neighbours."""
-    found: list[tuple[int, int]] = []
-    for shard in range(part.offset // shard_numel, -(-part.end // shard_numel)):
-        low = shard * shard_numel
-        moved = (shard * ranks + part.rank) * shard_numel - low
-        start, end = max(part.offset, low) + moved, min(part.end, low + shard_numel) + moved
-        if found and found[-1][1] == start:
-            start = found.pop()[0]
-        found.append((start, end))
-    return found
+    def _memory(self, tile: Tile) -> Tensor:
+        return self._full[tile.offset : tile.end].view(tile.rows, tile.width)

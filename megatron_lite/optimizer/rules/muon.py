@@ -98,15 +98,15 @@ class _Plan:
         self.bounds = slice(min(max(layout.first_matrix - low, 0), numel), numel)
         mine = [matrix for matrix, assigned in zip(matrices, ranks, strict=True) if assigned == rank]
         self.mine = [GatheredMatrix(matrix, full, layout) for matrix in mine]
-        places = sorted(place for matrix in self.mine for place in matrix.places)
+        places = sorted((tile.offset, tile.end) for matrix in self.mine for tile in matrix.tiles)
         borders = [0, *itertools.chain.from_iterable(places), full.numel()]
         self.others = [full[a:b] for a, b in zip(borders[::2], borders[1::2], strict=True) if a < b]
         self.rows: list[Range] = []
         self.factors: list[float] = []
         for matrix in matrices:
-            for part in matrix.parts:
-                start, end = max(part.offset - low, 0), min(part.end - low, numel)
-                if part.rank == distributed.tensor.rank and start < end:
+            for tensor_rank, tile in matrix.tiles:
+                start, end = max(tile.offset - low, 0), min(tile.end - low, numel)
+                if tensor_rank == distributed.tensor.rank and start < end:
                     self.rows.append(Range(start, end, matrix.lr_scale, float(matrix.weight_decay)))
                     self.factors.append(shape_factor(matrix.rows, matrix.columns, style))
 

@@ -1,4 +1,4 @@
-"""The parts of a parameter on tensor-parallel ranks: together they are the whole, and each knows its holders."""
+"""Tiles of parameters against plain lists of indices: what each rank holds, in each shard, and what two tiles share."""
 
 from __future__ import annotations
 
@@ -10,7 +10,8 @@ from collections.abc import Iterator
 import pytest
 import torch
 
-from megatron_lite.parameter import Block, Initializer, ParameterSpec, Split
+from megatron_lite.parameter import Initializer, ParameterSpec
+from megatron_lite.tiles import Block, Split, Tile, overlaps
 from megatron_lite.zero.layout import lay_out
 
 ZEROS = Initializer("constant", 0.0)
@@ -44,7 +45,7 @@ def random_specs(ranks: int, seed: int, count: int = 20) -> Iterator[ParameterSp
 
 @pytest.mark.parametrize("ranks", [1, 2, 3, 4, 6])
 def test_parts_make_up_the_whole(ranks: int) -> None:
-    """Cut and put together again; holders of a piece are exactly the ranks that have it."""
+    """Cut and put together again; an element has as many holders as ranks have it."""
     for spec in random_specs(ranks, ranks, 60):
         whole = torch.arange(spec.numel, dtype=torch.float32).view(spec.shape)
         together, times = torch.full_like(whole, -1.0), torch.zeros_like(whole)
@@ -59,16 +60,62 @@ def test_parts_make_up_the_whole(ranks: int) -> None:
             held = back >= 0
             assert torch.equal(back[held], whole[held]) and int(held.sum()) == own.local_numel
             times += held
-            for piece in own.pieces:
-                assert rank in piece.holders and piece.holders == tuple(sorted(piece.holders))
-                span = (piece.start, piece.end)
-                others = [[(some.start, some.end) for some in other.pieces] for other in every]
-                assert piece.holders == tuple(other for other in range(ranks) if span in others[other])
         assert torch.equal(together, whole) and int(times.min()) >= 1, spec
         for own in every:
-            for piece in own.pieces:
-                part = times.narrow(own.split.dim, piece.start, piece.end - piece.start)
-                assert bool((part == len(piece.holders)).all())
+            for tile in own.tiles:
+                assert bool((tile.view(times.view(-1)) == len(tile.holders)).all())
+
+
+def indices(tile: Tile) -> list[int]:
+    """Return the elements of a tile, one by one."""
+    return [tile.first + row * tile.pitch + place for row in range(tile.rows) for place in range(tile.width)]
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 3, 4])
+def test_the_tiles_of_a_shard(ranks: int) -> None:
+    """Each shard holds the elements that it should where it should; the holders are the ranks that have the same."""
+    for spec in random_specs(ranks, 20 + ranks, 40):
+        parts = [spec.on(rank).local(torch.arange(spec.numel).view(spec.shape)).flatten() for rank in range(ranks)]
+        owners = [set(part.tolist()) for part in parts]
+        layout = lay_out([spec], 3)
+        for numel in {1, 3, 64, layout.shard_numel}:
+            layout = dataclasses.replace(layout, world_size=-(-spec.padded_numel // numel), shard_numel=numel)
+            for rank, shard in itertools.product(range(ranks), range(layout.world_size)):
+                wanted = parts[rank][shard * numel : (shard + 1) * numel].tolist()
+                place, count = 0, 0
+                for of_rank, tile in layout.tiles(shard, rank):
+                    assert of_rank == spec.on(rank) and tile.offset == place
+                    assert wanted[place : tile.end] == indices(tile)
+                    assert tile.holders == tuple(r for r, elements in enumerate(owners) if {*indices(tile)} <= elements)
+                    place, count = tile.end, count + 1
+                assert place == len(wanted)
+                most = 1 if ranks == 1 else 3 if spec.split.dim else max(1, len(spec.split.blocks))
+                assert count <= most, "few slices in a checkpoint"
+
+
+def random_tile(chance: random.Random, rows: int, pitch: int) -> Tile:
+    if chance.random() < 0.4:
+        first = chance.randrange(rows * pitch)
+        return Tile.run(first, chance.randint(1, rows * pitch - first))
+    width, top = chance.randint(1, pitch), chance.randrange(rows)
+    return Tile(top * pitch + chance.randint(0, pitch - width), chance.randint(1, rows - top), width, pitch)
+
+
+def test_the_elements_that_two_tiles_share() -> None:
+    """Their positions in both memories are those of equal elements, each once; columns never leave the saved rows."""
+    chance = random.Random(1)
+    for _ in range(2000):
+        rows, pitch = chance.randint(1, 6), chance.randint(1, 7)
+        wanted, saved = (random_tile(chance, rows, pitch) for _ in range(2))
+        mine, theirs = indices(wanted), indices(saved)
+        found = []
+        for shared in overlaps(wanted, saved):
+            assert shared.is_run or 0 <= shared.column <= shared.saved.pitch - shared.saved.width
+            pairs = list(zip(indices(shared.wanted), indices(shared.saved), strict=True))
+            if shared.is_run:
+                assert pairs == [(pairs[0][0] + i, pairs[0][1] + i) for i in range(len(pairs))]
+            found += pairs
+        assert sorted(found) == sorted((mine.index(one), theirs.index(one)) for one in {*mine} & {*theirs})
 
 
 @pytest.mark.parametrize("ranks", [1, 2, 3, 4])
@@ -86,7 +133,7 @@ def test_memory_is_the_same_on_all_ranks(ranks: int) -> None:
         assert spec.on(rank).padded_numel == spec.padded_numel
 
 
-def test_one_piece_of_rows_is_a_view() -> None:
+def test_one_run_is_a_view() -> None:
     whole = torch.arange(24.0).view(6, 4)
     spec = ParameterSpec("w", (6, 4), ZEROS, split=Split(2, 1, 0, (Block.of(6, 2),)))
     assert spec.local(whole).data_ptr() == whole[3:].data_ptr()

@@ -1,0 +1,182 @@
+"""Tiles: which elements of a parameter a rank holds, and where in its memory. Pure arithmetic, no tensors are made.
+
+A tensor-parallel rank holds rows or columns of a parameter, its shard any consecutive elements of those, and a
+checkpoint's slice what one shard held.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, NamedTuple
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+
+class Tile(NamedTuple):
+    """Elements of a flattened parameter: `rows` runs of `width` consecutive ones, the first at `first`.
+
+    Several runs are some columns of successive rows of the parameter. A single run may begin and end in any column.
+    In the memory of the rank that holds the tile, all its elements follow each other.
+    """
+
+    first: int
+    rows: int
+    width: int
+    pitch: int  # elements between the beginnings of two runs: those of a row of the parameter
+    offset: int = 0  # of the first element in the memory that holds the tile
+    holders: tuple[int, ...] = (0,)  # tensor-parallel ranks that have the same elements, in order
+    name: str = ""  # of what the rank holds, of which this tile may be a part: "up.weight[0:16]"
+
+    @classmethod
+    def run(cls, first: int, numel: int, offset: int = 0) -> Tile:
+        """Return consecutive elements."""
+        return cls(first, 1, numel, numel, offset)
+
+    @property
+    def numel(self) -> int:
+        return self.rows * self.width
+
+    @property
+    def end(self) -> int:
+        """The element of the memory behind the last one."""
+        return self.offset + self.numel
+
+    @property
+    def is_run(self) -> bool:
+        """Whether all elements follow each other in the parameter."""
+        return self.rows == 1 or self.width == self.pitch
+
+    def view(self, flat: Tensor) -> Tensor:
+        """Return the elements, (rows, width), as a view of the flattened parameter."""
+        return flat[self.first :].as_strided((self.rows, self.width), (self.pitch, 1))
+
+    def cut(self, start: int, end: int) -> Iterator[Tile]:
+        """Yield the elements that lie from `start` to `end` in memory: one run, or up to three tiles of columns."""
+        start, end = max(start, self.offset), min(end, self.end)
+        if start >= end:
+            return
+        if self.is_run:
+            numel = end - start
+            yield self._replace(first=self.first + start - self.offset, rows=1, width=numel, pitch=numel, offset=start)
+            return
+        for low, rows, width in _by_rows(start - self.offset, end - self.offset, self.width):
+            row, column = divmod(low, self.width)
+            first = self.first + row * self.pitch + column
+            yield self._replace(first=first, rows=rows, width=width, offset=self.offset + low)
+
+
+def _by_rows(start: int, end: int, width: int) -> Iterator[tuple[int, int, int]]:
+    """Cut elements into the end of a row, whole rows and the beginning of a row; yield (first, rows, width) of each."""
+    cuts = sorted({start, min(end, -(-start // width) * width), max(start, end // width * width), end})
+    for low, high in itertools.pairwise(cuts):
+        yield low, max(1, (high - low) // width), min(width, high - low)
+
+
+class Overlap(NamedTuple):
+    """The elements that two tiles share, as a tile of the memory of each."""
+
+    wanted: Tile
+    saved: Tile
+    column: int  # of the first shared element in a run of the saved tile
+
+    @property
+    def is_run(self) -> bool:
+        """Whether the elements follow each other in both memories."""
+        return self.wanted.is_run and self.saved.is_run
+
+
+def overlaps(wanted: Tile, saved: Tile) -> Iterator[Overlap]:
+    """Yield the elements that two tiles of a parameter share."""
+    if wanted.is_run and saved.is_run:
+        start, end = max(wanted.first, saved.first), min(wanted.first + wanted.numel, saved.first + saved.numel)
+        if start < end:
+            mine, theirs = (Tile.run(tile.offset + start - tile.first, end - start) for tile in (wanted, saved))
+            yield Overlap(mine, theirs, 0)
+        return
+    pitch = saved.pitch if wanted.is_run else wanted.pitch
+    for mine, theirs in itertools.product(_rectangles(wanted, pitch), _rectangles(saved, pitch)):
+        (row, column), (their_row, their_column) = divmod(mine.first, pitch), divmod(theirs.first, pitch)
+        top, bottom = max(row, their_row), min(row + mine.rows, their_row + theirs.rows)
+        left, right = max(column, their_column), min(column + mine.width, their_column + theirs.width)
+        if top < bottom and left < right:
+            first = mine.offset + (top - row) * mine.width + left - column
+            their_first = theirs.offset + (top - their_row) * theirs.width + left - their_column
+            own = Tile(first, bottom - top, right - left, mine.width)
+            yield Overlap(own, own._replace(first=their_first, pitch=theirs.width), left - their_column)
+
+
+def _rectangles(tile: Tile, pitch: int) -> Iterator[Tile]:
+    """Yield a tile as rows and columns of a parameter with rows of `pitch` elements."""
+    if tile.rows > 1:
+        yield tile
+        return
+    for first, rows, width in _by_rows(tile.first, tile.first + tile.width, pitch):
+        yield Tile(first, rows, width, pitch, tile.offset + first - tile.first)
+
+
+class Block(NamedTuple):
+    """Consecutive indices of a parameter's split dimension that are cut into `parts` of `part_size`.
+
+    With fewer parts than ranks, neighbouring ranks hold the same part. The last parts may be shorter.
+    """
+
+    size: int
+    parts: int
+    part_size: int
+
+    @classmethod
+    def of(cls, size: int, parts: int) -> Block:
+        """Cut a block into equal parts."""
+        assert size % parts == 0, (size, parts)
+        return cls(size, parts, size // parts)
+
+
+@dataclass(frozen=True)
+class Split:
+    """The parts of a parameter on the ranks of a tensor-parallel group (Shoeybi et al. 2019, section 3).
+
+    A group of one holds the whole parameter, and so does every rank if `blocks` is empty.
+    """
+
+    ranks: int = 1
+    rank: int = 0  # this one, within the group
+    dim: int = 0
+    blocks: tuple[Block, ...] = ()  # queries, keys and values; gate and up
+    # Whether the gradients of several holders are parts of a sum; otherwise they are equal.
+    sums_gradients: bool = False
+
+    def tiles(self, name: str, shape: Sequence[int]) -> tuple[Tile, ...]:
+        """Return what this rank holds of a parameter, in order; neighbours with the same holders are one tile."""
+        rows, unit = math.prod(shape[: self.dim]), math.prod(shape[self.dim + 1 :])
+        found: list[tuple[int, int, tuple[int, ...]]] = []  # start and end along the split dimension, holders
+        begin = 0  # of the block
+        for block in self.blocks or (Block.of(shape[self.dim], 1),):
+            part = self.rank * block.parts // self.ranks
+            holders = tuple(rank for rank in range(self.ranks) if rank * block.parts // self.ranks == part)
+            start, end = (begin + min(index * block.part_size, block.size) for index in (part, part + 1))
+            if found and found[-1][1:] == (start, holders):
+                start = found.pop()[0]
+            found.append((start, end, holders))
+            begin += block.size
+        assert begin == shape[self.dim] and (self.dim == 0 or len(found) == 1), (self, shape)  # else no run is a row
+        tiles, offset = [], 0
+        for start, end, holders in found:
+            part_name = name_part(name, shape, self.dim, [(start, end)])
+            tile = Tile(start * unit, rows, (end - start) * unit, shape[self.dim] * unit, offset, holders, part_name)
+            tiles.append(tile)
+            offset = tile.end
+        return tuple(tiles)
+
+
+WHOLE = Split()
+
+
+def name_part(name: str, shape: Sequence[int], dim: int, spans: Sequence[tuple[int, int]]) -> str:
+    """Return the name of some indices of a dimension, as "up.weight[0:16 + 64:80]", unless they are all."""
+    if sum(end - start for start, end in spans) == shape[dim]:
+        return name
+    return f"{name}[{':, ' * dim}{' + '.join(f'{start}:{end}' for start, end in spans)}]"
