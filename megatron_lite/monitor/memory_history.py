@@ -7,23 +7,14 @@ from __future__ import annotations
 
 import logging
 from pathlib import Path
-from typing import Protocol
 
 import torch
 
 from megatron_lite.config import Config
+from megatron_lite.distributed.process_group import Distributed
 
 # Torch keeps the newest events, each with the Python lines that led to it: several KB each, so 200 MB or so at most.
 MAX_EVENTS = 50_000
-
-
-class Rank(Protocol):
-    """The rank whose device is looked at."""
-
-    @property
-    def rank(self) -> int: ...
-    @property
-    def device(self) -> torch.device: ...
 
 
 def snapshot_path(root: Path, rank: int) -> Path:
@@ -31,26 +22,28 @@ def snapshot_path(root: Path, rank: int) -> Path:
     return root / "profiles" / f"memory_{rank}.pickle"
 
 
-def open_history(config: Config, root: Path | None, rank: Rank, logger: logging.Logger) -> MemoryHistory | None:
+def open_history(
+    config: Config, root: Path | None, distributed: Distributed, logger: logging.Logger
+) -> MemoryHistory | None:
     """Record every allocation from now on if --memory_snapshot asks for it; return None if nothing is recorded.
 
     root: the experiment directory.
     """
     iterations, ranks = config.profiling.memory_snapshot, config.profiling.profile_ranks
-    if not iterations or root is None or (ranks and rank.rank not in ranks):
+    if not iterations or root is None or (ranks and distributed.rank not in ranks):
         return None
-    if rank.device.type != "cuda":
+    if distributed.device.type != "cuda":
         if config.distributed.device != "cpu":  # of an explicit CPU the validation has warned
             logger.warning("--memory_snapshot=%d has no effect: it is for CUDA, and this run is on CPU", iterations)
         return None
-    return MemoryHistory(iterations, root, rank, logger)
+    return MemoryHistory(iterations, root, distributed, logger)
 
 
 class MemoryHistory:
     """Every allocation of a GPU since the start, written after a number of iterations or at an earlier end."""
 
-    def __init__(self, iterations: int, root: Path, rank: Rank, logger: logging.Logger) -> None:
-        self._root, self._rank, self._logger = root, rank, logger
+    def __init__(self, iterations: int, root: Path, distributed: Distributed, logger: logging.Logger) -> None:
+        self._root, self._distributed, self._logger = root, distributed, logger
         self._iterations_left = iterations
         self._recording = True
         # Lines of C++ would double the time and the size.
@@ -67,7 +60,7 @@ class MemoryHistory:
         if not self._recording:
             return
         self._recording = False
-        path, reason = write_snapshot(self._root, self._rank)
+        path, reason = write_snapshot(self._root, self._distributed)
         torch.cuda.memory._record_memory_history(None)
         if reason:
             self._logger.warning("--memory_snapshot: cannot write %s: %s", path, reason)
@@ -75,13 +68,13 @@ class MemoryHistory:
             self._logger.info("memory snapshot in %s; https://pytorch.org/memory_viz shows it", path)
 
 
-def write_snapshot(root: Path, rank: Rank) -> tuple[Path, str]:
+def write_snapshot(root: Path, distributed: Distributed) -> tuple[Path, str]:
     """Write what is allocated on the rank's GPU, with the history since recording began; never fails.
 
     Returns:
         The file, and why it could not be written: "" if it was.
     """
-    path = snapshot_path(root, rank.rank)
+    path = snapshot_path(root, distributed.rank)
     partial = path.with_name(f".{path.name}.partial")
     try:
         path.parent.mkdir(exist_ok=True)
