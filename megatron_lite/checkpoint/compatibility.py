@@ -1,35 +1,54 @@
-"""Options that may change between a checkpoint and the command line that resumes it."""
+"""Options and data that may change between a checkpoint and the start that resumes it, and those that may not.
+
+Imports no torch.
+"""
 
 from __future__ import annotations
 
+import itertools
 import math
 import shlex
+from collections.abc import Iterator, Sequence
 from dataclasses import fields
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from megatron_lite.config import BatchConfig, Config, Draft, flatten, unflatten
 from megatron_lite.config.learning_rate import LearningRateConfig
 from megatron_lite.config.model import rotary_base
 from megatron_lite.config.option import Area
+from megatron_lite.config.structured_values import weight_stages, weighted_paths
 from megatron_lite.config.values import abridged, written
-from megatron_lite.errors import CheckpointError
+from megatron_lite.errors import CheckpointError, RunError
 from megatron_lite.schedules.batch_options import batch_schedule
 from megatron_lite.schedules.batch_size import continued
 from megatron_lite.schedules.learning_rate import learning_rate
 from megatron_lite.validation.learning_rate import learning_rate as schedule_problems
 
-# Options that change the parameters, or the function that they compute.
-ARCHITECTURE = tuple(
-    """
-    num_layers hidden_size num_attention_heads head_groups kv_channels ffn_hidden_size vocab_size
-    max_position_embeddings use_position_embeddings use_rotary_embeddings rotary_embedding_scale rotary_base
-    rotary_percent rope_type rope_factor rope_original_max_position_embeddings rope_low_freq_factor
-    rope_high_freq_factor rope_beta_fast rope_beta_slow rope_attention_factor rope_mscale rope_mscale_all_dim
-    rope_truncate tie_word_embeddings add_linear_biases add_qkv_biases add_mlp_biases gated activation_type
-    normalization_type layer_norm_eps zero_centered_normalization use_layer_norm_weight input_embedding_norm
-    hybrid_norm qk_layernorm scale_attn_by_inverse_layer_idx logit_soft_cap window_size
-    """.split()
-)
+if TYPE_CHECKING:
+    from megatron_lite.checkpoint.manifest import Manifest
+
+_MOST_LINES = 20  # of changes of the data
+ARCHITECTURE, DATA = "architecture", "data"
+# Options of which a change is more than a line of the log -> its kind.
+KINDS = {
+    # The parameters, or the function that they compute.
+    **dict.fromkeys(
+        """
+        num_layers hidden_size num_attention_heads head_groups kv_channels ffn_hidden_size vocab_size
+        max_position_embeddings use_position_embeddings use_rotary_embeddings rotary_embedding_scale rotary_base
+        rotary_percent rope_type rope_factor rope_original_max_position_embeddings rope_low_freq_factor
+        rope_high_freq_factor rope_beta_fast rope_beta_slow rope_attention_factor rope_mscale rope_mscale_all_dim
+        rope_truncate tie_word_embeddings add_linear_biases add_qkv_biases add_mlp_biases gated activation_type
+        normalization_type layer_norm_eps zero_centered_normalization use_layer_norm_weight input_embedding_norm
+        hybrid_norm qk_layernorm scale_attn_by_inverse_layer_idx logit_soft_cap window_size
+        """.split(),
+        ARCHITECTURE,
+    ),
+    # The samples, or their order.
+    **dict.fromkeys(
+        "dataset_source seed shuffle shuffle_era shuffle_documents truncate_documents max_epochs".split(), DATA
+    ),
+}
 
 # Options added later -> the option that used to include them.
 _FOLLOWED = {
@@ -80,34 +99,39 @@ class Difference(NamedTuple):
         return f"{self.name}: {saved} in the checkpoint, {current} now"
 
 
-def compare_architecture(saved: dict[str, Any], config: Config) -> list[Difference]:
-    """List the architecture options that differ, in the order of `config/`. `saved` is flat; both are resolved.
+def differences(saved: dict[str, Any], config: Config, *kinds: str | None) -> list[Difference]:
+    """List the options of some kinds that differ, in the order of `config/`; None: those of no kind.
 
-    `max_position_embeddings` counts only with a table of learned positions.
+    An option that was added after the checkpoint was saved counts as its default there. `saved` is flat; both are
+    resolved.
     """
-    counted = set(ARCHITECTURE)
-    if not config.model.use_position_embeddings and not saved.get("use_position_embeddings"):
-        counted.remove("max_position_embeddings")
-    return [difference for difference in _all_differences(saved, config) if difference.name in counted]
+    derived = {name: saved[other] for name, other in _FOLLOWED.items() if other in saved}
+    if saved.get("rotary_embedding_scale") is not None:
+        derived["rotary_base"] = rotary_base(saved["rotary_embedding_scale"])
+    saved = {**_as_json(flatten(Config())), **derived, **saved}
+    return [
+        Difference(name, saved[name], value)
+        for name, value in _as_json(flatten(config)).items()
+        if saved[name] != value and KINDS.get(name) in kinds
+    ]
 
 
 def check_architecture(saved: dict[str, Any], config: Config, where: str) -> None:
     """Refuse to resume the checkpoint in folder `where` with another architecture.
 
+    `max_position_embeddings` counts only with a table of learned positions.
+
     Raises:
         CheckpointError: names every differing option with both values.
     """
-    found = compare_architecture(saved, config)
-    if found:
+    has_table = config.model.use_position_embeddings or saved.get("use_position_embeddings")
+    found = differences(saved, config, ARCHITECTURE)
+    lines = [f"--{difference}" for difference in found if has_table or difference.name != "max_position_embeddings"]
+    if lines:
         raise CheckpointError(
             f"checkpoint {where} was trained with another architecture; write its values or choose another "
-            "--experiment_dir:\n  " + "\n  ".join(f"--{difference}" for difference in found)
+            "--experiment_dir:\n  " + "\n  ".join(lines)
         )
-
-
-def differences(saved: dict[str, Any], config: Config) -> list[Difference]:
-    """List the options outside the architecture that differ; the command line wins."""
-    return [difference for difference in _all_differences(saved, config) if difference.name not in ARCHITECTURE]
 
 
 def moved_samples(saved: dict[str, Any], config: Config, iterations: int) -> str | None:
@@ -210,19 +234,108 @@ def _saved_values(kind: type[Area], saved: dict[str, Any]) -> dict[str, Any]:
     return {name: tuple(value) if isinstance(value, list) else value for name, value in values.items()}
 
 
-def _all_differences(saved: dict[str, Any], config: Config) -> list[Difference]:
-    """List the options that differ. An option added after the checkpoint was saved counts as its default there."""
-    derived = {name: saved[other] for name, other in _FOLLOWED.items() if other in saved}
-    if saved.get("rotary_embedding_scale") is not None:
-        derived["rotary_base"] = rotary_base(saved["rotary_embedding_scale"])
-    saved = {**_as_json(flatten(Config())), **derived, **saved}
-    return [
-        Difference(name, saved[name], value)
-        for name, value in _as_json(flatten(config)).items()
-        if saved[name] != value
-    ]
-
-
 def _as_json(values: dict[str, Any]) -> dict[str, Any]:
     """Return the values as JSON would, with lists instead of tuples."""
     return {name: list(value) if isinstance(value, tuple) else value for name, value in values.items()}
+
+
+def check_data(loaded: Manifest, config: Config, identity: dict[str, Any], where: str) -> list[str]:
+    """Return the differences of data, tokenizer and seed, a line each, if --allow_data_change=1 allows them.
+
+    Args:
+        identity: of the current data, see `data.fingerprint.identity`.
+        where: folder of the checkpoint, for the message.
+
+    Raises:
+        CheckpointError: names the differences with both values.
+    """
+    changes = [] if config.training.train_iters == 0 else list(data_changes(loaded, config, identity))
+    if len(changes) > _MOST_LINES:
+        changes = [*changes[:_MOST_LINES], f"and {len(changes) - _MOST_LINES:,} more"]
+    if changes and not config.checkpoint.allow_data_change:
+        raise CheckpointError(
+            f"checkpoint {where} was trained with other data: a resumed run would read some of it again and leave some "
+            "out. Restore what differs, choose another --experiment_dir, or write --allow_data_change=1:\n  "
+            + "\n  ".join(changes)
+        )
+    return changes
+
+
+def data_changes(loaded: Manifest, config: Config, identity: dict[str, Any]) -> Iterator[str]:
+    """Yield what differs in the samples that a run reads, with both values. A path that moved is no difference."""
+    saved = loaded.config
+    for difference in differences(saved, config, DATA):
+        has_order = config.data.dataset_source != "random" and (
+            difference.name != "max_epochs" or "full" in (saved.get("shuffle"), config.data.shuffle)
+        )
+        if has_order or difference.name in ("dataset_source", "seed"):
+            yield f"--{difference}"
+    before = loaded.state.get("data")
+    if not before or not before["sets"] or not identity["sets"]:
+        return  # random tokens, or a checkpoint of an older version
+    split = tuple(saved.get("split", config.data.split))
+    if not _same_shares(split, config.data.split):
+        yield f"--{Difference('split', split, config.data.split)}"
+    old_schedule = tuple(saved.get("data_weights_schedule", ()))
+    old = _DataSets(saved.get("data_path", ()), old_schedule, before, loaded.iteration)
+    new = _DataSets(config.data.data_path, config.data.data_weights_schedule, identity, loaded.iteration)
+    if not _are_close(old.later, new.later):
+        change = Difference("data_weights_schedule", old_schedule, config.data.data_weights_schedule)
+        yield f"--{change}, in the iterations that are done"
+    for number in range(max(len(old.rows), len(new.rows))):
+        if not old.is_same(new, number):
+            yield f"data set {number}: {old.described(number)} in the checkpoint, {new.described(number)} now"
+    masks = itertools.zip_longest(before.get("masks", ()), identity.get("masks", ()))
+    for number, pair in enumerate(masks):
+        if pair[0] != pair[1]:
+            described = [f"fingerprint {mark}" if mark else "none" for mark in pair]
+            yield f"--loss_mask of data set {number}: {described[0]} in the checkpoint, {described[1]} now"
+    digests = before["tokenizer"], identity["tokenizer"]
+    if None not in digests and digests[0] != digests[1]:
+        files = f"{saved.get('tokenizer_file')} (digest {digests[0]})", f"{config.data.tokenizer_file} ({digests[1]})"
+        yield f"--tokenizer_file: {files[0]} in the checkpoint, {files[1]} now"
+
+
+class _DataSets:
+    """The data sets of a run, and their weights in the iterations that are done.
+
+    Of a manifest that contradicts itself neither paths nor weights are known.
+    """
+
+    def __init__(
+        self, data_path: Sequence[str], schedule: Sequence[str], identity: dict[str, Any], iterations: int
+    ) -> None:
+        self.rows = [list(row) for row in identity["sets"]]
+        self._weights, self._paths = [1.0 / len(self.rows)] * len(self.rows), ["a data set"] * len(self.rows)
+        try:
+            stages = [stage for stage in weight_stages(data_path, schedule) if stage.start < max(iterations, 1)]
+        except RunError:
+            stages = []
+        self.later = [number for stage in stages[1:] for number in (stage.start, *stage.weights)]
+        if stages and len(stages[0].weights) == len(self.rows):
+            self._weights, self._paths = list(stages[0].weights), [path for _, path in weighted_paths(data_path)]
+
+    def is_same(self, other: _DataSets, number: int) -> bool:
+        """Whether both have the same data set of this number, with the same weight; it may be elsewhere."""
+        if number >= min(len(self.rows), len(other.rows)):
+            return False
+        same_weight = math.isclose(self._weights[number], other._weights[number])
+        return same_weight and self.rows[number] == other.rows[number]
+
+    def described(self, number: int) -> str:
+        if number >= len(self.rows):
+            return "none"
+        (documents, tokens, dtype, fingerprint), weight = self.rows[number], self._weights[number]
+        share = f", {100 * weight:.4g}% of the samples" if weight != 1 else ""
+        facts = f"{documents:,} documents, {tokens:,} tokens, {dtype}, fingerprint {fingerprint}{share}"
+        return f"{self._paths[number]} ({facts})"
+
+
+def _are_close(left: Sequence[float], right: Sequence[float]) -> bool:
+    return len(left) == len(right) and all(map(math.isclose, left, right))
+
+
+def _same_shares(left: Sequence[float], right: Sequence[float]) -> bool:
+    """Whether two --split give every phase the same share."""
+    pairs = itertools.zip_longest(left, right, fillvalue=0.0)
+    return all(math.isclose(a * sum(right), b * sum(left)) for a, b in pairs)

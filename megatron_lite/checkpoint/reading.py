@@ -1,5 +1,9 @@
 """Read the checkpoints that `writing.Save` writes into a model of any layout, and verify them on the way.
 
+The manifest maps every element of every parameter to its place, so any world size, number of tensor-parallel ranks,
+ZeRO stage, number of layers per stage and choice of frozen parameters can load any other. A damaged checkpoint is
+reported, skipped and never touched; the next older one then overwrites what was read of it.
+
 Each rank reads the bytes of its shards once and checks the blocks that hold them where they arrive; the ranks exchange
 the numbers of these blocks, and check the others (padding, copies on other tensor-parallel ranks, state that this run
 does not use). So the first step waits for one pass over the files, and a single wrong bit is found before it, even one
@@ -10,6 +14,7 @@ from __future__ import annotations
 
 import contextlib
 from collections import Counter
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -22,13 +27,69 @@ from megatron_lite.checkpoint.compatibility import keeps_moments, saved_optimize
 from megatron_lite.checkpoint.manifest import MOMENTS, Manifest, SavedParameter, Slice, dtype_name
 from megatron_lite.checkpoint.names import MANIFEST_NAME
 from megatron_lite.distributed.agreement import first_problem
-from megatron_lite.errors import DamagedError
+from megatron_lite.errors import CheckpointError, DamagedError, shorten
 from megatron_lite.tiles import Overlap, Tile, overlaps
 
 if TYPE_CHECKING:
     from megatron_lite.distributed.process_group import Distributed
     from megatron_lite.zero.flat_shard import FlatShard
     from megatron_lite.zero.multi_stage import MultiStage
+
+
+def load_first_good(
+    found: Sequence[tuple[int, Path]],
+    where: Path | None,
+    model: MultiStage,
+    distributed: Distributed,
+    report: Callable[[str], None],
+    optimizer: str = "adamw",
+) -> tuple[Path, Manifest] | None:
+    """Fill the shards of the model from the first good one of these checkpoints; all ranks call this together.
+
+    Padding is not touched.
+
+    Args:
+        found: (iteration, folder), the same on every rank; see `choice.choose_together`.
+        where: their folder, for the message.
+        report: gets a line on every rank for each newer checkpoint that is damaged, and for each kind of state that
+            cannot be restored unchanged (see `changes`).
+        optimizer: the current --optimizer.
+
+    Returns:
+        Its folder and manifest; None if there is no checkpoint.
+
+    Raises:
+        CheckpointError: on every rank, if none of the checkpoints is usable, or if the newest good one has other
+            parameters than the model. No file is changed.
+    """
+    problems = []
+    for iteration, folder in found:
+        content, problem = open_checkpoint(folder, iteration, distributed)
+        if content is not None:
+            _check_parameters(folder, content, model)
+            problem = fill_verified(folder, content, model, distributed, optimizer)
+            if problem is None:
+                for line in changes(content, model, optimizer):
+                    report(f"checkpoint {folder}: {line}")
+                return folder, content
+        problems.append(f"{folder}: {problem}")
+        report(f"checkpoint {problems[-1]}; skipped, looking for an older one")
+    if not problems:
+        return None
+    raise CheckpointError(
+        f"no usable checkpoint in {where}; nothing was changed, and training does not restart from zero by itself. "
+        "Restore one of these or choose another --experiment_dir:\n  " + "\n  ".join(problems)
+    )
+
+
+def _check_parameters(folder: Path, content: Manifest, model: MultiStage) -> None:
+    """Refuse a checkpoint whose parameters have other names or shapes than the model's."""
+    specs = [slot.spec for _, part in model.parts() for slot in part.layout.slots]
+    if misfits := content.misfits({spec.name: spec.shape for spec in specs}):
+        raise CheckpointError(
+            f"checkpoint {folder} does not fit the model: {shorten(misfits)}. Give the flags it was trained with, or "
+            "choose another --experiment_dir"
+        )
 
 
 def open_checkpoint(folder: Path, iteration: int, distributed: Distributed) -> tuple[Manifest | None, str | None]:

@@ -7,9 +7,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
-from megatron_lite.checkpoint import compatibility, sharded
+from megatron_lite.checkpoint import compatibility, reading
 from megatron_lite.checkpoint.choice import Choice, set_aside
-from megatron_lite.checkpoint.data_changes import check_data
 from megatron_lite.checkpoint.manifest import Manifest
 from megatron_lite.config import Config
 from megatron_lite.distributed.agreement import together
@@ -45,7 +44,7 @@ def check_early(choice: Choice, config: Config, data: dict[str, Any]) -> None:
     if choice.newest is not None:
         folder, content = choice.newest
         compatibility.check_architecture(content.config, config, str(folder))
-        check_data(content, config, data, str(folder))
+        compatibility.check_data(content, config, data, str(folder))
 
 
 def resume(
@@ -66,12 +65,12 @@ def resume(
     it moves anything; see `writing.Save`.
     """
     where, rule = choice.found[0][1].parent if choice.found else None, config.optimizer.optimizer
-    found = sharded.load_first_good(choice.found, where, model, distributed, logger.warning, rule)
+    found = reading.load_first_good(choice.found, where, model, distributed, logger.warning, rule)
     if found is None:
         return None
     folder, loaded = found
     compatibility.check_architecture(loaded.config, config, str(folder))
-    other_data = check_data(loaded, config, data, str(folder))
+    other_data = compatibility.check_data(loaded, config, data, str(folder))
     model.invalidate()
     saved_by = compatibility.saved_optimizer(loaded.config)
     optimizer.load_state(compatibility.optimizer_state(loaded.state, saved_by, config.optimizer.optimizer))
@@ -117,7 +116,7 @@ def _set_aside(
 
 def _log_changes(loaded: Manifest, config: Config, logger: logging.Logger) -> None:
     """Log how the configuration differs from that of the run that saved a checkpoint."""
-    for difference in compatibility.differences(loaded.config, config):
+    for difference in compatibility.differences(loaded.config, config, compatibility.DATA, None):
         logger.info("  changed since that checkpoint (the command line wins): %s", difference)
     for moved in (compatibility.moved_samples, compatibility.moved_rate):
         if (warning := moved(loaded.config, config, loaded.iteration)) is not None:

@@ -1,4 +1,4 @@
-"""Checkpoints that stay and checkpoints that are deleted, as one pure function. Imports no torch.
+"""Checkpoints that stay and checkpoints that are deleted, as one pure function, and the deletion.
 
 A permanent checkpoint is one at an iteration that a rule of --keep_checkpoints names, in the command line of the start
 that saved the checkpoint (its manifest has that) or of the current start. All others are temporary.
@@ -6,9 +6,14 @@ that saved the checkpoint (its manifest has that) or of the current start. All o
 
 from __future__ import annotations
 
+import os
 from collections.abc import Collection, Sequence
+from pathlib import Path
 from typing import Any, NamedTuple
 
+from megatron_lite.checkpoint import files, names
+from megatron_lite.checkpoint.names import new_nonce, reason, work_path
+from megatron_lite.checkpoint.writing import good_manifest
 from megatron_lite.config.structured_values import KeepRule, keep_rules
 from megatron_lite.errors import UsageError
 
@@ -73,3 +78,39 @@ def checkpoints_to_delete(
     counted = sorted({item.iteration for item in saved if newest is None or item.iteration <= newest})
     stays = {*counted[-keep:], *held, *(item.iteration for item in saved if item.permanent)}
     return [iteration for iteration in counted if iteration not in stays and (after is None or iteration > after)]
+
+
+def prune(
+    root: Path,
+    keep: int | None,
+    newest: int | None = None,
+    rules: Sequence[KeepRule] = (),
+    after: int | None = None,
+    held: Collection[int] = (),
+) -> None:
+    """Delete the temporary checkpoints beyond the newest `keep`; rank 0 calls this after a successful save.
+
+    Only complete checkpoints of this program count; damaged ones, links and everything else stay. A failure to delete
+    is only a warning. See `checkpoints_to_delete`; `rules`: those of --keep_checkpoints.
+    """
+    if keep is None:
+        return
+    try:
+        found = names.find_checkpoints(root)
+    except OSError as error:
+        files.logger.warning("no old checkpoint is deleted: cannot read %s: %s", root, reason(error))
+        return
+    saved = []
+    for iteration, folder in found:
+        if folder.name == str(iteration) and (content := good_manifest(folder, with_files=True)) is not None:
+            permanent = is_permanent(iteration, rules) or was_permanent(iteration, content.config)
+            saved.append(Saved(iteration, permanent))
+    for iteration in checkpoints_to_delete(saved, keep, newest, after, held):
+        folder = root / str(iteration)
+        trash = work_path(folder, "trash", new_nonce())
+        try:
+            os.rename(folder, trash)
+        except OSError as error:
+            files.logger.warning("cannot delete the old checkpoint %s: %s", folder, reason(error))
+            continue
+        files.remove_folder(trash)

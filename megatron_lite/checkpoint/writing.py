@@ -1,4 +1,8 @@
-"""One save of a training checkpoint: a folder aside, each rank's file in it, then the manifest and the final name."""
+"""One save of a training checkpoint: root/<iteration>/ with one safetensors file per rank and manifest.json.
+
+Every rank writes only its own shards, into a folder `.tmp-<iteration>-<save id>`. Once all have succeeded, rank 0 adds
+the manifest, syncs, and renames the folder to its final name: a checkpoint is complete or does not exist.
+"""
 
 from __future__ import annotations
 
@@ -129,7 +133,7 @@ class Save:
         """Whether an attempt that failed has published the checkpoint; undo one that came half way."""
         if is_folder(self._temporary):
             return False
-        content = _manifest_of(self.folder, with_files=False)
+        content = good_manifest(self.folder)
         if content is not None and content.save_id == self._save_id:
             sync_folder(self.root)
             return True
@@ -171,15 +175,14 @@ def tensors_of(model: MultiStage) -> list[TensorToWrite]:
 
 def is_checkpoint(folder: Path) -> bool:
     """Return True for a folder (not a link) with a good manifest for the iteration in its name."""
-    return _manifest_of(folder, with_files=False) is not None
+    return good_manifest(folder) is not None
 
 
-def complete_manifest(folder: Path) -> Manifest | None:
-    """Return the manifest of a folder as in `is_checkpoint` whose files have the right sizes, else None."""
-    return _manifest_of(folder, with_files=True)
+def good_manifest(folder: Path, with_files: bool = False) -> Manifest | None:
+    """Return the manifest of a folder as in `is_checkpoint`, or None.
 
-
-def _manifest_of(folder: Path, with_files: bool) -> Manifest | None:
+    with_files: None also if a file is missing or has another size.
+    """
     try:
         content = manifest.read(folder, int(folder.name)) if is_folder(folder) else None
         if content is not None and with_files:

@@ -8,9 +8,8 @@ import time
 from collections.abc import Callable
 from typing import Any, TypeVar
 
-from megatron_lite.checkpoint import sharded
 from megatron_lite.checkpoint.background import Finished, pause_s
-from megatron_lite.checkpoint.retention import is_permanent
+from megatron_lite.checkpoint.retention import is_permanent, prune
 from megatron_lite.checkpoint.space import lack_now
 from megatron_lite.checkpoint.writing import Save, prepared, write_now
 from megatron_lite.config.structured_values import keep_rules
@@ -149,7 +148,7 @@ def _settle(run: Run, finished: Finished, waited_s: float = 0.0) -> None:
         rules, after = keep_rules(checkpoint.keep_checkpoints), None
         if not checkpoint.delete_old_temp_checkpoints:
             after = run.resumed.iteration
-        sharded.prune(root, checkpoint.max_checkpoints, finished.iteration, rules, after, held_checkpoints(root.parent))
+        prune(root, checkpoint.max_checkpoints, finished.iteration, rules, after, held_checkpoints(root.parent))
     blocked = f", training waited {finished.blocked_s + waited_s:.2f} s" if run.background is not None else ""
     size = f"{finished.num_bytes / 1e6:,.1f} MB"
     run.logger.info("saved %s (%s, %.1f s%s)", finished.folder, size, finished.seconds, blocked)

@@ -29,7 +29,7 @@ import torch.distributed.checkpoint as dcp
 from torch.distributed._state_dict_utils import _create_cpu_state_dict
 from torch.distributed.checkpoint.staging import BlockingAsyncStager
 
-from megatron_lite.checkpoint import sharded
+from megatron_lite.checkpoint import reading
 from megatron_lite.checkpoint.background import BackgroundSaves
 from megatron_lite.checkpoint.choice import find
 from megatron_lite.checkpoint.files import chunks
@@ -176,7 +176,7 @@ class Bench:
         """Find, verify and load the checkpoint."""
         begun_s = time.perf_counter()
         root = self.folder / "ours"
-        found = sharded.load_first_good(find(root), root, self.model, self.distributed, print)
+        found = reading.load_first_good(find(root), root, self.model, self.distributed, print)
         assert found is not None
         return time.perf_counter() - begun_s
 

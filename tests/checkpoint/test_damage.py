@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 import torch
 
-from megatron_lite.checkpoint import blocks, manifest, sharded
+from megatron_lite.checkpoint import blocks, manifest, retention
 from megatron_lite.errors import CheckpointError, DamagedError
 from tests.checkpoint.test_sharded import SPECS, load, names, newest, save
 from tests.support.fakes import Layout, held, random_values, same
@@ -343,7 +343,7 @@ def test_links_are_refused_and_survive(pair: Path, name: str, target: str, tmp_p
     expect_fallback(root, f"{root}/20: {where}a symbolic link, which is not followed here", world_size=2)
     found = newest(root)
     assert found is not None and found[0].name == ("20" if name.startswith("rank") else "10")
-    sharded.prune(root, 1, newest=20)
+    retention.prune(root, 1, newest=20)
     assert names(root) == {"10", "20"}, "10 is the only good one"
     content = {path.name: path.read_bytes() for path in (canary.iterdir() if canary.is_dir() else [canary])}
     save(root, 20, 3, world_size=2)
@@ -367,5 +367,5 @@ def test_the_folder_of_checkpoints_may_be_a_link(pair: Path, tmp_path: Path) -> 
     loaded, _, lines = load(root)
     assert loaded is not None and loaded.iteration == 20 and lines == []
     save(root, 30, 3)
-    sharded.prune(root, 2, newest=30)
+    retention.prune(root, 2, newest=30)
     assert root.is_symlink() and names(tmp_path / "scratch") == {"20", "30"}

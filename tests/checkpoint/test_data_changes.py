@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from megatron_lite.checkpoint.data_changes import check_data
+from megatron_lite.checkpoint.compatibility import check_data
 from megatron_lite.checkpoint.decoding import decode
 from megatron_lite.checkpoint.manifest import Manifest
 from megatron_lite.checkpoint.saved_state import RunState

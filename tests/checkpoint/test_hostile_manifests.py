@@ -123,11 +123,11 @@ def values(saved: Path) -> dict[str, Any]:
 def use(content: manifest.Manifest) -> None:
     """Read from a manifest what a resume and a converter read; only a CheckpointError may come of it."""
     for config in (CONFIG, OTHER):
-        compatibility.compare_architecture(content.config, config)
-        for difference in compatibility.differences(content.config, config):
+        for difference in compatibility.differences(content.config, config, "architecture", "data", None):
             assert str(difference).isprintable()
         for moved in (compatibility.moved_samples, compatibility.moved_rate):
             assert (moved(content.config, config, content.iteration) or "x").isprintable()
+        list(compatibility.data_changes(content, config, {"sets": [], "tokenizer": None}))
     compatibility.saved_optimizer(content.config)
     State().load(content.state)
     State().guard.dropped.load_state(content.state["optimizer"].get("guard", {}).get("dropped", run_dropped()))

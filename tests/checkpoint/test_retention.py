@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from megatron_lite.checkpoint import sharded
+from megatron_lite.checkpoint import retention
 from megatron_lite.checkpoint.retention import Saved, checkpoints_to_delete, is_permanent, num_permanent, was_permanent
 from megatron_lite.checkpoint.writing import Save, write_now
 from megatron_lite.config import CheckpointConfig, Config
@@ -134,8 +134,8 @@ def test_permanent_checkpoints_stay_on_the_disk(tmp_path: Path) -> None:
     for iteration in range(2, 15, 2):
         model = empty_model(specs, Layout(), 0)
         write_now(Save(tmp_path, iteration, model, run_state(), keep if iteration < 9 else Config(), distributed))  # type: ignore[arg-type]
-        sharded.prune(tmp_path, 1, iteration)
+        retention.prune(tmp_path, 1, iteration)
     assert sorted(int(path.name) for path in tmp_path.iterdir()) == [4, 8, 14]
     write_now(Save(tmp_path, 16, empty_model(specs, Layout(), 0), run_state(), Config(), distributed))  # type: ignore[arg-type]
-    sharded.prune(tmp_path, 1, 16, after=14)
+    retention.prune(tmp_path, 1, 16, after=14)
     assert (tmp_path / "14").exists()

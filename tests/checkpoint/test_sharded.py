@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 
-from megatron_lite.checkpoint import blocks, files, sharded
+from megatron_lite.checkpoint import blocks, files, reading, retention
 from megatron_lite.checkpoint.choice import Choice, find
 from megatron_lite.checkpoint.manifest import KINDS, Manifest
 from megatron_lite.checkpoint.writing import Save, write_now
@@ -70,7 +70,7 @@ def load(
     models: list[FakeModel] = [empty_model(specs, layout, rank) for rank in range(world_size)]
     lines: list[list[str]] = [[] for _ in range(world_size)]
     results = World(world_size, layout.tensor_ranks).run(
-        lambda distributed: sharded.load_first_good(
+        lambda distributed: reading.load_first_good(
             find(root),
             root,
             models[distributed.rank],
@@ -303,10 +303,10 @@ def test_every_crash_point_of_pruning(error: BaseException, tmp_path: Path) -> N
         for iteration in (1, 2, 3):
             save(root, iteration, iteration)
 
-    for root, _ in every_point(lambda root: sharded.prune(root, 1, 3), prepare, tmp_path, error):
+    for root, _ in every_point(lambda root: retention.prune(root, 1, 3), prepare, tmp_path, error):
         assert same(load(root)[1], random_values(SPECS, 3))
         assert load(root)[2] == []
-        sharded.prune(root, 1, 3)
+        retention.prune(root, 1, 3)
         save(root, 4, 4)
         assert names(root) == {"3", "4"}
 
@@ -482,12 +482,12 @@ def test_pruning_keeps_the_newest_good_ones(tmp_path: Path) -> None:
     (root / "best").mkdir()
     os.truncate(root / "2" / "rank_000.safetensors", 100)
     (root / "3" / "manifest.json").write_text("{}")
-    sharded.prune(root, None, 5)
+    retention.prune(root, None, 5)
     assert {"1", "2", "3", "4", "5"} <= names(root)
-    sharded.prune(root, 1, 5)
+    retention.prune(root, 1, 5)
     assert names(root) == {"2", "3", "5", "6", "7", "8", "30", "best"}
     assert names(canary / "6") == {"manifest.json", "rank_000.safetensors"}
-    sharded.prune(root, 1)
+    retention.prune(root, 1)
     assert names(root) == {"2", "3", "6", "7", "8", "30", "best"}
 
 
@@ -502,10 +502,10 @@ def test_a_list_that_cannot_be_read_deletes_nothing(
         raise OSError(errno.ESTALE, os.strerror(errno.ESTALE), str(root))
 
     with monkeypatch.context() as patch:
-        patch.setattr(sharded.names, "find_checkpoints", fail)
-        sharded.prune(tmp_path, 1, 2)
+        patch.setattr(retention.names, "find_checkpoints", fail)
+        retention.prune(tmp_path, 1, 2)
     assert names(tmp_path) == {"1", "2"} and "no old checkpoint is deleted: cannot read" in caplog.text
-    sharded.prune(tmp_path, 1, 2)
+    retention.prune(tmp_path, 1, 2)
     assert names(tmp_path) == {"2"}
 
 
@@ -514,7 +514,7 @@ def test_pruning_leaves_the_files_of_others(tmp_path: Path) -> None:
     for iteration in (1, 2):
         save(tmp_path, iteration, iteration)
     (tmp_path / "1" / "notes.txt").write_text("mine")
-    sharded.prune(tmp_path, 1, 2)
+    retention.prune(tmp_path, 1, 2)
     (left,) = names(tmp_path) - {"2"}
     assert left.startswith(".trash-1-") and names(tmp_path / left) == {"notes.txt"}
 
@@ -531,5 +531,5 @@ def test_a_failing_deletion_is_only_a_warning(
 
     monkeypatch.setattr(os, "rename", refuse)
     with caplog.at_level("WARNING", logger="megatron_lite"):
-        sharded.prune(tmp_path, 1, 2)
+        retention.prune(tmp_path, 1, 2)
     assert f"cannot delete the old checkpoint {tmp_path}/1: Permission denied" in caplog.text

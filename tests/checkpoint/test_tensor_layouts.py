@@ -20,7 +20,7 @@ import numpy as np
 import pytest
 import torch
 
-from megatron_lite.checkpoint import blocks, resume, sharded
+from megatron_lite.checkpoint import blocks, reading, resume
 from megatron_lite.checkpoint.inspection import inspect
 from megatron_lite.checkpoint.manifest import MOMENTS
 from megatron_lite.checkpoint.space import files_bytes
@@ -80,7 +80,7 @@ class Run(Engine):
     def load(self, folder: Path) -> None:
         lines: list[str] = []
         places = [(int(folder.name), folder)], folder.parent
-        found = sharded.load_first_good(*places, self.model, self.ranks, lines.append, self.config.optimizer.optimizer)
+        found = reading.load_first_good(*places, self.model, self.ranks, lines.append, self.config.optimizer.optimizer)
         assert found is not None and not lines, lines
         self.model.invalidate()
         self.optimizer.load_state(found[1].state["optimizer"])

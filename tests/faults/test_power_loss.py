@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from megatron_lite.checkpoint import sharded
+from megatron_lite.checkpoint import retention
 from megatron_lite.errors import CheckpointError
 from tests.checkpoint.test_sharded import SPECS, load, names, save
 from tests.support.fakes import random_values, same
@@ -24,7 +24,7 @@ def events(tmp_path_factory: pytest.TempPathFactory) -> Sequence[Event]:
         for iteration in (10, 20, 20, 30):
             save(root, iteration, iteration, world_size=2)
             log.promise(iteration)
-            sharded.prune(root, 1, iteration)
+            retention.prune(root, 1, iteration)
     assert names(root) == {"30"}
     return log.events
 
