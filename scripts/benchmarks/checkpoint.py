@@ -18,8 +18,7 @@ import os
 import shutil
 import sys
 import time
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -38,44 +37,25 @@ from megatron_lite.checkpoint.writing import Save, prepared, tensors_of, write_n
 from megatron_lite.config import Config, DistributedConfig, unflatten
 from megatron_lite.distributed import startup
 from megatron_lite.distributed.process_group import Distributed
-from megatron_lite.kernels.choice import agree_on_kernels
-from megatron_lite.model.gpt import model_layers
 from megatron_lite.monitor.metrics import LogWindow
-from megatron_lite.optimizer.optimizer import Optimizer
 from megatron_lite.validation import resolve
-from megatron_lite.zero.multi_stage import MultiStage
-from scripts.benchmarks.common import (
-    argument_parser,
-    commit,
-    cores,
-    markdown_table,
-    resident_bytes,
-    spread_cell,
-    spread_of,
-    write_json,
-)
+from scripts.benchmarks import processor
+from scripts.benchmarks.results import MIB, Result, argument_parser, environment, write_json
+from scripts.benchmarks.tables import Column, Goal, first_ratio, spread, table, verdicts
+from scripts.benchmarks.training.engine import built
+from scripts.benchmarks.turns import Figures, Turns
 
-MIB = 2**20
 BYTES_PER_PARAMETER = 12
 HIDDEN_SIZE, VOCAB_SIZE = 768, 2912
-# (row, the row it is compared with, which time, largest ratio)
+SAVES = ("copy", "save", "DCP save", "save in the background", "DCP save in the background")
+LOADS = ("read", "load", "DCP load")  # of what the saves have written
 GOALS = (
-    ("save", "copy", "seconds", 1.2),
-    ("save", "DCP save", "seconds", 1.0),
-    ("save in the background", "copy", "blocked_s", 0.15),
-    ("load", "read", "seconds", 1.2),
-    ("load", "DCP load", "seconds", 1.0),
+    Goal("save", "/ copy", 1.2),
+    Goal("save", "/ DCP save", 1.0),
+    Goal("save in the background", "blocked_ratio", 0.15),
+    Goal("load", "/ read", 1.2),
+    Goal("load", "/ DCP load", 1.0),
 )
-COMPARED_WITH = {"copy": "", "read": "", "load": "read", "DCP load": "read"}  # otherwise the copy
-
-
-@dataclass
-class Measurement:
-    """The results of one row, over all turns; times are those of the slowest rank."""
-
-    seconds: list[float] = field(default_factory=list)
-    blocked_s: list[float] = field(default_factory=list)
-    memory_bytes: list[int] = field(default_factory=list)
 
 
 class Bench:
@@ -83,19 +63,7 @@ class Bench:
 
     def __init__(self, config: Config, distributed: Distributed, folder: Path, step_s: float) -> None:
         self.config, self.distributed, self.folder, self.step_s = config, distributed, folder, step_s
-        kernels = agree_on_kernels(config, distributed)
-        layers = model_layers(config, kernels)
-        self.model = MultiStage(
-            layers,
-            config.multi_stage,
-            config.batch,
-            config.distributed.training_dtype,
-            distributed,
-            training=True,
-            moments=config.optimizer.moments,
-        )
-        self.model.initialize(1)
-        optimizer = Optimizer(config, self.model.stages, distributed, kernels)
+        self.model, optimizer, _ = built(config, distributed)
         window = LogWindow(distributed.device)
         self.state = {"optimizer": optimizer.state(), "window": window.state(), "evaluation_due": False}
         self.tensors = tensors_of(self.model)
@@ -107,6 +75,16 @@ class Bench:
         self.dcp_stager = BlockingAsyncStager(cache_staged_state_dict=True)
         self.dcp_stager.state_dict_cache = _create_cpu_state_dict(self.dcp_state)
         self.background = BackgroundSaves(self.model, distributed, retries=0)
+        self.rows: dict[str, Callable[[], float]] = {
+            "copy": self.copy,
+            "save": self.save,
+            "DCP save": self.dcp_save,
+            "save in the background": self.save_in_background,
+            "DCP save in the background": self.dcp_save_in_background,
+            "read": self.read,
+            "load": self.load,
+            "DCP load": self.dcp_load,
+        }
 
     # Each row returns the seconds in which a training loop is blocked.
 
@@ -186,23 +164,6 @@ class Bench:
         dcp.load(self.dcp_state, checkpoint_id=self.folder / "dcp", process_group=self.dcp_group)
         return time.perf_counter() - begun_s
 
-    def rows(self, turn: int) -> Iterator[tuple[str, Callable[[], float]]]:
-        """Yield the saves, then the loads, each kind in another order every turn."""
-        saves: list[tuple[str, Callable[[], float]]] = [
-            ("copy", self.copy),
-            ("save", self.save),
-            ("DCP save", self.dcp_save),
-            ("save in the background", self.save_in_background),
-            ("DCP save in the background", self.dcp_save_in_background),
-        ]
-        loads: list[tuple[str, Callable[[], float]]] = [
-            ("read", self.read),
-            ("load", self.load),
-            ("DCP load", self.dcp_load),
-        ]
-        for rows in (saves, loads):
-            yield from (rows[(index + turn) % len(rows)] for index in range(len(rows)))
-
     def clear(self) -> None:
         """Delete what the turn has written, and let the disk come to rest."""
         self.distributed.barrier()
@@ -224,18 +185,19 @@ class Bench:
                     os.close(descriptor)
         self.distributed.barrier()
 
-    def measure(self, name: str, action: Callable[[], float], into: Measurement) -> None:
-        """Time one row on all ranks."""
+    def measure(self, name: str, turn: int) -> Figures:
+        """Time one row on all ranks; the slowest counts."""
         self.drop_cache()
-        before = resident_bytes(reset=True)
+        before = processor.reset_peak()
         begun_s = time.perf_counter()
-        blocked_s = action()
+        blocked_s = self.rows[name]()
         self.distributed.barrier()
-        seconds, memory = time.perf_counter() - begun_s, resident_bytes() - before
+        seconds, memory = time.perf_counter() - begun_s, processor.memory_bytes("VmHWM") - before
         if "background" in name:
-            memory += sum(tensor.num_bytes for tensor in self.tensors)  # the copy, which is kept from turn to turn
-        for results, value in ((into.seconds, seconds), (into.blocked_s, blocked_s), (into.memory_bytes, memory)):
-            results.append(max(self.distributed.gather_objects(value)))
+            memory += sum(tensor.num_bytes for tensor in self.tensors)  # the copy, which stays from turn to turn
+        figures = {"seconds": seconds, "blocked_s": blocked_s, "memory_bytes": memory}
+        ranks = self.distributed.gather_objects(figures)
+        return {figure: max(rank[figure] for rank in ranks) for figure in figures}
 
     def _save(self, name: str) -> Save:
         root = self.folder / name
@@ -268,17 +230,17 @@ def main(argv: Sequence[str]) -> int:
     if distributed.rank == 0:
         options.folder.mkdir(parents=True)
     distributed.barrier()
-    measured: dict[str, Measurement] = {name: Measurement() for name, _ in bench.rows(0)}
+    turns = [
+        Turns(names, bench.measure, options.turns, warm_up=1, prints=distributed.rank == 0) for names in (SAVES, LOADS)
+    ]
     try:
-        for turn in range(options.turns + 1):
-            for name, action in bench.rows(turn):
-                bench.measure(name, action, Measurement() if turn == 0 else measured[name])  # the first warms up
+        for _ in zip(*(one.run() for one in turns), strict=True):  # the saves of a round, then its loads
             bench.clear()
     finally:
         if distributed.rank == 0:
             shutil.rmtree(options.folder, ignore_errors=True)
     if distributed.rank == 0:
-        report(options, argv, checkpoint_bytes(bench.model, distributed.world_size), distributed.world_size, measured)
+        report(options, argv, checkpoint_bytes(bench.model, distributed.world_size), distributed.world_size, turns)
     distributed.barrier()
     distributed.close()
     return 0
@@ -304,49 +266,56 @@ def config_of(mib: int, world_size: int) -> Config:
     return resolve(unflatten(options), world_size)
 
 
+def measured_rows(turns: Sequence[Turns]) -> dict[str, dict[str, Any]]:
+    """Return the figures of all rows, with ratios to the plain copy or read, and ours to those of DCP."""
+    rows = {}
+    for one in turns:
+        reference, *_ = one.records
+        for name, record in one.records.items():
+            others = [other for other in (reference, f"DCP {name}") if other in one.records and other != name]
+            rows[name] = {
+                "seconds": record.spread("seconds"),
+                "blocked_s": record.spread("blocked_s"),
+                "blocked_ratio": one.ratio(name, reference, "blocked_s", "seconds"),
+                "memory_bytes": max(record.counted("memory_bytes")[1:]),
+                "ratios": {other: one.ratio(name, other) for other in others},
+            }
+    return rows
+
+
+def _in_background(title: str, figure: str, otherwise: str) -> Column:
+    """Return the column of a figure that only saves in the background have."""
+    column = spread(title, figure, 2)
+    return Column(title, lambda rows, name: column.cell(rows, name) if "background" in name else otherwise)
+
+
+COLUMNS = (
+    spread("seconds", "seconds", 2),
+    first_ratio("of the copy or read"),
+    _in_background("blocked (s)", "blocked_s", "all"),
+    _in_background("of the copy", "blocked_ratio", ""),
+    Column("memory (MiB)", lambda rows, name: f"{rows[name]['memory_bytes'] / MIB:,.0f}"),
+)
+
+
 def report(
-    options: argparse.Namespace, argv: Sequence[str], num_bytes: int, ranks: int, measured: dict[str, Measurement]
+    options: argparse.Namespace, argv: Sequence[str], num_bytes: int, ranks: int, turns: Sequence[Turns]
 ) -> None:
     """Print the table and the goals, and write the JSON file."""
-    rows, result = [], {}
-    for name, found in measured.items():
-        reference = COMPARED_WITH.get(name, "copy")
-        ratio = spread_of(ratios(found.seconds, measured[reference].seconds)) if reference else None
-        blocked = spread_of(ratios(found.blocked_s, measured[reference].seconds)) if reference else None
-        values: dict[str, Any] = {
-            "seconds": spread_of(found.seconds),
-            "ratio": ratio,
-            "blocked_s": spread_of(found.blocked_s),
-        }
-        values |= {"blocked_ratio": blocked, "memory_bytes": max(found.memory_bytes)}
-        result[name] = values
-        background = "background" in name
-        rows.append(
-            [
-                name,
-                spread_cell(values["seconds"], 2),
-                spread_cell(ratio, 2),
-                spread_cell(values["blocked_s"], 2) if background else "all",
-                spread_cell(blocked, 2) if background else "",
-                f"{max(found.memory_bytes) / MIB:,.0f}",
-            ]
-        )
-    header = ("", "seconds", "of the copy or read", "blocked (s)", "of the copy", "memory (MiB)")
-    goals = []
-    for name, reference, kind, limit in GOALS:
-        spread = spread_of(ratios(getattr(measured[name], kind), measured[reference].seconds))
-        goals.append(
-            [f"{name} / {reference}{' (blocked)' if kind != 'seconds' else ''}", spread_cell(spread, 2), f"{limit}"]
-        )
-    command = f"torchrun --nproc-per-node={ranks} -m scripts.benchmarks.checkpoint {' '.join(argv)}"
-    print(f"{num_bytes / MIB:,.0f} MiB, {ranks} ranks, {len(cores())} cores, torch {torch.__version__}")
-    print("\n".join(["", *markdown_table(header, rows), "", *markdown_table(("ratio", "measured", "goal"), goals)]))
-    facts = {"command": command, "commit": commit(), "bytes": num_bytes, "ranks": ranks, "turns": options.turns}
-    write_json(options.output, {**facts, "torch": torch.__version__, "rows": result, "goals": goals})
-
-
-def ratios(values: Sequence[float], references: Sequence[float]) -> list[float]:
-    return [value / reference for value, reference in zip(values, references, strict=True)]
+    rows = measured_rows(turns)
+    result: Result = {
+        "environment": environment(f"torchrun --nproc-per-node={ranks} -m scripts.benchmarks.checkpoint", argv),
+        "settings": vars(options),
+        "bytes": num_bytes,
+        "ranks": ranks,
+        "rows": rows,
+        "missing": {},
+        "failures": {},
+    }
+    cores = result["environment"]["machine"]["cores"]
+    print(f"{num_bytes / MIB:,.0f} MiB, {ranks} ranks, {cores} cores, torch {torch.__version__}")
+    print("\n".join(["", *table(rows, COLUMNS), "", *verdicts(GOALS, rows)]))
+    write_json(options.output, result)
 
 
 if __name__ == "__main__":

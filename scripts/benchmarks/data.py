@@ -18,30 +18,21 @@ import importlib.util
 import json
 import os
 import shutil
-import subprocess
 import sys
 import time
 import warnings
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from megatron_lite.data.indexed_dataset import HEADER, MAGIC, VERSION
-from scripts.benchmarks.common import (
-    ROOT,
-    argument_parser,
-    commit,
-    cores,
-    markdown_table,
-    resident_bytes,
-    spread_cell,
-    spread_of,
-    write_json,
-)
+from scripts.benchmarks import processor
+from scripts.benchmarks.results import MIB, Result, argument_parser, environment, measured_alone, write_json
+from scripts.benchmarks.tables import first_ratio, spread, table
+from scripts.benchmarks.turns import Turns
 
-MIB = 2**20
 LENGTH = 2048
 VOCABULARY = 50_000
 OPENED, LOADED = 8, 32  # samples of a batch
@@ -133,18 +124,18 @@ def opened(row: str, prefix: str, cache: str) -> dict[str, float]:
     """Open a set and read its first batch; return the time and the memory."""
     prepare = _import_ours if row == "ours" else _import_theirs
     prepare()
-    before, begun_s = resident_bytes(reset=True), time.perf_counter()
+    before, begun_s = processor.reset_peak(), time.perf_counter()
     if row == "ours":
         assert len(next(our_batches(prefix, OPENED, ITERATIONS, 0))[0].tokens) == OPENED
     else:
         dataset = their_set(prefix, OPENED * ITERATIONS, cache)
         assert len([dataset[index] for index in range(OPENED)]) == OPENED
     seconds = time.perf_counter() - begun_s
-    return {"seconds": seconds, "memory_mib": (resident_bytes() - before) / MIB}
+    return {"seconds": seconds, "memory_bytes": processor.memory_bytes("VmHWM") - before}
 
 
 def loaded(row: str, workers: int, prefix: str, batches: int) -> dict[str, float]:
-    """Return the samples per second of a loader, after some batches."""
+    """Return the time of a sample of a loader, after some batches."""
     import torch
 
     torch.set_num_threads(1)
@@ -162,7 +153,8 @@ def loaded(row: str, workers: int, prefix: str, batches: int) -> dict[str, float
     begun_s = time.perf_counter()
     for _ in range(batches):
         next(stream)
-    return {"samples_per_s": LOADED * batches / (time.perf_counter() - begun_s)}
+    seconds = (time.perf_counter() - begun_s) / (LOADED * batches)
+    return {"seconds": seconds, "samples_per_s": 1 / seconds}
 
 
 def _import_ours() -> None:
@@ -172,16 +164,6 @@ def _import_ours() -> None:
 
 def _import_theirs() -> None:
     import megatron.core.datasets.gpt_dataset  # noqa: F401
-
-
-def measured(action: str, *words: object) -> dict[str, float]:
-    """Run one measurement in a process of its own."""
-    command = [sys.executable, "-m", "scripts.benchmarks.data", "--measure", action, *map(str, words)]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
-    if done.returncode:
-        raise RuntimeError(f"{' '.join(command)}:\n{done.stderr[-2000:]}")
-    result: dict[str, float] = json.loads(done.stdout.splitlines()[-1])
-    return result
 
 
 def measure(words: Sequence[str]) -> None:
@@ -195,57 +177,54 @@ def measure(words: Sequence[str]) -> None:
     os._exit(0)  # without waiting for workers
 
 
-def turns(options: argparse.Namespace, rows: Sequence[Any], measure_row: Callable[[Any], dict[str, float]]) -> Any:
-    """Return the measurements of each row, one of every turn; the first turn warms up."""
-    found: dict[Any, list[dict[str, float]]] = {row: [] for row in rows}
-    for turn in range(options.turns + 1):
-        for row in (*rows[turn % len(rows) :], *rows[: turn % len(rows)]):
-            result = measure_row(row)
-            if turn:
-                found[row].append(result)
-    return found
+def timed(action: str, *words: object) -> dict[str, float]:
+    """Do one measurement in a process of its own."""
+    return measured_alone(["-m", "scripts.benchmarks.data", "--measure", action, *map(str, words)])
 
 
-def opening(options: argparse.Namespace, peers: bool) -> dict[str, Any]:
-    """Measure and print the table of opening."""
+def opening(options: argparse.Namespace, peers: bool) -> Turns:
+    """Measure the rows of opening."""
     prefix, cache = options.folder / "large", options.folder / "cache"
     write_set(prefix, options.documents, 1000 * options.documents, filled=False)
 
-    def one(row: str) -> dict[str, float]:
+    def one(row: str, turn: int) -> dict[str, float]:
         if row == "megatron-core":
             shutil.rmtree(cache, ignore_errors=True)
         if row == "megatron-core, cached" and not cache.exists():
-            measured("open", row, prefix, cache)
-        return measured("open", row, prefix, cache)
+            timed("open", row, prefix, cache)
+        return timed("open", row, prefix, cache)
 
-    found = turns(options, OPENING if peers else OPENING[:1], one)
-    lines, result = [], {}
-    for row, values in found.items():
-        seconds, memory = (spread_of([value[key] for value in values]) for key in ("seconds", "memory_mib"))
-        pairs = zip(values, found["ours"], strict=True)
-        ratio = spread_of([value["seconds"] / ours["seconds"] for value, ours in pairs])
-        result[row] = {"seconds": seconds, "memory_mib": memory, "ratio": ratio}
-        lines.append([row, spread_cell(seconds, 3), spread_cell(memory, 0), spread_cell(ratio, 1)])
-    print("\n".join(markdown_table(["opening", "s", "MiB", "time / ours"], lines)), end="\n\n")
-    return result
+    return Turns(OPENING if peers else OPENING[:1], one, options.turns, warm_up=1)
 
 
-def loading(options: argparse.Namespace, peers: bool) -> dict[str, Any]:
-    """Measure and print the table of loading."""
+def loading(options: argparse.Namespace, peers: bool) -> Turns:
+    """Measure the rows of loading."""
     prefix = options.folder / "filled"
     write_set(prefix, options.documents // 100, 10 * options.documents, filled=True)
-    names = LOADERS if peers else ("ours", "memory map")
-    rows = [(name, workers) for workers in (1, 2) for name in names]
-    found = turns(options, rows, lambda row: measured("load", row[0], row[1], prefix, options.batches))
-    lines, result = [], {}
-    for (name, workers), values in found.items():
-        rates = [value["samples_per_s"] for value in values]
-        ours = [value["samples_per_s"] for value in found["ours", workers]]
-        rate, ratio = spread_of(rates), spread_of([own / other for own, other in zip(ours, rates, strict=True)])
-        result[f"{name}, {workers} workers"] = {"samples_per_s": rate, "ratio": ratio}
-        lines.append([name, str(workers), spread_cell(rate, 0), spread_cell(ratio, 2)])
-    print("\n".join(markdown_table(["loading", "workers", "samples/s", "ours / this"], lines)), end="\n\n")
-    return result
+    rows = {f"{name}, {workers} workers": (name, workers) for workers in (1, 2) for name in LOADERS}
+    names = [row for row, (name, _) in rows.items() if peers or name != "megatron-core"]
+    return Turns(names, lambda row, turn: timed("load", *rows[row], prefix, options.batches), options.turns, warm_up=1)
+
+
+def measured_rows(turns: Turns, *figures: str) -> dict[str, Any]:
+    """Measure; return the figures of each row, and the ratio of its time to ours with as many workers."""
+    for _ in turns.run():
+        pass
+    rows: dict[str, Any] = {
+        name: {figure: record.spread(figure) for figure in ("seconds", *figures)} | {"ratios": {}}
+        for name, record in turns.records.items()
+    }
+    for name in rows:
+        ours = f"ours, {name.rpartition(', ')[2]}" if "workers" in name else "ours"
+        rows[name]["ratios"][ours] = turns.ratio(name, ours)
+    return rows
+
+
+# The time of a sample over ours is our speed over its own.
+COLUMNS = {
+    "opening": (spread("s", "seconds", 3), spread("MiB", "memory_bytes", 0, 1 / MIB), first_ratio("time / ours", 1)),
+    "loading": (spread("samples/s", "samples_per_s", 0), first_ratio("ours / this")),
+}
 
 
 def parse(argv: Sequence[str]) -> argparse.Namespace:
@@ -267,10 +246,21 @@ def main(argv: Sequence[str]) -> int:
     peers = importlib.util.find_spec("megatron") is not None
     options.folder.mkdir(parents=True)
     try:
-        result: dict[str, Any] = {"commit": commit(), "cores": len(cores()), "turns": options.turns}
-        result |= {"opening": opening(options, peers), "loading": loading(options, peers)}
+        rows = {
+            "opening": measured_rows(opening(options, peers), "memory_bytes"),
+            "loading": measured_rows(loading(options, peers), "samples_per_s"),
+        }
     finally:
         shutil.rmtree(options.folder, ignore_errors=True)
+    for title, columns in COLUMNS.items():
+        print("\n".join(table(rows[title], columns, title)), end="\n\n")
+    result: Result = {
+        "environment": environment("python -m scripts.benchmarks.data", argv),
+        "settings": vars(options),
+        "rows": {**rows["opening"], **rows["loading"]},
+        "missing": {} if peers else {"megatron-core": "not installed"},
+        "failures": {},
+    }
     write_json(options.output, result)
     return 0
 

@@ -27,17 +27,9 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from scripts.benchmarks.common import (
-    ROOT,
-    argument_parser,
-    commit,
-    cores,
-    markdown_table,
-    names_in,
-    spread_cell,
-    spread_of,
-    write_json,
-)
+from scripts.benchmarks.results import ROOT, Result, argument_parser, environment, names_in, write_json
+from scripts.benchmarks.tables import over, remarks, spread, table
+from scripts.benchmarks.turns import Figures, Turns
 
 ROWS = {  # row -> the package that it needs
     "ours": "tokenizers",
@@ -47,6 +39,7 @@ ROWS = {  # row -> the package that it needs
     "datasets.map": "datasets",
 }
 BATCH = 1000  # documents of one call
+COLUMNS = (spread("s", "seconds", 1), spread("MB/s", "mb_per_s", 2), over("time / ours", "ours"))
 
 
 def texts(corpus: str) -> Iterator[str]:
@@ -132,29 +125,28 @@ def measure(words: Sequence[str]) -> None:
         print(datasets_map(corpus, tokenizer_file, output, int(processes)))
 
 
-def seconds(row: str, options: argparse.Namespace, tokenizer_file: str) -> float:
-    """Start a row in an empty folder; return its time."""
+def prepared(row: str, options: argparse.Namespace, tokenizer_file: str) -> Figures:
+    """Start a row in an empty folder; return its time and speed."""
     folder, corpus, processes = options.folder / "preparing", str(options.corpus), str(options.num_processes)
     shutil.rmtree(folder, ignore_errors=True)
     folder.mkdir(parents=True)
-    threads = {"RAYON_NUM_THREADS": processes, "TOKENIZERS_PARALLELISM": "true"}
     if row == "ours":
         command = ["scripts/prepare_data.py", corpus, f"--output_prefix={folder / 'x'}"]
         command += [f"--tokenizer={tokenizer_file}", f"--num_processes={processes}"]
     else:
         command = ["-m", "scripts.benchmarks.preparing", "--measure", row, corpus, tokenizer_file, str(folder / "x")]
         command.append(processes)
-        if not row.startswith("encode_batch"):
-            threads["TOKENIZERS_PARALLELISM"] = "false"
-    environment = {**os.environ, **threads, "HF_HUB_OFFLINE": "1", "HF_HOME": str(folder / "cache")}
+    threads = {"RAYON_NUM_THREADS": processes, "HF_HUB_OFFLINE": "1", "HF_HOME": str(folder / "cache")}
+    threads["TOKENIZERS_PARALLELISM"] = str(row == "ours" or row.startswith("encode_batch")).lower()
     begun_s = time.monotonic()
-    result = subprocess.run([sys.executable, *command], cwd=ROOT, env=environment, capture_output=True, text=True)
+    result = subprocess.run(
+        [sys.executable, *command], cwd=ROOT, env={**os.environ, **threads}, capture_output=True, text=True
+    )
     taken_s = time.monotonic() - begun_s
     if result.returncode:
         sys.exit(f"{row} failed with exit code {result.returncode}: {result.stderr[-2000:]}")
-    print(f"{row}: {taken_s:.1f} s", file=sys.stderr, flush=True)
     shutil.rmtree(folder)
-    return taken_s
+    return {"seconds": taken_s, "mb_per_s": options.corpus.stat().st_size / 1e6 / taken_s}
 
 
 def tokenizer_of(options: argparse.Namespace) -> str:
@@ -190,23 +182,25 @@ def main(argv: Sequence[str]) -> int:
     options.corpus, options.folder = options.corpus.absolute(), options.folder.absolute()
     options.folder.mkdir(parents=True, exist_ok=True)
     tokenizer_file = tokenizer_of(options)
-    chosen = names_in(options.rows)
-    rows = [row for row in chosen if importlib.util.find_spec(ROWS[row]) is not None]
-    times: dict[str, list[float]] = {row: [] for row in rows}
-    for turn in range(options.turns):
-        order = rows[turn % len(rows) :] + rows[: turn % len(rows)]
-        for row in order:
-            times[row].append(seconds(row, options, tokenizer_file))
-    megabytes = options.corpus.stat().st_size / 1e6
-    result: dict[str, Any] = {"commit": commit(), "cores": len(cores()), "megabytes": megabytes, "rows": {}}
-    table = []
-    for row in rows:
-        ratios = [other / own for other, own in zip(times[row], times["ours"], strict=True)]
-        result["rows"][row] = {"seconds": spread_of(times[row]), "time / ours": spread_of(ratios), "all": times[row]}
-        spreads = [(times[row], 1), ([megabytes / taken_s for taken_s in times[row]], 2), (ratios, 2)]
-        table.append([row, *(spread_cell(spread_of(values), digits) for values, digits in spreads)])
+    installed = {row: importlib.util.find_spec(ROWS[row]) is not None for row in names_in(options.rows)}
+    names = [row for row in installed if installed[row]]
+    turns = Turns(names, lambda row, turn: prepared(row, options, tokenizer_file), options.turns)
+    for _ in turns.run():
+        pass
+    rows = {
+        row: {figure: record.spread(figure) for figure in ("seconds", "mb_per_s")}
+        | {"ratios": {"ours": turns.ratio(row, "ours")}}
+        for row, record in turns.records.items()
+    }
+    result: Result = {
+        "environment": environment("python -m scripts.benchmarks.preparing", argv),
+        "settings": vars(options),
+        "rows": rows,
+        "missing": {row: f"{ROWS[row]} is not installed" for row in installed if not installed[row]},
+        "failures": {},
+    }
     write_json(options.output, result)
-    print("\n".join(markdown_table(["preparing", "s", "MB/s", "time / ours"], table)))
+    print("\n".join([*table(rows, COLUMNS, "preparing"), *remarks(result)]))
     return 0
 
 

@@ -20,7 +20,7 @@ from megatron_lite.planner.devices import gpu_sheet
 from megatron_lite.planner.plan import Plan, make_plan
 from megatron_lite.planner.work_time import StepTime, predict_step
 from megatron_lite.validation import resolve
-from scripts.benchmarks.common import markdown_table
+from scripts.docs.tables import markdown_table, with_tables, write_documents
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 MODEL = REPOSITORY / "scripts" / "examples" / "mistral_7b.flags"
@@ -37,7 +37,6 @@ SHOWN = re.compile(
     r"^(```bash\n([^`]*?--dry_run=1[^`]*?)\n```\n\n(?:[^\n`]+\n){0,3}\n?```text\n)(.*?)(^```$)",
     re.MULTILINE | re.DOTALL,
 )
-PUBLISHED = re.compile(r"(<!-- table: published -->\n).*?(<!-- end -->)", re.DOTALL)
 
 
 def output(command: str) -> str:
@@ -56,10 +55,11 @@ def output(command: str) -> str:
 def renewed(text: str) -> str:
     """Return a document with the outputs of today."""
     text = SHOWN.sub(lambda found: f"{found[1]}{output(found[2])}\n{found[4]}", text)
-    return PUBLISHED.sub(lambda found: f"{found[1]}{published_table()}\n{found[2]}", text)
+    tables = {"published": published_table} if "<!-- table: published -->" in text else {}
+    return with_tables(text, tables, separated=False)
 
 
-def published_table() -> str:
+def published_table() -> list[str]:
     """Compare the speeds that Fast-LLM's tutorial reports of a Mistral-7B with those of a plan."""
     rows = []
     for gpu, ranks, flags, tokens_per_s in PUBLISHED_SPEEDS:
@@ -67,7 +67,7 @@ def published_table() -> str:
         ours = time.tokens_per_s / ranks
         level = plan.config.performance.mlp_recompute_level
         rows.append([f"{ranks} {gpu}", level, f"{tokens_per_s:,.0f}", f"{ours:,.0f}", f"{ours / tokens_per_s:.2f}"])
-    return "\n".join(markdown_table(["GPUs", "MLPs recomputed", "reported", "predicted", "ratio"], rows))
+    return markdown_table(["GPUs", "MLPs recomputed", "reported", "predicted", "ratio"], rows)
 
 
 def planned_step(gpu: str, ranks: int, flags: str) -> tuple[Plan, StepTime]:
@@ -81,18 +81,8 @@ def planned_step(gpu: str, ranks: int, flags: str) -> tuple[Plan, StepTime]:
 
 def main(argv: Sequence[str]) -> int:
     """Write or compare; return the exit code."""
-    stale = []
-    for name in DOCUMENTS:
-        path = REPOSITORY / "docs" / name
-        text = path.read_text("utf-8")
-        current = renewed(text)
-        if "--check" not in argv:
-            path.write_text(current, "utf-8")
-        elif text != current:
-            stale.append(name)
-    if stale:
-        print(f"docs/{', docs/'.join(stale)}: out of date; run python -m scripts.docs.dry_runs", file=sys.stderr)
-    return int(bool(stale))
+    documents = {REPOSITORY / "docs" / name: renewed for name in DOCUMENTS}
+    return write_documents(documents, "--check" in argv, "python -m scripts.docs.dry_runs")
 
 
 if __name__ == "__main__":

@@ -12,7 +12,7 @@ from __future__ import annotations
 import re
 import sys
 from collections.abc import Callable, Iterator, Sequence
-from pathlib import Path
+from functools import partial
 from typing import Any
 
 from megatron_lite.cli.parse import parse as parse_flags
@@ -24,12 +24,12 @@ from megatron_lite.planner.plan import Plan, make_plan
 from megatron_lite.planner.runtime import PLANNED_GPU_BYTES
 from megatron_lite.planner.work_time import predict_step
 from megatron_lite.validation import resolve
-from scripts.benchmarks.common import markdown_table
+from scripts.benchmarks.results import ROOT
 from scripts.benchmarks.training.report import STATE_BYTES, formula_bytes
+from scripts.docs.tables import markdown_table, with_tables, write_documents
 
-REPOSITORY = Path(__file__).resolve().parents[2]
 DOCUMENTS = ("multi_stage.md", "parallelism.md")
-MODEL = read_words(str(REPOSITORY / "scripts" / "examples" / "mistral_7b.flags"))
+MODEL = read_words(str(ROOT / "scripts" / "examples" / "mistral_7b.flags"))
 MIB, GIB = 2**20, 2**30
 
 
@@ -209,31 +209,22 @@ TABLES: dict[str, Callable[[], Iterator[tuple[str, ...]]]] = {
 }
 
 
-def render(name: str) -> str:
-    """Return one table in Markdown."""
+def render(name: str) -> list[str]:
+    """Return the lines of one table in Markdown."""
     header, *rows = TABLES[name]()
-    return "\n".join(markdown_table(header, rows))
+    return markdown_table(header, rows)
+
+
+def renewed(text: str) -> str:
+    """Return a document with its tables written anew."""
+    names = re.findall(r"<!-- table: (\w+) -->", text)
+    return with_tables(text, {name: partial(render, name) for name in names}, separated=False)
 
 
 def main(argv: Sequence[str]) -> int:
     """Write or compare the tables between `<!-- table: name -->` and `<!-- end -->`."""
-    stale = []
-    for name in DOCUMENTS:
-        path = REPOSITORY / "docs" / name
-        text = path.read_text("utf-8")
-        current = re.sub(
-            r"(<!-- table: (\w+) -->\n).*?(<!-- end -->)",
-            lambda found: f"{found[1]}{render(found[2])}\n{found[3]}",
-            text,
-            flags=re.DOTALL,
-        )
-        if "--check" not in argv:
-            path.write_text(current, "utf-8")
-        elif text != current:
-            stale.append(name)
-    if stale:
-        print(f"docs/{', docs/'.join(stale)}: out of date; run python -m scripts.docs.engine_tables", file=sys.stderr)
-    return int(bool(stale))
+    documents = {ROOT / "docs" / name: renewed for name in DOCUMENTS}
+    return write_documents(documents, "--check" in argv, "python -m scripts.docs.engine_tables")
 
 
 if __name__ == "__main__":

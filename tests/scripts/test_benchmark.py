@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from scripts.benchmarks import checkpoint, data, preparing
+from scripts.benchmarks import checkpoint, data, preparing, results
 from scripts.benchmarks.training import memory, optimizer, profile, report, settings
 from tests.support import warm_python
 from tests.support.launch import free_port
@@ -41,7 +41,8 @@ FSDP = {"FSDP2", "FSDP2 all resharded", "FSDP2 no reshard", "FSDP2 no sync", "FS
 HF = {"HF DDP", "HF DDP compiled"}
 COMPILED = {"DDP compiled", "FSDP2 compiled", "HF DDP compiled"}
 # Keys of our rows alone, and of rows whose weights have our names alone.
-OURS_ONLY = {"formula_bytes", "padding_bytes", "wire_theory_bytes", "wire_counted_bytes"}
+OURS_ONLY = {"formula_bytes", "padding_bytes", "wire_theory_bytes", "wire_counted_bytes", "attention"}
+ELSEWHERE = {"profile_s", "planned_peak_bytes"}  # with --profile, and on a GPU
 WEIGHTS = {"weights_difference", "weights_equal"}
 
 
@@ -75,8 +76,8 @@ def run_on_ranks(ranks: int, output: Path, *options: str) -> dict[str, Any]:
     texts = [process.communicate(timeout=300)[0] for process in processes]
     assert [process.returncode for process in processes] == [0] * ranks, "".join(texts)[-4000:]
     text, result = texts[0], json.loads(output.read_text("utf-8"))
-    assert all(f"| {name} |" in text for name in result["configurations"])
-    assert all(f"not run: {name}: " in text for name in result["unavailable"])
+    assert all(f"| {name} |" in text for name in result["rows"])
+    assert all(f"not run: {name}: " in text for name in result["missing"])
     return result
 
 
@@ -91,13 +92,13 @@ def result(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
 
 def test_peers_compute_the_same_losses(result: dict[str, Any]) -> None:
     """Every configuration has the same loss as ZeRO-1 at every step, and the loss moves, so that training took part."""
-    rows = result["configurations"]
+    rows = result["rows"]
     assert set(rows) == ({"DDP"} | OWN | PLAIN | FSDP) - COMPILED
     for row in rows.values():
         assert len(row["losses"]) == 8
         assert row["losses"] == pytest.approx(rows["ZeRO-1"]["losses"], rel=0, abs=1e-5)
     assert len(set(rows["ZeRO-1"]["losses"])) == 8
-    assert "torchtitan" in result["unavailable"]
+    assert "torchtitan" in result["missing"]
     assert result["largest_loss_difference"] <= result["loss_tolerance"] == 1e-5
 
 
@@ -106,9 +107,9 @@ def test_no_row_disappears_without_a_word(tmp_path: Path) -> None:
     """Without --only every row of these layers is there, or listed with what it lacks: a GPU, or a package."""
     result = run_on_ranks(2, tmp_path / "results.json", "--layers=both", "--micro_batches=2")
     hugging_face = HF if find_spec("transformers") else set()
-    assert set(result["configurations"]) == {"DDP", "DDP compiled"} | OWN | PLAIN | FSDP | hugging_face
-    assert {"HF Liger DDP", "torchtitan"} <= set(result["unavailable"])
-    assert not set(result["unavailable"]) & set(result["configurations"])
+    assert set(result["rows"]) == {"DDP", "DDP compiled"} | OWN | PLAIN | FSDP | hugging_face
+    assert {"HF Liger DDP", "torchtitan"} <= set(result["missing"])
+    assert not set(result["missing"]) & set(result["rows"])
     assert result["largest_loss_difference"] <= 1e-5
 
 
@@ -129,7 +130,7 @@ def test_one_rank_at_a_time_in_gpt2s_shape(tmp_path: Path) -> None:
     }
     options = ("--model=gpt2-124m", "--head_groups=4", "--one_at_a_time", f"--only={','.join(names)},HF", "--turns=2")
     result = run_on_ranks(1, tmp_path / "results.json", *options)
-    rows = result["configurations"]
+    rows = result["rows"]
     assert set(rows) == names | ({"HF"} if find_spec("transformers") else set())
     for name, row in rows.items():
         assert len(row["losses"]) == 4
@@ -143,7 +144,7 @@ def test_one_rank_at_a_time_in_gpt2s_shape(tmp_path: Path) -> None:
 def test_bf16_rows_agree_to_its_rounding(tmp_path: Path) -> None:
     """Each side in bf16 as it is meant: ours with fp32 masters, autocast under DDP, MixedPrecisionPolicy in FSDP2."""
     result = run_on_ranks(2, tmp_path / "results.json", "--dtype=bf16", "--only=DDP,ZeRO-1,ZeRO-3,plain ZeRO-2,FSDP2")
-    rows = result["configurations"]
+    rows = result["rows"]
     assert 1e-5 < result["largest_loss_difference"] <= result["loss_tolerance"]
     assert {"DDP", "ZeRO-1", "ZeRO-3", "plain ZeRO-2", "FSDP2"} <= set(rows)
     for name in ("ZeRO-1", "ZeRO-3", "plain ZeRO-2"):
@@ -156,7 +157,7 @@ def test_bf16_rows_agree_to_its_rounding(tmp_path: Path) -> None:
 def test_tensor_parallel_rows_agree(tmp_path: Path) -> None:
     """Ours and torch's, with and without sequence parallelism: equal losses from the same weights, traffic counted."""
     result = run_on_ranks(2, tmp_path / "results.json", "--tensor_parallel=2")
-    rows = result["configurations"]
+    rows = result["rows"]
     assert set(rows) == {"torch TP", "TP", "torch TP+SP", "TP+SP"}
     assert result["largest_loss_difference"] <= result["loss_tolerance"] == 1e-5
     assert len(set(rows["TP"]["losses"])) == 8
@@ -171,25 +172,27 @@ def test_tensor_parallel_rows_agree(tmp_path: Path) -> None:
 def test_compiled_rows_train(tmp_path: Path) -> None:
     """Through the compiler itself, where there is one: the same losses again."""
     result = run_on_ranks(1, tmp_path / "results.json", "--compile_backend=inductor", "--only=torch*,FSDP2*,HF*")
-    if any("torch.compile fails" in reason for reason in result["unavailable"].values()):
-        pytest.skip(str(result["unavailable"]))
-    assert {"torch compiled", "torch compiled full logits", "FSDP2 compiled"} <= set(result["configurations"])
+    if any("torch.compile fails" in reason for reason in result["missing"].values()):
+        pytest.skip(str(result["missing"]))
+    assert {"torch compiled", "torch compiled full logits", "FSDP2 compiled"} <= set(result["rows"])
     assert result["largest_loss_difference"] <= 1e-5
 
 
 def test_json_has_the_keys_that_are_promised(result: dict[str, Any]) -> None:
     """Every key that the report's module lists is there, at the top and for each configuration."""
-    document = report.__doc__ or ""
-    top, row = (set(re.findall(r"^- `(\w+)`", part, re.M)) for part in document.split("Keys of")[1:3])
-    assert top and top == set(result)
-    for name, values in result["configurations"].items():
-        absent = (set() if "ZeRO" in name else OURS_ONLY) | (WEIGHTS if "HF" in name else set()) | {"profile_s"}
+    every, document = results.__doc__ or "", report.__doc__ or ""
+    common, top, row = (
+        set(re.findall(r"^- `(\w+)`", part, re.M)) for part in (every, *document.split("Keys of one row"))
+    )
+    assert common and top and common | top == set(result)
+    for name, values in result["rows"].items():
+        absent = (set() if "ZeRO" in name else OURS_ONLY) | (WEIGHTS if "HF" in name else set()) | ELSEWHERE
         assert row - absent == set(values), name
         for spread in (values["step_s"], values["cpu_s"], values["ratios"]["DDP"], values["ratios"]["FSDP2"]):
             low, high = spread["quartiles"]
             assert 0 < low <= spread["median"] <= high
             assert len(spread["values"]) == 3
-    assert result["configurations"]["DDP"]["ratios"]["DDP"]["values"] == [1.0] * 3
+    assert result["rows"]["DDP"]["ratios"]["DDP"]["values"] == [1.0] * 3
 
 
 # A command of docs/benchmarks.md, and the table below it.
@@ -219,8 +222,8 @@ def test_commands_of_the_document_make_its_tables(command: list[str], names: lis
         options, rows = memory.choose(arguments)
         assert options.ranks == 2 and rows == names
     elif program.endswith(".checkpoint"):
-        compared = {name for first, second, _, _ in checkpoint.GOALS for name in (first, second)}
-        assert checkpoint.parse(arguments).turns == 8 and compared <= set(names)
+        assert checkpoint.parse(arguments).turns == 8
+        assert [name for name in names if " / " not in name] == [*checkpoint.SAVES, *checkpoint.LOADS]
     elif program.endswith(".data"):
         assert data.parse(arguments).documents == 10**7 and names == list(data.OPENING)
     elif program.endswith(".preparing"):
@@ -234,14 +237,14 @@ def test_commands_of_the_document_make_its_tables(command: list[str], names: lis
 def test_state_memory_is_the_formula_plus_padding(result: dict[str, Any]) -> None:
     """The engine allocates the bytes of the design's formula, up to the padding of parameters and shards."""
     for name in OWN | PLAIN:
-        row = result["configurations"][name]
+        row = result["rows"][name]
         assert 0 <= row["padding_bytes"] <= 0.01 * row["formula_bytes"], name
         assert row["state_bytes"] == row["formula_bytes"] + row["padding_bytes"]
 
 
 def test_traffic_is_what_the_schedule_says(result: dict[str, Any]) -> None:
     """The books of the schedule equal what the engine counts; ZeRO-1 moves every parameter out of every rank twice."""
-    ours = {name: row for name, row in result["configurations"].items() if "ZeRO" in name}
+    ours = {name: row for name, row in result["rows"].items() if "ZeRO" in name}
     for name, row in ours.items():
         assert row["wire_counted_bytes"] == row["wire_theory_bytes"], name
     # Two ranks: half of the gradients and half of the weights each, in fp32, padding of at most 1 % included.
@@ -255,7 +258,7 @@ def test_plain_layers_train_to_the_weights_of_ddp(result: dict[str, Any]) -> Non
     Depth-first accumulation reduces every micro-batch: equal to rounding only. So do our own layers, with their own
     order of sums; that tells that the comparison is one of trained weights.
     """
-    rows = result["configurations"]
+    rows = result["rows"]
     for name in ("plain ZeRO-1", "plain ZeRO-2 breadth-first", "plain ZeRO-3 breadth-first"):
         assert rows[name]["weights_equal"], name
     assert not rows["ZeRO-1"]["weights_equal"]
@@ -274,9 +277,9 @@ def test_memory_is_measured_one_configuration_at_a_time(tmp_path: Path) -> None:
         "--only=torch,plain ZeRO-3",
     ]
     text, memory = run([*program, "--vocab_size=65536", "--turns=2"], tmp_path / "memory.json")
-    assert set(memory["configurations"]) == {"torch", "plain ZeRO-3"}
-    assert memory["configurations"]["torch"]["ratios"]["torch"] == 1.0
-    for name, row in memory["configurations"].items():
+    assert set(memory["rows"]) == {"torch", "plain ZeRO-3"}
+    assert memory["rows"]["torch"]["ratios"]["torch"]["median"] == 1.0
+    for name, row in memory["rows"].items():
         assert f"| {name} |" in text
         assert row["peak_bytes"] > row["state_bytes"] > 50 * 2**20
 
@@ -291,7 +294,7 @@ def test_a_profile_names_where_a_step_goes(tmp_path: Path) -> None:
         output,
     )
     for name in ("torch", "ZeRO-1"):
-        seconds = result["configurations"][name]["profile_s"]
+        seconds = result["rows"][name]["profile_s"]
         assert set(seconds) == {*profile.KINDS, profile.REST} and seconds["compiled"] == 0
         assert all(0 < seconds[kind] < 1 for kind in seconds if kind not in ("compiled", profile.REST)), seconds
         assert seconds[profile.REST] < 1
@@ -325,8 +328,9 @@ def test_data_sets_are_timed_beside_their_peers(tmp_path: Path) -> None:
     assert done.returncode == 0 and not folder.exists(), done.stderr
     found = json.loads(output.read_text())
     has_peer = find_spec("megatron") is not None
-    assert list(found["opening"]) == list(data.OPENING if has_peer else data.OPENING[:1])
-    assert len(found["loading"]) == (6 if has_peer else 4)
+    opening = data.OPENING if has_peer else data.OPENING[:1]
+    loading = [f"{name}, {workers} workers" for workers in (1, 2) for name in data.LOADERS]
+    assert list(found["rows"]) == [*opening, *(name for name in loading if has_peer or "core" not in name)]
 
 
 @pytest.mark.slow

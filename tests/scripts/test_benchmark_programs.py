@@ -19,9 +19,9 @@ import pytest
 from megatron_lite.data.indexed_dataset import IndexedDataset
 from scripts.benchmarks import instructions
 from scripts.benchmarks.programs import __main__ as program
-from scripts.benchmarks.programs import contestants, inputs, report
+from scripts.benchmarks.programs import contestants, inputs
 from scripts.benchmarks.programs.process import Command, Program, ProgramError
-from scripts.benchmarks.programs.race import Race, Record, ratios
+from scripts.benchmarks.programs.race import Race
 
 pytestmark = [pytest.mark.guides, pytest.mark.skipif(sys.platform != "linux", reason="programs are observed by /proc")]
 
@@ -45,21 +45,28 @@ def command(folder: Path, step_s: float, last: int = 10**6) -> Command:
     return Command(words, folder, r"^step \d+ loss ([\d.e-]+)")
 
 
+def race_of(folder: Path, turns: int, **commands: Command) -> Race:
+    return Race(commands, folder, timeout_s=20, turns=turns, steps_per_turn=5)
+
+
 def test_programs_take_turns_and_only_one_runs(tmp_path: Path) -> None:
-    """Steps are counted and timed per turn, the slower program takes longer, and nobody steps out of turn."""
-    race = Race({"ours": command(tmp_path, 0.01), "slow": command(tmp_path, 0.03)}, tmp_path, timeout_s=20)
-    for turns, _ in enumerate(race.run(turns=4, steps_per_turn=5, starts=2), start=1):
-        # Two steps at the start, then per turn one that does not count and five that do (and one more at the stop).
-        for record in race.records.values():
-            assert 2 + 6 * turns <= len(record.losses) <= 2 + 7 * turns
-    rows = report.summarize(race.records, "ours", {})
+    """Steps are counted and timed per turn, and the slower program takes longer, at any load of the machine."""
+    race = race_of(tmp_path, 4, ours=command(tmp_path, 0.01), slow=command(tmp_path, 0.03))
+    for turns, _ in enumerate(race.run(starts=2), start=1):
+        # Two steps at the start, then per turn one that does not count and five that do (and more until the stop).
+        for name, row in race.rows("ours", {}).items():
+            assert len(row["losses"]) >= 2 + 6 * turns
+            family = race._programs[name]._family()
+            assert {process_state(pid) for pid in family} == {"T"}, "after a round every program stands still"
+    rows = race.rows("ours", {})
     # A program stands still in the middle of a step, so that a turn may hold a little less than its steps.
     assert 0.005 < rows["ours"]["step_s"]["median"] < rows["slow"]["step_s"]["median"]
-    assert 0 < rows["slow"]["ours_over_it"]["median"] < 1 and rows["ours"]["ours_over_it"] is None
-    assert len(rows["slow"]["ours_over_it"]["values"]) == 4 and len(rows["slow"]["start_s"]["values"]) == 2
+    ratio = rows["ours"]["ratios"]["slow"]
+    assert 0 < ratio["median"] < 1 and set(rows["ours"]["ratios"]) == {"slow"} and rows["slow"]["ratios"] == {}
+    assert len(ratio["values"]) == 4 and len(rows["slow"]["start_s"]["values"]) == 2 and not race.turns.failed()
     for row in rows.values():
         assert row["losses"] == pytest.approx([1 / step for step in range(1, len(row["losses"]) + 1)])
-        assert row["peak_rss_bytes"] > 2**20 and row["failure"] is None
+        assert row["peak_rss_bytes"] > 2**20
         assert row["cpu_s"]["median"] < row["step_s"]["median"]
 
 
@@ -72,41 +79,33 @@ def test_a_stopped_program_stands_still_with_its_children(tmp_path: Path) -> Non
     one.stop()
     before = len(one.losses)
     time.sleep(0.3)
-    states = [Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] for pid in family]
-    assert states == ["T", "T"]
+    assert [process_state(pid) for pid in family] == ["T", "T"]
     one.go_on()
     one.steps(1)
     assert len(one.losses) < before + 10  # 0.3 s would have been 30 steps
     one.kill()
     deadline = time.monotonic() + 10
-    while any(_runs(pid) for pid in family) and time.monotonic() < deadline:
+    while any(process_state(pid) not in "ZX" for pid in family) and time.monotonic() < deadline:
         time.sleep(0.01)
-    assert not any(_runs(pid) for pid in family)
+    assert all(process_state(pid) in "ZX" for pid in family)
 
 
-def _runs(pid: int) -> bool:
+def process_state(pid: int) -> str:
+    """Return T for a stopped process, Z or X for one that has ended."""
     try:
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] not in "ZX"
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
     except OSError:
-        return False
+        return "X"
 
 
 def test_a_program_that_dies_does_not_stop_the_others(tmp_path: Path) -> None:
-    """Its reason is kept, its later turns do not count, and ratios are those of the rounds before."""
-    race = Race({"ours": command(tmp_path, 0.005), "dies": command(tmp_path, 0.005, 12)}, tmp_path, timeout_s=20)
-    for _ in race.run(turns=3, steps_per_turn=5, starts=1):
+    """Its reason is saved, its later turns do not count, and ratios are those of the rounds before."""
+    race = race_of(tmp_path, 3, ours=command(tmp_path, 0.005), dies=command(tmp_path, 0.005, 12))
+    for _ in race.run():
         pass
-    rows = report.summarize(race.records, "ours", {})
-    assert "ValueError: it is over" in rows["dies"]["failure"]
-    assert len(rows["dies"]["ours_over_it"]["values"]) == 1 and len(rows["ours"]["step_s"]["values"]) == 3
-
-
-def test_turns_beside_other_programs_do_not_count(tmp_path: Path) -> None:
-    """Below a limit that no machine keeps, rounds are repeated a few times and give no numbers."""
-    race = Race({"ours": command(tmp_path, 0.001)}, tmp_path, timeout_s=20, max_others=-1.0)
-    assert len(list(race.run(turns=2, steps_per_turn=1, starts=1))) == 8
-    row = report.summarize(race.records, "ours", {})["ours"]
-    assert row["step_s"] is None and len(row["others"]["values"]) == 8 and row["failure"] is None
+    rows = race.rows("ours", {})
+    assert "ValueError: it is over" in race.turns.failed()["dies"]
+    assert len(rows["ours"]["ratios"]["dies"]["values"]) == 1 and len(rows["ours"]["step_s"]["values"]) == 3
 
 
 def test_a_program_that_never_steps_fails_in_time(tmp_path: Path) -> None:
@@ -135,17 +134,18 @@ def test_failures_name_files_without_their_folders(tmp_path: Path) -> None:
     one.kill()
 
 
-def test_ratios_are_those_of_the_same_round() -> None:
-    assert ratios([1.0, 2.0, None, 4.0], [2.0, 1.0, 1.0, None]) == [0.5, 2.0]
-
-
-def test_a_peer_is_compared_with_the_program_of_ours_that_computes_the_same() -> None:
+def test_a_peer_is_compared_with_the_program_of_ours_that_computes_the_same(tmp_path: Path) -> None:
     """nanoGPT's gelu is exact, so its ratio is that of our exact gelu, which exists beside nanoGPT only."""
     assert set(contestants.OURS_BESIDE) <= set(contestants.PROGRAMS) >= set(contestants.OURS_BESIDE.values())
-    times = {"ours": 2.0, "ours exact": 1.0, "peer": 4.0, "exact peer": 4.0}
-    records = {name: Record(step_s=[step_s], cpu_s=[step_s]) for name, step_s in times.items()}
-    rows = report.summarize(records, "ours", {"exact peer": "ours exact"})
-    assert rows["peer"]["ours_over_it"]["median"] == 0.5 and rows["exact peer"]["ours_over_it"]["median"] == 0.25
+    names = ("ours", "exact", "peer", "exact_peer")
+    race = race_of(tmp_path, 1, **{name: command(tmp_path, 0.001) for name in names})
+    for _ in race.run():
+        pass
+    rows = race.rows("ours", {"exact_peer": "exact"})
+    assert {name: set(row["ratios"]) for name, row in rows.items() if row["ratios"]} == {
+        "ours": {"exact", "peer"},
+        "exact": {"exact_peer"},
+    }
 
 
 def test_exact_gelu_races_beside_nanogpt_only(tmp_path: Path) -> None:
@@ -216,13 +216,13 @@ def test_our_program_races_and_missing_peers_are_named(tmp_path: Path) -> None:
     )
     assert done.returncode == 0, done.stdout + done.stderr
     result: dict[str, Any] = json.loads(output.read_text("utf-8"))
-    assert list(result["programs"]) == ["megatron_lite"]
-    row = result["programs"]["megatron_lite"]
-    assert row["failure"] is None and len(row["losses"]) >= 10 and row["loss"] < 6 and row["start_s"]["median"] > 0
-    assert "no checkout" in result["unavailable"]["nanoGPT"]
-    assert "litgpt is not installed" in result["unavailable"]["litgpt"]
+    assert list(result["rows"]) == ["megatron_lite"] and result["failures"] == {}
+    row = result["rows"]["megatron_lite"]
+    assert len(row["losses"]) >= 10 and row["loss"] < 6 and row["start_s"]["median"] > 0
+    assert "no checkout" in result["missing"]["nanoGPT"]
+    assert "litgpt is not installed" in result["missing"]["litgpt"]
     assert "1 thread, 2 x 32 tokens" in done.stdout and "| megatron_lite |" in done.stdout
-    assert result["environment"] == instructions.AVX2 | {"OMP_NUM_THREADS": "1"}
+    assert result["variables"] == instructions.AVX2 | {"OMP_NUM_THREADS": "1"}
 
 
 @pytest.mark.skipif(find_spec("transformers") is None, reason="transformers is not installed")

@@ -12,7 +12,7 @@ import pytest
 
 from scripts.benchmarks.cpu import __main__ as cpu_report
 from scripts.benchmarks.cpu import render
-from scripts.benchmarks.cpu.goals import GOALS, ratio
+from scripts.benchmarks.cpu.goals import LINES
 from scripts.benchmarks.cpu.runs import RUNS, Run
 from scripts.benchmarks.programs import __main__ as programs
 from scripts.benchmarks.training import settings
@@ -27,27 +27,28 @@ def spread(median: float) -> dict[str, Any]:
 
 
 MACHINE = {"device": "A CPU", "cores": 2, "instruction_sets": {"torch": "AVX2", "oneDNN": "AVX2", "MKL": "AVX2"}}
-HEAD = {"machine": MACHINE, "versions": {"torch": "2.13"}, "commit": "abc", "date": "2026-01-01"}
+ENVIRONMENT = {"machine": MACHINE, "versions": {"torch": "2.13"}, "commit": "abc", "date": "2026-01-01"}
+HEAD: dict[str, Any] = {"environment": ENVIRONMENT, "failures": {}}
 
 
-def program_row(ratio_to_it: float, peak: int) -> dict[str, Any]:
-    times = {"step_s": spread(0.2), "start_s": spread(3.5), "ours_over_it": spread(ratio_to_it)}
-    return times | {"peak_rss_bytes": peak, "failure": None}
+def program_row(peak: int, **ratios: float) -> dict[str, Any]:
+    times = {"step_s": spread(0.2), "start_s": spread(3.5), "peak_rss_bytes": peak}
+    return {**times, "ratios": {name: spread(value) for name, value in ratios.items()}}
 
 
 REPORT: dict[str, Any] = {
     "programs gpt2-11m all cores": {
         "avx2": {
             **HEAD,
-            "unavailable": {"litgpt": "litgpt is not installed"},
-            "programs": {"megatron_lite": program_row(1, 100 << 20), "nanoGPT": program_row(0.7, 200 << 20)},
+            "missing": {"litgpt": "litgpt is not installed"},
+            "rows": {"megatron_lite": program_row(100 << 20, nanoGPT=0.7), "nanoGPT": program_row(200 << 20)},
         }
     },
     "steps gpt2-11m one thread": {
         "all": {
             **HEAD,
-            "unavailable": {},
-            "configurations": {
+            "missing": {},
+            "rows": {
                 name: {
                     "step_s": spread(1.0),
                     "ratios": {},
@@ -60,8 +61,8 @@ REPORT: dict[str, Any] = {
     "steps llama-39m two ranks": {
         "all": {
             **HEAD,
-            "unavailable": {"torchtitan": "no row"},
-            "configurations": {
+            "missing": {"torchtitan": "no row"},
+            "rows": {
                 "DDP": {"step_s": spread(1.0), "ratios": {"DDP": spread(1), "ZeRO-1": spread(1.25)}},
                 "ZeRO-1": {"step_s": spread(0.8), "ratios": {}},
             },
@@ -80,22 +81,25 @@ def test_commands_are_legal(run: Run, tmp_path: Path) -> None:
         return
     options = settings.parse(words)
     rows = settings.chosen(options, run.ranks)
-    for goal in GOALS:
-        if (goal.kind, goal.place) == (run.kind, run.place):
-            assert {goal.row, goal.over} <= set(rows), goal.name
+    for line in LINES:
+        if (line.kind, line.place) == (run.kind, run.place):
+            assert {line.goal.row, line.goal.figure.removeprefix("/ ")} <= set(rows), line.title
     command = run.command(cpu_report.parse([]), "all", tmp_path)
     assert f"--nproc-per-node={run.ranks}" in command
 
 
-def test_a_goal_reads_its_number_in_either_direction() -> None:
-    """The training benchmark keeps DDP / ZeRO-1; the goal is the inverse, with its quartiles turned round."""
-    rows = REPORT["steps llama-39m two ranks"]["all"]["configurations"]
-    assert ratio(rows, "ZeRO-1", "DDP") == {"median": 0.8, "quartiles": [0.4, 1.6]}
+def rendered(folder: Path, report: dict[str, Any]) -> str:
+    """Return docs/benchmarks.md with the tables of a report."""
+    document, output = folder / "benchmarks.md", folder / "report.json"
+    document.write_text((ROOT / "docs" / "benchmarks.md").read_text("utf-8"), "utf-8")
+    output.write_text(json.dumps(report), "utf-8")
+    assert render.main([f"--report={output}", f"--document={document}"]) == 0
+    return document.read_text("utf-8")
 
 
-def test_tables_show_what_was_measured() -> None:
+def test_tables_show_what_was_measured(tmp_path: Path) -> None:
     """Goals met are plain, goals missed are bold, missing programs are named, unmeasured tables say so."""
-    text = render.rendered((ROOT / "docs" / "benchmarks.md").read_text("utf-8"), REPORT)
+    text = rendered(tmp_path, REPORT)
     assert "| one process, all cores: program / nanoGPT | 0.92 | 0.80 |  | 0.70 |  |  |" in text
     assert "| one process, all cores: peak memory / smallest peer's | 1.00 |  |  | 0.50 |  |  |" in text
     assert "| two ranks: step / DDP | 0.90 | 0.82 |  |  | 0.80 |  |" in text
@@ -107,8 +111,8 @@ def test_tables_show_what_was_measured() -> None:
     )
     assert f"{table}| torch | 600 | 500.0 | 100.0 |\n| ZeRO-1 | 600 | 500.0 | 100.0 |\n" in text
     missed = json.loads(json.dumps(REPORT).replace("0.7", "0.97"))
-    assert "| 0.92 | 0.80 |  | **0.97** |" in render.rendered(text, missed)
-    assert "not yet measured" in render.rendered(text, {})
+    assert "| 0.92 | 0.80 |  | **0.97** |" in rendered(tmp_path, missed)
+    assert "not yet measured" in rendered(tmp_path, {})
 
 
 def test_results_add_up(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

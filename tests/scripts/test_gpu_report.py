@@ -25,9 +25,10 @@ from scripts.benchmarks.gpu import budget
 from scripts.benchmarks.gpu import ops as gpu_ops
 from scripts.benchmarks.gpu import render as rendering
 from scripts.benchmarks.gpu import report as gpu_report
-from scripts.benchmarks.gpu import training as gpu_training
+from scripts.benchmarks.gpu import steps as gpu_steps
 from scripts.benchmarks.gpu.ops_table import FULL, OPS, WINDOWED, Op, Shape, attention_flops, by_library
-from scripts.benchmarks.gpu.report import Report, Step
+from scripts.benchmarks.gpu.report import Report
+from scripts.benchmarks.gpu.steps import Step
 from scripts.benchmarks.training import settings as benchmark_settings
 
 pytestmark = pytest.mark.guides
@@ -70,10 +71,10 @@ def test_a_failure_does_not_stop_the_others(tmp_path: Path) -> None:
     found = run(
         tmp_path,
         60.0,
-        Step("bad", (*python(f"{write}; print('so it goes'); sys.exit(7)"), "{output}"), 30, gpu_report.read_json),
-        Step("silent", python("pass"), 30, gpu_report.read_json),
-        Step("broken", (*python("open(sys.argv[1], 'w').write('{')"), "{output}"), 30, gpu_report.read_json),
-        Step("good", (*python(write), "{output}"), 30, gpu_report.read_json),
+        Step("bad", (*python(f"{write}; print('so it goes'); sys.exit(7)"), "{output}"), 30, gpu_steps.read_output),
+        Step("silent", python("pass"), 30, gpu_steps.read_output),
+        Step("broken", (*python("open(sys.argv[1], 'w').write('{')"), "{output}"), 30, gpu_steps.read_output),
+        Step("good", (*python(write), "{output}"), 30, gpu_steps.read_output),
     )
     bad, silent, broken, good = found["steps"].values()
     assert bad["status"] == "failed" and bad["reason"] == "exit code 7" and bad["result"] == {"rows": 3}
@@ -95,9 +96,9 @@ def test_deadlines(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     found = run(
         tmp_path,
         3.0,
-        Step("slow", (*python(partial), "{output}"), 1.0, gpu_report.read_json),
-        Step("endless", python(endless), 30, gpu_report.read_json),
-        Step("late", python("pass"), 30, gpu_report.read_json),
+        Step("slow", (*python(partial), "{output}"), 1.0, gpu_steps.read_output),
+        Step("endless", python(endless), 30, gpu_steps.read_output),
+        Step("late", python("pass"), 30, gpu_steps.read_output),
     )
     slow, endless_one, late = found["steps"].values()
     assert slow["status"] == "stopped" and slow["seconds"] < 2 and slow["result"] == {"rows": 1}
@@ -119,9 +120,9 @@ def test_a_step_that_crashes_goes_on(tmp_path: Path, monkeypatch: pytest.MonkeyP
     found = run(
         tmp_path,
         60.0,
-        Step("resumed", (*command, "3"), 30, gpu_report.read_json, resumes=True),
-        Step("hopeless", (*command, "99"), 30, gpu_report.read_json, resumes=True),
-        Step("single", (*command, "3"), 30, gpu_report.read_json),
+        Step("resumed", (*command, "3"), 30, gpu_steps.read_output, resumes=True),
+        Step("hopeless", (*command, "99"), 30, gpu_steps.read_output, resumes=True),
+        Step("single", (*command, "3"), 30, gpu_steps.read_output),
     )
     assert [(step["status"], step["result"]) for step in found["steps"].values()] == [
         ("ok", 3),
@@ -155,14 +156,19 @@ def test_operations_go_on_behind_a_crash(tmp_path: Path, monkeypatch: pytest.Mon
     assert states == {"done": "ok", "crashed": "failed", "memory": "failed", "poison": "failed", "last": "ok"}
 
 
+VARIANTS = ("recompute activation", "recompute full", "without Triton", "window 4096")
+
+
 def test_training_tables_name_rows_that_exist() -> None:
-    """The report asks the training benchmark for models and rows that it knows, by which the aims are read off."""
+    """The report asks the training benchmark for models and rows that it knows, by which the goals are read off."""
     rows = {}
-    for step in gpu_report.steps(1):
+    for step in gpu_steps.steps(1):
         if step.command[:2] == ("-m", "scripts.benchmarks.training"):
             options = benchmark_settings.parse(step.command[2:])
             rows[step.name] = set(benchmark_settings.chosen(options, 1))
     assert rows == {
+        "variants": {"ZeRO-1", *(f"ZeRO-1 {word}" for word in VARIANTS)},
+        "deterministic": {"ZeRO-1", "ZeRO-1 deterministic"},
         "gpt2-124m": {"ZeRO-1", "torch compiled", "torch compiled full logits", "FSDP2 compiled"},
         "llama-3-8b-8l": {"ZeRO-1", "torch compiled", "FSDP2 compiled"},
         "mistral-7b": {"ZeRO-1 split recompute activation", "ZeRO-1 split recompute quarter", "ZeRO-3 recompute full"},
@@ -170,21 +176,19 @@ def test_training_tables_name_rows_that_exist() -> None:
     }
 
 
-@pytest.mark.parametrize("variants", gpu_training.VARIANTS)
-def test_variants_of_training_fit_an_h200(variants: str) -> None:
-    """Every one is a legal configuration, and its plan leaves a tenth of 139 GiB."""
-    for options in gpu_training.VARIANTS[variants].values():
-        planned = make_plan(gpu_training.configured(options), 1, "cuda").peak_bytes()
-        assert 10 * 2**30 < planned < 0.9 * 139 * 2**30
-
-
-def rows_of_the_whole_mistral() -> dict[str, Config]:
-    """The resolved configurations of the rows that train all 32 layers."""
-    (asked,) = (step for step in gpu_report.steps(1) if step.name == "mistral-7b")
+def configurations(step: str) -> dict[str, Config]:
+    """Return the resolved configurations of the rows of a step, which are all ours."""
+    (asked,) = (one for one in gpu_steps.steps(1) if one.name == step)
     options = benchmark_settings.parse(asked.command[2:])
     rows = benchmark_settings.chosen(options, 1).items()
-    changes = {name: benchmark_settings.engine_options(row) for name, row in rows}
-    return {name: benchmark_settings.engine_config(options, 1, **more) for name, more in changes.items()}
+    return {name: benchmark_settings.row_config(row, options, 1) for name, row in rows}
+
+
+@pytest.mark.parametrize("step", ["variants", "deterministic"])
+def test_variants_of_training_fit_an_h200(step: str) -> None:
+    """Every one is a legal configuration, and its plan leaves a tenth of 139 GiB."""
+    for config in configurations(step).values():
+        assert 10 * 2**30 < make_plan(config, 1, "cuda").peak_bytes() < 0.9 * 139 * 2**30
 
 
 def test_the_whole_mistral_fits_an_h200() -> None:
@@ -192,7 +196,7 @@ def test_the_whole_mistral_fits_an_h200() -> None:
 
     The row with `full` in a quarter of the blocks is there because `activation` in all of them leaves 1.2 GiB.
     """
-    rows = rows_of_the_whole_mistral()
+    rows = configurations("mistral-7b")
     needed = {name: make_plan(config, 1, "cuda").needed_bytes() / 2**30 for name, config in rows.items()}
     assert {name: round(size, 1) for name, size in needed.items()} == {
         "ZeRO-1 split recompute activation": 137.8,
@@ -206,7 +210,7 @@ def test_the_whole_mistral_fits_an_h200() -> None:
 
 def test_the_budget_counts_what_the_benchmark_counts() -> None:
     """Its FLOPs are those of a step's model and hardware, and the goal is out of reach of the row with ZeRO-3."""
-    rows = rows_of_the_whole_mistral()
+    rows = configurations("mistral-7b")
     config = rows["ZeRO-1 split recompute activation"]
     products, attention, *_ = plain = budget.parts(budget.whole_mistral())
     model, tokens = config.model, config.batch.sequence_length
@@ -308,7 +312,7 @@ def test_the_measurements_of_an_operation(monkeypatch: pytest.MonkeyPatch) -> No
     assert attention["status"] == "failed" and set(attention["variants"]) == set(FULL) - {"flash3"}
     product = gpu_ops.measure_op(ops["weight gradient"], SMALL, clock, 1e6)["variants"]["training dtype alone, cuBLAS"]
     assert product["flop_per_s"] == 2 * 6 * 16 * 24 / 5e-4 and "bytes_per_s" not in product
-    text = rendering.render(
+    text = rendered(
         {
             "steps": {
                 "ops": {
@@ -345,17 +349,17 @@ def test_logs_of_pytest(tmp_path: Path) -> None:
     """With and without pytest-xdist; with a summary and cut short before it."""
     log = tmp_path / "log"
     log.write_text(LOG, "utf-8")
-    found = gpu_report.read_tests(tmp_path / "none", log)
+    found = gpu_steps.read_tests(tmp_path / "none", log)
     assert found["counts"] == {"passed": 2, "failed": 2, "skipped": 2}
     assert found["failures"] == ["tests/kernels/test_a.py::test_two", "tests/test_gpu.py::test_five"]
     log.write_text(f"{LOG}FAILED tests/test_gpu.py::test_five - assert 1 == 2\n", "utf-8")
-    assert gpu_report.read_tests(tmp_path / "none", log)["failures"] == ["tests/test_gpu.py::test_five - assert 1 == 2"]
+    assert gpu_steps.read_tests(tmp_path / "none", log)["failures"] == ["tests/test_gpu.py::test_five - assert 1 == 2"]
 
 
 def test_the_result_of_the_smoke_test(tmp_path: Path) -> None:
     log = tmp_path / "log"
     log.write_text('smoke_test: prepare\n{"ok": true, "seconds": 30.0}\n', "utf-8")
-    assert gpu_report.read_smoke_test(tmp_path / "none", log) == {"ok": True, "seconds": 30.0}
+    assert gpu_steps.read_smoke_test(tmp_path / "none", log) == {"ok": True, "seconds": 30.0}
 
 
 def ms(median: float) -> dict[str, Any]:
@@ -367,36 +371,32 @@ def a_report() -> dict[str, Any]:
 
     def table(ratios: dict[str, float], **tokens_per_s: float) -> dict[str, Any]:
         rows: dict[str, Any] = {
-            name.replace("_", " "): {
+            name: {
                 "step_s": ms(8192 / value),
                 "tokens_per_s": value,
                 "model_tflops": value / 20,
                 "mfu": 0.5,
                 "mfu_full": None,
                 "peak_bytes": 100 * 2**30,
+                "planned_peak_bytes": 102 * 2**30,
+                "attention": "cudnn",
             }
             for name, value in tokens_per_s.items()
         }
         if "ZeRO-1" in rows:
             rows["ZeRO-1"]["ratios"] = {name: {"median": ratio} for name, ratio in ratios.items()}
         return {
-            "command": "scripts/benchmarks/training",
-            "configurations": rows,
+            "environment": {"command": "scripts/benchmarks/training"},
+            "rows": rows,
             "failures": {"HF": "out of memory"},
-            "unavailable": {"HF Liger": "liger_kernel is not installed"},
+            "missing": {"HF Liger": "liger_kernel is not installed"},
         }
 
-    def variants(**step_ms: float) -> dict[str, Any]:
-        return {
-            name: {
-                "step_ms": ms(value),
-                "tokens_per_s": 8.192e6 / value,
-                "peak_bytes": 100,
-                "planned_peak_bytes": 102,
-                "attention": "cudnn",
-            }
-            for name, value in step_ms.items()
-        }
+    def variants(**slower: float) -> dict[str, Any]:
+        found = table({}, **{"ZeRO-1": 500.0}, **{f"ZeRO-1 recompute {name}": 500 / by for name, by in slower.items()})
+        for name, by in slower.items():
+            found["rows"][f"ZeRO-1 recompute {name}"]["ratios"] = {"ZeRO-1": {"median": by}}
+        return found
 
     def op(fraction: float) -> dict[str, Any]:
         one = {"ms": ms(0.1), "bytes_per_s": 4e12, "fraction_of_copy": fraction, "fraction_of_equal_copy": 1.0}
@@ -408,10 +408,13 @@ def a_report() -> dict[str, Any]:
     ceilings = {"copy_bytes": 2**33, "copy_bytes_per_s": 4.3e12, "gemm_size": 8192, "gemm_flop_per_s": 7.9e14}
     failed = {"status": "failed", "variants": {"": {"failed": "RuntimeError: no"}}}
     return {
-        "date": "2026-01-01",
+        "environment": {
+            "date": "2026-01-01",
+            "commit": "abc",
+            "machine": {"device": "A GPU", "driver": "1.2", "cores": 16},
+            "versions": {"torch": "2.11.0", "cudnn": None},
+        },
         "seconds": 100.0,
-        "machine": {"device": "A GPU", "driver": "1.2"},
-        "versions": {"torch": "2.11.0", "triton": None},
         "steps": {
             "ceilings": done(ceilings),
             "ops": done({"ops": {"rms_norm": op(0.9), "adamw": op(0.86), "rotary": failed}}, "failed"),
@@ -419,16 +422,20 @@ def a_report() -> dict[str, Any]:
             "llama-3-8b-8l": done(table({"FSDP2 compiled": 0.8, "torch compiled": 0.9}, **{"ZeRO-1": 360.0})),
             "mistral-7b": done(table({}, **{"ZeRO-3 recompute full": 10000.0})),
             "mistral-7b 16 layers": done(table({}, **{"ZeRO-1": 11000.0, "ZeRO-3": 10900.0})),
-            "variants": done({"variants": variants(none=100.0, activation=100.1, full=109.0)}),
+            "variants": done(variants(activation=1.001, full=1.09)),
             "kernel tests": done({"counts": {"passed": 9, "failed": 1}, "failures": ["x.py::test - no"]}, "failed"),
             "smoke test": {"status": "not run", "seconds": 0.0, "reason": "3 s were left"},
         },
     }
 
 
+def rendered(report: dict[str, Any]) -> str:
+    return "\n".join(rendering.section(report))
+
+
 def test_rendering_of_a_report() -> None:
     """Aims are read off the right rows; failures are shown; what is not there is not made up."""
-    text = rendering.render(a_report())
+    text = rendered(a_report())
     cells = [line.split(" | ") for line in text.splitlines() if line.startswith("| ")]
     rows = {name + goal: " | ".join([name, goal, *others]) for name, goal, *others in cells}
     aims = {
@@ -457,7 +464,7 @@ def test_rendering_of_a_report() -> None:
         "torch 2.11.0",
     ):
         assert part in text, part
-    assert "triton None" not in text and "NaN" not in text
+    assert "cudnn None" not in text and "NaN" not in text
 
 
 @pytest.mark.parametrize("kept", range(10))
@@ -465,12 +472,12 @@ def test_a_partial_report_can_be_rendered(kept: int) -> None:
     """Whatever had been measured when it was stopped."""
     report = a_report()
     report["steps"] = dict(list(report["steps"].items())[:kept])
-    text = rendering.render(report)
+    text = rendered(report)
     assert (rendering.NOT_MEASURED in text) == (kept < 7)
 
 
 def test_nothing_is_claimed_without_a_report() -> None:
-    text = rendering.render(None)
+    text = rendered({})
     assert text.count(rendering.NOT_MEASURED) == len(rendering.TARGETS) and "met" not in text.replace("to meet", "")
 
 
@@ -478,7 +485,8 @@ def test_the_document_is_up_to_date(tmp_path: Path) -> None:
     """docs/benchmarks.md holds what docs/gpu_report.json says, or "not yet measured" where there is none."""
     assert rendering.main(["--check"]) == 0, "run python -m scripts.benchmarks.gpu.render"
     document, report = tmp_path / "benchmarks.md", tmp_path / "report.json"
-    document.write_text("before\n<!-- table: gpu_report -->\n<!-- end -->\nafter\n", "utf-8")
+    places = "".join(f"<!-- table: gpu_{name} -->\n<!-- end -->\n" for name in ("report", "budget"))
+    document.write_text(f"before\n{places}after\n", "utf-8")
     report.write_text(json.dumps(a_report()), "utf-8")
     arguments = [f"--document={document}", f"--report={report}"]
     assert rendering.main([*arguments, "--check"]) == 1

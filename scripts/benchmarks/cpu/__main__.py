@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import argparse
 import fnmatch
-import json
 import os
 import subprocess
 import sys
@@ -24,13 +23,13 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from scripts.benchmarks.common import ROOT, argument_parser, names_in, write_json
 from scripts.benchmarks.cpu.runs import RUNS, Run
 from scripts.benchmarks.instructions import ISAS
+from scripts.benchmarks.results import ROOT, Result, argument_parser, names_in, read_json, write_json
 
 REPORT = ROOT / "docs" / "cpu_report.json"
-# Long lists that no table shows.
-DROPPED = {"losses", "values"}
+# Long lists that no table shows, and paths of this machine.
+DROPPED = {"losses", "values", "command", "settings"}
 
 
 def parse(argv: Sequence[str]) -> argparse.Namespace:
@@ -57,7 +56,7 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
 def main(argv: Sequence[str]) -> int:
     """Measure and write; return the exit code."""
     options = parse(argv)
-    report: dict[str, Any] = json.loads(options.output.read_text("utf-8")) if options.output.exists() else {}
+    report: dict[str, Any] = read_json(options.output) or {}
     failed = []
     for run in options.runs:
         for isa in options.isa:
@@ -75,19 +74,19 @@ def main(argv: Sequence[str]) -> int:
     return 1 if failed else 0
 
 
-def measure(run: Run, isa: str, options: argparse.Namespace) -> dict[str, Any] | None:
+def measure(run: Run, isa: str, options: argparse.Namespace) -> Result | None:
     """Return the results of one run, or None if it left none. Rows that failed are part of the results."""
     with tempfile.TemporaryDirectory(prefix="cpu_report_") as folder:
         output = Path(folder, "result.json")
         command = run.command(options, isa, output)
         subprocess.run(command, cwd=ROOT, env={**os.environ, **ISAS[isa]}, stdout=subprocess.DEVNULL)
-        return json.loads(output.read_text("utf-8")) if output.exists() else None
+        return read_json(output)
 
 
 def compact(value: Any) -> Any:
     """Return a result without the long lists that no table shows, and without paths of this machine."""
     if isinstance(value, dict):
-        return {key: compact(one) for key, one in value.items() if key not in (*DROPPED, "command", "settings")}
+        return {key: compact(one) for key, one in value.items() if key not in DROPPED}
     return value
 
 

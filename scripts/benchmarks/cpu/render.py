@@ -7,27 +7,35 @@ python -m scripts.benchmarks.cpu.render --check               compare only; exit
 
 from __future__ import annotations
 
-import json
-import re
 import sys
 from collections.abc import Callable, Iterator, Sequence
-from pathlib import Path
-from typing import Any
 
-from scripts.benchmarks.common import ROOT, argument_parser, markdown_table, spread_cell
 from scripts.benchmarks.cpu.__main__ import REPORT
-from scripts.benchmarks.cpu.goals import goal_rows, ours_over, ratio
+from scripts.benchmarks.cpu.goals import OURS, PROGRAM, Report, goal_rows
 from scripts.benchmarks.cpu.runs import BF16, CORES, GPT2, LLAMA, RANKS, RUNS, TENSOR, THREAD, Run
-from scripts.benchmarks.instructions import sentence
+from scripts.benchmarks.documents import render
+from scripts.benchmarks.results import MIB, Result
+from scripts.benchmarks.tables import NOT_MEASURED, Column, compared, number, over, spread, surroundings
 from scripts.benchmarks.training.report import profile_table
+from scripts.docs.tables import markdown_table
 
-DOCUMENT = ROOT / "docs" / "benchmarks.md"
-NOT_MEASURED = "not yet measured"
 TITLES = {"all": "everything", "avx2": "AVX2 only"}
 MODELS = {GPT2: "GPT-2 11M", LLAMA: "Llama 39M"}
-MIB = 2**20
-PROFILED = ("torch", "ZeRO-1")
-Report = dict[str, Any]
+PROFILED = ("torch", OURS)
+STEP = spread("step, ms", "step_s", 0, 1e3)
+PROGRAM_COLUMNS = (
+    Column("ours / it", lambda rows, name: "" if name.startswith(PROGRAM) else compared("").cell(rows, name)),
+    STEP,
+    number("peak, MiB", "peak_rss_bytes", ",.0f", 1 / MIB),
+    number("first step, s", "start_s", ".1f"),
+)
+STEP_COLUMNS = (Column("ours / it", lambda rows, name: "" if name == OURS else over("", name).cell(rows, OURS)), STEP)
+TENSOR_COLUMNS = (
+    STEP,
+    Column("ours / torch", lambda rows, name: over("", f"torch {name}").cell(rows, name)),
+    number("sent, MiB", "wire_bytes", ".1f", 1 / MIB),
+    number("counted, MiB", "wire_counted_bytes", ".1f", 1 / MIB),
+)
 
 
 def goals(report: Report) -> list[str]:
@@ -36,15 +44,44 @@ def goals(report: Report) -> list[str]:
     return markdown_table(header, list(goal_rows(report, tuple(MODELS), tuple(TITLES))))
 
 
-def programs(place: str) -> Callable[[Report], list[str]]:
-    """Return the writer of the table of whole programs in one place."""
-    columns = ("ours / it", "step, ms", "peak, MiB", "first step, s")
-    return lambda report: _beside(report, "programs", place, columns, _program_cells)
+def beside(kind: str, place: str, columns: Sequence[Column]) -> Callable[[Report], list[str]]:
+    """Return the writer of a table with a line per model and row, and `columns` once per choice of instruction sets."""
+
+    def write(report: Report) -> list[str]:
+        header = ["", "", *(f"{column.title} ({TITLES[isa]})" for isa in TITLES for column in columns)]
+        lines: list[list[str]] = []
+        below: list[str] = []
+        for run in RUNS:
+            if (run.kind, run.place) == (kind, place):
+                results = [report.get(run.name, {}).get(isa, {}) for isa in TITLES]
+                for name in dict.fromkeys(name for result in results for name in result.get("rows", {})):
+                    cells = [cell for result in results for cell in _cells(result, name, columns)]
+                    lines.append([MODELS[run.model], name, *cells])
+                below += _below(run, report)
+        return [*markdown_table(header, lines), "", *below] if lines else [NOT_MEASURED]
+
+    return write
 
 
-def steps(place: str) -> Callable[[Report], list[str]]:
-    """Return the writer of the table of bare steps in one place."""
-    return lambda report: _beside(report, "steps", place, ("ours / it", "step, ms"), _step_cells)
+def alone(place: str, first: str, columns: Sequence[Column], rows: Sequence[str] = ()) -> Callable[[Report], list[str]]:
+    """Return the writer of a table of the one run in a place.
+
+    Args:
+        first: the first cell of every line; empty: the name of the row.
+        rows: those to show (default: all).
+    """
+    run = next(run for run in RUNS if run.place == place)
+
+    def write(report: Report) -> list[str]:
+        lines = [
+            [first or name, *(column.cell(result["rows"], name) for column in columns)]
+            for result in report.get(run.name, {}).values()
+            for name in rows or result["rows"]
+        ]
+        header = ("", *(column.title for column in columns))
+        return [*markdown_table(header, lines), "", *_below(run, report)] if lines else [NOT_MEASURED]
+
+    return write
 
 
 def profiles(report: Report) -> list[str]:
@@ -52,158 +89,47 @@ def profiles(report: Report) -> list[str]:
     lines: list[str] = []
     for run in RUNS:
         for isa, result in report.get(run.name, {}).items() if run.place in (CORES, THREAD) else ():
-            rows = {name: row for name, row in result.get("configurations", {}).items() if name in PROFILED}
-            table = profile_table(rows)
+            table = profile_table({name: row for name, row in result["rows"].items() if name in PROFILED})
             if table:
                 lines += [f"{MODELS[run.model]}, {run.place}, {TITLES[isa]}:", "", *table, ""]
     return lines[:-1] or [NOT_MEASURED]
 
 
-def _beside(
-    report: Report, kind: str, place: str, columns: Sequence[str], cells: Callable[[dict[str, Any], str], list[str]]
-) -> list[str]:
-    """Return a table with a line per model and row, and `columns` once per choice of instruction sets."""
-    header = ["", "", *(f"{column} ({TITLES[isa]})" for isa in TITLES for column in columns)]
-    lines: list[list[str]] = []
-    below: list[str] = []
-    for run in RUNS:
-        if (run.kind, run.place) != (kind, place):
-            continue
-        results = {isa: report.get(run.name, {}).get(isa) or {} for isa in TITLES}
-        tables = {isa: result.get("programs") or result.get("configurations") or {} for isa, result in results.items()}
-        for name in dict.fromkeys(name for table in tables.values() for name in table):
-            made = [cells(table, name) if name in table else [""] * len(columns) for table in tables.values()]
-            lines.append([MODELS[run.model], name, *(cell for one in made for cell in one)])
-        below += _below(run, results)
-    if not lines:
-        return [NOT_MEASURED]
-    return [*markdown_table(header, lines), "", *below]
+def _cells(result: Result, name: str, columns: Sequence[Column]) -> list[str]:
+    rows = result.get("rows", {})
+    if name not in rows:
+        return [""] * len(columns)
+    if rows[name]["step_s"] is None:
+        return ["failed" if name in result["failures"] else NOT_MEASURED, *[""] * (len(columns) - 1)]
+    return [column.cell(rows, name) for column in columns]
 
 
-def _program_cells(rows: dict[str, Any], name: str) -> list[str]:
-    row = rows[name]
-    if row["step_s"] is None:
-        return ["failed" if row["failure"] else NOT_MEASURED, "", "", ""]
-    return [
-        spread_cell(row["ours_over_it"], 2) if not name.startswith("megatron_lite") else "",
-        milliseconds(row["step_s"]),
-        f"{row['peak_rss_bytes'] / MIB:,.0f}",
-        f"{row['start_s']['median']:.1f}",
-    ]
-
-
-def _step_cells(rows: dict[str, Any], name: str) -> list[str]:
-    found = None if name == "ZeRO-1" else ours_over(rows, name)
-    return [spread_cell(found, 2), milliseconds(rows[name]["step_s"])]
-
-
-def milliseconds(spread: dict[str, Any] | None) -> str:
-    """Format a spread of seconds as milliseconds."""
-    if spread is None:
-        return ""
-    values = {"median": 1000 * spread["median"], "quartiles": [1000 * value for value in spread["quartiles"]]}
-    return spread_cell(values, 0)
-
-
-def bf16(report: Report) -> list[str]:
-    """Return the table of bf16 on a CPU without instructions for it."""
-    lines = []
-    run = next(run for run in RUNS if run.place == BF16)
-    results = report.get(run.name, {})
-    for result in results.values():
-        rows = result["configurations"]
-        fp32 = ratio(rows, "ZeRO-1", "ZeRO-1 fp32")
-        lines.append([MODELS[run.model], milliseconds(rows["ZeRO-1"]["step_s"]), spread_cell(fp32, 2)])
-    if not lines:
-        return [NOT_MEASURED]
-    return [*markdown_table(("", "step, ms", "/ fp32"), lines), "", *_below(run, results)]
-
-
-def tensor_parallel(report: Report) -> list[str]:
-    """Return the table of ranks that share each layer: step time, and bytes that both ranks send in a step."""
-    run = next(run for run in RUNS if run.place == TENSOR)
-    results = report.get(run.name, {})
-    lines = []
-    for result in results.values():
-        rows = result["configurations"]
-        for name, row in rows.items():
-            peer = f"torch {name}"
-            over_peer = ratio(rows, name, peer) if peer in rows else None
-            sent = [row.get(key) for key in ("wire_bytes", "wire_counted_bytes")]
-            mib = [f"{value / MIB:.1f}" if value else "" for value in sent]
-            lines.append([name, milliseconds(row["step_s"]), spread_cell(over_peer, 2), *mib])
-    if not lines:
-        return [NOT_MEASURED]
-    header = ("", "step, ms", "ours / torch", "sent, MiB", "counted, MiB")
-    return [*markdown_table(header, lines), "", *_below(run, results)]
-
-
-def _below(run: Run, results: dict[str, Any]) -> Iterator[str]:
+def _below(run: Run, report: Report) -> Iterator[str]:
     """Yield the machine, versions and date of each result, and what did not run."""
-    for isa, result in results.items():
-        if not result:
-            continue
-        machine, numbers = result["machine"], result["versions"]
-        known = ", ".join(f"{name} {version}" for name, version in numbers.items() if name != "megatron_lite")
-        yield (
-            f"- {MODELS[run.model]}, {TITLES[isa]}: {machine['device']}, {machine['cores']} cores; "
-            f"{sentence(machine['instruction_sets'])}; {known}; commit {result['commit']}, {result['date']}."
-        )
-        missing = [f"{name} ({reason})" for name, reason in result["unavailable"].items() if name != "torchtitan"]
+    for isa, result in report.get(run.name, {}).items():
+        yield f"- {MODELS[run.model]}, {TITLES[isa]}: {surroundings(result['environment'])}."
+        missing = [f"{name} ({reason})" for name, reason in result["missing"].items() if name != "torchtitan"]
         if missing:
             yield f"  Not run: {'; '.join(missing)}."
 
 
 TABLES: dict[str, Callable[[Report], list[str]]] = {
     "goals": goals,
-    "programs_cores": programs(CORES),
-    "programs_thread": programs(THREAD),
-    "programs_ranks": programs(RANKS),
-    "steps_cores": steps(CORES),
-    "steps_thread": steps(THREAD),
-    "steps_ranks": steps(RANKS),
+    "programs_cores": beside("programs", CORES, PROGRAM_COLUMNS),
+    "programs_thread": beside("programs", THREAD, PROGRAM_COLUMNS),
+    "programs_ranks": beside("programs", RANKS, PROGRAM_COLUMNS),
+    "steps_cores": beside("steps", CORES, STEP_COLUMNS),
+    "steps_thread": beside("steps", THREAD, STEP_COLUMNS),
+    "steps_ranks": beside("steps", RANKS, STEP_COLUMNS),
     "profiles": profiles,
-    "tensor_parallel": tensor_parallel,
-    "bf16_without_instructions": bf16,
+    "tensor_parallel": alone(TENSOR, "", TENSOR_COLUMNS),
+    "bf16_without_instructions": alone(BF16, MODELS[GPT2], (STEP, over("/ fp32", f"{OURS} fp32")), (OURS,)),
 }
-
-
-def rendered(text: str, report: Report) -> str:
-    """Return the document with every table written anew.
-
-    Raises:
-        ValueError: if the document lacks the place of a table.
-    """
-    for name, write in TABLES.items():
-        found = re.search(rf"<!-- table: {name} -->\n(.*?)<!-- end -->", text, re.S)
-        if found is None:
-            raise ValueError(f"the document needs <!-- table: {name} --> and <!-- end --> after it")
-        table = "\n".join(["", *write(report), "", ""])
-        text = text[: found.start(1)] + table + text[found.end(1) :]
-    return text
 
 
 def main(argv: Sequence[str]) -> int:
     """Write or compare the tables; return the exit code."""
-    parser = argument_parser(__doc__)
-    parser.add_argument("--report", type=Path, default=REPORT, help="default docs/cpu_report.json")
-    parser.add_argument("--document", type=Path, default=DOCUMENT, help="default docs/benchmarks.md")
-    parser.add_argument("--check", action="store_true", help="compare only; exit code 1 if the document is stale")
-    options = parser.parse_args(argv)
-    if options.report != REPORT and not options.report.exists():
-        parser.error(f"--report: {options.report} does not exist")
-    report = json.loads(options.report.read_text("utf-8")) if options.report.exists() else {}
-    text = options.document.read_text("utf-8")
-    try:
-        new = rendered(text, report)
-    except ValueError as error:
-        parser.error(f"--document: {options.document}: {error}")
-    if options.check:
-        if new != text:
-            print(f"{options.document} is out of date: run python -m scripts.benchmarks.cpu.render", file=sys.stderr)
-        return int(new != text)
-    options.document.write_text(new, "utf-8")
-    return 0
+    return render(argv, __doc__, REPORT, TABLES, "python -m scripts.benchmarks.cpu.render")
 
 
 if __name__ == "__main__":

@@ -7,6 +7,8 @@ import sys
 from dataclasses import dataclass
 from pathlib import Path
 
+from scripts.benchmarks.results import TORCHRUN
+
 CORES, THREAD, RANKS, BF16 = "all cores", "one thread", "two ranks", "bf16"
 TENSOR = "tensor parallelism"  # on two ranks
 GPT2, LLAMA = "gpt2-11m", "llama-39m"
@@ -62,15 +64,8 @@ class Run:
             folders = {"nanogpt": options.nanogpt, "picotron": options.picotron, "python": options.python}
             words += [f"--{name}={value}" for name, value in folders.items() if value is not None]
             return [sys.executable, "-m", "scripts.benchmarks.programs", *words, f"--isa={isa}"]
-        torchrun = ("-m", "torch.distributed.run", "--rdzv-backend=c10d", "--rdzv-endpoint=localhost:0")
-        return [
-            sys.executable,
-            *torchrun,
-            f"--nproc-per-node={self.ranks}",
-            "-m",
-            "scripts.benchmarks.training",
-            *words,
-        ]
+        launcher = [sys.executable, *TORCHRUN, f"--nproc-per-node={self.ranks}"]
+        return [*launcher, "-m", "scripts.benchmarks.training", *words]
 
 
 RUNS = (

@@ -10,8 +10,8 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 from megatron_lite.config import Config
-from scripts.benchmarks.common import markdown_table
 from scripts.benchmarks.training.settings import engine_config, parse
+from scripts.docs.tables import markdown_table
 
 # Rates of an H200 at its limit of 700 W. A bf16 product of large matrices of random numbers reaches two thirds of the
 # data sheet's 989 TFLOP/s; cuDNN's attention, forward and backward, half; a copy 85 % of 4.8 TB/s.
@@ -71,7 +71,7 @@ def more(config: Config) -> list[tuple[str, list[Part]]]:
     ]
 
 
-def table() -> str:
+def table() -> list[str]:
     """Return the budget of a step, and what the rows with less memory add to it."""
     config = whole_mistral()
     plain = parts(config)
@@ -84,7 +84,7 @@ def table() -> str:
         rows += [_row(part) for part in added]
         rows.append(_sum(name, [*plain, *added], work, tokens))
     header = ("at least", "TFLOP", "GB", "ms", "tokens/s", "model TFLOP/s")
-    return "\n".join(["", *markdown_table(header, rows), "", ""])
+    return markdown_table(header, rows)
 
 
 def _row(part: Part) -> tuple[str, ...]:

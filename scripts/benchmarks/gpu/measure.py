@@ -10,13 +10,12 @@ from __future__ import annotations
 import statistics
 import subprocess
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import torch
 
-from scripts.benchmarks.common import spread_of
-from scripts.benchmarks.training.measure import versions
+from scripts.benchmarks.processor import cores
+from scripts.benchmarks.results import Spread, environment, spread_of
 
 COPY_BYTES = 4 * 2**30  # read; as many are written
 GEMM_SIZE = 8192
@@ -33,14 +32,14 @@ class Clock:
         self._flush = torch.empty(FLUSH_BYTES, dtype=torch.int8, device="cuda")
         self._copies: dict[int, float] = {}
 
-    def ms(self, call: Callable[[], Any], for_ms: float = 60.0) -> dict[str, Any]:
+    def ms(self, call: Callable[[], Any], for_ms: float = 60.0) -> Spread:
         """Return median and quartiles of the milliseconds of a call, repeated for about `for_ms`."""
         for _ in range(WARM_UP_CALLS):
             call()
         first = self._events(call, 3)
         calls = min(max(int(for_ms / max(statistics.median(first), 1e-3)), MIN_CALLS), MAX_CALLS)
         times = self._events(call, calls)
-        return {**spread_of(times), "least": min(times), "calls": calls}
+        return spread_of(times)
 
     def _events(self, call: Callable[[], Any], calls: int) -> list[float]:
         pairs = [[torch.cuda.Event(enable_timing=True) for _ in "ab"] for _ in range(calls)]
@@ -64,7 +63,7 @@ class Clock:
         return self._copies[half] * bytes_ / (2 * half)
 
 
-def copy_spread(clock: Clock, count: int, for_ms: float = 60.0) -> dict[str, Any]:
+def copy_spread(clock: Clock, count: int, for_ms: float = 60.0) -> Spread:
     """Time a copy of `count` random bytes."""
     source = torch.randint(-128, 128, (count,), dtype=torch.int8, device="cuda")
     target = torch.empty_like(source)
@@ -89,25 +88,20 @@ def ceilings(clock: Clock) -> dict[str, Any]:
 def describe() -> dict[str, Any]:
     """Return the device and the versions of everything that computes on it."""
     device = torch.cuda.get_device_properties(0)
-    return {
-        "machine": {
-            "device": device.name,
-            "capability": f"{device.major}.{device.minor}",
-            "memory_bytes": device.total_memory,
-            "multiprocessors": device.multi_processor_count,
-            "l2_bytes": getattr(device, "L2_cache_size", None),
-            "driver": _first_line("nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"),
-        },
-        "versions": {**versions(), "commit": _first_line("git", "rev-parse", "HEAD")},
-    }
-
-
-def _first_line(*command: str) -> str | None:
-    """Return the first line that a program prints, or None if it is missing or fails."""
-    here = Path(__file__).resolve().parent
+    smi = ("nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader")
     try:
-        done = subprocess.run(command, cwd=here, capture_output=True, text=True, timeout=10)
+        lines = subprocess.run(smi, capture_output=True, text=True, timeout=10).stdout.split()
     except (OSError, subprocess.TimeoutExpired):
-        return None
-    lines = done.stdout.strip().splitlines()
-    return lines[0] if done.returncode == 0 and lines else None
+        lines = []
+    described = environment("bash scripts/gpu_report.sh", ())
+    described["machine"] = {
+        "device": device.name,
+        "capability": f"{device.major}.{device.minor}",
+        "memory_bytes": device.total_memory,
+        "multiprocessors": device.multi_processor_count,
+        "l2_bytes": getattr(device, "L2_cache_size", None),
+        "driver": lines[0] if lines else None,
+        "cores": len(cores()),
+    }
+    described["versions"] |= {"cuda": torch.version.cuda, "cudnn": torch.backends.cudnn.version()}
+    return described

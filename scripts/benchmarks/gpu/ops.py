@@ -21,9 +21,9 @@ from typing import Any
 
 import torch
 
-from scripts.benchmarks.common import argument_parser, names_in, reason_of, write_json
 from scripts.benchmarks.gpu.measure import Clock, ceilings, describe
 from scripts.benchmarks.gpu.ops_table import OPS, Op, Shape
+from scripts.benchmarks.results import Result, argument_parser, names_in, read_json, reason_of, write_json
 
 # After one of these errors the process can no longer use the device.
 FATAL = ("CUDA error", "device-side assert", "illegal memory access", "misaligned address", "launch failure")
@@ -76,7 +76,7 @@ def measure_variant(
 
 def run(ops: Sequence[Op], output: Path) -> int:
     """Measure the operations that are not in the file yet; return the exit code."""
-    result: dict[str, Any] = json.loads(output.read_text("utf-8")) if output.exists() else {"ops": {}}
+    result: Result = read_json(output) or {"ops": {}}
     for entry in result["ops"].values():
         if entry["status"] == "started":
             entry.update(status="failed", variants={"": {"failed": "the process ended during this operation"}})

@@ -8,25 +8,21 @@ python -m scripts.benchmarks.gpu.render --check               compare only; exit
 
 from __future__ import annotations
 
-import json
-import re
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
-from scripts.benchmarks.common import argument_parser, markdown_table, spread_cell
+from scripts.benchmarks.documents import render
 from scripts.benchmarks.gpu import budget
+from scripts.benchmarks.results import ROOT, Result, Rows
+from scripts.benchmarks.tables import NOT_MEASURED, Column, number, remarks, spread, surroundings, table
+from scripts.docs.tables import markdown_table
 
-ROOT = Path(__file__).resolve().parents[3]
-DOCUMENT = ROOT / "docs" / "benchmarks.md"
 REPORT = ROOT / "docs" / "gpu_report.json"
-SECTION = re.compile(r"(<!-- table: gpu_report -->\n).*?(<!-- end -->)", re.S)
-BUDGET = re.compile(r"(<!-- table: gpu_budget -->\n).*?(<!-- end -->)", re.S)
-NOT_MEASURED = "not yet measured"
 MISTRAL = ("mistral-7b", "mistral-7b 16 layers")
-Report = dict[str, Any]
+OURS = "ZeRO-1"
+GIB = 2**30
 
 
 @dataclass(frozen=True)
@@ -35,44 +31,42 @@ class Target:
 
     name: str
     goal: str
-    value: Callable[[Report], float | None]
+    value: Callable[[Result], float | None]
     at_least: float
     show: Callable[[float], str]
 
 
-def step(report: Report, name: str) -> Any:
+def step(report: Result, name: str) -> Any:
     """Return the results of a step, or an empty dict."""
     return report.get("steps", {}).get(name, {}).get("result") or {}
 
 
-def best(report: Report, key: str, *tables: str) -> float | None:
+def best(report: Result, key: str, *tables: str) -> float | None:
     """Return the best value of a key over our rows of some training tables."""
-    rows = [row for table in tables for row in step(report, table).get("configurations", {}).items()]
+    rows = [row for name in tables for row in step(report, name).get("rows", {}).items()]
     values = [row[key] for name, row in rows if name.startswith("ZeRO") and row.get(key)]
     return max(values, default=None)
 
 
-def speedup(report: Report, model: str, *peers: str) -> float | None:
-    """Return our speed over that of the fastest of some peers, by the median of the ratios of each round."""
-    ratios = step(report, model).get("configurations", {}).get("ZeRO-1", {}).get("ratios", {})
-    found = [ratios[peer]["median"] for peer in peers if ratios.get(peer)]
+def speedup(report: Result, model: str, *others: str, row: str = OURS) -> float | None:
+    """Return a row's speed over that of the fastest of some others, by the median of the ratios of each round."""
+    ratios = step(report, model).get("rows", {}).get(row, {}).get("ratios", {})
+    found = [ratios[other]["median"] for other in others if ratios.get(other)]
     return 1 / max(found) if found else None
 
 
-def recompute(report: Report, level: str) -> float | None:
+def recompute(report: Result, level: str) -> float | None:
     """Return the tokens per second at a level of MLP recomputation over those at `none`."""
-    variants = step(report, "variants").get("variants", {})
-    times = [variants.get(name, {}).get("step_ms", {}).get("median") for name in ("none", level)]
-    return times[0] / times[1] if all(times) else None
+    return speedup(report, "variants", OURS, row=f"{OURS} recompute {level}")
 
 
-def uses_cudnn(report: Report) -> float | None:
+def uses_cudnn(report: Result) -> float | None:
     """Return 1 if attention without a window was cuDNN's, 0 if not; None if it was not measured."""
-    backend = step(report, "variants").get("variants", {}).get("none", {}).get("attention")
+    backend = step(report, "variants").get("rows", {}).get(OURS, {}).get("attention")
     return None if backend is None else float(backend == "cudnn")
 
 
-def memory_bound(report: Report) -> dict[str, float]:
+def memory_bound(report: Result) -> dict[str, float]:
     """Return each memory-bound operation's share of the measured copy bandwidth."""
     found = {}
     for name, op in step(report, "ops").get("ops", {}).items():
@@ -145,16 +139,43 @@ TARGETS = (
 )
 
 
-def render(report: Report | None) -> str:
+OPERATION_COLUMNS = (
+    spread("ms (quartiles)", "ms", 3),
+    number("GB/s", "bytes_per_s", ",.0f", 1e-9),
+    number("% of copy", "fraction_of_copy", ".1f", 100),
+    number("% of equal copy", "fraction_of_equal_copy", ".1f", 100),
+    number("TFLOP/s", "flop_per_s", ".0f", 1e-12),
+    number("new, MiB", "peak_bytes", ",.0f", 2**-20),
+)
+
+
+def _plan_error(rows: Rows, name: str) -> str:
+    planned, peak = (rows[name].get(key) for key in ("planned_peak_bytes", "peak_bytes"))
+    return f"{100 * (planned / peak - 1):+.1f} %" if planned and peak else ""
+
+
+TRAINING_COLUMNS = (
+    Column("step, s (quartiles)", lambda rows, name: spread("", "step_s", 4).cell(rows, name) or NOT_MEASURED),
+    number("tokens/s", "tokens_per_s", ",.0f"),
+    number("model TFLOP/s", "model_tflops", ".0f"),
+    number("MFU causal", "mfu", ".1%"),
+    number("MFU full", "mfu_full", ".1%"),
+    number("peak, GiB", "peak_bytes", ".2f", 1 / GIB),
+    number("planned, GiB", "planned_peak_bytes", ".2f", 1 / GIB),
+    Column("error of the plan", _plan_error),
+    Column("attention", lambda rows, name: str(rows[name].get("attention", ""))),
+)
+
+
+def section(report: Result) -> list[str]:
     """Return the section: goals, ceilings, operations, training, tests."""
-    lines = ["", *markdown_table(("what", "goal", "measured", ""), list(_target_rows(report or {})))]
-    if report is not None:
-        for part in (_head, _steps, _ops, _training, _variants, _tests):
-            lines += ["", *part(report)]
-    return "\n".join([*lines, "", ""])
+    lines = markdown_table(("what", "goal", "measured", ""), list(_target_rows(report)))
+    for part in (_head, _steps, _ops, _training, _tests) if report else ():
+        lines += ["", *part(report)]
+    return lines
 
 
-def _target_rows(report: Report) -> Iterator[tuple[str, ...]]:
+def _target_rows(report: Result) -> Iterator[tuple[str, ...]]:
     for target in TARGETS:
         value = target.value(report)
         if value is None:
@@ -163,10 +184,10 @@ def _target_rows(report: Report) -> Iterator[tuple[str, ...]]:
             yield target.name, target.goal, target.show(value), "met" if value >= target.at_least else "missed"
 
 
-def _head(report: Report) -> Iterator[str]:
-    machine, versions, ceilings = report.get("machine", {}), report.get("versions", {}), step(report, "ceilings")
-    numbers = ", ".join(f"{name} {version}" for name, version in versions.items() if version)
-    yield f"{machine.get('device', 'unknown device')}, driver {machine.get('driver')}; {numbers}; {report.get('date')}."
+def _head(report: Result) -> Iterator[str]:
+    described, ceilings = report.get("environment", {}), step(report, "ceilings")
+    if described:
+        yield f"{surroundings(described)}, driver {described['machine'].get('driver')}."
     if ceilings:
         yield (
             f"Measured ceilings: a copy of {ceilings['copy_bytes'] / 2**31:.0f} GiB moves "
@@ -176,7 +197,7 @@ def _head(report: Report) -> Iterator[str]:
         )
 
 
-def _steps(report: Report) -> list[str]:
+def _steps(report: Result) -> list[str]:
     rows = [
         (name, entry["status"], f"{entry['seconds']:.0f}", str(entry.get("reason", "")))
         for name, entry in report.get("steps", {}).items()
@@ -184,95 +205,37 @@ def _steps(report: Report) -> list[str]:
     return markdown_table(("step", "", "seconds", ""), rows)
 
 
-def _cell(found: dict[str, Any], key: str, form: str, unit: float = 1.0) -> str:
-    """Format a number in a unit; empty if it is missing or zero."""
-    return format(found[key] / unit, form) if found.get(key) else ""
-
-
-def _ops(report: Report) -> Iterator[str]:
+def _ops(report: Result) -> Iterator[str]:
     """Yield a line per operation and variant; a failed variant shows its error."""
-    rows = []
+    lines = []
     for name, op in step(report, "ops").get("ops", {}).items():
-        for variant, found in op.get("variants", {}).items():
-            cells = [str(found.get("failed", op.get("status", "")))[:80], *[""] * 5]
+        variants = op.get("variants", {})
+        for variant, found in variants.items():
+            cells = [str(found.get("failed", op.get("status", "")))[:80], *[""] * (len(OPERATION_COLUMNS) - 1)]
             if "ms" in found:
-                cells = [
-                    spread_cell(found["ms"], 3),
-                    _cell(found, "bytes_per_s", ",.0f", 1e9),
-                    _cell(found, "fraction_of_copy", ".1f", 0.01),
-                    _cell(found, "fraction_of_equal_copy", ".1f", 0.01),
-                    _cell(found, "flop_per_s", ".0f", 1e12),
-                    f"{found['peak_bytes'] / 2**20:,.0f}" if "peak_bytes" in found else "",
-                ]
-            rows.append([name, op.get("shape", ""), variant, *cells])
-    if rows:
+                cells = [column.cell(variants, variant) for column in OPERATION_COLUMNS]
+            lines.append([name, op.get("shape", ""), variant, *cells])
+    if lines:
         yield "Each operation at the shapes of Mistral-7B. Bytes are the minimum, each counted once; new memory is the"
         yield "most that a call allocates beside its inputs."
         yield ""
-        rates = ("ms (quartiles)", "GB/s", "% of copy", "% of equal copy", "TFLOP/s", "new, MiB")
-        yield from markdown_table(("operation", "shape", "", *rates), rows)
+        yield from markdown_table(("operation", "shape", "", *(column.title for column in OPERATION_COLUMNS)), lines)
 
 
-def _training(report: Report) -> Iterator[str]:
-    """Yield a table per model; a row that failed or cannot run shows the reason."""
-    for model in ("gpt2-124m", "llama-3-8b-8l", *MISTRAL):
-        result = step(report, model)
-        rows = [[name, *_training_cells(row)] for name, row in result.get("configurations", {}).items()]
-        failures = result.get("failures", {}) | result.get("unavailable", {})
-        rows += [[name, str(reason)[:120], *[""] * 5] for name, reason in failures.items()]
-        if rows:
-            yield f"`{result.get('command', model)}`"
-            yield ""
-            header = ("step, s (quartiles)", "tokens/s", "model TFLOP/s", "MFU causal", "MFU full", "peak, GiB")
-            yield from markdown_table((model, *header), rows)
-            yield ""
-
-
-def _training_cells(row: dict[str, Any]) -> list[str]:
-    return [
-        spread_cell(row.get("step_s"), 4) or NOT_MEASURED,
-        _cell(row, "tokens_per_s", ",.0f"),
-        _cell(row, "model_tflops", ".0f"),
-        _cell(row, "mfu", ".1%"),
-        _cell(row, "mfu_full", ".1%"),
-        _cell(row, "peak_bytes", ".2f", 2**30),
-    ]
-
-
-def _variants(report: Report) -> Iterator[str]:
-    """Yield our own variants beside each other, with the planned and the measured peak of memory."""
-    for name in ("variants", "deterministic"):
+def _training(report: Result) -> Iterator[str]:
+    """Yield a table per step of training, with the rows that failed or cannot run below."""
+    for name in ("variants", "deterministic", "gpt2-124m", "llama-3-8b-8l", *MISTRAL):
         result = step(report, name)
-        rows = []
-        for variant, found in result.get("variants", {}).items():
-            cells = [str(found.get("failed", NOT_MEASURED))[:80], *[""] * 5]
-            if "step_ms" in found:
-                cells = [
-                    str(found.get("attention", "")),
-                    spread_cell(found["step_ms"], 1),
-                    _cell(found, "tokens_per_s", ",.0f"),
-                    _cell(found, "peak_bytes", ".2f", 2**30),
-                    _cell(found, "planned_peak_bytes", ".2f", 2**30),
-                    f"{100 * (found['planned_peak_bytes'] / found['peak_bytes'] - 1):+.1f} %",
-                ]
-            rows.append([variant, *cells])
-        if rows:
-            yield f"Our engine, {result.get('shape', '')}:"
+        if result:
+            yield f"`{result['environment']['command']}`"
             yield ""
-            header = (
-                name,
-                "attention",
-                "step, ms (quartiles)",
-                "tokens/s",
-                "peak, GiB",
-                "planned, GiB",
-                "error of the plan",
-            )
-            yield from markdown_table(header, rows)
+            yield from table(result["rows"], TRAINING_COLUMNS, name)
+            yield ""
+            yield from (f"- {line}" for line in remarks(result))
             yield ""
 
 
-def _tests(report: Report) -> Iterator[str]:
+def _tests(report: Result) -> Iterator[str]:
     for name in ("kernel tests", "GPU tests", "flex_attention tests"):
         found = step(report, name)
         if found:
@@ -285,26 +248,9 @@ def _tests(report: Report) -> Iterator[str]:
 
 
 def main(argv: Sequence[str]) -> int:
-    """Write or compare the section; return the exit code."""
-    parser = argument_parser(__doc__)
-    parser.add_argument("--report", type=Path, default=REPORT, help="default docs/gpu_report.json")
-    parser.add_argument("--document", type=Path, default=DOCUMENT, help="default docs/benchmarks.md")
-    parser.add_argument("--check", action="store_true", help="compare only; exit code 1 if the document is stale")
-    options = parser.parse_args(argv)
-    if options.report != REPORT and not options.report.exists():
-        parser.error(f"--report: {options.report} does not exist")
-    report = json.loads(options.report.read_text("utf-8")) if options.report.exists() else None
-    text = options.document.read_text("utf-8")
-    if not SECTION.search(text):
-        parser.error(f"--document: {options.document} needs <!-- table: gpu_report --> and <!-- end --> after it")
-    new = SECTION.sub(lambda found: found[1] + render(report) + found[2], text)
-    new = BUDGET.sub(lambda found: found[1] + budget.table() + found[2], new)
-    if options.check:
-        if new != text:
-            print(f"{options.document} is out of date: run python -m scripts.benchmarks.gpu.render", file=sys.stderr)
-        return int(new != text)
-    options.document.write_text(new, "utf-8")
-    return 0
+    """Write or compare the tables; return the exit code."""
+    tables = {"gpu_report": section, "gpu_budget": lambda report: budget.table()}
+    return render(argv, __doc__, REPORT, tables, "python -m scripts.benchmarks.gpu.render")
 
 
 if __name__ == "__main__":

@@ -11,34 +11,27 @@ count. The file is written after every step.
 from __future__ import annotations
 
 import argparse
-import datetime
 import json
 import math
 import os
-import re
 import shutil
 import signal
 import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from scripts.benchmarks.common import argument_parser, names_in, write_json
-from scripts.benchmarks.gpu.merge import difference, merged
+from scripts.benchmarks.gpu.steps import OPS, PARTS, Step, chosen, steps
+from scripts.benchmarks.results import ROOT, Result, argument_parser, names_in, write_json
 
-ROOT = Path(__file__).resolve().parents[3]
 LIMIT_S = 520.0  # of nine minutes, which leaves time for stopping the last step and for starting Python
 START_S = 20.0  # of the limit, beside the budgets: the search for the device and its description
-PARTS = ("correctness", "operations", "training")  # in this order: numbers of a wrong program are worth nothing
 MIN_STEP_S = 10.0  # with less time left, no step starts
 TAIL_LINES = 30  # of the log of a failed step
 ATTEMPTS = 4  # for a step that resumes after a crash
-OPS = ("-m", "scripts.benchmarks.gpu.ops")
-TRAINING = ("-m", "scripts.benchmarks.gpu.training")
 
 # Exits 0 if torch finds a GPU, else with the reason.
 PROBE = """
@@ -50,108 +43,6 @@ except ImportError as error:
 if not torch.cuda.is_available():
     sys.exit(f"torch {torch.__version__} finds no CUDA device")
 """
-# A line of `pytest -v`, with and without pytest-xdist.
-OUTCOME = "PASSED|FAILED|SKIPPED|ERROR|XFAIL|XPASS"
-TEST_LINE = re.compile(
-    rf"^(?:\[gw\d+\] \[ *\d+%\] (?P<first>{OUTCOME}) (?P<a>\S+::.*)|(?P<b>\S+::.*) (?P<last>{OUTCOME})(?: .*)?)$"
-)
-SUMMARY_LINE = re.compile(r"^(FAILED|ERROR) (tests/.*)$")
-DROPPED_FROM_ROWS = ("losses", "state_bytes_by_kind", "cpu_s", "others")
-
-# -- readers: (file that a step wrote, its log) -> results -------------------------------------------------------------
-
-
-def read_json(output: Path, log: Path) -> Any:
-    """Return the JSON file, or None if the step wrote none."""
-    return json.loads(output.read_text("utf-8")) if output.exists() else None
-
-
-def read_smoke_test(output: Path, log: Path) -> Any:
-    """Return the last line of the log that is a JSON object."""
-    for line in reversed(log.read_text("utf-8", errors="replace").splitlines()):
-        if line.startswith("{"):
-            return json.loads(line)
-    return None
-
-
-def read_tests(output: Path, log: Path) -> dict[str, Any]:
-    """Return the number of tests per outcome, and the failures, from the log of `pytest -v -rfE`."""
-    counts: dict[str, int] = {}
-    failures, failed = [], []
-    for line in log.read_text("utf-8", errors="replace").splitlines():
-        found = TEST_LINE.match(line)
-        if found:
-            outcome = (found["first"] or found["last"]).lower()
-            counts[outcome] = counts.get(outcome, 0) + 1
-            if outcome in ("failed", "error"):
-                failed.append((found["a"] or found["b"]).strip())
-        elif summary := SUMMARY_LINE.match(line):
-            failures.append(summary[2][:300])
-    return {"counts": counts, "failures": failures or failed}  # a stopped run has no summary
-
-
-def read_benchmark(output: Path, log: Path) -> Any:
-    """Return the JSON of the training benchmark without the long lists in its rows."""
-    result = read_json(output, log)
-    if result is not None:
-        for row in result["configurations"].values():
-            for key in DROPPED_FROM_ROWS:
-                row.pop(key, None)
-    return result
-
-
-# -- steps -----------------------------------------------------------------------------------------------------------
-
-
-@dataclass(frozen=True)
-class Step:
-    """Arguments of Python, a time limit, and a reader of the results."""
-
-    name: str
-    command: tuple[str, ...]
-    budget_s: float
-    read: Callable[[Path, Path], Any]
-    part: str = PARTS[0]
-    resumes: bool = False  # restart after any exit code but 0 and 1: the step continues behind the crash
-
-
-def steps(parallel_tests: int) -> list[Step]:
-    """Return all steps in the order of their parts. {output}: the file that a step writes."""
-    pytest: tuple[str, ...] = ("-m", "pytest", "-p", "no:cacheprovider", "-v", "--color=no", "-rfE")
-    if parallel_tests > 1:
-        pytest += ("-n", str(parallel_tests), "--dist=worksteal")
-    # Some test files cannot be imported without all packages of the test extra.
-    files = sorted(str(path) for path in (ROOT / "tests").rglob("test_*.py") if "mark.gpu" in path.read_text("utf-8"))
-    pytest += ("--continue-on-collection-errors",)
-    # flex_attention compiles for some ten seconds per shape, so its tests run last.
-    pytest_gpu = (*pytest, "-m", "gpu", "-k", "not flex", *files)
-    pytest_flex = (*pytest, "-m", "gpu", "-k", "flex", *files)
-
-    def table(name: str, model: str, only: str, turns: int, budget_s: float, *options: str) -> Step:
-        flags = ("--device=cuda", f"--model={model}", "--dtype=bf16", f"--only={only}", f"--turns={turns}", *options)
-        command = ("-m", "scripts.benchmarks.training", *flags, "--output={output}")
-        return Step(name, command, budget_s, read_benchmark, "training")
-
-    def ours(name: str, variants: str, budget_s: float) -> Step:
-        return Step(name, (*TRAINING, f"--variants={variants}", "--output={output}"), budget_s, read_json, "operations")
-
-    gpt2, llama = "ZeRO-1,torch compiled*,FSDP2 compiled", "ZeRO-1,FSDP2 compiled,torch compiled"
-    split = "ZeRO-1 split recompute"
-    alone, layers = "--one_at_a_time", "--num_layers=16"  # 16 layers fit with all activations; 32 need memory options
-    return [
-        Step("kernel tests", (*pytest, "-m", "not slow and not gpu", "tests/kernels"), 110, read_tests),
-        Step("GPU tests", pytest_gpu, 100, read_tests),
-        Step("smoke test", ("scripts/smoke_test.py", "--device=cuda"), 80, read_smoke_test),
-        Step("flex_attention tests", pytest_flex, 120, read_tests),
-        Step("ceilings", (*OPS, "--ceilings", "--output={output}"), 40, read_json, "operations"),
-        Step("ops", (*OPS, "--output={output}"), 120, read_json, "operations", resumes=True),
-        ours("variants", "speed", 75),
-        ours("deterministic", "deterministic", 40),
-        table("gpt2-124m", "gpt2-124m", gpt2, 5, 90, "--steps_per_turn=8"),
-        table("llama-3-8b-8l", "llama-3-8b-8l", llama, 3, 90, alone),
-        table("mistral-7b", "mistral-7b", f"{split} activation,{split} quarter,ZeRO-3 recompute full", 2, 130, alone),
-        table("mistral-7b 16 layers", "mistral-7b", "ZeRO-1,ZeRO-3", 3, 50, alone, layers),
-    ]
 
 
 def without_infinities(value: Any) -> Any:
@@ -163,12 +54,43 @@ def without_infinities(value: Any) -> Any:
     return str(value) if isinstance(value, float) and not math.isfinite(value) else value
 
 
+def origin(report: Result) -> dict[str, Any]:
+    """Return the machine and software of a report: numbers of different ones do not belong together."""
+    described = report.get("environment", {})
+    return {**described.get("machine", {}), **described.get("versions", {}), "commit": described.get("commit")}
+
+
+def difference(a: Result, b: Result) -> str | None:
+    """Return the first property of machine or software in which two reports differ, or None."""
+    first, second = origin(a), origin(b)
+    names = (name for name in {**first, **second} if first.get(name) != second.get(name))
+    return next((f"{name} {first.get(name)} and {second.get(name)}" for name in names), None)
+
+
+def merged(reports: Sequence[Result], order: Sequence[str]) -> Result:
+    """Return one report with the steps of all, in this order; of a step in several reports, the last counts.
+
+    Raises:
+        ValueError: if the reports are of different machines or versions.
+    """
+    entries: dict[str, Any] = {}
+    for report in reports:
+        if (found := difference(reports[0], report)) is not None:
+            raise ValueError(f"the reports are of different machines or versions: {found}")
+        entries |= report.get("steps", {})
+    names = [*(name for name in order if name in entries), *(name for name in entries if name not in order)]
+    return {
+        **reports[-1],
+        "ok": bool(entries) and all(step["status"] == "ok" for step in entries.values()),
+        "seconds": round(sum(report.get("seconds", 0.0) for report in reports), 1),
+        "steps": {name: entries[name] for name in names},
+    }
+
+
 class Report:
     """The results of this call so far, and the file that holds them beside those of earlier calls."""
 
-    def __init__(
-        self, output: Path, folder: Path, limit_s: float, head: dict[str, Any], earlier: dict[str, Any] | None = None
-    ) -> None:
+    def __init__(self, output: Path, folder: Path, limit_s: float, head: Result, earlier: Result | None = None) -> None:
         """`earlier`: contents of the file, whose other steps stay; of the same machine and versions."""
         self.output, self.folder, self.earlier = output, folder, earlier
         self.order = [step.name for step in steps(1)]
@@ -182,11 +104,7 @@ class Report:
         self.result["seconds"] = round(time.monotonic() - self.started, 1)
         states = [step["status"] for step in self.result["steps"].values()]
         self.result["ok"] = bool(states) and all(state == "ok" for state in states)
-        whole = (
-            self.result
-            if self.earlier is None
-            else merged([self.earlier, self.result], [step.name for step in steps(1)])
-        )
+        whole = self.result if self.earlier is None else merged([self.earlier, self.result], self.order)
         write_json(self.output, without_infinities(whole))
 
     def run(self, step: Step) -> None:
@@ -282,7 +200,7 @@ def describe() -> dict[str, Any]:
     try:
         return json.loads(done.stdout.splitlines()[-1])
     except (IndexError, ValueError):
-        return {"machine": {}, "versions": {}, "describe_failed": done.stderr[-2000:]}
+        return {"machine": {}, "versions": {}, "failed": done.stderr[-2000:]}
 
 
 def parallel_tests() -> int:
@@ -313,12 +231,7 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
     return options
 
 
-def chosen(known: Sequence[Step], wanted: Sequence[str]) -> list[Step]:
-    """Return the steps whose name, or whose part, is wanted."""
-    return [step for step in known if step.name in wanted or step.part in wanted]
-
-
-def read_report(path: Path) -> dict[str, Any]:
+def read_report(path: Path) -> Result:
     """Return a report from its file.
 
     Raises:
@@ -340,7 +253,7 @@ def merge_files(paths: Sequence[Path], output: Path) -> int:
     return 0 if whole["ok"] else 1
 
 
-def earlier_report(output: Path, head: dict[str, Any]) -> dict[str, Any] | None:
+def earlier_report(output: Path, head: Result) -> Result | None:
     """Return the report to which this call adds its steps; None: the file does not exist yet.
 
     Raises:
@@ -367,7 +280,7 @@ def main(argv: Sequence[str]) -> int:
     folder = Path(tempfile.mkdtemp(prefix="megatron_lite_gpu_report_"))
     os.environ.update(private_environment(folder))
     try:
-        head = {"date": datetime.date.today().isoformat(), **describe()}
+        head = {"environment": describe()}
         earlier = earlier_report(options.output, head)
         report = Report(options.output, folder, options.limit_s - (time.monotonic() - started), head, earlier)
         try:

@@ -37,11 +37,11 @@ from megatron_lite.parameter import DTYPES
 from megatron_lite.planner.speeds import FORMAT, VERSION
 from megatron_lite.run import exit_status
 from megatron_lite.run.launch import requested_threads
-from scripts.benchmarks.common import cores, names_in, write_json
+from scripts.benchmarks import processor
 from scripts.benchmarks.machine.collectives import measure_collectives
 from scripts.benchmarks.machine.host import host_times
 from scripts.benchmarks.machine.operations import Operations
-from scripts.benchmarks.training.measure import describe
+from scripts.benchmarks.results import names_in, write_json
 
 
 def parse(argv: Sequence[str]) -> argparse.Namespace:
@@ -67,7 +67,7 @@ def main(argv: Sequence[str]) -> int:
         distributed = startup.initialize(unflatten({"device": options.device}).distributed)
     except RunError as error:
         return exit_status.report(error, None, prints=True)
-    threads = options.threads or requested_threads() or max(1, len(cores()) // distributed.sharing_cores)
+    threads = options.threads or requested_threads() or max(1, len(processor.cores()) // distributed.sharing_cores)
     torch.set_num_threads(threads)
     start_s = time.perf_counter()
     result = measure(options.dtypes, distributed, threads)
@@ -106,7 +106,7 @@ def measure(dtypes: Sequence[str], distributed: Distributed, threads: int) -> di
     return {
         "format": FORMAT,
         "version": VERSION,
-        "device": describe(device, ())["device"],
+        "device": processor.name() if device.type == "cpu" else torch.cuda.get_device_name(device),
         "device_type": device.type,
         "world_size": distributed.world_size,
         "threads": threads,

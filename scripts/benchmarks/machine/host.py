@@ -13,13 +13,11 @@ from torch import Tensor
 
 from megatron_lite.config import Config, unflatten
 from megatron_lite.distributed.rank_group import alone
-from megatron_lite.kernels.choice import choose_kernels
-from megatron_lite.model.gpt import model_layers
 from megatron_lite.model.layer import MicroBatch
-from megatron_lite.optimizer.optimizer import Optimizer
 from megatron_lite.validation import resolve
 from megatron_lite.zero.multi_stage import MultiStage
 from scripts.benchmarks.machine.operations import clock_of
+from scripts.benchmarks.training.engine import built
 
 WARM_UP, STEPS = 3, 8
 
@@ -66,13 +64,7 @@ class OneRank:
 def step_seconds(options: dict[str, Any], device: torch.device, steps: int = STEPS) -> tuple[Config, float, MultiStage]:
     """Return the options of a model, the shortest time of a step on random tokens without data and logs, the model."""
     config = resolve(unflatten({"dataset_source": "random", "device": device.type, **options}), 1)
-    group: Any = OneRank(device)
-    kernels = choose_kernels(config, device)
-    model = MultiStage(
-        model_layers(config, kernels), config.multi_stage, config.batch, config.distributed.training_dtype, group
-    )
-    model.initialize(1)
-    optimizer = Optimizer(config, model.stages, group, kernels)
+    model, optimizer, _ = built(config, OneRank(device))
     batch = config.batch
     assert batch.micro_batch_size and batch.sequential_micro_batches and batch.batch_size
     shape = (batch.sequential_micro_batches, 2, batch.micro_batch_size, batch.sequence_length)

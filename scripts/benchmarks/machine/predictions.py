@@ -10,7 +10,6 @@ between `<!-- table: predictions -->` and `<!-- end -->`.
 
 from __future__ import annotations
 
-import re
 import sys
 import tempfile
 from collections.abc import Iterator, Sequence
@@ -29,31 +28,19 @@ from megatron_lite.config import unflatten
 from megatron_lite.distributed import startup
 from megatron_lite.planner.speeds import Speeds, read_speeds
 from megatron_lite.planner.work_time import StepTime, predict_step
-from megatron_lite.run.durable_files import replace_file
-from scripts.benchmarks.common import markdown_table, write_json
 from scripts.benchmarks.machine.__main__ import measure
 from scripts.benchmarks.machine.host import step_seconds
+from scripts.benchmarks.results import write_json
+from scripts.benchmarks.training.settings import GPT2, LLAMA, Sizes
+from scripts.docs.tables import markdown_table, with_tables, write_documents
 
-TABLE = re.compile(r"(<!-- table: predictions -->)\n.*?(<!-- end -->)", re.S)
-GPT2: dict[str, Any] = dict(activation_type="gelu", gated=False, tie_word_embeddings=True, add_linear_biases=True)
-LLAMA: dict[str, Any] = dict(
-    use_rotary_embeddings=True,
-    gated=True,
-    activation_type="silu",
-    normalization_type="rms_norm",
-    add_linear_biases=False,
-    tie_word_embeddings=False,
-)
-COLUMNS = (
-    "num_layers hidden_size num_attention_heads head_groups ffn_hidden_size vocab_size sequence_length micro_batch_size"
-).split()
-MODELS: dict[str, tuple[tuple[int, ...], dict[str, Any]]] = {
-    "GPT-2, 0.8M": ((3, 128, 4, 4, 512, 1000, 128, 8), GPT2),
-    "GPT-2, 11M": ((6, 384, 6, 6, 1536, 256, 256, 8), GPT2),
-    "GPT-2, 67M, large vocabulary": ((4, 768, 12, 12, 3072, 50304, 512, 1), GPT2),
-    "Llama, 11M, narrow": ((12, 256, 8, 4, 704, 4096, 512, 4), LLAMA),
-    "Llama, 28M, long samples": ((4, 640, 10, 2, 1728, 8192, 2048, 1), LLAMA),
-    "Llama, 39M": ((8, 512, 8, 2, 1408, 16384, 256, 2), LLAMA),
+MODELS: dict[str, tuple[Sizes, dict[str, Any]]] = {
+    "GPT-2, 0.8M": (Sizes(3, 128, 4, 4, 512, 1000, 128, 8), GPT2),
+    "GPT-2, 11M": (Sizes(6, 384, 6, 6, 1536, 256, 256, 8), GPT2),
+    "GPT-2, 67M, large vocabulary": (Sizes(4, 768, 12, 12, 3072, 50304, 512, 1), GPT2),
+    "Llama, 11M, narrow": (Sizes(12, 256, 8, 4, 704, 4096, 512, 4), LLAMA),
+    "Llama, 28M, long samples": (Sizes(4, 640, 10, 2, 1728, 8192, 2048, 1), LLAMA),
+    "Llama, 39M": (Sizes(8, 512, 8, 2, 1408, 16384, 256, 2), LLAMA),
 }
 
 
@@ -73,7 +60,7 @@ class Comparison(NamedTuple):
 def options_of(name: str) -> dict[str, Any]:
     """Return the options of a model."""
     sizes, family = MODELS[name]
-    options = {**dict(zip(COLUMNS, sizes, strict=True)), **family, "train_iters": 100}
+    options = {**family, **sizes._asdict(), "train_iters": 100}
     return {**options, "batch_size": options["micro_batch_size"], "max_position_embeddings": options["sequence_length"]}
 
 
@@ -121,10 +108,8 @@ def main(argv: Sequence[str]) -> int:
     lines = table(comparisons)
     print("\n".join([*lines, "", speeds.device]))
     if options.output is not None:
-        text = options.output.read_text("utf-8")
-        replace_file(
-            options.output, TABLE.sub(lambda found: "\n".join([found[1], *lines, "", found[2]]), text).encode()
-        )
+        tables = {"predictions": lambda: lines}
+        write_documents({options.output: lambda text: with_tables(text, tables, separated=False)}, False, "")
     distributed.close()
     return int(any(abs(item.ratio - 1) > options.tolerance for item in comparisons))
 

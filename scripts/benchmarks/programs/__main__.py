@@ -13,7 +13,6 @@ with the reason. docs/benchmarks.md explains the table. Linux only. Run from the
 from __future__ import annotations
 
 import argparse
-import datetime
 import fnmatch
 import os
 import signal
@@ -21,19 +20,24 @@ import sys
 import tempfile
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
 from scripts.benchmarks import instructions
-from scripts.benchmarks.common import argument_parser, commit, names_in, write_json
-from scripts.benchmarks.programs import report
 from scripts.benchmarks.programs.contestants import OURS, OURS_BESIDE, PROGRAMS, Setting
 from scripts.benchmarks.programs.inputs import write_inputs
 from scripts.benchmarks.programs.process import Command
 from scripts.benchmarks.programs.race import Race
+from scripts.benchmarks.results import MIB, Result, argument_parser, environment, names_in, write_json
+from scripts.benchmarks.tables import compared, number, remarks, spread, surroundings, table
 from scripts.benchmarks.training.settings import MODELS, Sizes
 
 # Two samples of 256 tokens: small steps show what a program adds to the products.
 MICRO_BATCH_SIZE = 2
+COLUMNS = (
+    spread("step, ms", "step_s", 0, 1e3),
+    number("CPU, ms", "cpu_s", ".0f", 1e3),
+    number("peak, MiB", "peak_rss_bytes", ",.0f", 1 / MIB),
+    spread("first step after, s", "start_s", 1),
+)
 
 
 def parse(argv: Sequence[str]) -> argparse.Namespace:
@@ -78,18 +82,18 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
 def commands_of(options: argparse.Namespace, folder: Path) -> tuple[dict[str, Command], dict[str, str]]:
     """Return the programs to run, and those that cannot run here with the reasons."""
     patterns, setting = names_in(options.only) or ["*"], Setting(options, folder)
-    commands, unavailable = {}, {}
+    commands, missing = {}, {}
     for name, make in PROGRAMS.items():
         if any(fnmatch.fnmatch(name, pattern) for pattern in patterns):
             made = make(setting)
             if isinstance(made, str):
-                unavailable[name] = made
+                missing[name] = made
             elif made is not None:
                 commands[name] = made
-    return commands, unavailable
+    return commands, missing
 
 
-def environment_of(options: argparse.Namespace) -> dict[str, str]:
+def variables_of(options: argparse.Namespace) -> dict[str, str]:
     """Return the environment variables of all programs."""
     threads = {} if options.threads is None else {"OMP_NUM_THREADS": str(options.threads)}
     return {**instructions.ISAS[options.isa], **threads}
@@ -99,29 +103,41 @@ def main(argv: Sequence[str]) -> int:
     """Measure, print and write; return the exit code."""
     options = parse(argv)
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))  # ends the programs, too
-    environment = environment_of(options)
-    os.environ.update(environment)
+    variables = variables_of(options)
+    os.environ.update(variables)
     with tempfile.TemporaryDirectory(prefix="benchmark_") as name:
         folder = Path(name)
         write_inputs(folder, options.vocab_size)
-        commands, unavailable = commands_of(options, folder)
-        head: dict[str, Any] = {
-            "command": f"python -m scripts.benchmarks.programs {' '.join(argv)}".strip(),
-            "date": datetime.date.today().isoformat(),
-            "commit": commit(),
-            "versions": report.versions(options.python),
-            "machine": report.machine(environment, options.python),
+        commands, missing = commands_of(options, folder)
+        machine = {"instruction_sets": instructions.instruction_sets(variables, options.python)}
+        head: Result = {
+            "environment": environment("python -m scripts.benchmarks.programs", argv, machine, options.python),
             "settings": {name: value for name, value in vars(options).items() if name != "output"},
-            "environment": environment,
-            "unavailable": unavailable,
+            "variables": variables,
+            "missing": missing,
         }
-        race = Race(commands, folder, options.timeout, options.max_others)
-        result: dict[str, Any] = {}
-        for _ in race.run(options.turns, options.steps_per_turn, options.starts):
-            result = head | {"programs": report.summarize(race.records, OURS, OURS_BESIDE)}
+        race = Race(commands, folder, options.timeout, options.turns, options.steps_per_turn, options.max_others)
+        result: Result = {}
+        for _ in race.run(options.starts):
+            result = head | {"rows": race.rows(OURS, OURS_BESIDE), "failures": race.turns.failed()}
             write_json(options.output, result)  # complete after every round, in case the run is cut short
-    print(report.to_markdown(result), flush=True)
-    return 1 if any(record.failure for record in race.records.values()) else 0
+    print(to_markdown(result), flush=True)
+    return 1 if race.turns.failed() else 0
+
+
+def to_markdown(result: Result) -> str:
+    """Return the table of one run, with its setting above and what did not run below."""
+    options, rows = result["settings"], {name: row for name, row in result["rows"].items() if row["step_s"]}
+    threads = "threads as each program chooses" if options["threads"] is None else f"{options['threads']} threads"
+    ranks = "one process" if options["ranks"] == 1 else f"{options['ranks']} ranks"
+    setting = (
+        f"{options['model']}, {ranks}, {threads.replace('1 threads', '1 thread')}, "
+        f"{options['micro_batch_size']} x {options['sequence_length']} tokens per rank and step, fp32. "
+        f"{surroundings(result['environment'])}."
+    )
+    steps = next((row["steps"] for row in rows.values()), 0)
+    columns = (compared("ours / it"), *COLUMNS, number(f"loss at step {steps}", "loss", ".3f"))
+    return "\n".join([setting, "", *table(rows, columns), "", *remarks(result)])
 
 
 if __name__ == "__main__":

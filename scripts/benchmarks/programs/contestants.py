@@ -16,9 +16,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from scripts.benchmarks.common import ROOT
 from scripts.benchmarks.programs.inputs import write_json_file, write_llama_weights, write_tokenizer
 from scripts.benchmarks.programs.process import Command
+from scripts.benchmarks.results import ROOT, TORCHRUN
 from scripts.benchmarks.training.settings import MODELS
 
 HERE = Path(__file__).resolve().parent
@@ -49,8 +49,7 @@ class Setting:
 
     def launch(self, python: str, *words: str) -> list[str]:
         """Return the words that run a Python program, under torchrun with several ranks."""
-        torchrun = ("-m", "torch.distributed.run", "--rdzv-backend=c10d", "--rdzv-endpoint=localhost:0")
-        ranks = (*torchrun, f"--nproc-per-node={self.ranks}") if self.ranks > 1 else ()
+        ranks = (*TORCHRUN, f"--nproc-per-node={self.ranks}") if self.ranks > 1 else ()
         return [python, *ranks, *words]
 
     def require(self, *packages: str) -> str | None:
@@ -169,9 +168,8 @@ def picotron(setting: Setting) -> Command | str | None:
         },
     }
     path = write_json_file(folder / "config.json", config)
-    torchrun = ("-m", "torch.distributed.run", "--rdzv-backend=c10d", "--rdzv-endpoint=localhost:0")
     program = (str(HERE / "on_cpu.py"), str(options.picotron / "train.py"), f"--config={path}")
-    words = [options.python, *torchrun, f"--nproc-per-node={setting.ranks}", *program]
+    words = [options.python, *TORCHRUN, f"--nproc-per-node={setting.ranks}", *program]
     environment = {"DTYPE": "float32", "PYTHONPATH": str(options.picotron)}
     return Command(words, folder, r"Step: \d+\s*\| Loss:\s*([\d.]+|nan|inf)", environment)
 

@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 from safetensors.torch import save_file
 
 from megatron_lite.data.dataset_writer import IndexedDatasetWriter
-from scripts.benchmarks.common import ROOT
+from scripts.benchmarks.results import ROOT
 
 # pickle.dumps({"vocab_size": ...}, 0), which nanoGPT reads; nothing here writes pickles.
 _META = "(dS'vocab_size'\nI{}\ns."

@@ -17,6 +17,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from scripts.benchmarks.processor import memory_bytes
+
 _TICKS_PER_S = os.sysconf("SC_CLK_TCK")
 
 
@@ -41,6 +43,7 @@ class Program:
         self.losses: list[float] = []
         self._step_line, self._errors, self._timeout_s = re.compile(command.step_line), errors, timeout_s
         self._unread = b""
+        self._peak_rss_bytes = 0
         self._members: list[int] = []  # processes, when the program was last continued
         self._tail: list[str] = []
         with errors.open("wb") as standard_error:
@@ -112,7 +115,8 @@ class Program:
         self._signal(signal.SIGCONT)
 
     def kill(self) -> None:
-        """End every process."""
+        """End every process, at once or again."""
+        self.peak_rss_bytes()
         self._signal(signal.SIGKILL)
         self._process.wait()
         self._selector.close()
@@ -147,7 +151,9 @@ class Program:
 
     def peak_rss_bytes(self) -> int:
         """Return the peak resident memory of the largest process so far."""
-        return max((_peak_rss_bytes(pid) for pid in self._family()), default=0)
+        peaks = (memory_bytes("VmHWM", pid) for pid in self._family())
+        self._peak_rss_bytes = max(self._peak_rss_bytes, *peaks, 0)
+        return self._peak_rss_bytes
 
 
 def _stat(pid: int) -> list[str]:
@@ -156,11 +162,3 @@ def _stat(pid: int) -> list[str]:
         return Path(f"/proc/{pid}/stat").read_text("utf-8", "replace").rpartition(")")[2].split()
     except OSError:
         return []
-
-
-def _peak_rss_bytes(pid: int) -> int:
-    try:
-        found = re.search(r"^VmHWM:\s+(\d+) kB", Path(f"/proc/{pid}/status").read_text("utf-8"), re.M)
-    except OSError:
-        return 0
-    return int(found[1]) * 1024 if found else 0

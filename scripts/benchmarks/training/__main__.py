@@ -16,7 +16,6 @@ scripts.benchmarks.training.memory. Run from the checkout.
 from __future__ import annotations
 
 import argparse
-import datetime
 import os
 import sys
 import traceback
@@ -26,23 +25,26 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megatron_lite.config import Config, unflatten
+from megatron_lite.config import unflatten
 from megatron_lite.distributed import startup as launch
 from megatron_lite.distributed.process_group import Distributed
 from megatron_lite.monitor.metrics import known_peak_tflops, model_flops
+from megatron_lite.planner.plan import make_plan
 from megatron_lite.run import exit_status
 from scripts.benchmarks import instructions
-from scripts.benchmarks.common import commit, write_json
+from scripts.benchmarks.processor import memory_bytes
+from scripts.benchmarks.results import Result, environment, write_json
+from scripts.benchmarks.tables import verdicts
 from scripts.benchmarks.training import measure, profile, report
-from scripts.benchmarks.training.engine import Engine
 from scripts.benchmarks.training.model import PlainGPT, parameter_specs, tokens_per_rank
-from scripts.benchmarks.training.products import NAME as PRODUCTS
 from scripts.benchmarks.training.settings import (
+    Row,
     chosen,
     engine_config,
     has_known_shape,
     make,
     parse,
+    row_config,
     torchtitan,
     unavailable,
 )
@@ -64,8 +66,8 @@ class Bare:
     def full_weights(self) -> Iterator[tuple[str, Tensor]]:
         return iter(())
 
-    def memory_bytes(self) -> dict[str, int]:
-        return {}
+    def books(self) -> dict[str, Any]:
+        return {"state_bytes_by_kind": {}}
 
 
 def main(argv: Sequence[str]) -> int:
@@ -79,13 +81,12 @@ def main(argv: Sequence[str]) -> int:
     measure.set_switches(options.threads, options.fp32_matmul)
     config = engine_config(options, distributed.world_size)
     rows = {} if options.only == BARE else chosen(options, distributed.world_size)
+    if any(row.changes.get("deterministic") for row in rows.values()):
+        os.environ["CUBLAS_WORKSPACE_CONFIG"] = ":4096:8"  # for all rows, before cuBLAS is first used
     missing = unavailable(rows, options, distributed.device)
     parameters = sum(spec.numel for spec in parameter_specs(config).values())
     if options.one_at_a_time is None:
         options.one_at_a_time = int(measure.is_crowded(parameters, len(rows), distributed.device))
-    load_before = os.getloadavg()
-    on_cpu = distributed.device.type == "cpu" and distributed.rank == 0
-    libraries = instructions.instruction_sets({}) if on_cpu else {}
 
     def build(name: str) -> measure.Contestant:
         if name == BARE:
@@ -94,24 +95,26 @@ def main(argv: Sequence[str]) -> int:
         return make(rows[name], options, distributed)
 
     names = [name for name in rows if name not in missing] or [BARE]
-    rounds = measure.Rounds(
-        names, build, lambda contestant: books(contestant, options, distributed), options, distributed
-    )
+    rounds = measure.Rounds(names, build, options, distributed)
     output = options.output if distributed.rank == 0 else None
-    result: dict[str, Any] = {}
+    head = describe(argv, options, distributed, parameters) | {"missing": {**missing, **torchtitan()}}
+    result: Result = {}
     for _ in rounds.run():  # a complete file after every round, in case the run is cut short
-        measured = {name: vars(record) for name, record in rounds.records.items()}
-        result = describe(argv, options, config, distributed, measured)
-        result["machine"] = measure.describe(distributed.device, load_before) | {"instruction_sets": libraries}
-        result["unavailable"] = {**missing, **torchtitan()}
+        result = head | summary(rounds, rows, options, distributed)
         write_json(output, result)
+    measured = result["rows"]
     if options.dtype == "fp32":
         for name, comparison in compare_weights(rounds.contestants).items():
-            result["configurations"][name] |= comparison
+            measured[name] |= comparison
     if options.profile:
         steps = [measure.make_tokens(options, step, distributed) for step in range(options.steps_per_turn)]
         for name, seconds in profile.profile_in_turns(rounds.contestants, [steps] * (options.turns + 1)).items():
-            result["configurations"][name]["profile_s"] = seconds
+            measured[name]["profile_s"] = seconds
+    if options.device == "cuda" and distributed.world_size == 1:
+        for name in measured:
+            if name in rows and rows[name].trainer == "engine":
+                plan = make_plan(row_config(rows[name], options, 1), 1, "cuda")
+                measured[name]["planned_peak_bytes"] = plan.peak_bytes()
     write_json(output, result)
     if distributed.rank == 0:
         print(report.to_markdown(result), flush=True)
@@ -120,59 +123,45 @@ def main(argv: Sequence[str]) -> int:
     return verdict(result, distributed.rank)
 
 
-def describe(
-    argv: Sequence[str],
-    options: argparse.Namespace,
-    config: Config,
-    distributed: Distributed,
-    measured: dict[str, dict[str, Any]],
-) -> dict[str, Any]:
-    """Return the contents of the JSON file."""
-    ranks, length = distributed.world_size, config.batch.sequence_length
-    settings = {name: value for name, value in vars(options).items() if name not in ("output", "only", "peak_tflops")}
-    peak = options.peak_tflops
-    if peak is None and distributed.device.type == "cuda":
-        peak = known_peak_tflops(torch.cuda.get_device_name(distributed.device))
-    facts = report.Facts(
-        tokens_per_step=distributed.data.world_size * tokens_per_rank(config),
-        flops_per_token={kind: model_flops(config.model, length, 1, kind == "full") for kind in ("causal", "full")},
-        peak_tflops=peak,
-        warmup_turns=0 if options.one_at_a_time else options.warmup_turns,
-    )
-    configurations = report.summarize(distributed.gather_objects(measured), facts)
-    command = f"torchrun --nproc-per-node={ranks} -m scripts.benchmarks.training {' '.join(argv)}".strip()
+def describe(argv: Sequence[str], options: argparse.Namespace, distributed: Distributed, parameters: int) -> Result:
+    """Return what is known of the run before it is measured."""
+    machine: dict[str, Any] = {"load": os.getloadavg()}
+    if options.device == "cuda":
+        machine["device"] = torch.cuda.get_device_name(distributed.device)
+        options.peak_tflops = options.peak_tflops or known_peak_tflops(machine["device"])
+    elif distributed.rank == 0:
+        machine["instruction_sets"] = instructions.instruction_sets({})
+    command = f"torchrun --nproc-per-node={distributed.world_size} -m scripts.benchmarks.training"
     return {
-        "command": command,
-        "date": datetime.date.today().isoformat(),
-        "commit": commit(),
-        "versions": measure.versions(),
-        "settings": settings,
-        "ranks": ranks,
-        "parameters": sum(spec.numel for spec in parameter_specs(config).values()),
-        "model_flops_per_token": facts.flops_per_token,
-        "peak_tflops": peak,
-        "largest_loss_difference": measure.largest_difference(
-            [row["losses"] for name, row in configurations.items() if name != PRODUCTS]
-        ),
+        "environment": environment(command, argv, machine),
+        "settings": {name: value for name, value in vars(options).items() if name not in ("output", "only")},
+        "ranks": distributed.world_size,
+        "parameters": parameters,
+        "peak_tflops": options.peak_tflops,
         "loss_tolerance": LOSS_TOLERANCE[options.dtype],
-        "peak_rss_bytes": distributed.gather_objects(measure.peak_rss_bytes()),
-        "failures": {name: one["failure"] for name, one in measured.items() if one["failure"] is not None},
-        "configurations": configurations,
-        "targets": report.compare(configurations, settings, ranks) if has_known_shape(options) else [],
     }
 
 
-def books(contestant: measure.Contestant, options: argparse.Namespace, distributed: Distributed) -> dict[str, Any]:
-    """Return the state memory of this rank by kind and, for our rows, the expected memory and traffic."""
-    result: dict[str, Any] = {"state_bytes_by_kind": contestant.memory_bytes()}
-    if isinstance(contestant, Engine):
-        result["wire_counted_bytes"] = contestant.counted_bytes
-        if options.tensor_parallel == 1:
-            result["wire_theory_bytes"] = contestant.wire_bytes()
-        if not contestant.tied and not options.ours and options.tensor_parallel == 1:
-            sizes, zero_stage = contestant.stage_sizes(), contestant.zero_stage
-            result["formula_bytes"] = report.formula_bytes(sizes, options.dtype, zero_stage, distributed.world_size)
-    return result
+def summary(
+    rounds: measure.Rounds, rows: dict[str, Row], options: argparse.Namespace, distributed: Distributed
+) -> Result:
+    """Return what has been measured so far."""
+    config, ranks, settings = engine_config(options, distributed.world_size), distributed.world_size, vars(options)
+    length = config.batch.sequence_length
+    flops = {kind: model_flops(config.model, length, 1, kind == "full") for kind in ("causal", "full")}
+    tokens = distributed.data.world_size * tokens_per_rank(config)
+    facts = report.Facts(ranks, tokens, flops, options.peak_tflops)
+    measured = report.summarize(rounds.turns, rounds.books, facts)
+    where = settings | {"ranks": "one" if ranks == 1 else "several", "accumulates": options.micro_batches > 1}
+    compared = [row["losses"] for name, row in measured.items() if name not in rows or rows[name].trains_the_model]
+    return {
+        "model_flops_per_token": flops,
+        "largest_loss_difference": measure.largest_difference(compared),
+        "peak_rss_bytes": distributed.gather_objects(memory_bytes("VmHWM")),
+        "failures": rounds.turns.failed(),
+        "rows": measured,
+        "goals": list(verdicts(report.GOALS, measured, where)) if has_known_shape(options) else [],
+    }
 
 
 def compare_weights(contestants: dict[str, measure.Contestant]) -> dict[str, dict[str, Any]]:
@@ -196,7 +185,7 @@ def compare_weights(contestants: dict[str, measure.Contestant]) -> dict[str, dic
     return result
 
 
-def verdict(result: dict[str, Any], rank: int) -> int:
+def verdict(result: Result, rank: int) -> int:
     """Return the exit code; rank 0 prints the reasons if it is not 0."""
     difference, allowed = result["largest_loss_difference"], result["loss_tolerance"]
     problems = [f"{name}: {reason}" for name, reason in result["failures"].items()]

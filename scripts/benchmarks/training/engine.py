@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from megatron_lite.config import Config
 from megatron_lite.data.host_batch import HostBatch
 from megatron_lite.distributed.process_group import Distributed
-from megatron_lite.kernels.choice import choose_kernels
+from megatron_lite.kernels.choice import Kernels, choose_kernels
 from megatron_lite.kernels.linear import accumulate
 from megatron_lite.kernels.products import use_library
 from megatron_lite.model.gpt import model_layers
@@ -28,49 +28,61 @@ from megatron_lite.setup_run import Run
 from megatron_lite.train import train_step
 from megatron_lite.zero.multi_stage import MultiStage
 from scripts.benchmarks.training.model import Embedding, Head, PlainGPT, parameter_specs
+from scripts.benchmarks.training.report import formula_bytes
+
+
+def built(
+    config: Config, distributed: Any, layers: Sequence[Layer] | None = None
+) -> tuple[MultiStage, Optimizer, Kernels]:
+    """Return the engine of a configuration with its initial weights; layers: instead of the model's own."""
+    kernels = choose_kernels(config, distributed.device)
+    model = MultiStage(
+        layers or model_layers(config, kernels, distributed.tensor),
+        config.multi_stage,
+        config.batch,
+        config.distributed.training_dtype,
+        distributed.data,
+        moments=config.optimizer.moments,
+        averaged=config.averaging.ema_type != "none",
+        tensor=distributed.tensor,
+    )
+    optimizer = Optimizer(config, model.stages, distributed, kernels)
+    model.initialize(config.distributed.seed)
+    return model, optimizer, kernels
 
 
 class Engine:
-    """The engine, built from its own parts and driven by the `train_step` of the training loop."""
+    """The engine, built from its own parts and driven by the `train_step` of the training loop.
 
-    def __init__(self, config: Config, distributed: Distributed, layers: Sequence[Layer] | None = None) -> None:
-        kernels = choose_kernels(config, distributed.device)
+    has_formula: whether the options of the row leave the memory formula of docs/benchmarks.md true.
+    """
+
+    def __init__(
+        self, config: Config, distributed: Distributed, layers: Sequence[Layer] | None = None, has_formula: bool = False
+    ) -> None:
         matmul: Any = getattr(torch.backends.mkldnn, "matmul", None)
         if distributed.device.type == "cpu" and matmul and matmul.fp32_precision != "bf16":  # not --fp32_matmul=onednn
             use_library(distributed.broadcast_object(library_of_products(config, {}))[0])  # as the launcher does
-        layers = layers or model_layers(config, kernels, distributed.tensor)
-        dtype = config.distributed.training_dtype
-        moments = config.optimizer.moments
-        self.model = MultiStage(
-            layers,
-            config.multi_stage,
-            config.batch,
-            dtype,
-            distributed.data,
-            moments=moments,
-            tensor=distributed.tensor,
-        )
-        optimizer = Optimizer(config, self.model.stages, distributed, kernels)
-        self.model.initialize(config.distributed.seed)
-        assert config.batch.batch_size
-        self._tokens = config.batch.batch_size * config.batch.sequence_length
-        self._world_size, self._data_ranks = distributed.world_size, distributed.data.world_size
+        self.model, optimizer, kernels = built(config, distributed, layers)
+        self._config, self._distributed, self._attention = config, distributed, kernels.attention
+        self._has_formula = has_formula and not config.model.tie_word_embeddings
+        batch = config.batch
+        assert batch.batch_size
+        self._tokens = batch.batch_size * batch.sequence_length
         parts = dict(config=config, distributed=distributed, model=self.model, optimizer=optimizer, debugger=None)
         self._run = cast(Run, SimpleNamespace(**parts, background=None, watch=None))
-        assert config.multi_stage.zero_stage != "auto"
-        self.zero_stage, self._iteration = config.multi_stage.zero_stage or 1, 0
-        self.tied = config.model.tie_word_embeddings
-        self.counted_bytes = 0  # sent by all ranks in the last step, as counted by the engine
+        self._iteration = 0
+        self._counted_bytes = 0  # sent by all ranks in the last step, as counted by the engine
 
     def step(self, micro_batches: Sequence[Tensor]) -> Tensor:
         """Train one step; return the mean loss over the tokens of all ranks, the same on every rank."""
         traffic = self._run.distributed.traffic
         traffic.take()
         self._iteration += 1
-        batches = [HostBatch(part, len(part) * self._data_ranks) for part in micro_batches]
+        batches = [HostBatch(part, len(part) * self._distributed.data.world_size) for part in micro_batches]
         loss = train_step(self._run, batches, self._iteration).loss / self._tokens
         sent = sum(kind.wire_bytes for name, kind in traffic.take().items() if name != "sum")
-        self.counted_bytes = self._world_size * sent
+        self._counted_bytes = self._distributed.world_size * sent
         return loss
 
     def finish(self) -> None:
@@ -82,33 +94,39 @@ class Engine:
         """Yield (global name, full weight), valid until the next item. Every rank must iterate to the end."""
         return self.model.full_weights()
 
-    def memory_bytes(self) -> dict[str, int]:
-        """Return state memory by kind, as printed at the start of a run."""
-        return self.model.memory.bytes_by_kind()
+    def books(self) -> dict[str, Any]:
+        """Return state memory by kind, as printed at the start of a run, and what memory and traffic should be."""
+        kinds, ranks = self.model.memory.bytes_by_kind(), self._distributed.world_size
+        known = {"state_bytes_by_kind": kinds, "attention": self._attention, "wire_counted_bytes": self._counted_bytes}
+        if self._distributed.tensor.world_size == 1:
+            known["wire_theory_bytes"] = self._wire_bytes()
+            if self._has_formula:
+                stages = self.model.stages
+                sizes = [sum(slot.numel for part in stage.parts for slot in part.layout.slots) for stage in stages]
+                zero_stage, dtype = self._config.multi_stage.zero_stage or 1, self._config.distributed.training_dtype
+                assert zero_stage != "auto"
+                known["formula_bytes"] = formula_bytes(sizes, dtype, zero_stage, ranks)
+        return known
 
-    def wire_bytes(self) -> int:
+    def _wire_bytes(self) -> int:
         """Return the bytes that all ranks send in a step according to the schedule.
 
         Each collective moves (N - 1) / N of a stage's weights or gradients out of each of N ranks. The gradient norm
-        and the loss, a few bytes, are not counted, and neither are hidden states between tensor-parallel ranks.
+        and the loss, a few bytes, are not counted.
         """
         model, total = self.model, 0
         for step in model.training_schedule:
             gathered = sum(model.stages[index].numel for index in step.gather)
             reduced = sum(model.stages[index].grad_numel for index, _ in step.reduce)
             total += gathered * model.precision.training.itemsize + reduced * model.precision.gradients.itemsize
-        return total * (self._data_ranks - 1)
-
-    def stage_sizes(self) -> list[int]:
-        """Return the number of parameters of each stage, without padding."""
-        return [sum(slot.numel for part in stage.parts for slot in part.layout.slots) for stage in self.model.stages]
+        return total * (self._distributed.world_size - 1)
 
 
 class PlainEngine(Engine):
     """The engine with the plain torch.nn model, so that only the engine differs from the peers."""
 
-    def __init__(self, config: Config, distributed: Distributed, model: PlainGPT) -> None:
-        super().__init__(config, distributed, plain_layers(config, model))
+    def __init__(self, config: Config, distributed: Distributed, model: PlainGPT, has_formula: bool) -> None:
+        super().__init__(config, distributed, plain_layers(config, model), has_formula)
         for module in (module for stage in self.model.stages for layer in stage.layers for module in layer.modules()):
             for name, parameter in list(module.named_parameters(recurse=False)):
                 setattr(module, name, plain_parameter(cast(Parameter, parameter)))

@@ -1,29 +1,21 @@
-"""Measurement: rows take turns of a few steps between two barriers; counters of the machine are read around them."""
+"""One turn of a training row: steps between two barriers, with the counters of the machine read around them."""
 
 from __future__ import annotations
 
 import argparse
 import gc
-import importlib.metadata
 import math
-import os
-import platform
-import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 import torch
 from torch import Tensor
 
-import megatron_lite
 from megatron_lite.distributed.process_group import Distributed
 from megatron_lite.seeds import derive_seed
-from scripts.benchmarks.common import busy_seconds, cores
-
-# --max_others gives up after this many times --turns.
-MAX_REPEATS = 6
+from scripts.benchmarks.processor import busy_seconds, share_of_cores, wait_until_quiet
+from scripts.benchmarks.turns import Figures, Turns
 
 
 class Contestant(Protocol):
@@ -41,29 +33,13 @@ class Contestant(Protocol):
         """Yield (name, full weight), valid until the next item. Every rank must iterate to the end."""
         ...
 
-    def memory_bytes(self) -> dict[str, int]:
-        """Return the state memory of this rank by kind."""
+    def books(self) -> dict[str, Any]:
+        """Return figures that the row knows without measuring: `state_bytes_by_kind` of this rank, and others."""
         ...
 
 
-@dataclass
-class Record:
-    """Measurements of one row on this rank, per step; one value a turn, warm-up included."""
-
-    seconds: list[float] = field(default_factory=list)
-    cpu_seconds: list[float] = field(default_factory=list)
-    wire_bytes: list[float | None] = field(default_factory=list)
-    losses: list[float] = field(default_factory=list)  # of every step
-    others: list[float] = field(default_factory=list)  # share of the CPUs that other processes took meanwhile
-    counts: list[bool] = field(default_factory=list)
-    peak_bytes: list[int] = field(default_factory=list)  # GPU memory of this row
-    allocated_bytes: int = 0  # GPU memory that this row holds now
-    books: dict[str, Any] = field(default_factory=dict)
-    failure: str | None = None
-
-
 class Rounds:
-    """All rows in turn until enough turns count.
+    """All rows in turn.
 
     Side by side, rows are built at the start and live until the end. One at a time, each row is rebuilt for every turn,
     warmed up, and freed afterwards, so every turn starts from the initial weights.
@@ -73,120 +49,104 @@ class Rounds:
         self,
         names: Sequence[str],
         make: Callable[[str], Contestant],
-        books: Callable[[Contestant], dict[str, Any]],
         options: argparse.Namespace,
         distributed: Distributed,
     ) -> None:
-        self.records = {name: Record() for name in names}
-        self.contestants: dict[str, Contestant] = {}
-        self._make, self._books, self._options, self._distributed = make, books, options, distributed
+        self.contestants: dict[str, Contestant] = {}  # the rows still alive
+        self.books: dict[str, dict[str, Any]] = {}
+        self._names, self._make, self._options, self._distributed = names, make, options, distributed
+        self._allocated: dict[str, int] = {}  # GPU memory that each row holds
+        self.turns = Turns(
+            names,
+            self._rebuilt if options.one_at_a_time else self._timed,
+            options.turns,
+            main="step_s",
+            warm_up=0 if options.one_at_a_time else options.warmup_turns,
+            max_others=options.max_others,
+            # With several ranks the others would wait in a collective.
+            failures=(Exception,) if options.one_at_a_time and distributed.world_size == 1 else (),
+            prints=distributed.rank == 0,
+        )
 
     def run(self) -> Iterator[None]:
-        """Measure, yielding after every round. `records` holds the results, `contestants` the rows still alive."""
-        options, names = self._options, list(self.records)
-        if not options.one_at_a_time:
-            for name in names:
+        """Measure, yielding after every round."""
+        if not self._options.one_at_a_time:
+            for name in self._names:
                 self._build(name)
-        warmup = 0 if options.one_at_a_time else options.warmup_turns
-        for turn in range(warmup + options.turns * (1 if options.max_others is None else MAX_REPEATS)):
-            first = turn % len(names)  # rotates, so that no row always follows the same one
-            for name in names[first:] + names[:first]:
-                if self.records[name].failure is None:
-                    self._turn(name, turn, turn >= warmup)
-            counted = min((sum(record.counts) for record in self._sound()), default=0)
-            self._say(turn, counted)
-            yield
-            if counted >= options.turns or not self._sound():
-                break
+        yield from self.turns.run()
 
-    def _sound(self) -> list[Record]:
-        return [record for record in self.records.values() if record.failure is None]
-
-    def _turn(self, name: str, turn: int, may_count: bool) -> None:
-        options, record = self._options, self.records[name]
-        if not options.one_at_a_time:
-            self._timed(name, turn, may_count)
-            return
+    def _rebuilt(self, name: str, turn: int) -> Figures:
+        options = self._options
         try:
             self._build(name)
             for index in range(options.warmup_turns * options.steps_per_turn):
                 self.contestants[name].step(make_tokens(options, index, self._distributed))
-            self._timed(name, turn + options.warmup_turns, may_count)
-        except Exception as error:
-            if self._distributed.world_size > 1:
-                raise  # the other ranks wait in a collective
-            record.failure = f"{type(error).__name__}: {str(error).strip().splitlines()[0][:200]}"
-            print(f"benchmark: {name}: {record.failure}", file=sys.stderr, flush=True)
-        self.contestants.pop(name, None)
-        gc.collect()
-        if self._distributed.device.type == "cuda":
-            torch.cuda.empty_cache()
+            return self._timed(name, turn + options.warmup_turns)
+        finally:
+            self.contestants.pop(name, None)
+            gc.collect()
+            if self._distributed.device.type == "cuda":
+                torch.cuda.empty_cache()
+            torch.use_deterministic_algorithms(False)  # of rows that ask for them
+            torch.backends.cuda.enable_cudnn_sdp(True)
 
     def _build(self, name: str) -> None:
         before = allocated_bytes(self._distributed)
         self.contestants[name] = self._make(name)
-        self.records[name].allocated_bytes = allocated_bytes(self._distributed) - before
+        self._allocated[name] = allocated_bytes(self._distributed) - before
 
-    def _timed(self, name: str, turn: int, may_count: bool) -> None:
-        options, record = self._options, self.records[name]
+    def _timed(self, name: str, turn: int) -> Figures:
+        options, distributed = self._options, self._distributed
         first = turn * options.steps_per_turn
-        steps = [make_tokens(options, first + index, self._distributed) for index in range(options.steps_per_turn)]
-        if options.max_others is not None and may_count and self._distributed.rank == 0:
+        steps = [make_tokens(options, first + index, distributed) for index in range(options.steps_per_turn)]
+        if options.max_others is not None and turn >= options.warmup_turns and distributed.rank == 0:
             wait_until_quiet(options.max_others)
-        timed_turn(self.contestants[name], record, steps, self._distributed)
-        record.books = self._books(self.contestants[name])
-        quiet = options.max_others is None or record.others[-1] <= options.max_others
-        record.counts.append(may_count and quiet)
-
-    def _say(self, turn: int, counted: int) -> None:
-        sound = self._sound()
-        if self._distributed.rank != 0 or not sound:
-            return
-        loss, load = sound[0].losses[-1], max(record.others[-1] for record in sound)
-        line = f"benchmark: turn {turn + 1}: loss {loss:.6f}, other processes up to {load:.0%}, {counted} turns count"
-        print(line, file=sys.stderr, flush=True)
+        # Without the memory that other rows hold meanwhile.
+        held_by_others = allocated_bytes(distributed) - self._allocated[name]
+        figures = timed_turn(self.contestants[name], steps, distributed)
+        if distributed.device.type == "cuda":
+            figures["peak_bytes"] = max(distributed.gather_objects(torch.cuda.max_memory_allocated() - held_by_others))
+            self._allocated[name] = allocated_bytes(distributed) - held_by_others
+        self.books[name] = self.contestants[name].books()
+        return figures
 
 
-def timed_turn(
-    contestant: Contestant, record: Record, steps: Sequence[Sequence[Tensor]], distributed: Distributed
-) -> None:
-    """Time some steps between two barriers: the time until this rank is done, and the traffic until all are."""
+def timed_turn(contestant: Contestant, steps: Sequence[Sequence[Tensor]], distributed: Distributed) -> Figures:
+    """Time some steps between two barriers; return the same figures on every rank.
+
+    A step takes as long as its slowest rank. Traffic counts until all ranks are done.
+    """
     on_gpu = distributed.device.type == "cuda"
-    allocated = allocated_bytes(distributed)
     if on_gpu:
         torch.cuda.reset_peak_memory_stats()
     distributed.barrier()
     wire_before = loopback_bytes()
     distributed.barrier()
-    if on_gpu:
-        torch.cuda.synchronize()
+    synchronize(distributed)
     cpu_before, busy_before, before = time.process_time(), busy_seconds(), time.perf_counter()
     losses = [contestant.step(micro_batches) for micro_batches in steps]
     contestant.finish()
-    if on_gpu:
-        torch.cuda.synchronize()
-    record.seconds.append((time.perf_counter() - before) / len(steps))
+    synchronize(distributed)
+    step_s = (time.perf_counter() - before) / len(steps)
     distributed.barrier()
     cpu_s, elapsed_s = time.process_time() - cpu_before, time.perf_counter() - before
-    busy_s = busy_seconds() - busy_before if distributed.rank == 0 else 0.0
-    wire_after = loopback_bytes()
-    wire = None if wire_before is None or wire_after is None else (wire_after - wire_before) / len(steps)
-    record.wire_bytes.append(None if on_gpu else wire)
-    if on_gpu:  # without the memory that other rows hold meanwhile
-        held_by_others = allocated - record.allocated_bytes
-        record.peak_bytes.append(torch.cuda.max_memory_allocated() - held_by_others)
-        record.allocated_bytes = allocated_bytes(distributed) - held_by_others
-    own = torch.tensor([*losses, cpu_s, busy_s], dtype=torch.float64, device=distributed.device)
-    *total_losses, total_cpu_s, total_busy_s = distributed.sum_in_rank_order(own).tolist()
-    record.losses += [loss / distributed.world_size for loss in total_losses]
-    record.cpu_seconds.append(total_cpu_s / len(steps))
-    # elapsed_s differs a little between ranks, but all ranks must count the same turns.
-    others = share_of_cpus(total_busy_s - total_cpu_s, elapsed_s)
-    record.others.append(float(distributed.broadcast_object(others)))
+    busy_s, wire_after = busy_seconds() - busy_before, loopback_bytes()
+    known = wire_before is not None and wire_after is not None and not on_gpu
+    wire = (wire_after or 0) - (wire_before or 0) if known else None
+    ranks = distributed.gather_objects([step_s, cpu_s, busy_s, elapsed_s, wire, [float(loss) for loss in losses]])
+    cpu_s = sum(rank[1] for rank in ranks)
+    _, _, busy_s, elapsed_s, wire, _ = ranks[0]  # as the first rank sees the machine: all must count the same turns
+    return {
+        "step_s": max(rank[0] for rank in ranks),
+        "cpu_s": cpu_s / len(steps),
+        "others": share_of_cores(busy_s - cpu_s, elapsed_s),
+        "wire_bytes": None if wire is None else wire / len(steps),
+        "losses": [sum(one) / len(ranks) for one in zip(*(rank[-1] for rank in ranks), strict=True)],
+    }
 
 
 def make_tokens(options: argparse.Namespace, step: int, distributed: Distributed) -> list[Tensor]:
-    """Draw this rank's micro-batches of one step, (b, s + 1) each; ranks that share layers draw the same."""
+    """Draw this rank's micro-batches of one step, (b, s + 1) each; tensor-parallel ranks draw the same."""
     generator = torch.Generator().manual_seed(derive_seed(options.seed, "benchmark", step, distributed.data.rank))
     shape = (options.micro_batch_size, options.sequence_length + 1)
     return [torch.randint(0, options.vocab_size, shape, generator=generator) for _ in range(options.micro_batches)]
@@ -198,12 +158,15 @@ def largest_difference(losses: Sequence[Sequence[float]]) -> float:
     return max(differences, default=0.0) if all(map(math.isfinite, differences)) else math.inf
 
 
-# -- the machine -----------------------------------------------------------------------------------------------------
-
-
 def allocated_bytes(distributed: Distributed) -> int:
     """Return the GPU memory that tensors of this process take; 0 on a CPU."""
     return torch.cuda.memory_allocated() if distributed.device.type == "cuda" else 0
+
+
+def synchronize(distributed: Distributed) -> None:
+    """Wait for a GPU."""
+    if distributed.device.type == "cuda":
+        torch.cuda.synchronize()
 
 
 def loopback_bytes() -> int | None:
@@ -214,55 +177,6 @@ def loopback_bytes() -> int | None:
         return int(fields["lo"][8])
     except (OSError, KeyError, IndexError, ValueError):
         return None
-
-
-def peak_rss_bytes() -> int | None:
-    """Return the peak resident memory of this process, or None if unknown."""
-    try:
-        with open("/proc/self/status", encoding="ascii") as file:
-            (line,) = [line for line in file if line.startswith("VmHWM:")]
-        return int(line.split()[1]) * 1024
-    except (OSError, ValueError):
-        return None
-
-
-def share_of_cpus(cpu_s: float, elapsed_s: float) -> float:
-    """Return CPU seconds as a share of the cores that this process may use during some elapsed time."""
-    return max(0.0, cpu_s) / (elapsed_s * len(cores()))
-
-
-def wait_until_quiet(max_busy: float, at_most_s: float = 60.0, sample_s: float = 0.5) -> None:
-    """Sleep until all processes together use less than a share of the CPUs, or the time is up."""
-    deadline, busy_s = time.monotonic() + at_most_s, busy_seconds()
-    while time.monotonic() < deadline:
-        time.sleep(sample_s)
-        before, busy_s = busy_s, busy_seconds()
-        if share_of_cpus(busy_s - before, sample_s) <= max_busy:
-            return
-
-
-def versions() -> dict[str, str]:
-    """Return the versions of everything installed that computes."""
-    known = {"python": platform.python_version(), "torch": torch.__version__}
-    known["megatron_lite"] = megatron_lite.__version__
-    if torch.version.cuda is not None:
-        known |= {"cuda": torch.version.cuda, "cudnn": str(torch.backends.cudnn.version())}
-    for name in ("triton", "transformers", "liger_kernel", "torchtitan"):
-        try:
-            known[name] = importlib.metadata.version(name)
-        except importlib.metadata.PackageNotFoundError:
-            continue
-    return known
-
-
-def describe(device: torch.device, load_before: Sequence[float]) -> dict[str, Any]:
-    """Return the name of the processor or GPU and the load averages of the machine."""
-    name = torch.cuda.get_device_name(device) if device.type == "cuda" else platform.processor()
-    if device.type == "cpu" and os.path.exists("/proc/cpuinfo"):
-        with open("/proc/cpuinfo", encoding="utf-8") as file:
-            names = [line.partition(":")[2].strip() for line in file if line.startswith("model name")]
-        name = names[0] if names else name
-    return {"device": name, "cores": len(cores()), "load_before": load_before, "load_after": os.getloadavg()}
 
 
 def set_switches(threads: int, fp32_matmul: str) -> None:

@@ -12,30 +12,42 @@ docs/benchmarks.md explains it. Run from the checkout.
 from __future__ import annotations
 
 import argparse
-import json
-import subprocess
 import sys
 import tempfile
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from scripts.benchmarks.common import argument_parser, names_in, write_json
-from scripts.benchmarks.training.report import MIB, table
+from scripts.benchmarks.results import (
+    MIB,
+    Result,
+    argument_parser,
+    environment,
+    names_in,
+    read_json,
+    run_module,
+    spread_of,
+    write_json,
+)
+from scripts.benchmarks.tables import Goal, number, over, table, verdicts
 from scripts.benchmarks.training.settings import catalogue, parse
 
 BARE = "bare"
 REFERENCES = ("torch", "DDP", "FSDP2", "FSDP2 all resharded", "torch TP", "torch TP+SP")
-# (row, peer, largest ratio of peaks)
-TARGETS = (
-    ("ZeRO-1", "torch", 1.0),
-    ("ZeRO-1", "DDP", 1.0),
-    ("ZeRO-2", "DDP", 1.0),
-    *(("ZeRO-3", peer, 1.0) for peer in REFERENCES[2:4]),
-    *(("ZeRO-3 breadth-first", peer, 1.0) for peer in REFERENCES[2:4]),
-    *(("plain ZeRO-3", peer, 0.7) for peer in REFERENCES[2:4]),
-    ("TP", "torch TP", 1.0),
-    ("TP+SP", "torch TP+SP", 1.0),
+GOALS = (
+    Goal("ZeRO-1", "/ torch", 1.0),
+    Goal("ZeRO-1", "/ DDP", 1.0),
+    Goal("ZeRO-2", "/ DDP", 1.0),
+    *(Goal("ZeRO-3", f"/ {peer}", 1.0) for peer in REFERENCES[2:4]),
+    *(Goal("ZeRO-3 breadth-first", f"/ {peer}", 1.0) for peer in REFERENCES[2:4]),
+    *(Goal("plain ZeRO-3", f"/ {peer}", 0.7) for peer in REFERENCES[2:4]),
+    Goal("TP", "/ torch TP", 1.0),
+    Goal("TP+SP", "/ torch TP+SP", 1.0),
+)
+COLUMNS = (
+    number("peak above bare, MiB", "peak_bytes", ".0f", 1 / MIB),
+    number("state, MiB", "state_bytes", ".0f", 1 / MIB),
+    *(over(f"/ {peer}", peer) for peer in REFERENCES),
 )
 
 
@@ -58,70 +70,50 @@ def main(argv: Sequence[str]) -> int:
     options, names = choose(argv)
     measured = {name: measure(name, options.ranks, options.passed_on) for name in (BARE, *names)}
     bare = measured.pop(BARE)
-    result = {
-        "command": f"python -m scripts.benchmarks.training.memory {' '.join(argv)}".strip(),
+    bare_bytes = max(bare["peak_rss_bytes"])
+    rows = compare(measured, bare_bytes)
+    print("\n".join([*table(rows, COLUMNS), "", f"a bare process: {bare_bytes / MIB:.0f} MiB", *verdicts(GOALS, rows)]))
+    result: Result = {
+        "environment": environment("python -m scripts.benchmarks.training.memory", argv),
         "settings": bare["settings"],
-        "versions": bare["versions"],
         "ranks": options.ranks,
-        "bare_bytes": max(bare["peak_rss_bytes"]),
-        "configurations": compare(measured, max(bare["peak_rss_bytes"])),
+        "bare_bytes": bare_bytes,
+        "rows": rows,
+        "missing": {},
+        "failures": {},
     }
-    print(to_markdown(result), flush=True)
     write_json(options.output, result)
     return 0
 
 
-def measure(name: str, ranks: int, passed_on: Sequence[str]) -> dict[str, Any]:
-    """Run the training benchmark with one row; return its JSON.
+def measure(name: str, ranks: int, passed_on: Sequence[str]) -> Result:
+    """Run the training benchmark with one row; return its result.
 
     Raises:
         SystemExit: if it fails, with its output.
     """
     print(f"memory: {name}", file=sys.stderr, flush=True)
-    torchrun = ("-m", "torch.distributed.run", "--rdzv-backend=c10d", "--rdzv-endpoint=localhost:0")
-    short = ("--device=cpu", "--turns=3", "--steps_per_turn=2", "--warmup_turns=0")
     with tempfile.TemporaryDirectory() as directory:
         output = Path(directory) / "results.json"
-        program = (*torchrun, f"--nproc-per-node={ranks}", "-m", "scripts.benchmarks.training", *short, *passed_on)
-        command = [sys.executable, *program, f"--only={name}", f"--output={output}"]
-        done = subprocess.run(command, capture_output=True, text=True)
+        short = ("--device=cpu", "--turns=3", "--steps_per_turn=2", "--warmup_turns=0", *passed_on)
+        words = ("scripts.benchmarks.training", *short, f"--only={name}", f"--output={output}")
+        done = run_module(words, ranks, capture_output=True)
         if done.returncode != 0:
             raise SystemExit(f"{done.stdout}{done.stderr}memory: {name}: exit code {done.returncode}")
-        result: dict[str, Any] = json.loads(output.read_text("utf-8"))
-    return result
+        return read_json(output)
 
 
-def compare(measured: dict[str, dict[str, Any]], bare_bytes: int) -> dict[str, dict[str, Any]]:
+def compare(measured: dict[str, Result], bare_bytes: int) -> dict[str, dict[str, Any]]:
     """Return each row's peak above a bare process and its ratios to the peers."""
     above = {name: max(one["peak_rss_bytes"]) - bare_bytes for name, one in measured.items()}
     return {
         name: {
             "peak_bytes": value,
-            "state_bytes": measured[name]["configurations"][name]["state_bytes"],
-            "ratios": {peer: value / above[peer] for peer in REFERENCES if peer in above},
+            "state_bytes": measured[name]["rows"][name]["state_bytes"],
+            "ratios": {peer: spread_of([value / above[peer]]) for peer in REFERENCES if peer in above},
         }
         for name, value in above.items()
     }
-
-
-def to_markdown(result: dict[str, Any]) -> str:
-    """Return the table of docs/benchmarks.md."""
-    rows = [
-        {
-            "": name,
-            "peak above bare, MiB": f"{row['peak_bytes'] / MIB:.0f}",
-            "state, MiB": f"{row['state_bytes'] / MIB:.0f}",
-            **{f"/ {peer}": f"{row['ratios'][peer]:.2f}" if peer in row["ratios"] else "" for peer in REFERENCES},
-        }
-        for name, row in result["configurations"].items()
-    ]
-    lines = [*table(rows), "", f"a bare process: {result['bare_bytes'] / MIB:.0f} MiB"]
-    for name, peer, limit in TARGETS:
-        ratio = result["configurations"].get(name, {}).get("ratios", {}).get(peer)
-        if ratio is not None:
-            verdict = "met" if ratio <= limit else "missed"
-            lines.append(f"{name} / {peer}: {ratio:.3f}, goal: at most {limit:g}: {verdict}")
-    return "\n".join(lines)
 
 
 if __name__ == "__main__":

@@ -13,10 +13,7 @@ Prints a Markdown table. Run from the checkout.
 from __future__ import annotations
 
 import argparse
-import datetime
 import multiprocessing
-import os
-import statistics
 import sys
 import time
 from collections.abc import Sequence
@@ -29,19 +26,18 @@ from torch import Tensor
 from megatron_lite.config import unflatten
 from megatron_lite.distributed import startup as launch
 from megatron_lite.distributed.process_group import Distributed
-from megatron_lite.kernels.choice import choose_kernels
-from megatron_lite.model.gpt import model_layers
-from megatron_lite.optimizer.optimizer import Optimizer
 from megatron_lite.validation import resolve
-from megatron_lite.zero.multi_stage import MultiStage
-from scripts.benchmarks.common import argument_parser, busy_seconds, markdown_table, spread_cell, spread_of, write_json
-from scripts.benchmarks.training import measure as machine
+from scripts.benchmarks.processor import busy_seconds, share_of_cores, wait_until_quiet
+from scripts.benchmarks.results import Result, argument_parser, environment, write_json
+from scripts.benchmarks.tables import over, spread, surroundings, table
+from scripts.benchmarks.training.engine import built
 from scripts.benchmarks.training.settings import MODELS
+from scripts.benchmarks.turns import Figures, Turns
 
 RATE, DECAY, BETAS = 1e-4, 0.1, (0.9, 0.95)
 CLIP = 1.0  # as in training; gradients have one of these norms:
 LARGE, SMALL = 10.0, 0.5
-MAX_REPEATS = 20  # of --turns, where few turns count
+REPEATS = 20  # of --turns, where few turns count
 PLAIN, CLIPPED = "AdamW(fused)", "clip_grad_norm_ + AdamW(fused)"
 
 
@@ -83,19 +79,7 @@ class Ours:
             "train_iters": 1,
             **row.options,
         }
-        config = resolve(unflatten(values), 1)
-        kernels = choose_kernels(config, distributed.device)
-        self.model = MultiStage(
-            model_layers(config, kernels),
-            config.multi_stage,
-            config.batch,
-            "fp32",
-            distributed,
-            moments=config.optimizer.moments,
-            averaged=config.averaging.ema_type != "none",
-        )
-        self.model.initialize(1234)
-        self._optimizer = Optimizer(config, self.model.stages, distributed, kernels)
+        self.model, self._optimizer, _ = built(resolve(unflatten(values), 1), distributed)
         self._optimizer.averaging.start()
         self._iteration, self._loss = 0, torch.tensor(1.0)
 
@@ -139,97 +123,86 @@ class Peer:
 
 
 class Contestant:
-    """Our optimizer or a peer, with its gradients and its times."""
+    """Our optimizer or a peer, with its gradients."""
 
     def __init__(self, optimizer: Ours | Peer, norm: float) -> None:
-        self.optimizer, self._norm, self.seconds = optimizer, norm, list[float]()
+        self.optimizer, self._norm = optimizer, norm
         gradients = optimizer.gradients()
         generator = torch.Generator().manual_seed(1)
         for name in sorted(gradients):
             gradients[name].normal_(generator=generator)
         self._gradients = list(gradients.values())
 
-    def turn(self, steps: int) -> None:
-        """Run some steps and record their mean time."""
-        elapsed_s = 0.0
-        for _ in range(steps):
+    def turn(self, options: argparse.Namespace) -> Figures:
+        """Run some steps; return their mean time, and the share of the cores that other processes took meanwhile."""
+        if options.max_others is not None:
+            wait_until_quiet(options.max_others)
+        step_s, busy_s, own_s, begun_s = 0.0, busy_seconds(), time.process_time(), time.perf_counter()
+        for _ in range(options.steps_per_turn):
             # A clipped step changes the gradients. Everyone rescales, so that everyone finds the same cache.
             norm = torch.stack(torch._foreach_norm(self._gradients)).norm()
             torch._foreach_mul_(self._gradients, self._norm / norm)
             start_s = time.perf_counter()
             self.optimizer.step()
-            elapsed_s += time.perf_counter() - start_s
-        self.seconds.append(elapsed_s / steps)
+            step_s += (time.perf_counter() - start_s) / options.steps_per_turn
+        others_s = busy_seconds() - busy_s - (time.process_time() - own_s)
+        return {"step_s": step_s, "others": share_of_cores(others_s, time.perf_counter() - begun_s)}
 
 
 def measure(row: Row, options: argparse.Namespace) -> dict[str, Any]:
-    """Return seconds per turn of one row and its peers, and the largest difference of their final weights."""
+    """Return the figures of one row: its own times and those of its peers, and how far their final weights differ."""
     torch.set_num_threads(options.threads)
     distributed = launch.initialize(unflatten({"device": "cpu"}).distributed)
     ours = Ours(row, options, distributed)
     weights = ours.weights()
     contestants = {
-        "ours": Contestant(ours, row.norm),
+        row.name: Contestant(ours, row.norm),
         PLAIN: Contestant(Peer(weights, False), row.norm),
         CLIPPED: Contestant(Peer(weights, True), row.norm),
     }
-    names, counted = list(contestants), list[int]()
-    for turn in range(1 + options.turns * (1 if options.max_others is None else MAX_REPEATS)):
-        others = _turn([contestants[name] for name in names], options)
-        names = names[1:] + names[:1]
-        if turn > 0 and (options.max_others is None or others <= options.max_others):  # the first turn warms up
-            counted.append(turn)
-        if len(counted) == options.turns:
-            break
+    turns = Turns(
+        list(contestants),
+        lambda name, turn: contestants[name].turn(options),
+        options.turns,
+        main="step_s",
+        warm_up=1,
+        max_others=options.max_others,
+        repeats=REPEATS,
+    )
+    rounds = len(list(turns.run()))
     result: dict[str, Any] = {
-        "name": row.name,
         "options": row.options,
         "gradient_norm": row.norm,
-        "same_as": row.same_as,
         "parameters": sum(weight.numel() for weight in weights.values()),
-        "seconds": {name: [one.seconds[turn] for turn in counted] for name, one in contestants.items()},
+        "step_s": turns.records[row.name].spread("step_s"),
+        **{name: turns.records[name].spread("step_s") for name in (PLAIN, CLIPPED)},
+        "ratios": {name: turns.ratio(row.name, name) for name in (PLAIN, CLIPPED)},
     }
     if row.same_as is not None:
         theirs, mine = contestants[row.same_as].optimizer.weights(), ours.weights()
         result["largest_difference"] = max(float((mine[name] - theirs[name]).abs().max()) for name in mine)
-        result["steps"] = len(contestants["ours"].seconds) * options.steps_per_turn
+        result["steps"] = rounds * options.steps_per_turn
     distributed.close()
     return result
 
 
-def _turn(contestants: Sequence[Contestant], options: argparse.Namespace) -> float:
-    """Run one turn of each; return the share of the CPUs that other processes used meanwhile."""
-    if options.max_others is not None:
-        machine.wait_until_quiet(options.max_others)
-    busy_s, own_s, start_s = busy_seconds(), time.process_time(), time.perf_counter()
-    for contestant in contestants:
-        contestant.turn(options.steps_per_turn)
-    others_s = busy_seconds() - busy_s - (time.process_time() - own_s)
-    return machine.share_of_cpus(others_s, time.perf_counter() - start_s)
+COLUMNS = (
+    *(
+        spread(f"{name} ms".strip(), figure, 2, 1e3)
+        for name, figure in (("", "step_s"), (PLAIN, PLAIN), (CLIPPED, CLIPPED))
+    ),
+    *(over(f"ours / {name}", name) for name in (PLAIN, CLIPPED)),
+)
 
 
-def to_markdown(result: dict[str, Any]) -> str:
+def to_markdown(result: Result) -> str:
     """Return the table, with the machine and versions above it."""
-    versions = ", ".join(f"{name} {version}" for name, version in result["versions"].items())
-    rows = []
-    for row in result["rows"]:
-        ours, *theirs = (row["seconds"][name] for name in ("ours", PLAIN, CLIPPED))
-        if ours:
-            times = [f"{1e3 * statistics.median(seconds):.2f}" for seconds in (ours, *theirs)]
-            ratios = [[a / b for a, b in zip(ours, peer, strict=True)] for peer in theirs]
-            rows.append([row["name"], *times, *(spread_cell(spread_of(ratio), 2) for ratio in ratios)])
-        else:
-            rows.append([row["name"], "no turn counted", "", "", "", ""])
-    header = ("ours", "ms", f"{PLAIN} ms", f"{CLIPPED} ms", f"ours / {PLAIN}", f"ours / {CLIPPED}")
-    lines = [
-        f"{result['date']}, {result['machine']['device']}, {result['threads']} thread(s); {versions}; "
-        f"{result['rows'][0]['parameters']:,} parameters in fp32.",
-        "",
-        *markdown_table(header, rows),
-        "",
-        "Medians over turns; ratios within a turn: median (quartiles).",
-    ]
-    return "\n".join(lines)
+    rows = result["rows"]
+    parameters = next(iter(rows.values()))["parameters"]
+    threads = result["settings"]["threads"]
+    about = f"{surroundings(result['environment'])}; {threads} thread(s), {parameters:,} parameters in fp32."
+    ends = "Medians over turns; ratios within a turn: median (quartiles)."
+    return "\n".join([about, "", *table(rows, COLUMNS, "ours"), "", ends])
 
 
 def parse(argv: Sequence[str]) -> argparse.Namespace:
@@ -253,26 +226,23 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
 def main(argv: Sequence[str]) -> int:
     """Measure, print and write; return the exit code."""
     options = parse(argv)
-    torch.set_num_threads(options.threads)
-    load_before = os.getloadavg()
+    described = environment("python -m scripts.benchmarks.training.optimizer", argv)
     # A process per row: memory that an earlier row had freed made a later row up to a third slower.
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(["torch", "scripts.benchmarks.training.settings"])  # slow imports
     with context.Pool(1, maxtasksperchild=1) as pool:
-        rows = [pool.apply(measure, (row, options)) for row in ROWS if options.only in row.name]
-    result = {
-        "date": datetime.date.today().isoformat(),
-        "versions": machine.versions(),
-        "threads": options.threads,
-        "machine": machine.describe(torch.device("cpu"), load_before),
-        "rows": rows,
-    }
+        rows = {row.name: pool.apply(measure, (row, options)) for row in ROWS if options.only in row.name}
+    result: Result = {"environment": described, "settings": vars(options), "rows": rows, "missing": {}, "failures": {}}
     write_json(options.output, result)
     print(to_markdown(result), flush=True)
     # Each update moves a weight by about the rate; rounding must stay far below.
-    wrong = [row for row in rows if row.get("largest_difference", 0.0) > 1e-3 * RATE * row.get("steps", 0)]
-    for row in wrong:
-        print(f"{row['name']}: weights differ from the peer's by {row['largest_difference']:.1e}", file=sys.stderr)
+    wrong = {
+        name: row["largest_difference"]
+        for name, row in rows.items()
+        if row.get("largest_difference", 0.0) > 1e-3 * RATE * row.get("steps", 0)
+    }
+    for name, difference in wrong.items():
+        print(f"{name}: weights differ from the peer's by {difference:.1e}", file=sys.stderr)
     return 1 if wrong else 0
 
 

@@ -83,7 +83,7 @@ class Peer:
 
     @contextlib.contextmanager
     def _synchronized(self, last: bool) -> Iterator[None]:
-        """Exchange gradients after the last micro-batch only, where the peer can."""
+        """Reduce gradients after the last micro-batch only, where the peer can."""
         if isinstance(self._module, DistributedDataParallel) and not last:
             with self._module.no_sync():
                 yield
@@ -98,7 +98,7 @@ class Peer:
             value = parameter.detach()
             yield name.removeprefix("module."), value.full_tensor() if isinstance(value, DTensor) else value
 
-    def memory_bytes(self) -> dict[str, int]:
+    def books(self) -> dict[str, Any]:
         """Return the memory by kind that this rank holds between steps, without the temporaries of a step."""
         parameters = list(self._module.parameters())
         states = [value for state in self.optimizer.state.values() for value in state.values()]
@@ -107,7 +107,7 @@ class Peer:
             "gradients": [parameter.grad for parameter in parameters if parameter.grad is not None],
             "Adam moments": [value for value in states if value.dim() > 0],
         }
-        return {kind: sum(map(local_bytes, tensors)) for kind, tensors in kinds.items()}
+        return {"state_bytes_by_kind": {kind: sum(map(local_bytes, tensors)) for kind, tensors in kinds.items()}}
 
 
 def local_bytes(tensor: Tensor) -> int:

@@ -5,8 +5,8 @@ from __future__ import annotations
 import argparse
 import fnmatch
 import importlib.util
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -15,8 +15,10 @@ import torch
 from megatron_lite.cli import parse as command_line
 from megatron_lite.config import Config, unflatten
 from megatron_lite.distributed.process_group import Distributed
+from megatron_lite.distributed.startup import make_deterministic
 from megatron_lite.validation import resolve
-from scripts.benchmarks.common import argument_parser, cores, names_in
+from scripts.benchmarks.processor import cores
+from scripts.benchmarks.results import argument_parser, names_in
 from scripts.benchmarks.training import peers
 from scripts.benchmarks.training.engine import Engine, PlainEngine
 from scripts.benchmarks.training.measure import Contestant
@@ -30,6 +32,7 @@ from scripts.benchmarks.training.tensor_peer import parallelized
 LEARNING_RATE = 2e-5
 # Far above any norm: the norm is computed and gradients are multiplied by 1, so weights can be compared bit for bit.
 CLIP_GRAD = 1e6
+WINDOW = 4096
 COMMON: dict[str, Any] = dict(dataset_source="random", num_workers=0, weight_decay=0.1)
 LLAMA: dict[str, Any] = COMMON | dict(
     use_rotary_embeddings=True,
@@ -164,21 +167,19 @@ class Row:
     trainer: str  # "engine", "torch" (one process), "DDP", "FSDP2", "torch TP" or "products"
     model: str = "plain"  # "engine" (its own layers), "plain", "HF" or "HF Liger"
     compiled: bool = False
-    # Engine:
-    zero_stage: int = 1
-    breadth_first: bool = False
-    recompute: str = "none"
-    split: bool = False  # --split_master_weights=1
-    dtype: str | None = None  # overrides --dtype
-    # Ranks that share layers: sequence parallelism
-    splits_tokens: bool = False
-    # FSDP2: reshard_after_forward; separate groups for embedding and head; gradients exchanged every micro-batch
+    changes: Mapping[str, Any] = field(default_factory=dict)  # engine options of our rows, and of their peers
+    # FSDP2: reshard_after_forward; separate groups for embedding and head; gradients reduced every micro-batch
     reshard: bool = True
     separate_ends: bool = False
     sync: bool = True
     # Plain model: overrides --loss
     loss: str | None = None
     default: bool = True  # runs unless --only says otherwise
+
+    @property
+    def trains_the_model(self) -> bool:
+        """Whether its losses are those of all others."""
+        return self.trainer != PRODUCTS and "window_size" not in self.changes
 
 
 def catalogue(options: argparse.Namespace, ranks: int) -> dict[str, Row]:
@@ -193,7 +194,7 @@ def catalogue(options: argparse.Namespace, ranks: int) -> dict[str, Row]:
                 f"benchmark: --tensor_parallel={options.tensor_parallel}: start as many ranks, not {ranks}"
             )
         return {
-            f"{prefix}TP{suffix}": Row(trainer, model, splits_tokens=bool(suffix))
+            f"{prefix}TP{suffix}": Row(trainer, model, changes={"sequence_tensor_parallel": bool(suffix)})
             for suffix in ("", "+SP")
             for prefix, trainer, model in (("torch ", "torch TP", "plain"), ("", "engine", "engine"))
         }
@@ -228,21 +229,32 @@ def _engine_rows(options: argparse.Namespace, ranks: int) -> Iterator[tuple[str,
     for model, prefix in (("engine", ""), ("plain", "plain ")):
         runs = options.layers in (model, "both")
         for stage in stages:
-            name, row = f"{prefix}ZeRO-{stage}", Row("engine", model, zero_stage=stage, default=runs)
-            yield name, row
-            if options.dtype != "fp32" and model == "engine":
-                yield f"{name} fp32", replace(row, dtype="fp32", default=False)
+            name, changes = f"{prefix}ZeRO-{stage}", {"zero_stage": stage}
+            yield name, Row("engine", model, changes=changes, default=runs)
             if options.micro_batches > 1 and stage > 1:
-                yield f"{name} breadth-first", replace(row, breadth_first=True)
-            if model == "engine":
-                for level in ("activation", "full"):
-                    asked = runs and options.recompute and stage == 1
-                    yield f"{name} recompute {level}", replace(row, recompute=level, default=asked)
-                if stage < 3 and options.dtype == "bf16":  # only a weight buffer of its own holds half of a weight
-                    split = replace(row, split=True, default=False)
-                    quarter = f"activation,full:{-(-options.num_layers // 4)}"
-                    for word, level in (("activation", "activation"), ("quarter", quarter), ("full", "full")):
-                        yield f"{name} split recompute {word}", replace(split, recompute=level)
+                order = {"breadth_first_micro_batches": options.micro_batches, "depth_first_micro_batches": 1}
+                yield f"{name} breadth-first", Row("engine", model, changes=changes | order, default=runs)
+            for suffix, more in _variants(options, ranks, stage) if model == "engine" else ():
+                asked = (
+                    runs and options.recompute and stage == 1 and suffix in ("recompute activation", "recompute full")
+                )
+                yield f"{name} {suffix}", Row("engine", model, changes=changes | more, default=asked)
+
+
+def _variants(options: argparse.Namespace, ranks: int, stage: int) -> Iterator[tuple[str, dict[str, Any]]]:
+    """Yield more options of our rows, by what they add to the name."""
+    if options.dtype != "fp32":
+        yield "fp32", {"training_dtype": "fp32"}
+    quarter = f"activation,full:{-(-options.num_layers // 4)}"
+    for word, level in (("activation", "activation"), ("quarter", quarter), ("full", "full")):
+        if word != "quarter":
+            yield f"recompute {word}", {"mlp_recompute_level": level}
+        if stage < 3 and options.dtype == "bf16":  # only a weight buffer of its own holds half of a weight
+            yield f"split recompute {word}", {"mlp_recompute_level": level, "split_master_weights": True}
+    if ranks == 1 and options.one_at_a_time:  # of which one switches the whole process
+        yield "without Triton", {"enable_triton_kernels": False}
+        yield "deterministic", {"deterministic": True}
+        yield f"window {WINDOW}", {"window_size": WINDOW}
 
 
 def chosen(options: argparse.Namespace, ranks: int) -> dict[str, Row]:
@@ -299,34 +311,33 @@ def why_not_compiled(device: torch.device) -> str | None:
     return None
 
 
-def engine_options(row: Row) -> dict[str, Any]:
-    """Return the options of the engine that make a row of ours what it is."""
-    chosen: dict[str, Any] = {"zero_stage": row.zero_stage, "mlp_recompute_level": row.recompute}
-    flags = {"split_master_weights": row.split, "sequence_tensor_parallel": row.splits_tokens}
-    return chosen | {name: True for name, value in flags.items() if value}
+def row_config(row: Row, options: argparse.Namespace, ranks: int) -> Config:
+    """Return the resolved configuration of one of our rows.
+
+    Raises:
+        UsageError: if --ours names an option that does not exist, or a value that the engine refuses.
+    """
+    given = command_line.parse([f"--{word}" for word in options.ours.split()]).given
+    return engine_config(options, ranks, **{**row.changes, **given})
 
 
 def make(row: Row, options: argparse.Namespace, distributed: Distributed) -> Contestant:
     """Build one row, ready to train.
 
     Raises:
-        UsageError: if --ours names an option that does not exist, or a value that the engine refuses.
+        UsageError: as in `row_config`.
     """
     device, ranks = distributed.device, distributed.world_size
     if row.trainer == "engine":
-        changes = engine_options(row)
-        if row.dtype is not None:
-            changes["training_dtype"] = row.dtype
-        if row.breadth_first:
-            changes |= {"breadth_first_micro_batches": options.micro_batches, "depth_first_micro_batches": 1}
-        changes |= command_line.parse([f"--{word}" for word in options.ours.split()]).given
-        config = engine_config(options, ranks, **changes)
+        config = row_config(row, options, ranks)
+        if config.distributed.deterministic:
+            make_deterministic()
         if row.model == "engine":
-            return Engine(config, distributed)
-        return PlainEngine(config, distributed, PlainGPT(config, options.loss, device))
+            return Engine(config, distributed, has_formula=not options.ours)
+        return PlainEngine(config, distributed, PlainGPT(config, options.loss, device), has_formula=not options.ours)
     config = engine_config(options, ranks)
     if row.trainer == "torch TP":
-        return parallelized(config, distributed, row.splits_tokens)
+        return parallelized(config, distributed, row.changes["sequence_tensor_parallel"])
     if row.trainer == PRODUCTS:
         return Products(config, torch.float32 if options.dtype == "fp32" else torch.bfloat16, device)
     model: PlainGPT | peers.HuggingFace

@@ -1,0 +1,164 @@
+"""The result of a benchmark: one format for all of them, which `turns` measures and `tables` shows. Imports no torch.
+
+A result is a JSON object. All have:
+
+- `environment`: `command` as typed, `date`, `commit` of this checkout (with "+" if files are changed), `machine`
+  (device, cores, and more where it matters), `versions` of python and of the installed packages that compute
+- `settings`: every option
+- `rows`: one entry per contestant, which holds its figures: numbers, and spreads of numbers over the turns (`median`,
+  `quartiles`, `values`). `ratios` in it are spreads of its time over that of another row, turn by turn, by the other's
+  name
+- `missing`: contestants that cannot run here, each with the reason
+- `failures`: contestants that failed, each with the error
+
+Units end the names of figures. What else a benchmark writes, its module says.
+"""
+
+from __future__ import annotations
+
+import argparse
+import datetime
+import json
+import os
+import statistics
+import subprocess
+import sys
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import megatron_lite
+from megatron_lite.run.durable_files import replace_file
+from scripts.benchmarks import processor
+
+ROOT = Path(__file__).resolve().parents[2]
+MIB = 2**20
+TORCHRUN = ("-m", "torch.distributed.run", "--rdzv-backend=c10d", "--rdzv-endpoint=localhost:0")
+Result = dict[str, Any]
+Rows = Mapping[str, Mapping[str, Any]]
+Spread = dict[str, Any]
+_VERSIONS = """
+import importlib.metadata, json, platform
+known = {"python": platform.python_version()}
+for name in ("torch", "triton", "transformers", "accelerate", "litgpt", "deepspeed", "liger_kernel", "torchtitan"):
+    try:
+        known[name] = importlib.metadata.version(name)
+    except importlib.metadata.PackageNotFoundError:
+        pass
+print(json.dumps(known))
+"""
+
+
+def argument_parser(description: str | None) -> argparse.ArgumentParser:
+    """Return a parser that prints the description as written and accepts no abbreviated flags."""
+    return argparse.ArgumentParser(
+        description=description, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False
+    )
+
+
+def names_in(text: str) -> list[str]:
+    """Split a comma-separated list of names."""
+    return [name.strip() for name in text.split(",") if name.strip()]
+
+
+# -- files -----------------------------------------------------------------------------------------------------------
+
+
+def write_json(path: Path | None, result: Result) -> None:
+    """Write a result in one step, so that readers never see half of it; without a path do nothing."""
+    if path is not None:
+        replace_file(path, (json.dumps(result, indent=1, default=str) + "\n").encode())
+
+
+def read_json(path: Path) -> Any:
+    """Return the content of a file, or None if there is none."""
+    return json.loads(path.read_text("utf-8")) if path.exists() else None
+
+
+def environment(
+    command: str, argv: Sequence[str], machine: Mapping[str, Any] | None = None, python: str = sys.executable
+) -> dict[str, Any]:
+    """Describe what was run, on what, with which versions.
+
+    Args:
+        command: what was typed before the arguments `argv`.
+        machine: facts of the machine beside its processor and cores; `device` replaces the processor.
+        python: the interpreter whose packages compute.
+    """
+    return {
+        "command": f"{command} {' '.join(argv)}".strip(),
+        "date": datetime.date.today().isoformat(),
+        "commit": commit(),
+        "machine": {"device": processor.name(), "cores": len(processor.cores()), **(machine or {})},
+        "versions": versions(python),
+    }
+
+
+def versions(python: str = sys.executable) -> dict[str, str]:
+    """Return the versions of this program and of the packages that an interpreter has."""
+    done = subprocess.run([python, "-c", _VERSIONS], capture_output=True, text=True, check=True)
+    return {**json.loads(done.stdout), "megatron_lite": megatron_lite.__version__}
+
+
+def commit() -> str:
+    """Return the commit of this checkout, with "+" if files are changed, or "unknown"."""
+    words = ["git", "-C", str(ROOT), "describe", "--always", "--dirty=+", "--abbrev=7", "--exclude=*"]
+    try:
+        return subprocess.run(words, capture_output=True, text=True, check=True).stdout.strip()
+    except (OSError, subprocess.CalledProcessError):
+        return "unknown"
+
+
+def run_module(words: Sequence[str], ranks: int = 0, **options: Any) -> subprocess.CompletedProcess[str]:
+    """Run a module of this checkout with its arguments, under torchrun with any ranks; options: of subprocess.run."""
+    launcher = (*TORCHRUN, f"--nproc-per-node={ranks}") if ranks else ()
+    return subprocess.run([sys.executable, *launcher, "-m", *words], cwd=ROOT, text=True, **options)
+
+
+def measured_alone(words: Sequence[str], variables: Mapping[str, str] | None = None) -> Any:
+    """Run `python WORDS` in the checkout; return the JSON of the last line that it prints.
+
+    Raises:
+        RuntimeError: if it fails, with the end of its errors.
+    """
+    environ = {**os.environ, **(variables or {})}
+    done = subprocess.run([sys.executable, *words], cwd=ROOT, env=environ, capture_output=True, text=True)
+    if done.returncode:
+        raise RuntimeError(f"{' '.join(words)} failed with exit code {done.returncode}:\n{done.stderr[-2000:]}")
+    return json.loads(done.stdout.splitlines()[-1])
+
+
+# -- figures ---------------------------------------------------------------------------------------------------------
+
+
+def reason_of(error: Exception) -> str:
+    """Describe an error in one line of at most 300 characters."""
+    lines = str(error).strip().splitlines() or [""]
+    return f"{type(error).__name__}: {lines[0]}"[:300]
+
+
+def spread_of(values: Sequence[float]) -> Spread:
+    """Return median, quartiles and values of one or more numbers."""
+    low, median, high = statistics.quantiles(values, n=4, method="inclusive") if len(values) > 1 else list(values) * 3
+    return {"median": median, "quartiles": [low, high], "values": list(values)}
+
+
+def scaled(spread: Spread | None, factor: float) -> Spread | None:
+    """Return a spread in another unit."""
+    if spread is None:
+        return None
+    return {"median": factor * spread["median"], "quartiles": [factor * value for value in spread["quartiles"]]}
+
+
+def ratio(rows: Rows, own: str, other: str) -> Spread | None:
+    """Return the ratio of two rows' times, which a result holds in one direction for some pairs."""
+    direct, reverse = (rows.get(a, {}).get("ratios", {}).get(b) for a, b in ((own, other), (other, own)))
+    if direct is not None or reverse is None:
+        return direct
+    low, high = reverse["quartiles"]
+    return {"median": 1 / reverse["median"], "quartiles": [1 / high, 1 / low]}
+
+
+def compared_with(rows: Rows, name: str) -> Spread | None:
+    """Return the ratio of the first row that is compared with this one, to it."""
+    return next((row["ratios"][name] for row in rows.values() if name in row.get("ratios", {})), None)

@@ -1,0 +1,125 @@
+"""Tables and goals: what is shown of a result, and what is wanted of it. Imports no torch."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+from scripts.benchmarks.instructions import sentence
+from scripts.benchmarks.results import Result, Rows, Spread, compared_with, ratio, scaled
+from scripts.docs.tables import markdown_table
+
+NOT_MEASURED = "not yet measured"
+
+
+class Column(NamedTuple):
+    """A column of a table."""
+
+    title: str
+    cell: Callable[[Rows, str], str]  # (all rows, name of this one) -> text
+
+
+def spread_cell(spread: Spread | None, digits: int) -> str:
+    """Format a spread as "median (low-high)", or as the median where rounding makes all three equal."""
+    if spread is None:
+        return ""
+    low, high = (f"{value:.{digits}f}" for value in spread["quartiles"])
+    median = f"{spread['median']:.{digits}f}"
+    return median if low == high else f"{median} ({low}-{high})"
+
+
+def number(title: str, figure: str, form: str, factor: float = 1.0) -> Column:
+    """Return the column of a figure, or of its median, in another unit; empty where it is missing or zero."""
+
+    def cell(rows: Rows, name: str) -> str:
+        found = rows[name].get(figure)
+        found = found["median"] if isinstance(found, dict) else found
+        return format(found * factor, form) if found else ""
+
+    return Column(title, cell)
+
+
+def spread(title: str, figure: str, digits: int, factor: float = 1.0) -> Column:
+    """Return the column of a figure with its quartiles, in another unit."""
+    return Column(title, lambda rows, name: spread_cell(scaled(rows[name].get(figure), factor), digits))
+
+
+def over(title: str, other: str, digits: int = 2) -> Column:
+    """Return the column of the ratios of the rows' times to that of another row."""
+    return Column(title, lambda rows, name: spread_cell(ratio(rows, name, other), digits))
+
+
+def first_ratio(title: str, digits: int = 2) -> Column:
+    """Return the column of the ratio to the first row that each is compared with."""
+    return Column(
+        title, lambda rows, name: spread_cell(next(iter(rows[name].get("ratios", {}).values()), None), digits)
+    )
+
+
+def compared(title: str, digits: int = 2) -> Column:
+    """Return the column of the time of the row that is compared with each, over its own."""
+    return Column(title, lambda rows, name: spread_cell(compared_with(rows, name), digits))
+
+
+def table(rows: Rows, columns: Iterable[Column], first: str = "") -> list[str]:
+    """Return a Markdown table with a line per row, without the columns in which every cell is empty."""
+    cells = {column.title: [column.cell(rows, name) for name in rows] for column in columns}
+    shown = {title: texts for title, texts in cells.items() if any(texts)}
+    return markdown_table([first, *shown], [list(line) for line in zip(rows, *shown.values(), strict=True)])
+
+
+def remarks(result: Result) -> Iterator[str]:
+    """Yield a line per contestant that failed or cannot run."""
+    yield from (f"failed: {name}: {reason}" for name, reason in result["failures"].items())
+    yield from (f"not run: {name}: {reason}" for name, reason in result["missing"].items())
+
+
+def surroundings(environment: Mapping[str, Any]) -> str:
+    """Describe machine, versions, commit and date in one line."""
+    machine = environment["machine"]
+    parts = [f"{machine['device']}, {machine['cores']} cores"]
+    if machine.get("instruction_sets"):
+        parts.append(sentence(machine["instruction_sets"]))
+    known = environment["versions"].items()
+    parts.append(", ".join(f"{name} {version}" for name, version in known if version and name != "megatron_lite"))
+    return "; ".join([*parts, f"commit {environment['commit']}, {environment['date']}"])
+
+
+@dataclass(frozen=True)
+class Goal:
+    """A wanted value of one row: at most `goal`, or at least."""
+
+    row: str
+    figure: str  # a figure of the row, or "/ OTHER": the ratio of its time to that of another row
+    goal: float
+    moonshot: float | None = None
+    at_least: bool = False
+    where: Mapping[str, Any] = field(default_factory=dict)  # settings of the runs that it applies to
+
+    def value(self, rows: Rows) -> float | None:
+        """Return the measured value, the median of a spread; None if it was not measured."""
+        other = self.figure.removeprefix("/ ")
+        found: Any = rows.get(self.row, {}).get(self.figure)
+        if other != self.figure:
+            found = ratio(rows, self.row, other) if self.row in rows and other in rows else None
+        return found["median"] if isinstance(found, dict) else found
+
+    def met(self, value: float) -> bool:
+        """Return whether a value reaches the goal."""
+        return value >= self.goal if self.at_least else value <= self.goal
+
+    def verdict(self, value: float) -> str:
+        """Describe a measured value in one line."""
+        moonshot = "" if self.moonshot is None else f", moonshot {self.moonshot:.4g}"
+        wanted = f"at {'least' if self.at_least else 'most'} {self.goal:.4g}{moonshot}"
+        name = f"{self.row}{' ' if self.figure[0] == '/' else ', '}{self.figure}"
+        return f"{name}: {value:.4g}, goal: {wanted}: {'met' if self.met(value) else 'missed'}"
+
+
+def verdicts(goals: Sequence[Goal], rows: Rows, settings: Mapping[str, Any] | None = None) -> Iterator[str]:
+    """Yield a line per goal that applies to these settings and was measured."""
+    for goal in goals:
+        value = goal.value(rows)
+        if value is not None and all((settings or {}).get(name) == wanted for name, wanted in goal.where.items()):
+            yield goal.verdict(value)
