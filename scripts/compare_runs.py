@@ -29,7 +29,7 @@ from megatron_lite.reports.comparison import (
     compare_options,
     compare_speeds,
 )
-from megatron_lite.reports.watched_run import WatchedRun
+from megatron_lite.reports.watched_run import WatchedRun, watched
 
 LONGEST_CELL = 40  # characters
 LABELS = {
@@ -41,22 +41,6 @@ LABELS = {
     "max_reserved_mib": "reserved, MiB",
 }
 Row = Sequence[str]
-
-
-def read(folder: Path) -> WatchedRun:
-    """Return a run.
-
-    Raises:
-        DataError: if it has no numbers.
-    """
-    run = WatchedRun(folder)
-    run.update(0.0)
-    if run.problem is not None:
-        raise DataError(run.problem)
-    run.metrics.take_last_line()
-    if not run.metrics.phases():
-        raise DataError(f"{run.metrics.path} has no record yet; wait for the first log line of the run")
-    return run
 
 
 def table(title: str, head: Row, rows: Sequence[Row]) -> list[str]:
@@ -173,7 +157,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--speed_tolerance", type=share, help="share by which RUN_B may be slower, such as 0.05")
     options = parser.parse_args(arguments)
     try:
-        runs = read(options.run_a), read(options.run_b)
+        runs = watched(options.run_a), watched(options.run_b)
         for line in report(runs):
             print(line)
         return _check(runs, options.loss_tolerance, options.speed_tolerance)

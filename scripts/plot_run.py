@@ -4,7 +4,7 @@
 
 The picture has the losses of training, validation, test and of averaged weights, and the learning rate; several runs
 are laid over each other. It is loss.png in the experiment directory (of several runs, losses.png in the first), unless
---output names another file, whose ending is the format. Without matplotlib it is a simple SVG.
+--output names another file, whose ending is the format. Without matplotlib it is an SVG.
 """
 
 from __future__ import annotations
@@ -21,9 +21,9 @@ import scripts  # noqa: F401  names a missing package
 from megatron_lite.cli.script_parser import ScriptParser
 from megatron_lite.errors import RunError, StorageError, UsageError
 from megatron_lite.reports.curves import sparkline
+from megatron_lite.reports.drawing import to_figure, to_svg
 from megatron_lite.reports.loss_curves import Picture, read_picture
-from megatron_lite.reports.matplotlib_picture import draw_with_matplotlib
-from megatron_lite.reports.svg_picture import draw_svg
+from megatron_lite.reports.picture import draw
 
 SPARKLINE_WIDTH = 60
 NO_MATPLOTLIB = "matplotlib is not installed, so the picture is an SVG; for a PNG: python -m pip install matplotlib"
@@ -42,9 +42,9 @@ def write_picture(picture: Picture, output: Path) -> Path:
             if output.suffix != ".svg":
                 print(NO_MATPLOTLIB)
             output = output.with_suffix(".svg")
-            output.write_text(draw_svg(picture), encoding="utf-8")
+            output.write_text(to_svg(draw(picture)), encoding="utf-8")
         else:
-            draw_with_matplotlib(picture).savefig(output)
+            to_figure(draw(picture)).savefig(output)
     except OSError as error:
         raise StorageError(f"cannot write {output}: {error.strerror}; choose another --output") from None
     except ValueError as error:  # from matplotlib; it names the known formats

@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 
 from megatron_lite.reports.curves import Curve
 from megatron_lite.reports.series import Metrics
+from megatron_lite.reports.watched_run import WatchedRun
 
 POINTS = 2000  # of one curve, divided among many runs
 FEWEST_POINTS = 300
@@ -68,10 +69,14 @@ CHARTS = (
 
 @dataclass(frozen=True)
 class NamedRun:
-    """A run of the report."""
+    """A run of the report, as its folder shows it."""
 
     name: str
-    metrics: Metrics
+    run: WatchedRun
+
+    @property
+    def metrics(self) -> Metrics:
+        return self.run.metrics
 
 
 def page_data(runs: Sequence[NamedRun]) -> dict[str, Any]:

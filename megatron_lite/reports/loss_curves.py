@@ -97,13 +97,17 @@ def read_picture(folders: Sequence[Path], baselines: Sequence[tuple[str, float]]
     """
     if len(folders) > len(RUN_COLORS):
         raise UsageError(f"{len(folders)} runs; a picture shows up to {len(RUN_COLORS)}, so give fewer")
+    runs = tuple(_read_curves(folder, name) for folder, name in zip(folders, unique_names(folders), strict=True))
+    return Picture(runs, tuple(baselines))
+
+
+def unique_names(folders: Sequence[Path]) -> list[str]:
+    """Return the names of folders, with that of the parent where several have the same."""
     names = [folder.absolute().name for folder in folders]
-    unique = [
+    return [
         name if names.count(name) == 1 else str(Path(*folder.absolute().parts[-2:]))
         for folder, name in zip(folders, names, strict=True)
     ]
-    runs = tuple(_read_curves(folder, name) for folder, name in zip(folders, unique, strict=True))
-    return Picture(runs, tuple(baselines))
 
 
 def _read_curves(folder: Path, name: str) -> RunCurves:

@@ -8,7 +8,6 @@ import json
 import math
 import os
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
 from html import escape
 from importlib import resources
 from pathlib import Path
@@ -18,8 +17,8 @@ from megatron_lite.checkpoint.names import find_checkpoints
 from megatron_lite.config.values import FLAGS
 from megatron_lite.errors import DataError, StorageError
 from megatron_lite.reports.charts import COLORS, NamedRun, page_data
-from megatron_lite.reports.series import Metrics
-from megatron_lite.reports.watched_run import WatchedRun
+from megatron_lite.reports.loss_curves import format_tokens, unique_names
+from megatron_lite.reports.watched_run import WatchedRun, watched
 from megatron_lite.run.progress_line import format_duration
 
 REPORT_FILE = "report.html"
@@ -33,19 +32,7 @@ MOST_WARNINGS = 20
 NAMES_OF_PAUSES = {"validation": "validations", "save": "checkpoints", "export": "exports", "samples": "samples"}
 
 
-@dataclass(frozen=True)
-class ReportedRun:
-    """A run as its folder shows it."""
-
-    name: str
-    run: WatchedRun
-
-    @property
-    def metrics(self) -> Metrics:
-        return self.run.metrics
-
-
-def read_runs(folders: Sequence[Path]) -> list[ReportedRun]:
+def read_runs(folders: Sequence[Path]) -> list[NamedRun]:
     """Return the runs of experiment directories, with names that tell them apart.
 
     Raises:
@@ -53,18 +40,7 @@ def read_runs(folders: Sequence[Path]) -> list[ReportedRun]:
     """
     if len(folders) > MOST_RUNS:
         raise DataError(f"{len(folders)} runs; a report shows up to {MOST_RUNS}")
-    names = [folder.absolute().name for folder in folders]
-    runs = []
-    for folder, name in zip(folders, names, strict=True):
-        run = WatchedRun(folder)
-        run.update(0.0)
-        if run.problem is not None:
-            raise DataError(run.problem)
-        if not run.metrics.phases():
-            raise DataError(f"{run.metrics.path} has no record yet; wait for the first log line of the run")
-        unique = name if names.count(name) == 1 else f"{folder.absolute().parent.name}/{name}"
-        runs.append(ReportedRun(unique[:60], run))
-    return runs
+    return [NamedRun(name[:60], watched(folder)) for folder, name in zip(folders, unique_names(folders), strict=True)]
 
 
 def write_report(folders: Sequence[Path], output: Path) -> None:
@@ -87,10 +63,10 @@ def write_report(folders: Sequence[Path], output: Path) -> None:
         raise StorageError(f"cannot write {output}: {error.strerror}; choose another --output") from None
 
 
-def page(runs: Sequence[ReportedRun]) -> str:
+def page(runs: Sequence[NamedRun]) -> str:
     """Return the whole page."""
     title = runs[0].name if len(runs) == 1 else f"{len(runs)} runs"
-    data = page_data([NamedRun(run.name, run.metrics) for run in runs])
+    data = page_data(runs)
     # "<" would end the script element early, wherever the text came from.
     embedded = json.dumps(data, separators=(",", ":"), allow_nan=False).replace("<", "\\u003c")
     body = [_head(runs, title), *_figures(data), *_sections(runs)]
@@ -118,7 +94,7 @@ def _file(name: str) -> str:
 # -- head ----------------------------------------------------------------------------------------------------------
 
 
-def _head(runs: Sequence[ReportedRun], title: str) -> str:
+def _head(runs: Sequence[NamedRun], title: str) -> str:
     parts = [f"<h1>{escape(title)}</h1>"]
     if len(runs) > 1:
         parts.append(f'<p class="subtitle">{escape(", ".join(run.name for run in runs))}</p>')
@@ -162,7 +138,7 @@ def _tiles(run: WatchedRun) -> Iterator[_Tile]:
     metrics, last = run.metrics, run.metrics.last.get("training", {})
     yield _Tile("iterations", f"{last.get('iteration', 0):,} of {_number(last.get('train_iters'))}")
     if isinstance(last.get("consumed_tokens"), int):
-        yield _Tile("tokens", _short(last["consumed_tokens"]))
+        yield _Tile("tokens", format_tokens(last["consumed_tokens"]))
     for phase in ("training", "validation", "test"):
         curve = metrics.curve(phase, "loss").finite()
         if len(curve):
@@ -180,7 +156,7 @@ def _tiles(run: WatchedRun) -> Iterator[_Tile]:
         yield _Tile("lines with dropped updates", f"{len(metrics.dropped):,}")
 
 
-def _comparison(runs: Sequence[ReportedRun]) -> str:
+def _comparison(runs: Sequence[NamedRun]) -> str:
     names: list[str] = []
     tiles = [{tile.name: " ".join(tile[1:]).strip() for tile in _tiles(run.run)} for run in runs]
     for found in tiles:
@@ -224,7 +200,7 @@ def _figures(data: dict[str, Any]) -> Iterator[str]:
 # -- sections ------------------------------------------------------------------------------------------------------
 
 
-def _sections(runs: Sequence[ReportedRun]) -> Iterator[str]:
+def _sections(runs: Sequence[NamedRun]) -> Iterator[str]:
     several = len(runs) > 1
     for run in runs:
         parts = [
@@ -354,11 +330,3 @@ def _value(value: Any) -> str:
 
 def _number(value: Any) -> str:
     return f"{value:,}" if isinstance(value, int) else "?"
-
-
-def _short(number: int) -> str:
-    """Format 1234567 as 1.23M."""
-    for size, letter in ((1e12, "T"), (1e9, "B"), (1e6, "M"), (1e3, "k")):
-        if number >= size:
-            return f"{number / size:.3g}{letter}"
-    return str(number)

@@ -145,6 +145,15 @@ class Metrics:
         """Return the phases: training, validation, test ..."""
         return list(dict.fromkeys(phase for phase, _ in self._columns))
 
+    def check_records(self) -> None:
+        """Check that there is a number.
+
+        Raises:
+            DataError: if there is none.
+        """
+        if not self._columns:
+            raise DataError(f"{self.path} has no record yet; wait for the first log line of the run")
+
     def curve(self, phase: str, name: str) -> Curve:
         """Return a number of a phase; without any record, an empty curve."""
         iterations, values = self._columns.get((phase, name), (array("q"), array("d")))
@@ -162,8 +171,7 @@ def read_run(experiment_dir: Path) -> Metrics:
     metrics = Metrics(experiment_dir)
     metrics.update()
     metrics.take_last_line()
-    if not metrics.phases():
-        raise DataError(f"{metrics.path} has no record yet; wait for the first log line of the run")
+    metrics.check_records()
     return metrics
 
 

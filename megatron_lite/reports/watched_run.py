@@ -129,3 +129,18 @@ def _time(path: Path) -> float | None:
     with contextlib.suppress(OSError):
         return path.stat().st_mtime
     return None
+
+
+def watched(folder: Path) -> WatchedRun:
+    """Return a run as it is now, which may still go on.
+
+    Raises:
+        DataError: if it has no numbers.
+    """
+    run = WatchedRun(folder)
+    run.update(0.0)
+    if run.problem is not None:
+        raise DataError(run.problem)
+    run.metrics.take_last_line()
+    run.metrics.check_records()
+    return run

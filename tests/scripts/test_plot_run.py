@@ -8,9 +8,9 @@ import numpy as np
 import pytest
 
 from megatron_lite.reports.curves import Curve, sparkline
+from megatron_lite.reports.drawing import Stroke, Words, to_figure, to_svg
 from megatron_lite.reports.loss_curves import MOST_POINTS, RUN_COLORS, lines, read_picture, round_ticks
-from megatron_lite.reports.matplotlib_picture import draw_with_matplotlib
-from megatron_lite.reports.svg_picture import draw_svg
+from megatron_lite.reports.picture import draw
 from tests.support.loading import loaded
 
 pytestmark = pytest.mark.guides
@@ -55,27 +55,34 @@ def test_picture_with_matplotlib(num_lines, tmp_path, script, capsys):
 
 
 @pytest.mark.parametrize("peak", [0.0, 3e-5, 1e-4, 6e-4, 9.9e-4, 4e-3, 0.0101, 1.0])
-def test_learning_rate_axis_can_be_read(peak, tmp_path, no_matplotlib, monkeypatch):
-    """At least three round numbers that all differ, from zero to near the peak, in both kinds of picture."""
+def test_learning_rate_axis_can_be_read(peak, tmp_path):
+    """At least three round numbers that all differ, from zero to near the peak."""
     run = write_run(tmp_path / "run", 0)
     lines = [{"phase": "training", "iteration": 1 + i, "loss": 2.0, "learning_rate": peak * i / 40} for i in range(41)]
     (run / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
-    picture = read_picture([run], [])
-    root = ElementTree.fromstring(draw_svg(picture))
-    below = [text for text in root.iter("{http://www.w3.org/2000/svg}text") if 436 < float(text.get("y")) < 536]
-    svg = [text.text for text in below if text.get("text-anchor") == "end"]
-    monkeypatch.undo()
-    ticks = [svg]
-    if importlib.util.find_spec("matplotlib"):
-        figure = draw_with_matplotlib(picture)
-        figure.canvas.draw()
-        rate_axes = figure.axes[1]
-        low, high = rate_axes.get_ylim()
-        ticks.append([t.get_text() for t in rate_axes.get_yticklabels() if low <= t.get_position()[1] <= high])
-    for shown in ticks:
-        values = [float(text) for text in shown]
-        assert 3 <= len(values) <= 7 and len(set(values)) == len(values) and values[0] == 0, shown
-        assert values[-1] >= 0.75 * peak and all(len(text) <= 6 for text in shown)
+    words = [shape for shape in draw(read_picture([run], [])).shapes if isinstance(shape, Words)]
+    shown = [text.text for text in words if 436 < text.y < 536 and text.anchor == "end"]
+    values = [float(text) for text in shown]
+    assert 3 <= len(values) <= 7 and len(set(values)) == len(values) and values[0] == 0, shown
+    assert values[-1] >= 0.75 * peak and all(len(text) <= 6 for text in shown)
+
+
+@pytest.mark.parametrize("num_lines", [1, 40])
+def test_matplotlib_draws_what_the_svg_shows(num_lines, tmp_path):
+    """Every line, area and word of the one drawing, in its color and place; formulas are text."""
+    pytest.importorskip("matplotlib", reason="matplotlib is not installed")
+    drawing = draw(read_picture([write_run(tmp_path / "run_$x^2$", num_lines, averaged=0.1)], [("_a=$b", 5.5)]))
+    figure = to_figure(drawing)
+    figure.canvas.draw()
+    (axes,) = figure.axes
+    words = [shape for shape in drawing.shapes if isinstance(shape, Words)]
+    strokes = [shape for shape in drawing.shapes if isinstance(shape, Stroke)]
+    assert [(t.get_text(), t.get_color(), *t.get_position()) for t in axes.texts] == [
+        (word.text, word.color, word.x, word.y) for word in words
+    ]
+    assert [line.get_color() for line in axes.lines] == [one.color for one in strokes if not one.filled]
+    assert len(axes.patches) == sum(one.filled for one in strokes) > 0
+    assert (axes.get_xlim(), axes.get_ylim()) == ((0, drawing.width), (drawing.height, 0))
 
 
 @pytest.mark.parametrize("num_lines", [1, 2, 40, 400])
@@ -149,13 +156,8 @@ def test_round_ticks():
     assert round_ticks(0, 3e-4, 2) == pytest.approx([0, 2e-4])
 
 
-@pytest.mark.parametrize("with_matplotlib", [False, True])
-def test_averaged_weights_are_drawn(with_matplotlib, tmp_path, script, capsys, monkeypatch, request):
+def test_averaged_weights_are_drawn(tmp_path, script, capsys, no_matplotlib):
     """The loss of averaged weights has a line, a name and a sparkline of its own."""
-    if with_matplotlib:
-        pytest.importorskip("matplotlib", reason="matplotlib is not installed")
-    else:
-        request.getfixturevalue("no_matplotlib")
     run = write_run(tmp_path / "run", 40, averaged=0.05)
     assert script.main([str(run)]) == 0
     assert [line.split()[:3] for line in capsys.readouterr().out.splitlines()][-4:-1] == [
@@ -163,16 +165,9 @@ def test_averaged_weights_are_drawn(with_matplotlib, tmp_path, script, capsys, m
         ["validation", "loss", "7.100"],
         ["averaged", "weights", "loss"],
     ]
-    picture = read_picture([run], [])
-    names = ["training", "validation", "averaged weights"]
-    if with_matplotlib:
-        figure = draw_with_matplotlib(picture)
-        assert [text.get_text() for text in figure.legends[0].get_texts()] == names
-        assert len(figure.axes[0].lines) == 3
-    else:
-        root = ElementTree.fromstring(draw_svg(picture))
-        texts = [element.text for element in root.iter("{http://www.w3.org/2000/svg}text")]
-        assert texts[2:5] == names and "averaged weights 2.189" in texts[1]
+    root = ElementTree.fromstring((run / "loss.svg").read_text(encoding="utf-8"))
+    texts = [element.text for element in root.iter("{http://www.w3.org/2000/svg}text")]
+    assert texts[2:5] == ["training", "validation", "averaged weights"] and "averaged weights 2.189" in texts[1]
 
 
 @pytest.mark.parametrize("with_matplotlib", [False, True])
@@ -194,20 +189,12 @@ def test_runs_are_laid_over_each_other(with_matplotlib, tmp_path, script, capsys
     assert output.is_file() and f"loss curve: {output}" in out and "\x1b" not in out
     names = ["a/$x^2$_run", "b/$x^2$_run", "_<c>?"]
     assert [line for line in out.splitlines() if "loss" not in line and "matplotlib" not in line] == names
-    picture = read_picture([first, second, third], [])
-    if with_matplotlib:
-        figure = draw_with_matplotlib(picture)
-        figure.canvas.draw()
-        shown = [text.get_text().strip().replace("\\$", "$") for text in figure.legends[0].get_texts()]
-        assert shown == names
-        panels = [{line.get_color() for line in axes.lines} for axes in figure.axes]
-    else:
-        root = ElementTree.fromstring(draw_svg(picture))
-        texts = [element.text for element in root.iter("{http://www.w3.org/2000/svg}text")]
-        assert texts[:5] == ["3 runs", "training solid · validation dashed · averaged weights dotted", *names]
-        drawn = [element.get("stroke") for element in root.iter("{http://www.w3.org/2000/svg}polyline")]
-        panels = [set(drawn[:-3]), set(drawn[-3:])]
-    assert panels == [set(RUN_COLORS[:3])] * 2
+    shapes = draw(read_picture([first, second, third], [])).shapes
+    texts = [shape.text for shape in shapes if isinstance(shape, Words)]
+    assert texts[:5] == ["3 runs", "training solid · validation dashed · averaged weights dotted", *names]
+    strokes = [shape for shape in shapes if isinstance(shape, Stroke) and not shape.filled]
+    drawn = [stroke.color for stroke in strokes if stroke.color in RUN_COLORS]
+    assert [set(drawn[:-3]), set(drawn[-3:])] == [set(RUN_COLORS[:3])] * 2
 
 
 def test_long_runs_give_small_pictures(tmp_path):
@@ -217,7 +204,7 @@ def test_long_runs_give_small_pictures(tmp_path):
         file.write('{"phase": "training", "iteration": 300000, "loss": 50.0}\n')
     raw, smoothed = lines(read_picture([run], []))
     assert max(len(raw.curve), len(smoothed.curve)) <= MOST_POINTS and raw.curve.values.max() == 50.0
-    assert len(draw_svg(read_picture([run], []))) < 120_000
+    assert len(to_svg(draw(read_picture([run], [])))) < 120_000
 
 
 def test_too_many_runs_are_a_usage_error(tmp_path, script, capsys):
