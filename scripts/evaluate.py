@@ -44,8 +44,7 @@ from megatron_lite.data.open_data import open_data
 from megatron_lite.data.tokenizing import Tokenizer
 from megatron_lite.errors import EXIT_DONE, DataError, NumericsError, UsageError
 from megatron_lite.generation.evaluation import Totals, evaluate, text_batches
-from megatron_lite.generation.model import LocalModel, choose_device, load_model
-from megatron_lite.generation.model_options import model_options
+from megatron_lite.generation.model import LocalModel, choose_device, load_model, model_arguments
 from megatron_lite.generation.prompts import open_tokenizer
 from megatron_lite.model.layer import MicroBatch
 from megatron_lite.run.exit_status import print_failure, print_page
@@ -58,7 +57,7 @@ LONGEST_DEFAULT = 2048
 def parse_options(arguments: Sequence[str] | None) -> argparse.Namespace:
     """Parse the command line; argparse exits with code 2 if it is wrong."""
     parser = ScriptParser(
-        description="Measure loss, perplexity and bits per byte of a model.", parents=[model_options()]
+        description="Measure loss, perplexity and bits per byte of a model.", parents=[model_arguments()]
     )
     add = parser.add_argument
     data = parser.add_mutually_exclusive_group(required=True)

@@ -34,8 +34,7 @@ if __name__ == "__main__":
 
 from megatron_lite.errors import EXIT_DONE, DataError
 from megatron_lite.generation.continuation import Limits, Text, continue_texts
-from megatron_lite.generation.model import choose_device, load_model
-from megatron_lite.generation.model_options import model_options
+from megatron_lite.generation.model import choose_device, load_model, model_arguments
 from megatron_lite.generation.prompts import (
     Continuations,
     as_json,
@@ -54,7 +53,7 @@ GPU_BATCH_SIZE = 8
 
 def parse_options(arguments: Sequence[str] | None) -> argparse.Namespace:
     """Parse the command line; argparse exits with code 2 if it is wrong."""
-    parser = ScriptParser(description="Continue texts with a model.", parents=[model_options()])
+    parser = ScriptParser(description="Continue texts with a model.", parents=[model_arguments()])
     add = parser.add_argument
     add("--prompt", action="append", default=[], help="a text to continue; may be repeated")
     add("--prompts_file", help="a file with one prompt per line, without blank lines; -: standard input")

@@ -1,7 +1,8 @@
-"""Load a model into one process: from an export, any Hugging Face folder, or a checkpoint."""
+"""Load a model into one process, from an export, any Hugging Face folder or a checkpoint; the options that name it."""
 
 from __future__ import annotations
 
+import argparse
 import dataclasses
 from collections.abc import Callable
 from pathlib import Path
@@ -10,6 +11,7 @@ from typing import cast
 import torch
 from torch import Tensor
 
+from megatron_lite.config.system import DTYPE_ALIASES
 from megatron_lite.errors import UsageError
 from megatron_lite.huggingface.open_source import open_source
 from megatron_lite.huggingface.weight_source import WeightSource
@@ -113,3 +115,30 @@ def load_model(
         longest = source.model.max_position_embeddings
         chosen = DTYPES[dtype or ("fp32" if device.type == "cpu" else "bf16")]
         return LocalModel(source, min(length or longest, longest), chosen, device)
+
+
+def model_arguments() -> argparse.ArgumentParser:
+    """Return a parser of the shared options, for `parents=[...]`."""
+    parser = argparse.ArgumentParser(add_help=False)
+    add = parser.add_argument
+    add(
+        "--model", type=_folder, required=True, help="export, Hugging Face folder, checkpoint, or folder of checkpoints"
+    )
+    add("--tokenizer_file", help="tokenizer.json (default: from the model's folder, or the one used in training)")
+    add(
+        "--weights",
+        choices=("raw", "average"),
+        default="raw",
+        help="average: the averaged weights in a checkpoint of a run with --ema_type (default: raw)",
+    )
+    add("--dtype", type=_dtype, choices=DTYPES, help="dtype of the weights (default: fp32 on a CPU, bf16 on a GPU)")
+    add("--device", choices=("auto", "cpu", "cuda"), default="auto", help="(default: a GPU if there is one)")
+    return parser
+
+
+def _folder(text: str) -> Path:
+    return Path(text).expanduser()  # the shell does not expand the ~ in --model=~/folder
+
+
+def _dtype(text: str) -> str:
+    return DTYPE_ALIASES.get(text, text)

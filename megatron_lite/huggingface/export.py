@@ -20,7 +20,7 @@ from megatron_lite.config.structured_values import size_bytes
 from megatron_lite.distributed.agreement import write_together
 from megatron_lite.errors import NumericsError
 from megatron_lite.huggingface.export_folder import ExportFolder, FilePlan
-from megatron_lite.huggingface.model_card import Trained
+from megatron_lite.huggingface.model_card import TrainingSummary
 from megatron_lite.zero.replicas import assembled
 
 if TYPE_CHECKING:
@@ -93,7 +93,7 @@ def save_huggingface(
     distributed: Distributed,
     weights: Iterator[tuple[str, Tensor]],
     check: Callable[[], None] = lambda: None,
-    trained: Trained | None = None,
+    trained: TrainingSummary | None = None,
 ) -> None:
     """Write a Hugging Face folder, replacing an older one of that name; all ranks call this together.
 

@@ -26,14 +26,14 @@ from megatron_lite.config import Config
 from megatron_lite.data.tokenizing import copy_tokenizer
 from megatron_lite.huggingface.architectures import check_exportable
 from megatron_lite.huggingface.folder_kind import CONFIG_NAME, INDEX_NAME, WEIGHTS_NAME
-from megatron_lite.huggingface.model_card import FILE_NAME, Trained, model_card
-from megatron_lite.huggingface.weight_map import Piece, by_tensor, constants, pieces
+from megatron_lite.huggingface.model_card import FILE_NAME, TrainingSummary, model_card
+from megatron_lite.huggingface.weight_map import MappedRows, by_tensor, constants, pieces
 from megatron_lite.huggingface.write_config import hugging_face_config
 from megatron_lite.parameter import DTYPES
 from megatron_lite.run.durable_files import sync_folder
 
 
-class Place(NamedTuple):
+class TensorPlace(NamedTuple):
     """The place of one of their tensors."""
 
     file: int  # index
@@ -63,11 +63,11 @@ class FilePlan:
         sizes = {name: math.prod(shapes[name]) * self.dtype.itemsize for name in sorted(shapes, key=_natural)}
         self.total_bytes = sum(sizes.values())
         self.names = split(sizes, limit_bytes)
-        self.places: dict[str, Place] = {}
+        self.places: dict[str, TensorPlace] = {}
         for index, names in enumerate(self.names):
             offset = 0
             for name in names:
-                self.places[name] = Place(index, offset, shapes[name])
+                self.places[name] = TensorPlace(index, offset, shapes[name])
                 offset += sizes[name]
 
     def file_name(self, index: int) -> str:
@@ -172,7 +172,7 @@ class ExportFolder:
         self,
         tokenizer_file: str | Path | None,
         special_tokens: Mapping[str, int | None] | None = None,
-        trained: Trained | None = None,
+        trained: TrainingSummary | None = None,
     ) -> None:
         """Add index, configuration, tokenizer and model card, and sync everything, so that the folder can be published.
 
@@ -197,7 +197,7 @@ class ExportFolder:
         sync_folder(self.folder)
 
 
-def their_tensor(values: Tensor, parts: Sequence[Piece]) -> Tensor:
+def their_tensor(values: Tensor, parts: Sequence[MappedRows]) -> Tensor:
     """Assemble one of their tensors from rows of one parameter of ours: a view if possible, else a copy on the host."""
     first = parts[0]
     if len(parts) == 1:

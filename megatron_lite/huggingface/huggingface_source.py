@@ -18,7 +18,7 @@ from megatron_lite.checkpoint.names import open_regular, parse_json
 from megatron_lite.config import ModelConfig
 from megatron_lite.errors import CheckpointError, DamagedError
 from megatron_lite.huggingface import folder_kind, model_options
-from megatron_lite.huggingface.weight_map import Piece, known_name, pieces
+from megatron_lite.huggingface.weight_map import MappedRows, known_name, pieces
 from megatron_lite.huggingface.weight_source import WeightSource
 from megatron_lite.parameter import DTYPES, SAFETENSORS_NAMES
 from megatron_lite.tiles import Tile
@@ -57,7 +57,7 @@ class HuggingFaceSource(WeightSource):
         self._filled = model or self.model
         with self._reported():
             self._tensors = self._named(names, index)
-        self._pieces: dict[str, tuple[list[Piece], int]] = {}  # of our parameters, with the elements in a row
+        self._pieces: dict[str, tuple[list[MappedRows], int]] = {}  # of our parameters, with the elements in a row
         self._tied_copy: StoredTensor | None = None
 
     def describe(self) -> str:
@@ -107,7 +107,7 @@ class HuggingFaceSource(WeightSource):
         problems += [f"{name[:100]} is not a tensor of this model" for name in sorted(left)]
         self._refuse(list(dict.fromkeys(problems)), "download the folder again, or check the flags of the model")
 
-    def _problems(self, piece: Piece) -> list[str]:
+    def _problems(self, piece: MappedRows) -> list[str]:
         """List the problems of the tensor that holds a piece."""
         tensor = self._tensors.get(piece.name)
         if tensor is None:
@@ -119,7 +119,7 @@ class HuggingFaceSource(WeightSource):
             return [f"{piece.name} is {tensor.dtype}; weights must be {kinds} (quantized weights are not supported)"]
         return []
 
-    def _tie(self, found: tuple[list[Piece], int] | None) -> list[str]:
+    def _tie(self, found: tuple[list[MappedRows], int] | None) -> list[str]:
         """Check that a head stored beside a tied embedding can be its copy; `verify` compares the values."""
         embedding = self._tensors.get(found[0][0].name) if found else None
         self._tied_copy = self._tensors[_HEAD]
@@ -168,7 +168,7 @@ class HuggingFaceSource(WeightSource):
                 read = self._read_transposed if piece.transposed else self._read_piece
                 read(piece, width, low - start, target[low - first : high - first])
 
-    def _read_piece(self, piece: Piece, width: int, low: int, target: Tensor) -> None:
+    def _read_piece(self, piece: MappedRows, width: int, low: int, target: Tensor) -> None:
         """Fill `target` with elements of a piece, from `low` on."""
         tensor = self._tensors[piece.name]
         dtype = FLOATING[tensor.dtype]
@@ -180,7 +180,7 @@ class HuggingFaceSource(WeightSource):
         self._files.read(tensor.file, offset, dtype, values)
         target.copy_(values - piece.plus)
 
-    def _read_transposed(self, piece: Piece, width: int, low: int, target: Tensor) -> None:
+    def _read_transposed(self, piece: MappedRows, width: int, low: int, target: Tensor) -> None:
         """Do the same for a piece whose tensor is stored transposed, (width, rows), as in GPT-2.
 
         Read a few stored rows at a time and copy the columns needed: a rank reads the whole tensor for its share.

@@ -50,14 +50,14 @@ model = AutoModelForCausalLM.from_pretrained("FOLDER")  # the folder of this fil
 
 
 @dataclass(frozen=True)
-class Trained:
+class TrainingSummary:
     """The training that led to the exported weights."""
 
     iteration: int
     losses: dict[str, float]  # by name, in nats per token
 
 
-def model_card(config: Config, model_type: str, parameters: int, trained: Trained | None) -> str:
+def model_card(config: Config, model_type: str, parameters: int, trained: TrainingSummary | None) -> str:
     """Return the text of README.md.
 
     Args:
@@ -81,7 +81,7 @@ def _model_rows(config: Config, model_type: str, parameters: int) -> Iterator[tu
     yield "dtype of the weights", config.training.export_dtype or config.distributed.training_dtype
 
 
-def _training(config: Config, trained: Trained) -> Iterator[str]:
+def _training(config: Config, trained: TrainingSummary) -> Iterator[str]:
     batch, data = config.batch, config.data
     assert batch.batch_size, "resolved"
     yield "\n## Training\n"

@@ -7,22 +7,24 @@ q, k, v rows    one tensor (GPTBigCode with    three tensors
 gate, up rows                                  two tensors
 a tied head     none of its own                none of its own
 
-GPT-2 stores its linear layers ("Conv1D") transposed: (inputs, outputs). Imports no torch.
+GPT-2 stores its linear layers ("Conv1D") transposed: (inputs, outputs).
 """
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from types import MappingProxyType
 from typing import NamedTuple
 
 from megatron_lite.config import ModelConfig
-from megatron_lite.huggingface.architectures import Biases, biases_of
+from megatron_lite.huggingface.architectures import biases_of
+from megatron_lite.model.gpt import build_gpt, shapes_of
 
 
 @dataclass(frozen=True)
-class Piece:
+class MappedRows:
     """Some rows of one of our parameters, and their place:
 
         theirs[their_first_row : their_first_row + rows] = ours[first_row : first_row + rows] + plus
@@ -72,7 +74,7 @@ _MODULES = MappingProxyType(
 _BUFFERS = (".attn.bias", ".attn.masked_bias", ".rotary_emb.inv_freq")
 
 
-def pieces(name: str, shape: tuple[int, ...], architecture: str, model: ModelConfig) -> list[Piece]:
+def pieces(name: str, shape: tuple[int, ...], architecture: str, model: ModelConfig) -> list[MappedRows]:
     """Split one of our parameters into pieces, in order, which together hold all its rows.
 
     Raises:
@@ -82,7 +84,7 @@ def pieces(name: str, shape: tuple[int, ...], architecture: str, model: ModelCon
     modules = _MODULES.get(architecture, _OTHERS)
     plus = 1.0 if owner.endswith("norm") and kind == "weight" and model.zero_centered_normalization else 0.0
     if not owner.startswith("blocks."):
-        return [Piece(f"{modules[owner]}.{kind}", 0, shape[0], 0, shape, plus=plus)]
+        return [MappedRows(f"{modules[owner]}.{kind}", 0, shape[0], 0, shape, plus=plus)]
     _, index, part = owner.split(".", 2)
     prefix = f"{'transformer.h' if modules is _GPT else 'model.layers'}.{index}"
     parts = _parts(part, shape[0], modules, architecture, model)
@@ -95,14 +97,14 @@ def pieces(name: str, shape: tuple[int, ...], architecture: str, model: ModelCon
         return (*shape[1:], rows) if transposed else (rows, *shape[1:])
 
     return [
-        Piece(f"{prefix}.{theirs}.{kind}", first, rows, their_first, their_shape(sizes[theirs]), transposed, plus)
+        MappedRows(f"{prefix}.{theirs}.{kind}", first, rows, their_first, their_shape(sizes[theirs]), transposed, plus)
         for theirs, first, rows, their_first in parts
     ]
 
 
-def by_tensor(found: Iterable[Piece]) -> dict[str, list[Piece]]:
+def by_tensor(found: Iterable[MappedRows]) -> dict[str, list[MappedRows]]:
     """Group pieces by the names of their tensors."""
-    tensors: dict[str, list[Piece]] = {}
+    tensors: dict[str, list[MappedRows]] = {}
     for piece in found:
         tensors.setdefault(piece.name, []).append(piece)
     return tensors
@@ -139,31 +141,16 @@ def constants(architecture: str, model: ModelConfig) -> Iterator[Constant]:
 
     Weights of norms are ones and biases are zeros, which is exact: a norm times 1, a product plus 0.
     """
-    width, channels = model.hidden_size, model.kv_channels
-    norms = {"head.norm": width}
-    linears: dict[str, tuple[int, ...]] = {}
-    theirs, ours = biases_of(architecture, model), Biases.of(model)
-    for index in range(model.num_layers):
-        block = f"blocks.{index}"
-        norms |= {f"{block}.attention_norm": width, f"{block}.mlp_norm": width}
-        if model.qk_layernorm:
-            norms |= {f"{block}.attention.query_norm": channels, f"{block}.attention.key_norm": channels}
-        heads = model.num_attention_heads + 2 * model.head_groups
-        if theirs.qkv > ours.qkv:
-            linears[f"{block}.attention.query_key_value"] = (heads * channels, width)
-        if theirs.output > ours.output:
-            linears[f"{block}.attention.output"] = (width, model.num_attention_heads * channels)
-        if theirs.mlp > ours.mlp:
-            linears[f"{block}.mlp.up"] = (model.ffn_hidden_size * (2 if model.gated else 1), width)
-            linears[f"{block}.mlp.down"] = (width, model.ffn_hidden_size)
-    filled = {f"{owner}.bias": (shape[0],) for owner, shape in linears.items()}
-    if not model.use_layer_norm_weight:
-        kinds = ("weight", "bias") if model.normalization_type == "layer_norm" else ("weight",)
-        filled |= {f"{owner}.{kind}": (size,) for owner, size in norms.items() for kind in kinds}
-    for name, shape in filled.items():
-        value = 1.0 if name.endswith("norm.weight") else 0.0
-        tensors = {piece.name: piece.their_shape for piece in pieces(name, shape, architecture, model)}
-        yield from (Constant(theirs_name, theirs_shape, value) for theirs_name, theirs_shape in tensors.items())
+    qkv, output, mlp = biases_of(architecture, model)
+    theirs = dataclasses.replace(
+        model, add_qkv_biases=qkv, add_linear_biases=output, add_mlp_biases=mlp, use_layer_norm_weight=True
+    )
+    ours = shapes_of(build_gpt(model, 1))
+    for name, shape in shapes_of(build_gpt(theirs, 1)).items():
+        if name not in ours:
+            tensors = {piece.name: piece.their_shape for piece in pieces(name, shape, architecture, model)}
+            value = 1.0 if name.endswith("norm.weight") else 0.0
+            yield from (Constant(theirs_name, theirs_shape, value) for theirs_name, theirs_shape in tensors.items())
 
 
 def known_name(name: str, architecture: str, model: ModelConfig) -> str | None:

@@ -16,7 +16,7 @@ from megatron_lite.config.structured_values import keep_rules
 from megatron_lite.distributed.agreement import together
 from megatron_lite.errors import EXIT_PREEMPTED, FolderLostError, NumericsError, StorageError
 from megatron_lite.huggingface.export import export_weights, save_huggingface
-from megatron_lite.huggingface.model_card import Trained
+from megatron_lite.huggingface.model_card import TrainingSummary
 from megatron_lite.outputs.bad_steps import held_checkpoints, leave_bad_step
 from megatron_lite.setup_run import Run
 
@@ -219,7 +219,7 @@ def export(run: Run) -> None:
     else:
         weights = export_weights(run.model, run.config, run.distributed)
         try:
-            trained = Trained(run.iteration, run.evaluated.get(run.iteration, {}))
+            trained = TrainingSummary(run.iteration, run.evaluated.get(run.iteration, {}))
             save_huggingface(directory, run.model, run.config, run.distributed, weights, run.experiment.check, trained)
         except NumericsError as error:  # the trained weights are fine, and saved
             run.logger.warning("no export of iteration %d: %s", run.iteration, error)

@@ -8,7 +8,7 @@ import pytest
 
 from megatron_lite.cli.parse import parse
 from megatron_lite.config import Config
-from megatron_lite.huggingface.model_card import Trained, model_card
+from megatron_lite.huggingface.model_card import TrainingSummary, model_card
 from megatron_lite.validation import resolve
 from tests.support.launch import TINY, run
 
@@ -22,7 +22,7 @@ def test_what_a_card_says() -> None:
     """Model, data with shares, tokens, losses, options; the license is left open where nobody can overlook it."""
     blend = "--data_path 0.25 /secret/place/books 0.75 /secret/place/web"
     options = config("--lr=0.02", "--dataset_source=list", *blend.split(), "--experiment_dir=/home/somebody/run")
-    card = model_card(options, "gpt2", 1_234_567, Trained(4, {"validation loss": 2.5}))
+    card = model_card(options, "gpt2", 1_234_567, TrainingSummary(4, {"validation loss": 2.5}))
     assert "# A gpt2 model with 1.23M parameters" in card and "| parameters | 1,234,567 |" in card
     assert "`books` (25.0%), `web` (75.0%)" in card and "| iterations | 4 of 6 |" in card
     assert "| tokens | 256 |" in card and "2.5000 nats per token (perplexity 12.18)" in card
@@ -34,7 +34,7 @@ def test_what_a_card_says() -> None:
 def test_names_of_data_sets_stay_text() -> None:
     """Markdown and HTML in a file name end up as question marks."""
     options = config("--dataset_source=list", "--data_path=/d/---`|<script>")
-    card = model_card(options, "gpt2", 10, Trained(1, {}))
+    card = model_card(options, "gpt2", 10, TrainingSummary(1, {}))
     assert "`---???script?`" in card and "<script" not in card
 
 
