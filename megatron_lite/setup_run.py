@@ -326,9 +326,8 @@ def _fill(
 ) -> Resumed:
     """Load the newest good checkpoint, or the pretrained weights, or initialize."""
     config, root = start.config, start.experiment.checkpoints
-    resumed = resume(
-        choice, root, config, model, optimizer, window, data, start.distributed, start.logger, start.experiment.check
-    )
+    ranks, logger, check = start.distributed, start.logger, start.experiment.check
+    resumed = resume(choice, root, config, model, optimizer, window.load_state, data, ranks, logger, check)
     if resumed is not None:
         return resumed
     iteration = 0

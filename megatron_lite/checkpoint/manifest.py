@@ -34,8 +34,8 @@ import json
 import math
 import re
 import zlib
-from collections.abc import Collection, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, NamedTuple, TypedDict
 
@@ -118,13 +118,8 @@ class Manifest:
                     found.setdefault(piece.file, []).append((piece, f"{kind} of {name!r}"))
         return {file: sorted(slices, key=lambda item: item[0].offset) for file, slices in found.items()}
 
-    def restricted(self, names: Collection[str]) -> Manifest:
-        """Return the manifest without the parameters that are not in `names`."""
-        kept = {name: parameter for name, parameter in self.parameters.items() if name in names}
-        return replace(self, parameters=kept)
-
-    def misfits(self, shapes: Mapping[str, tuple[int, ...]]) -> list[str]:
-        """List the parameters whose name or shape differs from a model's."""
+    def misfits(self, shapes: Mapping[str, tuple[int, ...]], partial: bool = False) -> list[str]:
+        """List the parameters whose name or shape differs from a model's; `partial`: of those that the model has."""
         saved = self.parameters
         return [
             *(f"{name} is not in the checkpoint" for name in shapes if name not in saved),
@@ -133,7 +128,7 @@ class Manifest:
                 for name, shape in shapes.items()
                 if name in saved and saved[name].shape != tuple(shape)
             ),
-            *(f"{name} is not in the model" for name in saved if name not in shapes),
+            *(f"{name} is not in the model" for name in saved if not partial and name not in shapes),
         ]
 
 

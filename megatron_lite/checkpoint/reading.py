@@ -123,7 +123,9 @@ def fill_verified(
 
     def fill_own() -> None:
         with contextlib.closing(opened):
-            fill(opened, content, model, distributed.data.rank, optimizer)
+            for _, part in model.parts():
+                for kind in part.kinds():
+                    _fill_shard(opened, content, part, kind, distributed.data.rank, optimizer)
 
     if (problem := first_problem(distributed, fill_own)) is not None:
         return problem
@@ -183,8 +185,8 @@ def changes(content: Manifest, model: MultiStage, optimizer: str) -> list[str]:
     return lines
 
 
-def fill(opened: Files, content: Manifest, model: MultiStage, rank: int, optimizer: str) -> None:
-    """Read this rank's shards one after the other; `rank`: of the data-parallel group.
+def _fill_shard(opened: Files, content: Manifest, part: FlatShard, kind: str, rank: int, optimizer: str) -> None:
+    """Fill one tensor of a part, (numel,), from the saved slices that overlap each tile; `rank`: data-parallel.
 
     Moments that are missing, or belong to another rule than the current `optimizer`, become zero; missing averages
     become the weights. Padding is not touched.
@@ -192,13 +194,6 @@ def fill(opened: Files, content: Manifest, model: MultiStage, rank: int, optimiz
     Raises:
         DamagedError, OSError: if a file is damaged or can no longer be read.
     """
-    for _, part in model.parts():
-        for kind in part.kinds():
-            _fill_shard(opened, content, part, kind, rank, optimizer)
-
-
-def _fill_shard(opened: Files, content: Manifest, part: FlatShard, kind: str, rank: int, optimizer: str) -> None:
-    """Fill one tensor of a part, (numel,), from the saved slices that overlap each piece of a parameter."""
     shard = part.read(kind).detach()
     assert shard.shape == (part.numel(kind),) and shard.is_contiguous(), (kind, tuple(shard.shape))
     assert shard.dtype == part.kinds()[kind], (kind, shard.dtype)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from megatron_lite.checkpoint import compatibility, reading
 from megatron_lite.checkpoint.choice import Choice, set_aside
@@ -17,12 +17,6 @@ from megatron_lite.optimizer.optimizer import Optimizer
 if TYPE_CHECKING:
     from megatron_lite.distributed.process_group import Distributed
     from megatron_lite.zero.multi_stage import MultiStage
-
-
-class Sums(Protocol):
-    """Running sums of the log."""
-
-    def load_state(self, state: dict[str, Any]) -> None: ...
 
 
 class Resumed(NamedTuple):
@@ -53,7 +47,7 @@ def resume(
     config: Config,
     model: MultiStage,
     optimizer: Optimizer,
-    sums: Sums,
+    load_sums: Callable[[dict[str, Any]], None],
     data: dict[str, Any],
     distributed: Distributed,
     logger: logging.Logger,
@@ -61,8 +55,8 @@ def resume(
 ) -> Resumed | None:
     """Load the newest good checkpoint of a choice; all ranks call this together. None: there is no checkpoint.
 
-    root: the folder of the run's own checkpoints. data: see `data.fingerprint.identity`. check: rank 0 calls it before
-    it moves anything; see `writing.Save`.
+    root: the folder of the run's own checkpoints. load_sums: restores the running sums of the log. data: see
+    `data.fingerprint.identity`. check: rank 0 calls it before it moves anything; see `writing.Save`.
     """
     where, rule = choice.found[0][1].parent if choice.found else None, config.optimizer.optimizer
     found = reading.load_first_good(choice.found, where, model, distributed, logger.warning, rule)
@@ -74,7 +68,7 @@ def resume(
     model.invalidate()
     saved_by = compatibility.saved_optimizer(loaded.config)
     optimizer.load_state(compatibility.optimizer_state(loaded.state, saved_by, config.optimizer.optimizer))
-    sums.load_state(loaded.state["window"])
+    load_sums(loaded.state["window"])
     logger.info("resumed from %s at iteration %d%s", folder, loaded.iteration, _other_ranks(loaded, distributed))
     if choice.note:
         logger.warning(choice.note)

@@ -53,9 +53,10 @@ EmaType = Annotated[str, Rule(f"one of {', '.join(EMA_TYPES)}", lambda value: va
 TokenDtype = Annotated[str, Rule("the dtype of tokens", lambda value: value in _TOKEN_DTYPES)]
 
 
-class LossScaleState(TypedDict):
-    """See `LossScale.state`."""
+# Each is what `state` of the class of its name returns; the state of the data is `data.fingerprint.identity`.
 
+
+class LossScaleState(TypedDict):
     dynamic: bool
     scale: Scale
     good: Count
@@ -63,8 +64,6 @@ class LossScaleState(TypedDict):
 
 
 class DroppedState(TypedDict):
-    """See `Dropped.state`."""
-
     skipped: Count
     nan: Count
     new: Count
@@ -74,37 +73,27 @@ class DroppedState(TypedDict):
 
 
 class GuardState(TypedDict):
-    """See `Guard.state`."""
-
     usual: list[tuple[Finite, Finite]] | Absent
     dropped: DroppedState | Absent
 
 
 class ClippingState(TypedDict):
-    """See `UpdateClipping.state`."""
-
     clipped: Count | Absent
     norm: NotNegative | Absent
     norms: list[tuple[Finite]] | Absent
 
 
 class RuleState(TypedDict):
-    """See `Rule.state`."""
-
     clipping: ClippingState | Absent
 
 
 class AveragingState(TypedDict):
-    """See `Averaging.state`."""
-
     type: EmaType
     updates: Count
     total: NotNegative
 
 
 class OptimizerState(TypedDict):
-    """See `Optimizer.state`."""
-
     updates: Count
     loss_scale: LossScaleState
     guard: GuardState | Absent
@@ -113,15 +102,11 @@ class OptimizerState(TypedDict):
 
 
 class WindowState(TypedDict):
-    """See `LogWindow.state`."""
-
     loss: HexFloat
     tokens: Count
 
 
 class DataState(TypedDict):
-    """See `data.fingerprint.identity`."""
-
     sets: list[tuple[Count, Count, TokenDtype, Digest]]
     tokenizer: Digest | None
     masks: list[Digest | None] | Absent

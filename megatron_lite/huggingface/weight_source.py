@@ -149,8 +149,9 @@ class CheckpointSource(WeightSource):
 
     def check(self, shapes: Mapping[str, tuple[int, ...]], partial: bool = False) -> None:
         """See `WeightSource.check`. partial: other parameters of the checkpoint do not count."""
-        saved = self.content if not partial else self.content.restricted(shapes)
-        self._refuse(saved.misfits(shapes), "give the flags it was trained with, or no flags of the model")
+        self._refuse(
+            self.content.misfits(shapes, partial), "give the flags it was trained with, or no flags of the model"
+        )
 
     def damage(self, rank: int = 0, world_size: int = 1) -> str | None:
         """See `WeightSource.damage`. A second call for the same share reads nothing.
