@@ -114,6 +114,8 @@ class Search:
     def least_bytes(self) -> float:
         """The memory that a rank needs with every option that saves memory; infinity if these contradict others.
 
+        Split master weights are left out if the run fits without.
+
         Raises:
             SearchTooLongError: if the time for the search is over.
         """
@@ -125,6 +127,8 @@ class Search:
             for recomputed in (0, self.asked.model.num_layers):  # recomputation may need more memory than it saves
                 step = {"mlp_recompute_level": "full", "recompute_layers": recomputed}
                 least = min(least, self.needed_bytes({**changes, **step}) or math.inf)
+            if least <= self.device_bytes:
+                break
         return least
 
     def wider(self) -> Iterator[Search]:
