@@ -26,7 +26,7 @@ from typing import Any, NamedTuple
 
 from megatron_lite.checkpoint.compatibility import Difference
 from megatron_lite.config import unflatten
-from megatron_lite.config.presets import PRESETS
+from megatron_lite.config.source import PRESETS
 from megatron_lite.config.values import FLAGS, parse_value, written
 from megatron_lite.errors import CheckpointError, UsageError
 from megatron_lite.huggingface import folder_kind, model_options

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from megatron_lite.config.numbers import NonNegativeInt, PositiveFloat, PositiveInt
-from megatron_lite.config.option import Area, option, optional
+from megatron_lite.config.option import SAVED, Area, NonNegativeInt, PositiveFloat, PositiveInt, Rule, option, optional
+
+LOADED = Rule("experiment_dir or load_checkpoint_path", "there is nothing to load", when="dry_run=0")
+STARTS_ANEW = Rule("load_policy=never", "a run that starts anew loads no checkpoint")
 
 
 @dataclass
@@ -13,13 +15,13 @@ class CheckpointConfig(Area):
     """Checkpoints"""
 
     checkpoint_interval: PositiveInt | None = optional(
-        "iterations between checkpoints", "only the last iteration", basic=True, aliases="save_interval"
+        "iterations between checkpoints", "only the last iteration", basic=True, aliases="save_interval", needs=SAVED
     )
     checkpoint_offset: NonNegativeInt = option(
         0, "iteration from which checkpoint_interval counts", idle_unless="checkpoint_interval"
     )
     checkpoint_minutes: PositiveFloat | None = optional(
-        "also save when the last save is this many minutes ago, by the clock of rank 0", "off"
+        "also save when the last save is this many minutes ago, by the clock of rank 0", "off", needs=SAVED
     )
     max_checkpoints: PositiveInt | None = optional(
         "keep only the newest N checkpoints, and those of keep_checkpoints",
@@ -31,6 +33,7 @@ class CheckpointConfig(Area):
         (),
         'save and never delete checkpoints at these iterations: "1000:10000 5000" means each multiple of 1000 up to '
         "10000, then each multiple of 5000",
+        needs=SAVED,
     )
     delete_old_temp_checkpoints: bool = option(
         True,
@@ -42,16 +45,20 @@ class CheckpointConfig(Area):
         "auto: resume if there is a checkpoint, else start anew; require: end without one (exit 4); never: end if "
         "experiment_dir has one, else start anew",
         choices=("auto", "require", "never"),
+        needs=(LOADED._replace(when="load_policy=require and dry_run=0"),),
     )
     load_checkpoint_path: str | None = optional(
         "resume from elsewhere, state and all, until experiment_dir has a checkpoint: a checkpoint, a folder of them "
         "or an experiment directory",
         "none",
         never_empty=True,
+        excludes=(STARTS_ANEW, Rule("pretrained_checkpoint_path", "a run begins from one of the two")),
     )
     resume_iteration: NonNegativeInt | None = optional(
         "go back to the checkpoint of this iteration, or end without it (exit 4); newer ones of the run are set aside",
         "the newest good one",
+        needs=(LOADED,),
+        excludes=(STARTS_ANEW,),
         aliases="ckpt_step",
     )
     allow_data_change: bool = option(

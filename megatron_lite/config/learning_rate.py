@@ -4,8 +4,17 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from megatron_lite.config.numbers import Fraction, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt
-from megatron_lite.config.option import Area, idle_unless, option, optional
+from megatron_lite.config.option import (
+    Area,
+    Fraction,
+    NonNegativeFloat,
+    NonNegativeInt,
+    PositiveFloat,
+    PositiveInt,
+    idle_unless,
+    option,
+    optional,
+)
 
 DECAY_STYLES = ("constant", "linear", "cosine", "power", "inv_sqrt", "inv", "power_tokens")
 

@@ -5,9 +5,19 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
-from megatron_lite.config.by_block import by_block
-from megatron_lite.config.numbers import NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt, ProperFraction
-from megatron_lite.config.option import Area, derived, low_precision_option, option, optional
+from megatron_lite.config.option import (
+    Area,
+    NonNegativeFloat,
+    NonNegativeInt,
+    PositiveFloat,
+    PositiveInt,
+    ProperFraction,
+    Rule,
+    derived,
+    low_precision_option,
+    option,
+    optional,
+)
 
 ACTIVATIONS = ("gelu", "gelu_exact", "quick_gelu", "silu", "relu", "squared_relu", "tanh", "identity")
 ACTIVATION_ALIASES = {
@@ -24,6 +34,9 @@ ACTIVATION_ALIASES = {
 }
 ROPE_TYPES = ("default", "linear", "llama3", "yarn")
 RECOMPUTE_LEVELS = ("none", "activation", "full")
+ROTATED = (Rule("use_rotary_embeddings", "there are no rotary positions"),)
+YARN = (Rule("rope_type=yarn", "this type does not use it"),)
+LLAMA3 = (Rule("rope_type=llama3", "this type does not use it"),)
 ATTENTION_BACKENDS = ("auto", "flash", "flash3", "cudnn", "varlen", "flex", "math")
 
 
@@ -64,39 +77,46 @@ class ModelConfig(Area):
         idle_unless="use_rotary_embeddings",
     )
     rotary_percent: float = option(
-        1.0, "fraction of each head's channels to rotate, counted from the first", above=0.0, maximum=1.0
+        1.0, "fraction of each head's channels to rotate, counted from the first", above=0.0, maximum=1.0, needs=ROTATED
     )
-    rope_type: str = option("default", "how to scale rotary frequencies for longer contexts", choices=ROPE_TYPES)
+    rope_type: str = option(
+        "default", "how to scale rotary frequencies for longer contexts", choices=ROPE_TYPES, needs=ROTATED
+    )
     rope_factor: float | None = optional(
         "linear, llama3, yarn: factor by which the context grows",
         "yarn: max_position_embeddings / rope_original_max_position_embeddings",
         minimum=1.0,
+        needs=(Rule("rope_type=linear|llama3|yarn", "this type does not use it"),),
     )
     rope_original_max_position_embeddings: PositiveInt | None = optional(
-        "llama3, yarn: context length before scaling", "llama3, yarn: max_position_embeddings"
+        "llama3, yarn: context length before scaling",
+        "llama3, yarn: max_position_embeddings",
+        needs=(Rule("rope_type=llama3|yarn", "this type does not use it"),),
     )
     rope_low_freq_factor: PositiveFloat | None = optional(
-        "llama3: fully scale wavelengths above original length / this", "llama3: 1"
+        "llama3: fully scale wavelengths above original length / this", "llama3: 1", needs=LLAMA3
     )
     rope_high_freq_factor: PositiveFloat | None = optional(
-        "llama3: do not scale wavelengths below original length / this", "llama3: 4"
+        "llama3: do not scale wavelengths below original length / this", "llama3: 4", needs=LLAMA3
     )
     rope_beta_fast: PositiveFloat | None = optional(
-        "yarn: do not scale frequencies that make more turns than this over the original length", "yarn: 32"
+        "yarn: do not scale frequencies that make more turns than this over the original length", "yarn: 32", needs=YARN
     )
     rope_beta_slow: PositiveFloat | None = optional(
-        "yarn: fully scale frequencies that make fewer turns than this over the original length", "yarn: 1"
+        "yarn: fully scale frequencies that make fewer turns than this over the original length", "yarn: 1", needs=YARN
     )
     rope_attention_factor: PositiveFloat | None = optional(
-        "yarn: factor on cos and sin", "yarn: from rope_factor and any mscales"
+        "yarn: factor on cos and sin", "yarn: from rope_factor and any mscales", needs=YARN
     )
     rope_mscale: PositiveFloat | None = optional(
-        "yarn: scale of log(rope_factor) in the numerator of the attention factor", "not used"
+        "yarn: scale of log(rope_factor) in the numerator of the attention factor", "not used", needs=YARN
     )
     rope_mscale_all_dim: PositiveFloat | None = optional(
-        "yarn: scale of log(rope_factor) in the attention factor's denominator; set both or neither", "not used"
+        "yarn: scale of log(rope_factor) in the attention factor's denominator; set both or neither",
+        "not used",
+        needs=YARN,
     )
-    rope_truncate: bool | None = optional("yarn: round the ends of the ramp to whole channels", "yarn: 1")
+    rope_truncate: bool | None = optional("yarn: round the ends of the ramp to whole channels", "yarn: 1", needs=YARN)
     tie_word_embeddings: bool = option(True, "share one matrix between input embedding and output head", basic=True)
     add_linear_biases: bool = option(True, "add biases to the linear layers", basic=True)
     add_qkv_biases: bool = derived("add biases to query, key and value", "add_linear_biases", aliases="add_qkv_bias")
@@ -129,7 +149,10 @@ class ModelConfig(Area):
     )
     scale_attn_by_inverse_layer_idx: bool = option(False, "divide attention scores by the block's number, from 1")
     attention_softmax_in_fp32: bool = low_precision_option(
-        False, "compute attention by the plain formula, scores and their gradients in fp32", aliases="upcast_attn"
+        False,
+        "compute attention by the plain formula, scores and their gradients in fp32",
+        aliases="upcast_attn",
+        needs=(Rule("attention_backend=auto|math", "only the math backend computes the softmax in fp32"),),
     )
     logit_soft_cap: NonNegativeFloat = option(0.0, "cap logits to cap * tanh(logits / cap); 0: no cap")
     window_size: PositiveInt | None = optional("sliding attention window, in tokens", "full causal attention")
@@ -224,3 +247,33 @@ class PerformanceConfig(Area):
     def mlp_levels(self, num_layers: int) -> tuple[str, ...]:
         """Return the level of MLP recomputation of each block."""
         return by_block(self.mlp_recompute_level, num_layers)
+
+
+# Values that differ between blocks: `activation,full:8` is full in the first 8 blocks, and activation in the others. A
+# part with a number takes that many blocks, from the first on, in the order of the parts. The part without a number
+# takes the blocks that are left; `join_block_parts` puts it first. Checks are in `values.py`.
+
+
+def block_parts(text: str) -> list[tuple[str, str | None]]:
+    """Return each part's value and number, None without a number."""
+    parts = (part.partition(":") for part in text.split(","))
+    return [(value.strip(), number.strip() if colon else None) for value, colon, number in parts]
+
+
+def join_block_parts(parts: list[tuple[str, str | None]]) -> str:
+    """Join parts; the one without a number comes first."""
+    ordered = sorted(parts, key=lambda part: part[1] is not None)
+    return ",".join(value if number is None else f"{value}:{number}" for value, number in ordered)
+
+
+def numbered_blocks(text: str) -> int:
+    """Return the number of blocks that the parts with a number take."""
+    return sum(int(number or 0) for _, number in block_parts(text))
+
+
+def by_block(text: str, blocks: int) -> tuple[str, ...]:
+    """Return the value of each block of a model."""
+    parts = block_parts(text)
+    (others,) = (value for value, number in parts if number is None)
+    first = [value for value, number in parts for _ in range(int(number or 0))]
+    return (*first, *[others] * (blocks - len(first)))

@@ -4,12 +4,24 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from megatron_lite.config.numbers import NonNegativeFloat, PositiveFloat, PositiveInt, ProperFraction, WindowLength
-from megatron_lite.config.option import Area, idle_unless, option, optional
+from megatron_lite.config.option import (
+    Area,
+    NonNegativeFloat,
+    PositiveFloat,
+    PositiveInt,
+    ProperFraction,
+    Rule,
+    WindowLength,
+    idle_unless,
+    option,
+    optional,
+)
 
 OPTIMIZERS = ("adamw", "muon", "lion", "sgd")
 DECAY_MASKS = ("fast_llm", "levanter", "off")
 EMA_TYPES = ("none", "ema", "ema_decay_sqrt")
+
+ADAMW = Rule("optimizer=adamw", "only AdamW's updates can be clipped")
 
 # Options that have no effect unless another one has this value.
 decay_option = idle_unless("weight_decay")
@@ -40,6 +52,14 @@ class OptimizerConfig(Area):
         (),
         "decay only these weights (and those of weight_decay_default_mask if given): patterns as in --freeze, any "
         "other part of a name (mlp), or regex:<expression>, which must match from the start of a name",
+        excludes=(
+            Rule(
+                "weight_decay_default_mask=off",
+                "without a mask all weights decay, whatever the patterns select",
+                fix="leave weight_decay_default_mask out to decay only what they select, or weight_decay_modules to "
+                "decay everything",
+            ),
+        ),
     )
     weight_decay_default_mask: str | None = decay_option(
         None,
@@ -80,10 +100,16 @@ class OptimizerConfig(Area):
         idle_unless="clip_grad",
     )
     update_rms_clip: PositiveFloat | None = optional(
-        "clip the RMS of each parameter's update, before the learning rate", "off", aliases="update_rms_clipping"
+        "clip the RMS of each parameter's update, before the learning rate",
+        "off",
+        aliases="update_rms_clipping",
+        needs=(ADAMW,),
+        excludes=(
+            Rule("clip_update_norm_sigma", "updates are clipped by each parameter's root mean square or by their norm"),
+        ),
     )
     clip_update_norm_sigma: PositiveFloat | None = optional(
-        "clip the norm of an update to the mean + N standard deviations of recent updates", "off"
+        "clip the norm of an update to the mean + N standard deviations of recent updates", "off", needs=(ADAMW,)
     )
     clip_update_norm_window: WindowLength = option(
         128, "number of recent updates for clip_update_norm_sigma", idle_unless="clip_update_norm_sigma"

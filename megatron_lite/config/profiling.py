@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from megatron_lite.config.numbers import NonNegativeInt, PositiveInt
-from megatron_lite.config.option import Area, idle_unless
+from megatron_lite.config.option import Area, NonNegativeInt, PositiveInt, idle_unless
 
 # Options that have no effect unless one of these is on.
 profile_option = idle_unless("profile_cpu or profile_cuda or profile_schedule")

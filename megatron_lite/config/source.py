@@ -1,14 +1,68 @@
-"""Options of the source of a model: a preset or pretrained weights."""
+"""Options of the source of a model, a preset or pretrained weights, and the presets: flags of known architectures.
+
+`--model=mistral-7b` stands for the flags of its preset, as if typed before all others; if a flag is given twice, the
+last one counts. Importing the publisher's config.json gives the same values, including dropouts and the initial
+standard deviation. Derived and default values are left out.
+"""
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
+from types import MappingProxyType
 
-from megatron_lite.config.option import Area, idle_unless, optional
-from megatron_lite.config.presets import PRESETS
+from megatron_lite.config.option import Area, Rule, idle_unless, optional
+
+_GPT2 = (
+    "vocab_size=50257 max_position_embeddings=1024 normalization_type=layer_norm layer_norm_eps=1e-5 "
+    "add_linear_biases=1 gated=0 activation_type=gelu tie_word_embeddings=1 use_rotary_embeddings=0 "
+    "hidden_dropout=0.1 attention_dropout=0.1 init_method_std=0.02"
+)
+_LLAMA = (
+    "normalization_type=rms_norm layer_norm_eps=1e-5 add_linear_biases=0 gated=1 activation_type=silu "
+    "tie_word_embeddings=0 use_rotary_embeddings=1 init_method_std=0.02"
+)
+_LLAMA_3 = (
+    f"{_LLAMA} vocab_size=128256 max_position_embeddings=131072 rotary_base=500000 rope_type=llama3 rope_factor=8 "
+    "rope_low_freq_factor=1 rope_high_freq_factor=4 rope_original_max_position_embeddings=8192"
+)
+_MISTRAL = (
+    f"{_LLAMA} num_layers=32 hidden_size=4096 num_attention_heads=32 head_groups=8 ffn_hidden_size=14336 "
+    "max_position_embeddings=32768"
+)
+
+PRESETS: Mapping[str, str] = MappingProxyType(
+    {
+        "gpt2": f"{_GPT2} num_layers=12 hidden_size=768 num_attention_heads=12",
+        "gpt2-medium": f"{_GPT2} num_layers=24 hidden_size=1024 num_attention_heads=16",
+        "gpt2-large": f"{_GPT2} num_layers=36 hidden_size=1280 num_attention_heads=20",
+        "gpt2-xl": f"{_GPT2} num_layers=48 hidden_size=1600 num_attention_heads=25",
+        "llama-2-7b": f"{_LLAMA} num_layers=32 hidden_size=4096 num_attention_heads=32 ffn_hidden_size=11008 "
+        "vocab_size=32000 max_position_embeddings=4096 rotary_base=10000",
+        "llama-3.1-8b": f"{_LLAMA_3} num_layers=32 hidden_size=4096 num_attention_heads=32 head_groups=8 "
+        "ffn_hidden_size=14336",
+        "llama-3.2-1b": f"{_LLAMA_3} num_layers=16 hidden_size=2048 num_attention_heads=32 head_groups=8 "
+        "ffn_hidden_size=8192 rope_factor=32 tie_word_embeddings=1",
+        "mistral-7b": f"{_MISTRAL} vocab_size=32000 rotary_base=10000 window_size=4096",  # v0.1
+        "mistral-7b-v0.3": f"{_MISTRAL} vocab_size=32768 rotary_base=1000000",
+        "qwen2.5-7b": f"{_LLAMA} num_layers=28 hidden_size=3584 num_attention_heads=28 head_groups=4 "
+        "ffn_hidden_size=18944 vocab_size=152064 max_position_embeddings=131072 rotary_base=1000000 "
+        "layer_norm_eps=1e-6 add_qkv_biases=1",
+        "qwen3-8b": f"{_LLAMA} num_layers=36 hidden_size=4096 num_attention_heads=32 head_groups=8 kv_channels=128 "
+        "ffn_hidden_size=12288 vocab_size=151936 max_position_embeddings=40960 rotary_base=1000000 "
+        "layer_norm_eps=1e-6 qk_layernorm=1",
+        "starcoder2-3b": "num_layers=30 hidden_size=3072 num_attention_heads=24 head_groups=2 ffn_hidden_size=12288 "
+        "vocab_size=49152 max_position_embeddings=16384 normalization_type=layer_norm layer_norm_eps=1e-5 "
+        "add_linear_biases=1 gated=0 activation_type=gelu tie_word_embeddings=1 use_rotary_embeddings=1 "
+        "rotary_base=999999.4420358813 window_size=4096 hidden_dropout=0.1 attention_dropout=0.1 "
+        "init_method_std=0.018042",
+    }
+)
 
 # Options that have no effect unless another one has this value.
-pretrained_option = idle_unless("pretrained_checkpoint_path")
+PRETRAINED = "pretrained_checkpoint_path"
+pretrained_option = idle_unless(PRETRAINED)
+IMPORTED, UNLOADED = "pretrained_checkpoint_type=huggingface", "load_pretrained_weights=0"
 
 
 @dataclass
@@ -40,12 +94,22 @@ class SourceConfig(Area):
         ("model",),
         "parts to take from a checkpoint: model; optimizer (moments); step (iterations done, and with them the "
         "learning rate and the place in the data)",
+        excludes=(
+            Rule(IMPORTED, "a Hugging Face folder has no iterations", when=f"load_parts=step and {PRETRAINED}"),
+            Rule(UNLOADED, "new weights begin at iteration 0", when=f"load_parts=step and {PRETRAINED}"),
+        ),
     )
     allow_partial_checkpoint: bool = pretrained_option(
         False,
         "start from a checkpoint that lacks parameters of the model, or has others: missing ones are initialized, and "
         "all are listed (with ignore_pretrained_config if flags of the model differ)",
+        excludes=(Rule(IMPORTED, "only checkpoints of this program may be partial", when=PRETRAINED),),
     )
     load_pretrained_optimizer: bool = pretrained_option(
-        False, "also load the optimizer's moments from a checkpoint; the run still starts at iteration 0"
+        False,
+        "also load the optimizer's moments from a checkpoint; the run still starts at iteration 0",
+        excludes=(
+            Rule(IMPORTED, "a Hugging Face folder holds no optimizer state", when=PRETRAINED),
+            Rule(UNLOADED, "moments fit only the weights they were computed with", when=PRETRAINED),
+        ),
     )

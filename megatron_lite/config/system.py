@@ -8,8 +8,20 @@ from dataclasses import dataclass
 from types import MappingProxyType
 from typing import NamedTuple
 
-from megatron_lite.config.numbers import NonNegativeInt, PositiveFloat, PositiveInt
-from megatron_lite.config.option import Area, Auto, debug_level, idle_unless, low_precision_option, option, optional
+from megatron_lite.config.option import (
+    SAVED,
+    Area,
+    Auto,
+    NonNegativeInt,
+    PositiveFloat,
+    PositiveInt,
+    Rule,
+    debug_level,
+    idle_unless,
+    low_precision_option,
+    option,
+    optional,
+)
 from megatron_lite.config.tracking import WANDB
 
 
@@ -64,6 +76,7 @@ class MultiStageConfig(Area):
         False,
         "bf16 training: split each fp32 master weight into the bf16 weight and a 16-bit remainder (saves 2 bytes per "
         "weight of a shard)",
+        needs=(Rule("training_dtype=bf16", "only bf16 training can split masters"),),
     )
     stages_per_pipeline_stage: int = option(
         1, "stages per pipeline rank", minimum=1, maximum=1, why="there is no pipeline parallelism yet; leave it out"
@@ -122,8 +135,18 @@ class DistributedConfig(Area):
         "as many as torchrun starts",
         minimum=1,
         maximum=2**24,
+        needs=(Rule("dry_run", "a run takes the number of ranks from torchrun (nproc-per-node and nnodes)"),),
     )
-    gpu: str | None = for_plans(None, "device to plan for", choices=PLANNED_DEVICES, unset="a GPU of 80 GB: h100")
+    gpu: str | None = for_plans(
+        None,
+        "device to plan for",
+        choices=PLANNED_DEVICES,
+        unset="a GPU of 80 GB: h100",
+        excludes=(
+            Rule("device=cpu", "that plans for a CPU", when="gpu!=cpu"),
+            Rule("device=cuda", "that plans for a GPU", when="gpu=cpu"),
+        ),
+    )
     device_memory_gib: PositiveFloat | None = for_plans(
         None, "memory of the device to plan for (GiB)", unset="that of --gpu"
     )
@@ -174,7 +197,7 @@ class RunConfig(Area):
         "compare what tensor-parallel ranks must hold alike: weights, gradients, layer outputs (slow)",
         idle_unless="tensor_parallel!=1",
     )
-    save_tensor_logs: bool = option(False, "save logged tensors in runs/<k>/artifacts of experiment_dir")
+    save_tensor_logs: bool = option(False, "save logged tensors in runs/<k>/artifacts of experiment_dir", needs=SAVED)
     show_tensor_logs: bool = option(True, "print logged tensors")
     tensor_logs_show_elements: NonNegativeInt = option(8, "sampled elements to print per tensor")
     peak_tflops: PositiveFloat | None = optional("dense peak TFLOP/s of one device, for mfu", "known for common GPUs")

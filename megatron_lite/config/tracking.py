@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from megatron_lite.config.numbers import PositiveInt
-from megatron_lite.config.option import Area, derived, idle_unless, optional
+from megatron_lite.config.option import Area, PositiveInt, Rule, derived, idle_unless, optional
 
 TRACKERS = ("jsonl", "wandb", "tensorboard")
 WATCHED = ("grads", "params", "updates", "opt_state")
@@ -16,6 +15,12 @@ wandb_option = idle_unless(WANDB)
 watch_option = idle_unless("watch")
 
 
+def _added(tracker: str, switch: str) -> Rule:
+    """Return the rule that an option which turns a tracker on does not contradict --trackers."""
+    fix = f"add {tracker} to --trackers, or leave {switch} out"
+    return Rule(f"trackers={tracker}", f"{switch} turns {tracker} on", fix=fix)
+
+
 @dataclass
 class TrackingConfig(Area):
     """Trackers and watch"""
@@ -24,14 +29,25 @@ class TrackingConfig(Area):
         "destinations of metrics, separated by commas: experiment_dir/metrics.jsonl, Weights & Biases, TensorBoard",
         "jsonl with experiment_dir, wandb with wandb_entity_name, tensorboard with tensorboard_dir",
         choices=TRACKERS,
+        needs=(
+            Rule("experiment_dir", "jsonl has nowhere to write", when="trackers=jsonl and dry_run=0"),
+            Rule(
+                "tensorboard_dir or experiment_dir",
+                "tensorboard has nowhere to write",
+                when="trackers=tensorboard and dry_run=0",
+            ),
+        ),
     )
     tensorboard_dir: str | None = optional(
-        "folder of TensorBoard's files; turns TensorBoard on", "experiment_dir/tensorboard with tensorboard in trackers"
+        "folder of TensorBoard's files; turns TensorBoard on",
+        "experiment_dir/tensorboard with tensorboard in trackers",
+        needs=(_added("tensorboard", "tensorboard_dir"),),
     )
     wandb_entity_name: str | None = optional(
         "Weights & Biases user or team; turns logging there on",
         "off, or the account's own with wandb in trackers",
         aliases="wandb_entity",
+        needs=(_added("wandb", "wandb_entity_name"),),
     )
     wandb_project_name: str = wandb_option("megatron_lite", "Weights & Biases project", aliases="wandb_project")
     wandb_group_name: str = wandb_option("default", "Weights & Biases group", aliases="wandb_group")

@@ -4,8 +4,19 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from megatron_lite.config.numbers import NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt
-from megatron_lite.config.option import All, Area, idle_unless, option, optional
+from megatron_lite.config.option import (
+    SAVED,
+    All,
+    Area,
+    NonNegativeFloat,
+    NonNegativeInt,
+    PositiveFloat,
+    PositiveInt,
+    Rule,
+    idle_unless,
+    option,
+    optional,
+)
 from megatron_lite.config.system import DTYPE_ALIASES, DTYPES
 
 # Hugging Face architectures that can be imported and exported.
@@ -17,6 +28,14 @@ shuffled_option = idle_unless("dataset_source!=random and shuffle!=none and trun
 worker_option = idle_unless("dataset_source!=random and num_workers")
 fim_option = idle_unless("fim_rate")
 export_option = idle_unless("export_interval")
+SAMPLED = Rule("sample_interval", "no samples are written")
+TEMPERED = Rule("sample_temperature", "temperature 0 draws nothing at random", when="sample_interval")
+LISTED = Rule(
+    "dataset_source=file",
+    "the data sets must be on the command line",
+    when="data_path",
+    fix="write --dataset_source=list",
+)
 validation_option = idle_unless("validation_iters")
 
 
@@ -78,6 +97,7 @@ class DataConfig(Area):
         (),
         'change the weights of data_path in training at given iterations: "1000:0.5/0.5 2000:0/1" means half of each '
         "of two data sets once 1000 iterations are done, and only the second after 2000; validation keeps the first",
+        excludes=(LISTED,),
     )
     shuffle: str = file_option(
         "epoch",
@@ -85,6 +105,7 @@ class DataConfig(Area):
         "skip_first_epoch: the first epoch in file order, the others as epoch; none: in file order",
         choices=("epoch", "full", "skip_first_epoch", "none"),
         value_aliases={"disabled": "none"},
+        needs=(Rule("max_epochs", "its order depends on the number of epochs", when="shuffle=full"),),
     )
     shuffle_era: PositiveInt | None = optional(
         "shuffle training samples only within windows of N samples, so that reading stays in one part of a file",
@@ -108,6 +129,13 @@ class DataConfig(Area):
         True,
         "cut documents where samples end; 0: fill samples with whole documents and pad the rest, which counts in no "
         "loss; documents longer than sequence_length + 1 are left out",
+        needs=(
+            Rule(
+                "fim_truncate_or_pad",
+                "rearranged documents would be longer than their place in a sample",
+                when="fim_rate and dataset_source!=random",
+            ),
+        ),
     )
     reset_position_ids: bool = file_option(False, "count positions from the start of each document, not of the sample")
     mask_document_starts: bool = file_option(
@@ -119,6 +147,7 @@ class DataConfig(Area):
         (),
         "prefixes of .bin/.idx pairs, one for each data set of data_path in its order, with 1 for each token that "
         "counts in the loss and 0 for each that does not; none: every token of that data set counts",
+        excludes=(LISTED,),
     )
     fim_rate: float = file_option(
         0.0,
@@ -126,6 +155,8 @@ class DataConfig(Area):
         "its token of tokenizer_file",
         minimum=0.0,
         maximum=1.0,
+        needs=(Rule("tokenizer_file", "text is cut between characters", when="dataset_source!=random"),),
+        excludes=(Rule("loss_mask", "a mask does not fit rearranged documents", when="dataset_source!=random"),),
     )
     fim_max_middle_len: PositiveInt | None = optional(
         "longest middle in characters; its length is then drawn uniformly", "no limit", idle_unless="fim_rate"
@@ -198,6 +229,14 @@ class TrainingConfig(Area):
         "batches of batch_size samples in each validation; all: every sample of the validation data, once",
         basic=True,
         aliases="eval_iters",
+        excludes=(
+            Rule(
+                "dataset_source=random",
+                "random samples have no end",
+                when="validation_iters=all",
+                fix="write a number of batches",
+            ),
+        ),
     )
     validation_at_start: bool = option(
         False,
@@ -212,12 +251,16 @@ class TrainingConfig(Area):
         False, "also validate each data set of a blend by itself, on validation_iters batches of each"
     )
     test_iters: NonNegativeInt = option(0, "batches in the test after training")
-    export_interval: PositiveInt | None = optional("iterations between exports", "no exports", basic=True)
+    export_interval: PositiveInt | None = optional("iterations between exports", "no exports", basic=True, needs=SAVED)
     export_format: str = export_option(
         "huggingface", "a model folder, or a resumable checkpoint (distributed)", choices=("huggingface", "distributed")
     )
     export_weights: str = export_option(
-        "raw", "weights of a Hugging Face export: raw as trained, or their average", choices=("raw", "average")
+        "raw",
+        "weights of a Hugging Face export: raw as trained, or their average",
+        choices=("raw", "average"),
+        needs=(Rule("ema_type=ema|ema_decay_sqrt", "no average is kept"),),
+        excludes=(Rule("export_format=distributed", "a resumable checkpoint always holds weights and averages"),),
     )
     export_model_type: str | None = optional(
         "architecture of a Hugging Face export",
@@ -243,21 +286,36 @@ class TrainingConfig(Area):
         "iterations between samples of the model's text; each prompt costs one pass through all stages, and each "
         "further token of 8 samples together costs another",
         "no samples",
+        needs=(Rule("sample_prompts", "samples follow prompts"), Rule("tokenizer_file", "samples are text")),
     )
-    sample_prompts: str | None = optional("text file with the prompts of samples, one per line", "none")
+    sample_prompts: str | None = optional(
+        "text file with the prompts of samples, one per line", "none", needs=(SAMPLED,)
+    )
     sample_tokens: int = option(64, "tokens after a prompt", minimum=1, maximum=65536, idle_unless="sample_interval")
-    sample_temperature: NonNegativeFloat = option(0.0, "temperature of samples; 0: always take the most probable token")
-    sample_top_k: PositiveInt | None = optional("draw samples from the N most probable tokens", "all")
-    sample_top_p: float = option(
-        1.0, "draw samples from the fewest tokens whose probabilities add up to this", above=0.0, maximum=1.0
+    sample_temperature: NonNegativeFloat = option(
+        0.0, "temperature of samples; 0: always take the most probable token", needs=(SAMPLED,)
     )
-    stop_interval: PositiveInt | None = optional("save and stop every N iterations", "no stop", aliases="exit_interval")
+    sample_top_k: PositiveInt | None = optional(
+        "draw samples from the N most probable tokens",
+        "all",
+        needs=(SAMPLED, TEMPERED._replace(when="sample_interval and sample_top_k!=1")),
+    )
+    sample_top_p: float = option(
+        1.0,
+        "draw samples from the fewest tokens whose probabilities add up to this",
+        above=0.0,
+        maximum=1.0,
+        needs=(SAMPLED, TEMPERED),
+    )
+    stop_interval: PositiveInt | None = optional(
+        "save and stop every N iterations", "no stop", aliases="exit_interval", needs=SAVED
+    )
     stop_offset: NonNegativeInt = option(0, "iteration from which stop_interval counts", idle_unless="stop_interval")
     max_minutes: PositiveFloat | None = optional(
-        "save and stop this many minutes after the start", "no limit", aliases="exit_duration_in_mins"
+        "save and stop this many minutes after the start", "no limit", aliases="exit_duration_in_mins", needs=SAVED
     )
     stop_before_end_s: PositiveFloat | None = optional(
-        "save and stop this many seconds before the end of the Slurm job (SLURM_JOB_END_TIME)", "no stop"
+        "save and stop this many seconds before the end of the Slurm job (SLURM_JOB_END_TIME)", "no stop", needs=SAVED
     )
 
     @property

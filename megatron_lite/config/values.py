@@ -15,7 +15,9 @@ from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Any, get_args
 
-from megatron_lite.config import AREAS, by_block, numbers
+from megatron_lite.config import AREAS
+from megatron_lite.config import option as declarations
+from megatron_lite.config.model import block_parts, join_block_parts
 from megatron_lite.config.option import All, Auto, Option
 
 LARGEST_INTEGER = 2**63 - 1
@@ -98,7 +100,7 @@ def _flags() -> dict[str, Flag]:
 def _kind_and_bounds(annotation: str) -> tuple[str, dict[str, float]]:
     """Return `Flag.kind` and the bounds that its type sets: `tuple[PositiveInt, ...]`: list of int, >= 1."""
     item = annotation.removeprefix("tuple[").removesuffix(", ...]")
-    kind, bounds = get_args(getattr(numbers, item, None)) or (item, {})
+    kind, bounds = get_args(getattr(declarations, item, None)) or (item, {})
     name = getattr(kind, "__name__", kind)
     return name if item == annotation else f"list of {name}", bounds
 
@@ -227,26 +229,26 @@ def parse_choice(text: str, option: Option) -> str:
 
 
 def parse_by_block(text: str, option: Option) -> str:
-    """Parse choices of `option` with the number of their blocks: `activation,full:8`. See `by_block.py`.
+    """Parse choices of `option` with the number of their blocks: `activation,full:8`. See `block_parts`.
 
     Raises:
         BadValueError: for anything else.
     """
     parts: list[tuple[str, str | None]] = []
-    for value, number in by_block.parts_of(text):
+    for value, number in block_parts(text):
         choice, count = _part(text, value, number, option)
         if choice in dict(parts):
             raise BadValueError(f"{choice} is given twice; leave one out")
         parts.append((choice, count))
     others = [choice for choice, count in parts if count is None]
     if len(others) > 1:
-        example = by_block.written([(others[0], None), *((choice, "8") for choice in others[1:])])
+        example = join_block_parts([(others[0], None), *((choice, "8") for choice in others[1:])])
         raise BadValueError(f"{' and '.join(others)} have no number of blocks; only one part may have none", example)
     if not others:
         unused = next((choice for choice in option.choices if choice not in dict(parts)), None)
-        rest = [by_block.written([(unused, None), *parts])] if unused else []
+        rest = [join_block_parts([(unused, None), *parts])] if unused else []
         raise BadValueError("one part must have no number, for all other blocks", *rest)
-    return by_block.written(parts)
+    return join_block_parts(parts)
 
 
 def _part(text: str, value: str, number: str | None, option: Option) -> tuple[str, str | None]:
@@ -374,6 +376,8 @@ def check_bounds(flag: Flag, value: Any) -> None:
         BadValueError: if one is outside.
     """
     option = flag.option
+    if isinstance(value, tuple) and option.choices and len(set(value)) < len(value):
+        raise BadValueError("one is given twice; leave one out")
     for item in value if isinstance(value, tuple) else (value,):
         if isinstance(item, str) and option.by_block and re.search("[,:]", item):
             parse_by_block(item, option)

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 
 from megatron_lite.config import Config
-from megatron_lite.config.by_block import by_block
+from megatron_lite.config.model import by_block
 from megatron_lite.kernels import products
 from megatron_lite.kernels.choice import choose_kernels
 from megatron_lite.model.embedding_and_head import chunk_tokens

@@ -17,10 +17,10 @@ from megatron_lite.errors import UsageError
 from megatron_lite.validation import run
 from megatron_lite.validation.batch import BATCH as BATCH
 from megatron_lite.validation.batch import batch
+from megatron_lite.validation.declared import declared
 from megatron_lite.validation.learning_rate import learning_rate
 from megatron_lite.validation.messages import Problem, problem
 from megatron_lite.validation.model import model, performance
-from megatron_lite.validation.optimizer import averaging, optimizer, weight_decay
 from megatron_lite.validation.parallel import data_ranks, tensor_parallel
 from megatron_lite.validation.sizes import sizes
 from megatron_lite.validation.warnings import warnings as warnings
@@ -76,14 +76,11 @@ def _cross_check(draft: Draft, world_size: int) -> Iterator[Problem]:
     yield from tensor_parallel(draft, world_size)
     yield from batch(draft, data_ranks(draft, world_size))
     yield from learning_rate(draft)
-    yield from optimizer(draft)
-    yield from weight_decay(draft)
-    yield from averaging(draft)
+    yield from run.update(draft)
     yield from run.multi_stage(draft)
-    yield from run.ranks(draft)
     yield from run.profiles(draft, world_size)
     yield from run.data(draft)
-    yield from run.loading(draft)
     yield from run.files(draft)
     yield from run.tracking(draft)
     yield from sizes(draft)
+    yield from declared(draft)

@@ -3,25 +3,12 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping
-from types import MappingProxyType
+from collections.abc import Iterator
 
 from megatron_lite.config import Draft
-from megatron_lite.config.by_block import numbered_blocks
-from megatron_lite.config.model import rotary_base
+from megatron_lite.config.model import numbered_blocks, rotary_base
 from megatron_lite.config.values import written
 from megatron_lite.validation.messages import Problem, default, nearest_multiples, problem
-
-# The values of --rope_type that read each option.
-ROPE_TYPES_WITH: Mapping[str, tuple[str, ...]] = MappingProxyType(
-    {
-        "rope_factor": ("linear", "llama3", "yarn"),
-        "rope_original_max_position_embeddings": ("llama3", "yarn"),
-        **dict.fromkeys(("rope_low_freq_factor", "rope_high_freq_factor"), ("llama3",)),
-        **dict.fromkeys(("rope_beta_fast", "rope_beta_slow", "rope_truncate", "rope_attention_factor"), ("yarn",)),
-        **dict.fromkeys(("rope_mscale", "rope_mscale_all_dim"), ("yarn",)),
-    }
-)
 
 
 def model(draft: Draft) -> Iterator[Problem]:
@@ -66,9 +53,6 @@ def _fill_initialization(draft: Draft) -> None:
 
 def performance(draft: Draft) -> Iterator[Problem]:
     """Check how the model is computed."""
-    if draft.attention_softmax_in_fp32 and draft.attention_backend not in ("auto", "math"):
-        rule = "only the math backend computes the softmax in fp32; leave one of the two out"
-        yield problem(draft, "attention_softmax_in_fp32 attention_backend", rule)
     if draft.recompute_layers > draft.num_layers:
         yield problem(draft, "recompute_layers num_layers", f"write at most {draft.num_layers}")
     if numbered_blocks(draft.mlp_recompute_level) > draft.num_layers:
@@ -83,24 +67,14 @@ def performance(draft: Draft) -> Iterator[Problem]:
 
 def _rotary(draft: Draft) -> Iterator[Problem]:
     yield from _base(draft)
-    if draft.use_rotary_embeddings:
-        yield from _rotated_channels(draft)
-    elif unused := draft.changed("rotary_percent", "rope_type"):
-        for name in unused:
-            rule = "there are no rotary positions; write --use_rotary_embeddings=1, or leave it out"
-            yield problem(draft, name, rule, also="use_rotary_embeddings")
+    if not draft.use_rotary_embeddings:
         return
-    kind = draft.rope_type
-    unread = [name for name in draft.changed(*ROPE_TYPES_WITH) if kind not in ROPE_TYPES_WITH[name]]
-    for name in unread:
-        types = " or ".join(ROPE_TYPES_WITH[name])
-        rule = f"--rope_type={kind} does not use it; leave it out, or write --rope_type={types}"
-        yield problem(draft, name, rule, also="rope_type")
-    if kind == "llama3":
+    yield from _rotated_channels(draft)
+    if draft.rope_type == "llama3":
         yield from _llama3(draft)
-    elif kind == "yarn":
+    elif draft.rope_type == "yarn":
         yield from _yarn(draft)
-    if kind != "default" and not unread:
+    if draft.rope_type != "default":
         yield from _scaling(draft)
 
 

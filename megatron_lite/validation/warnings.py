@@ -7,8 +7,9 @@ from collections.abc import Iterator
 from megatron_lite.config import Config, Draft, flatten
 from megatron_lite.config.structured_values import lr_scale_patterns
 from megatron_lite.config.system import number_of_stages
-from megatron_lite.config.values import FLAGS, typed, written
+from megatron_lite.config.values import FLAGS, typed
 from megatron_lite.schedules.warnings import idle_schedule_options, schedule_warnings
+from megatron_lite.validation.declared import unmet
 from megatron_lite.validation.run import PREFETCH_FACTOR, folder_name
 
 DEBUG_LEVELS = tuple(name for name, flag in FLAGS.items() if name.startswith("debug_") and flag.kind == "int")
@@ -153,27 +154,6 @@ def _without_effect(options: Draft) -> Iterator[tuple[str, str]]:
                 break
     yield from _idle_for_other_reasons(options)
     yield from idle_schedule_options(options)
-
-
-def unmet(condition: str, options: Draft) -> str:
-    """Return why `condition`, alternatives of `Option.idle_unless`, does not hold; an empty text if it holds."""
-    with_values: list[str] = []
-    without: list[str] = []
-    for alternative in condition.split(" or "):
-        name, sign, values = alternative.partition("!=" if "!=" in alternative else "=")
-        value = getattr(options, name)
-        listed = (set(value) if isinstance(value, tuple) else {written(value)}) & set(values.split("|"))
-        if (sign == "=" and listed) or (sign == "!=" and not listed) or (not sign and value):
-            return ""
-        if value in (None, ""):
-            without.append(f"--{name}")
-        elif isinstance(value, tuple):
-            without.append(f"--{name}={values}" if values else f"--{name}")
-        else:
-            with_values.append(typed(options, name))
-    reasons = [f"with {' and '.join(with_values)}"] if with_values else []
-    reasons += [f"without {' or '.join(without)}"] if without else []
-    return " and ".join(reasons)
 
 
 def _idle_for_other_reasons(options: Draft) -> Iterator[tuple[str, str]]:

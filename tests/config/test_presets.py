@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from megatron_lite.cli.parse import parse
-from megatron_lite.config.presets import PRESETS
+from megatron_lite.config.source import PRESETS
 from megatron_lite.huggingface.read_config import model_values
 from megatron_lite.validation import resolve
 from pretrain_gpt import main

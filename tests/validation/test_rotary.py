@@ -91,8 +91,8 @@ LLAMA3 = dict(rope_type="llama3", rope_factor=2.0)
         (dict(rope_type="ntk"), "--rope_type=ntk: takes default, linear, llama3, yarn"),
         (
             dict(rope_factor=2.0),
-            "--rope_factor=2: --rope_type=default does not use it; leave it out, or write "
-            "--rope_type=linear or llama3 or yarn",
+            "--rope_factor=2, --rope_type=default: this type does not use it; write "
+            "--rope_type=linear, llama3 or yarn, or leave rope_factor out",
         ),
         (dict(rope_factor=0.5, rope_type="linear"), "--rope_factor=0.5: must be >= 1"),
         (dict(rope_type="linear"), "--rope_type=linear: the scaling factor is missing; write --rope_factor=<factor>"),
@@ -104,11 +104,11 @@ LLAMA3 = dict(rope_type="llama3", rope_factor=2.0)
         ),
         (
             dict(rope_type="linear", rope_factor=2.0, rope_original_max_position_embeddings=64),
-            "--rope_type=linear does not use it; leave it out, or write --rope_type=llama3 or yarn",
+            "--rope_type=linear: this type does not use it; write --rope_type=llama3 or yarn, or leave",
         ),
-        (dict(rope_beta_fast=32.0, **LLAMA3), "--rope_beta_fast=32: --rope_type=llama3 does not use it"),
-        (dict(rope_truncate=True, **LLAMA3), "--rope_truncate=1: --rope_type=llama3 does not use it"),
-        (dict(rope_low_freq_factor=1.0, **YARN), "does not use it; leave it out, or write --rope_type=llama3"),
+        (dict(rope_beta_fast=32.0, **LLAMA3), "--rope_beta_fast=32, --rope_type=llama3: this type does not use it"),
+        (dict(rope_truncate=True, **LLAMA3), "--rope_truncate=1, --rope_type=llama3: this type does not use it"),
+        (dict(rope_low_freq_factor=1.0, **YARN), "this type does not use it; write --rope_type=llama3, or leave"),
         (
             dict(rope_high_freq_factor=1.0, **LLAMA3),
             "--rope_high_freq_factor=1, --rope_low_freq_factor=1: frequencies between the two are",
@@ -126,10 +126,13 @@ LLAMA3 = dict(rope_type="llama3", rope_factor=2.0)
         ),
         (
             dict(use_rotary_embeddings=False, rope_type="yarn"),
-            "--rope_type=yarn: there are no rotary positions; write --use_rotary_embeddings=1, or leave it out",
+            "--rope_type=yarn: there are no rotary positions; write --use_rotary_embeddings=1, or leave rope_type out",
         ),
         (dict(use_rotary_embeddings=False, rotary_percent=0.5), "--rotary_percent=0.5: there are no rotary positions"),
-        (dict(use_rotary_embeddings=False, rope_factor=2.0), "--rope_factor=2: --rope_type=default does not use it"),
+        (
+            dict(use_rotary_embeddings=False, rope_factor=2.0),
+            "--rope_factor=2, --rope_type=default: this type does not use it",
+        ),
         (
             dict(attention_softmax_in_fp32=True, attention_backend="flash"),
             "--attention_softmax_in_fp32=1, --attention_backend=flash: only the math backend computes",

@@ -1,0 +1,83 @@
+"""Conditions between options that `config/` declares beside each option: `needs`, `excludes`, `idle_unless`.
+
+A condition is a list of alternatives, `a or b=x|y or c!=z`: a has a value that counts, b has one of these values, c has
+none of these. Several conditions are joined by `and`, which binds less than `or`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from megatron_lite.config import Draft
+from megatron_lite.config.option import Rule
+from megatron_lite.config.values import FLAGS, typed, written
+from megatron_lite.validation.messages import Problem
+
+
+def declared(draft: Draft) -> Iterator[Problem]:
+    """Check what each option that differs from its default needs and excludes."""
+    for name in draft.changed(*FLAGS):
+        option = FLAGS[name].option
+        for rule in option.needs:
+            if _counts(rule, draft) and not holds(rule.condition, draft):
+                fix = rule.fix or f"{_remedy(rule.condition)}, or leave {name} out"
+                yield _problem(draft, name, rule, fix)
+        for rule in option.excludes:
+            if _counts(rule, draft) and holds(rule.condition, draft):
+                yield _problem(draft, name, rule, rule.fix or "leave one of the two out")
+
+
+def holds(condition: str, options: Draft) -> bool:
+    """Whether all parts of a condition hold."""
+    return not any(unmet(part, options) for part in condition.split(" and "))
+
+
+def unmet(condition: str, options: Draft) -> str:
+    """Return why a condition without `and` does not hold; an empty text if it holds."""
+    with_values: list[str] = []
+    without: list[str] = []
+    for name, sign, values in _alternatives(condition):
+        value = getattr(options, name)
+        listed = (set(value) if isinstance(value, tuple) else {written(value)}) & {*values}
+        if (sign == "=" and listed) or (sign == "!=" and not listed) or (not sign and value):
+            return ""
+        if value in (None, ""):
+            without.append(f"--{name}")
+        elif isinstance(value, tuple):
+            without.append(f"--{name}={'|'.join(values)}" if values else f"--{name}")
+        else:
+            with_values.append(typed(options, name))
+    reasons = [f"with {' and '.join(with_values)}"] if with_values else []
+    reasons += [f"without {' or '.join(without)}"] if without else []
+    return " and ".join(reasons)
+
+
+def _alternatives(condition: str) -> Iterator[tuple[str, str, list[str]]]:
+    """Yield the name of each option in a condition, the sign after it (=, != or none), and the values after that."""
+    for alternative in condition.split(" or "):
+        name, sign, values = alternative.partition("!=" if "!=" in alternative else "=")
+        yield name, sign, values.split("|") if values else []
+
+
+def _counts(rule: Rule, draft: Draft) -> bool:
+    return not rule.when or holds(rule.when, draft)
+
+
+def _problem(draft: Draft, name: str, rule: Rule, fix: str) -> Problem:
+    """Report a broken rule with the values of all options in its condition that are set."""
+    others = [other for other, _, _ in _alternatives(rule.condition)]
+    when = [other for part in rule.when.split(" and ") if part for other, _, _ in _alternatives(part)]
+    shown = [name, *(other for other in others if getattr(draft, other) not in (None, "", (), False))]
+    return Problem((name, *others, *when), f"{typed(draft, *shown)}: {rule.why}; {fix}")
+
+
+def _remedy(condition: str) -> str:
+    """Return the flags that meet a condition: `set --a or --b`, or `write --a=1`."""
+    flags, verb = [], "set"
+    for name, _, values in _alternatives(condition):
+        if FLAGS[name].kind == "bool":
+            values = values or ["1"]
+        verb = "write" if values else verb
+        listed = " or ".join(", ".join(values).rsplit(", ", 1))
+        flags.append(f"--{name}" + (f"={listed}" if values else ""))
+    return f"{verb} {' or '.join(flags)}"
