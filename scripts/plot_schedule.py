@@ -25,7 +25,7 @@ from megatron_lite.config import Config
 from megatron_lite.errors import EXIT_DONE, RunError, StorageError, UsageError
 from megatron_lite.run.exit_status import print_page
 from megatron_lite.run.launch import launch_world_size
-from megatron_lite.schedules.batch_options import batch_schedule
+from megatron_lite.schedules.batch_size import batch_schedule
 from megatron_lite.schedules.learning_rate import learning_rate
 from megatron_lite.validation import planned_world_size, resolve, warnings
 

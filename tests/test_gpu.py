@@ -71,7 +71,7 @@ def losses(distributed: Distributed, iterations: int = 20, **options: Any) -> li
     """Return the first losses of the tiny model on the device of `distributed`, from the program's own step."""
     from megatron_lite.run.experiment import Experiment
     from megatron_lite.run.stop_signal import StopSignal
-    from megatron_lite.schedules.batch_options import iteration_tokens
+    from megatron_lite.schedules.batch_size import iteration_tokens
     from megatron_lite.setup_run import build
     from megatron_lite.train import train_step
 

@@ -19,8 +19,7 @@ from megatron_lite.config.option import Area
 from megatron_lite.config.structured_values import weight_stages, weighted_paths
 from megatron_lite.config.values import abridged, written
 from megatron_lite.errors import CheckpointError, RunError
-from megatron_lite.schedules.batch_options import batch_schedule
-from megatron_lite.schedules.batch_size import continued
+from megatron_lite.schedules.batch_size import batch_schedule, continued
 from megatron_lite.schedules.learning_rate import learning_rate
 from megatron_lite.validation.learning_rate import learning_rate as schedule_problems
 

@@ -23,7 +23,7 @@ from megatron_lite.config.values import (
     parse_text,
 )
 from megatron_lite.errors import DamagedError, RunError
-from megatron_lite.schedules.batch_options import parse_schedule
+from megatron_lite.schedules.batch_size import parse_schedule
 from megatron_lite.schedules.stages import parse_stages
 
 LARGEST_FP32 = (2 - 2**-23) * 2.0**127

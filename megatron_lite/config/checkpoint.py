@@ -21,7 +21,7 @@ class CheckpointConfig(Area):
         0, "iteration from which checkpoint_interval counts", idle_unless="checkpoint_interval"
     )
     checkpoint_minutes: PositiveFloat | None = optional(
-        "also save when the last save is this many minutes ago, by the clock of rank 0", "off", needs=SAVED
+        "also save this many minutes after the last save, by the clock of rank 0", "off", needs=SAVED
     )
     max_checkpoints: PositiveInt | None = optional(
         "keep only the newest N checkpoints, and those of keep_checkpoints",
@@ -37,7 +37,7 @@ class CheckpointConfig(Area):
     )
     delete_old_temp_checkpoints: bool = option(
         True,
-        "let max_checkpoints delete checkpoints that earlier starts have saved; 0: keep those",
+        "let max_checkpoints delete the checkpoints of earlier starts; 0: keep them",
         idle_unless="max_checkpoints",
     )
     load_policy: str = option(
@@ -62,16 +62,14 @@ class CheckpointConfig(Area):
         aliases="ckpt_step",
     )
     allow_data_change: bool = option(
-        False, "resume although data, their weights, split, tokenizer or seed are not those of the checkpoint"
+        False, "resume although data, their weights, split, tokenizer or seed differ from those of the checkpoint"
     )
     save_retries: NonNegativeInt = option(
-        3,
-        "attempts to save again after a failure of the storage, after 1, 4, 16, 60, 60 ... s",
-        idle_unless="experiment_dir",
+        3, "retries of a save after a storage failure, after 1, 4, 16, 60, 60 ... s", idle_unless="experiment_dir"
     )
     async_checkpoint: bool = option(
         False,
-        "write checkpoints in the background, from a copy in host memory that is made beside the next iteration",
+        "write checkpoints in the background, from a copy in host memory that is made during the next iteration",
         aliases="async_save",
         idle_unless="checkpoint_interval or checkpoint_minutes or keep_checkpoints and experiment_dir",
     )

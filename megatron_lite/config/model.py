@@ -216,7 +216,7 @@ class PerformanceConfig(Area):
         basic=True,
     )
     recompute_layers: NonNegativeInt = option(
-        0, "recompute the first N blocks in the backward pass, keeping only their inputs"
+        0, "recompute the first N blocks in the backward pass, saving only their inputs"
     )
     enable_triton_kernels: bool | None = optional(
         "use fused Triton kernels instead of the same formulas in torch", "on with a GPU"

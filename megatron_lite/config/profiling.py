@@ -18,15 +18,15 @@ class ProfilingConfig(Area):
         False, "profile operations on the CPU with PyTorch's profiler, into profiles/ of experiment_dir"
     )
     profile_cuda: bool = idle_unless("profile_export or profile_averages or profile_trace and device!=cpu")(
-        False, "profile kernels on the GPU, too"
+        False, "also profile kernels on the GPU"
     )
     profile_schedule: bool = idle_unless("experiment_dir or profile_log")(
         False,
-        "time each step of the schedule, its gathers and reductions, and how much of them computation hides: a table "
-        "and a trace",
+        "time each step of the schedule, its gathers and reductions, and how much of them computation overlaps: a "
+        "table and a trace",
     )
     profile_skip: NonNegativeInt = profile_option(1, "iterations before the first profile, counted from each start")
-    profile_wait: NonNegativeInt = profile_option(0, "iterations to leave out before each profile")
+    profile_wait: NonNegativeInt = profile_option(0, "iterations to skip before each profile")
     profile_warmup: NonNegativeInt = profile_option(
         1, "iterations to profile and discard before each profile, as the first ones are slower"
     )
@@ -39,12 +39,12 @@ class ProfilingConfig(Area):
         True, "write traces that ui.perfetto.dev shows (.json.gz), and the schedule as a page (.html)"
     )
     profile_averages: bool = idle_unless("profile_cpu or profile_cuda and experiment_dir or profile_log")(
-        False, "make a table of the operations by the time that they take themselves"
+        False, "write a table of the operations, sorted by self time"
     )
     profile_trace: bool = idle_unless("profile_cpu or profile_cuda and experiment_dir or profile_log")(
-        False, "make a table of every single operation in order"
+        False, "write a table of every operation in order"
     )
-    profile_log: bool = profile_option(False, "log the tables, too")
+    profile_log: bool = profile_option(False, "also log the tables")
     profile_column_width: int = idle_unless("profile_averages or profile_trace")(
         80, "longest name of an operation in the tables", minimum=10, maximum=1000
     )

@@ -104,32 +104,32 @@ class DistributedConfig(Area):
     seed: int = option(1234, "seed for weights, data order and dropout", minimum=0, maximum=2**63 - 1, basic=True)
     tensor_parallel: PositiveInt = option(
         1,
-        "ranks that share each layer: its heads, MLP channels, vocabulary",
+        "tensor-parallel ranks, which split heads, channels, vocabulary",
         basic=True,
         aliases="tensor_model_parallel_size",
     )
     sequence_tensor_parallel: bool = option(
         False,
-        "split the positions of norms, dropout and the residual stream over the ranks of --tensor_parallel, too",
+        "sequence parallelism: also shard norms, dropout and residuals along the sequence",
         aliases="sequence_parallel",
         idle_unless="tensor_parallel!=1",
     )
     parallel_embeddings: bool = option(
         True,
-        "split the vocabulary of embedding and head over the ranks of --tensor_parallel; 0: each has all of it",
+        "split the vocabulary of embedding and head over the tensor-parallel ranks; 0: replicate both",
         idle_unless="tensor_parallel!=1",
     )
     deterministic: bool = option(False, "use only deterministic GPU algorithms (slower)", aliases="deterministic_mode")
     check_replicas_interval: PositiveInt | None = optional(
-        "iterations between comparisons of what several ranks must hold alike: weights in use, counters, schedule. A "
-        "difference ends the run and is named with its ranks. Costs a pass over the weights, in ZeRO-3 also gathers",
-        "no comparisons",
+        "iterations between checks that ranks agree on replicated state: weights in use, counters, schedule. A "
+        "difference ends the run and names the ranks. Costs a pass over the weights, in ZeRO-3 also gathers",
+        "no checks",
     )
     distributed_timeout: float = option(60.0, "seconds before giving up a collective in a step", above=0.0, maximum=1e6)
     startup_timeout: float = option(
         3600.0, "seconds before giving up any other collective (start-up, data, saves)", above=0.0, maximum=1e6
     )
-    dry_run: bool = option(False, "print memory, traffic, predicted speed, a command that fits; exit", basic=True)
+    dry_run: bool = option(False, "print memory, traffic, predicted speed and a command that fits", basic=True)
     world_size: int | Auto | None = optional(
         "number of ranks to plan for in a dry run; auto: the fewest GPUs that fit",
         "as many as torchrun starts",
@@ -157,7 +157,7 @@ class DistributedConfig(Area):
     )
     machine_speeds: str | None = for_plans(
         None,
-        "speeds to predict with, measured by python -m scripts.benchmarks.machine --output=FILE",
+        "measured speeds to predict with, from python -m scripts.benchmarks.machine --output=FILE",
         unset="a data sheet",
     )
     write_sbatch: str | None = for_plans(
@@ -180,10 +180,12 @@ class RunConfig(Area):
     log_offset: NonNegativeInt = option(1, "first logged iteration (0: only multiples of log_interval)")
     log_timestamps: bool = option(False, "prefix log lines with the time")
     show_all_options: bool = option(
-        False, "print all options at the start, not only those that differ from their default"
+        False, "print all options at the start, not only those that differ from their defaults"
     )
     enable_all_loggers: bool = option(False, "print the log of every rank to the console")
-    log_communication: bool = option(False, "log the bytes that each step sends, by kind, and their time on the wire")
+    log_communication: bool = option(
+        False, "log the bytes that each step communicates, by kind, and the time they take"
+    )
     debug_layer_outputs: int = debug_level("the output of each layer", training=True)
     debug_layer_gradients: int = debug_level("the gradient of each layer's input", training=True)
     debug_param_init: int = debug_level("each parameter after initialization")
@@ -194,7 +196,7 @@ class RunConfig(Area):
     debug_activation_memory: bool = option(False, "log the memory in use after each layer")
     debug_tensor_parallel: bool = option(
         False,
-        "compare what tensor-parallel ranks must hold alike: weights, gradients, layer outputs (slow)",
+        "check that tensor-parallel ranks agree on replicated weights, gradients and layer outputs (slow)",
         idle_unless="tensor_parallel!=1",
     )
     save_tensor_logs: bool = option(False, "save logged tensors in runs/<k>/artifacts of experiment_dir", needs=SAVED)

@@ -101,7 +101,7 @@ class DataConfig(Area):
     )
     shuffle: str = file_option(
         "epoch",
-        "order of training samples. epoch: another one in every epoch; full: samples of max_epochs epochs together; "
+        "order of training samples. epoch: reshuffle every epoch; full: shuffle max_epochs epochs together; "
         "skip_first_epoch: the first epoch in file order, the others as epoch; none: in file order",
         choices=("epoch", "full", "skip_first_epoch", "none"),
         value_aliases={"disabled": "none"},
@@ -114,7 +114,7 @@ class DataConfig(Area):
     )
     shuffle_documents: bool = shuffled_option(
         False,
-        "shuffle documents, too, before training samples are cut, in every epoch anew; costs 2.5 s an epoch for 10 "
+        "also reshuffle documents every epoch, before training samples are cut; costs 2.5 s an epoch for 10 "
         "million documents",
     )
     max_epochs: PositiveInt | None = optional(
@@ -166,7 +166,7 @@ class DataConfig(Area):
     )
     fim_split_sample: str | None = optional(
         "token that separates the files of a document: if fim_rate selects the document, fim_fragment_rate of its "
-        "files are rearranged, each by itself",
+        "files are rearranged, each separately",
         "documents are rearranged as a whole",
         idle_unless="fim_rate",
     )
@@ -248,7 +248,7 @@ class TrainingConfig(Area):
         1000, "iterations between validations", basic=True, aliases="eval_interval steps_per_eval"
     )
     validation_by_dataset: bool = validation_option(
-        False, "also validate each data set of a blend by itself, on validation_iters batches of each"
+        False, "also validate each data set of a blend separately, on validation_iters batches each"
     )
     test_iters: NonNegativeInt = option(0, "batches in the test after training")
     export_interval: PositiveInt | None = optional("iterations between exports", "no exports", basic=True, needs=SAVED)

@@ -23,8 +23,7 @@ from megatron_lite.data.sampling import PHASES, SampleOrder, StreamSampler, samp
 from megatron_lite.data.shuffled_documents import ShuffledDocuments
 from megatron_lite.data.tokenizing import read_tokenizer_file
 from megatron_lite.errors import DataError, UsageError
-from megatron_lite.schedules.batch_options import batch_schedule
-from megatron_lite.schedules.batch_size import BatchSchedule, Segment, once_through
+from megatron_lite.schedules.batch_size import BatchSchedule, Segment, batch_schedule, once_through
 from megatron_lite.seeds import derive_seed
 from megatron_lite.validation import weighted_paths
 

@@ -15,7 +15,7 @@ from typing import Any
 from megatron_lite.config import Config, flatten
 from megatron_lite.config.structured_values import weighted_paths
 from megatron_lite.config.values import FLAGS, written
-from megatron_lite.schedules.batch_options import consumed_tokens
+from megatron_lite.schedules.batch_size import consumed_tokens
 
 FILE_NAME = "README.md"
 # Areas whose options describe the training; those of the others say where and how it ran, which changes no card.

@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 
 from megatron_lite.config import Config
 from megatron_lite.monitor.metrics import hardware_flops, model_flops
-from megatron_lite.schedules.batch_options import batch_schedule
+from megatron_lite.schedules.batch_size import batch_schedule
 
 Clock = Callable[[], float]  # seconds, monotonic
 WARM_UP_STEPS = 1  # of a start, which compile kernels and allocate memory

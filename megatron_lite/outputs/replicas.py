@@ -14,7 +14,7 @@ from megatron_lite.checkpoint.names import newest_before
 from megatron_lite.errors import NumericsError
 from megatron_lite.monitor.replicas import describe_differences, digest, value_hashes, weight_hashes
 from megatron_lite.outputs.saving import is_due
-from megatron_lite.schedules.batch_options import batch_schedule
+from megatron_lite.schedules.batch_size import batch_schedule
 from megatron_lite.schedules.learning_rate import learning_rate
 from megatron_lite.setup_run import Run
 

@@ -30,7 +30,7 @@ from megatron_lite.planner.search import (
 )
 from megatron_lite.planner.speeds import MeasuredSpeeds
 from megatron_lite.run.threads import choose_threads
-from megatron_lite.schedules.batch_options import consumed_tokens
+from megatron_lite.schedules.batch_size import consumed_tokens
 from megatron_lite.validation.messages import Note
 
 WIDTH = 118

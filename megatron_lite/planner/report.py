@@ -23,7 +23,7 @@ from megatron_lite.planner.recommendation import recommendation, smallest_world,
 from megatron_lite.planner.runtime import GIB, MIB, PLANNED_GPU_BYTES
 from megatron_lite.planner.search import Changes, Search, changed, recommended
 from megatron_lite.run import exit_status
-from megatron_lite.schedules.batch_options import consumed_tokens
+from megatron_lite.schedules.batch_size import consumed_tokens
 from megatron_lite.validation import resolve
 from megatron_lite.validation.messages import Note
 from megatron_lite.validation.warnings import warnings

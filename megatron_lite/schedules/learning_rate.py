@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 
 from megatron_lite.config import Config, LearningRateConfig
-from megatron_lite.schedules.batch_options import batch_schedule, consumed_tokens
+from megatron_lite.schedules.batch_size import batch_schedule, consumed_tokens
 from megatron_lite.schedules.cycles import Cycle, cooldown_steps, cycle, cycle_at
 from megatron_lite.schedules.stages import parse_stages, stage_rate
 
@@ -20,7 +20,7 @@ def learning_rate(config: Config, iteration: int) -> float:
     assert iteration >= 1, iteration
     options = config.learning_rate
     step = iteration - _first_iteration(config)
-    if _is_constant(options):
+    if is_constant(options):
         return options.lr * options.default_lr_scale
     if options.lr_schedule is not None:
         return stage_rate(parse_stages(options.lr_schedule), step) * options.default_lr_scale
@@ -42,7 +42,7 @@ def peak_learning_rate(config: Config) -> float:
     return peak * options.default_lr_scale
 
 
-def _is_constant(options: LearningRateConfig) -> bool:
+def is_constant(options: LearningRateConfig) -> bool:
     """Whether every step has the peak rate."""
     warmup = options.lr_warmup_iters or options.lr_warmup_fraction
     cooldown = options.lr_cooldown_iters or options.lr_cooldown_fraction

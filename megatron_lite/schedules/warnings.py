@@ -8,6 +8,7 @@ from collections.abc import Iterator
 from megatron_lite.config import Draft, LearningRateConfig
 from megatron_lite.config.values import typed
 from megatron_lite.schedules.cycles import Cycle, boundaries, cooldown_steps, cycle, cycle_steps, steps_of, warmup_steps
+from megatron_lite.schedules.learning_rate import is_constant
 
 NAMES = tuple(field.name for field in dataclasses.fields(LearningRateConfig))
 CYCLES = ("lr_num_cycles", "lr_cycle_minima", "lr_cycle_iters", "lr_cycle_fraction", "lr_cycle_lengths")
@@ -41,19 +42,13 @@ def idle_schedule_options(options: Draft) -> Iterator[tuple[str, str]]:
     if one_cycle or options.lr_decay_style == "constant":
         for name in options.changed("lr_rewarmup_iters", "lr_rewarmup_fraction"):
             yield name, "with one cycle" if one_cycle else with_style
-    if _is_flat(options):
+    if is_constant(options):
         decays = ("adamc_weight_decay",) if options.weight_decay else ()
         for name in options.changed("lr_schedule_offset", "lr_step_offset", *decays):
             yield name, f"{with_style} and neither warmup nor cooldown: the learning rate is always the same"
     derived = max(1, options.train_iters) + options.lr_schedule_offset
     if options.lr_decay_iters != derived and not _end_matters(options, one_cycle):
         yield "lr_decay_iters", with_style
-
-
-def _is_flat(options: Draft) -> bool:
-    """Whether all iterations have one learning rate."""
-    varying = (*COOLDOWN, "lr_warmup_iters", "lr_warmup_fraction")
-    return options.lr_decay_style == "constant" and not any(getattr(options, name) for name in varying)
 
 
 def _end_matters(options: Draft, one_cycle: bool) -> bool:

@@ -21,7 +21,7 @@ from megatron_lite.checkpoint.compatibility import (
 )
 from megatron_lite.config import Config, flatten, unflatten
 from megatron_lite.errors import CheckpointError
-from megatron_lite.schedules.batch_options import batch_schedule
+from megatron_lite.schedules.batch_size import batch_schedule
 from megatron_lite.schedules.learning_rate import learning_rate
 from megatron_lite.validation import resolve
 

@@ -12,7 +12,7 @@ from torch import Tensor
 from megatron_lite.config import Config, unflatten
 from megatron_lite.data.dataset_writer import IndexedDatasetWriter
 from megatron_lite.data.open_data import open_data
-from megatron_lite.schedules.batch_options import batch_schedule
+from megatron_lite.schedules.batch_size import batch_schedule
 from megatron_lite.validation import resolve
 
 LENGTH, SAMPLES = 8, 60

@@ -10,8 +10,15 @@ from hypothesis import strategies as st
 
 from megatron_lite.config import BatchConfig
 from megatron_lite.errors import UsageError
-from megatron_lite.schedules.batch_options import batch_schedule, consumed_tokens, parse_schedule
-from megatron_lite.schedules.batch_size import BatchSchedule, Segment, Split, once_through
+from megatron_lite.schedules.batch_size import (
+    BatchSchedule,
+    Segment,
+    Split,
+    batch_schedule,
+    consumed_tokens,
+    once_through,
+    parse_schedule,
+)
 
 
 @st.composite
