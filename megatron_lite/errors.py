@@ -15,7 +15,7 @@ EXIT_DONE = 0
 EXIT_PREEMPTED = 75
 
 STORAGE_ERRORS = (EACCES, EDQUOT, EFBIG, EIO, EISDIR, ENOSPC, ENOTDIR, EPERM, EROFS)
-# Of CUDA, cuBLAS and NCCL, which take memory beside torch's allocator.
+# Words of CUDA, cuBLAS and NCCL, which allocate memory outside torch's allocator.
 _CUDA_WITHOUT_MEMORY = ("CUDA error: out of memory", "CUBLAS_STATUS_ALLOC_FAILED", "Cuda failure 2 'out of memory'")
 OUT_OF_MEMORY = "out of memory: "  # before the words of whatever could not allocate
 LESS_MEMORY = (
@@ -112,7 +112,7 @@ class OutOfMemoryError(RunError):
         return lines
 
     def details(self) -> dict[str, Any]:
-        """Return what exit.json holds beside the message."""
+        """Return what exit.json holds in addition to the message."""
         found = {"advice": [remedy._asdict() for remedy in self.remedies], "memory_snapshot": self.snapshot}
         return {name: value for name, value in found.items() if value}
 

@@ -1,4 +1,4 @@
-"""Conditions between options that `config/` declares beside each option: `needs`, `excludes`, `idle_unless`.
+"""Conditions between options that `config/` declares with each option: `needs`, `excludes`, `idle_unless`.
 
 A condition is a list of alternatives, `a or b=x|y or c!=z`: a has a value that counts, b has one of these values, c has
 none of these. Several conditions are joined by `and`, which binds less than `or`.

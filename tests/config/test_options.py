@@ -8,6 +8,7 @@ import re
 import pytest
 
 from megatron_lite.config import AREAS, Config, Draft, flatten, unflatten
+from megatron_lite.config.option import Option
 from megatron_lite.config.values import FLAGS, is_legal
 
 
@@ -32,10 +33,28 @@ def test_a_draft_holds_all_options_and_can_be_written() -> None:
     assert unflatten(vars(draft)).model.num_layers == 3
 
 
-@pytest.mark.parametrize("name", [name for name, flag in FLAGS.items() if flag.option.idle_unless])
+def conditions(option: Option) -> list[str]:
+    """Return every condition that an option declares, but not where a rule counts (that may name the option itself)."""
+    return [text for text in (option.idle_unless, *(rule.condition for rule in option.needs + option.excludes)) if text]
+
+
+def places(option: Option) -> list[str]:
+    return [rule.when for rule in option.needs + option.excludes if rule.when]
+
+
+@pytest.mark.parametrize("name", [name for name, flag in FLAGS.items() if conditions(flag.option)])
 def test_conditions_name_other_options_and_their_values(name: str) -> None:
-    for alternative in re.split(" and | or ", FLAGS[name].option.idle_unless):
-        other, _, values = alternative.partition("!=" if "!=" in alternative else "=")
-        assert other != name and other in FLAGS
-        for value in values.split("|") if values else ():
-            assert value == "none" and FLAGS[other].optional or is_legal(FLAGS[other], value)
+    option = FLAGS[name].option
+    for text in (*conditions(option), *places(option)):
+        for alternative in re.split(" and | or ", text):
+            other, _, values = alternative.partition("!=" if "!=" in alternative else "=")
+            assert (other != name or text in places(option)) and other in FLAGS
+            for value in values.split("|") if values else ():
+                assert value == "none" and FLAGS[other].optional or is_legal(FLAGS[other], value)
+
+
+@pytest.mark.parametrize("name", [name for name, flag in FLAGS.items() if flag.option.needs + flag.option.excludes])
+def test_rules_say_why_and_leave_the_fix_to_the_message(name: str) -> None:
+    """A reason is a clause without a fix of its own, so that the generated one fits behind it."""
+    for rule in FLAGS[name].option.needs + FLAGS[name].option.excludes:
+        assert len(rule.why) > 10 and ";" not in rule.why and not rule.why.endswith(".")
