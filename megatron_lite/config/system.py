@@ -143,8 +143,8 @@ class DistributedConfig(Area):
         choices=PLANNED_DEVICES,
         unset="a GPU of 80 GB: h100",
         excludes=(
-            Rule("device=cpu", "that plans for a CPU", when="gpu!=cpu"),
-            Rule("device=cuda", "that plans for a GPU", when="gpu=cpu"),
+            Rule("device=cpu", "--device=cpu plans for a CPU", when="gpu!=cpu"),
+            Rule("device=cuda", "--device=cuda plans for a GPU", when="gpu=cpu"),
         ),
     )
     device_memory_gib: PositiveFloat | None = for_plans(

@@ -309,9 +309,9 @@ def test_what_is_missing_is_named(prefix: str, tokenizers: dict[str, str], tmp_p
         batches(config(prefix, path, vocab_size=260))
     with pytest.raises(UsageError, match="--fim_split_sample=<x>: not a token of"):
         batches(config(prefix, path, fim_split_sample="<x>"))
-    with pytest.raises(UsageError, match="--fim_rate=0.7: .*name the tokenizer of the data with --tokenizer_file"):
+    with pytest.raises(UsageError, match="--fim_rate=0.7: text is cut .*; set --tokenizer_file"):
         config(prefix, None)
-    with pytest.raises(UsageError, match="name the tokenizer of the data"):
+    with pytest.raises(UsageError, match="set --tokenizer_file"):
         config(prefix, None, dataset_source="file")
     with pytest.raises(UsageError, match="--fim_rate=0.7, --loss_mask=mask: a mask does not fit"):
         config(prefix, path, loss_mask=("mask",))

@@ -86,7 +86,7 @@ def test_flags_of_guides_exist(guide: str) -> None:
     known |= {"model", "model_args", "tasks", "include_path", "device"}  # of lm_eval
     names = ("generate", "evaluate", "convert_checkpoint", "concatenate_dataset")
     scripts = [ROOT / "scripts" / f"{name}.py" for name in names]
-    modules = [ROOT / "megatron_lite" / name for name in ("generation/model_options.py", "cli/prepare_data.py")]
+    modules = [ROOT / "megatron_lite" / name for name in ("generation/model.py", "cli/prepare_data.py")]
     for path in (*scripts, *modules):
         known |= set(re.findall(r'"--(\w+)"', path.read_text("utf-8")))
     named = re.findall(r"--(\w+)(\*?)", (ROOT / "docs" / f"{guide}.md").read_text("utf-8"))
