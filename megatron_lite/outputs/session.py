@@ -21,9 +21,8 @@ from megatron_lite.run.ending import Ending
 from megatron_lite.run.experiment import Experiment
 from megatron_lite.run.launch import launch_rank, tell_torchrun
 from megatron_lite.run.launcher_watch import LauncherWatch
-from megatron_lite.run.stop_signal import StopSignal
+from megatron_lite.run.stop_signal import StopSignal, idle_limit, time_limits
 from megatron_lite.run.threads import choose_threads
-from megatron_lite.run.time_limit import idle_limit, time_limits
 from megatron_lite.setup_run import Run, build
 from megatron_lite.validation.messages import Note
 

@@ -26,8 +26,8 @@ import sys
 import threading
 import time
 from collections.abc import Callable
-from dataclasses import asdict, dataclass, fields
 from pathlib import Path
+from typing import NamedTuple
 
 from megatron_lite.distributed.processes import has_ended, machine_name, start_ticks
 from megatron_lite.errors import FolderLostError, StorageError
@@ -42,8 +42,7 @@ _LOCK_BYTES = 4096
 _NO_SUCH_PATH = (errno.ENOENT, errno.ENOTDIR)
 
 
-@dataclass(frozen=True)
-class Holder:
+class Holder(NamedTuple):
     """The process that holds a directory."""
 
     host: str = "an unknown host"
@@ -94,7 +93,10 @@ class FolderLock:
         new = runs / f".new-{self.nonce}"
         (new / "logs").mkdir(parents=True)
         try:
-            self._descriptor = _write_lock(new / LOCK_FILE, _this_process(self.nonce))
+            # The system unlocks it when this process ends, however it ends.
+            self._descriptor = os.open(new / LOCK_FILE, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o644)
+            os.write(self._descriptor, (json.dumps(_this_process(self.nonce)._asdict(), indent=2) + "\n").encode())
+            lock_file(self._descriptor)
             while True:
                 newest = newest_run(self.root)
                 if newest is not None:
@@ -144,24 +146,24 @@ class FolderLock:
             FolderLostError: if the directory was moved or removed, or another start has taken it over.
             OSError: if the file system does not tell.
         """
-        newer, path, descriptor = self.folder.with_name(str(self.run + 1)), self.folder / LOCK_FILE, -1
-        if os.path.lexists(newer):
+        newer, path = self.run + 1, self.folder / LOCK_FILE
+        if os.path.lexists(self.root / "runs" / str(newer)):
+            look = None
+            with contextlib.suppress(OSError):
+                look = _look(self.root, newer)
             raise FolderLostError(
-                f"--experiment_dir={self.root}: another run took it over{_holder_at(newer / LOCK_FILE)}, because this "
-                "one gave no sign of life; this one ends and saves nothing"
+                f"--experiment_dir={self.root}: another run took it over{f' ({look.holder})' if look else ''}, because "
+                "this one gave no sign of life; this one ends and saves nothing"
             )
-        try:  # opening a file asks a network file system anew, which a look at its name may not
-            descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
-            if os.path.samestat(os.fstat(descriptor), os.fstat(self._descriptor)):
-                return
-            where = f"another directory has its place, of {read_holder(descriptor)}"
+        try:
+            with open(path, "rb") as file:  # asks a network file system anew, which a look at the name may not
+                if os.path.samestat(os.fstat(file.fileno()), os.fstat(self._descriptor)):
+                    return
+                where = f"another directory has its place, of {read_holder(file.fileno())}"
         except OSError as error:
             if error.errno not in _NO_SUCH_PATH:
                 raise
             where = f"{path} is gone"
-        finally:
-            if descriptor >= 0:
-                os.close(descriptor)
         raise FolderLostError(
             f"--experiment_dir={self.root} was moved or removed while the run used it: {where}; nothing more is "
             "written there. Move it back and start the same command again"
@@ -206,64 +208,63 @@ def wait_until_free(root: Path, run: int, file_system_time_s: Callable[[], float
     Raises:
         StorageError: once the holder is known to live.
     """
-    first_beat, waits, begun_s = None, False, time.monotonic()
-    while (descriptor := _open_lock(root / "runs" / str(run) / LOCK_FILE)) is not None:
-        try:
-            holder, beat = read_holder(descriptor), os.fstat(descriptor).st_mtime
-            is_here, locked = holder.machine == machine_name(), not lock_file(descriptor)
-            lives = holder.lives_here() if is_here else locked or first_beat not in (None, beat)
-            # A child may hold the lock of a dead process for a moment, or another start that looks at it.
-            if lives or (locked and time.monotonic() - begun_s > BEAT_S):
-                raise _in_use(root, holder)
-        finally:
-            os.close(descriptor)  # unlocks it again
-        if locked:
-            time.sleep(_POLL_S)
-            continue
-        silent_s = file_system_time_s() - beat
-        if is_here or silent_s > DEAD_AFTER_S:
-            return
-        if first_beat is None:
-            first_beat = beat
-        elif silent_s > 3 * BEAT_S and not waits:
-            text = f"waiting up to {DEAD_AFTER_S - silent_s:.0f} s for a sign of life of {holder}"
-            print(f"--experiment_dir={root}: {text}", file=sys.stderr, flush=True)
-            waits = True
+    first_beat_s, waits, begun_s = None, False, time.monotonic()
+    while (look := _look(root, run)) is not None:
+        lives = look.lives if look.is_here else look.is_locked or first_beat_s not in (None, look.beat_s)
+        # A child may hold the lock of a dead process for a moment, or another start that looks at it.
+        if lives or (look.is_locked and time.monotonic() - begun_s > BEAT_S):
+            refusal = StorageError(
+                f"--experiment_dir={root}: another run is using it, {look.holder}; wait for that run or choose another "
+                "directory"
+            )
+            refusal.recorded = False  # exit.json belongs to the other run
+            raise refusal
+        if not look.is_locked:
+            silent_s = file_system_time_s() - look.beat_s
+            if look.is_here or silent_s > DEAD_AFTER_S:
+                return
+            if first_beat_s is None:
+                first_beat_s = look.beat_s
+            elif silent_s > 3 * BEAT_S and not waits:
+                text = f"waiting up to {DEAD_AFTER_S - silent_s:.0f} s for a sign of life of {look.holder}"
+                print(f"--experiment_dir={root}: {text}", file=sys.stderr, flush=True)
+                waits = True
         time.sleep(_POLL_S)
 
 
 def is_in_use(root: Path) -> bool:
     """Whether another process seems to hold a directory; enough to leave its exit.json alone, not to refuse a start."""
     with contextlib.suppress(OSError):
-        if (run := newest_run(root)) is not None:
-            descriptor = _open_lock(root / "runs" / str(run) / LOCK_FILE)
-            if descriptor is not None:
-                try:
-                    recent = time.time() - os.fstat(descriptor).st_mtime < DEAD_AFTER_S
-                    holder = read_holder(descriptor)
-                    is_here = holder.machine == machine_name()
-                    return not lock_file(descriptor) or (holder.lives_here() if is_here else recent)
-                finally:
-                    os.close(descriptor)
+        if (run := newest_run(root)) is not None and (look := _look(root, run)) is not None:
+            return look.is_locked or (look.lives if look.is_here else time.time() - look.beat_s < DEAD_AFTER_S)
     return False
 
 
-def _open_lock(path: Path) -> int | None:
-    """Open a lock; None if there is none."""
+class _Look(NamedTuple):
+    """A lock that a start finds."""
+
+    holder: Holder
+    is_here: bool  # whether the holder is on this machine
+    lives: bool  # whether the process runs, on this machine
+    beat_s: float  # time of the newest heartbeat, by the clock of the file system
+    is_locked: bool  # the file, by another process
+
+
+def _look(root: Path, run: int) -> _Look | None:
+    """Look at the lock of a start; None if there is none."""
+    path = root / "runs" / str(run) / LOCK_FILE
     try:
-        return os.open(path, os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW)
+        descriptor = os.open(path, os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW)
     except PermissionError:  # of another user
-        return os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW)
+        descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW)
     except FileNotFoundError:
         return None
-
-
-def _in_use(root: Path, holder: Holder) -> StorageError:
-    refusal = StorageError(
-        f"--experiment_dir={root}: another run is using it, {holder}; wait for that run or choose another directory"
-    )
-    refusal.recorded = False  # exit.json belongs to the other run
-    return refusal
+    try:
+        holder, beat_s = read_holder(descriptor), os.fstat(descriptor).st_mtime
+        is_here = holder.machine == machine_name()
+        return _Look(holder, is_here, is_here and holder.lives_here(), beat_s, not lock_file(descriptor))
+    finally:
+        os.close(descriptor)  # unlocks it again
 
 
 def _this_process(nonce: str) -> Holder:
@@ -275,34 +276,11 @@ def _this_process(nonce: str) -> Holder:
     return Holder(socket.gethostname(), machine_name(), os.getpid(), start_ticks(os.getpid()), user, since, nonce)
 
 
-def _write_lock(path: Path, holder: Holder) -> int:
-    """Write a new lock and return its descriptor; the system unlocks it when this process ends, however it ends."""
-    descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o644)
-    os.write(descriptor, (json.dumps(asdict(holder), indent=2) + "\n").encode())
-    lock_file(descriptor)
-    return descriptor
-
-
-def _holder_at(path: Path) -> str:
-    """Return a holder for a message; empty if it is gone."""
-    with contextlib.suppress(OSError):
-        if (descriptor := _open_lock(path)) is not None:
-            try:
-                return f" ({read_holder(descriptor)})"
-            finally:
-                os.close(descriptor)
-    return ""
-
-
 def read_holder(descriptor: int) -> Holder:
     """Return what an open lock says; a holder of unknown everything if it is damaged."""
-    try:
+    with contextlib.suppress(ValueError, TypeError, KeyError):
         values = json.loads(os.pread(descriptor, _LOCK_BYTES, 0))
-        if set(values) == {field.name for field in fields(Holder)} and type(values["pid"]) is int:
-            texts = {name: str(value) for name, value in values.items() if name != "pid"}
-            return Holder(pid=values["pid"], **texts)
-    except (ValueError, TypeError):
-        pass
+        return Holder(**{**values, "pid": int(values["pid"])})
     return Holder()
 
 

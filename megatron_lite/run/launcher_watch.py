@@ -15,14 +15,14 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Mapping
-from pathlib import Path
 
+from megatron_lite.distributed import processes
+from megatron_lite.distributed.processes import proc_file, stat_fields
 from megatron_lite.errors import PeerError
 
-PROC = Path("/proc")
 POLL_S = 1.0  # where the kernel does not report the end of a process that is not a child
 GONE = 0  # in place of the launcher's process number
-REAPER = "slurmstepd"  # adopts orphans besides process 1, and belongs to another user
+REAPER = b"slurmstepd"  # adopts orphans besides process 1, and belongs to another user
 MARKS = ("TORCHELASTIC_RUN_ID", "RANK", "MASTER_PORT")  # variables that torchrun sets for each rank
 _PR_SET_PDEATHSIG = 1
 _PF_EXITING = 4  # Linux: a process that gives back its memory
@@ -46,7 +46,8 @@ class LauncherWatch:
 
     def _watch(self, launcher: int) -> None:
         try:
-            _wait_for_end(launcher, lambda: launcher_of(self._marks) == launcher)
+            if launcher != GONE:
+                _wait_for_end(launcher, lambda: launcher_of(self._marks) == launcher)
             number = f"process {launcher} " if launcher != GONE else ""
             rank = self._marks.get("RANK", "0")
             self.on_gone(
@@ -67,22 +68,33 @@ def launcher_of(marks: Mapping[str, str]) -> int | None:
     while True:
         parent = os.getppid()
         launcher = _launcher_above(parent, marks)
-        if not _is_ending(parent):
+        fields = stat_fields(parent)
+        # A parent that is about to end shows nothing of itself, but is the parent still.
+        if not (int(fields[6]) & _PF_EXITING if fields else os.getppid() != parent):
             return launcher
         time.sleep(0.001)
 
 
 def _launcher_above(parent: int, marks: Mapping[str, str]) -> int | None:
-    if not PROC.is_dir():
+    if not processes.PROC.is_dir():
         return parent if parent > 1 else GONE
     while parent > 1 and _environment(parent).items() >= marks.items():  # a script between torchrun and this process
-        parent = _parent_of(parent)
-    if parent == 0 or _same_session(parent):  # torchrun gives each rank a session; a shell with old variables does not
-        return None
-    if _runs_torch(parent):
+        fields = stat_fields(parent)
+        parent = int(fields[1]) if fields else os.getppid()
+    with contextlib.suppress(OSError):  # torchrun gives each rank a session; a shell with old variables does not
+        if parent == 0 or os.getsid(parent) == os.getsid(0):
+            return None
+    # A torchrun, or any other program that starts ranks with torch's library.
+    if b"torch" in proc_file(parent, "cmdline") or b"libtorch" in proc_file(parent, "maps"):
         return parent
-    adopted = parent == 1 or _name(parent) == REAPER or bool(_environment(parent))
+    adopted = parent == 1 or proc_file(parent, "comm").strip() == REAPER or bool(_environment(parent))
     return GONE if adopted else None
+
+
+def _environment(pid: int) -> dict[str, str]:
+    """Return the environment that a process was started with; empty if this user may not read it."""
+    lines = proc_file(pid, "environ").decode("utf-8", "replace").split("\0")
+    return dict(line.split("=", 1) for line in lines if "=" in line)
 
 
 def end_with_parent() -> None:
@@ -101,14 +113,11 @@ def end_with_parent() -> None:
 
 def _wait_for_end(pid: int, is_there: Callable[[], bool]) -> None:
     """Return when a process has ended. is_there: whether its number still means that process."""
-    if pid == GONE:
-        return
-    descriptor = None
-    with contextlib.suppress(OSError, AttributeError):  # AttributeError: before Linux 5.3, and elsewhere
+    with contextlib.suppress(OSError, AttributeError):  # before Linux 5.3, and elsewhere
         descriptor = os.pidfd_open(pid)
-    if descriptor is not None and is_there():
-        select.select([descriptor], [], [])
-        return
+        if is_there():
+            select.select([descriptor], [], [])
+            return
     while is_there():
         time.sleep(POLL_S)
 
@@ -118,46 +127,3 @@ def _print(message: str) -> None:
 
     if is_first_on_machine():
         print(f"ERROR: {message}", file=sys.stderr, flush=True)
-
-
-def _environment(pid: int) -> dict[str, str]:
-    """Return the environment that a process was started with; empty if this user may not read it."""
-    with contextlib.suppress(OSError):
-        lines = (PROC / str(pid) / "environ").read_bytes().decode("utf-8", "replace").split("\0")
-        return dict(line.split("=", 1) for line in lines if "=" in line)
-    return {}
-
-
-def _parent_of(pid: int) -> int:
-    with contextlib.suppress(OSError, IndexError, ValueError):
-        return int((PROC / str(pid) / "stat").read_text().rpartition(")")[2].split()[1])
-    return os.getppid()
-
-
-def _is_ending(pid: int) -> bool:
-    """Whether the parent of this process is about to end: it then shows nothing of itself, but is the parent still."""
-    with contextlib.suppress(OSError, IndexError, ValueError):
-        flags = (PROC / str(pid) / "stat").read_text().rpartition(")")[2].split()[6]
-        return bool(int(flags) & _PF_EXITING)
-    return os.getppid() != pid
-
-
-def _name(pid: int) -> str:
-    with contextlib.suppress(OSError):
-        return (PROC / str(pid) / "comm").read_text().strip()
-    return ""
-
-
-def _same_session(pid: int) -> bool:
-    with contextlib.suppress(OSError):
-        return os.getsid(pid) == os.getsid(0)
-    return False
-
-
-def _runs_torch(pid: int) -> bool:
-    """Whether a process is a torchrun, or any other program that starts ranks with torch's library."""
-    with contextlib.suppress(OSError):
-        if b"torch" in (PROC / str(pid) / "cmdline").read_bytes():
-            return True
-        return b"libtorch" in (PROC / str(pid) / "maps").read_bytes()
-    return False

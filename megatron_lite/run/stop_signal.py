@@ -1,4 +1,8 @@
-"""Stop requests: SIGTERM, SIGINT, SIGHUP and SIGUSR1 set a flag, on which all ranks agree before the next iteration."""
+"""Requests to stop, by a signal or because time is up, on which all ranks agree before the next iteration.
+
+SIGTERM, SIGINT, SIGHUP and SIGUSR1 set a flag. Limits on the time of a start save and stop it before somebody else ends
+it.
+"""
 
 from __future__ import annotations
 
@@ -8,15 +12,19 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 from types import FrameType
-from typing import NoReturn
+from typing import NamedTuple, NoReturn
 
+from megatron_lite.config import Config
 from megatron_lite.errors import RunError
-from megatron_lite.run.time_limit import FLAGS, TimeLimit, passed
+from megatron_lite.run.launch import job_end_s
 
 # torchrun passes on SIGTERM, SIGINT and SIGHUP (a closed terminal); SIGUSR1 ends torchrun, but not a rank.
 SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1)
 # A scheduler signals every process of a job and torchrun forwards its own signal: count both as one request.
 SAME_REQUEST_S = 1.0
+# Numbers of the limits for the ranks' agreement, above those of all signals.
+MAX_MINUTES, BEFORE_END = 100, 101
+FLAGS = {MAX_MINUTES: "--max_minutes", BEFORE_END: "--stop_before_end_s"}
 
 
 def leave_at_once(number: int) -> NoReturn:
@@ -55,7 +63,9 @@ class StopSignal:
         self.saves = False  # whether a request saves a checkpoint
         self._requested_s: float | None = None  # when the first signal came
         self.failure: RunError | None = None  # found by another thread; all ranks end with it before the next iteration
-        handled = [number for number in SIGNALS if number != signal.SIGHUP or not _is_ignored(number)]
+        # SIGHUP was ignored from the start under nohup.
+        is_ignored = signal.getsignal(signal.SIGHUP) == signal.SIG_IGN
+        handled = [number for number in SIGNALS if number != signal.SIGHUP or not is_ignored]
         self._previous = {number: signal.signal(number, self._receive) for number in handled}
         reader, self._writer = os.pipe()
         os.set_blocking(self._writer, False)
@@ -114,6 +124,46 @@ class StopSignal:
         os.close(reader)
 
 
-def _is_ignored(number: int) -> bool:
-    """Whether the signal was ignored from the start, as SIGHUP is under nohup."""
-    return signal.getsignal(number) == signal.SIG_IGN
+class TimeLimit(NamedTuple):
+    """The moment at which a start stops, by a clock."""
+
+    number: int
+    end_s: float
+    clock_s: Callable[[], float]
+
+    def left_s(self) -> float:
+        """Return the time until the start stops; negative afterwards."""
+        return self.end_s - self.clock_s()
+
+    def describe(self) -> str:
+        """Return when the run stops, for the log."""
+        moment = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(time.time() + self.left_s()))
+        return f"the run saves and stops at {moment} ({FLAGS[self.number]})"
+
+
+def time_limits(
+    config: Config, clock_s: Callable[[], float] = time.monotonic, wall_clock_s: Callable[[], float] = time.time
+) -> tuple[TimeLimit, ...]:
+    """Return the limits of a start that begins now.
+
+    Slurm's end is a time of day. Minutes are counted by a clock that nobody sets: a correction of the time of day (NTP)
+    neither ends the run nor prolongs it.
+    """
+    training, limits = config.training, []
+    if training.max_minutes is not None:
+        limits.append(TimeLimit(MAX_MINUTES, clock_s() + 60 * training.max_minutes, clock_s))
+    if training.stop_before_end_s is not None and (end_s := job_end_s()) is not None:
+        limits.append(TimeLimit(BEFORE_END, end_s - training.stop_before_end_s, wall_clock_s))
+    return tuple(limits)
+
+
+def idle_limit(config: Config) -> str | None:
+    """Return a warning if --stop_before_end_s has no effect."""
+    if config.training.stop_before_end_s is None or job_end_s() is not None:
+        return None
+    return "--stop_before_end_s has no effect: there is no SLURM_JOB_END_TIME, which Slurm sets since version 22.05"
+
+
+def passed(limits: Sequence[TimeLimit]) -> int:
+    """Return the number of a limit that has passed; 0 if none has."""
+    return max((limit.number for limit in limits if limit.left_s() <= 0), default=0)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import fcntl
 import json
 import os
@@ -10,6 +9,7 @@ import shutil
 import threading
 import time
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -31,13 +31,13 @@ def taken(root: Path) -> FolderLock:
     return lock
 
 
-def abandoned(root: Path, age_s: float, **changes: object) -> Path:
+def abandoned(root: Path, age_s: float, **changes: Any) -> Path:
     """The lock of a start on another machine, whose last heartbeat is this old."""
     holder = Holder("far", "another machine", 77, "1", "ann", "2026-01-01 00:00:00 UTC", "ab")
     folder = root / "runs" / "0"
     (folder / "logs").mkdir(parents=True)
     path = folder / LOCK_FILE
-    path.write_text(json.dumps(dataclasses.asdict(dataclasses.replace(holder, **changes))))
+    path.write_text(json.dumps(holder._replace(**changes)._asdict()))
     os.utime(path, times=(time.time() - age_s,) * 2)
     return path
 

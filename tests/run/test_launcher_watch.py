@@ -12,6 +12,7 @@ from pathlib import Path
 
 import pytest
 
+from megatron_lite.distributed import processes
 from megatron_lite.run import launcher_watch
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -146,7 +147,7 @@ def test_torchrun_that_ends_while_a_rank_looks_is_gone(tmp_path: Path, monkeypat
     (tmp_path / "100" / "stat").write_text("100 (python3.11) R 1 100 100 0 -1 4194308 0 0")
     (tmp_path / "100" / "environ").touch()
     parents = iter([100, 100, 1, 1, 1, 1])
-    monkeypatch.setattr(launcher_watch, "PROC", tmp_path)
+    monkeypatch.setattr(processes, "PROC", tmp_path)
     monkeypatch.setattr(launcher_watch.os, "getppid", lambda: next(parents))
     monkeypatch.setattr(launcher_watch.os, "getsid", lambda pid: pid)  # torchrun gives each rank a session of its own
     assert launcher_watch.launcher_of(MARKS) == launcher_watch.GONE
