@@ -24,8 +24,8 @@ def main(argv: list[str], launcher: LauncherWatch | None = None) -> int:
     from megatron_lite.errors import EXIT_DONE, CheckpointError, UsageError
     from megatron_lite.huggingface.architectures import check_exports
     from megatron_lite.run import exit_status
+    from megatron_lite.run.host import prepare_libraries
     from megatron_lite.run.launch import is_first_on_machine, launch_rank, launch_world_size
-    from megatron_lite.run.libraries import prepare_libraries
     from megatron_lite.run.secrets import without_secrets
     from megatron_lite.validation import planned_world_size, resolve
     from megatron_lite.validation.sizes import check_passes

@@ -25,8 +25,8 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # works without
 
 import scripts  # noqa: F401  names a missing package
 from megatron_lite.cli.script_parser import ScriptParser, number
+from megatron_lite.run.host import prepare_libraries
 from megatron_lite.run.launcher_watch import LauncherWatch
-from megatron_lite.run.libraries import prepare_libraries
 
 if __name__ == "__main__":
     LauncherWatch()  # before anything that takes time

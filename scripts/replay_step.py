@@ -40,8 +40,8 @@ from megatron_lite.monitor.tensor_debug import LEVELS, open_debugger
 from megatron_lite.outputs.bad_steps import FILE_NAME, LARGEST_FILE_BYTES, examine
 from megatron_lite.outputs.session import close, opened
 from megatron_lite.run.exit_status import print_failure
+from megatron_lite.run.host import prepare_libraries
 from megatron_lite.run.launch import launch_rank, launch_world_size
-from megatron_lite.run.libraries import prepare_libraries
 from megatron_lite.setup_run import Run
 from megatron_lite.train import train_step
 

@@ -45,7 +45,7 @@ READS_ENVIRONMENT = {
     "distributed/startup.py",
     "run/launch.py",
     "run/launcher_watch.py",
-    "run/libraries.py",
+    "run/host.py",
     "monitor/trackers/wandb_login.py",
 }
 

@@ -30,7 +30,7 @@ from megatron_lite.checkpoint.writing import Save, tensors_of
 from megatron_lite.config import Config
 from megatron_lite.distributed.agreement import together
 from megatron_lite.errors import OutOfMemoryError
-from megatron_lite.run.host_memory import available_bytes
+from megatron_lite.run.host import available_bytes
 
 if TYPE_CHECKING:
     from megatron_lite.distributed.process_group import Distributed

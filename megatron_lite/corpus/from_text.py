@@ -16,7 +16,7 @@ from megatron_lite.data.tokenizing import load_tokenizer
 from megatron_lite.distributed.agreement import rank_0_works
 from megatron_lite.distributed.process_group import Distributed
 from megatron_lite.errors import DataError, UsageError
-from megatron_lite.run.threads import available_cores
+from megatron_lite.run.host import available_cores
 
 CACHE = "dataset_cache"  # in the experiment directory
 FINGERPRINT_DIGITS = 16  # of a folder's name

@@ -17,7 +17,7 @@ from pathlib import Path
 from megatron_lite.corpus.pieces import Piece, PieceWriter, Recipe, Record
 from megatron_lite.data.workers import how_it_ended, ignore_signals, signals_held
 from megatron_lite.errors import PeerError
-from megatron_lite.run.libraries import limit_tokenizer_threads
+from megatron_lite.run.host import limit_tokenizer_threads
 
 Progress = Callable[[int, int, int], None]  # bytes, documents and tokens since the last call
 # A worker's process, the input file that it reads, and the numbers of a `Progress`.

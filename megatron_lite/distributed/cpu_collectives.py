@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch.distributed as dist
@@ -16,19 +16,6 @@ class Done:
 
     def wait(self) -> None:
         """Return at once."""
-
-
-class Then:
-    """Handle of transfers that start one after the other: each begins when the one before is waited for."""
-
-    def __init__(self, first: Handle, *following: Callable[[], Handle]) -> None:
-        self._current, self._following = first, list(following)
-
-    def wait(self) -> None:
-        self._current.wait()
-        while self._following:
-            self._current = self._following.pop(0)()
-            self._current.wait()
 
 
 class Works:

@@ -21,9 +21,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from megatron_lite.distributed.cpu_collectives import Done, PairwiseSum, Then, WholeExchange, Works
+from megatron_lite.distributed.cpu_collectives import Done, PairwiseSum, WholeExchange, Works
 from megatron_lite.distributed.step_watch import Event, StepWatch
-from megatron_lite.distributed.traffic import Handle, Traffic
+from megatron_lite.distributed.traffic import FirstWait, Handle, Traffic
 
 # A reduction on CPU receives into a ring of chunks per peer: small enough to be added while they are in the cache, and
 # enough of them to keep the transfers going during the computation.
@@ -115,16 +115,15 @@ class RankGroup:
             )
             return self._reduction
         padded = torch.cat([flat, flat.new_zeros(rest)]) if rest else flat
+        reduction = self._pairwise_sum(padded)
 
-        def gather() -> Handle:
-            return self._pairwise_gather(padded.view(self.world_size, -1))
-
-        def finish() -> Handle:
+        def finish() -> None:
+            reduction.wait()
+            self._pairwise_gather(padded.view(self.world_size, -1)).wait()
             if rest:
                 flat.copy_(padded[: flat.numel()])
-            return Done()
 
-        self._reduction = self._started(kind, buffer, Then(self._pairwise_sum(padded), gather, finish), passes=2)
+        self._reduction = self._started(kind, buffer, FirstWait(reduction, finish), passes=2)
         return self._reduction
 
     def sum_in_rank_order(self, values: Tensor) -> Tensor:

@@ -157,15 +157,15 @@ class Traffic:
 
 
 class FirstWait:
-    """A collective in flight whose first `wait` is another function's: a stop watch's, or a profile's."""
+    """A collective in flight whose first `wait` is another function, which waits and does more.
+
+    That function is dropped before it is called: a handle that somebody keeps keeps no memory.
+    """
 
     def __init__(self, work: Handle, first_wait: Callable[[], None]) -> None:
-        self._work, self._first_wait = work, first_wait
-        self._waited = False
+        self._work = work
+        self._first_wait: Callable[[], None] | None = first_wait
 
     def wait(self) -> None:
-        if self._waited:
-            self._work.wait()
-        else:
-            self._waited = True
-            self._first_wait()
+        first_wait, self._first_wait = self._first_wait, None
+        (first_wait or self._work.wait)()

@@ -23,7 +23,7 @@ from megatron_lite.model.gpt import parameters_of
 from megatron_lite.model.layer import Layer
 from megatron_lite.monitor.logging import MIB
 from megatron_lite.parameter import DTYPES
-from megatron_lite.run.threads import available_cores, choose_threads
+from megatron_lite.run.host import available_cores, choose_threads
 from megatron_lite.schedules.batch_size import Split, batch_schedule, consumed_tokens
 from megatron_lite.zero.memory import MemoryRow
 from megatron_lite.zero.multi_stage import MultiStage

@@ -19,10 +19,10 @@ from megatron_lite.outputs.run_report import leave_report
 from megatron_lite.run import exit_status
 from megatron_lite.run.ending import Ending
 from megatron_lite.run.experiment import Experiment
+from megatron_lite.run.host import choose_threads
 from megatron_lite.run.launch import launch_rank, tell_torchrun
 from megatron_lite.run.launcher_watch import LauncherWatch
 from megatron_lite.run.stop_signal import StopSignal, idle_limit, time_limits
-from megatron_lite.run.threads import choose_threads
 from megatron_lite.setup_run import Run, build
 from megatron_lite.validation.messages import Note
 

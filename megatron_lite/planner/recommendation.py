@@ -29,7 +29,7 @@ from megatron_lite.planner.search import (
     recommended,
 )
 from megatron_lite.planner.speeds import MeasuredSpeeds
-from megatron_lite.run.threads import choose_threads
+from megatron_lite.run.host import choose_threads
 from megatron_lite.schedules.batch_size import consumed_tokens
 from megatron_lite.validation.messages import Note
 

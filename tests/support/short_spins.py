@@ -7,7 +7,7 @@ the cores that other tests need.
 import os
 from unittest import mock
 
-from megatron_lite.run.libraries import limit_spinning
+from megatron_lite.run.host import limit_spinning
 
 with mock.patch.dict(os.environ):
     limit_spinning()

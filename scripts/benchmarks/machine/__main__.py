@@ -19,7 +19,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from megatron_lite.run.libraries import prepare_libraries
+from megatron_lite.run.host import prepare_libraries
 
 if __name__ == "__main__":
     prepare_libraries()  # before torch is imported

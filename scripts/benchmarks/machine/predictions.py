@@ -16,7 +16,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from megatron_lite.run.libraries import prepare_libraries
+from megatron_lite.run.host import prepare_libraries
 
 if __name__ == "__main__":
     prepare_libraries()  # before torch is imported

@@ -15,8 +15,8 @@ from megatron_lite.errors import UsageError
 from megatron_lite.generation.model import choose_device
 from megatron_lite.kernels.products import onednn_is_exact
 from megatron_lite.monitor import banner
-from megatron_lite.run import launch, libraries, threads
-from megatron_lite.run.threads import available_cores, choose_threads, threads_of
+from megatron_lite.run import host, launch
+from megatron_lite.run.host import available_cores, choose_threads, threads_of
 from tests.support.harness import tiny_config
 from tests.support.launch import TINY, run
 from tests.support.threads import THREADS
@@ -53,9 +53,9 @@ def test_ranks_that_share_layers_share_the_work() -> None:
 
 
 def test_cores_are_those_of_the_affinity_and_the_quota(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(threads, "own_cores", lambda: frozenset(range(6)))
+    monkeypatch.setattr(host, "own_cores", lambda: frozenset(range(6)))
     for quota, expected in ((None, 6), (2.5, 2), (1.5, 1), (0.4, 1), (64.0, 6)):
-        monkeypatch.setattr(threads, "_quota", lambda quota=quota: quota)
+        monkeypatch.setattr(host, "_quota", lambda quota=quota: quota)
         assert available_cores.__wrapped__() == expected
 
 
@@ -68,10 +68,10 @@ def test_ranks_with_cores_of_their_own_do_not_divide_them(monkeypatch: pytest.Mo
     assert [sharing_cores(places, 1, local) for places, local in ((bound, range(2)), (free, range(2)))] == [1, 2]
     assert [sharing_cores(places, 1, local) for places, local in ((pairs, range(4)), (unknown, range(2)))] == [2, 2]
     config = tiny_config(hidden_size=384, sequence_length=2048, micro_batch_size=1, batch_size=1)
-    monkeypatch.setattr(threads, "available_cores", lambda: 4)
+    monkeypatch.setattr(host, "available_cores", lambda: 4)
     monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
     for quota, expected in ((None, 4), (4.0, 2)):
-        monkeypatch.setattr(threads, "_quota", lambda quota=quota: quota)
+        monkeypatch.setattr(host, "_quota", lambda quota=quota: quota)
         assert choose_threads(config, local_world_size=2, sharing_cores=1).number == expected
 
 
@@ -101,14 +101,14 @@ def test_the_quota_is_the_smallest_of_all_groups_around(
         (tmp_path / "groups" / name).write_text(text)
     if own is not None:
         (tmp_path / "own").write_text(own)
-    folders = list(threads._control_groups(tmp_path / "groups", tmp_path / "own"))
-    monkeypatch.setattr(threads, "_control_groups", lambda: folders)
-    assert threads._quota() == expected
+    folders = list(host._control_groups(tmp_path / "groups", tmp_path / "own"))
+    monkeypatch.setattr(host, "_control_groups", lambda: folders)
+    assert host._quota() == expected
 
 
 def after_preparing(code: str, **variables: str) -> list[str]:
     """Return the words that a process prints which prepares libraries, imports torch with two threads, runs `code`."""
-    begin = "import os; from megatron_lite.run.libraries import prepare_libraries; "
+    begin = "import os; from megatron_lite.run.host import prepare_libraries; "
     begin += "cores = len(os.sched_getaffinity(0)); prepare_libraries(); import torch; torch.set_num_threads(2); "
     environment = {name: value for name, value in os.environ.items() if not name.startswith(("OMP_", "GOMP_"))}
     environment |= {"PYTHONPATH": str(ROOT), **variables}
@@ -120,7 +120,7 @@ def after_preparing(code: str, **variables: str) -> list[str]:
 @pytest.mark.skipif(not hasattr(os, "sched_getaffinity"), reason="no affinity")
 @pytest.mark.parametrize("variable", ["OMP_PROC_BIND=true", pytest.param("OMP_PLACES=cores", marks=pytest.mark.slow)])
 def test_cores_are_counted_before_openmp_binds_this_thread(variable: str) -> None:
-    code = "from megatron_lite.run.threads import available_cores, _quota; "
+    code = "from megatron_lite.run.host import available_cores, _quota; "
     code += "print(available_cores() == max(1, min(cores, int(_quota() or cores))))"
     assert after_preparing(code, **dict([variable.split("=")])) == ["True"]
 
@@ -146,7 +146,7 @@ def test_openmp_gives_all_threads_or_onednn_computes_nonsense(variables: dict[st
 def test_the_users_limit_holds(monkeypatch: pytest.MonkeyPatch) -> None:
     """OMP_THREAD_LIMIT caps the chosen and the user's own number, and the threads of generation and evaluation."""
     large = tiny_config(hidden_size=384, sequence_length=2048, micro_batch_size=1, batch_size=1)
-    monkeypatch.setattr(threads, "available_cores", lambda: 8)
+    monkeypatch.setattr(host, "available_cores", lambda: 8)
     for given, limit, expected in (
         (None, "3", (3, "OMP_THREAD_LIMIT")),
         (None, "20", (8, "all cores")),
@@ -158,7 +158,7 @@ def test_the_users_limit_holds(monkeypatch: pytest.MonkeyPatch) -> None:
         if given is not None:
             monkeypatch.setenv("OMP_NUM_THREADS", given)
         monkeypatch.setenv("OMP_THREAD_LIMIT", limit)
-        assert threads.choose_threads(large, 1, 1) == expected
+        assert host.choose_threads(large, 1, 1) == expected
     before = torch.get_num_threads()
     try:
         torch.set_num_threads(2)
@@ -212,8 +212,8 @@ def test_threads_sleep_after_a_short_wait_unless_the_user_says_otherwise(
         monkeypatch.delenv(other)
     if name is not None:
         monkeypatch.setenv(name, "7")
-    libraries.limit_spinning()
-    ours = str(libraries.SPINS)  # beside KMP_BLOCKTIME, too, which GNU's OpenMP does not know
+    host.limit_spinning()
+    ours = str(host.SPINS)  # beside KMP_BLOCKTIME, too, which GNU's OpenMP does not know
     assert os.environ.get("OMP_WAIT_POLICY") == ({None: "PASSIVE", "OMP_WAIT_POLICY": "7"}.get(name))
     assert os.environ.get("GOMP_SPINCOUNT") == {"GOMP_SPINCOUNT": "7", "OMP_WAIT_POLICY": None}.get(name or "", ours)
 
@@ -223,8 +223,8 @@ def test_every_command_that_computes_prepares_libraries_before_torch_is_imported
     """OpenMP reads its variables when its library is loaded; `main` and what it imports come later."""
     stub = "import sys; assert 'torch' not in sys.modules; print('prepared'); sys.exit(0)"
     start = (
-        "import runpy, sys, megatron_lite.run.libraries as libraries; sys.argv = [{0!r}, *{1!r}.split()]; "
-        "libraries.prepare_libraries = lambda: exec({2!r}); runpy.run_path({0!r}, run_name='__main__')"
+        "import runpy, sys, megatron_lite.run.host as host; sys.argv = [{0!r}, *{1!r}.split()]; "
+        "host.prepare_libraries = lambda: exec({2!r}); runpy.run_path({0!r}, run_name='__main__')"
     )
     flags = "--num_layers=1 --hidden_size=16 --num_attention_heads=2 --vocab_size=16 --dataset_source=random"
     code = start.format(str(ROOT / command), flags, stub)
@@ -252,7 +252,7 @@ def test_the_log_says_how_many_of_the_cores_this_process_may_use(monkeypatch: py
 def test_freed_memory_is_used_again(variable: str | None) -> None:
     """Blocks of 2 to 20 MiB take new pages once and not a hundred times, unless the user has set glibc's variables."""
     code = (
-        "import resource; from megatron_lite.run.libraries import prepare_libraries; prepare_libraries(); "
+        "import resource; from megatron_lite.run.host import prepare_libraries; prepare_libraries(); "
         "import numpy; faults = lambda: resource.getrusage(resource.RUSAGE_SELF).ru_minflt; "
         "use = lambda: [numpy.ones(mib * 131072) for mib in (2, 20, 7)]; use(); before = faults(); "
         "all(use() for _ in range(100)); print(faults() - before)"

@@ -1,0 +1,190 @@
+"""A process and its host: threads, cores and memory, and settings of the C and OpenMP libraries. Imports no torch.
+
+The number of threads follows from the configuration and the machine (cores, ranks), never from the momentary load: with
+other threads, sums are taken in another order, and a resumed run must be bit-identical. The remedy for load is to spin
+only shortly (`limit_spinning`). OpenMP's threads otherwise spin for milliseconds at the end of every operation, on
+cores that another program needs: on 4 cores with 15 other busy processes, a step of a model of 64 channels took 14 s
+with two spinning threads, 0.9 s with one thread and 0.12 s with two that sleep.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import functools
+import os
+import re
+from collections.abc import Iterator
+from pathlib import Path
+from typing import NamedTuple
+
+from megatron_lite.config import Config
+from megatron_lite.distributed.processes import own_cores
+from megatron_lite.run.launch import requested_threads, thread_limit
+
+# Multiplications of a square product (tokens x hidden x hidden) that a thread needs. A step of four blocks on 512
+# tokens takes with two threads, as a share of its time with one (AVX-512; AVX2): 0.83 and 0.72 at 64 channels (2**21),
+# 0.75 and 0.63 at 128 (2**23), 0.62 at 192, 0.64 at 256 (2**25); on 4,096 tokens 0.76 at 64 (2**24). Beside another
+# program on one of the two cores it takes 2.8 at 64 and 1.9 at 256, where one thread loses nothing. A second thread
+# therefore comes at 2**25: small models finish soon with one.
+WORK_OF_A_THREAD = 2**24
+
+MEMINFO = Path("/proc/meminfo")
+CONTROL_GROUP = Path("/sys/fs/cgroup")  # of a container, or of the whole machine
+
+# The figures of the next two are for a step of a GPT-2 of 10.7M parameters with two threads on two cores.
+# Turns of a waiting loop before a thread of GNU OpenMP sleeps: 0.2 to 0.6 ms, depending on the processor. Alone and
+# with another program on one of the two cores, a step took 216 and 438 ms with 3,000 turns, 205 and 540 with 10,000,
+# 202 and 675 with 20,000, and 200 and over 1,600 with the library's default, 300,000.
+SPINS = 10_000
+
+MIB = 2**20
+# Parameters of glibc's mallopt. By default glibc returns freed memory to the kernel and takes it again, up to 5,000
+# pages a step. With these values a step needs one new page, takes 0.98 of the time, and no more memory.
+MALLOPT = {
+    -3: 32 * MIB,  # M_MMAP_THRESHOLD: smaller blocks come from the heap; the largest value that glibc accepts
+    -1: 1024 * MIB,  # M_TRIM_THRESHOLD: free memory at the end of the heap that the process keeps
+    -2: 64 * MIB,  # M_TOP_PAD: memory that the heap takes from the kernel at a time; untouched pages cost nothing
+}
+
+
+class Threads(NamedTuple):
+    """The number of threads of this process, and why."""
+
+    number: int
+    reason: str
+
+
+def choose_threads(config: Config, local_world_size: int, sharing_cores: int) -> Threads:
+    """Choose this process's threads: OMP_NUM_THREADS, or by the size of the model, cores and ranks of this machine.
+
+    Args:
+        sharing_cores: number of ranks that may use this rank's cores: 1 where the launcher binds each to its own. A
+            quota of time counts all ranks of the machine, whatever cores they may use.
+    """
+    requested, limit = requested_threads(), thread_limit()
+    threads = threads_of(config, available_cores(), sharing_cores if _quota() is None else local_world_size)
+    if requested is not None:
+        threads = Threads(requested, "OMP_NUM_THREADS")
+    return threads if limit is None or threads.number <= limit else Threads(limit, "OMP_THREAD_LIMIT")
+
+
+def threads_of(config: Config, cores: int, ranks: int) -> Threads:
+    """Share the cores among the ranks that use them, but give no thread less than `WORK_OF_A_THREAD`."""
+    batch = config.batch
+    tokens = (batch.micro_batch_size or 1) * batch.sequence_length
+    work = tokens * config.model.hidden_size**2 // config.distributed.tensor_parallel
+    useful = max(1, work // WORK_OF_A_THREAD)
+    share = max(1, cores // ranks)
+    if useful < share:
+        return Threads(useful, f"of {share}: --hidden_size and the tokens of a micro-batch give no work to more")
+    shared = f"{cores} core{'s' if cores > 1 else ''} / {ranks} ranks"
+    return Threads(share, shared if ranks > 1 else "all cores")
+
+
+@functools.cache
+def available_cores() -> int:
+    """Return the number of cores that this process may use: its affinity, within the quota of its control group.
+
+    Call this before torch is imported for the first time, as `own_cores`.
+    """
+    cores = len(own_cores()) or os.cpu_count() or 1
+    quota = _quota()
+    return cores if quota is None else max(1, min(cores, int(quota)))
+
+
+def _quota() -> float | None:
+    """Return the CPUs' time per time that the control groups grant; None if unlimited or unknown."""
+    return min((grant for folder in _control_groups() if (grant := _grant(folder)) is not None), default=None)
+
+
+def _control_groups(root: Path = CONTROL_GROUP, own: Path = Path("/proc/self/cgroup")) -> Iterator[Path]:
+    """Yield the folder of this process's control group and of each around it; a folder may be absent in a container."""
+    try:
+        entries = [line.split(":", 2) for line in own.read_text("utf-8").splitlines()]
+    except OSError:
+        entries = []
+    for _, controllers, path in [*entries, ["", "", "/"], ["", "cpu", "/"]]:
+        if controllers == "" or "cpu" in controllers.split(","):
+            top = root / "cpu" if controllers else root
+            folder = top / path.lstrip("/")
+            yield from (folder, *(parent for parent in folder.parents if parent.is_relative_to(top)))
+
+
+def _grant(folder: Path) -> float | None:
+    """Return the quota of one control group, of version 2 or 1."""
+    try:
+        if (folder / "cpu.max").exists():
+            quota, period = (folder / "cpu.max").read_text("ascii").split()
+        else:
+            names = ("cpu.cfs_quota_us", "cpu.cfs_period_us")
+            quota, period = ((folder / name).read_text("ascii").strip() for name in names)
+        return None if quota in ("max", "-1") else float(quota) / float(period)
+    except (OSError, ValueError, ZeroDivisionError):
+        return None
+
+
+def available_bytes() -> int:
+    """Return the bytes that the kernel could give, within the limit of a container; all there is without /proc."""
+    found = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    with contextlib.suppress(OSError):
+        if (line := re.search(r"^MemAvailable: +([0-9]+) kB$", MEMINFO.read_text(), re.M)) is not None:
+            found = int(line[1]) * 1024
+    with contextlib.suppress(OSError, ValueError):  # no limit reads "max"
+        limit, used = (int((CONTROL_GROUP / f"memory.{name}").read_text()) for name in ("max", "current"))
+        statistics = (CONTROL_GROUP / "memory.stat").read_text()
+        cache = re.search(r"^inactive_file ([0-9]+)$", statistics, re.M)
+        found = min(found, max(0, limit - used + (int(cache[1]) if cache else 0)))
+    return found
+
+
+# -- settings of libraries, to be made before torch is imported: none changes a number -------------------------------
+
+
+def prepare_libraries() -> None:
+    """Count cores, let OpenMP give all threads and not spin long, keep freed memory. Call before importing torch."""
+    available_cores()
+    give_all_threads()
+    limit_spinning()
+    keep_freed_memory()
+    quiet_lost_connections()
+
+
+def give_all_threads() -> None:
+    """Drop variables with which OpenMP gives fewer threads than asked, under load or always.
+
+    oneDNN would leave a part of each product uncomputed, and a resumed run would add in another order.
+    """
+    for name in ("OMP_DYNAMIC", "OMP_MAX_ACTIVE_LEVELS"):
+        os.environ.pop(name, None)
+
+
+def limit_spinning() -> None:
+    """Let OpenMP's threads sleep soon, unless the user says otherwise."""
+    if not {"OMP_WAIT_POLICY", "GOMP_SPINCOUNT"} & os.environ.keys():
+        os.environ["GOMP_SPINCOUNT"] = str(SPINS)
+        if "KMP_BLOCKTIME" not in os.environ:  # libraries that do not know GOMP_SPINCOUNT know one of these
+            os.environ["OMP_WAIT_POLICY"] = "PASSIVE"
+
+
+def keep_freed_memory() -> None:
+    """Let glibc keep freed memory for the next step, unless the user sets its variables."""
+    if any(name.startswith(("MALLOC_", "GLIBC_TUNABLES")) for name in os.environ):
+        return
+    with contextlib.suppress(OSError, AttributeError):  # another C library
+        mallopt = ctypes.CDLL(None).mallopt
+        for parameter, size_bytes in MALLOPT.items():
+            mallopt(parameter, size_bytes)
+
+
+def quiet_lost_connections() -> None:
+    """Let torch's C++ log errors only, unless the user says otherwise.
+
+    As a warning it prints a C++ stack of forty lines for every connection that a lost rank closes, before our message.
+    """
+    os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
+
+
+def limit_tokenizer_threads(threads: int) -> None:
+    """Give the tokenizers package so many threads in this process; call before the first text is encoded."""
+    os.environ |= {"TOKENIZERS_PARALLELISM": "true" if threads > 1 else "false", "RAYON_NUM_THREADS": str(threads)}
