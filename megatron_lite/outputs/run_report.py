@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from megatron_lite.errors import DataError
-from megatron_lite.monitor.trackers.metrics_file import METRICS_FILE
 from megatron_lite.reports.report import REPORT_FILE, write_report
+from megatron_lite.run.exit_status import METRICS_FILE
 from megatron_lite.setup_run import Run
 
 # Of metrics.jsonl, which is read at 20 MB/s on a busy core: a stopped or failed run has seconds left.

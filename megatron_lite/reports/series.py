@@ -18,8 +18,8 @@ from typing import Any
 import numpy as np
 
 from megatron_lite.errors import DataError
-from megatron_lite.monitor.trackers.metrics_file import METRICS_FILE
 from megatron_lite.reports.curves import Curve
+from megatron_lite.run.exit_status import METRICS_FILE
 
 CHUNK_BYTES = 2**24
 LONGEST_LINE_BYTES = 2**20  # a longer one is no record of ours

@@ -20,7 +20,8 @@ from megatron_lite.run.folder_lock import is_in_use
 from megatron_lite.run.launch import tell_torchrun
 from megatron_lite.run.missing_package import missing_package
 
-EXIT_FILE = "exit.json"
+# Files of an experiment directory that programs without torch read.
+EXIT_FILE, METRICS_FILE = "exit.json", "metrics.jsonl"
 # The space that a running start leaves to its ending, which a full disk cannot refuse then, and what of a message fits.
 RESERVED_BYTES = 8192
 _LONGEST_MESSAGE, _LONGEST_DETAIL = 3000, 500  # bytes; advice on memory takes 2,500

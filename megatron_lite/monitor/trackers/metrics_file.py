@@ -16,8 +16,8 @@ from typing import Any
 
 from megatron_lite.monitor.logging import AppendFile, get_logger
 from megatron_lite.monitor.watch.results import Watched
+from megatron_lite.run.exit_status import METRICS_FILE as METRICS_FILE
 
-METRICS_FILE = "metrics.jsonl"
 WATCH_FILE = "watch.jsonl"
 _REPAIR_BYTES = 1 << 20  # far longer than any line
 
