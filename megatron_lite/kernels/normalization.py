@@ -25,6 +25,7 @@ from megatron_lite.kernels.triton_support import cdiv, jit, next_power_of_2, tl
 from megatron_lite.parameter import Parameter
 
 LARGEST_ROW = 32768  # elements that one program of a kernel can hold
+PLANNED_MULTIPROCESSORS = 132  # of an H100, for plans, which look at no device
 
 
 @dataclass(frozen=True)
@@ -338,7 +339,7 @@ def triton_backward(
     """
     columns, rows = x.shape[-1], statistics.r.numel()
     tile_rows, block, warps = _tile(columns)
-    programs = min(_resident_programs(x.device, warps, warps_per_multiprocessor), cdiv(rows, tile_rows))
+    programs = min(_resident_programs(x, warps, warps_per_multiprocessor), cdiv(rows, tile_rows))
     sums = [
         x.new_empty((programs, columns), dtype=torch.float32)
         if parameter is not None and parameter.requires_grad
@@ -380,11 +381,14 @@ def triton_backward(
             )
 
 
-def _resident_programs(device: torch.device, warps: int, warps_per_multiprocessor: int) -> int:
+def _resident_programs(x: Tensor, warps: int, warps_per_multiprocessor: int) -> int:
     """Return how many programs fill the device once; a few for the interpreter, which runs them one by one."""
-    if device.type != "cuda":
+    if x.device.type != "cuda":
         return 3
-    return torch.cuda.get_device_properties(device).multi_processor_count * max(1, warps_per_multiprocessor // warps)
+    count = PLANNED_MULTIPROCESSORS
+    if not x.is_meta:
+        count = torch.cuda.get_device_properties(x.device).multi_processor_count
+    return count * max(1, warps_per_multiprocessor // warps)
 
 
 # -- the norm of a sum -----------------------------------------------------------------------------------------------

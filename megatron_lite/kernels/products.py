@@ -344,11 +344,14 @@ def product_accumulation(device: torch.device, dtype: torch.dtype, total_dtype: 
 def _is_exact(method: ProductAccumulation, device: torch.device, dtype: torch.dtype, total_dtype: torch.dtype) -> bool:
     """Whether a method writes and adds whole numbers that `dtype` cannot hold.
 
-    The operands look like those of a weight gradient: the first one is transposed, and all dimensions differ.
+    The operands look like those of a weight gradient: the first one is transposed, and all dimensions differ. A plan,
+    whose tensors have no values, assumes so.
     """
     a = torch.arange(64 * 16, device=device, dtype=torch.float64).remainder(13).view(64, 16).to(dtype)
     b = torch.arange(64 * 24, device=device, dtype=torch.float64).remainder(17).view(64, 24).to(dtype)
     total = torch.full((16, 24), torch.nan, dtype=total_dtype, device=device)
+    if total.is_meta:
+        return True
     exact = (a.double().t() @ b.double()).to(total_dtype)
     try:
         method.run(total, a.t(), b, True)

@@ -6,10 +6,12 @@ Kernels run on a GPU, or in tests in Triton's interpreter. Elsewhere importing T
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
+from torch import Tensor
+from torch.overrides import handle_torch_function, has_torch_function
 
 from megatron_lite.distributed.startup import kernels_can_run
 
@@ -34,8 +36,27 @@ class _Absent:
 
 
 def jit(function: Callable[..., Any]) -> Any:
-    """Apply `triton.jit`; without Triton, return an object that raises when launched."""
-    return _Absent(function) if triton is None else triton.jit(function)
+    """Apply `triton.jit`; without Triton, return an object that raises when launched.
+
+    Either does nothing to tensors of the meta device, which have no memory.
+    """
+    kernel = _Absent(function) if triton is None else triton.jit(function)
+    kind = type(kernel)
+
+    def launcher(self: Any, grid: Any) -> Callable[..., Any]:
+        def launch(*args: Any, **options: Any) -> Any:
+            return launched(self, *args) if args[0].is_meta else kind.__getitem__(self, grid)(*args, **options)
+
+        return launch
+
+    kernel.__class__ = type(kind.__name__, (kind,), {"__slots__": (), "__getitem__": launcher})
+    return kernel
+
+
+def launched(kernel: Any, *args: Any) -> None:
+    """Tell a mode, such as a plan's, of a launch on tensors without memory."""
+    if has_torch_function(args):
+        handle_torch_function(launched, args, kernel, *args)
 
 
 def is_interpreted() -> bool:
@@ -46,6 +67,32 @@ def is_interpreted() -> bool:
 def runs_on(device: torch.device) -> bool:
     """Whether Triton kernels can run on tensors of this device."""
     return triton is not None and (device.type == "cuda" or is_interpreted())
+
+
+def generator_for(x: Tensor) -> torch.Generator:
+    """Return a generator of random numbers for a tensor; one of the CPU for a plan's, which get no numbers."""
+    return torch.Generator("cpu" if x.is_meta else x.device)
+
+
+def turns(loop: range, x: Tensor) -> Iterator[int]:
+    """Yield the turns of a loop over parts of x; in a plan only the first two and the last, which allocate the most.
+
+    A mode that is told of `repeat` counts the second for those that are left out.
+    """
+    if not x.is_meta or len(loop) <= 3:
+        yield from loop
+        return
+    yield loop[0]
+    repeat(x, len(loop) - 2)
+    yield loop[1]
+    repeat(x, 1)
+    yield loop[-1]
+
+
+def repeat(x: Tensor, times: int) -> None:
+    """Tell a mode, such as a plan's, that what follows happens so many times."""
+    if has_torch_function((x,)):
+        handle_torch_function(repeat, (x,), x, times)
 
 
 def cdiv(a: int, b: int) -> int:

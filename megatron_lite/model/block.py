@@ -126,13 +126,13 @@ class Attention(torch.nn.Module):
 class MLP(torch.nn.Module):
     """Plain or gated two-layer MLP: (b, s, h) -> (b, s, h)."""
 
-    def __init__(
-        self, name: str, config: ModelConfig, kernels: Kernels, recompute_level: str, parallel: TensorParallel
-    ) -> None:
+    recompute_level = "none"
+
+    def __init__(self, name: str, config: ModelConfig, kernels: Kernels, parallel: TensorParallel) -> None:
         super().__init__()
         channels = parallel.parts(config.ffn_hidden_size)
         self.activation_type, self.gated = config.activation_type, config.gated
-        self.kernels, self.recompute_level = kernels, recompute_level
+        self.kernels = kernels
         up_sizes = (config.ffn_hidden_size,) * (2 if config.gated else 1)  # gate rows first
         biased = config.add_mlp_biases
         split, std = parallel.split(0, *[channels] * len(up_sizes)), config.init_method_std_mlp_1
@@ -178,17 +178,20 @@ class Block(Layer):
         super().__init__()
         self.name, self.hidden_dropout, self.parallel = f"blocks.{index}", config.hidden_dropout, parallel
         split = parallel.replicated()
-        self.recomputed = index < performance.recompute_layers
         self.attention_norm = Norm(f"{self.name}.attention_norm", config, kernels, split)
         self.attention = Attention(f"{self.name}.attention", config, rotary, kernels, index, parallel)
         self.attention_output_norm = self.mlp_output_norm = None
         if config.hybrid_norm:
             self.attention_output_norm = Norm(f"{self.name}.attention_output_norm", config, kernels, split)
         self.mlp_norm = Norm(f"{self.name}.mlp_norm", config, kernels, split)
-        level = performance.mlp_levels(config.num_layers)[index]
-        self.mlp = MLP(f"{self.name}.mlp", config, kernels, level, parallel)
+        self.mlp = MLP(f"{self.name}.mlp", config, kernels, parallel)
         if config.hybrid_norm:
             self.mlp_output_norm = Norm(f"{self.name}.mlp_output_norm", config, kernels, split)
+        self.recompute(performance.mlp_levels(config.num_layers)[index], index < performance.recompute_layers)
+
+    def recompute(self, level: str, whole: bool) -> None:
+        """Choose what the backward pass recomputes: a level of the MLP, or the whole block from its input."""
+        self.mlp.recompute_level, self.recomputed = level, whole
 
     def forward(self, hidden: Tensor | None, micro_batch: MicroBatch) -> Tensor:
         """(b, s, h) -> (b, s, h), in the residual stream's dtype."""

@@ -15,6 +15,7 @@ from megatron_lite.kernels.choice import Kernels
 from megatron_lite.kernels.exchange import INSIDE, Exchange
 from megatron_lite.kernels.linear import linear
 from megatron_lite.kernels.normalization import Kind, add_norm
+from megatron_lite.kernels.triton_support import generator_for
 from megatron_lite.model.kv_cache import CachePass
 from megatron_lite.parameter import Initializer, Parameter, ParameterSpec, declare
 from megatron_lite.seeds import derive_seed
@@ -127,6 +128,6 @@ def dropout(x: Tensor, p: float, seed: int | None) -> Tensor:
     """
     if p == 0.0 or seed is None:
         return x
-    generator = torch.Generator(device=x.device).manual_seed(seed)
+    generator = generator_for(x).manual_seed(seed)
     mask = torch.empty_like(x).bernoulli_(1.0 - p, generator=generator)
     return x * mask.div_(1.0 - p)

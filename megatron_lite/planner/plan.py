@@ -1,9 +1,8 @@
 """The plan of a run, before anything is allocated: memory and traffic of one rank.
 
-The engine itself does the counting: a `MultiStage` is built on the meta device, for one of any number of ranks, and its
-collectives are counted while its own schedule is replayed. Only the memory that layers need between and during their
-passes is modelled separately, in `step_memory.py`, `activations.py` and `peaks.py`. A search uses a `Planner`, which
-builds no model twice.
+The engine itself does the counting: a `MultiStage` is built on the meta device, for one of any number of ranks. Its
+collectives are counted while its own schedule is replayed, and its stages run on tensors without memory, each kind of
+stage once (`stage_costs.py`). A search uses a `Planner`, which builds and measures nothing twice.
 """
 
 from __future__ import annotations
@@ -19,16 +18,18 @@ from megatron_lite.config import RECOMPUTE_LEVELS, Config
 from megatron_lite.distributed.cpu_collectives import Done
 from megatron_lite.distributed.rank_group import Group, alone, reduction_scratch_bytes
 from megatron_lite.distributed.step_watch import Event
-from megatron_lite.distributed.traffic import Total, Traffic
+from megatron_lite.distributed.traffic import Handle, Total, Traffic
 from megatron_lite.kernels.choice import choose_kernels
 from megatron_lite.model.gpt import model_layers
-from megatron_lite.planner.exchanges import exchanges_of_step, traffic_sum
+from megatron_lite.planner.stage_costs import Cost
 from megatron_lite.planner.step_memory import (
     ActivationMemory,
+    Measured,
     Partition,
     activation_memory,
-    micro_batch_sizes,
     runtime_bytes,
+    traffic_of_passes,
+    traffic_sum,
 )
 from megatron_lite.zero.multi_stage import MultiStage
 from megatron_lite.zero.schedule import Step, training_schedule
@@ -62,17 +63,14 @@ class SimulatedGroup:
             of_plan = device_type if device == "meta" else device
             self.tensor = SimulatedGroup(of_tensor, tensor_parallel, device_type, of_plan, traffic=self.traffic)
 
-    def all_gather(self, buffer: Tensor, kind: str = "gather") -> Done:
-        self.traffic.started(kind, buffer, Done(), self.world_size)
-        return Done()
+    def all_gather(self, buffer: Tensor, kind: str = "gather") -> Handle:
+        return self.traffic.started(kind, buffer, Done(), self.world_size)
 
-    def reduce_scatter(self, buffer: Tensor, kind: str = "reduce") -> Done:
-        self.traffic.started(kind, buffer, Done(), self.world_size)
-        return Done()
+    def reduce_scatter(self, buffer: Tensor, kind: str = "reduce") -> Handle:
+        return self.traffic.started(kind, buffer, Done(), self.world_size)
 
-    def all_reduce(self, buffer: Tensor, kind: str) -> Done:
-        self.traffic.started(kind, buffer, Done(), self.world_size, passes=2)
-        return Done()
+    def all_reduce(self, buffer: Tensor, kind: str) -> Handle:
+        return self.traffic.started(kind, buffer, Done(), self.world_size, passes=2)
 
     def reduction_scratch_bytes(self, shard_numel: int, dtype: torch.dtype) -> int:
         """Bytes on the planned type of device."""
@@ -91,13 +89,18 @@ class Plan:
     device_type: str
     partition: Partition
     traffic: dict[str, Total]  # of one step after the first, over all groups of the rank
-    beside_products: dict[str, Total]  # of the traffic: inside of a pass, and something is computed meanwhile
     activations: dict[str, ActivationMemory]  # by level
 
     @property
     def model(self) -> MultiStage:
         """The model, on the meta device."""
         return self.partition.model
+
+    @property
+    def costs(self) -> list[Cost]:
+        """What both passes of a micro-batch cost, in each stage."""
+        stages = self.partition.training(self.config, self.config.performance.mlp_recompute_level)
+        return [cost for stage in stages for cost in (stage.forward[1], stage.backward[1])]
 
     @property
     def state_bytes(self) -> int:
@@ -107,7 +110,7 @@ class Plan:
     @property
     def runtime(self) -> dict[str, int]:
         """Bytes beside the tensors of a step, by name."""
-        return runtime_bytes(self.config, self.partition, self.device_type)
+        return runtime_bytes(self.config, self.partition)
 
     def peak_bytes(self, level: str | None = None) -> int:
         """State and activations at their peak."""
@@ -140,15 +143,17 @@ def planned_model(config: Config, group: SimulatedGroup, device_type: str) -> Mu
 
 
 class Planner:
-    """Plans of a rank for many configurations of a run; the memory of each takes about a millisecond.
+    """Plans of a rank for many configurations of a run; the memory of most takes a few milliseconds.
 
-    A `MultiStage` of 32 blocks takes 20 ms to build. The planner keeps one for each partition: configurations that
-    differ in recomputation, micro-batches and the like share it, and only the walk of `step_memory.py` is left.
+    A `MultiStage` of 32 blocks takes 20 ms to build, and its stages 100 ms to measure. The planner keeps one for each
+    partition: configurations that differ in recomputation, micro-batches and the like share it. Models that compute the
+    same, and differ in what is partitioned, share what was measured.
     """
 
     def __init__(self, world_size: int, device_type: str, rank: int = 0) -> None:
         self.world_size, self.device_type, self.rank = world_size, device_type, rank
         self._partitions: dict[str, Partition] = {}
+        self._measured: dict[str, Measured] = {}
 
     def plan(self, config: Config, levels: Sequence[str] = ()) -> Plan:
         """Return the plan of `config`, which is resolved and without `auto`.
@@ -156,33 +161,39 @@ class Planner:
         levels: of recomputation, whose activations are planned beside those of the level in `config`.
         """
         partition, chosen = self.partition(config), config.performance.mlp_recompute_level
-        activations = {
-            level: activation_memory(config, partition, self.device_type, level)
-            for level in dict.fromkeys((*levels, chosen))
-        }
-        inside = exchanges_of_step(micro_batch_sizes(config, partition, self.device_type, chosen))
-        traffic = traffic_sum(_traffic_between_passes(config, partition.model), inside.every)
-        return Plan(config, self.world_size, self.device_type, partition, traffic, inside.beside, activations)
+        activations = {level: activation_memory(config, partition, level) for level in dict.fromkeys((*levels, chosen))}
+        inside = traffic_of_passes(config, partition.training(config, chosen))
+        traffic = traffic_sum(_traffic_between_passes(config, partition.model), inside)
+        return Plan(config, self.world_size, self.device_type, partition, traffic, activations)
 
     def needed_bytes(self, config: Config) -> int:
         """Memory that the device must have, as `Plan.needed_bytes`. `config`: resolved, without `auto`."""
         partition = self.partition(config)
-        peak = activation_memory(config, partition, self.device_type, config.performance.mlp_recompute_level).peak
-        return partition.state_bytes + peak + sum(runtime_bytes(config, partition, self.device_type).values())
+        peak = activation_memory(config, partition, config.performance.mlp_recompute_level).peak
+        return partition.state_bytes + peak + sum(runtime_bytes(config, partition).values())
 
     def partition(self, config: Config) -> Partition:
         """Return the partition of the model, the same one for configurations that differ in a step only."""
-        areas = [vars(area) for area in (config.model, config.multi_stage, config.optimizer, config.averaging)]
-        options = config.distributed
+        options, optimizer = config.distributed, config.optimizer
         layout = options.tensor_parallel, options.sequence_tensor_parallel, options.parallel_embeddings
-        key = repr((areas, options.training_dtype, config.batch.sequence_length, layout))
+        computed = repr(
+            (
+                vars(config.model),
+                choose_kernels(config, torch.device(self.device_type), planned=True),
+                (options.training_dtype, config.multi_stage.full_precision_gradients, layout),
+                (config.batch.sequence_length, config.data.reset_position_ids, config.training.logit_z_loss),
+                (optimizer.freeze, optimizer.lr_scales),
+            )
+        )
+        key = repr((computed, *map(vars, (config.multi_stage, optimizer, config.averaging))))
         if key not in self._partitions:
             one = dataclasses.replace(config.batch, depth_first_micro_batches=1, breadth_first_micro_batches=1)
             group = SimulatedGroup(
                 self.rank, self.world_size, self.device_type, tensor_parallel=options.tensor_parallel
             )
             model = planned_model(dataclasses.replace(config, batch=one), group, self.device_type)
-            self._partitions[key] = Partition(model)
+            measured = self._measured.setdefault(computed, {})
+            self._partitions[key] = Partition(model, group.traffic, self.device_type, measured)
         return self._partitions[key]
 
 
@@ -210,7 +221,7 @@ def _extrapolated(one: Total, next_one: Total, times: int) -> Total:
 def count_traffic(model: MultiStage, schedule: Sequence[Step]) -> dict[str, Total]:
     """Replay the schedule of a step without computing; return its collectives by kind, as `Traffic` counts them.
 
-    Exchanges inside of the passes are not among them: see `exchanges.py`. The second of two steps counts, which does
+    What the passes themselves send is not among them. The second of two steps counts, which does
     not gather again what a buffer still holds.
     """
     group = model.group

@@ -15,13 +15,13 @@ from megatron_lite.config import Config, DistributedConfig
 from megatron_lite.errors import EXIT_DONE, UsageError
 from megatron_lite.monitor.communication import TRAFFIC_KINDS
 from megatron_lite.parameter import DTYPES
-from megatron_lite.planner.activations import Saved
 from megatron_lite.planner.auto import device_memory_bytes, resolve_auto
 from megatron_lite.planner.devices import DEFAULT_GPU, GPUS, gpu_of, planned_type
 from megatron_lite.planner.plan import Plan, make_plan
 from megatron_lite.planner.recommendation import recommendation, smallest_world, wrapped
 from megatron_lite.planner.runtime import GIB, MIB, PLANNED_GPU_BYTES
 from megatron_lite.planner.search import Changes, Search, changed, recommended
+from megatron_lite.planner.stage_costs import Saved
 from megatron_lite.run import exit_status
 from megatron_lite.schedules.batch_size import consumed_tokens
 from megatron_lite.validation import resolve
@@ -199,7 +199,7 @@ def _activations(plan: Plan, device_bytes: int) -> Iterator[str]:
     """One column per level of recomputation, in MiB; a block kind by kind."""
     chosen = plan.config.performance.mlp_recompute_level
     levels = list(plan.activations.values())
-    blocks = [max(level.kept[1:-1], key=Saved.total) for level in levels]
+    blocks = [max(level.saved[1:-1], key=Saved.total) for level in levels]
     held = _count(plan.config.batch.breadth_first_micro_batches or 1, "micro-batch")
     needed = [plan.needed_bytes(level.level) for level in levels]
     yield _title("activations, MiB, at level", *(_level_title(level.level, chosen) for level in levels))
@@ -207,7 +207,7 @@ def _activations(plan: Plan, device_bytes: int) -> Iterator[str]:
         yield _row(kind, *(_mib(block.get(kind, 0)) for block in blocks))
     yield _row("one block, one micro-batch", *(_mib(block.total()) for block in blocks))
     if recomputed := plan.config.performance.recompute_layers:
-        inputs = (_mib(level.kept[recomputed].total()) for level in levels)
+        inputs = (_mib(level.saved[recomputed].total()) for level in levels)
         yield _row(f"each of the first {recomputed:,}", *inputs)
     yield _row(f"all layers, {held}", *(_mib(level.held) for level in levels))
     yield _row("peak", *(_mib(level.peak) for level in levels))

@@ -1,37 +1,49 @@
-"""The memory of a step beside the state: the passes of a step in the order of the schedule, and the peak among them.
+"""The memory and traffic of a step: what its stages cost, in the order of the engine's own list of steps.
 
-A search looks at thousands of configurations, so nothing is computed twice that is alike. The state of a model is read
-once (`Partition`). Blocks with the same level of recomputation and the same frozen parts are walked through once. Of
-equal micro-batches only the first two and the last can reach a peak: what is held rises from one to the next in the
-forward pass, and falls or rises evenly in the backward pass; only the first finds no gradients in the buffers.
+A search looks at thousands of configurations, so nothing is measured twice that is alike: stages of layers that compute
+and recompute the same, in micro-batches of one size. Depth-first micro-batches beyond the second repeat it.
 """
 
 from __future__ import annotations
 
-from collections import Counter
-from collections.abc import Iterator
+import dataclasses
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
+from torch import Tensor
 
 from megatron_lite.checkpoint.space import host_copy_bytes
 from megatron_lite.config import Config
+from megatron_lite.config.by_block import by_block
 from megatron_lite.distributed.rank_group import reduction_scratch_bytes
+from megatron_lite.distributed.traffic import Total
+from megatron_lite.model.block import Block
+from megatron_lite.model.layer import MicroBatch
 from megatron_lite.optimizer.rules.matrices import Matrix, matrices_of
-from megatron_lite.planner.activations import FP32_BYTES, Saved, Sizes, Trained, kept_by_layer, saved_by_layer
-from megatron_lite.planner.peaks import Peaks, evaluation_peaks, largest_temporaries, peaks_by_layer
 from megatron_lite.planner.runtime import runtime_needs
+from megatron_lite.planner.stage_costs import Saved, StageCosts, StageMeter
 from megatron_lite.zero.multi_stage import MultiStage
+from megatron_lite.zero.schedule import Step, training_schedule
+from megatron_lite.zero.stage import Stage
+
+FP32_BYTES = 4
+Measured = dict[Any, Any]  # costs by what they depend on
 
 
 class Partition:
-    """A rank's model as plans read it, the same for configurations with the same state."""
+    """A rank's model as plans read it, the same for configurations that differ in a step only.
 
-    def __init__(self, model: MultiStage) -> None:
-        self.model = model
-        names = [name for name, parameter in model.parameters() if parameter.requires_grad]
-        self.trained = Trained(names, sum(len(layers) for layers in model.split) - 2)
-        self.names = [layer.name for stage in model.stages for layer in stage.layers]
+    measured: costs of stages that are alike; models that compute the same may share it.
+    """
+
+    def __init__(self, model: MultiStage, traffic: Any, device_type: str, measured: Measured | None = None) -> None:
+        self.model, self.device_type = model, device_type
+        self._meter = StageMeter(torch.device(device_type), traffic)
+        self._measured: Measured = {} if measured is None else measured
+        self._streams: dict[int, Tensor] = {}
+        self._schedules: dict[tuple[int, int], list[Step]] = {}
         table = model.memory.table()
         self.state_bytes, self.state_tensors = sum(row.bytes for row in table), sum(row.count for row in table)
         trained = [stage.trainable for stage in model.stages if stage.trainable is not None]
@@ -44,13 +56,65 @@ class Partition:
         )
         gathered = max((part.replicas.gathered_numel for part in trained), default=0)
         self.replica_bytes = gathered * model.precision.gradients.itemsize  # of a sum of gradients over ranks
-        self.first = min(stage.index for stage in model.stages if stage.runs_backward)
-        users = Counter(plan.grad_buffer for plan in model.memory.plans)
-        # Whether a stage finds gradients of an earlier group of micro-batches: no other stage takes its buffer.
-        self.keeps_gradients = [
-            any(users[model.memory.plans[used].grad_buffer] == 1 for used in (stage, *plan.borrows_from))
-            for stage, plan in enumerate(model.memory.plans)
-        ]
+        self._alike = [[_alike(layer) for layer in stage.layers] for stage in model.stages]
+
+    def training(self, config: Config, level: str) -> list[StageCosts]:
+        """What each stage costs in training, with a level of recomputation for all MLPs or by block."""
+        assert config.batch.micro_batch_size, "resolved"
+        levels, whole = by_block(level, config.model.num_layers), config.performance.recompute_layers
+        micro_batch, costs, blocks = _micro_batch(config, config.batch.micro_batch_size), [], 0
+        for stage, alike in zip(self.model.stages, self._alike, strict=True):
+            recomputation = []
+            for layer in stage.layers:
+                if isinstance(layer, Block):
+                    recomputation.append((levels[blocks], blocks < whole))
+                    layer.recompute(*recomputation[-1])
+                    blocks += 1
+            makes_angles = stage.index == 1 and micro_batch.positions is not None
+            keeps_input = stage.index > 0 and self.model.stages[stage.index - 1].runs_backward
+            key = (*alike, *recomputation, stage.runs_backward, stage.wants_input_gradient, keeps_input, makes_angles)
+            key = (len(micro_batch.tokens), key)
+            if key not in self._measured:
+                stream = self._stream(stage, micro_batch)
+                shared = {} if makes_angles else micro_batch.shared
+                batch = dataclasses.replace(micro_batch, shared=shared)
+                self._measured[key] = self._meter.training(stage, batch, stream, keeps_input)
+            costs.append(self._measured[key])
+        return costs
+
+    def evaluation(self, config: Config) -> list[tuple[int, str]]:
+        """Bytes that each stage needs in an evaluation, beyond the state, and its name."""
+        samples = config.batch.eval_micro_batch_size or config.batch.micro_batch_size
+        assert samples, "resolved"
+        micro_batch, needed = (
+            dataclasses.replace(_micro_batch(config, samples), gradient_scale=None, dropout_seed=None),
+            [],
+        )
+        for stage, alike in zip(self.model.stages, self._alike, strict=True):
+            key = ("evaluation", len(micro_batch.tokens), *alike)
+            if key not in self._measured:
+                stream = self._stream(stage, micro_batch)
+                cost, _ = self._meter.evaluation(stage, micro_batch, stream)
+                self._measured[key] = cost.peak + (0 if stream is None else stream.nbytes)
+            needed.append((self._measured[key], f"{_name(stage)} evaluation"))
+        return needed
+
+    def schedule(self, config: Config) -> list[Step]:
+        """Return the steps of an iteration, without depth-first micro-batches that repeat the second."""
+        batch = config.batch
+        assert batch.depth_first_micro_batches and batch.breadth_first_micro_batches, "resolved"
+        key = min(batch.depth_first_micro_batches, 2), batch.breadth_first_micro_batches
+        if key not in self._schedules:
+            self._schedules[key] = training_schedule(self.model.memory.plans, *key)
+        return self._schedules[key]
+
+    def _stream(self, stage: Stage, micro_batch: MicroBatch) -> Tensor | None:
+        """Return a tensor shaped as a stage's input. The first block has then made what all blocks share."""
+        samples = len(micro_batch.tokens)
+        if samples not in self._streams or (micro_batch.positions is not None and not micro_batch.shared):
+            _, self._streams[samples] = self._meter.evaluation(self.model.stages[0], micro_batch, None)
+            self._meter.evaluation(self.model.stages[1], micro_batch, self._streams[samples])
+        return self._streams[samples] if stage.index else None
 
 
 def _matrices(model: MultiStage) -> Iterator[Matrix]:
@@ -60,127 +124,112 @@ def _matrices(model: MultiStage) -> Iterator[Matrix]:
             yield from matrices_of(stage)
 
 
+def _alike(layer: Any) -> tuple[Any, ...]:
+    """Return what tells a layer apart from others of the model, but for what it recomputes."""
+    parameters = ((name, parameter.shape, parameter.requires_grad) for name, parameter in layer.named_parameters())
+    return (type(layer), *parameters)
+
+
+def _micro_batch(config: Config, samples: int) -> MicroBatch:
+    """Return a micro-batch without values."""
+    tokens = torch.empty(samples, config.batch.sequence_length, dtype=torch.int64, device="meta")
+    positions = tokens if config.data.reset_position_ids else None
+    return MicroBatch(tokens, tokens, torch.empty((), device="meta"), dropout_seed=0, positions=positions)
+
+
+def _name(stage: Stage) -> str:
+    names = [layer.name for layer in stage.layers]
+    return names[0] if len(names) == 1 else f"{names[0]}-{names[-1].rpartition('.')[2]}"
+
+
 @dataclass(frozen=True)
 class ActivationMemory:
     """Bytes of activations at one level of recomputation, the same in all blocks or by block."""
 
     level: str
-    kept: list[Saved]  # per layer, for one micro-batch
+    saved: list[Saved]  # per layer, for one micro-batch
     held: int  # by all layers and micro-batches, when the backward pass begins
     peak: int  # most at any time, temporary tensors included
-    peak_at: str  # layer and pass of the peak
+    peak_at: str  # stage and pass of the peak
 
 
-def activation_memory(config: Config, partition: Partition, device_type: str, level: str) -> ActivationMemory:
+def activation_memory(config: Config, partition: Partition, level: str) -> ActivationMemory:
     """Walk through a step, and an evaluation if there is one, to find what layers hold and the peak."""
-    sizes = micro_batch_sizes(config, partition, device_type, level)
-    saved = saved_by_layer(sizes)
-    kept = kept_by_layer(sizes, saved)
-    peaks = [peaks_by_layer(sizes, saved, adds) for adds in (False, True)]
-    walk = _StepWalk(partition, sizes.stream, [layer.total() for layer in kept], peaks)
-    batch = config.batch
-    assert batch.depth_first_micro_batches and batch.breadth_first_micro_batches, "resolved"
-    for again in (False, True)[: batch.depth_first_micro_batches]:
-        walk.forward(batch.breadth_first_micro_batches, again)
-        walk.backward(batch.breadth_first_micro_batches, again)
-    needed = [*walk.needed, (partition.update_bytes, "the update")]
-    needed.append((partition.replica_bytes, "sums of gradients"))
+    costs = partition.training(config, level)
+    held, needed = _walk(partition, partition.schedule(config), costs)
+    needed += [(partition.update_bytes, "the update"), (partition.replica_bytes, "sums of gradients")]
     if config.training.validation_iters or config.training.test_iters:
-        needed += evaluation_memory(config, partition, device_type)
+        needed += partition.evaluation(config)
     peak, peak_at = max(needed, key=lambda entry: entry[0])
-    return ActivationMemory(level, kept, walk.held, peak, peak_at)
+    return ActivationMemory(level, [layer for stage in costs for layer in stage.saved], held, peak, peak_at)
 
 
-class _StepWalk:
-    """Bytes that are needed at each layer and pass of a step.
-
-    peaks: of each layer, if the buffers hold no gradients yet, and if they do.
-    """
-
-    def __init__(self, partition: Partition, stream: int, kept: list[int], peaks: list[list[Peaks]]) -> None:
-        self.needed: list[tuple[int, str]] = []
-        self.held = self._live = 0
-        self._partition, self._stream, self._kept, self._peaks = partition, stream, kept, peaks
-
-    def forward(self, micro_batches: int, again: bool) -> None:
-        """Walk through the forward passes of a breadth-first group. again: another group came before."""
-        names = self._partition.names
-        for stage, layers in enumerate(self._partition.model.split):
-            for _, count, adds in self._runs(stage, micro_batches, again):
-                self._live += (count - 1) * sum(self._kept[index] for index in layers)
-                for index in layers:
-                    self._live += self._kept[index]
-                    self.needed.append((self._live + self._peaks[adds][index].forward, f"{names[index]} forward"))
-        self.held = max(self.held, self._live)
-
-    def backward(self, micro_batches: int, again: bool) -> None:
-        """Walk through the backward passes of the group."""
-        names, first, last = self._partition.names, self._partition.first, len(self._partition.model.split) - 1
-        for stage in range(last, first - 1, -1):
-            layers = self._partition.model.split[stage]
-            for number, count, adds in self._runs(stage, micro_batches, again):
-                # Between two stages a micro-batch holds a gradient, and the output of the stage that it goes to.
-                done, waiting = number * (stage > first), (micro_batches - number) * (stage < last)
-                between = 2 * self._stream * (done + waiting)
-                for index in reversed(layers):
-                    # Below the last layer: a gradient within the stage, beside the one that the stage began with.
-                    within = 0 if index == layers[-1] else self._stream
-                    peak = self._live + between + within + self._peaks[adds][index].backward
-                    self.needed.append((peak, f"{names[index]} backward"))
-                    self._live -= self._kept[index]
-                self._live -= (count - 1) * sum(self._kept[index] for index in layers)
-
-    def _runs(self, stage: int, micro_batches: int, again: bool) -> Iterator[tuple[int, int, bool]]:
-        """Yield runs of micro-batches: the number of the first, how many, whether the buffers hold gradients."""
-        yield 0, 1, again and self._partition.keeps_gradients[stage]
-        if micro_batches > 2:
-            yield 1, micro_batches - 2, True
-        if micro_batches > 1:
-            yield micro_batches - 1, 1, True
-
-
-def evaluation_memory(config: Config, partition: Partition, device_type: str) -> list[tuple[int, str]]:
-    """Bytes that each layer needs in an evaluation, which saves nothing for a backward pass, and the layer's name."""
-    sizes = micro_batch_sizes(config, partition, device_type, "none", config.batch.eval_micro_batch_size)
-    peaks = evaluation_peaks(sizes)
+def _walk(
+    partition: Partition, schedule: Sequence[Step], costs: Sequence[StageCosts]
+) -> tuple[int, list[tuple[int, str]]]:
+    """Return the bytes that the steps hold at most when one ends, and those that each needs, with its name."""
+    plans, names = partition.model.memory.plans, [_name(stage) for stage in partition.model.stages]
+    holders: dict[int | None, int] = {}  # of gradient buffers
+    live = held = 0
     needed = []
-    for layers in partition.model.split:
-        for index in layers:
-            # The layer's input and, if that is another tensor, the stage's.
-            inputs = (index > 0) + (index > 0 and index != layers[0])
-            needed.append((sizes.stream * inputs + peaks[index], f"{partition.names[index]} evaluation"))
-    return needed
+    for step in schedule:
+        adds = all(holders.get(plans[stage].grad_buffer) == stage for stage in step.accumulate)
+        cost = getattr(costs[step.stage], step.kind)[adds]
+        needed.append((live + cost.peak, f"{names[step.stage]} {step.kind}"))
+        live += cost.change
+        held = max(held, live) if step.kind == "forward" else held
+        holders |= {plans[stage].grad_buffer: stage for stage in step.accumulate}
+        for stage, _ in step.reduce:
+            holders.pop(plans[stage].grad_buffer, None)
+    return held, needed
 
 
-def runtime_bytes(config: Config, partition: Partition, device_type: str) -> dict[str, int]:
+def traffic_of_passes(config: Config, costs: Sequence[StageCosts]) -> dict[str, Total]:
+    """Return what the passes of a step send over the tensor-parallel group, by kind."""
+    micro_batches = config.batch.sequential_micro_batches
+    assert micro_batches is not None, "resolved"
+    traffic: dict[str, Total] = {}
+    for cost in (cost for stage in costs for cost in (stage.forward[1], stage.backward[1])):
+        traffic = traffic_sum(traffic, cost.traffic)
+    return {kind: _times(total, micro_batches) for kind, total in traffic.items()}
+
+
+def traffic_sum(left: Mapping[str, Total], right: Mapping[str, Total]) -> dict[str, Total]:
+    """Return the traffic of both, by kind."""
+    return {kind: _plus(left.get(kind, Total()), right.get(kind, Total())) for kind in {**left, **right}}
+
+
+def _plus(left: Total, right: Total) -> Total:
+    return Total(*(a + b for a, b in zip(dataclasses.astuple(left), dataclasses.astuple(right), strict=True)))
+
+
+def _times(total: Total, times: int) -> Total:
+    return Total(*(times * value for value in dataclasses.astuple(total)))
+
+
+def runtime_bytes(config: Config, partition: Partition) -> dict[str, int]:
     """Bytes beside the tensors of a step, by name."""
-    sizes = micro_batch_sizes(config, partition, device_type, config.performance.mlp_recompute_level)
-    data, tensor = partition.model.group.world_size, partition.model.tensor.world_size
+    device_type, model = partition.device_type, partition.model
+    data, tensor = model.group.world_size, model.tensor.world_size
     # The group of all ranks, which is the data-parallel one if there is no other; and one that shares the layers.
     groups = [data * tensor, *([data, tensor] if tensor > 1 else [])]
-    temporaries, workers = largest_temporaries(sizes), config.data.num_workers
-    needs = runtime_needs(device_type, groups, workers, partition.state_tensors, temporaries)
+    costs = partition.training(config, config.performance.mlp_recompute_level)
+    largest = max(cost.largest for stage in costs for cost in (*stage.forward, *stage.backward))
+    needs = runtime_needs(device_type, groups, config.data.num_workers, partition.state_tensors, largest)
     if device_type == "cpu" and tensor > 1:
-        needs["scratch of tensor exchanges"] = _exchange_scratch_bytes(sizes)
-    if device_type == "cpu" and (copy := host_copy_bytes(config, partition.model)):
+        needs["scratch of tensor exchanges"] = _exchange_scratch_bytes(config, model)
+    if device_type == "cpu" and (copy := host_copy_bytes(config, model)):
         needs["copy for async_checkpoint"] = copy
     if "updates" in config.tracking.watch:
         needs["old weights for watch"] = partition.largest_shard * FP32_BYTES
     return needs
 
 
-def _exchange_scratch_bytes(sizes: Sizes) -> int:
+def _exchange_scratch_bytes(config: Config, model: MultiStage) -> int:
     """Bytes in which a CPU receives the parts of hidden states; two ranks send each other whole ones."""
-    if sizes.ranks == 2 and not sizes.splits_tokens:
-        return sizes.whole_hidden
-    numel = sizes.tokens * sizes.model.hidden_size // sizes.ranks
-    return reduction_scratch_bytes("cpu", sizes.ranks, numel, sizes.precision.training)
-
-
-def micro_batch_sizes(
-    config: Config, partition: Partition, device_type: str, level: str, micro_batch_size: int | None = None
-) -> Sizes:
-    """Sizes of a micro-batch, by default of one in training."""
-    samples = micro_batch_size or config.batch.micro_batch_size
-    assert samples is not None, "resolved"
-    return Sizes(config, partition.model.precision, partition.trained, torch.device(device_type), level, samples)
+    assert config.batch.micro_batch_size, "resolved"
+    ranks, dtype = model.tensor.world_size, model.precision.training
+    numel = config.batch.micro_batch_size * config.batch.sequence_length * config.model.hidden_size
+    if ranks == 2 and not config.distributed.sequence_tensor_parallel:
+        return numel * dtype.itemsize
+    return reduction_scratch_bytes("cpu", ranks, numel // ranks, dtype)

@@ -1,12 +1,12 @@
 """The work of a training step on one rank: products, attention, and passes over tensors, with their sizes.
 
-Arithmetic only: no tensor exists. What a fused kernel does at once counts once; views and tables count nothing. See
-`work_time.py` for the time that the work takes.
+The products are those that `stage_costs.py` has seen. What a fused kernel does at once counts once as a pass; views and
+tables count nothing. See `work_time.py` for the time that the work takes.
 """
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterable, Iterator
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -16,7 +16,6 @@ from megatron_lite.config import Config
 from megatron_lite.kernels.choice import choose_kernels
 from megatron_lite.model.embedding_and_head import chunk_tokens
 from megatron_lite.parameter import DTYPES
-from megatron_lite.planner.activations import parts_of
 
 FP32_BYTES = 4
 NEWTON_SCHULZ_STEPS = 5
@@ -85,20 +84,34 @@ class StepWork:
     blocks: int  # passes through blocks in a micro-batch; a recomputed block counts a third more
 
 
-def work_of_step(config: Config, trained: Collection[str], numel: int, world_size: int, device_type: str) -> StepWork:
+def work_of_step(
+    config: Config, products: Iterable[Product], trained: Collection[str], numel: int, world_size: int, device_type: str
+) -> StepWork:
     """Return the work of one rank.
 
-    trained: names of the parameters that are not frozen. numel: elements of the rank's trained shards.
+    products: of a micro-batch. trained: names of the parameters that are not frozen. numel: elements of the rank's
+    trained shards.
     """
     walk = _Walk(config, trained, device_type)
     recomputed = config.performance.recompute_layers
     assert config.batch.sequential_micro_batches, "resolved"
     return StepWork(
-        (*walk.embedding(), *walk.blocks(), *walk.head()),
+        (*products, *walk.embedding(), *walk.blocks(), *walk.head()),
         tuple(_update(config, numel, world_size)),
         config.batch.sequential_micro_batches,
         config.model.num_layers + recomputed // 3,
     )
+
+
+def parts_of(names: Iterable[str]) -> set[str]:
+    """Return the names, and the parts of the model they belong to: `blocks.0.mlp.`, `blocks.0.` and `blocks.`."""
+    parts = set(names)
+    for name in [*parts]:
+        end = name.rfind(".") + 1
+        while end and name[:end] not in parts:  # with a part, those around it are there, too
+            parts.add(name[:end])
+            end = name.rfind(".", 0, end - 1) + 1
+    return parts
 
 
 class _Walk:
@@ -164,25 +177,17 @@ class _Walk:
         block = min(self.kernels.cross_entropy_block_size or v, v)
         chunk = min(chunk_tokens(self.kernels.cross_entropy_splits, self.tokens, self.device, e), self.loss_tokens)
         chunks = self.loss_tokens / chunk
-        blocks = v / block
         backward = self.first < model.num_layers or "head." in self.trained
         yield from self._norm(self.hidden, backward)
-        yield Product("forward", chunk, h, block, chunks * blocks * (1 if block == v else 2))
         yield Pass("cross entropy", self.loss_tokens * v * (1 if block == v else 1.5), 2 * e)
-        if self.first < model.num_layers or "head.norm." in self.trained:
-            yield Product("input gradient", chunk, h, block, chunks * blocks)
         weight = "embedding.word." if model.tie_word_embeddings else "head.output."
-        if weight in self.trained:
-            yield Product("weight gradient", chunk, h, block, chunks * blocks)
-            if not self._adds_in_products:
-                yield Pass("sum", (chunks - 1) * v * h, FP32_BYTES)
+        if weight in self.trained and not self._adds_in_products:
+            yield Pass("sum", (chunks - 1) * v * h, FP32_BYTES)
 
     # -- a block -----------------------------------------------------------------------------------------------------
 
     def _block_forward(self) -> Iterator[Item]:
         model, e, stream = self.model, self.itemsize, self.residual_itemsize
-        for inputs, outputs in self._linears():
-            yield Product("forward", self.tokens, inputs, outputs)
         yield from self._norm(self.hidden, backward=False)
         yield from self._norm(self.hidden, backward=False)
         if model.hybrid_norm:
@@ -196,18 +201,9 @@ class _Walk:
 
     def _block_backward(self, index: int, level: str) -> Iterator[Item]:
         model, part = self.model, f"blocks.{index}."
-        names = ("attention.query_key_value", "attention.output", "mlp.up", "mlp.down")
-        reached = index > self.first  # the gradient of the block's input is wanted
-        for (inputs, outputs), name in zip(self._linears(), names, strict=True):
-            if reached or index == self.first:
-                yield Product("input gradient", self.tokens, inputs, outputs)
-            if f"{part}{name}.weight" in self.trained:
-                yield Product("weight gradient", self.tokens, inputs, outputs)
+        for name, outputs in self._outputs():
             if f"{part}{name}.bias" in self.trained:
                 yield Pass("bias gradient", self.tokens * outputs, self.itemsize)
-        if level == "full":
-            (_, _, (inputs, outputs), _) = self._linears()
-            yield Product("forward", self.tokens, inputs, outputs)
         if level != "none":
             yield from self._activation("again")
         for count in [2, *([2] if model.hybrid_norm else [])]:
@@ -219,11 +215,12 @@ class _Walk:
             if model.hidden_dropout:
                 yield Pass("dropout backward", self.hidden, 3 * self.itemsize)
 
-    def _linears(self) -> tuple[tuple[int, int], ...]:
-        """Inputs and outputs of a block's linear layers: query, key and value; output; up; down."""
-        model = self.model
-        h, f = model.hidden_size, self.ffn
-        return (h, self.query + 2 * self.key), (self.query, h), (h, 2 * f if model.gated else f), (f, h)
+    def _outputs(self) -> Iterator[tuple[str, int]]:
+        """Yield names and output channels of a block's linear layers."""
+        yield "attention.query_key_value", self.query + 2 * self.key
+        yield "attention.output", self.model.hidden_size
+        yield "mlp.up", 2 * self.ffn if self.model.gated else self.ffn
+        yield "mlp.down", self.model.hidden_size
 
     def _attention(self, backward: bool) -> Attention:
         model = self.model

@@ -5,19 +5,13 @@ from __future__ import annotations
 from collections import Counter, defaultdict
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 from megatron_lite.config import Config
 from megatron_lite.distributed.traffic import Total
+from megatron_lite.planner.plan import Plan
 from megatron_lite.planner.speeds import TENSOR_KINDS, Speeds
+from megatron_lite.planner.stage_costs import Overlap
 from megatron_lite.planner.work import Attention, Item, Product, work_of_step
-
-if TYPE_CHECKING:
-    from megatron_lite.zero.multi_stage import MultiStage
-
-
-# Of the products of a block, those beside an exchange of a tensor-parallel group: four of twelve.
-SHARE_BESIDE = 1 / 3
 
 
 @dataclass(frozen=True)
@@ -45,26 +39,13 @@ class StepTime:
         return self.tokens / self.seconds
 
 
-def predict_step(
-    config: Config,
-    model: MultiStage,
-    traffic: Mapping[str, Total],
-    speeds: Speeds,
-    device_type: str,
-    beside_products: Mapping[str, Total] | None = None,
-) -> StepTime:
-    """Predict the time of a step of the largest batch.
-
-    Args:
-        config: resolved, without `auto`.
-        model: the `planned_model` of `config`, or of one that differs in recomputation only.
-        traffic: of one step, of all groups.
-        beside_products: what of it is exchanged inside of a pass while something is computed; see `exchanges.py`.
-    """
-    world_size = model.group.world_size * model.tensor.world_size
+def predict_step(plan: Plan, speeds: Speeds) -> StepTime:
+    """Predict the time of a step of the largest batch."""
+    config, model, costs = plan.config, plan.model, plan.costs
     trained = {name for name, parameter in model.parameters() if parameter.requires_grad}
     numel = sum(part.layout.shard_numel for _, part in model.parts() if not part.frozen)
-    work = work_of_step(config, trained, numel, world_size, device_type)
+    products = [product for cost in costs for product in cost.products.elements()]
+    work = work_of_step(config, products, trained, numel, plan.world_size, plan.device_type)
     dtype = config.distributed.training_dtype
     parts: dict[str, float] = defaultdict(float)
     for times, items in ((work.micro_batches, work.micro_batch), (1, work.update)):
@@ -73,11 +54,14 @@ def predict_step(
     host = work.micro_batches * work.blocks * speeds.block_s + speeds.step_s
     busy = sum(parts.values())
     parts["host"] += max(0.0, host - busy) if speeds.waits_for_host else host
-    inside = {kind: total for kind, total in traffic.items() if kind in TENSOR_KINDS}
-    between = {kind: total for kind, total in traffic.items() if kind not in TENSOR_KINDS}
-    of_data, of_tensor, beside = (_seconds(part, speeds) for part in (between, inside, beside_products or {}))
-    exposed = _exposed(config, of_data, sum(parts.values()), len(model.stages), speeds.overlap)
-    exposed += of_tensor - min(beside * speeds.overlap, parts["products"] * SHARE_BESIDE)
+    inside = {kind: total for kind, total in plan.traffic.items() if kind in TENSOR_KINDS}
+    between = {kind: total for kind, total in plan.traffic.items() if kind not in TENSOR_KINDS}
+    of_data, of_tensor = (_seconds(part, speeds) for part in (between, inside))
+    exposed = _exposed(config, of_data, sum(parts.values()), len(model.stages), speeds.overlap) + of_tensor
+    for overlap, count in sum((cost.overlaps for cost in costs), Counter[Overlap]()).items():
+        computing = sum(speeds.item_s(product, dtype) for product in overlap.products)
+        sending = speeds.collective_s(overlap.kind, 1, overlap.wire_bytes)
+        exposed -= work.micro_batches * count * min(sending * speeds.overlap, computing)
     assert config.batch.batch_size, "resolved"
     return StepTime(parts, of_data + of_tensor, exposed, config.batch.batch_size * config.batch.sequence_length)
 

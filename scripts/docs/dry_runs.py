@@ -76,7 +76,7 @@ def planned_step(gpu: str, ranks: int, flags: str) -> tuple[Plan, StepTime]:
     config = resolve(parse([*words, "--micro_batch_size=1"]).config, ranks)
     plan = make_plan(config, ranks, "cuda")
     speeds = gpu_sheet(config.distributed, ranks)
-    return plan, predict_step(config, plan.model, plan.traffic, speeds, "cuda", plan.beside_products)
+    return plan, predict_step(plan, speeds)
 
 
 def main(argv: Sequence[str]) -> int:

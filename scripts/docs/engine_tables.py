@@ -161,13 +161,13 @@ def tensor_memory_table() -> Iterator[tuple[str, ...]]:
         made = shared_plan(ranks, splits)
         memory, config = made.activations["none"], made.config
         speeds = gpu_sheet(config.distributed, 8)
-        time = predict_step(config, made.model, made.traffic, speeds, "cuda", made.beside_products)
+        time = predict_step(made, speeds)
         needed = made.needed_bytes("none")
         yield (
             str(ranks),
             "split" if splits else "whole",
             f"{made.state_bytes / GIB:,.1f}",
-            f"{memory.kept[1].total() / MIB:,.0f}",
+            f"{memory.saved[1].total() / MIB:,.0f}",
             f"{memory.held / GIB:,.1f}",
             f"{needed / GIB:,.1f}{' (too much)' if needed > PLANNED_GPU_BYTES else ''}",
             f"{time.seconds:,.1f}",

@@ -215,6 +215,6 @@ def test_programs_of_the_backward_kernel_fill_the_device_once(monkeypatch: pytes
     """16 warps a multiprocessor unless a caller asks for others; at least one program each."""
     device = SimpleNamespace(multi_processor_count=132)
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _: device)
-    cuda = torch.device("cuda")
-    counts = [_resident_programs(cuda, warps, most) // 132 for warps, most in ((8, 16), (8, 32), (16, 16), (32, 16))]
+    x: Any = SimpleNamespace(device=torch.device("cuda"), is_meta=False)
+    counts = [_resident_programs(x, warps, most) // 132 for warps, most in ((8, 16), (8, 32), (16, 16), (32, 16))]
     assert counts == [2, 4, 1, 1]

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import time
-from collections.abc import Iterator
 from typing import Any, cast
 
 import pytest
@@ -12,13 +11,11 @@ import torch
 
 from megatron_lite.config import Config
 from megatron_lite.distributed.process_group import Distributed
-from megatron_lite.kernels.attention.blocks import blocks_of_a_document, last_blocks
 from megatron_lite.kernels.choice import choose_kernels
 from megatron_lite.model.gpt import model_layers
 from megatron_lite.model.layer import MicroBatch
 from megatron_lite.monitor.watch.watch import open_watch
 from megatron_lite.planner import plan
-from megatron_lite.planner.activations import Sizes, Trained, saved_by_layer
 from megatron_lite.planner.plan import SimulatedGroup, make_plan, planned_model
 from megatron_lite.zero.multi_stage import MultiStage
 from tests.support.harness import layers_of, run_distributed, tiny_config
@@ -229,10 +226,9 @@ def test_activations_are_what_autograd_keeps(options: dict[str, Any], micro_batc
     """The planned activations of each layer equal to the byte what autograd saves."""
     config = tiny_config(1, **{"batch_size": micro_batch_size, **options})
     plan = make_plan(config, 1, "cpu")
-    kept = plan.activations[config.performance.mlp_recompute_level].kept
-    kept[-1].pop("gradient made by the loss", None)  # not autograd's
+    saved = plan.activations[config.performance.mlp_recompute_level].saved
     measured = measure_kept(a_model(config, layers_of(config)), micro_batches(config)[0])
-    assert dict(zip(measured, (layer.total() for layer in kept), strict=True)) == measured
+    assert dict(zip(measured, (layer.total() for layer in saved), strict=True)) == measured
 
 
 def mistral(**options: Any) -> Config:
@@ -503,46 +499,9 @@ def test_the_plan_counts_what_watching_updates_keeps() -> None:
         assert make_plan(config, 2, "cpu").runtime.get("old weights for watch", 0) == watched._old.nbytes
 
 
-def test_last_blocks_are_the_largest() -> None:
-    """The plan looks at the last two blocks of queries of a sample instead of listing them all."""
-    for length in (1, 2, 63, 64, 65, 127, 128, 129, 1000):
-        for window in (None, 1, 5, 64, 65, 500, 2000):
-            every, last = blocks_of_a_document(length, window, 64), last_blocks(length, window, 64)
-            assert last == every[-2:]
-            assert max(block.scores for block in last) == max(block.scores for block in every)
-            assert max(block.end - block.low for block in last) == max(block.end - block.low for block in every)
-
-
 def test_a_plan_of_long_samples_takes_seconds() -> None:
     """It took minutes, because all blocks of queries were listed for each layer; it takes a hundredth of a second."""
     config = tiny_config(1, sequence_length=10**8)
     start_s = time.process_time()
     make_plan(config, 1, "cuda")
     assert time.process_time() - start_s < 20
-
-
-class Counted(list[str]):
-    """Names that count how often all of them are read."""
-
-    reads = 0
-
-    def __iter__(self) -> Iterator[str]:
-        self.reads += 1
-        return super().__iter__()
-
-
-def test_the_names_of_parameters_are_read_once() -> None:
-    """A search through all names for every part of the model took 40 s for 1000 blocks."""
-    config = configured(1, FROZEN)
-    group = SimulatedGroup(0, 1, "cuda")
-    model = planned_model(config, group, "cuda")
-    names = Counted(name for name, parameter in model.parameters() if parameter.requires_grad)
-    sizes = Sizes(config, model.precision, Trained(names, 3), torch.device("cuda"), "none", 2)
-    reads = names.reads
-    saved_by_layer(sizes)
-    assert names.reads == reads
-    parts = [
-        f"blocks.{index}.{part}" for index in range(3) for part in ("", "mlp.", "mlp.up.weight", "attention.output.")
-    ]
-    for part in (*parts, "embedding.word.", "head.norm.", "head.", "nothing."):
-        assert sizes.trains(part) == any(name.startswith(part) for name in names), part

@@ -5,9 +5,9 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
+from megatron_lite.planner.peaks import largest_temporaries
 
 from megatron_lite.kernels.attention import blocks as attention_blocks
-from megatron_lite.planner.peaks import largest_temporaries
 from megatron_lite.planner.plan import make_plan
 from megatron_lite.planner.runtime import GIB, HOLES, MIB, PLANNED_GPU_BYTES, runtime_needs
 from megatron_lite.planner.step_memory import micro_batch_sizes

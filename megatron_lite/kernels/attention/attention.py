@@ -15,7 +15,7 @@ from torch import Tensor
 from megatron_lite.kernels.attention.blocks import attention_in_blocks, dtype_of_products
 from megatron_lite.kernels.attention.choice import Work, choose_attention
 from megatron_lite.kernels.attention.cpu import flash_attention
-from megatron_lite.kernels.attention.gpu import flex_attention, fused_attention, varlen_attention
+from megatron_lite.kernels.attention.gpu import flex_attention, fused_attention, planned_attention, varlen_attention
 
 
 @dataclass(frozen=True)
@@ -87,6 +87,8 @@ def attention(
             softmax_in_fp32,
         )
     assert not softmax_in_fp32, f"{backend} attention has no option for its softmax"
+    if query.is_meta and query.device.type != "cpu":
+        return planned_attention(query, key, value)
     starts = documents.starts if documents is not None else None
     if backend in ("varlen", "flash3"):
         longest = max(documents.lengths) if documents is not None else s

@@ -26,6 +26,7 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from megatron_lite.kernels.triton_support import generator_for, turns
 from megatron_lite.seeds import derive_seed
 
 # -- blocks of queries, chunks of heads and documents ------------------------------------------------------------------
@@ -162,7 +163,8 @@ class _Pass:
         self.shared_by = query.shape[1] // key.shape[1]
         self.wide, self.narrow = later.dtype, dtype_of_products(query)
         self.ds_dtype = self.wide if options.softmax_in_fp32 else self.narrow  # of dS and its products
-        self.blocks = blocks_of_a_document(chunk.length, options.window, rows_of_a_block(query.is_cuda))
+        blocks = last_blocks if query.is_meta else blocks_of_a_document  # a plan asks for what the largest need
+        self.blocks = blocks(chunk.length, options.window, rows_of_a_block(query.is_cuda))
 
     def keys(self, heads: Tensor, dtype: torch.dtype) -> Tensor:
         """(b, g, s, d) -> (p, length, d)."""
@@ -201,7 +203,7 @@ class _Pass:
 
     def dropout_mask(self, p: Tensor, block: Block) -> Tensor:
         """Return the factors that dropout applies to P: 0 or 1 / (1 - dropout_p), the same in both passes."""
-        generator, kept = torch.Generator(p.device), 1.0 - self.options.dropout_p
+        generator, kept = generator_for(p), 1.0 - self.options.dropout_p
         mask, chunk = torch.empty_like(p), self.chunk
         for document, part in enumerate(mask.view(chunk.documents, -1, *p.shape[1:])):
             start = chunk.start + document * chunk.step
@@ -291,8 +293,8 @@ def _passes(query: Tensor, key: Tensor, options: _Options) -> Iterator[_Pass]:
     rows = min(rows, query.shape[2])
     wide = torch.promote_types(query.dtype, torch.float32)
     later = torch.full((rows, rows), -math.inf, dtype=wide, device=query.device).triu_(1)
-    for chunk in chunks:
-        yield _Pass(query, key, options, chunk, later)
+    for index in turns(range(len(chunks)), query):
+        yield _Pass(query, key, options, chunks[index], later)
 
 
 def attention_in_blocks(

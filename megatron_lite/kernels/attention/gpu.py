@@ -16,6 +16,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.autograd.function import once_differentiable
 from torch.nn import functional
 
 FLEX_BLOCK = 128  # positions per side of a block in flex_attention's masks
@@ -62,6 +63,36 @@ def fused_attention(query: Tensor, key: Tensor, value: Tensor, backend: str, sca
         return functional.scaled_dot_product_attention(
             query, key, value, is_causal=True, scale=scale, enable_gqa=grouped
         )
+
+
+class _Planned(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+        b, n, s, d = query.shape
+        output = query.new_empty(b, s, n, d).transpose(1, 2)
+        ctx.save_for_backward(query, key, value, output, query.new_empty(b, n, s, dtype=torch.float32))
+        return output
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, do: Tensor) -> tuple[Tensor, ...]:
+        query, key, value, _, _ = ctx.saved_tensors
+        gradients = tuple(torch.empty_like(heads) for heads in (query, key, value))
+        total, per_head = torch.empty_like(query, dtype=torch.float32), list[Tensor]()
+        if key.shape[1] != query.shape[1]:
+            per_head = [torch.empty_like(query) for _ in (key, value)]
+        del total, per_head
+        return gradients
+
+
+def planned_attention(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+    """Allocate what the kernels of any library do, for a plan: on the meta device none of them runs.
+
+    Forward, the output and one fp32 number per row; backward, also a sum of the queries' gradients in fp32, and where
+    query heads share keys, the keys' and values' gradients of every query head.
+    """
+    output: Tensor = _Planned.apply(query, key, value)
+    return output
 
 
 def varlen_attention(

@@ -61,8 +61,8 @@ class OneRank:
         event.synchronize()
 
 
-def step_seconds(options: dict[str, Any], device: torch.device, steps: int = STEPS) -> tuple[Config, float, MultiStage]:
-    """Return the options of a model, the shortest time of a step on random tokens without data and logs, the model."""
+def step_seconds(options: dict[str, Any], device: torch.device, steps: int = STEPS) -> tuple[Config, float]:
+    """Return the options of a model, and the shortest time of a step on random tokens without data and logs."""
     config = resolve(unflatten({"dataset_source": "random", "device": device.type, **options}), 1)
     model, optimizer, _ = built(config, OneRank(device))
     batch = config.batch
@@ -81,4 +81,4 @@ def step_seconds(options: dict[str, Any], device: torch.device, steps: int = STE
         model.gather_ahead()
         float(loss)  # waits for the device
         times.append(clock() - start_s)
-    return config, min(times[WARM_UP:]), model
+    return config, min(times[WARM_UP:])

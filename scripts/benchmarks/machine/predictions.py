@@ -26,6 +26,7 @@ import torch
 from megatron_lite.cli.script_parser import ScriptParser
 from megatron_lite.config import unflatten
 from megatron_lite.distributed import startup
+from megatron_lite.planner.plan import make_plan
 from megatron_lite.planner.speeds import Speeds, read_speeds
 from megatron_lite.planner.work_time import StepTime, predict_step
 from scripts.benchmarks.machine.__main__ import measure
@@ -67,8 +68,8 @@ def options_of(name: str) -> dict[str, Any]:
 def compare(speeds: Speeds, steps: int) -> Iterator[Comparison]:
     """Time the steps of each model, and predict them."""
     for name in MODELS:
-        config, seconds, model = step_seconds(options_of(name), torch.device("cpu"), steps)
-        yield Comparison(name, predict_step(config, model, {}, speeds, "cpu"), seconds)
+        config, seconds = step_seconds(options_of(name), torch.device("cpu"), steps)
+        yield Comparison(name, predict_step(make_plan(config, 1, "cpu"), speeds), seconds)
 
 
 def table(comparisons: Sequence[Comparison]) -> list[str]:

@@ -1,0 +1,175 @@
+"""What a stage costs: its own passes, run on tensors without memory."""
+
+from __future__ import annotations
+
+import itertools
+import sys
+from collections import Counter
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple, cast
+
+import torch
+from torch import Tensor
+
+from megatron_lite.distributed.traffic import FirstWait, Handle, Total, Traffic
+from megatron_lite.parameter import Parameter
+from megatron_lite.planner.meter import Meter, PlannedDevice
+from megatron_lite.planner.work import Product
+from megatron_lite.zero.stage import Observer, Stage
+
+Saved = Counter[str]  # bytes by the function that saves them for the backward pass
+
+
+class Overlap(NamedTuple):
+    """A collective, and the products between its start and the point that waits for it."""
+
+    kind: str
+    wire_bytes: int
+    products: tuple[Product, ...]
+
+
+@dataclass(frozen=True)
+class Cost:
+    """What one pass of a micro-batch through a stage costs."""
+
+    peak: int = 0  # most bytes at any time beyond those that live when it begins
+    change: int = 0  # bytes that live when it ends, less those when it begins
+    largest: int = 0  # bytes of the two largest tensors that it makes
+    traffic: Mapping[str, Total] = field(default_factory=dict)  # over the tensor-parallel group, by kind
+    products: Counter[Product] = field(default_factory=Counter)
+    overlaps: Counter[Overlap] = field(default_factory=Counter)
+
+
+@dataclass(frozen=True)
+class StageCosts:
+    """What the passes of a stage cost: in a micro-batch whose gradients are the first, and in one that adds to them."""
+
+    forward: tuple[Cost, Cost]
+    backward: tuple[Cost, Cost]
+    saved: tuple[Saved, ...]  # by layer
+
+
+class StageMeter:
+    """Runs stages of a model on the meta device as they run on another."""
+
+    def __init__(self, device: torch.device, traffic: Traffic) -> None:
+        self._device, self._traffic = device, traffic
+
+    def training(self, stage: Stage, micro_batch: Any, stream: Tensor | None, keeps_input: bool) -> StageCosts:
+        """Run two micro-batches, one after the other.
+
+        Args:
+            stream: shaped as the stage's input; None: the first stage.
+            keeps_input: the stage before keeps its output, which is the input, until its own backward pass.
+        """
+        both = []
+        for is_first in (True, False):
+            with self._on_device() as meter:
+                saved = _Saved(meter)
+                self._prepare(stage, is_first)
+                hidden = None if stream is None else torch.empty_like(stream)
+                kept = hidden if keeps_input else None
+                self._begin(meter)
+                stage.observer = saved
+                with torch.autograd.graph.saved_tensors_hooks(saved.saves, lambda tensor: tensor):
+                    hidden = stage.forward(hidden, micro_batch, 0)
+                stage.observer = None
+                forward, backward = self._end(meter), Cost()
+                if stage.runs_backward:
+                    gradient = torch.empty_like(hidden) if hidden.dim() else None  # of the loss there is none
+                    del hidden
+                    self._begin(meter)
+                    gradient = stage.backward(gradient, 0)
+                    backward = self._end(meter)
+                    del gradient
+                del kept
+            both.append((forward, backward, saved.layers))
+        (first, first_backward, layers), (later, later_backward, _) = both
+        return StageCosts((first, later), (first_backward, later_backward), tuple(layers))
+
+    def evaluation(self, stage: Stage, micro_batch: Any, stream: Tensor | None) -> tuple[Cost, Tensor]:
+        """Run an evaluation; return also the stage's output."""
+        with self._on_device() as meter:
+            self._prepare(stage)
+            hidden = None if stream is None else torch.empty_like(stream)
+            self._begin(meter)
+            output = stage.evaluate(hidden, micro_batch)
+            return self._end(meter), output
+
+    @contextmanager
+    def _on_device(self) -> Iterator[Meter]:
+        """Let code inside the block run as on the device."""
+        meter = Meter(self._device)
+        with PlannedDevice(self._device, meter), meter:
+            yield meter
+
+    def _prepare(self, stage: Stage, is_first: bool = True) -> None:
+        stage.gather()
+        if stage.gradients is not None:
+            stage.accumulate()
+        for layer in stage.layers:
+            lenders = (module.parameters() for module in layer.borrows_from)
+            for parameter in itertools.chain(layer.parameters(), *lenders):
+                cast(Parameter, parameter).gradient_is_empty = is_first
+
+    def _begin(self, meter: Meter) -> None:
+        self._traffic.take()
+        meter.restart()
+        self._before, self._overlaps = meter.live, Counter[tuple[str, int, tuple[Product, ...]]]()
+
+        def record(kind: str, num_bytes: int, work: Handle) -> Handle:
+            start = len(meter.products)
+
+            def wait() -> None:
+                if products := meter.products[start:]:
+                    self._overlaps[kind, num_bytes, tuple(products)] += 1
+
+            return FirstWait(work, wait)
+
+        self._traffic.recorder = record
+
+    def _end(self, meter: Meter) -> Cost:
+        self._traffic.recorder = None
+        traffic, overlaps = self._traffic.take(), Counter[Overlap]()
+        for (kind, num_bytes, products), count in self._overlaps.items():
+            total = traffic[kind]
+            overlaps[Overlap(kind, num_bytes * total.wire_bytes // total.bytes, products)] += count
+        return Cost(
+            peak=meter.peak - self._before,
+            change=meter.live - self._before,
+            largest=sum(meter.largest),
+            traffic=traffic,
+            products=Counter(meter.products),
+            overlaps=overlaps,
+        )
+
+
+class _Saved(Observer):
+    """Counts what autograd saves, each storage once, at the layer that saves it first."""
+
+    def __init__(self, meter: Meter) -> None:
+        self.layers: list[Saved] = []
+        self._meter, self._current, self._counted = meter, Saved(), set[int]()
+
+    def saves(self, tensor: Tensor) -> Tensor:
+        """Take note of a saved tensor, unless it was there before: a weight, tokens."""
+        storage = tensor.untyped_storage()
+        if self._meter.has_made(storage) and storage._cdata not in self._counted:
+            self._counted.add(storage._cdata)
+            self._current[_caller()] += storage.nbytes()
+        return tensor.detach()
+
+    def layer_output(self, name: str, output: Tensor, micro_batch: int) -> None:
+        """Begin another layer."""
+        self.layers.append(self._current)
+        self._current = Saved()
+
+
+def _caller() -> str:
+    """Return the name of the function that calls torch or an autograd function."""
+    frame = sys._getframe(2)
+    while frame.f_back is not None and frame.f_globals["__name__"].startswith(("torch.", "megatron_lite.planner.")):
+        frame = frame.f_back
+    return frame.f_code.co_name.replace("_", " ")
