@@ -88,15 +88,18 @@ class Meter(TorchDispatchMode):
         if not all(tensor.is_meta for tensor in tensors):
             return function(*args, **options)  # on numbers of the host
         if function._opname in ("mm", "addmm", "addmm_"):
-            self.products.append(_product(*[*_tensors(args)][-2:])._replace(times=self.times))
-        if self._copies_operands:
-            self.peak = max(self.peak, self.live + _copied_bytes(function, tensors, options))
+            product = _product(*[*_tensors(args)][-2:])
+            if 1 not in product[1:4]:  # with a vector it is a sum
+                self.products.append(product._replace(times=self.times))
+        copied = _copied_bytes(function, tensors, options) if self._copies_operands else 0
         if (written := _written(function)) is not None:
+            self.peak = max(self.peak, self.live + copied)
             results = tuple(args[place] if place < len(args) else options[name] for place, name in written)
             return results if len(results) > 1 else results[0] if results else None
         result = (_shaped(function) or function)(*args, **options)
         for tensor in _tensors((result,)):
             self._watch(tensor.untyped_storage(), tensors)
+        self.peak = max(self.peak, self.live + copied)
         return result
 
     def _watch(self, storage: Any, operands: list[Tensor]) -> None:

@@ -102,8 +102,7 @@ class Search:
     def layout(self, config: Config, changes: Changes) -> Layout:
         """Return the layout of `config`, resolved and without `auto`, whether it fits or not."""
         plan = self._planner.plan(config)
-        parts = plan.model, plan.traffic, self.speeds, self.device_type, plan.beside_products
-        return Layout(plan, predict_step(config, *parts), changes)
+        return Layout(plan, predict_step(plan, self.speeds), changes)
 
     def needed_bytes(self, changes: Changes) -> int | None:
         """Return the memory that a rank needs with `changes` of options, None if they contradict other options."""

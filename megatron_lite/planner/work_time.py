@@ -11,7 +11,7 @@ from megatron_lite.distributed.traffic import Total
 from megatron_lite.planner.plan import Plan
 from megatron_lite.planner.speeds import TENSOR_KINDS, Speeds
 from megatron_lite.planner.stage_costs import Overlap
-from megatron_lite.planner.work import Attention, Item, Product, work_of_step
+from megatron_lite.planner.work import Attention, Item, Product, StepWork, work_of_step
 
 
 @dataclass(frozen=True)
@@ -39,13 +39,17 @@ class StepTime:
         return self.tokens / self.seconds
 
 
+def step_work(plan: Plan) -> StepWork:
+    """Return the work of a step of the largest batch on the rank of a plan."""
+    trained = {name for name, parameter in plan.model.parameters() if parameter.requires_grad}
+    numel = sum(part.layout.shard_numel for _, part in plan.model.parts() if not part.frozen)
+    products = [product for cost in plan.costs for product in cost.products.elements()]
+    return work_of_step(plan.config, products, trained, numel, plan.world_size, plan.device_type)
+
+
 def predict_step(plan: Plan, speeds: Speeds) -> StepTime:
     """Predict the time of a step of the largest batch."""
-    config, model, costs = plan.config, plan.model, plan.costs
-    trained = {name for name, parameter in model.parameters() if parameter.requires_grad}
-    numel = sum(part.layout.shard_numel for _, part in model.parts() if not part.frozen)
-    products = [product for cost in costs for product in cost.products.elements()]
-    work = work_of_step(config, products, trained, numel, plan.world_size, plan.device_type)
+    config, model, work = plan.config, plan.model, step_work(plan)
     dtype = config.distributed.training_dtype
     parts: dict[str, float] = defaultdict(float)
     for times, items in ((work.micro_batches, work.micro_batch), (1, work.update)):
@@ -58,7 +62,7 @@ def predict_step(plan: Plan, speeds: Speeds) -> StepTime:
     between = {kind: total for kind, total in plan.traffic.items() if kind not in TENSOR_KINDS}
     of_data, of_tensor = (_seconds(part, speeds) for part in (between, inside))
     exposed = _exposed(config, of_data, sum(parts.values()), len(model.stages), speeds.overlap) + of_tensor
-    for overlap, count in sum((cost.overlaps for cost in costs), Counter[Overlap]()).items():
+    for overlap, count in sum((cost.overlaps for cost in plan.costs), Counter[Overlap]()).items():
         computing = sum(speeds.item_s(product, dtype) for product in overlap.products)
         sending = speeds.collective_s(overlap.kind, 1, overlap.wire_bytes)
         exposed -= work.micro_batches * count * min(sending * speeds.overlap, computing)

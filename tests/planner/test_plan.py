@@ -12,6 +12,7 @@ import torch
 from megatron_lite.config import Config
 from megatron_lite.distributed.process_group import Distributed
 from megatron_lite.kernels.choice import choose_kernels
+from megatron_lite.model.block import Block
 from megatron_lite.model.gpt import model_layers
 from megatron_lite.model.layer import MicroBatch
 from megatron_lite.monitor.watch.watch import open_watch
@@ -480,6 +481,42 @@ def test_a_planner_builds_a_model_once(monkeypatch: pytest.MonkeyPatch) -> None:
             needed = planner.needed_bytes(config)
             assert len(built) == before + (values == (1, "none", 0))
             assert needed == make_plan(config, 8, "cuda").needed_bytes(), options
+
+
+class _Doubled(torch.autograd.Function):
+    """An operation that no plan knows: it saves its input in fp32, and needs three tensors for a moment."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
+        ctx.save_for_backward(x.float())
+        on_cpu = x.device.type == "cpu"
+        del on_cpu
+        return x + torch.cat([x, x], dim=-1)[..., : x.shape[-1]]
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> torch.Tensor:
+        (x,) = ctx.saved_tensors
+        wide = torch.empty(3, *x.shape, device=x.device)
+        return grad + wide.sum(0).to(grad.dtype)
+
+
+@pytest.mark.parametrize("training_dtype", ["fp32", "bf16"])
+def test_a_new_operation_is_planned_exactly(training_dtype: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """An operation inside of every block makes the peak, and the plan knows it to the byte of a step's loss."""
+    forward = Block.forward
+
+    def with_operation(block: Block, hidden: torch.Tensor | None, micro_batch: MicroBatch) -> torch.Tensor:
+        output: torch.Tensor = _Doubled.apply(forward(block, hidden, micro_batch))
+        return output
+
+    sizes = dict(num_layers=4, batch_size=2, hidden_size=128, sequence_length=256, vocab_size=100)
+    config = tiny_config(1, **sizes, training_dtype=training_dtype)
+    before, _ = peaks(config)
+    monkeypatch.setattr(Block, "forward", with_operation)
+    planned, measured = peaks(config)
+    assert planned == pytest.approx(measured, rel=1e-4) and planned > 1.2 * before
+    saved = make_plan(config, 1, "cpu").activations["none"].saved
+    assert "with operation" in saved[1]
 
 
 def test_an_update_can_need_more_than_the_passes() -> None:

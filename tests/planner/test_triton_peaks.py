@@ -13,7 +13,7 @@ import torch
 from megatron_lite.config import Config
 from megatron_lite.kernels.choice import Kernels, choose_kernels
 from megatron_lite.model.gpt import model_layers
-from megatron_lite.planner import activations
+from megatron_lite.planner import plan
 from megatron_lite.planner.plan import make_plan
 from tests.planner.test_plan import LEVELS, PEAK_CASES
 from tests.support.harness import tiny_config
@@ -42,7 +42,7 @@ def no_launches(monkeypatch: pytest.MonkeyPatch) -> None:
                 monkeypatch.setattr(module, name, NoKernel())
                 replaced += 1
     assert replaced >= 9
-    monkeypatch.setattr(activations, "choose_kernels", triton_kernels)
+    monkeypatch.setattr(plan, "choose_kernels", triton_kernels)
 
 
 # One level of a few cases; all others are slow.

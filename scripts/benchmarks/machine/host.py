@@ -15,7 +15,6 @@ from megatron_lite.config import Config, unflatten
 from megatron_lite.distributed.rank_group import alone
 from megatron_lite.model.layer import MicroBatch
 from megatron_lite.validation import resolve
-from megatron_lite.zero.multi_stage import MultiStage
 from scripts.benchmarks.machine.operations import clock_of
 from scripts.benchmarks.training.engine import built
 
