@@ -108,7 +108,8 @@ def _reference_sweep(logits: Tensor, labels: Tensor, sums: Sums, scale: Tensor |
     step, narrow = reference_rows(columns, logits.device.type), logits.dtype != torch.float32 or keep
     scratch = logits.new_empty(min(step, len(logits)) if narrow else 0, columns, dtype=torch.float32)
     tanhs = logits.new_empty(min(step, len(logits)) if soft_cap else 0, columns, dtype=torch.float32)
-    for begin in turns(range(0, logits.shape[0], step), logits):
+    loop = range(0, logits.shape[0], step)
+    for begin in turns(loop, logits) if logits.is_meta else loop:
         rows = slice(begin, begin + step)
         part, at, found = logits[rows, :columns], place[rows], inside[rows]
         lse, at_label = sums.lse[rows, None], sums.at_label[rows, None]
@@ -346,7 +347,8 @@ class _LinearCrossEntropy(torch.autograd.Function):
         adding, using = _blocks(vocab_size, padding_rows, options.block_size, with_gradient, not vocabulary.is_split)
         memory = hidden.new_empty(held_logits(tokens, w.shape[0], options.chunk_tokens, options.block_size))
         sums = Sums.empty(tokens, hidden.device)
-        for start in turns(range(0, tokens, options.chunk_tokens), hidden):
+        loop = range(0, tokens, options.chunk_tokens)
+        for start in turns(loop, hidden) if hidden.is_meta else loop:
             chunk = slice(start, start + options.chunk_tokens)
             part, part_labels, part_sums = hidden[chunk], labels[chunk], sums.part(chunk)
             logits = memory[: part.shape[0]]

@@ -75,11 +75,11 @@ def generator_for(x: Tensor) -> torch.Generator:
 
 
 def turns(loop: range, x: Tensor) -> Iterator[int]:
-    """Yield the turns of a loop over parts of x; in a plan only the first two and the last, which allocate the most.
+    """Yield the turns of a loop over parts of a plan's tensor: the first two and the last, which allocate the most.
 
     A mode that is told of `repeat` counts the second for those that are left out.
     """
-    if not x.is_meta or len(loop) <= 3:
+    if len(loop) <= 3:
         yield from loop
         return
     yield loop[0]

@@ -1,4 +1,4 @@
-"""What the code of a layer allocates, multiplies and reads: measured by running it on tensors that have no memory.
+"""A meter of what the code of a layer allocates, multiplies and reads, which runs it on tensors that have no memory.
 
 Tensors of the meta device have shapes and dtypes, but no values. Two modes of torch make the engine's own code run on
 them as it would on the planned device. `PlannedDevice` answers those who ask for a tensor's device, so that they choose

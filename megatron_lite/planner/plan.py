@@ -98,7 +98,7 @@ class Plan:
 
     @property
     def costs(self) -> list[Cost]:
-        """What both passes of a micro-batch cost, in each stage."""
+        """Costs of both passes of a micro-batch, in each stage."""
         stages = self.partition.training(self.config, self.config.performance.mlp_recompute_level)
         return [cost for stage in stages for cost in (stage.forward[1], stage.backward[1])]
 

@@ -1,4 +1,4 @@
-"""What a stage costs: its own passes, run on tensors without memory."""
+"""The costs of a stage: its own passes, run on tensors without memory."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ class Overlap(NamedTuple):
 
 @dataclass(frozen=True)
 class Cost:
-    """What one pass of a micro-batch through a stage costs."""
+    """Costs of one pass of a micro-batch through a stage."""
 
     peak: int = 0  # most bytes at any time beyond those that live when it begins
     change: int = 0  # bytes that live when it ends, less those when it begins
@@ -44,7 +44,7 @@ class Cost:
 
 @dataclass(frozen=True)
 class StageCosts:
-    """What the passes of a stage cost: in a micro-batch whose gradients are the first, and in one that adds to them."""
+    """Costs of the passes of a stage: in a micro-batch whose gradients are the first, and in one that adds to them."""
 
     forward: tuple[Cost, Cost]
     backward: tuple[Cost, Cost]

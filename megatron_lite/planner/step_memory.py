@@ -16,7 +16,7 @@ from torch import Tensor
 
 from megatron_lite.checkpoint.space import host_copy_bytes
 from megatron_lite.config import Config
-from megatron_lite.config.by_block import by_block
+from megatron_lite.config.model import by_block
 from megatron_lite.distributed.rank_group import reduction_scratch_bytes
 from megatron_lite.distributed.traffic import Total
 from megatron_lite.model.block import Block
@@ -59,7 +59,7 @@ class Partition:
         self._alike = [[_alike(layer) for layer in stage.layers] for stage in model.stages]
 
     def training(self, config: Config, level: str) -> list[StageCosts]:
-        """What each stage costs in training, with a level of recomputation for all MLPs or by block."""
+        """Return the costs of each stage in training, with a level of recomputation for all MLPs or by block."""
         assert config.batch.micro_batch_size, "resolved"
         levels, whole = by_block(level, config.model.num_layers), config.performance.recompute_layers
         micro_batch, costs, blocks = _micro_batch(config, config.batch.micro_batch_size), [], 0

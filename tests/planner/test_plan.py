@@ -514,7 +514,7 @@ def test_a_new_operation_is_planned_exactly(training_dtype: str, monkeypatch: py
     before, _ = peaks(config)
     monkeypatch.setattr(Block, "forward", with_operation)
     planned, measured = peaks(config)
-    assert planned == pytest.approx(measured, rel=1e-4) and planned > 1.2 * before
+    assert planned == pytest.approx(measured, rel=1e-6) and planned > before
     saved = make_plan(config, 1, "cpu").activations["none"].saved
     assert "with operation" in saved[1]
 

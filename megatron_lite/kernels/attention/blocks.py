@@ -293,7 +293,8 @@ def _passes(query: Tensor, key: Tensor, options: _Options) -> Iterator[_Pass]:
     rows = min(rows, query.shape[2])
     wide = torch.promote_types(query.dtype, torch.float32)
     later = torch.full((rows, rows), -math.inf, dtype=wide, device=query.device).triu_(1)
-    for index in turns(range(len(chunks)), query):
+    loop = range(len(chunks))
+    for index in turns(loop, query) if query.is_meta else loop:
         yield _Pass(query, key, options, chunks[index], later)
 
 
