@@ -40,7 +40,7 @@ from megatron_lite.distributed.process_group import Distributed
 from megatron_lite.monitor.metrics import LogWindow
 from megatron_lite.validation import resolve
 from scripts.benchmarks import processor
-from scripts.benchmarks.results import MIB, Result, argument_parser, environment, write_json
+from scripts.benchmarks.results import MIB, argument_parser, result_of, write_json
 from scripts.benchmarks.tables import Column, Goal, first_ratio, spread, table, verdicts
 from scripts.benchmarks.training.engine import built
 from scripts.benchmarks.turns import Figures, Turns
@@ -266,20 +266,17 @@ def config_of(mib: int, world_size: int) -> Config:
     return resolve(unflatten(options), world_size)
 
 
-def measured_rows(turns: Sequence[Turns]) -> dict[str, dict[str, Any]]:
-    """Return the figures of all rows, with ratios to the plain copy or read, and ours to those of DCP."""
-    rows = {}
-    for one in turns:
-        reference, *_ = one.records
-        for name, record in one.records.items():
-            others = [other for other in (reference, f"DCP {name}") if other in one.records and other != name]
-            rows[name] = {
-                "seconds": record.spread("seconds"),
-                "blocked_s": record.spread("blocked_s"),
-                "blocked_ratio": one.ratio(name, reference, "blocked_s", "seconds"),
-                "memory_bytes": max(record.counted("memory_bytes")[1:]),
-                "ratios": {other: one.ratio(name, other) for other in others},
-            }
+def measured_rows(turns: Turns) -> dict[str, dict[str, Any]]:
+    """Return the figures of some rows, with ratios to the first, a plain copy or read, and ours to those of DCP."""
+    reference, *_ = names = list(turns.records)
+    rows = turns.rows(
+        "seconds",
+        "blocked_s",
+        others=lambda name: [other for other in (reference, f"DCP {name}") if other in names and other != name],
+    )
+    for name, record in turns.records.items():
+        rows[name]["blocked_ratio"] = turns.ratio(name, reference, "blocked_s", "seconds")
+        rows[name]["memory_bytes"] = max(record.counted("memory_bytes")[1:])
     return rows
 
 
@@ -302,16 +299,9 @@ def report(
     options: argparse.Namespace, argv: Sequence[str], num_bytes: int, ranks: int, turns: Sequence[Turns]
 ) -> None:
     """Print the table and the goals, and write the JSON file."""
-    rows = measured_rows(turns)
-    result: Result = {
-        "environment": environment(f"torchrun --nproc-per-node={ranks} -m scripts.benchmarks.checkpoint", argv),
-        "settings": vars(options),
-        "bytes": num_bytes,
-        "ranks": ranks,
-        "rows": rows,
-        "missing": {},
-        "failures": {},
-    }
+    rows = {name: row for one in turns for name, row in measured_rows(one).items()}
+    command = f"torchrun --nproc-per-node={ranks} -m scripts.benchmarks.checkpoint"
+    result = result_of(command, argv, options, rows, bytes=num_bytes, ranks=ranks)
     cores = result["environment"]["machine"]["cores"]
     print(f"{num_bytes / MIB:,.0f} MiB, {ranks} ranks, {cores} cores, torch {torch.__version__}")
     print("\n".join(["", *table(rows, COLUMNS), "", *verdicts(GOALS, rows)]))

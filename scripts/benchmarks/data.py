@@ -29,7 +29,7 @@ import numpy as np
 
 from megatron_lite.data.indexed_dataset import HEADER, MAGIC, VERSION
 from scripts.benchmarks import processor
-from scripts.benchmarks.results import MIB, Result, argument_parser, environment, measured_alone, write_json
+from scripts.benchmarks.results import MIB, argument_parser, measured_alone, result_of, write_json
 from scripts.benchmarks.tables import first_ratio, spread, table
 from scripts.benchmarks.turns import Turns
 
@@ -37,7 +37,7 @@ LENGTH = 2048
 VOCABULARY = 50_000
 OPENED, LOADED = 8, 32  # samples of a batch
 ITERATIONS = 1000  # of the run that opens the large set
-OPENING = ("ours", "megatron-core", "megatron-core, cached")
+OPENING = ("ours", "megatron-core", "megatron-core cached")
 LOADERS = ("ours", "megatron-core", "memory map")
 WARM_UP = 20  # batches before the time counts
 
@@ -190,7 +190,7 @@ def opening(options: argparse.Namespace, peers: bool) -> Turns:
     def one(row: str, turn: int) -> dict[str, float]:
         if row == "megatron-core":
             shutil.rmtree(cache, ignore_errors=True)
-        if row == "megatron-core, cached" and not cache.exists():
+        if row == "megatron-core cached" and not cache.exists():
             timed("open", row, prefix, cache)
         return timed("open", row, prefix, cache)
 
@@ -210,14 +210,7 @@ def measured_rows(turns: Turns, *figures: str) -> dict[str, Any]:
     """Measure; return the figures of each row, and the ratio of its time to ours with as many workers."""
     for _ in turns.run():
         pass
-    rows: dict[str, Any] = {
-        name: {figure: record.spread(figure) for figure in ("seconds", *figures)} | {"ratios": {}}
-        for name, record in turns.records.items()
-    }
-    for name in rows:
-        ours = f"ours, {name.rpartition(', ')[2]}" if "workers" in name else "ours"
-        rows[name]["ratios"][ours] = turns.ratio(name, ours)
-    return rows
+    return turns.rows("seconds", *figures, others=lambda name: [name.replace(name.partition(",")[0], "ours")])
 
 
 # The time of a sample over ours is our speed over its own.
@@ -254,13 +247,13 @@ def main(argv: Sequence[str]) -> int:
         shutil.rmtree(options.folder, ignore_errors=True)
     for title, columns in COLUMNS.items():
         print("\n".join(table(rows[title], columns, title)), end="\n\n")
-    result: Result = {
-        "environment": environment("python -m scripts.benchmarks.data", argv),
-        "settings": vars(options),
-        "rows": {**rows["opening"], **rows["loading"]},
-        "missing": {} if peers else {"megatron-core": "not installed"},
-        "failures": {},
-    }
+    result = result_of(
+        "python -m scripts.benchmarks.data",
+        argv,
+        options,
+        {**rows["opening"], **rows["loading"]},
+        missing={} if peers else {"megatron-core": "not installed"},
+    )
     write_json(options.output, result)
     return 0
 

@@ -27,7 +27,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from scripts.benchmarks.results import ROOT, Result, argument_parser, environment, names_in, write_json
+from scripts.benchmarks.results import ROOT, argument_parser, names_in, result_of, write_json
 from scripts.benchmarks.tables import over, remarks, spread, table
 from scripts.benchmarks.turns import Figures, Turns
 
@@ -187,18 +187,9 @@ def main(argv: Sequence[str]) -> int:
     turns = Turns(names, lambda row, turn: prepared(row, options, tokenizer_file), options.turns)
     for _ in turns.run():
         pass
-    rows = {
-        row: {figure: record.spread(figure) for figure in ("seconds", "mb_per_s")}
-        | {"ratios": {"ours": turns.ratio(row, "ours")}}
-        for row, record in turns.records.items()
-    }
-    result: Result = {
-        "environment": environment("python -m scripts.benchmarks.preparing", argv),
-        "settings": vars(options),
-        "rows": rows,
-        "missing": {row: f"{ROWS[row]} is not installed" for row in installed if not installed[row]},
-        "failures": {},
-    }
+    rows = turns.rows("seconds", "mb_per_s", others=lambda row: ["ours"])
+    missing = {row: f"{ROWS[row]} is not installed" for row in installed if not installed[row]}
+    result = result_of("python -m scripts.benchmarks.preparing", argv, options, rows, missing=missing)
     write_json(options.output, result)
     print("\n".join([*table(rows, COLUMNS, "preparing"), *remarks(result)]))
     return 0

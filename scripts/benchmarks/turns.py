@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -93,6 +93,14 @@ class Turns:
         mine, theirs = self.records[own].counted(figure), self.records[other].counted(of_other or figure)
         both = [a / b for a, b in zip(mine, theirs, strict=True) if a is not None and b is not None]
         return spread_of(both) if both else None
+
+    def rows(self, *figures: str, others: Callable[[str], Iterable[str]]) -> dict[str, dict[str, Any]]:
+        """Return the spreads of figures by contestant, and the ratios to the others that a name is compared with."""
+        return {
+            name: {figure: record.spread(figure) for figure in figures}
+            | {"ratios": {other: self.ratio(name, other) for other in others(name)}}
+            for name, record in self.records.items()
+        }
 
     def fail(self, name: str, error: Exception) -> None:
         """Let a contestant have no more turns."""

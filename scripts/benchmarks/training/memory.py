@@ -22,9 +22,9 @@ from scripts.benchmarks.results import (
     MIB,
     Result,
     argument_parser,
-    environment,
     names_in,
     read_json,
+    result_of,
     run_module,
     spread_of,
     write_json,
@@ -73,15 +73,8 @@ def main(argv: Sequence[str]) -> int:
     bare_bytes = max(bare["peak_rss_bytes"])
     rows = compare(measured, bare_bytes)
     print("\n".join([*table(rows, COLUMNS), "", f"a bare process: {bare_bytes / MIB:.0f} MiB", *verdicts(GOALS, rows)]))
-    result: Result = {
-        "environment": environment("python -m scripts.benchmarks.training.memory", argv),
-        "settings": bare["settings"],
-        "ranks": options.ranks,
-        "bare_bytes": bare_bytes,
-        "rows": rows,
-        "missing": {},
-        "failures": {},
-    }
+    command, known = "python -m scripts.benchmarks.training.memory", bare["settings"]
+    result = result_of(command, argv, options, rows, settings=known, ranks=options.ranks, bare_bytes=bare_bytes)
     write_json(options.output, result)
     return 0
 

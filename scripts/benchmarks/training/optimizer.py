@@ -28,7 +28,7 @@ from megatron_lite.distributed import startup as launch
 from megatron_lite.distributed.process_group import Distributed
 from megatron_lite.validation import resolve
 from scripts.benchmarks.processor import busy_seconds, share_of_cores, wait_until_quiet
-from scripts.benchmarks.results import Result, argument_parser, environment, write_json
+from scripts.benchmarks.results import Result, argument_parser, result_of, write_json
 from scripts.benchmarks.tables import over, spread, surroundings, table
 from scripts.benchmarks.training.engine import built
 from scripts.benchmarks.training.settings import MODELS
@@ -226,13 +226,12 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
 def main(argv: Sequence[str]) -> int:
     """Measure, print and write; return the exit code."""
     options = parse(argv)
-    described = environment("python -m scripts.benchmarks.training.optimizer", argv)
     # A process per row: memory that an earlier row had freed made a later row up to a third slower.
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(["torch", "scripts.benchmarks.training.settings"])  # slow imports
     with context.Pool(1, maxtasksperchild=1) as pool:
         rows = {row.name: pool.apply(measure, (row, options)) for row in ROWS if options.only in row.name}
-    result: Result = {"environment": described, "settings": vars(options), "rows": rows, "missing": {}, "failures": {}}
+    result = result_of("python -m scripts.benchmarks.training.optimizer", argv, options, rows)
     write_json(options.output, result)
     print(to_markdown(result), flush=True)
     # Each update moves a weight by about the rate; rounding must stay far below.
