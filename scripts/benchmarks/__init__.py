@@ -1,1 +1,1 @@
-"""Measurements for docs/benchmarks.md: training beside the peers, and the GPU report."""
+"""Measurements for docs/benchmarks.md: ours compared with the peers, on CPUs and on one GPU."""

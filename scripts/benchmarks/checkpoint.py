@@ -1,4 +1,4 @@
-"""Time checkpoints beside a plain copy of the same bytes and beside torch.distributed.checkpoint (DCP).
+"""Time checkpoints, a plain copy of the same bytes, and torch.distributed.checkpoint (DCP).
 
     torchrun --nproc-per-node=2 -m scripts.benchmarks.checkpoint --folder=/data/scratch --output=checkpoint.json
 

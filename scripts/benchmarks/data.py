@@ -1,4 +1,4 @@
-"""Time opening a large data set and loading samples beside megatron-core's GPTDataset and a memory map of the tokens.
+"""Time opening a large data set and loading samples: ours, megatron-core's GPTDataset, and a memory map of the tokens.
 
     python -m scripts.benchmarks.data --folder=/data/scratch --output=data.json
 

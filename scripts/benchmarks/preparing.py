@@ -1,4 +1,4 @@
-"""Time the preparation of a .jsonl corpus beside other ways to tokenize it, with the same tokenizer and processes.
+"""Time the preparation of a .jsonl corpus and other ways to tokenize it, with the same tokenizer and processes.
 
     python -m scripts.benchmarks.preparing corpus.jsonl --folder=/data/scratch --output=preparing.json
 

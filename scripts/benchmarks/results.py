@@ -82,7 +82,7 @@ def environment(
 
     Args:
         command: what was typed before the arguments `argv`.
-        machine: facts of the machine beside its processor and cores; `device` replaces the processor.
+        machine: facts of the machine besides its processor and cores; `device` replaces the processor.
         python: the interpreter whose packages compute.
     """
     return {

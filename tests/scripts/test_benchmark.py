@@ -342,3 +342,30 @@ def test_checkpoints_are_timed_beside_their_peers(tmp_path: Path) -> None:
     rows = next(names for command, names in COMMANDS if "scripts.benchmarks.checkpoint" in command)
     assert [name for name in rows if " / " not in name] == list(result["rows"])
     assert all(f"| {name} |" in text for name in result["rows"]) and not folder.exists()
+
+
+def test_every_optimizer_row_is_measured_and_agrees_with_its_peer(tmp_path: Path) -> None:
+    """The program fails where weights are apart; here it is made to say how far they are."""
+    tiny = ("--num_layers=1", "--hidden_size=64", "--ffn_hidden_size=96", "--vocab_size=128", "--turns=2")
+    text, result = run(["-m", "scripts.benchmarks.training.optimizer", *tiny], tmp_path / "optimizer.json")
+    rows = result["rows"]
+    assert len(rows) == 7 and all(f"| {name} |" in text for name in rows)
+    for row in rows.values():
+        assert row["parameters"] > 30_000
+        assert len(row["step_s"]["values"]) == 2 and min(row["step_s"]["values"]) > 0 and len(row["ratios"]) == 2
+    compared = {name: row["largest_difference"] for name, row in rows.items() if "largest_difference" in row}
+    assert len(compared) == 3 and compared["clip_grad=0"] == 0.0
+    assert max(compared.values()) < 1e-6
+
+
+def test_every_way_of_preparing_tokenizes_the_whole_corpus(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """One turn of the rows that need no peer, on a small corpus."""
+    corpus, rows = tmp_path / "x.jsonl", ["ours", "encode_batch", "encode_batch_fast"]
+    corpus.write_text("".join(json.dumps({"text": f"some words {number}"}) + "\n" for number in range(500)))
+    words = [str(corpus), f"--folder={tmp_path / 'work'}", "--turns=1", f"--output={tmp_path / 'x.json'}"]
+    assert preparing.main([*words, f"--rows={','.join(rows)}"]) == 0
+    table = capsys.readouterr().out.splitlines()
+    assert [line.split(" | ")[0].removeprefix("| ") for line in table[2:5]] == rows
+    assert json.loads((tmp_path / "x.json").read_text())["rows"]["ours"]["ratios"]["ours"]["median"] == 1.0
+    tokenizer = str(tmp_path / "work" / "tokenizer.json")
+    assert preparing.library_loop(str(corpus), tokenizer, "encode_batch") > 500

@@ -19,7 +19,7 @@ MEMORY = "memory"  # peak memory over the smallest peer's
 _CORES, _THREAD, _RANKS = "one process, all cores", "one process, one thread", "two ranks"
 
 
-class Line(NamedTuple):
+class GoalLine(NamedTuple):
     """One line of the table: a goal in some runs, one per model."""
 
     title: str
@@ -45,35 +45,37 @@ def _memory(rows: Rows) -> float | None:
     return rows[PROGRAM]["peak_rss_bytes"] / min(sound) if sound and PROGRAM in rows else None
 
 
-def _beside(kind: str, place: str, title: str, peers: Sequence[str], limits: tuple[float, float]) -> Iterator[Line]:
+def _compared(
+    kind: str, place: str, title: str, peers: Sequence[str], limits: tuple[float, float]
+) -> Iterator[GoalLine]:
     ours = PROGRAM if kind == "programs" else OURS
     for peer in peers:
-        yield Line(f"{title}: {kind.removesuffix('s')} / {peer}", kind, place, Goal(ours, f"/ {peer}", *limits))
+        yield GoalLine(f"{title}: {kind.removesuffix('s')} / {peer}", kind, place, Goal(ours, f"/ {peer}", *limits))
 
 
-def _products(place: str, title: str) -> Line:
+def _products(place: str, title: str) -> GoalLine:
     goal = Goal("products", f"/ {OURS}", 0.85, 0.92, at_least=True)
-    return Line(f"{title}: share of a step that is matrix products", "steps", place, goal)
+    return GoalLine(f"{title}: share of a step that is matrix products", "steps", place, goal)
 
 
-def _program(title: str, place: str, figure: str, limit: float) -> Line:
-    return Line(title, "programs", place, Goal(PROGRAM, figure, limit))
+def _program(title: str, place: str, figure: str, limit: float) -> GoalLine:
+    return GoalLine(title, "programs", place, Goal(PROGRAM, figure, limit))
 
 
 LINES = (
-    *_beside("programs", CORES, _CORES, PEERS, BY_CORES),
-    *_beside("steps", CORES, _CORES, TORCH, BY_CORES),
+    *_compared("programs", CORES, _CORES, PEERS, BY_CORES),
+    *_compared("steps", CORES, _CORES, TORCH, BY_CORES),
     _products(CORES, _CORES),
-    *_beside("programs", THREAD, _THREAD, PEERS, BY_THREAD),
-    *_beside("steps", THREAD, _THREAD, TORCH, BY_THREAD),
+    *_compared("programs", THREAD, _THREAD, PEERS, BY_THREAD),
+    *_compared("steps", THREAD, _THREAD, TORCH, BY_THREAD),
     _products(THREAD, _THREAD),
-    *_beside("programs", RANKS, _RANKS, ("nanoGPT", "HF Trainer", "picotron"), BY_RANKS),
-    *_beside("steps", RANKS, _RANKS, ("DDP", "HF DDP"), BY_RANKS),
-    Line(f"{_RANKS}: step of ZeRO-3 / ZeRO-1", "steps", RANKS, Goal("ZeRO-3", "/ ZeRO-1", 1.04, 1.00)),
-    Line(f"{_RANKS}: step of ZeRO-3 / FSDP2", "steps", RANKS, Goal("ZeRO-3", "/ FSDP2", 0.65, 0.55)),
-    Line("tensor parallelism: step / torch", "steps", TENSOR, Goal("TP", "/ torch TP", 0.80)),
-    Line("tensor and sequence parallelism: step / torch", "steps", TENSOR, Goal("TP+SP", "/ torch TP+SP", 0.80)),
-    Line("bf16 without instructions for it: step / fp32", "steps", BF16, Goal(OURS, f"/ {OURS} fp32", 1.3, 1.0)),
+    *_compared("programs", RANKS, _RANKS, ("nanoGPT", "HF Trainer", "picotron"), BY_RANKS),
+    *_compared("steps", RANKS, _RANKS, ("DDP", "HF DDP"), BY_RANKS),
+    GoalLine(f"{_RANKS}: step of ZeRO-3 / ZeRO-1", "steps", RANKS, Goal("ZeRO-3", "/ ZeRO-1", 1.04, 1.00)),
+    GoalLine(f"{_RANKS}: step of ZeRO-3 / FSDP2", "steps", RANKS, Goal("ZeRO-3", "/ FSDP2", 0.65, 0.55)),
+    GoalLine("tensor parallelism: step / torch", "steps", TENSOR, Goal("TP", "/ torch TP", 0.80)),
+    GoalLine("tensor and sequence parallelism: step / torch", "steps", TENSOR, Goal("TP+SP", "/ torch TP+SP", 0.80)),
+    GoalLine("bf16 without instructions for it: step / fp32", "steps", BF16, Goal(OURS, f"/ {OURS} fp32", 1.3, 1.0)),
     _program(f"{_CORES}: command to first step, s", CORES, "start_s", 4.0),
     _program(f"{_RANKS}: command to first step, s", RANKS, "start_s", 6.0),
     _program(f"{_CORES}: peak memory / smallest peer's", CORES, MEMORY, 1.0),

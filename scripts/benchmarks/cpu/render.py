@@ -44,7 +44,7 @@ def goals(report: Report) -> list[str]:
     return markdown_table(header, list(goal_rows(report, tuple(MODELS), tuple(TITLES))))
 
 
-def beside(kind: str, place: str, columns: Sequence[Column]) -> Callable[[Report], list[str]]:
+def side_by_side(kind: str, place: str, columns: Sequence[Column]) -> Callable[[Report], list[str]]:
     """Return the writer of a table with a line per model and row, and `columns` once per choice of instruction sets."""
 
     def write(report: Report) -> list[str]:
@@ -115,12 +115,12 @@ def _below(run: Run, report: Report) -> Iterator[str]:
 
 TABLES: dict[str, Callable[[Report], list[str]]] = {
     "goals": goals,
-    "programs_cores": beside("programs", CORES, PROGRAM_COLUMNS),
-    "programs_thread": beside("programs", THREAD, PROGRAM_COLUMNS),
-    "programs_ranks": beside("programs", RANKS, PROGRAM_COLUMNS),
-    "steps_cores": beside("steps", CORES, STEP_COLUMNS),
-    "steps_thread": beside("steps", THREAD, STEP_COLUMNS),
-    "steps_ranks": beside("steps", RANKS, STEP_COLUMNS),
+    "programs_cores": side_by_side("programs", CORES, PROGRAM_COLUMNS),
+    "programs_thread": side_by_side("programs", THREAD, PROGRAM_COLUMNS),
+    "programs_ranks": side_by_side("programs", RANKS, PROGRAM_COLUMNS),
+    "steps_cores": side_by_side("steps", CORES, STEP_COLUMNS),
+    "steps_thread": side_by_side("steps", THREAD, STEP_COLUMNS),
+    "steps_ranks": side_by_side("steps", RANKS, STEP_COLUMNS),
     "profiles": profiles,
     "tensor_parallel": alone(TENSOR, "", TENSOR_COLUMNS),
     "bf16_without_instructions": alone(BF16, MODELS[GPT2], (STEP, over("/ fp32", f"{OURS} fp32")), (OURS,)),

@@ -351,7 +351,7 @@ def make_cross_entropy(shape: Shape, vocab: int) -> dict[str, Call]:
 
 
 def make_linear_cross_entropy(shape: Shape, vocab: int) -> dict[str, Call]:
-    """From hidden states to the loss and both gradients, beside the three matrix products inside."""
+    """From hidden states to the loss and both gradients, and the three matrix products inside."""
     hidden, weight = shape.input(shape.tokens, shape.hidden), shape.parameter(vocab, shape.hidden)
     labels, scale = shape.labels(vocab), torch.full((), 1 / shape.tokens, device=shape.device)
     chunk = max(1, shape.tokens // 4)

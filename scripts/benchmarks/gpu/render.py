@@ -100,14 +100,14 @@ TARGETS = (
         lambda value: f"{value:.0f} TFLOP/s",
     ),
     Target(
-        "Llama-3-8B dimensions, 8 layers, beside FSDP2 compiled",
+        "Llama-3-8B dimensions, 8 layers, over FSDP2 compiled",
         "1.15x",
         lambda report: speedup(report, "llama-3-8b-8l", "FSDP2 compiled"),
         1.15,
         _times,
     ),
     Target(
-        "GPT-2 124M, sequence 1024, beside plain PyTorch compiled",
+        "GPT-2 124M, sequence 1024, over plain PyTorch compiled",
         "1.10x",
         lambda report: speedup(report, "gpt2-124m", "torch compiled", "torch compiled full logits"),
         1.10,
@@ -121,13 +121,13 @@ TARGETS = (
         lambda value: "by cuDNN" if value else "by another backend",
     ),
     Target(
-        "MLP recompute `activation` beside `none`",
+        "MLP recompute `activation` over `none`",
         "99.6 %",
         lambda report: recompute(report, "activation"),
         0.996,
         _percent,
     ),
-    Target("MLP recompute `full` beside `none`", "90 %", lambda report: recompute(report, "full"), 0.90, _percent),
+    Target("MLP recompute `full` over `none`", "90 %", lambda report: recompute(report, "full"), 0.90, _percent),
     Target(
         "slowest memory-bound operation, of copy bandwidth",
         "85 %",
@@ -217,7 +217,7 @@ def _ops(report: Result) -> Iterator[str]:
             lines.append([name, op.get("shape", ""), variant, *cells])
     if lines:
         yield "Each operation at the shapes of Mistral-7B. Bytes are the minimum, each counted once; new memory is the"
-        yield "most that a call allocates beside its inputs."
+        yield "most that a call allocates besides its inputs."
         yield ""
         yield from markdown_table(("operation", "shape", "", *(column.title for column in OPERATION_COLUMNS)), lines)
 

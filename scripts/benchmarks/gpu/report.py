@@ -28,7 +28,7 @@ from scripts.benchmarks.gpu.steps import OPS, PARTS, Step, chosen, steps
 from scripts.benchmarks.results import ROOT, Result, argument_parser, names_in, write_json
 
 LIMIT_S = 520.0  # of nine minutes, which leaves time for stopping the last step and for starting Python
-START_S = 20.0  # of the limit, beside the budgets: the search for the device and its description
+START_S = 20.0  # of the limit, besides the budgets: the search for the device and its description
 MIN_STEP_S = 10.0  # with less time left, no step starts
 TAIL_LINES = 30  # of the log of a failed step
 ATTEMPTS = 4  # for a step that resumes after a crash
@@ -88,7 +88,7 @@ def merged(reports: Sequence[Result], order: Sequence[str]) -> Result:
 
 
 class Report:
-    """The results of this call so far, and the file that holds them beside those of earlier calls."""
+    """The results of this call so far, and the file that holds them with those of earlier calls."""
 
     def __init__(self, output: Path, folder: Path, limit_s: float, head: Result, earlier: Result | None = None) -> None:
         """`earlier`: contents of the file, whose other steps stay; of the same machine and versions."""

@@ -1,4 +1,4 @@
-"""Measure how fast this machine computes and exchanges, for the predictions of a dry run.
+"""Measure how fast this machine computes and communicates, for the predictions of a dry run.
 
     python -m scripts.benchmarks.machine --output=machine.json
     torchrun --nproc-per-node=2 -m scripts.benchmarks.machine --output=machine.json

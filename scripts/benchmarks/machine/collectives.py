@@ -1,4 +1,4 @@
-"""Speeds of the collectives of a step, alone and beside products."""
+"""Speeds of the collectives of a step, alone and overlapped with products."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from megatron_lite.distributed.process_group import Distributed
 
 SMALL_NUMEL, LARGE_NUMEL = {"cpu": 2**10, "cuda": 2**14}, {"cpu": 2**21, "cuda": 2**26}  # of a full buffer, fp32
 TURNS = 7
-SIDE = {"cpu": 512, "cuda": 8192}  # of the square products beside a collective
+SIDE = {"cpu": 512, "cuda": 8192}  # of the square products that overlap with a collective
 
 
 def measure_collectives(distributed: Distributed) -> dict[str, Any]:

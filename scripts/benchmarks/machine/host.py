@@ -1,4 +1,4 @@
-"""The time of a step beside its operations: Python, autograd and the calls of the libraries.
+"""The time of a step that no operation takes: Python, autograd and the calls of the libraries.
 
 A small model is trained with two numbers of blocks. Its operations take next to nothing, so the difference is the
 host's time for the blocks, and the rest is that of a step. `predictions` times larger models with the same steps.

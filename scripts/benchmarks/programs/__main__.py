@@ -1,4 +1,4 @@
-"""Race whole training programs: ours beside nanoGPT, picotron, Hugging Face's Trainer, litgpt and DeepSpeed, on CPUs.
+"""Race whole training programs: ours and nanoGPT, picotron, Hugging Face's Trainer, litgpt and DeepSpeed, on CPUs.
 
     python -m scripts.benchmarks.programs --nanogpt=DIR --threads=1 --max_others=0.05
     python -m scripts.benchmarks.programs --model=llama-39m --picotron=DIR --ranks=2 --isa=avx2 --output=results.json

@@ -5,7 +5,7 @@
 Replaces, before the program starts, only what cannot run without a GPU: CUDA devices become the CPU,
 DistributedDataParallel gets no device_ids, and packages that the program imports but does not use on a CPU
 (flash_attn), or uses only to read a local file (datasets), get a stand-in where they are not installed. During a step
-only the .to(device) of a batch passes here. Computation, optimizer, exchange and log are the program's own.
+only the .to(device) of a batch passes here. Computation, optimizer, communication and log are the program's own.
 """
 
 from __future__ import annotations

@@ -80,12 +80,12 @@ class Race:
             raise
         return {"step_s": elapsed_s / done, "cpu_s": cpu_s / done, "others": others}
 
-    def rows(self, ours: str, beside: Mapping[str, str]) -> dict[str, dict[str, Any]]:
+    def rows(self, ours: str, twins: Mapping[str, str]) -> dict[str, dict[str, Any]]:
         """Return the figures of each program, and its loss after equally many steps.
 
         Args:
             ours: our program, whose time is divided by that of the others.
-            beside: another of ours for the programs that are compared with that one.
+            twins: another of ours for the programs that are compared with that one.
         """
         losses = {name: program.losses for name, program in self._programs.items()}
         steps = min((len(losses[name]) for name in self.turns.sound()), default=0)
@@ -104,7 +104,7 @@ class Race:
                 "ratios": {},
             }
         for name in rows:
-            own = beside.get(name, ours)
+            own = twins.get(name, ours)
             if own in rows and name != ours:
                 rows[own]["ratios"][name] = self.turns.ratio(own, name)
         return rows

@@ -1,1 +1,1 @@
-"""Training beside PyTorch and Hugging Face: `torchrun -m scripts.benchmarks.training`."""
+"""Training compared with PyTorch and Hugging Face: `torchrun -m scripts.benchmarks.training`."""

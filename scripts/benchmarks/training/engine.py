@@ -139,7 +139,7 @@ class PlainEngine(Engine):
 def plain_parameter(placed: Parameter) -> nn.Parameter:
     """Return an ordinary parameter that shares the memory of an engine parameter.
 
-    Autograd keeps the weights of plain modules from forward to backward. ZeRO-3 gathers them again in between, and
+    Autograd saves the weights of plain modules from forward to backward. ZeRO-3 gathers them again in between, and
     `.data` hides that write from autograd.
     """
 

@@ -1,4 +1,4 @@
-"""Time one optimizer step on a CPU beside torch.optim.AdamW(fused=True) on the same parameters.
+"""Time one optimizer step on a CPU, and that of torch.optim.AdamW(fused=True) on the same parameters.
 
     python -m scripts.benchmarks.training.optimizer --threads=1 --output=optimizer.json
     python -m scripts.benchmarks.training.optimizer --threads=2 --max_others=0.05
