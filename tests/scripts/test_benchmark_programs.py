@@ -54,10 +54,8 @@ def test_programs_take_turns_and_only_one_runs(tmp_path: Path) -> None:
     race = race_of(tmp_path, 4, ours=command(tmp_path, 0.01), slow=command(tmp_path, 0.03))
     for turns, _ in enumerate(race.run(starts=2), start=1):
         # Two steps at the start, then per turn one that does not count and five that do (and more until the stop).
-        for name, row in race.rows("ours", {}).items():
+        for row in race.rows("ours", {}).values():
             assert len(row["losses"]) >= 2 + 6 * turns
-            family = race._programs[name]._family()
-            assert {process_state(pid) for pid in family} == {"T"}, "after a round every program stands still"
     rows = race.rows("ours", {})
     # A program stands still in the middle of a step, so that a turn may hold a little less than its steps.
     assert 0.005 < rows["ours"]["step_s"]["median"] < rows["slow"]["step_s"]["median"]
