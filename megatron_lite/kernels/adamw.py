@@ -1,4 +1,4 @@
-"""AdamW (Loshchilov & Hutter 2019) over a flat shard in one pass, without temporaries.
+"""AdamW (Loshchilov & Hutter 2019) over a flat shard, without temporaries in the kernel.
 
     g = gradient / divisor                     divisor = loss scale / clipping factor
     w = w - lr * decay * w
@@ -10,10 +10,21 @@ as in optax) the last line replaces m / (1 - beta1^t) by the value it will have 
 
     beta1 * m / (1 - beta1^(t+1)) + (1 - beta1) * g / (1 - beta1^t)
 
-Gradients may have any floating dtype. The pass updates every form of the weights that a `WeightShard` keeps. If
-`skipped` is set, nothing is written.
+Clipping an update needs every update before any weight changes, and therefore two passes:
 
-The kernel is launched once per shard. A table has one row for each range of the shard with its own learning-rate scale
+    u = m^ / (sqrt(v^) + eps) + decay * w       m^, v^: the moments without their bias
+
+The first pass updates the moments in place and sums the squares of u. The second pass does w = w - lr * factor * u and
+recomputes u, because keeping u would take as much memory as a moment; only the reference keeps u, in the memory of an
+fp32 gradient. Every range of a shard has its own sum and its own factor: to clip every parameter by itself, each
+parameter is a range. The sums are in fp64 and depend only on the ranges, so they repeat bit for bit. In the kernels
+every program sums its block, then one program per range sums the blocks. The reference sums short rows in fp32, and
+their sums in fp64 (`gradient_norm.py`).
+
+Gradients may have any floating dtype. A pass updates every form of the weights that a `WeightShard` has. If `skipped`
+is set, nothing is written.
+
+A kernel is launched once per shard. A table has one row for each range of the shard with its own learning-rate scale
 and weight decay; blocks look up their row, and no block crosses the border of a range. Launching once per range would
 be as fast for large blocks of a model, but a small shard, of a norm for instance, takes less time than its launch. The
 learning rate is an fp32 argument: Triton specializes only on integers, so no learning rate recompiles the kernel.
@@ -30,26 +41,15 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from megatron_lite.kernels.adamw_elements import (
-    ShardPointers,
-    StepPointers,
-    denominator,
-    elements,
-    load_gradient,
-    load_moments,
-    load_weights,
-    nesterov_momentum,
-    next_moments,
-    store_moments,
-    store_weights,
-)
-from megatron_lite.kernels.triton_support import cdiv, jit, tl
+from megatron_lite.kernels.gradient_norm import squared_norm
+from megatron_lite.kernels.triton_support import cdiv, jit, narrow, next_power_of_2, tl
 from megatron_lite.kernels.weight_shard import WeightShard
 
 # Ranges begin and end at multiples of this, so that the kernels can use wide accesses.
 ALIGNMENT = 64
 BLOCK = 1024
 NUM_WARPS = 8  # 4 elements per thread: 16 bytes of fp32
+SUM_BLOCK = 1024
 # Elements that the reference casts and updates at a time: few for a CPU's cache, many for a GPU's launches.
 CPU_CHUNK_NUMEL, GPU_CHUNK_NUMEL = 2**17, 2**24
 
@@ -119,20 +119,58 @@ class Control:
         self.grad_scale = None if divisor.device.type == "cpu" and float(divisor) == 1.0 else divisor
 
 
-# -- by torch, for one pass and for `adamw_clipped.py` ---------------------------------------------------------------
+# -- by torch --------------------------------------------------------------------------------------------------------
+
+
+def chunks(rows: Sequence[Range], device: torch.device, whole: bool = False) -> Iterator[tuple[int, Range, slice]]:
+    """Yield index, range and bounds of chunks small enough for temporaries, or of whole ranges if there are none."""
+    chunk_numel = CPU_CHUNK_NUMEL if device.type == "cpu" else GPU_CHUNK_NUMEL
+    for index, row in enumerate(rows):
+        step = row.end - row.start if whole else chunk_numel
+        for start in range(row.start, row.end, step):
+            yield index, row, slice(start, min(start + step, row.end))
 
 
 def _reference(shard: Shard, ranges: Ranges, control: Control) -> None:
     numbers = control.numbers
     in_place = shard.weights.rounded is None and shard.gradient.dtype == torch.float32 and not numbers.nesterov
-    for _, row, bounds in chunks(shard, ranges, whole=in_place):
+    for _, row, bounds in chunks(ranges.rows, shard.gradient.device, whole=in_place):
         rate, decay = numbers.learning_rate * row.lr_scale, numbers.weight_decay * row.decay_scale
         weights = shard.weights.read(bounds)
         if numbers.nesterov:
-            descend(weights, update_moments(shard, bounds, control), decay, rate, control)
+            _descend(weights, _update_moments(shard, bounds, control), decay, rate, control)
         else:
             _fused_adamw(weights, shard.gradient[bounds].float(), shard, bounds, rate, decay, control)
         shard.weights.write(weights, bounds)
+
+
+def _reference_moments(shard: Shard, ranges: Ranges, control: Control) -> Tensor:
+    zero = control.skipped.double() * 0
+    sums = [zero] * len(ranges.rows)
+    for index, row, bounds in chunks(ranges.rows, shard.gradient.device):
+        step, decay = _update_moments(shard, bounds, control), control.numbers.weight_decay * row.decay_scale
+        u = shard.gradient[bounds] if _keeps_update(shard) else step
+        torch.add(step, shard.weights.read(bounds), alpha=decay, out=u)
+        sums[index] = sums[index] + squared_norm([u])
+    return torch.where(control.skipped == 0, torch.stack(sums), zero)
+
+
+def _reference_weights(shard: Shard, ranges: Ranges, factors: Tensor, control: Control) -> None:
+    numbers = control.numbers
+    for index, row, bounds in chunks(ranges.rows, shard.gradient.device):
+        weights, decay = shard.weights.read(bounds), numbers.weight_decay * row.decay_scale
+        rate = factors[index] * (numbers.learning_rate * row.lr_scale)
+        if _keeps_update(shard):
+            _descend(weights, shard.gradient[bounds], 0.0, rate, control)
+        else:
+            g = shard.gradient[bounds].float() / control.divisor
+            _descend(weights, _direction(shard, bounds, g, control), decay, rate, control)
+        shard.weights.write(weights, bounds)
+
+
+def _keeps_update(shard: Shard) -> bool:
+    """Whether the reference keeps u between the passes."""
+    return shard.gradient.dtype == torch.float32
 
 
 def _fused_adamw(
@@ -158,24 +196,15 @@ def _fused_adamw(
     )
 
 
-def chunks(shard: Shard, ranges: Ranges, whole: bool = False) -> Iterator[tuple[int, Range, slice]]:
-    """Yield index, range and bounds of pieces small enough for temporaries, or of whole ranges if there are none."""
-    chunk_numel = CPU_CHUNK_NUMEL if shard.gradient.device.type == "cpu" else GPU_CHUNK_NUMEL
-    for index, row in enumerate(ranges.rows):
-        step = row.end - row.start if whole else chunk_numel
-        for start in range(row.start, row.end, step):
-            yield index, row, slice(start, min(start + step, row.end))
-
-
-def update_moments(shard: Shard, bounds: slice, control: Control) -> Tensor:
+def _update_moments(shard: Shard, bounds: slice, control: Control) -> Tensor:
     """Update m and v, unscale an fp32 gradient, and return the direction of the step in new memory."""
     gradient = shard.gradient[bounds].float()
     step = torch.zeros_like(gradient)  # weights of zero become the step at a learning rate of -1
     _fused_adamw(step, gradient, shard, bounds, rate=-1.0, decay=0.0, control=control)
-    return direction(shard, bounds, gradient, control) if control.numbers.nesterov else step
+    return _direction(shard, bounds, gradient, control) if control.numbers.nesterov else step
 
 
-def direction(shard: Shard, bounds: slice, g: Tensor, control: Control) -> Tensor:
+def _direction(shard: Shard, bounds: slice, g: Tensor, control: Control) -> Tensor:
     """Return the direction of the step, without learning rate and decay, for updated moments, in new memory."""
     numbers, (correction1, correction2, next_correction1) = control.numbers, control.corrections
     m, root = shard.m[bounds], shard.v[bounds].sqrt()
@@ -186,7 +215,7 @@ def direction(shard: Shard, bounds: slice, g: Tensor, control: Control) -> Tenso
     return step.addcmul_(m, numbers.beta1 / next_correction1).div_(root)
 
 
-def descend(weights: Tensor, direction: Tensor, decay: float, rate: float | Tensor, control: Control) -> None:
+def _descend(weights: Tensor, direction: Tensor, decay: float, rate: float | Tensor, control: Control) -> None:
     """weights -= rate * (direction + decay * weights), in place, unless skipped."""
     torch._fused_sgd_(
         [weights],
@@ -206,70 +235,177 @@ def descend(weights: Tensor, direction: Tensor, decay: float, rate: float | Tens
 # -- by Triton -------------------------------------------------------------------------------------------------------
 
 
-def pointers(shard: Shard, ranges: Ranges, control: Control) -> tuple[ShardPointers, StepPointers]:
-    """Return the arguments that all kernels have in common."""
-    weights, rounded = shard.weights, shard.weights.rounded
-    if weights.remainder is not None:
-        assert rounded is not None and rounded.dtype == torch.bfloat16
-        rounded = rounded.view(torch.int16)
-    tensors = ShardPointers(weights.master, rounded, weights.remainder, shard.gradient, shard.m, shard.v)
-    assert all(tensor is None or tensor.is_contiguous() for tensor in tensors)
-    return tensors, StepPointers(ranges.places, ranges.scales, control.divisor, control.corrections, control.skipped)
+class _ShardPointers(NamedTuple):
+    """Tensors of a shard as the kernels take them; split weights are int16."""
+
+    master: Tensor | None
+    rounded: Tensor | None
+    remainder: Tensor | None
+    gradient: Tensor
+    m: Tensor
+    v: Tensor
+
+
+class _StepPointers(NamedTuple):
+    """The table of ranges and the device's numbers of one step as the kernels take them."""
+
+    places: Tensor
+    scales: Tensor
+    divisor: Tensor
+    corrections: Tensor
+    skipped: Tensor
+
+
+@jit
+def _row_of(block, step, rows, ROWS: tl.constexpr):
+    """Return the row of the table, of perhaps hundreds, that a block lies in; ROWS: `rows` or the next power of 2."""
+    others = tl.arange(0, ROWS)
+    firsts = tl.load(step.places + 3 * others, mask=others < rows, other=2**62)
+    return tl.sum((firsts <= block).to(tl.int32), axis=0) - 1
+
+
+@jit
+def _elements(block, row, step, ALIGNMENT: tl.constexpr, BLOCK: tl.constexpr):
+    """Return offsets, int64, of a block in a row of the table, and the mask of elements to update: none if skipped."""
+    # Products with ALIGNMENT tell the compiler that accesses may be wide.
+    start = tl.load(step.places + 3 * row + 1) * ALIGNMENT
+    end = tl.load(step.places + 3 * row + 2) * ALIGNMENT
+    offsets = start + (block - tl.load(step.places + 3 * row)) * BLOCK + tl.arange(0, BLOCK)
+    return offsets, offsets < tl.where(tl.load(step.skipped) == 0, end, 0)
+
+
+@jit
+def _load_weights(shard, offsets, mask):
+    """Return the fp32 weights."""
+    if shard.remainder is None:
+        return tl.load(shard.master + offsets, mask=mask, other=0.0)
+    else:
+        high = tl.load(shard.rounded + offsets, mask=mask, other=0).to(tl.int32) << 16
+        low = tl.load(shard.remainder + offsets, mask=mask, other=0).to(tl.int32)
+        return (high + low).to(tl.float32, bitcast=True)
+
+
+@jit
+def _store_weights(w, shard, offsets, mask):
+    """Store the fp32 weights in every form."""
+    if shard.remainder is None:
+        tl.store(shard.master + offsets, w, mask=mask)
+        if shard.rounded is not None:
+            tl.store(shard.rounded + offsets, narrow(w, shard.rounded.dtype.element_ty), mask=mask)
+    else:
+        # As in `weight_shard.split`: rounding a NaN with all payload bits set would overflow to zero.
+        bits = tl.where(w == w, w.to(tl.int32, bitcast=True), 0x7FC00000)
+        high = (bits + 0x8000) >> 16
+        tl.store(shard.rounded + offsets, high.to(tl.int16), mask=mask)
+        tl.store(shard.remainder + offsets, (bits - (high << 16)).to(tl.int16), mask=mask)
 
 
 @jit
 def _adamw_kernel(
     shard,
     step,
+    sums_ptr,
+    factors_ptr,
     learning_rate,
     weight_decay,
+    rows,
     BETA1: tl.constexpr,
     BETA2: tl.constexpr,
     EPS: tl.constexpr,
     NESTEROV: tl.constexpr,
+    ONE_PASS: tl.constexpr,
     ROWS: tl.constexpr,
     ALIGNMENT: tl.constexpr,
     BLOCK: tl.constexpr,
 ) -> None:
+    """One block per program: in one pass or, with `sums_ptr`, in the first of two, with `factors_ptr` in the second."""
     block = tl.program_id(0)
-    row = 0
-    for other in tl.static_range(1, ROWS):
-        row += tl.where(block < tl.load(step.places + 3 * other), 0, 1)
-    offsets, mask = elements(block, row, step, ALIGNMENT, BLOCK)
-    rate = learning_rate * tl.load(step.scales + 2 * row)
-    decay = rate * weight_decay * tl.load(step.scales + 2 * row + 1)
-
-    g = load_gradient(shard, step, offsets, mask)
-    m, v = load_moments(shard, offsets, mask)
-    w = load_weights(shard, offsets, mask)
-
-    w -= decay * w
-    m, v = next_moments(m, v, g, BETA1, BETA2)
-    if NESTEROV:
-        w -= rate * nesterov_momentum(m, g, step, BETA1) / denominator(v, step, EPS)
+    if ONE_PASS:  # with few rows
+        row = 0
+        for other in tl.static_range(1, ROWS):
+            row += tl.where(block < tl.load(step.places + 3 * other), 0, 1)
     else:
-        w -= rate / tl.load(step.corrections) * m / denominator(v, step, EPS)
+        row = _row_of(block, step, rows, ROWS)
+    offsets, mask = _elements(block, row, step, ALIGNMENT, BLOCK)
+    rate = learning_rate * tl.load(step.scales + 2 * row)
+    m, v = tl.load(shard.m + offsets, mask=mask, other=0.0), tl.load(shard.v + offsets, mask=mask, other=0.0)
+    w = _load_weights(shard, offsets, mask)
+    g = m  # read only where it is the gradient
+    if NESTEROV or factors_ptr is None:
+        g = tl.load(shard.gradient + offsets, mask=mask, other=0.0).to(tl.float32) / tl.load(step.divisor)
+    if factors_ptr is None:
+        m, v = BETA1 * m + (1 - BETA1) * g, BETA2 * v + (1 - BETA2) * g * g
+        tl.store(shard.m + offsets, m, mask=mask)
+        tl.store(shard.v + offsets, v, mask=mask)
 
-    store_moments(m, v, shard, offsets, mask)
-    store_weights(w, shard, offsets, mask)
+    correction = tl.load(step.corrections)
+    denominator = tl.sqrt(v) / tl.sqrt(tl.load(step.corrections + 1)) + EPS
+    if NESTEROV:
+        momentum = BETA1 / tl.load(step.corrections + 2) * m + (1 - BETA1) / correction * g
+    if ONE_PASS:
+        w -= rate * weight_decay * tl.load(step.scales + 2 * row + 1) * w
+        if NESTEROV:
+            w -= rate * momentum / denominator
+        else:
+            w -= rate / correction * m / denominator
+    else:
+        if not NESTEROV:
+            momentum = m / correction
+        u = momentum / denominator + weight_decay * tl.load(step.scales + 2 * row + 1) * w
+        if factors_ptr is None:
+            u = tl.where(mask, u, 0.0).to(tl.float64)
+            tl.store(sums_ptr + block, tl.sum(u * u, axis=0))
+        else:
+            w -= rate * tl.load(factors_ptr + row) * u
+    if sums_ptr is None:
+        _store_weights(w, shard, offsets, mask)
 
 
-def _launch(shard: Shard, ranges: Ranges, control: Control) -> None:
-    numbers = control.numbers
-    if ranges.blocks:
-        _adamw_kernel[(ranges.blocks,)](
-            *pointers(shard, ranges, control),
-            float(numbers.learning_rate),
-            float(numbers.weight_decay),
-            BETA1=numbers.beta1,
-            BETA2=numbers.beta2,
-            EPS=numbers.eps,
-            NESTEROV=numbers.nesterov,
-            ROWS=len(ranges.rows),
-            ALIGNMENT=ALIGNMENT,
-            BLOCK=BLOCK,
-            num_warps=NUM_WARPS,
-        )
+@jit
+def _sums_kernel(block_sums_ptr, sums_ptr, places_ptr, longest, BLOCK: tl.constexpr) -> None:
+    row = tl.program_id(0)
+    first, end = tl.load(places_ptr + 3 * row), tl.load(places_ptr + 3 * row + 3)
+    offsets = first + tl.arange(0, BLOCK)
+    total = tl.zeros((BLOCK,), dtype=tl.float64)
+    for start in range(0, longest, BLOCK):
+        total += tl.load(block_sums_ptr + start + offsets, mask=start + offsets < end, other=0.0)
+    tl.store(sums_ptr + row, tl.sum(total, axis=0))
+
+
+def _launch(
+    shard: Shard, ranges: Ranges, control: Control, sums: Tensor | None = None, factors: Tensor | None = None
+) -> None:
+    """Launch a pass: the only one, the first, which writes the `sums` of the blocks, or the second, with `factors`."""
+    if not ranges.blocks:
+        return
+    weights, rounded, numbers = shard.weights, shard.weights.rounded, control.numbers
+    rows, one_pass = len(ranges.rows), sums is None and factors is None
+    if weights.remainder is not None:
+        assert rounded is not None and rounded.dtype == torch.bfloat16
+        rounded = rounded.view(torch.int16)
+    tensors = _ShardPointers(weights.master, rounded, weights.remainder, shard.gradient, shard.m, shard.v)
+    assert all(tensor is None or tensor.is_contiguous() for tensor in tensors)
+    _adamw_kernel[(ranges.blocks,)](
+        tensors,
+        _StepPointers(ranges.places, ranges.scales, control.divisor, control.corrections, control.skipped),
+        sums,
+        factors,
+        float(numbers.learning_rate),
+        float(numbers.weight_decay),
+        rows,
+        BETA1=numbers.beta1,
+        BETA2=numbers.beta2,
+        EPS=numbers.eps,
+        NESTEROV=numbers.nesterov,
+        ONE_PASS=one_pass,
+        ROWS=rows if one_pass else next_power_of_2(rows),
+        ALIGNMENT=ALIGNMENT,
+        BLOCK=BLOCK,
+        num_warps=NUM_WARPS,
+    )
+
+
+# -- one pass, or two ------------------------------------------------------------------------------------------------
 
 
 def adamw(shard: Shard, ranges: Ranges, control: Control, triton: bool = False) -> None:
@@ -280,3 +416,25 @@ def adamw(shard: Shard, ranges: Ranges, control: Control, triton: bool = False) 
         _launch(shard, ranges, control)
     else:
         _reference(shard, ranges, control)
+
+
+def adamw_moments(shard: Shard, ranges: Ranges, control: Control, triton: bool = False) -> Tensor:
+    """Update the moments in place and return the sum of u^2 over each range: (rows,), fp64; 0 if skipped."""
+    if not triton:
+        return _reference_moments(shard, ranges, control)
+    rows, device = len(ranges.rows), shard.gradient.device
+    sums = torch.empty(rows, dtype=torch.float64, device=device)
+    block_sums = torch.empty(ranges.blocks, dtype=torch.float64, device=device)
+    _launch(shard, ranges, control, sums=block_sums)
+    if ranges.blocks:
+        _sums_kernel[(rows,)](block_sums, sums, ranges.places, ranges.longest, SUM_BLOCK, num_warps=4)
+    return sums
+
+
+def adamw_weights(shard: Shard, ranges: Ranges, factors: Tensor, control: Control, triton: bool = False) -> None:
+    """Update the weights in place after `adamw_moments`; `factors`, (rows,) fp32, multiply u."""
+    assert factors.dtype == torch.float32 and factors.shape == (len(ranges.rows),) and factors.is_contiguous()
+    if triton:
+        _launch(shard, ranges, control, factors=factors)
+    else:
+        _reference_weights(shard, ranges, factors, control)

@@ -9,19 +9,19 @@
 
 Lion: Chen et al. (2023), algorithm 2. SGD: torch.optim.SGD with decoupled weight decay (Loshchilov & Hutter 2019).
 Muon: Jordan et al. (2024), as in torch.optim.Muon. All in fp32, for gradients in any dtype and every form of weights
-that a `WeightShard` keeps. If `skipped` is set, no bit changes. torch's functions visit the shard in chunks, which
+that a `WeightShard` has. If `skipped` is set, no bit changes. torch's functions visit the shard in chunks, which
 bounds their temporaries; the host reads nothing.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
-from megatron_lite.kernels.adamw import CPU_CHUNK_NUMEL, GPU_CHUNK_NUMEL, Range
+from megatron_lite.kernels.adamw import Range, chunks
 from megatron_lite.kernels.weight_shard import WeightShard
 
 
@@ -54,19 +54,12 @@ def _unscaled(gradient: Tensor, bounds: slice, numbers: Numbers) -> Tensor:
     return gradient[bounds].float() / numbers.divisor
 
 
-def _chunks(rows: Sequence[Range], device: torch.device) -> Iterator[tuple[Range, slice]]:
-    numel = CPU_CHUNK_NUMEL if device.type == "cpu" else GPU_CHUNK_NUMEL
-    for row in rows:
-        for start in range(row.start, row.end, numel):
-            yield row, slice(start, min(start + numel, row.end))
-
-
 def sgd(
     weights: WeightShard, gradient: Tensor, exp_avg: Tensor, rows: Sequence[Range], numbers: Numbers, momentum: float
 ) -> None:
     """Update a shard in place with SGD."""
     skipped = numbers.skipped.bool()
-    for row, bounds in _chunks(rows, gradient.device):
+    for _, row, bounds in chunks(rows, gradient.device):
         m = exp_avg[bounds]
         _keep(m, torch.add(_unscaled(gradient, bounds, numbers), m, alpha=momentum), skipped)
         _descend(weights, m, row, bounds, numbers, skipped)
@@ -83,7 +76,7 @@ def lion(
 ) -> None:
     """Update a shard in place with Lion."""
     skipped = numbers.skipped.bool()
-    for row, bounds in _chunks(rows, gradient.device):
+    for _, row, bounds in chunks(rows, gradient.device):
         g, m = _unscaled(gradient, bounds, numbers), exp_avg[bounds]
         _descend(weights, m.lerp(g, 1 - beta1).sign_(), row, bounds, numbers, skipped)
         _keep(m, m.lerp(g, 1 - beta2), skipped)
@@ -94,7 +87,7 @@ def muon_momentum(
 ) -> None:
     """Update the momentum between two bounds of the shard and write u, for Newton-Schulz, to `update` in its dtype."""
     skipped = numbers.skipped.bool()
-    for _, chunk in _chunks([Range(bounds.start, bounds.stop, 1.0, 1.0)], gradient.device):
+    for _, _, chunk in chunks([Range(bounds.start, bounds.stop, 1.0, 1.0)], gradient.device):
         g, m = _unscaled(gradient, chunk, numbers), exp_avg[chunk]
         new = m.lerp(g, 1 - momentum)
         update[chunk].copy_(g.lerp(new, momentum) if nesterov else new)
@@ -107,5 +100,5 @@ def descend(
     """Decay the weights of each row and subtract the update times learning rate and the row's factor f."""
     skipped = numbers.skipped.bool()
     for row, factor in zip(rows, factors, strict=True):
-        for _, bounds in _chunks([row], update.device):
+        for _, _, bounds in chunks([row], update.device):
             _descend(weights, update[bounds], row, bounds, numbers, skipped, factor)

@@ -16,8 +16,18 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from megatron_lite.kernels import adamw as module
-from megatron_lite.kernels.adamw import ALIGNMENT, BLOCK, Control, Hyperparameters, Range, Ranges, Shard, adamw
-from megatron_lite.kernels.adamw_clipped import adamw_moments, adamw_weights
+from megatron_lite.kernels.adamw import (
+    ALIGNMENT,
+    BLOCK,
+    Control,
+    Hyperparameters,
+    Range,
+    Ranges,
+    Shard,
+    adamw,
+    adamw_moments,
+    adamw_weights,
+)
 from megatron_lite.kernels.weight_shard import WeightShard, split
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")

@@ -12,7 +12,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from megatron_lite.kernels import momentum as module
+from megatron_lite.kernels import adamw
 from megatron_lite.kernels.adamw import Range
 from megatron_lite.kernels.momentum import Numbers, descend, lion, muon_momentum, sgd
 from megatron_lite.kernels.weight_shard import WeightShard, split
@@ -108,7 +108,7 @@ def test_several_updates_equal_the_formula(rule: str, form: str, dtype: torch.dt
     for count, divisor in enumerate((1.0, 512.0, 2.75, 128.0), start=1):
         gradient, rate = (draw(count) * divisor).to(dtype), 0.02 / count
         exact_weights, exact_moment = formula(exact_weights, exact_moment, gradient.double() / divisor, rate)
-        with mock.patch.object(module, "CPU_CHUNK_NUMEL", 100):
+        with mock.patch.object(adamw, "CPU_CHUNK_NUMEL", 100):
             update(weights, gradient.clone(), exp_avg, numbers_of(rate, divisor))
         master = weights.read()
         tolerance = 2e-4 if rule == "muon" else 2e-6  # a tie may round to the other bf16 neighbour

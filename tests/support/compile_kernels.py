@@ -36,7 +36,7 @@ from triton.runtime.jit import JITFunction  # noqa: E402
 import megatron_lite.kernels  # noqa: E402
 from megatron_lite.kernels import adamw as optimizer  # noqa: E402
 from megatron_lite.kernels import weight_shard  # noqa: E402
-from megatron_lite.kernels.adamw_clipped import adamw_moments, adamw_weights  # noqa: E402
+from megatron_lite.kernels.adamw import adamw_moments, adamw_weights  # noqa: E402
 from megatron_lite.kernels.cross_entropy import Sums, sweep  # noqa: E402
 from megatron_lite.kernels.embedding import embedding  # noqa: E402
 from megatron_lite.kernels.gradient_norm import squared_norm  # noqa: E402

@@ -7,8 +7,7 @@ from typing import Any
 
 from megatron_lite.config import OptimizerConfig
 from megatron_lite.distributed.process_group import Distributed
-from megatron_lite.kernels.adamw import Control, Hyperparameters, Ranges, Shard, adamw
-from megatron_lite.kernels.adamw_clipped import adamw_moments, adamw_weights
+from megatron_lite.kernels.adamw import Control, Hyperparameters, Ranges, Shard, adamw, adamw_moments, adamw_weights
 from megatron_lite.kernels.choice import Kernels
 from megatron_lite.optimizer.rules.rule import CountedRanges, Rule, StepNumbers, Trained, counted_ranges_of, ranges_of
 from megatron_lite.optimizer.rules.update_clipping import NormClipping, RmsClipping, UpdateClipping

@@ -1,7 +1,7 @@
 """Clipping of updates: of each parameter by its root mean square, or of all together by their norm.
 
 Both use sums of squares of u, the update before the learning rate, weight decay included, over the ranges of each
-rank's shards (see `kernels/adamw_clipped.py`). One collective sums them over all ranks, so every rank has the same
+rank's shards (see `kernels/adamw.py`). One collective sums them over all ranks, so every rank has the same
 factors. Elements that several ranks hold count on one of them.
 The rules are Levanter's: config.py (update_rms_clipping) and clip_update_norm.py.
 """
