@@ -21,7 +21,6 @@ Only these classes know how many ranks there are. A group of one exchanges nothi
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -35,28 +34,11 @@ from megatron_lite.seeds import derive_seed
 GATHER, REDUCE, SUM = "tensor gather", "tensor reduce", "tensor sum"  # kinds of traffic
 
 
-class Pending(Protocol):
-    """A tensor whose exchange may be under way."""
-
-    def wait(self) -> Tensor:
-        """Return the exchanged tensor."""
-
-
-class Gathering(Pending, Protocol):
-    """All tokens, (..., i), which may be under way.
+class Pending:
+    """A tensor whose collective may be under way; of a single rank it is there.
 
     A product multiplies the same rows together every time, so that recomputing changes no bit.
     """
-
-    def affine(self, weight: Tensor, bias: Tensor | None) -> Tensor:
-        """Return the product with weight (o, i)^T plus bias (o,), (..., o)."""
-
-    def product(self, matrix: Tensor) -> Tensor:
-        """Return the product of (t, i) with matrix (o, i)^T, (t, o)."""
-
-
-class Ready:
-    """A tensor that needs no exchange."""
 
     __slots__ = ("_tensor",)  # layers make ten of these each
 
@@ -64,17 +46,20 @@ class Ready:
         self._tensor = tensor
 
     def wait(self) -> Tensor:
+        """Return the complete tensor."""
         return self._tensor
 
     def affine(self, weight: Tensor, bias: Tensor | None) -> Tensor:
-        return affine(self._tensor, weight, bias)
+        """Return the product of (..., i) with weight (o, i)^T plus bias (o,), (..., o)."""
+        return affine(self.wait(), weight, bias)
 
     def product(self, matrix: Tensor) -> Tensor:
-        return product(self._tensor, matrix)
+        """Return the product of (t, i) with matrix (o, i)^T, (t, o)."""
+        return product(self.wait(), matrix)
 
 
-class Exchanged:
-    """A tensor that exists once its exchange is done."""
+class Reducing(Pending):
+    """A tensor that exists once its reduction is done."""
 
     def __init__(self, work: Handle, result: Callable[[], Tensor]) -> None:
         self._work, self._result = work, result
@@ -84,7 +69,7 @@ class Exchanged:
         return self._result()
 
 
-class Gathered:
+class Gathering(Pending):
     """All tokens, (t, h) or (1, t, h), of which this rank has the run from row `start` to before row `end`."""
 
     def __init__(self, work: Handle, whole: Tensor, start: int, end: int) -> None:
@@ -115,91 +100,63 @@ class Gathered:
         return result.view(*self._whole.shape[:-1], channels)
 
 
-class Exchange(Protocol):
-    """Exchanges between a product and what is before or after it."""
+class Exchange:
+    """Communication between a product and what is before or after it; single rank: no communication."""
 
-    splits_tokens: bool  # a rank's residual stream has only some of the tokens
+    splits_tokens = False  # whether a rank's residual stream has only some of the tokens
 
     def gather(self, residual: Tensor) -> Tensor:
         """Return all tokens: (t, h) if the residual stream comes as (t, h), else (b, s, h) or (1, b s, h)."""
+        return residual
 
     def affine(self, residual: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
         """Return the product of all tokens with weight (o, i)^T plus bias (o,), (..., o)."""
+        return affine(residual, weight, bias)
 
-    def start_gather(self, residual: Tensor) -> Gathering:
+    def start_gather(self, residual: Tensor) -> Pending:
         """Start a gather."""
+        return Pending(residual)
 
     def reduce(self, parts: Tensor) -> Tensor:
         """Return the residual stream of the sum over ranks of `parts` (..., h), whose memory may be overwritten."""
+        return parts
 
     def start_reduce(self, parts: Tensor) -> Pending:
         """Start a reduction."""
+        return Pending(parts)
 
     def samples(self, tokens: Tensor, shape: Sequence[int]) -> Tensor:
         """Return all tokens as samples (b, s, ...), given that shape, (b, s)."""
+        return tokens
 
     def own(self, values: Tensor) -> Tensor:
         """Return those of the values (b, s) that belong to the tokens of this rank's residual stream."""
+        return values
 
     def positions(self, positions: Tensor | None, tokens: Tensor) -> Tensor | None:
         """Return the positions of the tokens of this rank's residual stream; None: all from 0 in every sample.
 
         positions: of all tokens (b, s), or None.
         """
-
-    def total(self, loss: Tensor) -> Tensor:
-        """Return the sum over all tokens, (), of the sum over those of this rank's residual stream."""
-
-    def bias(self, bias: Parameter | None) -> Parameter | None:
-        """Return the bias on the rank whose product adds it to the sum, else None."""
-
-    def seed(self, seed: int | None) -> int | None:
-        """Return the seed of a dropout mask of the residual stream, equal where its values are."""
-
-
-class Inside:
-    """No exchange: every rank goes on with the channels that it has."""
-
-    splits_tokens = False
-
-    def gather(self, residual: Tensor) -> Tensor:
-        return residual
-
-    def affine(self, residual: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-        return affine(residual, weight, bias)
-
-    def start_gather(self, residual: Tensor) -> Gathering:
-        return Ready(residual)
-
-    def reduce(self, parts: Tensor) -> Tensor:
-        return parts
-
-    def start_reduce(self, parts: Tensor) -> Pending:
-        return Ready(parts)
-
-    def samples(self, tokens: Tensor, shape: Sequence[int]) -> Tensor:
-        return tokens
-
-    def own(self, values: Tensor) -> Tensor:
-        return values
-
-    def positions(self, positions: Tensor | None, tokens: Tensor) -> Tensor | None:
         return positions
 
     def total(self, loss: Tensor) -> Tensor:
+        """Return the sum over all tokens, (), of the sum over those of this rank's residual stream."""
         return loss
 
     def bias(self, bias: Parameter | None) -> Parameter | None:
+        """Return the bias on the rank whose product adds it to the sum, else None."""
         return bias
 
     def seed(self, seed: int | None) -> int | None:
+        """Return the seed of a dropout mask of the residual stream, equal where its values are."""
         return seed
 
 
-INSIDE = Inside()
+INSIDE = Exchange()
 
 
-class Replicated(Inside):
+class Replicated(Exchange):
     """Every rank of a group has the whole residual stream."""
 
     def __init__(self, group: Group) -> None:
@@ -210,7 +167,7 @@ class Replicated(Inside):
 
     def start_reduce(self, parts: Tensor) -> Pending:
         parts = parts.contiguous()
-        return Exchanged(self._group.all_reduce(parts, REDUCE), lambda: parts)
+        return Reducing(self._group.all_reduce(parts, REDUCE), lambda: parts)
 
     def bias(self, bias: Parameter | None) -> Parameter | None:
         return bias if self._group.rank == 0 else None
@@ -227,19 +184,19 @@ class TokenSplit(Replicated):
     def affine(self, residual: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
         return self.start_gather(residual).affine(weight, bias)
 
-    def start_gather(self, residual: Tensor) -> Gathering:
+    def start_gather(self, residual: Tensor) -> Pending:
         ranks, channels = self._group.world_size, residual.shape[-1]
         run = residual.numel() // channels
         shape = (ranks * run, channels) if residual.dim() == 2 else (1, ranks * run, channels)
         start, whole = self._group.rank * run, residual.new_empty(shape)
         whole.view(-1, channels)[start : start + run] = residual.reshape(-1, channels)
-        return Gathered(self._group.all_gather(whole.view(-1), GATHER), whole, start, start + run)
+        return Gathering(self._group.all_gather(whole.view(-1), GATHER), whole, start, start + run)
 
     def start_reduce(self, parts: Tensor) -> Pending:
         parts = parts.contiguous()
         work = self._group.reduce_scatter(parts.view(-1), REDUCE)
         # A copy, so that nothing keeps the memory of all tokens.
-        return Exchanged(work, lambda: self._run(parts.flatten(0, -2)).clone())
+        return Reducing(work, lambda: self._run(parts.flatten(0, -2)).clone())
 
     def samples(self, tokens: Tensor, shape: Sequence[int]) -> Tensor:
         return tokens.view(*shape, -1)

@@ -6,18 +6,18 @@ the ranks exchange the log-sum-exp and the label's logit, so that the logits of 
 
     lse = log sum_r exp(lse_r)        x[label] = sum_r x_r[label], which is 0 on all ranks but one
 
-`WholeVocabulary`: each rank has all rows, and treats the tokens of its residual stream.
+`Vocabulary`: each rank has all rows, and treats the tokens of its residual stream.
 """
 
 from __future__ import annotations
 
-from typing import NamedTuple, Protocol
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from megatron_lite.distributed.rank_group import Group
-from megatron_lite.kernels.exchange import INSIDE, SUM, Exchange, Pending, Ready
+from megatron_lite.kernels.exchange import INSIDE, SUM, Exchange, Pending
 
 
 class Rows(NamedTuple):
@@ -27,38 +27,8 @@ class Rows(NamedTuple):
     absent: Tensor | None  # (b, s) bool: tokens that another rank has, whose rows count as zeros; None: none
 
 
-class Vocabulary(Protocol):
-    """Exchanges around a table with a row per vocabulary entry."""
-
-    is_split: bool
-
-    def rows(self, tokens: Tensor) -> Rows:
-        """Return the rows that this rank looks up for tokens (b, s)."""
-
-    def embedded(self, rows: Tensor) -> Tensor:
-        """Return the residual stream of looked-up rows (..., h)."""
-
-    def of_residual(self, residual: Tensor) -> Tensor:
-        """Return the tokens that this rank treats, (..., h), of the head's input or a gradient of `embedded`."""
-
-    def start_into_residual(self, gradient: Tensor) -> Pending:
-        """Start to make the residual stream's gradient of the head's input (t, h); overwrites it."""
-
-    def labels(self, labels: Tensor) -> Tensor:
-        """Return labels (b, s) as rows of this rank's table, (t,): below zero: masked; beyond it: another rank's."""
-
-    def join(self, lse: Tensor, at_label: Tensor) -> None:
-        """Turn sums over this rank's entries, (t,) in fp32, into sums over the vocabulary, in place."""
-
-    def total(self, loss: Tensor) -> Tensor:
-        """Return the loss summed over all tokens, ()."""
-
-    def whole(self, logits: Tensor) -> Tensor:
-        """Return the logits (..., v) of all entries, given those of this rank's table."""
-
-
-class WholeVocabulary:
-    """A table with all rows on every rank."""
+class Vocabulary:
+    """A table with a row per vocabulary entry, all of them on every rank."""
 
     is_split = False
 
@@ -66,40 +36,48 @@ class WholeVocabulary:
         self._exchange = exchange
 
     def rows(self, tokens: Tensor) -> Rows:
+        """Return the rows that this rank looks up for tokens (b, s)."""
         return Rows(self._exchange.own(tokens), None)
 
     def embedded(self, rows: Tensor) -> Tensor:
+        """Return the residual stream of looked-up rows (..., h)."""
         return rows
 
     def of_residual(self, residual: Tensor) -> Tensor:
+        """All-gather the sequence-sharded input (..., h) of a vocabulary-parallel table or of its gradient."""
         return residual
 
     def start_into_residual(self, gradient: Tensor) -> Pending:
-        return Ready(gradient)
+        """Start to make the residual stream's gradient of the head's input (t, h); overwrites it."""
+        return Pending(gradient)
 
     def labels(self, labels: Tensor) -> Tensor:
+        """Return labels (b, s) as rows of this rank's table, (t,): below zero: masked; beyond it: another rank's."""
         return self._exchange.own(labels).flatten()
 
     def join(self, lse: Tensor, at_label: Tensor) -> None:
-        return None
+        """Turn sums over this rank's entries, (t,) in fp32, into sums over the vocabulary, in place."""
 
     def total(self, loss: Tensor) -> Tensor:
+        """Return the loss summed over all tokens, ()."""
         return self._exchange.total(loss)
 
     def whole(self, logits: Tensor) -> Tensor:
+        """Return the logits (..., v) of all entries, given those of this rank's table."""
         return logits
 
 
-WHOLE = WholeVocabulary(INSIDE)
+WHOLE = Vocabulary(INSIDE)
 
 
-class SplitVocabulary:
+class SplitVocabulary(Vocabulary):
     """A table with a run of `size` of the rows on each rank of a group, padding included."""
 
     is_split = True
 
     def __init__(self, exchange: Exchange, group: Group, vocab_size: int, size: int) -> None:
-        self._exchange, self._group, self._vocab_size, self._size = exchange, group, vocab_size, size
+        super().__init__(exchange)
+        self._group, self._vocab_size, self._size = group, vocab_size, size
         self._start = group.rank * size
 
     def rows(self, tokens: Tensor) -> Rows:
@@ -143,5 +121,5 @@ class SplitVocabulary:
 def vocabulary_over(group: Group, exchange: Exchange, vocab_size: int, size: int) -> Vocabulary:
     """Return the exchange around a table of which every rank of a group has a run of `size` rows."""
     if group.world_size == 1:
-        return WholeVocabulary(exchange)
+        return Vocabulary(exchange)
     return SplitVocabulary(exchange, group, vocab_size, size)

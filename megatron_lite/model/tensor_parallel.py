@@ -14,7 +14,7 @@ import torch
 from megatron_lite.config import Config, ModelConfig
 from megatron_lite.distributed.rank_group import Group, alone
 from megatron_lite.kernels.exchange import Exchange, exchange_over
-from megatron_lite.kernels.vocabulary import Vocabulary, WholeVocabulary, vocabulary_over
+from megatron_lite.kernels.vocabulary import Vocabulary, vocabulary_over
 from megatron_lite.tiles import Block, Split
 
 
@@ -42,7 +42,7 @@ class TensorParallel:
         """Return the exchange around the tables of a pass; any_length: see `exchange`."""
         exchange = self.exchange(any_length)
         if not self.splits_vocabulary:
-            return WholeVocabulary(exchange)
+            return Vocabulary(exchange)
         return vocabulary_over(self.group, exchange, config.vocab_size, self.vocabulary_rows(config))
 
     # -- parameters -------------------------------------------------------------------------------------------------

@@ -12,7 +12,7 @@ from torch.nn import functional
 from megatron_lite.kernels.cross_entropy import linear_cross_entropy
 from megatron_lite.kernels.embedding import embedding
 from megatron_lite.kernels.exchange import exchange_over
-from megatron_lite.kernels.vocabulary import SplitVocabulary, Vocabulary, WholeVocabulary, vocabulary_over
+from megatron_lite.kernels.vocabulary import SplitVocabulary, Vocabulary, vocabulary_over
 from megatron_lite.parameter import Parameter
 from tests.support.thread_ranks import ThreadRank, on_threads
 
@@ -53,7 +53,7 @@ def test_each_token_is_on_one_rank(ranks: int, size: int, rows: int) -> None:
 
 def test_a_group_of_one_has_the_whole_vocabulary() -> None:
     (found,) = on_threads(1, 1, lambda ranks: vocabulary_of(ranks, 10, 12))
-    assert isinstance(found, WholeVocabulary)
+    assert type(found) is Vocabulary
 
 
 # Sums over the entries of each of two ranks -> over all, and logits of the label (0 where another rank has it).
