@@ -45,7 +45,9 @@ def jit(function: Callable[..., Any]) -> Any:
 
     def launcher(self: Any, grid: Any) -> Callable[..., Any]:
         def launch(*args: Any, **options: Any) -> Any:
-            return launched(self, *args) if args[0].is_meta else kind.__getitem__(self, grid)(*args, **options)
+            given = args[0] if isinstance(args[0], tuple) else args[:1]  # AdamW takes a shard's tensors as one argument
+            is_meta = next(tensor.is_meta for tensor in given if tensor is not None)
+            return launched(self, *args) if is_meta else kind.__getitem__(self, grid)(*args, **options)
 
         return launch
 
