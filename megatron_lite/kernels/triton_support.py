@@ -85,16 +85,16 @@ def turns(loop: range, x: Tensor) -> Iterator[int]:
         yield from loop
         return
     yield loop[0]
-    repeat(x, len(loop) - 2)
+    repeat(x, len(loop) - 2, 1)
     yield loop[1]
-    repeat(x, 1)
+    repeat(x, 1, len(loop) - 2)
     yield loop[-1]
 
 
-def repeat(x: Tensor, times: int) -> None:
-    """Tell a mode, such as a plan's, that what follows happens so many times."""
+def repeat(x: Tensor, more: int, fewer: int) -> None:
+    """Tell a mode, such as a plan's, that what follows happens so many times more or fewer; loops may nest."""
     if has_torch_function((x,)):
-        handle_torch_function(repeat, (x,), x, times)
+        handle_torch_function(repeat, (x,), x, more, fewer)
 
 
 def cdiv(a: int, b: int) -> int:

@@ -44,7 +44,7 @@ class PlannedDevice(TorchFunctionMode):
         if function is launched:
             return None  # a kernel, which writes to what its caller has allocated
         if function is repeat:
-            self._meter.times = args[1]
+            self._meter.repeat(*args[1:])
             return None
         if function in self._answers and args[0].is_meta:
             return self._answers[function]
@@ -62,8 +62,14 @@ class Meter(TorchDispatchMode):
         super().__init__()
         self._copies_operands = device.type == "cpu"
         self._storages: dict[int, weakref.ref[Any]] = {}
-        self.live = 0
+        self.live, self.times = 0, 1  # the latter: that what follows happens
+        self.before_repeat: Callable[[], None] = lambda: None
         self.restart()
+
+    def repeat(self, more: int, fewer: int) -> None:
+        """Count what follows so many times more or fewer."""
+        self.before_repeat()
+        self.times = self.times * more // fewer
 
     @classmethod
     def _should_skip_dynamo(cls) -> bool:
@@ -78,7 +84,7 @@ class Meter(TorchDispatchMode):
         """Begin another peak, and other lists."""
         self.peak, self.largest = self.live, [0, 0]  # the latter: bytes of the two largest new storages
         self.products: list[Product] = []
-        self.times = 1  # that what follows happens
+        self.times = 1
 
     def __torch_dispatch__(
         self, function: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None

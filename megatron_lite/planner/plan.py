@@ -21,7 +21,7 @@ from megatron_lite.distributed.step_watch import Event
 from megatron_lite.distributed.traffic import Handle, Total, Traffic
 from megatron_lite.kernels.choice import choose_kernels
 from megatron_lite.model.gpt import model_layers
-from megatron_lite.planner.stage_costs import Cost
+from megatron_lite.planner.stage_costs import Cost, traffic_sum
 from megatron_lite.planner.step_memory import (
     ActivationMemory,
     Measured,
@@ -29,7 +29,6 @@ from megatron_lite.planner.step_memory import (
     activation_memory,
     runtime_bytes,
     traffic_of_passes,
-    traffic_sum,
 )
 from megatron_lite.zero.multi_stage import MultiStage
 from megatron_lite.zero.schedule import Step, training_schedule

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
 import sys
 from collections import Counter
@@ -117,6 +118,7 @@ class StageMeter:
     def _begin(self, meter: Meter) -> None:
         self._traffic.take()
         meter.restart()
+        self._sent: dict[str, Total] = {}
         self._before, self._overlaps = meter.live, Counter[tuple[str, int, tuple[Product, ...]]]()
 
         def record(kind: str, num_bytes: int, work: Handle) -> Handle:
@@ -128,11 +130,16 @@ class StageMeter:
 
             return FirstWait(work, wait)
 
-        self._traffic.recorder = record
+        def count() -> None:
+            taken = self._traffic.take()
+            self._sent = traffic_sum(self._sent, {kind: times(total, meter.times) for kind, total in taken.items()})
+
+        self._traffic.recorder, meter.before_repeat = record, count
 
     def _end(self, meter: Meter) -> Cost:
         self._traffic.recorder = None
-        traffic, overlaps = self._traffic.take(), Counter[Overlap]()
+        meter.before_repeat()
+        traffic, overlaps = self._sent, Counter[Overlap]()
         for (kind, num_bytes, products), count in self._overlaps.items():
             total = traffic[kind]
             overlaps[Overlap(kind, num_bytes * total.wire_bytes // total.bytes, products)] += count
@@ -173,3 +180,17 @@ def _caller() -> str:
     while frame.f_back is not None and frame.f_globals["__name__"].startswith(("torch.", "megatron_lite.planner.")):
         frame = frame.f_back
     return frame.f_code.co_name.replace("_", " ")
+
+
+def traffic_sum(left: Mapping[str, Total], right: Mapping[str, Total]) -> dict[str, Total]:
+    """Return the traffic of both, by kind."""
+    return {kind: _plus(left.get(kind, Total()), right.get(kind, Total())) for kind in {**left, **right}}
+
+
+def _plus(left: Total, right: Total) -> Total:
+    return Total(*(a + b for a, b in zip(dataclasses.astuple(left), dataclasses.astuple(right), strict=True)))
+
+
+def times(total: Total, count: int) -> Total:
+    """Return the traffic of so many times as many collectives."""
+    return Total(*(count * value for value in dataclasses.astuple(total)))

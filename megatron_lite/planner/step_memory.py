@@ -7,7 +7,7 @@ and recompute the same, in micro-batches of one size. Depth-first micro-batches 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -23,7 +23,7 @@ from megatron_lite.model.block import Block
 from megatron_lite.model.layer import MicroBatch
 from megatron_lite.optimizer.rules.matrices import Matrix, matrices_of
 from megatron_lite.planner.runtime import runtime_needs
-from megatron_lite.planner.stage_costs import Saved, StageCosts, StageMeter
+from megatron_lite.planner.stage_costs import Saved, StageCosts, StageMeter, times, traffic_sum
 from megatron_lite.zero.multi_stage import MultiStage
 from megatron_lite.zero.schedule import Step, training_schedule
 from megatron_lite.zero.stage import Stage
@@ -191,20 +191,7 @@ def traffic_of_passes(config: Config, costs: Sequence[StageCosts]) -> dict[str, 
     traffic: dict[str, Total] = {}
     for cost in (cost for stage in costs for cost in (stage.forward[1], stage.backward[1])):
         traffic = traffic_sum(traffic, cost.traffic)
-    return {kind: _times(total, micro_batches) for kind, total in traffic.items()}
-
-
-def traffic_sum(left: Mapping[str, Total], right: Mapping[str, Total]) -> dict[str, Total]:
-    """Return the traffic of both, by kind."""
-    return {kind: _plus(left.get(kind, Total()), right.get(kind, Total())) for kind in {**left, **right}}
-
-
-def _plus(left: Total, right: Total) -> Total:
-    return Total(*(a + b for a, b in zip(dataclasses.astuple(left), dataclasses.astuple(right), strict=True)))
-
-
-def _times(total: Total, times: int) -> Total:
-    return Total(*(times * value for value in dataclasses.astuple(total)))
+    return {kind: times(total, micro_batches) for kind, total in traffic.items()}
 
 
 def runtime_bytes(config: Config, partition: Partition) -> dict[str, int]:
