@@ -1,10 +1,10 @@
-"""Saves in the background: a thread per rank copies the shards into host memory and writes the files.
+"""Asynchronous checkpointing: a thread per rank copies the shards into host memory and writes the files.
 
 Only an update changes shards, so training goes on through the next forward and backward pass while they are copied, and
 waits for the rest of the copy before the update.
 
-The threads exchange nothing. Between two iterations the main threads agree, over the CPU group, on whether all files
-are written; then they exchange sizes and checksums, and rank 0's thread adds the manifest and publishes. Until then the
+The threads do not communicate. Between two iterations the main threads agree, over the CPU group, on whether all files
+are written; then they gather sizes and checksums, and rank 0's thread adds the manifest and publishes. Until then the
 checkpoint does not exist: a crash leaves a work folder, which the next save deletes.
 """
 
@@ -67,7 +67,7 @@ class Finished(NamedTuple):
 
 
 class BackgroundSaves:
-    """The copy of a model's shards in host memory, and at most one save that is being written from it.
+    """Asynchronous checkpointing: a copy of the shards in host memory, and at most one save in flight.
 
     Call `wait_for_copy` before anything changes the shards.
 
@@ -149,7 +149,7 @@ class BackgroundSaves:
         return self._insist(save, save.write)
 
     def _publish(self, pending: _Pending) -> list[WrittenFile]:
-        """Exchange what was written, and let rank 0's thread publish it."""
+        """Gather what was written, and let rank 0's thread publish it."""
         written = pending.written = pending.save.gather(pending.job.result)
         pending.job = self._pool.submit(self._insist, pending.save, partial(pending.save.complete, written))
         return written
@@ -170,7 +170,7 @@ class BackgroundSaves:
 
 
 def _copy_all(copies: Sequence[tuple[Tensor, TensorToWrite]], device: torch.device) -> None:
-    """Read tensors into host memory; on a GPU beside the training, on a stream of this thread."""
+    """Read tensors into host memory; on a GPU overlapped with training, on a stream of this thread."""
     stream = torch.cuda.Stream(device) if device.type == "cuda" else None
     with torch.cuda.stream(stream):  # None: nothing changes
         for copy, tensor in copies:

@@ -42,7 +42,7 @@ def new_nonce() -> str:
 
 
 def work_path(directory: Path, kind: str, nonce: str) -> Path:
-    """Return the name beside `directory` for a folder that is being written (`tmp`), replaced (`ready`) or deleted."""
+    """Return the name next to `directory` for a folder that is being written (`tmp`), replaced (`ready`) or deleted."""
     return directory.with_name(f".{kind}-{directory.name}-{nonce}")
 
 

@@ -4,10 +4,11 @@ The manifest maps every element of every parameter to its place, so any world si
 ZeRO stage, number of layers per stage and choice of frozen parameters can load any other. A damaged checkpoint is
 reported, skipped and never touched; the next older one then overwrites what was read of it.
 
-Each rank reads the bytes of its shards once and checks the blocks that hold them where they arrive; the ranks exchange
+Each rank reads the bytes of its shards once and checks the blocks that hold them where they arrive; the ranks gather
 the numbers of these blocks, and check the others (padding, copies on other tensor-parallel ranks, state that this run
 does not use). So the first step waits for one pass over the files, and a single wrong bit is found before it, even one
-that only one rank received. Only blocks that several ranks need are read more than once.
+that only one rank received. Only blocks that several ranks need are read more than once, and files of older versions
+(one block for all) that are too large for memory.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Resume a run from its newest good checkpoint: the shards, the state beside them, and the differences in the log."""
+"""Resume a run from its newest good checkpoint: shards, optimizer state and sums; log what differs from then."""
 
 from __future__ import annotations
 

@@ -66,7 +66,7 @@ def checkpoints_to_delete(
         newest: the iteration just saved. Later ones belong to an abandoned or damaged continuation and are neither
             counted nor deleted, so that the checkpoint just saved always stays.
         after: delete none of iterations up to this one, which earlier starts have saved; None: those, too.
-        held: iterations that stay beside the newest, for a replay of a bad step.
+        held: iterations that also stay, for a replay of a bad step.
 
     Raises:
         ValueError: if `keep` is below 1.

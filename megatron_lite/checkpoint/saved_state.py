@@ -113,7 +113,7 @@ class DataState(TypedDict):
 
 
 class RunState(TypedDict):
-    """The state of a run beside its shards."""
+    """The state of a run that is not in its shards."""
 
     optimizer: OptimizerState
     window: WindowState

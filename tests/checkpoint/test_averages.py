@@ -15,7 +15,7 @@ import torch
 
 from megatron_lite.checkpoint import manifest
 from tests.checkpoint.test_frozen import MIXED, NAMES
-from tests.checkpoint.test_sharded import load, save
+from tests.checkpoint.test_writing import load, save
 from tests.support.fakes import Layout, Values, same
 
 BOTH, ONE, NONE = manifest.MOMENTS, manifest.MOMENTS[:1], ()

@@ -19,7 +19,7 @@ from megatron_lite.checkpoint.space import shard_bytes
 from megatron_lite.checkpoint.writing import Save, prepared
 from megatron_lite.config import CheckpointConfig, Config, RunConfig
 from megatron_lite.errors import OutOfMemoryError, StorageError
-from tests.checkpoint.test_sharded import SPECS, load, names, newest, save
+from tests.checkpoint.test_writing import SPECS, load, names, newest, save
 from tests.support.fakes import FakeDistributed, Layout, World, empty_model, put, random_values, run_state, same
 
 VALUES, LATER = random_values(SPECS, 1), random_values(SPECS, 2)

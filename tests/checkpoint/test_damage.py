@@ -16,7 +16,7 @@ import torch
 
 from megatron_lite.checkpoint import blocks, manifest, retention
 from megatron_lite.errors import CheckpointError, DamagedError
-from tests.checkpoint.test_sharded import SPECS, load, names, newest, save
+from tests.checkpoint.test_writing import SPECS, load, names, newest, save
 from tests.support.fakes import Layout, held, random_values, same
 
 

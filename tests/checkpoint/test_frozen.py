@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from megatron_lite.checkpoint import blocks, manifest
-from tests.checkpoint.test_sharded import SPECS, load, save
+from tests.checkpoint.test_writing import SPECS, load, save
 from tests.support.fakes import FakePart, Layout, Values, empty_model, put, same
 
 NAMES = tuple(spec.name for spec in SPECS)

@@ -30,7 +30,7 @@ from megatron_lite.optimizer.guards import Guard
 from megatron_lite.optimizer.loss_scale import LossScale
 from megatron_lite.optimizer.rules.update_clipping import NormClipping, UpdateClipping
 from tests.checkpoint.test_damage import as_version, expect_fallback, seal
-from tests.checkpoint.test_sharded import save
+from tests.checkpoint.test_writing import save
 from tests.support.fakes import FakeDistributed, World, run_state
 from tests.support.harness import tiny_config
 

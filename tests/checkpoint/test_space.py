@@ -11,7 +11,7 @@ import pytest
 from megatron_lite.checkpoint import manifest, space
 from megatron_lite.config import CheckpointConfig, Config, TrainingConfig
 from megatron_lite.errors import DamagedError
-from tests.checkpoint.test_sharded import save
+from tests.checkpoint.test_writing import save
 
 
 @pytest.mark.parametrize(

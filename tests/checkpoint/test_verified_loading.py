@@ -20,7 +20,7 @@ from megatron_lite.checkpoint import blocks, manifest
 from megatron_lite.checkpoint.blocks import BlockSums
 from megatron_lite.errors import DamagedError
 from tests.checkpoint.test_damage import AVERAGED, FROZEN, as_version, expect_fallback, flip, seal
-from tests.checkpoint.test_sharded import SPECS, load, save
+from tests.checkpoint.test_writing import SPECS, load, save
 from tests.support.fakes import Layout, Values, held, random_values, same
 
 

@@ -11,7 +11,7 @@ import pytest
 
 from megatron_lite.checkpoint import retention
 from megatron_lite.errors import CheckpointError
-from tests.checkpoint.test_sharded import SPECS, load, names, save
+from tests.checkpoint.test_writing import SPECS, load, names, save
 from tests.support.fakes import random_values, same
 from tests.support.power_loss import Disk, Event, Log, without
 

@@ -15,7 +15,7 @@ import pytest
 from megatron_lite.checkpoint import manifest
 from scripts import verify_checkpoint
 from tests.checkpoint.test_damage import flip, seal
-from tests.checkpoint.test_sharded import save
+from tests.checkpoint.test_writing import save
 
 
 @pytest.fixture(scope="module")
