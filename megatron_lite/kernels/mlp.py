@@ -31,7 +31,7 @@ from torch.nn import functional
 from megatron_lite.kernels.exchange import INSIDE, Exchange
 from megatron_lite.kernels.linear import accumulate_bias, accumulate_product
 from megatron_lite.kernels.products import affine, product
-from megatron_lite.kernels.triton_support import cdiv, jit, next_power_of_2, tanh, tl
+from megatron_lite.kernels.triton_support import cdiv, jit, next_power_of_2, tanh, tl, turns
 from megatron_lite.parameter import Parameter
 
 Bias = Parameter | None
@@ -49,8 +49,10 @@ def _gelu(u: Tensor) -> Tensor:
         return functional.gelu(u, approximate="tanh")
     z, two_k = torch.empty_like(u), u.new_tensor(TWO_K)
     rows = max(1, PIECE_NUMEL // u.shape[-1])
-    pieces = (x.reshape(-1, u.shape[-1]).split(rows) for x in (u, z))
-    for x, out in zip(*pieces, strict=True):
+    every_x, every_out = (x.reshape(-1, u.shape[-1]) for x in (u, z))
+    loop = range(0, len(every_x), rows)
+    for start in turns(loop, u) if u.is_meta else loop:
+        x, out = every_x[start : start + rows], every_out[start : start + rows]
         torch.addcmul(two_k, x, x, value=TWO_K * 0.044715, out=out).mul_(x).sigmoid_().mul_(x)
     return z
 

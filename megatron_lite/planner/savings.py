@@ -18,12 +18,14 @@ ADVISED_SHARE = 0.9
 
 
 def remedies(search: Search) -> list[Remedy]:
-    """Return the options that save memory, each applied alone: those that cost the least speed come first."""
+    """Return the options that save memory, each applied alone, found in time: the least costly in speed come first."""
     config, needed = search.resolved({}), search.needed_bytes({})
     if config is None or needed is None:
         return []
-    found = []
+    found: list[Remedy] = []
     for name, changes in _single_options(search, config):
+        if search.is_over:
+            return found
         saving = needed - (search.needed_bytes(changes) or needed)
         if saving >= SMALLEST_SAVING * needed:
             value = changes[name] if type(changes[name]) is int else written(changes[name])

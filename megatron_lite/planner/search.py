@@ -92,9 +92,9 @@ class Search:
     def layouts(self) -> list[Layout]:
         """The layouts that fit, found in time, the fastest first."""
         found: list[Layout] = []
-        if self._is_over or self.device_bytes < self.least_bytes < math.inf:
+        if self.is_over or self.device_bytes < self.least_bytes < math.inf:
             return found
-        for variants in itertools.takewhile(lambda _: not self._is_over, self._candidates()):
+        for variants in itertools.takewhile(lambda _: not self.is_over, self._candidates()):
             if (layout := self._least_recomputation(variants)) is not None:
                 found.append(layout)
         return sorted(found, key=lambda layout: (layout.time.seconds, layout.plan.needed_bytes()))
@@ -118,7 +118,7 @@ class Search:
         Raises:
             SearchTooLongError: if the time for the search is over.
         """
-        if self._is_over:
+        if self.is_over:
             raise SearchTooLongError
         least = math.inf
         for zero_stage, split in ((3, False), (2, self._can_split)):  # ZeRO-3 cannot split master weights
@@ -194,7 +194,8 @@ class Search:
         return self.asked.distributed.training_dtype == "bf16"
 
     @property
-    def _is_over(self) -> bool:
+    def is_over(self) -> bool:
+        """Whether the time for the search is over."""
         return time.thread_time() > self.until_s
 
     @functools.cached_property
