@@ -42,7 +42,7 @@ from megatron_lite.monitor.step_timer import StepTimer
 from megatron_lite.monitor.tensor_debug import TensorDebugger, open_debugger
 from megatron_lite.monitor.trackers import Trackers, check_trackers, open_trackers
 from megatron_lite.monitor.watch.watch import Watch, open_watch
-from megatron_lite.optimizer.optimizer import Optimizer
+from megatron_lite.optimizer.optimizer import Optimizer, rule_of
 from megatron_lite.optimizer.rules import muon
 from megatron_lite.planner.auto import device_memory_bytes, library_of_products, resolve_auto
 from megatron_lite.run.ending import Ending
@@ -147,7 +147,7 @@ def build(
     model = together(distributed, lambda: _allocate(start, inputs.layers))
     for line, short in stage_lines(model):
         _tell(start, line, short)
-    if config.optimizer.whole_matrices and model.training:
+    if rule_of(config.optimizer).declared.whole_matrices and model.training:
         logger.info(muon.describe(model.stages))
     collectives_alone_s = _time_collectives(start, model)
     profiles = _open_profiles(start, model)
@@ -287,8 +287,7 @@ def _allocate(start: Start, layers: list[Layer]) -> MultiStage:
         tensor=start.distributed.tensor,
         world=start.distributed,
         training=not config.training.inference,
-        moments=config.optimizer.moments,
-        whole_matrices=config.optimizer.whole_matrices,
+        state=rule_of(config.optimizer).declared,
         averaged=config.averaging.enabled,
     )
 

@@ -157,16 +157,6 @@ class OptimizerConfig(Area):
     loss_scale_window: PositiveInt = dynamic_scale_option(1000, "good updates before the loss scale doubles (fp16)")
     hysteresis: PositiveInt = dynamic_scale_option(2, "overflows before the loss scale halves (fp16)")
 
-    @property
-    def moments(self) -> tuple[str, ...]:
-        """Names of the optimizer state per element."""
-        return ("exp_avg",) if self.optimizer in ("lion", "sgd") else ("exp_avg", "exp_avg_sq")
-
-    @property
-    def whole_matrices(self) -> bool:
-        """Whether the optimizer needs full matrices of the blocks, and keeps no second moments for them."""
-        return self.optimizer == "muon"
-
 
 @dataclass
 class AveragingConfig(Area):

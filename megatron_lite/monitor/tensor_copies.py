@@ -34,9 +34,9 @@ class CopyCheck:
         copies = torch.stack(self._distributed.tensor.gather_tensors(tensor.detach().contiguous()))
         self._compare(name, copies, tuple(range(len(copies))))
 
-    def shard(self, what: str, replicas: Replicas, shard: Tensor) -> None:
+    def shard(self, what: str, replicas: Replicas | None, shard: Tensor) -> None:
         """Compare the elements of a shard that several ranks have. what: "init", "gradient" or "update"."""
-        if not replicas.copied:
+        if replicas is None or not replicas.copied:
             return
         own = torch.cat([shard[tile.offset : tile.end] for tile in replicas.copied])
         gathered = torch.stack(self._distributed.tensor.gather_tensors(own))

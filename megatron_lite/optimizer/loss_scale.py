@@ -26,9 +26,9 @@ class LossScale:
         self._good = torch.zeros((), dtype=torch.int64, device=device)  # since the last change or overflow
         self._patience = torch.full((), config.hysteresis, dtype=torch.int64, device=device)
 
-    def can_shrink(self) -> Tensor | None:
-        """Return whether an overflow can lower a dynamic scale, () bool; None: the scale is constant."""
-        return self.scale > self._config.min_loss_scale if self.dynamic else None
+    def can_shrink(self) -> Tensor:
+        """Return whether an overflow can lower a dynamic scale, () bool."""
+        return self.scale > self._config.min_loss_scale
 
     def update(self, overflow: Tensor) -> None:
         """Adapt a dynamic scale after one update; `overflow` is a bool tensor, ()."""

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megatron_lite.config import Config
+from megatron_lite.config import Config, OptimizerConfig
 from megatron_lite.distributed.process_group import Distributed
 from megatron_lite.kernels.choice import REFERENCES, Kernels
 from megatron_lite.kernels.gradient_norm import squared_norm
@@ -46,7 +46,7 @@ class Optimizer:
     ) -> None:
         self._config, self._distributed, self._triton = config, distributed, kernels.triton
         self._trained = [Trained(stage, part) for stage in stages if (part := stage.trainable) is not None]
-        self._rule = choose_rule(config, self._trained, distributed, kernels)
+        self._rule = rule_of(config.optimizer)(config.optimizer, self._trained, distributed, kernels)
         self._averages = config.averaging.ema_type != "none"
         self.averaging = Averaging(config.averaging, [part for stage in stages for part in stage.parts])
         self.loss_scale = LossScale(config.optimizer, config.distributed.training_dtype, distributed.device)
@@ -65,13 +65,14 @@ class Optimizer:
             tokens: number in the global batch that count in the loss.
             updated: called after each stage, in stage order, so that its gather can overlap later updates.
         """
-        shards = [piece for _, part in self._trained for piece in part.replicas.counted_once(part.grad_shard)]
+        shards = [part.grad_shard[start:end] for _, part in self._trained for start, end in part.counted()]
         total = squared_norm(shards, self._triton)
         own_loss = loss.double() if self._distributed.tensor.rank == 0 else torch.zeros_like(total)
         norm_squared, loss = self._distributed.sum_in_rank_order(torch.stack([total, own_loss]))
         scale = self.loss_scale.scale
         grad_norm = (norm_squared.sqrt() / scale).float()
-        verdict = self.guard.judge(iteration, loss / max(tokens, 1), grad_norm, self.loss_scale.can_shrink())
+        can_shrink = self.loss_scale.can_shrink() if self.loss_scale.dynamic else None
+        verdict = self.guard.judge(iteration, loss / max(tokens, 1), grad_norm, can_shrink)
         self._updates.add_(~verdict.skipped)
         divisor = scale / self.guard.clipping_factor(grad_norm)
         numbers = StepNumbers(
@@ -130,7 +131,7 @@ class Optimizer:
         return options.weight_decay * factor
 
 
-def choose_rule(config: Config, trained: Sequence[Trained], distributed: Distributed, kernels: Kernels) -> Rule:
-    """Return the rule of --optimizer."""
-    rules: dict[str, Callable[..., Rule]] = {"adamw": AdamW, "muon": Muon, "lion": Momentum, "sgd": Momentum}
-    return rules[config.optimizer.optimizer](config.optimizer, trained, distributed, kernels)
+def rule_of(config: OptimizerConfig) -> type[Rule]:
+    """Return the rule of --optimizer; its `declared` is the state that it needs."""
+    rules: dict[str, type[Rule]] = {"adamw": AdamW, "muon": Muon, "lion": Momentum, "sgd": Momentum}
+    return rules[config.optimizer]

@@ -166,7 +166,7 @@ def _squares(run: Run) -> dict[str, float]:
     for _, part in run.model.parts():
         for slot, start, end in part.layout.pieces(rank) if part.has_state else ():
             first = slot.offset + start - rank * part.layout.shard_numel
-            for low, high in part.replicas.counted_within(first, first + end - start):
+            for low, high in part.counted(first, first + end - start):
                 names.append(slot.spec.name)
                 sums.append(part.grad_shard[low:high].double().square().sum())
     squares: dict[str, float] = {}

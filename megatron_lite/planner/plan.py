@@ -21,6 +21,7 @@ from megatron_lite.distributed.step_watch import Event
 from megatron_lite.distributed.traffic import Handle, Total, Traffic
 from megatron_lite.kernels.choice import choose_kernels
 from megatron_lite.model.gpt import model_layers
+from megatron_lite.optimizer.optimizer import rule_of
 from megatron_lite.planner.stage_costs import Cost, traffic_sum
 from megatron_lite.planner.step_memory import (
     ActivationMemory,
@@ -135,8 +136,7 @@ def planned_model(config: Config, group: SimulatedGroup, device_type: str) -> Mu
         group.data,
         tensor=group.tensor,
         world=group,
-        moments=config.optimizer.moments,
-        whole_matrices=config.optimizer.whole_matrices,
+        state=rule_of(config.optimizer).declared,
         averaged=config.averaging.enabled,
     )
 

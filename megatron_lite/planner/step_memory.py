@@ -54,7 +54,7 @@ class Partition:
             (4 * small * (large + small) + 2 * small * large * assembled for small, large, assembled in matrices),
             default=0,
         )
-        gathered = max((part.replicas.gathered_numel for part in trained), default=0)
+        gathered = max((part.replicas.gathered_numel for part in trained if part.replicas), default=0)
         self.replica_bytes = gathered * model.precision.gradients.itemsize  # of a sum of gradients over ranks
         self._alike = [[_alike(layer) for layer in stage.layers] for stage in model.stages]
 

@@ -9,6 +9,7 @@ import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass
 from operator import itemgetter
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -20,7 +21,23 @@ from megatron_lite.seeds import derive_seed
 from megatron_lite.zero.layout import lay_out
 from megatron_lite.zero.replicas import Replicas
 
-ADAM_MOMENTS = ("exp_avg", "exp_avg_sq")
+
+class Moment(NamedTuple):
+    """One tensor of optimizer state, with an element per trained weight."""
+
+    name: str
+    of_matrices: bool = True  # False: only weights outside of the matrices between hidden layers have one
+
+
+@dataclass(frozen=True)
+class OptimizerState:
+    """The state that an optimizer's rule declares, and whether it needs the matrices between hidden layers whole."""
+
+    moments: tuple[Moment, ...]
+    whole_matrices: bool = False
+
+
+ADAM_STATE = OptimizerState((Moment("exp_avg"), Moment("exp_avg_sq")))
 
 
 @dataclass(frozen=True)
@@ -53,14 +70,14 @@ class FlatShard:
         training: bool,
         group: Group,
         tensor: Group,
-        moments: Sequence[str],
-        whole_matrices: bool = False,
+        state: OptimizerState,
     ) -> None:
-        self.layout = lay_out(specs, group.world_size)
-        self.replicas = Replicas(self.layout, group.rank, tensor)
+        self.group, self.layout = group, lay_out(specs, group.world_size)
+        # None: no other rank has any of these parameters.
+        self.replicas = Replicas(self.layout, group.rank, tensor) if tensor.world_size > 1 else None
         self.frozen, self.has_state = frozen, training and not frozen
-        self._moments, self.whole_matrices = tuple(moments) if self.has_state else (), whole_matrices
-        self._group = group
+        self._moments = {moment.name: moment for moment in state.moments if self.has_state}
+        self.whole_matrices = state.whole_matrices
 
     def allocate(
         self,
@@ -99,10 +116,10 @@ class FlatShard:
 
         One at a time, each rank draws every parameter in its shard whole and keeps its slice.
         """
-        generator = torch.Generator(device=self._group.device)
+        generator = torch.Generator(device=self.group.device)
         shard = self.read("weights").zero_()
-        for spec, tiles in itertools.groupby(self.layout.tiles(self._group.rank), key=itemgetter(0)):
-            value = torch.empty(spec.shape, dtype=torch.float32, device=self._group.device)
+        for spec, tiles in itertools.groupby(self.layout.tiles(self.group.rank), key=itemgetter(0)):
+            value = torch.empty(spec.shape, dtype=torch.float32, device=self.group.device)
             spec.initializer.fill(value, generator.manual_seed(derive_seed(seed, spec.name)))
             for _, tile in tiles:
                 shard[tile.offset : tile.end].view(tile.rows, tile.width).copy_(tile.view(value.view(-1)))
@@ -128,18 +145,23 @@ class FlatShard:
         return {"weights": self.weights.dtype, **dict.fromkeys((*self._moments, *averages), torch.float32)}
 
     def numel(self, kind: str) -> int:
-        """Return the elements saved per rank; Muon's matrices have no second moments."""
-        if kind == "exp_avg_sq" and self.whole_matrices:
+        """Return the elements saved per rank."""
+        if kind in self._moments and not self._moments[kind].of_matrices:
             return min(self.layout.first_matrix, self.layout.shard_numel)
         return self.layout.shard_numel
 
     def has(self, kind: str, spec: ParameterSpec) -> bool:
         """Return whether tensors of this kind hold elements of a parameter."""
-        return not (kind == "exp_avg_sq" and self.whole_matrices and spec.matrix_rows)
+        return not spec.matrix_rows or kind not in self._moments or self._moments[kind].of_matrices
+
+    def counted(self, start: int = 0, end: int | None = None) -> list[tuple[int, int]]:
+        """Return the elements of the shard in a range that count on this rank in sums over all ranks: (start, end)."""
+        end = self.layout.shard_numel if end is None else end
+        return [(start, end)] if self.replicas is None else self.replicas.counted_within(start, end)
 
     def parameter_at(self, index: int) -> str:
         """Return the name of the parameter with the element `index` of this rank's shard, or before it in padding."""
-        place = self._group.rank * self.layout.shard_numel + index
+        place = self.group.rank * self.layout.shard_numel + index
         return [slot.spec.name for slot in self.layout.slots if slot.offset <= place][-1]
 
     def read(self, kind: str) -> Tensor:
@@ -155,8 +177,8 @@ class FlatShard:
             self.weights.write(values)
 
     def _own(self, full: Tensor) -> Tensor:
-        return full.view(self._group.world_size, -1)[self._group.rank]
+        return full.view(self.group.world_size, -1)[self.group.rank]
 
     def _zeros(self, dtype: torch.dtype, numel: int | None = None) -> Tensor:
         numel = self.layout.shard_numel if numel is None else numel
-        return torch.zeros(numel, dtype=dtype, device=self._group.device)
+        return torch.zeros(numel, dtype=dtype, device=self.group.device)

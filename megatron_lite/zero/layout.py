@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import itertools
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from megatron_lite.config.system import number_of_stages
@@ -151,29 +151,26 @@ def split_into_stages(num_layers: int, layers_per_stage: float) -> list[range]:
 class BufferPlan:
     """The buffer of each stage, and the size of each buffer."""
 
-    placement: tuple[int | None, ...]  # stage -> buffer; None: not needed
+    placement: dict[int, int]  # stage -> buffer; absent: not needed
     sizes: tuple[int, ...]  # elements
-    own: tuple[bool, ...]  # stage -> no other stage uses its buffer
+    own: frozenset[int]  # stages whose buffer no other stage uses
 
 
 def plan_buffers(
-    stage_sizes: Sequence[int], num_buffers: int, keep_apart: frozenset[int], every: bool = False
+    stage_sizes: Mapping[int, int], num_buffers: int, keep_apart: frozenset[int], every: bool = False
 ) -> BufferPlan:
-    """Give stage i buffer i mod `num_buffers`, as large as the largest of its stages.
+    """Give the stages buffers in turn, each as large as the largest of its stages.
 
     Stages of size 0 (gradients of frozen stages) are not counted and get no buffer; with `every` they get one of size 0
     (weights of a tied head whose norm has none). Stages in `keep_apart` (a tied embedding, needed first and last) are
     not counted either and get a buffer of their own.
     """
-    needy = [stage for stage, size in enumerate(stage_sizes) if size or every]
+    needy = [stage for stage, size in stage_sizes.items() if size or every]
     apart = [stage for stage in needy if stage in keep_apart or not stage_sizes[stage]]
     shared = [stage for stage in needy if stage not in apart]
     count = min(num_buffers, len(shared))
     placement = {stage: position % count for position, stage in enumerate(shared)}
     placement |= {stage: count + position for position, stage in enumerate(apart)}
     users = [[stage for stage in needy if placement[stage] == buffer] for buffer in range(count + len(apart))]
-    return BufferPlan(
-        placement=tuple(placement.get(stage) for stage in range(len(stage_sizes))),
-        sizes=tuple(max(stage_sizes[stage] for stage in stages) for stages in users),
-        own=tuple(stage in placement and len(users[placement[stage]]) == 1 for stage in range(len(stage_sizes))),
-    )
+    sizes = tuple(max(stage_sizes[stage] for stage in stages) for stages in users)
+    return BufferPlan(placement, sizes, frozenset(stages[0] for stages in users if len(stages) == 1))

@@ -34,27 +34,24 @@ class Memory:
         self, stages: Sequence[Stage], config: MultiStageConfig, precision: Precision, group: Group, averaged: bool
     ) -> None:
         self._stages, self._precision, self._group = stages, precision, group
-        self._borrows = [self._lenders(stage) for stage in stages]
-        tied = frozenset(lender for lenders in self._borrows for lender in lenders)  # whose parameters others use too
+        tied = frozenset(lender for stage in stages for lender in self._lenders(stage))  # others use their parameters
         weight_count, grad_count = self._counts(config)
-        weight_plan = plan_buffers([stage.numel for stage in stages], weight_count, tied, every=True)
-        grad_plan = plan_buffers([stage.grad_numel for stage in stages], grad_count, tied)
+        weight_plan = plan_buffers({stage.index: stage.numel for stage in stages}, weight_count, tied, every=True)
+        grad_plan = plan_buffers({stage.index: stage.grad_numel for stage in stages}, grad_count, tied)
         # One rank has nothing to gather ahead; with more, one buffer is sent or filled while the other is used.
         ahead, updates_ahead = (min(size, 2) for size in (group.world_size, stages[0].world.world_size))
-        update_plan = plan_buffers([stage.update_numel for stage in stages], updates_ahead, frozenset())
+        update_plan = plan_buffers({stage.index: stage.update_numel for stage in stages}, updates_ahead, frozenset())
         self.weights = self._buffers(weight_plan, precision.training)
         self.gradients = self._buffers(grad_plan, precision.gradients)
         self.updates = self._buffers(update_plan, torch.bfloat16)  # Muon rounds to bf16 before orthogonalizing
         for stage in stages:
-            place = update_plan.placement[stage.index]
-            stage.update_buffer = None if place is None else self.updates[place]
-            weights, gradients = (plan.placement[stage.index] for plan in (weight_plan, grad_plan))
-            assert weights is not None
+            update, gradients = (plan.placement.get(stage.index) for plan in (update_plan, grad_plan))
+            stage.update_buffer = None if update is None else self.updates[update]
             stage.allocate(
-                weights=self.weights[weights],
-                owns_weights=weight_plan.own[stage.index],
+                weights=self.weights[weight_plan.placement[stage.index]],
+                owns_weights=stage.index in weight_plan.own,
                 gradients=None if gradients is None else self.gradients[gradients],
-                owns_gradients=grad_plan.own[stage.index],
+                owns_gradients=stage.index in grad_plan.own,
                 precision=precision,
             )
         self.plans = [self._plan(stage, weight_plan, grad_plan) for stage in stages]
@@ -62,7 +59,7 @@ class Memory:
         self.average_plans: list[StagePlan] = []
         if averaged:
             # At any ZeRO stage all stages share these. Allocating now keeps validation from running out of memory.
-            average_plan = plan_buffers([stage.numel for stage in stages], ahead, tied, every=True)
+            average_plan = plan_buffers({stage.index: stage.numel for stage in stages}, ahead, tied, every=True)
             self.averages = self._buffers(average_plan, precision.training)
             self.average_plans = [self._plan(stage, average_plan, grad_plan) for stage in stages]
             for part in self._parts():
@@ -121,12 +118,11 @@ class Memory:
         return [part for stage in self._stages for part in stage.parts]
 
     def _plan(self, stage: Stage, weight_plan: BufferPlan, grad_plan: BufferPlan) -> StagePlan:
-        weight_buffer, grad_buffer = weight_plan.placement[stage.index], grad_plan.placement[stage.index]
-        assert weight_buffer is not None
         return StagePlan(
-            weight_buffer=weight_buffer,
-            grad_buffer=grad_buffer,
-            borrows_from=self._borrows[stage.index],
+            stage=stage.index,
+            weight_buffer=weight_plan.placement[stage.index],
+            grad_buffer=grad_plan.placement.get(stage.index),
+            borrows_from=self._lenders(stage),
             gradients_in_forward=any(layer.gradients_in_forward for layer in stage.layers),
             backward_needs_weights=stage.backward_needs_weights,
         )

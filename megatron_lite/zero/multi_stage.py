@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -13,13 +13,13 @@ from megatron_lite.config import BatchConfig, MultiStageConfig
 from megatron_lite.distributed.rank_group import Group, alone
 from megatron_lite.parameter import DTYPES, Parameter, ParameterSpec
 from megatron_lite.zero import runner
-from megatron_lite.zero.flat_shard import ADAM_MOMENTS, FlatShard, Precision
+from megatron_lite.zero.flat_shard import ADAM_STATE, FlatShard, OptimizerState, Precision
 from megatron_lite.zero.layer import Layer
 from megatron_lite.zero.layout import split_into_stages
 from megatron_lite.zero.memory import Memory
 from megatron_lite.zero.replicas import whole_parameter
 from megatron_lite.zero.runner import Verbs
-from megatron_lite.zero.schedule import Step, evaluation_schedule, first_trained, training_schedule
+from megatron_lite.zero.schedule import Step, evaluation_schedule, training_schedule, with_backward
 from megatron_lite.zero.stage import Observer, Stage
 from megatron_lite.zero.throttle import Throttle
 
@@ -30,9 +30,8 @@ class MultiStage:
     tensor: the ranks that share each layer; by default this one alone.
     world: the ranks of both; by default those of `group`.
     training: False (inference) allocates no gradients and no moments.
-    moments: names of the optimizer state kept per element.
     averaged: keep a running average of the trainable weights, which `optimizer.Averaging` updates.
-    whole_matrices: the optimizer needs the matrices between hidden layers whole and keeps no second moment of them.
+    state: the optimizer's, as its rule declares it.
     """
 
     def __init__(
@@ -46,9 +45,8 @@ class MultiStage:
         *,
         tensor: Group | None = None,
         world: Group | None = None,
-        moments: Sequence[str] = ADAM_MOMENTS,
         averaged: bool = False,
-        whole_matrices: bool = False,
+        state: OptimizerState = ADAM_STATE,
     ) -> None:
         self.group, self.tensor, self.training = group, tensor or alone(group.device), training
         dtype = DTYPES[training_dtype]
@@ -61,16 +59,17 @@ class MultiStage:
         assert config.layers_per_stage != "auto", "resolved before"
         self.split = split_into_stages(len(layers) - 2, config.layers_per_stage)
         self.stages = [
-            Stage(i, [layers[j] for j in some], group, self.tensor, training, moments, whole_matrices, world)
+            Stage(i, [layers[j] for j in some], group, self.tensor, training, state, world)
             for i, some in enumerate(self.split)
         ]
-        self._verbs: Sequence[Verbs] = self.stages
+        self._by_index = {stage.index: stage for stage in self.stages}
+        self._verbs: Mapping[int, Verbs] = self._by_index
         self.memory = Memory(self.stages, config, self.precision, group, averaged)
         self._shows_average = False
-        first = first_trained(self.memory.plans)
+        trained = with_backward(self.memory.plans)
         for stage in self.stages:
-            stage.runs_backward = training and stage.index >= first
-            stage.wants_input_gradient = stage.index > first
+            stage.runs_backward = training and stage.index in trained
+            stage.wants_input_gradient = stage.index in trained[1:]
         assert batch.depth_first_micro_batches and batch.breadth_first_micro_batches
         self._breadth_first = batch.breadth_first_micro_batches
         self._schedules: dict[tuple[str, int], list[Step]] = {}
@@ -93,7 +92,7 @@ class MultiStage:
 
     def wrap(self, wrapped: Callable[[Stage], Verbs] | None) -> None:
         """Run training steps, and gathers ahead of them, through `wrapped(stage)`; None: through the stages again."""
-        self._verbs = self.stages if wrapped is None else [wrapped(stage) for stage in self.stages]
+        self._verbs = {index: wrapped(stage) if wrapped else stage for index, stage in self._by_index.items()}
 
     # -- computing --------------------------------------------------------------------------------------------------
 
@@ -107,12 +106,12 @@ class MultiStage:
     def evaluate(self, micro_batches: Sequence[Any]) -> Tensor:
         """Return this rank's summed loss, without gradients."""
         kind = "average" if self._shows_average else "evaluation"
-        return runner.evaluate(self.stages, self._schedule(kind, len(micro_batches)), micro_batches)
+        return runner.evaluate(self._by_index, self._schedule(kind, len(micro_batches)), micro_batches)
 
     def output(self, micro_batch: Any) -> Tensor:
         """Return the last layer's output for one micro-batch, without gradients."""
         assert not self._shows_average, "averages are only evaluated"
-        (result,) = runner.outputs(self.stages, self._schedule("evaluation", 1), [micro_batch])
+        (result,) = runner.outputs(self._by_index, self._schedule("evaluation", 1), [micro_batch])
         return result
 
     @contextlib.contextmanager

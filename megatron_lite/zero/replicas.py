@@ -56,12 +56,6 @@ class Replicas:
         """Elements that `sum_gradients` allocates for a moment."""
         return self._tensor.world_size * self._numel
 
-    def counted_once(self, shard: Tensor) -> list[Tensor]:
-        """Return the pieces of a shard that count on this rank."""
-        if self.counted == [(0, shard.numel())]:
-            return [shard]
-        return [shard[start:end] for start, end in self.counted]
-
     def counted_within(self, start: int, end: int) -> list[tuple[int, int]]:
         """Return the elements of a shard from `start` to `end` that count on this rank, as (start, end)."""
         cut = [(max(low, start), min(high, end)) for low, high in self.counted]

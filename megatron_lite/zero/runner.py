@@ -1,8 +1,11 @@
-"""Execution of a schedule: the training step of the ZeRO paper, one line per event."""
+"""Execution of a schedule: the training step of the ZeRO paper, one line per event.
+
+Stages are found by their number in the model.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, Protocol
 
 import torch
@@ -32,7 +35,7 @@ class Verbs(Protocol):
 
 
 def forward_backward(
-    stages: Sequence[Verbs], schedule: Sequence[Step], micro_batches: Sequence[Any], throttle: Throttle | None
+    stages: Mapping[int, Verbs], schedule: Sequence[Step], micro_batches: Sequence[Any], throttle: Throttle | None
 ) -> Tensor:
     """Run one iteration's micro-batches and return their summed loss, () on this rank.
 
@@ -56,17 +59,17 @@ def forward_backward(
             stages[index].reduce(again)  # reduce_scatter: full gradients -> shard
         if throttle is not None:
             throttle.step()
-    for stage in stages:
+    for stage in stages.values():
         stage.finish_reduction()
-    return torch.stack([hidden[micro] for micro in range(len(micro_batches))]).sum()
+    return torch.stack(_in_order(hidden)).sum()
 
 
-def evaluate(stages: Sequence[Stage], schedule: Sequence[Step], micro_batches: Sequence[Any]) -> Tensor:
+def evaluate(stages: Mapping[int, Stage], schedule: Sequence[Step], micro_batches: Sequence[Any]) -> Tensor:
     """Return the summed loss of the micro-batches, () on this rank, without touching gradients or shards."""
     return torch.stack(outputs(stages, schedule, micro_batches)).sum()
 
 
-def outputs(stages: Sequence[Stage], schedule: Sequence[Step], micro_batches: Sequence[Any]) -> list[Tensor]:
+def outputs(stages: Mapping[int, Stage], schedule: Sequence[Step], micro_batches: Sequence[Any]) -> list[Tensor]:
     """Run forward passes only and return the last stage's output for each micro-batch."""
     hidden: dict[int, Tensor] = {}
     for step in schedule:
@@ -77,4 +80,9 @@ def outputs(stages: Sequence[Stage], schedule: Sequence[Step], micro_batches: Se
         hidden[step.micro_batch] = stages[step.stage].evaluate(
             hidden.get(step.micro_batch), micro_batches[step.micro_batch]
         )
-    return [hidden[micro] for micro in range(len(micro_batches))]
+    return _in_order(hidden)
+
+
+def _in_order(last: Mapping[int, Tensor]) -> list[Tensor]:
+    """Return the last stage's outputs (the losses, or of a model without a loss the logits) by micro-batch."""
+    return [last[micro] for micro in range(len(last))]

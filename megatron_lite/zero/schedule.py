@@ -9,15 +9,18 @@ their activations; Lamy-Poirier 2022, https://arxiv.org/abs/2211.05953).
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal
+
+Pass = tuple[Literal["forward", "backward"], int, int]  # of a stage, for a micro-batch
 
 
 @dataclass(frozen=True)
 class StagePlan:
     """One stage, as the schedule knows it."""
 
+    stage: int  # its number in the model, which need not be its place in a list
     weight_buffer: int
     grad_buffer: int | None  # None: nothing to train
     borrows_from: tuple[int, ...] = ()  # stages whose parameters it uses too
@@ -42,33 +45,31 @@ class Step:
     reduce: tuple[tuple[int, bool], ...]  # (stage, add to its shard?) whose reduction starts after the pass
 
 
-def first_trained(stages: Sequence[StagePlan]) -> int:
-    """Return the first stage with a backward pass: no stage before it has anything to train."""
-    return next((i for i, stage in enumerate(stages) if stage.grad_buffer is not None), len(stages))
+def with_backward(stages: Sequence[StagePlan]) -> list[int]:
+    """Return the stages with a backward pass, in order: those from the first on that has anything to train."""
+    first = next((i for i, stage in enumerate(stages) if stage.grad_buffer is not None), len(stages))
+    return [stage.stage for stage in stages[first:]]
 
 
 def training_schedule(stages: Sequence[StagePlan], depth_first: int, breadth_first: int) -> list[Step]:
     """Return the steps of an iteration of depth_first * breadth_first micro-batches, numbered breadth-first within."""
-    order: list[tuple[Literal["forward", "backward"], int, int]] = []
-    backward_stages = range(len(stages) - 1, first_trained(stages) - 1, -1)
+    order: list[Pass] = []
+    backward_stages = with_backward(stages)[::-1]
     for depth in range(depth_first):
         micro_batches = range(depth * breadth_first, (depth + 1) * breadth_first)
-        order += [("forward", stage, micro) for stage in range(len(stages)) for micro in micro_batches]
+        order += [("forward", plan.stage, micro) for plan in stages for micro in micro_batches]
         order += [("backward", stage, micro) for stage in backward_stages for micro in micro_batches]
     return _with_collectives(stages, order)
 
 
 def evaluation_schedule(stages: Sequence[StagePlan], micro_batches: int) -> list[Step]:
     """Return the steps of forward passes only, one micro-batch after the other."""
-    order: list[tuple[Literal["forward", "backward"], int, int]] = [
-        ("forward", stage, micro) for micro in range(micro_batches) for stage in range(len(stages))
-    ]
+    order: list[Pass] = [("forward", plan.stage, micro) for micro in range(micro_batches) for plan in stages]
     return _with_collectives(stages, order)
 
 
-def _with_collectives(
-    stages: Sequence[StagePlan], order: Sequence[tuple[Literal["forward", "backward"], int, int]]
-) -> list[Step]:
+def _with_collectives(plans: Sequence[StagePlan], order: Sequence[Pass]) -> list[Step]:
+    stages = {plan.stage: plan for plan in plans}
     training = any(kind == "backward" for kind, _, _ in order)
     needs: list[tuple[int, ...]] = []  # stages whose weights each step uses
     writes: list[tuple[int, ...]] = []  # stages whose gradients it writes
@@ -87,7 +88,7 @@ def _with_collectives(
     ]
 
 
-def _place_gathers(stages: Sequence[StagePlan], needs: Sequence[tuple[int, ...]]) -> list[tuple[int, ...]]:
+def _place_gathers(stages: Mapping[int, StagePlan], needs: Sequence[tuple[int, ...]]) -> list[tuple[int, ...]]:
     """Start each gather as soon as its buffer is free: right after the last step that uses what the buffer held.
 
     With two buffers a gather starts one stage ahead of its use, with one buffer just before it, with a buffer per stage
@@ -107,7 +108,7 @@ def _place_gathers(stages: Sequence[StagePlan], needs: Sequence[tuple[int, ...]]
 
 
 def _place_reduces(
-    stages: Sequence[StagePlan], writes: Sequence[tuple[int, ...]]
+    stages: Mapping[int, StagePlan], writes: Sequence[tuple[int, ...]]
 ) -> list[tuple[tuple[int, bool], ...]]:
     """Start each reduction after the stage's last write before another stage takes its buffer or the iteration ends."""
     reduces: list[list[tuple[int, bool]]] = [[] for _ in writes]

@@ -17,7 +17,7 @@ from megatron_lite.distributed.cpu_collectives import Works
 from megatron_lite.distributed.rank_group import Group
 from megatron_lite.distributed.traffic import Handle
 from megatron_lite.parameter import Parameter
-from megatron_lite.zero.flat_shard import ADAM_MOMENTS, FlatShard, Precision
+from megatron_lite.zero.flat_shard import ADAM_STATE, FlatShard, OptimizerState, Precision
 from megatron_lite.zero.layer import Layer, backward, recompute
 from megatron_lite.zero.layout import ParameterSlot
 
@@ -82,17 +82,15 @@ class Stage:
         group: Group,
         tensor: Group,
         training: bool = True,
-        moments: Sequence[str] = ADAM_MOMENTS,
-        whole_matrices: bool = False,
+        state: OptimizerState = ADAM_STATE,
         world: Group | None = None,
     ) -> None:
-        self.index, self.layers, self.group, self.world = index, layers, group, world or group
+        """index: the stage's number in the model, which need not be its place in a list."""
+        self.index, self.layers, self.world = index, layers, world or group
         specs = [parameter.spec for parameter in self._declared()]
         trained, frozen = [s for s in specs if s.trainable], [s for s in specs if not s.trainable]
         kinds = [(some, is_frozen) for some, is_frozen in ((trained, False), (frozen, True)) if some]
-        self.parts = tuple(
-            FlatShard(some, is_frozen, training, group, tensor, moments, whole_matrices) for some, is_frozen in kinds
-        )
+        self.parts = tuple(FlatShard(some, is_frozen, training, group, tensor, state) for some, is_frozen in kinds)
         self.trainable = next((part for part in self.parts if part.has_state), None)
         # The gradient of an embedding needs only the tokens, so its weights are not gathered for it.
         self.backward_needs_weights = any(layer.backward_needs_weights for layer in layers)
@@ -153,8 +151,8 @@ class Stage:
         self.weights.holder = self.index
         for part in self.parts:
             part.place_weights()
-        if self.group.world_size > 1:
-            self.weights.start(Works([self.group.all_gather(part.placed) for part in self.parts]))
+        if shared := [part for part in self.parts if part.group.world_size > 1]:
+            self.weights.start(Works([part.group.all_gather(part.placed) for part in shared]))
 
     def forward(self, hidden: Tensor | None, micro_batch: Any, slot: int) -> Tensor:
         """Run the layers on a detached input; keep input and output if `backward` will follow."""
@@ -208,17 +206,18 @@ class Stage:
                 parameter.main_grad.zero_()
         self.gradients.holder = None
         part = self.trainable
-        if self.group.world_size == 1 and part.shares_gradients:
+        if part.group.world_size == 1 and part.shares_gradients:
             assert not again, f"stage {self.index} has the only copy of its gradients, and reduces it twice"
             return
-        reduction = self.group.reduce_scatter(part.full_gradients)
+        reduction = part.group.reduce_scatter(part.full_gradients)
         self.gradients.start(ShardUpdate(reduction, part.own_gradients, part.grad_shard, again))
 
     def finish_reduction(self) -> None:
         """Wait for the reduction under way, if any, and complete the gradients of parameters with several copies."""
-        if self.gradients is not None and self.trainable is not None:
+        if self.gradients is not None and (part := self.trainable) is not None:
             self.gradients.wait()
-            self.trainable.replicas.sum_gradients(self.trainable.grad_shard)
+            if part.replicas is not None:
+                part.replicas.sum_gradients(part.grad_shard)
 
     def begin_update(self) -> None:
         """Wait for the gather that sends this rank's shard, which may be a slice of the stage's own buffer.

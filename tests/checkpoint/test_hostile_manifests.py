@@ -56,7 +56,9 @@ class State:
         for step in range(1, steps + 1):
             loss = torch.rand((), generator=generator, dtype=torch.float64)
             loss = loss * torch.nan if step == steps else loss
-            verdict = self.guard.judge(step, loss, torch.rand((), generator=generator), self.scale.can_shrink())
+            verdict = self.guard.judge(
+                step, loss, torch.rand((), generator=generator), self.scale.can_shrink() if self.scale.dynamic else None
+            )
             self.scale.update(verdict.overflow)
             self.clipping.factors([torch.rand(3, generator=generator).double()], verdict.skipped)
             self.averaging.begin()

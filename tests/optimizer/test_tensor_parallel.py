@@ -13,6 +13,7 @@ import torch.distributed as dist
 from megatron_lite.distributed.process_group import Distributed
 from megatron_lite.errors import UsageError
 from megatron_lite.kernels import adamw
+from megatron_lite.optimizer.optimizer import rule_of
 from megatron_lite.optimizer.rules.muon import describe
 from megatron_lite.validation.parallel import CLIPPING_ALIGNMENT
 from tests.support.engine_runs import Engine
@@ -86,7 +87,7 @@ def update(ranks: Distributed, options: Options) -> Trained:
         engine.model.gather_ahead()
     engine.model.finish()
     averages = masters(engine, "average") if engine.model.memory.averages else {}
-    text = describe(engine.model.stages) if engine.config.optimizer.whole_matrices else ""
+    text = describe(engine.model.stages) if rule_of(engine.config.optimizer).declared.whole_matrices else ""
     return Trained(masters(engine), averages, losses, norms, engine.optimizer.record(), text)
 
 

@@ -16,6 +16,7 @@ from megatron_lite.model.block import Block
 from megatron_lite.model.gpt import model_layers
 from megatron_lite.model.layer import MicroBatch
 from megatron_lite.monitor.watch.watch import open_watch
+from megatron_lite.optimizer.optimizer import rule_of
 from megatron_lite.planner import plan
 from megatron_lite.planner.plan import SimulatedGroup, make_plan, planned_model
 from megatron_lite.zero.multi_stage import MultiStage
@@ -155,9 +156,8 @@ def test_state_of_many_ranks(world_size: int, zero_stage: int, optimizer: str) -
             config.batch,
             "bf16",
             group,
-            moments=config.optimizer.moments,
+            state=rule_of(config.optimizer).declared,
             averaged=config.averaging.enabled,
-            whole_matrices=config.optimizer.whole_matrices,
         )
         assert allocated_bytes(model) == plan.state_bytes, rank
         assert model.memory.table() == plan.model.memory.table(), rank

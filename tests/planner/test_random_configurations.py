@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 
 from megatron_lite.config import Config
+from megatron_lite.optimizer.optimizer import rule_of
 from megatron_lite.planner.plan import SimulatedGroup, make_plan
 from megatron_lite.zero.multi_stage import MultiStage
 from tests.support.harness import layers_of, tiny_config
@@ -35,8 +36,7 @@ def allocated(config: Config, ranks: int) -> tuple[int, int]:
             group.data,
             tensor=group.tensor,
             world=group,
-            moments=config.optimizer.moments,
-            whole_matrices=config.optimizer.whole_matrices,
+            state=rule_of(config.optimizer).declared,
             averaged=config.averaging.enabled,
         )
     model.initialize(1)

@@ -22,7 +22,7 @@ from megatron_lite.distributed.rank_group import Group, alone
 from megatron_lite.distributed.traffic import Handle, Traffic
 from megatron_lite.kernels.choice import choose_kernels
 from megatron_lite.model.layer import MicroBatch
-from megatron_lite.optimizer.optimizer import Optimizer
+from megatron_lite.optimizer.optimizer import Optimizer, rule_of
 from megatron_lite.zero.multi_stage import MultiStage
 from tests.support.harness import layers_of, tiny_config
 
@@ -59,8 +59,7 @@ class Engine:
             training,
             tensor=ranks.tensor,
             world=group or ranks,
-            moments=self.config.optimizer.moments,
-            whole_matrices=self.config.optimizer.whole_matrices,
+            state=rule_of(self.config.optimizer).declared,
             averaged=self.config.averaging.enabled,
         )
         self.model.initialize(self.config.distributed.seed)

@@ -14,6 +14,7 @@ from torch import Tensor
 from megatron_lite.config.optimizer import OPTIMIZERS
 from megatron_lite.distributed.process_group import Distributed
 from megatron_lite.kernels.weight_shard import WeightShard
+from megatron_lite.optimizer.optimizer import rule_of
 from megatron_lite.zero.layout import round_up
 from megatron_lite.zero.multi_stage import MultiStage
 from tests.support.engine_runs import Engine, SimulatedRanks
@@ -34,9 +35,8 @@ def allocated(ranks: Any, options: Options, training: bool = True) -> tuple[Mult
         config.distributed.training_dtype,
         ranks,
         training,
-        moments=config.optimizer.moments,
+        state=rule_of(config.optimizer).declared,
         averaged=config.averaging.enabled,
-        whole_matrices=config.optimizer.whole_matrices,
     )
     storages = [thing.untyped_storage() for thing in gc.get_objects() if issubclass(type(thing), Tensor)]
     gc.unfreeze()

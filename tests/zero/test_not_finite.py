@@ -24,10 +24,10 @@ def engine(rank: int, **options: Any) -> Engine:
 def spoil(made: Engine, kind: str, value: float) -> bool:
     """Put `value` into an element of NAME, if this rank's shard has one."""
     for _, part in made.model.parts():
-        for slot, start, _ in part.layout.pieces(part._group.rank):
+        for slot, start, _ in part.layout.pieces(part.group.rank):
             if slot.spec.name == NAME and part.has(kind, slot.spec):
                 values = part.read(kind)
-                values[slot.offset + start - part._group.rank * part.layout.shard_numel] = value
+                values[slot.offset + start - part.group.rank * part.layout.shard_numel] = value
                 part.write(kind, values)
                 return True
     return False

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
 
 import pytest
@@ -11,7 +12,7 @@ from megatron_lite.zero.schedule import StagePlan, Step, evaluation_schedule, tr
 
 def plans(stages: int, weight_buffers: int, grad_buffers: int) -> list[StagePlan]:
     return [
-        StagePlan(stage % weight_buffers, stage % grad_buffers, gradients_in_forward=stage == stages - 1)
+        StagePlan(stage, stage % weight_buffers, stage % grad_buffers, gradients_in_forward=stage == stages - 1)
         for stage in range(stages)
     ]
 
@@ -129,13 +130,27 @@ def test_breadth_first_runs_all_micro_batches_through_a_stage_before_the_next() 
 
 def test_a_tied_embedding_is_gathered_once_and_reduced_once_at_the_end() -> None:
     """Its stage has its own buffers; the head needs its weights and writes its gradient in the forward pass."""
-    plan = [StagePlan(2, 2), StagePlan(0, 0), StagePlan(1, 1), StagePlan(0, 0, (0,), gradients_in_forward=True)]
+    plan = [
+        StagePlan(0, 2, 2),
+        StagePlan(1, 0, 0),
+        StagePlan(2, 1, 1),
+        StagePlan(3, 0, 0, (0,), gradients_in_forward=True),
+    ]
     schedule = training_schedule(plan, 2, 1)
     replay(plan, schedule)
     assert gathers(schedule).count(0) == 1 and reduces(schedule).count((0, False)) == 1
     assert schedule[-1].reduce[-1] == (0, False)
     head = [step for step in schedule if step.stage == 3]
     assert all(step.needs == (3, 0) and step.accumulate == (3, 0) for step in head)
+
+
+def test_a_stage_has_its_number_in_the_model() -> None:
+    """The schedule of stages 3 to 6 is that of stages 0 to 3 with other numbers."""
+    later = [dataclasses.replace(plan, stage=plan.stage + 3) for plan in plans(4, 2, 2)]
+    for own, same in zip(training_schedule(later, 2, 1), training_schedule(plans(4, 2, 2), 2, 1), strict=True):
+        moved = [tuple(stage + 3 for stage in stages) for stages in (same.needs, same.gather, same.accumulate)]
+        assert (own.stage, own.needs, own.gather, own.accumulate) == (same.stage + 3, *moved)
+        assert own.reduce == tuple((stage + 3, again) for stage, again in same.reduce)
 
 
 def test_evaluation_only_gathers() -> None:

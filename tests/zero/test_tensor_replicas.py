@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import itertools
-from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
 
+from megatron_lite.distributed.rank_group import alone
 from megatron_lite.parameter import Initializer, ParameterSpec
 from megatron_lite.tiles import Block, Split
+from megatron_lite.zero.flat_shard import ADAM_STATE, FlatShard
 from megatron_lite.zero.layout import FlatLayout, lay_out
 from megatron_lite.zero.replicas import Replicas, whole_parameter
 from tests.support.thread_ranks import ThreadRank, on_threads
@@ -63,7 +64,8 @@ def test_each_element_counts_once(data: int, ranks: int) -> None:
     for rank, data_rank in itertools.product(range(ranks), range(data)):
         layout = lay_out(specs_of(ranks, rank), data)
         replicas = Replicas(layout, data_rank, _Named(rank, ranks))  # type: ignore[arg-type]
-        counted += torch.cat([torch.zeros(0), *replicas.counted_once(marked(layout, data_rank, numbers))]).tolist()
+        shard = marked(layout, data_rank, numbers)
+        counted += itertools.chain.from_iterable(shard[start:end].tolist() for start, end in replicas.counted)
     found = sorted(value for value in counted if value)
     assert found == sorted(torch.cat([value.flatten() for value in numbers.values()]).tolist())
 
@@ -151,18 +153,7 @@ def test_parts_are_gathered_to_the_whole(ranks: int) -> None:
         assert all(torch.equal(found[name], value) for name, value in values.items())
 
 
-class _Untouched(_Named):
-    """A group without collectives."""
-
-    def __getattr__(self, name: str) -> Any:
-        raise AssertionError(f"{name} of a group without collectives")
-
-
-def test_one_rank_exchanges_nothing() -> None:
-    layout = lay_out(specs_of(1, 0), 2)
-    shard = torch.randn(layout.shard_numel)
-    replicas = Replicas(layout, 1, _Untouched(0, 1))  # type: ignore[arg-type]
-    before = shard.clone()
-    replicas.sum_gradients(shard)
-    (counted,) = replicas.counted_once(shard)
-    assert torch.equal(shard, before) and counted.data_ptr() == shard.data_ptr() and len(counted) == len(shard)
+def test_one_rank_has_no_copies() -> None:
+    group = alone(torch.device("cpu"))
+    part = FlatShard(specs_of(1, 0), False, True, group, group, ADAM_STATE)
+    assert part.replicas is None and part.counted() == [(0, part.layout.shard_numel)] and part.counted(3, 5) == [(3, 5)]

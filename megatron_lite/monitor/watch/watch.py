@@ -132,7 +132,7 @@ class Watch:
         table, rank = self._tables[target], self._distributed.data.rank
         for slot, start, end in part.layout.pieces(rank):
             first = slot.offset + start - rank * part.layout.shard_numel
-            counted = part.replicas.counted_within(first, first + end - start)
+            counted = part.counted(first, first + end - start)
             if counted and (place := table.places.get(slot.spec.name)) is not None:
                 cut = (bounds for low, high in counted for bounds in chunk_bounds(table.values, low, high))
                 table.values[place] = summarize(map(read, cut), target == SQUARED, self._bins)

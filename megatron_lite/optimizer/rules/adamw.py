@@ -11,10 +11,13 @@ from megatron_lite.kernels.adamw import Control, Hyperparameters, Ranges, Shard,
 from megatron_lite.kernels.choice import Kernels
 from megatron_lite.optimizer.rules.rule import CountedRanges, Rule, StepNumbers, Trained, counted_ranges_of, ranges_of
 from megatron_lite.optimizer.rules.update_clipping import NormClipping, RmsClipping, UpdateClipping
+from megatron_lite.zero.flat_shard import ADAM_STATE
 
 
 class AdamW(Rule):
     """AdamW, with optional clipping of its updates."""
+
+    declared = ADAM_STATE
 
     def __init__(
         self, config: OptimizerConfig, trained: Sequence[Trained], distributed: Distributed, kernels: Kernels

@@ -10,10 +10,13 @@ from megatron_lite.distributed.process_group import Distributed
 from megatron_lite.kernels.choice import Kernels
 from megatron_lite.kernels.momentum import lion, sgd
 from megatron_lite.optimizer.rules.rule import Rule, StepNumbers, Trained, ranges_of
+from megatron_lite.zero.flat_shard import Moment, OptimizerState
 
 
 class Momentum(Rule):
     """SGD or Lion in one pass over each shard; Lion's betas are --adam_beta1 and --adam_beta2."""
+
+    declared = OptimizerState((Moment("exp_avg"),))
 
     def __init__(
         self, config: OptimizerConfig, trained: Sequence[Trained], distributed: Distributed, kernels: Kernels

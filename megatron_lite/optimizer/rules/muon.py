@@ -38,6 +38,7 @@ from megatron_lite.kernels.newton_schulz import orthogonalize, orthogonalize_flo
 from megatron_lite.optimizer.rules.adamw import AdamW
 from megatron_lite.optimizer.rules.matrices import GatheredMatrix, Matrix, matrices_of
 from megatron_lite.optimizer.rules.rule import Rule, StepNumbers, Trained
+from megatron_lite.zero.flat_shard import Moment, OptimizerState
 from megatron_lite.zero.stage import Stage
 
 
@@ -113,6 +114,8 @@ class _Plan:
 
 class Muon(Rule):
     """Muon for matrices, AdamW for all other parameters."""
+
+    declared = OptimizerState((Moment("exp_avg"), Moment("exp_avg_sq", of_matrices=False)), whole_matrices=True)
 
     def __init__(
         self, config: OptimizerConfig, trained: Sequence[Trained], distributed: Distributed, kernels: Kernels

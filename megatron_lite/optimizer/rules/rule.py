@@ -9,9 +9,12 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from megatron_lite.config import OptimizerConfig
+from megatron_lite.distributed.process_group import Distributed
 from megatron_lite.kernels.adamw import Range, Ranges
+from megatron_lite.kernels.choice import Kernels
 from megatron_lite.kernels.momentum import Numbers
-from megatron_lite.zero.flat_shard import FlatShard
+from megatron_lite.zero.flat_shard import FlatShard, OptimizerState
 from megatron_lite.zero.stage import Stage
 
 
@@ -31,6 +34,13 @@ class StepNumbers(Numbers):
 
 class Rule:
     """Base class of the optimizers; override what an optimizer needs."""
+
+    declared: OptimizerState  # what `zero` allocates for it
+
+    def __init__(
+        self, config: OptimizerConfig, trained: Sequence[Trained], distributed: Distributed, kernels: Kernels
+    ) -> None:
+        raise NotImplementedError
 
     def begin(self, trained: Sequence[Trained], numbers: StepNumbers) -> None:
         """Prepare an update that must see all shards before any weight changes; collectives are allowed."""
@@ -66,7 +76,7 @@ def counted_ranges_of(part: FlatShard, rank: int, device: torch.device, separate
     rows: list[Range] = []
     slots, counts = [], []
     for row in part.layout.update_ranges(rank, separate):
-        for start, end, is_counted in part.replicas.segments:
+        for start, end, is_counted in part.replicas.segments if part.replicas else [(row.start, row.end, True)]:
             start, end = max(start, row.start), min(end, row.end)
             if start < end:
                 rows.append(Range(start, end, row.lr_scale, float(row.weight_decay)))

@@ -21,7 +21,7 @@ from megatron_lite.kernels.linear import accumulate
 from megatron_lite.kernels.products import use_library
 from megatron_lite.model.gpt import model_layers
 from megatron_lite.model.layer import Layer, MicroBatch
-from megatron_lite.optimizer.optimizer import Optimizer
+from megatron_lite.optimizer.optimizer import Optimizer, rule_of
 from megatron_lite.parameter import Parameter, declare
 from megatron_lite.planner.auto import library_of_products
 from megatron_lite.setup_run import Run
@@ -42,7 +42,7 @@ def built(
         config.batch,
         config.distributed.training_dtype,
         distributed.data,
-        moments=config.optimizer.moments,
+        state=rule_of(config.optimizer).declared,
         averaged=config.averaging.ema_type != "none",
         tensor=distributed.tensor,
     )
