@@ -64,10 +64,12 @@ def _counts(rule: Rule, draft: Draft) -> bool:
 
 
 def _problem(draft: Draft, name: str, rule: Rule, fix: str) -> Problem:
-    """Report a broken rule with the values of all options in its condition that are set."""
+    """Report a broken rule with the values of the options that are set in its condition, or that ask for the rule."""
     others = [other for other, _, _ in _alternatives(rule.condition)]
-    when = [other for part in rule.when.split(" and ") if part for other, _, _ in _alternatives(part)]
-    shown = [name, *(other for other in others if getattr(draft, other) not in (None, "", (), False))]
+    asking = [found for part in rule.when.split(" and ") if part for found in _alternatives(part)]
+    when = [other for other, _, _ in asking]
+    named = [*(other for other, sign, _ in asking if not sign), *others]
+    shown = dict.fromkeys([name, *(other for other in named if getattr(draft, other) not in (None, "", (), False))])
     return Problem((name, *others, *when), f"{typed(draft, *shown)}: {rule.why}; {fix}")
 
 
