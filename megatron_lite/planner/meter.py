@@ -49,10 +49,20 @@ class PlannedDevice(TorchFunctionMode):
         if function in self._answers and args[0].is_meta:
             return self._answers[function]
         options = dict(kwargs or {})
+        if function is torch.autograd.backward:
+            (output,) = args[0]
+            return self._run_backward(output, options["grad_tensors"])
         if "device" in options and options["device"] is not None:
             device = torch.device(options["device"])
             options["device"] = torch.device("meta") if device == self._device else device
         return function(*args, **options)
+
+    def _run_backward(self, output: Tensor, gradient: Tensor | None) -> None:
+        """Run a backward pass inside of this mode, which torch leaves for the function that it calls."""
+        gradient = torch.ones_like(output) if gradient is None else gradient
+        run = torch.autograd.Variable._execution_engine.run_backward
+        with self:
+            run((output,), (gradient,), False, False, (), allow_unreachable=True, accumulate_grad=True)
 
 
 class Meter(TorchDispatchMode):
