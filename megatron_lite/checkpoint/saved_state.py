@@ -133,6 +133,8 @@ def check_options(config: dict[str, Any]) -> None:
     Raises:
         DamagedError: names the first option whose value its flag cannot take.
     """
+    if not isinstance(config, dict):
+        raise DamagedError("config is not an object")
     for name, value in config.items():
         if name not in FLAGS or (value is None and FLAGS[name].optional):
             continue

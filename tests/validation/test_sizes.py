@@ -26,7 +26,9 @@ def planned(*words: str, ranks: int = 2) -> None:
     dry_run(config, arguments.config, ranks, arguments.notes, (), prints=True)
 
 
-@pytest.mark.parametrize("value", [2**62, pytest.param(10**18, marks=pytest.mark.slow), 2**31])
+@pytest.mark.parametrize(
+    "value", [2**62, pytest.param(10**18, marks=pytest.mark.slow), pytest.param(2**31, marks=pytest.mark.slow)]
+)
 def test_every_integer_option_at_once(value: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """An option is legal and planned, or refused in one error of ours; neither takes long."""
     monkeypatch.setattr(search, "SEARCH_S", 0.2)
