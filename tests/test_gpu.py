@@ -259,7 +259,7 @@ def simulated_tensor_parallel(options: dict[str, Any], delay_cycles: int) -> Any
         return Engine(simulated_tensor_ranks("cuda", delay_cycles), options).run(2, evaluate_every=2)
 
 
-def test_slow_exchanges_of_hidden_states_change_no_bit_on_a_stream() -> None:
+def test_slow_collectives_of_hidden_states_change_no_bit_on_a_stream() -> None:
     """What arrives on another stream, late, is not read before: `wait` lets the stream of the layers wait."""
     for options in tensor_layouts():
         assert simulated_tensor_parallel(options, DELAY_CYCLES) == simulated_tensor_parallel(options, 0), options
@@ -267,7 +267,7 @@ def test_slow_exchanges_of_hidden_states_change_no_bit_on_a_stream() -> None:
 
 def test_a_missing_wait_for_hidden_states_is_noticed_on_a_stream() -> None:
     """The test above can fail."""
-    from megatron_lite.kernels.exchange import Reducing
+    from megatron_lite.kernels.tensor_collectives import Reducing
 
     for options in tensor_layouts():
         right = simulated_tensor_parallel(options, DELAY_CYCLES)

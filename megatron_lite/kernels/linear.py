@@ -6,11 +6,11 @@ The input is kept for the backward pass only if the weight is trained. Frozen pa
 gradient of an accumulation overwrites `main_grad` and later ones add to it, so no buffer is zeroed first. See
 `products.py` for the products.
 
-The ranks of a tensor-parallel group split the outputs or the inputs of a layer; see `exchange.py`. With split outputs
-the input is gathered, and dx is summed over ranks while the weight's gradient is computed, for which the input is
-gathered again, beside the product dy W. With split inputs the product is summed over ranks, and dy is gathered. While
-tokens are gathered, a rank multiplies those that it has. One rank adds the bias to its part of the sum; as dy is that
-of all tokens everywhere, the bias's gradient is the same on all.
+Tensor-parallel ranks split the outputs or the inputs of a layer; see `tensor_collectives.py`. With split outputs the
+input is gathered, and gathered again in the backward pass, overlapped with dy W; the sum of dx over ranks overlaps the
+weight's gradient. With split inputs the product is summed over ranks, and dy is gathered. While tokens are gathered, a
+rank multiplies its own. One rank adds the bias to its part of the sum; every rank has dy of all tokens, and therefore
+the same gradient of the bias.
 """
 
 from __future__ import annotations
@@ -21,8 +21,8 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from megatron_lite.kernels.exchange import INSIDE, Exchange
 from megatron_lite.kernels.products import add_product
+from megatron_lite.kernels.tensor_collectives import ONE_RANK, Collectives
 from megatron_lite.parameter import Parameter
 
 
@@ -54,7 +54,7 @@ def accumulate_product(weight: Parameter, dy: Tensor, x: Tensor) -> None:
 class _Linear(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, x: Tensor, weight: Parameter, bias: Parameter | None, before: Exchange, after: Exchange
+        ctx: Any, x: Tensor, weight: Parameter, bias: Parameter | None, before: Collectives, after: Collectives
     ) -> Tensor:
         if weight.requires_grad:
             ctx.save_for_backward(x)
@@ -77,10 +77,14 @@ class _Linear(torch.autograd.Function):
 
 
 def linear(
-    x: Tensor, weight: Parameter, bias: Parameter | None = None, before: Exchange = INSIDE, after: Exchange = INSIDE
+    x: Tensor,
+    weight: Parameter,
+    bias: Parameter | None = None,
+    before: Collectives = ONE_RANK,
+    after: Collectives = ONE_RANK,
 ) -> Tensor:
     """x (..., i), weight (o, i), bias (o,) -> (..., o).
 
-    before, after: exchanges of the input, if outputs are split over ranks, and of the output, if inputs are.
+    before, after: collectives of the input, if outputs are split over ranks, and of the output, if inputs are.
     """
     return _Linear.apply(x, weight, bias, before, after)

@@ -28,9 +28,9 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 from torch.nn import functional
 
-from megatron_lite.kernels.exchange import INSIDE, Exchange
 from megatron_lite.kernels.linear import accumulate_bias, accumulate_product
 from megatron_lite.kernels.products import affine, product
+from megatron_lite.kernels.tensor_collectives import ONE_RANK, Collectives
 from megatron_lite.kernels.triton_support import cdiv, jit, next_power_of_2, tanh, tl, turns
 from megatron_lite.parameter import Parameter
 
@@ -229,7 +229,7 @@ class _Options(NamedTuple):
     gated: bool
     recompute_level: str
     triton: bool
-    exchange: Exchange
+    collectives: Collectives
 
 
 class _MLP(torch.autograd.Function):
@@ -238,7 +238,7 @@ class _MLP(torch.autograd.Function):
         ctx: Any, x: Tensor, up: Parameter, up_bias: Bias, down: Parameter, down_bias: Bias, options: _Options
     ) -> Tensor:
         ctx.up, ctx.up_bias, ctx.down, ctx.down_bias, ctx.options = up, up_bias, down, down_bias, options
-        u = options.exchange.affine(x, up, up_bias)  # (..., f) or (..., 2 f)
+        u = options.collectives.affine(x, up, up_bias)  # (..., f) or (..., 2 f)
         z = activate(u, options.activation, options.gated, options.triton)  # (..., f)
         ctx.needs_du = any(ctx.needs_input_grad[:3])  # for dx and the gradients of `up` and its bias
         recomputes_z = down.requires_grad and options.recompute_level != "none"
@@ -250,16 +250,16 @@ class _MLP(torch.autograd.Function):
             z if down.requires_grad and not recomputes_z else None,
         )
         ctx.shape = x.shape
-        return options.exchange.reduce(affine(z, down, options.exchange.bias(down_bias)))
+        return options.collectives.reduce(affine(z, down, options.collectives.bias(down_bias)))
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
         x, u, z = ctx.saved_tensors
-        up, down, (activation, gated, _, triton, exchange) = ctx.up, ctx.down, ctx.options
-        gathering_dy, du, recomputed_z = exchange.start_gather(dy.reshape(-1, dy.shape[-1])), None, None
+        up, down, (activation, gated, _, triton, collectives) = ctx.up, ctx.down, ctx.options
+        gathering_dy, du, recomputed_z = collectives.start_gather(dy.reshape(-1, dy.shape[-1])), None, None
         needs_z = down.requires_grad and z is None
-        gathering = None if x is None else exchange.start_gather(x)  # beside the products until `up` needs it
+        gathering = None if x is None else collectives.start_gather(x)  # overlaps the products until `up` needs it
         if gathering is not None and u is None and (ctx.needs_du or needs_z):
             u = gathering.affine(up, ctx.up_bias)
         flat: list[Any] = [None if kept is None else kept.flatten(0, -2) for kept in (u, z)]
@@ -279,7 +279,7 @@ class _MLP(torch.autograd.Function):
             return (None,) * 6
         dx = None
         if ctx.needs_input_grad[0]:
-            dx = exchange.start_reduce(product(du, up.t()))
+            dx = collectives.start_reduce(product(du, up.t()))
         if gathering is not None and up.requires_grad:
             accumulate_product(up, du, gathering.wait().flatten(0, -2))
         accumulate_bias(ctx.up_bias, du)
@@ -296,11 +296,13 @@ def mlp(
     gated: bool,
     recompute_level: str = "none",
     triton: bool = False,
-    exchange: Exchange = INSIDE,
+    collectives: Collectives = ONE_RANK,
 ) -> Tensor:
     """x (..., h) -> y (..., h), with up (f, h) or, if gated, (2 f, h), the gate first, and down (h, f).
 
-    `activation` is a name in `FUNCTIONS`, `recompute_level` is "none", "activation" or "full". exchange: of x and y,
+    `activation` is a name in `FUNCTIONS`, `recompute_level` is "none", "activation" or "full". collectives: of x and y
     between ranks that split f.
     """
-    return _MLP.apply(x, up, up_bias, down, down_bias, _Options(activation, gated, recompute_level, triton, exchange))
+    return _MLP.apply(
+        x, up, up_bias, down, down_bias, _Options(activation, gated, recompute_level, triton, collectives)
+    )

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from megatron_lite.distributed.rank_group import Group
-from megatron_lite.kernels.exchange import INSIDE, SUM, Exchange, Pending
+from megatron_lite.kernels.tensor_collectives import ONE_RANK, SUM, Collectives, Pending
 
 
 class Rows(NamedTuple):
@@ -32,12 +32,12 @@ class Vocabulary:
 
     is_split = False
 
-    def __init__(self, exchange: Exchange) -> None:
-        self._exchange = exchange
+    def __init__(self, collectives: Collectives) -> None:
+        self._collectives = collectives
 
     def rows(self, tokens: Tensor) -> Rows:
         """Return the rows that this rank looks up for tokens (b, s)."""
-        return Rows(self._exchange.own(tokens), None)
+        return Rows(self._collectives.own(tokens), None)
 
     def embedded(self, rows: Tensor) -> Tensor:
         """Return the residual stream of looked-up rows (..., h)."""
@@ -53,21 +53,21 @@ class Vocabulary:
 
     def labels(self, labels: Tensor) -> Tensor:
         """Return labels (b, s) as rows of this rank's table, (t,): below zero: masked; beyond it: another rank's."""
-        return self._exchange.own(labels).flatten()
+        return self._collectives.own(labels).flatten()
 
     def join(self, lse: Tensor, at_label: Tensor) -> None:
         """Turn sums over this rank's entries, (t,) in fp32, into sums over the vocabulary, in place."""
 
     def total(self, loss: Tensor) -> Tensor:
         """Return the loss summed over all tokens, ()."""
-        return self._exchange.total(loss)
+        return self._collectives.total(loss)
 
     def whole(self, logits: Tensor) -> Tensor:
         """Return the logits (..., v) of all entries, given those of this rank's table."""
         return logits
 
 
-WHOLE = Vocabulary(INSIDE)
+WHOLE = Vocabulary(ONE_RANK)
 
 
 class SplitVocabulary(Vocabulary):
@@ -75,8 +75,8 @@ class SplitVocabulary(Vocabulary):
 
     is_split = True
 
-    def __init__(self, exchange: Exchange, group: Group, vocab_size: int, size: int) -> None:
-        super().__init__(exchange)
+    def __init__(self, collectives: Collectives, group: Group, vocab_size: int, size: int) -> None:
+        super().__init__(collectives)
         self._group, self._vocab_size, self._size = group, vocab_size, size
         self._start = group.rank * size
 
@@ -87,13 +87,13 @@ class SplitVocabulary(Vocabulary):
         return Rows(torch.where(absent, tokens % present, tokens - self._start), absent)
 
     def embedded(self, rows: Tensor) -> Tensor:
-        return self._exchange.reduce(rows)
+        return self._collectives.reduce(rows)
 
     def of_residual(self, residual: Tensor) -> Tensor:
-        return self._exchange.gather(residual)
+        return self._collectives.gather(residual)
 
     def start_into_residual(self, gradient: Tensor) -> Pending:
-        return self._exchange.start_reduce(gradient)
+        return self._collectives.start_reduce(gradient)
 
     def labels(self, labels: Tensor) -> Tensor:
         flat = labels.flatten()
@@ -118,8 +118,8 @@ class SplitVocabulary(Vocabulary):
         return torch.cat([*gathered], dim=-1)[..., : self._vocab_size]
 
 
-def vocabulary_over(group: Group, exchange: Exchange, vocab_size: int, size: int) -> Vocabulary:
-    """Return the exchange around a table of which every rank of a group has a run of `size` rows."""
+def vocabulary_over(group: Group, collectives: Collectives, vocab_size: int, size: int) -> Vocabulary:
+    """Return a table's vocabulary over a group, on which every rank has a run of `size` rows."""
     if group.world_size == 1:
-        return Vocabulary(exchange)
-    return SplitVocabulary(exchange, group, vocab_size, size)
+        return Vocabulary(collectives)
+    return SplitVocabulary(collectives, group, vocab_size, size)

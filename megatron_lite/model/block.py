@@ -11,10 +11,10 @@ from torch import Tensor
 from megatron_lite.config import ModelConfig, PerformanceConfig
 from megatron_lite.kernels.attention.attention import attention
 from megatron_lite.kernels.choice import Kernels
-from megatron_lite.kernels.exchange import INSIDE, Exchange, split_seed
 from megatron_lite.kernels.head_norm import normalized_heads
 from megatron_lite.kernels.mlp import mlp
 from megatron_lite.kernels.rotary import Table, split_heads
+from megatron_lite.kernels.tensor_collectives import ONE_RANK, Collectives, split_seed
 from megatron_lite.model.layer import Layer, Linear, MicroBatch, Norm, dropout
 from megatron_lite.model.rotary import Rotary
 from megatron_lite.model.tensor_parallel import TensorParallel
@@ -75,16 +75,16 @@ class Attention(torch.nn.Module):
             parallel.split(1, queries),
         )
 
-    def forward(self, hidden: Tensor, micro_batch: MicroBatch, exchange: Exchange = INSIDE) -> Tensor:
+    def forward(self, hidden: Tensor, micro_batch: MicroBatch, collectives: Collectives = ONE_RANK) -> Tensor:
         """(b, s, h) -> (b, s, h), from the norm to the residual sum."""
-        projection = self.query_key_value(hidden, before=exchange)
-        projection = exchange.samples(projection, micro_batch.tokens.shape)  # (b, s, (n + 2 g) d)
+        projection = self.query_key_value(hidden, before=collectives)
+        projection = collectives.samples(projection, micro_batch.tokens.shape)  # (b, s, (n + 2 g) d)
         heads = self.heads(projection, self._angles(hidden, micro_batch))
         seed = split_seed(micro_batch.site_seed(self.name, self.dropout), self.parallel.group.rank)
         documents, backend = micro_batch.documents, self.kernels.attention
         if micro_batch.cache is not None:
             context = micro_batch.cache.attend(self.name, heads, self.window, self.scale, self.softmax_in_fp32)
-            return self.output(context.transpose(1, 2).flatten(2), after=exchange)
+            return self.output(context.transpose(1, 2).flatten(2), after=collectives)
         context = attention(
             *heads,
             self.window,
@@ -95,7 +95,7 @@ class Attention(torch.nn.Module):
             scale=self.scale,
             softmax_in_fp32=self.softmax_in_fp32,
         )
-        return self.output(context.transpose(1, 2).flatten(2), after=exchange)  # (b, s, n d) -> (b, s, h)
+        return self.output(context.transpose(1, 2).flatten(2), after=collectives)  # (b, s, n d) -> (b, s, h)
 
     def _angles(self, hidden: Tensor, micro_batch: MicroBatch) -> Table | None:
         """Return the rotary table; that of a micro-batch with positions of its own is made once for all blocks."""
@@ -147,7 +147,7 @@ class MLP(torch.nn.Module):
             parallel.split(1, channels),
         )
 
-    def forward(self, hidden: Tensor, exchange: Exchange = INSIDE) -> Tensor:
+    def forward(self, hidden: Tensor, collectives: Collectives = ONE_RANK) -> Tensor:
         """(b, s, h) -> (b, s, h)."""
         return mlp(
             hidden,
@@ -159,7 +159,7 @@ class MLP(torch.nn.Module):
             gated=self.gated,
             recompute_level=self.recompute_level,
             triton=self.kernels.triton,
-            exchange=exchange,
+            collectives=collectives,
         )
 
 
@@ -197,17 +197,17 @@ class Block(Layer):
         """(b, s, h) -> (b, s, h), in the residual stream's dtype."""
         assert hidden is not None
         dtype = self.mlp.up.weight.dtype  # of all but the residual stream, whose dtype the embedding chooses
-        exchange = self.parallel.exchange(any_length=micro_batch.cache is not None)
+        collectives = self.parallel.collectives(any_length=micro_batch.cache is not None)
         hidden, normalized = self.attention_norm.add(hidden, None, dtype)
         branch = self._branch(
-            self.attention(normalized, micro_batch, exchange),
+            self.attention(normalized, micro_batch, collectives),
             self.attention_output_norm,
             micro_batch,
             "attention_branch",
         )
         hidden, normalized = self.mlp_norm.add(hidden, branch, dtype)
         del branch
-        return hidden + self._branch(self.mlp(normalized, exchange), self.mlp_output_norm, micro_batch, "mlp_branch")
+        return hidden + self._branch(self.mlp(normalized, collectives), self.mlp_output_norm, micro_batch, "mlp_branch")
 
     def _branch(self, branch: Tensor, norm: Norm | None, micro_batch: MicroBatch, site: str) -> Tensor:
         """Return the branch as it is added to the residual stream."""
@@ -216,4 +216,4 @@ class Block(Layer):
         if self.hidden_dropout == 0.0:
             return branch
         seed = micro_batch.site_seed(f"{self.name}.{site}", self.hidden_dropout)
-        return dropout(branch, self.hidden_dropout, self.parallel.exchange().seed(seed))
+        return dropout(branch, self.hidden_dropout, self.parallel.collectives().seed(seed))

@@ -45,16 +45,16 @@ class Embedding(Layer):
         """Embed the tokens, at the micro-batch's positions or counting from 0."""
         assert hidden is None
         any_length, triton = micro_batch.cache is not None, self.kernels.triton
-        exchange, vocabulary = self.parallel.exchange(any_length), self.vocabularies[any_length]
+        collectives, vocabulary = self.parallel.collectives(any_length), self.vocabularies[any_length]
         hidden = embedding(self.word, micro_batch.tokens, triton, self.dtype, vocabulary)
-        positions = exchange.positions(micro_batch.positions, micro_batch.tokens)
+        positions = collectives.positions(micro_batch.positions, micro_batch.tokens)
         if self.position is not None and positions is None:
             hidden = add_positions(hidden, self.position)
         elif self.position is not None and positions is not None:
             hidden = hidden + embedding(self.position, positions, triton, self.dtype)
         if self.norm is not None:
             hidden = self.norm(hidden)
-        return dropout(hidden, self.dropout, exchange.seed(micro_batch.site_seed("embedding", self.dropout)))
+        return dropout(hidden, self.dropout, collectives.seed(micro_batch.site_seed("embedding", self.dropout)))
 
 
 class Head(Layer):

@@ -12,9 +12,9 @@ from torch import Tensor
 from megatron_lite.config import ModelConfig
 from megatron_lite.kernels.attention.attention import Documents
 from megatron_lite.kernels.choice import Kernels
-from megatron_lite.kernels.exchange import INSIDE, Exchange
 from megatron_lite.kernels.linear import linear
 from megatron_lite.kernels.normalization import Kind, add_norm
+from megatron_lite.kernels.tensor_collectives import ONE_RANK, Collectives
 from megatron_lite.kernels.triton_support import generator_for
 from megatron_lite.model.kv_cache import CachePass
 from megatron_lite.parameter import Initializer, Parameter, ParameterSpec, declare
@@ -84,7 +84,7 @@ class Linear(torch.nn.Module):
             of_bias = split if split.dim == 0 else Split(split.ranks, split.rank)
             self.bias = declare(ParameterSpec(f"{name}.bias", (out_size,), biases, weight_decay=False, split=of_bias))
 
-    def forward(self, input_: Tensor, before: Exchange = INSIDE, after: Exchange = INSIDE) -> Tensor:
+    def forward(self, input_: Tensor, before: Collectives = ONE_RANK, after: Collectives = ONE_RANK) -> Tensor:
         """See `kernels.linear`."""
         return linear(input_, self.weight, self.bias, before, after)
 

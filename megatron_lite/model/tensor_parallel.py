@@ -13,7 +13,7 @@ import torch
 
 from megatron_lite.config import Config, ModelConfig
 from megatron_lite.distributed.rank_group import Group, alone
-from megatron_lite.kernels.exchange import Exchange, exchange_over
+from megatron_lite.kernels.tensor_collectives import Collectives, collectives_over
 from megatron_lite.kernels.vocabulary import Vocabulary, vocabulary_over
 from megatron_lite.tiles import Block, Split
 
@@ -26,24 +26,24 @@ class TensorParallel:
     splits_tokens: bool = False
     splits_vocabulary: bool = True
 
-    def exchange(self, any_length: bool = False) -> Exchange:
-        """Return the exchange of a pass; any_length: its tokens may not divide by the ranks, as in generation."""
+    def collectives(self, any_length: bool = False) -> Collectives:
+        """Return the collectives of a pass; any_length: any number of tokens, as in generation."""
         return self._whole if any_length else self._residual
 
     @cached_property
-    def _residual(self) -> Exchange:
-        return exchange_over(self.group, self.splits_tokens)
+    def _residual(self) -> Collectives:
+        return collectives_over(self.group, self.splits_tokens)
 
     @cached_property
-    def _whole(self) -> Exchange:
-        return exchange_over(self.group, splits_tokens=False)
+    def _whole(self) -> Collectives:
+        return collectives_over(self.group, splits_tokens=False)
 
     def vocabulary(self, config: ModelConfig, any_length: bool = False) -> Vocabulary:
-        """Return the exchange around the tables of a pass; any_length: see `exchange`."""
-        exchange = self.exchange(any_length)
+        """Return the vocabulary of a pass; any_length: see `collectives`."""
+        collectives = self.collectives(any_length)
         if not self.splits_vocabulary:
-            return Vocabulary(exchange)
-        return vocabulary_over(self.group, exchange, config.vocab_size, self.vocabulary_rows(config))
+            return Vocabulary(collectives)
+        return vocabulary_over(self.group, collectives, config.vocab_size, self.vocabulary_rows(config))
 
     # -- parameters -------------------------------------------------------------------------------------------------
 

@@ -14,7 +14,7 @@ from typing import Annotated, NamedTuple, cast
 from megatron_lite.checkpoint.decoding import PositiveCount, Rule, decode
 from megatron_lite.config.values import shown
 from megatron_lite.errors import DamagedError, UsageError
-from megatron_lite.kernels.exchange import GATHER, REDUCE, SUM
+from megatron_lite.kernels.tensor_collectives import GATHER, REDUCE, SUM
 from megatron_lite.planner.work import Attention, Item, Pass, Product
 
 FORMAT, VERSION = "megatron_lite_machine_speeds", 1

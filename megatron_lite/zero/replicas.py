@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from megatron_lite.distributed.rank_group import Group
-from megatron_lite.kernels.exchange import SUM
+from megatron_lite.kernels.tensor_collectives import SUM
 from megatron_lite.parameter import ParameterSpec
 from megatron_lite.zero.layout import FlatLayout
 

@@ -18,7 +18,7 @@ from typing import Any
 from megatron_lite.cli.parse import parse as parse_flags
 from megatron_lite.cli.parse import read_words
 from megatron_lite.distributed.traffic import Total
-from megatron_lite.kernels.exchange import GATHER, REDUCE
+from megatron_lite.kernels.tensor_collectives import GATHER, REDUCE
 from megatron_lite.planner.devices import gpu_sheet
 from megatron_lite.planner.plan import Plan, make_plan
 from megatron_lite.planner.runtime import PLANNED_GPU_BYTES

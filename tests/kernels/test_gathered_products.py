@@ -6,9 +6,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from megatron_lite.kernels import exchange as module
-from megatron_lite.kernels.exchange import INSIDE, exchange_over
+from megatron_lite.kernels import tensor_collectives as module
 from megatron_lite.kernels.products import affine, product
+from megatron_lite.kernels.tensor_collectives import ONE_RANK, collectives_over
 
 TOKENS, RANKS = 3, 4  # tokens of each rank
 
@@ -44,26 +44,26 @@ def test_own_tokens_come_first(rank: int, biased: bool, monkeypatch: pytest.Monk
     for name in ("affine", "product"):
         original = getattr(module, name)
         monkeypatch.setattr(module, name, lambda *given, run=original: (events.append("multiply"), run(*given))[1])
-    exchange = exchange_over(SlowGroup(rank, x, events), splits_tokens=True)  # type: ignore[arg-type]
+    collectives = collectives_over(SlowGroup(rank, x, events), splits_tokens=True)  # type: ignore[arg-type]
     own = x[rank * TOKENS : (rank + 1) * TOKENS]
 
-    found = exchange.affine(own.unsqueeze(0), weight, bias)
+    found = collectives.affine(own.unsqueeze(0), weight, bias)
     assert found.shape == (1, RANKS * TOKENS, 5)
     torch.testing.assert_close(found[0], affine(x, weight, bias), rtol=1e-5, atol=1e-6)
     assert events[:2] == ["multiply", "wait"] and events.count("wait") == 1
     assert events.count("multiply") == (2 if rank in (0, RANKS - 1) else 3)
 
     events.clear()
-    gathering = exchange.start_gather(own)
+    gathering = collectives.start_gather(own)
     torch.testing.assert_close(gathering.product(weight), product(x, weight), rtol=1e-5, atol=1e-6)
     assert torch.equal(gathering.wait(), x) and events[:2] == ["multiply", "wait"] and events.count("wait") == 1
 
 
 def test_one_rank_multiplies_everything_at_once() -> None:
-    """A group of one is no exchange: the very product, to the bit."""
+    """A group of one does not communicate: the same product, to the bit."""
     x, weight = torch.randn(2, 3, 8), torch.randn(5, 8)
     alone = SlowGroup(0, x, [])
     alone.world_size = 1
-    assert exchange_over(alone, splits_tokens=True) is INSIDE  # type: ignore[arg-type]
-    assert torch.equal(INSIDE.affine(x, weight, None), affine(x, weight))
-    assert INSIDE.start_gather(x).wait() is x and INSIDE.reduce(x) is x
+    assert collectives_over(alone, splits_tokens=True) is ONE_RANK  # type: ignore[arg-type]
+    assert torch.equal(ONE_RANK.affine(x, weight, None), affine(x, weight))
+    assert ONE_RANK.start_gather(x).wait() is x and ONE_RANK.reduce(x) is x

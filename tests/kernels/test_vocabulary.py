@@ -11,7 +11,7 @@ from torch.nn import functional
 
 from megatron_lite.kernels.cross_entropy import linear_cross_entropy
 from megatron_lite.kernels.embedding import embedding
-from megatron_lite.kernels.exchange import exchange_over
+from megatron_lite.kernels.tensor_collectives import collectives_over
 from megatron_lite.kernels.vocabulary import SplitVocabulary, Vocabulary, vocabulary_over
 from megatron_lite.parameter import Parameter
 from tests.support.thread_ranks import ThreadRank, on_threads
@@ -22,7 +22,7 @@ SIZES = [(2, 10, 5), (2, 9, 5), (3, 61, 24), (4, 61, 16), (4, 13, 4), (2, 17, 16
 
 
 def vocabulary_of(ranks: ThreadRank, size: int, rows: int, splits_tokens: bool = False) -> Vocabulary:
-    return vocabulary_over(ranks.tensor, exchange_over(ranks.tensor, splits_tokens), size, rows)
+    return vocabulary_over(ranks.tensor, collectives_over(ranks.tensor, splits_tokens), size, rows)
 
 
 def local(whole: Tensor, rank: int, rows: int) -> Tensor:
@@ -73,7 +73,7 @@ def join(ranks: ThreadRank, order: int) -> tuple[Tensor, Tensor]:
     values = [parts[::order][ranks.rank] for parts, _ in JOINS.values()]
     lse = torch.tensor([*values, float("nan") if ranks.rank else 0.0])
     at_label = torch.arange(len(lse), dtype=torch.float32) * (ranks.rank == 1)
-    SplitVocabulary(exchange_over(ranks.tensor, False), ranks.tensor, 10, 5).join(lse, at_label)  # type: ignore[arg-type]
+    SplitVocabulary(collectives_over(ranks.tensor, False), ranks.tensor, 10, 5).join(lse, at_label)  # type: ignore[arg-type]
     return lse, at_label
 
 
@@ -102,7 +102,7 @@ def look_up(
     vocabulary = vocabulary_of(ranks, len(weight), rows, split)
     table = parameter(local(weight, ranks.rank, rows))
     hidden = embedding(table, tokens, vocabulary=vocabulary)
-    own = exchange_over(ranks.tensor, split).own(dy) if split else dy
+    own = collectives_over(ranks.tensor, split).own(dy) if split else dy
     hidden.backward(own.view_as(hidden))
     return hidden.detach(), table.main_grad
 

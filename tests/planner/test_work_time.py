@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from megatron_lite.errors import UsageError
-from megatron_lite.kernels.exchange import GATHER, REDUCE, SUM
+from megatron_lite.kernels.tensor_collectives import GATHER, REDUCE, SUM
 from megatron_lite.monitor.metrics import hardware_flops
 from megatron_lite.planner.devices import gpu_sheet
 from megatron_lite.planner.plan import make_plan

@@ -1,4 +1,4 @@
-"""Exchanges between the ranks that share each layer: nothing is computed with before it has arrived.
+"""Collectives of tensor-parallel ranks: nothing is computed with before it has arrived.
 
 Collectives are late: nothing is sent before somebody waits, and then the input must still be what it was. Until then
 the places of others hold NaN. Ranks are threads; with ranks of gloo, a thread sends while the main one computes.
@@ -28,7 +28,7 @@ from tests.support.thread_ranks import on_threads
 
 READ = "written while a collective still reads it"
 ZERO_3: Options = {"zero_stage": 3, "breadth_first_micro_batches": 2, "batch_size": None, "micro_batch_size": 2}
-# Together they wait for everything that a training can exchange.
+# Together they wait for every collective of a training.
 RUNS: list[tuple[Options, Layout]] = [
     ({**QWEN3, "zero_stage": 3, "mlp_recompute_level": "full"}, (1, 2, True)),
     ({**CASES["whole embeddings, tied"], "recompute_layers": 1, "hidden_dropout": 0.1}, (1, 2, True)),
@@ -119,7 +119,7 @@ class removed_wait:  # noqa: N801 - reads as a statement
         self._patch.stop()
 
 
-# Functions that wait for an exchange.
+# Functions that wait for a collective.
 WAITING = {
     ("linear.py", "forward"),
     ("linear.py", "backward"),
@@ -130,7 +130,7 @@ WAITING = {
     ("cross_entropy.py", "forward"),
     ("cross_entropy.py", "backward"),
     ("vocabulary.py", "join"),
-    ("exchange.py", "total"),
+    ("tensor_collectives.py", "total"),
     ("replicas.py", "sum_gradients"),
     ("replicas.py", "whole_parameter"),
 }
@@ -146,7 +146,7 @@ def late_runs() -> list[tuple[list[Outcome | str], set[Site]]]:
 
 
 @pytest.mark.parametrize("place", range(len(RUNS)))
-def test_late_exchanges_change_no_bit(place: int) -> None:
+def test_late_collectives_change_no_bit(place: int) -> None:
     """Two steps, an evaluation and an export: late data and tensor collectives together."""
     found, _ = late_runs()[place]
     assert found == right(place, 2)
@@ -207,7 +207,7 @@ def delayed_and_not(distributed: Distributed, runs: Iterable[tuple[Options, bool
 
 
 @pytest.mark.slow
-def test_delayed_exchanges_change_no_bit() -> None:
+def test_delayed_collectives_change_no_bit() -> None:
     runs = [(options, tokens) for options, _ in (RUNS[0], RUNS[3]) for tokens in (False, True)]
     for ranks in zip(*run_distributed(4, delayed_and_not, runs, tensor_parallel=2), strict=True):
         for normal, late in ranks:

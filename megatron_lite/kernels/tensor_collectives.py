@@ -1,4 +1,4 @@
-"""Hidden states on the ranks of a tensor-parallel group, and the two ways they are exchanged around products.
+"""Hidden states on the ranks of a tensor-parallel group, and the two collectives around products.
 
 Inside attention and MLP every rank has all tokens and its part of the channels; between them the residual stream has
 all channels. A product that splits its outputs (by columns) begins with `gather`, and one that splits its inputs (by
@@ -11,11 +11,11 @@ rows) ends with `reduce`; their backward passes are each other (Shoeybi et al. 2
 the rank has, while the others are under way.
 
 With `Replicated` every rank has the whole residual stream (b, s, h): gathers do nothing, reductions are all-reduces.
-With `TokenSplit` (sequence parallelism, Korthikanti et al. 2022, section 4.2.2) it has one of T equal runs of the
+With `SequenceParallel` (sequence parallelism, Korthikanti et al. 2022, section 4.2.2) it has one of T equal runs of the
 flattened tokens, (1, b s / T, h): all-gathers and reduce-scatters, which send as many bytes as the all-reduces, and
 norms, dropout and residual sums cost 1 / T of the memory and time.
 
-Only these classes know how many ranks there are. A group of one exchanges nothing.
+Only these classes know how many ranks there are. A group of one does not communicate.
 """
 
 from __future__ import annotations
@@ -100,7 +100,7 @@ class Gathering(Pending):
         return result.view(*self._whole.shape[:-1], channels)
 
 
-class Exchange:
+class Collectives:
     """Communication between a product and what is before or after it; single rank: no communication."""
 
     splits_tokens = False  # whether a rank's residual stream has only some of the tokens
@@ -153,10 +153,10 @@ class Exchange:
         return seed
 
 
-INSIDE = Exchange()
+ONE_RANK = Collectives()
 
 
-class Replicated(Exchange):
+class Replicated(Collectives):
     """Every rank of a group has the whole residual stream."""
 
     def __init__(self, group: Group) -> None:
@@ -173,7 +173,7 @@ class Replicated(Exchange):
         return bias if self._group.rank == 0 else None
 
 
-class TokenSplit(Replicated):
+class SequenceParallel(Replicated):
     """Every rank of a group has one of T equal runs of the tokens."""
 
     splits_tokens = True
@@ -222,11 +222,11 @@ class TokenSplit(Replicated):
         return split_seed(seed, self._group.rank)
 
 
-def exchange_over(group: Group, splits_tokens: bool) -> Exchange:
-    """Return the exchange of a group; splits_tokens: of the residual stream."""
+def collectives_over(group: Group, splits_tokens: bool) -> Collectives:
+    """Return the collectives of a group; splits_tokens: with sequence parallelism."""
     if group.world_size == 1:
-        return INSIDE
-    return TokenSplit(group) if splits_tokens else Replicated(group)
+        return ONE_RANK
+    return SequenceParallel(group) if splits_tokens else Replicated(group)
 
 
 def split_seed(seed: int | None, rank: int) -> int | None:

@@ -1,4 +1,4 @@
-"""Exchanges of hidden states: each is the backward pass of the other, and a group of one has none."""
+"""Collectives of hidden states: each is the backward pass of the other, and a group of one has none."""
 
 from __future__ import annotations
 
@@ -9,7 +9,14 @@ import torch
 from torch import Tensor
 
 from megatron_lite.distributed.rank_group import alone
-from megatron_lite.kernels.exchange import INSIDE, Exchange, Replicated, TokenSplit, exchange_over, split_seed
+from megatron_lite.kernels.tensor_collectives import (
+    ONE_RANK,
+    Collectives,
+    Replicated,
+    SequenceParallel,
+    collectives_over,
+    split_seed,
+)
 from megatron_lite.model.layer import dropout
 from megatron_lite.parameter import Initializer, ParameterSpec, declare
 from tests.support.thread_ranks import ThreadRank, on_threads
@@ -25,10 +32,10 @@ def randn(seed: int, *shape: int) -> Tensor:
 
 def split_pass(ranks: ThreadRank) -> tuple[Tensor, ...]:
     """Return a residual stream, its gather, parts of a sum, and their reduction."""
-    exchange = exchange_over(ranks.tensor, splits_tokens=True)
+    collectives = collectives_over(ranks.tensor, splits_tokens=True)
     residual = randn(ranks.rank, 1, B * S // ranks.world_size, H)
     parts = randn(10 + ranks.rank, B, S, H)
-    return residual, exchange.gather(residual), parts, exchange.reduce(parts.clone())
+    return residual, collectives.gather(residual), parts, collectives.reduce(parts.clone())
 
 
 @pytest.mark.parametrize("ranks", RANKS)
@@ -47,9 +54,9 @@ def test_gather_and_reduce_of_split_tokens_are_adjoint(ranks: int) -> None:
 
 
 def replicated_pass(ranks: ThreadRank) -> tuple[Tensor, Tensor, bool]:
-    exchange = exchange_over(ranks.tensor, splits_tokens=False)
+    collectives = collectives_over(ranks.tensor, splits_tokens=False)
     parts, residual = randn(ranks.rank, B, S, H), randn(7, B, S, H)
-    return parts, exchange.reduce(parts.clone()), exchange.gather(residual) is residual
+    return parts, collectives.reduce(parts.clone()), collectives.gather(residual) is residual
 
 
 @pytest.mark.parametrize("ranks", RANKS)
@@ -63,10 +70,10 @@ def test_replicated_tokens_are_summed_to_the_same_bits(ranks: int) -> None:
 
 
 def others_of_split(ranks: ThreadRank) -> tuple[Any, ...]:
-    exchange = exchange_over(ranks.tensor, splits_tokens=True)
+    collectives = collectives_over(ranks.tensor, splits_tokens=True)
     labels = torch.arange(B * S).view(B, S)
     loss = torch.tensor(float(ranks.rank + 1), dtype=torch.float64)
-    return exchange.own(labels), exchange.total(loss), loss, exchange.bias(BIAS) is BIAS, exchange.seed(5)
+    return collectives.own(labels), collectives.total(loss), loss, collectives.bias(BIAS) is BIAS, collectives.seed(5)
 
 
 @pytest.mark.parametrize("ranks", RANKS)
@@ -83,8 +90,8 @@ def test_runs_of_tokens_totals_biases_and_seeds(ranks: int) -> None:
 
 def seeds_of(ranks: ThreadRank, seed: int | None) -> tuple[int | None, int | None, int | None]:
     tensor = ranks.tensor
-    exchanges = (Replicated(tensor), TokenSplit(tensor))  # type: ignore[arg-type]
-    return *(exchange.seed(seed) for exchange in exchanges), split_seed(seed, tensor.rank)  # type: ignore[return-value]
+    both = (Replicated(tensor), SequenceParallel(tensor))  # type: ignore[arg-type]
+    return *(collectives.seed(seed) for collectives in both), split_seed(seed, tensor.rank)  # type: ignore[return-value]
 
 
 def test_dropout_masks_are_equal_where_values_are() -> None:
@@ -105,11 +112,11 @@ def test_dropout_masks_are_equal_where_values_are() -> None:
 
 
 @pytest.mark.parametrize("splits_tokens", [False, True])
-def test_a_group_of_one_exchanges_nothing(splits_tokens: bool) -> None:
-    exchange: Exchange = exchange_over(alone(torch.device("cpu")), splits_tokens)
+def test_a_group_of_one_does_not_communicate(splits_tokens: bool) -> None:
+    collectives: Collectives = collectives_over(alone(torch.device("cpu")), splits_tokens)
     values = randn(0, B, S, H)
-    assert exchange is INSIDE and not exchange.splits_tokens
-    for result in (exchange.gather(values), exchange.start_gather(values).wait(), exchange.reduce(values)):
+    assert collectives is ONE_RANK and not collectives.splits_tokens
+    for result in (collectives.gather(values), collectives.start_gather(values).wait(), collectives.reduce(values)):
         assert result is values
-    assert exchange.own(values) is values and exchange.total(values) is values and exchange.bias(BIAS) is BIAS
-    assert exchange.seed(3) == split_seed(3, 0) == 3
+    assert collectives.own(values) is values and collectives.total(values) is values and collectives.bias(BIAS) is BIAS
+    assert collectives.seed(3) == split_seed(3, 0) == 3
