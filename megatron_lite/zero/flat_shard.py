@@ -1,6 +1,6 @@
-"""The trainable or the frozen parameters of a stage: a flat range, and this rank's shard of it.
+"""A stage's trainable or frozen parameters as one flat range, and this rank's shard of it.
 
-A stage's weight buffer holds the trainable range and then the frozen one; its gradient buffer only the trainable one.
+A stage's weight buffer holds the trainable range, then the frozen range; its gradient buffer only the trainable range.
 """
 
 from __future__ import annotations
@@ -26,12 +26,12 @@ class Moment(NamedTuple):
     """One tensor of optimizer state, with an element per trained weight."""
 
     name: str
-    of_matrices: bool = True  # False: only weights outside of the matrices between hidden layers have one
+    of_matrices: bool = True  # False: hidden matrices (see `ParameterSpec.matrix_rows`) have none
 
 
 @dataclass(frozen=True)
 class OptimizerState:
-    """The state that an optimizer's rule declares, and whether it needs the matrices between hidden layers whole."""
+    """The state that an optimizer's rule declares, and whether it updates hidden matrices as a whole."""
 
     moments: tuple[Moment, ...]
     whole_matrices: bool = False
@@ -46,22 +46,22 @@ class Precision:
 
     training: torch.dtype  # weight buffers and activations
     gradients: torch.dtype
-    frozen_weights: torch.dtype  # of the shards of frozen parameters
-    split_master: bool = False  # keep the trainable fp32 weights as bf16 weights and remainders
+    frozen_weights: torch.dtype  # shards of frozen parameters
+    split_master: bool = False  # store trainable fp32 weights as bf16 weights and remainders
 
 
 class FlatShard:
     """This rank's weights, gradients and optimizer state of one flat range.
 
-    has_state: there are a gradient shard and moments.
+    has_state: whether the shard has gradients and moments.
     """
 
     weights: WeightShard
-    placed: Tensor  # memory of the full range that layers compute with, (numel,): in the weight or the average buffer
-    average: Tensor | None = None  # running average of the weights, (shard_numel,) fp32; None: not kept
-    shows_average = False  # `placed` is for the average, not for the weights
+    placed: Tensor  # the full range that layers compute with, (numel,): a view of the weight or the average buffer
+    average: Tensor | None = None  # running average of the weights, (shard_numel,) fp32; None: no averaging
+    shows_average = False  # whether `placed` holds the averages instead of the weights
     grad_shard: Tensor
-    moments: dict[str, Tensor]  # optimizer state per element by name, (numel of that kind,) fp32
+    moments: dict[str, Tensor]  # optimizer state by name, (numel(name),) fp32
 
     def __init__(
         self,
@@ -73,7 +73,7 @@ class FlatShard:
         state: OptimizerState,
     ) -> None:
         self.group, self.layout = group, lay_out(specs, group.world_size)
-        # None: no other rank has any of these parameters.
+        # None: no tensor parallelism, so no rank holds copies of these parameters.
         self.replicas = Replicas(self.layout, group.rank, tensor) if tensor.world_size > 1 else None
         self.frozen, self.has_state = frozen, training and not frozen
         self._moments = {moment.name: moment for moment in state.moments if self.has_state}
@@ -87,10 +87,10 @@ class FlatShard:
         owns_gradients: bool,
         precision: Precision,
     ) -> None:
-        """Allocate memory; a shard that would repeat its slice of a buffer of this stage only is that slice.
+        """Allocate memory. A shard is a view of its slice of a buffer wherever no other stage uses that buffer.
 
-        full_weights, full_gradients: this range of the buffers, (numel,). owns_weights, owns_gradients: no other stage
-        uses the buffer.
+        full_weights, full_gradients: this range of the buffers, (numel,). owns_weights, owns_gradients: whether no
+        other stage uses the buffer.
         """
         self.full_weights = self.placed = full_weights
         self._own_weights = self._own(full_weights)
@@ -114,7 +114,7 @@ class FlatShard:
     def initialize(self, seed: int) -> None:
         """Draw the initial weights, which depend only on seed, parameter name and device type, not on the layout.
 
-        One at a time, each rank draws every parameter in its shard whole and keeps its slice.
+        Each rank draws every parameter of its shard in full, one at a time, and stores its slice.
         """
         generator = torch.Generator(device=self.group.device)
         shard = self.read("weights").zero_()
@@ -131,7 +131,7 @@ class FlatShard:
             self.average = self._zeros(torch.float32)
 
     def place_weights(self) -> None:
-        """Round the shard to the training dtype into this rank's slice of `placed`, unless that is up to date."""
+        """Round the shard to the training dtype into this rank's slice of `placed`, unless the slice is up to date."""
         if self.shows_average:
             self._own(self.placed).copy_(self.weights.read() if self.average is None else self.average)
         else:
@@ -140,7 +140,7 @@ class FlatShard:
     # -- contents of a checkpoint ----------------------------------------------------------------------------------
 
     def kinds(self) -> dict[str, torch.dtype]:
-        """Return the names of the tensors to save, (numel,) each, and their dtypes."""
+        """Return the tensors to save by name, with their dtypes; each is (numel(name),)."""
         averages = () if self.average is None else ("average",)
         return {"weights": self.weights.dtype, **dict.fromkeys((*self._moments, *averages), torch.float32)}
 
@@ -155,17 +155,17 @@ class FlatShard:
         return not spec.matrix_rows or kind not in self._moments or self._moments[kind].of_matrices
 
     def counted(self, start: int = 0, end: int | None = None) -> list[tuple[int, int]]:
-        """Return the elements of the shard in a range that count on this rank in sums over all ranks: (start, end)."""
+        """Return the (start, end) ranges within `start` to `end` that this rank adds to sums over all ranks."""
         end = self.layout.shard_numel if end is None else end
         return [(start, end)] if self.replicas is None else self.replicas.counted_within(start, end)
 
     def parameter_at(self, index: int) -> str:
-        """Return the name of the parameter with the element `index` of this rank's shard, or before it in padding."""
+        """Return the name of the parameter at element `index` of this rank's shard, or before it in padding."""
         place = self.group.rank * self.layout.shard_numel + index
         return [slot.spec.name for slot in self.layout.slots if slot.offset <= place][-1]
 
     def read(self, kind: str) -> Tensor:
-        """Return one kind: the live shard or, for split weights, an fp32 copy."""
+        """Return the weights, the average or a moment: the live shard or, for split weights, an fp32 copy."""
         if kind == "average":
             assert self.average is not None
             return self.average

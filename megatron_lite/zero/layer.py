@@ -1,8 +1,8 @@
-"""The layers of a stage, as `zero` knows them, and whole-layer recomputation.
+"""A stage's layers, as `zero` knows them, and whole-layer recomputation.
 
-A recomputed layer keeps only its input; its backward pass runs the forward pass again with the same seeds.
+A recomputed layer saves only its input; its backward pass runs the forward pass again with the same seeds.
 
-    forward: y = f(x), keeping x        backward: y = f(x) again, keeping what f keeps, then dx from dy
+    forward: y = f(x), saving x        backward: y = f(x) again, saving what f saves, then dx from dy
 """
 
 from __future__ import annotations
@@ -19,9 +19,9 @@ class Layer(Protocol):
     """A module that maps hidden (b, s, h) to hidden (b, s, h); its parameters are `Parameter`s on the meta device."""
 
     name: str  # unique in the model
-    borrows_from: tuple[torch.nn.Module, ...]  # layers whose parameters this one uses too (a tied head: the embedding)
+    borrows_from: tuple[torch.nn.Module, ...]  # layers whose parameters this one also uses (a tied head: the embedding)
     gradients_in_forward: bool  # the forward pass already writes parameter gradients (the loss does)
-    backward_needs_weights: bool  # the backward pass reads parameters, so they have to be gathered for it
+    backward_needs_weights: bool  # the backward pass reads parameters, so they must be gathered for it
     recomputed: bool
 
     def __call__(self, hidden: Tensor | None, micro_batch: Any, /) -> Tensor: ...
@@ -32,7 +32,7 @@ class Layer(Protocol):
 
 
 class _Recomputed(torch.autograd.Function):
-    """Takes the trained parameters as arguments so that the output needs a gradient even if the input does not."""
+    """Takes trained parameters as arguments so that the output requires a gradient even if the input does not."""
 
     @staticmethod
     def forward(ctx: Any, layer: Layer, hidden: Tensor, micro_batch: Any, *trained: Tensor) -> Tensor:
@@ -68,8 +68,8 @@ class _Seeded(torch.autograd.Function):
 def backward(output: Tensor, grad: Tensor | None) -> None:
     """Run the backward pass of `output` from its gradient; None: `output` is the loss. Gradients must be enabled.
 
-    `torch.autograd.backward` with a gradient imports a library for symbolic shapes: 0.4 s before the first step. On a
-    GPU the way around it would be one launch more for every pass of a stage.
+    `torch.autograd.backward` with a gradient imports a library for symbolic shapes, which takes 0.4 s before the first
+    step. On a GPU, avoiding that import would cost one more launch per pass of a stage.
     """
     if grad is None or output.is_cuda:
         torch.autograd.backward(output, grad)
@@ -78,6 +78,6 @@ def backward(output: Tensor, grad: Tensor | None) -> None:
 
 
 def recompute(layer: Layer, hidden: Tensor, micro_batch: Any) -> Tensor:
-    """Return `layer(hidden, micro_batch)`, keeping only `hidden`; the layer accumulates its parameters' gradients."""
+    """Return `layer(hidden, micro_batch)`, saving only `hidden`; the layer accumulates its parameters' gradients."""
     trained = [parameter for parameter in layer.parameters() if parameter.requires_grad]
     return _Recomputed.apply(layer, hidden, micro_batch, *trained)

@@ -1,4 +1,4 @@
-"""The layout of memory: layers -> stages -> flat ranges -> shards -> buffers. Pure arithmetic, no tensors."""
+"""Memory layout: layers -> stages -> flat ranges -> shards -> buffers. Pure arithmetic, no tensors."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ ALIGNMENT = 64
 
 
 def round_up(value: int, multiple: int) -> int:
-    """Return the smallest multiple that is not below the value."""
+    """Round up to a multiple."""
     return -(-value // multiple) * multiple
 
 
 @dataclass(frozen=True)
 class ParameterSlot:
-    """The place of one parameter in a flat range of its stage."""
+    """A parameter's position in a flat range of its stage."""
 
     spec: ParameterSpec
     offset: int  # elements
@@ -38,19 +38,19 @@ class ParameterSlot:
 
 @dataclass(frozen=True)
 class UpdateRange:
-    """A run of elements with the same update rule; bounds are relative to the shard."""
+    """Consecutive elements with the same update rule; bounds are relative to the shard."""
 
     start: int
     end: int
     is_matrix: bool
     weight_decay: bool
     lr_scale: float
-    slot: int  # index of the run's first parameter in the layout
+    slot: int  # index of the first parameter in the layout
 
 
 @dataclass(frozen=True)
 class FlatLayout:
-    """A flat range of parameters, or of this rank's parts of them: world_size shards of shard_numel elements each."""
+    """A flat range of (tensor-parallel parts of) parameters: world_size shards of shard_numel elements each."""
 
     slots: tuple[ParameterSlot, ...]
     world_size: int
@@ -62,32 +62,32 @@ class FlatLayout:
 
     @functools.cached_property
     def tensor_ranks(self) -> int:
-        """The ranks that share each parameter; all have a layout of these offsets."""
+        """Size of the tensor-parallel group; all its ranks have the same offsets."""
         return max((slot.spec.split.ranks for slot in self.slots), default=1)
 
     @property
     def gaps(self) -> list[tuple[int, int]]:
-        """The padding, as (start, end) in elements of the range."""
+        """Padding, as (start, end) in elements of the range."""
         starts = [slot.offset for slot in self.slots[1:]] + [self.numel]
         return [(slot.end, start) for slot, start in zip(self.slots, starts, strict=True) if slot.end < start]
 
     @property
     def has_matrices(self) -> bool:
-        """Whether the range holds matrices between hidden layers."""
+        """Whether the range holds hidden matrices."""
         return any(slot.spec.matrix_rows for slot in self.slots)
 
     @property
     def first_matrix(self) -> int:
-        """The element at which the matrices between hidden layers begin; the end of the range without any."""
+        """Offset of the first hidden matrix; without any, the end of the range."""
         return next((slot.offset for slot in self.slots if slot.spec.matrix_rows), self.numel)
 
     def update_ranges(self, rank: int, separate: bool = False) -> list[UpdateRange]:
-        """Cut a rank's shard where the matrices begin and where weight decay or learning-rate scale change.
+        """Cut a rank's shard where hidden matrices begin and where weight decay or learning-rate scale change.
 
-        `separate`: cut at every parameter. Padding belongs to the parameter before it: weight, gradient and moments of
-        padding are zero, and every rule leaves zeros at zero.
+        `separate`: cut at every parameter. Padding belongs to the parameter before it: its weights, gradients and
+        moments are zero, and every rule leaves zeros at zero.
         """
-        firsts: list[int] = []  # index of the first parameter in each run
+        firsts: list[int] = []  # index of the first parameter of each range
         for index, slot in enumerate(self.slots):
             if separate or not firsts or _update_kind(self.slots[firsts[-1]].spec) != _update_kind(slot.spec):
                 firsts.append(index)
@@ -102,7 +102,7 @@ class FlatLayout:
         return [part for part in ranges if part.start < part.end]
 
     def pieces(self, rank: int) -> Iterator[tuple[ParameterSlot, int, int]]:
-        """Yield the pieces of parameters in a rank's shard: (slot, start, end), bounds in elements of the parameter."""
+        """Yield the parameters in a rank's shard: (slot, start, end), bounds in elements of the parameter."""
         low, high = rank * self.shard_numel, (rank + 1) * self.shard_numel
         for slot in self.slots:
             start, end = max(slot.offset, low), min(slot.end, high)
@@ -110,7 +110,7 @@ class FlatLayout:
                 yield slot, start - slot.offset, end - slot.offset
 
     def tiles(self, rank: int, tensor_rank: int | None = None) -> Iterator[tuple[ParameterSpec, Tile]]:
-        """Yield the tiles in the shard of a data-parallel rank, by default one of this rank's tensor-parallel group."""
+        """Yield the tiles in a data-parallel rank's shard. tensor_rank: by default this rank's."""
         low = rank * self.shard_numel
         for slot in self.slots:
             spec, start = slot.spec if tensor_rank is None else slot.spec.on(tensor_rank), slot.offset - low
@@ -127,7 +127,7 @@ def _update_kind(spec: ParameterSpec) -> tuple[bool, bool, float]:
 def lay_out(specs: Sequence[ParameterSpec], world_size: int) -> FlatLayout:
     """Place parameters in a flat range at aligned offsets, grouped by update rule.
 
-    The matrices between hidden layers come last; parameters without weight decay come before the others.
+    Hidden matrices come last, and parameters without weight decay before those with it.
     """
     slots, offset = [], 0
     for spec in sorted(specs, key=_update_kind):  # stable: in declared order within a group
@@ -139,7 +139,7 @@ def lay_out(specs: Sequence[ParameterSpec], world_size: int) -> FlatLayout:
 def split_into_stages(num_layers: int, layers_per_stage: float) -> list[range]:
     """Split the layers into stages, as ranges of layer indices: [embedding], [blocks...]..., [head].
 
-    Fractions balance: with 1.5, stages of one and two blocks alternate.
+    Fractions alternate: 1.5 gives stages of one and two blocks.
     """
     count = number_of_stages(num_layers, layers_per_stage) - 2
     ends = [min(num_layers, int(index * layers_per_stage)) for index in range(count + 1)]
@@ -149,7 +149,7 @@ def split_into_stages(num_layers: int, layers_per_stage: float) -> list[range]:
 
 @dataclass(frozen=True)
 class BufferPlan:
-    """The buffer of each stage, and the size of each buffer."""
+    """Which buffer each stage uses, and the size of each buffer."""
 
     placement: dict[int, int]  # stage -> buffer; absent: not needed
     sizes: tuple[int, ...]  # elements
@@ -159,11 +159,11 @@ class BufferPlan:
 def plan_buffers(
     stage_sizes: Mapping[int, int], num_buffers: int, keep_apart: frozenset[int], every: bool = False
 ) -> BufferPlan:
-    """Give the stages buffers in turn, each as large as the largest of its stages.
+    """Assign buffers to stages round-robin; each buffer is as large as the largest of its stages.
 
-    Stages of size 0 (gradients of frozen stages) are not counted and get no buffer; with `every` they get one of size 0
-    (weights of a tied head whose norm has none). Stages in `keep_apart` (a tied embedding, needed first and last) are
-    not counted either and get a buffer of their own.
+    Stages of size 0 (gradients of frozen stages) get no buffer or, with `every`, one of size 0 (weights of a tied head
+    whose norm has none). Stages in `keep_apart` (a tied embedding, needed first and last) get their own buffer. Neither
+    takes part in the round-robin.
     """
     needy = [stage for stage, size in stage_sizes.items() if size or every]
     apart = [stage for stage in needy if stage in keep_apart or not stage_sizes[stage]]

@@ -1,4 +1,4 @@
-"""The full-stage buffers of a model: how many there are, which stage uses which, and a table of all memory."""
+"""The full-stage buffers of a model: their number, the stages that use each, and a table of all memory."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from megatron_lite.zero.stage import Buffer, Stage
 
 @dataclass(frozen=True)
 class MemoryRow:
-    """One kind of memory of this rank."""
+    """One kind of memory on this rank."""
 
     kind: str
     count: int
@@ -25,7 +25,7 @@ class MemoryRow:
 
 
 class Memory:
-    """The buffers of all stages, allocated together with the shards of every stage.
+    """The buffers and shards of all stages.
 
     averaged: also allocate running averages of the trainable weights.
     """
@@ -38,7 +38,7 @@ class Memory:
         weight_count, grad_count = self._counts(config)
         weight_plan = plan_buffers({stage.index: stage.numel for stage in stages}, weight_count, tied, every=True)
         grad_plan = plan_buffers({stage.index: stage.grad_numel for stage in stages}, grad_count, tied)
-        # One rank has nothing to gather ahead; with more, one buffer is sent or filled while the other is used.
+        # A single rank gathers nothing ahead; several fill or send one buffer while they use the other.
         ahead, updates_ahead = (min(size, 2) for size in (group.world_size, stages[0].world.world_size))
         update_plan = plan_buffers({stage.index: stage.update_numel for stage in stages}, updates_ahead, frozenset())
         self.weights = self._buffers(weight_plan, precision.training)
@@ -58,7 +58,7 @@ class Memory:
         self.averages: list[Buffer] = []
         self.average_plans: list[StagePlan] = []
         if averaged:
-            # At any ZeRO stage all stages share these. Allocating now keeps validation from running out of memory.
+            # Shared by all stages at every ZeRO stage. Allocated now, so that validation cannot run out of memory.
             average_plan = plan_buffers({stage.index: stage.numel for stage in stages}, ahead, tied, every=True)
             self.averages = self._buffers(average_plan, precision.training)
             self.average_plans = [self._plan(stage, average_plan, grad_plan) for stage in stages]
@@ -66,7 +66,7 @@ class Memory:
                 part.allocate_average()
 
     def table(self) -> list[MemoryRow]:
-        """Return this rank's memory by kind; memory that is both shard and buffer counts as buffer."""
+        """Return this rank's memory by kind; a shard that is a view of a buffer counts as buffer."""
         parts = self._parts()
         trained, frozen = [p for p in parts if not p.frozen], [p for p in parts if p.frozen]
         stateful = [part for part in parts if part.has_state]
@@ -106,7 +106,7 @@ class Memory:
         assert zero_stage != "auto", "resolved before"
         weights = config.num_weight_buffers or (2 if zero_stage == 3 else every)
         gradients = config.num_grad_buffers or (2 if zero_stage >= 2 else every)
-        # With one rank the shard is the full tensor: if it has the buffers' dtype, a buffer per stage costs nothing.
+        # On a single rank the shard is the full tensor: in the buffers' dtype, a buffer per stage costs nothing.
         if alone and self._precision.training == torch.float32:
             weights = every
         return weights, every if alone else gradients

@@ -1,4 +1,4 @@
-"""All stages of a model: one iteration through them, their full weights, and which gathers start ahead."""
+"""All stages of a model: iterations through them, their full weights, and gathers ahead of the next iteration."""
 
 from __future__ import annotations
 
@@ -25,13 +25,13 @@ from megatron_lite.zero.throttle import Throttle
 
 
 class MultiStage:
-    """A chain of layers, partitioned over the data-parallel ranks.
+    """A chain of layers, partitioned over the data-parallel ranks of `group`.
 
-    tensor: the ranks that share each layer; by default this one alone.
-    world: the ranks of both; by default those of `group`.
+    tensor: the tensor-parallel group; by default this rank alone.
+    world: all data and tensor-parallel ranks; by default `group`.
     training: False (inference) allocates no gradients and no moments.
-    averaged: keep a running average of the trainable weights, which `optimizer.Averaging` updates.
-    state: the optimizer's, as its rule declares it.
+    averaged: allocate a running average of the trainable weights, which `optimizer.Averaging` updates.
+    state: the optimizer state, as the rule declares it.
     """
 
     def __init__(
@@ -86,12 +86,12 @@ class MultiStage:
         self.invalidate()
 
     def observe(self, observer: Observer) -> None:
-        """Report layer outputs and gradients to an observer."""
+        """Report layer outputs and gradients to an observer from now on."""
         for stage in self.stages:
             stage.observer = observer
 
     def wrap(self, wrapped: Callable[[Stage], Verbs] | None) -> None:
-        """Run training steps, and gathers ahead of them, through `wrapped(stage)`; None: through the stages again."""
+        """Run training steps and their early gathers through `wrapped(stage)`; None: through the stages again."""
         self._verbs = {index: wrapped(stage) if wrapped else stage for index, stage in self._by_index.items()}
 
     # -- computing --------------------------------------------------------------------------------------------------
@@ -116,10 +116,10 @@ class MultiStage:
 
     @contextlib.contextmanager
     def averaged(self) -> Iterator[None]:
-        """Let `evaluate` and `full_weights` use the averages in place of the weights inside this context.
+        """Let `evaluate` and `full_weights` use the averages instead of the weights inside this context.
 
-        Averages are gathered into buffers of their own, because a weight buffer may be the master weights' memory.
-        Weight buffers and their gathers under way stay as they are.
+        Averages have their own buffers, because a weight buffer may be the memory of the master weights. Weight buffers
+        and their pending gathers stay as they are.
         """
         assert self.memory.averages, "this model keeps no averages"
         self._show_averages(True)
@@ -139,9 +139,9 @@ class MultiStage:
             stage.compute_with(buffers[plan.weight_buffer], averages=shown)
 
     def updated(self, stage: Stage) -> None:
-        """Declare this stage's full weights stale after an update of its shard.
+        """Mark this stage's full weights as stale after an update of its shard.
 
-        If the next step begins with their gather, start the gather now, while later stages are updated.
+        If the next step begins with their gather, start it now, while later stages are updated.
         """
         if stage.weights.holder == stage.index:
             stage.weights.holder = None
@@ -154,12 +154,12 @@ class MultiStage:
             self._verbs[index].gather()
 
     def finish(self) -> None:
-        """Wait for gathers under way; call before ranks leave the group."""
+        """Wait for pending gathers; call before ranks leave the group."""
         for stage in self.stages:
             stage.weights.wait()
 
     def invalidate(self) -> None:
-        """Declare all full weights stale after a change of the shards."""
+        """Mark all full weights as stale after a change of the shards."""
         for stage in self.stages:
             stage.weights.holder = None
 
@@ -172,7 +172,7 @@ class MultiStage:
             yield spec.name, whole_parameter(spec, local, self.tensor)
 
     def local_weights(self) -> Iterator[tuple[ParameterSpec, Tensor]]:
-        """As `full_weights`, but this rank's parts with their specs: nothing goes over the tensor-parallel group."""
+        """As `full_weights`, but yield this rank's part with its spec, without tensor-parallel communication."""
         for stage in self.stages:
             stage.gather()
             stage.require_weights()
@@ -180,9 +180,9 @@ class MultiStage:
                 yield parameter.spec, parameter.detach()
 
     def not_finite(self) -> str | None:
-        """Return a weight of this rank's shards that is not finite, or its moment or average ("exp_avg of <name>").
+        """Return the first parameter on this rank with non-finite values, or its state ("exp_avg of <name>").
 
-        None: all are finite. Reads the device once, or again to find the name.
+        None: all are finite. Reads the device once, and a second time to find the name.
         """
         kinds = [(part, kind) for _, part in self.parts() for kind in part.kinds() if part.numel(kind)]
         extremes = [torch.stack(torch.aminmax(part.read(kind))).float() for part, kind in kinds]
@@ -194,7 +194,7 @@ class MultiStage:
         return None
 
     def _schedule(self, kind: str, micro_batches: int) -> list[Step]:
-        """Return the steps of an iteration of N micro-batches, computed on the first request."""
+        """Return the steps of an iteration, computed on the first request."""
         if (kind, micro_batches) not in self._schedules:
             depth_first, rest = divmod(micro_batches, self._breadth_first)
             if kind == "training":
@@ -215,7 +215,7 @@ class MultiStage:
                 yield stage.index, part
 
     def parameters(self) -> Iterator[tuple[str, Parameter]]:
-        """Yield (global name, full parameter) of all stages."""
+        """Yield (global name, full parameter) for all stages."""
         for stage in self.stages:
             yield from stage.parameters()
 

@@ -1,9 +1,9 @@
-"""Parameters of which several ranks of a tensor-parallel group have a copy, in a data-parallel rank's shard.
+"""Replicated parameters: those that several ranks of a tensor-parallel group hold in their shards.
 
-All copies must stay equal, so all get the same gradient. Where ranks compute parts of it (a norm of some of the tokens,
-a key head that serves queries on two ranks), one exchange per stage sums the parts, on the shards and in rank order. On
-GPUs the copies of other gradients are taken from the first rank that has them: NCCL may sum those of several
-data-parallel groups in different orders. A norm over all parameters counts each element once: on that first rank.
+Copies must stay equal, so they get the same gradient. Where each rank computes a part of the gradient (a norm of some
+of the tokens, a key head that serves queries on two ranks), one collective per stage sums the parts on the shards, in
+rank order. On GPUs, other replicated gradients are taken from their first holder: NCCL may sum the gradients of
+different data-parallel groups in different orders. A global norm counts each element once, on its first holder.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from megatron_lite.zero.layout import FlatLayout
 
 
 class Segment(NamedTuple):
-    """Consecutive elements of a shard that count on this rank, or do not; padding goes with what is before it."""
+    """Consecutive elements of a shard, and whether they count on this rank; padding belongs to the tile before it."""
 
     start: int
     end: int
@@ -30,10 +30,10 @@ class Segment(NamedTuple):
 
 
 class Replicas:
-    """The tiles of a rank's shard of one layout, and those of them that other ranks hold too."""
+    """The tiles of a rank's shard, and those among them that other ranks also hold."""
 
     def __init__(self, layout: FlatLayout, rank: int, tensor: Group) -> None:
-        """rank: of the data-parallel group."""
+        """rank: in the data-parallel group."""
         self._tensor = tensor
         held = list(layout.tiles(rank))
         tiles = [tile for _, tile in held]
@@ -42,8 +42,8 @@ class Replicas:
         self.segments = _segments([(tile.offset, tile.holders[0] == tensor.rank) for tile in tiles], layout.shard_numel)
         self.copied = [tile for tile in tiles if len(tile.holders) > 1]
         may_differ = tensor.device.type == "cuda"
-        # Of each tile, the ranks whose values are added up. All take part with as many elements: copies are at the same
-        # offsets in all shards.
+        # Each tile with the ranks whose values are summed. Copies have the same offsets in all shards, so all ranks
+        # contribute the same number of elements.
         self._summed = [
             (tile, tile.holders if spec.split.sums_gradients else tile.holders[:1])
             for spec, tile in held
@@ -53,16 +53,16 @@ class Replicas:
 
     @property
     def gathered_numel(self) -> int:
-        """Elements that `sum_gradients` allocates for a moment."""
+        """Elements that `sum_gradients` allocates temporarily."""
         return self._tensor.world_size * self._numel
 
     def counted_within(self, start: int, end: int) -> list[tuple[int, int]]:
-        """Return the elements of a shard from `start` to `end` that count on this rank, as (start, end)."""
+        """Return the (start, end) ranges within `start` to `end` that count on this rank."""
         cut = [(max(low, start), min(high, end)) for low, high in self.counted]
         return [(low, high) for low, high in cut if low < high]
 
     def sum_gradients(self, shard: Tensor) -> None:
-        """Sum the parts of gradients in a shard over the ranks that have copies; make other copies equal."""
+        """Sum partial gradients in a shard over the holders of each tile; make other copies equal."""
         if not self._numel:
             return
         gathered = shard.new_empty(self._tensor.world_size, self._numel)
@@ -74,9 +74,9 @@ class Replicas:
 
 
 def whole_parameter(spec: ParameterSpec, local: Tensor, tensor: Group) -> Tensor:
-    """Return a parameter that is gathered from the ranks of a tensor-parallel group, all of which call this.
+    """Gather a parameter from the ranks of a tensor-parallel group; all of them must call this.
 
-    local: this rank's part. The result is the part itself if that is all.
+    local: this rank's part, returned as is if no rank holds another part.
     """
     if spec.local_shape == spec.shape:
         return local
@@ -87,9 +87,9 @@ def whole_parameter(spec: ParameterSpec, local: Tensor, tensor: Group) -> Tensor
 
 
 def assembled(spec: ParameterSpec, parts: Sequence[Tensor]) -> Tensor:
-    """Return a parameter from the flat parts, padding included, of all ranks of a tensor-parallel group.
+    """Assemble a parameter from the flat parts, padding included, of all ranks of a tensor-parallel group.
 
-    The result is a view of the first part if that is all.
+    Returns a view of the first part if that part is the whole parameter.
     """
     if spec.local_shape == spec.shape:
         return parts[0][: spec.numel].view(spec.shape)
@@ -100,7 +100,7 @@ def assembled(spec: ParameterSpec, parts: Sequence[Tensor]) -> Tensor:
 
 
 def _segments(starts: list[tuple[int, bool]], end: int) -> list[Segment]:
-    """Return the segments of a shard from the starts of its runs and whether they count."""
+    """Merge neighbouring tiles that both count or both do not, given their starts, into segments."""
     firsts = [(0, True)] if not starts else [(0, starts[0][1])]
     firsts += [(start, counts) for (_, before), (start, counts) in itertools.pairwise(starts) if counts != before]
     ends = [start for start, _ in firsts[1:]] + [end]
@@ -108,6 +108,6 @@ def _segments(starts: list[tuple[int, bool]], end: int) -> list[Segment]:
 
 
 def _without(runs: list[tuple[int, int]], end: int) -> list[tuple[int, int]]:
-    """Return what remains of the elements 0 to `end` without these runs, which are in order."""
+    """Return 0 to `end` without these ranges, which are sorted."""
     borders = [0, *(border for run in runs for border in run), end]
     return [(low, high) for low, high in zip(borders[::2], borders[1::2], strict=True) if low < high]

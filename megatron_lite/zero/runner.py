@@ -1,7 +1,4 @@
-"""Execution of a schedule: the training step of the ZeRO paper, one line per event.
-
-Stages are found by their number in the model.
-"""
+"""Execution of a schedule: the training step of the ZeRO paper, one line per event."""
 
 from __future__ import annotations
 
@@ -17,7 +14,7 @@ from megatron_lite.zero.throttle import Throttle
 
 
 class Verbs(Protocol):
-    """The verbs of a stage in a training step, as `Stage` has them; a profile wraps them."""
+    """A stage's verbs in a training step, which profiles wrap."""
 
     def gather(self) -> None: ...
 
@@ -37,9 +34,10 @@ class Verbs(Protocol):
 def forward_backward(
     stages: Mapping[int, Verbs], schedule: Sequence[Step], micro_batches: Sequence[Any], throttle: Throttle | None
 ) -> Tensor:
-    """Run one iteration's micro-batches and return their summed loss, () on this rank.
+    """Run one iteration's micro-batches and return this rank's summed loss, ().
 
-    Afterwards every `grad_shard` holds this rank's slice of the gradient summed over micro-batches and ranks.
+    stages: by number in the model. Afterwards every `grad_shard` holds this rank's slice of the gradient, summed over
+    micro-batches and ranks.
     """
     hidden: dict[int, Tensor] = {}  # (b, s, h) between stages; after the last one the loss, ()
     grad: dict[int, Tensor | None] = {}  # d loss / d hidden, (b, s, h)
@@ -65,7 +63,7 @@ def forward_backward(
 
 
 def evaluate(stages: Mapping[int, Stage], schedule: Sequence[Step], micro_batches: Sequence[Any]) -> Tensor:
-    """Return the summed loss of the micro-batches, () on this rank, without touching gradients or shards."""
+    """Return this rank's summed loss, (), without touching gradients or shards."""
     return torch.stack(outputs(stages, schedule, micro_batches)).sum()
 
 
@@ -84,5 +82,5 @@ def outputs(stages: Mapping[int, Stage], schedule: Sequence[Step], micro_batches
 
 
 def _in_order(last: Mapping[int, Tensor]) -> list[Tensor]:
-    """Return the last stage's outputs (the losses, or of a model without a loss the logits) by micro-batch."""
+    """Return the last stage's outputs (losses, or logits of a model without a loss) by micro-batch."""
     return [last[micro] for micro in range(len(last))]

@@ -1,6 +1,6 @@
-"""A training step as a list: when each stage computes each micro-batch, gathers its weights and reduces its gradients.
+"""A training step as a list: when each stage computes a micro-batch, gathers its weights and reduces its gradients.
 
-Nothing here runs anything, so tests read the order of every collective off the list.
+Nothing here runs anything, so tests can check the order of all collectives.
 
 Micro-batches accumulate depth-first (forward and backward of one before the next) or breadth-first (all of them through
 a stage before the next stage, which takes one gather and one reduction per stage and step even in ZeRO-3, but keeps all
@@ -13,17 +13,17 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
-Pass = tuple[Literal["forward", "backward"], int, int]  # of a stage, for a micro-batch
+Pass = tuple[Literal["forward", "backward"], int, int]  # kind, stage, micro-batch
 
 
 @dataclass(frozen=True)
 class StagePlan:
-    """One stage, as the schedule knows it."""
+    """A stage, as the schedule knows it."""
 
-    stage: int  # its number in the model, which need not be its place in a list
+    stage: int  # number in the model, which may differ from the index in a list
     weight_buffer: int
     grad_buffer: int | None  # None: nothing to train
-    borrows_from: tuple[int, ...] = ()  # stages whose parameters it uses too
+    borrows_from: tuple[int, ...] = ()  # other stages whose parameters this one uses
     gradients_in_forward: bool = False
     backward_needs_weights: bool = True
 
@@ -32,8 +32,8 @@ class StagePlan:
 class Step:
     """One pass of one micro-batch through one stage, and the collectives around it.
 
-    In this order: start `gather`, wait for the weights in `needs`, take over the buffers in `accumulate`, compute,
-    start `reduce`.
+    In order: start `gather`, wait for the weights in `needs`, take over the buffers in `accumulate`, compute, start
+    `reduce`.
     """
 
     kind: Literal["forward", "backward"]
@@ -46,13 +46,13 @@ class Step:
 
 
 def with_backward(stages: Sequence[StagePlan]) -> list[int]:
-    """Return the stages with a backward pass, in order: those from the first on that has anything to train."""
+    """Return the stages with a backward pass, in order: all from the first one with trainable parameters."""
     first = next((i for i, stage in enumerate(stages) if stage.grad_buffer is not None), len(stages))
     return [stage.stage for stage in stages[first:]]
 
 
 def training_schedule(stages: Sequence[StagePlan], depth_first: int, breadth_first: int) -> list[Step]:
-    """Return the steps of an iteration of depth_first * breadth_first micro-batches, numbered breadth-first within."""
+    """Return the steps of an iteration of depth_first groups of breadth_first micro-batches each."""
     order: list[Pass] = []
     backward_stages = with_backward(stages)[::-1]
     for depth in range(depth_first):
@@ -63,7 +63,7 @@ def training_schedule(stages: Sequence[StagePlan], depth_first: int, breadth_fir
 
 
 def evaluation_schedule(stages: Sequence[StagePlan], micro_batches: int) -> list[Step]:
-    """Return the steps of forward passes only, one micro-batch after the other."""
+    """Return the steps of forward passes only, one micro-batch after another."""
     order: list[Pass] = [("forward", plan.stage, micro) for micro in range(micro_batches) for plan in stages]
     return _with_collectives(stages, order)
 
@@ -89,12 +89,12 @@ def _with_collectives(plans: Sequence[StagePlan], order: Sequence[Pass]) -> list
 
 
 def _place_gathers(stages: Mapping[int, StagePlan], needs: Sequence[tuple[int, ...]]) -> list[tuple[int, ...]]:
-    """Start each gather as soon as its buffer is free: right after the last step that uses what the buffer held.
+    """Start each gather as soon as its buffer is free: right after the last step that uses the buffer's contents.
 
-    With two buffers a gather starts one stage ahead of its use, with one buffer just before it, with a buffer per stage
-    at once.
+    With two buffers, a gather starts one stage ahead of its use; with one buffer, just before; with a buffer per stage,
+    before the first step.
     """
-    free_from: dict[int, int] = {}  # buffer -> first step that no longer uses what it holds
+    free_from: dict[int, int] = {}  # buffer -> first step that no longer uses its contents
     holder: dict[int, int] = {}
     gathers: list[list[int]] = [[] for _ in needs]
     for i, stages_needed in enumerate(needs):

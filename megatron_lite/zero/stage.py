@@ -1,7 +1,7 @@
-"""One stage: consecutive layers whose parameters are gathered, used, reduced and updated together.
+"""A stage: consecutive layers whose parameters are gathered, used, reduced and updated together.
 
-A stage always holds shards (this rank's 1/N of weights, gradients and optimizer state), and while it computes it
-borrows two buffers, for the full weights and the full gradients. ZeRO 1, 2 and 3 differ only in the number of buffers.
+A stage always holds shards (this rank's 1/N of weights, gradients and optimizer state). While it computes, it borrows
+a buffer for its full weights and one for its full gradients. ZeRO 1, 2 and 3 differ only in the number of buffers.
 """
 
 from __future__ import annotations
@@ -23,13 +23,13 @@ from megatron_lite.zero.layout import ParameterSlot
 
 
 class Observer:
-    """No-op base class for tensor debugging; override the events you need, and change no tensor."""
+    """No-op base class for tensor debugging. Overrides must not change tensors."""
 
     def layer_output(self, name: str, output: Tensor, micro_batch: int) -> None:
-        """Observe a layer's output after its forward pass: (b, s, h), or () for the last layer."""
+        """Observe a layer's output: (b, s, h), or () for the last layer."""
 
     def layer_gradient(self, name: str, gradient: Tensor | None, micro_batch: int) -> None:
-        """Observe the gradient of a layer's input in the backward pass: (b, s, h); None if it has none."""
+        """Observe the gradient of a layer's input: (b, s, h), or None."""
 
 
 class Buffer:
@@ -37,23 +37,23 @@ class Buffer:
 
     def __init__(self, numel: int, dtype: torch.dtype, device: torch.device) -> None:
         self.data = torch.zeros(numel, dtype=dtype, device=device)
-        self.holder: int | None = None  # the stage whose values it holds or is being filled with
+        self.holder: int | None = None  # the stage whose values are here, or are being gathered
         self._pending: Handle | None = None
 
     def start(self, collective: Handle) -> None:
-        """Hand the memory to a collective; it must not be touched before `wait`."""
-        assert self._pending is None, f"buffer of stage {self.holder} already has a collective under way"
+        """Hand the memory to a collective; nobody may touch it before `wait`."""
+        assert self._pending is None, f"buffer of stage {self.holder} already has a pending collective"
         self._pending = collective
 
     def wait(self) -> None:
-        """Wait for the collective that reads or writes this memory, if any."""
+        """Wait for the pending collective, if any."""
         if self._pending is not None:
             self._pending.wait()
             self._pending = None
 
 
 class ShardUpdate:
-    """A reduction under way whose result sets the gradient shard or is added to it."""
+    """A pending reduction whose result overwrites the gradient shard or is added to it."""
 
     def __init__(self, reduction: Handle, own_slice: Tensor, shard: Tensor, accumulate: bool) -> None:
         self._reduction, self._own_slice, self._shard, self._accumulate = reduction, own_slice, shard, accumulate
@@ -70,8 +70,8 @@ class Stage:
     """Layers, shards and the verbs of a training step: gather, forward, backward, reduce."""
 
     observer: Observer | None = None
-    update_buffer: Buffer | None = None  # for an optimizer that needs whole matrices; None: no such optimizer
-    # `MultiStage` clears these if neither this stage nor (for the input) an earlier one trains anything.
+    update_buffer: Buffer | None = None  # for an optimizer of whole matrices
+    # `MultiStage` clears these if neither this stage nor (for the input) an earlier one has trainable parameters.
     runs_backward = True
     wants_input_gradient = True
 
@@ -85,14 +85,14 @@ class Stage:
         state: OptimizerState = ADAM_STATE,
         world: Group | None = None,
     ) -> None:
-        """index: the stage's number in the model, which need not be its place in a list."""
+        """index: the stage's number in the model, which may differ from its index in a list."""
         self.index, self.layers, self.world = index, layers, world or group
         specs = [parameter.spec for parameter in self._declared()]
         trained, frozen = [s for s in specs if s.trainable], [s for s in specs if not s.trainable]
         kinds = [(some, is_frozen) for some, is_frozen in ((trained, False), (frozen, True)) if some]
         self.parts = tuple(FlatShard(some, is_frozen, training, group, tensor, state) for some, is_frozen in kinds)
         self.trainable = next((part for part in self.parts if part.has_state), None)
-        # The gradient of an embedding needs only the tokens, so its weights are not gathered for it.
+        # An embedding's gradient needs only the tokens, so its backward pass gathers no weights.
         self.backward_needs_weights = any(layer.backward_needs_weights for layer in layers)
         self._tape: dict[int, tuple[Tensor | None, Tensor]] = {}  # micro-batch -> (input, output) of the forward pass
 
@@ -108,7 +108,7 @@ class Stage:
 
     @property
     def update_numel(self) -> int:
-        """Elements that the optimizer gathers: all ranks' shards if it needs whole matrices and the stage has any."""
+        """Elements that the optimizer gathers: all shards of a stage with matrices that it updates as a whole."""
         part = self.trainable
         gathers = part and part.whole_matrices and part.layout.has_matrices
         return self.world.world_size * part.layout.shard_numel if part and gathers else 0
@@ -127,8 +127,9 @@ class Stage:
         self._trained = [parameter for _, parameter in self._placed if parameter.requires_grad]
 
     def compute_with(self, buffer: Buffer, averages: bool) -> None:
-        """Compute with this buffer's contents, weights or averages, from now on: parameters become views of it, and
-        `gather` fills it. The buffer used before keeps its contents.
+        """Make parameters views of this buffer, which `gather` fills with weights or averages from now on.
+
+        The buffer used before keeps its contents.
         """
         self.weights = buffer
         for part, placed in zip(self.parts, self._ranges(buffer), strict=True):
@@ -144,7 +145,7 @@ class Stage:
     # -- the verbs --------------------------------------------------------------------------------------------------
 
     def gather(self) -> None:
-        """Start gathering the full weights from all ranks' shards, unless the buffer still holds them."""
+        """Start gathering the full weights from the shards of all ranks, unless the buffer still holds them."""
         if self.weights.holder == self.index:
             return
         self.weights.wait()
@@ -155,7 +156,7 @@ class Stage:
             self.weights.start(Works([part.group.all_gather(part.placed) for part in shared]))
 
     def forward(self, hidden: Tensor | None, micro_batch: Any, slot: int) -> Tensor:
-        """Run the layers on a detached input; keep input and output if `backward` will follow."""
+        """Run the layers on a detached input; save input and output for `backward`."""
         if not self.runs_backward:
             with torch.no_grad():
                 return self._run(hidden, micro_batch, slot)
@@ -166,12 +167,12 @@ class Stage:
         return output.detach()
 
     def evaluate(self, hidden: Tensor | None, micro_batch: Any) -> Tensor:
-        """Run the layers without keeping anything for a backward pass."""
+        """Run the layers without saving anything for a backward pass."""
         with torch.no_grad():
             return self._run(hidden, micro_batch, None)
 
     def backward(self, grad: Tensor | None, slot: int) -> Tensor | None:
-        """Turn the output's gradient into the input's; parameter gradients accumulate in the gradient buffer."""
+        """Return the input's gradient from the output's; parameter gradients accumulate in the gradient buffer."""
         if self.backward_needs_weights:
             self.require_weights()
         if self.gradients is not None:
@@ -213,16 +214,16 @@ class Stage:
         self.gradients.start(ShardUpdate(reduction, part.own_gradients, part.grad_shard, again))
 
     def finish_reduction(self) -> None:
-        """Wait for the reduction under way, if any, and complete the gradients of parameters with several copies."""
+        """Wait for the pending reduction, and complete the gradients of parameters with several copies."""
         if self.gradients is not None and (part := self.trainable) is not None:
             self.gradients.wait()
             if part.replicas is not None:
                 part.replicas.sum_gradients(part.grad_shard)
 
     def begin_update(self) -> None:
-        """Wait for the gather that sends this rank's shard, which may be a slice of the stage's own buffer.
+        """Wait for the gather that reads this rank's shard, which may be a view of the stage's own buffer.
 
-        Ignores a shared buffer that is being filled with another stage's weights for the next step.
+        A shared buffer that already receives another stage's weights for the next step needs no wait.
         """
         if self.weights.holder in (None, self.index):
             self.weights.wait()
@@ -231,27 +232,27 @@ class Stage:
 
     @property
     def full_update(self) -> Tensor:
-        """The momentum of the trainable range, then its orthogonalized form, (update_numel,) in bf16.
+        """Momentum of the trainable range, later its orthogonalized form, (update_numel,) in bf16.
 
-        All ranks' shards one after the other, those of a tensor-parallel group next to each other.
+        The shards of all ranks in rank order, so those of a tensor-parallel group are neighbours.
         """
         assert self.update_buffer is not None, f"stage {self.index} has no matrices"
         return self.update_buffer.data[: self.update_numel]
 
     def gather_update(self) -> None:
-        """Start gathering `full_update`; this rank has written its shard's slice."""
+        """Start gathering `full_update`, in which this rank has written the slice of its shard."""
         if self.world.world_size > 1:
             cast(Buffer, self.update_buffer).start(self.world.all_gather(self.full_update, "muon gather"))
 
     def reduce_update(self) -> None:
-        """Start summing `full_update` into every rank's slice; each element is zero on all ranks but one."""
+        """Start summing `full_update` into the slice of each rank; each element is nonzero on one rank only."""
         if self.world.world_size > 1:
             cast(Buffer, self.update_buffer).start(self.world.reduce_scatter(self.full_update, "muon reduce"))
 
     # -- guards: autograd cannot see a wrong buffer behind a parameter ----------------------------------------------
 
     def require_weights(self) -> None:
-        """Wait for the weights; assert that the buffer holds this stage's."""
+        """Assert that the buffer is this stage's, and wait for its weights."""
         holder = self.weights.holder
         assert holder == self.index, f"stage {self.index} would compute with the weights of stage {holder}"
         self.weights.wait()
@@ -269,7 +270,7 @@ class Stage:
         yield from self._placed
 
     def _run(self, hidden: Tensor | None, micro_batch: Any, slot: int | None) -> Tensor:
-        """Run the layers; `slot`: index of a training step's micro-batch, for the observer; None: do not observe."""
+        """Run the layers. slot: index of the micro-batch in the step, for the observer; None: do not observe."""
         self.require_weights()
         for layer in self.layers:
             if self.observer is not None and slot is not None and hidden is not None and hidden.requires_grad:
@@ -289,7 +290,7 @@ class Stage:
             yield from cast(Iterator[Parameter], layer.parameters())
 
     def _ranges(self, weights: Buffer) -> tuple[Tensor, ...]:
-        """Return the flat range of each part in a buffer for full weights."""
+        """Split a weight buffer into the flat ranges of the parts."""
         return weights.data[: self.numel].split([part.layout.numel for part in self.parts])
 
     def _places(self) -> Iterator[tuple[FlatShard, ParameterSlot]]:
@@ -299,7 +300,7 @@ class Stage:
                 yield part, slot
 
     def _materialize(self) -> list[tuple[str, Parameter]]:
-        """Replace each declared parameter by one whose memory is its slot in the two buffers."""
+        """Replace each declared parameter by a view of its slot in the two buffers."""
         places = {slot.spec.name: (part, slot) for part, slot in self._places()}
         placed: dict[str, Parameter] = {}
         for module in (module for layer in self.layers for module in layer.modules()):
