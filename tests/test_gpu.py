@@ -22,7 +22,7 @@ from megatron_lite.distributed.startup import join, make_deterministic
 from megatron_lite.distributed.step_watch import StepWatch
 from megatron_lite.errors import PeerError
 from megatron_lite.validation import resolve
-from tests.support.harness import TINY
+from tests.support.harness import TINY, start_run
 from tests.support.launch import python_warnings
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -69,16 +69,11 @@ def deterministic() -> Iterator[None]:
 
 def losses(distributed: Distributed, iterations: int = 20, **options: Any) -> list[float]:
     """Return the first losses of the tiny model on the device of `distributed`, from the program's own step."""
-    from megatron_lite.run.experiment import Experiment
-    from megatron_lite.run.stop_signal import StopSignal
     from megatron_lite.schedules.batch_size import iteration_tokens
-    from megatron_lite.setup_run import build
     from megatron_lite.train import train_step
 
     config = resolve(unflatten({**TINY, "device": distributed.device.type, "train_iters": iterations, **options}), 1)
-    stop = StopSignal()
-    run = build(config, distributed, Experiment(config, distributed), stop, ())
-    stop.restore()
+    run = start_run(distributed, config)
     batches = enumerate(run.data.batches("training", 0, iterations), start=1)
     return [float(train_step(run, batch, i).loss) / iteration_tokens(run.config.batch, i) for i, batch in batches]
 

@@ -19,7 +19,7 @@ from torch import Tensor
 from megatron_lite.checkpoint import manifest
 from megatron_lite.checkpoint.writing import Save, write_now
 from megatron_lite.distributed.process_group import Distributed
-from tests.support.harness import run_distributed, tiny_config
+from tests.support.harness import run_distributed, start_run, tiny_config
 from tests.support.results import saved_values
 
 Contents = dict[tuple[str, str], Tensor]  # (parameter, kind) -> values
@@ -35,17 +35,11 @@ SPLIT = {**BF16, "split_master_weights": True}
 
 def open_run(distributed: Distributed, options: dict[str, Any]) -> Any:
     """Build as the program does, from the newest checkpoint of --experiment_dir, if any."""
-    from megatron_lite.run.experiment import Experiment
-    from megatron_lite.run.stop_signal import StopSignal
-    from megatron_lite.setup_run import build
 
     schedule = {"train_iters": 8, "lr_warmup_iters": 2, "lr": 1e-2, "checkpoint_interval": 4}
     if options.get("train_iters") == 0:
         schedule = {"lr_warmup_iters": 0}
-    config = tiny_config(distributed.world_size, **{**schedule, **options})
-    stop = StopSignal()
-    run = build(config, distributed, Experiment(config, distributed), stop, ())
-    stop.restore()
+    run = start_run(distributed, tiny_config(distributed.world_size, **{**schedule, **options}))
     return run
 
 

@@ -33,7 +33,7 @@ from megatron_lite.zero.multi_stage import MultiStage
 from tests.checkpoint.test_damage import as_version, flip, seal
 from tests.support.families import write_folder
 from tests.support.folder_checks import checked, expected, read_whole
-from tests.support.harness import full_weights, layers_of, run_distributed, same_weights
+from tests.support.harness import full_weights, layers_of, run_distributed, same_weights, start_run
 from tests.support.launch import run
 from tests.train.test_resume import curve, weights
 
@@ -72,15 +72,11 @@ class Trained:
 def train(distributed: Distributed, given: dict[str, Any], iterations: int = 2) -> Trained:
     """Build and train with the program's own step; to be run by `run_distributed`."""
     from megatron_lite.outputs.saving import save
-    from megatron_lite.run.experiment import Experiment
-    from megatron_lite.run.stop_signal import StopSignal
-    from megatron_lite.setup_run import build
     from megatron_lite.train import train_step
 
     values, _ = with_source({**RUN, "train_iters": iterations, **given})
     config = resolve(unflatten(values), distributed.world_size)
-    stop = StopSignal()
-    started = build(config, distributed, Experiment(config, distributed), stop, ())
+    started = start_run(distributed, config)
     model = started.model
     initial, averaged, iteration = full_weights(model), {}, started.iteration
     if config.averaging.enabled:
@@ -95,7 +91,6 @@ def train(distributed: Distributed, given: dict[str, Any], iterations: int = 2) 
         losses.append(float(train_step(started, micro_batches, number).loss))
     started.iteration = iterations
     save(started)
-    stop.restore()
     return Trained(initial, averaged, moments, updates, iteration, losses, full_weights(model))
 
 
@@ -224,17 +219,11 @@ def test_moments_are_those_of_resuming(saved: Path, tmp_path: Path) -> None:
 
 def one_more_step(distributed: Distributed, values: dict[str, Any], done: int) -> dict[str, np.ndarray]:
     """The weights after one update on the first samples."""
-    from megatron_lite.run.experiment import Experiment
-    from megatron_lite.run.stop_signal import StopSignal
-    from megatron_lite.setup_run import build
     from megatron_lite.train import train_step
 
-    config = resolve(unflatten(values), distributed.world_size)
-    stop = StopSignal()
-    started = build(config, distributed, Experiment(config, distributed), stop, ())
+    started = start_run(distributed, resolve(unflatten(values), distributed.world_size))
     assert started.iteration == done
     train_step(started, next(iter(started.data.batches("training", 0, 1))), 1)
-    stop.restore()
     return full_weights(started.model)
 
 

@@ -20,7 +20,7 @@ from megatron_lite.model.parameter_patterns import describe, selected
 from megatron_lite.validation import resolve
 from megatron_lite.validation.warnings import warnings
 from tests.support.engine_runs import Engine
-from tests.support.harness import full_weights, layers_of, run_distributed, tiny_config
+from tests.support.harness import full_weights, layers_of, run_distributed, start_run, tiny_config
 
 Options = dict[str, Any]
 MODELS: list[Options] = [
@@ -241,21 +241,15 @@ def test_order_is_that_of_the_model() -> None:
 def continued(distributed: Distributed, folder: str, options: Options, iterations: int) -> dict[str, np.ndarray]:
     """The weights at an iteration, which is saved; resumes what the folder has."""
     from megatron_lite.outputs.saving import save
-    from megatron_lite.run.experiment import Experiment
-    from megatron_lite.run.stop_signal import StopSignal
-    from megatron_lite.setup_run import build
     from megatron_lite.train import train_step
 
     options = {"experiment_dir": folder, "train_iters": iterations, "lr_decay_iters": 10, **options}
-    config = tiny_config(distributed.world_size, **options)
-    stop = StopSignal()
-    run = build(config, distributed, Experiment(config, distributed), stop, ())
+    run = start_run(distributed, tiny_config(distributed.world_size, **options))
     batches = run.data.batches("training", run.iteration, iterations - run.iteration)
     for iteration, micro_batches in enumerate(batches, start=run.iteration + 1):
         train_step(run, micro_batches, iteration)
         run.iteration = iteration
     save(run)
-    stop.restore()
     return full_weights(run.model)
 
 

@@ -23,12 +23,10 @@ from megatron_lite.monitor.tensor_debug import LEVELS
 from megatron_lite.monitor.tensor_log import TensorEntry, read_tensor_log
 from megatron_lite.monitor.trackers import read_metrics
 from megatron_lite.parameter import Initializer, ParameterSpec
-from megatron_lite.run.experiment import Experiment
-from megatron_lite.run.stop_signal import StopSignal
-from megatron_lite.setup_run import Run, build
+from megatron_lite.setup_run import Run
 from megatron_lite.tiles import Block, Split
 from megatron_lite.train import train
-from tests.support.harness import run_distributed, tiny_config
+from tests.support.harness import run_distributed, start_run, tiny_config
 
 Options = dict[str, Any]
 
@@ -69,8 +67,7 @@ LAYOUTS: dict[str, tuple[int, Options]] = {
 def started(ranks: Distributed, options: Options) -> Iterator[tuple[Run, list[str]]]:
     """A run, and its messages on this rank."""
     size = ranks.tensor.world_size
-    config, stop = tiny_config(ranks.world_size, **LLAMA | {"tensor_parallel": size} | options), StopSignal()
-    run = build(config, ranks, Experiment(config, ranks), stop, ())
+    run = start_run(ranks, tiny_config(ranks.world_size, **LLAMA | {"tensor_parallel": size} | options))
     lines: list[str] = []
     handler = logging.Handler()
     handler.emit = lambda record: lines.append(record.getMessage())  # type: ignore[method-assign]
@@ -81,7 +78,6 @@ def started(ranks: Distributed, options: Options) -> Iterator[tuple[Run, list[st
         run.model.finish()
         run.trackers.close(0)
         run.logger.removeHandler(handler)
-        stop.restore()
         run.experiment.release()
 
 

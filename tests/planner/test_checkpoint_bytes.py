@@ -10,7 +10,7 @@ import pytest
 from megatron_lite.checkpoint.space import files_bytes
 from megatron_lite.distributed.process_group import Distributed
 from megatron_lite.planner.plan import make_plan
-from tests.support.harness import run_distributed, tiny_config
+from tests.support.harness import run_distributed, start_run, tiny_config
 from tests.support.random_configurations import Drawn, draw_configurations
 
 DRAWN = draw_configurations(12)
@@ -21,14 +21,8 @@ MOST_RANKS = 3  # that this test starts; those of a drawn configuration may be m
 def save(distributed: Distributed, options: dict[str, Any], folder: str) -> None:
     """Build a run as the program does, and save."""
     from megatron_lite.outputs.saving import save
-    from megatron_lite.run.experiment import Experiment
-    from megatron_lite.run.stop_signal import StopSignal
-    from megatron_lite.setup_run import build
 
-    config = tiny_config(distributed.world_size, **options, experiment_dir=folder)
-    stop = StopSignal()
-    run = build(config, distributed, Experiment(config, distributed), stop, ())
-    stop.restore()
+    run = start_run(distributed, tiny_config(distributed.world_size, **options, experiment_dir=folder))
     save(run)
     distributed.barrier()
 

@@ -20,7 +20,7 @@ from megatron_lite.optimizer.optimizer import rule_of
 from megatron_lite.planner import plan
 from megatron_lite.planner.plan import SimulatedGroup, make_plan, planned_model
 from megatron_lite.zero.multi_stage import MultiStage
-from tests.support.harness import layers_of, run_distributed, tiny_config
+from tests.support.harness import layers_of, run_distributed, start_run, tiny_config
 from tests.support.kernel_checks import products_in_fp32
 from tests.support.memory_meters import AllocatorMeter, Alone, a_model, measure_kept, micro_batches
 
@@ -69,16 +69,11 @@ def configured(ranks: int, options: dict[str, Any]) -> Config:
 def run_steps(distributed: Distributed, cases: list[dict[str, Any]]) -> list[Books]:
     """Run two real training steps, or three where the batch grows with the third; return memory, and the last one's
     traffic."""
-    from megatron_lite.run.experiment import Experiment
-    from megatron_lite.run.stop_signal import StopSignal
-    from megatron_lite.setup_run import build
     from megatron_lite.train import train_step
 
     books = []
     for options in cases:
-        config, stop = configured(distributed.world_size, options), StopSignal()
-        run = build(config, distributed, Experiment(config, distributed), stop, ())
-        stop.restore()
+        run = start_run(distributed, configured(distributed.world_size, options))
         steps = 3 if "batch_size_schedule" in options else 2
         for iteration, batch in enumerate(run.data.batches("training", 0, steps), start=1):
             distributed.traffic.take()

@@ -156,22 +156,28 @@ class Trajectory:
     memory_bytes: dict[str, int]
 
 
-def train_tiny(distributed: Distributed, options: dict[str, Any], iterations: int = 20) -> Trajectory:
-    """Train the tiny model with the program's own step; to be run by `run_distributed`."""
+def start_run(distributed: Distributed, config: Config) -> Run:
+    """Build or resume a run as the program does; signals keep their usual effect."""
     from megatron_lite.run.experiment import Experiment
     from megatron_lite.run.stop_signal import StopSignal
     from megatron_lite.setup_run import build
-    from megatron_lite.train import train_step
 
-    config = tiny_config(distributed.world_size, **{"train_iters": iterations, **options})
     stop = StopSignal()
     run = build(config, distributed, Experiment(config, distributed), stop, ())
+    stop.restore()
+    return run
+
+
+def train_tiny(distributed: Distributed, options: dict[str, Any], iterations: int = 20) -> Trajectory:
+    """Train the tiny model with the program's own step; to be run by `run_distributed`."""
+    from megatron_lite.train import train_step
+
+    run = start_run(distributed, tiny_config(distributed.world_size, **{"train_iters": iterations, **options}))
     initial = full_weights(run.model)
     updates = [
         train_step(run, micro_batches, iteration)
         for iteration, micro_batches in enumerate(run.data.batches("training", 0, iterations), start=1)
     ]
-    stop.restore()
     return Trajectory(
         losses=[float(update.loss) / update.tokens for update in updates],
         grad_norms=[float(update.grad_norm) for update in updates],
@@ -183,19 +189,14 @@ def train_tiny(distributed: Distributed, options: dict[str, Any], iterations: in
 
 def train_whole(distributed: Distributed, config: Config) -> Run:
     """A run to its end by the program's own loop, which saves and exports; to be run by `run_distributed`."""
-    from megatron_lite.run.experiment import Experiment
-    from megatron_lite.run.stop_signal import StopSignal
-    from megatron_lite.setup_run import build
     from megatron_lite.train import train
 
-    stop = StopSignal()
-    run = build(config, distributed, Experiment(config, distributed), stop, ())
+    run = start_run(distributed, config)
     code, message = train(run)
     assert code == 0, message
     run.data.close()
     run.model.finish()
     run.trackers.close(0)
-    stop.restore()
     return run
 
 

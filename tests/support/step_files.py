@@ -12,7 +12,7 @@ from types import FrameType
 
 import megatron_lite
 from megatron_lite.distributed.process_group import Distributed
-from tests.support.harness import run_distributed, tiny_config
+from tests.support.harness import run_distributed, start_run, tiny_config
 
 PACKAGE = Path(megatron_lite.__file__).parent
 
@@ -25,13 +25,9 @@ def step_files() -> dict[str, int]:
 
 def _entered(distributed: Distributed) -> list[str]:
     """Return the files whose functions a step calls, other packages' included."""
-    from megatron_lite.run.experiment import Experiment
-    from megatron_lite.run.stop_signal import StopSignal
-    from megatron_lite.setup_run import build
     from megatron_lite.train import train_step
 
-    config, stop = tiny_config(micro_batch_size=2, batch_size=4, lr_warmup_iters=0), StopSignal()
-    run = build(config, distributed, Experiment(config, distributed), stop, ())
+    run = start_run(distributed, tiny_config(micro_batch_size=2, batch_size=4, lr_warmup_iters=0))
     batches = run.data.batches("training", 0, 2)
     train_step(run, next(batches), 1)
     micro_batches = next(batches)
@@ -47,7 +43,6 @@ def _entered(distributed: Distributed) -> list[str]:
     finally:
         sys.setprofile(None)
     run.data.close()
-    stop.restore()
     return sorted(entered)
 
 

@@ -18,21 +18,19 @@ from megatron_lite.distributed.process_group import Distributed
 from megatron_lite.errors import NumericsError, UsageError
 from megatron_lite.optimizer.bad_steps import BadStep
 from megatron_lite.outputs.bad_steps import content
-from megatron_lite.run.experiment import Experiment
-from megatron_lite.run.stop_signal import StopSignal
 from megatron_lite.seeds import derive_seed
-from megatron_lite.setup_run import Run, build
+from megatron_lite.setup_run import Run
 from megatron_lite.train import train
 from scripts.replay_step import checkpoint_of, configuration, read_folder, replay
 from tests.support.engine_runs import digest
-from tests.support.harness import run_distributed, tiny_config
+from tests.support.harness import run_distributed, start_run, tiny_config
 
 BAD, ROOT = 6, Path(__file__).resolve().parents[2]
 
 
 def opened(distributed: Distributed, config: Config, fault: bool) -> Run:
     """A run; with a fault, data-parallel rank 1 has NaN as gradients of its second micro-batch in iteration BAD."""
-    run = build(config, distributed, Experiment(config, distributed), StopSignal(), ())
+    run = start_run(distributed, config)
     forward_backward = run.model.forward_backward
     seed = derive_seed(config.distributed.seed, "dropout", BAD, 1, 1)
 
@@ -57,7 +55,6 @@ def story(distributed: Distributed, root: str, zero_stage: int) -> dict[str, Any
         train(run)
     told["error"], told["last"] = str(caught.value), run.iteration
     run.model.finish()
-    run.stop.restore()
     run.experiment.release()
     distributed.barrier()  # rank 0 writes the folder
     folder = Path(root) / "runs" / "0" / "artifacts" / f"bad_step_{BAD}"
@@ -67,7 +64,6 @@ def story(distributed: Distributed, root: str, zero_stage: int) -> dict[str, Any
         told[f"{name} from"] = run.iteration
         told[name] = replay(run, found, folder / name)
         run.model.finish()
-        run.stop.restore()
     return told
 
 
@@ -106,7 +102,6 @@ def spikes(distributed: Distributed, root: str) -> list[str]:
         train(run)
         states.append(digest(part.read(kind) for _, part in run.model.parts() for kind in part.kinds()))
         run.model.finish()
-        run.stop.restore()
         run.experiment.release()
     return states
 
@@ -137,13 +132,11 @@ def begun_elsewhere(distributed: Distributed, root: str) -> tuple[str | None, st
         if config is first:
             train(run)
         run.model.finish()
-        run.stop.restore()
         run.experiment.release()
     found = content(run, BadStep(BAD, (1.0, 1.0), (math.inf, math.inf)), {})
     path = checkpoint_of(found, None)
     replayed = opened(distributed, configuration(json.loads(json.dumps(found)), path), fault=False)
     replayed.model.finish()
-    replayed.stop.restore()
     assert replayed.iteration == 2, "not the initial weights, and not refused because of the other seed"
     return found["checkpoint"], str(path)
 

@@ -22,12 +22,10 @@ from megatron_lite.distributed.process_group import Distributed
 from megatron_lite.errors import NumericsError
 from megatron_lite.monitor.trackers import read_metrics
 from megatron_lite.outputs.session import log_ending
-from megatron_lite.run.experiment import Experiment
-from megatron_lite.run.stop_signal import StopSignal
-from megatron_lite.setup_run import Run, build
+from megatron_lite.setup_run import Run
 from megatron_lite.train import train
 from tests.support.engine_runs import digest
-from tests.support.harness import run_distributed, tiny_config
+from tests.support.harness import run_distributed, start_run, tiny_config
 from tests.support.launch import TINY, read_exit
 from tests.support.launch import run as start_program
 
@@ -60,8 +58,8 @@ class Story:
 
 def start(distributed: Distributed, options: dict[str, Any], faults: dict[int, Fault]) -> Story:
     """Start the program without its command line: build, resume, train. Run this by `run_distributed`."""
-    config, stop, story = tiny_config(distributed.world_size, **options), StopSignal(), Story()
-    run = build(config, distributed, Experiment(config, distributed), stop, ())
+    config, story = tiny_config(distributed.world_size, **options), Story()
+    run = start_run(distributed, config)
     inject(run, faults, story)
     try:
         story.code, story.message = train(run)
@@ -70,7 +68,6 @@ def start(distributed: Distributed, options: dict[str, Any], faults: dict[int, F
     run.model.finish()
     run.trackers.close(story.code)
     log_ending(run, story.message)
-    stop.restore()
     story.state, story.optimizer = state(run), run.optimizer.state()
     return story
 

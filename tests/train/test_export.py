@@ -11,13 +11,12 @@ import pytest
 import torch
 from torch.nn import functional
 
-from megatron_lite.config import Config
 from megatron_lite.data.dataset_writer import IndexedDatasetWriter
 from megatron_lite.data.host_batch import micro_batch
 from megatron_lite.data.open_data import open_data
 from megatron_lite.distributed.process_group import Distributed
 from megatron_lite.model.embedding_and_head import Head
-from tests.support.harness import run_distributed, same_weights
+from tests.support.harness import run_distributed, same_weights, start_run
 
 
 @pytest.fixture(scope="module")
@@ -56,14 +55,10 @@ def a_corpus(folder: Path) -> str:
 
 def train_and_export(distributed: Distributed, options: dict[str, Any]) -> dict[str, Any]:
     """Train with the program's own loop and return our logits of the first validation batch."""
-    from megatron_lite.run.experiment import Experiment
-    from megatron_lite.run.stop_signal import StopSignal
-    from megatron_lite.setup_run import build
     from megatron_lite.train import train
     from tests.support.harness import tiny_config
 
-    config: Config = tiny_config(distributed.world_size, **options)
-    run = build(config, distributed, Experiment(config, distributed), StopSignal(), ())
+    run = start_run(distributed, tiny_config(distributed.world_size, **options))
     train(run)
     (on_host,) = next(run.data.batches("validation", 0, 1))
     batch = micro_batch(on_host, distributed.device, None, None)

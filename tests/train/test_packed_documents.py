@@ -18,7 +18,7 @@ from megatron_lite.distributed.process_group import Distributed
 from megatron_lite.kernels.attention.attention import Documents
 from megatron_lite.model.gpt import build_gpt
 from megatron_lite.model.layer import MASKED, Layer, MicroBatch
-from tests.support.harness import full_weights, run_distributed, tiny_config, train_tiny
+from tests.support.harness import full_weights, run_distributed, start_run, tiny_config, train_tiny
 from tests.support.plain_gpt import PlainGPT
 
 SIZES = [7, 0, 30, 1, 1, 16, 5, 17, 0, 0, 40, 2, 3, 64, 11, 16, 9, 50]
@@ -196,13 +196,8 @@ def losses(
 def evaluated(distributed: Distributed, values: dict[str, Any]) -> tuple[float, dict[str, np.ndarray]]:
     """Return the logged validation loss and the weights."""
     from megatron_lite.outputs.evaluation import evaluate
-    from megatron_lite.run.experiment import Experiment
-    from megatron_lite.run.stop_signal import StopSignal
-    from megatron_lite.setup_run import build
 
-    config, stop = tiny_config(distributed.world_size, **values), StopSignal()
-    run = build(config, distributed, Experiment(config, distributed), stop, ())
-    stop.restore()
+    run = start_run(distributed, tiny_config(distributed.world_size, **values))
     records: list[dict[str, Any]] = []
     run.trackers = SimpleNamespace(log=records.append)  # type: ignore[assignment]
     evaluate(run, "training")  # all of the corpus is training data

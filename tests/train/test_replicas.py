@@ -9,19 +9,15 @@ import torch
 
 from megatron_lite.distributed.process_group import Distributed
 from megatron_lite.errors import NumericsError
-from megatron_lite.run.experiment import Experiment
-from megatron_lite.run.stop_signal import StopSignal
-from megatron_lite.setup_run import build
 from megatron_lite.train import train
-from tests.support.harness import run_distributed, tiny_config
+from tests.support.harness import run_distributed, start_run, tiny_config
 
 OPTIONS = dict(batch_size=6, train_iters=8, check_replicas_interval=2, checkpoint_interval=1)
 
 
 def start(distributed: Distributed, options: dict[str, Any], fault: str) -> str:
     """Train; in iteration 6 rank 1 alone changes something. Returns the error."""
-    config, stop = tiny_config(distributed.world_size, **OPTIONS, **options), StopSignal()
-    run = build(config, distributed, Experiment(config, distributed), stop, ())
+    run = start_run(distributed, tiny_config(distributed.world_size, **OPTIONS, **options))
     forward_backward = run.model.forward_backward
 
     def faulty(micro_batches: Any) -> torch.Tensor:
@@ -40,7 +36,6 @@ def start(distributed: Distributed, options: dict[str, Any], fault: str) -> str:
         return str(error)
     finally:
         run.model.finish()
-        stop.restore()
         run.experiment.release()
 
 

@@ -17,11 +17,8 @@ import torch.distributed as dist
 from megatron_lite.data.dataset_writer import IndexedDatasetWriter
 from megatron_lite.distributed.process_group import Distributed
 from megatron_lite.outputs.evaluation import evaluate
-from megatron_lite.run.experiment import Experiment
-from megatron_lite.run.stop_signal import StopSignal
-from megatron_lite.setup_run import build
 from megatron_lite.train import train_step
-from tests.support.harness import Trajectory, run_distributed, same_weights, tiny_config, train_tiny
+from tests.support.harness import Trajectory, run_distributed, same_weights, start_run, tiny_config, train_tiny
 from tests.support.tensor_cases import CASES, QWEN3, Layout, Options, result_of, run_case, run_rank
 
 PROGRAM: Options = {**QWEN3, "vocab_size": 61, "logit_z_loss": 1e-2, "batch_size": 4, "lr": 1e-3, "clip_grad": 0.5}
@@ -65,10 +62,7 @@ def write_corpus(folder: Path) -> Options:
 
 def train_and_evaluate(distributed: Distributed, options: Options) -> tuple[list[float], dict[str, float]]:
     """Return the losses of some steps and those of the validation that follows, the averages' included."""
-    config = tiny_config(distributed.world_size, **options)
-    stop = StopSignal()
-    run = build(config, distributed, Experiment(config, distributed), stop, ())
-    stop.restore()
+    run = start_run(distributed, tiny_config(distributed.world_size, **options))
     batches = enumerate(run.data.batches("training", 0, 4), start=1)
     updates = [train_step(run, micro_batches, iteration) for iteration, micro_batches in batches]
     records: list[dict[str, Any]] = []
