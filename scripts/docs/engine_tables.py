@@ -31,6 +31,7 @@ from scripts.docs.tables import markdown_table, with_tables, write_documents
 DOCUMENTS = ("multi_stage.md", "parallelism.md")
 MODEL = read_words(str(ROOT / "scripts" / "examples" / "mistral_7b.flags"))
 MIB, GIB = 2**20, 2**30
+Rows = Iterator[tuple[str | int | float, ...]]  # header and cells; a float is shown with one decimal
 
 
 def plan(ranks: int, **flags: Any) -> Plan:
@@ -39,147 +40,95 @@ def plan(ranks: int, **flags: Any) -> Plan:
     return make_plan(resolve(parse_flags(words).config, ranks), ranks, "cuda")
 
 
-def stage_sizes(model: Any) -> list[int]:
-    """Return the elements of each stage, without padding."""
-    return [sum(slot.numel for part in stage.parts for slot in part.layout.slots) for stage in model.stages]
+def needed(made: Plan, level: str) -> str:
+    """Return the memory needed at a level of recomputation, in GiB."""
+    size = made.needed_bytes(level)
+    return f"{size / GIB:,.1f}{' (too much)' if size > PLANNED_GPU_BYTES else ''}"
 
 
-def memory_table() -> Iterator[tuple[str, ...]]:
+def memory_table() -> Rows:
     """Compare state memory with the formula."""
     yield "training dtype", "ZeRO", "ranks", "formula, bytes", "padding, bytes", "allocated, bytes", "MiB"
     for dtype, zero_stage in STATE_BYTES:
         for ranks in (1, 2, 8, 64):
             made = plan(ranks, training_dtype=dtype, zero_stage=zero_stage)
-            formula = formula_bytes(stage_sizes(made.model), dtype, zero_stage, ranks)
-            allocated = made.state_bytes
-            numbers = (f"{number:,}" for number in (formula, allocated - formula, allocated))
-            yield dtype, str(zero_stage), str(ranks), *numbers, f"{allocated / MIB:,.1f}"
+            sizes = [
+                sum(slot.numel for part in stage.parts for slot in part.layout.slots) for stage in made.model.stages
+            ]
+            formula, allocated = formula_bytes(sizes, dtype, zero_stage, ranks), made.state_bytes
+            yield dtype, zero_stage, ranks, formula, allocated - formula, allocated, allocated / MIB
 
 
-def traffic_table() -> Iterator[tuple[str, ...]]:
+def traffic_table() -> Rows:
     """Compare the collectives of a step with the formulas."""
-    yield (
-        "ZeRO",
-        "micro-batches",
-        "gathers",
-        "formula",
-        "reductions",
-        "formula",
-        "gathered, MiB",
-        "reduced, MiB",
-        "sent per rank, MiB",
-    )
+    counts = "gathers", "formula", "reductions", "formula"
+    yield "ZeRO", "micro-batches", *counts, "gathered, MiB", "reduced, MiB", "sent per rank, MiB"
     for zero_stage in (1, 2, 3):
         for depth, breadth in ((1, 1), (4, 1), (1, 4), (2, 2)):
-            made = plan(
-                4,
-                zero_stage=zero_stage,
-                batch_size=4 * depth * breadth,
-                micro_batch_size=1,
-                breadth_first_micro_batches=breadth,
-            )
+            batch = {"batch_size": 4 * depth * breadth, "micro_batch_size": 1, "breadth_first_micro_batches": breadth}
+            made = plan(4, zero_stage=zero_stage, **batch)
             stages, (buffers, _) = len(made.model.stages), made.model.memory.buffer_counts()
             # The backward of the embedding needs no weights, so they are not gathered for it.
             gathers = stages + (2 * depth - 1) * (stages - buffers) - (1 if buffers < stages else 0)
             reductions = stages * (1 if zero_stage == 1 else depth)
             gathered, reduced = made.traffic["gather"], made.traffic["reduce"]
-            yield (
-                str(zero_stage),
-                f"{depth} x {breadth}",
-                str(gathered.collectives),
-                str(gathers),
-                str(reduced.collectives),
-                str(reductions),
-                f"{gathered.bytes / MIB:,.1f}",
-                f"{reduced.bytes / MIB:,.1f}",
-                f"{(gathered.wire_bytes + reduced.wire_bytes) / MIB:,.1f}",
-            )
+            sizes = gathered.bytes, reduced.bytes, gathered.wire_bytes + reduced.wire_bytes
+            found = gathered.collectives, gathers, reduced.collectives, reductions
+            yield zero_stage, f"{depth} x {breadth}", *found, *(size / MIB for size in sizes)
 
 
-def buffers_table() -> Iterator[tuple[str, ...]]:
+def buffers_table() -> Rows:
     """Show buffer counts between ZeRO-3 and plain data parallelism."""
     yield "weight buffers", "gradient buffers", "state, GiB", "gathers", "reductions", "sent per rank, GiB"
     for weights, gradients in ((1, 1), (2, 2), (4, 4), (8, 8), (17, 17), (34, 2), (34, 34)):
         made = plan(8, num_weight_buffers=weights, num_grad_buffers=gradients, batch_size=32, micro_batch_size=1)
         gathered, reduced = made.traffic["gather"], made.traffic["reduce"]
         sent = (gathered.wire_bytes + reduced.wire_bytes) / GIB
-        yield (
-            str(weights),
-            str(gradients),
-            f"{made.state_bytes / GIB:,.1f}",
-            str(gathered.collectives),
-            str(reduced.collectives),
-            f"{sent:,.1f}",
-        )
+        yield weights, gradients, made.state_bytes / GIB, gathered.collectives, reduced.collectives, sent
 
 
-def choices_table() -> Iterator[tuple[str, ...]]:
+def choices_table() -> Rows:
     """Show which configurations fit on how many GPUs."""
-    yield (
-        "GPUs",
-        "ZeRO",
-        "micro-batches",
-        "state, GiB",
-        "needed at level none",
-        "activation",
-        "full",
-        "sent per rank, GiB per iteration",
-    )
+    memory = "state, GiB", "needed at level none", "activation", "full"
+    yield "GPUs", "ZeRO", "micro-batches", *memory, "sent per rank, GiB per iteration"
     for ranks in (4, 8, 64, 128):
         for zero_stage in (1, 2, 3):
             for order in ("depth", "breadth") if ranks == 64 else ("depth",):
-                sequential = 128 // ranks
-                made = plan(
-                    ranks, zero_stage=zero_stage, micro_batch_size=1, **{f"{order}_first_micro_batches": sequential}
-                )
-                needed = [made.needed_bytes(level) for level in ("none", "activation", "full")]
+                count = 128 // ranks
+                made = plan(ranks, zero_stage=zero_stage, micro_batch_size=1, **{f"{order}_first_micro_batches": count})
+                levels = [needed(made, level) for level in ("none", "activation", "full")]
                 sent = sum(made.traffic[kind].wire_bytes for kind in ("gather", "reduce")) / GIB
-                yield (
-                    str(ranks),
-                    str(zero_stage),
-                    f"{sequential} {order}-first" if sequential > 1 else "1",
-                    f"{made.state_bytes / GIB:,.1f}",
-                    *(f"{size / GIB:,.1f}{' (too much)' if size > PLANNED_GPU_BYTES else ''}" for size in needed),
-                    f"{sent:,.1f}",
-                )
+                batches = f"{count} {order}-first" if count > 1 else 1
+                yield ranks, zero_stage, batches, made.state_bytes / GIB, *levels, sent
 
 
-# Shapes of --tensor_parallel: ranks, and whether they split the tokens.
-SHARED = ((1, False), *((ranks, splits) for ranks in (2, 4, 8) for splits in (False, True)))
+# Layouts of tensor parallelism: ranks, and whether they split the tokens.
+LAYOUTS = ((1, False), *((ranks, splits) for ranks in (2, 4, 8) for splits in (False, True)))
 
 
-def shared_plan(ranks: int, splits: bool, **flags: Any) -> Plan:
-    """Plan the example on 8 GPUs, of which so many share each layer."""
-    layout = {"tensor_parallel": ranks, "sequence_tensor_parallel": int(splits)}
-    return plan(8, **layout, micro_batch_size=1, **flags)
+def tensor_plan(ranks: int, splits: bool, **flags: Any) -> Plan:
+    """Plan the example on 8 GPUs with this many tensor-parallel ranks."""
+    return plan(8, tensor_parallel=ranks, sequence_tensor_parallel=int(splits), micro_batch_size=1, **flags)
 
 
-def tensor_memory_table() -> Iterator[tuple[str, ...]]:
-    """Show what ranks that share layers hold, and how long a step takes."""
+def tensor_memory_table() -> Rows:
+    """Show the memory of a tensor-parallel rank, and how long a step takes."""
     yield "T", "tokens", "state, GiB", "one block, MiB", "all layers, GiB", "needed, GiB", "s/step, predicted"
-    for ranks, splits in SHARED:
-        made = shared_plan(ranks, splits)
-        memory, config = made.activations["none"], made.config
-        speeds = gpu_sheet(config.distributed, 8)
-        time = predict_step(made, speeds)
-        needed = made.needed_bytes("none")
-        yield (
-            str(ranks),
-            "split" if splits else "whole",
-            f"{made.state_bytes / GIB:,.1f}",
-            f"{memory.saved[1].total() / MIB:,.0f}",
-            f"{memory.held / GIB:,.1f}",
-            f"{needed / GIB:,.1f}{' (too much)' if needed > PLANNED_GPU_BYTES else ''}",
-            f"{time.seconds:,.1f}",
-        )
+    for ranks, splits in LAYOUTS:
+        made = tensor_plan(ranks, splits)
+        memory, state = made.activations["none"], made.state_bytes / GIB
+        time = predict_step(made, gpu_sheet(made.config.distributed, 8))
+        block = round(memory.saved[1].total() / MIB)
+        tokens = "split" if splits else "whole"
+        yield ranks, tokens, state, block, memory.held / GIB, needed(made, "none"), time.seconds
 
 
-def tensor_traffic_table() -> Iterator[tuple[str, ...]]:
-    """Compare the exchanges of ranks that share layers with the formulas."""
+def tensor_traffic_table() -> Rows:
+    """Compare the collectives of tensor-parallel ranks with the formulas."""
     yield "T", "tokens", "recomputed", "gathers", "sent", "formula", "sums", "sent", "formula", "by ZeRO"
-    for ranks, splits in SHARED[1:]:
+    for ranks, splits in LAYOUTS[1:]:
         for recomputed in (0, 32) if ranks == 2 else (0,):
-            made = shared_plan(ranks, splits, recompute_layers=recomputed)
+            made = tensor_plan(ranks, splits, recompute_layers=recomputed)
             model, batch = made.config.model, made.config.batch
             assert batch.sequential_micro_batches
             hidden = batch.sequence_length * model.hidden_size * 2 * batch.sequential_micro_batches
@@ -188,18 +137,12 @@ def tensor_traffic_table() -> Iterator[tuple[str, ...]]:
             gathers = each * (6 * model.num_layers + 2 * recomputed + 2) * splits
             gathered, summed = (made.traffic.get(kind, Total()) for kind in (GATHER, REDUCE))
             of_zero = sum(made.traffic[kind].wire_bytes for kind in ("gather", "reduce") if kind in made.traffic)
-            yield (
-                str(ranks),
-                "split" if splits else "whole",
-                str(recomputed),
-                f"{gathered.collectives:,}",
-                *(f"{size / MIB:,.0f}" for size in (gathered.wire_bytes, gathers)),
-                f"{summed.collectives:,}",
-                *(f"{size / MIB:,.0f}" for size in (summed.wire_bytes, sums, of_zero)),
-            )
+            gather_cells = gathered.collectives, *(round(size / MIB) for size in (gathered.wire_bytes, gathers))
+            sum_cells = summed.collectives, *(round(size / MIB) for size in (summed.wire_bytes, sums, of_zero))
+            yield ranks, "split" if splits else "whole", recomputed, *gather_cells, *sum_cells
 
 
-TABLES: dict[str, Callable[[], Iterator[tuple[str, ...]]]] = {
+TABLES: dict[str, Callable[[], Rows]] = {
     "memory": memory_table,
     "traffic": traffic_table,
     "buffers": buffers_table,
@@ -211,8 +154,12 @@ TABLES: dict[str, Callable[[], Iterator[tuple[str, ...]]]] = {
 
 def render(name: str) -> list[str]:
     """Return the lines of one table in Markdown."""
-    header, *rows = TABLES[name]()
-    return markdown_table(header, rows)
+    rows = (
+        [f"{cell:,.1f}" if isinstance(cell, float) else f"{cell:,}" if isinstance(cell, int) else cell for cell in row]
+        for row in TABLES[name]()
+    )
+    header, *lines = rows
+    return markdown_table(header, lines)
 
 
 def renewed(text: str) -> str:

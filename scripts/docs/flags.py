@@ -9,7 +9,9 @@ They are made from megatron_lite/config/ with its other_programs.txt.
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import partial
+from pathlib import Path
 
 from megatron_lite.cli.foreign_flags import answers_for, refused
 from megatron_lite.cli.help import default_words
@@ -17,6 +19,7 @@ from megatron_lite.config import AREAS
 from megatron_lite.config.other_programs import table as other_programs
 from megatron_lite.config.values import FLAGS, Flag, limits
 from scripts.docs.foreign_flags import REPOSITORY, cell_text, guides, other_defaults, page, table
+from scripts.docs.tables import write_documents
 
 TARGET = REPOSITORY / "docs" / "flags.md"
 
@@ -114,16 +117,9 @@ def main(argv: Sequence[str]) -> int:
     if list(argv) not in ([], ["--check"]):
         print(__doc__, file=sys.stderr)
         return 2
-    stale = False
-    for target, wanted in [(TARGET, flags_page()), *((guide.path, page(guide)) for guide in guides())]:
-        if target.exists() and target.read_text(encoding="utf-8") == wanted:
-            continue
-        if argv:
-            print(f"{target} is out of date; run python -m scripts.docs.flags", file=sys.stderr)
-            stale = True
-        else:
-            target.write_text(wanted, encoding="utf-8")
-    return int(stale)
+    pages: dict[Path, Callable[[str], str]] = {TARGET: lambda _: flags_page()}
+    pages |= {guide.path: partial(page, guide) for guide in guides()}
+    return write_documents(pages, bool(argv), "python -m scripts.docs.flags")
 
 
 if __name__ == "__main__":

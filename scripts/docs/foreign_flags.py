@@ -19,6 +19,7 @@ from megatron_lite.cli.foreign_flags import by_name, suffixes
 from megatron_lite.cli.help import default_words
 from megatron_lite.config.other_programs import Row
 from megatron_lite.config.values import FLAGS, SPELLINGS, Flag, written
+from scripts.docs.tables import markdown_table
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 SAME = "(the same)"  # after a default that other programs only write differently
@@ -80,7 +81,7 @@ def cell_text(text: str) -> str:
 
 def table(head: tuple[str, ...], rows: Sequence[tuple[str, ...]]) -> str:
     """Return a Markdown table; the cells are Markdown already."""
-    return "".join("| " + " | ".join(row) + " |\n" for row in (head, tuple("---" for _ in head), *rows))
+    return "".join(f"{line}\n" for line in markdown_table(head, rows))
 
 
 def guides() -> tuple[Guide, Guide]:
@@ -156,9 +157,9 @@ def _merged(rows: Iterator[GuideRow]) -> list[GuideRow]:
     return found
 
 
-def page(guide: Guide) -> str:
+def page(guide: Guide, text: str) -> str:
     """Return the text of a guide with its tables, and its lists of equal flags, as they should be now."""
-    sections = re.split(r"^(?=## )", guide.path.read_text(encoding="utf-8"), flags=re.M)
+    sections = re.split(r"^(?=## )", text, flags=re.M)
     return "".join(_section(guide, text) for text in sections)
 
 

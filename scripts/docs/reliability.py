@@ -11,16 +11,18 @@ from __future__ import annotations
 
 import argparse
 import collections
+import itertools
 import re
 import sys
 import xml.etree.ElementTree as ElementTree
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
+from scripts.docs.tables import markdown_table, with_tables, write_documents
 from tests.faults.catalogue import Row, read_catalogue
 
 TARGET = Path(__file__).resolve().parents[2] / "docs" / "reliability.md"
-MARKS = ("<!-- begin of the table -->\n", "<!-- end of the table -->\n")
+COMMAND = "python -m scripts.docs.reliability FILE"
 Counts = Mapping[str, int]  # result -> cases
 
 
@@ -60,8 +62,8 @@ def outcome(row: Row, results: Mapping[str, Counts]) -> str:
 REST = {"failed": "failed", "skipped": "skipped", "missing": "not run"}
 
 
-def render(cells: Mapping[int, str]) -> str:
-    """Return the table, given the last cell of each row."""
+def render(cells: Mapping[int, str]) -> list[str]:
+    """Return the lines of the table, given the last cell of each row."""
     rows = read_catalogue()
     words = collections.Counter(cells[row.number].split(" ")[0].rstrip(":") for row in rows)
     tested = sum(bool(row.tests) for row in rows)
@@ -69,24 +71,15 @@ def render(cells: Mapping[int, str]) -> str:
         f"{tested} of {len(rows)} faults have a promise and tests. In the last run, tests of {words['pass']} passed "
         f"and those of {words['FAILED']} failed."
     ]
-    group = ""
-    for row in rows:
-        if row.group != group:
-            group = row.group
-            lines += ["", f"**{group}**", "", "| | fault | promise | tests |", "| --- | --- | --- | --- |"]
-        lines.append(f"| {row.number} | {row.fault} | {row.promise} | {cells[row.number]} |")
-    return "\n".join(lines) + "\n"
+    for group, members in itertools.groupby(rows, key=lambda row: row.group):
+        cells_of = [(str(row.number), row.fault, row.promise, cells[row.number]) for row in members]
+        lines += ["", f"**{group}**", "", *markdown_table(("", "fault", "promise", "tests"), cells_of)]
+    return lines
 
 
 def written_cells(page: str) -> dict[int, str]:
     """Return the last cell of each row that is on the page."""
     return {int(number): cell for number, cell in re.findall(r"^\| (\d+) \|.*\| ([^|]*) \|$", page, re.M)}
-
-
-def with_table(page: str, table: str) -> str:
-    """Return the page with this table between its marks."""
-    before, rest = page.split(MARKS[0])
-    return f"{before}{MARKS[0]}\n{table}\n{MARKS[1]}{rest.split(MARKS[1])[1]}"
 
 
 def main(argv: list[str]) -> int:
@@ -97,15 +90,17 @@ def main(argv: list[str]) -> int:
     options = parser.parse_args(argv)
     if options.check == bool(options.files):
         parser.error("name files of results, or write --check")
-    page = TARGET.read_text("utf-8")
+    rows = read_catalogue()
     if options.check:
-        cells = written_cells(page)
-        numbers = [row.number for row in read_catalogue()]
-        return int(list(cells) != numbers or with_table(page, render(cells)) != page)
-    results = read_results(options.files)
-    cells = {row.number: outcome(row, results) for row in read_catalogue()}
-    TARGET.write_text(with_table(page, render(cells)), "utf-8")
-    return int(any(cell.startswith("FAILED") for cell in cells.values()))
+        cells = written_cells(TARGET.read_text("utf-8"))
+        if list(cells) != [row.number for row in rows]:
+            return 1
+    else:
+        results = read_results(options.files)
+        cells = {row.number: outcome(row, results) for row in rows}
+    writers = {"faults": lambda: render(cells)}
+    code = write_documents({TARGET: lambda page: with_tables(page, writers)}, options.check, COMMAND)
+    return code or int(any(cell.startswith("FAILED") for cell in cells.values()) and not options.check)
 
 
 if __name__ == "__main__":
