@@ -40,8 +40,8 @@ from megatron_lite.distributed.process_group import Distributed
 from megatron_lite.monitor.metrics import LogWindow
 from megatron_lite.validation import resolve
 from scripts.benchmarks import processor
-from scripts.benchmarks.results import MIB, argument_parser, result_of, write_json
-from scripts.benchmarks.tables import Column, Goal, first_ratio, spread, table, verdicts
+from scripts.benchmarks.results import MIB, argument_parser
+from scripts.benchmarks.tables import Column, Goal, first_ratio, publish, spread, table
 from scripts.benchmarks.training.engine import built
 from scripts.benchmarks.turns import Figures, Turns
 
@@ -240,7 +240,12 @@ def main(argv: Sequence[str]) -> int:
         if distributed.rank == 0:
             shutil.rmtree(options.folder, ignore_errors=True)
     if distributed.rank == 0:
-        report(options, argv, checkpoint_bytes(bench.model, distributed.world_size), distributed.world_size, turns)
+        rows = {name: row for one in turns for name, row in measured_rows(one).items()}
+        num_bytes, ranks = checkpoint_bytes(bench.model, distributed.world_size), distributed.world_size
+        command = f"torchrun --nproc-per-node={ranks} -m scripts.benchmarks.checkpoint"
+        about = f"{num_bytes / MIB:,.0f} MiB, {ranks} ranks; "
+        lines = table(rows, COLUMNS)
+        publish(command, argv, options, rows, lines, about=about, goals=GOALS, bytes=num_bytes, ranks=ranks)
     distributed.barrier()
     distributed.close()
     return 0
@@ -293,19 +298,6 @@ COLUMNS = (
     _in_background("of the copy", "blocked_ratio", ""),
     Column("memory (MiB)", lambda rows, name: f"{rows[name]['memory_bytes'] / MIB:,.0f}"),
 )
-
-
-def report(
-    options: argparse.Namespace, argv: Sequence[str], num_bytes: int, ranks: int, turns: Sequence[Turns]
-) -> None:
-    """Print the table and the goals, and write the JSON file."""
-    rows = {name: row for one in turns for name, row in measured_rows(one).items()}
-    command = f"torchrun --nproc-per-node={ranks} -m scripts.benchmarks.checkpoint"
-    result = result_of(command, argv, options, rows, bytes=num_bytes, ranks=ranks)
-    cores = result["environment"]["machine"]["cores"]
-    print(f"{num_bytes / MIB:,.0f} MiB, {ranks} ranks, {cores} cores, torch {torch.__version__}")
-    print("\n".join(["", *table(rows, COLUMNS), "", *verdicts(GOALS, rows)]))
-    write_json(options.output, result)
 
 
 if __name__ == "__main__":

@@ -29,8 +29,8 @@ import numpy as np
 
 from megatron_lite.data.indexed_dataset import HEADER, MAGIC, VERSION
 from scripts.benchmarks import processor
-from scripts.benchmarks.results import MIB, argument_parser, measured_alone, result_of, write_json
-from scripts.benchmarks.tables import first_ratio, spread, table
+from scripts.benchmarks.results import MIB, argument_parser, measured_alone
+from scripts.benchmarks.tables import first_ratio, publish, spread, table
 from scripts.benchmarks.turns import Turns
 
 LENGTH = 2048
@@ -206,11 +206,9 @@ def loading(options: argparse.Namespace, peers: bool) -> Turns:
     return Turns(names, lambda row, turn: timed("load", *rows[row], prefix, options.batches), options.turns, warm_up=1)
 
 
-def measured_rows(turns: Turns, *figures: str) -> dict[str, Any]:
-    """Measure; return the figures of each row, and the ratio of its time to ours with as many workers."""
-    for _ in turns.run():
-        pass
-    return turns.rows("seconds", *figures, others=lambda name: [name.replace(name.partition(",")[0], "ours")])
+def ours_with_as_many_workers(name: str) -> list[str]:
+    """Return the row that a row is compared with."""
+    return [name.replace(name.partition(",")[0], "ours")]
 
 
 # The time of a sample over ours is our speed over its own.
@@ -240,21 +238,19 @@ def main(argv: Sequence[str]) -> int:
     options.folder.mkdir(parents=True)
     try:
         rows = {
-            "opening": measured_rows(opening(options, peers), "memory_bytes"),
-            "loading": measured_rows(loading(options, peers), "samples_per_s"),
+            "opening": opening(options, peers).measured("seconds", "memory_bytes", others=ours_with_as_many_workers),
+            "loading": loading(options, peers).measured("seconds", "samples_per_s", others=ours_with_as_many_workers),
         }
     finally:
         shutil.rmtree(options.folder, ignore_errors=True)
-    for title, columns in COLUMNS.items():
-        print("\n".join(table(rows[title], columns, title)), end="\n\n")
-    result = result_of(
+    publish(
         "python -m scripts.benchmarks.data",
         argv,
         options,
-        {**rows["opening"], **rows["loading"]},
+        rows["opening"] | rows["loading"],
+        *(table(rows[title], columns, title) for title, columns in COLUMNS.items()),
         missing={} if peers else {"megatron-core": "not installed"},
     )
-    write_json(options.output, result)
     return 0
 
 

@@ -27,8 +27,8 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from scripts.benchmarks.results import ROOT, argument_parser, names_in, result_of, write_json
-from scripts.benchmarks.tables import over, remarks, spread, table
+from scripts.benchmarks.results import ROOT, argument_parser, names_in
+from scripts.benchmarks.tables import over, publish, spread, table
 from scripts.benchmarks.turns import Figures, Turns
 
 ROWS = {  # row -> the package that it needs
@@ -185,13 +185,10 @@ def main(argv: Sequence[str]) -> int:
     installed = {row: importlib.util.find_spec(ROWS[row]) is not None for row in names_in(options.rows)}
     names = [row for row in installed if installed[row]]
     turns = Turns(names, lambda row, turn: prepared(row, options, tokenizer_file), options.turns)
-    for _ in turns.run():
-        pass
-    rows = turns.rows("seconds", "mb_per_s", others=lambda row: ["ours"])
+    rows = turns.measured("seconds", "mb_per_s", others=lambda row: ["ours"])
     missing = {row: f"{ROWS[row]} is not installed" for row in installed if not installed[row]}
-    result = result_of("python -m scripts.benchmarks.preparing", argv, options, rows, missing=missing)
-    write_json(options.output, result)
-    print("\n".join([*table(rows, COLUMNS, "preparing"), *remarks(result)]))
+    lines = table(rows, COLUMNS, "preparing")
+    publish("python -m scripts.benchmarks.preparing", argv, options, rows, lines, missing=missing)
     return 0
 
 

@@ -7,6 +7,7 @@ import platform
 import time
 from collections.abc import Collection
 from pathlib import Path
+from typing import NamedTuple
 
 
 def name() -> str:
@@ -37,18 +38,35 @@ def busy_seconds() -> float:
     return sum(sum(map(int, (*fields[1:4], *fields[6:9]))) for fields in used) / os.sysconf("SC_CLK_TCK")
 
 
-def share_of_cores(cpu_s: float, elapsed_s: float) -> float:
-    """Return CPU seconds as a share of the cores; the kernel counts in ticks, so a short time may look negative."""
-    return max(0.0, cpu_s) / (elapsed_s * len(cores()))
+class Load(NamedTuple):
+    """Clock, CPU seconds of the measured program, and CPU seconds of all programs: at a moment, or over a span."""
+
+    elapsed_s: float
+    own_s: float
+    busy_s: float
+
+    def since(self, before: Load) -> Load:
+        """Return the span between two moments."""
+        return Load(*(now - then for now, then in zip(self, before, strict=True)))
+
+    @property
+    def others(self) -> float:
+        """The share of the cores that other programs took; at least 0, since the kernel counts in ticks."""
+        return max(0.0, self.busy_s - self.own_s) / (self.elapsed_s * len(cores()))
+
+
+def load(own_s: float | None = None) -> Load:
+    """Return the load of this moment; own_s: CPU seconds of the measured program (default: of this process)."""
+    return Load(time.perf_counter(), time.process_time() if own_s is None else own_s, busy_seconds())
 
 
 def wait_until_quiet(max_busy: float, at_most_s: float = 60.0, sample_s: float = 0.5) -> None:
     """Sleep until all processes together use less than a share of the cores, or the time is up."""
-    deadline, busy_s = time.monotonic() + at_most_s, busy_seconds()
+    deadline, now = time.monotonic() + at_most_s, load(0.0)
     while time.monotonic() < deadline:
         time.sleep(sample_s)
-        before, busy_s = busy_s, busy_seconds()
-        if share_of_cores(busy_s - before, sample_s) <= max_busy:
+        before, now = now, load(0.0)
+        if now.since(before).others <= max_busy:
             return
 
 

@@ -94,12 +94,6 @@ def environment(
     }
 
 
-def result_of(command: str, argv: Sequence[str], options: argparse.Namespace, rows: Rows, **more: Any) -> Result:
-    """Return the result of a benchmark in which every contestant ran; more: other keys, or these in place of ours."""
-    about: Result = {"environment": environment(command, argv), "settings": vars(options), "rows": rows}
-    return {**about, "missing": {}, "failures": {}, **more}
-
-
 def versions(python: str = sys.executable) -> dict[str, str]:
     """Return the versions of this program and of the packages that an interpreter has."""
     done = subprocess.run([python, "-c", _VERSIONS], capture_output=True, text=True, check=True)

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import argparse
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 from scripts.benchmarks.instructions import sentence
-from scripts.benchmarks.results import Result, Rows, Spread, compared_with, ratio, scaled
+from scripts.benchmarks.results import Result, Rows, Spread, compared_with, environment, ratio, scaled, write_json
 from scripts.docs.tables import markdown_table
 
 NOT_MEASURED = "not yet measured"
@@ -67,6 +68,33 @@ def table(rows: Rows, columns: Iterable[Column], first: str = "") -> list[str]:
     cells = {column.title: [column.cell(rows, name) for name in rows] for column in columns}
     shown = {title: texts for title, texts in cells.items() if any(texts)}
     return markdown_table([first, *shown], [list(line) for line in zip(rows, *shown.values(), strict=True)])
+
+
+def publish(
+    command: str,
+    argv: Sequence[str],
+    options: argparse.Namespace,
+    rows: Rows,
+    *tables: Sequence[str],
+    about: str = "",
+    goals: Sequence[Goal] = (),
+    **more: Any,
+) -> Result:
+    """Write the result of a benchmark to --output, print it, and return it.
+
+    Args:
+        command: what was typed before the arguments `argv`.
+        tables: lines of the tables to print, below the machine and above goals and contestants without a row.
+        about: what the numbers are of, for the first line.
+        more: other keys of the result, or these in place of the usual ones.
+    """
+    result: Result = {"environment": environment(command, argv), "settings": vars(options), "rows": rows}
+    result |= {"missing": {}, "failures": {}, **more}
+    write_json(options.output, result)
+    below = ["", *remarks(result), *verdicts(goals, rows)]
+    lines = [f"{about}{surroundings(result['environment'])}.", *(line for one in tables for line in ("", *one)), *below]
+    print("\n".join(lines), flush=True)
+    return result
 
 
 def remarks(result: Result) -> Iterator[str]:

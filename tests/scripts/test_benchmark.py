@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 
 from scripts.benchmarks import checkpoint, data, preparing, results
+from scripts.benchmarks.tables import table
 from scripts.benchmarks.training import memory, optimizer, profile, report, settings
 from tests.support import warm_python
 from tests.support.launch import free_port
@@ -344,12 +345,22 @@ def test_checkpoints_are_timed_beside_their_peers(tmp_path: Path) -> None:
     assert all(f"| {name} |" in text for name in result["rows"]) and not folder.exists()
 
 
-def test_every_optimizer_row_is_measured_and_agrees_with_its_peer(tmp_path: Path) -> None:
+TINY_UPDATE = ("--num_layers=1", "--hidden_size=64", "--ffn_hidden_size=96", "--vocab_size=128", "--turns=2")
+
+
+@pytest.mark.slow
+def test_the_optimizer_alone_is_timed_beside_its_peers(tmp_path: Path) -> None:
+    """The program with a process for a row: it ends well, with its table and file."""
+    program = ["-m", "scripts.benchmarks.training.optimizer", *TINY_UPDATE, "--only=none clipped"]
+    text, result = run(program, tmp_path / "optimizer.json")
+    assert len(result["rows"]) == 1 and all(f"| {name} |" in text for name in result["rows"])
+
+
+def test_every_optimizer_row_is_measured_and_agrees_with_its_peer() -> None:
     """The program fails where weights are apart; here it is made to say how far they are."""
-    tiny = ("--num_layers=1", "--hidden_size=64", "--ffn_hidden_size=96", "--vocab_size=128", "--turns=2")
-    text, result = run(["-m", "scripts.benchmarks.training.optimizer", *tiny], tmp_path / "optimizer.json")
-    rows = result["rows"]
-    assert len(rows) == 7 and all(f"| {name} |" in text for name in rows)
+    rows = {row.name: optimizer.measure(row, optimizer.parse(TINY_UPDATE)) for row in optimizer.ROWS}
+    lines = table(rows, optimizer.COLUMNS)
+    assert len(rows) == 7 and [line.split(" | ")[0] for line in lines[2:]] == [f"| {name}" for name in rows]
     for row in rows.values():
         assert row["parameters"] > 30_000
         assert len(row["step_s"]["values"]) == 2 and min(row["step_s"]["values"]) > 0 and len(row["ratios"]) == 2
@@ -364,8 +375,8 @@ def test_every_way_of_preparing_tokenizes_the_whole_corpus(tmp_path: Path, capsy
     corpus.write_text("".join(json.dumps({"text": f"some words {number}"}) + "\n" for number in range(500)))
     words = [str(corpus), f"--folder={tmp_path / 'work'}", "--turns=1", f"--output={tmp_path / 'x.json'}"]
     assert preparing.main([*words, f"--rows={','.join(rows)}"]) == 0
-    table = capsys.readouterr().out.splitlines()
-    assert [line.split(" | ")[0].removeprefix("| ") for line in table[2:5]] == rows
+    lines = [line for line in capsys.readouterr().out.splitlines() if line.startswith("|")]
+    assert [line.split(" | ")[0].removeprefix("| ") for line in lines[2:5]] == rows
     assert json.loads((tmp_path / "x.json").read_text())["rows"]["ours"]["ratios"]["ours"]["median"] == 1.0
     tokenizer = str(tmp_path / "work" / "tokenizer.json")
     assert preparing.library_loop(str(corpus), tokenizer, "encode_batch") > 500

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from scripts.benchmarks.processor import share_of_cores
+from scripts.benchmarks.processor import Load
 from scripts.benchmarks.results import ratio, spread_of
 from scripts.benchmarks.tables import Goal, number, over, spread, table, verdicts
 from scripts.benchmarks.turns import Turns
@@ -41,7 +41,7 @@ def test_turns_beside_other_programs_do_not_count() -> None:
     never = Turns(["a"], lambda name, turn: {"seconds": 1.0, "others": 0.0}, 2, max_others=-1.0, repeats=4)
     assert len(list(never.run())) == 8 and never.records["a"].spread("seconds") is None
     # The kernel counts in ticks of 10 ms: in a short turn a program may seem to have taken more than there was.
-    assert share_of_cores(-0.01, 0.001) == 0.0
+    assert Load(0.001, 0.01, 0.0).others == 0.0
 
 
 def test_a_failure_ends_one_contestant() -> None:

@@ -9,10 +9,10 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from torch import Tensor
 
 from megatron_lite.config import Config, unflatten
-from megatron_lite.distributed.rank_group import alone
+from megatron_lite.distributed.rank_group import RankGroup
+from megatron_lite.distributed.traffic import Traffic
 from megatron_lite.model.layer import MicroBatch
 from megatron_lite.validation import resolve
 from scripts.benchmarks.machine.operations import clock_of
@@ -36,28 +36,12 @@ def host_times(device: torch.device, dtype: str) -> dict[str, float]:
     return {"block_s": block_s, "step_s": max(few - FEW_BLOCKS * block_s, 0.0)}
 
 
-class OneRank:
-    """A rank without a group: every rank measures its own steps."""
-
-    rank, world_size = 0, 1
+class OneRank(RankGroup):
+    """A run of one rank without a process group: every rank measures its own steps."""
 
     def __init__(self, device: torch.device) -> None:
-        self.device = device
-        self.data, self.tensor = self, alone(device)
-
-    def all_gather(self, buffer: Tensor, kind: str = "") -> Any:
-        raise AssertionError("nothing to gather")
-
-    reduce_scatter = all_gather
-
-    def sum_in_rank_order(self, values: Tensor) -> Tensor:
-        return values
-
-    def reduction_scratch_bytes(self, shard_numel: int, dtype: torch.dtype) -> int:
-        return 0
-
-    def wait_for(self, event: Any) -> None:
-        event.synchronize()
+        super().__init__(0, 1, device, None, Traffic())
+        self.data = self.tensor = self
 
 
 def step_seconds(options: dict[str, Any], device: torch.device, steps: int = STEPS) -> tuple[Config, float]:

@@ -16,10 +16,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from megatron_lite.config import Config, unflatten
+from megatron_lite.huggingface.write_config import hugging_face_config
+from megatron_lite.validation import resolve
 from scripts.benchmarks.programs.inputs import write_json_file, write_llama_weights, write_tokenizer
 from scripts.benchmarks.programs.process import Command
 from scripts.benchmarks.results import ROOT, TORCHRUN
-from scripts.benchmarks.training.settings import MODELS
+from scripts.benchmarks.training.settings import MODELS, Sizes
 
 HERE = Path(__file__).resolve().parent
 LEARNING_RATE = 3e-4
@@ -47,6 +50,25 @@ class Setting:
         """Whether the model has rotary positions, RMS norm and SwiGLU."""
         return bool(MODELS[self.options.model][1]["use_rotary_embeddings"])
 
+    @property
+    def model_flags(self) -> dict[str, Any]:
+        """Flags of our program for the model, its samples and its weight decay."""
+        options = self.options
+        sizes = {name: getattr(options, name) for name in Sizes._fields}
+        return {**MODELS[options.model][1], **sizes, "max_position_embeddings": options.sequence_length}
+
+    @property
+    def config(self) -> Config:
+        """The model as our program configures it."""
+        values = {**self.model_flags, "train_iters": 1, "device": "cpu"}
+        return resolve(unflatten(values | ({"export_model_type": "llama"} if self.is_llama else {})), 1)
+
+    def write_hugging_face_config(self, folder: Path) -> Path:
+        """Write config.json of the model; weights begin as transformers begins them."""
+        values = hugging_face_config(self.config, {"bos_token_id": 0, "eos_token_id": 0})
+        del values["initializer_range"]
+        return write_json_file(folder / "config.json", values)
+
     def launch(self, python: str, *words: str) -> list[str]:
         """Return the words that run a Python program, under torchrun with several ranks."""
         ranks = (*TORCHRUN, f"--nproc-per-node={self.ranks}") if self.ranks > 1 else ()
@@ -71,15 +93,8 @@ def ours(setting: Setting, zero_stage: int = 1, exact_gelu: bool = False) -> Com
     if (zero_stage > 1 and setting.ranks == 1) or (exact_gelu and (setting.is_llama or options.nanogpt is None)):
         return None
     data = {"dataset_source", "num_workers"}  # those of a run without data
-    flags = {name: value for name, value in MODELS[options.model][1].items() if name not in data}
+    flags = {name: value for name, value in setting.model_flags.items() if name not in data}
     flags |= {
-        name: getattr(options, name)
-        for name in ("num_layers", "hidden_size", "num_attention_heads", "head_groups", "ffn_hidden_size", "vocab_size")
-    }
-    flags |= {
-        "sequence_length": options.sequence_length,
-        "max_position_embeddings": options.sequence_length,
-        "micro_batch_size": options.micro_batch_size,
         "batch_size": options.micro_batch_size * setting.ranks,
         "zero_stage": zero_stage,
         "data_path": setting.folder / "ours",
@@ -141,9 +156,9 @@ def picotron(setting: Setting) -> Command | str | None:
     missing = setting.require("transformers", "wandb")
     if missing:
         return missing
-    write_json_file(folder / "model" / "config.json", hugging_face_config(setting))
+    setting.write_hugging_face_config(folder / "model")
     write_tokenizer(folder / "model", folder / "data", options.vocab_size, options.sequence_length)
-    write_llama_weights(folder / "hf_model_safetensors", hugging_face_config(setting))
+    write_llama_weights(folder / "hf_model_safetensors", setting.config)
     parallel = {"tp_size": 1, "cp_size": 1, "pp_size": 1, "dp_size": setting.ranks, "pp_engine": "1f1b"}
     config = {
         "distributed": {**parallel, "backend": "gloo", "use_cpu": True},
@@ -180,7 +195,7 @@ def trainer(setting: Setting, *flags: str, deepspeed_stage: int | None = None) -
     missing = setting.require("transformers", "accelerate", *(["deepspeed"] if deepspeed_stage is not None else []))
     if missing:
         return missing
-    config = write_json_file(folder / "hf_trainer" / "config.json", hugging_face_config(setting))
+    config = setting.write_hugging_face_config(folder / "hf_trainer")
     words = [str(HERE / "hf_trainer.py"), f"--config={config}", *_common_words(setting), *flags]
     if deepspeed_stage is not None:
         stages = {"zero_optimization": {"stage": deepspeed_stage}, "zero_force_ds_cpu_optimizer": False}
@@ -232,37 +247,6 @@ def _common_words(setting: Setting) -> Sequence[str]:
         f"--sequence_length={options.sequence_length}",
         f"--lr={LEARNING_RATE}",
     )
-
-
-def hugging_face_config(setting: Setting) -> dict[str, Any]:
-    """Return the Hugging Face configuration of the model."""
-    options = setting.options
-    if setting.is_llama:
-        return {
-            "model_type": "llama",
-            "architectures": ["LlamaForCausalLM"],
-            "vocab_size": options.vocab_size,
-            "hidden_size": options.hidden_size,
-            "intermediate_size": options.ffn_hidden_size,
-            "num_hidden_layers": options.num_layers,
-            "num_attention_heads": options.num_attention_heads,
-            "num_key_value_heads": options.head_groups,
-            "max_position_embeddings": options.sequence_length,
-            "rms_norm_eps": 1e-5,
-            "tie_word_embeddings": False,
-        }
-    return {
-        "model_type": "gpt2",
-        "vocab_size": options.vocab_size,
-        "n_embd": options.hidden_size,
-        "n_inner": options.ffn_hidden_size,
-        "n_layer": options.num_layers,
-        "n_head": options.num_attention_heads,
-        "n_positions": options.sequence_length,
-        "activation_function": "gelu_new",
-        **dict.fromkeys(("resid_pdrop", "embd_pdrop", "attn_pdrop"), 0.0),
-        **dict.fromkeys(("bos_token_id", "eos_token_id"), 0),
-    }
 
 
 # In the order of the table; ours first, because every ratio is ours over theirs.

@@ -11,8 +11,11 @@ import torch
 from numpy.typing import NDArray
 from safetensors.torch import save_file
 
+from megatron_lite.config import Config
 from megatron_lite.data.dataset_writer import IndexedDatasetWriter
+from megatron_lite.huggingface.weight_map import by_tensor, pieces
 from scripts.benchmarks.results import ROOT
+from scripts.benchmarks.training.model import parameter_specs
 
 # pickle.dumps({"vocab_size": ...}, 0), which nanoGPT reads; nothing here writes pickles.
 _META = "(dS'vocab_size'\nI{}\ns."
@@ -41,20 +44,14 @@ def write_inputs(folder: Path, vocab_size: int) -> None:
             writer.add_document(tokens[first : first + DOCUMENT_TOKENS])
 
 
-def write_llama_weights(folder: Path, config: dict[str, Any]) -> None:
+def write_llama_weights(folder: Path, config: Config) -> None:
     """Write weights of zero under Hugging Face's names, whose shapes picotron reads before it draws its own."""
-    hidden, ffn = config["hidden_size"], config["intermediate_size"]
-    key_value = hidden // config["num_attention_heads"] * config["num_key_value_heads"]
-    shapes: dict[str, tuple[int, ...]] = {"model.embed_tokens": (config["vocab_size"], hidden), "model.norm": (hidden,)}
-    for layer in range(config["num_hidden_layers"]):
-        prefix = f"model.layers.{layer}"
-        shapes |= {f"{prefix}.{name}": (hidden,) for name in ("input_layernorm", "post_attention_layernorm")}
-        shapes |= {f"{prefix}.self_attn.{name}_proj": (hidden, hidden) for name in "qo"}
-        shapes |= {f"{prefix}.self_attn.{name}_proj": (key_value, hidden) for name in "kv"}
-        shapes |= {f"{prefix}.mlp.{name}_proj": (ffn, hidden) for name in ("gate", "up")}
-        shapes[f"{prefix}.mlp.down_proj"] = (hidden, ffn)
+    zeros: dict[str, torch.Tensor] = {}
+    for own_name, spec in parameter_specs(config).items():
+        tensors = by_tensor(pieces(own_name, spec.shape, "llama", config.model))
+        zeros |= {name: torch.zeros(parts[0].their_shape) for name, parts in tensors.items()}
     folder.mkdir(parents=True, exist_ok=True)
-    save_file({f"{name}.weight": torch.zeros(shape) for name, shape in shapes.items()}, folder / "model.safetensors")
+    save_file(zeros, folder / "model.safetensors")
 
 
 def write_json_file(path: Path, value: Any) -> Path:

@@ -8,7 +8,7 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from scripts.benchmarks.processor import busy_seconds, share_of_cores
+from scripts.benchmarks.processor import load
 from scripts.benchmarks.programs.process import Command, Program, ProgramError
 from scripts.benchmarks.results import spread_of
 from scripts.benchmarks.turns import Figures, Turns
@@ -68,17 +68,15 @@ class Race:
         try:
             program.go_on()
             program.steps(1)
-            before, cpu_before, step_before = time.perf_counter(), program.cpu_seconds(), len(program.losses)
-            busy_before = busy_seconds()
+            before, step_before = load(program.cpu_seconds()), len(program.losses)
             program.steps(self._steps)
-            elapsed_s, cpu_s = time.perf_counter() - before, program.cpu_seconds() - cpu_before
-            others = share_of_cores(busy_seconds() - busy_before - cpu_s, elapsed_s)
+            span = load(program.cpu_seconds()).since(before)
             done = len(program.losses) - step_before  # more than asked for if the log came in one piece
             program.stop()
         except ProgramError:
             program.kill()
             raise
-        return {"step_s": elapsed_s / done, "cpu_s": cpu_s / done, "others": others}
+        return {"step_s": span.elapsed_s / done, "cpu_s": span.own_s / done, "others": span.others}
 
     def rows(self, ours: str, twins: Mapping[str, str]) -> dict[str, dict[str, Any]]:
         """Return the figures of each program, and its loss after equally many steps.

@@ -19,11 +19,10 @@ import argparse
 import os
 import sys
 import traceback
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
-from torch import Tensor
 
 from megatron_lite.config import unflatten
 from megatron_lite.distributed import startup as launch
@@ -54,22 +53,6 @@ LOSS_TOLERANCE = {"fp32": 1e-5, "bf16": 1e-2}
 BARE = "bare"
 
 
-class Bare:
-    """No training: the footprint of a process with all imports, a process group, and a model on the meta device."""
-
-    def step(self, micro_batches: Sequence[Tensor]) -> Tensor:
-        return torch.zeros(())
-
-    def finish(self) -> None:
-        return None
-
-    def full_weights(self) -> Iterator[tuple[str, Tensor]]:
-        return iter(())
-
-    def books(self) -> dict[str, Any]:
-        return {"state_bytes_by_kind": {}}
-
-
 def main(argv: Sequence[str]) -> int:
     """Measure, print and write; return the exit code."""
     options = parse(argv, __doc__)
@@ -89,9 +72,9 @@ def main(argv: Sequence[str]) -> int:
         options.one_at_a_time = int(measure.is_crowded(parameters, len(rows), distributed.device))
 
     def build(name: str) -> measure.Contestant:
-        if name == BARE:
+        if name == BARE:  # all imports, a process group, and a model on the meta device
             PlainGPT(config, options.loss, distributed.device)
-            return Bare()
+            return measure.Contestant()
         return make(rows[name], options, distributed)
 
     names = [name for name in rows if name not in missing] or [BARE]

@@ -27,7 +27,8 @@ from megatron_lite.planner.auto import library_of_products
 from megatron_lite.setup_run import Run
 from megatron_lite.train import train_step
 from megatron_lite.zero.multi_stage import MultiStage
-from scripts.benchmarks.training.model import Embedding, Head, PlainGPT, parameter_specs
+from scripts.benchmarks.training.measure import Contestant
+from scripts.benchmarks.training.model import Head, PlainGPT, parameter_specs
 from scripts.benchmarks.training.report import formula_bytes
 
 
@@ -51,7 +52,7 @@ def built(
     return model, optimizer, kernels
 
 
-class Engine:
+class Engine(Contestant):
     """The engine, built from its own parts and driven by the `train_step` of the training loop.
 
     has_formula: whether the options of the row leave the memory formula of docs/benchmarks.md true.
@@ -162,44 +163,38 @@ def plain_layers(config: Config, model: PlainGPT) -> list[Layer]:
             setattr(module, name, declare(specs.pop(f"{prefix}.{name}")))
     assert not specs, f"the plain model lacks {sorted(specs)}"
     embedding = PlainEmbedding(model.embedding)
-    return [embedding, *map(PlainBlock, model.blocks), PlainHead(model.head, embedding)]
+    return [embedding, *map(PlainLayer, model.blocks), PlainHead(model.head, embedding)]
 
 
-class PlainEmbedding(Layer):
+class PlainLayer(Layer):
+    """A plain module as a layer."""
+
+    def __init__(self, module: Any) -> None:
+        super().__init__()
+        self.module = module
+
+    def forward(self, hidden: Tensor | None, micro_batch: MicroBatch) -> Tensor:
+        return self.module(hidden)
+
+
+class PlainEmbedding(PlainLayer):
     """A plain embedding as the first layer."""
 
     backward_needs_weights = False
 
-    def __init__(self, embedding: Embedding) -> None:
-        super().__init__()
-        self.embedding = embedding
-
     def forward(self, hidden: Tensor | None, micro_batch: MicroBatch) -> Tensor:
-        return self.embedding(micro_batch.tokens)
+        return self.module(micro_batch.tokens)
 
 
-class PlainBlock(Layer):
-    """A plain block as a layer."""
-
-    def __init__(self, block: nn.Module) -> None:
-        super().__init__()
-        self.block = block
-
-    def forward(self, hidden: Tensor | None, micro_batch: MicroBatch) -> Tensor:
-        return self.block(hidden)
-
-
-class PlainHead(Layer):
+class PlainHead(PlainLayer):
     """The plain head as the last layer; its loss is already scaled."""
 
     def __init__(self, head: Head, embedding: PlainEmbedding) -> None:
-        super().__init__()
-        self.head, self.lender = head, (embedding,)  # a tuple hides it from torch's list of submodules
+        super().__init__(head)
+        self.lender = (embedding,)  # a tuple hides it from torch's list of submodules
         if head.output is None:
             self.borrows_from = self.lender
 
     def forward(self, hidden: Tensor | None, micro_batch: MicroBatch) -> Tensor:
-        scale = micro_batch.gradient_scale
-        assert hidden is not None and scale is not None
-        tied = self.lender[0].embedding.word.weight if self.borrows_from else None
-        return self.head(hidden, micro_batch.labels, tied, scale)
+        tied = self.lender[0].module.word.weight if self.borrows_from else None
+        return self.module(hidden, micro_batch.labels, tied, micro_batch.gradient_scale)

@@ -7,35 +7,34 @@ import gc
 import math
 import time
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from megatron_lite.distributed.process_group import Distributed
 from megatron_lite.seeds import derive_seed
-from scripts.benchmarks.processor import busy_seconds, share_of_cores, wait_until_quiet
+from scripts.benchmarks.processor import Load, load, wait_until_quiet
 from scripts.benchmarks.turns import Figures, Turns
 
 
-class Contestant(Protocol):
-    """A configuration that trains step by step."""
+class Contestant:
+    """A configuration that trains step by step; this one trains nothing and holds no state."""
 
     def step(self, micro_batches: Sequence[Tensor]) -> Tensor:
         """Train one step on this rank's micro-batches (b, s + 1); return its share of the mean loss, ()."""
-        ...
+        return torch.zeros(())
 
     def finish(self) -> None:
         """Wait for everything the last step left in flight, so that it costs the next configuration no time."""
-        ...
 
     def full_weights(self) -> Iterator[tuple[str, Tensor]]:
         """Yield (name, full weight), valid until the next item. Every rank must iterate to the end."""
-        ...
+        return iter(())
 
     def books(self) -> dict[str, Any]:
         """Return figures that the row knows without measuring: `state_bytes_by_kind` of this rank, and others."""
-        ...
+        return {"state_bytes_by_kind": {}}
 
 
 class Rounds:
@@ -123,23 +122,22 @@ def timed_turn(contestant: Contestant, steps: Sequence[Sequence[Tensor]], distri
     wire_before = loopback_bytes()
     distributed.barrier()
     synchronize(distributed)
-    cpu_before, busy_before, before = time.process_time(), busy_seconds(), time.perf_counter()
+    before = load()
     losses = [contestant.step(micro_batches) for micro_batches in steps]
     contestant.finish()
     synchronize(distributed)
-    step_s = (time.perf_counter() - before) / len(steps)
+    step_s = (time.perf_counter() - before.elapsed_s) / len(steps)
     distributed.barrier()
-    cpu_s, elapsed_s = time.process_time() - cpu_before, time.perf_counter() - before
-    busy_s, wire_after = busy_seconds() - busy_before, loopback_bytes()
+    span, wire_after = load().since(before), loopback_bytes()
     known = wire_before is not None and wire_after is not None and not on_gpu
     wire = (wire_after or 0) - (wire_before or 0) if known else None
-    ranks = distributed.gather_objects([step_s, cpu_s, busy_s, elapsed_s, wire, [float(loss) for loss in losses]])
-    cpu_s = sum(rank[1] for rank in ranks)
-    _, _, busy_s, elapsed_s, wire, _ = ranks[0]  # as the first rank sees the machine: all must count the same turns
+    ranks = distributed.gather_objects([step_s, span, wire, [float(loss) for loss in losses]])
+    _, first, wire, _ = ranks[0]  # the machine as the first rank sees it: all must count the same turns
+    own_s = sum(Load(*rank[1]).own_s for rank in ranks)
     return {
         "step_s": max(rank[0] for rank in ranks),
-        "cpu_s": cpu_s / len(steps),
-        "others": share_of_cores(busy_s - cpu_s, elapsed_s),
+        "cpu_s": own_s / len(steps),
+        "others": Load(*first)._replace(own_s=own_s).others,
         "wire_bytes": None if wire is None else wire / len(steps),
         "losses": [sum(one) / len(ranks) for one in zip(*(rank[-1] for rank in ranks), strict=True)],
     }

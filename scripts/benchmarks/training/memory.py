@@ -18,18 +18,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from scripts.benchmarks.results import (
-    MIB,
-    Result,
-    argument_parser,
-    names_in,
-    read_json,
-    result_of,
-    run_module,
-    spread_of,
-    write_json,
-)
-from scripts.benchmarks.tables import Goal, number, over, table, verdicts
+from scripts.benchmarks.results import MIB, Result, argument_parser, names_in, read_json, run_module, spread_of
+from scripts.benchmarks.tables import Goal, number, over, publish, table
 from scripts.benchmarks.training.settings import catalogue, parse
 
 BARE = "bare"
@@ -72,10 +62,10 @@ def main(argv: Sequence[str]) -> int:
     bare = measured.pop(BARE)
     bare_bytes = max(bare["peak_rss_bytes"])
     rows = compare(measured, bare_bytes)
-    print("\n".join([*table(rows, COLUMNS), "", f"a bare process: {bare_bytes / MIB:.0f} MiB", *verdicts(GOALS, rows)]))
-    command, known = "python -m scripts.benchmarks.training.memory", bare["settings"]
-    result = result_of(command, argv, options, rows, settings=known, ranks=options.ranks, bare_bytes=bare_bytes)
-    write_json(options.output, result)
+    command, lines = "python -m scripts.benchmarks.training.memory", table(rows, COLUMNS)
+    about, known = f"a bare process: {bare_bytes / MIB:.0f} MiB; ", bare["settings"]
+    more = {"settings": known, "ranks": options.ranks, "bare_bytes": bare_bytes}
+    publish(command, argv, options, rows, lines, about=about, goals=GOALS, **more)
     return 0
 
 

@@ -13,10 +13,11 @@ Prints a Markdown table. Run from the checkout.
 from __future__ import annotations
 
 import argparse
+import itertools
 import multiprocessing
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -27,9 +28,9 @@ from megatron_lite.config import unflatten
 from megatron_lite.distributed import startup as launch
 from megatron_lite.distributed.process_group import Distributed
 from megatron_lite.validation import resolve
-from scripts.benchmarks.processor import busy_seconds, share_of_cores, wait_until_quiet
-from scripts.benchmarks.results import Result, argument_parser, result_of, write_json
-from scripts.benchmarks.tables import over, spread, surroundings, table
+from scripts.benchmarks.processor import load, wait_until_quiet
+from scripts.benchmarks.results import argument_parser
+from scripts.benchmarks.tables import over, publish, spread, table
 from scripts.benchmarks.training.engine import built
 from scripts.benchmarks.training.settings import MODELS
 from scripts.benchmarks.turns import Figures, Turns
@@ -62,104 +63,82 @@ ROWS = (
 )
 
 
-class Ours:
-    """The engine's optimizer on the stages of a model that never runs."""
-
-    def __init__(self, row: Row, options: argparse.Namespace, distributed: Distributed) -> None:
-        sizes, model_options = MODELS["llama-39m"]
-        values = {
-            **model_options,
-            **{name: getattr(options, name, None) or size for name, size in sizes._asdict().items()},
-            "device": "cpu",
-            "lr": RATE,
-            "weight_decay": DECAY,
-            "adam_beta1": BETAS[0],
-            "adam_beta2": BETAS[1],
-            "weight_decay_default_mask": "off",
-            "train_iters": 1,
-            **row.options,
-        }
-        self.model, self._optimizer, _ = built(resolve(unflatten(values), 1), distributed)
-        self._optimizer.averaging.start()
-        self._iteration, self._loss = 0, torch.tensor(1.0)
-
-    def gradients(self) -> dict[str, Tensor]:
-        """Return the gradients by name, not copied."""
-        return {name: parameter.main_grad for name, parameter in self.model.parameters()}
-
-    def weights(self) -> dict[str, Tensor]:
-        """Return the weights by name, not copied."""
-        return dict(self.model.full_weights())
-
-    def step(self) -> None:
-        """Update once."""
-        self._iteration += 1
-        self._optimizer.step(self._iteration, RATE, self._loss, 1, self.model.updated)
-
-
-class Peer:
-    """torch.optim.AdamW(fused=True), with or without clip_grad_norm_ before it."""
-
-    def __init__(self, weights: dict[str, Tensor], clips: bool) -> None:
-        self._parameters = {name: torch.nn.Parameter(weight.clone()) for name, weight in weights.items()}
-        for parameter in self._parameters.values():
-            parameter.grad = torch.zeros_like(parameter)
-        self._clips, parameters = clips, list(self._parameters.values())
-        self._adamw = torch.optim.AdamW(parameters, lr=RATE, betas=BETAS, weight_decay=DECAY, fused=True)
-
-    def gradients(self) -> dict[str, Tensor]:
-        """Return the gradients by name, not copied."""
-        return {name: parameter.grad for name, parameter in self._parameters.items() if parameter.grad is not None}
-
-    def weights(self) -> dict[str, Tensor]:
-        """Return the weights by name, not copied."""
-        return {name: parameter.detach() for name, parameter in self._parameters.items()}
-
-    def step(self) -> None:
-        """Clip if asked to, and update once."""
-        if self._clips:
-            torch.nn.utils.clip_grad_norm_(self._parameters.values(), CLIP)
-        self._adamw.step()
-
-
 class Contestant:
-    """Our optimizer or a peer, with its gradients."""
+    """An optimizer whose gradients are random and have the same norm before every step.
 
-    def __init__(self, optimizer: Ours | Peer, norm: float) -> None:
-        self.optimizer, self._norm = optimizer, norm
-        gradients = optimizer.gradients()
+    gradients, weights: by name, not copied.
+    """
+
+    def __init__(
+        self, gradients: dict[str, Tensor], weights: dict[str, Tensor], update: Callable[[], object], norm: float
+    ) -> None:
+        self.weights, self._update, self._norm = weights, update, norm
         generator = torch.Generator().manual_seed(1)
-        for name in sorted(gradients):
-            gradients[name].normal_(generator=generator)
-        self._gradients = list(gradients.values())
+        self._gradients = [gradients[name].normal_(generator=generator) for name in sorted(gradients)]
 
     def turn(self, options: argparse.Namespace) -> Figures:
         """Run some steps; return their mean time, and the share of the cores that other processes took meanwhile."""
         if options.max_others is not None:
             wait_until_quiet(options.max_others)
-        step_s, busy_s, own_s, begun_s = 0.0, busy_seconds(), time.process_time(), time.perf_counter()
+        step_s, before = 0.0, load()
         for _ in range(options.steps_per_turn):
             # A clipped step changes the gradients. Everyone rescales, so that everyone finds the same cache.
             norm = torch.stack(torch._foreach_norm(self._gradients)).norm()
             torch._foreach_mul_(self._gradients, self._norm / norm)
             start_s = time.perf_counter()
-            self.optimizer.step()
+            self._update()
             step_s += (time.perf_counter() - start_s) / options.steps_per_turn
-        others_s = busy_seconds() - busy_s - (time.process_time() - own_s)
-        return {"step_s": step_s, "others": share_of_cores(others_s, time.perf_counter() - begun_s)}
+        return {"step_s": step_s, "others": load().since(before).others}
+
+
+def ours(row: Row, options: argparse.Namespace, distributed: Distributed) -> Contestant:
+    """Return the engine's optimizer on the stages of a model that never runs."""
+    sizes, model_options = MODELS["llama-39m"]
+    values = {
+        **model_options,
+        **{name: getattr(options, name, None) or size for name, size in sizes._asdict().items()},
+        "device": "cpu",
+        "lr": RATE,
+        "weight_decay": DECAY,
+        "adam_beta1": BETAS[0],
+        "adam_beta2": BETAS[1],
+        "weight_decay_default_mask": "off",
+        "train_iters": 1,
+        **row.options,
+    }
+    model, optimizer, _ = built(resolve(unflatten(values), 1), distributed)
+    optimizer.averaging.start()
+    iterations, loss = itertools.count(1), torch.tensor(1.0)
+    gradients = {name: parameter.main_grad for name, parameter in model.parameters()}
+
+    def update() -> None:
+        optimizer.step(next(iterations), RATE, loss, 1, model.updated)
+
+    return Contestant(gradients, dict(model.full_weights()), update, row.norm)
+
+
+def peer(weights: dict[str, Tensor], clips: bool, norm: float) -> Contestant:
+    """Return torch.optim.AdamW(fused=True), with or without clip_grad_norm_ before it."""
+    parameters = {name: torch.nn.Parameter(weight.clone()) for name, weight in weights.items()}
+    gradients = {name: torch.zeros_like(weight) for name, weight in weights.items()}
+    for name, parameter in parameters.items():
+        parameter.grad = gradients[name]
+    adamw = torch.optim.AdamW([*parameters.values()], lr=RATE, betas=BETAS, weight_decay=DECAY, fused=True)
+
+    def update() -> None:
+        if clips:
+            torch.nn.utils.clip_grad_norm_(parameters.values(), CLIP)
+        adamw.step()
+
+    return Contestant(gradients, {name: one.detach() for name, one in parameters.items()}, update, norm)
 
 
 def measure(row: Row, options: argparse.Namespace) -> dict[str, Any]:
     """Return the figures of one row: its own times and those of its peers, and how far their final weights differ."""
     torch.set_num_threads(options.threads)
     distributed = launch.initialize(unflatten({"device": "cpu"}).distributed)
-    ours = Ours(row, options, distributed)
-    weights = ours.weights()
-    contestants = {
-        row.name: Contestant(ours, row.norm),
-        PLAIN: Contestant(Peer(weights, False), row.norm),
-        CLIPPED: Contestant(Peer(weights, True), row.norm),
-    }
+    own = ours(row, options, distributed)
+    contestants = {row.name: own, PLAIN: peer(own.weights, False, row.norm), CLIPPED: peer(own.weights, True, row.norm)}
     turns = Turns(
         list(contestants),
         lambda name, turn: contestants[name].turn(options),
@@ -173,14 +152,14 @@ def measure(row: Row, options: argparse.Namespace) -> dict[str, Any]:
     result: dict[str, Any] = {
         "options": row.options,
         "gradient_norm": row.norm,
-        "parameters": sum(weight.numel() for weight in weights.values()),
+        "parameters": sum(weight.numel() for weight in own.weights.values()),
         "step_s": turns.records[row.name].spread("step_s"),
         **{name: turns.records[name].spread("step_s") for name in (PLAIN, CLIPPED)},
         "ratios": {name: turns.ratio(row.name, name) for name in (PLAIN, CLIPPED)},
     }
     if row.same_as is not None:
-        theirs, mine = contestants[row.same_as].optimizer.weights(), ours.weights()
-        result["largest_difference"] = max(float((mine[name] - theirs[name]).abs().max()) for name in mine)
+        theirs = contestants[row.same_as].weights
+        result["largest_difference"] = max(float((own.weights[name] - theirs[name]).abs().max()) for name in theirs)
         result["steps"] = rounds * options.steps_per_turn
     distributed.close()
     return result
@@ -193,16 +172,6 @@ COLUMNS = (
     ),
     *(over(f"ours / {name}", name) for name in (PLAIN, CLIPPED)),
 )
-
-
-def to_markdown(result: Result) -> str:
-    """Return the table, with the machine and versions above it."""
-    rows = result["rows"]
-    parameters = next(iter(rows.values()))["parameters"]
-    threads = result["settings"]["threads"]
-    about = f"{surroundings(result['environment'])}; {threads} thread(s), {parameters:,} parameters in fp32."
-    ends = "Medians over turns; ratios within a turn: median (quartiles)."
-    return "\n".join([about, "", *table(rows, COLUMNS, "ours"), "", ends])
 
 
 def parse(argv: Sequence[str]) -> argparse.Namespace:
@@ -231,9 +200,9 @@ def main(argv: Sequence[str]) -> int:
     context.set_forkserver_preload(["torch", "scripts.benchmarks.training.settings"])  # slow imports
     with context.Pool(1, maxtasksperchild=1) as pool:
         rows = {row.name: pool.apply(measure, (row, options)) for row in ROWS if options.only in row.name}
-    result = result_of("python -m scripts.benchmarks.training.optimizer", argv, options, rows)
-    write_json(options.output, result)
-    print(to_markdown(result), flush=True)
+    parameters = next(iter(rows.values()))["parameters"]
+    about = f"{options.threads} thread(s), {parameters:,} parameters in fp32; "
+    publish("python -m scripts.benchmarks.training.optimizer", argv, options, rows, table(rows, COLUMNS), about=about)
     # Each update moves a weight by about the rate; rounding must stay far below.
     wrong = {
         name: row["largest_difference"]

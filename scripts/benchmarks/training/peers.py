@@ -26,10 +26,11 @@ from megatron_lite.distributed.process_group import Distributed
 from megatron_lite.huggingface.export_folder import their_tensor
 from megatron_lite.huggingface.weight_map import by_tensor, pieces
 from megatron_lite.huggingface.write_config import hugging_face_config
+from scripts.benchmarks.training.measure import Contestant
 from scripts.benchmarks.training.model import PlainGPT, initial_value, initialize, parameter_specs, tokens_per_rank
 
 
-class Peer:
+class Peer(Contestant):
     """A peer ready to train with the usual loop: zero_grad, backward per micro-batch, clip, step."""
 
     def __init__(
@@ -77,9 +78,6 @@ class Peer:
     def clip(self, max_norm: float) -> None:
         """Clip the norm of all gradients."""
         torch.nn.utils.clip_grad_norm_(self._module.parameters(), max_norm)
-
-    def finish(self) -> None:
-        """Return at once: a peer's step leaves nothing in flight."""
 
     @contextlib.contextmanager
     def _synchronized(self, last: bool) -> Iterator[None]:

@@ -2,19 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from typing import Any
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
 
 from megatron_lite.config import Config
+from scripts.benchmarks.training.measure import Contestant
 from scripts.benchmarks.training.model import parameter_specs
 
 NAME = "products"
 
 
-class Products:
+class Products(Contestant):
     """Output, input gradient and weight gradient of every linear layer and of the head, by torch.mm.
 
     Each layer has its own weights and gradients, which come from memory as in a step. Attention's products do not
@@ -54,14 +54,3 @@ class Products:
         if (tokens, width) not in self._inputs:
             self._inputs[tokens, width] = self._matrix(tokens, width)
         return self._inputs[tokens, width]
-
-    def finish(self) -> None:
-        """Do nothing: no product is left in flight on a CPU, and timed turns wait for a GPU."""
-
-    def full_weights(self) -> Iterator[tuple[str, Tensor]]:
-        """Yield nothing: nothing is trained."""
-        return iter(())
-
-    def books(self) -> dict[str, Any]:
-        """Return no state."""
-        return {"state_bytes_by_kind": {}}
