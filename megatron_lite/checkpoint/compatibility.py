@@ -13,8 +13,8 @@ from dataclasses import fields
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from megatron_lite.config import BatchConfig, Config, Draft, flatten, unflatten
-from megatron_lite.config.learning_rate import LearningRateConfig
 from megatron_lite.config.model import rotary_base
+from megatron_lite.config.optimizer import LearningRateConfig
 from megatron_lite.config.option import Area
 from megatron_lite.config.structured_values import weight_stages, weighted_paths
 from megatron_lite.config.values import abridged, written

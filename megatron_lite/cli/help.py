@@ -1,4 +1,4 @@
-"""The text of `--help` and `--help_all`, and the start-up banners: the full one and a short one."""
+"""The text of `--help` and `--help_all`, and the full and the short start-up banner."""
 
 from __future__ import annotations
 
@@ -7,15 +7,15 @@ import textwrap
 from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
-from megatron_lite.cli.foreign_flags import answers_for, refused
+from megatron_lite.cli.unknown_flags import answers_for, refused
 from megatron_lite.config import AREAS, Config, flatten, unflatten
 from megatron_lite.config.other_programs import table
 from megatron_lite.config.values import FLAGS, Flag, abridged, limits, written
 from megatron_lite.validation import BATCH, examine
 
 WIDTH = 118
-NAME_WIDTH = 46  # of a flag with its values in --help
-DOTS_WIDTH = 48  # of a name and its dots in the banner, as in Megatron-LM
+NAME_WIDTH = 46  # columns for a flag with its values in --help
+DOTS_WIDTH = 48  # columns for a name and its dots in the banner, as in Megatron-LM
 
 INTRODUCTION = """\
 usage: torchrun --nproc-per-node=N pretrain_gpt.py [--flag=value ...] [@file ...]      (or python, for one process)
@@ -34,7 +34,7 @@ Exit codes: 0 done, 2 usage, 3 data, 4 checkpoint, 5 numerics, 6 a peer died or 
 
 
 def help_text(everything: bool) -> str:
-    """Return the text of `--help`, or of `--help_all`: every option with bounds and aliases, and every foreign flag."""
+    """Return the text of `--help`, or of `--help_all`: all options with bounds and aliases, and all foreign flags."""
     lines = [INTRODUCTION]
     for area, owner in AREAS.items():
         shown = [flag for flag in FLAGS.values() if flag.area == area and (everything or flag.option.basic)]
@@ -50,7 +50,7 @@ def help_text(everything: bool) -> str:
         for typed, reason in table().values.items():
             lines += _two_columns(f"--{typed}", reason)
         for program in table().programs:
-            lines += ["", f"Flags that do not exist here, of {program}:"]
+            lines += ["", f"Flags of {program} that do not exist here:"]
             for names, text in answers_for(program):
                 lines += _two_columns(", ".join(f"--{name}" for name in names), text)
     else:
@@ -81,7 +81,7 @@ def _help_lines(flag: Flag, everything: bool) -> Iterator[str]:
     words = value_words(flag)
     left = f"--{flag.name}={words}"
     right = f"{flag.option.help} [{default_words(flag)}]"
-    if len(left) > NAME_WIDTH - 4 and flag.option.choices:  # too many for the column
+    if len(left) > NAME_WIDTH - 4 and flag.option.choices:  # too long for the column
         left, right = f"--{flag.name}=NAME", f"{flag.option.help}: {words.replace('|', ', ')} [{default_words(flag)}]"
     if everything:
         right += f"; {limits(flag)}" if limits(flag) else ""
@@ -90,7 +90,7 @@ def _help_lines(flag: Flag, everything: bool) -> Iterator[str]:
 
 
 def _two_columns(left: str, right: str) -> list[str]:
-    """Return the lines of one entry; text too long for the left column gets lines of its own."""
+    """Return the lines of one entry; a left text too long for its column gets lines of its own."""
     start, indent = f"  {left} ".ljust(NAME_WIDTH), " " * NAME_WIDTH
     own_line = textwrap.wrap(start, WIDTH, subsequent_indent="  ") if len(start) > NAME_WIDTH else []
     first = indent if own_line else start
@@ -102,7 +102,7 @@ def _two_columns(left: str, right: str) -> list[str]:
 def banner(config: Config, derived: Mapping[str, str]) -> str:
     """Return the dotted list of all options that a run prints at its start, followed by `derived` in its order.
 
-    `config` is resolved. `*` marks options that differ from their default, even from a derived one.
+    `config` is resolved. `*` marks options that differ from their default, which may be a derived one.
     """
     lines = [" arguments (* differs from the default) ".center(72, "-")]
     defaults = _defaults(config)
@@ -116,10 +116,7 @@ def banner(config: Config, derived: Mapping[str, str]) -> str:
 
 
 def short_banner(config: Config, derived: Mapping[str, str]) -> str:
-    """Return the options that differ from their default, as they would be typed, followed by `derived` in its order.
-
-    `config` is resolved.
-    """
+    """Return the options of a resolved configuration that differ from their default, as typed, then `derived`."""
     defaults, values = _defaults(config), flatten(config)
     flags = [_typed(name, value) for name, value in sorted(values.items()) if value != defaults[name]]
     every = "--show_all_options=1 prints all"
@@ -136,7 +133,7 @@ def _typed(name: str, value: Any) -> str:
 
 
 def _wrapped(words: Iterable[str], indent: str) -> list[str]:
-    """Return lines of at most WIDTH columns; a word is never cut, even where it is longer."""
+    """Return lines of at most WIDTH columns, or of one longer word."""
     lines: list[str] = []
     for word in words:
         if lines and len(lines[-1]) + 1 + len(word) <= WIDTH:
@@ -147,9 +144,9 @@ def _wrapped(words: Iterable[str], indent: str) -> list[str]:
 
 
 def _defaults(config: Config) -> dict[str, Any]:
-    """Return the value that each option of a resolved configuration would have if only that option had not been set.
+    """Return the value that each option of a resolved configuration would have if it alone were unset.
 
-    The options of the batch arithmetic follow from each other, so they are unset together.
+    The options of the batch arithmetic depend on each other, so they are unset together.
     """
     values = flatten(config)
     defaults = {flag.name: flag.default for flag in FLAGS.values()}

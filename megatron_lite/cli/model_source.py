@@ -1,4 +1,4 @@
-"""Model options that come from a preset or from pretrained weights rather than from flags.
+"""Model options from a preset or from pretrained weights instead of flags.
 
 With pretrained weights two flags decide between the checkpoint and the flags:
 
@@ -8,18 +8,18 @@ With pretrained weights two flags decide between the checkpoint and the flags:
     0                        0       only flags and defaults count; a difference from the checkpoint is an error
     0                        1       only flags and defaults count; the shapes must fit
 
-Options that do not change the meaning of the weights may always differ: see `FREE`. Once the experiment directory holds
+Options that do not change the meaning of the weights may always differ: see `FREE`. Once the experiment directory has
 a checkpoint, its model counts, and a resumed run no longer needs the pretrained folder.
 
-All this happens while the command line is parsed, so validation, banner and dry run see the model. Reading a Hugging
-Face folder imports no torch.
+This happens during parsing, so that validation, banner and dry run see the model. Reading a Hugging Face folder imports
+no torch.
 """
 
 from __future__ import annotations
 
 import contextlib
 import math
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, Mapping
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any, NamedTuple
@@ -34,17 +34,15 @@ from megatron_lite.huggingface.architectures import check_exportable
 from megatron_lite.validation import examine
 from megatron_lite.validation.messages import Note
 
-# Options that do not change what weights mean: noise, initial values, precision, padding.
+# Options that do not change the meaning of weights: noise, initial values, precision, padding.
 FREE = frozenset(
     "attention_dropout hidden_dropout embedding_dropout init_method_std init_method_std_embed init_method_std_qkv "
     "init_method_std_attn_proj init_method_std_mlp_1 init_method_std_mlp_2 layer_norm_init_range random_bias_init "
     "full_precision_residual attention_softmax_in_fp32 make_vocab_size_divisible_by".split()
 )
 # Options of initial weights.
-INITIAL = frozenset(
-    name for name in FREE if name.startswith(("init_method_std", "layer_norm_init", "random_bias_init"))
-)
-# Option -> the options that depend on its value: when a flag changes it, their values from the model are dropped.
+INITIAL = frozenset(name for name in FREE if "init" in name)
+# Option -> options that depend on its value: if a flag changes it, their values from the model are dropped.
 FOLLOW: Mapping[str, tuple[str, ...]] = MappingProxyType(
     {
         "hidden_dropout": ("embedding_dropout",),
@@ -59,7 +57,7 @@ FOLLOW: Mapping[str, tuple[str, ...]] = MappingProxyType(
 
 
 class Stated(NamedTuple):
-    """The model that a checkpoint describes."""
+    """The model of a checkpoint."""
 
     where: str  # path of the checkpoint
     values: dict[str, Any]  # model options by name
@@ -67,7 +65,7 @@ class Stated(NamedTuple):
 
 
 def with_source(given: Mapping[str, Any]) -> tuple[dict[str, Any], tuple[Note, ...]]:
-    """Return the given options plus those of the preset or the pretrained checkpoint, with notes on their source.
+    """Return the given options plus those of the preset or the pretrained checkpoint, and notes on their source.
 
     Raises:
         CheckpointError: if the checkpoint cannot be used, or contradicts the given options.
@@ -76,27 +74,19 @@ def with_source(given: Mapping[str, Any]) -> tuple[dict[str, Any], tuple[Note, .
     path = typed.get("pretrained_checkpoint_path")
     if path is None:
         return typed, notes
-    notes = (*notes, *_without_effect(given))
+    if given.get("load_pretrained_weights", True):
+        # Only typed options: the folder's own values are no reason to warn.
+        reason = "has no effect with --pretrained_checkpoint_path, because no weight is initialized"
+        notes += tuple(Note(f"--{name} {reason}", is_warning=True) for name in sorted(INITIAL & given.keys()))
     values, found = _with_stated_model(typed, Path(path))
     if found is not None:
-        notes = (*notes, Note(f"the architecture is taken from {found.where}"))
+        notes += (Note(f"the architecture is taken from {found.where}"),)
         values = _with_export_type(values, found.model_type)
     return values, notes
 
 
-def _without_effect(given: Mapping[str, Any]) -> Iterator[Note]:
-    """Yield a warning for each typed option that pretrained weights make idle.
-
-    The folder's own values of these options are no reason to warn, so only typed ones count.
-    """
-    if given.get("load_pretrained_weights", True):
-        for name in sorted(INITIAL & given.keys()):
-            reason = "with --pretrained_checkpoint_path, because no weight is initialized"
-            yield Note(f"--{name} has no effect {reason}", is_warning=True)
-
-
 def with_preset(given: Mapping[str, Any]) -> tuple[dict[str, Any], tuple[Note, ...]]:
-    """Return the given options plus those of their --model preset, and a note that lists the preset's."""
+    """Return the given options plus those of their --model preset, and a note that lists the latter."""
     name = given.get("model")
     if name is None:
         return dict(given), ()
@@ -117,7 +107,7 @@ def _brought_along(values: Mapping[str, Any], typed: Mapping[str, Any]) -> dict[
 
 
 def _with_stated_model(given: dict[str, Any], folder: Path) -> tuple[dict[str, Any], Stated | None]:
-    """Return the options with the model of the pretrained checkpoint, and that model; None if only flags count."""
+    """Return the options with the model of the pretrained checkpoint, and that model, or None if only flags count."""
     use, ignore = given.get("use_pretrained_config", True), given.get("ignore_pretrained_config", False)
     own = _own_values(given)
     if not use and (ignore or own is not None):  # resuming compares with what was saved
@@ -126,7 +116,7 @@ def _with_stated_model(given: dict[str, Any], folder: Path) -> tuple[dict[str, A
     found = own or _stated(folder, kind, weights)
     where, values, _ = found
     theirs = model_options.as_values(model_options.resolved_model(values, where))
-    # Such a model does not say how norm weights are stored, so the flag may choose.
+    # A model without this value does not say how norm weights are stored, so the flag may choose.
     free = FREE | ({"zero_centered_normalization"} - values.keys())
     typed = {name: given[name] for name in model_options.MODEL_OPTIONS if name in given}
     if not use:
@@ -139,7 +129,7 @@ def _with_stated_model(given: dict[str, Any], folder: Path) -> tuple[dict[str, A
 
 
 def _with_export_type(values: dict[str, Any], model_type: str | None) -> dict[str, Any]:
-    """Export in the model's own architecture, if it can express the options and no other one is requested."""
+    """Add the model's own architecture as that of exports, if it can express the options and none was typed."""
     if model_type is None or "export_model_type" in values:
         return values
     resolved, problems = examine(unflatten(dict(values)), 1)
@@ -150,7 +140,7 @@ def _with_export_type(values: dict[str, Any], model_type: str | None) -> dict[st
 
 
 def _stated(folder: Path, kind: str | None, weights: bool) -> Stated:
-    """Return the model of the pretrained checkpoint. `weights`: whether its weights are needed, too."""
+    """Return the model of the pretrained checkpoint. `weights`: whether its weights are needed too."""
     try:
         if folder_kind.kind_of(folder, kind) == "huggingface":
             if weights:
@@ -165,7 +155,7 @@ def _stated(folder: Path, kind: str | None, weights: bool) -> Stated:
 
 
 def _own_values(given: Mapping[str, Any]) -> Stated | None:
-    """Return the model of the run's own newest checkpoint; None if there is none that can be read."""
+    """Return the model of the run's own newest checkpoint, or None without a readable one."""
     directory = given.get("experiment_dir")
     root = None if directory is None else Path(directory) / "checkpoints"
     try:
@@ -197,7 +187,7 @@ def _differences(ours: Mapping[str, Any], theirs: dict[str, Any], names: Collect
 
 
 def _same(saved: Any, current: Any) -> bool:
-    """Whether two values are equal; floats up to rounding, because the rotary base may be given by its logarithm."""
+    """Whether two values are equal, floats up to rounding: the rotary base may be given by its logarithm."""
     if isinstance(saved, float) and isinstance(current, float):
         return math.isclose(saved, current, rel_tol=1e-9)
     return bool(saved == current)
@@ -206,11 +196,9 @@ def _same(saved: Any, current: Any) -> bool:
 def _refuse(differences: list[Difference], where: str, filled: bool) -> None:
     if not differences:
         return
-    fix = (
-        "leave these flags out, or write --ignore_pretrained_config=1 to let flags win if the weights fit"
-        if filled
-        else "write its values, or --ignore_pretrained_config=1 to compare only the shapes"
-    )
+    fix = "write its values, or --ignore_pretrained_config=1 to compare only the shapes"
+    if filled:
+        fix = "leave these flags out, or write --ignore_pretrained_config=1 to let flags win if the weights fit"
     raise CheckpointError(
         f"the flags contradict the model of the pretrained checkpoint {where}; {fix}:\n  "
         + "\n  ".join(f"--{difference}" for difference in differences)

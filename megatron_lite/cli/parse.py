@@ -1,7 +1,7 @@
 """Parse the command line: words -> flags -> `Config`.
 
-`argparse` would abbreviate flags, read `nan` and `1_000` as numbers, confuse an empty value with a missing one and stop
-at the first error. This parser accounts for every word and reports all problems at once:
+`argparse` would abbreviate flags, accept `nan` and `1_000` as numbers, confuse an empty value with a missing one and
+stop at the first error. This parser accounts for every word and reports all problems together:
 
     argv --insert @files--> words --group--> (flag, value words) --parse--> values by name --> Config
 """
@@ -16,10 +16,9 @@ from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 from megatron_lite import __version__
-from megatron_lite.cli.foreign_flags import accepts, refusal, refused
 from megatron_lite.cli.help import help_text
 from megatron_lite.cli.model_source import with_preset, with_source
-from megatron_lite.cli.suggestions import answer_of_any, answer_to_unknown
+from megatron_lite.cli.unknown_flags import accepts, answer_of_any, answer_to_unknown, foreign_answer, refused
 from megatron_lite.config import Config, unflatten
 from megatron_lite.config.other_programs import refused_value
 from megatron_lite.config.structured_values import environment_values
@@ -29,7 +28,6 @@ from megatron_lite.config.values import (
     BadValueError,
     Flag,
     is_flag,
-    is_legal,
     parse_list,
     parse_value,
     shown,
@@ -47,17 +45,17 @@ PATHS = frozenset(
     "sample_prompts export_callback_script tensorboard_dir".split()
 )
 LARGEST_FILE_BYTES = 2**20
-# Group 1 is kept: quoted text and escaped characters. Comments and escaped line breaks are dropped.
+# Keep group 1, quoted text and escaped characters; drop comments and escaped line breaks.
 _COMMENT = re.compile(r"""('[^']*'|"(?:\\.|[^"\\])*"|\\[^\r\n])|(?<!\S)\#[^\n]*|\\\r?\n""", re.DOTALL)
 
 
 @dataclass(frozen=True)
 class Arguments:
-    """A command line that was understood."""
+    """A valid command line."""
 
     config: Config
-    given: dict[str, Any]  # the options that were typed, by name
-    notes: tuple[Note, ...]  # warnings, and the sources of options that were not typed
+    given: dict[str, Any]  # typed options, by name
+    notes: tuple[Note, ...]  # warnings, and the sources of other options
     # Variables of --export_callback_env, perhaps secret: no other object holds them, and this one is never printed.
     environment: dict[str, str] = field(default_factory=dict, repr=False)
 
@@ -66,16 +64,8 @@ class Arguments:
         return tuple(note.text for note in self.notes if note.is_warning)
 
 
-class ParseError(UsageError):
-    """All problems of a command line, one per line."""
-
-    def __init__(self, message: str, experiment_dir: str | None) -> None:
-        super().__init__(message)
-        self.experiment_dir = experiment_dir  # for exit.json; None if the flag could not be read
-
-
 class HelpRequested(Exception):  # noqa: N818 (not an error)
-    """`--help`, `--help_all` or `--version` was typed: print `text` and exit."""
+    """`--help`, `--help_all` or `--version`: print `text` and exit."""
 
     def __init__(self, text: str) -> None:
         super().__init__(text)
@@ -83,7 +73,7 @@ class HelpRequested(Exception):  # noqa: N818 (not an error)
 
 
 class Word(NamedTuple):
-    """One shell word, and the @file that holds it, if any."""
+    """One shell word and the @file that holds it, if any."""
 
     text: str
     file: str | None = None
@@ -97,7 +87,7 @@ class Item(NamedTuple):
     """One flag with its values: `inline` is the text after `=`, `words` are the words after that."""
 
     flag: Word
-    name: str  # with underscores, and without its two dashes if it has them
+    name: str  # with underscores and without its two dashes, if it has two
     inline: str | None
     words: list[Word]
 
@@ -114,12 +104,12 @@ def parse(argv: Sequence[str]) -> Arguments:
     """Parse a command line, without the program's name.
 
     Raises:
-        ParseError: with all problems, one per line.
+        UsageError: with all problems, one per line.
         CheckpointError: if --pretrained_checkpoint_path cannot be used.
         HelpRequested: for --help, --help_all and --version.
     """
     parser = _Parser()
-    items = list(parser.group(parser.insert_files(argv)))
+    items = list(parser.group(word for text in argv for word in parser.expand(Word(text))))
     for item in items:
         if item.name in ("help", "help_all", "-h"):
             raise HelpRequested(help_text(everything=item.name == "help_all"))
@@ -128,15 +118,15 @@ def parse(argv: Sequence[str]) -> Arguments:
     for item in items:
         parser.take(item)
     config = unflatten(with_preset(parser.given)[0])
-    if parser.problems:
-        # Otherwise a missing flag, or the pretrained folder's model, could explain any contradiction.
-        if not parser.guesswork and config.source.pretrained_checkpoint_path is None:
-            parser.problems += _contradictions(config, parser.wrong)
-        raise ParseError("\n".join(parser.problems), folder_of(config))
+    # Otherwise a missing flag, or the pretrained folder's model, could explain any contradiction.
+    if parser.problems and not parser.guesswork and config.source.pretrained_checkpoint_path is None:
+        parser.problems += _contradictions(config, parser.wrong)
     try:
+        if parser.problems:
+            raise UsageError("\n".join(parser.problems))
         values, notes = with_source(parser.given)
-    except CheckpointError as error:
-        error.experiment_dir = folder_of(config)
+    except (CheckpointError, UsageError) as error:
+        error.experiment_dir = folder_of(config)  # for exit.json
         raise
     warnings = (Note(text, is_warning=True) for text in parser.warnings)
     return Arguments(unflatten(values), parser.given, (*warnings, *notes), parser.environment)
@@ -164,8 +154,8 @@ class _Parser:
         self.problems: list[str] = []
         self.warnings: list[str] = []
         self.environment: dict[str, str] = {}
-        self.wrong: set[str] = set()  # options whose value is unknown
-        self.guesswork = False  # whether a flag may be missing because it was not understood
+        self.wrong: set[str] = set()  # options with illegal values
+        self.guesswork = False  # whether a flag may be missing because a word is unknown
         self._files_read = 0
 
     def _problem(self, text: str, word: Word) -> None:
@@ -173,12 +163,8 @@ class _Parser:
 
     # -- words ---------------------------------------------------------------------------------------------------
 
-    def insert_files(self, argv: Sequence[str]) -> Iterator[Word]:
-        """Yield the words of the command line, with each @file replaced by its words."""
-        for text in argv:
-            yield from self._expand(Word(text), folder="", chain=())
-
-    def _expand(self, word: Word, folder: str, chain: tuple[str, ...]) -> Iterator[Word]:
+    def expand(self, word: Word, folder: str = "", chain: tuple[str, ...] = ()) -> Iterator[Word]:
+        """Yield the word, or the words of an @file. `chain`: the files that include it, innermost in `folder`."""
         if not word.text.startswith("@"):
             yield word
             return
@@ -187,22 +173,18 @@ class _Parser:
             return
         path = os.path.join(folder, os.path.expanduser(word.text[1:]))
         try:
-            texts = self._words_of(path, chain)
-            chain = (*chain, os.path.realpath(path))
+            if self._files_read > MOST_FILES:
+                raise ValueError(f"more than {MOST_FILES} files are inserted; write fewer @files")
+            if os.path.realpath(path) in chain:
+                raise ValueError("includes itself; remove one of the @files")
+            texts = read_words(path)
         except (OSError, ValueError) as error:
             self.guesswork = True
             reason = error.strerror if isinstance(error, OSError) else str(error)
             self._problem(f"{shown(word.text)}: file {shown(path)}: {reason}", word)
             return
         for text in texts:
-            yield from self._expand(Word(text, path), os.path.dirname(path), chain)
-
-    def _words_of(self, path: str, chain: tuple[str, ...]) -> list[str]:
-        if self._files_read > MOST_FILES:
-            raise ValueError(f"more than {MOST_FILES} files are inserted; write fewer @files")
-        if os.path.realpath(path) in chain:
-            raise ValueError("includes itself; remove one of the @files")
-        return read_words(path)
+            yield from self.expand(Word(text, path), os.path.dirname(path), (*chain, os.path.realpath(path)))
 
     def group(self, words: Iterator[Word]) -> Iterator[Item]:
         """Yield each flag with the words that follow it."""
@@ -231,7 +213,7 @@ class _Parser:
     # -- flags ---------------------------------------------------------------------------------------------------
 
     def take(self, item: Item) -> None:
-        """Store the value of one flag, or note its problem."""
+        """Store the value of one flag, or record its problem."""
         if item.name in SPELLINGS:
             self._take_option(item, SPELLINGS[item.name])
         elif item.name in refused():
@@ -276,7 +258,8 @@ class _Parser:
         if not values:
             raise BadValueError("a value must follow")
         if flag.option.secret:
-            return self._names(values[0])
+            self.environment = environment_values(values[0]) if values[0].lower() not in ("", "none") else {}
+            return ",".join(self.environment)  # only the names
         for text in values:
             _check_shell(text, item)
         if reason := refused_value(flag.name, values[0]):
@@ -291,23 +274,13 @@ class _Parser:
         items = parse_list(flag, values)
         return tuple(os.path.expanduser(text) for text in items) if flag.name in PATHS else items
 
-    def _names(self, text: str) -> str:
-        """Return the names of the variables in a JSON object; keep their values in `environment` only.
-
-        Raises:
-            BadValueError: if `text` is not such an object.
-        """
-        self.environment = environment_values(text) if text and text.lower() != "none" else {}
-        return ",".join(self.environment)
-
     def _take_refused(self, item: Item) -> None:
         """Accept a flag without an option if its value describes what this program does anyway."""
         row = refused()[item.name]
-        value = "1" if row.switch and not item.values else " ".join(item.values)
-        if not item.values and not row.switch:
-            self._problem(f"{item.spelling} is refused: {refusal(item.name)}", item.flag)
-        elif not accepts(row, value):
-            self._problem(f"{item.spelling}={shown(value)} is refused: {refusal(item.name)}", item.flag)
+        values = item.values or (["1"] if row.switch else [])
+        if not values or not accepts(row, " ".join(values)):
+            typed = f"{item.spelling}={shown(' '.join(values))}" if values else item.spelling
+            self._problem(f"{typed} is refused: {foreign_answer(item.name)}", item.flag)
 
 
 def read_words(path: str) -> list[str]:
@@ -335,16 +308,11 @@ def _remedy(flag: Flag, error: BadValueError) -> str:
     """Return the end of the message for a bad value: this flag with a value that it takes."""
     if "--" in error.rule:
         return ""
-    return error.fix(f"--{flag.name}=") or f", as in --{flag.name}={_example(flag)}"
-
-
-def _example(flag: Flag) -> str:
-    examples = [*flag.option.choices[:1], written(flag.default) if flag.default is not None else "", flag.example]
-    return next((text for text in examples if text and is_legal(flag, text)), "text")
+    return error.fix(f"--{flag.name}=") or f", as in --{flag.name}={flag.example}"
 
 
 def _check_shell(text: str, item: Item) -> None:
-    """Refuse what a shell should have removed from a value.
+    """Refuse a value with something that a shell should have removed.
 
     Raises:
         BadValueError: for literal quotes, several flags in one word, and variables in an @file.
@@ -376,7 +344,5 @@ def _stray_hint(text: str) -> str:
     if name.replace("-", "_") in SPELLINGS:
         return f"flags begin with two dashes; write --{name.replace('-', '_')}"
     if re.search(r"\.(py|ya?ml|json|toml|cfg|ini|sh)$", text):
-        return (
-            "configuration files are not read; write their settings as flags (--help), or pass flags in a file as @file"
-        )
+        return "configuration files are not read; write settings as flags (--help), or pass a file of flags as @file"
     return "every word must be a flag or its value (--help); put a value with spaces into an @file, in quotes"

@@ -8,8 +8,8 @@ import sys
 from collections.abc import Callable, Sequence
 from typing import Any, NoReturn
 
-from megatron_lite.cli.suggestions import is_one_edit, similar
-from megatron_lite.config.values import shown
+from megatron_lite.cli.unknown_flags import is_one_edit
+from megatron_lite.config.values import shown, similar
 from megatron_lite.errors import UsageError
 
 LARGEST_COUNT = 2**31 - 1
@@ -24,7 +24,7 @@ class ScriptParser(argparse.ArgumentParser):
     def parse_known_args(  # type: ignore[override]
         self, args: Sequence[str] | None = None, namespace: Any = None
     ) -> tuple[Any, list[str]]:
-        """Parse the words of a command line; exit with code 2 at a flag that does not exist, before all else."""
+        """Parse the words of a command line; exit with code 2 at the first flag that does not exist."""
         words = list(sys.argv[1:] if args is None else args)
         if any("\0" in word for word in words):
             self.error("a word of the command line has a NUL character")
@@ -32,11 +32,11 @@ class ScriptParser(argparse.ArgumentParser):
         return super().parse_known_args([*map(self._spelled, words[:end]), *words[end:]], namespace)
 
     def error(self, message: str) -> NoReturn:
-        """Say in one line what is wrong; the usage would fill the screen."""
+        """Print one line and exit; the usage would fill the screen."""
         self.exit(2, f"{self.prog}: error: {UsageError(message)} (--help explains)\n")
 
     def _spelled(self, word: str) -> str:
-        """Return a word as argparse expects it: a flag with underscores, anything else as it is."""
+        """Return a word as argparse expects it: a flag with underscores, anything else unchanged."""
         flag, equals, value = word.partition("=")
         if not flag.startswith("--") or " " in flag:
             return word
@@ -47,9 +47,8 @@ class ScriptParser(argparse.ArgumentParser):
                 self.error(f"--{name}=--: -- ends the flags, so it cannot be a value")
             return f"--{name}{equals}{value}"
         near = [other for other in names if is_one_edit(name, other)]
-        near = (
-            near or [other for other in names if len(name) > 1 and other.startswith(name)] or similar(name, names, 0.7)
-        )
+        near = near or [other for other in names if len(name) > 1 and other.startswith(name)]
+        near = near or similar(name, names, 3, 0.7)
         meant = f"did you mean {' or '.join(f'--{other}' for other in near)}?" if near else "no flag has a similar name"
         self.error(f"unknown flag {shown(flag)}; {meant}")
 

@@ -1,9 +1,8 @@
 """Every option of the program, declared once: name, type, default, bounds and help.
 
-`cli` makes the flat `--flags` from the dataclasses of this room, docs/flags.md is generated from them, and the rest of
-the program receives them as a read-only `Config`. `None` means "derived": `validation.resolve` fills in a `Draft`.
-This room imports no torch, so `--help` answers at once. `other_programs.txt` lists other programs' names and values of
-these options.
+`cli` turns these dataclasses into flat `--flags`, docs/flags.md is generated from them, and the rest of the program
+receives a read-only `Config`. `None` means "derived": `validation.resolve` fills in a `Draft`. This room imports no
+torch, so that `--help` answers at once. `other_programs.txt` lists the names and values of these options elsewhere.
 """
 
 from __future__ import annotations
@@ -13,15 +12,13 @@ from dataclasses import dataclass
 from typing import Any
 
 from megatron_lite.config.checkpoint import CheckpointConfig
-from megatron_lite.config.learning_rate import LearningRateConfig
 from megatron_lite.config.model import RECOMPUTE_LEVELS as RECOMPUTE_LEVELS
 from megatron_lite.config.model import ModelConfig, PerformanceConfig
-from megatron_lite.config.optimizer import AveragingConfig, OptimizerConfig
+from megatron_lite.config.monitoring import ProfilingConfig, RunConfig, TrackingConfig
+from megatron_lite.config.optimizer import AveragingConfig, LearningRateConfig, OptimizerConfig
 from megatron_lite.config.option import Area
-from megatron_lite.config.profiling import ProfilingConfig
 from megatron_lite.config.source import SourceConfig
-from megatron_lite.config.system import DistributedConfig, MultiStageConfig, RunConfig
-from megatron_lite.config.tracking import TrackingConfig
+from megatron_lite.config.system import DistributedConfig, MultiStageConfig
 from megatron_lite.config.training import BatchConfig, DataConfig, TrainingConfig
 
 
@@ -66,7 +63,7 @@ class Draft(
     TrackingConfig,
     ProfilingConfig,
 ):
-    """All options of one run in one writable object, as `draft.<name>`: validation checks it and fills it in."""
+    """All options of one run in one writable object, as `draft.<name>`, for validation to check and complete."""
 
     def __init__(self, **values: Any) -> None:
         vars(self).update(values)
@@ -75,7 +72,7 @@ class Draft(
         object.__setattr__(self, name, value)
 
     def changed(self, *names: str) -> list[str]:
-        """Return those of `names` whose values differ from their defaults."""
+        """Return the `names` whose values differ from their defaults."""
         return [name for name in names if getattr(self, name) != getattr(Draft, name)]
 
 
@@ -85,7 +82,7 @@ def flatten(config: Config) -> dict[str, Any]:
 
 
 def unflatten(values: dict[str, Any]) -> Config:
-    """Make a configuration of flat {name: value}; absent names take their defaults.
+    """Make a configuration from flat {name: value}; missing names take their defaults.
 
     Raises:
         KeyError: if a name is not an option.

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from megatron_lite.config.option import SAVED, Area, NonNegativeInt, PositiveFloat, PositiveInt, Rule, option, optional
 
 LOADED = Rule("experiment_dir or load_checkpoint_path", "there is nothing to load", when="dry_run=0")
-STARTS_ANEW = Rule("load_policy=never", "a run that starts anew loads no checkpoint")
+STARTS_ANEW = Rule("load_policy=never", "a run that starts from scratch loads no checkpoint")
 
 
 @dataclass
@@ -21,18 +21,15 @@ class CheckpointConfig(Area):
         0, "iteration from which checkpoint_interval counts", idle_unless="checkpoint_interval"
     )
     checkpoint_minutes: PositiveFloat | None = optional(
-        "also save this many minutes after the last save, by the clock of rank 0", "off", needs=SAVED
+        "also save this many minutes after the last save, by rank 0's clock", "off", needs=SAVED
     )
     max_checkpoints: PositiveInt | None = optional(
-        "keep only the newest N checkpoints, and those of keep_checkpoints",
-        "all",
-        basic=True,
-        idle_unless="experiment_dir",
+        "keep the newest N checkpoints, and those of keep_checkpoints", "all", basic=True, idle_unless="experiment_dir"
     )
     keep_checkpoints: tuple[str, ...] = option(
         (),
-        'save and never delete checkpoints at these iterations: "1000:10000 5000" means each multiple of 1000 up to '
-        "10000, then each multiple of 5000",
+        'save, and never delete, checkpoints at these iterations: "1000:10000 5000" is every multiple of 1000 up to '
+        "10000, then every multiple of 5000",
         needs=SAVED,
     )
     delete_old_temp_checkpoints: bool = option(
@@ -42,34 +39,34 @@ class CheckpointConfig(Area):
     )
     load_policy: str = option(
         "auto",
-        "auto: resume if there is a checkpoint, else start anew; require: end without one (exit 4); never: end if "
-        "experiment_dir has one, else start anew",
+        "auto: resume if there is a checkpoint, else start from scratch; require: fail without one (exit 4); never: "
+        "fail if experiment_dir has one, else start from scratch",
         choices=("auto", "require", "never"),
         needs=(LOADED._replace(when="load_policy=require and dry_run=0"),),
     )
     load_checkpoint_path: str | None = optional(
-        "resume from elsewhere, state and all, until experiment_dir has a checkpoint: a checkpoint, a folder of them "
+        "resume from elsewhere, with all state, until experiment_dir has a checkpoint: a checkpoint, a folder of them "
         "or an experiment directory",
         "none",
         never_empty=True,
-        excludes=(STARTS_ANEW, Rule("pretrained_checkpoint_path", "a run begins from one of the two")),
+        excludes=(STARTS_ANEW, Rule("pretrained_checkpoint_path", "a run starts from one of the two")),
     )
     resume_iteration: NonNegativeInt | None = optional(
-        "go back to the checkpoint of this iteration, or end without it (exit 4); newer ones of the run are set aside",
+        "go back to the checkpoint of this iteration, or fail without it (exit 4); newer ones are set aside",
         "the newest good one",
         needs=(LOADED,),
         excludes=(STARTS_ANEW,),
         aliases="ckpt_step",
     )
     allow_data_change: bool = option(
-        False, "resume although data, their weights, split, tokenizer or seed differ from those of the checkpoint"
+        False, "resume even if data, weights of data sets, split, tokenizer or seed differ from the checkpoint's"
     )
     save_retries: NonNegativeInt = option(
-        3, "retries of a save after a storage failure, after 1, 4, 16, 60, 60 ... s", idle_unless="experiment_dir"
+        3, "retries of a save after a storage failure, at 1, 4, 16, 60, 60 ... s", idle_unless="experiment_dir"
     )
     async_checkpoint: bool = option(
         False,
-        "write checkpoints in the background, from a copy in host memory that is made during the next iteration",
+        "write checkpoints in the background, from a copy in host memory made during the next iteration",
         aliases="async_save",
         idle_unless="checkpoint_interval or checkpoint_minutes or keep_checkpoints and experiment_dir",
     )

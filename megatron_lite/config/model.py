@@ -1,4 +1,4 @@
-"""Options of the model and its computation."""
+"""Options of the model and of how it is computed."""
 
 from __future__ import annotations
 
@@ -7,13 +7,16 @@ from dataclasses import dataclass
 
 from megatron_lite.config.option import (
     Area,
+    Fraction,
     NonNegativeFloat,
     NonNegativeInt,
     PositiveFloat,
+    PositiveFraction,
     PositiveInt,
     ProperFraction,
     Rule,
     derived,
+    idle_unless,
     low_precision_option,
     option,
     optional,
@@ -34,10 +37,18 @@ ACTIVATION_ALIASES = {
 }
 ROPE_TYPES = ("default", "linear", "llama3", "yarn")
 RECOMPUTE_LEVELS = ("none", "activation", "full")
-ROTATED = (Rule("use_rotary_embeddings", "there are no rotary positions"),)
-YARN = (Rule("rope_type=yarn", "this type does not use it"),)
-LLAMA3 = (Rule("rope_type=llama3", "this type does not use it"),)
 ATTENTION_BACKENDS = ("auto", "flash", "flash3", "cudnn", "varlen", "flex", "math")
+
+ROTATED = (Rule("use_rotary_embeddings", "there are no rotary positions"),)
+
+
+def _read_by(*types: str) -> tuple[Rule]:
+    """Return the rule that --rope_type is one of the types that use an option."""
+    return (Rule(f"rope_type={'|'.join(types)}", "this type does not use it"),)
+
+
+YARN, LLAMA3 = _read_by("yarn"), _read_by("llama3")
+norm_weight_option = idle_unless("use_layer_norm_weight")
 
 
 @dataclass
@@ -76,8 +87,8 @@ class ModelConfig(Area):
         maximum=1e44,
         idle_unless="use_rotary_embeddings",
     )
-    rotary_percent: float = option(
-        1.0, "fraction of each head's channels to rotate, counted from the first", above=0.0, maximum=1.0, needs=ROTATED
+    rotary_percent: PositiveFraction = option(
+        1.0, "fraction of each head's channels to rotate, counted from the first", needs=ROTATED
     )
     rope_type: str = option(
         "default", "how to scale rotary frequencies for longer contexts", choices=ROPE_TYPES, needs=ROTATED
@@ -86,12 +97,12 @@ class ModelConfig(Area):
         "linear, llama3, yarn: factor by which the context grows",
         "yarn: max_position_embeddings / rope_original_max_position_embeddings",
         minimum=1.0,
-        needs=(Rule("rope_type=linear|llama3|yarn", "this type does not use it"),),
+        needs=_read_by("linear", "llama3", "yarn"),
     )
     rope_original_max_position_embeddings: PositiveInt | None = optional(
         "llama3, yarn: context length before scaling",
         "llama3, yarn: max_position_embeddings",
-        needs=(Rule("rope_type=llama3|yarn", "this type does not use it"),),
+        needs=_read_by("llama3", "yarn"),
     )
     rope_low_freq_factor: PositiveFloat | None = optional(
         "llama3: fully scale wavelengths above original length / this", "llama3: 1", needs=LLAMA3
@@ -100,10 +111,10 @@ class ModelConfig(Area):
         "llama3: do not scale wavelengths below original length / this", "llama3: 4", needs=LLAMA3
     )
     rope_beta_fast: PositiveFloat | None = optional(
-        "yarn: do not scale frequencies that make more turns than this over the original length", "yarn: 32", needs=YARN
+        "yarn: do not scale frequencies with more turns than this in the original length", "yarn: 32", needs=YARN
     )
     rope_beta_slow: PositiveFloat | None = optional(
-        "yarn: fully scale frequencies that make fewer turns than this over the original length", "yarn: 1", needs=YARN
+        "yarn: fully scale frequencies with fewer turns than this in the original length", "yarn: 1", needs=YARN
     )
     rope_attention_factor: PositiveFloat | None = optional(
         "yarn: factor on cos and sin", "yarn: from rope_factor and any mscales", needs=YARN
@@ -112,9 +123,7 @@ class ModelConfig(Area):
         "yarn: scale of log(rope_factor) in the numerator of the attention factor", "not used", needs=YARN
     )
     rope_mscale_all_dim: PositiveFloat | None = optional(
-        "yarn: scale of log(rope_factor) in the attention factor's denominator; set both or neither",
-        "not used",
-        needs=YARN,
+        "yarn: scale of log(rope_factor) in its denominator; set both or neither", "not used", needs=YARN
     )
     rope_truncate: bool | None = optional("yarn: round the ends of the ramp to whole channels", "yarn: 1", needs=YARN)
     tie_word_embeddings: bool = option(True, "share one matrix between input embedding and output head", basic=True)
@@ -130,15 +139,11 @@ class ModelConfig(Area):
         basic=True,
     )
     normalization_type: str = option("layer_norm", "normalization", choices=("layer_norm", "rms_norm"), basic=True)
-    layer_norm_eps: float = option(
-        1e-5,
-        "epsilon added to the variance",
-        above=0.0,
-        maximum=1.0,
-        aliases="norm_epsilon layernorm_epsilon layer_norm_epsilon",
+    layer_norm_eps: PositiveFraction = option(
+        1e-5, "epsilon added to the variance", aliases="norm_epsilon layernorm_epsilon layer_norm_epsilon"
     )
-    zero_centered_normalization: bool = option(
-        False, "store norm weights minus 1", aliases="apply_layernorm_1p", idle_unless="use_layer_norm_weight"
+    zero_centered_normalization: bool = norm_weight_option(
+        False, "store norm weights minus 1", aliases="apply_layernorm_1p"
     )
     use_layer_norm_weight: bool = option(True, "give norms weights (and layer norms biases)")
     input_embedding_norm: bool = option(False, "normalize the output of the embedding")
@@ -150,7 +155,7 @@ class ModelConfig(Area):
     scale_attn_by_inverse_layer_idx: bool = option(False, "divide attention scores by the block's number, from 1")
     attention_softmax_in_fp32: bool = low_precision_option(
         False,
-        "compute attention by the plain formula, scores and their gradients in fp32",
+        "compute attention with the plain formula, scores and their gradients in fp32",
         aliases="upcast_attn",
         needs=(Rule("attention_backend=auto|math", "only the math backend computes the softmax in fp32"),),
     )
@@ -173,12 +178,8 @@ class ModelConfig(Area):
     init_method_std_mlp_2: NonNegativeFloat = derived(
         "standard deviation of initial weights of the second MLP layer", "init_method_std / sqrt(2 * num_layers)"
     )
-    layer_norm_init_range: float = option(
-        0.0,
-        "draw initial norm weights uniformly from 1 +- this (zero-centered: 0 +- this)",
-        minimum=0.0,
-        maximum=1.0,
-        idle_unless="use_layer_norm_weight",
+    layer_norm_init_range: Fraction = norm_weight_option(
+        0.0, "draw initial norm weights uniformly from 1 +- this (zero-centered: 0 +- this)"
     )
     random_bias_init: bool = option(
         False,
@@ -188,11 +189,11 @@ class ModelConfig(Area):
 
     @property
     def rotated_channels(self) -> int:
-        """Number of rotated channels per head, the first ones."""
+        """Number of rotated channels per head, counted from the first."""
         return int(self.kv_channels * self.rotary_percent)
 
     def vocabulary_rows(self, ranks: int = 1) -> int:
-        """Rows of embedding and head in memory, the vocabulary and then zeros, on each of the ranks that share them."""
+        """Rows of embedding and head per tensor-parallel rank: the vocabulary, padded with zeros."""
         unit = self.make_vocab_size_divisible_by
         return -(-self.vocab_size // (unit * ranks)) * unit
 
@@ -209,8 +210,8 @@ class PerformanceConfig(Area):
 
     mlp_recompute_level: str = option(
         "none",
-        "what to recompute in the MLPs' backward pass to save memory; activation,full:8 is full in the first 8 blocks "
-        "and activation in the others",
+        "what to recompute in the MLPs' backward pass to save memory; activation,full:8: full in the first 8 blocks, "
+        "activation in the others",
         choices=RECOMPUTE_LEVELS,
         by_block=True,
         basic=True,
@@ -219,20 +220,20 @@ class PerformanceConfig(Area):
         0, "recompute the first N blocks in the backward pass, saving only their inputs"
     )
     enable_triton_kernels: bool | None = optional(
-        "use fused Triton kernels instead of the same formulas in torch", "on with a GPU"
+        "use fused Triton kernels instead of the same formulas in torch", "on a GPU"
     )
     attention_backend: str = option(
         "auto", "implementation of attention (auto: the fastest that the device supports)", choices=ATTENTION_BACKENDS
     )
     cpu_matmul: str = option(
         "auto",
-        "library of large fp32 products on a CPU; auto: time both at the start, and keep a checkpoint's on resume",
+        "library for large fp32 products on a CPU; auto: time both at the start; on resume keep the checkpoint's",
         choices=("auto", "blas", "onednn"),
         idle_unless="device!=cuda",
     )
     cross_entropy_impl: str = option(
         "auto",
-        "implementation of the loss of a chunk of logits; auto: follow enable_triton_kernels",
+        "implementation of the loss on a chunk of logits; auto: follow enable_triton_kernels",
         choices=("auto", "torch", "triton"),
         value_aliases={"fused": "torch"},
     )
@@ -249,9 +250,9 @@ class PerformanceConfig(Area):
         return by_block(self.mlp_recompute_level, num_layers)
 
 
-# Values that differ between blocks: `activation,full:8` is full in the first 8 blocks, and activation in the others. A
-# part with a number takes that many blocks, from the first on, in the order of the parts. The part without a number
-# takes the blocks that are left; `join_block_parts` puts it first. Checks are in `values.py`.
+# Values that differ between blocks: `activation,full:8` is full in the first 8 blocks and activation in the others.
+# Parts with a number take that many blocks each, in order from the first; the part without a number takes the rest, and
+# comes first in the canonical form. `values.parse_by_block` checks such a text.
 
 
 def block_parts(text: str) -> list[tuple[str, str | None]]:
@@ -261,13 +262,13 @@ def block_parts(text: str) -> list[tuple[str, str | None]]:
 
 
 def join_block_parts(parts: list[tuple[str, str | None]]) -> str:
-    """Join parts; the one without a number comes first."""
+    """Join parts, the one without a number first."""
     ordered = sorted(parts, key=lambda part: part[1] is not None)
     return ",".join(value if number is None else f"{value}:{number}" for value, number in ordered)
 
 
 def numbered_blocks(text: str) -> int:
-    """Return the number of blocks that the parts with a number take."""
+    """Return the number of blocks that the numbered parts take."""
     return sum(int(number or 0) for _, number in block_parts(text))
 
 

@@ -1,4 +1,4 @@
-"""Options of the update: optimizer, weight decay, clipping, guards, loss scale, averages of the weights."""
+"""Options of the update: learning rate, optimizer, weight decay, clipping, guards, loss scale, weight averages."""
 
 from __future__ import annotations
 
@@ -6,8 +6,12 @@ from dataclasses import dataclass
 
 from megatron_lite.config.option import (
     Area,
+    Fraction,
+    LossScale,
     NonNegativeFloat,
+    NonNegativeInt,
     PositiveFloat,
+    PositiveFraction,
     PositiveInt,
     ProperFraction,
     Rule,
@@ -17,19 +21,118 @@ from megatron_lite.config.option import (
     optional,
 )
 
+DECAY_STYLES = ("constant", "linear", "cosine", "power", "inv_sqrt", "inv", "power_tokens")
 OPTIMIZERS = ("adamw", "muon", "lion", "sgd")
 DECAY_MASKS = ("fast_llm", "levanter", "off")
 EMA_TYPES = ("none", "ema", "ema_decay_sqrt")
 
-ADAMW = Rule("optimizer=adamw", "only AdamW's updates can be clipped")
+ADAMW = (Rule("optimizer=adamw", "only AdamW's updates can be clipped"),)
 
 # Options that have no effect unless another one has this value.
+lr_decay_option = idle_unless("lr_decay_style!=constant")
+power_tokens_option = idle_unless("lr_decay_style=power_tokens")
 decay_option = idle_unless("weight_decay")
+beta_option = idle_unless("optimizer=adamw|muon|lion")
 adam_option = idle_unless("optimizer=adamw|muon")
 muon_option = idle_unless("optimizer=muon")
 dynamic_scale_option = idle_unless("training_dtype=fp16 and loss_scale=none")
 skip_option = idle_unless("skip_bad_steps")
+crash_option = idle_unless("on_bad_step!=abort")
 ema_sqrt_option = idle_unless("ema_type=ema_decay_sqrt")
+
+
+@dataclass
+class LearningRateConfig(Area):
+    """Learning rate"""
+
+    lr: NonNegativeFloat = option(1e-4, "peak learning rate", basic=True, aliases="learning_rate")
+    min_lr: NonNegativeFloat | None = optional("learning rate after the decay", "min_lr_ratio * lr, or 0", basic=True)
+    min_lr_ratio: NonNegativeFloat | None = optional(
+        "min_lr as a fraction of lr; above 1 the learning rate rises", "see min_lr"
+    )
+    lr_decay_style: str = option(
+        "constant", "shape of the decay (power_tokens is Levanter's power)", choices=DECAY_STYLES, basic=True
+    )
+    lr_decay_iters: PositiveInt | None = optional(
+        "iteration at which the last decay or the cooldown ends; the learning rate is constant from then on",
+        "train_iters (+ lr_schedule_offset)",
+        basic=True,
+    )
+    lr_decay_power: PositiveFloat = option(
+        1.0,
+        "exponent of the elapsed fraction of a linear, power or cosine decay",
+        idle_unless="lr_decay_style=linear|power|cosine",
+    )
+    lr_warmup_iters: NonNegativeInt = option(
+        0,
+        "iterations of linear warmup, at most the first cycle; the first update uses lr / lr_warmup_iters",
+        basic=True,
+    )
+    lr_warmup_fraction: Fraction | None = optional("warmup as a fraction of the first cycle", "lr_warmup_iters")
+    lr_wsd_decay_iters: NonNegativeInt | None = lr_decay_option(
+        None,
+        "iterations of decay at the end of each cycle, after a stable phase at the peak (warmup-stable-decay)",
+        unset="the cycle without its warmup",
+    )
+    lr_wsd_decay_fraction: Fraction | None = lr_decay_option(
+        None, "lr_wsd_decay_iters as a fraction of the cycle", unset="lr_wsd_decay_iters"
+    )
+    lr_rewarmup_iters: NonNegativeInt = option(
+        0, "iterations of warmup at the start of each later cycle, from the last decayed rate; 0: jump to the peak"
+    )
+    lr_rewarmup_fraction: Fraction | None = optional("rewarmup as a fraction of the cycle", "lr_rewarmup_iters")
+    lr_num_cycles: PositiveInt = lr_decay_option(
+        1,
+        "number of equal cycles of warmup, stable phase and decay; cycle i ends at int(T / N * i), where T is the end "
+        "of the last decay (as in Levanter's code; its documentation says T / (N + 1))",
+    )
+    lr_cycle_minima: tuple[PositiveInt, ...] = lr_decay_option(
+        (),
+        "iterations at which cycles end, in ascending order; one more cycle lasts until the end of the schedule. A "
+        "minimum beyond the run leaves its cycle unfinished (80000 1000000000 stays at the peak after the second "
+        "warmup if the decay is short)",
+        aliases="haps",
+    )
+    lr_cycle_iters: PositiveInt | None = lr_decay_option(
+        None, "iterations per cycle; the last cycle also takes the remainder", unset="one cycle"
+    )
+    lr_cycle_fraction: PositiveFraction | None = lr_decay_option(
+        None, "lr_cycle_iters as a fraction of the run without the cooldown", unset="one cycle"
+    )
+    lr_cycle_lengths: tuple[PositiveInt, ...] = lr_decay_option(
+        (), "iterations of each cycle; the rest of the run forms the last cycle"
+    )
+    lr_cosine_exponent: PositiveFloat = option(
+        1.0, "exponent of the cosine factor, which falls from 1 to 0", idle_unless="lr_decay_style=cosine"
+    )
+    lr_inv_sqrt_timescale: PositiveFloat = option(
+        10000.0,
+        "inv_sqrt: learning rate lr * sqrt(this / i), at most lr; i: iterations of the cycle without its stable phase",
+        idle_unless="lr_decay_style=inv_sqrt",
+    )
+    lr_power_a: PositiveFloat = power_tokens_option(
+        4.6,
+        "power_tokens: learning rate batch_size * a * tokens ** b, at most lr; tokens are counted from the start of "
+        "the decay, and follow batch_size_schedule, as batch_size does",
+    )
+    lr_power_b: float = power_tokens_option(-0.51, "power_tokens: b in the formula of lr_power_a", below=0.0)
+    lr_cooldown_iters: NonNegativeInt = option(
+        0,
+        "iterations of linear decay to min_lr at the end of the run, after all cycles; for styles that do not end at "
+        "min_lr, such as constant and inv_sqrt",
+    )
+    lr_cooldown_fraction: Fraction | None = optional("lr_cooldown_iters as a fraction of the run", "lr_cooldown_iters")
+    lr_step_offset: int = option(
+        1, "1: the first update uses lr / lr_warmup_iters; 0: it uses 0, as in Levanter", minimum=0, maximum=1
+    )
+    lr_schedule: str | None = optional(
+        'schedule as stages "type,iters,lr[,end_lr[,power]];...", instead of the options above; types: constant, '
+        "linear, power, cosine; power: exponent of the elapsed fraction of the stage; -1 iterations: a last constant "
+        "stage without end",
+        "see lr_decay_style",
+    )
+    lr_schedule_offset: NonNegativeInt = option(0, "start N iterations into the schedule, to continue another run")
+    default_lr_scale: NonNegativeFloat = option(1.0, "factor on every learning rate")
 
 
 @dataclass
@@ -39,19 +142,19 @@ class OptimizerConfig(Area):
     optimizer: str = option(
         "adamw",
         "muon: orthogonalized momentum for the matrices of the blocks (queries, keys, values and the halves of a "
-        "gated MLP separately), AdamW for everything else; lion: sign of the momentum, with adam_beta1 and "
-        "adam_beta2 as betas (0.9 and 0.99 in its paper); sgd: with momentum. Changing it resets moments to zero "
-        "(from adamw to muon, only those of the matrices)",
+        "gated MLP separately), AdamW for the rest; lion: sign of the momentum, with betas adam_beta1 and adam_beta2 "
+        "(0.9 and 0.99 in the paper); sgd: with momentum. A change resets the moments (adamw to muon: only those of "
+        "the matrices)",
         choices=OPTIMIZERS,
         value_aliases={"adam": "adamw"},
     )
     weight_decay: NonNegativeFloat = option(
-        0.01, "decoupled weight decay, for every optimizer: shrinks weights by lr * this", basic=True
+        0.01, "decoupled weight decay of every optimizer: shrinks weights by lr * this", basic=True
     )
     weight_decay_modules: tuple[str, ...] = decay_option(
         (),
         "decay only these weights (and those of weight_decay_default_mask if given): patterns as in --freeze, any "
-        "other part of a name (mlp), or regex:<expression>, which must match from the start of a name",
+        "other part of a name (mlp), or regex:<expression>, matched from the start of a name",
         excludes=(
             Rule(
                 "weight_decay_default_mask=off",
@@ -69,14 +172,10 @@ class OptimizerConfig(Area):
         unset="fast_llm, or only weight_decay_modules",
     )
     adamc_weight_decay: bool = decay_option(False, "also scale weight decay by the learning rate over its peak (AdamC)")
-    adam_beta1: ProperFraction = option(
-        0.9, "decay of the first moment", basic=True, aliases="beta1", idle_unless="optimizer=adamw|muon|lion"
-    )
-    adam_beta2: ProperFraction = option(
-        0.999, "decay of the second moment", basic=True, aliases="beta2", idle_unless="optimizer=adamw|muon|lion"
-    )
+    adam_beta1: ProperFraction = beta_option(0.9, "decay of the first moment", basic=True, aliases="beta1")
+    adam_beta2: ProperFraction = beta_option(0.999, "decay of the second moment", basic=True, aliases="beta2")
     adam_eps: PositiveFloat = adam_option(1e-8, "added to the root of second moments", aliases="adam_epsilon epsilon")
-    adam_nesterov: bool = adam_option(False, "use Nesterov momentum (NAdam): look one step ahead with the first moment")
+    adam_nesterov: bool = adam_option(False, "use Nesterov momentum (NAdam)")
     muon_momentum: ProperFraction = muon_option(0.95, "decay of Muon's momentum, a running mean of gradients")
     muon_nesterov: bool = muon_option(True, "use Nesterov momentum in Muon")
     muon_ns_steps: int = muon_option(5, "Newton-Schulz iterations to orthogonalize an update", minimum=1, maximum=100)
@@ -103,13 +202,11 @@ class OptimizerConfig(Area):
         "clip the RMS of each parameter's update, before the learning rate",
         "off",
         aliases="update_rms_clipping",
-        needs=(ADAMW,),
-        excludes=(
-            Rule("clip_update_norm_sigma", "updates are clipped by each parameter's root mean square or by their norm"),
-        ),
+        needs=ADAMW,
+        excludes=(Rule("clip_update_norm_sigma", "updates are clipped by RMS or by norm, not by both"),),
     )
     clip_update_norm_sigma: PositiveFloat | None = optional(
-        "clip the norm of an update to the mean + N standard deviations of recent updates", "off", needs=(ADAMW,)
+        "clip the norm of an update to the mean + N standard deviations of recent updates", "off", needs=ADAMW
     )
     clip_update_norm_window: WindowLength = option(
         128, "number of recent updates for clip_update_norm_sigma", idle_unless="clip_update_norm_sigma"
@@ -126,9 +223,9 @@ class OptimizerConfig(Area):
     skip_bad_steps_sigma: PositiveFloat = skip_option(6.0, "drop updates above the mean + N standard deviations")
     on_bad_step: str = option(
         "skip",
-        "what to do after dropping an update (by skip_bad_steps, or because it is not finite); skip: continue; abort: "
-        "end the run after the next log line, or instead of the next validation or save. Overflows under a dynamic "
-        "loss scale never end the run",
+        "action after dropping an update (by skip_bad_steps, or because it is not finite); skip: continue; abort: end "
+        "the run after the next log line, or instead of the next validation or save. Overflows under a dynamic loss "
+        "scale never end the run",
         choices=("skip", "abort"),
     )
     max_consecutive_bad_steps: PositiveInt = option(
@@ -137,23 +234,15 @@ class OptimizerConfig(Area):
         "validation, export or save. Overflows that lower a dynamic loss scale do not count",
         idle_unless="on_bad_step!=abort or training_dtype=fp16",
     )
-    crash_on_nan: bool = option(
-        False, "with on_bad_step=skip: abort if loss or gradient was NaN", idle_unless="on_bad_step!=abort"
-    )
-    crash_on_inf: bool = option(
-        False, "with on_bad_step=skip: abort if loss or gradient was infinite", idle_unless="on_bad_step!=abort"
-    )
+    crash_on_nan: bool = crash_option(False, "with on_bad_step=skip: abort if loss or gradient was NaN")
+    crash_on_inf: bool = crash_option(False, "with on_bad_step=skip: abort if loss or gradient was infinite")
     lr_scales: tuple[str, ...] = option(
-        (), "scale learning rates by pattern:scale, as in embedding:0.1 *.bias:2; the last match counts, 0 freezes"
+        (), "scale learning rates by pattern:scale, as in embedding:0.1 *.bias:2; the last match wins, 0 freezes"
     )
     freeze: tuple[str, ...] = option((), "freeze weights whose names match these patterns (blocks.0, *.bias)")
-    loss_scale: float | None = optional(
-        "constant loss scale", "dynamic for fp16, 1 otherwise", minimum=2.0**-100, maximum=2.0**100
-    )
-    initial_loss_scale: float = dynamic_scale_option(
-        2.0**16, "initial dynamic loss scale (fp16)", minimum=2.0**-100, maximum=2.0**100
-    )
-    min_loss_scale: float = dynamic_scale_option(1.0, "smallest loss scale (fp16)", minimum=2.0**-100, maximum=2.0**100)
+    loss_scale: LossScale | None = optional("constant loss scale", "dynamic for fp16, 1 otherwise")
+    initial_loss_scale: LossScale = dynamic_scale_option(2.0**16, "initial dynamic loss scale (fp16)")
+    min_loss_scale: LossScale = dynamic_scale_option(1.0, "smallest loss scale (fp16)")
     loss_scale_window: PositiveInt = dynamic_scale_option(1000, "good updates before the loss scale doubles (fp16)")
     hysteresis: PositiveInt = dynamic_scale_option(2, "overflows before the loss scale halves (fp16)")
 
@@ -170,8 +259,8 @@ class AveragingConfig(Area):
         aliases="model_averaging",
     )
     ema_beta: ProperFraction = option(0.999, "decay of the average", idle_unless="ema_type!=none")
-    ema_switch_iter: int = ema_sqrt_option(
-        100_000, "ema_decay_sqrt: iterations of the uniform phase, from the start of averaging", minimum=0
+    ema_switch_iter: NonNegativeInt = ema_sqrt_option(
+        100_000, "ema_decay_sqrt: iterations of the uniform phase, from the start of averaging"
     )
     ema_decay_iters: PositiveInt = ema_sqrt_option(
         100_000, "ema_decay_sqrt: iterations of the last phase; then the average is constant"

@@ -11,7 +11,7 @@ from typing import Annotated, Any, ClassVar, Literal, NamedTuple
 Auto = Literal["auto"]  # instead of a number: the program chooses once it knows the device
 All = Literal["all"]  # instead of a number: everything there is
 
-# Numbers with bounds: plain int and float to mypy, while the parser and `validation` hold their bounds.
+# Bounded numbers: plain int and float to mypy; the parser and `validation` enforce the bounds.
 PositiveInt = Annotated[int, {"minimum": 1}]
 NonNegativeInt = Annotated[int, {"minimum": 0}]
 LONGEST_WINDOW = 10_000
@@ -19,11 +19,13 @@ WindowLength = Annotated[int, {"minimum": 2, "maximum": LONGEST_WINDOW}]
 PositiveFloat = Annotated[float, {"above": 0.0}]
 NonNegativeFloat = Annotated[float, {"minimum": 0.0}]
 Fraction = Annotated[float, {"minimum": 0.0, "maximum": 1.0}]
+PositiveFraction = Annotated[float, {"above": 0.0, "maximum": 1.0}]
 ProperFraction = Annotated[float, {"minimum": 0.0, "below": 1.0}]
+LossScale = Annotated[float, {"minimum": 2.0**-100, "maximum": 2.0**100}]
 
 
 class Area:
-    """Base of the option dataclasses: `__init__` sets each attribute, and only a `Draft` can change it later."""
+    """Base of the option dataclasses: `__init__` sets each attribute; only a `Draft` may change it later."""
 
     __dataclass_fields__: ClassVar[dict[str, dataclasses.Field[Any]]]
 
@@ -34,22 +36,22 @@ class Area:
 
 
 class Rule(NamedTuple):
-    """A condition on other options, for an option that differs from its default.
+    """A condition on other options that an option needs or excludes once it differs from its default.
 
-    Conditions are written like `Option.idle_unless`.
+    `validation.declared` defines the syntax of conditions.
     """
 
     condition: str
-    why: str  # the reason, for the message
-    when: str = ""  # the rule counts only if this holds, too: a condition on this option's value or on others
-    fix: str = ""  # the end of the message, if it is not to meet the condition or to leave an option out
+    why: str  # reason, for the message
+    when: str = ""  # apply the rule only if this condition holds
+    fix: str = ""  # end of the message; default: meet the condition or leave an option out
 
 
 @dataclass(frozen=True)
 class Option:
-    """Details of one option besides its name, type and default, which the dataclass field holds.
+    """Details of an option besides its name, type and default, which the dataclass field holds.
 
-    The bounds may also come from the type, as in `PositiveInt`.
+    Bounds may also come from the type, as in `PositiveInt`.
     """
 
     help: str
@@ -57,18 +59,18 @@ class Option:
     above: float | None = None  # exclusive lower bound
     maximum: float | None = None  # inclusive
     below: float | None = None  # exclusive upper bound
-    why: str = ""  # the reason for the bounds and what to write instead, unless they are obvious
+    why: str = ""  # reason for the bounds and what to write instead, unless obvious
     choices: tuple[str, ...] = ()
-    by_block: bool = False  # choices for parts of the blocks, too: see the end of `config/model.py`
+    by_block: bool = False  # the choice may differ between blocks: see the end of `config/model.py`
     value_aliases: dict[str, str] = dataclasses.field(default_factory=dict)
     aliases: str = ""  # other spellings of the flag, here and in other programs, separated by spaces
     unset: str = ""  # what None resolves to, in words
     basic: bool = False  # shown by --help; other options only by --help_all
-    idle_unless: str = ""  # as "clip_grad and device!=cpu" or "optimizer=adamw|muon"; else warn that it has no effect
-    needs: tuple[Rule, ...] = ()  # conditions that must hold; else the command line is refused
+    idle_unless: str = ""  # condition, as "clip_grad and device!=cpu"; if it fails, warn of no effect
+    needs: tuple[Rule, ...] = ()  # conditions that must hold; otherwise the command line is refused
     excludes: tuple[Rule, ...] = ()  # conditions that must not hold
     never_empty: bool = False  # refuse an empty text instead of using the default
-    secret: bool = False  # a JSON object of environment variables; the option holds only their names
+    secret: bool = False  # JSON object of environment variables; the option holds only their names
 
 
 def option(default: Any, help: str, **details: Any) -> Any:
@@ -77,20 +79,20 @@ def option(default: Any, help: str, **details: Any) -> Any:
 
 
 def optional(help: str, unset: str, **details: Any) -> Any:
-    """Declare an option whose default is None; `unset` says what None means."""
+    """Declare an option that defaults to None; `unset` says what None means."""
     return option(None, help, unset=unset, **details)
 
 
 def derived(help: str, rule: str, **details: Any) -> Any:
     """Declare an option that `validation.resolve` derives by `rule` unless it is given.
 
-    Only a `Draft` holds None, so the type of the option is that of a resolved configuration.
+    Only a `Draft` holds None, so the type is that of the resolved value.
     """
     return option(None, help, unset=rule, **details)
 
 
 def idle_unless(condition: str) -> Callable[..., Any]:
-    """Return a function like `option`, for options that have no effect unless `condition` holds."""
+    """Return a variant of `option` for options that have no effect unless `condition` holds."""
     return functools.partial(option, idle_unless=condition)
 
 
@@ -99,9 +101,9 @@ SAVED = (Rule("experiment_dir", "there is nowhere to save", when="dry_run=0"),)
 
 
 def debug_level(what: str, training: bool = False) -> Any:
-    """Declare an option that logs tensors; the highest level logs 2**27 samples, 512 MiB of fp32.
+    """Declare an option that logs tensors; the highest level samples 2**27 elements, 512 MiB in fp32.
 
-    training: the tensors exist only while training.
+    training: whether the tensors exist only during training.
     """
     condition = "show_tensor_logs or save_tensor_logs" + (" and train_iters" if training else "")
     levels = "1: shape and dtype; 2: also mean and std; 3 and above: also 2**(level - 3) samples"

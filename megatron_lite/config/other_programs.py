@@ -4,17 +4,17 @@ from __future__ import annotations
 
 import functools
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from importlib import resources
 from types import MappingProxyType
 from typing import NamedTuple
 
-VALUES = "values"  # name of the section with refused values of our own flags
-TEXTS = "texts"  # name of the section with texts that several rows share
+VALUES = "values"  # section of refused values of our own flags
+TEXTS = "texts"  # section of texts that several rows share
 _ROW = re.compile(
     r"(?P<names>[^=>|]+?)(?: = (?P<only>[^>|]+?)(?P<switch> \(switch\))?)?(?: -> (?P<here>.+?))?(?: \| (?P<remark>.+))?"
 )
-# What stands for many values in the section of values.
+# Placeholders for many values in that section.
 _PLACEHOLDERS: Mapping[str, str] = MappingProxyType({"<number>": "[0-9]+", "<several>": "[2-9]|[1-9][0-9]{1,3}"})
 
 
@@ -22,9 +22,9 @@ class Row(NamedTuple):
     """One or more flags of another program that have the same answer."""
 
     names: tuple[str, ...]
-    here: str = ""  # what to write instead; empty if there is nothing, or if the flag exists here under this name
+    here: str = ""  # what to write instead; empty if nothing, or if the flag exists here under this name
     remark: str = ""  # the reason if there is nothing to write
-    only: tuple[str, ...] = ()  # values that are accepted, because they describe what this program does anyway
+    only: tuple[str, ...] = ()  # accepted values, which describe what this program does anyway
     switch: bool = False  # takes 0 and 1; bare means 1
 
 
@@ -38,22 +38,23 @@ class Table(NamedTuple):
 @functools.cache
 def table() -> Table:
     """Return the table of this installation; the first call reads it."""
-    name = "other_programs.txt"
-    return read_table((resources.files("megatron_lite.config") / name).read_text("utf-8"), name)
+    return read_table((resources.files("megatron_lite.config") / "other_programs.txt").read_text("utf-8"))
 
 
-def read_table(text: str, name: str) -> Table:
-    """Read a table. `name`: of its file, for messages.
+def read_table(text: str) -> Table:
+    """Parse a table.
 
     Raises:
-        ValueError: if a line cannot be read, with its number.
+        ValueError: for a line that cannot be parsed; the message begins with the line.
     """
     texts: dict[str, str] = {}
     values: dict[str, str] = {}
     programs: dict[str, list[Row]] = {}
     section = ""
-    for number, line in _logical_lines(text):
+    for line in re.sub(r"\n +", " ", text).splitlines():  # an indented line continues the one before
         try:
+            if not line or line.startswith("#"):
+                continue
             if line.startswith("["):
                 section = line.removeprefix("[").removesuffix("]")
             elif section == TEXTS:
@@ -68,13 +69,13 @@ def read_table(text: str, name: str) -> Table:
             else:
                 programs.setdefault(section, []).append(_row(line, texts))
         except ValueError as error:
-            raise ValueError(f"{name}, line {number}: {error}") from None
+            raise ValueError(f"{line}: {error}") from None
     rows = {program: tuple(rows) for program, rows in programs.items()}
     return Table(MappingProxyType(rows), MappingProxyType(values))
 
 
 def refused_value(name: str, text: str) -> str | None:
-    """Return why a value of the option `name` is refused, with what to write instead; None for all other values."""
+    """Return why a value of the option `name` is refused, with what to write instead; None for other values."""
     values, value = table().values, text.lower()
     if reason := values.get(f"{name}={value}"):
         return reason
@@ -86,20 +87,6 @@ def refused_value(name: str, text: str) -> str | None:
     return None
 
 
-def _logical_lines(text: str) -> Iterator[tuple[int, str]]:
-    """Yield lines with their numbers: without comments, and with the indented lines that continue them."""
-    number, found = 0, ""
-    for place, line in enumerate(text.splitlines(), start=1):
-        if line.startswith(" "):
-            found += f" {line.strip()}"
-            continue
-        if found:
-            yield number, found
-        number, found = place, "" if line.startswith("#") else line.rstrip()
-    if found:
-        yield number, found
-
-
 def _row(line: str, texts: Mapping[str, str]) -> Row:
     match = _ROW.fullmatch(line)
     if match is None or not (match["here"] or match["remark"]):
@@ -109,10 +96,9 @@ def _row(line: str, texts: Mapping[str, str]) -> Row:
 
 
 def _filled(text: str, texts: Mapping[str, str]) -> str:
-    """Return a text with the meaning of each {word} in its place."""
-    words = re.findall(r"\{(\w+)\}", text)
-    if unknown := [word for word in words if word not in texts]:
-        raise ValueError(f"[{TEXTS}] has no {' and no '.join(unknown)}")
-    for word in words:
+    """Replace each {word} by its text."""
+    for word in re.findall(r"\{(\w+)\}", text):
+        if word not in texts:
+            raise ValueError(f"[{TEXTS}] has no {word}")
         text = text.replace(f"{{{word}}}", texts[word])
     return text

@@ -1,8 +1,8 @@
 """Options of the source of a model, a preset or pretrained weights, and the presets: flags of known architectures.
 
-`--model=mistral-7b` stands for the flags of its preset, as if typed before all others; if a flag is given twice, the
-last one counts. Importing the publisher's config.json gives the same values, including dropouts and the initial
-standard deviation. Derived and default values are left out.
+`--model=mistral-7b` stands for the flags of its preset, as if typed before all others. Importing the publisher's
+config.json gives the same values, including dropouts and the initial standard deviation. Presets leave out derived and
+default values.
 """
 
 from __future__ import annotations
@@ -82,18 +82,18 @@ class SourceConfig(Area):
         None, "type of the pretrained folder", choices=("huggingface", "distributed"), unset="detected"
     )
     use_pretrained_config: bool = pretrained_option(
-        True, "take the architecture from the pretrained folder; 0: take it from the flags, which must agree"
+        True, "take the architecture from the pretrained folder; 0: from the flags, which must agree"
     )
     ignore_pretrained_config: bool = pretrained_option(
-        False, "let flags override the architecture of the pretrained folder, as long as its weights fit"
+        False, "let flags override the architecture of the pretrained folder, provided that its weights fit"
     )
     load_pretrained_weights: bool = pretrained_option(
         True, "load the pretrained weights; 0: take only the architecture and initialize new weights"
     )
     load_parts: tuple[str, ...] = pretrained_option(
         ("model",),
-        "parts to take from a checkpoint: model; optimizer (moments); step (iterations done, and with them the "
-        "learning rate and the place in the data)",
+        "parts to load from a checkpoint: model; optimizer (moments); step (completed iterations, which set the "
+        "learning rate and the position in the data)",
         excludes=(
             Rule(IMPORTED, "a Hugging Face folder has no iterations", when=f"load_parts=step and {PRETRAINED}"),
             Rule(UNLOADED, "new weights begin at iteration 0", when=f"load_parts=step and {PRETRAINED}"),
@@ -101,8 +101,8 @@ class SourceConfig(Area):
     )
     allow_partial_checkpoint: bool = pretrained_option(
         False,
-        "start from a checkpoint that lacks parameters of the model, or has others: missing ones are initialized, and "
-        "all are listed (with ignore_pretrained_config if flags of the model differ)",
+        "start from a checkpoint that lacks parameters of the model or has extra ones: initialize the missing ones, "
+        "and list both (with ignore_pretrained_config if model flags differ)",
         excludes=(Rule(IMPORTED, "only checkpoints of this program may be partial", when=PRETRAINED),),
     )
     load_pretrained_optimizer: bool = pretrained_option(

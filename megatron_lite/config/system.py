@@ -1,4 +1,4 @@
-"""Options of devices, partitioning, logs and files of a run."""
+"""Options of devices, partitioning and planning."""
 
 from __future__ import annotations
 
@@ -9,24 +9,21 @@ from types import MappingProxyType
 from typing import NamedTuple
 
 from megatron_lite.config.option import (
-    SAVED,
     Area,
     Auto,
     NonNegativeInt,
     PositiveFloat,
     PositiveInt,
     Rule,
-    debug_level,
     idle_unless,
     low_precision_option,
     option,
     optional,
 )
-from megatron_lite.config.tracking import WANDB
 
 
 class DtypeNames(NamedTuple):
-    """Names that other programs use for the dtypes of weights."""
+    """A dtype's names in other programs."""
 
     torch: str  # also in manifest.json and config.json
     safetensors: str
@@ -36,10 +33,13 @@ DTYPES: Mapping[str, DtypeNames] = MappingProxyType(
     {"fp32": DtypeNames("float32", "F32"), "bf16": DtypeNames("bfloat16", "BF16"), "fp16": DtypeNames("float16", "F16")}
 )
 DTYPE_ALIASES = {"float32": "fp32", "float": "fp32", "bfloat16": "bf16", "float16": "fp16", "half": "fp16"}
-
-
 PLANNED_DEVICES = ("h100", "h200", "a100", "a100-40", "l40s", "v100", "b200", "cpu")
-for_plans = idle_unless("dry_run")
+
+# Options that have no effect unless another one has this value.
+plan_option = idle_unless("dry_run")
+gpu_option = idle_unless("device!=cpu")
+throttled_option = idle_unless("throttle_cpu and device!=cpu")
+tensor_parallel_option = idle_unless("tensor_parallel!=1")
 
 
 @dataclass
@@ -55,8 +55,7 @@ class MultiStageConfig(Area):
     )
     layers_per_stage: float | Auto = option(
         1.0,
-        "transformer blocks per stage, the unit of gather and reduce; auto: enough that transfer time outweighs "
-        "latency",
+        "transformer blocks per stage, the unit of gather and reduce; auto: enough to hide the latency of transfers",
         minimum=1.0,
         why="a layer cannot be split between stages; to save memory, write 1 and set fewer buffers",
     )
@@ -82,15 +81,9 @@ class MultiStageConfig(Area):
         1, "stages per pipeline rank", minimum=1, maximum=1, why="there is no pipeline parallelism yet; leave it out"
     )
     pipeline_delay: float = option(0.0, "steps for data to go around the pipeline; unused, as there is no pipeline")
-    throttle_cpu: bool = option(
-        True, "GPU: keep the host from queueing schedule steps far ahead of the device", idle_unless="device!=cpu"
-    )
-    throttle_cpu_rate: PositiveInt = option(
-        1, "record an event, and wait for one, every N schedule steps", idle_unless="throttle_cpu and device!=cpu"
-    )
-    throttle_cpu_delay: NonNegativeInt = option(
-        3, "wait for the event recorded N recordings ago", idle_unless="throttle_cpu and device!=cpu"
-    )
+    throttle_cpu: bool = gpu_option(True, "GPU: keep the host from queueing schedule steps far ahead of the device")
+    throttle_cpu_rate: PositiveInt = throttled_option(1, "record an event, and wait for one, every N schedule steps")
+    throttle_cpu_delay: NonNegativeInt = throttled_option(3, "wait for the event recorded N recordings ago")
 
 
 @dataclass
@@ -108,21 +101,18 @@ class DistributedConfig(Area):
         basic=True,
         aliases="tensor_model_parallel_size",
     )
-    sequence_tensor_parallel: bool = option(
+    sequence_tensor_parallel: bool = tensor_parallel_option(
         False,
         "sequence parallelism: also shard norms, dropout and residuals along the sequence",
         aliases="sequence_parallel",
-        idle_unless="tensor_parallel!=1",
     )
-    parallel_embeddings: bool = option(
-        True,
-        "split the vocabulary of embedding and head over the tensor-parallel ranks; 0: replicate both",
-        idle_unless="tensor_parallel!=1",
+    parallel_embeddings: bool = tensor_parallel_option(
+        True, "split the vocabulary of embedding and head over the tensor-parallel ranks; 0: replicate both"
     )
     deterministic: bool = option(False, "use only deterministic GPU algorithms (slower)", aliases="deterministic_mode")
     check_replicas_interval: PositiveInt | None = optional(
         "iterations between checks that ranks agree on replicated state: weights in use, counters, schedule. A "
-        "difference ends the run and names the ranks. Costs a pass over the weights, in ZeRO-3 also gathers",
+        "difference ends the run and names the ranks. Costs a pass over the weights, and gathers in ZeRO-3",
         "no checks",
     )
     distributed_timeout: float = option(60.0, "seconds before giving up a collective in a step", above=0.0, maximum=1e6)
@@ -137,7 +127,7 @@ class DistributedConfig(Area):
         maximum=2**24,
         needs=(Rule("dry_run", "a run takes the number of ranks from torchrun (nproc-per-node and nnodes)"),),
     )
-    gpu: str | None = for_plans(
+    gpu: str | None = plan_option(
         None,
         "device to plan for",
         choices=PLANNED_DEVICES,
@@ -147,62 +137,22 @@ class DistributedConfig(Area):
             Rule("device=cuda", "--device=cuda plans for a GPU", when="gpu=cpu"),
         ),
     )
-    device_memory_gib: PositiveFloat | None = for_plans(
+    device_memory_gib: PositiveFloat | None = plan_option(
         None, "memory of the device to plan for (GiB)", unset="that of --gpu"
     )
-    interconnect: str = for_plans(
+    interconnect: str = plan_option(
         "auto",
-        "slowest link between ranks: nvlink, ib, ethernet, or with a speed per GPU and direction as in ethernet:12.5 "
-        "(GB/s); auto: nvlink within 8 GPUs, else ib of 50 GB/s",
+        "slowest link between ranks: nvlink, ib or ethernet, optionally with GB/s per GPU and direction, as in "
+        "ethernet:12.5; auto: nvlink within 8 GPUs, else ib at 50 GB/s",
     )
-    machine_speeds: str | None = for_plans(
+    machine_speeds: str | None = plan_option(
         None,
         "measured speeds to predict with, from python -m scripts.benchmarks.machine --output=FILE",
         unset="a data sheet",
     )
-    write_sbatch: str | None = for_plans(
-        None, "write a Slurm job of the recommended command to this file", unset="none"
+    write_sbatch: str | None = plan_option(
+        None, "write a Slurm job with the recommended command to this file", unset="none"
     )
-
-
-@dataclass
-class RunConfig(Area):
-    """Run and monitoring"""
-
-    experiment_dir: str | None = optional("folder for all files of the run", "nothing is written", basic=True)
-    experiment_name: str | None = idle_unless(WANDB)(
-        None, "name of the run in Weights & Biases", unset="name of experiment_dir", aliases="wandb_exp_name"
-    )
-    report: bool = idle_unless("experiment_dir")(
-        True, "write report.html, a page about the run, into experiment_dir at the end of each start"
-    )
-    log_interval: PositiveInt = option(100, "iterations between log lines", basic=True)
-    log_offset: NonNegativeInt = option(1, "first logged iteration (0: only multiples of log_interval)")
-    log_timestamps: bool = option(False, "prefix log lines with the time")
-    show_all_options: bool = option(
-        False, "print all options at the start, not only those that differ from their defaults"
-    )
-    enable_all_loggers: bool = option(False, "print the log of every rank to the console")
-    log_communication: bool = option(
-        False, "log the bytes that each step communicates, by kind, and the time they take"
-    )
-    debug_layer_outputs: int = debug_level("the output of each layer", training=True)
-    debug_layer_gradients: int = debug_level("the gradient of each layer's input", training=True)
-    debug_param_init: int = debug_level("each parameter after initialization")
-    debug_param_gradients: int = debug_level("each gradient shard after reduction", training=True)
-    debug_all_param_gradients: int = debug_level("each parameter's gradient after reduction", training=True)
-    debug_param_update: int = debug_level("each parameter after the update", training=True)
-    debug_global_tensors: bool = option(True, "gather tensors from all ranks before logging them (slow)")
-    debug_activation_memory: bool = option(False, "log the memory in use after each layer")
-    debug_tensor_parallel: bool = option(
-        False,
-        "check that tensor-parallel ranks agree on replicated weights, gradients and layer outputs (slow)",
-        idle_unless="tensor_parallel!=1",
-    )
-    save_tensor_logs: bool = option(False, "save logged tensors in runs/<k>/artifacts of experiment_dir", needs=SAVED)
-    show_tensor_logs: bool = option(True, "print logged tensors")
-    tensor_logs_show_elements: NonNegativeInt = option(8, "sampled elements to print per tensor")
-    peak_tflops: PositiveFloat | None = optional("dense peak TFLOP/s of one device, for mfu", "known for common GPUs")
 
 
 def number_of_stages(num_layers: int, layers_per_stage: float) -> int:

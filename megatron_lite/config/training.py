@@ -8,9 +8,11 @@ from megatron_lite.config.option import (
     SAVED,
     All,
     Area,
+    Fraction,
     NonNegativeFloat,
     NonNegativeInt,
     PositiveFloat,
+    PositiveFraction,
     PositiveInt,
     Rule,
     idle_unless,
@@ -19,7 +21,7 @@ from megatron_lite.config.option import (
 )
 from megatron_lite.config.system import DTYPE_ALIASES, DTYPES
 
-# Hugging Face architectures that can be imported and exported.
+# Hugging Face architectures to import and export.
 MODEL_TYPES = ("llama", "mistral", "gpt2", "gpt_bigcode", "starcoder2", "qwen2", "qwen3")
 
 # Options that have no effect unless another one has this value.
@@ -50,7 +52,7 @@ class BatchConfig(Area):
         "samples per rank in one forward pass", "derived", basic=True, aliases="per_device_train_batch_size"
     )
     depth_first_micro_batches: PositiveInt | None = optional(
-        "depth-first micro-batches: forward and backward of one before the next", "all of sequential_micro_batches"
+        "depth-first micro-batches: forward and backward of one before the next", "sequential_micro_batches"
     )
     breadth_first_micro_batches: PositiveInt | None = optional(
         "breadth-first micro-batches: all of them pass one stage before the next", "1"
@@ -58,11 +60,11 @@ class BatchConfig(Area):
     sequential_micro_batches: PositiveInt | None = optional("depth-first * breadth-first micro-batches", "derived")
     batch_size_schedule: tuple[str, ...] = option(
         (),
-        'change the batch size at given iterations, instead of batch_size: "0:32 1000:64" means 32 samples in each of '
-        "the first 1000 iterations, then 64; sets batch_size to the largest",
+        'batch sizes by iteration, instead of batch_size: "0:32 1000:64" is 32 samples in each of the first 1000 '
+        "iterations, then 64; sets batch_size to the largest",
     )
     allow_nondivisible_batch_size: bool = option(
-        False, "pad a batch that does not divide evenly into micro-batches; padded samples never count"
+        False, "pad a batch that does not divide evenly into micro-batches; padding never counts"
     )
     eval_micro_batch_size: PositiveInt | None = optional(
         "micro_batch_size for validation and test", "micro_batch_size", idle_unless="validation_iters or test_iters"
@@ -76,46 +78,45 @@ class DataConfig(Area):
 
     dataset_source: str = option(
         "list",
-        "list: read the files of data_path; file: those of a JSON list that scripts/concatenate_dataset.py writes; "
+        "list: read the files of data_path; file: read those of a JSON list made by scripts/concatenate_dataset.py; "
         "random: draw random tokens",
         choices=("list", "file", "random"),
         basic=True,
     )
     data_path: tuple[str, ...] = file_option(
         (),
-        ".bin/.idx prefixes, or text (folders, .jsonl, parquet, patterns) to prepare once, optionally with a weight "
-        "before each",
+        ".bin/.idx prefixes, or text to prepare once (folders, .jsonl, parquet, patterns), each optionally after a "
+        "weight",
         basic=True,
     )
     dataset_cache: str = file_option(
-        "", "folder for the tokens of text in data_path; runs may share it (default: dataset_cache in experiment_dir)"
+        "", "folder for the tokens of text in data_path, which runs may share (default: experiment_dir/dataset_cache)"
     )
     split: tuple[NonNegativeFloat, ...] = file_option(
         (969.0, 30.0, 1.0), "proportions of documents for training, validation and test", basic=True
     )
     data_weights_schedule: tuple[str, ...] = file_option(
         (),
-        'change the weights of data_path in training at given iterations: "1000:0.5/0.5 2000:0/1" means half of each '
-        "of two data sets once 1000 iterations are done, and only the second after 2000; validation keeps the first",
+        'training weights of data_path by iteration: "1000:0.5/0.5 2000:0/1" is half of each of two data sets after '
+        "1000 iterations, and only the second after 2000; validation keeps the initial weights",
         excludes=(LISTED,),
     )
     shuffle: str = file_option(
         "epoch",
         "order of training samples. epoch: reshuffle every epoch; full: shuffle max_epochs epochs together; "
-        "skip_first_epoch: the first epoch in file order, the others as epoch; none: in file order",
+        "skip_first_epoch: as epoch, but the first one in file order; none: file order",
         choices=("epoch", "full", "skip_first_epoch", "none"),
         value_aliases={"disabled": "none"},
         needs=(Rule("max_epochs", "its order depends on the number of epochs", when="shuffle=full"),),
     )
     shuffle_era: PositiveInt | None = optional(
-        "shuffle training samples only within windows of N samples, so that reading stays in one part of a file",
+        "shuffle training samples within windows of N samples only, so that reads stay in one part of a file",
         "all samples of an epoch",
         idle_unless="dataset_source!=random and shuffle=epoch|skip_first_epoch",
     )
     shuffle_documents: bool = shuffled_option(
         False,
-        "also reshuffle documents every epoch, before training samples are cut; costs 2.5 s an epoch for 10 "
-        "million documents",
+        "also reshuffle documents every epoch, before training samples are cut; takes 2.5 s for 10 million documents",
     )
     max_epochs: PositiveInt | None = optional(
         "refuse to train on any data set for more than N epochs", "no limit", idle_unless="dataset_source!=random"
@@ -127,8 +128,8 @@ class DataConfig(Area):
     )
     truncate_documents: bool = file_option(
         True,
-        "cut documents where samples end; 0: fill samples with whole documents and pad the rest, which counts in no "
-        "loss; documents longer than sequence_length + 1 are left out",
+        "cut documents where samples end; 0: fill samples with whole documents, and pad the rest without loss; "
+        "documents longer than sequence_length + 1 are left out",
         needs=(
             Rule(
                 "fim_truncate_or_pad",
@@ -140,45 +141,37 @@ class DataConfig(Area):
     reset_position_ids: bool = file_option(False, "count positions from the start of each document, not of the sample")
     mask_document_starts: bool = file_option(
         False,
-        "leave the first token of each document out of the loss: the end of another document does not predict it",
+        "leave the first token of each document out of the loss, as only another document precedes it",
         aliases="eod_mask_loss",
     )
     loss_mask: tuple[str, ...] = file_option(
         (),
-        "prefixes of .bin/.idx pairs, one for each data set of data_path in its order, with 1 for each token that "
-        "counts in the loss and 0 for each that does not; none: every token of that data set counts",
+        "prefixes of .bin/.idx pairs, one per data set in the order of data_path, with 1 for tokens that count in the "
+        "loss and 0 for others; none: every token of that data set counts",
         excludes=(LISTED,),
     )
-    fim_rate: float = file_option(
+    fim_rate: Fraction = file_option(
         0.0,
-        "share of documents that are rearranged for fill-in-the-middle: prefix, suffix, then the middle, each after "
-        "its token of tokenizer_file",
-        minimum=0.0,
-        maximum=1.0,
+        "share of documents to rearrange for fill-in-the-middle: prefix, suffix, then the middle, each after its token "
+        "in tokenizer_file",
         needs=(Rule("tokenizer_file", "text is cut between characters", when="dataset_source!=random"),),
         excludes=(Rule("loss_mask", "a mask does not fit rearranged documents", when="dataset_source!=random"),),
     )
     fim_max_middle_len: PositiveInt | None = optional(
         "longest middle in characters; its length is then drawn uniformly", "no limit", idle_unless="fim_rate"
     )
-    fim_spm_rate: float = fim_option(
-        0.5, "share of rearranged documents with the suffix before the prefix", minimum=0.0, maximum=1.0
-    )
+    fim_spm_rate: Fraction = fim_option(0.5, "share of rearranged documents with the suffix before the prefix")
     fim_split_sample: str | None = optional(
-        "token that separates the files of a document: if fim_rate selects the document, fim_fragment_rate of its "
+        "token that separates the files of a document: in a document that fim_rate selects, fim_fragment_rate of the "
         "files are rearranged, each separately",
         "documents are rearranged as a whole",
         idle_unless="fim_rate",
     )
-    fim_fragment_rate: float = option(
-        0.0,
-        "share of files that are rearranged in a selected document",
-        minimum=0.0,
-        maximum=1.0,
-        idle_unless="fim_rate and fim_split_sample",
+    fim_fragment_rate: Fraction = option(
+        0.0, "share of files to rearrange in a selected document", idle_unless="fim_rate and fim_split_sample"
     )
     fim_ignore_prefix: str | None = optional(
-        "leave documents that begin with this text as they are", "none", idle_unless="fim_rate", aliases="fim_no_prefix"
+        "do not rearrange documents that begin with this text", "none", idle_unless="fim_rate", aliases="fim_no_prefix"
     )
     fim_truncate_or_pad: bool = fim_option(
         False, "keep the length of each rearranged document: cut its suffix, or pad it"
@@ -200,12 +193,8 @@ class DataConfig(Area):
     @property
     def needs_borders(self) -> bool:
         """Whether the run has to know where documents begin."""
-        return (
-            not self.cross_document_attention
-            or self.reset_position_ids
-            or self.mask_document_starts
-            or self.fim_rate > 0
-        )
+        within = self.reset_position_ids or self.mask_document_starts or not self.cross_document_attention
+        return within or self.fim_rate > 0
 
 
 @dataclass
@@ -213,20 +202,20 @@ class TrainingConfig(Area):
     """Training"""
 
     train_iters: NonNegativeInt = option(
-        0, "iterations of the whole run, restarts included", basic=True, aliases="num_train_steps"
+        0, "iterations of the whole run, including restarts", basic=True, aliases="num_train_steps"
     )
     logit_z_loss: NonNegativeFloat = option(
         0.0, "weight of the z-loss, mean(logsumexp(logits)^2), in the loss", aliases="z_loss_weight"
     )
     loss_reduction: str = option(
         "token",
-        "token: average over all tokens of a batch; micro_mean: average the means of its micro-batches (differs only "
-        "with padding)",
+        "token: mean over all tokens of a batch; micro_mean: mean of its micro-batches' means (differs only with "
+        "padding)",
         choices=("token", "micro_mean"),
     )
     validation_iters: NonNegativeInt | All = option(
         0,
-        "batches of batch_size samples in each validation; all: every sample of the validation data, once",
+        "batches of batch_size samples in each validation; all: every validation sample once",
         basic=True,
         aliases="eval_iters",
         excludes=(
@@ -248,7 +237,7 @@ class TrainingConfig(Area):
         1000, "iterations between validations", basic=True, aliases="eval_interval steps_per_eval"
     )
     validation_by_dataset: bool = validation_option(
-        False, "also validate each data set of a blend separately, on validation_iters batches each"
+        False, "also validate on each data set of a blend separately, with validation_iters batches each"
     )
     test_iters: NonNegativeInt = option(0, "batches in the test after training")
     export_interval: PositiveInt | None = optional("iterations between exports", "no exports", basic=True, needs=SAVED)
@@ -257,7 +246,7 @@ class TrainingConfig(Area):
     )
     export_weights: str = export_option(
         "raw",
-        "weights of a Hugging Face export: raw as trained, or their average",
+        "weights of a Hugging Face export: as trained (raw) or averaged",
         choices=("raw", "average"),
         needs=(Rule("ema_type=ema|ema_decay_sqrt", "no average is kept"),),
         excludes=(Rule("export_format=distributed", "a resumable checkpoint always holds weights and averages"),),
@@ -283,8 +272,8 @@ class TrainingConfig(Area):
         idle_unless="export_callback_script",
     )
     sample_interval: PositiveInt | None = optional(
-        "iterations between samples of the model's text; each prompt costs one pass through all stages, and each "
-        "further token of 8 samples together costs another",
+        "iterations between samples of the model's text; costs a pass through all stages for each prompt, and one for "
+        "each further token of 8 samples together",
         "no samples",
         needs=(Rule("sample_prompts", "samples follow prompts"), Rule("tokenizer_file", "samples are text")),
     )
@@ -300,12 +289,8 @@ class TrainingConfig(Area):
         "all",
         needs=(SAMPLED, TEMPERED._replace(when="sample_interval and sample_top_k!=1")),
     )
-    sample_top_p: float = option(
-        1.0,
-        "draw samples from the fewest tokens whose probabilities add up to this",
-        above=0.0,
-        maximum=1.0,
-        needs=(SAMPLED, TEMPERED),
+    sample_top_p: PositiveFraction = option(
+        1.0, "draw samples from the fewest tokens whose probabilities add up to this", needs=(SAMPLED, TEMPERED)
     )
     stop_interval: PositiveInt | None = optional(
         "save and stop every N iterations", "no stop", aliases="exit_interval", needs=SAVED
@@ -320,6 +305,6 @@ class TrainingConfig(Area):
 
     @property
     def inference(self) -> bool:
-        """Whether gradients and optimizer state are not needed: no training, and no export that holds them."""
+        """Whether the run needs neither gradients nor optimizer state: no training, and no export with them."""
         resumable_exports = self.export_interval is not None and self.export_format == "distributed"
         return self.train_iters == 0 and not resumable_exports

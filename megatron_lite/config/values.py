@@ -1,8 +1,8 @@
 """The flags, one for every option of `config/`, and the parsing of their values.
 
-A value is never guessed at: it is legal, or `BadValueError` names the broken rule and the value to write instead.
-Numbers are plain ASCII digits, because Python's `int` and `float` also take `nan`, `1_000` and full-width digits, round
-`1e999` to infinity, and need seconds for a hundred thousand digits.
+A value is never guessed: it is legal, or `BadValueError` names the broken rule and the value to write instead. Numbers
+are plain ASCII digits, because Python's `int` and `float` also accept `nan`, `1_000` and full-width digits, round
+`1e999` to infinity, and take seconds for a hundred thousand digits.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from __future__ import annotations
 import dataclasses
 import math
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Any, get_args
@@ -29,9 +29,9 @@ LONGEST_TEXT = 4096  # characters; also the longest path of Linux
 
 
 class BadValueError(ValueError):
-    """A value that its flag cannot take; the message is the rule and the fix, without the name of the flag.
+    """A value that its flag does not take; the message is the rule and the fix, without the name of the flag.
 
-    `instead`: values to write, if the rule names none. `guessed`: whether something else may have been meant.
+    instead: values to write, unless the rule names one. guessed: whether these are only a guess.
     """
 
     def __init__(self, rule: str, *instead: str, guessed: bool = False) -> None:
@@ -69,9 +69,10 @@ class Flag:
 
     @property
     def example(self) -> str:
-        """Some value that the flag takes."""
-        numbers = ("1", "0.1", "2", "100", "-1", "10000")
-        return next((text for text in numbers if self.kind != "str" and is_legal(self, text)), "text")
+        """A value that the flag takes: a choice, the default or a number."""
+        texts = [*self.option.choices[:1], written(self.default) if self.default is not None else ""]
+        texts += [] if self.kind == "str" else ["1", "0.1", "2", "100", "-1", "10000"]
+        return next((text for text in texts if text and is_legal(self, text)), "text")
 
     @property
     def aliases(self) -> list[str]:
@@ -98,7 +99,7 @@ def _flags() -> dict[str, Flag]:
 
 
 def _kind_and_bounds(annotation: str) -> tuple[str, dict[str, float]]:
-    """Return `Flag.kind` and the bounds that its type sets: `tuple[PositiveInt, ...]`: list of int, >= 1."""
+    """Return `Flag.kind` and the bounds of a type: "list of int" and >= 1 for `tuple[PositiveInt, ...]`."""
     item = annotation.removeprefix("tuple[").removesuffix(", ...]")
     kind, bounds = get_args(getattr(declarations, item, None)) or (item, {})
     name = getattr(kind, "__name__", kind)
@@ -131,7 +132,7 @@ def parse_float(text: str) -> float:
     """Parse a finite number.
 
     Raises:
-        BadValueError: for anything but ASCII digits with an optional sign, point and exponent.
+        BadValueError: for anything but ASCII digits with optional sign, point and exponent.
     """
     if len(text) > LONGEST_NUMBER:
         raise BadValueError(f"a number has at most {LONGEST_NUMBER} characters")
@@ -152,7 +153,7 @@ def parse_int(text: str) -> int:
     """Parse a 64-bit integer.
 
     Raises:
-        BadValueError: for anything but ASCII digits with an optional sign; `5e5` and `10.0` are refused, too.
+        BadValueError: for anything but ASCII digits with an optional sign, such as `5e5` and `10.0`.
     """
     if len(text) > LONGEST_NUMBER:
         raise BadValueError(f"an integer has at most {LONGEST_NUMBER} characters")
@@ -168,7 +169,7 @@ def parse_int(text: str) -> int:
 
 
 def _meant_numbers(text: str) -> list[float]:
-    """Return what somebody may mean by a number in another notation: 1_000, 1,000, 5e5, 10%, 8k (8000 or 8192)."""
+    """Return the numbers that another notation may mean: 1_000, 1,000, 5e5, 10%, 8k (8000 or 8192)."""
     plain = text.replace("_", "")
     if re.fullmatch(r"[+-]?0,[0-9]+", plain):  # a decimal comma
         plain = plain.replace(",", ".")
@@ -199,10 +200,10 @@ def parse_bool(text: str) -> bool:
 
 
 def parse_text(text: str) -> str:
-    """Check that a text can be a file name and can be printed.
+    """Check that a text is printable and can be a file name.
 
     Raises:
-        BadValueError: if not.
+        BadValueError: if it is not.
     """
     if len(text) > LONGEST_TEXT:
         raise BadValueError(f"a text has at most {LONGEST_TEXT} characters")
@@ -240,19 +241,19 @@ def parse_by_block(text: str, option: Option) -> str:
         if choice in dict(parts):
             raise BadValueError(f"{choice} is given twice; leave one out")
         parts.append((choice, count))
-    others = [choice for choice, count in parts if count is None]
-    if len(others) > 1:
-        example = join_block_parts([(others[0], None), *((choice, "8") for choice in others[1:])])
-        raise BadValueError(f"{' and '.join(others)} have no number of blocks; only one part may have none", example)
-    if not others:
-        unused = next((choice for choice in option.choices if choice not in dict(parts)), None)
-        rest = [join_block_parts([(unused, None), *parts])] if unused else []
-        raise BadValueError("one part must have no number, for all other blocks", *rest)
+    rest = [choice for choice, count in parts if count is None]
+    if len(rest) > 1:
+        example = join_block_parts([(rest[0], None), *((choice, "8") for choice in rest[1:])])
+        raise BadValueError(f"{' and '.join(rest)} have no number of blocks; only one part may have none", example)
+    if not rest:
+        unused = [choice for choice in option.choices if choice not in dict(parts)][:1]
+        examples = (join_block_parts([(choice, None), *parts]) for choice in unused)
+        raise BadValueError("one part must have no number, for all other blocks", *examples)
     return join_block_parts(parts)
 
 
 def _part(text: str, value: str, number: str | None, option: Option) -> tuple[str, str | None]:
-    """Parse one part of `parse_by_block`; the message of an error writes the whole text anew."""
+    """Parse one part of `parse_by_block`; an error suggests the whole text, corrected."""
     try:
         choice = parse_choice(value, option)
         count = None if number is None else parse_int(number)
@@ -266,7 +267,7 @@ def _part(text: str, value: str, number: str | None, option: Option) -> tuple[st
 
 
 def is_flag(text: str) -> bool:
-    """Whether a word is a flag (perhaps a wrong one) rather than a value: dashes and a letter, but not `-inf`."""
+    """Whether a word is a flag, right or wrong, and not a value: dashes and a letter, but not `-inf`."""
     if re.fullmatch(r"-(inf(inity)?|nan)", text, re.IGNORECASE):
         return False
     return re.match(rf"--|[{DASHES}]+[A-Za-z]", text) is not None
@@ -314,7 +315,7 @@ def _parse_number(flag: Flag, text: str) -> int | float | str:
     try:
         value = parse_int(text) if flag.kind in ("int", "list of int") else parse_float(text)
     except BadValueError as error:
-        if near := _nearest(text, flag.words):
+        if near := similar(text.lower(), flag.words, 1, 0.7):
             raise BadValueError(f"must be {limits(flag)}", *near, guessed=True) from None
         rule = f"{error.rule} (must be {limits(flag)})" if limits(flag) else error.rule
         raise BadValueError(rule, *(other for other in error.instead if is_legal(flag, other))) from None
@@ -323,7 +324,7 @@ def _parse_number(flag: Flag, text: str) -> int | float | str:
 
 
 def is_legal(flag: Flag, text: str) -> bool:
-    """Whether `flag` takes this value, as far as one value by itself can be judged."""
+    """Whether `flag` takes this value, regardless of other flags."""
     try:
         parse_list(flag, [text]) if flag.is_list else parse_value(flag, text)
     except BadValueError:
@@ -332,41 +333,38 @@ def is_legal(flag: Flag, text: str) -> bool:
 
 
 def _letters(text: str) -> str:
-    """The letters and digits of a word, in lower case: RMSNorm and rms_norm are the same word."""
+    """Return the letters and digits of a word in lower case: RMSNorm and rms_norm are the same word."""
     return re.sub("[^a-z0-9]", "", text[:LONGEST_NUMBER].lower())
 
 
 def _meant_words(text: str, words: Sequence[str]) -> list[str]:
-    """Return the words that `text` begins (bfloat), is a part of (layer) or misspells, or else begins with itself."""
+    """Return the words that `text` begins (bfloat), is a part of (layer) or misspells, or the one it begins with."""
     plain, part = _letters(text), text[:LONGEST_NUMBER].lower()
     begun = [word for word in words if len(plain) > 1 and _letters(word).startswith(plain)]
     longer = [word for word in words if len(word) > 2 and plain.startswith(_letters(word))]
     return (
         begun
         or [word for word in words if part in re.split("[-_]", word)]
-        or _nearest(text, words)
+        or similar(part, words, 1, 0.7)
         or sorted(longer, key=len)[-1:]
     )
 
 
-def _nearest(text: str, words: Sequence[str]) -> list[str]:
-    """Return the word that `text` may be a misspelling of, if any."""
+def similar(text: str, words: Iterable[str], count: int, cutoff: float) -> list[str]:
+    """Return up to `count` words that share at least this part of their letters with `text`, the most similar first."""
     import difflib  # only a mistake needs it
 
-    return difflib.get_close_matches(text[:LONGEST_NUMBER].lower(), words, n=1, cutoff=0.7)
-
-
-def bounds(option: Option) -> str:
-    """Return the range of a number in words, `>= 0 and < 1`; empty if every number is legal."""
-    if option.minimum is not None and option.minimum == option.maximum:
-        return number(option.minimum)
-    limits = ((">=", option.minimum), (">", option.above), ("<=", option.maximum), ("<", option.below))
-    return " and ".join(f"{sign} {number(limit)}" for sign, limit in limits if limit is not None)
+    return difflib.get_close_matches(text[:LONGEST_NUMBER], [*words], count, cutoff)
 
 
 def limits(flag: Flag) -> str:
-    """Return the rule for a number in words: its bounds, or the words accepted in its place."""
-    return ", or ".join(text for text in (bounds(flag.option), *flag.words) if text)
+    """Return the rule for a number in words, `>= 0 and < 1, or auto`; empty if every number is legal."""
+    option = flag.option
+    bounds = ((">=", option.minimum), (">", option.above), ("<=", option.maximum), ("<", option.below))
+    rule = " and ".join(f"{sign} {number(bound)}" for sign, bound in bounds if bound is not None)
+    if option.minimum is not None and option.minimum == option.maximum:
+        rule = number(option.minimum)
+    return ", or ".join(text for text in (rule, *flag.words) if text)
 
 
 def check_bounds(flag: Flag, value: Any) -> None:
@@ -381,15 +379,13 @@ def check_bounds(flag: Flag, value: Any) -> None:
     for item in value if isinstance(value, tuple) else (value,):
         if isinstance(item, str) and option.by_block and re.search("[,:]", item):
             parse_by_block(item, option)
-            continue
-        if isinstance(item, str) and option.choices and item not in option.choices:
+        elif isinstance(item, str) and option.choices and item not in option.choices:
             raise BadValueError(f"takes {', '.join(option.choices)}")
-        if isinstance(item, (str, bool)) and (flag.kind not in ("int", "float") or item in flag.words):
+        elif isinstance(item, (str, bool)) and (flag.kind not in ("int", "float") or item in flag.words):
             continue
-        if isinstance(item, str) or not _within(option, item):
-            raise BadValueError(
-                f"must be {limits(flag) or 'a finite number'}" + (f": {option.why}" if option.why else "")
-            )
+        elif isinstance(item, str) or not _within(option, item):
+            why = f": {option.why}" if option.why else ""
+            raise BadValueError(f"must be {limits(flag) or 'a finite number'}{why}")
 
 
 def _within(option: Option, value: float) -> bool:
@@ -416,7 +412,7 @@ def written(value: Any) -> str:
 
 
 def abridged(value: Any) -> str:
-    """Return a value as a user would type it; of a long one, such as thousands of paths, only the beginning."""
+    """Return a value as a user would type it, cut if long, such as thousands of paths."""
     text = written(value)
     if len(text) <= LONGEST_SHOWN:
         return text
@@ -424,5 +420,5 @@ def abridged(value: Any) -> str:
 
 
 def typed(options: object, *names: str) -> str:
-    """These options with their values as one would type them: `--a=1, --b=2`."""
+    """Return these options with their values as typed: `--a=1, --b=2`."""
     return ", ".join(f"--{name}={abridged(getattr(options, name))}" for name in names)

@@ -14,7 +14,7 @@ from collections.abc import Callable
 from itertools import accumulate
 from typing import NamedTuple
 
-from megatron_lite.config.learning_rate import LearningRateConfig
+from megatron_lite.config.optimizer import LearningRateConfig
 
 
 class Cycle(NamedTuple):

@@ -8,6 +8,7 @@ import os
 from collections.abc import Iterator
 
 from megatron_lite.config import Draft
+from megatron_lite.config.monitoring import default_trackers, is_run_id
 from megatron_lite.config.structured_values import (
     decay_expression,
     interconnect,
@@ -17,7 +18,6 @@ from megatron_lite.config.structured_values import (
     weight_stages,
 )
 from megatron_lite.config.system import number_of_stages
-from megatron_lite.config.tracking import default_trackers, is_run_id
 from megatron_lite.config.values import is_number
 from megatron_lite.validation.messages import Problem, default, parsing, problem
 

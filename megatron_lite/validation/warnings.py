@@ -8,19 +8,41 @@ from megatron_lite.config import Config, Draft, flatten
 from megatron_lite.config.structured_values import lr_scale_patterns
 from megatron_lite.config.system import number_of_stages
 from megatron_lite.config.values import FLAGS, typed
-from megatron_lite.schedules.warnings import idle_schedule_options, schedule_warnings
-from megatron_lite.validation.declared import unmet
+from megatron_lite.validation.declared import holds, unmet
+from megatron_lite.validation.learning_rate import idle_schedule_options, schedule_warnings
 from megatron_lite.validation.run import PREFETCH_FACTOR, folder_name
 
 DEBUG_LEVELS = tuple(name for name, flag in FLAGS.items() if name.startswith("debug_") and flag.kind == "int")
+# Conditions as in `declared`, and the warning if they hold.
+RISKS = {
+    "train_iters=0 and dry_run=0 and export_interval=none or export_format!=distributed": (
+        "--train_iters=0: nothing is trained, so neither gradients nor optimizer state are allocated"
+    ),
+    "train_iters=0 and dry_run=0 and export_interval!=none and export_format=distributed": (
+        "--train_iters=0: nothing is trained; only --export_format=distributed needs the optimizer state"
+    ),
+    "train_iters and lr=0 or default_lr_scale=0": "the learning rate is 0: the weights never change",
+    "full_precision_gradients=0 and training_dtype!=fp32": (
+        "--full_precision_gradients=0: sums of gradients in {training_dtype} lose small contributions"
+    ),
+    "training_dtype=fp16 and loss_scale!=none": (
+        "--loss_scale: a constant loss scale does not adapt to fp16 overflows; updates that overflow are dropped"
+    ),
+    "use_rotary_embeddings=0 and use_position_embeddings=0": (
+        "neither rotary nor learned positions: the model sees the order of tokens only through the causal mask"
+    ),
+    "pipeline_delay!=0": "--pipeline_delay={pipeline_delay:g} is unused: there is no pipeline",
+    "experiment_dir=none and train_iters and dry_run=0": "--experiment_dir is not set: nothing is saved",
+}
 
 
 def warnings(config: Config) -> list[str]:
     """Return the warnings for a resolved configuration, one line each."""
     options = Draft(**flatten(config))
     return [
-        *_nothing_to_train(options),
-        *_risks(options),
+        *(text.format(**vars(options)) for condition, text in RISKS.items() if holds(condition, options)),
+        *_windows(options),
+        *_positions(options),
         *schedule_warnings(options),
         *_averaging(options),
         *_multi_stage(options),
@@ -29,28 +51,17 @@ def warnings(config: Config) -> list[str]:
     ]
 
 
-def _nothing_to_train(options: Draft) -> Iterator[str]:
-    if options.train_iters > 0 or options.dry_run:
-        return
-    if options.inference:
-        yield "--train_iters=0: nothing is trained, so neither gradients nor optimizer state are allocated"
-    else:
-        yield "--train_iters=0: nothing is trained; only --export_format=distributed needs the optimizer state"
+def _windows(options: Draft) -> Iterator[str]:
+    """Warn about windows of recent updates that the run never fills far enough."""
+    for name, used, consequence in (
+        ("skip_bad_steps_window", options.skip_bad_steps, "no spike is ever dropped"),
+        ("clip_update_norm_window", options.clip_update_norm_sigma is not None, "no update is ever clipped"),
+    ):
+        if used and 0 < options.train_iters <= max(2, getattr(options, name) // 2):
+            yield f"{typed(options, name)}: the run ends before half of the window is filled, so {consequence}"
 
 
-def _risks(options: Draft) -> Iterator[str]:
-    if options.train_iters > 0 and (options.lr == 0.0 or options.default_lr_scale == 0.0):
-        yield "the learning rate is 0: the weights never change"
-    if not options.full_precision_gradients and options.training_dtype != "fp32":
-        yield f"--full_precision_gradients=0: sums of gradients in {options.training_dtype} lose small contributions"
-    if options.training_dtype == "fp16" and options.loss_scale is not None:
-        yield "--loss_scale: a constant loss scale does not adapt to fp16 overflows; updates that overflow are dropped"
-    if options.skip_bad_steps:
-        yield from _unfilled_window(options, "skip_bad_steps_window", "no spike is ever dropped")
-    if options.clip_update_norm_sigma is not None:
-        yield from _unfilled_window(options, "clip_update_norm_window", "no update is ever clipped")
-    if not options.use_rotary_embeddings and not options.use_position_embeddings:
-        yield "neither rotary nor learned positions: the model sees the order of tokens only through the causal mask"
+def _positions(options: Draft) -> Iterator[str]:
     original, longest = options.rope_original_max_position_embeddings, options.max_position_embeddings
     if options.rope_type == "yarn" and original is not None and options.rope_factor is not None:
         if longest not in (original, original * options.rope_factor):
@@ -60,13 +71,6 @@ def _risks(options: Draft) -> Iterator[str]:
             )
     if options.sequence_length > longest:
         yield f"{typed(options, 'max_position_embeddings', 'sequence_length')}: exports state a shorter context"
-    if options.experiment_dir is None and options.train_iters > 0 and not options.dry_run:
-        yield "--experiment_dir is not set: nothing is saved"
-
-
-def _unfilled_window(options: Draft, name: str, consequence: str) -> Iterator[str]:
-    if 0 < options.train_iters <= max(2, getattr(options, name) // 2):
-        yield f"{typed(options, name)}: the run ends before half of the window is filled, so {consequence}"
 
 
 def _averaging(options: Draft) -> Iterator[str]:
@@ -98,14 +102,12 @@ def _multi_stage(options: Draft) -> Iterator[str]:
             yield "--num_grad_buffers has no effect on one rank: the shards are the full tensors"
         else:
             yield from _buffer_count(options, "num_grad_buffers", options.num_grad_buffers, shared_from=2)
-    if options.pipeline_delay != 0.0:
-        yield f"{typed(options, 'pipeline_delay')} is unused: there is no pipeline"
 
 
 def _buffer_count(options: Draft, name: str, count: int, shared_from: int) -> Iterator[str]:
-    """Warn about a number of buffers that is not the ZeRO stage's own, or that is not needed in full.
+    """Warn about a number of buffers that differs from the ZeRO stage's own, or exceeds the stages.
 
-    shared_from: the lowest ZeRO stage in which all stages share two buffers.
+    shared_from: lowest ZeRO stage in which all stages share two buffers.
     """
     zero_stage, size = options.zero_stage, options.layers_per_stage
     stages = None if size == "auto" else number_of_stages(options.num_layers, size)
@@ -133,8 +135,8 @@ def _profiles(options: Draft) -> Iterator[str]:
 
 
 def _without_effect(options: Draft) -> Iterator[tuple[str, str]]:
-    """Yield options that were changed although others make them idle, with the reason."""
-    # Derived or harmless values that are not the default.
+    """Yield changed options that others make idle, with the reason."""
+    # Derived or harmless values that differ from the default.
     harmless = {
         "weight_decay_default_mask": "fast_llm",
         "rotary_base": 10000.0,
@@ -157,22 +159,24 @@ def _without_effect(options: Draft) -> Iterator[tuple[str, str]]:
 
 
 def _idle_for_other_reasons(options: Draft) -> Iterator[tuple[str, str]]:
-    """Yield idle options that need more than a condition on the values of other options."""
+    """Yield idle options for reasons that a condition on other options cannot express."""
     window, length = options.window_size, options.sequence_length
     if window is not None and window >= length:
         yield "window_size", f"because it is not below sequence_length ({window} >= {length})"
     frozen = any(scale == 0.0 for _, scale in lr_scale_patterns(options.freeze, options.lr_scales))
-    if not options.store_frozen_weights_in_optimization_precision and not frozen:
-        yield "store_frozen_weights_in_optimization_precision", "without --freeze or a scale of 0 in --lr_scales"
-    elif not options.store_frozen_weights_in_optimization_precision and options.training_dtype == "fp32":
-        yield "store_frozen_weights_in_optimization_precision", "with --training_dtype=fp32"
+    for name in options.changed("store_frozen_weights_in_optimization_precision"):
+        if not frozen:
+            yield name, "without --freeze or a scale of 0 in --lr_scales"
+        elif options.training_dtype == "fp32":
+            yield name, "with --training_dtype=fp32"
     if options.load_pretrained_optimizer and options.pretrained_checkpoint_path and options.inference:
         yield "load_pretrained_optimizer", "with --train_iters=0, which updates nothing"
     highest = max(getattr(options, name) for name in DEBUG_LEVELS)
     if highest == 0:
         for name in options.changed("save_tensor_logs", "show_tensor_logs", "debug_global_tensors"):
             yield name, "while all debug levels are 0"
-    if options.changed("tensor_logs_show_elements") and highest < 3:
-        yield "tensor_logs_show_elements", "while no debug level is 3 or more"
-    elif options.changed("tensor_logs_show_elements") and not options.show_tensor_logs:
-        yield "tensor_logs_show_elements", "with --show_tensor_logs=0"
+    for name in options.changed("tensor_logs_show_elements"):
+        if highest < 3:
+            yield name, "while no debug level is 3 or more"
+        elif not options.show_tensor_logs:
+            yield name, "with --show_tensor_logs=0"

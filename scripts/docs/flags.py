@@ -13,8 +13,8 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 
-from megatron_lite.cli.foreign_flags import answers_for, refused
 from megatron_lite.cli.help import default_words
+from megatron_lite.cli.unknown_flags import answers_for, refused
 from megatron_lite.config import AREAS
 from megatron_lite.config.other_programs import table as other_programs
 from megatron_lite.config.values import FLAGS, Flag, limits

@@ -15,8 +15,8 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from megatron_lite.cli.foreign_flags import by_name, suffixes
 from megatron_lite.cli.help import default_words
+from megatron_lite.cli.unknown_flags import by_name, suffixes
 from megatron_lite.config.other_programs import Row
 from megatron_lite.config.values import FLAGS, SPELLINGS, Flag, written
 from scripts.docs.tables import markdown_table

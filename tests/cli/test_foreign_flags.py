@@ -13,9 +13,10 @@ from typing import Any
 
 import pytest
 
-from megatron_lite.cli.parse import ParseError, parse
+from megatron_lite.cli.parse import parse
 from megatron_lite.config import flatten
 from megatron_lite.config.values import FLAGS, SPELLINGS, written
+from megatron_lite.errors import UsageError
 
 ROOT = Path(__file__).resolve().parents[2]
 LEVANTER = (ROOT / "docs" / "from_levanter.md").read_text("utf-8")
@@ -69,7 +70,7 @@ def flag_of(row: Row) -> str | None:
 
 def answer(argument: str) -> str:
     """Return the error message for a flag, as if nothing else were wrong."""
-    with pytest.raises(ParseError) as caught:
+    with pytest.raises(UsageError) as caught:
         parse([argument, "--dataset_source=random"])
     return str(caught.value)
 

@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from megatron_lite.cli.foreign_flags import instead, refused
 from megatron_lite.cli.help import banner, help_text, short_banner
+from megatron_lite.cli.unknown_flags import instead, refused
 from megatron_lite.config import flatten, unflatten
 from megatron_lite.config.values import FLAGS, written
 from megatron_lite.validation import resolve

@@ -14,8 +14,8 @@ import pytest
 
 import megatron_lite
 import pretrain_gpt
-from megatron_lite.cli.foreign_flags import instead, refused
-from megatron_lite.cli.parse import HelpRequested, ParseError, parse
+from megatron_lite.cli.parse import HelpRequested, parse
+from megatron_lite.cli.unknown_flags import instead, refused
 from megatron_lite.config import flatten
 from megatron_lite.config.other_programs import Row, table
 from megatron_lite.config.values import FLAGS, SPELLINGS, Flag
@@ -114,7 +114,7 @@ def value(argv: Sequence[str], name: str) -> Any:
 
 def problem(argv: Sequence[str]) -> str:
     """The error of a command line that would be complete without data files."""
-    with pytest.raises(ParseError) as caught:
+    with pytest.raises(UsageError) as caught:
         parse([*argv, "--dataset_source=random"])
     return str(caught.value)
 
@@ -444,7 +444,7 @@ def test_contradictions_of_wrong_values_are_left_out() -> None:
 def test_experiment_dir_of_an_error() -> None:
     """The error carries the experiment directory if that flag could be read, so that exit.json can be written."""
     for argv, expected in ((["--lr=x", "--experiment_dir=/a"], "/a"), (["--experiment_dir='a", "--lr=x"], None)):
-        with pytest.raises(ParseError) as caught:
+        with pytest.raises(UsageError) as caught:
             parse(argv)
         assert caught.value.experiment_dir == expected
         assert caught.value.exit_code == 2

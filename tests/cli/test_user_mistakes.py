@@ -14,15 +14,18 @@ from pathlib import Path
 
 import pytest
 
-from megatron_lite.cli.foreign_flags import ANY_END, accepts, instead, refused
-from megatron_lite.cli.parse import ParseError, parse
-from megatron_lite.cli.suggestions import (
+from megatron_lite.cli.parse import parse
+from megatron_lite.cli.unknown_flags import (
+    ANY_END,
     HELP,
+    accepts,
     answer_to_unknown,
     foreign_answer,
     foreign_names,
+    instead,
     is_one_edit,
     nearest_flags,
+    refused,
 )
 from megatron_lite.config.other_programs import refused_value, table
 from megatron_lite.config.values import FLAGS, SPELLINGS, is_legal
@@ -125,7 +128,7 @@ def every_answer() -> Iterator[tuple[str, str]]:
         for value in ("", "!", "-7.5", "yes", "4K", "99999999999999999999999"):
             try:
                 parse([f"--{flag.name}={value}", "--dataset_source=random"])
-            except ParseError as error:
+            except UsageError as error:
                 yield f"{flag.name}={value}", str(error).partition(": ")[2]
 
 

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from megatron_lite.cli.foreign_flags import instead, refused
+from megatron_lite.cli.unknown_flags import instead, refused
 from megatron_lite.config.other_programs import table
 from megatron_lite.config.values import FLAGS
 

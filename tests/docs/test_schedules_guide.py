@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from megatron_lite.cli.parse import parse
-from megatron_lite.config.learning_rate import DECAY_STYLES
+from megatron_lite.config.optimizer import DECAY_STYLES
 from megatron_lite.config.values import SPELLINGS
 from megatron_lite.schedules.cycles import boundaries
 from megatron_lite.validation import resolve

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from megatron_lite.config.tracking import TRACKERS, WATCHED
+from megatron_lite.config.monitoring import TRACKERS, WATCHED
 from megatron_lite.monitor.trackers import read_metrics
 from tests.support import launch
 

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from megatron_lite import errors
-from megatron_lite.cli.suggestions import HELP
+from megatron_lite.cli.unknown_flags import HELP
 from megatron_lite.config.values import SPELLINGS
 from megatron_lite.errors import EXIT_DONE, EXIT_PREEMPTED, RunError
 from pretrain_gpt import main

@@ -21,7 +21,7 @@ import pytest
 import torch
 from torch.profiler import ProfilerAction
 
-from megatron_lite.config.profiling import ProfilingConfig
+from megatron_lite.config import ProfilingConfig
 from megatron_lite.distributed.process_group import Distributed
 from megatron_lite.monitor.profiling.profiles import RECORDED, cycles
 from megatron_lite.monitor.profiling.schedule_page import page

@@ -12,7 +12,7 @@ from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
 from megatron_lite.config import Config, flatten, unflatten
-from megatron_lite.config.learning_rate import DECAY_STYLES
+from megatron_lite.config.optimizer import DECAY_STYLES
 from megatron_lite.errors import UsageError
 from megatron_lite.schedules.learning_rate import learning_rate, peak_learning_rate
 from megatron_lite.validation import resolve, warnings

@@ -17,7 +17,7 @@ def resolved(**options: Any) -> Config:
     return resolve(unflatten(given), 1)
 
 
-FLAT = "with --lr_decay_style=constant and neither warmup nor cooldown: the learning rate is always the same"
+FLAT = "with --lr_decay_style=constant and neither warmup nor cooldown: the learning rate never changes"
 
 
 def cautions(**options: Any) -> list[str]:
@@ -53,8 +53,8 @@ LINEAR: dict[str, Any] = {"lr_decay_style": "linear"}
         ),
         ({"lr_num_cycles": 901, "lr_cooldown_iters": 100}, "100 of them the cooldown; write at most 900"),
         ({"lr_num_cycles": 11, "lr_decay_iters": 10}, "the schedule has 10 iterations; write at most 10"),
-        ({"lr_cycle_minima": (300, 300)}, "--lr_cycle_minima=300,300: 300 follows 300; write the iterations in"),
-        ({"lr_cycle_minima": (300, 950), "lr_cooldown_fraction": 0.1}, "950 lies in or beyond the cooldown"),
+        ({"lr_cycle_minima": (300, 300)}, "--lr_cycle_minima=300,300: 300 follows 300; sort the iterations"),
+        ({"lr_cycle_minima": (300, 950), "lr_cooldown_fraction": 0.1}, "950 is not before the cooldown"),
         ({"lr_cycle_lengths": (500, 501)}, "the cycles need 1001 iterations, but the schedule has 1000 iterations"),
         (
             {"lr_cycle_fraction": 1e-4},
@@ -144,10 +144,10 @@ CUT: list[tuple[dict[str, Any], str, dict[int, float]]] = [
     (
         {"lr_cycle_minima": (200, 10**9), "lr_wsd_decay_iters": 100},
         "--lr_cycle_minima=200,1000000000: 1000000000 is "
-        "beyond the end of the schedule (1000): the last cycle is planned up to there",
+        "beyond the end of the schedule (1000): the last cycle extends to there",
         {150: 5e-4, 200: 1e-3, 1000: 1e-3},
     ),
-    ({"min_lr_ratio": 2.0}, "--min_lr_ratio=2: above 1, so the rate rises where it would decay", {500: 1.5e-3}),
+    ({"min_lr_ratio": 2.0}, "--min_lr_ratio=2: above 1, so the learning rate rises", {500: 1.5e-3}),
     (
         {"lr_cooldown_iters": 100},
         "--lr_cooldown_iters=100: the decay before it already ends at the minimum",

@@ -65,7 +65,7 @@ def test_resuming_from_another_folder(tmp_path: Path) -> None:
     assert checkpoints(tmp_path / "b") == [4, 6] and weights(tmp_path / "b") == weights(tmp_path / "a")
     assert checkpoints(tmp_path / "a") == [2, 4, 6]
     outcome = run([*flags, "--load_policy=never"])
-    assert outcome.codes == [2] and "a run that starts anew loads no checkpoint" in outcome.output
+    assert outcome.codes == [2] and "a run that starts from scratch loads no checkpoint" in outcome.output
 
 
 def write_corpus(prefix: Path, seed: int) -> None:

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch.profiler import ProfilerActivity, profile, record_function
 
-from megatron_lite.config.profiling import ProfilingConfig
+from megatron_lite.config import ProfilingConfig
 from megatron_lite.monitor.profiling.watched_stage import range_name
 
 MOST_ROWS = 100  # of the table of averages

@@ -11,8 +11,7 @@ from pathlib import Path
 
 from torch.profiler import ProfilerAction, schedule
 
-from megatron_lite.config import Config
-from megatron_lite.config.profiling import ProfilingConfig
+from megatron_lite.config import Config, ProfilingConfig
 from megatron_lite.distributed.process_group import Distributed
 from megatron_lite.monitor.communication import time_collectives
 from megatron_lite.monitor.profiling import schedule_page, schedule_report

@@ -17,7 +17,7 @@ from typing import Any
 
 import megatron_lite
 from megatron_lite.config import Config, flatten
-from megatron_lite.config.tracking import is_run_id
+from megatron_lite.config.monitoring import is_run_id
 from megatron_lite.distributed.processes import kill_children
 from megatron_lite.errors import EXIT_PREEMPTED
 from megatron_lite.monitor.logging import get_logger

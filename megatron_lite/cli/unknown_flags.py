@@ -1,0 +1,217 @@
+"""The answer to a flag that does not exist: what to write instead of another program's flag, or what was misspelled.
+
+The rows of other programs are in `config/other_programs.txt`, read at the first call; `scripts/docs/foreign_flags.py`
+makes the tables of docs/from_levanter.md and docs/from_fast_llm.md from them. A flag without a row is the same flag
+here, perhaps as an alias. Each answer names only flags that can be typed.
+"""
+
+from __future__ import annotations
+
+import functools
+import itertools
+import os
+import re
+from collections.abc import Iterator, Mapping
+from types import MappingProxyType
+
+from megatron_lite.config.other_programs import Row, refused_value, table
+from megatron_lite.config.values import (
+    DASHES,
+    FLAGS,
+    SPELLINGS,
+    BadValueError,
+    is_legal,
+    number,
+    parse_float,
+    shown,
+    similar,
+)
+
+ANY_END = "*"  # ends a name that stands for all names with this beginning
+LONGEST_NAME = 60  # characters; a longer word is not meant as a flag
+HELP = ("help", "help_all", "version")
+_RAW_TEXT = "scripts/prepare_data.py"  # in a remark: the flag's values name raw text, which no flag here takes
+
+
+@functools.cache
+def by_name(*programs: str) -> Mapping[str, list[tuple[str, Row]]]:
+    """Return the rows of each name, of some programs or of all, as (case, row); the case of a single row is ""."""
+    found: dict[str, list[tuple[str, Row]]] = {}
+    rows = table().programs
+    for row in itertools.chain.from_iterable(rows[program] for program in programs or rows):
+        for name in row.names:
+            option, _, case = name.partition(":")
+            found.setdefault(option, []).append((case, row))
+    return MappingProxyType(found)
+
+
+@functools.cache
+def refused() -> Mapping[str, Row]:
+    """Return the flags that are accepted with some values and refused with all others."""
+    return MappingProxyType({name: cases[0][1] for name, cases in by_name().items() if cases[0][1].only})
+
+
+@functools.cache
+def instead() -> Mapping[str, str]:
+    """Return the answers to flags that do not exist here; `moe_*` stands for all names with that beginning."""
+    known = {*SPELLINGS, *refused()}
+    return MappingProxyType({name: _answer(cases) for name, cases in by_name().items() if name not in known})
+
+
+@functools.cache
+def foreign_names() -> tuple[str, ...]:
+    """Return the other programs' flags that may be misspelled: no dotted names, no families."""
+    return tuple(name for name in (*refused(), *instead()) if "." not in name and not name.endswith(ANY_END))
+
+
+def answers_for(program: str) -> Iterator[tuple[tuple[str, ...], str]]:
+    """Yield the flags of a program that do not exist here, with their answers; neighbours with one answer together."""
+    names = (name for name in by_name(program) if name in instead())
+    for answer, group in itertools.groupby(names, key=instead().__getitem__):
+        yield tuple(group), answer
+
+
+# --- Another program's flag
+
+
+def accepts(row: Row, value: str) -> bool:
+    """Whether `value`, as typed, is one of `row.only`: 1, 1.0 and true are the same, and so are .5 and 0.5."""
+    return _plain(value) in map(_plain, row.only)
+
+
+def _plain(value: str) -> str:
+    value = {"true": "1", "false": "0", "": "none", "[]": "none", "{}": "none"}.get(value.lower(), value.lower())
+    try:
+        return number(parse_float(value))
+    except BadValueError:
+        return value
+
+
+def foreign_answer(name: str) -> str:
+    """Return the answer to another program's flag with a wrong value or without one."""
+    if name not in refused():
+        return instead()[name]
+    row = refused()[name]
+    accepted = " or ".join(f"--{name}={value}" for value in row.only)
+    return f"{row.remark}; accepted: {accepted}, which changes nothing"
+
+
+def _answer(cases: list[tuple[str, Row]], value: str | None = None) -> str:
+    if len(cases) == 1:
+        return _answer_to(cases[0][1], value)
+    return "write " + " or ".join(f"{row.here} ({case})" for case, row in cases)
+
+
+def _answer_to(row: Row, value: str | None) -> str:
+    """Return the answer to a flag with the value that was typed, if any; a flag that takes it gets it."""
+    here, name = row.here, row.here.removeprefix("--")
+    if name in SPELLINGS:
+        plain = value and re.fullmatch(r"[\w./:~+-]{1,60}", value, re.ASCII) and _RAW_TEXT not in row.remark
+        if value and plain and is_legal(SPELLINGS[name], value) and not refused_value(SPELLINGS[name].name, value):
+            here = f"{here}={value}"
+    elif value and value.lower() == "false":
+        return f"for {value} leave it out; else {_answer_to(row, None)}"
+    if not here:
+        return row.remark
+    return f"write {here} ({row.remark})" if row.remark else f"write {here}"
+
+
+def _answer_of(name: str, value: str | None) -> str | None:
+    """Return the answer to another program's flag; None for an unknown name.
+
+    The longest known end of a dotted name counts (`tracker.name` of `trainer.tracker.name`), or else the innermost
+    known group (`tracker`).
+    """
+    answers = instead()
+    for end in suffixes(name):
+        if end in answers:
+            return _answer(by_name()[end], value)
+    *groups, leaf = name.split(".") if len(name) <= 120 else [name]
+    if groups and leaf in SPELLINGS:
+        return f"flags have no dots; {_answer_to(Row((leaf,), f'--{SPELLINGS[leaf].name}'), value)}"
+    if groups and leaf in refused():
+        return refused()[leaf].remark
+    return next((answers[group] for group in reversed(groups) if group in answers), None)
+
+
+def suffixes(name: str) -> Iterator[str]:
+    """Yield `trainer.tracker.name`, `tracker.name`, `name`: the ends of a dotted name, the longest first."""
+    parts = name.split(".") if re.fullmatch(r"[A-Za-z0-9_.]{1,120}", name) else []
+    for start in range(len(parts)):
+        yield ".".join(parts[start:])
+
+
+# --- Any flag
+
+
+def answer_to_unknown(spelling: str, value: str | None) -> str:
+    """Return the message for a flag that does not exist. `value`: the text that follows, if any."""
+    message, name = f"unknown flag {shown(spelling)}", plain_name(spelling)
+    if name in HELP:
+        return f"{message}: flags begin with two ASCII dashes and are lower case; write --{name}"
+    if answer := answer_of_any(name, value):
+        if name in SPELLINGS or name in refused():
+            return f"{message}: flags begin with two ASCII dashes and are lower case; {answer}"
+        return f"{spelling} is not a flag here: {answer}"
+    flag = SPELLINGS.get(name.removeprefix("no_"))
+    if flag is not None and flag.kind == "bool":
+        return f"{message}; write --{flag.name}=0"
+    near = nearest_flags(name)
+    ours = [f"--{other}" for other in near if other in SPELLINGS or other in HELP]
+    meant = bool(near) and f"--{near[0]}" in ours
+    families = [other for other in instead() if other.endswith(ANY_END) and name.startswith(other[:-1])]
+    if families and not (meant and is_one_edit(name, near[0])):
+        return f"{shown(spelling)} is not a flag here: {_with_a_flag(instead()[max(families, key=len)])}"
+    if not near:
+        return f"{message}; --help_all lists all flags"
+    if meant:
+        return f"{message}; did you mean {' or '.join(ours)}?"
+    return f"{message}; if {near[0]} is meant: {_with_a_flag(foreign_answer(near[0]))}"
+
+
+def answer_of_any(spelling: str, value: str | None) -> str | None:
+    """Return what to write for one of our flags, or instead of another program's; None for an unknown name."""
+    name = plain_name(spelling)
+    if name in SPELLINGS:
+        return _answer_to(Row((name,), f"--{name}"), value)
+    answer = foreign_answer(name) if name in refused() else _answer_of(name, value)
+    return _with_a_flag(answer) if answer else None
+
+
+def plain_name(spelling: str) -> str:
+    """Return a flag as our names are spelled: `-Max-Iters` is max_iters."""
+    return spelling.lstrip(DASHES).replace("-", "_").lower()
+
+
+def _with_a_flag(answer: str) -> str:
+    """Return an answer that names at least one flag."""
+    return answer if "--" in answer else f"{answer} (--help_all lists all flags)"
+
+
+def nearest_flags(name: str, count: int = 3) -> list[str]:
+    """Return the names that `name` may stand for, the likeliest first.
+
+    These are names at one edit, ours before other programs' and common ones before rare ones; then those of ours that
+    `name` begins, or that have all its words; then similar ones.
+    """
+    if not 1 <= len(name) <= LONGEST_NAME:
+        return []
+    basic = {spelling for spelling, flag in SPELLINGS.items() if flag.option.basic}
+    ours = sorted((*SPELLINGS, *HELP), key=lambda other: (other not in basic, other not in FLAGS))
+    found = [other for names in (ours, foreign_names()) for other in names if is_one_edit(name, other)]
+    if not found or found[0] in ours:
+        found += [other for other in ours if len(name) > 1 and other.startswith(name)]
+    if not found and (words := {*name.split("_")}) and len(name) > 3:
+        found = [other for other in ours if words <= {*other.split("_")}]
+    if not found:
+        found = [*similar(name, ours, 3, 0.8), *similar(name, foreign_names(), 3, 0.85)]
+    return list(dict.fromkeys(found))[:count]
+
+
+def is_one_edit(one: str, other: str) -> bool:
+    """Whether two names differ by one letter added, removed or replaced, or by two swapped neighbours."""
+    start = len(os.path.commonprefix([one, other]))
+    short, long = sorted((one[start:], other[start:]), key=len)
+    if len(short) < len(long):
+        return long[1:] == short
+    return short != long and (short[1:] == long[1:] or (short[:2] == long[1::-1] and short[2:] == long[2:]))

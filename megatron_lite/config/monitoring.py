@@ -1,0 +1,196 @@
+"""Options of what a run reports: its folder, log lines, tensor logs, trackers, profiles."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from megatron_lite.config.option import (
+    SAVED,
+    Area,
+    NonNegativeInt,
+    PositiveFloat,
+    PositiveInt,
+    Rule,
+    debug_level,
+    derived,
+    idle_unless,
+    option,
+    optional,
+)
+
+TRACKERS = ("jsonl", "wandb", "tensorboard")
+WATCHED = ("grads", "params", "updates", "opt_state")
+OPERATIONS = "profile_cpu or profile_cuda"
+PROFILED = f"{OPERATIONS} or profile_schedule"
+WRITTEN = "experiment_dir or profile_log"
+
+# Options that have no effect unless another one has this value.
+wandb_option = idle_unless("wandb_entity_name or trackers=wandb")
+watch_option = idle_unless("watch")
+profile_option = idle_unless(PROFILED)
+table_option = idle_unless(f"{OPERATIONS} and {WRITTEN}")
+
+
+@dataclass
+class RunConfig(Area):
+    """Run and monitoring"""
+
+    experiment_dir: str | None = optional("folder for all files of the run", "nothing is written", basic=True)
+    experiment_name: str | None = wandb_option(
+        None, "name of the run in Weights & Biases", unset="name of experiment_dir", aliases="wandb_exp_name"
+    )
+    report: bool = idle_unless("experiment_dir")(
+        True, "write report.html, a page about the run, into experiment_dir at the end of each start"
+    )
+    log_interval: PositiveInt = option(100, "iterations between log lines", basic=True)
+    log_offset: NonNegativeInt = option(1, "first logged iteration (0: only multiples of log_interval)")
+    log_timestamps: bool = option(False, "prefix log lines with the time")
+    show_all_options: bool = option(
+        False, "print all options at the start, not only those that differ from their defaults"
+    )
+    enable_all_loggers: bool = option(False, "print the log of every rank to the console")
+    log_communication: bool = option(False, "log the bytes and the time of each step's communication, by kind")
+    debug_layer_outputs: int = debug_level("the output of each layer", training=True)
+    debug_layer_gradients: int = debug_level("the gradient of each layer's input", training=True)
+    debug_param_init: int = debug_level("each parameter after initialization")
+    debug_param_gradients: int = debug_level("each gradient shard after reduction", training=True)
+    debug_all_param_gradients: int = debug_level("each parameter's gradient after reduction", training=True)
+    debug_param_update: int = debug_level("each parameter after the update", training=True)
+    debug_global_tensors: bool = option(True, "gather tensors from all ranks before logging them (slow)")
+    debug_activation_memory: bool = option(False, "log the memory in use after each layer")
+    debug_tensor_parallel: bool = option(
+        False,
+        "check that tensor-parallel ranks agree on replicated weights, gradients and layer outputs (slow)",
+        idle_unless="tensor_parallel!=1",
+    )
+    save_tensor_logs: bool = option(False, "save logged tensors in runs/<k>/artifacts of experiment_dir", needs=SAVED)
+    show_tensor_logs: bool = option(True, "print logged tensors")
+    tensor_logs_show_elements: NonNegativeInt = option(8, "sampled elements to print per tensor")
+    peak_tflops: PositiveFloat | None = optional("dense peak TFLOP/s of one device, for mfu", "known for common GPUs")
+
+
+def _added(tracker: str, switch: str) -> tuple[Rule]:
+    """Return the rule that --trackers, if given, has the tracker that the option `switch` turns on."""
+    fix = f"add {tracker} to --trackers, or leave {switch} out"
+    return (Rule(f"trackers={tracker}", f"{switch} turns {tracker} on", fix=fix),)
+
+
+@dataclass
+class TrackingConfig(Area):
+    """Trackers and watch"""
+
+    trackers: tuple[str, ...] = derived(
+        "destinations of metrics, separated by commas: experiment_dir/metrics.jsonl, Weights & Biases, TensorBoard",
+        "jsonl with experiment_dir, wandb with wandb_entity_name, tensorboard with tensorboard_dir",
+        choices=TRACKERS,
+        needs=(
+            Rule("experiment_dir", "jsonl has nowhere to write", when="trackers=jsonl and dry_run=0"),
+            Rule(
+                "tensorboard_dir or experiment_dir",
+                "tensorboard has nowhere to write",
+                when="trackers=tensorboard and dry_run=0",
+            ),
+        ),
+    )
+    tensorboard_dir: str | None = optional(
+        "folder for TensorBoard's files; turns TensorBoard on",
+        "experiment_dir/tensorboard with tensorboard in trackers",
+        needs=_added("tensorboard", "tensorboard_dir"),
+    )
+    wandb_entity_name: str | None = optional(
+        "Weights & Biases user or team; turns Weights & Biases on",
+        "off, or the account's own with wandb in trackers",
+        aliases="wandb_entity",
+        needs=_added("wandb", "wandb_entity_name"),
+    )
+    wandb_project_name: str = wandb_option("megatron_lite", "Weights & Biases project", aliases="wandb_project")
+    wandb_group_name: str = wandb_option("default", "Weights & Biases group", aliases="wandb_group")
+    wandb_id: str | None = wandb_option(
+        None,
+        "id of the Weights & Biases run, which later starts in the same experiment_dir continue",
+        unset="a new one, saved in experiment_dir/wandb.json",
+    )
+    wandb_tags: tuple[str, ...] = wandb_option((), "tags of the Weights & Biases run")
+    wandb_mode: str | None = wandb_option(
+        None,
+        "online; offline: record on disk, for `wandb sync`; disabled: record nothing",
+        choices=("online", "offline", "disabled"),
+        unset="WANDB_MODE, else online with a key and offline without",
+    )
+    wandb_save_code: bool = wandb_option(False, "add the source of this program to the Weights & Biases run")
+    wandb_status_interval: PositiveInt | None = wandb_option(
+        None, "iterations between Weights & Biases alerts with metrics", unset="none"
+    )
+    wandb_post_alerts: bool | None = wandb_option(
+        None, "post Weights & Biases alerts when the run starts, ends or fails", unset="on with wandb_status_interval"
+    )
+    watch: tuple[str, ...] = idle_unless("trackers and train_iters")(
+        (),
+        "statistics to send to the trackers, separated by commas: of gradients, weights, updates, optimizer state",
+        choices=WATCHED,
+        aliases="watch_targets",
+    )
+    watch_interval: PositiveInt = watch_option(20, "iterations between watched steps")
+    watch_per_layer: bool = watch_option(False, "also send the statistics of each layer")
+    watch_histograms: bool = watch_option(
+        False, "also send a histogram of each parameter", aliases="watch_include_histograms"
+    )
+
+
+def is_run_id(text: str) -> bool:
+    """Whether a text can be the id of a Weights & Biases run and the name of a folder."""
+    return 0 < len(text) <= 128 and text.replace("-", "").replace("_", "").isalnum() and text.isascii()
+
+
+def default_trackers(options: object) -> tuple[str, ...]:
+    """Return the trackers that other options ask for."""
+    needs = {"jsonl": "experiment_dir", "wandb": "wandb_entity_name", "tensorboard": "tensorboard_dir"}
+    return tuple(name for name in TRACKERS if getattr(options, needs[name]) is not None)
+
+
+@dataclass
+class ProfilingConfig(Area):
+    """Profiles"""
+
+    profile_cpu: bool = idle_unless("profile_export or profile_averages or profile_trace")(
+        False, "profile operations on the CPU with PyTorch's profiler, into profiles/ of experiment_dir"
+    )
+    profile_cuda: bool = idle_unless("profile_export or profile_averages or profile_trace and device!=cpu")(
+        False, "also profile kernels on the GPU"
+    )
+    profile_schedule: bool = idle_unless(WRITTEN)(
+        False,
+        "time each step of the schedule, its gathers and reductions, and how much of them computation overlaps: a "
+        "table and a trace",
+    )
+    profile_skip: NonNegativeInt = profile_option(1, "iterations before the first profile, counted from each start")
+    profile_wait: NonNegativeInt = profile_option(0, "iterations to skip before each profile")
+    profile_warmup: NonNegativeInt = profile_option(
+        1, "iterations to profile and discard before each profile, as the first ones are slower"
+    )
+    profile_active: PositiveInt = profile_option(1, "iterations in each profile")
+    profile_cycles: PositiveInt = profile_option(1, "number of profiles")
+    profile_ranks: tuple[NonNegativeInt, ...] = idle_unless(f"{PROFILED} or memory_snapshot")(
+        (), "ranks to profile; none: all"
+    )
+    profile_export: bool = idle_unless(f"{PROFILED} and experiment_dir")(
+        True, "write traces for ui.perfetto.dev (.json.gz), and the schedule as a page (.html)"
+    )
+    profile_averages: bool = table_option(False, "write a table of the operations, sorted by self time")
+    profile_trace: bool = table_option(False, "write a table of every operation in order")
+    profile_log: bool = profile_option(False, "also log the tables")
+    profile_column_width: int = idle_unless("profile_averages or profile_trace")(
+        80, "longest name of an operation in the tables", minimum=10, maximum=1000
+    )
+    memory_snapshot: NonNegativeInt = idle_unless("experiment_dir and device!=cpu")(
+        0,
+        "CUDA: record every allocation from the start through the first N iterations, in experiment_dir/profiles/"
+        "memory_<rank>.pickle for https://pytorch.org/memory_viz (0: record nothing)",
+    )
+
+    @property
+    def operations(self) -> bool:
+        """Whether PyTorch's profiler runs."""
+        return (self.profile_cpu or self.profile_cuda) and (
+            self.profile_export or self.profile_averages or self.profile_trace
+        )
