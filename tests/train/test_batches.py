@@ -159,11 +159,8 @@ def test_a_run_with_a_schedule_resumes_as_if_it_had_not_stopped(tmp_path: Path) 
         *TINY,
         "--batch_size=none",
         "--batch_size_schedule=0:4 2:10 5:6",
-        "--micro_batch_size=2",
-        "--log_interval=3",
-        "--allow_nondivisible_batch_size=1",
-        "--loss_reduction=micro_mean",
-        "--train_iters=8",
+        *"--micro_batch_size=2 --log_interval=3 --allow_nondivisible_batch_size=1".split(),
+        *"--loss_reduction=micro_mean --train_iters=8".split(),
     ]
     whole, stopped, every = tmp_path / "whole", tmp_path / "stopped", tmp_path / "every"
     assert run([*flags, f"--experiment_dir={whole}"], 2).codes == [0, 0]
@@ -233,10 +230,7 @@ def test_the_whole_validation_split_counts_once(ranks: int, corpus: str, tmp_pat
         f"--data_path={corpus}",
         "--split=1,3",
         f"--experiment_dir={tmp_path}",
-        "--validation_iters=all",
-        "--validation_at_start=1",
-        "--validation_interval=2",
-        "--eval_micro_batch_size=3",
+        *"--validation_iters=all --validation_at_start=1 --validation_interval=2 --eval_micro_batch_size=3".split(),
         "--batch_size=none",
         "--batch_size_schedule=0:4 1:8",
         "--logit_z_loss=0.1",

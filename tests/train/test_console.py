@@ -129,9 +129,7 @@ def test_the_log_of_a_long_job_stays_small(tmp_path: Path) -> None:
     iterations, regular = 2000, ["--checkpoint_interval=200", "--validation_interval=100", "--max_checkpoints=2"]
     flags = [
         *TINY,
-        "--log_interval=100",
-        "--device=cpu",
-        "--validation_iters=1",
+        *"--log_interval=100 --device=cpu --validation_iters=1".split(),
         *regular,
         f"--experiment_dir={tmp_path}",
     ]

@@ -36,16 +36,8 @@ from tests.support.launch import (
 
 # The README's command that needs no file, with fewer iterations and lines to compare.
 NO_FILE = [
-    "--num_layers=2",
-    "--hidden_size=64",
-    "--num_attention_heads=4",
-    "--vocab_size=256",
-    "--sequence_length=128",
-    "--train_iters=7",
-    "--batch_size=8",
-    "--dataset_source=random",
-    "--log_interval=5",
-    "--validation_iters=1",
+    *"--num_layers=2 --hidden_size=64 --num_attention_heads=4 --vocab_size=256 --sequence_length=128".split(),
+    *"--train_iters=7 --batch_size=8 --dataset_source=random --log_interval=5 --validation_iters=1".split(),
     "--test_iters=1",
 ]
 KEYS = {
@@ -118,18 +110,9 @@ def test_every_part_at_once_is_quiet(tmp_path: Path) -> None:
         *TINY,
         "--dataset_source=list",
         f"--data_path={prefix}",
-        "--split=8,1,1",
-        "--num_workers=2",
-        "--training_dtype=bf16",
-        "--zero_stage=3",
-        "--checkpoint_interval=2",
-        "--max_checkpoints=1",
-        "--export_interval=3",
-        "--validation_iters=1",
-        "--validation_interval=2",
-        "--hidden_dropout=0.1",
-        "--enable_all_loggers",
-        "--log_timestamps",
+        *"--split=8,1,1 --num_workers=2 --training_dtype=bf16 --zero_stage=3 --checkpoint_interval=2".split(),
+        *"--max_checkpoints=1 --export_interval=3 --validation_iters=1 --validation_interval=2".split(),
+        *"--hidden_dropout=0.1 --enable_all_loggers --log_timestamps".split(),
         f"--experiment_dir={experiment}",
     ]
     outcome = run(command, 2, "processes", variables={"PYTHONIOENCODING": "ascii"})

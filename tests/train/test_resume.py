@@ -49,18 +49,9 @@ def flags(corpus: str, experiment: Path, *more: str) -> list[str]:
         f"--train_iters={ITERATIONS}",
         "--dataset_source=list",
         f"--data_path={corpus}",
-        "--split=9,1,0",
-        "--num_workers=1",
-        "--hidden_dropout=0.1",
-        "--attention_dropout=0.1",
-        "--batch_size=8",
-        "--micro_batch_size=2",
-        "--checkpoint_interval=4",
-        "--max_checkpoints=3",
-        "--log_interval=3",
-        "--validation_iters=1",
-        "--validation_interval=5",
-        "--export_interval=10",
+        *"--split=9,1,0 --num_workers=1 --hidden_dropout=0.1 --attention_dropout=0.1 --batch_size=8".split(),
+        *"--micro_batch_size=2 --checkpoint_interval=4 --max_checkpoints=3 --log_interval=3".split(),
+        *"--validation_iters=1 --validation_interval=5 --export_interval=10".split(),
         *more,
     ]
 
@@ -148,17 +139,11 @@ def test_killed_run_is_the_run_that_was_not(reference: Path, corpus: str, tmp_pa
 
 FREEZING: dict[str, tuple[str, ...]] = {
     "low precision": (
-        "--zero_stage=3",
-        "--training_dtype=bf16",
-        "--store_frozen_weights_in_optimization_precision=0",
-        "--freeze=embedding,*.bias,blocks.0.mlp",
-        "--lr_scales=head:0.5",
+        *"--zero_stage=3 --training_dtype=bf16 --store_frozen_weights_in_optimization_precision=0".split(),
+        *"--freeze=embedding,*.bias,blocks.0.mlp --lr_scales=head:0.5".split(),
     ),
     "split masters": (
-        "--zero_stage=2",
-        "--training_dtype=bf16",
-        "--split_master_weights=1",
-        "--freeze=embedding.position,blocks.1",
+        *"--zero_stage=2 --training_dtype=bf16 --split_master_weights=1 --freeze=embedding.position,blocks.1".split(),
     ),
 }
 
@@ -184,29 +169,15 @@ def test_killed_run_with_frozen_parameters(corpus: str, tmp_path: Path, how: str
 EVERYTHING = (
     "--batch_size=none",
     "--batch_size_schedule=0:8 11:16 19:4",
-    "--lr=0.02",
-    "--lr_decay_style=cosine",
-    "--lr_warmup_iters=3",
-    "--lr_cycle_minima=10,21",
-    "--lr_rewarmup_iters=2",
-    "--min_lr_ratio=0.1",
-    "--skip_bad_steps=1",
-    "--skip_bad_steps_window=8",
-    "--skip_bad_steps_sigma=1.2",
-    "--weight_decay=0.1",
-    "--adamc_weight_decay=1",
-    "--ema_beta=0.9",
-    "--logit_z_loss=0.001",
+    *"--lr=0.02 --lr_decay_style=cosine --lr_warmup_iters=3 --lr_cycle_minima=10,21 --lr_rewarmup_iters=2".split(),
+    *"--min_lr_ratio=0.1 --skip_bad_steps=1 --skip_bad_steps_window=8 --skip_bad_steps_sigma=1.2".split(),
+    *"--weight_decay=0.1 --adamc_weight_decay=1 --ema_beta=0.9 --logit_z_loss=0.001".split(),
 )
 OPTIMIZERS: dict[str, tuple[str, ...]] = {
     "adamw": ("--zero_stage=3", "--ema_type=ema", "--adam_nesterov=1", "--clip_update_norm_sigma=1"),
     "muon": (
-        "--zero_stage=1",
-        "--training_dtype=bf16",
-        "--optimizer=muon",
-        "--ema_type=ema_decay_sqrt",
-        "--ema_switch_iter=9",
-        "--ema_decay_iters=15",
+        *"--zero_stage=1 --training_dtype=bf16 --optimizer=muon --ema_type=ema_decay_sqrt".split(),
+        *"--ema_switch_iter=9 --ema_decay_iters=15".split(),
     ),
 }
 

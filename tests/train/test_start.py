@@ -50,11 +50,7 @@ def test_a_run_on_a_cpu_imports_nothing_heavy(tmp_path: Path) -> None:
     )
     flags = [
         f"--data_path={tmp_path / 'data'}",
-        "--dataset_source=list",
-        "--split=80,20,0",
-        "--train_iters=2",
-        "--validation_iters=1",
-        "--recompute_layers=1",
+        *"--dataset_source=list --split=80,20,0 --train_iters=2 --validation_iters=1 --recompute_layers=1".split(),
         f"--experiment_dir={tmp_path / 'run'}",
     ]
     assert run_python(code, *TINY, *flags) == "heavy: []"
