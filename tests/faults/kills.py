@@ -28,7 +28,7 @@ from pathlib import Path
 
 import numpy as np
 
-from megatron_lite.data.dataset_writer import IndexedDatasetWriter
+from tests.support.datasets import write_dataset
 from tests.support.forked_ranks import (
     describe,
     processes_of_starts,
@@ -254,9 +254,7 @@ def notify(sender: int, moment: Moment) -> Callable[[OsCall], None]:
 def write_corpus(prefix: Path) -> None:
     """Write a data set that a run reads more than once."""
     generator = np.random.default_rng(0)
-    with IndexedDatasetWriter(str(prefix), "<u2") as writer:
-        for _ in range(60):
-            writer.add_document(generator.integers(0, 64, size=int(generator.integers(1, 40))))
+    write_dataset(prefix, (generator.integers(0, 64, size=int(generator.integers(1, 40))) for _ in range(60)))
 
 
 class Harness:

@@ -12,10 +12,10 @@ import numpy as np
 import pytest
 import torch.distributed as dist
 
-from megatron_lite.data.dataset_writer import IndexedDatasetWriter
 from megatron_lite.data.tokenizing import save_byte_tokenizer
 from megatron_lite.distributed.process_group import Distributed
 from megatron_lite.monitor.trackers import read_metrics
+from tests.support.datasets import write_dataset
 from tests.support.harness import run_distributed, tiny_config, train_whole
 
 Options = dict[str, Any]
@@ -33,9 +33,7 @@ def options(folder: Path) -> Options:
     (folder / "prompts.txt").write_text("the\na longer one\n")
     for name in ("first", "second"):
         for kind, top, dtype in (("tokens", 257, "<u2"), ("mask", 2, "|u1")):
-            with IndexedDatasetWriter(str(folder / f"{name}.{kind}"), dtype) as writer:
-                for document in np.split(draw.integers(0, top, 240).astype(dtype), 8):
-                    writer.add_document(document)
+            write_dataset(folder / f"{name}.{kind}", np.split(draw.integers(0, top, 240).astype(dtype), 8), dtype)
     return dict(
         vocab_size=257,
         sequence_length=24,

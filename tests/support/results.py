@@ -71,11 +71,10 @@ def saved_values(folder: Path) -> Iterator[tuple[str, str, np.ndarray]]:
             yield name, kind, values
 
 
-def exports(experiment: Path) -> dict[str, str]:
-    """Return a digest per file of each export."""
-    root = experiment / "export"
-    paths = [path for path in root.rglob("*") if path.is_file()]
-    return {str(path.relative_to(root)): hashlib.sha256(path.read_bytes()).hexdigest() for path in paths}
+def digests(folder: Path) -> dict[str, str]:
+    """Return a digest of every file below a folder, by relative path."""
+    paths = [path for path in folder.rglob("*") if path.is_file()]
+    return {str(path.relative_to(folder)): hashlib.sha256(path.read_bytes()).hexdigest() for path in paths}
 
 
 def curve(experiment: Path) -> dict[tuple[str, int], dict[str, Any]]:
@@ -94,4 +93,4 @@ def assert_same_run(experiment: Path, reference: Path) -> None:
     assert curve(experiment) == curve(reference)
     assert checkpoints(experiment)[-1] == checkpoints(reference)[-1]
     assert weights(experiment) == weights(reference)
-    assert exports(experiment) == exports(reference)
+    assert digests(experiment / "export") == digests(reference / "export")

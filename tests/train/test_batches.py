@@ -13,7 +13,6 @@ from torch import Tensor
 from torch.nn import functional
 
 from megatron_lite.config.values import SPELLINGS
-from megatron_lite.data.dataset_writer import IndexedDatasetWriter
 from megatron_lite.data.host_batch import HostBatch, micro_batch
 from megatron_lite.data.open_data import open_data
 from megatron_lite.distributed.process_group import Distributed
@@ -22,6 +21,7 @@ from megatron_lite.monitor.metrics import LogWindow
 from megatron_lite.monitor.trackers import read_metrics
 from tests.docs.test_guides import BLOCKS, ROOT
 from tests.docs.test_guides import run as run_command
+from tests.support.datasets import write_dataset
 from tests.support.harness import (
     Trajectory,
     full_weights,
@@ -206,9 +206,7 @@ def test_another_schedule_on_resume_is_said(tmp_path: Path) -> None:
 def corpus(tmp_path_factory: pytest.TempPathFactory) -> str:
     """Return the prefix of a data set with 23 samples in the validation documents."""
     prefix, generator = str(tmp_path_factory.mktemp("corpus") / "corpus"), np.random.default_rng(0)
-    with IndexedDatasetWriter(prefix, "<u2") as writer:
-        for size in (400, 7, 150, 213):
-            writer.add_document(generator.integers(0, 64, size=size))
+    write_dataset(prefix, (generator.integers(0, 64, size=size) for size in (400, 7, 150, 213)))
     return prefix
 
 
@@ -248,9 +246,7 @@ def test_the_whole_validation_split_counts_once(ranks: int, corpus: str, tmp_pat
 def test_each_data_set_is_validated_by_itself(corpus: str, tmp_path: Path) -> None:
     """Over the whole validation data, the losses of the data sets add up to the loss of the blend, in every output."""
     other = tmp_path / "other"
-    with IndexedDatasetWriter(str(other), "<u2") as writer:
-        for _ in range(4):
-            writer.add_document(np.arange(100) % 64)
+    write_dataset(other, (np.arange(100) % 64 for _ in range(4)))
     flags = [*TINY, "--dataset_source=list", "--data_path", corpus, str(other), "--split=1,3", "--train_iters=1"]
     flags += ["--validation_iters=all", "--validation_by_dataset=1", f"--experiment_dir={tmp_path / 'run'}"]
     outcome = run(flags)

@@ -9,8 +9,8 @@ import numpy as np
 import pytest
 
 from megatron_lite.config import Config, flatten
-from megatron_lite.data.dataset_writer import IndexedDatasetWriter
 from megatron_lite.monitor.trackers import read_metrics
+from tests.support.datasets import write_dataset
 from tests.support.launch import TINY, read_exit, run
 
 LINE = re.compile(
@@ -113,9 +113,7 @@ def test_longer_run_whose_learning_rate_jumps_is_warned_of(tmp_path: Path) -> No
 @pytest.mark.slow
 def test_a_run_that_waits_for_its_data_says_so_once(tmp_path: Path) -> None:
     """Documents of one token, shuffled, take longer to collect than a tiny model to train on them."""
-    with IndexedDatasetWriter(str(tmp_path / "x"), "<u2") as writer:
-        for _ in range(20_000):
-            writer.add_document(np.array([1]))
+    write_dataset(tmp_path / "x", (np.array([1]) for _ in range(20_000)))
     flags = ["--dataset_source=list", f"--data_path={tmp_path / 'x'}", "--split=1", "--shuffle_documents=1"]
     outcome = run([*TINY, *flags, "--num_workers=0", "--batch_size=64", "--train_iters=120"])
     assert outcome.codes == [0], outcome.output

@@ -11,11 +11,11 @@ import pytest
 import torch
 from torch.nn import functional
 
-from megatron_lite.data.dataset_writer import IndexedDatasetWriter
 from megatron_lite.data.host_batch import micro_batch
 from megatron_lite.data.open_data import open_data
 from megatron_lite.distributed.process_group import Distributed
 from megatron_lite.model.embedding_and_head import Head
+from tests.support.datasets import write_dataset
 from tests.support.harness import run_distributed, same_weights, start_run
 
 
@@ -47,9 +47,7 @@ def a_corpus(folder: Path) -> str:
     """Write a few documents with some structure to learn."""
     prefix = str(folder / "corpus")
     generator = np.random.default_rng(0)
-    with IndexedDatasetWriter(prefix, "uint16") as writer:
-        for _ in range(60):
-            writer.add_document(np.cumsum(generator.integers(0, 3, size=90)) % 64)
+    write_dataset(prefix, (np.cumsum(generator.integers(0, 3, size=90)) % 64 for _ in range(60)))
     return prefix
 
 

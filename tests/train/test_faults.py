@@ -5,7 +5,6 @@ Exit codes: 2 usage, 3 data, 4 checkpoint, 5 numerics, 6 a lost peer, 8 storage;
 
 from __future__ import annotations
 
-import hashlib
 import os
 import re
 import shutil
@@ -17,31 +16,18 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
-import numpy as np
 import pytest
 
 from megatron_lite.checkpoint import blocks, manifest
-from megatron_lite.data.dataset_writer import IndexedDatasetWriter
 from megatron_lite.distributed import peer_watch
 from megatron_lite.distributed.peer_watch import MeetingPoint, connect
 from megatron_lite.monitor.trackers import read_metrics
+from tests.support.datasets import write_dataset
 from tests.support.launch import TINY, Outcome, Start, command_line, free_port, is_loopback, listening, read_exit, run
+from tests.support.results import digests
 
 RANKS = 2
 CANARY = "a5ecretc0deca5ecretc0deca5ecretc0deca5ec"
-
-
-def write_corpus(prefix: Path, documents: Sequence[Sequence[int]]) -> None:
-    """Write a data set of these documents."""
-    with IndexedDatasetWriter(str(prefix), "<u2") as writer:
-        for document in documents:
-            writer.add_document(np.asarray(document, dtype=np.int64))
-
-
-def digests(folder: Path) -> dict[str, str]:
-    """Return name and content of every file below a folder."""
-    paths = [path for path in folder.rglob("*") if path.is_file()]
-    return {str(path.relative_to(folder)): hashlib.sha256(path.read_bytes()).hexdigest() for path in paths}
 
 
 def assert_one_error(outcome: Outcome, *facts: str, codes: Sequence[int], experiment: Path | None = None) -> str:
@@ -85,7 +71,7 @@ DAMAGE: dict[str, tuple[Callable[[Path], None], tuple[str, ...]]] = {
     ),
     "missing tokens": (lambda prefix: prefix.with_suffix(".bin").unlink(), (".bin",)),
     "shorter than a sample": (
-        lambda prefix: write_corpus(prefix, [[1, 2, 3, 4]] * 4),
+        lambda prefix: write_dataset(prefix, [[1, 2, 3, 4]] * 4),
         (".bin: 16 tokens for training", "one sample needs 17"),
     ),
 }
@@ -95,7 +81,7 @@ DAMAGE: dict[str, tuple[Callable[[Path], None], tuple[str, ...]]] = {
 def test_damaged_data(tmp_path: Path, damage: str) -> None:
     """Exit 3 before any training, one line that names the file and the fact, printed once for two ranks."""
     prefix, experiment = tmp_path / "corpus", tmp_path / "run"
-    write_corpus(prefix, [[index % 64 for index in range(100)]] * 10)
+    write_dataset(prefix, [[index % 64 for index in range(100)]] * 10)
     change, facts = DAMAGE[damage]
     change(prefix)
     before = digests(tmp_path)
@@ -113,7 +99,7 @@ def corpus_with(prefix: Path, tokens: dict[tuple[int, int], int]) -> None:
     documents = [[(7 * index) % 64 for index in range(100)] for _ in range(10)]
     for (document, offset), token in tokens.items():
         documents[document][offset] = token
-    write_corpus(prefix, documents)
+    write_dataset(prefix, documents)
 
 
 @pytest.mark.parametrize(
@@ -144,7 +130,7 @@ def test_token_outside_of_the_vocabulary(tmp_path: Path, bad: str, num_workers: 
         corpus_with(prefix, {(6, 41): 64})
         where = "document 6, offset 41: token id 64 is outside the vocabulary of 64"
     else:
-        write_corpus(prefix, [[65000] * 100] * 10)
+        write_dataset(prefix, [[65000] * 100] * 10)
         where = "token id 65000 is outside the vocabulary of 64"
     outcome = run([*command, "--train_iters=50"], RANKS)
     message = assert_one_error(outcome, f"{prefix}.bin: document", where, codes=[3, 6], experiment=experiment)

@@ -15,9 +15,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from megatron_lite.data.dataset_writer import IndexedDatasetWriter
 from megatron_lite.monitor.trackers import read_metrics
 from tests.support import warm_python
+from tests.support.datasets import write_dataset
 from tests.support.launch import (
     MARKER,
     PROGRAM,
@@ -102,9 +102,7 @@ def test_every_part_at_once_is_quiet(tmp_path: Path) -> None:
     """Two ranks started by hand: bf16, ZeRO-3, data workers, saves, exports, a path with spaces and umlauts that the
     console cannot spell. Nothing on stderr but what the program says, and no process left."""
     prefix = str(tmp_path / "corpus")
-    with IndexedDatasetWriter(prefix, "<u2") as writer:
-        for document in range(20):
-            writer.add_document(np.arange(document, document + 100, dtype=np.int64) % 64)
+    write_dataset(prefix, (np.arange(document, document + 100, dtype=np.int64) % 64 for document in range(20)))
     experiment = tmp_path / "run über alles"
     command = [
         *TINY,

@@ -9,8 +9,8 @@ import numpy as np
 import pytest
 import torch
 
-from megatron_lite.data.dataset_writer import IndexedDatasetWriter
 from megatron_lite.data.open_data import open_data
+from tests.support.datasets import write_dataset
 from tests.support.harness import run_distributed, tiny_config, train_tiny
 from tests.support.plain_gpt import PlainGPT
 
@@ -25,9 +25,7 @@ def corpus(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     for start, length in ((30, 60), (150, 5), (200, 90), (400, 1), (410, 100), (700, 90)):
         counts[start : start + length] = 0
     for name, array, dtype in (("tokens", np.arange(TOKENS), "<u2"), ("mask", counts, "|u1")):
-        with IndexedDatasetWriter(str(folder / name), dtype) as writer:
-            for document in np.split(array, [100, 101, 450, 800]):
-                writer.add_document(document)
+        write_dataset(folder / name, np.split(array, [100, 101, 450, 800]), dtype)
     return {
         "dataset_source": "list",
         "data_path": (str(folder / "tokens"),),

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import shutil
 from pathlib import Path
 
@@ -10,13 +9,9 @@ import pytest
 
 from megatron_lite.monitor.trackers import read_metrics
 from tests.support.launch import TINY, Start, read_exit, run
+from tests.support.results import digests
 
 ENDLESS = (*TINY, "--train_iters=100000", "--log_interval=10", "--checkpoint_interval=20", "--max_checkpoints=2")
-
-
-def digests(folder: Path) -> dict[str, str]:
-    paths = [path for path in folder.rglob("*") if path.is_file()]
-    return {str(path.relative_to(folder)): hashlib.sha256(path.read_bytes()).hexdigest() for path in paths}
 
 
 @pytest.mark.parametrize("what", ["another run has its place", "removed"])

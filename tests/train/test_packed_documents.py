@@ -11,13 +11,13 @@ import torch
 from torch import Tensor
 
 from megatron_lite.config import ModelConfig
-from megatron_lite.data.dataset_writer import IndexedDatasetWriter
 from megatron_lite.data.host_batch import HostBatch, micro_batch
 from megatron_lite.data.open_data import open_data
 from megatron_lite.distributed.process_group import Distributed
 from megatron_lite.kernels.attention.attention import Documents
 from megatron_lite.model.gpt import build_gpt
 from megatron_lite.model.layer import MASKED, Layer, MicroBatch
+from tests.support.datasets import write_dataset
 from tests.support.harness import full_weights, run_distributed, start_run, tiny_config, train_tiny
 from tests.support.plain_gpt import PlainGPT
 
@@ -41,9 +41,7 @@ def corpus(tmp_path_factory: pytest.TempPathFactory) -> tuple[str, Tensor]:
     """Return the prefix of a data set without repeated tokens, and the document of each token."""
     prefix = str(tmp_path_factory.mktemp("corpus") / "corpus")
     tokens = np.random.default_rng(0).permutation(sum(SIZES))
-    with IndexedDatasetWriter(prefix, "<u2") as writer:
-        for document in np.split(tokens, np.cumsum(SIZES)[:-1]):
-            writer.add_document(document)
+    write_dataset(prefix, np.split(tokens, np.cumsum(SIZES)[:-1]))
     documents = torch.empty(len(tokens), dtype=torch.int64)
     documents[torch.from_numpy(tokens)] = torch.from_numpy(np.repeat(np.arange(len(SIZES)), SIZES))
     return prefix, documents

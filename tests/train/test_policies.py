@@ -6,7 +6,7 @@ from pathlib import Path
 
 import numpy as np
 
-from megatron_lite.data.dataset_writer import IndexedDatasetWriter
+from tests.support.datasets import write_dataset
 from tests.support.launch import TINY, run
 from tests.support.results import assert_all_good, checkpoints, weights
 
@@ -69,9 +69,7 @@ def test_resuming_from_another_folder(tmp_path: Path) -> None:
 
 
 def write_corpus(prefix: Path, seed: int) -> None:
-    with IndexedDatasetWriter(str(prefix), "<u2") as writer:
-        for document in np.random.default_rng(seed).integers(0, 64, size=(50, 60)):
-            writer.add_document(document)
+    write_dataset(prefix, np.random.default_rng(seed).integers(0, 64, size=(50, 60)))
 
 
 def test_data_replaced_under_the_same_path(tmp_path: Path) -> None:

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import numpy as np
 
-from megatron_lite.data.dataset_writer import IndexedDatasetWriter
+from tests.support.datasets import write_dataset
 from tests.support.launch import PROGRAM, ROOT, TINY
 
 # Each takes 0.1 to 1 s to import, and a run on a CPU with none of their options needs none of them.
@@ -40,9 +40,7 @@ def run_python(code: str, *arguments: str) -> str:
 
 def test_a_run_on_a_cpu_imports_nothing_heavy(tmp_path: Path) -> None:
     """Training, recomputation, a validation, a checkpoint and data workers take PyTorch, NumPy and safetensors only."""
-    with IndexedDatasetWriter(str(tmp_path / "data"), "<u2") as writer:
-        for length in range(20, 100):
-            writer.add_document(np.arange(length) % 50)
+    write_dataset(tmp_path / "data", (np.arange(length) % 50 for length in range(20, 100)))
     code = (
         "import sys, pretrain_gpt\n"
         "assert pretrain_gpt.main(sys.argv[1:]) == 0\n"

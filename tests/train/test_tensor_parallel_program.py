@@ -14,10 +14,10 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from megatron_lite.data.dataset_writer import IndexedDatasetWriter
 from megatron_lite.distributed.process_group import Distributed
 from megatron_lite.outputs.evaluation import evaluate
 from megatron_lite.train import train_step
+from tests.support.datasets import write_dataset
 from tests.support.harness import Trajectory, run_distributed, same_weights, start_run, tiny_config, train_tiny
 from tests.support.tensor_cases import CASES, QWEN3, Layout, Options, result_of, run_case, run_rank
 
@@ -44,9 +44,7 @@ def write_corpus(folder: Path) -> Options:
     cuts = np.sort(random.choice(2000, 150, replace=False))
     arrays = {"tokens": (random.integers(64, size=2000), "<u2"), "mask": (random.random(2000) < 0.6, "|u1")}
     for name, (values, dtype) in arrays.items():
-        with IndexedDatasetWriter(str(folder / name), dtype) as writer:
-            for document in np.split(values, cuts):
-                writer.add_document(document)
+        write_dataset(folder / name, np.split(values, cuts), dtype)
     return {
         "dataset_source": "list",
         "data_path": (str(folder / "tokens"),),
