@@ -351,7 +351,7 @@ def _load_pretrained(start: Start, source: WeightSource, model: MultiStage, opti
         load_pretrained.load_weights(source, model, start.distributed, missing)
         if line is not None:
             logger.warning(line)
-        logger.info("loaded the weights of %s (%s)", source.folder, source.describe())
+        logger.info("loaded the weights of %s (%s)", source.folder, source.description)
         if config.source.load_pretrained_optimizer and model.training:
             name = config.optimizer.optimizer
             state, note = load_pretrained.load_moments(source, model, start.distributed, name)

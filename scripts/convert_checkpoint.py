@@ -111,8 +111,8 @@ def convert(options: argparse.Namespace) -> str:
         source.check(shapes)
         source.verify()
         averages = " (its averages)" if options.weights == "average" else ""
-        print(f"from {source.folder}: {source.describe()}{averages}", flush=True)
-        used = source.dtype()
+        print(f"from {source.folder}: {source.description}{averages}", flush=True)
+        used = source.dtype
         config = conversion.described_config(source, used)
         model_type = options.export_model_type or config.training.export_model_type
         training = dataclasses.replace(

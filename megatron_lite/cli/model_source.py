@@ -142,14 +142,14 @@ def _with_export_type(values: dict[str, Any], model_type: str | None) -> dict[st
 def _stated(folder: Path, kind: str | None, weights: bool) -> Stated:
     """Return the model of the pretrained checkpoint. `weights`: whether its weights are needed too."""
     try:
-        if folder_kind.kind_of(folder, kind) == "huggingface":
+        if folder_kind.source_folders(folder, kind)[0] == "huggingface":
             if weights:
                 folder_kind.weight_files(folder)  # refuse adapters and pickles now
             return Stated(str(folder), *model_options.hugging_face_values(folder))
         from megatron_lite.huggingface.open_source import open_source
 
         with open_source(folder, "distributed") as source:
-            return Stated(str(source.folder), source.values(), source.model_type)
+            return Stated(str(source.folder), model_options.as_values(source.model), source.model_type)
     except CheckpointError as error:
         raise CheckpointError(f"--pretrained_checkpoint_path: {error}") from None
 

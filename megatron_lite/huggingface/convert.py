@@ -73,9 +73,8 @@ def _special_tokens(source: WeightSource) -> dict[str, int | None]:
     """Return the special tokens in the config.json of a source."""
     if isinstance(source, CheckpointSource):
         return {}
-    content = folder_kind.read_object(source.folder, folder_kind.CONFIG_NAME, folder_kind.CONFIG_LIMIT_BYTES)
-    tokens = {key: content.get(key) for key in ("bos_token_id", "eos_token_id")}
-    return {key: token for key, token in tokens.items() if type(token) is int}
+    content = folder_kind.read_object(source.folder, folder_kind.CONFIG_NAME)
+    return {key: content[key] for key in ("bos_token_id", "eos_token_id") if type(content.get(key)) is int}
 
 
 def read_whole(source: WeightSource, name: str, shape: tuple[int, ...]) -> Tensor:

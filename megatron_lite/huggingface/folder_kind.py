@@ -19,7 +19,7 @@ from megatron_lite.errors import CheckpointError
 KINDS = ("huggingface", "distributed")
 CONFIG_NAME = "config.json"
 WEIGHTS_NAME, INDEX_NAME = "model.safetensors", "model.safetensors.index.json"
-CONFIG_LIMIT_BYTES, INDEX_LIMIT_BYTES = 2**22, 2**26
+LIMIT_BYTES = {CONFIG_NAME: 2**22, INDEX_NAME: 2**26}
 
 _PICKLE = re.compile(r".*\.(bin|pt|pth|ckpt|pkl|pickle)(\.index\.json)?")
 _OTHER_FORMAT = re.compile(r".*\.(gguf|ggml|h5|msgpack|onnx|npz)|consolidated.*\.safetensors|params\.json")
@@ -27,17 +27,19 @@ _PLAIN = re.compile(r"(?!\.)[A-Za-z0-9_.-]{1,200}\.safetensors")
 _SHOWN = 100  # most characters of a name in a message
 
 
-def kind_of(folder: Path, kind: str | None = None) -> str:
-    """Return which of KINDS a folder holds. `kind`: the expected one; None: any.
+def source_folders(folder: Path, kind: str | None = None) -> tuple[str, list[Path]]:
+    """Return which of KINDS a folder holds, and the folders to read: of several checkpoints, the newest first.
+
+    kind: the expected one; None: any.
 
     Raises:
         CheckpointError: if the folder cannot be read, or holds something else.
     """
     names = _names(folder)
     try:
-        found = _found(folder, names)
+        found, paths = _found(folder, names)
         if found is not None and kind in (None, found):
-            return found
+            return found, paths
         raise CheckpointError(f"{folder}: {_why_not(folder, names, kind, found)}")
     except OSError as error:
         raise CheckpointError(f"{folder}: {_unreadable(folder, error)}") from None
@@ -63,15 +65,15 @@ def _unreadable(folder: Path, error: OSError) -> str:
     return f"{reason(error)}; give a folder that can be read"
 
 
-def _found(folder: Path, names: set[str]) -> str | None:
+def _found(folder: Path, names: set[str]) -> tuple[str | None, list[Path]]:
     if MANIFEST_NAME in names:
-        return "distributed"
+        return "distributed", [folder]
     if _is_experiment(names):
-        return None
+        return None, []
     if names & {CONFIG_NAME, WEIGHTS_NAME, INDEX_NAME} or any(_PICKLE.fullmatch(name) for name in names):
-        return "huggingface"
+        return "huggingface", [folder]
     paths = [path for _, path in find_checkpoints(folder)]
-    return "distributed" if paths and not any((path / CONFIG_NAME).exists() for path in paths) else None
+    return "distributed" if paths and not any((path / CONFIG_NAME).exists() for path in paths) else None, paths
 
 
 def _is_experiment(names: set[str]) -> bool:
@@ -120,25 +122,21 @@ def weight_files(folder: Path) -> tuple[list[str], dict[str, str]]:
 
 
 def _no_weights(names: set[str]) -> str:
-    pickles = sorted(name for name in names if _PICKLE.fullmatch(name))
-    others = sorted(name for name in names if _OTHER_FORMAT.fullmatch(name))
-    if pickles:
+    for name in sorted(filter(_PICKLE.fullmatch, names)):
         return (
-            f"{pickles[0][:_SHOWN]} is a pickle, which can run any code when loaded and is never opened; if you trust "
-            "it, convert it with transformers: AutoModelForCausalLM.from_pretrained(FOLDER).save_pretrained("
-            "NEW_FOLDER, safe_serialization=True)"
+            f"{name[:_SHOWN]} is a pickle, which can run any code when loaded and is never opened; if you trust it, "
+            "convert it with transformers: AutoModelForCausalLM.from_pretrained(FOLDER).save_pretrained(NEW_FOLDER, "
+            "safe_serialization=True)"
         )
-    if others:
-        return f"{others[0][:_SHOWN]} is in an unsupported format; convert it to a Hugging Face safetensors folder"
-    parts = sorted(name for name in names if name.endswith(".safetensors"))
-    if parts:
-        return f"it holds {parts[0][:_SHOWN]} and others, but no {INDEX_NAME}; download that file, too"
+    for name in sorted(filter(_OTHER_FORMAT.fullmatch, names)):
+        return f"{name[:_SHOWN]} is in an unsupported format; convert it to a Hugging Face safetensors folder"
+    for name in sorted(name for name in names if name.endswith(".safetensors")):
+        return f"it holds {name[:_SHOWN]} and others, but no {INDEX_NAME}; download that file, too"
     return f"it holds neither {WEIGHTS_NAME} nor {INDEX_NAME}; download the weights, too"
 
 
 def _indexed(folder: Path) -> tuple[list[str], dict[str, str]]:
-    content = read_object(folder, INDEX_NAME, INDEX_LIMIT_BYTES)
-    weight_map = content.get("weight_map")
+    weight_map = read_object(folder, INDEX_NAME).get("weight_map")
     if not isinstance(weight_map, dict) or not weight_map:
         raise CheckpointError(f"{folder}: {INDEX_NAME}: weight_map is not a map of tensors; download the file again")
     for tensor, name in weight_map.items():
@@ -150,14 +148,14 @@ def _indexed(folder: Path) -> tuple[list[str], dict[str, str]]:
     return sorted(set(weight_map.values())), weight_map
 
 
-def read_object(folder: Path, name: str, limit_bytes: int) -> dict[str, Any]:
-    """Read a JSON object from a regular file of at most `limit_bytes`.
+def read_object(folder: Path, name: str) -> dict[str, Any]:
+    """Read a JSON object from a regular file of at most `LIMIT_BYTES[name]`.
 
     Raises:
         CheckpointError: if it is anything else.
     """
     try:
-        values = parse_json(read_bytes(folder / name, limit_bytes, follow_links=True))
+        values = parse_json(read_bytes(folder / name, LIMIT_BYTES[name], follow_links=True))
     except OSError as error:
         raise CheckpointError(f"{folder}: {name}: {reason(error)}; download the folder again") from None
     except ValueError as error:

@@ -57,16 +57,11 @@ class HuggingFaceSource(WeightSource):
         self._filled = model or self.model
         with self._reported():
             self._tensors = self._named(names, index)
+        self.description = f"a Hugging Face folder, {self.model_type}"
+        found = {FLOATING[tensor.dtype] for tensor in self._tensors.values() if tensor.dtype in FLOATING}
+        self.dtype = next((name for name, dtype in DTYPES.items() if found == {dtype}), "fp32")  # of all tensors
         self._pieces: dict[str, tuple[list[MappedRows], int]] = {}  # of our parameters, with the elements in a row
         self._tied_copy: StoredTensor | None = None
-
-    def describe(self) -> str:
-        return f"a Hugging Face folder, {self.model_type}"
-
-    def dtype(self) -> str:
-        """Return the dtype of all tensors if they share one, else fp32."""
-        found = {FLOATING[tensor.dtype] for tensor in self._tensors.values() if tensor.dtype in FLOATING}
-        return next((name for name, dtype in DTYPES.items() if found == {dtype}), "fp32")
 
     def _named(self, names: list[str], index: dict[str, str]) -> dict[str, StoredTensor]:
         """Return all tensors except buffers, by the full names of the architecture."""

@@ -12,7 +12,8 @@ from megatron_lite.checkpoint.manifest import MOMENTS
 from megatron_lite.config import Config
 from megatron_lite.distributed.agreement import together
 from megatron_lite.errors import CheckpointError, DamagedError, shorten
-from megatron_lite.huggingface.open_source import open_one, source_folders, unusable
+from megatron_lite.huggingface.folder_kind import source_folders
+from megatron_lite.huggingface.open_source import open_one, unusable
 from megatron_lite.huggingface.weight_source import ADVICE, CheckpointSource, WeightSource
 
 if TYPE_CHECKING:

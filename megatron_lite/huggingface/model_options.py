@@ -15,7 +15,7 @@ from megatron_lite.config.training import MODEL_TYPES
 from megatron_lite.config.values import FLAGS
 from megatron_lite.errors import CheckpointError, shorten
 from megatron_lite.huggingface import folder_kind
-from megatron_lite.huggingface.read_config import TYPES, model_values
+from megatron_lite.huggingface.read_config import model_values
 from megatron_lite.validation import examine
 
 MODEL_OPTIONS = tuple(field.name for field in dataclasses.fields(ModelConfig))
@@ -27,21 +27,18 @@ def hugging_face_values(folder: Path) -> tuple[dict[str, Any], str]:
     Raises:
         CheckpointError: if it cannot be read, or has keys or values that this program does not support.
     """
-    content = folder_kind.read_object(folder, folder_kind.CONFIG_NAME, folder_kind.CONFIG_LIMIT_BYTES)
+    content = folder_kind.read_object(folder, folder_kind.CONFIG_NAME)
     try:
-        values = model_values(content)
+        return model_values(content), content["model_type"]
     except CheckpointError as error:
-        first, *others = str(error).splitlines()
-        rest = [line.partition(": ")[2] for line in others]  # without the name of the file
-        raise CheckpointError(f"{folder}: {shorten([first, *rest], 6)}") from None
-    return values, content["model_type"]
+        raise CheckpointError(f"{folder}: {shorten(str(error).splitlines(), 6)}") from None
 
 
 def checkpoint_values(config: dict[str, Any], where: str) -> dict[str, Any]:
-    """Return the model options in the flat configuration of one of our checkpoints; missing options have defaults.
+    """Return the model options in the flat configuration of a manifest, which has checked their values.
 
     Raises:
-        CheckpointError: if it has options that this version does not know, or impossible values.
+        CheckpointError: if it has options that this version does not know.
     """
     unknown = [name for name in config if name not in FLAGS]
     if unknown:
@@ -49,13 +46,7 @@ def checkpoint_values(config: dict[str, Any], where: str) -> dict[str, Any]:
             f"{where}: it was saved with options that this version of the program does not know: "
             f"{', '.join(name[:50] for name in unknown[:5])}; use the version that saved it"
         )
-    values = {name: config[name] for name in MODEL_OPTIONS if name in config}
-    for name, value in values.items():
-        flag = FLAGS[name]
-        fits = flag.optional if value is None else type(value) in TYPES[flag.kind]
-        if not fits:
-            raise CheckpointError(f"{where}: {name} is {str(value)[:50]!r}, which is not of type {flag.kind}")
-    return values
+    return {name: config[name] for name in MODEL_OPTIONS if name in config}
 
 
 def saved_model_type(config: dict[str, Any]) -> str | None:

@@ -5,27 +5,11 @@ from __future__ import annotations
 from pathlib import Path
 
 from megatron_lite.checkpoint import files
-from megatron_lite.checkpoint.names import MANIFEST_NAME, find_checkpoints, reason
 from megatron_lite.config import ModelConfig
 from megatron_lite.errors import CheckpointError, DamagedError, RunError, shorten
-from megatron_lite.huggingface.folder_kind import kind_of
+from megatron_lite.huggingface.folder_kind import source_folders
 from megatron_lite.huggingface.huggingface_source import HuggingFaceSource
 from megatron_lite.huggingface.weight_source import CheckpointSource, WeightSource
-
-
-def source_folders(folder: Path, kind: str | None = None) -> tuple[str, list[Path]]:
-    """Return the kind of weights in a folder, and the folders that hold them: of several checkpoints the newest first.
-
-    Raises:
-        CheckpointError: if there is nothing to read.
-    """
-    found = kind_of(folder, kind)
-    try:
-        if found == "huggingface" or (folder / MANIFEST_NAME).exists():
-            return found, [folder]
-        return found, [path for _, path in find_checkpoints(folder)]
-    except OSError as error:
-        raise CheckpointError(f"{folder}: {reason(error)}; give a folder that can be read") from None
 
 
 def open_one(

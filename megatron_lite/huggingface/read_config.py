@@ -9,7 +9,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from megatron_lite.config.values import FLAGS, LARGEST_INTEGER, BadValueError, check_bounds
+from megatron_lite.checkpoint.saved_state import check_value
+from megatron_lite.config.values import FLAGS, BadValueError
 from megatron_lite.errors import CheckpointError
 from megatron_lite.huggingface import rope
 from megatron_lite.huggingface.architectures import ACTIVATIONS, ARCHITECTURES, shown
@@ -47,7 +48,6 @@ _MEANINGLESS = frozenset(
     """.split()
 )
 _MAY_BE_NONE = ("window_size", *rope.OPTIONS)
-TYPES: dict[str, tuple[type, ...]] = {"int": (int,), "float": (int, float), "bool": (bool,), "str": (str,)}
 # transformers also reads these keys of GPT-2 and GPTBigCode under a second name.
 _SECOND_NAMES = {
     "n_embd": "hidden_size",
@@ -77,7 +77,7 @@ def model_values(content: Mapping[str, Any]) -> dict[str, Any]:
     reading.refuse_other_keys()
     values = {option: reading.checked(option, value) for option, value in values.items()}
     if reading.problems:
-        raise CheckpointError("\n".join(f"config.json ({name}): {problem}" for problem in reading.problems))
+        raise CheckpointError(f"config.json ({name}): " + "\n".join(reading.problems))
     return values
 
 
@@ -216,18 +216,13 @@ class _Reading:
         """Return a value after checking the type and bounds of its option; report problems under its key."""
         if value is None and option in _MAY_BE_NONE:
             return None
-        flag = FLAGS[option]
-        key = self.key_of(option)
         try:
-            if type(value) not in TYPES[flag.kind]:
-                raise BadValueError(f"must be of type {flag.kind}")
-            if isinstance(value, int) and abs(value) > LARGEST_INTEGER:
-                raise BadValueError("too large")
-            check_bounds(flag, value)
+            check_value(FLAGS[option], value)
         except BadValueError as error:
+            key = self.key_of(option)
             self.problems.append(f"{key} is {shown(self.content.get(key, value))}: {error}")
             return None
-        return float(value) if flag.kind == "float" else value
+        return float(value) if FLAGS[option].kind == "float" else value
 
 
 def _is_count(value: Any) -> bool:

@@ -7,16 +7,16 @@ from __future__ import annotations
 
 import abc
 import contextlib
+import itertools
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 from torch import Tensor
 
 from megatron_lite.checkpoint import blocks, manifest
 from megatron_lite.checkpoint.blocks import Files
-from megatron_lite.checkpoint.manifest import SavedParameter, Slice
+from megatron_lite.checkpoint.manifest import SavedParameter
 from megatron_lite.checkpoint.names import reason
 from megatron_lite.checkpoint.reading import read_elements
 from megatron_lite.config import ModelConfig
@@ -37,22 +37,12 @@ class WeightSource(contextlib.AbstractContextManager["WeightSource"]):
     model: ModelConfig  # the resolved model that the files describe
     iteration: int | None = None  # of a checkpoint of ours
     model_type: str | None  # its Hugging Face architecture, or the requested one for exports; None: any
+    description: str  # a few words for the log
+    dtype: str  # fp32, bf16 or fp16: what the weights are meant to be used in
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
         self._files = Files(folder, follow_links=self.kind == "huggingface")
-
-    def values(self) -> dict[str, Any]:
-        """Return the resolved options of the model that the files describe."""
-        return model_options.as_values(self.model)
-
-    @abc.abstractmethod
-    def describe(self) -> str:
-        """Return a few words for the log."""
-
-    @abc.abstractmethod
-    def dtype(self) -> str:
-        """Return fp32, bf16 or fp16: the dtype that the weights are meant to be used in."""
 
     @abc.abstractmethod
     def check(self, shapes: Mapping[str, tuple[int, ...]]) -> None:
@@ -131,21 +121,15 @@ class CheckpointSource(WeightSource):
         super().__init__(folder)
         self.content = manifest.read(folder, int(folder.name) if folder.name.isdecimal() else None)
         blocks.check_sizes(folder, self.content)
-        self.iteration = self.content.iteration
-        values = model_options.checkpoint_values(self.content.config, str(folder))
-        self.model = model_options.resolved_model(values, str(folder))
-        self.model_type = model_options.saved_model_type(self.content.config)
+        self.iteration, config = self.content.iteration, self.content.config
+        self.model = model_options.resolved_model(model_options.checkpoint_values(config, str(folder)), str(folder))
+        self.model_type = model_options.saved_model_type(config)
+        self.description = f"a checkpoint of iteration {self.iteration:,}"
+        self.dtype = config.get("training_dtype", "fp32")
         self.averaged, self._state = average, state
         self._good_share: tuple[int, int] | None = None  # (rank, world size) whose share is verified
         if average and not any("average" in saved.slices for saved in self.content.parameters.values()):
             raise CheckpointError(f"{folder}: it holds no averaged weights (it was trained without --ema_type)")
-
-    def describe(self) -> str:
-        return f"a checkpoint of iteration {self.content.iteration:,}"
-
-    def dtype(self) -> str:
-        """Return the --training_dtype of its run."""
-        return str(self.content.config.get("training_dtype", "fp32"))
 
     def check(self, shapes: Mapping[str, tuple[int, ...]], partial: bool = False) -> None:
         """See `WeightSource.check`. partial: other parameters of the checkpoint do not count."""
@@ -154,31 +138,26 @@ class CheckpointSource(WeightSource):
         )
 
     def damage(self, rank: int = 0, world_size: int = 1) -> str | None:
-        """See `WeightSource.damage`. A second call for the same share reads nothing.
-
-        Read only the blocks of what will be used.
-        """
-        if self._good_share != (rank, world_size):
-            try:
-                wanted = self._wanted()
-                first, end = (len(wanted) * share // world_size for share in (rank, rank + 1))
-                blocks.check_slices(self.folder, self.content, wanted[first:end])
-            except DamagedError as error:
-                return str(error)
-            self._good_share = rank, world_size
+        """See `WeightSource.damage`. Reads only the blocks to be used, and nothing if the share is known to be good."""
+        if self._good_share == (rank, world_size):
+            return None
+        parameters = dict(self.content.parameters)
+        if not self._state:
+            for name, saved in parameters.items():
+                kind = self._weights_kind(saved)
+                parameters[name] = replace(saved, slices={kind: saved.slices[kind]})
+        places = replace(self.content, parameters=parameters).places()
+        wanted = [item for name in self.content.files for item in places.get(name, ())]
+        first, end = (len(wanted) * share // world_size for share in (rank, rank + 1))
+        try:
+            for name, group in itertools.groupby(wanted[first:end], key=lambda item: item[0].file):
+                file, slices = self.content.files[name], list(group)
+                numbers = {number for piece, _ in slices for number in file.blocks_around(piece.offset, piece.end)}
+                blocks.check_blocks(self.folder, name, file, sorted(numbers), slices)
+        except DamagedError as error:
+            return str(error)
+        self._good_share = rank, world_size
         return None
-
-    def _wanted(self) -> list[tuple[Slice, str]]:
-        """Return the slices that will be read, file by file, in the order of their bytes."""
-        kept = {
-            name: replace(saved, slices={kind: saved.slices[kind] for kind in self._kinds(saved)})
-            for name, saved in self.content.parameters.items()
-        }
-        places = replace(self.content, parameters=kept).places()
-        return [item for name in self.content.files for item in places.get(name, ())]
-
-    def _kinds(self, saved: SavedParameter) -> list[str]:
-        return list(saved.slices) if self._state else [self._weights_kind(saved)]
 
     def _weights_kind(self, saved: SavedParameter) -> str:
         return "average" if self.averaged and "average" in saved.slices else "weights"

@@ -348,4 +348,4 @@ def test_folders_without_a_model_are_refused(
 def test_reading_a_config_needs_no_weights(good: Path, tmp_path: Path) -> None:
     """config.json alone determines the kind."""
     (tmp_path / "config.json").write_bytes((good / "config.json").read_bytes())
-    assert folder_kind.kind_of(tmp_path) == "huggingface"
+    assert folder_kind.source_folders(tmp_path) == ("huggingface", [tmp_path])
