@@ -50,7 +50,7 @@ def pause_s(attempt: int) -> float:
 class _Pending:
     save: Save
     job: Future[Any]  # writes this rank's file; then, on rank 0, publishes
-    begun_s: float
+    start_s: float
     copied: threading.Event
     blocked_s: float = 0.0
     written: list[WrittenFile] | None = None  # by all ranks; None while they write
@@ -62,8 +62,8 @@ class Finished(NamedTuple):
     folder: Path
     iteration: int
     num_bytes: int
-    seconds: float  # since its beginning
-    blocked_s: float  # of these, before training went on
+    seconds: float  # since its start
+    blocked_s: float  # of these, training waited
 
 
 class BackgroundSaves:
@@ -89,31 +89,31 @@ class BackgroundSaves:
         return self._pending is not None
 
     def begin(self, save: Save) -> None:
-        """Let the thread copy the shards and write them; the folder of the save is prepared."""
+        """Let the thread copy the shards and write them; `save` is prepared."""
         assert self._pending is None, "finish the save before"
-        begun_s, copied = time.perf_counter(), threading.Event()
+        start_s, copied = time.perf_counter(), threading.Event()
         self._distributed.wait_for_device()  # the thread's stream does not wait for that of the last update
         job = self._pool.submit(self._copy_and_write, save, copied)
-        self._pending = _Pending(save, job, begun_s, copied, time.perf_counter() - begun_s)
+        self._pending = _Pending(save, job, start_s, copied, time.perf_counter() - start_s)
 
     def wait_for_copy(self) -> None:
         """Wait until the shards may change."""
         if self._pending is not None and not self._pending.copied.is_set():
-            begun_s = time.perf_counter()
+            start_s = time.perf_counter()
             self._pending.copied.wait()
-            self._pending.blocked_s += time.perf_counter() - begun_s
+            self._pending.blocked_s += time.perf_counter() - start_s
 
     def advance(self) -> bool:
-        """Go on with the save, without waiting; return whether `finish` need not wait. All ranks call this together."""
+        """Continue the save without waiting; return whether `finish` need not wait. All ranks call this together."""
         if self._pending is None:
             return False
         job = self._pending.job
         state = _WORKING if not job.done() else _DONE if job.exception() is None else _FAILED
-        slowest = self._distributed.agree_max(state)
-        if slowest == _DONE and self._pending.written is None:
+        state = self._distributed.agree_max(state)
+        if state == _DONE and self._pending.written is None:
             self._publish(self._pending)
             return False
-        return slowest != _WORKING
+        return state != _WORKING
 
     def finish(self, hurry: bool = False) -> Finished | None:
         """Wait until the checkpoint is published; None if no save is pending. All ranks call this together.
@@ -135,7 +135,7 @@ class BackgroundSaves:
         except Exception:
             save.abandon()
             raise
-        num_bytes, seconds = sum(file.saved.size for file in written), time.perf_counter() - pending.begun_s
+        num_bytes, seconds = sum(file.saved.size for file in written), time.perf_counter() - pending.start_s
         return Finished(save.folder, save.iteration, num_bytes, seconds, pending.blocked_s)
 
     def _copy_and_write(self, save: Save, copied: threading.Event) -> WrittenFile:
@@ -155,22 +155,19 @@ class BackgroundSaves:
         return written
 
     def _insist(self, save: Save, action: Callable[[], T]) -> T:
-        """Run an action of the thread; after an error of the system, again."""
-        attempt = 1
-        while True:
+        """Run an action of the thread; repeat it after an error of the system."""
+        for attempt in range(1, self._retries + 1):
             try:
                 return action()
             except OSError as error:
-                if attempt > self._retries:
-                    raise
                 text = "cannot write the checkpoint of iteration %d: %s; trying again in %.0f s (%d of %d)"
                 logger.warning(text, save.iteration, reason(error), pause_s(attempt), attempt, self._retries)
             self._hurry.wait(pause_s(attempt))
-            attempt += 1
+        return action()
 
 
 def _copy_all(copies: Sequence[tuple[Tensor, TensorToWrite]], device: torch.device) -> None:
-    """Read tensors into host memory; on a GPU overlapped with training, on a stream of this thread."""
+    """Read tensors into host memory; on a GPU, overlap the copies with training on a stream of this thread."""
     stream = torch.cuda.Stream(device) if device.type == "cuda" else None
     with torch.cuda.stream(stream):  # None: nothing changes
         for copy, tensor in copies:
@@ -195,16 +192,16 @@ def open_background(config: Config, model: MultiStage, distributed: Distributed)
     """
     if not (own := host_copy_bytes(config, model)):
         return None
-    together(distributed, lambda: _check_memory(own, distributed))  # no rank takes memory before all have looked
+
+    def check_memory() -> None:
+        needed, free = own * distributed.local_world_size, available_bytes()
+        facts = f"{own / _GIB:.2f} GiB per rank, {needed / _GIB:.2f} GiB on this machine, of {free / _GIB:.2f} GiB free"
+        if needed > free:
+            raise OutOfMemoryError(
+                f"--async_checkpoint=1 copies the weights and the optimizer state into host memory: {facts}; leave it "
+                "out, or use more machines"
+            )
+        logger.info("asynchronous checkpoints: a copy in host memory, %s", facts)
+
+    together(distributed, check_memory)  # no rank allocates before all have checked
     return together(distributed, lambda: BackgroundSaves(model, distributed, config.checkpoint.save_retries))
-
-
-def _check_memory(own: int, distributed: Distributed) -> None:
-    here, free = distributed.local_world_size, available_bytes()
-    facts = f"{own / _GIB:.2f} GiB per rank, {own * here / _GIB:.2f} GiB on this machine, of {free / _GIB:.2f} GiB free"
-    if own * here > free:
-        raise OutOfMemoryError(
-            f"--async_checkpoint=1 copies the weights and the optimizer state into host memory: {facts}; leave it out, "
-            "or use more machines"
-        )
-    logger.info("asynchronous checkpoints: a copy in host memory, %s", facts)

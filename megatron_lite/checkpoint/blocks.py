@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import contextlib
 import io
-import itertools
 import os
 import re
 import zlib
@@ -62,54 +61,21 @@ class BlockSums:
     """The checksums of a file that is being written."""
 
     def __init__(self) -> None:
-        self._size = self._crc = 0
-        self._left = self._block_bytes = BLOCK_BYTES
-        self._done: list[str] = []
+        self._size = 0
+        self._block_bytes = BLOCK_BYTES
+        self._sums: list[int] = []
 
     def add(self, data: memoryview) -> None:
         """Count the next bytes."""
         while data:
-            part, data = data[: self._left], data[self._left :]
-            self._crc = zlib.crc32(part, self._crc)
-            self._left -= len(part)
+            inside = self._size % self._block_bytes  # bytes that the last block has already
+            part, data = data[: self._block_bytes - inside], data[self._block_bytes - inside :]
+            self._sums.append(zlib.crc32(part, self._sums.pop() if inside else 0))
             self._size += len(part)
-            if not self._left:
-                self._close()
 
     def file(self) -> SavedFile:
         """Return the checksums of the file, which is complete."""
-        if self._left < self._block_bytes:
-            self._close()
-        return SavedFile(self._size, self._block_bytes, "".join(self._done))
-
-    def _close(self) -> None:
-        self._done.append(f"{self._crc:08x}")
-        self._crc, self._left = 0, self._block_bytes
-
-
-class _ReadAhead:
-    """Hints to begin reading the next bytes of a file: the longer it is read in order, the farther.
-
-    A system does the same by itself, but often for 128 KiB only, so that the disk waits while a processor sums.
-    """
-
-    def __init__(self, descriptor: int) -> None:
-        self._descriptor = descriptor
-        self._start = self._end = self._asked = 0
-
-    def begin(self, offset: int) -> None:
-        """Continue at `offset`."""
-        if offset != self._end:
-            self._start = self._end = self._asked = offset
-
-    def add(self, num_bytes: int) -> None:
-        """Count bytes that have arrived."""
-        self._end += num_bytes
-        wanted = self._end + min(self._end - self._start, AHEAD_BYTES)
-        if wanted - self._asked >= AHEAD_BYTES // 4 and hasattr(os, "posix_fadvise"):
-            with contextlib.suppress(OSError):
-                os.posix_fadvise(self._descriptor, self._asked, wanted - self._asked, os.POSIX_FADV_WILLNEED)
-            self._asked = wanted
+        return SavedFile(self._size, self._block_bytes, "".join(f"{crc32:08x}" for crc32 in self._sums))
 
 
 class Files:
@@ -126,6 +92,8 @@ class Files:
         self._name = ""
         self._file: io.FileIO | None = None
         self._block, self._block_number = memoryview(b""), -1
+        # Of the file: where reading in order began, its end so far, and the end of what the system reads ahead.
+        self._start = self._end = self._asked = 0
         self.checked: dict[str, list[list[int]]] = {}  # by file, ranges of blocks that were read and are good
 
     def read(self, name: str, offset: int, dtype: torch.dtype, target: Tensor) -> None:
@@ -137,7 +105,7 @@ class Files:
         if self._file is None or name != self._name:
             self.close()
             self._name, self._file = name, open_regular(self._folder / name, self._follow_links)
-            self._ahead = _ReadAhead(self._file.fileno())
+            self._start = self._end = self._asked = 0
         for part in target.split(CHUNK_BYTES // dtype.itemsize):
             is_direct = part.dtype == dtype and part.device.type == "cpu"
             values = part if is_direct else torch.empty(part.numel(), dtype=dtype)
@@ -172,13 +140,26 @@ class Files:
         """Read bytes as they are."""
         assert self._file is not None
         self._file.seek(offset)
-        self._ahead.begin(offset)
+        if offset != self._end:
+            self._start = self._end = self._asked = offset
         while target:
             count = self._file.readinto(target[:BLOCK_BYTES])
             if not count:
                 raise DamagedError(f"{self._name}: {_SHORTER}")
-            self._ahead.add(count)
             target = target[count:]
+            self._end += count
+            self._read_ahead(self._file.fileno())
+
+    def _read_ahead(self, descriptor: int) -> None:
+        """Let the system read the next bytes: the longer a file is read in order, the farther.
+
+        A system does the same by itself, but often for 128 KiB only, so that the disk waits while a processor sums.
+        """
+        wanted = self._end + min(self._end - self._start, AHEAD_BYTES)
+        if wanted - self._asked >= AHEAD_BYTES // 4 and hasattr(os, "posix_fadvise"):
+            with contextlib.suppress(OSError):
+                os.posix_fadvise(descriptor, self._asked, wanted - self._asked, os.POSIX_FADV_WILLNEED)
+            self._asked = wanted
 
     def _note(self, number: int) -> None:
         """Count a good block."""
@@ -205,32 +186,23 @@ def check_sizes(folder: Path, manifest: Manifest, rank: int = 0, world_size: int
             pass
 
 
-def check_file(folder: Path, name: str, manifest: Manifest, slices: Sequence[tuple[Slice, str]] = ()) -> None:
-    """Check the size of a file and all of its blocks; `slices`: see `check_blocks`."""
-    check_blocks(folder, name, manifest.files[name], manifest.files[name].blocks, slices)
-
-
-def check_slices(folder: Path, manifest: Manifest, slices: Sequence[tuple[Slice, str]]) -> None:
-    """Check the blocks that hold these slices, which are sorted by file; see `check_blocks`."""
-    for name, group in itertools.groupby(slices, key=lambda item: item[0].file):
-        file, some = manifest.files[name], list(group)
-        wanted = {number for piece, _ in some for number in file.blocks_around(piece.offset, piece.end)}
-        check_blocks(folder, name, file, sorted(wanted), some)
-
-
 def check_blocks(
-    folder: Path, name: str, file: SavedFile, numbers: Iterable[int], slices: Sequence[tuple[Slice, str]] = ()
+    folder: Path,
+    name: str,
+    file: SavedFile,
+    numbers: Iterable[int] | None = None,
+    slices: Sequence[tuple[Slice, str]] = (),
 ) -> None:
-    """Check the size of a file and some of its blocks; read nothing else.
+    """Check the size of a file and some of its blocks, None: all; read nothing else.
 
-    slices: of the file, each with its name, for the message; see `Manifest.places`.
+    slices: those of the file, each with its name for the message; see `Manifest.places`.
 
     Raises:
         DamagedError: if any differs or cannot be read.
     """
     buffer = memoryview(bytearray(BLOCK_BYTES))
     with _open_file(folder, name, file) as opened:
-        for number in numbers:
+        for number in file.blocks if numbers is None else numbers:
             start, end, crc32 = file.block(number)
             place, found = opened.seek(start), 0
             while place < end:

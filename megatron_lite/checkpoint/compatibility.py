@@ -1,7 +1,4 @@
-"""Options and data that may change between a checkpoint and the start that resumes it, and those that may not.
-
-Imports no torch.
-"""
+"""Options, data and schedules that may or may not change between a checkpoint and a resume. Imports no torch."""
 
 from __future__ import annotations
 
@@ -28,7 +25,7 @@ if TYPE_CHECKING:
 
 _MOST_LINES = 20  # of changes of the data
 ARCHITECTURE, DATA = "architecture", "data"
-# Options of which a change is more than a line of the log -> its kind.
+# Option -> the kind of its change; a change of any other option is a line of the log.
 KINDS = {
     # The parameters, or the function that they compute.
     **dict.fromkeys(
@@ -49,7 +46,7 @@ KINDS = {
     ),
 }
 
-# Options added later -> the option that used to include them.
+# Options added later -> the option that included them before.
 _FOLLOWED = {
     "add_qkv_biases": "add_linear_biases",
     "add_mlp_biases": "add_linear_biases",
@@ -93,26 +90,29 @@ class Difference(NamedTuple):
     current: Any
 
     def __str__(self) -> str:
-        values = (tuple(value) if isinstance(value, list) else value for value in (self.saved, self.current))
-        saved, current = (abridged(value) or "none" for value in values)
+        saved, current = (abridged(value) or "none" for value in (self.saved, self.current))
         return f"{self.name}: {saved} in the checkpoint, {current} now"
 
 
 def differences(saved: dict[str, Any], config: Config, *kinds: str | None) -> list[Difference]:
-    """List the options of some kinds that differ, in the order of `config/`; None: those of no kind.
+    """List the options of some kinds that differ, in the order of `config/`; None: options of no kind.
 
-    An option that was added after the checkpoint was saved counts as its default there. `saved` is flat; both are
-    resolved.
+    Options added after the checkpoint was saved have their defaults there. `saved` is flat; both are resolved.
     """
     derived = {name: saved[other] for name, other in _FOLLOWED.items() if other in saved}
     if saved.get("rotary_embedding_scale") is not None:
         derived["rotary_base"] = rotary_base(saved["rotary_embedding_scale"])
-    saved = {**_as_json(flatten(Config())), **derived, **saved}
+    saved = {**flatten(Config()), **derived, **_with_tuples(saved)}
     return [
         Difference(name, saved[name], value)
-        for name, value in _as_json(flatten(config)).items()
+        for name, value in flatten(config).items()
         if saved[name] != value and KINDS.get(name) in kinds
     ]
+
+
+def _with_tuples(saved: dict[str, Any]) -> dict[str, Any]:
+    """Return saved values as a configuration has them: JSON has no tuples."""
+    return {name: tuple(value) if isinstance(value, list) else value for name, value in saved.items()}
 
 
 def check_architecture(saved: dict[str, Any], config: Config, where: str) -> None:
@@ -141,33 +141,23 @@ def moved_samples(saved: dict[str, Any], config: Config, iterations: int) -> str
     batch = BatchConfig(**_saved_values(BatchConfig, saved))
     if batch.batch_size is None:  # an older version may have saved it in another way
         return None
-    before = batch_schedule(batch)
-    now = batch_schedule(config.batch)
+    before, now = batch_schedule(batch), batch_schedule(config.batch)
     read, counted = before.consumed_samples(iterations), now.consumed_samples(iterations)
-    length = saved.get("sequence_length", config.batch.sequence_length)
-    if length != config.batch.sequence_length:
-        return _recut_tokens(read * length, counted * config.batch.sequence_length, length, config, iterations)
-    if read == counted:
+    old_length, length = saved.get("sequence_length", config.batch.sequence_length), config.batch.sequence_length
+    if (read, old_length) == (counted, length) or not iterations:
         return None
-    effect = "read again" if counted < read else "left out"
-    return (
-        f"the first {iterations:,} iterations read {read:,} samples, but {counted:,} with the current batch size: "
-        f"{abs(read - counted):,} samples are {effect}; to continue after the last sample read, write "
-        f'--batch_size_schedule="{continued(before, now, iterations)}" instead of --batch_size'
-    )
-
-
-def _recut_tokens(read: int, counted: int, length: int, config: Config, iterations: int) -> str | None:
-    """Warn that samples of another length than `length` do not begin where the tokens read so far end."""
-    if not iterations:
-        return None
-    effect = "read again" if counted < read else "left out"
-    moved = f"{abs(read - counted):,} tokens are {effect}" if counted != read else "their number is the same"
-    return (
-        f"the first {iterations:,} iterations read {read:,} tokens, but {counted:,} with --sequence_length="
-        f"{config.batch.sequence_length}: {moved}, and samples are cut anew, in another order, so that some tokens are "
-        f"read again before all were read; to continue after the last sample read, write --sequence_length={length}"
-    )
+    if old_length == length:
+        unit, cause = "samples", "the current batch size"
+        effect = "; to continue after the last sample read, write "
+        effect += f'--batch_size_schedule="{continued(before, now, iterations)}" instead of --batch_size'
+    else:
+        read, counted = read * old_length, counted * length
+        unit, cause = "tokens", f"--sequence_length={length}"
+        effect = ", and samples are cut anew, in another order, so that some tokens are read again before all were "
+        effect += f"read; to continue after the last sample read, write --sequence_length={old_length}"
+    moved = f"{abs(read - counted):,} {unit} are {'read again' if counted < read else 'left out'}"
+    moved = moved if counted != read else "their number is the same"
+    return f"the first {iterations:,} iterations read {read:,} {unit}, but {counted:,} with {cause}: {moved}{effect}"
 
 
 def moved_rate(saved: dict[str, Any], config: Config, iterations: int) -> str | None:
@@ -229,13 +219,7 @@ def _with_schedule_of(saved: dict[str, Any], config: Config) -> Config | None:
 
 def _saved_values(kind: type[Area], saved: dict[str, Any]) -> dict[str, Any]:
     """Return the saved values of an area; an option that was not saved has its default."""
-    values = {field.name: saved.get(field.name, field.default) for field in fields(kind)}
-    return {name: tuple(value) if isinstance(value, list) else value for name, value in values.items()}
-
-
-def _as_json(values: dict[str, Any]) -> dict[str, Any]:
-    """Return the values as JSON would, with lists instead of tuples."""
-    return {name: list(value) if isinstance(value, tuple) else value for name, value in values.items()}
+    return _with_tuples({field.name: saved.get(field.name, field.default) for field in fields(kind)})
 
 
 def check_data(loaded: Manifest, config: Config, identity: dict[str, Any], where: str) -> list[str]:
@@ -276,14 +260,15 @@ def data_changes(loaded: Manifest, config: Config, identity: dict[str, Any]) -> 
     if not _same_shares(split, config.data.split):
         yield f"--{Difference('split', split, config.data.split)}"
     old_schedule = tuple(saved.get("data_weights_schedule", ()))
-    old = _DataSets(saved.get("data_path", ()), old_schedule, before, loaded.iteration)
-    new = _DataSets(config.data.data_path, config.data.data_weights_schedule, identity, loaded.iteration)
-    if not _are_close(old.later, new.later):
-        change = Difference("data_weights_schedule", old_schedule, config.data.data_weights_schedule)
+    old, old_weights = _data_sets(saved.get("data_path", ()), old_schedule, before, loaded.iteration)
+    new_schedule = config.data.data_weights_schedule
+    new, new_weights = _data_sets(config.data.data_path, new_schedule, identity, loaded.iteration)
+    if len(old_weights) != len(new_weights) or not all(map(math.isclose, old_weights, new_weights)):
+        change = Difference("data_weights_schedule", old_schedule, new_schedule)
         yield f"--{change}, in the iterations that are done"
-    for number in range(max(len(old.rows), len(new.rows))):
-        if not old.is_same(new, number):
-            yield f"data set {number}: {old.described(number)} in the checkpoint, {new.described(number)} now"
+    for number, (ours, theirs) in enumerate(itertools.zip_longest(old, new)):
+        if not (ours and theirs and ours.row == theirs.row and math.isclose(ours.weight, theirs.weight)):
+            yield f"data set {number}: {ours or 'none'} in the checkpoint, {theirs or 'none'} now"
     masks = itertools.zip_longest(before.get("masks", ()), identity.get("masks", ()))
     for number, pair in enumerate(masks):
         if pair[0] != pair[1]:
@@ -295,43 +280,36 @@ def data_changes(loaded: Manifest, config: Config, identity: dict[str, Any]) -> 
         yield f"--tokenizer_file: {files[0]} in the checkpoint, {files[1]} now"
 
 
-class _DataSets:
-    """The data sets of a run, and their weights in the iterations that are done.
+class _DataSet(NamedTuple):
+    """A data set of a run; it is the same wherever its path leads."""
 
-    Of a manifest that contradicts itself neither paths nor weights are known.
+    row: list[Any]  # of `data.fingerprint.identity`
+    weight: float
+    path: str
+
+    def __str__(self) -> str:
+        documents, tokens, dtype, fingerprint = self.row
+        share = f", {100 * self.weight:.4g}% of the samples" if self.weight != 1 else ""
+        return f"{self.path} ({documents:,} documents, {tokens:,} tokens, {dtype}, fingerprint {fingerprint}{share})"
+
+
+def _data_sets(
+    data_path: Sequence[str], schedule: Sequence[str], identity: dict[str, Any], iterations: int
+) -> tuple[list[_DataSet], list[float]]:
+    """Return the data sets of a run, and the later starts and weights within the iterations that are done.
+
+    If a manifest contradicts itself, paths and weights are unknown.
     """
-
-    def __init__(
-        self, data_path: Sequence[str], schedule: Sequence[str], identity: dict[str, Any], iterations: int
-    ) -> None:
-        self.rows = [list(row) for row in identity["sets"]]
-        self._weights, self._paths = [1.0 / len(self.rows)] * len(self.rows), ["a data set"] * len(self.rows)
-        try:
-            stages = [stage for stage in weight_stages(data_path, schedule) if stage.start < max(iterations, 1)]
-        except RunError:
-            stages = []
-        self.later = [number for stage in stages[1:] for number in (stage.start, *stage.weights)]
-        if stages and len(stages[0].weights) == len(self.rows):
-            self._weights, self._paths = list(stages[0].weights), [path for _, path in weighted_paths(data_path)]
-
-    def is_same(self, other: _DataSets, number: int) -> bool:
-        """Whether both have the same data set of this number, with the same weight; it may be elsewhere."""
-        if number >= min(len(self.rows), len(other.rows)):
-            return False
-        same_weight = math.isclose(self._weights[number], other._weights[number])
-        return same_weight and self.rows[number] == other.rows[number]
-
-    def described(self, number: int) -> str:
-        if number >= len(self.rows):
-            return "none"
-        (documents, tokens, dtype, fingerprint), weight = self.rows[number], self._weights[number]
-        share = f", {100 * weight:.4g}% of the samples" if weight != 1 else ""
-        facts = f"{documents:,} documents, {tokens:,} tokens, {dtype}, fingerprint {fingerprint}{share}"
-        return f"{self._paths[number]} ({facts})"
-
-
-def _are_close(left: Sequence[float], right: Sequence[float]) -> bool:
-    return len(left) == len(right) and all(map(math.isclose, left, right))
+    number = len(identity["sets"])
+    weights, paths = [1.0 / number] * number, ["a data set"] * number
+    try:
+        stages = [stage for stage in weight_stages(data_path, schedule) if stage.start < max(iterations, 1)]
+    except RunError:
+        stages = []
+    if stages and len(stages[0].weights) == number:
+        weights, paths = list(stages[0].weights), [path for _, path in weighted_paths(data_path)]
+    later = [value for stage in stages[1:] for value in (stage.start, *stage.weights)]
+    return list(map(_DataSet, map(list, identity["sets"]), weights, paths)), later
 
 
 def _same_shares(left: Sequence[float], right: Sequence[float]) -> bool:

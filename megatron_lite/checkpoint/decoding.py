@@ -1,4 +1,4 @@
-"""Typed decoding of JSON: whatever does not fit its type is damaged, and the error says where and what it should be.
+"""Typed decoding of JSON: a value that does not fit its type is damaged, and the error says where and what it must be.
 
 A type is a `TypedDict`, a `NamedTuple` (an object with these keys), or made of `list`, `dict`, `tuple`, `| None`,
 `Any`, `bool`, `int`, `float`, `int | float` and `str`, all but `Any` perhaps `Annotated` with a `Rule`.
@@ -21,7 +21,7 @@ class Absent:
 
 
 class Rule(NamedTuple):
-    """A rule for values of some type, in words, and whether one follows it."""
+    """A rule for values of a type, in words and as a test."""
 
     words: str
     holds: Callable[[Any], bool]
@@ -31,8 +31,18 @@ Count = Annotated[int, Rule("a count", lambda value: 0 <= value <= LARGEST_COUNT
 PositiveCount = Annotated[int, Rule("a positive count", lambda value: 1 <= value <= LARGEST_COUNT)]
 
 
+Decoder = Callable[[Any], Any]
+_SCALARS: dict[Any, Rule] = {
+    bool: Rule("true or false", lambda value: type(value) is bool),
+    int: Rule("an integer", lambda value: type(value) is int and abs(value) <= LARGEST_COUNT),
+    float: Rule("a number", lambda value: type(value) is float and not math.isnan(value)),
+    int | float: Rule("a number", lambda value: type(value) in (int, float) and not math.isnan(value)),
+    str: Rule("a text", lambda value: type(value) is str),
+}
+
+
 class _WrongError(Exception):
-    """A value that does not fit; `path` grows from the inside to the outside."""
+    """A value that does not fit; `path` grows outwards, from the value to the whole."""
 
     def __init__(self, problem: str) -> None:
         self.problem, self.path = problem, ""
@@ -51,35 +61,27 @@ def decode(kind: Any, value: Any, where: str = "") -> Any:
         raise DamagedError(f"{place} {wrong.problem}") from None
 
 
-_SCALARS: tuple[tuple[Any, str, Callable[[Any], bool]], ...] = (
-    (bool, "true or false", lambda value: type(value) is bool),
-    (int, "an integer", lambda value: type(value) is int and abs(value) <= LARGEST_COUNT),
-    (float, "a number", lambda value: type(value) is float and not math.isnan(value)),
-    (int | float, "a number", lambda value: type(value) in (int, float) and not math.isnan(value)),
-    (str, "a text", lambda value: type(value) is str),
-)
-
-
 @functools.cache
-def _decoder(kind: Any) -> Callable[[Any], Any]:
+def _decoder(kind: Any) -> Decoder:
     origin, arguments = get_origin(kind), get_args(kind)
     if kind is Any:
         return lambda value: value
-    for scalar, words, holds in _SCALARS:
-        if kind == scalar:
-            return _checked(words, holds)
+    if kind in _SCALARS:
+        return functools.partial(_scalar, *_SCALARS[kind])
     if origin is Annotated:
-        (words, rule), holds = arguments[1], next(holds for scalar, _, holds in _SCALARS if scalar == arguments[0])
-        return _checked(words, lambda value: holds(value) and rule(value))
-    if origin is list:
-        return functools.partial(_list, _decoder(arguments[0]))
+        (words, rule), holds = arguments[1], _SCALARS[arguments[0]].holds
+        return functools.partial(_scalar, words, lambda value: holds(value) and rule(value))
     if origin is tuple:
         return functools.partial(_tuple, [_decoder(argument) for argument in arguments])
-    if origin is dict:
-        return functools.partial(_dict, _decoder(arguments[1]))
+    if origin in (list, dict):
+        return functools.partial(_list if origin is list else _dict, _decoder(arguments[-1]))
     if type(None) in arguments:
         inner = _decoder(arguments[0])
         return lambda value: None if value is None else inner(value)
+    return _object_decoder(kind)
+
+
+def _object_decoder(kind: Any) -> Decoder:
     hints = get_type_hints(kind, include_extras=True)
     optional = {name for name, hint in hints.items() if Absent in get_args(hint)}
     fields = {name: _decoder(get_args(hint)[0] if name in optional else hint) for name, hint in hints.items()}
@@ -90,21 +92,18 @@ def _decoder(kind: Any) -> Callable[[Any], Any]:
     return decoded if is_typeddict(kind) else lambda value: kind(**decoded(value))
 
 
-def _checked(words: str, holds: Callable[[Any], bool]) -> Callable[[Any], Any]:
-    def check(value: Any) -> Any:
-        if not holds(value):
-            raise _WrongError(f"is not {words}")
-        return value
-
-    return check
-
-
-def _unless_empty(decoder: Callable[[Any], Any], value: Any) -> Any:
+def _unless_empty(decoder: Decoder, value: Any) -> Any:
     return value if value == {} else decoder(value)
 
 
-def _inside(key: Any, decoder: Callable[[Any], Any], value: Any) -> Any:
-    """Decode a part of a value; `key`: its place there."""
+def _scalar(words: str, holds: Callable[[Any], bool], value: Any) -> Any:
+    if not holds(value):
+        raise _WrongError(f"is not {words}")
+    return value
+
+
+def _inside(key: Any, decoder: Decoder, value: Any) -> Any:
+    """Decode the part of a value at a key or an index."""
     try:
         return decoder(value)
     except _WrongError as wrong:
@@ -112,25 +111,25 @@ def _inside(key: Any, decoder: Callable[[Any], Any], value: Any) -> Any:
         raise
 
 
-def _list(decoder: Callable[[Any], Any], value: Any) -> list[Any]:
+def _list(decoder: Decoder, value: Any) -> list[Any]:
     if type(value) is not list:
         raise _WrongError("is not a list")
     return [_inside(index, decoder, item) for index, item in enumerate(value)]
 
 
-def _tuple(decoders: list[Callable[[Any], Any]], value: Any) -> tuple[Any, ...]:
+def _tuple(decoders: list[Decoder], value: Any) -> tuple[Any, ...]:
     if type(value) is not list or len(value) != len(decoders):
         raise _WrongError(f"is not a list of {len(decoders)}")
-    return tuple(_inside(index, decoder, value[index]) for index, decoder in enumerate(decoders))
+    return tuple(map(_inside, range(len(value)), decoders, value))
 
 
-def _dict(decoder: Callable[[Any], Any], value: Any) -> dict[str, Any]:
+def _dict(decoder: Decoder, value: Any) -> dict[str, Any]:
     if type(value) is not dict:
         raise _WrongError("is not an object")
     return {key: _inside(key, decoder, item) for key, item in value.items()}
 
 
-def _object(fields: dict[str, Callable[[Any], Any]], optional: set[str], value: Any) -> dict[str, Any]:
+def _object(fields: dict[str, Decoder], optional: set[str], value: Any) -> dict[str, Any]:
     if type(value) is not dict:
         raise _WrongError("is not an object")
     if unknown := [key for key in value if key not in fields]:

@@ -27,7 +27,7 @@ from megatron_lite.run.durable_files import sync_folder
 
 logger = logging.getLogger("megatron_lite")
 
-FLUSH_BYTES = 16 * 2**20  # after which the disk begins to write, so that the sync at the end waits for little
+FLUSH_BYTES = 16 * 2**20  # after which the disk starts writing, so that little is left for the final sync
 
 
 class WrittenFile(NamedTuple):
@@ -111,7 +111,6 @@ def write_text(path: Path, text: str) -> None:
 def new_file(path: Path) -> Iterator[Callable[[memoryview], None]]:
     """Create a file and yield a function that appends to it; sync the file at the end."""
     descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC, 0o666)
-
     size = flushed = 0
 
     def write(data: memoryview) -> None:
@@ -119,8 +118,9 @@ def new_file(path: Path) -> Iterator[Callable[[memoryview], None]]:
         while data:
             count = os.write(descriptor, data)
             data, size = data[count:], size + count
-        if size - flushed >= FLUSH_BYTES:
-            _begin_flush(descriptor, flushed, size - flushed)
+        if size - flushed >= FLUSH_BYTES and hasattr(os, "posix_fadvise"):
+            with contextlib.suppress(OSError):  # a hint, which a system may not know
+                os.posix_fadvise(descriptor, flushed, size - flushed, os.POSIX_FADV_DONTNEED)
             flushed = size
 
     try:
@@ -128,13 +128,6 @@ def new_file(path: Path) -> Iterator[Callable[[memoryview], None]]:
         os.fsync(descriptor)
     finally:
         os.close(descriptor)
-
-
-def _begin_flush(descriptor: int, offset: int, size: int) -> None:
-    """Let the disk begin to write a range of a file, without waiting; a hint, which a system may not know."""
-    if hasattr(os, "posix_fadvise"):
-        with contextlib.suppress(OSError):
-            os.posix_fadvise(descriptor, offset, size, os.POSIX_FADV_DONTNEED)
 
 
 def sync_file(path: Path) -> None:

@@ -10,7 +10,7 @@ from typing import NamedTuple
 import torch
 
 from megatron_lite.checkpoint import blocks, manifest
-from megatron_lite.checkpoint.blocks import Files, check_file
+from megatron_lite.checkpoint.blocks import Files
 from megatron_lite.checkpoint.manifest import Manifest, Slice
 from megatron_lite.checkpoint.names import OUR_FILE, open_regular, parse_json, rank_file, reason
 from megatron_lite.errors import DamagedError
@@ -21,26 +21,26 @@ _LARGEST_HEADER_BYTES = 2**27
 class Inspection(NamedTuple):
     """The findings of one checkpoint; it is good if there are no problems."""
 
-    num_bytes: int | None  # of all files, as the manifest says; None: no usable manifest
-    ranks: str | None  # that saved it: 8, or 4x2 with two tensor-parallel ones
+    num_bytes: int | None  # total file size by the manifest; None: no usable manifest
+    ranks: str | None  # that saved it: "8", or "4x2" with tensor-parallel size 2
     problems: list[str]
-    remarks: list[str]  # of no harm
+    remarks: list[str]  # harmless
 
 
 def inspect(folder: Path, values: bool = False) -> Inspection:
-    """Check a checkpoint; hold a small part of a file in memory.
+    """Check a checkpoint, with a small part of a file in memory.
 
-    values: look for numbers that are not finite, too; reads the files a second time.
+    values: also look for values that are not finite; reads the files a second time.
     """
     try:
         content = manifest.read(folder, int(folder.name) if folder.name.isdecimal() else None)
     except DamagedError as error:
         return Inspection(None, None, [str(error)], [])
     problems, places = [], content.places()
-    for rank, name in enumerate(content.files):
+    for rank, (name, file) in enumerate(content.files.items()):
         slices = places.get(name, [])
         try:
-            check_file(folder, name, content, slices)
+            blocks.check_blocks(folder, name, file, slices=slices)
             _check_header(folder, rank, name, content, slices)
         except DamagedError as error:
             problems.append(str(error))
@@ -48,9 +48,8 @@ def inspect(folder: Path, values: bool = False) -> Inspection:
         problems += _not_finite(folder, content)
     others = sorted(path.name for path in folder.iterdir() if not OUR_FILE.fullmatch(path.name))
     remarks = [f"other files: {', '.join(map(ascii, others[:5]))}"] if others else []
-    ranks, tensor = str(content.world_size), content.tensor_parallel
-    if tensor > 1:
-        ranks = f"{content.world_size // tensor}x{tensor}"
+    tensor = content.tensor_parallel
+    ranks = str(content.world_size) if tensor == 1 else f"{content.world_size // tensor}x{tensor}"
     return Inspection(sum(file.size for file in content.files.values()), ranks, problems, remarks)
 
 

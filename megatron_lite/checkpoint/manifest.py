@@ -105,12 +105,12 @@ class Manifest:
 
     @property
     def tensor_parallel(self) -> int:
-        """The tensor-parallel ranks among those that saved it; 1 if a converter has written other files since."""
+        """Tensor-parallel size of the run that saved it; 1 if a converter has written other files since."""
         ranks = int(self.config.get("tensor_parallel", 1))
         return 1 if self.world_size % ranks else ranks
 
     def places(self) -> dict[str, list[tuple[Slice, str]]]:
-        """Return, by file, the slices in the order of their bytes, each with its name for a message."""
+        """Return the slices of each file by offset, each with its name for a message."""
         found: dict[str, list[tuple[Slice, str]]] = {}
         for name, parameter in self.parameters.items():
             for kind, pieces in parameter.slices.items():
@@ -119,17 +119,13 @@ class Manifest:
         return {file: sorted(slices, key=lambda item: item[0].offset) for file, slices in found.items()}
 
     def misfits(self, shapes: Mapping[str, tuple[int, ...]], partial: bool = False) -> list[str]:
-        """List the parameters whose name or shape differs from a model's; `partial`: of those that the model has."""
+        """List the parameters whose name or shape differs from a model's; `partial`: only those of the model."""
         saved = self.parameters
-        return [
-            *(f"{name} is not in the checkpoint" for name in shapes if name not in saved),
-            *(
-                f"{name} has shape {list(saved[name].shape)}, the model's has {list(shape)}"
-                for name, shape in shapes.items()
-                if name in saved and saved[name].shape != tuple(shape)
-            ),
-            *(f"{name} is not in the model" for name in saved if not partial and name not in shapes),
-        ]
+        found = [f"{name} is not in the checkpoint" for name in shapes if name not in saved]
+        for name, shape in shapes.items():
+            if name in saved and saved[name].shape != tuple(shape):
+                found.append(f"{name} has shape {list(saved[name].shape)}, the model's has {list(shape)}")
+        return found + [f"{name} is not in the model" for name in saved if not partial and name not in shapes]
 
 
 def dtype_name(dtype: torch.dtype) -> str:
@@ -148,7 +144,7 @@ def file_metadata(save_id: str, iteration: int, rank: int) -> dict[str, str]:
 
 
 def locate_parameters(ranks: Sequence[tuple[Sequence[FlatShard], WrittenFile]]) -> dict[str, SavedParameter]:
-    """Return the place of every parameter, from the parts of each rank and the file in which it wrote them.
+    """Return the slices of every parameter, from each rank's parts and the file that holds them.
 
     A file holds the shards part by part, kind by kind.
     """
@@ -186,27 +182,26 @@ def dump(manifest: Manifest) -> str:
     """Return the text of manifest.json, with one parameter per line.
 
     Raises:
-        TypeError, ValueError: if `config` or `state` is not JSON, or nothing that `read` would accept: a defect of the
-            program, which must not be found only when the checkpoint is needed.
+        TypeError, ValueError: if `config` or `state` is not JSON, or `read` would refuse the result: a defect of the
+            program that must not be found only when the checkpoint is needed.
     """
     head = {"format": FORMAT, "version": VERSION} | {key: getattr(manifest, key) for key in _RUN_KEYS}
-    try:
-        check_options(json.loads(json.dumps(manifest.config)))
-        decode(RunState, json.loads(json.dumps(manifest.state)), "state")
-    except DamagedError as error:
-        raise ValueError(f"this checkpoint could not be read again: {error}") from None
     files = {name: file._asdict() for name, file in manifest.files.items()}
     parameters = {
         name: {"dtype": dtype_name(parameter.dtype), "shape": parameter.shape, **parameter.slices}
         for name, parameter in manifest.parameters.items()
     }
-    lines = [f"{json.dumps(key)}: {json.dumps(value)},\n" for key, value in head.items()]
+    covered = "{\n" + "".join(f"{json.dumps(key)}: {json.dumps(value)},\n" for key, value in head.items())
     for key, entries in (("files", files), ("parameters", parameters)):
         rows = ",\n".join(f" {json.dumps(name)}: {json.dumps(entry)}" for name, entry in entries.items())
-        lines.append(f"{json.dumps(key)}: {{\n{rows}\n}},\n")
-    covered = "{\n" + "".join(lines)
-    if len(covered) + 32 > MAX_BYTES:
-        raise ValueError(f"this checkpoint could not be read again: a manifest of {len(covered):,} bytes")
+        covered += f"{json.dumps(key)}: {{\n{rows}\n}},\n"
+    try:
+        check_options(json.loads(json.dumps(manifest.config)))
+        decode(RunState, json.loads(json.dumps(manifest.state)), "state")
+        if len(covered) + 32 > MAX_BYTES:
+            raise DamagedError(f"a manifest of {len(covered):,} bytes")
+    except DamagedError as error:
+        raise ValueError(f"this checkpoint could not be read again: {error}") from None
     return f'{covered}"crc32": {zlib.crc32(covered.encode())}\n}}\n'
 
 
@@ -227,11 +222,12 @@ def read(folder: Path, iteration: int | None = None) -> Manifest:
             raise DamagedError(f"it is of iteration {manifest.iteration}")
         return manifest
     except OSError as error:
-        raise DamagedError(f"{MANIFEST_NAME}: {reason(error)}") from None
+        problem = reason(error)
     except ValueError as error:
-        raise DamagedError(f"{MANIFEST_NAME}: not readable ({error})") from None
+        problem = f"not readable ({error})"
     except DamagedError as error:
-        raise DamagedError(f"{MANIFEST_NAME}: {error}") from None
+        problem = str(error)
+    raise DamagedError(f"{MANIFEST_NAME}: {problem}")
 
 
 DTYPES_BY_NAME = {dtype_name(dtype): dtype for dtype in DTYPES.values()}
@@ -288,14 +284,9 @@ def _decoded(values: Any, text: bytes) -> Manifest:
             raise DamagedError(f"{ascii(name[:80])} is not a file name of this format")
         if len(file.crc32) != 8 * len(file.blocks):
             raise DamagedError(f"{name} has not a checksum for each block")
-    parameters = {}
-    for name, parameter in entry["parameters"].items():
-        try:
-            parameters[name] = _parameter(parameter, entry["files"])
-        except DamagedError as error:
-            raise DamagedError(f"parameter {name[:200]!r}: {error}") from None
-    run = {key: entry[key] for key in _RUN_KEYS}  # type: ignore[literal-required]
-    return Manifest(**run, files=entry["files"], parameters=parameters)
+    parameters = {name: _parameter(name, item, entry["files"]) for name, item in entry["parameters"].items()}
+    run = {key: entry[key] for key in (*_RUN_KEYS, "files")}  # type: ignore[literal-required]
+    return Manifest(**run, parameters=parameters)
 
 
 def _upgrade(values: dict[str, Any], version: int) -> None:
@@ -312,8 +303,8 @@ def _upgrade(values: dict[str, Any], version: int) -> None:
                 piece[4:] = [run]
 
 
-def _parameter(entry: _ParameterEntry, files: Mapping[str, SavedFile]) -> SavedParameter:
-    """Check that the slices of a parameter lie in files that are listed, and hold as many elements as it has.
+def _parameter(name: str, entry: _ParameterEntry, files: Mapping[str, SavedFile]) -> SavedParameter:
+    """Check that the slices of a parameter lie in listed files, and together have its number of elements.
 
     Gaps between columns are found where they are read.
     """
@@ -322,16 +313,17 @@ def _parameter(entry: _ParameterEntry, files: Mapping[str, SavedFile]) -> SavedP
     total, row = math.prod(parameter.shape), math.prod(parameter.shape[1:])
     for kind, pieces in slices.items():
         itemsize, covered = parameter.dtype_of(kind).itemsize, 0
+        what = f"parameter {name[:200]!r}: the slices of {kind}"
         has_columns = any(piece.run * itemsize != piece.num_bytes for piece in pieces)
         for piece in pieces:
             numel, rest = divmod(piece.num_bytes, itemsize)
             if piece.file not in files or piece.end > files[piece.file].size:
-                raise DamagedError(f"a slice of {kind} lies in no file that is listed, or beyond its end")
+                raise DamagedError(f"{what} are not inside of the listed files")
             if rest or not (piece.run == numel or (piece.run < row and numel % piece.run == 0)):
-                raise DamagedError(f"a slice of {kind} has another number of bytes than its elements")
+                raise DamagedError(f"{what} have another number of bytes than their elements")
             if not has_columns and piece.first != covered:
-                raise DamagedError(f"the slices of {kind} leave a gap or overlap at element {covered}")
+                raise DamagedError(f"{what} leave a gap or overlap at element {covered}")
             covered += numel
         if covered != total:
-            raise DamagedError(f"the slices of {kind} hold {covered} of {total} elements")
+            raise DamagedError(f"{what} hold {covered} of {total} elements")
     return parameter

@@ -67,7 +67,12 @@ def load_first_good(
     for iteration, folder in found:
         content, problem = open_checkpoint(folder, iteration, distributed)
         if content is not None:
-            _check_parameters(folder, content, model)
+            specs = [slot.spec for _, part in model.parts() for slot in part.layout.slots]
+            if misfits := content.misfits({spec.name: spec.shape for spec in specs}):
+                raise CheckpointError(
+                    f"checkpoint {folder} does not fit the model: {shorten(misfits)}. Give the flags it was trained "
+                    "with, or choose another --experiment_dir"
+                )
             problem = fill_verified(folder, content, model, distributed, optimizer)
             if problem is None:
                 for line in changes(content, model, optimizer):
@@ -83,34 +88,22 @@ def load_first_good(
     )
 
 
-def _check_parameters(folder: Path, content: Manifest, model: MultiStage) -> None:
-    """Refuse a checkpoint whose parameters have other names or shapes than the model's."""
-    specs = [slot.spec for _, part in model.parts() for slot in part.layout.slots]
-    if misfits := content.misfits({spec.name: spec.shape for spec in specs}):
-        raise CheckpointError(
-            f"checkpoint {folder} does not fit the model: {shorten(misfits)}. Give the flags it was trained with, or "
-            "choose another --experiment_dir"
-        )
-
-
 def open_checkpoint(folder: Path, iteration: int, distributed: Distributed) -> tuple[Manifest | None, str | None]:
     """Return the manifest of a checkpoint whose files exist and have the right sizes, or None and the problem.
 
     All ranks call this together and get the same answer.
     """
-    contents: list[Manifest] = []
+    content: Manifest | None = None
 
     def look() -> None:
-        contents.append(manifest.read(folder, iteration))
-        blocks.check_sizes(folder, contents[0], distributed.rank, distributed.world_size)
+        nonlocal content
+        content = manifest.read(folder, iteration)
+        blocks.check_sizes(folder, content, distributed.rank, distributed.world_size)
 
     problem = first_problem(distributed, look)
-    if problem is not None:
-        return None, problem
-    (content,) = contents
-    if len(set(distributed.gather_objects(content.save_id))) > 1:
-        return None, f"{MANIFEST_NAME}: not all ranks see the same file"
-    return content, None
+    if problem is None and len(set(distributed.gather_objects(content and content.save_id))) > 1:
+        problem = f"{MANIFEST_NAME}: not all ranks see the same file"
+    return None if problem else content, problem
 
 
 def fill_verified(

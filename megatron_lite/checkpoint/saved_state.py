@@ -1,13 +1,14 @@
 """The types of a run's state in a manifest (optimizer, guards, log, data), and a check of its options.
 
-Who adds state to a checkpoint adds it to `RunState`; `manifest.dump` refuses to write what could not be read again. A
-key that may be `Absent` is so in checkpoints of older versions.
+State that is added to a checkpoint must be added to `RunState`: `manifest.dump` refuses to write what could not be read
+again. A key that may be `Absent` is missing in checkpoints of older versions.
 """
 
 from __future__ import annotations
 
 import math
 import re
+from collections.abc import Callable
 from typing import Annotated, Any, TypedDict
 
 from megatron_lite.checkpoint.decoding import Absent, Count, Rule
@@ -32,7 +33,7 @@ _TOKEN_DTYPES = ("uint8", "int8", "int16", "int32", "int64", "uint16")
 
 
 def _is_hex(value: str) -> bool:
-    """Whether a text is what `float.hex` returns; NaN and infinities are, too."""
+    """Whether a text is what `float.hex` returns, NaN and infinities included."""
     try:
         return len(value) <= 32 and float.fromhex(value).hex() == value
     except (ValueError, OverflowError):
@@ -122,13 +123,18 @@ class RunState(TypedDict):
 
 
 _TYPES: dict[str, tuple[type, ...]] = {"int": (int,), "float": (int, float), "bool": (bool,), "str": (str,)}
+_PARSERS: dict[str, Callable[[Any], Any]] = {
+    "batch_size_schedule": lambda value: value and parse_schedule(tuple(value)),
+    "keep_checkpoints": keep_rules,
+    "lr_schedule": parse_stages,
+}
 
 
 def check_options(config: dict[str, Any]) -> None:
     """Check a flat saved configuration by the types, bounds and choices of its flags; its tuples are lists.
 
-    Options that this version does not know are left alone, and absent ones count as their defaults: a checkpoint may
-    come from another version of the program.
+    Ignore unknown options, and let missing ones count as their defaults: another version of the program may have
+    written the checkpoint.
 
     Raises:
         DamagedError: names the first option whose value its flag cannot take.
@@ -139,28 +145,29 @@ def check_options(config: dict[str, Any]) -> None:
         if name not in FLAGS or (value is None and FLAGS[name].optional):
             continue
         try:
-            _check_value(FLAGS[name], value)
-            if name == "batch_size_schedule" and value:
-                parse_schedule(tuple(value))
-            elif name == "keep_checkpoints":
-                keep_rules(value)
-            elif name == "lr_schedule":
-                parse_stages(value)
+            check_value(FLAGS[name], value)
+            if name in _PARSERS:
+                _PARSERS[name](value)
         except (BadValueError, RunError) as error:
             raise DamagedError(f"config: {name}: {' '.join(str(error).split())}") from None
 
 
-def _check_value(flag: Flag, value: Any) -> None:
+def check_value(flag: Flag, value: Any) -> None:
+    """Check a value from JSON by the type, bounds and choices of its flag.
+
+    Raises:
+        BadValueError: if the flag cannot take it.
+    """
     if flag.is_list and type(value) is not list:
-        raise BadValueError("is not a list")
+        raise BadValueError("must be a list")
     kind = flag.kind.removeprefix("list of ")
     for item in value if flag.is_list else (value,):
         if type(item) is str and item in flag.words:
             continue
         if type(item) not in _TYPES[kind]:
-            raise BadValueError(f"is not of type {kind}")
+            raise BadValueError(f"must be of type {kind}")
         if type(item) is int and abs(item) > LARGEST_INTEGER:
-            raise BadValueError("is too large for a 64-bit integer")
+            raise BadValueError("too large for a 64-bit integer")
         if type(item) is str:
             parse_text(item[:LONGEST_TEXT] if flag.option.secret else item)  # a list of names may be longer
     check_bounds(flag, tuple(value) if flag.is_list else value)

@@ -55,8 +55,8 @@ class Save:
         self._temporary = work_path(self.folder, "tmp", self._save_id)
         self._own_path = self._temporary / rank_file(distributed.rank)
 
-    def prepare(self) -> None:
-        """Make the folder aside, and delete the remains of interrupted saves.
+    def prepare(self) -> Save:
+        """Make the temporary folder, delete the remains of interrupted saves, and return self.
 
         Raises:
             StorageError: on every rank, if it cannot be made.
@@ -70,6 +70,7 @@ class Save:
                 self._temporary.mkdir()
 
         write_together(self._distributed, self._what, self.root, prepare)
+        return self
 
     def write(self) -> WrittenFile:
         """Write and sync this rank's file; any thread may call this, and again after a failure.
@@ -83,24 +84,18 @@ class Save:
         metadata = manifest.file_metadata(self._save_id, self.iteration, self._distributed.rank)
         return files.write_tensors(self._own_path, self.tensors, metadata)
 
-    def publish(self, write: Callable[[], WrittenFile]) -> int:
-        """Let `write` give this rank's file, and publish the checkpoint; return the bytes of all ranks' files.
+    def gather(self, write: Callable[[], WrittenFile]) -> list[WrittenFile]:
+        """Gather the files of all ranks; `write` returns this rank's.
 
         Raises:
             StorageError: on every rank, if any rank cannot write; older checkpoints are untouched.
         """
-        written = self.gather(write)
-        write_together(self._distributed, self._what, self.folder, lambda: self.complete(written))
-        return sum(file.saved.size for file in written)
-
-    def gather(self, write: Callable[[], WrittenFile]) -> list[WrittenFile]:
-        """Return the files of all ranks; this rank's is what `write` returns. Raise as `publish` does."""
         own_bytes = sum(tensor.num_bytes for tensor in self.tensors)
         gathered = write_together(self._distributed, self._what, self._own_path, write, own_bytes)
         return [WrittenFile(SavedFile(*saved), data_start) for saved, data_start in gathered]
 
     def confirm(self, complete: Callable[[], None]) -> None:
-        """Wait on all ranks for `complete` on rank 0, in its thread. Raise as `publish` does."""
+        """Run or await `self.complete` on all ranks. Raise as `gather` does."""
         write_together(self._distributed, self._what, self.folder, complete)
 
     def complete(self, written: list[WrittenFile]) -> None:
@@ -130,7 +125,7 @@ class Save:
         files.publish(self._temporary, self.folder, is_checkpoint)
 
     def _is_published(self) -> bool:
-        """Whether an attempt that failed has published the checkpoint; undo one that came half way."""
+        """Whether an attempt that failed has published the checkpoint; undo a half-finished one."""
         if is_folder(self._temporary):
             return False
         content = good_manifest(self.folder)
@@ -146,24 +141,19 @@ class Save:
             files.remove_folder(self._temporary)
 
 
-def prepared(save: Save) -> Save:
-    """Return a save whose folder is made."""
-    save.prepare()
-    return save
-
-
 def write_now(save: Save) -> int:
     """Write and publish a checkpoint; return the bytes of all ranks' files. See `Save`."""
     try:
-        save.prepare()
-        return save.publish(save.write)
+        written = save.prepare().gather(save.write)
+        save.confirm(lambda: save.complete(written))
+        return sum(file.saved.size for file in written)
     except Exception:
         save.abandon()
         raise
 
 
 def tensors_of(model: MultiStage) -> list[TensorToWrite]:
-    """List a rank's shards in the order of `manifest.locate_parameters`; writing creates them one at a time."""
+    """List a rank's shards in the order of `manifest.locate_parameters`; writing reads them one at a time."""
     for index, part in model.parts():
         assert part.frozen or part.has_state, f"stage {index}: a checkpoint needs moments, this model is for inference"
     return [

@@ -11,7 +11,7 @@ from typing import Any, TypeVar
 from megatron_lite.checkpoint.background import Finished, pause_s
 from megatron_lite.checkpoint.retention import is_permanent, prune
 from megatron_lite.checkpoint.space import lack_now
-from megatron_lite.checkpoint.writing import Save, prepared, write_now
+from megatron_lite.checkpoint.writing import Save, write_now
 from megatron_lite.config.structured_values import keep_rules
 from megatron_lite.distributed.agreement import together
 from megatron_lite.errors import EXIT_PREEMPTED, FolderLostError, NumericsError, StorageError
@@ -107,7 +107,7 @@ def save(run: Run, evaluation_due: bool = False, stopping: bool = False) -> None
         return Save(root, run.iteration, run.model, state, run.config, run.distributed, run.experiment.check)
 
     if run.background is not None and not stopping and not _ends_here(run):
-        run.background.begin(with_retries(run, lambda: prepared(begin())))
+        run.background.begin(with_retries(run, lambda: begin().prepare()))
         run.saved_s = time.monotonic()
         return
     num_bytes = with_retries(run, lambda: write_now(begin()))

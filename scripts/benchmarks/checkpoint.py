@@ -33,7 +33,7 @@ from megatron_lite.checkpoint.background import BackgroundSaves
 from megatron_lite.checkpoint.choice import find
 from megatron_lite.checkpoint.files import chunks
 from megatron_lite.checkpoint.space import checkpoint_bytes
-from megatron_lite.checkpoint.writing import Save, prepared, tensors_of, write_now
+from megatron_lite.checkpoint.writing import Save, tensors_of, write_now
 from megatron_lite.config import Config, DistributedConfig, unflatten
 from megatron_lite.distributed import startup
 from megatron_lite.distributed.process_group import Distributed
@@ -109,7 +109,7 @@ class Bench:
     def save_in_background(self) -> float:
         """Copy to the host, let the thread write, publish."""
         begun_s = time.perf_counter()
-        self.background.begin(prepared(self._save("ours async")))
+        self.background.begin(self._save("ours async").prepare())
         blocked_s = time.perf_counter() - begun_s
         time.sleep(self.step_s)  # forward and backward; an update must wait for the copy
         begun_s = time.perf_counter()

@@ -16,7 +16,7 @@ import pytest
 from megatron_lite.checkpoint import background, files, manifest
 from megatron_lite.checkpoint.background import BackgroundSaves, open_background
 from megatron_lite.checkpoint.space import shard_bytes
-from megatron_lite.checkpoint.writing import Save, prepared
+from megatron_lite.checkpoint.writing import Save
 from megatron_lite.config import CheckpointConfig, Config, RunConfig
 from megatron_lite.errors import OutOfMemoryError, StorageError
 from tests.checkpoint.test_writing import SPECS, load, names, newest, save
@@ -83,7 +83,7 @@ def test_training_goes_on_until_the_update(tmp_path: Path, monkeypatch: pytest.M
     distributed: Any = FakeDistributed(World(1), 0)
     model: Any = put(empty_model(SPECS, Layout(), 0), VALUES, 0)
     saves = BackgroundSaves(model, distributed, 0)
-    saves.begin(prepared(Save(tmp_path, 20, model, run_state(), Config(), distributed, lambda: None)))
+    saves.begin(Save(tmp_path, 20, model, run_state(), Config(), distributed, lambda: None).prepare())
     assert not saves.advance(), "returned before the copy"
     threading.Timer(0.2, may_copy.set).start()
     saves.wait_for_copy()

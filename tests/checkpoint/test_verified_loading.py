@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import pytest
+import torch
 
 from megatron_lite.checkpoint import blocks, manifest
 from megatron_lite.checkpoint.blocks import BlockSums
@@ -92,18 +93,18 @@ def test_slices_have_the_form_of_their_version(version: int, tmp_path: Path) -> 
             manifest.read(tmp_path / "10")
 
 
-def test_the_system_reads_ahead_of_what_is_read_in_order(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_system_reads_ahead_of_what_is_read_in_order(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Hints cover the next bytes without a gap, as many as were read in order, up to a limit; a jump begins anew."""
     asked: list[tuple[int, int]] = []
     hint: Any = lambda descriptor, offset, size, advice: asked.append((offset, offset + size))  # noqa: E731
     monkeypatch.setattr(os, "posix_fadvise", hint)
     monkeypatch.setattr(blocks, "AHEAD_BYTES", 80)
-    ahead = blocks._ReadAhead(0)
+    (tmp_path / "file").write_bytes(bytes(1400))
+    opened, target = blocks.Files(tmp_path), torch.empty(10, dtype=torch.uint8)
     for start in (0, 1000):
         asked.clear()
         for end in range(start + 10, start + 400, 10):
-            ahead.begin(end - 10)
-            ahead.add(10)
+            opened.read("file", end - 10, torch.uint8, target)
             covered = asked[-1][1] if asked else start
             assert covered <= end + min(end - start, 80) and covered - end > min(end - start, 80) - 20
         assert asked[0][0] == start and all(one[1] == two[0] for one, two in zip(asked, asked[1:], strict=False))

@@ -70,7 +70,7 @@ def test_thousands_of_data_sets_print_a_page(prefixes: tuple[str, str]) -> None:
     described = open_data(many, 0, 1).describe()
     assert described["other data"].startswith("1,980 data sets: ") and "99% of the samples" in described["other data"]
     error = str(problem(Draft(**flatten(many)), "data_path split", "rule").message)
-    difference = str(Difference("data_path", list(prefixes), many.data.data_path))
+    difference = str(Difference("data_path", tuple(prefixes), many.data.data_path))
     for text in (banner(many, described), short_banner(many, described), error, difference):
         assert "(2,000 words)" in text and len(text) < 25_000
 

@@ -40,8 +40,8 @@ def assert_all_good(experiment: Path) -> None:
         folder = experiment / "checkpoints" / str(iteration)
         content = manifest.read(folder)
         assert content.iteration == iteration
-        for name in content.files:
-            blocks.check_file(folder, name, content)
+        for name, file in content.files.items():
+            blocks.check_blocks(folder, name, file)
 
 
 def weights(experiment: Path) -> dict[str, str]:

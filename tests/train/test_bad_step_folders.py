@@ -152,7 +152,7 @@ def test_a_replay_begins_where_the_run_began(tmp_path: Path) -> None:
     [
         ({"iteration": 0}, "not a description of a bad step"),
         ({"checkpoint": 5}, "its checkpoint is not a path"),
-        ({"config": {"batch_size": "x"}}, "config: batch_size: is not of type int"),
+        ({"config": {"batch_size": "x"}}, "config: batch_size: must be of type int"),
         ({"config": {"optimizer": ["a"]}}, "config: optimizer: "),
         ({"config": []}, "config is not an object"),
     ],

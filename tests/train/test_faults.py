@@ -367,8 +367,8 @@ def test_full_disk_during_a_save(tmp_path: Path, namespace: subprocess.Popen[byt
     for iteration in (2, 4):
         folder = seen / "checkpoints" / str(iteration)
         content = manifest.read(folder)
-        for name in content.files:
-            blocks.check_file(folder, name, content)
+        for name, file in content.files.items():
+            blocks.check_blocks(folder, name, file)
     mount(namespace, "-o", "remount,size=100m", str(tmp_path))
     outcome = run(train(experiment, "--train_iters=8"), RANKS, mounts_of=namespace.pid)
     assert outcome.codes == [0, 0], outcome.output
