@@ -11,28 +11,16 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 
 from megatron_lite.checkpoint import manifest
-from tests.checkpoint.test_frozen import MIXED, NAMES
+from tests.checkpoint.test_frozen import MIXED, expected
 from tests.checkpoint.test_writing import load, save
-from tests.support.fakes import Layout, Values, same
+from tests.support.fakes import Layout, same
 
 BOTH, ONE, NONE = manifest.MOMENTS, manifest.MOMENTS[:1], ()
 LAYOUTS: list[dict[str, Any]] = [
     dict(moments=moments, averaged=averaged) for moments in (BOTH, ONE, NONE) for averaged in (False, True)
 ]
-
-
-def expected(saved: Values, layout: Layout) -> Values:
-    """Return a model's values after loading: missing moments are zero, missing averages equal the weights."""
-    trained = [name for name in NAMES if name not in layout.frozen]
-    zeros = {name: torch.zeros(saved["weights"][name].shape) for name in trained}
-    values = {"weights": {name: value.float() for name, value in saved["weights"].items()}}
-    for kind in layout.kinds[1:]:
-        start = {name: values["weights"][name] for name in trained} if kind == "average" else zeros
-        values[kind] = {name: saved[kind].get(name, start[name]) for name in trained}
-    return values
 
 
 def number(kinds: dict[str, Any]) -> str:

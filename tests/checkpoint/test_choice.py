@@ -10,20 +10,17 @@ import pytest
 
 from megatron_lite.checkpoint import choice
 from megatron_lite.checkpoint.choice import choose, set_aside
-from megatron_lite.checkpoint.writing import Save, write_now
 from megatron_lite.config import CheckpointConfig, Config
 from megatron_lite.errors import CheckpointError
-from tests.support.fakes import FakeDistributed, Layout, World, empty_model, make_specs, run_state
+from tests.checkpoint import test_writing
 
 OPTIONS = CheckpointConfig()
 
 
 def save(root: Path, *iterations: int, options: CheckpointConfig = OPTIONS) -> Path:
-    distributed, specs = FakeDistributed(World(1), 0), make_specs()
+    root.mkdir(parents=True, exist_ok=True)
     for iteration in iterations:
-        model, config = empty_model(specs, Layout(), 0), Config(checkpoint=options)
-        root.mkdir(parents=True, exist_ok=True)
-        write_now(Save(root, iteration, model, run_state(), config, distributed))  # type: ignore[arg-type]
+        test_writing.save(root, iteration, 1, config=Config(checkpoint=options))
     return root
 
 

@@ -28,6 +28,7 @@ EMBEDDING = {"freeze": ("embedding",)}
 BLOCKS = {"freeze": ("blocks",)}
 # Trainable and frozen parameters in each of the block's stages, several learning rates among the former.
 MIXED = {"freeze": ("embedding.position", "*.bias", "blocks.0.mlp"), "lr_scales": ("blocks.1.attention:0.5",)}
+MATRIX = {"freeze": ("embedding.position", "blocks.0.mlp.up"), "lr_scales": ("blocks.1.attention:0.5",)}
 BF16 = {"training_dtype": "bf16"}
 LOW = {**BF16, "store_frozen_weights_in_optimization_precision": False}
 SPLIT = {**BF16, "split_master_weights": True}
@@ -109,20 +110,24 @@ CASES: dict[str, dict[str, Any]] = {
     "mixed, low precision, zero 3": {**MIXED, **LOW, "zero_stage": 3, "layers_per_stage": 2.0},
     "split, zero 1": {**SPLIT, "zero_stage": 1},
     "split, mixed, low precision, zero 2": {**MIXED, **SPLIT, **LOW, "zero_stage": 2},
+    "muon, two stages of blocks, zero 3": {"optimizer": "muon", "zero_stage": 3, "num_layers": 3, **MATRIX},
+    "muon, split": {"optimizer": "muon", **SPLIT},
+    "lion, split": {"optimizer": "lion", **SPLIT, **MATRIX},
+    "sgd, zero 3": {"optimizer": "sgd", "zero_stage": 3, "training_dtype": "bf16"},
 }
 
 
 @pytest.mark.parametrize(
-    "case", [pytest.param(case, marks=[] if i in (3, 5) else [pytest.mark.slow]) for i, case in enumerate(CASES)]
+    "case", [pytest.param(case, marks=[] if i in (3, 5, 6, 8) else [pytest.mark.slow]) for i, case in enumerate(CASES)]
 )
 def test_continued_training_is_bit_identical(case: str, tmp_path: Path) -> None:
     """Resuming at iteration 4 gives iteration 8 and the losses of an uninterrupted run; frozen weights never change and
-    are stored in the requested dtype, without moments."""
+    are stored in the requested dtype, without moments. Another layout loads and saves the same."""
     whole, resumed = tmp_path / "whole", tmp_path / "resumed"
     losses = run_distributed(2, train_on, {**CASES[case], "experiment_dir": str(whole)})[0]
     copy_checkpoint(whole, 4, resumed)
     again = run_distributed(2, train_on, {**CASES[case], "experiment_dir": str(resumed)})[0]
-    assert "resumed from" in log_of(resumed) and again == losses[4:]
+    assert "resumed from" in log_of(resumed) and "start at zero" not in log_of(resumed) and again == losses[4:]
     contents = [read_all(whole / "checkpoints" / iteration) for iteration in ("4", "8")]
     assert_same(read_all(resumed / "checkpoints" / "8"), contents[1])
     frozen = frozen_names(contents[1])
@@ -132,6 +137,9 @@ def test_continued_training_is_bit_identical(case: str, tmp_path: Path) -> None:
         before, after = (content[name, "weights"] for content in contents)
         assert torch.equal(before, after) == (name in frozen), name
         assert after.dtype == (torch.bfloat16 if low and name in frozen else torch.float32)
+    layout = {"batch_size": 6, "zero_stage": 1, "layers_per_stage": 2.0, "experiment_dir": str(resumed)}
+    run_distributed(3, save_again, {**CASES[case], **layout}, str(tmp_path / "other"))
+    assert_same(read_all(tmp_path / "other" / "8"), contents[1])
 
 
 def manifest_names(experiment: Path) -> list[str]:

@@ -23,15 +23,17 @@ EMBEDDING, BLOCK = NAMES[:1], NAMES[1:5]
 MIXED = (NAMES[0], NAMES[2], NAMES[3], NAMES[7])  # some stages have both kinds of parameters, whatever their number
 
 
-def expected(saved: Values, frozen: tuple[str, ...], dtype: torch.dtype) -> Values:
-    """Return a training model's values after loading: weights in its dtype, missing moments zero."""
-    trained = [name for name in NAMES if name not in frozen]
-    weights = {name: value.to(dtype if name in frozen else torch.float32) for name, value in saved["weights"].items()}
-    moments = {
-        kind: {name: saved[kind].get(name, torch.zeros(weights[name].shape)) for name in trained}
-        for kind in ("exp_avg", "exp_avg_sq")
+def expected(saved: Values, layout: Layout) -> Values:
+    """Return a model's values after loading: missing moments are zero, missing averages equal the weights."""
+    weights = {
+        name: value.to(layout.frozen_dtype if name in layout.frozen else torch.float32)
+        for name, value in saved["weights"].items()
     }
-    return {"weights": weights, **moments}
+    values = {"weights": weights}
+    for kind in layout.kinds[1:]:
+        start = weights if kind == "average" else {name: torch.zeros_like(value) for name, value in weights.items()}
+        values[kind] = {name: saved[kind].get(name, start[name]) for name in NAMES if name not in layout.frozen}
+    return values
 
 
 LAYOUTS = [
@@ -51,7 +53,7 @@ def test_any_choice_of_frozen_parameters_reads_any_other(saving: Any, loading: A
     saved = save(tmp_path, 10, 1, 3, 3, frozen=saving[0], frozen_dtype=saving[1])
     loaded, values, lines = load(tmp_path, 2, 8, frozen=loading[0], frozen_dtype=loading[1])
     assert loaded is not None and loaded.iteration == 10
-    assert same(values, expected(saved, *loading))
+    assert same(values, expected(saved, Layout(frozen=loading[0], frozen_dtype=loading[1])))
     num_started = len(set(saving[0]) - set(loading[0]))
     rounded = [name for name in loading[0] if saved["weights"][name].dtype != loading[1]]
     num_rounded = 0 if loading[1] == torch.float32 else len(rounded)
@@ -125,7 +127,7 @@ def test_moments_left_by_a_failed_attempt_are_cleared(tmp_path: Path, monkeypatc
     monkeypatch.setattr(blocks.Files, "read", read)
     loaded, values, lines = load(tmp_path)
     assert loaded is not None and loaded.iteration == 9 and len(lines) == 2 and "Input/output error" in lines[0]
-    assert same(values, expected(old, (), torch.float32))
+    assert same(values, expected(old, Layout()))
 
 
 # -- the file -------------------------------------------------------------------------------------------------------

@@ -1,17 +1,16 @@
-"""Checkpoints of each --optimizer: their content, runs that resume bit for bit, and the state that a change resets."""
+"""Checkpoints of each --optimizer: their content, and the state that a change of the optimizer resets."""
 
 from __future__ import annotations
 
 import itertools
 from pathlib import Path
-from typing import Any
 
 import pytest
 
 from megatron_lite.checkpoint import manifest
 from megatron_lite.config.optimizer import OPTIMIZERS
 from tests.checkpoint.test_engine import (
-    SPLIT,
+    MATRIX,
     assert_same,
     copy_checkpoint,
     frozen_names,
@@ -22,37 +21,10 @@ from tests.checkpoint.test_engine import (
 )
 from tests.support.harness import run_distributed
 
-MIXED = {"freeze": ("embedding.position", "blocks.0.mlp.up"), "lr_scales": ("blocks.1.attention:0.5",)}
-CASES: dict[str, dict[str, Any]] = {
-    "muon, two stages of blocks, zero 3": {"optimizer": "muon", "zero_stage": 3, "num_layers": 3, **MIXED},
-    "muon, split": {"optimizer": "muon", **SPLIT},
-    "lion, split": {"optimizer": "lion", **SPLIT, **MIXED},
-    "sgd, zero 3": {"optimizer": "sgd", "zero_stage": 3, "training_dtype": "bf16"},
-}
-
 
 def is_matrix(name: str) -> bool:
     """Return whether Muon orthogonalizes a parameter: a matrix between hidden layers."""
     return name.startswith("blocks.") and name.endswith(".weight") and "norm" not in name
-
-
-@pytest.mark.parametrize(
-    "case", [pytest.param(case, marks=[] if i in (0, 2) else [pytest.mark.slow]) for i, case in enumerate(CASES)]
-)
-def test_continued_training_is_bit_identical(case: str, tmp_path: Path) -> None:
-    """Resuming at iteration 4 gives iteration 8 and the losses of an uninterrupted run, and any layout loads and saves
-    the checkpoint of another."""
-    whole, resumed, other = tmp_path / "whole", tmp_path / "resumed", tmp_path / "other"
-    options = CASES[case]
-    losses = run_distributed(2, train_on, {**options, "experiment_dir": str(whole)})[0]
-    copy_checkpoint(whole, 4, resumed)
-    again = run_distributed(2, train_on, {**options, "experiment_dir": str(resumed)})[0]
-    assert "resumed from" in log_of(resumed) and "start at zero" not in log_of(resumed) and again == losses[4:]
-    contents = read_all(whole / "checkpoints" / "8")
-    assert_same(read_all(resumed / "checkpoints" / "8"), contents)
-    layout = {"batch_size": 6, "zero_stage": 1, "layers_per_stage": 2.0, "experiment_dir": str(resumed)}
-    run_distributed(3, save_again, {**options, **layout}, str(other))
-    assert_same(read_all(other / "8"), contents)
 
 
 @pytest.fixture(scope="module")
@@ -60,7 +32,7 @@ def trained(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     """Experiments of every optimizer on one rank, with something frozen."""
     roots = {name: tmp_path_factory.mktemp(name) for name in OPTIMIZERS}
     for name, root in roots.items():
-        run_distributed(1, train_on, {"optimizer": name, **MIXED, "experiment_dir": str(root)})
+        run_distributed(1, train_on, {"optimizer": name, **MATRIX, "experiment_dir": str(root)})
     return roots
 
 
@@ -86,7 +58,7 @@ CHANGES = [
 def test_a_change_of_the_optimizer(trained: dict[str, Path], before: str, now: str, tmp_path: Path) -> None:
     """Weights are bit-identical; moments and Adam's count start at zero, except those that Muon's AdamW continues."""
     copy_checkpoint(trained[before], 8, tmp_path)
-    run_distributed(1, save_again, {"optimizer": now, **MIXED, "experiment_dir": str(tmp_path)}, str(tmp_path / "new"))
+    run_distributed(1, save_again, {"optimizer": now, **MATRIX, "experiment_dir": str(tmp_path)}, str(tmp_path / "new"))
     old, new = read_all(trained[before] / "checkpoints" / "8"), read_all(tmp_path / "new" / "8")
     some_go_on = (before, now) == ("adamw", "muon")
     for (name, kind), values in new.items():

@@ -8,11 +8,10 @@ import pytest
 
 from megatron_lite.checkpoint import retention
 from megatron_lite.checkpoint.retention import Saved, checkpoints_to_delete, is_permanent, num_permanent, was_permanent
-from megatron_lite.checkpoint.writing import Save, write_now
 from megatron_lite.config import CheckpointConfig, Config
 from megatron_lite.config.structured_values import keep_rules
 from megatron_lite.errors import UsageError
-from tests.support.fakes import FakeDistributed, Layout, World, empty_model, make_specs, run_state
+from tests.checkpoint.test_writing import save
 
 hypothesis = pytest.importorskip("hypothesis")
 st = hypothesis.strategies
@@ -130,12 +129,10 @@ def test_random_histories(data: st.DataObject, events: list[str]) -> None:
 def test_permanent_checkpoints_stay_on_the_disk(tmp_path: Path) -> None:
     """The manifest says which were permanent: a start with other rules deletes none of these."""
     keep = Config(checkpoint=CheckpointConfig(keep_checkpoints=("4:8",)))
-    distributed, specs = FakeDistributed(World(1), 0), make_specs()
     for iteration in range(2, 15, 2):
-        model = empty_model(specs, Layout(), 0)
-        write_now(Save(tmp_path, iteration, model, run_state(), keep if iteration < 9 else Config(), distributed))  # type: ignore[arg-type]
+        save(tmp_path, iteration, 1, config=keep if iteration < 9 else Config())
         retention.prune(tmp_path, 1, iteration)
     assert sorted(int(path.name) for path in tmp_path.iterdir()) == [4, 8, 14]
-    write_now(Save(tmp_path, 16, empty_model(specs, Layout(), 0), run_state(), Config(), distributed))  # type: ignore[arg-type]
+    save(tmp_path, 16, 1)
     retention.prune(tmp_path, 1, 16, after=14)
     assert (tmp_path / "14").exists()

@@ -34,11 +34,18 @@ from tests.support.fakes import (
     take,
 )
 
-SPECS = make_specs()
+SPECS, CONFIG = make_specs(), Config()
 
 
 def save(
-    root: Path, iteration: int, seed: int, world_size: int = 1, num_per_stage: int = 3, state: Any = None, **more: Any
+    root: Path,
+    iteration: int,
+    seed: int,
+    world_size: int = 1,
+    num_per_stage: int = 3,
+    state: Any = None,
+    config: Config = CONFIG,
+    **more: Any,
 ) -> Values:
     """Save random values from a model of this `Layout`; return its values, or raise the error of rank 0."""
     layout = Layout(world_size, num_per_stage, **more)
@@ -47,7 +54,7 @@ def save(
     def rank_main(distributed: FakeDistributed) -> None:
         model = put(empty_model(SPECS, layout, distributed.rank), values, distributed.rank)
         state_or_default = run_state() if state is None else state
-        write_now(Save(root, iteration, model, state_or_default, Config(), distributed))  # type: ignore[arg-type]
+        write_now(Save(root, iteration, model, state_or_default, config, distributed))  # type: ignore[arg-type]
 
     if world_size == 1:  # without a thread, so that a simulated kill reaches the test
         rank_main(FakeDistributed(World(1), 0))

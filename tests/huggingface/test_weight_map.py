@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
 from typing import Any, cast
 
 import pytest
@@ -15,15 +14,15 @@ from megatron_lite.huggingface.architectures import check_exportable
 from megatron_lite.huggingface.read_config import model_values
 from megatron_lite.huggingface.weight_map import constants, known_name, pieces
 from megatron_lite.huggingface.write_config import hugging_face_config
+from megatron_lite.model import gpt
 from megatron_lite.model.embedding_and_head import Head
-from megatron_lite.model.gpt import build_gpt, parameters_of
 from megatron_lite.model.layer import Layer, MicroBatch
 from megatron_lite.parameter import Parameter
 from megatron_lite.validation import resolve
 from tests.support.families import FAMILIES, SEQUENCE_LENGTH, logits_of, make_config, make_model, random_tokens
+from tests.support.folder_checks import Weights, to_ours
 
 families = pytest.mark.parametrize("family", FAMILIES)
-Weights = dict[str, Tensor]
 
 
 def resolved(**options: Any) -> Config:
@@ -38,8 +37,7 @@ def imported(family: str, **changes: Any) -> ModelConfig:
 
 
 def shapes_of(model: ModelConfig) -> dict[str, tuple[int, ...]]:
-    """Return name -> shape of all our parameters, in order."""
-    return {p.spec.name: tuple(p.spec.shape) for p in parameters_of(build_gpt(model, SEQUENCE_LENGTH))}
+    return gpt.shapes_of(gpt.build_gpt(model, SEQUENCE_LENGTH))
 
 
 def state_of(theirs: torch.nn.Module, model: ModelConfig) -> Weights:
@@ -48,20 +46,6 @@ def state_of(theirs: torch.nn.Module, model: ModelConfig) -> Weights:
     if model.tie_word_embeddings:
         del names["lm_head.weight"]
     return dict(names)
-
-
-def to_ours(theirs: Mapping[str, Tensor], architecture: str, model: ModelConfig) -> Weights:
-    """Return our parameters, assembled by the table; rows missing from the table are NaN."""
-    ours = {}
-    for name, shape in shapes_of(model).items():
-        ours[name] = torch.full(shape, torch.nan)
-        for piece in pieces(name, shape, architecture, model):
-            tensor = theirs[piece.name]
-            assert tuple(tensor.shape) == piece.their_shape, piece
-            tensor = tensor.t() if piece.transposed else tensor
-            rows = tensor[piece.their_first_row : piece.their_first_row + piece.rows] - piece.plus
-            ours[name][piece.first_row : piece.first_row + piece.rows] = rows
-    return ours
 
 
 def to_theirs(ours: Weights, architecture: str, model: ModelConfig) -> Weights:
@@ -81,7 +65,7 @@ def to_theirs(ours: Weights, architecture: str, model: ModelConfig) -> Weights:
 
 def filled_layers(model: ModelConfig, weights: Weights) -> list[Layer]:
     """Return our layers with these weights."""
-    layers, left = build_gpt(model, SEQUENCE_LENGTH), dict(weights)
+    layers, left = gpt.build_gpt(model, SEQUENCE_LENGTH), dict(weights)
     for module in (module for layer in layers for module in layer.modules()):
         for attribute, declared in list(module.named_parameters(recurse=False)):
             value = left.pop(cast(Parameter, declared).spec.name)
@@ -111,7 +95,7 @@ def test_a_state_dict_survives_the_way_there_and_back(family: str) -> None:
     """Bit for bit, with every tensor of theirs in exactly one parameter of ours, and every element in both once."""
     model, architecture = imported(family), FAMILIES[family]["model_type"]
     theirs = state_of(make_model(family), model)
-    ours = to_ours(theirs, architecture, model)
+    ours = to_ours(theirs, shapes_of(model), architecture, model)
     assert not any(bool(tensor.isnan().any()) for tensor in ours.values())
     assert sum(tensor.numel() for tensor in ours.values()) == sum(tensor.numel() for tensor in theirs.values())
     assert not list(constants(architecture, model))
@@ -121,18 +105,6 @@ def test_a_state_dict_survives_the_way_there_and_back(family: str) -> None:
         for name, tensor in ours.items()
     ]
     assert sum(len(names) for names in owners) == len(set().union(*owners))
-
-
-@families
-def test_imported_models_compute_the_same_logits(family: str) -> None:
-    """Our layers with their weights, to 1e-5 in fp32, beyond the original length of the rotary frequencies and beyond
-    the window."""
-    model, architecture, theirs = imported(family), FAMILIES[family]["model_type"], make_model(family)
-    tokens = random_tokens()
-    found = our_logits(model, to_ours(state_of(theirs, model), architecture, model), tokens)
-    expected = logits_of(theirs, tokens)
-    assert expected.std() > 0.5
-    torch.testing.assert_close(found, expected, atol=1e-5, rtol=0)
 
 
 # Models that no fixture is: what is written for what they have and have not.

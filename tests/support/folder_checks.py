@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import torch
 
+from megatron_lite.config import ModelConfig
 from megatron_lite.huggingface import weight_map
 from megatron_lite.huggingface.open_source import open_source
 from megatron_lite.huggingface.weight_source import WeightSource
@@ -14,6 +16,7 @@ from megatron_lite.model.gpt import build_gpt, shapes_of
 from tests.support.families import load_model
 
 Shapes = dict[str, tuple[int, ...]]
+Weights = dict[str, torch.Tensor]
 
 
 def checked(folder: Path, **options: Any) -> tuple[WeightSource, Shapes]:
@@ -25,7 +28,7 @@ def checked(folder: Path, **options: Any) -> tuple[WeightSource, Shapes]:
     return source, shapes
 
 
-def read_whole(source: WeightSource, shapes: Shapes) -> dict[str, torch.Tensor]:
+def read_whole(source: WeightSource, shapes: Shapes) -> Weights:
     """Read all parameters."""
     values = {name: torch.full(shape, float("nan")) for name, shape in shapes.items()}
     for name, value in values.items():
@@ -33,13 +36,20 @@ def read_whole(source: WeightSource, shapes: Shapes) -> dict[str, torch.Tensor]:
     return values
 
 
-def expected(folder: Path, source: WeightSource, shapes: Shapes) -> dict[str, torch.Tensor]:
+def expected(folder: Path, source: WeightSource, shapes: Shapes) -> Weights:
     """Return our parameters, assembled from the tensors that transformers loads."""
-    theirs, ours = load_model(folder).state_dict(), {}
+    assert source.model_type is not None
+    return to_ours(load_model(folder).state_dict(), shapes, source.model_type, source.model)
+
+
+def to_ours(theirs: Mapping[str, torch.Tensor], shapes: Shapes, architecture: str, model: ModelConfig) -> Weights:
+    """Return our parameters, assembled by the table; rows missing from the table are NaN."""
+    ours = {name: torch.full(shape, torch.nan) for name, shape in shapes.items()}
     for name, shape in shapes.items():
-        ours[name] = torch.full(shape, float("nan"))
-        for piece in weight_map.pieces(name, shape, source.model_type, source.model):
-            tensor = theirs[piece.name].t() if piece.transposed else theirs[piece.name]
+        for piece in weight_map.pieces(name, shape, architecture, model):
+            tensor = theirs[piece.name]
+            assert tuple(tensor.shape) == piece.their_shape, piece
+            tensor = tensor.t() if piece.transposed else tensor
             rows = tensor[piece.their_first_row : piece.their_first_row + piece.rows]
             ours[name][piece.first_row : piece.first_row + piece.rows] = rows - piece.plus
     return ours
