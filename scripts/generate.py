@@ -143,7 +143,7 @@ def continued(options: argparse.Namespace) -> Iterator[tuple[int, str, Text, str
     limits = Limits(options.max_new_tokens, longest, ends, continuations.stopped)
     rows = options.batch_size or (1 if device.type == "cpu" else GPU_BATCH_SIZE)
     shown = 0
-    for _ in continue_texts(model, texts, limits, rows, backend=model.prompt_attention()):
+    for _ in continue_texts(model.run, device, texts, limits, rows, backend=model.prompt_attention()):
         while shown < len(texts) and texts[shown].finish is not None:
             yield shown, prompts[shown], texts[shown], continuations.text(texts[shown]), longest
             shown += 1

@@ -1,30 +1,24 @@
-"""Continue prompts, several side by side, each independent of the others.
+"""Continue prompts in batches; no text depends on another.
 
-One pass reads a whole prompt; after that, each pass adds one token to every active text. A text that ends makes room
-for the next prompt.
+One pass reads a whole prompt; after that, each pass adds one token to every active text. When a text ends, the next
+prompt takes its row.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import Protocol
 
 import torch
 from torch import Tensor
 
-from megatron_lite.generation.sampling import TokenSampler
+from megatron_lite.errors import NumericsError
+from megatron_lite.generation.sampling import NOT_FINITE, TokenSampler
 from megatron_lite.model.kv_cache import Beginning, KeyValueCache, NextTokens
 from megatron_lite.model.layer import MicroBatch
 
-
-class LanguageModel(Protocol):
-    """A model that runs a pass: `model.LocalModel`, or a sharded model whose ranks all run every pass."""
-
-    device: torch.device
-
-    def logits(self, micro_batch: MicroBatch) -> Tensor:
-        """Return the logits (t, v) that `micro_batch.cache` asks for."""
+# Runs a pass of a model and returns the logits (t, v) that `micro_batch.cache` asks for.
+RunPass = Callable[[MicroBatch], Tensor]
 
 
 @dataclass
@@ -71,7 +65,8 @@ class Limits:
 
 @torch.no_grad()
 def continue_texts(
-    model: LanguageModel,
+    run_pass: RunPass,
+    device: torch.device,
     texts: Sequence[Text],
     limits: Limits,
     rows: int,
@@ -81,9 +76,13 @@ def continue_texts(
     """Continue every text to its end, `rows` at a time; yield each text when it ends.
 
     Args:
+        run_pass: runs the model, on all of its ranks.
         texts: prompts of at least 1 and fewer than `limits.longest` tokens.
         agree: maps the tokens that this rank sampled in a pass to those that all ranks use.
-        backend: of attention over prompts.
+        backend: attention backend for prompts.
+
+    Raises:
+        NumericsError: on every rank, if logits are not finite.
     """
     if not texts:
         return
@@ -93,7 +92,9 @@ def continue_texts(
     while True:
         for row in range(rows):
             while text_of_row[row] is None and (text := next(waiting, None)) is not None:
-                (token,) = agree([text.sampler(_begin(model, text, cache, row, backend))])
+                prompt = torch.tensor([text.prompt], device=device)
+                logits = run_pass(MicroBatch(prompt, prompt, cache=Beginning(cache, row, backend)))
+                (token,) = _checked(agree([text.sampler(logits[-1])]))
                 limits.add(text, token)
                 if text.finish is None:
                     text_of_row[row] = text
@@ -102,8 +103,8 @@ def continue_texts(
         active = [(row, text) for row, text in enumerate(text_of_row) if text is not None]
         if not active:
             return
-        logits = _advance(model, text_of_row, cache)
-        tokens = agree([text.sampler(logits[row]) for row, text in active])
+        logits = run_pass(_next_tokens(text_of_row, cache, device))
+        tokens = _checked(agree([text.sampler(logits[row]) for row, text in active]))
         for (row, text), token in zip(active, tokens, strict=True):
             limits.add(text, token)
             if text.finish is not None:
@@ -111,14 +112,14 @@ def continue_texts(
                 yield text
 
 
-def _begin(model: LanguageModel, text: Text, cache: KeyValueCache, row: int, backend: str) -> Tensor:
-    """Read a prompt into row `row` of the cache; return the logits (v,) after it."""
-    tokens = torch.tensor([text.prompt], device=model.device)
-    return model.logits(MicroBatch(tokens, tokens, cache=Beginning(cache, row, backend)))[-1]
+def _checked(tokens: list[int]) -> list[int]:
+    if NOT_FINITE in tokens:
+        raise NumericsError("the model's logits are not finite: its weights are broken, or too large for the dtype")
+    return tokens
 
 
-def _advance(model: LanguageModel, texts: Sequence[Text | None], cache: KeyValueCache) -> Tensor:
-    """Read the newest token of every text; return the logits (t, v) after it, meaningless in rows without a text.
+def _next_tokens(texts: Sequence[Text | None], cache: KeyValueCache, device: torch.device) -> MicroBatch:
+    """Return the newest token of every text, to read; rows without a text give meaningless logits.
 
     With several rows, idle rows are added: a CPU computes the last elements of a tensor by other instructions than the
     rest, and products of fewer than four rows treat them differently.
@@ -126,6 +127,6 @@ def _advance(model: LanguageModel, texts: Sequence[Text | None], cache: KeyValue
     idle = 0 if len(texts) == 1 else max(1, 4 - len(texts))
     places = [-1 if text is None else text.length - 1 for text in (*texts, *[None] * idle)]
     newest = [0 if text is None else text.tokens[-1] for text in texts] + [0] * idle
-    tokens = torch.tensor([newest], device=model.device)
-    positions = torch.tensor([places], device=model.device).clamp_(min=0)
-    return model.logits(MicroBatch(tokens, tokens, cache=NextTokens(cache, places), positions=positions))
+    tokens = torch.tensor([newest], device=device)
+    positions = torch.tensor([places], device=device).clamp_(min=0)
+    return MicroBatch(tokens, tokens, cache=NextTokens(cache, places), positions=positions)

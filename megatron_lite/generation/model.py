@@ -25,7 +25,7 @@ from megatron_lite.run.launch import thread_limit
 
 
 class LocalModel:
-    """A list of layers with all their weights, in one process."""
+    """All layers of a model with their weights, in one process."""
 
     def __init__(self, source: WeightSource, length: int, dtype: torch.dtype, device: torch.device) -> None:
         """Load a model for texts of up to `length` tokens.
@@ -58,17 +58,12 @@ class LocalModel:
 
     @torch.no_grad()
     def run(self, micro_batch: MicroBatch) -> Tensor:
-        """Return the summed loss of the labels, (), or with a cache the logits (t, v) that it asks for."""
+        """Return the summed loss of the labels, (), or, with a cache, the logits (t, v) that it asks for."""
         hidden: Tensor | None = None
         for layer in self.layers:
             hidden = layer(hidden, micro_batch)
         assert hidden is not None
         return hidden
-
-    def logits(self, micro_batch: MicroBatch) -> Tensor:
-        """Return the logits (t, v) that `micro_batch.cache` asks for."""
-        assert micro_batch.cache is not None, "without a cache the head gives a loss"
-        return self.run(micro_batch)
 
 
 def fill(layer: Layer, source: WeightSource, memory: Callable[[int], Tensor]) -> None:

@@ -36,37 +36,8 @@ from megatron_lite.seeds import derive_seed
 from megatron_lite.zero.multi_stage import MultiStage
 
 SAMPLES_FILE = "samples.jsonl"
-ROWS = 8  # samples that grow side by side
+ROWS = 8  # samples that grow together
 SHOWN_CHARACTERS = 200  # of a sample in the log
-
-
-class StageModel:
-    """The sharded model of a run; all ranks run every pass."""
-
-    def __init__(self, model: MultiStage, distributed: Distributed) -> None:
-        self._model, self._distributed, self.device = model, distributed, distributed.device
-
-    def logits(self, micro_batch: MicroBatch) -> Tensor:
-        """Return the logits (t, v) that `micro_batch.cache` asks for."""
-        result = self._model.output(micro_batch)
-        self._distributed.wait_for_device()
-        return result
-
-
-class Broken(Exception):  # noqa: N818 (not an error)
-    """Logits are not finite, so no token can be sampled."""
-
-
-class TrainingSampler(TokenSampler):
-    """Sampler that returns NONE for logits that are not finite, so that all ranks can skip the samples."""
-
-    NONE = -1
-
-    def __call__(self, logits: Tensor) -> int:
-        try:
-            return super().__call__(logits)
-        except NumericsError:
-            return self.NONE
 
 
 @dataclass(frozen=True)
@@ -89,12 +60,17 @@ class Samples:
         texts = self._texts(iteration)
         training = self.config.training
         limits = Limits(training.sample_tokens, self.config.batch.sequence_length, (self.tokenizer.end_of_document,))
+
+        def run_pass(micro_batch: MicroBatch) -> Tensor:
+            logits = model.output(micro_batch)
+            self.distributed.wait_for_device()
+            return logits
+
         try:
-            stage_model = StageModel(model, self.distributed)
             # Attention over prompts uses "math", which always works; a library that fails would end the training.
-            for _ in continue_texts(stage_model, texts, limits, ROWS, self._agree):
+            for _ in continue_texts(run_pass, self.distributed.device, texts, limits, ROWS, self._agree):
                 pass
-        except Broken:
+        except NumericsError:
             logger.warning("no samples @ iteration %d: logits are not finite", iteration)
             return
         continuations = Continuations(self.tokenizer)
@@ -106,12 +82,12 @@ class Samples:
         self.trackers.log({"iteration": iteration, "train_iters": training.train_iters, "samples": samples})
 
     def _texts(self, iteration: int) -> list[Text]:
-        """Draws depend on seed, iteration and prompt only."""
+        """Return the prompts with samplers that depend on seed, iteration and prompt only."""
         training, seed = self.config.training, self.config.distributed.seed
         options = SamplingOptions(training.sample_temperature, training.sample_top_k, training.sample_top_p)
         repetitions = numbered([prompt for prompt, _ in self.prompts])
         return [
-            Text(list(tokens), TrainingSampler(options, derive_seed("sample", seed, iteration, prompt, repetition)))
+            Text(list(tokens), TokenSampler(options, derive_seed("sample", seed, iteration, prompt, repetition)))
             for (prompt, tokens), (_, repetition) in zip(self.prompts, repetitions, strict=True)
         ]
 
@@ -120,8 +96,6 @@ class Samples:
         if reason := max(received for received, _ in every):
             raise StopRequested(reason)
         chosen: list[int] = every[0][1]
-        if TrainingSampler.NONE in chosen:
-            raise Broken
         return chosen
 
 

@@ -12,8 +12,6 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from megatron_lite.errors import NumericsError
-
 
 @dataclass(frozen=True)
 class SamplingOptions:
@@ -37,6 +35,9 @@ class SamplingOptions:
         return probabilities
 
 
+NOT_FINITE = -1  # no token: the logits are not finite
+
+
 class TokenSampler:
     """Sampler of one text, with its own stream of random numbers."""
 
@@ -45,13 +46,9 @@ class TokenSampler:
         self._generator = torch.Generator().manual_seed(seed)
 
     def __call__(self, logits: Tensor) -> int:
-        """Sample a token from logits (v,) of any dtype on any device.
-
-        Raises:
-            NumericsError: if a logit is infinite or NaN.
-        """
+        """Sample a token from logits (v,) of any dtype on any device; NOT_FINITE if a logit is infinite or NaN."""
         if not math.isfinite(float(logits.abs().max())):
-            raise NumericsError("the model's logits are not finite: its weights are broken, or too large for the dtype")
+            return NOT_FINITE
         if self._options.temperature == 0.0:
             return int(logits.argmax())
         return int(torch.multinomial(self._options.probabilities(logits), 1, generator=self._generator))

@@ -41,7 +41,7 @@ class Recorder(TokenSampler):
 
 def grow(model: LocalModel, prompts: list[list[int]], rows: int, new_tokens: int = NEW_TOKENS) -> list[Text]:
     texts = [Text(prompt, Recorder()) for prompt in prompts]
-    ended = list(continue_texts(model, texts, Limits(new_tokens, 40), rows))
+    ended = list(continue_texts(model.run, model.device, texts, Limits(new_tokens, 40), rows))
     assert len(ended) == len(texts) and all(text.finish is not None for text in texts)
     return texts
 
@@ -96,7 +96,7 @@ def test_texts_end_one_by_one_and_where_the_model_ends(mistral: LocalModel) -> N
     alone = {len(prompt): grow(mistral, [prompt], 1)[0].tokens for prompt in prompts}
     texts = [Text(prompt, Recorder()) for prompt in prompts]
     limits = Limits(NEW_TOKENS, 24, stops=lambda text: len(text.tokens) * 2 > len(text.prompt) + 3)
-    order = [len(text.prompt) for text in continue_texts(mistral, texts, limits, 2)]
+    order = [len(text.prompt) for text in continue_texts(mistral.run, CPU, texts, limits, 2)]
     assert order == [1, 3, 6, 20, 12] or sorted(order) == sorted(LENGTHS)
     for text in texts:
         assert text.tokens == alone[len(text.prompt)][: len(text.tokens)]
@@ -203,7 +203,8 @@ def test_texts_of_a_gpu_are_those_of_a_cpu(backend: str) -> None:
     on_cpu = grow(LocalModel(source, 40, torch.float32, CPU), prompts_of(), 3)
     model = LocalModel(source, 40, torch.float32, gpu)
     texts = [Text(prompt, Recorder()) for prompt in prompts_of()]
-    assert len(list(continue_texts(model, texts, Limits(NEW_TOKENS, 40), 3, backend=backend))) == len(texts)
+    ended = list(continue_texts(model.run, gpu, texts, Limits(NEW_TOKENS, 40), 3, backend=backend))
+    assert len(ended) == len(texts)
     assert [text.tokens for text in texts] == [text.tokens for text in on_cpu]
     half = LocalModel(source, 40, torch.bfloat16, gpu)
     together = grow(half, prompts_of(), 3)

@@ -8,7 +8,8 @@ import pytest
 import torch
 
 from megatron_lite.errors import NumericsError
-from megatron_lite.generation.sampling import SamplingOptions, TokenSampler
+from megatron_lite.generation.continuation import Limits, Text, continue_texts
+from megatron_lite.generation.sampling import NOT_FINITE, SamplingOptions, TokenSampler
 
 LOGITS = 3 * torch.randn(200, generator=torch.Generator().manual_seed(0))
 OPTIONS = (
@@ -58,7 +59,10 @@ def test_without_temperature_the_most_probable_token_is_taken() -> None:
 @pytest.mark.parametrize("value", [math.nan, math.inf])
 @pytest.mark.parametrize("options", [SamplingOptions(), SamplingOptions(1.0)], ids=str)
 def test_broken_logits_are_an_error(value: float, options: SamplingOptions) -> None:
+    """No token is drawn, and the text ends in an error."""
     logits = LOGITS.clone()
     logits[3] = value
-    with pytest.raises(NumericsError):
-        TokenSampler(options, 1)(logits)
+    text = Text([1], TokenSampler(options, 1))
+    assert text.sampler(logits) == NOT_FINITE
+    with pytest.raises(NumericsError, match="not finite"):
+        next(continue_texts(lambda _: logits[None], torch.device("cpu"), [text], Limits(3, 9), 1))

@@ -262,7 +262,7 @@ def test_transformers_generates(case: str, tmp_path: Path) -> None:
     generated = load(tmp_path / "1").generate(torch.tensor([prompt]), **options)
     text = Text(prompt, TokenSampler(SamplingOptions(), 0))
     ours = load_model(tmp_path / "1", SEQUENCE_LENGTH, "fp32", torch.device("cpu"))
-    assert list(continue_texts(ours, [text], Limits(8, SEQUENCE_LENGTH), 1)) == [text]
+    assert list(continue_texts(ours.run, ours.device, [text], Limits(8, SEQUENCE_LENGTH), 1)) == [text]
     assert generated[0].tolist() == prompt + text.tokens
 
 
