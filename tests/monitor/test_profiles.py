@@ -23,12 +23,10 @@ from torch.profiler import ProfilerAction
 
 from megatron_lite.config import ProfilingConfig
 from megatron_lite.distributed.process_group import Distributed
-from megatron_lite.monitor.profiling.profiles import RECORDED, cycles
-from megatron_lite.monitor.profiling.schedule_page import page
+from megatron_lite.monitor.profiling.profiles import RECORDED, cycles, watched
 from megatron_lite.monitor.profiling.schedule_recorder import DeviceClock, HostClock, ScheduleRecorder
-from megatron_lite.monitor.profiling.schedule_report import mean_parts, summary, tables, trace_events
-from megatron_lite.monitor.profiling.schedule_times import IterationTimes, StepTime, Transfer, hid_behind, parts, runs
-from megatron_lite.monitor.profiling.watched_stage import watched as watched_stage
+from megatron_lite.monitor.profiling.schedule_report import mean_parts, page, summary, tables, trace_events
+from megatron_lite.monitor.profiling.schedule_times import IterationTimes, TimedVerb, Transfer, hid_behind, parts, runs
 from megatron_lite.zero.stage import Stage
 from tests.support.engine_runs import Engine, SimulatedRanks
 from tests.support.harness import run_distributed, tiny_config, train_whole
@@ -54,18 +52,18 @@ def test_the_options_choose_the_profiled_iterations() -> None:
 
 # One iteration of 100 ms: data 10, forward 30 (5 of it waiting for a gather), backward 40, a wait of 4, optimizer 10,
 # of which 2 gather ahead, log 4; 2 ms between the steps.
-STEPS = [
-    StepTime("gather", 0, None, 0.010, 0.011),
-    StepTime("forward", 0, 0, 0.011, 0.041, waited_s=0.005),
-    StepTime("backward", 0, 0, 0.043, 0.083),
-    StepTime("reduce", 0, None, 0.083, 0.083),
-    StepTime("finish", 0, None, 0.083, 0.087, waited_s=0.004),
-    StepTime("gather", 0, None, 0.094, 0.096),
-]
 TRANSFERS = [
     Transfer("gather", 0, 2**20, posted_s=-0.003, waits_s=0.011, done_s=0.016, alone_s=0.012),
     Transfer("reduce", 0, 2**21, posted_s=0.063, waits_s=0.083, done_s=0.087, alone_s=0.030),
     Transfer("sum", None, 16, posted_s=0.088, waits_s=0.088, done_s=0.089),
+]
+STEPS = [
+    TimedVerb("gather", 0, None, 0.010, 0.011),
+    TimedVerb("forward", 0, 0, 0.011, 0.041, [TRANSFERS[0]]),
+    TimedVerb("backward", 0, 0, 0.043, 0.083),
+    TimedVerb("reduce", 0, None, 0.083, 0.083),
+    TimedVerb("finish", 0, None, 0.083, 0.087, [TRANSFERS[1]]),
+    TimedVerb("gather", 0, None, 0.094, 0.096),
 ]
 TIMES = IterationTimes(7, 0.0, 0.100, STEPS, TRANSFERS)
 
@@ -252,10 +250,9 @@ def test_waits_are_exposed_where_they_happen(sees_arrivals: bool) -> None:
     recorder.lap(2, keep=True)
     (times,) = recorder.take()
     assert (times.iteration, times.start_s, times.end_s, work.waits) == (2, 0.5, 1.75, 2)
-    assert times.steps[0] == StepTime("forward", 1, 0, 0.5, 1.75, waited_s=1.0)
-    assert times.transfers == [
-        Transfer("gather", 1, 4096, 0.0, 0.75, 1.75, (0.0, 1.75) if sees_arrivals else None, 1.5)
-    ]
+    gather = Transfer("gather", 1, 4096, 0.0, 0.75, 1.75, (0.0, 1.75) if sees_arrivals else None, 1.5)
+    assert times.steps[0] == TimedVerb("forward", 1, 0, 0.5, 1.75, [gather])
+    assert times.transfers == [gather]
     assert times.transfers[0].hidden_s == (0.75 if sees_arrivals else 0.5)
 
 
@@ -308,24 +305,24 @@ def test_the_clock_of_a_gpu_sees_arrivals_from_the_side(monkeypatch: pytest.Monk
 def test_every_step_of_the_schedule_is_timed_once(options: dict[str, Any]) -> None:
     """One simulated rank of two: the verbs come in the order of the schedule, and the numbers stay the same."""
     options = {"batch_size": None, "micro_batch_size": 1, "num_layers": 3, **options}
-    plain, watched = Engine(SimulatedRanks(), options), Engine(SimulatedRanks(), options)
+    plain, profiled = Engine(SimulatedRanks(), options), Engine(SimulatedRanks(), options)
     assert [*plain.model._verbs.values()] == plain.model.stages
     recorder = ScheduleRecorder(HostClock(), {})
-    watched.model.wrap(lambda stage: watched_stage(stage, stage.index, recorder.around))
-    for engine in (plain, watched):
+    profiled.model.wrap(lambda stage: watched(stage, [recorder.around]))
+    for engine in (plain, profiled):
         engine.model.gather_ahead()
     recorder.lap(0, keep=False)
-    losses = [[float(value) for value in engine.step(1)] for engine in (plain, watched)]
+    losses = [[float(value) for value in engine.step(1)] for engine in (plain, profiled)]
     recorder.lap(1, keep=True)
-    watched.model.wrap(None)
-    assert [*watched.model._verbs.values()] == watched.model.stages and losses[0] == losses[1]
+    profiled.model.wrap(None)
+    assert [*profiled.model._verbs.values()] == profiled.model.stages and losses[0] == losses[1]
     (times,) = recorder.take()
     done = [(step.verb, step.stage, step.micro_batch) for step in times.steps]
     assert [step for step in done if step[0] in ("forward", "backward")] == [
-        (step.kind, step.stage, step.micro_batch) for step in watched.model.training_schedule
+        (step.kind, step.stage, step.micro_batch) for step in profiled.model.training_schedule
     ]
     assert sum(verb == "reduce" for verb, _, _ in done) == sum(
-        len(step.reduce) for step in watched.model.training_schedule
+        len(step.reduce) for step in profiled.model.training_schedule
     )
     assert sum(parts(times).values()) == pytest.approx(times.wall_s)
 

@@ -14,7 +14,7 @@ import torch
 from torch.profiler import ProfilerActivity, profile, record_function
 
 from megatron_lite.config import ProfilingConfig
-from megatron_lite.monitor.profiling.watched_stage import range_name
+from megatron_lite.monitor.profiling.schedule_times import range_name
 
 MOST_ROWS = 100  # of the table of averages
 

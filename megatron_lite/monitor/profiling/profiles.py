@@ -2,27 +2,31 @@
 
 from __future__ import annotations
 
+import contextlib
 import gzip
 import json
 import logging
 import warnings
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
+from typing import Any, cast
 
 from torch.profiler import ProfilerAction, schedule
 
 from megatron_lite.config import Config, ProfilingConfig
 from megatron_lite.distributed.process_group import Distributed
 from megatron_lite.monitor.communication import time_collectives
-from megatron_lite.monitor.profiling import schedule_page, schedule_report
+from megatron_lite.monitor.profiling import schedule_report
 from megatron_lite.monitor.profiling.operations import OperationProfile
 from megatron_lite.monitor.profiling.schedule_recorder import DeviceClock, HostClock, ScheduleRecorder
-from megatron_lite.monitor.profiling.watched_stage import watched
+from megatron_lite.monitor.profiling.schedule_times import COMPUTING
 from megatron_lite.run.durable_files import replace_file
 from megatron_lite.zero.multi_stage import MultiStage
 from megatron_lite.zero.runner import Verbs
 from megatron_lite.zero.stage import Stage
 
+# (verb, stage, micro-batch or None) -> the block in which the verb runs
+Around = Callable[[str, int, int | None], contextlib.AbstractContextManager[Any]]
 RECORDED = (ProfilerAction.RECORD, ProfilerAction.RECORD_AND_SAVE)  # the latter is the last one of a profile
 
 
@@ -37,6 +41,28 @@ def cycles(config: ProfilingConfig) -> Callable[[int], ProfilerAction]:
             active=config.profile_active,
             repeat=config.profile_cycles,
         )
+
+
+class _WatchedStage:
+    def __init__(self, stage: Stage, arounds: Sequence[Around]) -> None:
+        self._stage, self._arounds = stage, arounds
+
+    def __getattr__(self, name: str) -> Callable[..., Any]:
+        verb = name.partition("_")[0]  # "require" of `require_weights`, "finish" of `finish_reduction`
+
+        def watched_verb(*arguments: Any) -> Any:
+            micro_batch = arguments[-1] if verb in COMPUTING else None
+            with contextlib.ExitStack() as blocks:
+                for around in self._arounds:
+                    blocks.enter_context(around(verb, self._stage.index, micro_batch))
+                return getattr(self._stage, name)(*arguments)
+
+        return watched_verb
+
+
+def watched(stage: Stage, arounds: Sequence[Around]) -> Verbs:
+    """Return a stage whose verbs run inside of blocks: named ranges, or stop watches."""
+    return cast(Verbs, _WatchedStage(stage, arounds))
 
 
 def open_profiles(
@@ -91,10 +117,6 @@ class Profiles:
         self._iterations: list[int] = []  # done, of the profile under way
         self._finished = 0
 
-    def begin(self, iteration: int) -> None:
-        """Prepare the first iteration of this start."""
-        self._prepare(iteration)
-
     def iteration_done(self, iteration: int) -> None:
         """End an iteration, and the profile if this was its last; prepare the next iteration. Call on every rank."""
         action = self._action(self._done)
@@ -107,7 +129,7 @@ class Profiles:
             self._iterations.append(iteration)
         if action == ProfilerAction.RECORD_AND_SAVE:
             self._finish()
-        self._prepare(iteration + 1)
+        self.begin(iteration + 1)
 
     def close(self) -> None:
         """Write the iterations done so far of a profile under way. Call at the end, unless the run failed: other ranks
@@ -126,8 +148,8 @@ class Profiles:
 
     # -- one profile -------------------------------------------------------------------------------------------------
 
-    def _prepare(self, iteration: int) -> None:
-        """Start or go on with what the next iteration needs."""
+    def begin(self, iteration: int) -> None:
+        """Prepare an iteration: start or continue what its place in the cycle asks for."""
         action = self._action(self._done)
         if action == ProfilerAction.NONE:
             return
@@ -143,28 +165,17 @@ class Profiles:
 
     def _watch(self) -> None:
         """Wrap the stages, and record collectives."""
-        arounds = []
-        if self._with_operations:
-            self._operations = OperationProfile(self._config, self._distributed.device.type)
-            arounds.append(self._operations.around)
+        distributed, arounds = self._distributed, list[Around]()
+        on_gpu = distributed.device.type == "cuda"
         if self._config.profile_schedule:
-            self._schedule = ScheduleRecorder(self._clock(), self._alone_s)
-            self._distributed.traffic.recorder = self._schedule.started
+            clock = DeviceClock(distributed.device, distributed.wait_for_device) if on_gpu else HostClock()
+            self._schedule = ScheduleRecorder(clock, self._alone_s)
+            distributed.traffic.recorder = self._schedule.started
             arounds.append(self._schedule.around)
-
-        def wrapped(stage: Stage) -> Verbs:
-            verbs: Verbs = stage
-            for around in arounds:
-                verbs = watched(verbs, stage.index, around)
-            return verbs
-
-        self._model.wrap(wrapped)
-
-    def _clock(self) -> HostClock:
-        distributed = self._distributed
-        if distributed.device.type == "cuda":
-            return DeviceClock(distributed.device, distributed.wait_for_device)
-        return HostClock()
+        if self._with_operations:
+            self._operations = OperationProfile(self._config, distributed.device.type)
+            arounds.append(self._operations.around)
+        self._model.wrap(lambda stage: watched(stage, arounds))
 
     def _leave(self) -> None:
         """Let the model run as without profiles."""
@@ -202,7 +213,7 @@ class Profiles:
             if self._config.profile_export:
                 trace = gzip.compress(json.dumps(schedule_report.trace_events(times, rank)).encode(), 6)
                 written += self._write(f"{name}.schedule.json.gz", lambda path: replace_file(path, trace))
-                page = schedule_page.page(times, rank, world_size).encode()
+                page = schedule_report.page(times, rank, world_size).encode()
                 written += self._write(f"{name}.schedule.html", lambda path: replace_file(path, page))
         if written:
             files = ", ".join(path.name for path in written)

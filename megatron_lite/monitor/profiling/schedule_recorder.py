@@ -1,27 +1,27 @@
 """Recording of a schedule: marks around each verb of a stage and each wait for a collective.
 
-On CPU a mark is a time. On a GPU it is an event on the computing stream, so that nothing is read before the cycle ends;
-a second stream, which waits for each collective, tells when that has arrived.
+On CPU a mark is a time. On a GPU it is an event on the compute stream, so that nothing is read before the profile ends;
+a second stream, which waits for each collective, records when that has arrived.
 """
 
 from __future__ import annotations
 
 import contextlib
+import math
 import time
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 
 from megatron_lite.distributed.traffic import FirstWait, Handle
-from megatron_lite.monitor.profiling.schedule_times import IterationTimes, StepTime, Transfer, runs
+from megatron_lite.monitor.profiling.schedule_times import IterationTimes, TimedVerb, Transfer, runs
 
 Mark = Any  # a point in time; only the clock that made it can read it
 
 
 class HostClock:
-    """Marks points in time on a CPU. Nothing tells when a transfer has arrived before somebody waits for it."""
+    """Marks points in time on a CPU, where the arrival of a transfer is not seen before the wait for it."""
 
     def mark(self) -> Mark:
         return time.perf_counter()
@@ -34,7 +34,7 @@ class HostClock:
 
 
 class DeviceClock(HostClock):
-    """The clock of a GPU's computing stream.
+    """The clock of a GPU's compute stream.
 
     wait_for_device: waits for everything queued so far, with a time-out.
     """
@@ -61,37 +61,8 @@ class DeviceClock(HostClock):
         if not self._is_read:
             self._wait_for_device()
             self._is_read = True
-        mark.synchronize()  # of the other stream: reached before the computing stream went on
+        mark.synchronize()  # on the other stream: reached before the compute stream continued
         return float(self._origin.elapsed_time(mark)) / 1e3
-
-
-@dataclass
-class _Verb:
-    name: str
-    stage: int
-    micro_batch: int | None
-    start: Mark
-    end: Mark = None
-    waits: list[tuple[Mark, Mark]] = field(default_factory=list)
-
-
-@dataclass
-class _Collective:
-    kind: str
-    stage: int | None
-    bytes: int
-    posted: Mark
-    arrival: Mark | None
-    wait: tuple[Mark, Mark] | None = None
-
-
-@dataclass
-class _Iteration:
-    number: int
-    start: Mark
-    end: Mark
-    verbs: list[_Verb]
-    waited: list[_Collective]
 
 
 class ScheduleRecorder:
@@ -102,87 +73,59 @@ class ScheduleRecorder:
 
     def __init__(self, clock: HostClock, alone_s: Mapping[tuple[str, int | None], float]) -> None:
         self._clock, self._alone_s = clock, alone_s
-        self._verbs: list[_Verb] = []
-        self._open: list[_Verb] = []  # verbs under way
-        self._posted: list[_Collective] = []  # all of them, in order
-        self._waited: list[_Collective] = []  # waited for in this iteration
-        self._kept: list[_Iteration] = []
-        self._start = clock.mark()
+        self._verb: TimedVerb | None = None  # under way
+        self._posted: list[tuple[Transfer, Mark | None]] = []  # every collective with its arrival, in order
+        self._current = IterationTimes(0, clock.mark())
+        self._kept: list[IterationTimes] = []
 
     @contextlib.contextmanager
     def around(self, verb: str, stage: int, micro_batch: int | None) -> Iterator[None]:
         """Time a verb."""
-        entry = _Verb(verb, stage, micro_batch, self._clock.mark())
-        self._verbs.append(entry)
-        self._open.append(entry)
+        timed = self._verb = TimedVerb(verb, stage, micro_batch, self._clock.mark())
+        self._current.steps.append(timed)
         try:
             yield
         finally:
-            self._open.pop()
-            entry.end = self._clock.mark()
+            self._verb = None
+            timed.end_s = self._clock.mark()
 
     def started(self, kind: str, bytes: int, work: Handle) -> Handle:
         """Record a collective of the verb under way, and return a handle that records the wait for it."""
-        stage = self._open[-1].stage if self._open else None
-        entry = _Collective(kind, stage, bytes, self._clock.mark(), self._clock.arrival(work))
-        self._posted.append(entry)
-        return FirstWait(work, lambda: self._wait(entry, work))
+        stage = None if self._verb is None else self._verb.stage
+        transfer = Transfer(kind, stage, bytes, self._clock.mark(), alone_s=self._alone_s.get((kind, stage)))
+        self._posted.append((transfer, self._clock.arrival(work)))
+        return FirstWait(work, lambda: self._wait(transfer, work))
 
-    def _wait(self, entry: _Collective, work: Handle) -> None:
-        start = self._clock.mark()
+    def _wait(self, transfer: Transfer, work: Handle) -> None:
+        transfer.waits_s = self._clock.mark()
         work.wait()
-        entry.wait = (start, self._clock.mark())
-        self._waited.append(entry)
-        if self._open:
-            self._open[-1].waits.append(entry.wait)
+        transfer.done_s = self._clock.mark()
+        self._current.transfers.append(transfer)
+        if self._verb is not None:
+            self._verb.waits.append(transfer)
 
     def lap(self, iteration: int, keep: bool) -> None:
         """End an iteration; `keep`: it is part of the profile, not of the warm-up."""
-        end = self._clock.mark()
-        if keep and self._verbs:
-            self._kept.append(_Iteration(iteration, self._start, end, self._verbs, self._waited))
-        self._verbs, self._waited, self._start = [], [], end
+        done, end = self._current, self._clock.mark()
+        done.iteration, done.end_s = iteration, end
+        if keep and done.steps:
+            self._kept.append(done)
+        self._current = IterationTimes(0, end)
 
     def take(self) -> list[IterationTimes]:
-        """Return the iterations that were kept. On a GPU, wait for it."""
-        seconds, ran_s = self._clock.seconds, self._runs()
-        result = []
-        for kept in self._kept:
-            steps = [
-                StepTime(
-                    verb.name,
-                    verb.stage,
-                    verb.micro_batch,
-                    seconds(verb.start),
-                    seconds(verb.end),
-                    sum(seconds(end) - seconds(start) for start, end in verb.waits),
-                )
-                for verb in kept.verbs
-            ]
-            transfers = [
-                Transfer(
-                    entry.kind,
-                    entry.stage,
-                    entry.bytes,
-                    seconds(entry.posted),
-                    seconds(entry.wait[0]),
-                    seconds(entry.wait[1]),
-                    ran_s.get(id(entry)),
-                    self._alone_s.get((entry.kind, entry.stage)),
-                )
-                for entry in kept.waited
-                if entry.wait is not None
-            ]
-            result.append(IterationTimes(kept.number, seconds(kept.start), seconds(kept.end), steps, transfers))
+        """Return the iterations that were kept, in seconds. On a GPU, wait for it."""
+        seconds, kept = self._clock.seconds, self._kept
+        # Collectives without a wait so far were posted last, and may still be under way.
+        waited = [(transfer, arrival) for transfer, arrival in self._posted if transfer.done_s != math.inf]
+        for transfer, _ in waited:
+            transfer.posted_s = seconds(transfer.posted_s)
+            transfer.waits_s, transfer.done_s = seconds(transfer.waits_s), seconds(transfer.done_s)
+        seen = [(transfer, seconds(arrival)) for transfer, arrival in waited if arrival is not None]
+        ran_s = runs([transfer.posted_s for transfer, _ in seen], [arrived_s for _, arrived_s in seen])
+        for (transfer, _), ran in zip(seen, ran_s, strict=True):
+            transfer.ran_s = ran
+        spans: list[IterationTimes | TimedVerb] = [*kept, *(verb for times in kept for verb in times.steps)]
+        for timed in spans:
+            timed.start_s, timed.end_s = seconds(timed.start_s), seconds(timed.end_s)
         self._kept, self._posted = [], []
-        return result
-
-    def _runs(self) -> dict[int, tuple[float, float]]:
-        """Return when each collective ran, by the identity of its entry; empty if the clock sees no arrival.
-
-        Those nobody has waited for yet come last, and may still be under way.
-        """
-        seen = [entry for entry in self._posted if entry.arrival is not None and entry.wait is not None]
-        posted = [self._clock.seconds(entry.posted) for entry in seen]
-        arrived = [self._clock.seconds(entry.arrival) for entry in seen]
-        return {id(entry): run for entry, run in zip(seen, runs(posted, arrived), strict=True)}
+        return kept

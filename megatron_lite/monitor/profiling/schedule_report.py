@@ -1,22 +1,65 @@
-"""The times of a schedule as tables, as one line for the log, and as a trace that a browser shows."""
+"""The times of a schedule as one line for the log, as tables, as a trace for a browser, and as a page of HTML.
+
+The page is one file that needs no network: a timeline to zoom, and the tables.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
+from html import escape
 from typing import Any
 
 from megatron_lite.monitor.logging import MIB
 from megatron_lite.monitor.profiling.schedule_times import (
     COMPUTING,
     IterationTimes,
-    StepTime,
+    TimedVerb,
     Transfer,
     hid_behind,
     parts,
+    range_name,
 )
-from megatron_lite.monitor.profiling.watched_stage import range_name
 
-SHOWN_BEHIND = 2  # computations that a collective hid behind, in its row
+SHOWN_BEHIND = 2  # computations that overlap with a collective, in its row
+MOST_BARS = 20_000  # further iterations are left out
+ROW, BAR = 24, 20  # heights, in pixels
+# Classes of bars, by the first word of an event; the others are steps that start collectives.
+KINDS = ("iteration", "forward", "backward", "gather", "reduce", "wait")
+STYLE = """
+:root { color-scheme: light dark; --ink: light-dark(#1e293b, #e2e8f0); --paper: light-dark(#fff, #0f172a) }
+body { font: 15px/1.5 system-ui, sans-serif; color: var(--ink); background: var(--paper); margin: 1.5rem }
+h1 { font-size: 1.2rem } pre { overflow-x: auto } p { min-height: 1.5em; margin: .5rem 0 }
+svg { width: 100%; display: block; cursor: grab; touch-action: none; border: 1px solid #94a3b8 }
+rect { fill: #94a3b8 } .iteration { fill: none; stroke: #94a3b8; vector-effect: non-scaling-stroke }
+.forward, i.forward { fill: #2563eb; color: #2563eb } .backward, i.backward { fill: #ea580c; color: #ea580c }
+.gather, i.gather { fill: #0d9488; color: #0d9488 } .reduce, i.reduce { fill: #7c3aed; color: #7c3aed }
+.wait, i.wait { fill: #dc2626; color: #dc2626 } rect:hover { filter: brightness(1.3) } i { font-style: normal }
+"""
+# Wheel: zoom around the pointer. Drag: move. Double click: everything again. Touch: drag.
+SCRIPT = """
+const svg = document.querySelector("svg"), words = document.getElementById("words"), box = svg.viewBox.baseVal;
+const whole = box.width; let from = null;
+const at = event => (event.clientX - svg.getBoundingClientRect().left) / svg.clientWidth;
+const show = (x, width) => {
+  box.width = Math.min(Math.max(width, whole / 1e4), whole);
+  box.x = Math.min(Math.max(x, 0), whole - box.width);
+};
+svg.addEventListener("wheel", event => {
+  event.preventDefault();
+  const factor = Math.exp(event.deltaY / 500), place = box.x + at(event) * box.width;
+  const width = Math.min(Math.max(box.width * factor, whole / 1e4), whole);
+  show(place - at(event) * width, width);
+}, { passive: false });
+svg.addEventListener("pointerdown", event => { from = [at(event), box.x]; svg.setPointerCapture(event.pointerId); });
+svg.addEventListener("pointerup", () => { from = null; });
+svg.addEventListener("dblclick", () => show(0, whole));
+svg.addEventListener("pointermove", event => {
+  if (from) show(from[1] - (at(event) - from[0]) * box.width, box.width);
+  const bars = document.elementsFromPoint(event.clientX, event.clientY).filter(one => one.dataset.name);
+  words.textContent = bars.length ? bars[0].dataset.name : "";
+});
+words.dataset.ready = "1";
+"""
 
 
 def mean_parts(profile: Sequence[IterationTimes]) -> dict[str, float]:
@@ -46,33 +89,28 @@ def iterations_of(profile: Sequence[IterationTimes]) -> str:
 def tables(profile: Sequence[IterationTimes], rank: int, world_size: int) -> str:
     """Return three tables: parts of an iteration, steps by stage, collectives by stage; means over the iterations."""
     shares = mean_parts(profile)
-    wall_s = sum(shares.values())
-    heads = [["part", "ms", "share"], ["step", "number", "ms", "ms each"]]
-    heads.append(["collective", "number", "MiB", "takes ms", "exposed ms", "hidden ms", "while computing"])
-    bodies = [
-        [[name, _ms(seconds), f"{seconds / wall_s:.1%}"] for name, seconds in [*shares.items(), ("total", wall_s)]],
-        list(_step_rows(profile)),
-        list(_transfer_rows(profile)),
-    ]
+    shares["total"] = sum(shares.values())
     title = f"schedule of {iterations_of(profile)}, rank {rank} of {world_size}; numbers and times of one iteration"
-    return "\n\n".join([title, *(_aligned([head, *body]) for head, body in zip(heads, bodies, strict=True))])
+    rows = [[name, _ms(seconds), f"{seconds / shares['total']:.1%}"] for name, seconds in shares.items()]
+    collectives = ["collective", "number", "MiB", "takes ms", "exposed ms", "hidden ms", "while computing"]
+    return "\n\n".join(
+        [
+            title,
+            _aligned([["part", "ms", "share"], *rows]),
+            _aligned([["step", "number", "ms", "ms each"], *_step_rows(profile)]),
+            _aligned([collectives, *_transfer_rows(profile)]),
+        ]
+    )
 
 
 def _step_rows(profile: Sequence[IterationTimes]) -> Iterator[list[str]]:
-    groups: dict[tuple[str, int], list[StepTime]] = {}
-    for verb in COMPUTING:
-        for times in profile:
-            for step in times.steps:
-                if step.verb == verb:
-                    groups.setdefault((verb, step.stage), []).append(step)
-    for (verb, stage), steps in groups.items():
-        seconds = sum(step.own_s for step in steps)
-        yield [
-            range_name(verb, stage, None),
-            f"{len(steps) / len(profile):g}",
-            _ms(seconds / len(profile)),
-            _ms(seconds / len(steps)),
-        ]
+    steps = [step for times in profile for step in times.steps if step.verb in COMPUTING]
+    groups: dict[tuple[str, int], list[TimedVerb]] = {}
+    for step in sorted(steps, key=lambda step: COMPUTING.index(step.verb)):
+        groups.setdefault((step.verb, step.stage), []).append(step)
+    for key, group in groups.items():
+        seconds, number = sum(step.own_s for step in group), len(profile)
+        yield [range_name(*key), f"{len(group) / number:g}", _ms(seconds, number), _ms(seconds, len(group))]
 
 
 def _transfer_rows(profile: Sequence[IterationTimes]) -> Iterator[list[str]]:
@@ -84,7 +122,7 @@ def _transfer_rows(profile: Sequence[IterationTimes]) -> Iterator[list[str]]:
     for (kind, stage), group in sorted(groups.items()):
         transfers, number = [transfer for transfer, _ in group], len(profile)
         yield [
-            kind if stage < 0 else range_name(kind, stage, None),
+            range_name(kind, None if stage < 0 else stage),
             f"{len(group) / number:g}",
             f"{sum(transfer.bytes for transfer in transfers) / number / MIB:,.2f}",
             _ms(_total(transfer.takes_s for transfer in transfers), number),
@@ -105,9 +143,7 @@ def _behind(group: Sequence[tuple[Transfer, IterationTimes]]) -> str:
             behind[name] = behind.get(name, 0.0) + seconds
     longest = sorted(behind.items(), key=lambda item: -item[1])[:SHOWN_BEHIND]
     return ", ".join(
-        f"{range_name(verb, stage, None)} {seconds / window_s:.0%}"
-        for (verb, stage), seconds in longest
-        if seconds >= 0.01 * window_s
+        f"{range_name(*key)} {seconds / window_s:.0%}" for key, seconds in longest if seconds >= 0.01 * window_s
     )
 
 
@@ -155,7 +191,7 @@ def trace_events(profile: Sequence[IterationTimes], rank: int) -> dict[str, Any]
             events.append(event(name, 0, step.start_s, step.end_s, waited_ms=step.waited_s * 1e3))
         for transfer in sorted(times.transfers, key=lambda transfer: transfer.under_way_s):
             start_s, end_s = transfer.under_way_s
-            name = transfer.kind if transfer.stage is None else range_name(transfer.kind, transfer.stage, None)
+            name = range_name(transfer.kind, transfer.stage)
             events.append(event(f"wait for {name}", 0, transfer.waits_s, transfer.done_s))
             free = [lane for lane, until_s in enumerate(lanes_s) if until_s <= start_s]
             lane = free[0] if free else len(lanes_s)
@@ -165,9 +201,63 @@ def trace_events(profile: Sequence[IterationTimes], rank: int) -> dict[str, Any]
                 values |= {"takes_ms": transfer.takes_s * 1e3, "hidden_ms": transfer.hidden_s * 1e3}
             events.append(event(name, lane + 1, start_s, end_s, **values))
     threads = ["steps", *(f"collectives {lane + 1}" for lane in range(len(lanes_s)))]
-    names = [{"name": "process_name", "ph": "M", "pid": rank, "tid": 0, "args": {"name": f"rank {rank}"}}]
-    names += [
-        {"name": "thread_name", "ph": "M", "pid": rank, "tid": thread, "args": {"name": name}}
-        for thread, name in enumerate(threads)
-    ]
+    labels = [("process_name", 0, f"rank {rank}"), *(("thread_name", *thread) for thread in enumerate(threads))]
+    names = [{"name": kind, "ph": "M", "pid": rank, "tid": at, "args": {"name": name}} for kind, at, name in labels]
     return {"displayTimeUnit": "ms", "traceEvents": [*names, *events]}
+
+
+def page(profile: Sequence[IterationTimes], rank: int, world_size: int) -> str:
+    """Return the HTML page."""
+    title = f"Schedule of {iterations_of(profile)}, rank {rank} of {world_size}"
+    shown = list(_shown(profile))
+    legend = " | ".join(f'<i class="{kind}">■</i> {kind}' for kind in KINDS[1:])
+    note = "" if len(shown) == len(profile) else f" Shown: {iterations_of(shown)}."
+    return f"""<!DOCTYPE html>
+<html lang="en"><meta charset="utf-8"><meta name="viewport" content="width=device-width, initial-scale=1">
+<title>{title}</title><style>{STYLE}</style>
+<h1>{title}</h1>
+<p>{escape(summary(profile))}</p>
+<p>First row: steps, and in red the waits for collectives. Rows below: collectives under way.{note} Wheel: zoom; drag:
+move; double click: everything.<br>{legend}</p>
+{_timeline(shown, rank)}
+<p id="words"></p>
+<pre>{escape(tables(profile, rank, world_size))}</pre>
+<script>{SCRIPT}</script>
+</html>
+"""
+
+
+def _shown(profile: Sequence[IterationTimes]) -> Iterator[IterationTimes]:
+    """Yield the first iterations: at least one, and as many as the page can hold."""
+    bars = 0
+    for times in profile:
+        bars += len(times.steps) + 2 * len(times.transfers) + 1
+        if times is not profile[0] and bars > MOST_BARS:
+            return
+        yield times
+
+
+def _timeline(profile: Sequence[IterationTimes], rank: int) -> str:
+    """Return the picture; its unit across is a microsecond."""
+    events = [event for event in trace_events(profile, rank)["traceEvents"] if event["ph"] == "X"]
+    width = max(event["ts"] + event["dur"] for event in events)
+    height = ROW * (1 + max(event["tid"] for event in events))
+    bars = []
+    for event in events:
+        name, ms = event["name"], event["dur"] / 1e3
+        kind = name.split()[0]
+        if kind in ("gather", "reduce") and event["tid"] == 0:
+            kind = "start"
+        elif kind not in KINDS:
+            kind = "other"
+        words = [f"{name}: {ms:.3f} ms"]
+        words += [f"{key.removesuffix('_ms')} {event['args'][key]:.3f} ms" for key in event["args"] if "_ms" in key]
+        # Waits and steps lie inside of each other: the inner ones come later, in front.
+        bars.append(
+            f'<rect class="{kind}" x="{event["ts"]:.1f}" y="{ROW * event["tid"] + (ROW - BAR) // 2}" '
+            f'width="{max(event["dur"], 0.1):.1f}" height="{BAR}" data-name="{escape(", ".join(words))}"/>'
+        )
+    return (
+        f'<svg viewBox="0 0 {width:.1f} {height}" height="{height}" preserveAspectRatio="none" '
+        f'role="img" aria-label="timeline">\n' + "\n".join(bars) + "\n</svg>"
+    )

@@ -2,54 +2,48 @@
 
 A collective is posted, runs while the device computes, and is waited for where its result is needed:
 
-    posted ------- window: the computation goes on ------- waits ---- exposed ---- done
+    posted ------- window: the computation continues ------- waits ---- exposed ---- done
 
-On a GPU collectives run one after the other, and each is seen to end: it takes the time from the end of the one before,
-if that is later than its posting, and the part before somebody waits is hidden. On CPU nothing tells when a transfer
-ends. `alone_s`, its time with nothing else running, stands for the time that it takes, and as much of it as was not
-exposed was hidden, at most the window. The exposed time also holds the wait for ranks that came later.
+On a GPU collectives run one after the other, and the end of each is seen: it runs from its posting, or from the end of
+the one before if that is later, and the part before the wait is hidden. On CPU nothing tells when a transfer ends:
+`alone_s`, its duration with nothing else running, stands for its duration, and what was not exposed of it was hidden,
+at most the window. The exposed time includes the wait for slower ranks.
 """
 
 from __future__ import annotations
 
 import bisect
+import itertools
+import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
-# The verbs of the schedule that compute; the others start collectives, or wait for them and zero padding.
-COMPUTING = ("forward", "backward")
-STARTING = ("gather", "require", "accumulate", "reduce", "finish")
-
-
-@dataclass(frozen=True)
-class StepTime:
-    """One verb of one stage; times in seconds on one clock."""
-
-    verb: str
-    stage: int
-    micro_batch: int | None
-    start_s: float
-    end_s: float
-    waited_s: float = 0.0  # for collectives, inside of the verb
-
-    @property
-    def own_s(self) -> float:
-        """Its time without waits."""
-        return self.end_s - self.start_s - self.waited_s
+COMPUTING = ("forward", "backward")  # verbs of the schedule; the others start collectives or wait for them
+STARTING = "starting gathers and reductions"
 
 
-@dataclass(frozen=True)
+def range_name(verb: str, stage: int | None, micro_batch: int | None = None) -> str:
+    """Return the name of a verb or collective in traces and tables: `forward stage 2, micro-batch 0`."""
+    if stage is None:
+        return verb
+    return f"{verb} stage {stage}" + ("" if micro_batch is None else f", micro-batch {micro_batch}")
+
+
+@dataclass
 class Transfer:
-    """One collective that was waited for in the iteration; it may have been posted in the one before."""
+    """One collective that was waited for in the iteration; it may have been posted in the one before.
+
+    Times here are seconds on one clock; while a schedule is recorded, they are marks of the clock.
+    """
 
     kind: str  # as in `distributed.traffic`
-    stage: int | None  # None: of no stage
+    stage: int | None  # None: outside of the stages
     bytes: int  # of the full buffer
     posted_s: float
-    waits_s: float
-    done_s: float  # the end of the wait
+    waits_s: float = math.inf
+    done_s: float = math.inf  # the end of the wait
     ran_s: tuple[float, float] | None = None  # its start and end on a GPU
-    alone_s: float | None = None  # how long it takes with nothing else running; None: unknown
+    alone_s: float | None = None  # its duration with nothing else running; None: unknown
 
     @property
     def exposed_s(self) -> float:
@@ -58,12 +52,12 @@ class Transfer:
 
     @property
     def takes_s(self) -> float | None:
-        """Time that it takes; None: unknown."""
+        """Its duration; None: unknown."""
         return self.alone_s if self.ran_s is None else self.ran_s[1] - self.ran_s[0]
 
     @property
     def hidden_s(self) -> float | None:
-        """Time that it took without anybody waiting; None: unknown."""
+        """The part of its duration in which nothing waited for it; None: unknown."""
         if self.ran_s is not None:
             return max(min(self.ran_s[1], self.waits_s) - self.ran_s[0], 0.0)
         if self.alone_s is None:
@@ -76,15 +70,36 @@ class Transfer:
         return self.ran_s or (self.posted_s, self.done_s)
 
 
-@dataclass(frozen=True)
+@dataclass
+class TimedVerb:
+    """One verb of one stage."""
+
+    verb: str
+    stage: int
+    micro_batch: int | None
+    start_s: float
+    end_s: float = math.inf
+    waits: list[Transfer] = field(default_factory=list)  # collectives waited for inside of the verb
+
+    @property
+    def waited_s(self) -> float:
+        return sum(transfer.exposed_s for transfer in self.waits)
+
+    @property
+    def own_s(self) -> float:
+        """Its time without waits."""
+        return self.end_s - self.start_s - self.waited_s
+
+
+@dataclass
 class IterationTimes:
     """All verbs and collectives of one iteration, in order, from the end of the one before to its own end."""
 
     iteration: int
     start_s: float
-    end_s: float
-    steps: Sequence[StepTime]
-    transfers: Sequence[Transfer]
+    end_s: float = math.inf
+    steps: list[TimedVerb] = field(default_factory=list)
+    transfers: list[Transfer] = field(default_factory=list)
 
     @property
     def wall_s(self) -> float:
@@ -97,7 +112,7 @@ def runs(posted_s: Sequence[float], arrived_s: Sequence[float]) -> list[tuple[fl
     return [(start, max(end, start)) for start, end in zip(begun, arrived_s, strict=True)]
 
 
-def hid_behind(transfer: Transfer, steps: Sequence[StepTime]) -> dict[tuple[str, int], float]:
+def hid_behind(transfer: Transfer, steps: Sequence[TimedVerb]) -> dict[tuple[str, int], float]:
     """Return the seconds of each computation, by (verb, stage), that ran while the collective did, before the wait."""
     start_s, end_s = transfer.under_way_s
     end_s = min(end_s, transfer.waits_s)
@@ -123,24 +138,13 @@ def parts(times: IterationTimes) -> dict[str, float]:
     begins = times.steps[0].start_s
     ends = max(step.end_s for step in times.steps if step.verb == "finish")
     updated = max(times.steps[-1].end_s, ends)
-    result = {verb: 0.0 for verb in COMPUTING}
-    result["starting gathers and reductions"] = 0.0
-    for step in times.steps:
-        result[step.verb if step.verb in COMPUTING else "starting gathers and reductions"] += step.own_s
-    for transfer in times.transfers:
-        name = f"waits for {transfer.kind}s"
-        result[name] = result.get(name, 0.0) + transfer.exposed_s
-
-    def spent(start_s: float, end_s: float) -> float:
-        """Time within the bounds that is counted above: verbs, and waits outside of them."""
-        waits = sum(t.exposed_s for t in times.transfers if start_s <= t.waits_s < end_s)
-        return waits + sum(step.own_s for step in times.steps if start_s <= step.start_s < end_s)
-
-    for name, start_s, end_s in (
-        ("data and inputs", times.start_s, begins),
-        ("gaps", begins, ends),
-        ("optimizer", ends, updated),
-        ("log, evaluation, saves", updated, times.end_s),
-    ):
-        result[name] = end_s - start_s - spent(start_s, end_s)
+    spent = [(s.start_s, s.own_s, s.verb if s.verb in COMPUTING else STARTING) for s in times.steps]
+    spent += [(t.waits_s, t.exposed_s, f"waits for {t.kind}s") for t in times.transfers]
+    result = dict.fromkeys((*COMPUTING, STARTING), 0.0)
+    for _, seconds, name in spent:
+        result[name] = result.get(name, 0.0) + seconds
+    names = ("data and inputs", "gaps", "optimizer", "log, evaluation, saves")
+    borders = itertools.pairwise((times.start_s, begins, ends, updated, times.end_s))
+    for name, (start_s, end_s) in zip(names, borders, strict=True):
+        result[name] = end_s - start_s - sum(seconds for at_s, seconds, _ in spent if start_s <= at_s < end_s)
     return result
