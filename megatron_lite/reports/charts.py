@@ -1,9 +1,8 @@
-"""The charts of a report: which numbers of the runs stand together, thinned, as data for the page."""
+"""The charts of a report: which metrics share a chart, and their thinned curves as data for the page."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 from megatron_lite.reports.curves import Curve
@@ -19,12 +18,12 @@ COLORS = 8
 DASHES = ("", "6 3", "2 3", "8 3 2 3")  # of a run's curves in one chart, where colors tell the runs apart
 
 
-class Kind(NamedTuple):
+class ChartCurve(NamedTuple):
     """A curve of a chart."""
 
-    phase: str
     name: str  # in metrics.jsonl
     label: str
+    phase: str = "training"
 
 
 class Chart(NamedTuple):
@@ -32,7 +31,7 @@ class Chart(NamedTuple):
 
     title: str
     unit: str
-    kinds: tuple[Kind, ...]
+    curves: tuple[ChartCurve, ...]
     log: bool = False
     wide: bool = False
 
@@ -42,44 +41,24 @@ CHARTS = (
         "Loss",
         "nats per token",
         (
-            Kind("training", "loss", "training"),
-            Kind("validation", "loss", "validation"),
-            Kind("validation", "averaged_loss", "validation, averaged weights"),
-            Kind("test", "loss", "test"),
+            ChartCurve("loss", "training"),
+            ChartCurve("loss", "validation", "validation"),
+            ChartCurve("averaged_loss", "validation, averaged weights", "validation"),
+            ChartCurve("loss", "test", "test"),
         ),
         wide=True,
     ),
-    Chart("Learning rate", "", (Kind("training", "learning_rate", "learning rate"),)),
-    Chart("Gradient norm", "", (Kind("training", "grad_norm", "gradient norm"),), log=True),
-    Chart("Throughput", "tokens/s per rank", (Kind("training", "tokens_per_sec_per_gpu", "tokens/s"),)),
-    Chart(
-        "Time of a step",
-        "ms",
-        (Kind("training", "step_time_ms", "step"), Kind("training", "data_wait_ms", "wait for data")),
-    ),
-    Chart("Model FLOPs utilization", "share of the peak", (Kind("training", "mfu", "MFU"),)),
-    Chart(
-        "Memory",
-        "MiB",
-        (Kind("training", "max_allocated_mib", "allocated"), Kind("training", "max_reserved_mib", "reserved")),
-    ),
-    Chart("Batch size", "samples", (Kind("training", "batch_size", "batch size"),)),
+    Chart("Learning rate", "", (ChartCurve("learning_rate", "learning rate"),)),
+    Chart("Gradient norm", "", (ChartCurve("grad_norm", "gradient norm"),), log=True),
+    Chart("Throughput", "tokens/s per rank", (ChartCurve("tokens_per_sec_per_gpu", "tokens/s"),)),
+    Chart("Time of a step", "ms", (ChartCurve("step_time_ms", "step"), ChartCurve("data_wait_ms", "wait for data"))),
+    Chart("Model FLOPs utilization", "share of the peak", (ChartCurve("mfu", "MFU"),)),
+    Chart("Memory", "MiB", (ChartCurve("max_allocated_mib", "allocated"), ChartCurve("max_reserved_mib", "reserved"))),
+    Chart("Batch size", "samples", (ChartCurve("batch_size", "batch size"),)),
 )
 
 
-@dataclass(frozen=True)
-class NamedRun:
-    """A run of the report, as its folder shows it."""
-
-    name: str
-    run: WatchedRun
-
-    @property
-    def metrics(self) -> Metrics:
-        return self.run.metrics
-
-
-def page_data(runs: Sequence[NamedRun]) -> dict[str, Any]:
+def page_data(runs: Sequence[WatchedRun]) -> dict[str, Any]:
     """Return the charts that have data, and the marks of each run, as JSON."""
     charts = [drawn for chart in CHARTS if (drawn := _chart(chart, runs))["series"]]
     return {"runs": [_marks(run.metrics) for run in runs], "charts": charts}
@@ -91,39 +70,28 @@ def _marks(metrics: Metrics) -> dict[str, Any]:
     return {"starts": starts[-MOST_MARKS:], "dropped": dropped[-MOST_MARKS:]}
 
 
-def _chart(chart: Chart, runs: Sequence[NamedRun]) -> dict[str, Any]:
-    """Return one chart; with several runs, colors tell the runs apart, dashes the kinds."""
+def _chart(chart: Chart, runs: Sequence[WatchedRun]) -> dict[str, Any]:
+    """Return one chart; with several runs, colors tell the runs apart, dashes the curves."""
     series: list[dict[str, Any]] = []
     legend: list[dict[str, Any]] = []
-    points = max(POINTS // len(runs), FEWEST_POINTS)
+    points, alone = max(POINTS // len(runs), FEWEST_POINTS), len(runs) == 1
     for number, run in enumerate(runs):
-        for place, kind in enumerate(chart.kinds):
-            curve = run.metrics.curve(kind.phase, kind.name).finite()
-            if not len(curve) or _is_dull(chart, curve):
-                continue
-            name = kind.label if len(runs) == 1 else f"{run.name}: {kind.label}"
-            style = {
-                "color": (place if len(runs) == 1 else number) % COLORS,
-                "dash": "" if len(runs) == 1 else DASHES[place],
-            }
-            for drawn in _drawn(kind, curve, points):
-                series.append({**style, **drawn, "name": "" if drawn["raw"] else name, "legend": len(legend)})
+        for place, drawn in enumerate(chart.curves):
+            curve = run.metrics.curve(drawn.phase, drawn.name).finite()
+            if not len(curve) or (drawn.name == "batch_size" and (curve.values == curve.values[0]).all()):
+                continue  # a batch size that never changes says nothing
+            name = drawn.label if alone else f"{run.name}: {drawn.label}"
+            style = {"color": (place if alone else number) % COLORS, "dash": "" if alone else DASHES[place]}
+            lines = [curve]
+            if drawn.phase == "training" and drawn.name in NOISY and len(curve) > SMOOTHED_FROM:
+                lines.append(curve.smoothed())  # before the raw line, which is pale
+            for line in lines:
+                raw = line is not lines[-1]
+                words = {"raw": raw, "name": "" if raw else name, "legend": len(legend)}
+                series.append({**style, **_numbers(line.thinned(points)), **words})
             legend.append({**style, "name": name})
     title = {"title": chart.title, "unit": chart.unit, "log": chart.log, "wide": chart.wide}
     return {**title, "series": series, "legend": legend}
-
-
-def _is_dull(chart: Chart, curve: Curve) -> bool:
-    """Whether a curve says nothing: a batch size that never changes."""
-    return chart.title == "Batch size" and bool((curve.values == curve.values[0]).all())
-
-
-def _drawn(kind: Kind, curve: Curve, points: int) -> Iterator[dict[str, Any]]:
-    """Yield the lines of a curve: a long one of a noisy number is pale, with a smooth line before it."""
-    smooth = kind.phase == "training" and kind.name in NOISY and len(curve) > SMOOTHED_FROM
-    yield {**_numbers(curve.thinned(points)), "raw": smooth}
-    if smooth:
-        yield {**_numbers(curve.smoothed().thinned(points)), "raw": False}
 
 
 def _numbers(curve: Curve) -> dict[str, Any]:

@@ -7,7 +7,7 @@ says nothing about the program.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -90,10 +90,8 @@ def compare_losses(first: Metrics, second: Metrics) -> Iterator[LossDifference]:
     """Yield every loss that both runs logged."""
     for phase in first.phases():
         for name in first.names(phase):
-            if name not in LOSSES and not name.startswith(LOSS_OF_A_DATA_SET):
-                continue
             one, other = first.curve(phase, name), second.curve(phase, name)
-            if len(one) and len(other):
+            if (name in LOSSES or name.startswith(LOSS_OF_A_DATA_SET)) and len(one) and len(other):
                 yield _compare_curves(phase, name, one, other)
 
 
@@ -116,7 +114,7 @@ def _compare_curves(phase: str, name: str, one: Curve, other: Curve) -> LossDiff
 
 
 def relative_differences(first: Any, second: Any) -> Any:
-    """Return |second - first| / |first| (n,): 0 where both are equal or not finite, infinity where one is neither."""
+    """Return |second - first| / |first|, (n,): 0 if both are equal or not finite, infinity if only one is finite."""
     both_lost = ~np.isfinite(first) & ~np.isfinite(second)
     with np.errstate(divide="ignore", invalid="ignore"):
         relative = np.abs(second - first) / np.abs(first)
@@ -124,16 +122,27 @@ def relative_differences(first: Any, second: Any) -> Any:
 
 
 def compare_speeds(first: Metrics, second: Metrics) -> Iterator[NumberDifference]:
-    """Yield medians of speeds and times that a run has."""
-    for name in (SPEED, "step_time_ms", "data_wait_ms", "mfu"):
-        yield from _known(NumberDifference(name, median_speed(first, name), median_speed(second, name)))
+    """Yield the medians of speeds and times that a run has."""
+    return _compare_numbers((SPEED, "step_time_ms", "data_wait_ms", "mfu"), median_speed, first, second)
 
 
 def compare_memory(first: Metrics, second: Metrics) -> Iterator[NumberDifference]:
     """Yield the peaks of memory that a run has."""
-    for name in ("max_allocated_mib", "max_reserved_mib"):
-        curves = (run.curve("training", name).finite() for run in (first, second))
-        yield from _known(NumberDifference(name, *(float(c.values.max()) if len(c) else math.nan for c in curves)))
+
+    def peak(run: Metrics, name: str) -> float:
+        values = run.curve("training", name).finite().values
+        return float(values.max()) if len(values) else math.nan
+
+    return _compare_numbers(("max_allocated_mib", "max_reserved_mib"), peak, first, second)
+
+
+def _compare_numbers(
+    names: Sequence[str], measure: Callable[[Metrics, str], float], *runs: Metrics
+) -> Iterator[NumberDifference]:
+    for name in names:
+        first, second = (measure(run, name) for run in runs)
+        if not (math.isnan(first) and math.isnan(second)):
+            yield NumberDifference(name, first, second)
 
 
 def median_speed(run: Metrics, name: str) -> float:
@@ -147,8 +156,3 @@ def median_speed(run: Metrics, name: str) -> float:
     steady = np.delete(curve.values, [place for place in firsts if place < len(curve)])
     values = steady if len(steady) else curve.values
     return float(np.median(values)) if len(values) else math.nan
-
-
-def _known(difference: NumberDifference) -> Iterator[NumberDifference]:
-    if not (math.isnan(difference.first) and math.isnan(difference.second)):
-        yield difference

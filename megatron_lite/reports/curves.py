@@ -1,4 +1,4 @@
-"""Curves over iterations, and how they become shorter, smoother, and a line of blocks."""
+"""Curves over iterations: thinned, smoothed, and as a sparkline."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ UNICODE_BLOCKS, ASCII_BLOCKS = "▁▂▃▄▅▆▇█", "_.-=+*%#"
 
 @dataclass(frozen=True)
 class Curve:
-    """One number of a run over its iterations, in their order, each once."""
+    """A metric by iteration, sorted and unique."""
 
     iterations: NDArray[np.int64]  # (n,), increasing
     values: NDArray[np.float64]  # (n,); NaN where the number was not finite
@@ -21,7 +21,7 @@ class Curve:
         return len(self.iterations)
 
     def finite(self) -> Curve:
-        """Return the curve without the places that have no finite value."""
+        """Return the points with a finite value."""
         keep = np.isfinite(self.values)
         return Curve(self.iterations[keep], self.values[keep])
 
@@ -48,7 +48,7 @@ class Curve:
 
 
 def sparkline(values: NDArray[np.float64], width: int, unicode: bool = True) -> str:
-    """Draw values as a line of at most `width` blocks; each shows the mean of its share, a blank that there is none."""
+    """Draw values as at most `width` blocks, each the mean of its share; a blank has no finite value."""
     blocks = UNICODE_BLOCKS if unicode else ASCII_BLOCKS
     shares = np.array_split(values, min(width, len(values))) if len(values) else []
     means = [float(share[np.isfinite(share)].mean()) if np.isfinite(share).any() else None for share in shares]

@@ -1,10 +1,9 @@
-"""The lines of a picture of losses, of one run or of several, whatever draws them."""
+"""The lines of a picture of the losses of one run or several."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import NamedTuple
 
@@ -22,7 +21,7 @@ MOST_POINTS = 2000  # of a line
 LONGEST_NAME = 60
 
 
-class Kind(NamedTuple):
+class LossKind(NamedTuple):
     """A loss of a run."""
 
     phase: str
@@ -30,29 +29,28 @@ class Kind(NamedTuple):
     label: str
     color: str  # in the picture of one run; several runs differ in color, and their losses in dashes
     dashes: tuple[int, ...]
-    marker: str  # of matplotlib; empty: none
+    marker: str  # o: dots, D: diamonds; empty: none
+    look: str  # in words, for several runs
 
 
 KINDS = (
-    Kind("training", "loss", "training", "#2563eb", (), ""),
-    Kind("validation", "loss", "validation", "#ea580c", (6, 3), "o"),
-    Kind("validation", "averaged_loss", "averaged weights", "#16a34a", (2, 2), "o"),
-    Kind("test", "loss", "test", "#7c3aed", (), "D"),
+    LossKind("training", "loss", "training", "#2563eb", (), "", "solid"),
+    LossKind("validation", "loss", "validation", "#ea580c", (6, 3), "o", "dashed"),
+    LossKind("validation", "averaged_loss", "averaged weights", "#16a34a", (2, 2), "o", "dotted"),
+    LossKind("test", "loss", "test", "#7c3aed", (), "D", "diamonds"),
 )
 
 
-@dataclass(frozen=True)
-class RunCurves:
-    """The curves of a run, without non-finite values; those that it does not have are left out."""
+class RunCurves(NamedTuple):
+    """The curves that a run has, without non-finite values."""
 
     name: str
-    losses: tuple[tuple[Kind, Curve], ...]
+    losses: tuple[tuple[LossKind, Curve], ...]
     learning_rate: Curve
     tokens: int | None
 
 
-@dataclass(frozen=True)
-class Picture:
+class Picture(NamedTuple):
     """Runs and baselines to draw."""
 
     runs: tuple[RunCurves, ...]
@@ -75,17 +73,16 @@ class Picture:
         return min(int(first) for first, _ in ends), max(int(last) for _, last in ends)
 
 
-@dataclass(frozen=True)
-class Line:
+class Line(NamedTuple):
     """A line of the picture."""
 
     curve: Curve
     color: str
-    label: str  # empty: not in the legend
     width: float
-    opacity: float
-    dashes: tuple[int, ...]
-    marker: str
+    label: str = ""  # empty: not in the legend
+    opacity: float = 1.0
+    dashes: tuple[int, ...] = ()
+    marker: str = ""
 
 
 def read_picture(folders: Sequence[Path], baselines: Sequence[tuple[str, float]]) -> Picture:
@@ -127,33 +124,36 @@ def _read_curves(folder: Path, name: str) -> RunCurves:
 
 def lines(picture: Picture) -> Iterator[Line]:
     """Yield the lines of the losses, the first drawn first."""
-    if len(picture.runs) == 1:
-        for kind, curve in picture.runs[0].losses:
-            yield from _lines(kind, curve, kind.color, (), kind.label)
-        return
-    for color, run in zip(RUN_COLORS, picture.runs, strict=False):
+    alone = len(picture.runs) == 1
+    for run_color, run in zip(RUN_COLORS, picture.runs, strict=False):
         for index, (kind, curve) in enumerate(run.losses):
-            yield from _lines(kind, curve, color, kind.dashes, run.name if index == 0 else "")
+            if alone:
+                yield from _lines(kind, curve, kind.color, (), kind.label)
+            else:
+                yield from _lines(kind, curve, run_color, kind.dashes, "" if index else run.name)
 
 
-def _lines(kind: Kind, curve: Curve, color: str, dashes: tuple[int, ...], label: str) -> Iterator[Line]:
+def _lines(kind: LossKind, curve: Curve, color: str, dashes: tuple[int, ...], label: str) -> Iterator[Line]:
     if kind.phase == "training" and len(curve) > MAX_RAW_POINTS:
         smoothed = f"{label} (smoothed)" if label == kind.label else label
-        yield Line(curve.thinned(MOST_POINTS), color, "", 0.8, 0.25, (), "")
-        yield Line(curve.smoothed().thinned(MOST_POINTS), color, smoothed, 1.8, 1.0, dashes, "")
+        yield Line(curve.thinned(MOST_POINTS), color, 0.8, opacity=0.25)
+        yield Line(curve.smoothed().thinned(MOST_POINTS), color, 1.8, smoothed, dashes=dashes)
         return
-    marker = kind.marker if len(curve) <= MOST_DOTS else ""
-    marker = marker or ("o" if len(curve) <= FEW_POINTS else "")
+    marker = (kind.marker if len(curve) <= MOST_DOTS else "") or dots(curve)
     width = 1.8 if kind.phase == "training" else 1.4
-    yield Line(curve.thinned(MOST_POINTS), color, label, width, 1.0, dashes, marker)
+    yield Line(curve.thinned(MOST_POINTS), color, width, label, dashes=dashes, marker=marker)
+
+
+def dots(curve: Curve) -> str:
+    """Return the marker of a line that is too short to be seen without one."""
+    return "o" if len(curve) <= FEW_POINTS else ""
 
 
 def describe(picture: Picture) -> str:
     """Describe the last losses of one run, or how to read the lines of several."""
     if len(picture.runs) > 1:
         shown = {kind for run in picture.runs for kind, _ in run.losses}
-        words = {"training": "solid", "validation": "dashed", "averaged weights": "dotted", "test": "diamonds"}
-        return " · ".join(f"{kind.label} {words[kind.label]}" for kind in KINDS if kind in shown)
+        return " · ".join(f"{kind.label} {kind.look}" for kind in KINDS if kind in shown)
     (run,) = picture.runs
     parts = [f"{kind.label} {curve.values[-1]:.3f}" for kind, curve in run.losses]
     tokens = f" ({format_tokens(run.tokens)} tokens)" if run.tokens else ""
@@ -166,16 +166,6 @@ def format_tokens(tokens: int) -> str:
         if tokens >= size:
             return f"{tokens / size:.3g}{letter}"
     return str(tokens)
-
-
-def highest_rate(picture: Picture) -> float:
-    """Return the top of the axis of the learning rate, in two digits because the log may skip the peak."""
-    return float(f"{max(float(curve.values.max()) for _, curve in picture.rates):.2g}") or 1.0
-
-
-def format_rate(value: float) -> str:
-    """Format a learning rate of an axis: 0.004, 5e-5."""
-    return f"{value:.4g}".replace("e-0", "e-")
 
 
 def round_ticks(low: float, high: float, count: int) -> list[float]:

@@ -1,13 +1,13 @@
-"""The picture of losses: where its lines, axes and names are."""
+"""The picture of losses: lines, axes and names in pixels, as an SVG or drawn by matplotlib in any of its formats."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator, Sequence
+from html import escape
+from typing import Any, NamedTuple
 
-from megatron_lite.reports.drawing import Drawing, Point, Stroke, Words
 from megatron_lite.reports.loss_curves import (
-    FEW_POINTS,
     GRID_COLOR,
     MOST_POINTS,
     MUTED_COLOR,
@@ -15,15 +15,103 @@ from megatron_lite.reports.loss_curves import (
     Line,
     Picture,
     describe,
-    format_rate,
-    highest_rate,
+    dots,
     lines,
     round_ticks,
 )
 
+Point = tuple[float, float]
+DOTS_PER_INCH = 150
 LEFT, RIGHT, WIDTH = 70.0, 870.0, 900
 LEGEND_ROW, CHARACTER = 20, 7.5  # pixels
 RATE_TICKS = 5  # about
+
+
+class Stroke(NamedTuple):
+    """A line through points, or the filled area that they surround."""
+
+    points: Sequence[Point]
+    color: str
+    width: float = 1.0
+    opacity: float = 1.0
+    dashes: tuple[int, ...] = ()
+    filled: bool = False
+
+
+class Words(NamedTuple):
+    """One line of text, whose `anchor` (start, middle, end) stands at x."""
+
+    x: float
+    y: float
+    text: str
+    color: str
+    size: int = 12
+    anchor: str = "start"
+
+    @property
+    def weight(self) -> str:
+        """Titles are bold."""
+        return "bold" if self.size > 14 else "normal"
+
+
+class Drawing(NamedTuple):
+    """A picture of this size; y grows downwards, and later shapes cover earlier ones."""
+
+    width: float
+    height: float
+    shapes: Sequence[Stroke | Words]
+
+
+def to_svg(drawing: Drawing) -> str:
+    """Return the picture as an SVG."""
+    size = f"{drawing.width:.0f}", f"{drawing.height:.0f}"
+    return (
+        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {size[0]} {size[1]}" width="{size[0]}" '
+        f'height="{size[1]}" font-family="sans-serif"><rect width="100%" height="100%" fill="white"/>'
+        f"{''.join(map(_element, drawing.shapes))}</svg>\n"
+    )
+
+
+def _element(shape: Stroke | Words) -> str:
+    if isinstance(shape, Words):
+        # XML knows no control characters, not even escaped ones.
+        clean = "".join(char if char.isprintable() else "?" for char in shape.text)
+        return (
+            f'<text x="{shape.x:.1f}" y="{shape.y:.1f}" font-size="{shape.size}" font-weight="{shape.weight}" '
+            f'fill="{shape.color}" text-anchor="{shape.anchor}">{escape(clean)}</text>'
+        )
+    points = " ".join(f"{x:.1f},{y:.1f}" for x, y in shape.points)
+    if shape.filled:
+        return f'<polygon points="{points}" fill="{shape.color}" fill-opacity="{shape.opacity}"/>'
+    dashes = f' stroke-dasharray="{" ".join(map(str, shape.dashes))}"' if shape.dashes else ""
+    return (
+        f'<polyline points="{points}" fill="none" stroke="{shape.color}" stroke-width="{shape.width}" '
+        f'stroke-opacity="{shape.opacity}" stroke-linejoin="round"{dashes}/>'
+    )
+
+
+def to_figure(drawing: Drawing) -> Any:
+    """Return the picture as a figure of matplotlib."""
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(drawing.width / 100, drawing.height / 100), dpi=DOTS_PER_INCH, facecolor="white")
+    axes = figure.add_axes((0, 0, 1, 1), xlim=(0, drawing.width), ylim=(drawing.height, 0))
+    axes.set_axis_off()
+    point = 72 / 100  # points of a pixel
+    for shape in drawing.shapes:
+        if isinstance(shape, Words):
+            align = {"start": "left", "middle": "center", "end": "right"}[shape.anchor]
+            looks: dict[str, Any] = {"color": shape.color, "fontsize": shape.size * point, "fontweight": shape.weight}
+            axes.text(shape.x, shape.y, shape.text, horizontalalignment=align, parse_math=False, **looks)
+            continue
+        across, down = zip(*shape.points, strict=True)
+        if shape.filled:
+            axes.fill(across, down, color=shape.color, alpha=shape.opacity, linewidth=0)
+        else:
+            style: Any = (0, tuple(dash / shape.width for dash in shape.dashes)) if shape.dashes else "solid"
+            looks = {"color": shape.color, "alpha": shape.opacity, "linewidth": shape.width * point}
+            axes.plot(across, down, linestyle=style, solid_joinstyle="round", **looks)
+    return figure
 
 
 class _Panel:
@@ -41,12 +129,9 @@ class _Panel:
         up = (value - self.low) / (self.high - self.low)
         return LEFT + across * (RIGHT - LEFT), self.bottom - up * (self.bottom - self.top)
 
-    def places(self, line: Line) -> list[Point]:
-        points = zip(line.curve.iterations.tolist(), line.curve.values.tolist(), strict=True)
-        return [self.place(*point) for point in points]
-
     def line(self, line: Line) -> Iterator[Stroke]:
-        places = self.places(line)
+        points = zip(line.curve.iterations.tolist(), line.curve.values.tolist(), strict=True)
+        places = [self.place(*point) for point in points]
         yield Stroke(places, line.color, line.width, line.opacity, line.dashes)
         yield from (_mark(line.marker, place, line.color) for place in places if line.marker)
 
@@ -100,11 +185,13 @@ def draw(picture: Picture) -> Drawing:
     shapes += [shape for line in losses for shape in panel.line(line)]
     bottom = panel.bottom
     if picture.rates:
-        rate = _Panel(bottom + 30, 80, (first, last), [0.0, highest_rate(picture)])
-        shapes += [*rate.grid(RATE_TICKS, format_rate), Words(LEFT + 4, rate.top - 4, "learning rate", MUTED_COLOR)]
+        highest = max(float(curve.values.max()) for _, curve in picture.rates)
+        top = float(f"{highest:.2g}") or 1.0  # two digits, as the log may skip the peak
+        rate = _Panel(bottom + 30, 80, (first, last), [0.0, top])
+        shapes += rate.grid(RATE_TICKS, lambda value: f"{value:.4g}".replace("e-0", "e-"))  # 0.004, 5e-5
+        shapes.append(Words(LEFT + 4, rate.top - 4, "learning rate", MUTED_COLOR))
         for color, curve in picture.rates:
-            marker = "o" if len(curve) <= FEW_POINTS else ""
-            shapes += rate.line(Line(curve.thinned(MOST_POINTS), color, "", 1.5, 1.0, (), marker))
+            shapes += rate.line(Line(curve.thinned(MOST_POINTS), color, 1.5, marker=dots(curve)))
         bottom = rate.bottom
     for iteration in round_ticks(first, last, 8) if last > first else [first]:
         x = panel.place(iteration, panel.low)[0]

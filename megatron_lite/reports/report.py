@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import contextlib
 import datetime
 import json
-import math
 import os
 from collections.abc import Iterator, Sequence
 from html import escape
@@ -13,12 +11,16 @@ from importlib import resources
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import numpy as np
+
 from megatron_lite.checkpoint.names import find_checkpoints
 from megatron_lite.config.values import FLAGS
 from megatron_lite.errors import DataError, StorageError
-from megatron_lite.reports.charts import COLORS, NamedRun, page_data
+from megatron_lite.reports.charts import COLORS, page_data
+from megatron_lite.reports.curves import Curve
 from megatron_lite.reports.loss_curves import format_tokens, unique_names
 from megatron_lite.reports.watched_run import WatchedRun, watched
+from megatron_lite.run.durable_files import replace_file
 from megatron_lite.run.progress_line import format_duration
 
 REPORT_FILE = "report.html"
@@ -32,7 +34,7 @@ MOST_WARNINGS = 20
 NAMES_OF_PAUSES = {"validation": "validations", "save": "checkpoints", "export": "exports", "samples": "samples"}
 
 
-def read_runs(folders: Sequence[Path]) -> list[NamedRun]:
+def read_runs(folders: Sequence[Path]) -> list[WatchedRun]:
     """Return the runs of experiment directories, with names that tell them apart.
 
     Raises:
@@ -40,7 +42,7 @@ def read_runs(folders: Sequence[Path]) -> list[NamedRun]:
     """
     if len(folders) > MOST_RUNS:
         raise DataError(f"{len(folders)} runs; a report shows up to {MOST_RUNS}")
-    return [NamedRun(name[:60], watched(folder)) for folder, name in zip(folders, unique_names(folders), strict=True)]
+    return [watched(folder, name[:60]) for folder, name in zip(folders, unique_names(folders), strict=True)]
 
 
 def write_report(folders: Sequence[Path], output: Path) -> None:
@@ -53,17 +55,13 @@ def write_report(folders: Sequence[Path], output: Path) -> None:
     if not output.name:
         raise StorageError(f"cannot write {output}: it is a folder; choose another --output")
     text = page(read_runs(folders))
-    temporary = output.with_name(f".{output.name}.{os.getpid()}.partial")
     try:
-        temporary.write_text(text, encoding="utf-8")
-        temporary.replace(output)
+        replace_file(output, text.encode())
     except OSError as error:
-        with contextlib.suppress(OSError):
-            temporary.unlink()
         raise StorageError(f"cannot write {output}: {error.strerror}; choose another --output") from None
 
 
-def page(runs: Sequence[NamedRun]) -> str:
+def page(runs: Sequence[WatchedRun]) -> str:
     """Return the whole page."""
     title = runs[0].name if len(runs) == 1 else f"{len(runs)} runs"
     data = page_data(runs)
@@ -94,13 +92,13 @@ def _file(name: str) -> str:
 # -- head ----------------------------------------------------------------------------------------------------------
 
 
-def _head(runs: Sequence[NamedRun], title: str) -> str:
+def _head(runs: Sequence[WatchedRun], title: str) -> str:
     parts = [f"<h1>{escape(title)}</h1>"]
     if len(runs) > 1:
         parts.append(f'<p class="subtitle">{escape(", ".join(run.name for run in runs))}</p>')
         return "".join([*parts, _comparison(runs)])
-    run = runs[0].run
-    parts.append(f'<p class="subtitle">{_badge(run)} {escape(_facts(run))}</p>')
+    run = runs[0]
+    parts.append(f'<p class="subtitle">{_ending(run)}</p>')
     tiles = "".join(
         f'<div class="tile"><b>{escape(tile.value)}</b><span>{escape(", ".join(filter(None, tile[::2])))}</span></div>'
         for tile in _tiles(run)
@@ -108,23 +106,15 @@ def _head(runs: Sequence[NamedRun], title: str) -> str:
     return "".join([*parts, f'<div class="tiles">{tiles}</div>'])
 
 
-def _badge(run: WatchedRun) -> str:
-    code = run.ending.get("exit_code")
+def _ending(run: WatchedRun) -> str:
+    """Say in one line how the run ended, and when it wrote its last record."""
+    kind = "badge" if run.ending.get("exit_code") in (0, 75, None) else "badge bad"
     status = str(run.ending.get("status", "no ending yet"))[:40]
-    kind = "badge" if code in (0, 75, None) else "badge bad"
-    return f'<span class="{kind}">{escape(status)}</span>'
-
-
-def _facts(run: WatchedRun) -> str:
-    """Say in one line how the run ended."""
-    message = str(run.ending.get("message", ""))[:300]
-    times = run.metrics.curve("training", "time")
-    when = datetime.datetime.fromtimestamp(times.values[-1]).strftime("%Y-%m-%d %H:%M") if _has_time(times) else ""
-    return " · ".join(part for part in (message, when) if part)
-
-
-def _has_time(times: Any) -> bool:
-    return len(times) > 0 and math.isfinite(times.values[-1]) and 0 <= times.values[-1] < 2**40
+    facts = [str(run.ending.get("message", ""))[:300]]
+    times = run.metrics.curve("training", "time").values[-1:]
+    if len(times) and 0 <= times[0] < 2**40:
+        facts.append(datetime.datetime.fromtimestamp(times[0]).strftime("%Y-%m-%d %H:%M"))
+    return f'<span class="{kind}">{escape(status)}</span> {escape(" · ".join(filter(None, facts)))}'
 
 
 class _Tile(NamedTuple):
@@ -156,15 +146,13 @@ def _tiles(run: WatchedRun) -> Iterator[_Tile]:
         yield _Tile("lines with dropped updates", f"{len(metrics.dropped):,}")
 
 
-def _comparison(runs: Sequence[NamedRun]) -> str:
-    names: list[str] = []
-    tiles = [{tile.name: " ".join(tile[1:]).strip() for tile in _tiles(run.run)} for run in runs]
-    for found in tiles:
-        names += [name for name in found if name not in names]
+def _comparison(runs: Sequence[WatchedRun]) -> str:
+    tiles = [{tile.name: " ".join(tile[1:]).strip() for tile in _tiles(run)} for run in runs]
     head = "".join(
         f'<th><span style="color:var(--s{number % COLORS})">{escape(run.name)}</span></th>'
         for number, run in enumerate(runs)
     )
+    names = dict.fromkeys(name for found in tiles for name in found)
     rows = [[name, *(found.get(name, "") for found in tiles)] for name in names]
     return f'<div class="card scroll"><table><tr><th></th>{head}</tr>{_rows(rows)}</table></div>'
 
@@ -200,15 +188,15 @@ def _figures(data: dict[str, Any]) -> Iterator[str]:
 # -- sections ------------------------------------------------------------------------------------------------------
 
 
-def _sections(runs: Sequence[NamedRun]) -> Iterator[str]:
+def _sections(runs: Sequence[WatchedRun]) -> Iterator[str]:
     several = len(runs) > 1
     for run in runs:
         parts = [
-            ("Samples", _samples(run.run.root)),
-            ("Time", _timing(run.run)),
-            ("Checkpoints and exports", _folders(run.run)),
-            ("Warnings of the last start", _warnings(run.run)),
-            ("Configuration", _configuration(run.run.config)),
+            ("Samples", _samples(run.root)),
+            ("Time", _timing(run)),
+            ("Checkpoints and exports", _folders(run)),
+            ("Warnings of the last start", _warnings(run)),
+            ("Configuration", _configuration(run.config)),
         ]
         if several:
             yield f"<h2>{escape(run.name)}</h2>"
@@ -256,23 +244,22 @@ def _last_line(path: Path) -> bytes:
 
 def _timing(run: WatchedRun) -> str:
     """Show how long steps, waits and pauses took, as far as the lines of metrics.jsonl say."""
-    metrics = run.metrics
-    step, total = metrics.curve("training", "step_time_ms").finite(), 0.0
+    step, wait = (run.metrics.curve("training", name).finite() for name in ("step_time_ms", "data_wait_ms"))
     if not len(step):
         return ""
-    before = [0, *step.iterations[:-1].tolist()]
-    counts = [now - last for now, last in zip(step.iterations.tolist(), before, strict=True)]
-    total = sum(count * ms for count, ms in zip(counts, step.values.tolist(), strict=True)) / 1e3
-    rows = [["training", format_duration(total)]]
-    wait = metrics.curve("training", "data_wait_ms").finite()
-    waited = dict(zip(wait.iterations.tolist(), wait.values.tolist(), strict=True))
-    seconds = sum(count * waited.get(at, 0.0) for at, count in zip(step.iterations.tolist(), counts, strict=True)) / 1e3
-    rows.append(["  of which waiting for data", format_duration(seconds)])
-    for kind in NAMES_OF_PAUSES:
-        curve = metrics.curve("training", f"{kind}_s").finite()
+    counts = dict(zip(step.iterations.tolist(), np.diff(step.iterations, prepend=0).tolist(), strict=True))
+
+    def total_s(curve: Curve) -> float:
+        """Return the sum of a mean time over all iterations."""
+        means = zip(curve.iterations.tolist(), curve.values.tolist(), strict=True)
+        return sum(counts.get(iteration, 0) * ms for iteration, ms in means) / 1e3
+
+    rows: list[tuple[str, float]] = [("training", total_s(step)), ("  of which waiting for data", total_s(wait))]
+    for kind, name in NAMES_OF_PAUSES.items():
+        curve = run.metrics.curve("training", f"{kind}_s").finite()
         if len(curve):
-            rows.append([NAMES_OF_PAUSES[kind], format_duration(float(curve.values.sum()))])
-    return _table(["", "h:mm:ss"], rows)
+            rows.append((name, float(curve.values.sum())))
+    return _table(["", "h:mm:ss"], [[name, format_duration(seconds)] for name, seconds in rows])
 
 
 def _folders(run: WatchedRun) -> str:

@@ -1,7 +1,7 @@
-"""metrics.jsonl read back: curves, starts and dropped updates of a run, which may still go on.
+"""metrics.jsonl read back: curves, starts and dropped updates of a run, which may still be running.
 
-The file is opened by its path and read with plain reads each time, so a network file system is as good as any. A start
-of the run that repeats iterations replaces everything that earlier starts logged from there on.
+The file is opened by its path and read with plain reads each time, which works on a network file system. A start of the
+run that repeats iterations replaces everything that earlier starts logged from there on.
 """
 
 from __future__ import annotations
@@ -84,7 +84,7 @@ class Metrics:
             self._rest = self._rest[: LONGEST_LINE_BYTES + 1]
 
     def take_last_line(self) -> None:
-        """Take a last line that lacks only its line break, of a run that has ended."""
+        """Take a last line that lacks only its line break."""
         self._add_line(self._rest)
         self._rest = b""
 
@@ -145,15 +145,6 @@ class Metrics:
         """Return the phases: training, validation, test ..."""
         return list(dict.fromkeys(phase for phase, _ in self._columns))
 
-    def check_records(self) -> None:
-        """Check that there is a number.
-
-        Raises:
-            DataError: if there is none.
-        """
-        if not self._columns:
-            raise DataError(f"{self.path} has no record yet; wait for the first log line of the run")
-
     def curve(self, phase: str, name: str) -> Curve:
         """Return a number of a phase; without any record, an empty curve."""
         iterations, values = self._columns.get((phase, name), (array("q"), array("d")))
@@ -163,7 +154,7 @@ class Metrics:
 
 
 def read_run(experiment_dir: Path) -> Metrics:
-    """Return all numbers of a run.
+    """Return all numbers of a run so far.
 
     Raises:
         DataError: if there are none.
@@ -171,19 +162,16 @@ def read_run(experiment_dir: Path) -> Metrics:
     metrics = Metrics(experiment_dir)
     metrics.update()
     metrics.take_last_line()
-    metrics.check_records()
+    if not metrics.phases():
+        raise DataError(f"{metrics.path} has no record yet; wait for the first log line of the run")
     return metrics
 
 
 def _number(value: Any) -> float | None:
     """Return a JSON number as a float, and null, which stands for a number that was not finite, as NaN."""
-    if type(value) is float:  # first, as nearly all are
-        return value if math.isfinite(value) else math.nan
-    if value is None:
-        return math.nan
-    if type(value) is not int:
-        return None
+    if type(value) not in (float, int):
+        return math.nan if value is None else None
     try:
-        return float(value)
-    except OverflowError:
+        return float(value) if math.isfinite(value) else math.nan
+    except OverflowError:  # an integer beyond the floats
         return math.nan

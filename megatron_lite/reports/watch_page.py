@@ -1,18 +1,20 @@
-"""The page of text that shows a run while it goes on."""
+"""The page of text that follows a run."""
 
 from __future__ import annotations
 
+import itertools
 import textwrap
 import time
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 from megatron_lite.reports.curves import sparkline
-from megatron_lite.reports.watched_run import Saved, WatchedRun
+from megatron_lite.reports.watched_run import SavedFolder, WatchedRun
 from megatron_lite.run.folder_lock import DEAD_AFTER_S
 from megatron_lite.run.progress_line import format_duration
 
 NARROWEST = 40
+RUNNING = "running"  # the state of a run that lives
 SHOWN_CHECKPOINTS, SHOWN_WARNINGS = 4, 5
 LARGEST, LONGEST_S = 1e18, 1e10  # numbers and times that are shown
 LATE = 3.0  # times the usual time between two lines, from which on a missing line is pointed out
@@ -59,16 +61,16 @@ def page(run: WatchedRun, now_s: float, width: int, unicode: bool) -> list[str]:
 
 def _head(run: WatchedRun, now_s: float) -> Iterator[str]:
     start = "" if run.start is None else f" | start {run.start + 1}"
-    yield f"{run.root.absolute().name}{start} | {_state(run, now_s)}"
+    yield f"{run.name}{start} | {_state(run, now_s)}"
     message = str(run.ending.get("message") or "")
     if run.ending.get("status") != "running" and message:
         yield message
-    last = _last(run)
-    time_s, usual_s = _float(last.get("time")), _usual_interval_s(run)
+    newest = max(run.metrics.last.values(), key=lambda record: _float(record.get("time")) or 0.0, default={})
+    time_s, usual_s = _float(newest.get("time")), _usual_interval_s(run)
     if time_s is not None:
         age_s = max(now_s - time_s, 0.0)
         line = f"last line {format_duration(age_s)} ago"
-        if usual_s is not None and _is_running(run, now_s) and age_s > LATE * usual_s:
+        if usual_s is not None and _state(run, now_s) == RUNNING and age_s > LATE * usual_s:
             line += f"; the lines before came every {format_duration(usual_s)}"
         yield line
     elif run.problem is not None and not run.metrics.phases():
@@ -79,18 +81,14 @@ def _state(run: WatchedRun, now_s: float) -> str:
     status, code = run.ending.get("status"), run.ending.get("exit_code")
     ended_s = _float(run.ending.get("time"))
     if status in ("done", "stopped", "failed") and ended_s is not None:
-        words = {"done": "complete", "stopped": "stopped", "failed": "failed"}[str(status)]
+        words = "complete" if status == "done" else status
         return f"{words} {format_duration(max(now_s - ended_s, 0.0))} ago, exit code {code}"
     if run.heartbeat_s is not None:
         silent_s = now_s - run.heartbeat_s
         if silent_s > DEAD_AFTER_S:
             return f"no heartbeat for {format_duration(silent_s)}: the process or its machine is gone"
-        return "running"
+        return RUNNING
     return "not running" if status is None else "killed: it left no ending"
-
-
-def _is_running(run: WatchedRun, now_s: float) -> bool:
-    return _state(run, now_s) == "running"
 
 
 def _progress(run: WatchedRun, now_s: float, width: int, unicode: bool) -> Iterator[str]:
@@ -100,7 +98,7 @@ def _progress(run: WatchedRun, now_s: float, width: int, unicode: bool) -> Itera
         return
     words = f"iteration {done:,} of {total:,}  {done / total:.0%}"
     left_s, time_s = _float(last.get("remaining_seconds")), _float(last.get("time"))
-    if left_s is not None and time_s is not None and done < total and _is_running(run, now_s):
+    if left_s is not None and time_s is not None and done < total and _state(run, now_s) == RUNNING:
         left_s = min(max(left_s - (now_s - time_s), 0.0), LONGEST_S)
         until = time.strftime("%a %H:%M", time.localtime(now_s + left_s))
         words += f"  {format_duration(left_s)} left, until {until}"
@@ -145,14 +143,13 @@ def _updates(run: WatchedRun) -> Iterator[str]:
         yield f"{len(run.metrics.starts)} starts; the newest log from iterations {places}"
 
 
-def _folders(name: str, saved: Sequence[Saved], now_s: float) -> Iterator[str]:
-    if saved:
-        shown = [
-            f"{one.iteration:,} ({format_duration(max(now_s - one.time_s, 0.0))} ago)"
-            for one in saved[:SHOWN_CHECKPOINTS]
-        ]
-        more = [f"{len(saved) - SHOWN_CHECKPOINTS} more"] if len(saved) > SHOWN_CHECKPOINTS else []
-        yield f"{name}: {', '.join([*shown, *more])}"
+def _folders(name: str, saved: Sequence[SavedFolder], now_s: float) -> Iterator[str]:
+    ages = [(one.iteration, format_duration(max(now_s - one.time_s, 0.0))) for one in saved]
+    shown = [f"{iteration:,} ({age} ago)" for iteration, age in ages[:SHOWN_CHECKPOINTS]]
+    if len(saved) > SHOWN_CHECKPOINTS:
+        shown.append(f"{len(saved) - SHOWN_CHECKPOINTS} more")
+    if shown:
+        yield f"{name}: {', '.join(shown)}"
 
 
 def _warnings(run: WatchedRun, width: int) -> Iterator[str]:
@@ -163,22 +160,11 @@ def _warnings(run: WatchedRun, width: int) -> Iterator[str]:
             yield from textwrap.wrap(text, width, initial_indent="  ", subsequent_indent="    ", max_lines=3)
 
 
-def _last(run: WatchedRun) -> dict[str, Any]:
-    """Return the newest record of any phase."""
-    return max(run.metrics.last.values(), key=lambda record: _float(record.get("time")) or 0.0, default={})
-
-
 def _usual_interval_s(run: WatchedRun) -> float | None:
     """Return the longest of the newest times between two training lines of one start; None with fewer than three."""
-    times, starts = (
-        run.metrics.curve("training", "time").values[-10:],
-        run.metrics.curve("training", "run").values[-10:],
-    )
-    gaps = [
-        float(later - earlier)
-        for earlier, later, one, other in zip(times, times[1:], starts, starts[1:], strict=False)
-        if one == other
-    ]
+    times, starts = (run.metrics.curve("training", name).values[-10:] for name in ("time", "run"))
+    records = itertools.pairwise(zip(times.tolist(), starts.tolist(), strict=False))
+    gaps = [later - earlier for (earlier, one), (later, other) in records if one == other]
     return max(gaps) if len(gaps) > 1 else None
 
 

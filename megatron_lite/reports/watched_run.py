@@ -1,7 +1,7 @@
-"""A run as its folder shows it from outside, also while it goes on: metrics, endings, checkpoints, warnings.
+"""A run as its folder shows it, also while it is running: metrics, endings, checkpoints, warnings.
 
 Nothing here takes a lock, maps a file or waits for the kernel to report changes: every file is opened by its path, read
-and closed again, so that a folder on a network file system works, too.
+and closed again, which works on a network file system.
 """
 
 from __future__ import annotations
@@ -10,13 +10,12 @@ import contextlib
 import os
 import re
 from collections import deque
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from megatron_lite.checkpoint.names import MANIFEST_NAME, find_checkpoints, parse_json, read_bytes
 from megatron_lite.errors import DataError
-from megatron_lite.reports.series import Metrics
+from megatron_lite.reports.series import Metrics, read_run
 from megatron_lite.run.exit_status import EXIT_FILE
 from megatron_lite.run.folder_lock import LOCK_FILE, newest_run
 
@@ -26,8 +25,7 @@ LARGEST_JSON_BYTES = LARGEST_READ_BYTES = 2**20
 _WARNING = re.compile(rb"(?:[0-9-]{10} [0-9:,]{8,12} )?(?:WARNING|ERROR): (.*)")
 
 
-@dataclass(frozen=True)
-class Saved:
+class SavedFolder(NamedTuple):
     """A checkpoint or an export."""
 
     iteration: int
@@ -35,22 +33,18 @@ class Saved:
 
 
 class WatchedRun:
-    """One run; `update` looks at its folder again.
+    """One run; `update` looks at its experiment directory again."""
 
-    Args:
-        root: the experiment directory, which must exist.
-    """
-
-    def __init__(self, root: Path) -> None:
-        self.root, self.metrics = root, Metrics(root)
+    def __init__(self, root: Path, name: str = "") -> None:
+        self.root, self.name, self.metrics = root, name or root.absolute().name, Metrics(root)
         self.problem: str | None = None  # why there are no metrics
         self.start: int | None = None  # number of the newest start
         self.ending: dict[str, Any] = {}  # exit.json
         self.config: dict[str, Any] = {}
-        self.heartbeat_s: float | None = None  # when the run last said that it lives; None: it has left the folder
+        self.heartbeat_s: float | None = None  # the last heartbeat; None: the run has left the folder
         self._heartbeat: tuple[int, float] | None = None  # start and time of the file
-        self.checkpoints: list[Saved] = []  # newest first
-        self.exports: list[Saved] = []
+        self.checkpoints: list[SavedFolder] = []  # newest first
+        self.exports: list[SavedFolder] = []
         self.warnings: deque[str] = deque(maxlen=MOST_WARNINGS)  # of the newest start
         self._log_offset, self._log_rest = 0, b""
 
@@ -77,7 +71,7 @@ class WatchedRun:
             self._read_log(self._of_start("logs/logs_rank_000.txt"))
 
     def _see_heartbeat(self, now_s: float) -> None:
-        """Look whether the run lives. A beat seen here counts from now: the file server may have another clock."""
+        """Read the heartbeat. A new one counts from now: the file server may have another clock."""
         before, beat = self._heartbeat, None
         with contextlib.suppress(OSError), self._of_start(LOCK_FILE).open("rb") as file:
             # Opened, because a network file system may answer `stat` from a cache.
@@ -114,33 +108,23 @@ class WatchedRun:
                 self.warnings.append(match[1].decode("utf-8", "replace"))
 
 
-def _saved(root: Path, file: str) -> list[Saved]:
-    """Return the folders of a folder that are named after iterations, with the time of a file in them, newest first."""
+def _saved(root: Path, file: str) -> list[SavedFolder]:
+    """Return the folders named after iterations, with the modification time of a file in them, newest first."""
     found = []
     with contextlib.suppress(OSError):
         for iteration, folder in find_checkpoints(root):
-            if (time_s := _time(folder / file)) is not None:
-                found.append(Saved(iteration, time_s))
+            with contextlib.suppress(OSError):
+                found.append(SavedFolder(iteration, (folder / file).stat().st_mtime))
     return found
 
 
-def _time(path: Path) -> float | None:
-    """Return when a file was changed last; None if there is none."""
-    with contextlib.suppress(OSError):
-        return path.stat().st_mtime
-    return None
-
-
-def watched(folder: Path) -> WatchedRun:
-    """Return a run as it is now, which may still go on.
+def watched(folder: Path, name: str = "") -> WatchedRun:
+    """Return a run as it is now, which may still be running.
 
     Raises:
         DataError: if it has no numbers.
     """
-    run = WatchedRun(folder)
+    run = WatchedRun(folder, name)
+    run.metrics = read_run(folder)
     run.update(0.0)
-    if run.problem is not None:
-        raise DataError(run.problem)
-    run.metrics.take_last_line()
-    run.metrics.check_records()
     return run

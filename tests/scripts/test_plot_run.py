@@ -8,9 +8,8 @@ import numpy as np
 import pytest
 
 from megatron_lite.reports.curves import Curve, sparkline
-from megatron_lite.reports.drawing import Stroke, Words, to_figure, to_svg
 from megatron_lite.reports.loss_curves import MOST_POINTS, RUN_COLORS, lines, read_picture, round_ticks
-from megatron_lite.reports.picture import draw
+from megatron_lite.reports.picture import Stroke, Words, draw, to_figure, to_svg
 from tests.support.loading import loaded
 
 pytestmark = pytest.mark.guides
