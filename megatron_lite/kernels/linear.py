@@ -59,7 +59,7 @@ class _Linear(torch.autograd.Function):
         if weight.requires_grad:
             ctx.save_for_backward(x)
         ctx.kept = weight, bias, before, after, x.shape
-        return after.reduce(before.affine(x, weight, after.bias(bias)))
+        return after.reduce(before.start_gather(x).affine(weight, after.bias(bias)))
 
     @staticmethod
     @once_differentiable

@@ -1,26 +1,26 @@
-"""Hidden states on the ranks of a tensor-parallel group, and the two collectives around products.
+"""Hidden states on tensor-parallel ranks, and the two collectives around products.
 
 Inside attention and MLP every rank has all tokens and its part of the channels; between them the residual stream has
-all channels. A product that splits its outputs (by columns) begins with `gather`, and one that splits its inputs (by
-rows) ends with `reduce`; their backward passes are each other (Shoeybi et al. 2019, figure 3):
+all channels. A product with split outputs (column-parallel) begins with `gather`, and one with split inputs
+(row-parallel) ends with `reduce`; each is the backward pass of the other (Shoeybi et al. 2019, figure 3):
 
-    gather    residual stream -> all tokens        backward: reduce
-    reduce    parts of a sum, of all tokens -> their sum, in the residual stream        backward: gather
+    gather    residual stream -> all tokens
+    reduce    partial sums of all tokens -> their sum, in the residual stream
 
-`start_gather` and `start_reduce` let the caller compute meanwhile. A product of gathered tokens begins with those that
-the rank has, while the others are under way.
+`start_gather` and `start_reduce` let the caller compute meanwhile. A product of gathered tokens begins with the rank's
+own, while the others are in flight.
 
 With `Replicated` every rank has the whole residual stream (b, s, h): gathers do nothing, reductions are all-reduces.
-With `SequenceParallel` (sequence parallelism, Korthikanti et al. 2022, section 4.2.2) it has one of T equal runs of the
-flattened tokens, (1, b s / T, h): all-gathers and reduce-scatters, which send as many bytes as the all-reduces, and
-norms, dropout and residual sums cost 1 / T of the memory and time.
+With `SequenceParallel` (Korthikanti et al. 2022, section 4.2.2) it has one of T equal slices of the flattened tokens,
+(1, b s / T, h): all-gathers and reduce-scatters, which send as many bytes as the all-reduces, and norms, dropout and
+residual sums cost 1 / T of the memory and time.
 
 Only these classes know how many ranks there are. A group of one does not communicate.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 
 import torch
 from torch import Tensor
@@ -35,9 +35,9 @@ GATHER, REDUCE, SUM = "tensor gather", "tensor reduce", "tensor sum"  # kinds of
 
 
 class Pending:
-    """A tensor whose collective may be under way; of a single rank it is there.
+    """A tensor whose collective may be in flight; here, on a single rank, it is complete.
 
-    A product multiplies the same rows together every time, so that recomputing changes no bit.
+    A product multiplies the same rows together every time, so recomputing changes no bit.
     """
 
     __slots__ = ("_tensor",)  # layers make ten of these each
@@ -70,7 +70,7 @@ class Reducing(Pending):
 
 
 class Gathering(Pending):
-    """All tokens, (t, h) or (1, t, h), of which this rank has the run from row `start` to before row `end`."""
+    """All tokens, (t, h) or (1, t, h), of which this rank has rows [start, end)."""
 
     def __init__(self, work: Handle, whole: Tensor, start: int, end: int) -> None:
         self._whole, self._start, self._end = whole, start, end
@@ -89,7 +89,7 @@ class Gathering(Pending):
         return self._multiplied(lambda rows, out: product(rows, matrix, out), matrix.shape[0])
 
     def _multiplied(self, multiply: Callable[[Tensor, Tensor], Tensor], channels: int) -> Tensor:
-        """Return `multiply(rows, out)` of all tokens, first of those that are here."""
+        """Return `multiply(rows, out)` of all tokens, beginning with this rank's."""
         rows, start, end = self._whole.flatten(0, -2), self._start, self._end
         result = rows.new_empty(len(rows), channels)
         multiply(rows[start:end], result[start:end])
@@ -101,47 +101,34 @@ class Gathering(Pending):
 
 
 class Collectives:
-    """Communication between a product and what is before or after it; single rank: no communication."""
-
-    splits_tokens = False  # whether a rank's residual stream has only some of the tokens
-
-    def gather(self, residual: Tensor) -> Tensor:
-        """Return all tokens: (t, h) if the residual stream comes as (t, h), else (b, s, h) or (1, b s, h)."""
-        return residual
-
-    def affine(self, residual: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-        """Return the product of all tokens with weight (o, i)^T plus bias (o,), (..., o)."""
-        return affine(residual, weight, bias)
+    """The collectives before and after products; on a single rank, no communication."""
 
     def start_gather(self, residual: Tensor) -> Pending:
-        """Start a gather."""
+        """Start to gather all tokens: (t, h) if the residual stream comes as (t, h), else (b, s, h) or (1, b s, h)."""
         return Pending(residual)
 
-    def reduce(self, parts: Tensor) -> Tensor:
-        """Return the residual stream of the sum over ranks of `parts` (..., h), whose memory may be overwritten."""
-        return parts
-
     def start_reduce(self, parts: Tensor) -> Pending:
-        """Start a reduction."""
+        """Start to sum `parts` (..., h) over ranks into the residual stream; their memory may be overwritten."""
         return Pending(parts)
 
-    def samples(self, tokens: Tensor, shape: Sequence[int]) -> Tensor:
-        """Return all tokens as samples (b, s, ...), given that shape, (b, s)."""
-        return tokens
+    def gather(self, residual: Tensor) -> Tensor:
+        """Return all tokens, as `start_gather` does."""
+        return self.start_gather(residual).wait()
+
+    def reduce(self, parts: Tensor) -> Tensor:
+        """Return the residual stream of the sum over ranks, as `start_reduce` does."""
+        return self.start_reduce(parts).wait()
 
     def own(self, values: Tensor) -> Tensor:
-        """Return those of the values (b, s) that belong to the tokens of this rank's residual stream."""
+        """Return the values, of (b, s), that belong to the tokens of this rank's residual stream."""
         return values
 
     def positions(self, positions: Tensor | None, tokens: Tensor) -> Tensor | None:
-        """Return the positions of the tokens of this rank's residual stream; None: all from 0 in every sample.
-
-        positions: of all tokens (b, s), or None.
-        """
+        """Return the positions of this rank's tokens, given those of all tokens (b, s); None: 0, 1, ... per sample."""
         return positions
 
     def total(self, loss: Tensor) -> Tensor:
-        """Return the sum over all tokens, (), of the sum over those of this rank's residual stream."""
+        """Return the loss summed over all tokens, (), given that of this rank's residual stream."""
         return loss
 
     def bias(self, bias: Parameter | None) -> Parameter | None:
@@ -149,7 +136,7 @@ class Collectives:
         return bias
 
     def seed(self, seed: int | None) -> int | None:
-        """Return the seed of a dropout mask of the residual stream, equal where its values are."""
+        """Return the seed of a dropout mask of the residual stream: equal on ranks with equal values."""
         return seed
 
 
@@ -162,9 +149,6 @@ class Replicated(Collectives):
     def __init__(self, group: Group) -> None:
         self._group = group
 
-    def reduce(self, parts: Tensor) -> Tensor:
-        return self.start_reduce(parts).wait()
-
     def start_reduce(self, parts: Tensor) -> Pending:
         parts = parts.contiguous()
         return Reducing(self._group.all_reduce(parts, REDUCE), lambda: parts)
@@ -174,43 +158,32 @@ class Replicated(Collectives):
 
 
 class SequenceParallel(Replicated):
-    """Every rank of a group has one of T equal runs of the tokens."""
-
-    splits_tokens = True
-
-    def gather(self, residual: Tensor) -> Tensor:
-        return self.start_gather(residual).wait()
-
-    def affine(self, residual: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-        return self.start_gather(residual).affine(weight, bias)
+    """Every rank of a group has one of T equal slices of the tokens."""
 
     def start_gather(self, residual: Tensor) -> Pending:
         ranks, channels = self._group.world_size, residual.shape[-1]
-        run = residual.numel() // channels
-        shape = (ranks * run, channels) if residual.dim() == 2 else (1, ranks * run, channels)
-        start, whole = self._group.rank * run, residual.new_empty(shape)
-        whole.view(-1, channels)[start : start + run] = residual.reshape(-1, channels)
-        return Gathering(self._group.all_gather(whole.view(-1), GATHER), whole, start, start + run)
+        tokens = residual.numel() // channels
+        shape = (ranks * tokens, channels) if residual.dim() == 2 else (1, ranks * tokens, channels)
+        start, whole = self._group.rank * tokens, residual.new_empty(shape)
+        whole.view(-1, channels)[start : start + tokens] = residual.reshape(-1, channels)
+        return Gathering(self._group.all_gather(whole.view(-1), GATHER), whole, start, start + tokens)
 
     def start_reduce(self, parts: Tensor) -> Pending:
         parts = parts.contiguous()
         work = self._group.reduce_scatter(parts.view(-1), REDUCE)
         # A copy, so that nothing keeps the memory of all tokens.
-        return Reducing(work, lambda: self._run(parts.flatten(0, -2)).clone())
-
-    def samples(self, tokens: Tensor, shape: Sequence[int]) -> Tensor:
-        return tokens.view(*shape, -1)
+        return Reducing(work, lambda: self._slice(parts.flatten(0, -2)).clone())
 
     def own(self, values: Tensor) -> Tensor:
-        return self._run(values.reshape(-1))
+        return self._slice(values.reshape(-1))
 
     def positions(self, positions: Tensor | None, tokens: Tensor) -> Tensor | None:
         if positions is None:
             positions = torch.arange(tokens.shape[1], device=tokens.device).expand_as(tokens)
         return self.own(positions)
 
-    def _run(self, values: Tensor) -> Tensor:
-        """Return this rank's run of the tokens: (b s, ...) -> (1, b s / T, ...)."""
+    def _slice(self, values: Tensor) -> Tensor:
+        """Return this rank's slice of the tokens: (b s, ...) -> (1, b s / T, ...)."""
         return values.view(self._group.world_size, 1, -1, *values.shape[1:])[self._group.rank]
 
     def total(self, loss: Tensor) -> Tensor:
@@ -230,5 +203,5 @@ def collectives_over(group: Group, splits_tokens: bool) -> Collectives:
 
 
 def split_seed(seed: int | None, rank: int) -> int | None:
-    """Return the seed of a dropout mask of values that only one rank of a tensor-parallel group has."""
+    """Return the seed of a dropout mask of values that differ among tensor-parallel ranks."""
     return derive_seed(seed, "tensor", rank) if seed is not None and rank else seed

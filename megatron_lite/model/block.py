@@ -78,7 +78,7 @@ class Attention(torch.nn.Module):
     def forward(self, hidden: Tensor, micro_batch: MicroBatch, collectives: Collectives = ONE_RANK) -> Tensor:
         """(b, s, h) -> (b, s, h), from the norm to the residual sum."""
         projection = self.query_key_value(hidden, before=collectives)
-        projection = collectives.samples(projection, micro_batch.tokens.shape)  # (b, s, (n + 2 g) d)
+        projection = projection.view(*micro_batch.tokens.shape, -1)  # (b, s, (n + 2 g) d)
         heads = self.heads(projection, self._angles(hidden, micro_batch))
         seed = split_seed(micro_batch.site_seed(self.name, self.dropout), self.parallel.group.rank)
         documents, backend = micro_batch.documents, self.kernels.attention

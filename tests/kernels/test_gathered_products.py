@@ -47,7 +47,7 @@ def test_own_tokens_come_first(rank: int, biased: bool, monkeypatch: pytest.Monk
     collectives = collectives_over(SlowGroup(rank, x, events), splits_tokens=True)  # type: ignore[arg-type]
     own = x[rank * TOKENS : (rank + 1) * TOKENS]
 
-    found = collectives.affine(own.unsqueeze(0), weight, bias)
+    found = collectives.start_gather(own.unsqueeze(0)).affine(weight, bias)
     assert found.shape == (1, RANKS * TOKENS, 5)
     torch.testing.assert_close(found[0], affine(x, weight, bias), rtol=1e-5, atol=1e-6)
     assert events[:2] == ["multiply", "wait"] and events.count("wait") == 1
@@ -65,5 +65,5 @@ def test_one_rank_multiplies_everything_at_once() -> None:
     alone = SlowGroup(0, x, [])
     alone.world_size = 1
     assert collectives_over(alone, splits_tokens=True) is ONE_RANK  # type: ignore[arg-type]
-    assert torch.equal(ONE_RANK.affine(x, weight, None), affine(x, weight))
+    assert torch.equal(ONE_RANK.start_gather(x).affine(weight, None), affine(x, weight))
     assert ONE_RANK.start_gather(x).wait() is x and ONE_RANK.reduce(x) is x
