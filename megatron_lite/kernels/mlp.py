@@ -9,13 +9,13 @@
 
 gelu: Hendrycks and Gimpel (2016), usually written with tanh; 1 + tanh(x) = 2 s(2 x). quick_gelu: section 2 there.
 
-Kept for the backward pass, in elements per token: x, u and z (h + 2 f, gated h + 3 f); with recompute level
+Saved for the backward pass, in elements per token: x, u and z (h + 2 f, gated h + 3 f); with recompute level
 "activation" x and u (h + f, gated h + 2 f); with level "full" only x (h). The backward pass recomputes the rest with
-the same operations from the same values, so no level changes a bit. It gets z on the way from dz to du, where a(u) is
-computed anyway. Tensors that only a frozen parameter's gradient would need are not kept.
+the same operations from the same values, so no level changes a bit. z is a by-product of du, which needs a(u) anyway.
+Tensors that only a frozen parameter's gradient would need are not saved.
 
-The ranks of a tensor-parallel group split the f channels: x is gathered before the first product, y summed after the
-second; see `linear.py`. Each keeps its part of u and z, and of x what it has of the residual stream.
+Tensor-parallel ranks split the f channels: x is gathered before the first product, y summed after the second; see
+`linear.py`. Each rank saves its part of u and z, and x of its residual stream.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ aten = torch.ops.aten
 QUICK = 1.702
 TWO_K = 1.5957691216057308  # 2 sqrt(2 / pi)
 
-# Elements that `_gelu` works on at a time: few enough to stay in the cache between its passes.
+# Elements that `_gelu` computes at a time: few enough to stay in the cache between its passes.
 PIECE_NUMEL = 2**17
 
 
@@ -72,31 +72,6 @@ FUNCTIONS: dict[str, tuple[Callable[[Tensor], Tensor], Callable[[Tensor, Tensor]
     "tanh": (torch.tanh, lambda dz, u: aten.tanh_backward.grad_input(dz, u.tanh_(), grad_input=u)),
     "identity": (torch.clone, lambda dz, u: u.copy_(dz)),
 }
-
-
-# -- the activation by torch -----------------------------------------------------------------------------------------
-
-
-def _reference_forward(u: Tensor, name: str, gated: bool) -> Tensor:
-    forward = FUNCTIONS[name][0]
-    if not gated:
-        return forward(u)
-    gate, up = u.chunk(2, dim=-1)
-    return forward(gate).mul_(up)
-
-
-def _reference_backward(dz: Tensor, u: Tensor, name: str, gated: bool, needs_z: bool) -> tuple[Tensor, Tensor | None]:
-    forward, backward = FUNCTIONS[name]
-    if not gated:
-        z = forward(u) if needs_z else None
-        return backward(dz, u), z
-    gate, up = u.chunk(2, dim=-1)
-    value = forward(gate)
-    z = value * up if needs_z else None
-    dup = value.mul_(dz)  # cannot take the memory of `up` yet: dgate reads it
-    backward(dz.mul_(up), gate)
-    up.copy_(dup)
-    return u, z
 
 
 # -- the activation by Triton ----------------------------------------------------------------------------------------
@@ -140,66 +115,56 @@ def _value_and_slope(u, NAME: tl.constexpr):
 
 
 @jit
-def _activate_kernel(u_ptr, z_ptr, width, NAME: tl.constexpr, GATED: tl.constexpr, BLOCK: tl.constexpr):
-    """One block of channels of one row (width,) per program."""
+def _activate_kernel(u_ptr, dz_ptr, z_ptr, width, NAME: tl.constexpr, GATED: tl.constexpr, BLOCK: tl.constexpr):
+    """Write z, if wanted, of one block of channels of one row (width,) per program; given dz, du overwrites u.
+
+    z may overwrite dz.
+    """
     blocks = tl.cdiv(width, BLOCK)
     row = (tl.program_id(0) // blocks).to(tl.int64)
     column = tl.program_id(0) % blocks * BLOCK + tl.arange(0, BLOCK)
     inside = column < width
-    if GATED:
-        start = u_ptr + row * 2 * width
-        z, _ = _value_and_slope(tl.load(start + column, mask=inside, other=0.0).to(tl.float32), NAME)
-        z *= tl.load(start + width + column, mask=inside, other=0.0).to(tl.float32)
-    else:
-        z, _ = _value_and_slope(tl.load(u_ptr + row * width + column, mask=inside, other=0.0).to(tl.float32), NAME)
-    tl.store(z_ptr + row * width + column, z.to(z_ptr.dtype.element_ty), mask=inside)
-
-
-@jit
-def _activate_backward_kernel(
-    dz_ptr, u_ptr, width, NAME: tl.constexpr, GATED: tl.constexpr, NEEDS_Z: tl.constexpr, BLOCK: tl.constexpr
-):
-    """du overwrites u; z, if needed, overwrites dz."""
-    blocks = tl.cdiv(width, BLOCK)
-    row = (tl.program_id(0) // blocks).to(tl.int64)
-    column = tl.program_id(0) % blocks * BLOCK + tl.arange(0, BLOCK)
-    inside = column < width
-    dz_pointers = dz_ptr + row * width + column
-    dz = tl.load(dz_pointers, mask=inside, other=0.0).to(tl.float32)
+    if dz_ptr is not None:
+        dz = tl.load(dz_ptr + row * width + column, mask=inside, other=0.0).to(tl.float32)
     if GATED:
         gate_pointers = u_ptr + row * 2 * width + column
         up = tl.load(gate_pointers + width, mask=inside, other=0.0).to(tl.float32)
         z, slope = _value_and_slope(tl.load(gate_pointers, mask=inside, other=0.0).to(tl.float32), NAME)
-        tl.store(gate_pointers, (dz * up * slope).to(u_ptr.dtype.element_ty), mask=inside)
-        tl.store(gate_pointers + width, (dz * z).to(u_ptr.dtype.element_ty), mask=inside)
+        if dz_ptr is not None:
+            tl.store(gate_pointers, (dz * up * slope).to(u_ptr.dtype.element_ty), mask=inside)
+            tl.store(gate_pointers + width, (dz * z).to(u_ptr.dtype.element_ty), mask=inside)
         z *= up
     else:
         u_pointers = u_ptr + row * width + column
         z, slope = _value_and_slope(tl.load(u_pointers, mask=inside, other=0.0).to(tl.float32), NAME)
-        tl.store(u_pointers, (dz * slope).to(u_ptr.dtype.element_ty), mask=inside)
-    if NEEDS_Z:
-        tl.store(dz_pointers, z.to(dz_ptr.dtype.element_ty), mask=inside)
+        if dz_ptr is not None:
+            tl.store(u_pointers, (dz * slope).to(u_ptr.dtype.element_ty), mask=inside)
+    if z_ptr is not None:
+        tl.store(z_ptr + row * width + column, z.to(z_ptr.dtype.element_ty), mask=inside)
 
 
-def _grid(z: Tensor) -> tuple[tuple[int], int]:
-    """Return the number of programs and the channels of each: 8 for each of 128 threads, 16 bytes in bf16."""
-    width = z.shape[-1]
+def _launch(u: Tensor, dz: Tensor | None, z: Tensor | None, width: int, name: str, gated: bool) -> None:
+    """Launch with 8 channels for each of 128 threads: 16 bytes in bf16."""
     block = min(next_power_of_2(width), 1024)
-    return (z.numel() // width * cdiv(width, block),), block
+    grid = (u.numel() // (width * (2 if gated else 1)) * cdiv(width, block),)
+    _activate_kernel[grid](u, dz, z, width, NAME=name, GATED=gated, BLOCK=block, num_warps=4)
 
 
-# -- both directions -------------------------------------------------------------------------------------------------
+# -- the activation --------------------------------------------------------------------------------------------------
 
 
 def activate(u: Tensor, name: str, gated: bool, triton: bool = False) -> Tensor:
     """u (..., f), or (..., 2 f) if gated, -> z (..., f) in new memory; without autograd."""
-    if not triton:
-        return _reference_forward(u, name, gated)
-    u = u.contiguous()
-    z = u.new_empty((*u.shape[:-1], u.shape[-1] // (2 if gated else 1)))
-    grid, block = _grid(z)
-    _activate_kernel[grid](u, z, z.shape[-1], NAME=name, GATED=gated, BLOCK=block, num_warps=4)
-    return z
+    if triton:
+        u = u.contiguous()
+        z = u.new_empty((*u.shape[:-1], u.shape[-1] // (2 if gated else 1)))
+        _launch(u, None, z, z.shape[-1], name, gated)
+        return z
+    forward = FUNCTIONS[name][0]
+    if not gated:
+        return forward(u)
+    gate, up = u.chunk(2, dim=-1)
+    return forward(gate).mul_(up)
 
 
 def activate_backward(
@@ -209,14 +174,22 @@ def activate_backward(
 
     dz and u are contiguous; both are overwritten.
     """
-    if not triton:
-        return _reference_backward(dz, u, name, gated, needs_z)
-    assert u.is_contiguous() and dz.is_contiguous()
-    grid, block = _grid(dz)
-    _activate_backward_kernel[grid](
-        dz, u, dz.shape[-1], NAME=name, GATED=gated, NEEDS_Z=needs_z, BLOCK=block, num_warps=4
-    )
-    return u, dz if needs_z else None
+    if triton:
+        assert u.is_contiguous() and dz.is_contiguous()
+        z = dz if needs_z else None
+        _launch(u, dz, z, dz.shape[-1], name, gated)
+        return u, z
+    forward, backward = FUNCTIONS[name]
+    if not gated:
+        z = forward(u) if needs_z else None
+        return backward(dz, u), z
+    gate, up = u.chunk(2, dim=-1)
+    value = forward(gate)
+    z = value * up if needs_z else None
+    dup = value.mul_(dz)  # cannot take the memory of `up` yet: dgate reads it
+    backward(dz.mul_(up), gate)
+    up.copy_(dup)
+    return u, z
 
 
 # -- the MLP ---------------------------------------------------------------------------------------------------------
@@ -238,7 +211,7 @@ class _MLP(torch.autograd.Function):
         ctx: Any, x: Tensor, up: Parameter, up_bias: Bias, down: Parameter, down_bias: Bias, options: _Options
     ) -> Tensor:
         ctx.up, ctx.up_bias, ctx.down, ctx.down_bias, ctx.options = up, up_bias, down, down_bias, options
-        u = options.collectives.affine(x, up, up_bias)  # (..., f) or (..., 2 f)
+        u = options.collectives.start_gather(x).affine(up, up_bias)  # (..., f) or (..., 2 f)
         z = activate(u, options.activation, options.gated, options.triton)  # (..., f)
         ctx.needs_du = any(ctx.needs_input_grad[:3])  # for dx and the gradients of `up` and its bias
         recomputes_z = down.requires_grad and options.recompute_level != "none"
@@ -262,7 +235,7 @@ class _MLP(torch.autograd.Function):
         gathering = None if x is None else collectives.start_gather(x)  # overlaps the products until `up` needs it
         if gathering is not None and u is None and (ctx.needs_du or needs_z):
             u = gathering.affine(up, ctx.up_bias)
-        flat: list[Any] = [None if kept is None else kept.flatten(0, -2) for kept in (u, z)]
+        flat: list[Any] = [None if saved is None else saved.flatten(0, -2) for saved in (u, z)]
         u, z = flat
         if ctx.needs_du:
             dz = gathering_dy.product(down.t())
