@@ -12,23 +12,24 @@ The forward pass computes the gradient while it has the logits, in the logits' m
 logits exists at a time. It must therefore know `scale`: the loss scale / tokens of the global batch. Frozen hidden
 states or weights skip their product.
 
-Tokens come in chunks. Every chunk adds to the full weight gradient, (v, h), so small chunks cost memory traffic. The
-vocabulary may come in blocks, too, which limits the logits to one chunk and one block. Blocks are visited twice, for
-the sums and for the gradient, and their logits are computed both times: four products instead of three, a third more
-time (evaluation needs only the sums). The hidden gradient is summed over blocks in fp32 and rounded once.
+Tokens are processed in chunks. Every chunk adds to the full weight gradient, (v, h), so small chunks cost memory
+traffic. The vocabulary may be split into blocks, too, which limits the logits to one chunk and one block. Blocks are
+visited twice, for the sums and for the gradient, and their logits are computed both times: four products instead of
+three, a third more time (evaluation needs only the sums). The hidden gradient is summed over blocks in fp32 and rounded
+once.
 
 `sweep` adds one block of logits to the sums `lse` and x[label], or turns the block into its gradient, which needs the
 sums over all blocks, or does both at once if the block is the whole vocabulary. Reference and kernel read logits in
 their dtype, compute in fp32 and copy only a few rows to fp32.
 
 Rows of zeros may follow the weight and its gradient in memory, to give products a rounder size: see `parameter.padded`.
-Their logits enter no sum and have zero gradients, so they add zero to the hidden gradient and to the rows themselves.
+Their logits are in no sum and have zero gradients, so they add zero to the hidden gradient and to the rows themselves.
 """
 
 from __future__ import annotations
 
+import itertools
 import math
-from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
@@ -42,7 +43,7 @@ from megatron_lite.parameter import Parameter, padded
 
 LOG2_E = math.log2(math.e)
 LOWEST = -3.0e38  # the maximum of no entries: minus infinity minus minus infinity would be NaN
-# Elements that the reference works on at a time: on a CPU, as many as stay in the cache between operations.
+# Elements that the reference computes at a time: on a CPU, as many as stay in the cache between operations.
 REFERENCE_ELEMENTS = {"cpu": 2**17, "cuda": 2**26}
 # Elements of a row that a program of the kernel loads at a time; each thread takes runs of RUN.
 LARGEST_BLOCK, RUN = 16384, 8
@@ -51,9 +52,8 @@ LARGEST_BLOCK, RUN = 16384, 8
 ROW_ALIGNMENT = 64
 
 
-@dataclass(frozen=True)
-class Sums:
-    """Sums over the blocks of the vocabulary so far, for every token; all on one device."""
+class Sums(NamedTuple):
+    """Sums over the blocks of the vocabulary so far, for every token."""
 
     lse: Tensor  # log-sum-exp, (t,) in fp32
     at_label: Tensor  # the label's logit, (t,) in fp32
@@ -61,8 +61,7 @@ class Sums:
     @classmethod
     def empty(cls, tokens: int, device: torch.device) -> Sums:
         """Allocate sums for the first block to fill."""
-        both = torch.empty(2, tokens, dtype=torch.float32, device=device)
-        return cls(both[0], both[1])
+        return cls(*torch.empty(2, tokens, dtype=torch.float32, device=device))
 
     def part(self, rows: slice) -> Sums:
         return Sums(self.lse[rows], self.at_label[rows])
@@ -76,17 +75,6 @@ class Sums:
         return losses.masked_fill(labels < 0, 0.0).sum()
 
 
-class _Sweep(NamedTuple):
-    """Arguments of `sweep` that are not tensors."""
-
-    z_loss: float
-    soft_cap: float
-    columns: int
-    start: int
-    accumulate: bool
-    keep: bool
-
-
 def capped(x: Tensor, soft_cap: float) -> Tensor:
     """Return c tanh(x / c) in new memory; without a cap (0) return x itself."""
     return x.div(soft_cap).tanh_().mul_(soft_cap) if soft_cap else x
@@ -95,17 +83,23 @@ def capped(x: Tensor, soft_cap: float) -> Tensor:
 # -- loss and gradient of logits by torch ----------------------------------------------------------------------------
 
 
-def reference_rows(columns: int, device_type: str) -> int:
-    """Return the number of rows that the reference works on at a time."""
-    return max(1, REFERENCE_ELEMENTS[device_type] // columns)
-
-
-def _reference_sweep(logits: Tensor, labels: Tensor, sums: Sums, scale: Tensor | None, options: _Sweep) -> None:
-    z_loss, soft_cap, columns, start, accumulate, keep = options
+def _reference_sweep(
+    logits: Tensor,
+    labels: Tensor,
+    sums: Sums,
+    scale: Tensor | None,
+    z_loss: float,
+    soft_cap: float,
+    columns: int,
+    start: int,
+    accumulate: bool,
+    keep: bool,
+) -> None:
     place = labels[:, None] - start  # of the label in the block, (t, 1)
     inside = (place >= 0) & (place < columns)
     place = place.clamp(0, columns - 1)
-    step, narrow = reference_rows(columns, logits.device.type), logits.dtype != torch.float32 or keep
+    step = max(1, REFERENCE_ELEMENTS[logits.device.type] // columns)
+    narrow = logits.dtype != torch.float32 or keep
     scratch = logits.new_empty(min(step, len(logits)) if narrow else 0, columns, dtype=torch.float32)
     tanhs = logits.new_empty(min(step, len(logits)) if soft_cap else 0, columns, dtype=torch.float32)
     loop = range(0, logits.shape[0], step)
@@ -162,7 +156,6 @@ def _sweep_kernel(
     row_stride,
     FIRST: tl.constexpr,
     ACCUMULATE: tl.constexpr,
-    GRADIENT: tl.constexpr,
     CAPPED: tl.constexpr,
     LOWEST: tl.constexpr,
     RUNS: tl.constexpr,
@@ -203,7 +196,7 @@ def _sweep_kernel(
         tl.store(lse_ptr + row, lse)
     else:
         lse = tl.load(lse_ptr + row)
-    if GRADIENT:
+    if scale_ptr is not None:
         scale = tl.load(scale_ptr)
         factor = tl.where(label >= 0, scale * (1.0 + 2.0 * z_loss * lse), 0.0)
         for block in range(0, blocks):  # backwards: the cache may still hold the end
@@ -220,34 +213,6 @@ def _sweep_kernel(
             tl.store(x_ptr + offsets, dx.to(x_ptr.dtype.element_ty), mask=offsets < width)
 
 
-def _triton_sweep(logits: Tensor, labels: Tensor, sums: Sums, scale: Tensor | None, options: _Sweep) -> None:
-    z_loss, soft_cap, columns, start, accumulate, _ = options
-    assert logits.stride(1) == 1 and labels.is_contiguous()
-    tokens, width = logits.shape
-    block = min(LARGEST_BLOCK, max(next_power_of_2(width), 32 * RUN))
-    _sweep_kernel[(tokens,)](
-        logits,
-        labels,
-        sums.lse,
-        sums.at_label,
-        sums.lse if scale is None else scale,
-        z_loss,
-        soft_cap,
-        start,
-        width,
-        columns,
-        logits.stride(0),
-        FIRST=start == 0,
-        ACCUMULATE=accumulate,
-        GRADIENT=scale is not None,
-        CAPPED=soft_cap != 0.0,
-        LOWEST=LOWEST,
-        RUNS=block // RUN,
-        RUN=RUN,
-        num_warps=max(1, min(32, block // 512)),
-    )
-
-
 def sweep(
     logits: Tensor,
     labels: Tensor,
@@ -262,23 +227,46 @@ def sweep(
     keep: bool = False,
     triton: bool = False,
 ) -> None:
-    """Visit a block of logits once: add it to the sums, replace it by its gradient, or both. Without autograd.
+    """Visit a block of logits: add it to the sums, replace it by its gradient, or both. Without autograd.
 
     Args:
-        logits: (t, w), any float dtype, any row stride. Overwritten, unless `keep`, which is for a visit that only adds
-            to the sums.
+        logits: (t, w), any float dtype, any row stride. Overwritten, unless `keep`, for a visit that only adds to the
+            sums.
         labels: (t,) int64; below zero: masked.
-        sums: sums over the blocks before this one; `start` 0 begins them.
+        sums: over the blocks before this one; `start` 0 begins them.
         scale: (), factor of the gradient; None: compute no gradient.
         z_loss: coefficient of the squared log-sum-exp.
         soft_cap: bound on the logits; 0: none.
         columns: entries in the block; further columns are padding, which may hold anything before and after.
-        start: number of the block's first entry in the vocabulary.
+        start: index of the block's first entry in the vocabulary.
         accumulate: add the block to `sums`; combined with `scale`, the block must be the whole vocabulary.
     """
-    options = _Sweep(z_loss, soft_cap, logits.shape[1] if columns is None else columns, start, accumulate, keep)
-    run = _triton_sweep if triton else _reference_sweep
-    run(logits, labels, sums, scale, options)
+    tokens, width = logits.shape
+    columns = width if columns is None else columns
+    if not triton:
+        _reference_sweep(logits, labels, sums, scale, z_loss, soft_cap, columns, start, accumulate, keep)
+        return
+    assert logits.stride(1) == 1 and labels.is_contiguous()
+    block = min(LARGEST_BLOCK, max(next_power_of_2(width), 32 * RUN))
+    _sweep_kernel[(tokens,)](
+        logits,
+        labels,
+        *sums,
+        scale,
+        z_loss,
+        soft_cap,
+        start,
+        width,
+        columns,
+        logits.stride(0),
+        FIRST=start == 0,
+        ACCUMULATE=accumulate,
+        CAPPED=soft_cap != 0.0,
+        LOWEST=LOWEST,
+        RUNS=block // RUN,
+        RUN=RUN,
+        num_warps=max(1, min(32, block // 512)),
+    )
 
 
 # -- the head --------------------------------------------------------------------------------------------------------
@@ -288,33 +276,6 @@ def held_logits(tokens: int, vocab_size: int, chunk_tokens: int, block_size: int
     """Return rows and columns of the memory for logits, padding included; `vocab_size` includes its padding rows."""
     block = min(block_size or vocab_size, vocab_size)
     return min(chunk_tokens, tokens), -(-block // ROW_ALIGNMENT) * ROW_ALIGNMENT
-
-
-class _Block(NamedTuple):
-    """A block of the vocabulary, as rows of the padded weight, and what a visit computes."""
-
-    rows: slice
-    accumulate: bool
-    with_gradient: bool
-    multiply: bool = True  # False: the memory of logits still holds the block's
-
-
-def _blocks(
-    vocab_size: int, padding_rows: int, block_size: int | None, with_gradient: bool, is_all: bool
-) -> tuple[list[_Block], list[_Block]]:
-    """List the visits of blocks in order: those that add to the sums, and those that need the sums of the vocabulary.
-
-    The last block takes as many padding rows as it has room for. is_all: there are no entries on other ranks, so one
-    block is visited only once.
-    """
-    rows = vocab_size + padding_rows
-    size = min(block_size or rows, rows)
-    parts = [slice(start, min(start + size, rows)) for start in range(0, vocab_size, size)]
-    is_one = len(parts) == 1
-    if not with_gradient or (is_one and is_all):
-        return [_Block(part, accumulate=True, with_gradient=with_gradient) for part in parts], []
-    adding = [_Block(part, accumulate=True, with_gradient=False) for part in parts]
-    return adding, [_Block(part, accumulate=False, with_gradient=True, multiply=not is_one) for part in parts]
 
 
 class _Options(NamedTuple):
@@ -327,6 +288,22 @@ class _Options(NamedTuple):
     padding_rows: int
     triton: bool
     vocabulary: Vocabulary
+
+
+def _visits(
+    vocab_size: int, options: _Options, with_gradient: bool, is_all: bool
+) -> tuple[list[slice], list[tuple[bool, bool]]]:
+    """Return the blocks as rows of the padded weight, and what each visit of all of them does: add to sums, gradients.
+
+    The last block takes the padding rows that fit. is_all: other ranks have no entries, so a single block is visited
+    once. Otherwise gradients need the sums of the whole vocabulary first.
+    """
+    rows = vocab_size + options.padding_rows
+    size = min(options.block_size or rows, rows)
+    blocks = [slice(start, min(start + size, rows)) for start in range(0, vocab_size, size)]
+    if not with_gradient or (len(blocks) == 1 and is_all):
+        return blocks, [(True, with_gradient)]
+    return blocks, [(True, False), (False, True)]
 
 
 class _LinearCrossEntropy(torch.autograd.Function):
@@ -343,8 +320,8 @@ class _LinearCrossEntropy(torch.autograd.Function):
         dhidden = torch.empty_like(hidden) if trains_hidden else None
         dw = padded(weight.main_grad, padding_rows) if trains_weight else None
         first_dw = trains_weight and weight.begin_gradient()
-        with_gradient = trains_hidden or trains_weight
-        adding, using = _blocks(vocab_size, padding_rows, options.block_size, with_gradient, not vocabulary.is_split)
+        blocks, visits = _visits(vocab_size, options, trains_hidden or trains_weight, not vocabulary.is_split)
+        is_one = len(blocks) == 1
         memory = hidden.new_empty(held_logits(tokens, w.shape[0], options.chunk_tokens, options.block_size))
         sums = Sums.empty(tokens, hidden.device)
         loop = range(0, tokens, options.chunk_tokens)
@@ -353,41 +330,39 @@ class _LinearCrossEntropy(torch.autograd.Function):
             part, part_labels, part_sums = hidden[chunk], labels[chunk], sums.part(chunk)
             logits = memory[: part.shape[0]]
             total = None if dhidden is None else dhidden[chunk]  # sum of dhidden over the blocks
-            if total is not None and len(adding) > 1:
+            if total is not None and not is_one:
                 total = torch.empty_like(total, dtype=torch.float32)
-            for block in (*adding, *using):
-                if using and block is using[0]:
-                    vocabulary.join(part_sums.lse, part_sums.at_label)
-                first, end = block.rows.start, block.rows.stop
+            for (accumulate, with_gradient), rows in itertools.product(visits, blocks):
+                first, end = rows.start, rows.stop
                 columns, x = min(end, vocab_size) - first, logits[:, : end - first]
-                if block.multiply:
-                    product(part, w[block.rows], out=x)
+                if accumulate or not is_one:  # else the memory still holds the logits of the only block
+                    product(part, w[rows], out=x)
                 sweep(
                     logits,
                     part_labels,
                     part_sums,
-                    scale if block.with_gradient else None,
+                    scale if with_gradient else None,
                     options.z_loss,
                     soft_cap=options.soft_cap,
                     columns=columns,
                     start=first,
-                    accumulate=block.accumulate,
-                    keep=len(using) == 1 and block.accumulate,
+                    accumulate=accumulate,
+                    keep=is_one and accumulate and len(visits) > 1,
                     triton=options.triton,
                 )
-                if not block.with_gradient:
+                if accumulate and rows is blocks[-1]:
+                    vocabulary.join(*part_sums)
+                if not with_gradient:
                     continue
                 dx = x  # the same memory
                 if padding_rows:
                     dx[:, columns:] = 0.0
                 if total is not None:
-                    add_product(total, dx, w[block.rows], first == 0)
+                    add_product(total, dx, w[rows], first == 0)
                 if dw is not None:
-                    add_product(dw[block.rows], dx.t(), part, first_dw)
+                    add_product(dw[rows], dx.t(), part, first_dw)
             first_dw = False
-            if not using:
-                vocabulary.join(part_sums.lse, part_sums.at_label)
-            if dhidden is not None and total is not None and len(adding) > 1:
+            if dhidden is not None and total is not None and not is_one:
                 dhidden[chunk] = total
         ctx.dhidden = None if dhidden is None else vocabulary.start_into_residual(dhidden)
         return vocabulary.total(sums.loss(labels, options.z_loss))
