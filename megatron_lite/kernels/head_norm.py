@@ -2,9 +2,9 @@
 
     q, k, v = split(projection);   q = rotate(norm(q)),  k = rotate(norm(k))        one weight (d,) for all heads
 
-The norms are those of `normalization.py`, over the d channels of each head. Kept for the backward pass: the projection,
-which contains v, one copy of q and k, which attention keeps anyway, and the statistics. The backward pass first joins
-the three gradients as for a projection without norms, then computes the norms' backward in that memory.
+The norms are those of `normalization.py`, over the d channels of each head. Saved for the backward pass: the
+projection, which contains v, one copy of q and k, which attention saves anyway, and the statistics. The backward pass
+first joins the three gradients as for a projection without norms, then computes the norms' gradients in that memory.
 """
 
 from __future__ import annotations
@@ -66,8 +66,7 @@ class _HeadNorms(torch.autograd.Function):
         parts = zip(options.queries_and_keys(heads), options.queries_and_keys(normalized), ctx.weights, strict=True)
         for x, target, weights in parts:
             if ctx.norms_in_triton:
-                strides = heads[0, 0].numel(), normalized[0, 0].numel()
-                saved += triton_forward(x, None, x, weights, kind, target, heads=x.shape[2], strides=strides)
+                saved += triton_forward(x, None, x, weights, kind, target)
             else:
                 y, statistics = reference_forward(x, weights, kind, x.dtype)
                 target.copy_(y)
@@ -91,8 +90,7 @@ class _HeadNorms(torch.autograd.Function):
         for i, (x, dy) in enumerate(pairs):
             statistics, weights = Statistics(*saved[2 * i : 2 * i + 2]), ctx.weights[i]
             if ctx.norms_in_triton:
-                into, stride = dy if needs_dx else None, heads[0, 0].numel()
-                triton_backward(dy, None, x, statistics, weights, kind, into, heads=x.shape[2], stride=stride)
+                triton_backward(dy, None, x, statistics, weights, kind, dy if needs_dx else None)
             else:
                 dx = reference_backward(dy, None, x, statistics, weights, kind, needs_dx)
                 if dx is not None:

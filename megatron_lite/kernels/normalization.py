@@ -6,9 +6,9 @@
 Backward, with g = dy w:   dw = sum of dy n,   db = sum of dy,
     RMS norm: dx = (g - n mean(g n)) r        layer norm: dx = (g - mean(g) - n mean(g n)) r
 
-and then dx += dsum, the gradient of the sum, which both summands get. x is kept instead of y, because a weight may be
+and then dx += dsum, the gradient of the sum, which both summands get. x is saved instead of y, because a weight may be
 zero. There may be no weights (and then no bias), or w may be stored as its difference from 1. The sum has the dtype of
-`hidden`, which may be wider than the branch and y: a residual stream in fp32.
+`hidden`, which may be wider than that of the branch and y: a residual stream in fp32.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ class Weights(NamedTuple):
 
 
 class Statistics(NamedTuple):
-    """Statistics of the rows of x, (..., 1) in fp32, for the backward pass."""
+    """Statistics of the rows of x for the backward pass, (..., 1) in fp32."""
 
     mean: Tensor | None  # None: RMS norm
     r: Tensor
@@ -120,11 +120,9 @@ def _reference_rms_backward(
 
 
 @jit
-def _offsets(row, column, stride, COLUMNS: tl.constexpr, HEADS: tl.constexpr):
-    """Offsets of contiguous rows or, with HEADS, of HEADS rows at the start of every `stride` elements."""
-    start = row.to(tl.int64) * COLUMNS
-    if HEADS:
-        start = (row // HEADS).to(tl.int64) * stride + row % HEADS * COLUMNS
+def _offsets(row, column, STRIDE: tl.constexpr, COLUMNS: tl.constexpr, HEADS: tl.constexpr):
+    """Offsets of HEADS contiguous rows at the start of every STRIDE elements."""
+    start = (row // HEADS).to(tl.int64) * STRIDE + row % HEADS * COLUMNS
     return start[:, None] + column[None, :]
 
 
@@ -147,39 +145,36 @@ def _forward_kernel(
     mean_ptr,
     r_ptr,
     rows,
-    stride,
-    y_stride,
     eps,
     COLUMNS: tl.constexpr,
     HEADS: tl.constexpr,
-    CENTERED: tl.constexpr,
-    WEIGHTED: tl.constexpr,
+    STRIDE: tl.constexpr,
+    Y_STRIDE: tl.constexpr,
     ZERO_CENTERED: tl.constexpr,
-    ADDS: tl.constexpr,
     ROWS: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """ROWS full rows per program. The sum may take the memory of the branch."""
+    """ROWS full rows per program. The sum may take the memory of the branch. No branch, weight or mean: None."""
     row, column = tl.program_id(0) * ROWS + tl.arange(0, ROWS), tl.arange(0, BLOCK)
     inside = (row < rows)[:, None] & (column < COLUMNS)[None, :]
-    offsets = _offsets(row, column, stride, COLUMNS, HEADS)
+    offsets = _offsets(row, column, STRIDE, COLUMNS, HEADS)
     x = tl.load(hidden_ptr + offsets, mask=inside, other=0.0).to(tl.float32)
-    if ADDS:
+    if branch_ptr is not None:
         x += tl.load(branch_ptr + offsets, mask=inside, other=0.0).to(tl.float32)
         x = x.to(sum_ptr.dtype.element_ty)  # normalize the sum as it is stored
         tl.store(sum_ptr + offsets, x, mask=inside)
         x = x.to(tl.float32)
-    if CENTERED:
+    if mean_ptr is not None:
         mean = tl.sum(x, axis=1) / COLUMNS
         tl.store(mean_ptr + row, mean, mask=row < rows)
         x = tl.where(inside, x - mean[:, None], 0.0)
     r = 1.0 / tl.sqrt(tl.sum(x * x, axis=1) / COLUMNS + eps)
     y = x * r[:, None]
-    if WEIGHTED:
+    if w_ptr is not None:
         y *= _load_weight(w_ptr, column, COLUMNS, ZERO_CENTERED)
-        if CENTERED:
+        if b_ptr is not None:
             y += tl.load(b_ptr + column, mask=column < COLUMNS, other=0.0).to(tl.float32)[None, :]
-    offsets = _offsets(row, column, y_stride, COLUMNS, HEADS)
+    offsets = _offsets(row, column, Y_STRIDE, COLUMNS, HEADS)
     tl.store(y_ptr + offsets, y.to(y_ptr.dtype.element_ty), mask=inside)
     tl.store(r_ptr + row, r, mask=row < rows)  # last: earlier, fp32 rows of 4096 would spill a register
 
@@ -197,60 +192,53 @@ def _backward_kernel(
     dw_sums_ptr,
     db_sums_ptr,
     rows,
-    stride,
     COLUMNS: tl.constexpr,
     HEADS: tl.constexpr,
-    CENTERED: tl.constexpr,
-    WEIGHTED: tl.constexpr,
+    STRIDE: tl.constexpr,
     ZERO_CENTERED: tl.constexpr,
-    ADDS: tl.constexpr,
-    NEEDS_DX: tl.constexpr,
-    NEEDS_DBRANCH: tl.constexpr,
-    NEEDS_DW: tl.constexpr,
-    NEEDS_DB: tl.constexpr,
     ROWS: tl.constexpr,
     BLOCK: tl.constexpr,
     STAGES: tl.constexpr,
 ):
     """Each program takes every num_programs-th tile of ROWS rows and sums its part of dw and db in fp32.
 
-    dx may take the memory of dy.
+    dx may take the memory of dy. Nothing is computed for outputs that are None.
     """
     column = tl.arange(0, BLOCK)
-    if WEIGHTED:
+    if w_ptr is not None:
         w = _load_weight(w_ptr, column, COLUMNS, ZERO_CENTERED)
     dw, db = tl.zeros((ROWS, BLOCK), tl.float32), tl.zeros((ROWS, BLOCK), tl.float32)
     for tile in tl.range(tl.program_id(0), tl.cdiv(rows, ROWS), tl.num_programs(0), num_stages=STAGES):
         row = tile * ROWS + tl.arange(0, ROWS)
         inside = (row < rows)[:, None] & (column < COLUMNS)[None, :]
-        offsets = _offsets(row, column, stride, COLUMNS, HEADS)
+        offsets = _offsets(row, column, STRIDE, COLUMNS, HEADS)
         x = tl.load(x_ptr + offsets, mask=inside, other=0.0).to(tl.float32)
         dy = tl.load(dy_ptr + offsets, mask=inside, other=0.0).to(tl.float32)  # zero outside, for dw and db
         r = tl.load(r_ptr + row, mask=row < rows, other=0.0)[:, None]
-        if CENTERED:
+        if mean_ptr is not None:
             x -= tl.load(mean_ptr + row, mask=row < rows, other=0.0)[:, None]
         n = x * r
-        if NEEDS_DW:
+        if dw_sums_ptr is not None:
             dw += dy * n
-        if NEEDS_DB:
+        if db_sums_ptr is not None:
             db += dy
-        if NEEDS_DX:
+        if dx_ptr is not None:
             g = dy
-            if WEIGHTED:
+            if w_ptr is not None:
                 g *= w
             dx = g - n * (tl.sum(g * n, axis=1) / COLUMNS)[:, None]
-            if CENTERED:
+            if mean_ptr is not None:
                 dx -= (tl.sum(g, axis=1) / COLUMNS)[:, None]
             dx *= r
-            if ADDS:
+            if dsum_ptr is not None:
                 dx += tl.load(dsum_ptr + offsets, mask=inside, other=0.0).to(tl.float32)
             tl.store(dx_ptr + offsets, dx.to(dx_ptr.dtype.element_ty), mask=inside)
-            if NEEDS_DBRANCH:
+            if dbranch_ptr is not None:
                 tl.store(dbranch_ptr + offsets, dx.to(dbranch_ptr.dtype.element_ty), mask=inside)
     sums = tl.program_id(0) * COLUMNS + column
-    if NEEDS_DW:
+    if dw_sums_ptr is not None:
         tl.store(dw_sums_ptr + sums, tl.sum(dw, axis=0), mask=column < COLUMNS)
-    if NEEDS_DB:
+    if db_sums_ptr is not None:
         tl.store(db_sums_ptr + sums, tl.sum(db, axis=0), mask=column < COLUMNS)
 
 
@@ -277,25 +265,23 @@ def _tile(columns: int) -> tuple[int, int, int]:
     return rows, block, min(max(rows * block // 512, 1), 32 if block > 16384 else 16)
 
 
+def _heads_and_stride(x: Tensor) -> tuple[int, int]:
+    """Return the heads per token and the elements from token to token of (b, s, heads, d), or of contiguous rows."""
+    return (x.shape[2], x.stride(1)) if x.dim() == 4 else (1, x.shape[-1])
+
+
 def triton_forward(
-    hidden: Tensor,
-    branch: Tensor | None,
-    total: Tensor,
-    weights: Weights,
-    kind: Kind,
-    y: Tensor,
-    heads: int = 0,
-    strides: tuple[int, int] = (0, 0),
+    hidden: Tensor, branch: Tensor | None, total: Tensor, weights: Weights, kind: Kind, y: Tensor
 ) -> Statistics:
     """Write y and, with a branch, the sum `total`; return the statistics.
 
-    With `heads`, normalize that many heads per token, (b, s, heads, d), of memory with these `strides` from token to
-    token in hidden and y. Otherwise everything is contiguous.
+    All are contiguous, but hidden and y (b, s, heads, d) may be some of the heads in the memory of a token.
     """
     r = hidden.new_empty((*hidden.shape[:-1], 1), dtype=torch.float32)
     mean = torch.empty_like(r) if kind.centered else None
     columns, rows = hidden.shape[-1], r.numel()
     tile_rows, block, warps = _tile(columns)
+    heads, stride = _heads_and_stride(hidden)
     _forward_kernel[(cdiv(rows, tile_rows),)](
         hidden,
         branch,
@@ -305,14 +291,12 @@ def triton_forward(
         mean,
         r,
         rows,
-        *strides,
         kind.eps,
         COLUMNS=columns,
         HEADS=heads,
-        CENTERED=kind.centered,
-        WEIGHTED=weights.weight is not None,
+        STRIDE=stride,
+        Y_STRIDE=_heads_and_stride(y)[1],
         ZERO_CENTERED=kind.zero_centered,
-        ADDS=branch is not None,
         ROWS=tile_rows,
         BLOCK=block,
         num_warps=warps,
@@ -329,15 +313,15 @@ def triton_backward(
     kind: Kind,
     dx: Tensor | None,
     dbranch: Tensor | None = None,
-    heads: int = 0,
-    stride: int = 0,
     warps_per_multiprocessor: int = 16,
 ) -> None:
     """Write dx, and dbranch if the branch has another dtype; add dw and db to the gradients of trained parameters.
 
-    More warps hide more of the memory's latency if their registers fit, and sum dw and db in more parts.
+    dy and dx are laid out as x: see `triton_forward`. More warps hide more of the memory's latency if their registers
+    fit, and sum dw and db in more parts.
     """
     columns, rows = x.shape[-1], statistics.r.numel()
+    heads, stride = _heads_and_stride(x)
     tile_rows, block, warps = _tile(columns)
     programs = min(_resident_programs(x, warps, warps_per_multiprocessor), cdiv(rows, tile_rows))
     sums = [
@@ -357,17 +341,10 @@ def triton_backward(
         dbranch,
         *sums,
         rows,
-        stride,
         COLUMNS=columns,
         HEADS=heads,
-        CENTERED=kind.centered,
-        WEIGHTED=weights.weight is not None,
+        STRIDE=stride,
         ZERO_CENTERED=kind.zero_centered,
-        ADDS=dsum is not None,
-        NEEDS_DX=dx is not None,
-        NEEDS_DBRANCH=dbranch is not None,
-        NEEDS_DW=sums[0] is not None,
-        NEEDS_DB=sums[1] is not None,
         ROWS=tile_rows,
         BLOCK=block,
         STAGES=2 if loaded_bytes <= 49152 else 1,  # tiles loaded ahead wait in shared memory
@@ -394,14 +371,6 @@ def _resident_programs(x: Tensor, warps: int, warps_per_multiprocessor: int) -> 
 # -- the norm of a sum -----------------------------------------------------------------------------------------------
 
 
-class _Options(NamedTuple):
-    """Arguments of `add_norm` that are not tensors."""
-
-    kind: Kind
-    dtype: torch.dtype
-    triton: bool
-
-
 class _AddNorm(torch.autograd.Function):
     @staticmethod
     def forward(
@@ -410,9 +379,10 @@ class _AddNorm(torch.autograd.Function):
         branch: Tensor | None,
         weight: Parameter | None,
         bias: Parameter | None,
-        options: _Options,
+        kind: Kind,
+        dtype: torch.dtype,
+        triton: bool,
     ) -> tuple[Tensor, Tensor]:
-        kind, dtype, triton = options
         ctx.set_materialize_grads(False)
         hidden, weights = hidden.contiguous(), Weights(weight, bias)
         branch = None if branch is None else branch.contiguous()
@@ -451,17 +421,7 @@ class _AddNorm(torch.autograd.Function):
                 dx = reference_backward(dy, dsum, x, statistics, ctx.weights, ctx.kind, needs_dx)
         if branch_needs and dx is not None and dbranch is None:
             dbranch = dx.to(ctx.branch_dtype)
-        return dx if hidden_needs else None, dbranch, None, None, None
-
-
-def layer_norm(x: Tensor, weight: Parameter, bias: Parameter, eps: float, triton: bool = False) -> Tensor:
-    """x (..., h), weight and bias (h,) -> y (..., h)."""
-    return add_norm(x, None, weight, bias, Kind(eps, centered=True), triton)[1]
-
-
-def rms_norm(x: Tensor, weight: Parameter, eps: float, triton: bool = False) -> Tensor:
-    """x (..., h), weight (h,) -> y (..., h)."""
-    return add_norm(x, None, weight, None, Kind(eps, centered=False), triton)[1]
+        return dx if hidden_needs else None, dbranch, *(None,) * 5
 
 
 def add_norm(
@@ -477,8 +437,7 @@ def add_norm(
     """Return hidden + branch and its norm, both (..., h); the norm is in `dtype`, by default that of `hidden`.
 
     The sum takes the memory of the branch, which nothing may read afterwards, unless the dtypes differ. Without a
-    branch the sum is `hidden`; computing on with this sum instead of `hidden` lets the norm's backward pass add the
-    sum's gradient.
+    branch the sum is `hidden`; use this sum from then on, so that the norm's backward pass adds its gradient.
     """
     assert weight is None or kind.centered == (bias is not None)
-    return _AddNorm.apply(hidden, branch, weight, bias, _Options(kind, dtype or hidden.dtype, triton))
+    return _AddNorm.apply(hidden, branch, weight, bias, kind, dtype or hidden.dtype, triton)

@@ -15,7 +15,7 @@ from torch.nn import functional
 from megatron_lite.kernels.cross_entropy import linear_cross_entropy
 from megatron_lite.kernels.embedding import add_positions, embedding
 from megatron_lite.kernels.linear import linear
-from megatron_lite.kernels.normalization import Kind, add_norm, layer_norm, rms_norm
+from megatron_lite.kernels.normalization import Kind, add_norm
 from megatron_lite.parameter import Parameter
 
 # (training dtype, dtype of the gradient buffer) -> tolerance, of the largest value
@@ -52,13 +52,16 @@ OPERATIONS = {
     "linear": Operation(linear, functional.linear, [(2, 3, 5)], [(4, 5), (4,)]),
     "long linear": Operation(linear, functional.linear, [(2, 150, 5)], [(4, 5)]),  # many rows take another product
     "layer norm": Operation(
-        lambda x, w, b: layer_norm(x, w, b, 1e-5),
+        lambda x, w, b: add_norm(x, None, w, b, Kind(1e-5, centered=True))[1],
         lambda x, w, b: functional.layer_norm(x, (5,), w, b, 1e-5),
         [(2, 3, 5)],
         [(5,), (5,)],
     ),
     "rms norm": Operation(
-        lambda x, w: rms_norm(x, w, 1e-5), lambda x, w: functional.rms_norm(x, (5,), w, 1e-5), [(2, 3, 5)], [(5,)]
+        lambda x, w: add_norm(x, None, w, None, Kind(1e-5, centered=False))[1],
+        lambda x, w: functional.rms_norm(x, (5,), w, 1e-5),
+        [(2, 3, 5)],
+        [(5,)],
     ),
     "sum and layer norm": Operation(
         lambda x, y, w, b: torch.cat(add_norm(x, y * 1, w, b, Kind(1e-5, True))),

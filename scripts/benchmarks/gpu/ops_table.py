@@ -27,21 +27,13 @@ from megatron_lite.kernels.embedding import embedding
 from megatron_lite.kernels.gradient_norm import squared_norm
 from megatron_lite.kernels.linear import accumulate_product
 from megatron_lite.kernels.mlp import activate, activate_backward
-from megatron_lite.kernels.normalization import (
-    Kind,
-    Weights,
-    add_norm,
-    layer_norm,
-    rms_norm,
-    triton_backward,
-    triton_forward,
-)
+from megatron_lite.kernels.normalization import Kind, Weights, add_norm, triton_backward, triton_forward
 from megatron_lite.kernels.products import affine, product
 from megatron_lite.kernels.rotary import rotary_table, split_heads
 from megatron_lite.parameter import Parameter
 
 EPS = 1e-5
-RMS = Kind(EPS, centered=False)
+RMS, LAYER = Kind(EPS, centered=False), Kind(EPS, centered=True)
 # flash3 only where it is installed; flex takes long to compile.
 FULL, WINDOWED = ("cudnn", "flash3", "flash", "varlen"), ("flash3", "varlen", "flex")
 LIBRARIES = {"cuBLAS": "cublas", "cuBLASLt": "cublaslt"}  # as torch.backends.cuda.preferred_blas_library calls them
@@ -140,14 +132,14 @@ def make_rms_norm(shape: Shape) -> dict[str, Call]:
     """y = rms_norm(x)."""
     x, weight = shape.input(shape.tokens, shape.hidden), shape.parameter(shape.hidden)
     formula = compiled(functional.rms_norm, x.detach(), (shape.hidden,), weight.detach(), EPS)
-    return both(lambda triton: rms_norm(x, weight, EPS, triton=triton)) | {"torch compiled": formula}
+    return both(lambda triton: add_norm(x, None, weight, None, RMS, triton)[1]) | {"torch compiled": formula}
 
 
 def make_rms_norm_backward(shape: Shape) -> dict[str, Call]:
     """dx and the weight's gradient."""
     x, weight = shape.input(shape.tokens, shape.hidden), shape.parameter(shape.hidden)
     grad = shape.random(shape.tokens, shape.hidden)
-    return both_backward(lambda triton: rms_norm(x, weight, EPS, triton=triton), (x,), grad)
+    return both_backward(lambda triton: add_norm(x, None, weight, None, RMS, triton)[1], (x,), grad)
 
 
 def make_add_norm(shape: Shape) -> dict[str, Call]:
@@ -177,14 +169,14 @@ def make_add_norm_backward(shape: Shape) -> dict[str, Call]:
 def make_layer_norm(shape: Shape) -> dict[str, Call]:
     """Layer norm with a bias."""
     x, weight, bias = shape.input(shape.tokens, shape.hidden), *(shape.parameter(shape.hidden) for _ in "wb")
-    return both(lambda triton: layer_norm(x, weight, bias, EPS, triton=triton))
+    return both(lambda triton: add_norm(x, None, weight, bias, LAYER, triton)[1])
 
 
 def make_layer_norm_backward(shape: Shape) -> dict[str, Call]:
     """dx and the gradients of weight and bias."""
     x, weight, bias = shape.input(shape.tokens, shape.hidden), *(shape.parameter(shape.hidden) for _ in "wb")
     grad = shape.random(shape.tokens, shape.hidden)
-    return both_backward(lambda triton: layer_norm(x, weight, bias, EPS, triton=triton), (x,), grad)
+    return both_backward(lambda triton: add_norm(x, None, weight, bias, LAYER, triton)[1], (x,), grad)
 
 
 def rows(count: int) -> Callable[[Shape], int]:
