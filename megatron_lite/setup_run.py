@@ -27,7 +27,7 @@ from megatron_lite.generation.samples import Samples, open_samples
 from megatron_lite.huggingface import load_pretrained
 from megatron_lite.huggingface.architectures import check_exports
 from megatron_lite.huggingface.weight_source import WeightSource
-from megatron_lite.kernels import products
+from megatron_lite.kernels import matmul_library
 from megatron_lite.kernels.choice import Kernels, agree_on_kernels
 from megatron_lite.model.gpt import model_layers, shapes_of
 from megatron_lite.model.layer import Layer
@@ -222,7 +222,7 @@ def _choose_products(start: Start, choice: Choice) -> tuple[Config, tuple[Note, 
     config, distributed = start.config, start.distributed
 
     def resolve() -> tuple[str, str] | None:
-        products.check_library(config.performance.cpu_matmul)
+        matmul_library.check_library(config.performance.cpu_matmul)
         if distributed.rank != 0:
             return None
         return library_of_products(config, {} if choice.newest is None else choice.newest[1].config)
@@ -230,7 +230,7 @@ def _choose_products(start: Start, choice: Choice) -> tuple[Config, tuple[Note, 
     if distributed.device.type != "cpu":
         return config, ()
     name, reason = distributed.broadcast_object(together(distributed, resolve))
-    products.use_library(name)
+    matmul_library.use_library(name)
     notes = (Note(f"--cpu_matmul=auto is {name}: {reason}"),) if reason else ()
     return dataclasses.replace(config, performance=dataclasses.replace(config.performance, cpu_matmul=name)), notes
 

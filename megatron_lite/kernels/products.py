@@ -1,4 +1,4 @@
-"""Products of matrices: the one place that knows which library and which instructions compute them.
+"""Products of matrices: the one place that knows how the hardware computes them.
 
 A product of bf16 or fp16 matrices is summed in fp32 inside the matrix multiplication. Whether the sum reaches an fp32
 `main_grad` without rounding depends on the device and on PyTorch; `product_accumulation` finds out once:
@@ -13,41 +13,23 @@ in fp32. Converting the factors takes 10 to 20 percent of the time of an fp32 pr
 is rounded once, as elsewhere. `computes_in_fp32` decides once per process, by what the processor does and not by
 timing it, so that a resumed run computes the same bits under any load.
 
-PyTorch sends fp32 products on a CPU to its BLAS (MKL). oneDNN is faster where MKL does not use the processor's widest
-instructions: 5 to 20 percent on AMD Zen 4, more on Zen 5. On Intel's Sapphire Rapids it is 1 to 4 percent slower with
-one thread and 7 to 10 percent with two, and with AVX2 only both are equal. `faster_library` times both; a run does so
-once and keeps the choice, which decides the last bits. `use_library` makes it.
-
-Setting `torch.backends.mkldnn.matmul.fp32_precision` to "bf16" sends every plain product through oneDNN, in-place
-additions and transposed operands included. The setting permits rounding the factors to bf16, but without matrix units
-(AMX) oneDNN computes in fp32 throughout and only the order of the sums differs; `onednn_is_exact` checks that with a
-product whose exact value is known. The setting belongs to the process and slows small products down (attention's
-blocks take 1.5 times as long), so it is set for one large product at a time and then restored. Otherwise it is "ieee",
-which permits nothing, if the BLAS was chosen.
+`matmul_library.py` chooses between the libraries of large fp32 products on a CPU.
 """
 
 from __future__ import annotations
 
 import contextlib
 import functools
-import math
-import time
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
-from typing import Any
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 from torch.nn import functional
 
-from megatron_lite.errors import UsageError
+from megatron_lite.kernels.matmul_library import SMALLEST_ONEDNN_PRODUCT, goes_through_onednn, through_onednn
 
-# Multiplications from which oneDNN repays the 15 microseconds that its call costs.
-SMALLEST_ONEDNN_PRODUCT = 2**24
-# The products that `faster_library` times: at most this many tokens and channels, in turns of both libraries. The BLAS
-# stays unless oneDNN takes less than this share of its time, so that noise does not choose.
-PROBE_TOKENS, PROBE_CHANNELS, PROBE_TURNS, CLEARLY_FASTER = 256, 512, 6, 0.95
-# Elements of a temporary on a CPU: few enough to be still in the cache when they are used.
+# Elements of a temporary on a CPU: few enough to be in the cache still when they are used.
 TEMPORARY_ELEMENTS = 2**21
 # Rows and columns below which a converted block would make the product slow.
 SMALLEST_BLOCK = 64
@@ -104,7 +86,7 @@ def _multiply_in_fp32(
         for rows in _parts(a.shape[0], max(k, wide_b.shape[1])):
             wide_a, target = a[rows].float(), out[rows, columns]
             wide = target if out.dtype == torch.float32 else torch.empty_like(target, dtype=torch.float32)
-            with through_onednn(wide_a, wide_b.shape[1]):
+            with in_its_library(wide_a, wide_b.shape[1]):
                 if addend is None:
                     torch.mm(wide_a, wide_b, out=wide)
                 elif addend is out:  # in fp32 the same tensor object, or torch copies the total first
@@ -114,7 +96,7 @@ def _multiply_in_fp32(
                     torch.addmm(part.float(), wide_a, wide_b, beta=beta, alpha=alpha, out=wide)
             if wide is not target:
                 target.copy_(wide)
-            del wide_a, wide  # or they would live beside the next ones
+            del wide_a, wide  # before the next ones are allocated
     return out
 
 
@@ -132,8 +114,8 @@ def block_rows(columns: int) -> int:
 # -- fp32 products on a CPU ------------------------------------------------------------------------------------------
 
 
-def through_onednn(factor: Tensor, columns: int) -> contextlib.AbstractContextManager[None]:
-    """Send a large fp32 product on a CPU through oneDNN if it is exact and the BLAS was not chosen.
+def in_its_library(factor: Tensor, columns: int) -> contextlib.AbstractContextManager[None]:
+    """Compute a large fp32 product on a CPU with the chosen library.
 
     Args:
         factor: one operand of the product.
@@ -141,93 +123,11 @@ def through_onednn(factor: Tensor, columns: int) -> contextlib.AbstractContextMa
     """
     if factor.numel() * columns < SMALLEST_ONEDNN_PRODUCT or not goes_through_onednn(factor.device, factor.dtype):
         return _AS_IT_IS
-    return _onednn_switched_on()
+    return through_onednn()
 
 
 # One object for every product: a generator costs 10 us right after a product, which leaves nothing in the caches.
 _AS_IT_IS = contextlib.nullcontext()
-
-
-@contextlib.contextmanager
-def _onednn_switched_on() -> Iterator[None]:
-    switch = _onednn_switch()
-    before, switch.fp32_precision = switch.fp32_precision, "bf16"
-    try:
-        yield
-    finally:
-        switch.fp32_precision = before
-
-
-def goes_through_onednn(device: torch.device, dtype: torch.dtype) -> bool:
-    """Whether large products of tensors in `dtype` on `device` go through oneDNN."""
-    is_possible = device.type == "cpu" and dtype == torch.float32 and onednn_is_exact()
-    return is_possible and _onednn_switch().fp32_precision != "ieee"
-
-
-def use_library(name: str) -> None:
-    """Choose the library of this process's large fp32 products on a CPU: "blas", or "onednn" if that is exact."""
-    switch = _onednn_switch()
-    if switch is not None:
-        switch.fp32_precision = "ieee" if name == "blas" else "none"
-
-
-def check_library(name: str) -> None:
-    """Refuse oneDNN where it would round the factors.
-
-    Raises:
-        UsageError: naming the flag.
-    """
-    if name == "onednn" and not onednn_is_exact():
-        raise UsageError(
-            "--cpu_matmul=onednn: oneDNN rounds fp32 factors on this processor, or PyTorch lacks it; write blas, or "
-            "leave the flag out"
-        )
-
-
-def faster_library(tokens: int, inputs: int, outputs: int) -> tuple[str, str]:
-    """Time the three products of a linear layer in both libraries, a few ms each; return the faster one and the reason.
-
-    Its input has (tokens, inputs), its weight (outputs, inputs) elements.
-    """
-    if not onednn_is_exact():
-        return "blas", "oneDNN rounds fp32 factors on this processor, or is absent"
-    t, i, o = min(tokens, PROBE_TOKENS), min(inputs, PROBE_CHANNELS), min(outputs, PROBE_CHANNELS)
-    x, weight, dy = torch.ones(t, i), torch.ones(o, i), torch.ones(t, o)
-    y, dx, dweight = torch.empty(t, o), torch.empty(t, i), torch.empty(o, i)
-    switch, fastest_s = _onednn_switch(), {"ieee": math.inf, "bf16": math.inf}
-    before = switch.fp32_precision
-    try:
-        for _ in range(PROBE_TURNS):
-            for setting in fastest_s:
-                switch.fp32_precision, start_s = setting, time.perf_counter()
-                torch.mm(x, weight.t(), out=y)
-                torch.mm(dy, weight, out=dx)
-                torch.mm(dy.t(), x, out=dweight)
-                fastest_s[setting] = min(fastest_s[setting], time.perf_counter() - start_s)
-    finally:
-        switch.fp32_precision = before
-    ratio = fastest_s["bf16"] / fastest_s["ieee"]
-    return "onednn" if ratio < CLEARLY_FASTER else "blas", f"oneDNN takes {ratio:.2f} of the time of PyTorch's BLAS"
-
-
-@functools.cache
-def onednn_is_exact() -> bool:
-    """Whether PyTorch has the oneDNN setting and products stay in fp32 on this processor."""
-    switch = _onednn_switch()
-    if switch is None or not torch.backends.mkldnn.is_available():
-        return False
-    fine = 1 + 2.0**-23  # not representable in bf16
-    before, switch.fp32_precision = switch.fp32_precision, "bf16"
-    try:
-        result = torch.full((64, 64), fine) @ torch.eye(64)
-    finally:
-        switch.fp32_precision = before
-    return bool((result == fine).all())
-
-
-def _onednn_switch() -> Any:
-    """Return the object with the `fp32_precision` setting; None if this PyTorch has none."""
-    return getattr(torch.backends.mkldnn, "matmul", None)
 
 
 # -- products --------------------------------------------------------------------------------------------------------
@@ -239,7 +139,7 @@ def affine(x: Tensor, weight: Tensor, bias: Tensor | None = None, out: Tensor | 
     if _converts(rows):
         memory = x.new_empty(rows.shape[0], weight.shape[0]) if out is None else out
         return _multiply_in_fp32(memory, rows, weight.t(), bias).view(*x.shape[:-1], -1)
-    with through_onednn(x, weight.shape[0]):
+    with in_its_library(x, weight.shape[0]):
         if out is None:
             return functional.linear(x, weight, bias)
         if bias is None:
@@ -251,7 +151,7 @@ def product(a: Tensor, b: Tensor, out: Tensor | None = None) -> Tensor:
     """Return a (m, k) b (n, k)^T, (m, n), in the memory of `out` if given."""
     if _converts(a):
         return _multiply_in_fp32(a.new_empty(a.shape[0], b.shape[0]) if out is None else out, a, b.t())
-    with through_onednn(a, b.shape[0]):
+    with in_its_library(a, b.shape[0]):
         return torch.mm(a, b.t(), out=out)
 
 
@@ -268,12 +168,11 @@ def scaled_product(addend: Tensor, a: Tensor, b: Tensor, beta: float, alpha: flo
 def add_product(total: Tensor, a: Tensor, b: Tensor, first: bool) -> None:
     """Add a (m, k) b (k, n) to total (m, n), in the total's dtype; overwrite the total if this product is the first."""
     method = product_accumulation(a.device, a.dtype, total.dtype)
-    with through_onednn(a, b.shape[1]):
+    with in_its_library(a, b.shape[1]):
         method.run(total, a, b, first)
 
 
-@dataclass(frozen=True)
-class ProductAccumulation:
+class ProductAccumulation(NamedTuple):
     """A method of accumulating products. `run(total, a, b, first)` does total = a b if `first`, else total += a b."""
 
     name: str
@@ -314,7 +213,7 @@ def _narrow_temporary(total: Tensor, a: Tensor, b: Tensor, first: bool) -> None:
             total[rows].copy_(temporary)
         else:
             total[rows].add_(temporary)
-        del temporary  # or it would live beside the next one
+        del temporary  # before the next one is allocated
 
 
 def temporary_rows(columns: int) -> int:

@@ -12,7 +12,8 @@ import torch
 
 from megatron_lite.config import Config, MultiStageConfig
 from megatron_lite.kernels.choice import REFERENCES
-from megatron_lite.kernels.products import SMALLEST_ONEDNN_PRODUCT, computes_in_fp32, faster_library, onednn_is_exact
+from megatron_lite.kernels.matmul_library import SMALLEST_ONEDNN_PRODUCT, faster_library, onednn_is_exact
+from megatron_lite.kernels.products import computes_in_fp32
 from megatron_lite.model.gpt import model_layers
 from megatron_lite.parameter import DTYPES, Parameter
 from megatron_lite.planner.plan import SimulatedGroup, make_plan

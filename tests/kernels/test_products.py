@@ -17,23 +17,21 @@ import pytest
 import torch
 from torch import Tensor
 
+from megatron_lite.kernels import matmul_library
 from megatron_lite.kernels import products as module
 from megatron_lite.kernels.attention import attention as attention_module
 from megatron_lite.kernels.linear import accumulate_product
+from megatron_lite.kernels.matmul_library import SMALLEST_ONEDNN_PRODUCT, faster_library, onednn_is_exact, use_library
 from megatron_lite.kernels.products import (
     FEWEST_ROWS,
-    SMALLEST_ONEDNN_PRODUCT,
     ProductAccumulation,
     add_product,
     affine,
     computes_in_fp32,
-    faster_library,
-    onednn_is_exact,
+    in_its_library,
     product,
     product_accumulation,
     scaled_product,
-    through_onednn,
-    use_library,
 )
 from tests.support.kernel_checks import empty_gradient, products_in_fp32, randn
 from tests.support.memory_meters import PeakMeter
@@ -81,7 +79,7 @@ def test_the_switch_is_set_for_large_fp32_products_only_and_restored() -> None:
         (randn(T, I).bfloat16(), O, False),
         (torch.empty(T, I, device="meta"), O, False),
     ):
-        with through_onednn(factor, columns):
+        with in_its_library(factor, columns):
             assert precision() == ("bf16" if switched else before)
         assert precision() == before
     with pytest.raises(RuntimeError, match="shapes cannot be multiplied"):
@@ -100,12 +98,12 @@ def test_the_library_that_is_clearly_faster_is_chosen(
         calls[0] += 1
         clock[0] += (share if precision() == "bf16" else 1.0) * (1.0 if calls[0] > 8 else 5.0)
 
-    monkeypatch.setattr(module.time, "perf_counter", lambda: clock[0])
+    monkeypatch.setattr(matmul_library.time, "perf_counter", lambda: clock[0])
     monkeypatch.setattr(torch, "mm", multiply)
-    monkeypatch.setattr(module, "onednn_is_exact", lambda: True)
+    monkeypatch.setattr(matmul_library, "onednn_is_exact", lambda: True)
     name, reason = faster_library(T, I, O)
     assert name == expected and f"{share:.2f} of the time" in reason and precision() == before
-    monkeypatch.setattr(module, "onednn_is_exact", lambda: False)
+    monkeypatch.setattr(matmul_library, "onednn_is_exact", lambda: False)
     assert faster_library(T, I, O)[0] == "blas"
 
 
@@ -115,7 +113,7 @@ def test_large_products_follow_the_chosen_library() -> None:
     try:
         for name, during in (("blas", "ieee"), ("onednn", "bf16"), ("auto", "bf16")):
             use_library(name)
-            with through_onednn(randn(T, I), O):
+            with in_its_library(randn(T, I), O):
                 assert precision() == during
     finally:
         torch.backends.mkldnn.matmul.fp32_precision = before  # type: ignore[attr-defined]

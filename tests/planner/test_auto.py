@@ -12,7 +12,7 @@ import torch
 
 from megatron_lite.config import Config
 from megatron_lite.errors import UsageError
-from megatron_lite.kernels import products
+from megatron_lite.kernels import matmul_library
 from megatron_lite.planner import auto
 from megatron_lite.planner.auto import (
     blocks_per_stage,
@@ -153,13 +153,13 @@ def test_the_library_of_products_is_timed_once(monkeypatch: pytest.MonkeyPatch) 
 
 
 def test_onednn_is_refused_where_it_rounds(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(products, "onednn_is_exact", lambda: False)
+    monkeypatch.setattr(matmul_library, "onednn_is_exact", lambda: False)
     with pytest.raises(UsageError, match="--cpu_matmul=onednn: oneDNN rounds fp32 factors"):
-        products.check_library("onednn")
-    products.check_library("auto")
+        matmul_library.check_library("onednn")
+    matmul_library.check_library("auto")
 
 
-@pytest.mark.skipif(not products.onednn_is_exact(), reason="oneDNN rounds fp32 factors on this processor")
+@pytest.mark.skipif(not matmul_library.onednn_is_exact(), reason="oneDNN rounds fp32 factors on this processor")
 def test_a_resumed_run_keeps_the_library_of_its_checkpoint(tmp_path: Path) -> None:
     """Whatever the probe says by then: with another library the last bits of the losses would differ."""
     sizes = [f"--{name}={value}" for name, value in LARGE.items()]

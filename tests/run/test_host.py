@@ -13,7 +13,7 @@ import torch
 from megatron_lite.distributed.processes import Place, sharing_cores
 from megatron_lite.errors import UsageError
 from megatron_lite.generation.model import choose_device
-from megatron_lite.kernels.products import onednn_is_exact
+from megatron_lite.kernels.matmul_library import onednn_is_exact
 from megatron_lite.monitor import banner
 from megatron_lite.run import host, launch
 from megatron_lite.run.host import available_cores, choose_threads, threads_of
@@ -139,7 +139,7 @@ def test_cores_are_counted_before_openmp_binds_this_thread(variable: str) -> Non
 )
 def test_openmp_gives_all_threads_or_onednn_computes_nonsense(variables: dict[str, str]) -> None:
     """With fewer threads than asked, oneDNN leaves blocks of a product as they were in memory."""
-    code = "from megatron_lite.kernels.products import onednn_is_exact; print(onednn_is_exact())"
+    code = "from megatron_lite.kernels.matmul_library import onednn_is_exact; print(onednn_is_exact())"
     assert after_preparing(code, **variables) == ["True"]
 
 

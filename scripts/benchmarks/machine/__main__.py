@@ -31,7 +31,7 @@ from megatron_lite.config import unflatten
 from megatron_lite.distributed import startup
 from megatron_lite.distributed.process_group import Distributed
 from megatron_lite.errors import EXIT_DONE, RunError
-from megatron_lite.kernels.products import faster_library, use_library
+from megatron_lite.kernels.matmul_library import faster_library, use_library
 from megatron_lite.kernels.triton_support import runs_on
 from megatron_lite.parameter import DTYPES
 from megatron_lite.planner.speeds import FORMAT, VERSION

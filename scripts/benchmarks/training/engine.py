@@ -18,7 +18,7 @@ from megatron_lite.data.host_batch import HostBatch
 from megatron_lite.distributed.process_group import Distributed
 from megatron_lite.kernels.choice import Kernels, choose_kernels
 from megatron_lite.kernels.linear import accumulate
-from megatron_lite.kernels.products import use_library
+from megatron_lite.kernels.matmul_library import use_library
 from megatron_lite.model.gpt import model_layers
 from megatron_lite.model.layer import Layer, MicroBatch
 from megatron_lite.optimizer.optimizer import Optimizer, rule_of

@@ -1,0 +1,111 @@
+"""The library of large fp32 products on a CPU: PyTorch's BLAS (MKL), or oneDNN.
+
+oneDNN is faster where MKL does not use the processor's widest instructions: 5 to 20 percent on AMD Zen 4, more on
+Zen 5. On Intel's Sapphire Rapids it is 1 to 4 percent slower with one thread and 7 to 10 percent with two, and with
+AVX2 only both are equal. `faster_library` times both; a run does so once and keeps the choice, which decides the last
+bits. `use_library` makes it.
+
+Setting `torch.backends.mkldnn.matmul.fp32_precision` to "bf16" sends every plain product through oneDNN, in-place
+additions and transposed operands included. The setting permits rounding the factors to bf16, but without matrix units
+(AMX) oneDNN computes in fp32 throughout and only the order of the sums differs; `onednn_is_exact` checks that with a
+product whose exact value is known. The setting belongs to the process and slows small products down (attention's
+blocks take 1.5 times as long), so it is set for one large product at a time and then restored. Otherwise it is "ieee",
+which permits nothing, if the BLAS was chosen.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import math
+import time
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+
+from megatron_lite.errors import UsageError
+
+# Multiplications from which oneDNN repays the 15 microseconds that its call costs.
+SMALLEST_ONEDNN_PRODUCT = 2**24
+# The products that `faster_library` times: at most this many tokens and channels, alternating between the libraries.
+# The BLAS stays unless oneDNN takes less than this share of its time, so that noise does not choose.
+PROBE_TOKENS, PROBE_CHANNELS, PROBE_ROUNDS, CLEARLY_FASTER = 256, 512, 6, 0.95
+
+
+@contextlib.contextmanager
+def through_onednn() -> Iterator[None]:
+    """Send the fp32 products of this process through oneDNN, factors rounded if it must."""
+    switch = _onednn_switch()
+    before, switch.fp32_precision = switch.fp32_precision, "bf16"
+    try:
+        yield
+    finally:
+        switch.fp32_precision = before
+
+
+def goes_through_onednn(device: torch.device, dtype: torch.dtype) -> bool:
+    """Whether large products of tensors in `dtype` on `device` go through oneDNN: it is exact, and was not excluded."""
+    is_possible = device.type == "cpu" and dtype == torch.float32 and onednn_is_exact()
+    return is_possible and _onednn_switch().fp32_precision != "ieee"
+
+
+def use_library(name: str) -> None:
+    """Choose the library of this process's large fp32 products on a CPU: "blas", or "onednn" if that is exact."""
+    switch = _onednn_switch()
+    if switch is not None:
+        switch.fp32_precision = "ieee" if name == "blas" else "none"
+
+
+def check_library(name: str) -> None:
+    """Refuse oneDNN where it would round the factors.
+
+    Raises:
+        UsageError: naming the flag.
+    """
+    if name == "onednn" and not onednn_is_exact():
+        raise UsageError(
+            "--cpu_matmul=onednn: oneDNN rounds fp32 factors on this processor, or PyTorch lacks it; write blas, or "
+            "leave the flag out"
+        )
+
+
+def faster_library(tokens: int, inputs: int, outputs: int) -> tuple[str, str]:
+    """Time the three products of a linear layer in both libraries, a few ms each; return the faster one and the reason.
+
+    Its input has (tokens, inputs), its weight (outputs, inputs) elements.
+    """
+    if not onednn_is_exact():
+        return "blas", "oneDNN rounds fp32 factors on this processor, or is absent"
+    t, i, o = min(tokens, PROBE_TOKENS), min(inputs, PROBE_CHANNELS), min(outputs, PROBE_CHANNELS)
+    x, weight, dy = torch.ones(t, i), torch.ones(o, i), torch.ones(t, o)
+    y, dx, dweight = torch.empty(t, o), torch.empty(t, i), torch.empty(o, i)
+    switch, fastest_s = _onednn_switch(), {"ieee": math.inf, "bf16": math.inf}
+    before = switch.fp32_precision
+    try:
+        for _ in range(PROBE_ROUNDS):
+            for setting in fastest_s:
+                switch.fp32_precision, start_s = setting, time.perf_counter()
+                torch.mm(x, weight.t(), out=y)
+                torch.mm(dy, weight, out=dx)
+                torch.mm(dy.t(), x, out=dweight)
+                fastest_s[setting] = min(fastest_s[setting], time.perf_counter() - start_s)
+    finally:
+        switch.fp32_precision = before
+    ratio = fastest_s["bf16"] / fastest_s["ieee"]
+    return "onednn" if ratio < CLEARLY_FASTER else "blas", f"oneDNN takes {ratio:.2f} of the time of PyTorch's BLAS"
+
+
+@functools.cache
+def onednn_is_exact() -> bool:
+    """Whether PyTorch has the oneDNN setting and products stay in fp32 on this processor."""
+    if _onednn_switch() is None or not torch.backends.mkldnn.is_available():
+        return False
+    fine = 1 + 2.0**-23  # not representable in bf16
+    with through_onednn():
+        return bool((torch.full((64, 64), fine) @ torch.eye(64) == fine).all())
+
+
+def _onednn_switch() -> Any:
+    """Return the object with the `fp32_precision` setting; None if this PyTorch has none."""
+    return getattr(torch.backends.mkldnn, "matmul", None)
