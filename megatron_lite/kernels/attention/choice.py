@@ -29,7 +29,7 @@ from __future__ import annotations
 import functools
 import importlib.util
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
 import torch
@@ -49,7 +49,6 @@ DESCRIPTIONS = {
 }
 HALVES = (torch.bfloat16, torch.float16)
 CUDNN_WITH_ANY_LENGTH = 91501  # earlier versions are wrong unless the length is a multiple of 128
-NO_DROPOUT = "has no dropout (--attention_dropout)"
 FIX = "leave the flag out, or write --attention_backend=auto"
 
 
@@ -111,84 +110,48 @@ def obstacle(backend: str, machine: Machine, work: Work) -> str | None:
     """Return why a backend cannot do the work on this machine, to follow "--attention_backend=<backend>: ", or None."""
     if backend == "math":
         return None
-    if machine.capability is None:
-        return _cpu_obstacle(backend, work)
-    if machine.capability < (8, 0):
-        return f"needs a GPU of compute capability 8.0, and this one has {'.'.join(map(str, machine.capability))}"
-    if work.dropout:
-        return NO_DROPOUT
+    return next((reason for applies, reason in _obstacles(backend, machine, work) if applies), None)
+
+
+def _obstacles(backend: str, machine: Machine, work: Work) -> Iterator[tuple[bool, str]]:
+    """Yield, in order, whether each obstacle applies, and the obstacle."""
+    dtype, on_cpu, capability = str(work.dtype).removeprefix("torch."), machine.capability is None, (0, 0)
+    if machine.capability is not None:
+        capability = machine.capability
+        found = ".".join(map(str, capability))
+        yield capability < (8, 0), f"needs a GPU of compute capability 8.0, and this one has {found}"
+    else:
+        yield backend != "flash", "needs a GPU, and this run is on cpu"
+    yield work.dropout, "has no dropout (--attention_dropout)"
     if backend == "flex":
-        return _flex_obstacle(machine, work)
-    if work.dtype not in HALVES:
-        return f"computes only in bf16 and fp16, not in {str(work.dtype).removeprefix('torch.')}"
-    if backend == "flash3":
-        return _flash3_obstacle(machine, work)
+        yield not machine.flex, "needs torch.nn.attention.flex_attention and Triton"
+        few = f"needs heads of at least 16 channels (--kv_channels), not of {work.head_size}"
+        yield work.head_size < 16, few
+        return
+    if on_cpu:
+        yield work.dtype in HALVES, f"computes in fp32 on a CPU, not in {dtype}"
+    else:
+        yield work.dtype not in HALVES, f"computes only in bf16 and fp16, not in {dtype}"
     if backend == "varlen":
         missing = "needs torch.nn.attention.varlen with windows, which came with torch 2.11"
-        return _head_size_obstacle(work, _flash_limit(machine)) if machine.varlen else missing
-    if work.windowed or work.documents:
-        return _keys_obstacle(work)
-    return _cudnn_obstacle(machine, work) if backend == "cudnn" else _head_size_obstacle(work, _flash_limit(machine))
-
-
-def _cpu_obstacle(backend: str, work: Work) -> str | None:
-    if backend != "flash":
-        return "needs a GPU, and this run is on cpu"
-    if work.dropout:
-        return NO_DROPOUT
-    if work.dtype in HALVES:
-        return f"computes in fp32 on a CPU, not in {str(work.dtype).removeprefix('torch.')}"
-    return _keys_obstacle(work)
-
-
-def _keys_obstacle(work: Work) -> str | None:
-    if work.windowed:
-        return "takes no sliding window (--window_size)"
-    return "takes no packed documents (--cross_document_attention=0)" if work.documents else None
-
-
-def _cudnn_obstacle(machine: Machine, work: Work) -> str | None:
-    assert machine.capability is not None
-    if machine.capability[0] not in (9, 10):
-        return "needs compute capability 9 or 10 (Hopper, B200)"
-    if machine.cudnn < CUDNN_WITH_ANY_LENGTH:
-        return f"needs cuDNN 9.15.1, and this machine has {machine.cudnn}"
-    if work.deterministic:
-        return "is not repeatable (--deterministic=1)"
-    return _head_size_obstacle(work, 128)
-
-
-def _flash3_obstacle(machine: Machine, work: Work) -> str | None:
-    assert machine.capability is not None
-    if machine.capability[0] != 9:
-        return "needs compute capability 9 (Hopper)"
-    if not machine.flash3:
-        return "needs torch 2.11 or later and the package flash_attn_interface (FlashAttention 3)"
-    if work.deterministic:
-        return "is not known to be repeatable (--deterministic=1)"
-    return _head_size_obstacle(work, 256)
-
-
-def _flex_obstacle(machine: Machine, work: Work) -> str | None:
-    if not machine.flex:
-        return "needs torch.nn.attention.flex_attention and Triton"
-    return (
-        None
-        if work.head_size >= 16
-        else f"needs heads of at least 16 channels (--kv_channels), not of {work.head_size}"
-    )
-
-
-def _flash_limit(machine: Machine) -> int:
-    """Return the largest head size of the flash kernels with gradients."""
-    assert machine.capability is not None
-    return 192 if (8, 6) <= machine.capability <= (8, 9) or machine.capability[0] == 12 else 256
-
-
-def _head_size_obstacle(work: Work, limit: int) -> str | None:
-    if work.head_size % 8 == 0 and work.head_size <= limit:
-        return None
-    return f"needs heads of a multiple of 8 channels up to {limit} (--kv_channels), not of {work.head_size}"
+        yield not machine.varlen, missing
+    elif backend == "flash3":
+        yield capability[0] != 9, "needs compute capability 9 (Hopper)"
+        missing = "needs torch 2.11 or later and the package flash_attn_interface (FlashAttention 3)"
+        yield not machine.flash3, missing
+        yield work.deterministic, "is not known to be repeatable (--deterministic=1)"
+    else:
+        yield work.windowed, "takes no sliding window (--window_size)"
+        yield work.documents, "takes no packed documents (--cross_document_attention=0)"
+    if backend == "cudnn":
+        yield capability[0] not in (9, 10), "needs compute capability 9 or 10 (Hopper, B200)"
+        yield machine.cudnn < CUDNN_WITH_ANY_LENGTH, f"needs cuDNN 9.15.1, and this machine has {machine.cudnn}"
+        yield work.deterministic, "is not repeatable (--deterministic=1)"
+    limit = 128 if backend == "cudnn" else 256
+    if backend in ("flash", "varlen") and ((8, 6) <= capability <= (8, 9) or capability[0] == 12):
+        limit = 192
+    size = f"needs heads of a multiple of 8 channels up to {limit} (--kv_channels), not of {work.head_size}"
+    yield not on_cpu and (work.head_size % 8 != 0 or work.head_size > limit), size
 
 
 def choose_attention(
@@ -198,7 +161,7 @@ def choose_attention(
     machine: Machine | None = None,
     works: Callable[[str], bool] = lambda backend: True,
 ) -> str:
-    """Return the name of a backend: the wanted one or, for "auto", the fastest that can do the work.
+    """Return the wanted backend or, for "auto", the fastest that can do the work.
 
     Args:
         machine: replaces the properties of the device; a plan passes `PLANNED_GPU` to leave the device alone.

@@ -40,18 +40,17 @@ class _only:  # noqa: N801 - reads as a statement
             cuda.mem_efficient_sdp_enabled(),
             cuda.math_sdp_enabled(),
         )
-        _switch(self._wanted)
+        self._switch(self._wanted)
 
     def __exit__(self, *_: object) -> None:
-        _switch(self._before)
+        self._switch(self._before)
 
-
-def _switch(enabled: tuple[bool, bool, bool, bool]) -> None:
-    cuda = torch.backends.cuda
-    cuda.enable_flash_sdp(enabled[0])
-    cuda.enable_cudnn_sdp(enabled[1])
-    cuda.enable_mem_efficient_sdp(enabled[2])
-    cuda.enable_math_sdp(enabled[3])
+    def _switch(self, enabled: tuple[bool, ...]) -> None:
+        cuda = torch.backends.cuda
+        cuda.enable_flash_sdp(enabled[0])
+        cuda.enable_cudnn_sdp(enabled[1])
+        cuda.enable_mem_efficient_sdp(enabled[2])
+        cuda.enable_math_sdp(enabled[3])
 
 
 def fused_attention(query: Tensor, key: Tensor, value: Tensor, backend: str, scale: float | None = None) -> Tensor:
