@@ -15,7 +15,7 @@ Clipping an update needs every update before any weight changes, and therefore t
     u = m^ / (sqrt(v^) + eps) + decay * w       m^, v^: the moments without their bias
 
 The first pass updates the moments in place and sums the squares of u. The second pass does w = w - lr * factor * u and
-recomputes u, because keeping u would take as much memory as a moment; only the reference keeps u, in the memory of an
+recomputes u, because storing u would take as much memory as a moment; only the reference stores u, in the memory of an
 fp32 gradient. Every range of a shard has its own sum and its own factor: to clip every parameter by itself, each
 parameter is a range. The sums are in fp64 and depend only on the ranges, so they repeat bit for bit. In the kernels
 every program sums its block, then one program per range sums the blocks. The reference sums short rows in fp32, and
@@ -25,9 +25,9 @@ Gradients may have any floating dtype. A pass updates every form of the weights 
 is set, nothing is written.
 
 A kernel is launched once per shard. A table has one row for each range of the shard with its own learning-rate scale
-and weight decay; blocks look up their row, and no block crosses the border of a range. Launching once per range would
-be as fast for large blocks of a model, but a small shard, of a norm for instance, takes less time than its launch. The
-learning rate is an fp32 argument: Triton specializes only on integers, so no learning rate recompiles the kernel.
+and weight decay; blocks look up their row, and no block crosses the border of a range. One launch per range would be as
+fast for the large ranges of a model, but updating a small one, of a norm for instance, takes less time than its launch.
+The learning rate is an fp32 argument: Triton specializes only on integers, so no learning rate recompiles the kernel.
 """
 
 # mypy: allow-untyped-defs, allow-incomplete-defs
@@ -50,7 +50,7 @@ ALIGNMENT = 64
 BLOCK = 1024
 NUM_WARPS = 8  # 4 elements per thread: 16 bytes of fp32
 SUM_BLOCK = 1024
-# Elements that the reference casts and updates at a time: few for a CPU's cache, many for a GPU's launches.
+# Elements that the reference updates at a time: few, to stay in a CPU's cache; many, to save launches on a GPU.
 CPU_CHUNK_NUMEL, GPU_CHUNK_NUMEL = 2**17, 2**24
 
 
@@ -58,7 +58,7 @@ class Shard(NamedTuple):
     """Weights, gradient and moments of one rank's shard, (n,) each."""
 
     weights: WeightShard
-    gradient: Tensor  # the kernel leaves it alone, the reference may unscale or overwrite it
+    gradient: Tensor  # the reference may unscale or overwrite it
     m: Tensor  # fp32
     v: Tensor  # fp32
 
@@ -104,7 +104,7 @@ class Control:
     """Numbers of one step that only the device knows: tensors, () in fp32.
 
     Args:
-        divisor: of the gradients.
+        divisor: what gradients are divided by.
         updates: Adam's t, counting this update.
         skipped: 1 to write nothing, else 0.
     """
@@ -129,48 +129,6 @@ def chunks(rows: Sequence[Range], device: torch.device, whole: bool = False) -> 
         step = row.end - row.start if whole else chunk_numel
         for start in range(row.start, row.end, step):
             yield index, row, slice(start, min(start + step, row.end))
-
-
-def _reference(shard: Shard, ranges: Ranges, control: Control) -> None:
-    numbers = control.numbers
-    in_place = shard.weights.rounded is None and shard.gradient.dtype == torch.float32 and not numbers.nesterov
-    for _, row, bounds in chunks(ranges.rows, shard.gradient.device, whole=in_place):
-        rate, decay = numbers.learning_rate * row.lr_scale, numbers.weight_decay * row.decay_scale
-        weights = shard.weights.read(bounds)
-        if numbers.nesterov:
-            _descend(weights, _update_moments(shard, bounds, control), decay, rate, control)
-        else:
-            _fused_adamw(weights, shard.gradient[bounds].float(), shard, bounds, rate, decay, control)
-        shard.weights.write(weights, bounds)
-
-
-def _reference_moments(shard: Shard, ranges: Ranges, control: Control) -> Tensor:
-    zero = control.skipped.double() * 0
-    sums = [zero] * len(ranges.rows)
-    for index, row, bounds in chunks(ranges.rows, shard.gradient.device):
-        step, decay = _update_moments(shard, bounds, control), control.numbers.weight_decay * row.decay_scale
-        u = shard.gradient[bounds] if _keeps_update(shard) else step
-        torch.add(step, shard.weights.read(bounds), alpha=decay, out=u)
-        sums[index] = sums[index] + squared_norm([u])
-    return torch.where(control.skipped == 0, torch.stack(sums), zero)
-
-
-def _reference_weights(shard: Shard, ranges: Ranges, factors: Tensor, control: Control) -> None:
-    numbers = control.numbers
-    for index, row, bounds in chunks(ranges.rows, shard.gradient.device):
-        weights, decay = shard.weights.read(bounds), numbers.weight_decay * row.decay_scale
-        rate = factors[index] * (numbers.learning_rate * row.lr_scale)
-        if _keeps_update(shard):
-            _descend(weights, shard.gradient[bounds], 0.0, rate, control)
-        else:
-            g = shard.gradient[bounds].float() / control.divisor
-            _descend(weights, _direction(shard, bounds, g, control), decay, rate, control)
-        shard.weights.write(weights, bounds)
-
-
-def _keeps_update(shard: Shard) -> bool:
-    """Whether the reference keeps u between the passes."""
-    return shard.gradient.dtype == torch.float32
 
 
 def _fused_adamw(
@@ -410,25 +368,40 @@ def _launch(
 
 def adamw(shard: Shard, ranges: Ranges, control: Control, triton: bool = False) -> None:
     """Update a shard in place."""
-    numel = shard.gradient.numel()
-    assert all(0 <= row.start <= row.end <= numel for row in ranges.rows), (ranges.rows, numel)
+    numbers, gradient = control.numbers, shard.gradient
+    assert all(0 <= row.start <= row.end <= gradient.numel() for row in ranges.rows), (ranges.rows, gradient.numel())
     if triton:
         _launch(shard, ranges, control)
-    else:
-        _reference(shard, ranges, control)
+        return
+    in_place = shard.weights.rounded is None and gradient.dtype == torch.float32 and not numbers.nesterov
+    for _, row, bounds in chunks(ranges.rows, gradient.device, whole=in_place):
+        rate, decay = numbers.learning_rate * row.lr_scale, numbers.weight_decay * row.decay_scale
+        weights = shard.weights.read(bounds)
+        if numbers.nesterov:
+            _descend(weights, _update_moments(shard, bounds, control), decay, rate, control)
+        else:
+            _fused_adamw(weights, gradient[bounds].float(), shard, bounds, rate, decay, control)
+        shard.weights.write(weights, bounds)
 
 
 def adamw_moments(shard: Shard, ranges: Ranges, control: Control, triton: bool = False) -> Tensor:
     """Update the moments in place and return the sum of u^2 over each range: (rows,), fp64; 0 if skipped."""
-    if not triton:
-        return _reference_moments(shard, ranges, control)
-    rows, device = len(ranges.rows), shard.gradient.device
-    sums = torch.empty(rows, dtype=torch.float64, device=device)
-    block_sums = torch.empty(ranges.blocks, dtype=torch.float64, device=device)
-    _launch(shard, ranges, control, sums=block_sums)
-    if ranges.blocks:
-        _sums_kernel[(rows,)](block_sums, sums, ranges.places, ranges.longest, SUM_BLOCK, num_warps=4)
-    return sums
+    gradient = shard.gradient
+    if triton:
+        sums = torch.empty(len(ranges.rows), dtype=torch.float64, device=gradient.device)
+        block_sums = torch.empty(ranges.blocks, dtype=torch.float64, device=gradient.device)
+        _launch(shard, ranges, control, sums=block_sums)
+        if ranges.blocks:
+            _sums_kernel[sums.shape](block_sums, sums, ranges.places, ranges.longest, SUM_BLOCK, num_warps=4)
+        return sums
+    zero = control.skipped.double() * 0
+    totals = [zero] * len(ranges.rows)
+    for index, row, bounds in chunks(ranges.rows, gradient.device):
+        step, decay = _update_moments(shard, bounds, control), control.numbers.weight_decay * row.decay_scale
+        u = gradient[bounds] if gradient.dtype == torch.float32 else step  # fp32: u stays for the second pass
+        torch.add(step, shard.weights.read(bounds), alpha=decay, out=u)
+        totals[index] = totals[index] + squared_norm([u])
+    return torch.where(control.skipped == 0, torch.stack(totals), zero)
 
 
 def adamw_weights(shard: Shard, ranges: Ranges, factors: Tensor, control: Control, triton: bool = False) -> None:
@@ -436,5 +409,12 @@ def adamw_weights(shard: Shard, ranges: Ranges, factors: Tensor, control: Contro
     assert factors.dtype == torch.float32 and factors.shape == (len(ranges.rows),) and factors.is_contiguous()
     if triton:
         _launch(shard, ranges, control, factors=factors)
-    else:
-        _reference_weights(shard, ranges, factors, control)
+        return
+    numbers = control.numbers
+    for index, row, bounds in chunks(ranges.rows, shard.gradient.device):
+        weights, u, decay = shard.weights.read(bounds), shard.gradient[bounds], 0.0
+        if u.dtype != torch.float32:  # recompute u, without its decay
+            decay = numbers.weight_decay * row.decay_scale
+            u = _direction(shard, bounds, u.float() / control.divisor, control)
+        _descend(weights, u, decay, factors[index] * (numbers.learning_rate * row.lr_scale), control)
+        shard.weights.write(weights, bounds)

@@ -1,9 +1,9 @@
 """The sum of squares of the gradient shards, for the global gradient norm.
 
 Kernel: every program sums the squares of one piece of a shard in fp64, whatever the dtype, so nothing overflows under
-a loss scale and no small square is lost; a last program sums the pieces of all shards. fp64 does not slow the reads of
-memory down. The order of the sums depends only on the sizes of the shards, so the result has the same bits on all
-devices of a kind and at every ZeRO stage.
+a loss scale and no small square is lost; torch sums the pieces of all shards. Memory is read as fast as without fp64.
+The order of the sums depends only on the sizes of the shards, so the result has the same bits on all devices of a kind
+and at every ZeRO stage.
 
 Reference: sums over short rows in fp32, in one call at the speed of memory, then their sum in fp64. One fp32 sum over a
 full shard would lose small squares (0.1 % of the norm at 16 million elements on a CPU) and overflow under a loss scale.
@@ -23,7 +23,6 @@ from megatron_lite.kernels.triton_support import cdiv, jit, tl
 PIECE_NUMEL = 2**16  # elements that one program sums
 ROW_NUMEL = 2**12  # elements that the reference sums in fp32
 BLOCK = 2048
-TOTAL_BLOCK = 1024
 
 
 def _reference(shard: Tensor) -> Tensor:
@@ -46,30 +45,14 @@ def _piece_kernel(shard_ptr, sums_ptr, numel, PIECE_NUMEL: tl.constexpr, BLOCK: 
     tl.store(sums_ptr + piece, tl.sum(total, axis=0))
 
 
-@jit
-def _total_kernel(sums_ptr, total_ptr, count, BLOCK: tl.constexpr) -> None:
-    """Sum the pieces in one program."""
-    offsets = tl.arange(0, BLOCK)
-    total = tl.zeros((BLOCK,), dtype=tl.float64)
-    for start in range(0, count, BLOCK):
-        total += tl.load(sums_ptr + offsets + start, mask=offsets + start < count, other=0.0)
-    tl.store(total_ptr, tl.sum(total, axis=0))
-
-
-def _launch(shards: Sequence[Tensor]) -> Tensor:
+def squared_norm(shards: Sequence[Tensor], triton: bool = False) -> Tensor:
+    """Return the sum of squares over flat tensors of any floating dtypes: (), fp64."""
+    if not triton:
+        return torch.stack([_reference(shard) for shard in shards]).sum()
     counts = [cdiv(shard.numel(), PIECE_NUMEL) for shard in shards]
     sums = torch.empty(sum(counts), dtype=torch.float64, device=shards[0].device)
     for shard, count, own_sums in zip(shards, counts, sums.split(counts), strict=True):
         if count:
             assert shard.is_contiguous()
             _piece_kernel[(count,)](shard, own_sums, shard.numel(), PIECE_NUMEL, BLOCK, num_warps=4)
-    total = torch.empty((), dtype=torch.float64, device=sums.device)
-    _total_kernel[(1,)](sums, total, sums.numel(), TOTAL_BLOCK, num_warps=4)
-    return total
-
-
-def squared_norm(shards: Sequence[Tensor], triton: bool = False) -> Tensor:
-    """Return the sum of squares over flat tensors of any floating dtypes: (), fp64."""
-    if triton:
-        return _launch(shards)
-    return torch.stack([_reference(shard) for shard in shards]).sum()
+    return sums.sum()

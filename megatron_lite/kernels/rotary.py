@@ -64,18 +64,6 @@ def _rotate(x: Tensor, y: Tensor, cos: Tensor, sin: Tensor) -> None:
     torch.addcmul(a_sin, b, cos, out=y_b)
 
 
-def _reference_join(grads: tuple[Tensor, ...], target: Tensor, table: Table | None) -> None:
-    parts = target.split([grad.shape[1] for grad in grads], dim=2)
-    for part, grad, is_rotated in zip(parts, grads, (True, True, False), strict=True):
-        dy, r = grad.transpose(1, 2), 0  # (b, s, heads, d)
-        if table is not None and is_rotated:
-            r = 2 * table[0].shape[-1]
-            cos, sin = _for_heads(table, target.shape[1])
-            _rotate(dy[..., :r], part[..., :r], cos, -sin)
-        if r < part.shape[-1]:
-            part[..., r:].copy_(dy[..., r:])
-
-
 # -- by Triton -------------------------------------------------------------------------------------------------------
 
 
@@ -199,36 +187,6 @@ def _table_rows(table: Table, batch: int, length: int) -> int:
     return length if table[0].dim() == 2 else batch * length
 
 
-def _triton_rotate(heads: Tensor, rotated_heads: int, table: Table) -> None:
-    batch, length, count, channels = heads.shape
-    r = 2 * table[0].shape[-1]
-    tile, half = _tile(rotated_heads, r // 2)
-    rows, stride = _table_rows(table, batch, length), count * channels
-    _rotate_kernel[(batch * length, cdiv(rotated_heads, tile))](
-        heads, *table, rows, rotated_heads, stride, CHANNELS=channels, R=r, HEADS=tile, HALF=half, num_warps=4
-    )
-
-
-def _triton_join(grads: tuple[Tensor, ...], target: Tensor, table: Table) -> None:
-    batch, length, count, channels = target.shape
-    tile, half = _tile(count, cdiv(channels, 2))
-    _join_kernel[(batch * length, cdiv(count, tile))](
-        *grads,
-        target,
-        *table,
-        length,
-        _table_rows(table, batch, length),
-        grads[0].shape[1],
-        grads[1].shape[1],
-        *(grad.stride() for grad in grads),
-        CHANNELS=channels,
-        R=2 * table[0].shape[-1],
-        HEADS=tile,
-        HALF=half,
-        num_warps=4,
-    )
-
-
 # -- both ------------------------------------------------------------------------------------------------------------
 
 
@@ -236,21 +194,49 @@ def rotate_in_place(heads: Tensor, rotated_heads: int, table: Table | None, trit
     """Rotate the first `rotated_heads` heads of a contiguous (b, s, c, d); without a table do nothing."""
     if table is None:
         return
-    if triton:
-        _triton_rotate(heads, rotated_heads, table)
-    else:
-        x = heads[:, :, :rotated_heads, : 2 * table[0].shape[-1]]
-        _rotate(x, x, *_for_heads(table, heads.shape[1]))
+    (batch, length, count, channels), r = heads.shape, 2 * table[0].shape[-1]
+    if not triton:
+        x = heads[:, :, :rotated_heads, :r]
+        _rotate(x, x, *_for_heads(table, length))
+        return
+    tile, half = _tile(rotated_heads, r // 2)
+    rows, stride = _table_rows(table, batch, length), count * channels
+    _rotate_kernel[(batch * length, cdiv(rotated_heads, tile))](
+        heads, *table, rows, rotated_heads, stride, CHANNELS=channels, R=r, HEADS=tile, HALF=half, num_warps=4
+    )
 
 
 def join_gradients(grads: tuple[Tensor, ...], target: Tensor, table: Table | None, triton: bool = False) -> None:
     """Write the gradients of query, key, value (b, n or g, s, d), rotated back, to one target (b, s, n + 2 g, d)."""
-    if triton and table is not None:
-        _triton_join(grads, target, table)
-    elif triton:
+    (batch, length, count, channels), r = target.shape, 0 if table is None else 2 * table[0].shape[-1]
+    if not triton:
+        parts = target.split([grad.shape[1] for grad in grads], dim=2)
+        for part, grad, rotated in zip(parts, grads, (r, r, 0), strict=True):
+            dy = grad.transpose(1, 2)  # (b, s, heads, d)
+            if table is not None and rotated:
+                cos, sin = _for_heads(table, length)
+                _rotate(dy[..., :rotated], part[..., :rotated], cos, -sin)
+            if rotated < channels:
+                part[..., rotated:].copy_(dy[..., rotated:])
+    elif table is None:
         torch.cat([grad.transpose(1, 2) for grad in grads], dim=2, out=target)  # one launch
     else:
-        _reference_join(grads, target, table)
+        tile, half = _tile(count, cdiv(channels, 2))
+        _join_kernel[(batch * length, cdiv(count, tile))](
+            *grads,
+            target,
+            *table,
+            length,
+            _table_rows(table, batch, length),
+            grads[0].shape[1],
+            grads[1].shape[1],
+            *(grad.stride() for grad in grads),
+            CHANNELS=channels,
+            R=r,
+            HEADS=tile,
+            HALF=half,
+            num_warps=4,
+        )
 
 
 def joined_gradients(grads: tuple[Tensor, ...]) -> Tensor | None:
@@ -294,6 +280,6 @@ def split_heads(
     """(b, s, (n + 2 g) d) -> query (b, n, s, d), key (b, g, s, d), value (b, g, s, d).
 
     `table` rotates queries and keys; None leaves them unrotated. All three are views of the projection, which is
-    rotated in place, because the backward pass would keep a rotated copy, too. Nothing else may read it afterwards.
+    rotated in place, because otherwise a rotated copy would be saved, too. Nothing else may read it afterwards.
     """
     return _SplitHeads.apply(projection, num_heads, head_groups, table, triton)
