@@ -46,7 +46,7 @@ READS_ENVIRONMENT = {
     "run/launch.py",
     "run/launcher_watch.py",
     "run/host.py",
-    "monitor/trackers/wandb_login.py",
+    "monitor/trackers/wandb_tracker.py",
 }
 
 FORBIDDEN_MODULES = {"pickle", "_pickle", "cPickle", "cloudpickle", "dill", "marshal", "shelve", "joblib"}

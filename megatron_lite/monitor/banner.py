@@ -1,6 +1,6 @@
-"""Lines that a run logs before training: numbers that follow from its options, the model, memory and the device.
+"""Lines that a run logs before training: derived numbers, the model, memory and the device.
 
-Some lines are pairs: the full line, and a shorter one for the console ("": none).
+Some lines are pairs: the full line, and a shorter one for the console (empty: none).
 """
 
 from __future__ import annotations
@@ -38,20 +38,24 @@ def derived_numbers(
     shape = (batch.micro_batch_size, distributed.data.world_size, batch.breadth_first_micro_batches)
     micro_batches = _smallest_to_largest([Split(size, *shape).micro_steps for size in sizes])
     parameters = sum(parameter.spec.numel for parameter in parameters_of(layers))
+    why_threads = ""
+    if distributed.device.type == "cpu":
+        threads = choose_threads(config, distributed.local_world_size, distributed.sharing_cores)
+        why_threads = f" ({threads.reason})" if threads.number == torch.get_num_threads() else ""
     return {
         "parameters": f"{parameters:,}",
         "tokens per iteration": _smallest_to_largest([size * batch.sequence_length for size in sizes]),
         "total tokens": f"{consumed_tokens(batch, config.training.train_iters):,}",
         "micro-batches per rank": f"{micro_batches} of {batch.micro_batch_size} samples",
         "ranks": describe_ranks(distributed),
-        "device": describe_device(distributed.device) + _why_threads(config, distributed),
+        "device": describe_device(distributed.device) + why_threads,
         "versions": f"torch {torch.__version__}, python {platform.python_version()}",
         **data,
     }
 
 
 def describe_ranks(distributed: Distributed) -> str:
-    """Return the number of ranks and, if they divide the layers, what divides them: "4 (2 data x 2 tensor)"."""
+    """Return the number of ranks, with their groups if there are several kinds: "4 (2 data x 2 tensor)"."""
     data, tensor = distributed.data.world_size, distributed.tensor.world_size
     return f"{distributed.world_size}" + (f" ({data} data x {tensor} tensor)" if tensor > 1 else "")
 
@@ -95,12 +99,12 @@ def stage_lines(model: MultiStage) -> Iterator[tuple[str, str]]:
 
 
 def placement_warnings(config: Config, distributed: Distributed) -> Iterator[str]:
-    """Yield a warning if ranks that share each layer are on several machines."""
+    """Yield a warning if tensor-parallel ranks are on several machines."""
     ranks, local = config.distributed.tensor_parallel, distributed.local_world_size
     if local % ranks:
         yield (
-            f"--tensor_parallel={ranks}: with {local} ranks on a machine, some ranks that share each layer are on "
-            "different machines, whose network every layer waits for; a divisor of the ranks on a machine is faster"
+            f"--tensor_parallel={ranks}: with {local} ranks on a machine, some tensor-parallel groups span "
+            "machines, and every layer waits for the network; a divisor of the ranks on a machine is faster"
         )
 
 
@@ -149,14 +153,6 @@ def free_bytes(device: torch.device) -> int | None:
         return int(fields["MemAvailable"].split()[0]) * 1024
     except (OSError, KeyError, ValueError):
         return None
-
-
-def _why_threads(config: Config, distributed: Distributed) -> str:
-    """Say why a process on a CPU has its number of threads, if the run chose it."""
-    if distributed.device.type != "cpu":
-        return ""
-    threads = choose_threads(config, distributed.local_world_size, distributed.sharing_cores)
-    return f" ({threads.reason})" if threads.number == torch.get_num_threads() else ""
 
 
 def describe_device(device: torch.device) -> str:

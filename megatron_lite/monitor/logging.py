@@ -1,6 +1,6 @@
 """The logger "megatron_lite": flushed lines on the console, above a progress bar, and one log file per rank.
 
-The console and the log file say the same, except for the texts of `log_both`. Logging never stops a run: a console
+The console and the log file get the same text, except from `log_both`. Logging never stops a run: a console
 without a reader, or a log file on a full disk, only loses lines. Every line is one `write`, so no buffer holds it back.
 """
 
@@ -78,15 +78,14 @@ class AppendFile:
 
 
 class _LineFormatter(logging.Formatter):
-    """Begins every line of a message with time and rank; names levels from WARNING on."""
+    """Begins every line of a message with time and rank; names levels from WARNING on; has a text for the log file."""
 
-    def __init__(self, prefix: str, timestamps: bool) -> None:
+    def __init__(self, prefix: str, timestamps: bool, for_file: bool) -> None:
         super().__init__()
-        self._prefix = prefix
-        self._timestamps = timestamps
+        self._prefix, self._timestamps, self._for_file = prefix, timestamps, for_file
 
     def format(self, record: logging.LogRecord) -> str:
-        text = self._text(record)
+        text = (getattr(record, _FILE_TEXT, "") if self._for_file else "") or record.getMessage()
         if record.levelno >= logging.WARNING:
             text = f"{record.levelname}: {text}"
         if record.exc_info:
@@ -94,17 +93,6 @@ class _LineFormatter(logging.Formatter):
         start = f"{self.formatTime(record)} " if self._timestamps else ""
         start += self._prefix
         return "\n".join(start + line for line in text.split("\n")) if start else text
-
-    def _text(self, record: logging.LogRecord) -> str:
-        return record.getMessage()
-
-
-class _FileFormatter(_LineFormatter):
-    """Prefers the text for the log file."""
-
-    def _text(self, record: logging.LogRecord) -> str:
-        text: str = getattr(record, _FILE_TEXT, None) or record.getMessage()
-        return text
 
 
 def _has_terminal() -> bool:
@@ -215,13 +203,13 @@ def start_logging(
     if to_console:
         prefix = f"[rank {rank:0{len(str(world_size - 1))}d}] " if rank or (all_ranks and world_size > 1) else ""
         console = ConsoleHandler()
-        console.setFormatter(_LineFormatter(prefix, timestamps))
+        console.setFormatter(_LineFormatter(prefix, timestamps, for_file=False))
         logger.addHandler(console)
         if hasattr(sys.stdout, "reconfigure"):  # a path that the terminal cannot encode must not end the run
             sys.stdout.reconfigure(errors="backslashreplace")
     if log_file is not None:
         file = FileHandler(log_file)
-        file.setFormatter(_FileFormatter("", timestamps))
+        file.setFormatter(_LineFormatter("", timestamps, for_file=True))
         logger.addHandler(file)
     return logger
 

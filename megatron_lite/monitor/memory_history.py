@@ -17,11 +17,6 @@ from megatron_lite.distributed.process_group import Distributed
 MAX_EVENTS = 50_000
 
 
-def snapshot_path(root: Path, rank: int) -> Path:
-    """Return the file for a rank's memory in the experiment directory."""
-    return root / "profiles" / f"memory_{rank}.pickle"
-
-
 def open_history(
     config: Config, root: Path | None, distributed: Distributed, logger: logging.Logger
 ) -> MemoryHistory | None:
@@ -74,7 +69,7 @@ def write_snapshot(root: Path, distributed: Distributed) -> tuple[Path, str]:
     Returns:
         The file, and why it could not be written: "" if it was.
     """
-    path = snapshot_path(root, distributed.rank)
+    path = root / "profiles" / f"memory_{distributed.rank}.pickle"
     partial = path.with_name(f".{path.name}.partial")
     try:
         path.parent.mkdir(exist_ok=True)

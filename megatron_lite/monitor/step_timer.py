@@ -1,4 +1,4 @@
-"""The time of steps: rates between log lines, and the time that a run still needs."""
+"""Step times: rates between log lines, and the time left."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ from megatron_lite.schedules.batch_size import batch_schedule
 Clock = Callable[[], float]  # seconds, monotonic
 WARM_UP_STEPS = 1  # of a start, which compile kernels and allocate memory
 STEPS = 1000  # the newest ones, from which the pace is taken
-STALL = 3.0  # times the median, from which on a step has waited for something that is not expected again
+STALL = 3.0  # times the median: a longer step waited for something that is not expected again
 
 
 class Forecast:
-    """The pace of this start's steps, and the time left: pauses come as often as they came so far.
+    """The pace of this start's steps, and the time left, if pauses come as often as so far.
 
     Args:
         consumed_samples: samples consumed after N iterations, which may have different batch sizes.
@@ -54,8 +54,7 @@ class Forecast:
 
     def remaining_s(self, iteration: int) -> float | None:
         """Return the seconds that the run needs after `iteration`, pauses included; None if unknown."""
-        sample_s = self.sample_s()
-        if sample_s is None:
+        if (sample_s := self.sample_s()) is None:
             return None
         samples = self._consumed_samples(self._train_iters) - self._consumed_samples(iteration)
         # Iterations up to the last pause of a kind hold whole periods of that kind.
@@ -64,7 +63,7 @@ class Forecast:
 
 
 class Mark(NamedTuple):
-    """A moment of training: seconds without the excluded ones, and the iterations done."""
+    """A moment of training: seconds, without excluded ones, and iterations done."""
 
     seconds: float
     iteration: int
@@ -88,10 +87,8 @@ class StepTimer:
         # Per sample and device.
         self._tokens = length / world_size
         self._model_tflop = model_flops(config.model, length, length) / world_size / 1e12
-        hardware = hardware_flops(config.model, config.performance, length, length)
-        self._hardware_tflop = hardware / world_size / 1e12
-        self._peak_tflops = peak_tflops
-        self._world_size = world_size
+        self._hardware_tflop = hardware_flops(config.model, config.performance, length, length) / world_size / 1e12
+        self._peak_tflops, self._world_size = peak_tflops, world_size
         self._clock, self._excluded_s = clock, 0.0
         # Where the step, the lap, the glance and the time of the mean step began.
         self._step = self._lap = self._glance = self._run = self._mark(iteration)
@@ -114,7 +111,7 @@ class StepTimer:
 
     @contextlib.contextmanager
     def pause(self, kind: str) -> Iterator[None]:
-        """Count excluded time as a pause that comes again and again."""
+        """Count excluded time as a recurring pause."""
         start_s = self._clock()
         try:
             yield

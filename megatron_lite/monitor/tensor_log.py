@@ -21,7 +21,7 @@ from safetensors.torch import save
 from torch import Tensor
 
 from megatron_lite.errors import UsageError
-from megatron_lite.monitor.bit_hash import bit_hash
+from megatron_lite.monitor.hashes import bit_hash
 from megatron_lite.run.durable_files import replace_file
 
 # Elements converted to fp64 at a time; keeps temporaries below about 100 MiB.

@@ -12,7 +12,7 @@ from typing import Any
 
 from megatron_lite.checkpoint.names import newest_before
 from megatron_lite.errors import NumericsError
-from megatron_lite.monitor.replicas import describe_differences, digest, value_hashes, weight_hashes
+from megatron_lite.monitor.hashes import describe_differences, digest, weight_hashes
 from megatron_lite.outputs.saving import is_due
 from megatron_lite.schedules.batch_size import batch_schedule
 from megatron_lite.schedules.learning_rate import learning_rate
@@ -37,9 +37,8 @@ def check_replicas(run: Run, iteration: int) -> None:
         run.distributed.wait_for_device()
         start_s = time.perf_counter()
         found = weight_hashes(run.model.local_weights())
-        found.setdefault(tuple(range(run.distributed.tensor.world_size)), {}).update(
-            value_hashes(_counters(run, iteration))
-        )
+        counters = {name: digest(value) for name, value in _counters(run, iteration).items()}
+        found.setdefault(tuple(range(run.distributed.tensor.world_size)), {}).update(counters)
         digests = {str(holders): digest(fingerprint) for holders, fingerprint in found.items()}
         if describe_differences(run.distributed.gather_objects(digests)):
             everything = {name: value for fingerprint in found.values() for name, value in fingerprint.items()}

@@ -21,7 +21,7 @@ from torch import Tensor
 
 from megatron_lite.config import Config, RunConfig
 from megatron_lite.errors import UsageError
-from megatron_lite.monitor import bit_hash, tensor_debug, tensor_log
+from megatron_lite.monitor import hashes, tensor_debug, tensor_log
 from megatron_lite.monitor.tensor_debug import LEVELS, TensorDebugger, join_ranks, memory_in_use, open_debugger
 from megatron_lite.monitor.tensor_log import (
     TensorEntry,
@@ -167,7 +167,7 @@ def test_statistics_are_those_of_float64(
     tensor = (torch.randn(shape, generator=torch.Generator().manual_seed(1)) * 3 + 50).to(dtype)
     expected = tensor.double().numpy()
     whole = compute_statistics(tensor.view(-1))
-    for module in (tensor_log, bit_hash):
+    for module in (tensor_log, hashes):
         monkeypatch.setattr(module, "CHUNK_NUMEL", 4)
     for statistics in (whole, compute_statistics(tensor.view(-1))):
         assert statistics.mean == pytest.approx(expected.mean(), rel=1e-12)

@@ -159,7 +159,7 @@ def test_layers_shared_by_machines_are_warned_of(ranks: int, local: int, warned:
     config: Any = SimpleNamespace(distributed=SimpleNamespace(tensor_parallel=ranks))
     distributed: Any = SimpleNamespace(local_world_size=local)
     found = list(placement_warnings(config, distributed))
-    words = f"--tensor_parallel={ranks}: with {local} ranks on a machine, some ranks that share each layer are on"
+    words = f"--tensor_parallel={ranks}: with {local} ranks on a machine, some tensor-parallel groups span machines"
     assert [line.startswith(words) for line in found] == [True] * warned
 
 

@@ -8,6 +8,7 @@ import json
 import logging
 import warnings
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, cast
 
@@ -68,9 +69,9 @@ def watched(stage: Stage, arounds: Sequence[Around]) -> Verbs:
 def open_profiles(
     config: Config, logger: logging.Logger, distributed: Distributed, folder: Path | None, model: MultiStage
 ) -> Profiles | None:
-    """Return the profiles that the options ask for on this rank, or None if there are none. All ranks call this.
+    """Return the profiles that the options ask for on this rank, or None. All ranks call this.
 
-    Call before the weights are loaded: to time a collective alone leaves garbage in the gradient buffers.
+    Call before the weights are loaded: timing a collective alone leaves garbage in the gradient buffers.
 
     folder: for the results; None writes nothing.
     """
@@ -88,34 +89,33 @@ def open_profiles(
                     alone_s[kind, stage.index] = seconds
     if options.profile_ranks and distributed.rank not in options.profile_ranks:
         return None
-    return Profiles(options, logger, distributed, folder, model, operations=operations, alone_s=alone_s)
+    return Profiles(options, logger, distributed, folder, model, operations, alone_s)
 
 
+@dataclass(eq=False)
 class Profiles:
     """`begin` comes before the first iteration of a start, `iteration_done` after each, and `close` at the end.
 
-    While no profile is under way the model runs as without profiles.
+    Outside of profiles the model runs as without them. with_operations: run PyTorch's profiler. alone_s: seconds of a
+    collective with nothing else running, by (kind, stage).
     """
 
-    def __init__(
-        self,
-        config: ProfilingConfig,
-        logger: logging.Logger,
-        distributed: Distributed,
-        folder: Path | None,
-        model: MultiStage,
-        *,
-        operations: bool,
-        alone_s: Mapping[tuple[str, int | None], float],
-    ) -> None:
-        self._config, self._logger, self._distributed, self._folder = config, logger, distributed, folder
-        self._model, self._with_operations, self._alone_s = model, operations, alone_s
-        self._action, self._done = cycles(config), 0  # done: iterations of this start
-        self._operations: OperationProfile | None = None
-        self._schedule: ScheduleRecorder | None = None
-        self._is_active = False  # beyond the warm-up
-        self._iterations: list[int] = []  # done, of the profile under way
-        self._finished = 0
+    config: ProfilingConfig
+    logger: logging.Logger
+    distributed: Distributed
+    folder: Path | None
+    model: MultiStage
+    with_operations: bool
+    alone_s: Mapping[tuple[str, int | None], float]
+    _done: int = 0  # iterations of this start
+    _operations: OperationProfile | None = None
+    _schedule: ScheduleRecorder | None = None
+    _is_active: bool = False  # beyond the warm-up
+    _iterations: list[int] = field(default_factory=list)  # done, of the profile under way
+    _finished: int = 0
+
+    def __post_init__(self) -> None:
+        self._action = cycles(self.config)
 
     def iteration_done(self, iteration: int) -> None:
         """End an iteration, and the profile if this was its last; prepare the next iteration. Call on every rank."""
@@ -139,10 +139,10 @@ class Profiles:
             self._finish()
         self._leave()
         if not self._finished:
-            self._logger.warning(
+            self.logger.warning(
                 "no iteration was profiled: the first would have been iteration %d of this start, which ends after %d; "
                 "lower --profile_skip",
-                self._config.profile_skip + self._config.profile_wait + self._config.profile_warmup + 1,
+                self.config.profile_skip + self.config.profile_wait + self.config.profile_warmup + 1,
                 self._done,
             )
 
@@ -165,25 +165,25 @@ class Profiles:
 
     def _watch(self) -> None:
         """Wrap the stages, and record collectives."""
-        distributed, arounds = self._distributed, list[Around]()
+        distributed, arounds = self.distributed, list[Around]()
         on_gpu = distributed.device.type == "cuda"
-        if self._config.profile_schedule:
+        if self.config.profile_schedule:
             clock = DeviceClock(distributed.device, distributed.wait_for_device) if on_gpu else HostClock()
-            self._schedule = ScheduleRecorder(clock, self._alone_s)
+            self._schedule = ScheduleRecorder(clock, self.alone_s)
             distributed.traffic.recorder = self._schedule.started
             arounds.append(self._schedule.around)
-        if self._with_operations:
-            self._operations = OperationProfile(self._config, distributed.device.type)
+        if self.with_operations:
+            self._operations = OperationProfile(self.config, distributed.device.type)
             arounds.append(self._operations.around)
-        self._model.wrap(lambda stage: watched(stage, arounds))
+        self.model.wrap(lambda stage: watched(stage, arounds))
 
     def _leave(self) -> None:
         """Let the model run as without profiles."""
-        self._model.wrap(None)
-        self._distributed.traffic.recorder = None
+        self.model.wrap(None)
+        self.distributed.traffic.recorder = None
         if self._operations is not None:
             # A gloo transfer under way keeps a reference into the trace, and ends in memory that is no longer there.
-            self._model.finish()
+            self.model.finish()
             if not self._is_active:  # a warm-up without an end
                 self._operations.start()
             self._operations.stop()
@@ -192,47 +192,44 @@ class Profiles:
 
     def _finish(self) -> None:
         """End the profile under way and write its results; a full disk costs the results, not the run."""
-        operations, schedule, iterations = self._operations, self._schedule, self._iterations
+        operations, schedule, first, last = self._operations, self._schedule, self._iterations[0], self._iterations[-1]
         self._leave()
         self._finished += 1
-        first, last = iterations[0], iterations[-1]
-        name = f"iterations_{first}-{last}" if last > first else f"iteration_{first}"
-        words = name.replace("_", " ")
-        name += f"_rank_{self._distributed.rank:03d}"
+        words = f"iterations {first}-{last}" if last > first else f"iteration {first}"
+        rank, world_size = self.distributed.rank, self.distributed.world_size
+        name = f"{words.replace(' ', '_')}_rank_{rank:03d}"
         written: list[Path] = []
         if operations is not None:
-            if self._config.profile_export:
+            if self.config.profile_export:
                 written += self._write(f"{name}.trace.json.gz", operations.write_trace)
             for kind, text in operations.tables().items():
                 written += self._table(f"{name}.{kind}.txt", text)
-        times = schedule.take() if schedule is not None else []
-        if times:
-            self._logger.info(schedule_report.summary(times))
-            rank, world_size = self._distributed.rank, self._distributed.world_size
+        if schedule is not None and (times := schedule.take()):
+            self.logger.info(schedule_report.summary(times))
             written += self._table(f"{name}.schedule.txt", schedule_report.tables(times, rank, world_size))
-            if self._config.profile_export:
+            if self.config.profile_export:
                 trace = gzip.compress(json.dumps(schedule_report.trace_events(times, rank)).encode(), 6)
                 written += self._write(f"{name}.schedule.json.gz", lambda path: replace_file(path, trace))
                 page = schedule_report.page(times, rank, world_size).encode()
                 written += self._write(f"{name}.schedule.html", lambda path: replace_file(path, page))
         if written:
             files = ", ".join(path.name for path in written)
-            self._logger.info("profile of %s: %s in %s", words, files, self._folder)
+            self.logger.info("profile of %s: %s in %s", words, files, self.folder)
 
     def _table(self, name: str, text: str) -> list[Path]:
-        if self._config.profile_log:
-            self._logger.info("%s", text)
+        if self.config.profile_log:
+            self.logger.info("%s", text)
         return self._write(name, lambda path: replace_file(path, (text + "\n").encode()))
 
     def _write(self, name: str, write: Callable[[Path], None]) -> list[Path]:
         """Write one file of the folder; return its path, or nothing if there is no folder, or after a failure."""
-        if self._folder is None:
+        if self.folder is None:
             return []
-        path = self._folder / name
+        path = self.folder / name
         try:
-            self._folder.mkdir(exist_ok=True)
+            self.folder.mkdir(exist_ok=True)
             write(path)
         except OSError as error:
-            self._logger.warning("cannot write %s: %s; the run goes on without it", path, error.strerror or error)
+            self.logger.warning("cannot write %s: %s; the run goes on without it", path, error.strerror or error)
             return []
         return [path]

@@ -1,4 +1,4 @@
-"""All destinations of a run together: which ones --trackers asks for, their packages, and one call that feeds them."""
+"""The destinations of metrics that --trackers asks for, and the check of their packages."""
 
 from __future__ import annotations
 
@@ -7,26 +7,19 @@ import importlib.util
 import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 from megatron_lite.config import Config
 from megatron_lite.errors import UsageError
 from megatron_lite.monitor.trackers.metrics_file import METRICS_FILE, WATCH_FILE, MetricsFile, WatchFile
+from megatron_lite.monitor.trackers.queued_tracker import QueuedTracker
 from megatron_lite.monitor.trackers.tensorboard_tracker import TensorBoardTracker
-from megatron_lite.monitor.trackers.wandb_login import read_key, send_no_error_reports, why_offline
-from megatron_lite.monitor.trackers.wandb_tracker import WandbTracker
+from megatron_lite.monitor.trackers.wandb_tracker import WandbTracker, read_key, send_no_error_reports, why_offline
 from megatron_lite.monitor.watch.results import Watched
 
 TENSORBOARD_FOLDER = "tensorboard"
 _PACKAGES = ("wandb", "tensorboard")  # trackers that are packages of this name
-
-
-class Destination(Protocol):
-    """One place for metrics. Neither method blocks for long or raises."""
-
-    def log(self, record: Mapping[str, Any], watched: Watched | None = None) -> None: ...
-
-    def close(self, exit_code: int) -> None: ...
+Destination = MetricsFile | QueuedTracker  # neither blocks for long or raises
 
 
 class Trackers:

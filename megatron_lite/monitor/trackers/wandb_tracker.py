@@ -1,12 +1,16 @@
 """Weights & Biases in a separate thread: a run that every start of an experiment continues, alerts, offline by itself.
 
-If the service is slow, unreachable or dies, points are dropped and counted, and training does not wait.
+If the service is slow, unreachable or dies, points are dropped and counted, and training does not wait. The key comes
+from the variable WANDB_API_KEY or the text file at WANDB_API_KEY_PATH, and goes to the library only: it never becomes
+an option, so no command line, configuration, log or saved file has it.
 """
 
 from __future__ import annotations
 
 import contextlib
 import json
+import netrc
+import os
 import secrets
 import shlex
 import tempfile
@@ -14,12 +18,13 @@ import threading
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
+from urllib.parse import urlsplit
 
 import megatron_lite
 from megatron_lite.config import Config, flatten
 from megatron_lite.config.monitoring import is_run_id
 from megatron_lite.distributed.processes import kill_children
-from megatron_lite.errors import EXIT_PREEMPTED
+from megatron_lite.errors import EXIT_PREEMPTED, UsageError
 from megatron_lite.monitor.logging import get_logger
 from megatron_lite.monitor.metric_lines import format_record
 from megatron_lite.monitor.trackers.queued_tracker import QueuedTracker, numbers_of
@@ -32,6 +37,55 @@ FLUSH_S = 2.0  # the file for `wandb sync` lacks at most this much if the client
 ID_FILE = "wandb.json"
 ALSO = {"loss": "language_model_loss"}  # the name of a key in Fast-LLM, whose charts show it
 _STEP = "iteration"  # our own step: the library's must not decrease, and a resumed run goes back a little
+
+
+def read_key() -> str | None:
+    """Return the key from WANDB_API_KEY or the file at WANDB_API_KEY_PATH; None without either.
+
+    Raises:
+        UsageError: if the file cannot be read or does not hold one word. The message never shows the content.
+    """
+    if key := os.environ.get("WANDB_API_KEY", "").strip():
+        return key
+    path = os.environ.get("WANDB_API_KEY_PATH", "")
+    if not path:
+        return None
+    try:
+        words = Path(path).expanduser().read_text(encoding="utf-8").split()
+    except (OSError, UnicodeDecodeError, RuntimeError) as error:
+        reason = error.strerror if isinstance(error, OSError) else "it is not a text file"
+        raise UsageError(f"WANDB_API_KEY_PATH={path} cannot be read: {reason}; give a text file with the key") from None
+    if len(words) != 1:
+        fact = "is empty" if not words else f"holds {len(words)} words"
+        raise UsageError(f"WANDB_API_KEY_PATH={path} {fact}; it must hold the key and nothing else")
+    return words[0]
+
+
+def _logged_in() -> bool:
+    """Whether `wandb login` has left a key in the user's netrc file; the library itself might prompt for one."""
+    host = urlsplit(os.environ.get("WANDB_BASE_URL") or "https://api.wandb.ai").hostname or ""
+    try:
+        return netrc.netrc().authenticators(host) is not None
+    except (OSError, netrc.NetrcParseError, RuntimeError):
+        return False
+
+
+def why_offline(mode: str | None, key: str | None) -> str | None:
+    """Return why a run is recorded on disk only, or None to go online.
+
+    mode: of --wandb_mode, which wins over WANDB_MODE.
+    """
+    source, mode = ("--wandb_mode", mode) if mode else ("WANDB_MODE", os.environ.get("WANDB_MODE", ""))
+    if mode in ("offline", "dryrun"):
+        return f"{source}={mode}"
+    if mode in ("", "online") and key is None and not _logged_in():
+        return "no key in WANDB_API_KEY or in the file WANDB_API_KEY_PATH"
+    return None
+
+
+def send_no_error_reports() -> None:
+    """Keep the library from sending reports of its own errors, for which it would wait when the process ends."""
+    os.environ.setdefault("WANDB_ERROR_REPORTING", "false")
 
 
 class WandbTracker(QueuedTracker):

@@ -29,15 +29,15 @@ class Histogram:
     edges: Sequence[float]  # one more than counts
     squares: float  # sum over all elements
 
-    def trimmed(self) -> tuple[int, int]:
-        """Return the first bin in use, and the one after the last."""
+    def trimmed(self) -> tuple[int, Sequence[int]]:
+        """Return the first bin in use, and the counts from there to the last bin in use."""
         used = [place for place, count in enumerate(self.counts) if count] or [0]
-        return used[0], used[-1] + 1
+        return used[0], self.counts[used[0] : used[-1] + 1]
 
     def proto_fields(self) -> dict[str, Any]:
         """Return the fields of TensorBoard's HistogramProto, without empty bins at both ends."""
-        first, end = self.trimmed()
-        counts, edges = self.counts[first:end], self.edges[first : end + 1]
+        first, counts = self.trimmed()
+        edges = self.edges[first : first + len(counts) + 1]
         middles = ((low + high) / 2 for low, high in zip(edges, edges[1:], strict=False))
         return {
             "min": edges[0],
@@ -85,24 +85,22 @@ class Watched:
             found["histograms"] = {
                 target: {
                     "edges": next(iter(by_name.values())).edges,  # the same for all
-                    "counts": {name: _bins(histogram) for name, histogram in by_name.items()},
+                    "counts": {
+                        name: dict(zip(("first", "counts"), histogram.trimmed(), strict=True))
+                        for name, histogram in by_name.items()
+                    },
                 }
                 for target, by_name in self.counts.items()
             }
         return found
 
 
-def _bins(histogram: Histogram) -> dict[str, Any]:
-    first, end = histogram.trimmed()
-    return {"first": first, "counts": histogram.counts[first:end]}
-
-
 def _short(value: float) -> float | None:
     return float(f"{value:.6g}") if math.isfinite(value) else None
 
 
-class Row(NamedTuple):
-    """One parameter in the table of a target."""
+class WatchedParameter(NamedTuple):
+    """One parameter, a row in the table of a target."""
 
     name: str
     layer: str
@@ -110,10 +108,10 @@ class Row(NamedTuple):
 
 
 @dataclass
-class Table:
+class TargetTable:
     """Sum of squares, largest element, zeros and perhaps a histogram of each parameter, of one target."""
 
-    rows: list[Row]
+    rows: list[WatchedParameter]
     values: Tensor  # (rows, 3 or 3 + bins) fp64; zeros where another rank has the parameter
 
     def __post_init__(self) -> None:
@@ -137,7 +135,7 @@ class _Sums(NamedTuple):
         return Summary(math.sqrt(self.squares), rms, self.largest, self.zeros / self.numel)
 
 
-def results(tables: Mapping[str, Table], scale: float, per_layer: bool) -> tuple[dict[str, float], Watched]:
+def results(tables: Mapping[str, TargetTable], scale: float, per_layer: bool) -> tuple[dict[str, float], Watched]:
     """Return the record for metrics.jsonl, over all parameters, and the statistics of each (reads the device).
 
     scale: factor on the gradients. per_layer: also those of each layer.

@@ -26,7 +26,7 @@ from megatron_lite.config import Config, TrackingConfig
 from megatron_lite.distributed.process_group import Distributed
 from megatron_lite.kernels.weight_shard import chunk_bounds
 from megatron_lite.monitor.trackers.opening import Trackers
-from megatron_lite.monitor.watch.results import Row, Table, results
+from megatron_lite.monitor.watch.results import TargetTable, WatchedParameter, results
 from megatron_lite.monitor.watch.statistics import BINS, bin_places, summarize
 from megatron_lite.parameter import Parameter
 from megatron_lite.zero.flat_shard import FlatShard
@@ -65,7 +65,7 @@ class Watch:
         largest = max((part.layout.shard_numel for _, part in self._parts()), default=0)
         old = largest if "updates" in options.watch else 0
         self._old = torch.empty(old, dtype=torch.float32, device=distributed.device)
-        self._tables: dict[str, Table] = {}
+        self._tables: dict[str, TargetTable] = {}
 
     def follow(self, iteration: int, updated: Updated) -> Updated:
         """Return what the optimizer is to call after each stage: `updated`, and more if this step is watched.
@@ -114,7 +114,7 @@ class Watch:
             else:
                 yield target
 
-    def _new_table(self, target: str) -> Table:
+    def _new_table(self, target: str) -> TargetTable:
         rows = []
         for stage, part in self._parts():
             layers = {
@@ -123,9 +123,9 @@ class Watch:
                 for parameter in layer.parameters()
             }
             specs = [slot.spec for slot in part.layout.slots if part.has(target, slot.spec)]
-            rows += [Row(spec.name, layers[spec.name], spec.numel) for spec in specs]
+            rows += [WatchedParameter(spec.name, layers[spec.name], spec.numel) for spec in specs]
         width = 3 if self._bins is None else 3 + BINS
-        return Table(rows, torch.zeros(len(rows), width, dtype=torch.float64, device=self._distributed.device))
+        return TargetTable(rows, torch.zeros(len(rows), width, dtype=torch.float64, device=self._distributed.device))
 
     def _measure(self, target: str, part: FlatShard, read: Callable[[slice], Tensor]) -> None:
         """Summarize this rank's pieces of a part's parameters; `read` returns the elements of the shard in a slice."""

@@ -5,9 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
-from megatron_lite.monitor import bit_hash as bit_hash_module
-from megatron_lite.monitor.bit_hash import bit_hash
-from megatron_lite.monitor.replicas import describe_differences, value_hashes, weight_hashes
+from megatron_lite.monitor import hashes
+from megatron_lite.monitor.hashes import bit_hash, describe_differences, digest, weight_hashes
 from megatron_lite.parameter import Initializer, ParameterSpec
 from megatron_lite.tiles import WHOLE, Block, Split
 
@@ -32,14 +31,14 @@ def test_chunks_change_no_hash(monkeypatch: pytest.MonkeyPatch) -> None:
     """The hash of a tensor does not depend on how many elements are hashed at a time; an empty one has a hash, too."""
     weights = torch.randn(1000)
     whole = bit_hash(weights)
-    monkeypatch.setattr(bit_hash_module, "CHUNK_NUMEL", 7)
+    monkeypatch.setattr(hashes, "CHUNK_NUMEL", 7)
     assert torch.equal(bit_hash(weights), whole) and int(bit_hash(weights[:0])) == 0
 
 
 def test_the_odd_rank_is_named() -> None:
     """The majority is right; without one every rank is suspect."""
     weights = [(spec("a", (3, 2)), torch.ones(3, 2)), (spec("b", (1,)), torch.zeros(1))]
-    good = weight_hashes(iter(weights))[(0,)] | value_hashes({"c": {"x": 1.5}})
+    good = weight_hashes(iter(weights))[(0,)] | {"c": digest({"x": 1.5})}
     bad = {**good, "a": "0"}
     assert describe_differences([good] * 3) == ""
     assert describe_differences([good, good, bad]) == "a on rank 2"

@@ -1,0 +1,81 @@
+"""Hashes of tensors and of everything that several ranks must hold alike, and what differs, in words.
+
+Weights are hashed as the layers compute with them, in the memory of the step, on the device.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from megatron_lite.errors import shorten
+from megatron_lite.parameter import ParameterSpec
+
+CHUNK_NUMEL = 2**20  # elements hashed at a time: 24 MiB of temporary integers
+# Integers by width in bytes, to read the bits of floating-point numbers.
+BITS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+Fingerprint = dict[str, str]  # hash by name of a tile of a weight, or of a counter
+Holders = tuple[int, ...]  # ranks of the tensor-parallel group that hold the same
+
+
+def bit_hash(flat: Tensor, prepare: Callable[[Tensor], Tensor] = lambda chunk: chunk) -> Tensor:
+    """Return the hash of a tensor (n,), () int64 on its device: the sum of each element's bits times 2 * position + 1.
+
+    Integer sums (modulo 2**64) do not depend on their order, and no change of a single element keeps the sum, because
+    the factors are odd. prepare: makes a copy of each chunk whose bits count.
+    """
+    total = torch.zeros((), dtype=torch.int64, device=flat.device)
+    for start in range(0, flat.numel(), CHUNK_NUMEL):
+        chunk = prepare(flat[start : start + CHUNK_NUMEL])
+        positions = torch.arange(start, start + chunk.numel(), device=flat.device)
+        total += (chunk.view(BITS[chunk.element_size()]).to(torch.int64) * (2 * positions + 1)).sum()
+    return total
+
+
+def weight_hashes(weights: Iterator[tuple[ParameterSpec, Tensor]]) -> dict[Holders, Fingerprint]:
+    """Return the hash of each tile of the weights, by the ranks that hold it; the host reads the device once.
+
+    weights: this tensor-parallel rank's part of each parameter, with its spec.
+    """
+    # Each at its turn: stages share the memory of their weights.
+    hashed = [
+        (tile, bit_hash(local.view(-1)[tile.offset : tile.end])) for spec, local in weights for tile in spec.tiles
+    ]
+    found: dict[Holders, Fingerprint] = {}
+    values = torch.stack([value for _, value in hashed]).tolist()
+    for (tile, _), value in zip(hashed, values, strict=True):
+        found.setdefault(tile.holders, {})[tile.name] = f"{value:x}"
+    return found
+
+
+def digest(value: Any) -> str:
+    """Return 16 hexadecimal digits that stand for a JSON-able value."""
+    return hashlib.sha256(json.dumps(value, sort_keys=True).encode()).hexdigest()[:16]
+
+
+def describe_differences(by_rank: Sequence[Fingerprint]) -> str:
+    """Say which names differ on which ranks; empty if all ranks hold the same.
+
+    Ranks that lack a name do not count. A value on more than half of the ranks counts as right; without such a majority
+    all ranks are named.
+    """
+    found: dict[str, list[str]] = {}  # ranks in words -> names
+    for name in dict.fromkeys(name for fingerprint in by_rank for name in fingerprint):
+        values = {rank: fingerprint[name] for rank, fingerprint in enumerate(by_rank) if name in fingerprint}
+        common, count = Counter(values.values()).most_common(1)[0]
+        if count == len(values):
+            continue
+        odd = [str(rank) for rank, value in values.items() if value != common]
+        if 2 * count > len(values):
+            where = f"rank{'s' * (len(odd) > 1)} {', '.join(odd[:10])}{', ...' * (len(odd) > 10)}"
+        else:
+            numbers = f" ({', '.join(map(str, values))})" if len(values) < len(by_rank) else ""
+            where = f"{len(set(values.values()))} of {len(values)} ranks{numbers}, without a majority"
+        found.setdefault(where, []).append(name)
+    return "; ".join(f"{shorten(names, 3)} on {where}" for where, names in found.items())
