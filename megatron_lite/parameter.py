@@ -1,4 +1,4 @@
-"""Parameters: declared by layers on the meta device with a spec, given memory by their stage later."""
+"""Parameters: layers declare them on the meta device with a spec; their stage allocates the memory later."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ from torch import Tensor
 from megatron_lite.config.system import DTYPES as DTYPE_NAMES
 from megatron_lite.tiles import WHOLE, Split, Tile, name_part
 
-# Dtypes of weights by their names in flags; their names in safetensors files.
+# Dtypes of weights by their names in flags, and the names of these dtypes in safetensors files.
 DTYPES: dict[str, torch.dtype] = {name: getattr(torch, names.torch) for name, names in DTYPE_NAMES.items()}
 SAFETENSORS_NAMES = {DTYPES[name]: names.safetensors for name, names in DTYPE_NAMES.items()}
 
 
 @dataclass(frozen=True)
 class Initializer:
-    """Initial values: normal(0, scale), uniform in 0 +- scale or 1 +- scale, or constant scale."""
+    """Initial values: normal(0, scale), uniform within scale of 0 or 1, or the constant scale."""
 
     distribution: Literal["normal", "around_zero", "around_one", "constant"]
     scale: float
@@ -41,67 +41,67 @@ class ParameterSpec:
     """Description of a parameter for the partitioner, the optimizer and checkpoints."""
 
     name: str  # global and stable: checkpoints and initial values depend on it
-    shape: tuple[int, ...]  # of the whole parameter
+    shape: tuple[int, ...]  # global
     initializer: Initializer
     weight_decay: bool = True
     lr_scale: float = 1.0  # factor on the learning rate; 0: frozen
-    # Rows of each linear map stored in the parameter, from the top (queries, keys, values). Empty: no matrix, or one
-    # that does not map between hidden layers (embeddings, head) and is therefore not for Muon.
+    # A hidden matrix, which Muon updates as a whole: the rows of each linear map stored in it, from the top (queries,
+    # keys, values). Empty: no matrix, or one that does not map between hidden layers (embeddings, head).
     matrix_rows: tuple[int, ...] = ()
     embedding: bool = False  # of tokens or positions
-    padding_rows: int = 0  # rows of zeros that follow in memory and are not part of the parameter: see `padded`
+    padding_rows: int = 0  # rows of zeros that follow the parameter in memory: see `padded`
     split: Split = WHOLE
 
     @property
     def numel(self) -> int:
-        """Elements of the whole parameter."""
+        """Elements, global."""
         return math.prod(self.shape)
 
     @functools.cached_property
     def tiles(self) -> tuple[Tile, ...]:
-        """The elements that this rank of the tensor-parallel group holds; their memory begins with the first."""
+        """Tiles that this rank of the tensor-parallel group holds, in the order of its memory."""
         return self.split.tiles(self.name, self.shape)
 
     @functools.cached_property
     def local_shape(self) -> tuple[int, ...]:
-        """Shape of the part that this rank holds."""
+        """Shape of this rank's part."""
         dim = self.split.dim
         size = sum(tile.width for tile in self.tiles) // math.prod(self.shape[dim + 1 :])
         return (*self.shape[:dim], size, *self.shape[dim + 1 :])
 
     @property
     def local_name(self) -> str:
-        """Name of the part that this rank holds, with its indices unless it is whole."""
+        """Name of this rank's part, with its indices unless it is the whole parameter."""
         unit = math.prod(self.shape[self.split.dim + 1 :])
         spans = [(tile.first // unit, (tile.first + tile.width) // unit) for tile in self.tiles]
         return name_part(self.name, self.shape, self.split.dim, spans)
 
     @functools.cached_property
     def local_numel(self) -> int:
-        """Elements of the part that this rank holds."""
+        """Elements of this rank's part."""
         return math.prod(self.local_shape)
 
     @property
     def padded_numel(self) -> int:
-        """Elements in memory, padding rows included."""
+        """Elements of this rank's part in memory, including padding rows."""
         return self.local_numel + self.padding_rows * math.prod(self.local_shape[1:])
 
     def local(self, whole: Tensor) -> Tensor:
-        """Return this rank's part of a whole parameter: a view if it is one run of elements."""
+        """Return this rank's part of a whole parameter, as a view if it is contiguous."""
         flat = whole.view(-1)
         parts = [tile.view(flat).reshape(-1) for tile in self.tiles]
         return (parts[0] if len(parts) == 1 else torch.cat(parts)).view(self.local_shape)
 
     def place(self, local: Tensor, whole: Tensor) -> None:
-        """Copy this rank's part, flat or not, into a whole parameter."""
+        """Copy this rank's part, of any shape, into a whole parameter."""
         local, flat = local.reshape(-1), whole.view(-1)
         for tile in self.tiles:
             tile.view(flat).copy_(local[tile.offset : tile.end].view(tile.rows, tile.width))
 
     def on(self, rank: int) -> ParameterSpec:
-        """Return the spec of a rank of the tensor-parallel group.
+        """Return the spec for a rank of the tensor-parallel group.
 
-        The last parts of a padded parameter are shorter and have more padding, so all take the same memory.
+        The last parts of a padded parameter are shorter and have more padding, so all parts take the same memory.
         """
         return self._on_ranks[rank]
 
@@ -120,11 +120,11 @@ class ParameterSpec:
 
 
 class Parameter(torch.nn.Parameter):
-    """A parameter whose data is a view of its stage's weight buffer, and whose `main_grad` views the gradient buffer.
+    """A parameter: `data` is a view of its stage's weight buffer, `main_grad` of its gradient buffer.
 
     The backward functions in `kernels/` add weight gradients to `main_grad` instead of returning them to autograd.
-    Gradients thus accumulate in the buffer's dtype (fp32 by default) at any training dtype, and in fp32 training the
-    matrix product writes them without a temporary. A frozen parameter has `requires_grad` False and no `main_grad`.
+    Gradients thus accumulate in the buffer's dtype (fp32 by default) at any training dtype, and in fp32 training matrix
+    products write them without a temporary. A frozen parameter has `requires_grad` False and no `main_grad`.
     """
 
     spec: ParameterSpec
@@ -132,7 +132,7 @@ class Parameter(torch.nn.Parameter):
     gradient_is_empty: bool = False  # main_grad holds garbage, which the next contribution overwrites
 
     def begin_gradient(self) -> bool:
-        """Return whether the next contribution is the first, which overwrites; later contributions add."""
+        """Return whether the next contribution is the first, which overwrites; later ones add."""
         first, self.gradient_is_empty = self.gradient_is_empty, False
         return first
 
@@ -145,10 +145,10 @@ def declare(spec: ParameterSpec) -> Parameter:
 
 
 def padded(tensor: Tensor, rows: int) -> Tensor:
-    """Return a view (v + rows, h) of a parameter (v, h) or its gradient that includes the rows of zeros behind it.
+    """Return a view (v + rows, h) of a parameter (v, h) or its gradient that includes the rows of zeros after it.
 
     These rows belong to the padding of the stage's flat range: they stay zero, receive zero gradients, and are neither
-    saved nor exported. Only the kernels that compute with them know them.
+    saved nor exported. Only the kernels that compute with them know about them.
     """
     shape = (tensor.shape[0] + rows, *tensor.shape[1:])
     return tensor.detach().as_strided(shape, tensor.stride()) if rows else tensor.detach()

@@ -1,7 +1,7 @@
-"""Tiles: which elements of a parameter a rank holds, and where in its memory. Pure arithmetic, no tensors are made.
+"""Tiles: which elements of a parameter a rank holds, and where in its memory. Pure arithmetic, no tensors.
 
-A tensor-parallel rank holds rows or columns of a parameter, its shard any consecutive elements of those, and a
-checkpoint's slice what one shard held.
+A tensor-parallel rank holds rows or columns of a parameter, its shard any consecutive elements of these, and a slice of
+a checkpoint the contents of one shard.
 """
 
 from __future__ import annotations
@@ -17,23 +17,23 @@ if TYPE_CHECKING:
 
 
 class Tile(NamedTuple):
-    """Elements of a flattened parameter: `rows` runs of `width` consecutive ones, the first at `first`.
+    """A rectangle of a parameter: `rows` runs of `width` consecutive elements.
 
-    Several runs are some columns of successive rows of the parameter. A single run may begin and end in any column.
-    In the memory of the rank that holds the tile, all its elements follow each other.
+    Several runs are the same columns of successive rows; a single run may start and end in any column. The holder's
+    memory stores a tile contiguously.
     """
 
-    first: int
+    first: int  # index of the first element in the flattened parameter
     rows: int
     width: int
-    pitch: int  # elements between the beginnings of two runs: those of a row of the parameter
-    offset: int = 0  # of the first element in the memory that holds the tile
-    holders: tuple[int, ...] = (0,)  # tensor-parallel ranks that have the same elements, in order
-    name: str = ""  # of what the rank holds, of which this tile may be a part: "up.weight[0:16]"
+    pitch: int  # elements from one run to the next: the length of a row of the parameter
+    offset: int = 0  # of the first element in the holder's memory
+    holders: tuple[int, ...] = (0,)  # tensor-parallel ranks that hold the same elements, sorted
+    name: str = ""  # of the rank's part that contains the tile: "up.weight[0:16]"
 
     @classmethod
     def run(cls, first: int, numel: int, offset: int = 0) -> Tile:
-        """Return consecutive elements."""
+        """Return a tile of consecutive elements."""
         return cls(first, 1, numel, numel, offset)
 
     @property
@@ -42,12 +42,12 @@ class Tile(NamedTuple):
 
     @property
     def end(self) -> int:
-        """The element of the memory behind the last one."""
+        """End offset in the holder's memory, exclusive."""
         return self.offset + self.numel
 
     @property
     def is_run(self) -> bool:
-        """Whether all elements follow each other in the parameter."""
+        """Whether the tile is contiguous in the parameter."""
         return self.rows == 1 or self.width == self.pitch
 
     def view(self, flat: Tensor) -> Tensor:
@@ -55,7 +55,7 @@ class Tile(NamedTuple):
         return flat[self.first :].as_strided((self.rows, self.width), (self.pitch, 1))
 
     def cut(self, start: int, end: int) -> Iterator[Tile]:
-        """Yield the elements that lie from `start` to `end` in memory: one run, or up to three tiles of columns."""
+        """Yield the elements from `start` to `end` in memory: one run, or up to three tiles of columns."""
         start, end = max(start, self.offset), min(end, self.end)
         if start >= end:
             return
@@ -70,22 +70,22 @@ class Tile(NamedTuple):
 
 
 def _by_rows(start: int, end: int, width: int) -> Iterator[tuple[int, int, int]]:
-    """Cut elements into the end of a row, whole rows and the beginning of a row; yield (first, rows, width) of each."""
+    """Cut a range into the end of a row, whole rows and the start of a row; yield (first, rows, width) for each."""
     cuts = sorted({start, min(end, -(-start // width) * width), max(start, end // width * width), end})
     for low, high in itertools.pairwise(cuts):
         yield low, max(1, (high - low) // width), min(width, high - low)
 
 
 class Overlap(NamedTuple):
-    """The elements that two tiles share, as a tile of the memory of each."""
+    """Elements that two tiles share, as a tile of each holder's memory."""
 
     wanted: Tile
     saved: Tile
-    column: int  # of the first shared element in a run of the saved tile
+    column: int  # of the first shared element within a run of the saved tile
 
     @property
     def is_run(self) -> bool:
-        """Whether the elements follow each other in both memories."""
+        """Whether the elements are contiguous in both memories."""
         return self.wanted.is_run and self.saved.is_run
 
 
@@ -110,7 +110,7 @@ def overlaps(wanted: Tile, saved: Tile) -> Iterator[Overlap]:
 
 
 def _rectangles(tile: Tile, pitch: int) -> Iterator[Tile]:
-    """Yield a tile as rows and columns of a parameter with rows of `pitch` elements."""
+    """Yield a tile as rectangles of a parameter with rows of `pitch` elements."""
     if tile.rows > 1:
         yield tile
         return
@@ -119,9 +119,9 @@ def _rectangles(tile: Tile, pitch: int) -> Iterator[Tile]:
 
 
 class Block(NamedTuple):
-    """Consecutive indices of a parameter's split dimension that are cut into `parts` of `part_size`.
+    """Consecutive indices of a parameter's split dimension, cut into `parts` of `part_size`.
 
-    With fewer parts than ranks, neighbouring ranks hold the same part. The last parts may be shorter.
+    With fewer parts than ranks, neighbouring ranks hold the same part. The last part may be shorter.
     """
 
     size: int
@@ -137,20 +137,19 @@ class Block(NamedTuple):
 
 @dataclass(frozen=True)
 class Split:
-    """The parts of a parameter on the ranks of a tensor-parallel group (Shoeybi et al. 2019, section 3).
+    """How a tensor-parallel group splits a parameter (Shoeybi et al. 2019, section 3).
 
     A group of one holds the whole parameter, and so does every rank if `blocks` is empty.
     """
 
     ranks: int = 1
-    rank: int = 0  # this one, within the group
+    rank: int = 0  # this rank in the group
     dim: int = 0
     blocks: tuple[Block, ...] = ()  # queries, keys and values; gate and up
-    # Whether the gradients of several holders are parts of a sum; otherwise they are equal.
-    sums_gradients: bool = False
+    sums_gradients: bool = False  # whether holders of the same tile compute partial gradients; otherwise equal ones
 
     def tiles(self, name: str, shape: Sequence[int]) -> tuple[Tile, ...]:
-        """Return what this rank holds of a parameter, in order; neighbours with the same holders are one tile."""
+        """Return this rank's tiles of a parameter, in order; neighbours with the same holders are one tile."""
         rows, unit = math.prod(shape[: self.dim]), math.prod(shape[self.dim + 1 :])
         found: list[tuple[int, int, tuple[int, ...]]] = []  # start and end along the split dimension, holders
         begin = 0  # of the block
@@ -176,7 +175,7 @@ WHOLE = Split()
 
 
 def name_part(name: str, shape: Sequence[int], dim: int, spans: Sequence[tuple[int, int]]) -> str:
-    """Return the name of some indices of a dimension, as "up.weight[0:16 + 64:80]", unless they are all."""
+    """Return a name with the indices of a dimension, as "up.weight[0:16 + 64:80]", unless they are all."""
     if sum(end - start for start, end in spans) == shape[dim]:
         return name
     return f"{name}[{':, ' * dim}{' + '.join(f'{start}:{end}' for start, end in spans)}]"

@@ -1,17 +1,17 @@
-"""Running averages of the weights, on the shards, evaluated and exported beside or instead of the weights.
+"""Running averages of the weights, on the shards; evaluated and exported in addition to or instead of the weights.
 
     ema:             a = beta * a + (1 - beta) * w                         a starts at the first weights
     ema_decay_sqrt:  a = a + (s_t / S_t) * (w - a)                         S_t = s_0 + ... + s_t
                      s_t = 1 - beta                                        before update t = `ema_switch_iter`
                      s_t = 1 - sqrt(min((t - switch) / decay_iters, 1))    from then on
 
-w: the weights after update t = 0, 1, ... since averaging began, dropped updates included. The formulas are Levanter's
+w: the weights after update t = 0, 1, ... since averaging began, including dropped updates. The formulas are Levanter's
 `EmaModelAveraging` and `EmaDecaySqrtModelAveraging` (stanford-crfm/levanter, optim/model_averaging.py). The second is
-the plain mean of all weights up to the switch, then mostly of the weights just after it, and no longer changes once the
-decay ends (for runs whose learning rate decays too); its first update overwrites the start value.
+the plain mean of all weights up to the switch, then favours the weights just after it, and stops changing when the
+decay ends (for runs whose learning rate also decays); its first update overwrites the initial value.
 
-The share of the newest weights is a number on the host. Each average is updated in one pass, in fp32 at any training
-dtype, without reading the device.
+The coefficient of the newest weights is a number on the host. Each average is updated in one pass, in fp32 at any
+training dtype, without reading the device.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ class Averaging:
                 average.copy_(weights)
 
     def begin(self) -> None:
-        """Compute the share of the newest weights in this update; then call `follow` for each updated part."""
+        """Compute this update's coefficient; then call `follow` for each updated part."""
         if self._config.ema_type == "ema":
             self._share = 1.0 - self._config.ema_beta
         elif self._config.ema_type == "ema_decay_sqrt":
@@ -66,7 +66,7 @@ class Averaging:
         return {"type": self._config.ema_type, "updates": self.updates, "total": self._total}
 
     def load_state(self, state: dict[str, Any]) -> None:
-        """Restore `state`; restart if it is empty or of another type of average."""
+        """Restore `state`; restart if it is empty or belongs to another type of average."""
         if state.get("type") == self._config.ema_type:
             self.updates, self._total = state["updates"], state["total"]
         else:
@@ -81,7 +81,7 @@ def weight_in_sum(config: AveragingConfig, update: int) -> float:
 
 
 def _pieces(part: FlatShard) -> Iterator[tuple[Tensor, Tensor]]:
-    """Yield (average, weights), (n,) each and fp32: the whole shard at once or, of a split shard, in chunks."""
+    """Yield (average, weights) in fp32, (n,) each: the whole shard, or chunks of a shard with split master weights."""
     if part.average is None:
         return
     for bounds in [ALL] if part.weights.master is not None else chunk_bounds(part.average):

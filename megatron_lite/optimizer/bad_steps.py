@@ -1,4 +1,4 @@
-"""Dropped updates as the log describes them, and when they end a run; read at log lines and saves only."""
+"""Descriptions of dropped updates for the log, and when they end a run; read at log lines and saves only."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ class BadStep:
 
     iteration: int
     numbers: tuple[float, float]
-    limits: tuple[float, float]  # set by --skip_bad_steps; infinite: none
+    limits: tuple[float, float]  # of --skip_bad_steps; infinite: none
 
     @classmethod
     def read(cls, values: Tensor) -> BadStep:
-        """Read loss, gradient norm, their limits and the iteration, (5,), from the device."""
+        """Read (loss, gradient norm, their limits, iteration), (5,), from the device."""
         loss, norm, loss_limit, norm_limit, iteration = values.tolist()
         return cls(int(iteration), (loss, norm), (loss_limit, norm_limit))
 
@@ -41,15 +41,15 @@ class Report:
     """Dropped steps as a log line reports them."""
 
     skipped: int  # since the start of training
-    nan: int  # of these, with a NaN loss or gradient norm
-    new: int  # dropped since the last line
-    reason: str | None  # of the last new one
-    stop: str | None  # why the run cannot go on
+    nan: int  # among these, with a NaN loss or gradient norm
+    new: int  # dropped since the last log line
+    reason: str | None  # for the last new one
+    stop: str | None  # why the run cannot continue
 
 
 @dataclass(frozen=True)
 class Messages:
-    """Texts about dropped updates, in terms of the flags that dropped them."""
+    """Messages about dropped updates, which name the flags that dropped them."""
 
     config: OptimizerConfig
     dynamic_loss_scale: bool
@@ -74,7 +74,7 @@ class Messages:
         return self.dynamic_loss_scale and step.overflows and math.isfinite(step.numbers[0])
 
     def stop(self, step: BadStep, count: int) -> str:
-        """Return why the run stops: `step` is the first of `count` that a flag does not forgive."""
+        """Return why the run stops. step: the first of `count` steps that must stop it."""
         flag = "--on_bad_step=abort"
         if self.config.on_bad_step != "abort":
             flag = "--crash_on_nan=1" if any(map(math.isnan, step.numbers)) else "--crash_on_inf=1"
@@ -86,10 +86,10 @@ class Messages:
         )
 
     def hopeless(self, bad: int, streak: int, last: BadStep) -> str | None:
-        """Return why a run cannot go on after `bad` bad updates among the last `streak`, or None if it can.
+        """Return why a run cannot continue after `bad` bad updates among the last `streak`, or None if it can.
 
-        A run of few iterations ends before --max_consecutive_bad_steps; if it dropped more than half of its updates in
-        a row, it failed too.
+        A short run ends before --max_consecutive_bad_steps; it has also failed if it dropped more than half of its
+        updates in a row.
         """
         most, half = self.config.max_consecutive_bad_steps, self.train_iters // 2
         if bad < min(most, half + 1):
@@ -111,7 +111,7 @@ class Messages:
         )
 
     def ending(self, streak: int, last: BadStep) -> str:
-        """Return the end of the last line of a run that drops its last updates."""
+        """Return the end of the last line of a run whose last updates were dropped."""
         updates = f"{streak} updates were" if streak > 1 else "update was"
         weights = f"of iteration {last.iteration - streak}" if last.iteration > streak else "that it started with"
         return f", but the last {updates} dropped ({self.describe(last)}): the weights are those {weights}"

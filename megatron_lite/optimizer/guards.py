@@ -1,8 +1,8 @@
-"""Guards: updates that are dropped because they are not finite or, with --skip_bad_steps, unusually large.
+"""Guards drop updates that are not finite or, with --skip_bad_steps, unusually large.
 
-A dropped update changes no weight, no moment and not Adam's count. The guard decides on the device, from numbers summed
-over all ranks, so every rank decides alike and nothing is read on the host. The record of dropped updates stays on the
-device until a log line or a save reads it; it is part of a checkpoint, so a resumed log equals an uninterrupted one.
+A dropped update changes neither weights, moments nor Adam's count. The guard decides on the device from numbers summed
+over all ranks, so all ranks agree and the host reads nothing. The record of dropped updates stays on the device until a
+log line or a save reads it; checkpoints include it, so the log of a resumed run equals that of an uninterrupted one.
 """
 
 from __future__ import annotations
@@ -21,14 +21,14 @@ COUNTS = ("skipped", "nan", "new", "streak", "bad")
 
 
 class DroppedSteps:
-    """Counts of dropped steps on the device, with the last one and the first that must stop the run."""
+    """Counts of dropped steps on the device, the last dropped step, and the first one that must stop the run."""
 
     def __init__(
         self, config: OptimizerConfig, dynamic_loss_scale: bool, device: torch.device, train_iters: int
     ) -> None:
         self._messages = Messages(config, dynamic_loss_scale, train_iters)
-        # skipped, nan: since the start of training; new: since the last line; streak: in a row; bad: those of the
-        # streak that did not lower a dynamic loss scale
+        # skipped, nan: since the start of training; new: since the last log line; streak: consecutive; bad: steps of
+        # the streak that did not lower a dynamic loss scale
         self._counts = torch.zeros(len(COUNTS), dtype=torch.int64, device=device)
         self._last = torch.zeros(5, dtype=torch.float64, device=device)  # numbers, limits, iteration
         self._fatal = torch.zeros((), dtype=torch.int64, device=device)  # steps of this start that must stop the run
@@ -37,7 +37,7 @@ class DroppedSteps:
     def add(
         self, iteration: int, numbers: Tensor, limits: Tensor, skipped: Tensor, bad: Tensor, fatal: Tensor | None
     ) -> None:
-        """Count one step; no value is read on the host.
+        """Count a step without reading the device.
 
         Args:
             numbers, limits: (loss, gradient norm), (2,) fp64.
@@ -52,7 +52,7 @@ class DroppedSteps:
             self._fatal.add_(fatal)
 
     def close(self) -> Report:
-        """Return the report since the last call and begin the next (reads the device)."""
+        """Return the report since the last call (reads the device)."""
         skipped, nan, new, *_ = self._counts.tolist()
         self._counts[2].zero_()
         reason = self._messages.describe(BadStep.read(self._last)) if new else None
@@ -61,7 +61,7 @@ class DroppedSteps:
     def suspect(self) -> BadStep | None:
         """Return the first step that must stop the run, else the last one dropped since `close` (reads the device).
 
-        None: there is none, or the step was part of the search of a loss scale.
+        None: no such step, or the loss scale is still being searched.
         """
         if int(self._fatal):
             return BadStep.read(self._first_fatal)
@@ -69,23 +69,23 @@ class DroppedSteps:
         return None if step is None or self._messages.is_searching(step) else step
 
     def stop_reason(self) -> str | None:
-        """Return why the run must stop and save nothing, or None (reads the device)."""
+        """Return why the run must stop without saving, or None (reads the device)."""
         if count := int(self._fatal):
             return self._messages.stop(BadStep.read(self._first_fatal), count)
         *_, streak, bad = self._counts.tolist()
         return self._messages.hopeless(bad, streak, BadStep.read(self._last)) if bad else None
 
     def streak(self) -> int:
-        """Return how many of the newest updates were dropped in a row (reads the device)."""
+        """Return the number of consecutive dropped updates up to now (reads the device)."""
         return int(self._counts[3])
 
     def ending(self) -> str:
-        """Return what the last line of a run adds if its last update was dropped (reads the device)."""
+        """Return the addition to a run's last line if its last update was dropped (reads the device)."""
         streak = self.streak()
         return self._messages.ending(streak, BadStep.read(self._last)) if streak else ""
 
     def state(self) -> dict[str, Any]:
-        """Return the counts for a checkpoint (reads the device); a step that must stop the run is never saved."""
+        """Return the counts for a checkpoint (reads the device); no run saves after a step that must stop it."""
         counts = dict(zip(COUNTS, self._counts.tolist(), strict=True))
         return {**counts, "last": [value.hex() for value in self._last.tolist()]}  # JSON has no NaN
 
@@ -99,18 +99,18 @@ class DroppedSteps:
 
 @dataclass(frozen=True)
 class Verdict:
-    """Decision on one update; tensors on the device, ()."""
+    """Decision on an update; tensors on the device, ()."""
 
     skipped: Tensor  # bool: drop the update
     overflow: Tensor  # bool: the gradient is not finite or too large to be squared; input of the loss scale
 
 
 class Guard:
-    """Judge of every update, with the history that later verdicts need.
+    """Judges each update, with the history of recent losses and norms.
 
-    --skip_bad_steps follows Levanter (skip_step.py): a step is bad if its loss or gradient norm exceeds mean + sigma *
-    std over the steps before it, bad ones included, once half of the window is known. Steps that are not finite are bad
-    too, but stay out of the window; in Levanter one NaN makes every step bad until it leaves the window.
+    --skip_bad_steps follows Levanter (skip_step.py): once half of the window is full, a step is bad if its loss or
+    gradient norm exceeds mean + sigma * std over the steps before it, including bad ones. Steps that are not finite are
+    also bad, but stay out of the window; in Levanter a NaN makes every step bad until the NaN leaves the window.
     """
 
     def __init__(
@@ -130,7 +130,7 @@ class Guard:
             iteration: counted from 1.
             loss: mean over the tokens of the global batch, () fp64.
             grad_norm: of the unscaled global gradient before clipping, () fp32.
-            scale_can_shrink: whether a dynamic loss scale still answers an overflow, () bool; None: it cannot.
+            scale_can_shrink: whether an overflow can still lower a dynamic loss scale, () bool; None: it cannot.
         """
         numbers = torch.stack([loss, grad_norm.double()])
         # If the norm's square overflowed in fp32, the second moment would overflow too, and stay infinite.
@@ -142,7 +142,7 @@ class Guard:
             self._usual.add(numbers, finite.all())
         verdict = Verdict(~good.all(), ~finite[1])
         bad = verdict.skipped
-        if scale_can_shrink is not None:  # the search of a loss scale is no sign of divergence, however long it takes
+        if scale_can_shrink is not None:  # searching a loss scale is not a sign of divergence, however long it takes
             bad = bad & ~(scale_can_shrink & verdict.overflow & finite[0])
         self.dropped.add(iteration, numbers, limits, verdict.skipped, bad, self._fatal(numbers, finite, good))
         return verdict
@@ -165,8 +165,8 @@ class Guard:
     def clipping_factor(self, grad_norm: Tensor) -> Tensor:
         """Return the factor, () and at most 1, that limits the gradient norm to --clip_grad.
 
-        As in torch.nn.utils.clip_grad_norm_, whose 1e-6 also shrinks a norm at the maximum, or as in Levanter (and
-        optax.clip_by_global_norm).
+        As in torch.nn.utils.clip_grad_norm_, whose 1e-6 also shrinks a norm equal to the maximum, or as in Levanter
+        (optax.clip_by_global_norm).
         """
         clip = self._config.clip_grad
         if clip == 0:

@@ -1,4 +1,4 @@
-"""Loss scaling on the device: the host reads no value to decide whether a step is dropped."""
+"""Loss scaling on the device: the host reads no value to drop a step."""
 
 from __future__ import annotations
 

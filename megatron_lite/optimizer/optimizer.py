@@ -1,7 +1,7 @@
-"""One update of all shards: global norm, verdict, clipping, the optimizer's rule, averages, loss scale.
+"""An update of all shards: global norm, verdict, clipping, the optimizer's rule, averages, loss scale.
 
-The host reads nothing: clipping and unscaling are one factor inside the update, and a bad update is dropped on the
-device.
+The host reads no device value: clipping and unscaling are one factor inside the update, and a bad update is dropped on
+the device.
 """
 
 from __future__ import annotations
@@ -30,16 +30,16 @@ from megatron_lite.zero.stage import Stage
 
 @dataclass(frozen=True)
 class Update:
-    """Result of one optimizer step; tensors on the device, ()."""
+    """Result of an optimizer step; tensors on the device, ()."""
 
     loss: Tensor  # summed over all ranks
-    tokens: int  # that count in the loss
+    tokens: int  # that count in the loss, over all ranks
     grad_norm: Tensor  # of the unscaled global gradient, before clipping
     verdict: Verdict
 
 
 class Optimizer:
-    """Optimizer of the weight shards of all stages, in place."""
+    """Optimizer of all stages; updates their shards in place."""
 
     def __init__(
         self, config: Config, stages: Sequence[Stage], distributed: Distributed, kernels: Kernels = REFERENCES
@@ -60,10 +60,10 @@ class Optimizer:
 
         Args:
             iteration: counted from 1.
-            loss: of this rank, summed over its tokens; summed over ranks together with the gradient norm. The ranks of
-                a tensor-parallel group have the same loss, perhaps but for rounding; that of the first counts.
-            tokens: number in the global batch that count in the loss.
-            updated: called after each stage, in stage order, so that its gather can overlap later updates.
+            loss: this rank's sum over its tokens, (); added over ranks together with the gradient norm. The ranks of a
+                tensor-parallel group have the same loss except for rounding; only the first rank's counts.
+            tokens: tokens of the global batch that count in the loss.
+            updated: called after each stage, in stage order, so that its gather overlaps later updates.
         """
         shards = [part.grad_shard[start:end] for _, part in self._trained for start, end in part.counted()]
         total = squared_norm(shards, self._triton)
@@ -96,7 +96,7 @@ class Optimizer:
         return Update(loss, tokens, grad_norm, verdict)
 
     def record(self) -> dict[str, Any]:
-        """Return the rule's own entries of a log line (reads the device)."""
+        """Return the rule's entries of a log line (reads the device)."""
         return self._rule.record()
 
     def state(self) -> dict[str, Any]:
@@ -111,15 +111,15 @@ class Optimizer:
 
     def load_state(self, state: dict[str, Any]) -> None:
         """Restore `state`; older checkpoints may lack guards, rules and averages."""
-        self._updates.fill_(state["updates"])
+        self.load_rule(state)
         self.loss_scale.load_state(state["loss_scale"])
         self.guard.load_state(state.get("guard", {}))
-        self._rule.load_state(state.get("rule", {}))
         self.averaging.load_state(state.get("averaging", {}))
 
     def load_rule(self, state: dict[str, Any]) -> None:
-        """Restore only the state that belongs to the moments, for weights trained in another run: Adam's count and the
-        rule's state. Loss scale and guards start fresh.
+        """Restore only Adam's count and the rule's state, which belong to the moments of another run.
+
+        Loss scale and guards start fresh.
         """
         self._updates.fill_(state["updates"])
         self._rule.load_state(state.get("rule", {}))
@@ -132,6 +132,6 @@ class Optimizer:
 
 
 def rule_of(config: OptimizerConfig) -> type[Rule]:
-    """Return the rule of --optimizer; its `declared` is the state that it needs."""
+    """Return the rule of --optimizer; its `declared` is the state to allocate."""
     rules: dict[str, type[Rule]] = {"adamw": AdamW, "muon": Muon, "lion": Momentum, "sgd": Momentum}
     return rules[config.optimizer]

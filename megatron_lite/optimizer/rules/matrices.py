@@ -1,7 +1,7 @@
-"""The matrices that Muon updates whole, in the memory of all ranks' shards.
+"""The matrices that Muon updates as a whole, in the gathered shards of all ranks.
 
-A tensor-parallel rank has some of the rows of a matrix (of queries, keys or values; of gate or up) or of its columns,
-and several ranks may have copies of the same elements (shared key/value heads).
+A tensor-parallel rank holds some rows (of queries, keys or values; of gate or up) or some columns of a matrix; several
+ranks may hold the same elements (shared key/value heads).
 """
 
 from __future__ import annotations
@@ -17,13 +17,13 @@ from megatron_lite.zero.stage import Stage
 
 @dataclass(frozen=True)
 class Matrix:
-    """A matrix (rows, columns) and what the ranks of a tensor-parallel group hold of it, in the order of ranks."""
+    """A matrix (rows, columns) and its tiles on the ranks of a tensor-parallel group, in rank order."""
 
     rows: int
     columns: int
     lr_scale: float
     weight_decay: bool
-    tiles: tuple[tuple[int, Tile], ...] = ()  # (rank, elements of the matrix, their offset in the trainable range)
+    tiles: tuple[tuple[int, Tile], ...] = ()  # (rank, tile of the matrix with its offset in the trainable range)
 
 
 def matrices_of(stage: Stage) -> list[Matrix]:
@@ -47,7 +47,7 @@ def matrices_of(stage: Stage) -> list[Matrix]:
 
 
 class GatheredMatrix:
-    """A matrix in the memory of all ranks' shards, where those of a tensor-parallel group are neighbours."""
+    """A matrix in the gathered shards of all ranks, where those of a tensor-parallel group are neighbours."""
 
     def __init__(self, matrix: Matrix, full: Tensor, layout: FlatLayout) -> None:
         self._shape, self._full = (matrix.rows, matrix.columns), full
@@ -63,7 +63,7 @@ class GatheredMatrix:
                 self._firsts += found if tile.holders[0] == rank else []
 
     def read(self) -> Tensor:
-        """Return the matrix; a view if it is in one place, as it is without tensor parallelism."""
+        """Return the matrix, as a view if it is contiguous (without tensor parallelism it is)."""
         if len(self.tiles) == 1:
             return self._memory(self.tiles[0]).view(self._shape)
         whole = self._full.new_empty(self._shape)
@@ -72,7 +72,7 @@ class GatheredMatrix:
         return whole
 
     def write(self, whole: Tensor) -> None:
-        """Replace the matrix on all ranks that have parts of it."""
+        """Replace the matrix on all its holders."""
         flat = whole.reshape(-1)
         for tile in self.tiles:
             self._memory(tile).copy_(tile.view(flat))

@@ -4,20 +4,19 @@ A matrix spans the shards of several ranks and must be orthogonalized whole. Sta
 
     momentum on the shard            every rank, its own elements
     all_gather                       in bf16, to which Muon rounds before orthogonalizing
-    orthogonalize                    every rank, its assigned matrices; all other elements become zero
-    reduce_scatter                   the sum of one rank's result and zeros: exact
+    orthogonalize                    every rank, its assigned matrices; the other elements become zero
+    reduce_scatter                   one rank's result plus zeros: exact
     descend on the shard             every rank, its own elements
 
-Both collectives are over all ranks. With tensor parallelism a matrix is assembled from the parts of its group, and the
-result goes to every rank that has a copy of a part; without, it is orthogonalized in place.
+Both collectives run over all ranks. With tensor parallelism, a matrix is assembled from the parts of its group, and its
+result goes to all holders; without, it is orthogonalized in place.
 
-A round is as many stages as there are buffers. Its gathers start together; its reductions run while a rank still
-orthogonalizes, and the matrices of a whole round are distributed over ranks. Several linear maps stored in one weight
-(queries, keys and values; the two halves of a gated MLP) are orthogonalized and scaled separately
-(`ParameterSpec.matrix_rows`).
+A round has as many stages as there are buffers. Its gathers start together, its matrices are distributed over all
+ranks, and its reductions overlap with orthogonalization. Linear maps stored in one weight (queries, keys and values;
+the two halves of a gated MLP) are orthogonalized and scaled separately (`ParameterSpec.matrix_rows`).
 
-Equal gradients give equal results in every layout, to the bit. The number of ranks changes sums of gradients in the
-last bit, which rounding to bf16 amplifies.
+Equal gradients give equal results in every layout, to the bit. The number of ranks changes the last bit of gradient
+sums, which rounding to bf16 amplifies.
 """
 
 from __future__ import annotations
@@ -43,7 +42,7 @@ from megatron_lite.zero.stage import Stage
 
 
 def assign(matrices: Sequence[Matrix], world_size: int) -> list[int]:
-    """Assign each matrix of a round to a rank: the largest first, each to the rank with the least work."""
+    """Assign each matrix of a round to a rank: largest first, each to the rank with the least work."""
     ranks, load = [0] * len(matrices), [0] * world_size
     work = [orthogonalize_flops(matrix.rows, matrix.columns, 1) for matrix in matrices]
     for index in sorted(range(len(matrices)), key=lambda index: -work[index]):
@@ -53,14 +52,14 @@ def assign(matrices: Sequence[Matrix], world_size: int) -> list[int]:
 
 
 def rounds_of(stages: Sequence[Stage]) -> list[list[Stage]]:
-    """Group the stages with matrices into rounds of as many stages as there are buffers, in order."""
+    """Group the stages with matrices into rounds with a stage per buffer, in order."""
     found = [stage for stage in stages if stage.update_buffer is not None]
     count = len({id(stage.update_buffer) for stage in found})
     return [found[start : start + count] for start in range(0, len(found), max(count, 1))]
 
 
 def describe(stages: Sequence[Stage]) -> str:
-    """Return a log line: which trained weights Muon updates, and how many ranks share the work."""
+    """Return a log line: the weights that Muon updates, and the number of ranks that share the work."""
     rounds = [[m for stage in some for m in matrices_of(stage)] for some in rounds_of(stages)]
     every = [matrix.rows * matrix.columns for matrices in rounds for matrix in matrices]
     parts = [stage.trainable for stage in stages if stage.trainable is not None]
@@ -84,7 +83,7 @@ def shape_factor(rows: int, columns: int, style: str) -> float:
 
 
 class _Plan:
-    """The work for one stage, fixed over the run."""
+    """The work for a stage, fixed over the run."""
 
     def __init__(
         self, stage: Stage, matrices: Sequence[Matrix], ranks: Sequence[int], distributed: Distributed, style: str

@@ -27,15 +27,15 @@ class Trained(NamedTuple):
 
 @dataclass(frozen=True)
 class StepNumbers(Numbers):
-    """All numbers of one update. Tensors are on the device, () in fp32; the host never reads them."""
+    """Numbers of an update. Tensors are on the device, () in fp32; the host never reads them."""
 
-    updates: Tensor  # good updates, this one included: Adam's t
+    updates: Tensor  # good updates, including this one: Adam's t
 
 
 class Rule:
     """Base class of the optimizers; override what an optimizer needs."""
 
-    declared: OptimizerState  # what `zero` allocates for it
+    declared: OptimizerState  # allocated by `zero`
 
     def __init__(
         self, config: OptimizerConfig, trained: Sequence[Trained], distributed: Distributed, kernels: Kernels
@@ -43,14 +43,14 @@ class Rule:
         raise NotImplementedError
 
     def begin(self, trained: Sequence[Trained], numbers: StepNumbers) -> None:
-        """Prepare an update that must see all shards before any weight changes; collectives are allowed."""
+        """Prepare an update with all shards, before any weight changes; may start collectives."""
 
     def apply(self, trained: Trained, numbers: StepNumbers) -> None:
         """Update one shard in place; called in the order of `trained`."""
         raise NotImplementedError
 
     def record(self) -> dict[str, Any]:
-        """Return own entries of a log line (reads the device)."""
+        """Return entries of a log line (reads the device)."""
         return {}
 
     def state(self) -> dict[str, Any]:
@@ -63,7 +63,7 @@ class Rule:
 
 @dataclass(frozen=True)
 class CountedRanges:
-    """Ranges of a shard that are also cut where elements begin or cease to count on this rank: see `zero.replicas`."""
+    """Ranges of a shard, also cut where elements start or stop counting on this rank: see `zero.replicas`."""
 
     ranges: Ranges
     slots: list[int]  # of each range: index of its first parameter in the layout
@@ -71,7 +71,7 @@ class CountedRanges:
 
 
 def counted_ranges_of(part: FlatShard, rank: int, device: torch.device, separate: bool) -> CountedRanges:
-    """Return the ranges of this rank's shard for sums over all parameters. `separate`: one range per parameter."""
+    """Return the ranges of this rank's shard for sums over all parameters. separate: one range per parameter."""
     assert not part.whole_matrices, "Muon's updates are not clipped"
     rows: list[Range] = []
     slots, counts = [], []
@@ -86,6 +86,6 @@ def counted_ranges_of(part: FlatShard, rank: int, device: torch.device, separate
 
 
 def ranges_of(part: FlatShard, rank: int, device: torch.device) -> Ranges:
-    """Return the ranges of this rank's shard with one update rule each, without matrices that Muon updates whole."""
+    """Return the ranges of this rank's shard with the same update rule, without the matrices that Muon updates."""
     rows = [row for row in part.layout.update_ranges(rank) if not (row.is_matrix and part.whole_matrices)]
     return Ranges([Range(row.start, row.end, row.lr_scale, float(row.weight_decay)) for row in rows], device)

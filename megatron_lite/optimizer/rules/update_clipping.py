@@ -1,9 +1,8 @@
-"""Clipping of updates: of each parameter by its root mean square, or of all together by their norm.
+"""Clipping of updates: each parameter's by its root mean square, or all of them by their global norm.
 
-Both use sums of squares of u, the update before the learning rate, weight decay included, over the ranges of each
-rank's shards (see `kernels/adamw.py`). One collective sums them over all ranks, so every rank has the same
-factors. Elements that several ranks hold count on one of them.
-The rules are Levanter's: config.py (update_rms_clipping) and clip_update_norm.py.
+Both use sums of squares of u, the update before the learning rate, including weight decay, over the ranges of each
+rank's shards (see `kernels/adamw.py`). One collective sums them over all ranks, so every rank has the same factors.
+Replicated elements count once. The rules are Levanter's: config.py (update_rms_clipping) and clip_update_norm.py.
 """
 
 from __future__ import annotations
@@ -24,7 +23,7 @@ class UpdateClipping:
     """Base class: statistics for the log and checkpoints."""
 
     def __init__(self, ranges: Sequence[CountedRanges], distributed: Distributed) -> None:
-        """ranges: of each shard of this rank."""
+        """ranges: for each shard of this rank."""
         self._distributed = distributed
         counted = [place for place, counts in enumerate(chain.from_iterable(some.counts for some in ranges)) if counts]
         self._counted = torch.tensor(counted, dtype=torch.int64, device=distributed.device)
@@ -34,7 +33,7 @@ class UpdateClipping:
     def factors(self, sums: Sequence[Tensor], skipped: Tensor) -> list[Tensor]:
         """Return a factor for each range of each shard, (ranges,) fp32.
 
-        sums: of the squares of u in each range of this rank's shards, (ranges,) fp64. skipped: 1 or 0, ().
+        sums: of squares of u, for each shard of this rank, (ranges,) fp64. skipped: 1 or 0, ().
         """
         raise NotImplementedError
 
@@ -52,7 +51,7 @@ class UpdateClipping:
         self._norm.fill_(state.get("norm", 0.0))
 
     def _own(self, sums: Sequence[Tensor]) -> Tensor:
-        """Return the sums over the ranges that count on this rank, in order."""
+        """Return the sums of the ranges that count on this rank, in order."""
         return torch.cat(list(sums))[self._counted]
 
     def _note(self, norm: Tensor, clipped: Tensor, skipped: Tensor) -> None:
@@ -61,7 +60,7 @@ class UpdateClipping:
 
 
 class RmsClipping(UpdateClipping):
-    """u of a parameter = u / max(1, RMS(u) / limit), with the root mean square over its elements on all ranks.
+    """u / max(1, RMS(u) / limit) for each parameter, with the root mean square over its elements on all ranks.
 
     Needs one range per parameter.
     """
@@ -71,8 +70,8 @@ class RmsClipping(UpdateClipping):
     ) -> None:
         super().__init__(ranges, distributed)
         self._limit = limit
-        sizes: list[int] = []  # of all parameters, in elements
-        places: list[int] = []  # index among all parameters of each range of this rank
+        sizes: list[int] = []  # elements of each parameter
+        places: list[int] = []  # parameter index of each range on this rank
         for (_, part), some in zip(trained, ranges, strict=True):
             places += [len(sizes) + slot for slot in some.slots]
             sizes += [slot.spec.numel for slot in part.layout.slots]
@@ -90,9 +89,9 @@ class RmsClipping(UpdateClipping):
 
 
 class NormClipping(UpdateClipping):
-    """Scaling of all u so that their norm is at most mean + sigma * std of recent norms.
+    """Scales all u so that their global norm is at most mean + sigma * std of recent norms.
 
-    The history holds norms before clipping, so that clipping does not feed on itself, and no dropped updates.
+    The history holds norms before clipping, so that clipping does not reinforce itself, without dropped updates.
     """
 
     def __init__(self, sigma: float, window: int, ranges: Sequence[CountedRanges], distributed: Distributed) -> None:
