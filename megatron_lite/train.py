@@ -7,8 +7,7 @@ from collections.abc import Mapping, Sequence
 
 from megatron_lite.config import Config
 from megatron_lite.data.host_batch import HostBatch
-from megatron_lite.data.loader import next_batch
-from megatron_lite.data.waiting import Waiting
+from megatron_lite.data.loader import Waiting, next_batch
 from megatron_lite.errors import EXIT_DONE
 from megatron_lite.optimizer.optimizer import Update
 from megatron_lite.outputs.evaluation import evaluate_and_export, evaluate_first

@@ -11,6 +11,9 @@ import errno
 import hashlib
 import os
 import stat
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
 from typing import IO, Any, NamedTuple
 
 import numpy as np
@@ -28,7 +31,7 @@ BLOCK_BYTES = 4096
 
 
 class _Mark(NamedTuple):
-    """The identity of a file on its disk. Whoever writes to the file, or replaces it, changes this."""
+    """The identity of a file on its disk, which changes when the file is written or replaced."""
 
     device: int
     inode: int
@@ -37,20 +40,17 @@ class _Mark(NamedTuple):
 
 
 class DataFile:
-    """A file that has to stay the same while a run reads it; opened at the first read, so that a worker can get it."""
+    """A file that must not change while a run reads it; opened at the first read, so that workers can get it."""
 
     def __init__(self, path: str) -> None:
         """Remember what the file looks like now.
 
-        Raises: DataError if it cannot be read, or is not a regular file.
+        Raises: OSError if it cannot be read; DataError if it is not a regular file.
         """
         self.path = path
         self._file: IO[bytes] | None = None
-        try:
-            self._mark = self._look()
-            self._digest = _sampled(path)
-        except OSError as error:
-            raise self._unreadable(error) from error
+        self._mark = self._look()
+        self._digest = self._sample()
 
     @property
     def size(self) -> int:
@@ -65,23 +65,26 @@ class DataFile:
         try:
             if self._file is None:
                 self._file = open(self.path, "rb", buffering=0)
-            data = _read_fully(self._file.fileno(), offset, count)
-            now = os.fstat(self._file.fileno()).st_size if len(data) < count else None
+            descriptor = self._file.fileno()
+            data = os.pread(descriptor, count, offset)
+            # One `pread` reads at most 2 GiB.
+            while len(data) < count and (more := os.pread(descriptor, count - len(data), offset + len(data))):
+                data += more
+            if len(data) < count:
+                raise self._resized(os.fstat(descriptor).st_size)
         except OSError as error:
             raise self._unreadable(error) from error
-        if now is not None:
-            raise self._resized(now)
         return data
 
     def check(self) -> str | None:
         """Check that the file under the path is still the one that was opened; call this after reading from it.
 
-        A file with another date or another place on the disk may hold what it held: `touch` keeps files alive where old
-        ones are deleted, and a copy may be restored. Its size and eight blocks decide.
+        A file with another date or another place on the disk may hold the same data: `touch` keeps files alive where
+        old ones are deleted, and a copy may be restored. The size and eight blocks decide.
 
         Returns: a warning if only date or place differ, once for each change.
 
-        Raises: DataError if it is gone or holds something else.
+        Raises: DataError if the file is gone or holds other data.
         """
         try:
             now = self._look()
@@ -89,7 +92,7 @@ class DataFile:
                 return None
             if now.size != self._mark.size:
                 raise self._resized(now.size)
-            same = _sampled(self.path) == self._digest
+            same = self._sample() == self._digest
         except OSError as error:
             raise self._unreadable(error) from error
         if not same:
@@ -117,6 +120,11 @@ class DataFile:
             raise DataError(f"{self.path}: is a {'folder' if stat.S_ISDIR(found.st_mode) else 'device'}, not a file")
         return _Mark(found.st_dev, found.st_ino, found.st_size, found.st_mtime_ns)
 
+    def _sample(self) -> bytes:
+        digest = hashlib.blake2b(digest_size=8)
+        add_sample(digest, self.path)
+        return digest.digest()
+
     def _resized(self, now: int) -> DataError:
         return DataError(
             f"{self.path}: {now:,} bytes, but it had {self.size:,} when the run began: it was cut short or replaced"
@@ -125,22 +133,20 @@ class DataFile:
     def _unreadable(self, error: OSError) -> DataError:
         if isinstance(error, FileNotFoundError):
             return DataError(f"{self.path}: is gone: it was deleted or moved while the run reads it")
-        hint = "; raise the limit with ulimit -n" if error.errno == errno.EMFILE else ""
-        return DataError(f"{self.path}: cannot be read: {error.strerror}{hint}")
+        return unreadable(self.path, error)
 
     def __getstate__(self) -> dict[str, Any]:
         return {**self.__dict__, "_file": None}  # an open file stays with its process
 
 
+@dataclass(frozen=True)
 class DiskArray:
     """An array of integers in a file."""
 
-    def __init__(self, file: DataFile, dtype: str, length: int, offset: int = 0) -> None:
-        """offset: of the first element, in bytes."""
-        self.file = file
-        self.dtype = np.dtype(dtype)
-        self.length = length
-        self.offset = offset
+    file: DataFile
+    dtype: np.dtype[Any]
+    length: int
+    offset: int = 0  # of the first element, in bytes
 
     @property
     def path(self) -> str:
@@ -177,27 +183,26 @@ def allow_open_files(count: int) -> None:
             resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
 
 
-def sampled_blocks(descriptor: int, size: int) -> list[bytes]:
-    """Read `BLOCKS` blocks, evenly spread from the first to the last byte; fewer of a small file."""
-    last = max(0, size - BLOCK_BYTES)
-    starts = sorted({last * number // (BLOCKS - 1) for number in range(BLOCKS)})
-    return [os.pread(descriptor, BLOCK_BYTES, start) for start in starts]
-
-
-def _sampled(path: str) -> bytes:
-    digest = hashlib.blake2b(digest_size=8)
+def add_sample(digest: Any, path: str) -> None:
+    """Add to a digest the size of a file and `BLOCKS` blocks, evenly spread from the first to the last byte."""
     with open(path, "rb", buffering=0) as file:
-        for block in sampled_blocks(file.fileno(), os.fstat(file.fileno()).st_size):
-            digest.update(block)
-    return digest.digest()
+        size = os.fstat(file.fileno()).st_size
+        digest.update(size.to_bytes(8, "little"))
+        last = max(0, size - BLOCK_BYTES)
+        for start in sorted({last * number // (BLOCKS - 1) for number in range(BLOCKS)}):
+            digest.update(os.pread(file.fileno(), BLOCK_BYTES, start))
 
 
-def _read_fully(descriptor: int, offset: int, count: int) -> bytes:
-    """Read `count` bytes, or fewer at the end of the file; one `pread` reads at most 2 GiB."""
-    data = os.pread(descriptor, count, offset)
-    while len(data) < count:
-        more = os.pread(descriptor, count - len(data), offset + len(data))
-        if not more:
-            break
-        data += more
-    return data
+def unreadable(path: str | Path, error: OSError | ValueError) -> DataError:
+    """Return the error that names a file that cannot be read. ValueError: not UTF-8, or a zero byte in the name."""
+    hint = "; raise the limit with ulimit -n" if getattr(error, "errno", None) == errno.EMFILE else ""
+    return DataError(f"{path}: cannot be read: {getattr(error, 'strerror', None) or error}{hint}")
+
+
+@contextlib.contextmanager
+def reading(path: str | Path) -> Iterator[None]:
+    """Turn errors of the file system into a DataError that names `path`."""
+    try:
+        yield
+    except OSError as error:
+        raise unreadable(path, error) from error

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import bisect
+from collections.abc import Sequence
 
 from megatron_lite.config import Config
 from megatron_lite.data.blending import Blend
@@ -15,15 +16,6 @@ MOST_DESCRIBED = 20  # data sets with a line of their own in the banner
 # Up to four epochs, repeated tokens are worth nearly as much as new ones; then their value falls fast. Source:
 # Muennighoff et al. 2023, "Scaling Data-Constrained Language Models".
 MANY_EPOCHS = 4
-
-
-@dataclass(frozen=True)
-class Opened:
-    """The data sets of a run in the order of --data_path, which may name one more than once."""
-
-    config: Config
-    prefixes: list[str]
-    datasets: dict[str, IndexedDataset]
 
 
 def epochs_of(phase: Phase, iterations: int) -> list[float]:
@@ -47,41 +39,34 @@ def check_epochs(config: Config, training: Phase) -> None:
     limit = config.data.max_epochs
     if limit is None or max(epochs_of(training, training.iterations)) <= limit:
         return
-    allowed, refused = 0, training.iterations
-    while refused - allowed > 1:
-        middle = (allowed + refused) // 2
-        if max(epochs_of(training, middle)) <= limit:
-            allowed = middle
-        else:
-            refused = middle
+    many = bisect.bisect_right(range(training.iterations), limit, key=lambda count: max(epochs_of(training, count)))
     epochs = epochs_of(training, training.iterations)
     assert isinstance(training.reader, StreamReader)
-    prefix = training.reader.streams[epochs.index(max(epochs))].prefix
+    prefix = training.reader.streams[epochs.index(max(epochs))].dataset.prefix
     raise UsageError(
         f"--max_epochs={limit}, --train_iters={training.iterations}: {prefix} would be read {max(epochs):.4g} times; "
-        f"write --train_iters={allowed} or less, a larger --max_epochs, or add data"
+        f"write --train_iters={many - 1} or less, a larger --max_epochs, or add data"
     )
 
 
-def describe(opened: Opened, phases: dict[str, Phase]) -> dict[str, str]:
-    """Return lines for the banner: of each data set, and of each phase."""
+def describe(config: Config, datasets: Sequence[IndexedDataset], phases: dict[str, Phase]) -> dict[str, str]:
+    """Return lines for the banner: one per data set, in the order of --data_path, and one per phase."""
     described = {}
-    training, weights = phases.get("training"), _weights(phases, len(opened.prefixes))
+    training, weights = phases.get("training"), _weights(phases, len(datasets))
     epochs = None if training is None else epochs_of(training, training.iterations)
-    for number, prefix in enumerate(opened.prefixes[:MOST_DESCRIBED]):
-        dataset = opened.datasets[prefix]
+    for number, dataset in enumerate(datasets[:MOST_DESCRIBED]):
         parts = [f"{dataset.num_documents:,} documents", f"{dataset.num_tokens:,} tokens"]
-        if opened.config.data.loss_mask:
-            parts.append(f"loss mask {opened.config.data.loss_mask[number]}")
-        if len(opened.prefixes) > 1:
+        if config.data.loss_mask:
+            parts.append(f"loss mask {config.data.loss_mask[number]}")
+        if len(datasets) > 1:
             parts.append(f"{100 * weights[number]:.4g}% of the samples")
             parts += [] if epochs is None else [f"{epochs[number]:.3g} epochs"]
-        described[f"data {number}"] = f"{prefix}: {', '.join(parts)}"
-    if others := opened.prefixes[MOST_DESCRIBED:]:
+        described[f"data {number}"] = f"{dataset.prefix}: {', '.join(parts)}"
+    if others := datasets[MOST_DESCRIBED:]:
         percent = 100 * sum(weights[MOST_DESCRIBED:])
-        tokens = sum(opened.datasets[prefix].num_tokens for prefix in others)
+        tokens = sum(dataset.num_tokens for dataset in others)
         described["other data"] = f"{len(others):,} data sets: {tokens:,} tokens, {percent:.4g}% of the samples"
-    if changes := opened.config.data.data_weights_schedule:
+    if changes := config.data.data_weights_schedule:
         described["data weights"] = f"change as in {' '.join(changes[:MOST_DESCRIBED])}"
     for name, phase in phases.items():
         if "/" not in name:
@@ -89,19 +74,21 @@ def describe(opened: Opened, phases: dict[str, Phase]) -> dict[str, str]:
     return described
 
 
-def repeats(opened: Opened, phases: dict[str, Phase]) -> list[str]:
+def repeats(phases: dict[str, Phase]) -> list[str]:
     """Return warnings about data sets that training reads more than four times."""
     if (training := phases.get("training")) is None:
         return []
+    assert isinstance(training.reader, StreamReader)
     epochs = epochs_of(training, training.iterations)
     many = [number for number, times in enumerate(epochs) if times > MANY_EPOCHS]
     if not many:
         return []
     worst = max(many, key=epochs.__getitem__)
     others = f" (and {len(many) - 1:,} other data sets more than {MANY_EPOCHS} times)" if len(many) > 1 else ""
+    prefix = training.reader.streams[worst].dataset.prefix
     return [
-        f"training reads {opened.prefixes[worst]} {epochs[worst]:.3g} times{others}: repeated tokens teach less after "
-        f"{MANY_EPOCHS} epochs; add data, lower its weight, or train fewer iterations (--max_epochs sets a limit)"
+        f"training reads {prefix} {epochs[worst]:.3g} times{others}: repeated tokens teach less after {MANY_EPOCHS} "
+        "epochs; add data, lower its weight, or train fewer iterations (--max_epochs sets a limit)"
     ]
 
 
@@ -110,12 +97,11 @@ def left_out(phases: dict[str, Phase]) -> list[str]:
     found = []
     for name, phase in phases.items():
         streams = phase.reader.streams if isinstance(phase.reader, StreamReader) and "/" not in name else ()
-        for stream in dict.fromkeys(streams):
-            if stream.packed is not None and (many := stream.packed.plan.too_long):
-                plan = stream.packed.plan
+        for stream in streams:
+            if (packed := stream.packed) is not None and packed.too_long:
                 found.append(
-                    f"{stream.prefix}: {many:,} of {plan.num_documents:,} documents for {name} have more than "
-                    f"{plan.capacity:,} tokens and are left out (--truncate_documents=0)"
+                    f"{stream.dataset.prefix}: {packed.too_long:,} of {packed.num_documents:,} documents for {name} "
+                    f"have more than {packed.capacity:,} tokens and are left out (--truncate_documents=0)"
                 )
     return found
 

@@ -9,12 +9,11 @@ from __future__ import annotations
 
 import hashlib
 import json
-import os
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from megatron_lite.data.disk_array import sampled_blocks
+from megatron_lite.data.disk_array import add_sample, reading
 from megatron_lite.data.indexed_dataset import IndexedDataset
 from megatron_lite.distributed.process_group import Distributed
 from megatron_lite.errors import DataError
@@ -28,14 +27,8 @@ def fingerprint(dataset: IndexedDataset) -> str:
     """
     digest = hashlib.blake2b(digest_size=8)
     for path in (dataset.index_path, dataset.tokens.path):
-        try:
-            with open(path, "rb", buffering=0) as file:
-                size = os.fstat(file.fileno()).st_size
-                digest.update(size.to_bytes(8, "little"))
-                for block in sampled_blocks(file.fileno(), size):
-                    digest.update(block)
-        except OSError as error:
-            raise DataError(f"{path}: cannot be read: {error.strerror}") from error
+        with reading(path):
+            add_sample(digest, path)
     return digest.hexdigest()
 
 
@@ -51,18 +44,15 @@ def identity(
     Raises:
         DataError: if a file cannot be read.
     """
-    known: dict[str, list[Any]] = {}
-    for dataset in datasets:
-        if dataset.prefix not in known:
-            dtype, mark = dataset.tokens.dtype.name, fingerprint(dataset)
-            known[dataset.prefix] = [dataset.num_documents, dataset.num_tokens, dtype, mark]
+    known = {
+        dataset: [dataset.num_documents, dataset.num_tokens, dataset.tokens.dtype.name, fingerprint(dataset)]
+        for dataset in set(datasets)
+    }
     tokenizer = None
     if tokenizer_file is not None:
-        try:
+        with reading(f"--tokenizer_file: {tokenizer_file}"):
             tokenizer = hashlib.blake2b(Path(tokenizer_file).read_bytes(), digest_size=8).hexdigest()
-        except OSError as error:
-            raise DataError(f"--tokenizer_file: {tokenizer_file}: cannot be read: {error.strerror}") from error
-    found: dict[str, Any] = {"sets": [known[dataset.prefix] for dataset in datasets], "tokenizer": tokenizer}
+    found: dict[str, Any] = {"sets": [known[dataset] for dataset in datasets], "tokenizer": tokenizer}
     if any(mask is not None for mask in masks):
         found["masks"] = [None if mask is None else fingerprint(mask) for mask in masks]
     return found

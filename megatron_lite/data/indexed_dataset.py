@@ -14,16 +14,14 @@ Documents lie back to back in `.bin`, so any range of them is one stream of toke
 from __future__ import annotations
 
 import bisect
-import os
 import struct
 from collections.abc import Iterator
-from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
-from megatron_lite.data.disk_array import DataFile, DiskArray
+from megatron_lite.data.disk_array import DataFile, DiskArray, unreadable
 from megatron_lite.errors import DataError
 
 MAGIC = b"MMIDIDX\x00\x00"
@@ -39,7 +37,7 @@ CHECKED_PIECES = 128
 
 
 class Header(NamedTuple):
-    dtype: str
+    dtype: np.dtype[Any]  # of the tokens
     num_sequences: int
     num_entries: int  # of the document index
     size: int  # bytes of the header
@@ -48,7 +46,7 @@ class Header(NamedTuple):
 class IndexedDataset:
     """A checked `.bin`/`.idx` pair, open for reading.
 
-    Opening reads at most 3 MB of an index of any size. The entries between those pieces are checked when they are used.
+    Opening reads at most 3 MB of an index of any size; other entries are checked when they are used.
 
     Attributes: the DiskArrays `sizes` (n,) int32, `pointers` (n,) int64 in bytes, `document_index` (m,) int64, and
     `tokens`; `num_documents` = n; `num_tokens`.
@@ -63,18 +61,17 @@ class IndexedDataset:
         index, tokens = _open(prefix + ".idx", prefix), _open(prefix + ".bin", prefix)
         self.index_path = index.path
         dtype, count, num_entries, offset = _read_header(index)
-        self.sizes = DiskArray(index, "<i4", count, offset)
-        self.pointers = DiskArray(index, "<i8", count, offset + 4 * count)
-        self.document_index = DiskArray(index, "<i8", num_entries, offset + 12 * count)
-        itemsize = np.dtype(dtype).itemsize
-        end = self._check_sequences(itemsize)
+        self.sizes = DiskArray(index, np.dtype("<i4"), count, offset)
+        self.pointers = DiskArray(index, np.dtype("<i8"), count, offset + 4 * count)
+        self.document_index = DiskArray(index, np.dtype("<i8"), num_entries, offset + 12 * count)
+        end = self._check_sequences(dtype.itemsize)
         self._check_document_index()
         index.close()  # few runs read it again, and some have thousands of data sets
         if tokens.size != end:
             raise DataError(
                 f"{tokens.path}: {tokens.size:,} bytes, but {index.path} describes {end:,}; copy both files again"
             )
-        self.tokens = DiskArray(tokens, dtype, end // itemsize)
+        self.tokens = DiskArray(tokens, dtype, end // dtype.itemsize)
 
     @property
     def num_documents(self) -> int:
@@ -82,7 +79,7 @@ class IndexedDataset:
 
     @property
     def num_tokens(self) -> int:
-        return self.tokens.length
+        return len(self.tokens)
 
     def document(self, number: int) -> NDArray[Any]:
         """Read all tokens of one document."""
@@ -106,6 +103,42 @@ class IndexedDataset:
         assert 0 <= token < self.num_tokens, (token, self.num_tokens)
         document = bisect.bisect_right(self.pointers, token * self.tokens.dtype.itemsize) - 1
         return document, token - self.first_token(document)
+
+    def pieces(self, start: int, length: int) -> NDArray[np.int32]:
+        """Return the lengths of the pieces of documents in tokens [start, start + length) of `.bin`, in order.
+
+        The lengths are positive, since empty documents have no piece, and add up to `length`. Found by a few dozen
+        cached reads of the index: loading it would cost each worker 8 bytes per document.
+
+        Raises: DataError if the index cannot be read any more.
+        """
+        starts, itemsize, end = self.pointers, self.tokens.dtype.itemsize, start + length
+        borders: list[Any] = [[start]]
+        document = bisect.bisect_right(starts, start * itemsize)  # the first that begins after `start`
+        while document < len(starts):
+            begins = starts.read(document, min(STARTS_PER_READ, len(starts) - document)) // itemsize
+            if begins[0] < borders[-1][-1] or (np.diff(begins) < 0).any():
+                raise DataError(f"{self.index_path}: documents from {document} on are not in rising order")
+            borders.append(begins[begins < end])
+            if begins[-1] >= end:
+                break
+            document += len(begins)
+        return np.diff(np.unique(np.concatenate([*borders, [end]]))).astype(np.int32)
+
+    def document_sizes(self, documents: range) -> NDArray[np.int32]:
+        """Return the number of tokens of each of some consecutive documents.
+
+        Raises: DataError if the index is damaged or cannot be read.
+        """
+        found = self.sizes.read(documents.start, len(documents))
+        expected = self.first_token(documents.stop) - self.first_token(documents.start)
+        total = int(found.sum(dtype=np.int64))
+        if found.min() < 0 or total != expected:
+            raise DataError(
+                f"{self.index_path}: documents {documents.start} to {documents.stop - 1} have {total:,} tokens "
+                f"together, but take {expected:,}"
+            )
+        return found
 
     def _check_sequences(self, itemsize: int) -> int:
         """Check sizes and pointers against each other; return the number of bytes that `.bin` must have."""
@@ -195,51 +228,21 @@ def _read_header(file: DataFile) -> Header:
         raise DataError(f"{path}: has a mode for each sequence, as data sets of text and images do; only text is read")
     if described != size:
         raise DataError(f"{path}: {size:,} bytes, but its header describes {described:,}; copy it again")
-    return Header(TOKEN_DTYPES[code], num_sequences, num_entries, bytes_needed)
-
-
-@dataclass(frozen=True)
-class DocumentBorders:
-    """Borders of the documents of one data set, looked up in its index on disk: a few dozen cached reads per sample.
-
-    Loading the index, or mapping it, would cost each worker 8 bytes per document, or a SIGBUS if it is cut short.
-    """
-
-    starts: DiskArray  # (n,) first byte of each document in `.bin`, rising; an empty document shares the next one's
-    dtype: np.dtype[Any]  # of the tokens in `.bin`
-
-    def pieces(self, start: int, length: int) -> NDArray[np.int32]:
-        """Return the lengths of the pieces of documents in tokens [start, start + length) of the file, in order.
-
-        The lengths are positive, since empty documents have no piece, and add up to `length`.
-
-        Raises: DataError if the index cannot be read any more.
-        """
-        itemsize, end = self.dtype.itemsize, start + length
-        borders: list[Any] = [[start]]
-        document = bisect.bisect_right(self.starts, start * itemsize)  # the first that begins after `start`
-        while document < len(self.starts):
-            begins = self.starts.read(document, min(STARTS_PER_READ, len(self.starts) - document)) // itemsize
-            if begins[0] < borders[-1][-1] or (np.diff(begins) < 0).any():
-                raise DataError(f"{self.starts.path}: documents from {document} on are not in rising order")
-            borders.append(begins[begins < end])
-            if begins[-1] >= end:
-                break
-            document += len(begins)
-        return np.diff(np.unique(np.concatenate([*borders, [end]]))).astype(np.int32)
+    return Header(np.dtype(TOKEN_DTYPES[code]), num_sequences, num_entries, bytes_needed)
 
 
 def _open(path: str, prefix: str) -> DataFile:
     try:
-        os.stat(path)
+        return DataFile(path)
     except FileNotFoundError as error:
         hint = "; give the prefix of a .bin/.idx pair, which scripts/prepare_data.py writes"
         if prefix.endswith((".bin", ".idx")):
             hint = f"; give the prefix without its ending: {prefix[:-4]}"
         raise DataError(f"{path}: no such file{hint}") from error
-    except (OSError, ValueError) as error:  # ValueError: a zero byte in the name
-        raise DataError(f"{path}: cannot be read: {getattr(error, 'strerror', None) or error}") from error
-    return DataFile(path)
+    except DataError:
+        raise
+    except (OSError, ValueError) as error:
+        raise unreadable(path, error) from error
 
 
 def smallest_dtype(vocab_size: int) -> str:

@@ -12,6 +12,7 @@ import contextlib
 import itertools
 import logging
 import time
+from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -21,7 +22,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from megatron_lite.config import Config
+from megatron_lite.config import Config, DataConfig
 from megatron_lite.data.host_batch import HostBatch
 from megatron_lite.data.reading import RandomReader, Reader, Samples
 from megatron_lite.data.workers import Request, Workers
@@ -31,8 +32,11 @@ from megatron_lite.errors import RunError
 from megatron_lite.run.stop_signal import StopRequested, StopSignal
 from megatron_lite.schedules.batch_size import BatchSchedule, Split
 
-# On what the ranks agree before an iteration; the highest wins, and a stop saves anyway. A stop adds its reason.
+# What ranks agree on before an iteration: the highest wins, and a stop saves anyway. A stop adds its reason.
 _GO_ON, _SAVE, _STOP, _FAILED = 0, 1, 2, 1 << 16
+ITERATIONS = 50  # over which waiting is summed
+SHARE = 0.1  # of their time, from which data is the bottleneck
+LEAST_S = 0.001  # of waiting in an iteration: shorter waits of tiny models are not worth a warning
 logger = logging.getLogger("megatron_lite")
 
 
@@ -81,6 +85,40 @@ def next_batch(
     if agreed >= _STOP:
         raise StopRequested(agreed - _STOP)
     return NextBatch(micro_batches, waited_s, agreed == _SAVE)
+
+
+class Waiting:
+    """Whether training waits for its data: reported once, with the remedy."""
+
+    def __init__(self, data: DataConfig, clock: Callable[[], float] = time.perf_counter) -> None:
+        self._data, self._clock = data, clock
+        self._waits: deque[float] = deque(maxlen=ITERATIONS)
+        self._ends: deque[float] = deque(maxlen=ITERATIONS + 1)
+        self._reported = data.dataset_source == "random"
+
+    def add(self, waited_s: float) -> str | None:
+        """Count a wait for data that has just ended; return a warning once the last 50 iterations show a bottleneck.
+
+        Leave out the first two waits of a start: they are for files that are not in memory yet and for workers that
+        start. A validation or a save in between makes an iteration longer, and so a warning less likely.
+        """
+        self._waits.append(waited_s)
+        self._ends.append(self._clock())
+        if self._reported or len(self._ends) <= ITERATIONS:
+            return None
+        waited_s, taken_s = sum(self._waits), self._ends[-1] - self._ends[0]
+        if waited_s < max(SHARE * taken_s, LEAST_S * ITERATIONS):
+            return None
+        self._reported = True
+        each = f"{1e3 * waited_s / ITERATIONS:,.1f} of {1e3 * taken_s / ITERATIONS:,.1f} ms"
+        workers = self._data.num_workers
+        remedy = "use --num_workers=2"
+        if workers:
+            remedy = (
+                f"use --num_workers={2 * workers} if cores are free, a larger --prefetch_factor if some reads are "
+                "slow, or copy the data to a faster disk"
+            )
+        return f"data is the bottleneck: the last {ITERATIONS} iterations waited {each} each for it; {remedy}"
 
 
 @dataclass(frozen=True)

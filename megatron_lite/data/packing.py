@@ -14,10 +14,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from megatron_lite.data.disk_array import DiskArray
 from megatron_lite.data.sampling import mix, permute
-from megatron_lite.data.shuffled_documents import Run
-from megatron_lite.errors import DataError
 
 _EPOCH_SALT = np.uint64(0xC6A4A7935BD1E995)  # arbitrary, odd: other words than those of the order of samples
 
@@ -109,11 +106,6 @@ class PackedDocuments:
         """The number of samples of an epoch."""
         return int(self._ends[-1]) if len(self._ends) else 0
 
-    @property
-    def share_of_padding(self) -> float:
-        """The share of an epoch's tokens that are padding."""
-        return 1.0 - self.num_tokens / (self.samples_per_epoch * self.capacity) if self.samples_per_epoch else 0.0
-
     def documents(self, epoch: int, slot: int) -> list[int]:
         """Return the documents of a slot's sample, in an order of its own: not the longest first in all of them."""
         assert 0 <= slot < self.samples_per_epoch, (slot, self.samples_per_epoch)
@@ -131,37 +123,3 @@ class PackedDocuments:
         """Return pseudo-random words that depend on key, epoch and values."""
         start = mix(np.array([self.key], np.uint64) + np.array([epoch], np.uint64) * _EPOCH_SALT)
         return mix(start + values.astype(np.uint64))
-
-
-@dataclass(frozen=True)
-class PackedFile:
-    """Packed documents, and where they are in their file."""
-
-    plan: PackedDocuments
-    pointers: DiskArray  # of the index: first byte of each document
-    first_document: int  # of the split
-    itemsize: int
-    sizes: DiskArray  # of the index: tokens of each document
-
-    def runs(self, epoch: int, slot: int) -> list[Run]:
-        """Return where in the file the documents of a sample are, in order.
-
-        Raises: DataError if the index cannot be read any more.
-        """
-        documents = [self.first_document + number for number in self.plan.documents(epoch, slot)]
-        return [(self.pointers[document] // self.itemsize, self.sizes[document]) for document in documents]
-
-
-def read_sizes(sizes: DiskArray, documents: range, num_tokens: int) -> NDArray[np.int32]:
-    """Return the sizes of some documents, which have so many tokens together.
-
-    Raises: DataError if the index is damaged or cannot be read.
-    """
-    found = sizes.read(documents.start, len(documents))
-    total = int(found.sum(dtype=np.int64))
-    if found.min() < 0 or total != num_tokens:
-        raise DataError(
-            f"{sizes.path}: documents {documents.start} to {documents.stop - 1} have {total:,} tokens together, but "
-            f"take {num_tokens:,}"
-        )
-    return found.astype(np.int32)

@@ -6,11 +6,10 @@ second and take a tenth of the memory.
 
 from __future__ import annotations
 
-import itertools
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -18,9 +17,8 @@ from numpy.typing import NDArray
 from megatron_lite.data.blending import Blend, Concatenation
 from megatron_lite.data.disk_array import DiskArray
 from megatron_lite.data.fill_in_the_middle import FillInTheMiddle
-from megatron_lite.data.indexed_dataset import DocumentBorders, IndexedDataset
-from megatron_lite.data.loss_masks import masked_labels
-from megatron_lite.data.packing import PackedFile
+from megatron_lite.data.indexed_dataset import IndexedDataset
+from megatron_lite.data.packing import PackedDocuments
 from megatron_lite.data.sampling import StreamSampler, random_tokens
 from megatron_lite.data.shuffled_documents import Run, ShuffledDocuments
 from megatron_lite.errors import DataError
@@ -38,14 +36,9 @@ class Samples:
     masked: NDArray[np.bool_] | None = None  # (k, s) labels that count in no loss; None: all count
 
 
-class Reader(Protocol):
-    def read(self, first: int, count: int) -> Samples:
-        """Read the samples first, first + 1, ..., first + count - 1."""
-
-
 @dataclass(frozen=True)
 class RandomReader:
-    """Made-up tokens, each sample one document; see `random_tokens`."""
+    """Random tokens, each sample one document; see `random_tokens`."""
 
     key: int
     sequence_length: int
@@ -53,80 +46,70 @@ class RandomReader:
     documents: bool = False  # whether to return `Samples.lengths`
 
     def read(self, first: int, count: int) -> Samples:
+        """Make up samples first, first + 1, ..., first + count - 1."""
         indices = np.arange(first, first + count, dtype=np.int64)
         tokens = random_tokens(indices, self.sequence_length + 1, self.vocab_size, self.key)
         lengths = np.full(count, self.sequence_length, dtype=np.int32) if self.documents else None
         return Samples(tokens, lengths=lengths)
 
 
-@dataclass(frozen=True)
+@dataclass(eq=False)
 class Stream:
     """The documents of one split of one data set, as one stream of tokens."""
 
-    prefix: str
-    file: DiskArray
-    first_token: int  # of the split, in the file
+    dataset: IndexedDataset
+    documents: range  # of the split
     sampler: StreamSampler
-    borders: DocumentBorders | None = None  # set to return `Samples.lengths`
-    documents: ShuffledDocuments | None = None  # set to shuffle documents as `sampler.order` says
-    mask: DiskArray | None = None  # see loss_masks.py; as long as `file`
-    packed: PackedFile | None = None  # set to pack whole documents; a "token" of the sampler is then a sample
+    mask: DiskArray | None = None  # an entry for each token of the data set, see `StreamReader.read`
+    borders: bool = False  # whether to return `Samples.lengths`
+    shuffled: ShuffledDocuments | None = None  # set to shuffle documents as `sampler.order` says
+    packed: PackedDocuments | None = None  # set to pack whole documents; a "token" of the sampler is then a sample
+
+    def __post_init__(self) -> None:
+        self.first_token = self.dataset.first_token(self.documents.start)  # of the split, in the file
 
     @property
     def num_tokens(self) -> int:
         """Tokens of an epoch."""
-        return self.sampler.num_tokens if self.packed is None else self.packed.plan.num_tokens
+        return self.sampler.num_tokens if self.packed is None else self.packed.num_tokens
 
-    def read(self, epoch: int, start: int, tokens: NDArray[Any]) -> NDArray[np.int32] | None:
-        """Fill a sample, (s + 1,), from a place in the stream of an epoch; what packed documents leave stays as it is.
+    def in_file_order(self, epoch: int) -> bool:
+        """Whether a sample of an epoch is a single range of the file."""
+        return self.packed is None and (
+            self.shuffled is None or (self.sampler.order.shuffle == "skip_first_epoch" and epoch == 0)
+        )
 
-        Returns: the lengths of its pieces of documents, if there are `borders`, or they are packed.
-        """
-        if (runs := self._runs(epoch, start, len(tokens))) is None:
-            tokens[:] = self.file.read(self.first_token + start, len(tokens))
-            if self.borders is None:
-                return None
-            return self.borders.pieces(self.first_token + start, len(tokens))
-        filled = 0
-        for first, length in runs:
-            tokens[filled : filled + length] = self.file.read(first, length)
-            filled += length
-        known = self.borders is not None or self.packed is not None
-        return np.array([length for _, length in runs], dtype=np.int32) if known else None
+    def runs(self, epoch: int, start: int, length: int) -> list[Run]:
+        """Return where in the file the tokens of a sample are, in order: `length` of them, or fewer before padding."""
+        if self.in_file_order(epoch):
+            return [(self.first_token + start, length)]
+        if self.packed is None:
+            assert self.shuffled is not None
+            return self.shuffled.runs(epoch, start, length)
+        pointers, sizes, itemsize = self.dataset.pointers, self.dataset.sizes, self.dataset.tokens.dtype.itemsize
+        documents = [self.documents.start + number for number in self.packed.documents(epoch, start)]
+        return [(pointers[document] // itemsize, sizes[document]) for document in documents]
 
-    def masked(self, epoch: int, start: int, width: int) -> NDArray[np.bool_]:
-        """Return which tokens of a sample the mask leaves out of the loss, (width,), or fewer before padding."""
-        assert self.mask is not None
-        runs = self._runs(epoch, start, width) or [(self.first_token + start, width)]
-        return np.concatenate([masked_labels(self.mask, first, length) for first, length in runs])
+    def lengths(self, epoch: int, runs: list[Run]) -> NDArray[np.int32] | None:
+        """Return the lengths of a sample's pieces of documents, if `borders` ask for them or documents are packed."""
+        if not self.borders and self.packed is None:
+            return None
+        if self.in_file_order(epoch):
+            return self.dataset.pieces(*runs[0])
+        return np.array([length for _, length in runs], dtype=np.int32)
 
     def place(self, epoch: int, start: int, offset: int) -> int:
         """Return the place in the file of a token of a sample: `offset` tokens after `start`."""
-        runs = self._runs(epoch, start, offset + 1)
-        if runs is None:
-            return self.first_token + start + offset
-        places = itertools.chain(*(range(first, first + length) for first, length in runs))
-        return next(itertools.islice(places, offset, None))
-
-    def _runs(self, epoch: int, start: int, length: int) -> list[Run] | None:
-        """Return where in the file the tokens are; None if documents are in file order."""
-        if self.packed is not None:
-            return self.packed.runs(epoch, start)
-        if self.documents is None or (self.sampler.order.shuffle == "skip_first_epoch" and epoch == 0):
-            return None
-        return self.documents.runs(epoch, start, length)
+        runs = self.runs(epoch, start, offset + 1)
+        return [place for first, length in runs for place in range(first, first + length)][offset]
 
     def check(self) -> list[str]:
         """Check that the files are those of the start, see `DataFile.check`; return its warnings."""
-        arrays = [self.file]
-        if self.borders is not None:
-            arrays.append(self.borders.starts)
-        for index in (self.documents, self.packed):
-            if index is not None:
-                arrays.append(index.sizes)
+        files = [self.dataset.tokens.file]
+        if self.borders or self.shuffled is not None or self.packed is not None:
+            files.append(self.dataset.pointers.file)
         if self.mask is not None:
-            arrays.append(self.mask)
-        files = dict.fromkeys(array.file for array in arrays)
+            files.append(self.mask.file)
         return [warning for file in files if (warning := file.check()) is not None]
 
 
@@ -155,33 +138,38 @@ class StreamReader:
         self.packed = any(stream.packed is not None for stream in streams)
         masks = any(stream.mask is not None for stream in streams)
         self.has_masks = masks or mask_starts or self.packed or fill is not None
-        self.dtype = np.dtype(np.int64) if fill else np.result_type(*(stream.file.dtype for stream in streams))
+        self.dtype = (
+            np.dtype(np.int64) if fill else np.result_type(*(stream.dataset.tokens.dtype for stream in streams))
+        )
 
     def read(self, first: int, count: int) -> Samples:
-        """Read `count` samples from the streams that the blend names.
+        """Read samples first, first + 1, ..., first + count - 1 from the streams that the blend names.
 
         Raises: DataError if a file has changed, cannot be read any more or holds a token id outside the vocabulary.
         """
-        datasets, epochs, starts = places = self._locate(np.arange(first, first + count, dtype=np.int64))
+        places = self._locate(np.arange(first, first + count, dtype=np.int64))
         tokens = np.zeros((count, self.sequence_length + 1), dtype=self.dtype)
         masked = np.zeros((count, self.sequence_length), dtype=np.bool_) if self.has_masks else None
         warnings, pieces, lengths = [], [], []
         for row, (dataset, epoch, start) in enumerate(zip(*(place.tolist() for place in places), strict=True)):
-            begun = time.perf_counter()
+            begun, filled = time.perf_counter(), 0
             stream = self.streams[dataset]
+            runs = stream.runs(epoch, start, self.sequence_length + 1)
             if stream.mask is not None and masked is not None:
-                left_out = stream.masked(epoch, start, self.sequence_length + 1)
+                left_out = np.concatenate([masked_labels(stream.mask, *run) for run in runs])
                 masked[row, : len(left_out) - 1] = left_out[1:]  # a label is the token after an input
-            pieces.append(stream.read(epoch, start, tokens[row]))
+            for place, length in runs:
+                tokens[row, filled : filled + length] = stream.dataset.tokens.read(place, length)
+                filled += length
+            pieces.append(stream.lengths(epoch, runs))
             taken_ms = (time.perf_counter() - begun) * 1000
             if taken_ms > self.slow_ms:
-                warnings.append(
-                    f"{stream.file.path}: reading one sample took {taken_ms:,.0f} ms (--data_sample_warn_time_ms)"
-                )
-        for dataset in set(datasets.tolist()):
+                path = stream.dataset.tokens.path
+                warnings.append(f"{path}: reading one sample took {taken_ms:,.0f} ms (--data_sample_warn_time_ms)")
+        for dataset in set(places[0].tolist()):
             warnings += self.streams[dataset].check()
         if count and (int(tokens.min()) < 0 or int(tokens.max()) >= self.vocab_size):
-            raise self._bad_token(tokens, datasets, epochs, starts)
+            raise self._bad_token(tokens, *places)
         for row, own in enumerate(pieces):
             if own is not None:
                 lengths.append(self._finish(first + row, tokens[row], own, None if masked is None else masked[row]))
@@ -203,10 +191,12 @@ class StreamReader:
         if filled < len(tokens):
             pieces = np.append(pieces, np.int32(len(tokens) - filled))
         if masked is not None:
-            masked[filled - 1 :] = True  # the padding is no label
+            masked[filled - 1 :] = True  # padding is not a label
             if self.mask_starts:
                 masked[np.cumsum(pieces[:-1]) - 1] = True
-        return without_last_token(pieces)
+        inputs = pieces.copy()
+        inputs[-1] -= 1  # the last token is only a label
+        return inputs[inputs > 0]
 
     def _locate(self, indices: NDArray[np.int64]) -> tuple[NDArray[np.int64], NDArray[np.int64], NDArray[np.int64]]:
         """Return the data set of each sample, and the epoch and the position of its first token in that stream."""
@@ -226,15 +216,28 @@ class StreamReader:
         row, column = np.argwhere((tokens < 0) | (tokens.astype(np.int64) >= self.vocab_size))[0].tolist()
         stream = self.streams[int(datasets[row])]
         place = stream.place(int(epochs[row]), int(starts[row]), column)
-        document, offset = IndexedDataset(stream.prefix).locate(place)
+        document, offset = stream.dataset.locate(place)
         return DataError(
-            f"{stream.file.path}: document {document}, offset {offset}: token id {int(tokens[row, column])} is outside "
-            f"the vocabulary of {self.vocab_size} (--vocab_size)"
+            f"{stream.dataset.tokens.path}: document {document}, offset {offset}: token id {int(tokens[row, column])} "
+            f"is outside the vocabulary of {self.vocab_size} (--vocab_size)"
         )
 
 
-def without_last_token(lengths: NDArray[np.int32]) -> NDArray[np.int32]:
-    """Return the lengths of pieces of s + 1 tokens for the first s of them."""
-    shorter = lengths.copy()
-    shorter[-1] -= 1
-    return shorter if shorter[-1] else shorter[:-1]
+def masked_labels(mask: DiskArray, start: int, count: int) -> NDArray[np.bool_]:
+    """Return whether each of tokens [start, start + count) is left out of the loss, (count,).
+
+    mask: 1 for each token of the data set that counts in the loss, else 0; see --loss_mask.
+
+    Raises: DataError if the mask cannot be read any more, or has another entry.
+    """
+    entries = mask.read(start, count)
+    if wrong := np.flatnonzero((entries != 0) & (entries != 1))[:1].tolist():
+        raise DataError(
+            f"{mask.path} (--loss_mask): entry {start + wrong[0]:,} is {entries[wrong[0]]}; 1 lets a token count in "
+            "the loss, 0 leaves it out"
+        )
+    counts: NDArray[np.bool_] = entries == 0
+    return counts
+
+
+Reader = RandomReader | StreamReader

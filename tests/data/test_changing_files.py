@@ -10,7 +10,7 @@ import pytest
 
 from megatron_lite.data.blending import Blend
 from megatron_lite.data.dataset_writer import IndexedDatasetWriter
-from megatron_lite.data.indexed_dataset import DocumentBorders, IndexedDataset
+from megatron_lite.data.indexed_dataset import IndexedDataset
 from megatron_lite.data.reading import Stream, StreamReader
 from megatron_lite.data.sampling import StreamSampler
 from megatron_lite.data.workers import Workers
@@ -26,8 +26,7 @@ def reader(tmp_path: Path) -> StreamReader:
         for number in range(50):
             writer.add_document(np.full(number, number))
     dataset = IndexedDataset(str(tmp_path / "x"))
-    borders = DocumentBorders(dataset.pointers, dataset.tokens.dtype)
-    stream = Stream(dataset.prefix, dataset.tokens, 0, StreamSampler(dataset.num_tokens, LENGTH, 1), borders)
+    stream = Stream(dataset, range(50), StreamSampler(dataset.num_tokens, LENGTH, 1), borders=True)
     return StreamReader([stream], Blend([1.0]), LENGTH, 50, 1e6)
 
 

@@ -16,7 +16,7 @@ import pytest
 from megatron_lite.data import indexed_dataset
 from megatron_lite.data.dataset_writer import IndexedDatasetWriter
 from megatron_lite.data.disk_array import DataFile
-from megatron_lite.data.indexed_dataset import HEADER, MAGIC, DocumentBorders, IndexedDataset, smallest_dtype
+from megatron_lite.data.indexed_dataset import HEADER, MAGIC, IndexedDataset, smallest_dtype
 from megatron_lite.errors import DataError, StorageError
 
 # Documents of odd lengths, some empty, at the start, in the middle and at the end.
@@ -205,9 +205,8 @@ def test_damage_between_the_checked_pieces_is_found_when_it_is_used(
 def read_all(dataset: IndexedDataset, borders: bool) -> None:
     """Read whatever a run reads, and check that it adds up."""
     if borders:
-        documents = DocumentBorders(dataset.pointers, dataset.tokens.dtype)
         for start in range(0, dataset.num_tokens - 3, 3):
-            pieces = documents.pieces(start, 3)
+            pieces = dataset.pieces(start, 3)
             assert pieces.sum() == 3 and pieces.min() > 0
     for number in range(dataset.num_documents):
         assert len(dataset.document(number)) == dataset.sizes[number]

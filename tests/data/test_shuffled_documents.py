@@ -8,7 +8,7 @@ import pytest
 from megatron_lite.data import shuffled_documents
 from megatron_lite.data.blending import Blend
 from megatron_lite.data.dataset_writer import IndexedDatasetWriter
-from megatron_lite.data.indexed_dataset import DocumentBorders, IndexedDataset
+from megatron_lite.data.indexed_dataset import HEADER, IndexedDataset
 from megatron_lite.data.reading import Stream, StreamReader
 from megatron_lite.data.sampling import SampleOrder, StreamSampler
 from megatron_lite.data.shuffled_documents import ShuffledDocuments
@@ -25,9 +25,7 @@ def open_documents(
         for size in sizes:
             writer.add_document(np.arange(writer.num_tokens, writer.num_tokens + size))
     dataset = IndexedDataset(str(path))
-    tokens = dataset.num_tokens - dataset.first_token(first)
-    documents = range(first, dataset.num_documents)
-    return dataset, ShuffledDocuments(dataset.pointers, dataset.sizes, documents, tokens, 4, 7, **options)
+    return dataset, ShuffledDocuments(dataset, range(first, dataset.num_documents), 7, **options)
 
 
 @pytest.mark.parametrize("at_a_time", [shuffled_documents.STRIDE, 1 << 18])
@@ -70,8 +68,7 @@ def test_samples_of_shuffled_documents(tmp_path: Path, shuffle: str) -> None:
     sizes = np.random.default_rng(1).integers(0, 40, 60).tolist()
     dataset, documents = open_documents(tmp_path / "x", sizes, keep=4)
     sampler = StreamSampler(dataset.num_tokens, LENGTH, 7, SampleOrder(shuffle, epochs=3, documents=True))
-    borders = DocumentBorders(dataset.pointers, dataset.tokens.dtype)
-    stream = Stream(dataset.prefix, dataset.tokens, 0, sampler, borders, documents)
+    stream = Stream(dataset, range(60), sampler, borders=True, shuffled=documents)
     size = sampler.samples_per_epoch
     reader = StreamReader([stream], Blend([1.0]), stream.sampler.sequence_length, 10_000, 1e6)
     samples = reader.read(0, 3 * size)
@@ -94,9 +91,7 @@ def test_samples_of_shuffled_documents(tmp_path: Path, shuffle: str) -> None:
 def test_a_bad_token_is_named_where_it_is_in_the_file(tmp_path: Path) -> None:
     """The message has the document of the file, not of the shuffled stream."""
     dataset, documents = open_documents(tmp_path / "x", [20] * 30)
-    stream = Stream(
-        dataset.prefix, dataset.tokens, 0, StreamSampler(600, LENGTH, 7, SampleOrder(documents=True)), None, documents
-    )
+    stream = Stream(dataset, range(30), StreamSampler(600, LENGTH, 7, SampleOrder(documents=True)), shuffled=documents)
     with pytest.raises(DataError) as caught:
         StreamReader([stream], Blend([1.0]), stream.sampler.sequence_length, 407, 1e6).read(0, 37)
     (document, offset, token) = (
@@ -107,7 +102,9 @@ def test_a_bad_token_is_named_where_it_is_in_the_file(tmp_path: Path) -> None:
 
 def test_a_damaged_index_is_noticed(tmp_path: Path) -> None:
     """Sizes that do not add up, in a part of a large index that was not checked when it was opened."""
-    dataset, _ = open_documents(tmp_path / "x", [20] * 30)
-    documents = ShuffledDocuments(dataset.pointers, dataset.sizes, range(30), 601, 4, 7)
-    with pytest.raises(DataError, match="documents 0 to 29 have 600 tokens together, but take 601"):
+    dataset, documents = open_documents(tmp_path / "x", [20] * 30)
+    with open(dataset.index_path, "r+b") as index:
+        index.seek(HEADER.size + 4 * 13)
+        index.write(np.int32(21).tobytes())
+    with pytest.raises(DataError, match="documents 0 to 29 have 601 tokens together, but take 600"):
         documents.runs(0, 0, 5)

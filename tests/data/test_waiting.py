@@ -3,7 +3,7 @@
 import pytest
 
 from megatron_lite.config import DataConfig
-from megatron_lite.data.waiting import Waiting
+from megatron_lite.data.loader import Waiting
 
 
 def warnings(waits: list[float], step_s: float, **options: object) -> list[tuple[int, str]]:
