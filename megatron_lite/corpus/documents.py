@@ -1,17 +1,23 @@
-"""Read the documents of spans: whole files, lines of a .jsonl file, rows of a table, with the text under some keys."""
+"""Read the documents of spans: whole files, lines of a .jsonl file, rows of a table, with the text under some keys.
+
+Documents that cannot be used are faults: all are counted by kind, and the first ones are named by file and line.
+"""
 
 from __future__ import annotations
 
 import json
 import os
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import IO, Any
 
 from megatron_lite.corpus import formats
-from megatron_lite.corpus.faults import Fault, PieceFaults
 from megatron_lite.corpus.inputs import InputFile
+from megatron_lite.data.disk_array import reading
 from megatron_lite.errors import DataError
+
+SHOWN_FAULTS = 10
+SURROGATE = "contains half of a surrogate pair, which is not a character"
 
 
 @dataclass(frozen=True)
@@ -55,9 +61,6 @@ def parse_keys(text: str) -> tuple[str, ...]:
     return tuple(key.strip() for key in text.split(",") if key.strip())
 
 
-SURROGATE = "contains half of a surrogate pair, which is not a character"
-
-
 @dataclass(frozen=True)
 class Span:
     """A part of an input file.
@@ -72,17 +75,38 @@ class Span:
     size_bytes: int  # on disk
 
 
-class Reading:
-    """One pass over spans, and how far it is.
+@dataclass(frozen=True)
+class Fault:
+    """A document that was skipped. `number`: its line or row in its span, from 1; 0 for a whole file."""
 
-    Attributes: `read_bytes`; `lines`, the lines or rows of each span so far; `faults`.
+    span: int  # of the piece
+    number: int
+    kind: str
+    detail: str = ""
+
+    def message(self, place: str) -> str:
+        """Describe the fault at a place."""
+        return f"{place}: {self.kind}" + (f": {self.detail}" if self.detail else "")
+
+
+class BadDocument(Exception):  # noqa: N818 - the end of a piece with --strict
+    """A document that --strict refuses; the last one of `Reading.first_faults`."""
+
+
+class Reading:
+    """One pass over spans.
+
+    Attributes: `read_bytes` so far; `lines`, the lines or rows of each span so far; `fault_counts` by kind, and the
+    `first_faults`.
     """
 
     def __init__(self, spans: Sequence[Span], fields: TextFields, strict: bool = False) -> None:
-        self.spans, self.fields = spans, fields
-        self.faults = PieceFaults(strict)
+        self.spans, self.fields, self.strict = spans, fields, strict
         self.read_bytes = 0
         self.lines = [0] * len(spans)
+        self.fault_counts: dict[str, int] = {}
+        self.first_faults: list[Fault] = []
+        self._number = 0  # of the span that is being read
 
     def documents(self) -> Iterator[str]:
         """Yield the texts of all spans in order; blank and damaged ones are counted as faults.
@@ -92,105 +116,92 @@ class Reading:
             BadDocument: with --strict, at the first fault.
         """
         for number, span in enumerate(self.spans):
-            path = span.file.path
-            before = self.read_bytes
-            try:
-                with open(path, "rb") as file:
-                    _check_unchanged(file, span.file)
-                    yield from _READERS[span.file.kind](self, number, span, file)
-                    _check_unchanged(file, span.file)
-            except OSError as error:
-                raise DataError(f"{path}: cannot be read: {error.strerror or error}") from error
+            self._number, before = number, self.read_bytes
+            with reading(span.file.path), open(span.file.path, "rb") as file:
+                _check_unchanged(file, span.file)
+                yield from filter(self._is_document, self._texts(span, file))
+                _check_unchanged(file, span.file)
             if span.file.regular:
                 self.read_bytes = before + span.size_bytes
 
-    def add_fault(self, span: int, kind: str, detail: str = "") -> None:
+    def _add_fault(self, kind: str, detail: str = "") -> None:
         """Count a fault at the line or row that was read last, or of a whole text file."""
-        self.faults.add(Fault(span, self.lines[span], kind, detail))
+        self.fault_counts[kind] = self.fault_counts.get(kind, 0) + 1
+        if len(self.first_faults) < SHOWN_FAULTS:
+            self.first_faults.append(Fault(self._number, self.lines[self._number], kind, detail))
+        if self.strict:
+            raise BadDocument
 
-    def checked(self, span: int, text: str) -> bool:
-        """Whether a text is a document: neither blank nor with half characters, which are faults."""
+    def _is_document(self, text: str) -> bool:
+        """Whether a text is neither blank nor has half characters, which are faults."""
         if not text or text.isspace():
-            self.add_fault(span, "blank")
+            self._add_fault("blank")
             return False
         try:
             text.encode()
         except UnicodeEncodeError:
-            self.add_fault(span, SURROGATE)
+            self._add_fault(SURROGATE)
             return False
         return True
+
+    def _texts(self, span: Span, file: IO[bytes]) -> Iterator[str]:
+        """Yield the texts of a span, blank ones too."""
+        if span.file.kind == "text":
+            with formats.opened(file, span.file) as stream:
+                data = stream.read()
+            if not span.file.regular:
+                self.read_bytes += len(data)
+            if (text := self._decoded(data)) is not None:
+                yield text
+            return
+        for value in self._json_lines(span, file) if span.file.kind == "jsonl" else self._rows(span, file):
+            text = self.fields.text_of(value)
+            if text is None:
+                self._add_fault(self.fields.complaint)
+            else:
+                yield text
+
+    def _json_lines(self, span: Span, file: IO[bytes]) -> Iterator[Any]:
+        """Yield the values of the lines that begin in a span."""
+        with formats.opened(file, span.file) as stream:
+            position = span.start
+            if span.start:
+                stream.seek(span.start - 1)
+                position += len(stream.readline()) - 1
+            before = self.read_bytes - span.start
+            while (not span.end or position < span.end) and (line := stream.readline()):
+                position += len(line)
+                self.read_bytes = before + (file.tell() if span.file.compression else position)
+                self.lines[self._number] += 1
+                text = self._decoded(line)
+                if text is None:
+                    continue
+                if text.isspace() or not text:
+                    self._add_fault("blank")
+                    continue
+                try:
+                    value = json.loads(text)
+                except (ValueError, RecursionError) as error:
+                    self._add_fault("not JSON", str(error))
+                    continue
+                yield value
+
+    def _rows(self, span: Span, file: IO[bytes]) -> Iterator[Any]:
+        for row in formats.table_rows(file, span.file, self.fields.keys, span.start, span.end):
+            self.lines[self._number] += 1
+            yield row
+
+    def _decoded(self, data: bytes) -> str | None:
+        """Decode UTF-8 without a byte order mark; None if it is not UTF-8, which is a fault."""
+        try:
+            return data.decode("utf-8-sig")
+        except UnicodeDecodeError as error:
+            # The position counts from after a byte order mark, in `error.object`.
+            self._add_fault("not UTF-8", f"byte {error.start} is 0x{error.object[error.start]:02x}")
+            return None
 
 
 def _check_unchanged(file: IO[bytes], expected: InputFile) -> None:
     status = os.fstat(file.fileno())
     if expected.regular and (status.st_size, status.st_mtime_ns) != (expected.size_bytes, expected.mtime_ns):
         raise DataError(f"{expected.path}: has changed since the work was planned; start the same command again")
-
-
-def _text(reading: Reading, number: int, span: Span, file: IO[bytes]) -> Iterator[str]:
-    with formats.opened(file, span.file) as stream:
-        data = stream.read()
-    if not span.file.regular:
-        reading.read_bytes += len(data)
-    text = _decoded(reading, number, data)
-    if text is not None and reading.checked(number, text):
-        yield text
-
-
-def _json_lines(reading: Reading, number: int, span: Span, file: IO[bytes]) -> Iterator[str]:
-    whole = not span.end
-    with formats.opened(file, span.file) as stream:
-        position = span.start
-        if span.start:  # a line belongs to the range in which it begins
-            stream.seek(span.start - 1)
-            position += len(stream.readline()) - 1
-        before = reading.read_bytes - span.start
-        while (whole or position < span.end) and (line := stream.readline()):
-            position += len(line)
-            reading.read_bytes = before + (file.tell() if span.file.compression else position)
-            reading.lines[number] += 1
-            decoded = _decoded(reading, number, line)
-            if decoded is None:
-                continue
-            if decoded.isspace() or not decoded:
-                reading.add_fault(number, "blank")
-                continue
-            try:
-                value = json.loads(decoded)
-            except (ValueError, RecursionError) as error:
-                reading.add_fault(number, "not JSON", str(error))
-                continue
-            text = reading.fields.text_of(value)
-            if text is None:
-                reading.add_fault(number, reading.fields.complaint)
-            elif reading.checked(number, text):
-                yield text
-
-
-def _rows(reading: Reading, number: int, span: Span, file: IO[bytes]) -> Iterator[str]:
-    read = formats.parquet_rows if span.file.kind == "parquet" else formats.arrow_rows
-    for row in read(file, span.file.path, reading.fields.keys, span.start, span.end):
-        reading.lines[number] += 1
-        text = reading.fields.text_of(row)
-        if text is None:
-            reading.add_fault(number, reading.fields.complaint)
-        elif reading.checked(number, text):
-            yield text
-
-
-_READERS: dict[str, Callable[[Reading, int, Span, IO[bytes]], Iterator[str]]] = {
-    "text": _text,
-    "jsonl": _json_lines,
-    "parquet": _rows,
-    "arrow": _rows,
-}
-
-
-def _decoded(reading: Reading, number: int, data: bytes) -> str | None:
-    """Decode UTF-8 without a byte order mark; None if it is not UTF-8, which is a fault."""
-    try:
-        return data.decode("utf-8-sig")
-    except UnicodeDecodeError as error:
-        # The position counts from after a byte order mark, in `error.object`.
-        reading.add_fault(number, "not UTF-8", f"byte {error.start} is 0x{error.object[error.start]:02x}")
-        return None

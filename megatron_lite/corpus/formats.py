@@ -17,6 +17,8 @@ from typing import IO, Any
 from megatron_lite.corpus.inputs import InputFile
 from megatron_lite.errors import DataError, UsageError
 
+CHUNK_BYTES = 1 << 17
+ROWS_PER_READ = 1024
 # By kind or compression of a file: the package that reads it, and why.
 PACKAGES = {
     ".zst": ("zstandard", "is compressed with zstd"),
@@ -29,10 +31,16 @@ def package_for(kind: str, path: str) -> Any:
     """Import the package of PACKAGES that a file needs.
 
     Raises:
-        UsageError: if it is not installed.
+        UsageError: if it is not installed; the message names the file and the command that helps.
     """
     name, reason = PACKAGES[kind]
-    return optional_package(name, f"{path} {reason}")
+    package = name.partition(".")[0]
+    try:
+        return importlib.import_module(name)
+    except ModuleNotFoundError as error:
+        if error.name != package:
+            raise
+        raise UsageError(f"{path} {reason}, which needs the package {package}: pip install '.[data]'") from error
 
 
 def check_packages(files: Iterable[InputFile]) -> None:
@@ -45,24 +53,6 @@ def check_packages(files: Iterable[InputFile]) -> None:
         first = next((file for file in files if kind in (file.kind, file.compression)), None)
         if first is not None:
             package_for(kind, first.path)
-
-
-def optional_package(name: str, reason: str) -> Any:
-    """Import a package of the extra.
-
-    Raises:
-        UsageError: if it is not installed; the message begins with `reason` and names the command that helps.
-    """
-    package = name.partition(".")[0]
-    try:
-        return importlib.import_module(name)
-    except ModuleNotFoundError as error:
-        if error.name != package:
-            raise
-        raise UsageError(f"{reason}, which needs the package {package}: pip install '.[data]'") from error
-
-
-CHUNK_BYTES = 1 << 17
 
 
 @contextlib.contextmanager
@@ -131,15 +121,6 @@ class _ZstdStream(io.RawIOBase):
         return count
 
 
-ROWS_PER_READ = 1024
-
-
-def top_columns(keys: Sequence[str], columns: Sequence[str]) -> list[str]:
-    """Return the columns of a table that hold the keys: all else need not be read."""
-    wanted = {key if key in columns else key.partition(".")[0] for key in keys}
-    return [column for column in columns if column in wanted]
-
-
 def row_group_bytes(path: str) -> list[int]:
     """Return the size on disk of each row group of a parquet file, from its footer.
 
@@ -155,62 +136,53 @@ def row_group_bytes(path: str) -> list[int]:
         ]
 
 
-def parquet_rows(file: IO[bytes], path: str, keys: Sequence[str], start: int, end: int) -> Iterator[dict[str, Any]]:
-    """Yield the rows of row groups [start, end).
+def table_rows(file: IO[bytes], described: InputFile, keys: Sequence[str], start: int, end: int) -> Iterator[Any]:
+    """Yield the rows of row groups [start, end) of a parquet file, or of a whole arrow file.
+
+    An arrow file is a stream of batches, as `datasets` writes it, or has a footer.
 
     Raises:
         DataError: if the file is damaged or lacks the columns.
     """
-    parquet = package_for("parquet", path)
+    path = described.path
+    package = package_for(described.kind, path)
     with _damage(path):
-        table = parquet.ParquetFile(file)
-        columns = _columns(path, keys, table.schema_arrow.names)
-        groups = list(range(start, end))
-        for batch in table.iter_batches(ROWS_PER_READ, row_groups=groups, columns=columns, use_threads=False):
+        batches: Iterable[Any]
+        if described.kind == "parquet":
+            table = package.ParquetFile(file)
+            columns, groups = _columns(path, keys, table.schema_arrow.names), list(range(start, end))
+            batches = table.iter_batches(ROWS_PER_READ, row_groups=groups, columns=columns, use_threads=False)
+        else:
+            has_footer = file.read(6) == b"ARROW1"
+            file.seek(0)
+            reader = package.ipc.open_file(file) if has_footer else package.ipc.open_stream(file)
+            whole = map(reader.get_batch, range(reader.num_record_batches)) if has_footer else reader
+            columns = _columns(path, keys, reader.schema.names)
+            batches = (
+                batch.select(columns).slice(first, ROWS_PER_READ)
+                for batch in whole
+                for first in range(0, batch.num_rows, ROWS_PER_READ)
+            )
+        for batch in batches:
             yield from batch.to_pylist()
 
 
-def arrow_rows(file: IO[bytes], path: str, keys: Sequence[str], start: int, end: int) -> Iterator[dict[str, Any]]:
-    """Yield the rows of an arrow file, which is a stream of batches (as `datasets` writes) or has a footer.
-
-    Raises:
-        DataError: if the file is damaged or lacks the columns.
-    """
-    arrow = package_for("arrow", path)
-    magic = file.read(6)
-    file.seek(0)
-    with _damage(path):
-        if magic == b"ARROW1":
-            reader = arrow.ipc.open_file(file)
-            batches = (reader.get_batch(number) for number in range(reader.num_record_batches))
-        else:
-            reader = arrow.ipc.open_stream(file)
-            batches = iter(reader)
-        columns = _columns(path, keys, reader.schema.names)
-        for batch in batches:
-            for first in range(0, batch.num_rows, ROWS_PER_READ):
-                yield from batch.select(columns).slice(first, ROWS_PER_READ).to_pylist()
-
-
 def _columns(path: str, keys: Sequence[str], columns: Sequence[str]) -> list[str]:
-    found = top_columns(keys, columns)
-    if not found:
+    """Return the columns of a table that hold the keys: no others need to be read."""
+    wanted = {key if key in columns else key.partition(".")[0] for key in keys}
+    if not wanted.intersection(columns):
         raise DataError(f"{path}: has no column {' or '.join(keys)} (--json_key), but {', '.join(columns)}")
-    return found
+    return [column for column in columns if column in wanted]
 
 
-class _damage:  # noqa: N801 - reads as a statement
-    """A block in which an error of pyarrow, which has many classes, is an error of the file."""
-
-    def __init__(self, path: str) -> None:
-        self.path = path
-
-    def __enter__(self) -> None:
-        pass
-
-    def __exit__(self, kind: Any, error: BaseException | None, trace: Any) -> None:
-        if error is not None and type(error).__module__.startswith("pyarrow"):
-            text = " ".join(str(error).split())
-            raise DataError(f"{self.path}: damaged or not what its name says: {text}") from error
-        if isinstance(error, OSError) and error.errno is None:  # pyarrow's own
-            raise DataError(f"{self.path}: damaged or not what its name says: {error}") from error
+@contextlib.contextmanager
+def _damage(path: str) -> Iterator[None]:
+    """Turn an error of pyarrow, which has many classes, into an error of the file."""
+    try:
+        yield
+    except Exception as error:
+        own = type(error).__module__.startswith("pyarrow") or (isinstance(error, OSError) and error.errno is None)
+        if not own:
+            raise
+        text = " ".join(str(error).split())
+        raise DataError(f"{path}: damaged or not what its name says: {text}") from error

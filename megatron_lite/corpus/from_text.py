@@ -9,7 +9,7 @@ from pathlib import Path
 from megatron_lite.config import Config
 from megatron_lite.config.structured_values import weighted_paths
 from megatron_lite.corpus.dataset_list import read_list
-from megatron_lite.corpus.inputs import DEFAULT_SUFFIXES, bare_name
+from megatron_lite.corpus.inputs import DEFAULT_SUFFIXES, bare_name, find_inputs
 from megatron_lite.corpus.prepare import CorpusOptions, fingerprint_of, prepare
 from megatron_lite.corpus.tokenizer_choice import TokenizerChoice
 from megatron_lite.data.tokenizing import load_tokenizer
@@ -73,7 +73,7 @@ def _prepared(path: str, config: Config, root: Path | None, logger: logging.Logg
         )
     options = CorpusOptions((path,), "", TokenizerChoice(config.data.tokenizer_file))
     name = bare_name(Path(path).name).partition(".")[0].strip("*?[]{},") or "text"
-    prefix = str(Path(folder, fingerprint_of(options)[:FINGERPRINT_DIGITS], name))
+    prefix = str(Path(folder, fingerprint_of(options, find_inputs(options.inputs))[:FINGERPRINT_DIGITS], name))
     options = dataclasses.replace(
         options,
         output_prefix=prefix,

@@ -7,19 +7,20 @@ keeps every piece that it needs too, even if other files or options have changed
 
 from __future__ import annotations
 
+import contextlib
+import functools
 import hashlib
 import json
 import os
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import IO, Any
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-from megatron_lite.corpus.documents import Reading, Span, TextFields
-from megatron_lite.corpus.faults import BadDocument, Fault
+from megatron_lite.corpus.documents import BadDocument, Fault, Reading, Span, TextFields
 from megatron_lite.corpus.formats import check_packages, row_group_bytes
 from megatron_lite.corpus.inputs import InputFile
 from megatron_lite.data.tokenizing import Tokenizer, load_tokenizer
@@ -28,6 +29,13 @@ from megatron_lite.run.durable_files import replace_file
 
 BATCH_CHARACTERS = 1 << 20  # of one call of the tokenizer: its threads share a batch, and its result is in memory
 ABSENT = "none"  # of --begin_of_document and --end_of_document
+SMALLEST_PIECE_BYTES = 2 << 20
+LARGEST_PIECE_BYTES = 512 << 20
+USUAL_PIECES = 4096  # of a corpus between 8 GB and 2 TB
+MOST_SPANS = 4096  # of one piece
+FORMAT = 1  # of a piece; a change makes older pieces useless
+HASH_BYTES = 16
+CHUNK_BYTES = 1 << 24
 
 
 @dataclass(frozen=True)
@@ -39,30 +47,6 @@ class Encoding:
     end: int | None
     special_tokens: bool
     dtype: str
-
-    def load(self) -> Tokenizer:
-        """Load the tokenizer."""
-        return load_tokenizer(self.tokenizer, special_tokens=self.special_tokens, needs_end=False)
-
-
-class DocumentEncoder:
-    """A loaded tokenizer that makes documents."""
-
-    def __init__(self, encoding: Encoding) -> None:
-        self.tokenizer = encoding.load()
-        self.dtype = np.dtype(encoding.dtype)
-        self._nothing = np.zeros(0, dtype=np.uint32)
-        self._begin, self._end = (
-            np.array([] if token is None else [token], dtype=np.uint32) for token in (encoding.begin, encoding.end)
-        )
-
-    def encode(self, texts: Sequence[str]) -> tuple[NDArray[Any], NDArray[np.int64]]:
-        """Return the tokens of all documents in one array, and the size of each, (len(texts),)."""
-        documents = self.tokenizer.encode_batch(texts)
-        around = len(self._begin) + len(self._end)
-        parts = [part for ids in documents for part in (self._begin, ids, self._end)]
-        sizes = np.array([len(ids) + around for ids in documents], dtype=np.int64)
-        return np.concatenate([self._nothing, *parts]).astype(self.dtype), sizes
 
 
 def batches(texts: Iterable[str], characters: int = BATCH_CHARACTERS) -> Iterator[list[str]]:
@@ -77,15 +61,6 @@ def batches(texts: Iterable[str], characters: int = BATCH_CHARACTERS) -> Iterato
             batch, size = [], 0
     if batch:
         yield batch
-
-
-SMALLEST_PIECE_BYTES = 2 << 20
-LARGEST_PIECE_BYTES = 512 << 20
-USUAL_PIECES = 4096  # of a corpus between 8 GB and 2 TB
-MOST_SPANS = 4096  # of one piece
-FORMAT = 1  # of a piece; a change makes older pieces useless
-HASH_BYTES = 16
-CHUNK_BYTES = 1 << 24
 
 
 @dataclass(frozen=True)
@@ -105,7 +80,6 @@ class Recipe:
 class Piece:
     """A part of the work: spans that follow each other."""
 
-    number: int
     key: str
     spans: tuple[Span, ...]
 
@@ -123,13 +97,6 @@ class Record:
     digests: dict[str, str]  # of the files, by their ending
     stopped: bool = False
 
-    def to_json(self) -> dict[str, Any]:
-        return asdict(self)
-
-    @classmethod
-    def from_json(cls, values: dict[str, Any]) -> Record:
-        return cls(**{**values, "first_faults": [Fault(**fault) for fault in values["first_faults"]]})
-
 
 def plan_pieces(files: Sequence[InputFile], recipe: Recipe, piece_bytes: int | None = None) -> list[Piece]:
     """Cut the input into pieces: a pure function of the files, their sizes and the recipe.
@@ -146,12 +113,12 @@ def plan_pieces(files: Sequence[InputFile], recipe: Recipe, piece_bytes: int | N
     size = 0
     for span in (span for file in files for span in cut_file(file, goal)):
         if spans and (size + span.size_bytes > goal or len(spans) == MOST_SPANS):
-            pieces.append(_piece(len(pieces), spans, recipe))
+            pieces.append(_piece(spans, recipe))
             spans, size = [], 0
         spans.append(span)
         size += span.size_bytes
     if spans:
-        pieces.append(_piece(len(pieces), spans, recipe))
+        pieces.append(_piece(spans, recipe))
     return pieces
 
 
@@ -173,15 +140,16 @@ def cut_file(file: InputFile, goal: int) -> list[Span]:
     return [Span(file, 0, 0, file.size_bytes)]
 
 
-def _piece(number: int, spans: list[Span], recipe: Recipe) -> Piece:
+def _piece(spans: list[Span], recipe: Recipe) -> Piece:
     content = json.dumps([FORMAT, asdict(recipe), [asdict(span) for span in spans]], sort_keys=True)
-    return Piece(number, hashlib.sha256(content.encode()).hexdigest()[:32], tuple(spans))
+    return Piece(hashlib.sha256(content.encode()).hexdigest()[:32], tuple(spans))
 
 
 def finished(folder: Path, key: str) -> Record | None:
     """Return the record of a finished piece whose files are as they were written, else None."""
     try:
-        record = Record.from_json(json.loads((folder / f"{key}.json").read_bytes()))
+        record = Record(**json.loads((folder / f"{key}.json").read_bytes()))
+        record.first_faults = [Fault(**fault) for fault in record.first_faults]  # type: ignore[arg-type]
         whole = all(digest_of(folder / f"{key}{ending}") == value for ending, value in record.digests.items())
         return record if whole else None
     except (OSError, ValueError, TypeError, KeyError):
@@ -213,7 +181,11 @@ class PieceWriter:
 
     def __init__(self, folder: Path, recipe: Recipe, on_progress: Callable[[int, int, int], None]) -> None:
         self.folder, self.recipe, self.on_progress = folder, recipe, on_progress
-        self._encoder: DocumentEncoder | None = None
+
+    @functools.cached_property
+    def _tokenizer(self) -> Tokenizer:
+        encoding = self.recipe.encoding
+        return load_tokenizer(encoding.tokenizer, special_tokens=encoding.special_tokens, needs_end=False)
 
     def make(self, piece: Piece) -> Record:
         """Return the record of a piece, which is made unless it is finished.
@@ -226,43 +198,44 @@ class PieceWriter:
         if record is not None:
             self.on_progress(sum(span.size_bytes for span in piece.spans), record.documents, record.tokens)
             return record
-        if self._encoder is None:
-            self._encoder = DocumentEncoder(self.recipe.encoding)
+        _ = self._tokenizer  # its errors are not those of the work folder
         reading = Reading(piece.spans, self.recipe.fields, self.recipe.strict)
-        names = [".bin", ".sizes", *([".hashes"] if self.recipe.hashes else [])]
-        paths = {name: self.folder / f"{piece.key}{name}" for name in names}
-        files: dict[str, _Output] = {}
+        names = (".bin", ".sizes", ".hashes") if self.recipe.hashes else (".bin", ".sizes")
+        digests = {name: hashlib.sha256() for name in names}
         try:
-            files = {name: _Output(path) for name, path in paths.items()}
-            record = self._write(reading, files, self._encoder)
-            for file in files.values():
-                file.finish()
-            record.digests = {name: file.digest.hexdigest() for name, file in files.items()}
-            replace_file(self.folder / f"{piece.key}.json", json.dumps(record.to_json()).encode(), sync=True)
+            with contextlib.ExitStack() as stack:
+                files = {name: stack.enter_context(open(self.folder / f"{piece.key}{name}", "wb")) for name in names}
+
+                def write(name: str, data: bytes) -> None:
+                    files[name].write(data)
+                    digests[name].update(data)
+
+                record = self._write(reading, write)
+                for file in files.values():  # the record, which follows, makes their names durable
+                    file.flush()
+                    os.fsync(file.fileno())
+            record.digests = {name: digest.hexdigest() for name, digest in digests.items()}
+            replace_file(self.folder / f"{piece.key}.json", json.dumps(asdict(record)).encode(), sync=True)
             return record
         except BadDocument:
-            faults = reading.faults
-            return Record(0, 0, 0, reading.lines, faults.counts, faults.first, {}, stopped=True)
+            return Record(0, 0, 0, reading.lines, reading.fault_counts, reading.first_faults, {}, stopped=True)
         except OSError as error:
             raise StorageError(f"{self.folder}: cannot be written: {error.strerror}") from error
-        finally:
-            for file in files.values():
-                file.close()
 
-    def _write(self, reading: Reading, files: dict[str, _Output], encoder: DocumentEncoder) -> Record:
+    def _write(self, reading: Reading, write: Callable[[str, bytes], None]) -> Record:
         documents = tokens = text_bytes = read_bytes = 0
         most = self.recipe.most_documents
         for texts in batches(reading.documents()):
             if most is not None:
                 texts = texts[: most - documents]
-            encoded = [text.encode() for text in texts]
-            flat, sizes = encoder.encode(texts)
+            flat, sizes = self._encode(texts)
             if len(sizes) and sizes.max() > np.iinfo(np.int32).max:
                 raise DataError(f"{reading.spans[0].file.path}: a document has {sizes.max():,} tokens, over 2**31 - 1")
-            files[".bin"].write(flat.tobytes())
-            files[".sizes"].write(sizes.astype("<i4").tobytes())
-            if ".hashes" in files:
-                files[".hashes"].write(b"".join(hashlib.blake2b(e, digest_size=HASH_BYTES).digest() for e in encoded))
+            write(".bin", flat.tobytes())
+            write(".sizes", sizes.astype("<i4").tobytes())
+            encoded = [text.encode() for text in texts]
+            if self.recipe.hashes:
+                write(".hashes", b"".join(hashlib.blake2b(e, digest_size=HASH_BYTES).digest() for e in encoded))
             documents += len(texts)
             tokens += len(flat)
             text_bytes += sum(map(len, encoded))
@@ -272,24 +245,13 @@ class PieceWriter:
                 break
         total = sum(span.size_bytes for span in reading.spans)
         self.on_progress(total - read_bytes, 0, 0)  # trailing faults, and what --max_documents leaves out
-        return Record(documents, tokens, text_bytes, reading.lines, reading.faults.counts, reading.faults.first, {})
+        return Record(documents, tokens, text_bytes, reading.lines, reading.fault_counts, reading.first_faults, {})
 
-
-class _Output:
-    """A file that is written and summed."""
-
-    def __init__(self, path: Path) -> None:
-        self.digest = hashlib.sha256()
-        self._file: IO[bytes] = open(path, "wb")
-
-    def write(self, data: bytes) -> None:
-        self._file.write(data)
-        self.digest.update(data)
-
-    def finish(self) -> None:
-        """Put the content on disk; the record, which follows, makes the name durable."""
-        self._file.flush()
-        os.fsync(self._file.fileno())
-
-    def close(self) -> None:
-        self._file.close()
+    def _encode(self, texts: Sequence[str]) -> tuple[NDArray[Any], NDArray[np.int64]]:
+        """Return the tokens of documents in one array, and the size of each document, (len(texts),)."""
+        encoding = self.recipe.encoding
+        begin, end = (np.array([] if t is None else [t], dtype=np.uint32) for t in (encoding.begin, encoding.end))
+        encoded = self._tokenizer.encode_batch(texts)
+        sizes = np.array([len(begin) + len(ids) + len(end) for ids in encoded], dtype=np.int64)
+        parts = [part for ids in encoded for part in (begin, ids, end)]
+        return np.concatenate([begin[:0], *parts]).astype(encoding.dtype), sizes

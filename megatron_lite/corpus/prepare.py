@@ -9,23 +9,24 @@ import contextlib
 import hashlib
 import json
 import os
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from megatron_lite.corpus import corpus_manifest, work_folder
+from megatron_lite import __version__
+from megatron_lite.corpus import work_folder
 from megatron_lite.corpus.assemble import Assembled, read_hashes, select, write_pairs
+from megatron_lite.corpus.console import CorpusProgress, Faults
 from megatron_lite.corpus.documents import TextFields
-from megatron_lite.corpus.faults import Faults
 from megatron_lite.corpus.inputs import DEFAULT_SUFFIXES, InputFile, find_inputs
 from megatron_lite.corpus.pieces import FORMAT, Piece, Recipe, Record, digest_of, plan_pieces
 from megatron_lite.corpus.pool import make_pieces
-from megatron_lite.corpus.progress import CorpusProgress
+from megatron_lite.corpus.prepared import SUMMARY, is_complete
 from megatron_lite.corpus.tokenizer_choice import TokenizerChoice
-from megatron_lite.data.dataset_writer import IndexedDatasetWriter, replace_file
+from megatron_lite.data.dataset_writer import IndexedDatasetWriter, replace_file, writing
 from megatron_lite.errors import DataError, StorageError, UsageError
 
 PUBLISHED = "publishing"  # in the work folder: from here on, files under the final names are this work's own
@@ -66,12 +67,12 @@ def prepare(options: CorpusOptions) -> tuple[dict[str, Any], bool]:
     """
     _check_output(options)
     files = find_inputs(options.inputs, options.suffixes)
-    fingerprint = _fingerprint(options, files)
-    if not options.overwrite and (summary := corpus_manifest.is_complete(options.output_prefix, fingerprint)):
+    fingerprint = fingerprint_of(options, files)
+    if not options.overwrite and (summary := is_complete(options.output_prefix, fingerprint)):
         return summary, False
     folder = work_folder.work_folder(options.output_prefix)
     with work_folder.held(folder, options.on_wait):
-        if not options.overwrite and (summary := corpus_manifest.is_complete(options.output_prefix, fingerprint)):
+        if not options.overwrite and (summary := is_complete(options.output_prefix, fingerprint)):
             work_folder.remove(folder)
             return summary, False
         try:
@@ -85,18 +86,12 @@ def prepare(options: CorpusOptions) -> tuple[dict[str, Any], bool]:
         return summary, True
 
 
-def fingerprint_of(options: CorpusOptions) -> str:
-    """Return a digest of all that the result depends on: names, sizes and times of the inputs, tokenizer, options."""
-    return _fingerprint(options, find_inputs(options.inputs, options.suffixes))
-
-
 class _Work:
     """One start of the work on a corpus, inside of its folder."""
 
     def __init__(self, options: CorpusOptions, files: list[InputFile], folder: Path, fingerprint: str) -> None:
         self.options, self.files, self.folder, self.fingerprint = options, files, folder, fingerprint
         self.faults = Faults(options.strict)
-        self.lines: dict[str, int] = {}  # of each file, in the pieces so far
 
     def run(self) -> dict[str, Any]:
         options = self.options
@@ -105,7 +100,7 @@ class _Work:
         recipe = Recipe(
             encoding=tokenizer.encoding,
             tokenizer_digest=tokenizer.digest,
-            library_version=corpus_manifest.versions()["tokenizers"],
+            library_version=_versions()["tokenizers"],
             fields=options.fields,
             strict=options.strict,
             hashes=options.deduplicate,
@@ -116,26 +111,33 @@ class _Work:
         records = self._make(pieces, recipe, limit)
         pieces = pieces[: len(records)]
         if not sum(record.documents for record in records):
-            skipped = f"({self.faults.total} skipped)"
-            raise DataError(f"{', '.join(options.inputs)}: no documents left to write {skipped}")
+            skipped = self.faults.counts.total()
+            raise DataError(f"{', '.join(options.inputs)}: no documents left to write ({skipped} skipped)")
         with contextlib.ExitStack() as stack:
             writers = [
-                stack.enter_context(_unpublished(IndexedDatasetWriter(prefix, recipe.encoding.dtype)))
-                for prefix in options.outputs
+                stack.enter_context(IndexedDatasetWriter(prefix, recipe.encoding.dtype)) for prefix in options.outputs
             ]
             assembled, duplicates = self._assemble(pieces, records, writers, tokenizer.vocab_size)
-            summary = corpus_manifest.describe_result(
-                assembled, sum(record.text_bytes for record in records), duplicates, self.faults
-            )
-            summary |= {
+            text_bytes = sum(record.text_bytes for record in records)  # of all documents that were read
+            counts = assembled.frequencies
+            shares = counts[counts > 0] / max(counts.sum(), 1)
+            summary = {
+                "documents": assembled.documents,
+                "tokens": assembled.tokens,
+                "text_bytes": text_bytes,
+                "bytes_per_token": text_bytes / max(assembled.tokens, 1),
+                "unigram_entropy_nats": float(-(shares * np.log(shares)).sum()),
+                "duplicates": duplicates,
+                "skipped": dict(sorted(self.faults.counts.items())),
+                "first_skipped": self.faults.first,
                 "vocab_size": tokenizer.vocab_size,
                 "begin_of_document": tokenizer.encoding.begin,
                 "end_of_document": tokenizer.encoding.end,
                 "dtype": np.dtype(recipe.encoding.dtype).name,
-                "inputs": corpus_manifest.describe_inputs(self.files),
+                "inputs": _describe_inputs(self.files),
                 "tokenizer_sha256": tokenizer.digest,
                 "options": _options_of_the_result(options),
-                "versions": corpus_manifest.versions(),
+                "versions": _versions(),
                 "fingerprint": self.fingerprint,
             }
             self._publish(writers, assembled, summary, tokenizer.path)
@@ -149,24 +151,13 @@ class _Work:
         made = make_pieces(pieces, self.folder, recipe, self.options.num_processes, progress.add)
         with contextlib.closing(made):  # type: ignore[type-var]
             for piece, record in zip(pieces, made, strict=False):
-                self._add_faults(piece, record)
+                self.faults.add(piece, record)
                 records.append(record)
                 documents += record.documents
                 if limit is not None and documents >= limit:
                     break
         progress.close()
         return records
-
-    def _add_faults(self, piece: Piece, record: Record) -> None:
-        starts = []
-        for span, lines in zip(piece.spans, record.lines, strict=True):
-            starts.append(self.lines.get(span.file.path, 0))
-            self.lines[span.file.path] = starts[-1] + lines
-        named = []
-        for fault in record.first_faults:
-            number = starts[fault.span] + fault.number if fault.number else 0
-            named.append((piece.spans[fault.span].file.place(number), fault))
-        self.faults.add(record.fault_counts, named)
 
     def _assemble(
         self,
@@ -204,11 +195,11 @@ class _Work:
             files[name + ".idx"] = {"bytes": index.stat().st_size, "sha256": digest_of(index)}
         summary["files"] = files
         replace_file(self.folder / PUBLISHED, self.fingerprint.encode())
-        # Remove the old .idx first: old tokens beside a new tokenizer must not be usable.
-        for writer in writers:
-            _remove(Path(writer.prefix + ".idx"))
+        for writer in writers:  # old tokens beside a new tokenizer must not be usable
+            with writing(writer.prefix + ".idx"):
+                Path(writer.prefix + ".idx").unlink(missing_ok=True)
         replace_file(Path(prefix + ".tokenizer.json"), tokenizer.read_bytes())
-        replace_file(Path(prefix + corpus_manifest.ENDING), (json.dumps(summary, indent=2) + "\n").encode())
+        replace_file(Path(prefix + SUMMARY), (json.dumps(summary, indent=2) + "\n").encode())
         for writer in writers:
             writer.commit()
 
@@ -218,14 +209,19 @@ def _has_pieces(folder: Path) -> bool:
     return any(path.stat().st_size and path.with_suffix(".json").exists() for path in folder.glob("*.sizes"))
 
 
-@contextlib.contextmanager
-def _unpublished(writer: IndexedDatasetWriter) -> Iterator[IndexedDatasetWriter]:
-    """Discard the files of a writer if the block fails; the block commits them."""
-    try:
-        yield writer
-    except BaseException:
-        writer.discard()
-        raise
+def _versions() -> dict[str, str]:
+    """Return the versions of everything that makes tokens."""
+    import tokenizers
+
+    return {"megatron_lite": __version__, "tokenizers": tokenizers.__version__}
+
+
+def _describe_inputs(files: Sequence[InputFile]) -> dict[str, Any]:
+    """Return the number and the bytes of the input files, and a digest of their names and sizes."""
+    digest = hashlib.sha256()
+    for file in files:
+        digest.update(f"{file.path}\0{file.size_bytes}\n".encode(errors="surrogateescape"))
+    return {"files": len(files), "bytes": sum(file.size_bytes for file in files), "sha256": digest.hexdigest()}
 
 
 def _options_of_the_result(options: CorpusOptions) -> dict[str, Any]:
@@ -240,10 +236,10 @@ def _options_of_the_result(options: CorpusOptions) -> dict[str, Any]:
     }
 
 
-def _fingerprint(options: CorpusOptions, files: Sequence[InputFile]) -> str:
-    """Return a digest of all that the result depends on."""
+def fingerprint_of(options: CorpusOptions, files: Sequence[InputFile]) -> str:
+    """Return a digest of all that the result depends on: names, sizes and times of the inputs, tokenizer, options."""
     digest = hashlib.sha256()
-    content = [FORMAT, corpus_manifest.versions(), options.tokenizer.identity(), _options_of_the_result(options)]
+    content = [FORMAT, _versions(), options.tokenizer.identity(), _options_of_the_result(options)]
     digest.update(json.dumps(content, sort_keys=True).encode())
     for file in files:
         digest.update(json.dumps(asdict(file), sort_keys=True).encode())
@@ -272,10 +268,3 @@ def _check_free(options: CorpusOptions, folder: Path, fingerprint: str) -> None:
         for path in (prefix + ".idx", prefix + ".bin"):
             if os.path.lexists(path):
                 raise UsageError(f"{path}: exists; choose another --output_prefix, or replace it with --overwrite")
-
-
-def _remove(path: Path) -> None:
-    try:
-        path.unlink(missing_ok=True)
-    except OSError as error:
-        raise StorageError(f"{path}: cannot be removed: {error.strerror}") from error

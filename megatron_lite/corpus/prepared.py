@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 from collections.abc import Iterator
 from pathlib import Path
@@ -10,14 +11,37 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from megatron_lite.corpus import corpus_manifest
 from megatron_lite.corpus.pieces import digest_of, groups
 from megatron_lite.data.indexed_dataset import IndexedDataset
 from megatron_lite.data.tokenizing import JsonTokenizer
 from megatron_lite.errors import DataError
 
 TOKENS_PER_READ = 1 << 22
+SUMMARY = ".summary.json"  # after a prefix
 _PART = re.compile(r"(.+?)(-[0-9]{5}-of-[0-9]{5}|_validation)")
+
+
+def read_summary(prefix: str) -> dict[str, Any] | None:
+    """Return the summary beside a corpus; None if there is none that can be read."""
+    try:
+        values = json.loads(Path(prefix + SUMMARY).read_bytes())
+    except (OSError, ValueError):
+        return None
+    return values if isinstance(values, dict) else None
+
+
+def is_complete(prefix: str, fingerprint: str) -> dict[str, Any] | None:
+    """Return the summary of a corpus that was prepared with this fingerprint, if all its files are there, else None."""
+    summary = read_summary(prefix)
+    if summary is None or summary.get("fingerprint") != fingerprint:
+        return None
+    try:
+        for name, described in summary["files"].items():
+            if Path(prefix).with_name(name).stat().st_size != described["bytes"]:
+                return None
+    except (OSError, KeyError, TypeError, AttributeError):
+        return None
+    return summary
 
 
 class PreparedPair:
@@ -38,8 +62,8 @@ class PreparedPair:
         self.sizes = self.dataset.sizes.read(0, self.dataset.num_documents)
         part = _PART.fullmatch(prefix)
         candidates = [prefix, *([part[1]] if part else [])]
-        self.base = next((base for base in candidates if Path(base + corpus_manifest.ENDING).exists()), prefix)
-        self.summary: dict[str, Any] | None = corpus_manifest.read_summary(self.base)
+        self.base = next((base for base in candidates if Path(base + SUMMARY).exists()), prefix)
+        self.summary = read_summary(self.base)
         self.tokenizer_file = Path(self.base + ".tokenizer.json")
 
     def tokenizer(self) -> JsonTokenizer | None:

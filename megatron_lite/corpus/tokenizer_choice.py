@@ -8,11 +8,10 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from megatron_lite.corpus.documents import Reading, Span, TextFields
-from megatron_lite.corpus.faults import BadDocument
+from megatron_lite.corpus.console import CorpusProgress
+from megatron_lite.corpus.documents import BadDocument, Reading, TextFields
 from megatron_lite.corpus.inputs import InputFile
 from megatron_lite.corpus.pieces import ABSENT, Encoding, cut_file, digest_of
-from megatron_lite.corpus.progress import CorpusProgress
 from megatron_lite.data.dataset_writer import replace_file
 from megatron_lite.data.indexed_dataset import smallest_dtype
 from megatron_lite.data.tokenizing import (
@@ -82,9 +81,12 @@ class TokenizerChoice:
         """
         given: Tokenizer
         if self.train is not None:
-            path = folder / f"trained-{_training_key(self.train, files, fields)}.json"
+            key = hashlib.sha256(repr((self.train, files, fields)).encode(errors="surrogateescape")).hexdigest()
+            path = folder / f"trained-{key[:32]}.json"
             if not path.is_file():
-                self._train(path, files, fields, strict)
+                trained = train_tokenizer(_all_texts(files, fields, strict), self.train, str(path))
+                if trained.vocab_size < self.train:
+                    print(f"the texts are too small for a vocabulary of {self.train}", file=sys.stderr)
             given = JsonTokenizer(str(path), END_OF_DOCUMENT, self.special_tokens)
         elif self.name == "byte":
             path = folder / "tokenizer.json"
@@ -96,13 +98,8 @@ class TokenizerChoice:
             replace_file(path, self.source.read_bytes())
         end = given.end_of_document if self.end is None else self._token(given, "end_of_document", self.end)
         begin = None if self.begin is None else self._token(given, "begin_of_document", self.begin)
-        encoding = Encoding(
-            "byte" if isinstance(given, ByteTokenizer) else str(path),
-            begin,
-            end,
-            self.special_tokens,
-            smallest_dtype(given.vocab_size),
-        )
+        name = "byte" if isinstance(given, ByteTokenizer) else str(path)
+        encoding = Encoding(name, begin, end, self.special_tokens, smallest_dtype(given.vocab_size))
         return OpenTokenizer(path, digest_of(path), given.vocab_size, encoding)
 
     def _token(self, tokenizer: Tokenizer, flag: str, token: str) -> int | None:
@@ -118,20 +115,10 @@ class TokenizerChoice:
             )
         return number
 
-    def _train(self, path: Path, files: Sequence[InputFile], fields: TextFields, strict: bool) -> None:
-        assert self.train is not None
-        trained = train_tokenizer(_all_texts(files, fields, strict), self.train, str(path))
-        if trained.vocab_size < self.train:
-            print(f"the texts are too small for a vocabulary of {self.train}", file=sys.stderr)
-
-
-def _training_key(vocab_size: int, files: Sequence[InputFile], fields: TextFields) -> str:
-    return hashlib.sha256(repr((vocab_size, files, fields)).encode(errors="surrogateescape")).hexdigest()[:32]
-
 
 def _all_texts(files: Sequence[InputFile], fields: TextFields, strict: bool) -> Iterator[str]:
     """Yield all documents in one pass. Faults are counted in the second pass; with --strict the first one ends this."""
-    spans: list[Span] = [span for file in files for span in cut_file(file, max(1, file.size_bytes))]
+    spans = [span for file in files for span in cut_file(file, max(1, file.size_bytes))]
     progress = CorpusProgress("reading for the tokenizer", sum(span.size_bytes for span in spans))
     reading = Reading(spans, fields, strict)
     try:
@@ -139,7 +126,7 @@ def _all_texts(files: Sequence[InputFile], fields: TextFields, strict: bool) -> 
             progress.add(reading.read_bytes - progress.read_bytes)
             yield text
     except BadDocument:
-        fault = reading.faults.first[-1]
+        fault = reading.first_faults[-1]
         raise DataError(fault.message(spans[fault.span].file.place(fault.number))) from None
     finally:
         progress.close()

@@ -7,7 +7,6 @@ import os
 from array import array
 from collections.abc import Iterator
 from pathlib import Path
-from types import TracebackType
 from typing import IO, Any
 
 import numpy as np
@@ -38,7 +37,7 @@ class IndexedDatasetWriter:
         self.num_tokens = 0
         self._is_written = False
         self._bin_tmp, self._index_tmp = Path(prefix + ".bin.tmp"), Path(prefix + ".idx.tmp")
-        with _writing(self._bin_tmp):
+        with writing(self._bin_tmp):
             self._bin: IO[bytes] = open(self._bin_tmp, "ab")
             if not durable_files.lock_file(self._bin.fileno(), self._bin_tmp):
                 self._bin.close()
@@ -66,7 +65,7 @@ class IndexedDatasetWriter:
     def add_documents(self, tokens: NDArray[Any], sizes: NDArray[np.int32]) -> None:
         """Append documents that lie back to back in `tokens`, already of the pair's dtype, with these sizes."""
         assert tokens.dtype == self.dtype and sizes.dtype == np.int32, (tokens.dtype, sizes.dtype)
-        with _writing(self._bin_tmp):
+        with writing(self._bin_tmp):
             self._bin.write(tokens.tobytes())
         self._sizes.frombytes(sizes.tobytes())
         self.num_tokens += tokens.size
@@ -74,7 +73,7 @@ class IndexedDatasetWriter:
     def write_index(self) -> Path:
         """Write and sync both files under their temporary names; return that of the index."""
         if not self._is_written:
-            with _writing(self.prefix):
+            with writing(self.prefix):
                 _sync(self._bin)
                 with open(self._index_tmp, "wb") as index:
                     index.writelines(self._index_parts())
@@ -83,9 +82,9 @@ class IndexedDatasetWriter:
         return self._index_tmp
 
     def commit(self) -> None:
-        """Write the index and publish both files."""
+        """Write the index and publish both files, at the latest at the end of a `with` block without errors."""
         self.write_index()
-        with _writing(self.prefix):
+        with writing(self.prefix):
             bin_path, index_path = Path(self.prefix + ".bin"), Path(self.prefix + ".idx")
             index_path.unlink(missing_ok=True)  # so that a new .bin never lies beside an old .idx
             os.replace(self._bin_tmp, bin_path)
@@ -108,7 +107,9 @@ class IndexedDatasetWriter:
             yield np.arange(start, min(start + CHUNK, count + 1), dtype="<i8").tobytes()
 
     def discard(self) -> None:
-        """Delete the unfinished files."""
+        """Delete the files, unless they are published."""
+        if self._bin.closed:
+            return
         self._bin.close()
         for path in (self._bin_tmp, self._index_tmp):
             path.unlink(missing_ok=True)
@@ -116,21 +117,16 @@ class IndexedDatasetWriter:
     def __enter__(self) -> IndexedDatasetWriter:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        if kind is not None:
-            self.discard()
-            return
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
         try:
-            self.commit()
-        except StorageError:
+            if kind is None and not self._bin.closed:
+                self.commit()
+        finally:
             self.discard()
-            raise
 
 
 @contextlib.contextmanager
-def _writing(path: str | Path) -> Iterator[None]:
+def writing(path: str | Path) -> Iterator[None]:
     """Turn errors of the file system into a StorageError that names `path`."""
     try:
         yield
@@ -148,5 +144,5 @@ def replace_file(path: Path, data: bytes) -> None:
 
     Raises: StorageError.
     """
-    with _writing(path):
+    with writing(path):
         durable_files.replace_file(path, data, sync=True)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import bisect
+import math
 from collections.abc import Sequence
 
 from megatron_lite.config import Config
@@ -39,13 +40,17 @@ def check_epochs(config: Config, training: Phase) -> None:
     limit = config.data.max_epochs
     if limit is None or max(epochs_of(training, training.iterations)) <= limit:
         return
-    many = bisect.bisect_right(range(training.iterations), limit, key=lambda count: max(epochs_of(training, count)))
+
+    def most_epochs(iterations: int) -> int:
+        return math.ceil(max(epochs_of(training, iterations)))
+
+    refused = bisect.bisect_right(range(training.iterations), limit, key=most_epochs)
     epochs = epochs_of(training, training.iterations)
     assert isinstance(training.reader, StreamReader)
     prefix = training.reader.streams[epochs.index(max(epochs))].dataset.prefix
     raise UsageError(
         f"--max_epochs={limit}, --train_iters={training.iterations}: {prefix} would be read {max(epochs):.4g} times; "
-        f"write --train_iters={many - 1} or less, a larger --max_epochs, or add data"
+        f"write --train_iters={refused - 1} or less, a larger --max_epochs, or add data"
     )
 
 

@@ -20,9 +20,9 @@ from pathlib import Path
 import pytest
 
 from megatron_lite.corpus import work_folder
+from megatron_lite.corpus.console import CorpusProgress
 from megatron_lite.corpus.documents import TextFields
 from megatron_lite.corpus.prepare import CorpusOptions, prepare
-from megatron_lite.corpus.progress import CorpusProgress
 from megatron_lite.corpus.tokenizer_choice import TokenizerChoice
 from megatron_lite.data.indexed_dataset import IndexedDataset
 from megatron_lite.errors import DataError, PeerError, StorageError, UsageError

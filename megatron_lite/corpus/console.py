@@ -1,12 +1,52 @@
-"""How far the preparation is: a bar on a terminal, plain lines elsewhere."""
+"""What the preparation of a corpus prints on standard error: its progress, and the documents that it skips."""
 
 from __future__ import annotations
 
 import sys
+from collections import Counter
 
+from megatron_lite.corpus.documents import SHOWN_FAULTS
+from megatron_lite.corpus.pieces import Piece, Record
+from megatron_lite.errors import DataError
 from megatron_lite.run.progress_line import ProgressLine, format_duration
 
 BAR_WIDTH = 20
+
+
+class Faults:
+    """The faults of all pieces in the order of the documents; the first few are named.
+
+    Attributes: `counts` by kind; `first`, the messages about the first ones.
+    """
+
+    def __init__(self, strict: bool) -> None:
+        self.strict = strict
+        self.counts: Counter[str] = Counter()
+        self.first: list[str] = []
+        self._lines: Counter[str] = Counter()  # of each file, in the pieces so far
+
+    def add(self, piece: Piece, record: Record) -> None:
+        """Add the faults of the next piece.
+
+        Raises:
+            DataError: with --strict, which names the first.
+        """
+        starts = []
+        for span, lines in zip(piece.spans, record.lines, strict=True):
+            starts.append(self._lines[span.file.path])
+            self._lines[span.file.path] += lines
+        for fault in record.first_faults:
+            number = starts[fault.span] + fault.number if fault.number else 0
+            message = fault.message(piece.spans[fault.span].file.place(number))
+            if self.strict:
+                raise DataError(message)
+            if len(self.first) < SHOWN_FAULTS:
+                self.first.append(message)
+                print(f"skipped {message}", file=sys.stderr)
+        before = self.counts.total()
+        self.counts.update(record.fault_counts)
+        if before <= SHOWN_FAULTS < self.counts.total():
+            print("skipped more: from here on they are only counted", file=sys.stderr)
 
 
 class CorpusProgress:
