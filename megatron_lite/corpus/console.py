@@ -1,4 +1,4 @@
-"""What the preparation of a corpus prints on standard error: its progress, and the documents that it skips."""
+"""Standard error of the preparation of a corpus: progress, and the documents that are skipped."""
 
 from __future__ import annotations
 
