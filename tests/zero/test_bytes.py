@@ -170,11 +170,15 @@ def moment_bytes(model: MultiStage, options: Options, ranks: int) -> int:
 
 
 def measure(ranks: Any, cases: list[Options], training: bool) -> list[tuple[int, int, int, int, int]]:
-    """Return for each case: bytes found, booked and expected, padding found and expected."""
+    """Return for each case: bytes found, booked and expected, and padding found and expected."""
     results = []
     for options in cases:
         model, found = allocated(ranks, options, training)
-        booked = sum(size for kind, size in model.memory.bytes_by_kind().items() if kind != "communication scratch")
+        kinds = model.memory.bytes_by_kind()
+        largest = max(sizes(model)[1]) // ranks.world_size if training else 0
+        gradient = 2 if options["training_dtype"] == "bf16" and not options.get("full_precision_gradients", True) else 4
+        assert kinds["communication scratch"] == (ranks.world_size - 1) * largest * gradient, "one chunk, one slot"
+        booked = sum(size for kind, size in kinds.items() if kind != "communication scratch")
         padded = sum(sizes(model)[0]) - model.num_parameters
         expected = expected_bytes(model, options, ranks.world_size, training)
         results.append((found, booked, expected, padded, padding(model, ranks.world_size)))

@@ -1,4 +1,4 @@
-"""Buffers, guards, memory and the pairwise reduction of a real multi-rank model."""
+"""Buffers, guards and the reduction of a real multi-rank model."""
 
 from __future__ import annotations
 
@@ -12,10 +12,7 @@ from megatron_lite.distributed import process_group as distributed_module
 from megatron_lite.distributed.process_group import Distributed
 from megatron_lite.model.gpt import build_gpt
 from megatron_lite.model.layer import MicroBatch
-from megatron_lite.zero.flat_shard import FlatShard
-from megatron_lite.zero.layout import ParameterSlot
 from megatron_lite.zero.multi_stage import MultiStage
-from megatron_lite.zero.stage import Stage
 from tests.support.harness import run_distributed, tiny_config
 
 
@@ -94,66 +91,6 @@ def test_initial_weights_depend_on_seed_and_name_only() -> None:
     assert all(name.endswith("norm.bias") for name in same), "only norm biases start from a constant here"
     word = results[0]["embedding.word.weight"]
     assert abs(word.std() / 32**-0.5 - 1) < 0.05 and abs(word.mean()) < 0.01
-
-
-def slots(stage: Stage) -> list[tuple[FlatShard, ParameterSlot]]:
-    return [(part, slot) for part in stage.parts for slot in part.layout.slots]
-
-
-def memory(distributed: Distributed, options: dict[str, Any]) -> tuple[dict[str, int], list[tuple[int, int]], int]:
-    model = build(distributed, **options)
-    stages = [(sum(slot.numel for _, slot in slots(stage)), stage.numel) for stage in model.stages]
-    storages = {}
-    for stage in model.stages:
-        tensors = [stage.weights.data, *([stage.gradients.data] if stage.gradients else [])]
-        for part in stage.parts:
-            tensors += [part.read(kind) for kind in part.kinds()] + ([part.grad_shard] if part.has_state else [])
-        for tensor in tensors:
-            storages[tensor.untyped_storage().data_ptr()] = tensor.untyped_storage().nbytes()
-    return model.memory.bytes_by_kind(), stages, sum(storages.values())
-
-
-# Bytes per parameter beside the B shared buffers: ranks -> (dtype, ZeRO stage) -> a + b / N (DESIGN, section 3).
-PER_PARAMETER = {
-    ("bf16", 1): (6, 12),
-    ("bf16", 2): (2, 16),
-    ("bf16", 3): (0, 16),
-    ("fp32", 1): (8, 8),
-    ("fp32", 2): (4, 12),
-    ("fp32", 3): (0, 16),
-}
-ALONE = {("bf16", 1): 18, ("bf16", 2): 18, ("bf16", 3): 16, ("fp32", 1): 16, ("fp32", 2): 16, ("fp32", 3): 16}
-
-
-@pytest.mark.parametrize("ranks", [1, 2, 3])
-@pytest.mark.parametrize("training_dtype", ["fp32", "bf16"])
-@pytest.mark.parametrize("zero_stage", [1, 2, 3])
-def test_state_memory_is_the_formula_to_the_byte(ranks: int, training_dtype: str, zero_stage: int) -> None:
-    """Allocated bytes, with each storage counted once, equal formula plus padding exactly."""
-    options = {
-        "zero_stage": zero_stage,
-        "training_dtype": training_dtype,
-        "tie_word_embeddings": False,
-        "num_layers": 4,
-        "batch_size": 6,
-    }
-    kinds, stages, allocated = run_distributed(ranks, memory, options)[0]
-    padded = sum(numel for _, numel in stages)
-    assert padded < 1.1 * sum(numel for numel, _ in stages)
-    itemsize = 2 if training_dtype == "bf16" else 4
-    # The two shared buffers hold stages 0, 2, 4 and 1, 3, 5: each as large as its largest stage.
-    shared = sum(max(numel for _, numel in stages[parity::2]) for parity in (0, 1))
-    if ranks == 1:
-        expected = ALONE[training_dtype, zero_stage] * padded
-        expected += itemsize * shared if (training_dtype, zero_stage) == ("bf16", 3) else 0
-    else:
-        whole, per_rank = PER_PARAMETER[training_dtype, zero_stage]
-        expected = whole * padded + per_rank * padded // ranks
-        expected += {1: 0, 2: 4, 3: 4 + itemsize}[zero_stage] * shared
-    assert allocated == expected
-    assert sum(kinds.values()) - kinds["communication scratch"] == expected
-    largest = max(numel for _, numel in stages) // ranks
-    assert kinds["communication scratch"] == (ranks - 1) * largest * 4  # one chunk, one slot
 
 
 def reduce_in_chunks(distributed: Distributed) -> tuple[bytes, bytes]:
