@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, NamedTuple
 
 import pytest
@@ -43,25 +45,18 @@ def calls(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
     return found
 
 
-def test_the_first_iterations_are_recorded(tmp_path: Path, calls: list[Any]) -> None:
-    """Recording starts at once with a bound, and ends with one file after N iterations; later ones cost nothing."""
-    history = open_history(tiny_config(memory_snapshot=2, device="auto"), tmp_path, FakeRank(), LOGGER)
+@pytest.mark.parametrize(("iterations", "done"), [(2, 4), (5, 1)])
+def test_the_first_iterations_are_recorded(tmp_path: Path, calls: list[Any], iterations: int, done: int) -> None:
+    """Recording starts at once with a bound, and ends with one file after N iterations, or at an earlier end."""
+    history = open_history(tiny_config(memory_snapshot=iterations, device="auto"), tmp_path, FakeRank(), LOGGER)
     assert history is not None
     assert calls == [("all", {"stacks": "python", "max_entries": MAX_EVENTS})]
-    for _ in range(4):
+    for _ in range(done):
         history.end_iteration()
+    assert ("snapshot" in calls) == (done >= iterations)
     history.finish()
     assert calls[1:] == ["snapshot", (None, {})]
     assert [path.name for path in (tmp_path / "profiles").iterdir()] == ["memory_3.pickle"]
-
-
-def test_a_run_that_ends_earlier_writes_the_file(tmp_path: Path, calls: list[Any]) -> None:
-    history = open_history(tiny_config(memory_snapshot=5, device="auto"), tmp_path, FakeRank(), LOGGER)
-    assert history is not None
-    history.end_iteration()
-    assert "snapshot" not in calls
-    history.finish()
-    assert calls.count("snapshot") == 1
 
 
 def test_a_cpu_records_nothing_and_says_so_once(
@@ -89,8 +84,14 @@ def test_a_snapshot_that_fails_stops_nothing(tmp_path: Path, monkeypatch: pytest
     assert "No space left" in reason and not path.exists()
 
 
-class FakeExperiment(NamedTuple):
-    root: Path
+@pytest.fixture
+def explain(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[Exception], Any]:
+    """Return what becomes of an error on one of eight GPUs of 16 GiB."""
+    monkeypatch.setattr("megatron_lite.outputs.memory_errors.device_memory_bytes", lambda *_: 2**34)
+    config = tiny_config(8, batch_size=64, hidden_size=1024, sequence_length=2048, device="auto")
+    rank: Any = FakeRank()
+    experiment: Any = SimpleNamespace(root=tmp_path)
+    return lambda error: with_remedies(error, config, None, rank, experiment)
 
 
 @pytest.mark.parametrize(
@@ -105,14 +106,10 @@ class FakeExperiment(NamedTuple):
     ids=["allocator", "CUDA", "cuBLAS", "host by torch", "host"],
 )
 def test_the_death_of_a_gpu_run_leaves_a_snapshot_and_options(
-    error: Exception, on_device: bool, tmp_path: Path, calls: list[Any], monkeypatch: pytest.MonkeyPatch
+    error: Exception, on_device: bool, tmp_path: Path, calls: list[Any], explain: Callable[[Exception], Any]
 ) -> None:
     """The memory of the device ends in code 7 with options and a file; for the host's memory neither would help."""
-    monkeypatch.setattr("megatron_lite.outputs.memory_errors.device_memory_bytes", lambda *_: 2**34)
-    config = tiny_config(8, batch_size=64, hidden_size=1024, sequence_length=2048, device="auto")
-    experiment: Any = FakeExperiment(tmp_path)
-    rank: Any = FakeRank()
-    explained = with_remedies(error, config, None, rank, experiment)
+    explained = explain(error)
     assert isinstance(explained, OutOfMemoryError) and explained.exit_code == 7
     assert bool(explained.remedies) == on_device and bool(calls) == on_device
     assert explained.snapshot == (str(tmp_path / "profiles/memory_3.pickle") if on_device else "")
@@ -126,17 +123,13 @@ def test_the_death_of_a_gpu_run_leaves_a_snapshot_and_options(
 
 
 def test_an_error_that_all_ranks_raise_together_is_explained_too(
-    tmp_path: Path, calls: list[Any], monkeypatch: pytest.MonkeyPatch
+    calls: list[Any], explain: Callable[[Exception], Any]
 ) -> None:
     """The failure of one rank in the set-up reaches every rank as text; the program's own words stay as they are."""
-    monkeypatch.setattr("megatron_lite.outputs.memory_errors.device_memory_bytes", lambda *_: 2**34)
-    config = tiny_config(8, batch_size=64, hidden_size=1024, sequence_length=2048, device="auto")
-    experiment: Any = FakeExperiment(tmp_path)
-    rank: Any = FakeRank()
     agreed = as_run_error(torch.OutOfMemoryError("CUDA out of memory."))
     assert agreed is not None
     agreed.agreed = True
-    explained = with_remedies(agreed, config, None, rank, experiment)
+    explained = explain(agreed)
     assert isinstance(explained, OutOfMemoryError) and explained.agreed and explained.remedies
     own = OutOfMemoryError("--async_checkpoint=1 copies the weights: leave it out")
-    assert with_remedies(own, config, None, rank, experiment) is own
+    assert explain(own) is own

@@ -39,63 +39,50 @@ def worst(forecasts, after=50):
     return max(abs(shown / true - 1) for iteration, shown, true in forecasts if after <= iteration <= 1800)
 
 
-def noisy(seed, mean_s=1.0, spread=0.1):
+def noisy(seed, mean_s=1.0, spread=0.1, stalls=()):
+    """Return the seconds of an iteration with noise, and of the stall in it: 30 for some iterations."""
     generator = random.Random(seed)
-    return lambda iteration: (max(generator.gauss(mean_s, spread), 0.01), 0.0)
+    return lambda iteration: (max(generator.gauss(mean_s, spread), 0.01), 30.0 * (iteration in stalls))
 
 
-@pytest.mark.parametrize("seed", range(5))
-def test_steps_alone(seed):
-    assert worst(simulate(noisy(seed))) < 0.05
+def every(**due):
+    """Return the pauses after an iteration; each kind has its interval and its seconds."""
+    return lambda iteration: {kind: seconds for kind, (interval, seconds) in due.items() if iteration % interval == 0}
+
+
+@pytest.mark.parametrize(
+    ("run", "after"),
+    [
+        *((dict(step_s=noisy(seed)), 50) for seed in range(5)),
+        # A save of five steps' length every few iterations.
+        *((dict(step_s=noisy(1), pauses=every(save=(interval, 5.0))), 50) for interval in (10, 20, 45)),
+        # Each kind has a period of its own: between saves, validations do not stand for them.
+        (dict(step_s=noisy(2), pauses=every(validation=(10, 2.0), save=(100, 10.0))), 101),
+        # A network that hangs for 30 s leaves the forecast as it was.
+        (dict(step_s=noisy(3, stalls=(30, 300))), 50),
+        # A node that becomes slower for good shows after a thousand steps.
+        (dict(step_s=lambda iteration: (1.0 if iteration <= 500 else 2.0, 0.0)), 1500),
+        # A resumed run counts its own steps.
+        (dict(step_s=noisy(4), pauses=every(save=(20, 5.0)), start=1000), 1050),
+    ],
+)
+def test_the_time_left_is_right_to_five_percent(run, after):
+    assert worst(simulate(**run), after=after) < 0.05
 
 
 def test_the_first_step_does_not_count():
-    compiling = lambda iteration: (60.0 if iteration == 1 else 1.0, 0.0)  # noqa: E731
-    forecasts = simulate(compiling)
+    forecasts = simulate(lambda iteration: (60.0 if iteration == 1 else 1.0, 0.0))
     assert forecasts[0][1] is None
     assert worst(forecasts, after=2) < 1e-9
 
 
-@pytest.mark.parametrize("interval", [10, 20, 45])
-def test_saves_count_as_often_as_they_come(interval):
-    """A save of five steps' length every few iterations."""
-    saves = lambda iteration: {"save": 5.0} if iteration % interval == 0 else {}  # noqa: E731
-    assert worst(simulate(noisy(1), saves)) < 0.05
-
-
-def test_validations_and_rare_saves():
-    """Each kind has a period of its own: between saves, validations do not stand for them."""
-    due = {"validation": (10, 2.0), "save": (100, 10.0)}
-
-    def pauses(iteration):
-        return {kind: seconds for kind, (interval, seconds) in due.items() if iteration % interval == 0}
-
-    assert worst(simulate(noisy(2), pauses), after=101) < 0.05
-
-
-def test_a_stall_is_not_expected_again():
-    """A network that hangs for 30 s leaves the forecast as it was."""
-    steps = noisy(3)
-    stalling = lambda iteration: (steps(iteration)[0], 30.0 * (iteration in (30, 300)))  # noqa: E731
-    assert worst(simulate(stalling)) < 0.05
-
-
 def test_a_step_grows_with_its_batch():
     """The batch quadruples halfway, and with it the time of a step."""
-    samples = lambda iteration: 8 if iteration <= 1000 else 32  # noqa: E731
-    forecasts = simulate(lambda iteration: (samples(iteration) / 8, 0.0), samples=samples)
+    forecasts = simulate(
+        lambda iteration: (1.0 if iteration <= 1000 else 4.0, 0.0),
+        samples=lambda iteration: 8 if iteration <= 1000 else 32,
+    )
     assert worst(forecasts) < 1e-9
-
-
-def test_the_pace_follows_the_last_thousand_steps():
-    """A node that becomes slower for good shows after a thousand steps."""
-    forecasts = simulate(lambda iteration: (1.0 if iteration <= 500 else 2.0, 0.0))
-    assert worst(forecasts, after=1500) < 0.05
-
-
-def test_a_resumed_run_counts_its_own_steps():
-    saves = lambda iteration: {"save": 5.0} if iteration % 20 == 0 else {}  # noqa: E731
-    assert worst(simulate(noisy(4), saves, start=1000), after=1050) < 0.05
 
 
 class Clock:
@@ -108,15 +95,19 @@ class Clock:
         return self.now
 
 
-def make_timer(peak_tflops=None):
-    model = ModelConfig(
-        num_layers=2, hidden_size=64, num_attention_heads=4, head_groups=4, kv_channels=16, ffn_hidden_size=256
-    )
+MODEL = ModelConfig(
+    num_layers=2, hidden_size=64, num_attention_heads=4, head_groups=4, kv_channels=16, ffn_hidden_size=256
+)
+
+
+def make_timer(peak_tflops=None, train_iters=100, iteration=0, **batch):
     config = Config(
-        model=model, batch=BatchConfig(batch_size=8, sequence_length=128), training=TrainingConfig(train_iters=100)
+        model=MODEL,
+        batch=BatchConfig(batch_size=8, sequence_length=128, **batch),
+        training=TrainingConfig(train_iters=train_iters),
     )
     clock = Clock()
-    return StepTimer(config, world_size=2, iteration=0, peak_tflops=peak_tflops, clock=clock), clock, model
+    return StepTimer(config, world_size=2, iteration=iteration, peak_tflops=peak_tflops, clock=clock), clock
 
 
 def steps(timer, clock, first, last, seconds):
@@ -126,7 +117,7 @@ def steps(timer, clock, first, last, seconds):
 
 
 def test_timer_reports_the_lap_and_forecasts_from_all_but_the_first():
-    timer, clock, model = make_timer(peak_tflops=1e-3)
+    timer, clock = make_timer(peak_tflops=1e-3)
     steps(timer, clock, 1, 1, 30.0)  # the first iteration compiles
     record, console = timer.lap(1, datetime(2030, 1, 1))
     assert record["step_time_ms"] == pytest.approx(30_000)
@@ -135,7 +126,7 @@ def test_timer_reports_the_lap_and_forecasts_from_all_but_the_first():
     record, console = timer.lap(11, datetime(2030, 1, 1))
     assert record["step_time_ms"] == pytest.approx(500)
     assert record["tokens_per_sec_per_gpu"] == pytest.approx(8 * 128 / 0.5 / 2)
-    assert record["model_tflops"] == pytest.approx(model_flops(model, 128, 1024) / 0.5 / 2 / 1e12)
+    assert record["model_tflops"] == pytest.approx(model_flops(MODEL, 128, 1024) / 0.5 / 2 / 1e12)
     assert record["mfu"] == pytest.approx(record["model_tflops"] / 1e-3)
     assert console["average_step_time_ms"] == pytest.approx(500)
     assert console["remaining_seconds"] == pytest.approx(89 * 0.5)
@@ -144,26 +135,21 @@ def test_timer_reports_the_lap_and_forecasts_from_all_but_the_first():
 
 def test_timer_follows_the_batch_size():
     """Rates count the samples of the lap, the forecast the remaining samples."""
-    model = ModelConfig(
-        num_layers=2, hidden_size=64, num_attention_heads=4, head_groups=4, kv_channels=16, ffn_hidden_size=256
-    )
-    batch = BatchConfig(batch_size=8, batch_size_schedule=("0:2", "3:8"), sequence_length=128)
-    clock = Clock()
-    timer = StepTimer(Config(model=model, batch=batch, training=TrainingConfig(train_iters=10)), 2, 1, None, clock)
+    timer, clock = make_timer(train_iters=10, iteration=1, batch_size_schedule=("0:2", "3:8"))
     for iteration, seconds in ((2, 0.4), (3, 0.4), (4, 1.6), (5, 1.6)):  # of 2, 2, 8 and 8 samples
         steps(timer, clock, iteration, iteration, seconds)
     record, console = timer.lap(5)
     assert record["step_time_ms"] == pytest.approx(1000)
     assert record["tokens_per_sec_per_gpu"] == pytest.approx(20 * 128 / 4.0 / 2)
-    assert record["model_tflops"] == pytest.approx(model_flops(model, 128, 20 * 128) / 4.0 / 2 / 1e12)
+    assert record["model_tflops"] == pytest.approx(model_flops(MODEL, 128, 20 * 128) / 4.0 / 2 / 1e12)
     assert record["hardware_tflops"] == pytest.approx(
-        hardware_flops(model, PerformanceConfig(), 128, 20 * 128) / 4.0 / 2 / 1e12
+        hardware_flops(MODEL, PerformanceConfig(), 128, 20 * 128) / 4.0 / 2 / 1e12
     )
     assert console["remaining_seconds"] == pytest.approx(40 * 4.0 / 20)
 
 
 def test_timer_leaves_out_validation_and_saves():
-    timer, clock, _ = make_timer()
+    timer, clock = make_timer()
     clock.now += 1.0
     with timer.excluded():
         clock.now += 1000.0
@@ -175,7 +161,7 @@ def test_timer_leaves_out_validation_and_saves():
 
 def test_glances_leave_the_laps_alone():
     """Rates are those since the last glance; laps are the same without them."""
-    (timer, clock, _), (plain, plain_clock, _) = make_timer(), make_timer()
+    (timer, clock), (plain, plain_clock) = make_timer(), make_timer()
     shown = {}
     for iteration in range(1, 21):
         for some in (clock, plain_clock):
@@ -199,11 +185,11 @@ def test_glances_leave_the_laps_alone():
 
 def test_pace_of_the_bar():
     """Speed of all ranks, MFU and time left at the usual pace; nothing before a step that counts."""
-    timer, clock, model = make_timer(peak_tflops=1e-3)
+    timer, clock = make_timer(peak_tflops=1e-3)
     steps(timer, clock, 1, 1, 30.0)
     assert timer.pace(1) == {}
     steps(timer, clock, 2, 11, 0.5)
-    mfu = model_flops(model, 128, 1024) / 0.5 / 2 / 1e12 / 1e-3
+    mfu = model_flops(MODEL, 128, 1024) / 0.5 / 2 / 1e12 / 1e-3
     assert timer.pace(11) == pytest.approx({"tokens_per_sec": 2048, "mfu": mfu, "remaining_seconds": 44.5})
     with timer.excluded(), timer.pause("save"):
         clock.now += 22.0
@@ -212,7 +198,7 @@ def test_pace_of_the_bar():
 
 
 def test_timer_without_an_iteration_says_nothing_and_survives_endless_runs():
-    timer, clock, _ = make_timer()
+    timer, clock = make_timer()
     assert timer.lap(0) == ({}, {})
     clock.now += 1e12
     _, console = timer.lap(1)

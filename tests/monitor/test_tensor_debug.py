@@ -6,9 +6,7 @@ import dataclasses
 import logging
 import os
 import re
-import threading
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -129,25 +127,6 @@ def run_phases(debugger: TensorDebugger | None, model: FakeModel, rank: int = 0,
         debugger.parameters(model, "update")
     if observer:
         observer.layer_output("embedding", torch.ones(2, 3, 4), 0)  # an evaluation between iterations
-
-
-def run_ranks(world_size: int, function: Callable[[int, Callable[[Tensor], list[Tensor]]], Any]) -> list[Any]:
-    """Call function(rank, gather) in one thread per rank; a rank that skips a collective breaks the barrier."""
-    barrier, slots = threading.Barrier(world_size), [torch.empty(0)] * world_size
-
-    def call(rank: int) -> Any:
-        def gather(tensor: Tensor) -> list[Tensor]:
-            assert tensor.is_contiguous() and not tensor.requires_grad
-            slots[rank] = tensor
-            barrier.wait(10)
-            gathered = [slot.clone() for slot in slots]
-            barrier.wait(10)
-            return gathered
-
-        return function(rank, gather)
-
-    with ThreadPoolExecutor(world_size) as pool:
-        return list(pool.map(call, range(world_size)))
 
 
 def logged(artifacts: Path, phase: str, rank: int = 0) -> dict[str, TensorEntry]:
@@ -350,43 +329,6 @@ def test_parameters_and_gradients_are_the_right_ones(tmp_path: Path) -> None:
     assert not [name for name in trained if name.startswith(("stage 1", "blocks.0")) and "gradient" in name]
 
 
-@pytest.mark.parametrize("world_size", [2, 3])
-def test_global_tensors_are_put_together(tmp_path: Path, world_size: int) -> None:
-    """Rank 0 alone logs: whole parameters and gradients, and hidden tensors joined along the batch in rank order, one
-    entry for each micro-batch; scalars, being sums, are added up."""
-    options = {name: 20 for name in LEVELS}
-
-    def run(rank: int, gather: Callable[[Tensor], list[Tensor]]) -> list[str]:
-        logger, lines = make_logger(rank)
-        config = make_config(2, save_tensor_logs=True, **options)
-        debugger = open_debugger(config, logger, fake_ranks(rank, world_size, gather), tmp_path)
-        run_phases(debugger, FakeModel(rank, world_size), rank, micro_batches=2)
-        return lines
-
-    first, *others = run_ranks(world_size, run)
-    assert first and not any(others)
-    assert sorted(os.listdir(tmp_path)) == [
-        f"tensor_logs_{phase}_rank_000.safetensors" for phase in ("init", "train_00001")
-    ]
-    entries = {**logged(tmp_path, "init"), **logged(tmp_path, "train_00001")}
-    assert len(entries) == len(first) == 2 * 3 + 2 + 3 * len(SHAPES)
-    for name in SHAPES:
-        for what, salt in (("init", 0.0), ("update", 0.0), ("gradient", 0.5)):
-            entry = entries[f"{name} {what}"]
-            assert entry.samples is not None and entry.shape == SHAPES[name]
-            assert torch.equal(entry.samples, values(name, salt).view(-1))
-    for micro in range(2):
-        ranks = [torch.arange(24.0).view(2, 3, 4) + 100 * rank + 1000 * micro for rank in range(world_size)]
-        hidden = entries[f"embedding fw, mb={micro + 1}/2"]
-        assert hidden.shape == (2 * world_size, 3, 4) and hidden.samples is not None
-        assert torch.equal(hidden.samples, torch.cat(ranks).view(-1))
-        loss = entries[f"head fw, mb={micro + 1}/2"]
-        assert loss.shape == () and loss.samples is not None
-        assert loss.samples.tolist() == [sum(float(hidden[0, 0, 1]) for hidden in ranks)]
-    stage = entries["stage 1 gradient shards"].samples
-    assert stage is not None and torch.equal(stage, torch.cat([values(name, 0.5).view(-1) for name in STAGES[1]]))
-
-
 def test_local_tensors_are_each_ranks_own(tmp_path: Path) -> None:
     """Without --debug_global_tensors there is no collective: every rank logs its own outputs and its own pieces."""
     options = {name: 20 for name in LEVELS}
@@ -428,12 +370,6 @@ def test_join_ranks_keeps_the_dtype_of_a_loss() -> None:
 # --- Nothing asked for, nothing done
 
 
-def test_no_option_no_line() -> None:
-    """With the defaults there is no debugger, and not a line is logged."""
-    debugger, lines = open_alone()
-    assert debugger is None and lines == []
-
-
 def test_observer_only_where_layers_are_wanted() -> None:
     """Options about parameters leave the stages without an observer."""
     for options, wanted in (
@@ -451,6 +387,7 @@ def test_observer_only_where_layers_are_wanted() -> None:
 @pytest.mark.parametrize(
     ("options", "saves"),
     [
+        ({}, False),
         ({"debug_tensor_parallel": True}, False),
         ({"save_tensor_logs": True}, False),
         ({"show_tensor_logs": False, "debug_layer_outputs": 2}, False),
@@ -459,8 +396,9 @@ def test_observer_only_where_layers_are_wanted() -> None:
     ],
 )
 def test_options_without_effect_cost_nothing(tmp_path: Path, options: dict[str, Any], saves: bool) -> None:
-    """With nothing to show or save, nothing of a tensor is computed."""
+    """With nothing to show or save there is no debugger, unless for the memory; no line, and no file."""
     debugger, lines = open_alone(tmp_path, **options)
+    assert (debugger is None) == (not saves and "debug_activation_memory" not in options)
     run_phases(debugger, FakeModel())
     assert any(tmp_path.iterdir()) == saves
     assert all("memory" in line for line in lines)

@@ -104,20 +104,6 @@ def test_every_option_shows_itself(tmp_path: Path, ranks: int) -> None:
     assert files == [f"tensor_logs_{phase}_rank_000.safetensors" for phase in ("init", "train_00001", "train_00002")]
 
 
-def test_each_option_alone(tmp_path: Path) -> None:
-    """One option prints its own lines and no others."""
-    for name in EXPECTED_LINES:
-        level = "9" if name in EVERYTHING else "1"
-        outcome = start(tmp_path / name, 1, f"--{name}={level}")
-        shown = {
-            other
-            for other, pattern in EXPECTED_LINES.items()
-            if re.search(rf"^{pattern.replace('{b}', '2')}$", outcome.output, re.MULTILINE)
-        }
-        assert shown == {name}
-        assert not (tmp_path / name / "runs" / "0" / "artifacts").exists()
-
-
 def test_debugging_changes_no_number(tmp_path: Path) -> None:
     """With every option at once, losses, norms and weights of two ranks are the same bits as without."""
     plain, debugged = (
@@ -207,19 +193,6 @@ class Scaled(torch.autograd.Function):
         return gradient * 1.001
 
 
-@pytest.mark.parametrize(("where", "first"), [("output", "blocks.1 fw, mb=1/2"), ("gradient", "blocks.1 bw, mb=1/2")])
-@pytest.mark.parametrize("ranks", [pytest.param(1, marks=pytest.mark.slow), 2])
-def test_damaged_layer_is_located(tmp_path: Path, compare: Any, where: str, first: str, ranks: int) -> None:
-    """A block whose output or gradient is off by 0.1 % is the first tensor that differs, with tolerances too."""
-    (good,) = log_runs(tmp_path, ranks, {"good": {}})
-    options = {**COMMON, **EVERYTHING, "experiment_dir": str(tmp_path / "bad")}
-    run_distributed(ranks, damaged, [options], where)
-    for rtol in (0.0, 1e-5):
-        difference = compare(good, tmp_path / "bad", rtol=rtol)[0]
-        assert (difference.file, difference.name) == ("tensor_logs_train_00001_rank_000.safetensors", first)
-    assert difference.max_abs is not None and 0 < difference.max_abs
-
-
 def damaged_reduction(distributed: Distributed, runs: list[dict[str, Any]]) -> None:
     """Rank 1 hands a wrong gradient to the second reduction of the run, that of the last block."""
     reduce_scatter, calls = Distributed.reduce_scatter, 0
@@ -235,17 +208,27 @@ def damaged_reduction(distributed: Distributed, runs: list[dict[str, Any]]) -> N
     several(distributed, runs)
 
 
-def test_damaged_reduction_is_located(tmp_path: Path, compare: Any) -> None:
-    """All outputs and layer gradients of the first iteration are the same; the first that differs is the gradient of
-    the stage whose reduction was damaged."""
-    (good,) = log_runs(tmp_path, 2, {"good": {}})
+@pytest.mark.parametrize(
+    ("ranks", "damage", "first"),
+    [
+        pytest.param(1, (damaged, "output"), "blocks.1 fw, mb=1/2", marks=pytest.mark.slow),
+        pytest.param(1, (damaged, "gradient"), "blocks.1 bw, mb=1/2", marks=pytest.mark.slow),
+        (2, (damaged, "output"), "blocks.1 fw, mb=1/2"),
+        (2, (damaged, "gradient"), "blocks.1 bw, mb=1/2"),
+        (2, (damaged_reduction,), "stage 3 gradient shards"),
+    ],
+)
+def test_damage_is_located(tmp_path: Path, compare: Any, ranks: int, damage: tuple[Any, ...], first: str) -> None:
+    """A block whose output or gradient is off by 0.1 %, and a reduction of a wrong gradient, are the first tensor that
+    differs, with a tolerance too."""
+    (good,) = log_runs(tmp_path, ranks, {"good": {}})
     options = {**COMMON, **EVERYTHING, "experiment_dir": str(tmp_path / "bad")}
-    run_distributed(2, damaged_reduction, [options])
-    difference = compare(good, tmp_path / "bad")[0]
-    assert (difference.file, difference.name) == (
-        "tensor_logs_train_00001_rank_000.safetensors",
-        "stage 3 gradient shards",
-    )
+    train, *where = damage
+    run_distributed(ranks, train, [options], *where)
+    for rtol in (0.0, 1e-5):
+        difference = compare(good, tmp_path / "bad", rtol=rtol)[0]
+        assert (difference.file, difference.name) == ("tensor_logs_train_00001_rank_000.safetensors", first)
+    assert difference.max_abs is not None and 0 < difference.max_abs
 
 
 def test_resumed_run_begins_with_the_weights_that_were_saved(tmp_path: Path) -> None:

@@ -169,15 +169,12 @@ def test_a_missing_package_is_a_usage_error_with_the_command(tmp_path, monkeypat
         run(tmp_path)
 
 
-def test_the_key_can_come_from_a_file(tmp_path, wandb, monkeypatch):
+@pytest.mark.parametrize("has_variable", [False, True])
+def test_the_key_can_come_from_a_file(tmp_path, wandb, monkeypatch, has_variable):
+    """The variable wins over the file, which then is not read."""
     (tmp_path / "key.txt").write_text(f"  {CANARY}\n")
-    monkeypatch.setenv("WANDB_API_KEY_PATH", str(tmp_path / "key.txt"))
-    run(tmp_path / "exp")
-    assert wandb.inits[0]["settings"]["api_key"] == CANARY
-
-
-def test_the_variable_wins_over_the_file(tmp_path, wandb, key, monkeypatch):
-    monkeypatch.setenv("WANDB_API_KEY_PATH", "/nowhere")
+    monkeypatch.setenv("WANDB_API_KEY_PATH", "/nowhere" if has_variable else str(tmp_path / "key.txt"))
+    monkeypatch.setenv("WANDB_API_KEY", CANARY if has_variable else "")
     run(tmp_path / "exp")
     assert wandb.inits[0]["settings"]["api_key"] == CANARY
 
