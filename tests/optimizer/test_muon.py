@@ -16,7 +16,7 @@ from megatron_lite.parameter import ParameterSpec
 from megatron_lite.planner.plan import make_plan
 from megatron_lite.zero.stage import Stage
 from tests.support.engine_runs import Engine
-from tests.support.harness import run_distributed, tiny_config
+from tests.support.harness import LLAMA, run_distributed, tiny_config
 from tests.support.kernel_checks import products_in_fp32
 from tests.support.whole_parameters import Weights, fill_gradients, gradient, masters, together
 
@@ -24,15 +24,6 @@ Options = dict[str, Any]
 
 STEPS, RATE = 4, 0.02
 SMALL = {"sequence_length": 8, "optimizer": "muon", "clip_grad": 0.0, "batch_size": 6}
-LLAMA = {
-    "use_rotary_embeddings": True,
-    "gated": True,
-    "add_linear_biases": False,
-    "normalization_type": "rms_norm",
-    "head_groups": 2,
-    "tie_word_embeddings": False,
-    "ffn_hidden_size": 88,
-}
 ADAMC: Options = {"adamc_weight_decay": True, "lr": RATE, "weight_decay": 1.0}
 CASES: list[Options] = [
     {},

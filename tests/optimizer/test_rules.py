@@ -17,22 +17,13 @@ from megatron_lite.monitor.trackers import read_metrics
 from megatron_lite.validation import warnings
 from tests.support.datasets import write_dataset
 from tests.support.engine_runs import DelayedGroup, Engine, LateGroup, Outcome
-from tests.support.harness import run_distributed, tiny_config, train_tiny
+from tests.support.harness import LLAMA, run_distributed, tiny_config, train_tiny
 from tests.support.launch import TINY, run
 from tests.support.plain_gpt import PlainGPT
 
 Options = dict[str, Any]
 ITERATIONS = 12
 GPT2: Options = {"clip_grad": 0.3}
-LLAMA: Options = {
-    "use_rotary_embeddings": True,
-    "gated": True,
-    "add_linear_biases": False,
-    "normalization_type": "rms_norm",
-    "head_groups": 2,
-    "tie_word_embeddings": False,
-    "ffn_hidden_size": 88,
-}
 
 
 # -- against plain torch ----------------------------------------------------------------------------------------------

@@ -17,22 +17,13 @@ from megatron_lite.optimizer.optimizer import rule_of
 from megatron_lite.optimizer.rules.muon import describe
 from megatron_lite.validation.parallel import CLIPPING_ALIGNMENT
 from tests.support.engine_runs import Engine
-from tests.support.harness import Trajectory, run_distributed, tiny_config, train_tiny
+from tests.support.harness import LLAMA, Trajectory, run_distributed, tiny_config, train_tiny
 from tests.support.whole_parameters import Weights, fill_gradients, masters, together
 
 Options = dict[str, Any]
 
 STEPS = 3
 SMALL: Options = {"sequence_length": 8, "clip_grad": 0.0, "batch_size": 4, "vocab_size": 61, "weight_decay": 0.3}
-LLAMA: Options = {
-    "use_rotary_embeddings": True,
-    "gated": True,
-    "add_linear_biases": False,
-    "normalization_type": "rms_norm",
-    "head_groups": 2,
-    "tie_word_embeddings": False,
-    "ffn_hidden_size": 88,
-}
 RATES: Options = {
     "freeze": ("blocks.0.mlp.up", "head"),
     "lr_scales": ("*.query_key_value.*:0.5", "embedding:0.1", "*.down.*:2", "*.bias:3"),

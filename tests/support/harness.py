@@ -140,6 +140,17 @@ TINY = dict(
 )
 
 
+LLAMA: dict[str, Any] = dict(
+    use_rotary_embeddings=True,
+    gated=True,
+    add_linear_biases=False,
+    normalization_type="rms_norm",
+    head_groups=2,
+    tie_word_embeddings=False,
+    ffn_hidden_size=88,
+)
+
+
 def tiny_config(world_size: int = 1, **options: Any) -> Config:
     """A resolved configuration of a model small enough for a test; `options` override."""
     return resolve(unflatten({**TINY, **options}), world_size)

@@ -14,19 +14,12 @@ from torch import Tensor
 from megatron_lite.kernels.attention.attention import Documents
 from megatron_lite.model.layer import MASKED, MicroBatch
 from megatron_lite.zero.layout import FlatLayout
+from tests.support import harness
 from tests.support.engine_runs import Engine
 from tests.support.thread_ranks import on_threads
 
 Options = dict[str, Any]
-LLAMA: Options = {
-    "normalization_type": "rms_norm",
-    "use_rotary_embeddings": True,
-    "gated": True,
-    "add_linear_biases": False,
-    "tie_word_embeddings": False,
-    "head_groups": 2,
-    "ffn_hidden_size": 96,
-}
+LLAMA: Options = {**harness.LLAMA, "ffn_hidden_size": 96}
 QWEN3: Options = {**LLAMA, "qk_layernorm": True, "tie_word_embeddings": True}
 COMMON: Options = {"lr": 1e-3, "clip_grad": 0.5, "random_bias_init": True, "batch_size": 4}
 

@@ -9,22 +9,14 @@ import pytest
 import torch
 
 from megatron_lite.data.open_data import open_data
-from tests.support.harness import run_distributed, tiny_config, train_tiny
+from tests.support.harness import LLAMA, run_distributed, tiny_config, train_tiny
 from tests.support.plain_gpt import PlainGPT
 
 ITERATIONS = 20
 
 ARCHITECTURES: dict[str, dict[str, Any]] = {
     "gpt2": {},
-    "llama": {
-        "use_rotary_embeddings": True,
-        "gated": True,
-        "add_linear_biases": False,
-        "normalization_type": "rms_norm",
-        "head_groups": 2,
-        "tie_word_embeddings": False,
-        "ffn_hidden_size": 88,
-    },
+    "llama": LLAMA,
     "mistral": {
         "use_rotary_embeddings": True,
         "gated": True,

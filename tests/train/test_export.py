@@ -15,6 +15,7 @@ from megatron_lite.data.host_batch import micro_batch
 from megatron_lite.data.open_data import open_data
 from megatron_lite.distributed.process_group import Distributed
 from megatron_lite.model.embedding_and_head import Head
+from tests.support import harness
 from tests.support.datasets import write_dataset
 from tests.support.harness import run_distributed, same_weights, start_run
 
@@ -25,16 +26,7 @@ def transformers() -> Any:
     return pytest.importorskip("transformers")
 
 
-LLAMA = {
-    "use_rotary_embeddings": True,
-    "gated": True,
-    "add_linear_biases": False,
-    "normalization_type": "rms_norm",
-    "head_groups": 2,
-    "tie_word_embeddings": False,
-    "ffn_hidden_size": 88,
-    "kv_channels": 12,
-}
+LLAMA = {**harness.LLAMA, "kv_channels": 12}
 ARCHITECTURES: dict[str, dict[str, Any]] = {
     "llama": LLAMA,
     "mistral": {**LLAMA, "window_size": 5, "tie_word_embeddings": True},

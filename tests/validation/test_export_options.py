@@ -19,19 +19,11 @@ from megatron_lite.distributed.process_group import Distributed
 from megatron_lite.huggingface.open_source import open_source
 from megatron_lite.parameter import DTYPES
 from scripts import convert_checkpoint
+from tests.support import harness
 from tests.support.harness import run_distributed, tiny_config, train_whole
 from tests.support.launch import TINY, read_exit, run
 
-LLAMA: dict[str, Any] = {
-    "use_rotary_embeddings": True,
-    "gated": True,
-    "add_linear_biases": False,
-    "normalization_type": "rms_norm",
-    "head_groups": 2,
-    "tie_word_embeddings": False,
-    "ffn_hidden_size": 88,
-    "kv_channels": 12,
-}
+LLAMA: dict[str, Any] = {**harness.LLAMA, "kv_channels": 12}
 CANARY = "s3cr3t-canary-of-the-callback"
 
 
