@@ -31,6 +31,7 @@ PUBLISHED_SPEEDS = (
     ("a100", 4, "--batch_size=64 --zero_stage=2 --mlp_recompute_level=full", 3804.49),
     ("h100", 128, "", 9000.0),
 )
+PYTHON_FOLDER = Path(sys.executable).parent  # of the `python` that commands start
 DOCUMENTS = ("planner.md", "multi_stage.md", "performance.md")
 # A command, up to three lines of prose, and its output.
 SHOWN = re.compile(
@@ -45,8 +46,7 @@ def output(command: str) -> str:
     Raises:
         subprocess.CalledProcessError: if it fails.
     """
-    folder = Path(sys.executable).parent
-    environment = {**os.environ, "PATH": f"{folder}{os.pathsep}{os.environ.get('PATH', '')}"}
+    environment = {**os.environ, "PATH": f"{PYTHON_FOLDER}{os.pathsep}{os.environ.get('PATH', '')}"}
     words = ["bash", "-o", "pipefail", "-c", command]
     done = subprocess.run(words, cwd=REPOSITORY, env=environment, capture_output=True, text=True, check=True)
     return (done.stdout + done.stderr).rstrip("\n")

@@ -5,20 +5,17 @@ from __future__ import annotations
 import gzip
 import importlib.util
 import json
-import re
-import subprocess
 from pathlib import Path
 
 import pytest
 
 from megatron_lite.data.indexed_dataset import IndexedDataset
 from megatron_lite.data.tokenizing import JsonTokenizer, save_byte_tokenizer
-from tests.support import warm_python
+from tests.support import documents
 
 pytestmark = pytest.mark.guides
 
-ROOT = Path(__file__).resolve().parents[2]
-GUIDE = (ROOT / "docs" / "data.md").read_text("utf-8")
+GUIDE = documents.read("data")
 SMALLER = {
     "--model=gpt2": "--num_layers=1 --hidden_size=16 --num_attention_heads=2 --batch_size=2",
     "--sequence_length=1024": "--sequence_length=64",
@@ -34,52 +31,43 @@ PREPARING = (
 )
 
 
-def programs(title: str) -> list[tuple[str, str]]:
-    """Return the blocks of a section: language and content."""
-    section = GUIDE.split(f"\n## {title}\n")[1].split("\n## ")[0]
-    return re.findall(r"^```(\w+)\n(.*?)\n```$", section, re.M | re.S)
+def program(title: str, language: str = "python") -> str:
+    """The only block of a language in a section."""
+    (found,) = documents.blocks(documents.section(GUIDE, f"{title}\n"), language)
+    return found
 
 
-def run(language: str, text: str, folder: Path) -> str:
-    """Run a block in a checkout; it must end well."""
-    python = warm_python.folder() / "python"
-    command = [str(python), "-c", text] if language == "python" else ["bash", "-c", text]
-    result = subprocess.run(
-        command, cwd=folder, env=warm_python.environment(), capture_output=True, text=True, timeout=180
-    )
-    assert result.returncode == 0, f"{text}\n{result.stdout[-2000:]}{result.stderr[-4000:]}"
-    return result.stdout
+def run_program(text: str, folder: Path) -> str:
+    """Run a program in a checkout; it must end well."""
+    (folder / "program.py").write_text(text)
+    return documents.run("python program.py", folder)
 
 
 @pytest.fixture
 def checkout(tmp_path: Path) -> Path:
-    for name in ("pretrain_gpt.py", "scripts", "megatron_lite"):
-        (tmp_path / name).symlink_to(ROOT / name)
-    return tmp_path
+    return documents.make_checkout(tmp_path)
 
 
 def test_masks_of_conversations(checkout: Path) -> None:
     """The program writes two pairs with the same documents; training starts with both."""
     messages = [{"role": "user", "content": "2 + 2?"}, {"role": "assistant", "content": "4"}]
     (checkout / "chats.jsonl").write_text(f"{json.dumps(messages)}\n" * 40)
-    (first, program), (second, command) = programs("Loss masks")
-    assert (first, second) == ("python", "bash")
-    run(first, program, checkout)
+    command = program("Loss masks", "bash")
+    run_program(program("Loss masks"), checkout)
     tokens, mask = (IndexedDataset(str(checkout / "data" / name)) for name in ("chats", "chats_mask"))
     said = bytes(tokens.document(3)[mask.document(3) == 1][:-1].tolist()).decode()
     assert said == "assistant: 4\n" and tokens.num_documents == mask.num_documents == 40
     for written, smaller in SMALLER.items():
         assert written in command
         command = command.replace(written, smaller)
-    printed = run(second, command, checkout)
+    printed = documents.run(command, checkout)
     assert "loss mask data/chats_mask" in printed and "whole documents" in printed
 
 
 def test_sentinels_for_a_tokenizer(checkout: Path) -> None:
     """The program adds what --fim_rate needs."""
     save_byte_tokenizer(str(checkout / "tokenizer.json"))
-    ((language, program),) = programs("Fill-in-the-middle")
-    run(language, program, checkout)
+    run_program(program("Fill-in-the-middle"), checkout)
     tokenizer = JsonTokenizer(str(checkout / "tokenizer.json"))
     assert None not in [tokenizer.token_id(f"<fim_{name}>") for name in ("prefix", "middle", "suffix", "pad")]
 
@@ -98,9 +86,9 @@ def test_preparing(checkout: Path) -> None:
         table = importlib.import_module("pyarrow").table({"text": texts})
         importlib.import_module("pyarrow.parquet").write_table(table, corpus / "d.parquet")
     for title in PREPARING:
-        for language, text in programs(title):
+        for text in documents.blocks(documents.section(GUIDE, f"{title}\n")):
             for written, smaller in QUICKER.items():
                 text = text.replace(written, smaller)
-            run(language, f"set -e\n{text}", checkout)
+            documents.run(f"set -e\n{text}", checkout)
     assert len(list((checkout / "experiments").glob("*/checkpoints/2"))) == 3
     assert len(list((checkout / "data").glob("*.idx"))) == 4

@@ -3,16 +3,14 @@
 import json
 import re
 import shutil
-import subprocess
 from pathlib import Path
 
 import pytest
 
-from tests.support import warm_python
+from tests.support import documents
 
 pytestmark = pytest.mark.guides
 
-ROOT = Path(__file__).resolve().parents[2]
 GUIDES = ("pretrained", "exports", "generation")
 MODEL = "--num_layers=1 --hidden_size=16 --num_attention_heads=2 --vocab_size=257 --use_rotary_embeddings=1 --gated=1"
 MODEL += " --activation_type=silu --normalization_type=rms_norm --add_linear_biases=0 --tie_word_embeddings=0"
@@ -33,36 +31,25 @@ NOT_RUN = ("hf download ",)  # needs the network
 
 def commands(guide: str) -> list[str]:
     """The commands of a guide: blocks, indented lines and code within sentences."""
-    text = (ROOT / "docs" / f"{guide}.md").read_text("utf-8")
-    blocks = re.findall(r"^```bash\n(.*?)\n```$", text, re.M | re.S)
-    found = [line for block in blocks for line in block.replace("\\\n", "").splitlines()]
+    text = documents.read(guide)
+    found = [line for block in documents.blocks(text) for line in block.replace("\\\n", "").splitlines()]
     found += re.findall(r"^    (python .*)$", text, re.M)
     without_blocks = re.sub(r"^```.*?^```$", "", text, flags=re.M | re.S)
     found += [" ".join(code.split()) for code in re.findall(r"`((?:python|torchrun) [^`]*)`", without_blocks)]
     return [command for command in found if not command.startswith(NOT_RUN)]
 
 
-def run(command: str, folder: Path) -> None:
-    """Run a command as typed into bash in a checkout; it must end well."""
-    result = subprocess.run(
-        ["bash", "-c", command], cwd=folder, env=warm_python.environment(), capture_output=True, text=True, timeout=180
-    )
-    assert result.returncode == 0, f"{command}\n{result.stdout[-2000:]}{result.stderr[-4000:]}"
-
-
 @pytest.fixture(scope="module")
 def prepared(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A checkout with data and a trained model under the names that the guides use."""
-    tmp_path = tmp_path_factory.mktemp("guides")
-    for name in ("pretrain_gpt.py", "scripts", "megatron_lite"):
-        (tmp_path / name).symlink_to(ROOT / name)
-    documents = [{"text": f"Once upon a time there were {number} models. " * 40} for number in range(100)]
-    (tmp_path / "more.jsonl").write_text("".join(json.dumps(document) + "\n" for document in documents))
+    tmp_path = documents.make_checkout(tmp_path_factory.mktemp("guides"))
+    texts = [{"text": f"Once upon a time there were {number} models. " * 40} for number in range(100)]
+    (tmp_path / "more.jsonl").write_text("".join(json.dumps(text) + "\n" for text in texts))
     (tmp_path / "held_out.txt").write_text("Then they were trained.\n")
     (tmp_path / "prompts.txt").write_text("Once\nThen\n")
-    run("python scripts/prepare_data.py more.jsonl --output_prefix data/mine", tmp_path)
+    documents.run("python scripts/prepare_data.py more.jsonl --output_prefix data/mine", tmp_path)
     experiment = "--tokenizer_file=data/mine.tokenizer.json --experiment_dir=runs/mine --export_interval=2"
-    run(f"python {TRAIN} --max_position_embeddings=4096 {experiment}", tmp_path)
+    documents.run(f"python {TRAIN} --max_position_embeddings=4096 {experiment}", tmp_path)
     export = tmp_path / "runs" / "mine" / "export"
     (export / "2").rename(export / "1000")
     for name in ("mistral-7b", "Mistral-7B"):
@@ -85,4 +72,4 @@ def test_commands_of_the_guide_run(guide: str, prepared: Path, tmp_path: Path) -
         for written, smaller in SMALLER.items():
             command = command.replace(written, smaller)
         assert "..." not in command
-        run(command, folder)
+        documents.run(command, folder)

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+import functools
 import re
-from pathlib import Path
 
 import pytest
 
@@ -12,18 +12,12 @@ from megatron_lite.config.values import SPELLINGS
 from megatron_lite.huggingface.architectures import ARCHITECTURES, check_exportable
 from megatron_lite.huggingface.read_config import model_values
 from megatron_lite.validation import resolve
+from tests.support import documents
 from tests.support.public_configs import PUBLIC, public_config
 
 pytestmark = pytest.mark.guides
 
-GUIDE = (Path(__file__).resolve().parents[2] / "docs" / "models.md").read_text("utf-8")
-
-
-def rows(header: str) -> list[list[str]]:
-    """The cells of the table with this first cell."""
-    table = re.search(rf"^\| {re.escape(header)} \|.*\n\| -.*\n((?:\|.*\n)+)", GUIDE, re.M)
-    assert table is not None, header
-    return [[cell.strip() for cell in line.strip("|\n").split("|")] for line in table[1].splitlines()]
+rows = functools.partial(documents.table, documents.read("models"))
 
 
 def test_presets() -> None:

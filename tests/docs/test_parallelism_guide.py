@@ -10,12 +10,12 @@ import pytest
 from megatron_lite.errors import UsageError
 from megatron_lite.monitor.banner import describe_ranks
 from megatron_lite.planner.plan import SimulatedGroup
+from tests.support import documents
 from tests.support.harness import tiny_config
-from tests.support.launch import ROOT
 
 pytestmark = pytest.mark.guides
 
-GUIDE = (ROOT / "docs" / "parallelism.md").read_text("utf-8")
+GUIDE = documents.read("parallelism")
 
 
 def rows(text: str) -> list[list[str]]:

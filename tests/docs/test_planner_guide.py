@@ -3,26 +3,23 @@
 from __future__ import annotations
 
 import re
-import subprocess
-import sys
 
 import pytest
 
 from megatron_lite.planner.command import PLANNING
 from scripts.benchmarks.machine.predictions import MODELS
 from scripts.docs import dry_runs
-from tests.support.launch import ROOT
+from tests.support import documents, warm_python
 
 pytestmark = pytest.mark.guides
 
-GUIDE = (ROOT / "docs" / "planner.md").read_text("utf-8")
+GUIDE = documents.read("planner")
 
 
-def test_outputs_are_current() -> None:
+def test_outputs_are_current(monkeypatch: pytest.MonkeyPatch) -> None:
     """Run again, the dry runs of three documents print what stands below them, and the published speeds are ours."""
-    command = [sys.executable, "-m", "scripts.docs.dry_runs", "--check"]
-    result = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=300)
-    assert result.returncode == 0, result.stderr
+    monkeypatch.setattr(dry_runs, "PYTHON_FOLDER", warm_python.folder())
+    assert dry_runs.main(["--check"]) == 0
 
 
 def test_mistral_7b_gets_a_command_on_8_and_on_16_gpus() -> None:

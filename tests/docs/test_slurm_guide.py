@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import os
 import re
-import subprocess
 import sys
 from pathlib import Path
 
@@ -13,12 +12,12 @@ import pytest
 
 from megatron_lite import validation
 from megatron_lite.cli import parse
-from tests.support import warm_python
+from tests.support import documents, warm_python
+from tests.support.documents import ROOT
 
 pytestmark = pytest.mark.guides
-ROOT = Path(__file__).resolve().parents[2]
-GUIDE = (ROOT / "docs" / "slurm.md").read_text("utf-8")
-BLOCKS = re.findall(r"^```bash\n(.*?)^```$", GUIDE, re.M | re.S)
+GUIDE = documents.read("slurm")
+BLOCKS = documents.blocks(GUIDE)
 EXAMPLES = sorted((ROOT / "scripts" / "examples").glob("*.sbatch"))
 # Runs a batch script at once, on the nodes that the command line or the script asks for.
 SBATCH = """#!/usr/bin/env bash
@@ -57,8 +56,7 @@ with open(os.environ["CAPTURED"], "a") as file:
 
 def launched(block: str, folder: Path) -> list[tuple[list[str], list[str]]]:
     """Run a block in a checkout; return the words of each torchrun for itself, and for the program."""
-    for name in ("pretrain_gpt.py", "scripts", "megatron_lite"):
-        (folder / name).symlink_to(ROOT / name)
+    documents.make_checkout(folder)
     stand_ins = {"sbatch": SBATCH, "srun": SRUN, "scontrol": SCONTROL, "torchrun": TORCHRUN}
     for name, text in stand_ins.items():
         (folder / "bin").mkdir(exist_ok=True)
@@ -66,13 +64,10 @@ def launched(block: str, folder: Path) -> list[tuple[list[str], list[str]]]:
         (folder / "bin" / name).chmod(0o755)
     (folder / ".venv" / "bin").mkdir(parents=True)
     (folder / ".venv" / "bin" / "activate").touch()
-    environment = {name: value for name, value in warm_python.environment().items() if not name.startswith("SLURM")}
-    environment |= {"HOME": str(folder), "CAPTURED": str(folder / "captured")}
-    environment["PATH"] = f"{folder / 'bin'}{os.pathsep}{environment['PATH']}"
-    result = subprocess.run(
-        ["bash", "-ec", block], cwd=folder, env=environment, capture_output=True, text=True, timeout=120
-    )
-    assert result.returncode == 0, result.stdout + result.stderr
+    environment = {"HOME": str(folder), "CAPTURED": str(folder / "captured")}
+    environment["PATH"] = f"{folder / 'bin'}{os.pathsep}{warm_python.search_path()}"
+    result = documents.typed(f"set -e\nunset ${{!SLURM*}}\n{block}", folder, **environment)
+    assert result.returncode == 0, result.stdout
     calls = []
     for line in (folder / "captured").read_text().splitlines():
         words = json.loads(line)

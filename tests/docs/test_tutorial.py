@@ -3,46 +3,43 @@
 from __future__ import annotations
 
 import re
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 
-from tests.support import warm_python
+from tests.support import documents
 
 pytestmark = pytest.mark.guides
-ROOT = Path(__file__).resolve().parents[2]
-TUTORIAL = (ROOT / "docs" / "tutorial.md").read_text("utf-8")
-ITERATIONS = 20
+TUTORIAL = documents.read("tutorial")
+ITERATIONS = 8
+SMALLER = {
+    "ITERATIONS=600": f"ITERATIONS={ITERATIONS}",
+    "--max_bytes 1e7": "--max_bytes 3e5",
+    "--hidden_size=128": "--hidden_size=64",
+    "--ffn_hidden_size=384": "--ffn_hidden_size=64",
+}
 
 
 def test_the_commands_lead_to_a_model(tmp_path: Path) -> None:
     """Tokens, a plan, a run that stops and resumes, pictures, a sample, a loss, and a model for transformers."""
-    for name in ("pretrain_gpt.py", "megatron_lite", "scripts"):
-        (tmp_path / name).symlink_to(ROOT / name)
-    blocks = re.findall(r"^```bash\n(.*?)\n```$", TUTORIAL, re.M | re.S)
+    documents.make_checkout(tmp_path)
+    blocks = documents.blocks(TUTORIAL)
     assert len(blocks) == 8
     script = "\n".join(["set -eu", *blocks])
-    for written, shorter in (("ITERATIONS=600", f"ITERATIONS={ITERATIONS}"), ("--max_bytes 1e7", "--max_bytes 3e5")):
+    for written, shorter in SMALLER.items():
         assert script.count(written) == 1
         script = script.replace(written, shorter)
-    environment = warm_python.environment()
-    done = subprocess.run(
-        ["bash", "-c", script], cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=300
-    )
-    assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
+    printed = documents.run(script, tmp_path)
     run = tmp_path / "tutorial" / "run"
-    assert "stop_interval" in done.stdout
-    assert "run this" in done.stdout and f"training complete: {ITERATIONS} iterations" in done.stdout
+    assert "stop_interval" in printed
+    assert "run this" in printed and f"training complete: {ITERATIONS} iterations" in printed
     assert (run / "report.html").exists() and (run / "loss.png").exists()
-    assert "perplexity" in done.stdout
-    (python,) = re.findall(r"^```python\n(.*?)\n```$", TUTORIAL, re.M | re.S)
+    assert "perplexity" in printed
+    (python,) = documents.blocks(TUTORIAL, "python")
     python = python.replace("export/600", f"export/{ITERATIONS}").replace("max_new_tokens=60", "max_new_tokens=5")
     pytest.importorskip("transformers")
-    command = [sys.executable, "-W", "error::FutureWarning", "-c", python]
-    loaded = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=180)
-    assert loaded.returncode == 0 and loaded.stdout.startswith("def read(self"), loaded.stderr[-3000:]
+    (tmp_path / "read.py").write_text(f"import warnings\nwarnings.simplefilter('error', FutureWarning)\n{python}")
+    assert documents.run("python read.py 2>errors.txt", tmp_path).startswith("def read(self")
 
 
 def test_the_numbers_of_the_strings() -> None:

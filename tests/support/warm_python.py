@@ -1,7 +1,7 @@
 """A `python` that has imported torch already, for tests of commands: what bash runs by that name is forked.
 
 The interpreter's start and `import torch` take two seconds of a command. `folder()` holds a program `python` for the
-front of PATH; it hands its words, folder, environment and streams to a server, a fork of the harness's, and ends with
+front of PATH, and a `torchrun` that starts ranks with it. `python` hands its words, folder, environment and streams to a server, a fork of the harness's, and ends with
 the code of the process that the server forks. Words that this cannot serve (`-X`, `-S`, an interactive interpreter) go
 to the interpreter itself. A killed `python` takes what was forked for it along; other signals are not passed on, so a
 test of signals starts a real interpreter, and so does a test of what torch reads from the environment when imported.
@@ -47,6 +47,9 @@ socket.send_fds(server, [struct.pack("<Q", len(request))], [0, 1, 2])
 server.sendall(request)
 sys.exit(server.recv(1)[0])
 """
+TORCHRUN = """#!/bin/sh
+PYTHON_EXEC="{python}" exec "{python}" -m torch.distributed.run "$@"
+"""
 
 
 def folder() -> Path:
@@ -65,7 +68,10 @@ def _started() -> tuple[Path, BaseProcess]:
     process._children.discard(server)  # type: ignore[attr-defined]  # nobody's left-over, nor to be waited for
     client = path / "python"
     client.write_text(CLIENT.format(interpreter=sys.executable, address=address))
-    client.chmod(0o755)
+    launcher = path / "torchrun"
+    launcher.write_text(TORCHRUN.format(python=client))
+    for program in (client, launcher):
+        program.chmod(0o755)
     deadline = time.monotonic() + 60
     while not os.path.exists(address):
         assert time.monotonic() < deadline, "the server of warm interpreters did not start"
