@@ -1,10 +1,11 @@
 """A `python` that has imported torch already, for tests of commands: what bash runs by that name is forked.
 
 The interpreter's start and `import torch` take two seconds of a command. `folder()` holds a program `python` for the
-front of PATH, and a `torchrun` that starts ranks with it. `python` hands its words, folder, environment and streams to a server, a fork of the harness's, and ends with
-the code of the process that the server forks. Words that this cannot serve (`-X`, `-S`, an interactive interpreter) go
-to the interpreter itself. A killed `python` takes what was forked for it along; other signals are not passed on, so a
-test of signals starts a real interpreter, and so does a test of what torch reads from the environment when imported.
+front of PATH, and a `torchrun` that starts ranks with it. This `python` hands its words, folder, environment and
+streams to a server, a fork of the harness's, and ends with the code of the process that the server forks. Words that it
+cannot serve (`-X`, `-S`, an interactive interpreter) go to the interpreter itself. A killed `python` takes what was
+forked for it along; other signals are not passed on, so a test of signals starts a real interpreter, and so does a test
+of what torch reads from the environment when imported.
 """
 
 from __future__ import annotations
