@@ -5,6 +5,7 @@ second checkpoint and started again. Losses and exported weights must be bit-ide
 export must load and predict text. Progress goes to standard error.
 """
 
+import argparse
 import hashlib
 import importlib.util
 import json
@@ -16,8 +17,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -25,8 +25,8 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # works without installation
 
 from megatron_lite.run.missing_package import missing_package
+from scripts.benchmarks.results import ROOT, private_environment
 
-ROOT = Path(__file__).resolve().parent.parent
 TIME_LIMIT_S = 170.0
 SEQUENCE_LENGTH = 128
 VOCAB_SIZE = 257  # the built-in byte tokenizer: 256 bytes and the end-of-document token
@@ -80,18 +80,19 @@ def note(text: str) -> None:
 class Smoke:
     """One smoke test in a temporary folder; `report` becomes the JSON line."""
 
-    def __init__(self, folder: Path, size: Size, installed: bool, extra_flags: list[str]) -> None:
-        self.folder, self.size, self.installed, self.extra_flags = folder, size, installed, extra_flags
+    def __init__(self, folder: Path, size: Size, installed: bool, device: str, extra_flags: list[str]) -> None:
+        self.folder, self.size, self.installed, self.device = folder, size, installed, device
+        self.extra_flags = [f"--device={device}", *extra_flags]
         self.deadline = time.monotonic() + TIME_LIMIT_S
+        self.log = folder / "log.txt"  # of all processes
         self.report: dict[str, Any] = {}
 
     def prepare(self) -> None:
         """Choose the device and the number of ranks; build a small corpus from the standard library's sources."""
         import torch
 
-        wanted = device_flag(self.extra_flags)
-        cuda = torch.cuda.is_available() and wanted != "cpu"
-        self.expect(cuda or wanted != "cuda", f"--device=cuda, but torch {torch.__version__} finds no CUDA device")
+        cuda = torch.cuda.is_available() and self.device != "cpu"
+        self.expect(cuda or self.device != "cuda", f"--device=cuda, but torch {torch.__version__} finds no CUDA device")
         self.world_size = 1 if cuda else 2
         self.device_flags = ["--training_dtype=bf16"] if cuda else ["--zero_stage=3"]
         self.report.update(
@@ -108,7 +109,7 @@ class Smoke:
 
     def call(self, *command: str | Path) -> None:
         """Run a Python script to its end."""
-        with self.log() as log:
+        with self.log.open("ab") as log:
             code = subprocess.call(
                 [sys.executable, *map(str, command)],
                 cwd=self.folder,
@@ -130,7 +131,7 @@ class Smoke:
         command += [f"--experiment_dir={self.folder / experiment}", *self.device_flags, *self.extra_flags]
         size = str(self.world_size)
         job = {"WORLD_SIZE": size, "LOCAL_WORLD_SIZE": size, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
-        with self.log() as log:
+        with self.log.open("ab") as log:
             return [
                 subprocess.Popen(
                     command,
@@ -171,16 +172,14 @@ class Smoke:
         self.expect(all(code == -9 for code in codes), f"the killed run has exit codes {codes}, expected -9")
 
     def losses(self, experiment: str, phase: str = "training") -> dict[int, float]:
-        """Return the losses of a run by iteration; a later line replaces an earlier one."""
+        """Return the losses of a run by iteration."""
         return {record["iteration"]: record["loss"] for record in self.metrics(experiment) if record["phase"] == phase}
 
-    def metrics(self, experiment: str) -> Iterator[dict[str, Any]]:
-        """Yield the complete lines of a run's metrics.jsonl."""
-        for line in (self.folder / experiment / "metrics.jsonl").read_text("utf-8").splitlines():
-            try:
-                yield json.loads(line)
-            except ValueError:  # the run was killed while writing this line
-                continue
+    def metrics(self, experiment: str) -> list[dict[str, Any]]:
+        """Return the records of a run; a later one of an iteration and phase replaces an earlier one."""
+        from megatron_lite.monitor.trackers import read_metrics
+
+        return read_metrics(self.folder / experiment / "metrics.jsonl")
 
     def train_and_resume(self) -> None:
         """Train without interruption, train and kill, resume, and compare."""
@@ -237,37 +236,6 @@ class Smoke:
         """Return the seconds until the time limit, at least 0.1, so that a wait ends by its own timeout."""
         return max(self.deadline - time.monotonic(), 0.1)
 
-    @contextmanager
-    def log(self) -> Iterator[Any]:
-        """Open the file that collects the output of all processes."""
-        with (self.folder / "log.txt").open("ab") as file:
-            yield file
-
-
-def private_environment(folder: Path, installed: bool) -> dict[str, str]:
-    """Return variables that keep every library offline and its files inside `folder`."""
-    caches = ("HF_HOME", "TORCHINDUCTOR_CACHE_DIR", "TRITON_CACHE_DIR", "XDG_CACHE_HOME")
-    return {
-        "PYTHONPATH": "" if installed else str(ROOT),
-        "PYTHONDONTWRITEBYTECODE": "1",
-        "OMP_NUM_THREADS": "1",
-        "HF_HUB_OFFLINE": "1",
-        "WANDB_MODE": "disabled",
-        "HOME": str(folder),
-        "TMPDIR": str(folder),
-    } | {name: str(folder / "cache") for name in caches}
-
-
-def device_flag(flags: list[str]) -> str:
-    """Return the value of --device among flags of pretrain_gpt.py; the last one if repeated."""
-    device = "auto"
-    for index, flag in enumerate(flags):
-        if flag.startswith("--device="):
-            device = flag.partition("=")[2]
-        elif flag == "--device" and index + 1 < len(flags):
-            device = flags[index + 1]
-    return device
-
 
 def weights_hash(export: Path) -> str:
     """Return the SHA-256 of all weight files of an export."""
@@ -307,11 +275,16 @@ def transformers_loss(export: Path, corpus: Path) -> tuple[float, int]:
 def main() -> int:
     """Run all steps in a temporary folder; return 0 if every check held."""
     started = time.monotonic()
+    parser = argparse.ArgumentParser(description=__doc__, allow_abbrev=False)
+    parser.add_argument("--quick", action="store_true", help="fewer iterations")
+    parser.add_argument("--installed", action="store_true", help="run the commands that pip has installed")
+    parser.add_argument("--device", default="auto", help="as in pretrain_gpt.py, which gets all other flags, too")
+    options, flags = parser.parse_known_args()
     folder = Path(tempfile.mkdtemp(prefix="megatron_lite_smoke_"))
-    installed = "--installed" in sys.argv[1:]
-    os.environ.update(private_environment(folder, installed))  # before this process imports torch
-    flags = [flag for flag in sys.argv[1:] if flag not in ("--quick", "--installed")]
-    smoke = Smoke(folder, QUICK if "--quick" in sys.argv[1:] else FULL, installed, flags)
+    pythonpath = "" if options.installed else str(ROOT)
+    environment = private_environment(folder, pythonpath, OMP_NUM_THREADS="1", HOME=str(folder))
+    os.environ.update(environment)  # before this process imports torch
+    smoke = Smoke(folder, QUICK if options.quick else FULL, options.installed, options.device, flags)
     steps: dict[str, Callable[[], None]] = {
         "prepare": smoke.prepare,
         "train, kill, resume, export": smoke.train_and_resume,
@@ -328,8 +301,8 @@ def main() -> int:
         expected = isinstance(error, SmokeError)
         reason = str(error) if expected else str(missing_package(error) or f"{type(error).__name__}: {error}")
         result.update(ok=False, reason=reason)
-        if (folder / "log.txt").exists():
-            tail = (folder / "log.txt").read_text("utf-8", errors="replace").splitlines()[-40:]
+        if smoke.log.exists():
+            tail = smoke.log.read_text("utf-8", errors="replace").splitlines()[-40:]
             note("the last lines of the log:\n" + "\n".join(tail))
     finally:
         shutil.rmtree(folder, ignore_errors=True)

@@ -128,6 +128,13 @@ def measured_alone(words: Sequence[str], variables: Mapping[str, str] | None = N
     return json.loads(done.stdout.splitlines()[-1])
 
 
+def private_environment(folder: Path, pythonpath: str, **more: str) -> dict[str, str]:
+    """Return variables that keep every library offline and its files inside `folder`; more: other variables."""
+    caches = ("HF_HOME", "TORCHINDUCTOR_CACHE_DIR", "TRITON_CACHE_DIR", "XDG_CACHE_HOME", "CUDA_CACHE_PATH")
+    own = {"PYTHONPATH": pythonpath, "PYTHONDONTWRITEBYTECODE": "1", "HF_HUB_OFFLINE": "1", "WANDB_MODE": "disabled"}
+    return own | {"TMPDIR": str(folder)} | {name: str(folder / "cache" / name.lower()) for name in caches} | more
+
+
 # -- figures ---------------------------------------------------------------------------------------------------------
 
 

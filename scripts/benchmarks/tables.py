@@ -1,15 +1,28 @@
-"""Tables and goals: what is shown of a result, and what is wanted of it. Imports no torch."""
+"""Results in tables, printed and in docs/benchmarks.md, and compared with goals. Imports no torch."""
 
 from __future__ import annotations
 
 import argparse
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
+from pathlib import Path
 from typing import Any, NamedTuple
 
-from scripts.benchmarks.instructions import sentence
-from scripts.benchmarks.results import Result, Rows, Spread, compared_with, environment, ratio, scaled, write_json
-from scripts.docs.tables import markdown_table
+from scripts.benchmarks.results import (
+    ROOT,
+    Result,
+    Rows,
+    Spread,
+    argument_parser,
+    compared_with,
+    environment,
+    ratio,
+    read_json,
+    scaled,
+    write_json,
+)
+from scripts.docs.tables import markdown_table, with_tables, write_documents
 
 NOT_MEASURED = "not yet measured"
 
@@ -108,7 +121,7 @@ def surroundings(environment: Mapping[str, Any]) -> str:
     machine = environment["machine"]
     parts = [f"{machine['device']}, {machine['cores']} cores"]
     if machine.get("instruction_sets"):
-        parts.append(sentence(machine["instruction_sets"]))
+        parts += [f"{library}: {name}" for library, name in machine["instruction_sets"].items()]
     known = environment["versions"].items()
     parts.append(", ".join(f"{name} {version}" for name, version in known if version and name != "megatron_lite"))
     return "; ".join([*parts, f"commit {environment['commit']}, {environment['date']}"])
@@ -151,3 +164,31 @@ def verdicts(goals: Sequence[Goal], rows: Rows, settings: Mapping[str, Any] | No
         value = goal.value(rows)
         if value is not None and all((settings or {}).get(name) == wanted for name, wanted in goal.where.items()):
             yield goal.verdict(value)
+
+
+DOCUMENT = ROOT / "docs" / "benchmarks.md"
+Tables = Mapping[str, Callable[[Any], Sequence[str]]]
+
+
+def render(argv: Sequence[str], about: str | None, default: Path, tables: Tables, command: str) -> int:
+    """Write or compare the tables; return the exit code.
+
+    Args:
+        about: the description of the command.
+        default: the report if none is named; without that file every table is of an empty report.
+        tables: the writer of each table.
+        command: what writes the document, for the message about a stale one.
+    """
+    parser = argument_parser(about)
+    parser.add_argument("--report", type=Path, default=default, help=f"default docs/{default.name}")
+    parser.add_argument("--document", type=Path, default=DOCUMENT, help="default docs/benchmarks.md")
+    parser.add_argument("--check", action="store_true", help="compare only; exit code 1 if the document is stale")
+    options = parser.parse_args(argv)
+    if options.report != default and not options.report.exists():
+        parser.error(f"--report: {options.report} does not exist")
+    report = read_json(options.report) or {}
+    writers = {name: partial(write, report) for name, write in tables.items()}
+    try:
+        return write_documents({options.document: lambda text: with_tables(text, writers)}, options.check, command)
+    except ValueError as error:
+        parser.error(f"--document: {options.document}: {error}")

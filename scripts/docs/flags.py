@@ -1,6 +1,7 @@
 """Write docs/flags.md, and the tables of docs/from_levanter.md and docs/from_fast_llm.md.
 
-They are made from megatron_lite/config/ with its other_programs.txt.
+They are made from megatron_lite/config/ with its other_programs.txt. The other programs' options and their defaults are
+the lists in tests/vectors. The prose of the guides is written by hand: only their tables are replaced.
 
     python -m scripts.docs.flags            write the three files
     python -m scripts.docs.flags --check    compare only; exit code 1 if one is stale
@@ -8,18 +9,199 @@ They are made from megatron_lite/config/ with its other_programs.txt.
 
 from __future__ import annotations
 
+import dataclasses
+import itertools
+import json
+import re
 import sys
+import textwrap
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
 from megatron_lite.cli.help import default_words
-from megatron_lite.cli.unknown_flags import answers_for, refused
+from megatron_lite.cli.unknown_flags import answers_for, by_name, refused, suffixes
 from megatron_lite.config import AREAS
+from megatron_lite.config.other_programs import Row
 from megatron_lite.config.other_programs import table as other_programs
-from megatron_lite.config.values import FLAGS, Flag, limits
-from scripts.docs.foreign_flags import REPOSITORY, cell_text, guides, other_defaults, page, table
-from scripts.docs.tables import write_documents
+from megatron_lite.config.values import FLAGS, SPELLINGS, Flag, limits, written
+from scripts.docs.tables import markdown_table, write_documents
+
+REPOSITORY = Path(__file__).resolve().parents[2]
+SAME = "(the same)"  # after a default that other programs only write differently
+# Defaults of which that is true, besides `none` where we derive the value.
+SAME_DEFAULT = (
+    "optimizer.cycles trainer.per_device_parallelism trainer.per_device_eval_parallelism trainer.mp min_lr world_size "
+    "model.num_kv_heads model.mlp_scale model.activation_function"
+).split()
+# What Levanter does without an option for it: (behaviour, its value there, our flag, remark).
+FIXED = (
+    ("index of the first update", "0", "lr_step_offset", "a warmup then starts at rate 0; Adam's moments still move"),
+    ("clipping", "levanter", "clip_grad_style", "torch adds 1e-6 to the norm by which it divides"),
+    ("mean over micro-batches", "micro_mean", "loss_reduction", "differs if tokens are masked"),
+    ("attention across documents", "0", "cross_document_attention", ""),
+    ("first validation", "1", "validation_at_start", "after the first update there, before it here"),
+    ("exported weights", "average", "export_weights", "if there is an average"),
+    ("sharding over all ranks", "3", "zero_stage", "weights, gradients and optimizer state"),
+)
+LISTED = "The same flag with the same default:"
+_FLAG = r'--[a-z][\w-]*(?:=(?:"[^"]*"|<[^>]*>|[^\s<,;"]|,(?=\S))+)?'
+_FLAGS = re.compile(rf"(?:torchrun )?{_FLAG}(?: {_FLAG})*")
+
+
+@dataclass(frozen=True)
+class GuideRow:
+    """One row of a guide. `defaults`: of the other program, one for each of its models."""
+
+    option: str
+    defaults: tuple[str, ...]
+    here: str
+    remark: str
+    flag: Flag | None = None  # the flag here with the same meaning, if there is exactly one
+    same: bool = False  # whether the default here is only written differently
+
+    @property
+    def cells(self) -> tuple[str, ...]:
+        default = cell_text(default_words(self.flag)) if self.flag else ""
+        return self.option, *self.defaults, self.here, f"{default} {SAME}" if self.same else default, self.remark
+
+
+@dataclass(frozen=True)
+class Guide:
+    """One page about another program: `rows` by the heading of their section."""
+
+    program: str
+    path: Path
+    rows: dict[str, list[GuideRow]]
+    same: dict[str, list[str]]  # flags with the same name and default, by section
+
+
+def cell_text(text: str) -> str:
+    """Return text for a cell of a Markdown table, with flags as code."""
+    parts, end = [], 0
+    for match in _FLAGS.finditer(text):
+        parts += [text[end : match.start()].replace("<", "&lt;"), f"`{match[0]}`"]
+        end = match.end()
+    return "".join([*parts, text[end:].replace("<", "&lt;")]).replace("|", "\\|")
+
+
+def table(head: tuple[str, ...], rows: Sequence[tuple[str, ...]]) -> str:
+    """Return a Markdown table; the cells are Markdown already."""
+    return "".join(f"{line}\n" for line in markdown_table(head, rows))
+
+
+def guides() -> tuple[Guide, Guide]:
+    """Return both guides with the rows that their tables should have."""
+    rows: dict[str, list[GuideRow]] = {
+        "Fixed there, a flag here": [
+            GuideRow(text, (value,), f"`--{name}`", remark, FLAGS[name]) for text, value, name, remark in FIXED
+        ]
+    }
+    known = by_name("Megatron-LM", "Levanter")
+    for section, options in _options("levanter").items():
+        made = (row for name, default in options.items() for row in _rows(name, default, _cases(name, known)))
+        rows[section] = _merged(made)
+    levanter = Guide("Levanter", REPOSITORY / "docs" / "from_levanter.md", rows, {})
+
+    rows, same, known = {}, {}, by_name("Fast-LLM")
+    for section, options in _options("fast_llm").items():
+        same[section] = [name for name, default in options.items() if name not in known and _equal(name, default)]
+        others = {name: default for name, default in options.items() if name not in same[section]}
+        made = (row for name, default in others.items() for row in _rows(name, default, _cases(name, known)))
+        rows[section] = _merged(made)
+    return levanter, Guide("Fast-LLM", REPOSITORY / "docs" / "from_fast_llm.md", rows, same)
+
+
+def _options(program: str) -> dict[str, dict[str, str | None | dict[str, str | None]]]:
+    text = (REPOSITORY / "tests" / "vectors" / f"{program}_options.json").read_text("utf-8")
+    return dict(json.loads(text))
+
+
+def _equal(name: str, default: object) -> bool:
+    """Whether a flag of Fast-LLM has the same default here."""
+    flag = FLAGS[name]
+    if flag.default is None:
+        return default in ("none", "derived")
+    return flag.option.value_aliases.get(str(default), default) == (written(flag.default) or "[]")
+
+
+def _cases(name: str, known: Mapping[str, list[tuple[str, Row]]]) -> list[tuple[str, Row]]:
+    """Return the rows of a full name: those of its longest known end, or of the innermost known group."""
+    for end in suffixes(name):
+        if end in known:
+            return known[end]
+        if end in SPELLINGS:
+            return [("", Row((end,)))]
+    return next(known[group] for group in reversed(name.split(".")) if group in known)
+
+
+def _rows(name: str, default: object, cases: list[tuple[str, Row]]) -> Iterator[GuideRow]:
+    """Yield a row for each case of an option; the default is that of the first case."""
+    for place, (case, row) in enumerate(cases):
+        theirs = tuple(default.values()) if isinstance(default, dict) else (default,)
+        defaults = tuple(str(text or "") if place == 0 else "" for text in theirs)
+        option = f"`{name}`" + (f" ({case})" if case else "")
+        leaf = name.rpartition(".")[2]
+        here = row.here or (f"--{SPELLINGS[leaf].name}" if leaf in SPELLINGS else "")
+        flag = FLAGS.get(here.removeprefix("--"))
+        if row.only:
+            cell = "only " + " or ".join(f"`{value}`" for value in row.only)
+        else:
+            cell = cell_text(here or "refused")
+        derived = flag is not None and flag.default in (None, (), "auto") and default_words(flag) != "none"
+        same = place == 0 and (name in SAME_DEFAULT or (derived and {*defaults} - {""} == {"none"}))
+        same = same and name not in ("lr_decay_iters", "zero_stage")  # none means something else in Fast-LLM
+        yield GuideRow(option, defaults, cell, cell_text(row.remark), flag, same)
+
+
+def _merged(rows: Iterator[GuideRow]) -> list[GuideRow]:
+    """Join neighbours that have no flag here and differ in nothing but their name."""
+    found = []
+    for _, group in itertools.groupby(rows, key=lambda row: (row.option if row.flag else "", row.cells[1:])):
+        first, *others = group
+        found.append(dataclasses.replace(first, option=", ".join(row.option for row in (first, *others))))
+    return found
+
+
+def page(guide: Guide, text: str) -> str:
+    """Return the text of a guide with its tables, and its lists of equal flags, as they should be now."""
+    sections = re.split(r"^(?=## )", text, flags=re.M)
+    return "".join(_section(guide, text) for text in sections)
+
+
+def _section(guide: Guide, text: str) -> str:
+    heading = text.partition("\n")[0].removeprefix("## ")
+    if heading not in guide.rows:
+        return text
+    lists = ""
+    if guide.same.get(heading):
+        names = ", ".join(f"`--{name}`" for name in guide.same[heading])
+        lists = textwrap.fill(f"{LISTED} {names}.", 125, break_on_hyphens=False) + "\n\n"
+    models = ("gpt2", "llama") if heading == "Model" and guide.program == "Levanter" else ("default there",)
+    first = "Levanter" if guide.program == "Levanter" else "flag"
+    made = table((first, *models, "here", "default here", "remarks"), [row.cells for row in guide.rows[heading]])
+    text = re.sub(rf"^{LISTED}.*?\n\n", "", text, flags=re.M | re.S)
+    return re.sub(r"(^\|.*\n)+", lambda _: lists + made, text, count=1, flags=re.M)
+
+
+def other_defaults() -> dict[str, str]:
+    """Return the defaults of other programs by flag, where they differ from ours."""
+    found: dict[str, dict[str, list[str]]] = {}
+    for guide in guides():
+        for row in itertools.chain.from_iterable(guide.rows.values()):
+            models = ("gpt2", "llama") if len(row.defaults) > 1 else ("",)
+            for model, text in zip(models, row.defaults, strict=True):
+                text = re.sub(r"none \((.*)\)", r"\1", text)
+                if row.flag is None or row.same or text in ("", "none", default_words(row.flag)):
+                    continue
+                shown = f"{text} ({model})" if model else text
+                found.setdefault(row.flag.name, {}).setdefault(guide.program, []).append(shown)
+    return {
+        flag: "; ".join(f"{program}: {', '.join(dict.fromkeys(texts))}" for program, texts in programs.items())
+        for flag, programs in found.items()
+    }
+
 
 TARGET = REPOSITORY / "docs" / "flags.md"
 

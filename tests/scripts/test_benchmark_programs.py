@@ -17,11 +17,10 @@ import numpy as np
 import pytest
 
 from megatron_lite.data.indexed_dataset import IndexedDataset
-from scripts.benchmarks import instructions
+from scripts.benchmarks import processor
 from scripts.benchmarks.programs import __main__ as program
 from scripts.benchmarks.programs import contestants, inputs
-from scripts.benchmarks.programs.process import Command, Program, ProgramError
-from scripts.benchmarks.programs.race import Race
+from scripts.benchmarks.programs.race import Command, Program, ProgramError, Race
 
 pytestmark = [pytest.mark.guides, pytest.mark.skipif(sys.platform != "linux", reason="programs are observed by /proc")]
 
@@ -169,16 +168,16 @@ def test_instruction_sets_are_read_from_what_the_libraries_print() -> None:
         "Vector Extensions 512 (Intel(R) AVX-512) with support for INT8, BF16, Lnx 2.30GHz lp64 gnu_thread\n"
         "onednn_verbose,v1,info,cpu,isa:Intel AVX-512 with Intel DL Boost\n"
     )
-    found = instructions.read(text)
+    found = processor.instruction_sets_in(text)
     assert found["torch"] == "AVX512" and found["oneDNN"] == "AVX-512 with Intel DL Boost"
     assert found["MKL"].startswith("AVX-512")
     mkl = "MKL_VERBOSE oneMKL for Intel(R) 64 architecture Intel(R) Advanced Vector Extensions 2 (Intel(R) AVX2) "
-    assert instructions.read(f"torch AVX2\n{mkl}enabled processors, Lnx 2.30GHz\n")["MKL"] == "AVX2"
-    assert set(instructions.read("").values()) == {instructions.UNKNOWN}
+    assert processor.instruction_sets_in(f"torch AVX2\n{mkl}enabled processors, Lnx 2.30GHz\n")["MKL"] == "AVX2"
+    assert set(processor.instruction_sets_in("").values()) == {processor.UNKNOWN}
 
 
 def test_the_environment_of_avx2_reaches_torch() -> None:
-    assert instructions.instruction_sets(instructions.AVX2)["torch"] in ("AVX2", "DEFAULT")
+    assert processor.instruction_sets(processor.AVX2)["torch"] in ("AVX2", "DEFAULT")
 
 
 def test_inputs_hold_the_same_tokens(tmp_path: Path) -> None:
@@ -220,7 +219,7 @@ def test_our_program_races_and_missing_peers_are_named(tmp_path: Path) -> None:
     assert "no checkout" in result["missing"]["nanoGPT"]
     assert "litgpt is not installed" in result["missing"]["litgpt"]
     assert "1 thread, 2 x 32 tokens" in done.stdout and "| megatron_lite |" in done.stdout
-    assert result["variables"] == instructions.AVX2 | {"OMP_NUM_THREADS": "1"}
+    assert result["variables"] == processor.AVX2 | {"OMP_NUM_THREADS": "1"}
 
 
 @pytest.mark.skipif(find_spec("transformers") is None, reason="transformers is not installed")

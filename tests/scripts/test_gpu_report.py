@@ -25,10 +25,8 @@ from scripts.benchmarks.gpu import budget
 from scripts.benchmarks.gpu import ops as gpu_ops
 from scripts.benchmarks.gpu import render as rendering
 from scripts.benchmarks.gpu import report as gpu_report
-from scripts.benchmarks.gpu import steps as gpu_steps
 from scripts.benchmarks.gpu.ops_table import FULL, OPS, WINDOWED, Op, Shape, attention_flops, by_library
-from scripts.benchmarks.gpu.report import Report
-from scripts.benchmarks.gpu.steps import Step
+from scripts.benchmarks.gpu.report import Report, Step
 from scripts.benchmarks.training import settings as benchmark_settings
 
 pytestmark = pytest.mark.guides
@@ -71,10 +69,10 @@ def test_a_failure_does_not_stop_the_others(tmp_path: Path) -> None:
     found = run(
         tmp_path,
         60.0,
-        Step("bad", (*python(f"{write}; print('so it goes'); sys.exit(7)"), "{output}"), 30, gpu_steps.read_output),
-        Step("silent", python("pass"), 30, gpu_steps.read_output),
-        Step("broken", (*python("open(sys.argv[1], 'w').write('{')"), "{output}"), 30, gpu_steps.read_output),
-        Step("good", (*python(write), "{output}"), 30, gpu_steps.read_output),
+        Step("bad", (*python(f"{write}; print('so it goes'); sys.exit(7)"), "{output}"), 30, gpu_report.read_output),
+        Step("silent", python("pass"), 30, gpu_report.read_output),
+        Step("broken", (*python("open(sys.argv[1], 'w').write('{')"), "{output}"), 30, gpu_report.read_output),
+        Step("good", (*python(write), "{output}"), 30, gpu_report.read_output),
     )
     bad, silent, broken, good = found["steps"].values()
     assert bad["status"] == "failed" and bad["reason"] == "exit code 7" and bad["result"] == {"rows": 3}
@@ -96,9 +94,9 @@ def test_deadlines(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     found = run(
         tmp_path,
         3.0,
-        Step("slow", (*python(partial), "{output}"), 1.0, gpu_steps.read_output),
-        Step("endless", python(endless), 30, gpu_steps.read_output),
-        Step("late", python("pass"), 30, gpu_steps.read_output),
+        Step("slow", (*python(partial), "{output}"), 1.0, gpu_report.read_output),
+        Step("endless", python(endless), 30, gpu_report.read_output),
+        Step("late", python("pass"), 30, gpu_report.read_output),
     )
     slow, endless_one, late = found["steps"].values()
     assert slow["status"] == "stopped" and slow["seconds"] < 2 and slow["result"] == {"rows": 1}
@@ -120,9 +118,9 @@ def test_a_step_that_crashes_goes_on(tmp_path: Path, monkeypatch: pytest.MonkeyP
     found = run(
         tmp_path,
         60.0,
-        Step("resumed", (*command, "3"), 30, gpu_steps.read_output, resumes=True),
-        Step("hopeless", (*command, "99"), 30, gpu_steps.read_output, resumes=True),
-        Step("single", (*command, "3"), 30, gpu_steps.read_output),
+        Step("resumed", (*command, "3"), 30, gpu_report.read_output, resumes=True),
+        Step("hopeless", (*command, "99"), 30, gpu_report.read_output, resumes=True),
+        Step("single", (*command, "3"), 30, gpu_report.read_output),
     )
     assert [(step["status"], step["result"]) for step in found["steps"].values()] == [
         ("ok", 3),
@@ -162,7 +160,7 @@ VARIANTS = ("recompute activation", "recompute full", "without Triton", "window 
 def test_training_tables_name_rows_that_exist() -> None:
     """The report asks the training benchmark for models and rows that it knows, by which the goals are read off."""
     rows = {}
-    for step in gpu_steps.steps(1):
+    for step in gpu_report.steps(1):
         if step.command[:2] == ("-m", "scripts.benchmarks.training"):
             options = benchmark_settings.parse(step.command[2:])
             rows[step.name] = set(benchmark_settings.chosen(options, 1))
@@ -178,7 +176,7 @@ def test_training_tables_name_rows_that_exist() -> None:
 
 def configurations(step: str) -> dict[str, Config]:
     """Return the resolved configurations of the rows of a step, which are all ours."""
-    (asked,) = (one for one in gpu_steps.steps(1) if one.name == step)
+    (asked,) = (one for one in gpu_report.steps(1) if one.name == step)
     options = benchmark_settings.parse(asked.command[2:])
     rows = benchmark_settings.chosen(options, 1).items()
     return {name: benchmark_settings.row_config(row, options, 1) for name, row in rows}
@@ -349,17 +347,17 @@ def test_logs_of_pytest(tmp_path: Path) -> None:
     """With and without pytest-xdist; with a summary and cut short before it."""
     log = tmp_path / "log"
     log.write_text(LOG, "utf-8")
-    found = gpu_steps.read_tests(tmp_path / "none", log)
+    found = gpu_report.read_tests(tmp_path / "none", log)
     assert found["counts"] == {"passed": 2, "failed": 2, "skipped": 2}
     assert found["failures"] == ["tests/kernels/test_a.py::test_two", "tests/test_gpu.py::test_five"]
     log.write_text(f"{LOG}FAILED tests/test_gpu.py::test_five - assert 1 == 2\n", "utf-8")
-    assert gpu_steps.read_tests(tmp_path / "none", log)["failures"] == ["tests/test_gpu.py::test_five - assert 1 == 2"]
+    assert gpu_report.read_tests(tmp_path / "none", log)["failures"] == ["tests/test_gpu.py::test_five - assert 1 == 2"]
 
 
 def test_the_result_of_the_smoke_test(tmp_path: Path) -> None:
     log = tmp_path / "log"
     log.write_text('smoke_test: prepare\n{"ok": true, "seconds": 30.0}\n', "utf-8")
-    assert gpu_steps.read_smoke_test(tmp_path / "none", log) == {"ok": True, "seconds": 30.0}
+    assert gpu_report.read_smoke_test(tmp_path / "none", log) == {"ok": True, "seconds": 30.0}
 
 
 def ms(median: float) -> dict[str, Any]:

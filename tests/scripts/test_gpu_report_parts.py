@@ -9,9 +9,7 @@ from typing import Any
 import pytest
 
 from scripts.benchmarks.gpu import report as gpu_report
-from scripts.benchmarks.gpu import steps as gpu_steps
-from scripts.benchmarks.gpu.report import Report
-from scripts.benchmarks.gpu.steps import Step
+from scripts.benchmarks.gpu.report import Report, Step
 
 pytestmark = pytest.mark.guides
 
@@ -19,14 +17,14 @@ pytestmark = pytest.mark.guides
 def test_each_part_fits_into_one_call() -> None:
     """Its budgets and its start add up to the limit at most, which is well below ten minutes. The tests come first, and
     every step can be chosen by its name."""
-    known = gpu_steps.steps(1)
-    for part in gpu_steps.PARTS:
+    known = gpu_report.steps(1)
+    for part in gpu_report.PARTS:
         assert gpu_report.START_S + sum(step.budget_s for step in known if step.part == part) <= gpu_report.LIMIT_S, (
             part
         )
     assert gpu_report.LIMIT_S <= 540
-    assert [step.part for step in known] == sorted((step.part for step in known), key=gpu_steps.PARTS.index)
-    tests = [step.name for step in known if step.read in (gpu_steps.read_tests, gpu_steps.read_smoke_test)]
+    assert [step.part for step in known] == sorted((step.part for step in known), key=gpu_report.PARTS.index)
+    tests = [step.name for step in known if step.read in (gpu_report.read_tests, gpu_report.read_smoke_test)]
     assert tests == [step.name for step in known if step.part == "correctness"]
     for step in known:
         assert gpu_report.parse([f"--only={step.name}"]).only == [step.name]
@@ -34,13 +32,13 @@ def test_each_part_fits_into_one_call() -> None:
 
 def test_a_call_runs_the_chosen_parts_and_steps() -> None:
     def names(*arguments: str) -> list[str]:
-        return [step.name for step in gpu_steps.chosen(gpu_steps.steps(1), gpu_report.parse(arguments).only)]
+        return [step.name for step in gpu_report.chosen(gpu_report.steps(1), gpu_report.parse(arguments).only)]
 
     assert names() == ["kernel tests", "GPU tests", "smoke test", "flex_attention tests"]
     assert names("--only=training")[0] == "gpt2-124m" and "ops" in names("--only=operations")
     assert names("--only=smoke test,ops") == ["smoke test", "ops"]
     every = names("--only=correctness,operations,training", "--limit_s=3000")
-    assert every == [step.name for step in gpu_steps.steps(1)]
+    assert every == [step.name for step in gpu_report.steps(1)]
 
 
 @pytest.mark.parametrize(
@@ -111,7 +109,7 @@ def test_a_later_call_adds_its_steps_to_the_file(tmp_path: Path) -> None:
     output.write_text(json.dumps(part_of_report("2026-01-01", kernel_tests=1, ops=1)), "utf-8")
     report = Report(output, tmp_path, 60.0, HEAD, gpu_report.earlier_report(output, HEAD))
     assert set(json.loads(output.read_text("utf-8"))["steps"]) == {"kernel tests", "ops"}
-    report.run(Step("ops", ("-c", "raise SystemExit(3)"), 30, gpu_steps.read_output))
+    report.run(Step("ops", ("-c", "raise SystemExit(3)"), 30, gpu_report.read_output))
     found = json.loads(output.read_text("utf-8"))
     assert [(name, step["status"]) for name, step in found["steps"].items()] == [
         ("kernel tests", "ok"),
@@ -124,17 +122,17 @@ def test_three_calls_make_one_report(tmp_path: Path, monkeypatch: pytest.MonkeyP
     """The whole program with a fake GPU: each call adds its part; one on another machine runs nothing."""
     described = dict(A_GPU)
     command = ("-c", "import json, sys; json.dump({'n': 1}, open(sys.argv[1], 'w'))", "{output}")
-    fakes = [Step(part, command, 30, gpu_steps.read_output, part) for part in gpu_steps.PARTS]
+    fakes = [Step(part, command, 30, gpu_report.read_output, part) for part in gpu_report.PARTS]
     monkeypatch.setattr(gpu_report, "without_gpu", lambda: None)
     monkeypatch.setattr(gpu_report, "describe", lambda: described)
     monkeypatch.setattr(gpu_report, "steps", lambda parallel: fakes)
-    monkeypatch.setattr(gpu_report, "private_environment", lambda folder: {})
+    monkeypatch.setattr(gpu_report, "private_environment", lambda *_, **__: {})
     output = tmp_path / "report.json"
-    for count, part in enumerate(gpu_steps.PARTS, start=1):
+    for count, part in enumerate(gpu_report.PARTS, start=1):
         more = [] if count == 1 else [f"--only={part}"]
         assert gpu_report.main([f"--output={output}", *more]) == 0
         found = json.loads(output.read_text("utf-8"))
-        assert list(found["steps"]) == [*gpu_steps.PARTS[:count]] and found["ok"]
+        assert list(found["steps"]) == [*gpu_report.PARTS[:count]] and found["ok"]
     described["machine"] = {"device": "B GPU"}
     with pytest.raises(ValueError, match="device A GPU and B GPU"):
         gpu_report.main([f"--output={output}"])

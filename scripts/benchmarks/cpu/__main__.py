@@ -24,7 +24,7 @@ from pathlib import Path
 from typing import Any
 
 from scripts.benchmarks.cpu.runs import RUNS, Run
-from scripts.benchmarks.instructions import ISAS
+from scripts.benchmarks.processor import ISAS
 from scripts.benchmarks.results import ROOT, Result, argument_parser, names_in, read_json, write_json
 
 REPORT = ROOT / "docs" / "cpu_report.json"

@@ -13,9 +13,8 @@ from collections.abc import Callable, Iterator, Sequence
 from scripts.benchmarks.cpu.__main__ import REPORT
 from scripts.benchmarks.cpu.goals import OURS, PROGRAM, Report, goal_rows
 from scripts.benchmarks.cpu.runs import BF16, CORES, GPT2, LLAMA, RANKS, RUNS, TENSOR, THREAD, Run
-from scripts.benchmarks.documents import render
 from scripts.benchmarks.results import MIB, Result
-from scripts.benchmarks.tables import NOT_MEASURED, Column, compared, number, over, spread, surroundings
+from scripts.benchmarks.tables import NOT_MEASURED, Column, compared, number, over, render, spread, surroundings
 from scripts.benchmarks.training.report import profile_table
 from scripts.docs.tables import markdown_table
 

@@ -13,10 +13,9 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from scripts.benchmarks.documents import render
 from scripts.benchmarks.gpu import budget
 from scripts.benchmarks.results import ROOT, Result, Rows
-from scripts.benchmarks.tables import NOT_MEASURED, Column, number, remarks, spread, surroundings, table
+from scripts.benchmarks.tables import NOT_MEASURED, Column, number, remarks, render, spread, surroundings, table
 from scripts.docs.tables import markdown_table
 
 REPORT = ROOT / "docs" / "gpu_report.json"

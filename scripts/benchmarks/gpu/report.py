@@ -14,18 +14,139 @@ import argparse
 import json
 import math
 import os
+import re
 import shutil
 import signal
 import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from scripts.benchmarks.gpu.steps import OPS, PARTS, Step, chosen, steps
-from scripts.benchmarks.results import ROOT, Result, argument_parser, names_in, write_json
+from scripts.benchmarks.results import (
+    ROOT,
+    Result,
+    argument_parser,
+    names_in,
+    private_environment,
+    read_json,
+    write_json,
+)
+
+PARTS = ("correctness", "operations", "training")  # in this order: numbers of a wrong program are worth nothing
+OPS = ("-m", "scripts.benchmarks.gpu.ops")
+# A line of `pytest -v`, with and without pytest-xdist.
+OUTCOME = "PASSED|FAILED|SKIPPED|ERROR|XFAIL|XPASS"
+TEST_LINE = re.compile(
+    rf"^(?:\[gw\d+\] \[ *\d+%\] (?P<first>{OUTCOME}) (?P<a>\S+::.*)|(?P<b>\S+::.*) (?P<last>{OUTCOME})(?: .*)?)$"
+)
+SUMMARY_LINE = re.compile(r"^(FAILED|ERROR) (tests/.*)$")
+DROPPED_FROM_ROWS = ("losses", "state_bytes_by_kind", "cpu_s", "others")
+
+
+@dataclass(frozen=True)
+class Step:
+    """Arguments of Python, a time limit, and a reader of the results: (file that the step wrote, its log) -> results.
+
+    {output} in the command: the file that the step writes.
+    """
+
+    name: str
+    command: tuple[str, ...]
+    budget_s: float
+    read: Callable[[Path, Path], Any]
+    part: str = PARTS[0]
+    resumes: bool = False  # restart after any exit code but 0 and 1: the step continues behind the crash
+
+
+def steps(parallel_tests: int) -> list[Step]:
+    """Return all steps in the order of their parts."""
+    pytest: tuple[str, ...] = ("-m", "pytest", "-p", "no:cacheprovider", "-v", "--color=no", "-rfE")
+    if parallel_tests > 1:
+        pytest += ("-n", str(parallel_tests), "--dist=worksteal")
+    # Some test files cannot be imported without all packages of the test extra.
+    files = sorted(str(path) for path in (ROOT / "tests").rglob("test_*.py") if "mark.gpu" in path.read_text("utf-8"))
+    pytest += ("--continue-on-collection-errors",)
+    # flex_attention compiles for some ten seconds per shape, so its tests run last.
+    pytest_gpu = (*pytest, "-m", "gpu", "-k", "not flex", *files)
+    pytest_flex = (*pytest, "-m", "gpu", "-k", "flex", *files)
+
+    def table(
+        name: str, model: str, only: str, turns: int, budget_s: float, *options: str, part: str = PARTS[2]
+    ) -> Step:
+        flags = ("--device=cuda", f"--model={model}", "--dtype=bf16", f"--only={only}", f"--turns={turns}", *options)
+        command = ("-m", "scripts.benchmarks.training", *flags, "--output={output}")
+        return Step(name, command, budget_s, read_benchmark, part)
+
+    gpt2, llama = "ZeRO-1,torch compiled*,FSDP2 compiled", "ZeRO-1,FSDP2 compiled,torch compiled"
+    split = "ZeRO-1 split recompute"
+    alone, layers = "--one_at_a_time", "--num_layers=16"  # 16 layers fit with all activations; 32 need memory options
+    variants = "ZeRO-1,ZeRO-1 recompute activation,ZeRO-1 recompute full,ZeRO-1 without Triton,ZeRO-1 window 4096"
+    few = (alone, "--num_layers=6", "--steps_per_turn=6")
+    return [
+        Step("kernel tests", (*pytest, "-m", "not slow and not gpu", "tests/kernels"), 110, read_tests),
+        Step("GPU tests", pytest_gpu, 100, read_tests),
+        Step("smoke test", ("scripts/smoke_test.py", "--device=cuda"), 80, read_smoke_test),
+        Step("flex_attention tests", pytest_flex, 120, read_tests),
+        Step("ceilings", (*OPS, "--ceilings", "--output={output}"), 40, read_output, PARTS[1]),
+        Step("ops", (*OPS, "--output={output}"), 120, read_output, PARTS[1], resumes=True),
+        table("variants", "mistral-7b", variants, 2, 85, *few, part=PARTS[1]),
+        table("deterministic", "mistral-7b", "ZeRO-1,ZeRO-1 deterministic", 2, 50, *few, part=PARTS[1]),
+        table("gpt2-124m", "gpt2-124m", gpt2, 5, 90, "--steps_per_turn=8"),
+        table("llama-3-8b-8l", "llama-3-8b-8l", llama, 3, 90, alone),
+        table("mistral-7b", "mistral-7b", f"{split} activation,{split} quarter,ZeRO-3 recompute full", 2, 130, alone),
+        table("mistral-7b 16 layers", "mistral-7b", "ZeRO-1,ZeRO-3", 3, 50, alone, layers),
+    ]
+
+
+# -- readers ---------------------------------------------------------------------------------------------------------
+
+
+def read_output(output: Path, log: Path) -> Any:
+    """Return the JSON file, or None if the step wrote none."""
+    return read_json(output)
+
+
+def read_smoke_test(output: Path, log: Path) -> Any:
+    """Return the last line of the log that is a JSON object."""
+    for line in reversed(log.read_text("utf-8", errors="replace").splitlines()):
+        if line.startswith("{"):
+            return json.loads(line)
+    return None
+
+
+def read_tests(output: Path, log: Path) -> dict[str, Any]:
+    """Return the number of tests per outcome, and the failures, from the log of `pytest -v -rfE`."""
+    counts: dict[str, int] = {}
+    failures, failed = [], []
+    for line in log.read_text("utf-8", errors="replace").splitlines():
+        found = TEST_LINE.match(line)
+        if found:
+            outcome = (found["first"] or found["last"]).lower()
+            counts[outcome] = counts.get(outcome, 0) + 1
+            if outcome in ("failed", "error"):
+                failed.append((found["a"] or found["b"]).strip())
+        elif summary := SUMMARY_LINE.match(line):
+            failures.append(summary[2][:300])
+    return {"counts": counts, "failures": failures or failed}  # a stopped run has no summary
+
+
+def read_benchmark(output: Path, log: Path) -> Any:
+    """Return the JSON of the training benchmark without the long lists in its rows."""
+    result = read_json(output)
+    for row in result["rows"].values() if result is not None else ():
+        for key in DROPPED_FROM_ROWS:
+            row.pop(key, None)
+    return result
+
+
+def chosen(known: Sequence[Step], wanted: Sequence[str]) -> list[Step]:
+    """Return the steps whose name, or whose part, is wanted."""
+    return [step for step in known if step.name in wanted or step.part in wanted]
+
 
 LIMIT_S = 520.0  # of nine minutes, which leaves time for stopping the last step and for starting Python
 START_S = 20.0  # of the limit, besides the budgets: the search for the device and its description
@@ -54,15 +175,12 @@ def without_infinities(value: Any) -> Any:
     return str(value) if isinstance(value, float) and not math.isfinite(value) else value
 
 
-def origin(report: Result) -> dict[str, Any]:
-    """Return the machine and software of a report: numbers of different ones do not belong together."""
-    described = report.get("environment", {})
-    return {**described.get("machine", {}), **described.get("versions", {}), "commit": described.get("commit")}
-
-
 def difference(a: Result, b: Result) -> str | None:
-    """Return the first property of machine or software in which two reports differ, or None."""
-    first, second = origin(a), origin(b)
+    """Return the first property of machine or software in which two reports differ: their numbers do not mix."""
+    first, second = (
+        {**described.get("machine", {}), **described.get("versions", {}), "commit": described.get("commit")}
+        for described in (report.get("environment", {}) for report in (a, b))
+    )
     names = (name for name in {**first, **second} if first.get(name) != second.get(name))
     return next((f"{name} {first.get(name)} and {second.get(name)}" for name in names), None)
 
@@ -172,19 +290,6 @@ def call(command: Sequence[str], log: Path, deadline: float) -> int | None:
             process.wait()
 
 
-def private_environment(folder: Path) -> dict[str, str]:
-    """Return variables that keep every library offline and its files inside `folder`."""
-    caches = ("HF_HOME", "TORCHINDUCTOR_CACHE_DIR", "TRITON_CACHE_DIR", "XDG_CACHE_HOME", "CUDA_CACHE_PATH")
-    return {
-        "PYTHONPATH": os.pathsep.join([str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])]),
-        "PYTHONDONTWRITEBYTECODE": "1",
-        "PYTHONUNBUFFERED": "1",
-        "HF_HUB_OFFLINE": "1",
-        "WANDB_MODE": "disabled",
-        "TMPDIR": str(folder),
-    } | {name: str(folder / "cache" / name.lower()) for name in caches}
-
-
 def without_gpu() -> str | None:
     """Return why there is no GPU to report on, or None if there is one."""
     probe = subprocess.run([sys.executable, "-c", PROBE], capture_output=True, text=True)
@@ -246,13 +351,6 @@ def read_report(path: Path) -> Result:
     return report
 
 
-def merge_files(paths: Sequence[Path], output: Path) -> int:
-    """Join reports into one file; return 0 if all steps of all succeeded."""
-    whole = merged([read_report(path) for path in paths], [step.name for step in steps(1)])
-    write_json(output, whole)
-    return 0 if whole["ok"] else 1
-
-
 def earlier_report(output: Path, head: Result) -> Result | None:
     """Return the report to which this call adds its steps; None: the file does not exist yet.
 
@@ -272,13 +370,16 @@ def main(argv: Sequence[str]) -> int:
     options, started = parse(argv), time.monotonic()
     options.output = options.output.resolve()
     if options.merge:
-        return merge_files(options.merge, options.output)
+        whole = merged([read_report(path) for path in options.merge], [step.name for step in steps(1)])
+        write_json(options.output, whole)
+        return 0 if whole["ok"] else 1
     reason = without_gpu()
     if reason is not None:
         print(f"gpu_report: nothing to report: {reason}")
         return 0
     folder = Path(tempfile.mkdtemp(prefix="megatron_lite_gpu_report_"))
-    os.environ.update(private_environment(folder))
+    pythonpath = os.pathsep.join([str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])])
+    os.environ.update(private_environment(folder, pythonpath, PYTHONUNBUFFERED="1"))
     try:
         head = {"environment": describe()}
         earlier = earlier_report(options.output, head)

@@ -21,11 +21,10 @@ import tempfile
 from collections.abc import Sequence
 from pathlib import Path
 
-from scripts.benchmarks import instructions
+from scripts.benchmarks import processor
 from scripts.benchmarks.programs.contestants import OURS, OURS_BESIDE, PROGRAMS, Setting
 from scripts.benchmarks.programs.inputs import write_inputs
-from scripts.benchmarks.programs.process import Command
-from scripts.benchmarks.programs.race import Race
+from scripts.benchmarks.programs.race import Command, Race
 from scripts.benchmarks.results import MIB, Result, argument_parser, environment, names_in, write_json
 from scripts.benchmarks.tables import compared, number, remarks, spread, surroundings, table
 from scripts.benchmarks.training.settings import MODELS, Sizes
@@ -49,7 +48,7 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
         add(f"--{name}", type=int, help="default 2" if name == "micro_batch_size" else "default: the model's")
     add("--ranks", type=int, default=1, help="processes of each program, under torchrun if more than 1 (default 1)")
     add("--threads", type=int, help="OMP_NUM_THREADS of each process; default: unset, as each program chooses")
-    isas = tuple(instructions.ISAS)
+    isas = tuple(processor.ISAS)
     add("--isa", choices=isas, default="all", help="instruction sets of the libraries: all, or none after AVX2")
     add("--turns", type=int, default=6, help="rounds (default 6)")
     add("--steps_per_turn", type=int, default=20, help="default 20, and one before them that does not count")
@@ -96,7 +95,7 @@ def commands_of(options: argparse.Namespace, folder: Path) -> tuple[dict[str, Co
 def variables_of(options: argparse.Namespace) -> dict[str, str]:
     """Return the environment variables of all programs."""
     threads = {} if options.threads is None else {"OMP_NUM_THREADS": str(options.threads)}
-    return {**instructions.ISAS[options.isa], **threads}
+    return {**processor.ISAS[options.isa], **threads}
 
 
 def main(argv: Sequence[str]) -> int:
@@ -109,7 +108,7 @@ def main(argv: Sequence[str]) -> int:
         folder = Path(name)
         write_inputs(folder, options.vocab_size)
         commands, missing = commands_of(options, folder)
-        machine = {"instruction_sets": instructions.instruction_sets(variables, options.python)}
+        machine = {"instruction_sets": processor.instruction_sets(variables, options.python)}
         head: Result = {
             "environment": environment("python -m scripts.benchmarks.programs", argv, machine, options.python),
             "settings": {name: value for name, value in vars(options).items() if name != "output"},

@@ -20,7 +20,7 @@ from megatron_lite.config import Config, unflatten
 from megatron_lite.huggingface.write_config import hugging_face_config
 from megatron_lite.validation import resolve
 from scripts.benchmarks.programs.inputs import write_json_file, write_llama_weights, write_tokenizer
-from scripts.benchmarks.programs.process import Command
+from scripts.benchmarks.programs.race import Command
 from scripts.benchmarks.results import ROOT, TORCHRUN
 from scripts.benchmarks.training.settings import MODELS, Sizes
 

@@ -30,7 +30,7 @@ from megatron_lite.distributed.process_group import Distributed
 from megatron_lite.monitor.metrics import known_peak_tflops, model_flops
 from megatron_lite.planner.plan import make_plan
 from megatron_lite.run import exit_status
-from scripts.benchmarks import instructions
+from scripts.benchmarks import processor
 from scripts.benchmarks.processor import memory_bytes
 from scripts.benchmarks.results import Result, environment, write_json
 from scripts.benchmarks.tables import verdicts
@@ -113,7 +113,7 @@ def describe(argv: Sequence[str], options: argparse.Namespace, distributed: Dist
         machine["device"] = torch.cuda.get_device_name(distributed.device)
         options.peak_tflops = options.peak_tflops or known_peak_tflops(machine["device"])
     elif distributed.rank == 0:
-        machine["instruction_sets"] = instructions.instruction_sets({})
+        machine["instruction_sets"] = processor.instruction_sets({})
     command = f"torchrun --nproc-per-node={distributed.world_size} -m scripts.benchmarks.training"
     return {
         "environment": environment(command, argv, machine),
