@@ -23,25 +23,12 @@ from tests.support.launch import run
 ROOT = Path(__file__).resolve().parents[2]
 RUN = ("--device=cpu", "--sequence_length=16", "--dataset_source=random", "--batch_size=2")
 # What config.json of the fixture says, as flags.
-SAME = (
-    "--num_layers=2",
-    "--hidden_size=30",
-    "--num_attention_heads=6",
-    "--head_groups=3",
-    "--kv_channels=10",
-    "--ffn_hidden_size=44",
-    "--vocab_size=61",
-    "--gated=1",
-    "--activation_type=silu",
-    "--add_linear_biases=0",
-    "--normalization_type=rms_norm",
-    "--layer_norm_eps=1e-4",
-    "--use_rotary_embeddings=1",
-    "--rotary_base=500",
-    "--tie_word_embeddings=1",
-    "--window_size=7",
-    "--max_position_embeddings=64",
-)
+SAME = """
+--num_layers=2 --hidden_size=30 --num_attention_heads=6 --head_groups=3 --kv_channels=10 --ffn_hidden_size=44
+--vocab_size=61 --gated=1 --activation_type=silu --add_linear_biases=0 --normalization_type=rms_norm
+--layer_norm_eps=1e-4 --use_rotary_embeddings=1 --rotary_base=500 --tie_word_embeddings=1 --window_size=7
+--max_position_embeddings=64
+""".split()
 
 
 @pytest.fixture(scope="module")

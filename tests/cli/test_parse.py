@@ -48,63 +48,10 @@ MODEL_ARGS = """\
 DATA_ARGS = "--split=9998,2,0 --dataset_source=list --data_path $DATA_PATH"
 
 HOSTILE = (
-    "",
-    " ",
-    "nan",
-    "NaN",
-    "inf",
-    "-inf",
-    "Infinity",
-    "1e999",
-    "-1e999",
-    "1e-999",
-    "-1",
-    "0",
-    "1_000",
-    "0x10",
-    "1e5",
-    "5e5",
-    "\uff11\uff12",
-    "\u0661",
-    "\u00b2",
-    "9" * 20_000,
-    "1" * 30,
-    "1.5.2",
-    "--1",
-    "1,2",
-    "none",
-    "None",
-    "True",
-    "yes",
-    "a b",
-    "'1'",
-    '"1"',
-    "\u201c1\u201d",
-    "\x00",
-    "1\x00",
-    "1\n",
-    "\n",
-    "\t",
-    "\udcff",
-    "\U0001f600",
-    "x" * 100_000,
-    "%s%n",
-    "$HOME",
-    "`id`",
-    "@",
-    "~",
-    "-",
-    "--",
-    "../..",
-    "[]",
-    "{}",
-    "-0",
-    "+1",
-    "1.",
-    ".5",
-    "1e",
-    "e1",
-    "00000001",
+    *("", " ", "\n", "\t", "a b", "1\n", "\x00", "1\x00", "\udcff", "\U0001f600", "\uff11\uff12", "\u0661", "\u00b2"),
+    *("\u201c1\u201d", "1" * 30, "9" * 20_000, "x" * 100_000),
+    *"nan NaN inf -inf Infinity 1e999 -1e999 1e-999 -1 0 1_000 0x10 1e5 5e5 1.5.2 --1 1,2 none None True yes".split(),
+    *"'1' \"1\" %s%n $HOME `id` @ ~ - -- ../.. [] {} -0 +1 1. .5 1e e1 00000001".split(),
 )
 
 
@@ -129,22 +76,14 @@ def words(text: str, **variables: str) -> list[str]:
 # --- Spellings
 
 
-@pytest.mark.parametrize(
-    "argv",
-    [
-        ["--batch_size=6"],
-        ["--batch_size", "6"],
-        ["--batch-size=6"],
-        ["--batch-size", "6"],
-        ["--batch_size=+6"],
-        ["--global_batch_size=6"],
-        ["--global-batch-size", "6"],
-        ["--train-batch-size=6"],
-    ],
-)
-def test_spellings_of_one_flag(argv: list[str]) -> None:
+BATCH_SIZE = "--batch_size=6|--batch_size 6|--batch-size=6|--batch-size 6|--batch_size=+6"
+OTHER_NAMES = "--global_batch_size=6|--global-batch-size 6|--train-batch-size=6"
+
+
+@pytest.mark.parametrize("typed", [*BATCH_SIZE.split("|"), *OTHER_NAMES.split("|")])
+def test_spellings_of_one_flag(typed: str) -> None:
     """Underscores or dashes, `=` or a space, and other programs' names are the same flag."""
-    arguments = parse(argv)
+    arguments = parse(typed.split())
     assert arguments.config.batch.batch_size == 6
     assert arguments.given == {"batch_size": 6}
     assert arguments.warnings == ()
@@ -399,15 +338,8 @@ def test_bounds_are_named() -> None:
 def test_choices() -> None:
     """A name is one of those offered or an alias; else all are listed and the nearest is named."""
     assert value(["--training_dtype=bfloat16"], "training_dtype") == "bf16"
-    other_names = {
-        "gelu_tanh": "gelu",
-        "gelu_new": "gelu",
-        "gelu_pytorch_tanh": "gelu",
-        "swish": "silu",
-        "relu2": "squared_relu",
-        "linear": "identity",
-    }
-    for other, name in other_names.items():
+    others = "gelu_tanh=gelu gelu_new=gelu gelu_pytorch_tanh=gelu swish=silu relu2=squared_relu linear=identity"
+    for other, name in (pair.split("=") for pair in others.split()):
         assert value(["--activation_type", other], "activation_type") == name
     assert "did you mean --lr_decay_style=cosine?" in problem(["--lr_decay_style=cosin"])
     for text in ("RMSNorm", "rmsnorm", "RMS-Norm"):

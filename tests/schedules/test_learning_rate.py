@@ -18,43 +18,6 @@ def config(style: str, **options: Any) -> Config:
 
 
 @pytest.mark.parametrize("style", ["constant", "linear", "power", "cosine"])
-def test_warmup_is_linear_from_one_part_to_the_peak(style: str) -> None:
-    """The first update has lr / lr_warmup_iters, the last of the warmup lr itself."""
-    for iteration in range(1, 11):
-        assert learning_rate(config(style), iteration) == pytest.approx(1e-3 * iteration / 10, rel=1e-15)
-
-
-def test_shapes_of_the_decay() -> None:
-    """Halfway (iteration 60 of 10..110) and beyond the absolute end."""
-    middle = {"constant": 1e-3, "linear": 5.5e-4, "cosine": 5.5e-4}
-    for style, expected in middle.items():
-        assert learning_rate(config(style), 60) == pytest.approx(expected, rel=1e-12)
-    assert learning_rate(config("power", lr_decay_power=2.0), 60) == pytest.approx(1e-4 + 9e-4 * 0.75, rel=1e-12)
-    quarter = 1e-4 + 9e-4 * 0.5 * (1 + math.cos(math.pi / 4))
-    assert learning_rate(config("cosine"), 35) == pytest.approx(quarter, rel=1e-12)
-    for style in ("linear", "power", "cosine"):
-        assert learning_rate(config(style), 110) == learning_rate(config(style), 10**6) == pytest.approx(1e-4)
-        assert learning_rate(config(style), 109) > 1e-4
-    assert learning_rate(config("constant"), 10**6) == 1e-3
-
-
-def test_the_tutorials_schedule() -> None:
-    """1000 steps of warmup, then cosine from 1e-4 to 3e-6 at iteration 500000."""
-    options = LearningRateConfig(
-        lr=1e-4, min_lr=3e-6, lr_warmup_iters=1000, lr_decay_iters=500000, lr_decay_style="cosine"
-    )
-    tutorial = Config(learning_rate=options)
-    values = [learning_rate(tutorial, iteration) for iteration in (1, 1000, 250500, 500000)]
-    assert values == pytest.approx([1e-7, 1e-4, (1e-4 + 3e-6) / 2, 3e-6], rel=1e-9)
-
-
-def test_lr_scale_applies_to_peak_and_floor_alike() -> None:
-    for iteration in (1, 10, 60, 200):
-        scaled = learning_rate(config("cosine", default_lr_scale=0.5), iteration)
-        assert scaled == pytest.approx(learning_rate(config("cosine"), iteration) / 2)
-
-
-@pytest.mark.parametrize("style", ["constant", "linear", "power", "cosine"])
 @pytest.mark.parametrize("warmup", [0, 1, 7, 10])
 def test_plain_schedules_are_fast_llms(style: str, warmup: int) -> None:
     """One warmup and one decay, by the formulas of Fast-LLM (learning_rate.py): exactly lr and min_lr at the ends."""
@@ -68,24 +31,6 @@ def test_plain_schedules_are_fast_llms(style: str, warmup: int) -> None:
         assert learning_rate(options, iteration) == pytest.approx(expected, rel=1e-14)
     assert learning_rate(options, warmup or 1) == (3e-4 if warmup else pytest.approx(3e-4, rel=0.02))
     assert learning_rate(options, 110) == learning_rate(options, 10**6) == (3e-4 if style == "constant" else 1.9e-5)
-
-
-def test_exponents_lie_inside_and_outside_of_the_cosine() -> None:
-    """lr_decay_power bends the time, lr_cosine_exponent the falling cosine (optax's `exponent`)."""
-    quarter, half = 35, 60  # a quarter and half of the decay over
-    inside = config("cosine", lr_decay_power=2.0)
-    assert learning_rate(inside, half) == pytest.approx(1e-4 + 9e-4 * 0.5 * (1 + math.cos(math.pi / 4)), rel=1e-12)
-    outside = config("cosine", lr_cosine_exponent=3.0)
-    assert learning_rate(outside, half) == pytest.approx(1e-4 + 9e-4 * 0.5**3, rel=1e-12)
-    falling = 0.5 * (1 + math.cos(math.pi / 4))
-    assert learning_rate(outside, quarter) == pytest.approx(1e-4 + 9e-4 * falling**3, rel=1e-12)
-
-
-def test_levanters_origin() -> None:
-    """lr_step_offset=0: the first update has rate 0, and everything comes one iteration later."""
-    for iteration in range(1, 130):
-        expected = learning_rate(config("cosine"), iteration - 1) if iteration > 1 else 0.0
-        assert learning_rate(config("cosine", lr_step_offset=0), iteration) == expected
 
 
 def tokens(**options: float) -> Config:

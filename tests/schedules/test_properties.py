@@ -250,7 +250,8 @@ def test_offset_and_scale(config: Config, offset: int) -> None:
     for iteration in (1, 2, 7, config.training.train_iters):
         assert learning_rate(moved, iteration) == learning_rate(config, iteration + offset)
     scaled = dataclasses.replace(config, learning_rate=dataclasses.replace(options, default_lr_scale=0.3))
-    assert learning_rate(scaled, 1) == 0.3 * learning_rate(moved, 1)
+    for iteration in (1, 2, 7, config.training.train_iters, 10**6):
+        assert learning_rate(scaled, iteration) == 0.3 * learning_rate(moved, iteration)
     assert peak_learning_rate(scaled) == 0.3 * peak_learning_rate(moved)
 
 
