@@ -1,7 +1,4 @@
-"""Options with their own syntax: data sets with weights, name patterns with scales, sizes, environment variables.
-
-Imports no torch.
-"""
+"""Options with their own syntax: data sets with weights, name patterns with scales, sizes, environment variables."""
 
 from __future__ import annotations
 
@@ -34,7 +31,7 @@ _VARIABLE = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
 def weighted_paths(data_path: Sequence[str]) -> list[tuple[float, str]]:
     """Return the data sets of `data_path` with their weights, which sum to 1; without weights all are equal.
 
-    Every prefix has a weight before it (`0.3 a 0.7 b`) or none has. A prefix that looks like a number needs its
+    Every prefix has a weight before it (`0.3 a 0.7 b`), or none does. A prefix that looks like a number needs its
     folder (`./7`).
 
     Raises:
@@ -64,7 +61,7 @@ def weighted_paths(data_path: Sequence[str]) -> list[tuple[float, str]]:
 
 
 def short_names(paths: Sequence[str]) -> dict[str, str]:
-    """Return the shortest end of each of these different paths, in whole parts, that no other one has."""
+    """Return for each of these distinct paths its shortest suffix, in whole parts, that no other path has."""
     ends = {}
     for path in paths:
         parts = [part for part in path.split("/") if part] or [path]
@@ -87,8 +84,8 @@ def weight_stages(data_path: Sequence[str], schedule: Sequence[str]) -> tuple[We
     A change at 0 stands for the weights of `data_path`, which then has none.
 
     Raises:
-        UsageError: as `weighted_paths`; for an item that is not <iteration>:<weight>/<weight>..., iterations that do
-            not rise, or a weight that is no finite number >= 0.
+        UsageError: as `weighted_paths`; for an item that is not <iteration>:<weight>/<weight>..., iterations out of
+            order, or a weight that is not a finite number >= 0.
     """
     first = tuple(weight for weight, _ in weighted_paths(data_path))
     stages = [WeightStage(0, first)]
@@ -111,7 +108,7 @@ def weight_stages(data_path: Sequence[str], schedule: Sequence[str]) -> tuple[We
                 raise UsageError(f"{typed}: --data_path has weights, too; leave one of the two out")
             stages = []
         elif stage.start <= stages[-1].start:
-            raise UsageError(f"{typed}: {stage.start} follows {stages[-1].start}; write rising iterations")
+            raise UsageError(f"{typed}: {stage.start} follows {stages[-1].start}; sort the iterations")
         stages.append(stage)
     return tuple(stages)
 
@@ -159,7 +156,7 @@ def keep_rules(items: Sequence[str]) -> tuple[KeepRule, ...]:
     """Parse --keep_checkpoints: `1000:10000 5000` is every 1000th up to iteration 10000, then every 5000th.
 
     Raises:
-        UsageError: if an item is not <every> or <every>:<until> with rising ends, or follows one without an end.
+        UsageError: if an item is not <every> or <every>:<until>, has an end out of order, or follows one without end.
     """
     rules: list[KeepRule] = []
     for item in items:
@@ -176,15 +173,15 @@ def keep_rules(items: Sequence[str]) -> tuple[KeepRule, ...]:
     return tuple(rules)
 
 
-REGEX = "regex:"  # begins an item of --weight_decay_modules that is a regular expression
-_ONLY_IN_EXPRESSIONS = re.compile(r"^[.^]|[\\|()$+{}]")  # no name, prefix or wildcard pattern has these
+REGEX = "regex:"  # prefix of a regular expression in --weight_decay_modules
+_ONLY_IN_EXPRESSIONS = re.compile(r"^[.^]|[\\|()$+{}]")  # never in a name or a wildcard pattern
 
 
 def decay_expression(pattern: str) -> re.Pattern[str] | None:
     """Return the regular expression of an item of `weight_decay_modules`, or None for a plain pattern.
 
     Raises:
-        UsageError: for an empty pattern, and for a regular expression that is invalid or lacks its mark.
+        UsageError: for an empty pattern, and for a regular expression that is invalid or lacks its prefix.
     """
     text = pattern.removeprefix(REGEX)
     if not text:
@@ -196,7 +193,7 @@ def decay_expression(pattern: str) -> re.Pattern[str] | None:
         return None
     try:
         with warnings.catch_warnings():
-            warnings.simplefilter("error")  # Python may soon read the expression in another way
+            warnings.simplefilter("error")  # such an expression may soon mean something else
             return re.compile(text)
     except (re.error, Warning, RecursionError, OverflowError) as error:
         raise UsageError(
@@ -260,7 +257,7 @@ def environment_values(text: str) -> dict[str, str]:
     if text[:1] in set(QUOTES) - {'"'}:  # JSON itself may begin with "
         raise BadValueError("begins with a literal quote, which a shell keeps inside a variable; use an @file")
     try:
-        pairs: Any = json.loads(text, object_pairs_hook=_Pairs)
+        pairs: Any = json.loads(text, object_pairs_hook=tuple)  # keeps repeated names, and arrays are lists
     except ValueError as error:
         where = ""
         if isinstance(error, json.JSONDecodeError):
@@ -268,7 +265,7 @@ def environment_values(text: str) -> dict[str, str]:
         raise BadValueError(f"not JSON{where}; {example}") from None
     except RecursionError:
         raise BadValueError(f"nested too deeply; {example}") from None
-    if not isinstance(pairs, _Pairs):
+    if not isinstance(pairs, tuple):
         raise BadValueError(f"not a JSON object; {example}")
     for number, (variable, value) in enumerate(pairs, start=1):
         if not _VARIABLE.fullmatch(variable):
@@ -280,7 +277,3 @@ def environment_values(text: str) -> dict[str, str]:
     if len(dict(pairs)) != len(pairs):
         raise BadValueError("a name is given twice; leave one out")
     return dict(pairs)
-
-
-class _Pairs(list[tuple[str, Any]]):
-    """The pairs of a JSON object, repeated names included."""

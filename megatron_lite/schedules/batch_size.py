@@ -1,7 +1,7 @@
-"""Batch sizes over a run (constant, or by --batch_size_schedule), and how a batch splits over ranks and micro-batches.
+"""Batch sizes over a run (constant, or by --batch_size_schedule), and how ranks and micro-batches split a batch.
 
-Samples are numbered by their place in the run. Each iteration takes the next ones, so a change of the batch size
-neither repeats nor skips samples, and the iteration number determines where a run continues.
+Samples are numbered by their place in the run and consumed in order, so a change of the batch size neither repeats nor
+skips samples, and the iteration number determines where a run continues.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ class Segment:
 
 @dataclass(frozen=True)
 class BatchSchedule:
-    """Batch sizes over a run; the first segment starts at 0, the others at rising iterations."""
+    """Batch sizes over a run; the first segment starts at 0, the others follow in ascending order."""
 
     segments: tuple[Segment, ...]
 
@@ -43,7 +43,7 @@ class BatchSchedule:
 
     @property
     def sizes(self) -> list[int]:
-        """The distinct batch sizes in rising order."""
+        """The distinct batch sizes in ascending order."""
         return sorted({segment.size for segment in self.segments})
 
     def __str__(self) -> str:
@@ -99,7 +99,7 @@ def parse_schedule(items: tuple[str, ...]) -> BatchSchedule:
 
     Raises:
         UsageError: for an item that is not iteration:size, a size below 1, a first iteration other than 0, or
-            iterations that do not rise.
+            iterations out of order.
     """
     typed = "--batch_size_schedule=" + shown(" ".join(items))
     segments: list[Segment] = []
@@ -118,7 +118,7 @@ def parse_schedule(items: tuple[str, ...]) -> BatchSchedule:
         raise UsageError(f"{typed}: the first size must start at iteration 0; write 0:<size> first")
     for before, after in zip(segments, segments[1:], strict=False):
         if after.start <= before.start:
-            raise UsageError(f"{typed}: {after.start} follows {before.start}; write rising iterations")
+            raise UsageError(f"{typed}: {after.start} follows {before.start}; sort the iterations")
     return BatchSchedule(tuple(segments))
 
 

@@ -4,14 +4,17 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Sequence
-from typing import NamedTuple
+from collections.abc import Callable, Sequence
+from typing import NamedTuple, TypeVar
 
-from megatron_lite.config.values import BadValueError, parse_float, parse_int, shown
+from megatron_lite.config.values import BadValueError, number, parse_float, parse_int, shown
 from megatron_lite.errors import UsageError
+
+Value = TypeVar("Value")
 
 KINDS = ("constant", "linear", "power", "cosine")
 FORM = "type,iters,lr[,end_lr[,power]]"
+NUMBERS = ("lr", "end_lr", "power")
 
 
 class Stage(NamedTuple):
@@ -34,8 +37,8 @@ def parse_stages(text: str) -> tuple[Stage, ...]:
     """
     stages: list[Stage] = []
     words = text.split(";")
-    for number, word in enumerate(words, start=1):
-        stage = f"--lr_schedule: stage {number} of {len(words)}, {shown(word.strip()) if word.strip() else 'empty'}"
+    for place, word in enumerate(words, start=1):
+        stage = f"--lr_schedule: stage {place} of {len(words)}, {shown(word.strip()) if word.strip() else 'empty'}"
         begin = stages[-1].end if stages else 0
         if begin is None:
             raise UsageError(f"{stage}: the previous stage never ends; give it a number of iterations > 0")
@@ -47,9 +50,9 @@ def parse_stages(text: str) -> tuple[Stage, ...]:
 
 
 def stage_rate(stages: Sequence[Stage], step: int) -> float:
-    """Return the rate of a step, counted from 0: interpolated by the elapsed fraction of its stage, to a power.
+    """Return the rate of a step, counted from 0; after the last stage, its end rate.
 
-    After the last stage its end rate holds.
+    The rate is interpolated by the elapsed fraction of the stage, raised to its power.
     """
     stage = next((stage for stage in stages if stage.end is None or step < stage.end), None)
     if stage is None:
@@ -75,38 +78,27 @@ def _parse_stage(items: Sequence[str], begin: int) -> Stage:
         raise BadValueError(f"{'lr' if constant else 'lr or end_lr'} is missing; write {_form(kind)}")
     if len(items) > (3 if constant else 5):
         raise BadValueError(f"{len(items)} items; write {_form(kind)}" + (", or type linear" if constant else ""))
-    try:
-        iters = parse_int(items[1])
-    except BadValueError as error:
-        raise BadValueError(f"iters {shown(items[1])}: {error}") from None
+    iters = _item("iters", items[1], parse_int)
     if iters == 0:
         raise BadValueError("iters 0: leave the stage out, or write a number > 0")
     if iters < 0 and not constant:
         raise BadValueError(f"iters {iters}: only a constant stage can last forever; write a number > 0")
     if iters < -1:
         raise BadValueError(f"iters {iters}: write -1 for a stage that lasts forever, or a number > 0")
-    rate = _number("lr", items[2])
-    end_rate = rate if constant else _number("end_lr", items[3])
-    power = _number("power", items[4]) if len(items) > 4 else 1.0
-    if power == 0.0:
-        raise BadValueError("power 0: must be > 0")
-    return Stage(kind, begin, begin + iters if iters > 0 else None, rate, end_rate, power)
+    numbers = {name: _item(name, text, parse_float) for name, text in zip(NUMBERS, items[2:], strict=False)}
+    for name, value in numbers.items():
+        if value < 0 or (name == "power" and value == 0.0):
+            raise BadValueError(f"{name} {number(value)}: must be {'>' if name == 'power' else '>='} 0")
+    rate, end = numbers["lr"], begin + iters if iters > 0 else None
+    return Stage(kind, begin, end, rate, numbers.get("end_lr", rate), numbers.get("power", 1.0))
 
 
 def _form(kind: str) -> str:
     return f"{kind},iters,lr" + ("" if kind == "constant" else ",end_lr[,power]")
 
 
-def _number(name: str, text: str) -> float:
-    """Parse a finite number >= 0.
-
-    Raises:
-        BadValueError: for any other text.
-    """
+def _item(name: str, text: str, parse: Callable[[str], Value]) -> Value:
     try:
-        value = parse_float(text)
+        return parse(text)
     except BadValueError as error:
         raise BadValueError(f"{name} {shown(text)}: {error}") from None
-    if value < 0:
-        raise BadValueError(f"{name} {shown(text)}: must be >= 0")
-    return value

@@ -12,7 +12,7 @@ from megatron_lite.validation.messages import Problem, nearest_multiples, parsin
 
 _ACCUMULATION = ("depth_first_micro_batches", "breadth_first_micro_batches", "sequential_micro_batches")
 BATCH = ("batch_size", "micro_batch_size", *_ACCUMULATION)
-# Everything that decides the batch arithmetic.
+# Everything that the batch arithmetic depends on.
 _BATCH_RULE = (*BATCH, "batch_size_schedule", "allow_nondivisible_batch_size", "dry_run", "world_size")
 
 
@@ -82,7 +82,8 @@ def _largest(draft: Draft, world_size: int) -> Iterator[Problem]:
         sequential = total
     elif sequential is None:
         sequential = (depth or 1) * (breadth or 1)
-    if not _splits(sequential, depth, breadth):
+    product, both = (depth or 1) * (breadth or 1), depth is not None and breadth is not None
+    if sequential % product or (both and sequential != product):
         yield _unsplit(draft, sequential, world_size)
         return
     if depth is None:
@@ -110,7 +111,7 @@ def _largest(draft: Draft, world_size: int) -> Iterator[Problem]:
 
 
 def _smaller(draft: Draft, sizes: Sequence[int], world_size: int) -> Iterator[Problem]:
-    """Check the other batches of a schedule, which have micro-batches of the same size."""
+    """Check the smaller batches of a schedule, whose micro-batches have the same size."""
     micro, breadth = draft.micro_batch_size or 1, draft.breadth_first_micro_batches or 1
     unit = micro * breadth * world_size
     wrong = [size for size in sizes if size % unit]
@@ -125,7 +126,7 @@ def _smaller(draft: Draft, sizes: Sequence[int], world_size: int) -> Iterator[Pr
 
 
 def _limits(draft: Draft, world_size: int) -> Iterator[Problem]:
-    """Check options that the size of a micro-batch or of a rank's share limits."""
+    """Check options limited by the size of a micro-batch or by a rank's share of the batch."""
     batch, micro, evaluated = draft.batch_size or 1, draft.micro_batch_size or 1, draft.eval_micro_batch_size
     tokens, splits, share = micro * draft.sequence_length, draft.cross_entropy_splits, -(-batch // world_size)
     if splits is not None and splits > tokens:
@@ -154,15 +155,8 @@ def _indivisible(draft: Draft, batch: int, micro: int, world_size: int) -> Probl
     return _problem(draft, [name, "micro_batch_size"], world_size, rule)
 
 
-def _splits(sequential: int, depth: int | None, breadth: int | None) -> bool:
-    """Return whether depth * breadth can be `sequential`, where a missing factor follows from the other."""
-    if depth is not None and breadth is not None:
-        return depth * breadth == sequential
-    return sequential % (depth or breadth or 1) == 0
-
-
 def _unsplit(draft: Draft, sequential: int, world_size: int) -> Problem:
-    """Report that `sequential` is not depth_first * breadth_first, with the batch sizes that would work."""
+    """Report that `sequential` is not depth_first * breadth_first, and the batch sizes that would work."""
     depth, breadth = draft.depth_first_micro_batches, draft.breadth_first_micro_batches
     unit = (depth or 1) * (breadth or 1)
     both = depth is not None and breadth is not None

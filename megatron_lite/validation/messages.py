@@ -21,7 +21,7 @@ class Note(NamedTuple):
 
 
 class Problem(NamedTuple):
-    """One contradiction: the options that take part in it, and the message."""
+    """One contradiction: the options involved, and the message."""
 
     names: tuple[str, ...]
     message: str
@@ -30,8 +30,7 @@ class Problem(NamedTuple):
 def problem(draft: Draft, names: str, rule: str, also: str = "") -> Problem:
     """Report options that break a rule, as `--a=1, --b=2: <rule>; <fix>`.
 
-    names: the options to show with their values. also: options that take part but are not shown. Both are separated by
-    spaces.
+    names: options to show with their values. also: options involved but not shown. Both are separated by spaces.
     """
     return Problem((*names.split(), *also.split()), f"{typed(draft, *names.split())}: {rule}")
 
@@ -49,6 +48,12 @@ def parsing(
 def default(value: Value | None, derived: Value) -> Value:
     """Return `value` if it was given, else the derived one."""
     return derived if value is None else value
+
+
+def fill(draft: Draft, **derived: object) -> None:
+    """Set the options that were not given."""
+    for name, value in derived.items():
+        setattr(draft, name, default(getattr(draft, name), value))
 
 
 def nearest_multiples(value: int, unit: int) -> str:

@@ -8,13 +8,13 @@ from collections.abc import Iterator
 from megatron_lite.config import Draft
 from megatron_lite.config.model import numbered_blocks, rotary_base
 from megatron_lite.config.values import written
-from megatron_lite.validation.messages import Problem, default, nearest_multiples, problem
+from megatron_lite.validation.messages import Problem, default, fill, nearest_multiples, problem
 
 
 def model(draft: Draft) -> Iterator[Problem]:
     """Check and derive the shape of the model and its initial weights."""
     heads, hidden = draft.num_attention_heads, draft.hidden_size
-    draft.head_groups = default(draft.head_groups, heads)
+    fill(draft, head_groups=heads)
     if heads % draft.head_groups:
         rule = f"key/value heads must serve equally many query heads; set --head_groups to a divisor of {heads}"
         yield problem(draft, "num_attention_heads head_groups", rule)
@@ -23,32 +23,22 @@ def model(draft: Draft) -> Iterator[Problem]:
         rule = f"hidden_size must be a multiple of num_attention_heads; nearest: {nearest}; or set --kv_channels"
         yield problem(draft, "hidden_size num_attention_heads", rule, also="kv_channels")
         return
-    draft.kv_channels = default(draft.kv_channels, hidden // heads)
-    draft.ffn_hidden_size = default(draft.ffn_hidden_size, 4 * hidden)
-    draft.activation_type = default(draft.activation_type, "silu" if draft.gated else "gelu")
-    draft.use_position_embeddings = default(draft.use_position_embeddings, not draft.use_rotary_embeddings)
-    draft.max_position_embeddings = default(draft.max_position_embeddings, max(2048, draft.sequence_length))
+    fill(draft, kv_channels=hidden // heads, ffn_hidden_size=4 * hidden)
+    fill(draft, activation_type="silu" if draft.gated else "gelu", embedding_dropout=draft.hidden_dropout)
+    fill(draft, add_qkv_biases=draft.add_linear_biases, add_mlp_biases=draft.add_linear_biases)
+    fill(draft, use_position_embeddings=not draft.use_rotary_embeddings)
+    fill(draft, max_position_embeddings=max(2048, draft.sequence_length))
     if draft.use_position_embeddings and draft.sequence_length > draft.max_position_embeddings:
         rule = (
             f"samples are longer than the learned positions; write --sequence_length={draft.max_position_embeddings}, "
             f"or --max_position_embeddings={draft.sequence_length} for a model that is not trained yet"
         )
         yield problem(draft, "sequence_length max_position_embeddings", rule, also="use_position_embeddings")
-    draft.add_qkv_biases = default(draft.add_qkv_biases, draft.add_linear_biases)
-    draft.add_mlp_biases = default(draft.add_mlp_biases, draft.add_linear_biases)
-    draft.embedding_dropout = default(draft.embedding_dropout, draft.hidden_dropout)
     yield from _rotary(draft)
-    _fill_initialization(draft)
-
-
-def _fill_initialization(draft: Draft) -> None:
-    std = draft.init_method_std = default(draft.init_method_std, draft.hidden_size**-0.5)
-    draft.init_method_std_embed = default(draft.init_method_std_embed, std)
-    draft.init_method_std_qkv = default(draft.init_method_std_qkv, std)
-    draft.init_method_std_mlp_1 = default(draft.init_method_std_mlp_1, std)
+    std = draft.init_method_std = default(draft.init_method_std, hidden**-0.5)
+    fill(draft, init_method_std_embed=std, init_method_std_qkv=std, init_method_std_mlp_1=std)
     residual_std = std / math.sqrt(2 * draft.num_layers)  # every block adds two outputs to the residual stream
-    draft.init_method_std_attn_proj = default(draft.init_method_std_attn_proj, residual_std)
-    draft.init_method_std_mlp_2 = default(draft.init_method_std_mlp_2, residual_std)
+    fill(draft, init_method_std_attn_proj=residual_std, init_method_std_mlp_2=residual_std)
 
 
 def performance(draft: Draft) -> Iterator[Problem]:
@@ -66,7 +56,13 @@ def performance(draft: Draft) -> Iterator[Problem]:
 
 
 def _rotary(draft: Draft) -> Iterator[Problem]:
-    yield from _base(draft)
+    """Derive the base from minus its logarithm or vice versa, and check what the type of positions needs."""
+    scale = draft.rotary_embedding_scale
+    base = draft.rotary_base = default(draft.rotary_base, 10000.0 if scale is None else rotary_base(scale))
+    draft.rotary_embedding_scale = default(scale, -math.log(base))
+    if abs(draft.rotary_embedding_scale + math.log(base)) > 1e-9:
+        rule = "the scale must be minus the logarithm of the base; write only one of the two"
+        yield problem(draft, "rotary_base rotary_embedding_scale", rule)
     if not draft.use_rotary_embeddings:
         return
     yield from _rotated_channels(draft)
@@ -78,20 +74,8 @@ def _rotary(draft: Draft) -> Iterator[Problem]:
         yield from _scaling(draft)
 
 
-def _base(draft: Draft) -> Iterator[Problem]:
-    """Derive the base from minus its logarithm, or the other way round."""
-    base, scale = draft.rotary_base, draft.rotary_embedding_scale
-    if base is None:
-        base = 10000.0 if scale is None else rotary_base(scale)
-    draft.rotary_base = base
-    draft.rotary_embedding_scale = default(scale, -math.log(base))
-    if abs(draft.rotary_embedding_scale + math.log(base)) > 1e-9:
-        rule = "the scale must be minus the logarithm of the base; write only one of the two"
-        yield problem(draft, "rotary_base rotary_embedding_scale", rule)
-
-
 def _rotated_channels(draft: Draft) -> Iterator[Problem]:
-    """The number of rotated channels must be even."""
+    """Check that the number of rotated channels is even."""
     part, channels, rotated = draft.rotary_percent, draft.kv_channels, draft.rotated_channels
     if part == 1.0 and channels % 2:
         yield Problem(
@@ -116,18 +100,18 @@ def _percent(rotated: int, channels: int) -> str:
 
 
 def _llama3(draft: Draft) -> Iterator[Problem]:
-    draft.rope_low_freq_factor = default(draft.rope_low_freq_factor, 1.0)
-    draft.rope_high_freq_factor = default(draft.rope_high_freq_factor, 4.0)
-    if draft.rope_high_freq_factor <= draft.rope_low_freq_factor:
+    low = draft.rope_low_freq_factor = default(draft.rope_low_freq_factor, 1.0)
+    high = draft.rope_high_freq_factor = default(draft.rope_high_freq_factor, 4.0)
+    if high <= low:
         rule = "frequencies between the two are interpolated, so the high factor must be greater (usually 4 and 1)"
         yield problem(draft, "rope_high_freq_factor rope_low_freq_factor", rule)
 
 
 def _yarn(draft: Draft) -> Iterator[Problem]:
-    draft.rope_truncate = default(draft.rope_truncate, True)
-    draft.rope_beta_fast = default(draft.rope_beta_fast, 32.0)
-    draft.rope_beta_slow = default(draft.rope_beta_slow, 1.0)
-    if draft.rope_beta_fast < draft.rope_beta_slow:
+    fill(draft, rope_truncate=True)
+    fast = draft.rope_beta_fast = default(draft.rope_beta_fast, 32.0)
+    slow = draft.rope_beta_slow = default(draft.rope_beta_slow, 1.0)
+    if fast < slow:
         rule = "the ramp must end at no fewer turns than it starts at; 32 and 1 are the usual values"
         yield problem(draft, "rope_beta_fast rope_beta_slow", rule)
     scales = draft.changed("rope_mscale", "rope_mscale_all_dim")

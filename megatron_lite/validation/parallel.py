@@ -1,4 +1,4 @@
-"""Rules for tensor parallelism: what the ranks that share a layer must divide."""
+"""Rules for tensor parallelism: what --tensor_parallel must divide."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ def tensor_parallel(draft: Draft, world_size: int) -> Iterator[Problem]:
     rows = -(-draft.vocab_size // (unit * ranks)) * unit
     if draft.parallel_embeddings and rows * (ranks - 1) >= draft.vocab_size:
         rule = (
-            f"of {ranks} ranks with {rows} rows of the vocabulary each, some would have none; write a smaller "
+            f"with {rows} rows of the vocabulary per rank, some of the {ranks} ranks would have none; write a smaller "
             "--tensor_parallel or --make_vocab_size_divisible_by, or --parallel_embeddings=0"
         )
         yield problem(
@@ -65,7 +65,7 @@ def tensor_parallel(draft: Draft, world_size: int) -> Iterator[Problem]:
 
 
 def _fitting(draft: Draft, world_size: int) -> int:
-    """Return a divisor of --tensor_parallel that satisfies all rules but that of the vocabulary."""
+    """Return a divisor of --tensor_parallel that satisfies all rules except that of the vocabulary."""
     heads, groups = draft.num_attention_heads, draft.head_groups or draft.num_attention_heads
     positions = draft.sequence_length if draft.sequence_tensor_parallel else 0
     fitting = math.gcd(draft.tensor_parallel, world_size, heads, draft.ffn_hidden_size or 0, positions)
@@ -73,14 +73,14 @@ def _fitting(draft: Draft, world_size: int) -> int:
 
 
 def _clipped_updates(draft: Draft, heads: int) -> Iterator[Problem]:
-    """Check that copies of key/value heads begin at a border of the optimizer's ranges. heads: of queries on a rank."""
+    """Check that copies of key/value heads start at a boundary of the optimizer. heads: query heads per rank."""
     if draft.kv_channels is None:  # the heads are wrong
         return
     channels = heads * draft.kv_channels
     if (channels if draft.add_qkv_biases else channels * draft.hidden_size) % CLIPPING_ALIGNMENT:
         clip = "update_rms_clip" if draft.update_rms_clip is not None else "clip_update_norm_sigma"
         rule = (
-            f"several ranks have the same key/value heads, behind {channels} query channels each, of which clipping "
-            f"needs a multiple of {CLIPPING_ALIGNMENT}; write another --tensor_parallel or leave --{clip} out"
+            f"several ranks hold the same key/value heads, after {channels} query channels; clipping needs a multiple "
+            f"of {CLIPPING_ALIGNMENT}; write another --tensor_parallel or leave --{clip} out"
         )
         yield problem(draft, f"tensor_parallel {clip}", rule, also="head_groups num_attention_heads kv_channels")

@@ -19,13 +19,13 @@ from megatron_lite.config.structured_values import (
 )
 from megatron_lite.config.system import number_of_stages
 from megatron_lite.config.values import is_number
-from megatron_lite.validation.messages import Problem, default, parsing, problem
+from megatron_lite.validation.messages import Problem, fill, parsing, problem
 
 PREFETCH_FACTOR = 2
 
 
 def source(draft: Draft) -> Iterator[Problem]:
-    """Check what is taken from a pretrained checkpoint. Without a checkpoint, a warning is enough."""
+    """Check what to load from a pretrained checkpoint. Without a checkpoint, a warning is enough."""
     if draft.pretrained_checkpoint_path is None:
         return
     parts = set(draft.load_parts)
@@ -41,24 +41,24 @@ def source(draft: Draft) -> Iterator[Problem]:
 
 
 def update(draft: Draft) -> Iterator[Problem]:
-    """Check and derive the loss scale, and which parameters decay as far as possible without their names."""
+    """Check and derive the loss scale, the patterns of weight decay and its mask."""
     dynamic = draft.training_dtype == "fp16" and draft.loss_scale is None
     if dynamic and draft.initial_loss_scale < draft.min_loss_scale:
         rule = "the first loss scale is below the smallest; write --min_loss_scale of at most the first"
         yield problem(draft, "initial_loss_scale min_loss_scale", rule, also="training_dtype loss_scale")
     elif not dynamic:
-        draft.loss_scale = default(draft.loss_scale, 1.0)
+        fill(draft, loss_scale=1.0)
     for pattern in draft.weight_decay_modules:
         yield from parsing("weight_decay_modules", decay_expression, pattern)
     if not draft.weight_decay_modules:
-        draft.weight_decay_default_mask = default(draft.weight_decay_default_mask, "fast_llm")
+        fill(draft, weight_decay_default_mask="fast_llm")
 
 
 def multi_stage(draft: Draft) -> Iterator[Problem]:
     """Check stages, buffers, learning-rate scales and the planned link; derive the ZeRO stage."""
     yield from parsing("interconnect", interconnect, draft.interconnect)
     yield from parsing("freeze lr_scales", lr_scale_patterns, draft.freeze, draft.lr_scales)
-    draft.zero_stage = default(draft.zero_stage, 1)
+    fill(draft, zero_stage=1)
     if not draft.split_master_weights:
         return
     buffers, size = draft.num_weight_buffers, draft.layers_per_stage
@@ -84,9 +84,9 @@ def profiles(draft: Draft, world_size: int) -> Iterator[Problem]:
 
 
 def data(draft: Draft) -> Iterator[Problem]:
-    """Check what is read, and that every phase has a share of it."""
+    """Check the data, and that every phase has a share."""
     if draft.num_workers > 0:
-        draft.prefetch_factor = default(draft.prefetch_factor, PREFETCH_FACTOR)
+        fill(draft, prefetch_factor=PREFETCH_FACTOR)
     if not 1 <= len(draft.split) <= 3 or not 0 < sum(draft.split) < math.inf:
         rule = "takes up to three proportions (training, validation, test) with a positive sum, as in --split=969,30,1"
         yield problem(draft, "split", rule)
@@ -108,7 +108,10 @@ def data(draft: Draft) -> Iterator[Problem]:
     else:
         names = "data_path data_weights_schedule"
         yield from parsing(names, weight_stages, draft.data_path, draft.data_weights_schedule)
-        yield from _loss_masks(draft)
+        masks, sets = len(draft.loss_mask), sum(not is_number(word) for word in draft.data_path)
+        if masks and masks != sets:
+            rule = f"{masks} for {sets} data sets; write one for each, in the order of --data_path, or the word none"
+            yield problem(draft, "loss_mask", rule, also="data_path")
     phases = {"train_iters": "training", "validation_iters": "validation", "test_iters": "test"}
     for share, (name, phase) in zip(draft.split, phases.items(), strict=True):
         if getattr(draft, name) != 0 and share == 0:
@@ -116,18 +119,9 @@ def data(draft: Draft) -> Iterator[Problem]:
             yield problem(draft, f"split {name}", rule)
 
 
-def _loss_masks(draft: Draft) -> Iterator[Problem]:
-    """Check that there is a mask for each data set."""
-    masks, words = len(draft.loss_mask), draft.data_path
-    sets = sum(not is_number(word) for word in words)
-    if masks and masks != sets:
-        rule = f"{masks} for {sets} data sets; write one for each, in the order of --data_path, or the word none"
-        yield problem(draft, "loss_mask", rule, also="data_path")
-
-
 def files(draft: Draft) -> Iterator[Problem]:
-    """Check what the run writes, and that there is a place for it."""
-    draft.export_dtype = default(draft.export_dtype, draft.training_dtype)
+    """Check what the run writes."""
+    fill(draft, export_dtype=draft.training_dtype)
     yield from parsing("keep_checkpoints", keep_rules, draft.keep_checkpoints)
     yield from parsing("export_shard_size", size_bytes, draft.export_shard_size)
     if draft.export_dtype != draft.training_dtype and draft.export_format == "distributed":
@@ -137,12 +131,12 @@ def files(draft: Draft) -> Iterator[Problem]:
         rule = f"a sample and its prompt must fit into sequence_length; write at most {draft.sequence_length - 1}"
         yield problem(draft, "sample_tokens sequence_length", rule)
     if draft.experiment_dir is not None:
-        draft.experiment_name = default(draft.experiment_name, folder_name(draft.experiment_dir))
+        fill(draft, experiment_name=folder_name(draft.experiment_dir))
 
 
 def tracking(draft: Draft) -> Iterator[Problem]:
     """Choose the trackers and alerts."""
-    draft.wandb_post_alerts = default(draft.wandb_post_alerts, draft.wandb_status_interval is not None)
+    fill(draft, wandb_post_alerts=draft.wandb_status_interval is not None)
     if draft.wandb_id is not None and not is_run_id(draft.wandb_id):
         yield problem(draft, "wandb_id", "takes up to 128 letters, digits, - and _")
     draft.trackers = draft.trackers or default_trackers(draft)

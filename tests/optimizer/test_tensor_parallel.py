@@ -163,7 +163,7 @@ def test_copies_of_heads_that_begin_inside_of_a_range_are_refused() -> None:
     """One line with the numbers; a layout that fits, or one without copies of heads, is accepted."""
     assert CLIPPING_ALIGNMENT == adamw.ALIGNMENT
     biased: Options = {**LLAMA, "add_qkv_biases": True, "tensor_parallel": 4, "update_rms_clip": 1.0}
-    with pytest.raises(UsageError, match="behind 8 query channels each, of which clipping needs a multiple of 64"):
+    with pytest.raises(UsageError, match="after 8 query channels; clipping needs a multiple of 64"):
         tiny_config(4, **biased)
     for options in ({"kv_channels": 64}, {"head_groups": 4}, {"add_qkv_biases": False, "hidden_size": 64}):
         tiny_config(4, **biased | options)

@@ -72,7 +72,7 @@ def test_a_constant_size_is_a_schedule_of_one() -> None:
         ("0:0", "at least one sample"),
         ("0:8 10:-4", "at least one sample"),
         ("0:8 10:4 10:8", "10 follows 10"),
-        ("0:8 10:4 5:8", "5 follows 10; write rising iterations"),
+        ("0:8 10:4 5:8", "5 follows 10; sort the iterations"),
         ("0:8:9", "0:8:9: write <iteration>"),
     ],
 )

@@ -104,7 +104,7 @@ def test_from_the_command_line() -> None:
         ("constant,5,nan", "stage 1 of 1", "lr nan: not a finite number"),
         ("linear,5,0,inf", "stage 1 of 1", "end_lr inf: not a finite number"),
         ("linear,5,0,1,0", "stage 1 of 1", "power 0: must be > 0"),
-        ("linear,5,0,1,-2", "stage 1 of 1", "power -2: must be >= 0"),
+        ("linear,5,0,1,-2", "stage 1 of 1", "power -2: must be > 0"),
         ("linear,5,0,1,x", "stage 1 of 1", "power x: not a number"),
         ("linear:5:0:1", "stage 1 of 1", "type linear:5:0:1: takes"),
     ],

@@ -74,8 +74,8 @@ CASES: list[tuple[str, int, str]] = [
     (
         "--vocab_size=9 --make_vocab_size_divisible_by=4",
         4,
-        "--tensor_parallel=4, --vocab_size=9: of 4 ranks with 4 rows of the vocabulary each, some would have none; "
-        "write a smaller --tensor_parallel or --make_vocab_size_divisible_by, or --parallel_embeddings=0",
+        "--tensor_parallel=4, --vocab_size=9: with 4 rows of the vocabulary per rank, some of the 4 ranks would have "
+        "none; write a smaller --tensor_parallel or --make_vocab_size_divisible_by, or --parallel_embeddings=0",
     ),
 ]
 
