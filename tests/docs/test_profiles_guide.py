@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
+from scripts import watch_run
 from tests.support import documents, launch
-from tests.support.loading import loaded
 
 pytestmark = pytest.mark.guides
 GUIDE = documents.section(documents.read("monitoring"), "Profiles\n")
@@ -52,8 +52,7 @@ def test_watch_run_shows_the_rows_of_the_guide(tmp_path: Path, capsys: pytest.Ca
     kinds, blocks = zip(*re.findall(r"^```(\w*)\n(.*?)\n```$", WATCHING, re.M | re.S), strict=True)
     sample = blocks[1]
     assert kinds == ("bash", "") and blocks[0] == "python scripts/watch_run.py runs/mine"
-    with loaded("watch_run") as script:
-        assert script.main([str(tmp_path / "mine")]) == 0
+    assert watch_run.main([str(tmp_path / "mine")]) == 0
     shown = capsys.readouterr().out
     assert shown.split(" | ")[:2] == sample.split(" | ")[:2]
     for label in re.findall(r"^(\w[\w/ ]*?) {2,}[\d.,e-]+ ", sample, re.M):

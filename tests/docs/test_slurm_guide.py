@@ -96,7 +96,8 @@ def test_commands(word: str, nodes: list[int], tmp_path: Path) -> None:
         config = validation.resolve(parse.parse(job[0][1]).config, 8 * count)
         assert config.run.experiment_dir == str(tmp_path / "experiments" / "mistral")
         assert config.data.data_path == (str(tmp_path / "data" / "corpus"),)
-        assert config.batch.batch_size == 128 and all(flags == job[0][1] for _, flags in job)
+        assert config.batch.batch_size == 128 and config.distributed.device == ("auto" if "write" in word else "cuda")
+        assert all(flags == job[0][1] for _, flags in job)
         if count > 1:
             expected = {f"--nnodes={count}", "--master-addr=node7", f"--master-port={20000 + 4242}", "--max-restarts=0"}
             assert all(expected | {f"--node-rank={rank}"} <= set(own) for rank, (own, _) in enumerate(job))

@@ -6,9 +6,8 @@ import json
 import math
 import re
 import shlex
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
-from types import ModuleType
 from typing import Any
 
 import pytest
@@ -21,15 +20,9 @@ from megatron_lite.reports.comparison import (
     median_speed,
 )
 from megatron_lite.reports.series import read_run
-from tests.support.loading import loaded
+from scripts import compare_runs as script
 
 CONFIG = {"lr": 3e-4, "zero_stage": 1, "gated": False, "data_path": ["a", "b"], "experiment_dir": "one"}
-
-
-@pytest.fixture(scope="module")
-def script() -> Iterator[ModuleType]:
-    with loaded("compare_runs") as module:
-        yield module
 
 
 def write(folder: Path, config: dict[str, Any] | None = None, records: list[dict[str, Any]] | None = None) -> Path:
@@ -55,7 +48,7 @@ def scaled(folder: Path, other: Path, **factors: float) -> Path:
     return write(other, records=records)
 
 
-def test_a_run_equals_itself(tmp_path: Path, script: ModuleType, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_run_equals_itself(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """Nothing differs, so every tolerance is kept, even none at all."""
     one, other = write(tmp_path / "one"), write(tmp_path / "two", CONFIG | {"experiment_dir": "two"})
     assert script.main([str(one), str(other), "--loss_tolerance=0", "--speed_tolerance=0"]) == 0
@@ -81,7 +74,7 @@ def test_a_run_equals_itself(tmp_path: Path, script: ModuleType, capsys: pytest.
     ],
 )
 def test_tolerances_decide_the_exit_code(
-    factors: dict[str, float], flags: list[str], code: int, tmp_path: Path, script: ModuleType
+    factors: dict[str, float], flags: list[str], code: int, tmp_path: Path
 ) -> None:
     """A loss may differ in neither direction; only a slower run fails."""
     one = write(tmp_path / "one")
@@ -89,7 +82,7 @@ def test_tolerances_decide_the_exit_code(
     assert script.main([str(one), str(other), *flags]) == code
 
 
-def test_the_report_names_what_differs(tmp_path: Path, script: ModuleType, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_report_names_what_differs(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """Options as they would be typed, memory, and which limit was exceeded where."""
     config = CONFIG | {"lr": 6e-4, "gated": True, "data_path": [], "new": None}
     records = [{"phase": "training", "iteration": 10, "loss": 3.0, "max_reserved_mib": 2048.0}]
@@ -142,9 +135,7 @@ def test_the_first_line_of_a_start_is_no_speed(tmp_path: Path) -> None:
     assert not [*compare_memory(run, run)]
 
 
-def test_runs_that_cannot_be_compared_are_one_line(
-    tmp_path: Path, script: ModuleType, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_runs_that_cannot_be_compared_are_one_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """Neither a missing run nor a tolerance without numbers passes."""
     one = write(tmp_path / "one")
     later = write(tmp_path / "later", records=[{"phase": "training", "iteration": 45, "loss": 1.0}])
@@ -166,9 +157,7 @@ def test_runs_that_cannot_be_compared_are_one_line(
         assert end.value.code == 2
 
 
-def test_hostile_files_neither_break_nor_steer_the_terminal(
-    tmp_path: Path, script: ModuleType, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_hostile_files_neither_break_nor_steer_the_terminal(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """Any JSON may be in the folder of a run."""
     record = {"phase": "training\x1b[2J", "iteration": 1, "loss": 1.0, "loss/{0}\x1b[2J": 2.0}
     config = {"lr": {"a": [1]}, "x\x1b[2J": [None, {"b": 1}], "long": "y" * 10**5, "data_path": [1, "a"]}
@@ -192,7 +181,7 @@ def test_options_that_name_a_run_are_left_out() -> None:
 
 @pytest.mark.guides
 def test_the_commands_of_the_guide_run(
-    tmp_path: Path, script: ModuleType, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """As written, with the columns that the guide shows."""
     text = (Path(__file__).resolve().parents[2] / "docs" / "monitoring.md").read_text("utf-8")

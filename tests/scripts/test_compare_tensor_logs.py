@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -15,15 +14,9 @@ from torch import Tensor
 
 from megatron_lite.errors import UsageError
 from megatron_lite.monitor.tensor_log import summarize, write_tensor_log
-from tests.support.loading import loaded
+from scripts import compare_tensor_logs as script
 
 FILE = "tensor_logs_train_00001_rank_000.safetensors"
-
-
-@pytest.fixture(scope="module")
-def script() -> Iterator[Any]:
-    with loaded("compare_tensor_logs") as module:
-        yield module
 
 
 def write(folder: Path, tensors: Mapping[str, Tensor], level: int = 5, file: str = FILE) -> Path:
@@ -36,7 +29,7 @@ def make_tensors() -> dict[str, Tensor]:
     return {f"blocks.{i} fw, mb=1/1": torch.randn(4, 25, generator=generator) * 3 for i in range(5)}
 
 
-def test_same_runs(script: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_same_runs(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """The same tensors, logged in another order, are the same: exit code 0 and one line."""
     tensors = make_tensors()
     a, b = write(tmp_path / "a", tensors), write(tmp_path / "b", dict(reversed(tensors.items())))
@@ -46,7 +39,7 @@ def test_same_runs(script: Any, tmp_path: Path, capsys: pytest.CaptureFixture[st
 
 
 @pytest.mark.parametrize("element", range(100))
-def test_one_bit_in_one_element_is_found(script: Any, tmp_path: Path, element: int) -> None:
+def test_one_bit_in_one_element_is_found(tmp_path: Path, element: int) -> None:
     """Whether it is among the four samples or not."""
     tensors = make_tensors()
     a = write(tmp_path / "a", tensors)
@@ -61,7 +54,7 @@ def test_one_bit_in_one_element_is_found(script: Any, tmp_path: Path, element: i
         assert difference.max_abs == float(flat[element]) - float(before)
 
 
-def test_first_difference_is_named(script: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_first_difference_is_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """The first in the order of the first run's log, with the largest difference, absolute and over the RMS."""
     tensors = make_tensors()
     a = write(tmp_path / "a", tensors)
@@ -78,7 +71,7 @@ def test_first_difference_is_named(script: Any, tmp_path: Path, capsys: pytest.C
     assert first == f"first: {FILE} | blocks.2 fw, mb=1/1 | {expected}"
 
 
-def test_tolerances(script: Any, tmp_path: Path) -> None:
+def test_tolerances(tmp_path: Path) -> None:
     """atol is absolute, rtol a fraction of the tensor's RMS; beyond either alone is a difference."""
     tensor = torch.full((64,), 100.0)
     tensor[::2] = -100.0  # RMS 100
@@ -90,7 +83,7 @@ def test_tolerances(script: Any, tmp_path: Path) -> None:
         assert (script.compare(a, b, rtol, atol) == []) == same, (rtol, atol)
 
 
-def test_tolerances_hold_outside_the_samples(script: Any, tmp_path: Path) -> None:
+def test_tolerances_hold_outside_the_samples(tmp_path: Path) -> None:
     """A large error that no sample sees is seen by the statistics."""
     tensor = torch.randn(100, generator=torch.Generator().manual_seed(1))
     wrong = tensor.clone()
@@ -101,7 +94,7 @@ def test_tolerances_hold_outside_the_samples(script: Any, tmp_path: Path) -> Non
     assert difference.max_abs == pytest.approx(1000 - float(tensor.max()))
 
 
-def test_dtypes_compare_within_tolerances_only(script: Any, tmp_path: Path) -> None:
+def test_dtypes_compare_within_tolerances_only(tmp_path: Path) -> None:
     """bf16 against fp32: another dtype without tolerances, the same tensor with those of bf16."""
     tensors = make_tensors()
     a = write(tmp_path / "a", tensors, 20)
@@ -115,7 +108,7 @@ def test_dtypes_compare_within_tolerances_only(script: Any, tmp_path: Path) -> N
 
 
 @pytest.mark.parametrize("rtol", [0.0, 0.1])
-def test_values_that_are_not_finite(script: Any, tmp_path: Path, rtol: float) -> None:
+def test_values_that_are_not_finite(tmp_path: Path, rtol: float) -> None:
     """NaN is the same as NaN at the same place, and as nothing else; likewise an infinity."""
     special = torch.tensor([1.0, math.nan, math.inf, -math.inf])
     a = write(tmp_path / "a", {"x": special}, 20)
@@ -129,7 +122,7 @@ def test_values_that_are_not_finite(script: Any, tmp_path: Path, rtol: float) ->
 
 
 @pytest.mark.parametrize("rtol", [0.0, 0.1])
-def test_shapes_and_missing_tensors_are_differences(script: Any, tmp_path: Path, rtol: float) -> None:
+def test_shapes_and_missing_tensors_are_differences(tmp_path: Path, rtol: float) -> None:
     a = write(tmp_path / "a", {"x": torch.ones(6), "only a": torch.ones(1), "z": torch.ones(1)})
     b = write(tmp_path / "b", {"only b": torch.ones(1), "z": torch.ones(1), "x": torch.ones(2, 3)})
     assert [(difference.name, difference.what) for difference in script.compare(a, b, rtol)] == [
@@ -139,7 +132,7 @@ def test_shapes_and_missing_tensors_are_differences(script: Any, tmp_path: Path,
     ]
 
 
-def test_levels_may_differ(script: Any, tmp_path: Path) -> None:
+def test_levels_may_differ(tmp_path: Path) -> None:
     """Entries of both logs are compared: shapes at level 1, everything by the checksum from level 2 on."""
     tensor, wrong = torch.ones(64), torch.ones(64)
     wrong[63] = 2.0
@@ -151,7 +144,7 @@ def test_levels_may_differ(script: Any, tmp_path: Path) -> None:
         assert difference.what == "by the statistics" and difference.max_abs == 1.0
 
 
-def test_files_are_compared_in_order_of_time(script: Any, tmp_path: Path) -> None:
+def test_files_are_compared_in_order_of_time(tmp_path: Path) -> None:
     """Initial weights, then iterations by their number, whatever its digits."""
     phases = ["init", "train_00002", "train_99999", "train_100000"]
     for name, value in (("a", 1.0), ("b", 2.0)):
@@ -163,7 +156,7 @@ def test_files_are_compared_in_order_of_time(script: Any, tmp_path: Path) -> Non
     assert files == [f"tensor_logs_{phase}_rank_{rank:03d}.safetensors" for phase in phases for rank in (0, 1)]
 
 
-def test_places(script: Any, tmp_path: Path) -> None:
+def test_places(tmp_path: Path) -> None:
     """An experiment directory stands for its newest start with logs; files compare whatever their names."""
     for run, value in ((2, 2.0), (10, 10.0)):
         write(tmp_path / "run" / "runs" / str(run) / "artifacts", {"x": torch.full((4,), value)})
@@ -179,7 +172,7 @@ def test_places(script: Any, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("case", ["missing", "empty", "one file more", "damaged", "foreign"])
-def test_nothing_to_compare(script: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str], case: str) -> None:
+def test_nothing_to_compare(tmp_path: Path, capsys: pytest.CaptureFixture[str], case: str) -> None:
     """Exit code 2, one line on stderr that names the place, nothing on stdout."""
     a, b = write(tmp_path / "a", make_tensors()), write(tmp_path / "b", make_tensors())
     named = {"one file more": "tensor_logs_train_00002", "damaged": FILE, "foreign": FILE}.get(case, str(b))
@@ -201,7 +194,7 @@ def test_nothing_to_compare(script: Any, tmp_path: Path, capsys: pytest.CaptureF
 
 
 @pytest.mark.parametrize("arguments", [[], ["a"], ["a", "b", "--rtol=-1"], ["a", "b", "--atol=nan"], ["a", "b", "--x"]])
-def test_usage_errors(script: Any, arguments: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+def test_usage_errors(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as stop:
         script.main(arguments)
     assert stop.value.code == 2 and re.fullmatch(

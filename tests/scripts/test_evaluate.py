@@ -6,9 +6,8 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
-from types import ModuleType
 from typing import Any
 
 import numpy as np
@@ -20,8 +19,8 @@ from megatron_lite.data.tokenizing import ByteTokenizer, JsonTokenizer, save_byt
 from megatron_lite.distributed.process_group import Distributed
 from megatron_lite.generation.evaluation import text_batches
 from megatron_lite.monitor.trackers import read_metrics
+from scripts import evaluate as script
 from tests.support.harness import run_distributed, tiny_config, train_whole
-from tests.support.loading import loaded
 
 TEXTS = ("the cats' café\n", "a second one, of zoë", "日本語 🎉", "x" * 40)
 MODEL = dict(
@@ -44,12 +43,6 @@ MODEL = dict(
 )
 
 
-@pytest.fixture(scope="module")
-def script() -> Iterator[ModuleType]:
-    with loaded("evaluate") as module:
-        yield module
-
-
 def train_run(distributed: Distributed, options: dict[str, Any]) -> None:
     train_whole(distributed, tiny_config(distributed.world_size, **options))
 
@@ -69,7 +62,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture
-def call(script: ModuleType, capsys: pytest.CaptureFixture[str]) -> Callable[..., dict[str, Any]]:
+def call(capsys: pytest.CaptureFixture[str]) -> Callable[..., dict[str, Any]]:
     """The script's record, in this process."""
 
     def start(*arguments: Any) -> dict[str, Any]:
@@ -142,7 +135,7 @@ def test_samples_of_texts_and_their_documents() -> None:
 
 
 def test_without_a_tokenizer_there_are_no_bytes(
-    folder: Path, script: ModuleType, capsys: pytest.CaptureFixture[str], tmp_path: Path
+    folder: Path, capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
     """Token files need no tokenizer; texts do."""
     export = tmp_path / "export"
@@ -176,13 +169,7 @@ def test_without_a_tokenizer_there_are_no_bytes(
     ],
 )
 def test_errors_are_one_clear_line(
-    options: list[str],
-    code: int,
-    fact: str,
-    folder: Path,
-    script: ModuleType,
-    capsys: pytest.CaptureFixture[str],
-    tmp_path: Path,
+    options: list[str], code: int, fact: str, folder: Path, capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
     (tmp_path / "LINES.jsonl").write_text('{"text": "a"}\n{"words": "b"}\n')
     (tmp_path / "EMPTY.txt").write_text(" \n")
@@ -195,9 +182,7 @@ def test_errors_are_one_clear_line(
 
 
 @pytest.mark.parametrize("options", [["--text", "x", "--samples=3"], ["--data_path", "x", "--json_key=y"], []])
-def test_options_without_use_are_refused(
-    options: list[str], script: ModuleType, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_options_without_use_are_refused(options: list[str], capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as error:
         script.main(["--model", "x", *options])
     assert error.value.code == 2 and "--" in capsys.readouterr().err

@@ -6,9 +6,8 @@ import io
 import json
 import shutil
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
-from types import ModuleType
 from typing import Any
 
 import pytest
@@ -16,8 +15,8 @@ import torch
 
 from megatron_lite.data.tokenizing import save_byte_tokenizer
 from megatron_lite.distributed.process_group import Distributed
+from scripts import generate as script
 from tests.support.harness import run_distributed, tiny_config, train_whole
-from tests.support.loading import loaded
 
 PROMPTS = ("def f(", "a", "the quick brown fox", "a")
 MODEL = dict(
@@ -32,12 +31,6 @@ MODEL = dict(
     init_method_std=0.4,
     window_size=9,
 )
-
-
-@pytest.fixture(scope="module")
-def script() -> Iterator[ModuleType]:
-    with loaded("generate") as module:
-        yield module
 
 
 def save_model(distributed: Distributed, folder: str) -> None:
@@ -67,7 +60,7 @@ def export(run: Path) -> Path:
 
 
 @pytest.fixture
-def call(script: ModuleType, capsys: pytest.CaptureFixture[str]) -> Callable[..., tuple[int, str, str]]:
+def call(capsys: pytest.CaptureFixture[str]) -> Callable[..., tuple[int, str, str]]:
     """The script in this process: exit code, standard output, standard error."""
 
     def start(*arguments: Any) -> tuple[int, str, str]:
@@ -230,7 +223,7 @@ def test_prompts_that_are_no_use_are_data_errors(
 
 
 def test_a_home_is_found_and_memory_that_is_short_is_told_of(
-    export: Path, call: Callable[..., Any], script: ModuleType, monkeypatch: pytest.MonkeyPatch
+    export: Path, call: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """--model=~/folder, which a shell leaves alone; and the way out of it is one that this script has."""
     monkeypatch.setenv("HOME", str(export.parent))
@@ -258,9 +251,7 @@ def test_a_home_is_found_and_memory_that_is_short_is_told_of(
         (["--dtype=fp8"], "fp8"),
     ],
 )
-def test_wrong_options_are_usage_errors(
-    script: ModuleType, capsys: pytest.CaptureFixture[str], options: list[str], fact: str
-) -> None:
+def test_wrong_options_are_usage_errors(capsys: pytest.CaptureFixture[str], options: list[str], fact: str) -> None:
     with pytest.raises(SystemExit) as error:
         script.main(["--model", "x", "--prompt", "x", *options])
     assert error.value.code == 2 and fact in capsys.readouterr().err

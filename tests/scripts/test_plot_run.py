@@ -10,15 +10,9 @@ import pytest
 from megatron_lite.reports.curves import Curve, sparkline
 from megatron_lite.reports.loss_curves import MOST_POINTS, RUN_COLORS, lines, read_picture, round_ticks
 from megatron_lite.reports.picture import Stroke, Words, draw, to_figure, to_svg
-from tests.support.loading import loaded
+from scripts import plot_run as script
 
 pytestmark = pytest.mark.guides
-
-
-@pytest.fixture(scope="module")
-def script():
-    with loaded("plot_run") as module:
-        yield module
 
 
 def write_run(folder, num_lines, validation=True, averaged=0.0, **more):
@@ -44,7 +38,7 @@ def no_matplotlib(monkeypatch):
 
 
 @pytest.mark.parametrize("num_lines", [1, 2, 40, 400])
-def test_picture_with_matplotlib(num_lines, tmp_path, script, capsys):
+def test_picture_with_matplotlib(num_lines, tmp_path, capsys):
     pytest.importorskip("matplotlib", reason="matplotlib is not installed")
     run = write_run(tmp_path / "run_$x^2$", num_lines, consumed_tokens=12_345)
     assert script.main([str(run), "--baseline", "unigram entropy=5.5", "--baseline=a=b=6"]) == 0
@@ -86,7 +80,7 @@ def test_matplotlib_draws_what_the_svg_shows(num_lines, tmp_path):
 
 @pytest.mark.parametrize("num_lines", [1, 2, 40, 400])
 @pytest.mark.parametrize("validation", [False, True])
-def test_svg_without_matplotlib(num_lines, validation, tmp_path, script, capsys, no_matplotlib):
+def test_svg_without_matplotlib(num_lines, validation, tmp_path, capsys, no_matplotlib):
     run = write_run(tmp_path / "a & <b>", num_lines, validation)
     assert script.main([str(run), "--output", str(tmp_path / "new/loss.png"), "--baseline", "x<y=5.5"]) == 0
     out = capsys.readouterr().out
@@ -103,7 +97,7 @@ def test_svg_without_matplotlib(num_lines, validation, tmp_path, script, capsys,
     assert all(0 <= number <= 600 for number in numbers)  # inside the picture
 
 
-def test_losses_that_are_not_finite_are_left_out(tmp_path, script, no_matplotlib):
+def test_losses_that_are_not_finite_are_left_out(tmp_path, no_matplotlib):
     run = write_run(tmp_path / "run", 3)
     with (run / "metrics.jsonl").open("a") as file:
         file.write('{"phase": "training", "iteration": 99, "loss": null}\n{"phase": "training", "iter')
@@ -112,7 +106,7 @@ def test_losses_that_are_not_finite_are_left_out(tmp_path, script, no_matplotlib
     assert script.main([str(run)]) == 0
 
 
-def test_no_run_and_no_loss_yet_are_clear(tmp_path, script, capsys):
+def test_no_run_and_no_loss_yet_are_clear(tmp_path, capsys):
     assert script.main([str(tmp_path / "nowhere")]) == 3
     (tmp_path / "metrics.jsonl").write_text("")
     assert script.main([str(tmp_path)]) == 3
@@ -120,7 +114,7 @@ def test_no_run_and_no_loss_yet_are_clear(tmp_path, script, capsys):
     assert "nowhere" in first and "No such file" in first and "no record yet" in second
 
 
-def test_an_unwritable_output_is_one_clear_line(tmp_path, script, capsys):
+def test_an_unwritable_output_is_one_clear_line(tmp_path, capsys):
     run = write_run(tmp_path / "run", 3)
     (tmp_path / "file").write_text("")
     assert script.main([str(run), "--output", str(tmp_path / "file/loss.png")]) == 8
@@ -131,7 +125,7 @@ def test_an_unwritable_output_is_one_clear_line(tmp_path, script, capsys):
 
 
 @pytest.mark.parametrize("baseline", ["x", "=3", "x=", "x=nan", "x=inf"])
-def test_bad_baselines_are_usage_errors(baseline, script):
+def test_bad_baselines_are_usage_errors(baseline):
     with pytest.raises(SystemExit) as error:
         script.main([".", "--baseline", baseline])
     assert error.value.code == 2
@@ -155,7 +149,7 @@ def test_round_ticks():
     assert round_ticks(0, 3e-4, 2) == pytest.approx([0, 2e-4])
 
 
-def test_averaged_weights_are_drawn(tmp_path, script, capsys, no_matplotlib):
+def test_averaged_weights_are_drawn(tmp_path, capsys, no_matplotlib):
     """The loss of averaged weights has a line, a name and a sparkline of its own."""
     run = write_run(tmp_path / "run", 40, averaged=0.05)
     assert script.main([str(run)]) == 0
@@ -170,7 +164,7 @@ def test_averaged_weights_are_drawn(tmp_path, script, capsys, no_matplotlib):
 
 
 @pytest.mark.parametrize("with_matplotlib", [False, True])
-def test_runs_are_laid_over_each_other(with_matplotlib, tmp_path, script, capsys, request):
+def test_runs_are_laid_over_each_other(with_matplotlib, tmp_path, capsys, request):
     """Every run has its color in both panels, and once its name; runs of one name are told apart by their parents."""
     if with_matplotlib:
         pytest.importorskip("matplotlib", reason="matplotlib is not installed")
@@ -206,7 +200,7 @@ def test_long_runs_give_small_pictures(tmp_path):
     assert len(to_svg(draw(read_picture([run], [])))) < 120_000
 
 
-def test_too_many_runs_are_a_usage_error(tmp_path, script, capsys):
+def test_too_many_runs_are_a_usage_error(tmp_path, capsys):
     run = write_run(tmp_path / "run", 3)
     assert script.main([str(run)] * (len(RUN_COLORS) + 1)) == 2
     assert "up to 8" in capsys.readouterr().err

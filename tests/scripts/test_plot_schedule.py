@@ -6,16 +6,14 @@ import csv
 import importlib.util
 import subprocess
 import sys
-from collections.abc import Iterator
 from pathlib import Path
-from types import ModuleType
 
 import pytest
 
 from megatron_lite.cli.parse import parse
 from megatron_lite.schedules.learning_rate import learning_rate
 from megatron_lite.validation import resolve
-from tests.support.loading import loaded
+from scripts import plot_schedule as script
 
 pytestmark = pytest.mark.guides
 
@@ -31,18 +29,12 @@ FLAGS = [
 ]
 
 
-@pytest.fixture(scope="module")
-def script() -> Iterator[ModuleType]:
-    with loaded("plot_schedule") as module:
-        yield module
-
-
 def read(path: Path) -> list[list[str]]:
     with path.open(newline="") as file:
         return list(csv.reader(file))
 
 
-def test_one_row_per_iteration(script: ModuleType, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_one_row_per_iteration(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """From 1 to train_iters, the rates of the run to the last bit, through the parser of pretrain_gpt.py."""
     path = tmp_path / "new folder" / "schedule.csv"
     assert script.main([*FLAGS, "--csv", str(path), "--batch_size=12", "--micro_batch_size=3"]) == 0
@@ -56,7 +48,7 @@ def test_one_row_per_iteration(script: ModuleType, tmp_path: Path, capsys: pytes
     assert second == f"written: {path}"
 
 
-def test_batch_sizes_of_a_schedule(script: ModuleType, tmp_path: Path) -> None:
+def test_batch_sizes_of_a_schedule(tmp_path: Path) -> None:
     """The third column follows --batch_size_schedule."""
     assert script.main([*FLAGS, f"--csv={tmp_path}/x", "--batch_size_schedule", "0:2", "5:3", "39:8"]) == 0
     assert [int(row[2]) for row in read(tmp_path / "x")[1:]] == [2] * 5 + [3] * 34 + [8]
@@ -74,7 +66,7 @@ def test_imports_no_torch(tmp_path: Path) -> None:
     assert len(read(tmp_path / "x.csv")) == 41
 
 
-def test_picture(script: ModuleType, tmp_path: Path) -> None:
+def test_picture(tmp_path: Path) -> None:
     """A PNG, whatever the file is called; with and without a changing batch size."""
     pytest.importorskip("matplotlib", reason="matplotlib is not installed")
     assert script.main([*FLAGS, f"--png={tmp_path}/a", f"--csv={tmp_path}/a.csv"]) == 0
@@ -85,7 +77,7 @@ def test_picture(script: ModuleType, tmp_path: Path) -> None:
         assert picture.startswith(b"\x89PNG") and len(picture) > 5_000
 
 
-def test_batch_size_axis_can_be_read(script: ModuleType) -> None:
+def test_batch_size_axis_can_be_read() -> None:
     """At least three whole numbers that differ."""
     pytest.importorskip("matplotlib", reason="matplotlib is not installed")
     for sizes in ((8, 16), (1, 2), (256, 2048)):
@@ -98,7 +90,7 @@ def test_batch_size_axis_can_be_read(script: ModuleType) -> None:
 
 @pytest.mark.parametrize("where", ["folder", "experiment"])
 def test_default_file(
-    where: str, script: ModuleType, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+    where: str, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Without --csv and --png: a picture in the experiment directory or the current folder; else a table."""
     monkeypatch.chdir(tmp_path)
@@ -114,7 +106,7 @@ def test_default_file(
 
 
 def test_picture_without_matplotlib(
-    script: ModuleType, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """An error that says what to install, before anything is written."""
     monkeypatch.setattr(importlib.util, "find_spec", lambda *arguments: None)
@@ -134,16 +126,14 @@ def test_picture_without_matplotlib(
         ([*FLAGS, "--csv=/dev/null/x"], 8, "ERROR: --csv=/dev/null/x: cannot be written: "),
     ],
 )
-def test_errors(
-    script: ModuleType, words: list[str], code: int, message: str, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_errors(words: list[str], code: int, message: str, capsys: pytest.CaptureFixture[str]) -> None:
     """One line each, with the exit code of its kind."""
     assert script.main(words) == code
     printed = capsys.readouterr()
     assert printed.out == "" and message in printed.err
 
 
-def test_warnings_and_help(script: ModuleType, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_warnings_and_help(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """The warnings of a run are printed, also about repeated flags; --help describes the script and lists the flags."""
     assert script.main([*FLAGS, "--lr=2e-3", "--lr_warmup_fraction=1", f"--csv={tmp_path}/x"]) == 0
     errors = capsys.readouterr().err

@@ -17,18 +17,17 @@ from megatron_lite.data.indexed_dataset import IndexedDataset
 from megatron_lite.data.tokenizing import ByteTokenizer, JsonTokenizer
 from megatron_lite.errors import DataError
 from megatron_lite.run.progress_line import ProgressLine
-from tests.support.loading import loaded
+from scripts import prepare_data as script
 
 SCRIPT = Path(__file__).parents[2] / "scripts" / "prepare_data.py"
 
 
 def main(*arguments: str | Path) -> int:
     """Run the script in this process; returns its exit code."""
-    with loaded("prepare_data") as module:
-        try:
-            return int(module.main([str(argument) for argument in arguments]))
-        except SystemExit as error:
-            return int(error.code or 0)
+    try:
+        return int(script.main([str(argument) for argument in arguments]))
+    except SystemExit as error:
+        return int(error.code or 0)
 
 
 def texts(prefix: Path) -> list[str]:
@@ -53,9 +52,8 @@ def test_progress_of_both_passes(
     (tmp_path / "a.jsonl").write_text('{"text": "aaaa bbbb"}\n' * 1000)
     (tmp_path / "b.txt").write_text("cccc " * 2000)
     monkeypatch.setattr(ProgressLine, "update", lambda line, words: print(words(2.0), file=sys.stderr))
-    with loaded("prepare_data") as module:
-        files = [str(tmp_path / "a.jsonl"), str(tmp_path / "b.txt")]
-        assert module.main([*files, "--output_prefix", str(tmp_path / "out"), "--train_tokenizer", "260"]) == 0
+    files = tmp_path / "a.jsonl", tmp_path / "b.txt"
+    assert main(*files, "--output_prefix", tmp_path / "out", "--train_tokenizer", "260") == 0
     lines = capsys.readouterr().err.splitlines()
     assert lines[499] == "reading for the tokenizer: 0.0 of 0.0 MB (34%), 0.0 MB/s, 0:00:04 left"
     done = re.compile(r"tokenizing: 0.0 of 0.0 MB \(100%\), 1,001 documents, [0-9,]+ tokens, 0.0 MB/s, 0:00:00 left")
