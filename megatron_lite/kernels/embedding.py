@@ -20,11 +20,6 @@ from megatron_lite.kernels.vocabulary import WHOLE, Vocabulary
 from megatron_lite.parameter import Parameter
 
 
-def _reference_add_rows(total: Tensor, tokens: Tensor, dy: Tensor) -> None:
-    """total (v, h) [tokens (t,)] += dy (t, h)."""
-    total.index_add_(0, tokens, dy.to(total.dtype))
-
-
 @jit
 def _add_rows_kernel(
     total_ptr, dy_ptr, tokens_ptr, order_ptr, ends_ptr, hidden_size, ROWS: tl.constexpr, COLUMNS: tl.constexpr
@@ -49,7 +44,7 @@ def _add_rows_kernel(
 
 
 def _triton_add_rows(total: Tensor, tokens: Tensor, dy: Tensor) -> None:
-    """Do the same with int64 tokens, which makes offsets into `total` and `dy` int64, too."""
+    """total (v, h) [tokens (t,)] += dy (t, h); int64 tokens make the offsets into `total` and `dy` int64, too."""
     sorted_tokens, order = torch.sort(tokens, stable=True)
     ends = torch.searchsorted(sorted_tokens, sorted_tokens, right=True)  # of every token's run of positions
     hidden_size = dy.shape[1]
@@ -83,8 +78,11 @@ class _Embedding(torch.autograd.Function):
         main_grad = ctx.weight.main_grad
         if ctx.weight.begin_gradient():
             main_grad.zero_()
-        add_rows = _triton_add_rows if ctx.triton else _reference_add_rows
-        add_rows(main_grad, rows.reshape(-1), dy.reshape(-1, dy.shape[-1]))
+        tokens, dy = rows.reshape(-1), dy.reshape(-1, dy.shape[-1])
+        if ctx.triton:
+            _triton_add_rows(main_grad, tokens, dy)
+        else:
+            main_grad.index_add_(0, tokens, dy.to(main_grad.dtype))
         return None, None, None, None, None
 
 

@@ -179,18 +179,12 @@ class ProductAccumulation(NamedTuple):
     run: Callable[[Tensor, Tensor, Tensor, bool], None]
 
 
-def _same_dtype(total: Tensor, a: Tensor, b: Tensor, first: bool) -> None:
-    if first:
-        torch.mm(a, b, out=total)
-    else:
-        total.addmm_(a, b)
-
-
 def _in_the_product(total: Tensor, a: Tensor, b: Tensor, first: bool) -> None:
+    options = {} if a.dtype == total.dtype else {"out_dtype": total.dtype}
     if first:
-        torch.mm(a, b, out_dtype=total.dtype, out=total)
+        torch.mm(a, b, **options, out=total)
     else:  # input and output must be the same tensor object, or torch copies the total first
-        torch.addmm(total, a, b, out_dtype=total.dtype, out=total)
+        torch.addmm(total, a, b, **options, out=total)
 
 
 def _wide_temporary(total: Tensor, a: Tensor, b: Tensor, first: bool) -> None:
@@ -229,12 +223,10 @@ def product_accumulation(device: torch.device, dtype: torch.dtype, total_dtype: 
     """
     if computes_in_fp32(device, dtype):
         return ProductAccumulation("from fp32 copies of the factors", _fp32_copies)
+    in_the_product = ProductAccumulation("by the product itself", _in_the_product)
     if dtype == total_dtype:
-        return ProductAccumulation("by the product itself", _same_dtype)
-    for method in (
-        ProductAccumulation("by the product itself", _in_the_product),
-        ProductAccumulation(f"through {NAMES[total_dtype]} temporary", _wide_temporary),
-    ):
+        return in_the_product
+    for method in (in_the_product, ProductAccumulation(f"through {NAMES[total_dtype]} temporary", _wide_temporary)):
         if device.type == "cuda" and _is_exact(method, device, dtype, total_dtype):
             return method
     return ProductAccumulation(f"through {NAMES[dtype]} temporary", _narrow_temporary)

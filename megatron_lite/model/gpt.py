@@ -30,8 +30,8 @@ def build_gpt(
 ) -> list[Layer]:
     """Build the layers on the meta device, in order: embedding, blocks, head with loss.
 
-    config: resolved. sequence_length: positions in the rotary table. performance: what to recompute. parallel: the
-    ranks that share each layer.
+    config: resolved. sequence_length: positions in the rotary table. performance: what to recompute. parallel: how
+    tensor-parallel ranks split the layers.
     """
     rotary = Rotary(config, sequence_length) if config.use_rotary_embeddings else None
     embedding = Embedding(config, kernels, parallel)
@@ -42,7 +42,7 @@ def build_gpt(
 def model_layers(config: Config, kernels: Kernels, tensor: Group | None = None) -> list[Layer]:
     """Build the layers on the meta device and set learning-rate scales and weight decay as configured.
 
-    tensor: the ranks that share each layer; None: this one alone.
+    tensor: the tensor-parallel ranks; None: this one alone.
 
     Raises:
         UsageError: if a pattern of --freeze, --lr_scales or --weight_decay_modules matches nothing, or everything

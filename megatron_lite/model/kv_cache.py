@@ -1,15 +1,14 @@
 """Key-value cache for generation: one pass over each prompt, then passes over the next token of many texts.
 
-Texts lie side by side in one sample, (1, t), each token at its own position. Only attention and positions differ from
-training, and no text is padded. A text does not depend on its neighbours: attention takes one text at a time, and every
-other operation treats each token separately. Because the number of tokens in a pass can change the last bits of a
-product, every pass over next tokens has the same number of tokens, some of which may belong to no text.
+Texts share one sample, (1, t), each token at its own position. Only attention and positions differ from training, and
+no text is padded. A text does not depend on the others: attention takes one text at a time, and every other operation
+treats each token separately. Because the number of tokens in a pass can change the last bits of a product, every pass
+over next tokens has the same number of tokens, some of which may belong to no text.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -19,7 +18,7 @@ from megatron_lite.kernels.attention.attention import attention, cached_attentio
 Heads = tuple[Tensor, Tensor, Tensor]  # query (1, n, t, d), key and value (1, g, t, d)
 
 
-class CachePass(Protocol):
+class CachePass:
     """The cache as one pass through the model uses it."""
 
     answered: slice  # tokens of the pass whose logits are computed
@@ -28,6 +27,7 @@ class CachePass(Protocol):
         self, block: str, heads: Heads, window: int | None, scale: float | None, softmax_in_fp32: bool
     ) -> Tensor:
         """Map the heads of a block to (1, n, t, d); store keys and values."""
+        raise NotImplementedError
 
 
 class KeyValueCache:
@@ -55,7 +55,7 @@ class KeyValueCache:
         return sum(tensor.nbytes for rows in self._blocks.values() for pair in rows for tensor in pair)
 
 
-class Beginning:
+class Beginning(CachePass):
     """A pass over the whole prompt of one text, (1, t), which fills `row`."""
 
     answered = slice(-1, None)
@@ -70,20 +70,20 @@ class Beginning:
         query, key, value = heads
         length = key.shape[2]
         assert length <= self._cache.capacity, (length, self._cache.capacity)
-        for kept, new in zip(self._cache.of(block, key, window)[self._row], (key, value), strict=True):
-            slots = kept.shape[1]
+        for saved, new in zip(self._cache.of(block, key, window)[self._row], (key, value), strict=True):
+            slots = saved.shape[1]
             first = max(0, length - slots)
-            # Store the newest keys from the slot of position `first` on: two runs unless that is slot 0.
-            run = min(length - first, slots - first % slots)
-            kept[:, first % slots : first % slots + run] = new[0, :, first : first + run]
-            kept[:, : length - first - run] = new[0, :, first + run :]
+            # Store the newest keys from the slot of position `first` on; those that pass the end begin at slot 0.
+            count = min(length - first, slots - first % slots)
+            saved[:, first % slots : first % slots + count] = new[0, :, first : first + count]
+            saved[:, : length - first - count] = new[0, :, first + count :]
         backend = "math" if softmax_in_fp32 else self._backend
         return attention(
             query, key, value, window, 0.0, None, backend=backend, scale=scale, softmax_in_fp32=softmax_in_fp32
         )
 
 
-class NextTokens:
+class NextTokens(CachePass):
     """A pass over the next token of every text, (1, t), at `positions` (t,), rows of the cache first; -1: no text."""
 
     answered = slice(None)
@@ -109,6 +109,6 @@ class NextTokens:
             # Every stored key is visible, and softmax does not depend on their order.
             seen = slice(min(position + 1, slots))
             own = query[:, :, row : row + 1].contiguous()
-            kept = keys[None, :, seen], values[None, :, seen]
-            context[:, :, row : row + 1] = cached_attention(own, *kept, scale=scale)
+            saved = keys[None, :, seen], values[None, :, seen]
+            context[:, :, row : row + 1] = cached_attention(own, *saved, scale=scale)
         return context

@@ -58,13 +58,9 @@ def set_weight_decay(parameters: Iterable[Parameter], mask: str | None, modules:
     chosen = {name for pattern in modules for name in selected(pattern, names)}
     for parameter in parameters:
         spec = parameter.spec
-        decays = spec.name in chosen or _decays_by_default(spec, mask)
-        parameter.spec = dataclasses.replace(spec, weight_decay=decays)
-
-
-def _decays_by_default(spec: ParameterSpec, mask: str | None) -> bool:
-    decays = spec.weight_decay
-    return {None: False, "fast_llm": decays, "levanter": decays and not spec.embedding, "off": True}[mask]
+        decays = spec.weight_decay
+        masks = {None: False, "fast_llm": decays, "levanter": decays and not spec.embedding, "off": True}
+        parameter.spec = dataclasses.replace(spec, weight_decay=spec.name in chosen or masks[mask])
 
 
 def selected(pattern: str, names: Sequence[str]) -> list[str]:

@@ -1,13 +1,25 @@
-"""The table of rotary angles (Su et al. 2021) that all blocks share; `rope_scaling.py` stretches it."""
+"""The table of rotary angles (Su et al. 2021) that all blocks share, stretched for longer sequences if so configured.
+
+The formulas are Hugging Face's (transformers, modeling_rope_utils.py), in its order of operations, in fp32. Channel
+pair j of r / 2 has wavelength w = base^(2 j / r) in radians and frequency 1 / w; stretched by `factor`:
+
+    linear   1 / w / factor                                                        (Chen et al. 2023)
+    llama3   1 / w for waves that fit at least `high_freq_factor` times into the original length, 1 / w / factor for
+             waves that fit at most `low_freq_factor` times, interpolated by that number in between  (Llama 3.1)
+    yarn     1 / w for pairs before the one that turns `beta_fast` times over the original length, 1 / w / factor after
+             the one that turns `beta_slow` times, a ramp over j in between; cos and sin times an attention factor
+             (Peng et al. 2023)
+"""
 
 from __future__ import annotations
+
+import math
 
 import torch
 from torch import Tensor
 
 from megatron_lite.config import ModelConfig
 from megatron_lite.kernels.rotary import Table, angle_table, wavelengths
-from megatron_lite.model.rope_scaling import attention_factor, stretched_frequencies
 
 
 class Rotary:
@@ -22,7 +34,7 @@ class Rotary:
         if self._table is None or self._table[0].device != like.device:
             frequencies = rotary_frequencies(self._config, self._channels, like.device)
             cos, sin = angle_table(frequencies, self._length)
-            factor = 1.0 if self._config.rope_type == "default" else attention_factor(self._config)
+            factor = attention_factor(self._config)
             self._table = (cos, sin) if factor == 1.0 else (cos.mul_(factor), sin.mul_(factor))
         return self._table
 
@@ -35,4 +47,62 @@ class Rotary:
 def rotary_frequencies(model: ModelConfig, channels: int, device: torch.device) -> Tensor:
     """Return radians per position, (r / 2,) in fp32, for r rotated channels of a resolved model."""
     waves = wavelengths(channels, model.rotary_base, device)
-    return 1.0 / waves if model.rope_type == "default" else stretched_frequencies(model, waves)
+    if model.rope_type == "default":
+        return 1.0 / waves
+    assert model.rope_factor is not None
+    return {"linear": _linear, "llama3": _llama3, "yarn": _yarn}[model.rope_type](model, waves, model.rope_factor)
+
+
+def _linear(model: ModelConfig, waves: Tensor, factor: float) -> Tensor:
+    return 1.0 / waves / factor
+
+
+def _llama3(model: ModelConfig, waves: Tensor, factor: float) -> Tensor:
+    length, low = model.rope_original_max_position_embeddings, model.rope_low_freq_factor
+    high = model.rope_high_freq_factor
+    assert length is not None and low is not None and high is not None
+    frequencies = 1.0 / waves
+    turn = 2 * math.pi / frequencies  # positions of one turn
+    share = (length / turn - low) / (high - low)
+    between = (1 - share) * frequencies / factor + share * frequencies
+    stretched = torch.where(turn > length / low, frequencies / factor, between)
+    return torch.where(turn < length / high, frequencies, stretched)
+
+
+def _yarn(model: ModelConfig, waves: Tensor, factor: float) -> Tensor:
+    low, high = _ramp(model, 2 * len(waves))
+    pairs = torch.arange(len(waves), dtype=torch.float32, device=waves.device)
+    kept = 1 - ((pairs - low) / (high - low)).clamp(0, 1)
+    return 1.0 / (factor * waves) * (1 - kept) + 1.0 / waves * kept
+
+
+def _ramp(model: ModelConfig, channels: int) -> tuple[float, float]:
+    """Return the channel pairs, fractional unless truncated, at which the ramp of yarn begins and ends."""
+    length, base = model.rope_original_max_position_embeddings, model.rotary_base
+    assert length is not None and base is not None and model.rope_beta_fast and model.rope_beta_slow
+
+    def pair(turns: float) -> float:
+        """Return the pair that turns this often over the original length."""
+        return (channels * math.log(length / (turns * 2 * math.pi))) / (2 * math.log(base))
+
+    low, high = pair(model.rope_beta_fast), pair(model.rope_beta_slow)
+    if model.rope_truncate:
+        low, high = math.floor(low), math.ceil(high)
+    low, high = max(low, 0), min(high, channels - 1)
+    return low, high + 0.001 if low == high else high  # the ramp must have a length
+
+
+def attention_factor(model: ModelConfig) -> float:
+    """Return the factor on cos and sin: 1 except for yarn, which sharpens attention scores."""
+    if model.rope_type != "yarn":
+        return 1.0
+    if model.rope_attention_factor is not None:
+        return model.rope_attention_factor
+    if model.rope_mscale and model.rope_mscale_all_dim:
+        return _sharpness(model, model.rope_mscale) / _sharpness(model, model.rope_mscale_all_dim)
+    return _sharpness(model, 1)
+
+
+def _sharpness(model: ModelConfig, scale: float) -> float:
+    assert model.rope_factor is not None
+    return 0.1 * scale * math.log(model.rope_factor) + 1.0 if model.rope_factor > 1 else 1.0

@@ -1,4 +1,4 @@
-"""How the ranks of a tensor-parallel group share the layers of a model (Shoeybi et al. 2019; Korthikanti et al. 2022).
+"""How tensor-parallel ranks split the layers of a model (Shoeybi et al. 2019; Korthikanti et al. 2022).
 
 Attention splits its heads, the MLP its channels, embedding and head the vocabulary; every rank has whole norms, learned
 positions and biases of the residual stream.
@@ -7,7 +7,6 @@ positions and biases of the residual stream.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from functools import cached_property
 
 import torch
 
@@ -20,7 +19,7 @@ from megatron_lite.tiles import Block, Split
 
 @dataclass(frozen=True)
 class TensorParallel:
-    """The group, and what it splits besides heads and channels: tokens of the residual stream, rows of embeddings."""
+    """The group, and what it splits besides heads and channels: tokens (sequence parallelism), rows of embeddings."""
 
     group: Group
     splits_tokens: bool = False
@@ -28,15 +27,7 @@ class TensorParallel:
 
     def collectives(self, any_length: bool = False) -> Collectives:
         """Return the collectives of a pass; any_length: any number of tokens, as in generation."""
-        return self._whole if any_length else self._residual
-
-    @cached_property
-    def _residual(self) -> Collectives:
-        return collectives_over(self.group, self.splits_tokens)
-
-    @cached_property
-    def _whole(self) -> Collectives:
-        return collectives_over(self.group, splits_tokens=False)
+        return collectives_over(self.group, self.splits_tokens and not any_length)
 
     def vocabulary(self, config: ModelConfig, any_length: bool = False) -> Vocabulary:
         """Return the vocabulary of a pass; any_length: see `collectives`."""
@@ -48,18 +39,18 @@ class TensorParallel:
     # -- parameters -------------------------------------------------------------------------------------------------
 
     def parts(self, size: int, most: int | None = None) -> Block:
-        """Return a block in equal parts, one for each rank, but at most `most`; then several ranks have the same."""
+        """Return a block in equal parts, one per rank but at most `most`, so that several ranks may have the same."""
         ranks = self.group.world_size
         return Block.of(size, ranks if most is None else min(most, ranks))
 
     def split(self, dim: int, *blocks: Block) -> Split:
-        """Return the split of a parameter along `dim`; parts that several ranks have get parts of their gradient."""
+        """Return the split of a parameter along `dim`; ranks with the same part sum its gradient."""
         return Split(self.group.world_size, self.group.rank, dim, blocks, sums_gradients=True)
 
     def replicated(self, inside: bool = False) -> Split:
         """Return the split of a parameter that every rank has.
 
-        inside: it is applied to the channels that only this rank has; otherwise, to the residual stream.
+        inside: it applies to this rank's channels; otherwise, to the residual stream.
         """
         return Split(self.group.world_size, self.group.rank, sums_gradients=inside or self.splits_tokens)
 

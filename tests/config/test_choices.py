@@ -16,7 +16,7 @@ from megatron_lite.kernels.attention.gpu import fused_attention
 from megatron_lite.kernels.choice import REFERENCES
 from megatron_lite.model.layer import Norm
 from megatron_lite.model.parameter_patterns import set_weight_decay
-from megatron_lite.model.rope_scaling import stretched_frequencies
+from megatron_lite.model.rotary import rotary_frequencies
 from megatron_lite.optimizer.rules.muon import shape_factor
 from megatron_lite.outputs.step_inputs import loss_weights
 from megatron_lite.schedules.learning_rate import learning_rate
@@ -38,7 +38,7 @@ def rope(kind: str) -> Any:
         for place, name in enumerate(("rope_factor", "rope_low_freq_factor", "rope_high_freq_factor", "rope_beta_slow"))
     }
     numbers |= dict(rope_original_max_position_embeddings=64, rope_beta_fast=32.0)
-    return stretched_frequencies(with_choice("model", rope_type=kind, **numbers).model, torch.ones(4))
+    return rotary_frequencies(with_choice("model", rope_type=kind, **numbers).model, 8, torch.device("cpu"))
 
 
 BRANCHES: dict[str, Callable[[], Any]] = {

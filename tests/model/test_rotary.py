@@ -15,8 +15,7 @@ from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
 from megatron_lite.config import ModelConfig
 from megatron_lite.kernels.rotary import rotary_table
-from megatron_lite.model.rope_scaling import attention_factor
-from megatron_lite.model.rotary import Rotary, rotary_frequencies
+from megatron_lite.model.rotary import Rotary, attention_factor, rotary_frequencies
 from tests.support.harness import tiny_config
 
 CPU = torch.device("cpu")

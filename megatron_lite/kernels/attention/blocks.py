@@ -12,7 +12,7 @@ CPU, which multiplies small matrices of bf16 and fp16 slower, even with instruct
 the inputs' dtype and sums in fp32; there `softmax_in_fp32` also keeps the way back to the scores in fp32: P in dS, dS
 itself and its products dQ and dK.
 
-Only query, key and value are kept: the backward pass recomputes P with the same operations.
+Only query, key and value are saved: the backward pass recomputes P with the same operations.
 """
 
 from __future__ import annotations
@@ -77,19 +77,10 @@ def scores_at_a_time(on_gpu: bool) -> int:
 
 
 def blocks_of_a_document(length: int, window: int | None, rows: int) -> list[Block]:
-    """List the blocks of a document in order."""
-    return [_block(start, length, window, rows) for start in range(0, length, rows)]
-
-
-def last_blocks(length: int, window: int | None, rows: int) -> list[Block]:
-    """List the last two blocks of a document, or the only one; no other block has more scores or more keys."""
-    last = (length - 1) // rows * rows
-    return [_block(start, length, window, rows) for start in (last - rows, last) if start >= 0]
-
-
-def _block(start: int, length: int, window: int | None, rows: int) -> Block:
+    """List the blocks of a document in order; one of the last two has the most scores and the most keys."""
     reach = min(window or length, length)
-    return Block(start, min(start + rows, length), max(0, start - reach + 1), reach)
+    starts = range(0, length, rows)
+    return [Block(start, min(start + rows, length), max(0, start - reach + 1), reach) for start in starts]
 
 
 def chunks_of(
@@ -98,7 +89,7 @@ def chunks_of(
     """Divide all documents and key heads into chunks of at most `scores` scores, or of one document and key head."""
     chunks: list[Chunk] = []
     for start, step, count, length in _runs(lengths):
-        largest = max(block.scores for block in last_blocks(length, window, rows))
+        largest = max(block.scores for block in blocks_of_a_document(length, window, rows)[-2:])
         pairs = max(1, scores // (heads // groups * largest))
         documents = max(1, min(count, pairs // groups))
         parts = 1 if pairs >= groups else -(-groups // pairs)
@@ -156,15 +147,16 @@ def _documents(heads: Tensor, chunk: Chunk) -> Tensor:
 
 
 class _Pass:
-    """One chunk in the forward or the backward pass; p is the number of its pairs, r of query heads per key head."""
+    """One chunk in the forward or backward pass, with p pairs and r query heads per key head."""
 
     def __init__(self, query: Tensor, key: Tensor, options: _Options, chunk: Chunk, later: Tensor) -> None:
         self.options, self.chunk, self._later = options, chunk, later
         self.shared_by = query.shape[1] // key.shape[1]
         self.wide, self.narrow = later.dtype, dtype_of_products(query)
         self.ds_dtype = self.wide if options.softmax_in_fp32 else self.narrow  # of dS and its products
-        blocks = last_blocks if query.is_meta else blocks_of_a_document  # a plan asks for what the largest need
-        self.blocks = blocks(chunk.length, options.window, rows_of_a_block(query.is_cuda))
+        self.blocks = blocks_of_a_document(chunk.length, options.window, rows_of_a_block(query.is_cuda))
+        if query.is_meta:  # a plan needs only the largest
+            self.blocks = self.blocks[-2:]
 
     def keys(self, heads: Tensor, dtype: torch.dtype) -> Tensor:
         """(b, g, s, d) -> (p, length, d)."""
@@ -311,7 +303,7 @@ def attention_in_blocks(
     """query (b, n, s, d), key and value (b, g, s, d) -> (b, n, s, d).
 
     Args:
-        lengths: of the documents in the flattened micro-batch, b s tokens in all.
+        lengths: tokens of each document in the flattened micro-batch, b s in total.
         dropout: probability of dropping a probability, and the seed.
     """
     b, _, s, _ = query.shape
