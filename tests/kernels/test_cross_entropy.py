@@ -27,24 +27,25 @@ from megatron_lite.model.embedding_and_head import chunk_tokens
 from megatron_lite.model.gpt import build_gpt
 from megatron_lite.parameter import Parameter, padded
 from tests.support.harness import tiny_config
-from tests.support.kernel_checks import products_in_fp32
+from tests.support.kernel_checks import (
+    DEVICE,
+    TOLERANCE,
+    dtypes,
+    empty_gradient,
+    implementations,
+    needs_triton,
+    products_in_fp32,
+)
+from tests.support.kernel_checks import randn as random_values
 from tests.support.memory_meters import PeakMeter, a_model, micro_batches
 
-DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-TOLERANCE = {torch.float32: 2e-5, torch.bfloat16: 4e-2, torch.float16: 5e-3}  # of the largest value
 SCALE = 0.37
 # The interpreter's NumPy warns of garbage in the padding behind a block, which no test reads.
 pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning:triton")
 
-dtypes = pytest.mark.parametrize("dtype", list(TOLERANCE), ids=str)
-needs_triton = pytest.mark.skipif(not runs_on(DEVICE), reason="Triton is not installed")
-implementations = pytest.mark.parametrize(
-    "triton", [False, pytest.param(True, marks=needs_triton)], ids=["torch", "triton"]
-)
 
-
-def randn(*shape: int, seed: int = 0) -> Tensor:
-    return torch.randn(shape, generator=torch.Generator().manual_seed(seed + sum(shape))).to(DEVICE)
+def randn(*shape: int) -> Tensor:
+    return random_values(*shape).to(DEVICE)
 
 
 def some_labels(t: int, v: int) -> Tensor:
@@ -60,14 +61,6 @@ def exact_loss(logits: Tensor, labels: Tensor, z_loss: float, soft_cap: float = 
     logits = soft_cap * (logits / soft_cap).tanh() if soft_cap else logits
     entropy = functional.cross_entropy(logits[kept], labels[kept], reduction="sum")
     return entropy + z_loss * logits[kept].logsumexp(-1).square().sum()
-
-
-def make_parameter(values: Tensor, trained: bool = True) -> Parameter:
-    """Return a parameter with garbage in its gradient buffer."""
-    made = cast(Parameter, Parameter(values.clone(), requires_grad=trained))
-    if trained:
-        made.main_grad, made.gradient_is_empty = torch.full(values.shape, torch.nan, device=DEVICE), True
-    return made
 
 
 def make_padded_parameter(values: Tensor, padding_rows: int) -> Parameter:
@@ -98,7 +91,7 @@ def run(
     **options: Any,
 ) -> tuple[Tensor, Tensor | None, Tensor | None]:
     """Return the loss and the gradients of hidden states and weight."""
-    ours, parameter = hidden.clone().requires_grad_(trained[0]), make_parameter(weight, trained[1])
+    ours, parameter = hidden.clone().requires_grad_(trained[0]), empty_gradient(weight.clone(), trained=trained[1])
     loss = linear_cross_entropy(ours, parameter, labels, scale(), *cuts, **options)
     if trained[0] or trained[1]:
         loss.backward()
@@ -119,42 +112,32 @@ SIZES = [
 
 @implementations
 @dtypes
-@pytest.mark.parametrize(("t", "h", "v", "chunk", "block", "z_loss"), SIZES)
-def test_head_against_float64(
-    t: int, h: int, v: int, chunk: int, block: int | None, z_loss: float, dtype: torch.dtype, triton: bool
-) -> None:
-    """Check loss and both gradients, with masked labels, odd sizes, and chunks and blocks that do not divide."""
-    hidden, weight, labels = randn(t, h).to(dtype), (randn(v, h) / h**0.5).to(dtype), some_labels(t, v)
-    exact_hidden, exact_weight = hidden.double().requires_grad_(), weight.double().requires_grad_()
-    exact = exact_loss(exact_hidden @ exact_weight.t(), labels, z_loss)
-    (exact * SCALE).backward()
-    loss, grad_hidden, grad_weight = run(hidden, weight, labels, chunk, block, z_loss=z_loss, triton=triton)
-    assert loss.dtype == torch.float64
-    close(loss, exact, TOLERANCE[dtype])
-    close(grad_hidden, exact_hidden.grad, TOLERANCE[dtype])
-    close(grad_weight, exact_weight.grad, TOLERANCE[dtype])
+@pytest.mark.parametrize(
+    ("size", "cap"), [*((size, 0.0) for size in SIZES), *((size, 2.5) for size in SIZES[:3])], ids=str
+)
+def test_head_against_float64(size: tuple[Any, ...], cap: float, dtype: torch.dtype, triton: bool) -> None:
+    """Check loss and both gradients, with masked labels, odd sizes, and chunks and blocks that do not divide.
 
-
-@implementations
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-@pytest.mark.parametrize(("t", "h", "v", "chunk", "block", "z_loss"), SIZES[:3])
-def test_soft_capped_head_against_float64(
-    t: int, h: int, v: int, chunk: int, block: int | None, z_loss: float, dtype: torch.dtype, triton: bool
-) -> None:
-    """Logits lie far within the cap and far beyond it; the z-loss takes the capped ones."""
-    cap = 2.5
-    hidden, weight, labels = randn(t, h).to(dtype), (2 * randn(v, h) / h**0.5).to(dtype), some_labels(t, v)
+    Logits lie far within a soft cap and far beyond it; the z-loss takes the capped ones. An evaluation computes the
+    same bits and no gradient.
+    """
+    t, h, v, chunk, block, z_loss = size
+    spread = 2 if cap else 1
+    hidden, weight, labels = randn(t, h).to(dtype), (spread * randn(v, h) / h**0.5).to(dtype), some_labels(t, v)
     exact_hidden, exact_weight = hidden.double().requires_grad_(), weight.double().requires_grad_()
     exact = exact_loss(exact_hidden @ exact_weight.t(), labels, z_loss, cap)
     (exact * SCALE).backward()
     options: dict[str, Any] = dict(z_loss=z_loss, soft_cap=cap, triton=triton)
     loss, grad_hidden, grad_weight = run(hidden, weight, labels, chunk, block, **options)
+    assert loss.dtype == torch.float64
     close(loss, exact, TOLERANCE[dtype])
     close(grad_hidden, exact_hidden.grad, TOLERANCE[dtype])
     close(grad_weight, exact_weight.grad, TOLERANCE[dtype])
+    parameter = empty_gradient(weight)
     with torch.no_grad():
-        evaluated = linear_cross_entropy(hidden, make_parameter(weight), labels, None, chunk, block, **options)
+        evaluated = linear_cross_entropy(hidden, parameter, labels, None, chunk, block, **options)
     assert torch.equal(evaluated, loss)
+    assert parameter.gradient_is_empty and bool(parameter.main_grad.isnan().all())
 
 
 @implementations
@@ -209,19 +192,6 @@ def test_frozen_sides_leave_the_other_gradient_as_it_is(block: int | None, trito
         assert torch.equal(partly[0], loss)
         for grad, whole, needed in zip(partly[1:], (grad_hidden, grad_weight), trained, strict=True):
             assert grad is None if not needed else torch.equal(cast(Tensor, grad), cast(Tensor, whole))
-
-
-@implementations
-@dtypes
-@pytest.mark.parametrize("block", [None, 9])
-def test_evaluation_computes_the_same_bits_and_no_gradient(block: int | None, dtype: torch.dtype, triton: bool) -> None:
-    hidden, weight, labels = randn(5, 6).to(dtype), randn(17, 6).to(dtype), some_labels(5, 17)
-    loss, *_ = run(hidden, weight, labels, 3, block, z_loss=0.1, triton=triton)
-    parameter = make_parameter(weight)
-    with torch.no_grad():
-        evaluated = linear_cross_entropy(hidden, parameter, labels, None, 3, block, 0.1, triton)
-    assert torch.equal(evaluated, loss)
-    assert parameter.gradient_is_empty and bool(parameter.main_grad.isnan().all())
 
 
 @implementations
@@ -353,7 +323,10 @@ def test_blocks_cost_no_precision() -> None:
 def test_no_more_logits_live_than_a_chunk_and_a_block(trains: bool, block: int | None, dtype: torch.dtype) -> None:
     """Logits live in the training dtype, plus an fp32 copy of what the reference works on at a time."""
     t, h, v, chunk = 512, 4, 8192, 128
-    hidden, parameter = randn(t, h).to(dtype).requires_grad_(trains), make_parameter(randn(v, h).to(dtype), trains)
+    hidden, parameter = (
+        randn(t, h).to(dtype).requires_grad_(trains),
+        empty_gradient(randn(v, h).to(dtype), trained=trains),
+    )
     labels = some_labels(t, v)
     rows, columns = held_logits(t, v, chunk, block)
     assert (rows, columns) == (chunk, block or v)
@@ -374,7 +347,7 @@ def test_memory_on_a_gpu(block: int | None) -> None:
     """8,192 tokens and 128,256 entries in bf16 take at most 0.8 GB besides weight and gradients."""
     t, h, v = 8192, 256, 128_256
     hidden, labels = randn(t, h).bfloat16().requires_grad_(), some_labels(t, v)
-    parameter = make_parameter(randn(v, h).bfloat16())
+    parameter = empty_gradient(randn(v, h).bfloat16())
     chunk = chunk_tokens(None, t, DEVICE, 2)
     linear_cross_entropy(hidden, parameter, labels, scale(), chunk, block, triton=True)  # libraries' workspaces
     torch.cuda.reset_peak_memory_stats()

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from megatron_lite.kernels.embedding import add_positions, embedding
 from megatron_lite.parameter import Parameter
-from tests.support.kernel_checks import DEVICE, compare, dtypes, needs_triton, randn
+from tests.support.kernel_checks import DEVICE, compare, dtypes, empty_gradient, needs_triton, randn
 
 V = 50
 TOKENS = {
@@ -30,9 +30,7 @@ def test_embedding_accumulate_repeated_tokens(dtype: torch.dtype) -> None:
 
 def gradient(tokens: Tensor, grad: Tensor, grad_dtype: torch.dtype) -> Tensor:
     """Return the gradient of two accumulations into a buffer full of NaN, by the kernel."""
-    weight = cast(Parameter, Parameter(torch.randn(V, grad.shape[-1], device=DEVICE).to(grad.dtype)))
-    weight.main_grad = torch.full(weight.shape, torch.nan, dtype=grad_dtype, device=DEVICE)
-    weight.gradient_is_empty = True
+    weight = empty_gradient(torch.randn(V, grad.shape[-1], device=DEVICE).to(grad.dtype), grad_dtype)
     for _ in range(2):
         output = embedding(weight, tokens, triton=True)
         output.backward(grad)

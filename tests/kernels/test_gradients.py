@@ -17,6 +17,7 @@ from megatron_lite.kernels.embedding import add_positions, embedding
 from megatron_lite.kernels.linear import linear
 from megatron_lite.kernels.normalization import Kind, add_norm
 from megatron_lite.parameter import Parameter
+from tests.support.kernel_checks import empty_gradient, randn
 
 # (training dtype, dtype of the gradient buffer) -> tolerance, of the largest value
 DTYPES = {
@@ -83,18 +84,6 @@ OPERATIONS = {
 operations = pytest.mark.parametrize("operation", OPERATIONS.values(), ids=list(OPERATIONS))
 
 
-def draw(shape: tuple[int, ...], seed: int) -> Tensor:
-    return torch.randn(shape, generator=torch.Generator().manual_seed(seed))
-
-
-def make_parameter(values: Tensor, grad_dtype: torch.dtype) -> Parameter:
-    """Return a trainable parameter as a stage provides it: with garbage in its gradient buffer."""
-    made = cast(Parameter, Parameter(values))
-    made.main_grad = torch.full(values.shape, torch.nan, dtype=grad_dtype)
-    made.gradient_is_empty = True
-    return made
-
-
 def requirements(operation: Operation) -> Iterator[tuple[tuple[bool, ...], tuple[bool, ...]]]:
     """Yield every choice of activations and parameters that need a gradient, except the empty one."""
     for choice in itertools.product((True, False), repeat=len(operation.activations) + len(operation.parameters)):
@@ -114,19 +103,18 @@ def test_first_gradient_overwrites_and_frozen_parameters_get_none(
 ) -> None:
     """Compare with autograd in fp64, from a buffer full of NaN, for every choice of tensors that need a gradient."""
     tolerance = DTYPES[dtypes]
-    activations = [draw(shape, seed).to(dtypes[0]) for seed, shape in enumerate(operation.activations)]
-    weights = [draw(shape, seed + 10).to(dtypes[0]) for seed, shape in enumerate(operation.parameters)]
+    activations = [randn(*shape, seed=seed).to(dtypes[0]) for seed, shape in enumerate(operation.activations)]
+    weights = [randn(*shape, seed=seed + 10).to(dtypes[0]) for seed, shape in enumerate(operation.parameters)]
     exact = [tensor.double().requires_grad_() for tensor in (*activations, *weights)]
     reference = operation.formula(*exact)
     grad = torch.ones((), dtype=torch.float64)
     if reference.dim():
-        grad = draw(tuple(reference.shape), 20).to(dtypes[0])
+        grad = randn(*reference.shape, seed=20).to(dtypes[0])
     reference.backward(grad.double())
     for activation_choice, weight_choice in requirements(operation):
         inputs = [x.clone().requires_grad_(needed) for x, needed in zip(activations, activation_choice, strict=True)]
         parameters = [
-            make_parameter(w, dtypes[1]) if needed else cast(Parameter, Parameter(w, requires_grad=False))
-            for w, needed in zip(weights, weight_choice, strict=True)
+            empty_gradient(w, dtypes[1], trained=needed) for w, needed in zip(weights, weight_choice, strict=True)
         ]
         for count in (1, 2):
             operation.ours(*inputs, *parameters).backward(grad)
@@ -143,15 +131,15 @@ def test_first_gradient_overwrites_and_frozen_parameters_get_none(
 @operations
 def test_nothing_is_computed_for_an_operation_that_is_frozen(operation: Operation) -> None:
     """Inference and frozen stages build no graph."""
-    inputs = [draw(shape, 0) for shape in operation.activations]
-    parameters = [Parameter(draw(shape, 1), requires_grad=False) for shape in operation.parameters]
+    inputs = [randn(*shape) for shape in operation.activations]
+    parameters = [Parameter(randn(*shape, seed=1), requires_grad=False) for shape in operation.parameters]
     output = operation.ours(*inputs, *parameters)
     assert not output.requires_grad
 
 
 def test_tied_weight_takes_its_first_gradient_from_the_head() -> None:
     """The head writes in the forward pass and the embedding adds in the backward pass, over garbage."""
-    weight = make_parameter(draw((7, 5), 0), torch.float32)
+    weight = empty_gradient(randn(7, 5))
     _our_loss(embedding(weight, TOKENS).flatten(0, 1), weight).backward()
     exact = weight.detach().double().requires_grad_()
     _loss(exact[TOKENS].flatten(0, 1), exact).backward()

@@ -6,14 +6,12 @@ from typing import Any, cast
 
 import pytest
 import torch
-from torch import Tensor
-from torch.autograd.graph import saved_tensors_hooks
 from torch.nn import functional
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from megatron_lite.kernels.linear import accumulate_bias, linear
 from megatron_lite.parameter import Parameter
-from tests.support.kernel_checks import compare, dtypes, empty_gradient, randn
+from tests.support.kernel_checks import compare, dtypes, empty_gradient, randn, saved_tensors
 
 
 @dtypes
@@ -26,12 +24,11 @@ def test_linear(shape: tuple[int, int, int, int], dtype: torch.dtype) -> None:
 
 @pytest.mark.parametrize("frozen", [(), ("bias",), ("weight",), ("weight", "bias")], ids=str)
 def test_linear_keeps_its_input_for_a_trained_weight_only(frozen: tuple[str, ...]) -> None:
-    kept: list[Tensor] = []
     weight, bias = (
-        empty_gradient(randn(*shape)).requires_grad_(name not in frozen)
+        empty_gradient(randn(*shape), trained=name not in frozen)
         for name, shape in (("weight", (4, 5)), ("bias", (4,)))
     )
-    with saved_tensors_hooks(lambda tensor: kept.append(tensor) or tensor, lambda tensor: tensor):
+    with saved_tensors() as kept:
         linear(randn(3, 5).requires_grad_(), cast(Parameter, weight), cast(Parameter, bias))
     assert [tuple(tensor.shape) for tensor in kept] == ([] if "weight" in frozen else [(3, 5)])
 

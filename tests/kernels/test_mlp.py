@@ -8,12 +8,11 @@ from typing import cast
 import pytest
 import torch
 from torch import Tensor
-from torch.autograd.graph import saved_tensors_hooks
 from torch.nn import functional
 
 from megatron_lite.kernels.mlp import mlp
 from megatron_lite.parameter import Parameter
-from tests.support.kernel_checks import DEVICE, needs_triton
+from tests.support.kernel_checks import DEVICE, empty_gradient, needs_triton, saved_tensors
 
 B, S, H, F = 2, 150, 8, 12  # 300 tokens: takes the products for many rows
 LEVELS = ("none", "activation", "full")
@@ -45,12 +44,9 @@ def run(
     for name, value in values.items():
         if name == "input":
             tensors[name] = value.clone().requires_grad_(name in trained)
-            continue
-        made = tensors[name] = cast(Parameter, Parameter(value.clone(), requires_grad=name in trained))
-        if name in trained:
-            made.main_grad, made.gradient_is_empty = torch.full_like(value, torch.nan, dtype=torch.float32), True
-    kept: list[Tensor] = []
-    with saved_tensors_hooks(lambda tensor: kept.append(tensor) or tensor, lambda tensor: tensor):
+        else:
+            tensors[name] = empty_gradient(value.clone(), trained=name in trained)
+    with saved_tensors() as kept:
         output = mlp(*tensors.values(), activation, gated, level, triton)  # type: ignore[arg-type]
     results = {"output": output.detach().clone()}
     output.backward(GRAD[:, : output.shape[1]].to(output))

@@ -7,14 +7,13 @@ from typing import cast
 import pytest
 import torch
 from torch import Tensor
-from torch.autograd.graph import saved_tensors_hooks
 from torch.nn import functional
 
 from megatron_lite.kernels.head_norm import normalized_heads
 from megatron_lite.kernels.normalization import Kind, add_norm
 from megatron_lite.kernels.rotary import rotary_table
 from megatron_lite.parameter import Parameter
-from tests.support.kernel_checks import DEVICE, close, dtypes, implementations, randn
+from tests.support.kernel_checks import DEVICE, close, dtypes, empty_gradient, implementations, randn, saved_tensors
 
 EPS = 1e-3  # large enough to reveal a wrong one
 kinds = pytest.mark.parametrize("centered", [True, False], ids=["layer", "rms"])
@@ -25,8 +24,7 @@ def parameters(centered: bool, weighted: str, size: int, dtype: torch.dtype) -> 
     """Return weight and bias with garbage in their gradient buffers; None for those that the norm does not have."""
     made: list[Parameter | None] = [None, None]
     for i in range(0 if weighted == "none" else 2 if centered else 1):
-        made[i] = cast(Parameter, Parameter(randn(size, seed=5 + i).to(DEVICE, dtype)))
-        made[i].main_grad, made[i].gradient_is_empty = torch.full((size,), torch.nan, device=DEVICE), True
+        made[i] = empty_gradient(randn(size, seed=5 + i).to(DEVICE, dtype))
     return made
 
 
@@ -83,9 +81,9 @@ def test_norm_of_a_sum(wide: bool, weighted: str, centered: bool, dtype: torch.d
 def test_only_a_wide_sum_is_kept(centered: bool, triton: bool) -> None:
     """An fp32 stream with bf16 branches keeps the new sum: neither the branch nor the previous stream."""
     hidden, branch = (randn(6, 50, seed=i).to(DEVICE).requires_grad_() for i in (0, 1))
-    narrow, kept = branch.to(torch.bfloat16), list[Tensor]()
+    narrow = branch.to(torch.bfloat16)
     before = hidden.detach().clone(), narrow.detach().clone()
-    with saved_tensors_hooks(lambda tensor: kept.append(tensor) or tensor, lambda tensor: tensor):
+    with saved_tensors() as kept:
         total, _ = add_norm(hidden, narrow, None, None, Kind(EPS, centered), triton, dtype=torch.bfloat16)
     assert torch.equal(hidden, before[0]) and torch.equal(narrow, before[1])
     assert sum(tensor.nbytes for tensor in kept) == 4 * 300 + 6 * 4 * (2 if centered else 1)
@@ -183,9 +181,9 @@ def test_memory_kept_by_norms_of_heads(centered: bool, triton: bool) -> None:
     """Keep the projection, which the values are a view of, and the statistics; queries and keys have new memory."""
     b, s, n, g, d = 2, 3, 4, 2, 6
     pairs = [parameters(centered, "around one", d, torch.float32) for _ in range(2)]
-    projection, kept = randn(b, s, (n + 2 * g) * d).to(DEVICE).requires_grad_() * 1, list[Tensor]()
+    projection = randn(b, s, (n + 2 * g) * d).to(DEVICE).requires_grad_() * 1
     before = projection.detach().clone()
-    with saved_tensors_hooks(lambda tensor: kept.append(tensor) or tensor, lambda tensor: tensor):
+    with saved_tensors() as kept:
         table = rotary_table(s, d, 1e4, DEVICE)
         query, key, value = normalized_heads(projection, n, g, table, *map(tuple, pairs), Kind(EPS, centered), triton)
     assert torch.equal(projection, before)

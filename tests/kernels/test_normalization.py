@@ -8,12 +8,21 @@ from typing import Any, cast
 import pytest
 import torch
 from torch import Tensor
-from torch.autograd.graph import saved_tensors_hooks
 from torch.nn import functional
 
 from megatron_lite.kernels.normalization import LARGEST_ROW, Kind, _resident_programs, add_norm
 from megatron_lite.parameter import Parameter
-from tests.support.kernel_checks import DEVICE, close, compare, dtypes, implementations, needs_triton, randn
+from tests.support.kernel_checks import (
+    DEVICE,
+    close,
+    compare,
+    dtypes,
+    empty_gradient,
+    implementations,
+    needs_triton,
+    randn,
+    saved_tensors,
+)
 
 EPS = 1e-5
 kinds = pytest.mark.parametrize("kind", ["layer", "rms"])
@@ -31,14 +40,6 @@ def kind_of(bias: Tensor | None) -> Kind:
     return Kind(EPS, centered=bias is not None)
 
 
-def make(values: Tensor, grad_dtype: torch.dtype | None) -> Parameter:
-    """Return a parameter with garbage in its gradient buffer, or a frozen one if `grad_dtype` is None."""
-    made = cast(Parameter, Parameter(values.clone(), requires_grad=grad_dtype is not None))
-    if grad_dtype is not None:
-        made.main_grad, made.gradient_is_empty = torch.full_like(values, torch.nan, dtype=grad_dtype), True
-    return made
-
-
 def values_of(kind: str, shape: tuple[int, ...], dtype: torch.dtype) -> dict[str, Tensor]:
     """Return all inputs: summands, weights and incoming gradients."""
     h = shape[-1]
@@ -50,7 +51,10 @@ def values_of(kind: str, shape: tuple[int, ...], dtype: torch.dtype) -> dict[str
 def run(values: dict[str, Tensor], triton: bool, grad_dtype: torch.dtype | None, times: int = 1) -> dict[str, Tensor]:
     """Return sum, norm and all gradients after a number of passes."""
     hidden, branch = (values[name].clone().requires_grad_() for name in ("hidden", "branch"))
-    weight, bias = (None if values.get(name) is None else make(values[name], grad_dtype) for name in ("weight", "bias"))
+    buffers = dict(grad_dtype=grad_dtype or torch.float32, trained=grad_dtype is not None)
+    weight, bias = (
+        empty_gradient(values[name].clone(), **buffers) if name in values else None for name in ("weight", "bias")
+    )
     for _ in range(times):
         total, output = add_norm(hidden, branch * 1, cast(Parameter, weight), bias, kind_of(bias), triton)
         torch.autograd.backward([total, output], [values["grad_sum"], values["grad"]])
@@ -85,21 +89,6 @@ def test_norms(kind: str, shape: tuple[int, ...], dtype: torch.dtype, triton: bo
     )
 
 
-@dtypes
-@implementations
-@kinds
-@pytest.mark.parametrize("shape", [(2, 3, 5), (30, 300)], ids=str)
-def test_norm_of_a_sum(kind: str, shape: tuple[int, ...], dtype: torch.dtype, triton: bool) -> None:
-    """Sum and norm have separate gradients; the weights' gradients are written first, then added."""
-    values = values_of(kind, shape, dtype)
-    reference = exact(values, times=2)
-    results = run(values, triton, torch.float32, times=2)
-    assert results.keys() == reference.keys()
-    for name, result in results.items():
-        assert result.dtype == (torch.float32 if name in ("weight", "bias") else dtype), name
-        close(result, reference[name], dtype)
-
-
 @implementations
 @kinds
 def test_gradients_in_a_buffer_of_bf16(kind: str, triton: bool) -> None:
@@ -126,7 +115,10 @@ def test_each_output_may_be_left_unused(kind: str, triton: bool) -> None:
     values = values_of(kind, (4, 6), torch.float32)
     for used, grad in ((0, "grad_sum"), (1, "grad")):
         hidden, branch = values["hidden"].clone(), values["branch"].clone().requires_grad_()
-        weight, bias = make(values["weight"], torch.float32), None if kind == "rms" else make(values["bias"], None)
+        weight, bias = (
+            empty_gradient(values["weight"]),
+            None if kind == "rms" else empty_gradient(values["bias"], trained=False),
+        )
         add_norm(hidden, branch * 1, weight, bias, kind_of(bias), triton)[used].backward(values[grad])
         zero = torch.zeros_like(values["grad"])
         reference = exact(values | {name: zero for name in ("grad_sum", "grad") if name != grad})
@@ -178,11 +170,10 @@ def test_inputs_that_are_not_contiguous(kind: str, triton: bool) -> None:
 def test_only_the_sum_is_kept_in_the_memory_of_the_branch(kind: str, triton: bool) -> None:
     """Keep the sum, or the input without a branch, and one or two numbers per row."""
     values = values_of(kind, (2, 3, 50), torch.bfloat16)
-    weight, bias = make(values["weight"], torch.float32), None if kind == "rms" else make(values["bias"], torch.float32)
+    weight, bias = empty_gradient(values["weight"]), None if kind == "rms" else empty_gradient(values["bias"])
     for branch in (values["branch"].clone().requires_grad_() * 1, None):
-        kept: list[Tensor] = []
         hidden = values["hidden"].clone().requires_grad_()
-        with saved_tensors_hooks(lambda tensor: kept.append(tensor) or tensor, lambda tensor: tensor):  # noqa: B023
+        with saved_tensors() as kept:
             total, _ = add_norm(hidden, branch, weight, bias, kind_of(bias), triton)
         memory = (hidden if branch is None else branch).data_ptr()
         assert total.data_ptr() == memory and memory in {tensor.data_ptr() for tensor in kept}

@@ -16,6 +16,7 @@ from megatron_lite.kernels.triton_support import is_interpreted
 from megatron_lite.model.layer import Layer, MicroBatch, dropout
 from megatron_lite.parameter import Parameter
 from tests.support.harness import layers_of, tiny_config
+from tests.support.kernel_checks import empty_gradient, saved_tensors
 from tests.support.plain_gpt import PlainGPT
 
 LENGTH = 16
@@ -45,9 +46,7 @@ def build(
         for attribute, declared in list(module.named_parameters(recurse=False)):
             spec = cast(Parameter, declared).spec
             values = torch.randn(spec.shape, generator=torch.Generator().manual_seed(len(parameters)))
-            made = cast(Parameter, Parameter(0.1 * values, requires_grad=not is_frozen(spec.name)))
-            if made.requires_grad:
-                made.main_grad, made.gradient_is_empty = torch.full(spec.shape, torch.nan), True
+            made = empty_gradient(0.1 * values, trained=not is_frozen(spec.name))
             setattr(module, attribute, made)
             parameters[spec.name] = made
     return layers, parameters
@@ -244,8 +243,7 @@ def test_a_weight_multiplies_the_loss_and_no_gradient(architecture: str) -> None
 @architectures
 def test_a_model_in_inference_keeps_nothing_and_computes_no_gradient(architecture: str) -> None:
     layers, _ = build(architecture, lambda name: True)
-    kept: list[Tensor] = []
-    with saved_tensors_hooks(lambda tensor: kept.append(tensor) or tensor, lambda tensor: tensor):
+    with saved_tensors() as kept:
         loss = run(layers, scale=None)
     assert not kept and not loss.requires_grad
 

@@ -10,6 +10,7 @@ from unittest.mock import patch
 import pytest
 import torch
 from torch import Tensor
+from torch.autograd.graph import saved_tensors_hooks
 
 from megatron_lite.kernels import products
 from megatron_lite.kernels.triton_support import runs_on
@@ -17,8 +18,9 @@ from megatron_lite.parameter import Parameter
 
 # Triton kernels run here, in the interpreter if there is no GPU.
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-TOLERANCE = {torch.float32: 2e-5, torch.bfloat16: 4e-2, torch.float16: 5e-3}  # of the largest value, or of 0.1
-dtypes = pytest.mark.parametrize("dtype", list(TOLERANCE), ids=str)
+dtypes = pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
+# Of the largest value, or of 0.1.
+TOLERANCE = {torch.float64: 1e-12, torch.float32: 2e-5, torch.bfloat16: 4e-2, torch.float16: 5e-3}
 needs_triton = pytest.mark.skipif(not runs_on(DEVICE), reason="Triton is not installed")
 implementations = pytest.mark.parametrize(
     "triton", [pytest.param(False, id="reference"), pytest.param(True, id="triton", marks=needs_triton)]
@@ -32,12 +34,21 @@ def parameter(values: Tensor, dtype: torch.dtype) -> Parameter:
     return made
 
 
-def empty_gradient(values: Tensor, grad_dtype: torch.dtype = torch.float32) -> Parameter:
-    """Return a trainable parameter with garbage in its gradient buffer."""
-    made = cast(Parameter, Parameter(values))
-    made.main_grad = torch.full(values.shape, torch.nan, dtype=grad_dtype, device=values.device)
-    made.gradient_is_empty = True
+def empty_gradient(values: Tensor, grad_dtype: torch.dtype = torch.float32, trained: bool = True) -> Parameter:
+    """Return a parameter with garbage in its gradient buffer, or a frozen one without a buffer."""
+    made = cast(Parameter, Parameter(values, requires_grad=trained))
+    if trained:
+        made.main_grad = torch.full(values.shape, torch.nan, dtype=grad_dtype, device=values.device)
+        made.gradient_is_empty = True
     return made
+
+
+@contextlib.contextmanager
+def saved_tensors() -> Iterator[list[Tensor]]:
+    """Collect the tensors that operations save for their backward passes."""
+    saved: list[Tensor] = []
+    with saved_tensors_hooks(lambda tensor: saved.append(tensor) or tensor, lambda tensor: tensor):
+        yield saved
 
 
 @contextlib.contextmanager
@@ -86,7 +97,7 @@ def close(ours: Tensor, exact: Tensor, dtype: torch.dtype) -> None:
     """Check that the largest difference, relative to the largest value, is within the dtype's tolerance."""
     exact = exact.detach()
     largest = max(float(exact.abs().max()), 0.1)  # exact zeros are met up to rounding
-    assert float((ours.detach().double() - exact).abs().max()) <= TOLERANCE[dtype] * largest
+    assert float((ours.detach().to(exact.device).double() - exact).abs().max()) <= TOLERANCE[dtype] * largest
 
 
 def randn(*shape: int, seed: int = 0) -> Tensor:

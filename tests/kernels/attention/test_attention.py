@@ -12,7 +12,6 @@ from typing import Any, cast
 import pytest
 import torch
 from torch import Tensor
-from torch.autograd.graph import saved_tensors_hooks
 
 from megatron_lite.errors import UsageError
 from megatron_lite.kernels.attention import blocks as attention_blocks
@@ -25,11 +24,9 @@ from megatron_lite.kernels.attention.probe import failure
 from megatron_lite.kernels.linear import linear
 from megatron_lite.kernels.rotary import rotary_table, split_heads
 from megatron_lite.parameter import Parameter
+from tests.support.kernel_checks import close, dtypes, saved_tensors
 from tests.support.memory_meters import PeakMeter
 
-# Of the largest value, or of 0.1.
-TOLERANCE = {torch.float64: 1e-12, torch.float32: 2e-5, torch.bfloat16: 4e-2, torch.float16: 5e-3}
-dtypes = pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
 gpu = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")]
 HOPPER, AMPERE = Machine((9, 0), 91501), Machine((8, 0), 91501)
 HOPPER_3 = Machine((9, 0), 91501, flash3=True)
@@ -93,12 +90,6 @@ CASES = [
     Case(2, 4, 2, 100, 8, scale=0.05),
     Case(1, 2, 1, 100, 8, 30, (60, 40), scale=0.7),
 ]
-
-
-def close(ours: Tensor, exact: Tensor, dtype: torch.dtype) -> None:
-    exact = exact.detach()
-    largest = max(float(exact.abs().max()), 0.1)
-    assert float((ours.detach().cpu().double() - exact).abs().max()) <= TOLERANCE[dtype] * largest
 
 
 def compare(case: Case, dtype: torch.dtype, backend: str, device: str = "cpu", softmax_in_fp32: bool = False) -> None:
@@ -368,16 +359,6 @@ def test_nothing_leaks_between_documents(backend: str, window: int | None) -> No
             assert torch.equal(before, after)
 
 
-def test_the_same_inputs_give_the_same_bits() -> None:
-    case = Case(2, 4, 2, 150, 8, 70)
-    runs = []
-    for _ in range(2):
-        inputs = [tensor.requires_grad_() for tensor in case.inputs(torch.float32)[:3]]
-        output = attention(*inputs, case.window, 0.1, 5)
-        runs.append([output, *torch.autograd.grad(output.square().sum(), inputs)])
-    assert all(torch.equal(one, other) for one, other in zip(*runs, strict=True))
-
-
 @pytest.mark.parametrize(("window", "lengths"), [(None, None), (3, None), (None, (2, 5, 7)), (2, (6, 1, 7))])
 @pytest.mark.parametrize("rotary", [True, False])
 def test_one_copy_of_query_key_and_value_is_all_that_is_kept(
@@ -385,11 +366,10 @@ def test_one_copy_of_query_key_and_value_is_all_that_is_kept(
 ) -> None:
     """Keep the projection's (n + 2 g) d values per token: no rotated or repeated heads, masks or probabilities."""
     b, s, n, g, d = 2, 7, 4, 2, 8
-    kept: list[Tensor] = []
     weight = cast(Parameter, Parameter(torch.ones((n + 2 * g) * d, 5)))
     weight.main_grad = torch.zeros_like(weight)
     documents = Case(b, n, g, s, d, lengths=lengths).documents()
-    with saved_tensors_hooks(lambda tensor: kept.append(tensor) or tensor, lambda tensor: tensor):
+    with saved_tensors() as kept:
         table = rotary_table(s, d, 100.0, torch.device("cpu")) if rotary else None
         query, key, value = split_heads(linear(torch.ones(b, s, 5), weight), n, g, table)
         output = attention(query, key, value, window, 0.0, None, backend="math", documents=documents)
@@ -608,8 +588,7 @@ def test_varlen_keeps_query_key_value_output_and_a_number_per_row(case: Case) ->
     """torch's own function accepts our arguments and is differentiable, on tensors without memory."""
     b, n, g, s, d = case.b, case.n, case.g, case.s, case.d
     projection = torch.empty(b, s, n + 2 * g, d, dtype=torch.bfloat16, device="meta", requires_grad=True)
-    kept: list[Tensor] = []
-    with saved_tensors_hooks(lambda tensor: kept.append(tensor) or tensor, lambda tensor: tensor):
+    with saved_tensors() as kept:
         parts = [part.transpose(1, 2) for part in projection.split([n, g, g], dim=2)]
         output = attention(*parts, case.window, 0.0, None, backend="varlen", documents=case.documents("meta"))
     assert output.shape == (b, n, s, d) and output.transpose(1, 2).is_contiguous(), "(b, s, n d) must be a view"
