@@ -21,7 +21,7 @@ from __future__ import annotations
 import contextlib
 import functools
 from collections.abc import Callable, Iterator
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -180,7 +180,7 @@ class ProductAccumulation(NamedTuple):
 
 
 def _in_the_product(total: Tensor, a: Tensor, b: Tensor, first: bool) -> None:
-    options = {} if a.dtype == total.dtype else {"out_dtype": total.dtype}
+    options: dict[str, Any] = {} if a.dtype == total.dtype else {"out_dtype": total.dtype}
     if first:
         torch.mm(a, b, **options, out=total)
     else:  # input and output must be the same tensor object, or torch copies the total first
