@@ -98,7 +98,7 @@ def overlaps(wanted: Tile, saved: Tile) -> Iterator[Overlap]:
             yield Overlap(mine, theirs, 0)
         return
     pitch = saved.pitch if wanted.is_run else wanted.pitch
-    for mine, theirs in itertools.product(_rectangles(wanted, pitch), _rectangles(saved, pitch)):
+    for mine, theirs in itertools.product(rectangles(wanted, pitch), rectangles(saved, pitch)):
         (row, column), (their_row, their_column) = divmod(mine.first, pitch), divmod(theirs.first, pitch)
         top, bottom = max(row, their_row), min(row + mine.rows, their_row + theirs.rows)
         left, right = max(column, their_column), min(column + mine.width, their_column + theirs.width)
@@ -109,7 +109,7 @@ def overlaps(wanted: Tile, saved: Tile) -> Iterator[Overlap]:
             yield Overlap(own, own._replace(first=their_first, pitch=theirs.width), left - their_column)
 
 
-def _rectangles(tile: Tile, pitch: int) -> Iterator[Tile]:
+def rectangles(tile: Tile, pitch: int) -> Iterator[Tile]:
     """Yield a tile as rectangles of a parameter with rows of `pitch` elements."""
     if tile.rows > 1:
         yield tile

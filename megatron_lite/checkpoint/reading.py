@@ -217,7 +217,7 @@ def read_elements(opened: Files, saved: SavedParameter, kind: str, wanted: Tile,
     dtype, numel_found, wanted = saved.dtype_of(kind), 0, wanted._replace(offset=0)
     for piece in saved.slices[kind]:
         for overlap in overlaps(wanted, piece.tile(dtype, saved.shape)):
-            _read_overlap(opened, piece, dtype, overlap, target)
+            read_overlap(opened, piece, dtype, overlap, target)
             numel_found += overlap.wanted.numel
     if numel_found != target.numel():
         raise DamagedError(
@@ -225,7 +225,7 @@ def read_elements(opened: Files, saved: SavedParameter, kind: str, wanted: Tile,
         )
 
 
-def _read_overlap(opened: Files, piece: Slice, dtype: torch.dtype, overlap: Overlap, target: Tensor) -> None:
+def read_overlap(opened: Files, piece: Slice, dtype: torch.dtype, overlap: Overlap, target: Tensor) -> None:
     """Read the elements that a slice and the target share; of columns, read whole rows of the slice, some at a time."""
     wanted, saved, column = overlap
     if overlap.is_run:

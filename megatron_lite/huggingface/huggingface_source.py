@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 import math
 import os
 from collections.abc import Mapping
@@ -14,14 +13,16 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from megatron_lite.checkpoint import blocks
+from megatron_lite.checkpoint.manifest import Slice
 from megatron_lite.checkpoint.names import open_regular, parse_json
+from megatron_lite.checkpoint.reading import read_overlap
 from megatron_lite.config import ModelConfig
 from megatron_lite.errors import CheckpointError, DamagedError
 from megatron_lite.huggingface import folder_kind, model_options
 from megatron_lite.huggingface.weight_map import MappedRows, known_name, pieces
 from megatron_lite.huggingface.weight_source import WeightSource
 from megatron_lite.parameter import DTYPES, SAFETENSORS_NAMES
-from megatron_lite.tiles import Tile
+from megatron_lite.tiles import Tile, overlaps, rectangles
 
 # Dtypes that can become weights. Files may hold other tensors: masks, counters.
 FLOATING = {"F64": torch.float64} | {name: dtype for dtype, name in SAFETENSORS_NAMES.items()}
@@ -142,63 +143,53 @@ class HuggingFaceSource(WeightSource):
         return None
 
     def _read(self, name: str, tile: Tile, target: Tensor) -> None:
-        """Do the work of `read_tile`; for columns, read the rows from the first to the last, some at a time."""
-        if tile.is_run:
-            self._read_rows(name, tile.first, target)
-            return
-        width, first = self._pieces[name][1], tile.first
-        for rows in target.view(-1, tile.width).split(max(1, blocks.CHUNK_BYTES // (width * target.itemsize))):
-            values = torch.empty((len(rows) - 1) * width + tile.width, dtype=target.dtype)
-            self._read_rows(name, first, values)
-            rows.copy_(values.as_strided(rows.shape, (width, 1)))
-            first += len(rows) * width
-
-    def _read_rows(self, name: str, first: int, target: Tensor) -> None:
         found, width = self._pieces[name]
-        last = first + target.numel()
+        dtype = FLOATING[self._tensors[found[0].name].dtype]
+        plus = found[0].plus  # of a norm, which is small
+        values = torch.empty(target.numel(), dtype=torch.promote_types(dtype, torch.float32)) if plus else target
         for piece in found:
-            start = piece.first_row * width
-            low, high = max(first, start), min(last, start + piece.rows * width)
-            if low < high:
-                read = self._read_transposed if piece.transposed else self._read_piece
-                read(piece, width, low - start, target[low - first : high - first])
+            read = self._read_transposed if piece.transposed else self._read_piece
+            read(piece, width, tile._replace(offset=0), values)
+        if plus:
+            target.copy_(values - plus)
 
-    def _read_piece(self, piece: MappedRows, width: int, low: int, target: Tensor) -> None:
-        """Fill `target` with elements of a piece, from `low` on."""
-        tensor = self._tensors[piece.name]
+    def _read_piece(self, piece: MappedRows, width: int, wanted: Tile, target: Tensor) -> None:
+        """Fill `target` with the elements of a tile that lie in a piece."""
+        tensor, first, numel = self._tensors[piece.name], piece.first_row * width, piece.rows * width
         dtype = FLOATING[tensor.dtype]
-        offset = tensor.offset + (piece.their_first_row * width + low) * dtype.itemsize
-        if not piece.plus:
-            self._files.read(tensor.file, offset, dtype, target)
-            return
-        values = torch.empty(target.numel(), dtype=torch.promote_types(dtype, torch.float32))  # small: a norm
-        self._files.read(tensor.file, offset, dtype, values)
-        target.copy_(values - piece.plus)
+        offset = tensor.offset + piece.their_first_row * width * dtype.itemsize
+        stored = Slice(tensor.file, offset, numel * dtype.itemsize, first, numel)
+        for overlap in overlaps(wanted, Tile.run(first, numel)):
+            read_overlap(self._files, stored, dtype, overlap, target)
 
-    def _read_transposed(self, piece: MappedRows, width: int, low: int, target: Tensor) -> None:
+    def _read_transposed(self, piece: MappedRows, width: int, wanted: Tile, target: Tensor) -> None:
         """Do the same for a piece whose tensor is stored transposed, (width, rows), as in GPT-2.
 
         Read a few stored rows at a time and copy the columns needed: a rank reads the whole tensor for its share.
         """
         assert not piece.plus, piece
-        tensor, high = self._tensors[piece.name], low + target.numel()
-        # Parts of ours: the end of a row, whole rows, the start of a row.
-        cuts = sorted({low, min(high, -(-low // width) * width), max(low, high // width * width), high})
+        tensor = self._tensors[piece.name]
+        parts: list[tuple[int, Tensor]] = []  # rectangles of the piece: first element, place in the target
+        for overlap in overlaps(wanted, Tile.run(piece.first_row * width, piece.rows * width)):
+            if overlap.is_run:
+                run = Tile.run(overlap.saved.first, overlap.saved.numel, overlap.wanted.first)
+                for part in rectangles(run, width):
+                    parts.append((part.first, target[part.offset : part.end].view(-1, part.width)))
+            else:
+                parts.append((overlap.saved.first, overlap.wanted.view(target)))
         dtype, columns = FLOATING[tensor.dtype], tensor.shape[1]
         step = max(1, blocks.CHUNK_BYTES // (columns * dtype.itemsize))
-        for top in range(0, width, step):
-            bottom = min(width, top + step)
-            values = torch.empty((bottom - top) * columns, dtype=dtype)
-            self._files.read(tensor.file, tensor.offset + top * columns * dtype.itemsize, dtype, values)
-            block = values.view(bottom - top, columns)
-            for start, end in itertools.pairwise(cuts):
-                row, first = divmod(start, width)
-                ours = target[start - low : end - low].view(-1, min(width, end - start))
-                left, right = max(top, first), min(bottom, first + ours.shape[1])
+        for top in range(0, width if parts else 0, step):
+            block = torch.empty(min(step, width - top), columns, dtype=dtype)
+            offset = tensor.offset + top * columns * dtype.itemsize
+            self._files.read(tensor.file, offset, dtype, block.view(-1))
+            for first, ours in parts:
+                row, column = divmod(first, width)
+                left, right = max(top, column), min(top + len(block), column + ours.shape[1])
                 if left < right:
                     begin = piece.their_first_row + row
-                    theirs = block[left - top : right - top, begin : begin + len(ours)]
-                    ours[:, left - first : right - first].copy_(theirs.t())
+                    stored = block[left - top : right - top, begin : begin + len(ours)]
+                    ours[:, left - column : right - column].copy_(stored.t())
 
 
 def read_header(folder: Path, name: str) -> dict[str, StoredTensor]:
