@@ -177,7 +177,7 @@ def _copy_all(copies: Sequence[tuple[Tensor, TensorToWrite]], device: torch.devi
 
 
 def _copy(source: Tensor, target: Tensor) -> None:
-    """Copy a tensor to the host; on CPU by the C library, which does not read the target first, as torch does."""
+    """Copy a tensor to the host; on CPU with NumPy, which unlike torch does not read the target first."""
     if source.device.type == "cpu":
         np.copyto(target.view(torch.uint8).numpy(), source.detach().contiguous().view(torch.uint8).numpy())
     else:

@@ -73,9 +73,9 @@ def choose(root: Path | None, options: CheckpointConfig) -> Choice:
             "starts anew beside them would mix two runs; choose another --experiment_dir, or move that folder away"
         )
     if own:
-        newest = next(_good(own), None)
         if wanted is None or own[0][0] <= wanted:
             return Choice(_only(own, wanted, root))
+        newest = next(_good(own), None)
         if newest is not None and newest[0] > wanted and newest[2].config.get("resume_iteration") == wanted:
             note = (
                 f"--resume_iteration={wanted} was followed by an earlier start: the run continues from {newest[1]}; "
@@ -83,9 +83,9 @@ def choose(root: Path | None, options: CheckpointConfig) -> Choice:
             )
             return Choice(tuple(own), note=note)
         return Choice(_only(own, wanted, root), goes_back=True)
-    path = options.load_checkpoint_path
-    if path is not None:
-        return Choice(_only(_elsewhere(Path(path)), wanted, Path(path)))
+    if options.load_checkpoint_path is not None:
+        path = Path(options.load_checkpoint_path)
+        return Choice(_only(_elsewhere(path), wanted, path))
     if wanted is not None:
         _only([], wanted, root)
     if options.load_policy == "require":

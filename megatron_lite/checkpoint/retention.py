@@ -1,28 +1,21 @@
-"""Checkpoints that stay and checkpoints that are deleted, as one pure function, and the deletion.
+"""Which checkpoints are deleted, as a pure function, and the deletion.
 
-A permanent checkpoint is one at an iteration that a rule of --keep_checkpoints names, in the command line of the start
-that saved the checkpoint (its manifest has that) or of the current start. All others are temporary.
+A checkpoint is permanent if a rule of --keep_checkpoints names its iteration, either in the command line of the start
+that saved it (the manifest has that) or of the current start. All others are temporary.
 """
 
 from __future__ import annotations
 
 import os
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 from megatron_lite.checkpoint import files, names
 from megatron_lite.checkpoint.names import new_nonce, reason, work_path
 from megatron_lite.checkpoint.writing import good_manifest
 from megatron_lite.config.structured_values import KeepRule, keep_rules
 from megatron_lite.errors import UsageError
-
-
-class Saved(NamedTuple):
-    """A complete checkpoint: its manifest is good and its files have the right sizes."""
-
-    iteration: int
-    permanent: bool
 
 
 def is_permanent(iteration: int, rules: Sequence[KeepRule]) -> bool:
@@ -33,9 +26,8 @@ def is_permanent(iteration: int, rules: Sequence[KeepRule]) -> bool:
 
 def was_permanent(iteration: int, saved: dict[str, Any]) -> bool:
     """Whether a checkpoint with this flat saved configuration was permanent; True if that cannot be understood."""
-    items = saved.get("keep_checkpoints", [])
     try:
-        return is_permanent(iteration, keep_rules(items))
+        return is_permanent(iteration, keep_rules(saved.get("keep_checkpoints", [])))
     except (UsageError, TypeError, AttributeError):
         return True
 
@@ -52,7 +44,7 @@ def num_permanent(first: int, last: int, rules: Sequence[KeepRule]) -> int:
 
 
 def checkpoints_to_delete(
-    saved: Sequence[Saved],
+    saved: Mapping[int, bool],
     keep: int | None,
     newest: int | None = None,
     after: int | None = None,
@@ -61,7 +53,7 @@ def checkpoints_to_delete(
     """Return the iterations to delete, oldest first: the temporary ones that are not among the newest `keep`.
 
     Args:
-        saved: every complete checkpoint there is.
+        saved: the iteration of every complete checkpoint, and whether it is permanent.
         keep: --max_checkpoints; None keeps all.
         newest: the iteration just saved. Later ones belong to an abandoned or damaged continuation and are neither
             counted nor deleted, so that the checkpoint just saved always stays.
@@ -75,8 +67,8 @@ def checkpoints_to_delete(
         return []
     if keep < 1:
         raise ValueError(f"max_checkpoints must be at least 1, not {keep}: a run without a checkpoint cannot resume")
-    counted = sorted({item.iteration for item in saved if newest is None or item.iteration <= newest})
-    stays = {*counted[-keep:], *held, *(item.iteration for item in saved if item.permanent)}
+    counted = sorted(iteration for iteration in saved if newest is None or iteration <= newest)
+    stays = {*counted[-keep:], *held, *(iteration for iteration, permanent in saved.items() if permanent)}
     return [iteration for iteration in counted if iteration not in stays and (after is None or iteration > after)]
 
 
@@ -100,11 +92,10 @@ def prune(
     except OSError as error:
         files.logger.warning("no old checkpoint is deleted: cannot read %s: %s", root, reason(error))
         return
-    saved = []
+    saved = {}
     for iteration, folder in found:
         if folder.name == str(iteration) and (content := good_manifest(folder, with_files=True)) is not None:
-            permanent = is_permanent(iteration, rules) or was_permanent(iteration, content.config)
-            saved.append(Saved(iteration, permanent))
+            saved[iteration] = is_permanent(iteration, rules) or was_permanent(iteration, content.config)
     for iteration in checkpoints_to_delete(saved, keep, newest, after, held):
         folder = root / str(iteration)
         trash = work_path(folder, "trash", new_nonce())

@@ -181,15 +181,10 @@ class Biases(NamedTuple):
     output: bool
     mlp: bool
 
-    @classmethod
-    def of(cls, model: ModelConfig) -> Biases:
-        """Return the biases of a resolved model."""
-        return cls(model.add_qkv_biases, model.add_linear_biases, model.add_mlp_biases)
-
 
 def biases_of(architecture: str, model: ModelConfig) -> Biases:
     """Return the biases of a model exported as this architecture: the model's own, plus biases written as zeros."""
-    ours = Biases.of(model)
+    ours = Biases(model.add_qkv_biases, model.add_linear_biases, model.add_mlp_biases)
     attention = ours.qkv or ours.output
     if architecture in ("llama", "qwen3"):
         return Biases(attention, attention, ours.mlp)
@@ -210,13 +205,13 @@ def check_exportable(model: ModelConfig, model_type: str | None = None) -> str:
         UsageError: if none can express the model; lists the flags that each would need.
     """
     needs = {architecture: _needs(architecture, model) for architecture in ARCHITECTURES}
-    if model_type is not None and needs[model_type]:
+    if model_type is not None:
+        if not needs[model_type]:
+            return model_type
         raise UsageError(
             f"--export_model_type={model_type} cannot express this model; leave the flag out, or train with the "
             f"flags that {ARCHITECTURES[model_type].class_name} needs: {', '.join(needs[model_type])}"
         )
-    if model_type is not None:
-        return model_type
     able = [architecture for architecture, missing in needs.items() if not missing]
     if able:
         return min(able, key=lambda architecture: sum(biases_of(architecture, model)))

@@ -92,7 +92,8 @@ def _training(config: Config, trained: TrainingSummary) -> Iterator[str]:
         ("batch", f"{batch.batch_size:,} samples of {batch.sequence_length:,} tokens"),
     ]
     for name, loss in trained.losses.items():
-        rows.append((name, f"{loss:.4f} nats per token (perplexity {_perplexity(loss)})"))
+        perplexity = f"{math.exp(loss):,.2f}" if loss < 50 else "beyond 1e21"
+        rows.append((name, f"{loss:.4f} nats per token (perplexity {perplexity})"))
     yield _table(iter(rows))
     yield "\nOptions, with the values that follow from others:\n\n```text"
     yield from _options(config)
@@ -127,10 +128,6 @@ def _table(rows: Iterator[tuple[str, str]]) -> str:
 def _plain(text: str) -> str:
     """Return a name without characters that Markdown, YAML or a terminal would take for more than text."""
     return "".join(letter if letter.isprintable() and letter not in "`|<>\\" else "?" for letter in text)[:200]
-
-
-def _perplexity(loss: float) -> str:
-    return f"{math.exp(loss):,.2f}" if loss < 50 else "beyond 1e21"
 
 
 def _short(parameters: int) -> str:

@@ -72,8 +72,9 @@ def model_values(content: Mapping[str, Any]) -> dict[str, Any]:
             f"config.json: model_type {shown(name)} is not known; supported: {', '.join(ARCHITECTURES)}"
         )
     reading = _Reading(name, content)
-    values = reading.fixed() | reading.named() | reading.positions() | reading.biases()
-    values["window_size"] = reading.window()
+    dropouts = {"hidden_dropout": 0.0, "embedding_dropout": 0.0}  # unless a key states them
+    values = {**ARCHITECTURES[name].fixed, **dropouts, "use_layer_norm_weight": True}
+    values |= reading.named() | reading.positions() | reading.biases() | {"window_size": reading.window()}
     reading.refuse_other_keys()
     values = {option: reading.checked(option, value) for option, value in values.items()}
     if reading.problems:
@@ -111,11 +112,6 @@ class _Reading:
         if not isinstance(value, bool):
             self.problems.append(f"{key} is {shown(value)}; it must be true or false")
         return bool(value)
-
-    def fixed(self) -> dict[str, Any]:
-        """Return the options fixed by the architecture; dropouts without a key are 0."""
-        fixed = {option: value for option, value in self.architecture.fixed.items() if option != "window_size"}
-        return {**fixed, "use_layer_norm_weight": True, "hidden_dropout": 0.0, "embedding_dropout": 0.0}
 
     def named(self) -> dict[str, Any]:
         """Return the options that have a key, deriving those that are null."""

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from megatron_lite.checkpoint import retention
-from megatron_lite.checkpoint.retention import Saved, checkpoints_to_delete, is_permanent, num_permanent, was_permanent
+from megatron_lite.checkpoint.retention import checkpoints_to_delete, is_permanent, num_permanent, was_permanent
 from megatron_lite.config import CheckpointConfig, Config
 from megatron_lite.config.structured_values import keep_rules
 from megatron_lite.errors import UsageError
@@ -34,14 +34,14 @@ DOCUMENTED = ("1000:10000", "5000:40000", "10000")
 )
 def test_table(iterations: list[int], keep: int | None, deleted: list[int]) -> None:
     """Oldest first; numbers are compared as numbers."""
-    assert checkpoints_to_delete([Saved(iteration, False) for iteration in iterations], keep) == deleted
+    assert checkpoints_to_delete(dict.fromkeys(iterations, False), keep) == deleted
 
 
 @pytest.mark.parametrize("keep", [0, -1])
 def test_keeping_none_is_refused(keep: int) -> None:
     """A policy cannot delete everything."""
     with pytest.raises(ValueError, match="at least 1"):
-        checkpoints_to_delete([Saved(1, False), Saved(2, False)], keep)
+        checkpoints_to_delete({1: False, 2: False}, keep)
 
 
 def test_levanters_example() -> None:
@@ -112,7 +112,7 @@ def test_random_histories(data: st.DataObject, events: list[str]) -> None:
         elif event == "save":
             iteration += step
             good[iteration] = is_permanent(iteration, rules)
-            saved = [Saved(number, kept or is_permanent(number, rules)) for number, kept in good.items()]
+            saved = {number: kept or is_permanent(number, rules) for number, kept in good.items()}
             deleted = checkpoints_to_delete(saved, keep, iteration, None if deletes_old else resumed_at, held)
             assert iteration not in deleted and max(good) not in deleted
             assert not set(deleted) & set(held)
