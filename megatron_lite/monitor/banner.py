@@ -117,11 +117,6 @@ def device_warnings(config: Config, device: torch.device) -> Iterator[str]:
             f"instructions for products in {name}, so they are computed in fp32 from converted blocks; a step takes as "
             "long as with --training_dtype=fp32, or up to a third longer"
         )
-    yield from _memory_warnings(config, device)
-
-
-def _memory_warnings(config: Config, device: torch.device) -> Iterator[str]:
-    """Yield a warning if the logits of one micro-batch exceed the free memory of the device."""
     batch, performance, options = config.batch, config.performance, config.distributed
     columns = config.model.vocabulary_rows(options.tensor_parallel if options.parallel_embeddings else 1)
     vocab_size = min(columns, config.model.vocab_size)  # of this rank
@@ -129,7 +124,7 @@ def _memory_warnings(config: Config, device: torch.device) -> Iterator[str]:
     samples = batch.micro_batch_size
     if config.training.validation_iters and batch.eval_micro_batch_size is not None:
         samples = max(samples, batch.eval_micro_batch_size)
-    tokens, itemsize = samples * batch.sequence_length, DTYPES[config.distributed.training_dtype].itemsize
+    tokens, itemsize = samples * batch.sequence_length, DTYPES[name].itemsize
     logits_bytes, free = tokens * vocab_size * itemsize, free_bytes(device)
     if free is not None and logits_bytes > free:
         chunk = chunk_tokens(performance.cross_entropy_splits, tokens, device, itemsize)

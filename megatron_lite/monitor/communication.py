@@ -1,4 +1,4 @@
-"""Lines of --log_communication: traffic and waits of each kind of collective, beside the time it takes by itself."""
+"""Lines of --log_communication: traffic and waits by kind of collective, and its time with nothing else running."""
 
 from __future__ import annotations
 
@@ -29,9 +29,9 @@ TRAFFIC_KINDS = {
 def time_collectives(
     stages: Sequence[Stage], group: Group, barrier: Callable[[], None], repeats: int = 3
 ) -> dict[str, float]:
-    """Return the seconds that gathering and reducing the stages once take with nothing else running, by kind.
+    """Return the seconds to gather and to reduce the stages once with nothing else running, by kind.
 
-    Takes the fastest of a few repetitions. Call before training: gradient buffers hold garbage afterwards.
+    The fastest of a few repetitions counts. Call before training: gradient buffers hold garbage afterwards.
     """
     best = {}
     for kind in ("gather", "reduce"):
@@ -56,7 +56,7 @@ def time_collectives(
 def communication_lines(totals: Mapping[str, Total], iterations: int, alone_s: Mapping[str, float]) -> list[str]:
     """Return the lines of --log_communication=1: one per kind of collective, as means over the iterations.
 
-    totals: of one rank. alone_s: seconds for one gather, or reduction, of all stages with nothing else running.
+    totals: this rank's traffic. alone_s: seconds to gather, or reduce, all stages once with nothing else running.
     """
     lines = []
     for kind, name in TRAFFIC_KINDS.items():

@@ -1,9 +1,9 @@
 """--export_callback_script: run a user's program after every export while training continues.
 
 Rank 0 starts `script <export folder>` once the folder is complete under its final name, with this program's environment
-and the variables of --export_callback_env. One script runs at a time, in the order of the exports. Its output goes to
-the log line by line, without the values of those variables. A failure is only a warning. At its end a run waits for the
-script up to a limit, then ends it: only processes that the script has detached outlive the run.
+and the variables of --export_callback_env. Scripts run one at a time, in the order of the exports. Their output goes to
+the log line by line, with the values of those variables masked. A failure is only a warning. At its end the run waits
+for the script up to a limit, then ends it: only processes that the script has detached outlive the run.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ _DRAIN_S = 1.0  # for the last lines of a script that has ended
 def open_callback(script: str, environment: Mapping[str, str], variables: Collection[str]) -> ExportCallback:
     """Check the script before any training and return its runner; "" is no script.
 
-    environment: the script's whole environment. variables: names of those in it that may be secrets.
+    environment: the whole environment of the script. variables: names in it whose values may be secrets.
 
     Raises:
         UsageError: if the script is not a file, or not executable.
@@ -65,7 +65,7 @@ class ExportCallback:
         self._ended = False
 
     def start(self, folder: Path) -> None:
-        """Queue the script for a folder and return at once."""
+        """Queue the script for a folder; return immediately."""
         if self._script:
             self._exports.append((folder, self._pool.submit(self._run, folder)))
 
@@ -88,7 +88,7 @@ class ExportCallback:
         self._exports = []
 
     def kill(self) -> None:
-        """Kill the running script at once, with everything in its session: this process has no time left."""
+        """Kill the running script and everything in its session now: this process has no time left."""
         if self._process is not None and self._process.poll() is None:
             with contextlib.suppress(OSError):
                 os.killpg(self._process.pid, signal.SIGKILL)
@@ -108,7 +108,7 @@ class ExportCallback:
             get_logger().info("--export_callback_script is done with %s (%.1f s)", folder, seconds)
         elif not self._ended:
             how = f"exit code {code}" if code > 0 else f"signal {-code}"
-            text = "--export_callback_script ended with %s for %s; the export is complete, and training goes on"
+            text = "--export_callback_script ended with %s for %s; the export is complete, and training continues"
             get_logger().warning(text, how, folder)
 
     def _call(self, folder: Path) -> tuple[int, float]:

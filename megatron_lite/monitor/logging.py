@@ -67,7 +67,7 @@ class AppendFile:
         except OSError as error:
             self.lost_lines += 1  # before the warning, which may come back here as a line
             if self.lost_lines == 1:
-                text = "cannot write %s: %s; the run goes on without these lines"
+                text = "cannot write %s: %s; the run continues without these lines"
                 get_logger().warning(text, self.path, error.strerror)
 
     def close(self) -> None:
@@ -153,7 +153,7 @@ class ConsoleHandler(logging.Handler):
         except BrokenPipeError:  # without this, Python's flush at exit would fail again, with exit code 120
             with contextlib.suppress(OSError, ValueError), open(os.devnull, "wb") as nothing:
                 os.dup2(nothing.fileno(), sys.stdout.fileno())
-        except OSError:  # a full disk behind a redirected stdout: the line is lost, the run goes on
+        except OSError:  # a full disk behind a redirected stdout: the line is lost, the run continues
             pass
         except Exception:
             self.handleError(record)

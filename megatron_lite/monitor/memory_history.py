@@ -1,6 +1,6 @@
-"""The memory of a GPU on file: every allocation of the first iterations, and what was allocated when a run died of it.
+"""Snapshots of GPU memory: every allocation of the first iterations, and what was allocated at out-of-memory.
 
-Torch writes these files, as pickles of its own; https://pytorch.org/memory_viz shows them, and nothing here reads one.
+Torch writes these files as pickles, which https://pytorch.org/memory_viz shows; nothing here reads one.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ def open_history(
     if not iterations or root is None or (ranks and distributed.rank not in ranks):
         return None
     if distributed.device.type != "cuda":
-        if config.distributed.device != "cpu":  # of an explicit CPU the validation has warned
+        if config.distributed.device != "cpu":  # validation has warned of an explicit CPU
             logger.warning("--memory_snapshot=%d has no effect: it is for CUDA, and this run is on CPU", iterations)
         return None
     return MemoryHistory(iterations, root, distributed, logger)
@@ -51,7 +51,7 @@ class MemoryHistory:
             self.finish()
 
     def finish(self) -> None:
-        """Write the file and stop recording, unless that has happened."""
+        """Write the file and stop recording; a second call does nothing."""
         if not self._recording:
             return
         self._recording = False

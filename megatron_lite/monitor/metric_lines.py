@@ -1,4 +1,4 @@
-"""The lines that show a record of metrics: a long one in the log file, a short one of about 120 columns on the console.
+"""A record of metrics as a line: long in the log file, of about 120 columns on the console.
 
 Only these lines round; metrics.jsonl has the unrounded numbers.
 """
@@ -12,7 +12,7 @@ from megatron_lite.run.progress_line import format_duration
 
 Show = Callable[[Any], str]
 MOST_DATASETS = 20  # whose losses are shown
-WAITING = 0.1  # of the step time, from which on the console shows the wait for data
+WAITING = 0.1  # share of the step time from which the console shows the wait for data
 
 
 def _three_digits(text: str) -> Show:
@@ -132,7 +132,7 @@ class ConsoleLines:
 
 
 def dataset_losses(values: Mapping[str, Any]) -> list[str]:
-    """Show the losses of single data sets, `loss/<name>`; those beyond 20 are only in metrics.jsonl."""
+    """Show the losses of up to 20 data sets, `loss/<name>`; metrics.jsonl has all of them."""
     names = [key for key in values if key.startswith("loss/")]
     shown = [f"{key.removeprefix('loss/')}: {values[key]:.5f}" for key in names[:MOST_DATASETS]]
     return [*shown, *([f"{len(names) - MOST_DATASETS:,} more data sets"] if len(names) > MOST_DATASETS else [])]

@@ -86,9 +86,9 @@ def hardware_flops(model: ModelConfig, performance: PerformanceConfig, sequence_
 
 
 class LogWindow:
-    """Sums between two log lines, kept on the device: loss and tokens of the updates that were not dropped, data wait.
+    """Sums between two log lines, on the device: loss and tokens of the updates that were not dropped, data wait.
 
-    Checkpoints hold them, so that a resumed run logs the same losses.
+    Checkpoints save them, so that a resumed run logs the same losses.
     """
 
     def __init__(self, device: torch.device) -> None:

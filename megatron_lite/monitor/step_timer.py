@@ -36,7 +36,7 @@ class Forecast:
         self._pauses: dict[str, tuple[float, int]] = {}  # by kind: seconds in all, and the iteration before the last
 
     def add(self, iteration: int, step_s: float, pauses_s: Mapping[str, float]) -> None:
-        """Count a step and the pauses before it, by kind (validation, save ...); leave out those before the first."""
+        """Count a step, unless it is the first of a start, and the pauses before it by kind (validation, save ...)."""
         samples = self._consumed_samples(iteration) - self._consumed_samples(iteration - 1)
         if self._warm_up:
             self._warm_up -= 1
@@ -162,7 +162,7 @@ class StepTimer:
         return record, more
 
     def glance(self, iteration: int) -> dict[str, float]:
-        """Return the console's numbers: rates since the last glance, and the time left. The lap goes on."""
+        """Return the console's numbers: rates since the last glance, and the time left. The lap continues."""
         before, self._glance = self._glance, self._mark(iteration)
         rates = self._rates(before, self._glance)
         rates["tokens_per_sec"] = rates["tokens_per_sec_per_gpu"] * self._world_size

@@ -1,6 +1,6 @@
 """Tensors in the log, to find where a run goes wrong: --debug_layer_outputs and its siblings.
 
-Every rank takes part, in the same order, because collectives assemble global tensors; only rank 0 logs those.
+Every rank takes part, in the same order, because collectives assemble global tensors, which rank 0 alone logs.
 Everything here reads the device and is slow. With every level at 0 there is no debugger, and steps cost nothing extra.
 """
 
@@ -95,7 +95,7 @@ def open_debugger(
 
     artifacts: the folder for --save_tensor_logs, or None to write nothing.
     """
-    run, micro_batches = config.run, config.batch.sequential_micro_batches or 1
+    run = config.run
     artifacts = artifacts if run.save_tensor_logs else None
     is_kept = artifacts is not None or run.show_tensor_logs
     levels = {name: getattr(run, name) if is_kept else 0 for name in LEVELS}
@@ -105,24 +105,17 @@ def open_debugger(
         copies = CopyCheck(distributed, logger, splits_tokens)
     if not any(levels.values()) and not run.debug_activation_memory and copies is None:
         return None
-    return TensorDebugger(
-        run,
-        logger,
-        distributed,
-        levels=levels,
-        artifacts=artifacts,
-        micro_batches=micro_batches,
-        split_length=config.batch.sequence_length if splits_tokens else None,
-        copies=copies,
-    )
+    micro_batches = config.batch.sequential_micro_batches or 1
+    split_length = config.batch.sequence_length if splits_tokens else None
+    return TensorDebugger(run, logger, distributed, levels, artifacts, micro_batches, split_length, copies)
 
 
 @dataclass(eq=False)
 class TensorDebugger:
     """Logs tensors inside of `phase`; `attach` makes it the observer of the stages.
 
-    The model is anything with the `observe` and `parts` of `zero.MultiStage`. split_length: of samples whose tokens the
-    ranks of a tensor-parallel group split; None: they have all.
+    The model is anything with the `observe` and `parts` of `zero.MultiStage`. split_length: the sequence length, if the
+    ranks of a tensor-parallel group split the tokens; None: each rank has all tokens.
     """
 
     config: RunConfig
@@ -165,7 +158,7 @@ class TensorDebugger:
         try:
             write_tensor_log(path, list(unique_names(self._entries)), about)
         except OSError as error:
-            self.logger.warning("cannot write %s: %s; the run goes on without it", path, error.strerror or error)
+            self.logger.warning("cannot write %s: %s; the run continues without it", path, error.strerror or error)
         self._entries = []
 
     # -- reported by the stages ------------------------------------------------------------------------------------
@@ -195,9 +188,9 @@ class TensorDebugger:
                 self._log(name, tensor, level)
 
     def _joined(self, tensors: list[Tensor]) -> Tensor:
-        """Join the tensors of all ranks, of which those of a tensor-parallel group are next to each other."""
+        """Join the tensors of all ranks, in rank order: the ranks of a tensor-parallel group are neighbours."""
         size = self.distributed.tensor.world_size
-        if self.split_length is None or not tensors[0].dim():  # a group has equal ones
+        if self.split_length is None or not tensors[0].dim():  # equal within a group
             return join_ranks(tensors[::size])
         groups = [torch.cat(tensors[first : first + size], dim=1) for first in range(0, len(tensors), size)]
         return join_ranks([tokens.view(-1, self.split_length, tokens.shape[-1]) for tokens in groups])
@@ -240,8 +233,8 @@ class TensorDebugger:
     def _pieces(self, layout: Any, shard: Tensor) -> Iterator[tuple[str, Tensor]]:
         """Yield (name, values) of the parameters in a flat shard, (shard_numel,).
 
-        Global: full parameters, on rank 0 only. Otherwise this rank's pieces; the name of a partial one has the indices
-        that its tensor-parallel rank has, and its bounds in the flattened part of that rank.
+        Global: full parameters, on rank 0 only. Otherwise this rank's pieces, named by the indices of the
+        tensor-parallel rank and, if they are partial, by their bounds in its flattened part.
         """
         if self.config.debug_global_tensors:
             shards, size = self.distributed.gather_tensors(shard.detach()), self.distributed.tensor.world_size

@@ -1,6 +1,6 @@
 """Summaries of tensors logged for debugging, and the files that hold them.
 
-The level says how much is kept: 1 shape, dtype and device; 2 also statistics; from 3 on also 2**(level - 3) samples,
+The level says how much is logged: 1 shape, dtype and device; 2 also statistics; from 3 on also 2**(level - 3) samples,
 spread evenly over the flattened tensor. A file is an ordinary safetensors file: samples by name, the rest as JSON in
 its metadata. `scripts/compare_tensor_logs.py` compares two files.
 """
@@ -87,7 +87,7 @@ def summarize(name: str, tensor: Tensor, level: int) -> TensorEntry:
 
 
 def take_samples(flat: Tensor, count: int) -> Tensor:
-    """Return `count` elements of a tensor (n,), or all if there are fewer: fp32 on CPU, one from each equal piece.
+    """Return `count` elements of a tensor (n,), one from each of as many pieces, or all elements: fp32 on the CPU.
 
     The position within the piece varies (multiples of the golden ratio, in integers). At equal distances all samples of
     a matrix would come from one or two columns, because its width divides most distances.

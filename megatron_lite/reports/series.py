@@ -89,7 +89,7 @@ class Metrics:
         self._rest = b""
 
     def _add_line(self, line: bytes) -> None:
-        """Take a line; leave out one that is no record, such as a torn one."""
+        """Take a line, unless it is not a record, such as a torn line."""
         if not line.strip() or len(line) > LONGEST_LINE_BYTES:
             return
         try:

@@ -102,35 +102,30 @@ def test_small_and_large_numbers_keep_three_digits() -> None:
 
 
 def test_log_line_of_a_training_record() -> None:
-    record = {
-        "phase": "training",
-        "iteration": 20,
-        "train_iters": 1000,
-        "loss": 3.123456,
-        "learning_rate": 3e-4,
-        "grad_norm": 1.25,
-        "loss_scale": 1.0,
-        "batch_size": 32,
-        "consumed_samples": 640,
-        "consumed_tokens": 81920,
-        "step_time_ms": 12.345,
-        "tokens_per_sec_per_gpu": 12345.678,
-        "model_tflops": 440.126,
-        "hardware_tflops": 0.01234,
-        "mfu": 0.4321,
-        "skipped_iters": 0,
-        "nan_iters": 0,
-        "max_allocated_mib": 1024.0,
-        "max_reserved_mib": 2048.0,
-        "run": 0,
-        "time": 0.0,
-    }
-    console = {
-        "average_step_time_ms": 12.0,
-        "remaining_seconds": 3725.0,
-        "completion_date": datetime(2030, 1, 2, 3, 4, 5),
-        "allocated_mib": 512.0,
-    }
+    record = values(
+        iteration=20,
+        train_iters=1000,
+        loss=3.123456,
+        learning_rate=3e-4,
+        grad_norm=1.25,
+        loss_scale=1.0,
+        batch_size=32,
+        consumed_samples=640,
+        consumed_tokens=81920,
+        step_time_ms=12.345,
+        data_wait_ms=None,
+        tokens_per_sec_per_gpu=12345.678,
+        model_tflops=440.126,
+        hardware_tflops=0.01234,
+        mfu=0.4321,
+        max_allocated_mib=1024.0,
+        max_reserved_mib=2048.0,
+        remaining_seconds=None,
+        run=0,
+        time=0.0,
+    )
+    completion = datetime(2030, 1, 2, 3, 4, 5)
+    console = dict(average_step_time_ms=12.0, remaining_seconds=3725.0, completion_date=completion, allocated_mib=512.0)
     assert format_record(record, console) == (
         "training @ iteration   20/1000 | consumed samples: 640 | consumed tokens: 81,920 | batch size: 32"
         " | step time: 12.35 ms | throughput: 440.13 tflop/s (model) | 0.0123 tflop/s (hardware) | mfu: 43.2%"
@@ -149,9 +144,5 @@ def test_log_line_shows_only_what_the_record_has() -> None:
 
 
 def test_durations() -> None:
-    assert [format_duration(seconds) for seconds in (0, 59.6, 3600, 360_000)] == [
-        "0:00:00",
-        "0:01:00",
-        "1:00:00",
-        "100:00:00",
-    ]
+    shown = [format_duration(seconds) for seconds in (0, 59.6, 3600, 360_000)]
+    assert shown == ["0:00:00", "0:01:00", "1:00:00", "100:00:00"]

@@ -437,7 +437,7 @@ def test_disk_that_cannot_be_written_costs_the_file_only(tmp_path: Path) -> None
     debugger, lines = open_alone(blocked, save_tensor_logs=True, debug_param_init=1)
     run_phases(debugger, FakeModel())
     warnings = [line for line in lines if line.startswith("WARNING")]
-    assert len(warnings) == 1 and str(blocked) in warnings[0] and "goes on" in warnings[0]
+    assert len(warnings) == 1 and str(blocked) in warnings[0] and "continues" in warnings[0]
 
 
 # --- Memory

@@ -2,6 +2,7 @@
 
 import json
 import os
+from pathlib import Path
 
 import pytest
 
@@ -9,7 +10,7 @@ from megatron_lite.config import Config, TrackingConfig
 from megatron_lite.errors import StorageError
 from megatron_lite.monitor import logging as our_logging
 from megatron_lite.monitor.logging import start_logging, stop_logging
-from megatron_lite.monitor.trackers import Trackers, open_trackers, read_metrics
+from megatron_lite.monitor.trackers import MetricsFile, Trackers, open_trackers, read_metrics
 
 LINES = Config(tracking=TrackingConfig(trackers=("jsonl",)))
 
@@ -62,13 +63,8 @@ def test_each_record_is_one_write(tmp_path, monkeypatch):
 def test_a_later_line_replaces_an_earlier_one(tmp_path):
     log(tmp_path, training(1, 5.0), training(2, 4.0), {"phase": "validation", "iteration": 2, "loss": 4.5})
     path = log(tmp_path, training(2, 3.0), training(3, 2.0), run=1)
-    records = read_metrics(path)
-    assert [(record["phase"], record["iteration"], record["loss"]) for record in records] == [
-        ("training", 1, 5.0),
-        ("training", 2, 3.0),
-        ("validation", 2, 4.5),
-        ("training", 3, 2.0),
-    ]
+    records = [(record["phase"], record["iteration"], record["loss"]) for record in read_metrics(path)]
+    assert records == [("training", 1, 5.0), ("training", 2, 3.0), ("validation", 2, 4.5), ("training", 3, 2.0)]
     assert len(path.read_text().splitlines()) == 5  # nothing is taken out of the file
 
 
@@ -111,10 +107,6 @@ def test_real_enospc(capsys):
     """/dev/full refuses every write."""
     if not os.path.exists("/dev/full"):
         pytest.skip("no /dev/full here")
-    from pathlib import Path
-
-    from megatron_lite.monitor.trackers import MetricsFile
-
     start_logging(None, 0, 1, to_console=True, timestamps=False)
     file = MetricsFile(Path("/dev/full"))
     file.log(training(1, 1.0))

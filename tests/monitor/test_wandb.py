@@ -127,18 +127,14 @@ def test_points_and_settings_that_are_sent(tmp_path, wandb, key):
     assert wandb.finished == [0] and wandb.alerts == []
 
 
-def test_experiment_name_wins_over_the_directory(tmp_path, wandb, key):
-    run(tmp_path / "exp", experiment_name="other")
-    assert wandb.inits[0]["name"] == "other"
-
-
 def test_later_starts_continue_the_same_run(tmp_path, wandb, key):
     for number in range(2):
         run(tmp_path / "exp", number=number)
     assert wandb.inits[0]["id"] == wandb.inits[1]["id"]
     assert json.loads((tmp_path / "exp/wandb.json").read_text()) == {"id": wandb.inits[0]["id"]}
-    run(tmp_path / "another")
+    run(tmp_path / "another", experiment_name="other")
     assert wandb.inits[2]["id"] != wandb.inits[0]["id"]
+    assert [init["name"] for init in wandb.inits] == ["exp", "exp", "other"]  # the option wins over the folder
 
 
 def test_a_chosen_id_is_kept(tmp_path, wandb, key):
@@ -207,18 +203,17 @@ def test_without_a_key_the_run_is_offline_and_says_how_to_send_it(tmp_path, wand
     assert len(lines) == 1 and "no key" in lines[0] and str(tmp_path / "exp/runs/0") in lines[0]
 
 
-def test_a_login_in_netrc_counts_as_a_key(tmp_path, wandb):
-    (tmp_path / "home").mkdir()
-    (tmp_path / "home/.netrc").write_text(f"machine api.wandb.ai\n  login user\n  password {CANARY}\n")
-    (tmp_path / "home/.netrc").chmod(0o600)
+@pytest.mark.parametrize("why", ["netrc", "WANDB_MODE"])
+def test_what_the_library_decides_is_left_to_it(tmp_path, wandb, monkeypatch, why):
+    """A login in netrc counts as a key; the library reads WANDB_MODE itself."""
+    if why == "netrc":
+        (tmp_path / "home").mkdir()
+        (tmp_path / "home/.netrc").write_text(f"machine api.wandb.ai\n  login user\n  password {CANARY}\n")
+        (tmp_path / "home/.netrc").chmod(0o600)
+    else:
+        monkeypatch.setenv("WANDB_MODE", "disabled")
     run(tmp_path / "exp")
     assert wandb.inits[0]["mode"] is None and "api_key" not in wandb.inits[0]["settings"]
-
-
-def test_wandb_mode_is_left_to_the_user(tmp_path, wandb, monkeypatch):
-    monkeypatch.setenv("WANDB_MODE", "disabled")
-    run(tmp_path / "exp")
-    assert wandb.inits[0]["mode"] is None  # the library reads the variable itself
 
 
 def test_an_unreachable_server_means_offline(tmp_path, wandb, key, capsys):
@@ -254,14 +249,9 @@ def test_a_stuck_library_costs_points_not_time(tmp_path, wandb, key, capsys, mon
 def test_alerts_tell_start_and_end(tmp_path, wandb, key):
     for exit_code in (0, 3, EXIT_PREEMPTED):
         run(tmp_path / "exp", exit_code=exit_code, wandb_post_alerts=True)
-    assert [title for title, _ in wandb.alerts] == [
-        "exp started",
-        "exp ended",
-        "exp started",
-        "exp failed with exit code 3",
-        "exp started",
-        "exp stopped and saved",
-    ]
+    titles = [title for title, _ in wandb.alerts]
+    assert titles[::2] == ["exp started"] * 3
+    assert titles[1::2] == ["exp ended", "exp failed with exit code 3", "exp stopped and saved"]
     assert wandb.finished == [0, 3, EXIT_PREEMPTED]
 
 

@@ -157,13 +157,20 @@ def test_a_client_that_dies(tmp_path, monkeypatch):
     assert len(read_metrics(tmp_path / "exp/metrics.jsonl")) == 20
 
 
-@pytest.mark.slow
-def test_a_server_that_never_answers(tmp_path, monkeypatch):
-    """The run is offline within 10 s, with everything logged meanwhile."""
+@contextlib.contextmanager
+def silent_server():
+    """The address of a server that never answers."""
     with socket.socket() as server:
         server.bind(("127.0.0.1", 0))
         server.listen()
-        monkeypatch.setenv("WANDB_BASE_URL", f"http://127.0.0.1:{server.getsockname()[1]}")
+        yield f"http://127.0.0.1:{server.getsockname()[1]}"
+
+
+@pytest.mark.slow
+def test_a_server_that_never_answers(tmp_path, monkeypatch):
+    """The run is offline within 10 s, with everything logged meanwhile."""
+    with silent_server() as url:
+        monkeypatch.setenv("WANDB_BASE_URL", url)
         start_s = time.perf_counter()
         trackers = opened(tmp_path / "exp")
         assert log(trackers, *range(1, 100)) < 50
@@ -178,11 +185,8 @@ def test_a_server_that_never_answers(tmp_path, monkeypatch):
 @pytest.mark.parametrize("server", ["never answers", "dies"])
 def test_a_whole_run_ends_well_without_the_server(tmp_path, server):
     """Exit code 0, all records in metrics.jsonl, the checkpoint saved, in time, and no process is left."""
-    with socket.socket() as hanging, WandbServer() as dying:
-        hanging.bind(("127.0.0.1", 0))
-        hanging.listen()
-        port = hanging.getsockname()[1]
-        variables = {"WANDB_BASE_URL": dying.url if server == "dies" else f"http://127.0.0.1:{port}"}
+    with silent_server() as silent, WandbServer() as dying:
+        variables = {"WANDB_BASE_URL": dying.url if server == "dies" else silent}
         variables |= {"WANDB_API_KEY": CANARY, "HOME": str(tmp_path / "home"), "WANDB_ERROR_REPORTING": "false"}
         flags = [*launch.TINY, f"--experiment_dir={tmp_path / 'exp'}", "--wandb_entity_name=me"]
         if server == "dies":

@@ -76,18 +76,10 @@ def test_what_a_page_holds(tmp_path: Path) -> None:
     assert elements.outside == [] and elements.tags.count("script") == 2
     assert not re.search(r"@import|url\((?!#)|https?://(?!www\.w3\.org)", text)
     data = data_of(text)
-    assert [chart["title"] for chart in data["charts"]] == [
-        "Loss",
-        "Learning rate",
-        "Gradient norm",
-        "Throughput",
-        "Time of a step",
-    ]
-    assert [entry["name"] for entry in data["charts"][0]["legend"]] == [
-        "training",
-        "validation",
-        "validation, averaged weights",
-    ]
+    titles = " | ".join(chart["title"] for chart in data["charts"])
+    assert titles == "Loss | Learning rate | Gradient norm | Throughput | Time of a step"
+    names = [entry["name"] for entry in data["charts"][0]["legend"]]
+    assert names == ["training", "validation", "validation, averaged weights"]
     training = data["charts"][0]["series"][0]
     assert len(training["x"]) == 39 and 50 not in training["x"], "a loss that is not finite has no point"
     assert data["runs"] == [{"starts": [[210, "start 1, iteration 210"]], "dropped": [[50, "iteration 50: loss nan"]]}]
@@ -127,23 +119,16 @@ def test_best_losses_share_a_row(tmp_path: Path) -> None:
     assert "<b>4.1000</b><span>best validation loss, at 400</span>" in page(read_runs(folders[:1]))
 
 
-def test_the_newest_checkpoints_are_shown(tmp_path: Path) -> None:
-    """Of many."""
-    folder = make_run(tmp_path / "run")
-    for iteration in range(1000, 1000 + MOST_FOLDERS):
-        (folder / "checkpoints" / str(iteration)).mkdir()
-    text = page(read_runs([folder]))
-    assert (
-        f"checkpoints/{999 + MOST_FOLDERS}<" in text and "checkpoints/1000<" in text and "checkpoints/400<" not in text
-    )
-
-
-def test_a_continuation_may_repeat_its_prompt(tmp_path: Path) -> None:
-    """All of it is shown."""
+def test_the_newest_checkpoints_and_samples_are_shown(tmp_path: Path) -> None:
+    """Of many; and a sample whose text repeats its prompt is shown whole."""
     folder = make_run(tmp_path / "run")
     sample = {"prompt": "la ", "text": "la la land"}
     (folder / "samples.jsonl").write_text(json.dumps({"iteration": 1, "samples": [sample]}))
-    assert "<b>la </b>la la land</div>" in page(read_runs([folder]))
+    for iteration in range(1000, 1000 + MOST_FOLDERS):
+        (folder / "checkpoints" / str(iteration)).mkdir()
+    text = page(read_runs([folder]))
+    shown = {iteration: f"checkpoints/{iteration}<" in text for iteration in (999 + MOST_FOLDERS, 1000, 400)}
+    assert list(shown.values()) == [True, True, False] and "<b>la </b>la la land</div>" in text
 
 
 def test_long_runs_make_short_pages(tmp_path: Path) -> None:

@@ -8,7 +8,6 @@ import os
 import shutil
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import torch
 from torch.profiler import ProfilerActivity, profile, record_function
@@ -20,14 +19,14 @@ MOST_ROWS = 100  # of the table of averages
 
 
 class OperationProfile:
-    """One cycle of PyTorch's profiler: `prepare` (warm-up), `start`, any number of `lap`, `stop`, then the results."""
+    """One cycle of PyTorch's profiler: a warm-up, `start`, iterations from `begin` to `end`, `stop`, then the results."""
 
     def __init__(self, config: ProfilingConfig, device_type: str) -> None:
         self._config, self._on_gpu = config, config.profile_cuda and device_type == "cuda"
         activities = [ProfilerActivity.CPU] * config.profile_cpu + [ProfilerActivity.CUDA] * self._on_gpu
         # One object per cycle, driven by hand: a profiler that goes through several cycles warns at each.
         self._profile = profile(activities=activities)
-        self._iteration: Any = None
+        self._iteration = contextlib.ExitStack()  # holds the range of an iteration
         self._profile.prepare_trace()
 
     def start(self) -> None:
@@ -37,14 +36,11 @@ class OperationProfile:
     def begin(self, iteration: int) -> None:
         """Begin the range of an iteration."""
         self.end()
-        self._iteration = record_function(f"iteration {iteration}")
-        self._iteration.__enter__()
+        self._iteration.enter_context(record_function(f"iteration {iteration}"))
 
     def end(self) -> None:
         """End the range of an iteration, if one is open."""
-        if self._iteration is not None:
-            self._iteration.__exit__(None, None, None)
-            self._iteration = None
+        self._iteration.close()
 
     @contextlib.contextmanager
     def around(self, verb: str, stage: int, micro_batch: int | None) -> Iterator[None]:

@@ -182,7 +182,7 @@ class Profiles:
         self.model.wrap(None)
         self.distributed.traffic.recorder = None
         if self._operations is not None:
-            # A gloo transfer under way keeps a reference into the trace, and ends in memory that is no longer there.
+            # A gloo transfer in flight refers to the trace, whose memory is freed below.
             self.model.finish()
             if not self._is_active:  # a warm-up without an end
                 self._operations.start()
@@ -230,6 +230,6 @@ class Profiles:
             self.folder.mkdir(exist_ok=True)
             write(path)
         except OSError as error:
-            self.logger.warning("cannot write %s: %s; the run goes on without it", path, error.strerror or error)
+            self.logger.warning("cannot write %s: %s; the run continues without it", path, error.strerror or error)
             return []
         return [path]

@@ -47,7 +47,7 @@ class MetricsFile(AppendFile):
             os.ftruncate(self._fd, size - len(torn))
 
     def log(self, record: Mapping[str, Any], watched: Watched | None = None) -> None:
-        """Append one record, without what goes with it: its lines stay short."""
+        """Append one record, without the statistics of --watch, which would make long lines."""
         broken = {key: None for key, value in record.items() if isinstance(value, float) and not math.isfinite(value)}
         self.write_line(json.dumps({**record, **broken}, allow_nan=False))
 
@@ -62,7 +62,7 @@ class WatchFile(MetricsFile):
     """watch.jsonl, the statistics of each parameter that --watch asks for; see docs/monitoring.md."""
 
     def log(self, record: Mapping[str, Any], watched: Watched | None = None) -> None:
-        """Append what goes with a record, if anything does."""
+        """Append the statistics that a record comes with, if any."""
         if watched is not None:
             kept = {key: record[key] for key in ("phase", "iteration", "run", "time")}
             self.write_line(json.dumps({**kept, **watched.as_json()}, allow_nan=False))

@@ -31,7 +31,7 @@ class Trackers:
     def log(self, record: Mapping[str, Any], watched: Watched | None = None) -> None:
         """Record metrics, at least `phase` and `iteration`; adds `run` and `time`, in seconds since 1970.
 
-        Values are plain numbers or text, never tensors. watched: numbers and histograms that go with the record.
+        Values are plain numbers or text, never tensors. watched: the statistics of --watch that the record comes with.
         """
         record = {**record, "run": self._run, "time": round(time.time(), 3)}
         for destination in self._destinations:
@@ -71,7 +71,7 @@ def open_trackers(
         config: resolved.
         experiment_dir: None writes no file.
         run: number of this start, as in runs/<run>.
-        iteration: iterations done; destinations that can drop what they have of later ones.
+        iteration: iterations done; destinations that can drop later records do.
 
     Raises:
         UsageError: if a package cannot be imported, or the key file of Weights & Biases is unusable.

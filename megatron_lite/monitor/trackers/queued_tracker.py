@@ -1,4 +1,4 @@
-"""A destination of metrics in a thread of its own, behind a bounded queue, so that it cannot delay training."""
+"""A destination of metrics in a separate thread, behind a bounded queue, so that it cannot delay training."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ from megatron_lite.monitor.watch.results import Watched
 
 STOPPED_LIMIT_S = 5.0
 MAX_QUEUED_RECORDS = 1000
-MAX_QUEUED_WATCHED = 50  # while more records wait, they come without what goes with them
+MAX_QUEUED_WATCHED = 50  # while more records wait, they are sent without the statistics of --watch
 
 
 class QueuedTracker:
     """Base class of the trackers that may be slow, unreachable, or raise.
 
-    The methods of training's side put work into the queue and never raise: records that find the queue full are dropped
-    and counted. Subclasses override the methods of the thread, which may block or raise; a start calls `_begin`.
+    The methods that training calls put work into the queue and never raise; records beyond a full queue are dropped and
+    counted. Subclasses override the methods of the thread, which may block or raise; it starts with `_begin`.
 
     keeps_lines: whether metrics.jsonl has all records, too.
     """
@@ -34,7 +34,7 @@ class QueuedTracker:
         self._thread = threading.Thread(target=self._work, name=self.title, daemon=True)
 
     def log(self, record: Mapping[str, Any], watched: Watched | None = None) -> None:
-        """Send a record, and what goes with it, as soon as the thread comes to it."""
+        """Queue a record, and the statistics of --watch that it comes with, for the thread."""
         if self._queue.qsize() > MAX_QUEUED_WATCHED:
             watched = None  # statistics and histograms of a large model take megabytes
         self._put(True, self._send, record, watched)
@@ -66,7 +66,7 @@ class QueuedTracker:
                 get_logger().warning("%s is too slow; points are dropped%s", self.title, kept)
 
     def _abandon(self) -> None:
-        """Leave a thread that hangs to the end of the process."""
+        """Leave a hanging thread to the end of the process."""
         get_logger().warning("%s does not answer; what is missing there is lost", self.title)
 
     # -- in the thread ----------------------------------------------------------------------------------------------

@@ -84,7 +84,7 @@ def why_offline(mode: str | None, key: str | None) -> str | None:
 
 
 def send_no_error_reports() -> None:
-    """Keep the library from sending reports of its own errors, for which it would wait when the process ends."""
+    """Keep the library from sending error reports, for which it would wait when the process ends."""
     os.environ.setdefault("WANDB_ERROR_REPORTING", "false")
 
 
@@ -138,7 +138,7 @@ class WandbTracker(QueuedTracker):
     def log(self, record: Mapping[str, Any], watched: Watched | None = None) -> None:
         """Send a record: numbers as `<phase>/<key>` over `iteration`, and an alert at each status interval.
 
-        `training/loss` is also `training/language_model_loss`, and so are those of other phases.
+        The loss of each phase is also `<phase>/language_model_loss`.
         """
         record = {**record, **{other: record[key] for key, other in ALSO.items() if key in record}}
         super().log(record, watched)
@@ -179,7 +179,6 @@ class WandbTracker(QueuedTracker):
                 self._run = self._init(self._mode)
                 if url := getattr(self._run, "url", None):
                     logger.info("Weights & Biases: %s", url)
-                self._save_code()
                 return True
             except Exception as error:
                 self._offline = self._describe(error)
@@ -188,7 +187,6 @@ class WandbTracker(QueuedTracker):
             "Weights & Biases is offline (%s); to send the run later: %s", self._offline, self._sync_command()
         )
         self._run = self._init("offline")
-        self._save_code()
         return True
 
     def _send(self, record: Mapping[str, Any], watched: Watched | None) -> None:
@@ -228,12 +226,9 @@ class WandbTracker(QueuedTracker):
         run = self._wandb.init(mode=mode, settings=self._wandb.Settings(**settings), **self._init_arguments)
         run.define_metric(_STEP)
         run.define_metric("*", step_metric=_STEP)
-        return run
-
-    def _save_code(self) -> None:
-        """Add the source of this program to the run (--wandb_save_code)."""
         if self._saves_code:
-            self._run.log_code(str(Path(megatron_lite.__file__).parent))
+            run.log_code(str(Path(megatron_lite.__file__).parent))
+        return run
 
     def _sync_command(self) -> str:
         runs = "run-*" if self._offline is None else "offline-run-*"

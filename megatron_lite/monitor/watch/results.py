@@ -118,7 +118,7 @@ class TargetTable:
         self.places = {row.name: place for place, row in enumerate(self.rows)}
 
     def join(self, of_ranks: Tensor) -> None:
-        """Replace this rank's values by those of all ranks together; of_ranks: (ranks, values)."""
+        """Replace this rank's values by the totals of all ranks; of_ranks: (ranks, values)."""
         of_ranks = of_ranks.view(-1, *self.values.shape)
         self.values = of_ranks.sum(0)
         self.values[:, 1] = of_ranks[:, :, 1].amax(0)
@@ -138,7 +138,7 @@ class _Sums(NamedTuple):
 def results(tables: Mapping[str, TargetTable], scale: float, per_layer: bool) -> tuple[dict[str, float], Watched]:
     """Return the record for metrics.jsonl, over all parameters, and the statistics of each (reads the device).
 
-    scale: factor on the gradients. per_layer: also those of each layer.
+    scale: factor on the gradients. per_layer: also the statistics of each layer.
     """
     record: dict[str, float] = {}
     parameters, layers, histograms = {}, {}, {}

@@ -26,8 +26,8 @@ _BIAS, _EXPONENTS = 127, 256  # of fp32
 def summarize(chunks: Iterable[Tensor], wide: bool, bins: Tensor | None) -> Tensor:
     """Return (sum of squares, largest absolute value, zeros) of flat tensors together, (3,) fp64; reads no device.
 
-    wide: the elements are squares themselves, and those of small ones would be lost in fp32. bins: from `bin_places`,
-    to append a histogram, so that the result is (3 + BINS,).
+    wide: the elements are squares, whose own squares fp32 may lose. bins: from `bin_places`, to append a histogram, so
+    that the result is (3 + BINS,).
     """
     squares, largest, zeros, counts = [], [], [], []
     for chunk in chunks:

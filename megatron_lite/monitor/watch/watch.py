@@ -1,16 +1,16 @@
 """--watch: statistics of gradients, weights, updates and optimizer state every few iterations, on the shards.
 
-Each rank summarizes its slices of the parameters, on its device, without elements that count on another rank; one
-exchange at the end of the step joins the ranks, and rank 0 reads the result and sends it to the trackers. Other steps
-do nothing, and results do not depend on the ZeRO stage: sums are in fp64, counts are exact.
+Each rank summarizes its slices of the parameters on its device, without elements that count on another rank. One gather
+at the end of the step joins the ranks; rank 0 reads the result and sends it to the trackers. Other steps do nothing.
+Results do not depend on the ZeRO stage: sums are in fp64, counts are exact.
 
     grads       before the update: summed over micro-batches and ranks, without the loss scale, before clipping
     params      the weights after the update
     updates     weights after less weights before: what the optimizer made of the gradients
     exp_avg...  the optimizer's state after the update, by its name
 
-Frozen parameters have none of these. Updates need the old weights: those of one stage's shard at a time, in memory of
-the size of the largest one (4 bytes per element), which is allocated once.
+Frozen parameters have none of these. Updates need the old weights, of one stage's shard at a time, in a buffer as large
+as the largest shard (4 bytes per element), which is allocated once.
 """
 
 from __future__ import annotations
@@ -82,8 +82,8 @@ class Watch:
         return partial(self._after_update, iteration, updated)
 
     def _after_update(self, iteration: int, updated: Updated, stage: Stage) -> None:
-        """Measure a stage after its update; after the last one, exchange and send."""
-        updated(stage)  # first: it may start a gather, which goes on meanwhile
+        """Measure a stage after its update; after the last stage, join the ranks and send."""
+        updated(stage)  # first: it may start a gather, which overlaps with the rest
         part = stage.trainable
         assert part is not None
         readers: dict[str, Callable[[slice], Tensor]] = {
@@ -152,7 +152,7 @@ class Watch:
     # -- over the ranks -----------------------------------------------------------------------------------------------
 
     def _send(self, iteration: int) -> None:
-        """Join the results of all ranks in one exchange, and send them to the trackers of rank 0."""
+        """Gather the results of all ranks, and send them to the trackers of rank 0."""
         tables, self._tables = self._tables, {}
         flat = torch.cat([table.values.view(-1) for table in tables.values()])
         with self._distributed.traffic.paused():
