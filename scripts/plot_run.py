@@ -20,9 +20,9 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # works without
 import scripts  # noqa: F401  names a missing package
 from megatron_lite.cli.script_parser import ScriptParser
 from megatron_lite.errors import RunError, StorageError, UsageError
-from megatron_lite.reports.curves import sparkline
 from megatron_lite.reports.loss_curves import Picture, read_picture
 from megatron_lite.reports.picture import draw, to_figure, to_svg
+from megatron_lite.reports.series import sparkline
 
 SPARKLINE_WIDTH = 60
 NO_MATPLOTLIB = "matplotlib is not installed, so the picture is an SVG; for a PNG: python -m pip install matplotlib"

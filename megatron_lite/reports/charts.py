@@ -5,8 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
-from megatron_lite.reports.curves import Curve
-from megatron_lite.reports.series import Metrics
+from megatron_lite.reports.series import Curve, Metrics
 from megatron_lite.reports.watched_run import WatchedRun
 
 POINTS = 2000  # of one curve, divided among many runs

@@ -8,8 +8,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from megatron_lite.errors import DataError, UsageError
-from megatron_lite.reports.curves import Curve
-from megatron_lite.reports.series import read_run
+from megatron_lite.reports.series import Curve, read_run
 
 MUTED_COLOR, GRID_COLOR, TITLE_COLOR = "#64748b", "#e2e8f0", "#0f172a"
 RATE_COLOR = "#0d9488"

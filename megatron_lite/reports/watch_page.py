@@ -8,7 +8,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
-from megatron_lite.reports.curves import sparkline
+from megatron_lite.reports.series import sparkline
 from megatron_lite.reports.watched_run import SavedFolder, WatchedRun
 from megatron_lite.run.folder_lock import DEAD_AFTER_S
 from megatron_lite.run.progress_line import format_duration

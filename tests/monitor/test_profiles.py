@@ -24,9 +24,18 @@ from torch.profiler import ProfilerAction
 from megatron_lite.config import ProfilingConfig
 from megatron_lite.distributed.process_group import Distributed
 from megatron_lite.monitor.profiling.profiles import RECORDED, cycles, watched
-from megatron_lite.monitor.profiling.schedule_recorder import DeviceClock, HostClock, ScheduleRecorder
 from megatron_lite.monitor.profiling.schedule_report import mean_parts, page, summary, tables, trace_events
-from megatron_lite.monitor.profiling.schedule_times import IterationTimes, TimedVerb, Transfer, hid_behind, parts, runs
+from megatron_lite.monitor.profiling.schedule_times import (
+    DeviceClock,
+    HostClock,
+    IterationTimes,
+    ScheduleRecorder,
+    TimedVerb,
+    Transfer,
+    hid_behind,
+    parts,
+    runs,
+)
 from megatron_lite.zero.stage import Stage
 from tests.support.engine_runs import Engine, SimulatedRanks
 from tests.support.harness import run_distributed, tiny_config, train_whole

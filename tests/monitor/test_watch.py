@@ -13,9 +13,8 @@ from torch import Tensor
 from megatron_lite.config import Config, TrackingConfig
 from megatron_lite.distributed.process_group import Distributed
 from megatron_lite.monitor.trackers import open_trackers, read_metrics
-from megatron_lite.monitor.watch.results import Histogram, Summary, Watched
-from megatron_lite.monitor.watch.statistics import BINS, EDGES, bin_places, summarize
-from megatron_lite.monitor.watch.watch import Watch
+from megatron_lite.monitor.watch.results import BINS, EDGES, Histogram, Summary, Watched
+from megatron_lite.monitor.watch.watch import Watch, bin_places, summarize
 from tests.support import launch
 from tests.support.engine_runs import Engine
 from tests.support.harness import run_distributed

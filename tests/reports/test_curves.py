@@ -7,7 +7,7 @@ import math
 import numpy as np
 import pytest
 
-from megatron_lite.reports.curves import Curve, sparkline
+from megatron_lite.reports.series import Curve, sparkline
 
 
 def curve(values: list[float]) -> Curve:

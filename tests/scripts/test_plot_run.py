@@ -7,9 +7,9 @@ import xml.etree.ElementTree as ElementTree
 import numpy as np
 import pytest
 
-from megatron_lite.reports.curves import Curve, sparkline
 from megatron_lite.reports.loss_curves import MOST_POINTS, RUN_COLORS, lines, read_picture, round_ticks
 from megatron_lite.reports.picture import Stroke, Words, draw, to_figure, to_svg
+from megatron_lite.reports.series import Curve, sparkline
 from scripts import plot_run as script
 
 pytestmark = pytest.mark.guides

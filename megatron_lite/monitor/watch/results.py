@@ -9,7 +9,14 @@ from typing import Any, NamedTuple
 
 from torch import Tensor
 
-from megatron_lite.monitor.watch.statistics import EDGES
+# A histogram counts elements by sign and binary exponent: edges are powers of two on both sides of zero.
+LOWEST, HIGHEST = -64, 16  # exponents of the smallest and largest edges
+SIDE = HIGHEST - LOWEST  # bins on each side of the one around zero
+BINS = 2 * SIDE + 1
+EDGES = (
+    *(-(2.0**power) for power in range(HIGHEST, LOWEST - 1, -1)),
+    *(2.0**power for power in range(LOWEST, HIGHEST + 1)),
+)
 
 
 class Summary(NamedTuple):

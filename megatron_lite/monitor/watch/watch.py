@@ -15,7 +15,7 @@ as the largest shard (4 bytes per element), which is allocated once.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import partial
 from typing import cast
 
@@ -24,10 +24,10 @@ from torch import Tensor
 
 from megatron_lite.config import Config, TrackingConfig
 from megatron_lite.distributed.process_group import Distributed
+from megatron_lite.kernels.gradient_norm import squared_norm
 from megatron_lite.kernels.weight_shard import chunk_bounds
 from megatron_lite.monitor.trackers.opening import Trackers
-from megatron_lite.monitor.watch.results import TargetTable, WatchedParameter, results
-from megatron_lite.monitor.watch.statistics import BINS, bin_places, summarize
+from megatron_lite.monitor.watch.results import BINS, LOWEST, SIDE, TargetTable, WatchedParameter, results
 from megatron_lite.parameter import Parameter
 from megatron_lite.zero.flat_shard import FlatShard
 from megatron_lite.zero.multi_stage import MultiStage
@@ -35,6 +35,7 @@ from megatron_lite.zero.stage import Stage
 
 Updated = Callable[[Stage], None]
 SQUARED = "exp_avg_sq"  # optimizer state whose elements are squares
+_BIAS, _EXPONENTS = 127, 256  # of fp32
 
 
 def open_watch(
@@ -167,3 +168,37 @@ class Watch:
         record, watched = results(tables, scale, self._options.watch_per_layer)
         head = {"phase": "watch", "iteration": iteration, "train_iters": self._train_iters}
         self._trackers.log({**head, **record}, watched)
+
+
+def summarize(chunks: Iterable[Tensor], wide: bool, bins: Tensor | None) -> Tensor:
+    """Return (sum of squares, largest absolute value, zeros) of flat tensors together, (3,) fp64; reads no device.
+
+    wide: the elements are squares, whose own squares fp32 may lose. bins: from `bin_places`, to append a histogram, so
+    that the result is (3 + BINS,).
+    """
+    squares, largest, zeros, counts = [], [], [], []
+    for chunk in chunks:
+        on_cpu = chunk.device.type == "cpu"
+        squares.append(squared_norm([chunk]) if on_cpu and not wide else _squared_norm_fp64(chunk))
+        largest.append(torch.stack(torch.aminmax(chunk)).abs().amax())
+        zeros.append(chunk.numel() - torch.count_nonzero(chunk))
+        if bins is not None:
+            upper = (chunk.float().view(torch.int32) >> 23) & (2 * _EXPONENTS - 1)  # sign and exponent
+            counts.append(torch.bincount(upper, minlength=2 * _EXPONENTS))
+    parts = (torch.stack(squares).sum(), torch.stack(largest).amax(), torch.stack(zeros).sum())
+    summary = torch.stack([part.double() for part in parts])
+    if bins is None:
+        return summary
+    histogram = summary.new_zeros(BINS).index_add_(0, bins, torch.stack(counts).sum(0).double())
+    return torch.cat([summary, histogram])
+
+
+def _squared_norm_fp64(chunk: Tensor) -> Tensor:
+    return torch.linalg.vector_norm(chunk, dtype=torch.float64).square()
+
+
+def bin_places(device: torch.device) -> Tensor:
+    """Return the bin of each sign and exponent, (512,) int64: infinities and NaN count as the largest numbers."""
+    exponent = torch.arange(_EXPONENTS, device=device) - _BIAS
+    distance = (exponent - LOWEST + 1).clamp_(0, SIDE)
+    return torch.cat([SIDE + distance, SIDE - distance])
