@@ -10,6 +10,7 @@ Source: Bavarian et al. 2022, "Efficient Training of Language Models to Fill in 
 from __future__ import annotations
 
 import bisect
+import functools
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -81,11 +82,10 @@ class FillInTheMiddle:
 
         Raises: DataError if it cannot be read or has no sentinels; UsageError if its tokens exceed the vocabulary.
         """
-        self._opened: tuple[JsonTokenizer, _Sentinels] | None = None
-        self._open()
+        _ = self._opened
 
     def __getstate__(self) -> dict[str, Any]:
-        return {**self.__dict__, "_opened": None}
+        return {name: value for name, value in self.__dict__.items() if name != "_opened"}
 
     def sample(
         self, tokens: NDArray[Any], pieces: NDArray[np.int32], index: int
@@ -100,7 +100,7 @@ class FillInTheMiddle:
         for piece in np.split(tokens, np.cumsum(pieces)[:-1]):
             parts.append(self.document(piece.tolist(), draws))
             lengths.append(len(parts[-1]))
-        pad, size = self._open()[1].pad, len(tokens)
+        pad, size = self._opened[1].pad, len(tokens)
         filled = np.array([token for part in parts for token in part][:size], dtype=np.int64)
         result = np.pad(filled, (0, size - len(filled)), constant_values=pad)
         ends = np.unique([*np.minimum(np.cumsum(lengths), size).tolist(), size])
@@ -108,12 +108,12 @@ class FillInTheMiddle:
 
     def document(self, ids: list[int], draws: Draws) -> list[int]:
         """Transform a document or a piece of one; an end-of-document token inside separates two."""
-        end = self._open()[0].end_of_document
+        end = self._opened[0].end_of_document
         return [token for part, ended in _split(ids, end) for token in [*self._ordered(part, draws), *[end] * ended]]
 
     def _ordered(self, ids: list[int], draws: Draws) -> list[int]:
         """Transform a document without its end; the token that begins documents stays in front."""
-        tokenizer, _ = self._open()
+        tokenizer, _ = self._opened
         if ids and ids[0] == tokenizer.begin_of_document:
             return [ids[0], *self._ordered(ids[1:], draws)]
         name = self.options.fim_split_sample
@@ -131,7 +131,7 @@ class FillInTheMiddle:
         """Transform the tokens with a probability of `rate`."""
         if not ids or not draws.happens(rate):
             return ids
-        options, sentinels = self.options, self._open()[1]
+        options, sentinels = self.options, self._opened[1]
         runs = self._runs(ids)
         if options.fim_ignore_prefix and "".join(run.text for run in runs).startswith(options.fim_ignore_prefix):
             return ids
@@ -155,7 +155,7 @@ class FillInTheMiddle:
 
     def _runs(self, ids: list[int]) -> list[_Run]:
         """Separate special tokens from what is text."""
-        tokenizer, _ = self._open()
+        tokenizer, _ = self._opened
         special = np.isin(ids, list(tokenizer.special_ids)) | (np.array(ids) >= tokenizer.vocab_size)
         borders = (np.flatnonzero(special[1:] | special[:-1]) + 1).tolist()
         runs: list[_Run] = []
@@ -181,7 +181,7 @@ class FillInTheMiddle:
         """Cut the text of a run at rising places, or between tokens if tokenizing the parts would change the text."""
         if not places:
             return [run.ids]
-        tokenizer, _ = self._open()
+        tokenizer, _ = self._opened
         texts = [run.text[first:last] for first, last in zip([0, *places], [*places, None], strict=True)]
         if _LOST not in run.text:
             parts = [tokenizer.encode(text) for text in texts]
@@ -194,10 +194,9 @@ class FillInTheMiddle:
         ]
         return [run.ids[first:last] for first, last in zip([0, *borders], [*borders, None], strict=True)]
 
-    def _open(self) -> tuple[JsonTokenizer, _Sentinels]:
-        """Open the tokenizer and find its sentinels, once."""
-        if self._opened is not None:
-            return self._opened
+    @functools.cached_property
+    def _opened(self) -> tuple[JsonTokenizer, _Sentinels]:
+        """The tokenizer, and its sentinels."""
         path = self.options.tokenizer_file
         assert path is not None, "checked by validation"
         tokenizer = JsonTokenizer(path, needs_end=False)
@@ -216,8 +215,7 @@ class FillInTheMiddle:
         border = self.options.fim_split_sample
         if border is not None and tokenizer.token_id(border) is None:
             raise UsageError(f"--fim_split_sample={border}: not a token of {path} (--tokenizer_file)")
-        self._opened = tokenizer, _Sentinels(*sentinels)
-        return self._opened
+        return tokenizer, _Sentinels(*sentinels)
 
 
 def _split(ids: list[int], border: int) -> list[tuple[list[int], bool]]:

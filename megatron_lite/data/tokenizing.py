@@ -12,12 +12,13 @@ import re
 from array import array
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 from megatron_lite.data.dataset_writer import replace_file
+from megatron_lite.data.disk_array import reading, unreadable
 from megatron_lite.errors import DataError, UsageError
 
 LARGEST_VOCABULARY = 2**24  # of a tokenizer trained here; more than any text can fill
@@ -38,27 +39,8 @@ BESIDE = (
 _SPECIAL_KEYS = ("bos_token", "eos_token", "pad_token", "unk_token")
 
 
-class Tokenizer(Protocol):
-    """Text to token ids and back. `end_of_document` is an id below `vocab_size`."""
-
-    vocab_size: int
-    end_of_document: int
-
-    def encode(self, text: str, template: bool = False) -> list[int]:
-        """Encode a text; `template` adds the tokens that the tokenizer's file puts around it, such as a leading <s>."""
-
-    def encode_batch(self, texts: Sequence[str]) -> list[NDArray[Any]]:
-        """Encode each text into one array of ids."""
-
-    def decode(self, ids: Iterable[int]) -> str:
-        """Decode ids without the end-of-document token; bytes that are not UTF-8 become U+FFFD."""
-
-    def token_bytes(self) -> NDArray[np.int64]:
-        """Return the bytes of UTF-8 that each id adds to a text, (vocab_size,): 0 for special tokens."""
-
-
 class ByteTokenizer:
-    """The bytes of UTF-8 as token ids, and 256 for the end of a document."""
+    """The bytes of UTF-8 as token ids, and 256 for the end of a document; methods as of `JsonTokenizer`."""
 
     vocab_size = 257
     end_of_document = 256
@@ -119,21 +101,25 @@ class JsonTokenizer:
         return None if number is None else int(number)
 
     def encode(self, text: str, template: bool = False) -> list[int]:
+        """Encode a text; `template` adds the tokens that the file puts around it, such as a leading <s>."""
         return list(self._tokenizer.encode(text, add_special_tokens=template).ids)
 
     def encode_batch(self, texts: Sequence[str]) -> list[NDArray[Any]]:
+        """Encode each text into one array of ids."""
         encodings = self._tokenizer.encode_batch_fast(list(texts), add_special_tokens=False)
         # The array takes a quarter of the time that NumPy takes to read a list.
         return [np.asarray(array("I", encoding.ids)) for encoding in encodings]
 
     def decode(self, ids: Iterable[int]) -> str:
+        """Decode ids without the end-of-document token; bytes that are not UTF-8 become U+FFFD."""
         kept = [int(number) for number in ids if number != self.end_of_document]
         return str(self._tokenizer.decode(kept, skip_special_tokens=False))
 
     def token_bytes(self) -> NDArray[np.int64]:
-        """Count a character per byte in a byte-level vocabulary; elsewhere, the bytes that a token adds after another.
+        """Return the bytes of UTF-8 that each id adds to a text, (vocab_size,): 0 for special tokens.
 
-        A byte-fallback token such as <0x0A> counts as one byte.
+        In a byte-level vocabulary each character is a byte; elsewhere, count what a token adds after another token. A
+        byte-fallback token such as <0x0A> is one byte.
         """
         added = self._tokenizer.get_added_tokens_decoder()
         vocabulary, counts = self._tokenizer.get_vocab(), np.zeros(self.vocab_size, dtype=np.int64)
@@ -152,6 +138,9 @@ class JsonTokenizer:
                 both, alone = self._tokenizer.decode([*first, number]), self._tokenizer.decode(first)
                 counts[number] = len(both.encode()) - len(alone.encode())
         return counts
+
+
+Tokenizer = ByteTokenizer | JsonTokenizer
 
 
 def load_tokenizer(
@@ -217,10 +206,10 @@ def copy_tokenizer(tokenizer_file: str | Path, directory: str | Path) -> dict[st
     """
     source, directory = Path(tokenizer_file), Path(directory)
     tokenizer = read_tokenizer_file(source)
-    replace_file(directory / "tokenizer.json", _bytes_of(source))
+    _copy(source, directory / "tokenizer.json")
     beside = [source.parent / name for name in BESIDE if source.name == "tokenizer.json"]
     for path in filter(Path.is_file, beside):
-        replace_file(directory / path.name, _bytes_of(path))
+        _copy(path, directory / path.name)
     config_path = source.parent / CONFIG_NAME
     tokens, config = _special_tokens(source), {}
     if beside:
@@ -233,7 +222,7 @@ def copy_tokenizer(tokenizer_file: str | Path, directory: str | Path) -> dict[st
     if not config:
         missing["clean_up_tokenization_spaces"] = False
     if missing.keys() <= config.keys():
-        replace_file(directory / CONFIG_NAME, _bytes_of(config_path))
+        _copy(config_path, directory / CONFIG_NAME)
     else:
         text = json.dumps({**missing, **config}, indent=2, sort_keys=True, ensure_ascii=False) + "\n"
         replace_file(directory / CONFIG_NAME, text.encode())
@@ -242,15 +231,10 @@ def copy_tokenizer(tokenizer_file: str | Path, directory: str | Path) -> dict[st
     }
 
 
-def _bytes_of(path: Path) -> bytes:
-    """Read a file.
-
-    Raises: DataError if it cannot be read.
-    """
-    try:
-        return path.read_bytes()
-    except OSError as error:
-        raise DataError(f"{path}: cannot be read: {error.strerror}") from error
+def _copy(source: Path, target: Path) -> None:
+    with reading(source):
+        content = source.read_bytes()
+    replace_file(target, content)
 
 
 def read_tokenizer_file(path: str | Path) -> Any:
@@ -262,8 +246,8 @@ def read_tokenizer_file(path: str | Path) -> Any:
 
     try:
         text = Path(path).read_text(encoding="utf-8")
-    except (OSError, ValueError) as error:  # ValueError: not UTF-8, or a zero byte in the name
-        raise DataError(f"{path}: cannot be read: {getattr(error, 'strerror', None) or error}") from error
+    except (OSError, ValueError) as error:
+        raise unreadable(path, error) from error
     try:
         return LibraryTokenizer.from_str(text)
     except Exception as error:  # the library raises plain Exception
@@ -309,6 +293,8 @@ def _byte_symbols() -> list[str]:
     Source: Radford et al. 2019 (GPT-2): printable Latin-1 characters stand for themselves, the other bytes are numbered
     from U+0100 on.
     """
-    printable = {*range(ord("!"), ord("~") + 1), *range(0xA1, 0xAC + 1), *range(0xAE, 0xFF + 1)}
-    others = [byte for byte in range(256) if byte not in printable]
-    return [chr(byte) if byte in printable else chr(256 + others.index(byte)) for byte in range(256)]
+    from tokenizers import pre_tokenizers
+
+    symbols = sorted(pre_tokenizers.ByteLevel.alphabet())
+    others = iter(symbol for symbol in symbols if ord(symbol) > 255)
+    return [chr(byte) if chr(byte) in symbols else next(others) for byte in range(256)]
