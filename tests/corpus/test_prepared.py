@@ -11,8 +11,6 @@ from megatron_lite.corpus.pieces import digest_of
 from megatron_lite.corpus.prepare import CorpusOptions, prepare
 from megatron_lite.corpus.prepared import inspect, verify
 from megatron_lite.corpus.tokenizer_choice import TokenizerChoice
-from megatron_lite.data.dataset_writer import IndexedDatasetWriter
-from megatron_lite.data.indexed_dataset import TOKEN_DTYPES, IndexedDataset
 from megatron_lite.errors import DataError
 from tests.support.loading import loaded
 
@@ -74,27 +72,3 @@ def test_verify_checks_tokens_too(prefix: str) -> None:
         summary.write_text(json.dumps(values))
         with pytest.raises(DataError, match=complaint):
             verify(prefix)
-
-
-@pytest.mark.slow  # megatron-core takes 10 s to import
-@pytest.mark.parametrize("dtype", TOKEN_DTYPES.values())
-def test_megatron_reads_what_we_write_and_the_reverse(dtype: str, tmp_path: Path) -> None:
-    """Every dtype, both ways: the same documents, empty ones too."""
-    peer = pytest.importorskip("megatron.core.datasets.indexed_dataset")
-    torch = pytest.importorskip("torch")
-    generator, limits = np.random.default_rng(0), np.iinfo(dtype)
-    documents = [generator.integers(limits.min, limits.max, size=size, dtype=dtype) for size in (3, 0, 1, 500, 2)]
-    with IndexedDatasetWriter(str(tmp_path / "ours"), dtype) as writer:
-        for document in documents:
-            writer.add_document(document)
-    theirs = peer.IndexedDataset(str(tmp_path / "ours"))
-    assert len(theirs) == 5 and all((theirs[n] == document).all() for n, document in enumerate(documents))
-    assert theirs.index.sequence_lengths.tolist() == [3, 0, 1, 500, 2]
-    builder = peer.IndexedDatasetBuilder(str(tmp_path / "theirs.bin"), dtype=np.dtype(dtype).type)
-    for document in documents:
-        builder.add_document(torch.from_numpy(document), [len(document)])
-    builder.finalize(str(tmp_path / "theirs.idx"))
-    ours = IndexedDataset(str(tmp_path / "theirs"))
-    assert ours.num_documents == 5 and all((ours.document(n) == d).all() for n, d in enumerate(documents))
-    for ending in (".bin", ".idx"):
-        assert (tmp_path / f"ours{ending}").read_bytes() == (tmp_path / f"theirs{ending}").read_bytes()

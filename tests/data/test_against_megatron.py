@@ -8,9 +8,9 @@ import numpy as np
 import pytest
 import torch
 
-from megatron_lite.data.dataset_writer import IndexedDatasetWriter
 from megatron_lite.data.indexed_dataset import TOKEN_DTYPES, IndexedDataset
 from megatron_lite.errors import DataError
+from tests.support.token_files import write_documents
 
 pytest.importorskip("megatron")
 pytestmark = [pytest.mark.slow, pytest.mark.filterwarnings("ignore:.*__array__:DeprecationWarning")]  # slow to import
@@ -45,9 +45,7 @@ def test_both_read_what_the_other_writes(theirs: Any, tmp_path: Path, dtype: str
     assert [ours.document(number).tolist() for number in range(ours.num_documents)] == SEQUENCES
     assert ours.tokens.dtype == np.dtype(dtype)
     assert ours.document_index.read(0, len(DOCUMENTS) + 1).tolist() == [0, 2, 3, 4, 7, 8]
-    with IndexedDatasetWriter(str(tmp_path / "ours"), dtype) as writer:
-        for sequence in SEQUENCES:
-            writer.add_document(np.array(sequence, dtype=np.int64))
+    write_documents(tmp_path / "ours", SEQUENCES, dtype)
     read = theirs.IndexedDataset(str(tmp_path / "ours"))
     assert [read[number].tolist() for number in range(len(read))] == SEQUENCES
     assert read[0].dtype == np.dtype(dtype)

@@ -9,12 +9,12 @@ import numpy as np
 import pytest
 
 from megatron_lite.data.blending import Blend
-from megatron_lite.data.dataset_writer import IndexedDatasetWriter
 from megatron_lite.data.indexed_dataset import IndexedDataset
 from megatron_lite.data.reading import Stream, StreamReader
 from megatron_lite.data.sampling import StreamSampler
 from megatron_lite.data.workers import Workers
 from megatron_lite.errors import DataError
+from tests.support.token_files import write_documents
 
 LENGTH = 16
 
@@ -22,10 +22,7 @@ LENGTH = 16
 @pytest.fixture
 def reader(tmp_path: Path) -> StreamReader:
     """A reader of one data set that knows its documents."""
-    with IndexedDatasetWriter(str(tmp_path / "x"), "<u2") as writer:
-        for number in range(50):
-            writer.add_document(np.full(number, number))
-    dataset = IndexedDataset(str(tmp_path / "x"))
+    dataset = IndexedDataset(write_documents(tmp_path / "x", [[number] * number for number in range(50)]))
     stream = Stream(dataset, range(50), StreamSampler(dataset.num_tokens, LENGTH, 1), borders=True)
     return StreamReader([stream], Blend([1.0]), LENGTH, 50, 1e6)
 

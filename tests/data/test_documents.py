@@ -4,22 +4,21 @@ All tokens of a test's data sets differ from each other, so a token tells which 
 """
 
 import contextlib
+import functools
 import itertools
 import os
 import struct
-from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
 import torch
 
-from megatron_lite.config import Config, unflatten
-from megatron_lite.data.dataset_writer import IndexedDatasetWriter
+from megatron_lite.config import Config
 from megatron_lite.data.host_batch import HostBatch
 from megatron_lite.data.open_data import open_data
 from megatron_lite.errors import DataError
+from tests.support.token_files import data_config, write_counting
 
 LENGTH = 16
 
@@ -32,14 +31,6 @@ LAYOUTS: dict[str, list[int]] = {
     "many empty ones": [0, 0, 5, 0, 20, *[0] * 1100, 1, 0, 30, 0, 0, 90, 0, 7, *[0] * 600],
     "mixed": np.random.default_rng(3).integers(0, 40, 60).tolist(),
 }
-
-
-def write(prefix: Path, sizes: Sequence[int], dtype: str = "<i4", base: int = 0) -> str:
-    """A data set whose tokens count up from `base`."""
-    with IndexedDatasetWriter(str(prefix), dtype) as writer:
-        for size in sizes:
-            writer.add_document(np.arange(base + writer.num_tokens, base + writer.num_tokens + size))
-    return str(prefix)
 
 
 def documents_of_tokens(prefix: str, dtype: str = "<i4") -> dict[int, tuple[str, int]]:
@@ -61,20 +52,15 @@ def expected_starts(tokens: torch.Tensor, documents: dict[int, tuple[str, int]])
     return [0, *itertools.accumulate(lengths)]
 
 
-def config(*data_path: str, **values: Any) -> Config:
-    """A resolved configuration with the options that the data room reads."""
-    defaults: dict[str, Any] = {
-        "data_path": data_path,
-        "split": (1.0,),
-        "num_workers": 0,
-        "batch_size": 12,
-        "micro_batch_size": 3,
-        "sequence_length": LENGTH,
-        "train_iters": 6,
-        "vocab_size": 10_000,
-        "cross_document_attention": False,
-    }
-    return unflatten({**defaults, **values})
+config = functools.partial(
+    data_config,
+    batch_size=12,
+    micro_batch_size=3,
+    sequence_length=LENGTH,
+    train_iters=6,
+    vocab_size=10_000,
+    cross_document_attention=False,
+)
 
 
 def read(
@@ -94,7 +80,7 @@ def starts(batch: HostBatch) -> list[int]:
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_pieces_are_those_of_the_files(tmp_path: Path, layout: str) -> None:
     """Several epochs, each shifted in the stream, on two ranks show every border and no other."""
-    prefix = write(tmp_path / "x", LAYOUTS[layout])
+    prefix = write_counting(tmp_path / "x", LAYOUTS[layout])
     documents = documents_of_tokens(prefix)
     values = config(prefix)
     for rank in range(2):
@@ -106,7 +92,7 @@ def test_pieces_are_those_of_the_files(tmp_path: Path, layout: str) -> None:
 @pytest.mark.parametrize("dtype", ["<u2", "<i4", "<i8"])
 def test_every_phase_has_its_documents(tmp_path: Path, dtype: str) -> None:
     """Splits begin in the middle of the file, and bytes of the index become tokens by the width of the token dtype."""
-    prefix = write(tmp_path / "x", LAYOUTS["mixed"], dtype)
+    prefix = write_counting(tmp_path / "x", LAYOUTS["mixed"], dtype)
     documents = documents_of_tokens(prefix, dtype)
     values = config(prefix, split=(5.0, 3.0, 2.0), validation_iters=2, test_iters=2)
     for phase in ("training", "validation", "test"):
@@ -116,8 +102,8 @@ def test_every_phase_has_its_documents(tmp_path: Path, dtype: str) -> None:
 
 def test_blends_workers_and_resume(tmp_path: Path) -> None:
     """With two data sets of different dtypes, workers deliver what the process itself reads, from any iteration on."""
-    first = write(tmp_path / "a", LAYOUTS["mixed"], "<u2")
-    second = write(tmp_path / "b", LAYOUTS["longer than samples"], "<i4", base=5000)
+    first = write_counting(tmp_path / "a", LAYOUTS["mixed"], "<u2")
+    second = write_counting(tmp_path / "b", LAYOUTS["longer than samples"], "<i4", base=5000)
     documents = {**documents_of_tokens(first, "<u2"), **documents_of_tokens(second)}
     data_path = ("0.3", first, "0.7", second)
     whole = read(config(*data_path))
@@ -132,7 +118,7 @@ def test_blends_workers_and_resume(tmp_path: Path) -> None:
 @pytest.mark.parametrize("source", ["list", "random"])
 def test_the_flag_changes_no_token(tmp_path: Path, source: str) -> None:
     """The option does not change tokens; switched on, it looks nothing up. A random sample is one document."""
-    prefix = write(tmp_path / "x", LAYOUTS["mixed"])
+    prefix = write_counting(tmp_path / "x", LAYOUTS["mixed"])
     crossing = read(config(prefix, dataset_source=source, cross_document_attention=True))
     apart = read(config(prefix, dataset_source=source))
     assert all(torch.equal(a.tokens, b.tokens) for a, b in zip(crossing, apart, strict=True))
@@ -144,7 +130,7 @@ def test_the_flag_changes_no_token(tmp_path: Path, source: str) -> None:
 @pytest.mark.parametrize("num_workers", [0, 1])
 def test_index_cut_short_during_the_run(tmp_path: Path, num_workers: int) -> None:
     """An .idx that shrinks under a run is an error that names it, as for .bin."""
-    prefix = write(tmp_path / "x", LAYOUTS["mixed"])
+    prefix = write_counting(tmp_path / "x", LAYOUTS["mixed"])
     batches = open_data(config(prefix, num_workers=num_workers, prefetch_factor=1), 0, 1).batches("training", 0, 1000)
     next(batches)
     size = os.path.getsize(prefix + ".idx")

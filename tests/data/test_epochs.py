@@ -1,18 +1,18 @@
 """How often data is read: the banner, the warning beyond four epochs, the limit, and weights that change."""
 
+import functools
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 
-from megatron_lite.config import Config, unflatten
+from megatron_lite.config import unflatten
 from megatron_lite.config.structured_values import short_names, weight_stages
-from megatron_lite.data.dataset_writer import IndexedDatasetWriter
 from megatron_lite.data.open_data import open_data
 from megatron_lite.errors import UsageError
 from megatron_lite.validation import resolve
+from tests.support.token_files import data_config, write_counting
 
 LENGTH = 16
 
@@ -20,26 +20,14 @@ LENGTH = 16
 @pytest.fixture
 def prefixes(tmp_path: Path) -> tuple[str, str]:
     """Two data sets of 60 and 30 samples, one from 0, one from 10,000 on."""
-    for name, base, samples in (("a", 0, 60), ("b", 10_000, 30)):
-        with IndexedDatasetWriter(str(tmp_path / name), "<u2") as writer:
-            for number in range(samples):
-                writer.add_document(np.arange(base + number * LENGTH, base + (number + 1) * LENGTH))
-            writer.add_document(np.array([base]))
-    return str(tmp_path / "a"), str(tmp_path / "b")
+    sizes = [LENGTH] * 60
+    return (
+        write_counting(tmp_path / "a", [*sizes, 1], "<u2"),
+        write_counting(tmp_path / "b", [*sizes[:30], 1], "<u2", 10_000),
+    )
 
 
-def config(*data_path: str, **values: Any) -> Config:
-    """A resolved configuration with the options that the data room reads."""
-    defaults: dict[str, Any] = {
-        "data_path": data_path,
-        "split": (1.0,),
-        "num_workers": 0,
-        "batch_size": 6,
-        "micro_batch_size": 6,
-        "sequence_length": LENGTH,
-        "vocab_size": 20_000,
-    }
-    return unflatten({**defaults, **values})
+config = functools.partial(data_config, batch_size=6, micro_batch_size=6, sequence_length=LENGTH, vocab_size=20_000)
 
 
 def test_the_banner_and_the_warning(prefixes: tuple[str, str]) -> None:

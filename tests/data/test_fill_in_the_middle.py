@@ -10,15 +10,15 @@ import numpy as np
 import pytest
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
-from megatron_lite.config import Config, unflatten
+from megatron_lite.config import Config
 from megatron_lite.config.training import DataConfig
-from megatron_lite.data.dataset_writer import IndexedDatasetWriter
 from megatron_lite.data.fill_in_the_middle import Draws, FillInTheMiddle
 from megatron_lite.data.host_batch import HostBatch
 from megatron_lite.data.open_data import open_data
 from megatron_lite.data.tokenizing import JsonTokenizer, save_byte_tokenizer, train_tokenizer
 from megatron_lite.errors import DataError, UsageError
 from megatron_lite.validation import resolve
+from tests.support.token_files import data_config, write_documents
 
 SENTINELS = ["<fim_prefix>", "<fim_middle>", "<fim_suffix>", "<fim_pad>"]
 TEXTS = [
@@ -189,27 +189,15 @@ LENGTH = 32
 def prefix(tmp_path_factory: pytest.TempPathFactory) -> str:
     """A data set of bytes, with an end of document after each."""
     random, prefix = np.random.default_rng(1), str(tmp_path_factory.mktemp("data") / "bytes")
-    with IndexedDatasetWriter(prefix, "<u2") as writer:
-        for _ in range(60):
-            writer.add_document(np.append(random.integers(97, 123, random.integers(0, 50)), 256))
-    return prefix
+    return write_documents(
+        prefix, [np.append(random.integers(97, 123, random.integers(0, 50)), 256) for _ in range(60)]
+    )
 
 
 def config(prefix: str, tokenizer_file: str | None, world_size: int = 1, **values: Any) -> Config:
-    defaults: dict[str, Any] = {
-        "data_path": (prefix,),
-        "tokenizer_file": tokenizer_file,
-        "split": (1.0,),
-        "num_workers": 0,
-        "batch_size": 8,
-        "sequence_length": LENGTH,
-        "train_iters": 6,
-        "vocab_size": 300,
-        "fim_rate": 0.7,
-        "cross_document_attention": False,
-        "mask_document_starts": True,
-    }
-    return resolve(unflatten({**defaults, **values}), world_size)
+    options = dict(batch_size=8, sequence_length=LENGTH, train_iters=6, vocab_size=300, fim_rate=0.7)
+    documents = dict(tokenizer_file=tokenizer_file, cross_document_attention=False, mask_document_starts=True)
+    return resolve(data_config(prefix, **{**options, **documents, **values}), world_size)
 
 
 def batches(config: Config, rank: int = 0, world_size: int = 1, done: int = 0) -> list[list[HostBatch]]:
@@ -266,12 +254,10 @@ def test_padding_does_not_count(tokenizers: dict[str, str], tmp_path: Path) -> N
     """Documents that were tokenized into single bytes get shorter where they are cut: the sample is padded."""
     tokenizer = JsonTokenizer(tokenizers["merged"])
     ids = [number for character in TEXTS[0] for number in tokenizer.encode(character)]
-    with IndexedDatasetWriter(str(tmp_path / "single"), "<u2") as writer:
-        for _ in range(100):
-            writer.add_document(np.array(ids))
+    single = write_documents(tmp_path / "single", [ids] * 100)
     values: dict[str, Any] = {"vocab_size": 512, "micro_batch_size": 8, "mask_document_starts": False, "fim_rate": 1.0}
     found, pad = 0, tokenizer.token_id("<|fim_pad|>")
-    for (batch,) in batches(config(str(tmp_path / "single"), tokenizers["merged"], **values)):
+    for (batch,) in batches(config(single, tokenizers["merged"], **values)):
         assert batch.masked is not None and batch.starts is not None
         padded = batch.tokens.numpy() == pad
         np.testing.assert_array_equal(batch.masked, padded[:, 1:])

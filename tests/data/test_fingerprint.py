@@ -9,20 +9,17 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from megatron_lite.data.dataset_writer import IndexedDatasetWriter
 from megatron_lite.data.disk_array import BLOCK_BYTES
 from megatron_lite.data.fingerprint import check_same, fingerprint, identity
 from megatron_lite.data.indexed_dataset import IndexedDataset
 from megatron_lite.errors import DataError
 from tests.support.fakes import World
+from tests.support.token_files import write_documents
 
 
 def write(prefix: Path, seed: int, documents: int = 40, length: int = 50) -> IndexedDataset:
     generator = np.random.default_rng(seed)
-    with IndexedDatasetWriter(str(prefix), "<u2") as writer:
-        for _ in range(documents):
-            writer.add_document(generator.integers(0, 64, size=length))
-    return IndexedDataset(str(prefix))
+    return IndexedDataset(write_documents(prefix, generator.integers(0, 64, size=(documents, length))))
 
 
 def test_it_follows_the_content(tmp_path: Path) -> None:

@@ -18,6 +18,7 @@ from megatron_lite.data.dataset_writer import IndexedDatasetWriter
 from megatron_lite.data.disk_array import DataFile
 from megatron_lite.data.indexed_dataset import HEADER, MAGIC, IndexedDataset, smallest_dtype
 from megatron_lite.errors import DataError, StorageError
+from tests.support.token_files import write_counting, write_documents
 
 # Documents of odd lengths, some empty, at the start, in the middle and at the end.
 DOCUMENTS: list[list[int]] = [[], [5, 1, 2], [7], [], [], [9, 8, 7, 6, 5, 4], [3, 3], []]
@@ -64,9 +65,7 @@ def test_reads_and_writes_megatrons_bytes(tmp_path: Path, code: int, letter: str
     dataset = IndexedDataset(write_pair(tmp_path, index, tokens))
     assert [dataset.document(number).tolist() for number in range(dataset.num_documents)] == DOCUMENTS
     assert dataset.num_tokens == sum(map(len, DOCUMENTS)) and dataset.tokens.dtype == np.dtype(dtype)
-    with IndexedDatasetWriter(str(tmp_path / "ours"), dtype) as writer:
-        for document in DOCUMENTS:
-            writer.add_document(np.array(document, dtype=np.int64))
+    write_documents(tmp_path / "ours", DOCUMENTS, dtype)
     assert (tmp_path / "ours.idx").read_bytes() == index
     assert (tmp_path / "ours.bin").read_bytes() == tokens
     assert sorted(os.listdir(tmp_path)) == ["ours.bin", "ours.idx", "x.bin", "x.idx"]
@@ -81,8 +80,7 @@ def test_documents_of_several_sequences_are_read(tmp_path: Path) -> None:
 
 def test_empty_data_set_opens(tmp_path: Path) -> None:
     """No documents is a legal file; the loader, not the reader, refuses it."""
-    with IndexedDatasetWriter(str(tmp_path / "x"), "<u2"):
-        pass
+    write_documents(tmp_path / "x", [])
     assert (tmp_path / "x.idx").read_bytes() == megatron_bytes([], 8, "H")[0]
     assert IndexedDataset(str(tmp_path / "x")).num_documents == 0
 
@@ -272,22 +270,11 @@ def test_missing_files_and_folders(tmp_path: Path) -> None:
     open_error("zero\0byte")
 
 
-def test_bin_cut_short_while_open_is_a_data_error(tmp_path: Path) -> None:
-    """A file truncated during a run gives a clear line, not a SIGBUS."""
-    prefix = write_pair(tmp_path, *megatron_bytes(DOCUMENTS, 8, "H"))
-    dataset = IndexedDataset(prefix)
-    assert dataset.tokens.read(0, 12).tolist() == sum(DOCUMENTS, [])
-    os.truncate(prefix + ".bin", 9)
-    with pytest.raises(DataError, match="x.bin: 9 bytes, but it had 24 when the run began"):
-        dataset.tokens.read(0, 12)
-
-
 def test_writer_refuses_what_does_not_fit(tmp_path: Path) -> None:
     """Token ids beyond the dtype are an error, and an error leaves no file behind."""
     for tokens in ([300], [-1]):
         with pytest.raises(DataError, match="does not fit uint8"):
-            with IndexedDatasetWriter(str(tmp_path / "x"), "|u1") as writer:
-                writer.add_document(np.array(tokens))
+            write_documents(tmp_path / "x", [tokens], "|u1")
     assert os.listdir(tmp_path) == []
     with pytest.raises(StorageError, match="cannot be written"):
         IndexedDatasetWriter(str(tmp_path / "missing" / "x"), "|u1")
@@ -334,9 +321,10 @@ def test_killed_writer_leaves_nothing_that_opens(tmp_path: Path) -> None:
             assert IndexedDataset(prefix).num_tokens == 5000
         else:
             open_error(prefix)
-    with IndexedDatasetWriter(prefix, "<u2") as writer:
-        writer.add_document(np.arange(7))
-    assert IndexedDataset(prefix).num_tokens == 7 and sorted(os.listdir(tmp_path)) == ["x.bin", "x.idx"]
+    assert IndexedDataset(write_counting(prefix, [7])).num_tokens == 7 and sorted(os.listdir(tmp_path)) == [
+        "x.bin",
+        "x.idx",
+    ]
 
 
 def test_smallest_dtype_holds_the_last_id() -> None:

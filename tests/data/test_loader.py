@@ -22,14 +22,14 @@ from torch import Tensor
 
 from megatron_lite.checkpoint.compatibility import Difference
 from megatron_lite.cli.help import banner, short_banner
-from megatron_lite.config import Config, Draft, flatten, unflatten
-from megatron_lite.data.dataset_writer import IndexedDatasetWriter
+from megatron_lite.config import Config, Draft, flatten
 from megatron_lite.data.loader import DataSource
 from megatron_lite.data.open_data import open_data
 from megatron_lite.data.workers import Workers
 from megatron_lite.errors import DataError, RunError, UsageError
 from megatron_lite.validation import resolve
 from megatron_lite.validation.messages import problem
+from tests.support.token_files import data_config, write_counting, write_documents
 
 ROOT = Path(__file__).parents[2]
 LENGTH = 16
@@ -38,30 +38,15 @@ LENGTH = 16
 @pytest.fixture
 def prefixes(tmp_path: Path) -> tuple[str, str]:
     """Two data sets of different dtypes whose tokens count up from 0 and from 100,000."""
-    for name, dtype, base in (("a", "<u2", 0), ("b", "<i4", 100_000)):
-        with IndexedDatasetWriter(str(tmp_path / name), dtype) as writer:
-            sizes = [int(size) for size in np.random.default_rng(1).integers(0, 60, 100)]
-            for size in sizes:
-                writer.add_document(np.arange(base + writer.num_tokens, base + writer.num_tokens + size))
-    return str(tmp_path / "a"), str(tmp_path / "b")
+    sizes = np.random.default_rng(1).integers(0, 60, 100).tolist()
+    return write_counting(tmp_path / "a", sizes, "<u2"), write_counting(tmp_path / "b", sizes, "<i4", 100_000)
 
 
 def config(data_path: tuple[str, ...], **values: Any) -> Config:
-    """A resolved configuration with the options that the data room reads."""
-    defaults: dict[str, Any] = {
-        "data_path": data_path,
-        "split": (80.0, 10.0, 10.0),
-        "num_workers": 0,
-        "batch_size": 12,
-        "micro_batch_size": 3,
-        "sequence_length": LENGTH,
-        "train_iters": 8,
-        "validation_iters": 2,
-        "test_iters": 1,
-        "vocab_size": 200_000,
-        "seed": 11,
-    }
-    return unflatten({**defaults, **values})
+    """A configuration with the options that the data room reads."""
+    sizes = dict(batch_size=12, micro_batch_size=3, sequence_length=LENGTH, vocab_size=200_000, seed=11)
+    phases = dict(split=(80.0, 10.0, 10.0), train_iters=8, validation_iters=2, test_iters=1)
+    return data_config(*data_path, **{**sizes, **phases, **values})
 
 
 def test_thousands_of_data_sets_print_a_page(prefixes: tuple[str, str]) -> None:
@@ -88,31 +73,6 @@ def equal(first: list[list[Tensor]], second: list[list[Tensor]]) -> bool:
     )
 
 
-def global_batch(values: Config, world_size: int, iteration: int) -> Tensor:
-    """Collect all samples of an iteration from all ranks, in the order of their indices."""
-    sources = [open_data(values, rank, world_size) for rank in range(world_size)]
-    per_rank = [micro_batches(source, "training", iteration, 1)[0] for source in sources]
-    return torch.cat([rank[number] for number in range(len(per_rank[0])) for rank in per_rank])
-
-
-@pytest.mark.parametrize("source", ["list", "random"])
-def test_global_batch_is_independent_of_ranks_and_micro_batches(prefixes: tuple[str, str], source: str) -> None:
-    """Sample j of iteration t is the same for every world size, micro-batch size and length of the run."""
-    reference = None
-    for world_size, micro_batch_size in ((1, 12), (1, 1), (2, 3), (3, 2), (4, 3)):
-        for train_iters in (4, 400):
-            values = config(
-                ("0.3", prefixes[0], "0.7", prefixes[1]),
-                dataset_source=source,
-                micro_batch_size=micro_batch_size,
-                train_iters=train_iters,
-            )
-            batch = global_batch(values, world_size, 3)
-            assert batch.shape == (12, LENGTH + 1) and batch.dtype == torch.int64
-            reference = batch if reference is None else reference
-            assert torch.equal(batch, reference)
-
-
 def test_samples_are_runs_of_the_stream_and_an_epoch_covers_it(prefixes: tuple[str, str]) -> None:
     """Tokens count up within a sample, across documents; one epoch visits every slot of the training split once."""
     values = config(prefixes[:1], train_iters=1000)
@@ -127,14 +87,6 @@ def test_samples_are_runs_of_the_stream_and_an_epoch_covers_it(prefixes: tuple[s
     test = torch.cat(micro_batches(source, "test", 0, 1)[0])
     assert samples.max() < sizes[:80].sum() <= validation.min()
     assert validation.max() < sizes[:90].sum() <= test.min()
-
-
-def test_resume_continues_the_same_stream(prefixes: tuple[str, str]) -> None:
-    """Starting at iteration 3 gives the samples of a run from the beginning; validation repeats its first batches."""
-    source = open_data(config(prefixes), 0, 2)
-    whole = micro_batches(source, "training", 0, 8)
-    assert equal(micro_batches(source, "training", 3, 5), whole[3:])
-    assert equal(micro_batches(source, "validation", 0, 2), micro_batches(source, "validation", 0, 2))
 
 
 SCHEDULE: dict[str, Any] = dict(
@@ -279,12 +231,9 @@ def test_closing_midway_leaves_no_processes(prefixes: tuple[str, str]) -> None:
 @pytest.mark.parametrize(("bad", "dtype"), [(500, "<u2"), (65535, "<u2"), (-1, "<i4"), (2**31 - 1, "<i4")])
 def test_bad_token_is_named(tmp_path: Path, num_workers: int, bad: int, dtype: str) -> None:
     """A token id beyond the vocabulary or below zero: file, document, offset and id in one line, also from a worker."""
-    with IndexedDatasetWriter(str(tmp_path / "x"), dtype) as writer:
-        for number in range(40):
-            document = np.full(10, 499)
-            if number == 7:
-                document[4] = bad
-            writer.add_document(document[: 0 if number == 6 else 10])
+    documents = np.full((40, 10), 499)
+    documents[7, 4] = bad
+    write_documents(tmp_path / "x", [*documents[:6], [], *documents[7:]], dtype)
     values = config(
         (str(tmp_path / "x"),), vocab_size=500, num_workers=num_workers, split=(1.0,), validation_iters=0, test_iters=0
     )
@@ -309,17 +258,6 @@ def test_killed_worker_is_one_clear_line(prefixes: tuple[str, str]) -> None:
         for _ in batches:
             pass
     assert time.monotonic() - begun < 60 and not multiprocessing.active_children()
-
-
-def test_file_cut_short_during_the_run(prefixes: tuple[str, str]) -> None:
-    """A .bin truncated while workers read it is a DataError naming the file."""
-    source = open_data(config(prefixes[:1], num_workers=1, prefetch_factor=1), 0, 1)
-    batches = source.batches("training", 0, 1000)
-    next(batches)
-    os.truncate(prefixes[0] + ".bin", 10)
-    with pytest.raises(DataError, match="a.bin: 10 bytes, but it had"):
-        for _ in batches:
-            pass
 
 
 def test_workers_outlive_group_wide_signals(prefixes: tuple[str, str]) -> None:
@@ -423,9 +361,7 @@ def test_faults_at_open(
     tmp_path: Path, sizes: str, options: dict[str, Any], kind: type[Exception], message: str
 ) -> None:
     """Empty data sets, splits and data sets below one sample are refused before any work, in one line."""
-    with IndexedDatasetWriter(str(tmp_path / "x"), "<u2") as writer:
-        for size in sizes.split():
-            writer.add_document(np.zeros(int(size), dtype=np.int64))
+    write_documents(tmp_path / "x", [[0] * int(size) for size in sizes.split()])
     if options.get("split") == (1.0,):
         options = {**options, "validation_iters": 0, "test_iters": 0}
     with pytest.raises(kind, match=message) as caught:
@@ -435,8 +371,7 @@ def test_faults_at_open(
 
 def test_only_needed_phases_are_checked(tmp_path: Path) -> None:
     """One document of one sample is enough to train on; with no iterations at all not even a file is needed."""
-    with IndexedDatasetWriter(str(tmp_path / "x"), "<u2") as writer:
-        writer.add_document(np.arange(LENGTH + 1))
+    write_counting(tmp_path / "x", [LENGTH + 1])
     values = config((str(tmp_path / "x"),), split=(1.0,), validation_iters=0, test_iters=0)
     source = open_data(values, 0, 1)
     for batch in micro_batches(source, "training", 0, 2):
@@ -458,8 +393,7 @@ def test_more_data_sets_than_files_may_be_open(tmp_path: Path) -> None:
     """The limit that a system begins with, here very low, is raised as far as needed, for workers too."""
     before = resource.getrlimit(resource.RLIMIT_NOFILE)
     for number in range(80):
-        with IndexedDatasetWriter(str(tmp_path / str(number)), "<u2") as writer:
-            writer.add_document(np.arange(2 * LENGTH))
+        write_counting(tmp_path / str(number), [2 * LENGTH])
     few = len(os.listdir("/proc/self/fd")) + 40
     values = config(
         tuple(f"{tmp_path}/{number}" for number in range(80)),

@@ -9,20 +9,13 @@ import numpy as np
 import pytest
 
 from megatron_lite.config import Config, flatten, unflatten
-from megatron_lite.data.dataset_writer import IndexedDatasetWriter
 from megatron_lite.data.open_data import open_data
 from megatron_lite.errors import DataError, UsageError
 from megatron_lite.validation import resolve
+from tests.support.token_files import data_config, write_counting, write_documents
 
 LENGTH = 16
 SIZES = [7, 0, 30, 1, 1, 16, 5, 17, 0, 0, 40, 2, 3, 64, 11, 16, 9, 50]
-
-
-def write(prefix: Path, documents: list[np.ndarray], dtype: str) -> str:
-    with IndexedDatasetWriter(str(prefix), dtype) as writer:
-        for document in documents:
-            writer.add_document(document)
-    return str(prefix)
 
 
 @pytest.fixture
@@ -31,22 +24,13 @@ def pair(tmp_path: Path) -> tuple[str, str]:
     ends = np.cumsum(SIZES)[:-1]
     mask = np.random.default_rng(0).integers(0, 2, sum(SIZES))
     mask[0] = 0
-    tokens = write(tmp_path / "tokens", np.split(np.arange(sum(SIZES)), ends), "<u2")
-    return tokens, write(tmp_path / "mask", np.split(mask, ends), "|u1")
+    tokens = write_counting(tmp_path / "tokens", SIZES, "<u2")
+    return tokens, write_documents(tmp_path / "mask", np.split(mask, ends), "|u1")
 
 
 def config(*data_path: str, **values: Any) -> Config:
-    defaults: dict[str, Any] = {
-        "data_path": data_path,
-        "split": (1.0,),
-        "num_workers": 0,
-        "batch_size": 8,
-        "micro_batch_size": 4,
-        "sequence_length": LENGTH,
-        "train_iters": 10,
-        "vocab_size": 10_000,
-    }
-    return resolve(unflatten({**defaults, **values}), 1)
+    options = dict(batch_size=8, micro_batch_size=4, sequence_length=LENGTH, train_iters=10, vocab_size=10_000)
+    return resolve(data_config(*data_path, **{**options, **values}), 1)
 
 
 @pytest.mark.parametrize("workers", [0, 1])
@@ -98,7 +82,7 @@ def test_of_a_blend_some_have_masks(pair: tuple[str, str], tmp_path: Path) -> No
     """Every token of a data set without a mask counts; a batch has a mask in any case, so that all ranks agree."""
     tokens, mask = pair
     entries = np.fromfile(mask + ".bin", np.uint8)
-    other = write(tmp_path / "other", [np.arange(1000, 1500)], "<u2")
+    other = write_documents(tmp_path / "other", [np.arange(1000, 1500)], "<u2")
     data = open_data(config("0.5", other, "0.5", tokens, loss_mask=("none", mask)), 0, 1)
     for micro_batches in data.batches("training", 0, 10):
         for batch in micro_batches:
@@ -114,13 +98,17 @@ def test_a_mask_of_other_documents_is_refused(pair: tuple[str, str], tmp_path: P
     """One line that names the file and the first difference; bad entries are found where they are read."""
     tokens, _ = pair
     document = [np.ones(size, dtype=np.uint8) for size in SIZES]
-    fewer = write(tmp_path / "fewer", document[:-1], "|u1")
+    fewer = write_documents(tmp_path / "fewer", document[:-1], "|u1")
     with pytest.raises(DataError, match=r"fewer.idx \(--loss_mask\): 17 documents, but .*tokens.idx has 18"):
         open_data(config(tokens, loss_mask=(fewer,)), 0, 1)
-    moved = write(tmp_path / "moved", [*document[:4], document[4][:0], np.ones(17, np.uint8), *document[6:]], "|u1")
+    moved = write_documents(
+        tmp_path / "moved", [*document[:4], document[4][:0], np.ones(17, np.uint8), *document[6:]], "|u1"
+    )
     with pytest.raises(DataError, match="document 4 has 0 entries, but 1 tokens in .*tokens.idx"):
         open_data(config(tokens, loss_mask=(moved,)), 0, 1)
-    strange = write(tmp_path / "strange", [array + (number == 10) for number, array in enumerate(document)], "|u1")
+    strange = write_documents(
+        tmp_path / "strange", [array + (number == 10) for number, array in enumerate(document)], "|u1"
+    )
     data = open_data(config(tokens, loss_mask=(strange,)), 0, 1)
     with pytest.raises(DataError, match=r"strange.bin \(--loss_mask\): entry 77 is 2; 1 lets a token count"):
         list(data.batches("training", 0, 10))

@@ -9,11 +9,11 @@ import pytest
 import torch
 from torch import Tensor
 
-from megatron_lite.config import Config, unflatten
-from megatron_lite.data.dataset_writer import IndexedDatasetWriter
+from megatron_lite.config import Config
 from megatron_lite.data.open_data import open_data
 from megatron_lite.schedules.batch_size import batch_schedule
 from megatron_lite.validation import resolve
+from tests.support.token_files import data_config, write_documents
 
 LENGTH, SAMPLES = 8, 60
 
@@ -22,12 +22,11 @@ LENGTH, SAMPLES = 8, 60
 def prefixes(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
     """Three data sets of 40 to 60 samples, smaller than the stream, so that it has several epochs of each."""
     folder = tmp_path_factory.mktemp("data")
-    for name, seed in (("a", 0), ("b", 1), ("c", 2)):
-        generator = np.random.default_rng(seed)
-        with IndexedDatasetWriter(str(folder / name), "<u2") as writer:
-            for size in generator.integers(0, 30, 30).tolist():
-                writer.add_document(generator.integers(0, 60_000, size))
-    return [str(folder / name) for name in "abc"]
+    generators = [np.random.default_rng(seed) for seed in range(3)]
+    return [
+        write_documents(folder / name, [drawn.integers(0, 60_000, size) for size in drawn.integers(0, 30, 30).tolist()])
+        for name, drawn in zip("abc", generators, strict=True)
+    ]
 
 
 def drawn(generator: random.Random, prefixes: list[str]) -> dict[str, Any]:
@@ -65,8 +64,8 @@ def layout(generator: random.Random, ranks: int) -> dict[str, Any]:
 
 
 def config(options: dict[str, Any], ranks: int) -> Config:
-    fixed = {"split": (1.0,), "sequence_length": LENGTH, "vocab_size": 60_000, "num_workers": 0, "device": "cpu"}
-    return resolve(unflatten({**fixed, **options}), ranks)
+    values = {"sequence_length": LENGTH, "vocab_size": 60_000, **options}
+    return resolve(data_config(*values.pop("data_path"), **values), ranks)
 
 
 def stream(options: dict[str, Any], ranks: int, first: int = 0) -> tuple[Tensor, int]:
@@ -89,10 +88,13 @@ def stream(options: dict[str, Any], ranks: int, first: int = 0) -> tuple[Tensor,
 
 @pytest.mark.parametrize("cases", [range(8), pytest.param(range(8, 300), marks=pytest.mark.slow)])
 def test_the_layout_does_not_matter(prefixes: list[str], cases: range) -> None:
-    """Random data, order and weights; random ranks, micro-batches, batch sizes and restarts give the same samples."""
+    """Random data, order and weights, or random tokens; random ranks, micro-batches, batch sizes, numbers of iterations
+    and restarts give the same samples."""
     for case in cases:
         generator = random.Random(case)
         data = drawn(generator, prefixes)
+        if case % 8 == 7:
+            data = {"data_path": (), "dataset_source": "random", "seed": case}
         single = {**data, "batch_size": 1, "micro_batch_size": 1, "train_iters": SAMPLES}
         expected, _ = stream(single, 1)
         assert len(expected) == SAMPLES

@@ -10,13 +10,13 @@ import numpy as np
 import pytest
 import torch
 
-from megatron_lite.data.dataset_writer import IndexedDatasetWriter
 from megatron_lite.data.host_batch import HostBatch
 from megatron_lite.data.loader import DataSource
 from megatron_lite.data.open_data import open_data
 from megatron_lite.data.packing import PackedDocuments, Pattern, pack
 from megatron_lite.errors import DataError
 from tests.support.harness import run_distributed, tiny_config, train_tiny
+from tests.support.token_files import write_documents
 
 Random = np.random.Generator
 
@@ -82,9 +82,7 @@ def corpus(tmp_path_factory: pytest.TempPathFactory) -> tuple[str, list[list[int
     """Return the prefix of a data set in which each token from 1 on comes once, and its documents that fit."""
     prefix = str(tmp_path_factory.mktemp("corpus") / "corpus")
     tokens = np.split(np.random.default_rng(0).permutation(sum(SIZES)) + 1, np.cumsum(SIZES)[:-1])
-    with IndexedDatasetWriter(prefix, "<u2") as writer:
-        for document in tokens:
-            writer.add_document(document)
+    write_documents(prefix, tokens)
     return prefix, [document.tolist() for document in tokens if 0 < document.size <= LENGTH + 1]
 
 
@@ -151,10 +149,8 @@ def test_documents_that_are_left_out_are_named(corpus: tuple[str, list[list[int]
         f"{prefix}: 5 of 23 documents for training have more than 17 tokens and are left out (--truncate_documents=0)",
     )
     assert "; whole documents, " in source.describe()["training data"]
-    with IndexedDatasetWriter(str(tmp_path / "long"), "<u2") as writer:
-        writer.add_document(np.ones(18, np.uint16))
     with pytest.raises(DataError, match="none of its 1 documents for training has 1 to 17 tokens"):
-        opened(str(tmp_path / "long"))
+        opened(write_documents(tmp_path / "long", [[1] * 18]))
 
 
 def test_training_on_packed_documents(corpus: tuple[str, list[list[int]]]) -> None:

@@ -55,18 +55,6 @@ def test_neighbours_are_torn_apart() -> None:
     assert abs(np.corrcoef(order[:-1], order[1:])[0, 1]) < 0.05
 
 
-@pytest.mark.parametrize(("num_tokens", "length"), [(33, 32), (34, 32), (64, 32), (65, 32), (1000, 7), (12345, 1)])
-def test_every_epoch_covers_the_stream_once(num_tokens: int, length: int) -> None:
-    """In each epoch the samples tile the stream: as labels, all tokens appear at most once and few are left out."""
-    sampler = StreamSampler(num_tokens, length, key=9)
-    size = sampler.samples_per_epoch
-    assert size == (num_tokens - 1) // length
-    for epoch in range(4):
-        starts = np.sort(sampler.starts(np.arange(epoch * size, (epoch + 1) * size)))
-        assert (np.diff(starts) == length).all()
-        assert 0 <= starts[0] and starts[-1] + length + 1 <= num_tokens
-
-
 FROZEN = {
     SampleOrder("full", epochs=3): [530, 862, 450, 107, 492, 702, 227, 787],
     SampleOrder("skip_first_epoch"): [0, 10, 20, 30, 990, 277, 182, 96],
@@ -80,11 +68,12 @@ ORDERS = [
 
 
 @pytest.mark.parametrize("order", ORDERS, ids=str)
-@pytest.mark.parametrize(("num_tokens", "length"), [(33, 32), (65, 32), (1000, 7), (1001, 1)])
+@pytest.mark.parametrize(("num_tokens", "length"), [(33, 32), (34, 32), (64, 32), (65, 32), (1000, 7), (1001, 1)])
 def test_every_order_visits_every_slot_of_an_epoch_once(order: SampleOrder, num_tokens: int, length: int) -> None:
     """In each epoch, or in each three of `full`, the samples tile the stream, and the order is that of its name."""
     sampler = StreamSampler(num_tokens, length, 9, order)
     size, together = sampler.samples_per_epoch, 3 if order.shuffle == "full" else 1
+    assert size == (num_tokens - 1) // length
     for first in range(0, 6, together):
         epochs, starts = sampler.places(np.arange(first * size, (first + together) * size))
         assert epochs.min() >= 0 and set(epochs.tolist()) == set(range(first, first + together))

@@ -7,12 +7,12 @@ import pytest
 
 from megatron_lite.data import shuffled_documents
 from megatron_lite.data.blending import Blend
-from megatron_lite.data.dataset_writer import IndexedDatasetWriter
 from megatron_lite.data.indexed_dataset import HEADER, IndexedDataset
 from megatron_lite.data.reading import Stream, StreamReader
 from megatron_lite.data.sampling import SampleOrder, StreamSampler
 from megatron_lite.data.shuffled_documents import ShuffledDocuments
 from megatron_lite.errors import DataError
+from tests.support.token_files import write_counting
 
 LENGTH = 16
 
@@ -21,10 +21,7 @@ def open_documents(
     path: Path, sizes: list[int], first: int = 0, **options: int
 ) -> tuple[IndexedDataset, ShuffledDocuments]:
     """A data set whose tokens count up, and its documents from `first` on, shuffled."""
-    with IndexedDatasetWriter(str(path), "<i4") as writer:
-        for size in sizes:
-            writer.add_document(np.arange(writer.num_tokens, writer.num_tokens + size))
-    dataset = IndexedDataset(str(path))
+    dataset = IndexedDataset(write_counting(path, sizes))
     return dataset, ShuffledDocuments(dataset, range(first, dataset.num_documents), 7, **options)
 
 

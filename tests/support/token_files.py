@@ -1,0 +1,31 @@
+"""Small .bin/.idx pairs, and configurations that read them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from megatron_lite.config import Config, unflatten
+from megatron_lite.data.dataset_writer import IndexedDatasetWriter
+
+
+def write_documents(prefix: Path | str, documents: Iterable[Any], dtype: str = "<u2") -> str:
+    """Write a pair of these documents, arrays or lists of token ids; return its prefix."""
+    with IndexedDatasetWriter(str(prefix), dtype) as writer:
+        for document in documents:
+            writer.add_document(np.asarray(document, dtype=np.int64))
+    return str(prefix)
+
+
+def write_counting(prefix: Path | str, sizes: Sequence[int], dtype: str = "<i4", base: int = 0) -> str:
+    """Write a pair whose tokens count up from `base`, so that a token tells its place; return its prefix."""
+    return write_documents(prefix, np.split(np.arange(base, base + sum(sizes)), np.cumsum(sizes)[:-1]), dtype)
+
+
+def data_config(*data_path: str, **values: Any) -> Config:
+    """Return a configuration that trains on the whole of `data_path` without workers, before it is resolved."""
+    fixed: dict[str, Any] = {"data_path": data_path, "split": (1.0,), "num_workers": 0, "device": "cpu"}
+    return unflatten({**fixed, **values})
