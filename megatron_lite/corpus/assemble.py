@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -19,22 +18,34 @@ from megatron_lite.errors import StorageError
 COUNTED = 1 << 18
 
 
-@dataclass(frozen=True)
-class Selection:
-    """Which documents stay, and in which pair each goes: pure functions of their order and their hashes."""
-
-    output: NDArray[np.int16]  # (n,) number of the pair, or -1 for a document that is left out
-    duplicates: int
-
-
-@dataclass
 class Assembled:
-    """Counts of the written pairs."""
+    """Pairs that are being written, and their counts.
 
-    documents: int = 0
-    tokens: int = 0
-    frequencies: NDArray[np.int64] = field(default_factory=lambda: np.zeros(0, np.int64))  # by token id
-    bin_digests: list[str] = field(default_factory=list)  # of each pair
+    Attributes: `documents`; `tokens`; `frequencies` of the token ids, (vocab_size,).
+    """
+
+    def __init__(self, writers: Sequence[IndexedDatasetWriter], vocab_size: int) -> None:
+        self.writers = writers
+        self.documents = self.tokens = 0
+        self.frequencies = np.zeros(vocab_size, np.int64)
+        self._hashers = [hashlib.sha256() for _ in writers]
+
+    @property
+    def bin_digests(self) -> list[str]:
+        """SHA-256 of the tokens of each pair."""
+        return [hasher.hexdigest() for hasher in self._hashers]
+
+    def add(self, tokens: NDArray[Any], sizes: NDArray[np.int32], output: NDArray[np.int16]) -> None:
+        """Add documents that lie back to back in `tokens`, each to the pair with its number in `output`."""
+        for number in np.unique(output[output >= 0]):
+            chosen = output == number
+            part = tokens if chosen.all() else tokens[np.repeat(chosen, sizes)]
+            self.writers[number].add_documents(part, sizes[chosen])
+            self._hashers[number].update(part)
+            self.documents += int(chosen.sum())
+            self.tokens += len(part)
+            for start in range(0, len(part), COUNTED):
+                self.frequencies += np.bincount(part[start : start + COUNTED], minlength=len(self.frequencies))
 
 
 def select(
@@ -43,19 +54,17 @@ def select(
     most_documents: int | None,
     validation_documents: int,
     shards: int,
-) -> Selection:
-    """Choose the pair of each document.
+) -> tuple[NDArray[np.int16], int]:
+    """Choose the pair of each document: a pure function of the documents' order and hashes.
 
-    Pairs 0 to `shards` - 1 hold equal numbers of consecutive documents, and the last one the validation documents, if
-    there are any, which are spread evenly over the corpus.
+    Pairs 0 to `shards` - 1 hold equal numbers of consecutive documents. The last one holds the validation documents, if
+    there are any, spread evenly over the corpus.
 
     hashes: (n, 2); the first document of each hash stays.
+
+    Returns: (n,) the number of the pair, or -1 for a document that is left out; and the number of duplicates.
     """
-    keep = np.ones(num_documents, dtype=bool)
-    duplicates = 0
-    if hashes is not None:
-        keep = first_occurrences(hashes)
-    kept = np.flatnonzero(keep)
+    kept = np.arange(num_documents) if hashes is None else np.flatnonzero(first_occurrences(hashes))
     duplicates = num_documents - len(kept)
     kept = kept[:most_documents]
     output = np.full(num_documents, -1, dtype=np.int16)
@@ -66,7 +75,7 @@ def select(
     training = kept[~is_validation]
     output[training] = np.arange(len(training), dtype=np.int64) * shards // max(len(training), 1)
     output[kept[is_validation]] = shards
-    return Selection(output, duplicates)
+    return output, duplicates
 
 
 def first_occurrences(hashes: NDArray[np.uint64]) -> NDArray[np.bool_]:
@@ -89,61 +98,30 @@ def write_pairs(
     folder: Path,
     pieces: Sequence[Piece],
     digests: Sequence[dict[str, str]],
-    selection: Selection,
-    writers: Sequence[IndexedDatasetWriter],
-    vocab_size: int,
+    output: NDArray[np.int16],
+    assembled: Assembled,
     on_progress: Callable[[int], None],
-) -> Assembled:
-    """Copy the documents of all pieces into their pairs, without publishing these.
+) -> None:
+    """Copy the documents of all pieces into the pairs that `output` names, without publishing these.
 
-    Raises:
-        StorageError: if a piece is not as it was written, or a pair cannot be written.
+    Raises: StorageError if a piece is not as it was written, or a pair cannot be written.
     """
-    result = Assembled(frequencies=np.zeros(vocab_size, np.int64))
-    hashers = [hashlib.sha256() for _ in writers]
-    first, itemsize = 0, writers[0].dtype.itemsize
+    first, dtype = 0, assembled.writers[0].dtype
     for piece, expected in zip(pieces, digests, strict=True):
-        path = folder / f"{piece.key}.bin"
-        if digest_of(folder / f"{piece.key}.sizes") != expected[".sizes"]:
-            raise _damaged(path.with_suffix(".sizes"))
-        sizes = np.fromfile(folder / f"{piece.key}.sizes", dtype="<i4")
-        output = selection.output[first : first + len(sizes)]
-        first += len(sizes)
+        tokens_path, sizes_path = (folder / f"{piece.key}{ending}" for ending in (".bin", ".sizes"))
+        if digest_of(sizes_path) != expected[".sizes"]:
+            raise _damaged(sizes_path)
+        sizes = np.fromfile(sizes_path, dtype="<i4")
         digest = hashlib.sha256()
-        with open(path, "rb") as file:
-            for start, end in groups(sizes, CHUNK_BYTES // itemsize):
-                count = int(sizes[start:end].sum(dtype=np.int64))
-                data = file.read(count * itemsize)
+        with open(tokens_path, "rb") as file:
+            for start, end in groups(sizes, CHUNK_BYTES // dtype.itemsize):
+                data = file.read(int(sizes[start:end].sum(dtype=np.int64)) * dtype.itemsize)
                 digest.update(data)
-                tokens = np.frombuffer(data, dtype=writers[0].dtype)
-                _distribute(tokens, sizes[start:end], output[start:end], writers, hashers, result)
+                assembled.add(np.frombuffer(data, dtype), sizes[start:end], output[first + start : first + end])
                 on_progress(len(data))
         if digest.hexdigest() != expected[".bin"]:
-            raise _damaged(path)
-    result.bin_digests = [hasher.hexdigest() for hasher in hashers]
-    return result
-
-
-def _distribute(
-    tokens: NDArray[Any],
-    sizes: NDArray[np.int32],
-    output: NDArray[np.int16],
-    writers: Sequence[IndexedDatasetWriter],
-    hashers: Sequence[Any],
-    result: Assembled,
-) -> None:
-    """Add a group of documents to the pairs."""
-    for number in np.unique(output):
-        if number < 0:
-            continue
-        chosen = output == number
-        part = tokens if chosen.all() else tokens[np.repeat(chosen, sizes)]
-        writers[number].add_documents(part, sizes[chosen])
-        hashers[number].update(part)
-        result.documents += int(chosen.sum())
-        result.tokens += len(part)
-        for start in range(0, len(part), COUNTED):
-            result.frequencies += np.bincount(part[start : start + COUNTED], minlength=len(result.frequencies))
+            raise _damaged(tokens_path)
+        first += len(sizes)
 
 
 def _damaged(path: Path) -> StorageError:

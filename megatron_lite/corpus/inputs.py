@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import NoReturn
 
+from megatron_lite.data.disk_array import reading, unreadable
 from megatron_lite.errors import DataError, UsageError
 
 COMPRESSIONS = (".gz", ".zst", ".bz2", ".xz")
@@ -53,17 +54,14 @@ def find_inputs(names: Sequence[str], suffixes: Sequence[str] = DEFAULT_SUFFIXES
         DataError: if a name matches nothing, or a folder has no such file.
     """
     files: list[InputFile] = []
-    for name in names:
-        exists = os.path.lexists(name)
-        for alternative in [name] if exists else expand_braces(name):
-            if os.path.lexists(alternative) or not glob.has_magic(alternative):
-                matches = [alternative]
-            else:
-                matches = sorted(glob.glob(alternative, recursive=True))
-                if not matches:
-                    raise DataError(f"{alternative}: no file matches this pattern")
-            for match in matches:
-                files += [_described(path) for path in _files_of(Path(match), suffixes)]
+    for alternative in (full for name in names for full in ([name] if os.path.lexists(name) else expand_braces(name))):
+        matches = [alternative]
+        if glob.has_magic(alternative) and not os.path.lexists(alternative):
+            matches = sorted(glob.glob(alternative, recursive=True))
+            if not matches:
+                raise DataError(f"{alternative}: no file matches this pattern")
+        for match in matches:
+            files += [_described(path) for path in _files_of(Path(match), suffixes)]
     return files
 
 
@@ -129,10 +127,8 @@ def bare_name(name: str) -> str:
 
 
 def _described(path: Path) -> InputFile:
-    try:
+    with reading(path):
         status = path.stat()
-    except OSError as error:
-        raise DataError(f"{path}: cannot be read: {error.strerror}") from error
     bare = bare_name(path.name)
     kind = next((kind for ending, kind in KINDS.items() if bare.endswith(ending)), "text")
     compression = path.name.removeprefix(bare)
@@ -142,4 +138,4 @@ def _described(path: Path) -> InputFile:
 
 
 def _refuse(error: OSError) -> NoReturn:
-    raise DataError(f"{error.filename}: cannot be read: {error.strerror}") from error
+    raise unreadable(error.filename, error) from error

@@ -171,17 +171,17 @@ class _Work:
         progress = CorpusProgress("writing", total)
         hashes = read_hashes(self.folder, pieces) if options.deduplicate else None
         count = sum(record.documents for record in records)
-        selection = select(count, hashes, options.max_documents, options.validation_documents, options.shards)
-        kept = np.bincount(selection.output[selection.output >= 0], minlength=len(writers))
+        output, duplicates = select(count, hashes, options.max_documents, options.validation_documents, options.shards)
+        kept = np.bincount(output[output >= 0], minlength=len(writers))
         if not kept.all():
             raise UsageError(
                 f"--shards={options.shards} --validation_documents={options.validation_documents}: a pair would be "
                 f"empty with {int(kept.sum()):,} documents in all; write smaller numbers"
             )
-        digests = [record.digests for record in records]
-        assembled = write_pairs(self.folder, pieces, digests, selection, writers, vocab_size, progress.add)
+        assembled = Assembled(writers, vocab_size)
+        write_pairs(self.folder, pieces, [record.digests for record in records], output, assembled, progress.add)
         progress.close()
-        return assembled, selection.duplicates
+        return assembled, duplicates
 
     def _publish(
         self, writers: Sequence[IndexedDatasetWriter], assembled: Assembled, summary: dict[str, Any], tokenizer: Path

@@ -12,12 +12,19 @@ import numpy as np
 from numpy.typing import NDArray
 
 from megatron_lite.corpus.pieces import digest_of, groups
+from megatron_lite.data.disk_array import reading
 from megatron_lite.data.indexed_dataset import IndexedDataset
 from megatron_lite.data.tokenizing import JsonTokenizer
 from megatron_lite.errors import DataError
 
 TOKENS_PER_READ = 1 << 22
 SUMMARY = ".summary.json"  # after a prefix
+MOST_COUNTED = 100_000_000  # tokens; the first ones of a larger pair
+FREQUENT = 10
+LARGEST_TOKEN = 1 << 26
+SHOWN_CHARACTERS = 160
+SHOWN_TOKENS = 1000  # decoded at each end of a document
+BAR_WIDTH = 40
 _PART = re.compile(r"(.+?)(-[0-9]{5}-of-[0-9]{5}|_validation)")
 
 
@@ -80,14 +87,6 @@ class PreparedPair:
         return self.dataset.tokens.read(first, self.dataset.first_token(end) - first)
 
 
-MOST_COUNTED = 100_000_000  # tokens; the first ones of a larger pair
-FREQUENT = 10
-LARGEST_TOKEN = 1 << 26
-SHOWN_CHARACTERS = 160
-SHOWN_TOKENS = 1000  # decoded at each end of a document
-BAR_WIDTH = 40
-
-
 def inspect(prefix: str) -> Iterator[str]:
     """Yield lines about a pair.
 
@@ -123,7 +122,7 @@ def _frequent(pair: PreparedPair, tokenizer: JsonTokenizer | None) -> Iterator[s
     for start, end in pair.reads():
         tokens = pair.tokens(start, end)
         if len(tokens) and not 0 <= int(tokens.min()) <= int(tokens.max()) <= LARGEST_TOKEN:
-            raise DataError(f"{pair.prefix}.bin: holds {tokens.min():,} to {tokens.max():,}, which are no tokens")
+            raise DataError(f"{pair.prefix}.bin: holds {tokens.min():,} to {tokens.max():,}, which are not tokens")
         found = np.bincount(tokens, minlength=len(counts))
         found[: len(counts)] += counts
         counts, seen = found, seen + len(tokens)
@@ -178,7 +177,7 @@ def verify(prefix: str) -> str:
     for path, expected in digests.items():
         _check_digest(path, expected)
     for start, stop in pair.reads():
-        _check_tokens(prefix, pair.tokens(start, stop), pair.sizes[start:stop], start, vocab_size, begin, end)
+        _check_tokens(pair, start, stop, vocab_size, begin, end)
     counts = f"{dataset.num_documents:,} documents, {dataset.num_tokens:,} tokens"
     return f"{prefix}: {counts}: index, digests, tokens and tokenizer are as they were written"
 
@@ -193,35 +192,28 @@ def _check_index(pair: PreparedPair) -> None:
 
 
 def _check_digest(path: str, expected: str) -> None:
-    try:
+    with reading(path):
         found = digest_of(Path(path))
-    except OSError as error:
-        raise DataError(f"{path}: cannot be read: {error.strerror}") from error
     if found != expected:
         raise DataError(f"{path}: its SHA-256 is {found[:16]}..., but {expected[:16]}... was written; copy it again")
 
 
 def _check_tokens(
-    prefix: str,
-    tokens: NDArray[Any],
-    sizes: NDArray[np.int32],
-    first: int,
-    vocab_size: int,
-    begin: int | None,
-    end: int | None,
+    pair: PreparedPair, first: int, stop: int, vocab_size: int, begin: int | None, end: int | None
 ) -> None:
-    """Check the tokens of documents that lie back to back; `first`: number of the first one."""
+    """Check the tokens of documents [first, stop)."""
+    tokens, sizes = pair.tokens(first, stop), pair.sizes[first:stop]
     ends = np.cumsum(sizes, dtype=np.int64)
     bad = np.flatnonzero((tokens >= vocab_size) | (tokens < 0))
     if bad.size:
         document = int(np.searchsorted(ends, bad[0], side="right"))
         raise DataError(
-            f"{prefix}.bin: token {int(tokens[bad[0]])} of document {first + document} is not below the vocabulary of "
-            f"{vocab_size}"
+            f"{pair.prefix}.bin: token {int(tokens[bad[0]])} of document {first + document} is not below the "
+            f"vocabulary of {vocab_size}"
         )
     for wanted, positions, place in ((begin, ends - sizes, "begin"), (end, ends - 1, "end")):
         if wanted is None:
             continue
         wrong = np.flatnonzero((sizes == 0) | (tokens[np.clip(positions, 0, max(len(tokens) - 1, 0))] != wanted))
         if wrong.size:
-            raise DataError(f"{prefix}.bin: document {first + int(wrong[0])} does not {place} with token {wanted}")
+            raise DataError(f"{pair.prefix}.bin: document {first + int(wrong[0])} does not {place} with token {wanted}")

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import bisect
 import functools
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -109,7 +109,7 @@ class FillInTheMiddle:
     def document(self, ids: list[int], draws: Draws) -> list[int]:
         """Transform a document or a piece of one; an end-of-document token inside separates two."""
         end = self._opened[0].end_of_document
-        return [token for part, ended in _split(ids, end) for token in [*self._ordered(part, draws), *[end] * ended]]
+        return _each_part(ids, end, lambda part: self._ordered(part, draws))
 
     def _ordered(self, ids: list[int], draws: Draws) -> list[int]:
         """Transform a document without its end; the token that begins documents stays in front."""
@@ -122,10 +122,7 @@ class FillInTheMiddle:
             return self._permuted(ids, self.options.fim_rate, draws)
         if not draws.happens(self.options.fim_rate):
             return ids
-        result = []
-        for part, ended in _split(ids, border):
-            result += [*self._permuted(part, self.options.fim_fragment_rate, draws), *[border] * ended]
-        return result
+        return _each_part(ids, border, lambda part: self._permuted(part, self.options.fim_fragment_rate, draws))
 
     def _permuted(self, ids: list[int], rate: float, draws: Draws) -> list[int]:
         """Transform the tokens with a probability of `rate`."""
@@ -218,11 +215,10 @@ class FillInTheMiddle:
         return tokenizer, _Sentinels(*sentinels)
 
 
-def _split(ids: list[int], border: int) -> list[tuple[list[int], bool]]:
-    """Split at each `border`; return the parts, and whether a border follows each. Only the last has none."""
-    parts, start = [], 0
-    for place, token in enumerate(ids):
-        if token == border:
-            parts.append((ids[start:place], True))
-            start = place + 1
-    return [*parts, (ids[start:], False)]
+def _each_part(ids: list[int], border: int, change: Callable[[list[int]], list[int]]) -> list[int]:
+    """Split at each `border`, change the parts in order, and join them again."""
+    result, start = list[int](), 0
+    for place in [*(place for place, token in enumerate(ids) if token == border), len(ids)]:
+        result += [*change(ids[start:place]), *ids[place : place + 1]]
+        start = place + 1
+    return result

@@ -114,10 +114,6 @@ class StreamSampler:
     def samples_per_epoch(self) -> int:
         return (self.num_tokens - 1) // self.sequence_length
 
-    def starts(self, indices: NDArray[np.int64]) -> NDArray[np.int64]:
-        """Return the position of each sample's first token in the stream; see `places`."""
-        return self.places(indices)[1]
-
     def places(self, indices: NDArray[np.int64]) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
         """Return the epoch of each sample, and the position of its first token in the stream of that epoch.
 
