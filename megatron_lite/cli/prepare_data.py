@@ -48,8 +48,7 @@ Exit codes: 0 done, 2 usage, 3 data, 6 a worker died, 8 storage.
 def read_options(options: argparse.Namespace) -> CorpusOptions:
     """Check the command line and return what it asks for.
 
-    Raises:
-        UsageError: if a value makes no sense.
+    Raises: UsageError if a value makes no sense.
     """
     from megatron_lite.corpus.prepare import CorpusOptions
     from megatron_lite.corpus.tokenizer_choice import TokenizerChoice

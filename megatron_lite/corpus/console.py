@@ -28,8 +28,7 @@ class Faults:
     def add(self, piece: Piece, record: Record) -> None:
         """Add the faults of the next piece.
 
-        Raises:
-            DataError: with --strict, which names the first.
+        Raises: DataError with --strict, which names the first.
         """
         starts = []
         for span, lines in zip(piece.spans, record.lines, strict=True):

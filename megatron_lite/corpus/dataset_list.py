@@ -22,8 +22,7 @@ def find_pairs(names: Sequence[str]) -> list[str]:
 
     Of a folder, pairs of validation documents (`..._validation`) are left out: to train on them must be asked for.
 
-    Raises:
-        DataError: if a folder holds no pair.
+    Raises: DataError if a folder holds no pair.
     """
     prefixes: list[str] = []
     for name in names:
@@ -41,8 +40,7 @@ def find_pairs(names: Sequence[str]) -> list[str]:
 def write_list(prefixes: Sequence[str], path: Path) -> list[dict[str, Any]]:
     """Write the list of these pairs, each weighted by its tokens; return its entries.
 
-    Raises:
-        DataError: if a pair is damaged, or all are empty.
+    Raises: DataError if a pair is damaged, or all are empty.
     """
     opened = [IndexedDataset(prefix) for prefix in prefixes]
     total = sum(dataset.num_tokens for dataset in opened)
@@ -65,8 +63,7 @@ def write_list(prefixes: Sequence[str], path: Path) -> list[dict[str, Any]]:
 def read_list(path: Path) -> list[str]:
     """Return the words of --data_path that a list stands for: weight, prefix, ...; sets of weight 0 are left out.
 
-    Raises:
-        DataError: if the file is not such a list.
+    Raises: DataError if the file is not such a list.
     """
     try:
         entries = json.loads(path.read_bytes())["datasets"]

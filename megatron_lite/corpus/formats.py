@@ -30,8 +30,7 @@ PACKAGES = {
 def package_for(kind: str, path: str) -> Any:
     """Import the package of PACKAGES that a file needs.
 
-    Raises:
-        UsageError: if it is not installed; the message names the file and the command that helps.
+    Raises: UsageError if it is not installed; the message names the file and the command that helps.
     """
     name, reason = PACKAGES[kind]
     package = name.partition(".")[0]
@@ -46,8 +45,7 @@ def package_for(kind: str, path: str) -> Any:
 def check_packages(files: Iterable[InputFile]) -> None:
     """Check, before any work, that every file can be read.
 
-    Raises:
-        UsageError: for the first file of a kind whose package is not installed.
+    Raises: UsageError for the first file of a kind whose package is not installed.
     """
     for kind in PACKAGES:
         first = next((file for file in files if kind in (file.kind, file.compression)), None)
@@ -59,8 +57,7 @@ def check_packages(files: Iterable[InputFile]) -> None:
 def opened(file: IO[bytes], described: InputFile) -> Iterator[Any]:
     """Open the decompressed content of an open file, a binary stream, for a block.
 
-    Raises:
-        DataError: from the block too, if the compressed data are damaged or incomplete.
+    Raises: DataError from the block too, if the compressed data are damaged or incomplete.
     """
     ending = described.compression
     damage: tuple[type[BaseException], ...] = (EOFError, zlib.error, lzma.LZMAError, gzip.BadGzipFile)
@@ -99,8 +96,7 @@ class _ZstdStream(io.RawIOBase):
     def readinto(self, buffer: Any) -> int:
         """Fill a buffer.
 
-        Raises:
-            EOFError: if the file ends inside a frame.
+        Raises: EOFError if the file ends inside a frame.
         """
         while not self._output:
             if not self._input:
@@ -124,8 +120,7 @@ class _ZstdStream(io.RawIOBase):
 def row_group_bytes(path: str) -> list[int]:
     """Return the size on disk of each row group of a parquet file, from its footer.
 
-    Raises:
-        DataError: if the file is damaged.
+    Raises: DataError if the file is damaged.
     """
     parquet = package_for("parquet", path)
     with _damage(path):
@@ -141,8 +136,7 @@ def table_rows(file: IO[bytes], described: InputFile, keys: Sequence[str], start
 
     An arrow file is a stream of batches, as `datasets` writes it, or has a footer.
 
-    Raises:
-        DataError: if the file is damaged or lacks the columns.
+    Raises: DataError if the file is damaged or lacks the columns.
     """
     path = described.path
     package = package_for(described.kind, path)

@@ -27,8 +27,7 @@ def resolve_data(config: Config, distributed: Distributed, root: Path | None, lo
 
     All ranks call this and wait as long as it takes. root: the experiment directory.
 
-    Raises:
-        RunError: on every rank: usage, data, storage, or a worker that died.
+    Raises: RunError on every rank: usage, data, storage, or a worker that died.
     """
     data = config.data
     if data.dataset_source == "random" or not data.data_path:

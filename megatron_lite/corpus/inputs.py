@@ -50,8 +50,7 @@ def find_inputs(names: Sequence[str], suffixes: Sequence[str] = DEFAULT_SUFFIXES
     Of a folder, files that end in one of `suffixes` are taken, compressed ones too. A folder that Hugging Face
     `datasets` saved yields its data files in its own order.
 
-    Raises:
-        DataError: if a name matches nothing, or a folder has no such file.
+    Raises: DataError if a name matches nothing, or a folder has no such file.
     """
     files: list[InputFile] = []
     for alternative in (full for name in names for full in ([name] if os.path.lexists(name) else expand_braces(name))):
@@ -68,8 +67,7 @@ def find_inputs(names: Sequence[str], suffixes: Sequence[str] = DEFAULT_SUFFIXES
 def expand_braces(name: str) -> list[str]:
     """Expand lists and ranges as a shell does: `{a,b}{00..02}.txt` stands for six names.
 
-    Raises:
-        UsageError: if it stands for too many.
+    Raises: UsageError if it stands for too many.
     """
     for found in _BRACES.finditer(name):
         alternatives = _alternatives(found[1])

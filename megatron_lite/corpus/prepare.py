@@ -62,8 +62,7 @@ class CorpusOptions:
 def prepare(options: CorpusOptions) -> tuple[dict[str, Any], bool]:
     """Write the pairs of a corpus; return its summary, and whether there was anything to do.
 
-    Raises:
-        RunError: usage, data, storage, or a worker that died. Finished pieces are kept.
+    Raises: RunError: usage, data, storage, or a worker that died. Finished pieces are kept.
     """
     _check_output(options)
     files = find_inputs(options.inputs, options.suffixes)

@@ -61,8 +61,7 @@ class PreparedPair:
     def __init__(self, prefix: str) -> None:
         """Open a pair.
 
-        Raises:
-            DataError: if it is damaged.
+        Raises: DataError if it is damaged.
         """
         self.prefix = prefix
         self.dataset = IndexedDataset(prefix)
@@ -90,8 +89,7 @@ class PreparedPair:
 def inspect(prefix: str) -> Iterator[str]:
     """Yield lines about a pair.
 
-    Raises:
-        DataError: if it is damaged.
+    Raises: DataError if it is damaged.
     """
     pair = PreparedPair(prefix)
     dataset, tokenizer = pair.dataset, pair.tokenizer()
@@ -159,8 +157,7 @@ def _spelled(text: str) -> str:
 def verify(prefix: str) -> str:
     """Check everything that can be checked; return one line that says what was.
 
-    Raises:
-        DataError: at the first fact that is not as it should be.
+    Raises: DataError at the first fact that is not as it should be.
     """
     pair = PreparedPair(prefix)
     dataset, summary = pair.dataset, pair.summary

@@ -27,8 +27,7 @@ def held(folder: Path, on_wait: Callable[[], None] | None = None) -> Iterator[No
 
     on_wait: called once if another process holds the folder, which is then waited for.
 
-    Raises:
-        StorageError: if the folder cannot be made; without `on_wait`, if another process holds it.
+    Raises: StorageError if the folder cannot be made; without `on_wait`, if another process holds it.
     """
     descriptor, waits = -1, False
     while True:

@@ -34,8 +34,7 @@ def epochs_of(phase: Phase, iterations: int) -> list[float]:
 def check_epochs(config: Config, training: Phase) -> None:
     """Check --max_epochs.
 
-    Raises:
-        UsageError: names the data set that is read most often, and the number of iterations that is allowed.
+    Raises: UsageError, which names the data set that is read most often, and the number of iterations that is allowed.
     """
     limit = config.data.max_epochs
     if limit is None or max(epochs_of(training, training.iterations)) <= limit:

@@ -22,8 +22,7 @@ from megatron_lite.errors import DataError
 def fingerprint(dataset: IndexedDataset) -> str:
     """Return 16 hexadecimal digits that depend on the content of a data set, not on its place.
 
-    Raises:
-        DataError: if a file cannot be read.
+    Raises: DataError if a file cannot be read.
     """
     digest = hashlib.blake2b(digest_size=8)
     for path in (dataset.index_path, dataset.tokens.path):
@@ -41,8 +40,7 @@ def identity(
     digest of the tokenizer's file, or None. `masks`: the fingerprint of each data set's loss mask, or None; left out
     if there is no mask.
 
-    Raises:
-        DataError: if a file cannot be read.
+    Raises: DataError if a file cannot be read.
     """
     known = {
         dataset: [dataset.num_documents, dataset.num_tokens, dataset.tokens.dtype.name, fingerprint(dataset)]
@@ -61,8 +59,7 @@ def identity(
 def check_same(own: dict[str, Any], distributed: Distributed) -> None:
     """Check that all ranks read the same data; all ranks call this together.
 
-    Raises:
-        DataError: on every rank, if the identity of any differs from that of rank 0.
+    Raises: DataError on every rank, if the identity of any differs from that of rank 0.
     """
     digest = hashlib.blake2b(json.dumps(own).encode(), digest_size=8).hexdigest()
     digests = distributed.gather_objects(digest)

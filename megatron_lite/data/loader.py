@@ -187,10 +187,8 @@ class DataSource:
                 yield [self._host_batch(next(samples), split, step) for step in range(split.micro_steps)]
 
     def batch(self, phase: str, iteration: int) -> list[HostBatch]:
-        """Read one iteration's micro-batches of this rank in place, as `batches` yields them."""
-        reader, split = self._phases[phase].reader, self.split(phase, iteration)
-        requests = self._requests(phase, range(iteration, iteration + 1))
-        return [self._host_batch(reader.read(*request), split, step) for step, request in enumerate(requests)]
+        """Read one iteration's micro-batches of this rank in place."""
+        return next(self.batches(phase, iteration - 1, 1))
 
     def evaluation_batches(self, phase: str) -> Iterator[list[HostBatch]]:
         """Yield the batches of a validation or test, the same ones every time; see `batches`."""

@@ -85,8 +85,7 @@ def open_masks(prefixes: Sequence[str], datasets: Sequence[IndexedDataset]) -> l
     A mask is a second `.bin/.idx` pair with the same documents: 1 for each token that counts in the loss, else 0. So a
     token and its mask have the same position in their files.
 
-    Raises:
-        DataError: one line that names the file, if a mask is damaged or has other documents than its data set.
+    Raises: DataError: one line that names the file, if a mask is damaged or has other documents than its data set.
     """
     assert len(prefixes) in (0, len(datasets)), "checked by validation"
     opened: dict[str, IndexedDataset] = {}
