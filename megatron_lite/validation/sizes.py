@@ -14,6 +14,7 @@ from megatron_lite.validation.messages import Problem, problem
 # are less than 2**63 bytes; the largest machines have 2**57.
 MOST_ELEMENTS = 2**56
 MOST_SAMPLES = 2**62  # of a run; indices of samples are 64-bit integers
+MOST_LISTED_SAMPLES = 2**18  # of a micro-batch, which attention and the readers of data list
 # Passes of micro-batches through stages in a step. A step is a list of them, with some 300 bytes and 10 us each.
 MOST_PASSES = 2**20
 
@@ -42,6 +43,10 @@ def sizes(draft: Draft) -> Iterator[Problem]:
     if elements > MOST_ELEMENTS:
         rule = f"a tensor of a micro-batch would have {elements:.1e} elements; write smaller sizes"
         yield problem(draft, "micro_batch_size sequence_length", rule)
+        return
+    if micro > MOST_LISTED_SAMPLES:
+        rule = f"a micro-batch has at most {MOST_LISTED_SAMPLES:,} samples; write a smaller one, and more of them"
+        yield problem(draft, "micro_batch_size" if micro == draft.micro_batch_size else "eval_micro_batch_size", rule)
         return
     for name in ("train_iters", "validation_iters", "test_iters"):
         iterations = getattr(draft, name)
