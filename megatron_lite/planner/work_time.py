@@ -11,7 +11,7 @@ from megatron_lite.distributed.traffic import Total
 from megatron_lite.planner.plan import Plan
 from megatron_lite.planner.speeds import TENSOR_KINDS, Speeds
 from megatron_lite.planner.stage_costs import Overlap
-from megatron_lite.planner.work import Attention, Item, Product, StepWork, work_of_step
+from megatron_lite.planner.work import Attention, Item, MicroBatchWork, Product, update_work
 
 
 @dataclass(frozen=True)
@@ -39,12 +39,29 @@ class StepTime:
         return self.tokens / self.seconds
 
 
+@dataclass(frozen=True)
+class StepWork:
+    """The work of one rank in a step."""
+
+    micro_batch: tuple[Item, ...]
+    update: tuple[Item, ...]  # once a step
+    micro_batches: int
+    blocks: int  # passes through blocks in a micro-batch; a recomputed block counts a third more
+
+
 def step_work(plan: Plan) -> StepWork:
     """Return the work of a step of the largest batch on the rank of a plan."""
+    config, micro_batches = plan.config, plan.config.batch.sequential_micro_batches
+    assert micro_batches, "resolved"
     trained = {name for name, parameter in plan.model.parameters() if parameter.requires_grad}
     numel = sum(part.layout.shard_numel for _, part in plan.model.parts() if not part.frozen)
-    products = [product for cost in plan.costs for product in cost.products.elements()]
-    return work_of_step(plan.config, products, trained, numel, plan.world_size, plan.device_type)
+    products = (product for cost in plan.costs for product in cost.products.elements())
+    return StepWork(
+        (*products, *MicroBatchWork(config, trained, plan.device_type).items()),
+        tuple(update_work(config, numel, plan.world_size)),
+        micro_batches,
+        config.model.num_layers + config.performance.recompute_layers // 3,
+    )
 
 
 def predict_step(plan: Plan, speeds: Speeds) -> StepTime:
