@@ -10,8 +10,7 @@ from megatron_lite.errors import LESS_MEMORY, OUT_OF_MEMORY, OutOfMemoryError, R
 from megatron_lite.monitor.logging import get_logger, log_both
 from megatron_lite.monitor.memory_history import write_snapshot
 from megatron_lite.planner.auto import device_memory_bytes
-from megatron_lite.planner.savings import less_memory, remedies
-from megatron_lite.planner.search import Search
+from megatron_lite.planner.search import Search, less_memory, remedies
 from megatron_lite.run.experiment import Experiment
 
 _LESS_HOST_MEMORY = "try fewer --num_workers, --async_checkpoint=0, or fewer ranks per machine"

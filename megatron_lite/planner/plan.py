@@ -8,6 +8,7 @@ stage once (`stage_costs.py`). A search uses a `Planner`, which builds and measu
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -22,15 +23,8 @@ from megatron_lite.distributed.traffic import Handle, Total, Traffic
 from megatron_lite.kernels.choice import choose_kernels
 from megatron_lite.model.gpt import model_layers
 from megatron_lite.optimizer.optimizer import rule_of
-from megatron_lite.planner.stage_costs import Cost, traffic_sum
-from megatron_lite.planner.step_memory import (
-    ActivationMemory,
-    Measured,
-    Partition,
-    activation_memory,
-    runtime_bytes,
-    traffic_of_passes,
-)
+from megatron_lite.planner.stage_costs import Cost, times, traffic_sum
+from megatron_lite.planner.step_memory import ActivationMemory, Measured, Partition, activation_memory, runtime_bytes
 from megatron_lite.zero.multi_stage import MultiStage
 from megatron_lite.zero.schedule import Step, training_schedule
 
@@ -88,7 +82,6 @@ class Plan:
     world_size: int
     device_type: str
     partition: Partition
-    traffic: dict[str, Total]  # of one step after the first, over all groups of the rank
     activations: dict[str, ActivationMemory]  # by level
 
     @property
@@ -101,6 +94,17 @@ class Plan:
         """Costs of both passes of a micro-batch, in each stage."""
         stages = self.partition.training(self.config, self.config.performance.mlp_recompute_level)
         return [cost for stage in stages for cost in (stage.forward[1], stage.backward[1])]
+
+    @functools.cached_property
+    def traffic(self) -> dict[str, Total]:
+        """Traffic of one step after the first, by kind, over all groups of the rank."""
+        micro_batches = self.config.batch.sequential_micro_batches
+        assert micro_batches, "resolved"
+        inside: dict[str, Total] = {}
+        for cost in self.costs:
+            inside = traffic_sum(inside, cost.traffic)
+        inside = {kind: times(total, micro_batches) for kind, total in inside.items()}
+        return traffic_sum(_traffic_between_passes(self.config, self.model), inside)
 
     @property
     def state_bytes(self) -> int:
@@ -161,15 +165,7 @@ class Planner:
         """
         partition, chosen = self.partition(config), config.performance.mlp_recompute_level
         activations = {level: activation_memory(config, partition, level) for level in dict.fromkeys((*levels, chosen))}
-        inside = traffic_of_passes(config, partition.training(config, chosen))
-        traffic = traffic_sum(_traffic_between_passes(config, partition.model), inside)
-        return Plan(config, self.world_size, self.device_type, partition, traffic, activations)
-
-    def needed_bytes(self, config: Config) -> int:
-        """Memory that the device must have, as `Plan.needed_bytes`. `config`: resolved, without `auto`."""
-        partition = self.partition(config)
-        peak = activation_memory(config, partition, config.performance.mlp_recompute_level).peak
-        return partition.state_bytes + peak + sum(runtime_bytes(config, partition).values())
+        return Plan(config, self.world_size, self.device_type, partition, activations)
 
     def partition(self, config: Config) -> Partition:
         """Return the partition of the model, the same one for configurations that differ in a step only."""
@@ -207,14 +203,9 @@ def _traffic_between_passes(config: Config, model: MultiStage) -> dict[str, Tota
 
     if depth <= 3:
         return counted(depth)
-    two, three = counted(2), counted(3)
-    return {kind: _extrapolated(two[kind], three[kind], depth - 2) for kind in two}
-
-
-def _extrapolated(one: Total, next_one: Total, times: int) -> Total:
-    """Return the traffic after that many more steps from one to the next."""
-    pairs = zip(dataclasses.astuple(one), dataclasses.astuple(next_one), strict=True)
-    return Total(*(first + times * (second - first) for first, second in pairs))
+    parts = (counted(2), 3 - depth), (counted(3), depth - 2)
+    two, three = ({kind: times(total, count) for kind, total in part.items()} for part, count in parts)
+    return traffic_sum(two, three)
 
 
 def count_traffic(model: MultiStage, schedule: Sequence[Step]) -> dict[str, Total]:

@@ -17,11 +17,13 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from megatron_lite.config import Config, flatten, unflatten
-from megatron_lite.errors import UsageError
+from megatron_lite.config import RECOMPUTE_LEVELS, Config, flatten, unflatten
+from megatron_lite.config.values import written
+from megatron_lite.errors import Remedy, UsageError
 from megatron_lite.planner.auto import resolve_auto
 from megatron_lite.planner.devices import planned_speeds
 from megatron_lite.planner.plan import Plan, Planner
+from megatron_lite.planner.runtime import GIB
 from megatron_lite.planner.speeds import Speeds
 from megatron_lite.planner.work_time import StepTime, predict_step
 from megatron_lite.validation import resolve
@@ -34,6 +36,8 @@ MOST_BREADTH = 64  # breadth-first micro-batches, whose activations are all held
 MOST_RANKS = 2**24  # as --world_size takes
 TENSOR_PARALLEL = (2, 4, 8)  # sizes of tensor-parallel groups within a node
 LEAST_GAIN = 0.02  # of the time, below which the asked layout, or the one with fewer changes, is preferred
+SMALLEST_SAVING = 0.002  # of the plan's memory: an option that saves less is no advice
+ADVISED_SHARE = 0.9  # of the plan's memory, which layouts advised to a run that ran out of memory need at most
 # Options that the search sets. None leaves to the program what follows from the others.
 SEARCHED = (
     "batch_size",
@@ -107,7 +111,7 @@ class Search:
     def needed_bytes(self, changes: Changes) -> int | None:
         """Return the memory that a rank needs with `changes` of options, None if they contradict other options."""
         config = self.resolved(changes)
-        return None if config is None else self._planner.needed_bytes(config)
+        return None if config is None else self._planner.plan(config).needed_bytes()
 
     @functools.cached_property
     def least_bytes(self) -> float:
@@ -248,7 +252,7 @@ class Search:
                 continue
 
             def fits(step: Changes, config: Config = config) -> bool:
-                return self._planner.needed_bytes(changed(config, step)) <= self.device_bytes
+                return self._planner.plan(changed(config, step)).needed_bytes() <= self.device_bytes
 
             if (first := bisect.bisect_left(steps, True, key=fits)) < len(steps):
                 best = changed(config, steps[first]), {**changes, **steps[first]}
@@ -302,3 +306,79 @@ def recommended(layouts: Sequence[Layout], asked: Config) -> Layout:
     near = [layout for layout in layouts if layout.time.seconds <= limit_s]
     order = [(differences(layout), layout.config.multi_stage.zero_stage, layout.time.seconds) for layout in near]
     return near[order.index(min(order))]
+
+
+# -- advice to a run that ran out of memory ----------------------------------------------------------------------------
+
+
+def remedies(search: Search) -> list[Remedy]:
+    """Return the options that save memory, each applied alone, found in time: the least costly in speed come first."""
+    config, needed = search.resolved({}), search.needed_bytes({})
+    if config is None or needed is None:
+        return []
+    found: list[Remedy] = []
+    for name, changes in _single_options(search, config):
+        if search.is_over:
+            return found
+        saving = needed - (search.needed_bytes(changes) or needed)
+        if saving >= SMALLEST_SAVING * needed:
+            value = changes[name] if type(changes[name]) is int else written(changes[name])
+            found.append(Remedy(name, value, saving, _flags(changes)))
+    for ranks in search.larger_sizes()[:1]:
+        saving = needed - (dataclasses.replace(search, world_size=ranks).needed_bytes({}) or needed)
+        if saving >= SMALLEST_SAVING * needed:
+            found.append(Remedy("world_size", ranks, saving, ""))
+    return found
+
+
+def less_memory(search: Search) -> str:
+    """Return what to append to a command that ran out of memory, although its plan may fit: "" if nothing helps."""
+    if (needed := search.needed_bytes({})) is None:
+        return ""
+    limit = min(search.device_bytes, int(needed * ADVISED_SHARE))
+    smaller = dataclasses.replace(search, device_bytes=limit)
+    if not smaller.layouts:
+        return ""
+    config = search.resolved({})
+    assert config is not None, "planned"
+    best = recommended(smaller.layouts, config)
+    planned = f"{best.plan.needed_bytes() / GIB:,.1f} GiB instead of {needed / GIB:,.1f} GiB"
+    return f"to plan {planned}, append {_flags(fewest_changes(search.asked, best))}"
+
+
+def _flags(changes: Changes) -> str:
+    """Return changed options as a user types them."""
+    return " ".join(f"--{name}={written(value)}" for name, value in changes.items())
+
+
+def _single_options(search: Search, config: Config) -> Iterator[tuple[str, Changes]]:
+    """Yield an option that saves memory, and all changes that it takes. config: of the run, resolved."""
+    asked, batch, stages = search.asked, config.batch, search.asked.multi_stage
+    assert batch.micro_batch_size and isinstance(config.multi_stage.zero_stage, int), "resolved"
+    # The batch stays, also where it followed from the micro-batches; their order follows again.
+    given = asked.batch.batch_size or asked.batch.batch_size_schedule
+    order = ("depth_first_micro_batches", "sequential_micro_batches")
+    same_batch: Changes = {} if given else {"batch_size": search.batch_size}
+    same_batch.update({name: None for name in order if getattr(asked.batch, name)})
+    for size in [size for size in divisors(search.share) if size <= batch.micro_batch_size // 2][-1:]:
+        yield "micro_batch_size", {**same_batch, "micro_batch_size": size}
+    if (asked.batch.breadth_first_micro_batches or 1) > 1:
+        yield "breadth_first_micro_batches", {**same_batch, "breadth_first_micro_batches": None}
+    if asked.batch.eval_micro_batch_size is not None:
+        yield "eval_micro_batch_size", {"eval_micro_batch_size": None}
+    blocks = config.model.num_layers
+    present = {RECOMPUTE_LEVELS.index(level) for level in config.performance.mlp_levels(blocks)}
+    for level in RECOMPUTE_LEVELS[max(min(present) + 1, max(present)) :]:
+        yield "mlp_recompute_level", {"mlp_recompute_level": level}
+    if config.performance.recompute_layers < blocks:
+        yield "recompute_layers", {"recompute_layers": blocks}
+    buffers = {name: None for name in ("num_weight_buffers", "num_grad_buffers") if (getattr(stages, name) or 0) > 2}
+    for zero_stage in range(config.multi_stage.zero_stage + 1, 4):
+        yield "zero_stage", {"zero_stage": zero_stage, **buffers}
+    for size in TENSOR_PARALLEL:
+        if size > search.tensor_parallel and search.world_size % size == 0:
+            tensor = dict(zip(TENSOR, (size, True), strict=True))
+            yield "tensor_parallel", {**tensor, **same_batch, "micro_batch_size": batch.micro_batch_size}
+            break
+    if config.distributed.training_dtype == "bf16" and not stages.split_master_weights:
+        yield "split_master_weights", {"split_master_weights": True}

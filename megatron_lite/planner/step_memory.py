@@ -18,12 +18,11 @@ from megatron_lite.checkpoint.space import host_copy_bytes
 from megatron_lite.config import Config
 from megatron_lite.config.model import by_block
 from megatron_lite.distributed.rank_group import reduction_scratch_bytes
-from megatron_lite.distributed.traffic import Total
 from megatron_lite.model.block import Block
 from megatron_lite.model.layer import MicroBatch
 from megatron_lite.optimizer.rules.matrices import Matrix, matrices_of
 from megatron_lite.planner.runtime import runtime_needs
-from megatron_lite.planner.stage_costs import Saved, StageCosts, StageMeter, times, traffic_sum
+from megatron_lite.planner.stage_costs import Saved, StageCosts, StageMeter
 from megatron_lite.zero.multi_stage import MultiStage
 from megatron_lite.zero.schedule import Step, training_schedule
 from megatron_lite.zero.stage import Stage
@@ -182,16 +181,6 @@ def _walk(
         for stage, _ in step.reduce:
             holders.pop(plans[stage].grad_buffer, None)
     return held, needed
-
-
-def traffic_of_passes(config: Config, costs: Sequence[StageCosts]) -> dict[str, Total]:
-    """Return what the passes of a step send over the tensor-parallel group, by kind."""
-    micro_batches = config.batch.sequential_micro_batches
-    assert micro_batches is not None, "resolved"
-    traffic: dict[str, Total] = {}
-    for cost in (cost for stage in costs for cost in (stage.forward[1], stage.backward[1])):
-        traffic = traffic_sum(traffic, cost.traffic)
-    return {kind: times(total, micro_batches) for kind, total in traffic.items()}
 
 
 def runtime_bytes(config: Config, partition: Partition) -> dict[str, int]:

@@ -473,7 +473,7 @@ def test_a_planner_builds_a_model_once(monkeypatch: pytest.MonkeyPatch) -> None:
             options = dict(zip(changes, values, strict=True), zero_stage=zero_stage, validation_iters=1)
             config = mistral(ranks=8, num_layers=4, breadth_first_micro_batches=4, **options)
             before = len(built)
-            needed = planner.needed_bytes(config)
+            needed = planner.plan(config).needed_bytes()
             assert len(built) == before + (values == (1, "none", 0))
             assert needed == make_plan(config, 8, "cuda").needed_bytes(), options
 

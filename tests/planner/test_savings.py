@@ -14,8 +14,7 @@ import pytest
 from megatron_lite.cli.parse import parse
 from megatron_lite.planner.plan import make_plan
 from megatron_lite.planner.runtime import GIB
-from megatron_lite.planner.savings import SMALLEST_SAVING, remedies
-from megatron_lite.planner.search import Search
+from megatron_lite.planner.search import SMALLEST_SAVING, Search, remedies
 from megatron_lite.validation import resolve
 from tests.planner.test_recommendation import page
 from tests.support.launch import ROOT

@@ -79,7 +79,7 @@ def test_each_recomputation_needs_less_memory(blocks: int) -> None:
     steps = recomputations(blocks)
     assert len({tuple(step.values()) for step in steps}) == len(steps) == {1: 4, 2: 6, 12: 10}[blocks]
     planner = Planner(1, "cuda")
-    needed = [planner.needed_bytes(changed(config, step)) for step in steps]
+    needed = [planner.plan(changed(config, step)).needed_bytes() for step in steps]
     assert needed[: blocks + 1] == sorted(needed[: blocks + 1], reverse=True)
     assert needed[-1] < needed[0] or blocks == 1
 
