@@ -1,6 +1,6 @@
 """Asynchronous checkpointing: a thread per rank copies the shards into host memory and writes the files.
 
-Only an update changes shards, so training goes on through the next forward and backward pass while they are copied, and
+Only an update changes shards, so training continues with the next forward and backward pass while they are copied, and
 waits for the rest of the copy before the update.
 
 The threads do not communicate. Between two iterations the main threads agree, over the CPU group, on whether all files

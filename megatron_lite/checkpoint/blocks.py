@@ -153,7 +153,7 @@ class Files:
     def _read_ahead(self, descriptor: int) -> None:
         """Let the system read the next bytes: the longer a file is read in order, the farther.
 
-        A system does the same by itself, but often for 128 KiB only, so that the disk waits while a processor sums.
+        The kernel reads ahead too, but often only 128 KiB, so that the disk idles while a processor sums.
         """
         wanted = self._end + min(self._end - self._start, AHEAD_BYTES)
         if wanted - self._asked >= AHEAD_BYTES // 4 and hasattr(os, "posix_fadvise"):

@@ -30,7 +30,7 @@ _FLAG = "--load_checkpoint_path"
 
 @dataclass(frozen=True)
 class Choice:
-    """Checkpoints to try, the newest first; none for a run that starts anew."""
+    """Checkpoints to try, the newest first; none for a fresh run."""
 
     found: tuple[tuple[int, Path], ...] = ()
     goes_back: bool = False  # to an older checkpoint of its own, by --resume_iteration
@@ -70,7 +70,7 @@ def choose(root: Path | None, options: CheckpointConfig) -> Choice:
     if own and options.load_policy == "never":
         raise CheckpointError(
             f"--load_policy=never: {root} has checkpoints, the newest of iteration {own[0][0]:,}, and a run that "
-            "starts anew beside them would mix two runs; choose another --experiment_dir, or move that folder away"
+            "starts from scratch there would mix two runs; choose another --experiment_dir, or move that folder away"
         )
     if own:
         if wanted is None or own[0][0] <= wanted:
@@ -91,7 +91,7 @@ def choose(root: Path | None, options: CheckpointConfig) -> Choice:
     if options.load_policy == "require":
         where = "without --experiment_dir" if root is None else f"in {root}"
         raise CheckpointError(
-            f"--load_policy=require: no checkpoint is there {where}; leave the flag out to start anew"
+            f"--load_policy=require: no checkpoint is there {where}; leave the flag out to start from scratch"
         )
     return Choice()
 
@@ -130,7 +130,7 @@ def _only(found: list[tuple[int, Path]], wanted: int | None, where: Path | None)
         there = ", ".join(str(iteration) for iteration in sorted({iteration for iteration, _ in found})[-20:])
         raise CheckpointError(
             f"--resume_iteration={wanted}: there is no checkpoint of this iteration in {where}; "
-            + (f"write one of these: {there}" if there else "it has none; leave the flag out to start anew")
+            + (f"write one of these: {there}" if there else "it has none; leave the flag out to start from scratch")
         )
     return chosen
 

@@ -153,8 +153,8 @@ def moved_samples(saved: dict[str, Any], config: Config, iterations: int) -> str
     else:
         read, counted = read * old_length, counted * length
         unit, cause = "tokens", f"--sequence_length={length}"
-        effect = ", and samples are cut anew, in another order, so that some tokens are read again before all were "
-        effect += f"read; to continue after the last sample read, write --sequence_length={old_length}"
+        effect = ", and samples are cut differently, in another order, so that some tokens are read again before all "
+        effect += f"were read; to continue after the last sample read, write --sequence_length={old_length}"
     moved = f"{abs(read - counted):,} {unit} are {'read again' if counted < read else 'left out'}"
     moved = moved if counted != read else "their number is the same"
     return f"the first {iterations:,} iterations read {read:,} {unit}, but {counted:,} with {cause}: {moved}{effect}"
@@ -205,8 +205,8 @@ def schedule_table(saved: dict[str, Any], config: Config, iterations: int) -> li
     if not changes:
         return []
     names = ("iteration", "saved rate", "rate now", "saved batch", "batch now")
-    kept = f"kept: weights, optimizer state, the number of iterations done ({iterations:,}); changed:"
-    return [kept, "".join(f"{name:>16}" for name in names), *rows]
+    unchanged = f"kept: weights, optimizer state, the number of iterations done ({iterations:,}); changed:"
+    return [unchanged, "".join(f"{name:>16}" for name in names), *rows]
 
 
 def _with_schedule_of(saved: dict[str, Any], config: Config) -> Config | None:
@@ -245,7 +245,7 @@ def check_data(loaded: Manifest, config: Config, identity: dict[str, Any], where
 
 
 def data_changes(loaded: Manifest, config: Config, identity: dict[str, Any]) -> Iterator[str]:
-    """Yield what differs in the samples that a run reads, with both values. A path that moved is no difference."""
+    """Yield each difference in the samples that a run reads, with both values. Paths may change."""
     saved = loaded.config
     for difference in differences(saved, config, DATA):
         has_order = config.data.dataset_source != "random" and (
@@ -281,7 +281,7 @@ def data_changes(loaded: Manifest, config: Config, identity: dict[str, Any]) -> 
 
 
 class _DataSet(NamedTuple):
-    """A data set of a run; it is the same wherever its path leads."""
+    """A data set of a run."""
 
     row: list[Any]  # of `data.fingerprint.identity`
     weight: float

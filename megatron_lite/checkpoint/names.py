@@ -56,7 +56,7 @@ def find_checkpoints(root: Path) -> list[tuple[int, Path]]:
     """List (iteration, folder) of all checkpoints by name, newest first, without checking their content.
 
     A `.ready-` folder is a complete checkpoint whose save was killed while it replaced an older one. A symbolic link is
-    listed, too: it is refused like a damaged checkpoint, not passed over in silence. `root` itself may be a link.
+    listed as well: it is refused like a damaged checkpoint, not silently ignored. `root` itself may be a link.
     """
     if not root.is_dir():
         return []

@@ -96,12 +96,11 @@ def _set_aside(
 ) -> None:
     """Move the checkpoints after `iteration` away, so that no later start resumes from one of them."""
 
-    def move() -> str | None:
+    def move() -> Path | None:
         if distributed.rank != 0:
             return None
         check()
-        folder = set_aside(root, iteration)
-        return None if folder is None else str(folder)
+        return set_aside(root, iteration)
 
     moved = together(distributed, move)
     if moved is not None:

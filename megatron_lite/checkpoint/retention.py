@@ -19,13 +19,13 @@ from megatron_lite.errors import UsageError
 
 
 def is_permanent(iteration: int, rules: Sequence[KeepRule]) -> bool:
-    """Whether the first rule that reaches an iteration names it; after the last `until` there are no more."""
+    """Whether the first rule that reaches an iteration names it. No rule applies after the last `until`."""
     rule = next((rule for rule in rules if rule.until is None or iteration <= rule.until), None)
     return rule is not None and iteration % rule.every == 0
 
 
 def was_permanent(iteration: int, saved: dict[str, Any]) -> bool:
-    """Whether a checkpoint with this flat saved configuration was permanent; True if that cannot be understood."""
+    """Whether a checkpoint with this flat saved configuration was permanent; True if its rules are not readable."""
     try:
         return is_permanent(iteration, keep_rules(saved.get("keep_checkpoints", [])))
     except (UsageError, TypeError, AttributeError):
@@ -57,8 +57,8 @@ def checkpoints_to_delete(
         keep: --max_checkpoints; None keeps all.
         newest: the iteration just saved. Later ones belong to an abandoned or damaged continuation and are neither
             counted nor deleted, so that the checkpoint just saved always stays.
-        after: delete none of iterations up to this one, which earlier starts have saved; None: those, too.
-        held: iterations that also stay, for a replay of a bad step.
+        after: keep all iterations up to this one, which earlier starts have saved; None: delete these as well.
+        held: iterations that also stay, to replay a bad step.
 
     Raises:
         ValueError: if `keep` is below 1.

@@ -1,4 +1,4 @@
-"""Room for checkpoints: the bytes that one takes, and warnings while there is time to make some."""
+"""Disk space for checkpoints: the bytes that one takes, and early warnings if they will not fit."""
 
 from __future__ import annotations
 

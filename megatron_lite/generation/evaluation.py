@@ -132,8 +132,7 @@ def _micro_batch(
         inputs[row, :count] = torch.tensor(tokens[:-1])
         labels[row, :count] = torch.tensor(tokens[1:])
         owners[row, :count] = torch.tensor(documents[:-1])
-    documents_of_all = _documents(owners, device) if separate else None
-    return MicroBatch(inputs.to(device), labels.to(device), documents=documents_of_all)
+    return MicroBatch(inputs.to(device), labels.to(device), documents=_documents(owners, device) if separate else None)
 
 
 def _documents(owners: Tensor, device: torch.device) -> Documents:

@@ -24,7 +24,7 @@ _SPELLINGS = {
 }
 ACTIVATIONS = MappingProxyType({theirs: ours for ours, names in _SPELLINGS.items() for theirs in names.split()})
 
-# Options of ours that no architecture has.
+# Our options that no architecture has.
 _PLAIN: dict[str, Any] = {
     "hybrid_norm": False,
     "input_embedding_norm": False,

@@ -127,20 +127,19 @@ def write_checkpoint(folder: Path, source: WeightSource, shapes: Shapes, config:
 def _tensors(source: WeightSource, kept: CheckpointSource | None, shapes: Shapes) -> Iterator[files.TensorToWrite]:
     """Yield the tensors "parameter/kind" of a checkpoint. `kept`: the source, if its moments and averages are kept."""
     for name, shape in shapes:
-        shape = tuple(shape)
         if kept is None:
             read = functools.partial(read_whole, source, name, shape)
-            yield files.TensorToWrite(f"{name}/weights", torch.float32, shape, read)
+            yield files.TensorToWrite(f"{name}/weights", torch.float32, tuple(shape), read)
             continue
         saved = kept.content.parameters[name]
         for kind in saved.slices:
-            dtype = saved.dtype_of(kind)  # frozen weights keep theirs
-            read = functools.partial(_read_saved, kept, name, kind, shape, dtype)
-            yield files.TensorToWrite(f"{name}/{kind}", dtype, shape, read)
+            read = functools.partial(_read_saved, kept, name, kind)
+            yield files.TensorToWrite(f"{name}/{kind}", saved.dtype_of(kind), saved.shape, read)
 
 
-def _read_saved(source: CheckpointSource, name: str, kind: str, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
-    values = torch.empty(shape, dtype=dtype)
+def _read_saved(source: CheckpointSource, name: str, kind: str) -> Tensor:
+    saved = source.content.parameters[name]
+    values = torch.empty(saved.shape, dtype=saved.dtype_of(kind))  # frozen weights keep their dtype
     source.read_state(name, kind, Tile.run(0, values.numel()), values.view(-1))
     return values
 

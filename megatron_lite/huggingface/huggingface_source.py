@@ -116,7 +116,7 @@ class HuggingFaceSource(WeightSource):
         return []
 
     def _tie(self, found: tuple[list[MappedRows], int] | None) -> list[str]:
-        """Check that a head stored beside a tied embedding can be its copy; `verify` compares the values."""
+        """Check that a stored head can be a copy of the tied embedding; `verify` compares the values."""
         embedding = self._tensors.get(found[0][0].name) if found else None
         self._tied_copy = self._tensors[_HEAD]
         if embedding is None or (self._tied_copy.shape, self._tied_copy.dtype) == (embedding.shape, embedding.dtype):

@@ -61,7 +61,7 @@ _WINDOW_KEYS = ("use_sliding_window", "sliding_window", "max_window_layers", "la
 def model_values(content: Mapping[str, Any]) -> dict[str, Any]:
     """Return the options of a config.json: architecture, dropouts and initialization.
 
-    `None` is a value, too: no window, no such parameter of the rotary frequencies.
+    `None` is a value: no window, no such parameter of the rotary frequencies.
 
     Raises:
         CheckpointError: names each key that is unknown or has a value that our options cannot express.

@@ -96,7 +96,7 @@ def _derive_yarn(given: dict[str, Any], length: Any) -> None:
 def write(model: ModelConfig) -> dict[str, Any]:
     """Return the keys for both versions of transformers.
 
-    Versions before 4.43 know only linear, as {"type", "factor"}; later versions read that, too.
+    Versions before 4.43 know only linear, as {"type", "factor"}; later versions also read this form.
     """
     kind, base = model.rope_type, model.rotary_base
     values = {name: getattr(model, f"rope_{name}") for name in _NAMES if name in _USED[kind]}

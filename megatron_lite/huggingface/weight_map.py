@@ -42,14 +42,15 @@ class MappedRows:
 
 
 class Constant(NamedTuple):
-    """A tensor of theirs without a parameter of ours: every element is `value`."""
+    """One of their tensors that no parameter of ours fills: every element is `value`."""
 
     name: str
     shape: tuple[int, ...]
     value: float
 
 
-# Module of ours, of GPT-2 and GPTBigCode, of the others; "-" where there is none. Blocks come below the ends.
+# Columns: our module, that of GPT-2 and GPTBigCode, that of the other architectures ("-": none). The second part is
+# inside a block.
 _TABLE = """
     embedding.word             transformer.wte   model.embed_tokens
     embedding.position         transformer.wpe   -
@@ -88,18 +89,13 @@ def pieces(name: str, shape: tuple[int, ...], architecture: str, model: ModelCon
     _, index, part = owner.split(".", 2)
     prefix = f"{'transformer.h' if modules is _GPT else 'model.layers'}.{index}"
     parts = _parts(part, shape[0], modules, architecture, model)
-    sizes: dict[str, int] = {}
-    for theirs, _, rows, _ in parts:
-        sizes[theirs] = sizes.get(theirs, 0) + rows
-    transposed = architecture == "gpt2" and len(shape) == 2
-
-    def their_shape(rows: int) -> tuple[int, ...]:
-        return (*shape[1:], rows) if transposed else (rows, *shape[1:])
-
-    return [
-        MappedRows(f"{prefix}.{theirs}.{kind}", first, rows, their_first, their_shape(sizes[theirs]), transposed, plus)
-        for theirs, first, rows, their_first in parts
-    ]
+    transposed, found = architecture == "gpt2" and len(shape) == 2, []
+    for theirs, first, rows, their_first in parts:
+        their_rows = sum(part_rows for name, _, part_rows, _ in parts if name == theirs)
+        their_shape = (*shape[1:], their_rows) if transposed else (their_rows, *shape[1:])
+        theirs_name = f"{prefix}.{theirs}.{kind}"
+        found.append(MappedRows(theirs_name, first, rows, their_first, their_shape, transposed, plus))
+    return found
 
 
 def by_tensor(found: Iterable[MappedRows]) -> dict[str, list[MappedRows]]:

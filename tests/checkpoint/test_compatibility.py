@@ -177,7 +177,7 @@ def test_another_sequence_length_moves_tokens() -> None:
     longer = moved_samples(saved, unflatten({"batch_size": 8, "sequence_length": 32}), 100)
     assert "12,800 tokens are left out" in (longer or "")
     same = moved_samples(saved, unflatten({"batch_size": 16, "sequence_length": 8}), 100)
-    assert "their number is the same, and samples are cut anew" in (same or "")
+    assert "their number is the same, and samples are cut differently" in (same or "")
     assert moved_samples(saved, now, 0) is None
 
 
