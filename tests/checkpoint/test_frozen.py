@@ -51,9 +51,10 @@ LAYOUTS = [
 def test_any_choice_of_frozen_parameters_reads_any_other(saving: Any, loading: Any, tmp_path: Path) -> None:
     """From trained to frozen and back, across dtypes and layouts: roundings and missing moments are reported."""
     saved = save(tmp_path, 10, 1, 3, 3, frozen=saving[0], frozen_dtype=saving[1])
-    loaded, values, lines = load(tmp_path, 2, 8, frozen=loading[0], frozen_dtype=loading[1])
-    assert loaded is not None and loaded.iteration == 10
-    assert same(values, expected(saved, Layout(frozen=loading[0], frozen_dtype=loading[1])))
+    for layout in ((1, 3), (3, 1), (2, 8)):
+        loaded, values, lines = load(tmp_path, *layout, frozen=loading[0], frozen_dtype=loading[1])
+        assert loaded is not None and loaded.iteration == 10
+        assert same(values, expected(saved, Layout(frozen=loading[0], frozen_dtype=loading[1])))
     num_started = len(set(saving[0]) - set(loading[0]))
     rounded = [name for name in loading[0] if saved["weights"][name].dtype != loading[1]]
     num_rounded = 0 if loading[1] == torch.float32 else len(rounded)
@@ -64,26 +65,6 @@ def test_any_choice_of_frozen_parameters_reads_any_other(saving: Any, loading: A
     if num_rounded:
         dtypes = {str(saved["weights"][name].dtype)[6:] for name in rounded}
         assert all(f"{dtype} to {str(loading[1])[6:]}" in said for dtype in dtypes)
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
-@pytest.mark.parametrize("saving", [(1, 8), (2, 3), (3, 1)])
-def test_an_unchanged_choice_is_bit_exact_in_any_layout(
-    saving: tuple[int, int], dtype: torch.dtype, tmp_path: Path
-) -> None:
-    """With and without temporary copies of the trainable weights, as split master weights make."""
-    for number, (copies, loading) in enumerate(itertools.product([False, True], [(1, 3), (2, 8), (3, 3)])):
-        more: dict[str, Any] = dict(frozen=MIXED, frozen_dtype=dtype)
-        saved = save(tmp_path / str(number), 10, 1, *saving, **more, copies=copies)
-        _, values, lines = load(tmp_path / str(number), *loading, **more, copies=copies)
-        assert same(saved, values) and lines == []
-
-
-@pytest.mark.parametrize("split", [(False, True), (True, False)], ids=["split later", "joined later"])
-def test_temporary_copies_and_live_shards_read_each_other(split: tuple[bool, bool], tmp_path: Path) -> None:
-    """A file does not depend on the storage of master weights."""
-    saved = save(tmp_path, 10, 1, 2, copies=split[0])
-    assert same(load(tmp_path, 3, copies=split[1])[1], saved)
 
 
 def test_rounding_is_to_nearest_and_back_is_exact(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -343,15 +343,6 @@ def test_a_file_has_a_name_of_the_format(values: dict[str, Any], name: str, tmp_
         manifest.read(tmp_path, 20)
 
 
-def test_a_run_falls_back_from_wrong_content(tmp_path: Path) -> None:
-    """The older checkpoint is loaded after one line."""
-    for iteration in (10, 20):
-        save(tmp_path, iteration, iteration // 10)
-    content = json.loads((tmp_path / "20" / "manifest.json").read_bytes())
-    (tmp_path / "20" / "manifest.json").write_bytes(seal({**content, "state": {}}))
-    expect_fallback(tmp_path, "manifest.json: state has no optimizer")
-
-
 @pytest.mark.parametrize(
     ("name", "message"),
     [

@@ -114,9 +114,9 @@ def edit(folder: Path, name: str, change: Callable[[dict[str, Any]], Any]) -> No
 
 
 def edit_tensors(folder: Path, change: Callable[[dict[str, torch.Tensor]], Any]) -> None:
-    tensors = load_file(folder / "model.safetensors")
-    change(tensors)
-    save_file(tensors, folder / "model.safetensors")
+    found = load_file(folder / "model.safetensors")
+    change(found)
+    save_file(found, folder / "model.safetensors")
 
 
 def edit_header(folder: Path, change: Callable[[dict[str, Any]], Any]) -> None:
@@ -126,6 +126,24 @@ def edit_header(folder: Path, change: Callable[[dict[str, Any]], Any]) -> None:
     changed = change(header)
     text = json.dumps(header if changed is None else changed).encode()
     (folder / "model.safetensors").write_bytes(struct.pack("<Q", len(text)) + text + data[8 + length :])
+
+
+def header(**values: Any) -> Callable[[Path], None]:
+    """Change the entry of a tensor in the header of the file."""
+    return lambda folder: edit_header(folder, lambda content: content[QUERY].update(values))
+
+
+def config(**values: Any) -> Callable[[Path], None]:
+    """Change config.json."""
+    return lambda folder: edit(folder, "config.json", lambda content: content.update(values))
+
+
+def tensors(**values: Any) -> Callable[[Path], None]:
+    """Add or change tensors; "__" stands for "."; functions compute them from the word embedding."""
+    made = lambda value, found: value(found[WORDS]) if callable(value) else value  # noqa: E731
+    return lambda folder: edit_tensors(
+        folder, lambda found: found.update({k.replace("__", "."): made(v, found) for k, v in values.items()})
+    )
 
 
 def only(folder: Path, *names: str) -> None:
@@ -145,14 +163,6 @@ def index(folder: Path, files_of: Callable[[str], str]) -> None:
 SHARD = "model-00001-of-00001.safetensors"
 QUERY = "model.layers.0.self_attn.q_proj.weight"
 WORDS = "model.embed_tokens.weight"
-
-
-def widen(tensors: dict[str, torch.Tensor]) -> None:
-    tensors[QUERY] = torch.zeros(7, 7)
-
-
-def quantize(tensors: dict[str, torch.Tensor]) -> None:
-    tensors[QUERY] = tensors[QUERY].to(torch.int8)
 
 
 def pickles(folder: Path) -> None:
@@ -201,11 +211,8 @@ HOSTILE: dict[str, tuple[Callable[[Path], Any], str]] = {
     "a folder for a file": (lambda f: (only(f, "config.json"), (f / "model.safetensors").mkdir()), "regular file"),
     "header is a list": (lambda f: edit_header(f, lambda h: [1]), "invalid type: sequence"),
     "header overlaps": (lambda f: edit_header(f, overlap), "invalid offset for tensor"),
-    "header lies about a shape": (
-        lambda f: edit_header(f, lambda h: h[QUERY].update(shape=[10**9, 10**9])),
-        "overflow computing buffer size",
-    ),
-    "header lies about a dtype": (lambda f: edit_header(f, lambda h: h[QUERY].update(dtype="F16")), "invalid shape"),
+    "header lies about a shape": (header(shape=[10**9, 10**9]), "overflow computing buffer size"),
+    "header lies about a dtype": (header(dtype="F16"), "invalid shape"),
     "header with a gap": (lambda f: edit_header(f, lambda h: h.pop(QUERY) and None), "invalid offset for tensor"),
     "header repeats a name": (repeat, "(a repeated name)"),
     "header with a list for an entry": (
@@ -214,42 +221,18 @@ HOSTILE: dict[str, tuple[Callable[[Path], Any], str]] = {
         ),
         "is malformed",
     ),
-    "header with an object for a dtype": (
-        lambda f: edit_header(f, lambda h: h[QUERY].update(dtype={"F32": None})),
-        "is malformed",
-    ),
-    "header with an unknown dtype": (lambda f: edit_header(f, lambda h: h[QUERY].update(dtype="X7")), "variant `X7`"),
-    "header with negative offsets": (
-        lambda f: edit_header(f, lambda h: h[QUERY].update(data_offsets=[-8, 0])),
-        "invalid value: integer `-8`",
-    ),
-    "header with offsets that run back": (
-        lambda f: edit_header(f, lambda h: h[QUERY].update(dtype="U8", data_offsets=[8, 0])),
-        "invalid offset for tensor",
-    ),
-    "header with a number for a dtype": (
-        lambda f: edit_header(f, lambda h: h[QUERY].update(dtype=7)),
-        "invalid type: integer `7`",
-    ),
-    "wrong shape": (lambda f: edit_tensors(f, widen), "q_proj.weight has shape [7, 7], the model needs [60, 30]"),
-    "wrong dtype": (lambda f: edit_tensors(f, quantize), "quantized weights are not supported"),
+    "header with an object for a dtype": (header(dtype={"F32": None}), "is malformed"),
+    "header with an unknown dtype": (header(dtype="X7"), "variant `X7`"),
+    "header with negative offsets": (header(data_offsets=[-8, 0]), "invalid value: integer `-8`"),
+    "header with offsets that run back": (header(dtype="U8", data_offsets=[8, 0]), "invalid offset for tensor"),
+    "header with a number for a dtype": (header(dtype=7), "invalid type: integer `7`"),
+    "wrong shape": (tensors(**{QUERY: torch.zeros(7, 7)}), "has shape [7, 7], the model needs [60, 30]"),
+    "wrong dtype": (tensors(**{QUERY: torch.zeros(60, 30).to(torch.int8)}), "quantized weights are not supported"),
     "missing tensor": (lambda f: edit_tensors(f, lambda t: t.pop(QUERY)), f"{QUERY} is missing"),
-    "extra tensor": (
-        lambda f: edit_tensors(f, lambda t: t.update({"model.extra": torch.ones(1)})),
-        "model.extra is not a tensor",
-    ),
-    "a tensor with and without prefix": (
-        lambda f: edit_tensors(f, lambda t: t.update({"norm.weight": torch.ones(30)})),
-        "is there twice",
-    ),
-    "a tied head that differs": (
-        lambda f: edit_tensors(f, lambda t: t.update({"lm_head.weight": t[WORDS] + 1})),
-        "although tie_word_embeddings",
-    ),
-    "a tied head of another shape": (
-        lambda f: edit_tensors(f, lambda t: t.update({"lm_head.weight": t[WORDS][:3].clone()})),
-        "is not a copy",
-    ),
+    "extra tensor": (tensors(model__extra=torch.ones(1)), "model.extra is not a tensor"),
+    "a tensor with and without prefix": (tensors(norm__weight=torch.ones(30)), "is there twice"),
+    "a tied head that differs": (tensors(lm_head__weight=lambda t: t + 1), "although tie_word_embeddings"),
+    "a tied head of another shape": (tensors(lm_head__weight=lambda t: t[:3].clone()), "is not a copy"),
     "missing shard": (lambda f: index(f, lambda n: "model-00002-of-00002.safetensors"), "00002.safetensors: No such"),
     "index points outside": (lambda f: index(f, lambda n: "../a.safetensors"), "not the name of a safetensors file"),
     "index points to /etc": (lambda f: index(f, lambda n: "/etc/passwd"), "not the name of a safetensors file"),
@@ -272,23 +255,14 @@ HOSTILE: dict[str, tuple[Callable[[Path], Any], str]] = {
     "config is binary": (lambda f: (f / "config.json").write_bytes(b"\xff\xfe\x80"), "config.json: not readable"),
     "config is huge": (lambda f: os.truncate(f / "config.json", 2**33), "bytes, at most"),
     "config repeats a key": (lambda f: (f / "config.json").write_text('{"a": 1, "a": 2}'), "a repeated name"),
-    "unknown model_type": (lambda f: edit(f, "config.json", lambda c: c.update(model_type="rwkv")), "rwkv"),
-    "no model_type": (lambda f: edit(f, "config.json", lambda c: {**c, "model_type": None}), "model_type"),
-    "extra key": (lambda f: edit(f, "config.json", lambda c: c.update(secret_sauce=1)), "secret_sauce"),
-    "extra keys": (
-        lambda f: edit(f, "config.json", lambda c: {**c, **{f"key_{i}": i for i in range(9)}}),
-        "(and 3 more)",
-    ),
-    "quantized": (
-        lambda f: edit(f, "config.json", lambda c: c.update(quantization_config={"bits": 4})),
-        "quantization_config",
-    ),
-    "a size of the wrong type": (lambda f: edit(f, "config.json", lambda c: c.update(hidden_size="30")), "hidden_size"),
-    "heads that do not divide": (
-        lambda f: edit(f, "config.json", lambda c: c.update(num_key_value_heads=4)),
-        "divisor of 6",
-    ),
-    "no layers": (lambda f: edit(f, "config.json", lambda c: c.update(num_hidden_layers=0)), "num_hidden_layers"),
+    "unknown model_type": (config(model_type="rwkv"), "rwkv"),
+    "no model_type": (config(model_type=None), "model_type"),
+    "extra key": (config(secret_sauce=1), "secret_sauce"),
+    "extra keys": (config(**{f"key_{i}": i for i in range(9)}), "(and 3 more)"),
+    "quantized": (config(quantization_config={"bits": 4}), "quantization_config"),
+    "a size of the wrong type": (config(hidden_size="30"), "hidden_size"),
+    "heads that do not divide": (config(num_key_value_heads=4), "divisor of 6"),
+    "no layers": (config(num_hidden_layers=0), "num_hidden_layers"),
 }
 
 
