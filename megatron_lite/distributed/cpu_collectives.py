@@ -11,17 +11,10 @@ from torch import Tensor
 from megatron_lite.distributed.traffic import Handle
 
 
-class Done:
-    """Handle of a collective that has finished already."""
-
-    def wait(self) -> None:
-        """Return at once."""
-
-
 class Works:
-    """Handle of several transfers that make up one collective."""
+    """Handle of the transfers or collectives that make up one collective; without any, it has finished already."""
 
-    def __init__(self, works: Sequence[Handle]) -> None:
+    def __init__(self, works: Sequence[Handle] = ()) -> None:
         self._works = works
 
     def wait(self) -> None:
@@ -31,18 +24,17 @@ class Works:
 
 
 class PairwiseSum:
-    """A reduce-scatter: slices arrive chunk by chunk and are added in rank order.
+    """A sum over ranks: chunks arrive from every peer and are added in rank order.
 
-    buffer: (world_size * n,); slice `rank` becomes the sum of that slice over all ranks. scratch: (slots, world_size -
-    1, chunk_numel). All sends and the first receives, one per slot, are posted at once and run while the caller
+    slices: (world_size, n); peer p receives slice p, and slice `rank` becomes the sum. If all slices are the same
+    memory, this is an all-reduce in which every rank sends its whole buffer. scratch: (slots, world_size - 1,
+    chunk_numel). All sends and the first receives, one per slot, are posted immediately and run while the caller
     computes; `wait` adds.
     """
 
-    def __init__(self, buffer: Tensor, scratch: Tensor, rank: int, group: Any, tag: int) -> None:
-        world_size = scratch.shape[1] + 1
-        slices = buffer.view(world_size, -1)
-        self._rank, self._scratch = rank, scratch
-        self._peers = [peer for peer in range(world_size) if peer != rank]
+    def __init__(self, slices: Tensor, scratch: Tensor, rank: int, group: Any, tag: int) -> None:
+        self._rank, self._scratch, self._sends_own = rank, scratch, slices.stride(0) == 0
+        self._peers = [peer for peer in range(len(slices)) if peer != rank]
         self._group, self._tag, self._chunk_numel = group, tag, scratch.shape[-1]
         self._chunks = list(slices[rank].split(self._chunk_numel)) if self._peers else []
         self._sends: list[Any] = [
@@ -60,43 +52,24 @@ class PairwiseSum:
         ]
 
     def wait(self) -> None:
-        """Add each chunk as it arrives, until the own slice holds the sum over all ranks."""
+        """Add each chunk as it arrives; memory that is still being sent is not written."""
+        if self._sends_own:
+            self._finish_sends()
         for index, own in enumerate(self._chunks):
             for work in self._receives[index]:
                 work.wait()
             add_in_rank_order(own, self._rank, list(self._scratch[index % len(self._scratch)][:, : own.numel()]))
             if index + len(self._scratch) < len(self._chunks):
                 self._receives.append(self._receive(index + len(self._scratch)))
-        self._chunks = []
+        self._finish_sends()
+        # Someone may keep a finished handle: it must hold on to neither the buffer, which may be of activations, nor
+        # the transfers, nor the group, whose last reference `Distributed.close` drops.
+        self._chunks, self._receives, self._group = [], [], None
+
+    def _finish_sends(self) -> None:
         for work in self._sends:
             work.wait()
-        # A kept handle must keep neither the buffer, which may be of activations, nor the transfers, nor the group:
-        # `Distributed.close` drops its last reference.
-        self._sends, self._receives, self._group = [], [], None
-
-
-class WholeExchange:
-    """An all-reduce in which every rank sends every other its whole buffer: one round instead of two.
-
-    buffer: (n,), becomes the sum over all ranks. received: (world_size - 1, n). Two ranks send as many bytes as with a
-    reduction and a gather.
-    """
-
-    def __init__(self, buffer: Tensor, received: Tensor, rank: int, group: Any, tag: int) -> None:
-        self._rank, self._tensors = rank, [(buffer, received)]
-        peers = [peer for peer in range(len(received) + 1) if peer != rank]
-        self._works: list[Any] = [dist.isend(buffer, group=group, group_dst=peer, tag=tag) for peer in peers]
-        self._works += [
-            dist.irecv(row, group=group, group_src=peer, tag=tag) for row, peer in zip(received, peers, strict=True)
-        ]
-
-    def wait(self) -> None:
-        """Add the others' buffers once all transfers are done; before, the own one is still being sent."""
-        for work in self._works:
-            work.wait()
-        for buffer, received in self._tensors:
-            add_in_rank_order(buffer, self._rank, list(received))
-        self._works, self._tensors = [], []  # a kept handle keeps no memory
+        self._sends = []
 
 
 def add_in_rank_order(own: Tensor, rank: int, others: list[Tensor]) -> None:

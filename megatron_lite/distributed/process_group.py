@@ -18,13 +18,13 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from megatron_lite.distributed.rank_group import RankGroup, alone
+from megatron_lite.distributed.rank_group import Group, alone
 from megatron_lite.distributed.step_watch import POLL_S, StepWatch
 from megatron_lite.distributed.traffic import Progress, Traffic
 from megatron_lite.errors import is_lost_peer, lost_peer
 
 
-class Distributed(RankGroup):
+class Distributed(Group):
     """This process among its peers: rank, device, and the collectives over all ranks.
 
     Args:
@@ -51,9 +51,9 @@ class Distributed(RankGroup):
         self.local_world_size = local_world_size
         self.sharing_cores = local_world_size  # ranks that may use a core of this one, itself included
         self._cpu_group = cpu_group
-        self.data: RankGroup = self  # the ranks that train the same part of the model on other samples
-        self.tensor: RankGroup = alone(device)  # those that train its other parts on the same samples
-        self.groups: list[RankGroup] = [self]  # all that this rank is in
+        self.data: Group = self  # the ranks that train the same part of the model on other samples
+        self.tensor: Group = alone(device)  # those that train its other parts on the same samples
+        self.groups: list[Group] = [self]  # all that this rank is in
 
     def divide(self, tensor_parallel: int, new_group: Callable[[Sequence[int]], Any]) -> None:
         """Divide the ranks into data-parallel and tensor-parallel groups; all ranks call this together.
@@ -72,7 +72,7 @@ class Distributed(RankGroup):
                 group = new_group(ranks)
                 if self.rank in ranks:
                     place = ranks.index(self.rank)
-                    self.groups.append(RankGroup(place, len(ranks), self.device, group, self.traffic, self._watch))
+                    self.groups.append(Group(place, len(ranks), self.device, group, self.traffic, self._watch))
         *_, self.data, self.tensor = self.groups
 
     def close(self) -> None:

@@ -2,26 +2,26 @@
 
 On CPU, gloo's reduce-scatter moves as many bytes as an all-reduce, and its all-gather takes three times as long as a
 send/receive pair. Here, therefore, every rank sends each peer the slice that the peer needs, directly between the flat
-buffers. An all-reduce is one after the other, but two ranks send each other everything, which is as many bytes in one
-round, and takes 0.7 of the time for 1 MiB.
+buffers. An all-reduce is a reduce-scatter and an all-gather; but two ranks send each other the whole buffer, which is
+as many bytes in one round, and takes 0.7 of the time for 1 MiB.
 
-Order of sums: on CPU, and in `sum_in_rank_order` anywhere, the order of the ranks, so that results depend on neither
-timing nor ZeRO stage. NCCL sums in the order of its own algorithm: around a ring from the neighbour of the rank that
-keeps the slice, or in the switches between GPUs. NCCL chooses the algorithm by size, topology and version;
---deterministic=1 pins it (`startup.NCCL_RING`), so that equal sizes on the same GPUs repeat bit by bit.
+Sums are taken in rank order on CPU, and by `sum_in_rank_order` on any device, so that results depend on neither timing
+nor ZeRO stage. NCCL sums in the order of its own algorithm: around a ring from the neighbour of the rank that keeps the
+slice, or in the switches between GPUs. NCCL chooses the algorithm by size, topology and version; --deterministic=1 pins
+it (`startup.NCCL_RING`), so that equal sizes on the same GPUs repeat bit by bit.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from megatron_lite.distributed.cpu_collectives import Done, PairwiseSum, WholeExchange, Works
+from megatron_lite.distributed.cpu_collectives import PairwiseSum, Works
 from megatron_lite.distributed.step_watch import Event, StepWatch
 from megatron_lite.distributed.traffic import FirstWait, Handle, Traffic
 
@@ -31,28 +31,10 @@ REDUCTION_CHUNK_NUMEL = 2**18
 REDUCTION_SLOTS = 8
 
 
-class Group(Protocol):
-    """The ranks that a stage is partitioned over, or that share its layers. A dry run has one without processes."""
+class Group:
+    """Some ranks of a run, including this one, and the collectives over them, which do nothing for a single rank.
 
-    rank: int
-    world_size: int
-    device: torch.device
-
-    def all_gather(self, buffer: Tensor, kind: str = "gather") -> Handle: ...
-
-    def reduce_scatter(self, buffer: Tensor, kind: str = "reduce") -> Handle: ...
-
-    def all_reduce(self, buffer: Tensor, kind: str) -> Handle: ...
-
-    def reduction_scratch_bytes(self, shard_numel: int, dtype: torch.dtype) -> int: ...
-
-    def wait_for(self, event: Event) -> None: ...
-
-
-class RankGroup:
-    """Some ranks of a run, this one among them, and the collectives over them, which do nothing in a group of one.
-
-    rank, world_size: within the group. group: of NCCL or gloo. watch: of the steps on a GPU.
+    rank, world_size: within the group. group: NCCL's or gloo's. watch: times the steps on a GPU out.
     """
 
     def __init__(
@@ -77,7 +59,7 @@ class RankGroup:
     def all_gather(self, buffer: Tensor, kind: str = "gather") -> Handle:
         """Complete a flat buffer, (world_size * n,), in place; each rank holds slice `rank`."""
         if self.world_size == 1:
-            return Done()
+            return Works()
         slices = buffer.view(self.world_size, -1)
         if self.device.type == "cuda":
             work = _nccl("all_gather_single", "all_gather_into_tensor")(
@@ -92,58 +74,56 @@ class RankGroup:
         On CPU one reduction is in flight at a time, because it owns the scratch: starting the next one completes it.
         """
         if self.world_size == 1:
-            return Done()
+            return Works()
         if self.device.type == "cuda":
             own = buffer.view(self.world_size, -1)[self.rank]
             work = _nccl("reduce_scatter_single", "reduce_scatter_tensor")(own, buffer, group=self.group, async_op=True)
             return self._started(kind, buffer, work)
-        self._reduction = self._started(kind, buffer, self._pairwise_sum(buffer))
+        self._reduction = self._started(kind, buffer, self._pairwise_sum(buffer.view(self.world_size, -1)))
         return self._reduction
 
     def all_reduce(self, buffer: Tensor, kind: str) -> Handle:
         """Sum a contiguous tensor over ranks in place, bit-identical on all of them."""
         if self.world_size == 1:
-            return Done()
+            return Works()
         if self.device.type == "cuda":
             work = dist.all_reduce(buffer, group=self.group, async_op=True)
             return self._started(kind, buffer, work, passes=2)
         flat, rest = buffer.view(-1), -buffer.numel() % self.world_size
         if self.world_size == 2:
-            received = self._reduction_scratch((1, 1, flat.numel()), buffer)[0]
-            self._reduction = self._started(
-                kind, buffer, WholeExchange(flat, received, self.rank, self.group, self._next_tag(1)), passes=2
-            )
-            return self._reduction
-        padded = torch.cat([flat, flat.new_zeros(rest)]) if rest else flat
-        reduction = self._pairwise_sum(padded)
+            work = self._pairwise_sum(flat.expand(2, -1), (1, 1, flat.numel()))
+        else:
+            padded = torch.cat([flat, flat.new_zeros(rest)]) if rest else flat
+            slices = padded.view(self.world_size, -1)
+            reduction = self._pairwise_sum(slices)
 
-        def finish() -> None:
-            reduction.wait()
-            self._pairwise_gather(padded.view(self.world_size, -1)).wait()
-            if rest:
-                flat.copy_(padded[: flat.numel()])
+            def finish() -> None:
+                reduction.wait()
+                self._pairwise_gather(slices).wait()
+                if rest:
+                    flat.copy_(padded[: flat.numel()])
 
-        self._reduction = self._started(kind, buffer, FirstWait(reduction, finish), passes=2)
+            work = FirstWait(reduction, finish)
+        self._reduction = self._started(kind, buffer, work, passes=2)
         return self._reduction
 
     def sum_in_rank_order(self, values: Tensor) -> Tensor:
         """Return the sum of a small vector over ranks, bit-identical on all of them."""
-        if self.world_size == 1:
-            return values
-        gathered = values.new_zeros(self.world_size, *values.shape)
-        gathered[self.rank] = values
-        self.all_gather(gathered.view(-1), "sum").wait()
-        return gathered.sum(dim=0)
+        return values if self.world_size == 1 else self._gathered(values, "sum").sum(dim=0)
 
     def gather_tensors(self, tensor: Tensor) -> list[Tensor]:
         """Return every rank's tensor, all of one shape and dtype, in rank order, on every rank. For debugging."""
-        gathered = tensor.new_empty(self.world_size, tensor.numel())
-        gathered[self.rank] = tensor.detach().flatten()
-        self.all_gather(gathered.view(-1), "debug").wait()
-        return [row.view(tensor.shape) for row in gathered]
+        return list(self._gathered(tensor.detach(), "debug"))
+
+    def _gathered(self, tensor: Tensor, kind: str) -> Tensor:
+        """Return the tensors of all ranks, (world_size, *shape)."""
+        gathered = tensor.new_empty(self.world_size, *tensor.shape)
+        gathered[self.rank] = tensor
+        self.all_gather(gathered.view(-1), kind).wait()
+        return gathered
 
     def wait_for(self, event: Event) -> None:
-        """Wait for a point inside the step that the host is queueing."""
+        """Wait for an event within the step that the host is queueing."""
         assert self._watch is not None, f"no events on {self.device.type}"
         self._watch.wait_for(event)
 
@@ -159,21 +139,17 @@ class RankGroup:
         receives: list[Any] = [dist.irecv(slices[peer], group=self.group, group_src=peer, tag=tag) for peer in peers]
         return Works([*receives, *sends])
 
-    def _pairwise_sum(self, buffer: Tensor) -> Handle:
-        scratch = self._reduction_scratch(
-            reduction_scratch_shape(self.world_size, buffer.numel() // self.world_size), buffer
-        )
-        tag = self._next_tag(-(-buffer.numel() // (self.world_size * scratch.shape[-1])))
-        return PairwiseSum(buffer, scratch, self.rank, self.group, tag)
-
-    def _reduction_scratch(self, shape: tuple[int, ...], buffer: Tensor) -> Tensor:
-        """Return memory to receive in, which one reduction has at a time; wait for the one before."""
+    def _pairwise_sum(self, slices: Tensor, shape: tuple[int, int, int] | None = None) -> Handle:
+        """Start a sum over ranks, after the one before, whose scratch it uses. shape: of the scratch."""
         if self._reduction is not None:
             self._reduction.wait()
-        size = math.prod(shape) * buffer.itemsize
+        shape = shape or reduction_scratch_shape(self.world_size, slices.shape[1])
+        size = math.prod(shape) * slices.itemsize
         if self._scratch is None or self._scratch.numel() < size:
-            self._scratch = buffer.new_empty(size, dtype=torch.uint8)
-        return self._scratch[:size].view(buffer.dtype).view(shape)
+            self._scratch = slices.new_empty(size, dtype=torch.uint8)
+        scratch = self._scratch[:size].view(slices.dtype).view(shape)
+        tag = self._next_tag(-(-slices.shape[1] // max(1, shape[-1])))
+        return PairwiseSum(slices, scratch, self.rank, self.group, tag)
 
     def _next_tag(self, count: int) -> int:
         tag, self._tag = self._tag, (self._tag + count) % 2**30
@@ -183,9 +159,9 @@ class RankGroup:
         return self.traffic.started(kind, buffer, work, self.world_size, passes)
 
 
-def alone(device: torch.device) -> RankGroup:
+def alone(device: torch.device) -> Group:
     """Return a group of one rank."""
-    return RankGroup(0, 1, device, None, Traffic())
+    return Group(0, 1, device, None, Traffic())
 
 
 def reduction_scratch_bytes(device_type: str, world_size: int, shard_numel: int, dtype: torch.dtype) -> int:

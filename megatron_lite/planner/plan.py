@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from megatron_lite.config import RECOMPUTE_LEVELS, Config
-from megatron_lite.distributed.cpu_collectives import Done
+from megatron_lite.distributed.cpu_collectives import Works
 from megatron_lite.distributed.rank_group import Group, alone, reduction_scratch_bytes
 from megatron_lite.distributed.step_watch import Event
 from megatron_lite.distributed.traffic import Handle, Total, Traffic
@@ -29,7 +29,7 @@ from megatron_lite.zero.multi_stage import MultiStage
 from megatron_lite.zero.schedule import Step, training_schedule
 
 
-class SimulatedGroup:
+class SimulatedGroup(Group):
     """One rank of a group that does not exist: counts collectives and moves nothing.
 
     As a run's ranks it has a data-parallel and a tensor-parallel group, which count with it, as `Distributed` has.
@@ -44,8 +44,7 @@ class SimulatedGroup:
         tensor_parallel: int = 1,
         traffic: Traffic | None = None,
     ) -> None:
-        self.rank, self.world_size, self.device = rank, world_size, torch.device(device)
-        self.traffic = traffic or Traffic()
+        super().__init__(rank, world_size, torch.device(device), None, traffic or Traffic())
         self._device_type = device_type
         self.data: SimulatedGroup = self
         self.tensor: Group = alone(self.device)
@@ -58,13 +57,13 @@ class SimulatedGroup:
             self.tensor = SimulatedGroup(of_tensor, tensor_parallel, device_type, of_plan, traffic=self.traffic)
 
     def all_gather(self, buffer: Tensor, kind: str = "gather") -> Handle:
-        return self.traffic.started(kind, buffer, Done(), self.world_size)
+        return self.traffic.started(kind, buffer, Works(), self.world_size)
 
     def reduce_scatter(self, buffer: Tensor, kind: str = "reduce") -> Handle:
-        return self.traffic.started(kind, buffer, Done(), self.world_size)
+        return self.traffic.started(kind, buffer, Works(), self.world_size)
 
     def all_reduce(self, buffer: Tensor, kind: str) -> Handle:
-        return self.traffic.started(kind, buffer, Done(), self.world_size, passes=2)
+        return self.traffic.started(kind, buffer, Works(), self.world_size, passes=2)
 
     def reduction_scratch_bytes(self, shard_numel: int, dtype: torch.dtype) -> int:
         """Bytes on the planned type of device."""

@@ -16,7 +16,7 @@ from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from megatron_lite.distributed import cpu_collectives, rank_group
-from megatron_lite.distributed.rank_group import RankGroup, alone
+from megatron_lite.distributed.rank_group import Group, alone
 from megatron_lite.distributed.traffic import Traffic
 from tests.support.thread_ranks import TIMEOUT_S, ThreadRank, on_threads
 
@@ -90,9 +90,9 @@ def small_chunks_by_post(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     assert all(transfer.is_done for some in post.transfers.values() for transfer in some), "nobody waited"
 
 
-def on_ranks(count: int, function: Callable[[RankGroup], Any]) -> list[Any]:
+def on_ranks(count: int, function: Callable[[Group], Any]) -> list[Any]:
     def run(ranks: ThreadRank) -> Any:
-        return function(RankGroup(ranks.rank, count, CPU, Sender(ranks.rank, ranks.turn), Traffic()))
+        return function(Group(ranks.rank, count, CPU, Sender(ranks.rank, ranks.turn), Traffic()))
 
     return on_threads(1, count, run)
 
@@ -120,7 +120,7 @@ SHAPES: list[tuple[int, ...]] = [(), (1,), (2,), (3,), (4,), (5,), (3, 5), (64,)
 def test_all_reduce_sums_in_rank_order_for_any_size(ranks: int, dtype: torch.dtype) -> None:
     """The same bits on all ranks, in place, also where the size does not divide."""
 
-    def reduced(group: RankGroup) -> list[Tensor]:
+    def reduced(group: Group) -> list[Tensor]:
         buffers = [values(group.rank, shape, dtype) for shape in SHAPES]
         for buffer in buffers:
             group.all_reduce(buffer, "test").wait()
@@ -136,7 +136,7 @@ def test_all_reduce_sums_in_rank_order_for_any_size(ranks: int, dtype: torch.dty
 def test_several_collectives_in_flight(ranks: int) -> None:
     """Waited for in another order than they started, twice, and completed by later ones; tags do not get mixed up."""
 
-    def run(group: RankGroup) -> list[Tensor]:
+    def run(group: Group) -> list[Tensor]:
         first, second = (values(group.rank, (5 * ranks + 1,), torch.float32, seed) for seed in (1, 2))
         third = values(group.rank, (40 * ranks,), torch.float32, 3)
         gathered = torch.zeros(ranks, 9)
@@ -162,7 +162,7 @@ def test_several_collectives_in_flight(ranks: int) -> None:
 
 
 def test_small_sums_are_the_same_bits_everywhere() -> None:
-    def run(group: RankGroup) -> Tensor:
+    def run(group: Group) -> Tensor:
         return group.sum_in_rank_order(values(group.rank, (3,), torch.float64))
 
     first, *others = on_ranks(4, run)
@@ -171,7 +171,7 @@ def test_small_sums_are_the_same_bits_everywhere() -> None:
 
 
 def test_traffic_counts_an_all_reduce_as_two_passes() -> None:
-    def run(group: RankGroup) -> Any:
+    def run(group: Group) -> Any:
         group.all_reduce(torch.ones(10), "both").wait()
         group.reduce_scatter(torch.ones(12), "one").wait()
         return {
@@ -185,7 +185,7 @@ def test_traffic_counts_an_all_reduce_as_two_passes() -> None:
 def test_a_finished_collective_keeps_no_buffer(name: str) -> None:
     """The last reduction is remembered, but not its memory, which may be that of all tokens' activations."""
 
-    def run(group: RankGroup) -> bool:
+    def run(group: Group) -> bool:
         buffer = torch.ones(64)
         memory = StorageWeakRef(buffer.untyped_storage())
         getattr(group, name)(buffer, "test").wait()

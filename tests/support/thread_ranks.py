@@ -1,7 +1,7 @@
 """Ranks that are threads of this process: data x tensor ranks without gloo, sockets or processes.
 
 One rank runs at a time, until it waits for others: threads that run together fight for Python's lock, which takes five
-times as long. Collectives sum in the order of the ranks, as `RankGroup` does on CPU, so both give the same bits. They
+times as long. Collectives sum in the order of the ranks, as `Group` does on CPU, so both give the same bits. They
 are complete when they return; `engine_runs.LateGroup` makes them late.
 """
 
@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megatron_lite.distributed.cpu_collectives import Done
+from megatron_lite.distributed.cpu_collectives import Works
 from megatron_lite.distributed.traffic import Handle
 from tests.support.threads import THREADS
 
@@ -65,19 +65,19 @@ class ThreadGroup:
     def all_gather(self, buffer: Tensor, kind: str = "gather") -> Handle:
         slices = buffer.view(self.world_size, -1)
         torch.stack(self._meeting.exchange(self.rank, slices[self.rank]), out=slices)
-        return Done()
+        return Works()
 
     def reduce_scatter(self, buffer: Tensor, kind: str = "reduce") -> Handle:
         slices = buffer.view(self.world_size, -1)
         total = _sum([value[self.rank] for value in self._meeting.exchange(self.rank, slices)])
         slices.fill_(float("nan"))  # garbage
         slices[self.rank] = total
-        return Done()
+        return Works()
 
     def all_reduce(self, buffer: Tensor, kind: str) -> Handle:
         if self.world_size > 1:
             buffer.copy_(_sum(self._meeting.exchange(self.rank, buffer)))
-        return Done()
+        return Works()
 
     def sum_in_rank_order(self, values: Tensor) -> Tensor:
         return torch.stack(self._meeting.exchange(self.rank, values)).sum(dim=0)
