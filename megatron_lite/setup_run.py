@@ -297,7 +297,7 @@ def _time_collectives(start: Start, model: MultiStage) -> dict[str, float]:
     distributed = start.distributed
     if not start.config.run.log_communication:
         return {}
-    distributed.traffic.time_waits()
+    distributed.traffic.timed = True
     with distributed.traffic.paused():
         return time_collectives(model.stages, model.group, distributed.barrier)
 

@@ -1,10 +1,10 @@
-"""A failure on one rank becomes a failure on all of them, with one message: no rank waits for one that is gone."""
+"""A failure on one rank becomes a failure on all ranks, with one message: no rank waits for one that is gone."""
 
 from __future__ import annotations
 
 import os
-import threading
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor, wait
 from pathlib import Path
 from typing import Any, TypeVar, cast
 
@@ -13,7 +13,7 @@ from megatron_lite.distributed.process_group import Distributed
 from megatron_lite.errors import DamagedError, RunError, StorageError, as_run_error
 
 T = TypeVar("T")
-MEETING_S = 5.0  # between the meetings of ranks that wait for rank 0
+MEETING_S = 5.0  # between agreements of ranks that wait for rank 0
 
 
 def together(distributed: Distributed, action: Callable[[], T]) -> T:
@@ -27,38 +27,22 @@ def together(distributed: Distributed, action: Callable[[], T]) -> T:
 
 
 def rank_0_works(distributed: Distributed, action: Callable[[], T]) -> T:
-    """Run a long action on rank 0 and return its JSON-able result on every rank, which wait as long as it takes.
+    """Run a long action on rank 0 while others wait; return its JSON-able result on every rank.
 
-    The ranks meet every few seconds, so that no time-out of a collective limits the action, and a lost rank is noticed.
+    Agreement every few seconds keeps the time-out of a collective from limiting the action, and finds a lost rank.
     """
-    done: list[T] = []
-    failures: list[BaseException] = []
-
-    def act() -> None:
-        try:
-            done.append(action())
-        except BaseException as error:
-            failures.append(error)
-
-    worker = threading.Thread(target=act, daemon=True, name="rank-0-works") if distributed.rank == 0 else None
-    if worker is not None:
-        worker.start()
+    job = ThreadPoolExecutor(1, "rank-0-works").submit(action) if distributed.rank == 0 else None
     while True:
-        if worker is not None:
-            worker.join(MEETING_S)
-        if distributed.broadcast_object(worker is not None and not worker.is_alive()):
+        if job is not None:
+            wait([job], MEETING_S)
+        if distributed.broadcast_object(job is not None and job.done()):
             break
-
-    def outcome() -> T | None:
-        if failures:
-            raise failures[0]
-        return done[0] if done else None
-
-    return cast(T, distributed.broadcast_object(together(distributed, outcome)))
+    result = together(distributed, lambda: None if job is None else job.result())
+    return cast(T, distributed.broadcast_object(result))
 
 
 def raise_first(distributed: Distributed, failure: RunError | None) -> None:
-    """Exchange every rank's failure, or None, and raise the first one on all ranks; rank 0 reports it."""
+    """Gather the failure of every rank, or None, and raise the first one on all ranks; rank 0 reports it."""
     _raise_first(distributed.gather_objects(None if failure is None else _describe_expected(failure)))
 
 
@@ -68,10 +52,10 @@ def write_together(
     """Run an action that writes to `path` on every rank; return its results (JSON) in rank order.
 
     Raises:
-        StorageError: on every rank, if the action raised OSError on any: rank, path, reason, the bytes this rank's
-            action needs and the bytes free.
-        RunError: on every rank, if the action raised one on any.
-        Exception: any other one, unchanged, on the rank where it happened.
+        StorageError: on every rank, if the action raised OSError on any rank: its rank, path, reason, the bytes that it
+            needs and the bytes free.
+        RunError: on every rank, if the action raised one on any rank.
+        Exception: any other error, unchanged, on the rank where it happened.
     """
     failed: list[Exception] = []
 

@@ -1,13 +1,13 @@
-"""Ranks watch each other through a store: who came and from where, who is lost, what each is doing.
+"""Ranks watch each other through a store: which ranks have come, which are lost, and what each is doing.
 
-The store is a small server in torchrun's first node, or in rank 0 without torchrun. The ranks meet there before any of
-them can wait for another inside of a library. Here each wait is a poll, so that a rank of this machine that has died,
-or the end of the store, is noticed within seconds.
+The store is a small server on torchrun's first node, or in rank 0 without torchrun. The ranks meet there before one of
+them can wait for another inside a library. Every wait here is a poll, so that the death of a rank on this machine, or
+the end of the store, is noticed within seconds.
 
-From then on a thread watches: collectives notice a lost peer only when they come to it, and inside of a library not
-before their time-out. Once a second the thread looks at the processes of this machine, reads in the store whether
-another machine has lost a rank, and writes there what this rank is doing. A rank of another machine that is only silent
-is never given up here: its file system may hang for minutes, and the time-outs are there for that.
+After the meeting a thread watches, because a collective notices a lost peer only when it reaches that peer, and inside
+a library only after the time-out. Once a second the thread checks the processes of this machine, reads from the store
+whether another machine has lost a rank, and writes there what this rank is doing. It never gives up a rank of another
+machine that is merely silent: a file system may hang for minutes, and time-outs deal with that.
 """
 
 from __future__ import annotations
@@ -33,27 +33,27 @@ from megatron_lite.errors import PeerError, UsageError, is_lost_peer, lost_peer,
 
 POLL_S = 0.1  # between looks at the store while the ranks meet
 LOOK_S = 1.0  # between looks at the processes of this machine
-# A collective may notice as well, and knows the library's words; a rank that failed by itself writes its reason.
+# A collective may notice too, with the library's own words, and a rank that failed by itself writes its reason.
 GRACE_S = 2.0
-READ_S = 2.0  # limit on reading the store while a failure is reported: its process may be the one that hangs
-END_S = 5.0  # limit on the thread's end
+READ_S = 2.0  # limit on reading the store while a failure is reported: the store's process may be the one that hangs
+END_S = 5.0  # limit on waiting for the thread's end
 
 
 @dataclass(frozen=True)
 class MeetingPoint:
-    """The store of a start."""
+    """The address of the store."""
 
     host: str
     port: int
     hosted: bool  # by rank 0; otherwise by torchrun
     prefix: str  # of all keys
-    one_machine: bool = False  # whether all ranks are on one
+    one_machine: bool = False  # whether all ranks are on one machine
 
     def __str__(self) -> str:
         return f"{self.host}:{self.port}"
 
     def lost(self, error: RuntimeError) -> PeerError:
-        """Return the error that the user sees once the store does not answer."""
+        """Return the error that the user sees when the store does not answer."""
         owner = "rank 0" if self.hosted else "torchrun on the first node"
         return lost_peer(error, f"lost {owner}, where the ranks meet ({self}); see its own message")
 
@@ -62,24 +62,39 @@ def open_store(point: MeetingPoint, rank: int, world_size: int, timeout_s: float
     """Return this rank's connection to the store; rank 0 opens the store if torchrun has none.
 
     Raises:
-        OSError: EADDRINUSE, or RuntimeError with that word, if the port is in use.
+        UsageError: if the port is in use.
+        PeerError: if nobody answers within the time-out.
     """
-    if not point.hosted or rank != 0:
-        return connect(point, world_size, timeout_s)
-    with _listening(point) as server:
-        descriptor = None if server is None else server.fileno()
-        store = connect(point, world_size, timeout_s, hosts=True, descriptor=descriptor)
-        if server is not None:
-            server.detach()  # the store closes it
-    return store
+    try:
+        if not point.hosted or rank != 0:
+            return connect(point, world_size, timeout_s)
+        with _listening(point) as server:
+            descriptor = None if server is None else server.fileno()
+            store = connect(point, world_size, timeout_s, hosts=True, descriptor=descriptor)
+            if server is not None:
+                server.detach()  # the store closes it
+        return store
+    except Exception as error:
+        if "EADDRINUSE" in str(error) or getattr(error, "errno", None) == errno.EADDRINUSE:
+            raise UsageError(
+                f"MASTER_PORT={point.port} is in use by another program on this machine; choose another one (torchrun "
+                "--rdzv-backend=c10d --rdzv-endpoint=localhost:0 finds a free port)"
+            ) from error
+        if not is_lost_peer(error):
+            raise
+        raise lost_peer(
+            error,
+            f"nobody answered at {point} within --startup_timeout={timeout_s:g} s, where {world_size} ranks were to "
+            "meet: see the messages of the others, or start them",
+        ) from error
 
 
 def connect(
     point: MeetingPoint, world_size: int, timeout_s: float, hosts: bool = False, descriptor: int | None = None
 ) -> Any:
-    """Return a connection. A thread that waits in it blocks all others in it, but in no other connection.
+    """Return a connection. A thread that waits in it blocks other threads in it, but not in another connection.
 
-    hosts: open the store first, at the socket `descriptor` or at all addresses of this machine.
+    hosts: open the store first, on the socket `descriptor` or on all addresses of this machine.
     """
     store = dist.TCPStore(
         point.host,
@@ -96,10 +111,10 @@ def connect(
 
 @contextlib.contextmanager
 def _listening(point: MeetingPoint) -> Iterator[socket.socket | None]:
-    """Yield a socket for the store at the address of its host only; None if other machines may look for it elsewhere.
+    """Yield a socket that listens on the host's address only; None if other machines may look for the store elsewhere.
 
-    torch itself would listen at all addresses, for anybody. Where ranks are on several machines, the name of rank 0's
-    may mean loopback on that machine alone.
+    torch itself would listen on all addresses, for anybody. With several machines, the name of rank 0's machine may
+    mean loopback on that machine alone.
     """
     family, address = socket.AF_INET, ""
     with contextlib.suppress(OSError):  # an unknown name
@@ -117,22 +132,23 @@ def _listening(point: MeetingPoint) -> Iterator[socket.socket | None]:
         except OSError as error:
             if error.errno != errno.EADDRNOTAVAIL:
                 raise
-            address = ""  # of another machine, or of none, which passes connections on
+            address = ""  # belongs to another machine, or to a proxy
         yield server if address else None
 
 
 class Meeting:
-    """All ranks of a start have met.
+    """The meeting of all ranks of a start, which is over when the constructor returns.
+
+    store: this rank's connection. local_ranks: ranks that may be on this machine.
 
     Raises:
-        PeerError: if not all of them come within the time-out, or one that came is gone.
+        PeerError: if a rank does not come within the time-out, or has come and died.
         UsageError: if another process came as this rank.
     """
 
     def __init__(
         self, point: MeetingPoint, store: Any, own: Place, world_size: int, local_ranks: Sequence[int], timeout_s: float
     ) -> None:
-        """store: this rank's connection. local_ranks: ranks that may be on this machine."""
         self.point, self.store, self.world_size, self.rank = point, store, world_size, own.rank
         self._own, self._local_ranks, self.timeout_s = own, local_ranks, timeout_s
         try:
@@ -177,7 +193,7 @@ class Meeting:
             time.sleep(POLL_S)
 
     def _came(self, ranks: Sequence[int]) -> list[Place]:
-        """Return the places of those of these ranks that have come."""
+        """Return the places of the given ranks that have come."""
         keys = [f"came/{rank}" for rank in ranks]
         if not self.store.check(keys):
             keys = [key for key in keys if self.store.check([key])]
@@ -185,10 +201,10 @@ class Meeting:
 
 
 class PeerWatch:
-    """The thread, from the meeting of the ranks until `finish`, which every rank calls before the first one ends.
+    """The watching thread. Every rank calls `finish` before the first rank ends.
 
-    on_lost: called in the thread with a PeerError if a rank is lost; it ends the process. on_request: called in the
-    thread if a rank asks all ranks for their stacks.
+    on_lost: ends the process; called in the thread when a rank is lost. on_request: called in the thread when a rank
+    asks all ranks for their stacks.
     """
 
     def __init__(
@@ -203,7 +219,7 @@ class PeerWatch:
         self._thread.start()
 
     def finish(self) -> None:
-        """End the thread; lost ranks are the caller's business from here on."""
+        """End the thread; from here on the caller handles lost ranks."""
         self._done.set()
         if threading.current_thread() is not self._thread:
             self._thread.join(END_S)
@@ -219,7 +235,7 @@ class PeerWatch:
         return [Status(*json.loads(row)) for row in rows or []]
 
     def _bounded(self, action: Callable[[Any], Any]) -> Any:
-        """Call the action with the connection that the groups used, in a thread; None if READ_S is not enough."""
+        """Call the action with the groups' connection, in a thread; None if READ_S is not enough."""
         results: list[Any] = []
 
         def work() -> None:
@@ -247,7 +263,7 @@ class PeerWatch:
         self._on_lost(lost)
 
     def _look(self) -> PeerError | None:
-        """Return what another machine says about a lost rank, or tell the others of one that is lost here."""
+        """Return what another machine reports about a lost rank, or report one that is lost here."""
         requests = self._store.add("requests", 0)
         if requests != self._requests:
             self._requests = requests
@@ -261,6 +277,6 @@ class PeerWatch:
 
 
 def _ended(places: Sequence[Place]) -> str:
-    """Return which of these ranks' processes have ended, as the beginning of a message; empty if none has."""
+    """Return the beginning of a message that names the ranks whose processes have ended; empty if none has."""
     lost = [str(place) for place in places if processes.has_ended(place.pid)]
     return f"lost {shorten(lost, limit=3)}" if lost else ""

@@ -1,8 +1,8 @@
-"""This process among the ranks of a run: its groups, and what all ranks agree on. `startup.py` joins the groups.
+"""This process among the ranks of a run: its groups, and agreement between all ranks. `startup.py` joins the groups.
 
-A run has data x tensor ranks, the tensor-parallel ones next to each other: rank r is rank r // T of its data-parallel
-group and rank r % T of its tensor-parallel group. torch's `init_device_mesh` would make the same groups, but it takes
-no time-out for them, and keeps references to them, which `Distributed.close` must drop.
+A run has data x tensor ranks. Tensor-parallel ranks are neighbours: rank r is rank r // T of its data-parallel group
+and rank r % T of its tensor-parallel group. torch's `init_device_mesh` would make the same groups, but it sets no
+time-out, and keeps references to them, which `Distributed.close` must drop.
 """
 
 from __future__ import annotations
@@ -29,9 +29,9 @@ class Distributed(Group):
 
     Args:
         local_world_size: number of ranks on this machine.
-        cpu_group: gloo, with the long time-out, for agreements between hosts.
+        cpu_group: gloo, with the long time-out, for agreement between hosts.
         group: NCCL or gloo, for the collectives of a step.
-        watch: of the steps on a GPU; None on CPU, where the collectives of a step have the time-out themselves.
+        watch: times the steps on a GPU out; None on CPU, where the collectives of a step have the time-out themselves.
         progress: what this rank is doing, for other threads.
     """
 
@@ -52,16 +52,16 @@ class Distributed(Group):
         self.sharing_cores = local_world_size  # ranks that may use a core of this one, itself included
         self._cpu_group = cpu_group
         self.data: Group = self  # the ranks that train the same part of the model on other samples
-        self.tensor: Group = alone(device)  # those that train its other parts on the same samples
-        self.groups: list[Group] = [self]  # all that this rank is in
+        self.tensor: Group = alone(device)  # the ranks that train other parts of the model on the same samples
+        self.groups: list[Group] = [self]  # every group that this rank belongs to
 
     def divide(self, tensor_parallel: int, new_group: Callable[[Sequence[int]], Any]) -> None:
         """Divide the ranks into data-parallel and tensor-parallel groups; all ranks call this together.
 
-        Collectives of both groups are under way at the same time. NCCL may then wait forever unless all ranks start
-        them in the same order, which they do: it follows from the options alone, never from data or time.
+        Collectives of both groups are in flight at the same time. NCCL may then wait forever unless all ranks start
+        them in the same order, which they do: the order follows from the options alone, never from data or time.
 
-        new_group: makes a process group of some ranks, with all ranks taking part.
+        new_group: makes a process group of the given ranks; all ranks call it.
         """
         if tensor_parallel == 1:
             return
@@ -84,7 +84,7 @@ class Distributed(Group):
         torch's own.
         """
         for group in self.groups:
-            group.leave()
+            group.group = None
         del self._cpu_group
         dist.destroy_process_group()
 
@@ -100,7 +100,7 @@ class Distributed(Group):
             self._watch.end_step()
 
     def wait_for_device(self) -> None:
-        """Wait for everything queued so far; call this before the host reads the device, which has no time-out."""
+        """Wait for everything queued so far; call this before the host reads the device: a read has no time-out."""
         if self._watch is not None:
             self._watch.end_step()
             self._watch.finish()
@@ -114,15 +114,11 @@ class Distributed(Group):
 
     def agree_max(self, value: int) -> int:
         """Return the largest value of any rank. Also keeps ranks within one step of each other while data is slow."""
-        tensor = torch.tensor([value], dtype=torch.int64)
-        self._finish(lambda: dist.all_reduce(tensor, dist.ReduceOp.MAX, group=self._cpu_group, async_op=True))
-        return int(tensor)
+        return self._reduced([value], dist.ReduceOp.MAX)[0]
 
     def agree_sum(self, values: Sequence[int]) -> list[int]:
-        """Return the sums of the ranks' values, of which all ranks have equally many."""
-        tensor = torch.tensor(values, dtype=torch.int64)
-        self._finish(lambda: dist.all_reduce(tensor, group=self._cpu_group, async_op=True))
-        return list(map(int, tensor.tolist()))
+        """Return the sums over ranks; every rank gives equally many values."""
+        return self._reduced(values, dist.ReduceOp.SUM)
 
     def barrier(self) -> None:
         """Wait for every rank."""
@@ -147,6 +143,11 @@ class Distributed(Group):
         """Return the JSON-able value of rank 0 on every rank."""
         return self.gather_objects(value if self.rank == 0 else None)[0]
 
+    def _reduced(self, values: Sequence[int], operation: Any) -> list[int]:
+        tensor = torch.tensor(values, dtype=torch.int64)
+        self._finish(lambda: dist.all_reduce(tensor, operation, group=self._cpu_group, async_op=True))
+        return list(map(int, tensor.tolist()))
+
     def _finish(self, start: Callable[[], Any]) -> None:
         """Start a collective over the CPU group and wait for it, or for the time-out of a step on the GPU."""
         self.progress.started("agreement", 0)
@@ -159,9 +160,9 @@ class Distributed(Group):
 
 
 def groups_along(dimension: int, sizes: Sequence[int]) -> list[list[int]]:
-    """Return the groups of ranks that differ in one dimension only, of ranks in as many dimensions as there are sizes.
+    """Return the groups of ranks that differ only in one dimension of a grid with these sizes.
 
-    Ranks are numbered with the last dimension fastest. Along the first of sizes (2, 3): [0, 3], [1, 4], [2, 5].
+    Ranks are numbered with the last dimension fastest. Along the first dimension of (2, 3): [0, 3], [1, 4], [2, 5].
     """
     ranks = torch.arange(math.prod(sizes)).view(*sizes)
     groups: list[list[int]] = ranks.movedim(dimension, -1).reshape(-1, sizes[dimension]).tolist()

@@ -1,4 +1,4 @@
-"""Processes of this machine, and which rank each one is: a lost connection names neither. Imports no torch."""
+"""The processes of this machine and their ranks, which a lost connection does not name. Imports no torch."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ class Place(NamedTuple):
     machine: str  # tells apart machines, and containers with process numbers of their own
     pid: int
     oom_kills: int = 0  # on the machine when the ranks met
-    cores: int = 0  # that the process may use: bit i is core i; 0 where unknown
+    cores: int = 0  # bit i: the process may use core i; 0 if unknown
 
     def __str__(self) -> str:
         return f"rank {self.rank} (process {self.pid} on {self.host})"
@@ -50,10 +50,10 @@ def own_cores() -> frozenset[int]:
 
 
 def sharing_cores(places: Sequence[Place], rank: int, local_ranks: Sequence[int]) -> int:
-    """Count the ranks, `rank` included, that may use a core which `rank` may use.
+    """Count the ranks, including `rank`, that may use a core of `rank`.
 
-    local_ranks: those that the launcher puts on its machine. Each of them may be in a container, which looks like a
-    machine of its own.
+    local_ranks: the ranks that the launcher puts on its machine; each may be in a container, which looks like a machine
+    of its own.
     """
     own = places[rank]
     near = [place for place in places if place.rank in local_ranks or place.machine == own.machine]
@@ -132,7 +132,7 @@ def oom_kills() -> int:
 
 
 def machine_name() -> str:
-    """Return what identifies this machine and its process numbers; no more than its name where there is no /proc."""
+    """Return what identifies this machine and its process numbers; only its name without /proc."""
     with contextlib.suppress(OSError):
         return (PROC / "sys/kernel/random/boot_id").read_text().strip() + os.readlink(PROC / "self/ns/pid")
     return socket.gethostname()

@@ -52,10 +52,6 @@ class Group:
         self._scratch: Tensor | None = None
         self._reduction: Handle | None = None
 
-    def leave(self) -> None:
-        """Drop the reference to the group, after the last collective was waited for."""
-        self.group = None
-
     def all_gather(self, buffer: Tensor, kind: str = "gather") -> Handle:
         """Complete a flat buffer, (world_size * n,), in place; each rank holds slice `rank`."""
         if self.world_size == 1:

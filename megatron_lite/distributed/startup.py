@@ -1,10 +1,9 @@
-"""Start of a process: its device, deterministic algorithms, and the process groups it joins."""
+"""The start of a process: its device, deterministic algorithms, and the process groups that it joins."""
 
 from __future__ import annotations
 
 import contextlib
 import datetime
-import errno
 import functools
 import os
 from collections.abc import Callable, Iterator, Sequence
@@ -19,7 +18,7 @@ from megatron_lite.distributed.process_group import Distributed, peer_errors
 from megatron_lite.distributed.processes import Place, own_place, sharing_cores
 from megatron_lite.distributed.step_watch import StepWatch
 from megatron_lite.distributed.traffic import Progress
-from megatron_lite.errors import UsageError, is_lost_peer, lost_peer
+from megatron_lite.errors import UsageError
 
 # NCCL sums in an order that depends on its algorithm, which it chooses by size, topology and version. Around a ring the
 # order is fixed for buffers of one size on one set of GPUs; Simple is the only protocol that works everywhere.
@@ -33,19 +32,19 @@ def initialize(
 ) -> Distributed:
     """Join the process group that torchrun describes in the environment; without torchrun, a group of one.
 
-    on_met: called once all ranks have come, before they connect to each other; not called for a group of one.
+    on_met: called once all ranks have met, before they connect to each other; not called for a group of one.
     """
     environment = os.environ
     rank, world_size = int(environment.get("RANK") or 0), int(environment.get("WORLD_SIZE") or 1)
     local_rank = int(environment.get("LOCAL_RANK") or 0)
     local_world_size = int(environment.get("LOCAL_WORLD_SIZE") or world_size)
-    first = rank - local_rank  # of this machine, where the launcher numbers ranks machine by machine
+    first = rank - local_rank  # on this machine, if the launcher numbers ranks machine by machine
     local_ranks = range(max(0, first), min(first + local_world_size, world_size))
     places: list[Place] = []
 
     def meet() -> Any:
         point, timeout_s = meeting_point(), config.startup_timeout
-        store = _opened_store(point, rank, world_size, timeout_s)
+        store = open_store(point, rank, world_size, timeout_s)
         meeting = Meeting(point, store, own_place(rank), world_size, local_ranks, timeout_s)
         places.extend(meeting.places)
         on_met(meeting)
@@ -71,32 +70,12 @@ def meeting_point() -> MeetingPoint:
     return MeetingPoint(host, port, hosted, f"megatron_lite/{attempt}", one_machine)
 
 
-def _opened_store(point: MeetingPoint, rank: int, world_size: int, timeout_s: float) -> Any:
-    """Open the store, or connect to it, with errors in the user's words."""
-    try:
-        return open_store(point, rank, world_size, timeout_s)
-    except Exception as error:
-        if "EADDRINUSE" in str(error) or getattr(error, "errno", None) == errno.EADDRINUSE:
-            raise UsageError(
-                f"MASTER_PORT={point.port} is in use by another program on this machine; choose another one (torchrun "
-                "--rdzv-backend=c10d --rdzv-endpoint=localhost:0 finds a free port)"
-            ) from error
-        if not is_lost_peer(error):
-            raise
-        raise lost_peer(
-            error,
-            f"nobody answered at {point} within --startup_timeout={timeout_s:g} s, where {world_size} ranks were to "
-            "meet: see the messages of the others, or start them",
-        ) from error
-
-
 def join(
     config: DistributedConfig,
     rank: int,
     world_size: int,
     local_rank: int,
     local_world_size: int | None = None,
-    init_method: str | None = None,
     meet: Callable[[], Any] | None = None,
     progress: Progress | None = None,
 ) -> Distributed:
@@ -104,8 +83,7 @@ def join(
 
     Args:
         local_world_size: by default, all ranks are on this machine.
-        init_method: how the ranks find each other, in torch's words, without `meet`.
-        meet: waits for all ranks and returns their store.
+        meet: waits for all ranks and returns their store; None for a single rank.
 
     Raises:
         UsageError: if the requested device does not exist, or the launcher's port is in use.
@@ -119,11 +97,9 @@ def join(
     watch = StepWatch(config.distributed_timeout) if on_gpu else None
     step_timeout = datetime.timedelta(seconds=watch.watchdog_timeout_s if watch else config.distributed_timeout)
     startup_timeout = datetime.timedelta(seconds=config.startup_timeout)
-    store = meet() if meet is not None else None if init_method is not None else dist.HashStore()
+    store = dist.HashStore() if meet is None else meet()
     with peer_errors(), _quiet_loopback(world_size):
-        dist.init_process_group(
-            "gloo", init_method=init_method, store=store, rank=rank, world_size=world_size, timeout=startup_timeout
-        )
+        dist.init_process_group("gloo", store=store, rank=rank, world_size=world_size, timeout=startup_timeout)
         new_group = functools.partial(dist.new_group, backend="nccl" if on_gpu else "gloo", timeout=step_timeout)
         distributed = Distributed(
             rank, world_size, local_world_size, device, dist.group.WORLD, new_group(), watch, progress
@@ -178,7 +154,7 @@ def deterministic_ways(device: torch.device, triton: bool) -> str:
 
 
 def choose_device(name: str, local_rank: int, local_world_size: int) -> torch.device:
-    """Return the device of this rank; every rank of a machine decides alike.
+    """Return the device of this rank; all ranks of a machine make the same choice.
 
     Raises:
         UsageError: if cuda is requested and absent, or there are more local ranks than GPUs.
@@ -205,7 +181,7 @@ def gpu_uuid(device: torch.device) -> str:
 
 
 def refuse_shared_gpus(name: str, uuids: Sequence[str]) -> None:
-    """Check that no two ranks have the same GPU. `uuids`: of all ranks, in rank order.
+    """Check that no two ranks have the same GPU. uuids: one per rank, in rank order.
 
     Raises:
         UsageError: on every rank, because NCCL would refuse or hang.

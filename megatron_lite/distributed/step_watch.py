@@ -1,12 +1,12 @@
 """The ends of the steps on a GPU, and the time-out of a step whose collectives wait for a rank that hangs.
 
-NCCL's `wait` orders streams and returns at once. A rank that hangs therefore stops the host of another rank at the
-next thing for which that host waits: the step before, an event of the throttle, the other ranks' word over gloo, data,
-a value from the device. All of these waits poll here, and end with our own message.
+NCCL's `wait` orders streams and returns immediately. A rank that hangs therefore stops the host of another rank at its
+next wait: for the step before, an event of the throttle, an agreement over gloo, data, a value from the device. All of
+these waits poll here, and end with our own message.
 
 NCCL's watchdog aborts the process without such a message. Its clock starts when the host queues a collective. A step is
-queued only after the last but one has ended, so our message comes at most two time-outs, and the time that the host
-takes to queue a step, after that.
+queued only after the last but one has ended, so our message comes at most two time-outs, plus the time that the host
+takes to queue a step, later.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ import torch
 from megatron_lite.errors import PeerError
 
 POLL_S = 0.0002
-# Beside two time-outs: queueing a step, which the first time compiles kernels, and finding out which rank it is.
+# On top of two time-outs: queueing a step, which the first time compiles kernels, and finding out which rank hangs.
 QUEUEING_S = 60.0
 
 
@@ -35,8 +35,7 @@ class Event(Protocol):
 class StepWatch:
     """The newest step that the host has queued, and the wait for its end.
 
-    timeout_s: limit on each wait, and on the time from the moment when the host has queued a step, and the step before
-    has ended, until the step ends.
+    timeout_s: limit on each wait, and on a step, counted from when it is queued and the step before has ended.
     """
 
     def __init__(
@@ -68,7 +67,7 @@ class StepWatch:
             self._sleep(POLL_S)
 
     def has_ended(self) -> bool:
-        """Return whether the newest step has ended; call this again and again wherever the host waits.
+        """Return whether the newest step has ended; poll this wherever the host waits.
 
         Raises:
             PeerError: if the step is late.

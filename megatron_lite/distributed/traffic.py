@@ -1,7 +1,7 @@
-"""The collectives that a rank starts: their traffic, the time that computation waits for them, and how far a rank is.
+"""The collectives that a rank starts: their traffic, how long the computation waits for them, and a rank's progress.
 
-Traffic is counts, elements and bytes by kind. The progress of a rank, its phase, iteration and newest collectives, is
-for messages and files about a rank that hangs.
+Traffic is counts, elements and bytes by kind. Progress is phase, iteration and newest collectives, for messages and
+files about a rank that hangs.
 """
 
 from __future__ import annotations
@@ -91,28 +91,25 @@ class Total:
 
 class Traffic:
     """Counts the collectives of one rank, over all of its groups, by kind: "gather" (weights), "reduce" (gradients),
-    "tensor gather", "tensor reduce" and "tensor sum" (hidden states, and gradients of what several ranks hold), "muon
+    "tensor gather", "tensor reduce" and "tensor sum" (hidden states, and gradients of replicated parameters), "muon
     gather", "muon reduce", "sum" (small sums) and "debug".
     """
 
     def __init__(self, progress: Progress | None = None, device_type: str = "cpu") -> None:
         self.progress = progress or Progress()
-        self._timed, self._on_gpu = False, device_type == "cuda"
+        self.timed = False  # whether to time how long the computation waits for each kind
+        self._on_gpu = device_type == "cuda"
         self._totals: dict[str, Total] = {}
         self._paused = False
-        self.recorder: Recorder | None = None  # of a profile: replaces the handle of each collective it is told of
+        self.recorder: Recorder | None = None  # of a profile: wraps the handle of each collective
         self._stalls: list[tuple[str, torch.cuda.Event, torch.cuda.Event]] = []  # on a GPU: before and after a wait
-
-    def time_waits(self) -> None:
-        """From now on, time how long the computation waits for each kind."""
-        self._timed = True
 
     def started(self, kind: str, buffer: Tensor, work: Handle, ranks: int, passes: int = 1) -> Handle:
         """Count a collective of a group and return its handle, timed if asked for.
 
         Args:
-            buffer: the full one, (ranks * n,).
-            passes: 2 for an all-reduce, which is a reduction and a gather.
+            buffer: full, (ranks * n,).
+            passes: 2 for an all-reduce, which is a reduce-scatter and an all-gather.
         """
         self.progress.started(kind, buffer.nbytes)
         if self._paused:
@@ -124,7 +121,7 @@ class Traffic:
         total.wire_bytes += passes * buffer.nbytes * (ranks - 1) // ranks
         if self.recorder is not None:
             work = self.recorder(kind, buffer.nbytes, work)
-        return FirstWait(work, lambda: self._wait(kind, work)) if self._timed else work
+        return FirstWait(work, lambda: self._wait(kind, work)) if self.timed else work
 
     @contextlib.contextmanager
     def paused(self) -> Iterator[None]:
@@ -157,9 +154,9 @@ class Traffic:
 
 
 class FirstWait:
-    """A collective in flight whose first `wait` is another function, which waits and does more.
+    """A collective in flight whose first `wait` calls a function that waits and does more.
 
-    That function is dropped before it is called: a handle that somebody keeps keeps no memory.
+    The function is dropped before it is called: a handle that somebody keeps must not keep memory.
     """
 
     def __init__(self, work: Handle, first_wait: Callable[[], None]) -> None:

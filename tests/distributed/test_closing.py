@@ -32,7 +32,7 @@ class Last:
 
 rank, store = int(sys.argv[1]), sys.argv[2]
 torch.set_num_threads(1)
-group = join(DistributedConfig(device="cpu"), rank, 2, rank, init_method=f"file://{store}")
+group = join(DistributedConfig(device="cpu"), rank, 2, rank, meet=lambda: dist.FileStore(store, 2))
 config = tiny_config(2, zero_stage=2, depth_first_micro_batches=2, batch_size=8, micro_batch_size=2)
 run = build(config, group, Experiment(config, group), StopSignal(), ())
 for iteration, batch in enumerate(run.data.batches("training", 0, 2), start=1):

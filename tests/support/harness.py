@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
+import torch.distributed as dist
 
 from megatron_lite.config import Config, DistributedConfig, unflatten
 from megatron_lite.distributed.process_group import Distributed
@@ -65,8 +66,7 @@ def run_distributed(
         pipes = [FORKSERVER.Pipe(duplex=False) for _ in range(world_size)]
         processes = [
             FORKSERVER.Process(
-                target=_run_rank,
-                args=(rank, world_size, f"file://{directory}/store", config, pipes[rank][1], function, args),
+                target=_run_rank, args=(rank, world_size, f"{directory}/store", config, pipes[rank][1], function, args)
             )
             for rank in range(world_size)
         ]
@@ -86,7 +86,7 @@ def run_distributed(
 def _run_rank(
     rank: int,
     world_size: int,
-    init_method: str,
+    store: str,
     config: DistributedConfig,
     sender: Connection,
     function: Callable[..., Any],
@@ -94,7 +94,7 @@ def _run_rank(
 ) -> None:
     torch.set_num_threads(THREADS)
     try:
-        distributed = join(config, rank, world_size, rank, init_method=init_method)
+        distributed = join(config, rank, world_size, rank, meet=lambda: dist.FileStore(store, world_size))
         result = function(distributed, *args)
         distributed.barrier()
         distributed.close()
