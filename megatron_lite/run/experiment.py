@@ -1,4 +1,4 @@
-"""The experiment directory: the files of a run, behind a lock that keeps other runs out."""
+"""The experiment directory: the paths of a run, and the lock that keeps other runs out."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ class Experiment:
         together(distributed, lambda: lock.see(self.run, nonce) if rank != 0 else None)
 
     def check(self) -> None:
-        """Do nothing while the directory belongs to this start; call this before anything is written there by path.
+        """Check that the directory still belongs to this start; call this before anything is written there by path.
 
         Raises:
             FolderLostError: if it was moved or removed, or another start has taken it over.
@@ -51,7 +51,7 @@ class Experiment:
             self.check()
         except FolderLostError:
             return True
-        except OSError:  # the file system does not tell
+        except OSError:  # the file system does not answer
             pass
         return False
 
@@ -67,25 +67,28 @@ class Experiment:
 
     @property
     def checkpoints(self) -> Path | None:
-        return None if self.root is None else self.root / "checkpoints"
-
-    def export(self, iteration: int) -> Path | None:
-        """Return the folder for the export of an iteration."""
-        return None if self.root is None else self.root / "export" / str(iteration)
-
-    def log_file(self, rank: int) -> Path | None:
-        """Return the log file of one rank of this start."""
-        return None if self.root is None else self.root / "runs" / str(self.run) / "logs" / f"logs_rank_{rank:03d}.txt"
+        return self._path("checkpoints")
 
     @property
     def profiles(self) -> Path | None:
-        """The folder for profiles, of all starts."""
-        return None if self.root is None else self.root / "profiles"
+        """The folder for the profiles of all starts."""
+        return self._path("profiles")
 
     @property
     def artifacts(self) -> Path | None:
-        """The folder for tensor logs of this start."""
-        return None if self.root is None else self.root / "runs" / str(self.run) / "artifacts"
+        """The folder for the tensor logs, stacks and bad steps of this start."""
+        return self._path("runs", str(self.run), "artifacts")
+
+    def export(self, iteration: int) -> Path | None:
+        """Return the folder for the export of an iteration."""
+        return self._path("export", str(iteration))
+
+    def log_file(self, rank: int) -> Path | None:
+        """Return the log file of one rank of this start."""
+        return self._path("runs", str(self.run), "logs", f"logs_rank_{rank:03d}.txt")
+
+    def _path(self, *names: str) -> Path | None:
+        return None if self.root is None else self.root.joinpath(*names)
 
     def record(self, config: Config) -> None:
         """Write config.json. Call on rank 0, after the configuration was checked against the checkpoints."""

@@ -1,8 +1,8 @@
-"""The lock on an experiment directory: one start at a time writes there, on whatever machine.
+"""The lock on an experiment directory: one start at a time writes there, across machines.
 
-Every start makes a folder `runs/<k>/`, and the newest one owns the directory. Its `lock.json` says who that is: host,
-process, user, since when. The folder is renamed into place with the lock in it, so that two starters cannot both get a
-number. The owner removes the lock when it ends. A start that finds one looks for proof, and never guesses:
+Every start makes a folder `runs/<k>/`, and the newest one owns the directory. Its `lock.json` names the owner: host,
+process, user, since when. The folder is renamed into place with the lock in it, so that two starters cannot get the
+same number. The owner removes the lock when it ends. A start that finds a lock looks for proof, and never guesses:
 
 - the file is locked (flock), or its process lives on this machine: in use;
 - its process has ended, on this machine: free;
@@ -10,7 +10,7 @@ number. The owner removes the lock when it ends. A start that finds one looks fo
 - the heartbeat is older than a minute by the clock of the file system: free. Until then, wait.
 
 A process that was stopped, and wakes up after another start has taken the directory over, finds the newer folder before
-it writes again; so does a process whose directory was moved or removed. All ranks keep the lock open for that.
+it writes again. A process whose directory was moved or removed notices too: all ranks keep the lock open for that.
 """
 
 from __future__ import annotations
@@ -35,8 +35,8 @@ from megatron_lite.run.durable_files import lock_file
 
 LOCK_FILE = "lock.json"
 BEAT_S = 1.0
-DEAD_AFTER_S = 60.0  # without a heartbeat
-VISIBLE_WITHIN_S = 5.0  # for other machines to see a new file
+DEAD_AFTER_S = 60.0  # without a heartbeat an owner counts as dead
+VISIBLE_WITHIN_S = 5.0  # time for other machines to see a new file
 _POLL_S = 0.1
 _LOCK_BYTES = 4096
 _NO_SUCH_PATH = (errno.ENOENT, errno.ENOTDIR)
@@ -48,7 +48,7 @@ class Holder(NamedTuple):
     host: str = "an unknown host"
     machine: str = ""  # see `processes.machine_name`
     pid: int = 0
-    start_ticks: str = ""  # tells the process from a later one with its number
+    start_ticks: str = ""  # distinguishes the process from a later one with the same number
     user: str = "an unknown user"
     since: str = "an unknown time"
     nonce: str = ""
@@ -56,13 +56,9 @@ class Holder(NamedTuple):
     def __str__(self) -> str:
         return f"process {self.pid} of {self.user} on {self.host}, since {self.since}"
 
-    def lives_here(self) -> bool:
-        """Whether the process runs on this machine."""
-        return not has_ended(self.pid) and start_ticks(self.pid) == self.start_ticks
-
 
 class FolderLock:
-    """The lock of one start, on every rank. Rank 0 calls `take`, the others `see`.
+    """The lock of one start. Rank 0 calls `take`, the other ranks `see`.
 
     on_loss: called once, from another thread, when rank 0 finds that the directory is no longer its own.
     """
@@ -100,7 +96,7 @@ class FolderLock:
             while True:
                 newest = newest_run(self.root)
                 if newest is not None:
-                    wait_until_free(self.root, newest, self._file_system_time_s)
+                    self._wait_until_free(newest)
                 self.run = 0 if newest is None else newest + 1
                 try:
                     os.rename(new, self.folder)
@@ -140,11 +136,11 @@ class FolderLock:
             time.sleep(_POLL_S)
 
     def check(self) -> None:
-        """Do nothing while the directory still belongs to this start.
+        """Check that the directory still belongs to this start.
 
         Raises:
             FolderLostError: if the directory was moved or removed, or another start has taken it over.
-            OSError: if the file system does not tell.
+            OSError: if the file system does not answer.
         """
         newer, path = self.run + 1, self.folder / LOCK_FILE
         if os.path.lexists(self.root / "runs" / str(newer)):
@@ -179,10 +175,37 @@ class FolderLock:
             self.check()
             os.unlink(self.folder / LOCK_FILE)
 
-    def _file_system_time_s(self) -> float:
-        """Return the clock of the file system: that of another machine may differ from ours."""
-        os.utime(self._descriptor)
-        return os.fstat(self._descriptor).st_mtime
+    def _wait_until_free(self, run: int) -> None:
+        """Return once the holder of the directory has given it up, or is known to be dead.
+
+        Raises:
+            StorageError: once the holder is known to live.
+        """
+        first_beat_s, waits, begun_s = None, False, time.monotonic()
+        while (look := _look(self.root, run)) is not None:
+            beats = look.is_locked or first_beat_s not in (None, look.beat_s)
+            # A child of a dead process may hold its lock for a moment, or another start that looks at it.
+            if (look.lives or (look.lives is None and beats)) or (
+                look.is_locked and time.monotonic() - begun_s > BEAT_S
+            ):
+                refusal = StorageError(
+                    f"--experiment_dir={self.root}: another run is using it, {look.holder}; wait for that run or "
+                    "choose another directory"
+                )
+                refusal.recorded = False  # exit.json belongs to the other run
+                raise refusal
+            if not look.is_locked:
+                os.utime(self._descriptor)  # asks for the clock of the file system: another machine's may differ
+                silent_s = os.fstat(self._descriptor).st_mtime - look.beat_s
+                if look.lives is False or silent_s > DEAD_AFTER_S:
+                    return
+                if first_beat_s is None:
+                    first_beat_s = look.beat_s
+                elif silent_s > 3 * BEAT_S and not waits:
+                    text = f"waiting up to {DEAD_AFTER_S - silent_s:.0f} s for a sign of life of {look.holder}"
+                    print(f"--experiment_dir={self.root}: {text}", file=sys.stderr, flush=True)
+                    waits = True
+            time.sleep(_POLL_S)
 
     def _beat(self) -> None:
         while not self._ended.wait(BEAT_S):
@@ -202,52 +225,21 @@ def newest_run(root: Path) -> int | None:
     return max(numbers, default=None)
 
 
-def wait_until_free(root: Path, run: int, file_system_time_s: Callable[[], float]) -> None:
-    """Return once the holder of a directory has given it up, or is known to be dead.
-
-    Raises:
-        StorageError: once the holder is known to live.
-    """
-    first_beat_s, waits, begun_s = None, False, time.monotonic()
-    while (look := _look(root, run)) is not None:
-        lives = look.lives if look.is_here else look.is_locked or first_beat_s not in (None, look.beat_s)
-        # A child may hold the lock of a dead process for a moment, or another start that looks at it.
-        if lives or (look.is_locked and time.monotonic() - begun_s > BEAT_S):
-            refusal = StorageError(
-                f"--experiment_dir={root}: another run is using it, {look.holder}; wait for that run or choose another "
-                "directory"
-            )
-            refusal.recorded = False  # exit.json belongs to the other run
-            raise refusal
-        if not look.is_locked:
-            silent_s = file_system_time_s() - look.beat_s
-            if look.is_here or silent_s > DEAD_AFTER_S:
-                return
-            if first_beat_s is None:
-                first_beat_s = look.beat_s
-            elif silent_s > 3 * BEAT_S and not waits:
-                text = f"waiting up to {DEAD_AFTER_S - silent_s:.0f} s for a sign of life of {look.holder}"
-                print(f"--experiment_dir={root}: {text}", file=sys.stderr, flush=True)
-                waits = True
-        time.sleep(_POLL_S)
-
-
 def is_in_use(root: Path) -> bool:
-    """Whether another process seems to hold a directory; enough to leave its exit.json alone, not to refuse a start."""
+    """Whether another process seems to hold a directory: enough to leave exit.json alone, not to refuse a start."""
     with contextlib.suppress(OSError):
         if (run := newest_run(root)) is not None and (look := _look(root, run)) is not None:
-            return look.is_locked or (look.lives if look.is_here else time.time() - look.beat_s < DEAD_AFTER_S)
+            return look.is_locked or look.lives or (look.lives is None and time.time() - look.beat_s < DEAD_AFTER_S)
     return False
 
 
 class _Look(NamedTuple):
-    """A lock that a start finds."""
+    """What a start finds when it looks at a lock."""
 
     holder: Holder
-    is_here: bool  # whether the holder is on this machine
-    lives: bool  # whether the process runs, on this machine
+    lives: bool | None  # whether the holder runs; None if it is on another machine
     beat_s: float  # time of the newest heartbeat, by the clock of the file system
-    is_locked: bool  # the file, by another process
+    is_locked: bool  # whether another process has a flock on the file
 
 
 def _look(root: Path, run: int) -> _Look | None:
@@ -261,8 +253,10 @@ def _look(root: Path, run: int) -> _Look | None:
         return None
     try:
         holder, beat_s = read_holder(descriptor), os.fstat(descriptor).st_mtime
-        is_here = holder.machine == machine_name()
-        return _Look(holder, is_here, is_here and holder.lives_here(), beat_s, not lock_file(descriptor))
+        lives = None
+        if holder.machine == machine_name():
+            lives = not has_ended(holder.pid) and start_ticks(holder.pid) == holder.start_ticks
+        return _Look(holder, lives, beat_s, not lock_file(descriptor))
     finally:
         os.close(descriptor)  # unlocks it again
 
@@ -277,7 +271,7 @@ def _this_process(nonce: str) -> Holder:
 
 
 def read_holder(descriptor: int) -> Holder:
-    """Return what an open lock says; a holder of unknown everything if it is damaged."""
+    """Return the holder that an open lock names; an unknown one if the lock is damaged."""
     with contextlib.suppress(ValueError, TypeError, KeyError):
         values = json.loads(os.pread(descriptor, _LOCK_BYTES, 0))
         return Holder(**{**values, "pid": int(values["pid"])})
@@ -285,7 +279,7 @@ def read_holder(descriptor: int) -> Holder:
 
 
 def _sweep(runs: Path) -> None:
-    """Delete what starts that were killed at once left behind."""
+    """Delete the folders of starts that were killed before they had a number."""
     for path in runs.glob(".new-*"):
         with contextlib.suppress(OSError):
             if time.time() - path.stat().st_mtime > 3600:

@@ -1,6 +1,6 @@
-"""The end of a rank whose launcher is gone: torchrun killed alone would leave ranks that nobody sees, holding the GPUs.
+"""The end of a rank whose launcher is gone: if torchrun alone is killed, unseen ranks would go on holding the GPUs.
 
-Only ranks of torchrun are watched. One that was started by hand, by nohup or by srun may outlive its parent.
+Only ranks of torchrun are watched. A rank that was started by hand, by nohup or by srun may outlive its parent.
 """
 
 from __future__ import annotations
@@ -8,7 +8,6 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import os
-import select
 import signal
 import socket
 import sys
@@ -20,7 +19,7 @@ from megatron_lite.distributed import processes
 from megatron_lite.distributed.processes import proc_file, stat_fields
 from megatron_lite.errors import PeerError
 
-POLL_S = 1.0  # where the kernel does not report the end of a process that is not a child
+POLL_S = 0.25
 GONE = 0  # in place of the launcher's process number
 REAPER = b"slurmstepd"  # adopts orphans besides process 1, and belongs to another user
 MARKS = ("TORCHELASTIC_RUN_ID", "RANK", "MASTER_PORT")  # variables that torchrun sets for each rank
@@ -31,25 +30,25 @@ _PF_EXITING = 4  # Linux: a process that gives back its memory
 class LauncherWatch:
     """Ends this process within five seconds after torchrun has died; does nothing for a rank of another launcher.
 
-    on_gone: called with the reason before the end, in a thread. Set by whoever can leave more than a line on stderr.
+    on_gone: called with the reason before the end, in a thread. The session replaces it to write exit.json as well.
     """
 
     def __init__(self) -> None:
         self.on_gone: Callable[[str], None] = _print
-        self._marks = {name: os.environ[name] for name in MARKS if name in os.environ}
-        launcher = launcher_of(self._marks)
+        marks = {name: os.environ[name] for name in MARKS if name in os.environ}
+        launcher = launcher_of(marks)
         if launcher is None:
             return
         if launcher != GONE:
             end_with_parent()
-        threading.Thread(target=self._watch, args=(launcher,), daemon=True, name="launcher-watch").start()
+        arguments = (launcher, marks.get("RANK", "0"))
+        threading.Thread(target=self._watch, args=arguments, daemon=True, name="launcher-watch").start()
 
-    def _watch(self, launcher: int) -> None:
+    def _watch(self, launcher: int, rank: str) -> None:
         try:
-            if launcher != GONE:
-                _wait_for_end(launcher, lambda: launcher_of(self._marks) == launcher)
+            while launcher != GONE and not processes.has_ended(launcher):
+                time.sleep(POLL_S)
             number = f"process {launcher} " if launcher != GONE else ""
-            rank = self._marks.get("RANK", "0")
             self.on_gone(
                 f"torchrun ({number}on {socket.gethostname()}), which started rank {rank}, is gone: the rank ends and "
                 "saves nothing. If torchrun did not start it, unset TORCHELASTIC_RUN_ID"
@@ -61,7 +60,7 @@ class LauncherWatch:
 def launcher_of(marks: Mapping[str, str]) -> int | None:
     """Return the number of the torchrun process that started this one, perhaps through a script; GONE if it has ended.
 
-    Return None if torchrun did not start this process, as far as anyone can tell.
+    Return None if torchrun did not start this process, as far as can be told.
     """
     if MARKS[0] not in marks:
         return None
@@ -69,7 +68,7 @@ def launcher_of(marks: Mapping[str, str]) -> int | None:
         parent = os.getppid()
         launcher = _launcher_above(parent, marks)
         fields = stat_fields(parent)
-        # A parent that is about to end shows nothing of itself, but is the parent still.
+        # A parent that is about to end shows nothing of itself, but is still the parent.
         if not (int(fields[6]) & _PF_EXITING if fields else os.getppid() != parent):
             return launcher
         time.sleep(0.001)
@@ -109,17 +108,6 @@ def end_with_parent() -> None:
         set_handler.argtypes, set_handler.restype = (ctypes.c_int, ctypes.c_void_p), ctypes.c_void_p
         set_handler(signal.SIGTRAP, ctypes.cast(libc.alarm, ctypes.c_void_p))
         prctl(_PR_SET_PDEATHSIG, signal.SIGTRAP)
-
-
-def _wait_for_end(pid: int, is_there: Callable[[], bool]) -> None:
-    """Return when a process has ended. is_there: whether its number still means that process."""
-    with contextlib.suppress(OSError, AttributeError):  # before Linux 5.3, and elsewhere
-        descriptor = os.pidfd_open(pid)
-        if is_there():
-            select.select([descriptor], [], [])
-            return
-    while is_there():
-        time.sleep(POLL_S)
 
 
 def _print(message: str) -> None:

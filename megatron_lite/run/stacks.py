@@ -1,7 +1,7 @@
-"""The stacks of a rank that hangs: every thread's, written on SIGUSR2 and on a time-out, and the newest collectives.
+"""The stacks of all threads of a rank and its newest collectives, written on SIGUSR2 and on a time-out.
 
-`faulthandler` writes the stacks inside the signal handler, in C: it works while a library holds Python's lock. The
-collectives follow as soon as a thread can run. Training goes on.
+`faulthandler` writes the stacks inside the signal handler, in C, so it works while a library holds Python's lock. The
+collectives follow as soon as a thread can run. Training continues.
 """
 
 from __future__ import annotations
@@ -17,12 +17,12 @@ from pathlib import Path
 
 from megatron_lite.distributed.traffic import Progress
 
-# A signal to all ranks makes each of them ask the others: one answer is enough.
+# A signal to all ranks makes each rank ask all others: one answer is enough.
 PAUSE_S = 10.0
 
 
 class Stacks:
-    """Where the stacks of this rank go: stderr, and from `open` on a file of the start."""
+    """Writes the stacks of this rank to stderr, and after `open` to a file of the start."""
 
     def __init__(self, rank: int, progress: Progress) -> None:
         self._rank, self._progress = rank, progress
@@ -34,23 +34,23 @@ class Stacks:
         self._register()
 
     def open(self, folder: Path | None) -> None:
-        """Write to a file in this folder from now on; None: there is no folder."""
+        """Write to a file in this folder from now on; to stderr without a folder, or if the file cannot be opened."""
         if folder is None:
             return
-        with contextlib.suppress(OSError):  # stderr then
+        with contextlib.suppress(OSError):
             folder.mkdir(parents=True, exist_ok=True)
             self._path = folder / f"stacks_rank_{self._rank:03d}.txt"
             self._descriptor = os.open(self._path, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o666)
             self._register()
 
     def close(self) -> None:
-        """Go back to what was before, and leave no empty file."""
+        """Stop answering requests, and leave no empty file."""
         faulthandler.unregister(signal.SIGUSR2)
         signal.signal(signal.SIGUSR2, signal.SIG_IGN)  # a late request must not end the process
         with contextlib.suppress(OSError):
             if self._path is not None and self._path.stat().st_size == 0:
                 self._path.unlink()
-                self._path.parent.rmdir()  # unless others use it
+                self._path.parent.rmdir()  # fails if the folder has other files
 
     def write(self, reason: str) -> None:
         """Write the stacks of all threads and the newest collectives, unless both were written a moment ago."""
@@ -67,7 +67,7 @@ class Stacks:
         with self._lock:
             self._written_s = time.monotonic()
             self._write_collectives("SIGUSR2")
-            signal.siginterrupt(signal.SIGUSR2, False)  # faulthandler forgets that libraries' calls go on
+            signal.siginterrupt(signal.SIGUSR2, False)  # faulthandler resets this: do not interrupt system calls
 
     def _write_collectives(self, reason: str) -> None:
         progress = self._progress
