@@ -1,4 +1,4 @@
-"""Set up a run in three phases: open its inputs, allocate its memory, fill it."""
+"""From a configuration to everything that training needs, in three phases: open inputs, allocate, resume."""
 
 from __future__ import annotations
 
@@ -25,7 +25,6 @@ from megatron_lite.distributed.agreement import together
 from megatron_lite.distributed.process_group import Distributed
 from megatron_lite.generation.samples import Samples, open_samples
 from megatron_lite.huggingface import load_pretrained
-from megatron_lite.huggingface.architectures import check_exports
 from megatron_lite.huggingface.weight_source import WeightSource
 from megatron_lite.kernels import matmul_library
 from megatron_lite.kernels.choice import Kernels, agree_on_kernels
@@ -59,7 +58,7 @@ if TYPE_CHECKING:
 
 @dataclass
 class Start:
-    """One start of a run: what every phase needs."""
+    """One start of a run, as every phase of its set-up needs it."""
 
     config: Config
     distributed: Distributed
@@ -90,7 +89,7 @@ class Run(Start):
     trackers: Trackers
     stop: StopSignal
     iteration: int  # iterations done
-    evaluation_due: bool  # what is due after `iteration` is not done: a stop request came first
+    evaluation_due: bool  # a stop request came before the evaluations and exports that are due after `iteration`
     collectives_alone_s: dict[str, float]  # see `time_collectives`; empty without --log_communication
     debugger: TensorDebugger | None  # None without debug options
     profiles: Profiles | None  # None without --profile_cpu, --profile_cuda and --profile_schedule
@@ -98,14 +97,13 @@ class Run(Start):
     callback: ExportCallback
     samples: Samples | None  # None without --sample_interval
     background: BackgroundSaves | None  # None without --async_checkpoint
-    checkpoint_bytes: int  # of all ranks together
     resumed: Resumed  # where this start began
     saved_s: float  # time.monotonic() of the last save, or of the start
     save_requested: bool = False  # by the clock of rank 0, after the coming iteration
     memory_history: MemoryHistory | None = None  # None without --memory_snapshot
     ending: Ending | None = None  # None for a run that was set up without `opened`
     bad_steps: list[int] = dataclasses.field(default_factory=list)  # iterations that `leave_bad_step` has examined
-    evaluated: dict[int, dict[str, float]] = dataclasses.field(default_factory=dict)  # losses of the last one, by name
+    evaluated: dict[int, dict[str, float]] = dataclasses.field(default_factory=dict)  # newest losses, by name
     agreed_at: int | None = None  # newest iteration at which --check_replicas_interval found all ranks equal
 
 
@@ -117,7 +115,7 @@ def build(
     notes: tuple[Note, ...],
     environment: Mapping[str, str] | None = None,
 ) -> Run:
-    """Set up a run. Every rank calls this; an error on any of them is raised on all.
+    """Set up a run. All ranks call this together; an error on any of them is raised on all.
 
     notes: of the command line. environment: variables of --export_callback_env, which `config` does not hold.
 
@@ -125,23 +123,19 @@ def build(
         RunError: of the matching kind, before any training.
     """
     experiment.when_lost(stop.fail)
-    logger = _open_log(config, distributed, experiment)
-    check_exports(config)
-    config, choices = _resolve_auto(config, distributed)
-    start = Start(config, distributed, experiment, logger)
-    start.config = config = resolve_data(config, distributed, experiment.root, logger)
-    choice = choose_together(experiment.checkpoints, config.checkpoint, distributed)
-    config, library = _choose_products(start, choice)
-    start.config = config
-
+    start, choice, found = _resolve(config, distributed, experiment)
+    config, logger = start.config, start.logger
     kernels = agree_on_kernels(config, distributed)
     inputs = together(distributed, lambda: _open_inputs(start, environment or {}, kernels))
     check_same(inputs.data.identity, distributed)
     samples = open_samples(config, distributed, experiment, stop)
-    _log_banner(start, inputs, (*choices, *library, *notes))
+    _log_banner(start, inputs, (*found, *notes))
     memory_history = open_history(config, experiment.root, distributed, logger)
     together(distributed, lambda: check_early(choice, config, inputs.data.identity) if distributed.rank == 0 else None)
-    source = _open_source(start, inputs, choice)
+    source = None
+    options = config.source
+    if options.pretrained_checkpoint_path is not None and options.load_pretrained_weights and not choice.found:
+        source = load_pretrained.open_pretrained(config, shapes_of(inputs.layers), distributed, logger.warning)
 
     distributed.progress.phase = "the loading"
     model = together(distributed, lambda: _allocate(start, inputs.layers))
@@ -158,24 +152,26 @@ def build(
     debugger = _debug(start, model)
     with distributed.traffic.paused():
         model.gather_ahead()  # every iteration ends with this
-    root, checkpoint_bytes = experiment.checkpoints, space.checkpoint_bytes(model, distributed.world_size)
-    if distributed.rank == 0 and (lack := space.lack_at_start(root, checkpoint_bytes, config, resumed.iteration)):
+    reports, done = distributed.rank == 0, resumed.iteration
+    num_bytes = space.checkpoint_bytes(model, distributed.world_size)
+    if reports and (lack := space.lack_at_start(experiment.checkpoints, num_bytes, config, done)):
         logger.warning(lack)
     background = open_background(config, model, distributed)
-    reports, done = distributed.rank == 0, resumed.iteration
     trackers = together(distributed, lambda: open_trackers(config, experiment.root, experiment.run, reports, done))
-    peak_tflops = config.run.peak_tflops or _device_peak_tflops(distributed.device)
+    peak_tflops = config.run.peak_tflops
+    if not peak_tflops and distributed.device.type == "cuda":
+        peak_tflops = known_peak_tflops(torch.cuda.get_device_name(distributed.device))
     return Run(
         **vars(start),
         data=inputs.data,
         model=model,
         optimizer=optimizer,
         window=window,
-        timer=StepTimer(config, distributed.world_size, resumed.iteration, peak_tflops),
+        timer=StepTimer(config, distributed.world_size, done, peak_tflops),
         console=ConsoleLines(distributed.device.type),
         trackers=trackers,
         stop=stop,
-        iteration=resumed.iteration,
+        iteration=done,
         evaluation_due=resumed.evaluation_due,
         collectives_alone_s=collectives_alone_s,
         debugger=debugger,
@@ -184,7 +180,6 @@ def build(
         callback=inputs.callback,
         samples=samples,
         background=background,
-        checkpoint_bytes=checkpoint_bytes,
         resumed=resumed,
         saved_s=time.monotonic(),
         memory_history=memory_history,
@@ -194,32 +189,34 @@ def build(
 # -- open the inputs ----------------------------------------------------------------------------------------------
 
 
-def _open_log(config: Config, distributed: Distributed, experiment: Experiment) -> logging.Logger:
-    all_ranks = config.run.enable_all_loggers
-    return start_logging(
-        experiment.log_file(distributed.rank),
-        distributed.rank,
-        distributed.world_size,
-        to_console=distributed.rank == 0 or all_ranks,
-        timestamps=config.run.log_timestamps,
-        all_ranks=all_ranks,
+def _resolve(
+    config: Config, distributed: Distributed, experiment: Experiment
+) -> tuple[Start, Choice, tuple[Note, ...]]:
+    """Open the log, replace `auto` and texts in the configuration, and choose the checkpoints to resume from."""
+    rank, all_ranks = distributed.rank, config.run.enable_all_loggers
+    log_file, to_console = experiment.log_file(rank), rank == 0 or all_ranks
+    logger = start_logging(
+        log_file, rank, distributed.world_size, to_console, config.run.log_timestamps, all_ranks=all_ranks
     )
+    config, sizes = _resolve_auto(config, distributed)
+    config = resolve_data(config, distributed, experiment.root, logger)
+    choice = choose_together(experiment.checkpoints, config.checkpoint, distributed)
+    config, library = _choose_products(config, distributed, choice)
+    return Start(config, distributed, experiment, logger), choice, (*sizes, *library)
 
 
 def _resolve_auto(config: Config, distributed: Distributed) -> tuple[Config, tuple[Note, ...]]:
     """Replace `auto` by numbers that fit the smallest device, the same on all ranks."""
     memory_bytes = device_memory_bytes(distributed.device, distributed.local_world_size)
-    memory_bytes = -distributed.agree_max(-memory_bytes)
-    device_type = distributed.device.type
+    smallest, device_type = -distributed.agree_max(-memory_bytes), distributed.device.type
     multi_stage, choices = together(
-        distributed, lambda: resolve_auto(config, distributed.world_size, device_type, memory_bytes)
+        distributed, lambda: resolve_auto(config, distributed.world_size, device_type, smallest)
     )
     return dataclasses.replace(config, multi_stage=multi_stage), choices
 
 
-def _choose_products(start: Start, choice: Choice) -> tuple[Config, tuple[Note, ...]]:
-    """Resolve --cpu_matmul and follow it: a resumed run keeps its library, other ranks take that of rank 0."""
-    config, distributed = start.config, start.distributed
+def _choose_products(config: Config, distributed: Distributed, choice: Choice) -> tuple[Config, tuple[Note, ...]]:
+    """Resolve --cpu_matmul and apply it: a resumed run keeps its library, and all ranks use that of rank 0."""
 
     def resolve() -> tuple[str, str] | None:
         matmul_library.check_library(config.performance.cpu_matmul)
@@ -265,14 +262,6 @@ def _tell(start: Start, full: str, short: str) -> None:
     log_both(start.logger, console=full if start.config.run.show_all_options else short, file=full)
 
 
-def _open_source(start: Start, inputs: Inputs, choice: Choice) -> WeightSource | None:
-    """Open the pretrained weights to start from; None without any, or if the run has a checkpoint of its own."""
-    config, distributed = start.config, start.distributed
-    if config.source.pretrained_checkpoint_path is None or not config.source.load_pretrained_weights or choice.found:
-        return None
-    return load_pretrained.open_pretrained(config, shapes_of(inputs.layers), distributed, start.logger.warning)
-
-
 # -- allocate -----------------------------------------------------------------------------------------------------
 
 
@@ -293,7 +282,7 @@ def _allocate(start: Start, layers: list[Layer]) -> MultiStage:
 
 
 def _time_collectives(start: Start, model: MultiStage) -> dict[str, float]:
-    """With --log_communication, time waits from now on, and time each collective with nothing else running."""
+    """With --log_communication, time waits from now on, and time each collective alone."""
     distributed = start.distributed
     if not start.config.run.log_communication:
         return {}
@@ -373,7 +362,3 @@ def _debug(start: Start, model: MultiStage) -> TensorDebugger | None:
         with debugger.phase("init"):
             debugger.parameters(model, "init")
     return debugger
-
-
-def _device_peak_tflops(device: torch.device) -> float | None:
-    return known_peak_tflops(torch.cuda.get_device_name(device)) if device.type == "cuda" else None

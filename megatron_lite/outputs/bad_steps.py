@@ -1,8 +1,8 @@
-"""The folder that a bad step leaves: all that its replay needs, and where its first number was not finite.
+"""The folder that a bad step leaves: all that its replay needs, and where the first number was not finite.
 
 The device drops a bad update without telling the host, which learns of it at a log line or a save. Then the passes of
-the step run once more, with a look at every tensor. They change no weight; only their gradients replace those of the
-newest step, which nobody reads any more.
+the step are repeated, and every tensor is checked. They change no weight; their gradients replace those of the newest
+step, which are no longer needed.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ import contextlib
 import json
 import logging
 import math
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -30,12 +31,12 @@ from megatron_lite.zero.stage import Observer
 
 FILE_NAME = "bad_step.json"
 LARGEST_FILE_BYTES = 2**24
-MOST_FOLDERS = 3  # of a start, some 10 KB each; every one costs a step
+MOST_FOLDERS = 3  # per start; each takes some 10 KB and costs a step
 logger = logging.getLogger("megatron_lite")
 
 
 class Watch(Observer):
-    """Flags of all tensors of a step in the order in which they are made; nothing is read on the host."""
+    """Records whether each tensor of a step is finite, in order of computation; nothing is read on the host."""
 
     def __init__(self) -> None:
         self.tensors: list[tuple[str, int]] = []  # name, micro-batch
@@ -59,9 +60,9 @@ class Watch(Observer):
 
 
 def leave_bad_step(run: Run, step: BadStep | None) -> None:
-    """Examine a bad step and write its folder, unless that is done; all ranks call this together.
+    """Examine a bad step and write its folder, unless that is done already; all ranks call this together.
 
-    A full disk costs the folder, not the run.
+    On a full disk the run continues without the folder.
     """
     artifacts = run.experiment.artifacts
     if step is None or artifacts is None or step.iteration in run.bad_steps or len(run.bad_steps) >= MOST_FOLDERS:
@@ -106,21 +107,21 @@ def content(run: Run, step: BadStep, found: dict[str, Any]) -> dict[str, Any]:
 
 
 def held_checkpoints(root: Path) -> set[int]:
-    """Return the iterations of the checkpoints that the newest folders of a run name, from which a replay begins.
+    """Return the iterations of the checkpoints from which replays of the newest bad steps begin.
 
-    root: the experiment directory. As many folders count as one start leaves: many starts must not fill the disk.
+    root: the experiment directory. Only as many folders count as one start leaves: many starts must not fill the disk.
     """
     held: set[int] = set()
-    with contextlib.suppress(OSError):  # somebody deletes a folder at this moment
+    with contextlib.suppress(OSError):  # a folder is being deleted
         paths = (root / "runs").glob(f"*/artifacts/bad_step_*/{FILE_NAME}")
         for path in sorted(paths, key=lambda path: path.stat().st_mtime)[-MOST_FOLDERS:]:
-            with contextlib.suppress(OSError, ValueError, KeyError, TypeError):  # none, or not as we wrote it
+            with contextlib.suppress(OSError, ValueError, KeyError, TypeError):  # no checkpoint, or not as we wrote it
                 held.add(int(Path(parse_json(read_bytes(path, LARGEST_FILE_BYTES))["checkpoint"]).name))
     return held
 
 
 def examine(run: Run, iteration: int) -> dict[str, Any]:
-    """Repeat the passes of an iteration with the present weights, and say where its first number is not finite.
+    """Repeat the passes of an iteration with the current weights, and find the first number that is not finite.
 
     All ranks call this together and get the same answer. No weight, moment or counter changes.
     """
@@ -142,15 +143,17 @@ def examine(run: Run, iteration: int) -> dict[str, Any]:
     if firsts:
         index, rank = min(firsts)
         name, micro_batch = watch.tensors[index]
+        data_rank = rank // distributed.tensor.world_size
+        first, count = run.data.split("training", iteration).piece(micro_batch, data_rank)
         found |= {
             "tensor": name,
             "rank": rank,
             "micro_batch": micro_batch,
-            **_samples(run, iteration, micro_batch, rank // distributed.tensor.world_size),
+            "first_sample": first + batch_schedule(run.config.batch).consumed_samples(iteration - 1),
+            "samples": count,
+            "dropout_seed": dropout_seed(run.config.distributed.seed, iteration, micro_batch, data_rank),
         }
-    squares: dict[str, float] = {}
-    for name, square in ((name, square) for one in everyone for name, square in one["squares"].items()):
-        squares[name] = squares.get(name, 0.0) + square
+    squares = _sums(pair for one in everyone for pair in one["squares"].items())
     broken = [name for name, _ in run.model.parameters() if not math.isfinite(squares.get(name, 0.0))]
     states = [f"{one['state']} on rank {rank}" for rank, one in enumerate(everyone) if one["state"]]
     found |= {"parameters_not_finite": broken[:20], "state_not_finite": states[:20]}
@@ -161,7 +164,7 @@ def examine(run: Run, iteration: int) -> dict[str, Any]:
 
 
 def _squares(run: Run) -> dict[str, float]:
-    """Return the sum of the squared gradients of each parameter's elements that count on this rank."""
+    """Return each parameter's sum of squared gradients, over the elements that count on this rank."""
     rank, names, sums = run.distributed.data.rank, [], []
     for _, part in run.model.parts():
         for slot, start, end in part.layout.pieces(rank) if part.has_state else ():
@@ -169,21 +172,14 @@ def _squares(run: Run) -> dict[str, float]:
             for low, high in part.counted(first, first + end - start):
                 names.append(slot.spec.name)
                 sums.append(part.grad_shard[low:high].double().square().sum())
-    squares: dict[str, float] = {}
-    for name, square in zip(names, torch.stack(sums).tolist() if sums else [], strict=True):
-        squares[name] = squares.get(name, 0.0) + square
-    return squares
+    return _sums(zip(names, torch.stack(sums).tolist() if sums else [], strict=True))
 
 
-def _samples(run: Run, iteration: int, micro_batch: int, rank: int) -> dict[str, Any]:
-    """Return the samples of a micro-batch, counted from the start of the run, and its dropout seed.
-
-    rank: of the data-parallel group.
-    """
-    first, count = run.data.split("training", iteration).piece(micro_batch, rank)
-    first += batch_schedule(run.config.batch).consumed_samples(iteration - 1)
-    seed = dropout_seed(run.config.distributed.seed, iteration, micro_batch, rank)
-    return {"first_sample": first, "samples": count, "dropout_seed": seed}
+def _sums(squares: Iterable[tuple[str, float]]) -> dict[str, float]:
+    totals: dict[str, float] = {}
+    for name, square in squares:
+        totals[name] = totals.get(name, 0.0) + square
+    return totals
 
 
 def _in_words(found: dict[str, Any]) -> str:
@@ -192,9 +188,7 @@ def _in_words(found: dict[str, Any]) -> str:
     if "tensor" in found:
         first, last = found["first_sample"], found["first_sample"] + found["samples"] - 1
         where = f"rank {found['rank']}, micro-batch {found['micro_batch'] + 1}, samples {first} to {last}"
-        gradients = (
-            f"; of its gradients first {name}" if (name := next(iter(found["parameters_not_finite"]), "")) else ""
-        )
+        gradients = "".join(f"; of its gradients first {name}" for name in found["parameters_not_finite"][:1])
         return f"the first tensor that is not finite is {found['tensor']} ({where}){gradients}"
     if found["parameters_not_finite"]:
         return f"all layers are finite, and the gradient of {found['parameters_not_finite'][0]} is not"

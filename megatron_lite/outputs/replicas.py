@@ -1,7 +1,7 @@
-"""--check_replicas_interval: compare what several ranks must hold alike, and end the run where they differ.
+"""--check_replicas_interval: compare replicated state between ranks, and end the run if it differs.
 
-Ranks with the same place in their tensor-parallel groups hold the same parts of the weights, and all ranks of a group
-hold norms and some other pieces.
+Ranks with the same tensor-parallel rank hold the same parts of the weights, and all ranks of a tensor-parallel group
+hold norms and some other parameters.
 """
 
 from __future__ import annotations
@@ -62,15 +62,11 @@ def _counters(run: Run, iteration: int) -> dict[str, Any]:
 
 
 def _message(run: Run, iteration: int, by_rank: list[dict[str, str]]) -> str:
-    agreed = run.agreed_at
-    last = "no earlier check of this start found the ranks equal"
-    safe = None
-    if agreed is not None:
-        last = f"the last check without a difference was at iteration {agreed}"
-        safe = newest_before(run.experiment.checkpoints, agreed)
-    trust = "trust no checkpoint of this start"
-    if safe is not None:
-        trust = f"{safe} is the newest checkpoint from before it; move newer ones away before you resume"
+    last, trust = "no earlier check of this start found the ranks equal", "trust no checkpoint of this start"
+    if run.agreed_at is not None:
+        last = f"the last check without a difference was at iteration {run.agreed_at}"
+        if (safe := newest_before(run.experiment.checkpoints, run.agreed_at)) is not None:
+            trust = f"{safe} is the newest checkpoint from before it; move newer ones away before you resume"
     return (
         f"the ranks no longer hold the same state in iteration {iteration}: {describe_differences(by_rank)}. Memory, a "
         f"network or a device has changed bits, or the ranks run different programs. This update was not made; {last}; "

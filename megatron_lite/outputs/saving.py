@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
 import math
 import time
 from collections.abc import Callable
@@ -10,7 +11,7 @@ from typing import Any, TypeVar
 
 from megatron_lite.checkpoint.background import Finished, pause_s
 from megatron_lite.checkpoint.retention import is_permanent, prune
-from megatron_lite.checkpoint.space import lack_now
+from megatron_lite.checkpoint.space import checkpoint_bytes, lack_now
 from megatron_lite.checkpoint.writing import Save, write_now
 from megatron_lite.config.structured_values import keep_rules
 from megatron_lite.distributed.agreement import together
@@ -40,7 +41,7 @@ def is_save_due(run: Run, last: bool) -> bool:
 
 
 def is_time_to_save(run: Run) -> bool:
-    """Whether --checkpoint_minutes have gone since the last save; always False on other ranks than 0."""
+    """Whether --checkpoint_minutes have passed since the last save; always False except on rank 0."""
     minutes = run.config.checkpoint.checkpoint_minutes
     return minutes is not None and run.distributed.rank == 0 and time.monotonic() - run.saved_s >= 60 * minutes
 
@@ -61,7 +62,7 @@ def refuse_broken_weights(run: Run) -> None:
     """Publish no weights, moments or averages that are not finite: they would displace a good checkpoint.
 
     Raises:
-        NumericsError: on every rank, if any of them is infinite or NaN; it names the first rank's.
+        NumericsError: on every rank, with the name that the first affected rank gives.
     """
     broken = run.model.not_finite()
     if not run.distributed.agree_max(int(broken is not None)):
@@ -99,14 +100,17 @@ def save(run: Run, evaluation_due: bool = False, stopping: bool = False) -> None
     refuse_broken_weights(run)
     run.distributed.progress.phase = "the save"
     finish_save(run, stopping)
-    if run.distributed.rank == 0 and (lack := lack_now(root, run.checkpoint_bytes)) is not None:
+    num_bytes = checkpoint_bytes(run.model, run.distributed.world_size)
+    if run.distributed.rank == 0 and (lack := lack_now(root, num_bytes)) is not None:
         run.logger.warning(lack)
     state, start_s = _state(run, evaluation_due), time.perf_counter()
 
     def begin() -> Save:
         return Save(root, run.iteration, run.model, state, run.config, run.distributed, run.experiment.check)
 
-    if run.background is not None and not stopping and not _ends_here(run):
+    training, done = run.config.training, run.iteration
+    ends = done >= training.train_iters or is_due(done, training.stop_interval, training.stop_offset)
+    if run.background is not None and not stopping and not ends:
         run.background.begin(with_retries(run, lambda: begin().prepare()))
         run.saved_s = time.monotonic()
         return
@@ -118,7 +122,7 @@ def save(run: Run, evaluation_due: bool = False, stopping: bool = False) -> None
 def finish_save(run: Run, hurry: bool = False) -> None:
     """Wait for the save in the background, if there is one, and publish it.
 
-    The ranks ask each other meanwhile, so that a stop signal ends pauses of any rank, and long ones no rank's patience.
+    The ranks keep agreeing meanwhile: a stop signal ends the pauses of every rank, and no collective times out.
     """
     if run.background is None or not run.background.is_pending:
         return
@@ -136,28 +140,21 @@ def finish_save(run: Run, hurry: bool = False) -> None:
 
 
 def advance_save(run: Run) -> None:
-    """Go on with the save in the background, without waiting for it; call this between iterations."""
+    """Advance the save in the background without waiting for it; call this between iterations."""
     if run.background is not None and run.background.advance():
         finish_save(run)
 
 
 def _settle(run: Run, finished: Finished, waited_s: float = 0.0) -> None:
-    """Delete old checkpoints after a new one is there, and log it."""
+    """Delete old checkpoints after a new one is published, and log it."""
     root, checkpoint = finished.folder.parent, run.config.checkpoint
     if run.distributed.rank == 0 and not run.optimizer.guard.dropped.streak():
-        rules, after = keep_rules(checkpoint.keep_checkpoints), None
-        if not checkpoint.delete_old_temp_checkpoints:
-            after = run.resumed.iteration
+        rules = keep_rules(checkpoint.keep_checkpoints)
+        after = None if checkpoint.delete_old_temp_checkpoints else run.resumed.iteration
         prune(root, checkpoint.max_checkpoints, finished.iteration, rules, after, held_checkpoints(root.parent))
     blocked = f", training waited {finished.blocked_s + waited_s:.2f} s" if run.background is not None else ""
     size = f"{finished.num_bytes / 1e6:,.1f} MB"
     run.logger.info("saved %s (%s, %.1f s%s)", finished.folder, size, finished.seconds, blocked)
-
-
-def _ends_here(run: Run) -> bool:
-    """Whether the run ends after this iteration, as far as it knows: then nothing is gained by going on."""
-    training = run.config.training
-    return run.iteration >= training.train_iters or is_due(run.iteration, training.stop_interval, training.stop_offset)
 
 
 def with_retries(run: Run, attempt: Callable[[], T]) -> T:
@@ -165,8 +162,8 @@ def with_retries(run: Run, attempt: Callable[[], T]) -> T:
 
     A stop signal ends the pauses: one more attempt follows. A lost directory is no reason to try again.
     """
-    retries, number, hurry = run.config.checkpoint.save_retries, 1, False
-    while True:
+    retries, hurry = run.config.checkpoint.save_retries, False
+    for number in itertools.count(1):
         try:
             return attempt()
         except FolderLostError:
@@ -177,35 +174,29 @@ def with_retries(run: Run, attempt: Callable[[], T]) -> T:
                 raise
             text = "%s\nTraining waits; trying again in %.0f s (%d of %d, --save_retries)"
             run.logger.warning(text, error, pause_s(number), number, retries)
-        hurry = _pause(run, pause_s(number))
-        number += 1
+        for _ in range(math.ceil(pause_s(number) / _POLL_S)):
+            if hurry := bool(run.distributed.agree_max(run.stop.received)):
+                break
+            time.sleep(_POLL_S)
+    raise AssertionError("the loop has no end of its own")
 
 
 def _refuse_lost_folder(run: Run) -> None:
-    """Give the reason of a failed save on every rank, if the directory was moved or removed under it.
+    """Give the reason for a failed save, if the directory was moved or removed meanwhile.
 
     Raises:
         FolderLostError: on every rank.
     """
 
     def look() -> None:
-        with contextlib.suppress(OSError):  # a file system that does not tell
+        with contextlib.suppress(OSError):  # a file system that does not answer
             run.experiment.check()
 
     together(run.distributed, look)
 
 
-def _pause(run: Run, seconds: float) -> bool:
-    """Wait on all ranks; return at once, with True, if any rank receives a stop signal."""
-    for _ in range(math.ceil(seconds / _POLL_S)):
-        if run.distributed.agree_max(run.stop.received):
-            return True
-        time.sleep(_POLL_S)
-    return False
-
-
 def export(run: Run) -> None:
-    """Write a permanent export of the weights as they are now."""
+    """Write a permanent export of the current weights."""
     refuse_bad_steps(run)
     directory = run.experiment.export(run.iteration)
     if directory is None:
@@ -229,7 +220,7 @@ def export(run: Run) -> None:
 
 
 def save_and_stop(run: Run, reason: str) -> tuple[int, str]:
-    """Answer a stop request: save, and return the exit code and how the run ended."""
+    """Save after a stop request; return the exit code and how the run ended."""
     if run.config.training.train_iters == 0:
         return 1, f"stopped by {reason} during an evaluation; there is nothing to save: --train_iters=0"
     refuse_bad_steps(run)
@@ -240,7 +231,7 @@ def save_and_stop(run: Run, reason: str) -> tuple[int, str]:
 
 
 def completion(run: Run) -> str:
-    """Return how a run ended that made all its iterations."""
+    """Return how a run ended that completed all its iterations."""
     plural = "s" * (run.iteration != 1)
     return f"training complete: {run.iteration} iteration{plural}{run.optimizer.guard.dropped.ending()}"
 

@@ -11,9 +11,9 @@ from megatron_lite.setup_run import Run
 
 
 def counted_labels(run: Run, micro_batches: Sequence[HostBatch]) -> list[int]:
-    """Return the labels of each micro-step that count in the loss, over all ranks, which call this together.
+    """Return the labels of each micro-step that count in the loss, over all ranks; all ranks call this together.
 
-    Without masks every rank knows them, and nothing is sent.
+    Without masks every rank knows the numbers, and nothing is sent.
     """
     if any(batch.masked is not None for batch in micro_batches):
         copies = run.distributed.tensor.world_size  # ranks that train on the same samples

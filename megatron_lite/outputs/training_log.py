@@ -80,7 +80,7 @@ def show_early(run: Run, update: Update) -> None:
     """Print a line on rank 0's console only.
 
     The log file, metrics.jsonl and the sums of the log window depend on --log_interval alone. Rank 0 reads its device
-    here, without any exchange with other ranks.
+    here without communication.
     """
     if run.distributed.rank != 0:
         return
