@@ -1,4 +1,4 @@
-"""One start of a run as a process: join the other ranks, set up, hand the run to a block, and close it or report."""
+"""One start of a run as a process: join the other ranks, set up, train in a block, and close the run or report."""
 
 from __future__ import annotations
 
@@ -26,8 +26,7 @@ from megatron_lite.run.stop_signal import StopSignal, idle_limit, time_limits
 from megatron_lite.setup_run import Run, build
 from megatron_lite.validation.messages import Note
 
-# Ranks that fail with one error wait this long for each other before they end.
-LEAVE_TOGETHER_S = 5.0
+LEAVE_TOGETHER_S = 5.0  # ranks that fail with one error wait this long for each other before they end
 
 
 @contextlib.contextmanager
@@ -61,7 +60,10 @@ def opened(
         run = build(config, distributed, experiment, stop, notes, environment)
         ending.kill_children, run.ending = run.callback.kill, ending
         stop.saves = True
-        _log_limits(run)
+        for limit in stop.limits:
+            run.logger.info(limit.describe())
+        if (warning := idle_limit(config)) is not None:
+            run.logger.warning(warning)
         together(distributed, lambda: experiment.record(run.config) if rank == 0 else None)
         if rank == 0:
             exit_status.write_exit(config.run.experiment_dir, None, "running", "", experiment.run)
@@ -69,8 +71,8 @@ def opened(
     except BaseException as raised:
         code, error = ending.report(with_remedies(raised, config, asked, distributed, experiment))
         if run is not None:
-            if not (isinstance(error, OutOfMemoryError) and error.snapshot):  # which has the history already
-                _finish_history(run)
+            if run.memory_history is not None and not (isinstance(error, OutOfMemoryError) and error.snapshot):
+                run.memory_history.finish()  # a snapshot would have the history already
             run.callback.close(0.0)
             run.trackers.close(code)
             leave_report(run, in_a_hurry=True, failed=True)
@@ -78,7 +80,8 @@ def opened(
                 _finish_background(run, error)
                 run.distributed.wait_for_peers(LEAVE_TOGETHER_S)  # leaving first could cut a peer off in its last step
         ending.end_hanging()
-        ending.release()
+        if experiment is not None:
+            experiment.release()
         exit_status.leave(code)  # a normal exit could hang: peers may wait for this rank in a collective
 
 
@@ -90,20 +93,8 @@ def _finish_background(run: Run, error: RunError) -> None:
                 run.logger.info("saved %s, which was being written", finished.folder)
 
 
-def _finish_history(run: Run) -> None:
-    if run.memory_history is not None:
-        run.memory_history.finish()
-
-
-def _log_limits(run: Run) -> None:
-    for limit in run.stop.limits:
-        run.logger.info(limit.describe())
-    if (warning := idle_limit(run.config)) is not None:
-        run.logger.warning(warning)
-
-
 def close(run: Run, code: int, message: str) -> None:
-    """End a run that was not cut short by an error: wait for its callback, write exit.json, leave the other ranks.
+    """End a run without an error: wait for its callback, write exit.json, leave the process groups.
 
     message: how it ended.
     """
@@ -111,7 +102,8 @@ def close(run: Run, code: int, message: str) -> None:
     distributed.progress.phase = "the end"
     run.data.close()
     run.model.finish()
-    _finish_history(run)
+    if run.memory_history is not None:
+        run.memory_history.finish()
     limit_s = STOPPED_WAIT_S if code == EXIT_PREEMPTED else run.config.distributed.startup_timeout / 2
     run.callback.close(limit_s, lambda: code != EXIT_PREEMPTED and bool(run.stop.received))
     run.trackers.close(code)
@@ -134,5 +126,5 @@ def close(run: Run, code: int, message: str) -> None:
 
 
 def log_ending(run: Run, message: str) -> None:
-    """Log how a run ended, as its last line: a warning if its last updates were dropped, which the message says."""
+    """Log how a run ended, as its last line: a warning if its last updates were dropped."""
     run.logger.log(logging.WARNING if run.optimizer.guard.dropped.streak() else logging.INFO, message)

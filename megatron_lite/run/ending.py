@@ -1,6 +1,6 @@
-"""The early end of a start: whatever ends it is reported once, by the thread that notices first.
+"""The early end of a start, reported once, by the thread that notices the cause first.
 
-A backend's error about a lost rank becomes a message for the user: which rank, where, why that may be, and from where
+A backend's error about a lost rank becomes a message for the user: which rank, where, the likely cause, and from where
 the run resumes.
 """
 
@@ -25,14 +25,12 @@ from megatron_lite.run.experiment import Experiment
 from megatron_lite.run.launch import is_first_on_machine, tell_torchrun
 from megatron_lite.run.stacks import Stacks
 
-REPORT_S = 10.0  # for another thread that is reporting already
+REPORT_S = 10.0  # limit on the report of another thread
 LAUNCHER_S = 3.0  # the same, within the five seconds after the launcher's end
-# A scheduler signals torchrun, which dies of SIGUSR1, and the ranks: within this time of each other.
-SAME_SIGNAL_S = 1.0
-SAVING_S = 1800.0  # for a save after a signal that torchrun has died of
+SAME_SIGNAL_S = 1.0  # between a scheduler's signals to torchrun, which dies of SIGUSR1, and to the ranks
+SAVING_S = 1800.0  # limit on a save after a signal that torchrun has died of
 ASK_S = 1.5  # ranks write their stacks within a second after they are asked
-# A rank on the machine of the lost one knows more, and writes exit.json within this time.
-KNOWING_PEER_S = 3.0
+KNOWING_PEER_S = 3.0  # a rank on the machine of the lost rank knows more, and writes exit.json within this time
 
 
 class Ending:
@@ -40,9 +38,9 @@ class Ending:
 
     Attributes:
         progress: what this rank is doing.
-        places: of all ranks; empty before they have met.
+        places: processes of all ranks; empty before they have met.
         newest: finds iteration and folder of the newest checkpoint.
-        kill_children: ends at once what must not outlive this process.
+        kill_children: kills what must not outlive this process.
         is_saving: whether a stop signal has come, after which the ranks save and end.
     """
 
@@ -79,7 +77,7 @@ class Ending:
         self.stacks.close()
 
     def on_request(self) -> None:
-        """Answer SIGUSR2, whose handler has written the stacks of this rank already: ask the other ranks for theirs."""
+        """Answer SIGUSR2, whose handler has already written the stacks of this rank: ask the other ranks for theirs."""
         self.stacks.complete()
         if self._watch is not None:
             self._watch.request_stacks()
@@ -98,24 +96,19 @@ class Ending:
         code = exit_status.report(error, directory, prints=prints, rank=self._rank, run=self._run, owns_folder=owns)
         return code, error
 
-    def release(self) -> None:
-        """Let another start have the experiment directory."""
-        if self._experiment is not None:
-            self._experiment.release()
-
     def stopped(self, number: int) -> NoReturn:
         """Answer a stop signal before there is anything to save."""
         code = 128 + number
         if not self._reporting.acquire(timeout=REPORT_S):
             os._exit(code)
         if lost := processes.gone(self.places, self._rank, 0.0) if self.places else []:
-            # torchrun signals the others when one has died.
+            # torchrun signals the remaining ranks when one has died.
             self._reporting.release()
             code, _ = self.report(PeerError(f"lost {lost[0]}"))
         elif self._is_recorded():
             code = EXIT_PREEMPTED
-            name = signal.Signals(number).name
-            message = f"stopped by {name} during the set-up: nothing to save; the same command starts again"
+            reason = f"stopped by {signal.Signals(number).name} during the set-up"
+            message = f"{reason}: nothing to save; the same command starts again"
             if exit_status.failure_of_peer(self._directory, self._run) is None:
                 exit_status.write_exit(self._own_directory(), code, "stopped", message, self._run)
             tell_torchrun(message)
@@ -124,7 +117,7 @@ class Ending:
         exit_status.leave(code)
 
     def launcher_gone(self, message: str) -> None:
-        """Leave a word about the launcher's death, which ends this process right afterwards; let it save before."""
+        """Report the launcher's death, after which this process ends; let it save first."""
         time.sleep(SAME_SIGNAL_S)
         self._let_it_save()
         if not self._reporting.acquire(timeout=LAUNCHER_S):
@@ -137,21 +130,21 @@ class Ending:
             exit_status.print_error(message, self._rank)
 
     def end_hanging(self) -> None:
-        """Kill the ranks of this machine that hang, after a time-out: they keep their GPU, and torchrun waiting."""
+        """Kill the ranks of this machine that hung until a time-out: they hold their GPU and keep torchrun waiting."""
         for place in self._hanging:
             _send(place, signal.SIGKILL)
 
     def _is_recorded(self) -> bool:
-        """Whether exit.json belongs to this start, which has not ended yet."""
+        """Whether exit.json belongs to this start, and the start has not ended."""
         return self._experiment is not None and self._experiment.root is not None and not self._done.is_set()
 
     def _own_directory(self) -> str | None:
-        """Return the directory for exit.json; None if it is another start's by now."""
+        """Return the directory for exit.json; None if another start has it by now."""
         return None if self._experiment is not None and self._experiment.is_lost() else self._directory
 
     def _lost(self, error: PeerError) -> None:
         """End this process: a rank is gone, and the main thread may wait for it for an hour."""
-        self._let_it_save()  # torchrun may be gone, with the store; a save without a rank fails by itself
+        self._let_it_save()  # torchrun and its store may be gone; a save that lacks a rank fails by itself
         code, _ = self.report(error)
         with contextlib.suppress(Exception):
             self.kill_children()
@@ -159,7 +152,7 @@ class Ending:
         exit_status.leave(code)
 
     def _let_it_save(self) -> None:
-        """Return when this process is not saving after a stop signal, or fails to; if it saves, wait for its end."""
+        """If this process is saving after a stop signal, wait for its end; return if it is not, or the save fails."""
         if not self.is_saving():
             return
         signal.alarm(0)  # see `launcher_watch.end_with_parent`
@@ -184,11 +177,10 @@ class Ending:
         while not found and others and said is None and time.monotonic() < deadline_s:
             time.sleep(processes.POLL_S)
             said = exit_status.failure_of_peer(directory, self._run)
-        if said is not None and said.exit_code == PeerError.exit_code:
-            message = said.message
+        if said is not None and said[0] == PeerError.exit_code:
+            message = said[1]
         elif said is not None:
-            first_line, _, _ = said.message.partition("\n")
-            message = f"lost {_names(found) or 'a rank'}, which failed by itself: {first_line}"
+            message = f"lost {_names(found) or 'a rank'}, which failed by itself: {said[1].splitlines()[0]}"
         elif lost.names_rank and not found:
             message = str(lost)
         else:
@@ -222,16 +214,14 @@ class Ending:
         return f"lost {_names(found)} while this rank was in {self.progress.status().place()}. {why}"
 
     def _silence(self, hung: Sequence[Place], others: Sequence[str], statuses: Sequence[Status]) -> str:
-        """Return the message when all processes of this machine are there. others: names of the other machines."""
+        """Return the message when all processes of this machine are alive. others: names of other machines."""
         if hung:
             is_stopped = processes.stopped(self.places, self._rank)
             why = "stopped by a signal (SIGSTOP) or a debugger" if is_stopped else "alive, but it hangs"
             if statuses:
                 status, furthest = statuses[hung[0].rank], max(status.number for status in statuses)
-                why += (
-                    f" in {status.place()}, after collective {status.number:,} ({status.kind or 'none'}); the others "
-                )
-                why += f"wait in collective {furthest:,}"
+                newest = f"collective {status.number:,} ({status.kind or 'none'})"
+                why += f" in {status.place()}, after {newest}; the others wait in collective {furthest:,}"
             return f"no answer from {_names(hung)}: {why}"
         if others:
             return (
@@ -250,7 +240,7 @@ class Ending:
 
 
 def _hanging(places: Sequence[Place], rank: int, statuses: Sequence[Status]) -> list[Place]:
-    """Return the ranks for which the others wait: stopped by a signal, or the ones that came least far.
+    """Return the ranks for which the others wait: those stopped by a signal, or else those that are furthest behind.
 
     statuses: what each rank was doing last, in rank order; empty if unknown.
     """

@@ -12,7 +12,7 @@ import traceback
 from collections.abc import Mapping
 from pathlib import Path
 from types import MappingProxyType
-from typing import Any, NamedTuple, NoReturn
+from typing import Any, NoReturn
 
 from megatron_lite.errors import OutOfMemoryError, PeerError, RunError, as_run_error
 from megatron_lite.run.durable_files import overwrite_file, replace_file
@@ -22,57 +22,44 @@ from megatron_lite.run.missing_package import missing_package
 
 # Files of an experiment directory that programs without torch read.
 EXIT_FILE, METRICS_FILE = "exit.json", "metrics.jsonl"
-# The space that a running start leaves to its ending, which a full disk cannot refuse then, and what of a message fits.
+# The space that a running start reserves for its ending, against a full disk, and how much of a message fits into it.
 RESERVED_BYTES = 8192
 _LONGEST_MESSAGE, _LONGEST_DETAIL = 3000, 500  # bytes; advice on memory takes 2,500
 
 
-class PeerFailure(NamedTuple):
-    """The failure of another rank."""
-
-    exit_code: int
-    message: str
-
-
 def report(
-    error: BaseException,
-    experiment_dir: str | None,
-    *,
-    prints: bool,
-    rank: int = 0,
-    run: int = 0,
-    owns_folder: bool = False,
+    error: BaseException, directory: str | None, *, prints: bool, rank: int = 0, run: int = 0, owns_folder: bool = False
 ) -> int:
     """Print an error once, write it to exit.json and return the exit code.
 
-    A rank that fails by itself always prints its error. A rank that only lost its peer keeps the exit.json that the
-    peer wrote. A process that does not own the directory leaves the exit.json of another run alone.
+    A rank that fails by itself always prints its error. A rank that only lost a peer keeps the exit.json that the peer
+    wrote. A process that does not own the directory leaves the exit.json of another run alone.
 
     prints: whether this process prints an error that every rank raises.
     """
-    if experiment_dir is not None and not owns_folder and is_in_use(Path(experiment_dir)):
-        experiment_dir = None
+    if directory is not None and not owns_folder and is_in_use(Path(directory)):
+        directory = None
     expected = as_run_error(error) or missing_package(error)
     if expected is None:
         expected = RunError(f"{type(error).__name__}: {error}")
         traceback.print_exception(error)
     lost_peer = isinstance(expected, PeerError)
-    if not prints and (expected.agreed or (lost_peer and not _must_report_lost_peer(experiment_dir, rank, run))):
+    if not prints and (expected.agreed or (lost_peer and not _must_report_lost_peer(directory, rank, run))):
         tell_torchrun("another rank reports the reason")
         return expected.exit_code
-    message, peer_wrote = str(expected), failure_of_peer(experiment_dir, run) is not None
+    message, peer_wrote = str(expected), failure_of_peer(directory, run) is not None
     tell_torchrun(message)
     print_error(message, rank)
     if isinstance(expected, OutOfMemoryError) and (rank == 0 or not peer_wrote):
         with contextlib.suppress(OSError):
             print("".join(f"{line}\n" for line in expected.lines()), end="", file=sys.stderr, flush=True)
     if expected.recorded and not (lost_peer and peer_wrote):
-        write_exit(experiment_dir, expected.exit_code, "failed", message, run, _details(expected))
+        write_exit(directory, expected.exit_code, "failed", message, run, _details(expected))
     return expected.exit_code
 
 
 def print_error(message: str, rank: int) -> None:
-    """Print why this rank ends, after others may have closed the terminal."""
+    """Print why this rank ends, even if the terminal is closed already."""
     with contextlib.suppress(OSError):
         print(f"ERROR{'' if rank == 0 else f' on rank {rank}'}: {message}", file=sys.stderr, flush=True)
 
@@ -89,7 +76,7 @@ def print_failure(error: Exception, less_memory: str) -> int:
 def leave(code: int) -> NoReturn:
     """Flush the output and end the process at once, without running any `finally` or `atexit`.
 
-    A library's thread that still works or waits for a peer can neither delay the end nor change the exit code.
+    A library's thread that still runs or waits for a peer can neither delay the end nor change the exit code.
     """
     sys.stdout.flush()
     sys.stderr.flush()
@@ -107,8 +94,8 @@ def print_page(text: str) -> None:
 def _must_report_lost_peer(experiment_dir: str | None, rank: int, run: int) -> bool:
     """Whether this rank must report that it lost a peer, because the peer died without reporting anything.
 
-    The survivors wait one after the other, so that the first one can write exit.json. Without an experiment
-    directory rank 1 reports.
+    The survivors wait for staggered times, so that the first can write exit.json. Without an experiment directory
+    rank 1 reports.
     """
     if experiment_dir is None:
         return rank == 1
@@ -128,16 +115,15 @@ def write_exit(
 ) -> None:
     """Replace exit.json; never fails, because a second error would hide the one being reported.
 
-    While a run goes on (without a code), exit.json takes as much space as its ending may need.
+    While a run continues (without a code), exit.json takes as much space as its ending may need.
 
-    details: more entries, which the reserved space has room for.
+    details: more entries; they fit into the reserved space.
     """
     if experiment_dir is None:
         return
     path = Path(experiment_dir) / EXIT_FILE
     content: dict[str, Any] = {"exit_code": code, "status": status, "message": _cut(message, _LONGEST_MESSAGE)}
-    content |= details
-    content |= {"run": max(run, 0), "time": round(time.time(), 3)}
+    content |= {**details, "run": max(run, 0), "time": round(time.time(), 3)}
     data = (json.dumps(content, indent=2, ensure_ascii=False) + "\n").encode("utf-8", "backslashreplace")
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -152,7 +138,7 @@ def write_exit(
 
 
 def _details(error: RunError) -> dict[str, Any]:
-    """Return what exit.json holds of an error beside its message."""
+    """Return what exit.json holds of an error in addition to its message."""
     if isinstance(error, PeerError) and error.detail:
         return {"detail": _cut(error.detail, _LONGEST_DETAIL)}  # the backend's words
     return error.details() if isinstance(error, OutOfMemoryError) else {}
@@ -169,17 +155,15 @@ def _cut(text: str, limit_bytes: int) -> str:
     return text[: bisect.bisect_right(range(len(text)), limit_bytes, key=num_bytes) - 1] + " (cut)"
 
 
-def failure_of_peer(experiment_dir: str | None, run: int) -> PeerFailure | None:
-    """Return how another rank of this start has ended early by its words in exit.json, if any has.
+def failure_of_peer(experiment_dir: str | None, run: int) -> tuple[int, str] | None:
+    """Return exit code and message of a rank of this start that has ended early, from exit.json; None without any.
 
     run: number of the start; negative before the ranks know it.
     """
     if experiment_dir is None or run < 0:
         return None
-    try:
+    with contextlib.suppress(OSError, ValueError, KeyError, TypeError):
         content = json.loads((Path(experiment_dir) / EXIT_FILE).read_text(encoding="utf-8"))
         if content["run"] == run and content["status"] in ("failed", "stopped"):
-            return PeerFailure(int(content["exit_code"]), str(content["message"]))
-    except (OSError, ValueError, KeyError, TypeError):
-        pass
+            return int(content["exit_code"]), str(content["message"])
     return None

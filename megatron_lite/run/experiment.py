@@ -56,7 +56,7 @@ class Experiment:
         return False
 
     def when_lost(self, tell: Callable[[FolderLostError], None]) -> None:
-        """Let `tell` know, from another thread, when the directory is lost."""
+        """Call `tell`, from another thread, when the directory is lost."""
         if self._lock is not None:
             self._lock.on_loss = tell
 

@@ -234,7 +234,7 @@ def is_in_use(root: Path) -> bool:
 
 
 class _Look(NamedTuple):
-    """What a start finds when it looks at a lock."""
+    """State of a lock, as a start finds it."""
 
     holder: Holder
     lives: bool | None  # whether the holder runs; None if it is on another machine

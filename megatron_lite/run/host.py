@@ -1,10 +1,10 @@
 """A process and its host: threads, cores and memory, and settings of the C and OpenMP libraries. Imports no torch.
 
-The number of threads follows from the configuration and the machine (cores, ranks), never from the momentary load: with
-other threads, sums are taken in another order, and a resumed run must be bit-identical. The remedy for load is to spin
-only shortly (`limit_spinning`). OpenMP's threads otherwise spin for milliseconds at the end of every operation, on
-cores that another program needs: on 4 cores with 15 other busy processes, a step of a model of 64 channels took 14 s
-with two spinning threads, 0.9 s with one thread and 0.12 s with two that sleep.
+The number of threads follows from the configuration and the machine (cores, ranks), never from the momentary load: a
+different number changes the order of sums, and a resumed run must be bit-identical. The remedy for load is to spin only
+briefly (`limit_spinning`). OpenMP's threads otherwise spin for milliseconds at the end of every operation, on cores
+that another program needs: on 4 cores with 15 other busy processes, a step of a model of 64 channels took 14 s with two
+spinning threads, 0.9 s with one thread and 0.12 s with two that sleep.
 """
 
 from __future__ import annotations
@@ -24,9 +24,9 @@ from megatron_lite.run.launch import requested_threads, thread_limit
 
 # Multiplications of a square product (tokens x hidden x hidden) that a thread needs. A step of four blocks on 512
 # tokens takes with two threads, as a share of its time with one (AVX-512; AVX2): 0.83 and 0.72 at 64 channels (2**21),
-# 0.75 and 0.63 at 128 (2**23), 0.62 at 192, 0.64 at 256 (2**25); on 4,096 tokens 0.76 at 64 (2**24). Beside another
+# 0.75 and 0.63 at 128 (2**23), 0.62 at 192, 0.64 at 256 (2**25); on 4,096 tokens 0.76 at 64 (2**24). With another
 # program on one of the two cores it takes 2.8 at 64 and 1.9 at 256, where one thread loses nothing. A second thread
-# therefore comes at 2**25: small models finish soon with one.
+# is therefore used from 2**25 on: small models finish soon with one.
 WORK_OF_A_THREAD = 2**24
 
 MEMINFO = Path("/proc/meminfo")
@@ -56,7 +56,7 @@ class Threads(NamedTuple):
 
 
 def choose_threads(config: Config, local_world_size: int, sharing_cores: int) -> Threads:
-    """Choose this process's threads: OMP_NUM_THREADS, or by the size of the model, cores and ranks of this machine.
+    """Choose this process's threads: OMP_NUM_THREADS, or from the model's size, and this machine's cores and ranks.
 
     Args:
         sharing_cores: number of ranks that may use this rank's cores: 1 where the launcher binds each to its own. A
@@ -125,7 +125,7 @@ def _grant(folder: Path) -> float | None:
 
 
 def available_bytes() -> int:
-    """Return the bytes that the kernel could give, within the limit of a container; all there is without /proc."""
+    """Return the bytes that the kernel could give, within a container's limit; all memory without /proc."""
     found = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     with contextlib.suppress(OSError):
         if (line := re.search(r"^MemAvailable: +([0-9]+) kB$", MEMINFO.read_text(), re.M)) is not None:
@@ -144,19 +144,14 @@ def available_bytes() -> int:
 def prepare_libraries() -> None:
     """Count cores, let OpenMP give all threads and not spin long, keep freed memory. Call before importing torch."""
     available_cores()
-    give_all_threads()
-    limit_spinning()
-    keep_freed_memory()
-    quiet_lost_connections()
-
-
-def give_all_threads() -> None:
-    """Drop variables with which OpenMP gives fewer threads than asked, under load or always.
-
-    oneDNN would leave a part of each product uncomputed, and a resumed run would add in another order.
-    """
+    # OpenMP must not give fewer threads than asked, under load or always: oneDNN would leave a part of each product
+    # uncomputed, and a resumed run would add in another order.
     for name in ("OMP_DYNAMIC", "OMP_MAX_ACTIVE_LEVELS"):
         os.environ.pop(name, None)
+    limit_spinning()
+    keep_freed_memory()
+    # As a warning, torch's C++ prints a stack of forty lines for every connection that a lost rank closes.
+    os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
 
 
 def limit_spinning() -> None:
@@ -177,14 +172,6 @@ def keep_freed_memory() -> None:
             mallopt(parameter, size_bytes)
 
 
-def quiet_lost_connections() -> None:
-    """Let torch's C++ log errors only, unless the user says otherwise.
-
-    As a warning it prints a C++ stack of forty lines for every connection that a lost rank closes, before our message.
-    """
-    os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
-
-
 def limit_tokenizer_threads(threads: int) -> None:
-    """Give the tokenizers package so many threads in this process; call before the first text is encoded."""
+    """Give the tokenizers package this many threads in this process; call before the first text is encoded."""
     os.environ |= {"TOKENIZERS_PARALLELISM": "true" if threads > 1 else "false", "RAYON_NUM_THREADS": str(threads)}

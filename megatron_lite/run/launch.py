@@ -1,4 +1,4 @@
-"""The launcher's environment: this process's rank, the number of processes, and whether they make sense."""
+"""The launcher's environment: rank, number of processes, threads and end of the job, checked."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from megatron_lite.config.values import shown
 from megatron_lite.errors import LauncherError
 
 _WHOLE_NUMBER = re.compile(r"[0-9]{1,9}")
-# Threads of one process, unless the machine has more cores: with 4,096 GNU's OpenMP crashed without a word.
+# Limit on the threads of one process, unless the machine has more cores: with 4,096, GNU's OpenMP crashed silently.
 MOST_THREADS = 1024
 
 
@@ -28,7 +28,7 @@ def launch_rank() -> int:
 
 
 def is_first_on_machine() -> bool:
-    """Whether this is the first rank of its machine: command-line errors may differ between machines."""
+    """Whether this is the first rank on its machine: command-line errors may differ between machines."""
     return (os.environ.get("LOCAL_RANK") or str(launch_rank())) == "0"
 
 
@@ -66,7 +66,7 @@ def job_end_s() -> float | None:
 
 
 def tell_torchrun(message: str) -> bool:
-    """Let torchrun's closing report show why this rank failed, instead of a hint about tracebacks; False without it.
+    """Let torchrun's closing report show why this rank failed, not a hint about tracebacks; False without torchrun.
 
     Source: torch.distributed.elastic.multiprocessing.errors, whose file this is.
     """
@@ -84,7 +84,7 @@ def requested_threads() -> int | None:
     torchrun sets 1 for several processes if the user sets nothing; only torchrun's own environment tells which it was.
 
     Raises:
-        LauncherError: if so many threads cannot be.
+        LauncherError: if the number is too large.
     """
     text = os.environ.get("OMP_NUM_THREADS", "")
     number = _first_number(text)

@@ -1,7 +1,6 @@
-"""Requests to stop, by a signal or because time is up, on which all ranks agree before the next iteration.
+"""Requests to stop, by a signal or a time limit, on which all ranks agree before the next iteration.
 
-SIGTERM, SIGINT, SIGHUP and SIGUSR1 set a flag. Limits on the time of a start save and stop it before somebody else ends
-it.
+SIGTERM, SIGINT, SIGHUP and SIGUSR1 set a flag. A time limit saves and stops a run before a scheduler kills it.
 """
 
 from __future__ import annotations
@@ -18,10 +17,9 @@ from megatron_lite.config import Config
 from megatron_lite.errors import RunError
 from megatron_lite.run.launch import job_end_s
 
-# torchrun passes on SIGTERM, SIGINT and SIGHUP (a closed terminal); SIGUSR1 ends torchrun, but not a rank.
+# torchrun forwards SIGTERM, SIGINT and SIGHUP (a closed terminal); SIGUSR1 ends torchrun, but not a rank.
 SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1)
-# A scheduler signals every process of a job and torchrun forwards its own signal: count both as one request.
-SAME_REQUEST_S = 1.0
+SAME_REQUEST_S = 1.0  # a scheduler signals every process, and torchrun forwards its own signal: count both as one
 # Numbers of the limits for the ranks' agreement, above those of all signals.
 MAX_MINUTES, BEFORE_END = 100, 101
 FLAGS = {MAX_MINUTES: "--max_minutes", BEFORE_END: "--stop_before_end_s"}
@@ -45,13 +43,13 @@ class StopRequested(Exception):  # noqa: N818 - not an error
 class StopSignal:
     """Handlers of the stop signals.
 
-    The first signal requests a checkpoint and a clean end. Another one, over a second later, ends the process at once.
+    The first signal requests a checkpoint and a clean end. A second signal, over a second later, kills the process.
     Until `saves` is set there is nothing to save, and the first signal ends the process too. A rank that waits inside
-    a collective runs no Python signal handler, but Python still writes the signal to the wake-up descriptor, where a
-    separate thread sees it.
+    a collective runs no Python signal handler, but Python still writes the signal to the wake-up descriptor, which a
+    separate thread reads.
 
     before_saves: called in that thread, with the signal, to end the process while there is nothing to save. on_request:
-    called there after SIGUSR2.
+    called in that thread after SIGUSR2.
     """
 
     def __init__(
@@ -62,7 +60,7 @@ class StopSignal:
         self._signal = 0
         self.saves = False  # whether a request saves a checkpoint
         self._requested_s: float | None = None  # when the first signal came
-        self.failure: RunError | None = None  # found by another thread; all ranks end with it before the next iteration
+        self.failure: RunError | None = None  # set by any thread; all ranks end with it before the next iteration
         # SIGHUP was ignored from the start under nohup.
         is_ignored = signal.getsignal(signal.SIGHUP) == signal.SIG_IGN
         handled = [number for number in SIGNALS if number != signal.SIGHUP or not is_ignored]
@@ -125,7 +123,7 @@ class StopSignal:
 
 
 class TimeLimit(NamedTuple):
-    """The moment at which a start stops, by a clock."""
+    """When a start stops, by a clock."""
 
     number: int
     end_s: float
@@ -146,7 +144,7 @@ def time_limits(
 ) -> tuple[TimeLimit, ...]:
     """Return the limits of a start that begins now.
 
-    Slurm's end is a time of day. Minutes are counted by a clock that nobody sets: a correction of the time of day (NTP)
+    Slurm's end is a time of day. Minutes are counted by a monotonic clock: a correction of the time of day (NTP)
     neither ends the run nor prolongs it.
     """
     training, limits = config.training, []
