@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from megatron_lite.config import Config, unflatten
-from megatron_lite.distributed.rank_group import RankGroup
+from megatron_lite.distributed.rank_group import Group
 from megatron_lite.distributed.traffic import Traffic
 from megatron_lite.model.layer import MicroBatch
 from megatron_lite.validation import resolve
@@ -36,7 +36,7 @@ def host_times(device: torch.device, dtype: str) -> dict[str, float]:
     return {"block_s": block_s, "step_s": max(few - FEW_BLOCKS * block_s, 0.0)}
 
 
-class OneRank(RankGroup):
+class OneRank(Group):
     """A run of one rank without a process group: every rank measures its own steps."""
 
     def __init__(self, device: torch.device) -> None:
