@@ -26,12 +26,14 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # works without
 import scripts  # noqa: F401  names a missing package
 
 # isort: split
+import torch
 from torch import Tensor
 
-from megatron_lite.cli.script_parser import ScriptParser
+from megatron_lite.cli.script_parser import ScriptParser, number
 from megatron_lite.errors import RunError, UsageError
 from megatron_lite.monitor.tensor_log import Statistics, TensorEntry, read_tensor_log
 
+Entries = list[TensorEntry]
 PATTERN = "tensor_logs_*.safetensors"
 
 
@@ -52,26 +54,17 @@ class Difference:
         return " | ".join(parts)
 
 
-@dataclass(frozen=True)
-class Pair:
-    """Two files to compare and their entries."""
-
-    file: str
-    first: list[TensorEntry]
-    second: list[TensorEntry]
-
-
 def compare(a: Path, b: Path, rtol: float = 0.0, atol: float = 0.0) -> list[Difference]:
     """Return the tensors that differ, in the order of the first run.
 
     Raises:
         UsageError: if a file is missing in either run or cannot be read, or nothing was logged.
     """
-    return [difference for pair in read_pairs(a, b) for difference in compare_files(pair, rtol, atol)]
+    return [difference for pair in read_pairs(a, b) for difference in compare_files(*pair, rtol, atol)]
 
 
-def read_pairs(a: Path, b: Path) -> Iterator[Pair]:
-    """Yield the files of two runs in pairs: the initial weights, then iteration by iteration.
+def read_pairs(a: Path, b: Path) -> Iterator[tuple[str, Entries, Entries]]:
+    """Yield the name and the entries of each file of two runs: the initial weights, then iteration by iteration.
 
     Raises:
         UsageError: as in `compare`.
@@ -87,7 +80,7 @@ def read_pairs(a: Path, b: Path) -> Iterator[Pair]:
         has, lacks = (a, b) if name in first else (b, a)
         raise UsageError(f"{name} is in {has} but not in {lacks}; run both with the same debug flags and train_iters")
     for name in sorted(first, key=natural_order):
-        yield Pair(name, read_tensor_log(first[name]), read_tensor_log(second[name]))
+        yield name, read_tensor_log(first[name]), read_tensor_log(second[name])
 
 
 def find_files(path: Path) -> dict[str, Path]:
@@ -111,17 +104,17 @@ def natural_order(name: str) -> list[tuple[int, str]]:
     return [(int(part), "") if part.isdecimal() else (-1, part) for part in re.split(r"(\d+)", name)]
 
 
-def compare_files(pair: Pair, rtol: float, atol: float) -> Iterator[Difference]:
+def compare_files(file: str, a: Entries, b: Entries, rtol: float, atol: float) -> Iterator[Difference]:
     """Yield the tensors of two files that differ; tensors that only the second file has come last."""
-    second = {entry.name: entry for entry in pair.second}
-    for entry in pair.first:
+    second = {entry.name: entry for entry in b}
+    for entry in a:
         other = second.pop(entry.name, None)
         if other is None:
-            yield Difference(pair.file, entry.name, "only in the first run")
-        elif difference := compare_entries(pair.file, entry, other, rtol, atol):
+            yield Difference(file, entry.name, "only in the first run")
+        elif difference := compare_entries(file, entry, other, rtol, atol):
             yield difference
     for name in second:
-        yield Difference(pair.file, name, "only in the second run")
+        yield Difference(file, name, "only in the second run")
 
 
 def compare_entries(file: str, a: TensorEntry, b: TensorEntry, rtol: float, atol: float) -> Difference | None:
@@ -155,8 +148,9 @@ def statistics_difference(a: Statistics, b: Statistics) -> float:
     """Return the largest difference of a statistic; infinity if the counts of non-finite elements differ."""
     if a.not_finite != b.not_finite:
         return math.inf
-    pairs = ((getattr(a, name), getattr(b, name)) for name in ("mean", "std", "minimum", "maximum"))
-    return max(0.0 if x == y or (math.isnan(x) and math.isnan(y)) else _or_infinite(abs(x - y)) for x, y in pairs)
+    names = ("mean", "std", "minimum", "maximum")
+    first, second = (torch.tensor([getattr(one, name) for name in names], dtype=torch.float64) for one in (a, b))
+    return float(sample_differences(first, second).max())
 
 
 def sample_differences(a: Tensor, b: Tensor) -> Tensor:
@@ -165,34 +159,24 @@ def sample_differences(a: Tensor, b: Tensor) -> Tensor:
     return differences.masked_fill((a == b) | (a.isnan() & b.isnan()), 0.0)
 
 
-def _or_infinite(value: float) -> float:
-    return math.inf if math.isnan(value) else value
-
-
-def non_negative(text: str) -> float:
-    """Parse a tolerance."""
-    number = float(text)
-    if not 0 <= number < math.inf:
-        raise ValueError(text)
-    return number
-
-
 def main(arguments: Sequence[str] | None = None) -> int:
     """Compare and print; return the exit code."""
     parser = ScriptParser(description="Compare the tensor logs of two runs.")
     parser.add_argument("run_a", type=Path, help="an --experiment_dir, a folder with tensor logs, or one file")
     parser.add_argument("run_b", type=Path, help="the run to compare with")
-    parser.add_argument("--rtol", type=non_negative, default=0.0, help="tolerance as a fraction of the tensor's RMS")
-    parser.add_argument("--atol", type=non_negative, default=0.0, help="absolute tolerance")
+    parser.add_argument(
+        "--rtol", type=number(float, 0), default=0.0, help="tolerance as a fraction of the tensor's RMS"
+    )
+    parser.add_argument("--atol", type=number(float, 0), default=0.0, help="absolute tolerance")
     parser.add_argument("--limit", type=int, default=20, help="number of differences to print (default: 20)")
     options = parser.parse_args(arguments)
     count, files = 0, 0
     differences: list[Difference] = []
     try:
-        for pair in read_pairs(options.run_a, options.run_b):
+        for name, first, second in read_pairs(options.run_a, options.run_b):
             files += 1
-            count += len({entry.name for entry in (*pair.first, *pair.second)})
-            differences += compare_files(pair, options.rtol, options.atol)
+            count += len({entry.name for entry in (*first, *second)})
+            differences += compare_files(name, first, second, options.rtol, options.atol)
     except RunError as error:
         print(f"ERROR: {error}", file=sys.stderr)
         return error.exit_code

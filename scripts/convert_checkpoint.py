@@ -61,8 +61,8 @@ def tokenizer_of(options: argparse.Namespace, source: WeightSource) -> Path | No
         if named is not None and not Path(named).is_file():
             print(f"WARNING: the tokenizer {named} is missing; set --tokenizer_file to include one")
         return Path(named) if named is not None and Path(named).is_file() else None
-    beside = source.folder / "tokenizer.json"
-    return beside if beside.is_file() else None
+    own = source.folder / "tokenizer.json"
+    return own if own.is_file() else None
 
 
 def check_target(options: argparse.Namespace, source: WeightSource) -> None:

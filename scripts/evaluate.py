@@ -65,19 +65,11 @@ def parse_options(arguments: Sequence[str] | None) -> argparse.Namespace:
     data.add_argument("--text", nargs="+", type=Path, help="text files, and .jsonl files with one text per line")
     add("--json_key", help='key of the text in .jsonl lines (default: "text")')
     add("--split", help="--split of training; reads its second share; 0,1,0 reads everything (default: 969,30,1)")
-    add("--samples", type=number(int, 1, LARGEST_COUNT), help="number of samples of --data_path (default: all)")
+    count = number(int, 1, LARGEST_COUNT)
+    add("--samples", type=count, help="number of samples of --data_path (default: all)")
     add("--seed", type=int, help="--seed of training, which sets where samples begin (default: 1234)")
-    add(
-        "--sequence_length",
-        type=number(int, 1, LARGEST_COUNT),
-        help=f"tokens per sample (default: the model's, up to {LONGEST_DEFAULT})",
-    )
-    add(
-        "--micro_batch_size",
-        type=number(int, 1, LARGEST_COUNT),
-        default=1,
-        help="samples per forward pass (default: 1)",
-    )
+    add("--sequence_length", type=count, help=f"tokens per sample (default: the model's, up to {LONGEST_DEFAULT})")
+    add("--micro_batch_size", type=count, default=1, help="samples per forward pass (default: 1)")
     add("--cross_document_attention", type=int, choices=(0, 1), default=1, help="as in training (default: 1)")
     add("--json", action="store_true", help="print one JSON object")
     options = parser.parse_args(arguments)

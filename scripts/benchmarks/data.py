@@ -14,6 +14,7 @@ Markdown tables.
 from __future__ import annotations
 
 import argparse
+import importlib
 import importlib.util
 import json
 import os
@@ -122,8 +123,9 @@ def mapped_set(prefix: str, samples: int) -> Any:
 
 def opened(row: str, prefix: str, cache: str) -> dict[str, float]:
     """Open a set and read its first batch; return the time and the memory."""
-    prepare = _import_ours if row == "ours" else _import_theirs
-    prepare()
+    ours = ("megatron_lite.data.open_data", "megatron_lite.validation")
+    for module in ours if row == "ours" else ("megatron.core.datasets.gpt_dataset",):
+        importlib.import_module(module)
     before, begun_s = processor.reset_peak(), time.perf_counter()
     if row == "ours":
         assert len(next(our_batches(prefix, OPENED, ITERATIONS, 0))[0].tokens) == OPENED
@@ -155,15 +157,6 @@ def loaded(row: str, workers: int, prefix: str, batches: int) -> dict[str, float
         next(stream)
     seconds = (time.perf_counter() - begun_s) / (LOADED * batches)
     return {"seconds": seconds, "samples_per_s": 1 / seconds}
-
-
-def _import_ours() -> None:
-    import megatron_lite.data.open_data
-    import megatron_lite.validation  # noqa: F401
-
-
-def _import_theirs() -> None:
-    import megatron.core.datasets.gpt_dataset  # noqa: F401
 
 
 def measure(words: Sequence[str]) -> None:

@@ -4,7 +4,7 @@
     python -m scripts.docs.engine_tables --check    compare only; exit code 1 if a document is stale
 
 Each plan is a `MultiStage` on the meta device whose memory and collectives are counted, as in `--dry_run=1`. The
-formulas beside the counts are those of the guide and use only sizes.
+formulas next to the counts are those of the guide and use only sizes.
 """
 
 from __future__ import annotations

@@ -133,7 +133,7 @@ def test_failures_name_files_without_their_folders(tmp_path: Path) -> None:
 
 def test_a_peer_is_compared_with_the_program_of_ours_that_computes_the_same(tmp_path: Path) -> None:
     """nanoGPT's gelu is exact, so its ratio is that of our exact gelu, which exists beside nanoGPT only."""
-    assert set(contestants.OURS_BESIDE) <= set(contestants.PROGRAMS) >= set(contestants.OURS_BESIDE.values())
+    assert set(contestants.COMPARED_WITH) <= set(contestants.PROGRAMS) >= set(contestants.COMPARED_WITH.values())
     names = ("ours", "exact", "peer", "exact_peer")
     race = race_of(tmp_path, 1, **{name: command(tmp_path, 0.001) for name in names})
     for _ in race.run():

@@ -53,22 +53,15 @@ def _compared(
         yield GoalLine(f"{title}: {kind.removesuffix('s')} / {peer}", kind, place, Goal(ours, f"/ {peer}", *limits))
 
 
-def _products(place: str, title: str) -> GoalLine:
-    goal = Goal("products", f"/ {OURS}", 0.85, 0.92, at_least=True)
-    return GoalLine(f"{title}: share of a step that is matrix products", "steps", place, goal)
-
-
-def _program(title: str, place: str, figure: str, limit: float) -> GoalLine:
-    return GoalLine(title, "programs", place, Goal(PROGRAM, figure, limit))
-
-
+_SHARE = "share of a step that is matrix products"
+_PRODUCTS = Goal("products", f"/ {OURS}", 0.85, 0.92, at_least=True)
 LINES = (
     *_compared("programs", CORES, _CORES, PEERS, BY_CORES),
     *_compared("steps", CORES, _CORES, TORCH, BY_CORES),
-    _products(CORES, _CORES),
+    GoalLine(f"{_CORES}: {_SHARE}", "steps", CORES, _PRODUCTS),
     *_compared("programs", THREAD, _THREAD, PEERS, BY_THREAD),
     *_compared("steps", THREAD, _THREAD, TORCH, BY_THREAD),
-    _products(THREAD, _THREAD),
+    GoalLine(f"{_THREAD}: {_SHARE}", "steps", THREAD, _PRODUCTS),
     *_compared("programs", RANKS, _RANKS, ("nanoGPT", "HF Trainer", "picotron"), BY_RANKS),
     *_compared("steps", RANKS, _RANKS, ("DDP", "HF DDP"), BY_RANKS),
     GoalLine(f"{_RANKS}: step of ZeRO-3 / ZeRO-1", "steps", RANKS, Goal("ZeRO-3", "/ ZeRO-1", 1.04, 1.00)),
@@ -76,10 +69,10 @@ LINES = (
     GoalLine("tensor parallelism: step / torch", "steps", TENSOR, Goal("TP", "/ torch TP", 0.80)),
     GoalLine("tensor and sequence parallelism: step / torch", "steps", TENSOR, Goal("TP+SP", "/ torch TP+SP", 0.80)),
     GoalLine("bf16 without instructions for it: step / fp32", "steps", BF16, Goal(OURS, f"/ {OURS} fp32", 1.3, 1.0)),
-    _program(f"{_CORES}: command to first step, s", CORES, "start_s", 4.0),
-    _program(f"{_RANKS}: command to first step, s", RANKS, "start_s", 6.0),
-    _program(f"{_CORES}: peak memory / smallest peer's", CORES, MEMORY, 1.0),
-    _program(f"{_RANKS}: peak memory / smallest peer's", RANKS, MEMORY, 1.0),
+    GoalLine(f"{_CORES}: command to first step, s", "programs", CORES, Goal(PROGRAM, "start_s", 4.0)),
+    GoalLine(f"{_RANKS}: command to first step, s", "programs", RANKS, Goal(PROGRAM, "start_s", 6.0)),
+    GoalLine(f"{_CORES}: peak memory / smallest peer's", "programs", CORES, Goal(PROGRAM, MEMORY, 1.0)),
+    GoalLine(f"{_RANKS}: peak memory / smallest peer's", "programs", RANKS, Goal(PROGRAM, MEMORY, 1.0)),
 )
 
 

@@ -128,18 +128,20 @@ def both_backward(forward: Callable[[bool], Outputs], inputs: tuple[Tensor, ...]
 # -- norms -----------------------------------------------------------------------------------------------------------
 
 
-def make_rms_norm(shape: Shape) -> dict[str, Call]:
-    """y = rms_norm(x)."""
+def make_norm(shape: Shape, kind: Kind, with_backward: bool) -> dict[str, Call]:
+    """rms_norm(x), or layer_norm(x) with a bias; with_backward: dx and the gradients of the parameters instead."""
     x, weight = shape.input(shape.tokens, shape.hidden), shape.parameter(shape.hidden)
+    bias = shape.parameter(shape.hidden) if kind.centered else None
+
+    def call(triton: bool) -> Tensor:
+        return add_norm(x, None, weight, bias, kind, triton)[1]
+
+    if with_backward:
+        return both_backward(call, (x,), shape.random(shape.tokens, shape.hidden))
+    if kind.centered:
+        return both(call)
     formula = compiled(functional.rms_norm, x.detach(), (shape.hidden,), weight.detach(), EPS)
-    return both(lambda triton: add_norm(x, None, weight, None, RMS, triton)[1]) | {"torch compiled": formula}
-
-
-def make_rms_norm_backward(shape: Shape) -> dict[str, Call]:
-    """dx and the weight's gradient."""
-    x, weight = shape.input(shape.tokens, shape.hidden), shape.parameter(shape.hidden)
-    grad = shape.random(shape.tokens, shape.hidden)
-    return both_backward(lambda triton: add_norm(x, None, weight, None, RMS, triton)[1], (x,), grad)
+    return both(call) | {"torch compiled": formula}
 
 
 def make_add_norm(shape: Shape) -> dict[str, Call]:
@@ -164,19 +166,6 @@ def make_add_norm_backward(shape: Shape) -> dict[str, Call]:
     return both_backward(
         lambda triton: add_norm(hidden, shape.random(*size), weight, None, RMS, triton=triton), (hidden,), *grads
     ) | {f"triton, {count} warps a multiprocessor": lambda count=count: with_warps(count) for count in (16, 32)}
-
-
-def make_layer_norm(shape: Shape) -> dict[str, Call]:
-    """Layer norm with a bias."""
-    x, weight, bias = shape.input(shape.tokens, shape.hidden), *(shape.parameter(shape.hidden) for _ in "wb")
-    return both(lambda triton: add_norm(x, None, weight, bias, LAYER, triton)[1])
-
-
-def make_layer_norm_backward(shape: Shape) -> dict[str, Call]:
-    """dx and the gradients of weight and bias."""
-    x, weight, bias = shape.input(shape.tokens, shape.hidden), *(shape.parameter(shape.hidden) for _ in "wb")
-    grad = shape.random(shape.tokens, shape.hidden)
-    return both_backward(lambda triton: add_norm(x, None, weight, bias, LAYER, triton)[1], (x,), grad)
 
 
 def rows(count: int) -> Callable[[Shape], int]:
@@ -389,12 +378,12 @@ def make_gradient_norm(shape: Shape) -> dict[str, Call]:
 HIDDEN, HEADS, FFN = "{tokens} x {hidden}", "{tokens} x ({heads} + 2 x {groups}) x {head_size}", "{tokens} x {ffn}"
 SHARD = "{shard:,} elements"
 OPS: tuple[Op, ...] = (
-    Op("rms_norm", make_rms_norm, HIDDEN, rows(2)),
-    Op("rms_norm backward", make_rms_norm_backward, HIDDEN, rows(3)),
+    Op("rms_norm", partial(make_norm, kind=RMS, with_backward=False), HIDDEN, rows(2)),
+    Op("rms_norm backward", partial(make_norm, kind=RMS, with_backward=True), HIDDEN, rows(3)),
     Op("add + rms_norm", make_add_norm, HIDDEN, rows(4)),
     Op("add + rms_norm backward", make_add_norm_backward, HIDDEN, rows(4)),
-    Op("layer_norm", make_layer_norm, HIDDEN, rows(2)),
-    Op("layer_norm backward", make_layer_norm_backward, HIDDEN, rows(3)),
+    Op("layer_norm", partial(make_norm, kind=LAYER, with_backward=False), HIDDEN, rows(2)),
+    Op("layer_norm backward", partial(make_norm, kind=LAYER, with_backward=True), HIDDEN, rows(3)),
     Op("rotary", make_rotary, HEADS, lambda shape: heads_moved(shape, shape.heads + shape.groups)),
     Op(
         "rotary backward", make_rotary_backward, HEADS, lambda shape: heads_moved(shape, shape.heads + 2 * shape.groups)

@@ -79,38 +79,31 @@ def _percent(value: float) -> str:
     return f"{100 * value:.1f} %"
 
 
-def _tokens(value: float) -> str:
-    return f"{value:,.0f} tokens/s"
-
-
-def _times(value: float) -> str:
-    return f"{value:.3f}x"
-
-
 _WHOLE = "Mistral-7B shape, whole (32 layers), sequence 8192"
+_TOKENS = "{:,.0f} tokens/s".format
 TARGETS = (
-    Target(_WHOLE, "9,000 tokens/s to beat", lambda report: best(report, "tokens_per_s", MISTRAL[0]), 9000, _tokens),
-    Target(_WHOLE, "11,000 tokens/s", lambda report: best(report, "tokens_per_s", MISTRAL[0]), 11000, _tokens),
+    Target(_WHOLE, "9,000 tokens/s to beat", lambda report: best(report, "tokens_per_s", MISTRAL[0]), 9000, _TOKENS),
+    Target(_WHOLE, "11,000 tokens/s", lambda report: best(report, "tokens_per_s", MISTRAL[0]), 11000, _TOKENS),
     Target(
         "Mistral-7B shape, 32 or 16 layers, sequence 8192",
         "540 model TFLOP/s",
         lambda report: best(report, "model_tflops", *MISTRAL),
         540,
-        lambda value: f"{value:.0f} TFLOP/s",
+        "{:.0f} TFLOP/s".format,
     ),
     Target(
         "Llama-3-8B dimensions, 8 layers, over FSDP2 compiled",
         "1.15x",
         lambda report: speedup(report, "llama-3-8b-8l", "FSDP2 compiled"),
         1.15,
-        _times,
+        "{:.3f}x".format,
     ),
     Target(
         "GPT-2 124M, sequence 1024, over plain PyTorch compiled",
         "1.10x",
         lambda report: speedup(report, "gpt2-124m", "torch compiled", "torch compiled full logits"),
         1.10,
-        _times,
+        "{:.3f}x".format,
     ),
     Target(
         "attention of a Mistral-7B shape without a window",

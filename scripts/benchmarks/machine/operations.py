@@ -159,7 +159,7 @@ class Operations:
         numel, total = rows * COLUMNS, torch.zeros(COLUMNS, device=self.device)
 
         def seconds(call: Callable[[Any], Any], before: Callable[[], Any] | None = None) -> float:
-            return self.timer.seconds(call, before or (lambda: self._tensors(2))) / numel
+            return self.timer.seconds(call, before or (lambda: [self.tensor(rows, COLUMNS) for _ in range(2)])) / numel
 
         yield "copy", seconds(lambda t: t[0].copy_(t[1]))
         yield "sum", seconds(lambda t: t[0] + t[1])
@@ -168,42 +168,34 @@ class Operations:
         yield "dropout forward", seconds(lambda _: dropout(x, 0.1, 1))
         yield "dropout backward", seconds(lambda output: backward(output, grad), lambda: dropout(x, 0.1, 1))
 
-    def _tensors(self, count: int) -> list[Tensor]:
-        return [self.tensor(ROWS[self.kind], COLUMNS) for _ in range(count)]
-
     def _norms(self) -> Iterator[tuple[str, float]]:
-        rows = ROWS[self.kind]
-        yield from self._norm("layer_norm", rows)
-        yield from self._norm("rms_norm", rows)
+        rows, numel = ROWS[self.kind], ROWS[self.kind] * COLUMNS
+        for name in ("layer_norm", "rms_norm"):
+            weight, bias = self._parameter(COLUMNS), self._parameter(COLUMNS) if name == "layer_norm" else None
+            kind, grad = normalization.Kind(1e-5, bias is not None), self.tensor(rows, COLUMNS)
 
-    def _norm(self, name: str, rows: int) -> Iterator[tuple[str, float]]:
-        weight, bias = self._parameter(COLUMNS), self._parameter(COLUMNS) if name == "layer_norm" else None
-        kind, grad = normalization.Kind(1e-5, bias is not None), self.tensor(rows, COLUMNS)
+            def forward(_: Any = None) -> Tensor:
+                x = self.tensor(rows, COLUMNS).detach().requires_grad_()
+                return normalization.add_norm(x, None, weight, bias, kind, self.triton)[1]  # noqa: B023
 
-        def forward(_: Any = None) -> Tensor:
-            x = self.tensor(rows, COLUMNS).detach().requires_grad_()
-            return normalization.add_norm(x, None, weight, bias, kind, self.triton)[1]
-
-        numel = rows * COLUMNS
-        yield f"{name} forward", self.timer.seconds(forward) / numel
-        yield f"{name} backward", self.timer.seconds(lambda output: backward(output, grad), forward) / numel
+            yield f"{name} forward", self.timer.seconds(forward) / numel
+            yield f"{name} backward", self.timer.seconds(lambda output: backward(output, grad), forward) / numel  # noqa: B023
 
     def _activations(self) -> Iterator[tuple[str, float]]:
+        rows, numel = ROWS[self.kind], ROWS[self.kind] * COLUMNS
         for name, gated in itertools.product(mlp.FUNCTIONS, (False, True)):
-            yield from self._activation(name, gated)
-
-    def _activation(self, name: str, gated: bool) -> Iterator[tuple[str, float]]:
-        rows, triton = ROWS[self.kind], self.triton
-        width, numel = 2 * COLUMNS if gated else COLUMNS, rows * COLUMNS
-        label = f"{'gated ' if gated else ''}{name}"
-        seconds = self.timer.seconds(lambda u: mlp.activate(u, name, gated, triton), lambda: self.tensor(rows, width))
-        yield f"{label} forward", seconds / numel
-        # Copies: both are overwritten, and again and again that would leave numbers that are slow to compute with.
-        seconds = self.timer.seconds(
-            lambda t: mlp.activate_backward(t[0], t[1], name, gated, False, triton),
-            lambda: [self.tensor(rows, columns).clone() for columns in (COLUMNS, width)],
-        )
-        yield f"{label} backward", seconds / numel
+            label, width = f"{'gated ' if gated else ''}{name}", 2 * COLUMNS if gated else COLUMNS
+            seconds = self.timer.seconds(
+                lambda u: mlp.activate(u, name, gated, self.triton),  # noqa: B023
+                lambda: self.tensor(rows, width),  # noqa: B023
+            )
+            yield f"{label} forward", seconds / numel
+            # Copies: both are overwritten, and again and again that would leave numbers that are slow to compute with.
+            seconds = self.timer.seconds(
+                lambda t: mlp.activate_backward(t[0], t[1], name, gated, False, self.triton),  # noqa: B023
+                lambda: [self.tensor(rows, columns).clone() for columns in (COLUMNS, width)],  # noqa: B023
+            )
+            yield f"{label} backward", seconds / numel
 
     def _heads(self) -> Iterator[tuple[str, float]]:
         length = ROWS[self.kind] // 4

@@ -22,7 +22,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from scripts.benchmarks import processor
-from scripts.benchmarks.programs.contestants import OURS, OURS_BESIDE, PROGRAMS, Setting
+from scripts.benchmarks.programs.contestants import COMPARED_WITH, OURS, PROGRAMS, Setting
 from scripts.benchmarks.programs.inputs import write_inputs
 from scripts.benchmarks.programs.race import Command, Race
 from scripts.benchmarks.results import MIB, Result, argument_parser, environment, names_in, write_json
@@ -118,7 +118,7 @@ def main(argv: Sequence[str]) -> int:
         race = Race(commands, folder, options.timeout, options.turns, options.steps_per_turn, options.max_others)
         result: Result = {}
         for _ in race.run(options.starts):
-            result = head | {"rows": race.rows(OURS, OURS_BESIDE), "failures": race.turns.failed()}
+            result = head | {"rows": race.rows(OURS, COMPARED_WITH), "failures": race.turns.failed()}
             write_json(options.output, result)  # complete after every round, in case the run is cut short
     print(to_markdown(result), flush=True)
     return 1 if race.turns.failed() else 0

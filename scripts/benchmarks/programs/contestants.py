@@ -29,7 +29,7 @@ LEARNING_RATE = 3e-4
 OURS = "megatron_lite"
 OURS_EXACT_GELU = f"{OURS} exact gelu"
 # nanoGPT's gelu is the exact one, by erf, faster than GPT-2's by tanh; the others can be told to compute GPT-2's.
-OURS_BESIDE = dict.fromkeys(("nanoGPT", "nanoGPT compiled"), OURS_EXACT_GELU)
+COMPARED_WITH = dict.fromkeys(("nanoGPT", "nanoGPT compiled"), OURS_EXACT_GELU)
 NEVER = 10**6  # an interval, or a number of steps, that no run reaches
 
 
