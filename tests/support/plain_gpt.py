@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable, Mapping
 
 import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from megatron_lite.config import ModelConfig
+from megatron_lite.config import ModelConfig, OptimizerConfig
 
 ACTIVATIONS = {
     "gelu": lambda x: functional.gelu(x, approximate="tanh"),
@@ -142,3 +143,32 @@ def rotate(x: Tensor, config: ModelConfig, positions: Tensor | None = None) -> T
     angles = where[..., None] * config.rotary_base ** (-torch.arange(0, r, 2) / r) / (config.rope_factor or 1)
     turned = torch.complex(x[..., : r // 2], x[..., r // 2 : r]) * torch.polar(torch.ones_like(angles), angles)
     return torch.cat([turned.real, turned.imag, x[..., r:]], dim=-1)
+
+
+def plain_adamw(
+    model: nn.Module, options: OptimizerConfig, scales: Mapping[str, float] | None = None
+) -> Callable[[Tensor, float], float]:
+    """Return a function that updates a model from a loss at a learning rate, and returns the gradient norm.
+
+    As in Fast-LLM, norms and biases are exempt from weight decay, embeddings are not. scales: factors on the learning
+    rate by name; 0 freezes.
+    """
+    groups = []
+    for name, parameter in model.named_parameters():
+        scale = (scales or {}).get(name, 1.0)
+        parameter.requires_grad_(scale != 0)
+        if scale:
+            decay = options.weight_decay if parameter.dim() > 1 else 0.0
+            groups.append({"params": [parameter], "weight_decay": decay, "scale": scale})
+    optimizer = torch.optim.AdamW(groups, betas=(options.adam_beta1, options.adam_beta2), eps=options.adam_eps)
+
+    def update(loss: Tensor, rate: float) -> float:
+        optimizer.zero_grad()
+        loss.backward()
+        norm = torch.nn.utils.clip_grad_norm_(model.parameters(), options.clip_grad)
+        for group in optimizer.param_groups:
+            group["lr"] = rate * group["scale"]
+        optimizer.step()
+        return float(norm)
+
+    return update

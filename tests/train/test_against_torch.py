@@ -6,11 +6,10 @@ from typing import Any
 
 import numpy as np
 import pytest
-import torch
 
 from megatron_lite.data.open_data import open_data
 from tests.support.harness import LLAMA, run_distributed, tiny_config, train_tiny
-from tests.support.plain_gpt import PlainGPT
+from tests.support.plain_gpt import PlainGPT, plain_adamw
 
 ITERATIONS = 20
 
@@ -82,29 +81,18 @@ def plain_loop(
     config = tiny_config(**options)
     model = PlainGPT(config.model)
     model.load(initial)
-    groups = []
-    for name, parameter in model.named_parameters():
-        scale = next((scale for start, scale in (scales or {}).items() if name.startswith(start)), 1.0)
-        # As in Fast-LLM: norms and biases are exempt from weight decay, embeddings are not.
-        decay = config.optimizer.weight_decay if parameter.dim() > 1 else 0.0
-        if scale:
-            groups.append({"params": [parameter], "weight_decay": decay, "scale": scale})
-        parameter.requires_grad_(scale != 0)
-    optimizer = torch.optim.AdamW(
-        groups, betas=(config.optimizer.adam_beta1, config.optimizer.adam_beta2), eps=config.optimizer.adam_eps
-    )
+    update = plain_adamw(model, config.optimizer, {name: scale_of(name, scales or {}) for name in initial})
     losses = []
     batches = open_data(config, 0, 1).batches("training", 0, ITERATIONS)
     for iteration, ((tokens, *_),) in enumerate(batches, start=1):
         loss = model.loss(tokens)
-        optimizer.zero_grad()
-        loss.backward()
-        torch.nn.utils.clip_grad_norm_(model.parameters(), config.optimizer.clip_grad)
-        for group in optimizer.param_groups:
-            group["lr"] = plain_learning_rate(options, iteration) * group["scale"]
-        optimizer.step()
+        update(loss, plain_learning_rate(options, iteration))
         losses.append(loss.item())
     return losses, {name: weight.numpy() for name, weight in model.state_dict().items()}
+
+
+def scale_of(name: str, scales: dict[str, float]) -> float:
+    return next((scale for start, scale in scales.items() if name.startswith(start)), 1.0)
 
 
 def plain_learning_rate(options: dict[str, Any], iteration: int) -> float:
@@ -211,7 +199,7 @@ def test_training_a_part_equals_plain_torch(part: str, layout: tuple[int, int]) 
     np.testing.assert_allclose(ours.losses, losses, rtol=1e-6)
     moved = 0
     for name, weight in weights.items():
-        if next((scale for start, scale in scales.items() if name.startswith(start)), 1.0) == 0:
+        if scale_of(name, scales) == 0:
             np.testing.assert_array_equal(ours.weights[name], ours.initial[name], err_msg=name)
         elif not name.endswith("query_key_value.bias"):  # key biases: their exact gradient is zero
             moved += 1

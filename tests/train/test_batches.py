@@ -19,8 +19,7 @@ from megatron_lite.distributed.process_group import Distributed
 from megatron_lite.model.layer import MASKED
 from megatron_lite.monitor.metrics import LogWindow
 from megatron_lite.monitor.trackers import read_metrics
-from tests.docs.test_guides import BLOCKS, ROOT
-from tests.docs.test_guides import run as run_command
+from tests.support import documents
 from tests.support.datasets import write_dataset
 from tests.support.harness import (
     Trajectory,
@@ -33,7 +32,7 @@ from tests.support.harness import (
 )
 from tests.support.launch import TINY, run
 from tests.support.memory_meters import a_model
-from tests.support.plain_gpt import PlainGPT
+from tests.support.plain_gpt import PlainGPT, plain_adamw
 from tests.train.test_resume import weights
 
 SIZES = [3, 3, 8, 8, 8, 5, 5]  # of the iterations of "0:3 2:8 5:5"
@@ -62,22 +61,14 @@ def token_losses(model: PlainGPT, samples: Tensor, z_loss: float) -> Tensor:
 def plain_loop(options: dict[str, Any], initial: dict[str, np.ndarray], together: int) -> Trajectory:
     """Train plain torch on exactly the samples of each batch; `together` samples form a micro-step and share a mean."""
     config = tiny_config(**{**options, "micro_batch_size": 1, "allow_nondivisible_batch_size": False})
-    model, betas = PlainGPT(config.model), (config.optimizer.adam_beta1, config.optimizer.adam_beta2)
+    model = PlainGPT(config.model)
     model.load(initial)
-    decayed = [parameter for parameter in model.parameters() if parameter.dim() > 1]
-    others = [parameter for parameter in model.parameters() if parameter.dim() == 1]
-    groups = [dict(params=decayed, weight_decay=0.1), dict(params=others, weight_decay=0.0)]
-    optimizer = torch.optim.AdamW(groups, betas=betas, eps=config.optimizer.adam_eps)
+    update = plain_adamw(model, config.optimizer)
     samples, losses, norms = one_by_one(sum(SIZES)), [], []
     for iteration, batch in enumerate(samples.split(SIZES), start=1):
         means = [token_losses(model, part, config.training.logit_z_loss).mean() for part in batch.split(together)]
         loss = torch.stack(means).mean()
-        optimizer.zero_grad()
-        loss.backward()
-        norms.append(float(torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)))
-        for group in optimizer.param_groups:
-            group["lr"] = 1e-3 * min(iteration, 2) / 2
-        optimizer.step()
+        norms.append(update(loss, 1e-3 * min(iteration, 2) / 2))
         losses.append(loss.item())
     weights = {name: weight.numpy() for name, weight in model.state_dict().items()}
     return Trajectory(losses, norms, initial, weights, {})
@@ -270,8 +261,8 @@ def test_a_restored_log_window_continues() -> None:
 
 def test_the_guide_is_true(tmp_path: Path) -> None:
     """The command in the guide prints the text below it, and its flags exist."""
-    guide = (ROOT / "docs" / "batches.md").read_text("utf-8")
-    ((command, shown),) = BLOCKS.findall(guide)
-    assert run_command(command, tmp_path).strip() == shown
+    guide = documents.read("batches")
+    ((command, shown),) = documents.shown(guide)
+    assert documents.run(command, documents.make_checkout(tmp_path)).strip() == shown
     named = set(re.findall(r"--([a-z_]+)", guide)) - {"csv"}
     assert len(named) > 8 and named <= SPELLINGS.keys()

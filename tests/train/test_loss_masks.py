@@ -12,7 +12,7 @@ import torch
 from megatron_lite.data.open_data import open_data
 from tests.support.datasets import write_dataset
 from tests.support.harness import run_distributed, tiny_config, train_tiny
-from tests.support.plain_gpt import PlainGPT
+from tests.support.plain_gpt import PlainGPT, plain_adamw
 
 TOKENS, ITERATIONS = 900, 5
 
@@ -45,20 +45,12 @@ def test_the_mean_is_over_the_tokens_that_count(corpus: dict[str, Any]) -> None:
     counts = torch.from_numpy(np.fromfile(corpus["loss_mask"][0] + ".bin", np.uint8))
     model = PlainGPT(config.model)
     model.load(one.initial)
-    groups = [{"params": [p for p in model.parameters() if (p.dim() > 1) == matrix]} for matrix in (True, False)]
-    groups[1]["weight_decay"] = 0.0
-    optimizer = torch.optim.AdamW(groups, betas=(0.9, 0.999), eps=1e-8, weight_decay=config.optimizer.weight_decay)
-    losses, counted = [], []
+    update, losses, counted = plain_adamw(model, config.optimizer), [], []
     for iteration, ((tokens, *_),) in enumerate(open_data(config, 0, 1).batches("training", 0, ITERATIONS), start=1):
         masked = counts[tokens[:, 1:]] == 0
         counted.append((~masked).sum(dim=1).tolist())
         loss = model.loss(tokens, masked)
-        optimizer.zero_grad()
-        loss.backward()
-        torch.nn.utils.clip_grad_norm_(model.parameters(), config.optimizer.clip_grad)
-        for group in optimizer.param_groups:
-            group["lr"] = config.learning_rate.lr * min(iteration / 2, 1)
-        optimizer.step()
+        update(loss, config.learning_rate.lr * min(iteration / 2, 1))
         losses.append(loss.item())
     assert min(map(min, counted)) == 0, "some samples count no token"
     assert np.isfinite(losses).all()

@@ -19,7 +19,7 @@ from megatron_lite.model.gpt import build_gpt
 from megatron_lite.model.layer import MASKED, Layer, MicroBatch
 from tests.support.datasets import write_dataset
 from tests.support.harness import full_weights, run_distributed, start_run, tiny_config, train_tiny
-from tests.support.plain_gpt import PlainGPT
+from tests.support.plain_gpt import PlainGPT, plain_adamw
 
 SIZES = [7, 0, 30, 1, 1, 16, 5, 17, 0, 0, 40, 2, 3, 64, 11, 16, 9, 50]
 ITERATIONS = 6
@@ -74,21 +74,14 @@ def plain_losses(values: dict[str, Any], initial: dict[str, np.ndarray], documen
     config = tiny_config(**values)
     model = PlainGPT(config.model)
     model.load(initial)
-    decay = [{"params": [p for p in model.parameters() if (p.dim() > 1) == matrix]} for matrix in (True, False)]
-    optimizer = torch.optim.AdamW(decay, betas=(0.9, 0.999), eps=1e-8)
-    losses = []
+    update, losses = plain_adamw(model, config.optimizer), []
     for iteration, ((tokens, *_),) in enumerate(open_data(config, 0, 1).batches("training", 0, ITERATIONS), start=1):
         numbers = documents[tokens]
         for block in model.blocks:
             block.documents = None if config.data.cross_document_attention else numbers[:, :-1]
             block.positions = positions_within(numbers[:, :-1]) if config.data.reset_position_ids else None
         loss = model.loss(tokens, numbers[:, 1:] != numbers[:, :-1] if config.data.mask_document_starts else None)
-        optimizer.zero_grad()
-        loss.backward()
-        torch.nn.utils.clip_grad_norm_(model.parameters(), config.optimizer.clip_grad)
-        for group, weight_decay in zip(optimizer.param_groups, (0.1, 0.0), strict=True):
-            group["lr"], group["weight_decay"] = 1e-3 * min(1.0, iteration / 2), weight_decay
-        optimizer.step()
+        update(loss, 1e-3 * min(1.0, iteration / 2))
         losses.append(loss.item())
     return losses
 

@@ -14,7 +14,7 @@ from megatron_lite.distributed.process_group import Distributed
 from megatron_lite.errors import UsageError
 from tests.support.engine_runs import Engine, SimulatedRanks
 from tests.support.harness import Trajectory, layers_of, run_distributed, same_weights, tiny_config, train_tiny
-from tests.support.plain_gpt import PlainGPT
+from tests.support.plain_gpt import PlainGPT, plain_adamw
 
 Options = dict[str, Any]
 ITERATIONS = 8
@@ -51,25 +51,10 @@ def plain_loop(options: Options, initial: dict[str, np.ndarray]) -> tuple[list[f
     }
     model = PlainGPT(config.model)
     model.load(initial)
-    groups = []
-    for name, parameter in model.named_parameters():
-        parameter.requires_grad_(scales[name] != 0)
-        weight_decay = config.optimizer.weight_decay if parameter.dim() > 1 else 0.0
-        if scales[name]:
-            groups.append({"params": [parameter], "weight_decay": weight_decay, "scale": scales[name]})
-    optimizer = torch.optim.AdamW(
-        groups, betas=(config.optimizer.adam_beta1, config.optimizer.adam_beta2), eps=config.optimizer.adam_eps
-    )
-    trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
-    losses = []
+    update, losses = plain_adamw(model, config.optimizer, scales), []
     for iteration, ((tokens, *_),) in enumerate(open_data(config, 0, 1).batches("training", 0, ITERATIONS), start=1):
         loss = model.loss(tokens)
-        optimizer.zero_grad()
-        loss.backward()
-        torch.nn.utils.clip_grad_norm_(trained, config.optimizer.clip_grad)
-        for group in optimizer.param_groups:
-            group["lr"] = 1e-3 * min(1.0, iteration / 3) * group["scale"]
-        optimizer.step()
+        update(loss, 1e-3 * min(1.0, iteration / 3))
         losses.append(loss.item())
     return losses, {name: weight.numpy() for name, weight in model.state_dict().items()}
 
