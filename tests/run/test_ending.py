@@ -83,7 +83,7 @@ def test_the_death_of_torchrun_is_named_unless_the_run_is_over(
     assert capsys.readouterr().err == "ERROR: torchrun is gone\n"
 
 
-def test_the_last_exit_json_is_not_replaced(start: Ending, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_last_exit_json_is_not_replaced(start: Ending, tmp_path: Path) -> None:
     """A run that is over may lose its launcher while it leaves its groups."""
     start.finish()
     exit_status.write_exit(str(tmp_path), 0, "done", "training complete", 3)

@@ -106,15 +106,20 @@ def test_the_quota_is_the_smallest_of_all_groups_around(
     assert host._quota() == expected
 
 
-def after_preparing(code: str, **variables: str) -> list[str]:
-    """Return the words that a process prints which prepares libraries, imports torch with two threads, runs `code`."""
+def said(code: str, without: tuple[str, ...], **variables: str) -> str:
+    """What a new Python process prints; no variable of its environment begins with a word of `without`."""
+    environment = {name: value for name, value in os.environ.items() if not name.startswith(without)}
+    environment |= {"PYTHONPATH": str(ROOT), **variables}
+    done = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True, timeout=60)
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+def after_preparing(code: str, **variables: str) -> str:
+    """What a process prints that prepares libraries, imports torch with two threads and runs `code`."""
     begin = "import os; from megatron_lite.run.host import prepare_libraries; "
     begin += "cores = len(os.sched_getaffinity(0)); prepare_libraries(); import torch; torch.set_num_threads(2); "
-    environment = {name: value for name, value in os.environ.items() if not name.startswith(("OMP_", "GOMP_"))}
-    environment |= {"PYTHONPATH": str(ROOT), **variables}
-    command = [sys.executable, "-c", begin + code]
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=60, check=True)
-    return done.stdout.split()
+    return said(begin + code, ("OMP_", "GOMP_"), **variables)
 
 
 @pytest.mark.skipif(not hasattr(os, "sched_getaffinity"), reason="no affinity")
@@ -122,7 +127,7 @@ def after_preparing(code: str, **variables: str) -> list[str]:
 def test_cores_are_counted_before_openmp_binds_this_thread(variable: str) -> None:
     code = "from megatron_lite.run.host import available_cores, _quota; "
     code += "print(available_cores() == max(1, min(cores, int(_quota() or cores))))"
-    assert after_preparing(code, **dict([variable.split("=")])) == ["True"]
+    assert after_preparing(code, **dict([variable.split("=")])) == "True\n"
 
 
 @pytest.mark.skipif(not onednn_is_exact(), reason="oneDNN rounds fp32 factors on this processor")
@@ -140,7 +145,7 @@ def test_cores_are_counted_before_openmp_binds_this_thread(variable: str) -> Non
 def test_openmp_gives_all_threads_or_onednn_computes_nonsense(variables: dict[str, str]) -> None:
     """With fewer threads than asked, oneDNN leaves blocks of a product as they were in memory."""
     code = "from megatron_lite.kernels.matmul_library import onednn_is_exact; print(onednn_is_exact())"
-    assert after_preparing(code, **variables) == ["True"]
+    assert after_preparing(code, **variables) == "True\n"
 
 
 def test_the_users_limit_holds(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -196,11 +201,8 @@ def test_one_thread_by_torchrun_is_not_the_users(given: bool) -> None:
         "import os, subprocess, sys; os.environ |= dict(OMP_NUM_THREADS='1', TORCHELASTIC_RUN_ID='x', "
         f"LOCAL_WORLD_SIZE='2'); subprocess.run([sys.executable, '-c', {child!r}], check=True)"
     )
-    environment = {name: value for name, value in os.environ.items() if name != "OMP_NUM_THREADS"}
-    environment |= {"PYTHONPATH": str(ROOT)} | ({"OMP_NUM_THREADS": "1"} if given else {})
-    command = [sys.executable, "-c", torchrun]
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=60, check=True)
-    assert done.stdout.split() == ["1" if given else "None"]
+    variables = {"OMP_NUM_THREADS": "1"} if given else {}
+    assert said(torchrun, ("OMP_NUM_THREADS",), **variables) == ("1\n" if given else "None\n")
 
 
 @pytest.mark.parametrize("name", [None, "OMP_WAIT_POLICY", "GOMP_SPINCOUNT", "KMP_BLOCKTIME"])
@@ -228,11 +230,7 @@ def test_every_command_that_computes_prepares_libraries_before_torch_is_imported
     )
     flags = "--num_layers=1 --hidden_size=16 --num_attention_heads=2 --vocab_size=16 --dataset_source=random"
     code = start.format(str(ROOT / command), flags, stub)
-    environment = os.environ | {"PYTHONPATH": str(ROOT)}
-    done = subprocess.run(
-        [sys.executable, "-c", code], env=environment, capture_output=True, text=True, timeout=60, check=False
-    )
-    assert done.stdout == "prepared\n", done.stderr
+    assert said(code, ()) == "prepared\n"
 
 
 def test_the_log_says_how_many_threads_and_why() -> None:
@@ -257,7 +255,5 @@ def test_freed_memory_is_used_again(variable: str | None) -> None:
         "use = lambda: [numpy.ones(mib * 131072) for mib in (2, 20, 7)]; use(); before = faults(); "
         "all(use() for _ in range(100)); print(faults() - before)"
     )
-    environment = {name: value for name, value in os.environ.items() if not name.startswith(("MALLOC_", "GLIBC_"))}
-    environment |= {"PYTHONPATH": str(ROOT), "NUMPY_MADVISE_HUGEPAGE": "0"} | ({variable: "8"} if variable else {})
-    done = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True, timeout=60)
-    assert (int(done.stdout) < 1000) == (variable is None), done.stdout + done.stderr
+    variables = {"NUMPY_MADVISE_HUGEPAGE": "0"} | ({variable: "8"} if variable else {})
+    assert (int(said(code, ("MALLOC_", "GLIBC_"), **variables)) < 1000) == (variable is None)

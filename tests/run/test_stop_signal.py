@@ -41,23 +41,17 @@ time.sleep(0.1)
 """
 
 
-def received(number: int, shell: str = "") -> int:
-    done = subprocess.run(
-        [sys.executable, "-c", PROGRAM, str(number), shell], cwd=ROOT, capture_output=True, text=True, timeout=60
-    )
-    assert done.returncode == 0, done
-    return int(done.stdout)
-
-
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1])
-def test_a_signal_is_a_request_until_all_is_saved(number: int) -> None:
-    """A closed terminal (SIGHUP) asks to save, too. After the last save no signal changes the exit code."""
-    assert received(number) == number
-
-
-def test_a_run_under_nohup_survives_its_terminal() -> None:
-    """SIGHUP that was ignored from the start stays ignored."""
-    assert received(signal.SIGHUP, "nohup") == 0
+@pytest.mark.parametrize(
+    ("number", "shell", "received"),
+    [(number, "", number) for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1)]
+    + [(signal.SIGHUP, "nohup", 0)],
+)
+def test_a_signal_is_a_request_until_all_is_saved(number: int, shell: str, received: int) -> None:
+    """A closed terminal (SIGHUP) asks to save, too, but not under nohup, where SIGHUP is ignored from the start. After
+    the last save no signal changes the exit code."""
+    command = [sys.executable, "-c", PROGRAM, str(number), shell]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=60)
+    assert done.returncode == 0 and int(done.stdout) == received, done
 
 
 def test_signals_are_ignored_as_soon_as_a_peer_may_end() -> None:
@@ -73,31 +67,21 @@ def test_signals_are_ignored_as_soon_as_a_peer_may_end() -> None:
 NOW_S = 1_800_000_000.0
 
 
-class Clock:
-    """A clock that a test moves."""
-
-    def __init__(self, now_s: float) -> None:
-        self.now_s = now_s
-
-    def __call__(self) -> float:
-        return self.now_s
-
-
 def test_limits_and_when_they_have_passed(monkeypatch: pytest.MonkeyPatch) -> None:
     """An hour that somebody adds to the time of day, or takes from it, changes no minute of --max_minutes."""
     monkeypatch.setenv("SLURM_JOB_END_TIME", "1800001000")
     config = tiny_config(max_minutes=10.0, stop_before_end_s=300.0, experiment_dir="/x")
-    clock, wall_clock = Clock(5.0), Clock(NOW_S)
-    limits = time_limits(config, clock, wall_clock)
+    now = {"clock": 5.0, "wall clock": NOW_S}
+    limits = time_limits(config, lambda: now["clock"], lambda: now["wall clock"])
     assert [limit.number for limit in limits] == [MAX_MINUTES, BEFORE_END] and idle_limit(config) is None
     assert [limit.left_s() for limit in limits] == [600, 700]
     assert limits[1].describe().endswith(" (--stop_before_end_s)")
-    for wall_clock.now_s in (NOW_S, NOW_S + 699, NOW_S - 3600):
-        clock.now_s = 5.0 + 599
+    for now["wall clock"] in (NOW_S, NOW_S + 699, NOW_S - 3600):
+        now["clock"] = 5.0 + 599
         assert passed(limits) == 0
-        clock.now_s = 5.0 + 600
+        now["clock"] = 5.0 + 600
         assert passed(limits) == MAX_MINUTES
-    wall_clock.now_s = NOW_S + 700
+    now["wall clock"] = NOW_S + 700
     assert passed(limits) == BEFORE_END
     assert time_limits(tiny_config()) == () and passed(()) == 0
 
