@@ -20,11 +20,12 @@ from megatron_lite.monitor.trackers.opening import Trackers
 from megatron_lite.optimizer.rules.update_clipping import UpdateClipping
 from megatron_lite.outputs.evaluation import evaluate
 from megatron_lite.outputs.training_log import log_training
+from tests.support import documents
+from tests.support.documents import ROOT
 from tests.support.harness import run_distributed, tiny_config, train_whole
 
 pytestmark = pytest.mark.guides
-ROOT = Path(__file__).resolve().parents[2]
-GUIDE = (ROOT / "docs" / "metrics.md").read_text("utf-8")
+GUIDE = documents.read("metrics")
 EVERYWHERE = "In every record"
 
 
@@ -88,7 +89,7 @@ def test_names_in_a_run(tmp_path: Path) -> None:
     on_a_cpu = set().union(*(record for record in records if record["phase"] == "training"))
     gpu_only = {"mfu", "max_allocated_mib", "max_reserved_mib"}
     assert names_of("training") - on_a_cpu == gpu_only | {"skip_reason", "samples_s"}
-    (command,) = re.findall(r"^```bash\n(.*?)^```$", GUIDE, re.M | re.S)
+    (command,) = documents.blocks(GUIDE)
     printed = subprocess.run(["bash", "-c", command], cwd=tmp_path, capture_output=True, text=True, check=True).stdout
     losses = [record["loss"] for record in records if record["phase"] == "training"]
     assert [line.split()[:2] for line in printed.splitlines()] == [[str(n), str(x)] for n, x in enumerate(losses, 1)]

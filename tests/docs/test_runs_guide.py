@@ -10,11 +10,11 @@ from typing import Any
 import pytest
 
 from megatron_lite.run.stop_signal import SIGNALS
+from tests.support import documents
 from tests.support.harness import run_distributed, tiny_config, train_whole
 
 pytestmark = pytest.mark.guides
-ROOT = Path(__file__).resolve().parents[2]
-GUIDE = (ROOT / "docs" / "runs.md").read_text("utf-8")
+GUIDE = documents.read("runs")
 
 
 def test_every_stop_signal_is_in_the_table() -> None:

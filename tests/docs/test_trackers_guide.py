@@ -10,18 +10,16 @@ import pytest
 
 from megatron_lite.config.monitoring import TRACKERS, WATCHED
 from megatron_lite.monitor.trackers import read_metrics
-from tests.support import launch
+from tests.support import documents, launch
 
 pytestmark = pytest.mark.guides
-TEXT = (Path(__file__).resolve().parents[2] / "docs" / "monitoring.md").read_text("utf-8")
-TRACKING = TEXT.partition("\n## Trackers\n")[2].partition("\n## ")[0]
-WATCH = TEXT.partition("\n## Watching gradients")[2].partition("\n## ")[0]
+TRACKING = documents.section(documents.read("monitoring"), "Trackers\n")
+WATCH = documents.section(documents.read("monitoring"), "Watching gradients")
 
 
 def commands(text: str) -> list[list[str]]:
     """The words of each command that starts a run."""
-    blocks = re.findall(r"^```bash\n(.*?)\n```$", text, re.M | re.S)
-    lines = [line for block in blocks for line in block.replace("\\\n", "").splitlines()]
+    lines = [line for block in documents.blocks(text) for line in block.replace("\\\n", "").splitlines()]
     return [shlex.split(line)[2:] for line in lines if line.startswith("python pretrain_gpt.py ")]
 
 

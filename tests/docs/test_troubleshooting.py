@@ -5,7 +5,6 @@ from __future__ import annotations
 import ast
 import functools
 import re
-from pathlib import Path
 
 import pytest
 
@@ -14,10 +13,11 @@ from megatron_lite.cli.unknown_flags import HELP
 from megatron_lite.config.values import SPELLINGS
 from megatron_lite.errors import EXIT_DONE, EXIT_PREEMPTED, RunError
 from pretrain_gpt import main
+from tests.support import documents
+from tests.support.documents import ROOT
 
 pytestmark = pytest.mark.guides
-ROOT = Path(__file__).resolve().parents[2]
-GUIDE = (ROOT / "docs" / "troubleshooting.md").read_text("utf-8")
+GUIDE = documents.read("troubleshooting")
 VALUE = "\0"  # in place of a value in a message
 # First cells of the tables; of the symptoms, only quotations with dots or from three words on.
 CELLS = re.findall(r"^\| (.*?) \| .* \| .* \|$", GUIDE, re.M)

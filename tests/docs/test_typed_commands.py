@@ -4,15 +4,15 @@ from __future__ import annotations
 
 import re
 import shlex
-from pathlib import Path
 
 import pytest
 
 from megatron_lite import validation
 from megatron_lite.cli import parse
+from tests.support import documents
+from tests.support.documents import ROOT
 
 pytestmark = pytest.mark.guides
-ROOT = Path(__file__).resolve().parents[2]
 UNKNOWN = ("$", "<", "...", "@", "--world_size", "pretrained", "--dry_run", "--load_")  # run, or resolved, elsewhere
 
 
@@ -20,7 +20,7 @@ def commands() -> list[tuple[str, str]]:
     """Document and command, for each command that says everything itself."""
     found = []
     for path in [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]:
-        for block in re.findall(r"^```bash\n(.*?)^```$", path.read_text("utf-8"), re.M | re.S):
+        for block in documents.blocks(path.read_text("utf-8")):
             for line in block.replace("\\\n", " ").splitlines():
                 if "pretrain_gpt.py --" in line and not any(word in line for word in UNKNOWN):
                     found.append((path.name, " ".join(line.split())))

@@ -21,6 +21,7 @@ from megatron_lite.reports.comparison import (
 )
 from megatron_lite.reports.series import read_run
 from scripts import compare_runs as script
+from tests.support import documents
 
 CONFIG = {"lr": 3e-4, "zero_stage": 1, "gated": False, "data_path": ["a", "b"], "experiment_dir": "one"}
 
@@ -184,8 +185,7 @@ def test_the_commands_of_the_guide_run(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """As written, with the columns that the guide shows."""
-    text = (Path(__file__).resolve().parents[2] / "docs" / "monitoring.md").read_text("utf-8")
-    section = text.partition("\n## Comparing runs\n")[2].partition("\n## ")[0]
+    section = documents.section(documents.read("monitoring"), "Comparing runs\n")
     monkeypatch.chdir(tmp_path)
     (tmp_path / "runs").mkdir()
     write(Path("runs/one"), CONFIG | {"lr": 1e-3})

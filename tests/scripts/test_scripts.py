@@ -14,7 +14,7 @@ from megatron_lite import validation
 from megatron_lite.cli import parse
 from megatron_lite.config import Config
 from megatron_lite.schedules.learning_rate import learning_rate
-from tests.support import warm_python
+from tests.support import documents, warm_python
 
 ROOT = Path(__file__).resolve().parents[2]
 EXAMPLES = ROOT / "scripts" / "examples"
@@ -34,7 +34,7 @@ json.dump(sys.argv[1:], open(os.environ["CAPTURED"], "w"))
 
 def blocks(document: str) -> list[str]:
     """The bash blocks of a document, in order."""
-    return re.findall(r"^```bash\n(.*?)\n```$", (ROOT / document).read_text("utf-8"), re.M | re.S)
+    return documents.blocks((ROOT / document).read_text("utf-8"))
 
 
 def block(document: str, word: str) -> str:
@@ -139,8 +139,8 @@ def test_every_documented_command_is_known_here() -> None:
 def test_every_script_stands_in_a_document() -> None:
     """A newcomer finds each command in the README, in CONTRIBUTING or in a guide."""
     inner = {"common.sh", "check_installed.py", "smoke_test.py", "build_corpus.py"}  # of other scripts
-    documents = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *ROOT.glob("docs/*.md")]
-    text = "".join(path.read_text("utf-8") for path in documents)
+    pages = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *ROOT.glob("docs/*.md")]
+    text = "".join(path.read_text("utf-8") for path in pages)
     names = {path.name for path in (*ROOT.glob("scripts/*.sh"), *ROOT.glob("scripts/[!_]*.py"))}
     assert not [name for name in names - inner if f"scripts/{name}" not in text]
 
@@ -494,9 +494,9 @@ def test_corpus_is_deterministic_and_clean(tmp_path: Path) -> None:
     command = f"python scripts/build_corpus.py --source {tmp_path}/source --output {tmp_path}"
     succeeds(shell(f"{command}/first.jsonl && {command}/second.jsonl"))
     assert (tmp_path / "first.jsonl").read_bytes() == (tmp_path / "second.jsonl").read_bytes()
-    documents = [json.loads(line) for line in (tmp_path / "first.jsonl").read_text().splitlines()]
-    assert {document["path"] for document in documents} == {"a/one.py", "a/two.py", "b/three.py"}
-    assert all(document["text"] == f"name = {document['path']!r}\n" for document in documents)
+    written = [json.loads(line) for line in (tmp_path / "first.jsonl").read_text().splitlines()]
+    assert {document["path"] for document in written} == {"a/one.py", "a/two.py", "b/three.py"}
+    assert all(document["text"] == f"name = {document['path']!r}\n" for document in written)
 
 
 def test_corpus_of_nothing(tmp_path: Path) -> None:
