@@ -43,7 +43,7 @@ REFERENCES = Kernels()
 
 
 def agree_on_kernels(config: Config, distributed: Distributed) -> Kernels:
-    """Choose the same kernels on every rank: a backend of attention that any rank passes over is used by none.
+    """Choose the same kernels on every rank: if any rank rejects an attention backend, none uses it.
 
     Raises:
         UsageError: on all ranks, if the configuration names an implementation that is not available on one.
@@ -60,7 +60,7 @@ def agree_on_kernels(config: Config, distributed: Distributed) -> Kernels:
         names = {name for name, _ in every}
         if len(names) == 1:
             return dataclasses.replace(kernels, warnings=tuple(_warnings(failures, kernels.attention)))
-        excluded = AUTOMATIC[: max(map(AUTOMATIC.index, names))]  # all that are before the last one
+        excluded = AUTOMATIC[: max(map(AUTOMATIC.index, names))]  # all before the last one chosen
 
 
 def _warnings(failures: dict[int, dict[str, str]], chosen: str) -> Iterator[str]:
@@ -87,22 +87,27 @@ def choose_kernels(
 
     Args:
         excluded: backends of attention that "auto" passes over.
-        failures: gets the reason of each backend that was tried and does not work.
+        failures: receives the reason of each backend that was tried and does not work.
         planned: the device need not exist; look neither at it nor at the installed libraries.
 
     Raises:
         UsageError: if the configuration names an implementation that is not available.
     """
     wanted = config.performance
-    available = runs_on(device) or (planned and device.type == "cuda")  # a plan assumes Triton
-    if wanted.enable_triton_kernels and not available:
-        raise UsageError(_no_triton("--enable_triton_kernels=1", device))
-    if wanted.cross_entropy_impl == "triton" and not available:
-        raise UsageError(_no_triton("--cross_entropy_impl=triton", device))
-    if wanted.enable_triton_kernels is None:
-        triton = available and device.type == "cuda"
-    else:
-        triton = wanted.enable_triton_kernels
+    on_gpu, triton = device.type == "cuda", wanted.enable_triton_kernels
+    available = runs_on(device) or (planned and on_gpu)  # a plan assumes Triton
+    for flag, needs_triton in (
+        ("--enable_triton_kernels=1", triton),
+        ("--cross_entropy_impl=triton", wanted.cross_entropy_impl == "triton"),
+    ):
+        if needs_triton and not available and on_gpu:
+            raise UsageError(f"{flag}: Triton is not installed; install it, or leave the flag out")
+        if needs_triton and not available:
+            raise UsageError(
+                f"{flag}: Triton kernels need a GPU, and this run is on {device.type}; leave it out, or write "
+                "--device=cuda"
+            )
+    triton = available and on_gpu if triton is None else triton
     automatic = "triton" if triton else "torch"
     return Kernels(
         triton=triton,
@@ -139,9 +144,3 @@ def _attention(
     if planned:
         return choose_attention(wanted, device, work, PLANNED_GPU)
     return choose_attention(wanted, device, work, works=works)
-
-
-def _no_triton(flag: str, device: torch.device) -> str:
-    if device.type == "cuda":
-        return f"{flag}: Triton is not installed; install it, or leave the flag out"
-    return f"{flag}: Triton kernels need a GPU, and this run is on {device.type}; leave it out, or write --device=cuda"

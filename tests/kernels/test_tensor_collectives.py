@@ -1,4 +1,4 @@
-"""Collectives of hidden states: each is the backward pass of the other, and a group of one has none."""
+"""Collectives of hidden states: each is the backward pass of the other, products begin early, one rank needs none."""
 
 from __future__ import annotations
 
@@ -9,6 +9,8 @@ import torch
 from torch import Tensor
 
 from megatron_lite.distributed.rank_group import alone
+from megatron_lite.kernels import tensor_collectives as module
+from megatron_lite.kernels.products import affine, product
 from megatron_lite.kernels.tensor_collectives import (
     ONE_RANK,
     Collectives,
@@ -23,6 +25,7 @@ from tests.support.thread_ranks import ThreadRank, on_threads
 
 B, S, H = 2, 12, 5
 RANKS = [2, 3, 4]
+TOKENS, SLOW_RANKS = 3, 4  # tokens of each rank
 BIAS = declare(ParameterSpec("bias", (H,), Initializer("constant", 0.0)))
 
 
@@ -111,6 +114,52 @@ def test_dropout_masks_are_equal_where_values_are() -> None:
     assert on_threads(1, 2, seeds_of, None) == [(None, None, None)] * 2
 
 
+class SlowGroup:
+    """A rank whose gathers bring the others' tokens when it waits; until then their places hold NaN."""
+
+    world_size = SLOW_RANKS
+
+    def __init__(self, rank: int, everything: Tensor, events: list[str]) -> None:
+        self.rank, self._everything, self._events = rank, everything, events
+
+    def all_gather(self, buffer: Tensor, kind: str) -> SlowGroup:
+        self._buffer, slices = buffer, buffer.view(SLOW_RANKS, -1)
+        for other in range(SLOW_RANKS):
+            if other != self.rank:
+                slices[other] = float("nan")
+        return self
+
+    def wait(self) -> None:
+        self._events.append("wait")
+        self._buffer.view(SLOW_RANKS, -1).copy_(self._everything.view(SLOW_RANKS, -1))
+
+
+@pytest.mark.parametrize("rank", range(SLOW_RANKS))
+@pytest.mark.parametrize("biased", [False, True])
+def test_own_tokens_come_first(rank: int, biased: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """One product before the only wait, and all rows are those of the whole product."""
+    generator = torch.Generator().manual_seed(rank)
+    x, weight = (torch.randn(rows, 8, generator=generator) for rows in (SLOW_RANKS * TOKENS, 5))
+    bias = torch.randn(5, generator=generator) if biased else None
+    events: list[str] = []
+    for name in ("affine", "product"):
+        original = getattr(module, name)
+        monkeypatch.setattr(module, name, lambda *given, run=original: (events.append("multiply"), run(*given))[1])
+    collectives = collectives_over(SlowGroup(rank, x, events), splits_tokens=True)  # type: ignore[arg-type]
+    own = x[rank * TOKENS : (rank + 1) * TOKENS]
+
+    found = collectives.start_gather(own.unsqueeze(0)).affine(weight, bias)
+    assert found.shape == (1, SLOW_RANKS * TOKENS, 5)
+    torch.testing.assert_close(found[0], affine(x, weight, bias), rtol=1e-5, atol=1e-6)
+    assert events[:2] == ["multiply", "wait"] and events.count("wait") == 1
+    assert events.count("multiply") == (2 if rank in (0, SLOW_RANKS - 1) else 3)
+
+    events.clear()
+    gathering = collectives.start_gather(own)
+    torch.testing.assert_close(gathering.product(weight), product(x, weight), rtol=1e-5, atol=1e-6)
+    assert torch.equal(gathering.wait(), x) and events[:2] == ["multiply", "wait"] and events.count("wait") == 1
+
+
 @pytest.mark.parametrize("splits_tokens", [False, True])
 def test_a_group_of_one_does_not_communicate(splits_tokens: bool) -> None:
     collectives: Collectives = collectives_over(alone(torch.device("cpu")), splits_tokens)
@@ -120,3 +169,5 @@ def test_a_group_of_one_does_not_communicate(splits_tokens: bool) -> None:
         assert result is values
     assert collectives.own(values) is values and collectives.total(values) is values and collectives.bias(BIAS) is BIAS
     assert collectives.seed(3) == split_seed(3, 0) == 3
+    weight = randn(1, 4, H)
+    assert torch.equal(collectives.start_gather(values).affine(weight, None), affine(values, weight))
