@@ -32,7 +32,7 @@ from megatron_lite.zero.multi_stage import MultiStage
 def derived_numbers(
     config: Config, layers: Sequence[Layer], distributed: Distributed, data: Mapping[str, str]
 ) -> dict[str, str]:
-    """Return the numbers that follow from the options, by name; `data` describes the data sets."""
+    """Return derived numbers of the run by name; `data` describes the data sets."""
     batch, sizes = config.batch, batch_schedule(config.batch).sizes
     assert batch.micro_batch_size and batch.breadth_first_micro_batches
     shape = (batch.micro_batch_size, distributed.data.world_size, batch.breadth_first_micro_batches)
@@ -67,7 +67,7 @@ def _smallest_to_largest(numbers: Sequence[int]) -> str:
 def choice_lines(
     config: Config, kernels: Kernels, layers: Sequence[Layer], device: torch.device
 ) -> Iterator[tuple[str, str]]:
-    """Yield pairs that say what was chosen: kernels, the parameters that decay, deterministic algorithms."""
+    """Yield pairs about choices: kernels, decayed parameters, deterministic algorithms."""
     yield kernels.describe(), kernels.describe()
     if config.training.train_iters > 0 and config.optimizer.weight_decay > 0:
         decay = parameter_patterns.describe(parameters_of(layers))

@@ -28,7 +28,7 @@ def bit_hash(flat: Tensor, prepare: Callable[[Tensor], Tensor] = lambda chunk: c
     """Return the hash of a tensor (n,), () int64 on its device: the sum of each element's bits times 2 * position + 1.
 
     Integer sums (modulo 2**64) do not depend on their order, and no change of a single element keeps the sum, because
-    the factors are odd. prepare: makes a copy of each chunk whose bits count.
+    the factors are odd. prepare: replaces each chunk by the values to hash.
     """
     total = torch.zeros((), dtype=torch.int64, device=flat.device)
     for start in range(0, flat.numel(), CHUNK_NUMEL):
@@ -43,7 +43,7 @@ def weight_hashes(weights: Iterator[tuple[ParameterSpec, Tensor]]) -> dict[Holde
 
     weights: this tensor-parallel rank's part of each parameter, with its spec.
     """
-    # Each at its turn: stages share the memory of their weights.
+    # Hash each before the next: stages share the memory of their weights.
     hashed = [
         (tile, bit_hash(local.view(-1)[tile.offset : tile.end])) for spec, local in weights for tile in spec.tiles
     ]
@@ -55,7 +55,7 @@ def weight_hashes(weights: Iterator[tuple[ParameterSpec, Tensor]]) -> dict[Holde
 
 
 def digest(value: Any) -> str:
-    """Return 16 hexadecimal digits that stand for a JSON-able value."""
+    """Return the hash of a JSON-able value, 16 hexadecimal digits."""
     return hashlib.sha256(json.dumps(value, sort_keys=True).encode()).hexdigest()[:16]
 
 

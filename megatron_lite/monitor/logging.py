@@ -29,7 +29,7 @@ def get_logger() -> logging.Logger:
 
 
 def log_both(logger: logging.Logger, *, console: str, file: str) -> None:
-    """Log one text on the console and another one in the log file; an empty text is left out."""
+    """Log different texts on the console and in the log file; an empty text is left out."""
     logger.info("%s", console, extra={_FILE_TEXT: file})
 
 
@@ -100,7 +100,7 @@ def _has_terminal() -> bool:
 
 
 class ProgressBar:
-    """Iterations done and numbers about them; silent where stderr is no terminal, or with `shown` off.
+    """Iterations done and their metrics; silent if stderr is not a terminal, or with `shown` off.
 
     Args:
         words: called with the iteration when the bar is drawn, at most twice a second.
@@ -127,7 +127,7 @@ class ProgressBar:
             self._bar = None
 
     def close(self) -> None:
-        """Leave the bar as it stands and move on to the next line."""
+        """Leave the bar on the screen and move to the next line."""
         if self._bar is not None:
             with contextlib.suppress(OSError):
                 self._bar.close()

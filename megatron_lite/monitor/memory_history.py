@@ -64,7 +64,7 @@ class MemoryHistory:
 
 
 def write_snapshot(root: Path, distributed: Distributed) -> tuple[Path, str]:
-    """Write what is allocated on the rank's GPU, with the history since recording began; never fails.
+    """Write the rank's GPU allocations, with their history since recording began; never fails.
 
     Returns:
         The file, and why it could not be written: "" if it was.

@@ -22,7 +22,7 @@ from megatron_lite.config import Config, RunConfig
 from megatron_lite.distributed.process_group import Distributed
 from megatron_lite.monitor.hashes import BITS
 from megatron_lite.monitor.logging import MIB
-from megatron_lite.monitor.tensor_log import TensorEntry, summarize, unique_names, write_tensor_log
+from megatron_lite.monitor.tensor_log import TensorEntry, summarize, write_tensor_log
 from megatron_lite.zero.replicas import Replicas, assembled
 
 LEVELS = tuple(
@@ -156,7 +156,7 @@ class TensorDebugger:
         ranks = {"rank": str(self.distributed.rank), "world_size": str(self.distributed.world_size)}
         about = {"phase": phase, **ranks, "global": str(int(self.config.debug_global_tensors))}
         try:
-            write_tensor_log(path, list(unique_names(self._entries)), about)
+            write_tensor_log(path, self._entries, about)
         except OSError as error:
             self.logger.warning("cannot write %s: %s; the run continues without it", path, error.strerror or error)
         self._entries = []

@@ -121,12 +121,12 @@ def compute_statistics(flat: Tensor) -> Statistics:
 
 
 def write_tensor_log(path: Path, entries: Sequence[TensorEntry], about: Mapping[str, str]) -> None:
-    """Write a file atomically, with `about` in its metadata. Names must differ.
+    """Write a file atomically, with `about` in its metadata; a repeated name gets a number.
 
     Raises:
         OSError: if the file cannot be written.
     """
-    assert len({entry.name for entry in entries}) == len(entries), "two entries of one name"
+    entries = list(unique_names(entries))
     samples = {entry.name: entry.samples for entry in entries if entry.samples is not None}
     metadata = {**about, "format": FORMAT, "entries": json.dumps([_to_json(entry) for entry in entries])}
     path.parent.mkdir(parents=True, exist_ok=True)

@@ -24,7 +24,7 @@ SPEED = "tokens_per_sec_per_gpu"
 
 
 class OptionDifference(NamedTuple):
-    """An option that two runs do not share, with both values as text."""
+    """An option that differs between two runs, with both values as text."""
 
     name: str
     first: str
@@ -48,12 +48,12 @@ class LossDifference:
 
     @property
     def label(self) -> str:
-        """Return the name that a reader knows: training loss, validation averaged_loss."""
+        """Return the name for readers: training loss, validation averaged_loss."""
         return f"{self.phase} {self.name}"
 
 
 class NumberDifference(NamedTuple):
-    """A number of two runs; NaN where a run does not have it."""
+    """A metric of two runs; NaN if a run lacks it."""
 
     name: str  # in metrics.jsonl
     first: float
@@ -61,12 +61,12 @@ class NumberDifference(NamedTuple):
 
     @property
     def change(self) -> float:
-        """Return by which share the second is larger; NaN if a run does not have the number."""
+        """Return the relative increase from first to second; NaN if a run lacks the metric."""
         return self.second / self.first - 1 if self.first else math.nan
 
 
 def compare_options(first: dict[str, Any], second: dict[str, Any]) -> list[OptionDifference]:
-    """Return the options whose values differ between two config.json, in their order there."""
+    """Return the options that differ between two config.json files, in file order."""
     names = [*first, *(name for name in second if name not in first)]
     texts = [(name, _text(first, name), _text(second, name)) for name in names if name not in NAMES_OF_A_RUN]
     return [
@@ -145,9 +145,9 @@ def _compare_numbers(
 
 
 def median_speed(run: Metrics, name: str) -> float:
-    """Return the median of a number of the training lines, without the first line of each start if there are others.
+    """Return the median of a training metric, without the first line of each start if there are others; NaN if absent.
 
-    The first line has the time of compilation and of first allocations. NaN without any line.
+    The first line includes compilation and first allocations.
     """
     curve = run.curve("training", name).finite()
     # The first line of a start may be an evaluation.

@@ -98,7 +98,7 @@ def read_picture(folders: Sequence[Path], baselines: Sequence[tuple[str, float]]
 
 
 def unique_names(folders: Sequence[Path]) -> list[str]:
-    """Return the names of folders, with that of the parent where several have the same."""
+    """Return the names of folders, with the parent's name where names are equal."""
     names = [folder.absolute().name for folder in folders]
     return [
         name if names.count(name) == 1 else str(Path(*folder.absolute().parts[-2:]))

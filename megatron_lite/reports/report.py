@@ -124,7 +124,7 @@ class _Tile(NamedTuple):
 
 
 def _tiles(run: WatchedRun) -> Iterator[_Tile]:
-    """Yield the numbers that one looks at first."""
+    """Yield the headline numbers."""
     metrics, last = run.metrics, run.metrics.last.get("training", {})
     yield _Tile("iterations", f"{last.get('iteration', 0):,} of {_number(last.get('train_iters'))}")
     if isinstance(last.get("consumed_tokens"), int):
@@ -243,14 +243,14 @@ def _last_line(path: Path) -> bytes:
 
 
 def _timing(run: WatchedRun) -> str:
-    """Show how long steps, waits and pauses took, as far as the lines of metrics.jsonl say."""
+    """Show the time of steps, waits and pauses that metrics.jsonl has."""
     step, wait = (run.metrics.curve("training", name).finite() for name in ("step_time_ms", "data_wait_ms"))
     if not len(step):
         return ""
     counts = dict(zip(step.iterations.tolist(), np.diff(step.iterations, prepend=0).tolist(), strict=True))
 
     def total_s(curve: Curve) -> float:
-        """Return the sum of a mean time over all iterations."""
+        """Return the total of a time that is logged as a mean over iterations."""
         means = zip(curve.iterations.tolist(), curve.values.tolist(), strict=True)
         return sum(counts.get(iteration, 0) * ms for iteration, ms in means) / 1e3
 
@@ -296,15 +296,11 @@ def _configuration(config: dict[str, Any]) -> str:
     differing = [
         [f"--{name}", _value(value), _value(FLAGS[name].default)]
         for name, value in config.items()
-        if name in FLAGS and value is not None and not _same(value, FLAGS[name].default)
+        if name in FLAGS and (tuple(value) if isinstance(value, list) else value) not in (None, FLAGS[name].default)
     ]
     shown = _table(["differs from the default", "value", "default"], differing)
     every = _table(["option", "value"], rows)
     return f"{shown}<details><summary>all {len(rows)} options</summary>{every}</details>"
-
-
-def _same(value: Any, default: Any) -> bool:
-    return value == default or (isinstance(default, tuple) and value == list(default))
 
 
 def _value(value: Any) -> str:

@@ -43,7 +43,7 @@ class Curve:
         return Curve(self.iterations[keep], self.values[keep])
 
     def thinned(self, most: int) -> Curve:
-        """Return at most about `most` points of a finite curve, with its ends and the extremes of every part."""
+        """Return about `most` points of a finite curve, with its ends and the extremes of every part."""
         if len(self) <= most:
             return self
         parts = max(most // 2 - 1, 1)
@@ -174,7 +174,7 @@ class Metrics:
             raise DataError(f"{self.path} has more than {MOST_NAMES:,} names of numbers; it is no {METRICS_FILE}")
 
     def _begin(self, record: dict[str, Any], phase: str, iteration: int) -> None:
-        """Note a new start of the run, and forget what it repeats."""
+        """Note a new start of the run, and drop what it repeats."""
         number = record.get("run", 0)
         if type(number) is not int or (self.starts and number == self.starts[-1].number):
             return
@@ -219,7 +219,7 @@ def read_run(experiment_dir: Path) -> Metrics:
 
 
 def _number(value: Any) -> float | None:
-    """Return a JSON number as a float, and null, which stands for a number that was not finite, as NaN."""
+    """Return a JSON number as a float; NaN for null, which stands for a number that was not finite."""
     if type(value) not in (float, int):
         return math.nan if value is None else None
     try:

@@ -17,7 +17,7 @@ NARROWEST = 40
 RUNNING = "running"  # the state of a run that lives
 SHOWN_CHECKPOINTS, SHOWN_WARNINGS = 4, 5
 LARGEST, LONGEST_S = 1e18, 1e10  # numbers and times that are shown
-LATE = 3.0  # times the usual time between two lines, from which on a missing line is pointed out
+LATE = 3.0  # times the usual time between two lines: a longer wait is pointed out
 
 
 def _number(value: float) -> str:
@@ -161,7 +161,7 @@ def _warnings(run: WatchedRun, width: int) -> Iterator[str]:
 
 
 def _usual_interval_s(run: WatchedRun) -> float | None:
-    """Return the longest of the newest times between two training lines of one start; None with fewer than three."""
+    """Return the longest recent time between two training lines of one start; None with fewer than three lines."""
     times, starts = (run.metrics.curve("training", name).values[-10:] for name in ("time", "run"))
     records = itertools.pairwise(zip(times.tolist(), starts.tolist(), strict=False))
     gaps = [later - earlier for (earlier, one), (later, other) in records if one == other]
@@ -169,7 +169,7 @@ def _usual_interval_s(run: WatchedRun) -> float | None:
 
 
 def _float(value: Any) -> float | None:
-    """Return a number of a record if it can be one of ours; files may hold anything."""
+    """Return a plausible number of a record, else None; files may hold anything."""
     return float(value) if type(value) in (int, float) and abs(value) < LARGEST else None
 
 

@@ -43,7 +43,7 @@ RECORDED = (ProfilerAction.RECORD, ProfilerAction.RECORD_AND_SAVE)  # the latter
 
 
 def cycles(config: ProfilingConfig) -> Callable[[int], ProfilerAction]:
-    """Return what becomes of the iteration after N iterations of a start, as the options ask for."""
+    """Return the function from the iterations done in this start to the action in the next one."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # torch warns of a profile without warm-up, which the user asked for
         return schedule(
@@ -107,7 +107,7 @@ class OperationProfile:
                 left.unlink(missing_ok=True)
 
     def tables(self) -> dict[str, str]:
-        """Return the tables that were asked for, by name."""
+        """Return the requested tables by name."""
         result = {}
         if self._config.profile_averages:
             order = "self_device_time_total" if self._on_gpu else "self_cpu_time_total"
@@ -119,7 +119,7 @@ class OperationProfile:
         return result
 
     def _operations(self) -> Iterator[str]:
-        """Yield a line per operation in order of their starts, indented by the operations that they are part of."""
+        """Yield a line per operation in order of start, indented by nesting."""
         yield f"{'start, ms':>12}  {'own CPU, us':>12}  {'own GPU, us':>12}  operation"
         events = sorted(self._profile.events() or (), key=lambda event: event.time_range.start)
         origin = events[0].time_range.start if events else 0.0
@@ -268,7 +268,7 @@ class Profiles:
         self.model.wrap(lambda stage: watched(stage, arounds))
 
     def _leave(self) -> None:
-        """Let the model run as without profiles."""
+        """Unwrap the stages and stop recording."""
         self.model.wrap(None)
         self.distributed.traffic.recorder = None
         if self._operations is not None:

@@ -63,7 +63,7 @@ words.dataset.ready = "1";
 
 
 def mean_parts(profile: Sequence[IterationTimes]) -> dict[str, float]:
-    """Return the seconds of an iteration by what they went into, as means over the iterations."""
+    """Return the seconds that each part of an iteration takes, as means over the iterations."""
     total: dict[str, float] = {}
     for times in profile:
         for name, seconds in parts(times).items():
@@ -133,7 +133,7 @@ def _transfer_rows(profile: Sequence[IterationTimes]) -> Iterator[list[str]]:
 
 
 def _behind(group: Sequence[tuple[Transfer, IterationTimes]]) -> str:
-    """Name the computations that ran longest while the collectives were under way, each with its share of the time."""
+    """Name the computations that overlap longest with the collectives, each with its share of the time."""
     window_s = sum(
         max(min(transfer.under_way_s[1], transfer.waits_s) - transfer.under_way_s[0], 0.0) for transfer, _ in group
     )

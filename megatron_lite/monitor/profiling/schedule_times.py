@@ -78,7 +78,7 @@ class Transfer:
 
     @property
     def under_way_s(self) -> tuple[float, float]:
-        """When it began and ended, as far as that is known: on CPU its posting and the end of the wait."""
+        """Its start and end; on CPU, its posting and the end of the wait."""
         return self.ran_s or (self.posted_s, self.done_s)
 
 
@@ -119,13 +119,13 @@ class IterationTimes:
 
 
 def runs(posted_s: Sequence[float], arrived_s: Sequence[float]) -> list[tuple[float, float]]:
-    """Return when each collective ran, if each began when it was posted, but not before the end of the one before."""
+    """Return the span of each collective: it starts when it is posted, but not before the one before has ended."""
     begun = [max(posted, before) for posted, before in zip(posted_s, [float("-inf"), *arrived_s], strict=False)]
     return [(start, max(end, start)) for start, end in zip(begun, arrived_s, strict=True)]
 
 
 def hid_behind(transfer: Transfer, steps: Sequence[TimedVerb]) -> dict[tuple[str, int], float]:
-    """Return the seconds of each computation, by (verb, stage), that ran while the collective did, before the wait."""
+    """Return the seconds that each computation, by (verb, stage), overlaps with a collective before the wait."""
     start_s, end_s = transfer.under_way_s
     end_s = min(end_s, transfer.waits_s)
     computing = [step for step in steps if step.verb in COMPUTING]
@@ -141,7 +141,7 @@ def hid_behind(transfer: Transfer, steps: Sequence[TimedVerb]) -> dict[tuple[str
 
 
 def parts(times: IterationTimes) -> dict[str, float]:
-    """Return the seconds of the iteration by what they went into; they add up to its wall time.
+    """Return the seconds that each part of the iteration takes; they add up to its wall time.
 
     `waits for <kind>` is the exposed time. `gaps` is the time between the steps of the schedule, the throttle's on the
     host included. The schedule ends with the last "finish"; the gathers after it are part of the optimizer's step.

@@ -111,7 +111,7 @@ class QueuedTracker:
 
 
 def numbers_of(record: Mapping[str, Any]) -> dict[str, float]:
-    """Return the numbers of a record as {"<phase>/<key>": value}; the iteration is the axis, and not among them."""
+    """Return the numbers of a record as {"<phase>/<key>": value}, without the iteration, which is the axis."""
     return {
         f"{record['phase']}/{key}": value
         for key, value in record.items()

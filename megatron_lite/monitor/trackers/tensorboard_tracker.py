@@ -21,7 +21,7 @@ class TensorBoardTracker(QueuedTracker):
 
     Args:
         writer: the class EventFileWriter.
-        iteration: iterations done. TensorBoard shows nothing that earlier starts wrote about later ones.
+        iteration: iterations done. TensorBoard hides what earlier starts wrote about later iterations.
         keeps_lines: see `QueuedTracker`.
     """
 

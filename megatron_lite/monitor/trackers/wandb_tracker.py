@@ -73,7 +73,7 @@ def _logged_in() -> bool:
 def why_offline(mode: str | None, key: str | None) -> str | None:
     """Return why a run is recorded on disk only, or None to go online.
 
-    mode: of --wandb_mode, which wins over WANDB_MODE.
+    mode: the value of --wandb_mode, which wins over WANDB_MODE.
     """
     source, mode = ("--wandb_mode", mode) if mode else ("WANDB_MODE", os.environ.get("WANDB_MODE", ""))
     if mode in ("offline", "dryrun"):
@@ -152,7 +152,7 @@ class WandbTracker(QueuedTracker):
         self._last_status = status
 
     def alert(self, title: str, text: str, is_status: bool = False) -> None:
-        """Post an alert: a status at its interval, any other one if --wandb_post_alerts is on."""
+        """Post an alert: status alerts always, others with --wandb_post_alerts."""
         if is_status or self._post_alerts:
             self._put(False, self._post, title, text)
 
@@ -240,9 +240,9 @@ class WandbTracker(QueuedTracker):
 
 
 def _run_id(experiment_dir: Path | None, chosen: str | None) -> str:
-    """Return the id with which every start of an experiment continues one Weights & Biases run.
+    """Return the id of the Weights & Biases run that every start of an experiment continues.
 
-    chosen: of --wandb_id; later starts continue it without the flag.
+    chosen: the value of --wandb_id; later starts continue it without the flag.
     """
     if experiment_dir is None:
         return chosen or secrets.token_hex(4)

@@ -30,7 +30,7 @@ class Summary(NamedTuple):
 
 @dataclass(frozen=True)
 class Histogram:
-    """Numbers of elements between fixed edges; the first and the last bin hold everything beyond theirs, too."""
+    """Numbers of elements between fixed edges; the first and last bins include everything beyond the edges."""
 
     counts: Sequence[int]
     edges: Sequence[float]  # one more than counts
@@ -116,7 +116,7 @@ class WatchedParameter(NamedTuple):
 
 @dataclass
 class TargetTable:
-    """Sum of squares, largest element, zeros and perhaps a histogram of each parameter, of one target."""
+    """Sum of squares, largest element, zeros and optionally a histogram of each parameter of a target."""
 
     rows: list[WatchedParameter]
     values: Tensor  # (rows, 3 or 3 + bins) fp64; zeros where another rank has the parameter

@@ -6,7 +6,7 @@ Results do not depend on the ZeRO stage: sums are in fp64, counts are exact.
 
     grads       before the update: summed over micro-batches and ranks, without the loss scale, before clipping
     params      the weights after the update
-    updates     weights after less weights before: what the optimizer made of the gradients
+    updates     weights after minus weights before
     exp_avg...  the optimizer's state after the update, by its name
 
 Frozen parameters have none of these. Updates need the old weights, of one stage's shard at a time, in a buffer as large
@@ -69,7 +69,7 @@ class Watch:
         self._tables: dict[str, TargetTable] = {}
 
     def follow(self, iteration: int, updated: Updated) -> Updated:
-        """Return what the optimizer is to call after each stage: `updated`, and more if this step is watched.
+        """Return the function for the optimizer to call after each stage: `updated`, with statistics in a watched step.
 
         Call between the gradients and the update.
         """
@@ -108,7 +108,7 @@ class Watch:
             yield stage, stage.trainable
 
     def _targets(self) -> Iterator[str]:
-        """Yield what is measured; `opt_state` stands for the names of the state."""
+        """Yield the names of the targets; `opt_state` stands for every kind of optimizer state."""
         for target in self._options.watch:
             if target == "opt_state":
                 yield from dict.fromkeys(kind for _, part in self._parts() for kind in part.moments)
@@ -146,7 +146,7 @@ class Watch:
                 self._old[bounds].copy_(part.weights.read(bounds))
 
     def _update(self, part: FlatShard, bounds: slice) -> Tensor:
-        """Return new less old weights, in the memory of the old ones."""
+        """Return new minus old weights, in the memory of the old weights."""
         old = self._old[bounds]
         return torch.sub(part.weights.read(bounds), old, out=old)
 
