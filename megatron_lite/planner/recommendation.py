@@ -12,9 +12,8 @@ from megatron_lite.checkpoint.space import files_bytes
 from megatron_lite.config import Config
 from megatron_lite.data.open_data import open_data
 from megatron_lite.errors import RunError, UsageError
-from megatron_lite.planner.command import PROGRAM, changed_words, hours, launcher, layout_of_nodes, quoted
+from megatron_lite.planner.command import PROGRAM, changed_words, hours, launcher, layout_of_nodes, quoted, write_job
 from megatron_lite.planner.devices import GPUS_PER_NODE
-from megatron_lite.planner.job import write_job
 from megatron_lite.planner.plan import Plan
 from megatron_lite.planner.runtime import GIB
 from megatron_lite.planner.search import (

@@ -14,22 +14,9 @@ from tests.support import warm_python
 
 ROOT = Path(__file__).resolve().parents[2]
 
-MISTRAL = """
---num_layers=32 --hidden_size=4096 --vocab_size=32000 --num_attention_heads=32 --head_groups=8 --add_linear_biases=0
---ffn_hidden_size=14336 --kv_channels=128 --use_rotary_embeddings=1 --rotary_embedding_scale=-9.210340371976184
---gated=1 --activation_type=silu --normalization_type=rms_norm --tie_word_embeddings=0 --window_size=4096
---split=9998,2,0 --batch_size=128 --sequence_length=8192 --train_iters=500000 --weight_decay=0.1 --adam_beta1=0.9
---adam_beta2=0.95 --clip_grad=1.0 --lr=0.0001 --lr_warmup_iters=1000 --lr_decay_style=cosine --lr_decay_iters=500000
---min_lr=0.000003 --training_dtype=bf16 --num_workers=8
-""".split()
-TINY = [
-    "--num_layers=4",
-    "--hidden_size=64",
-    "--num_attention_heads=4",
-    "--vocab_size=256",
-    "--sequence_length=64",
-    "--train_iters=3",
-]
+MISTRAL = ["@scripts/examples/mistral_7b.flags"]
+TINY = "--num_layers=4 --hidden_size=64 --num_attention_heads=4 --vocab_size=256 --sequence_length=64".split()
+TINY += ["--train_iters=3"]
 
 # Runs the program several times, forbids process groups and GPUs, and prints the MiB of memory that it took.
 WATCHED = """
