@@ -105,10 +105,7 @@ class TokenizerChoice:
     def _token(self, tokenizer: Tokenizer, flag: str, token: str) -> int | None:
         if token == ABSENT:
             return None
-        if isinstance(tokenizer, JsonTokenizer):
-            number = tokenizer.token_id(token)
-        else:
-            number = tokenizer.end_of_document if token == END_OF_DOCUMENT else None
+        number = tokenizer.token_id(token)
         if number is None:
             raise UsageError(
                 f"--{flag}={token}: {self.name}: has no such token; name one of its vocabulary, or {ABSENT}"

@@ -4,7 +4,7 @@ The documents of a split, in file order, are one stream of tokens. An epoch cuts
 that overlap by one (the last label of a sample is the first input of the next), and visits these slots in a
 pseudo-random order that a small keyed cipher computes one index at a time. So any sample of any epoch is found in O(1)
 time and memory: a resume costs nothing, and the order cannot depend on the number of iterations, ranks or workers.
-`SampleOrder` has the other orders, all found in the same way; `shuffled_documents.py` shuffles the documents, too.
+`SampleOrder` has the other orders, all found in the same way; `document_orders.py` shuffles the documents, too.
 """
 
 from __future__ import annotations

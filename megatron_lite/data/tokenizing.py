@@ -54,6 +54,9 @@ class ByteTokenizer:
     def decode(self, ids: Iterable[int]) -> str:
         return bytes(number for number in ids if number < 256).decode(errors="replace")
 
+    def token_id(self, token: str) -> int | None:
+        return self.end_of_document if token == END_OF_DOCUMENT else None
+
     def token_bytes(self) -> NDArray[np.int64]:
         return np.array([1] * 256 + [0])
 
