@@ -33,9 +33,9 @@ A text file is one document, and so is each line of a .jsonl file and each row o
 under --json_key. Text and .jsonl may be compressed (.gz, .zst, .bz2, .xz). Folders are read recursively in the order of
 their paths; folders that Hugging Face datasets saved, too. An end-of-document token follows each document.
 
-<output_prefix>.tokenizer.json (for --tokenizer_file in training) and <output_prefix>.summary.json are written beside
+<output_prefix>.tokenizer.json (for --tokenizer_file in training) and <output_prefix>.summary.json are written next to
 the token files. The .idx file appears last: without it the data are incomplete. The work is cut into pieces, and
-finished ones are kept in <output_prefix>.partial: after an interruption the same command goes on where it stopped.
+finished ones are kept in <output_prefix>.partial: after an interruption the same command continues where it stopped.
 The result does not depend on the number of processes.
 
     %(prog)s --inspect data/mine    counts, lengths, frequent tokens, some documents
@@ -188,7 +188,7 @@ def main(argv: Sequence[str], program: str = "prepare_data") -> int:
         print(f"error: {StorageError(error)}", file=sys.stderr)
         return StorageError.exit_code
     except KeyboardInterrupt:
-        print("interrupted; the same command goes on where it stopped", file=sys.stderr)
+        print("interrupted; the same command continues where it stopped", file=sys.stderr)
         return 130
     return EXIT_DONE
 

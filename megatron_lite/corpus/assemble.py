@@ -125,4 +125,4 @@ def write_pairs(
 
 
 def _damaged(path: Path) -> StorageError:
-    return StorageError(f"{path}: is not as it was written; start the same command again, which makes it anew")
+    return StorageError(f"{path}: has changed since it was written; start the same command again to make it anew")

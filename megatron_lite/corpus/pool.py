@@ -68,7 +68,7 @@ def make_pieces(
         raise _lost(workers, places) from None
     finally:
         for worker in workers:
-            worker.kill()  # in the middle of its work, if need be
+            worker.kill()  # even in the middle of its work
         pool.shutdown(cancel_futures=True)
 
 

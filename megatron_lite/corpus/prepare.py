@@ -1,4 +1,4 @@
-"""Prepare a corpus: plan the pieces, make them, assemble the pair. A second start goes on where the first one stopped.
+"""Prepare a corpus: plan the pieces, make them, assemble the pair. A second start continues where the first stopped.
 
 Nothing in the result depends on the number of processes, nor on how often the work was interrupted.
 """
@@ -86,7 +86,7 @@ def prepare(options: CorpusOptions) -> tuple[dict[str, Any], bool]:
 
 
 class _Work:
-    """One start of the work on a corpus, inside of its folder."""
+    """One run of the preparation of a corpus, in its work folder."""
 
     def __init__(self, options: CorpusOptions, files: list[InputFile], folder: Path, fingerprint: str) -> None:
         self.options, self.files, self.folder, self.fingerprint = options, files, folder, fingerprint
@@ -175,7 +175,7 @@ class _Work:
         if not kept.all():
             raise UsageError(
                 f"--shards={options.shards} --validation_documents={options.validation_documents}: a pair would be "
-                f"empty with {int(kept.sum()):,} documents in all; write smaller numbers"
+                f"empty with {int(kept.sum()):,} documents in total; write smaller numbers"
             )
         assembled = Assembled(writers, vocab_size)
         write_pairs(self.folder, pieces, [record.digests for record in records], output, assembled, progress.add)

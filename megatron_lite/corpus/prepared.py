@@ -1,4 +1,4 @@
-"""A prepared pair, with the summary and the tokenizer beside it: show what is in it, and check it from end to end."""
+"""A prepared pair, with its summary and tokenizer: show its content, and verify all of it."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ _PART = re.compile(r"(.+?)(-[0-9]{5}-of-[0-9]{5}|_validation)")
 
 
 def read_summary(prefix: str) -> dict[str, Any] | None:
-    """Return the summary beside a corpus; None if there is none that can be read."""
+    """Return the summary of a corpus; None if it cannot be read."""
     try:
         values = json.loads(Path(prefix + SUMMARY).read_bytes())
     except (OSError, ValueError):
@@ -73,7 +73,7 @@ class PreparedPair:
         self.tokenizer_file = Path(self.base + ".tokenizer.json")
 
     def tokenizer(self) -> JsonTokenizer | None:
-        """Load the tokenizer beside the pair; None if there is none."""
+        """Load the tokenizer of the corpus; None if it has none."""
         return JsonTokenizer(str(self.tokenizer_file), needs_end=False) if self.tokenizer_file.is_file() else None
 
     def reads(self) -> list[tuple[int, int]]:

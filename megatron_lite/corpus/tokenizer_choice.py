@@ -40,7 +40,7 @@ class OpenTokenizer:
 class TokenizerChoice:
     """The user's choice.
 
-    begin, end: a token, `none`, or None for the default: no token at the begin, the tokenizer's own one at the end.
+    begin, end: a token, `none`, or None for the default: no token at the beginning, the tokenizer's own at the end.
     """
 
     name: str = "byte"  # or a path
@@ -63,17 +63,17 @@ class TokenizerChoice:
         return {"kind": kind, "begin": self.begin, "end": self.end, "special_tokens": self.special_tokens}
 
     def identity(self) -> str:
-        """Return what tells this tokenizer from others, without training it."""
+        """Return text that identifies this tokenizer, without training it."""
         if self.train is not None or self.name == "byte":
             return str(self.described()["kind"])
         if not self.source.is_file():
             load_tokenizer(self.name)  # the error that names it
-        # The configuration beside it may name the end of a document.
+        # Its configuration may name the end of a document.
         beside = self.source.with_name("tokenizer_config.json")
         return digest_of(self.source) + (digest_of(beside) if beside.is_file() else "")
 
     def open(self, folder: Path, files: Sequence[InputFile], fields: TextFields, strict: bool) -> OpenTokenizer:
-        """Train the tokenizer if need be, put its file into the work folder, and find its tokens.
+        """Train the tokenizer if necessary, put its file into the work folder, and find its tokens.
 
         Raises:
             DataError: if it cannot be read or has no end of documents.

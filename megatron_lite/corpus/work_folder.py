@@ -1,4 +1,4 @@
-"""The folder of unfinished work beside the output: one process at a time works in it."""
+"""The folder of unfinished work next to the output: one process at a time works in it."""
 
 from __future__ import annotations
 

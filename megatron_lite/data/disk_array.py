@@ -105,7 +105,7 @@ class DataFile:
         self.close()
         return (
             f"{self.path}: {'replaced' if moved else 'modified'} while the run reads it; its size and {BLOCKS} blocks "
-            "of it are the same, so the run goes on"
+            "of it are the same, so the run continues"
         )
 
     def close(self) -> None:

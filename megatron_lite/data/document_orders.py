@@ -113,7 +113,7 @@ def pack(counts: NDArray[np.int64], capacity: int) -> list[Pattern]:
         left = int(counts[length])
         while left:
             fitting = bisect.bisect_left(spaces, length)
-            if fitting == len(spaces):  # no sample has room: begin new ones
+            if fitting == len(spaces):  # no sample has room: start new ones
                 space, samples = capacity, left
                 lengths: tuple[int, ...] = ()
             else:
@@ -170,7 +170,7 @@ class PackedDocuments:
         return int(self._ends[-1]) if len(self._ends) else 0
 
     def documents(self, epoch: int, slot: int) -> list[int]:
-        """Return the documents of a slot's sample, in an order of its own: not the longest first in all of them."""
+        """Return the documents of a slot's sample in a random order, so that the longest is not always first."""
         assert 0 <= slot < self.samples_per_epoch, (slot, self.samples_per_epoch)
         number = int(np.searchsorted(self._ends, slot, side="right"))
         pattern, place = self.patterns[number], slot - (int(self._ends[number]) - self.patterns[number].count)

@@ -125,8 +125,8 @@ def _phase_line(phase: Phase) -> str:
     tokens = sum(stream.num_tokens for stream in reader.streams)
     padded = ""
     if reader.packed:
-        room = sum(stream.sampler.samples_per_epoch for stream in reader.streams) * (reader.sequence_length + 1)
-        padded = f"; whole documents, {100 * (1 - tokens / room):.2g}% padding"
+        capacity = sum(stream.sampler.samples_per_epoch for stream in reader.streams) * (reader.sequence_length + 1)
+        padded = f"; whole documents, {100 * (1 - tokens / capacity):.2g}% padding"
     if not isinstance(reader.blend, Blend):
         return f"{samples:,} samples out of {tokens:,} tokens: each sample once{padded}"
     epochs = epochs_of(phase, phase.iterations)

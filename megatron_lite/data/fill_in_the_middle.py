@@ -24,7 +24,7 @@ from megatron_lite.data.tokenizing import JsonTokenizer
 from megatron_lite.errors import DataError, UsageError
 
 SPELLINGS = ("<{}>", "<|{}|>")  # of StarCoder and of Qwen
-_LOST = "\ufffd"  # bytes that are no character, as at the start of a sample in the middle of one
+_LOST = "\ufffd"  # bytes that are not a character: a sample may begin in the middle of one
 
 
 class _Sentinels(NamedTuple):

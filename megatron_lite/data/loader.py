@@ -2,8 +2,8 @@
 
 Sample index of iteration t, micro-batch m, rank r and row j:
     samples of all iterations before t + (m * world_size + r) * micro_batch_size + j
-so the set of samples in a global batch depends on t only. Padding fills a batch that does not divide: made-up rows with
-masked labels.
+so the set of samples in a global batch depends on t only. Padding fills a batch that does not divide: rows of token 0
+with masked labels.
 """
 
 from __future__ import annotations

@@ -78,7 +78,7 @@ def _encrypt(values: NDArray[np.uint64], schedule: NDArray[np.uint64], size: int
 class SampleOrder:
     """The order of the samples of a data set, as a function of the index and a key."""
 
-    # epoch: anew in every epoch; full: those of `epochs` epochs together; skip_first_epoch: the first epoch in file
+    # epoch: reshuffled in every epoch; full: `epochs` epochs together; skip_first_epoch: the first epoch in file
     # order, the others as epoch; none: every epoch in file order.
     shuffle: str = "epoch"
     era: int | None = None  # shuffle only within windows of so many samples, which come in file order

@@ -69,7 +69,7 @@ class JsonTokenizer:
     ) -> None:
         """Load a tokenizer whose documents end with the token `end_of_document`.
 
-        By default that is the `eos_token` of a tokenizer_config.json beside the file, or else the first of
+        By default that is the `eos_token` of a tokenizer_config.json in the same folder, or else the first of
         END_OF_DOCUMENT_NAMES in the vocabulary. Unless `needs_end`, a tokenizer without any has the id -1.
 
         Raises: DataError if the file cannot be read or has no such token; UsageError if `end_of_document` is unknown.
@@ -115,8 +115,8 @@ class JsonTokenizer:
 
     def decode(self, ids: Iterable[int]) -> str:
         """Decode ids without the end-of-document token; bytes that are not UTF-8 become U+FFFD."""
-        kept = [int(number) for number in ids if number != self.end_of_document]
-        return str(self._tokenizer.decode(kept, skip_special_tokens=False))
+        visible = [int(number) for number in ids if number != self.end_of_document]
+        return str(self._tokenizer.decode(visible, skip_special_tokens=False))
 
     def token_bytes(self) -> NDArray[np.int64]:
         """Return the bytes of UTF-8 that each id adds to a text, (vocab_size,): 0 for special tokens.
@@ -199,9 +199,9 @@ def save_byte_tokenizer(path: str) -> None:
 def copy_tokenizer(tokenizer_file: str | Path, directory: str | Path) -> dict[str, int | None]:
     """Copy a tokenizer into an export so that transformers loads it.
 
-    Writes `tokenizer.json`, `tokenizer_config.json`, and the files of BESIDE that lie beside the source. A
-    tokenizer_config.json beside the source is copied, with a class and an end of document added if it names none. If
-    the source is not called tokenizer.json, files beside it may belong to another tokenizer: only the special tokens of
+    Writes `tokenizer.json`, `tokenizer_config.json`, and the files of BESIDE in the folder of the source. A
+    tokenizer_config.json in that folder is copied, with a class and an end of document added if it names none. If
+    the source is not called tokenizer.json, the other files may belong to another tokenizer: only the special tokens of
     the tokenizer_config.json are used. A tokenizer without an end of document is copied without one.
 
     Returns: bos_token_id and eos_token_id, None where unknown.

@@ -2,7 +2,7 @@
 
 Each worker has one pipe. The parent sends the first index and the number of samples of a micro-batch; the worker
 answers with the samples, or with the error. Without shared memory and helper threads, which `DataLoader` uses, neither
-a small /dev/shm nor a killed worker can hang the run: the parent waits for the pipe and for the worker's death at once.
+a small /dev/shm nor a killed worker can hang the run: the parent waits for the pipe and the worker's death together.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from megatron_lite.errors import DataError, RunError
 
 Request = tuple[int, int]  # first index and number of samples (0 or more) of a micro-batch
 
-POLL_S = 0.1  # a worker that answers or dies ends the wait at once
+POLL_S = 0.1  # a worker that answers or dies ends the wait immediately
 
 # Terminals, torchrun and Slurm send these to a whole process group. The parent decides what to do (usually save, then
 # stop) and needs its workers until then; a worker ends when its parent closes the pipe, kills it, or dies.
@@ -48,7 +48,7 @@ class Workers:
 
         while_waiting: called every POLL_S while the parent waits for a worker; it may raise.
 
-        Raises: RunError if a worker dies at once.
+        Raises: RunError if a worker dies immediately.
         """
         self._while_waiting = while_waiting
         first = list(itertools.islice(requests, num_workers))

@@ -249,7 +249,7 @@ def test_outputs_that_cannot_be_written(tmp_path: Path) -> None:
     with pytest.raises(UsageError, match="names a folder; add a name for the files"):
         prepare(replace(options(inputs, tmp_path), output_prefix=f"{tmp_path}/out/"))
     for more in ({"shards": 3}, {"validation_documents": 2}):
-        with pytest.raises(UsageError, match="a pair would be empty with 2 documents in all; write smaller numbers"):
+        with pytest.raises(UsageError, match="a pair would be empty with 2 documents in total; write smaller numbers"):
             prepare(options(inputs, tmp_path / "many", **more))
         assert not (tmp_path / "many" / "x.bin").exists()
 
@@ -303,7 +303,7 @@ def test_an_interrupt_ends_the_workers(
     monkeypatch.setattr("megatron_lite.corpus.pieces.SMALLEST_PIECE_BYTES", 700)
     with loaded("prepare_data") as module:
         assert module.main([str(inputs), "--output_prefix", str(tmp_path / "x"), "--num_processes=2"]) == 130
-    assert capsys.readouterr().err == "interrupted; the same command goes on where it stopped\n"
+    assert capsys.readouterr().err == "interrupted; the same command continues where it stopped\n"
     assert len(started) == 2 and all(process.exitcode is not None for process in started)
     assert (tmp_path / "x.partial").is_dir() and not (tmp_path / "x.idx").exists()
 

@@ -78,7 +78,7 @@ def test_another_date_or_place_is_a_warning(tmp_path: Path, reader: StreamReader
     assert before.warnings == ()
     os.utime(tmp_path / "x.bin", (0, 0))
     (warning,) = reader.read(0, 8).warnings
-    assert "x.bin: modified while the run reads it" in warning and "the run goes on" in warning
+    assert "x.bin: modified while the run reads it" in warning and "the run continues" in warning
     shutil.copy(tmp_path / "x.idx", tmp_path / "copy")
     os.replace(tmp_path / "copy", tmp_path / "x.idx")
     (warning,) = reader.read(0, 8).warnings
