@@ -179,12 +179,14 @@ def test_validation_batches_do_not_follow_the_schedule(prefixes: tuple[str, str]
 @pytest.mark.parametrize("context", ["spawn", "fork", "forkserver"])
 @pytest.mark.filterwarnings("ignore:.*fork.*:DeprecationWarning")
 def test_workers_give_the_same_batches(prefixes: tuple[str, str], context: str) -> None:
-    """Two workers, of any start method, read what the process itself reads; they are gone when the batches end."""
-    data_path = ("0.3", prefixes[0], "0.7", prefixes[1])
-    expected = micro_batches(open_data(config(data_path), 1, 2), "training", 2, 6)
-    for prefetch_factor in (None, 1, 50):
-        values = config(data_path, num_workers=2, prefetch_factor=prefetch_factor, multiprocessing_context=context)
-        assert equal(micro_batches(open_data(values, 1, 2), "training", 2, 6), expected)
+    """Workers, of any number and start method, read what the process itself reads, of shuffled documents and several
+    epochs, too; they are gone when the batches end."""
+    data_path, options = ("0.3", prefixes[0], "0.7", prefixes[1]), dict(shuffle_documents=True, train_iters=200)
+    expected = micro_batches(open_data(config(data_path, **options), 1, 2), "training", 100, 6)
+    for workers, prefetch_factor in ((1, None), (2, 1), (5, 50)):
+        more = dict(num_workers=workers, prefetch_factor=prefetch_factor, multiprocessing_context=context)
+        values = config(data_path, **options, **more)
+        assert equal(micro_batches(open_data(values, 1, 2), "training", 100, 6), expected)
         assert not multiprocessing.active_children()
 
 

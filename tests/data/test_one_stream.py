@@ -1,4 +1,4 @@
-"""One global stream of samples, whatever the ranks, micro-batches, batch sizes, restarts and workers."""
+"""One global stream of samples, whatever the ranks, micro-batches, batch sizes and restarts."""
 
 import contextlib
 import random
@@ -104,16 +104,3 @@ def test_the_layout_does_not_matter(prefixes: list[str], cases: range) -> None:
             assert torch.equal(whole, expected), (case, ranks, options)
             rest, before = stream(options, ranks, generator.randint(1, options["train_iters"] - 1))
             assert torch.equal(rest[: max(0, SAMPLES - before)], expected[before:]), (case, ranks, options)
-
-
-@pytest.mark.parametrize(
-    "workers", [1, pytest.param(2, marks=pytest.mark.slow), pytest.param(5, marks=pytest.mark.slow)]
-)
-def test_workers_do_not_matter(prefixes: list[str], workers: int) -> None:
-    """Any number of workers, with shuffled documents and several epochs."""
-    generator = random.Random(workers)
-    data = {**drawn(generator, prefixes), "shuffle": "epoch", "shuffle_documents": True, "max_epochs": None}
-    options = {**data, **layout(generator, 2)}
-    expected, _ = stream(options, 2)
-    more = {**options, "num_workers": workers, "prefetch_factor": generator.randint(1, 4)}
-    assert torch.equal(stream(more, 2)[0], expected)
