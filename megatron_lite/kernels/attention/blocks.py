@@ -76,10 +76,10 @@ def scores_at_a_time(on_gpu: bool) -> int:
     return 2**24 if on_gpu else 2**19 * max(2, torch.get_num_threads())
 
 
-def blocks_of_a_document(length: int, window: int | None, rows: int) -> list[Block]:
-    """List the blocks of a document in order; one of the last two has the most scores and the most keys."""
+def blocks_of_a_document(length: int, window: int | None, rows: int, last: int = 0) -> list[Block]:
+    """List the blocks of a document, or the `last` few, in order; one of two has the most scores and the most keys."""
     reach = min(window or length, length)
-    starts = range(0, length, rows)
+    starts = range(0, length, rows)[-last:]  # -0: all
     return [Block(start, min(start + rows, length), max(0, start - reach + 1), reach) for start in starts]
 
 
@@ -89,7 +89,7 @@ def chunks_of(
     """Divide all documents and key heads into chunks of at most `scores` scores, or of one document and key head."""
     chunks: list[Chunk] = []
     for start, step, count, length in _runs(lengths):
-        largest = max(block.scores for block in blocks_of_a_document(length, window, rows)[-2:])
+        largest = max(block.scores for block in blocks_of_a_document(length, window, rows, last=2))
         pairs = max(1, scores // (heads // groups * largest))
         documents = max(1, min(count, pairs // groups))
         parts = 1 if pairs >= groups else -(-groups // pairs)
@@ -154,9 +154,8 @@ class _Pass:
         self.shared_by = query.shape[1] // key.shape[1]
         self.wide, self.narrow = later.dtype, dtype_of_products(query)
         self.ds_dtype = self.wide if options.softmax_in_fp32 else self.narrow  # of dS and its products
-        self.blocks = blocks_of_a_document(chunk.length, options.window, rows_of_a_block(query.is_cuda))
-        if query.is_meta:  # a plan needs only the largest
-            self.blocks = self.blocks[-2:]
+        last = 2 if query.is_meta else 0  # a plan needs only the largest
+        self.blocks = blocks_of_a_document(chunk.length, options.window, rows_of_a_block(query.is_cuda), last)
 
     def keys(self, heads: Tensor, dtype: torch.dtype) -> Tensor:
         """(b, g, s, d) -> (p, length, d)."""
