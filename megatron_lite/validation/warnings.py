@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 
 from megatron_lite.config import Config, Draft, flatten
@@ -45,7 +46,7 @@ def warnings(config: Config) -> list[str]:
         *_positions(options),
         *schedule_warnings(options),
         *_averaging(options),
-        *_multi_stage(options),
+        *_buffers(options),
         *_profiles(options),
         *(f"--{name} has no effect {reason}" for name, reason in _without_effect(options)),
     ]
@@ -88,42 +89,34 @@ def _averaging(options: Draft) -> Iterator[str]:
         )
 
 
-def _multi_stage(options: Draft) -> Iterator[str]:
+def _buffers(options: Draft) -> Iterator[str]:
+    """Warn about numbers of buffers that differ from the ZeRO stage's own, exceed the stages or have no effect."""
     assert options.batch_size and options.micro_batch_size and options.sequential_micro_batches, "resolved before"
     one_rank = options.batch_size <= options.micro_batch_size * options.sequential_micro_batches
-    fp32 = options.training_dtype == "fp32"
-    if options.num_weight_buffers is not None:
-        if one_rank and fp32:
-            yield "--num_weight_buffers has no effect on one rank in fp32 training: the shards are the full tensors"
-        else:
-            yield from _buffer_count(options, "num_weight_buffers", options.num_weight_buffers, shared_from=3)
-    if options.num_grad_buffers is not None:
-        if one_rank:
-            yield "--num_grad_buffers has no effect on one rank: the shards are the full tensors"
-        else:
-            yield from _buffer_count(options, "num_grad_buffers", options.num_grad_buffers, shared_from=2)
-
-
-def _buffer_count(options: Draft, name: str, count: int, shared_from: int) -> Iterator[str]:
-    """Warn about a number of buffers that differs from the ZeRO stage's own, or exceeds the stages.
-
-    shared_from: lowest ZeRO stage in which all stages share two buffers.
-    """
     zero_stage, size = options.zero_stage, options.layers_per_stage
-    stages = None if size == "auto" else number_of_stages(options.num_layers, size)
-    used, instead = f"--{name}={count} is used", ""
-    if stages is not None and count > stages:
-        used = f"--{name}={count}: only {stages} are allocated, one per stage"
-    if zero_stage is None or zero_stage == "auto":
-        instead = ", whatever --zero_stage=auto chooses"
-    elif zero_stage >= shared_from and count != 2:
-        instead = f"; --zero_stage={zero_stage} by itself would set 2"
-    elif zero_stage < shared_from and stages is None:
-        instead = f"; --zero_stage={zero_stage} by itself would set one per stage"
-    elif zero_stage < shared_from and stages is not None and count < stages - options.tie_word_embeddings:
-        instead = f"; --zero_stage={zero_stage} by itself would set one per stage ({stages})"  # a tied one has its own
-    if instead or not used.endswith("is used"):
-        yield used + instead
+    stages = math.inf if size == "auto" else number_of_stages(options.num_layers, size)
+    # Each kind with the training dtype that it needs to be the shard on one rank, and where stages share two buffers.
+    for name, dtype, shared_from in (("num_weight_buffers", "fp32", 3), ("num_grad_buffers", "", 2)):
+        count = getattr(options, name)
+        if count is None:
+            continue
+        if one_rank and dtype in ("", options.training_dtype):
+            training = f" in {dtype} training" if dtype else ""
+            yield f"--{name} has no effect on one rank{training}: the shards are the full tensors"
+            continue
+        used = f"--{name}={count} is used"
+        if count > stages:
+            used = f"--{name}={count}: only {stages} are allocated, one per stage"
+        instead = ""
+        if zero_stage is None or zero_stage == "auto":
+            instead = ", whatever --zero_stage=auto chooses"
+        elif zero_stage >= shared_from and count != 2:
+            instead = f"; --zero_stage={zero_stage} by itself would set 2"
+        elif zero_stage < shared_from and count < stages - options.tie_word_embeddings:  # a tied one has its own
+            each = "" if size == "auto" else f" ({stages})"
+            instead = f"; --zero_stage={zero_stage} by itself would set one per stage{each}"
+        if instead or count > stages:
+            yield used + instead
 
 
 def _profiles(options: Draft) -> Iterator[str]:

@@ -202,20 +202,6 @@ def test_bad_values(name: str, text: str, words: str) -> None:
     assert line.startswith(f"--{name}=") and words in line, line
 
 
-@pytest.mark.parametrize("name", [row.name for row in TABLE if row.good.keys() >= BOOL.keys()])
-def test_bare_switches(name: str) -> None:
-    """A bare flag means 1, and the error of --no_<flag> says how to write 0."""
-    if name != "split_master_weights":  # which is legal only with other options, below
-        assert value(f"--{name}") is True
-    assert problem(f"--no_{name}").endswith(f"write --{name}=0")
-
-
-def test_lists_take_several_words() -> None:
-    """--freeze and --lr_scales take one quoted string, commas, or the words that follow."""
-    assert value("--lr_scales", "a:1", "b:2") == value("--lr_scales", "a:1 b:2") == ("a:1", "b:2")
-    assert value("--freeze", "a", "b*", "--seed=1") == ("a", "b*")
-
-
 # --- Options that depend on each other
 
 
@@ -321,12 +307,6 @@ def test_errors_of_a_dry_run_leave_no_file() -> None:
             parse(["--lr=x", *COMPLETE, *flags])
         assert caught.value.experiment_dir == folder
         assert folder_of(resolved(*COMPLETE, *flags)) == folder
-
-
-def test_tensor_logs_need_a_folder() -> None:
-    """Saving without an experiment directory is refused, with the fix."""
-    with pytest.raises(UsageError, match="--save_tensor_logs=1: there is nowhere to save; set --experiment_dir"):
-        resolved("--save_tensor_logs=1", "--dataset_source=random", "--debug_param_init=1")
 
 
 # --- Learning-rate scales

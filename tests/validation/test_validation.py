@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 
+from megatron_lite.cli.parse import parse
 from megatron_lite.config import AREAS, Config, flatten, unflatten
 from megatron_lite.config.values import FLAGS
 from megatron_lite.errors import UsageError
@@ -54,28 +55,14 @@ def test_model_defaults() -> None:
 
 def test_given_values_are_kept() -> None:
     """A given value is never replaced by a derived one."""
-    options: dict[str, Any] = dict(
-        head_groups=2,
-        kv_channels=10,
-        ffn_hidden_size=7,
-        max_position_embeddings=5000,
-        use_position_embeddings=True,
-        use_rotary_embeddings=True,
-        activation_type="relu",
-        init_method_std_qkv=0.0,
-        batch_size=8,
-        micro_batch_size=2,
-        lr_decay_iters=7,
-        zero_stage=3,
-        prefetch_factor=4,
-        loss_scale=8.0,
-        experiment_name="x",
-        experiment_dir="/y",
-        train_iters=5,
-        wandb_post_alerts=False,
-        wandb_status_interval=3,
-        split=(1.0, 1.0, 1.0),
+    typed = (
+        "--head_groups=2 --kv_channels=10 --ffn_hidden_size=7 --max_position_embeddings=5000 "
+        "--use_position_embeddings=1 --use_rotary_embeddings=1 --activation_type=relu --init_method_std_qkv=0 "
+        "--batch_size=8 --micro_batch_size=2 --lr_decay_iters=7 --zero_stage=3 --prefetch_factor=4 --loss_scale=8 "
+        "--experiment_name=x --experiment_dir=/y --train_iters=5 --wandb_post_alerts=0 --wandb_status_interval=3 "
+        "--split=1,1,1"
     )
+    options = parse(typed.split()).given
     values = flatten(resolved(**options))
     assert {name: values[name] for name in options} == options
 
@@ -265,67 +252,32 @@ def test_all_problems_together() -> None:
     assert len(lines) == 5
 
 
+def value_of(name: str, text: str) -> Any:
+    """The value of an option as typed; nothing is the empty list."""
+    return parse([f"--{name}={text}"]).given[name] if text else ()
+
+
+# Options with their values as typed.
+TYPED = """
+num_attention_heads=1|6|8 head_groups=none|1|4 kv_channels=none|5|8 hidden_size=8|48|100 use_rotary_embeddings=0|1
+use_position_embeddings=none|0|1 sequence_length=1|128|4096 max_position_embeddings=none|64|4096 gated=0|1
+window_size=none|1|1000000 batch_size=none|1|12 micro_batch_size=none|1|3 depth_first_micro_batches=none|1|2
+breadth_first_micro_batches=none|1|2 sequential_micro_batches=none|1|4 lr=0|0.001 min_lr=0|0.0001
+train_iters=0|5|1000 lr_warmup_iters=0|5|100 lr_decay_iters=none|5|2000 lr_decay_style=constant|cosine
+training_dtype=fp32|bf16|fp16 loss_scale=none|2 initial_loss_scale=0.5|65536 full_precision_gradients=1|0
+zero_stage=none|1|2|3|auto layers_per_stage=1.5|auto num_weight_buffers=none|1|20 split_master_weights=0|1
+freeze=|head lr_scales=|a:0 dry_run=0|1 save_tensor_logs=0|1 dataset_source=list|random
+data_path=|a|0.5,a,0.5,b|0.5,a,b num_workers=0|2 prefetch_factor=none|3 split=1|1,1|0,0,1 validation_iters=0|3
+test_iters=0|3 checkpoint_interval=none|2 export_interval=none|2 experiment_dir=none|/x
+cross_entropy_splits=none|1|500 cross_entropy_block_size=none|7|1000000 recompute_layers=0|2|100
+enable_triton_kernels=none|0|1 rotary_base=none|100 rotary_percent=1|0.5|0.3 rope_type=default|linear|llama3|yarn
+rope_factor=none|4 rope_original_max_position_embeddings=none|64 attention_softmax_in_fp32=0|1
+attention_backend=auto|flash|math wandb_entity_name=none|me wandb_status_interval=none|2
+trackers=none|jsonl|tensorboard,wandb tensorboard_dir=none|/tb watch=|grads,updates watch_histograms=0|1
+"""
 OPTIONS: dict[str, tuple[Any, ...]] = {
-    "num_attention_heads": (1, 6, 8),
-    "head_groups": (None, 1, 4),
-    "kv_channels": (None, 5, 8),
-    "hidden_size": (8, 48, 100),
-    "use_rotary_embeddings": (False, True),
-    "use_position_embeddings": (None, False, True),
-    "sequence_length": (1, 128, 4096),
-    "max_position_embeddings": (None, 64, 4096),
-    "gated": (False, True),
-    "window_size": (None, 1, 10**6),
-    "batch_size": (None, 1, 12),
-    "micro_batch_size": (None, 1, 3),
-    "depth_first_micro_batches": (None, 1, 2),
-    "breadth_first_micro_batches": (None, 1, 2),
-    "sequential_micro_batches": (None, 1, 4),
-    "lr": (0.0, 1e-3),
-    "min_lr": (0.0, 1e-4),
-    "train_iters": (0, 5, 1000),
-    "lr_warmup_iters": (0, 5, 100),
-    "lr_decay_iters": (None, 5, 2000),
-    "lr_decay_style": ("constant", "cosine"),
-    "training_dtype": ("fp32", "bf16", "fp16"),
-    "loss_scale": (None, 2.0),
-    "initial_loss_scale": (0.5, 65536.0),
-    "full_precision_gradients": (True, False),
-    "zero_stage": (None, 1, 2, 3, "auto"),
-    "layers_per_stage": (1.5, "auto"),
-    "num_weight_buffers": (None, 1, 20),
-    "split_master_weights": (False, True),
-    "freeze": ((), ("head",)),
-    "lr_scales": ((), ("a:0",)),
-    "dry_run": (False, True),
-    "save_tensor_logs": (False, True),
-    "dataset_source": ("list", "random"),
-    "data_path": ((), ("a",), ("0.5", "a", "0.5", "b"), ("0.5", "a", "b")),
-    "num_workers": (0, 2),
-    "prefetch_factor": (None, 3),
-    "split": ((1.0,), (1.0, 1.0), (0.0, 0.0, 1.0)),
-    "validation_iters": (0, 3),
-    "test_iters": (0, 3),
-    "checkpoint_interval": (None, 2),
-    "export_interval": (None, 2),
-    "experiment_dir": (None, "/x"),
-    "cross_entropy_splits": (None, 1, 500),
-    "cross_entropy_block_size": (None, 7, 10**6),
-    "recompute_layers": (0, 2, 100),
-    "enable_triton_kernels": (None, False, True),
-    "rotary_base": (None, 100.0),
-    "rotary_percent": (1.0, 0.5, 0.3),
-    "rope_type": ("default", "linear", "llama3", "yarn"),
-    "rope_factor": (None, 4.0),
-    "rope_original_max_position_embeddings": (None, 64),
-    "attention_softmax_in_fp32": (False, True),
-    "attention_backend": ("auto", "flash", "math"),
-    "wandb_entity_name": (None, "me"),
-    "wandb_status_interval": (None, 2),
-    "trackers": (None, ("jsonl",), ("tensorboard", "wandb")),
-    "tensorboard_dir": (None, "/tb"),
-    "watch": ((), ("grads", "updates")),
-    "watch_histograms": (False, True),
+    name: tuple(value_of(name, text) for text in texts.split("|"))
+    for name, _, texts in (word.partition("=") for word in TYPED.split())
 }
 
 
@@ -395,26 +347,13 @@ def test_weighted_paths() -> None:
     assert weighted_paths(()) == []
 
 
-@pytest.mark.parametrize(
-    "words",
-    [
-        "0.3",
-        "0.3 a b",
-        "a 0.3",
-        "a 0.3 b 0.7",
-        "0.3 0.7",
-        "0 a 1 b",
-        "-1 a 2 b",
-        "nan a 1 b",
-        "inf a",
-        "1e999 a",
-        "1 a nan b",
-        "1_0 a 1 b",
-        "1e308 a 1e308 b",
-        "1 a 2",
-        "1 2 3 4",
-    ],
+BAD_WEIGHTS = (
+    "0.3|0.3 a b|a 0.3|a 0.3 b 0.7|0.3 0.7|0 a 1 b|-1 a 2 b|nan a 1 b|inf a|1e999 a|"
+    "1 a nan b|1_0 a 1 b|1e308 a 1e308 b|1 a 2|1 2 3 4"
 )
+
+
+@pytest.mark.parametrize("words", BAD_WEIGHTS.split("|"))
 def test_bad_weighted_paths(words: str) -> None:
     """Weights that are not positive and finite, or do not alternate with prefixes, are refused."""
     with pytest.raises(UsageError, match="^--data_path="):
@@ -487,28 +426,13 @@ def test_warnings(options: dict[str, Any], text: str) -> None:
 def test_no_warnings_without_reason() -> None:
     """Defaults and the tutorial's settings cause no warning; a run without a directory causes one."""
     assert cautions() == cautions(experiment_name="run", num_workers=2, prefetch_factor=2) == []
-    assert (
-        cautions(
-            training_dtype="bf16",
-            lr_decay_style="cosine",
-            min_lr=1e-5,
-            lr_decay_iters=5,
-            wandb_entity_name="me",
-            wandb_project_name="x",
-            validation_iters=2,
-            validation_interval=5,
-            checkpoint_interval=2,
-            max_checkpoints=5,
-            use_rotary_embeddings=True,
-            rotary_embedding_scale=-9.0,
-            window_size=64,
-            num_workers=8,
-            zero_stage=2,
-            dataset_source="list",
-            data_path=("a",),
-        )
-        == []
+    typed = (
+        "--training_dtype=bf16 --lr_decay_style=cosine --min_lr=1e-05 --lr_decay_iters=5 --wandb_entity_name=me "
+        "--wandb_project_name=x --validation_iters=2 --validation_interval=5 --checkpoint_interval=2 "
+        "--max_checkpoints=5 --use_rotary_embeddings=1 --rotary_embedding_scale=-9 --window_size=64 "
+        "--num_workers=8 --zero_stage=2 --dataset_source=list --data_path=a"
     )
+    assert cautions(**parse(typed.split()).given) == []
     assert warnings(resolved(train_iters=1)) == ["--experiment_dir is not set: nothing is saved"]
 
 
@@ -547,15 +471,7 @@ SCHEDULES: list[tuple[int, dict[str, Any], str]] = [
 def test_batches_of_a_schedule_and_with_padding(ranks: int, options: dict[str, Any], expected: str) -> None:
     """batch_size is the largest; resolving again changes nothing."""
     config = resolve(unflatten({"dataset_source": "random", "batch_size": None, **options}), ranks)
-    batch = config.batch
-    found = (
-        batch.batch_size,
-        batch.micro_batch_size,
-        batch.depth_first_micro_batches,
-        batch.breadth_first_micro_batches,
-        batch.sequential_micro_batches,
-    )
-    assert " ".join(map(str, found)) == expected
+    assert " ".join(str(getattr(config.batch, name)) for name in BATCH) == expected
     assert resolve(config, ranks) == config
 
 
