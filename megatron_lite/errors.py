@@ -34,7 +34,7 @@ class RunError(ValueError):
     def __str__(self) -> str:
         """Return the message with control characters escaped: a name in a downloaded file must not steer a terminal.
 
-        Of a word that fills a screen, only the beginning is kept.
+        A word that would fill a screen is cut.
         """
         text = re.sub(rf"\S{{{LONGEST_WORD + 1},}}", _beginning, super().__str__())
         return "".join(c if c.isprintable() or c == "\n" else repr(c)[1:-1] for c in text)
@@ -52,13 +52,13 @@ class UsageError(RunError):
 
 
 class LauncherError(UsageError):
-    """Contradicting variables of the launcher: since a rank may be wrong too, every process prints the error."""
+    """Contradictory variables of the launcher: the rank may be wrong too, so every process prints the error."""
 
     agreed = False
 
 
 class DataError(RunError):
-    """Input data that is missing, damaged or does not fit the model."""
+    """Input data that is missing, damaged or unfit for the model."""
 
     exit_code = 3
 
@@ -86,12 +86,12 @@ class PeerError(RunError):
 
 
 class Remedy(NamedTuple):
-    """An option that saves memory, with what it saves if no other one changes."""
+    """An option that saves memory, and how much it saves on its own."""
 
-    flag: str  # name of the option; world_size: more ranks
+    flag: str  # name of the option; world_size means more ranks
     value: int | str
-    saving_bytes: int  # of each rank, by the plan
-    append: str  # flags for the end of the command; empty for more ranks
+    saving_bytes: int  # per rank, by the plan
+    append: str  # flags to append to the command; empty for more ranks
 
 
 class OutOfMemoryError(RunError):
@@ -102,7 +102,7 @@ class OutOfMemoryError(RunError):
     snapshot = ""  # file with what was allocated on the GPU
 
     def lines(self) -> list[str]:
-        """Return what follows the message in a log: each remedy with what it saves, and the snapshot."""
+        """Return the log lines after the message: each remedy with its saving, and the snapshot."""
         lines = ["by the plan, each of these alone saves:"] if self.remedies else []
         for remedy in self.remedies:
             name = remedy.append or f"more ranks: {remedy.value}"
@@ -118,7 +118,7 @@ class OutOfMemoryError(RunError):
 
 
 class StorageError(RunError):
-    """A directory that cannot be written, or a full disk."""
+    """A directory that is not writable, or a full disk."""
 
     exit_code = 8
     agreed = True
@@ -168,10 +168,10 @@ def as_run_error(error: BaseException, less_memory: str = LESS_MEMORY) -> RunErr
         first_line = (str(error).splitlines() or ["out of memory"])[0]
         return OutOfMemoryError(f"{OUT_OF_MEMORY}{first_line}; {less_memory}")
     if isinstance(error, OSError) and error.errno == ENAMETOOLONG:
-        return DataError(f"{error.filename}: no file system takes so long a name; write a shorter path")
+        return DataError(f"{error.filename}: the file name is too long; write a shorter path")
     if isinstance(error, OSError) and error.errno in STORAGE_ERRORS:
         where = f": {error.filename}" if error.filename else ""
-        storage_error = StorageError(f"{error.strerror}{where}; make room or choose another --experiment_dir")
+        storage_error = StorageError(f"{error.strerror}{where}; free some space, or choose another --experiment_dir")
         storage_error.agreed = False  # only this rank knows of it so far
         return storage_error
     if is_lost_peer(error):
