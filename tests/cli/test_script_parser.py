@@ -12,7 +12,7 @@ from tests.cli.test_user_mistakes import every_typo
 
 SCRIPTS = Path(__file__).parents[2] / "scripts"
 NAMES = ("model", "max_new_tokens", "prompts_file", "top_k", "top_p", "json_lines")
-# build_corpus.py needs no package of ours; smoke_test.py, behind smoke_test.sh, passes unknown flags to pretrain_gpt.py.
+# build_corpus.py needs no package of ours; smoke_test.py (behind smoke_test.sh) passes other flags to pretrain_gpt.py.
 OWN_PARSERS = {"build_corpus.py", "smoke_test.py"}
 
 
