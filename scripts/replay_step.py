@@ -177,7 +177,7 @@ def checkpoint_of(content: dict[str, Any], wanted: str | None) -> Path | None:
     found = Path(named) if is_folder(Path(named)) else newest_before(Path(named).parent, content["iteration"])
     if found is None:
         raise UsageError(
-            f"{named} is gone, and no older checkpoint is there; write --checkpoint=<folder>, or --checkpoint=none to "
+            f"{named} is gone, and there is no older checkpoint; write --checkpoint=<folder>, or --checkpoint=none to "
             "begin with the initial weights"
         )
     return found

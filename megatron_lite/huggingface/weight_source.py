@@ -57,10 +57,10 @@ class WeightSource(contextlib.AbstractContextManager["WeightSource"]):
         """Return the damage inside this rank's share of the values to read, if any. Call `check` first."""
 
     def verify(self) -> None:
-        """Look for damage inside the files, reading the values once.
+        """Check the files for damage, reading the values once.
 
         Raises:
-            CheckpointError: if there is any.
+            CheckpointError: for damage.
         """
         if (problem := self.damage()) is not None:
             raise CheckpointError(f"{self.folder}: {problem}; {ADVICE}")

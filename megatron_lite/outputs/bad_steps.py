@@ -78,7 +78,7 @@ def leave_bad_step(run: Run, step: BadStep | None) -> None:
         folder.mkdir(parents=True, exist_ok=True)
         replace_file(folder / FILE_NAME, (json.dumps(content(run, step, found), indent=2) + "\n").encode())
     except OSError as error:
-        logger.warning("cannot write %s: %s; the run goes on without it", folder, error.strerror or error)
+        logger.warning("cannot write %s: %s; the run continues without it", folder, error.strerror or error)
         return
     logger.warning(
         "bad step %d: %s; to repeat it: python scripts/replay_step.py %s", step.iteration, found["in_words"], folder

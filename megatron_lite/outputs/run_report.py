@@ -12,9 +12,9 @@ LARGEST_BYTES, LARGEST_IN_A_HURRY_BYTES = 2**27, 2**25
 
 
 def leave_report(run: Run, in_a_hurry: bool, failed: bool = False) -> None:
-    """Write report.html, or say in one line why not, on rank 0. A directory that was lost is not written to.
+    """Write report.html on rank 0, or log in one line why not; skip a lost directory or a run without records.
 
-    failed: the run ends with an error, whose last lines stay the last: nothing is said. Nor is it without any record.
+    failed: the run ends with an error, which must stay the last line, so log nothing.
     """
     root = run.experiment.root
     if root is None or not run.config.run.report or run.distributed.rank != 0:

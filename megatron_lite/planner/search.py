@@ -120,7 +120,7 @@ class Search:
         Split master weights are left out if the run fits without.
 
         Raises:
-            SearchTooLongError: if the time for the search is over.
+            SearchTooLongError: if the search runs out of time.
         """
         if self.is_over:
             raise SearchTooLongError
@@ -138,7 +138,7 @@ class Search:
         """Yield this search, those on as many ranks with more tensor parallelism, and the one on the fewest GPUs.
 
         Raises:
-            SearchTooLongError: if the time for the search is over.
+            SearchTooLongError: if the search runs out of time.
         """
         yield self
         for search in itertools.islice(self._with_tensor_parallelism(), 1, None):
@@ -151,7 +151,7 @@ class Search:
         """Return the search on the smallest larger number of GPUs that fits, with the least tensor parallelism.
 
         Raises:
-            SearchTooLongError: if the time for the search is over.
+            SearchTooLongError: if the search runs out of time.
         """
         for search in self._with_tensor_parallelism():
             sizes = [dataclasses.replace(search, world_size=size) for size in search.larger_sizes()]
