@@ -6,7 +6,7 @@
     w = w - lr / (1 - beta1^t) * m / (sqrt(v) / sqrt(1 - beta2^t) + eps)
 
 in fp32, in the order of torch's fused AdamW. With `nesterov` (Dozat 2016, "Incorporating Nesterov momentum into Adam",
-as in optax) the last line replaces m / (1 - beta1^t) by the value it will have if the next gradient equals this one:
+as in optax) the last line replaces m / (1 - beta1^t) by its next value if the next gradient equals this one:
 
     beta1 * m / (1 - beta1^(t+1)) + (1 - beta1) * g / (1 - beta1^t)
 
@@ -16,17 +16,17 @@ Clipping an update needs every update before any weight changes, and therefore t
 
 The first pass updates the moments in place and sums the squares of u. The second pass does w = w - lr * factor * u and
 recomputes u, because storing u would take as much memory as a moment; only the reference stores u, in the memory of an
-fp32 gradient. Every range of a shard has its own sum and its own factor: to clip every parameter by itself, each
-parameter is a range. The sums are in fp64 and depend only on the ranges, so they repeat bit for bit. In the kernels
-every program sums its block, then one program per range sums the blocks. The reference sums short rows in fp32, and
-their sums in fp64 (`gradient_norm.py`).
+fp32 gradient. Every range of a shard has its own sum and factor; to clip parameters individually, make each one a
+range. The sums are in fp64 and depend only on the ranges, so they repeat bit for bit. In the kernels every program
+sums its block, then one program per range sums the blocks. The reference sums short rows in fp32, and their sums in
+fp64 (`gradient_norm.py`).
 
 Gradients may have any floating dtype. A pass updates every form of the weights that a `WeightShard` has. If `skipped`
 is set, nothing is written.
 
 A kernel is launched once per shard. A table has one row for each range of the shard with its own learning-rate scale
-and weight decay; blocks look up their row, and no block crosses the border of a range. One launch per range would be as
-fast for the large ranges of a model, but updating a small one, of a norm for instance, takes less time than its launch.
+and weight decay; blocks look up their row, and no block crosses the border of a range. One launch per range would be
+as fast for large ranges, but for a small one, such as a norm, the launch takes longer than the update.
 The learning rate is an fp32 argument: Triton specializes only on integers, so no learning rate recompiles the kernel.
 """
 
@@ -64,7 +64,7 @@ class Shard(NamedTuple):
 
 
 class Range(NamedTuple):
-    """Elements [start, end) of a shard with the same factors on learning rate and weight decay."""
+    """Elements [start, end) of a shard that share factors on learning rate and weight decay."""
 
     start: int
     end: int
@@ -79,7 +79,7 @@ class Ranges:
         assert all(border % ALIGNMENT == 0 for row in rows for border in row[:2]), rows
         self.rows = rows
         counts = [cdiv(row.end - row.start, BLOCK) for row in rows]
-        self.blocks, self.longest = sum(counts), max(counts, default=0)  # blocks in all, and in the longest range
+        self.blocks, self.longest = sum(counts), max(counts, default=0)  # total blocks, and those of the longest range
         places = [(sum(counts[:i]), row.start // ALIGNMENT, row.end // ALIGNMENT) for i, row in enumerate(rows)]
         places.append((self.blocks, 0, 0))
         # (rows + 1, 3): first block, start and end in units of ALIGNMENT. The last row holds the number of blocks.
@@ -90,7 +90,7 @@ class Ranges:
 
 @dataclass(frozen=True)
 class Hyperparameters:
-    """Numbers of one step that the host knows."""
+    """One step's numbers that the host knows."""
 
     learning_rate: float
     weight_decay: float
@@ -101,10 +101,10 @@ class Hyperparameters:
 
 
 class Control:
-    """Numbers of one step that only the device knows: tensors, () in fp32.
+    """One step's numbers that only the device knows: tensors, () in fp32.
 
     Args:
-        divisor: what gradients are divided by.
+        divisor: gradients are divided by it.
         updates: Adam's t, counting this update.
         skipped: 1 to write nothing, else 0.
     """
@@ -123,7 +123,7 @@ class Control:
 
 
 def chunks(rows: Sequence[Range], device: torch.device, whole: bool = False) -> Iterator[tuple[int, Range, slice]]:
-    """Yield index, range and bounds of chunks small enough for temporaries, or of whole ranges if there are none."""
+    """Yield index, range and bounds of chunks; `whole`: of whole ranges, if the update needs no temporaries."""
     chunk_numel = CPU_CHUNK_NUMEL if device.type == "cpu" else GPU_CHUNK_NUMEL
     for index, row in enumerate(rows):
         step = row.end - row.start if whole else chunk_numel
@@ -157,13 +157,13 @@ def _fused_adamw(
 def _update_moments(shard: Shard, bounds: slice, control: Control) -> Tensor:
     """Update m and v, unscale an fp32 gradient, and return the direction of the step in new memory."""
     gradient = shard.gradient[bounds].float()
-    step = torch.zeros_like(gradient)  # weights of zero become the step at a learning rate of -1
+    step = torch.zeros_like(gradient)  # with learning rate -1, zero weights become the step
     _fused_adamw(step, gradient, shard, bounds, rate=-1.0, decay=0.0, control=control)
     return _direction(shard, bounds, gradient, control) if control.numbers.nesterov else step
 
 
 def _direction(shard: Shard, bounds: slice, g: Tensor, control: Control) -> Tensor:
-    """Return the direction of the step, without learning rate and decay, for updated moments, in new memory."""
+    """Return the step's direction from updated moments, without learning rate and decay, in new memory."""
     numbers, (correction1, correction2, next_correction1) = control.numbers, control.corrections
     m, root = shard.m[bounds], shard.v[bounds].sqrt()
     root.div_(correction2.sqrt()).add_(numbers.eps)
@@ -205,7 +205,7 @@ class _ShardPointers(NamedTuple):
 
 
 class _StepPointers(NamedTuple):
-    """The table of ranges and the device's numbers of one step as the kernels take them."""
+    """The table of ranges and the device's numbers of one step, as the kernels take them."""
 
     places: Tensor
     scales: Tensor
@@ -216,7 +216,7 @@ class _StepPointers(NamedTuple):
 
 @jit
 def _row_of(block, step, rows, ROWS: tl.constexpr):
-    """Return the row of the table, of perhaps hundreds, that a block lies in; ROWS: `rows` or the next power of 2."""
+    """Return the table row that a block belongs to; there may be hundreds. ROWS: `rows` or the next power of 2."""
     others = tl.arange(0, ROWS)
     firsts = tl.load(step.places + 3 * others, mask=others < rows, other=2**62)
     return tl.sum((firsts <= block).to(tl.int32), axis=0) - 1
@@ -224,7 +224,7 @@ def _row_of(block, step, rows, ROWS: tl.constexpr):
 
 @jit
 def _elements(block, row, step, ALIGNMENT: tl.constexpr, BLOCK: tl.constexpr):
-    """Return offsets, int64, of a block in a row of the table, and the mask of elements to update: none if skipped."""
+    """Return a block's int64 offsets within its table row, and the mask of elements to update: none if skipped."""
     # Products with ALIGNMENT tell the compiler that accesses may be wide.
     start = tl.load(step.places + 3 * row + 1) * ALIGNMENT
     end = tl.load(step.places + 3 * row + 2) * ALIGNMENT
@@ -276,7 +276,7 @@ def _adamw_kernel(
     ALIGNMENT: tl.constexpr,
     BLOCK: tl.constexpr,
 ) -> None:
-    """One block per program: in one pass or, with `sums_ptr`, in the first of two, with `factors_ptr` in the second."""
+    """One block per program. The only pass or, of two, the first with `sums_ptr` and the second with `factors_ptr`."""
     block = tl.program_id(0)
     if ONE_PASS:  # with few rows
         row = 0
@@ -288,7 +288,7 @@ def _adamw_kernel(
     rate = learning_rate * tl.load(step.scales + 2 * row)
     m, v = tl.load(shard.m + offsets, mask=mask, other=0.0), tl.load(shard.v + offsets, mask=mask, other=0.0)
     w = _load_weights(shard, offsets, mask)
-    g = m  # read only where it is the gradient
+    g = m  # placeholder: read only after it becomes the gradient
     if NESTEROV or factors_ptr is None:
         g = tl.load(shard.gradient + offsets, mask=mask, other=0.0).to(tl.float32) / tl.load(step.divisor)
     if factors_ptr is None:
@@ -333,7 +333,7 @@ def _sums_kernel(block_sums_ptr, sums_ptr, places_ptr, longest, BLOCK: tl.conste
 def _launch(
     shard: Shard, ranges: Ranges, control: Control, sums: Tensor | None = None, factors: Tensor | None = None
 ) -> None:
-    """Launch a pass: the only one, the first, which writes the `sums` of the blocks, or the second, with `factors`."""
+    """Launch the only pass or, of two, the first with `sums`, an output per block, and the second with `factors`."""
     if not ranges.blocks:
         return
     weights, rounded, numbers = shard.weights, shard.weights.rounded, control.numbers

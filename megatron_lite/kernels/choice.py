@@ -1,4 +1,4 @@
-"""The implementations of the operations: chosen once per run, logged, and passed to the layers."""
+"""Which implementation each operation uses: chosen once per run, logged, and passed to the layers."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ class Kernels:
     cross_entropy: str = "torch"  # or "triton"
     cross_entropy_splits: int | None = None
     cross_entropy_block_size: int | None = None
-    warnings: tuple[str, ...] = ()  # for the log: attention that should work and does not
+    warnings: tuple[str, ...] = ()  # for the log: attention backends that fail unexpectedly
 
     def describe(self) -> str:
         """Return one line for the log."""
@@ -60,18 +60,18 @@ def agree_on_kernels(config: Config, distributed: Distributed) -> Kernels:
         names = {name for name, _ in every}
         if len(names) == 1:
             return dataclasses.replace(kernels, warnings=tuple(_warnings(failures, kernels.attention)))
-        excluded = AUTOMATIC[: max(map(AUTOMATIC.index, names))]  # all before the last one chosen
+        excluded = AUTOMATIC[: max(map(AUTOMATIC.index, names))]  # all before the last chosen one
 
 
 def _warnings(failures: dict[int, dict[str, str]], chosen: str) -> Iterator[str]:
-    """Say of each backend that failed where and why."""
+    """Say where and why each failed backend failed."""
     for backend in AUTOMATIC:
         reasons = {rank: failed[backend] for rank, failed in failures.items() if backend in failed}
         if reasons:
             first, *others = reasons
             more = f" and on {len(others)} more of {len(failures)} ranks" if others else ""
             yield (
-                f"attention: {backend} should work and does not, on rank {first}{more}: {reasons[first]}; "
+                f"attention: {backend} should work but fails on rank {first}{more}: {reasons[first]}; "
                 f"every rank uses {chosen}"
             )
 
@@ -83,12 +83,12 @@ def choose_kernels(
     excluded: Collection[str] = (),
     failures: dict[str, str] | None = None,
 ) -> Kernels:
-    """Resolve the choices of a configuration for a device.
+    """Resolve a configuration's choices for a device.
 
     Args:
-        excluded: backends of attention that "auto" passes over.
-        failures: receives the reason of each backend that was tried and does not work.
-        planned: the device need not exist; look neither at it nor at the installed libraries.
+        excluded: attention backends that "auto" skips.
+        failures: receives a reason for each backend that was tried and failed.
+        planned: the device need not exist; query neither the device nor the installed libraries.
 
     Raises:
         UsageError: if the configuration names an implementation that is not available.

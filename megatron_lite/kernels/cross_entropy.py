@@ -1,4 +1,4 @@
-"""Output head and loss in one: logits of a few tokens at a time, forward and backward together.
+"""Fused output head and loss: logits of a few tokens at a time, forward and backward together.
 
     x = hidden W^T, (t, v) in the training dtype; then in fp32
     lse = log sum exp(x)        loss = lse - x[label] + z lse^2        dx = ((1 + 2 z lse) exp(x - lse) - onehot) scale
@@ -8,22 +8,22 @@ z is the coefficient of the z-loss, which keeps the log-sum-exp near zero (PaLM,
 label below zero masks its token: no loss, no gradient. With a soft cap c the loss is that of y = c tanh(x / c), which
 stays within +-c (Gemma 2, 2024, section 2), and dx = dy (1 - (y / c)^2).
 
-The forward pass computes the gradient while it has the logits, in the logits' memory, so no more than one chunk of
-logits exists at a time. It must therefore know `scale`: the loss scale / tokens of the global batch. Frozen hidden
-states or weights skip their product.
+The forward pass computes the gradient in the memory of the logits, so only one chunk of logits exists at a time. It
+must therefore know `scale`: the loss scale / tokens of the global batch. Frozen hidden states or weights skip their
+product.
 
 Tokens are processed in chunks. Every chunk adds to the full weight gradient, (v, h), so small chunks cost memory
-traffic. The vocabulary may be split into blocks, too, which limits the logits to one chunk and one block. Blocks are
+traffic. The vocabulary may also be split into blocks, which limits the logits to one chunk and one block. Blocks are
 visited twice, for the sums and for the gradient, and their logits are computed both times: four products instead of
 three, a third more time (evaluation needs only the sums). The hidden gradient is summed over blocks in fp32 and rounded
 once.
 
 `sweep` adds one block of logits to the sums `lse` and x[label], or turns the block into its gradient, which needs the
-sums over all blocks, or does both at once if the block is the whole vocabulary. Reference and kernel read logits in
+sums over all blocks, or does both if the block is the whole vocabulary. Reference and kernel read logits in
 their dtype, compute in fp32 and copy only a few rows to fp32.
 
-Rows of zeros may follow the weight and its gradient in memory, to give products a rounder size: see `parameter.padded`.
-Their logits are in no sum and have zero gradients, so they add zero to the hidden gradient and to the rows themselves.
+Zero rows may pad the weight and its gradient in memory to a size that suits products: see `parameter.padded`. Their
+logits are excluded from all sums and have zero gradients, so they add zero to the hidden gradient and to themselves.
 """
 
 from __future__ import annotations
@@ -43,17 +43,17 @@ from megatron_lite.parameter import Parameter, padded
 
 LOG2_E = math.log2(math.e)
 LOWEST = -3.0e38  # the maximum of no entries: minus infinity minus minus infinity would be NaN
-# Elements that the reference computes at a time: on a CPU, as many as stay in the cache between operations.
+# Elements that the reference computes at a time; on a CPU they stay in the cache between operations.
 REFERENCE_ELEMENTS = {"cpu": 2**17, "cuda": 2**26}
 # Elements of a row that a program of the kernel loads at a time; each thread takes runs of RUN.
 LARGEST_BLOCK, RUN = 16384, 8
-# Rows of logits begin at multiples of this many elements, also for odd vocabularies: a GPU's matrix products and loads
-# are several times slower otherwise.
+# Rows of logits begin at multiples of this many elements, whatever the vocabulary size: otherwise a GPU's matrix
+# products and loads are several times slower.
 ROW_ALIGNMENT = 64
 
 
 class Sums(NamedTuple):
-    """Sums over the blocks of the vocabulary so far, for every token."""
+    """Per-token sums over the vocabulary blocks visited so far."""
 
     lse: Tensor  # log-sum-exp, (t,) in fp32
     at_label: Tensor  # the label's logit, (t,) in fp32
@@ -67,7 +67,7 @@ class Sums(NamedTuple):
         return Sums(self.lse[rows], self.at_label[rows])
 
     def loss(self, labels: Tensor, z_loss: float = 0.0) -> Tensor:
-        """Return the loss summed over tokens with a label: () in fp64, because there may be many."""
+        """Return the loss summed over unmasked tokens: () in fp64, because there may be many."""
         lse = self.lse.double()
         losses = lse - self.at_label
         if z_loss:
@@ -76,7 +76,7 @@ class Sums(NamedTuple):
 
 
 def capped(x: Tensor, soft_cap: float) -> Tensor:
-    """Return c tanh(x / c) in new memory; without a cap (0) return x itself."""
+    """Return c tanh(x / c) in new memory, or x itself without a cap (0)."""
     return x.div(soft_cap).tanh_().mul_(soft_cap) if soft_cap else x
 
 
@@ -95,7 +95,7 @@ def _reference_sweep(
     accumulate: bool,
     keep: bool,
 ) -> None:
-    place = labels[:, None] - start  # of the label in the block, (t, 1)
+    place = labels[:, None] - start  # column of the label in the block, (t, 1)
     inside = (place >= 0) & (place < columns)
     place = place.clamp(0, columns - 1)
     step = max(1, REFERENCE_ELEMENTS[logits.device.type] // columns)
@@ -134,11 +134,11 @@ def _reference_sweep(
 
 
 def _exp_(x: Tensor) -> Tensor:
-    """exp in place through powers of two: half the time of `exp_` on a CPU, relative error |x| 2^-24."""
+    """Compute exp in place through powers of two: half the time of `exp_` on a CPU, relative error |x| 2^-24."""
     return x.mul_(LOG2_E).exp2_()
 
 
-# -- the same by Triton ----------------------------------------------------------------------------------------------
+# -- loss and gradient of logits by Triton ---------------------------------------------------------------------------
 
 
 @jit
@@ -161,7 +161,7 @@ def _sweep_kernel(
     RUNS: tl.constexpr,
     RUN: tl.constexpr,
 ):
-    """One row per program. Each run of a block keeps its own maximum and sum, so that no thread waits for others."""
+    """One row per program. Each run of a block has its own maximum and sum, so that threads need not synchronize."""
     row = tl.program_id(0).to(tl.int64)
     x_ptr += row * row_stride
     label = tl.load(labels_ptr + row).to(tl.int32)
@@ -199,7 +199,7 @@ def _sweep_kernel(
     if scale_ptr is not None:
         scale = tl.load(scale_ptr)
         factor = tl.where(label >= 0, scale * (1.0 + 2.0 * z_loss * lse), 0.0)
-        for block in range(0, blocks):  # backwards: the cache may still hold the end
+        for block in range(0, blocks):  # from the end, which may still be in the cache
             offsets = (blocks - 1 - block) * (RUNS * RUN) + lanes
             x = tl.load(x_ptr + offsets, mask=offsets < width, other=0.0).to(tl.float32)
             if CAPPED:
@@ -227,17 +227,17 @@ def sweep(
     keep: bool = False,
     triton: bool = False,
 ) -> None:
-    """Visit a block of logits: add it to the sums, replace it by its gradient, or both. Without autograd.
+    """Visit a block of logits, without autograd: add it to the sums, replace it by its gradient, or both.
 
     Args:
         logits: (t, w), any float dtype, any row stride. Overwritten, unless `keep`, for a visit that only adds to the
             sums.
         labels: (t,) int64; below zero: masked.
-        sums: over the blocks before this one; `start` 0 begins them.
+        sums: over the preceding blocks; `start` 0 initializes them.
         scale: (), factor of the gradient; None: compute no gradient.
         z_loss: coefficient of the squared log-sum-exp.
         soft_cap: bound on the logits; 0: none.
-        columns: entries in the block; further columns are padding, which may hold anything before and after.
+        columns: entries in the block; further columns are padding with arbitrary values.
         start: index of the block's first entry in the vocabulary.
         accumulate: add the block to `sums`; combined with `scale`, the block must be the whole vocabulary.
     """
@@ -273,7 +273,7 @@ def sweep(
 
 
 def held_logits(tokens: int, vocab_size: int, chunk_tokens: int, block_size: int | None) -> tuple[int, int]:
-    """Return rows and columns of the memory for logits, padding included; `vocab_size` includes its padding rows."""
+    """Return rows and columns of the logits buffer, including padding; `vocab_size` includes padding rows."""
     block = min(block_size or vocab_size, vocab_size)
     return min(chunk_tokens, tokens), -(-block // ROW_ALIGNMENT) * ROW_ALIGNMENT
 
@@ -293,10 +293,10 @@ class _Options(NamedTuple):
 def _visits(
     vocab_size: int, options: _Options, with_gradient: bool, is_all: bool
 ) -> tuple[list[slice], list[tuple[bool, bool]]]:
-    """Return the blocks as rows of the padded weight, and what each visit of all of them does: add to sums, gradients.
+    """Return the blocks, as rows of the padded weight, and whether each sweep over them adds to sums, makes gradients.
 
-    The last block takes the padding rows that fit. is_all: other ranks have no entries, so a single block is visited
-    once. Otherwise gradients need the sums of the whole vocabulary first.
+    The last block takes the padding rows that fit. is_all: this rank has the whole vocabulary, so a single block is
+    visited once. Otherwise gradients need the sums of the whole vocabulary first.
     """
     rows = vocab_size + options.padding_rows
     size = min(options.block_size or rows, rows)
@@ -370,7 +370,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, dloss: Tensor) -> tuple[Tensor | None, ...]:
-        dhidden, ctx.dhidden = ctx.dhidden, None  # `scale` holds every factor, that of dloss included
+        dhidden, ctx.dhidden = ctx.dhidden, None  # `scale` includes every factor, also that of dloss
         return None if dhidden is None else dhidden.wait().view(ctx.shape), None, None, None, None
 
 
@@ -390,7 +390,7 @@ def linear_cross_entropy(
     """Return the summed cross-entropy of hidden (..., h) with weight (v, h) and labels (b, s) or (t,): () in fp64.
 
     With `scale` (), add the gradient of scale * loss to `weight.main_grad` now and pass it to `hidden` in the backward
-    pass, where they require one.
+    pass, if they require one.
 
     Args:
         labels: int64; below zero: the token has no loss.
@@ -398,8 +398,8 @@ def linear_cross_entropy(
         block_size: entries of the vocabulary whose logits exist at a time; None: all.
         z_loss: coefficient of the squared log-sum-exp.
         soft_cap: bound on the logits; 0: none.
-        padding_rows: rows of zeros in memory behind the weight and behind its gradient.
-        vocabulary: how ranks share the rows and the tokens; the loss is that of all tokens.
+        padding_rows: zero rows after the weight and after its gradient in memory.
+        vocabulary: how rows and tokens are split over ranks; the loss covers all tokens.
     """
     options = _Options(chunk_tokens, block_size, z_loss, soft_cap, padding_rows, triton, vocabulary)
     return _LinearCrossEntropy.apply(hidden, weight, labels, scale, options)

@@ -3,8 +3,8 @@
 The first gradient of an accumulation zeroes `main_grad`, because rows without a token or position get no gradient.
 
 On a GPU `index_add_` adds atomically, in any order, unless PyTorch's deterministic algorithms are on. The Triton kernel
-always adds in the same order: positions are sorted by token, and the program of a token's first position sums all of
-that token's positions, in fp32 from the training dtype.
+always adds in the same order: positions are sorted by token, and the program of a token's first position sums that
+token's positions in fp32.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from megatron_lite.parameter import Parameter
 def _add_rows_kernel(
     total_ptr, dy_ptr, tokens_ptr, order_ptr, ends_ptr, hidden_size, ROWS: tl.constexpr, COLUMNS: tl.constexpr
 ):
-    """COLUMNS elements of one token's row per program, from ROWS positions at a time."""
+    """Each program sums COLUMNS elements of one token's row, ROWS positions at a time."""
     first = tl.program_id(0)
     token = tl.load(tokens_ptr + first)
     previous = tl.load(tokens_ptr + tl.maximum(first - 1, 0))
@@ -44,9 +44,9 @@ def _add_rows_kernel(
 
 
 def _triton_add_rows(total: Tensor, tokens: Tensor, dy: Tensor) -> None:
-    """total (v, h) [tokens (t,)] += dy (t, h); int64 tokens make the offsets into `total` and `dy` int64, too."""
+    """total (v, h) [tokens (t,)] += dy (t, h); int64 tokens make the offsets into `total` and `dy` int64."""
     sorted_tokens, order = torch.sort(tokens, stable=True)
-    ends = torch.searchsorted(sorted_tokens, sorted_tokens, right=True)  # of every token's run of positions
+    ends = torch.searchsorted(sorted_tokens, sorted_tokens, right=True)  # of each token's run of positions
     hidden_size = dy.shape[1]
     columns = min(next_power_of_2(hidden_size), 512)
     grid = (tokens.shape[0], cdiv(hidden_size, columns))
@@ -115,11 +115,11 @@ def embedding(
 ) -> Tensor:
     """weight (v, h), tokens (b, s) int64 -> (b, s, h) in `dtype`, by default the weight's.
 
-    vocabulary: how ranks share the rows and the tokens.
+    vocabulary: how rows and tokens are split over ranks.
     """
     return _Embedding.apply(weight, tokens, vocabulary, triton, dtype)
 
 
 def add_positions(hidden: Tensor, weight: Parameter) -> Tensor:
-    """hidden (b, s, h) + weight (p, h)[:s], which may have a narrower dtype."""
+    """Return hidden (b, s, h) + weight (p, h)[:s]; the weight may have a narrower dtype."""
     return _Positions.apply(hidden, weight)

@@ -1,9 +1,9 @@
 """The sum of squares of the gradient shards, for the global gradient norm.
 
 Kernel: every program sums the squares of one piece of a shard in fp64, whatever the dtype, so nothing overflows under
-a loss scale and no small square is lost; torch sums the pieces of all shards. Memory is read as fast as without fp64.
-The order of the sums depends only on the sizes of the shards, so the result has the same bits on all devices of a kind
-and at every ZeRO stage.
+a loss scale and no small square is lost; torch sums the pieces of all shards. It is as fast as with fp32 sums. Their
+order depends only on the sizes of the shards, so the result has the same bits on all devices of a kind and at every
+ZeRO stage.
 
 Reference: sums over short rows in fp32, in one call at the speed of memory, then their sum in fp64. One fp32 sum over a
 full shard would lose small squares (0.1 % of the norm at 16 million elements on a CPU) and overflow under a loss scale.
@@ -46,7 +46,7 @@ def _piece_kernel(shard_ptr, sums_ptr, numel, PIECE_NUMEL: tl.constexpr, BLOCK: 
 
 
 def squared_norm(shards: Sequence[Tensor], triton: bool = False) -> Tensor:
-    """Return the sum of squares over flat tensors of any floating dtypes: (), fp64."""
+    """Return the sum of squares over flat tensors of any floating dtype: (), fp64."""
     if not triton:
         return torch.stack([_reference(shard) for shard in shards]).sum()
     counts = [cdiv(shard.numel(), PIECE_NUMEL) for shard in shards]

@@ -1,10 +1,10 @@
-"""Norms of every head's queries and keys (Henry et al. 2020; Dehghani et al. 2023), between projection and rotation.
+"""Per-head norms of queries and keys (Henry et al. 2020; Dehghani et al. 2023), between projection and rotation.
 
     q, k, v = split(projection);   q = rotate(norm(q)),  k = rotate(norm(k))        one weight (d,) for all heads
 
 The norms are those of `normalization.py`, over the d channels of each head. Saved for the backward pass: the
-projection, which contains v, one copy of q and k, which attention saves anyway, and the statistics. The backward pass
-first joins the three gradients as for a projection without norms, then computes the norms' gradients in that memory.
+projection, which contains v; one copy of q and k, which attention saves anyway; and the statistics. The backward pass
+first joins the three gradients as for a projection without norms, then computes the norms' gradients in place.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from megatron_lite.parameter import Parameter
 
 
 class _Options(NamedTuple):
-    """Arguments of `normalized_heads` that are not tensors of the graph."""
+    """Arguments of `normalized_heads` that autograd does not track."""
 
     num_heads: int
     head_groups: int
@@ -111,7 +111,7 @@ def normalized_heads(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """(b, s, (n + 2 g) d) -> query (b, n, s, d) and key (b, g, s, d), normalized, then rotated, and value (b, g, s, d).
 
-    `query`, `key`: weight and bias (d,) of the norms, or None. `table`: see `rotary.split_heads`. Nothing else may
-    write to the projection afterwards, because the value is a view of it.
+    `query`, `key`: weight and bias (d,) of the norms, or None. `table`: see `rotary.split_heads`. The value is a view
+    of the projection, so nothing else may write to the projection afterwards.
     """
     return _HeadNorms.apply(projection, *query, *key, _Options(num_heads, head_groups, kind, table, triton))

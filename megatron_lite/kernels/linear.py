@@ -2,15 +2,15 @@
 
     dx = dy W        W.main_grad += dy^T x        b.main_grad += sum over tokens of dy
 
-The input is kept for the backward pass only if the weight is trained. Frozen parameters cost no computation. The first
+The input is saved for the backward pass only if the weight is trained. Frozen parameters cost no computation. The first
 gradient of an accumulation overwrites `main_grad` and later ones add to it, so no buffer is zeroed first. See
 `products.py` for the products.
 
-Tensor-parallel ranks split the outputs or the inputs of a layer; see `tensor_collectives.py`. With split outputs the
-input is gathered, and gathered again in the backward pass, overlapped with dy W; the sum of dx over ranks overlaps the
-weight's gradient. With split inputs the product is summed over ranks, and dy is gathered. While tokens are gathered, a
-rank multiplies its own. One rank adds the bias to its part of the sum; every rank has dy of all tokens, and therefore
-the same gradient of the bias.
+Tensor parallelism splits a layer's outputs or inputs; see `tensor_collectives.py`. With split outputs the input is
+gathered, and gathered again in the backward pass, overlapped with dy W; the reduction of dx overlaps with the weight
+gradient. With split inputs the product is reduced over ranks, and dy is gathered. While tokens are gathered, a rank
+multiplies its own. One rank adds the bias to its partial sum; every rank has dy of all tokens, and therefore the same
+bias gradient.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from megatron_lite.parameter import Parameter
 
 
 def accumulate(parameter: Parameter, gradient: Tensor) -> None:
-    """Write the first gradient of an accumulation to `main_grad`, add later ones. Dtypes may differ."""
+    """Write the first gradient of an accumulation to `main_grad`, or add a later one. Dtypes may differ."""
     if parameter.begin_gradient():
         parameter.main_grad.copy_(gradient)
     else:
@@ -35,7 +35,7 @@ def accumulate(parameter: Parameter, gradient: Tensor) -> None:
 
 
 def accumulate_bias(bias: Parameter | None, dy: Tensor) -> None:
-    """Add the sum over tokens of dy (t, o) to the gradient of a trained bias, the first sum without a copy."""
+    """Add the sum of dy (t, o) over tokens to the gradient of a trained bias; the first sum is not copied."""
     if bias is not None and bias.requires_grad:
         first, grad = bias.begin_gradient(), bias.main_grad
         total = torch.sum(dy, 0, dtype=grad.dtype, out=grad if first else None)
@@ -85,6 +85,6 @@ def linear(
 ) -> Tensor:
     """x (..., i), weight (o, i), bias (o,) -> (..., o).
 
-    before, after: collectives of the input, if outputs are split over ranks, and of the output, if inputs are.
+    before: collectives of the input if outputs are split over ranks. after: of the output if inputs are split.
     """
     return _Linear.apply(x, weight, bias, before, after)

@@ -1,16 +1,16 @@
-"""The library of large fp32 products on a CPU: PyTorch's BLAS (MKL), or oneDNN.
+"""The library for large fp32 products on a CPU: PyTorch's BLAS (MKL) or oneDNN.
 
 oneDNN is faster where MKL does not use the processor's widest instructions: 5 to 20 percent on AMD Zen 4, more on
-Zen 5. On Intel's Sapphire Rapids it is 1 to 4 percent slower with one thread and 7 to 10 percent with two, and with
-AVX2 only both are equal. `faster_library` times both; a run does so once and keeps the choice, which decides the last
-bits. `use_library` makes it.
+Zen 5. On Intel's Sapphire Rapids it is 1 to 4 percent slower with one thread and 7 to 10 percent with two; with only
+AVX2 both are equal. `faster_library` times both; a run does so once and keeps the choice, which determines the
+last bits. `use_library` applies it.
 
 Setting `torch.backends.mkldnn.matmul.fp32_precision` to "bf16" sends every plain product through oneDNN, in-place
 additions and transposed operands included. The setting permits rounding the factors to bf16, but without matrix units
 (AMX) oneDNN computes in fp32 throughout and only the order of the sums differs; `onednn_is_exact` checks that with a
 product whose exact value is known. The setting belongs to the process and slows small products down (attention's
-blocks take 1.5 times as long), so it is set for one large product at a time and then restored. Otherwise it is "ieee",
-which permits nothing, if the BLAS was chosen.
+blocks take 1.5 times as long), so it is set for one large product at a time and then restored. If the BLAS was chosen,
+it is "ieee" otherwise, which permits no rounding.
 """
 
 from __future__ import annotations
@@ -26,16 +26,16 @@ import torch
 
 from megatron_lite.errors import UsageError
 
-# Multiplications from which oneDNN repays the 15 microseconds that its call costs.
+# Number of multiplications above which oneDNN repays its call overhead of 15 microseconds.
 SMALLEST_ONEDNN_PRODUCT = 2**24
 # The products that `faster_library` times: at most this many tokens and channels, alternating between the libraries.
-# The BLAS stays unless oneDNN takes less than this share of its time, so that noise does not choose.
+# oneDNN is chosen only if it takes less than this share of the BLAS's time, so that noise does not decide.
 PROBE_TOKENS, PROBE_CHANNELS, PROBE_ROUNDS, CLEARLY_FASTER = 256, 512, 6, 0.95
 
 
 @contextlib.contextmanager
 def through_onednn() -> Iterator[None]:
-    """Send the fp32 products of this process through oneDNN, factors rounded if it must."""
+    """Send this process's fp32 products through oneDNN, even if it rounds the factors."""
     switch = _onednn_switch()
     before, switch.fp32_precision = switch.fp32_precision, "bf16"
     try:
@@ -45,20 +45,20 @@ def through_onednn() -> Iterator[None]:
 
 
 def goes_through_onednn(device: torch.device, dtype: torch.dtype) -> bool:
-    """Whether large products of tensors in `dtype` on `device` go through oneDNN: it is exact, and was not excluded."""
+    """Whether large products in `dtype` on `device` go through oneDNN: if it is exact and was not excluded."""
     is_possible = device.type == "cpu" and dtype == torch.float32 and onednn_is_exact()
     return is_possible and _onednn_switch().fp32_precision != "ieee"
 
 
 def use_library(name: str) -> None:
-    """Choose the library of this process's large fp32 products on a CPU: "blas", or "onednn" if that is exact."""
+    """Choose this process's library for large fp32 products on a CPU: "blas", or "onednn" if that is exact."""
     switch = _onednn_switch()
     if switch is not None:
         switch.fp32_precision = "ieee" if name == "blas" else "none"
 
 
 def check_library(name: str) -> None:
-    """Refuse oneDNN where it would round the factors.
+    """Reject oneDNN if it would round the factors.
 
     Raises:
         UsageError: naming the flag.
@@ -73,7 +73,7 @@ def check_library(name: str) -> None:
 def faster_library(tokens: int, inputs: int, outputs: int) -> tuple[str, str]:
     """Time the three products of a linear layer in both libraries, a few ms each; return the faster one and the reason.
 
-    Its input has (tokens, inputs), its weight (outputs, inputs) elements.
+    The input is (tokens, inputs), the weight (outputs, inputs).
     """
     if not onednn_is_exact():
         return "blas", "oneDNN rounds fp32 factors on this processor, or is absent"
@@ -107,5 +107,5 @@ def onednn_is_exact() -> bool:
 
 
 def _onednn_switch() -> Any:
-    """Return the object with the `fp32_precision` setting; None if this PyTorch has none."""
+    """Return the object with the `fp32_precision` setting, or None if this PyTorch lacks it."""
     return getattr(torch.backends.mkldnn, "matmul", None)

@@ -7,15 +7,15 @@
     silu: u s(u)        quick_gelu: u s(1.702 u)        with the sigmoid s(x) = 1 / (1 + e^-x)
     relu: max(u, 0)        squared_relu: max(u, 0)^2        tanh: tanh(u)        identity: u
 
-gelu: Hendrycks and Gimpel (2016), usually written with tanh; 1 + tanh(x) = 2 s(2 x). quick_gelu: section 2 there.
+gelu: Hendrycks and Gimpel (2016), usually written with tanh; 1 + tanh(x) = 2 s(2 x). quick_gelu: their section 2.
 
 Saved for the backward pass, in elements per token: x, u and z (h + 2 f, gated h + 3 f); with recompute level
 "activation" x and u (h + f, gated h + 2 f); with level "full" only x (h). The backward pass recomputes the rest with
 the same operations from the same values, so no level changes a bit. z is a by-product of du, which needs a(u) anyway.
 Tensors that only a frozen parameter's gradient would need are not saved.
 
-Tensor-parallel ranks split the f channels: x is gathered before the first product, y summed after the second; see
-`linear.py`. Each rank saves its part of u and z, and x of its residual stream.
+Tensor parallelism splits the f channels: x is gathered before the first product, y reduced after the second; see
+`linear.py`. Each rank saves its channels of u and z, and x as in its residual stream.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ PIECE_NUMEL = 2**17
 
 
 def _gelu(u: Tensor) -> Tensor:
-    """gelu; in fp32 on a CPU by the sigmoid, in 0.4 to 0.6 of the time of torch's, whose tanh is slow."""
+    """gelu; in fp32 on a CPU through the sigmoid, in 0.4 to 0.6 of the time of torch's, whose tanh is slow."""
     if u.dtype != torch.float32 or u.is_cuda:
         return functional.gelu(u, approximate="tanh")
     z, two_k = torch.empty_like(u), u.new_tensor(TWO_K)
@@ -116,7 +116,7 @@ def _value_and_slope(u, NAME: tl.constexpr):
 
 @jit
 def _activate_kernel(u_ptr, dz_ptr, z_ptr, width, NAME: tl.constexpr, GATED: tl.constexpr, BLOCK: tl.constexpr):
-    """Write z, if wanted, of one block of channels of one row (width,) per program; given dz, du overwrites u.
+    """One block of channels of one row (width,) per program: write z if wanted; given dz, overwrite u by du.
 
     z may overwrite dz.
     """
@@ -144,7 +144,7 @@ def _activate_kernel(u_ptr, dz_ptr, z_ptr, width, NAME: tl.constexpr, GATED: tl.
 
 
 def _launch(u: Tensor, dz: Tensor | None, z: Tensor | None, width: int, name: str, gated: bool) -> None:
-    """Launch with 8 channels for each of 128 threads: 16 bytes in bf16."""
+    """Launch with 128 threads of 8 channels each: 16 bytes in bf16."""
     block = min(next_power_of_2(width), 1024)
     grid = (u.numel() // (width * (2 if gated else 1)) * cdiv(width, block),)
     _activate_kernel[grid](u, dz, z, width, NAME=name, GATED=gated, BLOCK=block, num_warps=4)
@@ -170,7 +170,7 @@ def activate(u: Tensor, name: str, gated: bool, triton: bool = False) -> Tensor:
 def activate_backward(
     dz: Tensor, u: Tensor, name: str, gated: bool, needs_z: bool, triton: bool = False
 ) -> tuple[Tensor, Tensor | None]:
-    """Return du in the memory of u, and z, bit for bit that of `activate`, if `needs_z`, else None.
+    """Return du in the memory of u, and, if `needs_z`, the same z as `activate`, bit for bit.
 
     dz and u are contiguous; both are overwritten.
     """
@@ -186,7 +186,7 @@ def activate_backward(
     gate, up = u.chunk(2, dim=-1)
     value = forward(gate)
     z = value * up if needs_z else None
-    dup = value.mul_(dz)  # cannot take the memory of `up` yet: dgate reads it
+    dup = value.mul_(dz)  # cannot overwrite `up` yet: dgate reads it
     backward(dz.mul_(up), gate)
     up.copy_(dup)
     return u, z
@@ -273,8 +273,8 @@ def mlp(
 ) -> Tensor:
     """x (..., h) -> y (..., h), with up (f, h) or, if gated, (2 f, h), the gate first, and down (h, f).
 
-    `activation` is a name in `FUNCTIONS`, `recompute_level` is "none", "activation" or "full". collectives: of x and y
-    between ranks that split f.
+    activation: a name in `FUNCTIONS`. recompute_level: "none", "activation" or "full". collectives: of x and y, if f is
+    split over ranks.
     """
     return _MLP.apply(
         x, up, up_bias, down, down_bias, _Options(activation, gated, recompute_level, triton, collectives)

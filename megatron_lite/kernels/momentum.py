@@ -8,9 +8,9 @@
             w = w - lr * decay * w - lr * f * u                                         f by the shape of the matrix
 
 Lion: Chen et al. (2023), algorithm 2. SGD: torch.optim.SGD with decoupled weight decay (Loshchilov & Hutter 2019).
-Muon: Jordan et al. (2024), as in torch.optim.Muon. All in fp32, for gradients in any dtype and every form of weights
-that a `WeightShard` has. If `skipped` is set, no bit changes. torch's functions visit the shard in chunks, which
-bounds their temporaries; the host reads nothing.
+Muon: Jordan et al. (2024), as in torch.optim.Muon. All in fp32, for gradients of any dtype and every form of the weights
+that a `WeightShard` has. If `skipped` is set, no bit changes. The shard is updated in chunks, to bound temporaries, and
+without synchronizing with the host.
 """
 
 from __future__ import annotations
@@ -27,11 +27,11 @@ from megatron_lite.kernels.weight_shard import WeightShard
 
 @dataclass(frozen=True)
 class Numbers:
-    """Numbers of one step. Tensors are () in fp32 on the device."""
+    """One step's numbers. Tensors are () in fp32 on the device."""
 
     learning_rate: float
     weight_decay: float
-    divisor: Tensor  # of the gradients
+    divisor: Tensor  # gradients are divided by it
     skipped: Tensor  # 1 to change nothing, else 0
 
 
@@ -46,7 +46,7 @@ def _descend(
 
 
 def _keep(old: Tensor, new: Tensor, skipped: Tensor) -> None:
-    """old = new, unless the step is skipped; selects, because multiplying by 0 would let NaN through."""
+    """old = new, unless the step is skipped; a select, because multiplying by 0 would propagate NaN."""
     old.copy_(torch.where(skipped, old, new))
 
 
@@ -85,7 +85,7 @@ def lion(
 def muon_momentum(
     gradient: Tensor, exp_avg: Tensor, update: Tensor, bounds: slice, numbers: Numbers, momentum: float, nesterov: bool
 ) -> None:
-    """Update the momentum between two bounds of the shard and write u, for Newton-Schulz, to `update` in its dtype."""
+    """Update the momentum within `bounds` and write u, the input of Newton-Schulz, to `update` in its dtype."""
     skipped = numbers.skipped.bool()
     for _, _, chunk in chunks([Range(bounds.start, bounds.stop, 1.0, 1.0)], gradient.device):
         g, m = _unscaled(gradient, chunk, numbers), exp_avg[chunk]
@@ -97,7 +97,7 @@ def muon_momentum(
 def descend(
     weights: WeightShard, update: Tensor, rows: Sequence[Range], numbers: Numbers, factors: Sequence[float]
 ) -> None:
-    """Decay the weights of each row and subtract the update times learning rate and the row's factor f."""
+    """Decay each row's weights and subtract learning rate times the row's factor f times the update."""
     skipped = numbers.skipped.bool()
     for row, factor in zip(rows, factors, strict=True):
         for _, _, bounds in chunks([row], update.device):

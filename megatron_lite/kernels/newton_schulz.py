@@ -1,10 +1,10 @@
-"""Orthogonalization by matrix products only: U S V^T -> U S' V^T with all singular values S' near 1.
+"""Orthogonalization by matrix products alone: U S V^T -> U S' V^T with all singular values S' near 1.
 
     X = G / ||G||        A = X X^T        X = a X + (b A + c A^2) X, a few times
 
-in bf16, on the side where A is smaller. The coefficients of the quintic are from Jordan et al. (2024, "Muon: An
-optimizer for hidden layers in neural networks"). They have the steepest slope at zero, so five steps lift small
-singular values far and leave all of them between about 0.7 and 1.2 instead of exactly at 1. Operations and their order
+in bf16, transposed if that makes A smaller. The coefficients of the quintic are from Jordan et al. (2024, "Muon: An
+optimizer for hidden layers in neural networks"). They maximize the slope at zero, so five steps lift small
+singular values quickly but leave all between about 0.7 and 1.2 instead of exactly at 1. Operations and their order
 match torch.optim.Muon: the bits are the same if the same library multiplies.
 """
 
@@ -20,9 +20,9 @@ SMALLEST_NORM = 1e-7
 
 
 def orthogonalize(matrix: Tensor, steps: int) -> Tensor:
-    """Return the bf16 matrix (m, n), orthogonalized in some steps, in new memory; zeros stay zeros.
+    """Return the bf16 matrix (m, n) orthogonalized in `steps` steps, in new memory; zeros stay zeros.
 
-    Needs temporaries for two matrices of this size and two with the smaller dimension squared.
+    Temporaries: two matrices of this size and two square ones of the smaller dimension.
     """
     assert matrix.dtype == torch.bfloat16 and matrix.dim() == 2, (matrix.dtype, matrix.shape)
     is_tall = matrix.shape[0] > matrix.shape[1]
@@ -36,6 +36,6 @@ def orthogonalize(matrix: Tensor, steps: int) -> Tensor:
 
 
 def orthogonalize_flops(rows: int, columns: int, steps: int) -> int:
-    """Return the number of multiplications and additions of `orthogonalize`."""
+    """Return the FLOPs of `orthogonalize`."""
     small, large = sorted((rows, columns))
     return steps * 2 * small * small * (2 * large + small)

@@ -6,9 +6,9 @@
 Backward, with g = dy w:   dw = sum of dy n,   db = sum of dy,
     RMS norm: dx = (g - n mean(g n)) r        layer norm: dx = (g - mean(g) - n mean(g n)) r
 
-and then dx += dsum, the gradient of the sum, which both summands get. x is saved instead of y, because a weight may be
-zero. There may be no weights (and then no bias), or w may be stored as its difference from 1. The sum has the dtype of
-`hidden`, which may be wider than that of the branch and y: a residual stream in fp32.
+and then dx += dsum, the gradient of the sum, which both summands receive. x is saved instead of y, because a weight may
+be zero. The weight (and with it the bias) is optional, and may be stored as w - 1. The sum has the dtype of `hidden`,
+which may be wider than that of the branch and y: a residual stream in fp32.
 """
 
 from __future__ import annotations
@@ -25,12 +25,12 @@ from megatron_lite.kernels.triton_support import cdiv, jit, next_power_of_2, tl
 from megatron_lite.parameter import Parameter
 
 LARGEST_ROW = 32768  # elements that one program of a kernel can hold
-PLANNED_MULTIPROCESSORS = 132  # of an H100, for plans, which look at no device
+PLANNED_MULTIPROCESSORS = 132  # of an H100; plans query no device
 
 
 @dataclass(frozen=True)
 class Kind:
-    """The kind of a norm."""
+    """Which norm to compute."""
 
     eps: float
     centered: bool  # layer norm; False: RMS norm
@@ -51,7 +51,7 @@ class Weights(NamedTuple):
 
 
 class Statistics(NamedTuple):
-    """Statistics of the rows of x for the backward pass, (..., 1) in fp32."""
+    """Row statistics of x for the backward pass, (..., 1) in fp32."""
 
     mean: Tensor | None  # None: RMS norm
     r: Tensor
@@ -102,7 +102,7 @@ def reference_backward(
 def _reference_rms_backward(
     dy: Tensor, dsum: Tensor | None, x: Tensor, r: Tensor, weight: Parameter | None, kind: Kind, needs_dx: bool
 ) -> Tensor | None:
-    """Allocate one tensor only, because new memory costs more time than arithmetic; multiply by r last."""
+    """Allocate a single tensor, because new memory costs more time than arithmetic; multiply by r last."""
     w, size = kind.scale(weight), x.shape[-1]
     products = dy * x
     if weight is not None and weight.requires_grad:
@@ -121,7 +121,7 @@ def _reference_rms_backward(
 
 @jit
 def _offsets(row, column, STRIDE: tl.constexpr, COLUMNS: tl.constexpr, HEADS: tl.constexpr):
-    """Offsets of HEADS contiguous rows at the start of every STRIDE elements."""
+    """Return offsets of HEADS contiguous rows at the start of every STRIDE elements."""
     start = (row // HEADS).to(tl.int64) * STRIDE + row % HEADS * COLUMNS
     return start[:, None] + column[None, :]
 
@@ -154,7 +154,7 @@ def _forward_kernel(
     ROWS: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """ROWS full rows per program. The sum may take the memory of the branch. No branch, weight or mean: None."""
+    """ROWS full rows per program. The sum may overwrite the branch. Branch, weight and mean may be None."""
     row, column = tl.program_id(0) * ROWS + tl.arange(0, ROWS), tl.arange(0, BLOCK)
     inside = (row < rows)[:, None] & (column < COLUMNS)[None, :]
     offsets = _offsets(row, column, STRIDE, COLUMNS, HEADS)
@@ -200,9 +200,9 @@ def _backward_kernel(
     BLOCK: tl.constexpr,
     STAGES: tl.constexpr,
 ):
-    """Each program takes every num_programs-th tile of ROWS rows and sums its part of dw and db in fp32.
+    """Each program takes every num_programs-th tile of ROWS rows and sums its share of dw and db in fp32.
 
-    dx may take the memory of dy. Nothing is computed for outputs that are None.
+    dx may overwrite dy. Outputs that are None are not computed.
     """
     column = tl.arange(0, BLOCK)
     if w_ptr is not None:
@@ -246,7 +246,7 @@ def _backward_kernel(
 def _add_sums_kernel(
     sums_ptr, main_grad_ptr, count, COLUMNS: tl.constexpr, FIRST: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr
 ):
-    """Write the sum of sums (count, h) to main_grad (h,), or add it, in a fixed order."""
+    """Write or add the sum of sums (count, h) to main_grad (h,), in a fixed order."""
     column = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     total = tl.zeros((BLOCK,), tl.float32)
     for start in range(0, count, ROWS):
@@ -259,14 +259,14 @@ def _add_sums_kernel(
 
 
 def _tile(columns: int) -> tuple[int, int, int]:
-    """Return rows and columns of a program's tile, about 4096 values, and its warps, 16 or 32 values per thread."""
+    """Return rows and columns of a program's tile, about 4096 values, and its warps, for 16 or 32 values per thread."""
     block = next_power_of_2(columns)
     rows = min(max(1, 4096 // block), 16)
     return rows, block, min(max(rows * block // 512, 1), 32 if block > 16384 else 16)
 
 
 def _heads_and_stride(x: Tensor) -> tuple[int, int]:
-    """Return the heads per token and the elements from token to token of (b, s, heads, d), or of contiguous rows."""
+    """Return heads per token and the stride between tokens of (b, s, heads, d), or of contiguous rows."""
     return (x.shape[2], x.stride(1)) if x.dim() == 4 else (1, x.shape[-1])
 
 
@@ -275,7 +275,7 @@ def triton_forward(
 ) -> Statistics:
     """Write y and, with a branch, the sum `total`; return the statistics.
 
-    All are contiguous, but hidden and y (b, s, heads, d) may be some of the heads in the memory of a token.
+    All are contiguous, except that hidden and y (b, s, heads, d) may be some of each token's heads.
     """
     r = hidden.new_empty((*hidden.shape[:-1], 1), dtype=torch.float32)
     mean = torch.empty_like(r) if kind.centered else None
@@ -317,8 +317,8 @@ def triton_backward(
 ) -> None:
     """Write dx, and dbranch if the branch has another dtype; add dw and db to the gradients of trained parameters.
 
-    dy and dx are laid out as x: see `triton_forward`. More warps hide more of the memory's latency if their registers
-    fit, and sum dw and db in more parts.
+    dy and dx have the layout of x: see `triton_forward`. More warps hide more memory latency if their registers fit,
+    and sum dw and db in more parts.
     """
     columns, rows = x.shape[-1], statistics.r.numel()
     heads, stride = _heads_and_stride(x)
@@ -347,7 +347,7 @@ def triton_backward(
         ZERO_CENTERED=kind.zero_centered,
         ROWS=tile_rows,
         BLOCK=block,
-        STAGES=2 if loaded_bytes <= 49152 else 1,  # tiles loaded ahead wait in shared memory
+        STAGES=2 if loaded_bytes <= 49152 else 1,  # prefetched tiles are in shared memory
         num_warps=warps,
     )
     for parameter, part in zip(weights, sums, strict=True):
@@ -359,7 +359,7 @@ def triton_backward(
 
 
 def _resident_programs(x: Tensor, warps: int, warps_per_multiprocessor: int) -> int:
-    """Return how many programs fill the device once; a few for the interpreter, which runs them one by one."""
+    """Return how many programs fill the device; a few for the interpreter, which runs them one by one."""
     if x.device.type != "cuda":
         return 3
     count = PLANNED_MULTIPROCESSORS
@@ -388,7 +388,7 @@ class _AddNorm(torch.autograd.Function):
         branch = None if branch is None else branch.contiguous()
         total = hidden
         if branch is not None:
-            # Detached: autograd would object to a write to the branch's memory.
+            # Detached: autograd would reject a write to the branch.
             total = branch.detach() if branch.dtype == hidden.dtype else torch.empty_like(hidden)
         ctx.triton = triton and hidden.shape[-1] <= LARGEST_ROW
         if ctx.triton:
@@ -436,8 +436,8 @@ def add_norm(
 ) -> tuple[Tensor, Tensor]:
     """Return hidden + branch and its norm, both (..., h); the norm is in `dtype`, by default that of `hidden`.
 
-    The sum takes the memory of the branch, which nothing may read afterwards, unless the dtypes differ. Without a
-    branch the sum is `hidden`; use this sum from then on, so that the norm's backward pass adds its gradient.
+    The sum overwrites the branch, which nothing may read afterwards, unless the dtypes differ. Without a branch the sum
+    is `hidden`; use the returned sum from then on, so that the norm's backward pass adds its gradient.
     """
     assert weight is None or kind.centered == (bias is not None)
     return _AddNorm.apply(hidden, branch, weight, bias, kind, dtype or hidden.dtype, triton)

@@ -1,17 +1,17 @@
-"""Products of matrices: the one place that knows how the hardware computes them.
+"""Matrix products: the one place that knows how the hardware computes them.
 
-A product of bf16 or fp16 matrices is summed in fp32 inside the matrix multiplication. Whether the sum reaches an fp32
-`main_grad` without rounding depends on the device and on PyTorch; `product_accumulation` finds out once:
+Products of bf16 or fp16 matrices are accumulated in fp32. Whether the result reaches an fp32 `main_grad` without
+rounding depends on the device and on PyTorch; `product_accumulation` finds out once:
 
     "by the product itself"       mm and addmm with `out_dtype` and `out` write or add in fp32
     "through an fp32 temporary"   mm with `out_dtype`, then an addition
     "through a bf16 temporary"    (or fp16) rounded once: on a CPU a product has the dtype of its factors
     "from fp32 copies of the factors"    a block at a time; fp32 totals are never rounded
 
-The last is for CPUs without instructions for the dtype: PyTorch computes such products there 10 to 50 times slower than
+The last is for CPUs without instructions for the dtype, where PyTorch computes such products 10 to 50 times slower than
 in fp32. Converting the factors takes 10 to 20 percent of the time of an fp32 product, and a result in the narrow dtype
-is rounded once, as elsewhere. `computes_in_fp32` decides once per process, by what the processor does and not by
-timing it, so that a resumed run computes the same bits under any load.
+is rounded once, as elsewhere. `computes_in_fp32` decides once per process, by the processor's features rather than by
+timing, so that a resumed run computes the same bits under any load.
 
 `matmul_library.py` chooses between the libraries of large fp32 products on a CPU.
 """
@@ -29,11 +29,11 @@ from torch.nn import functional
 
 from megatron_lite.kernels.matmul_library import SMALLEST_ONEDNN_PRODUCT, goes_through_onednn, through_onednn
 
-# Elements of a temporary on a CPU: few enough to be in the cache still when they are used.
+# Elements of a temporary on a CPU: few enough to still be in the cache when they are used.
 TEMPORARY_ELEMENTS = 2**21
 # Rows and columns below which a converted block would make the product slow.
 SMALLEST_BLOCK = 64
-# Rows (tokens) from which converting a weight pays: reading it takes as long as multiplying with fewer. One token of
+# Rows (tokens) from which converting a weight pays; with fewer, reading it takes as long as multiplying. One token of
 # generation takes 5 times as long with a converted weight, 8 tokens take 0.8 of the time (AVX2, one thread).
 FEWEST_ROWS = 8
 HALVES = {torch.bfloat16: "bf16", torch.float16: "fp16"}
@@ -45,23 +45,23 @@ NAMES = {torch.float32: "an fp32", torch.bfloat16: "a bf16", torch.float16: "an 
 
 @functools.cache
 def computes_in_fp32(device: torch.device, dtype: torch.dtype) -> bool:
-    """Whether products in `dtype` are computed from fp32 copies: on a CPU that has no fast instructions for `dtype`."""
+    """Whether products in `dtype` are computed from fp32 copies: on a CPU without fast instructions for `dtype`."""
     if device.type != "cpu" or dtype not in HALVES:
         return False
     return not (_onednn_supports(HALVES[dtype]) and (dtype != torch.bfloat16 or _has_bf16_dot_product()))
 
 
 def _onednn_supports(name: str) -> bool:
-    """Whether PyTorch sends products in a dtype to oneDNN on this processor; False for a PyTorch without oneDNN."""
+    """Whether PyTorch sends products in a dtype to oneDNN on this processor; False if PyTorch lacks oneDNN."""
     supported = getattr(torch.ops.mkldnn, f"_is_mkldnn_{name}_supported", None)
     return supported is not None and bool(supported())
 
 
 def _has_bf16_dot_product() -> bool:
-    """Whether products in bf16 use the processor's dot product of bf16 pairs, and not fp32 arithmetic that imitates it.
+    """Whether bf16 products use the processor's bf16 dot-product instructions instead of emulation in fp32.
 
-    oneDNN also supports bf16 by imitation (AVX-512 without its bf16 extension), four times slower than fp32. The real
-    instructions, on x86 and Arm, take factors below the smallest normal number for zero; fp32 arithmetic does not.
+    oneDNN also emulates bf16 (AVX-512 without its bf16 extension), four times slower than fp32. The real instructions,
+    on x86 and Arm, flush subnormal factors to zero; fp32 arithmetic does not.
     """
     tiny, large = 2.0**-130, 2.0**40
     shape = (256, 256)  # PyTorch computes smaller products itself
@@ -78,7 +78,7 @@ def _multiply_in_fp32(
 ) -> Tensor:
     """out (m, n) = alpha a (m, k) b (k, n) + beta addend, (m, n) or (n,), in fp32, rounded once to the dtype of `out`.
 
-    The addend may be `out` itself. Blocks of the factors and of the result exist in fp32 at a time.
+    The addend may be `out` itself. Only one block of each factor and of the result exists in fp32 at a time.
     """
     k = max(1, a.shape[1])
     for columns in _parts(b.shape[1], k):
@@ -101,13 +101,13 @@ def _multiply_in_fp32(
 
 
 def _parts(length: int, other: int) -> Iterator[slice]:
-    """Cut a dimension so that blocks whose other dimension is `other` are small temporaries."""
+    """Split a dimension into slices whose blocks, `other` in the other dimension, are small temporaries."""
     step = block_rows(other)
     return (slice(start, start + step) for start in range(0, length, step))
 
 
 def block_rows(columns: int) -> int:
-    """Return the number of rows, or of columns, that a converted block has at a time."""
+    """Return the number of rows, or of columns, in a converted block."""
     return max(SMALLEST_BLOCK, temporary_rows(columns))
 
 
@@ -119,14 +119,14 @@ def in_its_library(factor: Tensor, columns: int) -> contextlib.AbstractContextMa
 
     Args:
         factor: one operand of the product.
-        columns: the dimension of the product that this operand does not have.
+        columns: the product's dimension that this operand lacks.
     """
     if factor.numel() * columns < SMALLEST_ONEDNN_PRODUCT or not goes_through_onednn(factor.device, factor.dtype):
         return _AS_IT_IS
     return through_onednn()
 
 
-# One object for every product: a generator costs 10 us right after a product, which leaves nothing in the caches.
+# One object for every product: a generator costs 10 us right after a product, which evicts everything from the caches.
 _AS_IT_IS = contextlib.nullcontext()
 
 
@@ -173,7 +173,7 @@ def add_product(total: Tensor, a: Tensor, b: Tensor, first: bool) -> None:
 
 
 class ProductAccumulation(NamedTuple):
-    """A method of accumulating products. `run(total, a, b, first)` does total = a b if `first`, else total += a b."""
+    """A way to accumulate products. `run(total, a, b, first)` does total = a b if `first`, else total += a b."""
 
     name: str
     run: Callable[[Tensor, Tensor, Tensor, bool], None]
@@ -211,15 +211,15 @@ def _narrow_temporary(total: Tensor, a: Tensor, b: Tensor, first: bool) -> None:
 
 
 def temporary_rows(columns: int) -> int:
-    """Return the number of rows that a narrow temporary on a CPU has at a time."""
+    """Return the number of rows in a narrow temporary on a CPU."""
     return max(1, TEMPORARY_ELEMENTS // columns)
 
 
 @functools.cache
 def product_accumulation(device: torch.device, dtype: torch.dtype, total_dtype: torch.dtype) -> ProductAccumulation:
-    """Choose the best method on a device to add products of matrices in `dtype` to a total in `total_dtype`.
+    """Choose a device's best method to add products of `dtype` matrices to a total in `total_dtype`.
 
-    Runs small products on the device and waits for their result.
+    Runs small products on the device and waits for their results.
     """
     if computes_in_fp32(device, dtype):
         return ProductAccumulation("from fp32 copies of the factors", _fp32_copies)
@@ -233,10 +233,10 @@ def product_accumulation(device: torch.device, dtype: torch.dtype, total_dtype: 
 
 
 def _is_exact(method: ProductAccumulation, device: torch.device, dtype: torch.dtype, total_dtype: torch.dtype) -> bool:
-    """Whether a method writes and adds whole numbers that `dtype` cannot hold.
+    """Whether a method exactly writes and adds integers that `dtype` cannot represent.
 
-    The operands look like those of a weight gradient: the first one is transposed, and all dimensions differ. A plan,
-    whose tensors have no values, assumes so.
+    The operands resemble those of a weight gradient: the first one is transposed, and all dimensions differ. Assumed
+    in a plan, whose tensors have no values.
     """
     a = torch.arange(64 * 16, device=device, dtype=torch.float64).remainder(13).view(64, 16).to(dtype)
     b = torch.arange(64 * 24, device=device, dtype=torch.float64).remainder(17).view(64, 24).to(dtype)
@@ -249,7 +249,7 @@ def _is_exact(method: ProductAccumulation, device: torch.device, dtype: torch.dt
         written = torch.equal(total, exact)
         method.run(total, a.t(), b, False)
         return written and torch.equal(total, 2 * exact)
-    except (RuntimeError, TypeError):  # this PyTorch or this device does not have the method
+    except (RuntimeError, TypeError):  # not supported by this PyTorch or device
         return False
 
 

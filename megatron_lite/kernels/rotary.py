@@ -1,11 +1,11 @@
-"""From the fused projection to query, key and value, with rotary positions (Su et al. 2021, half-split layout).
+"""Split the fused projection into query, key and value, with rotary positions (Su et al. 2021, half-split layout).
 
 A head x = [a, b, rest] at position p, with r / 2 channels in a and in b (r = d: no rest), is rotated by the angles
 p base^(-2 j / r), or by those of `model/rotary.py`:   y = [a cos - b sin, b cos + a sin, rest].
 The backward pass rotates by the opposite angles.
 
-A table of angles holds cos and sin, in fp32: either (positions, r / 2), where token i of every sample takes row i, or
-(b, s, r / 2), with a row for every token.
+A table of angles holds cos and sin in fp32: either (positions, r / 2), with row i for token i of every sample, or
+(b, s, r / 2), with a row per token.
 """
 
 from __future__ import annotations
@@ -30,8 +30,8 @@ def wavelengths(channels: int, base: float, device: torch.device) -> Tensor:
 
 def angle_table(frequencies: Tensor, length: int) -> Table:
     """Return cos and sin of the angles at positions 0 to length - 1; frequencies (r / 2,) are radians per position."""
-    # Multiply by the inverse wavelength, do not divide: this matches other implementations bit for bit, and the last
-    # bit of an angle counts at distant positions.
+    # Multiply by the inverse wavelength instead of dividing: this matches other implementations bit for bit, and at
+    # distant positions the last bit of an angle matters.
     angles = torch.arange(length, dtype=torch.float32, device=frequencies.device)[:, None] * frequencies
     return angles.cos(), angles.sin()
 
@@ -82,7 +82,7 @@ def _rotate_kernel(
 ):
     """Rotate in place HEADS of the first `rotated_heads` heads of one token per program.
 
-    `stride` leads from token to token. Tokens take the `table_rows` rows of the table in turn.
+    stride: elements between tokens. Token i takes row i modulo `table_rows` of the table.
     """
     token, half = tl.program_id(0).to(tl.int64), tl.arange(0, HALF)
     head = tl.program_id(1) * HEADS + tl.arange(0, HEADS)
@@ -100,10 +100,10 @@ def _rotate_kernel(
 
 @jit
 def _channels(lane, CHANNELS: tl.constexpr, R: tl.constexpr):
-    """Return the two channels of a lane: a pair that rotates or, after the pairs, one from each half of the rest.
+    """Return a lane's two channels: a rotated pair or, after the pairs, one channel from each half of the rest.
 
-    With an odd number of channels the last lane has no second channel: lanes < (CHANNELS + 1) // 2 have a first one,
-    lanes < CHANNELS // 2 a second one.
+    If the number of channels is odd, the last lane has no second one: lanes < (CHANNELS + 1) // 2 have a first
+    channel, lanes < CHANNELS // 2 a second.
     """
     if R == CHANNELS:
         first, second = lane, lane + CHANNELS // 2
@@ -116,7 +116,7 @@ def _channels(lane, CHANNELS: tl.constexpr, R: tl.constexpr):
 
 @jit
 def _load_heads(pointer, strides, sample, position, head, count, lane, CHANNELS: tl.constexpr, R: tl.constexpr):
-    """Load both channels of each lane from (b, count, s, d) with these strides; zero for heads that are not there."""
+    """Load both channels of each lane from (b, count, s, d) with these strides; zero for heads out of range."""
     stride_b, stride_n, stride_s, stride_d = strides
     first, second = _channels(lane, CHANNELS, R)
     inside = ((head >= 0) & (head < count))[:, None]
@@ -146,7 +146,7 @@ def _join_kernel(
     HEADS: tl.constexpr,
     HALF: tl.constexpr,
 ):
-    """HEADS of the n + 2 g heads of one token per program; each of the three gradients supplies the heads it has."""
+    """HEADS of the n + 2 g heads of one token per program; each of the three gradients supplies its own heads."""
     token, lane = tl.program_id(0).to(tl.int64), tl.arange(0, HALF)
     sample, position = token // length, token % length
     head = (tl.program_id(1) * HEADS + tl.arange(0, HEADS)).to(tl.int64)
@@ -175,13 +175,13 @@ def _join_kernel(
 
 
 def _tile(heads: int, pairs: int) -> tuple[int, int]:
-    """Return heads and pairs of channels per program: about 1024 pairs, 8 for each of its 128 threads."""
+    """Return heads and channel pairs per program: about 1024 pairs, 8 for each of 128 threads."""
     half = next_power_of_2(pairs)
     return min(next_power_of_2(heads), max(1024 // half, 1)), half
 
 
 def _table_rows(table: Table, batch: int, length: int) -> int:
-    """Return the number of tokens after which the rows of a table, which must be contiguous, repeat."""
+    """Return the number of tokens after which the rows of a contiguous table repeat."""
     assert all(angles.is_contiguous() for angles in table) and table[0].shape[-2] >= length
     assert table[0].dim() == 2 or table[0].shape[:2] == (batch, length)
     return length if table[0].dim() == 2 else batch * length
@@ -191,7 +191,7 @@ def _table_rows(table: Table, batch: int, length: int) -> int:
 
 
 def rotate_in_place(heads: Tensor, rotated_heads: int, table: Table | None, triton: bool = False) -> None:
-    """Rotate the first `rotated_heads` heads of a contiguous (b, s, c, d); without a table do nothing."""
+    """Rotate the first `rotated_heads` heads of a contiguous (b, s, c, d); no-op without a table."""
     if table is None:
         return
     (batch, length, count, channels), r = heads.shape, 2 * table[0].shape[-1]
@@ -207,7 +207,7 @@ def rotate_in_place(heads: Tensor, rotated_heads: int, table: Table | None, trit
 
 
 def join_gradients(grads: tuple[Tensor, ...], target: Tensor, table: Table | None, triton: bool = False) -> None:
-    """Write the gradients of query, key, value (b, n or g, s, d), rotated back, to one target (b, s, n + 2 g, d)."""
+    """Write gradients of query, key and value (b, n or g, s, d), rotated back, to target (b, s, n + 2 g, d)."""
     (batch, length, count, channels), r = target.shape, 0 if table is None else 2 * table[0].shape[-1]
     if not triton:
         parts = target.split([grad.shape[1] for grad in grads], dim=2)
@@ -240,7 +240,7 @@ def join_gradients(grads: tuple[Tensor, ...], target: Tensor, table: Table | Non
 
 
 def joined_gradients(grads: tuple[Tensor, ...]) -> Tensor | None:
-    """Return the contiguous (b, s, n + 2 g, d) whose parts, transposed, are the gradients, if they are that."""
+    """Return the contiguous (b, s, n + 2 g, d) that the gradients are transposed views of, or None."""
     (batch, _, length, channels), heads = grads[0].shape, sum(grad.shape[1] for grad in grads)
     strides = (length * heads * channels, channels, heads * channels, 1)
     memory, offset = grads[0].untyped_storage().data_ptr(), grads[0].storage_offset()
@@ -279,7 +279,7 @@ def split_heads(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """(b, s, (n + 2 g) d) -> query (b, n, s, d), key (b, g, s, d), value (b, g, s, d).
 
-    `table` rotates queries and keys; None leaves them unrotated. All three are views of the projection, which is
-    rotated in place, because otherwise a rotated copy would be saved, too. Nothing else may read it afterwards.
+    table: angles of queries and keys; None: no rotation. All three are views of the projection, which is rotated in
+    place to avoid saving a rotated copy. Nothing else may read it afterwards.
     """
     return _SplitHeads.apply(projection, num_heads, head_groups, table, triton)

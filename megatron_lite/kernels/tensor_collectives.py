@@ -1,19 +1,19 @@
-"""Hidden states on tensor-parallel ranks, and the two collectives around products.
+"""Tensor-parallel hidden states, and the two collectives around products.
 
-Inside attention and MLP every rank has all tokens and its part of the channels; between them the residual stream has
+Inside attention and MLP every rank has all tokens and its share of the channels; between them the residual stream has
 all channels. A product with split outputs (column-parallel) begins with `gather`, and one with split inputs
 (row-parallel) ends with `reduce`; each is the backward pass of the other (Shoeybi et al. 2019, figure 3):
 
     gather    residual stream -> all tokens
     reduce    partial sums of all tokens -> their sum, in the residual stream
 
-`start_gather` and `start_reduce` let the caller compute meanwhile. A product of gathered tokens begins with the rank's
-own, while the others are in flight.
+`start_gather` and `start_reduce` return while the collective is in flight. A product of gathered tokens begins with the
+rank's own tokens while the others are in flight.
 
 With `Replicated` every rank has the whole residual stream (b, s, h): gathers do nothing, reductions are all-reduces.
 With `SequenceParallel` (Korthikanti et al. 2022, section 4.2.2) it has one of T equal slices of the flattened tokens,
-(1, b s / T, h): all-gathers and reduce-scatters, which send as many bytes as the all-reduces, and norms, dropout and
-residual sums cost 1 / T of the memory and time.
+(1, b s / T, h). All-gathers and reduce-scatters send as many bytes as the all-reduces; norms, dropout and residual sums
+cost 1 / T of the memory and time.
 
 Only these classes know how many ranks there are. A group of one does not communicate.
 """
@@ -35,12 +35,12 @@ GATHER, REDUCE, SUM = "tensor gather", "tensor reduce", "tensor sum"  # kinds of
 
 
 class Pending:
-    """A tensor whose collective may be in flight; here, on a single rank, it is complete.
+    """A tensor whose collective may be in flight; this base class, for a single rank, is always complete.
 
-    A product multiplies the same rows together every time, so recomputing changes no bit.
+    Products are split into the same rows every time, so recomputation gives the same bits.
     """
 
-    __slots__ = ("_tensor",)  # layers make ten of these each
+    __slots__ = ("_tensor",)  # each layer makes ten of these
 
     def __init__(self, tensor: Tensor) -> None:
         self._tensor = tensor
@@ -59,7 +59,7 @@ class Pending:
 
 
 class Reducing(Pending):
-    """A tensor that exists once its reduction is done."""
+    """A tensor that is available once its reduction is done."""
 
     def __init__(self, work: Handle, result: Callable[[], Tensor]) -> None:
         self._work, self._result = work, result
@@ -89,7 +89,7 @@ class Gathering(Pending):
         return self._multiplied(lambda rows, out: product(rows, matrix, out), matrix.shape[0])
 
     def _multiplied(self, multiply: Callable[[Tensor, Tensor], Tensor], channels: int) -> Tensor:
-        """Return `multiply(rows, out)` of all tokens, beginning with this rank's."""
+        """Return `multiply(rows, out)` for all tokens, this rank's first."""
         rows, start, end = self._whole.flatten(0, -2), self._start, self._end
         result = rows.new_empty(len(rows), channels)
         multiply(rows[start:end], result[start:end])
@@ -104,11 +104,11 @@ class Collectives:
     """The collectives before and after products; on a single rank, no communication."""
 
     def start_gather(self, residual: Tensor) -> Pending:
-        """Start to gather all tokens: (t, h) if the residual stream comes as (t, h), else (b, s, h) or (1, b s, h)."""
+        """Start to gather all tokens: (t, h) if the residual stream is (t, h), else (b, s, h) or (1, b s, h)."""
         return Pending(residual)
 
     def start_reduce(self, parts: Tensor) -> Pending:
-        """Start to sum `parts` (..., h) over ranks into the residual stream; their memory may be overwritten."""
+        """Start to sum `parts` (..., h) over ranks into the residual stream; may overwrite `parts`."""
         return Pending(parts)
 
     def gather(self, residual: Tensor) -> Tensor:
@@ -116,11 +116,11 @@ class Collectives:
         return self.start_gather(residual).wait()
 
     def reduce(self, parts: Tensor) -> Tensor:
-        """Return the residual stream of the sum over ranks, as `start_reduce` does."""
+        """Return the sum over ranks in the residual stream, as `start_reduce` does."""
         return self.start_reduce(parts).wait()
 
     def own(self, values: Tensor) -> Tensor:
-        """Return the values, of (b, s), that belong to the tokens of this rank's residual stream."""
+        """Return the values, of (b, s), for the tokens of this rank's residual stream."""
         return values
 
     def positions(self, positions: Tensor | None, tokens: Tensor) -> Tensor | None:
@@ -128,15 +128,15 @@ class Collectives:
         return positions
 
     def total(self, loss: Tensor) -> Tensor:
-        """Return the loss summed over all tokens, (), given that of this rank's residual stream."""
+        """Return the loss over all tokens, (), given the loss over this rank's residual stream."""
         return loss
 
     def bias(self, bias: Parameter | None) -> Parameter | None:
-        """Return the bias on the rank whose product adds it to the sum, else None."""
+        """Return the bias on the rank that adds it, else None."""
         return bias
 
     def seed(self, seed: int | None) -> int | None:
-        """Return the seed of a dropout mask of the residual stream: equal on ranks with equal values."""
+        """Return the seed of a residual-stream dropout mask: equal on ranks with equal values."""
         return seed
 
 
@@ -171,7 +171,7 @@ class SequenceParallel(Replicated):
     def start_reduce(self, parts: Tensor) -> Pending:
         parts = parts.contiguous()
         work = self._group.reduce_scatter(parts.view(-1), REDUCE)
-        # A copy, so that nothing keeps the memory of all tokens.
+        # A copy, so that the memory of all tokens can be freed.
         return Reducing(work, lambda: self._slice(parts.flatten(0, -2)).clone())
 
     def own(self, values: Tensor) -> Tensor:
@@ -196,12 +196,12 @@ class SequenceParallel(Replicated):
 
 
 def collectives_over(group: Group, splits_tokens: bool) -> Collectives:
-    """Return the collectives of a group; splits_tokens: with sequence parallelism."""
+    """Return the collectives of a group. splits_tokens: use sequence parallelism."""
     if group.world_size == 1:
         return ONE_RANK
     return SequenceParallel(group) if splits_tokens else Replicated(group)
 
 
 def split_seed(seed: int | None, rank: int) -> int | None:
-    """Return the seed of a dropout mask of values that differ among tensor-parallel ranks."""
+    """Return the seed of a dropout mask for values that differ among tensor-parallel ranks."""
     return derive_seed(seed, "tensor", rank) if seed is not None and rank else seed

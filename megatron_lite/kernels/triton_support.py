@@ -1,6 +1,6 @@
-"""Triton, if installed and of use, and functions that kernels share.
+"""Triton, if it is installed and usable, and functions shared by kernels.
 
-Kernels run on a GPU, or in tests in Triton's interpreter. Elsewhere importing Triton would only delay the start.
+Kernels run on a GPU or, in tests, in Triton's interpreter. Elsewhere importing Triton would only delay startup.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ class _Absent:
 def jit(function: Callable[..., Any]) -> Any:
     """Apply `triton.jit`; without Triton, return an object that raises when launched.
 
-    Either does nothing to tensors of the meta device, which have no memory.
+    Both are no-ops for meta tensors, which have no memory.
     """
     kernel = _Absent(function) if triton is None else triton.jit(function)
     kind = type(kernel)
@@ -56,7 +56,7 @@ def jit(function: Callable[..., Any]) -> Any:
 
 
 def launched(kernel: Any, *args: Any) -> None:
-    """Tell a mode, such as a plan's, of a launch on tensors without memory."""
+    """Tell a torch mode, such as a plan's, about a launch on meta tensors."""
     if has_torch_function(args):
         handle_torch_function(launched, args, kernel, *args)
 
@@ -72,14 +72,14 @@ def runs_on(device: torch.device) -> bool:
 
 
 def generator_for(x: Tensor) -> torch.Generator:
-    """Return a generator of random numbers for a tensor; one of the CPU for a plan's, which get no numbers."""
+    """Return a random number generator for a tensor's device; for a plan's meta tensors, an unused CPU one."""
     return torch.Generator("cpu" if x.is_meta else x.device)
 
 
 def turns(loop: range, x: Tensor) -> Iterator[int]:
-    """Yield the turns of a loop over parts of a plan's tensor: the first two and the last, which allocate the most.
+    """Yield the iterations of a loop; in a plan, only the first two and the last, which allocate the most.
 
-    A mode that is told of `repeat` counts the second for those that are left out.
+    `repeat` makes a plan count the second for those that are skipped.
     """
     if len(loop) <= 3:
         yield from loop
@@ -92,24 +92,24 @@ def turns(loop: range, x: Tensor) -> Iterator[int]:
 
 
 def repeat(x: Tensor, more: int, fewer: int) -> None:
-    """Tell a mode, such as a plan's, that what follows happens so many times more or fewer; loops may nest."""
+    """Tell a torch mode, such as a plan's, to count what follows `more` / `fewer` times as often; loops may nest."""
     if has_torch_function((x,)):
         handle_torch_function(repeat, (x,), x, more, fewer)
 
 
 def cdiv(a: int, b: int) -> int:
-    """Return a / b rounded up."""
+    """Return a / b, rounded up."""
     return -(-a // b)
 
 
 def next_power_of_2(n: int) -> int:
-    """Return the smallest power of 2 that is at least n."""
+    """Return the smallest power of 2 not below n."""
     return 1 << max(n - 1, 0).bit_length()
 
 
 @jit
 def tanh(x):
-    """tanh of fp32 values to a few units in the last place; Triton has none that its interpreter runs.
+    """tanh of fp32 values to a few units in the last place; Triton's interpreter has no tanh.
 
     |x| < 0.3: the Taylor series, because 1 - e loses digits there; else sign(x) (1 - e) / (1 + e), e = exp(-2 |x|).
     NaN stays NaN, infinities become 1 and -1.
@@ -126,9 +126,9 @@ def tanh(x):
 
 @jit
 def narrow(values, dtype: tl.constexpr):
-    """fp32 values of a kernel in another floating dtype, rounded to the nearest, ties to even.
+    """Convert fp32 values to another floating dtype, rounding to nearest even.
 
-    bf16 bit by bit, because Triton's interpreter would cut off instead: tests see what a GPU sees.
+    bf16 is rounded bit by bit, because Triton's interpreter would truncate: tests see what a GPU computes.
     """
     if dtype == tl.bfloat16:
         bits = values.to(tl.int32, bitcast=True)

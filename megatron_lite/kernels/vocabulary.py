@@ -1,12 +1,12 @@
-"""The rows of embedding and head on the ranks of a tensor-parallel group (Shoeybi et al. 2019, section 3).
+"""Embedding and head rows on tensor-parallel ranks (Shoeybi et al. 2019, section 3).
 
-`SplitVocabulary`: each rank has a run of the vocabulary's rows. The embedding looks its own tokens up, and a sum over
-ranks completes the hidden states. The head computes the logits of its own rows for all tokens; of each token's logits
-the ranks exchange the log-sum-exp and the label's logit, so that the logits of the whole vocabulary exist nowhere:
+`SplitVocabulary`: each rank has a range of the vocabulary's rows. The embedding looks up its own tokens, and a
+reduction completes the hidden states. The head computes the logits of its own rows for all tokens; ranks reduce only
+each token's log-sum-exp and label logit, so that no rank holds the logits of the whole vocabulary:
 
     lse = log sum_r exp(lse_r)        x[label] = sum_r x_r[label], which is 0 on all ranks but one
 
-`Vocabulary`: each rank has all rows, and treats the tokens of its residual stream.
+`Vocabulary`: each rank has all rows and processes the tokens of its residual stream.
 """
 
 from __future__ import annotations
@@ -24,11 +24,11 @@ class Rows(NamedTuple):
     """Rows of a table to look up."""
 
     rows: Tensor  # (b, s) int64
-    absent: Tensor | None  # (b, s) bool: tokens that another rank has, whose rows count as zeros; None: none
+    absent: Tensor | None  # (b, s) bool: tokens of other ranks, which read zeros; None: none
 
 
 class Vocabulary:
-    """A table with a row per vocabulary entry, all of them on every rank."""
+    """A table with a row per vocabulary entry, whole on every rank."""
 
     is_split = False
 
@@ -48,11 +48,11 @@ class Vocabulary:
         return residual
 
     def start_into_residual(self, gradient: Tensor) -> Pending:
-        """Start to make the residual stream's gradient of the head's input (t, h); overwrites it."""
+        """Start to reduce the gradient of the head's input (t, h) into the residual stream; overwrites it."""
         return Pending(gradient)
 
     def labels(self, labels: Tensor) -> Tensor:
-        """Return labels (b, s) as rows of this rank's table, (t,): below zero: masked; beyond it: another rank's."""
+        """Return labels (b, s) as rows of this rank's table, (t,); below zero: masked; beyond: another rank's."""
         return self._collectives.own(labels).flatten()
 
     def join(self, lse: Tensor, at_label: Tensor) -> None:
@@ -63,7 +63,7 @@ class Vocabulary:
         return self._collectives.total(loss)
 
     def whole(self, logits: Tensor) -> Tensor:
-        """Return the logits (..., v) of all entries, given those of this rank's table."""
+        """Return all logits (..., v), given those of this rank's table."""
         return logits
 
 
@@ -71,7 +71,7 @@ WHOLE = Vocabulary(ONE_RANK)
 
 
 class SplitVocabulary(Vocabulary):
-    """A table with a run of `size` of the rows on each rank of a group, padding included."""
+    """A table with `size` consecutive rows on each rank of a group, including padding."""
 
     is_split = True
 
@@ -82,7 +82,7 @@ class SplitVocabulary(Vocabulary):
 
     def rows(self, tokens: Tensor) -> Rows:
         absent = (tokens < self._start) | (tokens >= self._start + self._size)
-        # Tokens of other ranks go to different rows, because the gradient of one row is summed by one program.
+        # Spread tokens of other ranks over different rows, because one program sums the gradient of one row.
         present = min(self._size, self._vocab_size - self._start)
         return Rows(torch.where(absent, tokens % present, tokens - self._start), absent)
 
@@ -119,7 +119,7 @@ class SplitVocabulary(Vocabulary):
 
 
 def vocabulary_over(group: Group, collectives: Collectives, vocab_size: int, size: int) -> Vocabulary:
-    """Return a table's vocabulary over a group, on which every rank has a run of `size` rows."""
+    """Return a vocabulary-parallel table with `size` consecutive rows on each rank of a group."""
     if group.world_size == 1:
         return Vocabulary(collectives)
     return SplitVocabulary(collectives, group, vocab_size, size)

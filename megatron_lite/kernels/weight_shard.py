@@ -1,6 +1,6 @@
-"""The weights of a shard, in the forms that optimizers read and write.
+"""A shard's weights, in the forms that optimizers read and write.
 
-split: rounded = bf16(value), half up; remainder = bits(value) - (bits(rounded) << 16); joining restores every bit
+split: rounded = bf16(value), half up; remainder = bits(value) - (bits(rounded) << 16); joining is exact
 """
 
 from __future__ import annotations
@@ -19,11 +19,11 @@ ALL = slice(None)
 
 @dataclass
 class WeightShard:
-    """The weights of one rank's shard of a flat range, (n,), in every form that is kept.
+    """The weights of one rank's shard of a flat range, (n,), in every stored form.
 
-    A plain shard is `master`, with `rounded` beside it where a weight buffer in a narrower dtype belongs to one stage
-    only. A split shard is `rounded` (bf16) and `remainder`: exact, and 2 bytes per element less than fp32 plus bf16.
-    Optimizers update every form, so that a gather finds `rounded` up to date.
+    A plain shard is `master`, plus `rounded` if a weight buffer in a narrower dtype belongs to one stage only. A split
+    shard is `rounded` (bf16) and `remainder`: exact, and 2 bytes per element less than fp32 plus bf16. Optimizers
+    update every form, so that a gather finds `rounded` up to date.
     """
 
     master: Tensor | None  # fp32 (frozen weights: any dtype), perhaps a slice of the weight buffer; None: split
@@ -32,7 +32,7 @@ class WeightShard:
 
     @classmethod
     def split_into(cls, rounded: Tensor) -> WeightShard:
-        """Return a split shard of zeros in a slice of the weight buffer, which must be zero, and a new remainder."""
+        """Return a zero split shard: a slice of the weight buffer, which must be zero, and a new remainder."""
         assert rounded.dtype == torch.bfloat16, rounded.dtype
         return cls(None, rounded, torch.zeros_like(rounded, dtype=torch.int16))
 
@@ -47,14 +47,14 @@ class WeightShard:
         return sum(tensor.nbytes for tensor in (self.master, self.remainder) if tensor is not None)
 
     def read(self, bounds: slice = ALL) -> Tensor:
-        """Return the weights between two bounds: a view of `master` or, of a split shard, a new fp32 tensor."""
+        """Return the weights within `bounds`: a view of `master` or, for a split shard, a new fp32 tensor."""
         if self.master is not None:
             return self.master[bounds]
         assert self.rounded is not None and self.remainder is not None
         return join(self.rounded[bounds], self.remainder[bounds])
 
     def write(self, values: Tensor, bounds: slice = ALL) -> None:
-        """Store in every form what `read` returned for these bounds, after a change. Leaves `values` as it is."""
+        """Store updated values from `read` in every form. Does not change `values`."""
         if self.rounded is None:
             return
         if self.remainder is None:
@@ -65,13 +65,13 @@ class WeightShard:
             split(values[chunk], rounded[chunk], remainder[chunk])
 
     def round_into(self, weights: Tensor) -> None:
-        """Write the weights in the training dtype to this rank's slice of the weight buffer, unless they are there."""
+        """Write the weights in the training dtype to this rank's slice of the weight buffer, if not already there."""
         if self.rounded is None and self.master is not None and weights.data_ptr() != self.master.data_ptr():
             weights.copy_(self.master)
 
 
 def chunk_bounds(tensor: Tensor, first: int = 0, end: int | None = None) -> Iterator[slice]:
-    """Cut a flat tensor, or its elements from `first` to `end`, into pieces small enough for temporaries."""
+    """Split a flat tensor, or its elements [first, end), into chunks small enough for temporaries."""
     numel = CPU_CHUNK_NUMEL if tensor.device.type == "cpu" else GPU_CHUNK_NUMEL
     end = tensor.numel() if end is None else end
     for start in range(first, end, numel):
@@ -79,9 +79,9 @@ def chunk_bounds(tensor: Tensor, first: int = 0, end: int | None = None) -> Iter
 
 
 def split(values: Tensor, rounded: Tensor, remainder: Tensor) -> None:
-    """Write fp32 values (n,) as bf16, rounded half up in magnitude, and what is missing to their bits, int16.
+    """Write fp32 values (n,) as bf16, rounded half up in magnitude, and an int16 remainder of their bits.
 
-    A NaN with all payload bits set (a GPU's own) would be rounded over the edge, to zero: every NaN becomes the same.
+    A NaN with all payload bits set (a GPU's default) would overflow to zero, so all NaNs become the same one.
     """
     bits = torch.nan_to_num(values, math.nan, math.inf, -math.inf).view(torch.int32)
     high = bits.add(0x8000).bitwise_right_shift_(16)  # arithmetic: the remainder lies in [-0x8000, 0x7fff]
@@ -90,5 +90,5 @@ def split(values: Tensor, rounded: Tensor, remainder: Tensor) -> None:
 
 
 def join(rounded: Tensor, remainder: Tensor) -> Tensor:
-    """The fp32 values that were split, in new memory."""
+    """Return the split fp32 values, in new memory."""
     return rounded.float().view(torch.int32).add_(remainder).view(torch.float32)
