@@ -1,1 +1,1 @@
-"""Process groups and everything that ranks exchange or agree on."""
+"""Process groups, collectives, and agreement among ranks."""

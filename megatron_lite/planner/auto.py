@@ -1,4 +1,4 @@
-"""Values for `auto`: the lowest ZeRO stage that fits a device, the blocks per stage, the library of products."""
+"""Values for `auto`: the lowest ZeRO stage that fits a device, the blocks per stage, the matrix-product library."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from megatron_lite.planner.plan import SimulatedGroup, make_plan
 from megatron_lite.planner.runtime import GIB, MIB
 from megatron_lite.validation.messages import Note
 
-# Cost of a gather: seconds to start, seconds per further rank, bytes per second. See `worthwhile_bytes`.
+# Cost of a gather: startup seconds, seconds per further rank, bytes per second. See `worthwhile_bytes`.
 NCCL_COST = (20e-6, 2e-6, 50e9)
 GLOO_COST = (100e-6, 50e-6, 1e9)
 LATENCY_SHARE = 0.1
@@ -30,7 +30,7 @@ SMALLEST_NCCL_GATHER = 32 * MIB
 def resolve_auto(
     config: Config, world_size: int, device_type: str, device_bytes: int
 ) -> tuple[MultiStageConfig, tuple[Note, ...]]:
-    """Replace `auto` in the stage options by numbers; return the options and one note per choice with its reason.
+    """Replace `auto` in the stage options by numbers; return the options and, per choice, a note with the reason.
 
     --zero_stage becomes the lowest stage whose predicted memory (`plan.py`) fits `device_bytes`; if none does, the
     highest, with a warning. --layers_per_stage: see `blocks_per_stage`. All ranks must pass the same numbers.
@@ -73,8 +73,8 @@ def _lowest_zero_stage(
 def blocks_per_stage(config: Config, world_size: int, device_type: str) -> tuple[int, Note]:
     """Choose the number of blocks per stage, and give the reason: enough to make a gather worth its latency.
 
-    The ranks are those of a data-parallel group. At most a quarter of the blocks, so that the two buffers of ZeRO-3
-    hold at most half of them, and some are left to overlap. One rank gathers nothing and gets 1.
+    At most a quarter of the blocks, so that the two ZeRO-3 buffers hold at most half of them and some are left to
+    overlap. A data-parallel group of one rank gathers nothing and gets 1.
     """
     group = SimulatedGroup(0, world_size, device_type, tensor_parallel=config.distributed.tensor_parallel)
     ranks = group.data.world_size
@@ -96,9 +96,9 @@ def worthwhile_bytes(world_size: int, device_type: str) -> int:
     """Smallest size of a stage's weights, in the training dtype, at which latency is at most a tenth of a gather.
 
     A gather of n bytes takes latency + n / bandwidth. With NCCL a launch costs about 20 us, and each of the N - 1 hops
-    of a ring about 2 us; 50 GB/s is one 400 Gbit/s adapter per GPU. That makes 63 MiB with 64 GPUs and 118 MiB with
-    128. Within a machine there are few hops, but NVLink has several times the bandwidth, so the minimum is 32 MiB. With
-    gloo, pairs of messages of about 50 us share about 1 GB/s: 1.3 MiB with 2 processes.
+    of a ring about 2 us; 50 GB/s is one 400 Gbit/s adapter per GPU. The result is 63 MiB for 64 GPUs and 118 MiB for
+    128. A single machine has few hops, but NVLink has several times the bandwidth, so the minimum is 32 MiB. With
+    gloo, pairs of messages of about 50 us share about 1 GB/s: 1.3 MiB for 2 processes.
     """
     start_s, per_rank_s, bytes_per_s = NCCL_COST if device_type == "cuda" else GLOO_COST
     latency_s = start_s + per_rank_s * (world_size - 1)
@@ -109,8 +109,8 @@ def worthwhile_bytes(world_size: int, device_type: str) -> int:
 def library_of_products(config: Config, saved: Mapping[str, Any]) -> tuple[str, str]:
     """Return a value for --cpu_matmul, and the reason if --cpu_matmul=auto; "auto" without large fp32 products.
 
-    The libraries differ in the last bits, so a resumed run keeps the one of its checkpoint, whose flat configuration is
-    `saved`.
+    The libraries differ in the last bits, so a resumed run keeps its checkpoint's choice. saved: the checkpoint's flat
+    configuration.
     """
     wanted, kept = config.performance.cpu_matmul, saved.get("cpu_matmul", "auto")
     model, batch, dtype = config.model, config.batch, DTYPES[config.distributed.training_dtype]

@@ -1,4 +1,4 @@
-"""The recommended command: the words as typed with some flags changed, and a Slurm job that runs them."""
+"""The recommended command: the typed command line with some flags changed, and a Slurm job that runs it."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ from typing import Any
 from megatron_lite.config.values import SPELLINGS, is_flag, written
 from megatron_lite.errors import UsageError
 
-# Options of the dry run itself, which the run does not take over.
+# Options of the dry run itself, dropped from the recommended command.
 PLANNING = frozenset(
     {"dry_run", "world_size", "gpu", "device_memory_gib", "interconnect", "machine_speeds", "write_sbatch"}
 )
 PROGRAM = "pretrain_gpt.py"
-# Of a job, which requeues itself until the run is complete and has time to save.
+# Time limits of a job, which is requeued until the run is complete and needs time to save.
 LONGEST_JOB_H = 24
 MARGIN = 1.25  # on the predicted time
 SAVE_S = 300  # between the signal and the time limit
@@ -53,10 +53,10 @@ exec srun --kill-on-bad-exit=1 bash -c 'exec torchrun --nnodes={nodes} --nproc-p
 
 
 def changed_words(argv: Sequence[str], changes: Mapping[str, Any]) -> list[str]:
-    """Return the words of a command line without the options of a dry run, and with `changes` at its end.
+    """Return the words of a command line without the dry-run options and with `changes` appended.
 
-    A flag in an @file stays there; the one at the end wins. A change to None becomes `none`, which unsets the option,
-    where an @file may set it, and disappears otherwise.
+    A flag in an @file stays there; the appended one wins. A change to None becomes `none`, which unsets the option, if
+    an @file may set it; otherwise the flag is dropped.
     """
     kept = [*_without(argv, PLANNING | changes.keys())]
     files = any(word.startswith("@") for word in kept)
@@ -64,7 +64,7 @@ def changed_words(argv: Sequence[str], changes: Mapping[str, Any]) -> list[str]:
 
 
 def _without(argv: Sequence[str], names: Collection[str]) -> Iterator[str]:
-    """Yield the words of all flags but these, each flag with the words that follow it."""
+    """Yield the words of all flags except `names`, each flag with its values."""
     keep = True
     for word in argv:
         if word.startswith("@"):
@@ -77,9 +77,9 @@ def _without(argv: Sequence[str], names: Collection[str]) -> Iterator[str]:
 
 
 def layout_of_nodes(world_size: int, most_per_node: int, together: int = 1) -> tuple[int, int]:
-    """Return nodes and ranks per node: as few nodes as hold equal numbers of ranks.
+    """Return nodes and ranks per node: the fewest nodes with equal numbers of ranks.
 
-    together: neighbouring tensor-parallel ranks, which stay in one node if they fit.
+    together: size of a tensor-parallel group, which stays within a node if it fits.
     """
     sizes = [size for size in range(1, most_per_node + 1) if world_size % size == 0]
     per_node = max([size for size in sizes if size % together == 0] or sizes)
@@ -87,9 +87,9 @@ def layout_of_nodes(world_size: int, most_per_node: int, together: int = 1) -> t
 
 
 def launcher(world_size: int, most_per_node: int, together: int = 1) -> list[str]:
-    """Return the words that start a program on this number of ranks.
+    """Return the words that start a program on `world_size` ranks.
 
-    On several nodes they are typed on each, with NODE_RANK from 0 on and MASTER_ADDR of the first.
+    With several nodes, run them on each node, with NODE_RANK counting from 0 and MASTER_ADDR naming the first node.
     """
     if world_size == 1:
         return ["python"]
@@ -106,7 +106,7 @@ def launcher(world_size: int, most_per_node: int, together: int = 1) -> list[str
 
 
 def quoted(words: Sequence[str]) -> str:
-    """Return words as a shell reads them, several to a line of about 110 columns; $NAME stays a variable."""
+    """Return shell-quoted words, wrapped at about 110 columns; $NAME stays a variable."""
     lines, width = [""], 110
     for word in words:
         text = word if word.startswith("--") and "=$" in word else shlex.quote(word)
@@ -117,16 +117,16 @@ def quoted(words: Sequence[str]) -> str:
 
 
 def hours(seconds: float) -> str:
-    """Format a long time: 12 min, 3.4 h, 21 days."""
+    """Format a duration: 12 min, 3.4 h, 21 days."""
     if seconds < 5400:
         return f"{max(math.ceil(seconds / 60), 1):,} min"
     return f"{seconds / 3600:,.1f} h" if seconds < 5 * 86400 else f"{seconds / 86400:,.1f} days"
 
 
 def write_job(path: Path, words: Sequence[str], layout: tuple[int, int], seconds: float) -> None:
-    """Write the job of a run of `words`, flags of the program, which is predicted to take `seconds`.
+    """Write a Slurm job for a run predicted to take `seconds`.
 
-    layout: nodes, and ranks on each.
+    words: the program's flags. layout: nodes and ranks per node.
 
     Raises:
         UsageError: if the file exists or cannot be written.

@@ -1,4 +1,4 @@
-"""The devices and links that a dry run plans for, by their data sheets."""
+"""Data sheets of the devices and links that a dry run plans for."""
 
 from __future__ import annotations
 
@@ -19,9 +19,9 @@ DEFAULT_GPU = "h100"
 class Gpu:
     """One kind of GPU, from the vendor's data sheet.
 
-    memory_bytes: that torch reports. tflops: dense products of 16-bit inputs (fp16 on V100). fp32_tflops: products in
-    fp32 without TF32, which this program does not use. memory_gb_s, link_gb_s: of its memory, and to its neighbours in
-    a node, in one direction. shares: of the peak that products and attention reach in a step.
+    memory_bytes: as torch reports. tflops: dense products of 16-bit inputs (fp16 on V100). fp32_tflops: products in
+    fp32 without TF32, which this program does not use. memory_gb_s: memory bandwidth. link_gb_s: to its neighbours in a
+    node, in one direction. shares: shares of the peak that products and attention reach in a step.
     """
 
     memory_bytes: int
@@ -30,12 +30,12 @@ class Gpu:
     memory_gb_s: float
     link_gb_s: float
     shares: tuple[float, float] = (0.65, 0.4)
-    has_bf16: bool = True  # else products in bf16 are as slow as those in fp32
+    has_bf16: bool = True  # otherwise bf16 products are as slow as fp32 ones
 
 
-# With these shares the predicted steps of a Mistral-7B take as long as those that Fast-LLM's tutorial reports: 4,234
-# tokens/s on each of 4 A100 (3,804 with the MLPs recomputed), and about 9,000 on each of 128 H100, whose clock and
-# memory keep up less with its tensor cores.
+# These shares reproduce the throughput of Mistral-7B in Fast-LLM's tutorial: 4,234 tokens/s on each of 4 A100 (3,804
+# with the MLPs recomputed) and about 9,000 on each of 128 H100, whose clock and memory keep up less with its tensor
+# cores.
 AMPERE, HOPPER = (0.74, 0.45), (0.5, 0.32)
 
 
@@ -48,15 +48,15 @@ GPUS = {
     "v100": Gpu(int(31.7 * GIB), 125, 15.7, 900, 150, has_bf16=False),
     "b200": Gpu(int(178.3 * GIB), 2250, 75, 7700, 900, HOPPER),
 }
-# The network between nodes, per GPU and direction: an adapter of 400 Gbit/s for each GPU, or one of 100 Gbit/s for a
-# node. A collective sends every byte once from node to node, through all adapters of a node at the same time.
+# The network between nodes, per GPU and direction: one 400 Gbit/s adapter per GPU, or one 100 Gbit/s adapter per node.
+# A collective sends every byte once from node to node, through all adapters of a node at the same time.
 NODE_LINKS_GB_S = {"ib": 50.0, "ethernet": 12.5 / GPUS_PER_NODE}
-# Of a thread of a CPU of which nothing is known.
+# Per thread of an unknown CPU.
 CPU_FLOPS_PER_S, CPU_MEMORY_BYTES_PER_S, GLOO_BYTES_PER_S = 60e9, 6e9, 1e9
 
 
 def planned_type(distributed: DistributedConfig) -> str:
-    """Return the type of device that a dry run plans for; `--device=auto` plans for GPUs."""
+    """Return the device type that a dry run plans for; `--device=auto` plans for GPUs."""
     return "cpu" if "cpu" in (distributed.device, distributed.gpu) else "cuda"
 
 
@@ -66,7 +66,7 @@ def gpu_of(distributed: DistributedConfig) -> Gpu:
 
 
 def planned_speeds(distributed: DistributedConfig, device_type: str, world_size: int) -> Speeds:
-    """Return the speeds of --machine_speeds, else those of a data sheet.
+    """Return the speeds in --machine_speeds or, without it, of a data sheet.
 
     Raises:
         UsageError: if the file of --machine_speeds cannot be read or does not match the plan.
@@ -102,7 +102,7 @@ def gpu_sheet(distributed: DistributedConfig, world_size: int) -> DataSheet:
 
 
 def cpu_sheet(distributed: DistributedConfig, threads: int) -> DataSheet:
-    """Return rough speeds of a rank on a CPU."""
+    """Return rough speeds of one CPU rank."""
     return DataSheet(
         name=f"no CPU in particular, {threads} thread{'s' * (threads > 1)}",
         product_flops_per_s={distributed.training_dtype: CPU_FLOPS_PER_S * threads},
@@ -116,9 +116,9 @@ def cpu_sheet(distributed: DistributedConfig, threads: int) -> DataSheet:
 
 
 def link_gb_s(chosen: Interconnect, gpu: Gpu, world_size: int, tensor_parallel: int = 1) -> tuple[float, str]:
-    """Return the speed of the slowest part of a ring of ranks, and its name.
+    """Return the speed of a ring's slowest link, and its name.
 
-    The rings of as many data-parallel groups as there are ranks in a tensor-parallel one share the links of a node.
+    The data-parallel rings of all tensor-parallel ranks in a node share its links.
     """
     if chosen.kind == "nvlink" or (chosen.kind == "auto" and world_size <= GPUS_PER_NODE):
         name = "links within a node" if chosen.kind == "auto" else "--interconnect=nvlink"

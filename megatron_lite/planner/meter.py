@@ -1,11 +1,11 @@
-"""A meter of what the code of a layer allocates, multiplies and reads, which runs it on tensors that have no memory.
+"""Meters what a layer's code allocates and multiplies by running it on tensors without memory.
 
-Tensors of the meta device have shapes and dtypes, but no values. Two modes of torch make the engine's own code run on
-them as it would on the planned device. `PlannedDevice` answers those who ask for a tensor's device, so that they choose
-what they would choose there. `Meter` sees every operation: it counts the storages that live, and does not compute.
+Tensors on the meta device have shapes and dtypes, but no values. Two torch modes make the engine's own code run on them
+as it would on the planned device. `PlannedDevice` reports the planned device as every tensor's, so that code makes the
+same choices. `Meter` sees every operation: it counts the live storages and computes nothing.
 
-What an operation of torch allocates inside is not seen. `Meter` knows one case in which that is large: a CPU copies
-operands of another dtype, and a few others. For attention on a GPU see `kernels/attention/gpu.planned_attention`.
+Memory that torch allocates inside an operation is invisible. `Meter` covers the one large case: a CPU copies operands
+of another dtype, and a few others. For attention on a GPU see `kernels/attention/gpu.planned_attention`.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ _COMPARISONS = ("eq", "ne", "lt", "le", "gt", "ge", "logical_and", "logical_or",
 
 
 class PlannedDevice(TorchFunctionMode):
-    """Lets tensors of the meta device say that they are on `device`, and makes new tensors of `device` there."""
+    """Makes meta tensors report that they are on `device`, and creates tensors meant for `device` on meta."""
 
     def __init__(self, device: torch.device, meter: Meter) -> None:
         super().__init__()
@@ -42,7 +42,7 @@ class PlannedDevice(TorchFunctionMode):
         self, function: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
         if function is launched:
-            return None  # a kernel, which writes to what its caller has allocated
+            return None  # a kernel writes to memory that its caller has allocated
         if function is repeat:
             self._meter.repeat(*args[1:])
             return None
@@ -58,7 +58,7 @@ class PlannedDevice(TorchFunctionMode):
         return function(*args, **options)
 
     def _run_backward(self, output: Tensor, gradient: Tensor | None) -> None:
-        """Run a backward pass inside of this mode, which torch leaves for the function that it calls."""
+        """Run a backward pass inside this mode, which torch leaves while it handles a function."""
         gradient = torch.ones_like(output) if gradient is None else gradient
         run = torch.autograd.Variable._execution_engine.run_backward
         with self:
@@ -66,33 +66,33 @@ class PlannedDevice(TorchFunctionMode):
 
 
 class Meter(TorchDispatchMode):
-    """Bytes of the storages that operations have made since it was entered: `live` now, `peak` since `restart`."""
+    """Counts bytes of storages created since it was entered: `live` now, `peak` since `restart`."""
 
     def __init__(self, device: torch.device) -> None:
         super().__init__()
         self._copies_operands = device.type == "cpu"
         self._storages: dict[int, weakref.ref[Any]] = {}
-        self.live, self.times = 0, 1  # the latter: that what follows happens
+        self.live, self.times = 0, 1  # times: how often the following operations happen
         self.before_repeat: Callable[[], None] = lambda: None
         self.restart()
 
     def repeat(self, more: int, fewer: int) -> None:
-        """Count what follows so many times more or fewer."""
+        """Count the following operations `more` / `fewer` times as often."""
         self.before_repeat()
         self.times = self.times * more // fewer
 
     @classmethod
     def _should_skip_dynamo(cls) -> bool:
-        """Return False: otherwise torch imports its compiler, for seconds, at the first operation."""
+        """Return False: otherwise torch spends seconds importing its compiler at the first operation."""
         return False
 
     def has_made(self, storage: Any) -> bool:
-        """Whether an operation has made a storage since the meter was entered."""
+        """Whether a storage was created since the meter was entered."""
         return storage._cdata in self._storages
 
     def restart(self) -> None:
-        """Begin another peak, and other lists."""
-        self.peak, self.largest = self.live, [0, 0]  # the latter: bytes of the two largest new storages
+        """Reset the peak and the lists."""
+        self.peak, self.largest = self.live, [0, 0]  # largest: bytes of the two largest new storages
         self.products: list[Product] = []
         self.times = 1
 
@@ -102,10 +102,10 @@ class Meter(TorchDispatchMode):
         options = kwargs or {}
         tensors = [*_tensors(args), *_tensors(options.values())]
         if not all(tensor.is_meta for tensor in tensors):
-            return function(*args, **options)  # on numbers of the host
+            return function(*args, **options)  # on host values
         if function._opname in ("mm", "addmm", "addmm_"):
             product = _product(*[*_tensors(args)][-2:])
-            if 1 not in product[1:4]:  # with a vector it is a sum
+            if 1 not in product[1:4]:  # a product with a vector counts as a sum
                 self.products.append(product._replace(times=self.times))
         copied = _copied_bytes(function, tensors, options) if self._copies_operands else 0
         if (written := _written(function)) is not None:
@@ -119,7 +119,7 @@ class Meter(TorchDispatchMode):
         return result
 
     def _watch(self, storage: Any, operands: list[Tensor]) -> None:
-        """Count a storage that is new, and not that of an operand of which the result is a view."""
+        """Count a storage if it is new and the result is not a view of an operand."""
         key, size = storage._cdata, storage.nbytes()
         if key in self._storages or any(key == operand.untyped_storage()._cdata for operand in operands):
             return
@@ -143,7 +143,7 @@ def _tensors(values: Any) -> Iterator[Tensor]:
 
 
 def _product(a: Tensor, b: Tensor) -> Product:
-    """Return the product a (m, k) b (k, n) as one of a linear layer, by the factor that is transposed."""
+    """Classify the product a (m, k) b (k, n) as one of a linear layer's three, by the transposed factor."""
     (m, k), n = a.shape, b.shape[1]
     if a.stride(0) < a.stride(1):
         return Product("weight gradient", k, n, m)
@@ -152,7 +152,7 @@ def _product(a: Tensor, b: Tensor) -> Product:
 
 @functools.cache
 def _written(function: Any) -> list[tuple[int, str]] | None:
-    """Return places and names of the arguments that an operation writes and returns; None if it makes new tensors."""
+    """Return positions and names of arguments that an operation writes and returns; None if it makes new tensors."""
     schema = function._schema
     if torch.Tag.inplace_view in function.tags or not schema.is_mutable:
         return None
@@ -167,12 +167,12 @@ def _written(function: Any) -> list[tuple[int, str]] | None:
 
 
 # -- shapes of results -------------------------------------------------------------------------------------------------
-# Of these operations torch has the shapes in Python, which takes 0.1 ms, and seconds before to import its compiler.
+# torch computes the shapes of these operations in Python: 0.1 ms each, after seconds to import its compiler.
 
 
 @functools.cache
 def _shaped(function: Any) -> Callable[..., Any] | None:
-    """Return a function that makes a result of an operation's shape and dtype; None if torch does that well."""
+    """Return a function that allocates an operation's result; None if torch is fast enough at it."""
     if _is_elementwise(function):
         is_condition = function._opname in _COMPARISONS
         return lambda *args, **options: _elementwise(args, torch.bool if is_condition else None)
@@ -212,13 +212,13 @@ def _reduced(
 
 
 def _common_dtype(tensors: list[Tensor]) -> torch.dtype:
-    """Return the dtype in which operands are combined: numbers of no dimension have no say."""
+    """Return the dtype in which operands are combined; zero-dimensional tensors do not count."""
     of_elements = [tensor.dtype for tensor in tensors if tensor.dim()] or [tensor.dtype for tensor in tensors]
     return functools.reduce(torch.promote_types, of_elements)
 
 
 def _copied_bytes(function: Any, tensors: list[Tensor], options: Mapping[str, Any]) -> int:
-    """Return the bytes of the operands that torch on a CPU copies before it computes: in another dtype, or in order."""
+    """Return the bytes of operands that torch copies on a CPU first, to convert them or make them contiguous."""
     if function._opname.startswith("native_layer_norm"):
         return sum(tensor.nbytes for tensor in tensors if not tensor.is_contiguous())
     if _is_elementwise(function):

@@ -1,8 +1,8 @@
 """The plan of a run, before anything is allocated: memory and traffic of one rank.
 
-The engine itself does the counting: a `MultiStage` is built on the meta device, for one of any number of ranks. Its
-collectives are counted while its own schedule is replayed, and its stages run on tensors without memory, each kind of
-stage once (`stage_costs.py`). A search uses a `Planner`, which builds and measures nothing twice.
+The engine itself does the counting: a `MultiStage` is built on the meta device, as one of any number of ranks. Its
+collectives are counted while its own schedule is replayed, and each kind of stage runs once, on tensors without memory
+(`stage_costs.py`). A search uses a `Planner`, which builds and measures nothing twice.
 """
 
 from __future__ import annotations
@@ -30,9 +30,9 @@ from megatron_lite.zero.schedule import Step, training_schedule
 
 
 class SimulatedGroup(Group):
-    """One rank of a group that does not exist: counts collectives and moves nothing.
+    """One rank of a simulated group: counts collectives and moves nothing.
 
-    As a run's ranks it has a data-parallel and a tensor-parallel group, which count with it, as `Distributed` has.
+    Like `Distributed`, it has a data-parallel and a tensor-parallel group, which share its counts.
     """
 
     def __init__(
@@ -52,7 +52,7 @@ class SimulatedGroup(Group):
             of_data, of_tensor = divmod(rank, tensor_parallel)
             ranks = world_size // tensor_parallel
             self.data = SimulatedGroup(of_data, ranks, device_type, device, traffic=self.traffic)
-            # Allocates nothing itself; what it exchanges depends on the planned type of device (`zero/replicas.py`).
+            # Allocates nothing itself; its traffic depends on the planned device type (`zero/replicas.py`).
             of_plan = device_type if device == "meta" else device
             self.tensor = SimulatedGroup(of_tensor, tensor_parallel, device_type, of_plan, traffic=self.traffic)
 
@@ -66,11 +66,11 @@ class SimulatedGroup(Group):
         return self.traffic.started(kind, buffer, Works(), self.world_size, passes=2)
 
     def reduction_scratch_bytes(self, shard_numel: int, dtype: torch.dtype) -> int:
-        """Bytes on the planned type of device."""
+        """Bytes on the planned device type."""
         return reduction_scratch_bytes(self._device_type, self.world_size, shard_numel, dtype)
 
     def wait_for(self, event: Event) -> None:
-        """Return at once: a plan queues nothing."""
+        """Return immediately: a plan queues nothing."""
 
 
 @dataclass(frozen=True)
@@ -81,7 +81,7 @@ class Plan:
     world_size: int
     device_type: str
     partition: Partition
-    activations: dict[str, ActivationMemory]  # by level
+    activations: dict[str, ActivationMemory]  # by recompute level
 
     @property
     def model(self) -> MultiStage:
@@ -90,13 +90,13 @@ class Plan:
 
     @property
     def costs(self) -> list[Cost]:
-        """Costs of both passes of a micro-batch, in each stage."""
+        """Costs of a micro-batch's two passes in each stage."""
         stages = self.partition.training(self.config, self.config.performance.mlp_recompute_level)
         return [cost for stage in stages for cost in (stage.forward[1], stage.backward[1])]
 
     @functools.cached_property
     def traffic(self) -> dict[str, Total]:
-        """Traffic of one step after the first, by kind, over all groups of the rank."""
+        """Traffic of one step after the first, by kind, over all of the rank's groups."""
         micro_batches = self.config.batch.sequential_micro_batches
         assert micro_batches, "resolved"
         inside: dict[str, Total] = {}
@@ -112,11 +112,11 @@ class Plan:
 
     @property
     def runtime(self) -> dict[str, int]:
-        """Bytes beside the tensors of a step, by name."""
+        """Bytes needed in addition to a step's tensors, by name."""
         return runtime_bytes(self.config, self.partition)
 
     def peak_bytes(self, level: str | None = None) -> int:
-        """State and activations at their peak."""
+        """Peak bytes of state and activations."""
         return self.state_bytes + self.activations[level or self.config.performance.mlp_recompute_level].peak
 
     def needed_bytes(self, level: str | None = None) -> int:
@@ -145,11 +145,11 @@ def planned_model(config: Config, group: SimulatedGroup, device_type: str) -> Mu
 
 
 class Planner:
-    """Plans of a rank for many configurations of a run; the memory of most takes a few milliseconds.
+    """Plans many configurations of a run for one rank, most in a few milliseconds.
 
-    A `MultiStage` of 32 blocks takes 20 ms to build, and its stages 100 ms to measure. The planner keeps one for each
-    partition: configurations that differ in recomputation, micro-batches and the like share it. Models that compute the
-    same, and differ in what is partitioned, share what was measured.
+    A `MultiStage` of 32 blocks takes 20 ms to build, and its stages 100 ms to measure. The planner caches one per
+    partition: configurations that differ only in recomputation, micro-batches and the like share it. Models that
+    compute the same but partition differently share measurements.
     """
 
     def __init__(self, world_size: int, device_type: str, rank: int = 0) -> None:
@@ -158,16 +158,16 @@ class Planner:
         self._measured: dict[str, Measured] = {}
 
     def plan(self, config: Config, levels: Sequence[str] = ()) -> Plan:
-        """Return the plan of `config`, which is resolved and without `auto`.
+        """Return the plan of `config`, resolved and without `auto`.
 
-        levels: of recomputation, whose activations are planned beside those of the level in `config`.
+        levels: recompute levels to plan activations for, in addition to that of `config`.
         """
         partition, chosen = self.partition(config), config.performance.mlp_recompute_level
         activations = {level: activation_memory(config, partition, level) for level in dict.fromkeys((*levels, chosen))}
         return Plan(config, self.world_size, self.device_type, partition, activations)
 
     def partition(self, config: Config) -> Partition:
-        """Return the partition of the model, the same one for configurations that differ in a step only."""
+        """Return the model's partition, shared by configurations that differ only in their steps."""
         options, optimizer = config.distributed, config.optimizer
         layout = options.tensor_parallel, options.sequence_tensor_parallel, options.parallel_embeddings
         computed = repr(
@@ -192,7 +192,7 @@ class Planner:
 
 
 def _traffic_between_passes(config: Config, model: MultiStage) -> dict[str, Total]:
-    """Return the traffic of the whole step. Depth-first micro-batches beyond the second communicate the same again."""
+    """Return the whole step's traffic. Depth-first micro-batches after the second repeat its communication."""
     batch = config.batch
     assert batch.depth_first_micro_batches and batch.breadth_first_micro_batches, "resolved"
     depth, breadth = batch.depth_first_micro_batches, batch.breadth_first_micro_batches
@@ -210,8 +210,8 @@ def _traffic_between_passes(config: Config, model: MultiStage) -> dict[str, Tota
 def count_traffic(model: MultiStage, schedule: Sequence[Step]) -> dict[str, Total]:
     """Replay the schedule of a step without computing; return its collectives by kind, as `Traffic` counts them.
 
-    What the passes themselves send is not among them. The second of two steps counts, which does
-    not gather again what a buffer still holds.
+    Excludes collectives inside the passes. Counts the second of two steps, which does not gather again what a buffer
+    still holds.
     """
     group = model.group
     assert isinstance(group, SimulatedGroup)

@@ -1,4 +1,4 @@
-"""The end of a dry run: layouts that fit and their predicted speed, and a command that runs the best of them."""
+"""The end of a dry run: layouts that fit, their predicted speed, and a command that runs the best one."""
 
 from __future__ import annotations
 
@@ -56,7 +56,9 @@ def wrapped(notes: Sequence[Note]) -> Iterator[str]:
 
 
 def smallest_world(search: Search) -> Search:
-    """Return the search on the fewest GPUs that fit. search: on the fewest at all.
+    """Return the search on the fewest GPUs that fit.
+
+    search: on the smallest possible number of GPUs.
 
     Raises:
         UsageError: if no number of GPUs fits.
@@ -71,11 +73,11 @@ def smallest_world(search: Search) -> Search:
 
 
 def recommendation(plan: Plan, changes: Changes, search: Search, argv: Sequence[str]) -> list[str]:
-    """Return the lines that end with a command, or with the reason why none fits.
+    """Return lines that end with a command, or with the reason why no layout fits.
 
     Args:
-        changes: with which the options as asked resolve to those of the plan.
-        search: on the ranks of the plan.
+        changes: with these, the options as asked resolve to the plan's.
+        search: on the plan's ranks.
 
     Raises:
         UsageError: if --write_sbatch cannot be written.
@@ -101,7 +103,7 @@ def recommendation(plan: Plan, changes: Changes, search: Search, argv: Sequence[
 
 
 def _no_layout(search: Search, needed: int) -> str:
-    """Say that no layout fits, and how much memory a rank needs with all options that save some, and on most GPUs."""
+    """Say that no layout fits, and how much a rank needs with every memory-saving option and on the most GPUs."""
     said = f"does not fit: {needed / GIB:,.1f} GiB of {search.device_bytes / GIB:,.1f} GiB"
     try:
         if (least := search.least_bytes) < math.inf:
@@ -116,7 +118,7 @@ def _no_layout(search: Search, needed: int) -> str:
 
 
 def _verdict(plan: Plan, present: Layout | None, best: Layout, device_bytes: int) -> Iterator[str]:
-    """Say whether the layout as asked fits, and how fast it would be."""
+    """Say whether the requested layout fits, and how fast it would be."""
     needed, space = plan.needed_bytes() / GIB, device_bytes / GIB
     if present is not None:
         faster = present.time.seconds / best.time.seconds
@@ -132,7 +134,7 @@ def _verdict(plan: Plan, present: Layout | None, best: Layout, device_bytes: int
 
 
 def _table(search: Search, layouts: Sequence[Layout], best: Layout) -> Iterator[str]:
-    """The fastest layouts, with the recommended one."""
+    """Yield a table of the fastest layouts, including the recommended one."""
     shown = layouts[:ROWS]
     if best not in shown:
         shown = [*shown[:-1], best]
@@ -152,7 +154,7 @@ def _table(search: Search, layouts: Sequence[Layout], best: Layout) -> Iterator[
 
 
 def _other_threads(search: Search, config: Config) -> Iterator[str]:
-    """Say that a run would use another number of threads than the measured speeds are of."""
+    """Warn if the run would use a different number of threads than the measured speeds."""
     speeds = search.speeds
     if isinstance(speeds, MeasuredSpeeds) and speeds.device_type == "cpu":
         chosen = choose_threads(config, search.world_size, search.world_size)
@@ -180,7 +182,7 @@ def _cells(layout: Layout) -> Iterator[str]:
 
 
 def _costs(search: Search, best: Layout) -> Iterator[str]:
-    """Time, share of the peak, and disk of the recommended run."""
+    """Yield time, its shares, and disk space of the recommended run."""
     config, time = best.config, best.time
     iterations = config.training.train_iters
     parts = {**time.parts, "exposed communication": time.exposed_s}
@@ -200,7 +202,7 @@ def _costs(search: Search, best: Layout) -> Iterator[str]:
 
 
 def _epochs(config: Config, world_size: int) -> Iterator[str]:
-    """Say how often training reads the data, if it is on this machine; nothing else of a plan needs it."""
+    """Say how often training reads the data, if the data is on this machine; nothing else in a plan needs it."""
     if config.data.dataset_source == "random" or not (config.data.data_path and config.training.train_iters):
         return
     try:
@@ -217,7 +219,7 @@ def _epochs(config: Config, world_size: int) -> Iterator[str]:
 
 
 def _command(asked: Config, best: Layout, argv: Sequence[str]) -> Iterator[str]:
-    """The command of the recommended layout; with --write_sbatch the job, too."""
+    """Yield the command of the recommended layout; with --write_sbatch also write its job."""
     changes = fewest_changes(asked, best)
     words = changed_words(argv, changes)
     chosen = [name for name in changes if name in (*TENSOR, *SEARCHED)]

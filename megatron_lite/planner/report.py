@@ -1,4 +1,4 @@
-"""`--dry_run=1`: print what a run would need, on any machine, without a process group, a device or its memory."""
+"""`--dry_run=1`: print what a run would need, on any machine, without a process group or the device."""
 
 from __future__ import annotations
 
@@ -35,8 +35,9 @@ def dry_run(
 ) -> int:
     """Plan a resolved configuration for `world_size` ranks, print the plan if `prints`, and return the exit code.
 
-    The plan ends with layouts that fit, and a command that runs the best of them. asked: `config` as typed. notes: of
-    the command line. argv: its words.
+    The plan ends with layouts that fit and a command that runs the best one.
+
+    asked: `config` as typed. notes, argv: the command line's notes and words.
 
     Raises:
         UsageError: if a pattern of --freeze or --lr_scales matches nothing, or a tensor is too large to address.
@@ -61,9 +62,9 @@ def dry_run(
 
 
 def _asked_or_recommended(search: Search, config: Config) -> tuple[Config, Changes]:
-    """Return the options as asked on the ranks of the search, if these fit, or the recommended ones, and the changes.
+    """Return the options, and their changes: as asked if these fit the search's ranks, otherwise as recommended.
 
-    config: resolved for other ranks.
+    config: resolved for another number of ranks.
     """
     changes = {**search.tensor, "batch_size": search.batch_size}
     if (search.needed_bytes(changes) or math.inf) <= search.device_bytes:
@@ -73,7 +74,7 @@ def _asked_or_recommended(search: Search, config: Config) -> tuple[Config, Chang
 
 
 def planned_bytes(distributed: DistributedConfig, world_size: int) -> int:
-    """Return the memory of the device that a dry run plans for."""
+    """Return the memory of the planned device."""
     if distributed.device_memory_gib is not None:
         return int(distributed.device_memory_gib * GIB)
     if planned_type(distributed) == "cpu":
@@ -114,14 +115,14 @@ def _mib(size: float) -> str:
 
 
 def _count(number: int, noun: str) -> str:
-    """1 stage, 2 stages, 3 micro-batches."""
+    """Format a count: 1 stage, 2 stages, 3 micro-batches."""
     if number == 1:
         return f"1 {noun}"
     return f"{number:,} {noun}{'es' if noun.endswith('ch') else 's'}"
 
 
 def _model(plan: Plan) -> Iterator[str]:
-    """Parameters, and one row per run of equal stages."""
+    """Yield parameter counts and one row per series of equal stages."""
     model, options = plan.model, plan.config.multi_stage
     frozen = sum(slot.spec.numel for _, part in model.parts() if part.frozen for slot in part.layout.slots)
     total = model.num_parameters
@@ -138,7 +139,7 @@ def _model(plan: Plan) -> Iterator[str]:
 
 
 def _shape(plan: Plan, stage: Stage) -> tuple[int, ...]:
-    """Key that neighbouring stages must share to appear in one row; the two ends stay separate."""
+    """Return a key: consecutive stages with equal keys share a row; the two ends stay separate."""
     in_the_middle = 0 < stage.index < len(plan.model.stages) - 1
     return in_the_middle, len(stage.layers), _elements(stage), stage.numel, stage.grad_numel
 
@@ -155,7 +156,7 @@ def _stage_row(plan: Plan, run: Sequence[Stage]) -> str:
 
 
 def _batch(plan: Plan) -> Iterator[str]:
-    """The batch that the plan is for: the largest of a schedule."""
+    """Describe the planned batch: the largest of a schedule."""
     batch, training = plan.config.batch, plan.config.training
     assert batch.batch_size and batch.micro_batch_size and batch.sequential_micro_batches
     iterations, tokens = training.train_iters, batch.batch_size * batch.sequence_length
@@ -181,7 +182,7 @@ def _batch(plan: Plan) -> Iterator[str]:
 
 
 def _cache_bytes(plan: Plan) -> int:
-    """Bytes of the keys and values of one token in all blocks."""
+    """Return the bytes of one token's keys and values in all blocks."""
     model, dtype = plan.config.model, DTYPES[plan.config.distributed.training_dtype]
     key_heads = max(1, model.head_groups // plan.model.tensor.world_size)
     return 2 * model.num_layers * key_heads * model.kv_channels * dtype.itemsize
@@ -196,7 +197,7 @@ def _state(plan: Plan) -> Iterator[str]:
 
 
 def _activations(plan: Plan, device_bytes: int) -> Iterator[str]:
-    """One column per level of recomputation, in MiB; a block kind by kind."""
+    """Yield the activation table: one column per recompute level, in MiB; a block's saved tensors by kind."""
     chosen = plan.config.performance.mlp_recompute_level
     levels = list(plan.activations.values())
     blocks = [max(level.saved[1:-1], key=Saved.total) for level in levels]
@@ -222,11 +223,11 @@ def _activations(plan: Plan, device_bytes: int) -> Iterator[str]:
 
 
 def _offered(distributed: DistributedConfig) -> str:
-    """Say whose memory the plan must fit."""
+    """Say where the memory limit comes from."""
     if distributed.device_memory_gib is not None:
         return "--device_memory_gib"
     if planned_type(distributed) == "cpu":
-        return "what a rank has of this machine"
+        return "a rank's share of this machine's memory"
     name = distributed.gpu or DEFAULT_GPU
     return (
         "what torch reports of a GPU of 80 GB" if GPUS[name].memory_bytes == PLANNED_GPU_BYTES else f"those of {name}"
@@ -234,12 +235,12 @@ def _offered(distributed: DistributedConfig) -> str:
 
 
 def _level_title(level: str, chosen: str) -> str:
-    """A level that differs between blocks stands below the table; its column shows the largest block."""
+    """Return a column title. Levels by block are printed below the table; their column shows the largest block."""
     return ("by block" if "," in level else level) + " *" * (level == chosen)
 
 
 def _host(plan: Plan) -> Iterator[str]:
-    """The copy for asynchronous checkpoints, which a start refuses that lacks the memory; on a CPU a row above."""
+    """Yield the host memory of asynchronous checkpoints on a GPU; on a CPU it is a row of the activation table."""
     copy = host_copy_bytes(plan.config, plan.model)
     if copy and plan.device_type == "cuda":
         yield f"host memory of each rank for --async_checkpoint=1: {copy:,} bytes, {copy / GIB:,.2f} GiB, pinned"

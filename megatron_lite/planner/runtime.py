@@ -1,4 +1,4 @@
-"""Memory that a rank needs beside its tensors, and that a GPU of 80 GB offers: each number with its source."""
+"""Memory that a rank needs in addition to its tensors, and that an 80 GB GPU offers: each number with its source."""
 
 from __future__ import annotations
 
@@ -6,14 +6,14 @@ from collections.abc import Sequence
 
 MIB, GIB = 2**20, 2**30
 
-# Memory that torch reports of a GPU of 80 GB; a dry run looks at no device. 79.10 GiB is the least of many logs of A100
+# Memory that torch reports for an 80 GB GPU; a dry run queries no device. 79.10 GiB is the least of many logs of A100
 # and H100 cards ("GPU 3 has a total capacity of 79.10 GiB", github.com/stas00/ml-engineering, debug/pytorch.md); others
 # show up to 79.33 GiB. The driver keeps the rest of the 81,559 MiB (H100) or 81,920 MiB (A100) that nvidia-smi shows.
 PLANNED_GPU_BYTES = int(79.1 * GIB)
 
 # The context of a process takes about 400 MB (github.com/pytorch/pytorch/issues/109888); 514 MiB in the log of a card
-# of 79.19 GiB. CUDA loads each kernel with its first launch: 0.59 GiB in logs of training on single H100 cards, as the
-# memory that the process uses less the memory that torch has reserved.
+# of 79.19 GiB. CUDA loads each kernel at its first launch: 0.59 GiB in logs of training on single H100 cards, the
+# process's memory minus the memory that torch has reserved.
 CUDA_CONTEXT_BYTES = int(0.6 * GIB)
 # torch keeps a workspace for each pair of cuBLAS handle and stream (docs.pytorch.org/docs/stable/notes/cuda.html,
 # "cuBLAS workspaces"): one for the thread of the forward pass and one for autograd's; cuBLASLt takes a third. NVIDIA
@@ -40,10 +40,10 @@ WORKER_BYTES = 40 * MIB
 def runtime_needs(
     device_type: str, groups: Sequence[int], workers: int, state_tensors: int, largest_bytes: int
 ) -> dict[str, int]:
-    """Return the bytes that a rank needs beside its tensors, by name.
+    """Return the bytes that a rank needs in addition to its tensors, by name.
 
-    groups: the numbers of ranks in the groups that it is in.
-    workers: processes of the data loader. largest_bytes: of the largest temporary tensors of a micro-batch.
+    groups: sizes of the rank's process groups. workers: data loader processes. largest_bytes: size of a micro-batch's
+    largest temporary tensors.
     """
     holes = int(HOLES * largest_bytes)
     if device_type != "cuda":

@@ -1,8 +1,8 @@
 """One search over the layouts of a run: those that fit the devices, the fastest first.
 
 A layout sets the ZeRO stage, the micro-batches, whether master weights are split, and what the backward pass
-recomputes. Where none fits, a wider search also sets tensor parallelism or the number of GPUs. Plans give the memory
-of a layout and `work_time.py` its time, so nothing runs.
+recomputes. If none fits, a wider search also sets tensor parallelism or the number of GPUs. Plans give a layout's
+memory and `work_time.py` its time, so nothing runs.
 """
 
 from __future__ import annotations
@@ -29,16 +29,16 @@ from megatron_lite.planner.work_time import StepTime, predict_step
 from megatron_lite.validation import resolve
 from megatron_lite.validation.sizes import check_passes
 
-SEARCH_S = 8.0  # of the processor's time
+SEARCH_S = 8.0  # processor time
 LARGEST_MICRO_BATCH = 64  # samples; larger products are no faster
-MOST_MICRO_BATCHES = 7  # sizes that are tried
+MOST_MICRO_BATCHES = 7  # micro-batch sizes to try
 MOST_BREADTH = 64  # breadth-first micro-batches, whose activations are all held
-MOST_RANKS = 2**24  # as --world_size takes
+MOST_RANKS = 2**24  # the limit of --world_size
 TENSOR_PARALLEL = (2, 4, 8)  # sizes of tensor-parallel groups within a node
-LEAST_GAIN = 0.02  # of the time, below which the asked layout, or the one with fewer changes, is preferred
-SMALLEST_SAVING = 0.002  # of the plan's memory: an option that saves less is no advice
-ADVISED_SHARE = 0.9  # of the plan's memory, which layouts advised to a run that ran out of memory need at most
-# Options that the search sets. None leaves to the program what follows from the others.
+LEAST_GAIN = 0.02  # share of the time; below it the layout with the fewest changes is preferred
+SMALLEST_SAVING = 0.002  # share of the plan's memory; an option that saves less is not suggested
+ADVISED_SHARE = 0.9  # share of the plan's memory that a layout may need when suggested after an out-of-memory error
+# Options that the search sets; None: derived from the others.
 SEARCHED = (
     "batch_size",
     "zero_stage",
@@ -63,11 +63,11 @@ class SearchTooLongError(Exception):
 
 @dataclass(frozen=True)
 class Layout:
-    """A layout with its plan and its predicted speed."""
+    """A layout with its plan and predicted speed."""
 
     plan: Plan
     time: StepTime
-    changes: Changes  # with which the options as asked resolve to it
+    changes: Changes  # from the options as asked
 
     @property
     def config(self) -> Config:
@@ -82,19 +82,19 @@ class Layout:
 
 @dataclass(frozen=True)
 class Search:
-    """A run, and the devices that it must fit."""
+    """A run and the devices that it must fit."""
 
     asked: Config  # as typed, or resolved
     batch_size: int  # samples per iteration, the same in every layout
     world_size: int
     device_type: str
     device_bytes: int
-    tensor: Changes = dataclasses.field(default_factory=dict)  # `TENSOR`, if this search is wider than asked
+    tensor: Changes = dataclasses.field(default_factory=dict)  # changes of `TENSOR` in a wider search
     until_s: float = dataclasses.field(default_factory=lambda: time.thread_time() + SEARCH_S)  # processor time
 
     @functools.cached_property
     def layouts(self) -> list[Layout]:
-        """The layouts that fit, found in time, the fastest first."""
+        """Layouts that fit, as far as found in time, the fastest first."""
         found: list[Layout] = []
         if self.is_over or self.device_bytes < self.least_bytes < math.inf:
             return found
@@ -104,18 +104,18 @@ class Search:
         return sorted(found, key=lambda layout: (layout.time.seconds, layout.plan.needed_bytes()))
 
     def layout(self, config: Config, changes: Changes) -> Layout:
-        """Return the layout of `config`, resolved and without `auto`, whether it fits or not."""
+        """Return the layout of `config`, resolved and without `auto`, even if it does not fit."""
         plan = self._planner.plan(config)
         return Layout(plan, predict_step(plan, self.speeds), changes)
 
     def needed_bytes(self, changes: Changes) -> int | None:
-        """Return the memory that a rank needs with `changes` of options, None if they contradict other options."""
+        """Return the memory that a rank needs with `changes`; None if they contradict other options."""
         config = self.resolved(changes)
         return None if config is None else self._planner.plan(config).needed_bytes()
 
     @functools.cached_property
     def least_bytes(self) -> float:
-        """The memory that a rank needs with every option that saves memory; infinity if these contradict others.
+        """The memory that a rank needs with every memory-saving option; infinity if these contradict others.
 
         Split master weights are left out if the run fits without.
 
@@ -135,7 +135,7 @@ class Search:
         return least
 
     def wider(self) -> Iterator[Search]:
-        """Yield this search, those on as many ranks with more tensor parallelism, and the one on the fewest GPUs.
+        """Yield this search, those with more tensor parallelism on the same ranks, and the one on the fewest GPUs.
 
         Raises:
             SearchTooLongError: if the search runs out of time.
@@ -148,7 +148,7 @@ class Search:
             yield larger
 
     def on_fewest_ranks(self) -> Search | None:
-        """Return the search on the smallest larger number of GPUs that fits, with the least tensor parallelism.
+        """Return the search on the next larger number of GPUs that fits, with the least tensor parallelism.
 
         Raises:
             SearchTooLongError: if the search runs out of time.
@@ -161,14 +161,14 @@ class Search:
         return None
 
     def larger_sizes(self) -> list[int]:
-        """Return the larger numbers of GPUs that share the batch equally, rising. More ranks on a CPU add no memory."""
+        """Return the larger GPU counts that divide the batch, ascending. On a CPU, more ranks add no memory."""
         if self.device_type != "cuda":
             return []
         sizes = (size * self.tensor_parallel for size in divisors(self.batch_size))
         return [size for size in sizes if self.world_size < size <= MOST_RANKS]
 
     def resolved(self, changes: Changes) -> Config | None:
-        """Return the options with `changes`, resolved and without `auto`; None if they contradict each other."""
+        """Return the options with `changes`, resolved and without `auto`; None if they conflict."""
         try:
             config = resolve(changed(self.asked, {**self.tensor, **changes}), self.world_size)
             check_passes(config)
@@ -179,18 +179,18 @@ class Search:
 
     @functools.cached_property
     def speeds(self) -> Speeds:
-        """How fast the devices and their links are."""
+        """Speeds of the devices and links."""
         options = dataclasses.replace(self.asked.distributed, tensor_parallel=self.tensor_parallel)
         return planned_speeds(options, self.device_type, self.world_size)
 
     @property
     def tensor_parallel(self) -> int:
-        """The size of tensor-parallel groups."""
+        """Tensor-parallel size."""
         return int(self.tensor.get("tensor_parallel", self.asked.distributed.tensor_parallel))
 
     @property
     def share(self) -> int:
-        """Samples of a data-parallel rank in an iteration."""
+        """Samples per data-parallel rank and iteration."""
         return max(self.batch_size * self.tensor_parallel // self.world_size, 1)
 
     @property
@@ -214,7 +214,7 @@ class Search:
                 yield dataclasses.replace(self, tensor=dict(zip(TENSOR, (size, True), strict=True)))
 
     def _candidates(self) -> Iterator[list[Changes]]:
-        """Yield layouts without recomputation, each followed by variants for the case that it needs some to fit."""
+        """Yield layouts without recomputation, each with variants to try if it needs recomputation to fit."""
         evaluates = self.asked.batch.eval_micro_batch_size is not None
         sizes = [size for size in divisors(self.share) if size <= LARGEST_MICRO_BATCH][:MOST_MICRO_BATCHES]
         for zero_stage in (1, 2, 3) if self.world_size > self.tensor_parallel else (1, 3):
@@ -243,7 +243,7 @@ class Search:
         }
 
     def _least_recomputation(self, variants: Sequence[Changes]) -> Layout | None:
-        """Return the layout with the least recomputation that fits, or None; of variants alike, the first."""
+        """Return the layout with the least recomputation that fits, or None; ties go to the first variant."""
         best: tuple[Config, Changes] | None = None
         steps = recomputations(self.asked.model.num_layers)
         for changes in variants:
@@ -261,7 +261,7 @@ class Search:
 
 
 def recomputations(blocks: int) -> list[Changes]:
-    """Return what the backward pass of a model may recompute, from nothing to all blocks."""
+    """Return the choices of recomputation, from nothing to all blocks."""
     quarters = sorted({-(-blocks * quarter // 4) for quarter in range(1, 5)})
     partly = [f"activation,full:{first}" for first in quarters if first < blocks]
     levels = [{"mlp_recompute_level": level, "recompute_layers": 0} for level in ("none", "activation", *partly)]
@@ -269,19 +269,19 @@ def recomputations(blocks: int) -> list[Changes]:
 
 
 def divisors(number: int) -> list[int]:
-    """Return the divisors in rising order; of a number with more than 12 digits, only those up to 10**6."""
+    """Return the divisors, ascending; for numbers above 12 digits, only those up to 10**6."""
     root = math.isqrt(number)
     small = [size for size in range(1, min(root, 10**6) + 1) if number % size == 0]
     return small + ([number // size for size in reversed(small) if size * size != number] if root <= 10**6 else [])
 
 
 def changed(config: Config, changes: Changes) -> Config:
-    """Return the options with changes, not resolved again."""
+    """Return the options with `changes` applied, without resolving them."""
     return unflatten({**flatten(config), **changes})
 
 
 def fewest_changes(asked: Config, layout: Layout) -> Changes:
-    """Return the fewest of a layout's changes with which the options as asked resolve to it; None unsets an option."""
+    """Return a minimal set of changes that turns the options as asked into a layout; None unsets an option."""
     typed, wanted = flatten(asked), flatten(layout.config)
     needed = {name: value for name, value in layout.changes.items() if typed[name] != value}
     # The ZeRO stage and the micro-batch size come last, because other options follow from them.
@@ -297,7 +297,7 @@ def fewest_changes(asked: Config, layout: Layout) -> Changes:
 
 
 def recommended(layouts: Sequence[Layout], asked: Config) -> Layout:
-    """Return the fastest layout or, among those nearly as fast, the one that differs least from `asked`, resolved."""
+    """Return the fastest layout or, among those nearly as fast, the one closest to `asked`, which is resolved."""
     values, limit_s = flatten(asked), layouts[0].time.seconds * (1 + LEAST_GAIN)
 
     def differences(layout: Layout) -> int:
@@ -308,11 +308,11 @@ def recommended(layouts: Sequence[Layout], asked: Config) -> Layout:
     return near[order.index(min(order))]
 
 
-# -- advice to a run that ran out of memory ----------------------------------------------------------------------------
+# -- advice for a run that ran out of memory ---------------------------------------------------------------------------
 
 
 def remedies(search: Search) -> list[Remedy]:
-    """Return the options that save memory, each applied alone, found in time: the least costly in speed come first."""
+    """Return single options that save memory, as far as found in time, the least costly in speed first."""
     config, needed = search.resolved({}), search.needed_bytes({})
     if config is None or needed is None:
         return []
@@ -332,7 +332,7 @@ def remedies(search: Search) -> list[Remedy]:
 
 
 def less_memory(search: Search) -> str:
-    """Return what to append to a command that ran out of memory, although its plan may fit: "" if nothing helps."""
+    """Return flags to append to a command that ran out of memory, although its plan may fit; "" if none help."""
     if (needed := search.needed_bytes({})) is None:
         return ""
     limit = min(search.device_bytes, int(needed * ADVISED_SHARE))
@@ -347,15 +347,15 @@ def less_memory(search: Search) -> str:
 
 
 def _flags(changes: Changes) -> str:
-    """Return changed options as a user types them."""
+    """Return changes as flags."""
     return " ".join(f"--{name}={written(value)}" for name, value in changes.items())
 
 
 def _single_options(search: Search, config: Config) -> Iterator[tuple[str, Changes]]:
-    """Yield an option that saves memory, and all changes that it takes. config: of the run, resolved."""
+    """Yield each memory-saving option with all changes that it requires. config: the run's, resolved."""
     asked, batch, stages = search.asked, config.batch, search.asked.multi_stage
     assert batch.micro_batch_size and isinstance(config.multi_stage.zero_stage, int), "resolved"
-    # The batch stays, also where it followed from the micro-batches; their order follows again.
+    # Keep the batch size, even if derived from the micro-batches; derive their order again.
     given = asked.batch.batch_size or asked.batch.batch_size_schedule
     order = ("depth_first_micro_batches", "sequential_micro_batches")
     same_batch: Changes = {} if given else {"batch_size": search.batch_size}

@@ -1,4 +1,4 @@
-"""How fast a device and its links are: by its data sheet, or as measured by `scripts.benchmarks.machine`."""
+"""Speeds of a device and its links: from its data sheet, or measured by `scripts.benchmarks.machine`."""
 
 from __future__ import annotations
 
@@ -23,12 +23,12 @@ PRODUCT_KINDS = ("forward", "input gradient", "weight gradient")
 AXES = ("tokens", "inputs", "outputs")
 DIRECTIONS = ("forward", "backward")
 ATTENTION_KINDS = ("fused", "math")
-# Shares of a data sheet's peaks that programs reach: passes over memory 80 to 90 %, collectives over good links 80 %.
+# Shares of a data sheet's peaks reached in practice: passes over memory 80 to 90 %, collectives over good links 80 %.
 MEMORY_SHARE, LINK_SHARE = 0.8, 0.8
-# The host issues the two passes of a block in this time; a GPU that computes faster waits for it.
+# Time in which the host issues a block's two passes; a GPU that computes faster waits for it.
 HOST_BLOCK_S = 1e-3
-GPU_LATENCY_S = 20e-6  # of a collective
-TENSOR_KINDS = (GATHER, REDUCE, SUM)  # of traffic in a tensor-parallel group
+GPU_LATENCY_S = 20e-6  # per collective
+TENSOR_KINDS = (GATHER, REDUCE, SUM)  # tensor-parallel traffic
 
 Positive = Annotated[int | float, Rule("a positive number", lambda value: 1e-30 < value < 1e30)]
 Share = Annotated[int | float, Rule("a share", lambda value: 0 <= value <= 1)]
@@ -38,20 +38,20 @@ Name = Annotated[str, Rule("a name", lambda value: 0 < len(value) <= 200 and val
 
 @dataclass(frozen=True)
 class DataSheet:
-    """Peaks of a device and a link; a step reaches a share of them that is assumed."""
+    """Peaks of a device and a link; a step reaches an assumed share of them."""
 
     name: str
     product_flops_per_s: Mapping[str, float]  # by training dtype, dense
     memory_bytes_per_s: float
-    link_bytes_per_s: float  # that a rank sends
+    link_bytes_per_s: float  # sent by a rank
     link_name: str = "link"
-    tensor_bytes_per_s: float = 0.0  # that a rank sends to its tensor-parallel group; 0: as to others
+    tensor_bytes_per_s: float = 0.0  # sent by a rank to its tensor-parallel group; 0: link_bytes_per_s
     latency_s: float = GPU_LATENCY_S
-    overlap: float = 1.0  # largest share of a collective that overlaps with computation
+    overlap: float = 1.0  # largest share of a collective that can overlap with computation
     block_s: float = HOST_BLOCK_S
     step_s: float = 0.0
     waits_for_host: bool = True
-    product_share: float = 0.65  # of the peak that products reach
+    product_share: float = 0.65  # share of the peak that products reach
     attention_share: float = 0.4
 
     @property
@@ -60,7 +60,7 @@ class DataSheet:
         return f"data sheet of {self.name}"
 
     def item_s(self, item: Item, dtype: str) -> float:
-        """Return the larger of the times that arithmetic and memory take."""
+        """Return the larger of the arithmetic and memory times."""
         peak, memory = self.product_flops_per_s[dtype], self.memory_bytes_per_s * MEMORY_SHARE
         if isinstance(item, Pass):
             return item.num_bytes / memory
@@ -94,19 +94,19 @@ class DataSheet:
             )
         if self.tensor_bytes_per_s:
             lines.append(
-                f"tensor-parallel ranks are neighbours with {self.tensor_bytes_per_s / 1e9:,.4g} GB/s; of their "
-                "collectives those of the backward pass overlap that have a matrix product to overlap with"
+                f"tensor-parallel ranks are neighbours with {self.tensor_bytes_per_s / 1e9:,.4g} GB/s; their "
+                "collectives overlap with the matrix products that do not depend on them"
             )
         return lines
 
 
 class Grid(NamedTuple):
-    """FLOP/s of products at the corners of a grid of sizes; between them log-linear, outside as at the border."""
+    """FLOP/s of products on a grid of sizes, interpolated log-linearly and clamped at the border."""
 
     tokens: list[Positive]
     inputs: list[Positive]
     outputs: list[Positive]
-    flops_per_s: dict[str, list[list[list[Positive]]]]  # by kind; indexed by the place on each axis
+    flops_per_s: dict[str, list[list[list[Positive]]]]  # by kind; indexed by the position on each axis
 
     def rate(self, item: Product) -> float:
         """Return the FLOP/s of a product."""
@@ -118,7 +118,7 @@ class Grid(NamedTuple):
 
 
 def _between(axis: Sequence[float], size: float) -> list[tuple[int, float]]:
-    """Return the places of an axis around a size, and their shares."""
+    """Return the axis positions around a size, and their interpolation weights."""
     size = min(max(size, axis[0]), axis[-1])
     high = max(1, bisect.bisect_left(axis, size))
     if len(axis) == 1:
@@ -137,7 +137,7 @@ class DtypeSpeeds(NamedTuple):
 
 
 class CollectiveSpeed(NamedTuple):
-    """The time of one kind of collective: a start, and the bytes that a rank sends."""
+    """The cost of one kind of collective: a latency, and a bandwidth for the bytes that a rank sends."""
 
     latency_s: Seconds
     bytes_per_s: Positive
@@ -145,7 +145,7 @@ class CollectiveSpeed(NamedTuple):
 
 @dataclass(frozen=True)
 class MeasuredSpeeds:
-    """Speeds of a machine, as `scripts.benchmarks.machine` has measured them on the ranks of one start."""
+    """Speeds of a machine, measured by `scripts.benchmarks.machine` in one launch."""
 
     path: str
     device: Name
@@ -159,10 +159,10 @@ class MeasuredSpeeds:
     step_s: Seconds
 
     def __post_init__(self) -> None:
-        """Look each number up once: a table with a hole is refused here.
+        """Look up every number once, so that incomplete tables are rejected here.
 
         Raises:
-            ValueError, KeyError, IndexError: if something is missing, or sizes do not rise.
+            ValueError, KeyError, IndexError: if something is missing, or sizes do not ascend.
         """
         if not self.dtypes:
             raise ValueError("no dtypes")
@@ -171,7 +171,7 @@ class MeasuredSpeeds:
             curves = [speeds.attention_flops_per_s[f"{kind} {way}"] for kind in ATTENTION_KINDS for way in DIRECTIONS]
             for sizes in (*axes, *([length for length, _ in curve] for curve in curves)):
                 if not sizes or sizes != sorted(set(sizes)):
-                    raise ValueError(f"{dtype}: sizes do not rise")
+                    raise ValueError(f"{dtype}: sizes do not ascend")
             for kind, *corner in itertools.product(PRODUCT_KINDS, *axes):
                 speeds.products.rate(Product(kind, *corner))
             speeds.seconds_per_element["copy"]
@@ -190,7 +190,7 @@ class MeasuredSpeeds:
         """Check that the measurements match the plan.
 
         Raises:
-            UsageError: if they are of another type of device or of other dtypes, or lack collectives.
+            UsageError: if the device type or dtype differs, or collectives are missing.
         """
         where = f"--machine_speeds={shown(self.path)}"
         if device_type != self.device_type:
@@ -239,10 +239,10 @@ Speeds = DataSheet | MeasuredSpeeds
 
 
 def read_speeds(path: Path) -> MeasuredSpeeds:
-    """Read the file of `scripts.benchmarks.machine`.
+    """Read a file of `scripts.benchmarks.machine`.
 
     Raises:
-        UsageError: in one line, if it cannot be read or is not such a file.
+        UsageError: if the file cannot be read or is not valid.
     """
     where = f"--machine_speeds={shown(str(path))}"
     fix = "write it with python -m scripts.benchmarks.machine --output=FILE"
@@ -260,4 +260,4 @@ def read_speeds(path: Path) -> MeasuredSpeeds:
     except (DamagedError, ValueError, KeyError, IndexError, RecursionError) as error:
         said = str(error).replace("\n", " ")[:120]
         problem = f"no {said}" if isinstance(error, KeyError) else said
-        raise UsageError(f"{where}: no file of machine speeds ({problem}); {fix}") from None
+        raise UsageError(f"{where}: not a file of machine speeds ({problem}); {fix}") from None

@@ -1,4 +1,4 @@
-"""The costs of a stage: its own passes, run on tensors without memory."""
+"""The costs of a stage, from running its own passes on tensors without memory."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ Saved = Counter[str]  # bytes by the function that saves them for the backward p
 
 
 class Overlap(NamedTuple):
-    """A collective, and the products between its start and the point that waits for it."""
+    """A collective, and the products between its start and the wait for it."""
 
     kind: str
     wire_bytes: int
@@ -35,9 +35,9 @@ class Overlap(NamedTuple):
 class Cost:
     """Costs of one pass of a micro-batch through a stage."""
 
-    peak: int = 0  # most bytes at any time beyond those that live when it begins
-    change: int = 0  # bytes that live when it ends, less those when it begins
-    largest: int = 0  # bytes of the two largest tensors that it makes
+    peak: int = 0  # peak bytes above those live at its start
+    change: int = 0  # bytes live at its end minus those at its start
+    largest: int = 0  # bytes of its two largest new tensors
     traffic: Mapping[str, Total] = field(default_factory=dict)  # over the tensor-parallel group, by kind
     products: Counter[Product] = field(default_factory=Counter)
     overlaps: Counter[Overlap] = field(default_factory=Counter)
@@ -45,7 +45,7 @@ class Cost:
 
 @dataclass(frozen=True)
 class StageCosts:
-    """Costs of the passes of a stage: in a micro-batch whose gradients are the first, and in one that adds to them."""
+    """Costs of a stage's passes, each for the first micro-batch and for one that accumulates gradients."""
 
     forward: tuple[Cost, Cost]
     backward: tuple[Cost, Cost]
@@ -53,7 +53,7 @@ class StageCosts:
 
 
 class StageMeter:
-    """Runs stages of a model on the meta device as they run on another."""
+    """Runs a model's stages on the meta device as they would run on `device`."""
 
     def __init__(self, device: torch.device, traffic: Traffic) -> None:
         self._device, self._traffic = device, traffic
@@ -63,7 +63,7 @@ class StageMeter:
 
         Args:
             stream: shaped as the stage's input; None: the first stage.
-            keeps_input: the stage before keeps its output, which is the input, until its own backward pass.
+            keeps_input: the previous stage holds this input, its output, until its own backward pass.
         """
         both = []
         for is_first in (True, False):
@@ -79,7 +79,7 @@ class StageMeter:
                 stage.observer = None
                 forward, backward = self._end(meter), Cost()
                 if stage.runs_backward:
-                    gradient = torch.empty_like(hidden) if hidden.dim() else None  # of the loss there is none
+                    gradient = torch.empty_like(hidden) if hidden.dim() else None  # the loss has no gradient
                     del hidden
                     self._begin(meter)
                     gradient = stage.backward(gradient, 0)
@@ -91,7 +91,7 @@ class StageMeter:
         return StageCosts((first, later), (first_backward, later_backward), tuple(layers))
 
     def evaluation(self, stage: Stage, micro_batch: Any, stream: Tensor | None) -> tuple[Cost, Tensor]:
-        """Run an evaluation; return also the stage's output."""
+        """Run an evaluation; return its cost and the stage's output."""
         with self._on_device() as meter:
             self._prepare(stage)
             hidden = None if stream is None else torch.empty_like(stream)
@@ -101,7 +101,7 @@ class StageMeter:
 
     @contextmanager
     def _on_device(self) -> Iterator[Meter]:
-        """Let code inside the block run as on the device."""
+        """Run the code in the `with` block as on the device."""
         meter = Meter(self._device)
         with PlannedDevice(self._device, meter), meter:
             yield meter
@@ -154,14 +154,14 @@ class StageMeter:
 
 
 class _Saved(Observer):
-    """Counts what autograd saves, each storage once, at the layer that saves it first."""
+    """Counts what autograd saves; each storage counts once, for the first layer that saves it."""
 
     def __init__(self, meter: Meter) -> None:
         self.layers: list[Saved] = []
         self._meter, self._current, self._counted = meter, Saved(), set[int]()
 
     def saves(self, tensor: Tensor) -> Tensor:
-        """Take note of a saved tensor, unless it was there before: a weight, tokens."""
+        """Count a saved tensor, unless it existed before, as weights and tokens did."""
         storage = tensor.untyped_storage()
         if self._meter.has_made(storage) and storage._cdata not in self._counted:
             self._counted.add(storage._cdata)
@@ -192,5 +192,5 @@ def _plus(left: Total, right: Total) -> Total:
 
 
 def times(total: Total, count: int) -> Total:
-    """Return the traffic of so many times as many collectives."""
+    """Return the traffic of `count` times as many collectives."""
     return Total(*(count * value for value in dataclasses.astuple(total)))

@@ -1,7 +1,7 @@
-"""The memory and traffic of a step: what its stages cost, in the order of the engine's own list of steps.
+"""The memory of a step: the costs of its stages, summed along the engine's own schedule.
 
-A search looks at thousands of configurations, so nothing is measured twice that is alike: stages of layers that compute
-and recompute the same, in micro-batches of one size. Depth-first micro-batches beyond the second repeat it.
+A search looks at thousands of configurations, so equal stages are measured once: those whose layers compute and
+recompute the same, with the same micro-batch size. Depth-first micro-batches after the second repeat its costs.
 """
 
 from __future__ import annotations
@@ -28,13 +28,13 @@ from megatron_lite.zero.schedule import Step, training_schedule
 from megatron_lite.zero.stage import Stage
 
 FP32_BYTES = 4
-Measured = dict[Any, Any]  # costs by what they depend on
+Measured = dict[Any, Any]  # costs, keyed by what they depend on
 
 
 class Partition:
-    """A rank's model as plans read it, the same for configurations that differ in a step only.
+    """A rank's model for plans, shared by configurations that differ only in their steps.
 
-    measured: costs of stages that are alike; models that compute the same may share it.
+    measured: costs of equal stages; models that compute the same may share it.
     """
 
     def __init__(self, model: MultiStage, traffic: Any, device_type: str, measured: Measured | None = None) -> None:
@@ -47,18 +47,18 @@ class Partition:
         self.state_bytes, self.state_tensors = sum(row.bytes for row in table), sum(row.count for row in table)
         trained = [stage.trainable for stage in model.stages if stage.trainable is not None]
         self.largest_shard = max((part.layout.shard_numel for part in trained), default=0)  # elements
-        # Of the optimizer's temporaries, for one matrix at a time: see `kernels/newton_schulz.py`.
+        # The optimizer's temporaries, for one matrix at a time: see `kernels/newton_schulz.py`.
         matrices = [(*sorted((m.rows, m.columns)), len(m.tiles) > 1) for m in _matrices(model)]
         self.update_bytes = max(
             (4 * small * (large + small) + 2 * small * large * assembled for small, large, assembled in matrices),
             default=0,
         )
         gathered = max((part.replicas.gathered_numel for part in trained if part.replicas), default=0)
-        self.replica_bytes = gathered * model.precision.gradients.itemsize  # of a sum of gradients over ranks
+        self.replica_bytes = gathered * model.precision.gradients.itemsize  # for summing gradients over ranks
         self._alike = [[_alike(layer) for layer in stage.layers] for stage in model.stages]
 
     def training(self, config: Config, level: str) -> list[StageCosts]:
-        """Return the costs of each stage in training, with a level of recomputation for all MLPs or by block."""
+        """Return each stage's costs in training. level: one recompute level for all MLPs, or levels by block."""
         assert config.batch.micro_batch_size, "resolved"
         levels, whole = by_block(level, config.model.num_layers), config.performance.recompute_layers
         micro_batch, costs, blocks = _micro_batch(config, config.batch.micro_batch_size), [], 0
@@ -82,7 +82,7 @@ class Partition:
         return costs
 
     def evaluation(self, config: Config) -> list[tuple[int, str]]:
-        """Bytes that each stage needs in an evaluation, beyond the state, and its name."""
+        """Return the bytes that each stage needs in an evaluation, excluding the state, and its name."""
         samples = config.batch.eval_micro_batch_size or config.batch.micro_batch_size
         assert samples, "resolved"
         micro_batch, needed = (
@@ -99,7 +99,7 @@ class Partition:
         return needed
 
     def schedule(self, config: Config) -> list[Step]:
-        """Return the steps of an iteration, without depth-first micro-batches that repeat the second."""
+        """Return an iteration's steps, without the depth-first micro-batches that repeat the second."""
         batch = config.batch
         assert batch.depth_first_micro_batches and batch.breadth_first_micro_batches, "resolved"
         key = min(batch.depth_first_micro_batches, 2), batch.breadth_first_micro_batches
@@ -108,7 +108,7 @@ class Partition:
         return self._schedules[key]
 
     def _stream(self, stage: Stage, micro_batch: MicroBatch) -> Tensor | None:
-        """Return a tensor shaped as a stage's input. The first block has then made what all blocks share."""
+        """Return a tensor shaped as a stage's input, after the first block has made what all blocks share."""
         samples = len(micro_batch.tokens)
         if samples not in self._streams or (micro_batch.positions is not None and not micro_batch.shared):
             _, self._streams[samples] = self._meter.evaluation(self.model.stages[0], micro_batch, None)
@@ -117,14 +117,14 @@ class Partition:
 
 
 def _matrices(model: MultiStage) -> Iterator[Matrix]:
-    """Yield the matrices that the optimizer needs whole."""
+    """Yield the matrices that the optimizer needs unsharded."""
     for stage in model.stages:
         if stage.update_buffer is not None:
             yield from matrices_of(stage)
 
 
 def _alike(layer: Any) -> tuple[Any, ...]:
-    """Return what tells a layer apart from others of the model, but for what it recomputes."""
+    """Return a key that equal layers share, except for what they recompute."""
     parameters = ((name, parameter.shape, parameter.requires_grad) for name, parameter in layer.named_parameters())
     return (type(layer), *parameters)
 
@@ -143,17 +143,17 @@ def _name(stage: Stage) -> str:
 
 @dataclass(frozen=True)
 class ActivationMemory:
-    """Bytes of activations at one level of recomputation, the same in all blocks or by block."""
+    """Bytes of activations at one recompute level, uniform or by block."""
 
     level: str
-    saved: list[Saved]  # per layer, for one micro-batch
-    held: int  # by all layers and micro-batches, when the backward pass begins
-    peak: int  # most at any time, temporary tensors included
+    saved: list[Saved]  # per layer and micro-batch
+    held: int  # in all layers and micro-batches when the backward pass begins
+    peak: int  # including temporary tensors
     peak_at: str  # stage and pass of the peak
 
 
 def activation_memory(config: Config, partition: Partition, level: str) -> ActivationMemory:
-    """Walk through a step, and an evaluation if there is one, to find what layers hold and the peak."""
+    """Walk through a step and any evaluation to find the saved activations and the peak."""
     costs = partition.training(config, level)
     held, needed = _walk(partition, partition.schedule(config), costs)
     needed += [(partition.update_bytes, "the update"), (partition.replica_bytes, "sums of gradients")]
@@ -166,9 +166,9 @@ def activation_memory(config: Config, partition: Partition, level: str) -> Activ
 def _walk(
     partition: Partition, schedule: Sequence[Step], costs: Sequence[StageCosts]
 ) -> tuple[int, list[tuple[int, str]]]:
-    """Return the bytes that the steps hold at most when one ends, and those that each needs, with its name."""
+    """Return the most bytes held after a forward step, and each step's peak with its name."""
     plans, names = partition.model.memory.plans, [_name(stage) for stage in partition.model.stages]
-    holders: dict[int | None, int] = {}  # of gradient buffers
+    holders: dict[int | None, int] = {}  # stage by gradient buffer
     live = held = 0
     needed = []
     for step in schedule:
@@ -184,16 +184,16 @@ def _walk(
 
 
 def runtime_bytes(config: Config, partition: Partition) -> dict[str, int]:
-    """Bytes beside the tensors of a step, by name."""
+    """Return the bytes needed in addition to a step's tensors, by name."""
     device_type, model = partition.device_type, partition.model
     data, tensor = model.group.world_size, model.tensor.world_size
-    # The group of all ranks, which is the data-parallel one if there is no other; and one that shares the layers.
+    # The group of all ranks, which is also the data-parallel one without tensor parallelism.
     groups = [data * tensor, *([data, tensor] if tensor > 1 else [])]
     costs = partition.training(config, config.performance.mlp_recompute_level)
     largest = max(cost.largest for stage in costs for cost in (*stage.forward, *stage.backward))
     needs = runtime_needs(device_type, groups, config.data.num_workers, partition.state_tensors, largest)
     if device_type == "cpu" and tensor > 1:
-        needs["scratch of tensor exchanges"] = _exchange_scratch_bytes(config, model)
+        needs["tensor-parallel scratch"] = _exchange_scratch_bytes(config, model)
     if device_type == "cpu" and (copy := host_copy_bytes(config, model)):
         needs["copy for async_checkpoint"] = copy
     if "updates" in config.tracking.watch:
@@ -202,7 +202,7 @@ def runtime_bytes(config: Config, partition: Partition) -> dict[str, int]:
 
 
 def _exchange_scratch_bytes(config: Config, model: MultiStage) -> int:
-    """Bytes in which a CPU receives the parts of hidden states; two ranks send each other whole ones."""
+    """Return the receive buffer of tensor-parallel collectives on a CPU; two ranks swap whole hidden states."""
     assert config.batch.micro_batch_size, "resolved"
     ranks, dtype = model.tensor.world_size, model.precision.training
     numel = config.batch.micro_batch_size * config.batch.sequence_length * config.model.hidden_size

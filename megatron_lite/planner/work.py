@@ -1,7 +1,7 @@
 """The work of a training step on one rank: products, attention, and passes over tensors, with their sizes.
 
-Products are measured (`stage_costs.py`). A fused kernel is one pass; views and tables count nothing. `work_time.py` has
-the time that the work takes.
+Products are measured (`stage_costs.py`). A fused kernel is one pass; views and tables are free. `work_time.py`
+predicts the time of this work.
 """
 
 from __future__ import annotations
@@ -19,15 +19,14 @@ from megatron_lite.parameter import DTYPES
 
 FP32_BYTES = 4
 NEWTON_SCHULZ_STEPS = 5
-# Bytes that an update reads and writes per element of a shard, without the weights in another dtype: gradient, weight,
-# moments.
+# Bytes that an update reads and writes per element of a shard: gradient, weight and moments, without rounded weights.
 UPDATE_BYTES = {"adamw": 28, "muon": 20, "lion": 20, "sgd": 20}
 # Elements that a plain or gated activation reads and writes for each element of its output.
 ACTIVATION_TENSORS = {"forward": (2, 3), "backward": (3, 5)}
 
 
 class Product(NamedTuple):
-    """One of the three products of a linear layer, `times` times: x W^T, dy W or dy^T x."""
+    """One of a linear layer's three products, `times` times: x W^T, dy W or dy^T x."""
 
     kind: str  # "forward", "input gradient" or "weight gradient"
     tokens: int
@@ -37,12 +36,12 @@ class Product(NamedTuple):
 
     @property
     def flops(self) -> float:
-        """Total additions and multiplications."""
+        """Total FLOPs."""
         return 2.0 * self.times * self.tokens * self.inputs * self.outputs
 
 
 class Attention(NamedTuple):
-    """Scores and context of one block and micro-batch, in one direction."""
+    """Attention of one block and micro-batch, in one direction."""
 
     backward: bool
     backend: str  # of `kernels/attention/choice.py`
@@ -53,7 +52,7 @@ class Attention(NamedTuple):
 
     @property
     def flops(self) -> float:
-        """Additions and multiplications within causal mask and window; the backward pass has 5 products."""
+        """FLOPs within causal mask and window; the backward pass has 5 products."""
         keys = self.window * (1 - self.window / (2 * self.length))
         return (10.0 if self.backward else 4.0) * self.heads * self.length * self.channels * keys
 
@@ -77,7 +76,7 @@ Item = Product | Attention | Pass
 class MicroBatchWork:
     """Attention and passes of a micro-batch on one rank.
 
-    trained: names of the parameters that are not frozen.
+    trained: names of the trainable parameters.
     """
 
     def __init__(self, config: Config, trained: Collection[str], device_type: str) -> None:
@@ -86,7 +85,7 @@ class MicroBatchWork:
         self.samples, self.length = config.batch.micro_batch_size, config.batch.sequence_length
         options, ranks = config.distributed, config.distributed.tensor_parallel
         self.tokens = self.samples * self.length
-        # Tokens of a tensor-parallel rank: in the residual stream, and in the loss.
+        # Tokens per tensor-parallel rank, in the residual stream and in the loss.
         residual_tokens = self.tokens // ranks if options.sequence_tensor_parallel else self.tokens
         self.loss_tokens = self.tokens if options.parallel_embeddings else residual_tokens
         self.vocabulary_rows = self.model.vocabulary_rows(ranks if options.parallel_embeddings else 1)
@@ -99,7 +98,7 @@ class MicroBatchWork:
         self.key = max(1, self.model.head_groups // ranks) * self.model.kv_channels
         self.ffn = self.model.ffn_hidden_size // ranks
         parts = (itertools.accumulate(name.split("."), "{}.{}".format) for name in trained)
-        self.trained = {*trained, *(f"{part}." for part in itertools.chain(*parts))}  # and the layers that hold them
+        self.trained = {*trained, *(f"{part}." for part in itertools.chain(*parts))}  # and their layers
         first = [index for index in range(self.model.num_layers) if f"blocks.{index}." in self.trained]
         self.first = -1 if "embedding." in self.trained else first[0] if first else self.model.num_layers
 
@@ -122,7 +121,7 @@ class MicroBatchWork:
         yield from self._head()
 
     def _embedding(self) -> Iterator[Item]:
-        """Rows of the table, positions, norm and dropout."""
+        """Yield the look-up, positions, norm and dropout."""
         model, stream = self.model, self.residual_itemsize
         rows = self.loss_tokens * model.hidden_size  # the table is split as the head's is
         yield Pass("embedding forward", rows, self.itemsize + stream)
@@ -139,7 +138,7 @@ class MicroBatchWork:
                 yield self._dropout(direction, self.hidden, stream)
 
     def _block(self, direction: str) -> Iterator[Item]:
-        """One pass through a block, without products and what depends on its index."""
+        """Yield one pass through a block, without products and what depends on its index."""
         model, e = self.model, self.itemsize
         yield self._norm(direction, (4 if model.hybrid_norm else 2) * self.hidden)
         rotated = self.tokens * (self.query + self.key)
@@ -149,7 +148,7 @@ class MicroBatchWork:
             yield Pass(f"rotation {direction}", rotated * model.rotated_channels / model.kv_channels, 2 * e)
         if direction == "forward":
             yield Pass("sum", 2 * self.hidden, 2 * self.residual_itemsize + e)
-        else:  # gradients of the heads join in one tensor
+        else:  # the heads' gradients are joined in one tensor
             copied = 0 if model.use_rotary_embeddings else rotated
             yield Pass("copy", copied + self.tokens * self.key, 2 * e)
         backend = "math" if model.attention_dropout else self.kernels.attention
@@ -162,7 +161,7 @@ class MicroBatchWork:
             yield self._dropout(direction, 2 * self.hidden, self.residual_itemsize if direction == "forward" else e)
 
     def _head(self) -> Iterator[Item]:
-        """Norm, logits and loss, chunk by chunk, with the gradients that the forward pass computes."""
+        """Yield norm, logits and loss, chunk by chunk, with the gradients that the forward pass computes."""
         v, e = self.vocabulary_rows, self.itemsize
         yield self._norm("forward", self.hidden)
         if self.first < self.model.num_layers or "head." in self.trained:
@@ -193,7 +192,7 @@ class MicroBatchWork:
 
 
 def update_work(config: Config, numel: int, world_size: int) -> Iterator[Item]:
-    """Yield norm of the gradients, the optimizer's rule and averages, for `numel` trained elements of a rank."""
+    """Yield gradient norm, optimizer rule and weight averaging for a rank's `numel` trained elements."""
     name, e = config.optimizer.optimizer, DTYPES[config.distributed.training_dtype].itemsize
     yield Pass("gradient norm", numel, FP32_BYTES)
     yield Pass(f"update {name}", numel, UPDATE_BYTES[name] + (e if e != FP32_BYTES else 0))

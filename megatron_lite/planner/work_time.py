@@ -19,23 +19,23 @@ class StepTime:
     """Seconds of a step on one rank."""
 
     parts: Mapping[str, float]  # "products", "attention", "passes", "host"
-    communication_s: float  # of all collectives
-    exposed_s: float  # of these, what does not hide behind the computation
-    tokens: int  # of the global batch
+    communication_s: float  # all collectives
+    exposed_s: float  # communication not overlapped with computation
+    tokens: int  # per global batch
 
     @property
     def compute_s(self) -> float:
-        """Without communication."""
+        """Time without communication."""
         return sum(self.parts.values())
 
     @property
     def seconds(self) -> float:
-        """The step."""
+        """Step time."""
         return self.compute_s + self.exposed_s
 
     @property
     def tokens_per_s(self) -> float:
-        """Tokens of all ranks."""
+        """Throughput of all ranks."""
         return self.tokens / self.seconds
 
 
@@ -50,7 +50,7 @@ class StepWork:
 
 
 def step_work(plan: Plan) -> StepWork:
-    """Return the work of a step of the largest batch on the rank of a plan."""
+    """Return the work of a step with the largest batch on the planned rank."""
     config, micro_batches = plan.config, plan.config.batch.sequential_micro_batches
     assert micro_batches, "resolved"
     trained = {name for name, parameter in plan.model.parameters() if parameter.requires_grad}
@@ -65,7 +65,7 @@ def step_work(plan: Plan) -> StepWork:
 
 
 def predict_step(plan: Plan, speeds: Speeds) -> StepTime:
-    """Predict the time of a step of the largest batch."""
+    """Predict the time of a step with the largest batch."""
     config, model, work = plan.config, plan.model, step_work(plan)
     dtype = config.distributed.training_dtype
     parts: dict[str, float] = defaultdict(float)
@@ -92,7 +92,7 @@ def _seconds(traffic: Mapping[str, Total], speeds: Speeds) -> float:
 
 
 def _exposed(config: Config, communication: float, compute: float, stages: int, overlap: float) -> float:
-    """Return what of the communication does not hide: the first stage's, the link's or buffers' excess, and a share."""
+    """Return the exposed communication: everything with a single buffer, otherwise at least the first stage's."""
     options = config.multi_stage
     if 1 in (options.num_weight_buffers, options.num_grad_buffers):
         return communication

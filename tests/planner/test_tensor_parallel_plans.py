@@ -82,7 +82,7 @@ def test_state_and_traffic_are_those_of_the_engine(options: Options, ranks: int,
 @pytest.mark.slow
 @pytest.mark.parametrize(("ranks", "shared"), [(2, 2), *LAYOUTS])
 def test_state_and_traffic_are_those_of_real_ranks(ranks: int, shared: int) -> None:
-    """The same of the program's own steps on ranks that are processes, with the optimizer's exchanges."""
+    """The same of the program's own steps on ranks that are processes, with the optimizer's collectives."""
     cases = [dict(case, tensor_parallel=shared) for case in [*CASES, dict(optimizer="muon", zero_stage=2)]]
     for rank, books_of_rank in enumerate(run_distributed(ranks, run_steps, cases, tensor_parallel=shared)):
         for options, books in zip(cases, books_of_rank, strict=True):
@@ -130,7 +130,7 @@ def test_sockets_send_what_the_plan_counts() -> None:
     found = run_distributed(2, wire_bytes, cases, tensor_parallel=2)[0]
     for options, (steps, scratch) in zip(cases, found, strict=True):
         plan = make_plan(configured(2, options), 2, "cpu")
-        assert plan.runtime["scratch of tensor exchanges"] == scratch
+        assert plan.runtime["tensor-parallel scratch"] == scratch
         expected = sum(total.wire_bytes for total in plan.traffic.values())
         for sent, counted in steps[1:]:
             assert 0 <= counted - expected < 100, "the gradient's norm"

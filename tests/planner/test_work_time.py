@@ -71,7 +71,7 @@ def test_ranks_that_share_layers_share_the_flops(options: dict[str, Any]) -> Non
 
 
 def test_exchanges_inside_of_passes_take_time() -> None:
-    """Eight of ten collectives of a block with split tokens overlap with products, of four all-reduces two.
+    """Eight of a block's ten sequence-parallel collectives overlap with products, two of its four all-reduces.
 
     What a slower link adds is added to the step, but for what hides.
     """
