@@ -44,10 +44,6 @@ def sizes(draft: Draft) -> Iterator[Problem]:
         rule = f"a tensor of a micro-batch would have {elements:.1e} elements; write smaller sizes"
         yield problem(draft, "micro_batch_size sequence_length", rule)
         return
-    if micro > MOST_LISTED_SAMPLES:
-        rule = f"a micro-batch has at most {MOST_LISTED_SAMPLES:,} samples; write a smaller one, and more of them"
-        yield problem(draft, "micro_batch_size" if micro == draft.micro_batch_size else "eval_micro_batch_size", rule)
-        return
     for name in ("train_iters", "validation_iters", "test_iters"):
         iterations = getattr(draft, name)
         if iterations != "all" and iterations * (draft.batch_size or 1) > MOST_SAMPLES:
@@ -55,12 +51,18 @@ def sizes(draft: Draft) -> Iterator[Problem]:
 
 
 def check_passes(config: Config) -> None:
-    """Refuse a step of a resolved configuration that is too long for a list.
+    """Refuse a resolved configuration whose micro-batches or steps are too long for a list.
 
     Raises:
-        UsageError: if it is.
+        UsageError: if one of them is.
     """
     batch, blocks = config.batch, config.multi_stage.layers_per_stage
+    for name in ("micro_batch_size", "eval_micro_batch_size"):
+        if (getattr(batch, name) or 1) > MOST_LISTED_SAMPLES:
+            raise UsageError(
+                f"{typed(batch, name)}: a micro-batch has at most {MOST_LISTED_SAMPLES:,} samples; write a smaller "
+                "value, and use more micro-batches"
+            )
     micro_batches = batch.sequential_micro_batches or 1
     passes = micro_batches * number_of_stages(config.model.num_layers, 1.0 if blocks == "auto" else blocks)
     if passes > MOST_PASSES:

@@ -186,10 +186,11 @@ def test_suggestions_for_typos() -> None:
     """For one-edit typos of our flags the right name comes first in 99 %; for other programs' in 95 %."""
     generator = random.Random(0)
     for names, share, sample in (([*FLAGS], 0.99, 4), ([*FOREIGN], 0.95, 1)):
-        cases = [(name, typo) for name in names for typo in one_edit_typos(name, generator, sample)]
-        wrong = [(name, typo) for name, typo in cases if nearest_flags(typo)[:1] != [name]]
+        typos = [(name, typo) for name in names for typo in one_edit_typos(name, generator, sample)]
+        cases = [(name, typo, nearest_flags(typo)) for name, typo in typos]
+        wrong = [case for case in cases if case[2][:1] != [case[0]]]
         assert len(wrong) <= (1 - share) * len(cases), wrong[:20]
-        lost = [(name, typo) for name, typo in cases if name not in nearest_flags(typo)]
+        lost = [case for case in cases if case[0] not in case[2]]
         assert len(lost) <= 0.01 * len(cases), lost[:20]
 
 

@@ -14,7 +14,7 @@ ROOT = Path(__file__).resolve().parents[2]
 @pytest.mark.parametrize(
     "more",
     [
-        "--kills=3",
+        "--kills=2",
         pytest.param("--kills=150", marks=pytest.mark.slow),
         pytest.param("--kills=8 --torchrun", marks=pytest.mark.slow),
     ],

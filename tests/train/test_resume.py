@@ -317,6 +317,7 @@ def test_more_iterations_resume(corpus: str, tmp_path: Path) -> None:
     assert norms[0] == norms[1]
 
 
+@pytest.mark.slow  # by default, without a restart: tests/zero/test_recompute.py
 def test_other_levels_of_recomputation_resume(corpus: str, tmp_path: Path) -> None:
     """A run whose --mlp_recompute_level changes at every start is bit for bit the run that kept one level."""
     one, changing = tmp_path / "one", tmp_path / "changing"

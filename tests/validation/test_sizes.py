@@ -26,7 +26,7 @@ def planned(*words: str, ranks: int = 2) -> None:
     dry_run(config, arguments.config, ranks, arguments.notes, (), prints=True)
 
 
-@pytest.mark.parametrize("value", [2**31, 10**18, 2**62])
+@pytest.mark.parametrize("value", [2**31, pytest.param(10**18, marks=pytest.mark.slow), 2**62])
 def test_every_integer_option_at_once(value: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """An option is legal and planned, or refused in one error of ours; neither takes long."""
     monkeypatch.setattr(search, "SEARCH_S", 0.05)
