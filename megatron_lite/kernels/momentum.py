@@ -8,7 +8,7 @@
             w = w - lr * decay * w - lr * f * u                                         f by the shape of the matrix
 
 Lion: Chen et al. (2023), algorithm 2. SGD: torch.optim.SGD with decoupled weight decay (Loshchilov & Hutter 2019).
-Muon: Jordan et al. (2024), as in torch.optim.Muon. All in fp32, for gradients of any dtype and every form of the weights
+Muon: Jordan et al. (2024), as in torch.optim.Muon. All in fp32, for gradients of any dtype and every form of weights
 that a `WeightShard` has. If `skipped` is set, no bit changes. The shard is updated in chunks, to bound temporaries, and
 without synchronizing with the host.
 """

@@ -21,9 +21,9 @@ from megatron_lite.model.tensor_parallel import TensorParallel
 
 
 class Attention(torch.nn.Module):
-    """Causal attention, multi-head, grouped-query or multi-query: (b, s, h) -> (b, s, h). `index`: of the block.
+    """Causal attention, multi-head, grouped-query or multi-query: (b, s, h) -> (b, s, h).
 
-    Each rank of a tensor-parallel group has some of the heads, n and g below.
+    index: the block's. Each tensor-parallel rank has some of the heads, n and g below.
     """
 
     def __init__(
@@ -98,7 +98,7 @@ class Attention(torch.nn.Module):
         return self.output(context.transpose(1, 2).flatten(2), after=collectives)  # (b, s, n d) -> (b, s, h)
 
     def _angles(self, hidden: Tensor, micro_batch: MicroBatch) -> Table | None:
-        """Return the rotary table; that of a micro-batch with positions of its own is made once for all blocks."""
+        """Return the rotary table; with per-micro-batch positions, all blocks share one."""
         if self.rotary is None or micro_batch.positions is None:
             return None if self.rotary is None else self.rotary.table(hidden)
         if "angles" not in micro_batch.shared:
@@ -190,13 +190,13 @@ class Block(Layer):
         self.recompute(performance.mlp_levels(config.num_layers)[index], index < performance.recompute_layers)
 
     def recompute(self, level: str, whole: bool) -> None:
-        """Choose what the backward pass recomputes: a level of the MLP, or the whole block from its input."""
+        """Choose what the backward pass recomputes: the MLP at some level, or the whole block from its input."""
         self.mlp.recompute_level, self.recomputed = level, whole
 
     def forward(self, hidden: Tensor | None, micro_batch: MicroBatch) -> Tensor:
         """(b, s, h) -> (b, s, h), in the residual stream's dtype."""
         assert hidden is not None
-        dtype = self.mlp.up.weight.dtype  # of all but the residual stream, whose dtype the embedding chooses
+        dtype = self.mlp.up.weight.dtype  # all but the residual stream, whose dtype the embedding chooses
         collectives = self.parallel.collectives(any_length=micro_batch.cache is not None)
         hidden, normalized = self.attention_norm.add(hidden, None, dtype)
         branch = self._branch(
@@ -210,7 +210,7 @@ class Block(Layer):
         return hidden + self._branch(self.mlp(normalized, collectives), self.mlp_output_norm, micro_batch, "mlp_branch")
 
     def _branch(self, branch: Tensor, norm: Norm | None, micro_batch: MicroBatch, site: str) -> Tensor:
-        """Return the branch as it is added to the residual stream."""
+        """Return the branch, normalized and dropped out, as added to the residual stream."""
         if norm is not None:
             branch = norm(branch)
         if self.hidden_dropout == 0.0:

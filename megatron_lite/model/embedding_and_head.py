@@ -1,4 +1,4 @@
-"""The two ends of the chain: the embedding, and the head with final norm and loss."""
+"""Both ends of the model: the embedding, and the head with final norm and loss."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ class Embedding(Layer):
         self.vocabularies = {length: parallel.vocabulary(config, length) for length in (False, True)}  # any length?
         weights = Initializer("normal", config.init_method_std_embed)
         self.dropout = config.embedding_dropout
-        self.dtype = torch.float32 if config.full_precision_residual else None  # of the residual stream
+        self.dtype = torch.float32 if config.full_precision_residual else None  # residual stream's dtype
         self.word = declare(_vocabulary("embedding.word.weight", config, parallel, embedding=True))
         self.position = None
         if config.use_position_embeddings:
@@ -88,7 +88,7 @@ class Head(Layer):
 
     @property
     def weight(self) -> Parameter:
-        """The output projection (v, h); if tied, the embedding's."""
+        """The output projection (v, h); the embedding's if tied."""
         if self.output is not None:
             return self.output
         (embedding,) = self.borrows_from
@@ -96,7 +96,7 @@ class Head(Layer):
         return embedding.word
 
     def forward(self, hidden: Tensor | None, micro_batch: MicroBatch) -> Tensor:
-        """Return the summed loss or, with a cache, logits (t, v). Without a gradient scale compute no gradients."""
+        """Return the summed loss or, with a cache, logits (t, v). Computes no gradients without a gradient scale."""
         if micro_batch.cache is not None:
             assert hidden is not None
             return self.logits(hidden[:, micro_batch.cache.answered])[0]
@@ -122,13 +122,13 @@ class Head(Layer):
         )
 
     def logits(self, hidden: Tensor) -> Tensor:
-        """(b, s, h) -> (b, s, v) for generation, without the padding of the vocabulary."""
+        """(b, s, h) -> (b, s, v) for generation, without vocabulary padding."""
         rows = affine(self.norm(hidden, self.weight.dtype), self.weight)
         return capped(self.vocabulary_of_any_length.whole(rows), self.soft_cap)
 
 
 def _vocabulary(name: str, config: ModelConfig, parallel: TensorParallel, embedding: bool) -> ParameterSpec:
-    """Declare one row per vocabulary entry; in memory, rows of zeros follow."""
+    """Declare one row per vocabulary entry, padded with zero rows in memory."""
     spec = ParameterSpec(
         name,
         (config.vocab_size, config.hidden_size),
@@ -143,9 +143,9 @@ def chunk_tokens(splits: int | None, tokens: int, device: torch.device, itemsize
     """Return the number of tokens whose logits, of `itemsize` bytes, exist at a time; this bounds their memory.
 
     Every chunk reads and writes the head's whole weight gradient, which takes a GPU as long as the products of a few
-    hundred tokens. The default on a GPU is equal chunks, in steps of 128, of up to 3072 tokens: 0.8 GB of bf16 logits
-    at 128,256 entries. On a CPU it is 1 KiB per vocabulary entry: in 16-bit training, where a weight gradient is
-    computed in a temporary before it is added, longer chunks pay.
+    hundred tokens. The default on a GPU is equal chunks of up to 3072 tokens, in multiples of 128: 0.8 GB of bf16
+    logits at 128,256 entries. On a CPU it is 1 KiB per vocabulary entry: longer chunks pay in 16-bit training, where a
+    weight gradient is computed in a temporary before it is added.
     """
     if splits is not None:
         return cdiv(tokens, splits)

@@ -30,8 +30,8 @@ def build_gpt(
 ) -> list[Layer]:
     """Build the layers on the meta device, in order: embedding, blocks, head with loss.
 
-    config: resolved. sequence_length: positions in the rotary table. performance: what to recompute. parallel: how
-    tensor-parallel ranks split the layers.
+    config: resolved. sequence_length: positions in the rotary table. performance: what to recompute. parallel: the
+    tensor-parallel split of the layers.
     """
     rotary = Rotary(config, sequence_length) if config.use_rotary_embeddings else None
     embedding = Embedding(config, kernels, parallel)
@@ -42,7 +42,7 @@ def build_gpt(
 def model_layers(config: Config, kernels: Kernels, tensor: Group | None = None) -> list[Layer]:
     """Build the layers on the meta device and set learning-rate scales and weight decay as configured.
 
-    tensor: the tensor-parallel ranks; None: this one alone.
+    tensor: the tensor-parallel group; None: this rank alone.
 
     Raises:
         UsageError: if a pattern of --freeze, --lr_scales or --weight_decay_modules matches nothing, or everything
@@ -58,7 +58,7 @@ def model_layers(config: Config, kernels: Kernels, tensor: Group | None = None) 
 
 
 def parameters_of(layers: Iterable[Layer]) -> list[Parameter]:
-    """Return all parameters in model order; a tied head contributes only its norm."""
+    """Return all parameters in model order; a tied head adds only its norm."""
     return [cast(Parameter, parameter) for layer in layers for parameter in layer.parameters()]
 
 

@@ -1,9 +1,9 @@
 """Key-value cache for generation: one pass over each prompt, then passes over the next token of many texts.
 
 Texts share one sample, (1, t), each token at its own position. Only attention and positions differ from training, and
-no text is padded. A text does not depend on the others: attention takes one text at a time, and every other operation
-treats each token separately. Because the number of tokens in a pass can change the last bits of a product, every pass
-over next tokens has the same number of tokens, some of which may belong to no text.
+no text is padded. Texts are independent: attention takes one text at a time, and every other operation treats tokens
+separately. Because the number of tokens in a pass can change the last bits of a product, every pass over next tokens
+has the same number of tokens, some of which may belong to no text.
 """
 
 from __future__ import annotations
@@ -21,21 +21,21 @@ Heads = tuple[Tensor, Tensor, Tensor]  # query (1, n, t, d), key and value (1, g
 class CachePass:
     """The cache as one pass through the model uses it."""
 
-    answered: slice  # tokens of the pass whose logits are computed
+    answered: slice  # the pass's tokens whose logits are computed
 
     def attend(
         self, block: str, heads: Heads, window: int | None, scale: float | None, softmax_in_fp32: bool
     ) -> Tensor:
-        """Map the heads of a block to (1, n, t, d); store keys and values."""
+        """Store a block's keys and values, and return its attention output (1, n, t, d)."""
         raise NotImplementedError
 
 
 class KeyValueCache:
     """Keys and values, (g, slots, d) each, per block and text, for `rows` texts of at most `capacity` tokens.
 
-    A position's slot is its remainder by the number of slots; with a sliding window there are only as many slots as
-    visible keys. The first pass allocates the memory. Each text has its own tensors, because the order in which
-    libraries sum numbers depends on their place in memory.
+    A position's slot is the position modulo the number of slots; with a sliding window there are only as many slots as
+    visible keys. The first pass allocates the memory. Each text has its own tensors, because the summation order in
+    libraries depends on memory addresses.
     """
 
     def __init__(self, rows: int, capacity: int) -> None:
@@ -44,14 +44,14 @@ class KeyValueCache:
         self._blocks: dict[str, list[tuple[Tensor, Tensor]]] = {}
 
     def of(self, block: str, like: Tensor, window: int | None) -> list[tuple[Tensor, Tensor]]:
-        """Return keys and values of every text in a block; `like` (1, g, t, d) gives size and dtype."""
+        """Return a block's keys and values of every text; `like` (1, g, t, d) gives size and dtype."""
         if block not in self._blocks:
             shape = (like.shape[1], min(self.capacity, window or self.capacity), like.shape[3])
             self._blocks[block] = [(like.new_zeros(shape), like.new_zeros(shape)) for _ in range(self.rows)]
         return self._blocks[block]
 
     def nbytes(self) -> int:
-        """Return the bytes of all blocks."""
+        """Return the bytes in all blocks."""
         return sum(tensor.nbytes for rows in self._blocks.values() for pair in rows for tensor in pair)
 
 
@@ -73,7 +73,7 @@ class Beginning(CachePass):
         for saved, new in zip(self._cache.of(block, key, window)[self._row], (key, value), strict=True):
             slots = saved.shape[1]
             first = max(0, length - slots)
-            # Store the newest keys from the slot of position `first` on; those that pass the end begin at slot 0.
+            # Store the newest keys from the slot of position `first` on, wrapping around to slot 0.
             count = min(length - first, slots - first % slots)
             saved[:, first % slots : first % slots + count] = new[0, :, first : first + count]
             saved[:, : length - first - count] = new[0, :, first + count :]
@@ -84,7 +84,7 @@ class Beginning(CachePass):
 
 
 class NextTokens(CachePass):
-    """A pass over the next token of every text, (1, t), at `positions` (t,), rows of the cache first; -1: no text."""
+    """A pass over every text's next token, (1, t), at `positions` (t,), in order of cache rows; -1: no text."""
 
     answered = slice(None)
 

@@ -1,4 +1,4 @@
-"""A layer of the chain, its input, and its building blocks: linear maps, norms, dropout."""
+"""A layer of the model, its input, and its building blocks: linear maps, norms, dropout."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from megatron_lite.parameter import Initializer, Parameter, ParameterSpec, decla
 from megatron_lite.seeds import derive_seed
 from megatron_lite.tiles import WHOLE, Split
 
-MASKED = -1  # label of a token that counts in no loss
+MASKED = -1  # label of a token without a loss
 
 
 @dataclass(frozen=True)
@@ -29,22 +29,22 @@ class MicroBatch:
     """The input of one pass through the model."""
 
     tokens: Tensor  # (b, s) int64
-    labels: Tensor  # (b, s) int64; below zero: masked, neither loss nor gradient
+    labels: Tensor  # (b, s) int64; below zero: masked, no loss or gradient
     gradient_scale: Tensor | None = None  # loss scale / tokens of the global batch, (); None: no gradients wanted
-    dropout_seed: int | None = None  # None: nothing is dropped
+    dropout_seed: int | None = None  # None: no dropout
     documents: Documents | None = None  # None: attention crosses document borders
     loss_weight: float = 1.0  # factor on the summed loss; `gradient_scale` includes it
     cache: CachePass | None = None  # generation: the head returns logits (t, v) instead of a loss
     positions: Tensor | None = None  # (b, s) int64; None: 0, 1, 2, ... in every sample
-    shared: dict[str, Any] = field(default_factory=dict)  # made by the first layer that needs it, for all others
+    shared: dict[str, Any] = field(default_factory=dict)  # made by the first layer that needs it, for all layers
 
     def site_seed(self, site: str, p: float) -> int | None:
-        """Return the seed of one place in the model that drops with probability p; None: nothing is dropped there."""
+        """Return the seed of one dropout site with probability p; None: no dropout."""
         return None if p == 0.0 or self.dropout_seed is None else derive_seed(self.dropout_seed, site)
 
 
 class Layer(torch.nn.Module):
-    """One link of the chain: hidden (b, s, h) -> hidden (b, s, h)."""
+    """One layer of the model: hidden (b, s, h) -> hidden (b, s, h)."""
 
     name: str  # unique in the model, and the prefix of its parameters' names: "embedding", "blocks.3", "head"
     # See `zero.layer.Layer`.
@@ -60,8 +60,8 @@ class Layer(torch.nn.Module):
 class Linear(torch.nn.Module):
     """A linear layer with weight (o, i) and, if `biased`, bias (o,).
 
-    out_sizes: rows of each linear map stored in the weight, from the top; they sum to o. split: of the weight; a bias
-    is split with its rows, and whole beside split columns.
+    out_sizes: rows of each linear map stored in the weight, from the top; they sum to o. split: the weight's; a bias is
+    split with the rows, and whole if columns are split.
     """
 
     def __init__(
@@ -90,12 +90,12 @@ class Linear(torch.nn.Module):
 
 
 class Norm(torch.nn.Module):
-    """Layer or RMS norm over the last dimension, (..., h) -> (..., h); its parameters, if any, are (h,)."""
+    """Layer or RMS norm over the last dimension, (..., h) -> (..., h); any parameters are (h,)."""
 
     def __init__(
         self, name: str, config: ModelConfig, kernels: Kernels, split: Split = WHOLE, size: int | None = None
     ) -> None:
-        """`size` of the last dimension; None: hidden_size."""
+        """size: last dimension; None: hidden_size."""
         super().__init__()
         centered = {"layer_norm": True, "rms_norm": False}[config.normalization_type]
         self.kind, self.kernels = Kind(config.layer_norm_eps, centered, config.zero_centered_normalization), kernels
@@ -115,14 +115,15 @@ class Norm(torch.nn.Module):
         return self.add(hidden, None, dtype)[1]
 
     def add(self, hidden: Tensor, branch: Tensor | None, dtype: torch.dtype | None = None) -> tuple[Tensor, Tensor]:
-        """Return the sum of both, in the branch's memory if the dtypes agree, and its norm; without a branch, return
-        `hidden` itself and its norm.
+        """Return hidden + branch, in the branch's memory if the dtypes agree, and its norm.
+
+        Without a branch, return `hidden` itself and its norm.
         """
         return add_norm(hidden, branch, self.weight, self.bias, self.kind, self.kernels.triton, dtype=dtype)
 
 
 def dropout(x: Tensor, p: float, seed: int | None) -> Tensor:
-    """Zero each element with probability p and scale the others by 1 / (1 - p); without a seed (evaluation) do nothing.
+    """Zero each element with probability p and scale the rest by 1 / (1 - p); no-op without a seed (evaluation).
 
     The mask depends only on the seed.
     """

@@ -16,7 +16,7 @@ from megatron_lite.config.structured_values import decay_expression
 from megatron_lite.errors import UsageError
 from megatron_lite.parameter import Parameter, ParameterSpec
 
-MATCHING_S = 1.0  # of processor time, for one regular expression; sound ones take a millisecond
+MATCHING_S = 1.0  # processor time for one regular expression; sound ones take a millisecond
 
 
 def set_lr_scales(parameters: Iterable[Parameter], scales: Sequence[tuple[str, float]]) -> None:
@@ -32,7 +32,7 @@ def set_lr_scales(parameters: Iterable[Parameter], scales: Sequence[tuple[str, f
     for pattern, _ in scales:
         if not any(matches(pattern, name) for name in names):
             raise UsageError(
-                f"--freeze or --lr_scales: no parameter is called {pattern!r}; {similar_names(pattern, names)}; "
+                f"--freeze or --lr_scales: {pattern!r} matches no parameter; {similar_names(pattern, names)}; "
                 "a prefix selects everything below it (blocks.0), and * and ? are wildcards"
             )
     for parameter in parameters:
@@ -40,14 +40,14 @@ def set_lr_scales(parameters: Iterable[Parameter], scales: Sequence[tuple[str, f
             if matches(pattern, parameter.spec.name):
                 parameter.spec = dataclasses.replace(parameter.spec, lr_scale=scale)
     if not any(parameter.spec.trainable for parameter in parameters):
-        raise UsageError("--freeze, --lr_scales: every parameter is frozen, nothing is left to train; freeze fewer")
+        raise UsageError("--freeze, --lr_scales: every parameter is frozen; freeze fewer")
 
 
 def set_weight_decay(parameters: Iterable[Parameter], mask: str | None, modules: Sequence[str]) -> None:
-    """Set which parameters decay: those that a pattern of `modules` selects, and those that the mask selects.
+    """Set which parameters decay: those selected by a pattern of `modules` or by the mask.
 
-    mask: "fast_llm": all but norms and biases, as the layers declare. "levanter": all but norms, biases and embeddings;
-    a tied head is the embedding. "off": all. None: none.
+    mask: "fast_llm": all but norms and biases, as declared by the layers. "levanter": all but norms, biases and
+    embeddings; a tied head is the embedding. "off": all. None: none.
 
     Raises:
         UsageError: if a pattern selects nothing.
@@ -66,9 +66,9 @@ def set_weight_decay(parameters: Iterable[Parameter], mask: str | None, modules:
 def selected(pattern: str, names: Sequence[str]) -> list[str]:
     """Return the names that one item of --weight_decay_modules selects.
 
-    `regex:...` is a regular expression that matches from the beginning of a name, as in Levanter. Any other item is a
-    name, a prefix of whole parts or a pattern with wildcards, as in --freeze; if none of these matches, the item
-    selects every name that contains it, also as in Levanter.
+    `regex:...` is a regular expression that matches from the start of a name, as in Levanter. Any other item is a name,
+    a prefix of whole parts or a pattern with wildcards, as in --freeze; if none of these matches, the item selects
+    every name that contains it, also as in Levanter.
 
     Raises:
         UsageError: if the item selects nothing.
@@ -80,7 +80,7 @@ def selected(pattern: str, names: Sequence[str]) -> list[str]:
         found = [name for name in names if matches(pattern, name)] or [name for name in names if pattern in name]
     if not found:
         rule = (
-            "it must match from a name's beginning (begin with .* to match anywhere), without comma or space"
+            "it must match from the start of a name (begin with .* to match anywhere), without commas or spaces"
             if expression is not None
             else "a prefix selects everything below it (blocks.0), * and ? are wildcards, other text is part of a name"
         )
@@ -93,9 +93,8 @@ def selected(pattern: str, names: Sequence[str]) -> list[str]:
 def _matched(pattern: str, expression: re.Pattern[str], names: Sequence[str]) -> list[str]:
     """Return the names that a regular expression matches.
 
-    A match of nested repeats, as in (.+)+X, may take longer than a life, and no rule about the text of an expression
-    finds all of them. Python looks for signals while it matches, so a timer of processor time ends the match. Only the
-    main thread can have one.
+    Nested repeats, as in (.+)+X, can take exponential time, and no check of the expression's text finds them all.
+    Python handles signals while matching, so a CPU-time timer ends the match. Only the main thread can have one.
 
     Raises:
         UsageError: if matching takes longer than `MATCHING_S`.
@@ -105,7 +104,7 @@ def _matched(pattern: str, expression: re.Pattern[str], names: Sequence[str]) ->
 
     def stop(*_: object) -> NoReturn:
         raise UsageError(
-            f"--weight_decay_modules: {pattern!r} takes more than {MATCHING_S:g} s to match the names of parameters; "
+            f"--weight_decay_modules: {pattern!r} takes more than {MATCHING_S:g} s to match parameter names; "
             "write it without repeats within repeats, as in (a+)+"
         )
 
@@ -119,17 +118,17 @@ def _matched(pattern: str, expression: re.Pattern[str], names: Sequence[str]) ->
 
 
 def matches(pattern: str, name: str) -> bool:
-    """Return whether a pattern is this name or a prefix of whole parts of it, wildcards included."""
+    """Whether a pattern, possibly with wildcards, matches a name or a prefix of whole parts of it."""
     return name.startswith(f"{pattern}.") or fnmatch.fnmatchcase(name, pattern)
 
 
 def similar_names(pattern: str, names: Sequence[str]) -> str:
-    """Return an error message's hint for a pattern that matches no name."""
+    """Return the hint for an error message about a pattern that matches no name."""
     return f"similar names: {', '.join(difflib.get_close_matches(pattern, names, n=3, cutoff=0.0))}"
 
 
 def describe(parameters: Iterable[Parameter]) -> str:
-    """Return a log line with the decaying parameters in model order; equal blocks share one name."""
+    """Return a log line of decaying parameters in model order; equal blocks share one name."""
     trained = [parameter.spec for parameter in parameters if parameter.spec.trainable]
     decayed = [spec for spec in trained if spec.weight_decay]
     count, every = (f"{sum(spec.numel for spec in specs):,}" for specs in (decayed, trained))
@@ -141,7 +140,7 @@ _BLOCK = re.compile(r"(.*?\.)(\d+)(\..*)")
 
 
 def _compressed(specs: Sequence[ParameterSpec], of: Sequence[ParameterSpec]) -> list[str]:
-    """Return names with `*` in place of the block's index if all blocks of `of` are meant, else with index ranges."""
+    """Return names with `*` for the block index if all blocks of `of` are meant, else with index ranges."""
     every, items = _by_block(of), []
     for name, blocks in _by_block(specs).items():
         if blocks != every[name]:
@@ -151,7 +150,7 @@ def _compressed(specs: Sequence[ParameterSpec], of: Sequence[ParameterSpec]) -> 
 
 
 def _by_block(specs: Sequence[ParameterSpec]) -> dict[str, list[int]]:
-    """Map names with `*` in place of a block's index to the indices; a name without index maps to an empty list."""
+    """Map names with `*` for the block index to the indices; names without an index map to an empty list."""
     groups: dict[str, list[int]] = {}
     for spec in specs:
         match = _BLOCK.fullmatch(spec.name)
@@ -162,7 +161,7 @@ def _by_block(specs: Sequence[ParameterSpec]) -> dict[str, list[int]]:
 
 
 def _ranges(indices: Sequence[int]) -> str:
-    """Return `3` for one index, `{0-2,5}` for several; the indices ascend."""
+    """Return `3` for one index, `{0-2,5}` for several, given ascending indices."""
     runs = []
     for _, run in itertools.groupby(enumerate(indices), lambda pair: pair[1] - pair[0]):
         members = [index for _, index in run]

@@ -1,7 +1,7 @@
-"""The table of rotary angles (Su et al. 2021) that all blocks share, stretched for longer sequences if so configured.
+"""The table of rotary angles (Su et al. 2021) that all blocks share, optionally scaled for longer sequences.
 
 The formulas are Hugging Face's (transformers, modeling_rope_utils.py), in its order of operations, in fp32. Channel
-pair j of r / 2 has wavelength w = base^(2 j / r) in radians and frequency 1 / w; stretched by `factor`:
+pair j of r / 2 has wavelength w = base^(2 j / r) in radians and frequency 1 / w; scaled by `factor`:
 
     linear   1 / w / factor                                                        (Chen et al. 2023)
     llama3   1 / w for waves that fit at least `high_freq_factor` times into the original length, 1 / w / factor for
@@ -23,7 +23,7 @@ from megatron_lite.kernels.rotary import Table, angle_table, wavelengths
 
 
 class Rotary:
-    """The cos/sin table of a model, computed once and shared by its blocks."""
+    """A model's cos/sin table, computed once and shared by its blocks."""
 
     def __init__(self, config: ModelConfig, length: int) -> None:
         self._config, self._length, self._channels = config, length, config.rotated_channels
@@ -77,12 +77,12 @@ def _yarn(model: ModelConfig, waves: Tensor, factor: float) -> Tensor:
 
 
 def _ramp(model: ModelConfig, channels: int) -> tuple[float, float]:
-    """Return the channel pairs, fractional unless truncated, at which the ramp of yarn begins and ends."""
+    """Return the channel pairs, fractional unless truncated, where YaRN's ramp begins and ends."""
     length, base = model.rope_original_max_position_embeddings, model.rotary_base
     assert length is not None and base is not None and model.rope_beta_fast and model.rope_beta_slow
 
     def pair(turns: float) -> float:
-        """Return the pair that turns this often over the original length."""
+        """Return the pair that makes this many turns over the original length."""
         return (channels * math.log(length / (turns * 2 * math.pi))) / (2 * math.log(base))
 
     low, high = pair(model.rope_beta_fast), pair(model.rope_beta_slow)
@@ -93,7 +93,7 @@ def _ramp(model: ModelConfig, channels: int) -> tuple[float, float]:
 
 
 def attention_factor(model: ModelConfig) -> float:
-    """Return the factor on cos and sin: 1 except for yarn, which sharpens attention scores."""
+    """Return the factor on cos and sin: 1 except with YaRN, which sharpens attention scores."""
     if model.rope_type != "yarn":
         return 1.0
     if model.rope_attention_factor is not None:

@@ -1,7 +1,7 @@
-"""How tensor-parallel ranks split the layers of a model (Shoeybi et al. 2019; Korthikanti et al. 2022).
+"""How tensor parallelism splits a model's layers (Shoeybi et al. 2019; Korthikanti et al. 2022).
 
-Attention splits its heads, the MLP its channels, embedding and head the vocabulary; every rank has whole norms, learned
-positions and biases of the residual stream.
+Attention splits its heads, the MLP its channels, embedding and head the vocabulary; norms, learned positions and biases
+of the residual stream are replicated.
 """
 
 from __future__ import annotations
@@ -19,18 +19,18 @@ from megatron_lite.tiles import Block, Split
 
 @dataclass(frozen=True)
 class TensorParallel:
-    """The group, and what it splits besides heads and channels: tokens (sequence parallelism), rows of embeddings."""
+    """The group, and what it splits besides heads and channels: tokens (sequence parallelism), embedding rows."""
 
     group: Group
     splits_tokens: bool = False
     splits_vocabulary: bool = True
 
     def collectives(self, any_length: bool = False) -> Collectives:
-        """Return the collectives of a pass; any_length: any number of tokens, as in generation."""
+        """Return the collectives of a pass. any_length: allow any number of tokens, as in generation."""
         return collectives_over(self.group, self.splits_tokens and not any_length)
 
     def vocabulary(self, config: ModelConfig, any_length: bool = False) -> Vocabulary:
-        """Return the vocabulary of a pass; any_length: see `collectives`."""
+        """Return the vocabulary of a pass. any_length: see `collectives`."""
         collectives = self.collectives(any_length)
         if not self.splits_vocabulary:
             return Vocabulary(collectives)
@@ -39,23 +39,23 @@ class TensorParallel:
     # -- parameters -------------------------------------------------------------------------------------------------
 
     def parts(self, size: int, most: int | None = None) -> Block:
-        """Return a block in equal parts, one per rank but at most `most`, so that several ranks may have the same."""
+        """Return a block in equal parts, one per rank; with fewer parts (`most`), ranks share them."""
         ranks = self.group.world_size
         return Block.of(size, ranks if most is None else min(most, ranks))
 
     def split(self, dim: int, *blocks: Block) -> Split:
-        """Return the split of a parameter along `dim`; ranks with the same part sum its gradient."""
+        """Return the split of a parameter along `dim`; ranks that share a part sum its gradient."""
         return Split(self.group.world_size, self.group.rank, dim, blocks, sums_gradients=True)
 
     def replicated(self, inside: bool = False) -> Split:
-        """Return the split of a parameter that every rank has.
+        """Return the split of a replicated parameter.
 
-        inside: it applies to this rank's channels; otherwise, to the residual stream.
+        inside: it applies to this rank's channels rather than to the residual stream.
         """
         return Split(self.group.world_size, self.group.rank, sums_gradients=inside or self.splits_tokens)
 
     def vocabulary_rows(self, config: ModelConfig) -> int:
-        """Return the rows of a rank's table in memory, padding included."""
+        """Return the number of rows in a rank's table, including padding."""
         return config.vocabulary_rows(self.group.world_size if self.splits_vocabulary else 1)
 
     def vocabulary_split(self, config: ModelConfig) -> Split:
@@ -69,6 +69,6 @@ ALONE = TensorParallel(alone(torch.device("cpu")))
 
 
 def tensor_parallel(config: Config, group: Group) -> TensorParallel:
-    """Return what the options split over a group."""
+    """Return how the options split the model over a group."""
     options = config.distributed
     return TensorParallel(group, options.sequence_tensor_parallel, options.parallel_embeddings)

@@ -162,7 +162,7 @@ def test_an_expression_that_matches_for_ever_is_refused(text: str, monkeypatch: 
         ("block.0.mpl", "'block.0.mpl' matches no parameter; similar names: .*blocks.0"),
         ("blocks.2", "'blocks.2' matches no parameter"),
         ("*.gain", "'\\*.gain' matches no parameter"),
-        ("regex:mlp", "'regex:mlp' matches no parameter; .* it must match from a name's beginning"),
+        ("regex:mlp", "'regex:mlp' matches no parameter; .* it must match from the start of a name"),
         ("regex:.*mlp$", "matches no parameter"),
     ],
 )

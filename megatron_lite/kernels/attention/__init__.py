@@ -1,1 +1,1 @@
-"""Scaled dot-product attention: the formula, its blockwise form on CPU, GPU libraries, and the choice among them."""
+"""Scaled dot-product attention: the blockwise formula, CPU and GPU kernels, and the choice among them."""

@@ -1,7 +1,7 @@
 """Causal attention, softmax(scale q k^T) v over the positions up to the query's own; scale is 1 / sqrt(d) by default.
 
 It may be limited to the last `window` positions or to the query's own document. Grouped queries share keys without
-copies of them. `choice.py` lists the implementations.
+copying them. `choice.py` lists the implementations.
 """
 
 from __future__ import annotations
@@ -20,14 +20,14 @@ from megatron_lite.kernels.attention.gpu import flex_attention, fused_attention,
 
 @dataclass(frozen=True)
 class Documents:
-    """Borders of a micro-batch's documents if attention must not cross them. No document spans two samples."""
+    """Borders of a micro-batch's documents, which attention must not cross. No document spans two samples."""
 
-    starts: Tensor  # (documents + 1,) int32 on the device: first position in the flattened (b s,), at the end b s
-    lengths: tuple[int, ...]  # the same as lengths, on the host
+    starts: Tensor  # (documents + 1,) int32 on the device: first positions in the flattened (b s,), then b s
+    lengths: tuple[int, ...]  # their lengths, on the host
 
 
 def cached_attention(query: Tensor, key: Tensor, value: Tensor, scale: float | None = None) -> Tensor:
-    """Attend from one new token to all keys so far, in any order, in the dtypes of "math"; without gradients.
+    """Attend from one new token to all keys so far, in any order, with the dtypes of "math"; without gradients.
 
     query (b, n, 1, d), key and value (b, g, k, d) -> (b, n, 1, d). `scale` None: 1 / sqrt(d).
     """
@@ -59,11 +59,11 @@ def attention(
     """query (b, n, s, d), key and value (b, g, s, d) -> (b, n, s, d); head i uses key/value head i // (n / g).
 
     Args:
-        window: number of keys that a query looks at; None: all.
-        dropout_p: probability of dropping a probability, if there is a seed.
-        backend: a name of `choice.py`. Dropout and single positions always use "math".
+        window: number of keys that a query attends to; None: all.
+        dropout_p: probability of dropping an attention weight, if there is a seed.
+        backend: a name in `choice.py`. Dropout and single positions always use "math".
         scale: None: 1 / sqrt(d).
-        softmax_in_fp32: keep the scores in fp32 in the backward pass, too; only for "math".
+        softmax_in_fp32: also keep the scores in fp32 in the backward pass; only for "math".
 
     Raises:
         UsageError: if the backend cannot do the work.

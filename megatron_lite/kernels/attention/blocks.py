@@ -1,16 +1,16 @@
 """Attention by its formula, one block of queries at a time, on any device and in any dtype, with memory linear in s.
 
-With the queries of a block in rows and the keys that any of them may look at in columns:
+Rows are the queries of a block, columns the keys that any of them may attend to:
 
-    S = scale Q K^T,   P = softmax(S) over the keys that a row may look at,   O = P V
+    S = scale Q K^T,   P = softmax(S) over the keys that a row may attend to,   O = P V
     dV += P^T dO,   dP = dO V^T,   dS = P (dP - rowsum(P dP)),   dQ = scale dS K,   dK += scale dS^T Q
 
-Each operation takes the same block of many heads, samples and documents: a chunk, whose scores fit the caches and feed
-every thread. Query heads that share a key head are rows of one product with it. Keys to the right of a block, left of
-its window or in another document are never read. Scores and softmax are in fp32. The later products are in fp32 on a
-CPU, which multiplies small matrices of bf16 and fp16 slower, even with instructions for them. A GPU computes them in
-the inputs' dtype and sums in fp32; there `softmax_in_fp32` also keeps the way back to the scores in fp32: P in dS, dS
-itself and its products dQ and dK.
+Each operation takes the same block of many heads, samples and documents: a chunk, whose scores fit the caches and keep
+every thread busy. Query heads that share a key head are rows of one product with it. Keys right of a block, left of its
+window or in another document are never read. Scores and softmax are in fp32. The later products are in fp32 on a
+CPU, which multiplies small bf16 and fp16 matrices slower, even with instructions for them. A GPU computes them in the
+inputs' dtype and sums in fp32; there `softmax_in_fp32` also keeps the backward pass of the scores in fp32: P in dS,
+dS itself and its products dQ and dK.
 
 Only query, key and value are saved: the backward pass recomputes P with the same operations.
 """
@@ -34,7 +34,7 @@ from megatron_lite.seeds import derive_seed
 
 @dataclass(frozen=True)
 class Block:
-    """Queries [start, end) of a document; each looks at up to `window` keys, none of them before `low`."""
+    """Queries [start, end) of a document; each attends to up to `window` keys, none before `low`."""
 
     start: int
     end: int
@@ -49,7 +49,7 @@ class Block:
 
 @dataclass(frozen=True)
 class Chunk:
-    """Documents of one length at equal distances, and some key heads: the work of one operation at a time."""
+    """Equally spaced documents of one length, and some key heads: the work of one operation."""
 
     start: int  # first position of the first document in the flattened (b s,)
     step: int  # positions from one document's start to the next
@@ -64,20 +64,20 @@ class Chunk:
 
 
 def rows_of_a_block(on_gpu: bool) -> int:
-    """Return the number of queries in a block: few waste little on keys to their right, a GPU prefers large kernels."""
+    """Return the number of queries in a block: small blocks waste less on masked keys; GPUs prefer large kernels."""
     return 256 if on_gpu else 64
 
 
 def scores_at_a_time(on_gpu: bool) -> int:
-    """Return the number of scores that one operation computes, for many heads: 2 MiB in fp32 per thread on a CPU.
+    """Return the number of scores per operation, over many heads: 2 MiB in fp32 per thread on a CPU.
 
-    No bit of a result depends on this number.
+    The result does not depend on it, bit for bit.
     """
     return 2**24 if on_gpu else 2**19 * max(2, torch.get_num_threads())
 
 
 def blocks_of_a_document(length: int, window: int | None, rows: int, last: int = 0) -> list[Block]:
-    """List the blocks of a document, or the `last` few, in order; one of two has the most scores and the most keys."""
+    """List the blocks of a document, or its `last` ones, in order; the largest is among the last two."""
     reach = min(window or length, length)
     starts = range(0, length, rows)[-last:]  # -0: all
     return [Block(start, min(start + rows, length), max(0, start - reach + 1), reach) for start in starts]
@@ -86,7 +86,7 @@ def blocks_of_a_document(length: int, window: int | None, rows: int, last: int =
 def chunks_of(
     lengths: Sequence[int], window: int | None, heads: int, groups: int, rows: int, scores: int
 ) -> list[Chunk]:
-    """Divide all documents and key heads into chunks of at most `scores` scores, or of one document and key head."""
+    """Divide documents and key heads into chunks of at most `scores` scores, or of one document and key head."""
     chunks: list[Chunk] = []
     for start, step, count, length in _runs(lengths):
         largest = max(block.scores for block in blocks_of_a_document(length, window, rows, last=2))
@@ -102,7 +102,7 @@ def chunks_of(
 
 
 def _runs(lengths: Sequence[int]) -> Iterator[tuple[int, int, int, int]]:
-    """Yield start, step, count and length of documents of equal length at equal distances, longest first."""
+    """Yield start, step, count and length of equally spaced documents of equal length, longest first."""
     starts: dict[int, list[int]] = {}
     begin = 0
     for length in lengths:
@@ -135,7 +135,7 @@ class _Options:
 
 
 def dtype_of_products(inputs: Tensor) -> torch.dtype:
-    """Return the dtype of the products behind the softmax: at least fp32 on a CPU."""
+    """Return the dtype of the products after the softmax: at least fp32 on a CPU."""
     return inputs.dtype if inputs.is_cuda else torch.promote_types(inputs.dtype, torch.float32)
 
 
@@ -167,7 +167,7 @@ class _Pass:
         return _documents(heads, self.chunk)[:, some.start * self.shared_by : some.stop * self.shared_by]
 
     def rows(self, queries: Tensor, block: Block, dtype: torch.dtype) -> Tensor:
-        """(documents, heads, length, d) -> (p, r rows, d): the block's rows of all heads that share a key head."""
+        """(documents, heads, length, d) -> (p, r rows, d): the block's rows for all heads that share a key head."""
         rows = _converted(queries[:, :, block.start : block.end], dtype)
         return rows.reshape(self.chunk.pairs, -1, rows.shape[-1])
 
@@ -186,7 +186,7 @@ class _Pass:
         scores.baddbmm_(q, k[:, block.low : block.end].transpose(1, 2), beta=0, alpha=self.options.scale)
         square = scores.view(q.shape[0], -1, count, keys)
         square[..., block.start - block.low :].add_(self._later[:count, :count])
-        # Row i sees keys from i - seen on: the first row's window has room for `seen` keys before `low`.
+        # Row i attends to keys from i - seen on: the first row's window extends `seen` keys before `low`.
         seen = block.low - (block.start - block.window + 1)
         if count > seen + 1:
             square[:, :, seen:, : count - seen].add_(self._later[: count - seen, : count - seen].t())
@@ -217,14 +217,14 @@ class _Pass:
 
 
 def _converted(heads: Tensor, dtype: torch.dtype) -> Tensor:
-    """Return heads (documents, heads, length, d), contiguous in `dtype` unless they have that dtype already."""
+    """Return heads (documents, heads, length, d) in `dtype`; a converted copy is contiguous."""
     return heads if heads.dtype == dtype else heads.to(dtype, memory_format=torch.contiguous_format)
 
 
 def _add_product(target: Tensor, a: Tensor, b: Tensor) -> None:
     """target (p, k, d) += a^T b for a (p, m, k) and b (p, m, d), whose dtype may be narrower.
 
-    `baddbmm_` would compute one product after the other where `target` is not contiguous.
+    `baddbmm_` would compute the products one by one if `target` is not contiguous.
     """
     target.add_(torch.bmm(a.transpose(1, 2), b))
 
@@ -303,7 +303,7 @@ def attention_in_blocks(
 
     Args:
         lengths: tokens of each document in the flattened micro-batch, b s in total.
-        dropout: probability of dropping a probability, and the seed.
+        dropout: probability of dropping an attention weight, and the seed.
     """
     b, _, s, _ = query.shape
     begin = 0

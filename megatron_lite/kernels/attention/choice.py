@@ -10,15 +10,15 @@
 | flex | all | from 16 | yes | yes | yes | GPUs from Ampere, Triton; compiled at its first use |
 | math | all | all | yes | yes | yes | everywhere; also --attention_dropout |
 
-flash3 is FlashAttention 3 of the package `flash_attn_interface`, which torch from 2.11 on can put in the place of its
-own flash kernels, version 2: 1.5 to 2 times as fast on H100 (Shah et al. 2024, section 4). cudnn and flash are
+flash3 is FlashAttention 3 from the package `flash_attn_interface`, which torch from 2.11 on can use instead of its own
+version 2: 1.5 to 2 times as fast on H100 (Shah et al. 2024, section 4). cudnn and flash are
 `scaled_dot_product_attention` restricted to one backend, varlen is `torch.nn.attention.varlen` (the flash kernels with
 document borders), flex is `flex_attention` with a block mask, math is the formula in `blocks.py`.
-All of them read grouped keys without copies. math keeps query, key and value for the backward pass; the others also
-keep the output and one fp32 number per row and head, flex a block mask, none of them probabilities.
+All read grouped keys without copies. math saves query, key and value for the backward pass; the others also save the
+output and one fp32 number per row and head, and flex a block mask. None saves probabilities.
 
 (1) With gradients at most 192 on compute capability 8.6 to 8.9 and 12. (2) With torch's deterministic algorithms on.
-(3) Its backward pass has an option for it, which has not been tried here.
+(3) Its backward pass has an untested option for it.
 `auto` takes the first of cudnn, flash3, flash, varlen, math that can do the work: cuDNN is the fastest for full causal
 attention on Hopper. On a CPU, flash takes 0.6 to 1.1 times as long as math in fp32, and up to 11 times as long in bf16
 and fp16.
@@ -54,7 +54,7 @@ FIX = "leave the flag out, or write --attention_backend=auto"
 
 @dataclass(frozen=True)
 class Machine:
-    """Properties of a GPU that decide on a backend; a CPU has capability None."""
+    """Properties of a GPU that determine the backend; a CPU has capability None."""
 
     capability: tuple[int, int] | None
     cudnn: int = 0  # 91501 is version 9.15.1
@@ -63,7 +63,7 @@ class Machine:
     flex: bool = True  # flex_attention, and Triton to compile it
 
 
-# A plan assumes this GPU, because it must not look at a device.
+# A plan assumes this GPU, because it must not query a device.
 PLANNED_GPU = Machine((9, 0), CUDNN_WITH_ANY_LENGTH)
 
 
@@ -98,7 +98,7 @@ def machine_of(device: torch.device) -> Machine:
 
 
 def _has_flash3() -> bool:
-    """Whether torch has a registry of flash kernels (from 2.11), and the package that provides version 3 is there."""
+    """Whether torch has a registry of flash kernels (from 2.11) and the package of version 3 is installed."""
     from torch.nn import attention
 
     if not hasattr(attention, "list_flash_attention_impls") or "FA3" not in attention.list_flash_attention_impls():
@@ -164,11 +164,11 @@ def choose_attention(
     """Return the wanted backend or, for "auto", the fastest that can do the work.
 
     Args:
-        machine: replaces the properties of the device; a plan passes `PLANNED_GPU` to leave the device alone.
-        works: tries a backend that has no known obstacle.
+        machine: replaces the device's properties; a plan passes `PLANNED_GPU` so that no device is queried.
+        works: tests a backend without known obstacles.
 
     Raises:
-        UsageError: if the wanted backend is absent or cannot do the work.
+        UsageError: if the wanted backend is unavailable or cannot do the work.
     """
     machine = machine or machine_of(device)
     if wanted == "auto":

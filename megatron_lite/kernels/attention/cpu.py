@@ -1,14 +1,13 @@
 """Attention by torch's flash kernel for CPUs, in pieces.
 
-The kernel takes 512 keys at a time and leaves none of them out, so it computes the whole square of up to 512 queries
-and keys, of which causal attention needs half. Pieces spare a quarter to 3/8 of the square, and take 0.7 to 1.0 of
-the time:
+The kernel takes 512 keys at a time and skips none, so it computes the whole square of up to 512 queries and keys, of
+which causal attention needs half. Pieces save a quarter to 3/8 of the square and take 0.7 to 1.0 of the time:
 
-    forward: ranges of queries; each sees the keys up to its end, behind a mask
-    backward: ranges of keys; each is seen by the queries from its start on
+    forward: ranges of queries, each with the keys up to its end, masked
+    backward: ranges of keys, each with the queries from its start on
 
-A row of the output comes from one piece. A range of keys gets its gradients from the output and the log-sum-exp of
-whole rows, so dK and dV come from one piece, and dQ is the sum over the pieces.
+Each output row comes from one piece. The gradients of a range of keys use the output and log-sum-exp of whole rows, so
+dK and dV come from one piece, and dQ is the sum over the pieces.
 """
 
 from __future__ import annotations
@@ -22,15 +21,15 @@ from torch.autograd.function import once_differentiable
 
 QUERIES, KEYS = 64, 128  # in a piece, forward and backward
 SHORTEST = 256  # positions
-# With more queries the kernel works on larger blocks, and leaves out more by itself.
+# With more queries the kernel uses larger blocks and skips more by itself.
 LONGEST_FORWARD, LONGEST_BACKWARD = 512, 1024
-LEAST_WORK = 2**25  # elements of the scores times channels: a smaller problem gains less than the calls cost
+LEAST_WORK = 2**25  # scores times channels; smaller problems gain less than the calls cost
 
 aten = torch.ops.aten
 
 
 def piece_length(scores: int, length: int, channels: int, backward: bool) -> int:
-    """Return the number of queries in a piece, of keys in the backward pass; `length` if there is only one piece.
+    """Return the queries per piece or, in the backward pass, the keys; `length` means a single piece.
 
     Args:
         scores: number of scores of all heads and samples.
@@ -82,7 +81,7 @@ class _FlashAttention(torch.autograd.Function):
         keys = piece_length(b * n * s * s, s, d, backward=True)
         if keys >= s:
             return *kernel(do, query, key, value, output, sums, 0.0, True, scale=ctx.scale), None
-        # One memory, so that `split_heads` need not join the gradients.
+        # One tensor, so that `split_heads` need not join the gradients.
         joined = query.new_empty(b, s, n + 2 * g, d).transpose(1, 2)
         dquery, dkey, dvalue = joined.split([n, g, g], dim=1)
         for start in range(0, s, keys):
@@ -95,7 +94,7 @@ class _FlashAttention(torch.autograd.Function):
                 output[:, :, by],
                 sums[:, :, by],
                 0.0,
-                True,  # causal from the upper left corner: later queries see all of these keys
+                True,  # causal from the upper left corner: later queries attend to all of these keys
                 scale=ctx.scale,
             )
             if start == 0:
@@ -109,8 +108,8 @@ class _FlashAttention(torch.autograd.Function):
 def flash_attention(query: Tensor, key: Tensor, value: Tensor, scale: float | None = None) -> Tensor:
     """Compute full causal attention of query (b, n, s, d) with key and value (b, g, s, d), all with stride 1 along d.
 
-    Call the kernel of `scaled_dot_product_attention` without its switches, which take as long as a small problem. The
-    bits are those of the last time with the same number of threads.
+    Calls the kernel of `scaled_dot_product_attention` directly, because dispatch takes as long as a small problem.
+    Results repeat bit for bit with the same number of threads.
     """
     output: Tensor = _FlashAttention.apply(query, key, value, scale)
     return output  # laid out in memory as (b, s, n, d)

@@ -1,9 +1,9 @@
-"""Attention by kernels of torch and cuDNN on a GPU.
+"""Attention by torch's and cuDNN's GPU kernels.
 
 Every function takes query (b, n, s, d) and key and value (b, g, s, d) without copies, as views of one projection with
-stride 1 along d, and returns (b, n, s, d), laid out in memory as (b, s, n, d). `scale` None means 1 / sqrt(d).
+stride 1 along d, and returns (b, n, s, d) with the memory layout (b, s, n, d). `scale` None means 1 / sqrt(d).
 
-Nothing here waits for the device: document borders are a tensor, their greatest length is a number.
+Nothing here waits for the device: document borders are a tensor, and the greatest length is a number.
 """
 
 from __future__ import annotations
@@ -23,10 +23,10 @@ FLEX_BLOCK = 128  # positions per side of a block in flex_attention's masks
 
 
 class _only:  # noqa: N801 - reads as a statement
-    """Let `scaled_dot_product_attention` take one kernel, "cudnn" or "flash", or raise.
+    """Restrict `scaled_dot_product_attention` to one kernel, "cudnn" or "flash"; otherwise it raises.
 
-    torch's context manager `sdpa_kernel` does the same in 12 us of the host's time, for every layer and pass; this one
-    takes 2 us. Switches that stay set would save one more, and change what other code of the process computes.
+    torch's context manager `sdpa_kernel` does the same in 12 us of host time, for every layer and pass; this one takes
+    2 us. Leaving the switches set would save one more, but affect other code in the process.
     """
 
     def __init__(self, backend: str) -> None:
@@ -54,7 +54,7 @@ class _only:  # noqa: N801 - reads as a statement
 
 
 def fused_attention(query: Tensor, key: Tensor, value: Tensor, backend: str, scale: float | None = None) -> Tensor:
-    """Compute full causal attention with "cudnn" or "flash"; torch raises rather than take another kernel."""
+    """Compute full causal attention with "cudnn" or "flash"; torch raises rather than use another kernel."""
     if backend == "flash":
         use_flash(2)
     grouped = query.shape[1] != key.shape[1]
@@ -85,10 +85,10 @@ class _Planned(torch.autograd.Function):
 
 
 def planned_attention(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
-    """Allocate what the kernels of any library do, for a plan: on the meta device none of them runs.
+    """Allocate what any library's kernels would, for a plan: none of them runs on the meta device.
 
-    Forward, the output and one fp32 number per row; backward, also a sum of the queries' gradients in fp32, and where
-    query heads share keys, the keys' and values' gradients of every query head.
+    Forward: the output and one fp32 number per row. Backward: also the query gradient in fp32 and, if query heads share
+    keys, key and value gradients per query head.
     """
     output: Tensor = _Planned.apply(query, key, value)
     return output
@@ -106,7 +106,7 @@ def varlen_attention(
 ) -> Tensor:
     """Compute attention inside documents: `starts` (documents + 1,) int32 in the flattened (b s,); None: samples.
 
-    version: of the flash kernels. The backward pass must run before another call uses another version.
+    version: version of the flash kernels. The backward pass must run before a call with another version.
     """
     use_flash(version)
     b, n, s, _ = query.shape
@@ -123,9 +123,9 @@ def varlen_attention(
 
 
 def use_flash(version: int) -> None:
-    """Let torch's operators of flash attention call version 2, which torch contains, or 3, which is a package.
+    """Make torch's flash attention operators call version 2, built into torch, or 3, from a package.
 
-    The choice belongs to the process and costs 1 us if it is made already. A torch without a choice has version 2.
+    The choice is per process and costs 1 us if already made. A torch without the choice has version 2.
     """
     from torch.nn import attention
 
@@ -133,7 +133,7 @@ def use_flash(version: int) -> None:
     if (current == "FA3") == (version == 3):
         return
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # torch reports that another kernel takes the place of its own
+        warnings.simplefilter("ignore")  # torch warns that its own kernel is replaced
         if version == 3:
             attention.activate_flash_attention_impl("FA3")
         else:
@@ -142,7 +142,7 @@ def use_flash(version: int) -> None:
 
 @functools.cache
 def _varlen() -> tuple[Callable[..., Any], bool]:
-    """Return torch's function and whether it has the flag `enable_gqa`; without the flag (2.11) groups just work."""
+    """Return torch's function and whether it has the flag `enable_gqa`; without it (2.11) groups just work."""
     from torch.nn.attention.varlen import varlen_attn
 
     return varlen_attn, "enable_gqa" in inspect.signature(varlen_attn).parameters
@@ -151,7 +151,7 @@ def _varlen() -> tuple[Callable[..., Any], bool]:
 def flex_attention(
     query: Tensor, key: Tensor, value: Tensor, window: int | None, starts: Tensor | None, scale: float | None = None
 ) -> Tensor:
-    """Compute the same as `varlen_attention` with torch's compiled flex_attention."""
+    """Compute what `varlen_attention` does with torch's compiled flex_attention."""
     b, n, s, _ = query.shape
     lowest = lowest_keys(starts, b, s, window, query.device)
 
@@ -175,7 +175,7 @@ def _compiled_flex() -> Callable[..., Any]:
 
 
 def lowest_keys(starts: Tensor | None, b: int, s: int, window: int | None, device: torch.device) -> Tensor:
-    """Return the first key of its sample that each position looks at, (b, s) int32."""
+    """Return the first key of its sample that each position attends to, (b, s) int32."""
     positions = torch.arange(s, dtype=torch.int32, device=device).expand(b, s)
     lowest = torch.zeros_like(positions)
     if starts is not None:
@@ -186,18 +186,18 @@ def lowest_keys(starts: Tensor | None, b: int, s: int, window: int | None, devic
 
 
 def block_columns(lowest: Tensor, size: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Find the blocks of keys that each block of rows looks at, in part and in full, from the lowest keys (b, s).
+    """Find the key blocks that each block of rows attends to, partially and fully, from the lowest keys (b, s).
 
     Returns counts (b, 1, blocks) and columns (b, 1, blocks, blocks) of partial blocks, then of full ones, int32. Only
-    the first `count` columns of a row are used. In a full block every row looks at every key.
+    the first `count` columns of a row are used. In a full block every row attends to every key.
     """
     b, s = lowest.shape
     blocks = -(-s // size)
     index = torch.arange(blocks, dtype=torch.int32, device=lowest.device)
-    # The lowest key never decreases from row to row, so the first and the last row decide for a block.
+    # The lowest key never decreases from row to row, so the first and last rows determine a block.
     first = lowest[:, ::size] // size
     last = lowest[:, (index.long() * size + size - 1).clamp_(max=s - 1)]
-    full_first = torch.minimum((last + size - 1) // size, index)  # first block that the last row sees in full
+    full_first = torch.minimum((last + size - 1) // size, index)  # first block that the last row attends to in full
     columns = index.expand(b, blocks, blocks)
     # Partial: from `first` up to `full_first`, and the diagonal. Full: the blocks between.
     before = full_first - first

@@ -1,4 +1,4 @@
-"""A small problem that shows whether an implementation of attention works on a device."""
+"""A small problem that tests whether an attention backend works on a device."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ GROUPS = 2
 
 @functools.cache
 def failure(backend: str, device: torch.device, work: Work) -> str | None:
-    """Return why a backend does not compute a small problem like "math", forward and backward; None if it does.
+    """Return why a backend fails to match "math" on a small problem, forward and backward; None if it matches.
 
-    The problem is of the kind of `work`: its dtype, head size, heads per group, window and documents. Waits for the
-    device. A library may refuse for reasons that `choice.py` does not know.
+    The problem has the dtype, head size, heads per group, window and documents of `work`. Waits for the device. A
+    library may refuse for reasons unknown to `choice.py`.
     """
     try:
         found, expected = (_small_problem(name, device, work) for name in (backend, "math"))
