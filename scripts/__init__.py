@@ -1,6 +1,6 @@
-"""Commands that users type, writers of generated documents, and benchmarks.
+"""User commands, generators of documents, and benchmarks.
 
-Each command imports this package before others: a missing package is then named in one line.
+Commands import this package first, so that a missing package is reported in one line.
 """
 
 import sys

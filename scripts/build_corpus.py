@@ -31,7 +31,7 @@ def source_files(root: Path) -> list[Path]:
 
 
 def documents(root: Path, max_bytes: float) -> Iterator[dict[str, str]]:
-    """Yield documents up to `max_bytes` of text, without empty files and files that are not UTF-8."""
+    """Yield documents up to `max_bytes` of text; skip empty files and files that are not UTF-8."""
     total_bytes = 0
     for path in source_files(root):
         try:

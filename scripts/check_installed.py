@@ -1,8 +1,8 @@
-"""Check whether this checkout is installed, current and complete: exit code 0 if so, otherwise 1 with the reason.
+"""Check whether this checkout is installed, current and complete; exit code 0 if so, otherwise 1 with the reason.
 
     python scripts/check_installed.py plot,test
 
-With it, quickstart.sh and run_tests.sh skip pip and the network when there is nothing to install.
+quickstart.sh and run_tests.sh use it to skip pip and the network when there is nothing to install.
 """
 
 import importlib.metadata
@@ -47,7 +47,7 @@ def missing(extras: Sequence[str]) -> str | None:
 
 
 def main() -> int:
-    """Read the extras, separated by commas, from the command line."""
+    """Check the comma-separated extras of the command line; return the exit code."""
     reason = missing([extra for extra in sys.argv[1].split(",") if extra] if len(sys.argv) > 1 else [])
     print("already installed and current" if reason is None else f"to install: {reason}")
     return 0 if reason is None else 1

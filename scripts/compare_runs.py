@@ -2,10 +2,10 @@
 
     python scripts/compare_runs.py RUN_A RUN_B [--loss_tolerance=1e-4] [--speed_tolerance=0.05]
 
-Each run is an --experiment_dir with a metrics.jsonl; it may still go on. Differences are those of RUN_B, relative to
-RUN_A. With --loss_tolerance, no loss may differ by a larger share at any iteration that both runs logged (0: equal).
-With --speed_tolerance, RUN_B may be slower by that share at most, by the median of the tokens per second and device;
-a faster one passes. Exit codes: 0 within the tolerances, 1 beyond one, 2 usage, 3 a run has no numbers to compare.
+Each run is an --experiment_dir with a metrics.jsonl and may still be training. Differences are relative to RUN_A.
+--loss_tolerance bounds the relative difference of every loss at each iteration that both runs logged (0: equal).
+--speed_tolerance bounds how much slower RUN_B may be, by the median tokens per second and device; a faster run passes.
+Exit codes: 0 within the tolerances, 1 beyond one, 2 usage, 3 a run has no numbers to compare.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ Row = Sequence[str]
 
 
 def table(title: str, head: Row, rows: Sequence[Row]) -> list[str]:
-    """Return the lines of a table; the first column is on the left, all others on the right."""
+    """Return the lines of a table; the first column is left-aligned, the others are right-aligned."""
     if not rows:
         return []
     cells = [[_printable(cell) for cell in row] for row in ((title, *head), *rows)]
@@ -57,14 +57,14 @@ def table(title: str, head: Row, rows: Sequence[Row]) -> list[str]:
 
 
 def _printable(text: str) -> str:
-    """Return text that cannot steer a terminal, cut in its middle: paths differ at their ends."""
+    """Replace control characters and cut long text in the middle, because paths differ at their ends."""
     text = "".join(char if char.isprintable() else "?" for char in text)
     half = (LONGEST_CELL - 3) // 2
     return text if len(text) <= LONGEST_CELL else f"{text[:half]}...{text[-half:]}"
 
 
 def describe(letter: str, run: WatchedRun) -> Row:
-    """Return a row about a run."""
+    """Return the table row of a run."""
     metrics = run.metrics
     last = metrics.last.get("training", {}).get("iteration", 0)
     status = str(run.ending.get("status", "no ending yet"))
@@ -72,7 +72,7 @@ def describe(letter: str, run: WatchedRun) -> Row:
 
 
 def loss_row(loss: LossDifference) -> Row:
-    """Return the row of a loss."""
+    """Return the table row of a loss."""
     ends = [
         f"{value:.5f} at {iteration:,}"
         for value, iteration in ((loss.first, loss.first_iteration), (loss.second, loss.second_iteration))
@@ -84,7 +84,7 @@ def loss_row(loss: LossDifference) -> Row:
 
 
 def number_row(row: NumberDifference) -> Row:
-    """Return the row of a speed or of a memory."""
+    """Return the table row of a speed or a memory size."""
     first, second = ("-" if math.isnan(value) else _number(value) for value in (row.first, row.second))
     return LABELS[row.name], first, second, "-" if math.isnan(row.change) else f"{row.change:+.1%}"
 
@@ -94,7 +94,7 @@ def _number(value: float) -> str:
 
 
 def report(runs: tuple[WatchedRun, WatchedRun]) -> Iterator[str]:
-    """Yield the lines about all differences."""
+    """Yield the lines of the report."""
     first, second = (run.metrics for run in runs)
     head = ("iterations", "starts", "dropped", "ending", "folder")
     yield from table("run", head, [describe(letter, run) for letter, run in zip("AB", runs, strict=True)])[1:]
@@ -114,7 +114,7 @@ def report(runs: tuple[WatchedRun, WatchedRun]) -> Iterator[str]:
 
 
 def check_losses(runs: tuple[WatchedRun, WatchedRun], tolerance: float) -> tuple[bool, str]:
-    """Return whether all losses are within the tolerance, and the largest difference in words.
+    """Return whether all losses are within the tolerance, and a description of the largest difference.
 
     Raises:
         DataError: if there is nothing to compare.
@@ -130,10 +130,10 @@ def check_losses(runs: tuple[WatchedRun, WatchedRun], tolerance: float) -> tuple
 
 
 def check_speed(runs: tuple[WatchedRun, WatchedRun], tolerance: float) -> tuple[bool, str]:
-    """Return whether the second run is not slower than the tolerance allows, and the difference in words.
+    """Return whether the second run is at most `tolerance` slower, and a description of the difference.
 
     Raises:
-        DataError: if a run has no speed.
+        DataError: if a run logged no speed.
     """
     change = next((row.change for row in compare_speeds(runs[0].metrics, runs[1].metrics) if row.name == SPEED), None)
     if change is None or math.isnan(change):
@@ -152,9 +152,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("run_b", type=Path, help="the run to compare with it")
     share = number(float, 0)
     parser.add_argument(
-        "--loss_tolerance", type=share, help="largest relative difference of a loss at an iteration of both; 0: equal"
+        "--loss_tolerance", type=share, help="largest relative loss difference at a common iteration; 0: equal"
     )
-    parser.add_argument("--speed_tolerance", type=share, help="share by which RUN_B may be slower, such as 0.05")
+    parser.add_argument("--speed_tolerance", type=share, help="fraction by which RUN_B may be slower, such as 0.05")
     options = parser.parse_args(arguments)
     try:
         runs = watched(options.run_a), watched(options.run_b)
@@ -167,7 +167,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _check(runs: tuple[WatchedRun, WatchedRun], loss: float | None, speed: float | None) -> int:
-    """Hold the runs against the tolerances that were given; return the exit code."""
+    """Check the runs against the given tolerances; return the exit code."""
     checks = (("loss_tolerance", loss, check_losses), ("speed_tolerance", speed, check_speed))
     given = [(name, tolerance, check) for name, tolerance, check in checks if tolerance is not None]
     if given:

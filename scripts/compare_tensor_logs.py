@@ -2,10 +2,10 @@
 
     python scripts/compare_tensor_logs.py RUN_A RUN_B [--rtol 1e-3] [--atol 1e-6] [--limit 20]
 
-Each run is an --experiment_dir (its newest start with tensor logs counts), a folder with tensor logs
+Each run is an --experiment_dir (its newest start with tensor logs is read), a folder of tensor logs
 (<experiment_dir>/runs/<k>/artifacts), or one file; --save_tensor_logs=1 writes them. Without tolerances all elements
-must be equal, including those that were not sampled, because the log holds a checksum of all elements. With tolerances,
-samples, mean, standard deviation and extremes may differ by atol + rtol * RMS, the root mean square of the tensor of
+must be equal, including those that were not sampled, because the log has a checksum of every tensor. With tolerances,
+samples, mean, standard deviation and extremes may differ by atol + rtol * RMS, the root mean square of the tensor in
 RUN_A.
 
 Tensors are matched by name, so runs with different schedules can be compared. Exit codes: 0 the same, 1 different,
@@ -64,7 +64,7 @@ def compare(a: Path, b: Path, rtol: float = 0.0, atol: float = 0.0) -> list[Diff
 
 
 def read_pairs(a: Path, b: Path) -> Iterator[tuple[str, Entries, Entries]]:
-    """Yield the name and the entries of each file of two runs: the initial weights, then iteration by iteration.
+    """Yield each file's name and its entries in both runs: the initial weights, then iteration by iteration.
 
     Raises:
         UsageError: as in `compare`.
@@ -105,7 +105,7 @@ def natural_order(name: str) -> list[tuple[int, str]]:
 
 
 def compare_files(file: str, a: Entries, b: Entries, rtol: float, atol: float) -> Iterator[Difference]:
-    """Yield the tensors of two files that differ; tensors that only the second file has come last."""
+    """Yield the tensors that differ between two files; those found only in the second file come last."""
     second = {entry.name: entry for entry in b}
     for entry in a:
         other = second.pop(entry.name, None)
@@ -118,7 +118,7 @@ def compare_files(file: str, a: Entries, b: Entries, rtol: float, atol: float) -
 
 
 def compare_entries(file: str, a: TensorEntry, b: TensorEntry, rtol: float, atol: float) -> Difference | None:
-    """Return how two tensors of the same name differ, as far as both logs tell, or None."""
+    """Return how two tensors of the same name differ, as far as the logs show, or None."""
     if a.shape != b.shape:
         return Difference(file, a.name, f"shapes {a.shape} and {b.shape}")
     exact = rtol == 0 and atol == 0
@@ -145,7 +145,7 @@ def compare_entries(file: str, a: TensorEntry, b: TensorEntry, rtol: float, atol
 
 
 def statistics_difference(a: Statistics, b: Statistics) -> float:
-    """Return the largest difference of a statistic; infinity if the counts of non-finite elements differ."""
+    """Return the largest difference of any statistic; infinity if the counts of non-finite elements differ."""
     if a.not_finite != b.not_finite:
         return math.inf
     names = ("mean", "std", "minimum", "maximum")

@@ -1,9 +1,9 @@
-"""Write a JSON list of .bin/.idx pairs, each weighted by its tokens, which --dataset_source=file reads.
+"""Write a JSON list of .bin/.idx pairs, weighted by their token counts, for --dataset_source=file.
 
     python scripts/concatenate_dataset.py data --output data/all.json
     python pretrain_gpt.py --dataset_source=file --data_path=data/all.json ...
 
-A folder stands for the pairs in it, except those of validation documents. Prefixes are relative to the list.
+A folder stands for the pairs in it, except pairs of validation documents. Prefixes are relative to the list.
 
 Exit codes: 0 done, 2 usage, 3 data, 8 storage.
 """
@@ -28,7 +28,7 @@ from megatron_lite.errors import EXIT_DONE, RunError, StorageError
 def main(argv: Sequence[str]) -> int:
     """Run the command; return the exit code."""
     parser = ScriptParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("inputs", nargs="+", help="folders, prefixes of pairs")
+    parser.add_argument("inputs", nargs="+", help="folders, or prefixes of pairs")
     parser.add_argument("--output", type=Path, required=True, metavar="FILE", help="the JSON file to write")
     options = parser.parse_args(argv)
     try:

@@ -1,9 +1,9 @@
-"""Convert checkpoints to Hugging Face folders and back, with one tensor in memory at a time.
+"""Convert checkpoints to Hugging Face folders and back, one tensor in memory at a time.
 
     python scripts/convert_checkpoint.py --from=mine/checkpoints --to=exports/mine --format=huggingface --dtype=bf16
     python scripts/convert_checkpoint.py --from=models/Mistral-7B --to=start/0 --format=distributed --verify
 
---from is a Hugging Face folder, a checkpoint, or a folder of checkpoints (the newest good one counts). --to is written
+--from is a Hugging Face folder, a checkpoint, or a folder of checkpoints (the newest good one is used). --to is written
 under a temporary name and renamed when complete. --exist_ok replaces an existing folder that holds only files of a
 checkpoint or an export. A Hugging Face folder becomes a checkpoint of iteration 0 with fp32 weights and no optimizer
 state; use it with --pretrained_checkpoint_path, or resume it as <experiment_dir>/checkpoints/0. A checkpoint converted
@@ -52,7 +52,7 @@ TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 2.0**-4, torch.float16: 2.0**-
 
 
 def tokenizer_of(options: argparse.Namespace, source: WeightSource) -> Path | None:
-    """Return the tokenizer of the model: from --tokenizer_file, or from the source."""
+    """Return the tokenizer from --tokenizer_file or from the source; None if there is none."""
     if options.tokenizer_file is not None:
         given: Path = options.tokenizer_file
         return given
@@ -69,7 +69,7 @@ def check_target(options: argparse.Namespace, source: WeightSource) -> None:
     """Check that writing the target loses nothing.
 
     Raises:
-        UsageError: if it exists, is the source, or cannot be resumed under its name.
+        UsageError: if the target exists, overlaps the source, or cannot be resumed under its name.
     """
     target, origin = options.to.resolve(), source.folder.resolve()
     typed = f"--to={options.to}"
@@ -96,7 +96,7 @@ def convert(options: argparse.Namespace) -> str:
     """Convert; return a description of the result.
 
     Raises:
-        RunError: if the conversion fails; --to does not appear then.
+        RunError: if the conversion fails; --to is then not created.
     """
     limit_bytes = size_bytes(options.shard_size, "shard_size")
     if options.dtype is not None and options.format == "distributed":
@@ -139,7 +139,7 @@ def write(
     config: Config,
     limit_bytes: int,
 ) -> str:
-    """Write and verify the folder before it gets its name; return a description.
+    """Write and verify the folder under its temporary name; return a description.
 
     Raises:
         RunError, OSError: if writing or verifying fails.
@@ -164,10 +164,10 @@ def write(
 
 
 def verify(source: WeightSource, folder: Path, dtype: torch.dtype) -> None:
-    """Compare the logits of both folders; `dtype` is the dtype that weights were rounded to (fp32: not rounded).
+    """Compare the logits of both folders. dtype: what the weights were rounded to (fp32: not rounded).
 
     Raises:
-        CheckpointError: if they differ by more than rounding explains.
+        CheckpointError: if the logits differ by more than rounding explains.
     """
     length = min(VERIFIED_TOKENS, source.model.max_position_embeddings or VERIFIED_TOKENS)
     generator = torch.Generator().manual_seed(0)
@@ -186,7 +186,7 @@ def verify(source: WeightSource, folder: Path, dtype: torch.dtype) -> None:
 
 @torch.no_grad()
 def logits_of(source: WeightSource, tokens: torch.Tensor) -> torch.Tensor:
-    """Tokens (b, s) -> fp32 logits (b, s, v), with the weights of one layer (and of a tied head) in memory."""
+    """Return fp32 logits (b, s, v) of tokens (b, s), with one layer's weights (and a tied head's) in memory."""
     model = dataclasses.replace(source.model, make_vocab_size_divisible_by=1)
     hidden, micro_batch = None, MicroBatch(tokens, tokens)
     spare: dict[
@@ -224,7 +224,7 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--from", dest="source", type=folder, required=True, help=source)
     parser.add_argument("--to", type=folder, required=True, help="folder to write")
     parser.add_argument("--format", choices=KINDS, required=True, help="what to write")
-    parser.add_argument("--dtype", choices=tuple(DTYPES), help="of a Hugging Face folder (default: as trained or read)")
+    parser.add_argument("--dtype", choices=tuple(DTYPES), help="of exported weights (default: as trained or read)")
     parser.add_argument(
         "--export_model_type", choices=tuple(ARCHITECTURES), help="architecture (default: as saved, or one that fits)"
     )

@@ -3,12 +3,12 @@
     python scripts/evaluate.py --model experiments/mine/export/1000 --data_path data/mine --split 969,30,1
     python scripts/evaluate.py --model experiments/mine/checkpoints --text held_out.txt more.jsonl --json
 
-The model is an export, any Hugging Face folder, a checkpoint, or a folder of checkpoints (the newest counts).
+The model is an export, any Hugging Face folder, a checkpoint, or a folder of checkpoints (the newest is used).
 
---data_path reads the validation share of token files in the samples and order of --validation_iters=all, or the first
---samples of them. The loss equals the one that training logs for the same weights, split, sequence length and seed.
+--data_path reads the validation split of token files with the samples and order of --validation_iters=all, or its
+first --samples. The loss equals the one that training logs for the same weights, split, sequence length and seed.
 --text reads text files (one document each) and .jsonl files (one document per line), tokenizes them like
-scripts/prepare_data.py, and predicts every token but the first once.
+scripts/prepare_data.py, and predicts every token except the first exactly once.
 
 `loss` is the mean over predicted tokens in nats. Bits per byte is the sum of their losses in bits, divided by the UTF-8
 bytes of their text; special tokens such as the end of a document cost bits and have no bytes. It needs a tokenizer,
@@ -64,10 +64,10 @@ def parse_options(arguments: Sequence[str] | None) -> argparse.Namespace:
     data.add_argument("--data_path", nargs="+", help="prefix of .bin/.idx files, or weight prefix weight prefix ...")
     data.add_argument("--text", nargs="+", type=Path, help="text files, and .jsonl files with one text per line")
     add("--json_key", help='key of the text in .jsonl lines (default: "text")')
-    add("--split", help="--split of training; reads its second share; 0,1,0 reads everything (default: 969,30,1)")
+    add("--split", help="--split of training; its second part is read; 0,1,0 reads everything (default: 969,30,1)")
     count = number(int, 1, LARGEST_COUNT)
     add("--samples", type=count, help="number of samples of --data_path (default: all)")
-    add("--seed", type=int, help="--seed of training, which sets where samples begin (default: 1234)")
+    add("--seed", type=int, help="--seed of training, which determines where samples begin (default: 1234)")
     add("--sequence_length", type=count, help=f"tokens per sample (default: the model's, up to {LONGEST_DEFAULT})")
     add("--micro_batch_size", type=count, default=1, help="samples per forward pass (default: 1)")
     add("--cross_document_attention", type=int, choices=(0, 1), default=1, help="as in training (default: 1)")
@@ -151,10 +151,10 @@ def _text_of(line: bytes, key: str, place: str) -> str:
 
 
 def find_tokenizer(options: argparse.Namespace) -> Tokenizer | None:
-    """Return the tokenizer, which token files can do without.
+    """Return the tokenizer, which is optional for token files.
 
     Raises:
-        DataError: if texts need a tokenizer and there is none, or if it is damaged.
+        DataError: if --text or --tokenizer_file is given and the tokenizer is missing or damaged.
     """
     try:
         return open_tokenizer(options.model, options.tokenizer_file, special_tokens=False)
@@ -165,7 +165,7 @@ def find_tokenizer(options: argparse.Namespace) -> Tokenizer | None:
 
 
 def result(options: argparse.Namespace) -> dict[str, object]:
-    """Evaluate and return the record.
+    """Evaluate the model and return the record.
 
     Raises:
         RunError: if the model, the data or the tokenizer cannot be used.
@@ -203,7 +203,7 @@ def result(options: argparse.Namespace) -> dict[str, object]:
 
 
 def so_far(totals: Totals, seconds: float) -> str:
-    """Describe the evaluation while it runs."""
+    """Describe the progress of the evaluation."""
     return f"{totals.tokens:,} tokens, loss {totals.loss:.4f}, {totals.tokens / seconds:,.0f} tokens/s"
 
 
@@ -218,7 +218,7 @@ def in_words(record: dict[str, object]) -> str:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Print the result; return the exit code."""
+    """Evaluate and print; return the exit code."""
     options = parse_options(arguments)
     try:
         record = result(options)

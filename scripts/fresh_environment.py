@@ -2,9 +2,9 @@
 
     python scripts/fresh_environment.py FOLDER
 
-FOLDER/dist gets both archives and FOLDER/environment the environment. The wheel is built from the sdist, so a file that
-the sdist lacks is missing there too. Other packages are those of the running interpreter, found through a .pth file:
-nothing is downloaded. Needs the packages build and setuptools.
+Both archives go to FOLDER/dist, the environment to FOLDER/environment. The wheel is built from the sdist, so it lacks
+any file that the sdist lacks. Other packages come from the running interpreter through a .pth file; nothing is
+downloaded. Requires the packages build and setuptools.
 """
 
 import shutil
@@ -18,7 +18,7 @@ ROOT = Path(__file__).resolve().parent.parent
 
 
 def source_files() -> Iterator[Path]:
-    """Yield the relative paths of the files that git tracks or would track; in an unpacked sdist, of all files."""
+    """Yield the relative paths of files that git tracks or would track; in an unpacked sdist, all files."""
     if not (ROOT / ".git").exists():
         paths = (path.relative_to(ROOT) for path in ROOT.rglob("*") if path.is_file())
         yield from (path for path in paths if "__pycache__" not in path.parts)
@@ -54,7 +54,7 @@ def create(environment: Path) -> None:
 
 
 def install(wheel: Path, environment: Path) -> None:
-    """Install the wheel alone."""
+    """Install the wheel without its dependencies."""
     python = environment / "bin" / "python"
     # A copy of the project among the borrowed packages must not count as installed.
     command = [sys.executable, "-m", "pip", "--python", str(python), "install", "--quiet", "--no-index", "--no-deps"]
@@ -62,7 +62,7 @@ def install(wheel: Path, environment: Path) -> None:
 
 
 def main() -> int:
-    """Read the folder from the command line."""
+    """Build and install into the folder of the command line; return the exit code."""
     if len(sys.argv) != 2 or sys.argv[1].startswith("-"):
         print(__doc__, file=sys.stderr)
         return 2

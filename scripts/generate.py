@@ -3,9 +3,9 @@
     python scripts/generate.py --model experiments/mine/export/1000 --prompt "Once upon a time" --temperature 0.8
     python scripts/generate.py --model experiments/mine/checkpoints --prompts_file prompts.txt --json_lines
 
-Generation runs the model that was trained (`megatron_lite/model/gpt.py`) and does not need transformers. The prompt
-takes one pass through the model and each new token one more, with cached keys and values. Texts do not influence each
-other: each has its own seed, and its numbers do not depend on how many texts are generated at a time.
+Generation runs the training model (`megatron_lite/model/gpt.py`) and does not need transformers. The prompt takes one
+forward pass and each new token another, with cached keys and values. Texts are independent: each has its own seed, and
+its tokens do not depend on how many texts are generated at a time.
 
 A text ends at the end of its document, at a --stop string, after --max_new_tokens, or at the longest context of the
 model (max_position_embeddings; a note says so).
@@ -64,7 +64,7 @@ def parse_options(arguments: Sequence[str] | None) -> argparse.Namespace:
         default=1,
         help="add the special tokens of the tokenizer's template, such as <s>, to prompts (default: 1)",
     )
-    add("--max_new_tokens", type=number(int, 1), default=64, help="longest continuation in tokens (default: 64)")
+    add("--max_new_tokens", type=number(int, 1), default=64, help="maximum length of the continuation (default: 64)")
     add("--temperature", type=number(float, 0), default=1.0, help="0: always take the most probable token (default: 1)")
     add("--top_k", type=number(int, 1), help="sample from this many most probable tokens (default: all)")
     add(
@@ -73,7 +73,7 @@ def parse_options(arguments: Sequence[str] | None) -> argparse.Namespace:
         default=1.0,
         help="sample from the most probable tokens with this total probability (default: all)",
     )
-    add("--seed", type=number(int, 0), default=1234, help="seed of the sampling (default: 1234)")
+    add("--seed", type=number(int, 0), default=1234, help="sampling seed (default: 1234)")
     add("--stop", action="append", default=[], help="end a text before this string; may be repeated")
     add(
         "--batch_size",
@@ -88,7 +88,7 @@ def parse_options(arguments: Sequence[str] | None) -> argparse.Namespace:
     )
     options = parser.parse_args(arguments)
     if "" in options.stop:
-        parser.error("argument --stop: an empty string ends every text at once; leave it out")
+        parser.error("argument --stop: an empty string ends every text immediately; leave it out")
     if not options.prompt and options.prompts_file is None:
         parser.error("one of the arguments --prompt --prompts_file is required")
     if options.temperature == 0 and (options.top_k or options.top_p < 1):
@@ -97,12 +97,12 @@ def parse_options(arguments: Sequence[str] | None) -> argparse.Namespace:
 
 
 def all_prompts(options: argparse.Namespace) -> list[str]:
-    """Prompts of the command line, then those of the file.
+    """Return the prompts of the command line, then those of the file.
 
     Raises:
-        DataError: if the file cannot be read or holds none.
+        DataError: if the file cannot be read or holds no prompt.
     """
-    # Bytes of the command line that are no UTF-8 become U+FFFD.
+    # Command-line bytes that are not UTF-8 become U+FFFD.
     prompts = [prompt.encode("utf-8", "surrogateescape").decode("utf-8", "replace") for prompt in options.prompt]
     name = options.prompts_file
     if name is None:

@@ -1,10 +1,10 @@
-"""Draw the losses of one or several runs from their metrics.jsonl: a picture, and sparklines in the terminal.
+"""Plot the losses of one or several runs from their metrics.jsonl: a picture, and sparklines in the terminal.
 
     python scripts/plot_run.py EXPERIMENT_DIR... [--output=loss.png] [--baseline=NAME=VALUE ...]
 
-The picture has the losses of training, validation, test and of averaged weights, and the learning rate; several runs
-are laid over each other. It is loss.png in the experiment directory (of several runs, losses.png in the first), unless
---output names another file, whose ending is the format. Without matplotlib it is an SVG.
+The picture shows the learning rate and the losses of training, validation, test and averaged weights; several runs are
+overlaid. The default file is loss.png in the experiment directory (losses.png in the first of several); the suffix of
+--output sets the format. Without matplotlib the picture is an SVG.
 """
 
 from __future__ import annotations
@@ -29,10 +29,10 @@ NO_MATPLOTLIB = "matplotlib is not installed, so the picture is an SVG; for a PN
 
 
 def write_picture(picture: Picture, output: Path) -> Path:
-    """Draw into `output`, or into an .svg of that name without matplotlib; return the file written.
+    """Draw to `output`, or to an .svg of that name without matplotlib; return the file written.
 
     Raises:
-        UsageError: if the ending is not a known format.
+        UsageError: if the suffix is not a known format.
         StorageError: if the file cannot be written.
     """
     try:
@@ -52,7 +52,7 @@ def write_picture(picture: Picture, output: Path) -> Path:
 
 
 def sparklines(picture: Picture, unicode: bool) -> Iterator[str]:
-    """Yield a line for each loss, from its first value to its last."""
+    """Yield one sparkline per loss, with its first and last value."""
     width = max(len(kind.label) for run in picture.runs for kind, _ in run.losses)
     for run in picture.runs:
         if len(picture.runs) > 1:
@@ -74,7 +74,7 @@ def parse_baseline(text: str) -> tuple[str, float]:
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Draw; return the exit code."""
-    parser = ScriptParser(description="Draw the losses of one or several runs.")
+    parser = ScriptParser(description="Plot the losses of one or several runs.")
     parser.add_argument(
         "experiment_dirs", nargs="+", type=Path, metavar="EXPERIMENT_DIR", help="the --experiment_dir of a run"
     )

@@ -3,8 +3,8 @@
     python scripts/plot_schedule.py <training flags> [--csv=schedule.csv] [--png=schedule.png]
 
 The flags are those of pretrain_gpt.py. As in a dry run, data and directories may be left out, and --world_size sets the
-number of ranks. Without --csv and --png it draws schedule.png, in the --experiment_dir if there is one. Pictures
-need matplotlib (`pip install matplotlib`); without matplotlib the default is schedule.csv.
+number of ranks. The default output is schedule.png, in the --experiment_dir if given. Pictures need matplotlib
+(`pip install matplotlib`); without matplotlib the default is schedule.csv.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ class Row(NamedTuple):
 
 
 def schedule(config: Config) -> list[Row]:
-    """Return every iteration of a run."""
+    """Return one row per iteration of a run."""
     sizes = batch_schedule(config.batch)
     return [
         Row(iteration, learning_rate(config, iteration), sizes.batch_size(iteration))
@@ -53,7 +53,7 @@ def schedule(config: Config) -> list[Row]:
 
 
 def take_files(argv: Sequence[str]) -> tuple[dict[str, Path], list[str]]:
-    """Split the words into the files of --csv and --png, and the rest.
+    """Separate the files of --csv and --png from the training flags.
 
     Raises:
         UsageError: if a flag has no file, or matplotlib is missing.
@@ -76,7 +76,7 @@ def take_files(argv: Sequence[str]) -> tuple[dict[str, Path], list[str]]:
 
 
 def default_file(config: Config) -> dict[str, Path]:
-    """Return the file to write if none is named: a picture, or a table without matplotlib."""
+    """Return the default output: a picture, or a table without matplotlib."""
     folder = Path(config.run.experiment_dir or "")
     if importlib.util.find_spec("matplotlib") is None:
         print("matplotlib is not installed (pip install matplotlib); writing a table instead")
@@ -85,7 +85,7 @@ def default_file(config: Config) -> dict[str, Path]:
 
 
 def read_config(argv: Sequence[str]) -> Config:
-    """Resolve the configuration of the training flags, and print their warnings.
+    """Resolve the training flags and print their warnings.
 
     Raises:
         UsageError: as in pretrain_gpt.py, or if there is no iteration to show.
@@ -118,7 +118,7 @@ def in_words(rows: Sequence[Row]) -> str:
 
 
 def draw(rows: Sequence[Row]) -> Any:
-    """Return a figure of the learning rate and, if it changes, of the batch size below."""
+    """Plot the learning rate and, if it changes, the batch size below; return the figure."""
     from matplotlib.figure import Figure
     from matplotlib.ticker import FuncFormatter, MaxNLocator
 

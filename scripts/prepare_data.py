@@ -1,4 +1,4 @@
-"""Tokenize text into <output_prefix>.bin and .idx: the command `prepare_data` of a checkout.
+"""Tokenize text into <output_prefix>.bin and .idx; the `prepare_data` command without installation.
 
 python scripts/prepare_data.py --help
 """

@@ -1,12 +1,11 @@
-"""Repeat a bad step of a run, with every tensor logged, and say whether it goes wrong again.
+"""Replay a bad step of a run with every tensor logged, and report whether it is reproduced.
 
     torchrun --nproc-per-node=N scripts/replay_step.py <experiment_dir>/runs/<k>/artifacts/bad_step_<iteration>
 
-A run leaves such a folder when it drops an update: see docs/runs.md. The replay loads the newest checkpoint from before
-the step, or begins with the initial weights, trains up to the step as the run did, and writes the tensors of the step
-to FOLDER/replay, where scripts/compare_tensor_logs.py can read them. It writes nowhere else. N must be the run's number
-of ranks; without torchrun it is 1. Exit codes: 0 the step has the same loss and gradient norm, 1 it does not; others as
-those of a run.
+A run writes such a folder when it drops an update: see docs/runs.md. The replay loads the newest checkpoint before the
+step, or starts from the initial weights, trains up to the step as the run did, and writes the tensors of the step to
+FOLDER/replay, for scripts/compare_tensor_logs.py. Nothing else is written. N must be the run's number of ranks; without
+torchrun it is 1. Exit codes: 0 the step has the same loss and gradient norm, 1 it does not; others as in training.
 """
 
 from __future__ import annotations
@@ -57,7 +56,7 @@ def options(argv: Sequence[str] | None) -> argparse.Namespace:
     )
     parser.add_argument("folder", type=Path, help="folder of a bad step")
     parser.add_argument(
-        "--checkpoint", help="checkpoint to begin with; none: the initial weights (default: as the folder says)"
+        "--checkpoint", help="checkpoint to start from; none: the initial weights (default: as recorded in the folder)"
     )
     parser.add_argument("--device", choices=("auto", "cpu", "cuda"), help="(default: that of the run)")
     return parser.parse_args(argv)
@@ -67,7 +66,7 @@ def read_folder(folder: Path) -> dict[str, Any]:
     """Return the content of bad_step.json.
 
     Raises:
-        UsageError: if there is none, or it is not one of ours.
+        UsageError: if the file is missing or does not describe a bad step.
     """
     path = folder / FILE_NAME
     try:
@@ -85,7 +84,7 @@ def read_folder(folder: Path) -> dict[str, Any]:
 
 
 def configuration(content: dict[str, Any], checkpoint: Path | None, device: str | None = None) -> Config:
-    """Return the run's configuration with the checkpoint to load, without everything that writes or reports.
+    """Return the run's configuration with the checkpoint to load and without any output.
 
     Raises:
         UsageError: if this version of the program does not know an option.
@@ -108,7 +107,7 @@ def configuration(content: dict[str, Any], checkpoint: Path | None, device: str 
 
 
 def replay(run: Run, content: dict[str, Any], folder: Path) -> tuple[int, str]:
-    """Train up to the bad step and repeat it; return the exit code and the result in words."""
+    """Train up to the bad step and repeat it; return the exit code and a description of the result."""
     bad = content["iteration"]
     for iteration in range(run.iteration + 1, bad + 1):
         last = iteration == bad
@@ -134,7 +133,7 @@ def replay(run: Run, content: dict[str, Any], folder: Path) -> tuple[int, str]:
 
 
 def main(argv: Sequence[str] | None = None, launcher: LauncherWatch | None = None) -> int:
-    """Run the command line and return the exit code. launcher: ends this process if torchrun dies."""
+    """Replay; return the exit code. launcher: ends this process if torchrun dies."""
     args = options(argv)
     try:
         content = read_folder(args.folder)
@@ -159,12 +158,12 @@ def main(argv: Sequence[str] | None = None, launcher: LauncherWatch | None = Non
 
 
 def checkpoint_of(content: dict[str, Any], wanted: str | None) -> Path | None:
-    """Return the checkpoint to begin with: the wanted one, that of the folder, or else the newest before the bad step.
+    """Return the checkpoint to start from: the wanted one, the recorded one, or the newest before the bad step.
 
     None: the initial weights.
 
     Raises:
-        UsageError: if the run had checkpoints, and none is left, or the wanted one is too new.
+        UsageError: if the run had checkpoints but none is left, or the wanted one is too new.
     """
     if wanted is not None and wanted != "none":
         path = Path(wanted).expanduser().absolute()
@@ -177,8 +176,8 @@ def checkpoint_of(content: dict[str, Any], wanted: str | None) -> Path | None:
     found = Path(named) if is_folder(Path(named)) else newest_before(Path(named).parent, content["iteration"])
     if found is None:
         raise UsageError(
-            f"{named} is gone, and there is no older checkpoint; write --checkpoint=<folder>, or --checkpoint=none to "
-            "begin with the initial weights"
+            f"{named} is gone and there is no older checkpoint; write --checkpoint=<folder>, or --checkpoint=none to "
+            "start from the initial weights"
         )
     return found
 

@@ -1,8 +1,8 @@
-"""Write a page about one or several runs: curves, samples, times, checkpoints, configuration, in one HTML file.
+"""Write one HTML page about one or several runs: curves, samples, times, checkpoints, configuration.
 
     python scripts/report_run.py EXPERIMENT_DIR... [--output=report.html]
 
-The page needs no network. A run with an experiment directory writes its own at its end (--report=0 switches that off).
+The page needs no network. A run with an experiment directory writes its own page when it ends, unless --report=0.
 """
 
 from __future__ import annotations

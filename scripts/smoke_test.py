@@ -1,7 +1,7 @@
 """The smoke test behind smoke_test.sh: train, kill, resume, export, reload; prints one JSON line.
 
-It compares two runs of the same command. The first is never interrupted; the second is killed with SIGKILL after its
-second checkpoint and started again. Losses and exported weights must be bit-identical, the loss must fall, and the
+The test compares two runs of the same command. The first is never interrupted; the second is killed with SIGKILL after
+its second checkpoint and restarted. Losses and exported weights must be bit-identical, the loss must fall, and the
 export must load and predict text. Progress goes to standard error.
 """
 
@@ -42,7 +42,7 @@ TRAINING_FLAGS = (
 
 @dataclass(frozen=True)
 class Size:
-    """How long the runs of one smoke test are."""
+    """Length of the runs of a smoke test."""
 
     iterations: int
     checkpoint_interval: int
@@ -50,7 +50,7 @@ class Size:
 
     @property
     def kill_after(self) -> int:
-        """The iteration after which a run is killed: past the second checkpoint, so some iterations are repeated."""
+        """Iteration after which a run is killed: past the second checkpoint, so some iterations are repeated."""
         return 2 * self.checkpoint_interval + 3
 
     def flags(self) -> list[str]:
@@ -69,7 +69,7 @@ QUICK = Size(iterations=30, checkpoint_interval=6, warmup=2)
 
 
 class SmokeError(Exception):
-    """A failed check: what was expected and what was found."""
+    """A failed check."""
 
 
 def note(text: str) -> None:
@@ -104,11 +104,11 @@ class Smoke:
         self.call(self.program("scripts/prepare_data.py"), corpus, "--output_prefix", prefix, "--tokenizer", "byte")
 
     def program(self, path: str) -> Path:
-        """Return a program of the checkout, or the command that pip has made of it."""
+        """Return a program of the checkout, or the command that pip installed for it."""
         return Path(sys.executable).parent / Path(path).stem if self.installed else ROOT / path
 
     def call(self, *command: str | Path) -> None:
-        """Run a Python script to its end."""
+        """Run a Python script to completion."""
         with self.log.open("ab") as log:
             code = subprocess.call(
                 [sys.executable, *map(str, command)],
@@ -144,7 +144,7 @@ class Smoke:
             ]
 
     def wait(self, processes: list[subprocess.Popen[bytes]], what: str) -> None:
-        """Wait until every rank has succeeded; otherwise kill all of them."""
+        """Wait until every rank has succeeded; on failure kill all ranks."""
         try:
             codes = [process.wait(self.seconds_left()) for process in processes]
         finally:
@@ -176,7 +176,7 @@ class Smoke:
         return {record["iteration"]: record["loss"] for record in self.metrics(experiment) if record["phase"] == phase}
 
     def metrics(self, experiment: str) -> list[dict[str, Any]]:
-        """Return the records of a run; a later one of an iteration and phase replaces an earlier one."""
+        """Return the records of a run, the last one of each iteration and phase."""
         from megatron_lite.monitor.trackers import read_metrics
 
         return read_metrics(self.folder / experiment / "metrics.jsonl")
@@ -218,7 +218,7 @@ class Smoke:
         return folder
 
     def reload(self) -> None:
-        """Load the export with transformers and check its loss; without transformers check its weights."""
+        """Load the export with transformers and check its loss; without transformers, check its weights."""
         export = self.export("killed")
         if importlib.util.find_spec("transformers") is None:
             self.report.update(reloaded_by="safetensors", parameters=finite_parameters(export))
@@ -256,7 +256,7 @@ def finite_parameters(export: Path) -> int:
 
 
 def transformers_loss(export: Path, corpus: Path) -> tuple[float, int]:
-    """Return the loss of the exported model on the first document, in nats per token, and its number of parameters."""
+    """Return the exported model's loss on the first document, in nats per token, and its number of parameters."""
     import torch
     from transformers import AutoModelForCausalLM
     from transformers.utils import logging
@@ -273,12 +273,12 @@ def transformers_loss(export: Path, corpus: Path) -> tuple[float, int]:
 
 
 def main() -> int:
-    """Run all steps in a temporary folder; return 0 if every check held."""
+    """Run all steps in a temporary folder; return 0 if every check passed."""
     started = time.monotonic()
     parser = argparse.ArgumentParser(description=__doc__, allow_abbrev=False)
     parser.add_argument("--quick", action="store_true", help="fewer iterations")
-    parser.add_argument("--installed", action="store_true", help="run the commands that pip has installed")
-    parser.add_argument("--device", default="auto", help="as in pretrain_gpt.py, which gets all other flags, too")
+    parser.add_argument("--installed", action="store_true", help="run the installed commands")
+    parser.add_argument("--device", default="auto", help="as in pretrain_gpt.py, which also gets all other flags")
     options, flags = parser.parse_known_args()
     folder = Path(tempfile.mkdtemp(prefix="megatron_lite_smoke_"))
     pythonpath = "" if options.installed else str(ROOT)

@@ -1,11 +1,11 @@
-"""Verify checkpoints: every byte of every file, and everything that the manifest says.
+"""Verify checkpoints: every byte of every file, and every entry of the manifest.
 
     python scripts/verify_checkpoint.py experiments/mine
     python scripts/verify_checkpoint.py experiments/mine/checkpoints/1000 experiments/mine/export/1000 --values
 
 A path is a checkpoint, a folder of checkpoints, or the directory of a run. Each checkpoint is a row of a table:
-iteration, bytes, ranks (4x2: four data-parallel ones, of two tensor-parallel ones each), and whether it is good, or why
-not. Nothing is changed, and no model is built: one chunk of a file is in memory at a time.
+iteration, bytes, ranks (4x2: data parallel 4, tensor parallel 2), and whether it is good, or why not. Nothing is
+changed, no model is built, and one chunk of a file is in memory at a time.
 
 Exit codes: 0 all checkpoints are good, 2 usage, 4 a checkpoint is damaged.
 """
@@ -31,14 +31,14 @@ from megatron_lite.run.exit_status import print_failure, print_page
 
 
 def checkpoints_of(path: Path) -> list[Path]:
-    """List the checkpoints at a path, the newest first: itself, those in it, or those of a run.
+    """List the checkpoints at a path, newest first: the path itself, those in it, or those of a run.
 
     Raises:
-        UsageError: if there is none.
+        UsageError: if there is no checkpoint.
     """
     try:
         if not path.is_dir():
-            raise UsageError(f"{path}: there is no such folder; give a checkpoint or the directory of a run")
+            raise UsageError(f"{path}: no such folder; give a checkpoint or the directory of a run")
         if (path / MANIFEST_NAME).exists() or (path / MANIFEST_NAME).is_symlink():
             return [path]
         folders = [path, path / "checkpoints", path / "export"]
@@ -65,7 +65,7 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
         epilog="Exit codes: 0 all checkpoints are good, 2 usage, 4 a checkpoint is damaged.",
     )
     parser.add_argument("paths", nargs="+", type=Path, metavar="PATH", help="checkpoint, or directory of a run")
-    parser.add_argument("--values", action="store_true", help="look for numbers that are not finite, too")
+    parser.add_argument("--values", action="store_true", help="also look for non-finite numbers")
     return parser.parse_args(arguments)
 
 

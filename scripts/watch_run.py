@@ -1,8 +1,8 @@
-"""Follow a run from another terminal, or another machine that sees its folder: a page of text that renews itself.
+"""Follow a run on a page that updates itself, from another terminal or any machine that sees the run's folder.
 
     python scripts/watch_run.py EXPERIMENT_DIR [--interval_s=2] [--once]
 
-Ctrl-C ends it. The run notices nothing.
+Ctrl-C ends it. The run is not affected.
 """
 
 from __future__ import annotations
@@ -26,8 +26,7 @@ from megatron_lite.reports.watch_page import page
 from megatron_lite.reports.watched_run import WatchedRun
 from megatron_lite.run.exit_status import print_page
 
-# Sequences of a terminal: another screen without a cursor and back; the upper left corner; clear to the end of the line
-# and of the screen.
+# Terminal sequences: alternate screen without cursor, and back; home; clear to the end of the line and of the screen.
 ENTER, LEAVE = "\033[?1049h\033[?25l", "\033[?25h\033[?1049l"
 HOME, CLEAR_LINE, CLEAR_BELOW = "\033[H", "\033[K", "\033[J"
 SHORTEST_S, LONGEST_S = 0.1, 3600.0
@@ -38,8 +37,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Show the page until Ctrl-C, or once; return the exit code."""
     parser = ScriptParser(description="Follow a run: curves, rates, checkpoints, time left, warnings.")
     parser.add_argument("experiment_dir", type=Path, help="the --experiment_dir of the run")
-    parser.add_argument("--interval_s", type=_seconds, default=2.0, help="seconds between two looks (default: 2)")
-    parser.add_argument("--once", action="store_true", help="print one page and end; so does a stdout without terminal")
+    parser.add_argument("--interval_s", type=_seconds, default=2.0, help="seconds between updates (default: 2)")
+    parser.add_argument("--once", action="store_true", help="print one page and exit, as when stdout is not a terminal")
     options = parser.parse_args(arguments)
     root: Path = options.experiment_dir
     if not root.is_dir():
@@ -51,7 +50,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         if options.once or not sys.stdout.isatty():
             print_page("\n".join(_page(run)))
         else:
-            for number in (signal.SIGINT, signal.SIGTERM):  # a parent may have told its children to ignore the first
+            for number in (signal.SIGINT, signal.SIGTERM):  # a parent may have made its children ignore SIGINT
                 signal.signal(number, signal.default_int_handler)
             with _other_screen():
                 while True:
@@ -68,14 +67,14 @@ def _page(run: WatchedRun) -> list[str]:
 
 
 def _show(lines: Sequence[str]) -> None:
-    """Draw the lines over the old ones, as many as the terminal has room for."""
+    """Overwrite the screen with as many lines as fit."""
     rows = lines[: max(_size().lines, 1)]
     sys.stdout.write(HOME + "\r\n".join(row + CLEAR_LINE for row in rows) + CLEAR_BELOW)
     sys.stdout.flush()
 
 
 def _size() -> os.terminal_size:
-    """Return the size of the terminal as it is now, whatever COLUMNS says; without one, that of the environment."""
+    """Return the current size of the terminal, ignoring COLUMNS; without a terminal, the size from the environment."""
     if sys.stdout.isatty():
         return os.get_terminal_size(sys.stdout.fileno())
     return shutil.get_terminal_size()
@@ -83,7 +82,7 @@ def _size() -> os.terminal_size:
 
 @contextlib.contextmanager
 def _other_screen() -> Iterator[None]:
-    """Leave what the terminal shows as it was, whatever happens inside of the block."""
+    """Use the alternate screen inside the block, and restore the terminal afterwards."""
     sys.stdout.write(ENTER)
     try:
         yield

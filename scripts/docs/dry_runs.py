@@ -1,9 +1,9 @@
-"""Write the output below each dry run that a document shows: docs/planner.md, docs/multi_stage.md, docs/performance.md.
+"""Write the output of each dry run shown in docs/planner.md, docs/multi_stage.md and docs/performance.md.
 
-    python -m scripts.docs.dry_runs            run the commands, and write what they print
+    python -m scripts.docs.dry_runs            run the commands and write their output
     python -m scripts.docs.dry_runs --check    compare only; exit code 1 if a document is stale
 
-A plan for GPUs looks at no device, so every machine prints the same. Commands run as typed, from the checkout.
+Planning for GPUs touches no device, so every machine prints the same. Commands run as typed, from the checkout.
 """
 
 from __future__ import annotations
@@ -24,14 +24,14 @@ from scripts.docs.tables import markdown_table, with_tables, write_documents
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 MODEL = REPOSITORY / "scripts" / "examples" / "mistral_7b.flags"
-# GPU, ranks, flags, tokens per second and GPU. The tutorial says "around 9000" of H100s, of which it uses 128.
+# GPU, ranks, flags, tokens per second and GPU. The tutorial reports "around 9000" on 128 H100s.
 PUBLISHED_SPEEDS = (
     ("a100", 4, "--batch_size=64 --zero_stage=2", 4234.09),
     ("a100", 4, "--batch_size=64 --zero_stage=2 --mlp_recompute_level=activation", 4218.63),
     ("a100", 4, "--batch_size=64 --zero_stage=2 --mlp_recompute_level=full", 3804.49),
     ("h100", 128, "", 9000.0),
 )
-PYTHON_FOLDER = Path(sys.executable).parent  # of the `python` that commands start
+PYTHON_FOLDER = Path(sys.executable).parent  # has the `python` that commands start
 DOCUMENTS = ("planner.md", "multi_stage.md", "performance.md")
 # A command, up to three lines of prose, and its output.
 SHOWN = re.compile(
@@ -41,10 +41,10 @@ SHOWN = re.compile(
 
 
 def output(command: str) -> str:
-    """Return all that a command prints, typed into bash in a checkout.
+    """Return the stdout and stderr of a bash command run in the checkout.
 
     Raises:
-        subprocess.CalledProcessError: if it fails.
+        subprocess.CalledProcessError: if the command fails.
     """
     environment = {**os.environ, "PATH": f"{PYTHON_FOLDER}{os.pathsep}{os.environ.get('PATH', '')}"}
     words = ["bash", "-o", "pipefail", "-c", command]
@@ -53,14 +53,14 @@ def output(command: str) -> str:
 
 
 def renewed(text: str) -> str:
-    """Return a document with the outputs of today."""
+    """Return a document with current outputs."""
     text = SHOWN.sub(lambda found: f"{found[1]}{output(found[2])}\n{found[4]}", text)
     tables = {"published": published_table} if "<!-- table: published -->" in text else {}
     return with_tables(text, tables, separated=False)
 
 
 def published_table() -> list[str]:
-    """Compare the speeds that Fast-LLM's tutorial reports of a Mistral-7B with those of a plan."""
+    """Compare the Mistral-7B speeds in Fast-LLM's tutorial with predicted ones."""
     rows = []
     for gpu, ranks, flags, tokens_per_s in PUBLISHED_SPEEDS:
         plan, time = planned_step(gpu, ranks, flags)

@@ -1,10 +1,10 @@
-"""Write the tables of docs/multi_stage.md and docs/parallelism.md: memory, traffic, choices, as the engine counts them.
+"""Write the tables of memory, traffic and choices in docs/multi_stage.md and docs/parallelism.md.
 
     python -m scripts.docs.engine_tables            write the tables
     python -m scripts.docs.engine_tables --check    compare only; exit code 1 if a document is stale
 
 Each plan is a `MultiStage` on the meta device whose memory and collectives are counted, as in `--dry_run=1`. The
-formulas next to the counts are those of the guide and use only sizes.
+formulas next to the counts are those of the guide and depend on sizes only.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ Rows = Iterator[tuple[str | int | float, ...]]  # header and cells; a float is s
 
 
 def plan(ranks: int, **flags: Any) -> Plan:
-    """Plan the Mistral-7B example with more flags, on GPUs."""
+    """Plan the Mistral-7B example with additional flags, on GPUs."""
     words = [*MODEL, "--dry_run=1", f"--world_size={ranks}", *(f"--{name}={value}" for name, value in flags.items())]
     return make_plan(resolve(parse_flags(words).config, ranks), ranks, "cuda")
 
@@ -60,7 +60,7 @@ def memory_table() -> Rows:
 
 
 def traffic_table() -> Rows:
-    """Compare the collectives of a step with the formulas."""
+    """Compare the collectives of a step with the formulas of the guide."""
     counts = "gathers", "formula", "reductions", "formula"
     yield "ZeRO", "micro-batches", *counts, "gathered, MiB", "reduced, MiB", "sent per rank, MiB"
     for zero_stage in (1, 2, 3):
@@ -102,17 +102,17 @@ def choices_table() -> Rows:
                 yield ranks, zero_stage, batches, made.state_bytes / GIB, *levels, sent
 
 
-# Layouts of tensor parallelism: ranks, and whether they split the tokens.
+# Tensor-parallel layouts: ranks, and whether sequence parallelism is on.
 LAYOUTS = ((1, False), *((ranks, splits) for ranks in (2, 4, 8) for splits in (False, True)))
 
 
 def tensor_plan(ranks: int, splits: bool, **flags: Any) -> Plan:
-    """Plan the example on 8 GPUs with this many tensor-parallel ranks."""
+    """Plan the example on 8 GPUs with `ranks` tensor-parallel ranks; splits: sequence parallelism."""
     return plan(8, tensor_parallel=ranks, sequence_tensor_parallel=int(splits), micro_batch_size=1, **flags)
 
 
 def tensor_memory_table() -> Rows:
-    """Show the memory of a tensor-parallel rank, and how long a step takes."""
+    """Show the memory of a tensor-parallel rank and the predicted step time."""
     yield "T", "tokens", "state, GiB", "one block, MiB", "all layers, GiB", "needed, GiB", "s/step, predicted"
     for ranks, splits in LAYOUTS:
         made = tensor_plan(ranks, splits)
@@ -153,7 +153,7 @@ TABLES: dict[str, Callable[[], Rows]] = {
 
 
 def render(name: str) -> list[str]:
-    """Return the lines of one table in Markdown."""
+    """Return the lines of one Markdown table."""
     rows = (
         [f"{cell:,.1f}" if isinstance(cell, float) else f"{cell:,}" if isinstance(cell, int) else cell for cell in row]
         for row in TABLES[name]()
@@ -163,7 +163,7 @@ def render(name: str) -> list[str]:
 
 
 def renewed(text: str) -> str:
-    """Return a document with its tables written anew."""
+    """Return a document with current tables."""
     names = re.findall(r"<!-- table: (\w+) -->", text)
     return with_tables(text, {name: partial(render, name) for name in names}, separated=False)
 

@@ -1,7 +1,7 @@
 """Write docs/flags.md, and the tables of docs/from_levanter.md and docs/from_fast_llm.md.
 
-They are made from megatron_lite/config/ with its other_programs.txt. The other programs' options and their defaults are
-the lists in tests/vectors. The prose of the guides is written by hand: only their tables are replaced.
+Sources: megatron_lite/config/ with its other_programs.txt, and the lists of other programs' options and defaults in
+tests/vectors. The prose of the guides is written by hand; only their tables are replaced.
 
     python -m scripts.docs.flags            write the three files
     python -m scripts.docs.flags --check    compare only; exit code 1 if one is stale
@@ -29,13 +29,13 @@ from megatron_lite.config.values import FLAGS, SPELLINGS, Flag, limits, written
 from scripts.docs.tables import markdown_table, write_documents
 
 REPOSITORY = Path(__file__).resolve().parents[2]
-SAME = "(the same)"  # after a default that other programs only write differently
-# Defaults of which that is true, besides `none` where we derive the value.
+SAME = "(the same)"  # marks a default that the other program only spells differently
+# Options with such a default, besides `none` where the value is derived here.
 SAME_DEFAULT = (
     "optimizer.cycles trainer.per_device_parallelism trainer.per_device_eval_parallelism trainer.mp min_lr world_size "
     "model.num_kv_heads model.mlp_scale model.activation_function"
 ).split()
-# What Levanter does without an option for it: (behaviour, its value there, our flag, remark).
+# Behaviour that Levanter has no option for: (behaviour, its value there, our flag, remark).
 FIXED = (
     ("index of the first update", "0", "lr_step_offset", "a warmup then starts at rate 0; Adam's moments still move"),
     ("clipping", "levanter", "clip_grad_style", "torch adds 1e-6 to the norm by which it divides"),
@@ -52,14 +52,14 @@ _FLAGS = re.compile(rf"(?:torchrun )?{_FLAG}(?: {_FLAG})*")
 
 @dataclass(frozen=True)
 class GuideRow:
-    """One row of a guide. `defaults`: of the other program, one for each of its models."""
+    """One row of a guide. defaults: the other program's, one for each of its models."""
 
     option: str
     defaults: tuple[str, ...]
     here: str
     remark: str
     flag: Flag | None = None  # the flag here with the same meaning, if there is exactly one
-    same: bool = False  # whether the default here is only written differently
+    same: bool = False  # whether the default here is only spelled differently
 
     @property
     def cells(self) -> tuple[str, ...]:
@@ -69,7 +69,7 @@ class GuideRow:
 
 @dataclass(frozen=True)
 class Guide:
-    """One page about another program: `rows` by the heading of their section."""
+    """One page about another program. rows: by section heading."""
 
     program: str
     path: Path
@@ -87,12 +87,12 @@ def cell_text(text: str) -> str:
 
 
 def table(head: tuple[str, ...], rows: Sequence[tuple[str, ...]]) -> str:
-    """Return a Markdown table; the cells are Markdown already."""
+    """Return a Markdown table of Markdown cells."""
     return "".join(f"{line}\n" for line in markdown_table(head, rows))
 
 
 def guides() -> tuple[Guide, Guide]:
-    """Return both guides with the rows that their tables should have."""
+    """Return both guides with current rows."""
     rows: dict[str, list[GuideRow]] = {
         "Fixed there, a flag here": [
             GuideRow(text, (value,), f"`--{name}`", remark, FLAGS[name]) for text, value, name, remark in FIXED
@@ -119,7 +119,7 @@ def _options(program: str) -> dict[str, dict[str, str | None | dict[str, str | N
 
 
 def _equal(name: str, default: object) -> bool:
-    """Whether a flag of Fast-LLM has the same default here."""
+    """Return whether a flag of Fast-LLM has the same default here."""
     flag = FLAGS[name]
     if flag.default is None:
         return default in ("none", "derived")
@@ -127,7 +127,7 @@ def _equal(name: str, default: object) -> bool:
 
 
 def _cases(name: str, known: Mapping[str, list[tuple[str, Row]]]) -> list[tuple[str, Row]]:
-    """Return the rows of a full name: those of its longest known end, or of the innermost known group."""
+    """Return the rows of a full name: those of its longest known suffix, or of the innermost known group."""
     for end in suffixes(name):
         if end in known:
             return known[end]
@@ -156,7 +156,7 @@ def _rows(name: str, default: object, cases: list[tuple[str, Row]]) -> Iterator[
 
 
 def _merged(rows: Iterator[GuideRow]) -> list[GuideRow]:
-    """Join neighbours that have no flag here and differ in nothing but their name."""
+    """Merge adjacent rows that have no flag here and differ only in their name."""
     found = []
     for _, group in itertools.groupby(rows, key=lambda row: (row.option if row.flag else "", row.cells[1:])):
         first, *others = group
@@ -165,7 +165,7 @@ def _merged(rows: Iterator[GuideRow]) -> list[GuideRow]:
 
 
 def page(guide: Guide, text: str) -> str:
-    """Return the text of a guide with its tables, and its lists of equal flags, as they should be now."""
+    """Return the text of a guide with current tables and lists of equal flags."""
     sections = re.split(r"^(?=## )", text, flags=re.M)
     return "".join(_section(guide, text) for text in sections)
 
@@ -186,7 +186,7 @@ def _section(guide: Guide, text: str) -> str:
 
 
 def other_defaults() -> dict[str, str]:
-    """Return the defaults of other programs by flag, where they differ from ours."""
+    """Return other programs' defaults by flag, where they differ from ours."""
     found: dict[str, dict[str, list[str]]] = {}
     for guide in guides():
         for row in itertools.chain.from_iterable(guide.rows.values()):
@@ -221,7 +221,7 @@ stages and memory in [multi_stage.md](multi_stage.md), shared layers in [paralle
   (`--wandb_entity_name=$UNSET`) means the same for text flags and is an error for all others.
 - Separate list items by commas, by spaces, or as several words: `--split=969,30,1`, `--data_path 0.3 first 0.7 second`.
 - Write numbers in ASCII digits, with an optional exponent unless the flag takes an integer; they must be finite.
-- If a flag is repeated, the last one counts, with a warning if the values differ.
+- If a flag is repeated, the last one wins, with a warning if the values differ.
 - `@file` inserts the flags in a file: shell words with quotes and `#` comments, but without variables. A nested
   `@file` is relative to the folder of the file; all other paths are relative to the current directory, as on the
   command line. `~` at the start of a path is the home directory.
@@ -236,14 +236,14 @@ The values in the second column describe what this program does anyway. Every ot
 INSTEAD_HEADING = """\
 ## Flags of other programs that do not exist here
 
-The program answers each of them with a message. Names that mean the same with the same values are in the column
-"also spelled" above. The longest known end of a dotted name counts, as in Levanter's `--trainer.tracker.name`;
-`--moe_*` is every other name that begins so.
+The program answers each of them with a message. Names with the same meaning and values are in the column
+"also spelled" above. A dotted name, such as Levanter's `--trainer.tracker.name`, matches by its longest known suffix;
+`--moe_*` is every other name that begins with `--moe_`.
 """
 
 
 def option_table(area: str, elsewhere: Mapping[str, str]) -> str:
-    """Return the table of the options of one area. `elsewhere`: other programs' defaults by flag, where they differ."""
+    """Return the option table of one area. elsewhere: other programs' defaults by flag, where they differ."""
     rows = [
         (
             f"`--{flag.name}`",
@@ -287,7 +287,7 @@ def instead_tables() -> Iterator[str]:
 
 
 def flags_page() -> str:
-    """The whole text of docs/flags.md."""
+    """Return the text of docs/flags.md."""
     parts, elsewhere = [INTRODUCTION], other_defaults()
     for area, owner in AREAS.items():
         parts += [f"## {owner.__doc__}\n", option_table(area, elsewhere)]

@@ -1,4 +1,4 @@
-"""Links and headings of our documents, as GitHub reads them."""
+"""Links and headings of the documents, as GitHub interprets them."""
 
 import os
 import re
@@ -22,7 +22,7 @@ def slug(heading: str) -> str:
 
 
 def anchors(text: str) -> set[str]:
-    """Return all that a link into this document may name behind #; a repeated heading gets -1, -2, ..."""
+    """Return the anchors of a document; a repeated heading gets -1, -2, ..."""
     found = set(_ANCHOR.findall(text))
     counts: dict[str, int] = {}
     for heading in _HEADING.findall(FENCE.sub("", text)):
@@ -33,13 +33,13 @@ def anchors(text: str) -> set[str]:
 
 
 def targets(text: str) -> list[str]:
-    """Return the targets of all links and pictures of a document, outside of code."""
+    """Return the targets of all links and images of a document, outside code."""
     prose = _CODE.sub("", FENCE.sub("", text))
     return [*_LINK.findall(prose), *_OTHER_LINKS.findall(prose)]
 
 
 def problems(document: Path, root: Path) -> Iterator[str]:
-    """Yield each link of a document that leads nowhere in the checkout `root`; a web address is not opened."""
+    """Yield each broken link of a document in the checkout `root`; web addresses are not opened."""
     text = document.read_text("utf-8")
     for target in targets(text):
         where = f"{document.relative_to(root)} links to {target!r}"

@@ -1,10 +1,10 @@
-"""Write the table of docs/reliability.md: every fault of the catalogue with the results of its tests.
+"""Write the table of docs/reliability.md: every fault in the catalogue with its test results.
 
     bash scripts/run_tests.sh -m faults --junitxml=faults.xml    run the tests (add -n 4 for four processes)
-    python -m scripts.docs.reliability faults.xml                write the table; of several files, later ones win
+    python -m scripts.docs.reliability faults.xml                write the table; later files override earlier ones
     python -m scripts.docs.reliability --check                   exit code 1 if rows differ from the catalogue
 
-The catalogue is tests/faults/catalogue.txt. Each case of a test (its parameters) counts.
+The catalogue is tests/faults/catalogue.txt. Every parametrized case of a test counts.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ Counts = Mapping[str, int]  # result -> cases
 
 
 def read_results(paths: Sequence[Path]) -> dict[str, collections.Counter[str]]:
-    """Return test (file::function below tests/) -> result -> cases, from JUnit files of pytest.
+    """Return test (file::function below tests/) -> result -> cases, from pytest's JUnit files.
 
     The result of a case in a later file replaces that in an earlier one.
     """
@@ -45,7 +45,7 @@ def read_results(paths: Sequence[Path]) -> dict[str, collections.Counter[str]]:
 
 
 def outcome(row: Row, results: Mapping[str, Counts]) -> str:
-    """Return the last cell of a row: how its tests ended."""
+    """Return the last cell of a row: the results of its tests."""
     if not row.tests:
         return f"no promise: {row.reason}"
     total: collections.Counter[str] = collections.Counter()
@@ -78,18 +78,18 @@ def render(cells: Mapping[int, str]) -> list[str]:
 
 
 def written_cells(page: str) -> dict[int, str]:
-    """Return the last cell of each row that is on the page."""
+    """Return the last cell of each row on the page."""
     return {int(number): cell for number, cell in re.findall(r"^\| (\d+) \|.*\| ([^|]*) \|$", page, re.M)}
 
 
 def main(argv: list[str]) -> int:
-    """Write the page from files of results, or check its rows."""
+    """Write the page from result files, or check its rows; return the exit code."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("files", nargs="*", type=Path, metavar="FILE", help="results of pytest in JUnit format")
-    parser.add_argument("--check", action="store_true", help="compare the rows with the catalogue, and write nothing")
+    parser.add_argument("files", nargs="*", type=Path, metavar="FILE", help="pytest results in JUnit format")
+    parser.add_argument("--check", action="store_true", help="only compare the rows with the catalogue")
     options = parser.parse_args(argv)
     if options.check == bool(options.files):
-        parser.error("name files of results, or write --check")
+        parser.error("give result files, or --check")
     rows = read_catalogue()
     if options.check:
         cells = written_cells(TARGET.read_text("utf-8"))

@@ -1,7 +1,7 @@
-"""Rules of the documents' site, which mkdocs reads by its name in mkdocs.yml.
+"""mkdocs hooks for the documentation site, named in mkdocs.yml.
 
-The documents are written for GitHub. The site adds those outside of docs/, and makes links and anchors of all lead to
-the same places as there. A link to a file that has no page becomes plain text.
+The documents are written for GitHub. The hooks add those outside docs/, and make links and anchors lead to the same
+places as on GitHub. A link to a file that has no page becomes plain text.
 """
 
 import os
@@ -29,7 +29,7 @@ _LINK = re.compile(r"(!?)\[((?:[^\[\]]|\[[^\]]*\])*)\]\((?!\w+:|#)([^)\s#]+)(#[^
 
 
 def on_config(config: MkDocsConfig) -> MkDocsConfig:
-    """Give headings the anchors that GitHub gives them."""
+    """Give headings the same anchors as GitHub."""
     config.mdx_configs.setdefault("toc", {})["slugify"] = lambda heading, separator: slug(heading)
     return config
 
@@ -42,7 +42,7 @@ def on_files(files: Files, config: MkDocsConfig) -> Files:
 
 
 def on_page_markdown(markdown: str, page: Page, config: MkDocsConfig, files: Files) -> str:
-    """Point the links of a page at the places of the site."""
+    """Rewrite the links of a page for the site."""
     names = {place: name for name, place in OUTSIDE.items()}
     source = names.get(page.file.src_uri, f"docs/{page.file.src_uri}")
     parts = _FENCES.split(markdown)  # code blocks have odd numbers

@@ -1,4 +1,4 @@
-"""Generated tables of documents: Markdown between `<!-- table: NAME -->` and `<!-- end -->`."""
+"""Generated tables in documents: Markdown between `<!-- table: NAME -->` and `<!-- end -->`."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ def markdown_table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> list
 
 
 def with_tables(text: str, tables: Mapping[str, Writer], separated: bool = True) -> str:
-    """Return a document with these tables written anew; separated: with an empty line around each.
+    """Return a document with these tables replaced. separated: put an empty line around each.
 
     Raises:
         ValueError: if the document has no place for a table.
@@ -31,11 +31,11 @@ def with_tables(text: str, tables: Mapping[str, Writer], separated: bool = True)
 
 
 def write_documents(renew: Mapping[Path, Callable[[str], str]], check: bool, command: str) -> int:
-    """Write documents anew, or compare only; return the exit code.
+    """Rewrite documents, or only compare them; return the exit code.
 
     Args:
         renew: the new text of each document, given the old one.
-        command: what to type where a document is stale.
+        command: regenerates stale documents; named in the message.
     """
     stale = []
     for path, current in renew.items():
