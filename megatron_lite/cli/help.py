@@ -21,7 +21,7 @@ INTRODUCTION = """\
 usage: torchrun --nproc-per-node=N pretrain_gpt.py [--flag=value ...] [@file ...]      (or python, for one process)
 installed by pip: torchrun --nproc-per-node=N -m pretrain_gpt ..., or pretrain_gpt ..., in any folder
 
---a_b=v, --a_b v and --a-b=v are the same. A bare 0|1 flag means 1. If a flag is given twice, the last one counts.
+--a_b=v, --a_b v and --a-b=v are the same. A bare 0|1 flag means 1. If a flag is given twice, the last one wins.
 @file inserts the flags of a file: shell words, # comments, other @files relative to its folder."""
 
 EXAMPLE = """\
@@ -29,8 +29,8 @@ List all options, aliases and flags of other programs: --help_all. Print the ver
 Try it without data: python pretrain_gpt.py --num_layers=2 --hidden_size=64 --num_attention_heads=4 --vocab_size=256
     --sequence_length=128 --train_iters=100 --batch_size=32 --dataset_source=random
 Exit codes: 0 done, 2 usage, 3 data, 4 checkpoint, 5 numerics, 6 a peer died or hung, 7 memory, 8 storage,
-    75 preempted and saved, 1 anything else. torchrun reports each failure as 1; exit.json in --experiment_dir keeps
-    the code."""
+    75 preempted and saved, 1 anything else. torchrun reports each failure as 1; exit.json in --experiment_dir has the
+    code."""
 
 
 def help_text(everything: bool) -> str:
@@ -59,7 +59,7 @@ def help_text(everything: bool) -> str:
 
 
 def value_words(flag: Flag) -> str:
-    """Return the form of a flag's value: `0|1`, the choices, or the kind of value."""
+    """Return the placeholder of a flag's value: `0|1`, the choices, or the kind of value."""
     if flag.kind == "bool":
         return "0|1"
     if flag.option.choices:
@@ -71,7 +71,7 @@ def value_words(flag: Flag) -> str:
 
 
 def default_words(flag: Flag) -> str:
-    """Return the default as a user would type it, or in words if it is derived."""
+    """Return the default as a user would type it, or a description if it is derived."""
     if flag.default is None:
         return flag.option.unset
     return written(flag.default) or "none"
@@ -90,7 +90,7 @@ def _help_lines(flag: Flag, everything: bool) -> Iterator[str]:
 
 
 def _two_columns(left: str, right: str) -> list[str]:
-    """Return the lines of one entry; a left text too long for its column gets lines of its own."""
+    """Return the lines of one entry; if the left text overflows its column, the right text starts on a new line."""
     start, indent = f"  {left} ".ljust(NAME_WIDTH), " " * NAME_WIDTH
     own_line = textwrap.wrap(start, WIDTH, subsequent_indent="  ") if len(start) > NAME_WIDTH else []
     first = indent if own_line else start
@@ -100,9 +100,9 @@ def _two_columns(left: str, right: str) -> list[str]:
 
 
 def banner(config: Config, derived: Mapping[str, str]) -> str:
-    """Return the dotted list of all options that a run prints at its start, followed by `derived` in its order.
+    """Return the dotted list of all options that a run prints at startup, followed by `derived`.
 
-    `config` is resolved. `*` marks options that differ from their default, which may be a derived one.
+    config: resolved. `*` marks options that differ from their default, which may be derived.
     """
     lines = [" arguments (* differs from the default) ".center(72, "-")]
     defaults = _defaults(config)
@@ -144,7 +144,7 @@ def _wrapped(words: Iterable[str], indent: str) -> list[str]:
 
 
 def _defaults(config: Config) -> dict[str, Any]:
-    """Return the value that each option of a resolved configuration would have if it alone were unset.
+    """Return the value that each option of a resolved configuration would have if only that option were unset.
 
     The options of the batch arithmetic depend on each other, so they are unset together.
     """

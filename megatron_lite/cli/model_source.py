@@ -1,15 +1,15 @@
 """Model options from a preset or from pretrained weights instead of flags.
 
-With pretrained weights two flags decide between the checkpoint and the flags:
+With pretrained weights, two flags decide whether the checkpoint or the command line sets the options:
 
     --use_pretrained_config  --ignore_pretrained_config
     1                        0       the checkpoint fills in the options; a flag that contradicts it is an error
     1                        1       the checkpoint fills in the options; flags win if the shapes fit
-    0                        0       only flags and defaults count; a difference from the checkpoint is an error
-    0                        1       only flags and defaults count; the shapes must fit
+    0                        0       flags and defaults set the options; a difference from the checkpoint is an error
+    0                        1       flags and defaults set the options; the shapes must fit
 
 Options that do not change the meaning of the weights may always differ: see `FREE`. Once the experiment directory has
-a checkpoint, its model counts, and a resumed run no longer needs the pretrained folder.
+a checkpoint, that model is used, and a resumed run no longer needs the pretrained folder.
 
 This happens during parsing, so that validation, banner and dry run see the model. Reading a Hugging Face folder imports
 no torch.
@@ -40,7 +40,7 @@ FREE = frozenset(
     "init_method_std_attn_proj init_method_std_mlp_1 init_method_std_mlp_2 layer_norm_init_range random_bias_init "
     "full_precision_residual attention_softmax_in_fp32 make_vocab_size_divisible_by".split()
 )
-# Options of initial weights.
+# Options that only affect initial weights.
 INITIAL = frozenset(name for name in FREE if "init" in name)
 # Option -> options that depend on its value: if a flag changes it, their values from the model are dropped.
 FOLLOW: Mapping[str, tuple[str, ...]] = MappingProxyType(
@@ -57,7 +57,7 @@ FOLLOW: Mapping[str, tuple[str, ...]] = MappingProxyType(
 
 
 class Stated(NamedTuple):
-    """The model of a checkpoint."""
+    """The model that a checkpoint describes."""
 
     where: str  # path of the checkpoint
     values: dict[str, Any]  # model options by name
@@ -86,7 +86,7 @@ def with_source(given: Mapping[str, Any]) -> tuple[dict[str, Any], tuple[Note, .
 
 
 def with_preset(given: Mapping[str, Any]) -> tuple[dict[str, Any], tuple[Note, ...]]:
-    """Return the given options plus those of their --model preset, and a note that lists the latter."""
+    """Return the given options plus those of their --model preset, and a note that lists the preset."""
     name = given.get("model")
     if name is None:
         return dict(given), ()
@@ -107,7 +107,7 @@ def _brought_along(values: Mapping[str, Any], typed: Mapping[str, Any]) -> dict[
 
 
 def _with_stated_model(given: dict[str, Any], folder: Path) -> tuple[dict[str, Any], Stated | None]:
-    """Return the options with the model of the pretrained checkpoint, and that model, or None if only flags count."""
+    """Add the pretrained checkpoint's model to the options; return both (no model if only flags set the options)."""
     use, ignore = given.get("use_pretrained_config", True), given.get("ignore_pretrained_config", False)
     own = _own_values(given)
     if not use and (ignore or own is not None):  # resuming compares with what was saved
@@ -129,7 +129,7 @@ def _with_stated_model(given: dict[str, Any], folder: Path) -> tuple[dict[str, A
 
 
 def _with_export_type(values: dict[str, Any], model_type: str | None) -> dict[str, Any]:
-    """Add the model's own architecture as that of exports, if it can express the options and none was typed."""
+    """Export to the model's own architecture, if it supports the options and none was typed."""
     if model_type is None or "export_model_type" in values:
         return values
     resolved, problems = examine(unflatten(dict(values)), 1)
@@ -140,7 +140,7 @@ def _with_export_type(values: dict[str, Any], model_type: str | None) -> dict[st
 
 
 def _stated(folder: Path, kind: str | None, weights: bool) -> Stated:
-    """Return the model of the pretrained checkpoint. `weights`: whether its weights are needed too."""
+    """Return the model of the pretrained checkpoint. weights: whether its weights are needed too."""
     try:
         if folder_kind.source_folders(folder, kind)[0] == "huggingface":
             if weights:
@@ -155,7 +155,7 @@ def _stated(folder: Path, kind: str | None, weights: bool) -> Stated:
 
 
 def _own_values(given: Mapping[str, Any]) -> Stated | None:
-    """Return the model of the run's own newest checkpoint, or None without a readable one."""
+    """Return the model of the run's newest checkpoint, or None if no checkpoint is readable."""
     directory = given.get("experiment_dir")
     root = None if directory is None else Path(directory) / "checkpoints"
     try:
@@ -173,7 +173,7 @@ def _own_values(given: Mapping[str, Any]) -> Stated | None:
 
 
 def _differences(ours: Mapping[str, Any], theirs: dict[str, Any], names: Collection[str]) -> list[Difference]:
-    """Return the differences in the options `names`; other problems of `ours` are reported elsewhere."""
+    """Return the differences in the options `names`; invalid values in `ours` are reported elsewhere."""
     resolved, problems = examine(unflatten(dict(ours)), 1)
     wrong = {name for problem in problems for name in problem.names}
     values = model_options.as_values(resolved.model)
@@ -187,7 +187,7 @@ def _differences(ours: Mapping[str, Any], theirs: dict[str, Any], names: Collect
 
 
 def _same(saved: Any, current: Any) -> bool:
-    """Whether two values are equal, floats up to rounding: the rotary base may be given by its logarithm."""
+    """Return whether two values are equal, floats up to rounding: the rotary base may be given by its logarithm."""
     if isinstance(saved, float) and isinstance(current, float):
         return math.isclose(saved, current, rel_tol=1e-9)
     return bool(saved == current)

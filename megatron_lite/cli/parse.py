@@ -39,7 +39,7 @@ from megatron_lite.validation import examine, planned_world_size
 from megatron_lite.validation.messages import Note
 
 MOST_FILES = 100
-# Options whose ~ is expanded here, because the shell leaves --flag=~/folder alone.
+# Options in which ~ is expanded here, because the shell does not expand it in --flag=~/folder.
 PATHS = frozenset(
     "experiment_dir data_path dataset_cache loss_mask tokenizer_file pretrained_checkpoint_path load_checkpoint_path "
     "sample_prompts export_callback_script tensorboard_dir".split()
@@ -56,7 +56,7 @@ class Arguments:
     config: Config
     given: dict[str, Any]  # typed options, by name
     notes: tuple[Note, ...]  # warnings, and the sources of other options
-    # Variables of --export_callback_env, perhaps secret: no other object holds them, and this one is never printed.
+    # Variables of --export_callback_env, perhaps secret: stored in no other object, and never printed.
     environment: dict[str, str] = field(default_factory=dict, repr=False)
 
     @property
@@ -84,10 +84,10 @@ class Word(NamedTuple):
 
 
 class Item(NamedTuple):
-    """One flag with its values: `inline` is the text after `=`, `words` are the words after that."""
+    """One flag with its values. inline: the text after `=`. words: the words after that."""
 
     flag: Word
-    name: str  # with underscores and without its two dashes, if it has two
+    name: str  # with underscores, without two leading dashes
     inline: str | None
     words: list[Word]
 
@@ -118,7 +118,7 @@ def parse(argv: Sequence[str]) -> Arguments:
     for item in items:
         parser.take(item)
     config = unflatten(with_preset(parser.given)[0])
-    # Otherwise a missing flag, or the pretrained folder's model, could explain any contradiction.
+    # Otherwise a contradiction may be due to a missing flag or the pretrained folder's model.
     if parser.problems and not parser.guesswork and config.source.pretrained_checkpoint_path is None:
         parser.problems += _contradictions(config, parser.wrong)
     try:
@@ -164,12 +164,12 @@ class _Parser:
     # -- words ---------------------------------------------------------------------------------------------------
 
     def expand(self, word: Word, folder: str = "", chain: tuple[str, ...] = ()) -> Iterator[Word]:
-        """Yield the word, or the words of an @file. `chain`: the files that include it, innermost in `folder`."""
+        """Yield the word, or the words of an @file. chain: the including files, the innermost in `folder`."""
         if not word.text.startswith("@"):
             yield word
             return
         self._files_read += 1
-        if self._files_read > MOST_FILES + 1:  # reported already; files may include each other exponentially often
+        if self._files_read > MOST_FILES + 1:  # reported already; mutual inclusion can grow exponentially
             return
         path = os.path.join(folder, os.path.expanduser(word.text[1:]))
         try:
@@ -275,7 +275,7 @@ class _Parser:
         return tuple(os.path.expanduser(text) for text in items) if flag.name in PATHS else items
 
     def _take_refused(self, item: Item) -> None:
-        """Accept a flag without an option if its value describes what this program does anyway."""
+        """Accept another program's flag if its value describes what this program does anyway."""
         row = refused()[item.name]
         values = item.values or (["1"] if row.switch else [])
         if not values or not accepts(row, " ".join(values)):
@@ -284,11 +284,11 @@ class _Parser:
 
 
 def read_words(path: str) -> list[str]:
-    """Return the shell words of an @file: quotes and backslashes as in a shell, `#` comments, any line breaks.
+    """Return the shell words of an @file, with shell quoting, `#` comments and any line breaks.
 
     Raises:
         OSError: if the file cannot be read.
-        ValueError: if it is not text, is too large, or leaves a quote open.
+        ValueError: if the file is not text, is too large, or leaves a quote open.
     """
     with open(path, "rb") as file:
         data = file.read(LARGEST_FILE_BYTES + 1)
@@ -305,14 +305,14 @@ def read_words(path: str) -> list[str]:
 
 
 def _remedy(flag: Flag, error: BadValueError) -> str:
-    """Return the end of the message for a bad value: this flag with a value that it takes."""
+    """Return the end of the message for a bad value: the flag with a legal value."""
     if "--" in error.rule:
         return ""
     return error.fix(f"--{flag.name}=") or f", as in --{flag.name}={flag.example}"
 
 
 def _check_shell(text: str, item: Item) -> None:
-    """Refuse a value with something that a shell should have removed.
+    """Refuse a value that contains shell syntax.
 
     Raises:
         BadValueError: for literal quotes, several flags in one word, and variables in an @file.
@@ -329,7 +329,7 @@ def _check_shell(text: str, item: Item) -> None:
 
 
 def _several_words(text: str) -> str:
-    """Return the message for one word that holds several, the first of which looks like a flag."""
+    """Return the message for a word that contains several words and begins like a flag."""
     return f'the shell passed {shown(text)} as one word; remove the quotes around it, or write $ARGS instead of "$ARGS"'
 
 

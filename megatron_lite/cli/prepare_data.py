@@ -1,6 +1,6 @@
-"""The command `prepare_data`, and scripts/prepare_data.py: text becomes token files.
+"""The command `prepare_data`, and scripts/prepare_data.py: tokenize text into token files.
 
-Everything heavy is imported after the command line is known to be good.
+Heavy modules are imported only after the command line is validated.
 """
 
 from __future__ import annotations
@@ -29,14 +29,14 @@ Tokenize text files, folders, .jsonl, parquet and arrow files into <output_prefi
     %(prog)s 'corpus/{web,books}/*.jsonl.zst' --output_prefix data/mine --train_tokenizer 4096
     %(prog)s ~/code --suffix .py,.md --output_prefix data/code --tokenizer some/tokenizer.json
 
-A text file is one document, and so is each line of a .jsonl file and each row of a parquet or arrow file, with its text
-under --json_key. Text and .jsonl may be compressed (.gz, .zst, .bz2, .xz). Folders are read recursively in the order of
-their paths; folders that Hugging Face datasets saved, too. An end-of-document token follows each document.
+A document is a text file, a line of a .jsonl file, or a row of a parquet or arrow file, with its text under --json_key.
+Text and .jsonl may be compressed (.gz, .zst, .bz2, .xz). Folders, including those saved by Hugging Face datasets, are
+read recursively in path order. An end-of-document token follows each document.
 
 <output_prefix>.tokenizer.json (for --tokenizer_file in training) and <output_prefix>.summary.json are written next to
-the token files. The .idx file appears last: without it the data are incomplete. The work is cut into pieces, and
-finished ones are kept in <output_prefix>.partial: after an interruption the same command continues where it stopped.
-The result does not depend on the number of processes.
+the token files. The .idx file is written last: without it the data are incomplete. Finished pieces of the work are
+stored in <output_prefix>.partial, so that after an interruption the same command continues where it stopped. The result
+does not depend on the number of processes.
 
     %(prog)s --inspect data/mine    counts, lengths, frequent tokens, some documents
     %(prog)s --verify data/mine     everything that can be checked; exit code 0 or 3
@@ -46,7 +46,7 @@ Exit codes: 0 done, 2 usage, 3 data, 6 a worker died, 8 storage.
 
 
 def read_options(options: argparse.Namespace) -> CorpusOptions:
-    """Check the command line and return what it asks for.
+    """Check the parsed command line and convert it to `CorpusOptions`.
 
     Raises: UsageError if a value makes no sense.
     """
@@ -97,7 +97,7 @@ def report(options: CorpusOptions, summary: dict[str, Any], is_new: bool) -> Non
 
 
 def parse(argv: Sequence[str], program: str) -> argparse.Namespace:
-    """Parse the command line of `program`, as a user types it."""
+    """Parse the command line. program: the command as a user types it."""
     parser = ScriptParser(prog=program, description=DESCRIPTION, formatter_class=argparse.RawDescriptionHelpFormatter)
     add = parser.add_argument
     add(
@@ -140,21 +140,21 @@ def parse(argv: Sequence[str], program: str) -> argparse.Namespace:
         type=number(int, 0, LARGEST_COUNT),
         default=0,
         metavar="N",
-        help="write so many documents, spread evenly over the input, to <PREFIX>_validation instead",
+        help="write N documents, spread evenly over the input, to <PREFIX>_validation instead",
     )
     add(
         "--shards",
         type=number(int, 1, MOST_SHARDS),
         default=1,
         metavar="N",
-        help="write N pairs, <PREFIX>-00000-of-0000N, ...",
+        help="write N pairs of files, <PREFIX>-00000-of-0000N, ...",
     )
     add("--deduplicate", action="store_true", help="keep only the first of identical documents")
     add("--strict", action="store_true", help="stop at a bad document instead of skipping it")
     add("--overwrite", action="store_true", help="replace existing token files")
     mode = parser.add_mutually_exclusive_group()
-    mode.add_argument("--inspect", metavar="PREFIX", help="show what is in a pair, and write nothing")
-    mode.add_argument("--verify", metavar="PREFIX", help="check a pair from end to end, and write nothing")
+    mode.add_argument("--inspect", metavar="PREFIX", help="show the content of a pair of files; write nothing")
+    mode.add_argument("--verify", metavar="PREFIX", help="check a pair of files completely; write nothing")
     add("--version", action="version", version=f"megatron_lite {__version__}")
     options = parser.parse_args(argv)
     if options.inspect is None and options.verify is None and not (options.inputs and options.output_prefix):
@@ -194,6 +194,6 @@ def main(argv: Sequence[str], program: str = "prepare_data") -> int:
 
 
 def command() -> int:
-    """Run the command that pip installs."""
+    """Entry point of the installed command."""
     sys.excepthook = name_missing_package
     return main(sys.argv[1:])

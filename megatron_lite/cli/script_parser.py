@@ -1,4 +1,4 @@
-"""The parser of the scripts' flags: both spellings of a flag, and an answer to one that does not exist."""
+"""Parser for the scripts' flags: accepts both spellings of a flag and suggests flags for an unknown one."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ class ScriptParser(argparse.ArgumentParser):
         self.exit(2, f"{self.prog}: error: {UsageError(message)} (--help explains)\n")
 
     def _spelled(self, word: str) -> str:
-        """Return a word as argparse expects it: a flag with underscores, anything else unchanged."""
+        """Return a flag with underscores, as argparse expects it; anything else unchanged."""
         flag, equals, value = word.partition("=")
         if not flag.startswith("--") or " " in flag:
             return word

@@ -1,8 +1,8 @@
-"""The answer to a flag that does not exist: what to write instead of another program's flag, or what was misspelled.
+"""Answers to unknown flags: what to write instead of another program's flag, or the likely spelling.
 
-The rows of other programs are in `config/other_programs.txt`, read at the first call; `scripts/docs/foreign_flags.py`
-makes the tables of docs/from_levanter.md and docs/from_fast_llm.md from them. A flag without a row is the same flag
-here, perhaps as an alias. Each answer names only flags that can be typed.
+The rows of other programs are in `config/other_programs.txt`, read at the first call; `scripts/docs/flags.py` makes
+the tables of docs/from_levanter.md and docs/from_fast_llm.md from them. A flag without a row is the same flag here,
+perhaps as an alias. Answers name only flags that exist here.
 """
 
 from __future__ import annotations
@@ -27,15 +27,15 @@ from megatron_lite.config.values import (
     similar,
 )
 
-ANY_END = "*"  # ends a name that stands for all names with this beginning
+ANY_END = "*"  # at the end of a name: any name with this prefix
 LONGEST_NAME = 60  # characters; a longer word is not meant as a flag
 HELP = ("help", "help_all", "version")
-_RAW_TEXT = "scripts/prepare_data.py"  # in a remark: the flag's values name raw text, which no flag here takes
+_RAW_TEXT = "scripts/prepare_data.py"  # in a remark: the flag takes raw text, as no flag here does
 
 
 @functools.cache
 def by_name(*programs: str) -> Mapping[str, list[tuple[str, Row]]]:
-    """Return the rows of each name, of some programs or of all, as (case, row); the case of a single row is ""."""
+    """Return the rows of each name as (case, row), for the given programs or all; the case of a single row is ""."""
     found: dict[str, list[tuple[str, Row]]] = {}
     rows = table().programs
     for row in itertools.chain.from_iterable(rows[program] for program in programs or rows):
@@ -53,19 +53,19 @@ def refused() -> Mapping[str, Row]:
 
 @functools.cache
 def instead() -> Mapping[str, str]:
-    """Return the answers to flags that do not exist here; `moe_*` stands for all names with that beginning."""
+    """Return the answers to flags that do not exist here; `moe_*` stands for all names with that prefix."""
     known = {*SPELLINGS, *refused()}
     return MappingProxyType({name: _answer(cases) for name, cases in by_name().items() if name not in known})
 
 
 @functools.cache
 def foreign_names() -> tuple[str, ...]:
-    """Return the other programs' flags that may be misspelled: no dotted names, no families."""
+    """Return the other programs' flags that count as possible misspellings: no dotted names, no families."""
     return tuple(name for name in (*refused(), *instead()) if "." not in name and not name.endswith(ANY_END))
 
 
 def answers_for(program: str) -> Iterator[tuple[tuple[str, ...], str]]:
-    """Yield the flags of a program that do not exist here, with their answers; neighbours with one answer together."""
+    """Yield a program's flags that do not exist here with their answers; adjacent flags with one answer are grouped."""
     names = (name for name in by_name(program) if name in instead())
     for answer, group in itertools.groupby(names, key=instead().__getitem__):
         yield tuple(group), answer
@@ -75,7 +75,7 @@ def answers_for(program: str) -> Iterator[tuple[tuple[str, ...], str]]:
 
 
 def accepts(row: Row, value: str) -> bool:
-    """Whether `value`, as typed, is one of `row.only`: 1, 1.0 and true are the same, and so are .5 and 0.5."""
+    """Return whether `value`, as typed, is in `row.only`: 1, 1.0 and true are equal, and so are .5 and 0.5."""
     return _plain(value) in map(_plain, row.only)
 
 
@@ -88,7 +88,7 @@ def _plain(value: str) -> str:
 
 
 def foreign_answer(name: str) -> str:
-    """Return the answer to another program's flag with a wrong value or without one."""
+    """Return the answer to another program's flag with a wrong or missing value."""
     if name not in refused():
         return instead()[name]
     row = refused()[name]
@@ -103,7 +103,7 @@ def _answer(cases: list[tuple[str, Row]], value: str | None = None) -> str:
 
 
 def _answer_to(row: Row, value: str | None) -> str:
-    """Return the answer to a flag with the value that was typed, if any; a flag that takes it gets it."""
+    """Return the answer to a flag. value: as typed, repeated in the answer if our flag accepts it."""
     here, name = row.here, row.here.removeprefix("--")
     if name in SPELLINGS:
         plain = value and re.fullmatch(r"[\w./:~+-]{1,60}", value, re.ASCII) and _RAW_TEXT not in row.remark
@@ -119,8 +119,8 @@ def _answer_to(row: Row, value: str | None) -> str:
 def _answer_of(name: str, value: str | None) -> str | None:
     """Return the answer to another program's flag; None for an unknown name.
 
-    The longest known end of a dotted name counts (`tracker.name` of `trainer.tracker.name`), or else the innermost
-    known group (`tracker`).
+    A dotted name matches by its longest known suffix (`tracker.name` of `trainer.tracker.name`), or else by its
+    innermost known group (`tracker`).
     """
     answers = instead()
     for end in suffixes(name):
@@ -135,7 +135,7 @@ def _answer_of(name: str, value: str | None) -> str | None:
 
 
 def suffixes(name: str) -> Iterator[str]:
-    """Yield `trainer.tracker.name`, `tracker.name`, `name`: the ends of a dotted name, the longest first."""
+    """Yield the suffixes of a dotted name, longest first: `trainer.tracker.name`, `tracker.name`, `name`."""
     parts = name.split(".") if re.fullmatch(r"[A-Za-z0-9_.]{1,120}", name) else []
     for start in range(len(parts)):
         yield ".".join(parts[start:])
@@ -145,7 +145,7 @@ def suffixes(name: str) -> Iterator[str]:
 
 
 def answer_to_unknown(spelling: str, value: str | None) -> str:
-    """Return the message for a flag that does not exist. `value`: the text that follows, if any."""
+    """Return the message for a flag that does not exist. value: the text that follows, if any."""
     message, name = f"unknown flag {shown(spelling)}", plain_name(spelling)
     if name in HELP:
         return f"{message}: flags begin with two ASCII dashes and are lower case; write --{name}"
@@ -170,7 +170,7 @@ def answer_to_unknown(spelling: str, value: str | None) -> str:
 
 
 def answer_of_any(spelling: str, value: str | None) -> str | None:
-    """Return what to write for one of our flags, or instead of another program's; None for an unknown name."""
+    """Return what to write for one of our flags or another program's; None for an unknown name."""
     name = plain_name(spelling)
     if name in SPELLINGS:
         return _answer_to(Row((name,), f"--{name}"), value)
@@ -179,7 +179,7 @@ def answer_of_any(spelling: str, value: str | None) -> str | None:
 
 
 def plain_name(spelling: str) -> str:
-    """Return a flag as our names are spelled: `-Max-Iters` is max_iters."""
+    """Return a flag in our spelling: `-Max-Iters` is max_iters."""
     return spelling.lstrip(DASHES).replace("-", "_").lower()
 
 
@@ -189,10 +189,10 @@ def _with_a_flag(answer: str) -> str:
 
 
 def nearest_flags(name: str, count: int = 3) -> list[str]:
-    """Return the names that `name` may stand for, the likeliest first.
+    """Return the names that may be meant by `name`, likeliest first.
 
-    These are names at one edit, ours before other programs' and common ones before rare ones; then those of ours that
-    `name` begins, or that have all its words; then similar ones.
+    First names at one edit (ours before other programs', common before rare), then our names that begin with `name` or
+    contain all its words, then similar names.
     """
     if not 1 <= len(name) <= LONGEST_NAME:
         return []
@@ -209,7 +209,7 @@ def nearest_flags(name: str, count: int = 3) -> list[str]:
 
 
 def is_one_edit(one: str, other: str) -> bool:
-    """Whether two names differ by one letter added, removed or replaced, or by two swapped neighbours."""
+    """Return whether two names differ by one letter added, removed or replaced, or by two adjacent letters swapped."""
     start = len(os.path.commonprefix([one, other]))
     short, long = sorted((one[start:], other[start:]), key=len)
     if len(short) < len(long):

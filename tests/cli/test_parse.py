@@ -162,7 +162,7 @@ def test_no_abbreviations() -> None:
 
 
 def test_repeated_flags() -> None:
-    """The last one counts; a warning names both values if they differ, also across spellings."""
+    """The last one wins; a warning names both values if they differ, also across spellings."""
     arguments = parse(["--batch_size=4", "--lr=1e-4", "--global-batch-size", "8", "--lr=0.0001"])
     assert arguments.config.batch.batch_size == 8
     assert arguments.warnings == ("--batch_size is given twice: 8 is used, 4 is not",)
