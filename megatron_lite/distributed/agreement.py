@@ -1,4 +1,4 @@
-"""A failure on one rank becomes a failure on all ranks, with one message: no rank waits for one that is gone."""
+"""Turn a failure on one rank into the same failure on all ranks, so that no rank waits for one that is gone."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ from megatron_lite.distributed.process_group import Distributed
 from megatron_lite.errors import DamagedError, RunError, StorageError, as_run_error
 
 T = TypeVar("T")
-MEETING_S = 5.0  # between agreements of ranks that wait for rank 0
+MEETING_S = 5.0  # between agreements while ranks wait for rank 0
 
 
 def together(distributed: Distributed, action: Callable[[], T]) -> T:
-    """Run an action on every rank; if it fails on any, raise the error of the first rank that failed on all.
+    """Run an action on every rank; if it fails on any rank, raise the lowest failed rank's error on all ranks.
 
-    A defect of the program (an unexpected error) is raised where it happens; the other ranks lose that peer.
+    An unexpected error (a bug) is raised where it happens; the other ranks lose that peer.
     """
     result, failures = _attempt(distributed, action, _describe_expected)
     _raise_first(failures)
@@ -27,9 +27,9 @@ def together(distributed: Distributed, action: Callable[[], T]) -> T:
 
 
 def rank_0_works(distributed: Distributed, action: Callable[[], T]) -> T:
-    """Run a long action on rank 0 while others wait; return its JSON-able result on every rank.
+    """Run a long action on rank 0 while the other ranks wait; return its JSON-able result on every rank.
 
-    Agreement every few seconds keeps the time-out of a collective from limiting the action, and finds a lost rank.
+    Agreeing every few seconds keeps the collective time-out from limiting the action, and detects a lost rank.
     """
     job = ThreadPoolExecutor(1, "rank-0-works").submit(action) if distributed.rank == 0 else None
     while True:
@@ -42,18 +42,18 @@ def rank_0_works(distributed: Distributed, action: Callable[[], T]) -> T:
 
 
 def raise_first(distributed: Distributed, failure: RunError | None) -> None:
-    """Gather the failure of every rank, or None, and raise the first one on all ranks; rank 0 reports it."""
+    """Raise the lowest rank's failure on all ranks; rank 0 reports it. failure: this rank's, or None."""
     _raise_first(distributed.gather_objects(None if failure is None else _describe_expected(failure)))
 
 
 def write_together(
     distributed: Distributed, what: str, path: Path, action: Callable[[], Any], bytes_needed: int = 0
 ) -> list[Any]:
-    """Run an action that writes to `path` on every rank; return its results (JSON) in rank order.
+    """Run an action that writes to `path` on every rank; return the JSON-able results in rank order.
 
     Raises:
-        StorageError: on every rank, if the action raised OSError on any rank: its rank, path, reason, the bytes that it
-            needs and the bytes free.
+        StorageError: on every rank, if the action raised OSError on any rank; names rank, path, reason, bytes needed
+            and bytes free.
         RunError: on every rank, if the action raised one on any rank.
         Exception: any other error, unchanged, on the rank where it happened.
     """
@@ -79,7 +79,7 @@ def write_together(
 
 
 def first_problem(distributed: Distributed, action: Callable[[], None]) -> str | None:
-    """Run an action that reads on every rank; return the problem of the first rank that has one, else None."""
+    """Run a reading action on every rank; return the problem of the lowest rank that has one, or None."""
     _, problems = _attempt(distributed, action, _describe_read)
     return next((problem for problem in problems if problem is not None), None)
 
@@ -87,9 +87,9 @@ def first_problem(distributed: Distributed, action: Callable[[], None]) -> str |
 def _attempt(
     distributed: Distributed, action: Callable[[], T], describe: Callable[[Exception], Any]
 ) -> tuple[T | None, list[Any]]:
-    """Run an action on every rank; return this rank's result and every rank's described failure, None for success.
+    """Run an action on every rank; return this rank's result and every rank's described failure (None: success).
 
-    An exception that `describe` answers with None is raised here and now.
+    An exception for which `describe` returns None is raised immediately.
     """
     result, failure = None, None
     try:

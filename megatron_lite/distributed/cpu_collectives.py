@@ -12,7 +12,7 @@ from megatron_lite.distributed.traffic import Handle
 
 
 class Works:
-    """Handle of the transfers or collectives that make up one collective; without any, it has finished already."""
+    """Handle of a collective that consists of several transfers; finished already if there are none."""
 
     def __init__(self, works: Sequence[Handle] = ()) -> None:
         self._works = works
@@ -24,12 +24,11 @@ class Works:
 
 
 class PairwiseSum:
-    """A sum over ranks: chunks arrive from every peer and are added in rank order.
+    """A reduction over ranks: chunks arrive from every peer and are added in rank order.
 
-    slices: (world_size, n); peer p receives slice p, and slice `rank` becomes the sum. If all slices are the same
-    memory, this is an all-reduce in which every rank sends its whole buffer. scratch: (slots, world_size - 1,
-    chunk_numel). All sends and the first receives, one per slot, are posted immediately and run while the caller
-    computes; `wait` adds.
+    slices: (world_size, n); peer p receives slice p, and slice `rank` becomes the sum. If all slices alias one buffer,
+    this is an all-reduce in which every rank sends its whole buffer. scratch: (slots, world_size - 1, chunk_numel).
+    All sends and the first receives, one per slot, are posted immediately and overlap with computation; `wait` adds.
     """
 
     def __init__(self, slices: Tensor, scratch: Tensor, rank: int, group: Any, tag: int) -> None:
@@ -52,7 +51,7 @@ class PairwiseSum:
         ]
 
     def wait(self) -> None:
-        """Add each chunk as it arrives; memory that is still being sent is not written."""
+        """Add each chunk as it arrives, without writing to memory that is still being sent."""
         if self._sends_own:
             self._finish_sends()
         for index, own in enumerate(self._chunks):
@@ -62,8 +61,8 @@ class PairwiseSum:
             if index + len(self._scratch) < len(self._chunks):
                 self._receives.append(self._receive(index + len(self._scratch)))
         self._finish_sends()
-        # Someone may keep a finished handle: it must hold on to neither the buffer, which may be of activations, nor
-        # the transfers, nor the group, whose last reference `Distributed.close` drops.
+        # A caller may keep a finished handle. It must not keep alive the buffer, which may hold activations, the
+        # transfers, or the group, whose last reference `Distributed.close` drops.
         self._chunks, self._receives, self._group = [], [], None
 
     def _finish_sends(self) -> None:
@@ -73,7 +72,7 @@ class PairwiseSum:
 
 
 def add_in_rank_order(own: Tensor, rank: int, others: list[Tensor]) -> None:
-    """Compute own = others[0] + ... + own + ... + others[-1], own at position `rank`; overwrites `others`."""
+    """Compute own = others[0] + ... + own + ... + others[-1] with own at position `rank`; overwrite `others`."""
     if rank > 0:
         total = others[0]
         for other in others[1:rank]:

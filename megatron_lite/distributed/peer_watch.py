@@ -1,13 +1,13 @@
-"""Ranks watch each other through a store: which ranks have come, which are lost, and what each is doing.
+"""Ranks watch each other through a store: which have joined, which are lost, and what each is doing.
 
-The store is a small server on torchrun's first node, or in rank 0 without torchrun. The ranks meet there before one of
-them can wait for another inside a library. Every wait here is a poll, so that the death of a rank on this machine, or
-the end of the store, is noticed within seconds.
+The store is a small server on torchrun's first node, or in rank 0 without torchrun. The ranks meet there before any of
+them can block on another inside a library. Every wait here polls, so that the death of a local rank or of the store is
+noticed within seconds.
 
 After the meeting a thread watches, because a collective notices a lost peer only when it reaches that peer, and inside
-a library only after the time-out. Once a second the thread checks the processes of this machine, reads from the store
-whether another machine has lost a rank, and writes there what this rank is doing. It never gives up a rank of another
-machine that is merely silent: a file system may hang for minutes, and time-outs deal with that.
+a library only after the time-out. Once a second the thread checks the local processes, reads from the store whether
+another machine has lost a rank, and writes there what this rank is doing. It never gives up a remote rank that is
+merely silent: a file system may hang for minutes, and time-outs handle that.
 """
 
 from __future__ import annotations
@@ -31,12 +31,12 @@ from megatron_lite.distributed.processes import Place
 from megatron_lite.distributed.traffic import Progress, Status
 from megatron_lite.errors import PeerError, UsageError, is_lost_peer, lost_peer, shorten
 
-POLL_S = 0.1  # between looks at the store while the ranks meet
-LOOK_S = 1.0  # between looks at the processes of this machine
-# A collective may notice too, with the library's own words, and a rank that failed by itself writes its reason.
+POLL_S = 0.1  # between polls of the store while the ranks meet
+LOOK_S = 1.0  # between checks of the local processes
+# A collective may notice too, with the library's message, and a rank that failed by itself writes its reason.
 GRACE_S = 2.0
-READ_S = 2.0  # limit on reading the store while a failure is reported: the store's process may be the one that hangs
-END_S = 5.0  # limit on waiting for the thread's end
+READ_S = 2.0  # limit on reading the store while reporting a failure: the store's process may be the one that hangs
+END_S = 5.0  # limit on joining the thread
 
 
 @dataclass(frozen=True)
@@ -53,7 +53,7 @@ class MeetingPoint:
         return f"{self.host}:{self.port}"
 
     def lost(self, error: RuntimeError) -> PeerError:
-        """Return the error that the user sees when the store does not answer."""
+        """Return the error to report when the store does not answer."""
         owner = "rank 0" if self.hosted else "torchrun on the first node"
         return lost_peer(error, f"lost {owner}, where the ranks meet ({self}); see its own message")
 
@@ -63,7 +63,7 @@ def open_store(point: MeetingPoint, rank: int, world_size: int, timeout_s: float
 
     Raises:
         UsageError: if the port is in use.
-        PeerError: if nobody answers within the time-out.
+        PeerError: if the store does not answer within the time-out.
     """
     try:
         if not point.hosted or rank != 0:
@@ -92,9 +92,9 @@ def open_store(point: MeetingPoint, rank: int, world_size: int, timeout_s: float
 def connect(
     point: MeetingPoint, world_size: int, timeout_s: float, hosts: bool = False, descriptor: int | None = None
 ) -> Any:
-    """Return a connection. A thread that waits in it blocks other threads in it, but not in another connection.
+    """Connect to the store. A blocked call blocks other threads on the same connection, but not on another.
 
-    hosts: open the store first, on the socket `descriptor` or on all addresses of this machine.
+    hosts: first open the store, on the socket `descriptor` or on all addresses of this machine.
     """
     store = dist.TCPStore(
         point.host,
@@ -111,10 +111,10 @@ def connect(
 
 @contextlib.contextmanager
 def _listening(point: MeetingPoint) -> Iterator[socket.socket | None]:
-    """Yield a socket that listens on the host's address only; None if other machines may look for the store elsewhere.
+    """Yield a socket listening on the host's address only; None if other machines may connect to another address.
 
-    torch itself would listen on all addresses, for anybody. With several machines, the name of rank 0's machine may
-    mean loopback on that machine alone.
+    torch itself would listen on all addresses, open to anybody. With several machines, rank 0's host name may resolve
+    to loopback on its own machine.
     """
     family, address = socket.AF_INET, ""
     with contextlib.suppress(OSError):  # an unknown name
@@ -126,7 +126,7 @@ def _listening(point: MeetingPoint) -> Iterator[socket.socket | None]:
         yield None
         return
     with socket.socket(family, socket.SOCK_STREAM) as server:
-        server.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # after a start that has just ended
+        server.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # a previous start may have just ended
         try:
             server.bind((address, point.port))
         except OSError as error:
@@ -137,13 +137,13 @@ def _listening(point: MeetingPoint) -> Iterator[socket.socket | None]:
 
 
 class Meeting:
-    """The meeting of all ranks of a start, which is over when the constructor returns.
+    """The rendezvous of all ranks of a start; the constructor returns when all have joined.
 
     store: this rank's connection. local_ranks: ranks that may be on this machine.
 
     Raises:
-        PeerError: if a rank does not come within the time-out, or has come and died.
-        UsageError: if another process came as this rank.
+        PeerError: if a rank does not join within the time-out, or dies meanwhile.
+        UsageError: if another process joined as this rank.
     """
 
     def __init__(
@@ -193,7 +193,7 @@ class Meeting:
             time.sleep(POLL_S)
 
     def _came(self, ranks: Sequence[int]) -> list[Place]:
-        """Return the places of the given ranks that have come."""
+        """Return the places of the given ranks that have joined."""
         keys = [f"came/{rank}" for rank in ranks]
         if not self.store.check(keys):
             keys = [key for key in keys if self.store.check([key])]
@@ -201,10 +201,10 @@ class Meeting:
 
 
 class PeerWatch:
-    """The watching thread. Every rank calls `finish` before the first rank ends.
+    """The watching thread. Every rank must call `finish` before the first rank exits.
 
-    on_lost: ends the process; called in the thread when a rank is lost. on_request: called in the thread when a rank
-    asks all ranks for their stacks.
+    on_lost: called in the thread when a rank is lost; ends the process. on_request: called in the thread when a rank
+    requests all ranks' stacks.
     """
 
     def __init__(
@@ -219,13 +219,13 @@ class PeerWatch:
         self._thread.start()
 
     def finish(self) -> None:
-        """End the thread; from here on the caller handles lost ranks."""
+        """Stop the thread; the caller handles lost ranks from here on."""
         self._done.set()
         if threading.current_thread() is not self._thread:
             self._thread.join(END_S)
 
     def request_stacks(self) -> None:
-        """Ask all ranks for their stacks; returns within READ_S."""
+        """Request the stacks of all ranks; return within READ_S."""
         self._bounded(lambda store: store.add("requests", 1))
 
     def statuses(self) -> list[Status]:
@@ -235,7 +235,7 @@ class PeerWatch:
         return [Status(*json.loads(row)) for row in rows or []]
 
     def _bounded(self, action: Callable[[Any], Any]) -> Any:
-        """Call the action with the groups' connection, in a thread; None if READ_S is not enough."""
+        """Call the action in a thread with the groups' connection; return None after READ_S."""
         results: list[Any] = []
 
         def work() -> None:
@@ -263,7 +263,7 @@ class PeerWatch:
         self._on_lost(lost)
 
     def _look(self) -> PeerError | None:
-        """Return what another machine reports about a lost rank, or report one that is lost here."""
+        """Return the error about a lost rank, or None; share local losses through the store and read remote ones."""
         requests = self._store.add("requests", 0)
         if requests != self._requests:
             self._requests = requests
@@ -277,6 +277,6 @@ class PeerWatch:
 
 
 def _ended(places: Sequence[Place]) -> str:
-    """Return the beginning of a message that names the ranks whose processes have ended; empty if none has."""
+    """Return the beginning of a message naming the ranks whose processes have ended; empty if none has."""
     lost = [str(place) for place in places if processes.has_ended(place.pid)]
     return f"lost {shorten(lost, limit=3)}" if lost else ""

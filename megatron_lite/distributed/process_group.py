@@ -1,8 +1,8 @@
-"""This process among the ranks of a run: its groups, and agreement between all ranks. `startup.py` joins the groups.
+"""The process groups of a rank, and agreement between all ranks. `startup.py` joins the groups.
 
-A run has data x tensor ranks. Tensor-parallel ranks are neighbours: rank r is rank r // T of its data-parallel group
-and rank r % T of its tensor-parallel group. torch's `init_device_mesh` would make the same groups, but it sets no
-time-out, and keeps references to them, which `Distributed.close` must drop.
+A run has data x tensor ranks. Tensor-parallel ranks are adjacent: rank r is rank r // T of its data-parallel group and
+rank r % T of its tensor-parallel group. torch's `init_device_mesh` would make the same groups, but without a time-out,
+and with references to them that `Distributed.close` could not drop.
 """
 
 from __future__ import annotations
@@ -25,13 +25,13 @@ from megatron_lite.errors import is_lost_peer, lost_peer
 
 
 class Distributed(Group):
-    """This process among its peers: rank, device, and the collectives over all ranks.
+    """The group of all ranks: rank, device, collectives, and the groups that divide it.
 
     Args:
         local_world_size: number of ranks on this machine.
-        cpu_group: gloo, with the long time-out, for agreement between hosts.
-        group: NCCL or gloo, for the collectives of a step.
-        watch: times the steps on a GPU out; None on CPU, where the collectives of a step have the time-out themselves.
+        cpu_group: gloo group with the long time-out, for agreement between hosts.
+        group: NCCL or gloo group for the collectives of a step.
+        watch: enforces the step time-out on a GPU; None on CPU, where the collectives have the time-out themselves.
         progress: what this rank is doing, for other threads.
     """
 
@@ -49,19 +49,19 @@ class Distributed(Group):
         super().__init__(rank, world_size, device, group, Traffic(progress, device.type), watch)
         self.progress = self.traffic.progress
         self.local_world_size = local_world_size
-        self.sharing_cores = local_world_size  # ranks that may use a core of this one, itself included
+        self.sharing_cores = local_world_size  # ranks that may use this rank's cores, itself included
         self._cpu_group = cpu_group
-        self.data: Group = self  # the ranks that train the same part of the model on other samples
-        self.tensor: Group = alone(device)  # the ranks that train other parts of the model on the same samples
-        self.groups: list[Group] = [self]  # every group that this rank belongs to
+        self.data: Group = self  # data-parallel ranks
+        self.tensor: Group = alone(device)  # tensor-parallel ranks
+        self.groups: list[Group] = [self]  # all groups of this rank
 
     def divide(self, tensor_parallel: int, new_group: Callable[[Sequence[int]], Any]) -> None:
         """Divide the ranks into data-parallel and tensor-parallel groups; all ranks call this together.
 
-        Collectives of both groups are in flight at the same time. NCCL may then wait forever unless all ranks start
-        them in the same order, which they do: the order follows from the options alone, never from data or time.
+        Collectives of both groups are in flight at the same time. NCCL may then deadlock unless all ranks start them in
+        the same order, which they do: the order depends on the options alone, never on data or timing.
 
-        new_group: makes a process group of the given ranks; all ranks call it.
+        new_group: creates a process group of the given ranks; all ranks call it.
         """
         if tensor_parallel == 1:
             return
@@ -76,12 +76,11 @@ class Distributed(Group):
         *_, self.data, self.tensor = self.groups
 
     def close(self) -> None:
-        """Leave the process groups for good, after the last collective was waited for.
+        """Destroy the process groups, after the last collective has finished.
 
-        After a collective, a gloo thread drops its references to the tensors and needs Python's lock for that. If the
-        thread still waits for the lock when the interpreter exits, Python kills it inside a destructor, and the process
-        dies of SIGABRT. A group joins its threads when the last reference to it goes; `destroy_process_group` drops
-        torch's own.
+        After a collective, a gloo thread drops its references to the tensors, which needs the GIL. If the thread still
+        waits for the GIL when the interpreter exits, Python kills it inside a destructor, and the process dies of
+        SIGABRT. A group joins its threads when its last reference goes; `destroy_process_group` drops torch's own.
         """
         for group in self.groups:
             group.group = None
@@ -91,33 +90,33 @@ class Distributed(Group):
     # -- waiting for a GPU -------------------------------------------------------------------------------------------
 
     def end_step(self) -> None:
-        """Mark the end of a step on the GPU, and wait for the end of the previous step.
+        """Mark the end of a step on the GPU and wait for the end of the previous step.
 
         Raises:
-            PeerError: if the previous step does not end within --distributed_timeout. So do the methods below.
+            PeerError: if the previous step does not end within --distributed_timeout; the methods below raise it too.
         """
         if self._watch is not None:
             self._watch.end_step()
 
     def wait_for_device(self) -> None:
-        """Wait for everything queued so far; call this before the host reads the device: a read has no time-out."""
+        """Wait for all queued work; call this before the host reads the device, because a read has no time-out."""
         if self._watch is not None:
             self._watch.end_step()
             self._watch.finish()
 
     def check_step(self) -> None:
-        """Raise if the newest step is late; call this while the host waits for anything else."""
+        """Raise if the newest step is late; call this while the host waits for something else."""
         if self._watch is not None:
             self._watch.has_ended()
 
     # -- agreement between hosts, over gloo, with the long time-out ----------------------------------------------
 
     def agree_max(self, value: int) -> int:
-        """Return the largest value of any rank. Also keeps ranks within one step of each other while data is slow."""
+        """Return the maximum over ranks. Also keeps ranks within one step of each other while data is slow."""
         return self._reduced([value], dist.ReduceOp.MAX)[0]
 
     def agree_sum(self, values: Sequence[int]) -> list[int]:
-        """Return the sums over ranks; every rank gives equally many values."""
+        """Return the elementwise sums over ranks; every rank passes equally many values."""
         return self._reduced(values, dist.ReduceOp.SUM)
 
     def barrier(self) -> None:
@@ -125,7 +124,7 @@ class Distributed(Group):
         self.agree_max(0)
 
     def wait_for_peers(self, limit_s: float) -> None:
-        """Wait for every rank before a failed run ends, but not for long: a peer may be gone."""
+        """Wait for every rank before a failed run ends, for at most `limit_s`: a peer may be gone."""
         with contextlib.suppress(Exception):
             work = dist.all_reduce(torch.zeros(1), group=self._cpu_group, async_op=True)
             work.wait(datetime.timedelta(seconds=limit_s))
@@ -149,7 +148,7 @@ class Distributed(Group):
         return list(map(int, tensor.tolist()))
 
     def _finish(self, start: Callable[[], Any]) -> None:
-        """Start a collective over the CPU group and wait for it, or for the time-out of a step on the GPU."""
+        """Start a collective over the CPU group and wait for it, or until a step on the GPU times out."""
         self.progress.started("agreement", 0)
         with peer_errors():
             work = start()

@@ -1,4 +1,4 @@
-"""The processes of this machine and their ranks, which a lost connection does not name. Imports no torch."""
+"""Local processes and their ranks, to name a rank whose connection was lost. Imports no torch."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ class Place(NamedTuple):
 
     rank: int
     host: str
-    machine: str  # tells apart machines, and containers with process numbers of their own
+    machine: str  # distinguishes machines, and containers with their own PID namespace
     pid: int
     oom_kills: int = 0  # on the machine when the ranks met
     cores: int = 0  # bit i: the process may use core i; 0 if unknown
@@ -40,10 +40,10 @@ def own_place(rank: int) -> Place:
 
 @functools.cache
 def own_cores() -> frozenset[int]:
-    """Return the cores that this process may use; empty where the system does not say.
+    """Return the cores that this process may use; empty if unknown.
 
-    Call this before torch is imported for the first time: with OMP_PROC_BIND, OMP_PLACES or GOMP_CPU_AFFINITY, OpenMP
-    then binds this thread to one of the cores.
+    Call this before torch is first imported: with OMP_PROC_BIND, OMP_PLACES or GOMP_CPU_AFFINITY, OpenMP then binds
+    this thread to one core.
     """
     affinity = getattr(os, "sched_getaffinity", None)
     return frozenset(affinity(0)) if affinity is not None else frozenset()
@@ -52,8 +52,8 @@ def own_cores() -> frozenset[int]:
 def sharing_cores(places: Sequence[Place], rank: int, local_ranks: Sequence[int]) -> int:
     """Count the ranks, including `rank`, that may use a core of `rank`.
 
-    local_ranks: the ranks that the launcher puts on its machine; each may be in a container, which looks like a machine
-    of its own.
+    local_ranks: the ranks that the launcher starts on this machine; each may be in a container, which looks like a
+    separate machine.
     """
     own = places[rank]
     near = [place for place in places if place.rank in local_ranks or place.machine == own.machine]
@@ -68,7 +68,7 @@ def neighbors(places: Sequence[Place], own: Place) -> list[Place]:
 
 
 def gone(places: Sequence[Place], rank: int, limit_s: float) -> list[Place]:
-    """Return the ranks on the machine of `rank` whose process has ended, as soon as there is one."""
+    """Return the ranks on the machine of `rank` whose process has ended; wait up to `limit_s` for the first."""
     deadline_s = time.monotonic() + limit_s
     while True:
         found = [place for place in neighbors(places, places[rank]) if has_ended(place.pid)]
@@ -83,7 +83,7 @@ def stopped(places: Sequence[Place], rank: int) -> list[Place]:
 
 
 def has_ended(pid: int) -> bool:
-    """Whether a process has ended, even if its parent has not noticed yet."""
+    """Return whether a process has ended, even if its parent has not reaped it yet."""
     return process_state(pid) in ("", "Z", "X")
 
 
@@ -104,20 +104,20 @@ def start_ticks(pid: int) -> str:
 
 
 def stat_fields(pid: int) -> list[str]:
-    """Return the kernel's figures of a process from its state on (proc(5)); empty if it is gone or without /proc."""
+    """Return the fields of /proc/<pid>/stat from the state on (proc(5)); empty if it is gone or without /proc."""
     return proc_file(pid, "stat").decode("utf-8", "replace").rpartition(")")[2].split()
 
 
 def proc_file(pid: int | str, name: str) -> bytes:
-    """Return a file that the kernel shows of a process; empty if there is none, or this user may not read it."""
+    """Return the content of /proc/<pid>/<name>; empty if it does not exist or may not be read."""
     with contextlib.suppress(OSError):
         return (PROC / str(pid) / name).read_bytes()
     return b""
 
 
 def kill_children(program: str) -> None:
-    """Kill the direct children of this process that run `program`, by the name of its file. Linux only."""
-    for thread in PROC.glob("self/task/*"):  # any of which may have started a child
+    """Kill this process's direct children that run `program` (a file name). Linux only."""
+    for thread in PROC.glob("self/task/*"):  # any thread may have started a child
         for child in proc_file("self", f"task/{thread.name}/children").split():
             words = proc_file(int(child), "cmdline").split(b"\0")
             with contextlib.suppress(OSError):
@@ -126,13 +126,13 @@ def kill_children(program: str) -> None:
 
 
 def oom_kills() -> int:
-    """Return how many processes the kernel's out-of-memory killer has ended on this machine; 0 if it does not tell."""
+    """Return how many processes the kernel's out-of-memory killer has ended on this machine; 0 if unknown."""
     lines = proc_file("", "vmstat").decode().splitlines()
     return next((int(line[9:]) for line in lines if line.startswith("oom_kill ")), 0)
 
 
 def machine_name() -> str:
-    """Return what identifies this machine and its process numbers; only its name without /proc."""
+    """Return an identifier of this machine and PID namespace; the host name without /proc."""
     with contextlib.suppress(OSError):
         return (PROC / "sys/kernel/random/boot_id").read_text().strip() + os.readlink(PROC / "self/ns/pid")
     return socket.gethostname()

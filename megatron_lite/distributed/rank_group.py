@@ -2,13 +2,13 @@
 
 On CPU, gloo's reduce-scatter moves as many bytes as an all-reduce, and its all-gather takes three times as long as a
 send/receive pair. Here, therefore, every rank sends each peer the slice that the peer needs, directly between the flat
-buffers. An all-reduce is a reduce-scatter and an all-gather; but two ranks send each other the whole buffer, which is
-as many bytes in one round, and takes 0.7 of the time for 1 MiB.
+buffers. An all-reduce is a reduce-scatter and an all-gather, except that two ranks send each other the whole buffer:
+as many bytes, but in one round, which takes 0.7 of the time for 1 MiB.
 
 Sums are taken in rank order on CPU, and by `sum_in_rank_order` on any device, so that results depend on neither timing
-nor ZeRO stage. NCCL sums in the order of its own algorithm: around a ring from the neighbour of the rank that keeps the
+nor ZeRO stage. NCCL sums in the order of its own algorithm: around a ring starting next to the rank that owns the
 slice, or in the switches between GPUs. NCCL chooses the algorithm by size, topology and version; --deterministic=1 pins
-it (`startup.NCCL_RING`), so that equal sizes on the same GPUs repeat bit by bit.
+it (`startup.NCCL_RING`), so that equal sizes on the same GPUs are bitwise reproducible.
 """
 
 from __future__ import annotations
@@ -25,16 +25,16 @@ from megatron_lite.distributed.cpu_collectives import PairwiseSum, Works
 from megatron_lite.distributed.step_watch import Event, StepWatch
 from megatron_lite.distributed.traffic import FirstWait, Handle, Traffic
 
-# A reduction on CPU receives into a ring of chunks per peer: small enough to be added while they are in the cache, and
-# enough of them to keep the transfers going during the computation.
+# A CPU reduction receives into a ring of chunks per peer: small enough to be added while in the cache, and enough of
+# them to keep transfers overlapped with computation.
 REDUCTION_CHUNK_NUMEL = 2**18
 REDUCTION_SLOTS = 8
 
 
 class Group:
-    """Some ranks of a run, including this one, and the collectives over them, which do nothing for a single rank.
+    """A group of ranks that includes this one, and its collectives, which are no-ops for a single rank.
 
-    rank, world_size: within the group. group: NCCL's or gloo's. watch: times the steps on a GPU out.
+    rank, world_size: within the group. group: NCCL's or gloo's. watch: enforces the step time-out on a GPU.
     """
 
     def __init__(
@@ -53,7 +53,7 @@ class Group:
         self._reduction: Handle | None = None
 
     def all_gather(self, buffer: Tensor, kind: str = "gather") -> Handle:
-        """Complete a flat buffer, (world_size * n,), in place; each rank holds slice `rank`."""
+        """All-gather a flat buffer, (world_size * n,), in place; each rank contributes slice `rank`."""
         if self.world_size == 1:
             return Works()
         slices = buffer.view(self.world_size, -1)
@@ -65,7 +65,7 @@ class Group:
         return self._started(kind, buffer, self._pairwise_gather(slices))
 
     def reduce_scatter(self, buffer: Tensor, kind: str = "reduce") -> Handle:
-        """Sum a flat buffer, (world_size * n,), over ranks into slice `rank`, in place; other slices become garbage.
+        """Reduce-scatter a flat buffer, (world_size * n,), in place into slice `rank`; other slices become garbage.
 
         On CPU one reduction is in flight at a time, because it owns the scratch: starting the next one completes it.
         """
@@ -79,7 +79,7 @@ class Group:
         return self._reduction
 
     def all_reduce(self, buffer: Tensor, kind: str) -> Handle:
-        """Sum a contiguous tensor over ranks in place, bit-identical on all of them."""
+        """All-reduce a contiguous tensor in place, bit-identical on all ranks."""
         if self.world_size == 1:
             return Works()
         if self.device.type == "cuda":
@@ -104,11 +104,11 @@ class Group:
         return self._reduction
 
     def sum_in_rank_order(self, values: Tensor) -> Tensor:
-        """Return the sum of a small vector over ranks, bit-identical on all of them."""
+        """Return the sum of a small vector over ranks, bit-identical on all ranks."""
         return values if self.world_size == 1 else self._gathered(values, "sum").sum(dim=0)
 
     def gather_tensors(self, tensor: Tensor) -> list[Tensor]:
-        """Return every rank's tensor, all of one shape and dtype, in rank order, on every rank. For debugging."""
+        """Return every rank's tensor in rank order, on every rank; equal shapes and dtypes. For debugging."""
         return list(self._gathered(tensor.detach(), "debug"))
 
     def _gathered(self, tensor: Tensor, kind: str) -> Tensor:
@@ -119,7 +119,7 @@ class Group:
         return gathered
 
     def wait_for(self, event: Event) -> None:
-        """Wait for an event within the step that the host is queueing."""
+        """Wait for a GPU event of the step that the host is queueing."""
         assert self._watch is not None, f"no events on {self.device.type}"
         self._watch.wait_for(event)
 
@@ -136,7 +136,7 @@ class Group:
         return Works([*receives, *sends])
 
     def _pairwise_sum(self, slices: Tensor, shape: tuple[int, int, int] | None = None) -> Handle:
-        """Start a sum over ranks, after the one before, whose scratch it uses. shape: of the scratch."""
+        """Start a reduction after the previous one, whose scratch it reuses. shape: the scratch's."""
         if self._reduction is not None:
             self._reduction.wait()
         shape = shape or reduction_scratch_shape(self.world_size, slices.shape[1])
@@ -175,5 +175,5 @@ def reduction_scratch_shape(world_size: int, shard_numel: int) -> tuple[int, int
 
 
 def _nccl(name: str, older_name: str) -> Callable[..., Handle]:
-    """Return a collective by its name in torch >= 2.13, else by its older name, which 2.13 deprecates."""
+    """Return a collective by its name in torch >= 2.13, or else by the older name that 2.13 deprecates."""
     return getattr(dist, name, None) or getattr(dist, older_name)

@@ -1,4 +1,4 @@
-"""The start of a process: its device, deterministic algorithms, and the process groups that it joins."""
+"""Process startup: device, deterministic algorithms, and process groups."""
 
 from __future__ import annotations
 
@@ -24,13 +24,13 @@ from megatron_lite.errors import UsageError
 # order is fixed for buffers of one size on one set of GPUs; Simple is the only protocol that works everywhere.
 NCCL_RING = {"NCCL_ALGO": "Ring", "NCCL_PROTO": "Simple"}
 _ONE_PROCESS_PER_GPU = "start at most one process per GPU (torchrun --nproc-per-node)"
-WARM_UP_NUMEL = 2**22  # so large that NCCL takes the same way as for the buffers of a step
+WARM_UP_NUMEL = 2**22  # large enough that NCCL takes the same path as for a step's buffers
 
 
 def initialize(
     config: DistributedConfig, progress: Progress | None = None, on_met: Callable[[Meeting], None] = lambda _: None
 ) -> Distributed:
-    """Join the process group that torchrun describes in the environment; without torchrun, a group of one.
+    """Join the process group that torchrun describes in the environment; without torchrun, a group of one rank.
 
     on_met: called once all ranks have met, before they connect to each other; not called for a group of one.
     """
@@ -62,7 +62,7 @@ def meeting_point() -> MeetingPoint:
     """Return the store that the launcher describes in the environment."""
     environment = os.environ
     hosted = environment.get("TORCHELASTIC_USE_AGENT_STORE") != "True"
-    # A torchrun that is alone may keep its store when it starts its ranks again; among several, each counts for itself.
+    # A single torchrun may keep its store when it restarts its ranks; several torchruns count restarts separately.
     alone = environment.get("GROUP_WORLD_SIZE", "1") == "1"
     attempt = environment.get("TORCHELASTIC_RESTART_COUNT", "0") if alone else "0"
     host, port = environment["MASTER_ADDR"], int(environment["MASTER_PORT"])
@@ -82,7 +82,7 @@ def join(
     """Choose this rank's device and join the process groups.
 
     Args:
-        local_world_size: by default, all ranks are on this machine.
+        local_world_size: default: all ranks are on this machine.
         meet: waits for all ranks and returns their store; None for a single rank.
 
     Raises:
@@ -112,9 +112,9 @@ def join(
 
 
 def warm_up(distributed: Distributed) -> None:
-    """Let NCCL connect the ranks before the time-out of the first step runs: many machines take a minute or more.
+    """Let NCCL connect the ranks before the first step's time-out starts: with many machines this takes minutes.
 
-    The host waits inside the first collective until all ranks are connected, for at most --startup_timeout.
+    The host blocks in the first collective until all ranks are connected, for at most --startup_timeout.
     """
     with distributed.traffic.paused(), peer_errors():
         for group in distributed.groups:
@@ -134,12 +134,12 @@ def make_deterministic() -> None:
         os.environ.setdefault(name, value)
     torch.use_deterministic_algorithms(True)
     torch.backends.cuda.enable_cudnn_sdp(False)
-    # That switch also fills every new tensor with NaN to catch reads of uninitialized memory: costly and not needed.
+    # use_deterministic_algorithms also fills new tensors with NaN to expose uninitialized reads: costly and not needed.
     torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]
 
 
 def deterministic_ways(device: torch.device, triton: bool) -> str:
-    """Describe what --deterministic=1 changes, for the log."""
+    """Return a log line that describes what --deterministic=1 changes."""
     if device.type != "cuda":
         return f"deterministic: on {device.type} every algorithm is repeatable; --deterministic=1 costs nothing"
     embedding = "" if triton else ", embedding gradients from sorted tokens"
@@ -169,19 +169,19 @@ def choose_device(name: str, local_rank: int, local_world_size: int) -> torch.de
         raise UsageError(
             f"--device={name}: {local_world_size} processes on this machine, but {count} GPUs; {_ONE_PROCESS_PER_GPU}"
         )
-    # Slurm may show each task no GPU but its own; `refuse_shared_gpus` finds tasks that see the same one.
+    # Slurm may show each task only its own GPU; `refuse_shared_gpus` finds tasks that see the same one.
     index = 0 if count == 1 else local_rank
     torch.cuda.set_device(index)
     return torch.device("cuda", index)
 
 
 def gpu_uuid(device: torch.device) -> str:
-    """Return what identifies a GPU, whatever number it has in this process."""
+    """Return a GPU's identifier, independent of its index in this process."""
     return str(torch.cuda.get_device_properties(device).uuid)
 
 
 def refuse_shared_gpus(name: str, uuids: Sequence[str]) -> None:
-    """Check that no two ranks have the same GPU. uuids: one per rank, in rank order.
+    """Check that no two ranks use the same GPU. uuids: in rank order.
 
     Raises:
         UsageError: on every rank, because NCCL would refuse or hang.
@@ -195,7 +195,7 @@ def refuse_shared_gpus(name: str, uuids: Sequence[str]) -> None:
 
 
 def kernels_can_run() -> bool:
-    """Whether this process can run Triton kernels: on a GPU, or on a CPU if Triton is told to interpret them."""
+    """Return whether this process can run Triton kernels: on a GPU, or interpreted on a CPU."""
     return torch.cuda.is_available() or os.environ.get("TRITON_INTERPRET", "0") not in ("", "0")
 
 

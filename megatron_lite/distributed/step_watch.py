@@ -1,12 +1,12 @@
-"""The ends of the steps on a GPU, and the time-out of a step whose collectives wait for a rank that hangs.
+"""Step time-outs on a GPU, for collectives that wait for a rank that hangs.
 
-NCCL's `wait` orders streams and returns immediately. A rank that hangs therefore stops the host of another rank at its
-next wait: for the step before, an event of the throttle, an agreement over gloo, data, a value from the device. All of
-these waits poll here, and end with our own message.
+NCCL's `wait` orders streams and returns immediately. A hanging rank therefore blocks another rank's host at its next
+wait: for the previous step, a throttling event, an agreement over gloo, data, or a value from the device. All of these
+waits poll here and end with our own message.
 
 NCCL's watchdog aborts the process without such a message. Its clock starts when the host queues a collective. A step is
-queued only after the last but one has ended, so our message comes at most two time-outs, plus the time that the host
-takes to queue a step, later.
+queued only after the last but one has ended, so our message comes at most two time-outs, plus the time to queue a step,
+later.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ import torch
 from megatron_lite.errors import PeerError
 
 POLL_S = 0.0002
-# On top of two time-outs: queueing a step, which the first time compiles kernels, and finding out which rank hangs.
+# On top of two time-outs: queueing a step (the first one compiles kernels) and finding out which rank hangs.
 QUEUEING_S = 60.0
 
 
@@ -33,9 +33,9 @@ class Event(Protocol):
 
 
 class StepWatch:
-    """The newest step that the host has queued, and the wait for its end.
+    """Waits for the newest step that the host has queued.
 
-    timeout_s: limit on each wait, and on a step, counted from when it is queued and the step before has ended.
+    timeout_s: limit on each wait, and on a step, from the time that it is queued and the previous step has ended.
     """
 
     def __init__(
@@ -51,11 +51,11 @@ class StepWatch:
 
     @property
     def watchdog_timeout_s(self) -> float:
-        """Time-out for NCCL's watchdog that leaves the message to us."""
+        """Time-out for NCCL's watchdog, long enough that our message comes first."""
         return 2 * self._timeout_s + QUEUEING_S
 
     def end_step(self) -> None:
-        """Mark the end of a step, and wait for the end of the step before: the host stays at most one step ahead."""
+        """Mark the end of a step and wait for the previous one, so that the host is at most one step ahead."""
         event = self._new_event()
         event.record()
         self.finish()
@@ -67,7 +67,7 @@ class StepWatch:
             self._sleep(POLL_S)
 
     def has_ended(self) -> bool:
-        """Return whether the newest step has ended; poll this wherever the host waits.
+        """Return whether the newest step has ended; call this in every polling loop of the host.
 
         Raises:
             PeerError: if the step is late.
@@ -80,7 +80,7 @@ class StepWatch:
         return True
 
     def wait_for(self, event: Event) -> None:
-        """Wait for a point inside the step that the host is queueing.
+        """Wait for an event of the step that the host is queueing.
 
         Raises:
             PeerError: if the wait takes longer than the time-out.

@@ -1,7 +1,7 @@
-"""The collectives that a rank starts: their traffic, how long the computation waits for them, and a rank's progress.
+"""The collectives of a rank: their traffic, the time that computation waits for them, and the rank's progress.
 
-Traffic is counts, elements and bytes by kind. Progress is phase, iteration and newest collectives, for messages and
-files about a rank that hangs.
+Traffic is counts, elements and bytes by kind. Progress is the phase, the iteration and the newest collectives, for
+reports about a rank that hangs.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from typing import NamedTuple, Protocol
 import torch
 from torch import Tensor
 
-RECENT = 64  # collectives in memory
+RECENT = 64  # collectives to remember
 
 
 class Handle(Protocol):
@@ -31,7 +31,7 @@ Recorder = Callable[[str, int, Handle], Handle]  # (kind, bytes of the full buff
 class Collective(NamedTuple):
     """A collective that this rank has started."""
 
-    number: int  # from 1; the same on all ranks, which start the same collectives
+    number: int  # from 1; equal on all ranks, which start the same collectives
     time_s: float
     kind: str
     size_bytes: int
@@ -46,34 +46,34 @@ class Collective(NamedTuple):
 class Status(NamedTuple):
     """The progress of a rank at one moment."""
 
-    number: int  # of the newest collective that it has started; 0 before the first one
+    number: int  # number of the newest collective; 0 before the first one
     phase: str
     iteration: int
-    kind: str  # of that collective
+    kind: str  # kind of the newest collective
 
     def place(self) -> str:
-        """Return where in the run that was."""
+        """Return the phase and iteration as text."""
         return f"{self.phase}, iteration {self.iteration}" if self.iteration else self.phase
 
 
 class Progress:
-    """Where this rank is. Other threads read this at any time."""
+    """The progress of this rank. Other threads may read it at any time."""
 
     def __init__(self) -> None:
         self.phase, self.iteration = "the start", 0
         self.recent: deque[Collective] = deque(maxlen=RECENT)
 
     def at(self, phase: str, iteration: int) -> None:
-        """Note the beginning of a phase of an iteration, counted from 1."""
+        """Record the beginning of a phase. iteration: from 1."""
         self.phase, self.iteration = phase, iteration
 
     def started(self, kind: str, size_bytes: int) -> None:
-        """Note the start of a collective."""
+        """Record the start of a collective."""
         number = self.recent[-1].number + 1 if self.recent else 1
         self.recent.append(Collective(number, time.time(), kind, size_bytes, self.phase, self.iteration))
 
     def status(self) -> Status:
-        """Return what this rank is doing now."""
+        """Return a snapshot of the progress."""
         newest = self.recent[-1] if self.recent else None
         return Status(newest.number if newest else 0, self.phase, self.iteration, newest.kind if newest else "")
 
@@ -86,29 +86,29 @@ class Total:
     elements: int = 0  # of the full buffers
     bytes: int = 0  # of the full buffers
     wire_bytes: int = 0  # sent by this rank: (N - 1) / N of the bytes, twice for an all-reduce over N ranks
-    waited_s: float = 0.0  # time the computation stood still; 0 unless timed
+    waited_s: float = 0.0  # exposed communication time; 0 unless timed
 
 
 class Traffic:
-    """Counts the collectives of one rank, over all of its groups, by kind: "gather" (weights), "reduce" (gradients),
-    "tensor gather", "tensor reduce" and "tensor sum" (hidden states, and gradients of replicated parameters), "muon
-    gather", "muon reduce", "sum" (small sums) and "debug".
+    """Counts a rank's collectives over all its groups, by kind: "gather" (weights), "reduce" (gradients), "tensor
+    gather", "tensor reduce" and "tensor sum" (hidden states, and gradients of replicated parameters), "muon gather",
+    "muon reduce", "sum" (small sums) and "debug".
     """
 
     def __init__(self, progress: Progress | None = None, device_type: str = "cpu") -> None:
         self.progress = progress or Progress()
-        self.timed = False  # whether to time how long the computation waits for each kind
+        self.timed = False  # whether to time how long computation waits for each kind
         self._on_gpu = device_type == "cuda"
         self._totals: dict[str, Total] = {}
         self._paused = False
-        self.recorder: Recorder | None = None  # of a profile: wraps the handle of each collective
+        self.recorder: Recorder | None = None  # set by a profile: wraps the handle of each collective
         self._stalls: list[tuple[str, torch.cuda.Event, torch.cuda.Event]] = []  # on a GPU: before and after a wait
 
     def started(self, kind: str, buffer: Tensor, work: Handle, ranks: int, passes: int = 1) -> Handle:
-        """Count a collective of a group and return its handle, timed if asked for.
+        """Count a collective and return its handle, timed if `timed` is set.
 
         Args:
-            buffer: full, (ranks * n,).
+            buffer: the full buffer, (ranks * n,).
             passes: 2 for an all-reduce, which is a reduce-scatter and an all-gather.
         """
         self.progress.started(kind, buffer.nbytes)
@@ -125,7 +125,7 @@ class Traffic:
 
     @contextlib.contextmanager
     def paused(self) -> Iterator[None]:
-        """Count no collective that starts inside the block: validation, checkpoints, exports."""
+        """Do not count collectives that start inside the block: validation, checkpoints, exports."""
         self._paused = True
         try:
             yield
@@ -133,7 +133,7 @@ class Traffic:
             self._paused = False
 
     def take(self) -> dict[str, Total]:
-        """Return the totals by kind since the last call and reset them. With timing on a GPU, wait for the GPU."""
+        """Return the totals by kind since the last call, and reset them. Timing on a GPU synchronizes with it."""
         for kind, before, after in self._stalls:
             after.synchronize()
             self._totals.setdefault(kind, Total()).waited_s += before.elapsed_time(after) / 1e3
@@ -154,9 +154,9 @@ class Traffic:
 
 
 class FirstWait:
-    """A collective in flight whose first `wait` calls a function that waits and does more.
+    """A collective in flight whose first `wait` calls a function, which waits and does more.
 
-    The function is dropped before it is called: a handle that somebody keeps must not keep memory.
+    The function is dropped before it is called, so that a finished handle keeps no memory alive.
     """
 
     def __init__(self, work: Handle, first_wait: Callable[[], None]) -> None:
