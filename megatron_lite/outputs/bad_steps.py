@@ -1,8 +1,8 @@
-"""The folder that a bad step leaves: all that its replay needs, and where the first number was not finite.
+"""The folder written for a bad step: everything its replay needs, and the first tensor that was not finite.
 
-The device drops a bad update without telling the host, which learns of it at a log line or a save. Then the passes of
-the step are repeated, and every tensor is checked. They change no weight; their gradients replace those of the newest
-step, which are no longer needed.
+The device drops a bad update without telling the host, which learns of it at a log line or a save. The forward and
+backward passes of the step are then repeated, and every tensor is checked. They change no weight; their gradients
+overwrite those of the newest step, which are no longer needed.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ logger = logging.getLogger("megatron_lite")
 
 
 class Watch(Observer):
-    """Records whether each tensor of a step is finite, in order of computation; nothing is read on the host."""
+    """Records on the device whether each tensor of a step is finite, in order of computation."""
 
     def __init__(self) -> None:
         self.tensors: list[tuple[str, int]] = []  # name, micro-batch
@@ -50,7 +50,7 @@ class Watch(Observer):
             self._add(f"the gradient of the input of {name}", gradient, micro_batch)
 
     def first(self) -> int | None:
-        """Return the index of the first tensor that is not finite (reads the device)."""
+        """Return the index of the first non-finite tensor, or None (reads the device)."""
         finite = torch.stack(self._finite).tolist() if self._finite else []
         return finite.index(False) if False in finite else None
 
@@ -60,7 +60,7 @@ class Watch(Observer):
 
 
 def leave_bad_step(run: Run, step: BadStep | None) -> None:
-    """Examine a bad step and write its folder, unless that is done already; all ranks call this together.
+    """Examine a bad step and write its folder, once per step; all ranks call this together.
 
     On a full disk the run continues without the folder.
     """
@@ -81,16 +81,16 @@ def leave_bad_step(run: Run, step: BadStep | None) -> None:
         logger.warning("cannot write %s: %s; the run continues without it", folder, error.strerror or error)
         return
     logger.warning(
-        "bad step %d: %s; to repeat it: python scripts/replay_step.py %s", step.iteration, found["in_words"], folder
+        "bad step %d: %s; to replay it: python scripts/replay_step.py %s", step.iteration, found["in_words"], folder
     )
 
 
 def content(run: Run, step: BadStep, found: dict[str, Any]) -> dict[str, Any]:
-    """Return what the folder of a bad step holds, as JSON."""
+    """Return the JSON content of the folder of a bad step."""
     schedule = batch_schedule(run.config.batch)
     older = newest_before(run.experiment.checkpoints, step.iteration)
     if older is None and run.resumed.iteration < step.iteration:
-        older = run.resumed.folder  # of --load_checkpoint_path
+        older = run.resumed.folder  # from --load_checkpoint_path
     return {
         "iteration": step.iteration,
         "loss": step.numbers[0].hex(),
@@ -107,21 +107,21 @@ def content(run: Run, step: BadStep, found: dict[str, Any]) -> dict[str, Any]:
 
 
 def held_checkpoints(root: Path) -> set[int]:
-    """Return the iterations of the checkpoints from which replays of the newest bad steps begin.
+    """Return the iterations of the checkpoints that replays of the newest bad steps start from.
 
-    root: the experiment directory. Only as many folders count as one start leaves: many starts must not fill the disk.
+    root: the experiment directory. At most MOST_FOLDERS bad steps count, so that many starts do not fill the disk.
     """
     held: set[int] = set()
     with contextlib.suppress(OSError):  # a folder is being deleted
         paths = (root / "runs").glob(f"*/artifacts/bad_step_*/{FILE_NAME}")
         for path in sorted(paths, key=lambda path: path.stat().st_mtime)[-MOST_FOLDERS:]:
-            with contextlib.suppress(OSError, ValueError, KeyError, TypeError):  # no checkpoint, or not as we wrote it
+            with contextlib.suppress(OSError, ValueError, KeyError, TypeError):  # no checkpoint, or a damaged file
                 held.add(int(Path(parse_json(read_bytes(path, LARGEST_FILE_BYTES))["checkpoint"]).name))
     return held
 
 
 def examine(run: Run, iteration: int) -> dict[str, Any]:
-    """Repeat the passes of an iteration with the current weights, and find the first number that is not finite.
+    """Repeat the passes of an iteration with the current weights and find the first non-finite tensor.
 
     All ranks call this together and get the same answer. No weight, moment or counter changes.
     """
@@ -164,7 +164,7 @@ def examine(run: Run, iteration: int) -> dict[str, Any]:
 
 
 def _squares(run: Run) -> dict[str, float]:
-    """Return each parameter's sum of squared gradients, over the elements that count on this rank."""
+    """Return each parameter's sum of squared gradients over this rank's elements, without replicas."""
     rank, names, sums = run.distributed.data.rank, [], []
     for _, part in run.model.parts():
         for slot, start, end in part.layout.pieces(rank) if part.has_state else ():
@@ -191,8 +191,8 @@ def _in_words(found: dict[str, Any]) -> str:
         gradients = "".join(f"; of its gradients first {name}" for name in found["parameters_not_finite"][:1])
         return f"the first tensor that is not finite is {found['tensor']} ({where}){gradients}"
     if found["parameters_not_finite"]:
-        return f"all layers are finite, and the gradient of {found['parameters_not_finite'][0]} is not"
+        return f"all layers are finite, but the gradient of {found['parameters_not_finite'][0]} is not"
     return (
-        "with the present weights all its tensors are finite, and the largest gradient is that of "
+        "with the current weights all its tensors are finite, and the largest gradient is that of "
         f"{found['largest_gradient']}, {100 * found['share']:.0f}% of the squared norm"
     )

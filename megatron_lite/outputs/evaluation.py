@@ -1,4 +1,4 @@
-"""Evaluations and samples of a run, with the exports that are due together with them."""
+"""Evaluations, samples and exports of a run."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from megatron_lite.setup_run import Run
 
 
 def evaluate_first(run: Run) -> None:
-    """Evaluate what a stopped start left undone, and a fresh run with --validation_at_start."""
+    """Run the evaluations that a stopped start missed, and those of --validation_at_start in a fresh run."""
     training, last = run.config.training, run.iteration >= run.config.training.train_iters
     with run.timer.excluded(), run.distributed.traffic.paused():
         if run.evaluation_due:
@@ -28,8 +28,8 @@ def evaluate_first(run: Run) -> None:
 def evaluate_and_export(run: Run, last: bool) -> None:
     """Evaluate, sample and export as due after an iteration.
 
-    This comes before the checkpoint, so that resuming repeats none of it. A stop request on the way leaves
-    `run.evaluation_due` set: the next start repeats all of it.
+    Call this before saving the checkpoint, so that a resumed run does not repeat it. A stop request during the call
+    leaves `run.evaluation_due` set, and the next start repeats all of it.
     """
     training, iteration = run.config.training, run.iteration
     run.evaluation_due = True
@@ -49,7 +49,7 @@ def evaluate_and_export(run: Run, last: bool) -> None:
 
 
 def evaluate(run: Run, phase: str) -> None:
-    """Log the mean loss per token of a phase, always on the same batches, of the weights and of their averages.
+    """Log the mean loss per token of the weights and of their averages; a phase always uses the same batches.
 
     With --validation_by_dataset, do the same for each data set of a blend.
     """
@@ -65,10 +65,10 @@ def evaluate(run: Run, phase: str) -> None:
 
 
 def _losses(run: Run, phase: str) -> dict[str, float]:
-    """Return the mean loss per token of a phase, as `loss`, and of the averaged weights, as `averaged_loss`."""
+    """Return the mean loss per token of the weights, `loss`, and of the averaged weights, `averaged_loss`."""
     batches, device = run.data.evaluation_batches(phase), run.distributed.device
     kinds = ("loss", "averaged_loss") if run.config.averaging.enabled else ("loss",)
-    losses, tokens = torch.zeros(len(kinds), dtype=torch.float64, device=device), 0  # summed over tokens, and these
+    losses, tokens = torch.zeros(len(kinds), dtype=torch.float64, device=device), 0  # loss sums, token count
     run.distributed.progress.phase = f"the {phase}"
     for _ in range(run.data.evaluation_iterations(phase)):
         following = next_batch(batches, run.distributed, run.stop)

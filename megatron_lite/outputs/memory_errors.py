@@ -1,4 +1,4 @@
-"""The end of a run out of memory: the options that save memory, and on a GPU a snapshot of what was allocated."""
+"""Out-of-memory errors: options that save memory, and on a GPU a snapshot of the allocations."""
 
 from __future__ import annotations
 
@@ -23,13 +23,13 @@ def with_remedies(
     distributed: Distributed | None,
     experiment: Experiment | None,
 ) -> BaseException:
-    """Return the error itself, or an out-of-memory error with everything that helps to need less memory.
+    """Return the error, or an out-of-memory error with remedies and a memory snapshot.
 
     config: resolved. asked: as typed.
     """
     expected = as_run_error(error)
     if not isinstance(expected, OutOfMemoryError) or distributed is None or not str(expected).startswith(OUT_OF_MEMORY):
-        return error  # of another kind, or in the program's own words, which need no more
+        return error  # another kind of error, or one of our own messages, which name a fix already
     reason, on_gpu = str(expected).removesuffix(f"; {LESS_MEMORY}"), distributed.device.type == "cuda"
     snapshot, found, advice = "", list[Remedy](), ""
     if on_gpu and (isinstance(error, MemoryError) or "DefaultCPUAllocator" in str(error)):
@@ -38,7 +38,7 @@ def with_remedies(
         if on_gpu and experiment is not None and experiment.root is not None:
             path, failure = write_snapshot(experiment.root, distributed)
             snapshot = "" if failure else str(path)
-        with contextlib.suppress(Exception):  # memory is scarce: the error matters more than the advice
+        with contextlib.suppress(Exception):  # memory is scarce: a failed search must not hide the error
             device_bytes = device_memory_bytes(distributed.device, distributed.local_world_size)
             batch_size, device_type = config.batch.batch_size or 1, distributed.device.type
             search = Search(asked or config, batch_size, distributed.world_size, device_type, device_bytes)

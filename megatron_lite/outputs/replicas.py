@@ -1,7 +1,7 @@
-"""--check_replicas_interval: compare replicated state between ranks, and end the run if it differs.
+"""--check_replicas_interval: compare replicated state between ranks and end the run if it differs.
 
-Ranks with the same tensor-parallel rank hold the same parts of the weights, and all ranks of a tensor-parallel group
-hold norms and some other parameters.
+Ranks with the same tensor-parallel rank hold the same weights, and norms and some other parameters are replicated over
+a tensor-parallel group.
 """
 
 from __future__ import annotations
@@ -18,14 +18,14 @@ from megatron_lite.schedules.batch_size import batch_schedule
 from megatron_lite.schedules.learning_rate import learning_rate
 from megatron_lite.setup_run import Run
 
-# Areas of options that decide numbers; paths may differ between machines.
+# Option areas that affect results; paths may differ between machines.
 _AREAS = ("model", "batch", "learning_rate", "optimizer", "averaging", "multi_stage")
 
 
 def check_replicas(run: Run, iteration: int) -> None:
-    """Compare the ranks, if that is due, between the gradients and the update of an iteration.
+    """Compare the ranks, if due, after the gradients and before the update of an iteration.
 
-    The buffers then still hold the weights that the passes computed with, and a wrong gradient has changed nothing.
+    At that point the buffers still hold the weights of the passes, and a wrong gradient has changed nothing.
 
     Raises:
         NumericsError: on every rank, if anything differs.
@@ -50,7 +50,7 @@ def check_replicas(run: Run, iteration: int) -> None:
 
 
 def _counters(run: Run, iteration: int) -> dict[str, Any]:
-    """Return what decides the next update besides the weights (reads the device)."""
+    """Return what determines the next update, apart from the weights (reads the device)."""
     options = {area: dataclasses.asdict(getattr(run.config, area)) for area in _AREAS}
     return {
         "the iteration": [run.iteration, iteration],

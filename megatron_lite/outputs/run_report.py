@@ -1,4 +1,4 @@
-"""The page about a run, written at its end; a run never fails or waits long for it."""
+"""The HTML report written at the end of a run, without failing or delaying the run."""
 
 from __future__ import annotations
 
@@ -7,14 +7,15 @@ from megatron_lite.reports.report import REPORT_FILE, write_report
 from megatron_lite.run.exit_status import METRICS_FILE
 from megatron_lite.setup_run import Run
 
-# Of metrics.jsonl, which is read at 20 MB/s on a busy core: a stopped or failed run has seconds left.
+# Size limits of metrics.jsonl, which is read at 20 MB/s on a busy core: a stopped or failed run has seconds left.
 LARGEST_BYTES, LARGEST_IN_A_HURRY_BYTES = 2**27, 2**25
 
 
 def leave_report(run: Run, in_a_hurry: bool, failed: bool = False) -> None:
-    """Write report.html on rank 0, or log in one line why not; skip a lost directory or a run without records.
+    """Write report.html on rank 0, or log why not. Nothing is written to a lost directory.
 
-    failed: the run ends with an error, which must stay the last line, so log nothing.
+    failed: the run ends with an error, whose lines must stay the last: nothing is logged. Without metrics.jsonl nothing
+    is logged either.
     """
     root = run.experiment.root
     if root is None or not run.config.run.report or run.distributed.rank != 0:
@@ -28,7 +29,7 @@ def leave_report(run: Run, in_a_hurry: bool, failed: bool = False) -> None:
                 run.logger.info("no %s now: %s is large; write it with: %s", REPORT_FILE, METRICS_FILE, later)
             return
         write_report([root], root / REPORT_FILE)
-    except Exception as error:  # whatever it is, the run is more important
+    except Exception as error:  # the report must not fail the run
         if not failed and not isinstance(error, DataError):
             reason = f"{type(error).__name__}: {error}".partition("\n")[0]
             run.logger.warning("no %s: %s; write it with: %s", REPORT_FILE, reason, later)

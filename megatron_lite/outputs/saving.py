@@ -1,4 +1,4 @@
-"""Checkpoints and exports of a run, when they are due, and what forbids them."""
+"""Checkpoints and exports of a run: when they are due, and when they are refused."""
 
 from __future__ import annotations
 
@@ -22,17 +22,17 @@ from megatron_lite.outputs.bad_steps import held_checkpoints, leave_bad_step
 from megatron_lite.setup_run import Run
 
 T = TypeVar("T")
-_POLL_S = 0.25  # in pauses
-_LOOK_S = 0.01  # at a save in the background that the ranks wait for
+_POLL_S = 0.25  # during pauses between attempts
+_LOOK_S = 0.01  # while waiting for a background save
 
 
 def is_due(iteration: int, interval: int | None, offset: int = 0) -> bool:
-    """Whether an event with this interval and offset is due after an iteration."""
+    """Return whether an event with this interval and offset is due after an iteration."""
     return interval is not None and iteration >= offset and (iteration - offset) % interval == 0
 
 
 def is_save_due(run: Run, last: bool) -> bool:
-    """Whether to save now: at the last iteration, at a planned stop, by an interval, a rule or rank 0's clock."""
+    """Return whether to save now: last iteration, planned stop, interval, retention rule, or rank 0's clock."""
     training, checkpoint, iteration = run.config.training, run.config.checkpoint, run.iteration
     stopping = is_due(iteration, training.stop_interval, training.stop_offset)
     regular = is_due(iteration, checkpoint.checkpoint_interval, checkpoint.checkpoint_offset)
@@ -41,13 +41,13 @@ def is_save_due(run: Run, last: bool) -> bool:
 
 
 def is_time_to_save(run: Run) -> bool:
-    """Whether --checkpoint_minutes have passed since the last save; always False except on rank 0."""
+    """Return whether --checkpoint_minutes have passed since the last save; always False except on rank 0."""
     minutes = run.config.checkpoint.checkpoint_minutes
     return minutes is not None and run.distributed.rank == 0 and time.monotonic() - run.saved_s >= 60 * minutes
 
 
 def refuse_bad_steps(run: Run) -> None:
-    """Publish nothing after a step that must stop the run, although its update was dropped.
+    """Refuse to publish after a step that must stop the run, even though its update was dropped.
 
     Raises:
         NumericsError: on every rank, if there was such a step.
@@ -59,10 +59,10 @@ def refuse_bad_steps(run: Run) -> None:
 
 
 def refuse_broken_weights(run: Run) -> None:
-    """Publish no weights, moments or averages that are not finite: they would displace a good checkpoint.
+    """Refuse to publish non-finite weights, moments or averages: they would displace a good checkpoint.
 
     Raises:
-        NumericsError: on every rank, with the name that the first affected rank gives.
+        NumericsError: on every rank, naming the first affected rank and tensor.
     """
     broken = run.model.not_finite()
     if not run.distributed.agree_max(int(broken is not None)):
@@ -76,7 +76,7 @@ def refuse_broken_weights(run: Run) -> None:
 
 
 def _state(run: Run, evaluation_due: bool = False) -> dict[str, Any]:
-    """Return what a checkpoint holds besides the shards (reads the device)."""
+    """Return the state of a checkpoint other than the shards (reads the device)."""
     return {
         "optimizer": run.optimizer.state(),
         "window": run.window.state(),
@@ -88,10 +88,10 @@ def _state(run: Run, evaluation_due: bool = False) -> dict[str, Any]:
 def save(run: Run, evaluation_due: bool = False, stopping: bool = False) -> None:
     """Write a checkpoint, then delete the temporary ones beyond --max_checkpoints.
 
-    After a dropped update delete none: the weights are older than they look, and perhaps what broke the run. With
-    --async_checkpoint=1 return once the weights are copied, unless the run ends here.
+    After a dropped update nothing is deleted: the weights are older than the iteration suggests, and may be the cause.
+    With --async_checkpoint=1, return once the weights are copied, unless the run ends here.
 
-    stopping: the run ends because of a signal; no failure is waited for.
+    stopping: the run ends because of a signal; do not wait between attempts of a pending save.
     """
     refuse_bad_steps(run)
     root = run.experiment.checkpoints
@@ -120,9 +120,9 @@ def save(run: Run, evaluation_due: bool = False, stopping: bool = False) -> None
 
 
 def finish_save(run: Run, hurry: bool = False) -> None:
-    """Wait for the save in the background, if there is one, and publish it.
+    """Wait for the background save, if any, and publish it.
 
-    The ranks keep agreeing meanwhile: a stop signal ends the pauses of every rank, and no collective times out.
+    Meanwhile the ranks keep agreeing, so that a stop signal ends the pauses of every rank and no collective times out.
     """
     if run.background is None or not run.background.is_pending:
         return
@@ -140,13 +140,13 @@ def finish_save(run: Run, hurry: bool = False) -> None:
 
 
 def advance_save(run: Run) -> None:
-    """Advance the save in the background without waiting for it; call this between iterations."""
+    """Advance the background save without waiting for it; call this between iterations."""
     if run.background is not None and run.background.advance():
         finish_save(run)
 
 
 def _settle(run: Run, finished: Finished, waited_s: float = 0.0) -> None:
-    """Delete old checkpoints after a new one is published, and log it."""
+    """Delete old checkpoints after a new one is published, and log the new one."""
     root, checkpoint = finished.folder.parent, run.config.checkpoint
     if run.distributed.rank == 0 and not run.optimizer.guard.dropped.streak():
         rules = keep_rules(checkpoint.keep_checkpoints)
@@ -158,9 +158,9 @@ def _settle(run: Run, finished: Finished, waited_s: float = 0.0) -> None:
 
 
 def with_retries(run: Run, attempt: Callable[[], T]) -> T:
-    """Call `attempt` on all ranks, and after a StorageError again, up to --save_retries times, with growing pauses.
+    """Call `attempt` on all ranks; after a StorageError, retry up to --save_retries times with growing pauses.
 
-    A stop signal ends the pauses: one more attempt follows. A lost directory is no reason to try again.
+    A stop signal ends the pauses; one more attempt follows. A lost directory is not retried.
     """
     retries, hurry = run.config.checkpoint.save_retries, False
     for number in itertools.count(1):
@@ -182,7 +182,7 @@ def with_retries(run: Run, attempt: Callable[[], T]) -> T:
 
 
 def _refuse_lost_folder(run: Run) -> None:
-    """Give the reason for a failed save, if the directory was moved or removed meanwhile.
+    """Replace the error of a failed save if the directory was moved or removed meanwhile.
 
     Raises:
         FolderLostError: on every rank.
@@ -231,13 +231,13 @@ def save_and_stop(run: Run, reason: str) -> tuple[int, str]:
 
 
 def completion(run: Run) -> str:
-    """Return how a run ended that completed all its iterations."""
+    """Return the closing message of a run that completed all iterations."""
     plural = "s" * (run.iteration != 1)
     return f"training complete: {run.iteration} iteration{plural}{run.optimizer.guard.dropped.ending()}"
 
 
 def planned_stop(run: Run) -> str:
-    """Return how a run ended that saved and stopped at a multiple of --stop_interval."""
+    """Return the closing message of a run that saved and stopped at a multiple of --stop_interval."""
     training, root = run.config.training, run.experiment.checkpoints
     assert root is not None, "validated"
     return (

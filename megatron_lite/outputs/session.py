@@ -1,4 +1,4 @@
-"""One start of a run as a process: join the other ranks, set up, train in a block, and close the run or report."""
+"""One start of a run: join the other ranks, set up, train in a `with` block, and close the run or report an error."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def opened(
     launcher: LauncherWatch | None = None,
     asked: Config | None = None,
 ) -> Iterator[Run]:
-    """Join the other ranks and set up a run for the block, which ends with `close`.
+    """Join the other ranks and set up a run for a `with` block, which must end with `close`.
 
     An error here or in the block is reported and ends the process. asked: `config` as typed.
     """
@@ -86,7 +86,7 @@ def opened(
 
 
 def _finish_background(run: Run, error: RunError) -> None:
-    """Publish the checkpoint that was being written when all ranks met an error: it is from before the error."""
+    """Publish the checkpoint that was being written when all ranks failed; it predates the error."""
     if run.background is not None and not isinstance(error, StorageError):
         with contextlib.suppress(Exception):  # the error that ends the run is the one to report
             if (finished := run.background.finish(hurry=True)) is not None:
@@ -96,7 +96,7 @@ def _finish_background(run: Run, error: RunError) -> None:
 def close(run: Run, code: int, message: str) -> None:
     """End a run without an error: wait for its callback, write exit.json, leave the process groups.
 
-    message: how it ended.
+    message: how the run ended.
     """
     distributed = run.distributed
     distributed.progress.phase = "the end"
@@ -126,5 +126,5 @@ def close(run: Run, code: int, message: str) -> None:
 
 
 def log_ending(run: Run, message: str) -> None:
-    """Log how a run ended, as its last line: a warning if its last updates were dropped."""
+    """Log the closing message, as a warning if the last updates were dropped."""
     run.logger.log(logging.WARNING if run.optimizer.guard.dropped.streak() else logging.INFO, message)

@@ -1,4 +1,4 @@
-"""The micro-batches of a step, as the model takes them."""
+"""The micro-batches of a step, in the form that the model takes."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ from megatron_lite.setup_run import Run
 def counted_labels(run: Run, micro_batches: Sequence[HostBatch]) -> list[int]:
     """Return the labels of each micro-step that count in the loss, over all ranks; all ranks call this together.
 
-    Without masks every rank knows the numbers, and nothing is sent.
+    Without masks every rank knows the numbers, and no communication is needed.
     """
     if any(batch.masked is not None for batch in micro_batches):
-        copies = run.distributed.tensor.world_size  # ranks that train on the same samples
+        copies = run.distributed.tensor.world_size  # tensor-parallel ranks train on the same samples
         return [total // copies for total in run.distributed.agree_sum([batch.counted for batch in micro_batches])]
     return [batch.real_samples * run.config.batch.sequence_length for batch in micro_batches]
 
@@ -38,12 +38,12 @@ def step_inputs(
 
 
 def loss_weights(counted: Sequence[int], reduction: str) -> list[float]:
-    """Return the factor on the summed loss of each micro-step; the weighted sum per counted label is the batch's loss.
+    """Return the weight of each micro-step's summed loss; the weighted sum per counted label is the batch's loss.
 
     Args:
         counted: labels that count in the loss in each micro-step, over all ranks.
-        reduction: with "token" every label has the same weight; with "micro_mean" every micro-step's mean has, however
-            few labels it counts (as in Levanter). A micro-step without any has no mean and weight 0.
+        reduction: "token": every label has the same weight. "micro_mean": every micro-step's mean has the same weight,
+            however few labels it counts (as in Levanter); a micro-step without counted labels has weight 0.
     """
     if reduction == "token":
         return [1.0] * len(counted)

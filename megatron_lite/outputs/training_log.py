@@ -1,4 +1,4 @@
-"""The log lines of training, and its records in metrics.jsonl."""
+"""The log lines of training and the training records in metrics.jsonl."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from megatron_lite.setup_run import Run
 
 
 def progress_bar(run: Run) -> ProgressBar:
-    """Return rank 0's bar: the loss of the last line, speed and time left."""
+    """Return rank 0's progress bar: latest logged loss, speed and time left."""
 
     def words(iteration: int) -> str:
         return run.console.bar(run.timer.pace(iteration))
@@ -27,7 +27,7 @@ def progress_bar(run: Run) -> ProgressBar:
 
 
 def log_training(run: Run, update: Update) -> None:
-    """Log one line and one record of metrics.jsonl. Reads the device, so it waits for the step."""
+    """Log one line and one record of metrics.jsonl. Waits for the step, because it reads the device."""
     run.distributed.wait_for_device()
     iterations, config = run.window.iterations, run.config
     suspect = run.optimizer.guard.dropped.suspect()
@@ -72,15 +72,14 @@ def log_training(run: Run, update: Update) -> None:
 
 
 def is_early(iterations: int, log_interval: int) -> bool:
-    """Whether to show progress after N iterations of this start: 1, 2, 4, 8 ... while its first log interval lasts."""
+    """Return whether to show progress after N iterations of this start: powers of 2 within the first log interval."""
     return iterations < log_interval and iterations & (iterations - 1) == 0
 
 
 def show_early(run: Run, update: Update) -> None:
-    """Print a line on rank 0's console only.
+    """Print an early progress line on rank 0's console only.
 
-    The log file, metrics.jsonl and the sums of the log window depend on --log_interval alone. Rank 0 reads its device
-    here without communication.
+    The log file, metrics.jsonl and the log window are not affected. Rank 0 reads its device without communication.
     """
     if run.distributed.rank != 0:
         return
