@@ -12,10 +12,9 @@ LARGEST_BYTES, LARGEST_IN_A_HURRY_BYTES = 2**27, 2**25
 
 
 def leave_report(run: Run, in_a_hurry: bool, failed: bool = False) -> None:
-    """Write report.html on rank 0, or log why not. Nothing is written to a lost directory.
+    """Write report.html on rank 0, or log in one line why not; skip a lost directory or a run without records.
 
-    failed: the run ends with an error, whose lines must stay the last: nothing is logged. Without metrics.jsonl nothing
-    is logged either.
+    failed: the run ends with an error, which must stay the last line, so log nothing.
     """
     root = run.experiment.root
     if root is None or not run.config.run.report or run.distributed.rank != 0:

@@ -1,4 +1,4 @@
-"""Files that are never visible half written or written by two processes, and folders that survive a power cut."""
+"""Atomic and durable file writes, and file locks."""
 
 from __future__ import annotations
 
@@ -9,17 +9,17 @@ from pathlib import Path
 
 try:
     import fcntl
-except ImportError:  # on Windows, where nothing keeps two processes apart
+except ImportError:  # Windows: no locking
     fcntl = None  # type: ignore[assignment]
 
 
 def lock_file(descriptor: int, path: Path | None = None) -> bool:
-    """Lock an open file until it is closed, or the process ends; return False if another process has the lock.
+    """Lock an open file until it is closed or the process ends; return False if another process holds the lock.
 
-    A file system without locks refuses nobody.
+    On a file system without locks every process succeeds.
 
-    path: if given, return False also if another file, or none, has this name by now: the holder before has renamed or
-        removed the file between our `open` and our lock.
+    path: if given, also return False if this name no longer refers to the open file: the previous holder may have
+        renamed or removed it between our `open` and our lock.
     """
     try:
         if fcntl is not None:
@@ -35,10 +35,10 @@ def lock_file(descriptor: int, path: Path | None = None) -> bool:
 
 
 def replace_file(path: Path, data: bytes, sync: bool = False) -> None:
-    """Write `data` to a temporary file and rename it to `path`. `sync`: return only once it is on disk.
+    """Write `data` to a temporary file and rename it to `path`. sync: return only once the file is on disk.
 
     Raises:
-        OSError: if it cannot be written.
+        OSError: if the file cannot be written.
     """
     temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
     try:
@@ -59,12 +59,12 @@ def replace_file(path: Path, data: bytes, sync: bool = False) -> None:
 
 
 def overwrite_file(path: Path, data: bytes) -> None:
-    """Write `data` over a file, in the space that it has: a full disk gives no other.
+    """Overwrite a file in place, for a full disk.
 
-    Readers never see a mixture: one call writes the data and blanks out what was longer.
+    Readers never see a mixture: one call writes the data, padded with spaces to the old length.
 
     Raises:
-        OSError: if there is no such file, or it cannot be written.
+        OSError: if the file does not exist or cannot be written.
     """
     descriptor = os.open(path, os.O_WRONLY | os.O_NOFOLLOW | os.O_CLOEXEC)
     try:
@@ -77,7 +77,7 @@ def overwrite_file(path: Path, data: bytes) -> None:
 
 
 def sync_folder(path: Path) -> None:
-    """Make the entries of a folder durable, where the file system can sync folders."""
+    """Flush the entries of a folder to disk, if the file system supports it."""
     descriptor = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
     try:
         os.fsync(descriptor)

@@ -1,7 +1,7 @@
-"""The early end of a start, reported once, by the thread that notices the cause first.
+"""The early end of a start, reported once by the first thread that notices the cause.
 
-A backend's error about a lost rank becomes a message for the user: which rank, where, the likely cause, and from where
-the run resumes.
+A backend's error about a lost rank becomes a message for the user: which rank, where, the likely cause, and where the
+run resumes.
 """
 
 from __future__ import annotations
@@ -25,11 +25,11 @@ from megatron_lite.run.experiment import Experiment
 from megatron_lite.run.launch import is_first_on_machine, tell_torchrun
 from megatron_lite.run.stacks import Stacks
 
-REPORT_S = 10.0  # limit on the report of another thread
-LAUNCHER_S = 3.0  # the same, within the five seconds after the launcher's end
+REPORT_S = 10.0  # limit on waiting for another thread's report
+LAUNCHER_S = 3.0  # the same after the launcher's death, which leaves five seconds
 SAME_SIGNAL_S = 1.0  # between a scheduler's signals to torchrun, which dies of SIGUSR1, and to the ranks
-SAVING_S = 1800.0  # limit on a save after a signal that torchrun has died of
-ASK_S = 1.5  # ranks write their stacks within a second after they are asked
+SAVING_S = 1800.0  # limit on a save after a signal that killed torchrun
+ASK_S = 1.5  # ranks write their stacks within a second of a request
 KNOWING_PEER_S = 3.0  # a rank on the machine of the lost rank knows more, and writes exit.json within this time
 
 
@@ -39,9 +39,9 @@ class Ending:
     Attributes:
         progress: what this rank is doing.
         places: processes of all ranks; empty before they have met.
-        newest: finds iteration and folder of the newest checkpoint.
-        kill_children: kills what must not outlive this process.
-        is_saving: whether a stop signal has come, after which the ranks save and end.
+        newest: finds the iteration and folder of the newest checkpoint.
+        kill_children: kills child processes that must not outlive this one.
+        is_saving: whether a stop signal has arrived, after which the ranks save and end.
     """
 
     def __init__(self, experiment_dir: str | None, rank: int) -> None:
@@ -83,7 +83,7 @@ class Ending:
             self._watch.request_stacks()
 
     def report(self, error: BaseException) -> tuple[int, BaseException]:
-        """Report an error; return the exit code and the error in its final words. Waits if another thread reports."""
+        """Report an error, unless another thread is reporting one; return the exit code and the explained error."""
         if not self._reporting.acquire(blocking=False):
             time.sleep(REPORT_S)  # the other thread ends the process
             os._exit(PeerError.exit_code)
@@ -97,7 +97,7 @@ class Ending:
         return code, error
 
     def stopped(self, number: int) -> NoReturn:
-        """Answer a stop signal before there is anything to save."""
+        """Handle a stop signal before there is anything to save."""
         code = 128 + number
         if not self._reporting.acquire(timeout=REPORT_S):
             os._exit(code)
@@ -117,7 +117,7 @@ class Ending:
         exit_status.leave(code)
 
     def launcher_gone(self, message: str) -> None:
-        """Report the launcher's death, after which this process ends; let it save first."""
+        """Report the launcher's death, after which this process ends; let a save finish first."""
         time.sleep(SAME_SIGNAL_S)
         self._let_it_save()
         if not self._reporting.acquire(timeout=LAUNCHER_S):
@@ -130,20 +130,20 @@ class Ending:
             exit_status.print_error(message, self._rank)
 
     def end_hanging(self) -> None:
-        """Kill the ranks of this machine that hung until a time-out: they hold their GPU and keep torchrun waiting."""
+        """Kill local ranks that hung until a time-out: they hold their GPU and keep torchrun waiting."""
         for place in self._hanging:
             _send(place, signal.SIGKILL)
 
     def _is_recorded(self) -> bool:
-        """Whether exit.json belongs to this start, and the start has not ended."""
+        """Return whether exit.json belongs to this start and the start has not ended."""
         return self._experiment is not None and self._experiment.root is not None and not self._done.is_set()
 
     def _own_directory(self) -> str | None:
-        """Return the directory for exit.json; None if another start has it by now."""
+        """Return the directory for exit.json; None if another start owns it by now."""
         return None if self._experiment is not None and self._experiment.is_lost() else self._directory
 
     def _lost(self, error: PeerError) -> None:
-        """End this process: a rank is gone, and the main thread may wait for it for an hour."""
+        """End this process: a rank is gone, and the main thread could wait for it for an hour."""
         self._let_it_save()  # torchrun and its store may be gone; a save that lacks a rank fails by itself
         code, _ = self.report(error)
         with contextlib.suppress(Exception):
@@ -152,7 +152,7 @@ class Ending:
         exit_status.leave(code)
 
     def _let_it_save(self) -> None:
-        """If this process is saving after a stop signal, wait for its end; return if it is not, or the save fails."""
+        """Wait for this process to end if it is saving after a stop signal; return if it is not, or the save fails."""
         if not self.is_saving():
             return
         signal.alarm(0)  # see `launcher_watch.end_with_parent`
@@ -163,7 +163,7 @@ class Ending:
     # -- a lost rank ---------------------------------------------------------------------------------------------
 
     def _explained(self, lost: PeerError) -> PeerError:
-        """Return an error about a peer in words for the user."""
+        """Return the error about a lost peer with an explanation for the user."""
         is_silent = "imed out" in lost.detail or "did not end within" in str(lost)  # rather than a closed connection
         statuses = [] if self._watch is None else self._watch.statuses()
         hung = _hanging(self.places, self._rank, statuses)
@@ -192,7 +192,7 @@ class Ending:
         return explanation
 
     def _ask_for_stacks(self, watch: PeerWatch, hung: list[Place]) -> None:
-        """Let every rank write its stacks; one that hangs may answer only to a signal."""
+        """Make every rank write its stacks; a hanging rank may respond only to a signal."""
         watch.request_stacks()
         self.stacks.write("after a time-out")
         near = processes.neighbors(self.places, self.places[self._rank])
@@ -202,7 +202,7 @@ class Ending:
         time.sleep(ASK_S)
 
     def _loss(self, found: Sequence[Place]) -> str:
-        """Return the message about ranks of this machine whose processes are gone."""
+        """Return the message about local ranks whose processes are gone."""
         host, killed = self.places[self._rank].host, processes.oom_kills() - self.places[self._rank].oom_kills
         why = (
             "Without a message of its own, it was killed by a signal: SIGKILL is often the work of the kernel's "
@@ -214,7 +214,7 @@ class Ending:
         return f"lost {_names(found)} while this rank was in {self.progress.status().place()}. {why}"
 
     def _silence(self, hung: Sequence[Place], others: Sequence[str], statuses: Sequence[Status]) -> str:
-        """Return the message when all processes of this machine are alive. others: names of other machines."""
+        """Return the message when all local processes are alive. others: names of other machines."""
         if hung:
             is_stopped = processes.stopped(self.places, self._rank)
             why = "stopped by a signal (SIGSTOP) or a debugger" if is_stopped else "alive, but it hangs"
@@ -240,7 +240,7 @@ class Ending:
 
 
 def _hanging(places: Sequence[Place], rank: int, statuses: Sequence[Status]) -> list[Place]:
-    """Return the ranks for which the others wait: those stopped by a signal, or else those that are furthest behind.
+    """Return the ranks that the others wait for: those stopped by a signal, or else those furthest behind.
 
     statuses: what each rank was doing last, in rank order; empty if unknown.
     """

@@ -1,4 +1,4 @@
-"""How the program ends: one message and one exit code, both also written to `exit.json`. Imports no torch."""
+"""The final message and exit code of the program, also written to `exit.json`. Imports no torch."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from megatron_lite.run.missing_package import missing_package
 
 # Files of an experiment directory that programs without torch read.
 EXIT_FILE, METRICS_FILE = "exit.json", "metrics.jsonl"
-# The space that a running start reserves for its ending, against a full disk, and how much of a message fits into it.
+# Space that a running start reserves in exit.json against a full disk, and how much of a message fits into it.
 RESERVED_BYTES = 8192
 _LONGEST_MESSAGE, _LONGEST_DETAIL = 3000, 500  # bytes; advice on memory takes 2,500
 
@@ -32,8 +32,8 @@ def report(
 ) -> int:
     """Print an error once, write it to exit.json and return the exit code.
 
-    A rank that fails by itself always prints its error. A rank that only lost a peer keeps the exit.json that the peer
-    wrote. A process that does not own the directory leaves the exit.json of another run alone.
+    A rank that fails by itself always prints its error. A rank that only lost a peer does not overwrite the peer's
+    exit.json, nor does a process that does not own the directory overwrite that of another run.
 
     prints: whether this process prints an error that every rank raises.
     """
@@ -59,13 +59,13 @@ def report(
 
 
 def print_error(message: str, rank: int) -> None:
-    """Print why this rank ends, even if the terminal is closed already."""
+    """Print why this rank ends; ignore a closed terminal."""
     with contextlib.suppress(OSError):
         print(f"ERROR{'' if rank == 0 else f' on rank {rank}'}: {message}", file=sys.stderr, flush=True)
 
 
 def print_failure(error: Exception, less_memory: str) -> int:
-    """Print why a script failed and return its exit code; raise `error` again if it is a defect of the program."""
+    """Print why a script failed and return its exit code; re-raise `error` if it is a bug."""
     expected = as_run_error(error, less_memory) or missing_package(error)
     if expected is None:
         raise error
@@ -74,9 +74,9 @@ def print_failure(error: Exception, less_memory: str) -> int:
 
 
 def leave(code: int) -> NoReturn:
-    """Flush the output and end the process at once, without running any `finally` or `atexit`.
+    """Flush the output and end the process immediately, without running any `finally` or `atexit`.
 
-    A library's thread that still runs or waits for a peer can neither delay the end nor change the exit code.
+    Library threads that still run or wait for a peer then cannot delay the exit or change its code.
     """
     sys.stdout.flush()
     sys.stderr.flush()
@@ -92,10 +92,10 @@ def print_page(text: str) -> None:
 
 
 def _must_report_lost_peer(experiment_dir: str | None, rank: int, run: int) -> bool:
-    """Whether this rank must report that it lost a peer, because the peer died without reporting anything.
+    """Return whether this rank must report a lost peer, because the peer died without reporting anything.
 
-    The survivors wait for staggered times, so that the first can write exit.json. Without an experiment directory
-    rank 1 reports.
+    Survivors wait for staggered times, so that the first can write exit.json. Without an experiment directory rank 1
+    reports.
     """
     if experiment_dir is None:
         return rank == 1
@@ -115,9 +115,9 @@ def write_exit(
 ) -> None:
     """Replace exit.json; never fails, because a second error would hide the one being reported.
 
-    While a run continues (without a code), exit.json takes as much space as its ending may need.
+    While a run continues (code None), exit.json is padded to the space that its final content may need.
 
-    details: more entries; they fit into the reserved space.
+    details: further entries, which must fit into the reserved space.
     """
     if experiment_dir is None:
         return
@@ -138,14 +138,14 @@ def write_exit(
 
 
 def _details(error: RunError) -> dict[str, Any]:
-    """Return what exit.json holds of an error in addition to its message."""
+    """Return the fields of exit.json about an error in addition to its message."""
     if isinstance(error, PeerError) and error.detail:
-        return {"detail": _cut(error.detail, _LONGEST_DETAIL)}  # the backend's words
+        return {"detail": _cut(error.detail, _LONGEST_DETAIL)}  # the backend's message
     return error.details() if isinstance(error, OutOfMemoryError) else {}
 
 
 def _cut(text: str, limit_bytes: int) -> str:
-    """Shorten a text, so that exit.json fits in its space; quotes and control characters take more than one byte."""
+    """Shorten a text to `limit_bytes` as JSON, where quotes and control characters take more than one byte."""
 
     def num_bytes(length: int) -> int:
         return len(json.dumps(text[:length], ensure_ascii=False).encode("utf-8", "backslashreplace"))
@@ -156,7 +156,7 @@ def _cut(text: str, limit_bytes: int) -> str:
 
 
 def failure_of_peer(experiment_dir: str | None, run: int) -> tuple[int, str] | None:
-    """Return exit code and message of a rank of this start that has ended early, from exit.json; None without any.
+    """Return the exit code and message of a rank of this start that ended early, from exit.json; None if none did.
 
     run: number of the start; negative before the ranks know it.
     """

@@ -1,4 +1,4 @@
-"""The experiment directory: the paths of a run, and the lock that keeps other runs out."""
+"""The experiment directory: paths of a run, and the lock against other runs."""
 
 from __future__ import annotations
 
@@ -21,8 +21,8 @@ class Experiment:
     <root>/config.json, metrics.jsonl, checkpoints/<iteration>/, export/<iteration>/, runs/<run>/{logs,artifacts}/
 
     Raises:
-        StorageError: on every rank, if rank 0 cannot write there, another run is using it, or a rank does not see what
-            rank 0 has written.
+        StorageError: on every rank, if rank 0 cannot write there, another run is using the directory, or a rank does
+            not see what rank 0 has written.
     """
 
     def __init__(self, config: Config, distributed: Distributed) -> None:
@@ -37,16 +37,16 @@ class Experiment:
         together(distributed, lambda: lock.see(self.run, nonce) if rank != 0 else None)
 
     def check(self) -> None:
-        """Check that the directory still belongs to this start; call this before anything is written there by path.
+        """Check that the directory still belongs to this start; call this before writing there by path.
 
         Raises:
-            FolderLostError: if it was moved or removed, or another start has taken it over.
+            FolderLostError: if the directory was moved or removed, or another start has taken it over.
         """
         if self._lock is not None:
             self._lock.check()
 
     def is_lost(self) -> bool:
-        """Whether the directory no longer belongs to this start."""
+        """Return whether the directory no longer belongs to this start."""
         try:
             self.check()
         except FolderLostError:
@@ -61,7 +61,7 @@ class Experiment:
             self._lock.on_loss = tell
 
     def release(self) -> None:
-        """Let another start have the directory; call this after the last write. Never fails."""
+        """Release the directory; call this after the last write. Never fails."""
         if self._lock is not None:
             self._lock.release()
 
@@ -91,7 +91,7 @@ class Experiment:
         return None if self.root is None else self.root.joinpath(*names)
 
     def record(self, config: Config) -> None:
-        """Write config.json. Call on rank 0, after the configuration was checked against the checkpoints."""
+        """Write config.json. Call this on rank 0, after checking the configuration against the checkpoints."""
         if self.root is None:
             return
         self.check()
@@ -100,7 +100,7 @@ class Experiment:
             replace_file(folder / "config.json", text)
 
     def _prepare(self, root: Path, lock: FolderLock) -> None:
-        """Create the directories of a new start."""
+        """Create and lock the directories of a new start."""
         try:
             root.mkdir(parents=True, exist_ok=True)
             for name in ("checkpoints", "export"):  # fail now rather than at the first save
@@ -116,7 +116,7 @@ def absolute_path(directory: str) -> Path:
     """Return the directory as an absolute path, with ~ expanded.
 
     Raises:
-        StorageError: if there is no such user, or the current directory is gone.
+        StorageError: if the user after ~ does not exist, or the current directory is gone.
     """
     try:
         return Path(directory).expanduser().absolute()

@@ -1,16 +1,16 @@
 """The lock on an experiment directory: one start at a time writes there, across machines.
 
-Every start makes a folder `runs/<k>/`, and the newest one owns the directory. Its `lock.json` names the owner: host,
-process, user, since when. The folder is renamed into place with the lock in it, so that two starters cannot get the
-same number. The owner removes the lock when it ends. A start that finds a lock looks for proof, and never guesses:
+Every start creates a folder `runs/<k>/`, and the newest one owns the directory. Its `lock.json` names the owner: host,
+process, user, start time. The folder is renamed into place with the lock in it, so that two starts cannot get the same
+number. The owner removes the lock when it ends. A start that finds a lock never guesses whether the owner lives:
 
-- the file is locked (flock), or its process lives on this machine: in use;
-- its process has ended, on this machine: free;
-- its heartbeat, the time of the file, changes: in use;
-- the heartbeat is older than a minute by the clock of the file system: free. Until then, wait.
+- the file is locked (flock), or the owner is a live process on this machine: in use;
+- the owner was a process on this machine and has ended: free;
+- its heartbeat, the file's modification time, changes: in use;
+- the heartbeat is older than a minute by the file system's clock: free. Until then, wait.
 
-A process that was stopped, and wakes up after another start has taken the directory over, finds the newer folder before
-it writes again. A process whose directory was moved or removed notices too: all ranks keep the lock open for that.
+A stopped process that wakes up after another start has taken the directory over finds the newer folder before it writes
+again. A process whose directory was moved or removed notices too, because all ranks keep the lock file open.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ from megatron_lite.run.durable_files import lock_file
 
 LOCK_FILE = "lock.json"
 BEAT_S = 1.0
-DEAD_AFTER_S = 60.0  # without a heartbeat an owner counts as dead
+DEAD_AFTER_S = 60.0  # an owner without a heartbeat for this long counts as dead
 VISIBLE_WITHIN_S = 5.0  # time for other machines to see a new file
 _POLL_S = 0.1
 _LOCK_BYTES = 4096
@@ -48,7 +48,7 @@ class Holder(NamedTuple):
     host: str = "an unknown host"
     machine: str = ""  # see `processes.machine_name`
     pid: int = 0
-    start_ticks: str = ""  # distinguishes the process from a later one with the same number
+    start_ticks: str = ""  # distinguishes the process from a later one with the same PID
     user: str = "an unknown user"
     since: str = "an unknown time"
     nonce: str = ""
@@ -76,11 +76,11 @@ class FolderLock:
         return self.root / "runs" / str(self.run)
 
     def take(self) -> None:
-        """Make the folder of a new start and hold the directory from now on.
+        """Create the folder of a new start and hold the directory from then on.
 
         Raises:
-            StorageError: if another process holds it.
-            OSError: if it cannot be written.
+            StorageError: if another process holds the directory.
+            OSError: if the directory cannot be written to.
         """
         runs = self.root / "runs"
         runs.mkdir(exist_ok=True)
@@ -89,7 +89,7 @@ class FolderLock:
         new = runs / f".new-{self.nonce}"
         (new / "logs").mkdir(parents=True)
         try:
-            # The system unlocks it when this process ends, however it ends.
+            # The system releases the flock whenever and however this process ends.
             self._descriptor = os.open(new / LOCK_FILE, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o644)
             os.write(self._descriptor, (json.dumps(_this_process(self.nonce)._asdict(), indent=2) + "\n").encode())
             lock_file(self._descriptor)
@@ -107,7 +107,7 @@ class FolderLock:
         except BaseException:
             shutil.rmtree(new, ignore_errors=True)
             raise
-        if newest is not None:  # of an owner that did not end by itself
+        if newest is not None:  # left by an owner that was killed
             (runs / str(newest) / LOCK_FILE).unlink(missing_ok=True)
         self._beats = threading.Thread(target=self._beat, daemon=True, name="folder-lock")
         self._beats.start()
@@ -116,7 +116,7 @@ class FolderLock:
         """Find rank 0's lock from another rank.
 
         Raises:
-            StorageError: if the directory does not show it, because the ranks have no common file system.
+            StorageError: if the lock does not appear, because the ranks do not share a file system.
         """
         self.run, self.nonce = run, nonce
         path, deadline_s = self.folder / LOCK_FILE, time.monotonic() + VISIBLE_WITHIN_S
@@ -152,7 +152,7 @@ class FolderLock:
                 "this one gave no sign of life; this one ends and saves nothing"
             )
         try:
-            with open(path, "rb") as file:  # asks a network file system anew, which a look at the name may not
+            with open(path, "rb") as file:  # a network file system may answer a stat from its cache, but not an open
                 if os.path.samestat(os.fstat(file.fileno()), os.fstat(self._descriptor)):
                     return
                 where = f"another directory has its place, of {read_holder(file.fileno())}"
@@ -166,7 +166,7 @@ class FolderLock:
         )
 
     def release(self) -> None:
-        """Give the directory up, if it is still ours; never fails. Call it on rank 0, after its last write."""
+        """Release the directory if it is still ours; never fails. Call this on rank 0, after its last write."""
         if self._beats is None or self._ended.is_set():
             return
         self._ended.set()
@@ -176,15 +176,15 @@ class FolderLock:
             os.unlink(self.folder / LOCK_FILE)
 
     def _wait_until_free(self, run: int) -> None:
-        """Return once the holder of the directory has given it up, or is known to be dead.
+        """Return once the holder has released the directory, or is known to be dead.
 
         Raises:
-            StorageError: once the holder is known to live.
+            StorageError: once the holder is known to be alive.
         """
         first_beat_s, waits, begun_s = None, False, time.monotonic()
         while (look := _look(self.root, run)) is not None:
             beats = look.is_locked or first_beat_s not in (None, look.beat_s)
-            # A child of a dead process may hold its lock for a moment, or another start that looks at it.
+            # A dead process's child, or another start that inspects the lock, may hold the flock for a moment.
             if (look.lives or (look.lives is None and beats)) or (
                 look.is_locked and time.monotonic() - begun_s > BEAT_S
             ):
@@ -195,7 +195,7 @@ class FolderLock:
                 refusal.recorded = False  # exit.json belongs to the other run
                 raise refusal
             if not look.is_locked:
-                os.utime(self._descriptor)  # asks for the clock of the file system: another machine's may differ
+                os.utime(self._descriptor)  # reads the file system's clock: another machine's may differ
                 silent_s = os.fstat(self._descriptor).st_mtime - look.beat_s
                 if look.lives is False or silent_s > DEAD_AFTER_S:
                     return
@@ -209,7 +209,7 @@ class FolderLock:
 
     def _beat(self) -> None:
         while not self._ended.wait(BEAT_S):
-            with contextlib.suppress(OSError):  # a file system that fails for a moment
+            with contextlib.suppress(OSError):  # a transient file system failure
                 os.utime(self._descriptor)
                 try:
                     self.check()
@@ -219,14 +219,14 @@ class FolderLock:
 
 
 def newest_run(root: Path) -> int | None:
-    """Return the number of the newest start of a run; None without any."""
+    """Return the number of the newest start of a run; None if there is none."""
     runs = root / "runs"
     numbers = [int(path.name) for path in runs.iterdir() if path.name.isdecimal()] if runs.is_dir() else []
     return max(numbers, default=None)
 
 
 def is_in_use(root: Path) -> bool:
-    """Whether another process seems to hold a directory: enough to leave exit.json alone, not to refuse a start."""
+    """Return whether another process seems to hold a directory: enough to spare exit.json, not to refuse a start."""
     with contextlib.suppress(OSError):
         if (run := newest_run(root)) is not None and (look := _look(root, run)) is not None:
             return look.is_locked or look.lives or (look.lives is None and time.time() - look.beat_s < DEAD_AFTER_S)
@@ -234,20 +234,20 @@ def is_in_use(root: Path) -> bool:
 
 
 class _Look(NamedTuple):
-    """State of a lock, as a start finds it."""
+    """State of a lock when a start inspects it."""
 
     holder: Holder
     lives: bool | None  # whether the holder runs; None if it is on another machine
     beat_s: float  # time of the newest heartbeat, by the clock of the file system
-    is_locked: bool  # whether another process has a flock on the file
+    is_locked: bool  # whether another process holds a flock on the file
 
 
 def _look(root: Path, run: int) -> _Look | None:
-    """Look at the lock of a start; None if there is none."""
+    """Return the state of a start's lock; None if there is none."""
     path = root / "runs" / str(run) / LOCK_FILE
     try:
         descriptor = os.open(path, os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW)
-    except PermissionError:  # of another user
+    except PermissionError:  # another user's file
         descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW)
     except FileNotFoundError:
         return None
@@ -264,14 +264,14 @@ def _look(root: Path, run: int) -> _Look | None:
 def _this_process(nonce: str) -> Holder:
     try:
         user = pwd.getpwuid(os.getuid()).pw_name
-    except KeyError:  # a number without a name, in a container
+    except KeyError:  # no user name, as in a container
         user = f"user {os.getuid()}"
     since = time.strftime("%Y-%m-%d %H:%M:%S UTC", time.gmtime())
     return Holder(socket.gethostname(), machine_name(), os.getpid(), start_ticks(os.getpid()), user, since, nonce)
 
 
 def read_holder(descriptor: int) -> Holder:
-    """Return the holder that an open lock names; an unknown one if the lock is damaged."""
+    """Return the holder named in an open lock file; an unknown one if the file is damaged."""
     with contextlib.suppress(ValueError, TypeError, KeyError):
         values = json.loads(os.pread(descriptor, _LOCK_BYTES, 0))
         return Holder(**{**values, "pid": int(values["pid"])})
@@ -279,7 +279,7 @@ def read_holder(descriptor: int) -> Holder:
 
 
 def _sweep(runs: Path) -> None:
-    """Delete the folders of starts that were killed before they had a number."""
+    """Delete the folders of starts that were killed before they got a number."""
     for path in runs.glob(".new-*"):
         with contextlib.suppress(OSError):
             if time.time() - path.stat().st_mtime > 3600:

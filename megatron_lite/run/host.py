@@ -1,10 +1,10 @@
-"""A process and its host: threads, cores and memory, and settings of the C and OpenMP libraries. Imports no torch.
+"""Threads, cores and memory of a process, and settings of the C and OpenMP libraries. Imports no torch.
 
-The number of threads follows from the configuration and the machine (cores, ranks), never from the momentary load: a
-different number changes the order of sums, and a resumed run must be bit-identical. The remedy for load is to spin only
-briefly (`limit_spinning`). OpenMP's threads otherwise spin for milliseconds at the end of every operation, on cores
-that another program needs: on 4 cores with 15 other busy processes, a step of a model of 64 channels took 14 s with two
-spinning threads, 0.9 s with one thread and 0.12 s with two that sleep.
+The number of threads depends on the configuration and the machine (cores, ranks), never on the current load: it changes
+the order of sums, and a resumed run must be bit-identical. The remedy for load is to spin only briefly
+(`limit_spinning`). Otherwise OpenMP threads spin for milliseconds at the end of every operation, on cores that another
+program needs: on 4 cores with 15 other busy processes, a step of a model of 64 channels took 14 s with two spinning
+threads, 0.9 s with one thread and 0.12 s with two sleeping threads.
 """
 
 from __future__ import annotations
@@ -22,18 +22,18 @@ from megatron_lite.config import Config
 from megatron_lite.distributed.processes import own_cores
 from megatron_lite.run.launch import requested_threads, thread_limit
 
-# Multiplications of a square product (tokens x hidden x hidden) that a thread needs. A step of four blocks on 512
+# Multiplications of a square product (tokens x hidden x hidden) that justify a thread. A step of four blocks on 512
 # tokens takes with two threads, as a share of its time with one (AVX-512; AVX2): 0.83 and 0.72 at 64 channels (2**21),
 # 0.75 and 0.63 at 128 (2**23), 0.62 at 192, 0.64 at 256 (2**25); on 4,096 tokens 0.76 at 64 (2**24). With another
 # program on one of the two cores it takes 2.8 at 64 and 1.9 at 256, where one thread loses nothing. A second thread
-# is therefore used from 2**25 on: small models finish soon with one.
+# is therefore used from 2**25 on: one is enough for small models.
 WORK_OF_A_THREAD = 2**24
 
 MEMINFO = Path("/proc/meminfo")
-CONTROL_GROUP = Path("/sys/fs/cgroup")  # of a container, or of the whole machine
+CONTROL_GROUP = Path("/sys/fs/cgroup")  # a container's, or the whole machine's
 
-# The figures of the next two are for a step of a GPT-2 of 10.7M parameters with two threads on two cores.
-# Turns of a waiting loop before a thread of GNU OpenMP sleeps: 0.2 to 0.6 ms, depending on the processor. Alone and
+# The figures for the next two are for a step of a GPT-2 of 10.7M parameters with two threads on two cores.
+# Iterations of the wait loop before a GNU OpenMP thread sleeps: 0.2 to 0.6 ms, depending on the processor. Alone and
 # with another program on one of the two cores, a step took 216 and 438 ms with 3,000 turns, 205 and 540 with 10,000,
 # 202 and 675 with 20,000, and 200 and over 1,600 with the library's default, 300,000.
 SPINS = 10_000
@@ -49,18 +49,18 @@ MALLOPT = {
 
 
 class Threads(NamedTuple):
-    """The number of threads of this process, and why."""
+    """The number of threads of this process, and the reason."""
 
     number: int
     reason: str
 
 
 def choose_threads(config: Config, local_world_size: int, sharing_cores: int) -> Threads:
-    """Choose this process's threads: OMP_NUM_THREADS, or from the model's size, and this machine's cores and ranks.
+    """Choose this process's thread count: OMP_NUM_THREADS, or by model size, cores and local ranks.
 
     Args:
-        sharing_cores: number of ranks that may use this rank's cores: 1 where the launcher binds each to its own. A
-            quota of time counts all ranks of the machine, whatever cores they may use.
+        sharing_cores: number of ranks that may use this rank's cores; 1 if the launcher binds each rank to its own. A
+            CPU quota is shared by all local ranks, whatever cores they may use.
     """
     requested, limit = requested_threads(), thread_limit()
     threads = threads_of(config, available_cores(), sharing_cores if _quota() is None else local_world_size)
@@ -70,7 +70,7 @@ def choose_threads(config: Config, local_world_size: int, sharing_cores: int) ->
 
 
 def threads_of(config: Config, cores: int, ranks: int) -> Threads:
-    """Share the cores among the ranks that use them, but give no thread less than `WORK_OF_A_THREAD`."""
+    """Divide the cores among the ranks that use them, with at least `WORK_OF_A_THREAD` per thread."""
     batch = config.batch
     tokens = (batch.micro_batch_size or 1) * batch.sequence_length
     work = tokens * config.model.hidden_size**2 // config.distributed.tensor_parallel
@@ -84,9 +84,9 @@ def threads_of(config: Config, cores: int, ranks: int) -> Threads:
 
 @functools.cache
 def available_cores() -> int:
-    """Return the number of cores that this process may use: its affinity, within the quota of its control group.
+    """Return the number of cores that this process may use: its affinity, limited by its cgroup's quota.
 
-    Call this before torch is imported for the first time, as `own_cores`.
+    Call this before torch is first imported: see `own_cores`.
     """
     cores = len(own_cores()) or os.cpu_count() or 1
     quota = _quota()
@@ -94,12 +94,12 @@ def available_cores() -> int:
 
 
 def _quota() -> float | None:
-    """Return the CPUs' time per time that the control groups grant; None if unlimited or unknown."""
+    """Return the cgroups' CPU quota in cores; None if unlimited or unknown."""
     return min((grant for folder in _control_groups() if (grant := _grant(folder)) is not None), default=None)
 
 
 def _control_groups(root: Path = CONTROL_GROUP, own: Path = Path("/proc/self/cgroup")) -> Iterator[Path]:
-    """Yield the folder of this process's control group and of each around it; a folder may be absent in a container."""
+    """Yield the folders of this process's cgroup and its ancestors; a folder may be absent in a container."""
     try:
         entries = [line.split(":", 2) for line in own.read_text("utf-8").splitlines()]
     except OSError:
@@ -112,7 +112,7 @@ def _control_groups(root: Path = CONTROL_GROUP, own: Path = Path("/proc/self/cgr
 
 
 def _grant(folder: Path) -> float | None:
-    """Return the quota of one control group, of version 2 or 1."""
+    """Return the CPU quota of one cgroup, version 2 or 1, in cores."""
     try:
         if (folder / "cpu.max").exists():
             quota, period = (folder / "cpu.max").read_text("ascii").split()
@@ -125,7 +125,7 @@ def _grant(folder: Path) -> float | None:
 
 
 def available_bytes() -> int:
-    """Return the bytes that the kernel could give, within a container's limit; all memory without /proc."""
+    """Return the available bytes of memory, within a container's limit; all memory without /proc."""
     found = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     with contextlib.suppress(OSError):
         if (line := re.search(r"^MemAvailable: +([0-9]+) kB$", MEMINFO.read_text(), re.M)) is not None:
@@ -138,32 +138,32 @@ def available_bytes() -> int:
     return found
 
 
-# -- settings of libraries, to be made before torch is imported: none changes a number -------------------------------
+# -- library settings, before torch is imported; none changes a result ------------------------------------------------
 
 
 def prepare_libraries() -> None:
-    """Count cores, let OpenMP give all threads and not spin long, keep freed memory. Call before importing torch."""
+    """Count cores and configure OpenMP and glibc. Call this before importing torch."""
     available_cores()
-    # OpenMP must not give fewer threads than asked, under load or always: oneDNN would leave a part of each product
-    # uncomputed, and a resumed run would add in another order.
+    # OpenMP must never give fewer threads than requested: oneDNN would leave a part of each product uncomputed, and a
+    # resumed run would sum in another order.
     for name in ("OMP_DYNAMIC", "OMP_MAX_ACTIVE_LEVELS"):
         os.environ.pop(name, None)
     limit_spinning()
     keep_freed_memory()
-    # As a warning, torch's C++ prints a stack of forty lines for every connection that a lost rank closes.
+    # As warnings, torch's C++ prints a 40-line stack for every connection that a lost rank closes.
     os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
 
 
 def limit_spinning() -> None:
-    """Let OpenMP's threads sleep soon, unless the user says otherwise."""
+    """Limit how long idle OpenMP threads spin, unless the user sets it."""
     if not {"OMP_WAIT_POLICY", "GOMP_SPINCOUNT"} & os.environ.keys():
         os.environ["GOMP_SPINCOUNT"] = str(SPINS)
-        if "KMP_BLOCKTIME" not in os.environ:  # libraries that do not know GOMP_SPINCOUNT know one of these
+        if "KMP_BLOCKTIME" not in os.environ:  # for libraries without GOMP_SPINCOUNT
             os.environ["OMP_WAIT_POLICY"] = "PASSIVE"
 
 
 def keep_freed_memory() -> None:
-    """Let glibc keep freed memory for the next step, unless the user sets its variables."""
+    """Make glibc keep freed memory for the next step, unless the user sets its variables."""
     if any(name.startswith(("MALLOC_", "GLIBC_TUNABLES")) for name in os.environ):
         return
     with contextlib.suppress(OSError, AttributeError):  # another C library

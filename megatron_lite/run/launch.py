@@ -1,4 +1,4 @@
-"""The launcher's environment: rank, number of processes, threads and end of the job, checked."""
+"""The launcher's environment, validated: rank, number of processes, threads, end of the job."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def launch_rank() -> int:
 
 
 def is_first_on_machine() -> bool:
-    """Whether this is the first rank on its machine: command-line errors may differ between machines."""
+    """Return whether this is its machine's first rank, which prints command-line errors: machines may differ."""
     return (os.environ.get("LOCAL_RANK") or str(launch_rank())) == "0"
 
 
@@ -36,7 +36,7 @@ def launch_world_size() -> int:
     """Return the number of processes that torchrun started; 1 without torchrun.
 
     Raises:
-        LauncherError: if the launcher's variables contradict each other, or do not say where the peers are.
+        LauncherError: if the launcher's variables contradict each other or lack the address of the peers.
     """
     for name in ("WORLD_SIZE", "RANK", "LOCAL_WORLD_SIZE", "LOCAL_RANK"):
         text = os.environ.get(name) or "0"
@@ -60,15 +60,15 @@ def launch_world_size() -> int:
 
 
 def job_end_s() -> float | None:
-    """Return the end of this Slurm job in seconds since 1970; None outside of Slurm, and where Slurm does not tell."""
+    """Return the end of this Slurm job in seconds since 1970; None if unknown or outside Slurm."""
     text = os.environ.get("SLURM_JOB_END_TIME", "")
     return float(text) if re.fullmatch(r"[0-9]{9,11}", text) else None
 
 
 def tell_torchrun(message: str) -> bool:
-    """Let torchrun's closing report show why this rank failed, not a hint about tracebacks; False without torchrun.
+    """Make torchrun's final report show why this rank failed; return False without torchrun.
 
-    Source: torch.distributed.elastic.multiprocessing.errors, whose file this is.
+    Source: the error file of torch.distributed.elastic.multiprocessing.errors.
     """
     path = os.environ.get("TORCHELASTIC_ERROR_FILE")
     if path:
@@ -79,9 +79,10 @@ def tell_torchrun(message: str) -> bool:
 
 
 def requested_threads() -> int | None:
-    """Return the user's OMP_NUM_THREADS, the outermost number of a list; None if unset or not a number.
+    """Return the user's OMP_NUM_THREADS (the first number of a list); None if unset or not a number.
 
-    torchrun sets 1 for several processes if the user sets nothing; only torchrun's own environment tells which it was.
+    torchrun sets 1 for several processes if the user sets nothing; only torchrun's own environment distinguishes the
+    two.
 
     Raises:
         LauncherError: if the number is too large.
@@ -107,12 +108,12 @@ def requested_threads() -> int | None:
 
 
 def thread_limit() -> int | None:
-    """Return the user's OMP_THREAD_LIMIT; oneDNN computes nonsense where OpenMP gives fewer threads than asked."""
+    """Return the user's OMP_THREAD_LIMIT; oneDNN results are wrong if OpenMP gives fewer threads than requested."""
     return _first_number(os.environ.get("OMP_THREAD_LIMIT", ""))
 
 
 def _first_number(text: str) -> int | None:
-    """Return the first number of a list as OpenMP reads its variables, " 4 " or "4,2"; None unless it is positive."""
+    """Return the first number of an OpenMP list, such as " 4 " or "4,2"; None unless it is positive."""
     found = re.fullmatch(r"\+?([0-9]{1,300})", text.partition(",")[0].strip())
     return (int(found[1]) or None) if found else None
 

@@ -1,6 +1,6 @@
-"""The end of a rank whose launcher is gone: if torchrun alone is killed, unseen ranks would go on holding the GPUs.
+"""End a rank whose launcher is gone: if only torchrun is killed, orphaned ranks would keep holding the GPUs.
 
-Only ranks of torchrun are watched. A rank that was started by hand, by nohup or by srun may outlive its parent.
+Only torchrun's ranks are watched. A rank started by hand, nohup or srun may outlive its parent.
 """
 
 from __future__ import annotations
@@ -20,17 +20,17 @@ from megatron_lite.distributed.processes import proc_file, stat_fields
 from megatron_lite.errors import PeerError
 
 POLL_S = 0.25
-GONE = 0  # in place of the launcher's process number
-REAPER = b"slurmstepd"  # adopts orphans besides process 1, and belongs to another user
+GONE = 0  # instead of the launcher's PID
+REAPER = b"slurmstepd"  # adopts orphans, like process 1, and belongs to another user
 MARKS = ("TORCHELASTIC_RUN_ID", "RANK", "MASTER_PORT")  # variables that torchrun sets for each rank
 _PR_SET_PDEATHSIG = 1
-_PF_EXITING = 4  # Linux: a process that gives back its memory
+_PF_EXITING = 4  # Linux: a process that is shutting down
 
 
 class LauncherWatch:
     """Ends this process within five seconds after torchrun has died; does nothing for a rank of another launcher.
 
-    on_gone: called with the reason before the end, in a thread. The session replaces it to write exit.json as well.
+    on_gone: called in a thread with the reason before the process ends. The session replaces it to write exit.json too.
     """
 
     def __init__(self) -> None:
@@ -58,9 +58,9 @@ class LauncherWatch:
 
 
 def launcher_of(marks: Mapping[str, str]) -> int | None:
-    """Return the number of the torchrun process that started this one, perhaps through a script; GONE if it has ended.
+    """Return the PID of the torchrun that started this process, perhaps through a script; GONE if it has ended.
 
-    Return None if torchrun did not start this process, as far as can be told.
+    Return None if torchrun does not seem to have started this process.
     """
     if MARKS[0] not in marks:
         return None
@@ -68,7 +68,7 @@ def launcher_of(marks: Mapping[str, str]) -> int | None:
         parent = os.getppid()
         launcher = _launcher_above(parent, marks)
         fields = stat_fields(parent)
-        # A parent that is about to end shows nothing of itself, but is still the parent.
+        # An exiting parent has no readable /proc entries, but is still the parent.
         if not (int(fields[6]) & _PF_EXITING if fields else os.getppid() != parent):
             return launcher
         time.sleep(0.001)
@@ -91,16 +91,16 @@ def _launcher_above(parent: int, marks: Mapping[str, str]) -> int | None:
 
 
 def _environment(pid: int) -> dict[str, str]:
-    """Return the environment that a process was started with; empty if this user may not read it."""
+    """Return the initial environment of a process; empty if unreadable."""
     lines = proc_file(pid, "environ").decode("utf-8", "replace").split("\0")
     return dict(line.split("=", 1) for line in lines if "=" in line)
 
 
 def end_with_parent() -> None:
-    """Let the kernel end this process 5 s after its parent, even while a library holds Python's lock; Linux only.
+    """Make the kernel end this process 5 s after its parent, even while a library holds the GIL; Linux only.
 
-    The kernel sends a signal when the parent dies. Its handler must not need Python: the C function `alarm` is called
-    with the number of the signal, which is the number of seconds until the kernel ends the process by SIGALRM.
+    The kernel sends SIGTRAP (5) when the parent dies. The handler must not need Python: it is the C function `alarm`,
+    whose argument, the signal number, is the number of seconds until SIGALRM ends the process.
     """
     with contextlib.suppress(OSError, AttributeError):  # another system, another C library
         libc = ctypes.CDLL(None)

@@ -1,4 +1,4 @@
-"""A package that is not installed: one line names the package and the command that helps."""
+"""Report a package that is not installed in one line, with the command that installs it."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ from megatron_lite.errors import UsageError
 from megatron_lite.run.launch import is_first_on_machine
 
 CHECKOUT = Path(__file__).resolve().parents[2]
-OWN = ("megatron_lite", "scripts")  # a missing module of these is a defect, or Python was started in another folder
+OWN = ("megatron_lite", "scripts")  # if missing: a bug, or Python was started in another folder
 
 
 def missing_package(error: BaseException | None) -> UsageError | None:
-    """Return the error that the user sees if `error` is an import of a package that is not installed, else None."""
+    """Return the error to report if `error` is the import of a package that is not installed, else None."""
     name = error.name if isinstance(error, ModuleNotFoundError) else None
     if name is None or "." in name or name in OWN or name in sys.stdlib_module_names:
         return None
@@ -41,13 +41,13 @@ def _remedy(name: str) -> str:
 
 
 def _typed(path: Path) -> str:
-    """Return a path as one would type it: relative in the checkout, absolute elsewhere."""
+    """Return a path as a user would type it: relative in the checkout, absolute elsewhere."""
     inside = Path.cwd() == CHECKOUT
     return shlex.quote(os.path.relpath(path) if inside else str(path))
 
 
 def name_missing_package(kind: type[BaseException], error: BaseException, traceback: TracebackType | None) -> None:
-    """Print one line about a missing package and exit with code 2; `sys.excepthook` of the programs.
+    """Print one line about a missing package and exit with code 2; installed as `sys.excepthook`.
 
     Any other error is printed as usual.
     """

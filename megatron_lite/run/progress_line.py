@@ -1,4 +1,4 @@
-"""One line on standard error that says how far a script is."""
+"""Progress of a script on standard error."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import time
 from collections.abc import Callable
 
 TERMINAL_INTERVAL_S = 0.5
-LINE_INTERVAL_S, LINES_PER_TIME = 10.0, 20  # ever rarer, so that a day of tokenizing does not fill a log
+LINE_INTERVAL_S, LINES_PER_TIME = 10.0, 20  # less often as time passes, so that long jobs do not fill a log
 
 
 def format_duration(seconds: float) -> str:

@@ -1,4 +1,4 @@
-"""Remove values that may be secrets from command lines and texts. Imports no torch."""
+"""Mask secret values in command lines and texts. Imports no torch."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ HIDDEN = "..."
 
 
 def without_secrets(argv: Sequence[str]) -> list[str]:
-    """Return a command line that libraries may record, with the values of secret flags hidden."""
+    """Return a command line with the values of secret flags hidden, for libraries that record it."""
     words, hide = [], False
     for word in argv:
         if word.startswith("--"):
@@ -25,9 +25,9 @@ def without_secrets(argv: Sequence[str]) -> list[str]:
 
 
 def masked(text: str, values: Collection[str]) -> str:
-    """Return `text` without any of `values` or of their lines; values of up to three characters stay.
+    """Mask `values` and their lines in `text`, except those shorter than SHORTEST_SECRET.
 
-    Longer values are replaced first, because one value may be a part of another.
+    Longer values are replaced first, because one value may contain another.
     """
     lines = {line.strip() for value in values for line in value.splitlines()}
     for line in sorted(lines, key=len, reverse=True):

@@ -1,6 +1,6 @@
-"""The stacks of all threads of a rank and its newest collectives, written on SIGUSR2 and on a time-out.
+"""Thread stacks and newest collectives of a rank, written on SIGUSR2 and on a time-out.
 
-`faulthandler` writes the stacks inside the signal handler, in C, so it works while a library holds Python's lock. The
+`faulthandler` writes the stacks inside the C signal handler, so that it works while a library holds the GIL. The
 collectives follow as soon as a thread can run. Training continues.
 """
 
@@ -17,12 +17,12 @@ from pathlib import Path
 
 from megatron_lite.distributed.traffic import Progress
 
-# A signal to all ranks makes each rank ask all others: one answer is enough.
+# When all ranks are signalled, each also requests the stacks of all others: write them once.
 PAUSE_S = 10.0
 
 
 class Stacks:
-    """Writes the stacks of this rank to stderr, and after `open` to a file of the start."""
+    """Writes the stacks of this rank to stderr, or after `open` to a file."""
 
     def __init__(self, rank: int, progress: Progress) -> None:
         self._rank, self._progress = rank, progress
@@ -34,7 +34,7 @@ class Stacks:
         self._register()
 
     def open(self, folder: Path | None) -> None:
-        """Write to a file in this folder from now on; to stderr without a folder, or if the file cannot be opened."""
+        """Write to a file in this folder from now on; stay with stderr if it is None or the file cannot be opened."""
         if folder is None:
             return
         with contextlib.suppress(OSError):
@@ -44,7 +44,7 @@ class Stacks:
             self._register()
 
     def close(self) -> None:
-        """Stop answering requests, and leave no empty file."""
+        """Stop handling requests, and remove an empty file."""
         faulthandler.unregister(signal.SIGUSR2)
         signal.signal(signal.SIGUSR2, signal.SIG_IGN)  # a late request must not end the process
         with contextlib.suppress(OSError):
@@ -53,7 +53,7 @@ class Stacks:
                 self._path.parent.rmdir()  # fails if the folder has other files
 
     def write(self, reason: str) -> None:
-        """Write the stacks of all threads and the newest collectives, unless both were written a moment ago."""
+        """Write the stacks of all threads and the newest collectives, at most once every PAUSE_S seconds."""
         with self._lock:
             if time.monotonic() - self._written_s < PAUSE_S:
                 return
@@ -63,7 +63,7 @@ class Stacks:
             self._write_collectives(reason)
 
     def complete(self) -> None:
-        """Write the newest collectives below the stacks that the signal handler has written."""
+        """Append the newest collectives to the stacks that the signal handler has written."""
         with self._lock:
             self._written_s = time.monotonic()
             self._write_collectives("SIGUSR2")

@@ -1,4 +1,4 @@
-"""Requests to stop, by a signal or a time limit, on which all ranks agree before the next iteration.
+"""Stop requests by a signal or a time limit; all ranks agree on them before the next iteration.
 
 SIGTERM, SIGINT, SIGHUP and SIGUSR1 set a flag. A time limit saves and stops a run before a scheduler kills it.
 """
@@ -19,21 +19,21 @@ from megatron_lite.run.launch import job_end_s
 
 # torchrun forwards SIGTERM, SIGINT and SIGHUP (a closed terminal); SIGUSR1 ends torchrun, but not a rank.
 SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1)
-SAME_REQUEST_S = 1.0  # a scheduler signals every process, and torchrun forwards its own signal: count both as one
-# Numbers of the limits for the ranks' agreement, above those of all signals.
+SAME_REQUEST_S = 1.0  # a scheduler signals every process and torchrun forwards its own signal: count both as one
+# Numbers of the limits for the agreement between ranks, above all signal numbers.
 MAX_MINUTES, BEFORE_END = 100, 101
 FLAGS = {MAX_MINUTES: "--max_minutes", BEFORE_END: "--stop_before_end_s"}
 
 
 def leave_at_once(number: int) -> NoReturn:
-    """End the process with the code that a shell shows for a signal."""
+    """End the process immediately with the shell's exit code for a signal."""
     os._exit(128 + number)
 
 
 class StopRequested(Exception):  # noqa: N818 - not an error
-    """Raised on every rank once all agree that one of them received a stop signal, or is out of time.
+    """Raised on every rank once all agree that one of them received a stop signal or ran out of time.
 
-    received: the largest `StopSignal.received` of all ranks.
+    received: the maximum of `StopSignal.received` over ranks.
     """
 
     def __init__(self, received: int) -> None:
@@ -41,14 +41,14 @@ class StopRequested(Exception):  # noqa: N818 - not an error
 
 
 class StopSignal:
-    """Handlers of the stop signals.
+    """Handles the stop signals.
 
     The first signal requests a checkpoint and a clean end. A second signal, over a second later, kills the process.
-    Until `saves` is set there is nothing to save, and the first signal ends the process too. A rank that waits inside
-    a collective runs no Python signal handler, but Python still writes the signal to the wake-up descriptor, which a
+    Until `saves` is set there is nothing to save, and the first signal ends the process. A rank blocked inside a
+    collective runs no Python signal handler, but Python still writes the signal to the wake-up descriptor, which a
     separate thread reads.
 
-    before_saves: called in that thread, with the signal, to end the process while there is nothing to save. on_request:
+    before_saves: called in that thread with the signal to end the process while there is nothing to save. on_request:
     called in that thread after SIGUSR2.
     """
 
@@ -59,9 +59,9 @@ class StopSignal:
         self.limits: Sequence[TimeLimit] = ()  # the run stops once any of them has passed
         self._signal = 0
         self.saves = False  # whether a request saves a checkpoint
-        self._requested_s: float | None = None  # when the first signal came
+        self._requested_s: float | None = None  # time of the first signal
         self.failure: RunError | None = None  # set by any thread; all ranks end with it before the next iteration
-        # SIGHUP was ignored from the start under nohup.
+        # Under nohup, SIGHUP is ignored already.
         is_ignored = signal.getsignal(signal.SIGHUP) == signal.SIG_IGN
         handled = [number for number in SIGNALS if number != signal.SIGHUP or not is_ignored]
         self._previous = {number: signal.signal(number, self._receive) for number in handled}
@@ -72,7 +72,7 @@ class StopSignal:
 
     @property
     def received(self) -> int:
-        """The newest signal, or the number of a time limit that has passed; 0 if the run may go on."""
+        """The newest signal, or the number of a time limit that has passed; 0 if the run may continue."""
         return self._signal or passed(self.limits)
 
     @received.setter
@@ -81,7 +81,7 @@ class StopSignal:
 
     @property
     def is_saving(self) -> bool:
-        """Whether a signal has come, after which the run saves and ends."""
+        """Whether a signal has arrived, after which the run saves and ends."""
         return self.saves and self._requested_s is not None
 
     def restore(self) -> None:
@@ -92,9 +92,9 @@ class StopSignal:
             signal.signal(number, handler)
 
     def ignore(self) -> None:
-        """Ignore the signals from now on: everything is saved, and only the exit code is left to give.
+        """Ignore the signals from now on: everything is saved, and only the exit code is left to return.
 
-        torchrun signals the other ranks as soon as one has ended; Python's own handlers are gone by then.
+        torchrun signals the other ranks as soon as one has ended, when Python's handlers may already be gone.
         """
         for number in self._previous:
             signal.signal(number, signal.SIG_IGN)
@@ -123,7 +123,7 @@ class StopSignal:
 
 
 class TimeLimit(NamedTuple):
-    """When a start stops, by a clock."""
+    """A time at which a start stops."""
 
     number: int
     end_s: float
@@ -134,7 +134,7 @@ class TimeLimit(NamedTuple):
         return self.end_s - self.clock_s()
 
     def describe(self) -> str:
-        """Return when the run stops, for the log."""
+        """Return a log line that says when the run stops."""
         moment = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(time.time() + self.left_s()))
         return f"the run saves and stops at {moment} ({FLAGS[self.number]})"
 
@@ -144,8 +144,8 @@ def time_limits(
 ) -> tuple[TimeLimit, ...]:
     """Return the limits of a start that begins now.
 
-    Slurm's end is a time of day. Minutes are counted by a monotonic clock: a correction of the time of day (NTP)
-    neither ends the run nor prolongs it.
+    Slurm's end is wall-clock time. Minutes are counted by a monotonic clock, so that clock corrections (NTP) neither
+    end the run early nor prolong it.
     """
     training, limits = config.training, []
     if training.max_minutes is not None:
