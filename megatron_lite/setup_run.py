@@ -1,4 +1,4 @@
-"""From a configuration to everything that training needs, in three phases: open inputs, allocate, resume."""
+"""Set up everything that training needs, in three phases: open inputs, allocate, resume."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ if TYPE_CHECKING:
 
 @dataclass
 class Start:
-    """One start of a run, as every phase of its set-up needs it."""
+    """What every phase of the set-up needs."""
 
     config: Config
     distributed: Distributed
@@ -68,7 +68,7 @@ class Start:
 
 @dataclass
 class Inputs:
-    """The opened and checked inputs of a run, and the layers that it trains."""
+    """The checked inputs of a run, and the layers to train."""
 
     data: DataSource
     kernels: Kernels
@@ -88,8 +88,8 @@ class Run(Start):
     console: ConsoleLines
     trackers: Trackers
     stop: StopSignal
-    iteration: int  # iterations done
-    evaluation_due: bool  # a stop request came before the evaluations and exports that are due after `iteration`
+    iteration: int  # completed iterations
+    evaluation_due: bool  # a stop request preempted the evaluations and exports due after `iteration`
     collectives_alone_s: dict[str, float]  # see `time_collectives`; empty without --log_communication
     debugger: TensorDebugger | None  # None without debug options
     profiles: Profiles | None  # None without --profile_cpu, --profile_cuda and --profile_schedule
@@ -99,12 +99,12 @@ class Run(Start):
     background: BackgroundSaves | None  # None without --async_checkpoint
     resumed: Resumed  # where this start began
     saved_s: float  # time.monotonic() of the last save, or of the start
-    save_requested: bool = False  # by the clock of rank 0, after the coming iteration
+    save_requested: bool = False  # by rank 0's clock, after the next iteration
     memory_history: MemoryHistory | None = None  # None without --memory_snapshot
     ending: Ending | None = None  # None for a run that was set up without `opened`
     bad_steps: list[int] = dataclasses.field(default_factory=list)  # iterations that `leave_bad_step` has examined
     evaluated: dict[int, dict[str, float]] = dataclasses.field(default_factory=dict)  # newest losses, by name
-    agreed_at: int | None = None  # newest iteration at which --check_replicas_interval found all ranks equal
+    agreed_at: int | None = None  # newest iteration at which --check_replicas_interval found no difference
 
 
 def build(
@@ -115,12 +115,12 @@ def build(
     notes: tuple[Note, ...],
     environment: Mapping[str, str] | None = None,
 ) -> Run:
-    """Set up a run. All ranks call this together; an error on any of them is raised on all.
+    """Set up a run. All ranks call this together; an error on any rank is raised on all.
 
-    notes: of the command line. environment: variables of --export_callback_env, which `config` does not hold.
+    notes: from the command line. environment: variables of --export_callback_env, which `config` does not hold.
 
     Raises:
-        RunError: of the matching kind, before any training.
+        RunError: if the run cannot start; its class tells why.
     """
     experiment.when_lost(stop.fail)
     start, choice, found = _resolve(config, distributed, experiment)
@@ -192,7 +192,7 @@ def build(
 def _resolve(
     config: Config, distributed: Distributed, experiment: Experiment
 ) -> tuple[Start, Choice, tuple[Note, ...]]:
-    """Open the log, replace `auto` and texts in the configuration, and choose the checkpoints to resume from."""
+    """Open the log, resolve `auto` and text data in the configuration, and choose the checkpoints to resume from."""
     rank, all_ranks = distributed.rank, config.run.enable_all_loggers
     log_file, to_console = experiment.log_file(rank), rank == 0 or all_ranks
     logger = start_logging(
@@ -206,7 +206,7 @@ def _resolve(
 
 
 def _resolve_auto(config: Config, distributed: Distributed) -> tuple[Config, tuple[Note, ...]]:
-    """Replace `auto` by numbers that fit the smallest device, the same on all ranks."""
+    """Replace `auto` by values that fit the smallest device, equal on all ranks."""
     memory_bytes = device_memory_bytes(distributed.device, distributed.local_world_size)
     smallest, device_type = -distributed.agree_max(-memory_bytes), distributed.device.type
     multi_stage, choices = together(
@@ -216,7 +216,7 @@ def _resolve_auto(config: Config, distributed: Distributed) -> tuple[Config, tup
 
 
 def _choose_products(config: Config, distributed: Distributed, choice: Choice) -> tuple[Config, tuple[Note, ...]]:
-    """Resolve --cpu_matmul and apply it: a resumed run keeps its library, and all ranks use that of rank 0."""
+    """Resolve and apply --cpu_matmul: a resumed run keeps its library, and all ranks use rank 0's."""
 
     def resolve() -> tuple[str, str] | None:
         matmul_library.check_library(config.performance.cpu_matmul)
@@ -233,7 +233,7 @@ def _choose_products(config: Config, distributed: Distributed, choice: Choice) -
 
 
 def _open_inputs(start: Start, variables: Mapping[str, str], kernels: Kernels) -> Inputs:
-    """Open everything that one rank can open without the others."""
+    """Open everything that needs no communication."""
     config, distributed = start.config, start.distributed
     if distributed.rank == 0:
         check_trackers(config)
@@ -258,7 +258,7 @@ def _log_banner(start: Start, inputs: Inputs, notes: Sequence[Note]) -> None:
 
 
 def _tell(start: Start, full: str, short: str) -> None:
-    """Log a text in full in the log file, and short on the console unless --show_all_options=1."""
+    """Log the full text to the log file and the short one to the console, unless --show_all_options=1."""
     log_both(start.logger, console=full if start.config.run.show_all_options else short, file=full)
 
 
@@ -282,7 +282,7 @@ def _allocate(start: Start, layers: list[Layer]) -> MultiStage:
 
 
 def _time_collectives(start: Start, model: MultiStage) -> dict[str, float]:
-    """With --log_communication, time waits from now on, and time each collective alone."""
+    """With --log_communication, time waits from now on, and time each collective without overlap."""
     distributed = start.distributed
     if not start.config.run.log_communication:
         return {}
@@ -312,7 +312,7 @@ def _fill(
     window: LogWindow,
     data: dict[str, Any],
 ) -> Resumed:
-    """Load the newest good checkpoint, or the pretrained weights, or initialize."""
+    """Load the newest good checkpoint or the pretrained weights, or else initialize the weights."""
     config, root = start.config, start.experiment.checkpoints
     ranks, logger, check = start.distributed, start.logger, start.experiment.check
     resumed = resume(choice, root, config, model, optimizer, window.load_state, data, ranks, logger, check)
@@ -328,9 +328,9 @@ def _fill(
 
 
 def _load_pretrained(start: Start, source: WeightSource, model: MultiStage, optimizer: Optimizer) -> int:
-    """Load pretrained weights, with optimizer state if asked for; return the iterations that count as done.
+    """Load pretrained weights, with optimizer state if requested; return the number of completed iterations.
 
-    Without `step` in --load_parts, iterations, schedule and data start from zero.
+    Without `step` in --load_parts, iterations, schedule and data start over.
     """
     config, logger = start.config, start.logger
     with source:
@@ -355,7 +355,7 @@ def _load_pretrained(start: Start, source: WeightSource, model: MultiStage, opti
 
 
 def _debug(start: Start, model: MultiStage) -> TensorDebugger | None:
-    """Log the initial (or loaded) weights and observe the stages, if a debug option asks for it."""
+    """Log the initial (or loaded) weights and observe the stages, if a debug option is set."""
     debugger = open_debugger(start.config, start.logger, start.distributed, start.experiment.artifacts)
     if debugger is not None:
         debugger.attach(model)

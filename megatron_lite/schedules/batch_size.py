@@ -1,7 +1,7 @@
-"""Batch sizes over a run (constant, or by --batch_size_schedule), and how ranks and micro-batches split a batch.
+"""Batch sizes over a run, and how a batch is split over ranks and micro-batches.
 
-Samples are numbered by their place in the run and consumed in order, so a change of the batch size neither repeats nor
-skips samples, and the iteration number determines where a run continues.
+Samples are numbered by their position in the run and consumed in order, so that changing the batch size neither repeats
+nor skips samples, and the iteration number determines where a run continues.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from megatron_lite.errors import UsageError
 
 @dataclass(frozen=True)
 class Segment:
-    """Batches of `size` samples over all ranks, once `start` iterations are done."""
+    """Batches of `size` samples over all ranks, after the first `start` iterations."""
 
     start: int
     size: int
@@ -24,7 +24,7 @@ class Segment:
 
 @dataclass(frozen=True)
 class BatchSchedule:
-    """Batch sizes over a run; the first segment starts at 0, the others follow in ascending order."""
+    """Batch sizes over a run; the first segment starts at 0, the rest follow in ascending order."""
 
     segments: tuple[Segment, ...]
 
@@ -34,7 +34,7 @@ class BatchSchedule:
         return next(segment.size for segment in reversed(self.segments) if segment.start < iteration)
 
     def consumed_samples(self, iterations: int) -> int:
-        """Return the number of samples of the first `iterations`: the index of the first sample of the next one."""
+        """Return the samples consumed by the first `iterations`, which is the index of the next sample."""
         ends = [segment.start for segment in self.segments[1:]] + [max(iterations, self.segments[-1].start)]
         return sum(
             max(0, min(iterations, end) - segment.start) * segment.size
@@ -58,7 +58,7 @@ def continued(before: BatchSchedule, now: BatchSchedule, iterations: int) -> Bat
 
 
 def once_through(samples: int, batch_size: int) -> tuple[BatchSchedule, int]:
-    """Return a schedule that takes every sample once, the last batch being smaller, and its number of batches."""
+    """Return a schedule that takes every sample once, with a smaller last batch, and its number of batches."""
     iterations = -(-samples // batch_size)
     last = Segment(iterations - 1, samples - (iterations - 1) * batch_size)
     return BatchSchedule((Segment(0, batch_size), last) if iterations > 1 else (last,)), iterations
@@ -66,20 +66,20 @@ def once_through(samples: int, batch_size: int) -> tuple[BatchSchedule, int]:
 
 @dataclass(frozen=True)
 class Split:
-    """One batch over ranks and micro-batches: in micro-step m, rank r starts at sample (m * ranks + r) * b.
+    """A batch split over ranks and micro-batches: in micro-step m, rank r starts at sample (m * ranks + r) * b.
 
-    If the batch does not divide, the last micro-batches are padded: they hold fewer real samples, or none. The number
-    of micro-steps is rounded up to a multiple of `breadth_first`.
+    If the batch does not divide evenly, the last micro-batches are padded and hold fewer real samples, or none. The
+    number of micro-steps is rounded up to a multiple of `breadth_first`.
     """
 
-    samples: int  # of the batch
+    samples: int  # in the batch
     micro_batch_size: int  # b
     world_size: int
     breadth_first: int = 1
 
     @property
     def micro_steps(self) -> int:
-        """Micro-batches of each rank, one after the other."""
+        """Number of sequential micro-batches of each rank."""
         return self.breadth_first * -(-self.samples // (self.breadth_first * self.micro_batch_size * self.world_size))
 
     def piece(self, micro_step: int, rank: int) -> tuple[int, int]:
@@ -123,7 +123,7 @@ def parse_schedule(items: tuple[str, ...]) -> BatchSchedule:
 
 
 def batch_schedule(batch: BatchConfig) -> BatchSchedule:
-    """Return the batch sizes of a resolved configuration: constant, or as --batch_size_schedule says."""
+    """Return the batch sizes of a resolved configuration: constant, or by --batch_size_schedule."""
     if batch.batch_size_schedule:
         return parse_schedule(batch.batch_size_schedule)
     assert batch.batch_size is not None, "resolved before"
@@ -131,7 +131,7 @@ def batch_schedule(batch: BatchConfig) -> BatchSchedule:
 
 
 def iteration_tokens(batch: BatchConfig, iteration: int) -> int:
-    """Tokens of one iteration of a resolved configuration, over all ranks, without padding."""
+    """Return the tokens of one iteration of a resolved configuration, over all ranks, without padding."""
     return batch_schedule(batch).batch_size(iteration) * batch.sequence_length
 
 

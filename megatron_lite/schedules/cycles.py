@@ -1,9 +1,9 @@
-"""Where the phases of a learning-rate schedule begin and end: integer arithmetic on its options. Imports no torch.
+"""The phase boundaries of a learning-rate schedule: integer arithmetic on its options. Imports no torch.
 
     [warmup][stable][decay] {[rewarmup][stable][decay]} x (cycles - 1) [cooldown]
 
-Steps count from 0. Fractions refer to the cycle's own length (to the run for cycles and the cooldown) and are rounded
-down. A warmup longer than its cycle is cut to the cycle, then a decay to what the warmup leaves.
+Steps count from 0. Fractions refer to the cycle's length (for cycles and the cooldown, to the schedule's) and are
+rounded down. A warmup is cut to the length of its cycle, and a decay to what the warmup leaves.
 Source: Levanter, optim/config.py, with the clamping of its continuation in Marin; WSD-S: Wen et al. 2024.
 """
 
@@ -32,17 +32,17 @@ class Cycle(NamedTuple):
 
 
 def steps_of(iters: int | None, fraction: float | None, whole: int) -> int | None:
-    """Return the length that a pair of options gives; None if neither is set."""
+    """Return the length given by a pair of options; None if neither is set."""
     return iters if fraction is None else int(fraction * whole)
 
 
 def cooldown_steps(options: LearningRateConfig) -> int:
-    """Return the length of the cooldown at the end of the schedule; 0 without one."""
+    """Return the length of the cooldown at the end of the schedule; 0 if there is none."""
     return steps_of(options.lr_cooldown_iters, options.lr_cooldown_fraction, _end(options)) or 0
 
 
 def cycle_steps(options: LearningRateConfig) -> int:
-    """Return the number of steps of all cycles together: the schedule without the cooldown."""
+    """Return the total length of all cycles: the schedule without the cooldown."""
     return _end(options) - cooldown_steps(options)
 
 
@@ -52,10 +52,10 @@ def _end(options: LearningRateConfig) -> int:
 
 
 def boundaries(options: LearningRateConfig) -> tuple[int, Callable[[int], int]]:
-    """Return the number of cycles n and a function b: for i < n, cycle i has the steps from b(i) up to b(i + 1).
+    """Return the number of cycles n and a function b: for i < n, cycle i has the steps b(i) to b(i + 1) - 1.
 
-    The last cycle ends where the cooldown begins, or the schedule ends. Later minima are kept: the run ends before
-    them. There may be very many cycles, so b is a function and not a list.
+    The last cycle ends where the cooldown begins or the schedule ends. Later minima are not dropped: the run ends
+    before them. b is a function and not a list, because there may be very many cycles.
     """
     total = cycle_steps(options)
     count = options.lr_num_cycles
@@ -71,14 +71,14 @@ def boundaries(options: LearningRateConfig) -> tuple[int, Callable[[int], int]]:
 
 
 def warmup_steps(options: LearningRateConfig, index: int, length: int) -> int:
-    """Return the warmup that the options ask for in one cycle; it may be longer than the cycle."""
+    """Return the requested warmup of one cycle; it may be longer than the cycle."""
     if index == 0:
         return steps_of(options.lr_warmup_iters, options.lr_warmup_fraction, length) or 0
     return steps_of(options.lr_rewarmup_iters, options.lr_rewarmup_fraction, length) or 0
 
 
 def cycle(options: LearningRateConfig, index: int) -> Cycle:
-    """Return the phases of one cycle, counted from 0."""
+    """Return the phases of one cycle. index: from 0."""
     _, boundary = boundaries(options)
     start, length = boundary(index), boundary(index + 1) - boundary(index)
     warmup = min(warmup_steps(options, index, length), length)
@@ -88,7 +88,7 @@ def cycle(options: LearningRateConfig, index: int) -> Cycle:
 
 
 def cycle_at(options: LearningRateConfig, step: int) -> Cycle:
-    """Return the cycle that a step is in; the last one for all later steps."""
+    """Return the cycle that contains a step; the last one for all later steps."""
     assert step >= 0, step
     count, boundary = boundaries(options)
     return cycle(options, bisect_right(range(count), step, key=boundary) - 1)

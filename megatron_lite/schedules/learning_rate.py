@@ -1,4 +1,4 @@
-"""The learning rate as a pure function of the iteration, so a run can resume at any. Imports no torch."""
+"""The learning rate as a pure function of the iteration, so that a run can resume at any. Imports no torch."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from megatron_lite.schedules.stages import parse_stages, stage_rate
 
 
 def learning_rate(config: Config, iteration: int) -> float:
-    """Return the learning rate of an iteration, counted from 1; `config` is resolved.
+    """Return the learning rate of an iteration, counted from 1. config: resolved.
 
     The rate follows the stages of `lr_schedule`, or cycles of warmup, stable phase and decay (see `cycles`). The
     default is one cycle: a linear warmup from lr / lr_warmup_iters to lr, then a decay to min_lr at iteration
@@ -43,7 +43,7 @@ def peak_learning_rate(config: Config) -> float:
 
 
 def is_constant(options: LearningRateConfig) -> bool:
-    """Whether every step has the peak rate."""
+    """Return whether every step has the peak rate."""
     warmup = options.lr_warmup_iters or options.lr_warmup_fraction
     cooldown = options.lr_cooldown_iters or options.lr_cooldown_fraction
     return options.lr_decay_style == "constant" and not (options.lr_schedule or warmup or cooldown)
@@ -78,7 +78,7 @@ def _at_end(config: Config, finished: Cycle) -> float:
 
 
 def _decayed(config: Config, current: Cycle, elapsed: int) -> float:
-    """Return the rate `elapsed` steps after the decay of a cycle began, also beyond its end."""
+    """Return the rate `elapsed` steps after the start of a cycle's decay, also beyond its end."""
     options, peak = config.learning_rate, config.learning_rate.lr
     style, floor = options.lr_decay_style, _minimum(config)
     if style == "constant" or current.decay == 0:
@@ -99,7 +99,7 @@ def _decayed(config: Config, current: Cycle, elapsed: int) -> float:
 
 
 def _power_of_tokens(config: Config, decay_start: int, elapsed: int) -> float:
-    """Return batch_size * a * tokens ** b for the batch size of this iteration and the tokens since the decay began.
+    """Return batch_size * a * tokens ** b with this iteration's batch size and the tokens since the decay began.
 
     Source: Shen et al. 2024, Power Scheduler (arXiv 2408.13359).
     """
@@ -112,7 +112,7 @@ def _power_of_tokens(config: Config, decay_start: int, elapsed: int) -> float:
 
 
 def _tokens_before(config: Config, iteration: int) -> int:
-    """Return the tokens before an iteration; iterations before the first count negative, with its batch size."""
+    """Return the tokens before an iteration; negative before the first iteration, with the first batch size."""
     if iteration < 1:
         return (iteration - 1) * consumed_tokens(config.batch, 1)
     return consumed_tokens(config.batch, iteration - 1)

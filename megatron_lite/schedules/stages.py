@@ -33,7 +33,7 @@ def parse_stages(text: str) -> tuple[Stage, ...]:
     """Parse the stages of --lr_schedule; each begins where the previous one ends.
 
     Raises:
-        UsageError: if a stage breaks a rule, with its number, its text and the fix.
+        UsageError: if a stage breaks a rule; names its number, its text and the fix.
     """
     stages: list[Stage] = []
     words = text.split(";")
@@ -52,7 +52,7 @@ def parse_stages(text: str) -> tuple[Stage, ...]:
 def stage_rate(stages: Sequence[Stage], step: int) -> float:
     """Return the rate of a step, counted from 0; after the last stage, its end rate.
 
-    The rate is interpolated by the elapsed fraction of the stage, raised to its power.
+    The rate is interpolated with the elapsed fraction of the stage, raised to its power.
     """
     stage = next((stage for stage in stages if stage.end is None or step < stage.end), None)
     if stage is None:

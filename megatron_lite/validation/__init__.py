@@ -1,7 +1,7 @@
-"""Cross-checks between options, and the values that follow from others.
+"""Cross-checks between options, and derived values.
 
-`resolve` returns a configuration in which every value that can be known beforehand is filled in, or reports all
-contradictions at once, each with the flags, their values, the rule and the fix.
+`resolve` returns a configuration with every derivable value filled in, or reports all contradictions together, each
+with the flags, their values, the rule and the fix.
 """
 
 from __future__ import annotations
@@ -27,12 +27,12 @@ from megatron_lite.validation.warnings import warnings as warnings
 
 
 def resolve(config: Config, world_size: int) -> Config:
-    """Check every option, on its own and against the others, and fill in every derived value.
+    """Check every option, individually and against the others, and fill in every derived value.
 
     Resolving a resolved configuration again for the same world size changes nothing.
 
     Raises:
-        UsageError: with one line for every problem.
+        UsageError: with one line per problem.
     """
     resolved, problems = examine(config, world_size)
     if problems:
@@ -41,14 +41,14 @@ def resolve(config: Config, world_size: int) -> Config:
 
 
 def planned_world_size(config: Config, launched: int) -> int:
-    """Return the number of ranks to resolve a configuration for: the launched ones, or those of the dry run."""
+    """Return the number of ranks to resolve a configuration for: launched, or planned by a dry run."""
     distributed = config.distributed
     planned = distributed.world_size if distributed.dry_run else None
     return distributed.tensor_parallel if planned == "auto" else planned or launched
 
 
 def examine(config: Config, world_size: int) -> tuple[Config, list[Problem]]:
-    """Do as `resolve`, but return the problems; with problems, the configuration is only partly resolved."""
+    """Like `resolve`, but return the problems; if there are any, the configuration is only partly resolved."""
     assert world_size >= 1, world_size
     draft = Draft(**flatten(config))
     problems = [*_check_each(draft)]
@@ -58,7 +58,7 @@ def examine(config: Config, world_size: int) -> tuple[Config, list[Problem]]:
 
 
 def _check_each(draft: Draft) -> Iterator[Problem]:
-    """Check bounds and choices: a configuration made in Python has not been through the command line."""
+    """Check bounds and choices, because a configuration made in Python bypasses the command line."""
     for name, value in vars(draft).items():
         if value is None and FLAGS[name].optional:
             continue
@@ -69,7 +69,7 @@ def _check_each(draft: Draft) -> Iterator[Problem]:
 
 
 def _cross_check(draft: Draft, world_size: int) -> Iterator[Problem]:
-    """Apply every rule. Buffer counts and loss chunks depend on stages and device and are derived later."""
+    """Apply every rule. Buffer counts and loss chunks depend on stages and device, and are derived later."""
     yield from run.source(draft)
     yield from model(draft)
     yield from performance(draft)

@@ -1,4 +1,4 @@
-"""Rules for the batch: how it divides into micro-batches and ranks in every iteration."""
+"""Rules for dividing the batch into micro-batches and ranks in every iteration."""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ _BATCH_RULE = (*BATCH, "batch_size_schedule", "allow_nondivisible_batch_size", "
 
 
 def batch(draft: Draft, world_size: int) -> Iterator[Problem]:
-    """Derive what is missing from batch_size = micro_batch_size * depth_first * breadth_first * world_size.
+    """Derive missing sizes from batch_size = micro_batch_size * depth_first * breadth_first * world_size.
 
-    With a schedule the equation holds for the largest batch; smaller ones have fewer depth-first micro-batches.
+    With a schedule the equation holds for the largest batch; smaller batches have fewer depth-first micro-batches.
     """
     sizes: Sequence[int] = []
     if draft.batch_size_schedule:
@@ -47,9 +47,9 @@ def _problem(draft: Draft, names: Sequence[str], world_size: int, rule: str) -> 
 
 
 def _fill_micro_batch_size(draft: Draft, sizes: Sequence[int], world_size: int) -> None:
-    """Choose the largest micro-batch that divides every batch of a schedule, unless other options determine it.
+    """Choose the largest micro-batch size that divides every batch of a schedule, unless other options determine it.
 
-    If there is none: with padding, the smallest batch fills one micro-batch; without, 1, so that an error names the
+    If there is none: with padding, the smallest batch fills one micro-batch; otherwise 1, so that an error names the
     batch and not the micro-batch.
     """
     if draft.changed("micro_batch_size", "depth_first_micro_batches", "sequential_micro_batches"):
@@ -63,7 +63,7 @@ def _fill_micro_batch_size(draft: Draft, sizes: Sequence[int], world_size: int) 
 
 
 def _largest(draft: Draft, world_size: int) -> Iterator[Problem]:
-    """Complete the equation for the largest batch."""
+    """Solve the equation for the largest batch."""
     batch, micro = draft.batch_size, draft.micro_batch_size
     depth, breadth = draft.depth_first_micro_batches, draft.breadth_first_micro_batches
     sequential, padded = draft.sequential_micro_batches, draft.allow_nondivisible_batch_size
@@ -126,7 +126,7 @@ def _smaller(draft: Draft, sizes: Sequence[int], world_size: int) -> Iterator[Pr
 
 
 def _limits(draft: Draft, world_size: int) -> Iterator[Problem]:
-    """Check options limited by the size of a micro-batch or by a rank's share of the batch."""
+    """Check options that are limited by the size of a micro-batch or a rank's share of the batch."""
     batch, micro, evaluated = draft.batch_size or 1, draft.micro_batch_size or 1, draft.eval_micro_batch_size
     tokens, splits, share = micro * draft.sequence_length, draft.cross_entropy_splits, -(-batch // world_size)
     if splits is not None and splits > tokens:
@@ -156,7 +156,7 @@ def _indivisible(draft: Draft, batch: int, micro: int, world_size: int) -> Probl
 
 
 def _unsplit(draft: Draft, sequential: int, world_size: int) -> Problem:
-    """Report that `sequential` is not depth_first * breadth_first, and the batch sizes that would work."""
+    """Report that `sequential` is not depth_first * breadth_first, with batch sizes that would work."""
     depth, breadth = draft.depth_first_micro_batches, draft.breadth_first_micro_batches
     unit = (depth or 1) * (breadth or 1)
     both = depth is not None and breadth is not None

@@ -1,7 +1,7 @@
-"""Conditions between options that `config/` declares with each option: `needs`, `excludes`, `idle_unless`.
+"""Check the conditions between options that `config/` declares: `needs`, `excludes`, `idle_unless`.
 
-A condition is a list of alternatives, `a or b=x|y or c!=z`: a has a value that counts, b has one of these values, c has
-none of these. Several conditions are joined by `and`, which binds less than `or`.
+A condition is a list of alternatives, `a or b=x|y or c!=z`: a has a truthy value, b has one of these values, c has none
+of these. Several conditions are joined by `and`, which binds less tightly than `or`.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from megatron_lite.validation.messages import Problem
 
 
 def declared(draft: Draft) -> Iterator[Problem]:
-    """Check what each option that differs from its default needs and excludes."""
+    """Check `needs` and `excludes` of each option that differs from its default."""
     for name in draft.changed(*FLAGS):
         option = FLAGS[name].option
         for rule in option.needs:
@@ -28,12 +28,12 @@ def declared(draft: Draft) -> Iterator[Problem]:
 
 
 def holds(condition: str, options: Draft) -> bool:
-    """Whether all parts of a condition hold."""
+    """Return whether all parts of a condition hold."""
     return not any(unmet(part, options) for part in condition.split(" and "))
 
 
 def unmet(condition: str, options: Draft) -> str:
-    """Return why a condition without `and` does not hold; an empty text if it holds."""
+    """Return why a condition without `and` does not hold; an empty string if it holds."""
     with_values: list[str] = []
     without: list[str] = []
     for name, sign, values in _alternatives(condition):
@@ -53,7 +53,7 @@ def unmet(condition: str, options: Draft) -> str:
 
 
 def _alternatives(condition: str) -> Iterator[tuple[str, str, list[str]]]:
-    """Yield the name of each option in a condition, the sign after it (=, != or none), and the values after that."""
+    """Yield (option, sign, values) for each alternative of a condition; the sign is =, != or empty."""
     for alternative in condition.split(" or "):
         name, sign, values = alternative.partition("!=" if "!=" in alternative else "=")
         yield name, sign, values.split("|") if values else []
@@ -64,7 +64,7 @@ def _counts(rule: Rule, draft: Draft) -> bool:
 
 
 def _problem(draft: Draft, name: str, rule: Rule, fix: str) -> Problem:
-    """Report a broken rule with the values of the options that are set in its condition, or that ask for the rule."""
+    """Report a broken rule with the values of the options in its condition that are set or that trigger the rule."""
     others = [other for other, _, _ in _alternatives(rule.condition)]
     asking = [found for part in rule.when.split(" and ") if part for found in _alternatives(part)]
     when = [other for other, _, _ in asking]
@@ -74,7 +74,7 @@ def _problem(draft: Draft, name: str, rule: Rule, fix: str) -> Problem:
 
 
 def _remedy(condition: str) -> str:
-    """Return the flags that meet a condition: `set --a or --b`, or `write --a=1`."""
+    """Return how to meet a condition: `set --a or --b`, or `write --a=1`."""
     flags, verb = [], "set"
     for name, _, values in _alternatives(condition):
         if FLAGS[name].kind == "bool":

@@ -1,4 +1,4 @@
-"""Rules and warnings for the learning rate: exclusive options, the minimum, the end, and lengths that must fit."""
+"""Rules and warnings for the learning rate: exclusive options, the minimum, the end, and phase lengths."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ _END = "train_iters lr_decay_iters lr_schedule_offset lr_cooldown_iters lr_coold
 
 
 def learning_rate(draft: Draft) -> Iterator[Problem]:
-    """Check the stages of lr_schedule, or lr with a decay, and derive the minimum and the end of the decay."""
+    """Check the stages of lr_schedule, or lr and its decay, and derive the minimum and the end of the decay."""
     if draft.lr_schedule is not None:
         yield from _stages(draft, draft.lr_schedule)
         return
@@ -58,7 +58,7 @@ def _finite(draft: Draft, name: str, highest: float) -> Iterator[Problem]:
 
 
 def _minimum(draft: Draft) -> Iterator[Problem]:
-    """Derive the minimum from its ratio. In a resolved configuration both are set, and agree."""
+    """Derive the minimum from its ratio. In a resolved configuration both are set and agree."""
     ratio, names = draft.min_lr_ratio, "min_lr lr"
     derived = 0.0
     if ratio is not None:
@@ -81,7 +81,7 @@ def _minimum(draft: Draft) -> Iterator[Problem]:
 
 
 def _cycles(draft: Draft, end: int) -> Iterator[Problem]:
-    """Check that the cooldown leaves something, and that the cycles fit into the rest."""
+    """Check that the cooldown is shorter than the schedule and that the cycles fit into the rest."""
     cooldown = cooldown_steps(draft)
     total, length = end - cooldown, f"the schedule has {end} iterations"
     if cooldown:
@@ -114,7 +114,7 @@ def _cycles(draft: Draft, end: int) -> Iterator[Problem]:
 
 
 def schedule_warnings(options: Draft) -> Iterator[str]:
-    """Yield one line for each surprise in the schedule of a resolved configuration."""
+    """Yield one line for each surprise in a resolved configuration's schedule."""
     if options.train_iters == 0 or options.lr_schedule is not None:
         return
     if (options.min_lr_ratio or 0.0) > 1.0:
@@ -126,7 +126,7 @@ def schedule_warnings(options: Draft) -> Iterator[str]:
 
 
 def _odd_cycles(options: Draft) -> Iterator[str]:
-    """Warn about cycles whose number or length is not what the flag seems to say."""
+    """Warn about cycles whose number or length differs from what the flag suggests."""
     total = cycle_steps(options)
     length = steps_of(options.lr_cycle_iters, options.lr_cycle_fraction, total)
     if length is not None and length > total:
@@ -151,7 +151,7 @@ def _flat_cooldown(options: Draft) -> Iterator[str]:
 
 
 def _cut(options: Draft) -> Iterator[str]:
-    """Warn about lengths that do not fit into the first cycle, or into the shortest later one."""
+    """Warn about phases that do not fit into the first cycle or the shortest later one."""
     count, boundary = boundaries(options)
     yield from _cut_in(options, cycle(options, 0), "lr_warmup")
     if count > 1 and options.lr_decay_style != "constant":
@@ -162,7 +162,7 @@ def _cut(options: Draft) -> Iterator[str]:
 
 
 def _cut_in(options: Draft, current: Cycle, kind: str) -> Iterator[str]:
-    """Warn about lengths that do not fit into a cycle. kind: its warmup, lr_warmup or lr_rewarmup."""
+    """Warn about phases that do not fit into a cycle. kind: its warmup option, lr_warmup or lr_rewarmup."""
     asked = warmup_steps(options, current.number, current.length)
     count, _ = boundaries(options)
     where = f"cycle {current.number + 1} of {count}" if count > 1 else "the schedule"
@@ -185,12 +185,12 @@ def _cut_in(options: Draft, current: Cycle, kind: str) -> Iterator[str]:
 
 
 def _typed(options: Draft, kind: str) -> str:
-    """Write `--name=value` of the given one of <kind>_fraction and <kind>_iters."""
+    """Return `--name=value` for whichever of <kind>_fraction and <kind>_iters is set."""
     return typed(options, *(options.changed(f"{kind}_fraction", f"{kind}_iters") or [f"{kind}_iters"])[:1])
 
 
 def idle_schedule_options(options: Draft) -> Iterator[tuple[str, str]]:
-    """Yield options that have no effect, with the reason, beyond those that `idle_unless` finds."""
+    """Yield options without effect that `idle_unless` does not find, with the reason."""
     if options.lr_schedule is not None:
         return
     style, with_style = options.lr_decay_style, f"with --lr_decay_style={options.lr_decay_style}"

@@ -1,4 +1,4 @@
-"""Problems, notes, and the helpers that put them into words."""
+"""Problems, notes, and helpers that format them."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ Arguments = ParamSpec("Arguments")
 
 
 class Note(NamedTuple):
-    """A remark or warning that a run prints at its start."""
+    """A remark or warning that a run prints at startup."""
 
     text: str
     is_warning: bool = False
@@ -46,17 +46,17 @@ def parsing(
 
 
 def default(value: Value | None, derived: Value) -> Value:
-    """Return `value` if it was given, else the derived one."""
+    """Return `value` unless it is None, else the derived value."""
     return derived if value is None else value
 
 
 def fill(draft: Draft, **derived: object) -> None:
-    """Set the options that were not given."""
+    """Set the options that are None to derived values."""
     for name, value in derived.items():
         setattr(draft, name, default(getattr(draft, name), value))
 
 
 def nearest_multiples(value: int, unit: int) -> str:
-    """Return the positive multiples of `unit` around `value`, in words."""
+    """Return the positive multiples of `unit` around `value` as text: `64 or 128`."""
     below = value // unit * unit
     return " or ".join(str(multiple) for multiple in (below, below + unit) if multiple > 0)

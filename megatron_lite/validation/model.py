@@ -1,4 +1,4 @@
-"""Rules for the architecture, its positions, and how the model is computed."""
+"""Rules for the architecture, positions, and computation of the model."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def model(draft: Draft) -> Iterator[Problem]:
 
 
 def performance(draft: Draft) -> Iterator[Problem]:
-    """Check how the model is computed."""
+    """Check the recomputation and loss block options against the model."""
     if draft.recompute_layers > draft.num_layers:
         yield problem(draft, "recompute_layers num_layers", f"write at most {draft.num_layers}")
     if numbered_blocks(draft.mlp_recompute_level) > draft.num_layers:
@@ -56,7 +56,7 @@ def performance(draft: Draft) -> Iterator[Problem]:
 
 
 def _rotary(draft: Draft) -> Iterator[Problem]:
-    """Derive the base from minus its logarithm or vice versa, and check what the type of positions needs."""
+    """Derive the base from minus its logarithm or vice versa, and check the options of the RoPE type."""
     scale = draft.rotary_embedding_scale
     base = draft.rotary_base = default(draft.rotary_base, 10000.0 if scale is None else rotary_base(scale))
     draft.rotary_embedding_scale = default(scale, -math.log(base))
@@ -91,7 +91,7 @@ def _rotated_channels(draft: Draft) -> Iterator[Problem]:
 
 
 def _percent(rotated: int, channels: int) -> str:
-    """Return the shortest decimal fraction of `channels` that rounds down to `rotated`."""
+    """Return the shortest decimal fraction of `channels` that rounds down to `rotated` channels."""
     for digits in range(1, 16):
         part = math.ceil(rotated / channels * 10**digits) / 10**digits
         if int(channels * part) == rotated:

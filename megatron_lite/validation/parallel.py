@@ -65,7 +65,7 @@ def tensor_parallel(draft: Draft, world_size: int) -> Iterator[Problem]:
 
 
 def _fitting(draft: Draft, world_size: int) -> int:
-    """Return a divisor of --tensor_parallel that satisfies all rules except that of the vocabulary."""
+    """Return a divisor of --tensor_parallel that satisfies all rules except the vocabulary's."""
     heads, groups = draft.num_attention_heads, draft.head_groups or draft.num_attention_heads
     positions = draft.sequence_length if draft.sequence_tensor_parallel else 0
     fitting = math.gcd(draft.tensor_parallel, world_size, heads, draft.ffn_hidden_size or 0, positions)
@@ -73,7 +73,7 @@ def _fitting(draft: Draft, world_size: int) -> int:
 
 
 def _clipped_updates(draft: Draft, heads: int) -> Iterator[Problem]:
-    """Check that copies of key/value heads start at a boundary of the optimizer. heads: query heads per rank."""
+    """Check that replicated key/value heads start at an optimizer block boundary. heads: query heads per rank."""
     if draft.kv_channels is None:  # the heads are wrong
         return
     channels = heads * draft.kv_channels

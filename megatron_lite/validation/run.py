@@ -1,4 +1,4 @@
-"""Rules for the source of a model, the update, stages, data, and what a run writes."""
+"""Rules for the model source, the update, stages, data, and output files."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def source(draft: Draft) -> Iterator[Problem]:
 
 
 def update(draft: Draft) -> Iterator[Problem]:
-    """Check and derive the loss scale, the patterns of weight decay and its mask."""
+    """Check and derive the loss scale and the weight-decay patterns and mask."""
     dynamic = draft.training_dtype == "fp16" and draft.loss_scale is None
     if dynamic and draft.initial_loss_scale < draft.min_loss_scale:
         rule = "the first loss scale is below the smallest; write --min_loss_scale of at most the first"
@@ -84,7 +84,7 @@ def profiles(draft: Draft, world_size: int) -> Iterator[Problem]:
 
 
 def data(draft: Draft) -> Iterator[Problem]:
-    """Check the data, and that every phase has a share."""
+    """Check the data, and that every phase has a share of the split."""
     if draft.num_workers > 0:
         fill(draft, prefetch_factor=PREFETCH_FACTOR)
     if not 1 <= len(draft.split) <= 3 or not 0 < sum(draft.split) < math.inf:
@@ -120,7 +120,7 @@ def data(draft: Draft) -> Iterator[Problem]:
 
 
 def files(draft: Draft) -> Iterator[Problem]:
-    """Check what the run writes."""
+    """Check checkpoints, exports and samples."""
     fill(draft, export_dtype=draft.training_dtype)
     yield from parsing("keep_checkpoints", keep_rules, draft.keep_checkpoints)
     yield from parsing("export_shard_size", size_bytes, draft.export_shard_size)
@@ -143,7 +143,7 @@ def tracking(draft: Draft) -> Iterator[Problem]:
 
 
 def folder_name(path: str) -> str | None:
-    """Return the last part of a path, made absolute unless the current directory no longer exists."""
+    """Return the last component of a path, which is made absolute unless the current directory is gone."""
     with contextlib.suppress(OSError):
         path = os.path.abspath(path)
     return os.path.basename(path) or None

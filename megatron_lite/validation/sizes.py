@@ -1,4 +1,4 @@
-"""Limits on products of sizes: beyond them counts overflow, or a step becomes a list that no memory holds."""
+"""Limits on products of sizes, beyond which counts overflow or the list of a step exceeds memory."""
 
 from __future__ import annotations
 
@@ -10,17 +10,17 @@ from megatron_lite.config.values import typed
 from megatron_lite.errors import UsageError
 from megatron_lite.validation.messages import Problem, problem
 
-# Elements of one kind of weight, and of one tensor of a micro-batch. With optimizer state, all layers and padding these
-# are less than 2**63 bytes; the largest machines have 2**57.
+# Elements of one kind of weight, or of one tensor of a micro-batch. With optimizer state, all layers and padding this
+# stays below 2**63 bytes; the largest machines have 2**57.
 MOST_ELEMENTS = 2**56
-MOST_SAMPLES = 2**62  # of a run; indices of samples are 64-bit integers
-MOST_LISTED_SAMPLES = 2**18  # of a micro-batch, which attention and the readers of data list
-# Passes of micro-batches through stages in a step. A step is a list of them, with some 300 bytes and 10 us each.
+MOST_SAMPLES = 2**62  # per run; sample indices are 64-bit integers
+MOST_LISTED_SAMPLES = 2**18  # per micro-batch; attention and data readers list them
+# Passes of micro-batches through stages per step. A step is a list of passes, each of some 300 bytes and 10 us.
 MOST_PASSES = 2**20
 
 
 def sizes(draft: Draft) -> Iterator[Problem]:
-    """Check that the products of sizes can be counted, once all sizes are derived."""
+    """Check that products of sizes do not overflow, once all sizes are derived."""
     if None in (draft.kv_channels, draft.ffn_hidden_size):
         return
     hidden, ffn = draft.hidden_size, draft.ffn_hidden_size

@@ -1,4 +1,4 @@
-"""Warnings about legal but surprising configurations: risky combinations, and options that others make idle."""
+"""Warnings about legal but surprising configurations: risky combinations, and options without effect."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from megatron_lite.validation.learning_rate import idle_schedule_options, schedu
 from megatron_lite.validation.run import PREFETCH_FACTOR, folder_name
 
 DEBUG_LEVELS = tuple(name for name, flag in FLAGS.items() if name.startswith("debug_") and flag.kind == "int")
-# Conditions as in `declared`, and the warning if they hold.
+# Condition (see `declared`) -> warning if it holds.
 RISKS = {
     "train_iters=0 and dry_run=0 and export_interval=none or export_format!=distributed": (
         "--train_iters=0: nothing is trained, so neither gradients nor optimizer state are allocated"
@@ -53,7 +53,7 @@ def warnings(config: Config) -> list[str]:
 
 
 def _windows(options: Draft) -> Iterator[str]:
-    """Warn about windows of recent updates that the run never fills far enough."""
+    """Warn about windows of recent updates that the run is too short to fill."""
     for name, used, consequence in (
         ("skip_bad_steps_window", options.skip_bad_steps, "no spike is ever dropped"),
         ("clip_update_norm_window", options.clip_update_norm_sigma is not None, "no update is ever clipped"),
@@ -128,7 +128,7 @@ def _profiles(options: Draft) -> Iterator[str]:
 
 
 def _without_effect(options: Draft) -> Iterator[tuple[str, str]]:
-    """Yield changed options that others make idle, with the reason."""
+    """Yield changed options that have no effect, with the reason."""
     # Derived or harmless values that differ from the default.
     harmless = {
         "weight_decay_default_mask": "fast_llm",
@@ -152,7 +152,7 @@ def _without_effect(options: Draft) -> Iterator[tuple[str, str]]:
 
 
 def _idle_for_other_reasons(options: Draft) -> Iterator[tuple[str, str]]:
-    """Yield idle options for reasons that a condition on other options cannot express."""
+    """Yield options without effect for reasons that `idle_unless` cannot express."""
     window, length = options.window_size, options.sequence_length
     if window is not None and window >= length:
         yield "window_size", f"because it is not below sequence_length ({window} >= {length})"
