@@ -180,7 +180,8 @@ class Ending:
         if said is not None and said[0] == PeerError.exit_code:
             message = said[1]
         elif said is not None:
-            message = f"lost {_names(found) or 'a rank'}, which failed by itself: {said[1].splitlines()[0]}"
+            first_line, _, _ = said[1].partition("\n")
+            message = f"lost {_names(found) or 'a rank'}, which failed by itself: {first_line}"
         elif lost.names_rank and not found:
             message = str(lost)
         else:
