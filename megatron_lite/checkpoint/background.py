@@ -1,7 +1,7 @@
 """Asynchronous checkpointing: a thread per rank copies the shards into host memory and writes the files.
 
 Only an update changes shards, so training continues with the next forward and backward pass while they are copied, and
-waits for the rest of the copy before the update.
+the update waits for the rest of the copy.
 
 The threads do not communicate. Between two iterations the main threads agree, over the CPU group, on whether all files
 are written; then they gather sizes and checksums, and rank 0's thread adds the manifest and publishes. Until then the
@@ -42,7 +42,7 @@ T = TypeVar("T")
 
 
 def pause_s(attempt: int) -> float:
-    """Return the pause after a failed attempt, counted from 1: 1, 4, 16, then 60 s."""
+    """Return the pause after failed attempt 1, 2, 3, ...: 1, 4, 16, then 60 s."""
     return float(min(4 ** (attempt - 1), 60))
 
 
@@ -53,17 +53,17 @@ class _Pending:
     start_s: float
     copied: threading.Event
     blocked_s: float = 0.0
-    written: list[WrittenFile] | None = None  # by all ranks; None while they write
+    written: list[WrittenFile] | None = None  # all ranks' files; None while they are written
 
 
 class Finished(NamedTuple):
-    """A checkpoint that was published."""
+    """A published checkpoint."""
 
     folder: Path
     iteration: int
     num_bytes: int
     seconds: float  # since its start
-    blocked_s: float  # of these, training waited
+    blocked_s: float  # time that training waited
 
 
 class BackgroundSaves:
@@ -79,7 +79,7 @@ class BackgroundSaves:
         pinned = distributed.device.type == "cuda"
         self._copies = [
             torch.zeros(tensor.shape, dtype=tensor.dtype, pin_memory=pinned).fill_(1) for tensor in tensors_of(model)
-        ]  # filled, so that the system has given the memory before the first save
+        ]  # filled, so that the memory is committed before the first save
         self._pool = ThreadPoolExecutor(1, "checkpoint")
         self._pending: _Pending | None = None
         self._hurry = threading.Event()
@@ -89,7 +89,7 @@ class BackgroundSaves:
         return self._pending is not None
 
     def begin(self, save: Save) -> None:
-        """Let the thread copy the shards and write them; `save` is prepared."""
+        """Start to copy and write the shards in the thread; `save` is prepared."""
         assert self._pending is None, "finish the save before"
         start_s, copied = time.perf_counter(), threading.Event()
         self._distributed.wait_for_device()  # the thread's stream does not wait for that of the last update
@@ -104,7 +104,7 @@ class BackgroundSaves:
             self._pending.blocked_s += time.perf_counter() - start_s
 
     def advance(self) -> bool:
-        """Continue the save without waiting; return whether `finish` need not wait. All ranks call this together."""
+        """Advance the save without waiting; return whether `finish` would not wait. All ranks call this together."""
         if self._pending is None:
             return False
         job = self._pending.job
@@ -118,7 +118,7 @@ class BackgroundSaves:
     def finish(self, hurry: bool = False) -> Finished | None:
         """Wait until the checkpoint is published; None if no save is pending. All ranks call this together.
 
-        hurry: do not pause before another attempt to write.
+        hurry: retry failed writes without a pause.
 
         Raises:
             StorageError: on every rank, if any rank could not write; older checkpoints are untouched.
@@ -149,13 +149,13 @@ class BackgroundSaves:
         return self._insist(save, save.write)
 
     def _publish(self, pending: _Pending) -> list[WrittenFile]:
-        """Gather what was written, and let rank 0's thread publish it."""
+        """Gather sizes and checksums, and let rank 0's thread publish."""
         written = pending.written = pending.save.gather(pending.job.result)
         pending.job = self._pool.submit(self._insist, pending.save, partial(pending.save.complete, written))
         return written
 
     def _insist(self, save: Save, action: Callable[[], T]) -> T:
-        """Run an action of the thread; repeat it after an error of the system."""
+        """Run an action in the thread; retry it after a system error."""
         for attempt in range(1, self._retries + 1):
             try:
                 return action()
@@ -167,7 +167,7 @@ class BackgroundSaves:
 
 
 def _copy_all(copies: Sequence[tuple[Tensor, TensorToWrite]], device: torch.device) -> None:
-    """Read tensors into host memory; on a GPU, overlap the copies with training on a stream of this thread."""
+    """Read tensors into host memory; on a GPU, on the thread's own stream, overlapped with training."""
     stream = torch.cuda.Stream(device) if device.type == "cuda" else None
     with torch.cuda.stream(stream):  # None: nothing changes
         for copy, tensor in copies:
@@ -177,7 +177,7 @@ def _copy_all(copies: Sequence[tuple[Tensor, TensorToWrite]], device: torch.devi
 
 
 def _copy(source: Tensor, target: Tensor) -> None:
-    """Copy a tensor to the host; on CPU with NumPy, which unlike torch does not read the target first."""
+    """Copy a tensor to the host; on a CPU with NumPy, which, unlike torch, does not read the target first."""
     if source.device.type == "cpu":
         np.copyto(target.view(torch.uint8).numpy(), source.detach().contiguous().view(torch.uint8).numpy())
     else:

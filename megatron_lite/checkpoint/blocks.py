@@ -1,6 +1,6 @@
-"""Files in blocks of a fixed size, each with a CRC-32: summed while they are written, checked when they are read.
+"""Files in blocks of a fixed size, each with a CRC-32 that is computed on writing and checked on reading.
 
-A reader of any bytes of a checkpoint reads the blocks around them, so that nothing arrives unchecked.
+Reading any bytes of a checkpoint reads and checks the blocks that contain them.
 """
 
 from __future__ import annotations
@@ -26,9 +26,9 @@ if TYPE_CHECKING:
     from megatron_lite.checkpoint.manifest import Manifest, Slice
 
 CHUNK_BYTES = 64 * 2**20  # memory for one read, and for one copy from a device
-BLOCK_BYTES = 2**20  # written or read, then summed while it is in the processor's cache
-LARGEST_BLOCK_BYTES = CHUNK_BYTES  # that a reader holds in memory; larger ones are of older versions
-AHEAD_BYTES = 32 * 2**20  # that the disk reads while a processor sums what was read before
+BLOCK_BYTES = 2**20  # written or read, then summed while still in the cache
+LARGEST_BLOCK_BYTES = CHUNK_BYTES  # most that a reader holds in memory; older versions have larger blocks
+AHEAD_BYTES = 32 * 2**20  # read-ahead of the disk while a processor sums earlier blocks
 _DIFFERS = "its checksum does not match: it is damaged or belongs to another save"
 _SHORTER = "it became shorter while it was read"
 
@@ -39,26 +39,26 @@ class SavedFile(NamedTuple):
     """The size of a file and the checksums of its blocks."""
 
     size: PositiveCount  # bytes
-    block_bytes: PositiveCount  # of each block but the last; in versions 3 to 5 of the manifest a file is one block
+    block_bytes: PositiveCount  # of each block but the last; in manifest versions 3 to 5 a file is one block
     crc32: HexDigits  # of the blocks, 8 digits each
 
     @property
     def blocks(self) -> range:
-        """The numbers of all blocks."""
+        """All block numbers."""
         return self.blocks_around(0, self.size)
 
     def blocks_around(self, start: int, end: int) -> range:
-        """Return the numbers of the blocks that hold bytes start to end."""
+        """Return the numbers of the blocks that contain bytes [start, end)."""
         return range(start // self.block_bytes, -(-end // self.block_bytes))
 
     def block(self, index: int) -> tuple[int, int, int]:
-        """Return the start, end and CRC-32 of a block."""
+        """Return a block's start, end and CRC-32."""
         start, crc32 = index * self.block_bytes, self.crc32[8 * index : 8 * index + 8]
         return start, min(start + self.block_bytes, self.size), int(crc32, 16)
 
 
 class BlockSums:
-    """The checksums of a file that is being written."""
+    """Computes the block checksums of a file while it is written."""
 
     def __init__(self) -> None:
         self._size = 0
@@ -66,7 +66,7 @@ class BlockSums:
         self._sums: list[int] = []
 
     def add(self, data: memoryview) -> None:
-        """Count the next bytes."""
+        """Add the next bytes."""
         while data:
             inside = self._size % self._block_bytes  # bytes that the last block has already
             part, data = data[: self._block_bytes - inside], data[self._block_bytes - inside :]
@@ -74,12 +74,12 @@ class BlockSums:
             self._size += len(part)
 
     def file(self) -> SavedFile:
-        """Return the checksums of the file, which is complete."""
+        """Return the checksums of the complete file."""
         return SavedFile(self._size, self._block_bytes, "".join(f"{crc32:08x}" for crc32 in self._sums))
 
 
 class Files:
-    """The files of a folder; keeps the latest one open, and the latest block that was not read as a whole.
+    """The files of a folder; caches the latest open file and the latest partially read block.
 
     saved: files whose blocks are checked when they are read.
     follow_links: see `open_regular`.
@@ -92,9 +92,9 @@ class Files:
         self._name = ""
         self._file: io.FileIO | None = None
         self._block, self._block_number = memoryview(b""), -1
-        # Of the file: where reading in order began, its end so far, and the end of what the system reads ahead.
+        # In the open file: start and end of the current sequential read, and the end of the read-ahead.
         self._start = self._end = self._asked = 0
-        self.checked: dict[str, list[list[int]]] = {}  # by file, ranges of blocks that were read and are good
+        self.checked: dict[str, list[list[int]]] = {}  # by file, ranges of blocks that were read and verified
 
     def read(self, name: str, offset: int, dtype: torch.dtype, target: Tensor) -> None:
         """Read elements of this dtype into a tensor (n,), rounding to nearest if its dtype differs.
@@ -137,7 +137,7 @@ class Files:
                 part[:] = block[low - start : high - start]
 
     def _fill(self, offset: int, target: memoryview) -> None:
-        """Read bytes as they are."""
+        """Read bytes without a check."""
         assert self._file is not None
         self._file.seek(offset)
         if offset != self._end:
@@ -151,9 +151,9 @@ class Files:
             self._read_ahead(self._file.fileno())
 
     def _read_ahead(self, descriptor: int) -> None:
-        """Let the system read the next bytes: the longer a file is read in order, the farther.
+        """Ask the system to read ahead, farther the longer a file is read sequentially.
 
-        The kernel reads ahead too, but often only 128 KiB, so that the disk idles while a processor sums.
+        The kernel itself often reads only 128 KiB ahead, so that the disk idles while a processor sums.
         """
         wanted = self._end + min(self._end - self._start, AHEAD_BYTES)
         if wanted - self._asked >= AHEAD_BYTES // 4 and hasattr(os, "posix_fadvise"):
@@ -162,7 +162,7 @@ class Files:
             self._asked = wanted
 
     def _note(self, number: int) -> None:
-        """Count a good block."""
+        """Record a good block."""
         ranges = self.checked.setdefault(self._name, [])
         if ranges and ranges[-1][1] == number:
             ranges[-1][1] += 1
@@ -176,10 +176,10 @@ class Files:
 
 
 def check_sizes(folder: Path, manifest: Manifest, rank: int = 0, world_size: int = 1) -> None:
-    """Check that this rank's share of the files of a manifest exist and have the right size.
+    """Check that this rank's share of a manifest's files exists with the right sizes.
 
     Raises:
-        DamagedError: for the first that does not.
+        DamagedError: for the first file that is missing or has another size.
     """
     for name, file in list(manifest.files.items())[rank::world_size]:
         with _open_file(folder, name, file):
@@ -193,9 +193,9 @@ def check_blocks(
     numbers: Iterable[int] | None = None,
     slices: Sequence[tuple[Slice, str]] = (),
 ) -> None:
-    """Check the size of a file and some of its blocks, None: all; read nothing else.
+    """Check a file's size and the given blocks, by default all; read nothing else.
 
-    slices: those of the file, each with its name for the message; see `Manifest.places`.
+    slices: the file's, each with its name for the message; see `Manifest.places`.
 
     Raises:
         DamagedError: if any differs or cannot be read.

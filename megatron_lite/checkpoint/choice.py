@@ -1,8 +1,8 @@
 """The checkpoints that a start may resume from: --load_policy, --load_checkpoint_path, --resume_iteration.
 
-The run's own checkpoints come first, so that repeating a command always resumes; another folder's serve only until the
-run has one of its own. After --resume_iteration, newer checkpoints are set aside by a rename: no start picks them up
-again, and nothing is deleted.
+The run's own checkpoints come first, so that repeating a command always resumes; another folder's are used only until
+the run has one of its own. After --resume_iteration, newer checkpoints are set aside by a rename: no later start
+resumes from them, and nothing is deleted.
 """
 
 from __future__ import annotations
@@ -33,12 +33,12 @@ class Choice:
     """Checkpoints to try, the newest first; none for a fresh run."""
 
     found: tuple[tuple[int, Path], ...] = ()
-    goes_back: bool = False  # to an older checkpoint of its own, by --resume_iteration
+    goes_back: bool = False  # whether --resume_iteration returns to an older checkpoint of the run
     note: str = ""  # for the log
 
     @cached_property
     def newest(self) -> tuple[Path, Manifest] | None:
-        """Folder and manifest of the newest one with a good manifest; read from the disk once."""
+        """Folder and manifest of the newest checkpoint with a good manifest; read from the disk once."""
         return next(((folder, content) for _, folder, content in _good(self.found)), None)
 
 
@@ -61,10 +61,10 @@ def choose_together(root: Path | None, options: CheckpointConfig, distributed: D
 
 
 def choose(root: Path | None, options: CheckpointConfig) -> Choice:
-    """Choose the checkpoints for a start whose own ones are in `root`.
+    """Choose the checkpoints for a start; `root` holds the run's own.
 
     Raises:
-        CheckpointError: if the options ask for one that is not there, or forbid those that are.
+        CheckpointError: if the options require one that does not exist, or forbid existing ones.
     """
     own, wanted = [] if root is None else find(root), options.resume_iteration
     if own and options.load_policy == "never":
@@ -97,7 +97,7 @@ def choose(root: Path | None, options: CheckpointConfig) -> Choice:
 
 
 def set_aside(root: Path, iteration: int) -> Path | None:
-    """Move the checkpoints after `iteration` to a new folder root/set_aside/<n>; return it, None if there are none.
+    """Move the checkpoints after `iteration` to a new folder root/set_aside/<n>; return it, or None if there are none.
 
     Raises:
         CheckpointError: if `root` cannot be read.

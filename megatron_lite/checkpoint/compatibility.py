@@ -23,9 +23,9 @@ from megatron_lite.validation.learning_rate import learning_rate as schedule_pro
 if TYPE_CHECKING:
     from megatron_lite.checkpoint.manifest import Manifest
 
-_MOST_LINES = 20  # of changes of the data
+_MOST_LINES = 20  # data changes listed in a message
 ARCHITECTURE, DATA = "architecture", "data"
-# Option -> the kind of its change; a change of any other option is a line of the log.
+# Option -> kind of change; changes of other options are only logged.
 KINDS = {
     # The parameters, or the function that they compute.
     **dict.fromkeys(
@@ -61,10 +61,10 @@ def saved_optimizer(saved: dict[str, Any]) -> str:
 
 
 def keeps_moments(before: str, now: str, is_matrix: bool) -> bool:
-    """Return whether a parameter keeps its moments when --optimizer changes from `before` to `now`.
+    """Whether a parameter keeps its moments when --optimizer changes from `before` to `now`.
 
-    From AdamW to Muon, the parameters that Muon leaves to AdamW keep them. From Muon to AdamW none do: AdamW corrects
-    for moments that begin at zero with one update count for all parameters, and the moments of matrices begin now.
+    From AdamW to Muon, the parameters that Muon leaves to AdamW keep them. From Muon to AdamW none do: AdamW's bias
+    correction uses one update count for all parameters, and the moments of matrices start now.
 
     is_matrix: Muon updates the parameter itself.
     """
@@ -72,9 +72,9 @@ def keeps_moments(before: str, now: str, is_matrix: bool) -> bool:
 
 
 def optimizer_state(state: dict[str, Any], before: str, now: str) -> dict[str, Any]:
-    """Return the saved state of the optimizer (without moments) that --optimizer=`now` can use.
+    """Return the saved optimizer state (without moments) that --optimizer=`now` can use.
 
-    After a change of --optimizer drop the state of the rule, and AdamW's count of updates unless some moments stay.
+    After a change of --optimizer, drop the rule's state, and AdamW's update count unless some moments are kept.
     """
     saved: dict[str, Any] = state["optimizer"]
     if before == now:
@@ -95,9 +95,9 @@ class Difference(NamedTuple):
 
 
 def differences(saved: dict[str, Any], config: Config, *kinds: str | None) -> list[Difference]:
-    """List the options of some kinds that differ, in the order of `config/`; None: options of no kind.
+    """List the differing options of these kinds, in the order of `config/`; None: options without a kind.
 
-    Options added after the checkpoint was saved have their defaults there. `saved` is flat; both are resolved.
+    Options newer than the checkpoint have their defaults there. `saved` is flat; both are resolved.
     """
     derived = {name: saved[other] for name, other in _FOLLOWED.items() if other in saved}
     if saved.get("rotary_embedding_scale") is not None:
@@ -111,7 +111,7 @@ def differences(saved: dict[str, Any], config: Config, *kinds: str | None) -> li
 
 
 def _with_tuples(saved: dict[str, Any]) -> dict[str, Any]:
-    """Return saved values as a configuration has them: JSON has no tuples."""
+    """Convert lists of saved values to tuples, as in a configuration: JSON has no tuples."""
     return {name: tuple(value) if isinstance(value, list) else value for name, value in saved.items()}
 
 
@@ -134,7 +134,7 @@ def check_architecture(saved: dict[str, Any], config: Config, where: str) -> Non
 
 
 def moved_samples(saved: dict[str, Any], config: Config, iterations: int) -> str | None:
-    """Warn that a changed batch size or sequence length repeats or skips samples after N iterations, and how not to.
+    """Warn that a changed batch size or sequence length repeats or skips samples after N iterations, with a fix.
 
     The samples of an iteration follow from the current schedule, not from the samples read so far. None: no change.
     """
@@ -161,9 +161,9 @@ def moved_samples(saved: dict[str, Any], config: Config, iterations: int) -> str
 
 
 def moved_rate(saved: dict[str, Any], config: Config, iterations: int) -> str | None:
-    """Warn that a changed schedule changes the learning rate of the iteration after N, and say how to keep the old one.
+    """Warn that a changed schedule changes the learning rate after N iterations, and how to keep the old one.
 
-    None: the same rate, or no iteration is left.
+    None: the rate is the same, or no iteration is left.
     """
     following = iterations + 1
     if following > config.training.train_iters:
@@ -186,9 +186,9 @@ def moved_rate(saved: dict[str, Any], config: Config, iterations: int) -> str | 
 
 
 def schedule_table(saved: dict[str, Any], config: Config, iterations: int) -> list[str]:
-    """Return a table, as lines, of a schedule that changes after N iterations: rate and batch size, old and new.
+    """Return the lines of a table of a schedule changed after N iterations: old and new rate and batch size.
 
-    Its rows are the next iteration, the quarters of the rest, and the last. Empty if both schedules agree there.
+    Rows: the next iteration, the quarters of the remaining ones, and the last. Empty if both schedules agree there.
     """
     first, last = iterations + 1, config.training.train_iters
     before = _with_schedule_of(saved, config) if first <= last else None
@@ -210,7 +210,7 @@ def schedule_table(saved: dict[str, Any], config: Config, iterations: int) -> li
 
 
 def _with_schedule_of(saved: dict[str, Any], config: Config) -> Config | None:
-    """Return `config` with the learning rate and the batch of a saved configuration; None if these make no schedule."""
+    """Return `config` with saved learning rate and batch options; None if these are not a valid schedule."""
     draft = Draft(**flatten(config) | _saved_values(LearningRateConfig, saved) | _saved_values(BatchConfig, saved))
     if draft.batch_size is None or any(schedule_problems(draft)):
         return None
@@ -223,11 +223,11 @@ def _saved_values(kind: type[Area], saved: dict[str, Any]) -> dict[str, Any]:
 
 
 def check_data(loaded: Manifest, config: Config, identity: dict[str, Any], where: str) -> list[str]:
-    """Return the differences of data, tokenizer and seed, a line each, if --allow_data_change=1 allows them.
+    """Return the changes of data, tokenizer and seed, one per line, if --allow_data_change=1 allows them.
 
     Args:
-        identity: of the current data, see `data.fingerprint.identity`.
-        where: folder of the checkpoint, for the message.
+        identity: the current data's, see `data.fingerprint.identity`.
+        where: the checkpoint's folder, for the message.
 
     Raises:
         CheckpointError: names the differences with both values.
@@ -296,7 +296,7 @@ class _DataSet(NamedTuple):
 def _data_sets(
     data_path: Sequence[str], schedule: Sequence[str], identity: dict[str, Any], iterations: int
 ) -> tuple[list[_DataSet], list[float]]:
-    """Return the data sets of a run, and the later starts and weights within the iterations that are done.
+    """Return the data sets of a run, and later starts and weights within the iterations done.
 
     If a manifest contradicts itself, paths and weights are unknown.
     """
@@ -313,6 +313,6 @@ def _data_sets(
 
 
 def _same_shares(left: Sequence[float], right: Sequence[float]) -> bool:
-    """Whether two --split give every phase the same share."""
+    """Whether two values of --split give every phase the same share."""
     pairs = itertools.zip_longest(left, right, fillvalue=0.0)
     return all(math.isclose(a * sum(right), b * sum(left)) for a, b in pairs)

@@ -1,4 +1,4 @@
-"""Typed decoding of JSON: a value that does not fit its type is damaged, and the error says where and what it must be.
+"""Typed decoding of JSON: a value that does not fit its type is damaged; the error says where and what is expected.
 
 A type is a `TypedDict`, a `NamedTuple` (an object with these keys), or made of `list`, `dict`, `tuple`, `| None`,
 `Any`, `bool`, `int`, `float`, `int | float` and `str`, all but `Any` perhaps `Annotated` with a `Rule`.
@@ -17,11 +17,11 @@ LARGEST_COUNT = 2**62
 
 
 class Absent:
-    """In the type of a key: the key may be missing, and an object under it may be empty."""
+    """Marks the type of an optional key, whose object may also be empty."""
 
 
 class Rule(NamedTuple):
-    """A rule for values of a type, in words and as a test."""
+    """A rule for values of a type: its description and its test."""
 
     words: str
     holds: Callable[[Any], bool]
@@ -42,17 +42,17 @@ _SCALARS: dict[Any, Rule] = {
 
 
 class _WrongError(Exception):
-    """A value that does not fit; `path` grows outwards, from the value to the whole."""
+    """A value that does not fit; `path` grows from the value outwards."""
 
     def __init__(self, problem: str) -> None:
         self.problem, self.path = problem, ""
 
 
 def decode(kind: Any, value: Any, where: str = "") -> Any:
-    """Return a JSON value as an object of a type.
+    """Decode a JSON value into a type.
 
     Raises:
-        DamagedError: names the first place whose value does not fit. `where`: the name of the whole, if it has one.
+        DamagedError: names the first place whose value does not fit. `where`: name of the top-level value, if any.
     """
     try:
         return _decoder(kind)(value)
@@ -103,7 +103,7 @@ def _scalar(words: str, holds: Callable[[Any], bool], value: Any) -> Any:
 
 
 def _inside(key: Any, decoder: Decoder, value: Any) -> Any:
-    """Decode the part of a value at a key or an index."""
+    """Decode the element at a key or index."""
     try:
         return decoder(value)
     except _WrongError as wrong:

@@ -1,4 +1,4 @@
-"""Files and folders that survive a crash: written aside, synced, then renamed into place.
+"""Crash-safe files and folders: written to a temporary name, synced, then renamed into place.
 
 This module writes ordinary safetensors files (a length, a JSON header, raw little-endian values) in one pass: without a
 copy of the tensors, with checksums of the bytes written, an fsync, and a file mode that follows the umask.
@@ -27,7 +27,7 @@ from megatron_lite.run.durable_files import sync_folder
 
 logger = logging.getLogger("megatron_lite")
 
-FLUSH_BYTES = 16 * 2**20  # after which the disk starts writing, so that little is left for the final sync
+FLUSH_BYTES = 16 * 2**20  # written back at a time, so that little is left for the final sync
 
 
 class WrittenFile(NamedTuple):
@@ -51,7 +51,7 @@ class TensorToWrite(NamedTuple):
 
 
 def chunks(tensor: Tensor) -> Iterator[memoryview]:
-    """Yield the bytes of a tensor in pieces of at most `CHUNK_BYTES`; copies only from devices."""
+    """Yield a tensor's bytes in chunks of at most `CHUNK_BYTES`; copies only from devices."""
     flat = tensor.detach().contiguous().view(-1)
     step = blocks.CHUNK_BYTES // flat.element_size()
     for start in range(0, flat.numel(), step):
@@ -79,7 +79,7 @@ def write_tensors(path: Path, tensors: Sequence[TensorToWrite], metadata: dict[s
 
 
 def safetensors_header(tensors: Mapping[str, tuple[torch.dtype, tuple[int, ...]]], metadata: dict[str, str]) -> bytes:
-    """Return the header of a safetensors file: its length and a JSON object. The values follow without gaps."""
+    """Return a safetensors header: its length and a JSON object. The values follow without gaps."""
     header: dict[str, object] = {"__metadata__": metadata}
     offset = 0
     for name, (dtype, shape) in tensors.items():
@@ -119,7 +119,7 @@ def new_file(path: Path) -> Iterator[Callable[[memoryview], None]]:
             count = os.write(descriptor, data)
             data, size = data[count:], size + count
         if size - flushed >= FLUSH_BYTES and hasattr(os, "posix_fadvise"):
-            with contextlib.suppress(OSError):  # a hint, which a system may not know
+            with contextlib.suppress(OSError):  # a hint, which the system may not support
                 os.posix_fadvise(descriptor, flushed, size - flushed, os.POSIX_FADV_DONTNEED)
             flushed = size
 
@@ -137,7 +137,7 @@ def sync_file(path: Path) -> None:
 
 
 def publish(temporary: Path, directory: Path, is_ours: Callable[[Path], bool]) -> None:
-    """Rename a complete, synced folder to its final name. A valid copy exists at every moment.
+    """Rename a complete, synced folder to its final name. A valid copy exists at all times.
 
     Replace an older folder of that name if `is_ours`, otherwise move it to `<name>.aside-<nonce>` and keep it. A rename
     cannot replace a folder that has files, so the new folder waits as `.ready-<name>-<nonce>` while the old one moves
@@ -169,7 +169,7 @@ def publish(temporary: Path, directory: Path, is_ours: Callable[[Path], bool]) -
 def recover(root: Path, only: str | None = None) -> None:
     """Finish interrupted replacements in `root` and delete the remains of interrupted saves.
 
-    only: the final name of one folder, where `root` holds files of other programs too; None: all.
+    only: the final name of one folder, if `root` also holds files of other programs; None: all.
     """
     for path, name in work_folders(root, "ready"):
         if only in (None, name) and not os.path.lexists(root / name):
@@ -184,7 +184,7 @@ def recover(root: Path, only: str | None = None) -> None:
 def remove_folder(path: Path) -> None:
     """Delete our files in a folder, then the folder, unless it holds anything else.
 
-    Links are unlinked, never followed. A failure is only a warning, because nothing depends on the deletion.
+    Links are unlinked, never followed. Failures only log a warning, because nothing depends on the deletion.
     """
     try:
         descriptor = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)

@@ -1,4 +1,4 @@
-"""Everything that can be checked of a checkpoint without its model: the manifest, and every byte of every file."""
+"""Checks a checkpoint as far as possible without its model: the manifest and every byte of every file."""
 
 from __future__ import annotations
 
@@ -19,16 +19,16 @@ _LARGEST_HEADER_BYTES = 2**27
 
 
 class Inspection(NamedTuple):
-    """The findings of one checkpoint; it is good if there are no problems."""
+    """Findings about one checkpoint, which is good if there are no problems."""
 
     num_bytes: int | None  # total file size by the manifest; None: no usable manifest
-    ranks: str | None  # that saved it: "8", or "4x2" with tensor-parallel size 2
+    ranks: str | None  # saved by: "8", or "4x2" with tensor-parallel size 2
     problems: list[str]
     remarks: list[str]  # harmless
 
 
 def inspect(folder: Path, values: bool = False) -> Inspection:
-    """Check a checkpoint, with a small part of a file in memory.
+    """Check a checkpoint with little memory.
 
     values: also look for values that are not finite; reads the files a second time.
     """
@@ -54,7 +54,7 @@ def inspect(folder: Path, values: bool = False) -> Inspection:
 
 
 def _check_header(folder: Path, rank: int, name: str, content: Manifest, slices: Sequence[tuple[Slice, str]]) -> None:
-    """Check that a file says that it belongs to this save, and that no slice reaches into its header.
+    """Check that a file's header names this save, and that no slice overlaps the header.
 
     Raises:
         DamagedError: if it does not.
@@ -76,7 +76,7 @@ def _check_header(folder: Path, rank: int, name: str, content: Manifest, slices:
 
 
 def _not_finite(folder: Path, content: Manifest) -> list[str]:
-    """List the parameters with values that are infinite or NaN."""
+    """List the parameters with infinite or NaN values."""
     problems = []
     with contextlib.closing(Files(folder)) as opened:
         for name, parameter in content.parameters.items():

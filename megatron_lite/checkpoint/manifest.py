@@ -1,4 +1,4 @@
-"""manifest.json: the content of a checkpoint, and the place of every element of every parameter in its files.
+"""manifest.json: the content of a checkpoint, and where its files hold each element of each parameter.
 
 ```
 {"format": "megatron_lite_checkpoint", "version": 6, "save_id": "...", "iteration": 100, "world_size": 2,
@@ -11,21 +11,21 @@
  "crc32": 456}
 ```
 
-A file has a CRC-32 for each block, so that a reader of some bytes verifies little else. A slice is [file, byte offset
-in the file, bytes, first element of the flattened parameter, run]. Its elements are consecutive if `run` is their
-number. Otherwise they are `run` consecutive ones in each of some rows of the parameter (of `shape[0]`), one below the
-other: the columns of a tensor-parallel rank. Slices alone let any layout read any other. Each element is in one slice,
-also if several ranks save it.
+A file has a CRC-32 per block, so that reading some bytes verifies little else. A slice is [file, byte offset in the
+file, bytes, first element of the flattened parameter, run]. Its elements are consecutive if `run` is their number.
+Otherwise they are `run` consecutive elements in each of several adjacent rows of the parameter (of `shape[0]`): the
+columns of a tensor-parallel rank. Slices alone let any layout read any other. Each element is in one slice, even if
+several ranks hold it.
 
 `dtype` is the dtype of the weights; everything else is float32. A trained parameter also has its optimizer state
 (`exp_avg`, or `exp_avg` and `exp_avg_sq`) and, with averaging, `average`. A frozen parameter has only weights, in
 float32, bfloat16 or float16.
 
-`crc32` covers every byte before its own line. So what `read` finds is what `dump` wrote, unless somebody forged it:
-then it is a `DamagedError` or has the meaning that it states, but never leads to bytes outside of the files it lists.
+`crc32` covers every byte before its own line, so `read` returns what `dump` wrote, unless the manifest was forged.
+A forged one raises `DamagedError` or is taken as it stands, but never leads to bytes outside the files it lists.
 
-Versions 3 to 5 are still read. Their files have one checksum for the whole; slices have a checksum before `run` in
-version 5, after `first` in version 4, none in version 3, and no `run` before version 5.
+Versions 3 to 5 are still read. Their files have a single checksum; slices have a checksum before `run` in version 5,
+after `first` in version 4, none in version 3, and no `run` before version 5.
 """
 
 from __future__ import annotations
@@ -58,13 +58,13 @@ VERSION = 6
 OLDEST_VERSION = 3
 KINDS = ("weights", "exp_avg", "exp_avg_sq", "average")
 MOMENTS = KINDS[1:3]
-MAX_BYTES = 2**31  # of a file that is read into memory
+MAX_BYTES = 2**31  # largest manifest read into memory
 _RUN_KEYS = ("save_id", "iteration", "world_size", "config", "state")
 _CRC_LINE = re.compile(rb'"crc32": ([0-9]{1,10})\n\}\n')
 
 
 class Slice(NamedTuple):
-    """A region of a parameter: `num_bytes` at byte `offset` of `file`, starting with element `first`."""
+    """A tile of a parameter: `num_bytes` at byte `offset` of `file`, starting with element `first`."""
 
     file: str
     offset: int
@@ -74,11 +74,11 @@ class Slice(NamedTuple):
 
     @property
     def end(self) -> int:
-        """The byte of `file` after the last one."""
+        """The end offset in `file`."""
         return self.offset + self.num_bytes
 
     def tile(self, dtype: torch.dtype, shape: Sequence[int]) -> Tile:
-        """Return the elements of a parameter of this shape; in memory they begin with the slice."""
+        """Return the slice's tile in a parameter of this shape."""
         return Tile(self.first, self.num_bytes // dtype.itemsize // self.run, self.run, math.prod(shape[1:]))
 
 
@@ -86,7 +86,7 @@ class Slice(NamedTuple):
 class SavedParameter:
     dtype: torch.dtype  # of the weights
     shape: tuple[int, ...]
-    slices: dict[str, list[Slice]]  # kind -> slices by first element, with each element in one of them
+    slices: dict[str, list[Slice]]  # kind -> slices by first element, covering each element once
 
     def dtype_of(self, kind: str) -> torch.dtype:
         """Return the dtype of the elements of one of KINDS."""
@@ -105,12 +105,12 @@ class Manifest:
 
     @property
     def tensor_parallel(self) -> int:
-        """Tensor-parallel size of the run that saved it; 1 if a converter has written other files since."""
+        """Tensor-parallel size of the run that saved the checkpoint; 1 after a conversion."""
         ranks = int(self.config.get("tensor_parallel", 1))
         return 1 if self.world_size % ranks else ranks
 
     def places(self) -> dict[str, list[tuple[Slice, str]]]:
-        """Return the slices of each file by offset, each with its name for a message."""
+        """Return each file's slices by offset, with names for messages."""
         found: dict[str, list[tuple[Slice, str]]] = {}
         for name, parameter in self.parameters.items():
             for kind, pieces in parameter.slices.items():
@@ -119,7 +119,7 @@ class Manifest:
         return {file: sorted(slices, key=lambda item: item[0].offset) for file, slices in found.items()}
 
     def misfits(self, shapes: Mapping[str, tuple[int, ...]], partial: bool = False) -> list[str]:
-        """List the parameters whose name or shape differs from a model's; `partial`: only those of the model."""
+        """List parameters whose name or shape differs from a model's. partial: ignore those that the model lacks."""
         saved = self.parameters
         found = [f"{name} is not in the checkpoint" for name in shapes if name not in saved]
         for name, shape in shapes.items():
@@ -144,7 +144,7 @@ def file_metadata(save_id: str, iteration: int, rank: int) -> dict[str, str]:
 
 
 def locate_parameters(ranks: Sequence[tuple[Sequence[FlatShard], WrittenFile]]) -> dict[str, SavedParameter]:
-    """Return the slices of every parameter, from each rank's parts and the file that holds them.
+    """Return every parameter's slices, given each rank's parts and file.
 
     A file holds the shards part by part, kind by kind.
     """
@@ -168,7 +168,7 @@ def locate_parameters(ranks: Sequence[tuple[Sequence[FlatShard], WrittenFile]]) 
 
 
 def slices_of(part: FlatShard, kind: str, rank: int) -> Iterator[tuple[ParameterSpec, Tile, int, int]]:
-    """Yield the slices of a rank's shard: the parameter, its elements, and where they begin and end, in bytes.
+    """Yield a rank's slices: parameter, tile, and start and end in bytes within the shard.
 
     rank: global. Replicated elements are saved by their first holder.
     """
@@ -182,8 +182,8 @@ def dump(manifest: Manifest) -> str:
     """Return the text of manifest.json, with one parameter per line.
 
     Raises:
-        TypeError, ValueError: if `config` or `state` is not JSON, or `read` would refuse the result: a defect of the
-            program that must not be found only when the checkpoint is needed.
+        TypeError, ValueError: if `config` or `state` is not JSON, or `read` would reject the result: a defect that must
+            not surface only when the checkpoint is needed.
     """
     head = {"format": FORMAT, "version": VERSION} | {key: getattr(manifest, key) for key in _RUN_KEYS}
     files = {name: file._asdict() for name, file in manifest.files.items()}
@@ -208,7 +208,7 @@ def dump(manifest: Manifest) -> str:
 def read(folder: Path, iteration: int | None = None) -> Manifest:
     """Read and check a folder's manifest, but not the files that it lists.
 
-    iteration: the number that is the folder's name. Such a folder may not be a symbolic link; the path above it may be.
+    iteration: the number in the folder's name. Such a folder must not be a symbolic link; its parents may be.
 
     Raises:
         DamagedError: if it is missing, damaged, or not of this iteration.
@@ -258,7 +258,7 @@ class _Entry(TypedDict):
 
 
 def _decoded(values: Any, text: bytes) -> Manifest:
-    """Check the checksum of a manifest, then decode it."""
+    """Verify a manifest's checksum, then decode it."""
     if not isinstance(values, dict) or values.get("format") != FORMAT:
         raise DamagedError(f"not of the format {FORMAT}")
     version = decode(Count, values.get("version"), "version")
@@ -290,7 +290,7 @@ def _decoded(values: Any, text: bytes) -> Manifest:
 
 
 def _upgrade(values: dict[str, Any], version: int) -> None:
-    """Give a manifest of an older version the form of this one."""
+    """Convert an older manifest to the current form."""
     for file in values["files"].values():
         file |= {"block_bytes": file["size"], "crc32": f"{file['crc32']:08x}"}
     for parameter in values["parameters"].values():
@@ -304,7 +304,7 @@ def _upgrade(values: dict[str, Any], version: int) -> None:
 
 
 def _parameter(name: str, entry: _ParameterEntry, files: Mapping[str, SavedFile]) -> SavedParameter:
-    """Check that the slices of a parameter lie in listed files, and together have its number of elements.
+    """Check that a parameter's slices lie in listed files and add up to its number of elements.
 
     Gaps between columns are found where they are read.
     """

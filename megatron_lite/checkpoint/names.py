@@ -18,7 +18,7 @@ from typing import Any
 
 MANIFEST_NAME = "manifest.json"
 RANK_FILE = re.compile(r"rank_[0-9]{3,7}\.safetensors")
-# Every file of a checkpoint or an export. Nothing else is ever deleted.
+# All files of checkpoints and exports. Nothing else is ever deleted.
 OUR_FILE = re.compile(
     r"rank_[0-9]{3,7}\.safetensors|manifest\.json"
     r"|model(-[0-9]{5}(-of-[0-9]{5})?)?\.safetensors|model\.safetensors\.index\.json"
@@ -42,12 +42,12 @@ def new_nonce() -> str:
 
 
 def work_path(directory: Path, kind: str, nonce: str) -> Path:
-    """Return the name next to `directory` for a folder that is being written (`tmp`), replaced (`ready`) or deleted."""
+    """Return a sibling path of `directory` for a folder being written (`tmp`), replaced (`ready`) or deleted."""
     return directory.with_name(f".{kind}-{directory.name}-{nonce}")
 
 
 def work_folders(root: Path, kind: str) -> list[tuple[Path, str]]:
-    """List the work folders of a kind in `root`, each with its final name. Skips symbolic links."""
+    """List the work folders of a kind in `root` with their final names. Skips symbolic links."""
     matches = ((path, _WORK_NAME.fullmatch(path.name)) for path in sorted(root.iterdir()))
     return [(path, match[2]) for path, match in matches if match and match[1] == kind and is_folder(path)]
 
@@ -55,8 +55,8 @@ def work_folders(root: Path, kind: str) -> list[tuple[Path, str]]:
 def find_checkpoints(root: Path) -> list[tuple[int, Path]]:
     """List (iteration, folder) of all checkpoints by name, newest first, without checking their content.
 
-    A `.ready-` folder is a complete checkpoint whose save was killed while it replaced an older one. A symbolic link is
-    listed as well: it is refused like a damaged checkpoint, not silently ignored. `root` itself may be a link.
+    A `.ready-` folder is a complete checkpoint whose save was killed while replacing an older one. Symbolic links are
+    listed, too, to be rejected like damaged checkpoints instead of silently ignored. `root` itself may be a link.
     """
     if not root.is_dir():
         return []
@@ -67,20 +67,20 @@ def find_checkpoints(root: Path) -> list[tuple[int, Path]]:
 
 
 def newest_before(root: Path | None, iteration: int) -> Path | None:
-    """Return the folder of the newest checkpoint by name from before an iteration; None without any."""
+    """Return the folder of the newest checkpoint, by name, before an iteration; None if there is none."""
     found = find_checkpoints(root) if root is not None else []
     return next((folder for number, folder in found if number < iteration), None)
 
 
 def newest_checkpoint(root: Path | None) -> tuple[int, Path] | None:
-    """Return (iteration, folder) of the newest checkpoint by name, for a message; None without any. Never raises."""
+    """Return (iteration, folder) of the newest checkpoint by name, for messages; None without any. Never raises."""
     with contextlib.suppress(OSError):
         return next(iter(find_checkpoints(root)), None) if root is not None else None
     return None
 
 
 def is_folder(path: Path) -> bool:
-    """Return True for a directory that is not a symbolic link."""
+    """Whether a path is a directory and not a symbolic link."""
     try:
         return stat.S_ISDIR(path.lstat().st_mode)
     except OSError:
@@ -88,7 +88,7 @@ def is_folder(path: Path) -> bool:
 
 
 def has_only_our_files(folder: Path) -> bool:
-    """Return True for a folder that holds nothing but files of checkpoints and exports."""
+    """Whether a folder holds only files of checkpoints and exports."""
     return is_folder(folder) and all(OUR_FILE.fullmatch(path.name) for path in folder.iterdir())
 
 
@@ -140,7 +140,7 @@ def parse_json(data: bytes) -> Any:
 
 
 def _without_repeated(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    """Build a JSON object; JSON itself allows a key twice."""
+    """Build a JSON object, rejecting repeated keys, which JSON itself allows."""
     values = dict(pairs)
     if len(values) != len(pairs):
         raise ValueError("a repeated name")

@@ -1,14 +1,14 @@
-"""Read the checkpoints that `writing.Save` writes into a model of any layout, and verify them on the way.
+"""Load checkpoints of `writing.Save` into a model of any layout, verifying them on the way.
 
-The manifest maps every element of every parameter to its place, so any world size, number of tensor-parallel ranks,
-ZeRO stage, number of layers per stage and choice of frozen parameters can load any other. A damaged checkpoint is
-reported, skipped and never touched; the next older one then overwrites what was read of it.
+The manifest maps every element of every parameter to its place, so any world size, tensor-parallel size, ZeRO stage,
+number of layers per stage and choice of frozen parameters can load any other. A damaged checkpoint is reported,
+skipped and never touched; the next older one then overwrites what was loaded from it.
 
-Each rank reads the bytes of its shards once and checks the blocks that hold them where they arrive; the ranks gather
-the numbers of these blocks, and check the others (padding, copies on other tensor-parallel ranks, state that this run
-does not use). So the first step waits for one pass over the files, and a single wrong bit is found before it, even one
-that only one rank received. Only blocks that several ranks need are read more than once, and files of older versions
-(one block for all) that are too large for memory.
+Each rank reads the bytes of its shards once and checks the blocks that contain them; the ranks then gather the numbers
+of these blocks and check the remaining ones (padding, copies of other tensor-parallel ranks, unused state). The first
+step thus waits for one pass over the files, and a single wrong bit is found before it, even one that only one rank
+received. Read more than once are only blocks that several ranks need, and files of older versions (a single block)
+that are too large for memory.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ def load_first_good(
     report: Callable[[str], None],
     optimizer: str = "adamw",
 ) -> tuple[Path, Manifest] | None:
-    """Fill the shards of the model from the first good one of these checkpoints; all ranks call this together.
+    """Fill the model's shards from the first good checkpoint; all ranks call this together.
 
     Padding is not touched.
 
@@ -57,11 +57,11 @@ def load_first_good(
         optimizer: the current --optimizer.
 
     Returns:
-        Its folder and manifest; None if there is no checkpoint.
+        The checkpoint's folder and manifest; None if there is none.
 
     Raises:
-        CheckpointError: on every rank, if none of the checkpoints is usable, or if the newest good one has other
-            parameters than the model. No file is changed.
+        CheckpointError: on every rank, if no checkpoint is usable, or if the newest good one has other parameters than
+            the model. No file is changed.
     """
     problems = []
     for iteration, folder in found:
@@ -134,7 +134,7 @@ def fill_verified(
 
 
 def changes(content: Manifest, model: MultiStage, optimizer: str) -> list[str]:
-    """Describe the state that cannot be restored unchanged: optimizer state, averages and precision, a line each.
+    """Describe state that cannot be restored unchanged: optimizer state, averages and precision, one line each.
 
     optimizer: the current --optimizer.
     """
@@ -180,7 +180,7 @@ def changes(content: Manifest, model: MultiStage, optimizer: str) -> list[str]:
 
 
 def _fill_shard(opened: Files, content: Manifest, part: FlatShard, kind: str, rank: int, optimizer: str) -> None:
-    """Fill one tensor of a part, (numel,), from the saved slices that overlap each tile; `rank`: data-parallel.
+    """Fill one tensor of a part, (numel,), from the saved slices that overlap its tiles; `rank`: data-parallel.
 
     Moments that are missing, or belong to another rule than the current `optimizer`, become zero; missing averages
     become the weights. Padding is not touched.
@@ -192,7 +192,7 @@ def _fill_shard(opened: Files, content: Manifest, part: FlatShard, kind: str, ra
     assert shard.shape == (part.numel(kind),) and shard.is_contiguous(), (kind, tuple(shard.shape))
     assert shard.dtype == part.kinds()[kind], (kind, shard.dtype)
     before = saved_optimizer(content.config)
-    weights = part.read("weights") if kind == "average" else shard  # filled before
+    weights = part.read("weights") if kind == "average" else shard  # already filled
     for spec, tile in part.layout.tiles(rank):
         if not part.has(kind, spec):
             continue
@@ -226,7 +226,7 @@ def read_elements(opened: Files, saved: SavedParameter, kind: str, wanted: Tile,
 
 
 def read_overlap(opened: Files, piece: Slice, dtype: torch.dtype, overlap: Overlap, target: Tensor) -> None:
-    """Read the elements that a slice and the target share; of columns, read whole rows of the slice, some at a time."""
+    """Read the overlap of a slice and the target; for columns, read whole rows of the slice, some at a time."""
     wanted, saved, column = overlap
     if overlap.is_run:
         offset = piece.offset + saved.first * dtype.itemsize

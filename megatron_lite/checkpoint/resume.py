@@ -1,4 +1,4 @@
-"""Resume a run from its newest good checkpoint: shards, optimizer state and sums; log what differs from then."""
+"""Resume a run from its newest good checkpoint: shards, optimizer state and sums; log what has changed since."""
 
 from __future__ import annotations
 
@@ -20,20 +20,20 @@ if TYPE_CHECKING:
 
 
 class Resumed(NamedTuple):
-    """Where a start begins."""
+    """Where training starts."""
 
     iteration: int  # iterations done
-    evaluation_due: bool = False  # whether an evaluation after them is due
+    evaluation_due: bool = False  # whether their evaluation is still due
     folder: Path | None = None  # the checkpoint; None: the initial or pretrained weights
 
 
 def check_early(choice: Choice, config: Config, data: dict[str, Any]) -> None:
-    """Refuse the checkpoint of another architecture or of other data before memory is allocated, on rank 0.
+    """Reject a checkpoint of another architecture or other data before memory is allocated, on rank 0.
 
     data: see `data.fingerprint.identity`.
 
     Raises:
-        CheckpointError: if the newest one with a good manifest does not fit.
+        CheckpointError: if the newest checkpoint with a good manifest does not fit.
     """
     if choice.newest is not None:
         folder, content = choice.newest
@@ -83,7 +83,7 @@ def resume(
 
 
 def _other_ranks(loaded: Manifest, distributed: Distributed) -> str:
-    """Return the ranks that saved a checkpoint, as the end of a line; empty if they were divided as these are."""
+    """Return a line ending that names the ranks that saved a checkpoint; empty if the layout is the same."""
     saved, current = loaded.tensor_parallel, distributed.tensor.world_size
     if (loaded.world_size, saved) == (distributed.world_size, current):
         return ""
@@ -94,7 +94,7 @@ def _other_ranks(loaded: Manifest, distributed: Distributed) -> str:
 def _set_aside(
     root: Path, iteration: int, check: Callable[[], None], distributed: Distributed, logger: logging.Logger
 ) -> None:
-    """Move the checkpoints after `iteration` away, so that no later start resumes from one of them."""
+    """Move checkpoints after `iteration` away, so that no later start resumes from them."""
 
     def move() -> Path | None:
         if distributed.rank != 0:
@@ -108,7 +108,7 @@ def _set_aside(
 
 
 def _log_changes(loaded: Manifest, config: Config, logger: logging.Logger) -> None:
-    """Log how the configuration differs from that of the run that saved a checkpoint."""
+    """Log how the configuration differs from the checkpoint's."""
     for difference in compatibility.differences(loaded.config, config, compatibility.DATA, None):
         logger.info("  changed since that checkpoint (the command line wins): %s", difference)
     for moved in (compatibility.moved_samples, compatibility.moved_rate):

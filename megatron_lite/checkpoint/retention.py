@@ -1,7 +1,7 @@
-"""Which checkpoints are deleted, as a pure function, and the deletion.
+"""Retention: which checkpoints to delete, as a pure function, and the deletion.
 
-A checkpoint is permanent if a rule of --keep_checkpoints names its iteration, either in the command line of the start
-that saved it (the manifest has that) or of the current start. All others are temporary.
+A checkpoint is permanent if a rule of --keep_checkpoints names its iteration, either in the configuration that saved it
+(in its manifest) or in the current one. All other checkpoints are temporary.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from megatron_lite.errors import UsageError
 
 
 def is_permanent(iteration: int, rules: Sequence[KeepRule]) -> bool:
-    """Whether the first rule that reaches an iteration names it. No rule applies after the last `until`."""
+    """Whether the first rule that covers an iteration names it. No rule applies after the last `until`."""
     rule = next((rule for rule in rules if rule.until is None or iteration <= rule.until), None)
     return rule is not None and iteration % rule.every == 0
 
@@ -56,8 +56,8 @@ def checkpoints_to_delete(
         saved: the iteration of every complete checkpoint, and whether it is permanent.
         keep: --max_checkpoints; None keeps all.
         newest: the iteration just saved. Later ones belong to an abandoned or damaged continuation and are neither
-            counted nor deleted, so that the checkpoint just saved always stays.
-        after: keep all iterations up to this one, which earlier starts have saved; None: delete these as well.
+            counted nor deleted, so that the newest save always stays.
+        after: keep all iterations up to this one, saved by earlier starts; None: delete these as well.
         held: iterations that also stay, to replay a bad step.
 
     Raises:
@@ -82,8 +82,8 @@ def prune(
 ) -> None:
     """Delete the temporary checkpoints beyond the newest `keep`; rank 0 calls this after a successful save.
 
-    Only complete checkpoints of this program count; damaged ones, links and everything else stay. A failure to delete
-    is only a warning. See `checkpoints_to_delete`; `rules`: those of --keep_checkpoints.
+    Only complete checkpoints of this program count; damaged ones, links and everything else stay. A failed deletion
+    only logs a warning. See `checkpoints_to_delete`; `rules`: those of --keep_checkpoints.
     """
     if keep is None:
         return

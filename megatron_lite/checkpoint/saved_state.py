@@ -1,7 +1,7 @@
 """The types of a run's state in a manifest (optimizer, guards, log, data), and a check of its options.
 
-State that is added to a checkpoint must be added to `RunState`: `manifest.dump` refuses to write what could not be read
-again. A key that may be `Absent` is missing in checkpoints of older versions.
+New checkpoint state must be added to `RunState`: `manifest.dump` refuses to write what could not be read again. Keys
+that may be `Absent` are missing in checkpoints of older versions.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ _TOKEN_DTYPES = ("uint8", "int8", "int16", "int32", "int64", "uint16")
 
 
 def _is_hex(value: str) -> bool:
-    """Whether a text is what `float.hex` returns, NaN and infinities included."""
+    """Whether a string is a result of `float.hex`, including NaN and infinities."""
     try:
         return len(value) <= 32 and float.fromhex(value).hex() == value
     except (ValueError, OverflowError):
@@ -54,7 +54,7 @@ EmaType = Annotated[str, Rule(f"one of {', '.join(EMA_TYPES)}", lambda value: va
 TokenDtype = Annotated[str, Rule("the dtype of tokens", lambda value: value in _TOKEN_DTYPES)]
 
 
-# Each is what `state` of the class of its name returns; the state of the data is `data.fingerprint.identity`.
+# Each is returned by `state` of the class in its name; the state of the data is `data.fingerprint.identity`.
 
 
 class LossScaleState(TypedDict):
@@ -114,7 +114,7 @@ class DataState(TypedDict):
 
 
 class RunState(TypedDict):
-    """The state of a run that is not in its shards."""
+    """A run's state outside its shards."""
 
     optimizer: OptimizerState
     window: WindowState
@@ -131,13 +131,13 @@ _PARSERS: dict[str, Callable[[Any], Any]] = {
 
 
 def check_options(config: dict[str, Any]) -> None:
-    """Check a flat saved configuration by the types, bounds and choices of its flags; its tuples are lists.
+    """Check a flat saved configuration, with lists for tuples, by the types, bounds and choices of its flags.
 
-    Ignore unknown options, and let missing ones count as their defaults: another version of the program may have
-    written the checkpoint.
+    Ignore unknown options and use defaults for missing ones: another version of the program may have written the
+    checkpoint.
 
     Raises:
-        DamagedError: names the first option whose value its flag cannot take.
+        DamagedError: names the first option with a value that its flag cannot take.
     """
     if not isinstance(config, dict):
         raise DamagedError("config is not an object")

@@ -1,4 +1,4 @@
-"""Disk space for checkpoints: the bytes that one takes, and early warnings if they will not fit."""
+"""Disk space for checkpoints: the size of one, and early warnings if they will not fit."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def checkpoint_bytes(model: MultiStage, world_size: int) -> int:
 
 
 def files_bytes(model: MultiStage, world_size: int, iteration: int) -> int:
-    """Return the bytes of the files of all ranks in a checkpoint, headers included."""
+    """Return the bytes of all ranks' files in a checkpoint, including headers."""
     tensors = {tensor.name: (tensor.dtype, tensor.shape) for tensor in tensors_of(model)}
     headers, rank = 0, 0
     while rank < world_size:  # ranks with as many digits have headers of the same length
@@ -41,13 +41,13 @@ def files_bytes(model: MultiStage, world_size: int, iteration: int) -> int:
 
 
 def host_copy_bytes(config: Config, model: MultiStage) -> int:
-    """Return the bytes of host memory that a rank takes for --async_checkpoint; 0 without it."""
+    """Return the host memory in bytes that a rank needs for --async_checkpoint; 0 without it."""
     saves = config.checkpoint.async_checkpoint and config.run.experiment_dir is not None
     return shard_bytes(model) if saves else 0
 
 
 def free_bytes(path: Path) -> int | None:
-    """Return the bytes that this user can write at a path, or at the nearest folder above it; None if unknown."""
+    """Return the free bytes for this user at a path, or at its nearest existing parent; None if unknown."""
     try:
         usage = os.statvfs(next(parent for parent in (path, *path.parents) if parent.exists()))
     except (OSError, StopIteration):
@@ -56,9 +56,9 @@ def free_bytes(path: Path) -> int | None:
 
 
 def lack_at_start(root: Path | None, num_bytes: int, config: Config, done: int) -> str | None:
-    """Describe the space that the checkpoints still to come will lack; None if there is enough.
+    """Describe the space missing for all future checkpoints; None if there is enough.
 
-    num_bytes: of one checkpoint. done: iterations done. Saves by time are not counted.
+    num_bytes: size of one checkpoint. done: iterations done. Saves by time are not counted.
     """
     free = None if root is None else free_bytes(root)
     if root is None or free is None:
@@ -80,14 +80,14 @@ def lack_at_start(root: Path | None, num_bytes: int, config: Config, done: int) 
 
 
 def additional(there: int, saves: int, keep: int | None) -> int:
-    """Return how many checkpoints more than now will exist at one time. One is written before an old one is deleted."""
+    """Return how many more checkpoints will exist at once. One is written before an old one is deleted."""
     if keep is None or there + saves <= keep:
         return saves
     return max(0, keep - there) + 1
 
 
 def lack_now(root: Path, num_bytes: int) -> str | None:
-    """Describe the space that the next checkpoint lacks; None if there is enough."""
+    """Describe the space missing for the next checkpoint; None if there is enough."""
     free = free_bytes(root)
     if free is None or num_bytes <= free:
         return None

@@ -29,12 +29,12 @@ if TYPE_CHECKING:
 
 
 class Save:
-    """A checkpoint that is being written; all ranks call each method together, except `write`, `complete`, `abandon`.
+    """A checkpoint being written; methods are collective, except `write`, `complete` and `abandon`.
 
     Args:
         state: JSON, the same on every rank.
-        check: rank 0 calls it before it makes the folder and before it publishes it; it raises a RunError if the
-            directory above `root` is no longer this run's.
+        check: called by rank 0 before it creates and before it publishes the folder; raises a RunError if the directory
+            above `root` no longer belongs to this run.
     """
 
     def __init__(
@@ -56,10 +56,10 @@ class Save:
         self._own_path = self._temporary / rank_file(distributed.rank)
 
     def prepare(self) -> Save:
-        """Make the temporary folder, delete the remains of interrupted saves, and return self.
+        """Create the temporary folder, delete remains of interrupted saves, and return self.
 
         Raises:
-            StorageError: on every rank, if it cannot be made.
+            StorageError: on every rank, if the folder cannot be created.
         """
 
         def prepare() -> None:
@@ -73,7 +73,7 @@ class Save:
         return self
 
     def write(self) -> WrittenFile:
-        """Write and sync this rank's file; any thread may call this, and again after a failure.
+        """Write and sync this rank's file; any thread may call this, and retry after a failure.
 
         Raises:
             OSError: if it cannot be written.
@@ -99,7 +99,7 @@ class Save:
         write_together(self._distributed, self._what, self.folder, complete)
 
     def complete(self, written: list[WrittenFile]) -> None:
-        """Add the manifest and rename, on rank 0; any thread may call this, and again after a failure.
+        """Add the manifest and rename, on rank 0; any thread may call this, and retry after a failure.
 
         Raises:
             OSError: if it cannot be written.
@@ -125,7 +125,7 @@ class Save:
         files.publish(self._temporary, self.folder, is_checkpoint)
 
     def _is_published(self) -> bool:
-        """Whether an attempt that failed has published the checkpoint; undo a half-finished one."""
+        """Whether a failed attempt has published the checkpoint; undo a half-finished one."""
         if is_folder(self._temporary):
             return False
         content = good_manifest(self.folder)
@@ -164,7 +164,7 @@ def tensors_of(model: MultiStage) -> list[TensorToWrite]:
 
 
 def is_checkpoint(folder: Path) -> bool:
-    """Return True for a folder (not a link) with a good manifest for the iteration in its name."""
+    """Whether a folder (not a link) has a good manifest for the iteration in its name."""
     return good_manifest(folder) is not None
 
 
