@@ -58,7 +58,7 @@ if TYPE_CHECKING:
 
 @dataclass
 class Start:
-    """What every phase of the set-up needs."""
+    """The inputs of every phase of the set-up."""
 
     config: Config
     distributed: Distributed

@@ -2,12 +2,12 @@
 
     torchrun --nproc-per-node=2 -m scripts.benchmarks.checkpoint --folder=/data/scratch --output=checkpoint.json
 
-Every rank holds its shards of a model under ZeRO-3: weights and both moments of AdamW, 1 GiB over all ranks by default.
-Each turn does everything once, in another order each time: writes and syncs the bytes of every rank to a plain file,
-saves with this program and with DCP, both also in the background, and reads all of it back after dropping the files
-from the system's cache. A row's ratio is taken within a turn. `blocked` is the time in which a training loop could not
-go on: beginning, waiting before an update --step_s later, publishing. `memory` is the highest resident memory less that
-before, of the largest rank. Prints a Markdown table.
+Every rank holds its ZeRO-3 shards of a model: weights and both moments of AdamW, 1 GiB over all ranks by default. Each
+turn measures everything once, in rotating order: writes and syncs every rank's bytes to a plain file, saves with this
+program and with DCP, both also asynchronously, and reads everything back after dropping the files from the page cache.
+Ratios are taken within a turn. `blocked` is the time in which a training loop could not continue: starting the save,
+waiting for the copy before an update --step_s later, publishing. `memory` is the increase in peak resident memory, on
+the largest rank. Prints a Markdown table.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ from scripts.benchmarks.turns import Figures, Turns
 BYTES_PER_PARAMETER = 12
 HIDDEN_SIZE, VOCAB_SIZE = 768, 2912
 SAVES = ("copy", "save", "DCP save", "save in the background", "DCP save in the background")
-LOADS = ("read", "load", "DCP load")  # of what the saves have written
+LOADS = ("read", "load", "DCP load")  # read what the saves have written
 GOALS = (
     Goal("save", "/ copy", 1.2),
     Goal("save", "/ DCP save", 1.0),
@@ -59,7 +59,7 @@ GOALS = (
 
 
 class Bench:
-    """The model of one rank, and everything that is timed."""
+    """The model of one rank and all timed operations."""
 
     def __init__(self, config: Config, distributed: Distributed, folder: Path, step_s: float) -> None:
         self.config, self.distributed, self.folder, self.step_s = config, distributed, folder, step_s
@@ -67,11 +67,11 @@ class Bench:
         window = LogWindow(distributed.device)
         self.state = {"optimizer": optimizer.state(), "window": window.state(), "evaluation_due": False}
         self.tensors = tensors_of(self.model)
-        # One tensor per shard, each of one rank: less to plan for DCP than DTensors, which it cannot copy without
-        # a GPU (torch 2.13).
+        # One tensor per shard and rank: cheaper for DCP to plan than DTensors, which it cannot copy without a GPU
+        # (torch 2.13).
         self.dcp_state = {f"rank_{distributed.rank}.{tensor.name}": tensor.read() for tensor in self.tensors}
-        self.dcp_group = dist.new_group(backend="gloo")  # DCP's thread uses it while the main thread goes on
-        # Keeps its copy from one save to the next, as ours does; it would want to pin the memory that it takes itself.
+        self.dcp_group = dist.new_group(backend="gloo")  # for DCP's thread, while the main thread continues
+        # Reuses its host copy between saves, as ours does; memory that it allocates itself would be pinned.
         self.dcp_stager = BlockingAsyncStager(cache_staged_state_dict=True)
         self.dcp_stager.state_dict_cache = _create_cpu_state_dict(self.dcp_state)
         self.background = BackgroundSaves(self.model, distributed, retries=0)
@@ -86,10 +86,10 @@ class Bench:
             "DCP load": self.dcp_load,
         }
 
-    # Each row returns the seconds in which a training loop is blocked.
+    # Each row returns the seconds that a training loop is blocked.
 
     def copy(self) -> float:
-        """Write the bytes of this rank to a plain file and sync it."""
+        """Write this rank's bytes to a plain file and sync it."""
         begun_s = time.perf_counter()
         descriptor = os.open(self._plain(), os.O_WRONLY | os.O_CREAT | os.O_EXCL)
         for tensor in self.tensors:
@@ -101,13 +101,13 @@ class Bench:
         return time.perf_counter() - begun_s
 
     def save(self) -> float:
-        """Save in place."""
+        """Save synchronously."""
         begun_s = time.perf_counter()
         write_now(self._save("ours"))
         return time.perf_counter() - begun_s
 
     def save_in_background(self) -> float:
-        """Copy to the host, let the thread write, publish."""
+        """Save asynchronously: copy to the host, write in a thread, publish."""
         begun_s = time.perf_counter()
         self.background.begin(self._save("ours async").prepare())
         blocked_s = time.perf_counter() - begun_s
@@ -122,13 +122,13 @@ class Bench:
         return blocked_s + time.perf_counter() - begun_s
 
     def dcp_save(self) -> float:
-        """Save by DCP, which syncs its files too."""
+        """Save with DCP, which also syncs its files."""
         begun_s = time.perf_counter()
         dcp.save(self.dcp_state, checkpoint_id=self.folder / "dcp", process_group=self.dcp_group)
         return time.perf_counter() - begun_s
 
     def dcp_save_in_background(self) -> float:
-        """Copy by DCP, let its thread write."""
+        """Save asynchronously with DCP."""
         begun_s = time.perf_counter()
         future: Any = dcp.async_save(
             self.dcp_state,
@@ -141,7 +141,7 @@ class Bench:
         return blocked_s
 
     def read(self) -> float:
-        """Read the plain file of this rank."""
+        """Read this rank's plain file."""
         begun_s = time.perf_counter()
         with open(self._plain(), "rb", buffering=0) as file:
             for tensor in self.tensors:
@@ -159,13 +159,13 @@ class Bench:
         return time.perf_counter() - begun_s
 
     def dcp_load(self) -> float:
-        """Load by DCP, which verifies nothing."""
+        """Load with DCP, which verifies nothing."""
         begun_s = time.perf_counter()
         dcp.load(self.dcp_state, checkpoint_id=self.folder / "dcp", process_group=self.dcp_group)
         return time.perf_counter() - begun_s
 
     def clear(self) -> None:
-        """Delete what the turn has written, and let the disk come to rest."""
+        """Delete the files of this turn and sync the disk."""
         self.distributed.barrier()
         if self.distributed.rank == 0:
             shutil.rmtree(self.folder)
@@ -174,7 +174,7 @@ class Bench:
         self.distributed.barrier()
 
     def drop_cache(self) -> None:
-        """Let the system forget the files of this turn, which are on the disk."""
+        """Drop this turn's files from the page cache."""
         self.distributed.barrier()
         if self.distributed.rank == 0:
             os.sync()
@@ -186,7 +186,7 @@ class Bench:
         self.distributed.barrier()
 
     def measure(self, name: str, turn: int) -> Figures:
-        """Time one row on all ranks; the slowest counts."""
+        """Time one row on all ranks; return the maximum over ranks."""
         self.drop_cache()
         before = processor.reset_peak()
         begun_s = time.perf_counter()
@@ -194,7 +194,7 @@ class Bench:
         self.distributed.barrier()
         seconds, memory = time.perf_counter() - begun_s, processor.memory_bytes("VmHWM") - before
         if "background" in name:
-            memory += sum(tensor.num_bytes for tensor in self.tensors)  # the copy, which stays from turn to turn
+            memory += sum(tensor.num_bytes for tensor in self.tensors)  # the host copy, reused between turns
         figures = {"seconds": seconds, "blocked_s": blocked_s, "memory_bytes": memory}
         ranks = self.distributed.gather_objects(figures)
         return {figure: max(rank[figure] for rank in ranks) for figure in figures}
@@ -234,7 +234,7 @@ def main(argv: Sequence[str]) -> int:
         Turns(names, bench.measure, options.turns, warm_up=1, prints=distributed.rank == 0) for names in (SAVES, LOADS)
     ]
     try:
-        for _ in zip(*(one.run() for one in turns), strict=True):  # the saves of a round, then its loads
+        for _ in zip(*(one.run() for one in turns), strict=True):  # each round: saves, then loads
             bench.clear()
     finally:
         if distributed.rank == 0:
@@ -252,7 +252,7 @@ def main(argv: Sequence[str]) -> int:
 
 
 def config_of(mib: int, world_size: int) -> Config:
-    """Return the configuration of a model whose checkpoint has about this size."""
+    """Return the configuration of a model with a checkpoint of about this size."""
     block = 12 * HIDDEN_SIZE**2
     layers = max(1, round((mib * MIB / BYTES_PER_PARAMETER - 2 * VOCAB_SIZE * HIDDEN_SIZE) / block))
     options = dict(
@@ -272,7 +272,7 @@ def config_of(mib: int, world_size: int) -> Config:
 
 
 def measured_rows(turns: Turns) -> dict[str, dict[str, Any]]:
-    """Return the figures of some rows, with ratios to the first, a plain copy or read, and ours to those of DCP."""
+    """Return the figures of some rows, with ratios to the first (plain copy or read), and of ours to DCP's."""
     reference, *_ = names = list(turns.records)
     rows = turns.rows(
         "seconds",
@@ -286,7 +286,7 @@ def measured_rows(turns: Turns) -> dict[str, dict[str, Any]]:
 
 
 def _in_background(title: str, figure: str, otherwise: str) -> Column:
-    """Return the column of a figure that only saves in the background have."""
+    """Return the column of a figure that only asynchronous saves have."""
     column = spread(title, figure, 2)
     return Column(title, lambda rows, name: column.cell(rows, name) if "background" in name else otherwise)
 

@@ -2,13 +2,12 @@
 
     python -m scripts.benchmarks.data --folder=/data/scratch --output=data.json
 
-Opening: a set of 10 billion tokens in 10 million documents, whose `.bin` is sparse; from the call to the first batch of
-8 samples of 2,048 tokens, with the memory that the process gained. megatron-core builds its index for 1,000 iterations,
-and finds it in its cache the second time. Loading: samples of 2,048 tokens in batches of 32 out of 100 million tokens,
-by 1 and 2 worker processes of each loader; the others in torch's DataLoader. Every measurement is a process of its own,
-and its time begins after its imports. Each turn measures every row once, in another order each time; a row's ratio is
-taken within a turn. megatron-core (`pip install --no-deps megatron-core`) is left out where it is not installed. Prints
-Markdown tables.
+Opening: a data set of 10 billion tokens in 10 million documents with a sparse `.bin`, from the call to the first batch
+of 8 samples of 2,048 tokens, with the memory that the process gained. megatron-core builds its index for 1,000
+iterations, and reads it from its cache the second time. Loading: samples of 2,048 tokens in batches of 32 from 100
+million tokens, with 1 and 2 workers per loader; the peers use torch's DataLoader. Every measurement runs in a separate
+process and starts after the imports. Each turn measures every row once, in rotating order, and ratios are taken within
+a turn. megatron-core (`pip install --no-deps megatron-core`) is skipped if not installed. Prints Markdown tables.
 """
 
 from __future__ import annotations
@@ -36,15 +35,15 @@ from scripts.benchmarks.turns import Turns
 
 LENGTH = 2048
 VOCABULARY = 50_000
-OPENED, LOADED = 8, 32  # samples of a batch
-ITERATIONS = 1000  # of the run that opens the large set
+OPENED, LOADED = 8, 32  # samples per batch
+ITERATIONS = 1000  # length of the run that opens the large set
 OPENING = ("ours", "megatron-core", "megatron-core cached")
 LOADERS = ("ours", "megatron-core", "memory map")
-WARM_UP = 20  # batches before the time counts
+WARM_UP = 20  # untimed batches
 
 
 def write_set(prefix: Path, documents: int, tokens: int, filled: bool) -> None:
-    """Write a .bin/.idx pair of 16-bit tokens in documents of equal length; the tokens are random, or a hole."""
+    """Write a .bin/.idx pair of 16-bit tokens in documents of equal length. filled: random tokens, else sparse."""
     size, generator = tokens // documents, np.random.default_rng(0)
     with open(f"{prefix}.bin", "wb") as file:
         if filled:
@@ -72,7 +71,7 @@ def our_batches(prefix: str, samples: int, iterations: int, workers: int) -> Ite
 
 
 def their_set(prefix: str, samples: int, cache: str | None) -> Any:
-    """Return megatron-core's data set of so many samples, without attention masks, which are (s, s) numbers each."""
+    """Return megatron-core's data set of `samples` samples, without attention masks, (s, s) each."""
     import torch
     from megatron.core.datasets.gpt_dataset import GPTDataset, GPTDatasetConfig
     from megatron.core.datasets.utils import Split
@@ -81,7 +80,7 @@ def their_set(prefix: str, samples: int, cache: str | None) -> Any:
         eod, pad, vocab_size, unique_identifiers = 0, -1, VOCABULARY, {"class": "none"}  # noqa: RUF012
         special_tokens_dict: dict[str, str] = {}  # noqa: RUF012
 
-    if not torch.distributed.is_initialized():  # it asks for its rank
+    if not torch.distributed.is_initialized():  # megatron-core queries the rank
         store = torch.distributed.HashStore()
         torch.distributed.init_process_group("gloo", store=store, rank=0, world_size=1)
     config = GPTDatasetConfig(
@@ -102,7 +101,7 @@ def their_set(prefix: str, samples: int, cache: str | None) -> Any:
 
 
 def mapped_set(prefix: str, samples: int) -> Any:
-    """Return the plainest data set: random windows of a memory map."""
+    """Return a minimal data set: random windows of a memory map."""
     import torch
 
     class Mapped(torch.utils.data.Dataset):
@@ -122,7 +121,7 @@ def mapped_set(prefix: str, samples: int) -> Any:
 
 
 def opened(row: str, prefix: str, cache: str) -> dict[str, float]:
-    """Open a set and read its first batch; return the time and the memory."""
+    """Open a data set and read its first batch; return time and memory."""
     ours = ("megatron_lite.data.open_data", "megatron_lite.validation")
     for module in ours if row == "ours" else ("megatron.core.datasets.gpt_dataset",):
         importlib.import_module(module)
@@ -137,7 +136,7 @@ def opened(row: str, prefix: str, cache: str) -> dict[str, float]:
 
 
 def loaded(row: str, workers: int, prefix: str, batches: int) -> dict[str, float]:
-    """Return the time of a sample of a loader, after some batches."""
+    """Return a loader's time per sample, after warm-up."""
     import torch
 
     torch.set_num_threads(1)
@@ -160,7 +159,7 @@ def loaded(row: str, workers: int, prefix: str, batches: int) -> dict[str, float
 
 
 def measure(words: Sequence[str]) -> None:
-    """Do one measurement and print its result as the last line."""
+    """Run one measurement and print its result as the last line."""
     warnings.simplefilter("ignore")
     if words[0] == "open":
         result = opened(*words[1:])
@@ -171,7 +170,7 @@ def measure(words: Sequence[str]) -> None:
 
 
 def timed(action: str, *words: object) -> dict[str, float]:
-    """Do one measurement in a process of its own."""
+    """Run one measurement in a separate process."""
     return measured_alone(["-m", "scripts.benchmarks.data", "--measure", action, *map(str, words)])
 
 
@@ -200,11 +199,11 @@ def loading(options: argparse.Namespace, peers: bool) -> Turns:
 
 
 def ours_with_as_many_workers(name: str) -> list[str]:
-    """Return the row that a row is compared with."""
+    """Return our row with the same number of workers."""
     return [name.replace(name.partition(",")[0], "ours")]
 
 
-# The time of a sample over ours is our speed over its own.
+# A row's time per sample over ours equals our speed over the row's.
 COLUMNS = {
     "opening": (spread("s", "seconds", 3), spread("MiB", "memory_bytes", 0, 1 / MIB), first_ratio("time / ours", 1)),
     "loading": (spread("samples/s", "samples_per_s", 0), first_ratio("ours / this")),
@@ -215,8 +214,8 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
     """Parse the command line."""
     parser = argument_parser(__doc__)
     parser.add_argument("--folder", type=Path, required=True, help="new folder for the data; deleted at the end")
-    parser.add_argument("--documents", type=int, default=10_000_000, help="of the large set, 1,000 tokens each")
-    parser.add_argument("--batches", type=int, default=300, help="batches that each loader is timed with")
+    parser.add_argument("--documents", type=int, default=10_000_000, help="documents of 1,000 tokens in the large set")
+    parser.add_argument("--batches", type=int, default=300, help="timed batches of each loader")
     parser.add_argument("--turns", type=int, default=5)
     parser.add_argument("--output", type=Path, help="JSON file to write")
     return parser.parse_args(argv)

@@ -1,13 +1,13 @@
-"""Time the preparation of a .jsonl corpus and other ways to tokenize it, with the same tokenizer and processes.
+"""Time the preparation of a .jsonl corpus against other ways to tokenize it, with equal tokenizer and processes.
 
     python -m scripts.benchmarks.preparing corpus.jsonl --folder=/data/scratch --output=preparing.json
 
-Rows: this program's command from end to end, with its digests and files; a loop over lines that calls `encode_batch`,
-or `encode_batch_fast`, of the `tokenizers` library with as many threads, and writes nothing; the recipe of
-Megatron-LM's tools/preprocess_data.py, a pool that tokenizes line by line for megatron-core's IndexedDatasetBuilder;
-and `datasets.map` with batches of 1,000. Each is a process of its own, and its time includes its imports. Each turn
-measures every row once, in another order each time; a row's ratio is taken within a turn. Peers that are not installed
-are left out. Prints a Markdown table.
+Rows: this program's command end to end, with its digests and files; a loop over lines that calls `encode_batch` or
+`encode_batch_fast` of the `tokenizers` library with as many threads and writes nothing; the recipe of Megatron-LM's
+tools/preprocess_data.py, a pool that tokenizes line by line for megatron-core's IndexedDatasetBuilder; and
+`datasets.map` with batches of 1,000. Each row runs in a separate process, imports included. Each turn measures every
+row once, in rotating order, and ratios are taken within a turn. Peers that are not installed are skipped. Prints a
+Markdown table.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ ROWS = {  # row -> the package that it needs
     "megatron-core": "megatron",
     "datasets.map": "datasets",
 }
-BATCH = 1000  # documents of one call
+BATCH = 1000  # documents per call
 COLUMNS = (spread("s", "seconds", 1), spread("MB/s", "mb_per_s", 2), over("time / ours", "ours"))
 
 
@@ -50,7 +50,7 @@ def texts(corpus: str) -> Iterator[str]:
 
 
 def library_loop(corpus: str, tokenizer_file: str, method: str) -> int:
-    """Tokenize batch by batch with the library's own threads; return the tokens."""
+    """Tokenize in batches with the library's own threads; return the number of tokens."""
     from tokenizers import Tokenizer
 
     encode = getattr(Tokenizer.from_file(tokenizer_file), method)
@@ -61,13 +61,13 @@ def library_loop(corpus: str, tokenizer_file: str, method: str) -> int:
 
 
 class LineEncoder:
-    """Tokenizes one line in a process of a pool, as Megatron-LM's Encoder does."""
+    """Tokenizes lines in a pool's processes, like Megatron-LM's Encoder."""
 
     tokenizer: Any = None
 
     @classmethod
     def start(cls, tokenizer_file: str) -> None:
-        """Load the tokenizer in a process of the pool."""
+        """Load the tokenizer in a pool process."""
         from tokenizers import Tokenizer
 
         cls.tokenizer = Tokenizer.from_file(tokenizer_file)
@@ -80,7 +80,7 @@ class LineEncoder:
 
 
 def megatron_recipe(corpus: str, tokenizer_file: str, output: str, processes: int) -> int:
-    """Tokenize with a pool and write with megatron-core's builder; return the tokens."""
+    """Tokenize with a pool and write with megatron-core's builder; return the number of tokens."""
     import torch
     from megatron.core.datasets.indexed_dataset import DType, IndexedDatasetBuilder
     from tokenizers import Tokenizer
@@ -98,7 +98,7 @@ def megatron_recipe(corpus: str, tokenizer_file: str, output: str, processes: in
 
 
 def datasets_map(corpus: str, tokenizer_file: str, output: str, processes: int) -> int:
-    """Tokenize with `datasets.map`, which writes an arrow file; return the tokens."""
+    """Tokenize with `datasets.map`, which writes an arrow file; return the number of tokens."""
     from tokenizers import Tokenizer
 
     datasets: Any = importlib.import_module("datasets")
@@ -115,7 +115,7 @@ def datasets_map(corpus: str, tokenizer_file: str, output: str, processes: int) 
 
 
 def measure(words: Sequence[str]) -> None:
-    """Tokenize in this process; print the tokens."""
+    """Tokenize in this process; print the number of tokens."""
     row, corpus, tokenizer_file, output, processes = words
     if row.startswith("encode_batch"):
         print(library_loop(corpus, tokenizer_file, row))
@@ -126,7 +126,7 @@ def measure(words: Sequence[str]) -> None:
 
 
 def prepared(row: str, options: argparse.Namespace, tokenizer_file: str) -> Figures:
-    """Start a row in an empty folder; return its time and speed."""
+    """Run a row in an empty folder; return its time and speed."""
     folder, corpus, processes = options.folder / "preparing", str(options.corpus), str(options.num_processes)
     shutil.rmtree(folder, ignore_errors=True)
     folder.mkdir(parents=True)
@@ -150,7 +150,7 @@ def prepared(row: str, options: argparse.Namespace, tokenizer_file: str) -> Figu
 
 
 def tokenizer_of(options: argparse.Namespace) -> str:
-    """Return the tokenizer to use: a given one, or one trained on the first documents of the corpus."""
+    """Return the given tokenizer, or one trained on the first documents of the corpus."""
     from megatron_lite.data.tokenizing import train_tokenizer
 
     if options.tokenizer:
@@ -164,12 +164,12 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
     """Parse the command line."""
     parser = argument_parser(__doc__)
     parser.add_argument("corpus", type=Path, help=".jsonl file with the key text")
-    parser.add_argument("--folder", type=Path, required=True, help="where the rows may write")
+    parser.add_argument("--folder", type=Path, required=True, help="folder for temporary files")
     parser.add_argument("--tokenizer", help="tokenizer.json (default: a BPE of 32,000 tokens, trained on the corpus)")
     parser.add_argument("--num_processes", type=int, default=2, help="processes, or threads of the library (2)")
     parser.add_argument("--rows", default=",".join(ROWS), help="rows to measure, ours among them (all)")
     parser.add_argument("--turns", type=int, default=3, help="measurements of each row (3)")
-    parser.add_argument("--output", type=Path, help="write the result as JSON, too")
+    parser.add_argument("--output", type=Path, help="JSON file to write")
     return parser.parse_args(argv)
 
 

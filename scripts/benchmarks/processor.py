@@ -1,7 +1,7 @@
-"""The processor: cores, load and resident memory, as the kernel tells them, and the libraries' instruction sets.
+"""Cores, load and resident memory from the kernel, and the libraries' instruction sets.
 
-ATEN_CPU_CAPABILITY, ONEDNN_MAX_CPU_ISA and MKL_ENABLE_INSTRUCTIONS limit the instruction sets, each its own library
-only. Linux. Imports no torch.
+ATEN_CPU_CAPABILITY, ONEDNN_MAX_CPU_ISA and MKL_ENABLE_INSTRUCTIONS limit the instruction sets of one library each.
+Linux only. Imports no torch.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ def cores() -> Collection[int]:
 
 
 def busy_seconds() -> float:
-    """Return the time that all processes have used on these cores since boot, or 0 if unknown."""
+    """Return the CPU time of all processes on these cores since boot, or 0 if unknown."""
     own = {f"cpu{core}" for core in cores()}
     try:
         lines = [line.split() for line in Path("/proc/stat").read_text("ascii").splitlines()]
@@ -46,7 +46,7 @@ def busy_seconds() -> float:
 
 
 class Load(NamedTuple):
-    """Clock, CPU seconds of the measured program, and CPU seconds of all programs: at a moment, or over a span."""
+    """Clock, CPU seconds of the measured program and of all programs, at a moment or over a span."""
 
     elapsed_s: float
     own_s: float
@@ -58,17 +58,17 @@ class Load(NamedTuple):
 
     @property
     def others(self) -> float:
-        """The share of the cores that other programs took; at least 0, since the kernel counts in ticks."""
+        """The share of the cores used by other programs; at least 0, because the kernel counts in ticks."""
         return max(0.0, self.busy_s - self.own_s) / (self.elapsed_s * len(cores()))
 
 
 def load(own_s: float | None = None) -> Load:
-    """Return the load of this moment; own_s: CPU seconds of the measured program (default: of this process)."""
+    """Return the current load. own_s: CPU seconds of the measured program (default: this process)."""
     return Load(time.perf_counter(), time.process_time() if own_s is None else own_s, busy_seconds())
 
 
 def wait_until_quiet(max_busy: float, at_most_s: float = 60.0, sample_s: float = 0.5) -> None:
-    """Sleep until all processes together use less than a share of the cores, or the time is up."""
+    """Sleep until all processes together use at most `max_busy` of the cores, or for `at_most_s`."""
     deadline, now = time.monotonic() + at_most_s, load(0.0)
     while time.monotonic() < deadline:
         time.sleep(sample_s)
@@ -87,15 +87,15 @@ def memory_bytes(field: str, process: int | str = "self") -> int:
 
 
 def reset_peak() -> int:
-    """Let VmHWM of this process start anew; return the resident memory of now."""
+    """Reset VmHWM of this process; return the current resident memory."""
     Path("/proc/self/clear_refs").write_text("5")
     return memory_bytes("VmRSS")
 
 
-# What imitates a CPU with AVX2 only. MKL obeys its variable on CPUs from Intel; on others it chooses by itself.
+# Emulates a CPU with AVX2 only. MKL obeys its variable only on Intel CPUs.
 AVX2 = {"ATEN_CPU_CAPABILITY": "avx2", "ONEDNN_MAX_CPU_ISA": "AVX2", "MKL_ENABLE_INSTRUCTIONS": "AVX2"}
 ISAS: dict[str, dict[str, str]] = {"all": {}, "avx2": AVX2}
-# A product by MKL and one by oneDNN, so that both print the line that names their instruction set.
+# One product each by MKL and oneDNN, so that both print a line with their instruction set.
 _PROBE = """
 import torch
 print("torch", torch.backends.cpu.get_cpu_capability(), flush=True)
@@ -112,8 +112,8 @@ UNKNOWN = "unknown"
 
 
 def instruction_sets(environment: Mapping[str, str], python: str = sys.executable) -> dict[str, str]:
-    """Ask each library in a process of its own; return its instruction set, "unknown" where it does not say (torch may
-    be built without it)."""
+    """Query each library's instruction set in a separate process; "unknown" if it prints none, as when torch is built
+    without it."""
     verbose = {"ONEDNN_VERBOSE": "1", "MKL_VERBOSE": "1", "CUDA_VISIBLE_DEVICES": ""}
     done = subprocess.run(
         [python, "-c", _PROBE], env={**os.environ, **environment, **verbose}, capture_output=True, text=True
@@ -122,12 +122,12 @@ def instruction_sets(environment: Mapping[str, str], python: str = sys.executabl
 
 
 def instruction_sets_in(output: str) -> dict[str, str]:
-    """Find the instruction sets in the verbose output of the libraries."""
+    """Parse the instruction sets from the libraries' verbose output."""
     found = {name: pattern.search(output) for name, pattern in _FOUND.items()}
     return {name: _short(match[1]) if match else UNKNOWN for name, match in found.items()}
 
 
 def _short(name: str) -> str:
-    """Return MKL's "... Advanced Vector Extensions 512 (Intel(R) AVX-512) with ..." from "AVX-512" on, others as is."""
+    """Shorten MKL's "... Advanced Vector Extensions 512 (Intel(R) AVX-512) with ..." to "AVX-512 with ..."."""
     name = re.sub(r"Intel\(R\) ", "", name)
     return re.sub(r"^.*?\(([^)]+)\)", r"\1", name) if name.startswith("Advanced") else name

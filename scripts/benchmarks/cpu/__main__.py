@@ -1,13 +1,12 @@
-"""Measure everything of docs/benchmarks.md that needs a quiet CPU, and add it to one JSON file.
+"""Measure everything in docs/benchmarks.md that needs a quiet CPU, and add it to one JSON file.
 
     python -m scripts.benchmarks.cpu --nanogpt=DIR --picotron=DIR
     python -m scripts.benchmarks.cpu --isa=avx2 --only="steps*" --max_others=0.05
     python -m scripts.benchmarks.cpu.render
 
-Runs scripts.benchmarks.programs and scripts.benchmarks.training once per question and choice of instruction sets. The
-file is rewritten after every run; a later call replaces what it measures again and keeps the rest. A run that fails is
-named at the end, and the exit code is 1. `render` puts the tables into docs/benchmarks.md. Linux only. Run from the
-checkout.
+Runs scripts.benchmarks.programs and scripts.benchmarks.training once per question and instruction set. The file is
+rewritten after every run; a later call replaces only the runs that it repeats. Failed runs are listed at the end, with
+exit code 1. `render` puts the tables into docs/benchmarks.md. Linux only. Run from the checkout.
 """
 
 from __future__ import annotations
@@ -75,7 +74,7 @@ def main(argv: Sequence[str]) -> int:
 
 
 def measure(run: Run, isa: str, options: argparse.Namespace) -> Result | None:
-    """Return the results of one run, or None if it left none. Rows that failed are part of the results."""
+    """Return the results of one run, including failed rows, or None if it wrote none."""
     with tempfile.TemporaryDirectory(prefix="cpu_report_") as folder:
         output = Path(folder, "result.json")
         command = run.command(options, isa, output)
@@ -84,7 +83,7 @@ def measure(run: Run, isa: str, options: argparse.Namespace) -> Result | None:
 
 
 def compact(value: Any) -> Any:
-    """Return a result without the long lists that no table shows, and without paths of this machine."""
+    """Return a result without the lists that no table shows and without local paths."""
     if isinstance(value, dict):
         return {key: compact(one) for key, one in value.items() if key not in DROPPED}
     return value

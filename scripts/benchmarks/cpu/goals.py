@@ -13,7 +13,7 @@ Report = dict[str, dict[str, Result]]  # run -> instruction sets -> result
 OURS, PROGRAM = "ZeRO-1", "megatron_lite"
 PEERS = ("nanoGPT", "nanoGPT compiled", "HF Trainer", "HF Trainer compiled", "litgpt")
 TORCH = ("torch", "torch compiled")
-# Limits of the time per step of one place: (goal, moonshot).
+# Step-time limits by place: (goal, moonshot).
 BY_CORES, BY_THREAD, BY_RANKS = (0.92, 0.80), (0.90, 0.80), (0.90, 0.82)
 MEMORY = "memory"  # peak memory over the smallest peer's
 _CORES, _THREAD, _RANKS = "one process, all cores", "one process, one thread", "two ranks"
@@ -23,7 +23,7 @@ class GoalLine(NamedTuple):
     """One line of the table: a goal in some runs, one per model."""
 
     title: str
-    kind: str  # of the run: "programs" or "steps"
+    kind: str  # kind of run: "programs" or "steps"
     place: str
     goal: Goal
 
@@ -33,7 +33,7 @@ class GoalLine(NamedTuple):
         if self.goal.figure == MEMORY:
             return _memory(rows)
         if self.kind == "programs" and self.goal.figure.startswith("/ "):
-            # A program is compared with the one of ours that computes the same.
+            # A program is compared with our variant that computes the same.
             found = compared_with(rows, self.goal.figure[2:])
             return found["median"] if found else None
         return self.goal.value(rows)
@@ -77,7 +77,7 @@ LINES = (
 
 
 def goal_rows(report: Report, models: Sequence[str], isas: Sequence[str]) -> Iterator[list[str]]:
-    """Yield the cells of each line: title, goal, moonshot, and what each model reached with each instruction sets."""
+    """Yield the cells of each line: title, goal, moonshot, and the results by model and instruction set."""
     for line in LINES:
         moonshot = "" if line.goal.moonshot is None else f"{line.goal.moonshot:.2f}"
         cells = [_cell(line.goal, line.value(report, model, isa)) for model in models for isa in isas]

@@ -38,13 +38,13 @@ TENSOR_COLUMNS = (
 
 
 def goals(report: Report) -> list[str]:
-    """Return the table of goals, with a column per model and choice of instruction sets."""
+    """Return the table of goals, with a column per model and instruction set."""
     header = ("", "goal", "moonshot", *(f"{model}, {title}" for model in MODELS.values() for title in TITLES.values()))
     return markdown_table(header, list(goal_rows(report, tuple(MODELS), tuple(TITLES))))
 
 
 def side_by_side(kind: str, place: str, columns: Sequence[Column]) -> Callable[[Report], list[str]]:
-    """Return the writer of a table with a line per model and row, and `columns` once per choice of instruction sets."""
+    """Return the writer of a table with a line per model and row, and `columns` repeated per instruction set."""
 
     def write(report: Report) -> list[str]:
         header = ["", "", *(f"{column.title} ({TITLES[isa]})" for isa in TITLES for column in columns)]
@@ -63,11 +63,11 @@ def side_by_side(kind: str, place: str, columns: Sequence[Column]) -> Callable[[
 
 
 def alone(place: str, first: str, columns: Sequence[Column], rows: Sequence[str] = ()) -> Callable[[Report], list[str]]:
-    """Return the writer of a table of the one run in a place.
+    """Return the writer of the table of a place with a single run.
 
     Args:
-        first: the first cell of every line; empty: the name of the row.
-        rows: those to show (default: all).
+        first: the first cell of every line; empty: the row's name.
+        rows: rows to show (default: all).
     """
     run = next(run for run in RUNS if run.place == place)
 
@@ -84,7 +84,7 @@ def alone(place: str, first: str, columns: Sequence[Column], rows: Sequence[str]
 
 
 def profiles(report: Report) -> list[str]:
-    """Return a table per profile of one process: ms of a step by kind of operation, ours and plain torch's."""
+    """Return a table per single-process profile: ms per step by kind of operation, ours and plain torch's."""
     lines: list[str] = []
     for run in RUNS:
         for isa, result in report.get(run.name, {}).items() if run.place in (CORES, THREAD) else ():
@@ -104,7 +104,7 @@ def _cells(result: Result, name: str, columns: Sequence[Column]) -> list[str]:
 
 
 def _below(run: Run, report: Report) -> Iterator[str]:
-    """Yield the machine, versions and date of each result, and what did not run."""
+    """Yield the machine, versions and date of each result, and the contestants that did not run."""
     for isa, result in report.get(run.name, {}).items():
         yield f"- {MODELS[run.model]}, {TITLES[isa]}: {surroundings(result['environment'])}."
         missing = [f"{name} ({reason})" for name, reason in result["missing"].items() if name != "torchtitan"]

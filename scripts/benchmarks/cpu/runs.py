@@ -1,4 +1,4 @@
-"""The runs of the report: each answers one question with one command. Imports no torch."""
+"""The runs of the report, one command per question. Imports no torch."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _TWO_RANKS = "DDP,DDP compiled,ZeRO-?,FSDP2,FSDP2 all resharded,FSDP2 compiled,H
 
 @dataclass(frozen=True)
 class Run:
-    """One measurement; `isa` limits it to one choice of instruction sets."""
+    """One measurement. isa: limits it to one instruction set."""
 
     kind: str  # "programs" (whole programs) or "steps" (bare training steps)
     place: str  # one process with all cores or one thread, two ranks of one thread; or a question of its own
@@ -28,23 +28,23 @@ class Run:
 
     @property
     def name(self) -> str:
-        """The key of the run in the report, and what --only matches."""
+        """The key of the run in the report, which --only matches."""
         return f"{self.kind} {self.model} {self.place}"
 
     @property
     def ranks(self) -> int:
-        """Processes that train."""
+        """Number of training processes."""
         return 2 if self.place in (RANKS, TENSOR) else 1
 
     def arguments(self, isa: str = "all") -> list[str]:
-        """Return the arguments of the benchmark, but for paths.
+        """Return the arguments of the benchmark, except paths.
 
-        With AVX2 only, steps have no compiled rows: where the processor has more, torch's compiler still vectorizes for
-        all that it has, and its kernels abort the whole process.
+        With AVX2 only, steps have no compiled rows: torch's compiler still vectorizes for all instruction sets of the
+        processor, and its kernels abort the process.
         """
         words = [f"--model={self.model}"]
         if self.kind == "programs":
-            words += ["--steps_per_turn=10"] if self.model == LLAMA else []  # of about a second each
+            words += ["--steps_per_turn=10"] if self.model == LLAMA else []  # steps take about a second
             return [*words, *{CORES: [], THREAD: ["--threads=1"], RANKS: ["--threads=1", "--ranks=2"]}[self.place]]
         words += ["--device=cpu", "--micro_batch_size=2", f"--threads={0 if self.place == CORES else 1}"]
         if self.place == TENSOR:
@@ -56,7 +56,7 @@ class Run:
         return [*words, "--steps_per_turn=4", *(["--profile"] if self.ranks == 1 else []), f"--only={','.join(only)}"]
 
     def command(self, options: argparse.Namespace, isa: str, output: Path) -> list[str]:
-        """Return the command with the paths of this machine."""
+        """Return the command with local paths."""
         words = [*self.arguments(isa), f"--turns={options.turns}", f"--output={output}"]
         if options.max_others is not None:
             words.append(f"--max_others={options.max_others:g}")

@@ -1,7 +1,7 @@
-"""Where the time of a step must go if the goals of the GPU report are to be reached: arithmetic, nothing measured.
+"""The time budget of a step that meets the goals of the GPU report: arithmetic, without measurements.
 
-A whole Mistral-7B on one H200, one sample of 8,192 tokens a step, in bf16. `render.py` puts the table into
-docs/benchmarks.md, and the report measures what is assumed here: the ceilings and the operations.
+A whole Mistral-7B on one H200, one sample of 8,192 tokens per step, in bf16. `render.py` puts the table into
+docs/benchmarks.md, and the report measures the ceilings and operations assumed here.
 """
 
 from __future__ import annotations
@@ -13,16 +13,16 @@ from megatron_lite.config import Config
 from scripts.benchmarks.training.settings import engine_config, parse
 from scripts.docs.tables import markdown_table
 
-# Rates of an H200 at its limit of 700 W. A bf16 product of large matrices of random numbers reaches two thirds of the
-# data sheet's 989 TFLOP/s; cuDNN's attention, forward and backward, half; a copy 85 % of 4.8 TB/s.
+# Rates of an H200 at its limit of 700 W. A bf16 product of large random matrices reaches two thirds of the data sheet's
+# 989 TFLOP/s; cuDNN's attention, forward and backward, half; a copy 85 % of 4.8 TB/s.
 PRODUCT_FLOP_PER_S = 665e12
 ATTENTION_FLOP_PER_S = 475e12
 BYTES_PER_S = 4.1e12
-MASTER, BF16 = 4, 2  # bytes of an element
+MASTER, BF16 = 4, 2  # bytes per element
 
 
 class Part(NamedTuple):
-    """A part of a step: FLOPs or bytes, and the seconds that they take at least."""
+    """A part of a step: FLOPs or bytes, and the least time that they take."""
 
     name: str
     flops: float = 0.0
@@ -40,14 +40,15 @@ def whole_mistral() -> Config:
 
 
 def parts(config: Config) -> list[Part]:
-    """Return what every row computes: ZeRO-1 with split master weights and level `activation` computes no more."""
+    """Return the parts common to all rows, which are all that ZeRO-1 split with level `activation` computes."""
     model, tokens = config.model, config.batch.sequence_length
     h, f, d, layers = model.hidden_size, model.ffn_hidden_size, model.kv_channels, model.num_layers
     n, g = model.num_attention_heads, model.head_groups
     multiplied = layers * (2 * (n + g) * d * h + 3 * f * h) + model.vocab_size * h
     causal_scores = 2 * tokens * layers * n * d * tokens  # two products, half of the square each
-    # Rows of h: a norm alone 2, a sum with norm 4, the sum behind the MLP 3; backward 4 for each norm. Rotary positions
-    # read and write queries and keys, backward values, too. The activation moves 3 f, backward and again 6 f.
+    # Rows of h: a norm alone 2, a sum with norm 4, the sum after the MLP 3; backward 4 for each norm. Rotary positions
+    # read and write queries and keys, and in backward also values. The activation moves 3 f; backward with
+    # recomputation 6 f.
     moved = layers * tokens * (17 * h + 2 * (n + g) * d + 2 * (n + 2 * g) * d + 9 * f) * BF16
     moved += tokens * (3 * model.vocab_size + 8 * h) * BF16  # the loss and the ends of the model
     held = multiplied + model.vocab_size * h
@@ -60,7 +61,7 @@ def parts(config: Config) -> list[Part]:
 
 
 def more(config: Config) -> list[tuple[str, list[Part]]]:
-    """Return rows of the report that need less memory, with what each adds."""
+    """Return the rows of the report that need less memory, with the work that each adds."""
     model, tokens = config.model, config.batch.sequence_length
     up = 2.0 * tokens * model.num_layers * model.hidden_size * 2 * model.ffn_hidden_size
     held = parts(config)[-1].bytes / (MASTER + 28)
@@ -72,11 +73,11 @@ def more(config: Config) -> list[tuple[str, list[Part]]]:
 
 
 def table() -> list[str]:
-    """Return the budget of a step, and what the rows with less memory add to it."""
+    """Return the budget of a step, with the additional work of the rows that need less memory."""
     config = whole_mistral()
     plain = parts(config)
     tokens = config.batch.sequence_length
-    # What counts as work of the model leaves out the second time of the scores (1/6 of attention's FLOPs).
+    # The model's work excludes the recomputed scores (1/7 of attention's FLOPs).
     work = plain[0].flops + plain[1].flops * 6 / 7
     rows = [_row(part) for part in plain]
     rows.append(_sum("ZeRO-1 split recompute activation", plain, work, tokens))

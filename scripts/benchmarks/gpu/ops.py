@@ -4,12 +4,12 @@
     python -m scripts.benchmarks.gpu.ops --ceilings --output=FILE    copy bandwidth and matrix product only
     python -m scripts.benchmarks.gpu.ops --describe                  the device, as one line of JSON
 
-Times each variant of an operation (Triton, the torch reference, the compiled reference). The bytes that it must read
-and write, each counted once, over its time are compared with a large copy and with a copy of equal size; its FLOPs with
-a large matrix product. Each call is timed by a pair of CUDA events. Before each call a buffer larger than the L2 cache
-is written, so that the call finds no more in the cache than it would in a training step, and the device sleeps for a
-moment, so that the host has queued the whole call before it starts. The file is written before and after every
-operation. Operations already in the file are skipped, so a restart after a crash continues with the next one.
+Times each variant of an operation (Triton, the torch reference, the compiled reference). Its bandwidth, with each input
+and output byte counted once, is compared with a large copy and a copy of equal size; its FLOP/s with a large matrix
+product. Each call is timed by a pair of CUDA events. Before each call a buffer larger than the L2 cache is written, so
+that the cache is as cold as in a training step, and the device sleeps briefly, so that the host has queued the whole
+call before it starts. The file is written before and after every operation. Operations already in the file are skipped,
+so that a restart after a crash continues with the next one.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ from scripts.benchmarks.results import (
     write_json,
 )
 
-COPY_BYTES = 4 * 2**30  # read; as many are written
+COPY_BYTES = 4 * 2**30  # bytes read; as many are written
 GEMM_SIZE = 8192
 FLUSH_BYTES = 256 * 2**20  # several times the L2 cache
 SLEEP_CYCLES = 1_000_000  # about half a millisecond
@@ -48,14 +48,14 @@ MIN_CALLS, MAX_CALLS = 5, 100
 
 
 class Clock:
-    """A timer of calls on the current CUDA device."""
+    """Times calls on the current CUDA device."""
 
     def __init__(self) -> None:
         self._flush = torch.empty(FLUSH_BYTES, dtype=torch.int8, device="cuda")
         self._copies: dict[int, float] = {}
 
     def ms(self, call: Callable[[], Any], for_ms: float = 60.0) -> Spread:
-        """Return median and quartiles of the milliseconds of a call, repeated for about `for_ms`."""
+        """Return median and quartiles of a call's time in ms, repeated for about `for_ms`."""
         for _ in range(WARM_UP_CALLS):
             call()
         first = self._events(call, 3)
@@ -75,9 +75,9 @@ class Clock:
         return [before.elapsed_time(after) for before, after in pairs]
 
     def copy_ms(self, bytes_: int) -> float:
-        """Return the milliseconds of a copy that moves `bytes_`, reads and writes together.
+        """Return the time in ms of a copy that moves `bytes_`, reads and writes together.
 
-        Small copies are slower per byte, and an operation of this size cannot be faster.
+        Small copies are slower per byte, and they bound an operation of this size.
         """
         half = max(bytes_ // 2 // 2**20, 1) * 2**20
         if half not in self._copies:
@@ -108,7 +108,7 @@ def ceilings(clock: Clock) -> dict[str, Any]:
 
 
 def describe() -> dict[str, Any]:
-    """Return the device and the versions of everything that computes on it."""
+    """Return the device, and the driver and library versions."""
     device = torch.cuda.get_device_properties(0)
     smi = ("nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader")
     try:
@@ -131,7 +131,7 @@ def describe() -> dict[str, Any]:
 
 # After one of these errors the process can no longer use the device.
 FATAL = ("CUDA error", "device-side assert", "illegal memory access", "misaligned address", "launch failure")
-RESTART = 3  # the exit code that asks for a new process
+RESTART = 3  # exit code that requests a new process
 
 
 def measure_op(op: Op, shape: Shape, clock: Clock, copy_bytes_per_s: float) -> dict[str, Any]:
@@ -139,7 +139,7 @@ def measure_op(op: Op, shape: Shape, clock: Clock, copy_bytes_per_s: float) -> d
     variants: dict[str, Any] = {}
     calls = op.make(shape)
     for name in list(calls):
-        # `pop` frees the tensors of each call right after it was measured.
+        # `pop` frees the tensors of each call right after its measurement.
         variants[name] = measure_variant(calls.pop(name), op, shape, clock, copy_bytes_per_s)
     return {
         "status": "ok" if all("failed" not in variant for variant in variants.values()) else "failed",
@@ -154,7 +154,7 @@ def measure_op(op: Op, shape: Shape, clock: Clock, copy_bytes_per_s: float) -> d
 def measure_variant(
     call: Callable[[], Any], op: Op, shape: Shape, clock: Clock, copy_bytes_per_s: float
 ) -> dict[str, Any]:
-    """Measure time, rates and peak memory of one variant."""
+    """Measure the time, rates and peak memory of one variant."""
     try:
         torch.cuda.synchronize()
         torch.cuda.reset_peak_memory_stats()

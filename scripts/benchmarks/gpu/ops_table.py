@@ -1,7 +1,7 @@
-"""The timed GPU operations: how to make their inputs, how to call them, and how many bytes they must move.
+"""The timed GPU operations: their inputs, calls, and minimum bytes to move.
 
 Shapes are those of Mistral-7B with one sequence of 8192 tokens. Bytes are the minimum: each input read once, each
-output written once, without row statistics and tables of angles. Inputs are random and rebuilt for every operation, on
+output written once, without row statistics and rotary tables. Inputs are random and rebuilt for every operation, on
 any device: tests run small shapes on a CPU and compile the kernels of the full shapes on the meta device.
 """
 
@@ -34,15 +34,15 @@ from megatron_lite.parameter import Parameter
 
 EPS = 1e-5
 RMS, LAYER = Kind(EPS, centered=False), Kind(EPS, centered=True)
-# flash3 only where it is installed; flex takes long to compile.
+# flash3 only if installed; flex takes long to compile.
 FULL, WINDOWED = ("cudnn", "flash3", "flash", "varlen"), ("flash3", "varlen", "flex")
-LIBRARIES = {"cuBLAS": "cublas", "cuBLASLt": "cublaslt"}  # as torch.backends.cuda.preferred_blas_library calls them
+LIBRARIES = {"cuBLAS": "cublas", "cuBLASLt": "cublaslt"}  # names in torch.backends.cuda.preferred_blas_library
 Call = Callable[[], Any]
 
 
 @dataclass(frozen=True)
 class Shape:
-    """Sizes, dtype and device, with methods that make random tensors."""
+    """Sizes, dtype and device, with methods that create random tensors."""
 
     tokens: int = 8192
     hidden: int = 4096
@@ -58,15 +58,15 @@ class Shape:
 
     @property
     def item(self) -> int:
-        """Bytes of an element."""
+        """Bytes per element."""
         return self.dtype.itemsize
 
     def random(self, *size: int, dtype: torch.dtype | None = None, scale: float = 1.0) -> Tensor:
-        """Return normally distributed numbers."""
+        """Return a normally distributed tensor."""
         return torch.randn(*size, device=self.device, dtype=dtype or self.dtype).mul_(scale)
 
     def input(self, *size: int) -> Tensor:
-        """Return random numbers that require a gradient."""
+        """Return a random tensor that requires a gradient."""
         return self.random(*size).requires_grad_()
 
     def parameter(self, *size: int) -> Parameter:
@@ -82,7 +82,7 @@ class Shape:
 
 @dataclass(frozen=True)
 class Op:
-    """An operation. `make` returns its variants by name, each a call without arguments."""
+    """An operation. make: returns its variants by name, each a call without arguments."""
 
     name: str
     make: Callable[[Shape], dict[str, Call]]
@@ -92,7 +92,7 @@ class Op:
     memory_bound: bool = True
 
     def describe(self, shape: Shape) -> str:
-        """Return the size for the table."""
+        """Return the size as text for the table."""
         return self.size.format(**vars(shape))
 
 
@@ -106,7 +106,7 @@ def backward(output: Outputs, inputs: tuple[Tensor, ...], grads: tuple[Tensor, .
 
 
 def compiled(function: Callable[..., Any], *arguments: Any) -> Call:
-    """Return a call of the function that compiles it at its first call."""
+    """Return a call of the function, which is compiled at the first call."""
 
     @functools.cache
     def made() -> Callable[..., Any]:
@@ -116,12 +116,12 @@ def compiled(function: Callable[..., Any], *arguments: Any) -> Call:
 
 
 def both(call: Callable[[bool], Any]) -> dict[str, Call]:
-    """Return the variants with the Triton kernel and with the reference."""
+    """Return the variants with the Triton kernel and the reference."""
     return {"triton": lambda: call(True), "torch": lambda: call(False)}
 
 
 def both_backward(forward: Callable[[bool], Outputs], inputs: tuple[Tensor, ...], *grads: Tensor) -> dict[str, Call]:
-    """Return the backward passes with the Triton kernel and with the reference."""
+    """Return the backward passes with the Triton kernel and the reference."""
     return {name: backward(forward(name == "triton"), inputs, grads) for name in ("triton", "torch")}
 
 
@@ -145,14 +145,14 @@ def make_norm(shape: Shape, kind: Kind, with_backward: bool) -> dict[str, Call]:
 
 
 def make_add_norm(shape: Shape) -> dict[str, Call]:
-    """hidden + branch, and its norm."""
+    """hidden + branch, and the norm of the sum."""
     hidden, weight = shape.input(shape.tokens, shape.hidden), shape.parameter(shape.hidden)
     branch = shape.random(shape.tokens, shape.hidden)
     return both(lambda triton: add_norm(hidden, branch, weight, None, RMS, triton=triton))
 
 
 def make_add_norm_backward(shape: Shape) -> dict[str, Call]:
-    """The gradient of both summands from the gradients of the sum and of the norm."""
+    """The gradient of both summands from the gradients of the sum and the norm."""
     size, weight = (shape.tokens, shape.hidden), shape.parameter(shape.hidden)
     hidden, grads = shape.input(*size), (shape.random(*size), shape.random(*size))
     weights, dsum, dx = Weights(weight, None), grads[0], torch.empty_like(hidden)
@@ -162,14 +162,14 @@ def make_add_norm_backward(shape: Shape) -> dict[str, Call]:
     def with_warps(count: int) -> None:
         triton_backward(grads[1], dsum, hidden, statistics, weights, RMS, dx.detach(), warps_per_multiprocessor=count)
 
-    # The sum overwrites the branch, so each variant gets its own.
+    # The sum overwrites the branch, so each variant gets its own copy.
     return both_backward(
         lambda triton: add_norm(hidden, shape.random(*size), weight, None, RMS, triton=triton), (hidden,), *grads
     ) | {f"triton, {count} warps a multiprocessor": lambda count=count: with_warps(count) for count in (16, 32)}
 
 
 def rows(count: int) -> Callable[[Shape], int]:
-    """Return the bytes of `count` tensors of hidden states."""
+    """Return the bytes of `count` tensors of hidden states, (t, h)."""
     return lambda shape: count * shape.tokens * shape.hidden * shape.item
 
 
@@ -184,14 +184,14 @@ def make_rotary(shape: Shape) -> dict[str, Call]:
 
 
 def make_rotary_backward(shape: Shape) -> dict[str, Call]:
-    """Rotate gradients of queries and keys back and join all three in one tensor."""
+    """Rotate the gradients of queries and keys back and join them with the values' in one tensor."""
     projection = shape.input(1, shape.tokens, (shape.heads + 2 * shape.groups) * shape.head_size)
     table = rotary_table(shape.tokens, shape.head_size, 1e4, projection.device)
     counts = (shape.heads, shape.groups, shape.groups)
     grads = tuple(shape.random(1, shape.tokens, count, shape.head_size).transpose(1, 2) for count in counts)
 
     def split(triton: bool) -> Call:
-        fused = projection * 1  # rotated in place; only its own gradient is computed
+        fused = projection * 1  # a copy, because it is rotated in place; only its gradient is computed
         parts = split_heads(fused, shape.heads, shape.groups, table, triton=triton)
         return backward(parts, (fused,), grads)
 
@@ -201,7 +201,7 @@ def make_rotary_backward(shape: Shape) -> dict[str, Call]:
 def make_attention(
     shape: Shape, window: int | None, backends: tuple[str, ...], with_backward: bool = False
 ) -> dict[str, Call]:
-    """Causal attention by several backends; query, key and value are views of one projection."""
+    """Causal attention with several backends; query, key and value are views of one projection."""
     projection = shape.random(1, shape.tokens, shape.heads + 2 * shape.groups, shape.head_size)
     parts = projection.split([shape.heads, shape.groups, shape.groups], dim=2)
     query, key, value = (part.transpose(1, 2).requires_grad_() for part in parts)
@@ -216,14 +216,14 @@ def make_attention(
 
 
 def attention_flops(shape: Shape, window: int | None, factor: float = 1.0) -> int:
-    """Return the FLOPs of both products over all pairs of positions that attend to each other, times `factor`."""
+    """Return the FLOPs of both products over all attended pairs of positions, times `factor`."""
     reach = min(window or shape.tokens, shape.tokens)
     pairs = shape.tokens * reach - reach * (reach - 1) // 2
     return int(factor * 4 * pairs * shape.heads * shape.head_size)
 
 
 def attention_op(name: str, window: int | None, backends: tuple[str, ...], with_backward: bool) -> Op:
-    """Return an operation of attention; forward and backward together take 3.5 times the products of forward."""
+    """Return an attention operation; forward and backward together take 3.5 times the FLOPs of forward."""
     return Op(
         name,
         partial(make_attention, window=window, backends=backends, with_backward=with_backward),
@@ -234,20 +234,20 @@ def attention_op(name: str, window: int | None, backends: tuple[str, ...], with_
 
 
 def make_embedding(shape: Shape) -> dict[str, Call]:
-    """Look up the rows of the tokens."""
+    """Look up the tokens' rows."""
     weight, tokens = shape.parameter(shape.vocab, shape.hidden), shape.labels(shape.vocab)[None]
     return {"torch": lambda: embedding(weight, tokens)}
 
 
 def make_embedding_backward(shape: Shape) -> dict[str, Call]:
-    """Look up the rows of the tokens, and sum their gradients by row."""
+    """Look up the tokens' rows and sum their gradients by row."""
     weight, tokens = shape.parameter(shape.vocab, shape.hidden), shape.labels(shape.vocab)[None]
     grad = shape.random(1, shape.tokens, shape.hidden)
     return both(lambda triton: embedding(weight, tokens, triton=triton).backward(grad))
 
 
 def heads_moved(shape: Shape, count: int) -> int:
-    """Return the bytes of reading and writing this many heads."""
+    """Return the bytes to read and write this many heads."""
     return 2 * count * shape.head_size * shape.tokens * shape.item
 
 
@@ -255,7 +255,7 @@ def heads_moved(shape: Shape, count: int) -> int:
 
 
 def make_activation(shape: Shape) -> dict[str, Call]:
-    """silu(gate) * up, with gate and up side by side."""
+    """silu(gate) * up, with gate and up in one tensor (t, 2 f)."""
     before = shape.random(shape.tokens, 2 * shape.ffn)
 
     def formula(before: Tensor) -> Tensor:
@@ -268,16 +268,16 @@ def make_activation(shape: Shape) -> dict[str, Call]:
 
 
 def make_activation_backward(shape: Shape, again: bool) -> dict[str, Call]:
-    """The gradient of gate and up, written in their place: the input of each call is the gradient of the last.
+    """The gradient of gate and up, in place: the input of each call is the previous call's gradient.
 
-    With `again` the output is recomputed as well.
+    again: also recompute the output.
     """
     before, grad = shape.random(shape.tokens, 2 * shape.ffn), shape.random(shape.tokens, shape.ffn)
     return both(lambda triton: activate_backward(grad, before, "silu", True, again, triton=triton))
 
 
 def make_weight_gradient(shape: Shape) -> dict[str, Call]:
-    """The gradient of half of the MLP's first linear layer: (f, t) (t, h), as fp32 and as the training dtype."""
+    """The weight gradient of half of the MLP's first linear layer, (f, t) (t, h), in fp32 and the training dtype."""
     weight, x = shape.parameter(shape.ffn, shape.hidden), shape.random(shape.tokens, shape.hidden)
     grad = shape.random(shape.tokens, shape.ffn)
 
@@ -301,12 +301,12 @@ def make_product(shape: Shape, backward: bool) -> dict[str, Call]:
 
 
 def by_library(name: str, call: Call) -> dict[str, Call]:
-    """Return the call through each library of products that torch can prefer."""
+    """Return the call with each BLAS library that torch can prefer."""
     return {f"{name}, {library}".removeprefix(", "): partial(through, library, call) for library in LIBRARIES}
 
 
 def through(library: str, call: Call) -> Any:
-    """Make the call while torch prefers a library; torch takes another one where that library lacks the operation."""
+    """Make the call while torch prefers `library`; torch falls back if that library lacks the operation."""
     switch = torch.backends.cuda.preferred_blas_library
     before = switch()
     switch(LIBRARIES[library])
@@ -325,14 +325,14 @@ def channels(count: int) -> Callable[[Shape], int]:
 
 
 def make_cross_entropy(shape: Shape, vocab: int) -> dict[str, Call]:
-    """Loss and gradient. The gradient replaces the logits: the logits of each call are the gradient of the last."""
+    """Loss and gradient, in place: the logits of each call are the previous call's gradient."""
     logits, labels = shape.random(shape.tokens, vocab), shape.labels(vocab)
     sums, scale = Sums.empty(shape.tokens, logits.device), torch.ones((), device=shape.device)
     return both(lambda triton: sweep(logits, labels, sums, scale, triton=triton))
 
 
 def make_linear_cross_entropy(shape: Shape, vocab: int) -> dict[str, Call]:
-    """From hidden states to the loss and both gradients, and the three matrix products inside."""
+    """The loss and both gradients from hidden states, and the three matrix products alone."""
     hidden, weight = shape.input(shape.tokens, shape.hidden), shape.parameter(vocab, shape.hidden)
     labels, scale = shape.labels(vocab), torch.full((), 1 / shape.tokens, device=shape.device)
     chunk = max(1, shape.tokens // 4)
@@ -351,7 +351,7 @@ def make_linear_cross_entropy(shape: Shape, vocab: int) -> dict[str, Call]:
 
 
 def adamw_call(shape: Shape, split: bool) -> Callable[[bool], Any]:
-    """Update one shard and write bf16 weights in the same pass."""
+    """Return a call that updates one shard and writes bf16 weights in the same pass."""
     numel, device = shape.shard, torch.device(shape.device)
     exp_avg, gradient, master = (shape.random(numel, dtype=torch.float32, scale=1e-3) for _ in range(3))
     exp_avg_sq = shape.random(numel, dtype=torch.float32, scale=1e-3).square_()
@@ -361,7 +361,7 @@ def adamw_call(shape: Shape, split: bool) -> Callable[[bool], Any]:
         weight_shard.split(master, rounded, remainder)
     weights = weight_shard.WeightShard(None if split else master, rounded, remainder)
     shard = optimizer.Shard(weights, gradient, exp_avg, exp_avg_sq)
-    border = numel // (4 * optimizer.ALIGNMENT) * 3 * optimizer.ALIGNMENT  # no weight decay after it
+    border = numel // (4 * optimizer.ALIGNMENT) * 3 * optimizer.ALIGNMENT  # no weight decay beyond it
     ranges = optimizer.Ranges([optimizer.Range(0, border, 1.0, 1.0), optimizer.Range(border, numel, 1.0, 0.0)], device)
     one, none = torch.ones((), device=device), torch.zeros((), device=device)
     numbers = optimizer.Hyperparameters(1e-4, 0.1, 0.9, 0.95, 1e-8)
@@ -370,7 +370,7 @@ def adamw_call(shape: Shape, split: bool) -> Callable[[bool], Any]:
 
 
 def make_gradient_norm(shape: Shape) -> dict[str, Call]:
-    """The norm of the gradient of one shard."""
+    """The gradient norm of one shard."""
     gradient = shape.random(shape.shard, dtype=torch.float32, scale=1e-3)
     return both(lambda triton: squared_norm([gradient], triton=triton))
 

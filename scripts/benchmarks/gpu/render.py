@@ -1,5 +1,5 @@
-"""Put a GPU report into docs/benchmarks.md, between `<!-- table: gpu_report -->` and `<!-- end -->`, and the budget
-that its goals leave between `<!-- table: gpu_budget -->` and `<!-- end -->`.
+"""Put a GPU report into docs/benchmarks.md, between `<!-- table: gpu_report -->` and `<!-- end -->`, and the step
+budget of its goals between `<!-- table: gpu_budget -->` and `<!-- end -->`.
 
 python -m scripts.benchmarks.gpu.render                       docs/gpu_report.json, or "not yet measured" without it
 python -m scripts.benchmarks.gpu.render --report=other.json   another report of scripts/gpu_report.sh
@@ -26,7 +26,7 @@ GIB = 2**30
 
 @dataclass(frozen=True)
 class Target:
-    """A row of the table of goals: the wanted value, and how to read it from a report (None: not measured)."""
+    """A row of the table of goals: the target, and how to read its value from a report (None: not measured)."""
 
     name: str
     goal: str
@@ -41,32 +41,32 @@ def step(report: Result, name: str) -> Any:
 
 
 def best(report: Result, key: str, *tables: str) -> float | None:
-    """Return the best value of a key over our rows of some training tables."""
+    """Return the best value of a key over our rows in some training tables."""
     rows = [row for name in tables for row in step(report, name).get("rows", {}).items()]
     values = [row[key] for name, row in rows if name.startswith("ZeRO") and row.get(key)]
     return max(values, default=None)
 
 
 def speedup(report: Result, model: str, *others: str, row: str = OURS) -> float | None:
-    """Return a row's speed over that of the fastest of some others, by the median of the ratios of each round."""
+    """Return a row's speed over that of the fastest of `others`, by the median ratio over rounds."""
     ratios = step(report, model).get("rows", {}).get(row, {}).get("ratios", {})
     found = [ratios[other]["median"] for other in others if ratios.get(other)]
     return 1 / max(found) if found else None
 
 
 def recompute(report: Result, level: str) -> float | None:
-    """Return the tokens per second at a level of MLP recomputation over those at `none`."""
+    """Return the throughput at an MLP recomputation level relative to `none`."""
     return speedup(report, "variants", OURS, row=f"{OURS} recompute {level}")
 
 
 def uses_cudnn(report: Result) -> float | None:
-    """Return 1 if attention without a window was cuDNN's, 0 if not; None if it was not measured."""
+    """Return 1 if attention without a window used cuDNN, 0 if not; None if not measured."""
     backend = step(report, "variants").get("rows", {}).get(OURS, {}).get("attention")
     return None if backend is None else float(backend == "cudnn")
 
 
 def memory_bound(report: Result) -> dict[str, float]:
-    """Return each memory-bound operation's share of the measured copy bandwidth."""
+    """Return each memory-bound operation's fraction of the measured copy bandwidth."""
     found = {}
     for name, op in step(report, "ops").get("ops", {}).items():
         fraction = op.get("variants", {}).get("triton", {}).get("fraction_of_copy")
@@ -215,7 +215,7 @@ def _ops(report: Result) -> Iterator[str]:
 
 
 def _training(report: Result) -> Iterator[str]:
-    """Yield a table per step of training, with the rows that failed or cannot run below."""
+    """Yield a table per training step, followed by the rows that failed or cannot run."""
     for name in ("variants", "deterministic", "gpt2-124m", "llama-3-8b-8l", *MISTRAL):
         result = step(report, name)
         if result:

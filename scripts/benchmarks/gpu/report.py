@@ -3,9 +3,9 @@
     python -m scripts.benchmarks.gpu.report --output=report.json [--only=correctness] [--limit_s=520]
     python -m scripts.benchmarks.gpu.report --merge=first.json,second.json --output=report.json
 
-The steps are in parts, one for each call: the budgets of a part add up to less than the deadline. A later call adds its
-steps to the file. A step that fails or runs out of time is recorded and does not stop the others; its partial results
-count. The file is written after every step.
+The steps are grouped in parts, one per call, whose budgets add up to less than the deadline. A later call adds its
+steps to the file. A step that fails or times out is recorded with its partial results and does not stop the other
+steps. The file is written after every step.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ from scripts.benchmarks.results import (
     write_json,
 )
 
-PARTS = ("correctness", "operations", "training")  # in this order: numbers of a wrong program are worth nothing
+PARTS = ("correctness", "operations", "training")  # in this order: timings of an incorrect program are worthless
 OPS = ("-m", "scripts.benchmarks.gpu.ops")
 # A line of `pytest -v`, with and without pytest-xdist.
 OUTCOME = "PASSED|FAILED|SKIPPED|ERROR|XFAIL|XPASS"
@@ -49,9 +49,9 @@ DROPPED_FROM_ROWS = ("losses", "state_bytes_by_kind", "cpu_s", "others")
 
 @dataclass(frozen=True)
 class Step:
-    """Arguments of Python, a time limit, and a reader of the results: (file that the step wrote, its log) -> results.
+    """Python arguments, a time limit, and a reader of the results: (output file, log) -> results.
 
-    {output} in the command: the file that the step writes.
+    {output} in the command stands for the output file.
     """
 
     name: str
@@ -59,11 +59,11 @@ class Step:
     budget_s: float
     read: Callable[[Path, Path], Any]
     part: str = PARTS[0]
-    resumes: bool = False  # restart after any exit code but 0 and 1: the step continues behind the crash
+    resumes: bool = False  # restart after any exit code except 0 and 1: the step continues after the crash
 
 
 def steps(parallel_tests: int) -> list[Step]:
-    """Return all steps in the order of their parts."""
+    """Return all steps, ordered by part."""
     pytest: tuple[str, ...] = ("-m", "pytest", "-p", "no:cacheprovider", "-v", "--color=no", "-rfE")
     if parallel_tests > 1:
         pytest += ("-n", str(parallel_tests), "--dist=worksteal")
@@ -106,12 +106,12 @@ def steps(parallel_tests: int) -> list[Step]:
 
 
 def read_output(output: Path, log: Path) -> Any:
-    """Return the JSON file, or None if the step wrote none."""
+    """Return the content of the JSON file, or None if the step wrote none."""
     return read_json(output)
 
 
 def read_smoke_test(output: Path, log: Path) -> Any:
-    """Return the last line of the log that is a JSON object."""
+    """Return the last JSON object in the log."""
     for line in reversed(log.read_text("utf-8", errors="replace").splitlines()):
         if line.startswith("{"):
             return json.loads(line)
@@ -119,7 +119,7 @@ def read_smoke_test(output: Path, log: Path) -> Any:
 
 
 def read_tests(output: Path, log: Path) -> dict[str, Any]:
-    """Return the number of tests per outcome, and the failures, from the log of `pytest -v -rfE`."""
+    """Return the number of tests by outcome, and the failures, from the log of `pytest -v -rfE`."""
     counts: dict[str, int] = {}
     failures, failed = [], []
     for line in log.read_text("utf-8", errors="replace").splitlines():
@@ -135,7 +135,7 @@ def read_tests(output: Path, log: Path) -> dict[str, Any]:
 
 
 def read_benchmark(output: Path, log: Path) -> Any:
-    """Return the JSON of the training benchmark without the long lists in its rows."""
+    """Return the result of the training benchmark without the long lists in its rows."""
     result = read_json(output)
     for row in result["rows"].values() if result is not None else ():
         for key in DROPPED_FROM_ROWS:
@@ -144,17 +144,17 @@ def read_benchmark(output: Path, log: Path) -> Any:
 
 
 def chosen(known: Sequence[Step], wanted: Sequence[str]) -> list[Step]:
-    """Return the steps whose name, or whose part, is wanted."""
+    """Return the steps whose name or part is wanted."""
     return [step for step in known if step.name in wanted or step.part in wanted]
 
 
-LIMIT_S = 520.0  # of nine minutes, which leaves time for stopping the last step and for starting Python
-START_S = 20.0  # of the limit, besides the budgets: the search for the device and its description
+LIMIT_S = 520.0  # within nine minutes, with time to stop the last step and to start Python
+START_S = 20.0  # part of the limit, in addition to the budgets: finding and describing the device
 MIN_STEP_S = 10.0  # with less time left, no step starts
-TAIL_LINES = 30  # of the log of a failed step
+TAIL_LINES = 30  # lines of a failed step's log to report
 ATTEMPTS = 4  # for a step that resumes after a crash
 
-# Exits 0 if torch finds a GPU, else with the reason.
+# Exits with 0 if torch finds a GPU, otherwise with the reason.
 PROBE = """
 import sys
 try:
@@ -167,7 +167,7 @@ if not torch.cuda.is_available():
 
 
 def without_infinities(value: Any) -> Any:
-    """Replace the numbers that JSON lacks by "nan", "inf" and "-inf"."""
+    """Replace non-finite numbers, which JSON lacks, by "nan", "inf" and "-inf"."""
     if isinstance(value, dict):
         return {key: without_infinities(part) for key, part in value.items()}
     if isinstance(value, list | tuple):
@@ -176,7 +176,7 @@ def without_infinities(value: Any) -> Any:
 
 
 def difference(a: Result, b: Result) -> str | None:
-    """Return the first property of machine or software in which two reports differ: their numbers do not mix."""
+    """Return the first machine or software property in which two reports differ, or None; such reports do not mix."""
     first, second = (
         {**described.get("machine", {}), **described.get("versions", {}), "commit": described.get("commit")}
         for described in (report.get("environment", {}) for report in (a, b))
@@ -186,15 +186,15 @@ def difference(a: Result, b: Result) -> str | None:
 
 
 def merged(reports: Sequence[Result], order: Sequence[str]) -> Result:
-    """Return one report with the steps of all, in this order; of a step in several reports, the last counts.
+    """Merge the steps of all reports in this order; later reports replace steps of earlier ones.
 
     Raises:
-        ValueError: if the reports are of different machines or versions.
+        ValueError: if the reports come from different machines or versions.
     """
     entries: dict[str, Any] = {}
     for report in reports:
         if (found := difference(reports[0], report)) is not None:
-            raise ValueError(f"the reports are of different machines or versions: {found}")
+            raise ValueError(f"the reports come from different machines or versions: {found}")
         entries |= report.get("steps", {})
     names = [*(name for name in order if name in entries), *(name for name in entries if name not in order)]
     return {
@@ -206,10 +206,10 @@ def merged(reports: Sequence[Result], order: Sequence[str]) -> Result:
 
 
 class Report:
-    """The results of this call so far, and the file that holds them with those of earlier calls."""
+    """The results of this call so far, and the file that they are merged into."""
 
     def __init__(self, output: Path, folder: Path, limit_s: float, head: Result, earlier: Result | None = None) -> None:
-        """`earlier`: contents of the file, whose other steps stay; of the same machine and versions."""
+        """earlier: the file's report, of the same machine and versions; its other steps are kept."""
         self.output, self.folder, self.earlier = output, folder, earlier
         self.order = [step.name for step in steps(1)]
         self.started = time.monotonic()
@@ -265,9 +265,9 @@ class Report:
 
 
 def call(command: Sequence[str], log: Path, deadline: float) -> int | None:
-    """Run Python with these arguments in the checkout; return its exit code, or None if the deadline stopped it.
+    """Run Python with these arguments in the checkout; return its exit code, or None at the deadline.
 
-    The process gets a group of its own, and the whole group is killed at the end, so nothing stays on the device.
+    The process gets its own process group, which is killed at the end, so that nothing stays on the device.
     """
     with log.open("ab") as file:
         process = subprocess.Popen(
@@ -300,7 +300,7 @@ def without_gpu() -> str | None:
 
 
 def describe() -> dict[str, Any]:
-    """Return the device and versions, from a process of their own."""
+    """Return the device and versions, queried in a separate process."""
     done = subprocess.run([sys.executable, *OPS, "--describe"], cwd=ROOT, capture_output=True, text=True)
     try:
         return json.loads(done.stdout.splitlines()[-1])
@@ -309,7 +309,7 @@ def describe() -> dict[str, Any]:
 
 
 def parallel_tests() -> int:
-    """Return the number of test processes; kernels compile on the CPU, so several help. 1 without pytest-xdist."""
+    """Return the number of test processes, several because kernels compile on the CPU; 1 without pytest-xdist."""
     found = subprocess.run([sys.executable, "-c", "import xdist"], capture_output=True)
     return min(6, (os.cpu_count() or 1) // 2) if found.returncode == 0 else 1
 
@@ -319,9 +319,9 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
     parser, known = argument_parser(__doc__), steps(1)
     default = Path(os.environ.get("TMPDIR") or "/tmp") / "gpu_report.json"
     parser.add_argument("--output", type=Path, default=default, help=f"JSON file to write; default {default}")
-    parser.add_argument("--only", default=PARTS[0], help=f"parts or steps, separated by commas; default {PARTS[0]}")
+    parser.add_argument("--only", default=PARTS[0], help=f"comma-separated parts or steps; default {PARTS[0]}")
     parser.add_argument("--limit_s", type=float, default=LIMIT_S, help=f"limit for all steps; default {LIMIT_S:g}")
-    parser.add_argument("--merge", default="", help="run nothing: join these files, separated by commas, into --output")
+    parser.add_argument("--merge", default="", help="run nothing: merge these comma-separated files into --output")
     options = parser.parse_args(argv)
     options.only, options.merge = names_in(options.only), [Path(name) for name in names_in(options.merge)]
     unknown = sorted({*options.only} - {*PARTS, *(step.name for step in known)})
@@ -340,22 +340,22 @@ def read_report(path: Path) -> Result:
     """Return a report from its file.
 
     Raises:
-        ValueError: if it is none.
+        ValueError: if the file is not a report.
     """
     try:
         report = json.loads(path.read_text("utf-8"))
     except (OSError, ValueError) as error:
         raise ValueError(f"{path} cannot be read as a report: {error}") from error
     if not isinstance(report, dict) or "steps" not in report:
-        raise ValueError(f"{path} is no report")
+        raise ValueError(f"{path} is not a report")
     return report
 
 
 def earlier_report(output: Path, head: Result) -> Result | None:
-    """Return the report to which this call adds its steps; None: the file does not exist yet.
+    """Return the report that this call adds its steps to; None if the file does not exist yet.
 
     Raises:
-        ValueError: if the file is another machine's or version's, or no report.
+        ValueError: if the file is not a report, or from another machine or version.
     """
     if not output.exists():
         return None

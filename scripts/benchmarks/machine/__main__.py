@@ -1,12 +1,12 @@
-"""Measure how fast this machine computes and communicates, for the predictions of a dry run.
+"""Measure this machine's compute and communication speeds, for the predictions of a dry run.
 
     python -m scripts.benchmarks.machine --output=machine.json
     torchrun --nproc-per-node=2 -m scripts.benchmarks.machine --output=machine.json
     python pretrain_gpt.py ... --dry_run=1 --machine_speeds=machine.json
 
-Start it as you start the run, with as many ranks per machine: they share its cores, its memory and its links. It times
-the program's own operations: products by shape and dtype, attention by length, passes over tensors, collectives (gloo
-on a CPU, NCCL on GPUs), and the host's part of a step. That takes less than a minute a dtype on a quiet machine.
+Launch it like the run, with as many ranks per machine, because they share cores, memory and links. It times the
+program's own operations: products by shape and dtype, attention by length, elementwise passes, collectives (gloo on a
+CPU, NCCL on GPUs), and the host overhead of a step. That takes less than a minute per dtype on a quiet machine.
 """
 
 from __future__ import annotations
@@ -45,11 +45,11 @@ from scripts.benchmarks.results import names_in, write_json
 
 
 def parse(argv: Sequence[str]) -> argparse.Namespace:
-    """Read the flags."""
+    """Parse the command line."""
     parser = ScriptParser(prog="machine", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--output", type=Path, required=True, help="file to write")
     parser.add_argument("--device", choices=("auto", "cuda", "cpu"), default="auto")
-    parser.add_argument("--dtypes", default="fp32", help="training dtypes to measure, as fp32,bf16 (default fp32)")
+    parser.add_argument("--dtypes", default="fp32", help="training dtypes to measure, such as fp32,bf16 (default fp32)")
     parser.add_argument("--threads", type=int, default=0, help="threads per rank; default: its share of the cores")
     options = parser.parse_args(argv)
     options.dtypes = list(dict.fromkeys(names_in(options.dtypes)))
@@ -85,7 +85,7 @@ def main(argv: Sequence[str]) -> int:
 
 
 def measure(dtypes: Sequence[str], distributed: Distributed, threads: int) -> dict[str, Any]:
-    """Return the contents of the file: medians over the ranks of what each measures while the others do the same."""
+    """Return the content of the file: medians over ranks, all of which measure at the same time."""
     device = distributed.device
     if device.type == "cpu":  # the library that a run would choose
         use_library(distributed.broadcast_object(faster_library(512, 512, 512))[0])
@@ -115,7 +115,7 @@ def measure(dtypes: Sequence[str], distributed: Distributed, threads: int) -> di
 
 
 def _medians(values: list[Any]) -> Any:
-    """Return the median over ranks at every place of nested objects and lists."""
+    """Return the elementwise median over ranks of nested objects and lists."""
     first = values[0]
     if isinstance(first, dict):
         return {key: _medians([value[key] for value in values]) for key in first}

@@ -18,7 +18,7 @@ SIDE = {"cpu": 512, "cuda": 8192}  # of the square products that overlap with a 
 
 
 def measure_collectives(distributed: Distributed) -> dict[str, Any]:
-    """Return latency and bytes per second of gathers and reductions, and the share that hides; one rank has none."""
+    """Return latency and bytes/s of gathers and reductions, and the fraction that overlaps; nothing for one rank."""
     if distributed.world_size == 1:
         return {"collectives": {}, "overlap": 0.0}
     found, hidden = {}, []
@@ -35,7 +35,7 @@ def measure_collectives(distributed: Distributed) -> dict[str, Any]:
 
 
 def _hidden_share(distributed: Distributed, start: Callable[[], Any], alone_s: float) -> float:
-    """Return the share of a collective's time that products in the meantime hide."""
+    """Return the fraction of a collective's time that is hidden by overlapped products."""
     side = SIDE[distributed.device.type]
     a, b = (torch.ones(side, side, device=distributed.device) for _ in range(2))
     out = torch.empty_like(a)
@@ -57,7 +57,7 @@ def _hidden_share(distributed: Distributed, start: Callable[[], Any], alone_s: f
 
 
 def _seconds(distributed: Distributed, call: Callable[[], Any]) -> float:
-    """Return the median time of a call that all ranks begin together."""
+    """Return the median time of a call that all ranks start together."""
     times = []
     for turn in range(TURNS + 1):
         distributed.barrier()

@@ -1,7 +1,7 @@
-"""The time of a step that no operation takes: Python, autograd and the calls of the libraries.
+"""The host overhead of a step: Python, autograd and library calls.
 
-A small model is trained with two numbers of blocks. Its operations take next to nothing, so the difference is the
-host's time for the blocks, and the rest is that of a step. `predictions` times larger models with the same steps.
+A tiny model is trained with two numbers of blocks. Its operations take almost no time, so the difference is the host
+overhead of the blocks, and the rest that of the step. `predictions` times larger models with the same steps.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ TINY: dict[str, Any] = dict(
 
 
 def host_times(device: torch.device, dtype: str) -> dict[str, float]:
-    """Return the host's seconds for a block's two passes, and for the rest of a step."""
+    """Return the host's seconds per block (forward and backward), and for the rest of a step."""
     few, more = (
         step_seconds({**TINY, "num_layers": blocks, "training_dtype": dtype}, device)[1]
         for blocks in (FEW_BLOCKS, MORE_BLOCKS)
@@ -37,7 +37,7 @@ def host_times(device: torch.device, dtype: str) -> dict[str, float]:
 
 
 class OneRank(Group):
-    """A run of one rank without a process group: every rank measures its own steps."""
+    """A single-rank run without a process group: every rank measures its own steps."""
 
     def __init__(self, device: torch.device) -> None:
         super().__init__(0, 1, device, None, Traffic())
@@ -45,7 +45,7 @@ class OneRank(Group):
 
 
 def step_seconds(options: dict[str, Any], device: torch.device, steps: int = STEPS) -> tuple[Config, float]:
-    """Return the options of a model, and the shortest time of a step on random tokens without data and logs."""
+    """Return a model's configuration, and its shortest step time on random tokens without data loading and logs."""
     config = resolve(unflatten({"dataset_source": "random", "device": device.type, **options}), 1)
     model, optimizer, _ = built(config, OneRank(device))
     batch = config.batch

@@ -1,6 +1,6 @@
-"""Times of the program's own operations: products by shape, attention by length, passes over tensors.
+"""Times of the program's own operations: products by shape, attention by length, elementwise passes.
 
-Operands come from a pool larger than the caches, as in a step, where the tensors of other layers were used in between.
+Operands come from a pool larger than the caches, as in a step, where other layers evict them.
 """
 
 from __future__ import annotations
@@ -28,35 +28,35 @@ from megatron_lite.planner.work import Attention
 from megatron_lite.zero.layer import backward
 
 POOL_BYTES = 96 * 2**20
-# A call is timed again until this much time has gone into it: a short one in many turns.
+# A call is repeated until this much time has been spent, so short calls get many turns.
 FEWEST_TURNS, MOST_TURNS, LONG_ENOUGH_S = 7, 60, 0.05
 SIZES = {
     "cpu": {"tokens": (64, 512, 4096), "inputs": (64, 256, 1024), "outputs": (64, 256, 1024, 4096)},
     "cuda": {"tokens": (256, 2048, 8192), "inputs": (256, 1024, 4096), "outputs": (256, 1024, 4096, 32768)},
 }
-MOST_FLOPS = {"cpu": 2.2e9, "cuda": 2e12}  # of a measured product: larger ones are as fast
+MOST_FLOPS = {"cpu": 2.2e9, "cuda": 2e12}  # per measured product; larger ones are as fast
 LENGTHS, HEADS, CHANNELS = (64, 256, 1024, 4096), 8, 64
 ATTENTION_TOKENS = {"cpu": 2048, "cuda": 32768}
-ROWS = {"cpu": 1024, "cuda": 32768}  # of the tensors of a pass
+ROWS = {"cpu": 1024, "cuda": 32768}  # of tensors in elementwise passes
 COLUMNS = 512
 UPDATED = {"cpu": 2**20, "cuda": 2**26}
 VOCABULARY = 4096
 
 
 def clock_of(device: torch.device) -> Callable[[], float]:
-    """Return a clock: the process's own time where one thread computes, to which other programs add little."""
+    """Return a clock: process time if a single thread computes, which other programs hardly affect; else wall time."""
     alone = device.type == "cpu" and torch.get_num_threads() == 1
     return time.process_time if alone else time.perf_counter
 
 
 class Timer:
-    """The shortest times of calls on a device: other programs can only add to them."""
+    """Measures the shortest times of calls on a device, because other programs can only add time."""
 
     def __init__(self, device: torch.device) -> None:
         self.device, self.clock = device, clock_of(device)
 
     def seconds(self, call: Callable[[Any], Any], before: Callable[[], Any] = lambda: None) -> float:
-        """Return the shortest time of `call` on what `before` returns, which is called for each and not timed."""
+        """Return the shortest time of `call` on the operands that `before` prepares, untimed, for each turn."""
         times: list[float] = []
         for turn in range(MOST_TURNS + 1):
             operands = before()
@@ -86,7 +86,7 @@ class Operations:
         self._next = 0
 
     def tensor(self, *shape: int, dtype: torch.dtype | None = None) -> Tensor:
-        """Return a part of the pool that was not used for long, or a new tensor in another dtype."""
+        """Return the least recently used part of the pool, or a new tensor in another dtype."""
         numel = torch.Size(shape).numel()
         if (dtype or self.dtype) != self.dtype or numel > self._pool.numel():
             return torch.zeros(shape, device=self.device, dtype=dtype or self.dtype)
@@ -124,7 +124,7 @@ class Operations:
     # -- attention -------------------------------------------------------------------------------------------------
 
     def attention(self) -> dict[str, list[list[float]]]:
-        """Return (length, FLOP/s) of causal attention, forward and backward, fused and by formula."""
+        """Return (length, FLOP/s) of causal attention, forward and backward, fused and with the math backend."""
         curves: dict[str, list[list[float]]] = {}
         for (name, backend), length in itertools.product((("fused", "auto"), ("math", "math")), LENGTHS):
             for direction, seconds in zip((False, True), self._attention_seconds(backend, length), strict=True):
@@ -150,7 +150,7 @@ class Operations:
     # -- passes ----------------------------------------------------------------------------------------------------
 
     def seconds_per_element(self) -> dict[str, float]:
-        """Return the time of one element of every pass over tensors."""
+        """Return the time per element of every elementwise pass."""
         parts = self._simple(), self._norms(), self._activations(), self._heads(), self._ends(), self._updates()
         return dict(itertools.chain(*parts))
 
@@ -190,7 +190,7 @@ class Operations:
                 lambda: self.tensor(rows, width),  # noqa: B023
             )
             yield f"{label} forward", seconds / numel
-            # Copies: both are overwritten, and again and again that would leave numbers that are slow to compute with.
+            # Copies, because both are overwritten; repeated passes would lead to denormals, which are slow.
             seconds = self.timer.seconds(
                 lambda t: mlp.activate_backward(t[0], t[1], name, gated, False, self.triton),  # noqa: B023
                 lambda: [self.tensor(rows, columns).clone() for columns in (COLUMNS, width)],  # noqa: B023
@@ -215,7 +215,7 @@ class Operations:
                 lambda: tuple(self.tensor(4, length, count, CHANNELS).transpose(1, 2) for count in counts),
             )
 
-        copied = join(None) / sum(counts)  # of the values, which are not rotated
+        copied = join(None) / sum(counts)  # time of the values, which are not rotated
         yield "rotation backward", max(join(table) - copied, copied) / (2 * numel)
 
     def _ends(self) -> Iterator[tuple[str, float]]:
@@ -250,7 +250,7 @@ class Operations:
         yield "gradient norm", self.timer.seconds(lambda _: squared_norm([grad], self.triton)) / numel
 
     def _parameter(self, *shape: int) -> Parameter:
-        """Return a trained parameter, whose later gradients add to the first."""
+        """Return a parameter whose gradients accumulate."""
         parameter = Parameter(torch.ones(shape, device=self.device, dtype=self.dtype))
         parameter.spec = ParameterSpec("measured", shape, Initializer("constant", 1.0))
         parameter.main_grad = torch.zeros(shape, device=self.device)

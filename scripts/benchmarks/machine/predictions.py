@@ -1,10 +1,10 @@
-"""Predict the steps of six models from speeds that this machine has just measured, and time the steps.
+"""Predict the step times of six models from this machine's measured speeds, and time the steps.
 
     python -m scripts.benchmarks.machine.predictions --output=docs/planner.md
 
 Prints a Markdown table. The steps are the program's own (gather, forward, backward, update) on random tokens, without
-data and logs, in fp32 on a CPU. With one thread all times are the process's own, so other programs on the machine
-hardly change them; with more they are wall time, which needs a quiet machine. --output puts the table into a document,
+data loading and logs, in fp32 on a CPU. With one thread all times are process time, which other programs hardly affect;
+with several they are wall time, which needs a quiet machine. --output puts the table into a document,
 between `<!-- table: predictions -->` and `<!-- end -->`.
 """
 
@@ -46,7 +46,7 @@ MODELS: dict[str, tuple[Sizes, dict[str, Any]]] = {
 
 
 class Comparison(NamedTuple):
-    """One model: its step as predicted, and as measured."""
+    """The predicted and measured step of one model."""
 
     name: str
     predicted: StepTime
@@ -66,7 +66,7 @@ def options_of(name: str) -> dict[str, Any]:
 
 
 def compare(speeds: Speeds, steps: int) -> Iterator[Comparison]:
-    """Time the steps of each model, and predict them."""
+    """Time and predict the step of each model."""
     for name in MODELS:
         config, seconds = step_seconds(options_of(name), torch.device("cpu"), steps)
         yield Comparison(name, predict_step(make_plan(config, 1, "cpu"), speeds), seconds)

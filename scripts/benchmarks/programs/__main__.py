@@ -1,13 +1,13 @@
-"""Race whole training programs: ours and nanoGPT, picotron, Hugging Face's Trainer, litgpt and DeepSpeed, on CPUs.
+"""Compare whole training programs on CPUs: ours, nanoGPT, picotron, Hugging Face's Trainer, litgpt and DeepSpeed.
 
     python -m scripts.benchmarks.programs --nanogpt=DIR --threads=1 --max_others=0.05
     python -m scripts.benchmarks.programs --model=llama-39m --picotron=DIR --ranks=2 --isa=avx2 --output=results.json
 
-Every program runs as its users start it, from its own command line, with its own loop, data loader and log. A program
-is started once and trains on; the programs take turns of some steps, and those not at turn stand still (SIGSTOP). A
-step lasts from one line of the log to the next. Every ratio compares two turns of the same round. nanoGPT and picotron
-run from checkouts, unchanged; the others from the packages of --python. A program that is missing or fails is listed
-with the reason. docs/benchmarks.md explains the table. Linux only. Run from the checkout.
+Every program runs from its own command line, with its own loop, data loader and log. Programs are started once and take
+turns of a few steps, while the others are stopped (SIGSTOP). A step lasts from one log line to the next. Ratios compare
+two turns of the same round. nanoGPT and picotron run unchanged from checkouts, the others from the packages of
+--python. Missing and failed programs are listed with the reason. docs/benchmarks.md explains the table. Linux only. Run
+from the checkout.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from scripts.benchmarks.results import MIB, Result, argument_parser, environment
 from scripts.benchmarks.tables import compared, number, remarks, spread, surroundings, table
 from scripts.benchmarks.training.settings import MODELS, Sizes
 
-# Two samples of 256 tokens: small steps show what a program adds to the products.
+# Two samples of 256 tokens: small steps show a program's overhead over the products.
 MICRO_BATCH_SIZE = 2
 COLUMNS = (
     spread("step, ms", "step_s", 0, 1e3),
