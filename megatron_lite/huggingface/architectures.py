@@ -1,6 +1,6 @@
-"""The Hugging Face architectures in one table, and the choice of one that can express a model. Imports no torch.
+"""A table of Hugging Face architectures, and the choice of one that can express a model. Imports no torch.
 
-Keys of config.json and their defaults follow the configuration classes of transformers 5.23; version 4 has the same.
+Keys and defaults of config.json follow the configuration classes of transformers 5.23; version 4 is the same.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 from megatron_lite.config import Config, ModelConfig
 from megatron_lite.errors import UsageError
 
-# Our activations -> Hugging Face's names of each. Exports write the first.
+# Our activations -> Hugging Face's names for each; exports write the first.
 _SPELLINGS = {
     "gelu": "gelu_pytorch_tanh gelu_new gelu_fast gelu_python_tanh gelu_accurate",
     "gelu_exact": "gelu gelu_python",
@@ -24,7 +24,7 @@ _SPELLINGS = {
 }
 ACTIVATIONS = MappingProxyType({theirs: ours for ours, names in _SPELLINGS.items() for theirs in names.split()})
 
-# Our options that no architecture has.
+# Our options that no architecture supports.
 _PLAIN: dict[str, Any] = {
     "hybrid_norm": False,
     "input_embedding_norm": False,
@@ -40,8 +40,8 @@ _LEARNED: dict[str, Any] = (
     | {"window_size": None}
 )
 
-# Key of config.json -> our option, and the value of transformers if the key is missing (None: derived from other keys,
-# as in our options). read_config.py and write_config.py handle keys that need more than a new name.
+# Key of config.json -> our option, and transformers' value if the key is missing (None: derived from other keys, as in
+# our options). read_config.py and write_config.py handle keys that need more than renaming.
 _LLAMA_KEYS: dict[str, tuple[str, Any]] = {
     "vocab_size": ("vocab_size", 32000),
     "hidden_size": ("hidden_size", 4096),
@@ -108,19 +108,19 @@ class Architecture:
     """One `model_type`."""
 
     class_name: str
-    fixed: Mapping[str, Any]  # our options with the only value that the architecture has
+    fixed: Mapping[str, Any]  # our options that have only one value in this architecture
     options: Mapping[str, tuple[str, Any]]  # key of config.json -> our option, value if missing
     other_defaults: Mapping[str, Any] = field(default_factory=dict)
     constants: Mapping[str, Any] = field(default_factory=dict)  # other keys -> the only value we can express
 
     @property
     def keys(self) -> dict[str, str]:
-        """Key of config.json -> our option."""
+        """Map keys of config.json to our options."""
         return {key: option for key, (option, _) in self.options.items()}
 
     @property
     def defaults(self) -> dict[str, Any]:
-        """Key of config.json -> value if missing; includes keys that are not one option."""
+        """Map keys of config.json to values if missing; includes keys that are not a single option."""
         return {key: default for key, (_, default) in self.options.items()} | dict(self.other_defaults)
 
 
@@ -183,7 +183,7 @@ class Biases(NamedTuple):
 
 
 def biases_of(architecture: str, model: ModelConfig) -> Biases:
-    """Return the biases of a model exported as this architecture: the model's own, plus biases written as zeros."""
+    """Return the biases of a model exported as this architecture: its own, plus biases written as zeros."""
     ours = Biases(model.add_qkv_biases, model.add_linear_biases, model.add_mlp_biases)
     attention = ours.qkv or ours.output
     if architecture in ("llama", "qwen3"):
@@ -202,7 +202,7 @@ def check_exportable(model: ModelConfig, model_type: str | None = None) -> str:
         model_type: the requested one; None: any.
 
     Raises:
-        UsageError: if none can express the model; lists the flags that each would need.
+        UsageError: if no architecture can express the model; lists the flags that each would need.
     """
     needs = {architecture: _needs(architecture, model) for architecture in ARCHITECTURES}
     if model_type is not None:
@@ -224,9 +224,9 @@ def check_exportable(model: ModelConfig, model_type: str | None = None) -> str:
 
 
 def check_exports(config: Config) -> None:
-    """Refuse a resolved configuration whose exports cannot express its model.
+    """Reject a resolved configuration whose exports cannot express its model.
 
-    Check --export_model_type even without exports, because checkpoints keep it for a later conversion.
+    Checks --export_model_type even without exports, because checkpoints store it for later conversions.
 
     Raises:
         UsageError: as `check_exportable`.
@@ -238,7 +238,7 @@ def check_exports(config: Config) -> None:
 
 
 def _needs(architecture: str, model: ModelConfig) -> list[str]:
-    """List the flags that the model would have to change, with the values needed."""
+    """List the flags that the model would have to change, with the required values."""
     needs = []
     for name, value in ARCHITECTURES[architecture].fixed.items():
         actual = getattr(model, name)

@@ -1,8 +1,8 @@
 """Write a checkpoint or a Hugging Face folder from a `WeightSource`, with one tensor in memory at a time.
 
-A checkpoint made from a Hugging Face folder has only weights, in fp32, at iteration 0: a run resumes it with fresh
-moments. A checkpoint made from another one keeps its iteration, moments, averages and run state. With averages as the
-weights, it drops moments and state, which belong to other weights.
+A checkpoint converted from a Hugging Face folder has only fp32 weights, at iteration 0: a run resumes it with fresh
+moments. One converted from a checkpoint keeps its iteration, moments, averages and run state. If averages become the
+weights, moments and state are dropped, because they belong to other weights.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ def described_config(source: WeightSource, dtype: str) -> Config:
 def write_huggingface(
     folder: Path, source: WeightSource, shapes: Shapes, config: Config, limit_bytes: int, tokenizer_file: Path | None
 ) -> FilePlan:
-    """Write a new Hugging Face folder in the --export_dtype of `config`, from a source that has been checked.
+    """Write a new Hugging Face folder in the --export_dtype of `config`, from a checked source.
 
     Without a tokenizer, copy the special tokens of a Hugging Face source.
 
@@ -70,7 +70,7 @@ def write_huggingface(
 
 
 def _special_tokens(source: WeightSource) -> dict[str, int | None]:
-    """Return the special tokens in the config.json of a source."""
+    """Return the special tokens in a source's config.json."""
     if isinstance(source, CheckpointSource):
         return {}
     content = folder_kind.read_object(source.folder, folder_kind.CONFIG_NAME)
@@ -87,7 +87,7 @@ def read_whole(source: WeightSource, name: str, shape: tuple[int, ...]) -> Tenso
 def write_checkpoint(folder: Path, source: WeightSource, shapes: Shapes, config: Config, limit_bytes: int) -> Manifest:
     """Write a new checkpoint in files of at most `limit_bytes`, cut like `export_folder.split`.
 
-    config: the options of the run, for a source without any.
+    config: the run's options, for a source without any.
 
     Raises:
         OSError: if it cannot be written.
@@ -125,7 +125,7 @@ def write_checkpoint(folder: Path, source: WeightSource, shapes: Shapes, config:
 
 
 def _tensors(source: WeightSource, kept: CheckpointSource | None, shapes: Shapes) -> Iterator[files.TensorToWrite]:
-    """Yield the tensors "parameter/kind" of a checkpoint. `kept`: the source, if its moments and averages are kept."""
+    """Yield the tensors "parameter/kind" of a checkpoint. kept: the source, if its moments and averages are copied."""
     for name, shape in shapes:
         if kept is None:
             read = functools.partial(read_whole, source, name, shape)

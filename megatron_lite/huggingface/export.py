@@ -1,7 +1,7 @@
-"""Exports: folders that `transformers.AutoModelForCausalLM.from_pretrained` loads.
+"""Exports: folders for `transformers.AutoModelForCausalLM.from_pretrained`.
 
-Parameters arrive one at a time on every rank, and rank 0 writes each to its place (`export_folder`). A folder appears
-under its final name only when it is complete.
+All ranks gather one parameter at a time, and rank 0 writes it to its place (`export_folder`). A folder gets its final
+name only when it is complete.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from megatron_lite.zero.flat_shard import FlatShard
     from megatron_lite.zero.multi_stage import MultiStage
 
-# Ranks wait for rank 0 after this many bytes, or the next gather could time out while a slow disk catches up.
+# Ranks wait for rank 0 after this many bytes; otherwise the next gather could time out while a slow disk catches up.
 AGREE_BYTES = 2**28
 WINDOW_NUMEL = 2**24  # fp32 elements gathered at a time on every rank: 64 MiB
 
@@ -37,7 +37,7 @@ def export_weights(model: MultiStage, config: Config, distributed: Distributed) 
     """Yield (name, full weight), trained or averaged, for `save_huggingface`; every rank must iterate to the end.
 
     In the training dtype these are the weights that the model computes with. For another --export_dtype they come from
-    the fp32 masters (or averages), so that they are rounded once.
+    the fp32 masters (or averages), to be rounded once.
     """
     averaged, training_dtype = config.training.export_weights == "average", config.distributed.training_dtype
     if training_dtype not in ("fp32", config.training.export_dtype or training_dtype):
@@ -52,10 +52,10 @@ def export_weights(model: MultiStage, config: Config, distributed: Distributed) 
 def master_weights(model: MultiStage, distributed: Distributed, average: bool = False) -> Iterator[tuple[str, Tensor]]:
     """Yield (name, full fp32 weight) gathered from the master shards, on the host of rank 0; other ranks get (0,).
 
-    Every rank must iterate to the end. A tensor is valid until the next one is requested. Rank 0 holds the largest flat
-    range of a stage, which it assembles from a window of every shard at a time: no device needs more memory than that.
+    Every rank must iterate to the end. A tensor is valid until the next one is requested. Rank 0 assembles one stage's
+    flat range at a time, in host memory, from windows of all shards; devices hold one window of each at a time.
 
-    average: yield running averages, where a parameter has one.
+    average: yield running averages, for parameters that have one.
     """
     for _, part in model.parts():
         ranges = _gather(part, distributed, average)
@@ -65,7 +65,7 @@ def master_weights(model: MultiStage, distributed: Distributed, average: bool = 
 
 
 def _gather(part: FlatShard, distributed: Distributed, average: bool) -> Tensor:
-    """Return the flat ranges of all tensor-parallel ranks, (ranks, numel), on the host of rank 0; (1, 0) elsewhere."""
+    """Return all tensor-parallel ranks' flat ranges, (ranks, numel), on the host of rank 0; (1, 0) elsewhere."""
     world_size, shard_numel = distributed.world_size, part.layout.shard_numel
     ranks = world_size // part.layout.world_size
     whole = torch.empty((ranks, part.layout.numel) if distributed.rank == 0 else (1, 0))
@@ -81,7 +81,7 @@ def _gather(part: FlatShard, distributed: Distributed, average: bool) -> Tensor:
             gathered[0, : end - start] = own
         if distributed.rank == 0:
             distributed.wait_for_device()
-            shards = whole.view(ranks, -1, shard_numel).transpose(0, 1)  # tensor-parallel ranks are next to each other
+            shards = whole.view(ranks, -1, shard_numel).transpose(0, 1)  # tensor-parallel ranks are adjacent
             shards[:, :, start:end].copy_(gathered[:, : end - start].view(-1, ranks, end - start))
     return whole
 
@@ -95,9 +95,9 @@ def save_huggingface(
     check: Callable[[], None] = lambda: None,
     trained: TrainingSummary | None = None,
 ) -> None:
-    """Write a Hugging Face folder, replacing an older one of that name; all ranks call this together.
+    """Write a Hugging Face folder, replacing an older one of the same name; all ranks call this together.
 
-    Rank 0 rounds to --export_dtype and writes. The bytes of the files do not depend on the order of the weights.
+    Rank 0 rounds to --export_dtype and writes. The files do not depend on the order of the weights.
 
     Args:
         weights: yields (parameter name, full weight) of the whole model, in the same order on every rank. The next
@@ -150,7 +150,7 @@ def _write_all(
     folder: ExportFolder | None,
     weights: Iterator[tuple[str, Tensor]],
 ) -> None:
-    """Let rank 0 write every weight. If it fails, all ranks raise at the next agreement. `num_bytes`: by name."""
+    """Write every weight on rank 0. If that fails, all ranks raise at the next agreement. `num_bytes`: by name."""
     failure: Exception | None = None
     waiting_bytes, total_bytes = 0, sum(num_bytes.values())
 

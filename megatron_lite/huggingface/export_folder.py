@@ -1,11 +1,11 @@
-"""Write a Hugging Face folder. Names and shapes determine the place of each tensor before any value is known.
+"""Write a Hugging Face folder. Names and shapes determine each tensor's place before any value is known.
 
-Values can therefore arrive in any order, with one parameter in memory at a time, and the bytes of the folder depend
-neither on the number of ranks nor on the ZeRO stage.
+Values can therefore arrive in any order, one parameter in memory at a time, and the folder's bytes depend neither on
+the number of ranks nor on the ZeRO stage.
 
-Files are cut like those of `save_pretrained` in transformers: tensors in the order of their names, a new file where the
-next tensor would exceed the limit, a separate file for a tensor above the limit, and one file without an index if
-everything fits. Files have mode 0666 and folders 0777, less the user's umask.
+Tensors are split into files as by `save_pretrained` in transformers: in name order, with a new file when the next
+tensor would exceed the limit, a separate file for a tensor above the limit, and a single file without an index if
+everything fits. Files have mode 0666 and folders 0777, minus the user's umask.
 """
 
 from __future__ import annotations
@@ -34,15 +34,15 @@ from megatron_lite.run.durable_files import sync_folder
 
 
 class TensorPlace(NamedTuple):
-    """The place of one of their tensors."""
+    """The place of a Hugging Face tensor."""
 
     file: int  # index
-    offset: int  # bytes from the start of the file's values
+    offset: int  # bytes after the start of the file's values
     shape: tuple[int, ...]
 
 
 class FilePlan:
-    """The files of an export: which of their tensors go where.
+    """The files of an export, and the place of each Hugging Face tensor in them.
 
     parameters: (name, shape) of ours. limit_bytes: for the tensors of one file.
 
@@ -76,7 +76,7 @@ class FilePlan:
         return f"model-{index + 1:05d}-of-{len(self.names):05d}.safetensors"
 
     def index(self) -> dict[str, Any] | None:
-        """Return the content of the index file; None if there is only one file of weights."""
+        """Return the content of the index file; None for a single file of weights."""
         if len(self.names) == 1:
             return None
         weight_map = {name: self.file_name(self.places[name].file) for name in sorted(self.places)}
@@ -84,7 +84,7 @@ class FilePlan:
 
 
 def split(sizes: Mapping[str, int], limit_bytes: int) -> list[list[str]]:
-    """Cut tensors, in order, into files of at most `limit_bytes`; a larger tensor gets a file of its own.
+    """Split tensors, in order, into files of at most `limit_bytes`; a larger tensor gets its own file.
 
     Source: `split_torch_state_dict_into_shards` of huggingface_hub.
     """
@@ -109,13 +109,13 @@ def _natural(name: str) -> list[tuple[int, str]]:
 
 
 class ExportFolder:
-    """A folder that is being written.
+    """A folder being written.
 
     `overflow` describes the first value that the dtype cannot hold, if any; after that nothing more is written, and the
     folder must not be published.
 
     Raises:
-        OSError: from the constructor and all methods, if something cannot be written.
+        OSError: from the constructor and all methods, if writing fails.
     """
 
     def __init__(self, folder: Path, plan: FilePlan) -> None:
@@ -138,7 +138,7 @@ class ExportFolder:
         return self.folder / self.plan.file_name(index)
 
     def write(self, name: str, values: Tensor) -> None:
-        """Write a full parameter of ours, on any device and of any dtype, rounding to nearest."""
+        """Write one of our full parameters, on any device and of any dtype, rounding to nearest."""
         assert name in self._missing, f"{name} is written twice, or is not a parameter"
         self._missing.discard(name)
         for their_name, parts in by_tensor(self.plan.pieces[name]).items():
@@ -174,9 +174,9 @@ class ExportFolder:
         special_tokens: Mapping[str, int | None] | None = None,
         trained: TrainingSummary | None = None,
     ) -> None:
-        """Add index, configuration, tokenizer and model card, and sync everything, so that the folder can be published.
+        """Add index, configuration, tokenizer and model card, and sync everything before publishing.
 
-        special_tokens: ids by their names in config.json; those of the tokenizer win. trained: for the card.
+        special_tokens: ids by config.json name; the tokenizer's take precedence. trained: for the card.
         """
         assert not self._missing, f"missing weights: {sorted(self._missing)[:5]}"
         assert not self.overflow, self.overflow
@@ -198,7 +198,7 @@ class ExportFolder:
 
 
 def their_tensor(values: Tensor, parts: Sequence[MappedRows]) -> Tensor:
-    """Assemble one of their tensors from rows of one parameter of ours: a view if possible, else a copy on the host."""
+    """Assemble a Hugging Face tensor from rows of our parameter: a view if possible, else a copy on the host."""
     first = parts[0]
     if len(parts) == 1:
         ours = values[first.first_row : first.first_row + first.rows]

@@ -1,8 +1,8 @@
 """The kind of weights in a folder: `huggingface` (config.json and safetensors files) or `distributed` (checkpoints).
 
-Everything else is refused by name, with a fix. A folder is untrusted input: its files may be links, as in the cache of
-the Hugging Face hub, but an index may only name files of the folder itself, the size of JSON is limited, and pickles
-are never opened. Every message begins with the folder. Imports no torch.
+Anything else is rejected by name, with a fix. A folder is untrusted input: its files may be links, as in the cache of
+the Hugging Face hub, but an index may only name files in the folder itself, JSON size is limited, and pickles are
+never opened. Every message begins with the folder. Imports no torch.
 """
 
 from __future__ import annotations
@@ -24,16 +24,16 @@ LIMIT_BYTES = {CONFIG_NAME: 2**22, INDEX_NAME: 2**26}
 _PICKLE = re.compile(r".*\.(bin|pt|pth|ckpt|pkl|pickle)(\.index\.json)?")
 _OTHER_FORMAT = re.compile(r".*\.(gguf|ggml|h5|msgpack|onnx|npz)|consolidated.*\.safetensors|params\.json")
 _PLAIN = re.compile(r"(?!\.)[A-Za-z0-9_.-]{1,200}\.safetensors")
-_SHOWN = 100  # most characters of a name in a message
+_SHOWN = 100  # characters of a name shown in a message
 
 
 def source_folders(folder: Path, kind: str | None = None) -> tuple[str, list[Path]]:
-    """Return which of KINDS a folder holds, and the folders to read: of several checkpoints, the newest first.
+    """Return which of KINDS a folder holds, and the folders to read: several checkpoints come newest first.
 
     kind: the expected one; None: any.
 
     Raises:
-        CheckpointError: if the folder cannot be read, or holds something else.
+        CheckpointError: if the folder cannot be read or holds something else.
     """
     names = _names(folder)
     try:
@@ -77,7 +77,7 @@ def _found(folder: Path, names: set[str]) -> tuple[str | None, list[Path]]:
 
 
 def _is_experiment(names: set[str]) -> bool:
-    """Return True for the names in an experiment directory, whose config.json is our own."""
+    """Whether these are the names in an experiment directory, whose config.json is our own."""
     return "runs" in names and bool(names & {"checkpoints", "exit.json"}) and not names & {WEIGHTS_NAME, INDEX_NAME}
 
 
@@ -106,7 +106,7 @@ def weight_files(folder: Path) -> tuple[list[str], dict[str, str]]:
     Like transformers, prefer model.safetensors to an index.
 
     Raises:
-        CheckpointError: if there are no weights, or the index is not usable.
+        CheckpointError: if there are no weights or the index is unusable.
     """
     names = _names(folder)
     if "adapter_config.json" in names:
@@ -152,7 +152,7 @@ def read_object(folder: Path, name: str) -> dict[str, Any]:
     """Read a JSON object from a regular file of at most `LIMIT_BYTES[name]`.
 
     Raises:
-        CheckpointError: if it is anything else.
+        CheckpointError: if the file is anything else.
     """
     try:
         values = parse_json(read_bytes(folder / name, LIMIT_BYTES[name], follow_links=True))

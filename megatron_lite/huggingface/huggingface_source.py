@@ -24,7 +24,7 @@ from megatron_lite.huggingface.weight_source import WeightSource
 from megatron_lite.parameter import DTYPES, SAFETENSORS_NAMES
 from megatron_lite.tiles import Tile, overlaps, rectangles
 
-# Dtypes that can become weights. Files may hold other tensors: masks, counters.
+# Dtypes that can become weights. Files may also hold masks and counters.
 FLOATING = {"F64": torch.float64} | {name: dtype for dtype, name in SAFETENSORS_NAMES.items()}
 _HEAD = "lm_head.weight"
 _EMBEDDING = "embedding.word.weight"  # ours
@@ -34,7 +34,7 @@ class StoredTensor(NamedTuple):
     """The place of a tensor in a folder."""
 
     file: str
-    offset: int  # of its first byte in the file
+    offset: int  # of the first byte in the file
     num_bytes: int
     dtype: str  # as in the header
     shape: tuple[int, ...]
@@ -61,11 +61,11 @@ class HuggingFaceSource(WeightSource):
         self.description = f"a Hugging Face folder, {self.model_type}"
         found = {FLOATING[tensor.dtype] for tensor in self._tensors.values() if tensor.dtype in FLOATING}
         self.dtype = next((name for name, dtype in DTYPES.items() if found == {dtype}), "fp32")  # of all tensors
-        self._pieces: dict[str, tuple[list[MappedRows], int]] = {}  # of our parameters, with the elements in a row
+        self._pieces: dict[str, tuple[list[MappedRows], int]] = {}  # by our parameter, with the elements per row
         self._tied_copy: StoredTensor | None = None
 
     def _named(self, names: list[str], index: dict[str, str]) -> dict[str, StoredTensor]:
-        """Return all tensors except buffers, by the full names of the architecture."""
+        """Return all tensors except buffers by the architecture's full names."""
         tensors: dict[str, StoredTensor] = {}
         for file in names:
             header = read_header(self.folder, file)
@@ -104,7 +104,7 @@ class HuggingFaceSource(WeightSource):
         self._refuse(list(dict.fromkeys(problems)), "download the folder again, or check the flags of the model")
 
     def _problems(self, piece: MappedRows) -> list[str]:
-        """List the problems of the tensor that holds a piece."""
+        """List the problems of a piece's tensor."""
         tensor = self._tensors.get(piece.name)
         if tensor is None:
             return [f"{piece.name} is missing"]
@@ -116,7 +116,7 @@ class HuggingFaceSource(WeightSource):
         return []
 
     def _tie(self, found: tuple[list[MappedRows], int] | None) -> list[str]:
-        """Check that a stored head can be a copy of the tied embedding; `verify` compares the values."""
+        """Check that a stored head may be a copy of the tied embedding; `verify` compares values."""
         embedding = self._tensors.get(found[0][0].name) if found else None
         self._tied_copy = self._tensors[_HEAD]
         if embedding is None or (self._tied_copy.shape, self._tied_copy.dtype) == (embedding.shape, embedding.dtype):
@@ -124,7 +124,7 @@ class HuggingFaceSource(WeightSource):
         return [f"{_HEAD} is not a copy of the embedding, although the model ties them"]
 
     def damage(self, rank: int = 0, world_size: int = 1) -> str | None:
-        """See `WeightSource.damage`. Files have no checksums, but a copy of a tied head must equal the embedding."""
+        """See `WeightSource.damage`. Files have no checksums, but the copy of a tied head must equal the embedding."""
         if self._tied_copy is None:
             return None
         (first, *_), _ = self._pieces[_EMBEDDING]
@@ -154,7 +154,7 @@ class HuggingFaceSource(WeightSource):
             target.copy_(values - plus)
 
     def _read_piece(self, piece: MappedRows, width: int, wanted: Tile, target: Tensor) -> None:
-        """Fill `target` with the elements of a tile that lie in a piece."""
+        """Fill `target` with a tile's elements in a piece."""
         tensor, first, numel = self._tensors[piece.name], piece.first_row * width, piece.rows * width
         dtype = FLOATING[tensor.dtype]
         offset = tensor.offset + piece.their_first_row * width * dtype.itemsize
@@ -165,7 +165,7 @@ class HuggingFaceSource(WeightSource):
     def _read_transposed(self, piece: MappedRows, width: int, wanted: Tile, target: Tensor) -> None:
         """Do the same for a piece whose tensor is stored transposed, (width, rows), as in GPT-2.
 
-        Read a few stored rows at a time and copy the columns needed: a rank reads the whole tensor for its share.
+        Reads a few stored rows at a time and copies the needed columns: every rank reads the whole tensor.
         """
         assert not piece.plus, piece
         tensor = self._tensors[piece.name]
@@ -193,10 +193,10 @@ class HuggingFaceSource(WeightSource):
 
 
 def read_header(folder: Path, name: str) -> dict[str, StoredTensor]:
-    """Return the tensors of an untrusted file by name.
+    """Return an untrusted file's tensors by name.
 
     The safetensors library checks the file: a length, a JSON header, and values that cover the rest of the file without
-    gaps or overlaps (https://github.com/huggingface/safetensors). The rest is what it accepts or does not return.
+    gaps or overlaps (https://github.com/huggingface/safetensors). This function checks what the library does not.
 
     Raises:
         DamagedError: if it is not a complete safetensors file.

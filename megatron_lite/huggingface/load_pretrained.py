@@ -28,11 +28,11 @@ FLAG = "--pretrained_checkpoint_path"
 def open_pretrained(
     config: Config, shapes: Mapping[str, tuple[int, ...]], distributed: Distributed, report: Callable[[str], None]
 ) -> WeightSource:
-    """Open and check the source given by the flags; all ranks call this together, before memory is allocated.
+    """Open and check the source named by the flags; all ranks call this together, before memory is allocated.
 
     Args:
-        shapes: shapes of the model's parameters.
-        report: gets a line for each newer checkpoint that is damaged.
+        shapes: of the model's parameters.
+        report: called with a line for each newer, damaged checkpoint.
 
     Raises:
         CheckpointError: on every rank, if the source cannot be used or does not fit the model.
@@ -67,7 +67,7 @@ def open_pretrained(
 def _open_and_look(
     path: Path, kind: str, config: Config, shapes: Mapping[str, tuple[int, ...]], distributed: Distributed
 ) -> tuple[WeightSource | None, str | None]:
-    """Return the source, None if its manifest is damaged, and the damage that this rank found, if any."""
+    """Return the source, or None if its manifest is damaged, and the damage that this rank found, if any."""
     try:
         source = open_one(path, kind, config.model, state=config.source.load_pretrained_optimizer)
     except DamagedError as error:
@@ -86,7 +86,7 @@ def _open_and_look(
 
 
 def _together(distributed: Distributed, action: Callable[[], T]) -> T:
-    """Run an action on all ranks, and name the flag in its errors."""
+    """Run an action on all ranks, naming the flag in its errors."""
 
     def named() -> T:
         try:
@@ -100,10 +100,10 @@ def _together(distributed: Distributed, action: Callable[[], T]) -> T:
 def load_weights(
     source: WeightSource, model: MultiStage, distributed: Distributed, missing: frozenset[str] = frozenset()
 ) -> None:
-    """Fill the weight shards one after the other; padding becomes zero, and what the source lacks stays as it is.
+    """Fill the weight shards one by one; padding becomes zero, and parameters that the source lacks do not change.
 
     Raises:
-        CheckpointError: on every rank, if a file can no longer be read, or holds a number that is not finite.
+        CheckpointError: on every rank, if a file can no longer be read or holds a value that is not finite.
     """
 
     def fill() -> None:
@@ -125,7 +125,7 @@ def load_weights(
 
 
 def partly(source: WeightSource, model: MultiStage) -> tuple[frozenset[str], str | None]:
-    """Return the model's parameters that a source lacks, and a line that names these and the source's others."""
+    """Return the model's parameters that a source lacks, and a line that names these and the source's unused ones."""
     if not isinstance(source, CheckpointSource):
         return frozenset(), None
     ours = [slot.spec.name for _, part in model.parts() for slot in part.layout.slots]
@@ -147,7 +147,7 @@ def load_moments(
         The rest of the optimizer state, for `Optimizer.load_rule`, and a line about the moments that stay zero, if any.
 
     Raises:
-        CheckpointError: on every rank, if no moments can be used, or a file can no longer be read.
+        CheckpointError: on every rank, if no moments can be used or a file can no longer be read.
     """
     assert isinstance(source, CheckpointSource), "open_pretrained refuses other sources"
     content = source.content

@@ -1,7 +1,7 @@
-"""README.md of an export: the model, the data by name, the training and its command, as far as they are known.
+"""README.md of an export: the model, the data by name, the training and its command, as far as known.
 
-The license is left to whoever publishes the model. The card holds neither folders nor secrets: of a path it names the
-last part only, and of options with private paths nothing.
+The license is left to whoever publishes the model. The card contains no folders or secrets: it names only the last part
+of a path, and omits options with private paths.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from megatron_lite.config.values import FLAGS, written
 from megatron_lite.schedules.batch_size import consumed_tokens
 
 FILE_NAME = "README.md"
-# Areas whose options describe the training; those of the others say where and how it ran, which changes no card.
+# Areas whose options describe the training; those of other areas say where and how it ran and are left out.
 AREAS = ("model", "learning_rate", "optimizer", "averaging", "training")
 PRIVATE = ("path", "dir", "file", "script", "env", "folder", "prompts")  # in the names of options with paths
 TEXT = """\
@@ -61,7 +61,7 @@ def model_card(config: Config, model_type: str, parameters: int, trained: Traini
     """Return the text of README.md.
 
     Args:
-        config: resolved; only its model counts if `trained` is None, as for weights of unknown origin.
+        config: resolved; only its model is used if `trained` is None, as for weights of unknown origin.
         model_type: the architecture's name in transformers.
     """
     return TEXT.format(
@@ -101,7 +101,7 @@ def _training(config: Config, trained: TrainingSummary) -> Iterator[str]:
 
 
 def _data_names(config: Config) -> Iterator[str]:
-    """Yield the last part of each path, with its share of a blend."""
+    """Yield the last part of each path, with its weight in a blend."""
     paths = weighted_paths(config.data.data_path)
     for weight, path in paths:
         yield f"`{_plain(PurePath(path).name)}`" + (f" ({weight:.1%})" if len(paths) > 1 else "")
@@ -126,7 +126,7 @@ def _table(rows: Iterator[tuple[str, str]]) -> str:
 
 
 def _plain(text: str) -> str:
-    """Return a name without characters that Markdown, YAML or a terminal would take for more than text."""
+    """Return a name without characters that are special in Markdown, YAML or a terminal."""
     return "".join(letter if letter.isprintable() and letter not in "`|<>\\" else "?" for letter in text)[:200]
 
 

@@ -1,7 +1,7 @@
 """The model that a folder of pretrained weights describes: config.json or our manifest -> values of `ModelConfig`.
 
 `read_config.model_values` translates config.json. This module checks values against the types, bounds and rules of our
-options, because a file deserves no more trust than a command line. Imports no torch.
+options, because files deserve no more trust than a command line. Imports no torch.
 """
 
 from __future__ import annotations
@@ -22,10 +22,10 @@ MODEL_OPTIONS = tuple(field.name for field in dataclasses.fields(ModelConfig))
 
 
 def hugging_face_values(folder: Path) -> tuple[dict[str, Any], str]:
-    """Return the model options that config.json states, unresolved, and its model_type.
+    """Return the model options in config.json, unresolved, and its model_type.
 
     Raises:
-        CheckpointError: if it cannot be read, or has keys or values that this program does not support.
+        CheckpointError: if it cannot be read or has unsupported keys or values.
     """
     content = folder_kind.read_object(folder, folder_kind.CONFIG_NAME)
     try:
@@ -35,7 +35,7 @@ def hugging_face_values(folder: Path) -> tuple[dict[str, Any], str]:
 
 
 def checkpoint_values(config: dict[str, Any], where: str) -> dict[str, Any]:
-    """Return the model options in the flat configuration of a manifest, which has checked their values.
+    """Return the model options in a manifest's flat configuration, whose values are already checked.
 
     Raises:
         CheckpointError: if it has options that this version does not know.

@@ -1,4 +1,4 @@
-"""Open the weights in a folder: a Hugging Face model, one of our checkpoints, or the newest good one of several."""
+"""Open the weights in a folder: a Hugging Face model, or the newest good one of our checkpoints."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ def open_one(
     """Open exactly this folder; see `open_source`.
 
     Raises:
-        DamagedError: if it is a damaged checkpoint of ours.
+        DamagedError: if the folder is a damaged checkpoint.
         CheckpointError: if it cannot be used.
     """
     if kind == "distributed":
@@ -36,17 +36,17 @@ def open_source(
     whole: bool = False,
     state: bool = False,
 ) -> WeightSource:
-    """Open a Hugging Face folder, a checkpoint of ours, or the newest good one in a folder of checkpoints.
+    """Open a Hugging Face folder, a checkpoint, or the newest good one in a folder of checkpoints.
 
     Args:
         kind: one of folder_kind.KINDS; None: whichever the folder holds.
         model: the resolved model to fill; None: the model that the files describe.
-        weights: raw, or average: the running averages in a checkpoint of ours.
-        whole: of several checkpoints, read the values too: a damaged one is skipped with a warning, as on resume.
-        state: moments and averages will be read, not only weights; see `CheckpointSource`.
+        weights: raw, or average: the running averages in a checkpoint.
+        whole: with several checkpoints, also read the values: damaged ones are skipped with a warning, as on resume.
+        state: moments and averages will also be read; see `CheckpointSource`.
 
     Raises:
-        CheckpointError: if there is none; says what to do.
+        CheckpointError: if there is none; suggests a fix.
     """
     found, paths = source_folders(folder, kind)
     problems = []

@@ -1,7 +1,7 @@
 """config.json of a Hugging Face model -> values of our options. Imports no torch.
 
-Every key must be known: it is an option of ours, must have the only value that we can compute with, or has no effect on
-the model. Any other key is refused by name, because it could change the model.
+Every key must be known: it maps to one of our options, must have the only value that we support, or has no effect on
+the model. Any other key is rejected by name, because it could change the model.
 """
 
 from __future__ import annotations
@@ -24,8 +24,8 @@ _CONSTANTS: dict[str, tuple[Any, ...]] = {
     "pruned_heads": ({}, None),
     "partial_rotary_factor": (1.0, None),
 }
-# Keys without effect on the model: its origin, the precision of its files, tokens, generation settings, labels of
-# classifiers, and keys that older versions of transformers wrote into every file.
+# Keys without effect on the model: origin, precision of the files, tokens, generation settings, classifier labels, and
+# keys that older versions of transformers wrote into every file.
 _MEANINGLESS = frozenset(
     """
     architectures model_type _name_or_path name_or_path transformers_version _commit_hash dtype torch_dtype
@@ -59,9 +59,9 @@ _WINDOW_KEYS = ("use_sliding_window", "sliding_window", "max_window_layers", "la
 
 
 def model_values(content: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the options of a config.json: architecture, dropouts and initialization.
+    """Return the options in a config.json: architecture, dropouts and initialization.
 
-    `None` is a value: no window, no such parameter of the rotary frequencies.
+    None is a value: no window, or no such rotary parameter.
 
     Raises:
         CheckpointError: names each key that is unknown or has a value that our options cannot express.
@@ -83,7 +83,7 @@ def model_values(content: Mapping[str, Any]) -> dict[str, Any]:
 
 
 class _Reading:
-    """A config.json, with the keys used and the problems found so far."""
+    """A config.json, with the keys used and problems found so far."""
 
     def __init__(self, name: str, content: Mapping[str, Any]) -> None:
         self.name, self.content, self.architecture = name, content, ARCHITECTURES[name]
@@ -91,7 +91,7 @@ class _Reading:
         self.problems: list[str] = []
 
     def get(self, key: str) -> Any:
-        """Return the value of a key or of its second name, else the default of transformers."""
+        """Return the value of a key or its second name, or the default of transformers."""
         self.used.add(key)
         value = self.content.get(key, self.architecture.defaults.get(key))
         second = _SECOND_NAMES.get(key)
@@ -130,7 +130,7 @@ class _Reading:
             self.problems.append(f"activation {shown(activation)} is not known; known: {', '.join(ACTIVATIONS)}")
             activation = "silu"
         values["activation_type"] = ACTIVATIONS[activation]
-        # A choice of precision, which transformers leaves open unless the key is true.
+        # Only a choice of precision, which transformers leaves open unless the key is true.
         if not values.get("attention_softmax_in_fp32", True):
             del values["attention_softmax_in_fp32"]
         return values
@@ -163,7 +163,7 @@ class _Reading:
         return {"add_linear_biases": other, "add_qkv_biases": qkv, "add_mlp_biases": other}
 
     def window(self) -> int | None:
-        """Return the window of all layers; refuse a window in only some of them."""
+        """Return the window of all layers; reject a window in only some."""
         if "sliding_window" not in self.architecture.defaults:
             return None
         window = self.get("sliding_window")
@@ -197,7 +197,7 @@ class _Reading:
         return types.count("sliding_attention")
 
     def refuse_other_keys(self) -> None:
-        """Report unknown keys, and constants with another value."""
+        """Report unknown keys and constants with other values."""
         constants = {**_CONSTANTS, **{key: (value,) for key, value in self.architecture.constants.items()}}
         for key, value in self.content.items():
             if key in self.used or key in _MEANINGLESS:

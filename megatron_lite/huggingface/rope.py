@@ -10,7 +10,7 @@ from megatron_lite.config.values import LARGEST_INTEGER
 from megatron_lite.huggingface.architectures import shown
 
 KEYS = ("rope_theta", "rope_scaling", "rope_parameters")
-# Names in rope_parameters; ours begin with rope_. Only some types use these options; they are None with the others.
+# Names in rope_parameters; ours begin with rope_. Types that do not use an option have None.
 _NAMES = (
     "factor low_freq_factor high_freq_factor original_max_position_embeddings beta_fast beta_slow attention_factor "
     "mscale mscale_all_dim truncate"
@@ -30,7 +30,7 @@ def read(content: Mapping[str, Any], max_position_embeddings: Any) -> tuple[dict
     """Return the options of rotary positions, and a list of problems.
 
     As in transformers 5, rope_scaling takes precedence over rope_parameters, and a base in either over rope_theta.
-    Values stated twice must agree, because another version of transformers would take the other one.
+    Values given twice must agree, because another version of transformers would use the other one.
     """
     found: list[dict[str, Any]] = []
     problems: list[str] = []

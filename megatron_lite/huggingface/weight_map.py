@@ -1,4 +1,4 @@
-"""The place of every row of our parameters in the tensors of a Hugging Face model: one table for both directions.
+"""Where each row of our parameters is in the tensors of a Hugging Face model: one table for both directions.
 
 Ours            GPT-2, GPTBigCode              the others
 q, k, v rows    one tensor (GPTBigCode with    three tensors
@@ -25,7 +25,7 @@ from megatron_lite.model.gpt import build_gpt, shapes_of
 
 @dataclass(frozen=True)
 class MappedRows:
-    """Some rows of one of our parameters, and their place:
+    """Rows of one of our parameters, and their place:
 
         theirs[their_first_row : their_first_row + rows] = ours[first_row : first_row + rows] + plus
 
@@ -42,15 +42,15 @@ class MappedRows:
 
 
 class Constant(NamedTuple):
-    """One of their tensors that no parameter of ours fills: every element is `value`."""
+    """A Hugging Face tensor that none of our parameters fills: every element is `value`."""
 
     name: str
     shape: tuple[int, ...]
     value: float
 
 
-# Columns: our module, that of GPT-2 and GPTBigCode, that of the other architectures ("-": none). The second part is
-# inside a block.
+# Columns: our module, GPT-2's and GPTBigCode's, and that of the other architectures ("-": none). The second part of the
+# table is inside a block.
 _TABLE = """
     embedding.word             transformer.wte   model.embed_tokens
     embedding.position         transformer.wpe   -
@@ -76,7 +76,7 @@ _BUFFERS = (".attn.bias", ".attn.masked_bias", ".rotary_emb.inv_freq")
 
 
 def pieces(name: str, shape: tuple[int, ...], architecture: str, model: ModelConfig) -> list[MappedRows]:
-    """Split one of our parameters into pieces, in order, which together hold all its rows.
+    """Split one of our parameters into pieces, in order, that cover its rows.
 
     Raises:
         KeyError: if the architecture has no such parameter.
@@ -99,7 +99,7 @@ def pieces(name: str, shape: tuple[int, ...], architecture: str, model: ModelCon
 
 
 def by_tensor(found: Iterable[MappedRows]) -> dict[str, list[MappedRows]]:
-    """Group pieces by the names of their tensors."""
+    """Group pieces by tensor name."""
     tensors: dict[str, list[MappedRows]] = {}
     for piece in found:
         tensors.setdefault(piece.name, []).append(piece)
@@ -133,9 +133,9 @@ def _query_key_value(architecture: str, model: ModelConfig) -> Iterator[tuple[st
 
 
 def constants(architecture: str, model: ModelConfig) -> Iterator[Constant]:
-    """Yield the tensors of the architecture that no parameter of the model fills.
+    """Yield the architecture's tensors that no parameter of the model fills.
 
-    Weights of norms are ones and biases are zeros, which is exact: a norm times 1, a product plus 0.
+    Norm weights are ones and biases are zeros, which is exact.
     """
     qkv, output, mlp = biases_of(architecture, model)
     theirs = dataclasses.replace(
@@ -150,7 +150,7 @@ def constants(architecture: str, model: ModelConfig) -> Iterator[Constant]:
 
 
 def known_name(name: str, architecture: str, model: ModelConfig) -> str | None:
-    """Return the name that `pieces` has for a tensor of a file; None if it is not a weight of the model.
+    """Return the name that `pieces` uses for a tensor in a file; None if the tensor is not a weight.
 
     Files of a model without its head, such as the original GPT-2, omit the first part of every name. Buffers, and the
     head of a model that ties it to the embedding, are not weights.

@@ -1,6 +1,6 @@
-"""Weights of a model in files, read slice by slice: a rank reads only its shards, a converter one parameter at a time.
+"""Model weights in files, read slice by slice: a rank reads only its shards, a converter one parameter at a time.
 
-A source knows the place of each element of our parameters in its files, and holds one chunk of a file in memory.
+A source knows where its files hold each element of our parameters, and has one chunk in memory at a time.
 """
 
 from __future__ import annotations
@@ -28,17 +28,17 @@ ADVICE = "restore it or download it again"
 
 
 class WeightSource(contextlib.AbstractContextManager["WeightSource"]):
-    """Weights of a model in a folder.
+    """A model's weights in a folder.
 
     Call `check` with the shapes of the model's parameters first, then `read`; `verify` looks for damage.
     """
 
     kind: str  # one of folder_kind.KINDS
     model: ModelConfig  # the resolved model that the files describe
-    iteration: int | None = None  # of a checkpoint of ours
+    iteration: int | None = None  # of our checkpoints
     model_type: str | None  # its Hugging Face architecture, or the requested one for exports; None: any
     description: str  # a few words for the log
-    dtype: str  # fp32, bf16 or fp16: what the weights are meant to be used in
+    dtype: str  # fp32, bf16 or fp16: the dtype intended for use
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
@@ -49,18 +49,18 @@ class WeightSource(contextlib.AbstractContextManager["WeightSource"]):
         """Check that the files hold exactly the weights of a model with these parameters.
 
         Raises:
-            CheckpointError: names what is missing, left over or of another shape.
+            CheckpointError: names missing, unexpected and misshapen parameters.
         """
 
     @abc.abstractmethod
     def damage(self, rank: int = 0, world_size: int = 1) -> str | None:
-        """Return the damage inside this rank's share of the values to read, if any. Call `check` first."""
+        """Return any damage in this rank's share of the values to read. Call `check` first."""
 
     def verify(self) -> None:
-        """Check the files for damage, reading the values once.
+        """Check the files for damage, reading all values once.
 
         Raises:
-            CheckpointError: for damage.
+            CheckpointError: if there is any.
         """
         if (problem := self.damage()) is not None:
             raise CheckpointError(f"{self.folder}: {problem}; {ADVICE}")
@@ -74,13 +74,13 @@ class WeightSource(contextlib.AbstractContextManager["WeightSource"]):
         self.read_tile(name, Tile.run(first, target.numel()), target)
 
     def read_tile(self, name: str, tile: Tile, target: Tensor) -> None:
-        """Do the same for any tile of a parameter."""
+        """Like `read`, for any tile of a parameter."""
         with self._reported():
             self._read(name, tile, target)
 
     @abc.abstractmethod
     def _read(self, name: str, tile: Tile, target: Tensor) -> None:
-        """Do the work of `read_tile`; may raise OSError and DamagedError."""
+        """Implement `read_tile`; may raise OSError and DamagedError."""
 
     def close(self) -> None:
         self._files.close()
@@ -90,7 +90,7 @@ class WeightSource(contextlib.AbstractContextManager["WeightSource"]):
 
     @contextlib.contextmanager
     def _reported(self) -> Iterator[None]:
-        """Turn errors of files into a CheckpointError of one line."""
+        """Convert file errors to a one-line CheckpointError."""
         try:
             yield
         except DamagedError as error:
@@ -100,7 +100,7 @@ class WeightSource(contextlib.AbstractContextManager["WeightSource"]):
             raise CheckpointError(f"{self.folder}: {name}: {reason(error)}; {ADVICE}") from None
 
     def _refuse(self, problems: list[str], fix: str) -> None:
-        """Raise one line for all problems, if there are any."""
+        """Raise a one-line error for all problems, if any."""
         if problems:
             raise CheckpointError(f"{self.folder}: does not fit the model: {shorten(problems)}; {fix}")
 
@@ -108,11 +108,11 @@ class WeightSource(contextlib.AbstractContextManager["WeightSource"]):
 class CheckpointSource(WeightSource):
     """One of our checkpoints. With `average`, reads running averages instead of weights, except of frozen parameters.
 
-    state: `damage` also looks at the moments and averages, for `read_state`.
+    state: `damage` also checks moments and averages, for `read_state`.
 
     Raises:
-        DamagedError: if its manifest is not usable, or a file is missing or of another size.
-        CheckpointError: if it has options that this version does not know, or no averages.
+        DamagedError: if the manifest is unusable, or a file is missing or has another size.
+        CheckpointError: if it has options unknown to this version, or lacks averages.
     """
 
     kind = "distributed"
@@ -132,13 +132,13 @@ class CheckpointSource(WeightSource):
             raise CheckpointError(f"{folder}: it holds no averaged weights (it was trained without --ema_type)")
 
     def check(self, shapes: Mapping[str, tuple[int, ...]], partial: bool = False) -> None:
-        """See `WeightSource.check`. partial: other parameters of the checkpoint do not count."""
+        """See `WeightSource.check`. partial: ignore the checkpoint's other parameters."""
         self._refuse(
             self.content.misfits(shapes, partial), "give the flags it was trained with, or no flags of the model"
         )
 
     def damage(self, rank: int = 0, world_size: int = 1) -> str | None:
-        """See `WeightSource.damage`. Reads only the blocks to be used, and nothing if the share is known to be good."""
+        """See `WeightSource.damage`. Reads only the blocks to be used, or nothing if the share is already verified."""
         if self._good_share == (rank, world_size):
             return None
         parameters = dict(self.content.parameters)

@@ -1,4 +1,4 @@
-"""config.json of a model that is exported. Imports no torch."""
+"""config.json of an exported model. Imports no torch."""
 
 from __future__ import annotations
 
@@ -11,13 +11,13 @@ from megatron_lite.huggingface.architectures import ACTIVATIONS, ARCHITECTURES, 
 
 
 def hugging_face_config(config: Config, special_tokens: dict[str, int | None]) -> dict[str, Any]:
-    """Return config.json for a resolved config.
+    """Return config.json for a resolved configuration.
 
-    Write both spellings of the dtype and of rotary positions: transformers 5 reads `dtype` and `rope_parameters`, older
+    Has both spellings of the dtype and of rotary positions: transformers 5 reads `dtype` and `rope_parameters`, older
     versions `torch_dtype`, `rope_theta` and `rope_scaling`.
 
     Args:
-        special_tokens: bos_token_id and eos_token_id, None where unknown.
+        special_tokens: bos_token_id and eos_token_id; None: unknown.
 
     Raises:
         UsageError: if no architecture can express the model.
@@ -45,7 +45,7 @@ def hugging_face_config(config: Config, special_tokens: dict[str, int | None]) -
     if name == "gpt_bigcode":
         content["multi_query"] = model.head_groups == 1
     if architecture.fixed["use_rotary_embeddings"]:
-        # Learned positions are as many as their table has rows; rotary positions are as many as were trained.
+        # With learned positions, the rows of their table; with rotary ones, the trained length.
         content["max_position_embeddings"] = max(model.max_position_embeddings, config.batch.sequence_length)
         content |= rope.write(model)
     return content
@@ -58,7 +58,7 @@ def _biases(name: str, model: ModelConfig) -> dict[str, Any]:
 
 
 def _window(name: str, model: ModelConfig) -> dict[str, Any]:
-    """Return the keys for a window in every layer, or in none."""
+    """Return the keys for a window in every layer or in none."""
     defaults, window = ARCHITECTURES[name].defaults, model.window_size
     if "sliding_window" not in defaults:
         return {}
