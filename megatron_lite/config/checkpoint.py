@@ -62,7 +62,7 @@ class CheckpointConfig(Area):
         False, "resume even if data, weights of data sets, split, tokenizer or seed differ from the checkpoint's"
     )
     save_retries: NonNegativeInt = option(
-        3, "retries of a save after a storage failure, at 1, 4, 16, 60, 60 ... s", idle_unless="experiment_dir"
+        3, "retries of a save after a storage failure, after pauses of 1, 4, 16, 60 ... s", idle_unless="experiment_dir"
     )
     async_checkpoint: bool = option(
         False,

@@ -123,7 +123,7 @@ class ModelConfig(Area):
         "yarn: scale of log(rope_factor) in the numerator of the attention factor", "not used", needs=YARN
     )
     rope_mscale_all_dim: PositiveFloat | None = optional(
-        "yarn: scale of log(rope_factor) in its denominator; set both or neither", "not used", needs=YARN
+        "yarn: scale of log(rope_factor) in the denominator; set both mscales or neither", "not used", needs=YARN
     )
     rope_truncate: bool | None = optional("yarn: round the ends of the ramp to whole channels", "yarn: 1", needs=YARN)
     tie_word_embeddings: bool = option(True, "share one matrix between input embedding and output head", basic=True)

@@ -55,7 +55,7 @@ class MultiStageConfig(Area):
     )
     layers_per_stage: float | Auto = option(
         1.0,
-        "transformer blocks per stage, the unit of gather and reduce; auto: enough to hide the latency of transfers",
+        "transformer blocks per stage, the unit of gather and reduce; auto: enough that transfers outweigh latency",
         minimum=1.0,
         why="a layer cannot be split between stages; to save memory, write 1 and set fewer buffers",
     )
