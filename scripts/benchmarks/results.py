@@ -1,6 +1,6 @@
-"""The result of a benchmark: one format for all of them, which `turns` measures and `tables` shows. Imports no torch.
+"""The result format of all benchmarks, measured by `turns` and shown by `tables`. Imports no torch.
 
-A result is a JSON object. All have:
+A result is a JSON object with these keys:
 
 - `environment`: `command` as typed, `date`, `commit` of this checkout (with "+" if files are changed), `machine`
   (device, cores, and more where it matters), `versions` of python and of the installed packages that compute
@@ -11,7 +11,7 @@ A result is a JSON object. All have:
 - `missing`: contestants that cannot run here, each with the reason
 - `failures`: contestants that failed, each with the error
 
-Units end the names of figures. What else a benchmark writes, its module says.
+Names of figures end with their unit. Each benchmark's module describes further keys.
 """
 
 from __future__ import annotations
@@ -65,25 +65,25 @@ def names_in(text: str) -> list[str]:
 
 
 def write_json(path: Path | None, result: Result) -> None:
-    """Write a result in one step, so that readers never see half of it; without a path do nothing."""
+    """Write a result atomically; without a path do nothing."""
     if path is not None:
         replace_file(path, (json.dumps(result, indent=1, default=str) + "\n").encode())
 
 
 def read_json(path: Path) -> Any:
-    """Return the content of a file, or None if there is none."""
+    """Return the content of a JSON file, or None if it does not exist."""
     return json.loads(path.read_text("utf-8")) if path.exists() else None
 
 
 def environment(
     command: str, argv: Sequence[str], machine: Mapping[str, Any] | None = None, python: str = sys.executable
 ) -> dict[str, Any]:
-    """Describe what was run, on what, with which versions.
+    """Describe the command, machine, commit and versions.
 
     Args:
-        command: what was typed before the arguments `argv`.
-        machine: facts of the machine besides its processor and cores; `device` replaces the processor.
-        python: the interpreter whose packages compute.
+        command: the command without its arguments `argv`.
+        machine: further facts about the machine; `device` replaces the processor.
+        python: the interpreter whose packages are measured.
     """
     return {
         "command": f"{command} {' '.join(argv)}".strip(),
@@ -95,7 +95,7 @@ def environment(
 
 
 def versions(python: str = sys.executable) -> dict[str, str]:
-    """Return the versions of this program and of the packages that an interpreter has."""
+    """Return the versions of this program and of an interpreter's packages."""
     done = subprocess.run([python, "-c", _VERSIONS], capture_output=True, text=True, check=True)
     return {**json.loads(done.stdout), "megatron_lite": megatron_lite.__version__}
 
@@ -110,7 +110,7 @@ def commit() -> str:
 
 
 def run_module(words: Sequence[str], ranks: int = 0, **options: Any) -> subprocess.CompletedProcess[str]:
-    """Run a module of this checkout with its arguments, under torchrun with any ranks; options: of subprocess.run."""
+    """Run a module of this checkout, under torchrun if `ranks` is not 0. options: for subprocess.run."""
     launcher = (*TORCHRUN, f"--nproc-per-node={ranks}") if ranks else ()
     return subprocess.run([sys.executable, *launcher, "-m", *words], cwd=ROOT, text=True, **options)
 
@@ -119,7 +119,7 @@ def measured_alone(words: Sequence[str], variables: Mapping[str, str] | None = N
     """Run `python WORDS` in the checkout; return the JSON of the last line that it prints.
 
     Raises:
-        RuntimeError: if it fails, with the end of its errors.
+        RuntimeError: if the command fails, with the end of its stderr.
     """
     environ = {**os.environ, **(variables or {})}
     done = subprocess.run([sys.executable, *words], cwd=ROOT, env=environ, capture_output=True, text=True)
@@ -129,7 +129,7 @@ def measured_alone(words: Sequence[str], variables: Mapping[str, str] | None = N
 
 
 def private_environment(folder: Path, pythonpath: str, **more: str) -> dict[str, str]:
-    """Return variables that keep every library offline and its files inside `folder`; more: other variables."""
+    """Return variables that keep libraries offline and their files in `folder`. more: further variables."""
     caches = ("HF_HOME", "TORCHINDUCTOR_CACHE_DIR", "TRITON_CACHE_DIR", "XDG_CACHE_HOME", "CUDA_CACHE_PATH")
     own = {"PYTHONPATH": pythonpath, "PYTHONDONTWRITEBYTECODE": "1", "HF_HUB_OFFLINE": "1", "WANDB_MODE": "disabled"}
     return own | {"TMPDIR": str(folder)} | {name: str(folder / "cache" / name.lower()) for name in caches} | more
@@ -158,7 +158,7 @@ def scaled(spread: Spread | None, factor: float) -> Spread | None:
 
 
 def ratio(rows: Rows, own: str, other: str) -> Spread | None:
-    """Return the ratio of two rows' times, which a result holds in one direction for some pairs."""
+    """Return the ratio of two rows' times, which a result may only hold in the other direction."""
     direct, reverse = (rows.get(a, {}).get("ratios", {}).get(b) for a, b in ((own, other), (other, own)))
     if direct is not None or reverse is None:
         return direct
@@ -167,5 +167,5 @@ def ratio(rows: Rows, own: str, other: str) -> Spread | None:
 
 
 def compared_with(rows: Rows, name: str) -> Spread | None:
-    """Return the ratio of the first row that is compared with this one, to it."""
+    """Return the time of the first row that is compared with `name`, over that of `name`."""
     return next((row["ratios"][name] for row in rows.values() if name in row.get("ratios", {})), None)

@@ -1,4 +1,4 @@
-"""Results in tables, printed and in docs/benchmarks.md, and compared with goals. Imports no torch."""
+"""Tables of results, printed and in docs/benchmarks.md, and comparison with goals. Imports no torch."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ class Column(NamedTuple):
 
 
 def spread_cell(spread: Spread | None, digits: int) -> str:
-    """Format a spread as "median (low-high)", or as the median where rounding makes all three equal."""
+    """Format a spread as "median (low-high)", or as the median if all three are rounded to the same number."""
     if spread is None:
         return ""
     low, high = (f"{value:.{digits}f}" for value in spread["quartiles"])
@@ -44,7 +44,7 @@ def spread_cell(spread: Spread | None, digits: int) -> str:
 
 
 def number(title: str, figure: str, form: str, factor: float = 1.0) -> Column:
-    """Return the column of a figure, or of its median, in another unit; empty where it is missing or zero."""
+    """Return the column of a figure or its median, scaled by `factor`; empty if missing or zero."""
 
     def cell(rows: Rows, name: str) -> str:
         found = rows[name].get(figure)
@@ -55,29 +55,29 @@ def number(title: str, figure: str, form: str, factor: float = 1.0) -> Column:
 
 
 def spread(title: str, figure: str, digits: int, factor: float = 1.0) -> Column:
-    """Return the column of a figure with its quartiles, in another unit."""
+    """Return the column of a figure with its quartiles, scaled by `factor`."""
     return Column(title, lambda rows, name: spread_cell(scaled(rows[name].get(figure), factor), digits))
 
 
 def over(title: str, other: str, digits: int = 2) -> Column:
-    """Return the column of the ratios of the rows' times to that of another row."""
+    """Return the column of the rows' times over another row's."""
     return Column(title, lambda rows, name: spread_cell(ratio(rows, name, other), digits))
 
 
 def first_ratio(title: str, digits: int = 2) -> Column:
-    """Return the column of the ratio to the first row that each is compared with."""
+    """Return the column of each row's ratio to the first row that it is compared with."""
     return Column(
         title, lambda rows, name: spread_cell(next(iter(rows[name].get("ratios", {}).values()), None), digits)
     )
 
 
 def compared(title: str, digits: int = 2) -> Column:
-    """Return the column of the time of the row that is compared with each, over its own."""
+    """Return the column of the time of the row that is compared with each row, over that row's own."""
     return Column(title, lambda rows, name: spread_cell(compared_with(rows, name), digits))
 
 
 def table(rows: Rows, columns: Iterable[Column], first: str = "") -> list[str]:
-    """Return a Markdown table with a line per row, without the columns in which every cell is empty."""
+    """Return a Markdown table with a line per row, without empty columns."""
     cells = {column.title: [column.cell(rows, name) for name in rows] for column in columns}
     shown = {title: texts for title, texts in cells.items() if any(texts)}
     return markdown_table([first, *shown], [list(line) for line in zip(rows, *shown.values(), strict=True)])
@@ -96,10 +96,10 @@ def publish(
     """Write the result of a benchmark to --output, print it, and return it.
 
     Args:
-        command: what was typed before the arguments `argv`.
-        tables: lines of the tables to print, below the machine and above goals and contestants without a row.
-        about: what the numbers are of, for the first line.
-        more: other keys of the result, or these in place of the usual ones.
+        command: the command without its arguments `argv`.
+        tables: lines of the tables to print, between the machine and the goals.
+        about: description of the measured setting, for the first line.
+        more: further keys of the result, which override the usual ones.
     """
     result: Result = {"environment": environment(command, argv), "settings": vars(options), "rows": rows}
     result |= {"missing": {}, "failures": {}, **more}
@@ -117,7 +117,7 @@ def remarks(result: Result) -> Iterator[str]:
 
 
 def surroundings(environment: Mapping[str, Any]) -> str:
-    """Describe machine, versions, commit and date in one line."""
+    """Format machine, versions, commit and date as one line."""
     machine = environment["machine"]
     parts = [f"{machine['device']}, {machine['cores']} cores"]
     if machine.get("instruction_sets"):
@@ -129,14 +129,14 @@ def surroundings(environment: Mapping[str, Any]) -> str:
 
 @dataclass(frozen=True)
 class Goal:
-    """A wanted value of one row: at most `goal`, or at least."""
+    """A goal for a figure of one row: at most `goal`, or at least if `at_least`."""
 
     row: str
     figure: str  # a figure of the row, or "/ OTHER": the ratio of its time to that of another row
     goal: float
     moonshot: float | None = None
     at_least: bool = False
-    where: Mapping[str, Any] = field(default_factory=dict)  # settings of the runs that it applies to
+    where: Mapping[str, Any] = field(default_factory=dict)  # settings of the runs that the goal applies to
 
     def value(self, rows: Rows) -> float | None:
         """Return the measured value, the median of a spread; None if it was not measured."""
@@ -174,10 +174,10 @@ def render(argv: Sequence[str], about: str | None, default: Path, tables: Tables
     """Write or compare the tables; return the exit code.
 
     Args:
-        about: the description of the command.
-        default: the report if none is named; without that file every table is of an empty report.
+        about: the command's description.
+        default: the default report; if the file is missing, the tables are those of an empty report.
         tables: the writer of each table.
-        command: what writes the document, for the message about a stale one.
+        command: regenerates the document; named in the message about a stale one.
     """
     parser = argument_parser(about)
     parser.add_argument("--report", type=Path, default=default, help=f"default docs/{default.name}")

@@ -1,4 +1,4 @@
-"""The runner of all benchmarks: contestants take turns, so that other load on the machine slows all of them alike."""
+"""The runner of all benchmarks: contestants take turns, so that other load on the machine affects all of them alike."""
 
 from __future__ import annotations
 
@@ -16,17 +16,17 @@ Figures = dict[str, Any]
 class Record:
     """The turns of one contestant."""
 
-    turns: list[Figures | None] = field(default_factory=list)  # of every round; None: failed, now or before
-    counts: list[bool] = field(default_factory=list)  # of every round
+    turns: list[Figures | None] = field(default_factory=list)  # by round; None: failed in this round or earlier
+    counts: list[bool] = field(default_factory=list)  # by round
     failure: str | None = None
 
     def counted(self, figure: str) -> list[Any]:
-        """Return a figure in every round, None where the turn does not count."""
+        """Return a figure by round, None where the turn does not count."""
         pairs = zip(self.turns, self.counts, strict=True)
         return [turn[figure] if turn is not None and counts else None for turn, counts in pairs]
 
     def every(self, figure: str) -> list[Any]:
-        """Return a figure of every turn, with those that do not count."""
+        """Return a figure of every turn, including those that do not count."""
         return [turn[figure] for turn in self.turns if turn is not None]
 
     def spread(self, figure: str) -> Spread | None:
@@ -36,18 +36,18 @@ class Record:
 
 
 class Turns:
-    """Rounds in which every contestant has one turn, in another order each time, until enough turns count.
+    """Rounds in which every contestant has one turn, in rotating order, until enough turns count.
 
     Args:
-        names: of the contestants, in the order of the tables.
+        names: the contestants, in table order.
         measure: measures one turn, given a name and the number of the round; returns figures.
-        turns: that are wanted of each contestant.
-        main: the figure whose ratios are of interest, and that is printed.
-        warm_up: first rounds, which do not count.
-        max_others: count only turns whose figure `others`, the share of the cores that other programs took, is at
-            most this.
-        repeats: with a limit on others, rounds end after this many times `turns`.
-        failures: errors that end one contestant; the others go on.
+        turns: number of counted turns wanted per contestant.
+        main: the figure to print and to take ratios of.
+        warm_up: number of first rounds that do not count.
+        max_others: count only turns whose figure `others`, the share of the cores used by other programs, is at most
+            this.
+        repeats: with `max_others`, stop after this many times `turns` rounds.
+        failures: errors that end one contestant; the others continue.
         prints: whether this process prints the progress.
     """
 
@@ -88,7 +88,7 @@ class Turns:
         return {name: record for name, record in self.records.items() if record.failure is None}
 
     def ratio(self, own: str, other: str, figure: str = "", of_other: str = "") -> Spread | None:
-        """Return the spread of a figure over another row's, in the rounds in which both count."""
+        """Return the spread of a figure's ratio to another row's, over the rounds in which both count."""
         figure = figure or self._main
         mine, theirs = self.records[own].counted(figure), self.records[other].counted(of_other or figure)
         both = [a / b for a, b in zip(mine, theirs, strict=True) if a is not None and b is not None]
@@ -103,7 +103,7 @@ class Turns:
         return self.rows(*figures, others=others)
 
     def rows(self, *figures: str, others: Callable[[str], Iterable[str]]) -> dict[str, dict[str, Any]]:
-        """Return the spreads of figures by contestant, and the ratios to the others that a name is compared with."""
+        """Return the spreads of figures by contestant, and the ratios to the rows that `others` names."""
         return {
             name: {figure: record.spread(figure) for figure in figures}
             | {"ratios": {other: self.ratio(name, other) for other in others(name)}}
@@ -111,7 +111,7 @@ class Turns:
         }
 
     def fail(self, name: str, error: Exception) -> None:
-        """Let a contestant have no more turns."""
+        """Record a contestant's failure; it gets no more turns."""
         reason = self.records[name].failure = reason_of(error)
         print(f"benchmark: {name}: {reason}", file=sys.stderr, flush=True)
 

@@ -51,9 +51,9 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
     isas = tuple(processor.ISAS)
     add("--isa", choices=isas, default="all", help="instruction sets of the libraries: all, or none after AVX2")
     add("--turns", type=int, default=6, help="rounds (default 6)")
-    add("--steps_per_turn", type=int, default=20, help="default 20, and one before them that does not count")
+    add("--steps_per_turn", type=int, default=20, help="default 20, after an untimed one")
     add("--starts", type=int, default=1, help="starts of each program, for the time to the first step (default 1)")
-    add("--max_others", type=float, help="count only turns during which other programs took less of the cores")
+    add("--max_others", type=float, help="count only turns in which other programs used at most this share of cores")
     add("--timeout", type=float, default=300.0, help="seconds without a step after which a program has failed")
     add("--nanogpt", type=Path, help="a checkout of nanoGPT")
     add("--picotron", type=Path, help="a checkout of picotron")
@@ -79,7 +79,7 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
 
 
 def commands_of(options: argparse.Namespace, folder: Path) -> tuple[dict[str, Command], dict[str, str]]:
-    """Return the programs to run, and those that cannot run here with the reasons."""
+    """Return the programs to run, and the reasons for those that cannot run here."""
     patterns, setting = names_in(options.only) or ["*"], Setting(options, folder)
     commands, missing = {}, {}
     for name, make in PROGRAMS.items():
@@ -101,7 +101,7 @@ def variables_of(options: argparse.Namespace) -> dict[str, str]:
 def main(argv: Sequence[str]) -> int:
     """Measure, print and write; return the exit code."""
     options = parse(argv)
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))  # ends the programs, too
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))  # also ends the programs
     variables = variables_of(options)
     os.environ.update(variables)
     with tempfile.TemporaryDirectory(prefix="benchmark_") as name:
@@ -125,7 +125,7 @@ def main(argv: Sequence[str]) -> int:
 
 
 def to_markdown(result: Result) -> str:
-    """Return the table of one run, with its setting above and what did not run below."""
+    """Return the table of one run, with its settings above and the contestants that did not run below."""
     options, rows = result["settings"], {name: row for name, row in result["rows"].items() if row["step_s"]}
     threads = "threads as each program chooses" if options["threads"] is None else f"{options['threads']} threads"
     ranks = "one process" if options["ranks"] == 1 else f"{options['ranks']} ranks"

@@ -1,8 +1,8 @@
-"""The command line of each program: ours as a user types it, and the peers' from checkouts and packages.
+"""The command line of each program: ours, and the peers' from checkouts and packages.
 
 All train the same shape on the same text in fp32, with AdamW (betas 0.9 and 0.95, weight decay 0.1), a constant
-learning rate, gradients clipped to norm 1, and a line of log at every step. Each draws its own initial weights and its
-own order of samples. docs/benchmarks.md lists what differs.
+learning rate, gradients clipped to norm 1, and a log line per step. Each draws its own initial weights and order of
+samples. docs/benchmarks.md lists the differences.
 """
 
 from __future__ import annotations
@@ -28,21 +28,21 @@ HERE = Path(__file__).resolve().parent
 LEARNING_RATE = 3e-4
 OURS = "megatron_lite"
 OURS_EXACT_GELU = f"{OURS} exact gelu"
-# nanoGPT's gelu is the exact one, by erf, faster than GPT-2's by tanh; the others can be told to compute GPT-2's.
+# nanoGPT has the exact gelu (erf), which is faster than GPT-2's (tanh); the other programs can use GPT-2's.
 COMPARED_WITH = dict.fromkeys(("nanoGPT", "nanoGPT compiled"), OURS_EXACT_GELU)
 NEVER = 10**6  # an interval, or a number of steps, that no run reaches
 
 
 @dataclass(frozen=True)
 class Setting:
-    """The options of a run and the folder of its inputs, which every program needs."""
+    """The options of a run and the folder of its inputs."""
 
     options: argparse.Namespace
-    folder: Path  # of the inputs; programs may write into folders below it
+    folder: Path  # inputs; programs may write to folders below it
 
     @property
     def ranks(self) -> int:
-        """Number of processes that train."""
+        """Number of training processes."""
         return int(self.options.ranks)
 
     @property
@@ -52,30 +52,30 @@ class Setting:
 
     @property
     def model_flags(self) -> dict[str, Any]:
-        """Flags of our program for the model, its samples and its weight decay."""
+        """Our program's flags for the model, samples and weight decay."""
         options = self.options
         sizes = {name: getattr(options, name) for name in Sizes._fields}
         return {**MODELS[options.model][1], **sizes, "max_position_embeddings": options.sequence_length}
 
     @property
     def config(self) -> Config:
-        """The model as our program configures it."""
+        """Our program's configuration of the model."""
         values = {**self.model_flags, "train_iters": 1, "device": "cpu"}
         return resolve(unflatten(values | ({"export_model_type": "llama"} if self.is_llama else {})), 1)
 
     def write_hugging_face_config(self, folder: Path) -> Path:
-        """Write config.json of the model; weights begin as transformers begins them."""
+        """Write the model's config.json; transformers chooses the initial weights."""
         values = hugging_face_config(self.config, {"bos_token_id": 0, "eos_token_id": 0})
         del values["initializer_range"]
         return write_json_file(folder / "config.json", values)
 
     def launch(self, python: str, *words: str) -> list[str]:
-        """Return the words that run a Python program, under torchrun with several ranks."""
+        """Return the command that runs a Python program, under torchrun if there are several ranks."""
         ranks = (*TORCHRUN, f"--nproc-per-node={self.ranks}") if self.ranks > 1 else ()
         return [python, *ranks, *words]
 
     def require(self, *packages: str) -> str | None:
-        """Return which package the peers' interpreter lacks, or None."""
+        """Return why the peers' interpreter cannot run a program (a missing package), or None."""
         for package in packages:
             code = f"import importlib.util, sys; sys.exit(importlib.util.find_spec({package!r}) is None)"
             if subprocess.run([self.options.python, "-c", code]).returncode:
@@ -83,12 +83,12 @@ class Setting:
         return None
 
 
-# Each returns a command, the reason why the program cannot run here, or None if it has no such model or layout.
+# Returns a command, the reason why the program cannot run here, or None if it does not support the model or layout.
 Maker = Callable[[Setting], Command | str | None]
 
 
 def ours(setting: Setting, zero_stage: int = 1, exact_gelu: bool = False) -> Command | None:
-    """Return our program with the flags of the model, data, training and log."""
+    """Return our program's command."""
     options = setting.options
     if (zero_stage > 1 and setting.ranks == 1) or (exact_gelu and (setting.is_llama or options.nanogpt is None)):
         return None
@@ -114,7 +114,7 @@ def ours(setting: Setting, zero_stage: int = 1, exact_gelu: bool = False) -> Com
 
 
 def nanogpt(setting: Setting, compiled: bool = False) -> Command | str | None:
-    """Return nanoGPT's train.py; with several ranks it asks for GPUs, so `on_cpu` runs it."""
+    """Return nanoGPT's train.py, run by `on_cpu` with several ranks, for which it requires GPUs."""
     options = setting.options
     if setting.is_llama:
         return None
@@ -147,7 +147,7 @@ def nanogpt(setting: Setting, compiled: bool = False) -> Command | str | None:
 
 
 def picotron(setting: Setting) -> Command | str | None:
-    """Return picotron's train.py under torchrun, by `on_cpu`. It does not clip gradients."""
+    """Return picotron's train.py under torchrun, run by `on_cpu`. It does not clip gradients."""
     options, folder = setting.options, setting.folder / "picotron"
     if not setting.is_llama:
         return None
@@ -176,7 +176,7 @@ def picotron(setting: Setting) -> Command | str | None:
         "checkpoint": {"save_dir": str(folder / "checkpoints"), "save_frequency": NEVER, "load_path": ""},
         "logging": {"use_wandb": False},
         "environment": {
-            "OMP_NUM_THREADS": "1",  # set after torch has started, so without effect
+            "OMP_NUM_THREADS": "1",  # no effect, because it is set after torch has started
             "TOKENIZERS_PARALLELISM": "false",
             "FLASH_ATTEN": "0",
             "HF_TOKEN": "none",
@@ -206,9 +206,9 @@ def trainer(setting: Setting, *flags: str, deepspeed_stage: int | None = None) -
 
 
 def litgpt(setting: Setting) -> Command | str | None:
-    """Return litgpt's pretraining, which compiles the model, and has rotary positions in place of learned ones.
+    """Return litgpt's pretraining, which compiles the model and uses rotary instead of learned positions.
 
-    With several devices it shards by FSDP, on GPUs only.
+    With several devices it uses FSDP, on GPUs only.
     """
     options = setting.options
     if setting.ranks > 1:
@@ -249,7 +249,7 @@ def _common_words(setting: Setting) -> Sequence[str]:
     )
 
 
-# In the order of the table; ours first, because every ratio is ours over theirs.
+# In table order; ours first, because every ratio is ours over theirs.
 PROGRAMS: dict[str, Maker] = {
     OURS: ours,
     OURS_EXACT_GELU: functools.partial(ours, exact_gelu=True),

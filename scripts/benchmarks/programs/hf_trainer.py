@@ -1,9 +1,9 @@
-"""Train with Hugging Face's Trainer; runs under any interpreter that has transformers, and needs nothing of ours.
+"""Train with Hugging Face's Trainer; needs transformers and none of our packages.
 
     python hf_trainer.py --config=config.json --data=train.bin --batch_size=2 --sequence_length=256 [--compile]
 
-config.json is a Hugging Face configuration with its model_type; train.bin holds tokens of 16 bits. The loop, the log
-and the optimizer are Trainer's, with its defaults but for the options below.
+config.json is a Hugging Face configuration with its model_type; train.bin holds 16-bit tokens. The loop, the log and
+the optimizer are Trainer's, with its defaults except for the options below.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, Trainer, TrainingArgu
 
 
 class Samples(Dataset[dict[str, torch.Tensor]]):
-    """Consecutive pieces of the token file."""
+    """Consecutive samples of the token file."""
 
     def __init__(self, path: Path, length: int) -> None:
         self._tokens, self._length = np.memmap(path, dtype="<u2", mode="r"), length

@@ -1,4 +1,4 @@
-"""The data that all programs read: one stream of tokens from the project's own texts, in each program's format."""
+"""The data of all programs: one token stream from the project's own texts, in each program's format."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ DOCUMENT_TOKENS = 4096
 
 
 def tokens_of_texts(vocab_size: int) -> NDArray[np.uint16]:
-    """Return the project's documents and sources as tokens: bytes, or pairs of them where the vocabulary is larger."""
+    """Return the project's documents and sources as tokens: bytes, or pairs of bytes for a large vocabulary."""
     files = sorted([*ROOT.glob("*.md"), *ROOT.glob("docs/*.md"), *ROOT.glob("megatron_lite/**/*.py")])
     written = b"\n".join(path.read_bytes() for path in files)
     text: NDArray[Any] = np.frombuffer(written, dtype=np.uint8).astype(np.uint16)
@@ -34,7 +34,7 @@ def tokens_of_texts(vocab_size: int) -> NDArray[np.uint16]:
 
 
 def write_inputs(folder: Path, vocab_size: int) -> None:
-    """Write what the programs read: train.bin and val.bin of 16-bit tokens, meta.pkl, and ours.bin with ours.idx."""
+    """Write the programs' inputs: train.bin and val.bin of 16-bit tokens, meta.pkl, ours.bin and ours.idx."""
     tokens = tokens_of_texts(vocab_size)
     for name in ("train.bin", "val.bin"):
         (folder / name).write_bytes(tokens.astype("<u2").tobytes())
@@ -45,7 +45,7 @@ def write_inputs(folder: Path, vocab_size: int) -> None:
 
 
 def write_llama_weights(folder: Path, config: Config) -> None:
-    """Write weights of zero under Hugging Face's names, whose shapes picotron reads before it draws its own."""
+    """Write zero weights under Hugging Face's names; picotron reads their shapes and draws its own values."""
     zeros: dict[str, torch.Tensor] = {}
     for own_name, spec in parameter_specs(config).items():
         tensors = by_tensor(pieces(own_name, spec.shape, "llama", config.model))
@@ -55,14 +55,14 @@ def write_llama_weights(folder: Path, config: Config) -> None:
 
 
 def write_json_file(path: Path, value: Any) -> Path:
-    """Write JSON, with the folders above the file; return its path."""
+    """Write JSON and create parent folders; return the path."""
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(json.dumps(value, indent=1))
     return path
 
 
 def write_tokenizer(folder: Path, texts: Path, vocab_size: int, sequence_length: int) -> None:
-    """Write a tokenizer of one word per token, and train.jsonl in words, for programs that tokenize by themselves."""
+    """Write a one-word-per-token tokenizer and train.jsonl in words, for programs that tokenize by themselves."""
     model = {"type": "WordLevel", "vocab": {f"t{token}": token for token in range(vocab_size)}, "unk_token": "t0"}
     parts: dict[str, Any] = dict.fromkeys(("truncation", "padding", "normalizer", "post_processor", "decoder"))
     splitter = {"type": "WhitespaceSplit"}
@@ -70,7 +70,7 @@ def write_tokenizer(folder: Path, texts: Path, vocab_size: int, sequence_length:
     write_json_file(folder / "tokenizer.json", tokenizer)
     write_json_file(folder / "tokenizer_config.json", {"tokenizer_class": "PreTrainedTokenizerFast"})
     tokens = tokens_of_texts(vocab_size)
-    length = 16 * sequence_length + 1  # equal for all lines, since a batch of them becomes one array
+    length = 16 * sequence_length + 1  # equal for all lines, because a batch becomes one array
     texts.mkdir(parents=True, exist_ok=True)
     with (texts / "train.jsonl").open("w") as file:
         for first in range(0, len(tokens) - length + 1, length):

@@ -1,9 +1,9 @@
-"""Pretrain with litgpt; runs under any interpreter that has litgpt, and needs nothing of ours.
+"""Pretrain with litgpt; needs litgpt and none of our packages.
 
     python litgpt_pretrain.py --config=config.json --data=train.bin --batch_size=2 --sequence_length=256
 
-config.json holds arguments of litgpt.Config; train.bin holds tokens of 16 bits. litgpt's own data modules read other
-formats, so this one is here; everything else is `litgpt pretrain`.
+config.json holds arguments of litgpt.Config; train.bin holds 16-bit tokens. Only the data module is ours, because
+litgpt's read other formats; everything else is `litgpt pretrain`.
 """
 
 from __future__ import annotations
@@ -25,19 +25,19 @@ from torch.utils.data import DataLoader, TensorDataset
 
 
 class TokenFile(DataModule):
-    """The pieces of a token file, each with the token after it."""
+    """Samples of a token file, each with the token after it."""
 
     def __init__(self, path: Path) -> None:
         super().__init__()
         self._path, self._batch_size, self._length = path, 1, 1
 
     def connect(self, tokenizer: Any = None, batch_size: int = 1, max_seq_length: int | None = None) -> None:
-        """Take the sizes from litgpt."""
+        """Receive the sizes from litgpt."""
         assert max_seq_length is not None
         self._batch_size, self._length = batch_size, max_seq_length
 
     def train_dataloader(self) -> DataLoader[Any]:
-        """Return the samples, shuffled."""
+        """Return the shuffled samples."""
         tokens = np.fromfile(self._path, dtype="<u2").astype(np.int32)
         count = (len(tokens) - 1) // self._length
         index = np.arange(count)[:, None] * self._length + np.arange(self._length + 1)

@@ -1,11 +1,11 @@
-"""Run a program that was written for GPUs on CPUs, with its source as it is; needs nothing of ours.
+"""Run a program written for GPUs on CPUs, with unchanged source; needs none of our packages.
 
     torchrun --nproc-per-node=2 on_cpu.py path/to/train.py ARGUMENTS
 
-Replaces, before the program starts, only what cannot run without a GPU: CUDA devices become the CPU,
+Before the program starts, only what cannot run without a GPU is replaced: CUDA devices become the CPU,
 DistributedDataParallel gets no device_ids, and packages that the program imports but does not use on a CPU
-(flash_attn), or uses only to read a local file (datasets), get a stand-in where they are not installed. During a step
-only the .to(device) of a batch passes here. Computation, optimizer, communication and log are the program's own.
+(flash_attn), or uses only to read a local file (datasets), get a stand-in if they are not installed. During a step only
+the batch's .to(device) is intercepted. Computation, optimizer, communication and log are the program's own.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ FLASH_ATTENTION = {
 
 
 def main(program: str, arguments: list[str]) -> None:
-    """Put the stand-ins in place and run the program as if it had been called itself."""
+    """Install the stand-ins and run the program as `__main__`."""
     _cuda_is_cpu()
     if importlib.util.find_spec("flash_attn") is None:
         for name, function in FLASH_ATTENTION.items():
@@ -74,12 +74,12 @@ def _cuda_is_cpu() -> None:
 
 
 def _module(name: str, **members: Any) -> None:
-    """Register a module, and the packages above it."""
+    """Register a module and its parent packages."""
     parts = name.split(".")
     for end in range(1, len(parts) + 1):
         path = ".".join(parts[:end])
         module = types.ModuleType(path)
-        module.__spec__ = importlib.machinery.ModuleSpec(path, None)  # for those who ask whether it is installed
+        module.__spec__ = importlib.machinery.ModuleSpec(path, None)  # for importlib.util.find_spec
         sys.modules.setdefault(path, module)
     vars(sys.modules[name]).update(members)
 
@@ -99,7 +99,7 @@ def _transformers_4() -> None:
 
 
 class Rows(list[dict[str, Any]]):
-    """A data set of a local folder: the few methods of `datasets` that a loop over tokens needs."""
+    """A data set from a local folder, with the few methods of `datasets` that picotron uses."""
 
     column_names = ("text",)
 
@@ -114,7 +114,7 @@ class Rows(list[dict[str, Any]]):
         return Rows(self[index] for index in indices)
 
     def map(self, function: Callable[[list[str]], dict[str, Any]], input_columns: str, **_: Any) -> Rows:
-        """Return the rows that a function makes of all texts."""
+        """Return the rows that `function` makes from all texts."""
         made = function([row[input_columns] for row in self])
         return Rows(dict(zip(made, values, strict=True)) for values in zip(*made.values(), strict=True))
 

@@ -1,7 +1,7 @@
-"""Whole programs in turns: start each, then let one after the other run a few steps while the others stand still.
+"""Interleave whole programs: start each, then let one at a time run a few steps while the others are stopped.
 
-Programs are observed only from outside. A step ends when the program prints the line of its log. Time, processor time
-and memory come from the clock and from /proc, so nothing is added to the program. Linux only.
+Programs are only observed from outside. A step ends when the program prints its log line. Time, CPU time and memory
+come from the clock and /proc, so that nothing is added to the program. Linux only.
 """
 
 from __future__ import annotations
@@ -27,12 +27,12 @@ _TICKS_PER_S = os.sysconf("SC_CLK_TCK")
 
 
 class ProgramError(Exception):
-    """A program that ended, or printed no step in time."""
+    """A program ended, or printed no step in time."""
 
 
 @dataclass(frozen=True)
 class Command:
-    """A program as a user types it, and how its log shows a step."""
+    """A program's command line, and the pattern of a step in its log."""
 
     words: Sequence[str]
     folder: Path
@@ -41,7 +41,7 @@ class Command:
 
 
 class Program:
-    """A running program with all its processes."""
+    """A running program and all its processes."""
 
     def __init__(self, command: Command, errors: Path, timeout_s: float) -> None:
         self.losses: list[float] = []
@@ -67,10 +67,10 @@ class Program:
         self._selector.register(self._pipe, selectors.EVENT_READ)
 
     def steps(self, count: int) -> None:
-        """Wait for the end of some more steps.
+        """Wait for `count` more steps to end.
 
         Raises:
-            ProgramError: if the program ends before, prints no step for too long, or prints a loss that is not finite.
+            ProgramError: if the program ends early, prints no step for too long, or prints a non-finite loss.
         """
         wanted = len(self.losses) + count
         deadline = time.monotonic() + self._timeout_s
@@ -84,7 +84,7 @@ class Program:
                 deadline = time.monotonic() + self._timeout_s
 
     def _read(self) -> bool:
-        """Take what the pipe holds; return whether the program still writes to it."""
+        """Read the pipe; return whether it is still open."""
         try:
             data = os.read(self._pipe, 1 << 16)
         except BlockingIOError:
@@ -101,25 +101,25 @@ class Program:
         return bool(data)
 
     def _last_words(self) -> str:
-        """Return the first error that the program printed, or else its last lines; without the folders of its files."""
+        """Return the first error that the program printed, or else its last lines, without folder names."""
         lines = [line.strip() for line in self._errors.read_text("utf-8", "replace").splitlines() if line.strip()]
         errors = [line for line in lines if re.search(r"\w(Error|Exception)\b.*: ", line)]
         words = " / ".join(errors[:1] or [*self._tail, *lines[-3:]])
         return re.sub(r"(?<![\w.])/[\w.+/-]*/", "", words)[-400:] or "it said nothing"
 
     def stop(self) -> None:
-        """Stop every process where it is, and take what it has printed until then."""
+        """Stop every process, and read what the program has printed."""
         self._signal(signal.SIGSTOP)
         while self._selector.select(0.0) and self._read() and self._process.poll() is None:
             pass
 
     def go_on(self) -> None:
-        """Continue every process."""
+        """Resume every process."""
         self._members = self._family()
         self._signal(signal.SIGCONT)
 
     def kill(self) -> None:
-        """End every process, at once or again."""
+        """Kill every process; may be called again."""
         self.peak_rss_bytes()
         self._signal(signal.SIGKILL)
         self._process.wait()
@@ -135,7 +135,7 @@ class Program:
                 continue
 
     def _family(self) -> list[int]:
-        """Return the processes of the program, parents first; torchrun puts ranks into sessions of their own."""
+        """Return the program's processes, parents first; torchrun starts each rank in its own session."""
         if self._process.poll() is not None:
             return []
         children: dict[int, list[int]] = {}
@@ -144,12 +144,12 @@ class Program:
             if fields:
                 children.setdefault(int(fields[1]), []).append(int(entry.name))
         family = [self._process.pid]
-        for pid in family:  # grows while it is read
+        for pid in family:  # grows during the loop
             family += children.get(pid, [])
         return family
 
     def cpu_seconds(self) -> float:
-        """Return the processor time so far of the processes that were there when the program was continued."""
+        """Return the CPU time so far of the processes that existed when the program was last resumed."""
         fields = [_stat(pid) for pid in self._members]
         return sum((int(one[11]) + int(one[12])) / _TICKS_PER_S for one in fields if one)
 
@@ -161,7 +161,7 @@ class Program:
 
 
 def _stat(pid: int) -> list[str]:
-    """Return what /proc says of a process after its name (state, parent, ...); nothing if it has ended."""
+    """Return the fields of /proc/<pid>/stat after the name (state, parent, ...); empty if the process has ended."""
     try:
         return Path(f"/proc/{pid}/stat").read_text("utf-8", "replace").rpartition(")")[2].split()
     except OSError:
@@ -172,7 +172,7 @@ LAST_STEPS = 10  # a loss is the mean of this many
 
 
 class Race:
-    """Some programs, side by side, of which one runs at a time."""
+    """Several started programs, of which one runs at a time."""
 
     def __init__(
         self,
@@ -191,7 +191,7 @@ class Race:
         )
 
     def run(self, starts: int = 1) -> Iterator[None]:
-        """Measure, yielding after every round. Ends all programs."""
+        """Measure, yielding after every round; kill all programs at the end."""
         try:
             for attempt in range(starts):
                 for name in self.turns.sound():
@@ -209,7 +209,7 @@ class Race:
             program.steps(1)
             self._start_s[name].append(time.perf_counter() - before)
             if keep:
-                program.steps(1)  # the second step allocates, too
+                program.steps(1)  # the second step also allocates
                 program.stop()
             else:
                 program.kill()
@@ -218,7 +218,7 @@ class Race:
             program.kill()
 
     def _turn(self, name: str, turn: int) -> Figures:
-        """Time some steps from the end of one to the end of another; the first after a pause does not count."""
+        """Time some steps, from log line to log line, excluding the first after a pause."""
         program = self._programs[name]
         try:
             program.go_on()
@@ -226,7 +226,7 @@ class Race:
             before, step_before = load(program.cpu_seconds()), len(program.losses)
             program.steps(self._steps)
             span = load(program.cpu_seconds()).since(before)
-            done = len(program.losses) - step_before  # more than asked for if the log came in one piece
+            done = len(program.losses) - step_before  # more than requested if several log lines arrived together
             program.stop()
         except ProgramError:
             program.kill()
@@ -234,11 +234,11 @@ class Race:
         return {"step_s": span.elapsed_s / done, "cpu_s": span.own_s / done, "others": span.others}
 
     def rows(self, ours: str, twins: Mapping[str, str]) -> dict[str, dict[str, Any]]:
-        """Return the figures of each program, and its loss after equally many steps.
+        """Return the figures of each program, with its loss after the same number of steps.
 
         Args:
-            ours: our program, whose time is divided by that of the others.
-            twins: another of ours for the programs that are compared with that one.
+            ours: our program, whose time is divided by each peer's.
+            twins: peer -> the variant of our program to compare it with instead.
         """
         losses = {name: program.losses for name, program in self._programs.items()}
         steps = min((len(losses[name]) for name in self.turns.sound()), default=0)

@@ -5,10 +5,10 @@
     torchrun --nproc-per-node=1 -m scripts.benchmarks.training --model=mistral-7b --dtype=bf16 --recompute
 
 All rows train the same model from the same weights on the same tokens in the same processes. They take turns of a few
-steps, so other load on the machine slows all rows alike. At every step their losses must agree; if they do not, or if a
-row fails, the exit code is 1. --layers=plain trains the peers' torch.nn modules with our engine, so that only the
-engine differs. On a shared machine, --max_others=0.05 counts only turns during which other processes used less than 5 %
-of the CPUs; it waits for quiet moments and repeats turns until enough count. Rank 0 prints Markdown tables and writes
+steps, so that other load on the machine affects all rows alike. Their losses must agree at every step; otherwise, or if
+a row fails, the exit code is 1. --layers=plain trains the peers' torch.nn modules with our engine, so that only the
+engine differs. On a shared machine, --max_others=0.05 waits for quiet moments, counts only turns in which other
+processes used at most 5 % of the CPUs, and repeats turns until enough count. Rank 0 prints Markdown tables and writes
 JSON to --output. docs/benchmarks.md explains rows, columns and keys. For peak memory on CPUs, see
 scripts.benchmarks.training.memory. Run from the checkout.
 """
@@ -107,7 +107,7 @@ def main(argv: Sequence[str]) -> int:
 
 
 def describe(argv: Sequence[str], options: argparse.Namespace, distributed: Distributed, parameters: int) -> Result:
-    """Return what is known of the run before it is measured."""
+    """Return the facts of the run that need no measurement."""
     machine: dict[str, Any] = {"load": os.getloadavg()}
     if options.device == "cuda":
         machine["device"] = torch.cuda.get_device_name(distributed.device)
@@ -128,7 +128,7 @@ def describe(argv: Sequence[str], options: argparse.Namespace, distributed: Dist
 def summary(
     rounds: measure.Rounds, rows: dict[str, Row], options: argparse.Namespace, distributed: Distributed
 ) -> Result:
-    """Return what has been measured so far."""
+    """Return the results so far."""
     config, ranks, settings = engine_config(options, distributed.world_size), distributed.world_size, vars(options)
     length = config.batch.sequence_length
     flops = {kind: model_flops(config.model, length, 1, kind == "full") for kind in ("causal", "full")}
@@ -148,9 +148,9 @@ def summary(
 
 
 def compare_weights(contestants: dict[str, measure.Contestant]) -> dict[str, dict[str, Any]]:
-    """Compare the final weights of each row with DDP's, or with plain torch's on one rank.
+    """Compare each row's final weights with DDP's, or with plain torch's on one rank.
 
-    Hugging Face's rows are left out, because their weights have other names. Without DDP or torch the result is empty.
+    Hugging Face's rows are skipped, because their weights have other names. Without DDP or torch the result is empty.
     """
     reference = next((name for name in ("DDP", "torch") if name in contestants), None)
     if reference is None or len(contestants) < 2:
@@ -169,7 +169,7 @@ def compare_weights(contestants: dict[str, measure.Contestant]) -> dict[str, dic
 
 
 def verdict(result: Result, rank: int) -> int:
-    """Return the exit code; rank 0 prints the reasons if it is not 0."""
+    """Return the exit code; rank 0 prints the problems."""
     difference, allowed = result["largest_loss_difference"], result["loss_tolerance"]
     problems = [f"{name}: {reason}" for name, reason in result["failures"].items()]
     if not difference <= allowed:

@@ -1,7 +1,7 @@
-"""Our rows of the benchmark: the engine with its own layers, or with the peers' plain modules.
+"""Our rows of the benchmark: the engine with its own layers or the peers' plain modules.
 
-A plain module becomes a layer when its parameters are replaced by declared ones of the same names. A hook moves each
-gradient from autograd into the stage's gradient buffer as soon as it exists.
+A plain module becomes a layer by replacing its parameters with declared ones of the same names. A hook moves each new
+gradient from autograd into the stage's gradient buffer.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ from scripts.benchmarks.training.report import formula_bytes
 def built(
     config: Config, distributed: Any, layers: Sequence[Layer] | None = None
 ) -> tuple[MultiStage, Optimizer, Kernels]:
-    """Return the engine of a configuration with its initial weights; layers: instead of the model's own."""
+    """Return the engine of a configuration with initial weights. layers: replace the model's own."""
     kernels = choose_kernels(config, distributed.device)
     model = MultiStage(
         layers or model_layers(config, kernels, distributed.tensor),
@@ -53,9 +53,9 @@ def built(
 
 
 class Engine(Contestant):
-    """The engine, built from its own parts and driven by the `train_step` of the training loop.
+    """The engine, driven by the training loop's `train_step`.
 
-    has_formula: whether the options of the row leave the memory formula of docs/benchmarks.md true.
+    has_formula: whether the memory formula of docs/benchmarks.md holds for the row's options.
     """
 
     def __init__(
@@ -76,7 +76,7 @@ class Engine(Contestant):
         self._counted_bytes = 0  # sent by all ranks in the last step, as counted by the engine
 
     def step(self, micro_batches: Sequence[Tensor]) -> Tensor:
-        """Train one step; return the mean loss over the tokens of all ranks, the same on every rank."""
+        """Train one step; return the mean loss over the tokens of all ranks, equal on every rank."""
         traffic = self._run.distributed.traffic
         traffic.take()
         self._iteration += 1
@@ -96,7 +96,7 @@ class Engine(Contestant):
         return self.model.full_weights()
 
     def books(self) -> dict[str, Any]:
-        """Return state memory by kind, as printed at the start of a run, and what memory and traffic should be."""
+        """Return state memory by kind, as printed at startup, and the expected memory and traffic."""
         kinds, ranks = self.model.memory.bytes_by_kind(), self._distributed.world_size
         known = {"state_bytes_by_kind": kinds, "attention": self._attention, "wire_counted_bytes": self._counted_bytes}
         if self._distributed.tensor.world_size == 1:
@@ -110,10 +110,10 @@ class Engine(Contestant):
         return known
 
     def _wire_bytes(self) -> int:
-        """Return the bytes that all ranks send in a step according to the schedule.
+        """Return the bytes that all ranks send per step according to the schedule.
 
-        Each collective moves (N - 1) / N of a stage's weights or gradients out of each of N ranks. The gradient norm
-        and the loss, a few bytes, are not counted.
+        In each collective, each of N ranks sends (N - 1) / N of a stage's weights or gradients. The gradient norm and
+        the loss, a few bytes, are not counted.
         """
         model, total = self.model, 0
         for step in model.training_schedule:
@@ -138,7 +138,7 @@ class PlainEngine(Engine):
 
 
 def plain_parameter(placed: Parameter) -> nn.Parameter:
-    """Return an ordinary parameter that shares the memory of an engine parameter.
+    """Return an ordinary parameter that shares an engine parameter's memory.
 
     Autograd saves the weights of plain modules from forward to backward. ZeRO-3 gathers them again in between, and
     `.data` hides that write from autograd.

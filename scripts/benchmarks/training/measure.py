@@ -1,4 +1,4 @@
-"""One turn of a training row: steps between two barriers, with the counters of the machine read around them."""
+"""Turns of training rows: steps between two barriers, with the machine's counters read before and after."""
 
 from __future__ import annotations
 
@@ -26,22 +26,22 @@ class Contestant:
         return torch.zeros(())
 
     def finish(self) -> None:
-        """Wait for everything the last step left in flight, so that it costs the next configuration no time."""
+        """Wait for all work that the last step left in flight, so that it does not slow the next configuration."""
 
     def full_weights(self) -> Iterator[tuple[str, Tensor]]:
         """Yield (name, full weight), valid until the next item. Every rank must iterate to the end."""
         return iter(())
 
     def books(self) -> dict[str, Any]:
-        """Return figures that the row knows without measuring: `state_bytes_by_kind` of this rank, and others."""
+        """Return figures that need no measurement: `state_bytes_by_kind` of this rank, and others."""
         return {"state_bytes_by_kind": {}}
 
 
 class Rounds:
-    """All rows in turn.
+    """Interleaved turns of all rows.
 
-    Side by side, rows are built at the start and live until the end. One at a time, each row is rebuilt for every turn,
-    warmed up, and freed afterwards, so every turn starts from the initial weights.
+    By default, all rows are built at the start and stay alive until the end. With one_at_a_time, each row is rebuilt
+    for every turn, warmed up, and freed afterwards, so that every turn starts from the initial weights.
     """
 
     def __init__(
@@ -86,7 +86,7 @@ class Rounds:
             gc.collect()
             if self._distributed.device.type == "cuda":
                 torch.cuda.empty_cache()
-            torch.use_deterministic_algorithms(False)  # of rows that ask for them
+            torch.use_deterministic_algorithms(False)  # set by deterministic rows
             torch.backends.cuda.enable_cudnn_sdp(True)
 
     def _build(self, name: str) -> None:
@@ -100,7 +100,7 @@ class Rounds:
         steps = [make_tokens(options, first + index, distributed) for index in range(options.steps_per_turn)]
         if options.max_others is not None and turn >= options.warmup_turns and distributed.rank == 0:
             wait_until_quiet(options.max_others)
-        # Without the memory that other rows hold meanwhile.
+        # Exclude memory held by other rows.
         held_by_others = allocated_bytes(distributed) - self._allocated[name]
         figures = timed_turn(self.contestants[name], steps, distributed)
         if distributed.device.type == "cuda":
@@ -113,7 +113,7 @@ class Rounds:
 def timed_turn(contestant: Contestant, steps: Sequence[Sequence[Tensor]], distributed: Distributed) -> Figures:
     """Time some steps between two barriers; return the same figures on every rank.
 
-    A step takes as long as its slowest rank. Traffic counts until all ranks are done.
+    Step time is the maximum over ranks. Traffic counts until all ranks are done.
     """
     on_gpu = distributed.device.type == "cuda"
     if on_gpu:
@@ -132,7 +132,7 @@ def timed_turn(contestant: Contestant, steps: Sequence[Sequence[Tensor]], distri
     known = wire_before is not None and wire_after is not None and not on_gpu
     wire = (wire_after or 0) - (wire_before or 0) if known else None
     ranks = distributed.gather_objects([step_s, span, wire, [float(loss) for loss in losses]])
-    _, first, wire, _ = ranks[0]  # the machine as the first rank sees it: all must count the same turns
+    _, first, wire, _ = ranks[0]  # rank 0's view of the machine, because all ranks must count the same turns
     own_s = sum(Load(*rank[1]).own_s for rank in ranks)
     return {
         "step_s": max(rank[0] for rank in ranks),
@@ -151,18 +151,18 @@ def make_tokens(options: argparse.Namespace, step: int, distributed: Distributed
 
 
 def largest_difference(losses: Sequence[Sequence[float]]) -> float:
-    """Return the largest difference between any two rows at any step; infinity if a loss is not finite."""
+    """Return the largest loss difference between any two rows at any step; infinity if a loss is not finite."""
     differences = [max(values) - min(values) for values in zip(*losses, strict=True)]
     return max(differences, default=0.0) if all(map(math.isfinite, differences)) else math.inf
 
 
 def allocated_bytes(distributed: Distributed) -> int:
-    """Return the GPU memory that tensors of this process take; 0 on a CPU."""
+    """Return the GPU memory of this process's tensors; 0 on a CPU."""
     return torch.cuda.memory_allocated() if distributed.device.type == "cuda" else 0
 
 
 def synchronize(distributed: Distributed) -> None:
-    """Wait for a GPU."""
+    """Wait for the GPU, if any."""
     if distributed.device.type == "cuda":
         torch.cuda.synchronize()
 
@@ -185,12 +185,12 @@ def set_switches(threads: int, fp32_matmul: str) -> None:
         torch.backends.mkldnn.matmul.fp32_precision = "bf16"  # type: ignore[attr-defined]
     elif fp32_matmul == "tf32":
         torch.set_float32_matmul_precision("high")
-    # Rows share the code of their blocks, so torch.compile must not give up on a row because it has compiled many.
+    # Rows share the code of their blocks, so torch.compile must not reach its recompilation limit.
     torch._dynamo.config.recompile_limit = 64
 
 
 def is_crowded(parameters: int, rows: int, device: torch.device) -> bool:
-    """Return whether this many rows, of at least 18 bytes per parameter, may not fit the GPU side by side."""
+    """Return whether this many rows, of at least 18 bytes per parameter, may not fit on the GPU together."""
     if device.type != "cuda":
         return False
     return 18 * parameters * rows > 0.5 * torch.cuda.get_device_properties(device).total_memory

@@ -1,11 +1,11 @@
-"""Measure the peak resident memory of each configuration by itself: ZeRO-1, 2 and 3, plain torch, DDP and FSDP2.
+"""Measure the peak resident memory of each configuration: ZeRO-1, 2 and 3, plain torch, DDP and FSDP2.
 
     python -m scripts.benchmarks.training.memory --output=memory.json
     python -m scripts.benchmarks.training.memory --layers=plain --micro_batches=4
 
 Runs scripts.benchmarks.training on two CPU ranks once per configuration, for a few steps, and once bare: all imports, a
-process group, no model. The result is the kernel's peak of resident memory (VmHWM) of the largest rank less that of the
-bare process. Options not listed below are passed to scripts.benchmarks.training. Prints a Markdown table;
+process group, no model. The result is the largest rank's peak resident memory (VmHWM) minus that of the bare process.
+Options not listed below are passed to scripts.benchmarks.training. Prints a Markdown table;
 docs/benchmarks.md explains it. Run from the checkout.
 """
 
@@ -50,13 +50,13 @@ def choose(argv: Sequence[str]) -> tuple[argparse.Namespace, list[str]]:
     options, passed_on = parser.parse_known_args(argv)
     options.passed_on = passed_on
     rows = catalogue(parse(passed_on), options.ranks)
-    # A compiler, or a library that only one row imports, would count as memory of that row.
+    # The memory of a compiler, or of a library that only one row imports, would be attributed to that row.
     eager = [name for name, row in rows.items() if row.default and not row.compiled and "HF" not in row.model]
     return options, names_in(options.only) or eager
 
 
 def main(argv: Sequence[str]) -> int:
-    """Measure one row after the other, print and write; return the exit code."""
+    """Measure all rows sequentially, print and write; return the exit code."""
     options, names = choose(argv)
     measured = {name: measure(name, options.ranks, options.passed_on) for name in (BARE, *names)}
     bare = measured.pop(BARE)

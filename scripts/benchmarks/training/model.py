@@ -1,7 +1,7 @@
 """The plain torch.nn model of the peers, in the shapes of Llama and GPT-2.
 
-It computes the same function as `megatron_lite.model.gpt` from parameters of the same names, written in ordinary torch,
-in the variants that measured fastest (docs/benchmarks.md).
+The model computes the same function as `megatron_lite.model.gpt` from parameters of the same names, in ordinary torch,
+with the fastest variants measured (docs/benchmarks.md).
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ def loss_and_gradient(logits: Tensor, labels: Tensor, scale: Tensor | float) -> 
 
 
 class ChunkedLoss(torch.autograd.Function):
-    """Output projection and loss, chunk by chunk of tokens, with all gradients computed in the forward pass.
+    """Output projection and loss in chunks of tokens, with all gradients computed in the forward pass.
 
     Liger's fused linear cross-entropy and torchtitan's chunked loss work the same way.
     """
@@ -74,7 +74,7 @@ class ChunkedLoss(torch.autograd.Function):
 
 
 def chunk_tokens(tokens: int, device: torch.device) -> int:
-    """Return the tokens of a chunk: 256 on a CPU; on a GPU an eighth of all (as in torchtitan), at least 1024."""
+    """Return the tokens per chunk: 256 on a CPU; on a GPU an eighth of all (as in torchtitan), at least 1024."""
     return 256 if device.type == "cpu" else max(1024, -(-tokens // 8))
 
 
@@ -172,7 +172,7 @@ class Head(nn.Module):
         self.output = None
         if not config.tie_word_embeddings:
             self.output = nn.Linear(config.hidden_size, config.vocab_size, bias=False)
-        self.function = loss_and_gradient  # of one chunk; compile_model replaces it
+        self.function = loss_and_gradient  # for one chunk; compile_model replaces it
 
     def forward(self, hidden: Tensor, labels: Tensor, tied: Tensor | None, scale: Tensor | float) -> Tensor:
         """Hidden (b, s, h) -> `scale` times the summed loss, (); `tied` (v, h): the embedding of a tied model."""
@@ -244,8 +244,8 @@ def initialize(
 ) -> None:
     """Allocate a plain model, whole or sharded, and fill it with the engine's initial values.
 
-    Only one full parameter exists at a time, so initialization needs no more memory than training. arrange: changes
-    the order of a named parameter's values.
+    Only one full parameter exists at a time, so that initialization needs no more memory than training. arrange:
+    reorders a named parameter's values.
     """
     specs = parameter_specs(config)
     module.to_empty(device=device)

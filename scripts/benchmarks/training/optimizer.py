@@ -1,13 +1,12 @@
-"""Time one optimizer step on a CPU, and that of torch.optim.AdamW(fused=True) on the same parameters.
+"""Time an optimizer step on a CPU against torch.optim.AdamW(fused=True) on the same parameters.
 
     python -m scripts.benchmarks.training.optimizer --threads=1 --output=optimizer.json
     python -m scripts.benchmarks.training.optimizer --threads=2 --max_others=0.05
 
-Only the optimizer runs, in one process. Gradients are random and get the same norm before every step, outside of the
-timed section. Each of our rows takes turns with both peers, in a rotating order, and ratios compare times within a
-turn. Where a row and a peer compute the same update, their final weights must agree, or the exit code is 1.
---max_others counts only turns during which other processes used less than that share of the CPUs, and waits for them.
-Prints a Markdown table. Run from the checkout.
+Only the optimizer runs, in one process. Gradients are random and rescaled to the same norm before every step, untimed.
+Each of our rows takes turns with both peers, in rotating order, and ratios compare times within a turn. If a row and a
+peer compute the same update, their final weights must agree, or the exit code is 1. --max_others waits for and counts
+only turns in which other processes used at most that share of the CPUs. Prints a Markdown table. Run from the checkout.
 """
 
 from __future__ import annotations
@@ -38,7 +37,7 @@ from scripts.benchmarks.turns import Figures, Turns
 RATE, DECAY, BETAS = 1e-4, 0.1, (0.9, 0.95)
 CLIP = 1.0  # as in training; gradients have one of these norms:
 LARGE, SMALL = 10.0, 0.5
-REPEATS = 20  # of --turns, where few turns count
+REPEATS = 20  # rounds at most, in multiples of --turns, if few turns count
 PLAIN, CLIPPED = "AdamW(fused)", "clip_grad_norm_ + AdamW(fused)"
 
 
@@ -47,7 +46,7 @@ class Row(NamedTuple):
 
     name: str
     options: dict[str, Any]
-    norm: float  # of the gradient
+    norm: float  # gradient norm
     same_as: str | None = None  # the peer with the same update
 
 
@@ -64,7 +63,7 @@ ROWS = (
 
 
 class Contestant:
-    """An optimizer whose gradients are random and have the same norm before every step.
+    """An optimizer with random gradients of a fixed norm before every step.
 
     gradients, weights: by name, not copied.
     """
@@ -77,12 +76,12 @@ class Contestant:
         self._gradients = [gradients[name].normal_(generator=generator) for name in sorted(gradients)]
 
     def turn(self, options: argparse.Namespace) -> Figures:
-        """Run some steps; return their mean time, and the share of the cores that other processes took meanwhile."""
+        """Run some steps; return their mean time and the share of the cores used by other processes."""
         if options.max_others is not None:
             wait_until_quiet(options.max_others)
         step_s, before = 0.0, load()
         for _ in range(options.steps_per_turn):
-            # A clipped step changes the gradients. Everyone rescales, so that everyone finds the same cache.
+            # Clipping changes the gradients. All contestants rescale, so that all find the same cache.
             norm = torch.stack(torch._foreach_norm(self._gradients)).norm()
             torch._foreach_mul_(self._gradients, self._norm / norm)
             start_s = time.perf_counter()
@@ -134,7 +133,7 @@ def peer(weights: dict[str, Tensor], clips: bool, norm: float) -> Contestant:
 
 
 def measure(row: Row, options: argparse.Namespace) -> dict[str, Any]:
-    """Return the figures of one row: its own times and those of its peers, and how far their final weights differ."""
+    """Return the figures of one row: its times, its peers' times, and the largest difference of final weights."""
     torch.set_num_threads(options.threads)
     distributed = launch.initialize(unflatten({"device": "cpu"}).distributed)
     own = ours(row, options, distributed)
@@ -195,7 +194,7 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
 def main(argv: Sequence[str]) -> int:
     """Measure, print and write; return the exit code."""
     options = parse(argv)
-    # A process per row: memory that an earlier row had freed made a later row up to a third slower.
+    # One process per row: memory freed by an earlier row made later rows up to a third slower.
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(["torch", "scripts.benchmarks.training.settings"])  # slow imports
     with context.Pool(1, maxtasksperchild=1) as pool:

@@ -81,7 +81,7 @@ class Peer(Contestant):
 
     @contextlib.contextmanager
     def _synchronized(self, last: bool) -> Iterator[None]:
-        """Reduce gradients after the last micro-batch only, where the peer can."""
+        """Reduce gradients only after the last micro-batch, if the peer supports it."""
         if isinstance(self._module, DistributedDataParallel) and not last:
             with self._module.no_sync():
                 yield
@@ -97,7 +97,7 @@ class Peer(Contestant):
             yield name.removeprefix("module."), value.full_tensor() if isinstance(value, DTensor) else value
 
     def books(self) -> dict[str, Any]:
-        """Return the memory by kind that this rank holds between steps, without the temporaries of a step."""
+        """Return this rank's memory by kind between steps, without temporaries."""
         parameters = list(self._module.parameters())
         states = [value for state in self.optimizer.state.values() for value in state.values()]
         kinds: dict[str, list[Tensor]] = {
@@ -109,12 +109,12 @@ class Peer(Contestant):
 
 
 def local_bytes(tensor: Tensor) -> int:
-    """Return the bytes of a tensor that lie on this rank."""
+    """Return the bytes of a tensor on this rank."""
     return tensor.to_local().nbytes if isinstance(tensor, DTensor) else tensor.nbytes
 
 
 def fastest_attention(device: torch.device) -> AbstractContextManager[Any]:
-    """Prefer cuDNN's attention to flash attention on a GPU, as torchtitan does."""
+    """Prefer cuDNN attention over flash attention on a GPU, as torchtitan does."""
     if device.type != "cuda":
         return contextlib.nullcontext()
     order = [SDPBackend.CUDNN_ATTENTION, SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]
@@ -161,7 +161,7 @@ class HuggingFace(nn.Module):
 class Liger(AbstractContextManager[None]):
     """Liger's kernels in a Hugging Face model, active inside the `with` block.
 
-    Liger also replaces functions in the module of transformers. Outside the block they are restored for other rows.
+    Liger also patches functions in transformers' module. Outside the block they are restored for other rows.
     """
 
     def __init__(self, model: nn.Module) -> None:
@@ -199,7 +199,7 @@ def compile_model(model: PlainGPT | HuggingFace, whole: bool, mode: str, backend
 
 
 def replicated(config: Config, distributed: Distributed, model: PlainGPT | HuggingFace, patch: Liger | None) -> Peer:
-    """Train in one process, or on several ranks under DistributedDataParallel with gradients inside its buckets."""
+    """Train in one process, or under DistributedDataParallel with gradients as bucket views."""
     if isinstance(model, PlainGPT):
         initialize(model, config, distributed.device)
     module: nn.Module = model
@@ -220,7 +220,7 @@ def fsdp(
 ) -> Peer:
     """Train under FSDP2 as documented: one group per block; the rest is in the root's group, which stays gathered.
 
-    With `separate_ends` embedding and head are groups of their own, so every weight is freed after its forward pass.
+    With `separate_ends` embedding and head are separate groups, so that every weight is freed after its forward pass.
     """
     mesh = DeviceMesh.from_group(distributed.group, distributed.device.type)
     policy = MixedPrecisionPolicy()

@@ -1,4 +1,4 @@
-"""The matrix products of a step and nothing else: the least time that a step can take by this machine's products."""
+"""Only the matrix products of a step: a lower bound of the step time on this machine."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ NAME = "products"
 class Products(Contestant):
     """Output, input gradient and weight gradient of every linear layer and of the head, by torch.mm.
 
-    Each layer has its own weights and gradients, which come from memory as in a step. Attention's products do not
-    count: they are part of attention. Nothing is trained, so there is no loss.
+    Each layer has its own weights and gradients, which come from memory as in a step. Attention's own products are not
+    included. Nothing is trained, so there is no loss.
     """
 
     def __init__(self, config: Config, dtype: torch.dtype, device: torch.device) -> None:

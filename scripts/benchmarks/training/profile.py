@@ -1,7 +1,7 @@
-"""Where a step's time goes: PyTorch's profiler around turns of each row, summed by kind of operation.
+"""The time of a step by kind of operation, from PyTorch's profiler around turns of each row.
 
-The profiler slows every operation a little. `rest` is the time that no operation takes: Python, autograd and, with
-several ranks, waiting for the others.
+The profiler slows every operation slightly. `rest` is the time outside operations: Python, autograd and, with several
+ranks, waiting for other ranks.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from torch.profiler import ProfilerActivity, profile
 from scripts.benchmarks.training.measure import Contestant
 
 PRODUCTS, OTHERS, REST = "products", "copies, sums, others", "rest"
-# The first kind with a part of the operation's name.
+# The first kind with a substring of the operation's name.
 KINDS = {
     "attention": ("scaled_dot_product",),
     PRODUCTS: ("::mm", "::addmm", "::bmm", "::baddbmm"),
@@ -31,9 +31,9 @@ KINDS = {
 def profile_in_turns(
     contestants: Mapping[str, Contestant], turns: Sequence[Sequence[Sequence[Tensor]]]
 ) -> dict[str, dict[str, float]]:
-    """Train some more turns; return the seconds of a step in each kind of operation and in the rest, by row.
+    """Train more turns; return each row's seconds per step by kind of operation, and the rest.
 
-    The first turn does not count, because the profiler starts in it. A number is the median of the others.
+    Medians over all turns except the first, in which the profiler starts.
     """
     measured: dict[str, list[dict[str, float]]] = {name: [] for name in contestants}
     for steps in turns:
@@ -61,6 +61,6 @@ def _profile(contestant: Contestant, steps: Sequence[Sequence[Tensor]]) -> dict[
 
 
 def kind_of(operation: str) -> str | None:
-    """Return the kind of an operation by its name; None for what is no operation."""
+    """Return the kind of an operation by its name; None for events that are not operations."""
     lower = operation.lower()
     return next((kind for kind, parts in KINDS.items() if any(part in lower for part in parts)), None)

@@ -52,7 +52,7 @@ from scripts.benchmarks.tables import Column, Goal, number, over, remarks, sprea
 from scripts.benchmarks.turns import Turns
 from scripts.docs.tables import markdown_table
 
-# Rows that the others are compared with, where they run.
+# Rows that other rows are compared with, if they run.
 REFERENCES = (
     "torch",
     "torch compiled",
@@ -72,7 +72,7 @@ RATIO_COLUMNS = REFERENCES[:-2]  # of the table
 
 @dataclass(frozen=True)
 class Facts:
-    """Numbers of the run that all rows share."""
+    """Numbers of the run shared by all rows."""
 
     ranks: int
     tokens_per_step: int
@@ -81,7 +81,7 @@ class Facts:
 
 
 def summarize(turns: Turns, known: Mapping[str, dict[str, Any]], facts: Facts) -> dict[str, dict[str, Any]]:
-    """Return the figures of each row that has not failed; known: those that need no measuring, by row."""
+    """Return the figures of each row that has not failed. known: figures that need no measurement, by row."""
     result = {}
     for name, record in turns.sound().items():
         books = known[name]
@@ -108,7 +108,7 @@ def summarize(turns: Turns, known: Mapping[str, dict[str, Any]], facts: Facts) -
 
 
 def rates(step_s: float | None, facts: Facts) -> dict[str, Any]:
-    """Return tokens per second, model TFLOP/s of one rank, and its MFU, for causal and full attention."""
+    """Return tokens per second, and model TFLOP/s and MFU per rank, for causal and full attention."""
     per_rank = None if step_s is None else facts.tokens_per_step / step_s / facts.ranks
     result = {"tokens_per_s": None if per_rank is None else per_rank * facts.ranks, "tokens_per_s_per_rank": per_rank}
     for suffix, kind in (("", "causal"), ("_full", "full")):
@@ -118,7 +118,7 @@ def rates(step_s: float | None, facts: Facts) -> dict[str, Any]:
     return result
 
 
-# Bytes per parameter of state memory: (on every rank, divided by the ranks, in each shared buffer).
+# Bytes per parameter of state memory: (replicated, sharded over the ranks, in each shared buffer).
 STATE_BYTES = {
     ("bf16", 1): (6, 12, 0),
     ("bf16", 2): (2, 16, 4),
@@ -127,12 +127,12 @@ STATE_BYTES = {
     ("fp32", 2): (4, 12, 4),
     ("fp32", 3): (0, 16, 8),
 }
-# With one rank, buffers in the dtype of a shard are the shards themselves. fp32 takes 16 bytes at every ZeRO stage.
+# With one rank, buffers in a shard's dtype are the shards themselves. fp32 takes 16 bytes at every ZeRO stage.
 ONE_RANK_BYTES = {("bf16", 1): (18, 0, 0), ("bf16", 2): (18, 0, 0), ("bf16", 3): (16, 0, 2)}
 
 
 def formula_bytes(stage_sizes: Sequence[int], dtype: str, zero_stage: int, ranks: int) -> int:
-    """Return the state memory of a rank without padding and ties. A shared buffer is as large as its largest stage."""
+    """Return a rank's state memory without padding and ties. A shared buffer is as large as its largest stage."""
     whole, sharded, buffered = STATE_BYTES[dtype, zero_stage]
     if ranks == 1:
         whole, sharded, buffered = ONE_RANK_BYTES.get((dtype, zero_stage), (16, 0, 0))
@@ -195,7 +195,7 @@ GOALS = (
 
 
 def time_columns(parameters: int) -> Iterator[Column]:
-    """Yield what is shown of a step, with traffic in units of 4 bytes per parameter."""
+    """Yield the columns about a step, with traffic in units of 4 bytes per parameter."""
     yield spread("step, s", "step_s", 3)
     yield number("CPU, s", "cpu_s", ".2f")
     yield number("tokens/s per rank", "tokens_per_s_per_rank", ",.0f")
@@ -246,7 +246,7 @@ def to_markdown(result: Result) -> str:
 
 
 def profile_table(rows: Rows) -> list[str]:
-    """Return the lines of a table of ms by kind of operation; no lines if no row has a profile."""
+    """Return the lines of a table of ms by kind of operation; empty if no row has a profile."""
     profiled = {name: row["profile_s"] for name, row in rows.items() if "profile_s" in row}
     kinds = list(dict.fromkeys(kind for parts in profiled.values() for kind in parts if parts[kind]))
     lines = [

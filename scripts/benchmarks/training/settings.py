@@ -1,4 +1,4 @@
-"""The command line of the training benchmark, its models, and its rows: which exist, which run, how each is built."""
+"""The training benchmark's command line and models, and the choice and construction of its rows."""
 
 from __future__ import annotations
 
@@ -27,10 +27,10 @@ from scripts.benchmarks.training.products import NAME as PRODUCTS
 from scripts.benchmarks.training.products import Products
 from scripts.benchmarks.training.tensor_peer import parallelized
 
-# Adam turns rounding into a full step where a gradient is nearly zero, so a high rate makes losses drift apart: at 1e-4
-# by 1.6e-5 in 28 steps of eleven configurations.
+# Adam turns rounding errors into a full step where a gradient is nearly zero, so a high rate makes losses diverge: at
+# 1e-4 by 1.6e-5 in 28 steps of eleven configurations.
 LEARNING_RATE = 2e-5
-# Far above any norm: the norm is computed and gradients are multiplied by 1, so weights can be compared bit for bit.
+# Far above any norm: the norm is computed, but gradients are multiplied by 1, so weights can be compared bitwise.
 CLIP_GRAD = 1e6
 WINDOW = 4096
 COMMON: dict[str, Any] = dict(dataset_source="random", num_workers=0, weight_decay=0.1)
@@ -86,9 +86,9 @@ def parse(argv: Sequence[str], description: str | None = None) -> argparse.Names
         add(f"--{name}", type=int, help="default: the model's")
     for name, default in MEASURING.items():
         add(f"--{name}", type=int, default=default, help=f"default {default}")
-    add("--tensor_parallel", type=int, default=1, help="ranks that share each layer (default 1), here all of them")
+    add("--tensor_parallel", type=int, default=1, help="tensor-parallel ranks (default 1); if more, all ranks")
     add("--threads", type=int, default=1, help="threads per rank (default 1); 0: as many as this process has cores")
-    add("--dtype", choices=("fp32", "bf16"), default="fp32", help="bf16 keeps weights, gradients and moments in fp32")
+    add("--dtype", choices=("fp32", "bf16"), default="fp32", help="bf16 has fp32 weights, gradients and moments")
     add(
         "--layers",
         choices=("engine", "plain", "both"),
@@ -115,7 +115,7 @@ def parse(argv: Sequence[str], description: str | None = None) -> argparse.Names
         const=1,
         help="build, warm up, time and free each row in every round; default: where all rows may not fit a GPU",
     )
-    add("--max_others", type=float, help="count only turns during which other processes took less of the CPUs")
+    add("--max_others", type=float, help="count only turns in which other processes used at most this share of CPUs")
     add("--profile", action="store_true", help="on a CPU: profile more turns of each row, by kind of operation")
     add("--peak_tflops", type=float, help="peak of one GPU, for the MFU; default: from a table of common GPUs")
     add("--only", default="", help="comma-separated rows, by their names in the table; * and ? are wildcards")
@@ -132,14 +132,14 @@ def parse(argv: Sequence[str], description: str | None = None) -> argparse.Names
 
 
 def has_known_shape(options: argparse.Namespace) -> bool:
-    """Return whether the model has the shape of its name; the number of layers and the micro-batch may differ."""
+    """Return whether the model has its named shape, except for the number of layers and the micro-batch size."""
     sizes = MODELS[options.model][0]._asdict()
     free = ("num_layers", "micro_batch_size")
     return all(getattr(options, name) == size for name, size in sizes.items() if name not in free)
 
 
 def engine_config(options: argparse.Namespace, world_size: int, **changes: Any) -> Config:
-    """Return the resolved configuration that all rows share, with the `changes` of one of our rows.
+    """Return the resolved configuration of all rows, with the `changes` of one of our rows.
 
     Raises:
         UsageError: if the engine refuses these sizes.
@@ -178,12 +178,12 @@ class Row:
 
     @property
     def trains_the_model(self) -> bool:
-        """Whether its losses are those of all others."""
+        """Whether the row's losses must equal the other rows'."""
         return self.trainer != PRODUCTS and "window_size" not in self.changes
 
 
 def catalogue(options: argparse.Namespace, ranks: int) -> dict[str, Row]:
-    """Return every row that exists for this number of ranks, in the order in which rows take turns.
+    """Return every row that exists for this number of ranks, in the order of turns.
 
     Raises:
         SystemExit: if --tensor_parallel does not fit the ranks.
@@ -242,16 +242,16 @@ def _engine_rows(options: argparse.Namespace, ranks: int) -> Iterator[tuple[str,
 
 
 def _variants(options: argparse.Namespace, ranks: int, stage: int) -> Iterator[tuple[str, dict[str, Any]]]:
-    """Yield more options of our rows, by what they add to the name."""
+    """Yield (name suffix, options) of variants of our rows."""
     if options.dtype != "fp32":
         yield "fp32", {"training_dtype": "fp32"}
     quarter = f"activation,full:{-(-options.num_layers // 4)}"
     for word, level in (("activation", "activation"), ("quarter", quarter), ("full", "full")):
         if word != "quarter":
             yield f"recompute {word}", {"mlp_recompute_level": level}
-        if stage < 3 and options.dtype == "bf16":  # only a weight buffer of its own holds half of a weight
+        if stage < 3 and options.dtype == "bf16":  # needs a weight buffer per stage
             yield f"split recompute {word}", {"mlp_recompute_level": level, "split_master_weights": True}
-    if ranks == 1 and options.one_at_a_time:  # of which one switches the whole process
+    if ranks == 1 and options.one_at_a_time:  # deterministic mode is process-wide
         yield "without Triton", {"enable_triton_kernels": False}
         yield "deterministic", {"deterministic": True}
         yield f"window {WINDOW}", {"window_size": WINDOW}
@@ -306,7 +306,7 @@ def why_not_compiled(device: torch.device) -> str | None:
     """Return the error of torch.compile (it needs a C++ compiler, or Triton), or None if it works."""
     try:
         torch.compile(lambda x: x.sin() + 1)(torch.zeros(8, device=device))
-    except Exception as error:  # whatever is missing
+    except Exception as error:  # any cause
         return f"torch.compile fails: {str(error).strip().splitlines()[0][:200]}"
     return None
 

@@ -1,8 +1,8 @@
-"""The peer of tensor parallelism: the plain model under `torch.distributed.tensor.parallel.parallelize_module`.
+"""The tensor-parallel peer: the plain model under `torch.distributed.tensor.parallel.parallelize_module`.
 
-As PyTorch's tutorial and torchtitan do it: column- and row-parallel products, embedding and head split by vocabulary,
+As in PyTorch's tutorial and torchtitan: column- and row-parallel products, vocabulary-parallel embedding and head,
 `loss_parallel`, and with sequence parallelism `SequenceParallel` norms and `PrepareModuleInput`. Query, key and value
-stay one product, and so do gate and up; their rows are ordered by rank, so that each rank holds whole heads.
+stay fused, and so do gate and up; their rows are ordered by rank, so that each rank holds whole heads.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ from scripts.benchmarks.training.peers import Peer
 
 
 class SplitHead(Head):
-    """The head with logits split by vocabulary, under `loss_parallel`."""
+    """The vocabulary-parallel head, under `loss_parallel`."""
 
     def forward(self, hidden: Tensor, labels: Tensor, tied: Tensor | None, scale: Tensor | float) -> Tensor:
         assert self.output is not None
@@ -45,7 +45,7 @@ class SplitHead(Head):
 
 
 class LossParallel(AbstractContextManager[None]):
-    """`loss_parallel`, which can be entered only once, for every step."""
+    """A reusable `loss_parallel`, whose contexts can be entered only once."""
 
     def __enter__(self) -> None:
         self._now = loss_parallel()
@@ -56,10 +56,10 @@ class LossParallel(AbstractContextManager[None]):
 
 
 class TensorPeer(Peer):
-    """A parallelized model ready to train. Parameters that its plan does not name stay ordinary tensors."""
+    """A parallelized model. Parameters that its plan does not name stay ordinary tensors."""
 
     def clip(self, max_norm: float) -> None:
-        """Clip like `clip_grad_norm_`, which cannot mix DTensors with others."""
+        """Clip like `clip_grad_norm_`, which cannot mix DTensors and plain tensors."""
         gradients = [parameter.grad for parameter in self._module.parameters() if parameter.grad is not None]
         kinds = [[one for one in gradients if isinstance(one, DTensor) == kind] for kind in (False, True)]
         norms = [torch.nn.utils.get_total_norm(kind) for kind in kinds if kind]
@@ -70,7 +70,7 @@ class TensorPeer(Peer):
 
 
 def parallelized(config: Config, distributed: Distributed, splits_tokens: bool) -> TensorPeer:
-    """Train the plain model on a group of tensor-parallel ranks; splits_tokens: with sequence parallelism."""
+    """Train the plain model with tensor parallelism. splits_tokens: with sequence parallelism."""
     ranks, model = distributed.tensor.world_size, PlainGPT(config, "full", distributed.device)
     with torch.device("meta"):
         model.head = SplitHead(config.model, "full")
@@ -86,7 +86,7 @@ def parallelized(config: Config, distributed: Distributed, splits_tokens: bool) 
 
 
 def plan(splits_tokens: bool) -> dict[str, ParallelStyle]:
-    """Return the styles of all modules that ranks share."""
+    """Return the styles of all parallelized modules."""
     residual, whole = Shard(1) if splits_tokens else Replicate(), Replicate()
     styles: dict[str, ParallelStyle] = {
         "embedding.word": RowwiseParallel(input_layouts=whole, output_layouts=residual),
@@ -105,6 +105,6 @@ def plan(splits_tokens: bool) -> dict[str, ParallelStyle]:
 
 
 def by_rank(spec: ParameterSpec, value: Tensor) -> Tensor:
-    """Return a whole parameter with its rows or columns in the order of the ranks that hold them."""
+    """Return a whole parameter with its rows or columns ordered by tensor-parallel rank."""
     parts = [spec.on(rank).local(value) for rank in range(spec.split.ranks)]
     return torch.cat(parts, spec.split.dim) if spec.split.blocks else value
