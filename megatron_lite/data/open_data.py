@@ -64,7 +64,7 @@ def open_data(config: Config, rank: int, world_size: int) -> DataSource:
     if needed and config.data.fim_rate > 0:
         key = derive_seed("fill in the middle", config.distributed.seed)
         fill = FillInTheMiddle(config.data, config.model.vocab_size, key)
-    masks = open_masks(config.data.loss_mask, datasets)
+    masks = open_masks(config.data.loss_mask if needed else (), datasets)
     for phase, count in needed.items():
         pairs = zip(datasets, masks, strict=True)
         streams = [_stream(config, phase, number, *pair) for number, pair in enumerate(pairs)]
