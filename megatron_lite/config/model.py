@@ -220,7 +220,7 @@ class PerformanceConfig(Area):
         0, "recompute the first N blocks in the backward pass, saving only their inputs"
     )
     enable_triton_kernels: bool | None = optional(
-        "use fused Triton kernels instead of the same formulas in torch", "on a GPU"
+        "use fused Triton kernels instead of the same formulas in torch", "1 on a GPU"
     )
     attention_backend: str = option(
         "auto", "implementation of attention (auto: the fastest that the device supports)", choices=ATTENTION_BACKENDS
