@@ -192,7 +192,7 @@ def _stream(config: Config, phase: str, number: int, dataset: IndexedDataset, ma
             f"{phase}; give {phase} a larger share, or set --{flag}=0"
         )
     documents, length, order = range(first, end), config.batch.sequence_length, _order(config, phase)
-    key, packed = sampler_key(config.distributed.seed, phase, number), None
+    key, packed, shuffled = sampler_key(config.distributed.seed, phase, number), None, None
     num_tokens = dataset.first_token(end) - dataset.first_token(first)
     if not config.data.truncate_documents:
         packed = PackedDocuments(dataset.document_sizes(documents), length + 1, key)
@@ -210,10 +210,9 @@ def _stream(config: Config, phase: str, number: int, dataset: IndexedDataset, ma
         )
     else:
         sampler = StreamSampler(num_tokens, length, key, order)
-    shuffled = None
-    if order.documents:
-        # Tables of an epoch and the next one, or of all that are shuffled together.
-        shuffled = ShuffledDocuments(dataset, documents, key, order.epochs + 1)
+        if order.documents:
+            # Tables of an epoch and the next one, or of all that are shuffled together.
+            shuffled = ShuffledDocuments(dataset, documents, key, order.epochs + 1)
     borders, entries = config.data.needs_borders, None if mask is None else mask.tokens
     return Stream(dataset, documents, sampler, entries, borders, shuffled, packed)
 

@@ -193,7 +193,7 @@ def runtime_bytes(config: Config, partition: Partition) -> dict[str, int]:
     largest = max(cost.largest for stage in costs for cost in (*stage.forward, *stage.backward))
     needs = runtime_needs(device_type, groups, config.data.num_workers, partition.state_tensors, largest)
     if device_type == "cpu" and tensor > 1:
-        needs["tensor-parallel scratch"] = _exchange_scratch_bytes(config, model)
+        needs["tensor-parallel scratch"] = _tensor_parallel_scratch_bytes(config, model)
     if device_type == "cpu" and (copy := host_copy_bytes(config, model)):
         needs["copy for async_checkpoint"] = copy
     if "updates" in config.tracking.watch:
@@ -201,7 +201,7 @@ def runtime_bytes(config: Config, partition: Partition) -> dict[str, int]:
     return needs
 
 
-def _exchange_scratch_bytes(config: Config, model: MultiStage) -> int:
+def _tensor_parallel_scratch_bytes(config: Config, model: MultiStage) -> int:
     """Return the receive buffer of tensor-parallel collectives on a CPU; two ranks swap whole hidden states."""
     assert config.batch.micro_batch_size, "resolved"
     ranks, dtype = model.tensor.world_size, model.precision.training
