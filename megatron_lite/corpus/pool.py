@@ -6,10 +6,10 @@ import concurrent.futures
 import multiprocessing
 import os
 import threading
+import time
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures.process import BrokenProcessPool, ProcessPoolExecutor
 from contextvars import ContextVar
-from multiprocessing.connection import wait
 from multiprocessing.process import BaseProcess
 from multiprocessing.queues import SimpleQueue
 from pathlib import Path
@@ -50,12 +50,9 @@ def make_pieces(
     places: dict[int | None, str] = {}  # by process: the file that it reads
     setup = (folder, recipe, max(1, num_processes // count), messages)
     pool = ProcessPoolExecutor(count, context, _begin, setup)
-    before = set(multiprocessing.active_children())
-    workers: list[BaseProcess] = []
     try:
         with signals_held():
             records = [pool.submit(_make, piece) for piece in pieces]
-        workers = [process for process in multiprocessing.active_children() if process not in before]
         for record in records:
             while not record.done() or not messages.empty():
                 concurrent.futures.wait([record], POLL_S if messages.empty() else 0)
@@ -65,9 +62,9 @@ def make_pieces(
                         on_progress(*numbers)
             yield record.result()
     except BrokenProcessPool:
-        raise _lost(workers, places) from None
+        raise _lost(list(pool._processes.values()), places) from None
     finally:
-        for worker in workers:
+        for worker in pool._processes.values():
             worker.kill()  # even in the middle of its work
         pool.shutdown(cancel_futures=True)
 
@@ -101,9 +98,11 @@ def _make(piece: Piece) -> Record:
 
 
 def _lost(workers: Sequence[BaseProcess], places: dict[int | None, str]) -> PeerError:
-    """Say which worker died. The others ignore the SIGTERM that the pool sends them then."""
-    wait([worker.sentinel for worker in workers])
-    worker = next(worker for worker in workers if worker.exitcode is not None)
+    """Say which worker died. The others ignore the SIGTERM that the pool sends them then, or end with exit code 0."""
+    deadline_s = time.monotonic() + 5
+    while not (dead := [worker for worker in workers if worker.exitcode]) and time.monotonic() < deadline_s:
+        time.sleep(0.01)  # the pool sees a death from closed pipes, a moment before there is an exit code
+    worker = (dead or workers)[0]
     place = f" at {places[worker.pid]}" if worker.pid in places else ""
     ended = how_it_ended(worker, "--num_processes") + place
     return PeerError(f"worker process {worker.pid} {ended}; finished pieces are kept: start the same command again")
