@@ -11,10 +11,9 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from megatron_lite.checkpoint import space
-from megatron_lite.checkpoint.background import BackgroundSaves, open_background
-from megatron_lite.checkpoint.choice import Choice, choose_together
-from megatron_lite.checkpoint.resume import Resumed, check_early, resume
+from megatron_lite.checkpoint.resume import Choice, Resumed, check_early, choose_together, resume
+from megatron_lite.checkpoint.retention import lack_at_start
+from megatron_lite.checkpoint.writing import BackgroundSaves, open_background, shard_bytes
 from megatron_lite.cli.help import banner, short_banner
 from megatron_lite.config import Config
 from megatron_lite.corpus.from_text import resolve_data
@@ -153,8 +152,8 @@ def build(
     with distributed.traffic.paused():
         model.gather_ahead()  # every iteration ends with this
     reports, done = distributed.rank == 0, resumed.iteration
-    num_bytes = space.checkpoint_bytes(model, distributed.world_size)
-    if reports and (lack := space.lack_at_start(experiment.checkpoints, num_bytes, config, done)):
+    num_bytes = shard_bytes(model) * distributed.world_size
+    if reports and (lack := lack_at_start(experiment.checkpoints, num_bytes, config, done)):
         logger.warning(lack)
     background = open_background(config, model, distributed)
     trackers = together(distributed, lambda: open_trackers(config, experiment.root, experiment.run, reports, done))

@@ -22,8 +22,8 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # works without
 import scripts  # noqa: F401  names a missing package
 
 # isort: split
-from megatron_lite.checkpoint.inspection import Inspection, inspect
 from megatron_lite.checkpoint.names import MANIFEST_NAME, find_checkpoints, reason
+from megatron_lite.checkpoint.reading import Inspection, inspect
 from megatron_lite.cli.script_parser import ScriptParser
 from megatron_lite.errors import EXIT_DONE, CheckpointError, RunError, UsageError
 from megatron_lite.huggingface.folder_kind import CONFIG_NAME

@@ -9,7 +9,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import fields
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from megatron_lite.config import BatchConfig, Config, Draft, flatten, unflatten
+from megatron_lite.config import BatchConfig, Config, Draft, ModelConfig, flatten, unflatten
 from megatron_lite.config.model import rotary_base
 from megatron_lite.config.optimizer import LearningRateConfig
 from megatron_lite.config.option import Area
@@ -25,27 +25,19 @@ if TYPE_CHECKING:
 
 _MOST_LINES = 20  # data changes listed in a message
 ARCHITECTURE, DATA = "architecture", "data"
+# Options of the model that change neither its parameters nor the function that they compute, by their first letters.
+_FREE = (
+    *("attention_dropout", "attention_softmax", "embedding_dropout", "full_precision_residual", "hidden_dropout"),
+    *("init_method", "layer_norm_init", "make_vocab_size", "random_bias"),
+)
 # Option -> kind of change; changes of other options are only logged.
 KINDS = {
-    # The parameters, or the function that they compute.
-    **dict.fromkeys(
-        """
-        num_layers hidden_size num_attention_heads head_groups kv_channels ffn_hidden_size vocab_size
-        max_position_embeddings use_position_embeddings use_rotary_embeddings rotary_embedding_scale rotary_base
-        rotary_percent rope_type rope_factor rope_original_max_position_embeddings rope_low_freq_factor
-        rope_high_freq_factor rope_beta_fast rope_beta_slow rope_attention_factor rope_mscale rope_mscale_all_dim
-        rope_truncate tie_word_embeddings add_linear_biases add_qkv_biases add_mlp_biases gated activation_type
-        normalization_type layer_norm_eps zero_centered_normalization use_layer_norm_weight input_embedding_norm
-        hybrid_norm qk_layernorm scale_attn_by_inverse_layer_idx logit_soft_cap window_size
-        """.split(),
-        ARCHITECTURE,
-    ),
+    **{field.name: ARCHITECTURE for field in fields(ModelConfig) if not field.name.startswith(_FREE)},
     # The samples, or their order.
     **dict.fromkeys(
         "dataset_source seed shuffle shuffle_era shuffle_documents truncate_documents max_epochs".split(), DATA
     ),
 }
-
 # Options added later -> the option that included them before.
 _FOLLOWED = {
     "add_qkv_biases": "add_linear_biases",

@@ -1,22 +1,173 @@
-"""Resume a run from its newest good checkpoint: shards, optimizer state and sums; log what has changed since."""
+"""Resume a run: choose the checkpoints to try, load the newest good one, log what has changed since.
+
+The choice follows --load_policy, --load_checkpoint_path and --resume_iteration. The run's own checkpoints come first,
+so that repeating a command always resumes; another folder's are used only until the run has one of its own. After
+--resume_iteration, newer checkpoints are set aside by a rename: no later start resumes from them, and nothing is
+deleted.
+"""
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
+import os
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from megatron_lite.checkpoint import compatibility, reading
-from megatron_lite.checkpoint.choice import Choice, set_aside
-from megatron_lite.checkpoint.manifest import Manifest
+from megatron_lite.checkpoint.manifest import Manifest, read
+from megatron_lite.checkpoint.names import MANIFEST_NAME, find_checkpoints, reason
 from megatron_lite.config import Config
+from megatron_lite.config.checkpoint import CheckpointConfig
 from megatron_lite.distributed.agreement import together
+from megatron_lite.errors import CheckpointError, DamagedError, StorageError
 from megatron_lite.optimizer.optimizer import Optimizer
+from megatron_lite.run.durable_files import sync_folder
 
 if TYPE_CHECKING:
     from megatron_lite.distributed.process_group import Distributed
     from megatron_lite.zero.multi_stage import MultiStage
+
+SET_ASIDE = "set_aside"
+_FLAG = "--load_checkpoint_path"
+
+
+@dataclass(frozen=True)
+class Choice:
+    """Checkpoints to try, the newest first; none for a fresh run."""
+
+    found: tuple[tuple[int, Path], ...] = ()
+    goes_back: bool = False  # whether --resume_iteration returns to an older checkpoint of the run
+    note: str = ""  # for the log
+
+    @cached_property
+    def newest(self) -> tuple[Path, Manifest] | None:
+        """Folder and manifest of the newest checkpoint with a good manifest; read from the disk once."""
+        return next(((folder, content) for _, folder, content in _good(self.found)), None)
+
+
+def find(root: Path) -> list[tuple[int, Path]]:
+    """List (iteration, folder) as `names.find_checkpoints`, but raise CheckpointError if `root` cannot be read."""
+    try:
+        return find_checkpoints(root)
+    except OSError as error:
+        raise CheckpointError(f"cannot read the checkpoints in {root}: {reason(error)}") from None
+
+
+def choose_together(root: Path | None, options: CheckpointConfig, distributed: Distributed) -> Choice:
+    """Choose on rank 0, for all ranks; see `choose`."""
+    choice = together(distributed, lambda: choose(root, options) if distributed.rank == 0 else Choice())
+    if distributed.rank == 0:
+        distributed.broadcast_object([[(i, str(p)) for i, p in choice.found], choice.goes_back, choice.note])
+        return choice
+    found, goes_back, note = distributed.broadcast_object(None)
+    return Choice(tuple((iteration, Path(folder)) for iteration, folder in found), goes_back, note)
+
+
+def choose(root: Path | None, options: CheckpointConfig) -> Choice:
+    """Choose the checkpoints for a start; `root` holds the run's own.
+
+    Raises:
+        CheckpointError: if the options require one that does not exist, or forbid existing ones.
+    """
+    own, wanted = [] if root is None else find(root), options.resume_iteration
+    if own and options.load_policy == "never":
+        raise CheckpointError(
+            f"--load_policy=never: {root} has checkpoints, the newest of iteration {own[0][0]:,}, and a run that "
+            "starts from scratch there would mix two runs; choose another --experiment_dir, or move that folder away"
+        )
+    if own:
+        if wanted is None or own[0][0] <= wanted:
+            return Choice(_only(own, wanted, root))
+        newest = next(_good(own), None)
+        if newest is not None and newest[0] > wanted and newest[2].config.get("resume_iteration") == wanted:
+            note = (
+                f"--resume_iteration={wanted} was followed by an earlier start: the run continues from {newest[1]}; "
+                "to go back again, move that folder away"
+            )
+            return Choice(tuple(own), note=note)
+        return Choice(_only(own, wanted, root), goes_back=True)
+    if options.load_checkpoint_path is not None:
+        path = Path(options.load_checkpoint_path)
+        return Choice(_only(_elsewhere(path), wanted, path))
+    if wanted is not None:
+        _only([], wanted, root)
+    if options.load_policy == "require":
+        where = "without --experiment_dir" if root is None else f"in {root}"
+        raise CheckpointError(
+            f"--load_policy=require: no checkpoint is there {where}; leave the flag out to start from scratch"
+        )
+    return Choice()
+
+
+def set_aside(root: Path, iteration: int) -> Path | None:
+    """Move the checkpoints after `iteration` to a new folder root/set_aside/<n>; return it, or None if there are none.
+
+    Raises:
+        CheckpointError: if `root` cannot be read.
+        StorageError: if the file system refuses to move them.
+    """
+    newer = [folder for found, folder in find(root) if found > iteration]
+    if not newer:
+        return None
+    parent = root / SET_ASIDE
+    try:
+        parent.mkdir(exist_ok=True)
+        numbers = [int(path.name) for path in parent.iterdir() if path.name.isdecimal()]
+        target = parent / str(max(numbers, default=0) + 1)
+        target.mkdir()
+        for folder in newer:
+            os.rename(folder, target / folder.name)
+        for changed in (target, parent, root):
+            sync_folder(changed)
+    except OSError as error:
+        raise StorageError(
+            f"--resume_iteration={iteration}: cannot move newer checkpoints to {parent}: {reason(error)}; make the "
+            "folder writable, or move them yourself"
+        ) from error
+    return target
+
+
+def _only(found: list[tuple[int, Path]], wanted: int | None, where: Path | None) -> tuple[tuple[int, Path], ...]:
+    chosen = tuple(item for item in found if wanted in (None, item[0]))
+    if not chosen:
+        there = ", ".join(str(iteration) for iteration in sorted({iteration for iteration, _ in found})[-20:])
+        raise CheckpointError(
+            f"--resume_iteration={wanted}: there is no checkpoint of this iteration in {where}; "
+            + (f"write one of these: {there}" if there else "it has none; leave the flag out to start from scratch")
+        )
+    return chosen
+
+
+def _elsewhere(folder: Path) -> list[tuple[int, Path]]:
+    """List the checkpoints of --load_checkpoint_path: a checkpoint, a folder of them, or an experiment directory."""
+    try:
+        if (folder / MANIFEST_NAME).exists():
+            return [(read(folder).iteration, folder)]
+    except DamagedError as error:
+        raise CheckpointError(f"{_FLAG}={folder}: {error}; restore it, or give another") from None
+    except OSError as error:
+        raise CheckpointError(f"{_FLAG}={folder}: {reason(error)}; give a folder that can be read") from None
+    found = find(folder) or find(folder / "checkpoints")
+    if not found:
+        raise CheckpointError(
+            f"{_FLAG}={folder}: no checkpoint is there; give a checkpoint, a folder of checkpoints or an experiment "
+            "directory"
+        )
+    return found
+
+
+def _good(found: Sequence[tuple[int, Path]]) -> Iterator[tuple[int, Path, Manifest]]:
+    for iteration, folder in found:
+        try:
+            yield iteration, folder, read(folder, iteration)
+        except DamagedError:
+            continue
+
+
+# -- resuming ---------------------------------------------------------------------------------------------------------
 
 
 class Resumed(NamedTuple):
@@ -73,7 +224,15 @@ def resume(
     if choice.note:
         logger.warning(choice.note)
     if choice.goes_back and root is not None:
-        _set_aside(root, loaded.iteration, check, distributed, logger)
+
+        def move() -> Path | None:
+            if distributed.rank != 0:
+                return None
+            check()
+            return set_aside(root, loaded.iteration)
+
+        if (moved := together(distributed, move)) is not None:
+            logger.warning("  newer checkpoints were moved to %s; delete them when they are not needed", moved)
     if config.averaging.enabled and optimizer.averaging.updates == 0:
         logger.info("  averaging (--ema_type=%s) begins now, from these weights", config.averaging.ema_type)
     for change in other_data:
@@ -89,22 +248,6 @@ def _other_ranks(loaded: Manifest, distributed: Distributed) -> str:
         return ""
     divided = "" if saved == current else f" with --tensor_parallel={saved}"
     return f", saved by {loaded.world_size} rank{'s' * (loaded.world_size > 1)}{divided}"
-
-
-def _set_aside(
-    root: Path, iteration: int, check: Callable[[], None], distributed: Distributed, logger: logging.Logger
-) -> None:
-    """Move checkpoints after `iteration` away, so that no later start resumes from them."""
-
-    def move() -> Path | None:
-        if distributed.rank != 0:
-            return None
-        check()
-        return set_aside(root, iteration)
-
-    moved = together(distributed, move)
-    if moved is not None:
-        logger.warning("  newer checkpoints were moved to %s; delete them when they are not needed", moved)
 
 
 def _log_changes(loaded: Manifest, config: Config, logger: logging.Logger) -> None:

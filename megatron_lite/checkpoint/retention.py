@@ -1,4 +1,4 @@
-"""Retention: which checkpoints to delete, as a pure function, and the deletion.
+"""Retention: which checkpoints to delete, as a pure function, the deletion, and warnings if the next will not fit.
 
 A checkpoint is permanent if a rule of --keep_checkpoints names its iteration, either in the configuration that saved it
 (in its manifest) or in the current one. All other checkpoints are temporary.
@@ -14,6 +14,7 @@ from typing import Any
 from megatron_lite.checkpoint import files, names
 from megatron_lite.checkpoint.names import new_nonce, reason, work_path
 from megatron_lite.checkpoint.writing import good_manifest
+from megatron_lite.config import Config
 from megatron_lite.config.structured_values import KeepRule, keep_rules
 from megatron_lite.errors import UsageError
 
@@ -105,3 +106,51 @@ def prune(
             files.logger.warning("cannot delete the old checkpoint %s: %s", folder, reason(error))
             continue
         files.remove_folder(trash)
+
+
+def free_bytes(path: Path) -> int | None:
+    """Return the free bytes for this user at a path, or at its nearest existing parent; None if unknown."""
+    try:
+        usage = os.statvfs(next(parent for parent in (path, *path.parents) if parent.exists()))
+    except (OSError, StopIteration):
+        return None
+    return usage.f_bavail * usage.f_frsize
+
+
+def lack_at_start(root: Path | None, num_bytes: int, config: Config, done: int) -> str | None:
+    """Describe the space missing for all future checkpoints; None if there is enough.
+
+    num_bytes: size of one checkpoint. done: iterations done. Saves by time are not counted.
+    """
+    free = None if root is None else free_bytes(root)
+    if root is None or free is None:
+        return None
+    options, train_iters = config.checkpoint, config.training.train_iters
+    left, there = max(0, train_iters - done), len(names.find_checkpoints(root))
+    permanent = num_permanent(done, train_iters, keep_rules(options.keep_checkpoints))
+    saves = min(left, 1) if options.checkpoint_interval is None else -(-left // options.checkpoint_interval)
+    if options.max_checkpoints is None:
+        more = max(saves, permanent)
+    else:
+        more = additional(there, saves, options.max_checkpoints) + permanent
+    if more * num_bytes <= free:
+        return None
+    return (
+        f"{root}: {free / 1e9:,.1f} GB free, but the checkpoints to come take {more} x {num_bytes / 1e9:,.1f} GB; make "
+        "room, or keep fewer (--max_checkpoints)"
+    )
+
+
+def additional(there: int, saves: int, keep: int | None) -> int:
+    """Return how many more checkpoints will exist at once. One is written before an old one is deleted."""
+    if keep is None or there + saves <= keep:
+        return saves
+    return max(0, keep - there) + 1
+
+
+def lack_now(root: Path, num_bytes: int) -> str | None:
+    """Describe the space missing for the next checkpoint; None if there is enough."""
+    free = free_bytes(root)
+    if free is None or num_bytes <= free:
+        return None
+    return f"{root}: the next checkpoint takes {num_bytes / 1e9:,.1f} GB, but only {free / 1e9:,.1f} GB are free"

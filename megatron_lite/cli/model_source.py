@@ -163,7 +163,7 @@ def _own_values(given: Mapping[str, Any]) -> Stated | None:
             return None
     except OSError:
         return None  # writing to the directory will report the error
-    from megatron_lite.checkpoint.choice import Choice, find
+    from megatron_lite.checkpoint.resume import Choice, find
 
     newest = Choice(tuple(find(root))).newest
     if newest is None:

@@ -9,10 +9,8 @@ import time
 from collections.abc import Callable
 from typing import Any, TypeVar
 
-from megatron_lite.checkpoint.background import Finished, pause_s
-from megatron_lite.checkpoint.retention import is_permanent, prune
-from megatron_lite.checkpoint.space import checkpoint_bytes, lack_now
-from megatron_lite.checkpoint.writing import Save, write_now
+from megatron_lite.checkpoint.retention import is_permanent, lack_now, prune
+from megatron_lite.checkpoint.writing import Finished, Save, pause_s, shard_bytes, write_now
 from megatron_lite.config.structured_values import keep_rules
 from megatron_lite.distributed.agreement import together
 from megatron_lite.errors import EXIT_PREEMPTED, FolderLostError, NumericsError, StorageError
@@ -100,7 +98,7 @@ def save(run: Run, evaluation_due: bool = False, stopping: bool = False) -> None
     refuse_broken_weights(run)
     run.distributed.progress.phase = "the save"
     finish_save(run, stopping)
-    num_bytes = checkpoint_bytes(run.model, run.distributed.world_size)
+    num_bytes = shard_bytes(run.model) * run.distributed.world_size
     if run.distributed.rank == 0 and (lack := lack_now(root, num_bytes)) is not None:
         run.logger.warning(lack)
     state, start_s = _state(run, evaluation_due), time.perf_counter()

@@ -1,4 +1,7 @@
-"""One start of a run: join the other ranks, set up, train in a `with` block, and close the run or report an error."""
+"""One start of a run: join the other ranks, set up, train in a `with` block, and close the run or report an error.
+
+Either way, rank 0 leaves an HTML report.
+"""
 
 from __future__ import annotations
 
@@ -12,12 +15,28 @@ from megatron_lite.checkpoint.names import newest_checkpoint
 from megatron_lite.config import Config
 from megatron_lite.distributed import startup
 from megatron_lite.distributed.agreement import together
-from megatron_lite.errors import EXIT_DONE, EXIT_PREEMPTED, OutOfMemoryError, RunError, StorageError
+from megatron_lite.distributed.process_group import Distributed
+from megatron_lite.errors import (
+    EXIT_DONE,
+    EXIT_PREEMPTED,
+    LESS_MEMORY,
+    OUT_OF_MEMORY,
+    DataError,
+    OutOfMemoryError,
+    Remedy,
+    RunError,
+    StorageError,
+    as_run_error,
+)
 from megatron_lite.monitor.export_callback import STOPPED_WAIT_S
-from megatron_lite.outputs.memory_errors import with_remedies
-from megatron_lite.outputs.run_report import leave_report
+from megatron_lite.monitor.logging import get_logger, log_both
+from megatron_lite.monitor.memory_history import write_snapshot
+from megatron_lite.planner.auto import device_memory_bytes
+from megatron_lite.planner.search import Search, less_memory, remedies
+from megatron_lite.reports.report import REPORT_FILE, write_report
 from megatron_lite.run import exit_status
 from megatron_lite.run.ending import Ending
+from megatron_lite.run.exit_status import METRICS_FILE
 from megatron_lite.run.experiment import Experiment
 from megatron_lite.run.host import choose_threads
 from megatron_lite.run.launch import launch_rank, tell_torchrun
@@ -26,6 +45,9 @@ from megatron_lite.run.stop_signal import StopSignal, idle_limit, time_limits
 from megatron_lite.setup_run import Run, build
 from megatron_lite.validation.messages import Note
 
+_LESS_HOST_MEMORY = "try fewer --num_workers, --async_checkpoint=0, or fewer ranks per machine"
+# Size limits of metrics.jsonl, which is read at 20 MB/s on a busy core: a stopped or failed run has seconds left.
+LARGEST_BYTES, LARGEST_IN_A_HURRY_BYTES = 2**27, 2**25
 LEAVE_TOGETHER_S = 5.0  # ranks that fail with one error wait this long for each other before they end
 
 
@@ -85,6 +107,40 @@ def opened(
         exit_status.leave(code)  # a normal exit could hang: peers may wait for this rank in a collective
 
 
+def with_remedies(
+    error: BaseException,
+    config: Config,
+    asked: Config | None,
+    distributed: Distributed | None,
+    experiment: Experiment | None,
+) -> BaseException:
+    """Return the error, or an out-of-memory error with remedies and a memory snapshot.
+
+    config: resolved. asked: as typed.
+    """
+    expected = as_run_error(error)
+    if not isinstance(expected, OutOfMemoryError) or distributed is None or not str(expected).startswith(OUT_OF_MEMORY):
+        return error  # another kind of error, or one of our own messages, which name a fix already
+    reason, on_gpu = str(expected).removesuffix(f"; {LESS_MEMORY}"), distributed.device.type == "cuda"
+    snapshot, found, advice = "", list[Remedy](), ""
+    if on_gpu and (isinstance(error, MemoryError) or "DefaultCPUAllocator" in str(error)):
+        advice = _LESS_HOST_MEMORY  # the host ran out of memory, not the device
+    else:
+        if on_gpu and experiment is not None and experiment.root is not None:
+            path, failure = write_snapshot(experiment.root, distributed)
+            snapshot = "" if failure else str(path)
+        with contextlib.suppress(Exception):  # memory is scarce: a failed search must not hide the error
+            device_bytes = device_memory_bytes(distributed.device, distributed.local_world_size)
+            batch_size, device_type = config.batch.batch_size or 1, distributed.device.type
+            search = Search(asked or config, batch_size, distributed.world_size, device_type, device_bytes)
+            found = remedies(search)
+            advice = less_memory(search)
+    explained = OutOfMemoryError(f"{reason}; {advice or LESS_MEMORY}")
+    explained.remedies, explained.snapshot, explained.agreed = found, snapshot, expected.agreed
+    log_both(get_logger(), console="", file="\n".join([f"ERROR: {explained}", *explained.lines()]))
+    return explained
+
+
 def _finish_background(run: Run, error: RunError) -> None:
     """Publish the checkpoint that was being written when all ranks failed; it predates the error."""
     if run.background is not None and not isinstance(error, StorageError):
@@ -128,3 +184,26 @@ def close(run: Run, code: int, message: str) -> None:
 def log_ending(run: Run, message: str) -> None:
     """Log the closing message, as a warning if the last updates were dropped."""
     run.logger.log(logging.WARNING if run.optimizer.guard.dropped.streak() else logging.INFO, message)
+
+
+def leave_report(run: Run, in_a_hurry: bool, failed: bool = False) -> None:
+    """Write report.html on rank 0, or log in one line why not; skip a lost directory or a run without records.
+
+    failed: the run ends with an error, which must stay the last line, so log nothing.
+    """
+    root = run.experiment.root
+    if root is None or not run.config.run.report or run.distributed.rank != 0:
+        return
+    limit, later = LARGEST_IN_A_HURRY_BYTES if in_a_hurry else LARGEST_BYTES, f"python scripts/report_run.py {root}"
+    try:
+        if run.experiment.is_lost() or not (root / METRICS_FILE).exists():
+            return
+        if (root / METRICS_FILE).stat().st_size > limit:
+            if not failed:
+                run.logger.info("no %s now: %s is large; write it with: %s", REPORT_FILE, METRICS_FILE, later)
+            return
+        write_report([root], root / REPORT_FILE)
+    except Exception as error:  # the report must not fail the run
+        if not failed and not isinstance(error, DataError):
+            reason = f"{type(error).__name__}: {error}".partition("\n")[0]
+            run.logger.warning("no %s: %s; write it with: %s", REPORT_FILE, reason, later)

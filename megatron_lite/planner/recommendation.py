@@ -8,7 +8,7 @@ import textwrap
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
-from megatron_lite.checkpoint.space import files_bytes
+from megatron_lite.checkpoint.writing import files_bytes
 from megatron_lite.config import Config
 from megatron_lite.data.open_data import open_data
 from megatron_lite.errors import RunError, UsageError

@@ -10,7 +10,7 @@ from collections.abc import Iterator, Sequence
 
 import torch
 
-from megatron_lite.checkpoint.space import host_copy_bytes
+from megatron_lite.checkpoint.writing import host_copy_bytes
 from megatron_lite.config import Config, DistributedConfig
 from megatron_lite.errors import EXIT_DONE, UsageError
 from megatron_lite.monitor.communication import TRAFFIC_KINDS

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megatron_lite.checkpoint.space import host_copy_bytes
+from megatron_lite.checkpoint.writing import host_copy_bytes
 from megatron_lite.config import Config
 from megatron_lite.config.model import by_block
 from megatron_lite.distributed.rank_group import reduction_scratch_bytes

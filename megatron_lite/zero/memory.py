@@ -91,10 +91,6 @@ class Memory:
         """Return the bytes of `table` by kind."""
         return {row.kind: row.bytes for row in self.table()}
 
-    def total_bytes(self) -> int:
-        """Return the bytes of all rows of `table`."""
-        return sum(row.bytes for row in self.table())
-
     def buffer_counts(self) -> tuple[int, int]:
         """Return the numbers of weight buffers and gradient buffers."""
         return sum(buffer.data.numel() > 0 for buffer in self.weights), len(self.gradients)

@@ -18,7 +18,6 @@ from megatron_lite.zero.layer import Layer
 from megatron_lite.zero.layout import split_into_stages
 from megatron_lite.zero.memory import Memory
 from megatron_lite.zero.replicas import whole_parameter
-from megatron_lite.zero.runner import Verbs
 from megatron_lite.zero.schedule import Step, evaluation_schedule, training_schedule, with_backward
 from megatron_lite.zero.stage import Observer, Stage
 from megatron_lite.zero.throttle import Throttle
@@ -63,7 +62,7 @@ class MultiStage:
             for i, some in enumerate(self.split)
         ]
         self._by_index = {stage.index: stage for stage in self.stages}
-        self._verbs: Mapping[int, Verbs] = self._by_index
+        self._verbs: Mapping[int, Stage] = self._by_index
         self.memory = Memory(self.stages, config, self.precision, group, averaged)
         self._shows_average = False
         trained = with_backward(self.memory.plans)
@@ -90,7 +89,7 @@ class MultiStage:
         for stage in self.stages:
             stage.observer = observer
 
-    def wrap(self, wrapped: Callable[[Stage], Verbs] | None) -> None:
+    def wrap(self, wrapped: Callable[[Stage], Stage] | None) -> None:
         """Run training steps and their early gathers through `wrapped(stage)`; None: through the stages again."""
         self._verbs = {index: wrapped(stage) if wrapped else stage for index, stage in self._by_index.items()}
 
@@ -106,7 +105,8 @@ class MultiStage:
     def evaluate(self, micro_batches: Sequence[Any]) -> Tensor:
         """Return this rank's summed loss, without gradients."""
         kind = "average" if self._shows_average else "evaluation"
-        return runner.evaluate(self._by_index, self._schedule(kind, len(micro_batches)), micro_batches)
+        schedule = self._schedule(kind, len(micro_batches))
+        return torch.stack(runner.outputs(self._by_index, schedule, micro_batches)).sum()
 
     def output(self, micro_batch: Any) -> Tensor:
         """Return the last layer's output for one micro-batch, without gradients."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -13,26 +13,8 @@ from megatron_lite.zero.stage import Stage
 from megatron_lite.zero.throttle import Throttle
 
 
-class Verbs(Protocol):
-    """A stage's verbs in a training step, which profiles wrap."""
-
-    def gather(self) -> None: ...
-
-    def require_weights(self) -> None: ...
-
-    def accumulate(self) -> None: ...
-
-    def forward(self, hidden: Tensor | None, micro_batch: Any, slot: int) -> Tensor: ...
-
-    def backward(self, grad: Tensor | None, slot: int) -> Tensor | None: ...
-
-    def reduce(self, again: bool) -> None: ...
-
-    def finish_reduction(self) -> None: ...
-
-
 def forward_backward(
-    stages: Mapping[int, Verbs], schedule: Sequence[Step], micro_batches: Sequence[Any], throttle: Throttle | None
+    stages: Mapping[int, Stage], schedule: Sequence[Step], micro_batches: Sequence[Any], throttle: Throttle | None
 ) -> Tensor:
     """Run one iteration's micro-batches and return this rank's summed loss, ().
 
@@ -62,22 +44,16 @@ def forward_backward(
     return torch.stack(_in_order(hidden)).sum()
 
 
-def evaluate(stages: Mapping[int, Stage], schedule: Sequence[Step], micro_batches: Sequence[Any]) -> Tensor:
-    """Return this rank's summed loss, (), without touching gradients or shards."""
-    return torch.stack(outputs(stages, schedule, micro_batches)).sum()
-
-
 def outputs(stages: Mapping[int, Stage], schedule: Sequence[Step], micro_batches: Sequence[Any]) -> list[Tensor]:
-    """Run forward passes only and return the last stage's output for each micro-batch."""
+    """Run forward passes only, touching no gradients; return the last stage's output for each micro-batch."""
     hidden: dict[int, Tensor] = {}
     for step in schedule:
         for index in step.gather:
             stages[index].gather()
         for index in step.needs:
             stages[index].require_weights()
-        hidden[step.micro_batch] = stages[step.stage].evaluate(
-            hidden.get(step.micro_batch), micro_batches[step.micro_batch]
-        )
+        micro = step.micro_batch
+        hidden[micro] = stages[step.stage].evaluate(hidden.get(micro), micro_batches[micro])
     return _in_order(hidden)
 
 

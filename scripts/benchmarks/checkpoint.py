@@ -29,11 +29,9 @@ from torch.distributed._state_dict_utils import _create_cpu_state_dict
 from torch.distributed.checkpoint.staging import BlockingAsyncStager
 
 from megatron_lite.checkpoint import reading
-from megatron_lite.checkpoint.background import BackgroundSaves
-from megatron_lite.checkpoint.choice import find
 from megatron_lite.checkpoint.files import chunks
-from megatron_lite.checkpoint.space import checkpoint_bytes
-from megatron_lite.checkpoint.writing import Save, tensors_of, write_now
+from megatron_lite.checkpoint.resume import find
+from megatron_lite.checkpoint.writing import BackgroundSaves, Save, shard_bytes, tensors_of, write_now
 from megatron_lite.config import Config, DistributedConfig, unflatten
 from megatron_lite.distributed import startup
 from megatron_lite.distributed.process_group import Distributed
@@ -241,7 +239,8 @@ def main(argv: Sequence[str]) -> int:
             shutil.rmtree(options.folder, ignore_errors=True)
     if distributed.rank == 0:
         rows = {name: row for one in turns for name, row in measured_rows(one).items()}
-        num_bytes, ranks = checkpoint_bytes(bench.model, distributed.world_size), distributed.world_size
+        ranks = distributed.world_size
+        num_bytes = shard_bytes(bench.model) * ranks
         command = f"torchrun --nproc-per-node={ranks} -m scripts.benchmarks.checkpoint"
         about = f"{num_bytes / MIB:,.0f} MiB, {ranks} ranks; "
         lines = table(rows, COLUMNS)

@@ -13,10 +13,8 @@ from typing import Any
 
 import pytest
 
-from megatron_lite.checkpoint import background, files, manifest
-from megatron_lite.checkpoint.background import BackgroundSaves, open_background
-from megatron_lite.checkpoint.space import shard_bytes
-from megatron_lite.checkpoint.writing import Save
+from megatron_lite.checkpoint import files, manifest, writing
+from megatron_lite.checkpoint.writing import BackgroundSaves, Save, open_background, shard_bytes
 from megatron_lite.config import CheckpointConfig, Config, RunConfig
 from megatron_lite.errors import OutOfMemoryError, StorageError
 from tests.checkpoint.test_writing import SPECS, load, names, newest, save
@@ -28,7 +26,7 @@ LAYOUT = Layout(2)
 
 @pytest.fixture(autouse=True)
 def short_pauses(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(background, "pause_s", lambda attempt: 0.01)
+    monkeypatch.setattr(writing, "pause_s", lambda attempt: 0.01)
 
 
 def in_background(
@@ -73,13 +71,13 @@ def test_the_same_bytes_as_a_save_in_place(tmp_path: Path) -> None:
 
 def test_training_goes_on_until_the_update(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The copy goes on beside it; only the wait before the update counts as blocked."""
-    copy, may_copy = background._copy, threading.Event()
+    copy, may_copy = writing._copy, threading.Event()
 
     def slow(*arguments: Any) -> None:
         may_copy.wait(10)
         copy(*arguments)
 
-    monkeypatch.setattr(background, "_copy", slow)
+    monkeypatch.setattr(writing, "_copy", slow)
     distributed: Any = FakeDistributed(World(1), 0)
     model: Any = put(empty_model(SPECS, Layout(), 0), VALUES, 0)
     saves = BackgroundSaves(model, distributed, 0)
@@ -163,7 +161,7 @@ def test_a_failure_after_a_rename_is_retried(
 
 def test_a_stop_request_ends_the_pauses(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The wait for another attempt would cost the grace time."""
-    monkeypatch.setattr(background, "pause_s", lambda attempt: 60.0)
+    monkeypatch.setattr(writing, "pause_s", lambda attempt: 60.0)
     failing(monkeypatch, times=1)
     in_background(tmp_path, lambda distributed, saves: saves.finish(hurry=True), retries=3)
     assert same(load(tmp_path, 2)[1], VALUES)
@@ -177,10 +175,10 @@ def test_the_copy_must_fit_into_the_host(tmp_path: Path, monkeypatch: pytest.Mon
     own = shard_bytes(model)
     run_config = RunConfig(experiment_dir=str(tmp_path))
     wanted = Config(checkpoint=CheckpointConfig(async_checkpoint=True), run=run_config)
-    monkeypatch.setattr(background, "available_bytes", lambda: 4 * own - 1)
+    monkeypatch.setattr(writing, "available_bytes", lambda: 4 * own - 1)
     with pytest.raises(OutOfMemoryError, match="--async_checkpoint=1 .* GiB per rank, .* on this machine, of .* free"):
         open_background(wanted, model, distributed)
-    monkeypatch.setattr(background, "available_bytes", lambda: 4 * own)
+    monkeypatch.setattr(writing, "available_bytes", lambda: 4 * own)
     before = set(threading.enumerate())  # threads of earlier tests may end late
     saves = open_background(wanted, model, distributed)
     assert saves is not None and sum(copy.nbytes for copy in saves._copies) == own
@@ -193,8 +191,8 @@ def test_no_rank_counts_the_copy_of_another_one_twice(tmp_path: Path, monkeypatc
     own, taken = shard_bytes(empty_model(SPECS, LAYOUT, 0)), threading.Event()  # type: ignore[arg-type]
     run_config = RunConfig(experiment_dir=str(tmp_path))
     wanted = Config(checkpoint=CheckpointConfig(async_checkpoint=True), run=run_config)
-    monkeypatch.setattr(background, "available_bytes", lambda: 2 * own - own * taken.is_set())
-    monkeypatch.setattr(background, "BackgroundSaves", lambda *_: taken.set() or "opened")
+    monkeypatch.setattr(writing, "available_bytes", lambda: 2 * own - own * taken.is_set())
+    monkeypatch.setattr(writing, "BackgroundSaves", lambda *_: taken.set() or "opened")
 
     def start(distributed: Any) -> Any:
         distributed.local_world_size = 2

@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from megatron_lite.checkpoint import choice
-from megatron_lite.checkpoint.choice import choose, set_aside
+from megatron_lite.checkpoint import resume
+from megatron_lite.checkpoint.resume import choose, set_aside
 from megatron_lite.config import CheckpointConfig, Config
 from megatron_lite.errors import CheckpointError
 from tests.checkpoint import test_writing
@@ -99,7 +99,7 @@ def test_a_list_that_cannot_be_read_is_one_line(tmp_path: Path, monkeypatch: pyt
         raise OSError(errno.ESTALE, os.strerror(errno.ESTALE), str(root))
 
     own = save(tmp_path / "own", 2, 4)
-    monkeypatch.setattr(choice, "find_checkpoints", fail)
+    monkeypatch.setattr(resume, "find_checkpoints", fail)
     with pytest.raises(CheckpointError, match="cannot read the checkpoints in .*own: Stale file handle"):
         set_aside(own, 2)
     with pytest.raises(CheckpointError, match="cannot read the checkpoints in .*own: Stale file handle"):

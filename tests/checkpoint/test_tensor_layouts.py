@@ -21,10 +21,9 @@ import pytest
 import torch
 
 from megatron_lite.checkpoint import blocks, reading, resume
-from megatron_lite.checkpoint.inspection import inspect
 from megatron_lite.checkpoint.manifest import MOMENTS
-from megatron_lite.checkpoint.space import files_bytes
-from megatron_lite.checkpoint.writing import Save, write_now
+from megatron_lite.checkpoint.reading import inspect
+from megatron_lite.checkpoint.writing import Save, files_bytes, write_now
 from megatron_lite.distributed.process_group import Distributed
 from megatron_lite.huggingface import export, load_pretrained
 from megatron_lite.huggingface.open_source import open_source

@@ -13,8 +13,8 @@ import pytest
 import torch
 
 from megatron_lite.checkpoint import blocks, files, reading, retention
-from megatron_lite.checkpoint.choice import Choice, find
 from megatron_lite.checkpoint.manifest import KINDS, Manifest
+from megatron_lite.checkpoint.resume import Choice, find
 from megatron_lite.checkpoint.writing import Save, write_now
 from megatron_lite.config import Config, flatten
 from megatron_lite.errors import CheckpointError, StorageError

@@ -13,7 +13,7 @@ import torch
 
 from megatron_lite.errors import OutOfMemoryError, as_run_error
 from megatron_lite.monitor.memory_history import MAX_EVENTS, open_history, write_snapshot
-from megatron_lite.outputs.memory_errors import with_remedies
+from megatron_lite.outputs.session import with_remedies
 from tests.support.harness import tiny_config
 
 LOGGER = logging.getLogger("test")
@@ -87,7 +87,7 @@ def test_a_snapshot_that_fails_stops_nothing(tmp_path: Path, monkeypatch: pytest
 @pytest.fixture
 def explain(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[Exception], Any]:
     """Return what becomes of an error on one of eight GPUs of 16 GiB."""
-    monkeypatch.setattr("megatron_lite.outputs.memory_errors.device_memory_bytes", lambda *_: 2**34)
+    monkeypatch.setattr("megatron_lite.outputs.session.device_memory_bytes", lambda *_: 2**34)
     config = tiny_config(8, batch_size=64, hidden_size=1024, sequence_length=2048, device="auto")
     rank: Any = FakeRank()
     experiment: Any = SimpleNamespace(root=tmp_path)

@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from megatron_lite.checkpoint import background, manifest
+from megatron_lite.checkpoint import manifest, writing
 from megatron_lite.distributed.process_group import Distributed
 from megatron_lite.errors import FolderLostError, StorageError
 from megatron_lite.outputs import saving
@@ -145,13 +145,13 @@ def test_a_save_in_the_background_that_fails_ends_the_run(tmp_path: Path) -> Non
 
 def train_and_copy_slowly(distributed: Distributed, options: dict[str, Any]) -> None:
     """A whole run whose copies for checkpoints take longer than its steps."""
-    copy = background._copy
+    copy = writing._copy
 
     def slow(*arguments: Any) -> None:
         time.sleep(0.02)
         copy(*arguments)
 
-    background._copy = slow  # type: ignore[assignment]  # in a process of its own
+    writing._copy = slow  # type: ignore[assignment]  # in a process of its own
     train_whole(distributed, tiny_config(**options))
 
 

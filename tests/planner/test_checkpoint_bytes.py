@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from megatron_lite.checkpoint.space import files_bytes
+from megatron_lite.checkpoint.writing import files_bytes
 from megatron_lite.distributed.process_group import Distributed
 from megatron_lite.planner.plan import make_plan
 from tests.support.harness import run_distributed, start_run, tiny_config

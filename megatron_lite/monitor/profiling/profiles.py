@@ -33,7 +33,6 @@ from megatron_lite.monitor.profiling.schedule_times import (
 )
 from megatron_lite.run.durable_files import replace_file
 from megatron_lite.zero.multi_stage import MultiStage
-from megatron_lite.zero.runner import Verbs
 from megatron_lite.zero.stage import Stage
 
 # (verb, stage, micro-batch or None) -> the block in which the verb runs
@@ -151,9 +150,9 @@ class _WatchedStage:
         return watched_verb
 
 
-def watched(stage: Stage, arounds: Sequence[Around]) -> Verbs:
+def watched(stage: Stage, arounds: Sequence[Around]) -> Stage:
     """Return a stage whose verbs run inside of blocks: named ranges, or stop watches."""
-    return cast(Verbs, _WatchedStage(stage, arounds))
+    return cast(Stage, _WatchedStage(stage, arounds))
 
 
 def open_profiles(
