@@ -18,7 +18,8 @@ from megatron_lite.checkpoint.writing import BackgroundSaves, Save, open_backgro
 from megatron_lite.config import CheckpointConfig, Config, RunConfig
 from megatron_lite.errors import OutOfMemoryError, StorageError
 from tests.checkpoint.test_writing import SPECS, load, names, newest, save
-from tests.support.fakes import FakeDistributed, Layout, World, empty_model, put, random_values, run_state, same
+from tests.support.fakes import Layout, World, empty_model, one_rank, put, random_values, run_state, same
+from tests.support.thread_ranks import ThreadRank
 
 VALUES, LATER = random_values(SPECS, 1), random_values(SPECS, 2)
 LAYOUT = Layout(2)
@@ -30,7 +31,7 @@ def short_pauses(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def in_background(
-    root: Path, after: Callable[[FakeDistributed, BackgroundSaves], Any], retries: int = 0, iteration: int = 20
+    root: Path, after: Callable[[ThreadRank, BackgroundSaves], Any], retries: int = 0, iteration: int = 20
 ) -> list[Any]:
     """Begin a save of VALUES on two ranks, go on to LATER, call `after`; return the ranks' results or exceptions."""
 
@@ -47,7 +48,7 @@ def in_background(
     return World(2).run(rank_main)
 
 
-def finish(distributed: FakeDistributed, saves: BackgroundSaves) -> Any:
+def finish(distributed: ThreadRank, saves: BackgroundSaves) -> Any:
     while not saves.advance():
         pass
     return saves.finish()
@@ -78,7 +79,7 @@ def test_training_goes_on_until_the_update(tmp_path: Path, monkeypatch: pytest.M
         copy(*arguments)
 
     monkeypatch.setattr(writing, "_copy", slow)
-    distributed: Any = FakeDistributed(World(1), 0)
+    distributed: Any = one_rank()
     model: Any = put(empty_model(SPECS, Layout(), 0), VALUES, 0)
     saves = BackgroundSaves(model, distributed, 0)
     saves.begin(Save(tmp_path, 20, model, run_state(), Config(), distributed, lambda: None).prepare())
@@ -169,7 +170,7 @@ def test_a_stop_request_ends_the_pauses(tmp_path: Path, monkeypatch: pytest.Monk
 
 def test_the_copy_must_fit_into_the_host(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Refused with the numbers before anything is allocated; every rank of the machine counts."""
-    distributed: Any = FakeDistributed(World(1), 0)
+    distributed: Any = one_rank()
     distributed.local_world_size = 4
     model: Any = empty_model(SPECS, Layout(), 0)
     own = shard_bytes(model)

@@ -31,7 +31,7 @@ from megatron_lite.optimizer.loss_scale import LossScale
 from megatron_lite.optimizer.rules.update_clipping import NormClipping, UpdateClipping
 from tests.checkpoint.test_damage import as_version, expect_fallback, seal
 from tests.checkpoint.test_writing import save
-from tests.support.fakes import FakeDistributed, World, run_state
+from tests.support.fakes import one_rank, run_state
 from tests.support.harness import tiny_config
 
 CPU = torch.device("cpu")
@@ -44,7 +44,7 @@ class State:
         options = OptimizerConfig(skip_bad_steps=True, skip_bad_steps_window=4)
         self.guard = Guard(options, True, CPU, 100)
         self.scale = LossScale(options, "fp16", CPU)
-        distributed: Any = FakeDistributed(World(1), 0)
+        distributed: Any = one_rank()
         self.clipping: UpdateClipping = NormClipping(6.0, 4, [], distributed)
         self.averaging = Averaging(AveragingConfig(ema_type="ema"), [])
         self.window = LogWindow(CPU)

@@ -19,7 +19,6 @@ from megatron_lite.checkpoint.writing import Save, write_now
 from megatron_lite.config import Config, flatten
 from megatron_lite.errors import CheckpointError, StorageError
 from tests.support.fakes import (
-    FakeDistributed,
     FakeModel,
     Layout,
     Values,
@@ -27,12 +26,14 @@ from tests.support.fakes import (
     empty_model,
     held,
     make_specs,
+    one_rank,
     put,
     random_values,
     run_state,
     same,
     take,
 )
+from tests.support.thread_ranks import ThreadRank
 
 SPECS, CONFIG = make_specs(), Config()
 
@@ -51,13 +52,13 @@ def save(
     layout = Layout(world_size, num_per_stage, **more)
     values = held(random_values(SPECS, seed, KINDS), layout)
 
-    def rank_main(distributed: FakeDistributed) -> None:
+    def rank_main(distributed: ThreadRank) -> None:
         model = put(empty_model(SPECS, layout, distributed.rank), values, distributed.rank)
         state_or_default = run_state() if state is None else state
         write_now(Save(root, iteration, model, state_or_default, config, distributed))  # type: ignore[arg-type]
 
     if world_size == 1:  # without a thread, so that a simulated kill reaches the test
-        rank_main(FakeDistributed(World(1), 0))
+        rank_main(one_rank())
         return values
     for result in World(world_size, layout.tensor_ranks).run(rank_main):
         if isinstance(result, Exception):
@@ -146,7 +147,7 @@ def test_special_values_keep_their_bits(tmp_path: Path) -> None:
     values = random_values(SPECS, 1)
     bits = torch.tensor([0x7FC12345, 0xFF800000 - 2**32, 0x80000000 - 2**32, 1, 0x7F800000], dtype=torch.int32)
     values["exp_avg"]["embedding.word.weight"].view(-1)[:5] = bits.view(torch.float32)
-    distributed: Any = FakeDistributed(World(1), 0)
+    distributed: Any = one_rank()
     model: Any = put(empty_model(SPECS, Layout(), 0), values, 0)
     write_now(Save(tmp_path, 1, model, run_state(), Config(), distributed))
     assert same(values, load(tmp_path)[1])
@@ -355,7 +356,7 @@ def test_a_full_disk_of_one_rank_is_an_error_on_all(rank: int, tmp_path: Path, m
     monkeypatch.setattr(files, "write_tensors", write)
     values = random_values(SPECS, 2)
 
-    def rank_main(distributed: FakeDistributed) -> None:
+    def rank_main(distributed: ThreadRank) -> None:
         model: Any = put(empty_model(SPECS, Layout(3), distributed.rank), values, distributed.rank)
         write_now(Save(tmp_path, 20, model, run_state(), Config(), distributed))  # type: ignore[arg-type]
 
@@ -386,7 +387,7 @@ def test_an_unwritable_directory_is_a_storage_error(tmp_path: Path) -> None:
 def test_a_state_that_could_not_be_read_leaves_no_rank_waiting(tmp_path: Path) -> None:
     """A mistake of the caller is raised unchanged on rank 0, other ranks get StorageError, and no folder appears."""
 
-    def rank_main(distributed: FakeDistributed) -> None:
+    def rank_main(distributed: ThreadRank) -> None:
         model: Any = empty_model(SPECS, Layout(2), distributed.rank)
         write_now(Save(tmp_path, 20, model, run_state() | {"x": 1}, Config(), distributed))  # type: ignore[arg-type]
 
@@ -399,7 +400,7 @@ def test_a_state_that_could_not_be_read_leaves_no_rank_waiting(tmp_path: Path) -
 def test_a_rank_that_sees_another_file_system_is_named(tmp_path: Path) -> None:
     """Two nodes without a common directory get an error that says so, not a hang."""
 
-    def rank_main(distributed: FakeDistributed) -> None:
+    def rank_main(distributed: ThreadRank) -> None:
         model: Any = empty_model(SPECS, Layout(2), distributed.rank)
         root = tmp_path / f"node_{distributed.rank}"
         write_now(Save(root, 20, model, run_state(), Config(), distributed))  # type: ignore[arg-type]

@@ -29,7 +29,8 @@ from megatron_lite.model.gpt import build_gpt, shapes_of
 from megatron_lite.model.layer import MicroBatch
 from megatron_lite.validation import resolve
 from megatron_lite.zero.multi_stage import MultiStage
-from tests.support.fakes import FakeDistributed, Layout, World, empty_model, make_specs
+from tests.support.fakes import Layout, World, empty_model, make_specs, one_rank
+from tests.support.thread_ranks import ThreadRank
 
 SEQUENCE_LENGTH = 24
 BASE = ModelConfig(
@@ -115,7 +116,7 @@ def reused_memory(weights: dict[str, Tensor]) -> Iterator[tuple[str, Tensor]]:
 def export(directory: Path, config: Config, weights: dict[str, Tensor], world_size: int = 1) -> None:
     """Export, and raise what any rank raised."""
 
-    def rank_main(distributed: FakeDistributed) -> None:
+    def rank_main(distributed: ThreadRank) -> None:
         shapes = shapes_of(build_gpt(config.model, SEQUENCE_LENGTH)).items()
         specs = make_specs([(name, shape, True) for name, shape in shapes])
         model = empty_model(specs, Layout(world_size), distributed.rank)
@@ -323,7 +324,7 @@ def test_the_model_that_trains_is_the_model_that_is_exported(case: str, tmp_path
     """The loss of the package's own model, evaluated from its shards, is that of its export in transformers."""
     architecture, changes = CASES[case]
     config = make_config(**changes)
-    distributed: Any = FakeDistributed(World(1), 0)
+    distributed: Any = one_rank()
     batch = BatchConfig(depth_first_micro_batches=1, breadth_first_micro_batches=1)
     layers = build_gpt(config.model, SEQUENCE_LENGTH)
     model = MultiStage(layers, MultiStageConfig(zero_stage=3), batch, "fp32", distributed)

@@ -16,7 +16,7 @@ from megatron_lite.checkpoint import manifest, writing
 from megatron_lite.distributed.process_group import Distributed
 from megatron_lite.errors import FolderLostError, StorageError
 from megatron_lite.outputs import saving
-from tests.support.fakes import FakeDistributed, World
+from tests.support.fakes import one_rank
 from tests.support.harness import run_distributed, tiny_config, train_whole
 from tests.support.launch import TINY, Fault, read_exit, run
 
@@ -39,7 +39,7 @@ def tried(
     fake: Any = SimpleNamespace(
         config=config,
         logger=logging.getLogger("test"),
-        distributed=FakeDistributed(World(1), 0),
+        distributed=one_rank(),
         stop=SimpleNamespace(received=received),
         experiment=SimpleNamespace(check=check),
     )
@@ -87,7 +87,7 @@ def test_a_stop_signal_ends_the_wait_for_a_save_in_the_background() -> None:
             finish=lambda hurry, told=told: told.append(hurry),
         )
         fake: Any = SimpleNamespace(
-            background=background, distributed=FakeDistributed(World(1), 0), stop=SimpleNamespace(received=received)
+            background=background, distributed=one_rank(), stop=SimpleNamespace(received=received)
         )
         saving.finish_save(fake)
         assert told == [received > 0] and len(list(states)) == 3 - looks
@@ -113,7 +113,7 @@ def test_a_save_that_fails_since_its_folder_is_lost_says_so(monkeypatch: pytest.
     assert tried(monkeypatch, failures=9, retries=4, check=lost) == (1, [], True)
     assert tried(monkeypatch, failures=1, retries=4, check=silent)[0] == 2
     background: Any = SimpleNamespace(is_pending=True, advance=lambda: True, finish=fail)
-    fake: Any = SimpleNamespace(background=background, distributed=FakeDistributed(World(1), 0))
+    fake: Any = SimpleNamespace(background=background, distributed=one_rank())
     fake.experiment, fake.stop = SimpleNamespace(check=lost), SimpleNamespace(received=0)
     with pytest.raises(FolderLostError, match="moved"):
         saving.finish_save(fake)

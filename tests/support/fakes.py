@@ -2,21 +2,18 @@
 
 from __future__ import annotations
 
-import json
-import threading
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from types import SimpleNamespace
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from megatron_lite.checkpoint.manifest import KINDS, MOMENTS
-from megatron_lite.distributed.rank_group import alone
 from megatron_lite.parameter import Initializer, ParameterSpec
 from megatron_lite.tiles import Block, Split
 from megatron_lite.zero.layout import FlatLayout, lay_out
+from tests.support.thread_ranks import Meetings, ThreadRank, on_threads
 
 # name, shape, weight decay; sizes that fit no alignment
 PARAMETERS = (
@@ -33,65 +30,26 @@ Values = dict[str, dict[str, Tensor]]  # {kind: {parameter: values}}
 
 
 class World:
-    """A process group whose ranks are threads of this process; values travel as JSON."""
+    """Ranks that are threads of this process, and may fail."""
 
     def __init__(self, world_size: int, tensor_ranks: int = 1) -> None:
-        self.world_size, self.tensor_ranks = world_size, tensor_ranks
-        self.barrier = threading.Barrier(world_size, timeout=20)
-        self.values: list[Any] = [None] * world_size
+        self.sizes = (world_size // tensor_ranks, tensor_ranks)
 
-    def run(self, function: Callable[[FakeDistributed], Any]) -> list[Any]:
-        """Call the function once per rank, concurrently; return results (or exceptions) in rank order."""
-        results: list[Any] = [None] * self.world_size
+    def run(self, function: Callable[[ThreadRank], Any]) -> list[Any]:
+        """Call the function once per rank; return results (or exceptions) in rank order."""
 
-        def rank_main(rank: int) -> None:
+        def result_or_error(rank: ThreadRank) -> Any:
             try:
-                results[rank] = function(FakeDistributed(self, rank))
+                return function(rank)
             except Exception as error:
-                results[rank] = error
+                return error
 
-        threads = [threading.Thread(target=rank_main, args=(rank,)) for rank in range(self.world_size)]
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            thread.join()
-        return results
+        return on_threads(*self.sizes, result_or_error)
 
 
-class FakeDistributed:
-    """The parts of `Distributed` that checkpoints use."""
-
-    device = torch.device("cpu")
-    local_world_size = 1
-    sharing_cores = 1
-
-    def __init__(self, world: World, rank: int) -> None:
-        self.world, self.rank, self.world_size = world, rank, world.world_size
-        self.data: Any = self
-        self.tensor: Any = alone(self.device)
-        if world.tensor_ranks > 1:
-            places = divmod(rank, world.tensor_ranks)
-            sizes = (world.world_size // world.tensor_ranks, world.tensor_ranks)
-            self.data, self.tensor = (SimpleNamespace(rank=r, world_size=n) for r, n in zip(places, sizes, strict=True))
-
-    def gather_objects(self, value: Any) -> list[Any]:
-        self.world.values[self.rank] = json.dumps(value)
-        self.world.barrier.wait()
-        values = [json.loads(item) for item in self.world.values]
-        self.world.barrier.wait()
-        return values
-
-    def broadcast_object(self, value: Any) -> Any:
-        return self.gather_objects(value)[0]
-
-    def agree_max(self, value: int) -> int:
-        return max(self.gather_objects(value))
-
-    def sum_in_rank_order(self, value: Tensor) -> Tensor:
-        return torch.stack([torch.tensor(other) for other in self.gather_objects(value.tolist())]).sum(0).to(value)
-
-    def wait_for_device(self) -> None:
-        """Return at once, as on CPU."""
+def one_rank() -> Any:
+    """The only rank of a run, in the thread of the test."""
+    return ThreadRank(0, Meetings(1, 1))
 
 
 @dataclass

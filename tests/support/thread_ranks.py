@@ -42,7 +42,8 @@ class Meeting:
         values[rank] = value.detach().clone()
         if len(values) == size:
             del self._values[number]
-            self.turn.notify_all()
+            if size > 1:
+                self.turn.notify_all()
         elif not self.turn.wait_for(lambda: len(values) == size or self._is_broken, TIMEOUT_S):
             raise AbandonedError(f"only ranks {sorted(values)} of {size} came")
         if len(values) < size:
@@ -91,6 +92,8 @@ class ThreadGroup:
 
 class ThreadRank(ThreadGroup):
     """One rank of a run, with its groups; see `distributed.process_group.Distributed`."""
+
+    local_world_size = sharing_cores = 1
 
     def __init__(self, rank: int, meetings: Meetings) -> None:
         super().__init__(rank, meetings.data * meetings.tensor, meetings.of_all)
