@@ -47,7 +47,7 @@ def jit(function: Callable[..., Any]) -> Any:
         def launch(*args: Any, **options: Any) -> Any:
             given = args[0] if isinstance(args[0], tuple) else args[:1]  # AdamW takes a shard's tensors as one argument
             is_meta = next(tensor.is_meta for tensor in given if tensor is not None)
-            return launched(self, *args) if is_meta else kind.__getitem__(self, grid)(*args, **options)
+            return tell(function.__name__, *args) if is_meta else kind.__getitem__(self, grid)(*args, **options)
 
         return launch
 
@@ -55,10 +55,13 @@ def jit(function: Callable[..., Any]) -> Any:
     return kernel
 
 
-def launched(kernel: Any, *args: Any) -> None:
-    """Tell a torch mode, such as a plan's, about a launch on meta tensors."""
+def tell(event: str, *args: Any) -> None:
+    """Tell a torch mode, such as a plan's, what it cannot see: a kernel's launch (by name), "attention", or "repeat".
+
+    After "repeat", x, more, fewer, what follows counts `more` / `fewer` times as often; loops may nest.
+    """
     if has_torch_function(args):
-        handle_torch_function(launched, args, kernel, *args)
+        handle_torch_function(tell, args, event, *args)
 
 
 def is_interpreted() -> bool:
@@ -79,22 +82,16 @@ def generator_for(x: Tensor) -> torch.Generator:
 def turns(loop: range, x: Tensor) -> Iterator[int]:
     """Yield the iterations of a loop; in a plan, only the first two and the last, which allocate the most.
 
-    `repeat` makes a plan count the second for those that are skipped.
+    The plan is told to count the second for those that are skipped.
     """
     if len(loop) <= 3:
         yield from loop
         return
     yield loop[0]
-    repeat(x, len(loop) - 2, 1)
+    tell("repeat", x, len(loop) - 2, 1)
     yield loop[1]
-    repeat(x, 1, len(loop) - 2)
+    tell("repeat", x, 1, len(loop) - 2)
     yield loop[-1]
-
-
-def repeat(x: Tensor, more: int, fewer: int) -> None:
-    """Tell a torch mode, such as a plan's, to count what follows `more` / `fewer` times as often; loops may nest."""
-    if has_torch_function((x,)):
-        handle_torch_function(repeat, (x,), x, more, fewer)
 
 
 def cdiv(a: int, b: int) -> int:

@@ -2,14 +2,26 @@
 
 from __future__ import annotations
 
+import dataclasses
 import os
 from dataclasses import dataclass
 from pathlib import Path
 
 from megatron_lite.config import DistributedConfig
 from megatron_lite.config.structured_values import Interconnect, interconnect
-from megatron_lite.planner.runtime import GIB, PLANNED_GPU_BYTES
-from megatron_lite.planner.speeds import DataSheet, Speeds, read_speeds
+from megatron_lite.config.values import shown
+from megatron_lite.errors import UsageError
+from megatron_lite.kernels.tensor_collectives import GATHER, REDUCE, SUM
+from megatron_lite.planner.runtime import GIB, PLANNED_GPU_BYTES, counted
+from megatron_lite.planner.speeds import (
+    ATTENTION_KINDS,
+    PRODUCT_KINDS,
+    CollectiveSpeed,
+    DtypeSpeeds,
+    Grid,
+    Speeds,
+    read_speeds,
+)
 
 GPUS_PER_NODE = 8
 DEFAULT_GPU = "h100"
@@ -52,7 +64,13 @@ GPUS = {
 # A collective sends every byte once from node to node, through all adapters of a node at the same time.
 NODE_LINKS_GB_S = {"ib": 50.0, "ethernet": 12.5 / GPUS_PER_NODE}
 # Per thread of an unknown CPU.
-CPU_FLOPS_PER_S, CPU_MEMORY_BYTES_PER_S, GLOO_BYTES_PER_S = 60e9, 6e9, 1e9
+CPU_FLOPS_PER_S, CPU_MEMORY_BYTES_PER_S, GLOO_GB_S, CPU_LATENCY_S = 60e9, 6e9, 1.0, 100e-6
+# Shares of a data sheet's peaks reached in practice: passes over memory 80 to 90 %, collectives over good links 80 %.
+MEMORY_SHARE, LINK_SHARE = 0.8, 0.8
+# Time in which the host issues a block's two passes; a GPU that computes faster waits for it.
+HOST_BLOCK_S = 1e-3
+GPU_LATENCY_S = 20e-6  # per collective
+TENSOR_KINDS = (GATHER, REDUCE, SUM)  # tensor-parallel traffic
 
 
 def planned_type(distributed: DistributedConfig) -> str:
@@ -72,47 +90,109 @@ def planned_speeds(distributed: DistributedConfig, device_type: str, world_size:
         UsageError: if the file of --machine_speeds cannot be read or does not match the plan.
     """
     if distributed.machine_speeds is not None:
-        measured = read_speeds(Path(distributed.machine_speeds))
-        measured.check(device_type, distributed.training_dtype, world_size)
-        return measured
-    if device_type == "cpu":
-        return cpu_sheet(distributed, max((os.cpu_count() or 1) // world_size, 1))
-    return gpu_sheet(distributed, world_size)
+        return measured_speeds(Path(distributed.machine_speeds), device_type, distributed.training_dtype, world_size)
+    return (cpu_sheet if device_type == "cpu" else gpu_sheet)(distributed, world_size)
 
 
-def gpu_sheet(distributed: DistributedConfig, world_size: int) -> DataSheet:
+def measured_speeds(path: Path, device_type: str, dtype: str, world_size: int) -> Speeds:
+    """Read the measured speeds of a machine.
+
+    Raises:
+        UsageError: if the file cannot be read, the device type or dtype differs, or collectives are missing.
+    """
+    speeds, where = read_speeds(path), f"--machine_speeds={shown(str(path))}"
+    if device_type != speeds.device_type:
+        other = "--gpu=cpu" if speeds.device_type == "cpu" else "--device=cuda"
+        raise UsageError(f"{where}: measured on {speeds.device_type}, and the plan is for {device_type}; add {other}")
+    if dtype not in speeds.dtypes:
+        has = ", ".join(speeds.dtypes)
+        raise UsageError(f"{where}: measured in {has}, not in {dtype}; measure again with --dtypes={dtype}")
+    if world_size > 1 and not speeds.collectives:
+        again = f"torchrun --nproc-per-node={world_size} -m scripts.benchmarks.machine"
+        raise UsageError(f"{where}: one rank has measured no collectives, and the plan has {world_size}; use {again}")
+    ranks, threads = counted(speeds.world_size, "rank"), counted(speeds.threads, "thread")
+    lines = [f"measured on {speeds.device} ({path}), {ranks} of {threads}; as many share a machine in the run"]
+    if world_size > 1:
+        lines.append(f"{speeds.overlap:.0%} of a collective overlaps with computation, as measured")
+    return dataclasses.replace(speeds, assumptions=lines)
+
+
+def gpu_sheet(distributed: DistributedConfig, world_size: int) -> Speeds:
     """Return the speeds of a GPU and of the slowest link of a ring of ranks."""
     gpu = gpu_of(distributed)
     chosen, tensor = interconnect(distributed.interconnect), distributed.tensor_parallel
-    link, link_name = link_gb_s(chosen, gpu, world_size, tensor)
     near = gpu.link_gb_s if chosen.kind != "nvlink" or chosen.gb_s is None else chosen.gb_s
-    tensor_link = 0.0 if tensor == 1 else near if tensor <= GPUS_PER_NODE else link_gb_s(chosen, gpu, tensor)[0]
+    tensor_link = near if tensor <= GPUS_PER_NODE else link_gb_s(chosen, gpu, tensor)[0]
     dtype = distributed.training_dtype
     is_slow = dtype == "fp32" or (dtype == "bf16" and not gpu.has_bf16)
-    return DataSheet(
-        name=distributed.gpu or DEFAULT_GPU,
-        product_flops_per_s={dtype: (gpu.fp32_tflops if is_slow else gpu.tflops) * 1e12},
-        memory_bytes_per_s=gpu.memory_gb_s * 1e9,
-        link_bytes_per_s=link * 1e9,
-        link_name=link_name,
-        tensor_bytes_per_s=tensor_link * 1e9,
-        product_share=gpu.shares[0],
-        attention_share=gpu.shares[1],
+    speeds = data_sheet(
+        distributed.gpu or DEFAULT_GPU,
+        (dtype, (gpu.fp32_tflops if is_slow else gpu.tflops) * 1e12),
+        gpu.memory_gb_s * 1e9,
+        link_gb_s(chosen, gpu, world_size, tensor),
+        world_size,
+        gpu.shares,
     )
+    if tensor == 1:
+        return speeds
+    line = (
+        f"tensor-parallel ranks are neighbours with {tensor_link:,.4g} GB/s; their collectives overlap with the matrix "
+        "products that do not depend on them"
+    )
+    inside = dict.fromkeys(TENSOR_KINDS, CollectiveSpeed(GPU_LATENCY_S, tensor_link * 1e9 * LINK_SHARE))
+    return dataclasses.replace(speeds, collectives=speeds.collectives | inside, assumptions=[*speeds.assumptions, line])
 
 
-def cpu_sheet(distributed: DistributedConfig, threads: int) -> DataSheet:
+def cpu_sheet(distributed: DistributedConfig, world_size: int) -> Speeds:
     """Return rough speeds of one CPU rank."""
-    return DataSheet(
-        name=f"no CPU in particular, {threads} thread{'s' * (threads > 1)}",
-        product_flops_per_s={distributed.training_dtype: CPU_FLOPS_PER_S * threads},
-        memory_bytes_per_s=CPU_MEMORY_BYTES_PER_S * threads,
-        link_bytes_per_s=GLOO_BYTES_PER_S,
-        link_name="gloo",
-        latency_s=100e-6,
-        overlap=0.0,
-        waits_for_host=False,
+    threads = max((os.cpu_count() or 1) // world_size, 1)
+    return data_sheet(
+        f"no CPU in particular, {counted(threads, 'thread')}",
+        (distributed.training_dtype, CPU_FLOPS_PER_S * threads),
+        CPU_MEMORY_BYTES_PER_S * threads,
+        (GLOO_GB_S, "gloo"),
+        world_size,
+        is_gpu=False,
     )
+
+
+def data_sheet(
+    device: str,
+    peak: tuple[str, float],
+    memory_bytes_per_s: float,
+    link: tuple[float, str],
+    world_size: int,
+    shares: tuple[float, float] = (0.65, 0.4),
+    is_gpu: bool = True,
+) -> Speeds:
+    """Return the speeds of a step that reaches shares of a data sheet's peaks.
+
+    Args:
+        peak: training dtype and dense FLOP/s. shares: of this peak, in products and in attention.
+        link: GB/s that a rank sends to others, and the link's name.
+    """
+    (dtype, flops_per_s), (gb_s, name) = peak, link
+    latency_s, overlap = (GPU_LATENCY_S, 1.0) if is_gpu else (CPU_LATENCY_S, 0.0)
+    products, attention = (share * flops_per_s for share in shares)
+    lines = [
+        f"data sheet of {device}: {dtype} {flops_per_s / 1e12:,.4g} TFLOP/s, memory {memory_bytes_per_s / 1e9:,.0f} "
+        "GB/s; not measured",
+        f"products reach {shares[0]:.0%} of the peak, attention {shares[1]:.0%}, passes over memory {MEMORY_SHARE:.0%}",
+    ]
+    if world_size > 1:
+        hidden = "they overlap with computation where there is a second buffer" if is_gpu else "none overlap"
+        lines.append(
+            f"{name} {gb_s:,.4g} GB/s in a ring of ranks, of which collectives reach {LINK_SHARE:.0%}; "
+            f"{latency_s * 1e6:,.0f} us each; {hidden}"
+        )
+    speeds = DtypeSpeeds(
+        Grid([1], [1], [1], dict.fromkeys(PRODUCT_KINDS, [[[products]]])),
+        dict.fromkeys(ATTENTION_KINDS, [(1, attention)]),
+        {"copy_": 1 / (memory_bytes_per_s * MEMORY_SHARE)},
+    )
+    collectives = {"gather": CollectiveSpeed(latency_s, gb_s * 1e9 * LINK_SHARE)}
+    kind = "cuda" if is_gpu else "cpu"
+    return Speeds("", device, kind, 1, 1, {dtype: speeds}, collectives, overlap, HOST_BLOCK_S, 0.0, lines)
 
 
 def link_gb_s(chosen: Interconnect, gpu: Gpu, world_size: int, tensor_parallel: int = 1) -> tuple[float, str]:

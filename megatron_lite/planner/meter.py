@@ -1,4 +1,4 @@
-"""Meters what a layer's code allocates and multiplies by running it on tensors without memory.
+"""Meters what a layer's code allocates, multiplies, reads and writes by running it on tensors without memory.
 
 Tensors on the meta device have shapes and dtypes, but no values. Two torch modes make the engine's own code run on them
 as it would on the planned device. `PlannedDevice` reports the planned device as every tensor's, so that code makes the
@@ -11,8 +11,11 @@ of another dtype, and a few others. For attention on a GPU see `kernels/attentio
 from __future__ import annotations
 
 import functools
+import sys
 import weakref
-from collections.abc import Callable, Iterator, Mapping
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from types import FrameType
 from typing import Any
 
 import torch
@@ -20,8 +23,8 @@ from torch import Tensor
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from megatron_lite.kernels.triton_support import launched, repeat
-from megatron_lite.planner.work import Product
+from megatron_lite.kernels.triton_support import tell
+from megatron_lite.planner.work import Attention, Product
 
 _COMPARISONS = ("eq", "ne", "lt", "le", "gt", "ge", "logical_and", "logical_or", "logical_not", "isnan", "isfinite")
 
@@ -41,11 +44,8 @@ class PlannedDevice(TorchFunctionMode):
     def __torch_function__(
         self, function: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
-        if function is launched:
-            return None  # a kernel writes to memory that its caller has allocated
-        if function is repeat:
-            self._meter.repeat(*args[1:])
-            return None
+        if function is tell:
+            return self._meter.told(*args)
         if function in self._answers and args[0].is_meta:
             return self._answers[function]
         options = dict(kwargs or {})
@@ -73,13 +73,20 @@ class Meter(TorchDispatchMode):
         self._copies_operands = device.type == "cpu"
         self._storages: dict[int, weakref.ref[Any]] = {}
         self.live, self.times = 0, 1  # times: how often the following operations happen
-        self.before_repeat: Callable[[], None] = lambda: None
         self.restart()
 
-    def repeat(self, more: int, fewer: int) -> None:
-        """Count the following operations `more` / `fewer` times as often."""
-        self.before_repeat()
-        self.times = self.times * more // fewer
+    def told(self, event: str, *args: Any) -> None:
+        """Count an event of `tell`. A kernel allocates nothing, and reads or writes each of its tensors once."""
+        if event == "repeat":
+            _, more, fewer = args
+            self.times = self.times * more // fewer
+        elif event == "attention":
+            query, window, backend = args
+            (b, n, s, d), kind = query.shape, "math" if backend == "math" else "fused"
+            for direction in ("forward", "backward")[: 1 + (query.requires_grad and torch.is_grad_enabled())]:
+                self.items.append(Attention(f"{kind} {direction}", b * n, s, d, window))
+        else:
+            self.passes[event] += self.times * sum(tensor.nbytes for tensor in tensors_in(args))
 
     @classmethod
     def _should_skip_dynamo(cls) -> bool:
@@ -91,31 +98,33 @@ class Meter(TorchDispatchMode):
         return storage._cdata in self._storages
 
     def restart(self) -> None:
-        """Reset the peak and the lists."""
+        """Reset the peak and the work."""
         self.peak, self.largest = self.live, [0, 0]  # largest: bytes of the two largest new storages
-        self.products: list[Product] = []
+        self.items: list[Product | Attention] = []
+        self.passes: Counter[str] = Counter()  # bytes by operation or kernel
         self.times = 1
 
     def __torch_dispatch__(
         self, function: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
         options = kwargs or {}
-        tensors = [*_tensors(args), *_tensors(options.values())]
+        tensors = [*tensors_in(args), *tensors_in(options.values())]
         if not all(tensor.is_meta for tensor in tensors):
             return function(*args, **options)  # on host values
-        if function._opname in ("mm", "addmm", "addmm_"):
-            product = _product(*[*_tensors(args)][-2:])
-            if 1 not in product[1:4]:  # a product with a vector counts as a sum
-                self.products.append(product._replace(times=self.times))
         copied = _copied_bytes(function, tensors, options) if self._copies_operands else 0
         if (written := _written(function)) is not None:
-            self.peak = max(self.peak, self.live + copied)
-            results = tuple(args[place] if place < len(args) else options[name] for place, name in written)
-            return results if len(results) > 1 else results[0] if results else None
-        result = (_shaped(function) or function)(*args, **options)
-        for tensor in _tensors((result,)):
-            self._watch(tensor.untyped_storage(), tensors)
+            results = [args[place] if place < len(args) else options[name] for place, name in written]
+            result = tuple(results) if len(results) > 1 else results[0] if results else None
+        else:
+            result = (_shaped(function) or function)(*args, **options)
+            results = [*tensors_in((result,))]
+            for tensor in results:
+                self._watch(tensor.untyped_storage(), tensors)
         self.peak = max(self.peak, self.live + copied)
+        if (product := product_of(function, args)) is not None:
+            self.items.append(product._replace(times=self.times))
+        elif (moved := moved_bytes(function, tensors, results)) and not is_attention():
+            self.passes[function._opname] += self.times * moved
         return result
 
     def _watch(self, storage: Any, operands: list[Tensor]) -> None:
@@ -134,20 +143,58 @@ class Meter(TorchDispatchMode):
         self.largest = sorted((*self.largest, size))[1:]
 
 
-def _tensors(values: Any) -> Iterator[Tensor]:
+def tensors_in(values: Iterable[Any]) -> Iterator[Tensor]:
+    """Yield the tensors among nested values, in order."""
     for value in values:
         if isinstance(value, Tensor):
             yield value
         elif isinstance(value, list | tuple):
-            yield from _tensors(value)
+            yield from tensors_in(value)
 
 
-def _product(a: Tensor, b: Tensor) -> Product:
-    """Classify the product a (m, k) b (k, n) as one of a linear layer's three, by the transposed factor."""
+def product_of(function: Any, args: Iterable[Any]) -> Product | None:
+    """Classify the product a (m, k) b (k, n) as one of a linear layer's three, by the transposed factor.
+
+    None for other operations, and for a product with a vector, which is a sum.
+    """
+    if function._opname not in ("mm", "addmm", "addmm_"):
+        return None
+    a, b = [*tensors_in(args)][-2:]
     (m, k), n = a.shape, b.shape[1]
+    if 1 in (m, k, n):
+        return None
     if a.stride(0) < a.stride(1):
         return Product("weight gradient", k, n, m)
     return Product("forward", m, k, n) if b.stride(0) < b.stride(1) else Product("input gradient", m, n, k)
+
+
+def moved_bytes(function: Any, operands: Sequence[Tensor], results: Sequence[Tensor]) -> int:
+    """Return the bytes of the tensors that an operation reads or writes, each once; 0 for views and allocations.
+
+    If one holds indices, the largest is a table, of which few rows are touched.
+    """
+    storages = {tensor.untyped_storage()._cdata for tensor in operands}
+    makes_views = all(tensor.untyped_storage()._cdata in storages for tensor in results)
+    if (makes_views and not function._schema.is_mutable) or function._opname.startswith(("empty", "new_empty")):
+        return 0
+    sizes = {id(tensor): tensor.nbytes for tensor in (*operands, *results)}.values()
+    return sum(sizes) - max(sizes) * any(tensor.dtype == torch.int64 for tensor in operands)
+
+
+def is_attention() -> bool:
+    """Whether attention, or its backward pass, calls an operation."""
+    return str(calling_frame().f_globals["__name__"]).startswith("megatron_lite.kernels.attention.")
+
+
+def calling_frame() -> FrameType:
+    """Return the innermost frame outside of torch, its modes and this package: code that calls an operation."""
+    frame = sys._getframe(1)
+    while frame.f_back is not None and (
+        frame.f_globals["__name__"].startswith(("torch.", "megatron_lite.planner."))
+        or frame.f_code.co_name == "__torch_dispatch__"
+    ):
+        frame = frame.f_back
+    return frame
 
 
 @functools.cache
@@ -194,7 +241,7 @@ def _is_elementwise(function: Any) -> bool:
 
 
 def _elementwise(args: tuple[Any, ...], dtype: torch.dtype | None) -> Tensor:
-    tensors = [*_tensors(args)]
+    tensors = [*tensors_in(args)]
     shape, dtype = torch.broadcast_shapes(*(tensor.shape for tensor in tensors)), dtype or _common_dtype(tensors)
     like = next((tensor for tensor in tensors if tensor.shape == shape), None)
     if like is None or like.is_contiguous():

@@ -15,7 +15,7 @@ from megatron_lite.errors import RunError, UsageError
 from megatron_lite.planner.command import PROGRAM, changed_words, hours, launcher, layout_of_nodes, quoted, write_job
 from megatron_lite.planner.devices import GPUS_PER_NODE
 from megatron_lite.planner.plan import Plan
-from megatron_lite.planner.runtime import GIB
+from megatron_lite.planner.runtime import GIB, counted
 from megatron_lite.planner.search import (
     SEARCH_S,
     SEARCHED,
@@ -27,7 +27,6 @@ from megatron_lite.planner.search import (
     fewest_changes,
     recommended,
 )
-from megatron_lite.planner.speeds import MeasuredSpeeds
 from megatron_lite.run.host import choose_threads
 from megatron_lite.schedules.batch_size import consumed_tokens
 from megatron_lite.validation.messages import Note
@@ -138,28 +137,25 @@ def _table(search: Search, layouts: Sequence[Layout], best: Layout) -> Iterator[
     shown = layouts[:ROWS]
     if best not in shown:
         shown = [*shown[:-1], best]
-    on = "" if search.device_type == "cpu" else "GPU"
+    ranks = counted(search.world_size, "rank" if search.device_type == "cpu" else "GPU")
     tensor = f"TP {search.tensor_parallel}, " if search.tensor_parallel > 1 else ""
-    yield (
-        f"layouts that fit {search.world_size:,} {on or 'rank'}{'s' * (search.world_size > 1)}, {tensor}predicted, the "
-        f"fastest of {len(layouts)} (*: recommended):"
-    )
+    yield (f"layouts that fit {ranks}, {tensor}predicted, the fastest of {len(layouts)} (*: recommended):")
     yield "  " + "  ".join(f"{name:>{width}}" for name, width in COLUMNS)
     for layout in shown:
         yield ("* " if layout is best else "  ") + "  ".join(
             f"{cell:>{width}}" for cell, (_, width) in zip(_cells(layout), COLUMNS, strict=True)
         )
-    for line in [*search.speeds.assumptions(search.world_size), *_other_threads(search, best.config)]:
+    for line in [*search.speeds.assumptions, *_other_threads(search, best.config)]:
         yield from wrapped([Note(f"  {line}")])
 
 
 def _other_threads(search: Search, config: Config) -> Iterator[str]:
     """Warn if the run would use a different number of threads than the measured speeds."""
     speeds = search.speeds
-    if isinstance(speeds, MeasuredSpeeds) and speeds.device_type == "cpu":
+    if speeds.path and speeds.device_type == "cpu":
         chosen = choose_threads(config, search.world_size, search.world_size)
         if chosen.number != speeds.threads:
-            number = f"{chosen.number} thread{'s' * (chosen.number > 1)}"
+            number = counted(chosen.number, "thread")
             yield f"here the run has {number} a rank ({chosen.reason}): measure again with --threads={chosen.number}"
 
 

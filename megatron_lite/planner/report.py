@@ -19,7 +19,7 @@ from megatron_lite.planner.auto import device_memory_bytes, resolve_auto
 from megatron_lite.planner.devices import DEFAULT_GPU, GPUS, gpu_of, planned_type
 from megatron_lite.planner.plan import Plan, make_plan
 from megatron_lite.planner.recommendation import recommendation, smallest_world, wrapped
-from megatron_lite.planner.runtime import GIB, MIB, PLANNED_GPU_BYTES
+from megatron_lite.planner.runtime import GIB, MIB, PLANNED_GPU_BYTES, counted
 from megatron_lite.planner.search import Changes, Search, changed, recommended
 from megatron_lite.planner.stage_costs import Saved
 from megatron_lite.run import exit_status
@@ -87,9 +87,9 @@ def describe(plan: Plan, device_bytes: int, choices: Sequence[Note]) -> list[str
     distributed = plan.config.distributed
     if plan.device_type == "cuda":
         name = distributed.gpu or DEFAULT_GPU
-        ranks = f"{_count(plan.world_size, 'GPU')} ({name}), {device_bytes / GIB:.1f} GiB each"
+        ranks = f"{counted(plan.world_size, 'GPU')} ({name}), {device_bytes / GIB:.1f} GiB each"
     else:
-        ranks = f"{_count(plan.world_size, 'rank')} on CPU, {device_bytes / GIB:.1f} GiB each"
+        ranks = f"{counted(plan.world_size, 'rank')} on CPU, {device_bytes / GIB:.1f} GiB each"
     return [
         f"dry run for {ranks} (--device={distributed.device}), {distributed.training_dtype}; numbers are per rank",
         *wrapped(choices),
@@ -114,13 +114,6 @@ def _mib(size: float) -> str:
     return f"{size / MIB:,.2f}"
 
 
-def _count(number: int, noun: str) -> str:
-    """Format a count: 1 stage, 2 stages, 3 micro-batches."""
-    if number == 1:
-        return f"1 {noun}"
-    return f"{number:,} {noun}{'es' if noun.endswith('ch') else 's'}"
-
-
 def _model(plan: Plan) -> Iterator[str]:
     """Yield parameter counts and one row per series of equal stages."""
     model, options = plan.model, plan.config.multi_stage
@@ -129,8 +122,8 @@ def _model(plan: Plan) -> Iterator[str]:
     yield f"parameters: {total:,} ({total - frozen:,} trainable, {frozen:,} frozen)"
     weights, gradients = model.memory.buffer_counts()
     yield (
-        f"{_count(len(model.stages), 'stage')}, {_count(weights, 'weight buffer')}, "
-        f"{_count(gradients, 'gradient buffer')} (zero_stage {options.zero_stage}, "
+        f"{counted(len(model.stages), 'stage')}, {counted(weights, 'weight buffer')}, "
+        f"{counted(gradients, 'gradient buffer')} (zero_stage {options.zero_stage}, "
         f"layers_per_stage {options.layers_per_stage:g})"
     )
     yield _title("stages", "layers each", "elements each", "with padding", "weights each, MiB")
@@ -162,14 +155,14 @@ def _batch(plan: Plan) -> Iterator[str]:
     iterations, tokens = training.train_iters, batch.batch_size * batch.sequence_length
     ranks, tensor = plan.model.group.world_size, plan.model.tensor.world_size
     padding = batch.micro_batch_size * batch.sequential_micro_batches * ranks - batch.batch_size
-    counted = _count(ranks, "rank") if tensor == 1 else f"{_count(ranks, 'group')} of {tensor} tensor-parallel ranks"
+    groups = counted(ranks, "rank") if tensor == 1 else f"{counted(ranks, 'group')} of {tensor} tensor-parallel ranks"
     yield (
         f"{'largest batch' if batch.batch_size_schedule else 'batch'}: {batch.batch_size:,} samples = "
         f"{batch.micro_batch_size:,} per micro-batch x {batch.depth_first_micro_batches:,} depth-first x "
-        f"{batch.breadth_first_micro_batches:,} breadth-first x {counted}"
+        f"{batch.breadth_first_micro_batches:,} breadth-first x {groups}"
         + (f" - {padding:,} padding" if padding else "")
     )
-    in_all = f"{consumed_tokens(batch, iterations):,} tokens in {_count(iterations, 'iteration')}"
+    in_all = f"{consumed_tokens(batch, iterations):,} tokens in {counted(iterations, 'iteration')}"
     if not iterations:
         in_all = "--train_iters=0 trains nothing: the plan below is for a run that trains"
     yield f"  {tokens:,} tokens per iteration, {batch.sequence_length:,} per sample; {in_all}"
@@ -201,7 +194,7 @@ def _activations(plan: Plan, device_bytes: int) -> Iterator[str]:
     chosen = plan.config.performance.mlp_recompute_level
     levels = list(plan.activations.values())
     blocks = [max(level.saved[1:-1], key=Saved.total) for level in levels]
-    held = _count(plan.config.batch.breadth_first_micro_batches or 1, "micro-batch")
+    held = counted(plan.config.batch.breadth_first_micro_batches or 1, "micro-batch")
     needed = [plan.needed_bytes(level.level) for level in levels]
     yield _title("activations, MiB, at level", *(_level_title(level.level, chosen) for level in levels))
     for kind in blocks[0]:

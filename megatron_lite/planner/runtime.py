@@ -37,6 +37,13 @@ INTERPRETER_BYTES = 512 * MIB
 WORKER_BYTES = 40 * MIB
 
 
+def counted(number: int, noun: str) -> str:
+    """Format a count: 1 stage, 2 stages, 3 micro-batches."""
+    if number == 1:
+        return f"1 {noun}"
+    return f"{number:,} {noun}{'es' if noun.endswith('ch') else 's'}"
+
+
 def runtime_needs(
     device_type: str, groups: Sequence[int], workers: int, state_tensors: int, largest_bytes: int
 ) -> dict[str, int]:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
-import sys
 from collections import Counter
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -15,20 +14,21 @@ import torch
 from torch import Tensor
 
 from megatron_lite.distributed.traffic import FirstWait, Handle, Total, Traffic
+from megatron_lite.kernels.newton_schulz import orthogonalize
 from megatron_lite.parameter import Parameter
-from megatron_lite.planner.meter import Meter, PlannedDevice
-from megatron_lite.planner.work import Product
+from megatron_lite.planner.meter import Meter, PlannedDevice, calling_frame
+from megatron_lite.planner.work import Attention, Item, Pass, Product
 from megatron_lite.zero.stage import Observer, Stage
 
 Saved = Counter[str]  # bytes by the function that saves them for the backward pass
 
 
 class Overlap(NamedTuple):
-    """A collective, and the products between its start and the wait for it."""
+    """A collective, and the products and attention between its start and the wait for it."""
 
     kind: str
     wire_bytes: int
-    products: tuple[Product, ...]
+    items: tuple[Product | Attention, ...]
 
 
 @dataclass(frozen=True)
@@ -39,7 +39,7 @@ class Cost:
     change: int = 0  # bytes live at its end minus those at its start
     largest: int = 0  # bytes of its two largest new tensors
     traffic: Mapping[str, Total] = field(default_factory=dict)  # over the tensor-parallel group, by kind
-    products: Counter[Product] = field(default_factory=Counter)
+    work: Counter[Item] = field(default_factory=Counter)
     overlaps: Counter[Overlap] = field(default_factory=Counter)
 
 
@@ -99,6 +99,14 @@ class StageMeter:
             output = stage.evaluate(hidden, micro_batch)
             return self._end(meter), output
 
+    def orthogonalization(self, rows: int, columns: int) -> Cost:
+        """Run one step of orthogonalizing a matrix."""
+        with self._on_device() as meter:
+            matrix = torch.empty(rows, columns, dtype=torch.bfloat16, device=self._device)
+            self._begin(meter)
+            orthogonalize(matrix, steps=1)
+            return self._end(meter)
+
     @contextmanager
     def _on_device(self) -> Iterator[Meter]:
         """Run the code in the `with` block as on the device."""
@@ -119,37 +127,29 @@ class StageMeter:
         self._traffic.take()
         meter.restart()
         self._sent: dict[str, Total] = {}
-        self._before, self._overlaps = meter.live, Counter[tuple[str, int, tuple[Product, ...]]]()
+        self._before, self._overlaps = meter.live, Counter[Overlap]()
 
-        def record(kind: str, num_bytes: int, work: Handle) -> Handle:
-            start = len(meter.products)
+        def record(kind: str, _: int, work: Handle) -> Handle:
+            sent, start = self._traffic.take()[kind], len(meter.items)
+            self._sent = traffic_sum(self._sent, {kind: times(sent, meter.times)})
 
             def wait() -> None:
-                if products := meter.products[start:]:
-                    self._overlaps[kind, num_bytes, tuple(products)] += 1
+                if items := meter.items[start:]:
+                    self._overlaps[Overlap(kind, sent.wire_bytes, tuple(items))] += 1
 
             return FirstWait(work, wait)
 
-        def count() -> None:
-            taken = self._traffic.take()
-            self._sent = traffic_sum(self._sent, {kind: times(total, meter.times) for kind, total in taken.items()})
-
-        self._traffic.recorder, meter.before_repeat = record, count
+        self._traffic.recorder = record
 
     def _end(self, meter: Meter) -> Cost:
         self._traffic.recorder = None
-        meter.before_repeat()
-        traffic, overlaps = self._sent, Counter[Overlap]()
-        for (kind, num_bytes, products), count in self._overlaps.items():
-            total = traffic[kind]
-            overlaps[Overlap(kind, num_bytes * total.wire_bytes // total.bytes, products)] += count
         return Cost(
             peak=meter.peak - self._before,
             change=meter.live - self._before,
             largest=sum(meter.largest),
-            traffic=traffic,
-            products=Counter(meter.products),
-            overlaps=overlaps,
+            traffic=self._sent,
+            work=Counter([*meter.items, *itertools.starmap(Pass, meter.passes.items())]),
+            overlaps=self._overlaps,
         )
 
 
@@ -165,21 +165,13 @@ class _Saved(Observer):
         storage = tensor.untyped_storage()
         if self._meter.has_made(storage) and storage._cdata not in self._counted:
             self._counted.add(storage._cdata)
-            self._current[_caller()] += storage.nbytes()
+            self._current[calling_frame().f_code.co_name.replace("_", " ")] += storage.nbytes()
         return tensor.detach()
 
     def layer_output(self, name: str, output: Tensor, micro_batch: int) -> None:
         """Begin another layer."""
         self.layers.append(self._current)
         self._current = Saved()
-
-
-def _caller() -> str:
-    """Return the name of the function that calls torch or an autograd function."""
-    frame = sys._getframe(2)
-    while frame.f_back is not None and frame.f_globals["__name__"].startswith(("torch.", "megatron_lite.planner.")):
-        frame = frame.f_back
-    return frame.f_code.co_name.replace("_", " ")
 
 
 def traffic_sum(left: Mapping[str, Total], right: Mapping[str, Total]) -> dict[str, Total]:

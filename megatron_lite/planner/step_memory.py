@@ -7,7 +7,8 @@ recompute the same, with the same micro-batch size. Depth-first micro-batches af
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterator, Sequence
+from collections import Counter
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -20,9 +21,10 @@ from megatron_lite.config.model import by_block
 from megatron_lite.distributed.rank_group import reduction_scratch_bytes
 from megatron_lite.model.block import Block
 from megatron_lite.model.layer import MicroBatch
-from megatron_lite.optimizer.rules.matrices import Matrix, matrices_of
+from megatron_lite.optimizer.rules.matrices import matrices_of
 from megatron_lite.planner.runtime import runtime_needs
 from megatron_lite.planner.stage_costs import Saved, StageCosts, StageMeter
+from megatron_lite.planner.work import Product
 from megatron_lite.zero.multi_stage import MultiStage
 from megatron_lite.zero.schedule import Step, training_schedule
 from megatron_lite.zero.stage import Stage
@@ -47,12 +49,14 @@ class Partition:
         self.state_bytes, self.state_tensors = sum(row.bytes for row in table), sum(row.count for row in table)
         trained = [stage.trainable for stage in model.stages if stage.trainable is not None]
         self.largest_shard = max((part.layout.shard_numel for part in trained), default=0)  # elements
-        # The optimizer's temporaries, for one matrix at a time: see `kernels/newton_schulz.py`.
-        matrices = [(*sorted((m.rows, m.columns)), len(m.tiles) > 1) for m in _matrices(model)]
-        self.update_bytes = max(
-            (4 * small * (large + small) + 2 * small * large * assembled for small, large, assembled in matrices),
-            default=0,
-        )
+        self.update_bytes, self.update_products = 0, Counter[Product]()  # of Muon, for one matrix at a time
+        updated = [stage for stage in model.stages if stage.update_buffer is not None]
+        matrices = ((m.rows, m.columns, len(m.tiles) > 1) for stage in updated for m in matrices_of(stage))
+        for (rows, columns, assembled), count in Counter(matrices).items():
+            cost = self._meter.orthogonalization(rows, columns)
+            self.update_bytes = max(self.update_bytes, cost.peak + 2 * rows * columns * assembled)
+            products = (item for item in cost.work if isinstance(item, Product))
+            self.update_products.update({product: count * cost.work[product] for product in products})
         gathered = max((part.replicas.gathered_numel for part in trained if part.replicas), default=0)
         self.replica_bytes = gathered * model.precision.gradients.itemsize  # for summing gradients over ranks
         self._alike = [[_alike(layer) for layer in stage.layers] for stage in model.stages]
@@ -114,13 +118,6 @@ class Partition:
             _, self._streams[samples] = self._meter.evaluation(self.model.stages[0], micro_batch, None)
             self._meter.evaluation(self.model.stages[1], micro_batch, self._streams[samples])
         return self._streams[samples] if stage.index else None
-
-
-def _matrices(model: MultiStage) -> Iterator[Matrix]:
-    """Yield the matrices that the optimizer needs unsharded."""
-    for stage in model.stages:
-        if stage.update_buffer is not None:
-            yield from matrices_of(stage)
 
 
 def _alike(layer: Any) -> tuple[Any, ...]:

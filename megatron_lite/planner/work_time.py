@@ -2,16 +2,25 @@
 
 from __future__ import annotations
 
-from collections import Counter, defaultdict
-from collections.abc import Mapping
+import itertools
+from collections import Counter
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
 from megatron_lite.config import Config
 from megatron_lite.distributed.traffic import Total
+from megatron_lite.parameter import DTYPES
+from megatron_lite.planner.devices import TENSOR_KINDS
 from megatron_lite.planner.plan import Plan
-from megatron_lite.planner.speeds import TENSOR_KINDS, Speeds
+from megatron_lite.planner.speeds import Speeds
 from megatron_lite.planner.stage_costs import Overlap
-from megatron_lite.planner.work import Attention, Item, MicroBatchWork, Product, update_work
+from megatron_lite.planner.work import Attention, Item, Pass, Product
+
+# Bytes that an update reads and writes per element of a shard: gradient, weight and moments, without rounded weights.
+UPDATE_BYTES = {"adamw": 28, "muon": 20, "lion": 20, "sgd": 20}
+
+
+PARTS = {Product: "products", Pass: "passes", Attention: "attention"}
 
 
 @dataclass(frozen=True)
@@ -39,51 +48,44 @@ class StepTime:
         return self.tokens / self.seconds
 
 
-@dataclass(frozen=True)
-class StepWork:
-    """The work of one rank in a step."""
-
-    micro_batch: tuple[Item, ...]
-    update: tuple[Item, ...]  # once a step
-    micro_batches: int
-    blocks: int  # passes through blocks in a micro-batch; a recomputed block counts a third more
+def micro_batch_work(plan: Plan) -> Counter[Item]:
+    """Return the work of a micro-batch, forward and backward, on the planned rank."""
+    return Counter(itertools.chain.from_iterable(cost.work.elements() for cost in plan.costs))
 
 
-def step_work(plan: Plan) -> StepWork:
-    """Return the work of a step with the largest batch on the planned rank."""
-    config, micro_batches = plan.config, plan.config.batch.sequential_micro_batches
-    assert micro_batches, "resolved"
-    trained = {name for name, parameter in plan.model.parameters() if parameter.requires_grad}
-    numel = sum(part.layout.shard_numel for _, part in plan.model.parts() if not part.frozen)
-    products = (product for cost in plan.costs for product in cost.products.elements())
-    return StepWork(
-        (*products, *MicroBatchWork(config, trained, plan.device_type).items()),
-        tuple(update_work(config, numel, plan.world_size)),
-        micro_batches,
-        config.model.num_layers + config.performance.recompute_layers // 3,
-    )
+def update_work(plan: Plan) -> Iterator[Item]:
+    """Yield gradient norm, optimizer rule and weight averaging for the planned rank's shards."""
+    config, numel = plan.config, sum(part.layout.shard_numel for _, part in plan.model.parts() if not part.frozen)
+    name, itemsize = config.optimizer.optimizer, DTYPES[config.distributed.training_dtype].itemsize
+    yield Pass("gradient norm", 4 * numel)
+    yield Pass(f"update {name}", numel * (UPDATE_BYTES[name] + (itemsize if itemsize < 4 else 0)))
+    if config.averaging.enabled:
+        yield Pass("averages", 12 * numel)
+    for product, count in plan.partition.update_products.items():  # of one Newton-Schulz step, divided among the ranks
+        yield product._replace(times=count * config.optimizer.muon_ns_steps / plan.world_size)
 
 
 def predict_step(plan: Plan, speeds: Speeds) -> StepTime:
     """Predict the time of a step with the largest batch."""
-    config, model, work = plan.config, plan.model, step_work(plan)
-    dtype = config.distributed.training_dtype
-    parts: dict[str, float] = defaultdict(float)
-    for times, items in ((work.micro_batches, work.micro_batch), (1, work.update)):
-        for item, count in Counter(items).items():
-            parts[_part(item)] += times * count * speeds.item_s(item, dtype)
-    host = work.micro_batches * work.blocks * speeds.block_s + speeds.step_s
+    config, dtype = plan.config, plan.config.distributed.training_dtype
+    micro_batches = config.batch.sequential_micro_batches
+    assert micro_batches and config.batch.batch_size, "resolved"
+    parts = dict.fromkeys((*PARTS.values(), "host"), 0.0)
+    for times, items in ((micro_batches, micro_batch_work(plan)), (1, Counter(update_work(plan)))):
+        for item, count in items.items():
+            parts[PARTS[type(item)]] += times * count * speeds.item_s(item, dtype)
+    blocks = config.model.num_layers + config.performance.recompute_layers // 3  # one recomputed is a third more
+    host = micro_batches * blocks * speeds.block_s + speeds.step_s
     busy = sum(parts.values())
     parts["host"] += max(0.0, host - busy) if speeds.waits_for_host else host
     inside = {kind: total for kind, total in plan.traffic.items() if kind in TENSOR_KINDS}
     between = {kind: total for kind, total in plan.traffic.items() if kind not in TENSOR_KINDS}
     of_data, of_tensor = (_seconds(part, speeds) for part in (between, inside))
-    exposed = _exposed(config, of_data, sum(parts.values()), len(model.stages), speeds.overlap) + of_tensor
+    exposed = _exposed(config, of_data, sum(parts.values()), len(plan.model.stages), speeds.overlap) + of_tensor
     for overlap, count in sum((cost.overlaps for cost in plan.costs), Counter[Overlap]()).items():
-        computing = sum(speeds.item_s(product, dtype) for product in overlap.products)
+        computing = sum(speeds.item_s(item, dtype) for item in overlap.items)
         sending = speeds.collective_s(overlap.kind, 1, overlap.wire_bytes)
-        exposed -= work.micro_batches * count * min(sending * speeds.overlap, computing)
-    assert config.batch.batch_size, "resolved"
+        exposed -= micro_batches * count * min(sending * speeds.overlap, computing)
     return StepTime(parts, of_data + of_tensor, exposed, config.batch.batch_size * config.batch.sequence_length)
 
 
@@ -98,9 +100,3 @@ def _exposed(config: Config, communication: float, compute: float, stages: int, 
         return communication
     hidden = min(communication * overlap * (1 - 1 / stages), compute)
     return communication - hidden
-
-
-def _part(item: Item) -> str:
-    if isinstance(item, Product):
-        return "products"
-    return "attention" if isinstance(item, Attention) else "passes"

@@ -12,21 +12,26 @@ import pytest
 from megatron_lite.errors import UsageError
 from megatron_lite.kernels.tensor_collectives import GATHER, REDUCE, SUM
 from megatron_lite.monitor.metrics import hardware_flops
-from megatron_lite.planner.devices import gpu_sheet
-from megatron_lite.planner.plan import make_plan
-from megatron_lite.planner.speeds import LINK_SHARE, PRODUCT_KINDS, DataSheet, read_speeds
+from megatron_lite.planner.devices import LINK_SHARE, TENSOR_KINDS, data_sheet, gpu_sheet
+from megatron_lite.planner.plan import Plan, make_plan
+from megatron_lite.planner.speeds import ATTENTION_KINDS, PRODUCT_KINDS, CollectiveSpeed, read_speeds
 from megatron_lite.planner.work import Attention, Pass, Product
-from megatron_lite.planner.work_time import predict_step, step_work
+from megatron_lite.planner.work_time import micro_batch_work, predict_step
 from pretrain_gpt import main
 from scripts.docs.dry_runs import PUBLISHED_SPEEDS, planned_step
 from tests.support.harness import tiny_config
 from tests.support.launch import TINY
 
-H100 = DataSheet("H100", {"bf16": 989e12, "fp32": 67e12}, 3.35e12, 450e9)
-
 LLAMA: dict[str, Any] = dict(
     use_rotary_embeddings=True, gated=True, normalization_type="rms_norm", add_linear_biases=False, head_groups=2
 )
+
+
+def flops_of(plan: Plan) -> float:
+    """Return the FLOPs of products and attention in all micro-batches."""
+    work = micro_batch_work(plan)
+    micro_batches = plan.config.batch.sequential_micro_batches or 0
+    return micro_batches * sum(count * item.flops for item, count in work.items() if not isinstance(item, Pass))
 
 
 @pytest.mark.parametrize(
@@ -44,12 +49,11 @@ LLAMA: dict[str, Any] = dict(
 def test_work_has_the_flops_that_the_log_counts(options: dict[str, Any]) -> None:
     """Products and attention of all micro-batches add up to `hardware_tflops` times the step's time, for one rank."""
     config = tiny_config(1, **options)
-    work = step_work(make_plan(config, 1, "cpu"))
-    flops = sum(item.flops for item in work.micro_batch if not isinstance(item, Pass))
+    flops = flops_of(make_plan(config, 1, "cpu"))
     assert config.batch.batch_size
     tokens = config.batch.batch_size * config.batch.sequence_length
     expected = hardware_flops(config.model, config.performance, config.batch.sequence_length, tokens)
-    assert work.micro_batches * flops == pytest.approx(expected, rel=1e-9)
+    assert flops == pytest.approx(expected, rel=1e-9)
 
 
 @pytest.mark.parametrize("options", [{}, {**LLAMA, "parallel_embeddings": False}, dict(LLAMA, head_groups=4)], ids=str)
@@ -59,14 +63,12 @@ def test_ranks_that_share_layers_share_the_flops(options: dict[str, Any]) -> Non
         flops = []
         for ranks in (1, 2, 4):
             config = tiny_config(ranks, tensor_parallel=ranks, sequence_tensor_parallel=splits, **options)
-            work = step_work(make_plan(config, ranks, "cpu"))
             tokens, h = 16 * 4, config.model.hidden_size
             has_copies = options.get("head_groups") == 2 and ranks == 4
             copies = 2 * 6 * tokens * h * 2 * (2 * 8) if has_copies else 0  # of keys and values, in two blocks
             if not config.distributed.parallel_embeddings and not splits:
                 copies += (ranks - 1) * 6 * tokens * h * config.model.vocab_size
-            products = [item for item in work.micro_batch if not isinstance(item, Pass)]
-            flops.append(ranks * work.micro_batches * sum(item.flops for item in products) - copies)
+            flops.append(ranks * flops_of(make_plan(config, ranks, "cpu")) - copies)
         assert flops == pytest.approx([flops[0]] * 3, rel=1e-9), splits
 
 
@@ -85,21 +87,25 @@ def test_exchanges_inside_of_passes_take_time() -> None:
         inside = sum(plan.traffic[kind].wire_bytes for kind in (GATHER, REDUCE) if kind in plan.traffic)
         assert micro_batches * overlapped / inside == pytest.approx(share, rel=0.02)
         sheet = gpu_sheet(config.distributed, 4)
-        slow = dataclasses.replace(sheet, tensor_bytes_per_s=1e9)
+        far = dict.fromkeys(TENSOR_KINDS, CollectiveSpeed(20e-6, 1e9 * LINK_SHARE))
+        slow = dataclasses.replace(sheet, collectives=sheet.collectives | far)
         fast, slower = (predict_step(plan, speeds) for speeds in (sheet, slow))
         inside += plan.traffic[SUM].wire_bytes
-        added = inside / 1e9 / LINK_SHARE - inside / sheet.tensor_bytes_per_s / LINK_SHARE
+        near = sheet.collectives[SUM].bytes_per_s
+        added = inside / 1e9 / LINK_SHARE - inside / near
         assert slower.communication_s - fast.communication_s == pytest.approx(added)
-        assert slower.exposed_s > fast.exposed_s > (1 - share) * inside / sheet.tensor_bytes_per_s
+        assert slower.exposed_s > fast.exposed_s > (1 - share) * inside * LINK_SHARE / near
 
 
 def test_neighbours_share_the_links_of_a_node() -> None:
     """On 32 H100 a ring of two GPUs a node has 2 of 8 adapters; the four that share layers have NVLink, 16 all 8."""
     options: dict[str, Any] = dict(num_attention_heads=16, batch_size=32, device="cuda")
     sheets = [gpu_sheet(tiny_config(32, tensor_parallel=ranks, **options).distributed, 32) for ranks in (1, 4, 16)]
-    assert [sheet.link_bytes_per_s / 1e9 for sheet in sheets] == [400, 100, 50]
-    assert [sheet.tensor_bytes_per_s / 1e9 for sheet in sheets] == [0, 450, 400]
-    assert "neighbours with 450 GB/s" in sheets[1].assumptions(16)[-1]
+    for kind, expected in (("gather", [400, 100, 50]), (SUM, [400, 450, 400])):
+        assert [sheet.collective_s(kind, 0, 1e9) for sheet in sheets] == pytest.approx(
+            [1 / gb_s / LINK_SHARE for gb_s in expected]
+        )
+    assert "neighbours with 450 GB/s" in sheets[1].assumptions[-1]
     assert sheets[1].collective_s("tensor reduce", 0, 1e9) < sheets[1].collective_s("reduce", 0, 1e9)
 
 
@@ -107,10 +113,7 @@ def test_frozen_parameters_make_no_weight_gradients() -> None:
     """A frozen embedding and first block leave their three products a layer to the forward pass alone."""
     whole = tiny_config(1, num_layers=2, tie_word_embeddings=False)
     part = tiny_config(1, num_layers=2, tie_word_embeddings=False, freeze=("embedding", "blocks.0"))
-    flops = []
-    for config in (whole, part):
-        items = step_work(make_plan(config, 1, "cpu")).micro_batch
-        flops.append(sum(item.flops for item in items if not isinstance(item, Pass)))
+    flops = [flops_of(make_plan(config, 1, "cpu")) for config in (whole, part)]
     block = hardware_flops(whole.model, whole.performance, 16, 64) - hardware_flops(
         tiny_config(1, num_layers=1, tie_word_embeddings=False).model, whole.performance, 16, 64
     )
@@ -121,10 +124,10 @@ def test_frozen_parameters_make_no_weight_gradients() -> None:
 def test_more_ranks_expose_more_of_the_link() -> None:
     """One rank waits for no link; a slower link never shortens a step; one buffer hides nothing."""
     seconds = []
-    for ranks, link, options in ((1, 450e9, {}), (2, 450e9, {}), (2, 1e9, {}), (2, 1e9, dict(num_weight_buffers=1))):
+    for ranks, link, options in ((1, 450, {}), (2, 450, {}), (2, 1, {}), (2, 1, dict(num_weight_buffers=1))):
         config = tiny_config(ranks, zero_stage=3, training_dtype="bf16", batch_size=4 * ranks, **options)
         plan = make_plan(config, ranks, "cuda")
-        speeds = DataSheet("GPU", H100.product_flops_per_s, H100.memory_bytes_per_s, link)
+        speeds = data_sheet("GPU", ("bf16", 989e12), 3.35e12, (link, "link"), ranks)
         time = predict_step(plan, speeds)
         assert time.tokens == 4 * ranks * 16 and (time.communication_s > 0) == (ranks > 1)
         seconds.append(time.exposed_s)
@@ -142,7 +145,7 @@ def test_published_speeds_of_a_mistral_7b(gpu: str, ranks: int, flags: str, publ
 
 
 def measured(tmp_path: Path, **changes: Any) -> Path:
-    """Return a file as `scripts.benchmarks.machine` writes it: every product 1 GFLOP/s, every element a nanosecond."""
+    """Return a file as `scripts.benchmarks.machine` writes it: every product 1 GFLOP/s, copies 1 GB/s."""
     table = [[[1e9, 1e9]]]
     entry = {
         "products": {
@@ -151,14 +154,12 @@ def measured(tmp_path: Path, **changes: Any) -> Path:
             "outputs": [64, 1024],
             "flops_per_s": dict.fromkeys(PRODUCT_KINDS, table),
         },
-        "attention_flops_per_s": {
-            f"{kind} {way}": [[64, 1e9], [256, 4e9]] for kind in ("fused", "math") for way in ("forward", "backward")
-        },
-        "seconds_per_element": {"copy": 1e-9, "sum": 1e-9},
+        "attention_flops_per_s": dict.fromkeys(ATTENTION_KINDS, [[64, 1e9], [256, 4e9]]),
+        "seconds_per_byte": {"copy_": 1e-9, "sum": 2e-9},
     }
     values = {
         "format": "megatron_lite_machine_speeds",
-        "version": 1,
+        "version": 2,
         "device": "a processor",
         "device_type": "cpu",
         "world_size": 2,
@@ -179,9 +180,10 @@ def test_measured_speeds_add_up(tmp_path: Path) -> None:
     host's time of blocks and step comes on top, and half of the collectives hides."""
     speeds = read_speeds(measured(tmp_path))
     assert speeds.item_s(Product("forward", 100, 200, 300, 2), "fp32") == pytest.approx(2 * 2 * 100 * 200 * 300 / 1e9)
-    work = Attention(False, "flash", 8, 128, 64, 128)
+    work = Attention("fused forward", 8, 128, 64, 128)
     assert speeds.item_s(work, "fp32") == pytest.approx(work.flops / 2e9)
-    assert speeds.item_s(Pass("unknown", 1000, 16), "fp32") == pytest.approx(2e-6)  # as two copies
+    for kind, seconds in (("sum", 2e-6), ("unknown", 1e-6)):  # the latter as a copy
+        assert speeds.item_s(Pass(kind, 1000), "fp32") == pytest.approx(seconds)
     config = tiny_config(2, num_layers=3, batch_size=8, micro_batch_size=2)
     plan = make_plan(config, 2, "cpu")
     time = predict_step(plan, speeds)
@@ -226,8 +228,8 @@ HOSTILE: list[Any] = [
     "[]",
     "nonsense",
     "[" * 100_000,
-    '{"format": "megatron_lite_machine_speeds", "version": 2}',
     '{"format": "megatron_lite_machine_speeds", "version": 1}',
+    '{"format": "megatron_lite_machine_speeds", "version": 2}',
     *(
         {key: value}
         for key in ("device", "device_type", "world_size", "threads", "dtypes", "collectives", "overlap", "block_s")

@@ -16,6 +16,7 @@ from megatron_lite.kernels.attention.blocks import attention_in_blocks, dtype_of
 from megatron_lite.kernels.attention.choice import Work, choose_attention
 from megatron_lite.kernels.attention.cpu import flash_attention
 from megatron_lite.kernels.attention.gpu import flex_attention, fused_attention, planned_attention, varlen_attention
+from megatron_lite.kernels.triton_support import tell
 
 
 @dataclass(frozen=True)
@@ -75,7 +76,10 @@ def attention(
         deterministic = torch.are_deterministic_algorithms_enabled()
         work = Work(query.dtype, d, window is not None, documents is not None, deterministic, drops)
         backend = choose_attention("auto", query.device, work)
-    if backend == "math" or drops or s == 1:
+    backend = "math" if drops or s == 1 else backend
+    if query.is_meta:
+        tell("attention", query, window or s, backend)
+    if backend == "math":
         return attention_in_blocks(
             query,
             key,

@@ -41,6 +41,7 @@ from scripts.benchmarks import processor
 from scripts.benchmarks.machine.collectives import measure_collectives
 from scripts.benchmarks.machine.host import host_times
 from scripts.benchmarks.machine.operations import Operations
+from scripts.benchmarks.machine.passes import seconds_per_byte
 from scripts.benchmarks.results import names_in, write_json
 
 
@@ -97,7 +98,7 @@ def measure(dtypes: Sequence[str], distributed: Distributed, threads: int) -> di
         own["dtypes"][name] = {
             "products": operations.products(),
             "attention_flops_per_s": operations.attention(),
-            "seconds_per_element": operations.seconds_per_element(),
+            "seconds_per_byte": seconds_per_byte(device, name) | operations.update(),
         }
     distributed.barrier()
     own |= host_times(device, dtypes[0])

@@ -9,12 +9,15 @@ from __future__ import annotations
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from megatron_lite.config import Config, unflatten
 from megatron_lite.distributed.rank_group import Group
 from megatron_lite.distributed.traffic import Traffic
 from megatron_lite.model.layer import MicroBatch
+from megatron_lite.optimizer.optimizer import Optimizer
 from megatron_lite.validation import resolve
+from megatron_lite.zero.multi_stage import MultiStage
 from scripts.benchmarks.machine.operations import clock_of
 from scripts.benchmarks.training.engine import built
 
@@ -44,22 +47,31 @@ class OneRank(Group):
         self.data = self.tensor = self
 
 
-def step_seconds(options: dict[str, Any], device: torch.device, steps: int = STEPS) -> tuple[Config, float]:
-    """Return a model's configuration, and its shortest step time on random tokens without data loading and logs."""
+def single_rank_model(options: dict[str, Any], device: torch.device) -> tuple[Config, MultiStage, Optimizer]:
+    """Return a configuration for one rank, and its engine with initial weights."""
     config = resolve(unflatten({"dataset_source": "random", "device": device.type, **options}), 1)
     model, optimizer, _ = built(config, OneRank(device))
+    return config, model, optimizer
+
+
+def micro_batches(config: Config, device: torch.device, scale: Tensor, seed: int = 0) -> list[MicroBatch]:
+    """Return an iteration's micro-batches of random tokens."""
     batch = config.batch
-    assert batch.micro_batch_size and batch.sequential_micro_batches and batch.batch_size
+    assert batch.micro_batch_size and batch.sequential_micro_batches
     shape = (batch.sequential_micro_batches, 2, batch.micro_batch_size, batch.sequence_length)
-    tokens, count = (
-        torch.randint(config.model.vocab_size, shape, device=device),
-        batch.batch_size * batch.sequence_length,
-    )
-    times, clock = [], clock_of(device)
+    tokens = torch.randint(config.model.vocab_size, shape, device=device)
+    return [MicroBatch(inputs, labels, scale, seed) for inputs, labels in tokens]
+
+
+def step_seconds(options: dict[str, Any], device: torch.device, steps: int = STEPS) -> tuple[Config, float]:
+    """Return a model's configuration, and its shortest step time on random tokens without data loading and logs."""
+    config, model, optimizer = single_rank_model(options, device)
+    assert config.batch.batch_size
+    count, times, clock = config.batch.batch_size * config.batch.sequence_length, [], clock_of(device)
     for step in range(WARM_UP + steps):
+        batches = micro_batches(config, device, optimizer.loss_scale.scale / count, step)
         start_s = clock()
-        scale = optimizer.loss_scale.scale / count
-        loss = model.forward_backward([MicroBatch(inputs, labels, scale, step) for inputs, labels in tokens])
+        loss = model.forward_backward(batches)
         optimizer.step(step + 1, 1e-4, loss, count, model.updated)
         model.gather_ahead()
         float(loss)  # waits for the device

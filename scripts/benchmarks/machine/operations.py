@@ -1,4 +1,4 @@
-"""Times of the program's own operations: products by shape, attention by length, elementwise passes.
+"""Times of the program's own operations: products by shape, attention by length, and the update.
 
 Operands come from a pool larger than the caches, as in a step, where other layers evict them.
 """
@@ -7,24 +7,20 @@ from __future__ import annotations
 
 import itertools
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from megatron_lite.kernels import mlp, normalization, rotary
 from megatron_lite.kernels.adamw import Control, Hyperparameters, Range, Ranges, Shard, adamw
 from megatron_lite.kernels.attention.attention import attention
-from megatron_lite.kernels.cross_entropy import Sums, sweep
-from megatron_lite.kernels.embedding import embedding
 from megatron_lite.kernels.gradient_norm import squared_norm
 from megatron_lite.kernels.products import add_product, affine, product
 from megatron_lite.kernels.weight_shard import WeightShard
-from megatron_lite.model.layer import dropout
-from megatron_lite.parameter import Initializer, Parameter, ParameterSpec
 from megatron_lite.planner.speeds import AXES, PRODUCT_KINDS
 from megatron_lite.planner.work import Attention
+from megatron_lite.planner.work_time import UPDATE_BYTES
 from megatron_lite.zero.layer import backward
 
 POOL_BYTES = 96 * 2**20
@@ -37,10 +33,7 @@ SIZES = {
 MOST_FLOPS = {"cpu": 2.2e9, "cuda": 2e12}  # per measured product; larger ones are as fast
 LENGTHS, HEADS, CHANNELS = (64, 256, 1024, 4096), 8, 64
 ATTENTION_TOKENS = {"cpu": 2048, "cuda": 32768}
-ROWS = {"cpu": 1024, "cuda": 32768}  # of tensors in elementwise passes
-COLUMNS = 512
 UPDATED = {"cpu": 2**20, "cuda": 2**26}
-VOCABULARY = 4096
 
 
 def clock_of(device: torch.device) -> Callable[[], float]:
@@ -60,10 +53,10 @@ class Timer:
         times: list[float] = []
         for turn in range(MOST_TURNS + 1):
             operands = before()
-            self._wait()
+            self.wait()
             start_s = self.clock()
             result = call(operands)
-            self._wait()
+            self.wait()
             if turn:  # the first may compile or allocate
                 times.append(self.clock() - start_s)
             del operands, result
@@ -71,7 +64,8 @@ class Timer:
                 break
         return min(times)
 
-    def _wait(self) -> None:
+    def wait(self) -> None:
+        """Wait for the device."""
         if self.device.type == "cuda":
             torch.cuda.synchronize(self.device)
 
@@ -127,11 +121,11 @@ class Operations:
         """Return (length, FLOP/s) of causal attention, forward and backward, fused and with the math backend."""
         curves: dict[str, list[list[float]]] = {}
         for (name, backend), length in itertools.product((("fused", "auto"), ("math", "math")), LENGTHS):
-            for direction, seconds in zip((False, True), self._attention_seconds(backend, length), strict=True):
-                heads = self._samples(length) * HEADS
-                work = Attention(direction, backend, heads, length, CHANNELS, length)
-                label = f"{name} {'backward' if direction else 'forward'}"
-                curves.setdefault(label, []).append([length, work.flops / seconds])
+            for direction, seconds in zip(
+                ("forward", "backward"), self._attention_seconds(backend, length), strict=True
+            ):
+                work = Attention(f"{name} {direction}", self._samples(length) * HEADS, length, CHANNELS, length)
+                curves.setdefault(work.kind, []).append([length, work.flops / seconds])
         return curves
 
     def _samples(self, length: int) -> int:
@@ -147,97 +141,10 @@ class Operations:
 
         return self.timer.seconds(forward), self.timer.seconds(lambda output: backward(output, grad), forward)
 
-    # -- passes ----------------------------------------------------------------------------------------------------
+    # -- the update ------------------------------------------------------------------------------------------------
 
-    def seconds_per_element(self) -> dict[str, float]:
-        """Return the time per element of every elementwise pass."""
-        parts = self._simple(), self._norms(), self._activations(), self._heads(), self._ends(), self._updates()
-        return dict(itertools.chain(*parts))
-
-    def _simple(self) -> Iterator[tuple[str, float]]:
-        rows = ROWS[self.kind]
-        numel, total = rows * COLUMNS, torch.zeros(COLUMNS, device=self.device)
-
-        def seconds(call: Callable[[Any], Any], before: Callable[[], Any] | None = None) -> float:
-            return self.timer.seconds(call, before or (lambda: [self.tensor(rows, COLUMNS) for _ in range(2)])) / numel
-
-        yield "copy", seconds(lambda t: t[0].copy_(t[1]))
-        yield "sum", seconds(lambda t: t[0] + t[1])
-        yield "bias gradient", seconds(lambda t: torch.sum(t[0].float(), 0, out=total))
-        x, grad = self.tensor(rows, COLUMNS).detach().requires_grad_(), self.tensor(rows, COLUMNS)
-        yield "dropout forward", seconds(lambda _: dropout(x, 0.1, 1))
-        yield "dropout backward", seconds(lambda output: backward(output, grad), lambda: dropout(x, 0.1, 1))
-
-    def _norms(self) -> Iterator[tuple[str, float]]:
-        rows, numel = ROWS[self.kind], ROWS[self.kind] * COLUMNS
-        for name in ("layer_norm", "rms_norm"):
-            weight, bias = self._parameter(COLUMNS), self._parameter(COLUMNS) if name == "layer_norm" else None
-            kind, grad = normalization.Kind(1e-5, bias is not None), self.tensor(rows, COLUMNS)
-
-            def forward(_: Any = None) -> Tensor:
-                x = self.tensor(rows, COLUMNS).detach().requires_grad_()
-                return normalization.add_norm(x, None, weight, bias, kind, self.triton)[1]  # noqa: B023
-
-            yield f"{name} forward", self.timer.seconds(forward) / numel
-            yield f"{name} backward", self.timer.seconds(lambda output: backward(output, grad), forward) / numel  # noqa: B023
-
-    def _activations(self) -> Iterator[tuple[str, float]]:
-        rows, numel = ROWS[self.kind], ROWS[self.kind] * COLUMNS
-        for name, gated in itertools.product(mlp.FUNCTIONS, (False, True)):
-            label, width = f"{'gated ' if gated else ''}{name}", 2 * COLUMNS if gated else COLUMNS
-            seconds = self.timer.seconds(
-                lambda u: mlp.activate(u, name, gated, self.triton),  # noqa: B023
-                lambda: self.tensor(rows, width),  # noqa: B023
-            )
-            yield f"{label} forward", seconds / numel
-            # Copies, because both are overwritten; repeated passes would lead to denormals, which are slow.
-            seconds = self.timer.seconds(
-                lambda t: mlp.activate_backward(t[0], t[1], name, gated, False, self.triton),  # noqa: B023
-                lambda: [self.tensor(rows, columns).clone() for columns in (COLUMNS, width)],  # noqa: B023
-            )
-            yield f"{label} backward", seconds / numel
-
-    def _heads(self) -> Iterator[tuple[str, float]]:
-        length = ROWS[self.kind] // 4
-        table = rotary.rotary_table(length, CHANNELS, 1e4, self.device)
-        numel = 4 * length * HEADS * CHANNELS
-        seconds = self.timer.seconds(
-            lambda heads: rotary.rotate_in_place(heads, HEADS, table, self.triton),
-            lambda: self.tensor(4, length, HEADS, CHANNELS),
-        )
-        yield "rotation forward", seconds / numel
-        counts = HEADS, HEADS, 1
-        target = self.tensor(4, length, sum(counts), CHANNELS)
-
-        def join(angles: rotary.Table | None) -> float:
-            return self.timer.seconds(
-                lambda grads: rotary.join_gradients(grads, target, angles, self.triton),
-                lambda: tuple(self.tensor(4, length, count, CHANNELS).transpose(1, 2) for count in counts),
-            )
-
-        copied = join(None) / sum(counts)  # time of the values, which are not rotated
-        yield "rotation backward", max(join(table) - copied, copied) / (2 * numel)
-
-    def _ends(self) -> Iterator[tuple[str, float]]:
-        rows = ROWS[self.kind]
-        weight, tokens = self._parameter(VOCABULARY, COLUMNS), torch.randint(VOCABULARY, (1, rows), device=self.device)
-        grad = self.tensor(1, rows, COLUMNS)
-
-        def forward(_: Any = None) -> Tensor:
-            return embedding(weight, tokens, self.triton)
-
-        yield "embedding forward", self.timer.seconds(forward) / (rows * COLUMNS)
-        seconds = self.timer.seconds(lambda output: backward(output, grad), forward)
-        yield "embedding backward", seconds / (rows * COLUMNS)
-        count = min(rows, 256)
-        labels, scale = tokens[0, :count], torch.tensor(1e-3, device=self.device)
-        seconds = self.timer.seconds(
-            lambda logits: sweep(logits, labels, Sums.empty(count, self.device), scale, triton=self.triton),
-            lambda: self.tensor(count, VOCABULARY).clone(),
-        )
-        yield "cross entropy", seconds / (count * VOCABULARY)
-
-    def _updates(self) -> Iterator[tuple[str, float]]:
+    def update(self) -> dict[str, float]:
+        """Return the seconds per byte of the two parts of an update."""
         numel, device = UPDATED[self.kind], self.device
         master, grad, m, v = (torch.zeros(numel, device=device) for _ in range(4))
         grad.uniform_(-1e-3, 1e-3)
@@ -246,12 +153,7 @@ class Operations:
         one, zero = torch.ones((), device=device), torch.zeros((), device=device)
         control = Control(one, one, zero, Hyperparameters(1e-4, 0.1, 0.9, 0.95, 1e-8))
         ranges = Ranges([Range(0, numel, 1.0, 1.0)], device)
-        yield "update adamw", self.timer.seconds(lambda _: adamw(shard, ranges, control, self.triton)) / numel
-        yield "gradient norm", self.timer.seconds(lambda _: squared_norm([grad], self.triton)) / numel
-
-    def _parameter(self, *shape: int) -> Parameter:
-        """Return a parameter whose gradients accumulate."""
-        parameter = Parameter(torch.ones(shape, device=self.device, dtype=self.dtype))
-        parameter.spec = ParameterSpec("measured", shape, Initializer("constant", 1.0))
-        parameter.main_grad = torch.zeros(shape, device=self.device)
-        return parameter
+        update_s = self.timer.seconds(lambda _: adamw(shard, ranges, control, self.triton))
+        norm_s = self.timer.seconds(lambda _: squared_norm([grad], self.triton))
+        moved = UPDATE_BYTES["adamw"] * numel + (0 if rounded is None else rounded.nbytes)
+        return {"update adamw": update_s / moved, "gradient norm": norm_s / grad.nbytes}
