@@ -6,8 +6,7 @@ import dataclasses
 import logging
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 
@@ -55,55 +54,41 @@ if TYPE_CHECKING:
     from megatron_lite.monitor.profiling.profiles import Profiles
 
 
-@dataclass
-class Start:
-    """The inputs of every phase of the set-up."""
+class Run:
+    """One start of a run. `build` sets the fields from top to bottom; then it is ready to train from `iteration`."""
 
-    config: Config
+    config: Config  # `auto` is resolved
     distributed: Distributed
     experiment: Experiment
-    logger: logging.Logger
-
-
-@dataclass
-class Inputs:
-    """The checked inputs of a run, and the layers to train."""
-
-    data: DataSource
-    kernels: Kernels
-    layers: list[Layer]
-    callback: ExportCallback
-
-
-@dataclass
-class Run(Start):
-    """One start of a run, ready to train from `iteration`."""
-
-    data: DataSource
-    model: MultiStage
-    optimizer: Optimizer
-    window: LogWindow
-    timer: StepTimer
-    console: ConsoleLines
-    trackers: Trackers
     stop: StopSignal
-    iteration: int  # completed iterations
-    evaluation_due: bool  # a stop request preempted the evaluations and exports due after `iteration`
-    collectives_alone_s: dict[str, float]  # see `time_collectives`; empty without --log_communication
-    debugger: TensorDebugger | None  # None without debug options
-    profiles: Profiles | None  # None without --profile_cpu, --profile_cuda and --profile_schedule
-    watch: Watch | None  # None without --watch
+    logger: logging.Logger
+    data: DataSource
     callback: ExportCallback
     samples: Samples | None  # None without --sample_interval
-    background: BackgroundSaves | None  # None without --async_checkpoint
+    memory_history: MemoryHistory | None  # None without --memory_snapshot
+    model: MultiStage
+    collectives_alone_s: dict[str, float]  # see `time_collectives`; empty without --log_communication
+    profiles: Profiles | None  # None without --profile_cpu, --profile_cuda and --profile_schedule
+    optimizer: Optimizer
+    window: LogWindow
     resumed: Resumed  # where this start began
+    iteration: int  # completed iterations
+    evaluation_due: bool  # a stop request preempted the evaluations and exports due after `iteration`
+    debugger: TensorDebugger | None  # None without debug options
+    background: BackgroundSaves | None  # None without --async_checkpoint
+    trackers: Trackers
+    timer: StepTimer
+    console: ConsoleLines
+    watch: Watch | None  # None without --watch
     saved_s: float  # time.monotonic() of the last save, or of the start
     save_requested: bool = False  # by rank 0's clock, after the next iteration
-    memory_history: MemoryHistory | None = None  # None without --memory_snapshot
     ending: Ending | None = None  # None for a run that was set up without `opened`
-    bad_steps: list[int] = dataclasses.field(default_factory=list)  # iterations that `leave_bad_step` has examined
-    evaluated: dict[int, dict[str, float]] = dataclasses.field(default_factory=dict)  # newest losses, by name
     agreed_at: int | None = None  # newest iteration at which --check_replicas_interval found no difference
+
+    def __init__(self, config: Config, distributed: Distributed, experiment: Experiment, stop: StopSignal) -> None:
+        self.config, self.distributed, self.experiment, self.stop = config, distributed, experiment, stop
+        self.bad_steps: list[int] = []  # iterations that `leave_bad_step` has examined
+        self.evaluated: dict[int, dict[str, float]] = {}  # newest losses, by name
 
 
 def build(
@@ -122,86 +107,69 @@ def build(
         RunError: if the run cannot start; its class tells why.
     """
     experiment.when_lost(stop.fail)
-    start, choice, found = _resolve(config, distributed, experiment)
-    config, logger = start.config, start.logger
+    run, reports = Run(config, distributed, experiment, stop), distributed.rank == 0
+    choice, found = _resolve(run)
+    config, options = run.config, run.config.source
     kernels = agree_on_kernels(config, distributed)
-    inputs = together(distributed, lambda: _open_inputs(start, environment or {}, kernels))
-    check_same(inputs.data.identity, distributed)
-    samples = open_samples(config, distributed, experiment, stop)
-    _log_banner(start, inputs, (*found, *notes))
-    memory_history = open_history(config, experiment.root, distributed, logger)
-    together(distributed, lambda: check_early(choice, config, inputs.data.identity) if distributed.rank == 0 else None)
+    layers = together(distributed, lambda: _open_inputs(run, environment or {}, kernels))
+    check_same(run.data.identity, distributed)
+    run.samples = open_samples(config, distributed, experiment, stop)
+    _log_banner(run, kernels, layers, (*found, *notes))
+    run.memory_history = open_history(config, experiment.root, distributed, run.logger)
+    together(distributed, lambda: check_early(choice, config, run.data.identity) if reports else None)
     source = None
-    options = config.source
     if options.pretrained_checkpoint_path is not None and options.load_pretrained_weights and not choice.found:
-        source = load_pretrained.open_pretrained(config, shapes_of(inputs.layers), distributed, logger.warning)
+        source = load_pretrained.open_pretrained(config, shapes_of(layers), distributed, run.logger.warning)
 
     distributed.progress.phase = "the loading"
-    model = together(distributed, lambda: _allocate(start, inputs.layers))
-    for line, short in stage_lines(model):
-        _tell(start, line, short)
-    if rule_of(config.optimizer).declared.whole_matrices and model.training:
-        logger.info(muon.describe(model.stages))
-    collectives_alone_s = _time_collectives(start, model)
-    profiles = _open_profiles(start, model)
-    optimizer = Optimizer(config, model.stages, distributed, inputs.kernels)
+    run.model = together(distributed, lambda: _allocate(run, layers))
+    for line, short in stage_lines(run.model):
+        _tell(run, line, short)
+    if rule_of(config.optimizer).declared.whole_matrices and run.model.training:
+        run.logger.info(muon.describe(run.model.stages))
+    run.collectives_alone_s = _time_collectives(run)
+    run.profiles = _open_profiles(run)
+    run.optimizer = Optimizer(config, run.model.stages, distributed, kernels)
 
-    window = LogWindow(distributed.device)
-    resumed = _fill(start, choice, source, model, optimizer, window, inputs.data.identity)
-    debugger = _debug(start, model)
+    run.window = LogWindow(distributed.device)
+    run.resumed = _fill(run, choice, source)
+    run.iteration, run.evaluation_due = run.resumed.iteration, run.resumed.evaluation_due
+    run.debugger = _debug(run)
     with distributed.traffic.paused():
-        model.gather_ahead()  # every iteration ends with this
-    reports, done = distributed.rank == 0, resumed.iteration
-    num_bytes = shard_bytes(model) * distributed.world_size
-    if reports and (lack := lack_at_start(experiment.checkpoints, num_bytes, config, done)):
-        logger.warning(lack)
-    background = open_background(config, model, distributed)
-    trackers = together(distributed, lambda: open_trackers(config, experiment.root, experiment.run, reports, done))
+        run.model.gather_ahead()  # every iteration ends with this
+    num_bytes = shard_bytes(run.model) * distributed.world_size
+    if reports and (lack := lack_at_start(experiment.checkpoints, num_bytes, config, run.iteration)):
+        run.logger.warning(lack)
+    run.background = open_background(config, run.model, distributed)
+    run.trackers = together(
+        distributed, lambda: open_trackers(config, experiment.root, experiment.run, reports, run.iteration)
+    )
     peak_tflops = config.run.peak_tflops
     if not peak_tflops and distributed.device.type == "cuda":
         peak_tflops = known_peak_tflops(torch.cuda.get_device_name(distributed.device))
-    return Run(
-        **vars(start),
-        data=inputs.data,
-        model=model,
-        optimizer=optimizer,
-        window=window,
-        timer=StepTimer(config, distributed.world_size, done, peak_tflops),
-        console=ConsoleLines(distributed.device.type),
-        trackers=trackers,
-        stop=stop,
-        iteration=done,
-        evaluation_due=resumed.evaluation_due,
-        collectives_alone_s=collectives_alone_s,
-        debugger=debugger,
-        profiles=profiles,
-        watch=open_watch(config, model, optimizer.loss_scale.scale, distributed, trackers),
-        callback=inputs.callback,
-        samples=samples,
-        background=background,
-        resumed=resumed,
-        saved_s=time.monotonic(),
-        memory_history=memory_history,
-    )
+    run.timer = StepTimer(config, distributed.world_size, run.iteration, peak_tflops)
+    run.console = ConsoleLines(distributed.device.type)
+    run.watch = open_watch(config, run.model, run.optimizer.loss_scale.scale, distributed, run.trackers)
+    run.saved_s = time.monotonic()
+    return run
 
 
 # -- open the inputs ----------------------------------------------------------------------------------------------
 
 
-def _resolve(
-    config: Config, distributed: Distributed, experiment: Experiment
-) -> tuple[Start, Choice, tuple[Note, ...]]:
+def _resolve(run: Run) -> tuple[Choice, tuple[Note, ...]]:
     """Open the log, resolve `auto` and text data in the configuration, and choose the checkpoints to resume from."""
+    config, distributed, experiment = run.config, run.distributed, run.experiment
     rank, all_ranks = distributed.rank, config.run.enable_all_loggers
     log_file, to_console = experiment.log_file(rank), rank == 0 or all_ranks
-    logger = start_logging(
+    run.logger = start_logging(
         log_file, rank, distributed.world_size, to_console, config.run.log_timestamps, all_ranks=all_ranks
     )
     config, sizes = _resolve_auto(config, distributed)
-    config = resolve_data(config, distributed, experiment.root, logger)
+    config = resolve_data(config, distributed, experiment.root, run.logger)
     choice = choose_together(experiment.checkpoints, config.checkpoint, distributed)
-    config, library = _choose_products(config, distributed, choice)
-    return Start(config, distributed, experiment, logger), choice, (*sizes, *library)
+    run.config, library = _choose_products(config, distributed, choice)
+    return choice, (*sizes, *library)
 
 
 def _resolve_auto(config: Config, distributed: Distributed) -> tuple[Config, tuple[Note, ...]]:
@@ -231,119 +199,111 @@ def _choose_products(config: Config, distributed: Distributed, choice: Choice) -
     return dataclasses.replace(config, performance=dataclasses.replace(config.performance, cpu_matmul=name)), notes
 
 
-def _open_inputs(start: Start, variables: Mapping[str, str], kernels: Kernels) -> Inputs:
-    """Open everything that needs no communication."""
-    config, distributed = start.config, start.distributed
+def _open_inputs(run: Run, variables: Mapping[str, str], kernels: Kernels) -> list[Layer]:
+    """Open everything that needs no communication; return the layers to train."""
+    config, distributed = run.config, run.distributed
     if distributed.rank == 0:
         check_trackers(config)
     script = config.training.export_callback_script if distributed.rank == 0 else ""
-    callback = open_callback(script, environment_with(variables), variables)
-    data = open_data(config, distributed.data.rank, distributed.data.world_size)
-    data.while_waiting = distributed.check_step
-    return Inputs(data, kernels, model_layers(config, kernels, distributed.tensor), callback)
+    run.callback = open_callback(script, environment_with(variables), variables)
+    run.data = open_data(config, distributed.data.rank, distributed.data.world_size)
+    run.data.while_waiting = distributed.check_step
+    return model_layers(config, kernels, distributed.tensor)
 
 
-def _log_banner(start: Start, inputs: Inputs, notes: Sequence[Note]) -> None:
-    config, distributed, logger = start.config, start.distributed, start.logger
-    derived = derived_numbers(config, inputs.layers, distributed, inputs.data.describe())
-    _tell(start, banner(config, derived), short_banner(config, derived))
-    for line, short in choice_lines(config, inputs.kernels, inputs.layers, distributed.device):
-        _tell(start, line, short)
+def _log_banner(run: Run, kernels: Kernels, layers: list[Layer], notes: Sequence[Note]) -> None:
+    config, distributed, logger = run.config, run.distributed, run.logger
+    derived = derived_numbers(config, layers, distributed, run.data.describe())
+    _tell(run, banner(config, derived), short_banner(config, derived))
+    for line, short in choice_lines(config, kernels, layers, distributed.device):
+        _tell(run, line, short)
     for note in notes:
         logger.log(logging.WARNING if note.is_warning else logging.INFO, note.text)
     found = (*warnings(config), *placement_warnings(config, distributed), *device_warnings(config, distributed.device))
-    for warning in (*found, *inputs.kernels.warnings, *inputs.data.warnings):
+    for warning in (*found, *kernels.warnings, *run.data.warnings):
         logger.warning(warning)
 
 
-def _tell(start: Start, full: str, short: str) -> None:
+def _tell(run: Run, full: str, short: str) -> None:
     """Log the full text to the log file and the short one to the console, unless --show_all_options=1."""
-    log_both(start.logger, console=full if start.config.run.show_all_options else short, file=full)
+    log_both(run.logger, console=full if run.config.run.show_all_options else short, file=full)
 
 
 # -- allocate -----------------------------------------------------------------------------------------------------
 
 
-def _allocate(start: Start, layers: list[Layer]) -> MultiStage:
-    config = start.config
+def _allocate(run: Run, layers: list[Layer]) -> MultiStage:
+    config = run.config
     return MultiStage(
         layers,
         config.multi_stage,
         config.batch,
         config.distributed.training_dtype,
-        start.distributed.data,
-        tensor=start.distributed.tensor,
-        world=start.distributed,
+        run.distributed.data,
+        tensor=run.distributed.tensor,
+        world=run.distributed,
         training=not config.training.inference,
         state=rule_of(config.optimizer).declared,
         averaged=config.averaging.enabled,
     )
 
 
-def _time_collectives(start: Start, model: MultiStage) -> dict[str, float]:
+def _time_collectives(run: Run) -> dict[str, float]:
     """With --log_communication, time waits from now on, and time each collective without overlap."""
-    distributed = start.distributed
-    if not start.config.run.log_communication:
+    distributed = run.distributed
+    if not run.config.run.log_communication:
         return {}
     distributed.traffic.timed = True
     with distributed.traffic.paused():
-        return time_collectives(model.stages, model.group, distributed.barrier)
+        return time_collectives(run.model.stages, run.model.group, distributed.barrier)
 
 
-def _open_profiles(start: Start, model: MultiStage) -> Profiles | None:
-    options = start.config.profiling
+def _open_profiles(run: Run) -> Profiles | None:
+    options = run.config.profiling
     if not (options.profile_cpu or options.profile_cuda or options.profile_schedule):
         return None
     from megatron_lite.monitor.profiling.profiles import open_profiles
 
-    return open_profiles(start.config, start.logger, start.distributed, start.experiment.profiles, model)
+    return open_profiles(run.config, run.logger, run.distributed, run.experiment.profiles, run.model)
 
 
 # -- fill ---------------------------------------------------------------------------------------------------------
 
 
-def _fill(
-    start: Start,
-    choice: Choice,
-    source: WeightSource | None,
-    model: MultiStage,
-    optimizer: Optimizer,
-    window: LogWindow,
-    data: dict[str, Any],
-) -> Resumed:
+def _fill(run: Run, choice: Choice, source: WeightSource | None) -> Resumed:
     """Load the newest good checkpoint or the pretrained weights, or else initialize the weights."""
-    config, root = start.config, start.experiment.checkpoints
-    ranks, logger, check = start.distributed, start.logger, start.experiment.check
-    resumed = resume(choice, root, config, model, optimizer, window.load_state, data, ranks, logger, check)
+    model, optimizer, data = run.model, run.optimizer, run.data.identity
+    root, check, load_window = run.experiment.checkpoints, run.experiment.check, run.window.load_state
+    resumed = resume(choice, root, run.config, model, optimizer, load_window, data, run.distributed, run.logger, check)
     if resumed is not None:
         return resumed
     iteration = 0
     if source is None:
-        model.initialize(config.distributed.seed)
+        model.initialize(run.config.distributed.seed)
     else:
-        iteration = _load_pretrained(start, source, model, optimizer)
+        iteration = _load_pretrained(run, source)
     optimizer.averaging.start()
     return Resumed(iteration)
 
 
-def _load_pretrained(start: Start, source: WeightSource, model: MultiStage, optimizer: Optimizer) -> int:
+def _load_pretrained(run: Run, source: WeightSource) -> int:
     """Load pretrained weights, with optimizer state if requested; return the number of completed iterations.
 
     Without `step` in --load_parts, iterations, schedule and data start over.
     """
-    config, logger = start.config, start.logger
+    config, model, logger = run.config, run.model, run.logger
     with source:
         missing, line = load_pretrained.partly(source, model)
         if missing:
             model.initialize(config.distributed.seed)
-        load_pretrained.load_weights(source, model, start.distributed, missing)
+        load_pretrained.load_weights(source, model, run.distributed, missing)
         if line is not None:
             logger.warning(line)
         logger.info("loaded the weights of %s (%s)", source.folder, source.description)
         if config.source.load_pretrained_optimizer and model.training:
             name = config.optimizer.optimizer
-            state, note = load_pretrained.load_moments(source, model, start.distributed, name)
-            optimizer.load_rule(state)
+            state, note = load_pretrained.load_moments(source, model, run.distributed, name)
+            run.optimizer.load_rule(state)
             logger.info("  with the state of its optimizer, after %s updates", f"{state['updates']:,}")
             if note is not None:
                 logger.warning(note)
@@ -353,11 +313,11 @@ def _load_pretrained(start: Start, source: WeightSource, model: MultiStage, opti
         return source.iteration
 
 
-def _debug(start: Start, model: MultiStage) -> TensorDebugger | None:
+def _debug(run: Run) -> TensorDebugger | None:
     """Log the initial (or loaded) weights and observe the stages, if a debug option is set."""
-    debugger = open_debugger(start.config, start.logger, start.distributed, start.experiment.artifacts)
+    debugger = open_debugger(run.config, run.logger, run.distributed, run.experiment.artifacts)
     if debugger is not None:
-        debugger.attach(model)
+        debugger.attach(run.model)
         with debugger.phase("init"):
-            debugger.parameters(model, "init")
+            debugger.parameters(run.model, "init")
     return debugger
