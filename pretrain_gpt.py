@@ -65,7 +65,7 @@ def command() -> int:
 
     launcher_watch = LauncherWatch()  # before anything that takes time
 
-    from megatron_lite.run.missing_package import name_missing_package
+    from megatron_lite.run.exit_status import name_missing_package
 
     sys.excepthook = name_missing_package
     return main(sys.argv[1:], launcher_watch)

@@ -5,6 +5,6 @@ Commands import this package first, so that a missing package is reported in one
 
 import sys
 
-from megatron_lite.run.missing_package import name_missing_package
+from megatron_lite.run.exit_status import name_missing_package
 
 sys.excepthook = name_missing_package

@@ -24,7 +24,7 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # works without installation
 
-from megatron_lite.run.missing_package import missing_package
+from megatron_lite.run.exit_status import missing_package
 from scripts.benchmarks.results import ROOT, private_environment
 
 TIME_LIMIT_S = 170.0

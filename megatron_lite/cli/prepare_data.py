@@ -15,8 +15,8 @@ from megatron_lite.cli.script_parser import LARGEST_COUNT, ScriptParser, number
 from megatron_lite.corpus.documents import TextFields, parse_keys
 from megatron_lite.corpus.inputs import DEFAULT_SUFFIXES
 from megatron_lite.errors import EXIT_DONE, RunError, StorageError, UsageError
+from megatron_lite.run.exit_status import name_missing_package
 from megatron_lite.run.host import available_cores
-from megatron_lite.run.missing_package import name_missing_package
 
 if TYPE_CHECKING:
     from megatron_lite.corpus.prepare import CorpusOptions

@@ -6,11 +6,13 @@ import os
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor, wait
 from pathlib import Path
-from typing import Any, TypeVar, cast
+from typing import TYPE_CHECKING, Any, TypeVar, cast
 
 from megatron_lite import errors
-from megatron_lite.distributed.process_group import Distributed
 from megatron_lite.errors import DamagedError, RunError, StorageError, as_run_error
+
+if TYPE_CHECKING:
+    from megatron_lite.distributed.process_group import Distributed
 
 T = TypeVar("T")
 MEETING_S = 5.0  # between agreements while ranks wait for rank 0

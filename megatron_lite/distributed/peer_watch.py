@@ -28,7 +28,7 @@ import torch.distributed as dist
 
 from megatron_lite.distributed import processes
 from megatron_lite.distributed.processes import Place
-from megatron_lite.distributed.traffic import Progress, Status
+from megatron_lite.distributed.traffic import Collective, Progress
 from megatron_lite.errors import PeerError, UsageError, is_lost_peer, lost_peer, shorten
 
 POLL_S = 0.1  # between polls of the store while the ranks meet
@@ -187,8 +187,10 @@ class Meeting:
                 )
             if now_s > look_s:
                 near = processes.neighbors(self._came(self._local_ranks), self._own)
-                if lost := _ended(near):
-                    raise PeerError(f"{lost} while the ranks were meeting; see its own message")
+                # If rank 0 hosts the store, the next call above fails and reports its death, on every machine.
+                lost = [place for place in processes.gone(near) if place.rank > 0 or not self.point.hosted]
+                if lost:
+                    raise PeerError(f"lost {processes.names(lost)} while the ranks were meeting; see its own message")
                 look_s = now_s + LOOK_S
             time.sleep(POLL_S)
 
@@ -228,11 +230,11 @@ class PeerWatch:
         """Request the stacks of all ranks; return within READ_S."""
         self._bounded(lambda store: store.add("requests", 1))
 
-    def statuses(self) -> list[Status]:
+    def statuses(self) -> list[Collective]:
         """Return what every rank was doing up to a second ago, in rank order; empty if the store does not answer."""
         keys = [f"at/{rank}" for rank in range(self._meeting.world_size)]
         rows = self._bounded(lambda store: store.multi_get(keys) if store.check(keys) else [])
-        return [Status(*json.loads(row)) for row in rows or []]
+        return [Collective(*json.loads(row)) for row in rows or []]
 
     def _bounded(self, action: Callable[[Any], Any]) -> Any:
         """Call the action in a thread with the groups' connection; return None after READ_S."""
@@ -268,15 +270,9 @@ class PeerWatch:
         if requests != self._requests:
             self._requests = requests
             self._on_request()
-        if lost := _ended(self._neighbors):
-            self._store.set("lost", lost)
+        if lost := processes.gone(self._neighbors):
+            self._store.set("lost", f"lost {processes.names(lost)}")
             self._store.add("losses", 1)
         elif not self._store.add("losses", 0):
             return None
         return PeerError(self._store.get("lost").decode())
-
-
-def _ended(places: Sequence[Place]) -> str:
-    """Return the beginning of a message naming the ranks whose processes have ended; empty if none has."""
-    lost = [str(place) for place in places if processes.has_ended(place.pid)]
-    return f"lost {shorten(lost, limit=3)}" if lost else ""

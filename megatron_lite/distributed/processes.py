@@ -12,6 +12,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import NamedTuple
 
+from megatron_lite.errors import shorten
+
 # The kernel closes the connections of a process before the process is gone; freeing a GPU's memory takes seconds.
 LEAVING_S = 2.0
 POLL_S = 0.05
@@ -67,19 +69,24 @@ def neighbors(places: Sequence[Place], own: Place) -> list[Place]:
     return [place for place in places if place.rank != own.rank and place.machine == own.machine]
 
 
-def gone(places: Sequence[Place], rank: int, limit_s: float) -> list[Place]:
-    """Return the ranks on the machine of `rank` whose process has ended; wait up to `limit_s` for the first."""
+def gone(near: Sequence[Place], limit_s: float = 0.0) -> list[Place]:
+    """Return those ranks of this machine whose process has ended; wait up to `limit_s` for the first."""
     deadline_s = time.monotonic() + limit_s
     while True:
-        found = [place for place in neighbors(places, places[rank]) if has_ended(place.pid)]
+        found = [place for place in near if has_ended(place.pid)]
         if found or time.monotonic() > deadline_s:
             return found
         time.sleep(POLL_S)
 
 
-def stopped(places: Sequence[Place], rank: int) -> list[Place]:
-    """Return the ranks on the machine of `rank` whose process was stopped by a signal or a debugger."""
-    return [place for place in neighbors(places, places[rank]) if process_state(place.pid) in ("T", "t")]
+def stopped(near: Sequence[Place]) -> list[Place]:
+    """Return those ranks of this machine whose process was stopped by a signal or a debugger."""
+    return [place for place in near if process_state(place.pid) in ("T", "t")]
+
+
+def names(places: Sequence[Place]) -> str:
+    """Name some ranks in a message."""
+    return shorten([str(place) for place in places], limit=3)
 
 
 def has_ended(pid: int) -> bool:

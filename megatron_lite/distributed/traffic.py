@@ -29,7 +29,7 @@ Recorder = Callable[[str, int, Handle], Handle]  # (kind, bytes of the full buff
 
 
 class Collective(NamedTuple):
-    """A collective that this rank has started."""
+    """A collective that a rank has started."""
 
     number: int  # from 1; equal on all ranks, which start the same collectives
     time_s: float
@@ -41,15 +41,6 @@ class Collective(NamedTuple):
     def __str__(self) -> str:
         when = time.strftime("%H:%M:%S", time.localtime(self.time_s))
         return f"{self.number} {when} {self.kind}, {self.size_bytes:,} bytes, {self.phase}, iteration {self.iteration}"
-
-
-class Status(NamedTuple):
-    """The progress of a rank at one moment."""
-
-    number: int  # number of the newest collective; 0 before the first one
-    phase: str
-    iteration: int
-    kind: str  # kind of the newest collective
 
     def place(self) -> str:
         """Return the phase and iteration as text."""
@@ -69,13 +60,13 @@ class Progress:
 
     def started(self, kind: str, size_bytes: int) -> None:
         """Record the start of a collective."""
-        number = self.recent[-1].number + 1 if self.recent else 1
+        number = self.status().number + 1
         self.recent.append(Collective(number, time.time(), kind, size_bytes, self.phase, self.iteration))
 
-    def status(self) -> Status:
-        """Return a snapshot of the progress."""
-        newest = self.recent[-1] if self.recent else None
-        return Status(newest.number if newest else 0, self.phase, self.iteration, newest.kind if newest else "")
+    def status(self) -> Collective:
+        """Return the newest collective (number 0 before the first one), with the phase and iteration of now."""
+        newest = self.recent[-1] if self.recent else Collective(0, 0.0, "", 0, "", 0)
+        return newest._replace(phase=self.phase, iteration=self.iteration)
 
 
 @dataclass

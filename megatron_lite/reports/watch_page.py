@@ -10,7 +10,7 @@ from typing import Any
 
 from megatron_lite.reports.series import sparkline
 from megatron_lite.reports.watched_run import SavedFolder, WatchedRun
-from megatron_lite.run.folder_lock import DEAD_AFTER_S
+from megatron_lite.run.experiment import DEAD_AFTER_S
 from megatron_lite.run.progress_line import format_duration
 
 NARROWEST = 40

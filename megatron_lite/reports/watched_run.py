@@ -17,7 +17,7 @@ from megatron_lite.checkpoint.names import MANIFEST_NAME, find_checkpoints, pars
 from megatron_lite.errors import DataError
 from megatron_lite.reports.series import Metrics, read_run
 from megatron_lite.run.exit_status import EXIT_FILE
-from megatron_lite.run.folder_lock import LOCK_FILE, newest_run
+from megatron_lite.run.experiment import LOCK_FILE, newest_run
 
 MOST_WARNINGS = 20
 LARGEST_JSON_BYTES = LARGEST_READ_BYTES = 2**20

@@ -1,14 +1,16 @@
-"""The early end of a start, reported once by the first thread that notices the cause.
+"""The early end of a start: the reason, reported once by the first thread that notices it, and the stacks of a rank.
 
 A backend's error about a lost rank becomes a message for the user: which rank, where, the likely cause, and where the
-run resumes.
+run resumes. Stacks are written on SIGUSR2 and on a time-out.
 """
 
 from __future__ import annotations
 
 import contextlib
+import faulthandler
 import os
 import signal
+import sys
 import threading
 import time
 from collections.abc import Callable, Sequence
@@ -18,12 +20,11 @@ from typing import NoReturn
 from megatron_lite.distributed import processes
 from megatron_lite.distributed.peer_watch import Meeting, PeerWatch
 from megatron_lite.distributed.processes import Place
-from megatron_lite.distributed.traffic import Progress, Status
+from megatron_lite.distributed.traffic import Collective, Progress
 from megatron_lite.errors import EXIT_PREEMPTED, PeerError, as_run_error, shorten
 from megatron_lite.run import exit_status
 from megatron_lite.run.experiment import Experiment
 from megatron_lite.run.launch import is_first_on_machine, tell_torchrun
-from megatron_lite.run.stacks import Stacks
 
 REPORT_S = 10.0  # limit on waiting for another thread's report
 LAUNCHER_S = 3.0  # the same after the launcher's death, which leaves five seconds
@@ -31,6 +32,7 @@ SAME_SIGNAL_S = 1.0  # between a scheduler's signals to torchrun, which dies of 
 SAVING_S = 1800.0  # limit on a save after a signal that killed torchrun
 ASK_S = 1.5  # ranks write their stacks within a second of a request
 KNOWING_PEER_S = 3.0  # a rank on the machine of the lost rank knows more, and writes exit.json within this time
+PAUSE_S = 10.0  # between stacks: when all ranks are signalled, each also requests those of all others
 
 
 class Ending:
@@ -89,19 +91,18 @@ class Ending:
             os._exit(PeerError.exit_code)
         if self._watch is not None:
             self._watch.finish()
-        lost, owns = as_run_error(error), self._experiment is not None
+        lost = as_run_error(error)
         if isinstance(lost, PeerError) and self.places:
             error = self._explained(lost)
-        prints, directory = self._rank == 0, self._own_directory()
-        code = exit_status.report(error, directory, prints=prints, rank=self._rank, run=self._run, owns_folder=owns)
-        return code, error
+        directory, prints = self._own_directory(), self._rank == 0
+        return exit_status.report(error, directory, prints=prints, rank=self._rank, run=self._run), error
 
     def stopped(self, number: int) -> NoReturn:
         """Handle a stop signal before there is anything to save."""
         code = 128 + number
         if not self._reporting.acquire(timeout=REPORT_S):
             os._exit(code)
-        if lost := processes.gone(self.places, self._rank, 0.0) if self.places else []:
+        if lost := processes.gone(self._near()):
             # torchrun signals the remaining ranks when one has died.
             self._reporting.release()
             code, _ = self.report(PeerError(f"lost {lost[0]}"))
@@ -142,6 +143,10 @@ class Ending:
         """Return the directory for exit.json; None if another start owns it by now."""
         return None if self._experiment is not None and self._experiment.is_lost() else self._directory
 
+    def _near(self) -> list[Place]:
+        """Return the other ranks of this machine; empty before the ranks have met."""
+        return processes.neighbors(self.places, self.places[self._rank]) if self.places else []
+
     def _lost(self, error: PeerError) -> None:
         """End this process: a rank is gone, and the main thread could wait for it for an hour."""
         self._let_it_save()  # torchrun and its store may be gone; a save that lacks a rank fails by itself
@@ -156,8 +161,7 @@ class Ending:
         if not self.is_saving():
             return
         signal.alarm(0)  # see `launcher_watch.end_with_parent`
-        self._done.wait(SAVING_S)
-        if self._done.is_set():
+        if self._done.wait(SAVING_S):
             time.sleep(REPORT_S)
 
     # -- a lost rank ---------------------------------------------------------------------------------------------
@@ -165,40 +169,38 @@ class Ending:
     def _explained(self, lost: PeerError) -> PeerError:
         """Return the error about a lost peer with an explanation for the user."""
         is_silent = "imed out" in lost.detail or "did not end within" in str(lost)  # rather than a closed connection
+        near, machine, directory = self._near(), self.places[self._rank].machine, self._own_directory()
         statuses = [] if self._watch is None else self._watch.statuses()
-        hung = _hanging(self.places, self._rank, statuses)
+        stopped = processes.stopped(near)
+        hung = stopped or _furthest_behind(self.places, statuses)
         if is_silent and self._watch is not None:
-            self._ask_for_stacks(self._watch, hung)
-        found = processes.gone(self.places, self._rank, 0.0 if is_silent else processes.LEAVING_S)
-        machine = self.places[self._rank].machine
+            self._ask_for_stacks(self._watch, [place for place in hung if place in near])
+        found = processes.gone(near, 0.0 if is_silent else processes.LEAVING_S)
         others = list(dict.fromkeys(place.host for place in self.places if place.machine != machine))
-        directory, deadline_s = self._own_directory(), time.monotonic() + KNOWING_PEER_S
-        said = exit_status.failure_of_peer(directory, self._run)
-        while not found and others and said is None and time.monotonic() < deadline_s:
+        deadline_s = time.monotonic() + (KNOWING_PEER_S if others and not found else 0.0)
+        while (said := exit_status.failure_of_peer(directory, self._run)) is None and time.monotonic() < deadline_s:
             time.sleep(processes.POLL_S)
-            said = exit_status.failure_of_peer(directory, self._run)
         if said is not None and said[0] == PeerError.exit_code:
             message = said[1]
         elif said is not None:
             first_line, _, _ = said[1].partition("\n")
-            message = f"lost {_names(found) or 'a rank'}, which failed by itself: {first_line}"
+            message = f"lost {processes.names(found) or 'a rank'}, which failed by itself: {first_line}"
         elif lost.names_rank and not found:
             message = str(lost)
         else:
-            message = self._loss(found) if found else self._silence(hung, others, statuses)
+            message = self._loss(found) if found else self._silence(hung, bool(stopped), others, statuses)
             if directory is not None:
                 message += f"\n  {self._resumes()}"
         explanation = PeerError(message)
         explanation.detail = lost.detail or str(lost)
         return explanation
 
-    def _ask_for_stacks(self, watch: PeerWatch, hung: list[Place]) -> None:
-        """Make every rank write its stacks; a hanging rank may respond only to a signal."""
+    def _ask_for_stacks(self, watch: PeerWatch, hanging: list[Place]) -> None:
+        """Make every rank write its stacks; a hanging rank of this machine may respond only to a signal."""
         watch.request_stacks()
         self.stacks.write("after a time-out")
-        near = processes.neighbors(self.places, self.places[self._rank])
-        self._hanging = [place for place in hung if place in near]
-        for place in self._hanging:
+        self._hanging = hanging
+        for place in hanging:
             _send(place, signal.SIGUSR2)
         time.sleep(ASK_S)
 
@@ -212,18 +214,19 @@ class Ending:
         if killed > 0:
             victims = f"{killed} processes" if killed > 1 else "a process"
             why = f"The kernel's out-of-memory killer has ended {victims} on {host} since the start (see `dmesg` there)"
-        return f"lost {_names(found)} while this rank was in {self.progress.status().place()}. {why}"
+        return f"lost {processes.names(found)} while this rank was in {self.progress.status().place()}. {why}"
 
-    def _silence(self, hung: Sequence[Place], others: Sequence[str], statuses: Sequence[Status]) -> str:
+    def _silence(
+        self, hung: Sequence[Place], is_stopped: bool, others: Sequence[str], statuses: Sequence[Collective]
+    ) -> str:
         """Return the message when all local processes are alive. others: names of other machines."""
         if hung:
-            is_stopped = processes.stopped(self.places, self._rank)
             why = "stopped by a signal (SIGSTOP) or a debugger" if is_stopped else "alive, but it hangs"
             if statuses:
                 status, furthest = statuses[hung[0].rank], max(status.number for status in statuses)
                 newest = f"collective {status.number:,} ({status.kind or 'none'})"
                 why += f" in {status.place()}, after {newest}; the others wait in collective {furthest:,}"
-            return f"no answer from {_names(hung)}: {why}"
+            return f"no answer from {processes.names(hung)}: {why}"
         if others:
             return (
                 f"no rank of {self.places[self._rank].host} is gone: one on another host ({shorten(others)}) died, "
@@ -240,23 +243,84 @@ class Ending:
         return f"the same command resumes from the newest checkpoint, iteration {iteration} ({folder})"
 
 
-def _hanging(places: Sequence[Place], rank: int, statuses: Sequence[Status]) -> list[Place]:
-    """Return the ranks that the others wait for: those stopped by a signal, or else those furthest behind.
-
-    statuses: what each rank was doing last, in rank order; empty if unknown.
-    """
-    if stopped := processes.stopped(places, rank):
-        return stopped
+def _furthest_behind(places: Sequence[Place], statuses: Sequence[Collective]) -> list[Place]:
+    """Return the ranks that the others wait for. statuses: the progress of each rank, in rank order, if known."""
     least = min((status.number for status in statuses), default=0)
     behind = [place for place, status in zip(places, statuses, strict=False) if status.number == least]
     return behind if len(behind) < len(statuses) else []
-
-
-def _names(places: Sequence[Place]) -> str:
-    return shorten([str(place) for place in places], limit=3)
 
 
 def _send(place: Place, number: int) -> None:
     if not processes.has_ended(place.pid):
         with contextlib.suppress(OSError):
             os.kill(place.pid, number)
+
+
+class Stacks:
+    """Writes the thread stacks and newest collectives of this rank to stderr, or after `open` to a file.
+
+    `faulthandler` writes the stacks inside the C signal handler, so that it works while a library holds the GIL. The
+    collectives follow as soon as a thread can run. Training continues.
+    """
+
+    def __init__(self, rank: int, progress: Progress) -> None:
+        self._rank, self._progress = rank, progress
+        self._path: Path | None = None
+        self._descriptor = 2
+        self._written_s = -PAUSE_S
+        self._lock = threading.Lock()
+        signal.signal(signal.SIGUSR2, lambda number, frame: None)  # for the wake-up descriptor of `StopSignal`
+        self._register()
+
+    def open(self, folder: Path | None) -> None:
+        """Write to a file in this folder from now on; stay with stderr if it is None or the file cannot be opened."""
+        if folder is None:
+            return
+        with contextlib.suppress(OSError):
+            folder.mkdir(parents=True, exist_ok=True)
+            self._path = folder / f"stacks_rank_{self._rank:03d}.txt"
+            self._descriptor = os.open(self._path, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o666)
+            self._register()
+
+    def close(self) -> None:
+        """Stop handling requests, and remove an empty file."""
+        faulthandler.unregister(signal.SIGUSR2)
+        signal.signal(signal.SIGUSR2, signal.SIG_IGN)  # a late request must not end the process
+        with contextlib.suppress(OSError):
+            if self._path is not None and self._path.stat().st_size == 0:
+                self._path.unlink()
+                self._path.parent.rmdir()  # fails if the folder has other files
+
+    def write(self, reason: str) -> None:
+        """Write the stacks of all threads and the newest collectives, at most once every PAUSE_S seconds."""
+        with self._lock:
+            if time.monotonic() - self._written_s < PAUSE_S:
+                return
+            self._written_s = time.monotonic()
+            with contextlib.suppress(OSError, ValueError):
+                faulthandler.dump_traceback(self._descriptor, all_threads=True)
+            self._write_collectives(reason)
+
+    def complete(self) -> None:
+        """Append the newest collectives to the stacks that the signal handler has written."""
+        with self._lock:
+            self._written_s = time.monotonic()
+            self._write_collectives("SIGUSR2")
+            signal.siginterrupt(signal.SIGUSR2, False)  # faulthandler resets this: do not interrupt system calls
+
+    def _write_collectives(self, reason: str) -> None:
+        progress = self._progress
+        lines = [
+            f"Above: rank {self._rank}, process {os.getpid()}, {time.strftime('%Y-%m-%d %H:%M:%S')}, {reason}.",
+            f"It is in {progress.phase}, iteration {progress.iteration}. Its newest collectives:",
+            *(f"  {one}" for one in progress.recent),
+        ]
+        with contextlib.suppress(OSError):
+            os.write(self._descriptor, ("\n".join(lines) + "\n\n").encode())
+
+    def _register(self) -> None:
+        if self._descriptor == 2 and sys.stderr is None:
+            return
+        with contextlib.suppress(OSError, ValueError, RuntimeError):  # a closed stderr
+            faulthandler.register(signal.SIGUSR2, self._descriptor, all_threads=True, chain=True)
+            signal.siginterrupt(signal.SIGUSR2, False)

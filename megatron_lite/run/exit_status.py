@@ -1,24 +1,25 @@
-"""The final message and exit code of the program, also written to `exit.json`. Imports no torch."""
+"""The final message and exit code of a program; a run also writes them to `exit.json`. Imports no torch."""
 
 from __future__ import annotations
 
 import bisect
 import contextlib
+import importlib.util
 import json
 import os
+import shlex
 import sys
 import time
 import traceback
 from collections.abc import Mapping
 from pathlib import Path
-from types import MappingProxyType
+from types import MappingProxyType, TracebackType
 from typing import Any, NoReturn
 
-from megatron_lite.errors import OutOfMemoryError, PeerError, RunError, as_run_error
+from megatron_lite.errors import OutOfMemoryError, PeerError, RunError, UsageError, as_run_error
 from megatron_lite.run.durable_files import overwrite_file, replace_file
-from megatron_lite.run.folder_lock import is_in_use
-from megatron_lite.run.launch import tell_torchrun
-from megatron_lite.run.missing_package import missing_package
+from megatron_lite.run.experiment import is_in_use
+from megatron_lite.run.launch import is_first_on_machine, tell_torchrun
 
 # Files of an experiment directory that programs without torch read.
 EXIT_FILE, METRICS_FILE = "exit.json", "metrics.jsonl"
@@ -26,18 +27,19 @@ EXIT_FILE, METRICS_FILE = "exit.json", "metrics.jsonl"
 RESERVED_BYTES = 8192
 _LONGEST_MESSAGE, _LONGEST_DETAIL = 3000, 500  # bytes; advice on memory takes 2,500
 
+CHECKOUT = Path(__file__).resolve().parents[2]
+OWN = ("megatron_lite", "scripts")  # if missing: a bug, or Python was started in another folder
 
-def report(
-    error: BaseException, directory: str | None, *, prints: bool, rank: int = 0, run: int = 0, owns_folder: bool = False
-) -> int:
+
+def report(error: BaseException, directory: str | None, *, prints: bool, rank: int = 0, run: int = -1) -> int:
     """Print an error once, write it to exit.json and return the exit code.
 
     A rank that fails by itself always prints its error. A rank that only lost a peer does not overwrite the peer's
-    exit.json, nor does a process that does not own the directory overwrite that of another run.
+    exit.json, nor does a start without a number, which does not own the directory, overwrite that of another run.
 
-    prints: whether this process prints an error that every rank raises.
+    prints: whether this process prints an error that every rank raises. run: negative before the start has a number.
     """
-    if directory is not None and not owns_folder and is_in_use(Path(directory)):
+    if directory is not None and run < 0 and is_in_use(Path(directory)):
         directory = None
     expected = as_run_error(error) or missing_package(error)
     if expected is None:
@@ -167,3 +169,50 @@ def failure_of_peer(experiment_dir: str | None, run: int) -> tuple[int, str] | N
         if content["run"] == run and content["status"] in ("failed", "stopped"):
             return int(content["exit_code"]), str(content["message"])
     return None
+
+
+# -- a package that is not installed -------------------------------------------------------------------------------
+
+
+def missing_package(error: BaseException | None) -> UsageError | None:
+    """Return the error to report if `error` is the import of a package that is not installed, else None."""
+    name = error.name if isinstance(error, ModuleNotFoundError) else None
+    if name is None or "." in name or name in OWN or name in sys.stdlib_module_names:
+        return None
+    missing = UsageError(f"{sys.executable} lacks the package {name}; {_remedy(name)}")
+    missing.agreed = False  # another machine of the run may have the package
+    return missing
+
+
+def _remedy(name: str) -> str:
+    """Return the command to type: activate the checkout's .venv if it has the package, else install."""
+    environment = CHECKOUT / ".venv"
+    activate = f"source {_typed(environment / 'bin' / 'activate')}"
+    if any(environment.glob(f"lib/python*/site-packages/{name}")) and Path(sys.prefix) != environment:
+        return f"activate the environment and repeat the command: {activate}"
+    if importlib.util.find_spec("torch") is not None or not (CHECKOUT / "setup.py").is_file():
+        return f"install the package and repeat the command: pip install {name}"
+    install = f"pip install -e {_typed(CHECKOUT)}"
+    if sys.prefix == sys.base_prefix:  # many systems forbid pip outside of environments
+        install = f"python3 -m venv {_typed(environment)} && {activate} && {install}"
+    return f"install the project and repeat the command: {install}"
+
+
+def _typed(path: Path) -> str:
+    """Return a path as a user would type it: relative in the checkout, absolute elsewhere."""
+    inside = Path.cwd() == CHECKOUT
+    return shlex.quote(os.path.relpath(path) if inside else str(path))
+
+
+def name_missing_package(kind: type[BaseException], error: BaseException, traceback: TracebackType | None) -> None:
+    """Print one line about a missing package and exit with code 2; installed as `sys.excepthook`.
+
+    Any other error is printed as usual.
+    """
+    missing = missing_package(error)
+    if missing is None:
+        sys.__excepthook__(kind, error, traceback)
+        return
+    if is_first_on_machine():
+        print(f"ERROR: {missing}", file=sys.stderr)
+    sys.exit(missing.exit_code)

@@ -1,18 +1,50 @@
-"""The experiment directory: paths of a run, and the lock against other runs."""
+"""The experiment directory: paths of a run, and the lock that lets one start at a time write there, across machines.
+
+Every start creates a folder `runs/<k>/`, and the newest one owns the directory. Its `lock.json` names the owner: host,
+process, user, start time. The folder is renamed into place with the lock in it, so that two starts cannot get the same
+number. The owner removes the lock when it ends. A start that finds a lock never guesses whether the owner lives:
+
+- the file is locked (flock), or the owner is a live process on this machine: in use;
+- the owner was a process on this machine and has ended: free;
+- its heartbeat, the file's modification time, changes: in use;
+- the heartbeat is older than a minute by the file system's clock: free. Until then, wait.
+
+A stopped process that wakes up after another start has taken the directory over finds the newer folder before it writes
+again. A process whose directory was moved or removed notices too, because all ranks keep the lock file open.
+"""
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import json
+import os
+import pwd
+import shutil
+import socket
+import sys
+import threading
+import time
 from collections.abc import Callable
 from pathlib import Path
+from typing import TYPE_CHECKING, NamedTuple
 
 from megatron_lite.config import Config, flatten
 from megatron_lite.distributed.agreement import together
-from megatron_lite.distributed.process_group import Distributed
+from megatron_lite.distributed.processes import has_ended, machine_name, start_ticks
 from megatron_lite.errors import FolderLostError, StorageError
-from megatron_lite.run.durable_files import replace_file
-from megatron_lite.run.folder_lock import FolderLock
+from megatron_lite.run.durable_files import lock_file, replace_file
+
+if TYPE_CHECKING:
+    from megatron_lite.distributed.process_group import Distributed
+
+LOCK_FILE = "lock.json"
+BEAT_S = 1.0
+DEAD_AFTER_S = 60.0  # an owner without a heartbeat for this long counts as dead
+VISIBLE_WITHIN_S = 5.0  # time for other machines to see a new file
+_POLL_S = 0.1
+_LOCK_BYTES = 4096
+_NO_SUCH_PATH = (errno.ENOENT, errno.ENOTDIR)
 
 
 class Experiment:
@@ -124,3 +156,250 @@ def absolute_path(directory: str) -> Path:
         refusal = StorageError(f"--experiment_dir={directory}: {error}; give an absolute path")
         refusal.recorded = False  # there is no directory to write to
         raise refusal from error
+
+
+# -- the lock --------------------------------------------------------------------------------------------------
+
+
+class Holder(NamedTuple):
+    """The process that holds a directory."""
+
+    host: str = "an unknown host"
+    machine: str = ""  # see `processes.machine_name`
+    pid: int = 0
+    start_ticks: str = ""  # distinguishes the process from a later one with the same PID
+    user: str = "an unknown user"
+    since: str = "an unknown time"
+    nonce: str = ""
+
+    def __str__(self) -> str:
+        return f"process {self.pid} of {self.user} on {self.host}, since {self.since}"
+
+
+class FolderLock:
+    """The lock of one start. Rank 0 calls `take`, the other ranks `see`.
+
+    on_loss: called once, from another thread, when rank 0 finds that the directory is no longer its own.
+    """
+
+    def __init__(self, root: Path) -> None:
+        self.root, self.run, self.nonce = root, 0, ""
+        self.on_loss: Callable[[FolderLostError], None] = lambda error: None
+        self._descriptor = -1
+        self._ended = threading.Event()
+        self._beats: threading.Thread | None = None
+
+    @property
+    def folder(self) -> Path:
+        """The folder of this start."""
+        return self.root / "runs" / str(self.run)
+
+    def take(self) -> None:
+        """Create the folder of a new start and hold the directory from then on.
+
+        Raises:
+            StorageError: if another process holds the directory.
+            OSError: if the directory cannot be written to.
+        """
+        runs = self.root / "runs"
+        runs.mkdir(exist_ok=True)
+        _sweep(runs)
+        self.nonce = os.urandom(8).hex()
+        new = runs / f".new-{self.nonce}"
+        (new / "logs").mkdir(parents=True)
+        try:
+            # The system releases the flock whenever and however this process ends.
+            self._descriptor = os.open(new / LOCK_FILE, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o644)
+            os.write(self._descriptor, (json.dumps(_this_process(self.nonce)._asdict(), indent=2) + "\n").encode())
+            lock_file(self._descriptor)
+            while True:
+                newest = newest_run(self.root)
+                if newest is not None:
+                    self._wait_until_free(newest)
+                self.run = 0 if newest is None else newest + 1
+                try:
+                    os.rename(new, self.folder)
+                    break
+                except OSError as error:  # another start was first
+                    if error.errno not in (errno.EEXIST, errno.ENOTEMPTY):
+                        raise
+        except BaseException:
+            shutil.rmtree(new, ignore_errors=True)
+            raise
+        if newest is not None:  # left by an owner that was killed
+            (runs / str(newest) / LOCK_FILE).unlink(missing_ok=True)
+        self._beats = threading.Thread(target=self._beat, daemon=True, name="folder-lock")
+        self._beats.start()
+
+    def see(self, run: int, nonce: str) -> None:
+        """Find rank 0's lock from another rank.
+
+        Raises:
+            StorageError: if the lock does not appear, because the ranks do not share a file system.
+        """
+        self.run, self.nonce = run, nonce
+        path, deadline_s = self.folder / LOCK_FILE, time.monotonic() + VISIBLE_WITHIN_S
+        while True:
+            with contextlib.suppress(OSError):
+                self._descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+                if read_holder(self._descriptor).nonce == nonce:
+                    return
+                os.close(self._descriptor)
+            if time.monotonic() > deadline_s:
+                refusal = StorageError(
+                    f"--experiment_dir={self.root}: {socket.gethostname()} does not see {path}, which rank 0 wrote; "
+                    "all ranks need the same file system"
+                )
+                refusal.recorded = False
+                raise refusal
+            time.sleep(_POLL_S)
+
+    def check(self) -> None:
+        """Check that the directory still belongs to this start.
+
+        Raises:
+            FolderLostError: if the directory was moved or removed, or another start has taken it over.
+            OSError: if the file system does not answer.
+        """
+        newer, path = self.run + 1, self.folder / LOCK_FILE
+        if os.path.lexists(self.root / "runs" / str(newer)):
+            look = None
+            with contextlib.suppress(OSError):
+                look = _look(self.root, newer)
+            raise FolderLostError(
+                f"--experiment_dir={self.root}: another run took it over{f' ({look.holder})' if look else ''}, because "
+                "this one gave no sign of life; this one ends and saves nothing"
+            )
+        try:
+            with open(path, "rb") as file:  # a network file system may answer a stat from its cache, but not an open
+                if os.path.samestat(os.fstat(file.fileno()), os.fstat(self._descriptor)):
+                    return
+                where = f"another directory has its place, of {read_holder(file.fileno())}"
+        except OSError as error:
+            if error.errno not in _NO_SUCH_PATH:
+                raise
+            where = f"{path} is gone"
+        raise FolderLostError(
+            f"--experiment_dir={self.root} was moved or removed while the run used it: {where}; nothing more is "
+            "written there. Move it back and start the same command again"
+        )
+
+    def release(self) -> None:
+        """Release the directory if it is still ours; never fails. Call this on rank 0, after its last write."""
+        if self._beats is None or self._ended.is_set():
+            return
+        self._ended.set()
+        self._beats.join(BEAT_S)
+        with contextlib.suppress(OSError, FolderLostError):
+            self.check()
+            os.unlink(self.folder / LOCK_FILE)
+
+    def _wait_until_free(self, run: int) -> None:
+        """Return once the holder has released the directory, or is known to be dead.
+
+        Raises:
+            StorageError: once the holder is known to be alive.
+        """
+        first_beat_s, waits, begun_s = None, False, time.monotonic()
+        while (look := _look(self.root, run)) is not None:
+            beats = look.is_locked or first_beat_s not in (None, look.beat_s)
+            # A dead process's child, or another start that inspects the lock, may hold the flock for a moment.
+            if (look.lives or (look.lives is None and beats)) or (
+                look.is_locked and time.monotonic() - begun_s > BEAT_S
+            ):
+                refusal = StorageError(
+                    f"--experiment_dir={self.root}: another run is using it, {look.holder}; wait for that run or "
+                    "choose another directory"
+                )
+                refusal.recorded = False  # exit.json belongs to the other run
+                raise refusal
+            if not look.is_locked:
+                os.utime(self._descriptor)  # reads the file system's clock: another machine's may differ
+                silent_s = os.fstat(self._descriptor).st_mtime - look.beat_s
+                if look.lives is False or silent_s > DEAD_AFTER_S:
+                    return
+                if first_beat_s is None:
+                    first_beat_s = look.beat_s
+                elif silent_s > 3 * BEAT_S and not waits:
+                    text = f"waiting up to {DEAD_AFTER_S - silent_s:.0f} s for a sign of life of {look.holder}"
+                    print(f"--experiment_dir={self.root}: {text}", file=sys.stderr, flush=True)
+                    waits = True
+            time.sleep(_POLL_S)
+
+    def _beat(self) -> None:
+        while not self._ended.wait(BEAT_S):
+            with contextlib.suppress(OSError):  # a transient file system failure
+                os.utime(self._descriptor)
+                try:
+                    self.check()
+                except FolderLostError as error:
+                    self._ended.set()
+                    self.on_loss(error)
+
+
+def newest_run(root: Path) -> int | None:
+    """Return the number of the newest start of a run; None if there is none."""
+    runs = root / "runs"
+    numbers = [int(path.name) for path in runs.iterdir() if path.name.isdecimal()] if runs.is_dir() else []
+    return max(numbers, default=None)
+
+
+def is_in_use(root: Path) -> bool:
+    """Return whether another process seems to hold a directory: enough to spare exit.json, not to refuse a start."""
+    with contextlib.suppress(OSError):
+        if (run := newest_run(root)) is not None and (look := _look(root, run)) is not None:
+            return look.is_locked or look.lives or (look.lives is None and time.time() - look.beat_s < DEAD_AFTER_S)
+    return False
+
+
+class _Look(NamedTuple):
+    """State of a lock when a start inspects it."""
+
+    holder: Holder
+    lives: bool | None  # whether the holder runs; None if it is on another machine
+    beat_s: float  # time of the newest heartbeat, by the clock of the file system
+    is_locked: bool  # whether another process holds a flock on the file
+
+
+def _look(root: Path, run: int) -> _Look | None:
+    """Return the state of a start's lock; None if there is none."""
+    path = root / "runs" / str(run) / LOCK_FILE
+    try:
+        descriptor = os.open(path, os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW)
+    except PermissionError:  # another user's file
+        descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW)
+    except FileNotFoundError:
+        return None
+    try:
+        holder, beat_s = read_holder(descriptor), os.fstat(descriptor).st_mtime
+        lives = None
+        if holder.machine == machine_name():
+            lives = not has_ended(holder.pid) and start_ticks(holder.pid) == holder.start_ticks
+        return _Look(holder, lives, beat_s, not lock_file(descriptor))
+    finally:
+        os.close(descriptor)  # unlocks it again
+
+
+def _this_process(nonce: str) -> Holder:
+    try:
+        user = pwd.getpwuid(os.getuid()).pw_name
+    except KeyError:  # no user name, as in a container
+        user = f"user {os.getuid()}"
+    since = time.strftime("%Y-%m-%d %H:%M:%S UTC", time.gmtime())
+    return Holder(socket.gethostname(), machine_name(), os.getpid(), start_ticks(os.getpid()), user, since, nonce)
+
+
+def read_holder(descriptor: int) -> Holder:
+    """Return the holder named in an open lock file; an unknown one if the file is damaged."""
+    with contextlib.suppress(ValueError, TypeError, KeyError):
+        values = json.loads(os.pread(descriptor, _LOCK_BYTES, 0))
+        return Holder(**{**values, "pid": int(values["pid"])})
+    return Holder()
+
+
+def _sweep(runs: Path) -> None:
+    """Delete the folders of starts that were killed before they got a number."""
+    for path in runs.glob(".new-*"):
+        with contextlib.suppress(OSError):
+            if time.time() - path.stat().st_mtime > 3600:
+                shutil.rmtree(path, ignore_errors=True)

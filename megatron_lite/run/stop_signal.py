@@ -57,7 +57,7 @@ class StopSignal:
     ) -> None:
         self._before_saves, self._on_request = before_saves, on_request
         self.limits: Sequence[TimeLimit] = ()  # the run stops once any of them has passed
-        self._signal = 0
+        self.signal = 0  # the newest one; 0: none
         self.saves = False  # whether a request saves a checkpoint
         self._requested_s: float | None = None  # time of the first signal
         self.failure: RunError | None = None  # set by any thread; all ranks end with it before the next iteration
@@ -73,11 +73,7 @@ class StopSignal:
     @property
     def received(self) -> int:
         """The newest signal, or the number of a time limit that has passed; 0 if the run may continue."""
-        return self._signal or passed(self.limits)
-
-    @received.setter
-    def received(self, number: int) -> None:
-        self._signal = number
+        return self.signal or passed(self.limits)
 
     @property
     def is_saving(self) -> bool:
@@ -104,7 +100,7 @@ class StopSignal:
         self.failure = failure
 
     def _receive(self, number: int, frame: FrameType | None) -> None:
-        self._signal = number
+        self.signal = number
 
     def _watch(self, reader: int) -> None:
         """Count signals as they arrive, until the writing end of the pipe is closed."""
@@ -126,12 +122,7 @@ class TimeLimit(NamedTuple):
     """A time at which a start stops."""
 
     number: int
-    end_s: float
-    clock_s: Callable[[], float]
-
-    def left_s(self) -> float:
-        """Return the time until the start stops; negative afterwards."""
-        return self.end_s - self.clock_s()
+    left_s: Callable[[], float]  # the time until then; negative afterwards
 
     def describe(self) -> str:
         """Return a log line that says when the run stops."""
@@ -147,11 +138,11 @@ def time_limits(
     Slurm's end is wall-clock time. Minutes are counted by a monotonic clock, so that clock corrections (NTP) neither
     end the run early nor prolong it.
     """
-    training, limits = config.training, []
-    if training.max_minutes is not None:
-        limits.append(TimeLimit(MAX_MINUTES, clock_s() + 60 * training.max_minutes, clock_s))
-    if training.stop_before_end_s is not None and (end_s := job_end_s()) is not None:
-        limits.append(TimeLimit(BEFORE_END, end_s - training.stop_before_end_s, wall_clock_s))
+    training, begin_s, job_s, limits = config.training, clock_s(), job_end_s(), []
+    if (minutes := training.max_minutes) is not None:
+        limits.append(TimeLimit(MAX_MINUTES, lambda: begin_s + 60 * minutes - clock_s()))
+    if (before_s := training.stop_before_end_s) is not None and job_s is not None:
+        limits.append(TimeLimit(BEFORE_END, lambda: job_s - before_s - wall_clock_s()))
     return tuple(limits)
 
 

@@ -18,7 +18,7 @@ import pytest
 from megatron_lite.distributed import peer_watch
 from megatron_lite.distributed.peer_watch import Meeting, MeetingPoint, PeerWatch, connect, open_store
 from megatron_lite.distributed.processes import Place, own_place
-from megatron_lite.distributed.traffic import Progress, Status
+from megatron_lite.distributed.traffic import Progress
 from megatron_lite.errors import PeerError, UsageError
 from tests.support.launch import ended_process, free_port
 
@@ -181,7 +181,7 @@ class Watched:
                 point=point, store=self._store, rank=rank, world_size=3, places=places, timeout_s=10.0
             )
             self.watches[rank] = PeerWatch(meeting, self.progress[rank], self._knows(rank), self.asked[rank].set)
-        self._store.set("at/1", '[7, "the step", 3, "reduce"]')
+        self._store.set("at/1", '[7, 0.0, "reduce", 8, "the step", 3]')
 
     def _knows(self, rank: int) -> Any:
         def knows(error: PeerError) -> None:
@@ -224,12 +224,13 @@ def test_what_all_ranks_are_doing(watched: Watched) -> None:
     """A rank reports its phase and its newest collective; the one that came least far is the one to look at."""
     watched.progress[2].at("the save", 4)
     watched.progress[2].started("gather", 100)
-    expected = [Status(0, "the start", 0, ""), Status(7, "the step", 3, "reduce"), Status(1, "the save", 4, "gather")]
+    expected = [(0, "", "the start", 0), (7, "reduce", "the step", 3), (1, "gather", "the save", 4)]
     for _ in range(200):
-        if watched.watches[0].statuses() == expected:
+        found = [(one.number, one.kind, one.phase, one.iteration) for one in watched.watches[0].statuses()]
+        if found == expected:
             break
         threading.Event().wait(0.02)
-    assert watched.watches[0].statuses() == expected
+    assert found == expected
     assert not watched.known[0].is_set()
 
 

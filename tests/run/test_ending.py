@@ -15,7 +15,7 @@ import pytest
 
 from megatron_lite.distributed import processes
 from megatron_lite.distributed.processes import Place, own_place
-from megatron_lite.distributed.traffic import Status
+from megatron_lite.distributed.traffic import Collective
 from megatron_lite.errors import lost_peer
 from megatron_lite.run import ending, exit_status
 from megatron_lite.run.ending import Ending
@@ -126,8 +126,8 @@ def test_ranks_that_are_alive_are_not_accused(start: Ending) -> None:
 def test_a_rank_that_came_less_far_than_the_others_is_named(start: Ending) -> None:
     """Alive but silent: the others wait in a collective that this rank has not started. It may be on any machine."""
     places = [HERE, BESIDE, ELSEWHERE]
-    step = Status(813, "the step", 41, "reduce")
-    behind = Status(812, "the save", 40, "gather")
+    step = Collective(813, 0.0, "reduce", 8, "the step", 41)
+    behind = Collective(812, 0.0, "gather", 8, "the save", 40)
     late = RuntimeError("[gloo] Timed out waiting 60000ms for recv operation to complete")
     watch = start._watch = MagicMock()
     watch.statuses.return_value = [step, step, behind]

@@ -10,7 +10,7 @@ import pytest
 
 from megatron_lite.errors import OutOfMemoryError, Remedy, UsageError
 from megatron_lite.run import exit_status
-from megatron_lite.run.folder_lock import FolderLock
+from megatron_lite.run.experiment import FolderLock
 from tests.support.launch import read_exit
 
 

@@ -14,7 +14,7 @@ PROGRAM = """
 import ctypes, sys, time
 from pathlib import Path
 from megatron_lite.distributed.traffic import Progress
-from megatron_lite.run.stacks import Stacks
+from megatron_lite.run.ending import Stacks
 from megatron_lite.run.stop_signal import StopSignal
 
 def stuck_in_a_library():

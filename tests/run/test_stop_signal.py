@@ -106,7 +106,7 @@ def test_a_limit_counts_as_a_request_of_this_rank(monkeypatch: pytest.MonkeyPatc
         assert stop.received == 0
         stop.limits = time_limits(tiny_config(max_minutes=1e-9, experiment_dir="/x"))
         assert stop.received == MAX_MINUTES
-        stop.received = 15
+        stop.signal = 15
         assert stop.received == 15
     finally:
         stop.restore()

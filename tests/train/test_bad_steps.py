@@ -90,7 +90,7 @@ def inject(run: Run, faults: dict[int, Fault], story: Story) -> None:
         fault = faults.get(run.iteration + 1)
         if fault is None or fault.rank != rank:
             return forward_backward(micro_batches)
-        run.stop.received = run.stop.received or fault.signal
+        run.stop.signal = run.stop.signal or fault.signal
         scaled = [dataclasses.replace(one, gradient_scale=one.gradient_scale * fault.gradient) for one in micro_batches]
         return forward_backward(scaled) * fault.loss
 

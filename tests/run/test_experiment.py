@@ -14,8 +14,8 @@ from typing import Any
 import pytest
 
 from megatron_lite.errors import FolderLostError, StorageError
-from megatron_lite.run import folder_lock
-from megatron_lite.run.folder_lock import LOCK_FILE, FolderLock, Holder, is_in_use
+from megatron_lite.run import experiment
+from megatron_lite.run.experiment import LOCK_FILE, FolderLock, Holder, is_in_use
 from tests.support.launch import ended_process
 
 
@@ -49,7 +49,7 @@ def test_a_second_start_is_told_who_has_the_directory(root: Path) -> None:
     with pytest.raises(StorageError) as caught:
         taken(root)
     assert time.monotonic() - begun_s < 2
-    holder = folder_lock.read_holder(first._descriptor)
+    holder = experiment.read_holder(first._descriptor)
     assert f"another run is using it, process {os.getpid()} of {holder.user} on {holder.host}, since 20" in str(
         caught.value
     )
@@ -63,7 +63,7 @@ def test_a_second_start_is_told_who_has_the_directory(root: Path) -> None:
 
 def test_a_dead_process_of_this_machine_holds_nothing(root: Path) -> None:
     """Neither a process number that is free, however fresh the heartbeat, nor one that another process has got."""
-    here = folder_lock.machine_name()
+    here = experiment.machine_name()
     abandoned(root, 0.0, machine=here, pid=ended_process())
     second = taken(root)
     assert second.run == 1 and not (root / "runs" / "0" / LOCK_FILE).exists()
@@ -75,7 +75,7 @@ def test_a_dead_process_of_this_machine_holds_nothing(root: Path) -> None:
 
 def test_a_living_process_without_a_flock_keeps_the_directory(root: Path) -> None:
     """A file system may have no flock, and a stopped process (SIGSTOP) no heartbeat: no reasons to take over."""
-    here, ticks = folder_lock.machine_name(), folder_lock.start_ticks(os.getpid())
+    here, ticks = experiment.machine_name(), experiment.start_ticks(os.getpid())
     abandoned(root, 3600.0, machine=here, pid=os.getpid(), start_ticks=ticks)
     with pytest.raises(StorageError, match="another run is using it"):
         taken(root)
@@ -87,7 +87,7 @@ def test_a_heartbeat_from_another_machine_refuses_within_two_seconds(root: Path)
     path, ended = abandoned(root, 0.0), threading.Event()
 
     def beat() -> None:
-        while not ended.wait(folder_lock.BEAT_S):
+        while not ended.wait(experiment.BEAT_S):
             os.utime(path)
 
     owner = threading.Thread(target=beat)
@@ -107,7 +107,7 @@ def test_a_silent_owner_on_another_machine_is_waited_for(
     root: Path, monkeypatch: pytest.MonkeyPatch, damaged: bool
 ) -> None:
     """Taken over once the last heartbeat is old enough, not before; an empty lock (a power cut) is judged alike."""
-    monkeypatch.setattr(folder_lock, "DEAD_AFTER_S", 1.0)
+    monkeypatch.setattr(experiment, "DEAD_AFTER_S", 1.0)
     path = abandoned(root, 0.0)
     if damaged:
         path.write_bytes(b"")
@@ -118,7 +118,7 @@ def test_a_silent_owner_on_another_machine_is_waited_for(
 
 def test_the_clock_is_that_of_the_file_system(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A host whose clock is an hour ahead takes nothing over: it compares times of two files."""
-    monkeypatch.setattr(folder_lock, "DEAD_AFTER_S", 0.5)
+    monkeypatch.setattr(experiment, "DEAD_AFTER_S", 0.5)
     abandoned(root, 0.0)
     clock = time.time
     monkeypatch.setattr(time, "time", lambda: clock() + 3600)
@@ -197,7 +197,7 @@ def test_a_rank_without_the_common_file_system_is_named(
     root: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """It sees no lock, or that of another start; the message says which file."""
-    monkeypatch.setattr(folder_lock, "VISIBLE_WITHIN_S", 0.2)
+    monkeypatch.setattr(experiment, "VISIBLE_WITHIN_S", 0.2)
     owner = taken(root)
     (tmp_path / "local").mkdir()
     stranger = taken(tmp_path / "local")
