@@ -23,6 +23,7 @@ POLL_S = 0.25
 GONE = 0  # instead of the launcher's PID
 REAPER = b"slurmstepd"  # adopts orphans, like process 1, and belongs to another user
 MARKS = ("TORCHELASTIC_RUN_ID", "RANK", "MASTER_PORT")  # variables that torchrun sets for each rank
+DEATH_SIGNAL = signal.SIGTRAP  # from the kernel when the parent dies; its number, 5, is the seconds that remain
 _PR_SET_PDEATHSIG = 1
 _PF_EXITING = 4  # Linux: a process that is shutting down
 
@@ -99,15 +100,15 @@ def _environment(pid: int) -> dict[str, str]:
 def end_with_parent() -> None:
     """Make the kernel end this process 5 s after its parent, even while a library holds the GIL; Linux only.
 
-    The kernel sends SIGTRAP (5) when the parent dies. The handler must not need Python: it is the C function `alarm`,
-    whose argument, the signal number, is the number of seconds until SIGALRM ends the process.
+    The handler of DEATH_SIGNAL must not need Python: it is the C function `alarm`, whose argument, the signal number,
+    is the number of seconds until SIGALRM ends the process.
     """
     with contextlib.suppress(OSError, AttributeError):  # another system, another C library
         libc = ctypes.CDLL(None)
         prctl, set_handler = libc.prctl, libc.signal
         set_handler.argtypes, set_handler.restype = (ctypes.c_int, ctypes.c_void_p), ctypes.c_void_p
-        set_handler(signal.SIGTRAP, ctypes.cast(libc.alarm, ctypes.c_void_p))
-        prctl(_PR_SET_PDEATHSIG, signal.SIGTRAP)
+        set_handler(DEATH_SIGNAL, ctypes.cast(libc.alarm, ctypes.c_void_p))
+        prctl(_PR_SET_PDEATHSIG, DEATH_SIGNAL)
 
 
 def _print(message: str) -> None:

@@ -105,10 +105,10 @@ def nccl_settings(distributed: Distributed) -> tuple[str | None, str | None]:
     return os.environ.get("NCCL_ALGO"), os.environ.get("NCCL_PROTO")
 
 
-def test_deterministic_runs_pin_the_algorithm_of_nccl() -> None:
+@pytest.mark.parametrize(("deterministic", "settings"), [(True, ("Ring", "Simple")), (False, (None, None))])
+def test_deterministic_runs_pin_the_algorithm_of_nccl(deterministic: bool, settings: tuple[str | None, ...]) -> None:
     """Before the process group exists, and only with --deterministic=1."""
-    assert run_distributed(1, nccl_settings, deterministic=True) == [("Ring", "Simple")]
-    assert run_distributed(1, nccl_settings) == [(None, None)]
+    assert run_distributed(1, nccl_settings, deterministic=deterministic) == [settings]
 
 
 def test_the_users_own_settings_of_nccl_win_and_are_named(monkeypatch: pytest.MonkeyPatch) -> None:

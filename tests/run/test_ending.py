@@ -36,7 +36,8 @@ def start(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Ending]:
     monkeypatch.setattr(exit_status, "leave", leave)
     monkeypatch.setattr(processes, "LEAVING_S", 0.0)
     monkeypatch.setattr(ending, "KNOWING_PEER_S", 0.2)
-    monkeypatch.setattr(ending, "ASK_S", 0.0)
+    for name in ("ASK_S", "SAME_SIGNAL_S"):
+        monkeypatch.setattr(ending, name, 0.0)
     before = signal.getsignal(signal.SIGUSR2)
     one = Ending(str(tmp_path), 0)
     experiment: Any = SimpleNamespace(run=3, root=tmp_path, artifacts=None, is_lost=lambda: False)

@@ -14,14 +14,17 @@ import pytest
 
 from megatron_lite.distributed import processes
 from megatron_lite.run import launcher_watch
+from tests.support.launch import ROOT
 
-ROOT = Path(__file__).resolve().parents[2]
 # "stuck" holds Python's lock in a C function, as a library may that waits for a file system.
 RANK = """
-import ctypes, os, sys, time
+import ctypes, os, signal, sys, time
 time.sleep(float(sys.argv[2]))
-from megatron_lite.run.launcher_watch import LauncherWatch
-watch = LauncherWatch()
+from megatron_lite.run import launcher_watch
+from tests.support.launch import ROOT
+if sys.argv[1] == "stuck":
+    launcher_watch.DEATH_SIGNAL = signal.SIGHUP  # 1: four seconds earlier
+watch = launcher_watch.LauncherWatch()
 print(os.getpid(), flush=True)
 if sys.argv[1] == "stuck":
     ctypes.PyDLL(None).read(os.pipe()[0], ctypes.create_string_buffer(1), 1)
@@ -104,7 +107,9 @@ def launched() -> Iterator[list[Launched]]:
 
 def test_a_rank_ends_soon_after_torchrun(launched: list[Launched]) -> None:
     """In a system call, in Python, behind a script, and when torchrun was dead before the rank looked: at once, with a
-    line that names torchrun. In a C function that keeps Python's lock: the kernel ends the rank after five seconds."""
+    line that names torchrun. In a C function that keeps Python's lock: the kernel ends the rank after as many seconds
+    as the number of a signal, five."""
+    assert launcher_watch.DEATH_SIGNAL == 5
     launched += [Launched("waits"), Launched("works"), Launched("waits", script=True), Launched("waits", delay_s=0.7)]
     launched.append(Launched("stuck"))
     for one in launched:
@@ -112,8 +117,8 @@ def test_a_rank_ends_soon_after_torchrun(launched: list[Launched]) -> None:
     for one in launched[:4]:
         assert one.rank_ends(within_s=4.0), one.said
         assert one.said.startswith(b"ERROR: torchrun") and b"is gone" in one.said and one.said.count(b"\n") == 1
-    assert not launched[4].rank_ends(within_s=4.0), "the thread does not get Python's lock"
-    assert launched[4].rank_ends(within_s=6.0) and launched[4].said == b""
+    assert not launched[4].rank_ends(within_s=0.9), "the thread does not get Python's lock"
+    assert launched[4].rank_ends(within_s=4.0) and launched[4].said == b""
 
 
 def test_every_program_for_several_ranks_watches_torchrun(launched: list[Launched]) -> None:
@@ -135,7 +140,7 @@ def test_a_rank_that_torchrun_did_not_start_outlives_its_parent(launched: list[L
     for one in launched:
         one.kill_launcher()
     for one in launched:
-        assert not one.rank_ends(within_s=1.5), one.said
+        assert not one.rank_ends(within_s=1.0), one.said
         os.kill(one.rank, signal.SIGKILL)
         assert one.rank_ends(within_s=10)
 

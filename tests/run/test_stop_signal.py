@@ -5,7 +5,6 @@ from __future__ import annotations
 import signal
 import subprocess
 import sys
-from pathlib import Path
 from unittest.mock import MagicMock
 
 import pytest
@@ -21,37 +20,43 @@ from megatron_lite.run.stop_signal import (
     time_limits,
 )
 from tests.support.harness import tiny_config
+from tests.support.launch import ROOT
 
-ROOT = Path(__file__).resolve().parents[2]
+# A fork for each signal, with SIGHUP ignored for a negative number: the interpreter starts and imports once.
 PROGRAM = """
 import os, signal, sys, time
 from megatron_lite.run.stop_signal import StopSignal
 
-number, ignored = int(sys.argv[1]), sys.argv[2] == "nohup"
-signal.signal(signal.SIGHUP, signal.SIG_IGN if ignored else signal.SIG_DFL)
+children = []
+for number in map(int, sys.argv[1:]):
+    child = os.fork()
+    children.append(child)
+    if not child:
+        break
+if child:
+    sys.exit(any([os.waitpid(child, 0)[1] for child in children]))
+signal.signal(signal.SIGHUP, signal.SIG_IGN if number < 0 else signal.SIG_DFL)
 stop = StopSignal()
 stop.saves = True
-os.kill(os.getpid(), number)
+os.kill(os.getpid(), abs(number))
 time.sleep(0.1)
-print(stop.received)
+print(number, stop.received, flush=True)
 stop.ignore()
 time.sleep(1.1)
-os.kill(os.getpid(), number)  # a second one, much later, would end the process
+os.kill(os.getpid(), abs(number))  # a second one, much later, would end the process
 time.sleep(0.1)
 """
 
 
-@pytest.mark.parametrize(
-    ("number", "shell", "received"),
-    [(number, "", number) for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1)]
-    + [(signal.SIGHUP, "nohup", 0)],
-)
-def test_a_signal_is_a_request_until_all_is_saved(number: int, shell: str, received: int) -> None:
+def test_a_signal_is_a_request_until_all_is_saved() -> None:
     """A closed terminal (SIGHUP) asks to save, too, but not under nohup, where SIGHUP is ignored from the start. After
     the last save no signal changes the exit code."""
-    command = [sys.executable, "-c", PROGRAM, str(number), shell]
+    expected = {number: int(number) for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1)}
+    expected |= {-signal.SIGHUP: 0}
+    command = [sys.executable, "-c", PROGRAM, *(str(int(number)) for number in expected)]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=60)
-    assert done.returncode == 0 and int(done.stdout) == received, done
+    assert done.returncode == 0, done
+    assert dict(tuple(map(int, line.split())) for line in done.stdout.splitlines()) == expected
 
 
 def test_signals_are_ignored_as_soon_as_a_peer_may_end() -> None:
@@ -86,16 +91,15 @@ def test_limits_and_when_they_have_passed(monkeypatch: pytest.MonkeyPatch) -> No
     assert time_limits(tiny_config()) == () and passed(()) == 0
 
 
-@pytest.mark.parametrize("end", [None, "", "soon", "2026-11-23T02:00:00"])
-def test_without_slurms_word_there_is_a_warning(monkeypatch: pytest.MonkeyPatch, end: str | None) -> None:
+def test_without_slurms_word_there_is_a_warning(monkeypatch: pytest.MonkeyPatch) -> None:
     """The same command may run by hand."""
-    if end is None:
-        monkeypatch.delenv("SLURM_JOB_END_TIME", raising=False)
-    else:
-        monkeypatch.setenv("SLURM_JOB_END_TIME", end)
     config = tiny_config(stop_before_end_s=300.0, experiment_dir="/x")
-    assert time_limits(config) == ()
-    assert "--stop_before_end_s has no effect: there is no SLURM_JOB_END_TIME" in str(idle_limit(config))
+    for end in ("", "soon", "2026-11-23T02:00:00", None):
+        monkeypatch.setenv("SLURM_JOB_END_TIME", end or "")
+        if end is None:
+            monkeypatch.delenv("SLURM_JOB_END_TIME")
+        assert time_limits(config) == (), end
+        assert "--stop_before_end_s has no effect: there is no SLURM_JOB_END_TIME" in str(idle_limit(config)), end
     assert idle_limit(tiny_config()) is None
 
 
