@@ -44,7 +44,6 @@ from tests.support.os_calls import OsCall
 from tests.support.results import assert_all_good, assert_same_run, checkpoints
 
 RANKS = 2
-ITERATIONS = 24
 STARTUP_TIMEOUT_S = 5
 ALONE_S = 5.0  # in which ranks without their launcher must have stopped
 GONE_S = 10.0  # in which every process must be gone
@@ -220,11 +219,8 @@ class Cycle:
                 except ProcessLookupError:
                     pass
 
-    def said(self) -> str:
-        return "".join(path.read_text("utf-8", "replace") for path in sorted(self.folder.glob("std*")))
-
-    def errors(self) -> str:
-        return "".join(path.read_text("utf-8", "replace") for path in sorted(self.folder.glob("stderr*")))
+    def said(self, streams: str = "std*") -> str:
+        return "".join(path.read_text("utf-8", "replace") for path in sorted(self.folder.glob(streams)))
 
     def close(self) -> None:
         os.close(self.signals)
@@ -260,9 +256,9 @@ def write_corpus(prefix: Path) -> None:
 class Harness:
     """Runs that are killed again and again, and what is expected of them."""
 
-    def __init__(self, folder: Path, seed: int, targets: Collection[str], torchrun: bool) -> None:
+    def __init__(self, folder: Path, seed: int, targets: Collection[str], iterations: int, torchrun: bool) -> None:
         self.folder, self.chance, self.figures, self.torchrun = folder, random.Random(seed), Figures(), torchrun
-        self.targets = targets
+        self.targets, self.iterations = targets, iterations
         write_corpus(folder / "corpus")
         self.references: dict[int, Path] = {}
 
@@ -271,7 +267,7 @@ class Harness:
         flags = {
             **STARTED,
             "experiment_dir": experiment,
-            "train_iters": ITERATIONS,
+            "train_iters": self.iterations,
             "dataset_source": "list",
             "data_path": self.folder / "corpus",
             "split": "9,1,0",
@@ -364,7 +360,7 @@ class Harness:
         while not second.codes.keys() >= {*second.by_hand}:
             second.look()
         codes = [second.codes.get(pid) for pid in second.by_hand]
-        if IN_USE in second.errors():
+        if IN_USE in second.said("stderr*"):
             self.figures.refused += 1
             if codes != [8] * RANKS:
                 self._bad(f"a refused start ended with {codes}: {second.said()[-3000:]}")
@@ -423,7 +419,7 @@ class Harness:
             self._bad(f"an undisturbed start ended with {cycle.codes}: {cycle.said()[-3000:]}")
 
     def _is_complete(self, experiment: Path) -> bool:
-        return checkpoints(experiment)[-1:] == [ITERATIONS]
+        return checkpoints(experiment)[-1:] == [self.iterations]
 
     def _check_one_writer(self, experiment: Path) -> None:
         """Check that no start wrote its metrics between those of a later one."""
@@ -442,6 +438,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("--kills", type=int, default=100)
     parser.add_argument("--seed", type=int, default=1)
+    parser.add_argument("--iterations", type=int, default=24, help="of each run")
     parser.add_argument("--keep", default=None, help="a folder for the runs, kept if anything is wrong")
     parser.add_argument("--targets", nargs="+", default=TARGETS, choices=TARGETS, help="what may be killed")
     parser.add_argument("--torchrun", action="store_true", help="start with the real torchrun")
@@ -453,7 +450,8 @@ def main() -> int:
 
     folder = Path(arguments.keep or tempfile.mkdtemp(prefix="megatron_lite_kills_"))
     folder.mkdir(parents=True, exist_ok=True)
-    harness, begun = Harness(folder, arguments.seed, arguments.targets, arguments.torchrun), time.monotonic()
+    begun = time.monotonic()
+    harness = Harness(folder, arguments.seed, arguments.targets, arguments.iterations, arguments.torchrun)
     try:
         harness.kill(arguments.kills)
     finally:

@@ -29,10 +29,12 @@ def events(tmp_path_factory: pytest.TempPathFactory) -> Sequence[Event]:
     return log.events
 
 
-def faults_of(events: Sequence[Event], per_moment: int, folder: Path, again: Callable[[int], bool]) -> Iterator[str]:
+def faults_of(
+    events: Sequence[Event], per_moment: int, folder: Path, again: Callable[[int], bool], every: int = 1
+) -> Iterator[str]:
     """Yield what goes wrong in images of a power cut before each event. again: whether to save once more there."""
     chance = random.Random(1)
-    for moment in range(1, len(events) + 1):
+    for moment in range(1, len(events) + 1, every):
         disk = Disk(events[:moment])
         for number, image in enumerate(disk.images(chance, per_moment)):
             root = folder / "image"
@@ -57,10 +59,11 @@ def faults_of(events: Sequence[Event], per_moment: int, folder: Path, again: Cal
             shutil.rmtree(root)
 
 
-@pytest.mark.parametrize("per_moment", [3, pytest.param(40, marks=pytest.mark.slow)])
-def test_any_power_cut(events: Sequence[Event], per_moment: int, tmp_path: Path) -> None:
+@pytest.mark.parametrize(("every", "per_moment"), [(2, 3), pytest.param(1, 40, marks=pytest.mark.slow)])
+def test_any_power_cut(events: Sequence[Event], every: int, per_moment: int, tmp_path: Path) -> None:
     """The checkpoint of the last save that returned, or a newer one, is loaded bit for bit, and none is damaged."""
-    bad = list(faults_of(events, per_moment, tmp_path, lambda moment: moment % (150 // per_moment) == 0))
+    again = 150 // per_moment
+    bad = list(faults_of(events, per_moment, tmp_path, lambda moment: moment % again == 1, every))
     assert not bad, f"{len(bad)} bad images:\n" + "\n".join(bad[:20])
 
 
@@ -77,4 +80,4 @@ def test_a_forgotten_sync_is_noticed(events: Sequence[Event], sync: str, tmp_pat
     """Without any one kind of sync, some image is bad: the test above needs them all."""
     forgetful = without(events, FORGOTTEN[sync])
     assert len(forgetful) < len(events)
-    assert next(faults_of(forgetful, 12, tmp_path, lambda moment: False), None) is not None
+    assert next(faults_of(forgetful, 4, tmp_path, lambda moment: False), None) is not None
