@@ -34,7 +34,7 @@ import json
 import math
 import re
 import zlib
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, NamedTuple, TypedDict
@@ -47,7 +47,7 @@ from megatron_lite.checkpoint.files import WrittenFile
 from megatron_lite.checkpoint.names import A_LINK, MANIFEST_NAME, RANK_FILE, parse_json, rank_file, read_bytes, reason
 from megatron_lite.checkpoint.saved_state import RunState, check_options
 from megatron_lite.errors import DamagedError
-from megatron_lite.parameter import DTYPES, ParameterSpec
+from megatron_lite.parameter import DTYPES
 from megatron_lite.tiles import Tile
 
 if TYPE_CHECKING:
@@ -146,36 +146,27 @@ def file_metadata(save_id: str, iteration: int, rank: int) -> dict[str, str]:
 def locate_parameters(ranks: Sequence[tuple[Sequence[FlatShard], WrittenFile]]) -> dict[str, SavedParameter]:
     """Return every parameter's slices, given each rank's parts and file.
 
-    A file holds the shards part by part, kind by kind.
+    A file holds the shards part by part, kind by kind. Replicated elements are those of their first holder.
     """
     parameters: dict[str, SavedParameter] = {}
     for rank, (parts, file) in enumerate(ranks):
         offset = file.data_start
         for part in parts:
-            kinds = part.kinds()
+            kinds, (data_rank, tensor_rank) = part.kinds(), divmod(rank, part.layout.tensor_ranks)
             for slot in part.layout.slots:
                 empty: dict[str, list[Slice]] = {kind: [] for kind in kinds if part.has(kind, slot.spec)}
                 parameters.setdefault(slot.spec.name, SavedParameter(kinds["weights"], tuple(slot.spec.shape), empty))
             for kind, dtype in kinds.items():
-                for spec, tile, start, end in slices_of(part, kind, rank):
-                    piece = Slice(rank_file(rank), offset + start, end - start, tile.first, tile.width)
-                    parameters[spec.name].slices[kind].append(piece)
+                for spec, tile in part.layout.tiles(data_rank, tensor_rank):
+                    if part.has(kind, spec) and tile.holders[0] == tensor_rank:
+                        start, num_bytes = (count * dtype.itemsize for count in (tile.offset, tile.numel))
+                        piece = Slice(rank_file(rank), offset + start, num_bytes, tile.first, tile.width)
+                        parameters[spec.name].slices[kind].append(piece)
                 offset += part.numel(kind) * dtype.itemsize
     for parameter in parameters.values():
         for pieces in parameter.slices.values():
             pieces.sort(key=lambda piece: piece.first)
     return parameters
-
-
-def slices_of(part: FlatShard, kind: str, rank: int) -> Iterator[tuple[ParameterSpec, Tile, int, int]]:
-    """Yield a rank's slices: parameter, tile, and start and end in bytes within the shard.
-
-    rank: global. Replicated elements are saved by their first holder.
-    """
-    size, (data_rank, tensor_rank) = part.kinds()[kind].itemsize, divmod(rank, part.layout.tensor_ranks)
-    for spec, tile in part.layout.tiles(data_rank, tensor_rank):
-        if part.has(kind, spec) and tile.holders[0] == tensor_rank:
-            yield spec, tile, tile.offset * size, tile.end * size
 
 
 def dump(manifest: Manifest) -> str:

@@ -355,20 +355,16 @@ class BackgroundSaves:
 
 def _copy_all(copies: Sequence[tuple[Tensor, TensorToWrite]], device: torch.device) -> None:
     """Read tensors into host memory; on a GPU, on the thread's own stream, overlapped with training."""
-    stream = torch.cuda.Stream(device) if device.type == "cuda" else None
-    with torch.cuda.stream(stream):  # None: nothing changes
+    if device.type == "cpu":
+        for copy, tensor in copies:  # with NumPy, which, unlike torch, does not read the target first
+            source = tensor.read().detach().contiguous()
+            np.copyto(copy.view(torch.uint8).numpy(), source.view(torch.uint8).numpy())
+        return
+    stream = torch.cuda.Stream(device)
+    with torch.cuda.stream(stream):
         for copy, tensor in copies:
-            _copy(tensor.read(), copy)
-        if stream is not None:
-            stream.synchronize()
-
-
-def _copy(source: Tensor, target: Tensor) -> None:
-    """Copy a tensor to the host; on a CPU with NumPy, which, unlike torch, does not read the target first."""
-    if source.device.type == "cpu":
-        np.copyto(target.view(torch.uint8).numpy(), source.detach().contiguous().view(torch.uint8).numpy())
-    else:
-        target.copy_(source, non_blocking=True)
+            copy.copy_(tensor.read(), non_blocking=True)
+        stream.synchronize()
 
 
 def open_background(config: Config, model: MultiStage, distributed: Distributed) -> BackgroundSaves | None:

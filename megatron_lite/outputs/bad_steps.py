@@ -11,7 +11,7 @@ import contextlib
 import json
 import logging
 import math
-from collections.abc import Iterable
+from collections import defaultdict
 from pathlib import Path
 from typing import Any
 
@@ -153,7 +153,9 @@ def examine(run: Run, iteration: int) -> dict[str, Any]:
             "samples": count,
             "dropout_seed": dropout_seed(run.config.distributed.seed, iteration, micro_batch, data_rank),
         }
-    squares = _sums(pair for one in everyone for pair in one["squares"].items())
+    squares: dict[str, float] = defaultdict(float)
+    for name, square in (pair for one in everyone for pair in one["squares"].items()):
+        squares[name] += square
     broken = [name for name, _ in run.model.parameters() if not math.isfinite(squares.get(name, 0.0))]
     states = [f"{one['state']} on rank {rank}" for rank, one in enumerate(everyone) if one["state"]]
     found |= {"parameters_not_finite": broken[:20], "state_not_finite": states[:20]}
@@ -165,21 +167,13 @@ def examine(run: Run, iteration: int) -> dict[str, Any]:
 
 def _squares(run: Run) -> dict[str, float]:
     """Return each parameter's sum of squared gradients over this rank's elements, without replicas."""
-    rank, names, sums = run.distributed.data.rank, [], []
+    sums: dict[str, Tensor] = {}
     for _, part in run.model.parts():
-        for slot, start, end in part.layout.pieces(rank) if part.has_state else ():
-            first = slot.offset + start - rank * part.layout.shard_numel
-            for low, high in part.counted(first, first + end - start):
-                names.append(slot.spec.name)
-                sums.append(part.grad_shard[low:high].double().square().sum())
-    return _sums(zip(names, torch.stack(sums).tolist() if sums else [], strict=True))
-
-
-def _sums(squares: Iterable[tuple[str, float]]) -> dict[str, float]:
-    totals: dict[str, float] = {}
-    for name, square in squares:
-        totals[name] = totals.get(name, 0.0) + square
-    return totals
+        for spec, tile in part.layout.tiles(run.distributed.data.rank) if part.has_state else ():
+            for low, high in part.counted(tile.offset, tile.end):
+                square = part.grad_shard[low:high].double().square().sum()
+                sums[spec.name] = sums[spec.name] + square if spec.name in sums else square
+    return dict(zip(sums, torch.stack(list(sums.values())).tolist() if sums else [], strict=True))
 
 
 def _in_words(found: dict[str, Any]) -> str:

@@ -7,7 +7,8 @@ import itertools
 import math
 import time
 from collections.abc import Callable
-from typing import Any, TypeVar
+from pathlib import Path
+from typing import TypeVar
 
 from megatron_lite.checkpoint.retention import is_permanent, lack_now, prune
 from megatron_lite.checkpoint.writing import Finished, Save, pause_s, shard_bytes, write_now
@@ -73,14 +74,15 @@ def refuse_broken_weights(run: Run) -> None:
     )
 
 
-def _state(run: Run, evaluation_due: bool = False) -> dict[str, Any]:
-    """Return the state of a checkpoint other than the shards (reads the device)."""
-    return {
+def _new_save(run: Run, root: Path, evaluation_due: bool = False) -> Save:
+    """Return a save of the current weights and state (reads the device)."""
+    state = {
         "optimizer": run.optimizer.state(),
         "window": run.window.state(),
         "evaluation_due": evaluation_due,
         "data": run.data.identity,
     }
+    return Save(root, run.iteration, run.model, state, run.config, run.distributed, run.experiment.check)
 
 
 def save(run: Run, evaluation_due: bool = False, stopping: bool = False) -> None:
@@ -101,18 +103,14 @@ def save(run: Run, evaluation_due: bool = False, stopping: bool = False) -> None
     num_bytes = shard_bytes(run.model) * run.distributed.world_size
     if run.distributed.rank == 0 and (lack := lack_now(root, num_bytes)) is not None:
         run.logger.warning(lack)
-    state, start_s = _state(run, evaluation_due), time.perf_counter()
-
-    def begin() -> Save:
-        return Save(root, run.iteration, run.model, state, run.config, run.distributed, run.experiment.check)
-
+    start_s = time.perf_counter()
     training, done = run.config.training, run.iteration
     ends = done >= training.train_iters or is_due(done, training.stop_interval, training.stop_offset)
     if run.background is not None and not stopping and not ends:
-        run.background.begin(with_retries(run, lambda: begin().prepare()))
+        run.background.begin(with_retries(run, lambda: _new_save(run, root, evaluation_due).prepare()))
         run.saved_s = time.monotonic()
         return
-    num_bytes = with_retries(run, lambda: write_now(begin()))
+    num_bytes = with_retries(run, lambda: write_now(_new_save(run, root, evaluation_due)))
     run.saved_s = time.monotonic()
     _settle(run, Finished(root / str(run.iteration), run.iteration, num_bytes, time.perf_counter() - start_s, 0.0))
 
@@ -203,8 +201,7 @@ def export(run: Run) -> None:
     run.distributed.progress.phase = "the export"
     averaged = run.config.training.export_weights == "average"
     if run.config.training.export_format == "distributed":
-        root, check = directory.parent, run.experiment.check
-        write_now(Save(root, run.iteration, run.model, _state(run), run.config, run.distributed, check))
+        write_now(_new_save(run, directory.parent))
     else:
         weights = export_weights(run.model, run.config, run.distributed)
         try:

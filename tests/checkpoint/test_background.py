@@ -72,13 +72,13 @@ def test_the_same_bytes_as_a_save_in_place(tmp_path: Path) -> None:
 
 def test_training_goes_on_until_the_update(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The copy goes on beside it; only the wait before the update counts as blocked."""
-    copy, may_copy = writing._copy, threading.Event()
+    copy, may_copy = writing._copy_all, threading.Event()
 
     def slow(*arguments: Any) -> None:
         may_copy.wait(10)
         copy(*arguments)
 
-    monkeypatch.setattr(writing, "_copy", slow)
+    monkeypatch.setattr(writing, "_copy_all", slow)
     distributed: Any = one_rank()
     model: Any = put(empty_model(SPECS, Layout(), 0), VALUES, 0)
     saves = BackgroundSaves(model, distributed, 0)
@@ -158,6 +158,8 @@ def test_a_failure_after_a_rename_is_retried(
     for result in in_background(tmp_path, finish, retries=1):
         assert getattr(result, "iteration", result) == 20
     assert same(load(tmp_path, 2)[1], VALUES) and calls[0] >= failing_call
+    found = newest(tmp_path)
+    assert found is not None and found[0].name == "20"
 
 
 def test_a_stop_request_ends_the_pauses(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -203,11 +205,3 @@ def test_no_rank_counts_the_copy_of_another_one_twice(tmp_path: Path, monkeypatc
         return open_background(wanted, model, distributed)
 
     assert World(2).run(start) == ["opened"] * 2
-
-
-def test_a_save_replaces_that_of_its_iteration(tmp_path: Path) -> None:
-    """As one in place does."""
-    save(tmp_path, 20, 3, world_size=2)
-    in_background(tmp_path, finish)
-    assert same(load(tmp_path, 2)[1], VALUES) and names(tmp_path) == {"20"}
-    assert newest(tmp_path) is not None

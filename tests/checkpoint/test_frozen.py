@@ -1,4 +1,7 @@
-"""Checkpoints of models with frozen parameters: what is stored, and any choice of frozen parameters loads any other."""
+"""What is stored of frozen parameters, moments and averages; any choice of these loads any other.
+
+The models are the stand-ins of `fakes.py`; `test_engine.py` trains.
+"""
 
 from __future__ import annotations
 
@@ -51,10 +54,10 @@ LAYOUTS = [
 def test_any_choice_of_frozen_parameters_reads_any_other(saving: Any, loading: Any, tmp_path: Path) -> None:
     """From trained to frozen and back, across dtypes and layouts: roundings and missing moments are reported."""
     saved = save(tmp_path, 10, 1, 3, 3, frozen=saving[0], frozen_dtype=saving[1])
-    for layout in ((1, 3), (3, 1), (2, 8)):
-        loaded, values, lines = load(tmp_path, *layout, frozen=loading[0], frozen_dtype=loading[1])
-        assert loaded is not None and loaded.iteration == 10
-        assert same(values, expected(saved, Layout(frozen=loading[0], frozen_dtype=loading[1])))
+    layout = ((1, 3), (3, 1), (2, 8))[(LAYOUTS.index(saving) + LAYOUTS.index(loading)) % 3]
+    loaded, values, lines = load(tmp_path, *layout, frozen=loading[0], frozen_dtype=loading[1])
+    assert loaded is not None and loaded.iteration == 10
+    assert same(values, expected(saved, Layout(frozen=loading[0], frozen_dtype=loading[1])))
     num_started = len(set(saving[0]) - set(loading[0]))
     rounded = [name for name in loading[0] if saved["weights"][name].dtype != loading[1]]
     num_rounded = 0 if loading[1] == torch.float32 else len(rounded)
@@ -178,3 +181,63 @@ def test_each_shard_is_read_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 
 def mixed_model() -> Any:
     return empty_model(SPECS, Layout(frozen=MIXED), 0)
+
+
+# -- averages and single moments ---------------------------------------------------------------------------------------
+
+BOTH, ONE, NONE = manifest.MOMENTS, manifest.MOMENTS[:1], ()
+SETS: list[dict[str, Any]] = [
+    dict(moments=moments, averaged=averaged) for moments in (BOTH, ONE, NONE) for averaged in (False, True)
+]
+
+
+def number(kinds: dict[str, Any]) -> str:
+    return f"{len(kinds['moments'])}{'+average' * kinds['averaged']}"
+
+
+@pytest.mark.parametrize("loading", SETS, ids=number)
+@pytest.mark.parametrize("saving", SETS, ids=number)
+def test_any_set_reads_any_other(saving: dict[str, Any], loading: dict[str, Any], tmp_path: Path) -> None:
+    """(moments, averaged) of a parameter: across ranks and stages, with masters that are copies on either side."""
+    turn = SETS.index(saving) % 2  # each pair of sets with and without frozen parameters, copies on one side
+    for count, (copies, frozen) in enumerate([(bool(turn), ()), (not turn, MIXED)]):
+        saved = save(tmp_path / str(count), 10, 1, 3, 3, **saving, copies=copies, frozen=frozen)
+        loaded, values, lines = load(tmp_path / str(count), 2, 8, **loading, copies=not copies)
+        assert loaded is not None and same(values, expected(saved, Layout(**loading)))
+        said = "\n".join(lines)
+        missing = [kind for kind in loading["moments"] if kind not in saving["moments"]]
+        if missing:
+            assert f" of 8 parameter tensors have no {' and '.join(missing)} there (they were frozen, or tra" in said
+        resumes = loading["averaged"] and saving["averaged"]
+        assert ("4 of 8 parameter tensors have no average there" in said) == (resumes and bool(frozen))
+        assert ("it holds averaged weights" in said) == (saving["averaged"] and not loading["averaged"])
+        if saving == loading and not frozen:
+            assert lines == []
+
+
+def test_numbers_of_parameters_are_counted_apart(tmp_path: Path) -> None:
+    """With half the parameters frozen in a run of one moment, the report counts frozen and trained ones separately."""
+    save(tmp_path, 10, 1, moments=ONE, averaged=True, frozen=MIXED)
+    lines = load(tmp_path, averaged=True)[2]
+    assert [line.partition("/10: ")[2].partition(" (")[0] for line in lines] == [
+        "4 of 8 parameter tensors have no exp_avg_sq there",
+        "4 of 8 parameter tensors have no exp_avg and exp_avg_sq there",
+        "4 of 8 parameter tensors have no average there",
+    ]
+
+
+@pytest.mark.parametrize("averaged", [False, True])
+def test_inference_takes_weights_and_averages(averaged: bool, tmp_path: Path) -> None:
+    """A model for inference loads no moments and reports none missing."""
+    saved = save(tmp_path, 10, 1, 3, averaged=True)
+    _, values, lines = load(tmp_path, 2, 2, training=False, averaged=averaged)
+    wanted = {kind: saved[kind] for kind in ("weights", *["average"] * averaged)}
+    assert same(values, wanted) and len(lines) == (not averaged)
+
+
+def test_only_what_there_is_is_named(tmp_path: Path) -> None:
+    """The manifest has no empty lists; averages come after the moments."""
+    save(tmp_path, 10, 1, 2, moments=ONE, averaged=True, frozen=MIXED)
+    for name, entry in json.loads((tmp_path / "10" / "manifest.json").read_bytes())["parameters"].items():
+        assert list(entry) == ["dtype", "shape", "weights", *(() if name in MIXED else ("exp_avg", "average"))]
+        assert all(entry.values())

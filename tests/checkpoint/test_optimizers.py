@@ -9,16 +9,8 @@ import pytest
 
 from megatron_lite.checkpoint import manifest
 from megatron_lite.config.optimizer import OPTIMIZERS
-from tests.checkpoint.test_engine import (
-    MATRIX,
-    assert_same,
-    copy_checkpoint,
-    frozen_names,
-    log_of,
-    read_all,
-    save_again,
-    train_on,
-)
+from megatron_lite.distributed.process_group import Distributed
+from tests.checkpoint.test_engine import LAST, MATRIX, assert_same, frozen_names, last, saved_again, train_on
 from tests.support.harness import run_distributed
 
 
@@ -27,18 +19,22 @@ def is_matrix(name: str) -> bool:
     return name.startswith("blocks.") and name.endswith(".weight") and "norm" not in name
 
 
+def train_all(distributed: Distributed, roots: dict[str, Path]) -> None:
+    for name, root in roots.items():
+        train_on(distributed, {"optimizer": name, **MATRIX, "experiment_dir": str(root)})
+
+
 @pytest.fixture(scope="module")
 def trained(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     """Experiments of every optimizer on one rank, with something frozen."""
     roots = {name: tmp_path_factory.mktemp(name) for name in OPTIMIZERS}
-    for name, root in roots.items():
-        run_distributed(1, train_on, {"optimizer": name, **MATRIX, "experiment_dir": str(root)})
+    run_distributed(1, train_all, roots)
     return roots
 
 
 def test_a_checkpoint_holds_the_moments_of_its_optimizer(trained: dict[str, Path]) -> None:
     for name, root in trained.items():
-        contents = read_all(root / "checkpoints" / "8")
+        contents = last(root)
         frozen = frozen_names(contents)
         assert frozen and not any("attention" in parameter for parameter in frozen)
         for parameter, kind in itertools.product({parameter for parameter, _ in contents}, ("exp_avg", "exp_avg_sq")):
@@ -57,9 +53,8 @@ CHANGES = [
 @pytest.mark.parametrize(("before", "now"), CHANGES)
 def test_a_change_of_the_optimizer(trained: dict[str, Path], before: str, now: str, tmp_path: Path) -> None:
     """Weights are bit-identical; moments and Adam's count start at zero, except those that Muon's AdamW continues."""
-    copy_checkpoint(trained[before], 8, tmp_path)
-    run_distributed(1, save_again, {"optimizer": now, **MATRIX, "experiment_dir": str(tmp_path)}, str(tmp_path / "new"))
-    old, new = read_all(trained[before] / "checkpoints" / "8"), read_all(tmp_path / "new" / "8")
+    new, log, _ = saved_again(trained[before], 1, {"optimizer": now, **MATRIX}, tmp_path)
+    old = last(trained[before])
     some_go_on = (before, now) == ("adamw", "muon")
     for (name, kind), values in new.items():
         if kind == "weights" or (some_go_on and not is_matrix(name)):
@@ -67,6 +62,6 @@ def test_a_change_of_the_optimizer(trained: dict[str, Path], before: str, now: s
         else:
             assert not values.any(), (name, kind)
     assert any(values.any() for (_, kind), values in new.items() if kind != "weights") == some_go_on
-    state = manifest.read(tmp_path / "new" / "8").state["optimizer"]
-    assert state["updates"] == (8 if some_go_on else 0)
-    assert f"trained with --optimizer={before}, whose moments --optimizer={now} cannot use" in log_of(tmp_path)
+    state = manifest.read(tmp_path / "again" / str(LAST)).state["optimizer"]
+    assert state["updates"] == (LAST if some_go_on else 0)
+    assert f"trained with --optimizer={before}, whose moments --optimizer={now} cannot use" in log

@@ -33,7 +33,6 @@ from tests.support.fakes import (
     same,
     take,
 )
-from tests.support.thread_ranks import ThreadRank
 
 SPECS, CONFIG = make_specs(), Config()
 
@@ -51,19 +50,30 @@ def save(
     """Save random values from a model of this `Layout`; return its values, or raise the error of rank 0."""
     layout = Layout(world_size, num_per_stage, **more)
     values = held(random_values(SPECS, seed, KINDS), layout)
-
-    def rank_main(distributed: ThreadRank) -> None:
-        model = put(empty_model(SPECS, layout, distributed.rank), values, distributed.rank)
-        state_or_default = run_state() if state is None else state
-        write_now(Save(root, iteration, model, state_or_default, config, distributed))  # type: ignore[arg-type]
-
-    if world_size == 1:  # without a thread, so that a simulated kill reaches the test
-        rank_main(one_rank())
-        return values
-    for result in World(world_size, layout.tensor_ranks).run(rank_main):
+    for result in saved_by_all(lambda _: root, iteration, values, layout, state, config):
         if isinstance(result, Exception):
             raise result
     return values
+
+
+def saved_by_all(
+    root_of: Callable[[int], Path],
+    iteration: int,
+    values: Values,
+    layout: Layout,
+    state: Any = None,
+    config: Config = CONFIG,
+) -> list[Any]:
+    """Save on every rank into its root; return the ranks' results or errors."""
+
+    def rank_main(distributed: Any) -> None:
+        model: Any = put(empty_model(SPECS, layout, distributed.rank), values, distributed.rank)
+        state_or_default = run_state() if state is None else state
+        write_now(Save(root_of(distributed.rank), iteration, model, state_or_default, config, distributed))
+
+    if layout.world_size == 1:  # without a thread, so that a simulated kill reaches the test
+        return [rank_main(one_rank())]
+    return World(layout.world_size, layout.tensor_ranks).run(rank_main)
 
 
 def newest(root: Path) -> tuple[Path, Manifest] | None:
@@ -147,9 +157,7 @@ def test_special_values_keep_their_bits(tmp_path: Path) -> None:
     values = random_values(SPECS, 1)
     bits = torch.tensor([0x7FC12345, 0xFF800000 - 2**32, 0x80000000 - 2**32, 1, 0x7F800000], dtype=torch.int32)
     values["exp_avg"]["embedding.word.weight"].view(-1)[:5] = bits.view(torch.float32)
-    distributed: Any = one_rank()
-    model: Any = put(empty_model(SPECS, Layout(), 0), values, 0)
-    write_now(Save(tmp_path, 1, model, run_state(), Config(), distributed))
+    saved_by_all(lambda _: tmp_path, 1, values, Layout())
     assert same(values, load(tmp_path)[1])
 
 
@@ -354,13 +362,7 @@ def test_a_full_disk_of_one_rank_is_an_error_on_all(rank: int, tmp_path: Path, m
         return real_write(path, *arguments)
 
     monkeypatch.setattr(files, "write_tensors", write)
-    values = random_values(SPECS, 2)
-
-    def rank_main(distributed: ThreadRank) -> None:
-        model: Any = put(empty_model(SPECS, Layout(3), distributed.rank), values, distributed.rank)
-        write_now(Save(tmp_path, 20, model, run_state(), Config(), distributed))  # type: ignore[arg-type]
-
-    results = World(3).run(rank_main)
+    results = saved_by_all(lambda _: tmp_path, 20, random_values(SPECS, 2), Layout(3))
     num_bytes = sum(12 * part.layout.shard_numel for _, part in empty_model(SPECS, Layout(3), 0).parts())
     for result in results:
         assert isinstance(result, StorageError) and result.exit_code == 8
@@ -386,12 +388,7 @@ def test_an_unwritable_directory_is_a_storage_error(tmp_path: Path) -> None:
 
 def test_a_state_that_could_not_be_read_leaves_no_rank_waiting(tmp_path: Path) -> None:
     """A mistake of the caller is raised unchanged on rank 0, other ranks get StorageError, and no folder appears."""
-
-    def rank_main(distributed: ThreadRank) -> None:
-        model: Any = empty_model(SPECS, Layout(2), distributed.rank)
-        write_now(Save(tmp_path, 20, model, run_state() | {"x": 1}, Config(), distributed))  # type: ignore[arg-type]
-
-    results = World(2).run(rank_main)
+    results = saved_by_all(lambda _: tmp_path, 20, random_values(SPECS, 2), Layout(2), run_state() | {"x": 1})
     assert [type(result) for result in results] == [ValueError, StorageError]
     assert "could not be read again: state has the unknown key 'x'" in str(results[0])
     assert names(tmp_path) == set()
@@ -399,13 +396,7 @@ def test_a_state_that_could_not_be_read_leaves_no_rank_waiting(tmp_path: Path) -
 
 def test_a_rank_that_sees_another_file_system_is_named(tmp_path: Path) -> None:
     """Two nodes without a common directory get an error that says so, not a hang."""
-
-    def rank_main(distributed: ThreadRank) -> None:
-        model: Any = empty_model(SPECS, Layout(2), distributed.rank)
-        root = tmp_path / f"node_{distributed.rank}"
-        write_now(Save(root, 20, model, run_state(), Config(), distributed))  # type: ignore[arg-type]
-
-    for result in World(2).run(rank_main):
+    for result in saved_by_all(lambda rank: tmp_path / f"node_{rank}", 20, random_values(SPECS, 2), Layout(2)):
         assert isinstance(result, StorageError)
         assert "rank 1: " in str(result) and "all ranks need the same file system" in str(result)
 

@@ -145,13 +145,13 @@ def test_a_save_in_the_background_that_fails_ends_the_run(tmp_path: Path) -> Non
 
 def train_and_copy_slowly(distributed: Distributed, options: dict[str, Any]) -> None:
     """A whole run whose copies for checkpoints take longer than its steps."""
-    copy = writing._copy
+    copy = writing._copy_all
 
     def slow(*arguments: Any) -> None:
-        time.sleep(0.02)
+        time.sleep(0.1)
         copy(*arguments)
 
-    writing._copy = slow  # type: ignore[assignment]  # in a process of its own
+    writing._copy_all = slow  # type: ignore[assignment]  # in a process of its own
     train_whole(distributed, tiny_config(**options))
 
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+import itertools
 from typing import Any
 
 import pytest
@@ -57,7 +59,7 @@ def all_gradients(distributed: Distributed) -> list[tuple[Options, tuple[int, in
     whole = {dtype: gradients(distributed, {"zero_stage": 1}, (1, 1), dtype) for dtype in ("fp32", "bf16")}
     return [
         (layout, order, dtype, [float((a - b).norm() / b.norm()) for a, b in zip(found, whole[dtype], strict=True)])
-        for layout in LAYOUTS
+        for layout in (LAYOUTS if distributed.world_size > 1 else LAYOUTS[:3])  # alone, every stage has buffers
         for order in (ORDERS if "zero_stage" in layout else ORDERS[2:])
         for dtype in (("fp32", "bf16") if order == (4, 1) and layout["zero_stage"] == 2 else ("fp32",))
         for found in (gradients(distributed, layout, order, dtype),)
@@ -77,7 +79,7 @@ def test_accumulated_gradients_are_those_of_the_whole_batch(ranks: int) -> None:
 
 def evaluated_runs(distributed: Distributed, options: Options) -> list[Outcome]:
     return [
-        Engine(distributed, options | {"zero_stage": stage}).run(6, evaluate_every)
+        Engine(distributed, options | {"zero_stage": stage}).run(4, evaluate_every)
         for stage in (1, 2, 3)
         for evaluate_every in (2, 0)
     ]
@@ -96,21 +98,21 @@ def evaluated_runs(distributed: Distributed, options: Options) -> list[Outcome]:
 def test_evaluations_in_between_change_no_bit(options: Options) -> None:
     """ZeRO 1, 2 and 3, with an evaluation after every second step and without."""
     first, *others = run_distributed(2, evaluated_runs, {"num_layers": 3, **options})[0]
-    assert len(first.evaluated) == 3 and len(set(first.evaluated)) == 3
+    assert len(first.evaluated) == 2 and len(set(first.evaluated)) == 2
     for other in others:
         assert (other.losses, other.grad_norms, other.weights) == (first.losses, first.grad_norms, first.weights)
         assert other.evaluated in ([], first.evaluated)
 
 
-def inference(distributed: Distributed, options: Options) -> list[tuple[float, float, dict[str, int]]]:
-    """Return for each layout the losses of a training and an inference model, and the memory of the latter."""
+def inference(distributed: Distributed) -> list[tuple[str, float, float, dict[str, int]]]:
+    """Return for each dtype and layout the losses of a training and an inference model, and the latter's memory."""
     results = []
-    for layout in LAYOUTS:
-        losses = []
+    for dtype, layout in itertools.product(("fp32", "bf16"), LAYOUTS):
+        losses, options = [], {"num_layers": 3, "training_dtype": dtype, "tie_word_embeddings": False}
         for training in (True, False):
             engine = Engine(distributed, options | layout, training=training)
             losses.append(float(engine.model.evaluate(engine.batches(1))))
-        results.append((*losses, engine.model.memory.bytes_by_kind()))
+        results.append((dtype, *losses, engine.model.memory.bytes_by_kind()))
         assert not any(part.has_state or hasattr(part, "grad_shard") for _, part in engine.model.parts())
         assert not any(parameter.requires_grad for _, parameter in engine.model.parameters())
         try:
@@ -122,39 +124,36 @@ def inference(distributed: Distributed, options: Options) -> list[tuple[float, f
     return results
 
 
-@pytest.mark.parametrize("training_dtype", ["fp32", "bf16"])
 @pytest.mark.parametrize("ranks", [1, 2])
-def test_evaluation_without_gradient_buffers(ranks: int, training_dtype: str) -> None:
+def test_evaluation_without_gradient_buffers(ranks: int) -> None:
     """The same loss to the bit as a training model's, at every buffer count; no gradients, no moments."""
-    options = {"num_layers": 3, "training_dtype": training_dtype, "tie_word_embeddings": False}
-    for results in run_distributed(ranks, inference, options):
-        for training, without, kinds in results:
-            assert training == without == results[0][0] > 0
+    for results in run_distributed(ranks, inference):
+        expected = {dtype: loss for dtype, loss, *_ in results}
+        for dtype, training, without, kinds in results:
+            assert training == without == expected[dtype] > 0
             assert kinds["gradient buffers"] == kinds["gradient shards"] == kinds["optimizer moments"] == 0
             assert kinds["communication scratch"] == 0 and kinds["weight buffers"] > 0
 
 
-class FakeEvents:
-    """Events of a GPU that write down what is done with them."""
+class FakeEvent:
+    """An event of a GPU that writes down what is done with it."""
 
-    def __init__(self) -> None:
-        self.log: list[str] = []
-        self._count = 0
-
-    def __call__(self) -> Any:
-        self._count += 1
-        return _FakeEvent(self.log, self._count)
-
-
-class _FakeEvent:
-    def __init__(self, log: list[str], number: int) -> None:
-        self._log, self._number = log, number
+    def __init__(self, log: list[str]) -> None:
+        self._log, self._number = log, 1 + sum(line.startswith("record") for line in log)
 
     def record(self) -> None:
         self._log.append(f"record {self._number}")
 
-    def synchronize(self) -> None:
+    def wait(self) -> None:
         self._log.append(f"wait {self._number}")
+
+
+def a_throttle(rate: int, delay: int) -> tuple[Any, list[str]]:
+    """Return a throttle, and the log of its events."""
+    log: list[str] = []
+    new_event: Any = functools.partial(FakeEvent, log)
+    wait_for: Any = FakeEvent.wait
+    return Throttle(rate, delay, wait_for, new_event), log
 
 
 @pytest.mark.parametrize(
@@ -170,20 +169,18 @@ class _FakeEvent:
 )
 def test_the_throttle_waits_for_earlier_events(rate: int, delay: int, log: str) -> None:
     """Five steps: every `rate`-th records an event, and waits for that of `delay` recordings before."""
-    events = FakeEvents()
-    throttle = Throttle(rate, delay, lambda event: event.synchronize(), events)
+    throttle, done = a_throttle(rate, delay)
     for _ in range(5):
         throttle.step()
-    assert ", ".join(events.log) == log
+    assert ", ".join(done) == log
 
 
 def test_the_throttle_is_stepped_after_every_step_of_the_schedule() -> None:
     """Across iterations, too: the first step of one waits for the last of another."""
-    events = FakeEvents()
     engine = Engine(SimulatedRanks(), {"num_layers": 2, "depth_first_micro_batches": 2, "zero_stage": 3})
     assert engine.model._throttle is None, "there is nothing to throttle on CPU"
-    engine.model._throttle = Throttle(3, 1, lambda event: event.synchronize(), events)
+    engine.model._throttle, log = a_throttle(3, 1)
     engine.run(2)
-    recorded = [line for line in events.log if line.startswith("record")]
+    recorded = [line for line in log if line.startswith("record")]
     assert len(recorded) == 2 * len(engine.model.training_schedule) // 3 == 2 * 2 * 2 * 4 // 3
-    assert events.log[:5] == ["record 1", "record 2", "wait 1", "record 3", "wait 2"]
+    assert log[:5] == ["record 1", "record 2", "wait 1", "record 3", "wait 2"]

@@ -17,7 +17,7 @@ from tests.support.harness import Trajectory, layers_of, run_distributed, same_w
 from tests.support.plain_gpt import PlainGPT, plain_adamw
 
 Options = dict[str, Any]
-ITERATIONS = 8
+ITERATIONS = 5
 
 # Options, and the beginnings of the names that they freeze.
 FREEZING: dict[str, tuple[Options, tuple[str, ...]]] = {

@@ -8,7 +8,6 @@ import numpy as np
 import pytest
 import torch
 
-from megatron_lite.distributed import process_group as distributed_module
 from megatron_lite.distributed.process_group import Distributed
 from megatron_lite.model.gpt import build_gpt
 from megatron_lite.model.layer import MicroBatch
@@ -91,33 +90,6 @@ def test_initial_weights_depend_on_seed_and_name_only() -> None:
     assert all(name.endswith("norm.bias") for name in same), "only norm biases start from a constant here"
     word = results[0]["embedding.word.weight"]
     assert abs(word.std() / 32**-0.5 - 1) < 0.05 and abs(word.mean()) < 0.01
-
-
-def reduce_in_chunks(distributed: Distributed) -> tuple[bytes, bytes]:
-    """A reduction in many small chunks against the sum written out in rank order; two under way in a row."""
-    distributed_module.REDUCTION_CHUNK_NUMEL = 7
-    world_size, numel = distributed.world_size, 50
-    generator = torch.Generator().manual_seed(1)  # every rank draws all ranks' values
-    values = [[torch.randn(world_size * numel, generator=generator) for _ in range(world_size)] for _ in range(2)]
-    buffers = [turn[distributed.rank].clone() for turn in values]
-    handles = [distributed.reduce_scatter(buffer) for buffer in buffers]
-    for handle in reversed(handles):
-        handle.wait()
-    own = slice(distributed.rank * numel, (distributed.rank + 1) * numel)
-    expected = []
-    for turn in values:
-        total = turn[0][own].clone()
-        for other in turn[1:]:
-            total += other[own]
-        expected.append(total)
-    ours = torch.cat([buffer[own] for buffer in buffers]).numpy().tobytes()
-    return ours, torch.cat(expected).numpy().tobytes()
-
-
-@pytest.mark.parametrize("ranks", [1, 2, 3, 4])
-def test_reductions_sum_in_rank_order_bit_for_bit(ranks: int) -> None:
-    for ours, expected in run_distributed(ranks, reduce_in_chunks):
-        assert ours == expected
 
 
 def gather_and_agree(distributed: Distributed) -> tuple[list[float], list[Any], Any, int, list[float]]:
