@@ -1,4 +1,4 @@
-"""Split the fused projection into query, key and value, with rotary positions (Su et al. 2021, half-split layout).
+"""Rotary positions (Su et al. 2021, half-split layout) of the heads of a fused projection.
 
 A head x = [a, b, rest] at position p, with r / 2 channels in a and in b (r = d: no rest), is rotated by the angles
 p base^(-2 j / r), or by those of `model/rotary.py`:   y = [a cos - b sin, b cos + a sin, rest].
@@ -10,11 +10,8 @@ A table of angles holds cos and sin in fp32: either (positions, r / 2), with row
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
 from megatron_lite.kernels.triton_support import cdiv, jit, next_power_of_2, tl
 
@@ -237,49 +234,3 @@ def join_gradients(grads: tuple[Tensor, ...], target: Tensor, table: Table | Non
             HALF=half,
             num_warps=4,
         )
-
-
-def joined_gradients(grads: tuple[Tensor, ...]) -> Tensor | None:
-    """Return the contiguous (b, s, n + 2 g, d) that the gradients are transposed views of, or None."""
-    (batch, _, length, channels), heads = grads[0].shape, sum(grad.shape[1] for grad in grads)
-    strides = (length * heads * channels, channels, heads * channels, 1)
-    memory, offset = grads[0].untyped_storage().data_ptr(), grads[0].storage_offset()
-    for grad in grads:
-        if (grad.untyped_storage().data_ptr(), grad.storage_offset(), grad.stride()) != (memory, offset, strides):
-            return None
-        offset += grad.shape[1] * channels
-    return grads[0].as_strided((batch, heads, length, channels), strides).transpose(1, 2)
-
-
-class _SplitHeads(torch.autograd.Function):
-    @staticmethod
-    def forward(
-        ctx: Any, projection: Tensor, num_heads: int, head_groups: int, table: Table | None, triton: bool
-    ) -> tuple[Tensor, Tensor, Tensor]:
-        ctx.table, ctx.triton = table, triton
-        heads = projection.unflatten(-1, (num_heads + 2 * head_groups, -1))  # (b, s, n + 2 g, d)
-        rotate_in_place(heads, num_heads + head_groups, table, triton)
-        query, key, value = heads.split([num_heads, head_groups, head_groups], dim=2)
-        return query.transpose(1, 2), key.transpose(1, 2), value.transpose(1, 2)
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        joined = joined_gradients(grads) if ctx.table is None else None
-        if joined is not None:
-            return joined.flatten(2), None, None, None, None
-        batch, _, length, channels = grads[0].shape
-        dprojection = grads[0].new_empty(batch, length, sum(grad.shape[1] for grad in grads), channels)
-        join_gradients(grads, dprojection, ctx.table, ctx.triton)
-        return dprojection.flatten(2), None, None, None, None
-
-
-def split_heads(
-    projection: Tensor, num_heads: int, head_groups: int, table: Table | None, triton: bool = False
-) -> tuple[Tensor, Tensor, Tensor]:
-    """(b, s, (n + 2 g) d) -> query (b, n, s, d), key (b, g, s, d), value (b, g, s, d).
-
-    table: angles of queries and keys; None: no rotation. All three are views of the projection, which is rotated in
-    place to avoid saving a rotated copy. Nothing else may read it afterwards.
-    """
-    return _SplitHeads.apply(projection, num_heads, head_groups, table, triton)

@@ -11,9 +11,9 @@ from torch import Tensor
 from megatron_lite.config import ModelConfig, PerformanceConfig
 from megatron_lite.kernels.attention.attention import attention
 from megatron_lite.kernels.choice import Kernels
-from megatron_lite.kernels.head_norm import normalized_heads
+from megatron_lite.kernels.heads import split_heads
 from megatron_lite.kernels.mlp import mlp
-from megatron_lite.kernels.rotary import Table, split_heads
+from megatron_lite.kernels.rotary import Table
 from megatron_lite.kernels.tensor_collectives import ONE_RANK, Collectives, split_seed
 from megatron_lite.model.layer import Layer, Linear, MicroBatch, Norm, dropout
 from megatron_lite.model.rotary import Rotary
@@ -80,21 +80,20 @@ class Attention(torch.nn.Module):
         projection = self.query_key_value(hidden, before=collectives)
         projection = projection.view(*micro_batch.tokens.shape, -1)  # (b, s, (n + 2 g) d)
         heads = self.heads(projection, self._angles(hidden, micro_batch))
-        seed = split_seed(micro_batch.site_seed(self.name, self.dropout), self.parallel.group.rank)
-        documents, backend = micro_batch.documents, self.kernels.attention
         if micro_batch.cache is not None:
             context = micro_batch.cache.attend(self.name, heads, self.window, self.scale, self.softmax_in_fp32)
-            return self.output(context.transpose(1, 2).flatten(2), after=collectives)
-        context = attention(
-            *heads,
-            self.window,
-            self.dropout,
-            seed,
-            backend=backend,
-            documents=documents,
-            scale=self.scale,
-            softmax_in_fp32=self.softmax_in_fp32,
-        )
+        else:
+            seed = split_seed(micro_batch.site_seed(self.name, self.dropout), self.parallel.group.rank)
+            context = attention(
+                *heads,
+                self.window,
+                self.dropout,
+                seed,
+                backend=self.kernels.attention,
+                documents=micro_batch.documents,
+                scale=self.scale,
+                softmax_in_fp32=self.softmax_in_fp32,
+            )
         return self.output(context.transpose(1, 2).flatten(2), after=collectives)  # (b, s, n d) -> (b, s, h)
 
     def _angles(self, hidden: Tensor, micro_batch: MicroBatch) -> Table | None:
@@ -108,19 +107,10 @@ class Attention(torch.nn.Module):
 
     def heads(self, projection: Tensor, table: Table | None) -> tuple[Tensor, Tensor, Tensor]:
         """(b, s, (n + 2 g) d) -> query (b, n, s, d), key and value (b, g, s, d), with optional norms and rotation."""
-        query_norm, key_norm, triton = self.query_norm, self.key_norm, self.kernels.triton
-        if query_norm is None or key_norm is None:
-            return split_heads(projection, self.num_heads, self.head_groups, table, triton)
-        return normalized_heads(
-            projection,
-            num_heads=self.num_heads,
-            head_groups=self.head_groups,
-            table=table,
-            query=(query_norm.weight, query_norm.bias),
-            key=(key_norm.weight, key_norm.bias),
-            kind=query_norm.kind,
-            triton=triton,
-        )
+        norms = kind = None
+        if self.query_norm is not None and self.key_norm is not None:
+            norms, kind = (self.query_norm.weights, self.key_norm.weights), self.query_norm.kind
+        return split_heads(projection, self.num_heads, self.head_groups, table, self.kernels.triton, norms, kind)
 
 
 class MLP(torch.nn.Module):

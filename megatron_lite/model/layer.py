@@ -13,7 +13,7 @@ from megatron_lite.config import ModelConfig
 from megatron_lite.kernels.attention.attention import Documents
 from megatron_lite.kernels.choice import Kernels
 from megatron_lite.kernels.linear import linear
-from megatron_lite.kernels.normalization import Kind, add_norm
+from megatron_lite.kernels.normalization import Kind, Weights, add_norm
 from megatron_lite.kernels.tensor_collectives import ONE_RANK, Collectives
 from megatron_lite.kernels.triton_support import generator_for
 from megatron_lite.model.kv_cache import CachePass
@@ -109,6 +109,11 @@ class Norm(torch.nn.Module):
         if config.use_layer_norm_weight and centered:
             zeros = Initializer("constant", 0.0)
             self.bias = declare(ParameterSpec(f"{name}.bias", shape, zeros, weight_decay=False, split=split))
+
+    @property
+    def weights(self) -> Weights:
+        """Weight and bias."""
+        return Weights(self.weight, self.bias)
 
     def forward(self, hidden: Tensor, dtype: torch.dtype | None = None) -> Tensor:
         """Normalize; the output has the given dtype, by default the input's."""

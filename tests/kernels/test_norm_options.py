@@ -9,8 +9,8 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from megatron_lite.kernels.head_norm import normalized_heads
-from megatron_lite.kernels.normalization import Kind, add_norm
+from megatron_lite.kernels.heads import split_heads
+from megatron_lite.kernels.normalization import Kind, Weights, add_norm
 from megatron_lite.kernels.rotary import rotary_table
 from megatron_lite.parameter import Parameter
 from tests.support.kernel_checks import DEVICE, close, dtypes, empty_gradient, implementations, randn, saved_tensors
@@ -166,7 +166,7 @@ def heads_against_the_formula(
     torch.autograd.backward(expected, [grad.double() for grad in grads])
 
     projection.requires_grad_()
-    made = normalized_heads(projection * 1, n, g, table, (ours[0], ours[1]), (ours[2], ours[3]), kind, triton)
+    made = split_heads(projection * 1, n, g, table, triton, (Weights(*ours[:2]), Weights(*ours[2:])), kind)
     torch.autograd.backward(made, grads)
     for mine, reference in zip(made, expected, strict=True):
         assert mine.dtype == dtype and mine.shape == reference.shape
@@ -180,12 +180,12 @@ def heads_against_the_formula(
 def test_memory_kept_by_norms_of_heads(centered: bool, triton: bool) -> None:
     """Keep the projection, which the values are a view of, and the statistics; queries and keys have new memory."""
     b, s, n, g, d = 2, 3, 4, 2, 6
-    pairs = [parameters(centered, "around one", d, torch.float32) for _ in range(2)]
+    norms = tuple(Weights(*parameters(centered, "around one", d, torch.float32)) for _ in range(2))
     projection = randn(b, s, (n + 2 * g) * d).to(DEVICE).requires_grad_() * 1
     before = projection.detach().clone()
     with saved_tensors() as kept:
         table = rotary_table(s, d, 1e4, DEVICE)
-        query, key, value = normalized_heads(projection, n, g, table, *map(tuple, pairs), Kind(EPS, centered), triton)
+        query, key, value = split_heads(projection, n, g, table, triton, norms, Kind(EPS, centered))
     assert torch.equal(projection, before)
     memory = projection.untyped_storage().data_ptr()
     assert value.untyped_storage().data_ptr() == memory != query.untyped_storage().data_ptr()
@@ -202,15 +202,15 @@ def test_frozen_norms_of_heads(centered: bool, triton: bool) -> None:
     grads = [randn(b, heads, s, d, seed=i).to(DEVICE) for i, heads in enumerate((n, g, g))]
     results = []
     for projection_needs, query_needs in ((True, True), (True, False), (False, True)):
-        pairs = [parameters(centered, "around one", d, torch.float32) for _ in range(2)]
-        for one in pairs[0]:
+        norms = tuple(Weights(*parameters(centered, "around one", d, torch.float32)) for _ in range(2))
+        for one in norms[0]:
             if one is not None:
                 one.requires_grad_(query_needs)
         projection = randn(b, s, (n + 2 * g) * d).to(DEVICE).requires_grad_(projection_needs)
-        made = normalized_heads(projection, n, g, None, *map(tuple, pairs), Kind(EPS, centered), triton)
+        made = split_heads(projection, n, g, None, triton, norms, Kind(EPS, centered))
         wanted = [(part, grad) for part, grad in zip(made, grads, strict=True) if part.requires_grad]
         torch.autograd.backward(*zip(*wanted, strict=True))
-        found = [None if one is None else one.main_grad for pair in pairs for one in pair]
+        found = [None if one is None else one.main_grad for pair in norms for one in pair]
         results.append((projection.grad, found))
     (grad, whole), (without_query, part), (nothing, of_weights) = results
     assert torch.equal(grad, without_query) and nothing is None

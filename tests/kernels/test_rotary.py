@@ -6,7 +6,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from megatron_lite.kernels.rotary import Table, angle_table, rotary_table, split_heads
+from megatron_lite.kernels.heads import split_heads
+from megatron_lite.kernels.rotary import Table, angle_table, rotary_table
 from tests.support.kernel_checks import DEVICE, close, compare, dtypes, implementations, randn
 
 B, S = 2, 3

@@ -40,10 +40,10 @@ from megatron_lite.kernels.adamw import adamw_moments, adamw_weights  # noqa: E4
 from megatron_lite.kernels.cross_entropy import Sums, sweep  # noqa: E402
 from megatron_lite.kernels.embedding import embedding  # noqa: E402
 from megatron_lite.kernels.gradient_norm import squared_norm  # noqa: E402
-from megatron_lite.kernels.head_norm import normalized_heads  # noqa: E402
+from megatron_lite.kernels.heads import split_heads  # noqa: E402
 from megatron_lite.kernels.mlp import FUNCTIONS, activate, activate_backward  # noqa: E402
-from megatron_lite.kernels.normalization import Kind, add_norm  # noqa: E402
-from megatron_lite.kernels.rotary import rotary_table, split_heads  # noqa: E402
+from megatron_lite.kernels.normalization import Kind, Weights, add_norm  # noqa: E402
+from megatron_lite.kernels.rotary import rotary_table  # noqa: E402
 from scripts.benchmarks.gpu.ops_table import OPS, Op, Shape, backward  # noqa: E402
 
 
@@ -190,9 +190,9 @@ def others(shape: Shape) -> Iterator[tuple[str, Callable[[], Any]]]:
         grads = tuple(shape.random(*part.shape) for part in parts)
         yield f"rotary {length} {channels} {turned}", backward(parts, (projection,), grads)
         for zero_centered in (False, True):
-            pairs = [(shape.parameter(channels), shape.parameter(channels) if zero_centered else None)] * 2
+            norms = (Weights(shape.parameter(channels), shape.parameter(channels) if zero_centered else None),) * 2
             kind = Kind(1e-5, zero_centered, zero_centered)
-            parts = normalized_heads(projection * 1, heads, heads, table, *pairs, kind, triton=True)
+            parts = split_heads(projection * 1, heads, heads, table, True, norms, kind)
             yield f"norms of heads {channels} {turned} {zero_centered}", backward(parts, (projection,), grads)
     for rows, split, nesterov, passes in itertools.product((1, 9, 300), (False, True), (False, True), (1, 2)):
         if rows < 300 or passes == 2:

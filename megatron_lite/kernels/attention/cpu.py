@@ -81,9 +81,7 @@ class _FlashAttention(torch.autograd.Function):
         keys = piece_length(b * n * s * s, s, d, backward=True)
         if keys >= s:
             return *kernel(do, query, key, value, output, sums, 0.0, True, scale=ctx.scale), None
-        # One tensor, so that `split_heads` need not join the gradients.
-        joined = query.new_empty(b, s, n + 2 * g, d).transpose(1, 2)
-        dquery, dkey, dvalue = joined.split([n, g, g], dim=1)
+        dquery, dkey, dvalue = (query.new_empty(b, s, heads, d).transpose(1, 2) for heads in (n, g, g))
         for start in range(0, s, keys):
             seen, by = slice(start, min(start + keys, s)), slice(start, s)
             dq, dkey[:, :, seen], dvalue[:, :, seen] = kernel(

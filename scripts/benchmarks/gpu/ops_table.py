@@ -25,11 +25,12 @@ from megatron_lite.kernels.attention.choice import machine_of
 from megatron_lite.kernels.cross_entropy import Sums, linear_cross_entropy, sweep
 from megatron_lite.kernels.embedding import embedding
 from megatron_lite.kernels.gradient_norm import squared_norm
+from megatron_lite.kernels.heads import split_heads
 from megatron_lite.kernels.linear import accumulate_product
 from megatron_lite.kernels.mlp import activate, activate_backward
 from megatron_lite.kernels.normalization import Kind, Weights, add_norm, triton_backward, triton_forward
 from megatron_lite.kernels.products import affine, product
-from megatron_lite.kernels.rotary import rotary_table, split_heads
+from megatron_lite.kernels.rotary import rotary_table
 from megatron_lite.parameter import Parameter
 
 EPS = 1e-5

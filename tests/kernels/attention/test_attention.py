@@ -21,8 +21,9 @@ from megatron_lite.kernels.attention import gpu as attention_gpu
 from megatron_lite.kernels.attention.attention import Documents, attention
 from megatron_lite.kernels.attention.choice import Machine, Work, choose_attention, describe_attention
 from megatron_lite.kernels.attention.probe import failure
+from megatron_lite.kernels.heads import split_heads
 from megatron_lite.kernels.linear import linear
-from megatron_lite.kernels.rotary import rotary_table, split_heads
+from megatron_lite.kernels.rotary import rotary_table
 from megatron_lite.parameter import Parameter
 from tests.support.kernel_checks import close, dtypes, saved_tensors
 from tests.support.memory_meters import PeakMeter

@@ -1,0 +1,112 @@
+"""Split the fused projection into query, key and value, with optional norms of each head and rotary positions.
+
+    q, k, v = split(projection);   q = rotate(norm(q)),  k = rotate(norm(k))
+
+The norms of queries and keys (Henry et al. 2020; Dehghani et al. 2023) are those of `normalization.py`, over the d
+channels of each head, with one weight (d,) for all heads.
+
+Without norms nothing is saved, and the projection is rotated in place. With norms, the backward pass needs the
+projection, which contains v, and the statistics; attention saves the new q and k anyway. The backward pass first joins
+the three gradients, rotated back, then computes the norms' gradients in place.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from megatron_lite.kernels.normalization import (
+    LARGEST_ROW,
+    Kind,
+    Statistics,
+    Weights,
+    reference_backward,
+    reference_forward,
+    triton_backward,
+    triton_forward,
+)
+from megatron_lite.kernels.rotary import Table, join_gradients, rotate_in_place
+from megatron_lite.parameter import Parameter
+
+
+class _SplitHeads(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any,
+        projection: Tensor,
+        num_heads: int,
+        head_groups: int,
+        table: Table | None,
+        triton: bool,
+        kind: Kind | None,
+        *parameters: Parameter | None,
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        sizes = (num_heads, head_groups, head_groups)
+        ctx.sizes, ctx.table, ctx.triton, ctx.kind = sizes, table, triton, kind
+        heads = projection.contiguous().unflatten(-1, (sum(sizes), -1))  # (b, s, n + 2 g, d)
+        query, key, value = heads.split(sizes, dim=2)
+        rotated = heads
+        if kind is not None:
+            rotated = heads.new_empty(*heads.shape[:2], num_heads + head_groups, heads.shape[-1])
+            ctx.weights = (Weights(*parameters[:2]), Weights(*parameters[2:]))
+            ctx.norms_in_triton = triton and heads.shape[-1] <= LARGEST_ROW
+            saved: list[Tensor | None] = []
+            targets = rotated.split(sizes[:2], dim=2)
+            for x, target, weights in zip((query, key), targets, ctx.weights, strict=True):
+                if ctx.norms_in_triton:
+                    saved += triton_forward(x, None, x, weights, kind, target)
+                else:
+                    y, statistics = reference_forward(x, weights, kind, x.dtype)
+                    target.copy_(y)
+                    saved += statistics
+                    del y
+            ctx.save_for_backward(heads, *saved)
+            query, key = targets
+        rotate_in_place(rotated, num_heads + head_groups, table, triton)
+        return query.transpose(1, 2), key.transpose(1, 2), value.transpose(1, 2)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        batch, _, length, channels = grads[0].shape
+        grad = grads[0].new_empty(batch, length, sum(ctx.sizes), channels)
+        join_gradients(grads, grad, ctx.table, ctx.triton)
+        needs_dx = ctx.needs_input_grad[0]
+        if ctx.kind is not None:
+            heads, *saved = ctx.saved_tensors
+            pairs = zip(heads.split(ctx.sizes, dim=2), grad.split(ctx.sizes, dim=2), strict=True)
+            for i, (weights, (x, dy)) in enumerate(zip(ctx.weights, pairs, strict=False)):  # not the value
+                statistics = Statistics(*saved[2 * i : 2 * i + 2])
+                if ctx.norms_in_triton:
+                    triton_backward(dy, None, x, statistics, weights, ctx.kind, dy if needs_dx else None)
+                else:
+                    dx = reference_backward(dy, None, x, statistics, weights, ctx.kind, needs_dx)
+                    if dx is not None:
+                        dy.copy_(dx)
+                    del dx
+        return grad.flatten(2) if needs_dx else None, *(None,) * (len(ctx.needs_input_grad) - 1)
+
+
+def split_heads(
+    projection: Tensor,
+    num_heads: int,
+    head_groups: int,
+    table: Table | None,
+    triton: bool = False,
+    norms: tuple[Weights, Weights] | None = None,
+    kind: Kind | None = None,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """(b, s, (n + 2 g) d) -> query (b, n, s, d), key (b, g, s, d), value (b, g, s, d).
+
+    The value, and without norms also query and key, are views of the projection, which is rotated in place to avoid
+    saving a rotated copy. Nothing else may read or write the projection afterwards.
+
+    Args:
+        table: angles of queries and keys; None: no rotation.
+        norms: weight and bias (d,) of the norms of queries and of keys, of one `kind`; None: no norms.
+    """
+    parameters = () if norms is None else (*norms[0], *norms[1])
+    return _SplitHeads.apply(projection, num_heads, head_groups, table, triton, kind, *parameters)
