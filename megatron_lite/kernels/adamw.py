@@ -70,6 +70,8 @@ class Range(NamedTuple):
     end: int
     lr_scale: float
     decay_scale: float
+    slot: int = 0  # index of its first parameter in the shard's layout
+    counts: bool = True  # whether this rank adds its elements to sums over all ranks: see `zero.replicas`
 
 
 class Ranges:
@@ -85,15 +87,24 @@ class Ranges:
         # (rows + 1, 3): first block, start and end in units of ALIGNMENT. The last row holds the number of blocks.
         self.places = torch.tensor(places, dtype=torch.int64, device=device)
         # (rows, 2): lr_scale, decay_scale
-        self.scales = torch.tensor([row[2:] for row in rows], dtype=torch.float32, device=device)
+        self.scales = torch.tensor([row[2:4] for row in rows], dtype=torch.float32, device=device)
+
+
+@dataclass(frozen=True)
+class StepNumbers:
+    """Numbers of one update. Tensors are on the device, () in fp32; the host never reads them."""
+
+    learning_rate: float
+    weight_decay: float
+    divisor: Tensor  # gradients are divided by it
+    skipped: Tensor  # 1 to write nothing, else 0
+    updates: Tensor  # good updates, including this one: Adam's t
 
 
 @dataclass(frozen=True)
 class Hyperparameters:
-    """One step's numbers that the host knows."""
+    """AdamW's numbers for the whole run."""
 
-    learning_rate: float
-    weight_decay: float
     beta1: float
     beta2: float
     eps: float
@@ -101,22 +112,17 @@ class Hyperparameters:
 
 
 class Control:
-    """One step's numbers that only the device knows: tensors, () in fp32.
+    """All numbers of one update."""
 
-    Args:
-        divisor: gradients are divided by it.
-        updates: Adam's t, counting this update.
-        skipped: 1 to write nothing, else 0.
-    """
-
-    def __init__(self, divisor: Tensor, updates: Tensor, skipped: Tensor, numbers: Hyperparameters) -> None:
-        self.divisor, self.updates, self.skipped, self.numbers = divisor, updates, skipped, numbers
+    def __init__(self, step: StepNumbers, numbers: Hyperparameters) -> None:
+        self.step, self.numbers, updates = step, numbers, step.updates
         rates = [math.log(beta) if beta else -math.inf for beta in (numbers.beta1, numbers.beta2)]
         exponents = [updates * rates[0], updates * rates[1], (updates + 1) * rates[0]]
         # 1 - beta1^t, 1 - beta2^t and 1 - beta1^(t + 1): (3,)
         self.corrections = torch.expm1(torch.stack(exponents)).neg_()
         # torch's fused update writes divided gradients back. Avoid that for 1; reading it costs nothing on a CPU.
-        self.grad_scale = None if divisor.device.type == "cpu" and float(divisor) == 1.0 else divisor
+        is_one = step.divisor.device.type == "cpu" and float(step.divisor) == 1.0
+        self.grad_scale = None if is_one else step.divisor
 
 
 # -- by torch --------------------------------------------------------------------------------------------------------
@@ -141,7 +147,7 @@ def _fused_adamw(
         [shard.m[bounds]],
         [shard.v[bounds]],
         [],
-        [control.updates],
+        [control.step.updates],
         lr=rate,
         beta1=numbers.beta1,
         beta2=numbers.beta2,
@@ -150,7 +156,7 @@ def _fused_adamw(
         amsgrad=False,
         maximize=False,
         grad_scale=control.grad_scale,
-        found_inf=control.skipped,
+        found_inf=control.step.skipped,
     )
 
 
@@ -186,7 +192,7 @@ def _descend(weights: Tensor, direction: Tensor, decay: float, rate: float | Ten
         nesterov=False,
         maximize=False,
         is_first_step=True,
-        found_inf=control.skipped,
+        found_inf=control.step.skipped,
     )
 
 
@@ -212,24 +218,6 @@ class _StepPointers(NamedTuple):
     divisor: Tensor
     corrections: Tensor
     skipped: Tensor
-
-
-@jit
-def _row_of(block, step, rows, ROWS: tl.constexpr):
-    """Return the table row that a block belongs to; there may be hundreds. ROWS: `rows` or the next power of 2."""
-    others = tl.arange(0, ROWS)
-    firsts = tl.load(step.places + 3 * others, mask=others < rows, other=2**62)
-    return tl.sum((firsts <= block).to(tl.int32), axis=0) - 1
-
-
-@jit
-def _elements(block, row, step, ALIGNMENT: tl.constexpr, BLOCK: tl.constexpr):
-    """Return a block's int64 offsets within its table row, and the mask of elements to update: none if skipped."""
-    # Products with ALIGNMENT tell the compiler that accesses may be wide.
-    start = tl.load(step.places + 3 * row + 1) * ALIGNMENT
-    end = tl.load(step.places + 3 * row + 2) * ALIGNMENT
-    offsets = start + (block - tl.load(step.places + 3 * row)) * BLOCK + tl.arange(0, BLOCK)
-    return offsets, offsets < tl.where(tl.load(step.skipped) == 0, end, 0)
 
 
 @jit
@@ -276,15 +264,24 @@ def _adamw_kernel(
     ALIGNMENT: tl.constexpr,
     BLOCK: tl.constexpr,
 ) -> None:
-    """One block per program. The only pass or, of two, the first with `sums_ptr` and the second with `factors_ptr`."""
+    """One block per program. The only pass or, of two, the first with `sums_ptr` and the second with `factors_ptr`.
+
+    ROWS: `rows` for the only pass, which has few; the next power of 2 for two passes, which may have hundreds.
+    """
     block = tl.program_id(0)
-    if ONE_PASS:  # with few rows
+    if ONE_PASS:
         row = 0
         for other in tl.static_range(1, ROWS):
             row += tl.where(block < tl.load(step.places + 3 * other), 0, 1)
     else:
-        row = _row_of(block, step, rows, ROWS)
-    offsets, mask = _elements(block, row, step, ALIGNMENT, BLOCK)
+        others = tl.arange(0, ROWS)
+        firsts = tl.load(step.places + 3 * others, mask=others < rows, other=2**62)
+        row = tl.sum((firsts <= block).to(tl.int32), axis=0) - 1
+    # Products with ALIGNMENT tell the compiler that accesses may be wide.
+    start = tl.load(step.places + 3 * row + 1) * ALIGNMENT
+    end = tl.load(step.places + 3 * row + 2) * ALIGNMENT
+    offsets = start + (block - tl.load(step.places + 3 * row)) * BLOCK + tl.arange(0, BLOCK)  # int64
+    mask = offsets < tl.where(tl.load(step.skipped) == 0, end, 0)
     rate = learning_rate * tl.load(step.scales + 2 * row)
     m, v = tl.load(shard.m + offsets, mask=mask, other=0.0), tl.load(shard.v + offsets, mask=mask, other=0.0)
     w = _load_weights(shard, offsets, mask)
@@ -336,7 +333,7 @@ def _launch(
     """Launch the only pass or, of two, the first with `sums`, an output per block, and the second with `factors`."""
     if not ranges.blocks:
         return
-    weights, rounded, numbers = shard.weights, shard.weights.rounded, control.numbers
+    weights, rounded, numbers, step = shard.weights, shard.weights.rounded, control.numbers, control.step
     rows, one_pass = len(ranges.rows), sums is None and factors is None
     if weights.remainder is not None:
         assert rounded is not None and rounded.dtype == torch.bfloat16
@@ -345,11 +342,11 @@ def _launch(
     assert all(tensor is None or tensor.is_contiguous() for tensor in tensors)
     _adamw_kernel[(ranges.blocks,)](
         tensors,
-        _StepPointers(ranges.places, ranges.scales, control.divisor, control.corrections, control.skipped),
+        _StepPointers(ranges.places, ranges.scales, step.divisor, control.corrections, step.skipped),
         sums,
         factors,
-        float(numbers.learning_rate),
-        float(numbers.weight_decay),
+        float(step.learning_rate),
+        float(step.weight_decay),
         rows,
         BETA1=numbers.beta1,
         BETA2=numbers.beta2,
@@ -368,14 +365,14 @@ def _launch(
 
 def adamw(shard: Shard, ranges: Ranges, control: Control, triton: bool = False) -> None:
     """Update a shard in place."""
-    numbers, gradient = control.numbers, shard.gradient
+    step, numbers, gradient = control.step, control.numbers, shard.gradient
     assert all(0 <= row.start <= row.end <= gradient.numel() for row in ranges.rows), (ranges.rows, gradient.numel())
     if triton:
         _launch(shard, ranges, control)
         return
     in_place = shard.weights.rounded is None and gradient.dtype == torch.float32 and not numbers.nesterov
     for _, row, bounds in chunks(ranges.rows, gradient.device, whole=in_place):
-        rate, decay = numbers.learning_rate * row.lr_scale, numbers.weight_decay * row.decay_scale
+        rate, decay = step.learning_rate * row.lr_scale, step.weight_decay * row.decay_scale
         weights = shard.weights.read(bounds)
         if numbers.nesterov:
             _descend(weights, _update_moments(shard, bounds, control), decay, rate, control)
@@ -394,14 +391,14 @@ def adamw_moments(shard: Shard, ranges: Ranges, control: Control, triton: bool =
         if ranges.blocks:
             _sums_kernel[sums.shape](block_sums, sums, ranges.places, ranges.longest, SUM_BLOCK, num_warps=4)
         return sums
-    zero = control.skipped.double() * 0
+    zero = control.step.skipped.double() * 0
     totals = [zero] * len(ranges.rows)
     for index, row, bounds in chunks(ranges.rows, gradient.device):
-        step, decay = _update_moments(shard, bounds, control), control.numbers.weight_decay * row.decay_scale
+        step, decay = _update_moments(shard, bounds, control), control.step.weight_decay * row.decay_scale
         u = gradient[bounds] if gradient.dtype == torch.float32 else step  # fp32: u stays for the second pass
         torch.add(step, shard.weights.read(bounds), alpha=decay, out=u)
         totals[index] = totals[index] + squared_norm([u])
-    return torch.where(control.skipped == 0, torch.stack(totals), zero)
+    return torch.where(control.step.skipped == 0, torch.stack(totals), zero)
 
 
 def adamw_weights(shard: Shard, ranges: Ranges, factors: Tensor, control: Control, triton: bool = False) -> None:
@@ -410,11 +407,11 @@ def adamw_weights(shard: Shard, ranges: Ranges, factors: Tensor, control: Contro
     if triton:
         _launch(shard, ranges, control, factors=factors)
         return
-    numbers = control.numbers
+    step = control.step
     for index, row, bounds in chunks(ranges.rows, shard.gradient.device):
         weights, u, decay = shard.weights.read(bounds), shard.gradient[bounds], 0.0
         if u.dtype != torch.float32:  # recompute u, without its decay
-            decay = numbers.weight_decay * row.decay_scale
-            u = _direction(shard, bounds, u.float() / control.divisor, control)
-        _descend(weights, u, decay, factors[index] * (numbers.learning_rate * row.lr_scale), control)
+            decay = step.weight_decay * row.decay_scale
+            u = _direction(shard, bounds, u.float() / step.divisor, control)
+        _descend(weights, u, decay, factors[index] * (step.learning_rate * row.lr_scale), control)
         shard.weights.write(weights, bounds)

@@ -15,6 +15,7 @@ from torch import Tensor
 
 from megatron_lite.config import Config, OptimizerConfig
 from megatron_lite.distributed.process_group import Distributed
+from megatron_lite.kernels.adamw import StepNumbers
 from megatron_lite.kernels.choice import REFERENCES, Kernels
 from megatron_lite.kernels.gradient_norm import squared_norm
 from megatron_lite.optimizer.averaging import Averaging
@@ -23,7 +24,7 @@ from megatron_lite.optimizer.loss_scale import LossScale
 from megatron_lite.optimizer.rules.adamw import AdamW
 from megatron_lite.optimizer.rules.momentum import Momentum
 from megatron_lite.optimizer.rules.muon import Muon
-from megatron_lite.optimizer.rules.rule import Rule, StepNumbers, Trained
+from megatron_lite.optimizer.rules.rule import Rule, Trained
 from megatron_lite.schedules.learning_rate import peak_learning_rate
 from megatron_lite.zero.stage import Stage
 

@@ -5,7 +5,6 @@ Dropped updates change no bit.
 
 from __future__ import annotations
 
-import dataclasses
 import itertools
 from collections.abc import Sequence
 from unittest import mock
@@ -24,6 +23,7 @@ from megatron_lite.kernels.adamw import (
     Range,
     Ranges,
     Shard,
+    StepNumbers,
     adamw,
     adamw_moments,
     adamw_weights,
@@ -34,7 +34,8 @@ DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 # Ranges shorter and longer than the kernel's block, none a multiple of it.
 ROWS = (Range(0, 64, 1.0, 0.0), Range(64, BLOCK + 256, 0.5, 1.0), Range(BLOCK + 256, 3 * BLOCK + 64, 2.0, 1.0))
 NUMEL = ROWS[-1].end
-NUMBERS = Hyperparameters(learning_rate=0.02, weight_decay=0.1, beta1=0.9, beta2=0.95, eps=1e-8)
+NUMBERS = Hyperparameters(beta1=0.9, beta2=0.95, eps=1e-8)
+RATE, DECAY = 0.02, 0.1
 MARGIN, MARK = 64, 7.0  # elements around the shard, and their value
 
 FACTORS = (0.25, 1.0, 0.5)  # on the update of each range, in two passes
@@ -87,9 +88,16 @@ def master_of(shard: Shard) -> Tensor:
     return shard.weights.read()
 
 
-def control_of(divisor: float, updates: int, skipped: bool = False, numbers: Hyperparameters = NUMBERS) -> Control:
-    scalars = (torch.tensor(float(value), device=DEVICE) for value in (divisor, updates, skipped))
-    return Control(*scalars, numbers)
+def control_of(
+    divisor: float,
+    updates: int,
+    skipped: bool = False,
+    numbers: Hyperparameters = NUMBERS,
+    rate: float = RATE,
+    decay: float = DECAY,
+) -> Control:
+    scalars = (torch.tensor(float(value), device=DEVICE) for value in (divisor, skipped, updates))
+    return Control(StepNumbers(rate, decay, *scalars), numbers)
 
 
 def update(shard: Shard, gradient: Tensor, control: Control, triton: bool, rows: Sequence[Range] = ROWS) -> None:
@@ -103,21 +111,20 @@ class Exact:
     def __init__(self) -> None:
         self.weights, self.m, self.v = draw(0).double(), torch.zeros(NUMEL).double(), torch.zeros(NUMEL).double()
 
-    def update(
-        self, gradient: Tensor, divisor: float, updates: int, numbers: Hyperparameters, factors: Sequence[float]
-    ) -> list[float]:
+    def update(self, gradient: Tensor, divisor: float, control: Control, factors: Sequence[float]) -> list[float]:
         """Update, and return the sum of squares of the step in each range, before factors and learning rates."""
+        numbers, step, updates = control.numbers, control.step, int(control.step.updates)
         g, squares, beta = gradient.double() / divisor, [], numbers.beta1
         self.m = beta * self.m + (1 - beta) * g
         self.v = numbers.beta2 * self.v + (1 - numbers.beta2) * g.square()
         m, v = self.m / (1 - beta**updates), self.v / (1 - numbers.beta2**updates)
         if numbers.nesterov:
             m = beta * self.m / (1 - beta ** (updates + 1)) + (1 - beta) * g / (1 - beta**updates)
-        for (start, end, lr_scale, decay_scale), factor in zip(ROWS, factors, strict=True):
-            rate, own = numbers.learning_rate * lr_scale, slice(start, end)
-            step = m[own] / (v[own].sqrt() + numbers.eps) + numbers.weight_decay * decay_scale * self.weights[own]
-            self.weights[own] -= rate * factor * step
-            squares.append(float(step.square().sum()))
+        for (start, end, lr_scale, decay_scale, *_), factor in zip(ROWS, factors, strict=True):
+            rate, own = step.learning_rate * lr_scale, slice(start, end)
+            u = m[own] / (v[own].sqrt() + numbers.eps) + step.weight_decay * decay_scale * self.weights[own]
+            self.weights[own] -= rate * factor * u
+            squares.append(float(u.square().sum()))
         return squares
 
 
@@ -164,16 +171,14 @@ def compare(form: str, dtype: torch.dtype, nesterov: bool, triton: bool, passes:
         assert not any(update(poison, control_of(torch.nan, updates, skipped=True, numbers=numbers)))
         assert bits(shard) == before, "a dropped update changed something"
 
-    numbers = Hyperparameters(0.02, 0.1, 0.9, 0.95, 1e-8, nesterov)
+    numbers = Hyperparameters(0.9, 0.95, 1e-8, nesterov)
     drop(0)
     for updates, divisor in enumerate((1.0, 512.0, 65536.0), start=1):
-        numbers = dataclasses.replace(numbers, learning_rate=0.02 / updates)
+        control = control_of(divisor, updates, numbers=numbers, rate=RATE / updates)
         scale = min(divisor, 2048.0)  # fp16 holds 65504 at most
         gradient = (draw(updates) * scale).to(dtype)
-        squares = exact.update(gradient, divisor, updates, numbers, factors)
-        assert update(gradient, control_of(divisor, updates, numbers=numbers)) == pytest.approx(
-            squares if passes == 2 else [], rel=1e-6
-        )
+        squares = exact.update(gradient, divisor, control, factors)
+        assert update(gradient, control) == pytest.approx(squares if passes == 2 else [], rel=1e-6)
         for ours, formula in ((master_of(shard), exact.weights), (shard.m, exact.m)):
             assert torch.allclose(ours.cpu().double(), formula, rtol=2e-6, atol=2e-6), updates
         assert torch.allclose(shard.v.cpu().double(), exact.v, rtol=1e-5, atol=0), updates
@@ -252,9 +257,9 @@ def test_tiny_and_huge_gradients(form: str, triton: bool) -> None:
 @pytest.mark.parametrize("triton", [False, True])
 def test_betas_of_zero_are_legal(triton: bool) -> None:
     """beta = 0 gives w - lr * sign(g) at any t."""
-    numbers = Hyperparameters(0.5, 0.0, 0.0, 0.0, 1e-30)
+    control = control_of(1.0, 7, numbers=Hyperparameters(0.0, 0.0, 1e-30), rate=0.5, decay=0.0)
     shard = make_shard("master alone", torch.float32, 64)
-    update(shard, draw(1, 64), control_of(1.0, 7, numbers=numbers), triton, [Range(0, 64, 1.0, 1.0)])
+    update(shard, draw(1, 64), control, triton, [Range(0, 64, 1.0, 1.0)])
     assert torch.allclose(master_of(shard).cpu(), draw(0, 64) - 0.5 * draw(1, 64).sign(), atol=1e-6)
 
 

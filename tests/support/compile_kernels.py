@@ -134,7 +134,8 @@ def updates(shape: Shape, rows: int, split: bool, nesterov: bool, passes: int) -
         [optimizer.Range(start, start + numel // rows, 1.0, 1.0) for start in borders], values[0].device
     )
     one = torch.ones((), device=shape.device)
-    control = optimizer.Control(one, one, one, optimizer.Hyperparameters(1e-4, 0.1, 0.9, 0.95, 1e-8, nesterov))
+    step = optimizer.StepNumbers(1e-4, 0.1, one, one, one)
+    control = optimizer.Control(step, optimizer.Hyperparameters(0.9, 0.95, 1e-8, nesterov))
     if passes == 1:
         optimizer.adamw(shard, ranges, control, triton=True)
     else:

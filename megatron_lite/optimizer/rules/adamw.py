@@ -7,9 +7,18 @@ from typing import Any
 
 from megatron_lite.config import OptimizerConfig
 from megatron_lite.distributed.process_group import Distributed
-from megatron_lite.kernels.adamw import Control, Hyperparameters, Ranges, Shard, adamw, adamw_moments, adamw_weights
+from megatron_lite.kernels.adamw import (
+    Control,
+    Hyperparameters,
+    Ranges,
+    Shard,
+    StepNumbers,
+    adamw,
+    adamw_moments,
+    adamw_weights,
+)
 from megatron_lite.kernels.choice import Kernels
-from megatron_lite.optimizer.rules.rule import CountedRanges, Rule, StepNumbers, Trained, counted_ranges_of, ranges_of
+from megatron_lite.optimizer.rules.rule import Rule, Trained, ranges_of
 from megatron_lite.optimizer.rules.update_clipping import NormClipping, RmsClipping, UpdateClipping
 from megatron_lite.zero.flat_shard import ADAM_STATE
 
@@ -22,34 +31,28 @@ class AdamW(Rule):
     def __init__(
         self, config: OptimizerConfig, trained: Sequence[Trained], distributed: Distributed, kernels: Kernels
     ) -> None:
-        self._config, self._triton = config, kernels.triton
-        rank, device = distributed.data.rank, distributed.device
+        self._triton = kernels.triton
+        self._hyperparameters = Hyperparameters(
+            config.adam_beta1, config.adam_beta2, config.adam_eps, config.adam_nesterov
+        )
+        separate, sigma = config.update_rms_clip is not None, config.clip_update_norm_sigma
+        clips = separate or sigma is not None
         self._shards: dict[int, Shard] = {}  # by index of the stage
-        self._ranges: dict[int, Ranges]
+        self._ranges: dict[int, Ranges] = {}
         for stage, part in trained:
             moments = part.moments
             self._shards[stage.index] = Shard(part.weights, part.grad_shard, moments["exp_avg"], moments["exp_avg_sq"])
+            self._ranges[stage.index] = ranges_of(part, distributed, clips, separate)
         self._clipping: UpdateClipping | None = None
-        separate = config.update_rms_clip is not None
-        if not separate and config.clip_update_norm_sigma is None:
-            self._ranges = {stage.index: ranges_of(part, rank, device) for stage, part in trained}
-            return
-        counted = [counted_ranges_of(part, rank, device, separate) for _, part in trained]
-        self._ranges = {stage.index: some.ranges for (stage, _), some in zip(trained, counted, strict=True)}
-        self._clipping = _clipping(config, trained, counted, distributed)
+        if config.update_rms_clip is not None:
+            self._clipping = RmsClipping(config.update_rms_clip, trained, list(self._ranges.values()), distributed)
+        elif sigma is not None:
+            window = config.clip_update_norm_window
+            self._clipping = NormClipping(sigma, window, list(self._ranges.values()), distributed)
 
     def begin(self, trained: Sequence[Trained], numbers: StepNumbers) -> None:
         """See `Rule`."""
-        config = self._config
-        hyperparameters = Hyperparameters(
-            learning_rate=numbers.learning_rate,
-            weight_decay=numbers.weight_decay,
-            beta1=config.adam_beta1,
-            beta2=config.adam_beta2,
-            eps=config.adam_eps,
-            nesterov=config.adam_nesterov,
-        )
-        self._control = Control(numbers.divisor, numbers.updates, numbers.skipped, hyperparameters)
+        self._control = Control(numbers, self._hyperparameters)
         if self._clipping is None:
             return
         sums = [
@@ -80,12 +83,3 @@ class AdamW(Rule):
         """See `Rule`."""
         if self._clipping is not None:
             self._clipping.load_state(state.get("clipping", {}))
-
-
-def _clipping(
-    config: OptimizerConfig, trained: Sequence[Trained], ranges: Sequence[CountedRanges], distributed: Distributed
-) -> UpdateClipping:
-    if config.update_rms_clip is not None:
-        return RmsClipping(config.update_rms_clip, trained, ranges, distributed)
-    assert config.clip_update_norm_sigma is not None
-    return NormClipping(config.clip_update_norm_sigma, config.clip_update_norm_window, ranges, distributed)

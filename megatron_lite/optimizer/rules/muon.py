@@ -24,19 +24,18 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Sequence
-from typing import Any
 
 import torch
 
 from megatron_lite.config import OptimizerConfig
 from megatron_lite.distributed.process_group import Distributed
-from megatron_lite.kernels.adamw import Range
+from megatron_lite.kernels.adamw import Range, StepNumbers
 from megatron_lite.kernels.choice import Kernels
-from megatron_lite.kernels.momentum import descend, muon_momentum
 from megatron_lite.kernels.newton_schulz import orthogonalize, orthogonalize_flops
 from megatron_lite.optimizer.rules.adamw import AdamW
 from megatron_lite.optimizer.rules.matrices import GatheredMatrix, Matrix, matrices_of
-from megatron_lite.optimizer.rules.rule import Rule, StepNumbers, Trained
+from megatron_lite.optimizer.rules.momentum import descend, muon_momentum
+from megatron_lite.optimizer.rules.rule import Trained
 from megatron_lite.zero.flat_shard import Moment, OptimizerState
 from megatron_lite.zero.stage import Stage
 
@@ -111,7 +110,7 @@ class _Plan:
                     self.factors.append(shape_factor(matrix.rows, matrix.columns, style))
 
 
-class Muon(Rule):
+class Muon(AdamW):
     """Muon for matrices, AdamW for all other parameters."""
 
     declared = OptimizerState((Moment("exp_avg"), Moment("exp_avg_sq", of_matrices=False)), whole_matrices=True)
@@ -119,8 +118,8 @@ class Muon(Rule):
     def __init__(
         self, config: OptimizerConfig, trained: Sequence[Trained], distributed: Distributed, kernels: Kernels
     ) -> None:
+        super().__init__(config, trained, distributed, kernels)
         self._config = config
-        self._adamw = AdamW(config, trained, distributed, kernels)
         self._rounds: list[list[_Plan]] = []
         for stages in rounds_of([stage for stage, _ in trained]):
             matrices = [matrices_of(stage) for stage in stages]
@@ -136,13 +135,13 @@ class Muon(Rule):
 
     def begin(self, trained: Sequence[Trained], numbers: StepNumbers) -> None:
         """See `Rule`. Start gathering the first round."""
-        self._adamw.begin(trained, numbers)
+        super().begin(trained, numbers)
         if self._rounds:
             self._gather(self._rounds[0], numbers)
 
     def apply(self, trained: Trained, numbers: StepNumbers) -> None:
         """See `Rule`."""
-        self._adamw.apply(trained, numbers)
+        super().apply(trained, numbers)
         if trained.stage.index not in self._places:
             return
         index, plan = self._places[trained.stage.index]
@@ -153,18 +152,6 @@ class Muon(Rule):
         descend(plan.part.weights, plan.own, plan.rows, numbers, plan.factors)
         if plan is plans[-1] and index + 1 < len(self._rounds):
             self._gather(self._rounds[index + 1], numbers)
-
-    def record(self) -> dict[str, Any]:
-        """See `Rule`."""
-        return self._adamw.record()
-
-    def state(self) -> dict[str, Any]:
-        """See `Rule`."""
-        return self._adamw.state()
-
-    def load_state(self, state: dict[str, Any]) -> None:
-        """See `Rule`."""
-        self._adamw.load_state(state)
 
     def _gather(self, plans: Sequence[_Plan], numbers: StepNumbers) -> None:
         """Update the momentum of a round and start gathering it."""

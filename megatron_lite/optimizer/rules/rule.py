@@ -3,17 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import Any, NamedTuple
-
-import torch
-from torch import Tensor
 
 from megatron_lite.config import OptimizerConfig
 from megatron_lite.distributed.process_group import Distributed
-from megatron_lite.kernels.adamw import Range, Ranges
+from megatron_lite.kernels.adamw import Range, Ranges, StepNumbers
 from megatron_lite.kernels.choice import Kernels
-from megatron_lite.kernels.momentum import Numbers
 from megatron_lite.zero.flat_shard import FlatShard, OptimizerState
 from megatron_lite.zero.stage import Stage
 
@@ -23,13 +18,6 @@ class Trained(NamedTuple):
 
     stage: Stage
     part: FlatShard
-
-
-@dataclass(frozen=True)
-class StepNumbers(Numbers):
-    """Numbers of an update. Tensors are on the device, () in fp32; the host never reads them."""
-
-    updates: Tensor  # good updates, including this one: Adam's t
 
 
 class Rule:
@@ -61,31 +49,18 @@ class Rule:
         """Restore `state`; an empty one restarts."""
 
 
-@dataclass(frozen=True)
-class CountedRanges:
-    """Ranges of a shard, also cut where elements start or stop counting on this rank: see `zero.replicas`."""
+def ranges_of(part: FlatShard, distributed: Distributed, counted: bool = False, separate: bool = False) -> Ranges:
+    """Return the ranges of this rank's shard with the same update rule, without the matrices that Muon updates.
 
-    ranges: Ranges
-    slots: list[int]  # of each range: index of its first parameter in the layout
-    counts: list[bool]  # of each range
-
-
-def counted_ranges_of(part: FlatShard, rank: int, device: torch.device, separate: bool) -> CountedRanges:
-    """Return the ranges of this rank's shard for sums over all parameters. separate: one range per parameter."""
-    assert not part.whole_matrices, "Muon's updates are not clipped"
+    counted: also cut where elements start or stop counting on this rank. separate: one range per parameter.
+    """
     rows: list[Range] = []
-    slots, counts = [], []
-    for row in part.layout.update_ranges(rank, separate):
-        for start, end, is_counted in part.replicas.segments if part.replicas else [(row.start, row.end, True)]:
+    for row in part.layout.update_ranges(distributed.data.rank, separate):
+        if row.is_matrix and part.whole_matrices:
+            continue
+        segments = part.replicas.segments if counted and part.replicas else [(row.start, row.end, True)]
+        for start, end, counts in segments:
             start, end = max(start, row.start), min(end, row.end)
             if start < end:
-                rows.append(Range(start, end, row.lr_scale, float(row.weight_decay)))
-                slots.append(row.slot)
-                counts.append(is_counted)
-    return CountedRanges(Ranges(rows, device), slots, counts)
-
-
-def ranges_of(part: FlatShard, rank: int, device: torch.device) -> Ranges:
-    """Return the ranges of this rank's shard with the same update rule, without the matrices that Muon updates."""
-    rows = [row for row in part.layout.update_ranges(rank) if not (row.is_matrix and part.whole_matrices)]
-    return Ranges([Range(row.start, row.end, row.lr_scale, float(row.weight_decay)) for row in rows], device)
+                rows.append(Range(start, end, row.lr_scale, float(row.weight_decay), row.slot, counts))
+    return Ranges(rows, distributed.device)

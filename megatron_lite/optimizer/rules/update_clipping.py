@@ -15,17 +15,19 @@ import torch
 from torch import Tensor
 
 from megatron_lite.distributed.process_group import Distributed
+from megatron_lite.kernels.adamw import Ranges
 from megatron_lite.optimizer.rolling import RollingStatistics
-from megatron_lite.optimizer.rules.rule import CountedRanges, Trained
+from megatron_lite.optimizer.rules.rule import Trained
 
 
 class UpdateClipping:
     """Base class: statistics for the log and checkpoints."""
 
-    def __init__(self, ranges: Sequence[CountedRanges], distributed: Distributed) -> None:
+    def __init__(self, ranges: Sequence[Ranges], distributed: Distributed) -> None:
         """ranges: for each shard of this rank."""
         self._distributed = distributed
-        counted = [place for place, counts in enumerate(chain.from_iterable(some.counts for some in ranges)) if counts]
+        rows = chain.from_iterable(some.rows for some in ranges)
+        counted = [place for place, row in enumerate(rows) if row.counts]
         self._counted = torch.tensor(counted, dtype=torch.int64, device=distributed.device)
         self._norm = torch.zeros((), dtype=torch.float64, device=distributed.device)  # of the last u, before clipping
         self._clipped = torch.zeros((), dtype=torch.int64, device=distributed.device)  # updates, since training began
@@ -66,14 +68,14 @@ class RmsClipping(UpdateClipping):
     """
 
     def __init__(
-        self, limit: float, trained: Sequence[Trained], ranges: Sequence[CountedRanges], distributed: Distributed
+        self, limit: float, trained: Sequence[Trained], ranges: Sequence[Ranges], distributed: Distributed
     ) -> None:
         super().__init__(ranges, distributed)
         self._limit = limit
         sizes: list[int] = []  # elements of each parameter
         places: list[int] = []  # parameter index of each range on this rank
         for (_, part), some in zip(trained, ranges, strict=True):
-            places += [len(sizes) + slot for slot in some.slots]
+            places += [len(sizes) + row.slot for row in some.rows]
             sizes += [slot.spec.numel for slot in part.layout.slots]
         self._sizes = torch.tensor(sizes, dtype=torch.float64, device=distributed.device)
         self._places = torch.tensor(places, device=distributed.device)
@@ -94,7 +96,7 @@ class NormClipping(UpdateClipping):
     The history holds norms before clipping, so that clipping does not reinforce itself, without dropped updates.
     """
 
-    def __init__(self, sigma: float, window: int, ranges: Sequence[CountedRanges], distributed: Distributed) -> None:
+    def __init__(self, sigma: float, window: int, ranges: Sequence[Ranges], distributed: Distributed) -> None:
         super().__init__(ranges, distributed)
         self._usual = RollingStatistics(window, sigma, distributed.device)
 

@@ -365,8 +365,8 @@ def adamw_call(shape: Shape, split: bool) -> Callable[[bool], Any]:
     border = numel // (4 * optimizer.ALIGNMENT) * 3 * optimizer.ALIGNMENT  # no weight decay beyond it
     ranges = optimizer.Ranges([optimizer.Range(0, border, 1.0, 1.0), optimizer.Range(border, numel, 1.0, 0.0)], device)
     one, none = torch.ones((), device=device), torch.zeros((), device=device)
-    numbers = optimizer.Hyperparameters(1e-4, 0.1, 0.9, 0.95, 1e-8)
-    control = optimizer.Control(one, 3 * one, none, numbers)
+    step = optimizer.StepNumbers(1e-4, 0.1, one, none, updates=3 * one)
+    control = optimizer.Control(step, optimizer.Hyperparameters(0.9, 0.95, 1e-8))
     return lambda triton: optimizer.adamw(shard, ranges, control, triton=triton)
 
 

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megatron_lite.kernels.adamw import Control, Hyperparameters, Range, Ranges, Shard, adamw
+from megatron_lite.kernels.adamw import Control, Hyperparameters, Range, Ranges, Shard, StepNumbers, adamw
 from megatron_lite.kernels.attention.attention import attention
 from megatron_lite.kernels.gradient_norm import squared_norm
 from megatron_lite.kernels.products import add_product, affine, product
@@ -151,7 +151,7 @@ class Operations:
         rounded = None if self.dtype == torch.float32 else torch.zeros(numel, device=device, dtype=self.dtype)
         shard = Shard(WeightShard(master, rounded), grad, m, v)
         one, zero = torch.ones((), device=device), torch.zeros((), device=device)
-        control = Control(one, one, zero, Hyperparameters(1e-4, 0.1, 0.9, 0.95, 1e-8))
+        control = Control(StepNumbers(1e-4, 0.1, one, zero, one), Hyperparameters(0.9, 0.95, 1e-8))
         ranges = Ranges([Range(0, numel, 1.0, 1.0)], device)
         update_s = self.timer.seconds(lambda _: adamw(shard, ranges, control, self.triton))
         norm_s = self.timer.seconds(lambda _: squared_norm([grad], self.triton))

@@ -13,9 +13,9 @@ import torch
 from torch import Tensor
 
 from megatron_lite.kernels import adamw
-from megatron_lite.kernels.adamw import Range
-from megatron_lite.kernels.momentum import Numbers, descend, lion, muon_momentum, sgd
+from megatron_lite.kernels.adamw import Range, StepNumbers
 from megatron_lite.kernels.weight_shard import WeightShard, split
+from megatron_lite.optimizer.rules.momentum import descend, lion, muon_momentum, sgd
 
 NUMEL, DECAY = 640, 0.1
 ROWS = (Range(0, 64, 1.0, 0.0), Range(64, 320, 0.5, 1.0), Range(320, NUMEL, 2.0, 1.0))
@@ -38,14 +38,14 @@ def make_weights(form: str, values: Tensor) -> WeightShard:
     return WeightShard(values.clone(), None if dtype is None else values.to(dtype), None)
 
 
-def numbers_of(rate: float, divisor: float, skipped: bool = False) -> Numbers:
-    return Numbers(rate, DECAY, torch.tensor(divisor), torch.tensor(float(skipped)))
+def numbers_of(rate: float, divisor: float, skipped: bool = False) -> StepNumbers:
+    return StepNumbers(rate, DECAY, torch.tensor(divisor), torch.tensor(float(skipped)), torch.zeros(()))
 
 
 def scales() -> tuple[Tensor, Tensor]:
     """Return the factors of learning rate and weight decay for every element."""
     rate, decay = torch.zeros(NUMEL).double(), torch.zeros(NUMEL).double()
-    for start, end, lr_scale, decay_scale in ROWS:
+    for start, end, lr_scale, decay_scale, *_ in ROWS:
         rate[start:end], decay[start:end] = lr_scale, decay_scale
     return rate, decay
 
@@ -67,20 +67,20 @@ def muon_in_fp64(w: Tensor, m: Tensor, g: Tensor, rate: float) -> Exact:
     lr_scale, decay_scale = scales()
     m = 0.7 * m + 0.3 * g
     update = (0.7 * m + 0.3 * g).bfloat16().double()
-    for (start, end, _, _), factor in zip(ROWS, (1.0, 3.0, 0.5), strict=True):
+    for (start, end, *_), factor in zip(ROWS, (1.0, 3.0, 0.5), strict=True):
         update[start:end] *= factor
     return w - rate * lr_scale * (update + DECAY * decay_scale * w), m
 
 
-def ours_sgd(weights: WeightShard, gradient: Tensor, exp_avg: Tensor, numbers: Numbers) -> None:
+def ours_sgd(weights: WeightShard, gradient: Tensor, exp_avg: Tensor, numbers: StepNumbers) -> None:
     sgd(weights, gradient, exp_avg, ROWS, numbers, 0.9)
 
 
-def ours_lion(weights: WeightShard, gradient: Tensor, exp_avg: Tensor, numbers: Numbers) -> None:
+def ours_lion(weights: WeightShard, gradient: Tensor, exp_avg: Tensor, numbers: StepNumbers) -> None:
     lion(weights, gradient, exp_avg, ROWS, numbers, 0.8, 0.95)
 
 
-def ours_muon(weights: WeightShard, gradient: Tensor, exp_avg: Tensor, numbers: Numbers) -> None:
+def ours_muon(weights: WeightShard, gradient: Tensor, exp_avg: Tensor, numbers: StepNumbers) -> None:
     update = torch.full((NUMEL,), torch.nan, dtype=torch.bfloat16)
     muon_momentum(gradient, exp_avg, update, slice(0, NUMEL), numbers, 0.7, True)
     descend(weights, update, ROWS, numbers, (1.0, 3.0, 0.5))
