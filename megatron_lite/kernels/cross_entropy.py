@@ -37,8 +37,8 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from megatron_lite.kernels.products import add_product, product
+from megatron_lite.kernels.tensor_collectives import WHOLE, Vocabulary
 from megatron_lite.kernels.triton_support import jit, next_power_of_2, tanh, tl, turns
-from megatron_lite.kernels.vocabulary import WHOLE, Vocabulary
 from megatron_lite.parameter import Parameter, padded
 
 LOG2_E = math.log2(math.e)

@@ -15,8 +15,8 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from megatron_lite.kernels.tensor_collectives import WHOLE, Vocabulary
 from megatron_lite.kernels.triton_support import cdiv, jit, next_power_of_2, tl
-from megatron_lite.kernels.vocabulary import WHOLE, Vocabulary
 from megatron_lite.parameter import Parameter
 
 

@@ -1,4 +1,4 @@
-"""Tensor-parallel hidden states, and the two collectives around products.
+"""Tensor-parallel hidden states: the two collectives around products, and tables with a row per vocabulary entry.
 
 Inside attention and MLP every rank has all tokens and its share of the channels; between them the residual stream has
 all channels. A product with split outputs (column-parallel) begins with `gather`, and one with split inputs
@@ -15,12 +15,22 @@ With `SequenceParallel` (Korthikanti et al. 2022, section 4.2.2) it has one of T
 (1, b s / T, h). All-gathers and reduce-scatters send as many bytes as the all-reduces; norms, dropout and residual sums
 cost 1 / T of the memory and time.
 
+With `SplitVocabulary` each rank has a range of the rows of embedding and head (Shoeybi et al. 2019, section 3). The
+embedding looks up its own tokens, and a reduction completes the hidden states. The head computes the logits of its own
+rows for all tokens; ranks reduce only each token's log-sum-exp and label logit, so that no rank holds the logits of the
+whole vocabulary:
+
+    lse = log sum_r exp(lse_r)        x[label] = sum_r x_r[label], which is 0 on all ranks but one
+
+With `Vocabulary` each rank has all rows and processes the tokens of its residual stream.
+
 Only these classes know how many ranks there are. A group of one does not communicate.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -35,69 +45,50 @@ GATHER, REDUCE, SUM = "tensor gather", "tensor reduce", "tensor sum"  # kinds of
 
 
 class Pending:
-    """A tensor whose collective may be in flight; this base class, for a single rank, is always complete.
+    """A tensor whose collective may be in flight.
 
-    Products are split into the same rows every time, so recomputation gives the same bits.
+    Args:
+        own: tokens that are complete already. Products begin with them, and split the tokens in the same way every
+            time, so that recomputation gives the same bits.
+        is_slice: `wait` returns a copy, so that the memory of all tokens can be freed.
     """
 
-    __slots__ = ("_tensor",)  # each layer makes ten of these
+    __slots__ = ("_is_slice", "_own", "_tensor", "_work")  # each layer makes ten of these
 
-    def __init__(self, tensor: Tensor) -> None:
-        self._tensor = tensor
+    def __init__(
+        self, tensor: Tensor, work: Handle | None = None, own: slice | None = None, is_slice: bool = False
+    ) -> None:
+        self._tensor, self._work, self._own, self._is_slice = tensor, work, own, is_slice
 
     def wait(self) -> Tensor:
         """Return the complete tensor."""
+        if self._work is not None:
+            self._work.wait()
+            self._work = None
+            if self._is_slice:
+                self._tensor = self._tensor.clone()
         return self._tensor
 
     def affine(self, weight: Tensor, bias: Tensor | None) -> Tensor:
         """Return the product of (..., i) with weight (o, i)^T plus bias (o,), (..., o)."""
-        return affine(self.wait(), weight, bias)
-
-    def product(self, matrix: Tensor) -> Tensor:
-        """Return the product of (t, i) with matrix (o, i)^T, (t, o)."""
-        return product(self.wait(), matrix)
-
-
-class Reducing(Pending):
-    """A tensor that is available once its reduction is done."""
-
-    def __init__(self, work: Handle, result: Callable[[], Tensor]) -> None:
-        self._work, self._result = work, result
-
-    def wait(self) -> Tensor:
-        self._work.wait()
-        return self._result()
-
-
-class Gathering(Pending):
-    """All tokens, (t, h) or (1, t, h), of which this rank has rows [start, end)."""
-
-    def __init__(self, work: Handle, whole: Tensor, start: int, end: int) -> None:
-        self._whole, self._start, self._end = whole, start, end
-        self._work: Handle | None = work
-
-    def wait(self) -> Tensor:
-        if self._work is not None:
-            self._work.wait()
-            self._work = None
-        return self._whole
-
-    def affine(self, weight: Tensor, bias: Tensor | None) -> Tensor:
         return self._multiplied(lambda rows, out: affine(rows, weight, bias, out), weight.shape[0])
 
     def product(self, matrix: Tensor) -> Tensor:
+        """Return the product of (t, i) with matrix (o, i)^T, (t, o)."""
         return self._multiplied(lambda rows, out: product(rows, matrix, out), matrix.shape[0])
 
-    def _multiplied(self, multiply: Callable[[Tensor, Tensor], Tensor], channels: int) -> Tensor:
+    def _multiplied(self, multiply: Callable[[Tensor, Tensor | None], Tensor], channels: int) -> Tensor:
         """Return `multiply(rows, out)` for all tokens, this rank's first."""
-        rows, start, end = self._whole.flatten(0, -2), self._start, self._end
+        if self._own is None:
+            return multiply(self.wait(), None)
+        rows, own = self._tensor.flatten(0, -2), self._own
         result = rows.new_empty(len(rows), channels)
-        multiply(rows[start:end], result[start:end])
+        multiply(rows[own], result[own])
         self.wait()
-        for others in (slice(0, start), slice(end, None)):
+        for others in (slice(0, own.start), slice(own.stop, None)):
             if len(rows[others]):
                 multiply(rows[others], result[others])
-        return result.view(*self._whole.shape[:-1], channels)
+        return result.view(*self._tensor.shape[:-1], channels)
 
 
 class Collectives:
@@ -151,7 +142,7 @@ class Replicated(Collectives):
 
     def start_reduce(self, parts: Tensor) -> Pending:
         parts = parts.contiguous()
-        return Reducing(self._group.all_reduce(parts, REDUCE), lambda: parts)
+        return Pending(parts, self._group.all_reduce(parts, REDUCE))
 
     def bias(self, bias: Parameter | None) -> Parameter | None:
         return bias if self._group.rank == 0 else None
@@ -166,13 +157,12 @@ class SequenceParallel(Replicated):
         shape = (ranks * tokens, channels) if residual.dim() == 2 else (1, ranks * tokens, channels)
         start, whole = self._group.rank * tokens, residual.new_empty(shape)
         whole.view(-1, channels)[start : start + tokens] = residual.reshape(-1, channels)
-        return Gathering(self._group.all_gather(whole.view(-1), GATHER), whole, start, start + tokens)
+        return Pending(whole, self._group.all_gather(whole.view(-1), GATHER), own=slice(start, start + tokens))
 
     def start_reduce(self, parts: Tensor) -> Pending:
         parts = parts.contiguous()
         work = self._group.reduce_scatter(parts.view(-1), REDUCE)
-        # A copy, so that the memory of all tokens can be freed.
-        return Reducing(work, lambda: self._slice(parts.flatten(0, -2)).clone())
+        return Pending(self._slice(parts.flatten(0, -2)), work, is_slice=True)
 
     def own(self, values: Tensor) -> Tensor:
         return self._slice(values.reshape(-1))
@@ -205,3 +195,111 @@ def collectives_over(group: Group, splits_tokens: bool) -> Collectives:
 def split_seed(seed: int | None, rank: int) -> int | None:
     """Return the seed of a dropout mask for values that differ among tensor-parallel ranks."""
     return derive_seed(seed, "tensor", rank) if seed is not None and rank else seed
+
+
+# -- the vocabulary ---------------------------------------------------------------------------------------------------
+
+
+class Rows(NamedTuple):
+    """Rows of a table to look up."""
+
+    rows: Tensor  # (b, s) int64
+    absent: Tensor | None  # (b, s) bool: tokens of other ranks, which read zeros; None: none
+
+
+class Vocabulary:
+    """A table with a row per vocabulary entry, whole on every rank."""
+
+    is_split = False
+
+    def __init__(self, collectives: Collectives) -> None:
+        self._collectives = collectives
+
+    def rows(self, tokens: Tensor) -> Rows:
+        """Return the rows that this rank looks up for tokens (b, s)."""
+        return Rows(self._collectives.own(tokens), None)
+
+    def embedded(self, rows: Tensor) -> Tensor:
+        """Return the residual stream of looked-up rows (..., h)."""
+        return rows
+
+    def of_residual(self, residual: Tensor) -> Tensor:
+        """All-gather the sequence-sharded input (..., h) of a vocabulary-parallel table or of its gradient."""
+        return residual
+
+    def start_into_residual(self, gradient: Tensor) -> Pending:
+        """Start to reduce the gradient of the head's input (t, h) into the residual stream; overwrites it."""
+        return Pending(gradient)
+
+    def labels(self, labels: Tensor) -> Tensor:
+        """Return labels (b, s) as rows of this rank's table, (t,); below zero: masked; beyond: another rank's."""
+        return self._collectives.own(labels).flatten()
+
+    def join(self, lse: Tensor, at_label: Tensor) -> None:
+        """Turn sums over this rank's entries, (t,) in fp32, into sums over the vocabulary, in place."""
+
+    def total(self, loss: Tensor) -> Tensor:
+        """Return the loss summed over all tokens, ()."""
+        return self._collectives.total(loss)
+
+    def whole(self, logits: Tensor) -> Tensor:
+        """Return all logits (..., v), given those of this rank's table."""
+        return logits
+
+
+WHOLE = Vocabulary(ONE_RANK)
+
+
+class SplitVocabulary(Vocabulary):
+    """A table with `size` consecutive rows on each rank of a group, including padding."""
+
+    is_split = True
+
+    def __init__(self, collectives: Collectives, group: Group, vocab_size: int, size: int) -> None:
+        super().__init__(collectives)
+        self._group, self._vocab_size, self._size = group, vocab_size, size
+        self._start = group.rank * size
+
+    def rows(self, tokens: Tensor) -> Rows:
+        absent = (tokens < self._start) | (tokens >= self._start + self._size)
+        # Spread tokens of other ranks over different rows, because one program sums the gradient of one row.
+        present = min(self._size, self._vocab_size - self._start)
+        return Rows(torch.where(absent, tokens % present, tokens - self._start), absent)
+
+    def embedded(self, rows: Tensor) -> Tensor:
+        return self._collectives.reduce(rows)
+
+    def of_residual(self, residual: Tensor) -> Tensor:
+        return self._collectives.gather(residual)
+
+    def start_into_residual(self, gradient: Tensor) -> Pending:
+        return self._collectives.start_reduce(gradient)
+
+    def labels(self, labels: Tensor) -> Tensor:
+        flat = labels.flatten()
+        rows = flat - self._start
+        present = (rows >= 0) & (rows < self._size)
+        return torch.where(flat < 0, flat, torch.where(present, rows, self._vocab_size))
+
+    def join(self, lse: Tensor, at_label: Tensor) -> None:
+        gathered = lse.new_empty(self._group.world_size, 2, lse.shape[0])
+        gathered[self._group.rank, 0], gathered[self._group.rank, 1] = lse, at_label
+        self._group.all_gather(gathered.view(-1), SUM).wait()
+        torch.logsumexp(gathered[:, 0], dim=0, out=lse)
+        torch.sum(gathered[:, 1], dim=0, out=at_label)
+
+    def total(self, loss: Tensor) -> Tensor:
+        return loss
+
+    def whole(self, logits: Tensor) -> Tensor:
+        gathered = logits.new_zeros(self._group.world_size, *logits.shape[:-1], self._size)
+        gathered[self._group.rank, ..., : logits.shape[-1]] = logits
+        self._group.all_gather(gathered.view(-1), SUM).wait()
+        return torch.cat([*gathered], dim=-1)[..., : self._vocab_size]
+
+
+def vocabulary_over(group: Group, collectives: Collectives, vocab_size: int, size: int) -> Vocabulary:
+    """Return a vocabulary-parallel table with `size` consecutive rows on each rank of a group."""
+    if group.world_size == 1:
+        return Vocabulary(collectives)
+    return SplitVocabulary(collectives, group, vocab_size, size)

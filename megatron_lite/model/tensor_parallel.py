@@ -12,8 +12,7 @@ import torch
 
 from megatron_lite.config import Config, ModelConfig
 from megatron_lite.distributed.rank_group import Group, alone
-from megatron_lite.kernels.tensor_collectives import Collectives, collectives_over
-from megatron_lite.kernels.vocabulary import Vocabulary, vocabulary_over
+from megatron_lite.kernels.tensor_collectives import Collectives, Vocabulary, collectives_over, vocabulary_over
 from megatron_lite.tiles import Block, Split
 
 

@@ -11,8 +11,7 @@ from torch.nn import functional
 
 from megatron_lite.kernels.cross_entropy import linear_cross_entropy
 from megatron_lite.kernels.embedding import embedding
-from megatron_lite.kernels.tensor_collectives import collectives_over
-from megatron_lite.kernels.vocabulary import SplitVocabulary, Vocabulary, vocabulary_over
+from megatron_lite.kernels.tensor_collectives import SplitVocabulary, Vocabulary, collectives_over, vocabulary_over
 from megatron_lite.parameter import Parameter
 from tests.support.thread_ranks import ThreadRank, on_threads
 
