@@ -16,8 +16,7 @@ from megatron_lite.errors import UsageError
 from megatron_lite.huggingface.open_source import open_source
 from megatron_lite.huggingface.weight_source import WeightSource
 from megatron_lite.kernels.attention.choice import Work, choose_attention
-from megatron_lite.kernels.attention.probe import failure
-from megatron_lite.kernels.choice import REFERENCES
+from megatron_lite.kernels.choice import REFERENCES, failure
 from megatron_lite.model.gpt import build_gpt, shapes_of
 from megatron_lite.model.layer import Layer, MicroBatch
 from megatron_lite.parameter import DTYPES, Parameter

@@ -18,39 +18,9 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 from torch.nn import functional
+from torch.nn.attention import SDPBackend, sdpa_kernel
 
 FLEX_BLOCK = 128  # positions per side of a block in flex_attention's masks
-
-
-class _only:  # noqa: N801 - reads as a statement
-    """Restrict `scaled_dot_product_attention` to one kernel, "cudnn" or "flash"; otherwise it raises.
-
-    torch's context manager `sdpa_kernel` does the same in 12 us of host time, for every layer and pass; this one takes
-    2 us. Leaving the switches set would save one more, but affect other code in the process.
-    """
-
-    def __init__(self, backend: str) -> None:
-        self._wanted = {"flash": (True, False, False, False), "cudnn": (False, True, False, False)}[backend]
-
-    def __enter__(self) -> None:
-        cuda = torch.backends.cuda
-        self._before = (
-            cuda.flash_sdp_enabled(),
-            cuda.cudnn_sdp_enabled(),
-            cuda.mem_efficient_sdp_enabled(),
-            cuda.math_sdp_enabled(),
-        )
-        self._switch(self._wanted)
-
-    def __exit__(self, *_: object) -> None:
-        self._switch(self._before)
-
-    def _switch(self, enabled: tuple[bool, ...]) -> None:
-        cuda = torch.backends.cuda
-        cuda.enable_flash_sdp(enabled[0])
-        cuda.enable_cudnn_sdp(enabled[1])
-        cuda.enable_mem_efficient_sdp(enabled[2])
-        cuda.enable_math_sdp(enabled[3])
 
 
 def fused_attention(query: Tensor, key: Tensor, value: Tensor, backend: str, scale: float | None = None) -> Tensor:
@@ -58,7 +28,8 @@ def fused_attention(query: Tensor, key: Tensor, value: Tensor, backend: str, sca
     if backend == "flash":
         use_flash(2)
     grouped = query.shape[1] != key.shape[1]
-    with _only(backend):
+    kernels = {"flash": SDPBackend.FLASH_ATTENTION, "cudnn": SDPBackend.CUDNN_ATTENTION}
+    with sdpa_kernel(kernels[backend]):
         return functional.scaled_dot_product_attention(
             query, key, value, is_causal=True, scale=scale, enable_gqa=grouped
         )

@@ -15,7 +15,6 @@ from megatron_lite.distributed.process_group import Distributed
 from megatron_lite.errors import UsageError
 from megatron_lite.kernels import choice
 from megatron_lite.kernels.attention import choice as attention_choice
-from megatron_lite.kernels.attention import probe
 from megatron_lite.kernels.attention.choice import Machine, Work
 from megatron_lite.kernels.choice import Kernels, agree_on_kernels
 from tests.support.harness import run_distributed, tiny_config
@@ -105,7 +104,7 @@ def test_the_trial_is_of_the_kind_of_the_run(work: Work) -> None:
     """The problem has the run's dtype, head size, groups, window and documents, so a fault in any of them is found."""
     asked: list[tuple[Any, ...]] = []
     wrong = ""
-    honest = probe.attention
+    honest = choice.attention
 
     def attention(query: Any, key: Any, value: Any, window: Any, *rest: Any, backend: str, documents: Any) -> Any:
         assert query.dtype == work.dtype and query.shape[3] == key.shape[3] == work.head_size
@@ -116,8 +115,8 @@ def test_the_trial_is_of_the_kind_of_the_run(work: Work) -> None:
             documents = None if wrong == "documents" else documents
         return honest(query, key, value, window, *rest, backend="math", documents=documents)
 
-    with mock.patch.object(probe, "attention", attention):
-        trial = probe.failure.__wrapped__
+    with mock.patch.object(choice, "attention", attention):
+        trial = choice.failure.__wrapped__
         assert trial("flash", torch.device("cpu"), work) is None
         assert asked == [(work.windowed, work.documents)]
         for wrong in ("windowed", "documents"):

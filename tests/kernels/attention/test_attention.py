@@ -20,7 +20,7 @@ from megatron_lite.kernels.attention import cpu as attention_cpu
 from megatron_lite.kernels.attention import gpu as attention_gpu
 from megatron_lite.kernels.attention.attention import Documents, attention
 from megatron_lite.kernels.attention.choice import Machine, Work, choose_attention, describe_attention
-from megatron_lite.kernels.attention.probe import failure
+from megatron_lite.kernels.choice import failure
 from megatron_lite.kernels.heads import split_heads
 from megatron_lite.kernels.linear import linear
 from megatron_lite.kernels.rotary import rotary_table
