@@ -65,37 +65,6 @@ def _rotate(x: Tensor, y: Tensor, cos: Tensor, sin: Tensor) -> None:
 
 
 @jit
-def _rotate_kernel(
-    heads_ptr,
-    cos_ptr,
-    sin_ptr,
-    table_rows,
-    rotated_heads,
-    stride,
-    CHANNELS: tl.constexpr,
-    R: tl.constexpr,
-    HEADS: tl.constexpr,
-    HALF: tl.constexpr,
-):
-    """Rotate in place HEADS of the first `rotated_heads` heads of one token per program.
-
-    stride: elements between tokens. Token i takes row i modulo `table_rows` of the table.
-    """
-    token, half = tl.program_id(0).to(tl.int64), tl.arange(0, HALF)
-    head = tl.program_id(1) * HEADS + tl.arange(0, HEADS)
-    angle = tl.program_id(0) % table_rows * (R // 2) + half
-    rotates = half < R // 2
-    cos = tl.load(cos_ptr + angle, mask=rotates, other=0.0)[None, :]
-    sin = tl.load(sin_ptr + angle, mask=rotates, other=0.0)[None, :]
-    inside = (head < rotated_heads)[:, None] & rotates[None, :]
-    pointers = heads_ptr + token * stride + head[:, None] * CHANNELS + half[None, :]
-    a = tl.load(pointers, mask=inside, other=0.0).to(tl.float32)
-    b = tl.load(pointers + R // 2, mask=inside, other=0.0).to(tl.float32)
-    tl.store(pointers, (a * cos - b * sin).to(heads_ptr.dtype.element_ty), mask=inside)
-    tl.store(pointers + R // 2, (b * cos + a * sin).to(heads_ptr.dtype.element_ty), mask=inside)
-
-
-@jit
 def _channels(lane, CHANNELS: tl.constexpr, R: tl.constexpr):
     """Return a lane's two channels: a rotated pair or, after the pairs, one channel from each half of the rest.
 
@@ -124,7 +93,7 @@ def _load_heads(pointer, strides, sample, position, head, count, lane, CHANNELS:
 
 
 @jit
-def _join_kernel(
+def _rotate_kernel(
     query_ptr,
     key_ptr,
     value_ptr,
@@ -135,53 +104,81 @@ def _join_kernel(
     table_rows,
     num_heads,
     head_groups,
+    heads,
+    target_heads,
     query_strides,
     key_strides,
     value_strides,
+    BACK: tl.constexpr,
     CHANNELS: tl.constexpr,
     R: tl.constexpr,
     HEADS: tl.constexpr,
     HALF: tl.constexpr,
 ):
-    """HEADS of the n + 2 g heads of one token per program; each of the three gradients supplies its own heads."""
+    """Rotate HEADS of the n queries and g keys of one token per program, with BACK by the opposite angles.
+
+    Keys and values, which are not rotated, may be None. The target (b, s, target_heads, d) may be the memory of the
+    queries. Token i takes row i modulo `table_rows` of the table.
+    """
     token, lane = tl.program_id(0).to(tl.int64), tl.arange(0, HALF)
     sample, position = token // length, token % length
     head = (tl.program_id(1) * HEADS + tl.arange(0, HEADS)).to(tl.int64)
-    key_head = head - num_heads
-    value_head = key_head - head_groups
     a, b = _load_heads(query_ptr, query_strides, sample, position, head, num_heads, lane, CHANNELS, R)
-    key_a, key_b = _load_heads(key_ptr, key_strides, sample, position, key_head, head_groups, lane, CHANNELS, R)
-    a, b = a + key_a, b + key_b
+    if key_ptr is not None:
+        key_head = head - num_heads
+        key_a, key_b = _load_heads(key_ptr, key_strides, sample, position, key_head, head_groups, lane, CHANNELS, R)
+        a, b = a + key_a, b + key_b
     rotates, angle = lane < R // 2, token % table_rows * (R // 2) + lane
     cos = tl.load(cos_ptr + angle, mask=rotates, other=1.0)[None, :]
     sin = tl.load(sin_ptr + angle, mask=rotates, other=0.0)[None, :]
+    if BACK:
+        sin = -sin
+    rotated_a, rotated_b = a * cos - b * sin, b * cos + a * sin
     if R == CHANNELS:
-        a, b = a * cos + b * sin, b * cos - a * sin
+        a, b = rotated_a, rotated_b
     else:  # never multiply the rest by 0: it may be infinite
-        rotated_a, rotated_b = a * cos + b * sin, b * cos - a * sin
         a, b = tl.where(rotates[None, :], rotated_a, a), tl.where(rotates[None, :], rotated_b, b)
-    value_a, value_b = _load_heads(
-        value_ptr, value_strides, sample, position, value_head, head_groups, lane, CHANNELS, R
-    )
+    if value_ptr is not None:
+        value_head = head - num_heads - head_groups
+        value_a, value_b = _load_heads(
+            value_ptr, value_strides, sample, position, value_head, head_groups, lane, CHANNELS, R
+        )
+        a, b = a + value_a, b + value_b
     first, second = _channels(lane, CHANNELS, R)
-    inside = (value_head < head_groups)[:, None]
-    heads = target_ptr + (token * (num_heads + 2 * head_groups) + head[:, None]) * CHANNELS
-    a, b = (a + value_a).to(target_ptr.dtype.element_ty), (b + value_b).to(target_ptr.dtype.element_ty)
-    tl.store(heads + first[None, :], a, mask=inside & (lane < (CHANNELS + 1) // 2)[None, :])
-    tl.store(heads + second[None, :], b, mask=inside & (lane < CHANNELS // 2)[None, :])
+    inside = (head < heads)[:, None]
+    target = target_ptr + (token * target_heads + head[:, None]) * CHANNELS
+    a, b = a.to(target_ptr.dtype.element_ty), b.to(target_ptr.dtype.element_ty)
+    tl.store(target + first[None, :], a, mask=inside & (lane < (CHANNELS + 1) // 2)[None, :])
+    tl.store(target + second[None, :], b, mask=inside & (lane < CHANNELS // 2)[None, :])
 
 
-def _tile(heads: int, pairs: int) -> tuple[int, int]:
-    """Return heads and channel pairs per program: about 1024 pairs, 8 for each of 128 threads."""
-    half = next_power_of_2(pairs)
-    return min(next_power_of_2(heads), max(1024 // half, 1)), half
-
-
-def _table_rows(table: Table, batch: int, length: int) -> int:
-    """Return the number of tokens after which the rows of a contiguous table repeat."""
+def _launch(
+    query: Tensor, key: Tensor | None, value: Tensor | None, target: Tensor, table: Table, pairs: int, back: bool
+) -> None:
+    """Rotate (b, heads, s, d) into the first heads of target (b, s, c, d). pairs: channel pairs that are written."""
+    (batch, length, target_heads, channels), sources = target.shape, (query, key, value)
     assert all(angles.is_contiguous() for angles in table) and table[0].shape[-2] >= length
     assert table[0].dim() == 2 or table[0].shape[:2] == (batch, length)
-    return length if table[0].dim() == 2 else batch * length
+    heads, half = sum(source.shape[1] for source in sources if source is not None), next_power_of_2(pairs)
+    tile = min(next_power_of_2(heads), max(1024 // half, 1))  # about 1024 pairs per program, 8 for each of 128 threads
+    _rotate_kernel[(batch * length, cdiv(heads, tile))](
+        *sources,
+        target,
+        *table,
+        length,
+        length if table[0].dim() == 2 else batch * length,  # tokens after which the rows of the table repeat
+        query.shape[1],
+        0 if key is None else key.shape[1],
+        heads,
+        target_heads,
+        *(None if source is None else source.stride() for source in sources),
+        BACK=back,
+        CHANNELS=channels,
+        R=2 * table[0].shape[-1],
+        HEADS=tile,
+        HALF=half,
+        num_warps=4,
+    )
 
 
 # -- both ------------------------------------------------------------------------------------------------------------
@@ -191,46 +188,25 @@ def rotate_in_place(heads: Tensor, rotated_heads: int, table: Table | None, trit
     """Rotate the first `rotated_heads` heads of a contiguous (b, s, c, d); no-op without a table."""
     if table is None:
         return
-    (batch, length, count, channels), r = heads.shape, 2 * table[0].shape[-1]
-    if not triton:
-        x = heads[:, :, :rotated_heads, :r]
-        _rotate(x, x, *_for_heads(table, length))
-        return
-    tile, half = _tile(rotated_heads, r // 2)
-    rows, stride = _table_rows(table, batch, length), count * channels
-    _rotate_kernel[(batch * length, cdiv(rotated_heads, tile))](
-        heads, *table, rows, rotated_heads, stride, CHANNELS=channels, R=r, HEADS=tile, HALF=half, num_warps=4
-    )
+    x, r = heads[:, :, :rotated_heads], 2 * table[0].shape[-1]
+    if triton:
+        _launch(x.transpose(1, 2), None, None, heads, table, r // 2, back=False)
+    else:
+        _rotate(x[..., :r], x[..., :r], *_for_heads(table, heads.shape[1]))
 
 
 def join_gradients(grads: tuple[Tensor, ...], target: Tensor, table: Table | None, triton: bool = False) -> None:
     """Write gradients of query, key and value (b, n or g, s, d), rotated back, to target (b, s, n + 2 g, d)."""
-    (batch, length, count, channels), r = target.shape, 0 if table is None else 2 * table[0].shape[-1]
-    if not triton:
+    if table is None:
+        torch.cat([grad.transpose(1, 2) for grad in grads], dim=2, out=target)  # one launch
+    elif triton:
+        query, key, value = grads
+        _launch(query, key, value, target, table, cdiv(target.shape[3], 2), back=True)
+    else:
+        r, (cos, sin) = 2 * table[0].shape[-1], _for_heads(table, target.shape[1])
         parts = target.split([grad.shape[1] for grad in grads], dim=2)
         for part, grad, rotated in zip(parts, grads, (r, r, 0), strict=True):
             dy = grad.transpose(1, 2)  # (b, s, heads, d)
-            if table is not None and rotated:
-                cos, sin = _for_heads(table, length)
+            if rotated:
                 _rotate(dy[..., :rotated], part[..., :rotated], cos, -sin)
-            if rotated < channels:
-                part[..., rotated:].copy_(dy[..., rotated:])
-    elif table is None:
-        torch.cat([grad.transpose(1, 2) for grad in grads], dim=2, out=target)  # one launch
-    else:
-        tile, half = _tile(count, cdiv(channels, 2))
-        _join_kernel[(batch * length, cdiv(count, tile))](
-            *grads,
-            target,
-            *table,
-            length,
-            _table_rows(table, batch, length),
-            grads[0].shape[1],
-            grads[1].shape[1],
-            *(grad.stride() for grad in grads),
-            CHANNELS=channels,
-            R=r,
-            HEADS=tile,
-            HALF=half,
-            num_warps=4,
-        )
+            part[..., rotated:].copy_(dy[..., rotated:])
