@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Collection, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -19,6 +19,7 @@ from megatron_lite.kernels.attention.choice import AUTOMATIC, PLANNED_GPU, Work,
 from megatron_lite.kernels.triton_support import runs_on
 from megatron_lite.parameter import DTYPES
 
+AttentionTest = Callable[[str, torch.device, Work], str | None]  # (backend, device, work) -> why it fails
 # The small problem that tests an attention backend: documents in tokens, one border within a sample and one between.
 SAMPLES, LENGTH, WINDOW, GROUPS, DOCUMENTS = 2, 200, 64, 2, (90, 110, 200)
 
@@ -52,25 +53,32 @@ def agree_on_kernels(config: Config, distributed: Distributed) -> Kernels:
     Raises:
         UsageError: on all ranks, if the configuration names an implementation that is not available on one.
     """
-    failures: dict[int, dict[str, str]] = {}
+    failures: list[dict[str, str]] = [{} for _ in range(distributed.world_size)]
     excluded: tuple[str, ...] = ()
+
+    def fails(backend: str, device: torch.device, work: Work) -> str | None:
+        if backend in excluded:
+            return "it fails on another rank"
+        if (reason := failure(backend, device, work)) is not None:
+            own[backend] = reason
+        return reason
+
     while True:
         own: dict[str, str] = {}
-        choose = functools.partial(choose_kernels, config, distributed.device, excluded=excluded, failures=own)
-        kernels = together(distributed, choose)
+        kernels = together(distributed, lambda: choose_kernels(config, distributed.device, fails=fails))
         every = distributed.gather_objects([kernels.attention, own])
-        for rank, (_, failed) in enumerate(every):
-            failures.setdefault(rank, {}).update(failed)
+        for known, (_, found) in zip(failures, every, strict=True):
+            known.update(found)
         names = {name for name, _ in every}
         if len(names) == 1:
             return dataclasses.replace(kernels, warnings=tuple(_warnings(failures, kernels.attention)))
         excluded = AUTOMATIC[: max(map(AUTOMATIC.index, names))]  # all before the last chosen one
 
 
-def _warnings(failures: dict[int, dict[str, str]], chosen: str) -> Iterator[str]:
+def _warnings(failures: Sequence[dict[str, str]], chosen: str) -> Iterator[str]:
     """Say where and why each failed backend failed."""
     for backend in AUTOMATIC:
-        reasons = {rank: failed[backend] for rank, failed in failures.items() if backend in failed}
+        reasons = {rank: failed[backend] for rank, failed in enumerate(failures) if backend in failed}
         if reasons:
             first, *others = reasons
             more = f" and on {len(others)} more of {len(failures)} ranks" if others else ""
@@ -81,18 +89,13 @@ def _warnings(failures: dict[int, dict[str, str]], chosen: str) -> Iterator[str]
 
 
 def choose_kernels(
-    config: Config,
-    device: torch.device,
-    planned: bool = False,
-    excluded: Collection[str] = (),
-    failures: dict[str, str] | None = None,
+    config: Config, device: torch.device, planned: bool = False, fails: AttentionTest | None = None
 ) -> Kernels:
     """Resolve a configuration's choices for a device.
 
     Args:
-        excluded: attention backends that "auto" skips.
-        failures: receives a reason for each backend that was tried and failed.
         planned: the device need not exist; query neither the device nor the installed libraries.
+        fails: returns why an attention backend fails on a GPU, or None if it works; by default `failure`.
 
     Raises:
         UsageError: if the configuration names an implementation that is not available.
@@ -115,16 +118,14 @@ def choose_kernels(
     automatic = "triton" if triton else "torch"
     return Kernels(
         triton=triton,
-        attention=_attention(config, device, planned, excluded, {} if failures is None else failures),
+        attention=_attention(config, device, planned, fails or failure),
         cross_entropy=automatic if wanted.cross_entropy_impl == "auto" else wanted.cross_entropy_impl,
         cross_entropy_splits=wanted.cross_entropy_splits,
         cross_entropy_block_size=wanted.cross_entropy_block_size,
     )
 
 
-def _attention(
-    config: Config, device: torch.device, planned: bool, excluded: Collection[str], failures: dict[str, str]
-) -> str:
+def _attention(config: Config, device: torch.device, planned: bool, fails: AttentionTest) -> str:
     model = config.model
     work = Work(
         DTYPES[config.distributed.training_dtype],
@@ -135,19 +136,10 @@ def _attention(
         dropout=model.attention_dropout > 0,
         heads_per_group=model.num_attention_heads // model.head_groups,
     )
-
-    def works(backend: str) -> bool:
-        reason = None if backend in excluded else failure(backend, device, work)
-        if reason is not None:
-            failures[backend] = reason
-        return reason is None and backend not in excluded
-
     wanted = "math" if model.attention_softmax_in_fp32 else config.performance.attention_backend
-    if device.type != "cuda":
-        return choose_attention(wanted, device, work)
-    if planned:
-        return choose_attention(wanted, device, work, PLANNED_GPU)
-    return choose_attention(wanted, device, work, works=works)
+    if planned or device.type != "cuda":
+        return choose_attention(wanted, device, work, PLANNED_GPU if device.type == "cuda" else None)
+    return choose_attention(wanted, device, work, works=lambda backend: fails(backend, device, work) is None)
 
 
 @functools.cache

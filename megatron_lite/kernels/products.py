@@ -4,7 +4,6 @@ Products of bf16 or fp16 matrices are accumulated in fp32. Whether the result re
 rounding depends on the device and on PyTorch; `product_accumulation` finds out once:
 
     "by the product itself"       mm and addmm with `out_dtype` and `out` write or add in fp32
-    "through an fp32 temporary"   mm with `out_dtype`, then an addition
     "through a bf16 temporary"    (or fp16) rounded once: on a CPU a product has the dtype of its factors
     "from fp32 copies of the factors"    a block at a time; fp32 totals are never rounded
 
@@ -102,13 +101,8 @@ def _multiply_in_fp32(
 
 def _parts(length: int, other: int) -> Iterator[slice]:
     """Split a dimension into slices whose blocks, `other` in the other dimension, are small temporaries."""
-    step = block_rows(other)
+    step = max(SMALLEST_BLOCK, temporary_rows(other))
     return (slice(start, start + step) for start in range(0, length, step))
-
-
-def block_rows(columns: int) -> int:
-    """Return the number of rows, or of columns, in a converted block."""
-    return max(SMALLEST_BLOCK, temporary_rows(columns))
 
 
 # -- fp32 products on a CPU ------------------------------------------------------------------------------------------
@@ -187,13 +181,6 @@ def _in_the_product(total: Tensor, a: Tensor, b: Tensor, first: bool) -> None:
         torch.addmm(total, a, b, **options, out=total)
 
 
-def _wide_temporary(total: Tensor, a: Tensor, b: Tensor, first: bool) -> None:
-    if first:
-        torch.mm(a, b, out_dtype=total.dtype, out=total)
-    else:
-        total.add_(torch.mm(a, b, out_dtype=total.dtype))
-
-
 def _fp32_copies(total: Tensor, a: Tensor, b: Tensor, first: bool) -> None:
     _multiply_in_fp32(total, a, b, None if first else total)
 
@@ -226,9 +213,8 @@ def product_accumulation(device: torch.device, dtype: torch.dtype, total_dtype: 
     in_the_product = ProductAccumulation("by the product itself", _in_the_product)
     if dtype == total_dtype:
         return in_the_product
-    for method in (in_the_product, ProductAccumulation(f"through {NAMES[total_dtype]} temporary", _wide_temporary)):
-        if device.type == "cuda" and _is_exact(method, device, dtype, total_dtype):
-            return method
+    if device.type == "cuda" and _is_exact(in_the_product, device, dtype, total_dtype):
+        return in_the_product
     return ProductAccumulation(f"through {NAMES[dtype]} temporary", _narrow_temporary)
 
 

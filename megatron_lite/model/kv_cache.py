@@ -18,18 +18,6 @@ from megatron_lite.kernels.attention.attention import attention, cached_attentio
 Heads = tuple[Tensor, Tensor, Tensor]  # query (1, n, t, d), key and value (1, g, t, d)
 
 
-class CachePass:
-    """The cache as one pass through the model uses it."""
-
-    answered: slice  # the pass's tokens whose logits are computed
-
-    def attend(
-        self, block: str, heads: Heads, window: int | None, scale: float | None, softmax_in_fp32: bool
-    ) -> Tensor:
-        """Store a block's keys and values, and return its attention output (1, n, t, d)."""
-        raise NotImplementedError
-
-
 class KeyValueCache:
     """Keys and values, (g, slots, d) each, per block and text, for `rows` texts of at most `capacity` tokens.
 
@@ -55,10 +43,10 @@ class KeyValueCache:
         return sum(tensor.nbytes for rows in self._blocks.values() for pair in rows for tensor in pair)
 
 
-class Beginning(CachePass):
+class Beginning:
     """A pass over the whole prompt of one text, (1, t), which fills `row`."""
 
-    answered = slice(-1, None)
+    answered = slice(-1, None)  # tokens whose logits are computed
 
     def __init__(self, cache: KeyValueCache, row: int, backend: str = "math") -> None:
         self._cache, self._row, self._backend = cache, row, backend
@@ -66,7 +54,7 @@ class Beginning(CachePass):
     def attend(
         self, block: str, heads: Heads, window: int | None, scale: float | None, softmax_in_fp32: bool
     ) -> Tensor:
-        """See CachePass."""
+        """Store a block's keys and values, and return its attention output (1, n, t, d)."""
         query, key, value = heads
         length = key.shape[2]
         assert length <= self._cache.capacity, (length, self._cache.capacity)
@@ -83,7 +71,7 @@ class Beginning(CachePass):
         )
 
 
-class NextTokens(CachePass):
+class NextTokens:
     """A pass over every text's next token, (1, t), at `positions` (t,), in order of cache rows; -1: no text."""
 
     answered = slice(None)
@@ -96,7 +84,7 @@ class NextTokens(CachePass):
     def attend(
         self, block: str, heads: Heads, window: int | None, scale: float | None, softmax_in_fp32: bool
     ) -> Tensor:
-        """See CachePass."""
+        """See `Beginning.attend`."""
         query, key, value = heads
         context = torch.zeros_like(query)
         for row, (keys, values) in enumerate(self._cache.of(block, key, window)):
@@ -112,3 +100,6 @@ class NextTokens(CachePass):
             saved = keys[None, :, seen], values[None, :, seen]
             context[:, :, row : row + 1] = cached_attention(own, *saved, scale=scale)
         return context
+
+
+CachePass = Beginning | NextTokens  # the cache as one pass through the model uses it

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from megatron_lite.distributed.traffic import FirstWait, Handle, Total, Traffic
-from megatron_lite.kernels.newton_schulz import orthogonalize
+from megatron_lite.optimizer.rules.muon import orthogonalize
 from megatron_lite.parameter import Parameter
 from megatron_lite.planner.meter import Meter, PlannedDevice, calling_frame
 from megatron_lite.planner.work import Attention, Item, Pass, Product

@@ -21,7 +21,7 @@ from megatron_lite.config.model import by_block
 from megatron_lite.distributed.rank_group import reduction_scratch_bytes
 from megatron_lite.model.block import Block
 from megatron_lite.model.layer import MicroBatch
-from megatron_lite.optimizer.rules.matrices import matrices_of
+from megatron_lite.optimizer.rules.muon import matrices_of
 from megatron_lite.planner.runtime import runtime_needs
 from megatron_lite.planner.stage_costs import Saved, StageCosts, StageMeter
 from megatron_lite.planner.work import Product

@@ -13,10 +13,10 @@ import torch
 from megatron_lite.cli.parse import parse
 from megatron_lite.config import AveragingConfig, OptimizerConfig
 from megatron_lite.config.values import SPELLINGS
-from megatron_lite.kernels.newton_schulz import orthogonalize_flops
 from megatron_lite.model.gpt import parameters_of
 from megatron_lite.optimizer.averaging import weight_in_sum
 from megatron_lite.optimizer.guards import Guard
+from megatron_lite.optimizer.rules.muon import orthogonalize_flops
 from megatron_lite.planner.plan import make_plan
 from tests.support import documents
 from tests.support.harness import layers_of, tiny_config

@@ -10,8 +10,7 @@ import pytest
 import torch
 
 from megatron_lite.distributed.process_group import Distributed
-from megatron_lite.optimizer.rules.matrices import Matrix, matrices_of
-from megatron_lite.optimizer.rules.muon import assign, describe, rounds_of, shape_factor
+from megatron_lite.optimizer.rules.muon import Matrix, assign, describe, matrices_of, rounds_of, shape_factor
 from megatron_lite.parameter import ParameterSpec
 from megatron_lite.planner.plan import make_plan
 from megatron_lite.zero.stage import Stage

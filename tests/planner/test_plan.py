@@ -514,7 +514,7 @@ def test_a_new_operation_is_planned_exactly(training_dtype: str, monkeypatch: py
 
 
 def test_an_update_can_need_more_than_the_passes() -> None:
-    """Orthogonalizing the largest matrix, when few tokens need little: the bytes of `kernels/newton_schulz.py`."""
+    """Orthogonalizing the largest matrix, when few tokens need little: the bytes of `optimizer/rules/muon.py`."""
     options = dict(optimizer="muon", hidden_size=256, sequence_length=8, batch_size=1, vocab_size=64, num_layers=1)
     memory = make_plan(tiny_config(1, **options), 1, "cpu").activations["none"]
     assert (memory.peak, memory.peak_at) == (4 * (256 * 1024 + 256 * 256), "the update")

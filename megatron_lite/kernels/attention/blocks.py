@@ -17,6 +17,7 @@ Only query, key and value are saved: the backward pass recomputes P with the sam
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -49,10 +50,9 @@ class Block:
 
 @dataclass(frozen=True)
 class Chunk:
-    """Equally spaced documents of one length, and some key heads: the work of one operation."""
+    """Neighbouring documents of one length, and some key heads: the work of one operation."""
 
     start: int  # first position of the first document in the flattened (b s,)
-    step: int  # positions from one document's start to the next
     documents: int
     length: int  # positions in each document
     heads: slice  # of the key heads
@@ -88,7 +88,11 @@ def chunks_of(
 ) -> list[Chunk]:
     """Divide documents and key heads into chunks of at most `scores` scores, or of one document and key head."""
     chunks: list[Chunk] = []
-    for start, step, count, length in _runs(lengths):
+    start = 0
+    for length, neighbours in itertools.groupby(lengths):
+        count = len(list(neighbours))
+        if length == 0:
+            continue
         largest = max(block.scores for block in blocks_of_a_document(length, window, rows, last=2))
         pairs = max(1, scores // (heads // groups * largest))
         documents = max(1, min(count, pairs // groups))
@@ -97,26 +101,9 @@ def chunks_of(
         for first in range(0, count, documents):
             number = min(documents, count - first)
             for i in range(parts):
-                chunks.append(Chunk(start + first * step, step, number, length, slice(borders[i], borders[i + 1])))
+                chunks.append(Chunk(start + first * length, number, length, slice(borders[i], borders[i + 1])))
+        start += count * length
     return chunks
-
-
-def _runs(lengths: Sequence[int]) -> Iterator[tuple[int, int, int, int]]:
-    """Yield start, step, count and length of equally spaced documents of equal length, longest first."""
-    starts: dict[int, list[int]] = {}
-    begin = 0
-    for length in lengths:
-        if length > 0:
-            starts.setdefault(length, []).append(begin)
-        begin += length
-    for length in sorted(starts, reverse=True):
-        rest = starts[length]
-        while rest:
-            step, count = (rest[1] - rest[0] if len(rest) > 1 else length), 1
-            while count < len(rest) and rest[count] == rest[0] + count * step:
-                count += 1
-            yield rest[0], step, count, length
-            rest = rest[count:]
 
 
 # -- the formula -----------------------------------------------------------------------------------------------------
@@ -141,9 +128,8 @@ def dtype_of_products(inputs: Tensor) -> torch.dtype:
 
 def _documents(heads: Tensor, chunk: Chunk) -> Tensor:
     """View heads (b, any, s, d) as the documents of a chunk: (documents, any, length, d)."""
-    tokens = heads.transpose(1, 2).flatten(0, 1)
-    last = chunk.start + (chunk.documents - 1) * chunk.step + chunk.length
-    return tokens[chunk.start : last].unfold(0, chunk.length, chunk.step).transpose(2, 3)
+    tokens = heads.transpose(1, 2).flatten(0, 1)[chunk.start : chunk.start + chunk.documents * chunk.length]
+    return tokens.unflatten(0, (chunk.documents, chunk.length)).transpose(1, 2)
 
 
 class _Pass:
@@ -197,7 +183,7 @@ class _Pass:
         generator, kept = generator_for(p), 1.0 - self.options.dropout_p
         mask, chunk = torch.empty_like(p), self.chunk
         for document, part in enumerate(mask.view(chunk.documents, -1, *p.shape[1:])):
-            start = chunk.start + document * chunk.step
+            start = chunk.start + document * chunk.length
             for head, factors in enumerate(part, chunk.heads.start):
                 generator.manual_seed(derive_seed(self.options.dropout_seed, start, head, block.start))
                 factors.bernoulli_(kept, generator=generator)

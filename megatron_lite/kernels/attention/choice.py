@@ -6,11 +6,11 @@
 | flash3 | bf16, fp16 | multiples of 8 up to 256 | yes | yes | no (3) | Hopper; the package flash_attn_interface |
 | flash | bf16, fp16 | multiples of 8 up to 256 (1) | no | no | yes (2) | GPUs from Ampere |
 | flash | fp32 | all | no | no | yes | CPUs |
-| varlen | bf16, fp16 | multiples of 8 up to 256 (1) | yes | yes | yes (2) | GPUs from Ampere, torch from 2.11 |
+| varlen | bf16, fp16 | multiples of 8 up to 256 (1) | yes | yes | yes (2) | GPUs from Ampere |
 | flex | all | from 16 | yes | yes | yes | GPUs from Ampere, Triton; compiled at its first use |
 | math | all | all | yes | yes | yes | everywhere; also --attention_dropout |
 
-flash3 is FlashAttention 3 from the package `flash_attn_interface`, which torch from 2.11 on can use instead of its own
+flash3 is FlashAttention 3 from the package `flash_attn_interface`, which torch can use instead of its own
 version 2: 1.5 to 2 times as fast on H100 (Shah et al. 2024, section 4). cudnn and flash are
 `scaled_dot_product_attention` restricted to one backend, varlen is `torch.nn.attention.varlen` (the flash kernels with
 document borders), flex is `flex_attention` with a block mask, math is the formula in `blocks.py`.
@@ -28,7 +28,6 @@ from __future__ import annotations
 
 import functools
 import importlib.util
-import inspect
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
@@ -37,7 +36,6 @@ import torch
 from megatron_lite.errors import UsageError
 from megatron_lite.kernels.triton_support import triton
 
-BACKENDS = ("cudnn", "flash3", "flash", "varlen", "flex", "math")
 AUTOMATIC = ("cudnn", "flash3", "flash", "varlen", "math")
 DESCRIPTIONS = {
     "cudnn": "cuDNN's fused kernels",
@@ -58,9 +56,8 @@ class Machine:
 
     capability: tuple[int, int] | None
     cudnn: int = 0  # 91501 is version 9.15.1
-    varlen: bool = True  # torch.nn.attention.varlen, with windows
-    flash3: bool = False  # FlashAttention 3 is installed, and torch can use it
-    flex: bool = True  # flex_attention, and Triton to compile it
+    flash3: bool = False  # FlashAttention 3 is installed
+    flex: bool = True  # Triton is installed, which compiles flex_attention
 
 
 # A plan assumes this GPU, because it must not query a device.
@@ -85,25 +82,14 @@ def machine_of(device: torch.device) -> Machine:
     """Query torch and, if the device is a GPU, the GPU."""
     if device.type != "cuda":
         return Machine(None)
-    has_varlen = importlib.util.find_spec("torch.nn.attention.varlen") is not None
-    if has_varlen:
-        from torch.nn.attention.varlen import varlen_attn
-
-        has_varlen = "window_size" in inspect.signature(varlen_attn).parameters
-    has_flex = importlib.util.find_spec("torch.nn.attention.flex_attention") is not None and triton is not None
     cudnn = torch.backends.cudnn.version() if torch.backends.cudnn.is_available() else 0
-    return Machine(
-        torch.cuda.get_device_capability(device), cudnn or 0, has_varlen, has_varlen and _has_flash3(), has_flex
-    )
+    return Machine(torch.cuda.get_device_capability(device), cudnn or 0, _has_flash3(), triton is not None)
 
 
 def _has_flash3() -> bool:
-    """Whether torch has a registry of flash kernels (from 2.11) and the package of version 3 is installed."""
-    from torch.nn import attention
-
-    if not hasattr(attention, "list_flash_attention_impls") or "FA3" not in attention.list_flash_attention_impls():
-        return False
-    return importlib.util.find_spec("flash_attn_interface") is not None
+    """Whether torch knows version 3 of the flash kernels and its package is installed."""
+    installed = importlib.util.find_spec("flash_attn_interface") is not None
+    return installed and "FA3" in torch.nn.attention.list_flash_attention_impls()
 
 
 def obstacle(backend: str, machine: Machine, work: Work) -> str | None:
@@ -124,7 +110,7 @@ def _obstacles(backend: str, machine: Machine, work: Work) -> Iterator[tuple[boo
         yield backend != "flash", "needs a GPU, and this run is on cpu"
     yield work.dropout, "has no dropout (--attention_dropout)"
     if backend == "flex":
-        yield not machine.flex, "needs torch.nn.attention.flex_attention and Triton"
+        yield not machine.flex, "needs Triton"
         few = f"needs heads of at least 16 channels (--kv_channels), not of {work.head_size}"
         yield work.head_size < 16, few
         return
@@ -132,15 +118,11 @@ def _obstacles(backend: str, machine: Machine, work: Work) -> Iterator[tuple[boo
         yield work.dtype in HALVES, f"computes in fp32 on a CPU, not in {dtype}"
     else:
         yield work.dtype not in HALVES, f"computes only in bf16 and fp16, not in {dtype}"
-    if backend == "varlen":
-        missing = "needs torch.nn.attention.varlen with windows, which came with torch 2.11"
-        yield not machine.varlen, missing
-    elif backend == "flash3":
+    if backend == "flash3":
         yield capability[0] != 9, "needs compute capability 9 (Hopper)"
-        missing = "needs torch 2.11 or later and the package flash_attn_interface (FlashAttention 3)"
-        yield not machine.flash3, missing
+        yield not machine.flash3, "needs the package flash_attn_interface (FlashAttention 3)"
         yield work.deterministic, "is not known to be repeatable (--deterministic=1)"
-    else:
+    elif backend != "varlen":
         yield work.windowed, "takes no sliding window (--window_size)"
         yield work.documents, "takes no packed documents (--cross_document_attention=0)"
     if backend == "cudnn":

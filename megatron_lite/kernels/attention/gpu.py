@@ -17,8 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
-from torch.nn import functional
-from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.nn import attention, functional
 
 FLEX_BLOCK = 128  # positions per side of a block in flex_attention's masks
 
@@ -28,8 +27,8 @@ def fused_attention(query: Tensor, key: Tensor, value: Tensor, backend: str, sca
     if backend == "flash":
         use_flash(2)
     grouped = query.shape[1] != key.shape[1]
-    kernels = {"flash": SDPBackend.FLASH_ATTENTION, "cudnn": SDPBackend.CUDNN_ATTENTION}
-    with sdpa_kernel(kernels[backend]):
+    kernels = {"flash": attention.SDPBackend.FLASH_ATTENTION, "cudnn": attention.SDPBackend.CUDNN_ATTENTION}
+    with attention.sdpa_kernel(kernels[backend]):
         return functional.scaled_dot_product_attention(
             query, key, value, is_causal=True, scale=scale, enable_gqa=grouped
         )
@@ -96,12 +95,9 @@ def varlen_attention(
 def use_flash(version: int) -> None:
     """Make torch's flash attention operators call version 2, built into torch, or 3, from a package.
 
-    The choice is per process and costs 1 us if already made. A torch without the choice has version 2.
+    The choice is per process and costs 1 us if already made.
     """
-    from torch.nn import attention
-
-    current = getattr(attention, "current_flash_attention_impl", lambda: None)()
-    if (current == "FA3") == (version == 3):
+    if (attention.current_flash_attention_impl() == "FA3") == (version == 3):
         return
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # torch warns that its own kernel is replaced

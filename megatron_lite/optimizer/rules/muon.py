@@ -8,8 +8,17 @@ A matrix spans the shards of several ranks and must be orthogonalized whole. Sta
     reduce_scatter                   one rank's result plus zeros: exact
     descend on the shard             every rank, its own elements
 
-Both collectives run over all ranks. With tensor parallelism, a matrix is assembled from the parts of its group, and its
-result goes to all holders; without, it is orthogonalized in place.
+Matrix products alone turn U S V^T into U S' V^T with all singular values S' near 1:
+
+    X = G / ||G||        A = X X^T        X = a X + (b A + c A^2) X, a few times
+
+in bf16, transposed if that makes A smaller. The coefficients of the quintic maximize the slope at zero, so five steps
+lift small singular values quickly but leave all between about 0.7 and 1.2 instead of exactly at 1. Operations and their
+order match torch.optim.Muon: the bits are the same if the same library multiplies.
+
+Both collectives run over all ranks. With tensor parallelism, a rank holds some rows (of queries, keys or values; of
+gate or up) or some columns of a matrix, and several ranks may hold the same elements (shared key/value heads). A matrix
+is assembled from the parts of its group, and its result goes to all holders; without, it is orthogonalized in place.
 
 A round has as many stages as there are buffers. Its gathers start together, its matrices are distributed over all
 ranks, and its reductions overlap with orthogonalization. Linear maps stored in one weight (queries, keys and values;
@@ -24,20 +33,114 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 import torch
+from torch import Tensor
 
 from megatron_lite.config import OptimizerConfig
 from megatron_lite.distributed.process_group import Distributed
 from megatron_lite.kernels.adamw import Range, StepNumbers
 from megatron_lite.kernels.choice import Kernels
-from megatron_lite.kernels.newton_schulz import orthogonalize, orthogonalize_flops
+from megatron_lite.kernels.products import product, scaled_product
 from megatron_lite.optimizer.rules.adamw import AdamW
-from megatron_lite.optimizer.rules.matrices import GatheredMatrix, Matrix, matrices_of
 from megatron_lite.optimizer.rules.momentum import descend, muon_momentum
 from megatron_lite.optimizer.rules.rule import Trained
+from megatron_lite.tiles import Tile, overlaps
 from megatron_lite.zero.flat_shard import Moment, OptimizerState
+from megatron_lite.zero.layout import FlatLayout
 from megatron_lite.zero.stage import Stage
+
+COEFFICIENTS = (3.4445, -4.7750, 2.0315)
+SMALLEST_NORM = 1e-7
+
+
+def orthogonalize(matrix: Tensor, steps: int) -> Tensor:
+    """Return the bf16 matrix (m, n) orthogonalized in `steps` steps, in new memory; zeros stay zeros.
+
+    Temporaries: two matrices of this size and two square ones of the smaller dimension.
+    """
+    assert matrix.dtype == torch.bfloat16 and matrix.dim() == 2, (matrix.dtype, matrix.shape)
+    is_tall = matrix.shape[0] > matrix.shape[1]
+    x = matrix.t() if is_tall else matrix
+    x = x / x.norm().clamp(min=SMALLEST_NORM)
+    a, b, c = COEFFICIENTS
+    for _ in range(steps):
+        gram = product(x, x)
+        x = scaled_product(x, scaled_product(gram, gram, gram, beta=b, alpha=c), x, beta=a, alpha=1.0)
+    return x.t() if is_tall else x
+
+
+def orthogonalize_flops(rows: int, columns: int, steps: int) -> int:
+    """Return the FLOPs of `orthogonalize`."""
+    small, large = sorted((rows, columns))
+    return steps * 2 * small * small * (2 * large + small)
+
+
+@dataclass(frozen=True)
+class Matrix:
+    """A matrix (rows, columns) and its tiles on the ranks of a tensor-parallel group, in rank order."""
+
+    rows: int
+    columns: int
+    lr_scale: float
+    weight_decay: bool
+    tiles: tuple[tuple[int, Tile], ...] = ()  # (rank, tile of the matrix with its offset in the trainable range)
+
+
+def matrices_of(stage: Stage) -> list[Matrix]:
+    """Return the trained matrices of a stage, in order."""
+    assert stage.trainable is not None
+    matrices = []
+    for slot in stage.trainable.layout.slots:
+        spec, first = slot.spec, 0
+        for rows in spec.matrix_rows:
+            matrix = Tile.run(first * spec.shape[1], rows * spec.shape[1])
+            tiles = [
+                (rank, shared.wanted._replace(offset=slot.offset + shared.saved.first, holders=held.holders))
+                for rank in range(spec.split.ranks)
+                for held in spec.on(rank).tiles
+                for shared in overlaps(matrix, held)
+            ]
+            matrices.append(Matrix(rows, spec.shape[1], spec.lr_scale, spec.weight_decay, tuple(tiles)))
+            first += rows
+        assert not spec.matrix_rows or first == spec.shape[0], spec
+    return matrices
+
+
+class GatheredMatrix:
+    """A matrix in the gathered shards of all ranks, where those of a tensor-parallel group are neighbours."""
+
+    def __init__(self, matrix: Matrix, full: Tensor, layout: FlatLayout) -> None:
+        self._shape, self._full = (matrix.rows, matrix.columns), full
+        self.tiles: list[Tile] = []  # their offsets are in `full`
+        self._firsts: list[Tile] = []  # of copies, those on the first rank
+        ranks = full.numel() // layout.numel  # of a tensor-parallel group
+        numel = layout.shard_numel if ranks > 1 else layout.numel  # alone, a rank's shards follow each other
+        for rank, tile in matrix.tiles:
+            for shard in range(tile.offset // numel, -(-tile.end // numel)):
+                moved = (shard * (ranks - 1) + rank) * numel
+                parts = tile.cut(shard * numel, (shard + 1) * numel)
+                self.tiles += (found := [part._replace(offset=part.offset + moved) for part in parts])
+                self._firsts += found if tile.holders[0] == rank else []
+
+    def read(self) -> Tensor:
+        """Return the matrix, as a view if it is contiguous (without tensor parallelism it is)."""
+        if len(self.tiles) == 1:
+            return self._memory(self.tiles[0]).view(self._shape)
+        whole = self._full.new_empty(self._shape)
+        for tile in self._firsts:
+            tile.view(whole.view(-1)).copy_(self._memory(tile))
+        return whole
+
+    def write(self, whole: Tensor) -> None:
+        """Replace the matrix on all its holders."""
+        flat = whole.reshape(-1)
+        for tile in self.tiles:
+            self._memory(tile).copy_(tile.view(flat))
+
+    def _memory(self, tile: Tile) -> Tensor:
+        return self._full[tile.offset : tile.end].view(tile.rows, tile.width)
 
 
 def assign(matrices: Sequence[Matrix], world_size: int) -> list[int]:

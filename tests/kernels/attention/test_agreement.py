@@ -27,7 +27,7 @@ class OnGPUs:
     """Ranks that exchange over gloo and say that they have a GPU."""
 
     def __init__(self, ranks: Distributed) -> None:
-        self.device, self.gather_objects = CUDA, ranks.gather_objects
+        self.device, self.world_size, self.gather_objects = CUDA, ranks.world_size, ranks.gather_objects
 
 
 def agreed(

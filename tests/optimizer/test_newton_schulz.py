@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch.optim import _muon
 
-from megatron_lite.kernels.newton_schulz import COEFFICIENTS, SMALLEST_NORM, orthogonalize, orthogonalize_flops
+from megatron_lite.optimizer.rules.muon import COEFFICIENTS, SMALLEST_NORM, orthogonalize, orthogonalize_flops
 from tests.support.kernel_checks import products_in_fp32
 from tests.support.memory_meters import PeakMeter
 
