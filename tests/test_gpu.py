@@ -69,13 +69,14 @@ def deterministic() -> Iterator[None]:
 
 def losses(distributed: Distributed, iterations: int = 20, **options: Any) -> list[float]:
     """Return the first losses of the tiny model on the device of `distributed`, from the program's own step."""
-    from megatron_lite.schedules.batch_size import iteration_tokens
+    from megatron_lite.schedules.batch_size import batch_schedule
     from megatron_lite.train import train_step
 
     config = resolve(unflatten({**TINY, "device": distributed.device.type, "train_iters": iterations, **options}), 1)
     run = start_run(distributed, config)
     batches = enumerate(run.data.batches("training", 0, iterations), start=1)
-    return [float(train_step(run, batch, i).loss) / iteration_tokens(run.config.batch, i) for i, batch in batches]
+    schedule, length = batch_schedule(run.config.batch), run.config.batch.sequence_length
+    return [float(train_step(run, batch, i).loss) / (schedule.batch_size(i) * length) for i, batch in batches]
 
 
 @pytest.mark.parametrize("model", [dict(num_layers=3), LLAMA, NORMS], ids=["gpt", "llama", "norms"])

@@ -59,7 +59,7 @@ class _Linear(torch.autograd.Function):
         if weight.requires_grad:
             ctx.save_for_backward(x)
         ctx.kept = weight, bias, before, after, x.shape
-        return after.reduce(before.start_gather(x).affine(weight, after.bias(bias)))
+        return after.start_reduce(before.start_gather(x).affine(weight, after.bias(bias))).wait()
 
     @staticmethod
     @once_differentiable

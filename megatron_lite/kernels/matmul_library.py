@@ -52,9 +52,7 @@ def goes_through_onednn(device: torch.device, dtype: torch.dtype) -> bool:
 
 def use_library(name: str) -> None:
     """Choose this process's library for large fp32 products on a CPU: "blas", or "onednn" if that is exact."""
-    switch = _onednn_switch()
-    if switch is not None:
-        switch.fp32_precision = "ieee" if name == "blas" else "none"
+    _onednn_switch().fp32_precision = "ieee" if name == "blas" else "none"
 
 
 def check_library(name: str) -> None:
@@ -98,8 +96,8 @@ def faster_library(tokens: int, inputs: int, outputs: int) -> tuple[str, str]:
 
 @functools.cache
 def onednn_is_exact() -> bool:
-    """Whether PyTorch has the oneDNN setting and products stay in fp32 on this processor."""
-    if _onednn_switch() is None or not torch.backends.mkldnn.is_available():
+    """Whether PyTorch has oneDNN, and its products stay in fp32 on this processor."""
+    if not torch.backends.mkldnn.is_available():
         return False
     fine = 1 + 2.0**-23  # not representable in bf16
     with through_onednn():
@@ -107,5 +105,5 @@ def onednn_is_exact() -> bool:
 
 
 def _onednn_switch() -> Any:
-    """Return the object with the `fp32_precision` setting, or None if this PyTorch lacks it."""
-    return getattr(torch.backends.mkldnn, "matmul", None)
+    """Return the object with the `fp32_precision` setting."""
+    return torch.backends.mkldnn.matmul  # type: ignore[attr-defined]

@@ -223,7 +223,7 @@ class _MLP(torch.autograd.Function):
             z if down.requires_grad and not recomputes_z else None,
         )
         ctx.shape = x.shape
-        return options.collectives.reduce(affine(z, down, options.collectives.bias(down_bias)))
+        return options.collectives.start_reduce(affine(z, down, options.collectives.bias(down_bias))).wait()
 
     @staticmethod
     @once_differentiable

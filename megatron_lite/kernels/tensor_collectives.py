@@ -1,8 +1,8 @@
 """Tensor-parallel hidden states: the two collectives around products, and tables with a row per vocabulary entry.
 
 Inside attention and MLP every rank has all tokens and its share of the channels; between them the residual stream has
-all channels. A product with split outputs (column-parallel) begins with `gather`, and one with split inputs
-(row-parallel) ends with `reduce`; each is the backward pass of the other (Shoeybi et al. 2019, figure 3):
+all channels. A product with split outputs (column-parallel) begins with a gather, and one with split inputs
+(row-parallel) ends with a reduction; each is the backward pass of the other (Shoeybi et al. 2019, figure 3):
 
     gather    residual stream -> all tokens
     reduce    partial sums of all tokens -> their sum, in the residual stream
@@ -30,7 +30,6 @@ Only these classes know how many ranks there are. A group of one does not commun
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -101,14 +100,6 @@ class Collectives:
     def start_reduce(self, parts: Tensor) -> Pending:
         """Start to sum `parts` (..., h) over ranks into the residual stream; may overwrite `parts`."""
         return Pending(parts)
-
-    def gather(self, residual: Tensor) -> Tensor:
-        """Return all tokens, as `start_gather` does."""
-        return self.start_gather(residual).wait()
-
-    def reduce(self, parts: Tensor) -> Tensor:
-        """Return the sum over ranks in the residual stream, as `start_reduce` does."""
-        return self.start_reduce(parts).wait()
 
     def own(self, values: Tensor) -> Tensor:
         """Return the values, of (b, s), for the tokens of this rank's residual stream."""
@@ -200,13 +191,6 @@ def split_seed(seed: int | None, rank: int) -> int | None:
 # -- the vocabulary ---------------------------------------------------------------------------------------------------
 
 
-class Rows(NamedTuple):
-    """Rows of a table to look up."""
-
-    rows: Tensor  # (b, s) int64
-    absent: Tensor | None  # (b, s) bool: tokens of other ranks, which read zeros; None: none
-
-
 class Vocabulary:
     """A table with a row per vocabulary entry, whole on every rank."""
 
@@ -215,9 +199,9 @@ class Vocabulary:
     def __init__(self, collectives: Collectives) -> None:
         self._collectives = collectives
 
-    def rows(self, tokens: Tensor) -> Rows:
-        """Return the rows that this rank looks up for tokens (b, s)."""
-        return Rows(self._collectives.own(tokens), None)
+    def rows(self, tokens: Tensor) -> tuple[Tensor, Tensor | None]:
+        """Return the rows to look up for tokens (b, s), and the tokens of other ranks, which read zeros; None: none."""
+        return self._collectives.own(tokens), None
 
     def embedded(self, rows: Tensor) -> Tensor:
         """Return the residual stream of looked-up rows (..., h)."""
@@ -260,17 +244,17 @@ class SplitVocabulary(Vocabulary):
         self._group, self._vocab_size, self._size = group, vocab_size, size
         self._start = group.rank * size
 
-    def rows(self, tokens: Tensor) -> Rows:
+    def rows(self, tokens: Tensor) -> tuple[Tensor, Tensor | None]:
         absent = (tokens < self._start) | (tokens >= self._start + self._size)
         # Spread tokens of other ranks over different rows, because one program sums the gradient of one row.
         present = min(self._size, self._vocab_size - self._start)
-        return Rows(torch.where(absent, tokens % present, tokens - self._start), absent)
+        return torch.where(absent, tokens % present, tokens - self._start), absent
 
     def embedded(self, rows: Tensor) -> Tensor:
-        return self._collectives.reduce(rows)
+        return self._collectives.start_reduce(rows).wait()
 
     def of_residual(self, residual: Tensor) -> Tensor:
-        return self._collectives.gather(residual)
+        return self._collectives.start_gather(residual).wait()
 
     def start_into_residual(self, gradient: Tensor) -> Pending:
         return self._collectives.start_reduce(gradient)

@@ -130,11 +130,6 @@ def batch_schedule(batch: BatchConfig) -> BatchSchedule:
     return BatchSchedule((Segment(0, batch.batch_size),))
 
 
-def iteration_tokens(batch: BatchConfig, iteration: int) -> int:
-    """Return the tokens of one iteration of a resolved configuration, over all ranks, without padding."""
-    return batch_schedule(batch).batch_size(iteration) * batch.sequence_length
-
-
 def consumed_tokens(batch: BatchConfig, iterations: int) -> int:
     """Return the number of tokens of the first `iterations` of a resolved configuration."""
     return batch_schedule(batch).consumed_samples(iterations) * batch.sequence_length

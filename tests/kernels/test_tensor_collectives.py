@@ -38,7 +38,7 @@ def split_pass(ranks: ThreadRank) -> tuple[Tensor, ...]:
     collectives = collectives_over(ranks.tensor, splits_tokens=True)
     residual = randn(ranks.rank, 1, B * S // ranks.world_size, H)
     parts = randn(10 + ranks.rank, B, S, H)
-    return residual, collectives.gather(residual), parts, collectives.reduce(parts.clone())
+    return residual, collectives.start_gather(residual).wait(), parts, collectives.start_reduce(parts.clone()).wait()
 
 
 @pytest.mark.parametrize("ranks", RANKS)
@@ -59,7 +59,7 @@ def test_gather_and_reduce_of_split_tokens_are_adjoint(ranks: int) -> None:
 def replicated_pass(ranks: ThreadRank) -> tuple[Tensor, Tensor, bool]:
     collectives = collectives_over(ranks.tensor, splits_tokens=False)
     parts, residual = randn(ranks.rank, B, S, H), randn(7, B, S, H)
-    return parts, collectives.reduce(parts.clone()), collectives.gather(residual) is residual
+    return parts, collectives.start_reduce(parts.clone()).wait(), collectives.start_gather(residual).wait() is residual
 
 
 @pytest.mark.parametrize("ranks", RANKS)
@@ -165,7 +165,7 @@ def test_a_group_of_one_does_not_communicate(splits_tokens: bool) -> None:
     collectives: Collectives = collectives_over(alone(torch.device("cpu")), splits_tokens)
     values = randn(0, B, S, H)
     assert collectives is ONE_RANK
-    for result in (collectives.gather(values), collectives.start_gather(values).wait(), collectives.reduce(values)):
+    for result in (collectives.start_gather(values).wait(), collectives.start_reduce(values).wait()):
         assert result is values
     assert collectives.own(values) is values and collectives.total(values) is values and collectives.bias(BIAS) is BIAS
     assert collectives.seed(3) == split_seed(3, 0) == 3
