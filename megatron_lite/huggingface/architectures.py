@@ -8,9 +8,10 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from types import MappingProxyType
-from typing import Any, NamedTuple
+from typing import Any
 
 from megatron_lite.config import Config, ModelConfig
+from megatron_lite.config.values import written
 from megatron_lite.errors import UsageError
 
 # Our activations -> Hugging Face's names for each; exports write the first.
@@ -24,6 +25,9 @@ _SPELLINGS = {
 }
 ACTIVATIONS = MappingProxyType({theirs: ours for ours, names in _SPELLINGS.items() for theirs in names.split()})
 
+# Our options of biases; files of some architectures always have them, or one key states several.
+_BIASES = ("add_linear_biases", "add_qkv_biases", "add_mlp_biases")
+_ATTENTION_BIAS = {"attention_bias": _BIASES[:2]}
 # Our options that no architecture supports.
 _PLAIN: dict[str, Any] = {
     "hybrid_norm": False,
@@ -41,7 +45,7 @@ _LEARNED: dict[str, Any] = (
 )
 
 # Key of config.json -> our option, and transformers' value if the key is missing (None: derived from other keys, as in
-# our options). read_config.py and write_config.py handle keys that need more than renaming.
+# our options). config_file.py handles keys that need more than renaming.
 _LLAMA_KEYS: dict[str, tuple[str, Any]] = {
     "vocab_size": ("vocab_size", 32000),
     "hidden_size": ("hidden_size", 4096),
@@ -112,6 +116,8 @@ class Architecture:
     options: Mapping[str, tuple[str, Any]]  # key of config.json -> our option, value if missing
     other_defaults: Mapping[str, Any] = field(default_factory=dict)
     constants: Mapping[str, Any] = field(default_factory=dict)  # other keys -> the only value we can express
+    biases: Mapping[str, tuple[str, ...]] = field(default_factory=dict)  # key -> the options that it states
+    always_biased: tuple[str, ...] = ()  # options of biases that every file has, perhaps as zeros
 
     @property
     def keys(self) -> dict[str, str]:
@@ -134,21 +140,25 @@ ARCHITECTURES: Mapping[str, Architecture] = MappingProxyType(
             _LLAMA_KEYS,
             {"attention_bias": False, "mlp_bias": False},
             {"rope_interleaved": False},
+            _ATTENTION_BIAS | {"mlp_bias": ("add_mlp_biases",)},
         ),
         "mistral": Architecture(
-            "MistralForCausalLM",
-            _LLAMA | {"add_linear_biases": False, "add_qkv_biases": False, "add_mlp_biases": False},
-            _LLAMA_KEYS,
-            _MISTRAL_DEFAULTS,
+            "MistralForCausalLM", _LLAMA | dict.fromkeys(_BIASES, False), _LLAMA_KEYS, _MISTRAL_DEFAULTS
         ),
         "gpt2": Architecture(
             "GPT2LMHeadModel",
             {key: value for key, value in _LEARNED.items() if key != "scale_attn_by_inverse_layer_idx"},
             _GPT2_KEYS,
             constants=_GPT_CONSTANTS,
+            always_biased=_BIASES,
         ),
         "gpt_bigcode": Architecture(
-            "GPTBigCodeForCausalLM", _LEARNED, _BIGCODE_KEYS, {"multi_query": True}, _GPT_CONSTANTS
+            "GPTBigCodeForCausalLM",
+            _LEARNED,
+            _BIGCODE_KEYS,
+            {"multi_query": True},
+            _GPT_CONSTANTS,
+            always_biased=_BIASES,
         ),
         "starcoder2": Architecture(
             "Starcoder2ForCausalLM",
@@ -156,6 +166,7 @@ ARCHITECTURES: Mapping[str, Architecture] = MappingProxyType(
             _STARCODER2_KEYS,
             {"use_bias": True, "sliding_window": None},
             {"norm_type": "layer_norm", "mlp_type": "default"},
+            {"use_bias": _BIASES},
         ),
         "qwen2": Architecture(
             "Qwen2ForCausalLM",
@@ -163,36 +174,26 @@ ARCHITECTURES: Mapping[str, Architecture] = MappingProxyType(
             _LLAMA_KEYS,
             _QWEN_DEFAULTS,
             {"use_mrope": False},
+            always_biased=("add_qkv_biases",),
         ),
         "qwen3": Architecture(
             "Qwen3ForCausalLM",
             _LLAMA | {"qk_layernorm": True, "add_mlp_biases": False},
             _LLAMA_KEYS,
             _QWEN_DEFAULTS | {"head_dim": 128, "attention_bias": False},
+            biases=_ATTENTION_BIAS,
         ),
     }
 )
 
 
-class Biases(NamedTuple):
-    """Which linear layers have biases."""
-
-    qkv: bool
-    output: bool
-    mlp: bool
-
-
-def biases_of(architecture: str, model: ModelConfig) -> Biases:
-    """Return the biases of a model exported as this architecture: its own, plus biases written as zeros."""
-    ours = Biases(model.add_qkv_biases, model.add_linear_biases, model.add_mlp_biases)
-    attention = ours.qkv or ours.output
-    if architecture in ("llama", "qwen3"):
-        return Biases(attention, attention, ours.mlp)
-    if architecture == "starcoder2":
-        return Biases(*[any(ours)] * 3)
-    if architecture in ("mistral", "qwen2"):
-        return Biases(architecture == "qwen2", False, False)
-    return Biases(True, True, True)
+def biases_of(architecture: str, model: ModelConfig) -> dict[str, bool]:
+    """Return the options of biases of a model exported as this architecture: its own, and biases written as zeros."""
+    table = ARCHITECTURES[architecture]
+    found = {option: option in table.always_biased for option in _BIASES}
+    for options in table.biases.values():
+        found |= dict.fromkeys(options, any(getattr(model, option) for option in options))
+    return found
 
 
 def check_exportable(model: ModelConfig, model_type: str | None = None) -> str:
@@ -214,7 +215,7 @@ def check_exportable(model: ModelConfig, model_type: str | None = None) -> str:
         )
     able = [architecture for architecture, missing in needs.items() if not missing]
     if able:
-        return min(able, key=lambda architecture: sum(biases_of(architecture, model)))
+        return min(able, key=lambda architecture: sum(biases_of(architecture, model).values()))
     nearest = sorted(needs.items(), key=lambda item: len(item[1]))
     raise UsageError(
         "--export_format=huggingface: no Hugging Face architecture can express this model. Use "
@@ -244,7 +245,7 @@ def _needs(architecture: str, model: ModelConfig) -> list[str]:
         actual = getattr(model, name)
         assert actual is not None or name == "window_size", f"{name} is not resolved"
         if actual != value:
-            needs.append(f"--{name}={_as_flag(value)} (not {_as_flag(actual)})")
+            needs.append(f"--{name}={written(value)} (not {written(actual)})")
     heads, groups, channels, width = model.num_attention_heads, model.head_groups, model.kv_channels, model.hidden_size
     learned = architecture in ("gpt2", "gpt_bigcode")
     if learned and groups not in ((heads,) if architecture == "gpt2" else (1, heads)):
@@ -254,12 +255,6 @@ def _needs(architecture: str, model: ModelConfig) -> list[str]:
     if architecture == "llama" and width % heads:
         needs.append(f"a multiple of --num_attention_heads={heads} as --hidden_size (not {width})")
     return needs
-
-
-def _as_flag(value: Any) -> str:
-    if value is None:
-        return "none"
-    return f"{value:g}" if isinstance(value, (bool, float)) else str(value)
 
 
 def shown(value: Any) -> str:

@@ -1,6 +1,6 @@
 """The model that a folder of pretrained weights describes: config.json or our manifest -> values of `ModelConfig`.
 
-`read_config.model_values` translates config.json. This module checks values against the types, bounds and rules of our
+`config_file.model_values` translates config.json. This module checks values against the types, bounds and rules of our
 options, because files deserve no more trust than a command line. Imports no torch.
 """
 
@@ -15,7 +15,7 @@ from megatron_lite.config.training import MODEL_TYPES
 from megatron_lite.config.values import FLAGS
 from megatron_lite.errors import CheckpointError, shorten
 from megatron_lite.huggingface import folder_kind
-from megatron_lite.huggingface.read_config import model_values
+from megatron_lite.huggingface.config_file import model_values
 from megatron_lite.validation import examine
 
 MODEL_OPTIONS = tuple(field.name for field in dataclasses.fields(ModelConfig))

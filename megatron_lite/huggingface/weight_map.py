@@ -137,10 +137,7 @@ def constants(architecture: str, model: ModelConfig) -> Iterator[Constant]:
 
     Norm weights are ones and biases are zeros, which is exact.
     """
-    qkv, output, mlp = biases_of(architecture, model)
-    theirs = dataclasses.replace(
-        model, add_qkv_biases=qkv, add_linear_biases=output, add_mlp_biases=mlp, use_layer_norm_weight=True
-    )
+    theirs = dataclasses.replace(model, use_layer_norm_weight=True, **biases_of(architecture, model))
     ours = shapes_of(build_gpt(model, 1))
     for name, shape in shapes_of(build_gpt(theirs, 1)).items():
         if name not in ours:

@@ -8,7 +8,7 @@ import pytest
 
 from megatron_lite.cli.parse import parse
 from megatron_lite.config.source import PRESETS
-from megatron_lite.huggingface.read_config import model_values
+from megatron_lite.huggingface.config_file import model_values
 from megatron_lite.validation import resolve
 from pretrain_gpt import main
 from tests.support.public_configs import PUBLIC, public_config

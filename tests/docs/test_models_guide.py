@@ -10,7 +10,7 @@ import pytest
 from megatron_lite.cli.parse import parse
 from megatron_lite.config.values import SPELLINGS
 from megatron_lite.huggingface.architectures import ARCHITECTURES, check_exportable
-from megatron_lite.huggingface.read_config import model_values
+from megatron_lite.huggingface.config_file import model_values
 from megatron_lite.validation import resolve
 from tests.support import documents
 from tests.support.public_configs import PUBLIC, public_config

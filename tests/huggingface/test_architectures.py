@@ -12,8 +12,7 @@ import pytest
 from megatron_lite.config import BatchConfig, Config, DataConfig, ModelConfig
 from megatron_lite.errors import CheckpointError, UsageError
 from megatron_lite.huggingface.architectures import ARCHITECTURES, check_exportable
-from megatron_lite.huggingface.read_config import model_values
-from megatron_lite.huggingface.write_config import hugging_face_config
+from megatron_lite.huggingface.config_file import hugging_face_config, model_values
 from megatron_lite.validation import resolve
 from tests.support.families import FAMILIES, SEQUENCE_LENGTH, make_config
 from tests.support.public_configs import BIGCODE, PUBLIC, public_config

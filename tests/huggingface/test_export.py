@@ -24,7 +24,7 @@ from megatron_lite.generation.sampling import SamplingOptions, TokenSampler
 from megatron_lite.huggingface import export as huggingface
 from megatron_lite.huggingface import export_folder
 from megatron_lite.huggingface.architectures import check_exportable
-from megatron_lite.huggingface.write_config import hugging_face_config
+from megatron_lite.huggingface.config_file import hugging_face_config
 from megatron_lite.model.gpt import build_gpt, shapes_of
 from megatron_lite.model.layer import MicroBatch
 from megatron_lite.validation import resolve

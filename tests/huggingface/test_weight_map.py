@@ -11,9 +11,8 @@ from torch import Tensor
 
 from megatron_lite.config import BatchConfig, Config, DataConfig, ModelConfig
 from megatron_lite.huggingface.architectures import check_exportable
-from megatron_lite.huggingface.read_config import model_values
+from megatron_lite.huggingface.config_file import hugging_face_config, model_values
 from megatron_lite.huggingface.weight_map import constants, known_name, pieces
-from megatron_lite.huggingface.write_config import hugging_face_config
 from megatron_lite.model import gpt
 from megatron_lite.model.embedding_and_head import Head
 from megatron_lite.model.layer import Layer, MicroBatch

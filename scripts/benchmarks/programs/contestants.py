@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from megatron_lite.config import Config, unflatten
-from megatron_lite.huggingface.write_config import hugging_face_config
+from megatron_lite.huggingface.config_file import hugging_face_config
 from megatron_lite.validation import resolve
 from scripts.benchmarks.programs.inputs import write_json_file, write_llama_weights, write_tokenizer
 from scripts.benchmarks.programs.race import Command

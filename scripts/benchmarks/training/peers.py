@@ -23,9 +23,9 @@ from torch.nn.parallel import DistributedDataParallel
 
 from megatron_lite.config import Config
 from megatron_lite.distributed.process_group import Distributed
+from megatron_lite.huggingface.config_file import hugging_face_config
 from megatron_lite.huggingface.export_folder import their_tensor
 from megatron_lite.huggingface.weight_map import by_tensor, pieces
-from megatron_lite.huggingface.write_config import hugging_face_config
 from scripts.benchmarks.training.measure import Contestant
 from scripts.benchmarks.training.model import PlainGPT, initial_value, initialize, parameter_specs, tokens_per_rank
 

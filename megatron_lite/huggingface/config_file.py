@@ -1,7 +1,7 @@
-"""config.json of a Hugging Face model -> values of our options. Imports no torch.
+"""config.json of a Hugging Face model, read and written by the table in `architectures`. Imports no torch.
 
-Every key must be known: it maps to one of our options, must have the only value that we support, or has no effect on
-the model. Any other key is rejected by name, because it could change the model.
+Every key of a file must be known: it maps to one of our options, must have the only value that we support, or has no
+effect on the model. Any other key is rejected by name, because it could change the model.
 """
 
 from __future__ import annotations
@@ -10,10 +10,12 @@ from collections.abc import Mapping
 from typing import Any
 
 from megatron_lite.checkpoint.saved_state import check_value
+from megatron_lite.config import Config, ModelConfig
+from megatron_lite.config.system import DTYPES
 from megatron_lite.config.values import FLAGS, BadValueError
 from megatron_lite.errors import CheckpointError
 from megatron_lite.huggingface import rope
-from megatron_lite.huggingface.architectures import ACTIVATIONS, ARCHITECTURES, shown
+from megatron_lite.huggingface.architectures import ACTIVATIONS, ARCHITECTURES, biases_of, check_exportable, shown
 
 # Keys that must have one of these values if present, unless the architecture reads them.
 _FALSE = "is_encoder_decoder add_cross_attention attention_bias mlp_bias use_sliding_window".split()
@@ -152,15 +154,11 @@ class _Reading:
         return values
 
     def biases(self) -> dict[str, Any]:
-        """Return which linear layers have biases: fixed by the architecture, or stated by a key."""
-        if self.name in ("llama", "qwen3"):
-            attention = self.flag("attention_bias")
-            mlp = self.flag("mlp_bias") if self.name == "llama" else False
-            return {"add_linear_biases": attention, "add_qkv_biases": attention, "add_mlp_biases": mlp}
-        qkv = other = self.flag("use_bias") if self.name == "starcoder2" else self.name in ("gpt2", "gpt_bigcode")
-        if self.name == "qwen2":
-            qkv = True
-        return {"add_linear_biases": other, "add_qkv_biases": qkv, "add_mlp_biases": other}
+        """Return the options of biases that files of the architecture always have or state by a key."""
+        found = dict.fromkeys(self.architecture.always_biased, True)
+        for key, options in self.architecture.biases.items():
+            found |= dict.fromkeys(options, self.flag(key))
+        return found
 
     def window(self) -> int | None:
         """Return the window of all layers; reject a window in only some."""
@@ -223,3 +221,61 @@ class _Reading:
 
 def _is_count(value: Any) -> bool:
     return isinstance(value, int) and not isinstance(value, bool) and value >= 1
+
+
+def hugging_face_config(config: Config, special_tokens: dict[str, int | None]) -> dict[str, Any]:
+    """Return config.json for a resolved configuration.
+
+    Has both spellings of the dtype and of rotary positions: transformers 5 reads `dtype` and `rope_parameters`, older
+    versions `torch_dtype`, `rope_theta` and `rope_scaling`.
+
+    Args:
+        special_tokens: bos_token_id and eos_token_id; None: unknown.
+
+    Raises:
+        UsageError: if no architecture can express the model.
+    """
+    model = config.model
+    name = check_exportable(model, config.training.export_model_type)
+    architecture = ARCHITECTURES[name]
+    dtype = DTYPES[config.training.export_dtype or config.distributed.training_dtype].torch
+    content: dict[str, Any] = {
+        "architectures": [architecture.class_name],
+        "model_type": name,
+        "dtype": dtype,
+        "torch_dtype": dtype,
+        "bos_token_id": special_tokens.get("bos_token_id"),
+        "eos_token_id": special_tokens.get("eos_token_id"),
+        "pad_token_id": None,
+        "use_cache": True,
+    }
+    content |= {key: getattr(model, option) for key, option in architecture.keys.items()}
+    content["initializer_range"] = min(1.0, model.init_method_std)
+    activations = [theirs for theirs, ours in ACTIVATIONS.items() if ours == model.activation_type]
+    activation_key = next(key for key, option in architecture.keys.items() if option == "activation_type")
+    content[activation_key] = "gelu_new" if name == "gpt2" and "gelu_new" in activations else activations[0]
+    biases = biases_of(name, model)
+    content |= {key: biases[options[0]] for key, options in architecture.biases.items()} | _window(name, model)
+    if name == "gpt_bigcode":
+        content["multi_query"] = model.head_groups == 1
+    if architecture.fixed["use_rotary_embeddings"]:
+        # With learned positions, the rows of their table; with rotary ones, the trained length.
+        content["max_position_embeddings"] = max(model.max_position_embeddings, config.batch.sequence_length)
+        content |= rope.write(model)
+    return content
+
+
+def _window(name: str, model: ModelConfig) -> dict[str, Any]:
+    """Return the keys for a window in every layer or in none."""
+    defaults, window = ARCHITECTURES[name].defaults, model.window_size
+    if "sliding_window" not in defaults:
+        return {}
+    if "use_sliding_window" not in defaults:
+        return {"sliding_window": window}
+    kind = "full_attention" if window is None else "sliding_attention"
+    return {
+        "use_sliding_window": window is not None,
+        "sliding_window": window,
+        "max_window_layers": model.num_layers if window is None else 0,
+        "layer_types": [kind] * model.num_layers,
+    }
