@@ -210,6 +210,8 @@ def nearest_flags(name: str, count: int = 3) -> list[str]:
 
 def is_one_edit(one: str, other: str) -> bool:
     """Return whether two names differ by one letter added, removed or replaced, or by two adjacent letters swapped."""
+    if abs(len(one) - len(other)) > 1:
+        return False
     start = len(os.path.commonprefix([one, other]))
     short, long = sorted((one[start:], other[start:]), key=len)
     if len(short) < len(long):

@@ -88,10 +88,11 @@ def unflatten(values: dict[str, Any]) -> Config:
         KeyError: if a name is not an option.
     """
     left = dict(values)
-    areas: dict[str, Any] = {
-        area: kind(**{field.name: left.pop(field.name) for field in dataclasses.fields(kind) if field.name in left})
-        for area, kind in AREAS.items()
-    }
+    areas: dict[str, Any] = {}
+    for area, kind in AREAS.items():
+        areas[area] = object.__new__(kind)  # __init__ would check each of its assignments
+        fields = dataclasses.fields(kind)
+        vars(areas[area]).update({field.name: left.pop(field.name, field.default) for field in fields})
     if left:
         raise KeyError(f"not options: {sorted(left)}")
     return Config(**areas)

@@ -187,7 +187,7 @@ ARCHITECTURES: Mapping[str, Architecture] = MappingProxyType(
 )
 
 
-def biases_of(architecture: str, model: ModelConfig) -> dict[str, bool]:
+def biases_of(architecture: str, model: ModelConfig) -> dict[str, Any]:
     """Return the options of biases of a model exported as this architecture: its own, and biases written as zeros."""
     table = ARCHITECTURES[architecture]
     found = {option: option in table.always_biased for option in _BIASES}

@@ -59,13 +59,11 @@ def examine(config: Config, world_size: int) -> tuple[Config, list[Problem]]:
 
 def _check_each(draft: Draft) -> Iterator[Problem]:
     """Check bounds and choices, because a configuration made in Python bypasses the command line."""
-    for name, value in vars(draft).items():
-        if value is None and FLAGS[name].optional:
-            continue
+    for name in draft.changed(*FLAGS):
         try:
-            check_bounds(FLAGS[name], value)
+            check_bounds(FLAGS[name], getattr(draft, name))
         except BadValueError as error:
-            yield problem(draft, name, refused_value(name, written(value)) or str(error))
+            yield problem(draft, name, refused_value(name, written(getattr(draft, name))) or str(error))
 
 
 def _cross_check(draft: Draft, world_size: int) -> Iterator[Problem]:

@@ -142,32 +142,32 @@ def test_every_option_of_levanter_has_a_row() -> None:
             assert default in [row["default there"] for row in mine], (name, mine, default)
 
 
-@pytest.mark.parametrize(("name", "row"), LEVANTER_OPTIONS)
-def test_the_program_answers_as_the_table_says(name: str, row: Row) -> None:
+def test_the_program_answers_as_the_table_says() -> None:
     """Typed with all its parts, an option of Levanter is answered with the flags of its row, or with its reason."""
-    flags = flags_in(row["here"])
-    if name in SPELLINGS:  # the same flag under its own name
-        assert SPELLINGS[name].name in flags
-        return
-    said = answer(f"--{name}=1")
-    assert said.startswith(f"--{name} is not a flag here: ")
-    if row["here"] == "refused":
-        assert said.removesuffix(NO_FLAG) == f"--{name} is not a flag here: {remark_of(row)}"
-        assert len(remark_of(row)) > 10
-    else:
-        assert flags and set(flags) <= set(flags_in(said)), (said, flags)
+    for name, row in LEVANTER_OPTIONS:
+        flags = flags_in(row["here"])
+        if name in SPELLINGS:  # the same flag under its own name
+            assert SPELLINGS[name].name in flags, name
+            continue
+        said = answer(f"--{name}=1")
+        assert said.startswith(f"--{name} is not a flag here: ")
+        if row["here"] == "refused":
+            assert said.removesuffix(NO_FLAG) == f"--{name} is not a flag here: {remark_of(row)}"
+            assert len(remark_of(row)) > 10, name
+        else:
+            assert flags and set(flags) <= set(flags_in(said)), (said, flags)
 
 
-@pytest.mark.parametrize(("name", "row"), LEVANTER_OPTIONS)
-def test_the_last_part_alone(name: str, row: Row) -> None:
+def test_the_last_part_alone() -> None:
     """`--num_train_steps` without `trainer.` is the flag of the row, or refused; never another flag by accident."""
-    leaf, flags = name.rpartition(".")[2], flags_in(row["here"])
-    if leaf in SPELLINGS:
-        # Two names mean something else in other programs: Megatron's save_interval, Fast-LLM's lr_schedule.
-        assert SPELLINGS[leaf].name in flags or leaf in ("save_interval", "lr_schedule")
-    else:
-        said = answer(f"--{leaf}=17")
-        assert " is not a flag here: " in said or "is refused: " in said or said.startswith("unknown flag"), said
+    for name, row in LEVANTER_OPTIONS:
+        leaf = name.rpartition(".")[2]
+        if leaf in SPELLINGS:
+            # Two names mean something else in other programs: Megatron's save_interval, Fast-LLM's lr_schedule.
+            assert SPELLINGS[leaf].name in flags_in(row["here"]) or leaf in ("save_interval", "lr_schedule"), name
+        else:
+            said = answer(f"--{leaf}=17")
+            assert " is not a flag here: " in said or "is refused: " in said or said.startswith("unknown flag"), said
 
 
 def test_names_with_dots_that_nobody_knows() -> None:
@@ -231,19 +231,19 @@ def test_the_same_flags_have_the_same_defaults() -> None:
         assert flag.option.value_aliases.get(default, default) == ours, name
 
 
-@pytest.mark.parametrize(("name", "row"), FAST_LLM_OPTIONS)
-def test_flags_of_fast_llm(name: str, row: Row) -> None:
+def test_flags_of_fast_llm() -> None:
     """Each is the flag of its row, or refused with the remark unless its value changes nothing."""
-    if flag_of(row):
-        assert flag_of(row) == name
-        return
-    assert len(remark_of(row)) > 10
-    if row["here"] == "refused":
-        assert answer(f"--{name}=17").removesuffix(NO_FLAG) == f"--{name} is not a flag here: {remark_of(row)}"
-        return
-    accepted = re.findall(r"`([^`]*)`", row["here"])
-    assert row["here"].startswith("only ") and accepted
-    for value in accepted:
-        assert parse([f"--{name}={value}"]).given == {}
-    for value in {"17", "something"} - set(accepted):
-        assert answer(f"--{name}={value}").startswith(f"--{name}={value} is refused: {remark_of(row)}")
+    for name, row in FAST_LLM_OPTIONS:
+        if flag_of(row):
+            assert flag_of(row) == name
+            continue
+        assert len(remark_of(row)) > 10, name
+        if row["here"] == "refused":
+            assert answer(f"--{name}=17").removesuffix(NO_FLAG) == f"--{name} is not a flag here: {remark_of(row)}"
+            continue
+        accepted = re.findall(r"`([^`]*)`", row["here"])
+        assert row["here"].startswith("only ") and accepted, name
+        for value in accepted:
+            assert parse([f"--{name}={value}"]).given == {}
+        for value in {"17", "something"} - set(accepted):
+            assert answer(f"--{name}={value}").startswith(f"--{name}={value} is refused: {remark_of(row)}")

@@ -36,7 +36,6 @@ from tests.support.launch import run
 FOREIGN, INSTEAD, REFUSED = foreign_names(), instead(), refused()
 VECTORS = Path(__file__).resolve().parents[1] / "vectors" / "user_mistakes.json"
 MISTAKES: dict[str, dict[str, str]] = json.loads(VECTORS.read_text("utf-8"))
-CASES = [(program, typed, flags.split()) for program, rows in MISTAKES.items() for typed, flags in rows.items()]
 WIDTH = 118  # of a line of the help
 BESIDE = ("--dataset_source=random", "--dry_run=1")  # so that nothing else is missing
 FLAG = re.compile(r"(?<![\w-])--([A-Za-z][\w-]*)(?:=((?:<[^>]*>|[^\s<])+))?")
@@ -71,23 +70,18 @@ def assert_typable(name: str, value: str | None, where: str) -> None:
         assert refused_value(SPELLINGS[name].name, value) is None, where
 
 
-def test_the_table_is_large_enough() -> None:
-    assert len(CASES) >= 90
-    for program in ("nanoGPT", "Megatron-LM", "Fast-LLM", "Levanter", "Hugging Face"):
-        assert len(MISTAKES[program]) >= 15
-
-
-@pytest.mark.parametrize(("program", "typed", "flags"), CASES, ids=[typed for _, typed, _ in CASES])
-def test_mistakes_are_answered(program: str, typed: str, flags: list[str]) -> None:
+def test_mistakes_are_answered() -> None:
     """The answer is one line, three on a screen, and has the flags to write; each of its flags can be typed."""
-    said = answer(typed.split())
-    assert "\n" not in said and len(said) <= 3 * WIDTH, said
-    found = named(said, typed.split())
-    for flag in flags:
-        name, _, value = flag.removeprefix("--").partition("=")
-        assert (name, value) in found or (not value and name in [other for other, _ in found]), said
-    for name, value in found:
-        assert_typable(name, value, said)
+    assert min(len(MISTAKES[name]) for name in ("nanoGPT", "Megatron-LM", "Fast-LLM", "Levanter", "Hugging Face")) >= 15
+    for typed, flags in ((typed, flags.split()) for rows in MISTAKES.values() for typed, flags in rows.items()):
+        said = answer(typed.split())
+        assert "\n" not in said and len(said) <= 3 * WIDTH, said
+        found = named(said, typed.split())
+        for flag in flags:
+            name, _, value = flag.removeprefix("--").partition("=")
+            assert (name, value) in found or (not value and name in [other for other, _ in found]), said
+        for name, value in found:
+            assert_typable(name, value, said)
 
 
 def test_a_regular_expression_without_its_mark() -> None:
@@ -185,7 +179,7 @@ def test_every_typo_gets_the_right_suggestion() -> None:
 def test_suggestions_for_typos() -> None:
     """For one-edit typos of our flags the right name comes first in 99 %; for other programs' in 95 %."""
     generator = random.Random(0)
-    for names, share, sample in (([*FLAGS], 0.99, 4), ([*FOREIGN], 0.95, 1)):
+    for names, share, sample in (([*FLAGS], 0.99, 2), (FOREIGN[::3], 0.95, 1)):
         typos = [(name, typo) for name in names for typo in one_edit_typos(name, generator, sample)]
         cases = [(name, typo, nearest_flags(typo)) for name, typo in typos]
         wrong = [case for case in cases if case[2][:1] != [case[0]]]
@@ -198,7 +192,7 @@ def test_answers_to_typos_name_flags_that_can_be_typed() -> None:
     """Whatever is misspelled, and whatever the guess."""
     generator = random.Random(0)
     for name in (*FLAGS, *FOREIGN[::4]):
-        for typo in one_edit_typos(name, generator, 2):
+        for typo in one_edit_typos(name, generator, 1):
             said = answer([f"--{typo}=17"])
             for other, value in named(said, [f"--{typo}=17", f"--{typo}"]):
                 assert_typable(other, value, said)

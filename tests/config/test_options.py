@@ -42,19 +42,14 @@ def places(option: Option) -> list[str]:
     return [rule.when for rule in option.needs + option.excludes if rule.when]
 
 
-@pytest.mark.parametrize("name", [name for name, flag in FLAGS.items() if conditions(flag.option)])
-def test_conditions_name_other_options_and_their_values(name: str) -> None:
-    option = FLAGS[name].option
-    for text in (*conditions(option), *places(option)):
-        for alternative in re.split(" and | or ", text):
-            other, _, values = alternative.partition("!=" if "!=" in alternative else "=")
-            assert (other != name or text in places(option)) and other in FLAGS
-            for value in values.split("|") if values else ():
-                assert value == "none" and FLAGS[other].optional or is_legal(FLAGS[other], value)
-
-
-@pytest.mark.parametrize("name", [name for name, flag in FLAGS.items() if flag.option.needs + flag.option.excludes])
-def test_rules_say_why_and_leave_the_fix_to_the_message(name: str) -> None:
-    """A reason is a clause without a fix of its own, so that the generated one fits behind it."""
-    for rule in FLAGS[name].option.needs + FLAGS[name].option.excludes:
-        assert len(rule.why) > 10 and ";" not in rule.why and not rule.why.endswith(".")
+def test_conditions_name_other_options_and_their_values() -> None:
+    """The reason of a rule is a clause without a fix of its own, so that the generated one fits behind it."""
+    for name, option in ((name, flag.option) for name, flag in FLAGS.items()):
+        for text in (*conditions(option), *places(option)):
+            for alternative in re.split(" and | or ", text):
+                other, _, values = alternative.partition("!=" if "!=" in alternative else "=")
+                assert (other != name or text in places(option)) and other in FLAGS, name
+                for value in values.split("|") if values else ():
+                    assert value == "none" and FLAGS[other].optional or is_legal(FLAGS[other], value), name
+        for rule in option.needs + option.excludes:
+            assert len(rule.why) > 10 and ";" not in rule.why and not rule.why.endswith("."), name

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from pathlib import Path
 
 import pytest
@@ -9,39 +10,32 @@ import pytest
 from megatron_lite.cli.parse import parse
 from megatron_lite.config.source import PRESETS
 from megatron_lite.huggingface.config_file import model_values
+from megatron_lite.model.gpt import build_gpt, shapes_of
 from megatron_lite.validation import resolve
 from pretrain_gpt import main
 from tests.support.public_configs import PUBLIC, public_config
 
 COMMAND = ["--dataset_source=random", "--sequence_length=256", "--train_iters=1", "--batch_size=1"]
-presets = pytest.mark.parametrize("preset", PRESETS)
 
 
-def test_presets_are_those_of_the_public_configs() -> None:
+def test_a_preset_is_its_public_config() -> None:
+    """Every option that config.json sets has its value, and the model has the published number of parameters."""
     assert set(PRESETS) == set(PUBLIC)
+    for preset in PRESETS:
+        model = resolve(parse([*COMMAND, f"--model={preset}"]).config, world_size=1).model
+        values = model_values(public_config(preset))
+        assert {option: getattr(model, option) for option in values} == values, preset
+        shapes = shapes_of(build_gpt(model, 256))
+        assert sum(math.prod(shape) for shape in shapes.values()) == PUBLIC[preset][1], preset
 
 
-@presets
-def test_a_preset_is_its_public_config(preset: str) -> None:
-    """Every option that config.json sets has its value, including dropouts and initialization."""
-    model = resolve(parse([*COMMAND, f"--model={preset}"]).config, world_size=1).model
-    values = model_values(public_config(preset))
-    assert {option: getattr(model, option) for option in values} == values
-
-
-@presets
-def test_the_dry_run_prints_the_published_number_of_parameters(preset: str, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["--dry_run=1", "--device=cpu", "--training_dtype=bf16", *COMMAND, f"--model={preset}"]) == 0
-    assert f"parameters: {PUBLIC[preset][1]:,} (" in capsys.readouterr().out
-
-
-@pytest.mark.parametrize("preset", ["mistral-7b", "llama-3.1-8b", "qwen3-8b", "gpt2", "starcoder2-3b"])
-def test_the_dry_run_of_a_published_config(preset: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """A folder with only the publisher's config.json gives the same number."""
-    (tmp_path / "config.json").write_text(PUBLIC[preset][0])
-    source = [f"--pretrained_checkpoint_path={tmp_path}", "--load_pretrained_weights=0"]
-    assert main(["--dry_run=1", "--device=cpu", "--training_dtype=bf16", *COMMAND, *source]) == 0
-    assert f"parameters: {PUBLIC[preset][1]:,} (" in capsys.readouterr().out
+def test_the_dry_run_prints_the_published_number(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Of a preset, and of a folder with only the publisher's config.json."""
+    (tmp_path / "config.json").write_text(PUBLIC["starcoder2-3b"][0])
+    folder = [f"--pretrained_checkpoint_path={tmp_path}", "--load_pretrained_weights=0"]
+    for preset, source in (("gpt2", ["--model=gpt2"]), ("starcoder2-3b", folder)):
+        assert main(["--dry_run=1", "--device=cpu", "--training_dtype=bf16", *COMMAND, *source]) == 0
+        assert f"parameters: {PUBLIC[preset][1]:,} (" in capsys.readouterr().out
 
 
 def test_typed_flags_win_over_a_preset() -> None:
@@ -65,7 +59,7 @@ def test_values_that_depend_on_an_overridden_option_are_dropped() -> None:
 
 
 @pytest.mark.slow
-@presets
+@pytest.mark.parametrize("preset", PRESETS)
 def test_the_published_number_is_that_of_transformers(preset: str) -> None:
     """transformers builds a model with the same number of parameters from config.json, on the meta device."""
     import torch

@@ -1,11 +1,13 @@
-"""A value that is nearly a choice of its option suggests that choice."""
+"""A value that is nearly a choice of its option suggests that choice; bounds of numbers are enforced."""
 
 from __future__ import annotations
+
+import re
 
 import pytest
 
 from megatron_lite.config.other_programs import refused_value
-from megatron_lite.config.values import FLAGS, BadValueError, is_legal, parse_list, parse_value
+from megatron_lite.config.values import FLAGS, BadValueError, is_legal, limits, number, parse_list, parse_value
 
 
 def suggested(name: str, text: str) -> tuple[str, ...]:
@@ -15,9 +17,9 @@ def suggested(name: str, text: str) -> tuple[str, ...]:
     return caught.value.instead
 
 
-@pytest.mark.parametrize(
-    ("typed", "meant"),
-    [
+def test_part_of_a_choice_suggests_that_choice() -> None:
+    """The beginning or a word of a choice or its alias, or a choice with more behind it; then what looks similar."""
+    for typed, meant in (
         ("training_dtype=bfloat", "bf16"),
         ("training_dtype=fp", "fp32 fp16"),
         ("optimizer=mu", "muon"),
@@ -31,12 +33,9 @@ def suggested(name: str, text: str) -> tuple[str, ...]:
         ("model=mistral", "mistral-7b mistral-7b-v0.3"),
         ("lr_decay_style=cosin", "cosine"),
         ("lr_decay_style=x", ""),
-    ],
-)
-def test_part_of_a_choice_suggests_that_choice(typed: str, meant: str) -> None:
-    """The beginning or a word of a choice or its alias, or a choice with more behind it; then what looks similar."""
-    name, _, text = typed.partition("=")
-    assert suggested(name, text) == tuple(meant.split())
+    ):
+        name, _, text = typed.partition("=")
+        assert suggested(name, text) == tuple(meant.split()), typed
 
 
 def test_every_beginning_of_a_choice_suggests_that_choice() -> None:
@@ -53,3 +52,22 @@ def test_every_beginning_of_a_choice_suggests_that_choice() -> None:
                 choice for word, choice in words.items() if word.replace("_", "").startswith(begun.replace("_", ""))
             }
             assert {*named} <= possible, (flag.name, begun)
+
+
+def test_every_bound_of_a_number_is_enforced() -> None:
+    """A number at an inclusive bound is legal; beyond a bound, or at an exclusive one, it is refused with the range."""
+    bounded = 0
+    for flag in (flag for flag in FLAGS.values() if flag.kind in ("int", "float")):
+        option = flag.option
+        for bound, step, inclusive in (
+            (option.minimum, -1, True),
+            (option.maximum, 1, True),
+            (option.above, 0, False),
+            (option.below, 0, False),
+        ):
+            if bound is not None:
+                bounded += 1
+                assert is_legal(flag, number(bound)) == inclusive, flag.name
+                with pytest.raises(BadValueError, match=re.escape(f"must be {limits(flag)}")):
+                    parse_value(flag, number(bound + step * max(1, abs(bound))))
+    assert bounded > 150

@@ -176,21 +176,9 @@ def test_a_dry_run_says_what_samples_keep(tmp_path: Path, capsys: pytest.Capture
     assert f"keep {cache.nbytes():,} bytes per token" in capsys.readouterr().out
 
 
-@pytest.mark.parametrize(
-    "change, fact",
-    [
-        ({"sample_prompts": None}, "--sample_prompts"),
-        ({"tokenizer_file": None}, "--tokenizer_file"),
-        ({"sample_tokens": 24}, "a sample and its prompt must fit into sequence_length; write at most 23"),
-        ({"sample_interval": None}, "no samples are written"),
-        ({"sample_top_k": 3}, "draws nothing at random"),
-        ({"sample_top_p": 0.5}, "draws nothing at random"),
-    ],
-)
-def test_contradictions_are_found_before_training(change: dict[str, Any], fact: str, tmp_path: Path) -> None:
-    with pytest.raises(UsageError) as error:
-        tiny_config(**(options(tmp_path) | change))
-    assert fact in str(error.value)
+def test_a_sample_that_does_not_fit_is_found_before_training(tmp_path: Path) -> None:
+    with pytest.raises(UsageError, match="a sample and its prompt must fit into sequence_length; write at most 23"):
+        tiny_config(**options(tmp_path, sample_tokens=24))
 
 
 @pytest.mark.parametrize(

@@ -17,8 +17,8 @@ from megatron_lite.cli.parse import parse
 from megatron_lite.config import unflatten
 from megatron_lite.errors import UsageError
 from megatron_lite.monitor.banner import placement_warnings
-from megatron_lite.validation import examine, resolve, warnings
-from tests.support.harness import TINY, tiny_config
+from megatron_lite.validation import examine, resolve
+from tests.support.harness import TINY
 
 GOOD = "--tensor_parallel=4 --num_attention_heads=4 --ffn_hidden_size=64 --sequence_tensor_parallel=1"
 # Flags on top of GOOD, ranks of the run, and the one line.
@@ -127,18 +127,6 @@ def test_an_enormous_number_takes_no_time() -> None:
     began = time.thread_time()
     _, problems = examine(unflatten({**TINY, "tensor_parallel": 2**62 - 1}), 2**24 - 3)
     assert problems and time.thread_time() - began < 0.5
-
-
-def test_idle_options_are_named() -> None:
-    """Options of tensor parallelism do nothing on one rank."""
-    found = warnings(tiny_config(sequence_tensor_parallel=True, parallel_embeddings=False))
-    for line in (
-        "--sequence_tensor_parallel has no effect with --tensor_parallel=1",
-        "--parallel_embeddings has no effect with --tensor_parallel=1",
-    ):
-        assert line in found
-    both = tiny_config(2, tensor_parallel=2, sequence_tensor_parallel=True, parallel_embeddings=False)
-    assert not [line for line in warnings(both) if "parallel" in line]
 
 
 @pytest.mark.parametrize(("ranks", "local", "warned"), [(1, 3, 0), (2, 4, 0), (4, 4, 0), (8, 4, 1), (2, 3, 1)])

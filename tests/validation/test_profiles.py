@@ -30,16 +30,8 @@ def test_ranks_to_profile_exist() -> None:
             {"profile_cpu": True, "profile_export": False},
             "--profile_cpu has no effect with --profile_export=0 and --profile_averages=0 and --profile_trace=0",
         ),
-        ({"profile_schedule": True, "profile_averages": True}, "--profile_averages has no effect with --profile_cpu=0"),
-        ({"profile_active": 3}, "--profile_active has no effect with --profile_cpu=0 and --profile_cuda=0"),
-        ({"profile_cpu": True, "profile_column_width": 20}, "--profile_column_width has no effect"),
         ({"profile_cpu": True, "profile_skip": 19}, "no iteration is profiled, as the run ends after 20"),
-        (
-            {"profile_schedule": True, "experiment_dir": None},
-            "--profile_schedule has no effect with --profile_log=0 and without --experiment_dir",
-        ),
         ({"profile_schedule": True, "experiment_dir": None, "profile_log": True}, None),
-        ({"profile_cuda": True}, "--profile_cuda has no effect with --device=cpu"),
     ],
 )
 def test_profiles_without_a_result_are_pointed_out(options: dict[str, Any], warning: str | None) -> None:

@@ -93,13 +93,6 @@ LLAMA3 = dict(rope_type="llama3", rope_factor=2.0)
             "their quotient, rope_factor, must be >= 1",
         ),
         (
-            dict(rope_type="linear", rope_factor=2.0, rope_original_max_position_embeddings=64),
-            "--rope_type=linear: this type does not use it; write --rope_type=llama3 or yarn, or leave",
-        ),
-        (dict(rope_beta_fast=32.0, **LLAMA3), "--rope_beta_fast=32, --rope_type=llama3: this type does not use it"),
-        (dict(rope_truncate=True, **LLAMA3), "--rope_truncate=1, --rope_type=llama3: this type does not use it"),
-        (dict(rope_low_freq_factor=1.0, **YARN), "this type does not use it; write --rope_type=llama3, or leave"),
-        (
             dict(rope_high_freq_factor=1.0, **LLAMA3),
             "--rope_high_freq_factor=1, --rope_low_freq_factor=1: frequencies between the two are",
         ),
@@ -117,15 +110,6 @@ LLAMA3 = dict(rope_type="llama3", rope_factor=2.0)
         (
             dict(use_rotary_embeddings=False, rope_type="yarn"),
             "--rope_type=yarn: there are no rotary positions; write --use_rotary_embeddings=1, or leave rope_type out",
-        ),
-        (dict(use_rotary_embeddings=False, rotary_percent=0.5), "--rotary_percent=0.5: there are no rotary positions"),
-        (
-            dict(use_rotary_embeddings=False, rope_factor=2.0),
-            "--rope_factor=2, --rope_type=default: this type does not use it",
-        ),
-        (
-            dict(attention_softmax_in_fp32=True, attention_backend="flash"),
-            "--attention_softmax_in_fp32=1, --attention_backend=flash: only the math backend computes",
         ),
     ],
     ids=str,
