@@ -47,7 +47,7 @@ from megatron_lite.run.experiment import Experiment
 from megatron_lite.run.launch import environment_with
 from megatron_lite.run.stop_signal import StopSignal
 from megatron_lite.validation import warnings
-from megatron_lite.validation.messages import Note
+from megatron_lite.validation.rules import Note
 from megatron_lite.zero.multi_stage import MultiStage
 
 if TYPE_CHECKING:

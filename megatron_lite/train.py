@@ -29,7 +29,7 @@ from megatron_lite.run.launcher_watch import LauncherWatch
 from megatron_lite.run.stop_signal import StopRequested
 from megatron_lite.schedules.learning_rate import learning_rate
 from megatron_lite.setup_run import Run
-from megatron_lite.validation.messages import Note
+from megatron_lite.validation.rules import Note
 
 
 def pretrain(

@@ -37,8 +37,8 @@ from megatron_lite.errors import EXIT_DONE, CheckpointError, RunError, StorageEr
 from megatron_lite.generation.model import fill
 from megatron_lite.huggingface import convert as conversion
 from megatron_lite.huggingface.architectures import ARCHITECTURES
-from megatron_lite.huggingface.folder_kind import KINDS
-from megatron_lite.huggingface.open_source import open_source
+from megatron_lite.huggingface.load_pretrained import open_source
+from megatron_lite.huggingface.model_folder import KINDS
 from megatron_lite.huggingface.weight_source import CheckpointSource, WeightSource
 from megatron_lite.kernels.choice import Kernels
 from megatron_lite.model.embedding_and_head import Head

@@ -33,7 +33,7 @@ if __name__ == "__main__":
     prepare_libraries()  # before torch is imported
 
 from megatron_lite.errors import EXIT_DONE, DataError
-from megatron_lite.generation.continuation import Limits, Text, continue_texts
+from megatron_lite.generation.continuation import Limits, SamplingOptions, Text, TokenSampler, continue_texts
 from megatron_lite.generation.model import choose_device, load_model, model_arguments
 from megatron_lite.generation.prompts import (
     Continuations,
@@ -44,7 +44,6 @@ from megatron_lite.generation.prompts import (
     open_tokenizer,
     read_prompts,
 )
-from megatron_lite.generation.sampling import SamplingOptions, TokenSampler
 from megatron_lite.run.exit_status import print_failure, print_page
 from megatron_lite.seeds import derive_seed
 

@@ -26,7 +26,7 @@ from megatron_lite.checkpoint.names import MANIFEST_NAME, find_checkpoints, reas
 from megatron_lite.checkpoint.reading import Inspection, inspect
 from megatron_lite.cli.script_parser import ScriptParser
 from megatron_lite.errors import EXIT_DONE, CheckpointError, RunError, UsageError
-from megatron_lite.huggingface.folder_kind import CONFIG_NAME
+from megatron_lite.huggingface.model_folder import CONFIG_NAME
 from megatron_lite.run.exit_status import print_failure, print_page
 
 

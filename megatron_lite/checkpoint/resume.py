@@ -20,7 +20,7 @@ from megatron_lite.checkpoint import compatibility, reading
 from megatron_lite.checkpoint.manifest import Manifest, read
 from megatron_lite.checkpoint.names import MANIFEST_NAME, find_checkpoints, reason
 from megatron_lite.config import Config
-from megatron_lite.config.checkpoint import CheckpointConfig
+from megatron_lite.config.source import CheckpointConfig
 from megatron_lite.distributed.agreement import together
 from megatron_lite.errors import CheckpointError, DamagedError, StorageError
 from megatron_lite.optimizer.optimizer import Optimizer

@@ -29,10 +29,10 @@ from megatron_lite.config import unflatten
 from megatron_lite.config.source import PRESETS
 from megatron_lite.config.values import FLAGS, parse_value, written
 from megatron_lite.errors import CheckpointError, UsageError
-from megatron_lite.huggingface import folder_kind, model_options
+from megatron_lite.huggingface import model_folder
 from megatron_lite.huggingface.architectures import check_exportable
 from megatron_lite.validation import examine
-from megatron_lite.validation.messages import Note
+from megatron_lite.validation.rules import Note
 
 # Options that do not change the meaning of weights: noise, initial values, precision, padding.
 FREE = frozenset(
@@ -50,7 +50,7 @@ FOLLOW: Mapping[str, tuple[str, ...]] = MappingProxyType(
         "rotary_base": ("rotary_embedding_scale",),
         "rotary_embedding_scale": ("rotary_base",),
         "rope_type": tuple(
-            name for name in model_options.MODEL_OPTIONS if name.startswith("rope_") and name != "rope_type"
+            name for name in model_folder.MODEL_OPTIONS if name.startswith("rope_") and name != "rope_type"
         ),
     }
 )
@@ -115,10 +115,10 @@ def _with_stated_model(given: dict[str, Any], folder: Path) -> tuple[dict[str, A
     kind, weights = given.get("pretrained_checkpoint_type"), given.get("load_pretrained_weights", True)
     found = own or _stated(folder, kind, weights)
     where, values, _ = found
-    theirs = model_options.as_values(model_options.resolved_model(values, where))
+    theirs = model_folder.as_values(model_folder.resolved_model(values, where))
     # A model without this value does not say how norm weights are stored, so the flag may choose.
     free = FREE | ({"zero_centered_normalization"} - values.keys())
-    typed = {name: given[name] for name in model_options.MODEL_OPTIONS if name in given}
+    typed = {name: given[name] for name in model_folder.MODEL_OPTIONS if name in given}
     if not use:
         _refuse(_differences(given, theirs, theirs.keys() - free), where, use)
         return given, None
@@ -142,14 +142,14 @@ def _with_export_type(values: dict[str, Any], model_type: str | None) -> dict[st
 def _stated(folder: Path, kind: str | None, weights: bool) -> Stated:
     """Return the model of the pretrained checkpoint. weights: whether its weights are needed too."""
     try:
-        if folder_kind.source_folders(folder, kind)[0] == "huggingface":
+        if model_folder.source_folders(folder, kind)[0] == "huggingface":
             if weights:
-                folder_kind.weight_files(folder)  # refuse adapters and pickles now
-            return Stated(str(folder), *model_options.hugging_face_values(folder))
-        from megatron_lite.huggingface.open_source import open_source
+                model_folder.weight_files(folder)  # refuse adapters and pickles now
+            return Stated(str(folder), *model_folder.hugging_face_values(folder))
+        from megatron_lite.huggingface.load_pretrained import open_source
 
         with open_source(folder, "distributed") as source:
-            return Stated(str(source.folder), model_options.as_values(source.model), source.model_type)
+            return Stated(str(source.folder), model_folder.as_values(source.model), source.model_type)
     except CheckpointError as error:
         raise CheckpointError(f"--pretrained_checkpoint_path: {error}") from None
 
@@ -169,14 +169,14 @@ def _own_values(given: Mapping[str, Any]) -> Stated | None:
     if newest is None:
         return None
     where, config = str(newest[0]), newest[1].config
-    return Stated(where, model_options.checkpoint_values(config, where), model_options.saved_model_type(config))
+    return Stated(where, model_folder.checkpoint_values(config, where), model_folder.saved_model_type(config))
 
 
 def _differences(ours: Mapping[str, Any], theirs: dict[str, Any], names: Collection[str]) -> list[Difference]:
     """Return the differences in the options `names`; invalid values in `ours` are reported elsewhere."""
     resolved, problems = examine(unflatten(dict(ours)), 1)
     wrong = {name for problem in problems for name in problem.names}
-    values = model_options.as_values(resolved.model)
+    values = model_folder.as_values(resolved.model)
     positions = values["use_position_embeddings"] or theirs["use_position_embeddings"]
     found = []
     for name in (name for name in theirs if name in names and (positions or name != "max_position_embeddings")):

@@ -36,7 +36,7 @@ from megatron_lite.config.values import (
 from megatron_lite.errors import CheckpointError, UsageError
 from megatron_lite.run.launch import launch_world_size
 from megatron_lite.validation import examine, planned_world_size
-from megatron_lite.validation.messages import Note
+from megatron_lite.validation.rules import Note
 
 MOST_FILES = 100
 # Options in which ~ is expanded here, because the shell does not expand it in --flag=~/folder.

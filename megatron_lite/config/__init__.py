@@ -11,13 +11,12 @@ import dataclasses
 from dataclasses import dataclass
 from typing import Any
 
-from megatron_lite.config.checkpoint import CheckpointConfig
 from megatron_lite.config.model import RECOMPUTE_LEVELS as RECOMPUTE_LEVELS
 from megatron_lite.config.model import ModelConfig, PerformanceConfig
 from megatron_lite.config.monitoring import ProfilingConfig, RunConfig, TrackingConfig
 from megatron_lite.config.optimizer import AveragingConfig, LearningRateConfig, OptimizerConfig
 from megatron_lite.config.option import Area
-from megatron_lite.config.source import SourceConfig
+from megatron_lite.config.source import CheckpointConfig, SourceConfig
 from megatron_lite.config.system import DistributedConfig, MultiStageConfig
 from megatron_lite.config.training import BatchConfig, DataConfig, TrainingConfig
 

@@ -15,7 +15,6 @@ from megatron_lite.config.option import (
     PositiveInt,
     ProperFraction,
     Rule,
-    derived,
     idle_unless,
     low_precision_option,
     option,
@@ -58,29 +57,29 @@ class ModelConfig(Area):
     num_layers: int = option(12, "number of transformer blocks", minimum=1, maximum=10_000, basic=True)
     hidden_size: PositiveInt = option(1024, "width of the residual stream", basic=True, aliases="hidden_dim")
     num_attention_heads: PositiveInt = option(8, "number of query heads", basic=True, aliases="num_heads")
-    head_groups: PositiveInt = derived(
+    head_groups: PositiveInt = optional(
         "number of key/value heads (1: multi-query attention)",
         "num_attention_heads",
         basic=True,
         aliases="num_query_groups num_key_value_heads num_kv_heads",
     )
-    kv_channels: PositiveInt = derived("channels per head", "hidden_size / num_attention_heads", aliases="head_dim")
-    ffn_hidden_size: PositiveInt = derived(
+    kv_channels: PositiveInt = optional("channels per head", "hidden_size / num_attention_heads", aliases="head_dim")
+    ffn_hidden_size: PositiveInt = optional(
         "MLP width (of each half if gated)", "4 * hidden_size", basic=True, aliases="intermediate_size intermediate_dim"
     )
     vocab_size: int = option(49152, "vocabulary size", minimum=2, basic=True)
     make_vocab_size_divisible_by: int = option(
         1, "pad the vocabulary to a multiple of this; the padding never affects a result", minimum=1, maximum=65536
     )
-    max_position_embeddings: PositiveInt = derived(
+    max_position_embeddings: PositiveInt = optional(
         "number of learned positions, and the context length that exports state", "max(2048, sequence_length)"
     )
-    use_position_embeddings: bool = derived("add learned positions", "not use_rotary_embeddings")
+    use_position_embeddings: bool = optional("add learned positions", "not use_rotary_embeddings")
     use_rotary_embeddings: bool = option(False, "use rotary positions (RoPE)", basic=True)
-    rotary_embedding_scale: float = derived(
+    rotary_embedding_scale: float = optional(
         "minus the natural logarithm of rotary_base", "-log(rotary_base)", below=0.0, minimum=-100.0
     )
-    rotary_base: float = derived(
+    rotary_base: float = optional(
         "base of the rotary wavelengths (theta); alternative to --rotary_embedding_scale",
         "10000",
         above=1.0,
@@ -128,10 +127,10 @@ class ModelConfig(Area):
     rope_truncate: bool | None = optional("yarn: round the ends of the ramp to whole channels", "yarn: 1", needs=YARN)
     tie_word_embeddings: bool = option(True, "share one matrix between input embedding and output head", basic=True)
     add_linear_biases: bool = option(True, "add biases to the linear layers", basic=True)
-    add_qkv_biases: bool = derived("add biases to query, key and value", "add_linear_biases", aliases="add_qkv_bias")
-    add_mlp_biases: bool = derived("add biases to the MLP", "add_linear_biases")
+    add_qkv_biases: bool = optional("add biases to query, key and value", "add_linear_biases", aliases="add_qkv_bias")
+    add_mlp_biases: bool = optional("add biases to the MLP", "add_linear_biases")
     gated: bool = option(False, "use a gated MLP: activation(gate) * up", basic=True)
-    activation_type: str = derived(
+    activation_type: str = optional(
         "activation of the MLP (gelu is the tanh form)",
         "silu if gated, else gelu",
         choices=ACTIVATIONS,
@@ -163,19 +162,19 @@ class ModelConfig(Area):
     window_size: PositiveInt | None = optional("sliding attention window, in tokens", "full causal attention")
     attention_dropout: ProperFraction = option(0.0, "dropout on attention probabilities")
     hidden_dropout: ProperFraction = option(0.0, "dropout on each residual branch")
-    embedding_dropout: ProperFraction = derived("dropout on embeddings", "hidden_dropout")
-    init_method_std: NonNegativeFloat = derived("standard deviation of initial weights", "hidden_size ** -0.5")
-    init_method_std_embed: NonNegativeFloat = derived("standard deviation of initial embeddings", "init_method_std")
-    init_method_std_qkv: NonNegativeFloat = derived(
+    embedding_dropout: ProperFraction = optional("dropout on embeddings", "hidden_dropout")
+    init_method_std: NonNegativeFloat = optional("standard deviation of initial weights", "hidden_size ** -0.5")
+    init_method_std_embed: NonNegativeFloat = optional("standard deviation of initial embeddings", "init_method_std")
+    init_method_std_qkv: NonNegativeFloat = optional(
         "standard deviation of initial query, key and value weights", "init_method_std"
     )
-    init_method_std_attn_proj: NonNegativeFloat = derived(
+    init_method_std_attn_proj: NonNegativeFloat = optional(
         "standard deviation of initial attention output weights", "init_method_std / sqrt(2 * num_layers)"
     )
-    init_method_std_mlp_1: NonNegativeFloat = derived(
+    init_method_std_mlp_1: NonNegativeFloat = optional(
         "standard deviation of initial weights of the first MLP layer", "init_method_std"
     )
-    init_method_std_mlp_2: NonNegativeFloat = derived(
+    init_method_std_mlp_2: NonNegativeFloat = optional(
         "standard deviation of initial weights of the second MLP layer", "init_method_std / sqrt(2 * num_layers)"
     )
     layer_norm_init_range: Fraction = norm_weight_option(

@@ -12,7 +12,6 @@ from megatron_lite.config.option import (
     PositiveInt,
     Rule,
     debug_level,
-    derived,
     idle_unless,
     option,
     optional,
@@ -79,7 +78,7 @@ def _added(tracker: str, switch: str) -> tuple[Rule]:
 class TrackingConfig(Area):
     """Trackers and watch"""
 
-    trackers: tuple[str, ...] = derived(
+    trackers: tuple[str, ...] = optional(
         "destinations of metrics, separated by commas: experiment_dir/metrics.jsonl, Weights & Biases, TensorBoard",
         "jsonl with experiment_dir, wandb with wandb_entity_name, tensorboard with tensorboard_dir",
         choices=TRACKERS,

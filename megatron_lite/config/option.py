@@ -79,16 +79,11 @@ def option(default: Any, help: str, **details: Any) -> Any:
 
 
 def optional(help: str, unset: str, **details: Any) -> Any:
-    """Declare an option that defaults to None; `unset` says what None means."""
-    return option(None, help, unset=unset, **details)
+    """Declare an option that defaults to None; `unset` says what None means.
 
-
-def derived(help: str, rule: str, **details: Any) -> Any:
-    """Declare an option that `validation.resolve` derives by `rule` unless it is given.
-
-    Only a `Draft` holds None, so the type is that of the resolved value.
+    If `validation.resolve` derives the option, only a `Draft` holds None, and the type is that of the resolved value.
     """
-    return option(None, help, unset=rule, **details)
+    return option(None, help, unset=unset, **details)
 
 
 def idle_unless(condition: str) -> Callable[..., Any]:

@@ -1,4 +1,4 @@
-"""Options of the source of a model, a preset or pretrained weights, and the presets: flags of known architectures.
+"""Options of what a run starts from and what it saves: presets, pretrained weights, checkpoints.
 
 `--model=mistral-7b` stands for the flags of its preset, as if typed before all others. Importing the publisher's
 config.json gives the same values, including dropouts and the initial standard deviation. Presets leave out derived and
@@ -11,7 +11,17 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from types import MappingProxyType
 
-from megatron_lite.config.option import Area, Rule, idle_unless, optional
+from megatron_lite.config.option import (
+    SAVED,
+    Area,
+    NonNegativeInt,
+    PositiveFloat,
+    PositiveInt,
+    Rule,
+    idle_unless,
+    option,
+    optional,
+)
 
 _GPT2 = (
     "vocab_size=50257 max_position_embeddings=1024 normalization_type=layer_norm layer_norm_eps=1e-5 "
@@ -112,4 +122,70 @@ class SourceConfig(Area):
             Rule(IMPORTED, "a Hugging Face folder holds no optimizer state", when=PRETRAINED),
             Rule(UNLOADED, "moments fit only the weights they were computed with", when=PRETRAINED),
         ),
+    )
+
+
+LOADED = Rule("experiment_dir or load_checkpoint_path", "there is nothing to load", when="dry_run=0")
+STARTS_ANEW = Rule("load_policy=never", "a run that starts from scratch loads no checkpoint")
+
+
+@dataclass
+class CheckpointConfig(Area):
+    """Checkpoints"""
+
+    checkpoint_interval: PositiveInt | None = optional(
+        "iterations between checkpoints", "only the last iteration", basic=True, aliases="save_interval", needs=SAVED
+    )
+    checkpoint_offset: NonNegativeInt = option(
+        0, "iteration from which checkpoint_interval counts", idle_unless="checkpoint_interval"
+    )
+    checkpoint_minutes: PositiveFloat | None = optional(
+        "also save this many minutes after the last save, by rank 0's clock", "off", needs=SAVED
+    )
+    max_checkpoints: PositiveInt | None = optional(
+        "keep the newest N checkpoints, and those of keep_checkpoints", "all", basic=True, idle_unless="experiment_dir"
+    )
+    keep_checkpoints: tuple[str, ...] = option(
+        (),
+        'save, and never delete, checkpoints at these iterations: "1000:10000 5000" is every multiple of 1000 up to '
+        "10000, then every multiple of 5000",
+        needs=SAVED,
+    )
+    delete_old_temp_checkpoints: bool = option(
+        True,
+        "let max_checkpoints delete the checkpoints of earlier starts; 0: keep them",
+        idle_unless="max_checkpoints",
+    )
+    load_policy: str = option(
+        "auto",
+        "auto: resume if there is a checkpoint, else start from scratch; require: fail without one (exit 4); never: "
+        "fail if experiment_dir has one, else start from scratch",
+        choices=("auto", "require", "never"),
+        needs=(LOADED._replace(when="load_policy=require and dry_run=0"),),
+    )
+    load_checkpoint_path: str | None = optional(
+        "resume from elsewhere, with all state, until experiment_dir has a checkpoint: a checkpoint, a folder of them "
+        "or an experiment directory",
+        "none",
+        never_empty=True,
+        excludes=(STARTS_ANEW, Rule("pretrained_checkpoint_path", "a run starts from one of the two")),
+    )
+    resume_iteration: NonNegativeInt | None = optional(
+        "go back to the checkpoint of this iteration, or fail without it (exit 4); newer ones are set aside",
+        "the newest good one",
+        needs=(LOADED,),
+        excludes=(STARTS_ANEW,),
+        aliases="ckpt_step",
+    )
+    allow_data_change: bool = option(
+        False, "resume even if data, weights of data sets, split, tokenizer or seed differ from the checkpoint's"
+    )
+    save_retries: NonNegativeInt = option(
+        3, "retries of a save after a storage failure, after pauses of 1, 4, 16, 60 ... s", idle_unless="experiment_dir"
+    )
+    async_checkpoint: bool = option(
+        False,
+        "write checkpoints in the background, from a copy in host memory made during the next iteration",
+        aliases="async_save",
+        idle_unless="checkpoint_interval or checkpoint_minutes or keep_checkpoints and experiment_dir",
     )

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from megatron_lite.config.system import DTYPE_ALIASES
 from megatron_lite.errors import UsageError
-from megatron_lite.huggingface.open_source import open_source
+from megatron_lite.huggingface.load_pretrained import open_source
 from megatron_lite.huggingface.weight_source import WeightSource
 from megatron_lite.kernels.attention.choice import Work, choose_attention
 from megatron_lite.kernels.choice import REFERENCES, failure

@@ -25,9 +25,8 @@ from megatron_lite.data.tokenizing import Tokenizer, load_tokenizer
 from megatron_lite.distributed.agreement import together
 from megatron_lite.distributed.process_group import Distributed
 from megatron_lite.errors import DataError, NumericsError
-from megatron_lite.generation.continuation import Limits, Text, continue_texts
+from megatron_lite.generation.continuation import Limits, SamplingOptions, Text, TokenSampler, continue_texts
 from megatron_lite.generation.prompts import Continuations, encode_prompt, numbered, read_prompts
-from megatron_lite.generation.sampling import SamplingOptions, TokenSampler
 from megatron_lite.model.layer import MicroBatch
 from megatron_lite.monitor.trackers import MetricsFile, Trackers
 from megatron_lite.run.experiment import Experiment

@@ -23,7 +23,7 @@ from megatron_lite.checkpoint.manifest import Manifest, SavedParameter, Slice
 from megatron_lite.checkpoint.names import MANIFEST_NAME, new_nonce, rank_file
 from megatron_lite.config import BatchConfig, Config, DataConfig, TrainingConfig, flatten
 from megatron_lite.errors import NumericsError
-from megatron_lite.huggingface import folder_kind
+from megatron_lite.huggingface import model_folder
 from megatron_lite.huggingface.export_folder import ExportFolder, FilePlan, split
 from megatron_lite.huggingface.weight_source import CheckpointSource, WeightSource
 from megatron_lite.run.durable_files import sync_folder
@@ -73,7 +73,7 @@ def _special_tokens(source: WeightSource) -> dict[str, int | None]:
     """Return the special tokens in a source's config.json."""
     if isinstance(source, CheckpointSource):
         return {}
-    content = folder_kind.read_object(source.folder, folder_kind.CONFIG_NAME)
+    content = model_folder.read_object(source.folder, model_folder.CONFIG_NAME)
     return {key: content[key] for key in ("bos_token_id", "eos_token_id") if type(content.get(key)) is int}
 
 

@@ -26,8 +26,8 @@ from megatron_lite.config import Config
 from megatron_lite.data.tokenizing import copy_tokenizer
 from megatron_lite.huggingface.architectures import check_exportable
 from megatron_lite.huggingface.config_file import hugging_face_config
-from megatron_lite.huggingface.folder_kind import CONFIG_NAME, INDEX_NAME, WEIGHTS_NAME
 from megatron_lite.huggingface.model_card import FILE_NAME, TrainingSummary, model_card
+from megatron_lite.huggingface.model_folder import CONFIG_NAME, INDEX_NAME, WEIGHTS_NAME
 from megatron_lite.huggingface.weight_map import MappedRows, by_tensor, constants, pieces
 from megatron_lite.parameter import DTYPES
 from megatron_lite.run.durable_files import sync_folder

@@ -18,7 +18,7 @@ from megatron_lite.checkpoint.names import open_regular, parse_json
 from megatron_lite.checkpoint.reading import read_overlap
 from megatron_lite.config import ModelConfig
 from megatron_lite.errors import CheckpointError, DamagedError
-from megatron_lite.huggingface import folder_kind, model_options
+from megatron_lite.huggingface import model_folder
 from megatron_lite.huggingface.weight_map import MappedRows, known_name, pieces
 from megatron_lite.huggingface.weight_source import WeightSource
 from megatron_lite.parameter import DTYPES, SAFETENSORS_NAMES
@@ -52,9 +52,9 @@ class HuggingFaceSource(WeightSource):
 
     def __init__(self, folder: Path, model: ModelConfig | None = None) -> None:
         super().__init__(folder)
-        names, index = folder_kind.weight_files(folder)
-        values, self.model_type = model_options.hugging_face_values(folder)
-        self.model = model_options.resolved_model(values, f"{folder}: {folder_kind.CONFIG_NAME}")
+        names, index = model_folder.weight_files(folder)
+        values, self.model_type = model_folder.hugging_face_values(folder)
+        self.model = model_folder.resolved_model(values, f"{folder}: {model_folder.CONFIG_NAME}")
         self._filled = model or self.model
         with self._reported():
             self._tensors = self._named(names, index)
@@ -72,7 +72,7 @@ class HuggingFaceSource(WeightSource):
             absent = [tensor for tensor, place in index.items() if place == file and tensor not in header]
             if absent:
                 raise DamagedError(
-                    f"{file}: {absent[0][:100]!r} is not in it, although {folder_kind.INDEX_NAME} says so"
+                    f"{file}: {absent[0][:100]!r} is not in it, although {model_folder.INDEX_NAME} says so"
                 )
             for name, tensor in header.items():
                 full = name if name == _HEAD else known_name(name, self.model_type, self._filled)

@@ -1,4 +1,4 @@
-"""Start a model from pretrained weights: every rank reads only the elements of its own shards."""
+"""Open the weights in a folder, and start a model from them: every rank reads only the elements of its own shards."""
 
 from __future__ import annotations
 
@@ -7,19 +7,78 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
+from megatron_lite.checkpoint import files
 from megatron_lite.checkpoint.compatibility import keeps_moments, optimizer_state, saved_optimizer
 from megatron_lite.checkpoint.manifest import MOMENTS
-from megatron_lite.config import Config
+from megatron_lite.config import Config, ModelConfig
 from megatron_lite.distributed.agreement import together
-from megatron_lite.errors import CheckpointError, DamagedError, shorten
-from megatron_lite.huggingface.folder_kind import source_folders
-from megatron_lite.huggingface.open_source import open_one, unusable
+from megatron_lite.errors import CheckpointError, DamagedError, RunError, shorten
+from megatron_lite.huggingface.huggingface_source import HuggingFaceSource
+from megatron_lite.huggingface.model_folder import source_folders
 from megatron_lite.huggingface.weight_source import ADVICE, CheckpointSource, WeightSource
 
 if TYPE_CHECKING:
     from megatron_lite.distributed.process_group import Distributed
     from megatron_lite.parameter import ParameterSpec
     from megatron_lite.zero.multi_stage import MultiStage
+
+
+def open_one(
+    folder: Path, kind: str, model: ModelConfig | None = None, weights: str = "raw", state: bool = False
+) -> WeightSource:
+    """Open exactly this folder; see `open_source`.
+
+    Raises:
+        DamagedError: if the folder is a damaged checkpoint.
+        CheckpointError: if it cannot be used.
+    """
+    if kind == "distributed":
+        return CheckpointSource(folder, weights == "average", state)
+    if weights == "average":
+        raise CheckpointError(f"{folder}: a Hugging Face folder has one set of weights; leave --weights=average out")
+    return HuggingFaceSource(folder, model)
+
+
+def open_source(
+    folder: Path,
+    kind: str | None = None,
+    model: ModelConfig | None = None,
+    weights: str = "raw",
+    whole: bool = False,
+    state: bool = False,
+) -> WeightSource:
+    """Open a Hugging Face folder, a checkpoint, or the newest good one in a folder of checkpoints.
+
+    Args:
+        kind: one of model_folder.KINDS; None: whichever the folder holds.
+        model: the resolved model to fill; None: the model that the files describe.
+        weights: raw, or average: the running averages in a checkpoint.
+        whole: with several checkpoints, also read the values: damaged ones are skipped with a warning, as on resume.
+        state: moments and averages will also be read; see `CheckpointSource`.
+
+    Raises:
+        CheckpointError: if there is none; suggests a fix.
+    """
+    found, paths = source_folders(folder, kind)
+    problems = []
+    for path in paths:
+        try:
+            source = open_one(path, found, model, weights, state)
+            if len(paths) == 1 or not whole or (problem := source.damage()) is None:
+                return source
+            source.close()
+        except DamagedError as error:
+            problem = str(error)
+        problems.append(f"{path.name}: {problem}" if len(paths) > 1 else problem)
+        if len(paths) > 1:
+            files.logger.warning("checkpoint %s: %s; skipped, looking for an older one", path, RunError(problem))
+    raise unusable(folder, problems)
+
+
+def unusable(folder: Path, problems: list[str]) -> CheckpointError:
+    """Return the error for a folder in which all checkpoints are damaged."""
+    return CheckpointError(f"{folder}: no usable checkpoint: {shorten(problems)}; restore one")
+
 
 T = TypeVar("T")
 FLAG = "--pretrained_checkpoint_path"

@@ -21,7 +21,7 @@ from megatron_lite.checkpoint.names import reason
 from megatron_lite.checkpoint.reading import read_elements
 from megatron_lite.config import ModelConfig
 from megatron_lite.errors import CheckpointError, DamagedError, shorten
-from megatron_lite.huggingface import model_options
+from megatron_lite.huggingface import model_folder
 from megatron_lite.tiles import Tile
 
 ADVICE = "restore it or download it again"
@@ -33,7 +33,7 @@ class WeightSource(contextlib.AbstractContextManager["WeightSource"]):
     Call `check` with the shapes of the model's parameters first, then `read`; `verify` looks for damage.
     """
 
-    kind: str  # one of folder_kind.KINDS
+    kind: str  # one of model_folder.KINDS
     model: ModelConfig  # the resolved model that the files describe
     iteration: int | None = None  # of our checkpoints
     model_type: str | None  # its Hugging Face architecture, or the requested one for exports; None: any
@@ -122,8 +122,8 @@ class CheckpointSource(WeightSource):
         self.content = manifest.read(folder, int(folder.name) if folder.name.isdecimal() else None)
         blocks.check_sizes(folder, self.content)
         self.iteration, config = self.content.iteration, self.content.config
-        self.model = model_options.resolved_model(model_options.checkpoint_values(config, str(folder)), str(folder))
-        self.model_type = model_options.saved_model_type(config)
+        self.model = model_folder.resolved_model(model_folder.checkpoint_values(config, str(folder)), str(folder))
+        self.model_type = model_folder.saved_model_type(config)
         self.description = f"a checkpoint of iteration {self.iteration:,}"
         self.dtype = config.get("training_dtype", "fp32")
         self.averaged, self._state = average, state

@@ -43,7 +43,7 @@ from megatron_lite.run.launch import launch_rank, tell_torchrun
 from megatron_lite.run.launcher_watch import LauncherWatch
 from megatron_lite.run.stop_signal import StopSignal, idle_limit, time_limits
 from megatron_lite.setup_run import Run, build
-from megatron_lite.validation.messages import Note
+from megatron_lite.validation.rules import Note
 
 _LESS_HOST_MEMORY = "try fewer --num_workers, --async_checkpoint=0, or fewer ranks per machine"
 # Size limits of metrics.jsonl, which is read at 20 MB/s on a busy core: a stopped or failed run has seconds left.

@@ -18,7 +18,7 @@ from megatron_lite.model.gpt import model_layers
 from megatron_lite.parameter import DTYPES, Parameter
 from megatron_lite.planner.plan import SimulatedGroup, make_plan
 from megatron_lite.planner.runtime import GIB, MIB
-from megatron_lite.validation.messages import Note
+from megatron_lite.validation.rules import Note
 
 # Cost of a gather: startup seconds, seconds per further rank, bytes per second. See `worthwhile_bytes`.
 NCCL_COST = (20e-6, 2e-6, 50e9)

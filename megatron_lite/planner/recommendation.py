@@ -29,7 +29,7 @@ from megatron_lite.planner.search import (
 )
 from megatron_lite.run.host import choose_threads
 from megatron_lite.schedules.batch_size import consumed_tokens
-from megatron_lite.validation.messages import Note
+from megatron_lite.validation.rules import Note
 
 WIDTH = 118
 ROWS = 10  # layouts that are shown

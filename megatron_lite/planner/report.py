@@ -25,7 +25,7 @@ from megatron_lite.planner.stage_costs import Saved
 from megatron_lite.run import exit_status
 from megatron_lite.schedules.batch_size import consumed_tokens
 from megatron_lite.validation import resolve
-from megatron_lite.validation.messages import Note
+from megatron_lite.validation.rules import Note
 from megatron_lite.validation.warnings import warnings
 from megatron_lite.zero.stage import Stage
 

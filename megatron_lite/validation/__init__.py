@@ -17,12 +17,10 @@ from megatron_lite.errors import UsageError
 from megatron_lite.validation import run
 from megatron_lite.validation.batch import BATCH as BATCH
 from megatron_lite.validation.batch import batch
-from megatron_lite.validation.declared import declared
 from megatron_lite.validation.learning_rate import learning_rate
-from megatron_lite.validation.messages import Problem, problem
 from megatron_lite.validation.model import model, performance
-from megatron_lite.validation.parallel import data_ranks, tensor_parallel
-from megatron_lite.validation.sizes import sizes
+from megatron_lite.validation.rules import Problem, declared, problem
+from megatron_lite.validation.sizes import data_ranks, sizes, tensor_parallel
 from megatron_lite.validation.warnings import warnings as warnings
 
 

@@ -8,7 +8,7 @@ from collections.abc import Iterator, Sequence
 from megatron_lite.config import Draft
 from megatron_lite.config.values import typed
 from megatron_lite.schedules.batch_size import Split, parse_schedule
-from megatron_lite.validation.messages import Problem, nearest_multiples, parsing, problem
+from megatron_lite.validation.rules import Problem, nearest_multiples, parsing, problem
 
 _ACCUMULATION = ("depth_first_micro_batches", "breadth_first_micro_batches", "sequential_micro_batches")
 BATCH = ("batch_size", "micro_batch_size", *_ACCUMULATION)

@@ -11,7 +11,7 @@ from megatron_lite.config.values import number, typed
 from megatron_lite.schedules.cycles import Cycle, boundaries, cooldown_steps, cycle, cycle_steps, steps_of, warmup_steps
 from megatron_lite.schedules.learning_rate import is_constant
 from megatron_lite.schedules.stages import parse_stages
-from megatron_lite.validation.messages import Problem, default, parsing, problem
+from megatron_lite.validation.rules import Problem, default, parsing, problem
 
 CYCLES = ("lr_num_cycles", "lr_cycle_minima", "lr_cycle_iters", "lr_cycle_fraction", "lr_cycle_lengths")
 COOLDOWN = ("lr_cooldown_iters", "lr_cooldown_fraction")

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from megatron_lite.config import Draft
 from megatron_lite.config.model import numbered_blocks, rotary_base
 from megatron_lite.config.values import written
-from megatron_lite.validation.messages import Problem, default, fill, nearest_multiples, problem
+from megatron_lite.validation.rules import Problem, default, fill, nearest_multiples, problem
 
 
 def model(draft: Draft) -> Iterator[Problem]:

@@ -19,7 +19,7 @@ from megatron_lite.config.structured_values import (
 )
 from megatron_lite.config.system import number_of_stages
 from megatron_lite.config.values import is_number
-from megatron_lite.validation.messages import Problem, fill, parsing, problem
+from megatron_lite.validation.rules import Problem, fill, parsing, problem
 
 PREFETCH_FACTOR = 2
 

@@ -23,7 +23,7 @@ from megatron_lite.checkpoint.decoding import decode
 from megatron_lite.checkpoint.saved_state import RunState, check_options
 from megatron_lite.config import AveragingConfig, Config, OptimizerConfig, flatten
 from megatron_lite.errors import CheckpointError, DamagedError
-from megatron_lite.huggingface import convert, model_options
+from megatron_lite.huggingface import convert, model_folder
 from megatron_lite.monitor.metrics import LogWindow
 from megatron_lite.optimizer.averaging import Averaging
 from megatron_lite.optimizer.guards import Guard
@@ -133,9 +133,9 @@ def use(content: manifest.Manifest) -> None:
     compatibility.saved_optimizer(content.config)
     State().load(content.state)
     State().guard.dropped.load_state(content.state["optimizer"].get("guard", {}).get("dropped", run_dropped()))
-    model_options.saved_model_type(content.config)
+    model_folder.saved_model_type(content.config)
     try:
-        model_options.resolved_model(model_options.checkpoint_values(content.config, "here"), "here")
+        model_folder.resolved_model(model_folder.checkpoint_values(content.config, "here"), "here")
     except CheckpointError:
         pass
 

@@ -24,7 +24,7 @@ from megatron_lite.checkpoint.manifest import MOMENTS
 from megatron_lite.checkpoint.reading import inspect
 from megatron_lite.checkpoint.writing import Save, files_bytes, write_now
 from megatron_lite.huggingface import export, load_pretrained
-from megatron_lite.huggingface.open_source import open_source
+from megatron_lite.huggingface.load_pretrained import open_source
 from megatron_lite.model.layer import MicroBatch
 from megatron_lite.planner.plan import make_plan
 from tests.checkpoint.test_engine import LAST, MIDDLE, Contents, assert_same, read_all, train_twice

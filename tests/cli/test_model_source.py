@@ -14,7 +14,7 @@ from megatron_lite.cli.parse import parse
 from megatron_lite.config import flatten, unflatten
 from megatron_lite.errors import CheckpointError, UsageError
 from megatron_lite.huggingface.architectures import check_exports
-from megatron_lite.huggingface.model_options import MODEL_OPTIONS
+from megatron_lite.huggingface.model_folder import MODEL_OPTIONS
 from megatron_lite.validation import resolve
 from tests.support.families import make_config, write_folder
 from tests.support.harness import TINY

@@ -28,7 +28,7 @@ from megatron_lite.data.open_data import open_data
 from megatron_lite.data.workers import Workers
 from megatron_lite.errors import DataError, RunError, UsageError
 from megatron_lite.validation import resolve
-from megatron_lite.validation.messages import problem
+from megatron_lite.validation.rules import problem
 from tests.support.token_files import data_config, write_counting, write_documents
 
 ROOT = Path(__file__).parents[2]

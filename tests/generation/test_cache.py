@@ -10,9 +10,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from megatron_lite.generation.continuation import Limits, Text, continue_texts
+from megatron_lite.generation.continuation import Limits, SamplingOptions, Text, TokenSampler, continue_texts
 from megatron_lite.generation.model import LocalModel, load_model
-from megatron_lite.generation.sampling import SamplingOptions, TokenSampler
 from megatron_lite.model.embedding_and_head import Head
 from megatron_lite.model.kv_cache import KeyValueCache
 from megatron_lite.model.layer import MicroBatch

@@ -9,7 +9,7 @@ import pytest
 
 from megatron_lite.data.tokenizing import ByteTokenizer, JsonTokenizer, Tokenizer, save_byte_tokenizer, train_tokenizer
 from megatron_lite.errors import DataError
-from megatron_lite.generation.continuation import Limits, Text
+from megatron_lite.generation.continuation import Limits, SamplingOptions, Text, TokenSampler
 from megatron_lite.generation.prompts import (
     Continuations,
     encode_prompt,
@@ -18,7 +18,6 @@ from megatron_lite.generation.prompts import (
     open_tokenizer,
     read_prompts,
 )
-from megatron_lite.generation.sampling import SamplingOptions, TokenSampler
 
 SAMPLER = TokenSampler(SamplingOptions(), 0)
 

@@ -8,8 +8,14 @@ import pytest
 import torch
 
 from megatron_lite.errors import NumericsError
-from megatron_lite.generation.continuation import Limits, Text, continue_texts
-from megatron_lite.generation.sampling import NOT_FINITE, SamplingOptions, TokenSampler
+from megatron_lite.generation.continuation import (
+    NOT_FINITE,
+    Limits,
+    SamplingOptions,
+    Text,
+    TokenSampler,
+    continue_texts,
+)
 
 LOGITS = 3 * torch.randn(200, generator=torch.Generator().manual_seed(0))
 OPTIONS = (

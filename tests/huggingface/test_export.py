@@ -18,9 +18,8 @@ from megatron_lite.checkpoint import files
 from megatron_lite.config import BatchConfig, Config, DataConfig, DistributedConfig, ModelConfig, MultiStageConfig
 from megatron_lite.config.model import rotary_base
 from megatron_lite.errors import StorageError, UsageError
-from megatron_lite.generation.continuation import Limits, Text, continue_texts
+from megatron_lite.generation.continuation import Limits, SamplingOptions, Text, TokenSampler, continue_texts
 from megatron_lite.generation.model import load_model
-from megatron_lite.generation.sampling import SamplingOptions, TokenSampler
 from megatron_lite.huggingface import export as huggingface
 from megatron_lite.huggingface import export_folder
 from megatron_lite.huggingface.architectures import check_exportable

@@ -25,7 +25,7 @@ from megatron_lite.config import unflatten
 from megatron_lite.distributed.process_group import Distributed
 from megatron_lite.errors import CheckpointError
 from megatron_lite.huggingface import load_pretrained
-from megatron_lite.huggingface.open_source import open_source
+from megatron_lite.huggingface.load_pretrained import open_source
 from megatron_lite.huggingface.weight_source import CheckpointSource
 from megatron_lite.tiles import Tile
 from megatron_lite.validation import resolve

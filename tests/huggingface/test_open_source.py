@@ -18,8 +18,8 @@ from safetensors.torch import load_file, save_file
 
 from megatron_lite.checkpoint import blocks
 from megatron_lite.errors import CheckpointError
-from megatron_lite.huggingface import folder_kind
-from megatron_lite.huggingface.open_source import open_source
+from megatron_lite.huggingface import model_folder
+from megatron_lite.huggingface.load_pretrained import open_source
 from tests.support.families import FAMILIES, write_folder
 from tests.support.folder_checks import checked, expected, read_whole
 
@@ -322,4 +322,4 @@ def test_folders_without_a_model_are_refused(
 def test_reading_a_config_needs_no_weights(good: Path, tmp_path: Path) -> None:
     """config.json alone determines the kind."""
     (tmp_path / "config.json").write_bytes((good / "config.json").read_bytes())
-    assert folder_kind.source_folders(tmp_path) == ("huggingface", [tmp_path])
+    assert model_folder.source_folders(tmp_path) == ("huggingface", [tmp_path])

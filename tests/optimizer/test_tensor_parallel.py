@@ -15,7 +15,7 @@ from megatron_lite.errors import UsageError
 from megatron_lite.kernels import adamw
 from megatron_lite.optimizer.optimizer import rule_of
 from megatron_lite.optimizer.rules.muon import describe
-from megatron_lite.validation.parallel import CLIPPING_ALIGNMENT
+from megatron_lite.validation.sizes import CLIPPING_ALIGNMENT
 from tests.support.engine_runs import Engine
 from tests.support.harness import LLAMA, Trajectory, run_distributed, tiny_config, train_tiny
 from tests.support.whole_parameters import Weights, fill_gradients, masters, together

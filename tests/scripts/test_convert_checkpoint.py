@@ -22,7 +22,7 @@ from torch import Tensor
 
 from megatron_lite.checkpoint import files, manifest
 from megatron_lite.data.tokenizing import save_byte_tokenizer
-from megatron_lite.huggingface.open_source import open_source
+from megatron_lite.huggingface.load_pretrained import open_source
 from scripts import convert_checkpoint as script
 from tests.support.families import FAMILIES, load_model, logits_of, random_tokens, write_folder
 

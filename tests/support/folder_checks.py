@@ -10,7 +10,7 @@ import torch
 
 from megatron_lite.config import ModelConfig
 from megatron_lite.huggingface import weight_map
-from megatron_lite.huggingface.open_source import open_source
+from megatron_lite.huggingface.load_pretrained import open_source
 from megatron_lite.huggingface.weight_source import WeightSource
 from megatron_lite.model.gpt import build_gpt, shapes_of
 from tests.support.families import load_model

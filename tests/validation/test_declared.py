@@ -11,7 +11,7 @@ from typing import Any
 from megatron_lite.config import Draft, flatten, unflatten
 from megatron_lite.config.values import FLAGS, is_legal, parse_list, parse_value
 from megatron_lite.validation import resolve, warnings
-from megatron_lite.validation.declared import declared
+from megatron_lite.validation.rules import declared
 
 RUN = {"dataset_source": "random", "train_iters": 10, "experiment_dir": "/run", "lr_decay_style": "cosine"}
 BASE = flatten(resolve(unflatten(RUN), 1))

@@ -16,7 +16,7 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from megatron_lite.distributed.process_group import Distributed
-from megatron_lite.huggingface.open_source import open_source
+from megatron_lite.huggingface.load_pretrained import open_source
 from megatron_lite.parameter import DTYPES
 from scripts import convert_checkpoint
 from tests.support import harness

@@ -9,7 +9,7 @@ import pytest
 from megatron_lite.cli.parse import parse
 from megatron_lite.config.values import FLAGS
 from megatron_lite.errors import OutOfMemoryError, RunError, UsageError, as_run_error
-from megatron_lite.huggingface.model_options import resolved_model
+from megatron_lite.huggingface.model_folder import resolved_model
 from megatron_lite.planner import search
 from megatron_lite.planner.report import dry_run
 from megatron_lite.validation import resolve

@@ -1,12 +1,14 @@
-"""The kind of weights in a folder: `huggingface` (config.json and safetensors files) or `distributed` (checkpoints).
+"""A folder of weights: its kind, and the model that it describes. Imports no torch.
 
-Anything else is rejected by name, with a fix. A folder is untrusted input: its files may be links, as in the cache of
-the Hugging Face hub, but an index may only name files in the folder itself, JSON size is limited, and pickles are
-never opened. Every message begins with the folder. Imports no torch.
+The kind is `huggingface` (config.json and safetensors files) or `distributed` (checkpoints); anything else is rejected
+by name, with a fix. A folder is untrusted input: its files may be links, as in the cache of the Hugging Face hub, but
+an index may only name files in the folder itself, JSON size is limited, and pickles are never opened. The model is
+checked like a command line, against the types, bounds and rules of our options. Messages begin with the folder.
 """
 
 from __future__ import annotations
 
+import dataclasses
 import errno
 import os
 import re
@@ -14,7 +16,12 @@ from pathlib import Path
 from typing import Any
 
 from megatron_lite.checkpoint.names import MANIFEST_NAME, find_checkpoints, parse_json, read_bytes, reason
-from megatron_lite.errors import CheckpointError
+from megatron_lite.config import BatchConfig, Config, ModelConfig
+from megatron_lite.config.training import MODEL_TYPES
+from megatron_lite.config.values import FLAGS
+from megatron_lite.errors import CheckpointError, shorten
+from megatron_lite.huggingface.config_file import model_values
+from megatron_lite.validation import examine
 
 KINDS = ("huggingface", "distributed")
 CONFIG_NAME = "config.json"
@@ -163,3 +170,61 @@ def read_object(folder: Path, name: str) -> dict[str, Any]:
     if not isinstance(values, dict):
         raise CheckpointError(f"{folder}: {name}: not a JSON object; download the file again")
     return values
+
+
+MODEL_OPTIONS = tuple(field.name for field in dataclasses.fields(ModelConfig))
+
+
+def hugging_face_values(folder: Path) -> tuple[dict[str, Any], str]:
+    """Return the model options in config.json, unresolved, and its model_type.
+
+    Raises:
+        CheckpointError: if it cannot be read or has unsupported keys or values.
+    """
+    content = read_object(folder, CONFIG_NAME)
+    try:
+        return model_values(content), content["model_type"]
+    except CheckpointError as error:
+        raise CheckpointError(f"{folder}: {shorten(str(error).splitlines(), 6)}") from None
+
+
+def checkpoint_values(config: dict[str, Any], where: str) -> dict[str, Any]:
+    """Return the model options in a manifest's flat configuration, whose values are already checked.
+
+    Raises:
+        CheckpointError: if it has options that this version does not know.
+    """
+    unknown = [name for name in config if name not in FLAGS]
+    if unknown:
+        raise CheckpointError(
+            f"{where}: it was saved with options that this version of the program does not know: "
+            f"{', '.join(name[:50] for name in unknown[:5])}; use the version that saved it"
+        )
+    return {name: config[name] for name in MODEL_OPTIONS if name in config}
+
+
+def saved_model_type(config: dict[str, Any]) -> str | None:
+    """Return the --export_model_type of a checkpoint's flat configuration, if this version knows it."""
+    name = config.get("export_model_type")
+    return name if name in MODEL_TYPES else None
+
+
+def resolved_model(values: dict[str, Any], where: str) -> ModelConfig:
+    """Return the model with these options and all derived ones.
+
+    Raises:
+        CheckpointError: if the values are out of bounds or contradict each other.
+    """
+    model = ModelConfig(**values)
+    positions = model.max_position_embeddings or BatchConfig.sequence_length
+    batch = BatchConfig(sequence_length=max(1, min(BatchConfig.sequence_length, positions)))
+    resolved, problems = examine(Config(model=model, batch=batch), 1)
+    for problem in problems:
+        if not set(MODEL_OPTIONS).isdisjoint(problem.names):
+            raise CheckpointError(f"{where}: it describes a model that cannot be built: {problem.message}")
+    return resolved.model
+
+
+def as_values(model: ModelConfig) -> dict[str, Any]:
+    """Return a model as {option: value}."""
+    return {name: getattr(model, name) for name in MODEL_OPTIONS}
