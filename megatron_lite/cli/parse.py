@@ -45,6 +45,7 @@ PATHS = frozenset(
     "sample_prompts export_callback_script tensorboard_dir".split()
 )
 LARGEST_FILE_BYTES = 2**20
+NO_QUOTES = 'write $ARGS instead of "$ARGS"'
 # Keep group 1, quoted text and escaped characters; drop comments and escaped line breaks.
 _COMMENT = re.compile(r"""('[^']*'|"(?:\\.|[^"\\])*"|\\[^\r\n])|(?<!\S)\#[^\n]*|\\\r?\n""", re.DOTALL)
 
@@ -65,11 +66,7 @@ class Arguments:
 
 
 class HelpRequested(Exception):  # noqa: N818 (not an error)
-    """`--help`, `--help_all` or `--version`: print `text` and exit."""
-
-    def __init__(self, text: str) -> None:
-        super().__init__(text)
-        self.text = text
+    """`--help`, `--help_all` or `--version`: print the message and exit."""
 
 
 class Word(NamedTuple):
@@ -221,8 +218,11 @@ class _Parser:
         else:
             self.guesswork = True
             value = " ".join(item.values) or None
-            several = re.search(r"\s", item.spelling.strip())
-            answer = _several_words(item.flag.text) if several else answer_to_unknown(item.spelling, value)
+            answer = answer_to_unknown(item.spelling, value)
+            if re.search(r"\s", item.spelling.strip()):
+                answer = (
+                    f"the shell passed {shown(item.flag.text)} as one word; remove the quotes around it, or {NO_QUOTES}"
+                )
             self._problem(answer, item.flag)
 
     def _take_option(self, item: Item, flag: Flag) -> None:
@@ -323,22 +323,17 @@ def _check_shell(text: str, item: Item) -> None:
             "or put the flag into a file, where quotes work, and pass @file"
         )
     if re.search(r"\s--[A-Za-z]", text):
-        raise BadValueError('several flags in one word; write $ARGS instead of "$ARGS", or pass @file')
+        raise BadValueError(f"several flags in one word; {NO_QUOTES}, or pass @file")
     if item.flag.file and re.search(r"\$(\w|\{)", text):
         raise BadValueError("an @file has no variables; write the value, or pass the flag on the command line")
-
-
-def _several_words(text: str) -> str:
-    """Return the message for a word that contains several words and begins like a flag."""
-    return f'the shell passed {shown(text)} as one word; remove the quotes around it, or write $ARGS instead of "$ARGS"'
 
 
 def _stray_hint(text: str) -> str:
     name, equals, value = text.partition("=")
     if not text.strip():
-        return 'an empty word; write $ARGS instead of "$ARGS"'
+        return f"an empty word; {NO_QUOTES}"
     if re.search(r"(^|\s)--[A-Za-z]", text):
-        return 'several flags in one word; write $ARGS instead of "$ARGS"'
+        return f"several flags in one word; {NO_QUOTES}"
     if equals and (answer := answer_of_any(name, value)):
         return f"flags begin with two dashes; {answer}"
     if name.replace("-", "_") in SPELLINGS:

@@ -59,9 +59,9 @@ def read_options(options: argparse.Namespace) -> CorpusOptions:
     keys = parse_keys(options.json_key)
     if not keys:
         raise UsageError("--json_key: no key given; write for example --json_key=text")
+    same = "output_prefix strict overwrite max_documents validation_documents shards deduplicate"
     return CorpusOptions(
         inputs=tuple(options.inputs),
-        output_prefix=options.output_prefix,
         tokenizer=TokenizerChoice(
             options.tokenizer,
             options.train_tokenizer,
@@ -71,13 +71,8 @@ def read_options(options: argparse.Namespace) -> CorpusOptions:
         ),
         fields=TextFields(keys, options.separator.replace("\\n", "\n")),
         suffixes=suffixes,
-        strict=options.strict,
-        overwrite=options.overwrite,
         num_processes=options.num_processes or available_cores(),
-        max_documents=options.max_documents,
-        validation_documents=options.validation_documents,
-        shards=options.shards,
-        deduplicate=options.deduplicate,
+        **{name: getattr(options, name) for name in same.split()},
     )
 
 
@@ -166,16 +161,10 @@ def main(argv: Sequence[str], program: str = "prepare_data") -> int:
     """Run the command; return the exit code."""
     words = parse(argv, program)
     try:
-        if words.verify is not None:
-            from megatron_lite.corpus.prepared import verify
+        if words.verify is not None or words.inspect is not None:
+            from megatron_lite.corpus.prepared import inspect, verify
 
-            print(verify(words.verify))
-            return EXIT_DONE
-        if words.inspect is not None:
-            from megatron_lite.corpus.prepared import inspect
-
-            for line in inspect(words.inspect):
-                print(line)
+            print(*([verify(words.verify)] if words.verify is not None else inspect(words.inspect)), sep="\n")
             return EXIT_DONE
         from megatron_lite.corpus.prepare import prepare
 

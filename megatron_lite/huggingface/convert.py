@@ -24,7 +24,7 @@ from megatron_lite.checkpoint.names import MANIFEST_NAME, new_nonce, rank_file
 from megatron_lite.config import BatchConfig, Config, DataConfig, TrainingConfig, flatten
 from megatron_lite.errors import NumericsError
 from megatron_lite.huggingface import model_folder
-from megatron_lite.huggingface.export_folder import ExportFolder, FilePlan, split
+from megatron_lite.huggingface.export_folder import ExportFolder, split
 from megatron_lite.huggingface.weight_source import CheckpointSource, WeightSource
 from megatron_lite.run.durable_files import sync_folder
 from megatron_lite.tiles import Tile
@@ -47,7 +47,7 @@ def described_config(source: WeightSource, dtype: str) -> Config:
 
 def write_huggingface(
     folder: Path, source: WeightSource, shapes: Shapes, config: Config, limit_bytes: int, tokenizer_file: Path | None
-) -> FilePlan:
+) -> ExportFolder:
     """Write a new Hugging Face folder in the --export_dtype of `config`, from a checked source.
 
     Without a tokenizer, copy the special tokens of a Hugging Face source.
@@ -58,15 +58,15 @@ def write_huggingface(
         OSError: if the folder cannot be written.
     """
     shapes = list(shapes)
-    plan = FilePlan(shapes, config, limit_bytes)
-    written = ExportFolder(folder, plan)
+    written = ExportFolder(shapes, config, limit_bytes)
+    written.create(folder)
     for name, shape in shapes:
         written.write(name, read_whole(source, name, shape))
         if written.overflow:
             dtype = config.training.export_dtype or config.distributed.training_dtype
             raise NumericsError(f"{written.overflow}, too large for {dtype}: nothing is written; choose bf16 or fp32")
     written.finish(tokenizer_file, _special_tokens(source))
-    return plan
+    return written
 
 
 def _special_tokens(source: WeightSource) -> dict[str, int | None]:

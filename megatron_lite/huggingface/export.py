@@ -6,7 +6,7 @@ name only when it is complete.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -19,7 +19,7 @@ from megatron_lite.config import Config
 from megatron_lite.config.structured_values import size_bytes
 from megatron_lite.distributed.agreement import write_together
 from megatron_lite.errors import NumericsError
-from megatron_lite.huggingface.export_folder import ExportFolder, FilePlan
+from megatron_lite.huggingface.export_folder import ExportFolder
 from megatron_lite.huggingface.model_card import TrainingSummary
 from megatron_lite.zero.replicas import assembled
 
@@ -112,29 +112,26 @@ def save_huggingface(
     """
     specs = [slot.spec for _, part in model.parts() for slot in part.layout.slots]
     shapes = [(spec.name, tuple(spec.shape)) for spec in specs]
-    plan = FilePlan(shapes, config, size_bytes(config.training.export_shard_size))
+    folder = ExportFolder(shapes, config, size_bytes(config.training.export_shard_size))
     temporary = work_path(directory, "tmp", distributed.broadcast_object(new_nonce()))
     what, is_writer = f"the export {directory}", distributed.rank == 0
-    folder: ExportFolder | None = None
 
     def prepare() -> None:
-        nonlocal folder
         if is_writer:
             check()
             directory.parent.mkdir(parents=True, exist_ok=True)
             files.recover(directory.parent)
-            folder = ExportFolder(temporary, plan)
+            folder.create(temporary)
 
     def finish() -> None:
-        if folder is not None:
+        if is_writer:
             folder.finish(config.data.tokenizer_file, trained=trained)
             check()
             files.publish(temporary, directory, has_only_our_files)
 
     try:
         write_together(distributed, what, directory.parent, prepare)
-        num_bytes = {spec.name: spec.numel * plan.dtype.itemsize for spec in specs}
-        _write_all(distributed, what, temporary, num_bytes, folder, weights)
+        _write_all(distributed, what, temporary, folder, weights)
         write_together(distributed, what, directory, finish)
     except BaseException:
         if is_writer:
@@ -143,30 +140,25 @@ def save_huggingface(
 
 
 def _write_all(
-    distributed: Distributed,
-    what: str,
-    path: Path,
-    num_bytes: Mapping[str, int],
-    folder: ExportFolder | None,
-    weights: Iterator[tuple[str, Tensor]],
+    distributed: Distributed, what: str, path: Path, folder: ExportFolder, weights: Iterator[tuple[str, Tensor]]
 ) -> None:
-    """Write every weight on rank 0. If that fails, all ranks raise at the next agreement. `num_bytes`: by name."""
+    """Write every weight on rank 0. If that fails, all ranks raise at the next agreement."""
     failure: Exception | None = None
-    waiting_bytes, total_bytes = 0, sum(num_bytes.values())
+    waiting_bytes, total_bytes = 0, sum(folder.num_bytes.values())
 
     def settle() -> str:
         if failure is not None:
             raise failure
-        return "" if folder is None else folder.overflow
+        return folder.overflow
 
     for name, tensor in weights:
-        if folder is not None and failure is None:
+        if distributed.rank == 0 and failure is None:
             distributed.wait_for_device()
             try:
                 folder.write(name, tensor)
             except Exception as error:
                 failure = error
-        waiting_bytes += num_bytes[name]
+        waiting_bytes += folder.num_bytes[name]
         if waiting_bytes >= AGREE_BYTES:
             write_together(distributed, what, path, settle, total_bytes)
             waiting_bytes = 0

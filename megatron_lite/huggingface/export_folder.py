@@ -41,24 +41,29 @@ class TensorPlace(NamedTuple):
     shape: tuple[int, ...]
 
 
-class FilePlan:
-    """The files of an export, and the place of each Hugging Face tensor in them.
+class ExportFolder:
+    """The files of an export, with the place of each Hugging Face tensor, and, after `create`, a folder being written.
+
+    `overflow` describes the first value that the dtype cannot hold, if any; after that nothing more is written, and the
+    folder must not be published.
 
     parameters: (name, shape) of ours. limit_bytes: for the tensors of one file.
 
     Raises:
-        UsageError: if no architecture can express the model.
+        UsageError: from the constructor, if no architecture can express the model.
+        OSError: from all methods that write, if writing fails.
     """
 
     def __init__(self, parameters: Collection[tuple[str, tuple[int, ...]]], config: Config, limit_bytes: int) -> None:
-        self.config, model = config, config.model
-        architecture = check_exportable(model, config.training.export_model_type)
+        self.config, self.overflow = config, ""
+        architecture = check_exportable(config.model, config.training.export_model_type)
         self.dtype = DTYPES[config.training.export_dtype or config.distributed.training_dtype]
-        self.pieces = {name: pieces(name, shape, architecture, model) for name, shape in parameters}
-        self.num_parameters = sum(math.prod(shape) for _, shape in parameters)
-        self.constants = list(constants(architecture, model))
-        shapes = {constant.name: constant.shape for constant in self.constants}
-        for piece in (piece for every in self.pieces.values() for piece in every):
+        self._pieces = {name: pieces(name, shape, architecture, config.model) for name, shape in parameters}
+        self._missing = set(self._pieces)
+        self.num_bytes = {name: math.prod(shape) * self.dtype.itemsize for name, shape in parameters}  # of ours
+        self._constants = list(constants(architecture, config.model))
+        shapes = {constant.name: constant.shape for constant in self._constants}
+        for piece in (piece for every in self._pieces.values() for piece in every):
             assert shapes.setdefault(piece.name, piece.their_shape) == piece.their_shape, piece.name
         sizes = {name: math.prod(shapes[name]) * self.dtype.itemsize for name in sorted(shapes, key=_natural)}
         self.total_bytes = sum(sizes.values())
@@ -82,66 +87,28 @@ class FilePlan:
         weight_map = {name: self.file_name(self.places[name].file) for name in sorted(self.places)}
         return {"metadata": {"total_size": self.total_bytes}, "weight_map": weight_map}
 
-
-def split(sizes: Mapping[str, int], limit_bytes: int) -> list[list[str]]:
-    """Split tensors, in order, into files of at most `limit_bytes`; a larger tensor gets its own file.
-
-    Source: `split_torch_state_dict_into_shards` of huggingface_hub.
-    """
-    cut: list[list[str]] = []
-    current: list[str] = []
-    current_bytes = 0
-    for name, size in sizes.items():
-        if size > limit_bytes:
-            cut.append([name])
-            continue
-        if current_bytes + size > limit_bytes:
-            cut.append(current)
-            current, current_bytes = [], 0
-        current.append(name)
-        current_bytes += size
-    return [*cut, current] if current else cut
-
-
-def _natural(name: str) -> list[tuple[int, str]]:
-    """Return a sort key that puts layer 2 before layer 10."""
-    return [(int(part), "") if part.isdecimal() else (-1, part) for part in re.split(r"([0-9]+)", name)]
-
-
-class ExportFolder:
-    """A folder being written.
-
-    `overflow` describes the first value that the dtype cannot hold, if any; after that nothing more is written, and the
-    folder must not be published.
-
-    Raises:
-        OSError: from the constructor and all methods, if writing fails.
-    """
-
-    def __init__(self, folder: Path, plan: FilePlan) -> None:
-        self.folder, self.plan, self.overflow = folder, plan, ""
-        self._missing = set(plan.pieces)
+    def create(self, folder: Path) -> None:
+        """Make the folder, and the files with their headers and constants."""
+        self._folder = folder
         folder.mkdir()
-        self._starts = [self._begin(index, names) for index, names in enumerate(plan.names)]
-        for constant in plan.constants:
+        self._starts = [self._begin(index, names) for index, names in enumerate(self.names)]
+        for constant in self._constants:
             self._write(constant.name, torch.full((math.prod(constant.shape),), constant.value), 0.0)
 
     def _begin(self, index: int, names: Sequence[str]) -> int:
         """Create a file with its header; return the offset of its values."""
-        places = {name: (self.plan.dtype, self.plan.places[name].shape) for name in names}
-        header = files.safetensors_header(places, {"format": "pt"})
-        with files.new_file(self._path(index)) as write:
+        header = files.safetensors_header(
+            {name: (self.dtype, self.places[name].shape) for name in names}, {"format": "pt"}
+        )
+        with files.new_file(self._folder / self.file_name(index)) as write:
             write(memoryview(header))
         return len(header)
-
-    def _path(self, index: int) -> Path:
-        return self.folder / self.plan.file_name(index)
 
     def write(self, name: str, values: Tensor) -> None:
         """Write one of our full parameters, on any device and of any dtype, rounding to nearest."""
         assert name in self._missing, f"{name} is written twice, or is not a parameter"
         self._missing.discard(name)
-        for their_name, parts in by_tensor(self.plan.pieces[name]).items():
+        for their_name, parts in by_tensor(self._pieces[name]).items():
             if self.overflow:
                 return
             if len(parts) == 1 and not parts[0].transposed:  # without a copy, in chunks
@@ -151,9 +118,9 @@ class ExportFolder:
                 self._write(their_name, their_tensor(values, parts).reshape(-1), 0.0)
 
     def _write(self, name: str, flat: Tensor, plus: float) -> None:
-        place, dtype = self.plan.places[name], self.plan.dtype
+        place, dtype = self.places[name], self.dtype
         assert flat.numel() == math.prod(place.shape), (name, flat.numel(), place.shape)
-        descriptor = os.open(self._path(place.file), os.O_WRONLY | os.O_CLOEXEC)
+        descriptor = os.open(self._folder / self.file_name(place.file), os.O_WRONLY | os.O_CLOEXEC)
         try:
             offset = self._starts[place.file] + place.offset
             for chunk in flat.detach().split(blocks.CHUNK_BYTES // 4):
@@ -180,21 +147,47 @@ class ExportFolder:
         """
         assert not self._missing, f"missing weights: {sorted(self._missing)[:5]}"
         assert not self.overflow, self.overflow
-        if (index := self.plan.index()) is not None:
-            _write_json(self.folder / INDEX_NAME, index)
+        if (index := self.index()) is not None:
+            _write_json(self._folder / INDEX_NAME, index)
         tokens = dict(special_tokens or {})
         if tokenizer_file is not None:
-            found = copy_tokenizer(tokenizer_file, self.folder)
+            found = copy_tokenizer(tokenizer_file, self._folder)
             tokens |= {key: token for key, token in found.items() if token is not None}
-        content = hugging_face_config(self.plan.config, tokens)
-        _write_json(self.folder / CONFIG_NAME, content)
+        content = hugging_face_config(self.config, tokens)
+        _write_json(self._folder / CONFIG_NAME, content)
         generation = {key: content[key] for key in ("bos_token_id", "eos_token_id") if content[key] is not None}
-        _write_json(self.folder / "generation_config.json", {"_from_model_config": True, **generation})
-        card = model_card(self.plan.config, content["model_type"], self.plan.num_parameters, trained)
-        files.write_text(self.folder / FILE_NAME, card)
-        for path in self.folder.iterdir():
+        _write_json(self._folder / "generation_config.json", {"_from_model_config": True, **generation})
+        parameters = sum(self.num_bytes.values()) // self.dtype.itemsize
+        card = model_card(self.config, content["model_type"], parameters, trained)
+        files.write_text(self._folder / FILE_NAME, card)
+        for path in self._folder.iterdir():
             files.sync_file(path)
-        sync_folder(self.folder)
+        sync_folder(self._folder)
+
+
+def split(sizes: Mapping[str, int], limit_bytes: int) -> list[list[str]]:
+    """Split tensors, in order, into files of at most `limit_bytes`; a larger tensor gets its own file.
+
+    Source: `split_torch_state_dict_into_shards` of huggingface_hub.
+    """
+    cut: list[list[str]] = []
+    current: list[str] = []
+    current_bytes = 0
+    for name, size in sizes.items():
+        if size > limit_bytes:
+            cut.append([name])
+            continue
+        if current_bytes + size > limit_bytes:
+            cut.append(current)
+            current, current_bytes = [], 0
+        current.append(name)
+        current_bytes += size
+    return [*cut, current] if current else cut
+
+
+def _natural(name: str) -> list[tuple[int, str]]:
+    """Return a sort key that puts layer 2 before layer 10."""
+    return [(int(part), "") if part.isdecimal() else (-1, part) for part in re.split(r"([0-9]+)", name)]
 
 
 def their_tensor(values: Tensor, parts: Sequence[MappedRows]) -> Tensor:

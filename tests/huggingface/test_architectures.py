@@ -317,26 +317,39 @@ def test_the_architecture_of_options(changes: dict[str, Any], architecture: str)
     assert check_exportable(llama_model(**changes)) == architecture
 
 
-@pytest.mark.parametrize(
-    ("changes", "flags"),
-    [
-        ({"hybrid_norm": True}, ["LlamaForCausalLM: --hybrid_norm=0 (not 1)\n"]),
-        ({"input_embedding_norm": True}, ["LlamaForCausalLM: --input_embedding_norm=0 (not 1)\n"]),
-        ({"logit_soft_cap": 30.0}, ["LlamaForCausalLM: --logit_soft_cap=0 (not 30)\n"]),
-        ({"rotary_percent": 0.5, "kv_channels": 8}, ["LlamaForCausalLM: --rotary_percent=1 (not 0.5)\n"]),
-        ({"scale_attn_by_inverse_layer_idx": True}, ["LlamaForCausalLM: --scale_attn_by_inverse_layer_idx=0 (not 1)"]),
-        ({"qk_layernorm": True, "add_mlp_biases": True}, ["Qwen3ForCausalLM: --add_mlp_biases=0 (not 1)\n"]),
-        (
-            {"add_linear_biases": True, "window_size": 7},
-            ["LlamaForCausalLM: --window_size=none (not 7)\n", "MistralForCausalLM: --add_linear_biases=0 (not 1)"],
-        ),
-    ],
-)
-def test_models_that_no_architecture_expresses(changes: dict[str, Any], flags: list[str]) -> None:
-    """The error says which flags each architecture would need."""
+NOTHING: list[tuple[str, dict[str, Any], list[str]]] = [
+    ("llama", {"hybrid_norm": True}, ["LlamaForCausalLM: --hybrid_norm=0 (not 1)\n"]),
+    ("llama", {"input_embedding_norm": True}, ["LlamaForCausalLM: --input_embedding_norm=0 (not 1)\n"]),
+    ("llama", {"logit_soft_cap": 30.0}, ["LlamaForCausalLM: --logit_soft_cap=0 (not 30)\n"]),
+    ("llama", {"rotary_percent": 0.5, "kv_channels": 8}, ["LlamaForCausalLM: --rotary_percent=1 (not 0.5)\n"]),
+    ("llama", {"scale_attn_by_inverse_layer_idx": True}, ["Llama", "--scale_attn_by_inverse_layer_idx=0 (not 1)\n"]),
+    ("llama", {"qk_layernorm": True, "add_mlp_biases": True}, ["Qwen3ForCausalLM: --add_mlp_biases=0 (not 1)\n"]),
+    (
+        "llama",
+        {"add_linear_biases": True, "window_size": 7},
+        ["LlamaForCausalLM: --window_size=none (not 7)\n", "MistralForCausalLM: --add_linear_biases=0 (not 1)"],
+    ),
+    ("llama", {"use_position_embeddings": True}, ["--use_position_embeddings=0 (not 1)"]),
+    ("llama", {"normalization_type": "layer_norm"}, ["--normalization_type=rms_norm (not layer_norm)", "--gated=0"]),
+    ("llama", {"gated": False}, ["--gated=1 (not 0)", "--normalization_type=layer_norm (not rms_norm)"]),
+    ("llama", {"use_rotary_embeddings": False}, ["--use_rotary_embeddings=1 (not 0)"]),
+    (
+        "llama",
+        {"hidden_size": 31, "add_linear_biases": True},
+        ["a multiple of --num_attention_heads=5 as --hidden_size (not 31)", "--add_linear_biases=0 (not 1)"],
+    ),
+    ("gpt2", {"num_attention_heads": 6, "head_groups": 2}, ["--head_groups=6 (not 2)"]),
+    ("gpt2", {"kv_channels": 10}, ["--kv_channels * --num_attention_heads=3 = --hidden_size=24 (not 10)"]),
+    ("gpt2", {"window_size": 8}, ["--window_size=none (not 8)"]),
+]
+
+
+@pytest.mark.parametrize(("family", "changes", "flags"), NOTHING)
+def test_models_that_no_architecture_expresses(family: str, changes: dict[str, Any], flags: list[str]) -> None:
+    """The error says which flags each architecture would need, and the two other ways out."""
     with pytest.raises(UsageError) as caught:
-        check_exportable(llama_model(**changes))
-    for text in [*flags, "--export_format=distributed"]:
+        check_exportable(resolved(family_values(family), **changes).model)
+    for text in [*flags, "--export_format=distributed", "--export_interval"]:
         assert text in str(caught.value) + "\n"
 
 

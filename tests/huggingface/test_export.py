@@ -15,20 +15,15 @@ import torch
 from torch import Tensor
 
 from megatron_lite.checkpoint import files
-from megatron_lite.config import BatchConfig, Config, DataConfig, DistributedConfig, ModelConfig, MultiStageConfig
+from megatron_lite.config import BatchConfig, Config, DataConfig, DistributedConfig, ModelConfig
 from megatron_lite.config.model import rotary_base
-from megatron_lite.errors import StorageError, UsageError
-from megatron_lite.generation.continuation import Limits, SamplingOptions, Text, TokenSampler, continue_texts
-from megatron_lite.generation.model import load_model
+from megatron_lite.errors import StorageError
 from megatron_lite.huggingface import export as huggingface
 from megatron_lite.huggingface import export_folder
-from megatron_lite.huggingface.architectures import check_exportable
 from megatron_lite.huggingface.config_file import hugging_face_config
 from megatron_lite.model.gpt import build_gpt, shapes_of
-from megatron_lite.model.layer import MicroBatch
 from megatron_lite.validation import resolve
-from megatron_lite.zero.multi_stage import MultiStage
-from tests.support.fakes import Layout, World, empty_model, make_specs, one_rank
+from tests.support.fakes import Layout, World, empty_model, make_specs
 from tests.support.thread_ranks import ThreadRank
 
 SEQUENCE_LENGTH = 24
@@ -61,24 +56,6 @@ LAYER_NORM: dict[str, Any] = dict(normalization_type="layer_norm", gated=False, 
 LEARNED: dict[str, Any] = dict(
     LAYER_NORM, use_rotary_embeddings=False, use_position_embeddings=True, add_linear_biases=True
 )
-CASES: dict[str, tuple[str, dict[str, Any]]] = {
-    "llama": ("llama", {}),
-    "llama, grouped queries, tied": ("llama", dict(head_groups=2, tie_word_embeddings=True)),
-    "llama, biases, wide heads": ("llama", dict(add_linear_biases=True, kv_channels=10, head_groups=1)),
-    "llama, relu": ("llama", dict(activation_type="relu")),
-    "mistral, window": ("mistral", dict(window_size=5, head_groups=2)),
-    "mistral, window of one, tied": ("mistral", dict(window_size=1, tie_word_embeddings=True)),
-    "mistral, wide heads that do not divide": (
-        "mistral",
-        dict(hidden_size=22, num_attention_heads=3, head_groups=3, kv_channels=8),
-    ),
-    "gpt2": ("gpt2", dict(LEARNED, tie_word_embeddings=True)),
-    "gpt2, untied, exact gelu": ("gpt2", dict(LEARNED, activation_type="gelu_exact")),
-    "gpt2, squared relu": ("gpt2", dict(LEARNED, activation_type="squared_relu")),
-    "starcoder2": ("starcoder2", dict(LAYER_NORM, add_linear_biases=True, head_groups=2, tie_word_embeddings=True)),
-    "starcoder2, no biases, window": ("starcoder2", dict(LAYER_NORM, window_size=7)),
-    "starcoder2, wide heads, identity": ("starcoder2", dict(LAYER_NORM, kv_channels=16, activation_type="identity")),
-}
 
 
 def make_config(dtype: str = "fp32", **changes: Any) -> Config:
@@ -253,44 +230,6 @@ def test_the_tokenizer_comes_along(tmp_path: Path) -> None:
     assert [path.name for path in (tmp_path / "export").iterdir()] == ["1"]
 
 
-@pytest.mark.parametrize("case", ["llama", "gpt2", "mistral, window", "starcoder2"])
-def test_transformers_generates(case: str, tmp_path: Path) -> None:
-    """Greedy generation of transformers from an export gives the tokens of our own generation."""
-    config, prompt = make_config(**CASES[case][1]), [3, 1, 4, 1, 5]
-    export(tmp_path / "1", config, random_weights(config.model))
-    options = dict(max_new_tokens=8, do_sample=False, pad_token_id=0)
-    generated = load(tmp_path / "1").generate(torch.tensor([prompt]), **options)
-    text = Text(prompt, TokenSampler(SamplingOptions(), 0))
-    ours = load_model(tmp_path / "1", SEQUENCE_LENGTH, "fp32", torch.device("cpu"))
-    assert list(continue_texts(ours.run, ours.device, [text], Limits(8, SEQUENCE_LENGTH), 1)) == [text]
-    assert generated[0].tolist() == prompt + text.tokens
-
-
-@pytest.mark.parametrize(
-    ("changes", "flags"),
-    [
-        (dict(use_position_embeddings=True), ["--use_position_embeddings=0 (not 1)"]),
-        (dict(window_size=8, add_linear_biases=True), ["--window_size=none (not 8)", "--add_linear_biases=0 (not 1)"]),
-        (dict(normalization_type="layer_norm"), ["--normalization_type=rms_norm (not layer_norm)", "--gated=0"]),
-        (dict(gated=False), ["--gated=1 (not 0)", "--normalization_type=layer_norm (not rms_norm)"]),
-        (dict(LEARNED, head_groups=2), ["--head_groups=4 (not 2)"]),
-        (dict(LEARNED, kv_channels=8), ["--kv_channels * --num_attention_heads=4 = --hidden_size=24 (not 8)"]),
-        (dict(LEARNED, window_size=8), ["--window_size=none (not 8)"]),
-        (dict(use_rotary_embeddings=False), ["--use_rotary_embeddings=1 (not 0)"]),
-        (
-            dict(hidden_size=25, add_linear_biases=True),
-            ["a multiple of --num_attention_heads=4 as --hidden_size (not 25)", "--add_linear_biases=0 (not 1)"],
-        ),
-    ],
-)
-def test_a_model_without_an_architecture_is_refused(changes: dict[str, Any], flags: list[str]) -> None:
-    """The error names the flags in the way, for each architecture, and the two other ways out."""
-    with pytest.raises(UsageError) as caught:
-        check_exportable(make_config(**changes).model)
-    for text in [*flags, "--export_format=distributed", "--export_interval"]:
-        assert text in str(caught.value)
-
-
 def test_the_config_states_both_spellings() -> None:
     """transformers 5 reads dtype and rope_parameters, older ones torch_dtype and rope_theta; dropout is stated."""
     config = make_config("bf16", attention_dropout=0.1, hidden_dropout=0.2)
@@ -316,33 +255,3 @@ def test_the_rotary_base_is_the_models(theta: float) -> None:
     base = rotary_base(scale)
     assert base == pytest.approx(theta, rel=1e-12)
     assert base == theta or theta == 12345.678
-
-
-@pytest.mark.parametrize("case", CASES)
-def test_the_model_that_trains_is_the_model_that_is_exported(case: str, tmp_path: Path) -> None:
-    """The loss of the package's own model, evaluated from its shards, is that of its export in transformers."""
-    architecture, changes = CASES[case]
-    config = make_config(**changes)
-    distributed: Any = one_rank()
-    batch = BatchConfig(depth_first_micro_batches=1, breadth_first_micro_batches=1)
-    layers = build_gpt(config.model, SEQUENCE_LENGTH)
-    model = MultiStage(layers, MultiStageConfig(zero_stage=3), batch, "fp32", distributed)
-    weights = random_weights(config.model)
-    for _, part in model.parts():
-        shard = part.read("weights")
-        for slot in part.layout.slots:
-            shard[slot.offset : slot.end] = weights[slot.spec.name].flatten()
-        part.write("weights", shard)
-    model.invalidate()
-    huggingface.save_huggingface(tmp_path / "1", model, config, distributed, model.full_weights())
-    generator = torch.Generator().manual_seed(1)
-    tokens = torch.randint(0, config.model.vocab_size, (2, SEQUENCE_LENGTH + 1), generator=generator)
-    inputs, labels = tokens[:, :-1].contiguous(), tokens[:, 1:].contiguous()
-    loss = float(model.evaluate([MicroBatch(inputs, labels)])) / labels.numel()
-    theirs = load(tmp_path / "1")
-    assert theirs.config.model_type == architecture and theirs.dtype == torch.float32
-    with torch.no_grad():
-        logits = theirs(inputs).logits
-    assert logits.std() > 0.5
-    expected = float(torch.nn.functional.cross_entropy(logits.flatten(0, 1), labels.flatten()))
-    assert loss == pytest.approx(expected, rel=1e-6)

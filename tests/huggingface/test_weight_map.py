@@ -129,6 +129,22 @@ EXPORTED: dict[str, tuple[str, dict[str, Any], str, int]] = {
     "a Qwen2 with a window and no biases": ("qwen2, window, tied", dict(add_qkv_biases=False), "mistral", 0),
     "quick gelu": ("gpt2", dict(activation_type="quick_gelu"), "gpt2", 0),
     "tanh": ("gpt2", dict(activation_type="tanh"), "gpt2", 0),
+    "relu": ("llama", dict(activation_type="relu"), "llama", 0),
+    "exact gelu and an untied head": ("gpt2", dict(activation_type="gelu_exact", tie_word_embeddings=False), "gpt2", 0),
+    "squared relu": ("gpt2", dict(activation_type="squared_relu"), "gpt2", 0),
+    "identity and wide heads": (
+        "starcoder2, window",
+        dict(activation_type="identity", kv_channels=16, tie_word_embeddings=True),
+        "starcoder2",
+        0,
+    ),
+    "a window of one": ("mistral, window", dict(window_size=1, tie_word_embeddings=True), "mistral", 0),
+    "heads that do not divide the width": (
+        "mistral, window",
+        dict(hidden_size=22, num_attention_heads=3, head_groups=3, kv_channels=8),
+        "mistral",
+        0,
+    ),
     "a padded vocabulary": ("llama", dict(make_vocab_size_divisible_by=64), "llama", 0),
     "every dropout": ("gpt2", dict(hidden_dropout=0.1, attention_dropout=0.2, embedding_dropout=0.3), "gpt2", 0),
 }
