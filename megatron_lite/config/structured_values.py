@@ -15,12 +15,8 @@ from megatron_lite.config.values import QUOTES, BadValueError, is_number, parse_
 from megatron_lite.errors import UsageError
 
 # As in transformers: KB is 1,000 bytes, KiB is 1,024. The B is upper case, because b would mean bits.
-SIZE_UNITS = MappingProxyType(
-    {
-        **{"": 1, "B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12},
-        **{"KiB": 2**10, "MiB": 2**20, "GiB": 2**30, "TiB": 2**40},
-    }
-)
+_DECIMAL = {"": 1, "B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12}
+SIZE_UNITS = MappingProxyType(_DECIMAL | {"KiB": 2**10, "MiB": 2**20, "GiB": 2**30, "TiB": 2**40})
 _SIZE = re.compile(r"([0-9]{1,18}(?:\.[0-9]{1,18})?) ?([A-Za-z]{0,3})")
 _KEEP_RULE = re.compile(r"([0-9]{1,18})(?::([0-9]{1,18}))?")
 _WEIGHT_CHANGE = re.compile(r"([0-9]{1,18}):([^:]+)")
@@ -46,13 +42,9 @@ def weighted_paths(data_path: Sequence[str]) -> list[tuple[float, str]]:
             f"{typed}: write a weight before every prefix (0.3 first 0.7 second) or before none; "
             f"a prefix that looks like a number needs its folder (./7)"
         )
-    weights = []
-    for word in words[::2]:
-        try:
-            weights.append(parse_float(word))
-        except BadValueError as error:
-            raise UsageError(f"{typed}: weight {word}: {error}") from None
-        if weights[-1] <= 0:
+    weights = [_number(word, f"{typed}: weight {word}") for word in words[::2]]
+    for word, weight in zip(words[::2], weights, strict=True):
+        if weight <= 0:
             raise UsageError(f"{typed}: weight {word} must be > 0; leave the data set out if it is not wanted")
     total = sum(weights)
     if not math.isfinite(total):
@@ -94,10 +86,7 @@ def weight_stages(data_path: Sequence[str], schedule: Sequence[str]) -> tuple[We
         match = _WEIGHT_CHANGE.fullmatch(item)
         if match is None:
             raise UsageError(f"{typed}: write <iteration>:<weight>/<weight>, as in 1000:0.5/0.5")
-        try:
-            weights = [parse_float(text) for text in match[2].split("/")]
-        except BadValueError as error:
-            raise UsageError(f"{typed}: {error}; write <iteration>:<weight>/<weight>, as in 1000:0.5/0.5") from None
+        weights = [_number(text, f"{typed}: weight {shown(text)}") for text in match[2].split("/")]
         if len(weights) != len(first):
             raise UsageError(f"{typed}: {len(weights)} weights for {len(first)} data sets; write one for each")
         if min(weights) < 0 or not 0 < sum(weights) < math.inf:
@@ -111,6 +100,14 @@ def weight_stages(data_path: Sequence[str], schedule: Sequence[str]) -> tuple[We
             raise UsageError(f"{typed}: {stage.start} follows {stages[-1].start}; sort the iterations")
         stages.append(stage)
     return tuple(stages)
+
+
+def _number(text: str, where: str) -> float:
+    """Parse a number; an error begins with `where`."""
+    try:
+        return parse_float(text)
+    except BadValueError as error:
+        raise UsageError(f"{where}: {error}") from None
 
 
 def _shortened(words: Sequence[str]) -> str:
@@ -132,10 +129,7 @@ def lr_scale_patterns(freeze: Sequence[str], lr_scales: Sequence[str]) -> list[t
         typed = f"--lr_scales={_shortened([item])}"
         if not pattern or not text:
             raise UsageError(f"{typed}: write <pattern of the names>:<scale>, as in embedding:0.1 or *.bias:2")
-        try:
-            scales.append((pattern, parse_float(text)))
-        except BadValueError as error:
-            raise UsageError(f"{typed}: scale {shown(text)}: {error}") from None
+        scales.append((pattern, _number(text, f"{typed}: scale {shown(text)}")))
         if scales[-1][1] < 0:
             raise UsageError(f"{typed}: scale {shown(text)} must be >= 0; 0 freezes")
     for item in freeze:

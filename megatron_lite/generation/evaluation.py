@@ -21,11 +21,11 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from megatron_lite.data.host_batch import HostBatch, micro_batch
 from megatron_lite.data.tokenizing import Tokenizer
 from megatron_lite.errors import DataError
 from megatron_lite.generation.model import LocalModel
-from megatron_lite.kernels.attention.attention import Documents
-from megatron_lite.model.layer import MASKED, MicroBatch
+from megatron_lite.model.layer import MicroBatch
 
 
 @dataclass
@@ -62,9 +62,9 @@ def evaluate(
         DataError: if there is nothing to predict.
     """
     totals = Totals(bytes=None if token_bytes is None else 0)
-    for micro_batch in micro_batches:
-        labels = micro_batch.labels[micro_batch.labels >= 0].cpu().numpy()
-        totals.nats += float(model.run(micro_batch))
+    for batch in micro_batches:
+        labels = batch.labels[batch.labels >= 0].cpu().numpy()
+        totals.nats += float(model.run(batch))
         totals.tokens += labels.size
         if token_bytes is not None and totals.bytes is not None:
             totals.bytes += int(token_bytes[labels[labels < len(token_bytes)]].sum())
@@ -124,20 +124,19 @@ def _micro_batch(
     samples: list[tuple[list[int], list[int]]], length: int, device: torch.device, separate: bool
 ) -> MicroBatch:
     """Pad short samples at their end, where padding affects no prediction that counts."""
-    inputs = torch.zeros(len(samples), length, dtype=torch.int64)
-    labels = torch.full_like(inputs, MASKED)
-    owners = torch.full_like(inputs, -1)
-    for row, (tokens, documents) in enumerate(samples):
-        count = len(tokens) - 1
-        inputs[row, :count] = torch.tensor(tokens[:-1])
-        labels[row, :count] = torch.tensor(tokens[1:])
-        owners[row, :count] = torch.tensor(documents[:-1])
-    return MicroBatch(inputs.to(device), labels.to(device), documents=_documents(owners, device) if separate else None)
+    tokens = torch.zeros(len(samples), length + 1, dtype=torch.int64)
+    masked = torch.ones(len(samples), length, dtype=torch.bool)
+    owners = torch.full((len(samples), length), -1)
+    for row, (ids, documents) in enumerate(samples):
+        tokens[row, : len(ids)] = torch.tensor(ids)
+        masked[row, : len(ids) - 1] = False
+        owners[row, : len(ids) - 1] = torch.tensor(documents[:-1])
+    starts = _starts(owners) if separate else None
+    return micro_batch(HostBatch(tokens, len(samples), starts, masked=masked), device, None, None)
 
 
-def _documents(owners: Tensor, device: torch.device) -> Documents:
-    """Make a document of each run of equal numbers in a row of (b, s)."""
+def _starts(owners: Tensor) -> Tensor:
+    """Return where runs of equal numbers in the rows of (b, s) begin, flattened, and at last b s."""
     begins = torch.ones_like(owners, dtype=torch.bool)
     begins[:, 1:] = owners[:, 1:] != owners[:, :-1]
-    starts = torch.cat([begins.flatten().nonzero()[:, 0], torch.tensor([owners.numel()])]).to(torch.int32)
-    return Documents(starts.to(device), tuple(starts.diff().tolist()))
+    return torch.cat([begins.flatten().nonzero()[:, 0], torch.tensor([owners.numel()])]).to(torch.int32)

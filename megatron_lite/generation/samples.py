@@ -47,7 +47,7 @@ class Samples:
     distributed: Distributed
     stop: StopSignal
     tokenizer: Tokenizer
-    prompts: Sequence[tuple[str, list[int]]]
+    prompts: Sequence[tuple[str, int, list[int]]]  # text, number of equal ones before it, tokens
     trackers: Trackers  # samples.jsonl on rank 0, with an experiment directory
 
     def write(self, model: MultiStage, iteration: int, logger: logging.Logger) -> None:
@@ -74,7 +74,7 @@ class Samples:
             return
         continuations = Continuations(self.tokenizer)
         samples: list[dict[str, Any]] = []
-        for (prompt, _), text in zip(self.prompts, texts, strict=True):
+        for (prompt, _, _), text in zip(self.prompts, texts, strict=True):
             continuation = continuations.text(text)
             samples.append({"prompt": prompt, "text": continuation, "finish": text.finish, "tokens": text.tokens})
             logger.info("sample @ iteration %d/%d | %s", iteration, training.train_iters, _shown(prompt, continuation))
@@ -84,10 +84,9 @@ class Samples:
         """Return the prompts with samplers that depend on seed, iteration and prompt only."""
         training, seed = self.config.training, self.config.distributed.seed
         options = SamplingOptions(training.sample_temperature, training.sample_top_k, training.sample_top_p)
-        repetitions = numbered([prompt for prompt, _ in self.prompts])
         return [
             Text(list(tokens), TokenSampler(options, derive_seed("sample", seed, iteration, prompt, repetition)))
-            for (prompt, tokens), (_, repetition) in zip(self.prompts, repetitions, strict=True)
+            for prompt, repetition, tokens in self.prompts
         ]
 
     def _agree(self, tokens: list[int]) -> list[int]:
@@ -104,7 +103,7 @@ def _shown(prompt: str, continuation: str) -> str:
     return f"{json.dumps(prompt, ensure_ascii=False)} -> {json.dumps(cut, ensure_ascii=False)}"
 
 
-def load_prompts(config: Config) -> list[tuple[str, list[int]]]:
+def load_prompts(config: Config) -> list[tuple[str, int, list[int]]]:
     """Read the prompts of --sample_prompts and encode them.
 
     Raises:
@@ -119,7 +118,7 @@ def load_prompts(config: Config) -> list[tuple[str, list[int]]]:
         raise DataError(f"{name}: cannot be read: {getattr(error, 'strerror', None) or error}") from None
     tokenizer = load_tokenizer(config.data.tokenizer_file)
     prompts = []
-    for prompt in read_prompts(content, name):
+    for prompt, repetition in numbered(read_prompts(content, name)):
         try:
             tokens = encode_prompt(tokenizer, prompt, False, config.model.vocab_size, length)
         except DataError as error:
@@ -129,7 +128,7 @@ def load_prompts(config: Config) -> list[tuple[str, list[int]]]:
                 f"{name}: the prompt {prompt[:40]!r} has {len(tokens):,} tokens, which with --sample_tokens="
                 f"{training.sample_tokens} exceeds --sequence_length={length}; shorten one of them"
             )
-        prompts.append((prompt, tokens))
+        prompts.append((prompt, repetition, tokens))
     return prompts
 
 

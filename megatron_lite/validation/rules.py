@@ -7,7 +7,7 @@ of these. Several conditions are joined by `and`, which binds less tightly than 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from typing import NamedTuple, ParamSpec, TypeVar
+from typing import NamedTuple, TypeVar
 
 from megatron_lite.config import Draft
 from megatron_lite.config.option import Rule
@@ -15,7 +15,6 @@ from megatron_lite.config.values import FLAGS, typed, written
 from megatron_lite.errors import UsageError
 
 Value = TypeVar("Value")
-Arguments = ParamSpec("Arguments")
 
 
 class Note(NamedTuple):
@@ -40,12 +39,10 @@ def problem(draft: Draft, names: str, rule: str, also: str = "") -> Problem:
     return Problem((*names.split(), *also.split()), f"{typed(draft, *names.split())}: {rule}")
 
 
-def parsing(
-    names: str, parse: Callable[Arguments, object], *args: Arguments.args, **kwargs: Arguments.kwargs
-) -> Iterator[Problem]:
+def parsing(names: str, parse: Callable[..., object], *values: object) -> Iterator[Problem]:
     """Report the error that `parse` raises for the values of these options, if any."""
     try:
-        parse(*args, **kwargs)
+        parse(*values)
     except UsageError as error:
         yield Problem(tuple(names.split()), str(error))
 
@@ -71,13 +68,11 @@ def declared(draft: Draft) -> Iterator[Problem]:
     """Check `needs` and `excludes` of each option that differs from its default."""
     for name in draft.changed(*FLAGS):
         option = FLAGS[name].option
-        for rule in option.needs:
-            if _counts(rule, draft) and not holds(rule.condition, draft):
-                fix = rule.fix or f"{_remedy(rule.condition)}, or leave {name} out"
-                yield _problem(draft, name, rule, fix)
-        for rule in option.excludes:
-            if _counts(rule, draft) and holds(rule.condition, draft):
-                yield _problem(draft, name, rule, rule.fix or "leave one of the two out")
+        for rule in (*option.needs, *option.excludes):
+            is_need = rule in option.needs
+            if (not rule.when or holds(rule.when, draft)) and holds(rule.condition, draft) != is_need:
+                fix = f"{_remedy(rule.condition)}, or leave {name} out" if is_need else "leave one of the two out"
+                yield _problem(draft, name, rule, rule.fix or fix)
 
 
 def holds(condition: str, options: Draft) -> bool:
@@ -110,10 +105,6 @@ def _alternatives(condition: str) -> Iterator[tuple[str, str, list[str]]]:
     for alternative in condition.split(" or "):
         name, sign, values = alternative.partition("!=" if "!=" in alternative else "=")
         yield name, sign, values.split("|") if values else []
-
-
-def _counts(rule: Rule, draft: Draft) -> bool:
-    return not rule.when or holds(rule.when, draft)
 
 
 def _problem(draft: Draft, name: str, rule: Rule, fix: str) -> Problem:

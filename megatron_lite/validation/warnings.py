@@ -32,6 +32,11 @@ RISKS = {
     "use_rotary_embeddings=0 and use_position_embeddings=0": (
         "neither rotary nor learned positions: the model sees the order of tokens only through the causal mask"
     ),
+    "ema_type!=none and train_iters and validation_iters=0 and test_iters=0 and "
+    "export_interval=none or export_weights!=average": (
+        "--ema_type={ema_type}: the averages are only saved; evaluate them with --validation_iters, or export them "
+        "with --export_interval and --export_weights=average"
+    ),
     "pipeline_delay!=0": "--pipeline_delay={pipeline_delay:g} is unused: there is no pipeline",
     "experiment_dir=none and train_iters and dry_run=0": "--experiment_dir is not set: nothing is saved",
 }
@@ -45,7 +50,6 @@ def warnings(config: Config) -> list[str]:
         *_windows(options),
         *_positions(options),
         *schedule_warnings(options),
-        *_averaging(options),
         *_buffers(options),
         *_profiles(options),
         *(f"--{name} has no effect {reason}" for name, reason in _without_effect(options)),
@@ -53,13 +57,16 @@ def warnings(config: Config) -> list[str]:
 
 
 def _windows(options: Draft) -> Iterator[str]:
-    """Warn about windows of recent updates that the run is too short to fill."""
+    """Warn about windows of recent updates, and a phase of the average, for which the run is too short."""
     for name, used, consequence in (
         ("skip_bad_steps_window", options.skip_bad_steps, "no spike is ever dropped"),
         ("clip_update_norm_window", options.clip_update_norm_sigma is not None, "no update is ever clipped"),
     ):
         if used and 0 < options.train_iters <= max(2, getattr(options, name) // 2):
             yield f"{typed(options, name)}: the run ends before half of the window is filled, so {consequence}"
+    if options.ema_type == "ema_decay_sqrt" and 0 < options.train_iters <= options.ema_switch_iter:
+        unreached = f"{typed(options, 'ema_switch_iter')} is not reached in {options.train_iters} iterations"
+        yield f"{unreached}: the average is the plain mean of the weights after each iteration"
 
 
 def _positions(options: Draft) -> Iterator[str]:
@@ -72,21 +79,6 @@ def _positions(options: Draft) -> Iterator[str]:
             )
     if options.sequence_length > longest:
         yield f"{typed(options, 'max_position_embeddings', 'sequence_length')}: exports state a shorter context"
-
-
-def _averaging(options: Draft) -> Iterator[str]:
-    if options.ema_type == "none":
-        return
-    if options.ema_type == "ema_decay_sqrt" and 0 < options.train_iters <= options.ema_switch_iter:
-        unreached = f"{typed(options, 'ema_switch_iter')} is not reached in {options.train_iters} iterations"
-        yield f"{unreached}: the average is the plain mean of the weights after each iteration"
-    evaluated = options.validation_iters or options.test_iters
-    exported = options.export_interval is not None and options.export_weights == "average"
-    if options.train_iters > 0 and not evaluated and not exported:
-        yield (
-            f"{typed(options, 'ema_type')}: the averages are only saved; evaluate them with --validation_iters, or "
-            "export them with --export_interval and --export_weights=average"
-        )
 
 
 def _buffers(options: Draft) -> Iterator[str]:

@@ -16,7 +16,7 @@ from megatron_lite.errors import CheckpointError, UsageError
 from megatron_lite.huggingface.architectures import check_exports
 from megatron_lite.huggingface.model_folder import MODEL_OPTIONS
 from megatron_lite.validation import resolve
-from tests.support.families import make_config, write_folder
+from tests.support.families import write_folder
 from tests.support.harness import TINY
 from tests.support.launch import run
 
@@ -226,17 +226,6 @@ def test_the_command_line_ends_with_code_4(folder: Path, tmp_path: Path) -> None
     assert outcome.codes == [4, 4], outcome.output
     assert len(outcome.error_lines()) == 1 and "rwkv" in outcome.output and not any(outcome.stdouts)
     assert json.loads((tmp_path / "run" / "exit.json").read_text())["exit_code"] == 4
-
-
-def test_dry_run_sees_the_model(folder: Path) -> None:
-    """The number of parameters that is planned for is that of transformers' model."""
-    from transformers import AutoModelForCausalLM
-
-    changes = dict(rope_parameters=dict(rope_type="default", rope_theta=500.0), sliding_window=7)
-    model = AutoModelForCausalLM.from_config(make_config("mistral, yarn, tied", **changes))
-    outcome = run([*RUN, "--dry_run=1", f"--pretrained_checkpoint_path={folder}"])
-    assert outcome.codes == [0], outcome.output
-    assert f"parameters: {sum(p.numel() for p in model.parameters()):,} " in outcome.output
 
 
 def test_no_torch_for_a_hugging_face_folder(folder: Path) -> None:

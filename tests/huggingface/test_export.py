@@ -16,7 +16,6 @@ from torch import Tensor
 
 from megatron_lite.checkpoint import files
 from megatron_lite.config import BatchConfig, Config, DataConfig, DistributedConfig, ModelConfig
-from megatron_lite.config.model import rotary_base
 from megatron_lite.errors import StorageError
 from megatron_lite.huggingface import export as huggingface
 from megatron_lite.huggingface import export_folder
@@ -246,12 +245,3 @@ def test_the_config_states_both_spellings() -> None:
     starcoder2 = hugging_face_config(make_config(**LAYER_NORM, hidden_dropout=0.2), {"eos_token_id": 3})
     assert (starcoder2["residual_dropout"], starcoder2["embedding_dropout"]) == (0.2, 0.2)
     assert starcoder2["eos_token_id"] == 3
-
-
-@pytest.mark.parametrize("theta", [10000, 500000, 1000000, 12345.678])
-def test_the_rotary_base_is_the_models(theta: float) -> None:
-    """The export states the base that the model computes with, whole where a whole number was meant."""
-    scale = -math.log(theta)
-    base = rotary_base(scale)
-    assert base == pytest.approx(theta, rel=1e-12)
-    assert base == theta or theta == 12345.678

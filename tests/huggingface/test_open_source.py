@@ -18,7 +18,6 @@ from safetensors.torch import load_file, save_file
 
 from megatron_lite.checkpoint import blocks
 from megatron_lite.errors import CheckpointError
-from megatron_lite.huggingface import model_folder
 from megatron_lite.huggingface.load_pretrained import open_source
 from tests.support.families import write_folder
 from tests.support.folder_checks import checked, expected, read_whole
@@ -307,9 +306,3 @@ def test_folders_without_a_model_are_refused(
     with pytest.raises(CheckpointError, match="^" + str(folder)) as caught:
         open_source(folder, kind)
     assert words in str(caught.value) and "\n" not in str(caught.value)
-
-
-def test_reading_a_config_needs_no_weights(good: Path, tmp_path: Path) -> None:
-    """config.json alone determines the kind."""
-    (tmp_path / "config.json").write_bytes((good / "config.json").read_bytes())
-    assert model_folder.source_folders(tmp_path) == ("huggingface", [tmp_path])

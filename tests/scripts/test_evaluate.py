@@ -125,7 +125,7 @@ def test_samples_of_texts_and_their_documents() -> None:
     batches = list(text_batches(texts, tokenizer, 257, 4, 2, torch.device("cpu"), separate=True))
     inputs, labels = (torch.cat([getattr(batch, name) for batch in batches]) for name in ("tokens", "labels"))
     assert [batch.tokens.shape for batch in batches] == [(2, 4), (1, 4)]
-    assert inputs.tolist() == [stream[0:4], stream[4:8], [*stream[8:11], 0]]
+    assert inputs.tolist() == [stream[0:4], stream[4:8], stream[8:12]]
     assert labels.tolist() == [stream[1:5], stream[5:9], [*stream[9:12], -1]]
     pieces = [batch.documents for batch in batches]
     assert [piece.lengths for piece in pieces if piece is not None] == [(4, 1, 3), (3, 1)]

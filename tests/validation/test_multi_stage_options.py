@@ -5,7 +5,7 @@ from typing import Any
 import pytest
 
 from megatron_lite.cli.help import banner
-from megatron_lite.cli.parse import folder_of, parse
+from megatron_lite.cli.parse import parse
 from megatron_lite.config import Config, flatten, unflatten
 from megatron_lite.config.structured_values import lr_scale_patterns
 from megatron_lite.config.system import number_of_stages
@@ -206,15 +206,6 @@ def test_dry_run_needs_neither_data_nor_a_folder() -> None:
     ]
     with pytest.raises(UsageError, match="--data_path=0.5: write a weight before every prefix"):
         resolved("--dry_run=1", "--data_path=0.5")
-
-
-def test_errors_of_a_dry_run_leave_no_file() -> None:
-    """The error of a command line goes to the exit.json of its folder, except for a dry run."""
-    for flags, folder in (((), "/run"), (("--dry_run=1",), None), (("--dry_run=0",), "/run")):
-        with pytest.raises(UsageError) as caught:
-            parse(["--lr=x", *COMPLETE, *flags])
-        assert caught.value.experiment_dir == folder
-        assert folder_of(resolved(*COMPLETE, *flags)) == folder
 
 
 # --- Learning-rate scales

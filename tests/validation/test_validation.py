@@ -53,20 +53,6 @@ def test_model_defaults() -> None:
     assert (gated.init_method_std_embed, gated.init_method_std_mlp_2) == (0.5, 0.5 / 24**0.5)
 
 
-def test_given_values_are_kept() -> None:
-    """A given value is never replaced by a derived one."""
-    typed = (
-        "--head_groups=2 --kv_channels=10 --ffn_hidden_size=7 --max_position_embeddings=5000 "
-        "--use_position_embeddings=1 --use_rotary_embeddings=1 --activation_type=relu --init_method_std_qkv=0 "
-        "--batch_size=8 --micro_batch_size=2 --lr_decay_iters=7 --zero_stage=3 --prefetch_factor=4 --loss_scale=8 "
-        "--experiment_name=x --experiment_dir=/y --train_iters=5 --wandb_post_alerts=0 --wandb_status_interval=3 "
-        "--split=1,1,1"
-    )
-    options = parse(typed.split()).given
-    values = flatten(resolved(**options))
-    assert {name: values[name] for name in options} == options
-
-
 def test_other_defaults() -> None:
     """Schedule, loss scale, workers, split and names are derived."""
     config = resolved(train_iters=50, experiment_dir="/runs/mistral/", split=(9.0, 1.0), wandb_status_interval=5)
