@@ -18,28 +18,28 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # works without installation
 
 import scripts  # noqa: F401  names a missing package
+
+# isort: split
+import numpy as np
+
 from megatron_lite.cli.script_parser import ScriptParser, number
 from megatron_lite.errors import DataError, RunError
 from megatron_lite.reports.comparison import (
+    MEMORY,
     SPEED,
+    SPEEDS,
     LossDifference,
     NumberDifference,
     compare_losses,
-    compare_memory,
+    compare_numbers,
     compare_options,
-    compare_speeds,
+    median_speed,
+    peak,
 )
+from megatron_lite.reports.series import printable
 from megatron_lite.reports.watched_run import WatchedRun, watched
 
 LONGEST_CELL = 40  # characters
-LABELS = {
-    SPEED: "tokens/s/device",
-    "step_time_ms": "step, ms",
-    "data_wait_ms": "data wait, ms",
-    "mfu": "MFU",
-    "max_allocated_mib": "allocated, MiB",
-    "max_reserved_mib": "reserved, MiB",
-}
 Row = Sequence[str]
 
 
@@ -58,7 +58,7 @@ def table(title: str, head: Row, rows: Sequence[Row]) -> list[str]:
 
 def _printable(text: str) -> str:
     """Replace control characters and cut long text in the middle, because paths differ at their ends."""
-    text = "".join(char if char.isprintable() else "?" for char in text)
+    text = printable(text)
     half = (LONGEST_CELL - 3) // 2
     return text if len(text) <= LONGEST_CELL else f"{text[:half]}...{text[-half:]}"
 
@@ -73,20 +73,18 @@ def describe(letter: str, run: WatchedRun) -> Row:
 
 def loss_row(loss: LossDifference) -> Row:
     """Return the table row of a loss."""
-    ends = [
-        f"{value:.5f} at {iteration:,}"
-        for value, iteration in ((loss.first, loss.first_iteration), (loss.second, loss.second_iteration))
-    ]
-    if not loss.common:
+    ends = [f"{curve.values[-1]:.5f} at {curve.iterations[-1]:,}" for curve in (loss.first, loss.second)]
+    if not (common := len(loss.differences)):
         return loss.label, *ends, "0", "-", "-"
-    largest = f"{loss.largest:.2e} at {loss.largest_iteration:,}" if loss.largest else "0"
-    return loss.label, *ends, f"{loss.common:,}", f"{loss.median:.2e}" if loss.median else "0", largest
+    median, (largest, iteration) = np.median(loss.differences.values), loss.largest
+    shown = f"{largest:.2e} at {iteration:,}" if largest else "0"
+    return loss.label, *ends, f"{common:,}", f"{median:.2e}" if median else "0", shown
 
 
 def number_row(row: NumberDifference) -> Row:
     """Return the table row of a speed or a memory size."""
     first, second = ("-" if math.isnan(value) else _number(value) for value in (row.first, row.second))
-    return LABELS[row.name], first, second, "-" if math.isnan(row.change) else f"{row.change:+.1%}"
+    return row.label, first, second, "-" if math.isnan(row.change) else f"{row.change:+.1%}"
 
 
 def _number(value: float) -> str:
@@ -106,11 +104,9 @@ def report(runs: tuple[WatchedRun, WatchedRun]) -> Iterator[str]:
         yield from ("", "configuration: the same")
     head = ("A, last", "B, last", "in common", "median difference", "largest difference")
     yield from table("loss", head, [loss_row(loss) for loss in compare_losses(first, second)])
-    for title, rows in (
-        ("speed, median", compare_speeds(first, second)),
-        ("memory, largest", compare_memory(first, second)),
-    ):
-        yield from table(title, ("A", "B", "B to A"), [number_row(row) for row in rows])
+    for title, labels, measure in (("speed, median", SPEEDS, median_speed), ("memory, largest", MEMORY, peak)):
+        rows = [number_row(row) for row in compare_numbers(labels, measure, first, second)]
+        yield from table(title, ("A", "B", "B to A"), rows)
 
 
 def check_losses(runs: tuple[WatchedRun, WatchedRun], tolerance: float) -> tuple[bool, str]:
@@ -119,14 +115,14 @@ def check_losses(runs: tuple[WatchedRun, WatchedRun], tolerance: float) -> tuple
     Raises:
         DataError: if there is nothing to compare.
     """
-    losses = [loss for loss in compare_losses(runs[0].metrics, runs[1].metrics) if loss.common]
+    losses = [loss for loss in compare_losses(runs[0].metrics, runs[1].metrics) if len(loss.differences)]
     if not losses:
         raise DataError("the runs have no iteration with a loss in common; give both the same --log_interval")
-    worst = max(losses, key=lambda loss: loss.largest)
-    if not worst.largest:
+    worst = max(losses, key=lambda loss: loss.largest[0])
+    largest, iteration = worst.largest
+    if not largest:
         return True, "all losses are equal"
-    words = f"{_printable(worst.label)} differs by {worst.largest:.3g} at iteration {worst.largest_iteration:,}"
-    return worst.largest <= tolerance, words
+    return largest <= tolerance, f"{_printable(worst.label)} differs by {largest:.3g} at iteration {iteration:,}"
 
 
 def check_speed(runs: tuple[WatchedRun, WatchedRun], tolerance: float) -> tuple[bool, str]:
@@ -135,8 +131,8 @@ def check_speed(runs: tuple[WatchedRun, WatchedRun], tolerance: float) -> tuple[
     Raises:
         DataError: if a run logged no speed.
     """
-    change = next((row.change for row in compare_speeds(runs[0].metrics, runs[1].metrics) if row.name == SPEED), None)
-    if change is None or math.isnan(change):
+    change = NumberDifference(SPEED, *(median_speed(run.metrics, SPEED) for run in runs)).change
+    if math.isnan(change):
         raise DataError(f"a run has no {SPEED} in its metrics.jsonl, which --speed_tolerance compares")
     words = f"RUN_B is {abs(change):.1%} {'slower' if change < 0 else 'faster'}" if change else "both are as fast"
     return change >= -tolerance, words

@@ -20,16 +20,17 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # works without
 import scripts  # noqa: F401  names a missing package
 from megatron_lite.cli.script_parser import ScriptParser
 from megatron_lite.errors import RunError, StorageError, UsageError
-from megatron_lite.reports.loss_curves import Picture, read_picture
-from megatron_lite.reports.picture import draw, to_figure, to_svg
+from megatron_lite.reports.charts import LOSSES, draw_chart
+from megatron_lite.reports.picture import Drawing, draw, read_losses, to_figure, to_svg
 from megatron_lite.reports.series import sparkline
+from megatron_lite.reports.watched_run import WatchedRun
 
 SPARKLINE_WIDTH = 60
 NO_MATPLOTLIB = "matplotlib is not installed, so the picture is an SVG; for a PNG: python -m pip install matplotlib"
 
 
-def write_picture(picture: Picture, output: Path) -> Path:
-    """Draw to `output`, or to an .svg of that name without matplotlib; return the file written.
+def write_picture(picture: Drawing, output: Path) -> Path:
+    """Write to `output`, or to an .svg of that name without matplotlib; return the file written.
 
     Raises:
         UsageError: if the suffix is not a known format.
@@ -41,9 +42,9 @@ def write_picture(picture: Picture, output: Path) -> Path:
             if output.suffix != ".svg":
                 print(NO_MATPLOTLIB)
             output = output.with_suffix(".svg")
-            output.write_text(to_svg(draw(picture)), encoding="utf-8")
+            output.write_text(to_svg(picture), encoding="utf-8")
         else:
-            to_figure(draw(picture)).savefig(output)
+            to_figure(picture).savefig(output)
     except OSError as error:
         raise StorageError(f"cannot write {output}: {error.strerror}; choose another --output") from None
     except ValueError as error:  # from matplotlib; it names the known formats
@@ -51,16 +52,16 @@ def write_picture(picture: Picture, output: Path) -> Path:
     return output
 
 
-def sparklines(picture: Picture, unicode: bool) -> Iterator[str]:
+def sparklines(runs: Sequence[WatchedRun], unicode: bool) -> Iterator[str]:
     """Yield one sparkline per loss, with its first and last value."""
-    width = max(len(kind.label) for run in picture.runs for kind, _ in run.losses)
-    for run in picture.runs:
-        if len(picture.runs) > 1:
+    width = max(len(drawn.metric.short) for drawn in draw_chart(LOSSES, runs))
+    for run in runs:
+        if len(runs) > 1:
             yield run.name
-        for kind, curve in run.losses:
-            first, last = curve.values[0], curve.values[-1]
-            line = sparkline(curve.values, SPARKLINE_WIDTH, unicode)
-            yield f"{kind.label:{width}} loss {first:.3f} {line} {last:.3f}"
+        for drawn in draw_chart(LOSSES, [run]):
+            values = drawn.curve.values
+            line = sparkline(values, SPARKLINE_WIDTH, unicode)
+            yield f"{drawn.metric.short:{width}} loss {values[0]:.3f} {line} {values[-1]:.3f}"
 
 
 def parse_baseline(text: str) -> tuple[str, float]:
@@ -95,13 +96,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
     folders: list[Path] = options.experiment_dirs
     default = folders[0] / ("loss.png" if len(folders) == 1 else "losses.png")
     try:
-        picture = read_picture(folders, options.baseline)
-        output = write_picture(picture, options.output or default)
+        runs = read_losses(folders)
+        output = write_picture(draw(runs, options.baseline), options.output or default)
     except RunError as error:
         print(f"ERROR: {error}", file=sys.stderr)
         return error.exit_code
     unicode = (sys.stdout.encoding or "").lower().replace("-", "") == "utf8"
-    for line in sparklines(picture, unicode):
+    for line in sparklines(runs, unicode):
         print(line)
     print(f"loss curve: {output}")
     return 0

@@ -1,97 +1,127 @@
-"""The charts of a report: which metrics share a chart, and their thinned curves as data for the page."""
+"""Charts of one or several runs, for pages and pictures: which metrics share a chart, and the lines to draw."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
 
-from megatron_lite.reports.series import Curve, Metrics
+from megatron_lite.reports.series import Curve
 from megatron_lite.reports.watched_run import WatchedRun
 
-POINTS = 2000  # of one curve, divided among many runs
+POINTS = 2000  # of one line; on a page, divided among the runs
 FEWEST_POINTS = 300
 MOST_MARKS = 200  # starts and dropped updates of a run
-SMOOTHED_FROM = 150  # points; longer curves of noisy numbers have a smooth line before the raw one
+SMOOTHED_FROM = 150  # points; longer curves of noisy metrics have a smooth line in front of the raw one
 NOISY = ("loss", "grad_norm")  # of training
 COLORS = 8
-DASHES = ("", "6 3", "2 3", "8 3 2 3")  # of a run's curves in one chart, where colors tell the runs apart
 
 
-class ChartCurve(NamedTuple):
-    """A curve of a chart."""
+class Metric(NamedTuple):
+    """A metric of a chart."""
 
     name: str  # in metrics.jsonl
     label: str
     phase: str = "training"
+    dashes: tuple[int, ...] = ()  # where colors tell runs apart
+    marker: str = ""  # o: dots, D: diamonds; empty: none
+
+    @property
+    def short(self) -> str:
+        """Return the label without its phase."""
+        return self.label.rpartition(", ")[2]
 
 
 class Chart(NamedTuple):
-    """A chart of the page."""
+    """The metrics that share an axis."""
 
     title: str
     unit: str
-    curves: tuple[ChartCurve, ...]
+    metrics: tuple[Metric, ...]
     log: bool = False
     wide: bool = False
 
 
-CHARTS = (
-    Chart(
-        "Loss",
-        "nats per token",
-        (
-            ChartCurve("loss", "training"),
-            ChartCurve("loss", "validation", "validation"),
-            ChartCurve("averaged_loss", "validation, averaged weights", "validation"),
-            ChartCurve("loss", "test", "test"),
-        ),
-        wide=True,
+LOSSES = Chart(
+    "Loss",
+    "nats per token",
+    (
+        Metric("loss", "training"),
+        Metric("loss", "validation", "validation", (6, 3), "o"),
+        Metric("averaged_loss", "validation, averaged weights", "validation", (2, 3), "o"),
+        Metric("loss", "test", "test", (8, 3, 2, 3), "D"),
     ),
-    Chart("Learning rate", "", (ChartCurve("learning_rate", "learning rate"),)),
-    Chart("Gradient norm", "", (ChartCurve("grad_norm", "gradient norm"),), log=True),
-    Chart("Throughput", "tokens/s per rank", (ChartCurve("tokens_per_sec_per_gpu", "tokens/s"),)),
-    Chart("Time of a step", "ms", (ChartCurve("step_time_ms", "step"), ChartCurve("data_wait_ms", "wait for data"))),
-    Chart("Model FLOPs utilization", "share of the peak", (ChartCurve("mfu", "MFU"),)),
-    Chart("Memory", "MiB", (ChartCurve("max_allocated_mib", "allocated"), ChartCurve("max_reserved_mib", "reserved"))),
-    Chart("Batch size", "samples", (ChartCurve("batch_size", "batch size"),)),
+    wide=True,
 )
+LEARNING_RATE = Chart("Learning rate", "", (Metric("learning_rate", "learning rate"),))
+CHARTS = (
+    LOSSES,
+    LEARNING_RATE,
+    Chart("Gradient norm", "", (Metric("grad_norm", "gradient norm"),), log=True),
+    Chart("Throughput", "tokens/s per rank", (Metric("tokens_per_sec_per_gpu", "tokens/s"),)),
+    Chart(
+        "Time of a step", "ms", (Metric("step_time_ms", "step"), Metric("data_wait_ms", "wait for data", dashes=(6, 3)))
+    ),
+    Chart("Model FLOPs utilization", "share of the peak", (Metric("mfu", "MFU"),)),
+    Chart(
+        "Memory",
+        "MiB",
+        (Metric("max_allocated_mib", "allocated"), Metric("max_reserved_mib", "reserved", dashes=(6, 3))),
+    ),
+    Chart("Batch size", "samples", (Metric("batch_size", "batch size"),)),
+)
+
+
+class Drawn(NamedTuple):
+    """A metric of a run in a chart."""
+
+    run: WatchedRun
+    metric: Metric
+    curve: Curve  # all finite values
+    lines: list[Curve]  # thinned; a raw line comes before its smooth one
+    color: int  # number in a palette
+    dashes: tuple[int, ...]
+
+
+def draw_chart(chart: Chart, runs: Sequence[WatchedRun], points: int = POINTS) -> Iterator[Drawn]:
+    """Yield the metrics that the runs have. With several runs, colors tell the runs apart, and dashes the metrics."""
+    alone = len(runs) == 1
+    for number, run in enumerate(runs):
+        for place, metric in enumerate(chart.metrics):
+            curve = run.metrics.curve(metric.phase, metric.name).finite()
+            if not len(curve) or (metric.name == "batch_size" and (curve.values == curve.values[0]).all()):
+                continue  # a batch size that never changes says nothing
+            lines = [curve]
+            if metric.phase == "training" and metric.name in NOISY and len(curve) > SMOOTHED_FROM:
+                lines.append(curve.smoothed())
+            lines = [line.thinned(points) for line in lines]
+            color = (place if alone else number) % COLORS
+            yield Drawn(run, metric, curve, lines, color, () if alone else metric.dashes)
 
 
 def page_data(runs: Sequence[WatchedRun]) -> dict[str, Any]:
     """Return the charts that have data, and the marks of each run, as JSON."""
-    charts = [drawn for chart in CHARTS if (drawn := _chart(chart, runs))["series"]]
-    return {"runs": [_marks(run.metrics) for run in runs], "charts": charts}
+    charts = [drawn for chart in CHARTS if (drawn := _chart_data(chart, runs))["series"]]
+    return {"runs": [_marks(run) for run in runs], "charts": charts}
 
 
-def _marks(metrics: Metrics) -> dict[str, Any]:
-    starts = [[start.iteration, f"start {start.number}, iteration {start.iteration:,}"] for start in metrics.starts[1:]]
-    dropped = [[iteration, reason[:200]] for iteration, reason in metrics.dropped.items()]
-    return {"starts": starts[-MOST_MARKS:], "dropped": dropped[-MOST_MARKS:]}
+def _marks(run: WatchedRun) -> dict[str, Any]:
+    starts = run.metrics.starts[1:]
+    named = [[start.iteration, f"start {start.number}, iteration {start.iteration:,}"] for start in starts]
+    dropped = [[iteration, reason[:200]] for iteration, reason in run.metrics.dropped.items()]
+    return {"starts": named[-MOST_MARKS:], "dropped": dropped[-MOST_MARKS:]}
 
 
-def _chart(chart: Chart, runs: Sequence[WatchedRun]) -> dict[str, Any]:
-    """Return one chart; with several runs, colors tell the runs apart, dashes the curves."""
+def _chart_data(chart: Chart, runs: Sequence[WatchedRun]) -> dict[str, Any]:
     series: list[dict[str, Any]] = []
     legend: list[dict[str, Any]] = []
-    points, alone = max(POINTS // len(runs), FEWEST_POINTS), len(runs) == 1
-    for number, run in enumerate(runs):
-        for place, drawn in enumerate(chart.curves):
-            curve = run.metrics.curve(drawn.phase, drawn.name).finite()
-            if not len(curve) or (drawn.name == "batch_size" and (curve.values == curve.values[0]).all()):
-                continue  # a batch size that never changes says nothing
-            name = drawn.label if alone else f"{run.name}: {drawn.label}"
-            style = {"color": (place if alone else number) % COLORS, "dash": "" if alone else DASHES[place]}
-            lines = [curve]
-            if drawn.phase == "training" and drawn.name in NOISY and len(curve) > SMOOTHED_FROM:
-                lines.append(curve.smoothed())  # before the raw line, which is pale
-            for line in lines:
-                raw = line is not lines[-1]
-                words = {"raw": raw, "name": "" if raw else name, "legend": len(legend)}
-                series.append({**style, **_numbers(line.thinned(points)), **words})
-            legend.append({**style, "name": name})
+    for drawn in draw_chart(chart, runs, max(POINTS // len(runs), FEWEST_POINTS)):
+        name = drawn.metric.label if len(runs) == 1 else f"{drawn.run.name}: {drawn.metric.label}"
+        style = {"color": drawn.color, "dash": " ".join(map(str, drawn.dashes))}
+        for line in drawn.lines:
+            raw = line is not drawn.lines[-1]
+            values = [float(f"{value:.6g}") for value in line.values.tolist()]
+            words = {"raw": raw, "name": "" if raw else name, "legend": len(legend)}
+            series.append({**style, "x": line.iterations.tolist(), "y": values, **words})
+        legend.append({**style, "name": name})
     title = {"title": chart.title, "unit": chart.unit, "log": chart.log, "wide": chart.wide}
     return {**title, "series": series, "legend": legend}
-
-
-def _numbers(curve: Curve) -> dict[str, Any]:
-    return {"x": curve.iterations.tolist(), "y": [float(f"{value:.6g}") for value in curve.values.tolist()]}

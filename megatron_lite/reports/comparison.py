@@ -7,8 +7,7 @@ says nothing about the program.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -21,6 +20,8 @@ NAMES_OF_A_RUN = ("experiment_dir", "experiment_name", "wandb_id")
 LOSSES = ("loss", "averaged_loss")
 LOSS_OF_A_DATA_SET = "loss/"
 SPEED = "tokens_per_sec_per_gpu"
+SPEEDS = {SPEED: "tokens/s/device", "step_time_ms": "step, ms", "data_wait_ms": "data wait, ms", "mfu": "MFU"}
+MEMORY = {"max_allocated_mib": "allocated, MiB", "max_reserved_mib": "reserved, MiB"}
 
 
 class OptionDifference(NamedTuple):
@@ -31,31 +32,30 @@ class OptionDifference(NamedTuple):
     second: str
 
 
-@dataclass(frozen=True)
-class LossDifference:
-    """A loss of two runs. Differences are |second - first| / |first|; infinite where only one loss is a number."""
+class LossDifference(NamedTuple):
+    """A loss of two runs, and |second - first| / |first| where both logged an iteration.
 
-    phase: str
-    name: str
-    first: float  # the last one of the run
-    second: float
-    first_iteration: int  # of the last one
-    second_iteration: int
-    common: int  # iterations that both runs logged; with none, the numbers below are NaN
-    median: float
-    largest: float
-    largest_iteration: int
+    A difference is infinite where only one loss is a number.
+    """
+
+    label: str  # training loss, validation averaged_loss
+    first: Curve
+    second: Curve
+    differences: Curve
 
     @property
-    def label(self) -> str:
-        """Return the name for readers: training loss, validation averaged_loss."""
-        return f"{self.phase} {self.name}"
+    def largest(self) -> tuple[float, int]:
+        """Return the largest difference and its iteration; NaN and 0 without an iteration in common."""
+        if not len(self.differences):
+            return math.nan, 0
+        place = int(self.differences.values.argmax())
+        return float(self.differences.values[place]), int(self.differences.iterations[place])
 
 
 class NumberDifference(NamedTuple):
     """A metric of two runs; NaN if a run lacks it."""
 
-    name: str  # in metrics.jsonl
+    label: str
     first: float
     second: float
 
@@ -91,25 +91,9 @@ def compare_losses(first: Metrics, second: Metrics) -> Iterator[LossDifference]:
         for name in first.names(phase):
             one, other = first.curve(phase, name), second.curve(phase, name)
             if (name in LOSSES or name.startswith(LOSS_OF_A_DATA_SET)) and len(one) and len(other):
-                yield _compare_curves(phase, name, one, other)
-
-
-def _compare_curves(phase: str, name: str, one: Curve, other: Curve) -> LossDifference:
-    common, places, other_places = np.intersect1d(one.iterations, other.iterations, return_indices=True)
-    relative = relative_differences(one.values[places], other.values[other_places])
-    worst = int(relative.argmax()) if len(common) else 0
-    return LossDifference(
-        phase,
-        name,
-        float(one.values[-1]),
-        float(other.values[-1]),
-        int(one.iterations[-1]),
-        int(other.iterations[-1]),
-        len(common),
-        float(np.median(relative)) if len(common) else math.nan,
-        float(relative[worst]) if len(common) else math.nan,
-        int(common[worst]) if len(common) else 0,
-    )
+                common, *places = np.intersect1d(one.iterations, other.iterations, return_indices=True)
+                relative = relative_differences(one.values[places[0]], other.values[places[1]])
+                yield LossDifference(f"{phase} {name}", one, other, Curve(common, relative))
 
 
 def relative_differences(first: Any, second: Any) -> Any:
@@ -120,28 +104,20 @@ def relative_differences(first: Any, second: Any) -> Any:
     return np.where((first == second) | both_lost, 0.0, np.where(np.isfinite(relative), relative, np.inf))
 
 
-def compare_speeds(first: Metrics, second: Metrics) -> Iterator[NumberDifference]:
-    """Yield the medians of speeds and times that a run has."""
-    return _compare_numbers((SPEED, "step_time_ms", "data_wait_ms", "mfu"), median_speed, first, second)
-
-
-def compare_memory(first: Metrics, second: Metrics) -> Iterator[NumberDifference]:
-    """Yield the peaks of memory that a run has."""
-
-    def peak(run: Metrics, name: str) -> float:
-        values = run.curve("training", name).finite().values
-        return float(values.max()) if len(values) else math.nan
-
-    return _compare_numbers(("max_allocated_mib", "max_reserved_mib"), peak, first, second)
-
-
-def _compare_numbers(
-    names: Sequence[str], measure: Callable[[Metrics, str], float], *runs: Metrics
+def compare_numbers(
+    labels: Mapping[str, str], measure: Callable[[Metrics, str], float], *runs: Metrics
 ) -> Iterator[NumberDifference]:
-    for name in names:
+    """Yield the metrics that a run has. labels: by name in metrics.jsonl."""
+    for name, label in labels.items():
         first, second = (measure(run, name) for run in runs)
         if not (math.isnan(first) and math.isnan(second)):
-            yield NumberDifference(name, first, second)
+            yield NumberDifference(label, first, second)
+
+
+def peak(run: Metrics, name: str) -> float:
+    """Return the largest value of a training metric; NaN if absent."""
+    values = run.curve("training", name).finite().values
+    return float(values.max()) if len(values) else math.nan
 
 
 def median_speed(run: Metrics, name: str) -> float:

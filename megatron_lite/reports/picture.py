@@ -3,23 +3,21 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from html import escape
+from pathlib import Path
 from typing import Any, NamedTuple
 
-from megatron_lite.reports.loss_curves import (
-    GRID_COLOR,
-    MOST_POINTS,
-    MUTED_COLOR,
-    TITLE_COLOR,
-    Line,
-    Picture,
-    describe,
-    dots,
-    lines,
-    round_ticks,
-)
+from megatron_lite.errors import DataError, UsageError
+from megatron_lite.reports.charts import LEARNING_RATE, LOSSES, Drawn, draw_chart
+from megatron_lite.reports.series import Curve, printable
+from megatron_lite.reports.watched_run import WatchedRun, format_tokens, read_runs, title_of
 
+MUTED_COLOR, GRID_COLOR, TITLE_COLOR, RATE_COLOR = "#64748b", "#e2e8f0", "#0f172a", "#0d9488"
+PALETTE = ("#2563eb", "#ea580c", "#16a34a", "#9333ea", "#dc2626", "#0891b2", "#ca8a04", "#475569")
+LOOKS = ("solid", "dashed", "dotted", "diamonds")  # of the losses, where colors tell runs apart
+FEW_POINTS = 3  # a line through so few points is hard to see, so they are drawn as dots
+MOST_DOTS = 50  # of a curve whose points are all marked
 Point = tuple[float, float]
 DOTS_PER_INCH = 150
 LEFT, RIGHT, WIDTH = 70.0, 870.0, 900
@@ -75,10 +73,9 @@ def to_svg(drawing: Drawing) -> str:
 def _element(shape: Stroke | Words) -> str:
     if isinstance(shape, Words):
         # XML knows no control characters, not even escaped ones.
-        clean = "".join(char if char.isprintable() else "?" for char in shape.text)
         return (
             f'<text x="{shape.x:.1f}" y="{shape.y:.1f}" font-size="{shape.size}" font-weight="{shape.weight}" '
-            f'fill="{shape.color}" text-anchor="{shape.anchor}">{escape(clean)}</text>'
+            f'fill="{shape.color}" text-anchor="{shape.anchor}">{escape(printable(shape.text))}</text>'
         )
     points = " ".join(f"{x:.1f},{y:.1f}" for x, y in shape.points)
     if shape.filled:
@@ -129,11 +126,19 @@ class _Panel:
         up = (value - self.low) / (self.high - self.low)
         return LEFT + across * (RIGHT - LEFT), self.bottom - up * (self.bottom - self.top)
 
-    def line(self, line: Line) -> Iterator[Stroke]:
-        points = zip(line.curve.iterations.tolist(), line.curve.values.tolist(), strict=True)
-        places = [self.place(*point) for point in points]
-        yield Stroke(places, line.color, line.width, line.opacity, line.dashes)
-        yield from (_mark(line.marker, place, line.color) for place in places if line.marker)
+    def metric(self, drawn: Drawn, color: str, width: float) -> Iterator[Stroke]:
+        """Draw the lines of a metric, a raw one in pale; mark the points of a line that is too short to be seen."""
+        for curve in drawn.lines[:-1]:
+            yield Stroke(self._places(curve), color, 0.8, opacity=0.25)
+        places = self._places(drawn.lines[-1])
+        yield Stroke(places, color, width, dashes=drawn.dashes)
+        marker = drawn.metric.marker if len(places) <= MOST_DOTS else ""
+        if len(places) <= FEW_POINTS:
+            marker = marker or "o"
+        yield from (_mark(marker, place, color) for place in places if marker)
+
+    def _places(self, curve: Curve) -> list[Point]:
+        return [self.place(*point) for point in zip(curve.iterations.tolist(), curve.values.tolist(), strict=True)]
 
     def level(self, value: float, color: str, dashes: tuple[int, ...] = ()) -> Stroke:
         y = self.place(self.x_low, value)[1]
@@ -145,6 +150,15 @@ class _Panel:
             yield Words(LEFT - 8, self.place(self.x_low, value)[1] + 4, form(value), MUTED_COLOR, anchor="end")
 
 
+def round_ticks(low: float, high: float, count: int) -> list[float]:
+    """Return about `count` round numbers between low and high."""
+    rough = (high - low) / count
+    power = 10.0 ** math.floor(math.log10(rough))
+    step = next(factor * power for factor in (1, 2, 5, 10) if factor * power >= rough * 0.999)
+    rounding = 1e-9  # 6e-4 / 2e-4 is below 3
+    return [index * step for index in range(math.ceil(low / step - rounding), math.floor(high / step + rounding) + 1)]
+
+
 def _mark(marker: str, place: Point, color: str) -> Stroke:
     """Return a diamond for "D", or a dot."""
     corners, radius = (4, 5.0) if marker == "D" else (16, 3.0)
@@ -153,45 +167,79 @@ def _mark(marker: str, place: Point, color: str) -> Stroke:
     return Stroke(points, color, filled=True)
 
 
-def _legend(picture: Picture, top: float) -> tuple[list[Stroke | Words], float]:
-    """Return the legend, in as many rows as it takes, and the place below it."""
+def read_losses(folders: Sequence[Path]) -> list[WatchedRun]:
+    """Read the runs of a picture.
+
+    Raises:
+        DataError: if a run has no metrics, or no loss among them.
+        UsageError: if there are too many runs.
+    """
+    if len(folders) > len(PALETTE):
+        raise UsageError(f"{len(folders)} runs; a picture shows up to {len(PALETTE)}, so give fewer")
+    runs = read_runs(folders)
+    for run in runs:
+        if not any(draw_chart(LOSSES, [run])):
+            raise DataError(f"{run.metrics.path} has no loss yet; wait for the first log line of the run")
+    return runs
+
+
+def _legend(labels: Mapping[str, str], top: float) -> tuple[list[Stroke | Words], float]:
+    """Return the legend, in as many rows as it takes, and the place below it. labels: by color."""
     shapes: list[Stroke | Words] = []
     x, y = LEFT, top
-    for line in lines(picture):
-        width = len(line.label) * CHARACTER + 45
-        if not line.label:
-            continue
+    for color, label in labels.items():
+        width = len(label) * CHARACTER + 45
         if x > LEFT and x + width > RIGHT:
             x, y = LEFT, y + LEGEND_ROW
-        shapes.append(Stroke([(x, y - 4), (x + 20, y - 4)], line.color, 3))
-        shapes.append(Words(x + 26, y, line.label, line.color, 13))
+        shapes += [Stroke([(x, y - 4), (x + 20, y - 4)], color, 3), Words(x + 26, y, label, color, 13)]
         x += width
     return shapes, y + LEGEND_ROW / 2
 
 
-def draw(picture: Picture) -> Drawing:
-    """Return the losses, with the learning rate in a small panel below."""
-    first, last = picture.iterations()
-    legend, top = _legend(picture, 76)
-    losses = [*lines(picture)]
-    values = [float(value) for line in losses for value in (line.curve.values.min(), line.curve.values.max())]
-    panel = _Panel(top, 330, (first, last), [*values, *(value for _, value in picture.baselines)])
-    title = Words(LEFT, 30, picture.title, TITLE_COLOR, 18), Words(LEFT, 52, describe(picture), MUTED_COLOR)
+def describe(losses: Sequence[Drawn], last: int) -> str:
+    """Describe the losses of one run at its last iteration, or how to read the lines of several."""
+    run = losses[0].run
+    if run is not losses[-1].run:
+        shown = {drawn.metric for drawn in losses}
+        looks = zip(LOSSES.metrics, LOOKS, strict=True)
+        return " · ".join(f"{metric.short} {look}" for metric, look in looks if metric in shown)
+    parts = " · ".join(f"{drawn.metric.short} {drawn.curve.values[-1]:.3f}" for drawn in losses)
+    consumed = run.metrics.curve("training", "consumed_tokens").finite().values
+    tokens = f" ({format_tokens(int(consumed[-1]))} tokens)" if len(consumed) else ""
+    return f"{parts} at iteration {last:,}{tokens}"
+
+
+def draw(runs: Sequence[WatchedRun], baselines: Sequence[tuple[str, float]]) -> Drawing:
+    """Return the losses, with the learning rate in a small panel below. baselines: names and losses."""
+    losses, rates = [*draw_chart(LOSSES, runs)], [*draw_chart(LEARNING_RATE, runs)]
+    several = len(runs) > 1
+    first = min(int(drawn.curve.iterations[0]) for drawn in losses)
+    last = max(int(drawn.curve.iterations[-1]) for drawn in losses)
+    labels = {
+        PALETTE[drawn.color]: drawn.run.name if several else drawn.metric.short + " (smoothed)" * (len(drawn.lines) - 1)
+        for drawn in losses
+    }
+    legend, top = _legend(labels, 76)
+    shown = [line.values for drawn in losses for line in drawn.lines]
+    values = [float(value) for line in shown for value in (line.min(), line.max())]
+    panel = _Panel(top, 330, (first, last), [*values, *(value for _, value in baselines)])
+    title = Words(LEFT, 30, title_of(runs), TITLE_COLOR, 18), Words(LEFT, 52, describe(losses, last), MUTED_COLOR)
     shapes = [*title, *legend, *panel.grid(6)]
-    for name, value in picture.baselines:
+    for name, value in baselines:
         shapes.append(panel.level(value, MUTED_COLOR, (6, 4)))
         y = panel.place(first, value)[1] - 5
         shapes.append(Words(RIGHT - 4, y, f"{name}: {value:.3f}", MUTED_COLOR, anchor="end"))
-    shapes += [shape for line in losses for shape in panel.line(line)]
+    for drawn in losses:
+        shapes += panel.metric(drawn, PALETTE[drawn.color], 1.8 if drawn.metric.phase == "training" else 1.4)
     bottom = panel.bottom
-    if picture.rates:
-        highest = max(float(curve.values.max()) for _, curve in picture.rates)
+    if rates:
+        highest = max(float(drawn.curve.values.max()) for drawn in rates)
         top = float(f"{highest:.2g}") or 1.0  # two digits, as the log may skip the peak
         rate = _Panel(bottom + 30, 80, (first, last), [0.0, top])
         shapes += rate.grid(RATE_TICKS, lambda value: f"{value:.4g}".replace("e-0", "e-"))  # 0.004, 5e-5
         shapes.append(Words(LEFT + 4, rate.top - 4, "learning rate", MUTED_COLOR))
-        for color, curve in picture.rates:
-            shapes += rate.line(Line(curve.thinned(MOST_POINTS), color, 1.5, marker=dots(curve)))
+        for drawn in rates:
+            shapes += rate.metric(drawn, PALETTE[drawn.color] if several else RATE_COLOR, 1.5)
         bottom = rate.bottom
     for iteration in round_ticks(first, last, 8) if last > first else [first]:
         x = panel.place(iteration, panel.low)[0]

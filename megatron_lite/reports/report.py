@@ -17,9 +17,8 @@ from megatron_lite.checkpoint.names import find_checkpoints
 from megatron_lite.config.values import FLAGS
 from megatron_lite.errors import DataError, StorageError
 from megatron_lite.reports.charts import COLORS, page_data
-from megatron_lite.reports.loss_curves import format_tokens, unique_names
-from megatron_lite.reports.series import Curve
-from megatron_lite.reports.watched_run import WatchedRun, watched
+from megatron_lite.reports.series import Curve, GrowingFile
+from megatron_lite.reports.watched_run import WatchedRun, format_tokens, read_runs, title_of
 from megatron_lite.run.durable_files import replace_file
 from megatron_lite.run.progress_line import format_duration
 
@@ -34,26 +33,17 @@ MOST_WARNINGS = 20
 NAMES_OF_PAUSES = {"validation": "validations", "save": "checkpoints", "export": "exports", "samples": "samples"}
 
 
-def read_runs(folders: Sequence[Path]) -> list[WatchedRun]:
-    """Return the runs of experiment directories, with names that tell them apart.
-
-    Raises:
-        DataError: if a folder is no run, has no numbers yet, or there are too many.
-    """
-    if len(folders) > MOST_RUNS:
-        raise DataError(f"{len(folders)} runs; a report shows up to {MOST_RUNS}")
-    return [watched(folder, name[:60]) for folder, name in zip(folders, unique_names(folders), strict=True)]
-
-
 def write_report(folders: Sequence[Path], output: Path) -> None:
     """Write the page about runs.
 
     Raises:
-        DataError: if a run cannot be shown.
+        DataError: if a folder is no run, has no numbers yet, or there are too many.
         StorageError: if the file cannot be written.
     """
     if not output.name:
         raise StorageError(f"cannot write {output}: it is a folder; choose another --output")
+    if len(folders) > MOST_RUNS:
+        raise DataError(f"{len(folders)} runs; a report shows up to {MOST_RUNS}")
     text = page(read_runs(folders))
     try:
         replace_file(output, text.encode())
@@ -63,7 +53,7 @@ def write_report(folders: Sequence[Path], output: Path) -> None:
 
 def page(runs: Sequence[WatchedRun]) -> str:
     """Return the whole page."""
-    title = runs[0].name if len(runs) == 1 else f"{len(runs)} runs"
+    title = title_of(runs)
     data = page_data(runs)
     # "<" would end the script element early, wherever the text came from.
     embedded = json.dumps(data, separators=(",", ":"), allow_nan=False).replace("<", "\\u003c")
@@ -148,13 +138,12 @@ def _tiles(run: WatchedRun) -> Iterator[_Tile]:
 
 def _comparison(runs: Sequence[WatchedRun]) -> str:
     tiles = [{tile.name: " ".join(tile[1:]).strip() for tile in _tiles(run)} for run in runs]
-    head = "".join(
-        f'<th><span style="color:var(--s{number % COLORS})">{escape(run.name)}</span></th>'
-        for number, run in enumerate(runs)
-    )
+    head = [
+        f'<span style="color:var(--s{number % COLORS})">{escape(run.name)}</span>' for number, run in enumerate(runs)
+    ]
     names = dict.fromkeys(name for found in tiles for name in found)
     rows = [[name, *(found.get(name, "") for found in tiles)] for name in names]
-    return f'<div class="card scroll"><table><tr><th></th>{head}</tr>{_rows(rows)}</table></div>'
+    return _table(["", *head], rows)
 
 
 # -- charts --------------------------------------------------------------------------------------------------------
@@ -206,22 +195,20 @@ def _sections(runs: Sequence[WatchedRun]) -> Iterator[str]:
                 yield f"<{tag}>{title}</{tag}>{content}"
 
 
-def _rows(rows: Sequence[Sequence[str]]) -> str:
-    return "".join("<tr>" + "".join(f"<td>{escape(cell)}</td>" for cell in row) + "</tr>" for row in rows)
-
-
 def _table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
-    titles = "".join(f"<th>{escape(title)}</th>" for title in head)
-    return f'<div class="card scroll"><table><tr>{titles}</tr>{_rows(rows)}</table></div>' if rows else ""
+    """Return a table; empty without rows. head: HTML."""
+    titles = "".join(f"<th>{title}</th>" for title in head)
+    lines = "".join("<tr>" + "".join(f"<td>{escape(cell)}</td>" for cell in row) + "</tr>" for row in rows)
+    return f'<div class="card scroll"><table><tr>{titles}</tr>{lines}</table></div>' if rows else ""
 
 
 def _samples(root: Path) -> str:
     """Show the newest samples."""
-    line = _last_line(root / SAMPLES_FILE)
+    file = GrowingFile(root / SAMPLES_FILE, LONGEST_SAMPLES_LINE_BYTES)
     try:
-        record = json.loads(line)
+        record = json.loads([line for line in (*file.new_lines(), file.rest) if line.strip()][-1])
         samples = [sample for sample in record["samples"] if isinstance(sample, dict)][:MOST_SAMPLES]
-    except (ValueError, KeyError, TypeError, RecursionError):
+    except (OSError, ValueError, LookupError, TypeError, RecursionError):
         return ""
     parts = []
     for sample in samples:
@@ -229,17 +216,6 @@ def _samples(root: Path) -> str:
         note = f"<small>iteration {escape(_number(record.get('iteration')))}</small>"
         parts.append(f'<div class="card sample">{note}<b>{escape(prompt)}</b>{escape(text)}</div>')
     return "".join(parts)
-
-
-def _last_line(path: Path) -> bytes:
-    try:
-        with path.open("rb") as file:
-            size = file.seek(0, os.SEEK_END)
-            file.seek(max(size - LONGEST_SAMPLES_LINE_BYTES, 0))
-            lines = [line for line in file.read().split(b"\n") if line.strip()]
-    except OSError:
-        return b""
-    return lines[-1] if lines else b""
 
 
 def _timing(run: WatchedRun) -> str:

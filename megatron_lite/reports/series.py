@@ -1,7 +1,6 @@
 """metrics.jsonl read back: curves, starts and dropped updates of a run, which may still be running.
 
-The file is opened by its path and read with plain reads each time, which works on a network file system. A start of the
-run that repeats iterations replaces everything that earlier starts logged from there on.
+A start of the run that repeats iterations replaces everything that earlier starts logged from there on.
 """
 
 from __future__ import annotations
@@ -10,7 +9,8 @@ import json
 import math
 import os
 from array import array
-from collections.abc import Iterator
+from collections import defaultdict
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -77,6 +77,47 @@ def sparkline(values: NDArray[np.float64], width: int, unicode: bool = True) -> 
     return "".join(" " if mean is None else blocks[round((mean - low) * scale)] for mean in means)
 
 
+def printable(text: str) -> str:
+    """Return the text with a question mark for each control character."""
+    return "".join(char if char.isprintable() else "?" for char in text)
+
+
+class GrowingFile:
+    """The lines that a program appends to a file.
+
+    The file is opened by its path, read and closed each time, which works on a network file system.
+
+    newest: the largest number of bytes to read at a time, from the end; None: all.
+    """
+
+    def __init__(self, path: Path, newest: int | None = None) -> None:
+        self.path, self._newest = path, newest
+        self._identity: tuple[int, int] | None = None  # device and inode
+        self._offset = 0
+        self.rest = b""  # a last line without its line break
+
+    def new_lines(self, replaced: Callable[[], None] = lambda: None) -> Iterator[bytes]:
+        """Yield the complete new lines. A file that was replaced or became shorter is read anew, after `replaced()`.
+
+        Raises:
+            OSError: if the file cannot be read.
+        """
+        with self.path.open("rb") as file:
+            status = os.fstat(file.fileno())
+            identity = (status.st_dev, status.st_ino)
+            if self._identity != identity or status.st_size < self._offset:
+                self._identity, self._offset, self.rest = identity, 0, b""
+                replaced()
+            if self._newest is not None and status.st_size - self._offset > self._newest:
+                self._offset, self.rest = status.st_size - self._newest, b""
+            file.seek(self._offset)
+            while chunk := file.read(CHUNK_BYTES):
+                self._offset += len(chunk)
+                *lines, self.rest = (self.rest + chunk).split(b"\n")
+                yield from lines
+                self.rest = self.rest[: LONGEST_LINE_BYTES + 1]
+
+
 @dataclass(frozen=True)
 class RunStart:
     """One start of a run, as its first record shows it."""
@@ -94,50 +135,34 @@ class Metrics:
     """
 
     def __init__(self, experiment_dir: Path) -> None:
-        self.experiment_dir, self.path = experiment_dir, experiment_dir / METRICS_FILE
+        self.path = experiment_dir / METRICS_FILE
+        self._file = GrowingFile(self.path)
         self._clear()
 
     def _clear(self) -> None:
         self.starts: list[RunStart] = []
         self.dropped: dict[int, str] = {}  # why updates up to an iteration were dropped
         self.last: dict[str, dict[str, Any]] = {}  # newest record of each phase
-        self._columns: dict[tuple[str, str], tuple[array[int], array[float]]] = {}  # 16 bytes a number
-        self._file: tuple[int, int] | None = None  # device and inode
-        self._offset, self._rest = 0, b""
+        self._columns: dict[tuple[str, str], tuple[array[int], array[float]]]  # 16 bytes a number
+        self._columns = defaultdict(lambda: (array("q"), array("d")))
 
-    def update(self) -> bool:
-        """Read what is new; a file that was replaced or became shorter is read anew. Return whether anything is new.
+    def update(self) -> None:
+        """Read what is new.
 
         Raises:
             DataError: if the file cannot be read, or is no metrics.jsonl.
         """
         try:
-            with self.path.open("rb") as file:
-                status = os.fstat(file.fileno())
-                if self._file != (status.st_dev, status.st_ino) or status.st_size < self._offset:
-                    self._clear()
-                    self._file = (status.st_dev, status.st_ino)
-                before = self._offset
-                for line in self._new_lines(file):
-                    self._add_line(line)
+            for line in self._file.new_lines(self._clear):
+                self._add_line(line)
         except OSError as error:
             fix = "give the --experiment_dir of a run that has started training"
             raise DataError(f"cannot read {self.path}: {error.strerror}; {fix}") from None
-        return self._offset > before
-
-    def _new_lines(self, file: Any) -> Iterator[bytes]:
-        """Yield the complete new lines; the last, if it is not complete yet, waits for the next call."""
-        file.seek(self._offset)
-        while chunk := file.read(CHUNK_BYTES):
-            self._offset += len(chunk)
-            *lines, self._rest = (self._rest + chunk).split(b"\n")
-            yield from lines
-            self._rest = self._rest[: LONGEST_LINE_BYTES + 1]
 
     def take_last_line(self) -> None:
         """Take a last line that lacks only its line break."""
-        self._add_line(self._rest)
-        self._rest = b""
+        self._add_line(self._file.rest)
+        self._file.rest = b""
 
     def _add_line(self, line: bytes) -> None:
         """Take a line, unless it is not a record, such as a torn line."""
@@ -165,11 +190,9 @@ class Metrics:
             self.dropped[iteration] = record["skip_reason"]
         for name, value in record.items():
             if (number := _number(value)) is not None:
-                column = self._columns.get((phase, name))
-                if column is None:
-                    column = self._columns[phase, name] = (array("q"), array("d"))
-                column[0].append(iteration)
-                column[1].append(number)
+                iterations, values = self._columns[phase, name]
+                iterations.append(iteration)
+                values.append(number)
         if len(self._columns) > MOST_NAMES:
             raise DataError(f"{self.path} has more than {MOST_NAMES:,} names of numbers; it is no {METRICS_FILE}")
 

@@ -8,7 +8,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
-from megatron_lite.reports.series import sparkline
+from megatron_lite.reports.series import printable, sparkline
 from megatron_lite.reports.watched_run import SavedFolder, WatchedRun
 from megatron_lite.run.experiment import DEAD_AFTER_S
 from megatron_lite.run.progress_line import format_duration
@@ -175,7 +175,7 @@ def _float(value: Any) -> float | None:
 
 def _cut(line: str, width: int, unicode: bool) -> str:
     """Return the line without control characters, which a terminal would obey, and cut to the width."""
-    line = "".join(char if char.isprintable() else "?" for char in line).rstrip()
+    line = printable(line).rstrip()
     if not unicode:
         line = line.encode("ascii", "replace").decode()
     end = "…" if unicode else "..."

@@ -1,7 +1,6 @@
 """A run as its folder shows it, also while it is running: metrics, endings, checkpoints, warnings.
 
-Nothing here takes a lock, maps a file or waits for the kernel to report changes: every file is opened by its path, read
-and closed again, which works on a network file system.
+Nothing here takes a lock, maps a file or waits for the kernel to report changes: see `GrowingFile`.
 """
 
 from __future__ import annotations
@@ -10,16 +9,19 @@ import contextlib
 import os
 import re
 from collections import deque
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from megatron_lite.checkpoint.names import MANIFEST_NAME, find_checkpoints, parse_json, read_bytes
 from megatron_lite.errors import DataError
-from megatron_lite.reports.series import Metrics, read_run
+from megatron_lite.reports.series import GrowingFile, Metrics, printable, read_run
 from megatron_lite.run.exit_status import EXIT_FILE
 from megatron_lite.run.experiment import LOCK_FILE, newest_run
 
+RANK_0_LOG = "logs/logs_rank_000.txt"  # in the folder of a start
 MOST_WARNINGS = 20
+LONGEST_NAME = 60
 LARGEST_JSON_BYTES = LARGEST_READ_BYTES = 2**20
 # The start of a line of the log file, with or without --log_timestamps.
 _WARNING = re.compile(rb"(?:[0-9-]{10} [0-9:,]{8,12} )?(?:WARNING|ERROR): (.*)")
@@ -46,7 +48,7 @@ class WatchedRun:
         self.checkpoints: list[SavedFolder] = []  # newest first
         self.exports: list[SavedFolder] = []
         self.warnings: deque[str] = deque(maxlen=MOST_WARNINGS)  # of the newest start
-        self._log_offset, self._log_rest = 0, b""
+        self._log = GrowingFile(self._of_start(RANK_0_LOG), LARGEST_READ_BYTES)
 
     def update(self, now_s: float) -> None:
         """Read what is new. Never fails: what cannot be read is left as it was, or empty.
@@ -62,13 +64,15 @@ class WatchedRun:
         with contextlib.suppress(OSError):
             start = newest_run(self.root)
             if start != self.start:
-                self.start, self._log_offset, self._log_rest = start, 0, b""
+                self.start = start
+                self._log = GrowingFile(self._of_start(RANK_0_LOG), LARGEST_READ_BYTES)
                 self.warnings.clear()
         self._see_heartbeat(now_s)
         self.checkpoints = _saved(self.root / "checkpoints", MANIFEST_NAME)
         self.exports = _saved(self.root / "export", "")
         with contextlib.suppress(OSError):
-            self._read_log(self._of_start("logs/logs_rank_000.txt"))
+            matches = map(_WARNING.match, self._log.new_lines())
+            self.warnings += (match[1].decode("utf-8", "replace") for match in matches if match)
 
     def _see_heartbeat(self, now_s: float) -> None:
         """Read the heartbeat. A new one counts from now: the file server may have another clock."""
@@ -91,22 +95,6 @@ class WatchedRun:
             return value if isinstance(value, dict) else {}
         return {}
 
-    def _read_log(self, path: Path) -> None:
-        """Take the warnings from the new lines of a log file; of a long one, only from its end."""
-        with path.open("rb") as file:
-            size = os.fstat(file.fileno()).st_size
-            if size < self._log_offset:  # another file
-                self._log_offset, self._log_rest = 0, b""
-            if size - self._log_offset > LARGEST_READ_BYTES:
-                self._log_offset, self._log_rest = size - LARGEST_READ_BYTES, b""
-            file.seek(self._log_offset)
-            data = file.read(LARGEST_READ_BYTES)
-        self._log_offset += len(data)
-        *lines, self._log_rest = (self._log_rest + data).split(b"\n")
-        for line in lines:
-            if match := _WARNING.match(line):
-                self.warnings.append(match[1].decode("utf-8", "replace"))
-
 
 def _saved(root: Path, file: str) -> list[SavedFolder]:
     """Return the folders named after iterations, with the modification time of a file in them, newest first."""
@@ -128,3 +116,26 @@ def watched(folder: Path, name: str = "") -> WatchedRun:
     run.metrics = read_run(folder)
     run.update(0.0)
     return run
+
+
+def read_runs(folders: Sequence[Path]) -> list[WatchedRun]:
+    """Return the runs of experiment directories as `watched` does, with their parents' names where names are equal."""
+    names = [folder.absolute().name for folder in folders]
+    unique = [
+        name if names.count(name) == 1 else str(Path(*folder.absolute().parts[-2:]))
+        for folder, name in zip(folders, names, strict=True)
+    ]
+    return [watched(folder, printable(name[:LONGEST_NAME])) for folder, name in zip(folders, unique, strict=True)]
+
+
+def title_of(runs: Sequence[WatchedRun]) -> str:
+    """Return the title of a page or picture of these runs."""
+    return runs[0].name if len(runs) == 1 else f"{len(runs)} runs"
+
+
+def format_tokens(tokens: int) -> str:
+    """Format 1234567 as 1.23M."""
+    for size, letter in ((1e12, "T"), (1e9, "B"), (1e6, "M"), (1e3, "k")):
+        if tokens >= size:
+            return f"{tokens / size:.3g}{letter}"
+    return str(tokens)

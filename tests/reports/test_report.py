@@ -14,7 +14,8 @@ from typing import Any
 import pytest
 
 from megatron_lite.errors import DataError, StorageError
-from megatron_lite.reports.report import MOST_FOLDERS, REPORT_FILE, page, read_runs, write_report
+from megatron_lite.reports.report import MOST_FOLDERS, REPORT_FILE, page, write_report
+from megatron_lite.reports.watched_run import read_runs
 from scripts import report_run
 from tests.support.launch import TINY, run
 

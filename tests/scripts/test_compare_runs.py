@@ -13,11 +13,13 @@ from typing import Any
 import pytest
 
 from megatron_lite.reports.comparison import (
+    MEMORY,
+    SPEEDS,
     compare_losses,
-    compare_memory,
+    compare_numbers,
     compare_options,
-    compare_speeds,
     median_speed,
+    peak,
 )
 from megatron_lite.reports.series import read_run
 from scripts import compare_runs as script
@@ -114,12 +116,13 @@ def test_losses_are_compared_at_common_iterations(tmp_path: Path) -> None:
     one = read_run(run("one", {5: 9.0, 10: 4.0, 20: 2.0, 30: 1.0, 40: None}))
     other = read_run(run("two", {10: 4.0, 20: 2.2, 25: 9.0, 30: 1.3, 40: None, 50: 0.5}))
     (loss,) = compare_losses(one, other)
-    assert loss.common == 4 and loss.largest_iteration == 30
-    assert loss.median == pytest.approx(0.05) and loss.largest == pytest.approx(0.3)
-    assert math.isnan(loss.first) and (loss.second, loss.second_iteration) == (0.5, 50)
+    assert loss.differences.iterations.tolist() == [10, 20, 30, 40]
+    assert loss.differences.values == pytest.approx([0, 0.1, 0.3, 0]) and loss.largest == (pytest.approx(0.3), 30)
+    ends = [float(cell.split()[0]) for cell in script.loss_row(loss)[1:3]]
+    assert math.isnan(ends[0]) and ends[1] == 0.5 and script.loss_row(loss)[4] == "5.00e-02"
     lost = read_run(run("three", {10: 4.0, 20: None}))
     (loss,) = compare_losses(one, lost)
-    assert (loss.largest, loss.largest_iteration) == (math.inf, 20)
+    assert loss.largest == (math.inf, 20)
 
 
 def test_the_first_line_of_a_start_is_no_speed(tmp_path: Path) -> None:
@@ -132,8 +135,8 @@ def test_the_first_line_of_a_start_is_no_speed(tmp_path: Path) -> None:
     assert median_speed(read_run(write(tmp_path / "two_starts", records=records)), "tokens_per_sec_per_gpu") == 101.0
     run = read_run(write(tmp_path / "one_line", records=records[:1]))
     assert median_speed(run, "tokens_per_sec_per_gpu") == 1.0 and math.isnan(median_speed(run, "mfu"))
-    assert [row.name for row in compare_speeds(run, run)] == ["tokens_per_sec_per_gpu"]
-    assert not [*compare_memory(run, run)]
+    assert [row.label for row in compare_numbers(SPEEDS, median_speed, run, run)] == ["tokens/s/device"]
+    assert not [*compare_numbers(MEMORY, peak, run, run)]
 
 
 def test_runs_that_cannot_be_compared_are_one_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

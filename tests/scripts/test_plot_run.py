@@ -7,8 +7,8 @@ import xml.etree.ElementTree as ElementTree
 import numpy as np
 import pytest
 
-from megatron_lite.reports.loss_curves import MOST_POINTS, RUN_COLORS, lines, read_picture, round_ticks
-from megatron_lite.reports.picture import Stroke, Words, draw, to_figure, to_svg
+from megatron_lite.reports.charts import LOSSES, POINTS, draw_chart
+from megatron_lite.reports.picture import PALETTE, Stroke, Words, draw, read_losses, round_ticks, to_figure, to_svg
 from megatron_lite.reports.series import Curve, sparkline
 from scripts import plot_run as script
 
@@ -53,7 +53,7 @@ def test_learning_rate_axis_can_be_read(peak, tmp_path):
     run = write_run(tmp_path / "run", 0)
     lines = [{"phase": "training", "iteration": 1 + i, "loss": 2.0, "learning_rate": peak * i / 40} for i in range(41)]
     (run / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
-    words = [shape for shape in draw(read_picture([run], [])).shapes if isinstance(shape, Words)]
+    words = [shape for shape in draw(read_losses([run]), []).shapes if isinstance(shape, Words)]
     shown = [text.text for text in words if 436 < text.y < 536 and text.anchor == "end"]
     values = [float(text) for text in shown]
     assert 3 <= len(values) <= 7 and len(set(values)) == len(values) and values[0] == 0, shown
@@ -64,7 +64,7 @@ def test_learning_rate_axis_can_be_read(peak, tmp_path):
 def test_matplotlib_draws_what_the_svg_shows(num_lines, tmp_path):
     """Every line, area and word of the one drawing, in its color and place; formulas are text."""
     pytest.importorskip("matplotlib", reason="matplotlib is not installed")
-    drawing = draw(read_picture([write_run(tmp_path / "run_$x^2$", num_lines, averaged=0.1)], [("_a=$b", 5.5)]))
+    drawing = draw(read_losses([write_run(tmp_path / "run_$x^2$", num_lines, averaged=0.1)]), [("_a=$b", 5.5)])
     figure = to_figure(drawing)
     figure.canvas.draw()
     (axes,) = figure.axes
@@ -101,8 +101,8 @@ def test_losses_that_are_not_finite_are_left_out(tmp_path, no_matplotlib):
     run = write_run(tmp_path / "run", 3)
     with (run / "metrics.jsonl").open("a") as file:
         file.write('{"phase": "training", "iteration": 99, "loss": null}\n{"phase": "training", "iter')
-    (line, _) = lines(read_picture([run], []))
-    assert line.curve.iterations.tolist() == [1, 11, 21]
+    (drawn, _) = draw_chart(LOSSES, read_losses([run]))
+    assert drawn.curve.iterations.tolist() == [1, 11, 21]
     assert script.main([str(run)]) == 0
 
 
@@ -182,12 +182,12 @@ def test_runs_are_laid_over_each_other(with_matplotlib, tmp_path, capsys, reques
     assert output.is_file() and f"loss curve: {output}" in out and "\x1b" not in out
     names = ["a/$x^2$_run", "b/$x^2$_run", "_<c>?"]
     assert [line for line in out.splitlines() if "loss" not in line and "matplotlib" not in line] == names
-    shapes = draw(read_picture([first, second, third], [])).shapes
+    shapes = draw(read_losses([first, second, third]), []).shapes
     texts = [shape.text for shape in shapes if isinstance(shape, Words)]
     assert texts[:5] == ["3 runs", "training solid · validation dashed · averaged weights dotted", *names]
     strokes = [shape for shape in shapes if isinstance(shape, Stroke) and not shape.filled]
-    drawn = [stroke.color for stroke in strokes if stroke.color in RUN_COLORS]
-    assert [set(drawn[:-3]), set(drawn[-3:])] == [set(RUN_COLORS[:3])] * 2
+    drawn = [stroke.color for stroke in strokes if stroke.color in PALETTE]
+    assert [set(drawn[:-3]), set(drawn[-3:])] == [set(PALETTE[:3])] * 2
 
 
 def test_long_runs_give_small_pictures(tmp_path):
@@ -195,12 +195,12 @@ def test_long_runs_give_small_pictures(tmp_path):
     run = write_run(tmp_path / "run", 20_000, validation=False)
     with (run / "metrics.jsonl").open("a") as file:
         file.write('{"phase": "training", "iteration": 300000, "loss": 50.0}\n')
-    raw, smoothed = lines(read_picture([run], []))
-    assert max(len(raw.curve), len(smoothed.curve)) <= MOST_POINTS and raw.curve.values.max() == 50.0
-    assert len(to_svg(draw(read_picture([run], [])))) < 120_000
+    ((raw, smoothed),) = (drawn.lines for drawn in draw_chart(LOSSES, read_losses([run])))
+    assert max(len(raw), len(smoothed)) <= POINTS and raw.values.max() == 50.0
+    assert len(to_svg(draw(read_losses([run]), []))) < 120_000
 
 
 def test_too_many_runs_are_a_usage_error(tmp_path, capsys):
     run = write_run(tmp_path / "run", 3)
-    assert script.main([str(run)] * (len(RUN_COLORS) + 1)) == 2
+    assert script.main([str(run)] * (len(PALETTE) + 1)) == 2
     assert "up to 8" in capsys.readouterr().err
