@@ -38,7 +38,7 @@ from megatron_lite.monitor.metrics import LogWindow, known_peak_tflops
 from megatron_lite.monitor.step_timer import StepTimer
 from megatron_lite.monitor.tensor_debug import TensorDebugger, open_debugger
 from megatron_lite.monitor.trackers import Trackers, check_trackers, open_trackers
-from megatron_lite.monitor.watch.watch import Watch, open_watch
+from megatron_lite.monitor.watch import Watch, open_watch
 from megatron_lite.optimizer.optimizer import Optimizer, rule_of
 from megatron_lite.optimizer.rules import muon
 from megatron_lite.planner.auto import device_memory_bytes, library_of_products, resolve_auto
@@ -149,7 +149,7 @@ def build(
         peak_tflops = known_peak_tflops(torch.cuda.get_device_name(distributed.device))
     run.timer = StepTimer(config, distributed.world_size, run.iteration, peak_tflops)
     run.console = ConsoleLines(distributed.device.type)
-    run.watch = open_watch(config, run.model, run.optimizer.loss_scale.scale, distributed, run.trackers)
+    run.watch = open_watch(config, run.model, run.optimizer.loss_scale.scale, distributed, run.trackers.log)
     run.saved_s = time.monotonic()
     return run
 

@@ -11,7 +11,7 @@ from megatron_lite.errors import EXIT_PREEMPTED, UsageError
 from megatron_lite.monitor.logging import start_logging, stop_logging
 from megatron_lite.monitor.trackers import check_trackers, open_trackers, read_metrics
 from megatron_lite.monitor.trackers.tensorboard_tracker import TensorBoardTracker
-from megatron_lite.monitor.watch.results import Histogram, Summary, Watched
+from megatron_lite.monitor.watch import Histogram, Summary, Watched
 
 pytest.importorskip("tensorboard", reason="tensorboard is not installed")
 CONFIG = Config(tracking=TrackingConfig(trackers=("jsonl", "tensorboard")))

@@ -15,7 +15,7 @@ import pytest
 from megatron_lite.config import Config, RunConfig, TrackingConfig
 from megatron_lite.monitor.logging import start_logging, stop_logging
 from megatron_lite.monitor.trackers import open_trackers, read_metrics, wandb_tracker
-from megatron_lite.monitor.watch.results import Histogram, Summary, Watched
+from megatron_lite.monitor.watch import Histogram, Summary, Watched
 from tests.support import launch
 from tests.support.wandb_server import WandbServer
 

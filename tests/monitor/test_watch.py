@@ -13,8 +13,7 @@ from torch import Tensor
 from megatron_lite.config import Config, TrackingConfig
 from megatron_lite.distributed.process_group import Distributed
 from megatron_lite.monitor.trackers import open_trackers, read_metrics
-from megatron_lite.monitor.watch.results import BINS, EDGES, Histogram, Summary, Watched
-from megatron_lite.monitor.watch.watch import Watch, bin_places, summarize
+from megatron_lite.monitor.watch import BINS, EDGES, Histogram, Summary, Watch, Watched, bin_places, summarize
 from tests.support import launch
 from tests.support.engine_runs import Engine
 from tests.support.harness import run_distributed
@@ -39,7 +38,7 @@ class Recorder:
 def watch(engine: Engine, options: TrackingConfig = EVERYTHING) -> tuple[Watch, Recorder]:
     recorder = Recorder()
     scale = engine.optimizer.loss_scale.scale
-    return Watch(options, 20, engine.model.stages, scale, engine.ranks, recorder), recorder  # type: ignore[arg-type]
+    return Watch(options, 20, engine.model.stages, scale, engine.ranks, recorder.log), recorder  # type: ignore[arg-type]
 
 
 def full(engine: Engine, kind: str) -> dict[str, Tensor]:

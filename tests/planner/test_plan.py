@@ -15,7 +15,7 @@ from megatron_lite.kernels.choice import choose_kernels
 from megatron_lite.model.block import Block
 from megatron_lite.model.gpt import model_layers
 from megatron_lite.model.layer import MicroBatch
-from megatron_lite.monitor.watch.watch import open_watch
+from megatron_lite.monitor.watch import open_watch
 from megatron_lite.optimizer.optimizer import rule_of
 from megatron_lite.planner import plan
 from megatron_lite.planner.plan import SimulatedGroup, make_plan, planned_model

@@ -13,7 +13,7 @@ import os
 import shutil
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, cast
 
@@ -29,6 +29,7 @@ from megatron_lite.monitor.profiling.schedule_times import (
     DeviceClock,
     HostClock,
     ScheduleRecorder,
+    iterations_in_words,
     range_name,
 )
 from megatron_lite.run.durable_files import replace_file
@@ -77,12 +78,6 @@ class OperationProfile:
     def end(self) -> None:
         """End the range of an iteration, if one is open."""
         self._iteration.close()
-
-    @contextlib.contextmanager
-    def around(self, verb: str, stage: int, micro_batch: int | None) -> Iterator[None]:
-        """Give a verb of a stage its name in the trace."""
-        with record_function(range_name(verb, stage, micro_batch)):
-            yield
 
     def stop(self) -> None:
         """End the recording."""
@@ -133,7 +128,9 @@ class OperationProfile:
             yield f"{start_ms:12.3f}  {own_us[0]:12.1f}  {own_us[1]:12.1f}  {name}"
 
 
-class _WatchedStage:
+class WatchedStage:
+    """A stage whose verbs run inside blocks: named ranges, or stop watches."""
+
     def __init__(self, stage: Stage, arounds: Sequence[Around]) -> None:
         self._stage, self._arounds = stage, arounds
 
@@ -148,11 +145,6 @@ class _WatchedStage:
                 return getattr(self._stage, name)(*arguments)
 
         return watched_verb
-
-
-def watched(stage: Stage, arounds: Sequence[Around]) -> Stage:
-    """Return a stage whose verbs run inside of blocks: named ranges, or stop watches."""
-    return cast(Stage, _WatchedStage(stage, arounds))
 
 
 def open_profiles(
@@ -199,9 +191,9 @@ class Profiles:
     _done: int = 0  # iterations of this start
     _operations: OperationProfile | None = None
     _schedule: ScheduleRecorder | None = None
-    _is_active: bool = False  # beyond the warm-up
-    _iterations: list[int] = field(default_factory=list)  # done, of the profile under way
-    _finished: int = 0
+    _first: int | None = None  # iteration of the profile under way; None: warm-up
+    _last: int = 0  # iteration that is done
+    _finished: int = 0  # profiles
 
     def __post_init__(self) -> None:
         self._action = cycles(self.config)
@@ -209,13 +201,11 @@ class Profiles:
     def iteration_done(self, iteration: int) -> None:
         """End an iteration, and the profile if this was its last; prepare the next iteration. Call on every rank."""
         action = self._action(self._done)
-        self._done += 1
+        self._done, self._last = self._done + 1, iteration
         if self._schedule is not None:
             self._schedule.lap(iteration, keep=action in RECORDED)
         if self._operations is not None:
             self._operations.end()
-        if self._is_active:
-            self._iterations.append(iteration)
         if action == ProfilerAction.RECORD_AND_SAVE:
             self._finish()
         self.begin(iteration + 1)
@@ -224,7 +214,7 @@ class Profiles:
         """Write the iterations done so far of a profile under way. Call at the end, unless the run failed: other ranks
         and the device may never answer then.
         """
-        if self._iterations:
+        if self._first is not None and self._first <= self._last:
             self._finish()
         self._leave()
         if not self._finished:
@@ -240,31 +230,30 @@ class Profiles:
     def begin(self, iteration: int) -> None:
         """Prepare an iteration: start or continue what its place in the cycle asks for."""
         action = self._action(self._done)
-        if action == ProfilerAction.NONE:
-            return
-        if self._operations is None and self._schedule is None:
+        if action != ProfilerAction.NONE and self._operations is None and self._schedule is None:
             self._watch()
-        if action == ProfilerAction.WARMUP:
+        if action not in RECORDED:
             return
         if self._operations is not None:
-            if not self._is_active:
+            if self._first is None:
                 self._operations.start()
             self._operations.begin(iteration)
-        self._is_active = True
+        if self._first is None:
+            self._first = iteration
 
     def _watch(self) -> None:
         """Wrap the stages, and record collectives."""
         distributed, arounds = self.distributed, list[Around]()
         on_gpu = distributed.device.type == "cuda"
         if self.config.profile_schedule:
-            clock = DeviceClock(distributed.device, distributed.wait_for_device) if on_gpu else HostClock()
+            clock = DeviceClock(distributed.device) if on_gpu else HostClock()
             self._schedule = ScheduleRecorder(clock, self.alone_s)
             distributed.traffic.recorder = self._schedule.started
             arounds.append(self._schedule.around)
         if self.with_operations:
             self._operations = OperationProfile(self.config, distributed.device.type)
-            arounds.append(self._operations.around)
-        self.model.wrap(lambda stage: watched(stage, arounds))
+            arounds.append(lambda *place: record_function(range_name(*place)))
+        self.model.wrap(lambda stage: cast(Stage, WatchedStage(stage, arounds)))
 
     def _leave(self) -> None:
         """Unwrap the stages and stop recording."""
@@ -273,18 +262,18 @@ class Profiles:
         if self._operations is not None:
             # A gloo transfer in flight refers to the trace, whose memory is freed below.
             self.model.finish()
-            if not self._is_active:  # a warm-up without an end
+            if self._first is None:  # a warm-up without an end
                 self._operations.start()
             self._operations.stop()
-        self._operations = self._schedule = None
-        self._is_active, self._iterations = False, []
+        self._operations = self._schedule = self._first = None
 
     def _finish(self) -> None:
         """End the profile under way and write its results; a full disk costs the results, not the run."""
-        operations, schedule, first, last = self._operations, self._schedule, self._iterations[0], self._iterations[-1]
+        operations, schedule, first = self._operations, self._schedule, self._first
+        assert first is not None
         self._leave()
         self._finished += 1
-        words = f"iterations {first}-{last}" if last > first else f"iteration {first}"
+        words = iterations_in_words(first, self._last)
         rank, world_size = self.distributed.rank, self.distributed.world_size
         name = f"{words.replace(' ', '_')}_rank_{rank:03d}"
         written: list[Path] = []
@@ -293,6 +282,7 @@ class Profiles:
                 written += self._write(f"{name}.trace.json.gz", operations.write_trace)
             for kind, text in operations.tables().items():
                 written += self._table(f"{name}.{kind}.txt", text)
+        self.distributed.wait_for_device()
         if schedule is not None and (times := schedule.take()):
             self.logger.info(schedule_report.summary(times))
             written += self._table(f"{name}.schedule.txt", schedule_report.tables(times, rank, world_size))

@@ -16,6 +16,7 @@ from megatron_lite.monitor.profiling.schedule_times import (
     TimedVerb,
     Transfer,
     hid_behind,
+    iterations_in_words,
     parts,
     range_name,
 )
@@ -82,8 +83,7 @@ def summary(profile: Sequence[IterationTimes]) -> str:
 
 def iterations_of(profile: Sequence[IterationTimes]) -> str:
     """Return the iterations of a profile in words."""
-    first, last = profile[0].iteration, profile[-1].iteration
-    return f"iteration {first}" if first == last else f"iterations {first}-{last}"
+    return iterations_in_words(profile[0].iteration, profile[-1].iteration)
 
 
 def tables(profile: Sequence[IterationTimes], rank: int, world_size: int) -> str:

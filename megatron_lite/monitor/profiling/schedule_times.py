@@ -21,7 +21,7 @@ import contextlib
 import itertools
 import math
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -39,6 +39,11 @@ def range_name(verb: str, stage: int | None, micro_batch: int | None = None) -> 
     if stage is None:
         return verb
     return f"{verb} stage {stage}" + ("" if micro_batch is None else f", micro-batch {micro_batch}")
+
+
+def iterations_in_words(first: int, last: int) -> str:
+    """Return `iteration 3` or `iterations 3-4`."""
+    return f"iteration {first}" if first == last else f"iterations {first}-{last}"
 
 
 @dataclass
@@ -179,20 +184,15 @@ class HostClock:
 
 
 class DeviceClock(HostClock):
-    """The clock of a GPU's compute stream.
+    """The clock of a GPU's compute stream."""
 
-    wait_for_device: waits for everything queued so far, with a time-out.
-    """
-
-    def __init__(self, device: torch.device, wait_for_device: Callable[[], None]) -> None:
-        self._wait_for_device, self._side = wait_for_device, torch.cuda.Stream(device)
-        self._origin, self._is_read = self.mark(), False
+    def __init__(self, device: torch.device) -> None:
+        self._origin, self._side = self.mark(), torch.cuda.Stream(device)
 
     def mark(self) -> Mark:
         """Record an event on the current stream."""
         event = torch.cuda.Event(enable_timing=True)
         event.record()
-        self._is_read = False
         return event
 
     def arrival(self, work: Handle) -> Mark | None:
@@ -202,11 +202,8 @@ class DeviceClock(HostClock):
             return self.mark()
 
     def seconds(self, mark: Mark) -> float:
-        """Return the seconds since the clock was made; the first call after a mark waits for the device."""
-        if not self._is_read:
-            self._wait_for_device()
-            self._is_read = True
-        mark.synchronize()  # on the other stream: reached before the compute stream continued
+        """Return the seconds since the clock was made. Waits for the mark."""
+        mark.synchronize()
         return float(self._origin.elapsed_time(mark)) / 1e3
 
 
@@ -258,7 +255,7 @@ class ScheduleRecorder:
         self._current = IterationTimes(0, end)
 
     def take(self) -> list[IterationTimes]:
-        """Return the iterations that were kept, in seconds. On a GPU, wait for it."""
+        """Return the iterations that were kept, in seconds. Call after the device has done its work."""
         seconds, kept = self._clock.seconds, self._kept
         # Collectives without a wait so far were posted last, and may still be under way.
         waited = [(transfer, arrival) for transfer, arrival in self._posted if transfer.done_s != math.inf]

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from megatron_lite.monitor.logging import AppendFile, get_logger
-from megatron_lite.monitor.watch.results import Watched
+from megatron_lite.monitor.watch import Watched
 from megatron_lite.run.exit_status import METRICS_FILE as METRICS_FILE
 
 WATCH_FILE = "watch.jsonl"

@@ -15,7 +15,7 @@ from megatron_lite.monitor.trackers.metrics_file import METRICS_FILE, WATCH_FILE
 from megatron_lite.monitor.trackers.queued_tracker import QueuedTracker
 from megatron_lite.monitor.trackers.tensorboard_tracker import TensorBoardTracker
 from megatron_lite.monitor.trackers.wandb_tracker import WandbTracker, read_key, send_no_error_reports, why_offline
-from megatron_lite.monitor.watch.results import Watched
+from megatron_lite.monitor.watch import Watched
 
 TENSORBOARD_FOLDER = "tensorboard"
 _PACKAGES = ("wandb", "tensorboard")  # trackers that are packages of this name

@@ -9,7 +9,7 @@ from typing import Any
 
 from megatron_lite.errors import EXIT_PREEMPTED
 from megatron_lite.monitor.logging import get_logger
-from megatron_lite.monitor.watch.results import Watched
+from megatron_lite.monitor.watch import Watched
 
 STOPPED_LIMIT_S = 5.0
 MAX_QUEUED_RECORDS = 1000

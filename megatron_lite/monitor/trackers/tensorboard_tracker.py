@@ -10,7 +10,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from megatron_lite.monitor.trackers.queued_tracker import QueuedTracker, numbers_of
-from megatron_lite.monitor.watch.results import Watched
+from megatron_lite.monitor.watch import Watched
 
 CLOSE_TIMEOUT_S = 20
 FLUSH_S = 10  # at most this much is missing on the page of a run under way, or after a kill

@@ -28,7 +28,7 @@ from megatron_lite.errors import EXIT_PREEMPTED, UsageError
 from megatron_lite.monitor.logging import get_logger
 from megatron_lite.monitor.metric_lines import format_record
 from megatron_lite.monitor.trackers.queued_tracker import QueuedTracker, numbers_of
-from megatron_lite.monitor.watch.results import Watched
+from megatron_lite.monitor.watch import Watched
 from megatron_lite.run.durable_files import replace_file
 
 INIT_TIMEOUT_S = 8  # of the run online; offline it begins within 10 s

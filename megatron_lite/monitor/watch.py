@@ -1,0 +1,363 @@
+"""--watch: statistics of gradients, weights, updates and optimizer state every few iterations, on the shards.
+
+Each rank summarizes its slices of the parameters on its device, without elements that count on another rank. One gather
+at the end of the step joins the ranks; rank 0 reads the result and sends it to the trackers. Other steps do nothing.
+Results do not depend on the ZeRO stage: sums are in fp64, counts are exact.
+
+    grads       before the update: summed over micro-batches and ranks, without the loss scale, before clipping
+    params      the weights after the update
+    updates     weights after minus weights before
+    exp_avg...  the optimizer's state after the update, by its name
+
+Frozen parameters have none of these. Updates need the old weights, of one stage's shard at a time, in a buffer as large
+as the largest shard (4 bytes per element), which is allocated once.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any, NamedTuple, cast
+
+import torch
+from torch import Tensor
+
+from megatron_lite.config import Config, TrackingConfig
+from megatron_lite.distributed.process_group import Distributed
+from megatron_lite.kernels.gradient_norm import squared_norm
+from megatron_lite.kernels.weight_shard import chunk_bounds
+from megatron_lite.parameter import Parameter
+from megatron_lite.zero.flat_shard import FlatShard
+from megatron_lite.zero.multi_stage import MultiStage
+from megatron_lite.zero.stage import Stage
+
+Updated = Callable[[Stage], None]
+Log = Callable[[Mapping[str, Any], "Watched"], None]
+SQUARED = "exp_avg_sq"  # optimizer state whose elements are squares
+_BIAS, _EXPONENTS = 127, 256  # of fp32
+# A histogram counts elements by sign and binary exponent: edges are powers of two on both sides of zero.
+LOWEST, HIGHEST = -64, 16  # exponents of the smallest and largest edges
+SIDE = HIGHEST - LOWEST  # bins on each side of the one around zero
+BINS = 2 * SIDE + 1
+EDGES = (
+    *(-(2.0**power) for power in range(HIGHEST, LOWEST - 1, -1)),
+    *(2.0**power for power in range(LOWEST, HIGHEST + 1)),
+)
+
+
+class Summary(NamedTuple):
+    """Statistics of all elements of a tensor, or of several together."""
+
+    norm: float
+    rms: float  # root of the mean square
+    largest: float  # absolute value
+    zeros: float  # share of the elements
+
+
+@dataclass(frozen=True)
+class Histogram:
+    """Numbers of elements between fixed edges; the first and last bins include everything beyond the edges."""
+
+    counts: Sequence[int]
+    edges: Sequence[float]  # one more than counts
+    squares: float  # sum over all elements
+
+    def trimmed(self) -> tuple[int, Sequence[int]]:
+        """Return the first bin in use, and the counts from there to the last bin in use."""
+        used = [place for place, count in enumerate(self.counts) if count] or [0]
+        return used[0], self.counts[used[0] : used[-1] + 1]
+
+    def proto_fields(self) -> dict[str, Any]:
+        """Return the fields of TensorBoard's HistogramProto, without empty bins at both ends."""
+        first, counts = self.trimmed()
+        edges = self.edges[first : first + len(counts) + 1]
+        middles = ((low + high) / 2 for low, high in zip(edges, edges[1:], strict=False))
+        return {
+            "min": edges[0],
+            "max": edges[-1],
+            "num": sum(self.counts),
+            "sum": sum(count * middle for count, middle in zip(counts, middles, strict=True)),  # roughly
+            "sum_squares": self.squares,
+            "bucket_limit": edges[1:],
+            "bucket": counts,
+        }
+
+
+@dataclass(frozen=True)
+class Watched:
+    """Statistics of one iteration by target, such as `grads` or `exp_avg`, then by parameter or layer."""
+
+    parameters: Mapping[str, Mapping[str, Summary]]
+    layers: Mapping[str, Mapping[str, Summary]] = field(default_factory=dict)
+    counts: Mapping[str, Mapping[str, Histogram]] = field(default_factory=dict)
+
+    def numbers(self) -> Iterator[tuple[str, float]]:
+        """Yield (tag, value): `watch/grads/norm/blocks.0.norm_1.weight`, `watch/grads/norm/layer/blocks.0`."""
+        for prefix, targets in (("", self.parameters), ("layer/", self.layers)):
+            for target, summaries in targets.items():
+                for name, summary in summaries.items():
+                    for statistic, value in summary._asdict().items():
+                        yield f"watch/{target}/{statistic}/{prefix}{name}", value
+
+    def histograms(self) -> Iterator[tuple[str, Histogram]]:
+        """Yield (tag, histogram): `watch/grads/histogram/blocks.0.norm_1.weight`."""
+        for target, by_name in self.counts.items():
+            for name, histogram in by_name.items():
+                yield f"watch/{target}/histogram/{name}", histogram
+
+    def as_json(self) -> dict[str, Any]:
+        """Return the content of a line of watch.jsonl: statistics to six digits; null where JSON has no number."""
+        found: dict[str, Any] = {"statistics": Summary._fields}
+        for key, targets in (("parameters", self.parameters), ("layers", self.layers)):
+            if targets:
+                found[key] = {
+                    target: {name: [_short(value) for value in summary] for name, summary in by_name.items()}
+                    for target, by_name in targets.items()
+                }
+        if self.counts:
+            found["histograms"] = {
+                target: {
+                    "edges": next(iter(by_name.values())).edges,  # the same for all
+                    "counts": {
+                        name: dict(zip(("first", "counts"), histogram.trimmed(), strict=True))
+                        for name, histogram in by_name.items()
+                    },
+                }
+                for target, by_name in self.counts.items()
+            }
+        return found
+
+
+def _short(value: float) -> float | None:
+    return float(f"{value:.6g}") if math.isfinite(value) else None
+
+
+class WatchedParameter(NamedTuple):
+    """One parameter, a row in the table of a target."""
+
+    name: str
+    layer: str
+    numel: int
+
+
+@dataclass
+class TargetTable:
+    """Sum of squares, largest element, zeros and optionally a histogram of each parameter of a target."""
+
+    rows: list[WatchedParameter]
+    values: Tensor  # (rows, 3 or 3 + bins) fp64; zeros where another rank has the parameter
+
+    def __post_init__(self) -> None:
+        self.places = {row.name: place for place, row in enumerate(self.rows)}
+
+    def join(self, of_ranks: Tensor) -> None:
+        """Replace this rank's values by the totals of all ranks; of_ranks: (ranks, values)."""
+        of_ranks = of_ranks.view(-1, *self.values.shape)
+        self.values = of_ranks.sum(0)
+        self.values[:, 1] = of_ranks[:, :, 1].amax(0)
+
+
+def open_watch(
+    config: Config, model: MultiStage, loss_scale: Tensor, distributed: Distributed, log: Log
+) -> Watch | None:
+    """Return what --watch asks for, or None.
+
+    loss_scale: the factor on all gradients of the current step, (). log: `Trackers.log`.
+    """
+    if not config.tracking.watch or not model.training:
+        return None
+    return Watch(config.tracking, config.training.train_iters, model.stages, loss_scale, distributed, log)
+
+
+class Watch:
+    """The statistics of every `watch_interval`-th step. All ranks call `follow` at every step."""
+
+    def __init__(
+        self,
+        options: TrackingConfig,
+        train_iters: int,
+        stages: Sequence[Stage],
+        loss_scale: Tensor,
+        distributed: Distributed,
+        log: Log,
+    ) -> None:
+        self._options, self._train_iters, self._loss_scale = options, train_iters, loss_scale
+        self._distributed, self._log = distributed, log
+        self._parts = {stage: stage.trainable for stage in stages if stage.trainable is not None}
+        self._bins = bin_places(distributed.device) if options.watch_histograms else None
+        largest = max((part.layout.shard_numel for part in self._parts.values()), default=0)
+        old = largest if "updates" in options.watch else 0
+        self._old = torch.empty(old, dtype=torch.float32, device=distributed.device)
+        self._tables: dict[str, TargetTable] = {}
+
+    def follow(self, iteration: int, updated: Updated) -> Updated:
+        """Return the function for the optimizer to call after each stage: `updated`, with statistics in a watched step.
+
+        Call between the gradients and the update.
+        """
+        if iteration % self._options.watch_interval or not self._parts:
+            return updated
+        self._tables = {target: self._new_table(target) for target in self._targets()}
+        if "grads" in self._tables:
+            for part in self._parts.values():
+                self._measure("grads", part, part.grad_shard.__getitem__)
+        self._keep_weights(next(iter(self._parts.values())))
+        return partial(self._after_update, iteration, updated)
+
+    def _after_update(self, iteration: int, updated: Updated, stage: Stage) -> None:
+        """Measure a stage after its update; after the last stage, join the ranks and send."""
+        updated(stage)  # first: it may start a gather, which overlaps with the rest
+        part = self._parts[stage]
+        readers: dict[str, Callable[[slice], Tensor]] = {
+            "updates": partial(self._update, part),
+            "params": part.weights.read,
+            **{kind: moment.__getitem__ for kind, moment in part.moments.items()},
+        }
+        for target in readers.keys() & self._tables.keys():
+            self._measure(target, part, readers[target])
+        order = [*self._parts]
+        if stage is not order[-1]:
+            self._keep_weights(self._parts[order[order.index(stage) + 1]])
+        else:
+            self._send(iteration)
+
+    # -- on the device ------------------------------------------------------------------------------------------------
+
+    def _targets(self) -> Iterator[str]:
+        """Yield the names of the targets; `opt_state` stands for every kind of optimizer state."""
+        for target in self._options.watch:
+            if target == "opt_state":
+                yield from dict.fromkeys(kind for part in self._parts.values() for kind in part.moments)
+            else:
+                yield target
+
+    def _new_table(self, target: str) -> TargetTable:
+        rows = []
+        for stage, part in self._parts.items():
+            layers = {
+                cast(Parameter, parameter).spec.name: layer.name
+                for layer in stage.layers
+                for parameter in layer.parameters()
+            }
+            specs = [slot.spec for slot in part.layout.slots if part.has(target, slot.spec)]
+            rows += [WatchedParameter(spec.name, layers[spec.name], spec.numel) for spec in specs]
+        width = 3 if self._bins is None else 3 + BINS
+        return TargetTable(rows, torch.zeros(len(rows), width, dtype=torch.float64, device=self._distributed.device))
+
+    def _measure(self, target: str, part: FlatShard, read: Callable[[slice], Tensor]) -> None:
+        """Summarize this rank's pieces of a part's parameters; `read` returns the elements of the shard in a slice."""
+        table, rank = self._tables[target], self._distributed.data.rank
+        for slot, start, end in part.layout.pieces(rank):
+            first = slot.offset + start - rank * part.layout.shard_numel
+            counted = part.counted(first, first + end - start)
+            if counted and (place := table.places.get(slot.spec.name)) is not None:
+                cut = (bounds for low, high in counted for bounds in chunk_bounds(table.values, low, high))
+                table.values[place] = summarize(map(read, cut), target == SQUARED, self._bins)
+
+    def _keep_weights(self, part: FlatShard) -> None:
+        """Copy the weights of a shard before its update, if updates are watched."""
+        if "updates" in self._tables:
+            for bounds in chunk_bounds(self._old, 0, part.layout.shard_numel):
+                self._old[bounds].copy_(part.weights.read(bounds))
+
+    def _update(self, part: FlatShard, bounds: slice) -> Tensor:
+        """Return new minus old weights, in the memory of the old weights."""
+        old = self._old[bounds]
+        return torch.sub(part.weights.read(bounds), old, out=old)
+
+    # -- over the ranks -----------------------------------------------------------------------------------------------
+
+    def _send(self, iteration: int) -> None:
+        """Gather the results of all ranks, and log them on rank 0."""
+        tables, self._tables = self._tables, {}
+        flat = torch.cat([table.values.view(-1) for table in tables.values()])
+        with self._distributed.traffic.paused():
+            ranks = torch.stack(self._distributed.gather_tensors(flat))
+        if self._distributed.rank != 0:
+            return
+        self._distributed.wait_for_device()
+        of_tables = ranks.split([table.values.numel() for table in tables.values()], dim=1)
+        for table, values in zip(tables.values(), of_tables, strict=True):
+            table.join(values)
+        scale = float(self._loss_scale)  # the optimizer adapts it later, after the last stage
+        record, watched = results(tables, scale, self._options.watch_per_layer)
+        head = {"phase": "watch", "iteration": iteration, "train_iters": self._train_iters}
+        self._log({**head, **record}, watched)
+
+
+def summarize(chunks: Iterable[Tensor], wide: bool, bins: Tensor | None) -> Tensor:
+    """Return (sum of squares, largest absolute value, zeros) of flat tensors together, (3,) fp64; reads no device.
+
+    wide: the elements are squares, whose own squares fp32 may lose. bins: from `bin_places`, to append a histogram, so
+    that the result is (3 + BINS,).
+    """
+    squares, largest, zeros, counts = [], [], [], []
+    for chunk in chunks:
+        on_cpu = chunk.device.type == "cpu"
+        squares.append(squared_norm([chunk]) if on_cpu and not wide else _squared_norm_fp64(chunk))
+        largest.append(torch.stack(torch.aminmax(chunk)).abs().amax())
+        zeros.append(chunk.numel() - torch.count_nonzero(chunk))
+        if bins is not None:
+            upper = (chunk.float().view(torch.int32) >> 23) & (2 * _EXPONENTS - 1)  # sign and exponent
+            counts.append(torch.bincount(upper, minlength=2 * _EXPONENTS))
+    parts = (torch.stack(squares).sum(), torch.stack(largest).amax(), torch.stack(zeros).sum())
+    summary = torch.stack([part.double() for part in parts])
+    if bins is None:
+        return summary
+    histogram = summary.new_zeros(BINS).index_add_(0, bins, torch.stack(counts).sum(0).double())
+    return torch.cat([summary, histogram])
+
+
+def _squared_norm_fp64(chunk: Tensor) -> Tensor:
+    return torch.linalg.vector_norm(chunk, dtype=torch.float64).square()
+
+
+def bin_places(device: torch.device) -> Tensor:
+    """Return the bin of each sign and exponent, (512,) int64: infinities and NaN count as the largest numbers."""
+    exponent = torch.arange(_EXPONENTS, device=device) - _BIAS
+    distance = (exponent - LOWEST + 1).clamp_(0, SIDE)
+    return torch.cat([SIDE + distance, SIDE - distance])
+
+
+# -- on the host ------------------------------------------------------------------------------------------------------
+
+
+def results(tables: Mapping[str, TargetTable], scale: float, per_layer: bool) -> tuple[dict[str, float], Watched]:
+    """Return the record for metrics.jsonl, over all parameters, and the statistics of each (reads the device).
+
+    scale: factor on the gradients. per_layer: also the statistics of each layer.
+    """
+    record: dict[str, float] = {}
+    parameters, layers, histograms = {}, {}, {}
+    for target, table in tables.items():
+        factor, names = scale if target == "grads" else 1.0, [*table.places]
+        numels = torch.tensor([row.numel for row in table.rows], dtype=torch.float64)
+        values = table.values.cpu()
+        values[:, 0] /= factor**2
+        values[:, 1] /= factor
+        (total,) = summarize_groups(values, numels, [target] * len(names)).values()
+        record |= {f"{target}/{name}": value for name, value in total._asdict().items()}
+        parameters[target] = summarize_groups(values, numels, names)
+        if per_layer:
+            layers[target] = summarize_groups(values, numels, [row.layer for row in table.rows])
+        if values.shape[1] > 3:
+            edges = [edge / factor for edge in EDGES]
+            histograms[target] = {
+                name: Histogram([int(count) for count in counts], edges, squares)
+                for name, (squares, _, _, *counts) in zip(names, values.tolist(), strict=True)
+            }
+    return record, Watched(parameters, layers, histograms)
+
+
+def summarize_groups(values: Tensor, numels: Tensor, groups: Sequence[str]) -> dict[str, Summary]:
+    """Summarize the rows of each group together. values: as of a `TargetTable`. numels: (rows,) fp64."""
+    places = {group: place for place, group in enumerate(dict.fromkeys(groups))}
+    index = torch.tensor([places[group] for group in groups])
+    sums = values.new_zeros(len(places), 3).index_add_(0, index, torch.stack([values[:, 0], values[:, 2], numels], 1))
+    squares, zeros, numel = sums.unbind(1)
+    largest = torch.zeros_like(numel).scatter_reduce_(0, index, values[:, 1], "amax")  # NaN, if there is one
+    columns = (squares.sqrt(), (squares / numel).sqrt(), largest, zeros / numel)
+    rows = torch.stack(columns, 1).tolist()
+    return {group: Summary(*row) for group, row in zip(places, rows, strict=True)}

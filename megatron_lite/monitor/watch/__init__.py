@@ -1,1 +1,0 @@
-"""Statistics of gradients, weights, updates and optimizer state (--watch)."""
