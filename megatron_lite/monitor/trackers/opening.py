@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 import importlib.util
+import os
 import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -14,7 +15,7 @@ from megatron_lite.errors import UsageError
 from megatron_lite.monitor.trackers.metrics_file import METRICS_FILE, WATCH_FILE, MetricsFile, WatchFile
 from megatron_lite.monitor.trackers.queued_tracker import QueuedTracker
 from megatron_lite.monitor.trackers.tensorboard_tracker import TensorBoardTracker
-from megatron_lite.monitor.trackers.wandb_tracker import WandbTracker, read_key, send_no_error_reports, why_offline
+from megatron_lite.monitor.trackers.wandb_tracker import WandbTracker, read_key, why_offline
 from megatron_lite.monitor.watch import Watched
 
 TENSORBOARD_FOLDER = "tensorboard"
@@ -77,38 +78,24 @@ def open_trackers(
         UsageError: if a package cannot be imported, or the key file of Weights & Biases is unusable.
         StorageError: if metrics.jsonl cannot be opened.
     """
-    names = config.tracking.trackers if reports else ()
+    options = config.tracking
+    names = options.trackers if reports else ()
     destinations: list[Destination] = []
-    keeps_lines = "jsonl" in names and experiment_dir is not None
     if "jsonl" in names and experiment_dir is not None:
         destinations.append(MetricsFile(experiment_dir / METRICS_FILE))
-        if config.tracking.watch:
+        if options.watch:
             destinations.append(WatchFile(experiment_dir / WATCH_FILE))
+    keeps_lines = bool(destinations)
     if "tensorboard" in names:
-        destinations.append(_open_tensorboard(config, experiment_dir, iteration, keeps_lines))
+        writer = _import("tensorboard.summary.writer.event_file_writer", "tensorboard", config).EventFileWriter
+        folder = options.tensorboard_dir or str((experiment_dir or Path()) / TENSORBOARD_FOLDER)
+        destinations.append(TensorBoardTracker(writer, folder, iteration, keeps_lines))
     if "wandb" in names:
-        destinations.append(_open_wandb(config, experiment_dir, run, keeps_lines))
+        os.environ.setdefault("WANDB_ERROR_REPORTING", "false")  # its reports would delay the end of the process
+        wandb, key = _import("wandb", "wandb", config), read_key()
+        offline = why_offline(options.wandb_mode, key)
+        destinations.append(WandbTracker(wandb, config, key, offline, experiment_dir, run, keeps_lines))
     return Trackers(destinations, run)
-
-
-def _open_wandb(config: Config, experiment_dir: Path | None, run: int, keeps_lines: bool) -> WandbTracker:
-    """Start the thread of Weights & Biases."""
-    send_no_error_reports()
-    wandb, key = _import("wandb", "wandb", config), read_key()
-    offline = why_offline(config.tracking.wandb_mode, key)
-    return WandbTracker(wandb, config, key, offline, experiment_dir, run, keeps_lines)
-
-
-def _open_tensorboard(
-    config: Config, experiment_dir: Path | None, iteration: int, keeps_lines: bool
-) -> TensorBoardTracker:
-    """Start the thread of TensorBoard."""
-    module = _import("tensorboard.summary.writer.event_file_writer", "tensorboard", config)
-    folder = config.tracking.tensorboard_dir
-    if folder is None:
-        assert experiment_dir is not None, "tensorboard has no folder"
-        folder = str(experiment_dir / TENSORBOARD_FOLDER)
-    return TensorBoardTracker(module.EventFileWriter, folder, iteration, keeps_lines)
 
 
 def _import(module: str, tracker: str, config: Config) -> Any:

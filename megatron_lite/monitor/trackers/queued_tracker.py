@@ -74,7 +74,8 @@ class QueuedTracker:
     def _work(self) -> None:
         is_open, has_failed, action = False, False, None
         try:
-            is_open = self._begin()
+            self._begin()
+            is_open = True
         except Exception as error:
             get_logger().warning("no %s: %s", self.title, self._describe(error))
         while action != self._end:
@@ -91,8 +92,8 @@ class QueuedTracker:
                 has_failed = True
         self._leave()
 
-    def _begin(self) -> bool:
-        """Open the destination; return whether that worked."""
+    def _begin(self) -> None:
+        """Open the destination."""
         raise NotImplementedError
 
     def _send(self, record: Mapping[str, Any], watched: Watched | None) -> None:

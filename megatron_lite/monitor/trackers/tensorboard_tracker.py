@@ -36,7 +36,7 @@ class TensorBoardTracker(QueuedTracker):
 
     # -- in the thread ----------------------------------------------------------------------------------------------
 
-    def _begin(self) -> bool:
+    def _begin(self) -> None:
         from tensorboard.compat.proto import event_pb2, summary_pb2
 
         self._event, self._summary = event_pb2.Event, summary_pb2.Summary
@@ -45,7 +45,6 @@ class TensorBoardTracker(QueuedTracker):
         # Readers drop what older files have from this iteration on.
         start = event_pb2.SessionLog(status=event_pb2.SessionLog.START)
         self._writer.add_event(self._event(step=self._first, session_log=start))
-        return True
 
     def _send(self, record: Mapping[str, Any], watched: Watched | None) -> None:
         numbers = numbers_of(record)

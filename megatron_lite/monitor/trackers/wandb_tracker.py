@@ -83,11 +83,6 @@ def why_offline(mode: str | None, key: str | None) -> str | None:
     return None
 
 
-def send_no_error_reports() -> None:
-    """Keep the library from sending error reports, for which it would wait when the process ends."""
-    os.environ.setdefault("WANDB_ERROR_REPORTING", "false")
-
-
 class WandbTracker(QueuedTracker):
     """A Weights & Biases run.
 
@@ -111,25 +106,11 @@ class WandbTracker(QueuedTracker):
         keeps_lines: bool = True,
     ) -> None:
         super().__init__(keeps_lines, INIT_TIMEOUT_S + FINISH_TIMEOUT_S)
-        options, self._wandb, self._key, self._offline = config.tracking, wandb, key, offline
+        self._options, self._wandb, self._key, self._offline = config.tracking, wandb, key, offline
         self._name = config.run.experiment_name or (experiment_dir.absolute().name if experiment_dir else None)
         folder = experiment_dir / "runs" / str(run) if experiment_dir else Path(tempfile.mkdtemp(prefix="wandb-"))
         self._directory = folder.absolute()
-        self._mode, self._saves_code = options.wandb_mode, options.wandb_save_code
-        self._init_arguments: dict[str, Any] = {
-            "entity": options.wandb_entity_name,
-            "project": options.wandb_project_name,
-            "group": options.wandb_group_name,
-            "name": self._name,
-            "id": _run_id(experiment_dir, options.wandb_id),
-            "tags": list(options.wandb_tags) or None,
-            "resume": "allow",
-            "dir": str(self._directory),
-            "config": flatten(config),
-        }
-        self._status_interval, self._post_alerts = options.wandb_status_interval, options.wandb_post_alerts
-        if self._post_alerts is None:
-            self._post_alerts = self._status_interval is not None
+        self._id, self._config = _run_id(experiment_dir, config.tracking.wandb_id), flatten(config)
         self._last_status: int | None = None
         self._run: Any = None
         self._thread.start()
@@ -142,18 +123,19 @@ class WandbTracker(QueuedTracker):
         """
         record = {**record, **{other: record[key] for key, other in ALSO.items() if key in record}}
         super().log(record, watched)
-        iteration = record["iteration"]
-        if self._status_interval is None or record["phase"] != "training":
+        iteration, interval = record["iteration"], self._options.wandb_status_interval
+        if interval is None or record["phase"] != "training":
             return
         # Records come at log intervals, which may miss the status interval.
-        status = iteration // self._status_interval
-        if self._last_status is not None and status > self._last_status or iteration % self._status_interval == 0:
+        status = iteration // interval
+        if self._last_status is not None and status > self._last_status or iteration % interval == 0:
             self.alert(f"{self._name} at iteration {iteration}", format_record(record), is_status=True)
         self._last_status = status
 
     def alert(self, title: str, text: str, is_status: bool = False) -> None:
-        """Post an alert: status alerts always, others with --wandb_post_alerts."""
-        if is_status or self._post_alerts:
+        """Post an alert: status alerts always, others with --wandb_post_alerts, by default with status alerts."""
+        posts = self._options.wandb_post_alerts
+        if is_status or (posts is None and self._options.wandb_status_interval is not None) or posts:
             self._put(False, self._post, title, text)
 
     def close(self, exit_code: int) -> None:
@@ -171,15 +153,15 @@ class WandbTracker(QueuedTracker):
 
     # -- in the thread ----------------------------------------------------------------------------------------------
 
-    def _begin(self) -> bool:
+    def _begin(self) -> None:
         """Open the run online, else offline."""
         logger = get_logger()
         if self._offline is None:
             try:
-                self._run = self._init(self._mode)
+                self._run = self._init(self._options.wandb_mode)
                 if url := getattr(self._run, "url", None):
                     logger.info("Weights & Biases: %s", url)
-                return True
+                return
             except Exception as error:
                 self._offline = self._describe(error)
                 self._leave()  # its service still holds the run id
@@ -187,7 +169,6 @@ class WandbTracker(QueuedTracker):
             "Weights & Biases is offline (%s); to send the run later: %s", self._offline, self._sync_command()
         )
         self._run = self._init("offline")
-        return True
 
     def _send(self, record: Mapping[str, Any], watched: Watched | None) -> None:
         values: dict[str, Any] = {**numbers_of(record), _STEP: record[_STEP]}
@@ -208,13 +189,14 @@ class WandbTracker(QueuedTracker):
             self._wandb.teardown()
 
     def _init(self, mode: str | None) -> Any:
+        options = self._options
         settings: dict[str, Any] = {
             "init_timeout": INIT_TIMEOUT_S,
             "finish_timeout": FINISH_TIMEOUT_S,
             "finish_timeout_raises": True,
             "silent": True,  # this class logs what users need
             "console": "off",  # with stdout captured, a hung service would block every print
-            "save_code": self._saves_code,
+            "save_code": options.wandb_save_code,
             "x_transaction_log_flush_interval": FLUSH_S,
         }
         if self._key is not None and mode != "offline":
@@ -223,10 +205,22 @@ class WandbTracker(QueuedTracker):
         settings = {name: value for name, value in settings.items() if name in fields}
         self._wandb.setup(self._wandb.Settings(silent=True))  # init's settings come too late for its login messages
         self._directory.mkdir(parents=True, exist_ok=True)
-        run = self._wandb.init(mode=mode, settings=self._wandb.Settings(**settings), **self._init_arguments)
+        run = self._wandb.init(
+            mode=mode,
+            settings=self._wandb.Settings(**settings),
+            entity=options.wandb_entity_name,
+            project=options.wandb_project_name,
+            group=options.wandb_group_name,
+            name=self._name,
+            id=self._id,
+            tags=list(options.wandb_tags) or None,
+            resume="allow",
+            dir=str(self._directory),
+            config=self._config,
+        )
         run.define_metric(_STEP)
         run.define_metric("*", step_metric=_STEP)
-        if self._saves_code:
+        if options.wandb_save_code:
             run.log_code(str(Path(megatron_lite.__file__).parent))
         return run
 
