@@ -23,7 +23,7 @@ from megatron_lite.model.gpt import parameters_of
 from megatron_lite.model.layer import Layer
 from megatron_lite.monitor.logging import MIB
 from megatron_lite.parameter import DTYPES
-from megatron_lite.run.host import available_cores, choose_threads
+from megatron_lite.run.host import available_bytes, available_cores, choose_threads
 from megatron_lite.schedules.batch_size import Split, batch_schedule, consumed_tokens
 from megatron_lite.zero.memory import MemoryRow
 from megatron_lite.zero.multi_stage import MultiStage
@@ -126,7 +126,7 @@ def device_warnings(config: Config, device: torch.device) -> Iterator[str]:
         samples = max(samples, batch.eval_micro_batch_size)
     tokens, itemsize = samples * batch.sequence_length, DTYPES[name].itemsize
     logits_bytes, free = tokens * vocab_size * itemsize, free_bytes(device)
-    if free is not None and logits_bytes > free:
+    if logits_bytes > free:
         chunk = chunk_tokens(performance.cross_entropy_splits, tokens, device, itemsize)
         block_size = performance.cross_entropy_block_size
         rows, columns = held_logits(tokens, columns, chunk, block_size)
@@ -138,16 +138,11 @@ def device_warnings(config: Config, device: torch.device) -> Iterator[str]:
         )
 
 
-def free_bytes(device: torch.device) -> int | None:
-    """Return the memory that a device can still allocate, or None if unknown."""
+def free_bytes(device: torch.device) -> int:
+    """Return the memory that a device can still allocate."""
     if device.type == "cuda":
         return torch.cuda.mem_get_info(device)[0]
-    try:
-        with open("/proc/meminfo", encoding="ascii") as file:
-            fields = {name: value for name, _, value in (line.partition(":") for line in file)}
-        return int(fields["MemAvailable"].split()[0]) * 1024
-    except (OSError, KeyError, ValueError):
-        return None
+    return available_bytes()
 
 
 def describe_device(device: torch.device) -> str:

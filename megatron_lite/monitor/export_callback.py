@@ -43,10 +43,9 @@ def open_callback(script: str, environment: Mapping[str, str], variables: Collec
     if not script:
         return ExportCallback()
     typed = f"--export_callback_script={script}"
-    if not os.path.exists(script):
-        raise UsageError(f"{typed}: there is no such file; give the path of a program")
     if not os.path.isfile(script):
-        raise UsageError(f"{typed}: it is not a file; give the path of a program")
+        fact = "it is not a file" if os.path.exists(script) else "there is no such file"
+        raise UsageError(f"{typed}: {fact}; give the path of a program")
     if not os.access(script, os.X_OK):
         raise UsageError(f"{typed}: it is not executable; run: chmod +x {script}")
     return ExportCallback(script, environment, [environment[name] for name in variables])

@@ -20,7 +20,7 @@ from megatron_lite.errors import StorageError
 
 MIB = 2**20
 BAR_INTERVAL_S = 0.5
-_FILE_TEXT = "file_text"  # the attribute of a record whose text in the log file is another one
+_ONLY = "only"  # the attribute of a record for the console or the file only
 
 
 def get_logger() -> logging.Logger:
@@ -30,7 +30,9 @@ def get_logger() -> logging.Logger:
 
 def log_both(logger: logging.Logger, *, console: str, file: str) -> None:
     """Log different texts on the console and in the log file; an empty text is left out."""
-    logger.info("%s", console, extra={_FILE_TEXT: file})
+    for place, text in (("console", console), ("file", file)):
+        if text:
+            logger.info("%s", text, extra={_ONLY: place})
 
 
 class AppendFile:
@@ -78,14 +80,14 @@ class AppendFile:
 
 
 class _LineFormatter(logging.Formatter):
-    """Begins every line of a message with time and rank; names levels from WARNING on; has a text for the log file."""
+    """Begins every line of a message with time and rank; names levels from WARNING on."""
 
-    def __init__(self, prefix: str, timestamps: bool, for_file: bool) -> None:
+    def __init__(self, prefix: str, timestamps: bool) -> None:
         super().__init__()
-        self._prefix, self._timestamps, self._for_file = prefix, timestamps, for_file
+        self._prefix, self._timestamps = prefix, timestamps
 
     def format(self, record: logging.LogRecord) -> str:
-        text = (getattr(record, _FILE_TEXT, "") if self._for_file else "") or record.getMessage()
+        text = record.getMessage()
         if record.levelno >= logging.WARNING:
             text = f"{record.levelname}: {text}"
         if record.exc_info:
@@ -139,7 +141,7 @@ class ConsoleHandler(logging.Handler):
     def emit(self, record: logging.LogRecord) -> None:
         """Print the record."""
         stream = sys.stdout
-        if stream is None or stream.closed or (hasattr(record, _FILE_TEXT) and not record.getMessage()):
+        if stream is None or stream.closed:
             return
         try:
             text = self.format(record)
@@ -168,8 +170,6 @@ class FileHandler(logging.Handler):
 
     def emit(self, record: logging.LogRecord) -> None:
         """Append the record."""
-        if getattr(record, _FILE_TEXT, None) == "":
-            return
         try:
             self._file.write_line(self.format(record))
         except Exception:
@@ -200,17 +200,19 @@ def start_logging(
     logger.setLevel(logging.INFO)
     logger.addHandler(logging.NullHandler())  # without any handler, warnings would go to stderr
     logger.propagate = False  # a root logger set up by a library would repeat every line
+
+    def add(handler: logging.Handler, place: str, prefix: str) -> None:
+        handler.setFormatter(_LineFormatter(prefix, timestamps))
+        handler.addFilter(lambda record: getattr(record, _ONLY, place) == place)
+        logger.addHandler(handler)
+
     if to_console:
-        prefix = f"[rank {rank:0{len(str(world_size - 1))}d}] " if rank or (all_ranks and world_size > 1) else ""
-        console = ConsoleHandler()
-        console.setFormatter(_LineFormatter(prefix, timestamps, for_file=False))
-        logger.addHandler(console)
+        names_rank = rank or (all_ranks and world_size > 1)
+        add(ConsoleHandler(), "console", f"[rank {rank:0{len(str(world_size - 1))}d}] " if names_rank else "")
         if hasattr(sys.stdout, "reconfigure"):  # a path that the terminal cannot encode must not end the run
             sys.stdout.reconfigure(errors="backslashreplace")
     if log_file is not None:
-        file = FileHandler(log_file)
-        file.setFormatter(_LineFormatter("", timestamps, for_file=True))
-        logger.addHandler(file)
+        add(FileHandler(log_file), "file", "")
     return logger
 
 

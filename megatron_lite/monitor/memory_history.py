@@ -39,22 +39,21 @@ class MemoryHistory:
 
     def __init__(self, iterations: int, root: Path, distributed: Distributed, logger: logging.Logger) -> None:
         self._root, self._distributed, self._logger = root, distributed, logger
-        self._iterations_left = iterations
-        self._recording = True
+        self._iterations_left = iterations  # 0: no longer recording
         # Lines of C++ would double the time and the size.
         torch.cuda.memory._record_memory_history(stacks="python", max_entries=MAX_EVENTS)
 
     def end_iteration(self) -> None:
         """Count an iteration; after the last one, write the file and stop recording."""
-        self._iterations_left -= 1
-        if self._iterations_left == 0:
+        if self._iterations_left == 1:
             self.finish()
+        self._iterations_left -= 1
 
     def finish(self) -> None:
         """Write the file and stop recording; a second call does nothing."""
-        if not self._recording:
+        if self._iterations_left <= 0:
             return
-        self._recording = False
+        self._iterations_left = 0
         path, reason = write_snapshot(self._root, self._distributed)
         torch.cuda.memory._record_memory_history(None)
         if reason:

@@ -184,8 +184,7 @@ class TensorDebugger:
         if level and tensor is not None:
             if self.config.debug_global_tensors:
                 tensor = self._joined(self.distributed.gather_tensors(tensor.detach().contiguous()))
-            if self.distributed.rank == 0 or not self.config.debug_global_tensors:
-                self._log(name, tensor, level)
+            self._log(name, tensor, level)
 
     def _joined(self, tensors: list[Tensor]) -> Tensor:
         """Join the tensors of all ranks, in rank order: the ranks of a tensor-parallel group are neighbours."""
@@ -224,7 +223,7 @@ class TensorDebugger:
             if not whole and not each:
                 continue
             pieces = list(self._pieces(part.layout, part.grad_shard))
-            if whole and (self.distributed.rank == 0 or not self.config.debug_global_tensors):
+            if whole:
                 flat = torch.cat([part.grad_shard[:0], *(tensor.reshape(-1) for _, tensor in pieces)])
                 self._log(f"stage {stage} gradient shard{'s' if self.config.debug_global_tensors else ''}", flat, whole)
             for name, tensor in pieces if each else ():
@@ -253,6 +252,8 @@ class TensorDebugger:
                 yield f"{name}[{start}:{end}]", piece
 
     def _log(self, name: str, tensor: Tensor, level: int) -> None:
+        if self.distributed.rank != 0 and self.config.debug_global_tensors:
+            return
         entry = summarize(name, tensor, level)
         if self.config.show_tensor_logs:
             self.logger.info("%s | %s", self._phase, entry.line(self.config.tensor_logs_show_elements))

@@ -39,7 +39,7 @@ from megatron_lite.zero.stage import Stage
 # (verb, stage, micro-batch or None) -> the block in which the verb runs
 Around = Callable[[str, int, int | None], contextlib.AbstractContextManager[Any]]
 MOST_ROWS = 100  # of the table of averages
-RECORDED = (ProfilerAction.RECORD, ProfilerAction.RECORD_AND_SAVE)  # the latter is the last one of a profile
+RECORDED = (ProfilerAction.RECORD, ProfilerAction.RECORD_AND_SAVE)
 
 
 def cycles(config: ProfilingConfig) -> Callable[[int], ProfilerAction]:
@@ -56,23 +56,25 @@ def cycles(config: ProfilingConfig) -> Callable[[int], ProfilerAction]:
 
 
 class OperationProfile:
-    """One cycle of PyTorch's profiler: a warm-up, `start`, `begin` and `end` of iterations, `stop`, the results."""
+    """One profile by PyTorch's profiler, which warms up until the first `begin`."""
 
     def __init__(self, config: ProfilingConfig, device_type: str) -> None:
         self._config, self._on_gpu = config, config.profile_cuda and device_type == "cuda"
         activities = [ProfilerActivity.CPU] * config.profile_cpu + [ProfilerActivity.CUDA] * self._on_gpu
-        # One object per cycle, driven by hand: a profiler that goes through several cycles warns at each.
+        # One object per profile, driven by hand: a profiler that goes through several cycles warns at each.
         self._profile = profile(activities=activities)
         self._iteration = contextlib.ExitStack()  # holds the range of an iteration
+        self._is_warm = False
         self._profile.prepare_trace()
 
-    def start(self) -> None:
-        """Record from here on."""
-        self._profile.start_trace()
+    def _record(self) -> None:
+        if not self._is_warm:
+            self._profile.start_trace()
+        self._is_warm = True
 
     def begin(self, iteration: int) -> None:
-        """Begin the range of an iteration."""
-        self.end()
+        """Record an iteration, as a range of its own."""
+        self._record()
         self._iteration.enter_context(record_function(f"iteration {iteration}"))
 
     def end(self) -> None:
@@ -80,8 +82,9 @@ class OperationProfile:
         self._iteration.close()
 
     def stop(self) -> None:
-        """End the recording."""
+        """End the recording; a warm-up without an iteration has an empty one."""
         self.end()
+        self._record()
         self._profile.stop_trace()
 
     def write_trace(self, path: Path) -> None:
@@ -191,7 +194,7 @@ class Profiles:
     _done: int = 0  # iterations of this start
     _operations: OperationProfile | None = None
     _schedule: ScheduleRecorder | None = None
-    _first: int | None = None  # iteration of the profile under way; None: warm-up
+    _first: int = 0  # iteration of the profile under way; 0: none so far
     _last: int = 0  # iteration that is done
     _finished: int = 0  # profiles
 
@@ -206,7 +209,7 @@ class Profiles:
             self._schedule.lap(iteration, keep=action in RECORDED)
         if self._operations is not None:
             self._operations.end()
-        if action == ProfilerAction.RECORD_AND_SAVE:
+        if action == ProfilerAction.RECORD_AND_SAVE:  # the last iteration of a profile
             self._finish()
         self.begin(iteration + 1)
 
@@ -214,7 +217,7 @@ class Profiles:
         """Write the iterations done so far of a profile under way. Call at the end, unless the run failed: other ranks
         and the device may never answer then.
         """
-        if self._first is not None and self._first <= self._last:
+        if 0 < self._first <= self._last:
             self._finish()
         self._leave()
         if not self._finished:
@@ -232,14 +235,10 @@ class Profiles:
         action = self._action(self._done)
         if action != ProfilerAction.NONE and self._operations is None and self._schedule is None:
             self._watch()
-        if action not in RECORDED:
-            return
-        if self._operations is not None:
-            if self._first is None:
-                self._operations.start()
-            self._operations.begin(iteration)
-        if self._first is None:
-            self._first = iteration
+        if action in RECORDED:
+            self._first = self._first or iteration
+            if self._operations is not None:
+                self._operations.begin(iteration)
 
     def _watch(self) -> None:
         """Wrap the stages, and record collectives."""
@@ -262,18 +261,14 @@ class Profiles:
         if self._operations is not None:
             # A gloo transfer in flight refers to the trace, whose memory is freed below.
             self.model.finish()
-            if self._first is None:  # a warm-up without an end
-                self._operations.start()
             self._operations.stop()
-        self._operations = self._schedule = self._first = None
+        self._operations, self._schedule, self._first = None, None, 0
 
     def _finish(self) -> None:
         """End the profile under way and write its results; a full disk costs the results, not the run."""
-        operations, schedule, first = self._operations, self._schedule, self._first
-        assert first is not None
+        operations, schedule, words = self._operations, self._schedule, iterations_in_words(self._first, self._last)
         self._leave()
         self._finished += 1
-        words = iterations_in_words(first, self._last)
         rank, world_size = self.distributed.rank, self.distributed.world_size
         name = f"{words.replace(' ', '_')}_rank_{rank:03d}"
         written: list[Path] = []
@@ -288,9 +283,9 @@ class Profiles:
             written += self._table(f"{name}.schedule.txt", schedule_report.tables(times, rank, world_size))
             if self.config.profile_export:
                 trace = gzip.compress(json.dumps(schedule_report.trace_events(times, rank)).encode(), 6)
-                written += self._write(f"{name}.schedule.json.gz", lambda path: replace_file(path, trace))
-                page = schedule_report.page(times, rank, world_size).encode()
-                written += self._write(f"{name}.schedule.html", lambda path: replace_file(path, page))
+                written += self._write_bytes(f"{name}.schedule.json.gz", trace)
+                page = schedule_report.page(times, rank, world_size)
+                written += self._write_bytes(f"{name}.schedule.html", page.encode())
         if written:
             files = ", ".join(path.name for path in written)
             self.logger.info("profile of %s: %s in %s", words, files, self.folder)
@@ -298,7 +293,10 @@ class Profiles:
     def _table(self, name: str, text: str) -> list[Path]:
         if self.config.profile_log:
             self.logger.info("%s", text)
-        return self._write(name, lambda path: replace_file(path, (text + "\n").encode()))
+        return self._write_bytes(name, f"{text}\n".encode())
+
+    def _write_bytes(self, name: str, data: bytes) -> list[Path]:
+        return self._write(name, lambda path: replace_file(path, data))
 
     def _write(self, name: str, write: Callable[[Path], None]) -> list[Path]:
         """Write one file of the folder; return its path, or nothing if there is no folder, or after a failure."""
