@@ -111,22 +111,15 @@ class Watched:
         """Return the content of a line of watch.jsonl: statistics to six digits; null where JSON has no number."""
         found: dict[str, Any] = {"statistics": Summary._fields}
         for key, targets in (("parameters", self.parameters), ("layers", self.layers)):
-            if targets:
-                found[key] = {
-                    target: {name: [_short(value) for value in summary] for name, summary in by_name.items()}
-                    for target, by_name in targets.items()
-                }
-        if self.counts:
-            found["histograms"] = {
-                target: {
-                    "edges": next(iter(by_name.values())).edges,  # the same for all
-                    "counts": {
-                        name: dict(zip(("first", "counts"), histogram.trimmed(), strict=True))
-                        for name, histogram in by_name.items()
-                    },
-                }
-                for target, by_name in self.counts.items()
+            for target, by_name in targets.items():
+                rows = {name: [_short(value) for value in summary] for name, summary in by_name.items()}
+                found.setdefault(key, {})[target] = rows
+        for target, histograms in self.counts.items():
+            edges = next(iter(histograms.values())).edges  # the same for all
+            counts = {
+                name: dict(zip(("first", "counts"), one.trimmed(), strict=True)) for name, one in histograms.items()
             }
+            found.setdefault("histograms", {})[target] = {"edges": edges, "counts": counts}
         return found
 
 
@@ -134,10 +127,10 @@ def _short(value: float) -> float | None:
     return float(f"{value:.6g}") if math.isfinite(value) else None
 
 
-class WatchedParameter(NamedTuple):
-    """One parameter, a row in the table of a target."""
+class Row(NamedTuple):
+    """A parameter in the table of a target."""
 
-    name: str
+    place: int
     layer: str
     numel: int
 
@@ -146,17 +139,8 @@ class WatchedParameter(NamedTuple):
 class TargetTable:
     """Sum of squares, largest element, zeros and optionally a histogram of each parameter of a target."""
 
-    rows: list[WatchedParameter]
+    rows: dict[str, Row]  # by name of the parameter
     values: Tensor  # (rows, 3 or 3 + bins) fp64; zeros where another rank has the parameter
-
-    def __post_init__(self) -> None:
-        self.places = {row.name: place for place, row in enumerate(self.rows)}
-
-    def join(self, of_ranks: Tensor) -> None:
-        """Replace this rank's values by the totals of all ranks; of_ranks: (ranks, values)."""
-        of_ranks = of_ranks.view(-1, *self.values.shape)
-        self.values = of_ranks.sum(0)
-        self.values[:, 1] = of_ranks[:, :, 1].amax(0)
 
 
 def open_watch(
@@ -234,15 +218,15 @@ class Watch:
                 yield target
 
     def _new_table(self, target: str) -> TargetTable:
-        rows = []
+        rows: dict[str, Row] = {}
         for stage, part in self._parts.items():
             layers = {
                 cast(Parameter, parameter).spec.name: layer.name
                 for layer in stage.layers
                 for parameter in layer.parameters()
             }
-            specs = [slot.spec for slot in part.layout.slots if part.has(target, slot.spec)]
-            rows += [WatchedParameter(spec.name, layers[spec.name], spec.numel) for spec in specs]
+            for spec in (slot.spec for slot in part.layout.slots if part.has(target, slot.spec)):
+                rows[spec.name] = Row(len(rows), layers[spec.name], spec.numel)
         width = 3 if self._bins is None else 3 + BINS
         return TargetTable(rows, torch.zeros(len(rows), width, dtype=torch.float64, device=self._distributed.device))
 
@@ -252,9 +236,9 @@ class Watch:
         for slot, start, end in part.layout.pieces(rank):
             first = slot.offset + start - rank * part.layout.shard_numel
             counted = part.counted(first, first + end - start)
-            if counted and (place := table.places.get(slot.spec.name)) is not None:
+            if counted and (row := table.rows.get(slot.spec.name)) is not None:
                 cut = (bounds for low, high in counted for bounds in chunk_bounds(table.values, low, high))
-                table.values[place] = summarize(map(read, cut), target == SQUARED, self._bins)
+                table.values[row.place] = summarize(map(read, cut), target == SQUARED, self._bins)
 
     def _keep_weights(self, part: FlatShard) -> None:
         """Copy the weights of a shard before its update, if updates are watched."""
@@ -280,7 +264,9 @@ class Watch:
         self._distributed.wait_for_device()
         of_tables = ranks.split([table.values.numel() for table in tables.values()], dim=1)
         for table, values in zip(tables.values(), of_tables, strict=True):
-            table.join(values)
+            by_rank = values.view(-1, *table.values.shape)
+            table.values = by_rank.sum(0)
+            table.values[:, 1] = by_rank[:, :, 1].amax(0)
         scale = float(self._loss_scale)  # the optimizer adapts it later, after the last stage
         record, watched = results(tables, scale, self._options.watch_per_layer)
         head = {"phase": "watch", "iteration": iteration, "train_iters": self._train_iters}
@@ -332,8 +318,8 @@ def results(tables: Mapping[str, TargetTable], scale: float, per_layer: bool) ->
     record: dict[str, float] = {}
     parameters, layers, histograms = {}, {}, {}
     for target, table in tables.items():
-        factor, names = scale if target == "grads" else 1.0, [*table.places]
-        numels = torch.tensor([row.numel for row in table.rows], dtype=torch.float64)
+        factor, names, rows = scale if target == "grads" else 1.0, [*table.rows], table.rows.values()
+        numels = torch.tensor([row.numel for row in rows], dtype=torch.float64)
         values = table.values.cpu()
         values[:, 0] /= factor**2
         values[:, 1] /= factor
@@ -341,7 +327,7 @@ def results(tables: Mapping[str, TargetTable], scale: float, per_layer: bool) ->
         record |= {f"{target}/{name}": value for name, value in total._asdict().items()}
         parameters[target] = summarize_groups(values, numels, names)
         if per_layer:
-            layers[target] = summarize_groups(values, numels, [row.layer for row in table.rows])
+            layers[target] = summarize_groups(values, numels, [row.layer for row in rows])
         if values.shape[1] > 3:
             edges = [edge / factor for edge in EDGES]
             histograms[target] = {
