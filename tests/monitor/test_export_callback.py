@@ -80,12 +80,12 @@ def test_a_failure_is_a_warning(tmp_path: Path, log: pytest.LogCaptureFixture, t
 
 def test_starting_does_not_wait(tmp_path: Path) -> None:
     """Training goes on while a slow script runs."""
-    callback = open_callback(script(tmp_path, "sleep 1"), os.environ, ())
+    callback = open_callback(script(tmp_path, "sleep 0.4"), os.environ, ())
     start_s = time.monotonic()
     callback.start(tmp_path)
-    assert time.monotonic() - start_s < 0.5
+    assert time.monotonic() - start_s < 0.3
     callback.close(20.0)
-    assert time.monotonic() - start_s >= 1.0, "and the end waits for it"
+    assert time.monotonic() - start_s >= 0.4, "and the end waits for it"
 
 
 @pytest.mark.parametrize("how", ["limit", "signal"])
@@ -122,8 +122,11 @@ def test_a_script_without_end_is_ended(
     assert children() <= before
 
 
-def test_something_left_in_the_background_does_not_hold_up_the_run(tmp_path: Path) -> None:
+def test_something_left_in_the_background_does_not_hold_up_the_run(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """A script that ends while its child keeps the output open is done."""
+    monkeypatch.setattr(export_callback, "_DRAIN_S", 0.1)
     start_s = time.monotonic()
     run(script(tmp_path, "sleep 5 &"), [tmp_path / "1"])
     assert time.monotonic() - start_s < 4

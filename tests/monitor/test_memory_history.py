@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, NamedTuple
@@ -13,10 +14,11 @@ import torch
 
 from megatron_lite.errors import OutOfMemoryError, as_run_error
 from megatron_lite.monitor.memory_history import MAX_EVENTS, open_history, write_snapshot
-from megatron_lite.outputs.session import with_remedies
+from megatron_lite.outputs import session
 from tests.support.harness import tiny_config
 
 LOGGER = logging.getLogger("test")
+FOUND: dict[str, Any] = {}  # what the search for options found: all errors below are of one configuration
 
 
 class FakeRank(NamedTuple):
@@ -84,14 +86,23 @@ def test_a_snapshot_that_fails_stops_nothing(tmp_path: Path, monkeypatch: pytest
     assert "No space left" in reason and not path.exists()
 
 
+def once(name: str, find: Callable[[Any], Any], search: Any) -> Any:
+    """Search at the first call only."""
+    if name not in FOUND:
+        FOUND[name] = find(search)
+    return FOUND[name]
+
+
 @pytest.fixture
 def explain(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[Exception], Any]:
     """Return what becomes of an error on one of eight GPUs of 16 GiB."""
-    monkeypatch.setattr("megatron_lite.outputs.session.device_memory_bytes", lambda *_: 2**34)
+    monkeypatch.setattr(session, "device_memory_bytes", lambda *_: 2**34)
+    for name in ("remedies", "less_memory"):
+        monkeypatch.setattr(session, name, partial(once, name, getattr(session, name)))
     config = tiny_config(8, batch_size=64, hidden_size=1024, sequence_length=2048, device="auto")
     rank: Any = FakeRank()
     experiment: Any = SimpleNamespace(root=tmp_path)
-    return lambda error: with_remedies(error, config, None, rank, experiment)
+    return lambda error: session.with_remedies(error, config, None, rank, experiment)
 
 
 @pytest.mark.parametrize(

@@ -236,6 +236,7 @@ def test_a_stuck_library_costs_points_not_time(tmp_path, wandb, key, capsys, mon
     monkeypatch.setattr(queued_tracker, "MAX_QUEUED_RECORDS", 10)
     monkeypatch.setattr(wandb_tracker, "INIT_TIMEOUT_S", 0.1)
     monkeypatch.setattr(wandb_tracker, "FINISH_TIMEOUT_S", 0.1)
+    monkeypatch.setattr(wandb_tracker, "KILLED_LIMIT_S", 0.1)
     wandb.stuck = threading.Event()
     start = time.perf_counter()
     run(tmp_path / "exp", *(training(iteration) for iteration in range(1, 101)))

@@ -135,20 +135,29 @@ def check_histogram(histogram: Histogram, tensor: Tensor, where: Any) -> None:
         assert histogram.counts[-1 - place] == int(((tensor <= -low) & (tensor > -high)).sum()), where
 
 
-def test_statistics_are_those_of_the_whole_tensors() -> None:
-    """On two ranks: accumulation, tied, frozen, clipped, loss-scaled, bf16 gradients; AdamW, Muon, Lion, SGD."""
+STAGES = [(dict(zero_stage=stage, batch_size=6), True) for stage in (1, 2, 3)]
+
+
+@pytest.fixture(scope="module")
+def two_ranks() -> list[Values]:
+    """The statistics of all cases, then of the ZeRO stages, on two ranks."""
     cases = [({**options, "zero_stage": 1 + place % 3}, False) for place, options in enumerate(CASES)]
-    (found, _) = run_distributed(2, compare, cases)
+    found: list[Values] = run_distributed(2, compare, [*cases, *STAGES])[0]
+    return found
+
+
+def test_statistics_are_those_of_the_whole_tensors(two_ranks: list[Values]) -> None:
+    """On two ranks: accumulation, tied, frozen, clipped, loss-scaled, bf16 gradients; AdamW, Muon, Lion, SGD."""
+    found = two_ranks[: -len(STAGES)]
     assert len(found) == len(CASES)
     assert not any(name.startswith("blocks.0") for name in found[2]["grads"]) and "exp_avg_sq" not in found[2]
     assert "blocks.0.mlp.layer_1.weight" not in found[3]["exp_avg_sq"]  # a matrix of Muon
 
 
 @pytest.mark.parametrize("world_size", [2, pytest.param(3, marks=pytest.mark.slow)])
-def test_neither_zero_stage_nor_world_size_matters(world_size: int) -> None:
+def test_neither_zero_stage_nor_world_size_matters(world_size: int, two_ranks: list[Values]) -> None:
     """The same gradients give the same statistics at ZeRO 1, 2, 3 on several ranks, and on one."""
-    stages = [(dict(zero_stage=stage, batch_size=6), True) for stage in (1, 2, 3)]
-    (first, second, third), *_ = run_distributed(world_size, compare, stages)
+    first, second, third = two_ranks[-3:] if world_size == 2 else run_distributed(world_size, compare, STAGES)[0]
     ((alone,),) = run_distributed(1, compare, [(dict(batch_size=6), True)])
     assert first == second == third
     for target, by_name in alone.items():
