@@ -1,8 +1,12 @@
-"""Console and log files: lines appear at once, never twice, and no dead console or full disk ends a run."""
+"""Console and log files: lines appear at once, never twice, and no dead console or full disk ends a run.
+
+The progress bar shows on a terminal, keeps log lines whole, and writes nothing anywhere else.
+"""
 
 import errno
 import logging
 import os
+import struct
 import subprocess
 import sys
 import textwrap
@@ -12,7 +16,7 @@ import pytest
 
 from megatron_lite.errors import StorageError
 from megatron_lite.monitor import logging as our_logging
-from megatron_lite.monitor.logging import AppendFile, log_both, start_logging, stop_logging
+from megatron_lite.monitor.logging import ProgressBar, log_both, start_logging, stop_logging
 
 REPOSITORY = Path(__file__).parents[2]
 
@@ -52,17 +56,11 @@ def test_console_and_file_may_say_different_things(tmp_path, capsys):
     assert file.read_text() == "long\nand longer\nonly in the file\n\n"
 
 
-def test_a_later_start_appends_to_the_file(tmp_path):
+def test_a_later_start_appends_to_the_file_and_a_quiet_rank_writes_nothing_else(tmp_path, capsys):
     file = tmp_path / "log.txt"
     for text in ("first", "second"):
-        start_logging(file, 0, 1, to_console=False, timestamps=False).info(text)
-    assert file.read_text() == "first\nsecond\n"
-
-
-def test_quiet_ranks_write_only_their_file(tmp_path, capsys):
-    start_logging(tmp_path / "log.txt", 1, 2, to_console=False, timestamps=False).info("hello")
-    assert capsys.readouterr().out == ""
-    assert (tmp_path / "log.txt").read_text() == "hello\n"
+        start_logging(file, 1, 2, to_console=False, timestamps=False).info(text)
+    assert file.read_text() == "first\nsecond\n" and capsys.readouterr().out == ""
 
 
 def test_every_console_line_names_its_rank_when_all_print(capsys):
@@ -113,16 +111,6 @@ def test_a_full_disk_costs_lines_not_the_run_and_is_reported_once(tmp_path, caps
     out = capsys.readouterr().out
     assert out.count("WARNING: cannot write") == 1 and "log.txt" in out and os.strerror(errno.ENOSPC) in out
     assert (tmp_path / "log.txt").read_text() == "before\nafter\n"  # no halves of lines, and room is used again
-
-
-def test_append_is_whole_or_nothing(tmp_path, monkeypatch):
-    file = AppendFile(tmp_path / "file")
-    file.append(b"one\n")
-    write = os.write
-    monkeypatch.setattr(our_logging.os, "write", lambda fd, data: write(fd, data[:1]))
-    with pytest.raises(OSError) as error:
-        file.append(b"two\n")
-    assert error.value.errno == errno.ENOSPC and file.path.read_bytes() == b"one\n"
 
 
 def test_a_reader_that_goes_away_does_not_end_the_run(tmp_path):
@@ -179,3 +167,70 @@ def test_text_that_the_terminal_cannot_spell_is_escaped(tmp_path, monkeypatch):
     )
     assert process.communicate(timeout=30)[0] == "\\xe9\n" and process.returncode == 0
     assert (tmp_path / "log.txt").read_text(encoding="utf-8") == "\u00e9\n"
+
+
+# -- the progress bar
+
+PROGRAM = """
+import time
+from megatron_lite.monitor.logging import ProgressBar, start_logging
+logger = start_logging(None, 0, 1, to_console=True, timestamps=False)
+bar = ProgressBar(20, 5, lambda iteration: f"loss 2.5000, {20 - iteration} left")
+for iteration in range(6, 21):
+    bar.update(iteration)
+    if iteration % 5 == 0:
+        logger.info("line %d", iteration)
+bar.close()
+bar.close()
+"""
+
+
+def test_silent_without_a_terminal():
+    process = run_python(PROGRAM, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
+    assert process.communicate(timeout=60) == ("line 10\nline 15\nline 20\n", "") and process.returncode == 0
+
+
+def test_bar_and_whole_lines_on_a_terminal():
+    pty = pytest.importorskip("pty", reason="no pseudo-terminals here")
+    fcntl, termios = pytest.importorskip("fcntl"), pytest.importorskip("termios")
+    ours, theirs = pty.openpty()
+    fcntl.ioctl(theirs, termios.TIOCSWINSZ, struct.pack("HHHH", 24, 100, 0, 0))
+    process = run_python(PROGRAM, stdout=theirs, stderr=theirs)
+    os.close(theirs)
+    output = b""
+    while True:
+        try:
+            chunk = os.read(ours, 65536)
+        except OSError:  # Linux's way to say that the other side is closed
+            break
+        if not chunk:
+            break
+        output += chunk
+    os.close(ours)
+    assert process.wait(60) == 0
+    text = output.decode()
+    assert "20/20" in text and ", loss 2.5000, 0 left" in text
+    segments = [segment.strip() for segment in text.replace("\r", "\n").split("\n")]
+    assert [segment for segment in segments if segment.startswith("line")] == ["line 10", "line 15", "line 20"]
+
+
+def test_a_terminal_that_goes_away_ends_the_bar_not_the_run():
+    class Dead:
+        n = 0
+
+        def set_postfix_str(self, text, refresh):
+            pass
+
+        def update(self, count):
+            raise OSError("gone")
+
+    bar = ProgressBar(20, 0, str, shown=False)
+    bar._bar = Dead()
+    bar.update(1)
+    bar.update(2)
+    bar.close()
+
+
+def test_no_stderr_at_all(monkeypatch):
+    monkeypatch.setattr(sys, "stderr", None)
+    ProgressBar(10, 0, str).update(1)

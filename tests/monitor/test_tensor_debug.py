@@ -156,19 +156,8 @@ def test_statistics_are_those_of_float64(
         assert statistics.not_finite == 0 and statistics.checksum == whole.checksum
 
 
-def test_checksum_sees_every_element_and_only_values() -> None:
-    """One bit, or two elements exchanged, anywhere, change it; the sign of a zero and the bits of a NaN do not."""
-    tensor = torch.randn(300, generator=torch.Generator().manual_seed(1))
-    reference = compute_statistics(tensor).checksum
-    checksums = {reference}
-    for position in range(300):
-        changed = tensor.clone()
-        changed[position] = torch.nextafter(changed[position], torch.tensor(10.0))
-        checksums.add(compute_statistics(changed).checksum)
-    changed = tensor.clone()
-    changed[[3, 200]] = tensor[[200, 3]]
-    checksums.add(compute_statistics(changed).checksum)
-    assert len(checksums) == 302
+def test_checksum_sees_only_values() -> None:
+    """The sign of a zero and the bits of a NaN change nothing; everything else does, as `bit_hash` is tested to see."""
     zeros = torch.zeros(5)
     assert compute_statistics(zeros).checksum == compute_statistics(-zeros).checksum
     nans = torch.tensor([0x7FC00000, 0x7FC00001], dtype=torch.int32).view(torch.float32)

@@ -22,9 +22,7 @@ from megatron_lite.errors import NumericsError
 from megatron_lite.monitor.tensor_debug import LEVELS
 from megatron_lite.monitor.tensor_log import TensorEntry, read_tensor_log
 from megatron_lite.monitor.trackers import read_metrics
-from megatron_lite.parameter import Initializer, ParameterSpec
 from megatron_lite.setup_run import Run
-from megatron_lite.tiles import Block, Split
 from megatron_lite.train import train
 from tests.support.harness import run_distributed, start_run, tiny_config
 
@@ -175,14 +173,6 @@ def test_local_logs_are_the_parts_of_each_rank() -> None:
     assert torch.equal(torch.cat(parts, dim=1).flatten(), whole.samples)
     heads = "init blocks.0.attention.query_key_value.weight[8:16 + 32:40 + 48:56] init"
     assert logs["local 1"][heads].shape == (24, 32)
-
-
-def test_names_of_parts() -> None:
-    block = Block.of(8, 2)
-    spec = ParameterSpec("w", (8, 3), Initializer("constant", 0.0), split=Split(2, 1, 0, (block,)))
-    assert spec.local_name == "w[4:8]"
-    whole = ParameterSpec("w", (8, 3), Initializer("constant", 0.0), split=Split(2, 1))
-    assert whole.local_name == "w"
 
 
 def test_copies_that_differ_are_named() -> None:

@@ -72,6 +72,7 @@ def step(engine: Engine, watcher: Watch, iteration: int, whole_gradients: bool) 
     gradients = {name: gradient / scale for name, gradient in full(engine, "gradients").items()}
     old = full(engine, "weights")
     updated = watcher.follow(iteration, engine.model.updated)
+    assert iteration % 2 == 0 or updated == engine.model.updated, "other steps do nothing"
     engine.optimizer.step(iteration, 1e-2, loss, engine.tokens, updated)
     new = full(engine, "weights")
     tensors = {"grads": gradients, "params": new, "updates": {name: new[name] - old[name] for name in new}}
@@ -163,18 +164,6 @@ def test_neither_zero_stage_nor_world_size_matters(world_size: int, two_ranks: l
     for target, by_name in alone.items():
         for name, summary in by_name.items():
             close(first[target][name], summary, (target, name))
-
-
-def test_other_steps_do_nothing() -> None:
-    """The optimizer gets the function that it gets without --watch."""
-    (same,) = run_distributed(1, other_steps)
-    assert same
-
-
-def other_steps(ranks: Distributed) -> bool:
-    engine = Engine(ranks, {})
-    watcher, _ = watch(engine)
-    return all(watcher.follow(iteration, engine.model.updated) == engine.model.updated for iteration in (1, 3, 5))
 
 
 def test_a_dropped_update() -> None:

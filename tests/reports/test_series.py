@@ -1,4 +1,4 @@
-"""metrics.jsonl is read back as the run was, whatever restarts, crashes and damage left in it."""
+"""metrics.jsonl is read back as the run was, whatever restarts and damage left in it; curves keep their shape."""
 
 from __future__ import annotations
 
@@ -8,11 +8,12 @@ import os
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
 from megatron_lite.errors import DataError
 from megatron_lite.monitor.trackers import MetricsFile
-from megatron_lite.reports.series import LONGEST_LINE_BYTES, Metrics, RunStart, read_run
+from megatron_lite.reports.series import LONGEST_LINE_BYTES, Curve, Metrics, RunStart, read_run, sparkline
 
 
 def line(iteration: Any, loss: Any = 1.0, phase: Any = "training", run: int = 0, **more: Any) -> str:
@@ -69,55 +70,36 @@ def test_a_start_that_begins_with_an_evaluation_keeps_its_iteration(tmp_path: Pa
     assert losses(run) == {20: 1.0, 30: 2.0} and losses(run, "validation") == {20: 5.0}
 
 
-def test_a_file_that_grows(tmp_path: Path) -> None:
-    """Each update reads what is new; half a line waits for its end; a replaced or shorter file is read anew."""
-    metrics = Metrics(write(tmp_path, line(1), line(2)[:30]))
-
-    def look() -> dict[int, float]:
-        metrics.update()
-        return losses(metrics)
-
-    assert look() == look() == {1: 1.0}
-    write(tmp_path, line(2)[30:], line(3), mode="a")
-    assert look() == {1: 1.0, 2: 1.0, 3: 1.0}
-    write(tmp_path, line(1, 9.0))  # shorter
-    assert look() == {1: 9.0}
-    (tmp_path / "metrics.jsonl").rename(tmp_path / "old")
-    write(tmp_path, *(line(at, 5.0) for at in range(9)))
-    assert len(look()) == 9
-
-
 def test_a_last_line_without_its_break(tmp_path: Path) -> None:
     """A whole record at the end of a finished run counts, a torn one does not."""
     assert losses(read_run(write(tmp_path, line(1), line(2).rstrip()))) == {1: 1.0, 2: 1.0}
     assert losses(read_run(write(tmp_path, line(1), line(2)[:-3]))) == {1: 1.0}
 
 
-@pytest.mark.parametrize(
-    "damage",
-    [
-        "\n",
-        "not json\n",
-        "[1, 2]\n",
-        "3\n",
-        "\x00\x00\n",
-        "[" * 100_000 + "\n",
-        "x" * (LONGEST_LINE_BYTES + 1) + "\n",
-        line("one"),
-        line(True),
-        line(-1),
-        line(2**70),
-        line(1.5),
-        line(3, phase=["training"]),
-        line(3, phase=None),
-        '{"phase": "training", "iteration": 3, "loss": "low"}\n',
-        '{"phase": "training", "iteration": 3, "run": "x", "skip_reason": 5}\n',
-    ],
+DAMAGES = (
+    "\n",
+    "not json\n",
+    "[1, 2]\n",
+    "3\n",
+    "\x00\x00\n",
+    "[" * 100_000 + "\n",
+    "x" * (LONGEST_LINE_BYTES + 1) + "\n",
+    line("one"),
+    line(True),
+    line(-1),
+    line(2**70),
+    line(1.5),
+    line(3, phase=["training"]),
+    line(3, phase=None),
+    '{"phase": "training", "iteration": 3, "loss": "low"}\n',
+    '{"phase": "training", "iteration": 3, "run": "x", "skip_reason": 5}\n',
 )
-def test_damaged_lines_are_left_out(tmp_path: Path, damage: str) -> None:
+
+
+def test_damaged_lines_are_left_out(tmp_path: Path) -> None:
     """No line keeps the others from being read."""
-    run = read_run(write(tmp_path, line(1), damage, line(2)))
-    assert losses(run) == {1: 1.0, 2: 1.0}
+    for damage in DAMAGES:
+        assert losses(read_run(write(tmp_path, line(1), damage, line(2)))) == {1: 1.0, 2: 1.0}, damage[:50]
 
 
 def test_numbers_that_json_allows(tmp_path: Path) -> None:
@@ -160,3 +142,47 @@ def test_a_million_lines(tmp_path: Path) -> None:
         grown_kib = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before
         os._exit(0 if len(run.curve("training", "loss")) == 10**6 and grown_kib < 400 * 1024 else 1)
     assert os.waitpid(pid, 0)[1] == 0
+
+
+# -- curves
+
+
+def curve(values: list[float]) -> Curve:
+    return Curve(np.arange(len(values)), np.array(values, np.float64))
+
+
+def test_a_thinned_curve_keeps_ends_and_extremes() -> None:
+    """One spike among 100,000 points survives; the order stays."""
+    values = np.random.default_rng(0).normal(size=100_000)
+    values[54_321], values[12_345] = 100.0, -100.0
+    thin = curve(list(values)).thinned(2000)
+    assert 1000 < len(thin) <= 2000
+    assert (np.diff(thin.iterations) > 0).all() and {0, 12_345, 54_321, 99_999} <= set(thin.iterations.tolist())
+    assert (thin.values == values[thin.iterations]).all()
+
+
+def test_a_short_curve_stays() -> None:
+    for length in (0, 1, 5):
+        short = curve([1.0] * length)
+        assert short.thinned(10) is short and len(short.smoothed()) == length
+
+
+def test_a_smoothed_curve_has_the_plain_mean_of_its_neighbours() -> None:
+    """Against means computed one by one; a straight line stays as it is."""
+    values = np.random.default_rng(1).normal(size=500)
+    smooth = curve(list(values)).smoothed()
+    for index in (250, 100, 400):
+        assert smooth.values[index] == pytest.approx(values[index - 5 : index + 6].mean())
+    line = curve(list(range(300))).smoothed()
+    assert line.values[10:-10] == pytest.approx(np.arange(10.0, 290.0))
+
+
+def test_sparklines() -> None:
+    """Eight heights, the mean of each share, blanks without a finite value."""
+    ramp = np.arange(8.0)
+    assert sparkline(ramp, 8) == "▁▂▃▄▅▆▇█" and sparkline(ramp, 8, unicode=False) == "_.-=+*%#"
+    assert sparkline(np.arange(100.0), 4) == "▁▃▆█"
+    assert sparkline(np.ones(3), 60) == "▁▁▁"
+    assert sparkline(np.array([0.0, math.nan, math.inf, 7.0]), 4) == "▁  █"
+    assert sparkline(np.array([math.nan] * 3), 2) == "  " and sparkline(np.array([]), 5) == ""
+    assert sparkline(-ramp, 8) == "█▇▆▅▄▃▂▁" and len(sparkline(np.arange(61.0), 60)) == 60

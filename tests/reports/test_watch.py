@@ -161,6 +161,8 @@ def test_files_grow_and_are_replaced(tmp_path: Path) -> None:
     os.replace(other, metrics)
     text = look(watched)
     assert "iteration 7 of 60" in text and re.search(r"^training loss +3\.2500  . ", text, re.M)
+    metrics.write_text(record(9))  # shorter than what has been read
+    assert "iteration 9 of 60" in look(watched)
     assert not [
         link for link in Path("/proc/self/fd").iterdir() if str(root) in os.path.realpath(link)
     ]  # none stays open

@@ -4,12 +4,10 @@ import importlib.util
 import json
 import xml.etree.ElementTree as ElementTree
 
-import numpy as np
 import pytest
 
 from megatron_lite.reports.charts import LOSSES, POINTS, draw_chart
 from megatron_lite.reports.picture import PALETTE, Stroke, Words, draw, read_losses, round_ticks, to_figure, to_svg
-from megatron_lite.reports.series import Curve, sparkline
 from scripts import plot_run as script
 
 pytestmark = pytest.mark.guides
@@ -129,19 +127,6 @@ def test_bad_baselines_are_usage_errors(baseline):
     with pytest.raises(SystemExit) as error:
         script.main([".", "--baseline", baseline])
     assert error.value.code == 2
-
-
-def test_sparkline():
-    assert sparkline(np.array([8.0, 7, 6, 5, 4, 3, 2, 1]), 8) == "█▇▆▅▄▃▂▁"
-    assert sparkline(np.array([3.0]), 60) == "▁"
-    assert sparkline(np.ones(1000), 60, unicode=False) == "_" * 60
-    assert len(sparkline(np.arange(61.0), 60)) == 60
-
-
-def test_smoothing_keeps_a_straight_line():
-    """No lag and no bias away from the ends, where the average is one-sided."""
-    line = Curve(np.arange(1000), 3.0 - 0.001 * np.arange(1000))
-    assert line.smoothed().values[3:-3] == pytest.approx(line.values[3:-3])
 
 
 def test_round_ticks():
