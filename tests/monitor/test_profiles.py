@@ -35,7 +35,6 @@ from megatron_lite.monitor.profiling.schedule_times import (
     parts,
     runs,
 )
-from megatron_lite.zero.runner import Verbs
 from megatron_lite.zero.stage import Stage
 from tests.support.engine_runs import Engine, SimulatedRanks
 from tests.support.harness import run_distributed, tiny_config, train_whole
@@ -317,7 +316,7 @@ def test_every_step_of_the_schedule_is_timed_once(options: dict[str, Any]) -> No
     plain, profiled = Engine(SimulatedRanks(), options), Engine(SimulatedRanks(), options)
     assert [*plain.model._verbs.values()] == plain.model.stages
     recorder = ScheduleRecorder(HostClock(), {})
-    profiled.model.wrap(lambda stage: cast(Verbs, WatchedStage(stage, [recorder.around])))
+    profiled.model.wrap(lambda stage: cast(Stage, WatchedStage(stage, [recorder.around])))
     for engine in (plain, profiled):
         engine.model.gather_ahead()
     recorder.lap(0, keep=False)

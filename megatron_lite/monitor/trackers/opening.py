@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import importlib
 import importlib.util
-import os
 import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -15,7 +14,7 @@ from megatron_lite.errors import UsageError
 from megatron_lite.monitor.trackers.metrics_file import METRICS_FILE, WATCH_FILE, MetricsFile, WatchFile
 from megatron_lite.monitor.trackers.queued_tracker import QueuedTracker
 from megatron_lite.monitor.trackers.tensorboard_tracker import TensorBoardTracker
-from megatron_lite.monitor.trackers.wandb_tracker import WandbTracker, read_key, why_offline
+from megatron_lite.monitor.trackers.wandb_tracker import WandbTracker, read_key, send_no_error_reports, why_offline
 from megatron_lite.monitor.watch import Watched
 
 TENSORBOARD_FOLDER = "tensorboard"
@@ -91,7 +90,7 @@ def open_trackers(
         folder = options.tensorboard_dir or str((experiment_dir or Path()) / TENSORBOARD_FOLDER)
         destinations.append(TensorBoardTracker(writer, folder, iteration, keeps_lines))
     if "wandb" in names:
-        os.environ.setdefault("WANDB_ERROR_REPORTING", "false")  # its reports would delay the end of the process
+        send_no_error_reports()
         wandb, key = _import("wandb", "wandb", config), read_key()
         offline = why_offline(options.wandb_mode, key)
         destinations.append(WandbTracker(wandb, config, key, offline, experiment_dir, run, keeps_lines))
