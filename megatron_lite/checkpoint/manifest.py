@@ -41,9 +41,8 @@ from typing import TYPE_CHECKING, Annotated, Any, NamedTuple, TypedDict
 
 import torch
 
-from megatron_lite.checkpoint.blocks import SavedFile
 from megatron_lite.checkpoint.decoding import Absent, Count, PositiveCount, Rule, decode
-from megatron_lite.checkpoint.files import WrittenFile
+from megatron_lite.checkpoint.files import SavedFile, WrittenFile
 from megatron_lite.checkpoint.names import A_LINK, MANIFEST_NAME, RANK_FILE, parse_json, rank_file, read_bytes, reason
 from megatron_lite.checkpoint.saved_state import RunState, check_options
 from megatron_lite.errors import DamagedError

@@ -22,9 +22,9 @@ from typing import TYPE_CHECKING, NamedTuple
 import torch
 from torch import Tensor
 
-from megatron_lite.checkpoint import blocks, manifest
-from megatron_lite.checkpoint.blocks import Files
+from megatron_lite.checkpoint import files, manifest
 from megatron_lite.checkpoint.compatibility import keeps_moments, saved_optimizer
+from megatron_lite.checkpoint.files import Files
 from megatron_lite.checkpoint.manifest import MOMENTS, Manifest, SavedParameter, Slice, dtype_name
 from megatron_lite.checkpoint.names import MANIFEST_NAME, OUR_FILE, open_regular, parse_json, rank_file, reason
 from megatron_lite.distributed.agreement import first_problem
@@ -100,7 +100,7 @@ def open_checkpoint(folder: Path, iteration: int, distributed: Distributed) -> t
     def look() -> None:
         nonlocal content
         content = manifest.read(folder, iteration)
-        blocks.check_sizes(folder, content, distributed.rank, distributed.world_size)
+        files.check_sizes(folder, content, distributed.rank, distributed.world_size)
 
     problem = first_problem(distributed, look)
     if problem is None and len(set(distributed.gather_objects(content and content.save_id))) > 1:
@@ -130,7 +130,7 @@ def fill_verified(
     def check_rest() -> None:
         for name, file in list(content.files.items())[distributed.rank :: distributed.world_size]:
             done = {number for by_file in read for ends in by_file.get(name, ()) for number in range(*ends)}
-            blocks.check_blocks(folder, name, file, [number for number in file.blocks if number not in done])
+            files.check_blocks(folder, name, file, [number for number in file.blocks if number not in done])
 
     return first_problem(distributed, check_rest)
 
@@ -234,7 +234,7 @@ def read_overlap(opened: Files, piece: Slice, dtype: torch.dtype, overlap: Overl
         offset = piece.offset + saved.first * dtype.itemsize
         opened.read(piece.file, offset, dtype, target[wanted.first : wanted.first + wanted.numel])
         return
-    step = max(1, blocks.CHUNK_BYTES // (saved.pitch * dtype.itemsize))
+    step = max(1, files.CHUNK_BYTES // (saved.pitch * dtype.itemsize))
     for top in range(0, saved.rows, step):
         values = torch.empty(min(step, saved.rows - top), saved.pitch, dtype=dtype)
         offset = piece.offset + (saved.first - column + top * saved.pitch) * dtype.itemsize
@@ -267,7 +267,7 @@ def inspect(folder: Path, values: bool = False) -> Inspection:
     for rank, (name, file) in enumerate(content.files.items()):
         slices = places.get(name, [])
         try:
-            blocks.check_blocks(folder, name, file, slices=slices)
+            files.check_blocks(folder, name, file, slices=slices)
             _check_header(folder, rank, name, content, slices)
         except DamagedError as error:
             problems.append(str(error))
@@ -310,8 +310,8 @@ def _not_finite(folder: Path, content: Manifest) -> list[str]:
             for kind, pieces in parameter.slices.items():
                 dtype = parameter.dtype_of(kind)
                 for piece in pieces:
-                    for offset in range(piece.offset, piece.end, blocks.CHUNK_BYTES):
-                        num_bytes = min(blocks.CHUNK_BYTES, piece.end - offset)
+                    for offset in range(piece.offset, piece.end, files.CHUNK_BYTES):
+                        num_bytes = min(files.CHUNK_BYTES, piece.end - offset)
                         chunk = torch.empty(num_bytes // dtype.itemsize, dtype=dtype)
                         opened.read(piece.file, offset, dtype, chunk)
                         if not bool(chunk.isfinite().all()):

@@ -23,13 +23,11 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
-import numpy as np
 import torch
 from torch import Tensor
 
 from megatron_lite.checkpoint import files, manifest
-from megatron_lite.checkpoint.blocks import SavedFile, check_sizes
-from megatron_lite.checkpoint.files import TensorToWrite, WrittenFile, logger
+from megatron_lite.checkpoint.files import SavedFile, TensorToWrite, WrittenFile, check_sizes, logger
 from megatron_lite.checkpoint.manifest import Manifest, tensor_name
 from megatron_lite.checkpoint.names import MANIFEST_NAME, is_folder, new_nonce, rank_file, reason, work_path
 from megatron_lite.config import Config, flatten
@@ -355,16 +353,12 @@ class BackgroundSaves:
 
 def _copy_all(copies: Sequence[tuple[Tensor, TensorToWrite]], device: torch.device) -> None:
     """Read tensors into host memory; on a GPU, on the thread's own stream, overlapped with training."""
-    if device.type == "cpu":
-        for copy, tensor in copies:  # with NumPy, which, unlike torch, does not read the target first
-            source = tensor.read().detach().contiguous()
-            np.copyto(copy.view(torch.uint8).numpy(), source.view(torch.uint8).numpy())
-        return
-    stream = torch.cuda.Stream(device)
-    with torch.cuda.stream(stream):
+    stream = torch.cuda.Stream(device) if device.type == "cuda" else None
+    with torch.cuda.stream(stream):  # None: nothing changes
         for copy, tensor in copies:
             copy.copy_(tensor.read(), non_blocking=True)
-        stream.synchronize()
+        if stream is not None:
+            stream.synchronize()
 
 
 def open_background(config: Config, model: MultiStage, distributed: Distributed) -> BackgroundSaves | None:

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from megatron_lite.checkpoint import files, manifest
-from megatron_lite.checkpoint.blocks import SavedFile
+from megatron_lite.checkpoint.files import SavedFile
 from megatron_lite.checkpoint.manifest import Manifest, SavedParameter, Slice
 from megatron_lite.checkpoint.names import MANIFEST_NAME, new_nonce, rank_file
 from megatron_lite.config import BatchConfig, Config, DataConfig, TrainingConfig, flatten

@@ -21,7 +21,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from megatron_lite.checkpoint import blocks, files
+from megatron_lite.checkpoint import files
 from megatron_lite.config import Config
 from megatron_lite.data.tokenizing import copy_tokenizer
 from megatron_lite.huggingface.architectures import check_exportable
@@ -123,7 +123,7 @@ class ExportFolder:
         descriptor = os.open(self._folder / self.file_name(place.file), os.O_WRONLY | os.O_CLOEXEC)
         try:
             offset = self._starts[place.file] + place.offset
-            for chunk in flat.detach().split(blocks.CHUNK_BYTES // 4):
+            for chunk in flat.detach().split(files.CHUNK_BYTES // 4):
                 rounded = (chunk.float() + plus if plus else chunk).to(dtype)
                 if dtype != torch.float32 and not bool(torch.isfinite(rounded).all()):
                     self.overflow = f"{name} has a weight of {float(chunk.abs().max()):g}"

@@ -12,7 +12,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
-from megatron_lite.checkpoint import blocks
+from megatron_lite.checkpoint import files
 from megatron_lite.checkpoint.manifest import Slice
 from megatron_lite.checkpoint.names import open_regular, parse_json
 from megatron_lite.checkpoint.reading import read_overlap
@@ -131,8 +131,8 @@ class HuggingFaceSource(WeightSource):
         embedding, copy = self._tensors[first.name], self._tied_copy
         start, end = (copy.num_bytes * (rank + i) // world_size for i in range(2))
         with self._reported():
-            for offset in range(start, end, blocks.CHUNK_BYTES):
-                both = torch.empty(2, min(blocks.CHUNK_BYTES, end - offset), dtype=torch.uint8)
+            for offset in range(start, end, files.CHUNK_BYTES):
+                both = torch.empty(2, min(files.CHUNK_BYTES, end - offset), dtype=torch.uint8)
                 for tensor, target in zip((embedding, copy), both, strict=True):
                     self._files.read(tensor.file, tensor.offset + offset, torch.uint8, target)
                 if not torch.equal(*both):
@@ -178,7 +178,7 @@ class HuggingFaceSource(WeightSource):
             else:
                 parts.append((overlap.saved.first, overlap.wanted.view(target)))
         dtype, columns = FLOATING[tensor.dtype], tensor.shape[1]
-        step = max(1, blocks.CHUNK_BYTES // (columns * dtype.itemsize))
+        step = max(1, files.CHUNK_BYTES // (columns * dtype.itemsize))
         for top in range(0, width if parts else 0, step):
             block = torch.empty(min(step, width - top), columns, dtype=dtype)
             offset = tensor.offset + top * columns * dtype.itemsize

@@ -14,8 +14,8 @@ from pathlib import Path
 
 from torch import Tensor
 
-from megatron_lite.checkpoint import blocks, manifest
-from megatron_lite.checkpoint.blocks import Files
+from megatron_lite.checkpoint import files, manifest
+from megatron_lite.checkpoint.files import Files
 from megatron_lite.checkpoint.manifest import SavedParameter
 from megatron_lite.checkpoint.names import reason
 from megatron_lite.checkpoint.reading import read_elements
@@ -120,7 +120,7 @@ class CheckpointSource(WeightSource):
     def __init__(self, folder: Path, average: bool = False, state: bool = False) -> None:
         super().__init__(folder)
         self.content = manifest.read(folder, int(folder.name) if folder.name.isdecimal() else None)
-        blocks.check_sizes(folder, self.content)
+        files.check_sizes(folder, self.content)
         self.iteration, config = self.content.iteration, self.content.config
         self.model = model_folder.resolved_model(model_folder.checkpoint_values(config, str(folder)), str(folder))
         self.model_type = model_folder.saved_model_type(config)
@@ -153,7 +153,7 @@ class CheckpointSource(WeightSource):
             for name, group in itertools.groupby(wanted[first:end], key=lambda item: item[0].file):
                 file, slices = self.content.files[name], list(group)
                 numbers = {number for piece, _ in slices for number in file.blocks_around(piece.offset, piece.end)}
-                blocks.check_blocks(self.folder, name, file, sorted(numbers), slices)
+                files.check_blocks(self.folder, name, file, sorted(numbers), slices)
         except DamagedError as error:
             return str(error)
         self._good_share = rank, world_size

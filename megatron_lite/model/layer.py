@@ -47,7 +47,7 @@ class Layer(torch.nn.Module):
     """One layer of the model: hidden (b, s, h) -> hidden (b, s, h)."""
 
     name: str  # unique in the model, and the prefix of its parameters' names: "embedding", "blocks.3", "head"
-    # See `zero.layer.Layer`.
+    # See `zero.stage.Layer`.
     borrows_from: tuple[torch.nn.Module, ...] = ()
     gradients_in_forward: bool = False
     backward_needs_weights: bool = True

@@ -157,7 +157,9 @@ class FlatShard:
     def counted(self, start: int = 0, end: int | None = None) -> list[tuple[int, int]]:
         """Return the (start, end) ranges within `start` to `end` that this rank adds to sums over all ranks."""
         end = self.layout.shard_numel if end is None else end
-        return [(start, end)] if self.replicas is None else self.replicas.counted_within(start, end)
+        counted = [(start, end)] if self.replicas is None else self.replicas.counted
+        cut = [(max(low, start), min(high, end)) for low, high in counted]
+        return [(low, high) for low, high in cut if low < high]
 
     def parameter_at(self, index: int) -> str:
         """Return the name of the parameter at element `index` of this rank's shard, or before it in padding."""

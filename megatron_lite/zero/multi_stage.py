@@ -14,12 +14,11 @@ from megatron_lite.distributed.rank_group import Group, alone
 from megatron_lite.parameter import DTYPES, Parameter, ParameterSpec
 from megatron_lite.zero import runner
 from megatron_lite.zero.flat_shard import ADAM_STATE, FlatShard, OptimizerState, Precision
-from megatron_lite.zero.layer import Layer
 from megatron_lite.zero.layout import split_into_stages
 from megatron_lite.zero.memory import Memory
 from megatron_lite.zero.replicas import whole_parameter
 from megatron_lite.zero.schedule import Step, evaluation_schedule, training_schedule, with_backward
-from megatron_lite.zero.stage import Observer, Stage
+from megatron_lite.zero.stage import Layer, Observer, Stage
 from megatron_lite.zero.throttle import Throttle
 
 

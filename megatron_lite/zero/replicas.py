@@ -56,11 +56,6 @@ class Replicas:
         """Elements that `sum_gradients` allocates temporarily."""
         return self._tensor.world_size * self._numel
 
-    def counted_within(self, start: int, end: int) -> list[tuple[int, int]]:
-        """Return the (start, end) ranges within `start` to `end` that count on this rank."""
-        cut = [(max(low, start), min(high, end)) for low, high in self.counted]
-        return [(low, high) for low, high in cut if low < high]
-
     def sum_gradients(self, shard: Tensor) -> None:
         """Sum partial gradients in a shard over the holders of each tile; make other copies equal."""
         if not self._numel:

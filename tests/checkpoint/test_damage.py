@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 import torch
 
-from megatron_lite.checkpoint import blocks, manifest, retention
+from megatron_lite.checkpoint import files, manifest, retention
 from megatron_lite.errors import CheckpointError, DamagedError
 from tests.checkpoint.test_writing import SPECS, load, names, newest, save
 from tests.support.fakes import Layout, held, random_values, same
@@ -117,14 +117,14 @@ def test_the_shard_of_another_save_is_found(root: Path) -> None:
 
 def test_a_file_that_shrinks_after_its_check_is_found(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Every rank falls back, even if only one of them reads the end of the file."""
-    real_check = blocks.check_sizes
+    real_check = files.check_sizes
 
     def check(folder: Path, content: manifest.Manifest, rank: int, world_size: int) -> None:
         real_check(folder, content, rank, world_size)
         if folder.name == "20" and rank == 1:
             os.truncate(folder / "rank_001.safetensors", content.files["rank_001.safetensors"].size - 4)
 
-    monkeypatch.setattr(blocks, "check_sizes", check)
+    monkeypatch.setattr(files, "check_sizes", check)
     expect_fallback(root, "it became shorter while it was read", world_size=3)
 
 

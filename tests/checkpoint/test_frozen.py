@@ -17,7 +17,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from megatron_lite.checkpoint import blocks, manifest
+from megatron_lite.checkpoint import files, manifest
 from tests.checkpoint.test_writing import SPECS, load, save
 from tests.support.fakes import FakePart, Layout, Values, empty_model, put, same
 
@@ -72,7 +72,7 @@ def test_any_choice_of_frozen_parameters_reads_any_other(saving: Any, loading: A
 
 def test_rounding_is_to_nearest_and_back_is_exact(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Rounding equals PyTorch's, also in pieces smaller than a parameter; converting back to fp32 changes nothing."""
-    monkeypatch.setattr(blocks, "CHUNK_BYTES", 100)
+    monkeypatch.setattr(files, "CHUNK_BYTES", 100)
     saved = save(tmp_path / "full", 10, 1, 2)
     rounded = load(tmp_path / "full", frozen=NAMES[:7], frozen_dtype=torch.bfloat16)[1]
     for name in NAMES[:7]:
@@ -100,7 +100,7 @@ def test_moments_left_by_a_failed_attempt_are_cleared(tmp_path: Path, monkeypatc
     """The newest checkpoint fails while it is read; the older one, with everything frozen, has no moments."""
     old = save(tmp_path, 9, 1, frozen=NAMES[1:])
     save(tmp_path, 10, 2)
-    real_read = blocks.Files.read
+    real_read = files.Files.read
     calls = itertools.count()
 
     def read(*arguments: Any) -> None:
@@ -108,7 +108,7 @@ def test_moments_left_by_a_failed_attempt_are_cleared(tmp_path: Path, monkeypatc
             raise OSError(5, "Input/output error")
         real_read(*arguments)
 
-    monkeypatch.setattr(blocks.Files, "read", read)
+    monkeypatch.setattr(files.Files, "read", read)
     loaded, values, lines = load(tmp_path)
     assert loaded is not None and loaded.iteration == 9 and len(lines) == 2 and "Input/output error" in lines[0]
     assert same(values, expected(old, Layout()))
@@ -176,7 +176,7 @@ def test_each_shard_is_read_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     save(tmp_path, 10, 1, frozen=MIXED)
     assert len(calls) == len(set(calls)) == sum(len(part.tensors) for _, part in mixed_model().parts())
     ((name, file),) = manifest.read(tmp_path / "10").files.items()
-    blocks.check_blocks(tmp_path / "10", name, file)
+    files.check_blocks(tmp_path / "10", name, file)
 
 
 def mixed_model() -> Any:

@@ -19,7 +19,7 @@ import numpy as np
 import pytest
 import torch
 
-from megatron_lite.checkpoint import blocks, reading, resume
+from megatron_lite.checkpoint import files, reading, resume
 from megatron_lite.checkpoint.manifest import MOMENTS
 from megatron_lite.checkpoint.reading import inspect
 from megatron_lite.checkpoint.writing import Save, files_bytes, write_now
@@ -172,7 +172,7 @@ def trained(name: str) -> Trained:
             assert seen.ranks == (str(data) if tensor == 1 else f"{data}x{tensor}") and not seen.problems
             assert seen.num_bytes == planned_bytes(name, OTHERS[number - 1] if 0 < number < 10 else FIRST, number)
         huggingface = root / f"export of {ONE}" / "weights"
-        with mock.patch.object(blocks, "CHUNK_BYTES", 3000):  # a few rows
+        with mock.patch.object(files, "CHUNK_BYTES", 3000):  # a few rows
             for layout in LAYOUTS[name][1:]:
                 for kind, folder in (("distributed", root / "0"), ("huggingface", huggingface)):
                     result.pretrained[f"{layout} {kind}"] = on(layout, start_from, name, folder, kind)

@@ -16,8 +16,8 @@ from typing import Any, NamedTuple
 import pytest
 import torch
 
-from megatron_lite.checkpoint import blocks, manifest
-from megatron_lite.checkpoint.blocks import BlockSums
+from megatron_lite.checkpoint import files, manifest
+from megatron_lite.checkpoint.files import BlockSums
 from megatron_lite.errors import DamagedError
 from tests.checkpoint.test_damage import AVERAGED, FROZEN, as_version, expect_fallback, flip, saved_pair, seal
 from tests.checkpoint.test_writing import SPECS, load, save
@@ -27,7 +27,7 @@ from tests.support.fakes import Layout, Values, held, random_values, same
 @pytest.mark.parametrize("size", [1, 63, 64, 65, 1000])
 def test_blocks_of_a_file(size: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Data of any lengths give the checksums of the blocks, of which the last may be shorter."""
-    monkeypatch.setattr(blocks, "BLOCK_BYTES", 64)
+    monkeypatch.setattr(files, "BLOCK_BYTES", 64)
     generator = random.Random(2)
     data, sums = generator.randbytes(size), BlockSums()
     rest = memoryview(data)
@@ -42,12 +42,12 @@ def test_blocks_of_a_file(size: int, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.parametrize("layout", [{}, FROZEN, AVERAGED], ids=["trained", "frozen", "averaged"])
-@pytest.mark.parametrize("num_bytes", [blocks.BLOCK_BYTES, 100])
+@pytest.mark.parametrize("num_bytes", [files.BLOCK_BYTES, 100])
 def test_checksums_of_files_are_those_of_their_bytes(
     layout: dict[str, Any], num_bytes: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Of every block, the header and padding included."""
-    monkeypatch.setattr(blocks, "BLOCK_BYTES", num_bytes)
+    monkeypatch.setattr(files, "BLOCK_BYTES", num_bytes)
     save(tmp_path, 10, 1, 3, **layout)
     for name, file in manifest.read(tmp_path / "10").files.items():
         data = (tmp_path / "10" / name).read_bytes()
@@ -57,12 +57,12 @@ def test_checksums_of_files_are_those_of_their_bytes(
 
 
 @pytest.mark.parametrize("version", [3, 4, 5])
-@pytest.mark.parametrize("largest", [blocks.LARGEST_BLOCK_BYTES, 100], ids=["read as a block", "read twice"])
+@pytest.mark.parametrize("largest", [files.LARGEST_BLOCK_BYTES, 100], ids=["read as a block", "read twice"])
 def test_older_versions_are_still_read(
     version: int, largest: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A checkpoint of an older version loads bit for bit, and its damage is found by the checksums of its files."""
-    monkeypatch.setattr(blocks, "LARGEST_BLOCK_BYTES", largest)
+    monkeypatch.setattr(files, "LARGEST_BLOCK_BYTES", largest)
     tensor = {"tensor_ranks": 2} if version == 5 else {}
     saved_pair(tmp_path, **tensor)
     for folder in tmp_path.iterdir():
@@ -96,9 +96,9 @@ def test_the_system_reads_ahead_of_what_is_read_in_order(tmp_path: Path, monkeyp
     asked: list[tuple[int, int]] = []
     hint: Any = lambda descriptor, offset, size, advice: asked.append((offset, offset + size))  # noqa: E731
     monkeypatch.setattr(os, "posix_fadvise", hint)
-    monkeypatch.setattr(blocks, "AHEAD_BYTES", 80)
+    monkeypatch.setattr(files, "AHEAD_BYTES", 80)
     (tmp_path / "file").write_bytes(bytes(1400))
-    opened, target = blocks.Files(tmp_path), torch.empty(10, dtype=torch.uint8)
+    opened, target = files.Files(tmp_path), torch.empty(10, dtype=torch.uint8)
     for start in (0, 1000):
         asked.clear()
         for end in range(start + 10, start + 400, 10):
@@ -146,7 +146,7 @@ def test_each_block_is_read_once(
 
     Other ranks also read the blocks around the ends of their shards.
     """
-    monkeypatch.setattr(blocks, "BLOCK_BYTES", 64)
+    monkeypatch.setattr(files, "BLOCK_BYTES", 64)
     save(tmp_path, 10, 1, saving, **saved)
     load(tmp_path, loading, **layout)
     content = manifest.read(tmp_path / "10")
@@ -175,7 +175,7 @@ def test_bytes_that_tensor_parallel_ranks_read_again(
 
     With another one, rows are read once by each rank that needs some of their columns.
     """
-    monkeypatch.setattr(blocks, "BLOCK_BYTES", 16)
+    monkeypatch.setattr(files, "BLOCK_BYTES", 16)
     save(tmp_path, 10, 1, saving[0], tensor_ranks=saving[1])
     values = load(tmp_path, loading[0], tensor_ranks=loading[1])[1]
     assert same(values, random_values(SPECS, 1))

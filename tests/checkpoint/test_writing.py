@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 
-from megatron_lite.checkpoint import blocks, files, reading, retention
+from megatron_lite.checkpoint import files, reading, retention
 from megatron_lite.checkpoint.manifest import KINDS, Manifest
 from megatron_lite.checkpoint.resume import Choice, find
 from megatron_lite.checkpoint.writing import Save, write_now
@@ -146,7 +146,7 @@ def test_any_tensor_parallel_layout_reads_any_other(
 
     Columns are read in several chunks.
     """
-    monkeypatch.setattr(blocks, "CHUNK_BYTES", 200)
+    monkeypatch.setattr(files, "CHUNK_BYTES", 200)
     saved = save(tmp_path, 10, 1, saving[0], saving[2], tensor_ranks=saving[1])
     loaded, values, lines = load(tmp_path, loading[0], loading[2], tensor_ranks=loading[1])
     assert loaded is not None and same(saved, values) and lines == []
@@ -184,8 +184,8 @@ def test_rank_files_are_ordinary_safetensors_files(tmp_path: Path) -> None:
 
 def test_values_larger_than_one_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Pieces of files and tensors fit together whatever their size."""
-    monkeypatch.setattr(blocks, "CHUNK_BYTES", 100)
-    monkeypatch.setattr(blocks, "BLOCK_BYTES", 52)
+    monkeypatch.setattr(files, "CHUNK_BYTES", 100)
+    monkeypatch.setattr(files, "BLOCK_BYTES", 52)
     saved = save(tmp_path, 10, 1, world_size=2)
     assert same(saved, load(tmp_path, 3, 2)[1])
 

@@ -18,7 +18,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from megatron_lite.checkpoint import blocks, manifest
+from megatron_lite.checkpoint import files, manifest
 from megatron_lite.checkpoint.manifest import MOMENTS
 from megatron_lite.cli.model_source import with_source
 from megatron_lite.config import unflatten
@@ -313,7 +313,7 @@ CHUNK_BYTES = 2**21
 
 def growth_in_loading(distributed: Distributed, folder: str) -> tuple[int, int, int]:
     """Bytes of the weight shards and of the model, and what the peak resident size gains while they are filled."""
-    blocks.CHUNK_BYTES = CHUNK_BYTES
+    files.CHUNK_BYTES = CHUNK_BYTES
     values, _ = with_source({**RUN, "pretrained_checkpoint_path": folder, "zero_stage": 3})
     config = resolve(unflatten(values), distributed.world_size)
     model = MultiStage(layers_of(config), config.multi_stage, config.batch, "fp32", distributed)
@@ -427,7 +427,7 @@ def in_blocks_of(folder: Path, num_bytes: int) -> manifest.Manifest:
     for name in content.files:
         data = (folder / name).read_bytes()
         sums = [f"{zlib.crc32(data[at : at + num_bytes]):08x}" for at in range(0, len(data), num_bytes)]
-        content.files[name] = blocks.SavedFile(len(data), num_bytes, "".join(sums))
+        content.files[name] = files.SavedFile(len(data), num_bytes, "".join(sums))
     (folder / "manifest.json").write_text(manifest.dump(content))
     return content
 
@@ -471,6 +471,6 @@ def test_scripts_fall_back_from_a_damaged_checkpoint(
     assert source.folder == older
     (line,) = [record.getMessage() for record in caplog.records]
     assert f"{newest}: rank_000.safetensors: its checksum does not match" in line and "; skipped" in line
-    monkeypatch.setattr(blocks, "check_blocks", None)
+    monkeypatch.setattr(files, "check_blocks", None)
     source.verify()
     assert open_source(root).folder == newest, "for its options alone, the files are not read"

@@ -16,7 +16,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from megatron_lite.checkpoint import blocks
+from megatron_lite.checkpoint import files
 from megatron_lite.errors import CheckpointError
 from megatron_lite.huggingface.load_pretrained import open_source
 from tests.support.families import write_folder
@@ -31,7 +31,7 @@ def test_every_slice_is_read_from_its_place(name: str, tmp_path: Path, monkeypat
     """Any range of any parameter, read in chunks smaller than a matrix from several files, equals transformers'."""
     folder = write_folder(name, tmp_path / "model", max_shard_size="20KB")
     assert len(list(folder.glob("*.safetensors"))) > 1
-    monkeypatch.setattr(blocks, "CHUNK_BYTES", 600)
+    monkeypatch.setattr(files, "CHUNK_BYTES", 600)
     source, shapes = checked(folder)
     generator = torch.Generator().manual_seed(0)
     for parameter, value in expected(folder, source, shapes).items():
@@ -76,7 +76,7 @@ def test_real_files_may_hold_extra_tensors(tmp_path: Path) -> None:
 def test_memory_is_bounded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """No tensor created while reading is larger than a chunk, whatever the size of the parameter."""
     folder = write_folder("gpt2", tmp_path / "model")
-    monkeypatch.setattr(blocks, "CHUNK_BYTES", 1000)
+    monkeypatch.setattr(files, "CHUNK_BYTES", 1000)
     source, shapes = checked(folder)
     made: list[int] = []
     empty = torch.empty

@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 
-from megatron_lite.checkpoint import blocks, manifest
+from megatron_lite.checkpoint import files, manifest
 from megatron_lite.monitor.trackers import read_metrics
 
 # What metrics.jsonl must have in common with an uninterrupted run; the rest of a line is about time.
@@ -41,7 +41,7 @@ def assert_all_good(experiment: Path) -> None:
         content = manifest.read(folder)
         assert content.iteration == iteration
         for name, file in content.files.items():
-            blocks.check_blocks(folder, name, file)
+            files.check_blocks(folder, name, file)
 
 
 def weights(experiment: Path) -> dict[str, str]:

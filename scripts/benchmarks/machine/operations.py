@@ -21,7 +21,7 @@ from megatron_lite.kernels.weight_shard import WeightShard
 from megatron_lite.planner.speeds import AXES, PRODUCT_KINDS
 from megatron_lite.planner.work import Attention
 from megatron_lite.planner.work_time import UPDATE_BYTES
-from megatron_lite.zero.layer import backward
+from megatron_lite.zero.stage import backward
 
 POOL_BYTES = 96 * 2**20
 # A call is repeated until this much time has been spent, so short calls get many turns.
