@@ -213,7 +213,7 @@ def _open_inputs(run: Run, variables: Mapping[str, str], kernels: Kernels) -> li
 
 def _log_banner(run: Run, kernels: Kernels, layers: list[Layer], notes: Sequence[Note]) -> None:
     config, distributed, logger = run.config, run.distributed, run.logger
-    derived = derived_numbers(config, layers, distributed, run.data.describe())
+    derived = derived_numbers(config, layers, distributed, run.data.description)
     _tell(run, banner(config, derived), short_banner(config, derived))
     for line, short in choice_lines(config, kernels, layers, distributed.device):
         _tell(run, line, short)

@@ -112,7 +112,7 @@ def indexed_batches(options: argparse.Namespace, model: LocalModel, length: int)
         training=TrainingConfig(validation_iters=1 if options.samples else "all"),
     )
     source = open_data(resolve(whole, 1), 0, 1)
-    for host_batches in source.evaluation_batches("validation"):
+    for host_batches in source.batches("validation"):
         for host_batch in host_batches:
             yield micro_batch(host_batch, model.device, None, None)
 

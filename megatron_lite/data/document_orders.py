@@ -1,6 +1,6 @@
-"""Documents in an order of their own: reshuffled in every epoch, or packed whole into samples.
+"""The order of documents: as in the file, reshuffled in every epoch, or packed whole into samples.
 
-Both orders are functions of the key and the epoch, as the order of samples is.
+Each order is a function of the key and the epoch, as the order of samples is.
 
 Shuffled documents: finding a token of the shuffled stream takes a table of cumulative lengths, one entry per 16
 documents, which each process makes when it first reads from an epoch: 2.5 seconds and 5 MB for 10 million documents,
@@ -21,7 +21,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from megatron_lite.data.indexed_dataset import IndexedDataset
+from megatron_lite.data.indexed_dataset import IndexedDataset, Run
 from megatron_lite.data.sampling import mix, permute
 
 STRIDE = 16  # documents to an entry of the table
@@ -30,53 +30,73 @@ _SALT = np.uint64(0xA24BAED4963EE407)  # arbitrary: documents must not be shuffl
 _GOLDEN = np.uint64(0x9E3779B97F4A7C15)
 _EPOCH_SALT = np.uint64(0xC6A4A7935BD1E995)  # arbitrary, odd: other words than those of the order of samples
 
-Run = tuple[int, int]  # first token in the file, and number of tokens, all of one document
 
+class FileOrder:
+    """The documents of a split as a stream of tokens, in the order of the file.
 
-class ShuffledDocuments:
-    """The documents of a split as a stream of tokens, in a different order in every epoch."""
+    by_document: whether to cut runs where documents end, which reads the index.
+    """
 
-    def __init__(self, dataset: IndexedDataset, documents: range, key: int, keep: int = 2) -> None:
-        """keep: how many tables to remember, one per epoch."""
-        self._dataset, self._documents, self._key, self._keep = dataset, documents, key, keep
-        self._tables: dict[int, NDArray[np.int64]] = {}
+    def __init__(self, dataset: IndexedDataset, documents: range, by_document: bool = False) -> None:
+        self.dataset, self.documents, self.by_document = dataset, documents, by_document
+        self._first_token = dataset.first_token(documents.start)
+        self.num_tokens = dataset.first_token(documents.stop) - self._first_token
 
     def runs(self, epoch: int, start: int, length: int) -> list[Run]:
         """Return where tokens [start, start + length) of an epoch's stream are, in order, without empty runs.
 
         Raises: DataError if the index is damaged or cannot be read.
         """
-        table, itemsize = self._table(epoch), self._dataset.tokens.dtype.itemsize
+        first = self._first_token + start
+        return self.dataset.runs(first, length) if self.by_document else [(first, length)]
+
+
+class ShuffledDocuments(FileOrder):
+    """The documents of a split as a stream of tokens, in a different order in every epoch."""
+
+    def __init__(
+        self, dataset: IndexedDataset, documents: range, key: int, keep: int = 2, skip_first_epoch: bool = False
+    ) -> None:
+        """keep: how many tables to remember, one per epoch. skip_first_epoch: read it in the order of the file."""
+        super().__init__(dataset, documents, by_document=True)
+        self._key, self._keep, self._skip_first_epoch = key, keep, skip_first_epoch
+        self._tables: dict[int, NDArray[np.int64]] = {}
+
+    def runs(self, epoch: int, start: int, length: int) -> list[Run]:
+        """Return the runs as `FileOrder.runs`."""
+        if self._skip_first_epoch and epoch == 0:
+            return super().runs(epoch, start, length)
+        table, itemsize = self._table(epoch), self.dataset.tokens.dtype.itemsize
         entry = int(np.searchsorted(table, start, side="right")) - 1
         position, found = int(table[entry]), list[Run]()
         end = start + length
         while position < end:
             for document in self._order(epoch, entry * STRIDE, STRIDE).tolist():
-                size = self._dataset.sizes[document]
+                size = self.dataset.sizes[document]
                 low, high = max(start, position), min(end, position + size)
                 if low < high:
-                    found.append((self._dataset.pointers[document] // itemsize + low - position, high - low))
+                    found.append((self.dataset.pointers[document] // itemsize + low - position, high - low))
                 position += size
             entry += 1
         return found
 
     def _order(self, epoch: int, first: int, count: int) -> NDArray[np.int64]:
         """Return documents [first, first + count) of an epoch's order; fewer at the end."""
-        slots = np.arange(first, min(first + count, len(self._documents)), dtype=np.uint64)
+        slots = np.arange(first, min(first + count, len(self.documents)), dtype=np.uint64)
         epochs = np.array([epoch], dtype=np.uint64)  # an array, since a product of scalars would warn
         key = mix((np.uint64(self._key) ^ _SALT) + epochs * _GOLDEN)
         keys = np.broadcast_to(key, slots.shape)
-        return permute(slots, keys, len(self._documents)).astype(np.int64) + self._documents.start
+        return permute(slots, keys, len(self.documents)).astype(np.int64) + self.documents.start
 
     def _table(self, epoch: int) -> NDArray[np.int64]:
         """Return the tokens before each STRIDE-th document of an epoch."""
         if epoch not in self._tables:
             while len(self._tables) >= self._keep:
                 del self._tables[next(iter(self._tables))]
-            sizes = self._dataset.document_sizes(self._documents)
+            sizes = self.dataset.document_sizes(self.documents)
             sums = [np.zeros(1, dtype=np.int64)]
             for first in range(0, len(sizes), _AT_A_TIME):
-                order = self._order(epoch, first, _AT_A_TIME) - self._documents.start
+                order = self._order(epoch, first, _AT_A_TIME) - self.documents.start
                 sums.append(np.add.reduceat(sizes[order], np.arange(0, len(order), STRIDE), dtype=np.int64))
             self._tables[epoch] = np.cumsum(np.concatenate(sums))[:-1]
         return self._tables[epoch]
@@ -139,12 +159,13 @@ class PackedDocuments:
     A process holds 4 bytes per document, and needs 1.5 s for the plan of 10 million documents.
     """
 
-    def __init__(self, sizes: NDArray[np.int32], capacity: int, key: int) -> None:
-        """Plan the samples of an epoch.
+    by_document = True
 
-        sizes: tokens of each document. Those with more than `capacity` tokens are left out.
-        """
-        self.capacity, self.key, self.num_documents = capacity, key, sizes.size
+    def __init__(self, dataset: IndexedDataset, documents: range, capacity: int, key: int) -> None:
+        """Plan the samples of an epoch. Documents with more than `capacity` tokens are left out."""
+        self._dataset, self._first_document = dataset, documents.start
+        self.capacity, self.key, self.num_documents = capacity, key, len(documents)
+        sizes = dataset.document_sizes(documents)
         fits = sizes <= capacity
         self.too_long = int(sizes.size - np.count_nonzero(fits))
         counts = np.bincount(sizes[fits], minlength=capacity + 1)[: capacity + 1]
@@ -169,8 +190,17 @@ class PackedDocuments:
         """The number of samples of an epoch."""
         return int(self._ends[-1]) if len(self._ends) else 0
 
+    def runs(self, epoch: int, slot: int, length: int) -> list[Run]:
+        """Return where the documents of a slot's sample are; they have `length` tokens or fewer."""
+        pointers, sizes, itemsize = self._dataset.pointers, self._dataset.sizes, self._dataset.tokens.dtype.itemsize
+        documents = [self._first_document + number for number in self.documents(epoch, slot)]
+        return [(pointers[document] // itemsize, sizes[document]) for document in documents]
+
     def documents(self, epoch: int, slot: int) -> list[int]:
-        """Return the documents of a slot's sample in a random order, so that the longest is not always first."""
+        """Return the documents of a slot's sample in a random order, so that the longest is not always first.
+
+        Documents are numbered from the first of the split.
+        """
         assert 0 <= slot < self.samples_per_epoch, (slot, self.samples_per_epoch)
         number = int(np.searchsorted(self._ends, slot, side="right"))
         pattern, place = self.patterns[number], slot - (int(self._ends[number]) - self.patterns[number].count)
@@ -186,3 +216,6 @@ class PackedDocuments:
         """Return pseudo-random words that depend on key, epoch and values."""
         start = mix(np.array([self.key], np.uint64) + np.array([epoch], np.uint64) * _EPOCH_SALT)
         return mix(start + values.astype(np.uint64))
+
+
+DocumentOrder = FileOrder | PackedDocuments

@@ -35,6 +35,8 @@ CHUNK = 1 << 20  # index entries to write at a time, which bounds the memory
 CHECKED = 1 << 17  # entries that are all checked when a data set is opened; of more, `CHECKED_PIECES` pieces
 CHECKED_PIECES = 128
 
+Run = tuple[int, int]  # first token in the file, and number of tokens, all of one document
+
 
 class Header(NamedTuple):
     dtype: np.dtype[Any]  # of the tokens
@@ -104,11 +106,10 @@ class IndexedDataset:
         document = bisect.bisect_right(self.pointers, token * self.tokens.dtype.itemsize) - 1
         return document, token - self.first_token(document)
 
-    def pieces(self, start: int, length: int) -> NDArray[np.int32]:
-        """Return the lengths of the pieces of documents in tokens [start, start + length) of `.bin`, in order.
+    def runs(self, start: int, length: int) -> list[Run]:
+        """Cut tokens [start, start + length) of `.bin` into the parts of its documents, in order; none is empty.
 
-        The lengths are positive, since empty documents have no piece, and add up to `length`. Found by a few dozen
-        cached reads of the index: loading it would cost each worker 8 bytes per document.
+        Found by a few dozen cached reads of the index: loading it would cost each worker 8 bytes per document.
 
         Raises: DataError if the index cannot be read any more.
         """
@@ -123,7 +124,8 @@ class IndexedDataset:
             if begins[-1] >= end:
                 break
             document += len(begins)
-        return np.diff(np.unique(np.concatenate([*borders, [end]]))).astype(np.int32)
+        cuts = np.unique(np.concatenate([*borders, [end]]))
+        return list(zip(cuts.tolist(), np.diff(cuts).tolist(), strict=False))
 
     def document_sizes(self, documents: range) -> NDArray[np.int32]:
         """Return the number of tokens of each of some consecutive documents.

@@ -130,56 +130,45 @@ class Phase:
     iterations: int
 
 
+@dataclass(eq=False)
 class DataSource:
-    """The training, validation and test samples of one run.
+    """The training, validation and test samples of one run."""
 
-    while_waiting: called now and then while the host waits for a worker; it may raise.
-    """
+    config: Config  # resolved
+    rank: int
+    world_size: int
+    phases: dict[str, Phase]  # those that the run needs
+    description: dict[str, str]  # lines for the banner: files, documents, tokens, epochs
+    identity: dict[str, Any]  # see `fingerprint.identity`
+    warnings: Sequence[str] = ()  # to be logged
+    while_waiting: Callable[[], None] = lambda: None  # called now and then while the host waits for a worker; may raise
 
-    def __init__(
-        self,
-        config: Config,
-        rank: int,
-        world_size: int,
-        phases: dict[str, Phase],
-        description: dict[str, str],
-        identity: dict[str, Any],
-        warnings: Sequence[str] = (),
-    ) -> None:
-        """Store what was opened.
-
-        config: resolved; phases: those that the run needs; description: lines for the banner; identity: see
-        `fingerprint.identity`; warnings: to be logged.
-        """
-        assert config.batch.micro_batch_size, config.batch
-        assert 0 <= rank < world_size, (rank, world_size)
-        self._batch, self._data = config.batch, config.data
-        self._rank, self._world_size = rank, world_size
-        self._pin_memory = config.distributed.device != "cpu" and torch.cuda.is_available()
-        self._phases = phases
-        self._description = description
-        self.identity = identity
-        self.warnings = tuple(warnings)
+    def __post_init__(self) -> None:
+        assert 0 <= self.rank < self.world_size, (self.rank, self.world_size)
+        self._pin_memory = self.config.distributed.device != "cpu" and torch.cuda.is_available()
         self._open: set[Workers] = set()
-        self.while_waiting: Callable[[], None] = lambda: None
 
     def split(self, phase: str, iteration: int) -> Split:
         """Return how ranks and micro-batches share the samples of an iteration, counted from 1."""
-        batch, samples = self._batch, self._phases[phase].schedule.batch_size(iteration)
+        batch, samples = self.config.batch, self.phases[phase].schedule.batch_size(iteration)
         assert batch.micro_batch_size is not None, "resolved"
         if phase == "training":
-            return Split(samples, batch.micro_batch_size, self._world_size, batch.breadth_first_micro_batches or 1)
-        return Split(samples, batch.eval_micro_batch_size or batch.micro_batch_size, self._world_size)
+            return Split(samples, batch.micro_batch_size, self.world_size, batch.breadth_first_micro_batches or 1)
+        return Split(samples, batch.eval_micro_batch_size or batch.micro_batch_size, self.world_size)
 
-    def batches(self, phase: str, first_iteration: int, num_iterations: int) -> Iterator[list[HostBatch]]:
+    def batches(
+        self, phase: str, first_iteration: int = 0, num_iterations: int | None = None
+    ) -> Iterator[list[HostBatch]]:
         """Yield the micro-batches of this rank, one list per iteration, for the iterations after `first_iteration`.
 
         All micro-batches of an iteration have the same number of rows. Workers start at the first `next`, whose data is
-        read in place meanwhile, and end when the generator ends or is closed.
+        read in place meanwhile, and end when the generator ends or is closed. By default, all iterations of the phase;
+        of an evaluation, these are the same batches every time.
 
         Raises: DataError for unreadable files and token ids outside the vocabulary; RunError if a worker dies.
         """
-        iterations = range(first_iteration + 1, first_iteration + num_iterations + 1)
+        count = self.phases[phase].iterations - first_iteration if num_iterations is None else num_iterations
+        iterations = range(first_iteration + 1, first_iteration + count + 1)
         first = self._requests(phase, iterations[:1])
         with self._samples(phase, first, self._requests(phase, iterations[1:])) as samples:
             for iteration in iterations:
@@ -190,21 +179,9 @@ class DataSource:
         """Read one iteration's micro-batches of this rank in place."""
         return next(self.batches(phase, iteration - 1, 1))
 
-    def evaluation_batches(self, phase: str) -> Iterator[list[HostBatch]]:
-        """Yield the batches of a validation or test, the same ones every time; see `batches`."""
-        return self.batches(phase, 0, self.evaluation_iterations(phase))
-
-    def evaluation_iterations(self, phase: str) -> int:
-        """Return the number of batches of a validation or test."""
-        return self._phases[phase].iterations
-
     def validations(self) -> dict[str, str]:
         """Return the phases that validate one data set of a blend each: name of the data set -> phase."""
-        return {phase.partition("/")[2]: phase for phase in self._phases if phase.startswith("validation/")}
-
-    def describe(self) -> dict[str, str]:
-        """Return lines for the banner: files, documents, tokens, epochs."""
-        return dict(self._description)
+        return {phase.partition("/")[2]: phase for phase in self.phases if phase.startswith("validation/")}
 
     def close(self) -> None:
         """End all workers, including those of generators that were never closed."""
@@ -215,9 +192,9 @@ class DataSource:
     def _requests(self, phase: str, iterations: range) -> Iterator[Request]:
         """Yield (index of the first sample, samples) for each micro-batch of this rank."""
         for iteration in iterations:
-            before, split = self._phases[phase].schedule.consumed_samples(iteration - 1), self.split(phase, iteration)
+            before, split = self.phases[phase].schedule.consumed_samples(iteration - 1), self.split(phase, iteration)
             for micro_step in range(split.micro_steps):
-                first, count = split.piece(micro_step, self._rank)
+                first, count = split.piece(micro_step, self.rank)
                 yield before + first, count
 
     @contextlib.contextmanager
@@ -227,14 +204,14 @@ class DataSource:
         Only training from files uses workers: a validation is short and would mostly wait for them to start, and
         random tokens take less time to make than to send.
         """
-        reader, num_workers = self._phases[phase].reader, self._data.num_workers
+        reader, data = self.phases[phase].reader, self.config.data
         in_place = (reader.read(*request) for request in first)
-        if phase != "training" or num_workers == 0 or isinstance(reader, RandomReader):
+        if phase != "training" or data.num_workers == 0 or isinstance(reader, RandomReader):
             yield itertools.chain(in_place, (reader.read(*request) for request in others))
             return
-        prefetch = self._data.prefetch_factor or 1  # None only without workers
-        context = self._data.multiprocessing_context
-        workers = Workers(reader, others, num_workers, prefetch, context, lambda: self.while_waiting())
+        prefetch = data.prefetch_factor or 1  # None only without workers
+        context = data.multiprocessing_context
+        workers = Workers(reader, others, data.num_workers, prefetch, context, lambda: self.while_waiting())
         self._open.add(workers)
         try:
             yield itertools.chain(in_place, workers)
@@ -254,12 +231,12 @@ class DataSource:
         if padding:
             tokens = np.concatenate([tokens, np.zeros((padding, tokens.shape[1]), dtype=np.int64)])
         starts = positions = masked = None
-        if self._data.needs_borders:
+        if self.config.data.needs_borders:
             lengths = [0, *([] if samples.lengths is None else samples.lengths), *[tokens.shape[1] - 1] * padding]
             borders = np.cumsum(lengths, dtype=np.int32)
-            if not self._data.cross_document_attention:
+            if not self.config.data.cross_document_attention:
                 starts = self._tensor(borders)
-            if self._data.reset_position_ids:
+            if self.config.data.reset_position_ids:
                 counted = np.arange(borders[-1]) - np.repeat(borders[:-1], lengths[1:])
                 positions = self._tensor(counted.reshape(rows, -1))
         if samples.masked is not None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
 
 import numpy as np
@@ -11,7 +12,7 @@ from megatron_lite.config.option import All
 from megatron_lite.config.structured_values import short_names, weight_stages
 from megatron_lite.data.blending import MAX_SAMPLES, Blend, Concatenation
 from megatron_lite.data.disk_array import allow_open_files
-from megatron_lite.data.document_orders import PackedDocuments, ShuffledDocuments
+from megatron_lite.data.document_orders import FileOrder, PackedDocuments, ShuffledDocuments
 from megatron_lite.data.epochs import check_epochs, describe, left_out, repeats
 from megatron_lite.data.fill_in_the_middle import FillInTheMiddle
 from megatron_lite.data.fingerprint import identity
@@ -48,9 +49,11 @@ def open_data(config: Config, rank: int, world_size: int) -> DataSource:
             raise DataError(f"--tokenizer_file: {error}") from error
     phases: dict[str, Phase] = {}
     if config.data.dataset_source == "random":
+        sizes = config.batch.sequence_length, config.model.vocab_size, config.data.needs_borders
         for phase, count in needed.items():
             assert count != "all", "refused by validation: random tokens have no end"
-            phases[phase] = Phase(_random_reader(config, phase), _schedule(config, phase), count)
+            random = RandomReader(sampler_key(config.distributed.seed, phase, 0), *sizes)
+            phases[phase] = Phase(random, _schedule(config, phase), count)
         return DataSource(config, rank, world_size, phases, {"data": "random tokens"}, identity([], tokenizer))
     prefixes = [prefix for _, prefix in weighted_paths(config.data.data_path)] if needed else []
     if needed and not prefixes:
@@ -58,13 +61,17 @@ def open_data(config: Config, rank: int, world_size: int) -> DataSource:
             "--data_path: names no data set; give the prefix of a .bin/.idx pair, or use --dataset_source=random"
         )
     allow_open_files(FILES_OF_A_SET * len(prefixes) + OTHER_FILES)
-    opened = {prefix: IndexedDataset(prefix) for prefix in dict.fromkeys(prefixes)}
-    datasets = [opened[prefix] for prefix in prefixes]
+    open_once = functools.cache(IndexedDataset)
+    datasets = [open_once(prefix) for prefix in prefixes]
+    masks: list[IndexedDataset | None] = [None] * len(datasets)
+    for number, prefix in enumerate(config.data.loss_mask if needed else ()):
+        if prefix != NO_MASK:
+            masks[number] = open_once(prefix)
+            _check_same_documents(open_once(prefix), datasets[number])
     fill = None
     if needed and config.data.fim_rate > 0:
         key = derive_seed("fill in the middle", config.distributed.seed)
         fill = FillInTheMiddle(config.data, config.model.vocab_size, key)
-    masks = open_masks(config.data.loss_mask if needed else (), datasets)
     for phase, count in needed.items():
         pairs = zip(datasets, masks, strict=True)
         streams = [_stream(config, phase, number, *pair) for number, pair in enumerate(pairs)]
@@ -73,31 +80,17 @@ def open_data(config: Config, rank: int, world_size: int) -> DataSource:
         if phase == "validation" and training.validation_by_dataset and len(alone) > 1:
             for prefix, name in short_names(list(alone)).items():
                 phases[f"validation/{name}"] = _phase(config, phase, count, [alone[prefix]], fill)
-    notes = [*repeats(phases), *left_out(phases)]
-    found = describe(config, datasets, phases)
-    return DataSource(config, rank, world_size, phases, found, identity(datasets, tokenizer, masks), notes)
-
-
-def open_masks(prefixes: Sequence[str], datasets: Sequence[IndexedDataset]) -> list[IndexedDataset | None]:
-    """Open the loss masks of data sets; without prefixes, none has a mask.
-
-    A mask is a second `.bin/.idx` pair with the same documents: 1 for each token that counts in the loss, else 0. So a
-    token and its mask have the same position in their files.
-
-    Raises: DataError: one line that names the file, if a mask is damaged or has other documents than its data set.
-    """
-    assert len(prefixes) in (0, len(datasets)), "checked by validation"
-    opened: dict[str, IndexedDataset] = {}
-    masks: list[IndexedDataset | None] = [None] * len(datasets)
-    for number, prefix in enumerate(prefixes):
-        if prefix != NO_MASK:
-            masks[number] = opened[prefix] = opened.get(prefix) or IndexedDataset(prefix)
-            _check_same_documents(opened[prefix], datasets[number])
-    return masks
+    described, warnings = describe(config, datasets, phases), (*repeats(phases), *left_out(phases))
+    return DataSource(config, rank, world_size, phases, described, identity(datasets, tokenizer, masks), warnings)
 
 
 def _check_same_documents(mask: IndexedDataset, dataset: IndexedDataset) -> None:
-    """Compare the sizes of all documents, 4 bytes each: 10 million take 0.05 s."""
+    """Check that a loss mask, a pair with 1 for each token that counts and else 0, has the documents of its data set.
+
+    Then a token and its mask have the same position in their files. 10 million documents take 0.05 s.
+
+    Raises: DataError: one line that names the file and the first difference.
+    """
     given = f"{mask.index_path} (--loss_mask)"
     if mask.num_documents != dataset.num_documents:
         raise DataError(
@@ -112,15 +105,6 @@ def _check_same_documents(mask: IndexedDataset, dataset: IndexedDataset) -> None
                 f"{given}: document {start + differing[0]} has {own[differing[0]]:,} entries, but "
                 f"{expected[differing[0]]:,} tokens in {dataset.index_path}; a mask has an entry for each token"
             )
-
-
-def _random_reader(config: Config, phase: str) -> RandomReader:
-    return RandomReader(
-        sampler_key(config.distributed.seed, phase, 0),
-        config.batch.sequence_length,
-        config.model.vocab_size,
-        documents=config.data.needs_borders,
-    )
 
 
 def _schedule(config: Config, phase: str) -> BatchSchedule:
@@ -157,10 +141,9 @@ def _phase(config: Config, phase: str, count: int | All, streams: list[Stream], 
         config.data.mask_document_starts,
         fill,
     )
-    found = Phase(reader, schedule, iterations)
     if phase == "training":
-        check_epochs(config, found)
-    return found
+        check_epochs(config, reader, schedule)
+    return Phase(reader, schedule, iterations)
 
 
 def split_documents(num_documents: int, split: Sequence[float]) -> list[tuple[int, int]]:
@@ -191,30 +174,29 @@ def _stream(config: Config, phase: str, number: int, dataset: IndexedDataset, ma
             f"{dataset.index_path}: --split={split} leaves none of its {dataset.num_documents:,} documents for "
             f"{phase}; give {phase} a larger share, or set --{flag}=0"
         )
-    documents, length, order = range(first, end), config.batch.sequence_length, _order(config, phase)
-    key, packed, shuffled = sampler_key(config.distributed.seed, phase, number), None, None
-    num_tokens = dataset.first_token(end) - dataset.first_token(first)
+    documents, length, sample_order = range(first, end), config.batch.sequence_length, _order(config, phase)
+    key, entries = sampler_key(config.distributed.seed, phase, number), None if mask is None else mask.tokens
     if not config.data.truncate_documents:
-        packed = PackedDocuments(dataset.document_sizes(documents), length + 1, key)
+        packed = PackedDocuments(dataset, documents, length + 1, key)
         if not packed.samples_per_epoch:
             raise DataError(
                 f"{dataset.tokens.path}: none of its {end - first:,} documents for {phase} has 1 to {length + 1:,} "
                 "tokens (--sequence_length + 1), and --truncate_documents=0 cuts none; write a larger "
                 "--sequence_length"
             )
-        sampler = StreamSampler(packed.samples_per_epoch + 1, 1, key, order)
-    elif num_tokens <= length:
+        return Stream(dataset, packed, StreamSampler(packed.samples_per_epoch + 1, 1, key, sample_order), entries)
+    order = FileOrder(dataset, documents, config.data.needs_borders)
+    if order.num_tokens <= length:
         raise DataError(
-            f"{dataset.tokens.path}: {num_tokens:,} tokens for {phase} ({end - first:,} of {dataset.num_documents:,} "
-            f"documents, --split={split}), but one sample needs {length + 1:,} (--sequence_length + 1)"
+            f"{dataset.tokens.path}: {order.num_tokens:,} tokens for {phase} ({end - first:,} of "
+            f"{dataset.num_documents:,} documents, --split={split}), but one sample needs {length + 1:,} "
+            "(--sequence_length + 1)"
         )
-    else:
-        sampler = StreamSampler(num_tokens, length, key, order)
-        if order.documents:
-            # Tables of an epoch and the next one, or of all that are shuffled together.
-            shuffled = ShuffledDocuments(dataset, documents, key, order.epochs + 1)
-    borders, entries = config.data.needs_borders, None if mask is None else mask.tokens
-    return Stream(dataset, documents, sampler, entries, borders, shuffled, packed)
+    if phase == "training" and config.data.shuffle_documents and sample_order.shuffle != "none":
+        # Tables of an epoch and the next one, or of all that are shuffled together.
+        keep = sample_order.epochs + 1
+        order = ShuffledDocuments(dataset, documents, key, keep, sample_order.shuffle == "skip_first_epoch")
+    return Stream(dataset, order, StreamSampler(order.num_tokens, length, key, sample_order), entries)
 
 
 def _order(config: Config, phase: str) -> SampleOrder:
@@ -224,8 +206,5 @@ def _order(config: Config, phase: str) -> SampleOrder:
         return SampleOrder()
     windows = data.shuffle in ("epoch", "skip_first_epoch")
     return SampleOrder(
-        data.shuffle,
-        data.shuffle_era if windows else None,
-        (data.max_epochs or 1) if data.shuffle == "full" else 1,
-        data.shuffle_documents and data.shuffle != "none" and data.truncate_documents,
+        data.shuffle, data.shuffle_era if windows else None, (data.max_epochs or 1) if data.shuffle == "full" else 1
     )

@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 
 from megatron_lite.data.blending import Blend, Concatenation
 from megatron_lite.data.disk_array import DiskArray
-from megatron_lite.data.document_orders import PackedDocuments, Run, ShuffledDocuments
+from megatron_lite.data.document_orders import DocumentOrder, PackedDocuments
 from megatron_lite.data.fill_in_the_middle import FillInTheMiddle
 from megatron_lite.data.indexed_dataset import IndexedDataset
 from megatron_lite.data.sampling import StreamSampler, random_tokens
@@ -30,7 +30,7 @@ class Samples:
     tokens: NDArray[Any]  # (k, s + 1) in an integer dtype
     warnings: tuple[str, ...] = ()  # about slow reads, and about files that changed their date
     # Lengths of the pieces of documents in the inputs (the first s tokens of each sample), sample by sample. A document
-    # that began or ends in another sample has one piece in each. None if the run does not ask for them.
+    # that began or ends in another sample has one piece in each. None if the reader does not look for them.
     lengths: NDArray[np.int32] | None = None
     masked: NDArray[np.bool_] | None = None  # (k, s) labels that count in no loss; None: all count
 
@@ -57,89 +57,45 @@ class Stream:
     """The documents of one split of one data set, as one stream of tokens."""
 
     dataset: IndexedDataset
-    documents: range  # of the split
-    sampler: StreamSampler
-    mask: DiskArray | None = None  # an entry for each token of the data set, see `StreamReader.read`
-    borders: bool = False  # whether to return `Samples.lengths`
-    shuffled: ShuffledDocuments | None = None  # set to shuffle documents as `sampler.order` says
-    packed: PackedDocuments | None = None  # set to pack whole documents; a "token" of the sampler is then a sample
-
-    def __post_init__(self) -> None:
-        self.first_token = self.dataset.first_token(self.documents.start)  # of the split, in the file
-
-    @property
-    def num_tokens(self) -> int:
-        """Tokens of an epoch."""
-        return self.sampler.num_tokens if self.packed is None else self.packed.num_tokens
-
-    def in_file_order(self, epoch: int) -> bool:
-        """Whether a sample of an epoch is a single range of the file."""
-        return self.packed is None and (
-            self.shuffled is None or (self.sampler.order.shuffle == "skip_first_epoch" and epoch == 0)
-        )
-
-    def runs(self, epoch: int, start: int, length: int) -> list[Run]:
-        """Return where in the file the tokens of a sample are, in order: `length` of them, or fewer before padding."""
-        if self.in_file_order(epoch):
-            return [(self.first_token + start, length)]
-        if self.packed is None:
-            assert self.shuffled is not None
-            return self.shuffled.runs(epoch, start, length)
-        pointers, sizes, itemsize = self.dataset.pointers, self.dataset.sizes, self.dataset.tokens.dtype.itemsize
-        documents = [self.documents.start + number for number in self.packed.documents(epoch, start)]
-        return [(pointers[document] // itemsize, sizes[document]) for document in documents]
-
-    def lengths(self, epoch: int, runs: list[Run]) -> NDArray[np.int32] | None:
-        """Return the lengths of a sample's pieces of documents, if `borders` ask for them or documents are packed."""
-        if not self.borders and self.packed is None:
-            return None
-        if self.in_file_order(epoch):
-            return self.dataset.pieces(*runs[0])
-        return np.array([length for _, length in runs], dtype=np.int32)
+    order: DocumentOrder
+    sampler: StreamSampler  # of packed documents, a "token" of the sampler is a sample
+    mask: DiskArray | None = None  # an entry for each token of the data set, see `masked_labels`
 
     def place(self, epoch: int, start: int, offset: int) -> int:
         """Return the place in the file of a token of a sample: `offset` tokens after `start`."""
-        runs = self.runs(epoch, start, offset + 1)
+        runs = self.order.runs(epoch, start, offset + 1)
         return [place for first, length in runs for place in range(first, first + length)][offset]
 
     def check(self) -> list[str]:
         """Check that the files are those of the start, see `DataFile.check`; return its warnings."""
-        files = [self.dataset.tokens.file]
-        if self.borders or self.shuffled is not None or self.packed is not None:
-            files.append(self.dataset.pointers.file)
+        arrays = [self.dataset.tokens]
+        if self.order.by_document:
+            arrays.append(self.dataset.pointers)
         if self.mask is not None:
-            files.append(self.mask.file)
-        return [warning for file in files if (warning := file.check()) is not None]
+            arrays.append(self.mask)
+        return [warning for array in arrays if (warning := array.file.check()) is not None]
 
 
+@dataclass(eq=False)
 class StreamReader:
     """Reads samples of a blend of streams and checks their token ids."""
 
-    def __init__(
-        self,
-        streams: Sequence[Stream],
-        blend: Blend | Concatenation,
-        sequence_length: int,
-        vocab_size: int,
-        slow_ms: float,
-        mask_starts: bool = False,
-        fill: FillInTheMiddle | None = None,
-    ) -> None:
-        """slow_ms: reading time of one sample above which to warn. mask_starts: see --mask_document_starts."""
-        assert len(streams) == blend.num_datasets, (len(streams), blend.num_datasets)
-        self.streams = tuple(streams)
-        self.blend = blend
-        self.vocab_size = vocab_size
-        self.slow_ms = slow_ms
-        self.mask_starts = mask_starts
-        self.fill = fill
-        self.sequence_length = sequence_length
-        self.packed = any(stream.packed is not None for stream in streams)
+    streams: Sequence[Stream]
+    blend: Blend | Concatenation
+    sequence_length: int
+    vocab_size: int
+    slow_ms: float  # reading time of one sample above which to warn
+    mask_starts: bool = False  # see --mask_document_starts
+    fill: FillInTheMiddle | None = None
+
+    def __post_init__(self) -> None:
+        streams = self.streams
+        assert len(streams) == self.blend.num_datasets, (len(streams), self.blend.num_datasets)
+        self.packed = any(isinstance(stream.order, PackedDocuments) for stream in streams)
         masks = any(stream.mask is not None for stream in streams)
-        self.has_masks = masks or mask_starts or self.packed or fill is not None
-        self.dtype = (
-            np.dtype(np.int64) if fill else np.result_type(*(stream.dataset.tokens.dtype for stream in streams))
-        )
+        self.has_masks = masks or self.mask_starts or self.packed or self.fill is not None
+        dtypes = (stream.dataset.tokens.dtype for stream in streams)
+        self.dtype = np.dtype(np.int64) if self.fill else np.result_type(*dtypes)
 
     def read(self, first: int, count: int) -> Samples:
         """Read samples first, first + 1, ..., first + count - 1 from the streams that the blend names.
@@ -148,19 +104,20 @@ class StreamReader:
         """
         places = self._locate(np.arange(first, first + count, dtype=np.int64))
         tokens = np.zeros((count, self.sequence_length + 1), dtype=self.dtype)
-        masked = np.zeros((count, self.sequence_length), dtype=np.bool_) if self.has_masks else None
-        warnings, pieces, lengths = [], [], []
+        masked = np.zeros((count, self.sequence_length), dtype=np.bool_)
+        warnings, pieces = [], dict[int, NDArray[np.int32]]()
         for row, (dataset, epoch, start) in enumerate(zip(*(place.tolist() for place in places), strict=True)):
             begun, filled = time.perf_counter(), 0
             stream = self.streams[dataset]
-            runs = stream.runs(epoch, start, self.sequence_length + 1)
-            if stream.mask is not None and masked is not None:
+            runs = stream.order.runs(epoch, start, self.sequence_length + 1)
+            if stream.mask is not None:
                 left_out = np.concatenate([masked_labels(stream.mask, *run) for run in runs])
                 masked[row, : len(left_out) - 1] = left_out[1:]  # a label is the token after an input
             for place, length in runs:
                 tokens[row, filled : filled + length] = stream.dataset.tokens.read(place, length)
                 filled += length
-            pieces.append(stream.lengths(epoch, runs))
+            if stream.order.by_document:
+                pieces[row] = np.array([length for _, length in runs], dtype=np.int32)
             taken_ms = (time.perf_counter() - begun) * 1000
             if taken_ms > self.slow_ms:
                 path = stream.dataset.tokens.path
@@ -169,13 +126,12 @@ class StreamReader:
             warnings += self.streams[dataset].check()
         if count and (int(tokens.min()) < 0 or int(tokens.max()) >= self.vocab_size):
             raise self._bad_token(tokens, *places)
-        for row, own in enumerate(pieces):
-            if own is not None:
-                lengths.append(self._finish(first + row, tokens[row], own, None if masked is None else masked[row]))
-        return Samples(tokens, tuple(warnings), np.concatenate(lengths) if lengths else None, masked)
+        lengths = [self._finish(first + row, tokens[row], own, masked[row]) for row, own in pieces.items()]
+        joined = np.concatenate(lengths) if lengths else None
+        return Samples(tokens, tuple(warnings), joined, masked if self.has_masks else None)
 
     def _finish(
-        self, index: int, tokens: NDArray[Any], pieces: NDArray[np.int32], masked: NDArray[np.bool_] | None
+        self, index: int, tokens: NDArray[Any], pieces: NDArray[np.int32], masked: NDArray[np.bool_]
     ) -> NDArray[np.int32]:
         """Rearrange the documents of a sample, (s + 1,), and mask its labels, (s,), as the options say, in place.
 
@@ -184,15 +140,14 @@ class StreamReader:
         Returns: the lengths of the pieces of the first s tokens.
         """
         filled = int(pieces.sum())
-        if self.fill is not None and masked is not None:
+        if self.fill is not None:
             tokens[:filled], pieces, padding = self.fill.sample(tokens[:filled], pieces, index)
             masked[: filled - 1] = padding[1:]
         if filled < len(tokens):
             pieces = np.append(pieces, np.int32(len(tokens) - filled))
-        if masked is not None:
-            masked[filled - 1 :] = True  # padding is not a label
-            if self.mask_starts:
-                masked[np.cumsum(pieces[:-1]) - 1] = True
+        masked[filled - 1 :] = True  # padding is not a label
+        if self.mask_starts:
+            masked[np.cumsum(pieces[:-1]) - 1] = True
         inputs = pieces.copy()
         inputs[-1] -= 1  # the last token is only a label
         return inputs[inputs > 0]

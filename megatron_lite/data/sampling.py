@@ -83,7 +83,6 @@ class SampleOrder:
     shuffle: str = "epoch"
     era: int | None = None  # shuffle only within windows of so many samples, which come in file order
     epochs: int = 1
-    documents: bool = False  # shuffle the documents of every epoch that is shuffled, too
 
     def __post_init__(self) -> None:
         assert self.shuffle in SHUFFLES and self.epochs >= 1 and (self.era is None or self.era >= 1), self

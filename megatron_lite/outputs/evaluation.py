@@ -66,11 +66,11 @@ def evaluate(run: Run, phase: str) -> None:
 
 def _losses(run: Run, phase: str) -> dict[str, float]:
     """Return the mean loss per token of the weights, `loss`, and of the averaged weights, `averaged_loss`."""
-    batches, device = run.data.evaluation_batches(phase), run.distributed.device
+    batches, device = run.data.batches(phase), run.distributed.device
     kinds = ("loss", "averaged_loss") if run.config.averaging.enabled else ("loss",)
     losses, tokens = torch.zeros(len(kinds), dtype=torch.float64, device=device), 0  # loss sums, token count
     run.distributed.progress.phase = f"the {phase}"
-    for _ in range(run.data.evaluation_iterations(phase)):
+    for _ in range(run.data.phases[phase].iterations):
         following = next_batch(batches, run.distributed, run.stop)
         inputs = [micro_batch(batch, device, None, None) for batch in following.micro_batches]
         tokens += sum(counted_labels(run, following.micro_batches))

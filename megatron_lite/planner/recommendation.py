@@ -206,7 +206,7 @@ def _epochs(config: Config, world_size: int) -> Iterator[str]:
     except (RunError, OSError) as error:
         yield from wrapped([Note(f"epochs over the data: unknown; {str(error).partition(';')[0]}")])
         return
-    described = source.describe()
+    described = source.description
     source.close()
     parts = [text for name, text in described.items() if name.startswith("data ")]
     if len(parts) > 1:

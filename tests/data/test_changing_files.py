@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 
 from megatron_lite.data.blending import Blend
+from megatron_lite.data.document_orders import FileOrder
 from megatron_lite.data.indexed_dataset import IndexedDataset
 from megatron_lite.data.reading import Stream, StreamReader
 from megatron_lite.data.sampling import StreamSampler
@@ -23,7 +24,7 @@ LENGTH = 16
 def reader(tmp_path: Path) -> StreamReader:
     """A reader of one data set that knows its documents."""
     dataset = IndexedDataset(write_documents(tmp_path / "x", [[number] * number for number in range(50)]))
-    stream = Stream(dataset, range(50), StreamSampler(dataset.num_tokens, LENGTH, 1), borders=True)
+    stream = Stream(dataset, FileOrder(dataset, range(50), True), StreamSampler(dataset.num_tokens, LENGTH, 1))
     return StreamReader([stream], Blend([1.0]), LENGTH, 50, 1e6)
 
 

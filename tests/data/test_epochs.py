@@ -33,8 +33,8 @@ config = functools.partial(data_config, batch_size=6, micro_batch_size=6, sequen
 def test_the_banner_and_the_warning(prefixes: tuple[str, str]) -> None:
     """Every data set has its epochs in the banner; those beyond four give one warning with the worst of them."""
     source = open_data(config("2", prefixes[0], "1", prefixes[1], train_iters=40), 0, 1)
-    assert source.describe()["data 0"].endswith("66.67% of the samples, 2.67 epochs")
-    assert source.describe()["data 1"].endswith("33.33% of the samples, 2.67 epochs")
+    assert source.description["data 0"].endswith("66.67% of the samples, 2.67 epochs")
+    assert source.description["data 1"].endswith("33.33% of the samples, 2.67 epochs")
     assert source.warnings == ()
     source = open_data(config(*prefixes, train_iters=100), 0, 1)
     (warning,) = source.warnings
@@ -131,12 +131,10 @@ def test_each_data_set_alone(prefixes: tuple[str, str]) -> None:
     )
     assert whole.validations() == {"a": "validation/a", "b": "validation/b"} and plain.validations() == {}
     for name, phase in whole.validations().items():
-        batches = [batch for (batch,) in whole.evaluation_batches(phase)]
+        batches = [batch for (batch,) in whole.batches(phase)]
         assert len(batches) == 2
         assert all(((batch.tokens >= 10_000) == (name == "b")).all() for batch in batches)
-    for (one,), (other,) in zip(
-        whole.evaluation_batches("validation"), plain.evaluation_batches("validation"), strict=True
-    ):
+    for (one,), (other,) in zip(whole.batches("validation"), plain.batches("validation"), strict=True):
         assert torch.equal(one.tokens, other.tokens)
     alone = open_data(config(prefixes[0], **options, validation_by_dataset=True), 0, 1)
     assert alone.validations() == {}

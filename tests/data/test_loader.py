@@ -52,7 +52,7 @@ def config(data_path: tuple[str, ...], **values: Any) -> Config:
 def test_thousands_of_data_sets_print_a_page(prefixes: tuple[str, str]) -> None:
     """Banners, errors and differences show the beginning of a long --data_path, and data sets beyond 20 as a sum."""
     many = resolve(config(prefixes * 1000, train_iters=2), 1)
-    described = open_data(many, 0, 1).describe()
+    described = open_data(many, 0, 1).description
     assert described["other data"].startswith("1,980 data sets: ") and "99% of the samples" in described["other data"]
     error = str(problem(Draft(**flatten(many)), "data_path split", "rule").message)
     difference = str(Difference("data_path", tuple(prefixes), many.data.data_path))
@@ -149,7 +149,7 @@ def test_the_whole_split_is_read_once(prefixes: tuple[str, str], data_path: str,
     words = tuple(data_path.format(a=prefixes[0], b=prefixes[1]).split())
     values = config(words, validation_iters="all", eval_micro_batch_size=2, **SCHEDULE)
     source = open_data(values, 0, ranks)
-    count = source.evaluation_iterations("validation")
+    count = source.phases["validation"].iterations
     total = sum(source.split("validation", iteration).samples for iteration in range(1, count + 1))
     iterations = arranged(values, ranks, "validation", 0, count)
     samples = torch.cat([part for steps in iterations for step in steps for part in step])
@@ -161,7 +161,7 @@ def test_the_whole_split_is_read_once(prefixes: tuple[str, str], data_path: str,
         starts = np.sort(samples[(samples[:, 0] >= base) & (samples[:, 0] < base + 100_000), 0].numpy())
         assert len(starts) == per_epoch and (np.diff(starts) == LENGTH).all()
     assert equal(*(micro_batches(source, "validation", 0, count) for _ in range(2)))
-    assert source.describe()["validation data"].startswith(f"{total} samples out of ")
+    assert source.description["validation data"].startswith(f"{total} samples out of ")
 
 
 def test_validation_batches_do_not_follow_the_schedule(prefixes: tuple[str, str]) -> None:
@@ -171,7 +171,7 @@ def test_validation_batches_do_not_follow_the_schedule(prefixes: tuple[str, str]
         values = config(prefixes, **SCHEDULE, eval_micro_batch_size=size)
         source = open_data(values, 0, 1)
         assert [source.split("validation", iteration).samples for iteration in (1, 2)] == [13, 13]
-        assert source.evaluation_iterations("validation") == 2
+        assert source.phases["validation"].iterations == 2
         found = arranged(values, 1, "validation", 0, 2)
         assert equal([[torch.cat([part for step in steps for part in step])] for steps in found], expected)
 
@@ -379,13 +379,13 @@ def test_only_needed_phases_are_checked(tmp_path: Path) -> None:
     for batch in micro_batches(source, "training", 0, 2):
         for micro_batch in batch:
             assert micro_batch.tolist() == [list(range(LENGTH + 1))] * 3
-    assert source.describe()["training data"] == "96 samples out of 17 tokens: 96 epochs"
-    assert open_data(config((), train_iters=0, validation_iters=0, test_iters=0), 0, 1).describe() == {}
+    assert source.description["training data"] == "96 samples out of 17 tokens: 96 epochs"
+    assert open_data(config((), train_iters=0, validation_iters=0, test_iters=0), 0, 1).description == {}
 
 
 def test_description_of_a_blend(prefixes: tuple[str, str]) -> None:
     """The banner names files, sizes, shares and epochs."""
-    lines = open_data(config(("1", prefixes[0], "3", prefixes[1])), 0, 1).describe()
+    lines = open_data(config(("1", prefixes[0], "3", prefixes[1])), 0, 1).description
     assert lines["data 1"].startswith(f"{prefixes[1]}: 100 documents, ")
     assert re.search(r" tokens, 75% of the samples, [0-9.]+ epochs$", lines["data 1"])
     assert set(lines) == {"data 0", "data 1", "training data", "validation data", "test data"}

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -30,13 +31,19 @@ def sizes_of(generator: Random, capacity: int) -> np.ndarray:
     return lengths.astype(np.int32)
 
 
+def planned(sizes: np.ndarray, capacity: int, key: int = 0) -> PackedDocuments:
+    """Plan the samples of documents of these sizes, without files."""
+    dataset: Any = SimpleNamespace(document_sizes=lambda documents: sizes[documents.start : documents.stop])
+    return PackedDocuments(dataset, range(len(sizes)), capacity, key)
+
+
 @pytest.mark.parametrize("seed", range(60))
 def test_each_document_comes_once_in_every_epoch(seed: int) -> None:
     """Whole, in a sample with room for it; empty documents and those that are too long never come."""
     generator = np.random.default_rng(seed)
     capacity = int(generator.integers(1, 60))
     sizes = sizes_of(generator, capacity)
-    packed = PackedDocuments(sizes, capacity, key=seed)
+    packed = planned(sizes, capacity, key=seed)
     expected = [number for number, size in enumerate(sizes) if 0 < size <= capacity]
     assert packed.too_long == int((sizes > capacity).sum())
     for epoch in (0, 1, 1000):
@@ -121,7 +128,7 @@ def test_every_epoch_has_every_document(
     """Whole, once, and at the same place of the sample stream for any ranks, micro-batches, workers and restart."""
     prefix, documents = corpus
     sources = opened(prefix, ranks, micro_batch_size=micro_batch_size, num_workers=num_workers)
-    per_epoch = PackedDocuments(np.array(SIZES, np.int32), LENGTH + 1, 0).samples_per_epoch
+    per_epoch = planned(np.array(SIZES, np.int32), LENGTH + 1).samples_per_epoch
     rows = rows_of(sources, 0, 8)
     for epoch in range(len(rows) // per_epoch):
         found = itertools.chain(*(documents_of(*row) for row in rows[epoch * per_epoch : (epoch + 1) * per_epoch]))
@@ -148,7 +155,7 @@ def test_documents_that_are_left_out_are_named(corpus: tuple[str, list[list[int]
     assert source.warnings == (
         f"{prefix}: 5 of 23 documents for training have more than 17 tokens and are left out (--truncate_documents=0)",
     )
-    assert "; whole documents, " in source.describe()["training data"]
+    assert "; whole documents, " in source.description["training data"]
     with pytest.raises(DataError, match="none of its 1 documents for training has 1 to 17 tokens"):
         opened(write_documents(tmp_path / "long", [[1] * 18]))
 
@@ -165,15 +172,15 @@ def test_epochs_combine_other_documents() -> None:
     """The patterns stay; the documents that fill them, and their order in a sample, differ from epoch to epoch and
     with the key, and are the same when asked again."""
     sizes = np.random.default_rng(0).integers(1, 20, 500).astype(np.int32)
-    packed = PackedDocuments(sizes, 40, key=1)
+    packed = planned(sizes, 40, key=1)
 
     def epoch(number: int, plan: PackedDocuments = packed) -> list[list[int]]:
         return [plan.documents(number, slot) for slot in range(plan.samples_per_epoch)]
 
     first, second = epoch(0), epoch(1)
-    assert first == epoch(0) and first == epoch(0, PackedDocuments(sizes, 40, key=1))
+    assert first == epoch(0) and first == epoch(0, planned(sizes, 40, key=1))
     together = [{frozenset(sample) for sample in epoch} for epoch in (first, second)]
     assert len(together[0] & together[1]) < 5
-    assert first != epoch(0, PackedDocuments(sizes, 40, key=2))
+    assert first != epoch(0, planned(sizes, 40, key=2))
     leads = sum(sizes[sample[0]] == max(sizes[sample]) for sample in first if len(sample) > 1)
     assert 0 < leads < sum(len(sample) > 1 for sample in first), "long documents do not always come first"

@@ -63,9 +63,9 @@ def test_any_part_of_the_stream_is_found(tmp_path: Path) -> None:
 def test_samples_of_shuffled_documents(tmp_path: Path, shuffle: str) -> None:
     """Samples are cut from the shuffled stream; their pieces are its documents; each epoch has nearly every token."""
     sizes = np.random.default_rng(1).integers(0, 40, 60).tolist()
-    dataset, documents = open_documents(tmp_path / "x", sizes, keep=4)
-    sampler = StreamSampler(dataset.num_tokens, LENGTH, 7, SampleOrder(shuffle, epochs=3, documents=True))
-    stream = Stream(dataset, range(60), sampler, borders=True, shuffled=documents)
+    dataset, documents = open_documents(tmp_path / "x", sizes, keep=4, skip_first_epoch=shuffle == "skip_first_epoch")
+    sampler = StreamSampler(dataset.num_tokens, LENGTH, 7, SampleOrder(shuffle, epochs=3))
+    stream = Stream(dataset, documents, sampler)
     size = sampler.samples_per_epoch
     reader = StreamReader([stream], Blend([1.0]), stream.sampler.sequence_length, 10_000, 1e6)
     samples = reader.read(0, 3 * size)
@@ -88,7 +88,7 @@ def test_samples_of_shuffled_documents(tmp_path: Path, shuffle: str) -> None:
 def test_a_bad_token_is_named_where_it_is_in_the_file(tmp_path: Path) -> None:
     """The message has the document of the file, not of the shuffled stream."""
     dataset, documents = open_documents(tmp_path / "x", [20] * 30)
-    stream = Stream(dataset, range(30), StreamSampler(600, LENGTH, 7, SampleOrder(documents=True)), shuffled=documents)
+    stream = Stream(dataset, documents, StreamSampler(600, LENGTH, 7))
     with pytest.raises(DataError) as caught:
         StreamReader([stream], Blend([1.0]), stream.sampler.sequence_length, 407, 1e6).read(0, 37)
     (document, offset, token) = (
