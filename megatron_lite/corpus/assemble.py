@@ -5,47 +5,17 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-from megatron_lite.corpus.pieces import CHUNK_BYTES, Piece, digest_of, groups
+from megatron_lite.corpus.pieces import CHUNK_BYTES, Piece, digest_of
 from megatron_lite.data.dataset_writer import IndexedDatasetWriter
+from megatron_lite.data.indexed_dataset import IndexedDataset
 from megatron_lite.errors import StorageError
 
 # Tokens that are counted at a time: numpy converts them to 64 bits, which takes ten times as long beyond the caches.
 COUNTED = 1 << 18
-
-
-class Assembled:
-    """Pairs that are being written, and their counts.
-
-    Attributes: `documents`; `tokens`; `frequencies` of the token ids, (vocab_size,).
-    """
-
-    def __init__(self, writers: Sequence[IndexedDatasetWriter], vocab_size: int) -> None:
-        self.writers = writers
-        self.documents = self.tokens = 0
-        self.frequencies = np.zeros(vocab_size, np.int64)
-        self._hashers = [hashlib.sha256() for _ in writers]
-
-    @property
-    def bin_digests(self) -> list[str]:
-        """SHA-256 of the tokens of each pair."""
-        return [hasher.hexdigest() for hasher in self._hashers]
-
-    def add(self, tokens: NDArray[Any], sizes: NDArray[np.int32], output: NDArray[np.int16]) -> None:
-        """Add documents that lie back to back in `tokens`, each to the pair with its number in `output`."""
-        for number in np.unique(output[output >= 0]):
-            chosen = output == number
-            part = tokens if chosen.all() else tokens[np.repeat(chosen, sizes)]
-            self.writers[number].add_documents(part, sizes[chosen])
-            self._hashers[number].update(part)
-            self.documents += int(chosen.sum())
-            self.tokens += len(part)
-            for start in range(0, len(part), COUNTED):
-                self.frequencies += np.bincount(part[start : start + COUNTED], minlength=len(self.frequencies))
 
 
 def select(
@@ -99,30 +69,37 @@ def write_pairs(
     pieces: Sequence[Piece],
     digests: Sequence[dict[str, str]],
     output: NDArray[np.int16],
-    assembled: Assembled,
+    writers: Sequence[IndexedDatasetWriter],
+    vocab_size: int,
     on_progress: Callable[[int], None],
-) -> None:
+) -> NDArray[np.int64]:
     """Copy the documents of all pieces into the pairs that `output` names, without publishing these.
+
+    Returns: how often each token id occurs in the pairs, (vocab_size,).
 
     Raises: StorageError if a piece is not as it was written, or a pair cannot be written.
     """
-    first, dtype = 0, assembled.writers[0].dtype
+    frequencies, done = np.zeros(vocab_size, np.int64), 0
     for piece, expected in zip(pieces, digests, strict=True):
-        tokens_path, sizes_path = (folder / f"{piece.key}{ending}" for ending in (".bin", ".sizes"))
-        if digest_of(sizes_path) != expected[".sizes"]:
-            raise _damaged(sizes_path)
-        sizes = np.fromfile(sizes_path, dtype="<i4")
-        digest = hashlib.sha256()
-        with open(tokens_path, "rb") as file:
-            for start, end in groups(sizes, CHUNK_BYTES // dtype.itemsize):
-                data = file.read(int(sizes[start:end].sum(dtype=np.int64)) * dtype.itemsize)
-                digest.update(data)
-                assembled.add(np.frombuffer(data, dtype), sizes[start:end], output[first + start : first + end])
-                on_progress(len(data))
+        prefix, digest = str(folder / piece.key), hashlib.sha256()
+        if digest_of(Path(prefix + ".idx")) != expected[".idx"]:
+            raise _damaged(prefix + ".idx")
+        dataset = IndexedDataset(prefix)
+        for first, sizes, tokens in dataset.parts(CHUNK_BYTES // dataset.tokens.dtype.itemsize):
+            digest.update(tokens.tobytes())
+            pairs = output[done + first : done + first + len(sizes)]
+            for number in np.unique(pairs[pairs >= 0]).tolist():
+                chosen = pairs == number
+                part = tokens if chosen.all() else tokens[np.repeat(chosen, sizes)]
+                writers[number].add_documents(part, sizes[chosen])
+                for start in range(0, len(part), COUNTED):
+                    frequencies += np.bincount(part[start : start + COUNTED], minlength=vocab_size)
+            on_progress(tokens.nbytes)
         if digest.hexdigest() != expected[".bin"]:
-            raise _damaged(tokens_path)
-        first += len(sizes)
+            raise _damaged(prefix + ".bin")
+        done += dataset.num_documents
+    return frequencies
 
 
-def _damaged(path: Path) -> StorageError:
+def _damaged(path: str) -> StorageError:
     return StorageError(f"{path}: has changed since it was written; start the same command again to make it anew")

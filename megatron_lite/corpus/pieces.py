@@ -1,17 +1,15 @@
 """The pieces of the work: parts of the input of a fixed size, whatever the number of processes.
 
-A finished piece lies in the work folder as `<key>.bin` (tokens), `<key>.sizes` (tokens of each document, i32),
-`<key>.hashes` (128 bits of each document's text, where duplicates are searched) and `<key>.json`, the record, which
-appears last and holds the digests of the others. The key depends on all that the tokens depend on: so a later start
-keeps every piece that it needs too, even if other files or options have changed."""
+A finished piece is a pair in the work folder, `<key>.bin` and `<key>.idx`, with `<key>.hashes` (128 bits of each
+document's text, if duplicates are to be left out) and the record `<key>.json`, which appears last and holds the digests
+of the other files. The key depends on all that the tokens depend on, so a later start keeps every piece that it needs,
+even if other files or options have changed."""
 
 from __future__ import annotations
 
-import contextlib
 import functools
 import hashlib
 import json
-import os
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -23,9 +21,10 @@ from numpy.typing import NDArray
 from megatron_lite.corpus.documents import BadDocument, Fault, Reading, Span, TextFields
 from megatron_lite.corpus.formats import check_packages, row_group_bytes
 from megatron_lite.corpus.inputs import InputFile
+from megatron_lite.data.dataset_writer import IndexedDatasetWriter, replace_file
+from megatron_lite.data.indexed_dataset import smallest_dtype
 from megatron_lite.data.tokenizing import Tokenizer, load_tokenizer
-from megatron_lite.errors import DataError, StorageError
-from megatron_lite.run.durable_files import replace_file
+from megatron_lite.errors import DataError
 
 BATCH_CHARACTERS = 1 << 20  # of one call of the tokenizer: its threads share a batch, and its result is in memory
 ABSENT = "none"  # of --begin_of_document and --end_of_document
@@ -33,20 +32,28 @@ SMALLEST_PIECE_BYTES = 2 << 20
 LARGEST_PIECE_BYTES = 512 << 20
 USUAL_PIECES = 4096  # of a corpus between 8 GB and 2 TB
 MOST_SPANS = 4096  # of one piece
-FORMAT = 1  # of a piece; a change makes older pieces useless
+FORMAT = 1  # of what is written; a change makes older pieces and results useless
 HASH_BYTES = 16
 CHUNK_BYTES = 1 << 24
+Progress = Callable[[int, int, int], None]  # bytes read, documents and tokens since the last call
 
 
 @dataclass(frozen=True)
 class Encoding:
-    """Which tokenizer makes tokens out of a text, and the tokens around a document (None: none)."""
+    """A tokenizer, as a file that no longer changes, and its tokens around a document (None: no token)."""
 
-    tokenizer: str  # `byte`, or the path of a tokenizer.json
+    file: str  # in the work folder
+    is_byte: bool  # whether it is the built-in tokenizer, which needs no file
+    digest: str
+    vocab_size: int
     begin: int | None
     end: int | None
     special_tokens: bool
-    dtype: str
+
+    @property
+    def dtype(self) -> str:
+        """The smallest dtype of token files that holds every token id."""
+        return smallest_dtype(self.vocab_size)
 
 
 def batches(texts: Iterable[str], characters: int = BATCH_CHARACTERS) -> Iterator[list[str]]:
@@ -68,7 +75,6 @@ class Recipe:
     """All but the input that the content of a piece depends on."""
 
     encoding: Encoding
-    tokenizer_digest: str
     library_version: str  # of tokenizers
     fields: TextFields
     strict: bool
@@ -156,14 +162,6 @@ def finished(folder: Path, key: str) -> Record | None:
         return None
 
 
-def groups(sizes: NDArray[np.int32], num_tokens: int) -> list[tuple[int, int]]:
-    """Return ranges that cover documents of these sizes, each of about `num_tokens` tokens; a document stays whole."""
-    ends = np.cumsum(sizes, dtype=np.int64)
-    borders = np.searchsorted(ends, np.arange(num_tokens, ends[-1] if len(ends) else 0, num_tokens)) + 1
-    cuts = np.unique(np.minimum(np.concatenate([[0], borders, [len(sizes)]]), len(sizes))).tolist()
-    return list(zip(cuts[:-1], cuts[1:], strict=True))
-
-
 def digest_of(path: Path) -> str:
     """Return the SHA-256 of a file, in hexadecimal."""
     digest = hashlib.sha256()
@@ -174,21 +172,19 @@ def digest_of(path: Path) -> str:
 
 
 class PieceWriter:
-    """Makes pieces in a work folder.
+    """Makes pieces in a work folder."""
 
-    on_progress: called after each batch with (bytes read, documents, tokens) since the last call.
-    """
-
-    def __init__(self, folder: Path, recipe: Recipe, on_progress: Callable[[int, int, int], None]) -> None:
-        self.folder, self.recipe, self.on_progress = folder, recipe, on_progress
+    def __init__(self, folder: Path, recipe: Recipe) -> None:
+        self.folder, self.recipe = folder, recipe
 
     @functools.cached_property
     def _tokenizer(self) -> Tokenizer:
         encoding = self.recipe.encoding
-        return load_tokenizer(encoding.tokenizer, special_tokens=encoding.special_tokens, needs_end=False)
+        name = "byte" if encoding.is_byte else str(self.folder / encoding.file)
+        return load_tokenizer(name, special_tokens=encoding.special_tokens, needs_end=False)
 
-    def make(self, piece: Piece) -> Record:
-        """Return the record of a piece, which is made unless it is finished.
+    def make(self, piece: Piece, on_progress: Progress) -> Record:
+        """Return the record of a piece, which is made unless it is finished. on_progress: called after each batch.
 
         Raises:
             DataError: if an input cannot be read.
@@ -196,56 +192,45 @@ class PieceWriter:
         """
         record = finished(self.folder, piece.key)
         if record is not None:
-            self.on_progress(sum(span.size_bytes for span in piece.spans), record.documents, record.tokens)
+            on_progress(sum(span.size_bytes for span in piece.spans), record.documents, record.tokens)
             return record
-        _ = self._tokenizer  # its errors are not those of the work folder
         reading = Reading(piece.spans, self.recipe.fields, self.recipe.strict)
-        names = (".bin", ".sizes", ".hashes") if self.recipe.hashes else (".bin", ".sizes")
-        digests = {name: hashlib.sha256() for name in names}
         try:
-            with contextlib.ExitStack() as stack:
-                files = {name: stack.enter_context(open(self.folder / f"{piece.key}{name}", "wb")) for name in names}
-
-                def write(name: str, data: bytes) -> None:
-                    files[name].write(data)
-                    digests[name].update(data)
-
-                record = self._write(reading, write)
-                for file in files.values():  # the record, which follows, makes their names durable
-                    file.flush()
-                    os.fsync(file.fileno())
-            record.digests = {name: digest.hexdigest() for name, digest in digests.items()}
-            replace_file(self.folder / f"{piece.key}.json", json.dumps(asdict(record)).encode(), sync=True)
-            return record
+            record = self._write(str(self.folder / piece.key), reading, on_progress)
         except BadDocument:
             return Record(0, 0, 0, reading.lines, reading.fault_counts, reading.first_faults, {}, stopped=True)
-        except OSError as error:
-            raise StorageError(f"{self.folder}: cannot be written: {error.strerror}") from error
+        replace_file(self.folder / f"{piece.key}.json", json.dumps(asdict(record)).encode())
+        return record
 
-    def _write(self, reading: Reading, write: Callable[[str, bytes], None]) -> Record:
-        documents = tokens = text_bytes = read_bytes = 0
+    def _write(self, prefix: str, reading: Reading, on_progress: Progress) -> Record:
+        """Write the files of a piece; return its record."""
+        text_bytes, read_bytes, hashes = 0, 0, list[bytes]()
         most = self.recipe.most_documents
-        for texts in batches(reading.documents()):
-            if most is not None:
-                texts = texts[: most - documents]
-            flat, sizes = self._encode(texts)
-            if len(sizes) and sizes.max() > np.iinfo(np.int32).max:
-                raise DataError(f"{reading.spans[0].file.path}: a document has {sizes.max():,} tokens, over 2**31 - 1")
-            write(".bin", flat.tobytes())
-            write(".sizes", sizes.astype("<i4").tobytes())
-            encoded = [text.encode() for text in texts]
-            if self.recipe.hashes:
-                write(".hashes", b"".join(hashlib.blake2b(e, digest_size=HASH_BYTES).digest() for e in encoded))
-            documents += len(texts)
-            tokens += len(flat)
-            text_bytes += sum(map(len, encoded))
-            self.on_progress(reading.read_bytes - read_bytes, len(texts), len(flat))
-            read_bytes = reading.read_bytes
-            if most is not None and documents == most:
-                break
+        with IndexedDatasetWriter(prefix, self.recipe.encoding.dtype) as writer:
+            for texts in batches(reading.documents()):
+                if most is not None:
+                    texts = texts[: most - writer.num_documents]
+                tokens, sizes = self._encode(texts)
+                if len(sizes) and sizes.max() > np.iinfo(np.int32).max:
+                    path = reading.spans[0].file.path
+                    raise DataError(f"{path}: a document has {sizes.max():,} tokens, over 2**31 - 1")
+                writer.add_documents(tokens, sizes.astype(np.int32))
+                encoded = [text.encode() for text in texts]
+                text_bytes += sum(map(len, encoded))
+                if self.recipe.hashes:
+                    hashes += [hashlib.blake2b(text, digest_size=HASH_BYTES).digest() for text in encoded]
+                on_progress(reading.read_bytes - read_bytes, len(texts), len(tokens))
+                read_bytes = reading.read_bytes
+                if writer.num_documents == most:
+                    break
+        digests = {".bin": writer.digest, ".idx": digest_of(Path(prefix + ".idx"))}
+        if self.recipe.hashes:
+            replace_file(Path(prefix + ".hashes"), b"".join(hashes))
+            digests[".hashes"] = digest_of(Path(prefix + ".hashes"))
         total = sum(span.size_bytes for span in reading.spans)
-        self.on_progress(total - read_bytes, 0, 0)  # trailing faults, and what --max_documents leaves out
-        return Record(documents, tokens, text_bytes, reading.lines, reading.fault_counts, reading.first_faults, {})
+        on_progress(total - read_bytes, 0, 0)  # trailing faults, and what --max_documents leaves out
+        counts = (writer.num_documents, writer.num_tokens, text_bytes)
+        return Record(*counts, reading.lines, reading.fault_counts, reading.first_faults, digests)
 
     def _encode(self, texts: Sequence[str]) -> tuple[NDArray[Any], NDArray[np.int64]]:
         """Return the tokens of documents in one array, and the size of each document, (len(texts),)."""

@@ -7,24 +7,22 @@ import multiprocessing
 import os
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from concurrent.futures.process import BrokenProcessPool, ProcessPoolExecutor
 from contextvars import ContextVar
 from multiprocessing.process import BaseProcess
 from multiprocessing.queues import SimpleQueue
 from pathlib import Path
 
-from megatron_lite.corpus.pieces import Piece, PieceWriter, Recipe, Record
+from megatron_lite.corpus.pieces import Piece, PieceWriter, Progress, Recipe, Record
 from megatron_lite.data.workers import how_it_ended, ignore_signals, signals_held
 from megatron_lite.errors import PeerError
 from megatron_lite.run.host import limit_tokenizer_threads
 
-Progress = Callable[[int, int, int], None]  # bytes, documents and tokens since the last call
 # A worker's process, the input file that it reads, and the numbers of a `Progress`.
 Message = tuple[int, str, int, int, int]
 POLL_S = 0.1
-_WRITER: ContextVar[PieceWriter] = ContextVar("the writer of this worker process")
-_MESSAGES: ContextVar[SimpleQueue[Message]] = ContextVar("the queue from this worker process")
+_WORKER: ContextVar[tuple[PieceWriter, SimpleQueue[Message]]] = ContextVar("the writer and queue of this worker")
 
 
 def make_pieces(
@@ -41,8 +39,8 @@ def make_pieces(
     """
     pipes = any(not span.file.regular for piece in pieces for span in piece.spans)  # workers would not have them
     if pipes or len(pieces) <= 1:
-        writer = PieceWriter(folder, recipe, on_progress)
-        yield from (writer.make(piece) for piece in pieces)
+        writer = PieceWriter(folder, recipe)
+        yield from (writer.make(piece, on_progress) for piece in pieces)
         return
     count = min(num_processes, len(pieces))
     context = multiprocessing.get_context("spawn")  # a fork would copy the threads' locks, held as they are
@@ -74,8 +72,7 @@ def _begin(folder: Path, recipe: Recipe, threads: int, messages: SimpleQueue[Mes
     ignore_signals()
     limit_tokenizer_threads(threads)
     threading.Thread(target=_end_with_parent, daemon=True).start()
-    _MESSAGES.set(messages)
-    _WRITER.set(PieceWriter(folder, recipe, lambda *_: None))
+    _WORKER.set((PieceWriter(folder, recipe), messages))
 
 
 def _end_with_parent() -> None:
@@ -87,14 +84,13 @@ def _end_with_parent() -> None:
 
 def _make(piece: Piece) -> Record:
     """Make a piece in a worker, and tell the main process how far it is."""
-    writer, place = _WRITER.get(), piece.spans[0].file.path
+    writer, messages = _WORKER.get()
 
     def tell(read_bytes: int, documents: int, tokens: int) -> None:
-        _MESSAGES.get().put((os.getpid(), place, read_bytes, documents, tokens))
+        messages.put((os.getpid(), piece.spans[0].file.path, read_bytes, documents, tokens))
 
     tell(0, 0, 0)  # which file this process reads
-    writer.on_progress = tell
-    return writer.make(piece)
+    return writer.make(piece, tell)
 
 
 def _lost(workers: Sequence[BaseProcess], places: dict[int | None, str]) -> PeerError:

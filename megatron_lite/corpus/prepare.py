@@ -15,10 +15,11 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+from numpy.typing import NDArray
 
 from megatron_lite import __version__
 from megatron_lite.corpus import work_folder
-from megatron_lite.corpus.assemble import Assembled, read_hashes, select, write_pairs
+from megatron_lite.corpus.assemble import read_hashes, select, write_pairs
 from megatron_lite.corpus.console import CorpusProgress, Faults
 from megatron_lite.corpus.documents import TextFields
 from megatron_lite.corpus.inputs import DEFAULT_SUFFIXES, InputFile, find_inputs
@@ -76,7 +77,7 @@ def prepare(options: CorpusOptions) -> tuple[dict[str, Any], bool]:
             return summary, False
         try:
             _check_free(options, folder, fingerprint)  # not before: another process may have been about to publish
-            summary = _Work(options, files, folder, fingerprint).run()
+            summary = _write(options, files, folder, fingerprint)
         except (DataError, UsageError):
             if not _has_pieces(folder):
                 work_folder.remove(folder)
@@ -85,127 +86,109 @@ def prepare(options: CorpusOptions) -> tuple[dict[str, Any], bool]:
         return summary, True
 
 
-class _Work:
-    """One run of the preparation of a corpus, in its work folder."""
+def _write(options: CorpusOptions, files: Sequence[InputFile], folder: Path, fingerprint: str) -> dict[str, Any]:
+    """Make the pieces that are missing in the work folder, and publish the pairs; return the summary."""
+    encoding = options.tokenizer.open(folder, files, options.fields, options.strict)
+    limit = None if options.deduplicate else options.max_documents
+    library = _versions()["tokenizers"]
+    recipe = Recipe(encoding, library, options.fields, options.strict, options.deduplicate, limit)
+    pieces = plan_pieces(files, recipe, options.piece_bytes)
+    work_folder.sweep(folder, {*(piece.key for piece in pieces), Path(encoding.file).stem, PUBLISHED})
+    faults = Faults(options.strict)
+    records = _make(pieces, folder, recipe, options.num_processes, faults)
+    pieces = pieces[: len(records)]
+    if not sum(record.documents for record in records):
+        skipped = faults.counts.total()
+        raise DataError(f"{', '.join(options.inputs)}: no documents left to write ({skipped} skipped)")
+    with contextlib.ExitStack() as stack:
+        writers = [stack.enter_context(IndexedDatasetWriter(prefix, encoding.dtype)) for prefix in options.outputs]
+        counts, duplicates = _assemble(options, folder, pieces, records, writers, encoding.vocab_size)
+        tokens = int(counts.sum())
+        shares = counts[counts > 0] / max(tokens, 1)
+        text_bytes = sum(record.text_bytes for record in records)  # of all documents that were read
+        summary = {
+            "documents": sum(writer.num_documents for writer in writers),
+            "tokens": tokens,
+            "text_bytes": text_bytes,
+            "bytes_per_token": text_bytes / max(tokens, 1),
+            "unigram_entropy_nats": float(-(shares * np.log(shares)).sum()),
+            "duplicates": duplicates,
+            "skipped": dict(sorted(faults.counts.items())),
+            "first_skipped": faults.first,
+            "vocab_size": encoding.vocab_size,
+            "begin_of_document": encoding.begin,
+            "end_of_document": encoding.end,
+            "dtype": np.dtype(encoding.dtype).name,
+            "inputs": _describe_inputs(files),
+            "tokenizer_sha256": encoding.digest,
+            "options": _options_of_the_result(options),
+            "versions": _versions(),
+            "fingerprint": fingerprint,
+        }
+        replace_file(folder / PUBLISHED, fingerprint.encode())
+        _publish(options.output_prefix, writers, summary, (folder / encoding.file).read_bytes())
+    return summary
 
-    def __init__(self, options: CorpusOptions, files: list[InputFile], folder: Path, fingerprint: str) -> None:
-        self.options, self.files, self.folder, self.fingerprint = options, files, folder, fingerprint
-        self.faults = Faults(options.strict)
 
-    def run(self) -> dict[str, Any]:
-        options = self.options
-        tokenizer = options.tokenizer.open(self.folder, self.files, options.fields, options.strict)
-        limit = None if options.deduplicate else options.max_documents
-        recipe = Recipe(
-            encoding=tokenizer.encoding,
-            tokenizer_digest=tokenizer.digest,
-            library_version=_versions()["tokenizers"],
-            fields=options.fields,
-            strict=options.strict,
-            hashes=options.deduplicate,
-            most_documents=limit,
-        )
-        pieces = plan_pieces(self.files, recipe, options.piece_bytes)
-        work_folder.sweep(self.folder, {*(piece.key for piece in pieces), tokenizer.path.stem, PUBLISHED})
-        records = self._make(pieces, recipe, limit)
-        pieces = pieces[: len(records)]
-        if not sum(record.documents for record in records):
-            skipped = self.faults.counts.total()
-            raise DataError(f"{', '.join(options.inputs)}: no documents left to write ({skipped} skipped)")
-        with contextlib.ExitStack() as stack:
-            writers = [
-                stack.enter_context(IndexedDatasetWriter(prefix, recipe.encoding.dtype)) for prefix in options.outputs
-            ]
-            assembled, duplicates = self._assemble(pieces, records, writers, tokenizer.vocab_size)
-            text_bytes = sum(record.text_bytes for record in records)  # of all documents that were read
-            counts = assembled.frequencies
-            shares = counts[counts > 0] / max(counts.sum(), 1)
-            summary = {
-                "documents": assembled.documents,
-                "tokens": assembled.tokens,
-                "text_bytes": text_bytes,
-                "bytes_per_token": text_bytes / max(assembled.tokens, 1),
-                "unigram_entropy_nats": float(-(shares * np.log(shares)).sum()),
-                "duplicates": duplicates,
-                "skipped": dict(sorted(self.faults.counts.items())),
-                "first_skipped": self.faults.first,
-                "vocab_size": tokenizer.vocab_size,
-                "begin_of_document": tokenizer.encoding.begin,
-                "end_of_document": tokenizer.encoding.end,
-                "dtype": np.dtype(recipe.encoding.dtype).name,
-                "inputs": _describe_inputs(self.files),
-                "tokenizer_sha256": tokenizer.digest,
-                "options": _options_of_the_result(options),
-                "versions": _versions(),
-                "fingerprint": self.fingerprint,
-            }
-            self._publish(writers, assembled, summary, tokenizer.path)
-        return summary
-
-    def _make(self, pieces: Sequence[Piece], recipe: Recipe, limit: int | None) -> list[Record]:
-        """Make the pieces, as many as the limit of documents needs; return their records."""
-        progress = CorpusProgress("tokenizing", sum(span.size_bytes for piece in pieces for span in piece.spans))
-        records: list[Record] = []
-        documents = 0
-        made = make_pieces(pieces, self.folder, recipe, self.options.num_processes, progress.add)
+def _make(pieces: Sequence[Piece], folder: Path, recipe: Recipe, num_processes: int, faults: Faults) -> list[Record]:
+    """Make the pieces, as many as the limit of documents needs; return their records."""
+    records, documents = list[Record](), 0
+    total_bytes = sum(span.size_bytes for piece in pieces for span in piece.spans)
+    with contextlib.closing(CorpusProgress("tokenizing", total_bytes)) as progress:
+        made = make_pieces(pieces, folder, recipe, num_processes, progress.add)
         with contextlib.closing(made):  # type: ignore[type-var]
             for piece, record in zip(pieces, made, strict=False):
-                self.faults.add(piece, record)
+                faults.add(piece, record)
                 records.append(record)
                 documents += record.documents
-                if limit is not None and documents >= limit:
+                if recipe.most_documents is not None and documents >= recipe.most_documents:
                     break
-        progress.close()
-        return records
+    return records
 
-    def _assemble(
-        self,
-        pieces: Sequence[Piece],
-        records: Sequence[Record],
-        writers: Sequence[IndexedDatasetWriter],
-        vocab_size: int,
-    ) -> tuple[Assembled, int]:
-        options = self.options
-        total = sum(record.tokens for record in records) * writers[0].dtype.itemsize
-        progress = CorpusProgress("writing", total)
-        hashes = read_hashes(self.folder, pieces) if options.deduplicate else None
-        count = sum(record.documents for record in records)
-        output, duplicates = select(count, hashes, options.max_documents, options.validation_documents, options.shards)
-        kept = np.bincount(output[output >= 0], minlength=len(writers))
-        if not kept.all():
-            raise UsageError(
-                f"--shards={options.shards} --validation_documents={options.validation_documents}: a pair would be "
-                f"empty with {int(kept.sum()):,} documents in total; write smaller numbers"
-            )
-        assembled = Assembled(writers, vocab_size)
-        write_pairs(self.folder, pieces, [record.digests for record in records], output, assembled, progress.add)
-        progress.close()
-        return assembled, duplicates
 
-    def _publish(
-        self, writers: Sequence[IndexedDatasetWriter], assembled: Assembled, summary: dict[str, Any], tokenizer: Path
-    ) -> None:
-        """Give all files their names: each .idx after its .bin, and all after the summary and the tokenizer."""
-        prefix = self.options.output_prefix
-        files: dict[str, Any] = {}
-        for writer, digest in zip(writers, assembled.bin_digests, strict=True):
-            index, name = writer.write_index(), Path(writer.prefix).name
-            files[name + ".bin"] = {"bytes": writer.num_tokens * writer.dtype.itemsize, "sha256": digest}
-            files[name + ".idx"] = {"bytes": index.stat().st_size, "sha256": digest_of(index)}
-        summary["files"] = files
-        replace_file(self.folder / PUBLISHED, self.fingerprint.encode())
-        for writer in writers:  # old tokens beside a new tokenizer must not be usable
-            with writing(writer.prefix + ".idx"):
-                Path(writer.prefix + ".idx").unlink(missing_ok=True)
-        replace_file(Path(prefix + ".tokenizer.json"), tokenizer.read_bytes())
-        replace_file(Path(prefix + SUMMARY), (json.dumps(summary, indent=2) + "\n").encode())
-        for writer in writers:
-            writer.commit()
+def _assemble(
+    options: CorpusOptions,
+    folder: Path,
+    pieces: Sequence[Piece],
+    records: Sequence[Record],
+    writers: Sequence[IndexedDatasetWriter],
+    vocab_size: int,
+) -> tuple[NDArray[np.int64], int]:
+    """Copy the chosen documents into the pairs; return the count of each token id, and the number of duplicates."""
+    hashes = read_hashes(folder, pieces) if options.deduplicate else None
+    count = sum(record.documents for record in records)
+    output, duplicates = select(count, hashes, options.max_documents, options.validation_documents, options.shards)
+    kept = np.bincount(output[output >= 0], minlength=len(writers))
+    if not kept.all():
+        raise UsageError(
+            f"--shards={options.shards} --validation_documents={options.validation_documents}: a pair would be "
+            f"empty with {int(kept.sum()):,} documents in total; write smaller numbers"
+        )
+    total_bytes = sum(record.tokens for record in records) * writers[0].dtype.itemsize
+    digests = [record.digests for record in records]
+    with contextlib.closing(CorpusProgress("writing", total_bytes)) as progress:
+        return write_pairs(folder, pieces, digests, output, writers, vocab_size, progress.add), duplicates
+
+
+def _publish(prefix: str, writers: Sequence[IndexedDatasetWriter], summary: dict[str, Any], tokenizer: bytes) -> None:
+    """Give all files their names: each .idx after its .bin, and all after the summary and the tokenizer."""
+    files = summary["files"] = {}
+    for writer in writers:
+        index, name = writer.write_index(), Path(writer.prefix).name
+        files[name + ".bin"] = {"bytes": writer.num_tokens * writer.dtype.itemsize, "sha256": writer.digest}
+        files[name + ".idx"] = {"bytes": index.stat().st_size, "sha256": digest_of(index)}
+    for writer in writers:  # old tokens beside a new tokenizer must not be usable
+        with writing(writer.prefix + ".idx"):
+            Path(writer.prefix + ".idx").unlink(missing_ok=True)
+    replace_file(Path(prefix + ".tokenizer.json"), tokenizer)
+    replace_file(Path(prefix + SUMMARY), (json.dumps(summary, indent=2) + "\n").encode())
+    for writer in writers:
+        writer.commit()
 
 
 def _has_pieces(folder: Path) -> bool:
     """Whether a work folder holds finished pieces with documents."""
-    return any(path.stat().st_size and path.with_suffix(".json").exists() for path in folder.glob("*.sizes"))
+    return any(path.stat().st_size and path.with_suffix(".json").exists() for path in folder.glob("*.bin"))
 
 
 def _versions() -> dict[str, str]:

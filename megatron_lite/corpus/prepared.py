@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from megatron_lite.corpus.pieces import digest_of, groups
+from megatron_lite.corpus.pieces import digest_of
 from megatron_lite.data.disk_array import reading
 from megatron_lite.data.indexed_dataset import IndexedDataset
 from megatron_lite.data.tokenizing import JsonTokenizer
@@ -76,15 +76,6 @@ class PreparedPair:
         """Load the tokenizer of the corpus; None if it has none."""
         return JsonTokenizer(str(self.tokenizer_file), needs_end=False) if self.tokenizer_file.is_file() else None
 
-    def reads(self) -> list[tuple[int, int]]:
-        """Return ranges of documents that cover the pair, each of about TOKENS_PER_READ tokens."""
-        return groups(self.sizes, TOKENS_PER_READ)
-
-    def tokens(self, start: int, end: int) -> NDArray[Any]:
-        """Read the tokens of documents [start, end)."""
-        first = self.dataset.first_token(start)
-        return self.dataset.tokens.read(first, self.dataset.first_token(end) - first)
-
 
 def inspect(prefix: str) -> Iterator[str]:
     """Yield lines about a pair.
@@ -117,8 +108,7 @@ def _histogram(sizes: np.ndarray) -> Iterator[str]:
 
 def _frequent(pair: PreparedPair, tokenizer: JsonTokenizer | None) -> Iterator[str]:
     counts, seen = np.zeros(1, dtype=np.int64), 0
-    for start, end in pair.reads():
-        tokens = pair.tokens(start, end)
+    for _, _, tokens in pair.dataset.parts(TOKENS_PER_READ):
         if len(tokens) and not 0 <= int(tokens.min()) <= int(tokens.max()) <= LARGEST_TOKEN:
             raise DataError(f"{pair.prefix}.bin: holds {tokens.min():,} to {tokens.max():,}, which are not tokens")
         found = np.bincount(tokens, minlength=len(counts))
@@ -173,8 +163,8 @@ def verify(prefix: str) -> str:
         raise DataError(f"{pair.base}.summary.json: does not describe {prefix}: {error!r} is missing") from error
     for path, expected in digests.items():
         _check_digest(path, expected)
-    for start, stop in pair.reads():
-        _check_tokens(pair, start, stop, vocab_size, begin, end)
+    for first, sizes, tokens in dataset.parts(TOKENS_PER_READ):
+        _check_tokens(f"{prefix}.bin", first, sizes, tokens, vocab_size, {"begin": begin, "end": end})
     counts = f"{dataset.num_documents:,} documents, {dataset.num_tokens:,} tokens"
     return f"{prefix}: {counts}: index, digests, tokens and tokenizer are as they were written"
 
@@ -196,21 +186,21 @@ def _check_digest(path: str, expected: str) -> None:
 
 
 def _check_tokens(
-    pair: PreparedPair, first: int, stop: int, vocab_size: int, begin: int | None, end: int | None
+    path: str, first: int, sizes: NDArray[np.int32], tokens: NDArray[Any], vocab_size: int, marks: dict[str, int | None]
 ) -> None:
-    """Check the tokens of documents [first, stop)."""
-    tokens, sizes = pair.tokens(first, stop), pair.sizes[first:stop]
+    """Check documents from number `first` on. marks: the tokens that begin and end each, None: none."""
     ends = np.cumsum(sizes, dtype=np.int64)
     bad = np.flatnonzero((tokens >= vocab_size) | (tokens < 0))
     if bad.size:
         document = int(np.searchsorted(ends, bad[0], side="right"))
         raise DataError(
-            f"{pair.prefix}.bin: token {int(tokens[bad[0]])} of document {first + document} is not below the "
-            f"vocabulary of {vocab_size}"
+            f"{path}: token {int(tokens[bad[0]])} of document {first + document} is not below the vocabulary of "
+            f"{vocab_size}"
         )
-    for wanted, positions, place in ((begin, ends - sizes, "begin"), (end, ends - 1, "end")):
+    for place, wanted in marks.items():
         if wanted is None:
             continue
+        positions = ends - sizes if place == "begin" else ends - 1
         wrong = np.flatnonzero((sizes == 0) | (tokens[np.clip(positions, 0, max(len(tokens) - 1, 0))] != wanted))
         if wrong.size:
-            raise DataError(f"{pair.prefix}.bin: document {first + int(wrong[0])} does not {place} with token {wanted}")
+            raise DataError(f"{path}: document {first + int(wrong[0])} does not {place} with token {wanted}")

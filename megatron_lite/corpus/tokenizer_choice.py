@@ -13,7 +13,6 @@ from megatron_lite.corpus.documents import BadDocument, Reading, TextFields
 from megatron_lite.corpus.inputs import InputFile
 from megatron_lite.corpus.pieces import ABSENT, Encoding, cut_file, digest_of
 from megatron_lite.data.dataset_writer import replace_file
-from megatron_lite.data.indexed_dataset import smallest_dtype
 from megatron_lite.data.tokenizing import (
     END_OF_DOCUMENT,
     ByteTokenizer,
@@ -24,16 +23,6 @@ from megatron_lite.data.tokenizing import (
     train_tokenizer,
 )
 from megatron_lite.errors import DataError, UsageError
-
-
-@dataclass(frozen=True)
-class OpenTokenizer:
-    """A tokenizer as a file in the work folder, which no longer changes."""
-
-    path: Path
-    digest: str
-    vocab_size: int
-    encoding: Encoding
 
 
 @dataclass(frozen=True)
@@ -72,7 +61,7 @@ class TokenizerChoice:
         beside = self.source.with_name("tokenizer_config.json")
         return digest_of(self.source) + (digest_of(beside) if beside.is_file() else "")
 
-    def open(self, folder: Path, files: Sequence[InputFile], fields: TextFields, strict: bool) -> OpenTokenizer:
+    def open(self, folder: Path, files: Sequence[InputFile], fields: TextFields, strict: bool) -> Encoding:
         """Train the tokenizer if necessary, put its file into the work folder, and find its tokens.
 
         Raises:
@@ -98,9 +87,8 @@ class TokenizerChoice:
             replace_file(path, self.source.read_bytes())
         end = given.end_of_document if self.end is None else self._token(given, "end_of_document", self.end)
         begin = None if self.begin is None else self._token(given, "begin_of_document", self.begin)
-        name = "byte" if isinstance(given, ByteTokenizer) else str(path)
-        encoding = Encoding(name, begin, end, self.special_tokens, smallest_dtype(given.vocab_size))
-        return OpenTokenizer(path, digest_of(path), given.vocab_size, encoding)
+        is_byte = isinstance(given, ByteTokenizer)
+        return Encoding(path.name, is_byte, digest_of(path), given.vocab_size, begin, end, self.special_tokens)
 
     def _token(self, tokenizer: Tokenizer, flag: str, token: str) -> int | None:
         if token == ABSENT:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import hashlib
 import os
 from array import array
 from collections.abc import Iterator
@@ -35,6 +36,7 @@ class IndexedDatasetWriter:
         self._code = codes[self.dtype]
         self._sizes = array("i")
         self.num_tokens = 0
+        self._digest = hashlib.sha256()
         self._is_written = False
         self._bin_tmp, self._index_tmp = Path(prefix + ".bin.tmp"), Path(prefix + ".idx.tmp")
         with writing(self._bin_tmp):
@@ -49,6 +51,11 @@ class IndexedDatasetWriter:
     @property
     def num_documents(self) -> int:
         return len(self._sizes)
+
+    @property
+    def digest(self) -> str:
+        """SHA-256 of the tokens so far, in hexadecimal."""
+        return self._digest.hexdigest()
 
     def add_document(self, tokens: NDArray[Any]) -> None:
         """Append a document of (k,) token ids; k may be 0.
@@ -65,8 +72,10 @@ class IndexedDatasetWriter:
     def add_documents(self, tokens: NDArray[Any], sizes: NDArray[np.int32]) -> None:
         """Append documents that lie back to back in `tokens`, already of the pair's dtype, with these sizes."""
         assert tokens.dtype == self.dtype and sizes.dtype == np.int32, (tokens.dtype, sizes.dtype)
+        data = tokens.tobytes()
         with writing(self._bin_tmp):
-            self._bin.write(tokens.tobytes())
+            self._bin.write(data)
+        self._digest.update(data)
         self._sizes.frombytes(sizes.tobytes())
         self.num_tokens += tokens.size
 

@@ -14,6 +14,7 @@ Documents lie back to back in `.bin`, so any range of them is one stream of toke
 from __future__ import annotations
 
 import bisect
+import itertools
 import struct
 from collections.abc import Iterator
 from typing import Any, NamedTuple
@@ -141,6 +142,19 @@ class IndexedDataset:
                 f"together, but take {expected:,}"
             )
         return found
+
+    def parts(self, num_tokens: int) -> Iterator[tuple[int, NDArray[np.int32], NDArray[Any]]]:
+        """Read all documents in parts of about `num_tokens` tokens; a document stays whole.
+
+        Yields: the number of a part's first document, the size of each document, and their tokens back to back.
+        """
+        sizes = self.sizes.read(0, self.num_documents)
+        ends = np.cumsum(sizes, dtype=np.int64)
+        borders = np.searchsorted(ends, np.arange(num_tokens, self.num_tokens, num_tokens)) + 1
+        cuts = np.unique(np.minimum([0, *borders, len(sizes)], len(sizes))).tolist()
+        for first, end in itertools.pairwise(cuts):
+            start = self.first_token(first)
+            yield first, sizes[first:end], self.tokens.read(start, self.first_token(end) - start)
 
     def _check_sequences(self, itemsize: int) -> int:
         """Check sizes and pointers against each other; return the number of bytes that `.bin` must have."""

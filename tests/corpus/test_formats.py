@@ -17,7 +17,7 @@ from megatron_lite.errors import DataError, UsageError
 
 TEXTS = [f"document {number} {'ü' * (number % 7)}" for number in range(100)]
 LINES = "".join(json.dumps({"text": text, "other": 1}) + "\n" for text in TEXTS).encode()
-RECIPE = Recipe(Encoding("byte", None, 256, False, "<u2"), "", "", TextFields(("text",)), False, False, None)
+RECIPE = Recipe(Encoding("", True, "", 257, None, 256, False), "", TextFields(("text",)), False, False, None)
 
 
 def read(*names: Path | str, key: str = "text", cut: int = 1 << 30) -> list[str]:

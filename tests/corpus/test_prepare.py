@@ -16,12 +16,14 @@ import time
 from dataclasses import replace
 from multiprocessing.process import BaseProcess
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from megatron_lite.corpus import work_folder
 from megatron_lite.corpus.console import CorpusProgress
 from megatron_lite.corpus.documents import TextFields
+from megatron_lite.corpus.inputs import InputFile, find_inputs
 from megatron_lite.corpus.prepare import CorpusOptions, prepare
 from megatron_lite.corpus.tokenizer_choice import TokenizerChoice
 from megatron_lite.data.indexed_dataset import IndexedDataset
@@ -202,16 +204,15 @@ def test_a_worker_that_dies_is_one_line(tmp_path: Path, monkeypatch: pytest.Monk
 def test_inputs_that_change_and_locks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A file that changes after the plan is an error, and so is a second process at work on the same prefix."""
     inputs = write_inputs(tmp_path / "in")
-    run = "megatron_lite.corpus.prepare._Work.run"
+
+    def find_then_change(*names: Any) -> list[InputFile]:
+        found = find_inputs(*names)
+        with open(inputs / "b.jsonl", "ab") as file:
+            file.write(b"\n{}")
+        return found
+
     with monkeypatch.context() as patch:
-        original = __import__("megatron_lite.corpus.prepare", fromlist=["_Work"])._Work.run
-
-        def change_then_run(work: object) -> object:
-            with open(inputs / "b.jsonl", "ab") as file:
-                file.write(b"\n{}")
-            return original(work)
-
-        patch.setattr(run, change_then_run)
+        patch.setattr("megatron_lite.corpus.prepare.find_inputs", find_then_change)
         with pytest.raises(DataError, match="b.jsonl: has changed since the work was planned"):
             prepare(options(inputs, tmp_path / "out"))
     with work_folder.held(work_folder.work_folder(str(tmp_path / "out" / "x"))):
