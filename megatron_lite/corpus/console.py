@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import sys
 from collections import Counter
+from collections.abc import Sequence
 
-from megatron_lite.corpus.documents import SHOWN_FAULTS
-from megatron_lite.corpus.pieces import Piece, Record
+from megatron_lite.corpus.documents import SHOWN_FAULTS, Findings, Span
 from megatron_lite.errors import DataError
 from megatron_lite.run.progress_line import ProgressLine, format_duration
 
@@ -25,25 +25,25 @@ class Faults:
         self.first: list[str] = []
         self._lines: Counter[str] = Counter()  # of each file, in the pieces so far
 
-    def add(self, piece: Piece, record: Record) -> None:
+    def add(self, spans: Sequence[Span], found: Findings) -> None:
         """Add the faults of the next piece.
 
         Raises: DataError with --strict, which names the first.
         """
         starts = []
-        for span, lines in zip(piece.spans, record.lines, strict=True):
+        for span, lines in zip(spans, found.lines, strict=True):
             starts.append(self._lines[span.file.path])
             self._lines[span.file.path] += lines
-        for fault in record.first_faults:
+        for fault in found.first_faults:
             number = starts[fault.span] + fault.number if fault.number else 0
-            message = fault.message(piece.spans[fault.span].file.place(number))
+            message = fault.message(spans[fault.span].file.place(number))
             if self.strict:
                 raise DataError(message)
             if len(self.first) < SHOWN_FAULTS:
                 self.first.append(message)
                 print(f"skipped {message}", file=sys.stderr)
         before = self.counts.total()
-        self.counts.update(record.fault_counts)
+        self.counts.update(found.fault_counts)
         if before <= SHOWN_FAULTS < self.counts.total():
             print("skipped more: from here on they are only counted", file=sys.stderr)
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import IO, Any
 
 from megatron_lite.corpus import formats
@@ -29,20 +29,13 @@ class TextFields:
 
     def text_of(self, value: Any) -> str | None:
         """Return the text of a decoded JSON value; None if it has none."""
-        if len(self.keys) == 1:
-            text = look_up(value, self.keys[0])
-            return text if isinstance(text, str) else None
         parts = [part for key in self.keys if (part := look_up(value, key)) is not None]
-        if not parts or not all(isinstance(part, str) for part in parts):
-            return None
-        return self.separator.join(parts)
+        return self.separator.join(parts) if parts and all(isinstance(part, str) for part in parts) else None
 
     @property
     def complaint(self) -> str:
         """The kind of fault of a document without text."""
-        if len(self.keys) == 1:
-            return f"no text under the key {self.keys[0]!r} (--json_key)"
-        return f"no text under the keys {', '.join(map(repr, self.keys))} (--json_key)"
+        return f"no text under the key{'s' * (len(self.keys) > 1)} {', '.join(map(repr, self.keys))} (--json_key)"
 
 
 def look_up(value: Any, path: str) -> Any:
@@ -89,23 +82,28 @@ class Fault:
         return f"{place}: {self.kind}" + (f": {self.detail}" if self.detail else "")
 
 
+@dataclass
+class Findings:
+    """What one pass over spans found beside documents."""
+
+    lines: list[int]  # or rows, of each span
+    fault_counts: dict[str, int] = field(default_factory=dict)  # by kind
+    first_faults: list[Fault] = field(default_factory=list)
+
+
 class BadDocument(Exception):  # noqa: N818 - the end of a piece with --strict
-    """A document that --strict refuses; the last one of `Reading.first_faults`."""
+    """A document that --strict refuses; the last one of `Findings.first_faults`."""
 
 
 class Reading:
     """One pass over spans.
 
-    Attributes: `read_bytes` so far; `lines`, the lines or rows of each span so far; `fault_counts` by kind, and the
-    `first_faults`.
+    Attributes: `read_bytes` and `findings` so far.
     """
 
     def __init__(self, spans: Sequence[Span], fields: TextFields, strict: bool = False) -> None:
         self.spans, self.fields, self.strict = spans, fields, strict
-        self.read_bytes = 0
-        self.lines = [0] * len(spans)
-        self.fault_counts: dict[str, int] = {}
-        self.first_faults: list[Fault] = []
+        self.read_bytes, self.findings = 0, Findings([0] * len(spans))
         self._number = 0  # of the span that is being read
 
     def documents(self) -> Iterator[str]:
@@ -126,9 +124,10 @@ class Reading:
 
     def _add_fault(self, kind: str, detail: str = "") -> None:
         """Count a fault at the line or row that was read last, or of a whole text file."""
-        self.fault_counts[kind] = self.fault_counts.get(kind, 0) + 1
-        if len(self.first_faults) < SHOWN_FAULTS:
-            self.first_faults.append(Fault(self._number, self.lines[self._number], kind, detail))
+        found = self.findings
+        found.fault_counts[kind] = found.fault_counts.get(kind, 0) + 1
+        if len(found.first_faults) < SHOWN_FAULTS:
+            found.first_faults.append(Fault(self._number, found.lines[self._number], kind, detail))
         if self.strict:
             raise BadDocument
 
@@ -172,23 +171,21 @@ class Reading:
             while (not span.end or position < span.end) and (line := stream.readline()):
                 position += len(line)
                 self.read_bytes = before + (file.tell() if span.file.compression else position)
-                self.lines[self._number] += 1
+                self.findings.lines[self._number] += 1
                 text = self._decoded(line)
                 if text is None:
-                    continue
-                if text.isspace() or not text:
-                    self._add_fault("blank")
                     continue
                 try:
                     value = json.loads(text)
                 except (ValueError, RecursionError) as error:
-                    self._add_fault("not JSON", str(error))
+                    kind, detail = ("not JSON", str(error)) if text.strip() else ("blank", "")
+                    self._add_fault(kind, detail)
                     continue
                 yield value
 
     def _rows(self, span: Span, file: IO[bytes]) -> Iterator[Any]:
         for row in formats.table_rows(file, span.file, self.fields.keys, span.start, span.end):
-            self.lines[self._number] += 1
+            self.findings.lines[self._number] += 1
             yield row
 
     def _decoded(self, data: bytes) -> str | None:

@@ -11,7 +11,7 @@ import importlib
 import io
 import lzma
 import zlib
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import IO, Any
 
 from megatron_lite.corpus.inputs import InputFile
@@ -60,35 +60,27 @@ def opened(file: IO[bytes], described: InputFile) -> Iterator[Any]:
     Raises: DataError from the block too, if the compressed data are damaged or incomplete.
     """
     ending = described.compression
+    openers: dict[str, Callable[[IO[bytes]], Any]] = {".gz": gzip.open, ".bz2": bz2.open, ".xz": lzma.open}
     damage: tuple[type[BaseException], ...] = (EOFError, zlib.error, lzma.LZMAError, gzip.BadGzipFile)
+    if ending == ".zst":
+        zstandard = package_for(ending, described.path)
+        openers[ending] = lambda file: io.BufferedReader(_ZstdStream(file, zstandard), CHUNK_BYTES)
+        damage += (zstandard.ZstdError,)
     try:
-        if ending == ".gz":
-            yield gzip.GzipFile(fileobj=file, mode="rb")
-        elif ending == ".bz2":
-            yield bz2.BZ2File(file)
-        elif ending == ".xz":
-            yield lzma.LZMAFile(file)
-        elif ending == ".zst":
-            zstandard = package_for(ending, described.path)
-            damage += (zstandard.ZstdError,)
-            yield io.BufferedReader(_ZstdStream(file, zstandard), CHUNK_BYTES)
-        else:
-            yield file
-    except damage as error:
+        yield openers[ending](file) if ending else file
+    except Exception as error:
+        # An OSError without a number is the only sign that bz2 gives.
+        of_bz2 = ending == ".bz2" and isinstance(error, OSError) and error.errno is None
+        if not of_bz2 and not isinstance(error, damage):
+            raise
         raise DataError(f"{described.path}: damaged or incomplete compressed data: {error}") from error
-    except OSError as error:
-        if ending == ".bz2" and error.errno is None:  # the only sign that bz2 gives
-            raise DataError(f"{described.path}: damaged or incomplete compressed data: {error}") from error
-        raise
 
 
 class _ZstdStream(io.RawIOBase):
     """The content of all frames of a zstd file; the library's own reader takes a cut file for a complete one."""
 
     def __init__(self, file: IO[bytes], library: Any) -> None:
-        self._file, self._library = file, library
-        self._frame: Any = None
-        self._input = self._output = b""
+        self._parts, self._part = _zstd_parts(file, library), b""
 
     def readable(self) -> bool:
         return True
@@ -98,23 +90,24 @@ class _ZstdStream(io.RawIOBase):
 
         Raises: EOFError if the file ends inside a frame.
         """
-        while not self._output:
-            if not self._input:
-                self._input = self._file.read(CHUNK_BYTES)
-                if not self._input:
-                    if self._frame is not None:
-                        raise EOFError("the file ends inside a frame")
-                    return 0
-            if self._frame is None:
-                self._frame = self._library.ZstdDecompressor().decompressobj()
-            self._output = self._frame.decompress(self._input)
-            self._input = b""
-            if self._frame.eof:
-                self._input, self._frame = self._frame.unused_data, None
-        count = min(len(buffer), len(self._output))
-        buffer[:count] = self._output[:count]
-        self._output = self._output[count:]
+        self._part = self._part or next(self._parts, b"")
+        count = min(len(buffer), len(self._part))
+        buffer[:count] = self._part[:count]
+        self._part = self._part[count:]
         return count
+
+
+def _zstd_parts(file: IO[bytes], library: Any) -> Iterator[bytes]:
+    """Decompress frame after frame."""
+    frame = None
+    while data := file.read(CHUNK_BYTES):
+        while data:
+            frame = frame or library.ZstdDecompressor().decompressobj()
+            if part := frame.decompress(data):
+                yield part
+            data, frame = (frame.unused_data, None) if frame.eof else (b"", frame)
+    if frame is not None:
+        raise EOFError("the file ends inside a frame")
 
 
 def row_group_bytes(path: str) -> list[int]:
@@ -152,11 +145,9 @@ def table_rows(file: IO[bytes], described: InputFile, keys: Sequence[str], start
             reader = package.ipc.open_file(file) if has_footer else package.ipc.open_stream(file)
             whole = map(reader.get_batch, range(reader.num_record_batches)) if has_footer else reader
             columns = _columns(path, keys, reader.schema.names)
-            batches = (
-                batch.select(columns).slice(first, ROWS_PER_READ)
-                for batch in whole
-                for first in range(0, batch.num_rows, ROWS_PER_READ)
-            )
+            # Rows become Python objects a few at a time.
+            parts = ((batch.select(columns), range(0, batch.num_rows, ROWS_PER_READ)) for batch in whole)
+            batches = (batch.slice(first, ROWS_PER_READ) for batch, starts in parts for first in starts)
         for batch in batches:
             yield from batch.to_pylist()
 

@@ -18,7 +18,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from megatron_lite.corpus.documents import BadDocument, Fault, Reading, Span, TextFields
+from megatron_lite.corpus.documents import BadDocument, Fault, Findings, Reading, Span, TextFields
 from megatron_lite.corpus.formats import check_packages, row_group_bytes
 from megatron_lite.corpus.inputs import InputFile
 from megatron_lite.data.dataset_writer import IndexedDatasetWriter, replace_file
@@ -97,9 +97,7 @@ class Record:
     documents: int
     tokens: int
     text_bytes: int
-    lines: list[int]  # or rows, of each span
-    fault_counts: dict[str, int]
-    first_faults: list[Fault]
+    found: Findings
     digests: dict[str, str]  # of the files, by their ending
     stopped: bool = False
 
@@ -154,8 +152,9 @@ def _piece(spans: list[Span], recipe: Recipe) -> Piece:
 def finished(folder: Path, key: str) -> Record | None:
     """Return the record of a finished piece whose files are as they were written, else None."""
     try:
-        record = Record(**json.loads((folder / f"{key}.json").read_bytes()))
-        record.first_faults = [Fault(**fault) for fault in record.first_faults]  # type: ignore[arg-type]
+        values = json.loads((folder / f"{key}.json").read_bytes())
+        faults = [Fault(**fault) for fault in values["found"].pop("first_faults")]
+        record = Record(**{**values, "found": Findings(**values["found"], first_faults=faults)})
         whole = all(digest_of(folder / f"{key}{ending}") == value for ending, value in record.digests.items())
         return record if whole else None
     except (OSError, ValueError, TypeError, KeyError):
@@ -198,7 +197,7 @@ class PieceWriter:
         try:
             record = self._write(str(self.folder / piece.key), reading, on_progress)
         except BadDocument:
-            return Record(0, 0, 0, reading.lines, reading.fault_counts, reading.first_faults, {}, stopped=True)
+            return Record(0, 0, 0, reading.findings, {}, stopped=True)
         replace_file(self.folder / f"{piece.key}.json", json.dumps(asdict(record)).encode())
         return record
 
@@ -229,8 +228,7 @@ class PieceWriter:
             digests[".hashes"] = digest_of(Path(prefix + ".hashes"))
         total = sum(span.size_bytes for span in reading.spans)
         on_progress(total - read_bytes, 0, 0)  # trailing faults, and what --max_documents leaves out
-        counts = (writer.num_documents, writer.num_tokens, text_bytes)
-        return Record(*counts, reading.lines, reading.fault_counts, reading.first_faults, digests)
+        return Record(writer.num_documents, writer.num_tokens, text_bytes, reading.findings, digests)
 
     def _encode(self, texts: Sequence[str]) -> tuple[NDArray[Any], NDArray[np.int64]]:
         """Return the tokens of documents in one array, and the size of each document, (len(texts),)."""

@@ -9,7 +9,9 @@ import contextlib
 import hashlib
 import json
 import os
-from collections.abc import Callable, Sequence
+import shutil
+import time
+from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -18,7 +20,6 @@ import numpy as np
 from numpy.typing import NDArray
 
 from megatron_lite import __version__
-from megatron_lite.corpus import work_folder
 from megatron_lite.corpus.assemble import read_hashes, select, write_pairs
 from megatron_lite.corpus.console import CorpusProgress, Faults
 from megatron_lite.corpus.documents import TextFields
@@ -29,8 +30,13 @@ from megatron_lite.corpus.prepared import SUMMARY, is_complete
 from megatron_lite.corpus.tokenizer_choice import TokenizerChoice
 from megatron_lite.data.dataset_writer import IndexedDatasetWriter, replace_file, writing
 from megatron_lite.errors import DataError, StorageError, UsageError
+from megatron_lite.run.durable_files import lock_file
 
-PUBLISHED = "publishing"  # in the work folder: from here on, files under the final names are this work's own
+UNFINISHED = ".partial"  # after a prefix: the work folder
+LOCK = "lock"  # in the work folder, as the next
+PUBLISHED = "publishing"  # from here on, files under the final names are this work's own
+
+_POLL_S = 0.2  # while another process holds the work folder
 
 
 @dataclass(frozen=True)
@@ -70,19 +76,19 @@ def prepare(options: CorpusOptions) -> tuple[dict[str, Any], bool]:
     fingerprint = fingerprint_of(options, files)
     if not options.overwrite and (summary := is_complete(options.output_prefix, fingerprint)):
         return summary, False
-    folder = work_folder.work_folder(options.output_prefix)
-    with work_folder.held(folder, options.on_wait):
+    folder = Path(options.output_prefix + UNFINISHED)
+    with held(folder, options.on_wait):
         if not options.overwrite and (summary := is_complete(options.output_prefix, fingerprint)):
-            work_folder.remove(folder)
+            remove(folder)
             return summary, False
         try:
             _check_free(options, folder, fingerprint)  # not before: another process may have been about to publish
             summary = _write(options, files, folder, fingerprint)
         except (DataError, UsageError):
             if not _has_pieces(folder):
-                work_folder.remove(folder)
+                remove(folder)
             raise
-        work_folder.remove(folder)
+        remove(folder)
         return summary, True
 
 
@@ -93,7 +99,7 @@ def _write(options: CorpusOptions, files: Sequence[InputFile], folder: Path, fin
     library = _versions()["tokenizers"]
     recipe = Recipe(encoding, library, options.fields, options.strict, options.deduplicate, limit)
     pieces = plan_pieces(files, recipe, options.piece_bytes)
-    work_folder.sweep(folder, {*(piece.key for piece in pieces), Path(encoding.file).stem, PUBLISHED})
+    _sweep(folder, {*(piece.key for piece in pieces), Path(encoding.file).stem, PUBLISHED})
     faults = Faults(options.strict)
     records = _make(pieces, folder, recipe, options.num_processes, faults)
     pieces = pieces[: len(records)]
@@ -138,7 +144,7 @@ def _make(pieces: Sequence[Piece], folder: Path, recipe: Recipe, num_processes: 
         made = make_pieces(pieces, folder, recipe, num_processes, progress.add)
         with contextlib.closing(made):  # type: ignore[type-var]
             for piece, record in zip(pieces, made, strict=False):
-                faults.add(piece, record)
+                faults.add(piece.spans, record.found)
                 records.append(record)
                 documents += record.documents
                 if recipe.most_documents is not None and documents >= recipe.most_documents:
@@ -184,6 +190,56 @@ def _publish(prefix: str, writers: Sequence[IndexedDatasetWriter], summary: dict
     replace_file(Path(prefix + SUMMARY), (json.dumps(summary, indent=2) + "\n").encode())
     for writer in writers:
         writer.commit()
+
+
+@contextlib.contextmanager
+def held(folder: Path, on_wait: Callable[[], None] | None = None) -> Iterator[None]:
+    """Make a work folder and hold it for a block; the system gives it up when the process ends, however it ends.
+
+    on_wait: called once if another process holds the folder, which is then waited for.
+
+    Raises: StorageError if the folder cannot be made; without `on_wait`, if another process holds it.
+    """
+    descriptor, waits = -1, False
+    while True:
+        try:
+            folder.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            raise StorageError(f"{folder}: cannot be created: {error.strerror}") from error
+        try:
+            descriptor = os.open(folder / LOCK, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
+            if lock_file(descriptor, folder / LOCK):
+                break
+        except FileNotFoundError:  # its owner has just removed the folder
+            continue
+        except OSError as error:
+            raise StorageError(f"{folder}: cannot be written: {error.strerror}") from error
+        os.close(descriptor)
+        if on_wait is None:
+            raise StorageError(f"{folder}: another process is writing it; wait for it or take another prefix")
+        if not waits:
+            on_wait()
+            waits = True
+        time.sleep(_POLL_S)
+    try:
+        yield
+    finally:
+        os.close(descriptor)
+
+
+def _sweep(folder: Path, keys: Collection[str]) -> None:
+    """Delete pieces that are not among `keys`, and whatever else a killed process has left."""
+    for path in folder.iterdir():
+        if path.name != LOCK and path.name.partition(".")[0] not in keys:
+            with contextlib.suppress(OSError):
+                path.unlink()
+
+
+def remove(folder: Path) -> None:
+    """Remove a work folder that this process holds; the lock goes last."""
+    with contextlib.suppress(OSError):
+        _sweep(folder, ())
+        shutil.rmtree(folder)
 
 
 def _has_pieces(folder: Path) -> bool:

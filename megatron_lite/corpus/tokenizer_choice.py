@@ -111,7 +111,7 @@ def _all_texts(files: Sequence[InputFile], fields: TextFields, strict: bool) -> 
             progress.add(reading.read_bytes - progress.read_bytes)
             yield text
     except BadDocument:
-        fault = reading.first_faults[-1]
+        fault = reading.findings.first_faults[-1]
         raise DataError(fault.message(spans[fault.span].file.place(fault.number))) from None
     finally:
         progress.close()

@@ -25,7 +25,7 @@ def read(*names: Path | str, key: str = "text", cut: int = 1 << 30) -> list[str]
     spans = [span for file in find_inputs([str(name) for name in names]) for span in cut_file(file, cut)]
     reading = Reading(spans, TextFields((key,)))
     found = list(reading.documents())
-    assert not reading.fault_counts and reading.read_bytes == sum(span.size_bytes for span in spans)
+    assert not reading.findings.fault_counts and reading.read_bytes == sum(span.size_bytes for span in spans)
     return found
 
 

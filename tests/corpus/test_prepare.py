@@ -20,11 +20,10 @@ from typing import Any
 
 import pytest
 
-from megatron_lite.corpus import work_folder
 from megatron_lite.corpus.console import CorpusProgress
 from megatron_lite.corpus.documents import TextFields
 from megatron_lite.corpus.inputs import InputFile, find_inputs
-from megatron_lite.corpus.prepare import CorpusOptions, prepare
+from megatron_lite.corpus.prepare import UNFINISHED, CorpusOptions, held, prepare
 from megatron_lite.corpus.tokenizer_choice import TokenizerChoice
 from megatron_lite.data.indexed_dataset import IndexedDataset
 from megatron_lite.errors import DataError, PeerError, StorageError, UsageError
@@ -128,7 +127,7 @@ def kill_and_finish(tmp_path: Path, kills: int, processes: int) -> None:
     output.parent.mkdir()
     for _ in range(kills):
         process = start(inputs, output, processes)
-        while process.poll() is None and not work_folder.work_folder(str(output / "x")).exists():
+        while process.poll() is None and not Path(f"{output}/x{UNFINISHED}").exists():
             time.sleep(0.002)
         time.sleep(generator.uniform(0, 0.5))
         process.send_signal(signal.SIGKILL)
@@ -168,13 +167,13 @@ def test_finished_pieces_are_kept_and_damaged_ones_made_again(tmp_path: Path, mo
         patch.setattr("megatron_lite.corpus.prepare.write_pairs", lambda *_: (_ for _ in ()).throw(KeyboardInterrupt))
         with pytest.raises(KeyboardInterrupt):
             prepare(options(inputs, output))
-    folder = work_folder.work_folder(str(output / "x"))
+    folder = Path(f"{output}/x{UNFINISHED}")
     pieces = sorted(folder.glob("*.bin"))
     assert len(pieces) > 8 and not (output / "x.idx").exists()
     pieces[3].write_bytes(pieces[3].read_bytes()[:-1] + b"\xff")
     before = {path: path.stat().st_mtime_ns for path in pieces}
     with monkeypatch.context() as patch:
-        patch.setattr("megatron_lite.corpus.prepare.work_folder.remove", lambda folder: None)
+        patch.setattr("megatron_lite.corpus.prepare.remove", lambda folder: None)
         prepare(options(inputs, output))
     assert [path for path, mtime in before.items() if path.stat().st_mtime_ns != mtime] == [pieces[3]]
     assert files(output) == files(tmp_path / "undisturbed")
@@ -215,7 +214,7 @@ def test_inputs_that_change_and_locks(tmp_path: Path, monkeypatch: pytest.Monkey
         patch.setattr("megatron_lite.corpus.prepare.find_inputs", find_then_change)
         with pytest.raises(DataError, match="b.jsonl: has changed since the work was planned"):
             prepare(options(inputs, tmp_path / "out"))
-    with work_folder.held(work_folder.work_folder(str(tmp_path / "out" / "x"))):
+    with held(tmp_path / "out" / f"x{UNFINISHED}"):
         with pytest.raises(StorageError, match="another process is writing it"):
             prepare(options(inputs, tmp_path / "out"))
     assert prepare(options(inputs, tmp_path / "out"))[1]
@@ -313,7 +312,7 @@ def test_two_runs_prepare_the_same_once(tmp_path: Path) -> None:
     """A start that finds another one at work waits for it, and takes its result."""
     inputs = write_inputs(tmp_path / "in")
     waits: list[bool] = []
-    with work_folder.held(work_folder.work_folder(str(tmp_path / "out" / "x"))):
+    with held(tmp_path / "out" / f"x{UNFINISHED}"):
         result: list[tuple[object, bool]] = []
         chosen = options(inputs, tmp_path / "out", on_wait=lambda: waits.append(True))
         other = threading.Thread(target=lambda: result.append(prepare(chosen)))
