@@ -12,6 +12,7 @@ the samples before it as they are, but for the last `max_error` samples of a dat
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Sequence
 from typing import NamedTuple
@@ -50,27 +51,30 @@ class Blend:
         stages = [(0, weights), *changes]
         for _, stage in stages:
             assert len(stage) == len(weights) and min(stage) >= 0 and 0 < sum(stage) < float("inf"), stage
-        assert all(one[0] < other[0] for one, other in zip(stages, stages[1:], strict=False)), stages
+        assert all(one[0] < other[0] for one, other in itertools.pairwise(stages)), stages
         self.num_datasets = len(weights)
         self.firsts = tuple(first for first, _ in stages)
         self.stages = tuple(tuple(weight / sum(stage) for weight in stage) for _, stage in stages)
         self.weights = self.stages[0]
-        # Of each data set: samples before each change, and before the first sample.
+        # Samples of each data set before each stage.
         self._due = [self.due(first) for first in self.firsts]
-        self._segments: list[list[_Segment]] = []  # per inner node
-        self._children: list[tuple[int, int]] = []  # per inner node: (left, right); -1 - d stands for data set d
+        lines: list[list[_Segment]] = []  # per inner node
+        children: list[tuple[int, int]] = []  # per inner node: (left, right); -1 - d stands for data set d
         self._roundings = 0.0  # error of the worst leaf, in units of c
         # Heaviest first, as the error bound requires.
         order = sorted(range(len(weights)), key=lambda dataset: (-weights[dataset], dataset))
-        self._root = self._build(order, 0.0)
-        self._tabulate()
+        self._root = self._build(order, 0.0, lines, children)
+        most = max(map(len, lines), default=1)
+        padded = [[*line, *[_Segment(_NEVER, 0, 0)] * (most - len(line))] for line in lines]
+        table = np.array(padded, dtype=np.uint64).reshape(-1, most, 3)
+        # (nodes, segments of the node with the most segments) each, and (nodes, 2)
+        self._first_table, self._value_table, self._share_table = (table[:, :, column].copy() for column in range(3))
+        self._child_table = np.array(children, dtype=np.int64).reshape(-1, 2)
 
     def due(self, num_samples: int) -> list[float]:
         """Return the exact share of each data set in the first `num_samples`, in samples."""
-        lengths = [
-            max(0, min(num_samples, end) - first)
-            for first, end in zip(self.firsts, [*self.firsts[1:], num_samples], strict=True)
-        ]
+        ends = (*self.firsts[1:], num_samples)
+        lengths = [max(0, min(num_samples, end) - first) for first, end in zip(self.firsts, ends, strict=True)]
         return [
             math.fsum(stage[dataset] * length for stage, length in zip(self.stages, lengths, strict=True))
             for dataset in range(self.num_datasets)
@@ -80,7 +84,9 @@ class Blend:
         """Bound the distance of a data set's count from `due`, in samples, in every prefix of `num_samples`."""
         return self._roundings * (0.5 + num_samples / 2 ** (_BITS + 1) + len(self.stages) / 2**16)
 
-    def _build(self, datasets: list[int], roundings: float) -> int:
+    def _build(
+        self, datasets: list[int], roundings: float, lines: list[list[_Segment]], children: list[tuple[int, int]]
+    ) -> int:
         """Build the subtree of `datasets` (sorted by falling weight) and return its node.
 
         roundings: error of the node, in units of c.
@@ -95,50 +101,36 @@ class Blend:
             running, cut = running + weights[cut], cut + 1
         if total == 0:
             cut = len(datasets) // 2
-        left, right = datasets[:cut], datasets[cut:]
-        node = len(self._segments)
-        self._segments.append(self._line(left, datasets, round((running / total if total > 0 else 1.0) * 2**_BITS)))
-        self._children.append((0, 0))
-        sides = (
-            self._build(side, 1.0 + roundings * max(self._shares(side, datasets), default=0.0))
-            for side in (left, right)
+        sides = datasets[:cut], datasets[cut:]
+        left, right = (
+            self._build(side, 1.0 + roundings * max(self._shares(side, datasets), default=0.0), lines, children)
+            for side in sides
         )
-        self._children[node] = (next(sides), next(sides))
-        return node
+        lines.append(self._line(sides[0], datasets, round((running / total if total > 0 else 1.0) * 2**_BITS)))
+        children.append((left, right))
+        return len(lines) - 1
 
     def _shares(self, side: list[int], datasets: list[int]) -> list[float]:
         """Return the share of a side in its node, in each stage in which the node has any weight."""
-        weights = [
-            (math.fsum(stage[dataset] for dataset in side), math.fsum(stage[dataset] for dataset in datasets))
-            for stage in self.stages
-        ]
+        weights = [(_total(stage, side), _total(stage, datasets)) for stage in self.stages]
         return [min(part / whole, 1.0) for part, whole in weights if whole > 0]
 
     def _line(self, left: list[int], datasets: list[int], first_share: int) -> list[_Segment]:
         """Return the line of a node: steps of 0 or 1 only, whatever is rounded."""
         line = [_Segment(0, 0, first_share)]
         for stage, due in zip(self.stages[1:], self._due[1:], strict=True):
-            whole = math.fsum(stage[dataset] for dataset in datasets)
+            whole = _total(stage, datasets)
             if whole == 0:
                 continue  # no sample of this stage comes here
-            share = min(math.fsum(stage[dataset] for dataset in left) / whole, 1.0)
-            bend = math.fsum(due[dataset] for dataset in datasets)
+            share, bend = min(_total(stage, left) / whole, 1.0), _total(due, datasets)
             first = math.ceil(bend)
-            value = round((math.fsum(due[dataset] for dataset in left) + share * (first - bend)) * 2**_BITS)
+            value = round((_total(due, left) + share * (first - bend)) * 2**_BITS)
             while line and line[-1].first >= first:
                 line.pop()
             before = 0 if not line else line[-1].value + line[-1].share * (first - 1 - line[-1].first)
             value = min(max(value, before), before + 2**_BITS) if line else 0
             line.append(_Segment(first, value, round(share * 2**_BITS)))
         return line
-
-    def _tabulate(self) -> None:
-        """Make arrays of the tree: children (nodes, 2), and three of segments (nodes, most segments of a node)."""
-        self._child_table = np.array(self._children, dtype=np.int64).reshape(-1, 2)
-        most = max((len(line) for line in self._segments), default=1)
-        padded = [[*line, *[_Segment(_NEVER, 0, 0)] * (most - len(line))] for line in self._segments]
-        table = np.array(padded, dtype=np.uint64).reshape(-1, most, 3)
-        self._first_table, self._value_table, self._share_table = (table[:, :, column].copy() for column in range(3))
 
     def locate(self, indices: NDArray[np.int64]) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
         """Return the data set of each sample, and the sample's index in it, which runs 0, 1, 2, ... per data set.
@@ -167,6 +159,10 @@ class Blend:
             first, value = self._first_table[node, segment], self._value_table[node, segment]
             exact = value + self._share_table[node, segment] * (count - first)
         return (exact + np.uint64(2 ** (_BITS - 1))) >> np.uint64(_BITS)
+
+
+def _total(values: Sequence[float], datasets: Sequence[int]) -> float:
+    return math.fsum(values[dataset] for dataset in datasets)
 
 
 class Concatenation:

@@ -51,16 +51,14 @@ class Workers:
         Raises: RunError if a worker dies immediately.
         """
         self._while_waiting = while_waiting
-        first = list(itertools.islice(requests, num_workers))
-        num_workers = len(first)  # no more than there are requests
+        first = list(itertools.islice(requests, num_workers))  # no more workers than there are requests
         self._requests = itertools.chain(first, requests)
-        self._connections: list[Connection] = []
-        self._processes: list[BaseProcess] = []
-        self._ahead, self._sent = num_workers * prefetch_factor, 0
+        self._workers: list[tuple[BaseProcess, Connection]] = []
+        self._ahead, self._sent = len(first) * prefetch_factor, 0
         # Runs at interpreter exit before multiprocessing joins its children, which ignore its SIGTERM.
-        self._finalizer = util.Finalize(self, _end, args=(self._processes, self._connections), exitpriority=10)
+        self._finalizer = util.Finalize(self, _end, args=(self._workers,), exitpriority=10)
         with signals_held():
-            for number in range(num_workers):
+            for number in range(len(first)):
                 self._start(reader, number, context)
         self._send_up_to(self._ahead)
 
@@ -73,8 +71,7 @@ class Workers:
         )
         process.start()
         there.close()
-        self._processes.append(process)
-        self._connections.append(here)
+        self._workers.append((process, here))
 
     def __iter__(self) -> Iterator[Samples]:
         """Yield the micro-batches in order.
@@ -96,42 +93,42 @@ class Workers:
             self._sent += 1
 
     def _send(self, number: int, request: Request) -> None:
-        worker = number % len(self._connections)
+        worker = number % len(self._workers)
         try:
-            self._connections[worker].send(request)
+            self._workers[worker][1].send(request)
         except OSError:
             raise self._death(worker) from None
 
     def _receive(self, number: int) -> Samples:
-        worker = number % len(self._connections)
-        connection, process = self._connections[worker], self._processes[worker]
+        worker = number % len(self._workers)
+        process, connection = self._workers[worker]
         while not (ready := wait([connection, process.sentinel], POLL_S)):
             self._while_waiting()
-        if connection not in ready:
-            raise self._death(worker)
         try:
-            answer = connection.recv()
+            answer = connection.recv() if connection in ready else None
         except (EOFError, OSError):
-            raise self._death(worker) from None
+            answer = None
+        if answer is None:
+            raise self._death(worker)
         if isinstance(answer, RunError):
             raise answer
         return cast(Samples, answer)
 
     def _death(self, worker: int) -> RunError:
-        self._processes[worker].join(timeout=5)
-        return RunError(f"data worker {worker} {how_it_ended(self._processes[worker], '--num_workers')}")
+        process, _ = self._workers[worker]
+        process.join(timeout=5)
+        return RunError(f"data worker {worker} {how_it_ended(process, '--num_workers')}")
 
     def close(self) -> None:
         """Kill the workers; they only read, so nothing is lost."""
         self._finalizer()
 
 
-def _end(processes: list[BaseProcess], connections: list[Connection]) -> None:
-    for process in processes:
+def _end(workers: list[tuple[BaseProcess, Connection]]) -> None:
+    for process, _ in workers:
         process.kill()
-    for process in processes:
+    for process, connection in workers:
         process.join()
-    for connection in connections:
         connection.close()
 
 
@@ -175,15 +172,13 @@ def _work(connection: Connection, spare: Connection | None, reader: Reader) -> N
     assert parent is not None
     with contextlib.suppress(EOFError, OSError):
         while connection in wait([connection, parent.sentinel]):
-            connection.send(_answer(reader, *connection.recv()))
-
-
-def _answer(reader: Reader, first: int, count: int) -> Samples | RunError:
-    try:
-        return reader.read(first, count)
-    except DataError as error:
-        return error
-    except Exception as error:  # report everything to the parent
-        place = traceback.extract_tb(error.__traceback__)[-1]
-        where = f"{place.filename}, line {place.lineno}"
-        return RunError(f"a data worker failed: {type(error).__name__}: {error} ({where})")
+            request = connection.recv()
+            try:
+                answer: Samples | RunError = reader.read(*request)
+            except DataError as error:
+                answer = error
+            except Exception as error:  # report everything to the parent
+                place = traceback.extract_tb(error.__traceback__)[-1]
+                where = f"{place.filename}, line {place.lineno}"
+                answer = RunError(f"a data worker failed: {type(error).__name__}: {error} ({where})")
+            connection.send(answer)
