@@ -24,8 +24,7 @@ from megatron_lite.corpus.assemble import read_hashes, select, write_pairs
 from megatron_lite.corpus.console import CorpusProgress, Faults
 from megatron_lite.corpus.documents import TextFields
 from megatron_lite.corpus.inputs import DEFAULT_SUFFIXES, InputFile, find_inputs
-from megatron_lite.corpus.pieces import FORMAT, Piece, Recipe, Record, digest_of, plan_pieces
-from megatron_lite.corpus.pool import make_pieces
+from megatron_lite.corpus.pieces import FORMAT, Piece, Recipe, Record, digest_of, make_pieces, plan_pieces
 from megatron_lite.corpus.prepared import SUMMARY, is_complete
 from megatron_lite.corpus.tokenizer_choice import TokenizerChoice
 from megatron_lite.data.dataset_writer import IndexedDatasetWriter, replace_file, writing

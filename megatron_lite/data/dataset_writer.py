@@ -13,7 +13,7 @@ from typing import IO, Any
 import numpy as np
 from numpy.typing import NDArray
 
-from megatron_lite.data.indexed_dataset import CHUNK, HEADER, MAGIC, TOKEN_DTYPES, VERSION
+from megatron_lite.data.indexed_dataset import HEADER, MAGIC, TOKEN_DTYPES, VERSION
 from megatron_lite.errors import DataError, StorageError
 from megatron_lite.run import durable_files
 
@@ -82,11 +82,16 @@ class IndexedDatasetWriter:
     def write_index(self) -> Path:
         """Write and sync both files under their temporary names; return that of the index."""
         if not self._is_written:
-            with writing(self.prefix):
-                _sync(self._bin)
-                with open(self._index_tmp, "wb") as index:
-                    index.writelines(self._index_parts())
-                    _sync(index)
+            count = self.num_documents
+            sizes = np.array(self._sizes, dtype="<i4")
+            ends = np.cumsum(sizes, dtype="<i8")
+            with writing(self.prefix), open(self._index_tmp, "wb") as index:
+                index.write(HEADER.pack(MAGIC, VERSION, self._code, count, count + 1))
+                for table in (sizes, (ends - sizes) * self.dtype.itemsize, np.arange(count + 1, dtype="<i8")):
+                    index.write(table.tobytes())
+                for file in (self._bin, index):
+                    file.flush()
+                    os.fsync(file.fileno())
             self._is_written = True
         return self._index_tmp
 
@@ -100,20 +105,6 @@ class IndexedDatasetWriter:
             os.replace(self._index_tmp, index_path)
             self._bin.close()
             durable_files.sync_folder(index_path.parent)
-
-    def _index_parts(self) -> Iterator[bytes]:
-        count = len(self._sizes)
-        yield HEADER.pack(MAGIC, VERSION, self._code, count, count + 1)
-        sizes = np.frombuffer(self._sizes, dtype=np.int32) if count else np.empty(0, np.int32)
-        yield sizes.astype("<i4").tobytes()
-        end = 0
-        for start in range(0, count, CHUNK):
-            lengths = sizes[start : start + CHUNK].astype(np.int64) * self.dtype.itemsize
-            ends = end + np.cumsum(lengths)
-            yield (ends - lengths).astype("<i8").tobytes()
-            end = int(ends[-1])
-        for start in range(0, count + 1, CHUNK):
-            yield np.arange(start, min(start + CHUNK, count + 1), dtype="<i8").tobytes()
 
     def discard(self) -> None:
         """Delete the files, unless they are published."""
@@ -141,11 +132,6 @@ def writing(path: str | Path) -> Iterator[None]:
         yield
     except OSError as error:
         raise StorageError(f"{path}: cannot be written: {error.strerror}") from error
-
-
-def _sync(file: IO[bytes]) -> None:
-    file.flush()
-    os.fsync(file.fileno())
 
 
 def replace_file(path: Path, data: bytes) -> None:

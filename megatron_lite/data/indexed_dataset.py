@@ -32,7 +32,6 @@ SPANS = ("loss-masking spans", "preference spans")  # of versions 2 and 3: one b
 TOKEN_DTYPES: dict[int, str] = {1: "|u1", 2: "|i1", 3: "<i2", 4: "<i4", 5: "<i8", 8: "<u2"}
 FLOAT_CODES = (6, 7)  # valid in the format, but not for tokens
 STARTS_PER_READ = 512  # one page of 4 KiB
-CHUNK = 1 << 20  # index entries to write at a time, which bounds the memory
 CHECKED = 1 << 17  # entries that are all checked when a data set is opened; of more, `CHECKED_PIECES` pieces
 CHECKED_PIECES = 128
 
