@@ -10,8 +10,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from megatron_lite.corpus.pieces import CHUNK_BYTES, Piece, digest_of
-from megatron_lite.data.dataset_writer import IndexedDatasetWriter
-from megatron_lite.data.indexed_dataset import IndexedDataset
+from megatron_lite.data.indexed_dataset import IndexedDataset, IndexedDatasetWriter
 from megatron_lite.errors import StorageError
 
 # Tokens that are counted at a time: numpy converts them to 64 bits, which takes ten times as long beyond the caches.

@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from megatron_lite.data.dataset_writer import replace_file
+from megatron_lite.data.disk_array import replace_file
 from megatron_lite.data.indexed_dataset import IndexedDataset
 from megatron_lite.errors import DataError
 

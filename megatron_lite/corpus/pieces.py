@@ -30,8 +30,8 @@ from numpy.typing import NDArray
 from megatron_lite.corpus.documents import BadDocument, Fault, Findings, Reading, Span, TextFields
 from megatron_lite.corpus.formats import check_packages, row_group_bytes
 from megatron_lite.corpus.inputs import InputFile
-from megatron_lite.data.dataset_writer import IndexedDatasetWriter, replace_file
-from megatron_lite.data.indexed_dataset import smallest_dtype
+from megatron_lite.data.disk_array import replace_file
+from megatron_lite.data.indexed_dataset import IndexedDatasetWriter, smallest_dtype
 from megatron_lite.data.tokenizing import Tokenizer, load_tokenizer
 from megatron_lite.data.workers import how_it_ended, ignore_signals, signals_held
 from megatron_lite.errors import DataError, PeerError

@@ -27,7 +27,8 @@ from megatron_lite.corpus.inputs import DEFAULT_SUFFIXES, InputFile, find_inputs
 from megatron_lite.corpus.pieces import FORMAT, Piece, Recipe, Record, digest_of, make_pieces, plan_pieces
 from megatron_lite.corpus.prepared import SUMMARY, is_complete
 from megatron_lite.corpus.tokenizer_choice import TokenizerChoice
-from megatron_lite.data.dataset_writer import IndexedDatasetWriter, replace_file, writing
+from megatron_lite.data.disk_array import replace_file, writing
+from megatron_lite.data.indexed_dataset import IndexedDatasetWriter
 from megatron_lite.errors import DataError, StorageError, UsageError
 from megatron_lite.run.durable_files import lock_file
 
@@ -70,14 +71,16 @@ def prepare(options: CorpusOptions) -> tuple[dict[str, Any], bool]:
 
     Raises: RunError: usage, data, storage, or a worker that died. Finished pieces are kept.
     """
-    _check_output(options)
+    prefix = options.output_prefix
+    if Path(prefix).name in ("", ".", "..") or prefix.endswith(os.sep):
+        raise UsageError(f"--output_prefix={prefix}: names a folder; add a name for the files, such as data/mine")
     files = find_inputs(options.inputs, options.suffixes)
     fingerprint = fingerprint_of(options, files)
-    if not options.overwrite and (summary := is_complete(options.output_prefix, fingerprint)):
+    if not options.overwrite and (summary := is_complete(prefix, fingerprint)):
         return summary, False
-    folder = Path(options.output_prefix + UNFINISHED)
+    folder = Path(prefix + UNFINISHED)
     with held(folder, options.on_wait):
-        if not options.overwrite and (summary := is_complete(options.output_prefix, fingerprint)):
+        if not options.overwrite and (summary := is_complete(prefix, fingerprint)):
             remove(folder)
             return summary, False
         try:
@@ -281,17 +284,6 @@ def fingerprint_of(options: CorpusOptions, files: Sequence[InputFile]) -> str:
     for file in files:
         digest.update(json.dumps(asdict(file), sort_keys=True).encode())
     return digest.hexdigest()
-
-
-def _check_output(options: CorpusOptions) -> None:
-    """Create the folder of the output."""
-    prefix = options.output_prefix
-    if Path(prefix).name in ("", ".", "..") or prefix.endswith(os.sep):
-        raise UsageError(f"--output_prefix={prefix}: names a folder; add a name for the files, such as data/mine")
-    try:
-        Path(prefix).parent.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise StorageError(f"{Path(prefix).parent}: cannot be created: {error.strerror}") from error
 
 
 def _check_free(options: CorpusOptions, folder: Path, fingerprint: str) -> None:

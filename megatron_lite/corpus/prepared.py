@@ -63,18 +63,13 @@ class PreparedPair:
 
         Raises: DataError if it is damaged.
         """
-        self.prefix = prefix
-        self.dataset = IndexedDataset(prefix)
+        self.prefix, self.dataset = prefix, IndexedDataset(prefix)
         self.sizes = self.dataset.sizes.read(0, self.dataset.num_documents)
         part = _PART.fullmatch(prefix)
         candidates = [prefix, *([part[1]] if part else [])]
         self.base = next((base for base in candidates if Path(base + SUMMARY).exists()), prefix)
         self.summary = read_summary(self.base)
         self.tokenizer_file = Path(self.base + ".tokenizer.json")
-
-    def tokenizer(self) -> JsonTokenizer | None:
-        """Load the tokenizer of the corpus; None if it has none."""
-        return JsonTokenizer(str(self.tokenizer_file), needs_end=False) if self.tokenizer_file.is_file() else None
 
 
 def inspect(prefix: str) -> Iterator[str]:
@@ -83,19 +78,18 @@ def inspect(prefix: str) -> Iterator[str]:
     Raises: DataError if it is damaged.
     """
     pair = PreparedPair(prefix)
-    dataset, tokenizer = pair.dataset, pair.tokenizer()
-    sizes = pair.sizes
+    dataset, sizes, file = pair.dataset, pair.sizes, pair.tokenizer_file
+    tokenizer = JsonTokenizer(str(file), needs_end=False) if file.is_file() else None
     yield f"documents         {dataset.num_documents:,}"
     yield f"tokens            {dataset.num_tokens:,} ({dataset.tokens.dtype.name})"
     if pair.summary is not None and pair.base == prefix and "bytes_per_token" in pair.summary:
         yield f"bytes per token   {pair.summary['bytes_per_token']:.3f}"
-    if not len(sizes):
-        return
-    quarters = np.quantile(sizes, [0, 0.25, 0.5, 0.75, 1], method="nearest").tolist()
-    yield "tokens/document   " + ", ".join(f"{q:,}" for q in quarters) + " (least, quarter, half, three quarters, most)"
-    yield from _histogram(sizes)
-    yield from _frequent(pair, tokenizer)
-    yield from _documents(pair, tokenizer)
+    if len(sizes):
+        quarters = ", ".join(f"{q:,}" for q in np.quantile(sizes, [0, 0.25, 0.5, 0.75, 1], method="nearest").tolist())
+        yield f"tokens/document   {quarters} (least, quarter, half, three quarters, most)"
+        yield from _histogram(sizes)
+        yield from _frequent(dataset, tokenizer)
+        yield from _documents(dataset, tokenizer)
 
 
 def _histogram(sizes: np.ndarray) -> Iterator[str]:
@@ -106,17 +100,17 @@ def _histogram(sizes: np.ndarray) -> Iterator[str]:
         yield f"  up to {2**power:>11,}  {int(classes[power]):>12,}  {bar}".rstrip()
 
 
-def _frequent(pair: PreparedPair, tokenizer: JsonTokenizer | None) -> Iterator[str]:
+def _frequent(dataset: IndexedDataset, tokenizer: JsonTokenizer | None) -> Iterator[str]:
     counts, seen = np.zeros(1, dtype=np.int64), 0
-    for _, _, tokens in pair.dataset.parts(TOKENS_PER_READ):
+    for _, _, tokens in dataset.parts(TOKENS_PER_READ):
         if len(tokens) and not 0 <= int(tokens.min()) <= int(tokens.max()) <= LARGEST_TOKEN:
-            raise DataError(f"{pair.prefix}.bin: holds {tokens.min():,} to {tokens.max():,}, which are not tokens")
+            raise DataError(f"{dataset.tokens.path}: holds {tokens.min():,} to {tokens.max():,}, which are not tokens")
         found = np.bincount(tokens, minlength=len(counts))
         found[: len(counts)] += counts
         counts, seen = found, seen + len(tokens)
         if seen >= MOST_COUNTED:
             break
-    part = f" of the first {seen:,}" if seen < pair.dataset.num_tokens else ""
+    part = f" of the first {seen:,}" if seen < dataset.num_tokens else ""
     yield f"\nmost frequent tokens{part}: {np.count_nonzero(counts):,} different ones"
     for number in np.argsort(-counts, kind="stable")[:FREQUENT].tolist():
         if counts[number]:
@@ -124,10 +118,10 @@ def _frequent(pair: PreparedPair, tokenizer: JsonTokenizer | None) -> Iterator[s
             yield f"  {number:>8}  {counts[number] / max(seen, 1):>7.2%}{text}"
 
 
-def _documents(pair: PreparedPair, tokenizer: JsonTokenizer | None) -> Iterator[str]:
-    count = pair.dataset.num_documents
+def _documents(dataset: IndexedDataset, tokenizer: JsonTokenizer | None) -> Iterator[str]:
+    count = dataset.num_documents
     for number in sorted({0, count // 2, count - 1}):
-        tokens = pair.dataset.document(number).tolist()
+        tokens = dataset.document(number).tolist()
         yield f"\ndocument {number:,}: {len(tokens):,} tokens"
         if tokenizer is None:
             yield f"  {tokens[:16]}"
@@ -150,8 +144,12 @@ def verify(prefix: str) -> str:
     Raises: DataError at the first fact that is not as it should be.
     """
     pair = PreparedPair(prefix)
-    dataset, summary = pair.dataset, pair.summary
-    _check_index(pair)
+    dataset, summary, sizes = pair.dataset, pair.summary, pair.sizes
+    starts = np.cumsum(sizes, dtype=np.int64) - sizes
+    # Opening a large index checks a sample of its entries.
+    wrong = (sizes < 0) | (dataset.pointers.read(0, len(sizes)) != starts * dataset.tokens.dtype.itemsize)
+    for document in np.flatnonzero(wrong)[:1].tolist():
+        raise DataError(f"{prefix}.idx: document {document} does not begin where the one before it ends")
     if summary is None or "files" not in summary:
         return f"{prefix}: sizes and index fit; no {pair.base}.summary.json holds digests"
     try:
@@ -162,27 +160,16 @@ def verify(prefix: str) -> str:
     except (KeyError, TypeError) as error:
         raise DataError(f"{pair.base}.summary.json: does not describe {prefix}: {error!r} is missing") from error
     for path, expected in digests.items():
-        _check_digest(path, expected)
+        with reading(path):
+            digest = digest_of(Path(path))
+        if digest != expected:
+            raise DataError(
+                f"{path}: its SHA-256 is {digest[:16]}..., but {expected[:16]}... was written; copy it again"
+            )
     for first, sizes, tokens in dataset.parts(TOKENS_PER_READ):
         _check_tokens(f"{prefix}.bin", first, sizes, tokens, vocab_size, {"begin": begin, "end": end})
     counts = f"{dataset.num_documents:,} documents, {dataset.num_tokens:,} tokens"
     return f"{prefix}: {counts}: index, digests, tokens and tokenizer are as they were written"
-
-
-def _check_index(pair: PreparedPair) -> None:
-    """Check all entries of the index, of which opening a large one checks a sample."""
-    itemsize, ends = pair.dataset.tokens.dtype.itemsize, np.cumsum(pair.sizes, dtype=np.int64)
-    pointers = pair.dataset.pointers.read(0, len(ends))
-    wrong = np.flatnonzero((pair.sizes < 0) | (pointers != (ends - pair.sizes) * itemsize))
-    if wrong.size:
-        raise DataError(f"{pair.prefix}.idx: document {int(wrong[0])} does not begin where the one before it ends")
-
-
-def _check_digest(path: str, expected: str) -> None:
-    with reading(path):
-        found = digest_of(Path(path))
-    if found != expected:
-        raise DataError(f"{path}: its SHA-256 is {found[:16]}..., but {expected[:16]}... was written; copy it again")
 
 
 def _check_tokens(

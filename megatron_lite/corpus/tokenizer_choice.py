@@ -12,7 +12,7 @@ from megatron_lite.corpus.console import CorpusProgress
 from megatron_lite.corpus.documents import BadDocument, Reading, TextFields
 from megatron_lite.corpus.inputs import InputFile
 from megatron_lite.corpus.pieces import ABSENT, Encoding, cut_file, digest_of
-from megatron_lite.data.dataset_writer import replace_file
+from megatron_lite.data.disk_array import replace_file
 from megatron_lite.data.tokenizing import (
     END_OF_DOCUMENT,
     ByteTokenizer,

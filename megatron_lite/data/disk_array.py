@@ -14,12 +14,13 @@ import stat
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import IO, Any, NamedTuple
+from typing import IO, Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-from megatron_lite.errors import DataError
+from megatron_lite.errors import DataError, StorageError
+from megatron_lite.run import durable_files
 
 try:
     import resource
@@ -28,15 +29,6 @@ except ImportError:  # on Windows, which has another limit
 
 BLOCKS = 8  # of a file, from its first to its last byte, by which its content is known
 BLOCK_BYTES = 4096
-
-
-class _Mark(NamedTuple):
-    """The identity of a file on its disk, which changes when the file is written or replaced."""
-
-    device: int
-    inode: int
-    size: int
-    modified_ns: int
 
 
 class DataFile:
@@ -50,12 +42,12 @@ class DataFile:
         self.path = path
         self._file: IO[bytes] | None = None
         self._mark = self._look()
-        self._digest = self._sample()
+        self._digest = sample_of(path)
 
     @property
     def size(self) -> int:
         """Bytes of the file when it was opened."""
-        return self._mark.size
+        return self._mark[2]
 
     def read(self, offset: int, count: int) -> bytes:
         """Read `count` bytes from `offset`.
@@ -73,7 +65,7 @@ class DataFile:
             if len(data) < count:
                 raise self._resized(os.fstat(descriptor).st_size)
         except OSError as error:
-            raise self._unreadable(error) from error
+            raise self._lost(error) from error
         return data
 
     def check(self) -> str | None:
@@ -90,22 +82,22 @@ class DataFile:
             now = self._look()
             if now == self._mark:
                 return None
-            if now.size != self._mark.size:
-                raise self._resized(now.size)
-            same = self._sample() == self._digest
+            same = sample_of(self.path) == self._digest
         except OSError as error:
-            raise self._unreadable(error) from error
+            raise self._lost(error) from error
+        if now[2] != self.size:
+            raise self._resized(now[2])
         if not same:
             raise DataError(
                 f"{self.path}: it holds other data than when the run began; a run needs the same data from its first "
                 "to its last batch: restore the file, then start again"
             )
-        moved = (now.device, now.inode) != (self._mark.device, self._mark.inode)
+        change = "modified" if now[:2] == self._mark[:2] else "replaced"
         self._mark = now
         self.close()
         return (
-            f"{self.path}: {'replaced' if moved else 'modified'} while the run reads it; its size and {BLOCKS} blocks "
-            "of it are the same, so the run continues"
+            f"{self.path}: {change} while the run reads it; its size and {BLOCKS} blocks of it are the same, so the "
+            "run continues"
         )
 
     def close(self) -> None:
@@ -114,23 +106,19 @@ class DataFile:
             self._file.close()
             self._file = None
 
-    def _look(self) -> _Mark:
+    def _look(self) -> tuple[int, int, int, int]:
+        """Return device, inode, size and time, which differ once the file is written or replaced."""
         found = os.stat(self.path)
         if not stat.S_ISREG(found.st_mode):
             raise DataError(f"{self.path}: is a {'folder' if stat.S_ISDIR(found.st_mode) else 'device'}, not a file")
-        return _Mark(found.st_dev, found.st_ino, found.st_size, found.st_mtime_ns)
-
-    def _sample(self) -> bytes:
-        digest = hashlib.blake2b(digest_size=8)
-        add_sample(digest, self.path)
-        return digest.digest()
+        return found.st_dev, found.st_ino, found.st_size, found.st_mtime_ns
 
     def _resized(self, now: int) -> DataError:
         return DataError(
             f"{self.path}: {now:,} bytes, but it had {self.size:,} when the run began: it was cut short or replaced"
         )
 
-    def _unreadable(self, error: OSError) -> DataError:
+    def _lost(self, error: OSError) -> DataError:
         if isinstance(error, FileNotFoundError):
             return DataError(f"{self.path}: is gone: it was deleted or moved while the run reads it")
         return unreadable(self.path, error)
@@ -183,14 +171,20 @@ def allow_open_files(count: int) -> None:
             resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
 
 
-def add_sample(digest: Any, path: str) -> None:
-    """Add to a digest the size of a file and `BLOCKS` blocks, evenly spread from the first to the last byte."""
-    with open(path, "rb", buffering=0) as file:
-        size = os.fstat(file.fileno()).st_size
-        digest.update(size.to_bytes(8, "little"))
-        last = max(0, size - BLOCK_BYTES)
-        for start in sorted({last * number // (BLOCKS - 1) for number in range(BLOCKS)}):
-            digest.update(os.pread(file.fileno(), BLOCK_BYTES, start))
+def sample_of(*paths: str) -> str:
+    """Return a digest of the size of each file and `BLOCKS` blocks, evenly spread from the first to the last byte.
+
+    Raises: OSError.
+    """
+    digest = hashlib.blake2b(digest_size=8)
+    for path in paths:
+        with open(path, "rb", buffering=0) as file:
+            size = os.fstat(file.fileno()).st_size
+            digest.update(size.to_bytes(8, "little"))
+            last = max(0, size - BLOCK_BYTES)
+            for start in sorted({last * number // (BLOCKS - 1) for number in range(BLOCKS)}):
+                digest.update(os.pread(file.fileno(), BLOCK_BYTES, start))
+    return digest.hexdigest()
 
 
 def unreadable(path: str | Path, error: OSError | ValueError) -> DataError:
@@ -206,3 +200,21 @@ def reading(path: str | Path) -> Iterator[None]:
         yield
     except OSError as error:
         raise unreadable(path, error) from error
+
+
+@contextlib.contextmanager
+def writing(path: str | Path) -> Iterator[None]:
+    """Turn errors of the file system into a StorageError that names `path`."""
+    try:
+        yield
+    except OSError as error:
+        raise StorageError(f"{path}: cannot be written: {error.strerror}") from error
+
+
+def replace_file(path: Path, data: bytes) -> None:
+    """Write a small file that is never visible half written.
+
+    Raises: StorageError.
+    """
+    with writing(path):
+        durable_files.replace_file(path, data, sync=True)

@@ -13,7 +13,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from megatron_lite.data.disk_array import add_sample, reading
+from megatron_lite.data.disk_array import reading, sample_of, unreadable
 from megatron_lite.data.indexed_dataset import IndexedDataset
 from megatron_lite.distributed.process_group import Distributed
 from megatron_lite.errors import DataError
@@ -24,11 +24,10 @@ def fingerprint(dataset: IndexedDataset) -> str:
 
     Raises: DataError if a file cannot be read.
     """
-    digest = hashlib.blake2b(digest_size=8)
-    for path in (dataset.index_path, dataset.tokens.path):
-        with reading(path):
-            add_sample(digest, path)
-    return digest.hexdigest()
+    try:
+        return sample_of(dataset.index_path, dataset.tokens.path)
+    except OSError as error:
+        raise unreadable(error.filename or dataset.prefix, error) from error
 
 
 def identity(

@@ -17,8 +17,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from megatron_lite.data.dataset_writer import replace_file
-from megatron_lite.data.disk_array import reading, unreadable
+from megatron_lite.data.disk_array import reading, replace_file, unreadable
 from megatron_lite.errors import DataError, UsageError
 
 LARGEST_VOCABULARY = 2**24  # of a tokenizer trained here; more than any text can fill

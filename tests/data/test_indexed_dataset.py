@@ -14,9 +14,8 @@ import numpy as np
 import pytest
 
 from megatron_lite.data import indexed_dataset
-from megatron_lite.data.dataset_writer import IndexedDatasetWriter
 from megatron_lite.data.disk_array import DataFile
-from megatron_lite.data.indexed_dataset import HEADER, MAGIC, IndexedDataset, smallest_dtype
+from megatron_lite.data.indexed_dataset import HEADER, MAGIC, IndexedDataset, IndexedDatasetWriter, smallest_dtype
 from megatron_lite.errors import DataError, StorageError
 from tests.support.token_files import write_counting, write_documents
 
@@ -292,7 +291,7 @@ def test_second_writer_of_a_prefix_is_refused(tmp_path: Path) -> None:
 KILLED_WRITER = textwrap.dedent("""
     import os, signal, sys
     import numpy as np
-    from megatron_lite.data.dataset_writer import IndexedDatasetWriter
+    from megatron_lite.data.indexed_dataset import IndexedDatasetWriter
     prefix, deadly_call = sys.argv[1], int(sys.argv[2])
     calls = 0
     def deadly(function):

@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 
 from megatron_lite.cli.parse import parse
-from megatron_lite.data.dataset_writer import IndexedDatasetWriter
+from megatron_lite.data.indexed_dataset import IndexedDatasetWriter
 from megatron_lite.planner.auto import resolve_auto
 from megatron_lite.planner.plan import make_plan
 from megatron_lite.planner.runtime import PLANNED_GPU_BYTES

@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 import torch
 
-from megatron_lite.data.dataset_writer import IndexedDatasetWriter
+from megatron_lite.data.indexed_dataset import IndexedDatasetWriter
 from megatron_lite.data.tokenizing import ByteTokenizer, JsonTokenizer, save_byte_tokenizer, train_tokenizer
 from megatron_lite.distributed.process_group import Distributed
 from megatron_lite.generation.evaluation import text_batches

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import numpy as np
 
-from megatron_lite.data.dataset_writer import IndexedDatasetWriter
+from megatron_lite.data.indexed_dataset import IndexedDatasetWriter
 
 
 def write_dataset(prefix: Path | str, documents: Iterable[np.ndarray | Sequence[int]], dtype: str = "<u2") -> None:

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 
 from megatron_lite.config import Config, unflatten
-from megatron_lite.data.dataset_writer import IndexedDatasetWriter
+from megatron_lite.data.indexed_dataset import IndexedDatasetWriter
 
 
 def write_documents(prefix: Path | str, documents: Iterable[Any], dtype: str = "<u2") -> str:

@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 from safetensors.torch import save_file
 
 from megatron_lite.config import Config
-from megatron_lite.data.dataset_writer import IndexedDatasetWriter
+from megatron_lite.data.indexed_dataset import IndexedDatasetWriter
 from megatron_lite.huggingface.weight_map import by_tensor, pieces
 from scripts.benchmarks.results import ROOT
 from scripts.benchmarks.training.model import parameter_specs
