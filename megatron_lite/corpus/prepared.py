@@ -114,7 +114,7 @@ def _frequent(dataset: IndexedDataset, tokenizer: JsonTokenizer | None) -> Itera
     yield f"\nmost frequent tokens{part}: {np.count_nonzero(counts):,} different ones"
     for number in np.argsort(-counts, kind="stable")[:FREQUENT].tolist():
         if counts[number]:
-            text = f"  '{_spelled(tokenizer.decode_all([number]))}'" if tokenizer is not None else ""
+            text = f"  '{_spelled(tokenizer.decode([number], with_end=True))}'" if tokenizer is not None else ""
             yield f"  {number:>8}  {counts[number] / max(seen, 1):>7.2%}{text}"
 
 
@@ -127,8 +127,8 @@ def _documents(dataset: IndexedDataset, tokenizer: JsonTokenizer | None) -> Iter
             yield f"  {tokens[:16]}"
             continue
         half = SHOWN_CHARACTERS // 2
-        text = _spelled(tokenizer.decode_all(tokens[:SHOWN_TOKENS]))
-        last = text if len(tokens) <= SHOWN_TOKENS else _spelled(tokenizer.decode_all(tokens[-SHOWN_TOKENS:]))
+        text = _spelled(tokenizer.decode(tokens[:SHOWN_TOKENS], True))
+        last = text if len(tokens) <= SHOWN_TOKENS else _spelled(tokenizer.decode(tokens[-SHOWN_TOKENS:], True))
         whole = last is text and len(text) <= SHOWN_CHARACTERS
         yield f"  {text}" if whole else f"  {text[:half]} ... {last[-half:]}"
 

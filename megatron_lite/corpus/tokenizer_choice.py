@@ -14,7 +14,6 @@ from megatron_lite.corpus.inputs import InputFile
 from megatron_lite.corpus.pieces import ABSENT, Encoding, cut_file, digest_of
 from megatron_lite.data.disk_array import replace_file
 from megatron_lite.data.tokenizing import (
-    END_OF_DOCUMENT,
     ByteTokenizer,
     JsonTokenizer,
     Tokenizer,
@@ -68,6 +67,7 @@ class TokenizerChoice:
             DataError: if it cannot be read or has no end of documents.
             UsageError: if it lacks a token that the user names, or the vocabulary to train has no possible size.
         """
+        path = folder / "tokenizer.json"
         given: Tokenizer
         if self.train is not None:
             key = hashlib.sha256(repr((self.train, files, fields)).encode(errors="surrogateescape")).hexdigest()
@@ -76,17 +76,15 @@ class TokenizerChoice:
                 trained = train_tokenizer(_all_texts(files, fields, strict), self.train, str(path))
                 if trained.vocab_size < self.train:
                     print(f"the texts are too small for a vocabulary of {self.train}", file=sys.stderr)
-            given = JsonTokenizer(str(path), END_OF_DOCUMENT, self.special_tokens)
+            given = JsonTokenizer(str(path), self.special_tokens)
         elif self.name == "byte":
-            path = folder / "tokenizer.json"
             save_byte_tokenizer(str(path))
             given = ByteTokenizer()
         else:
-            path = folder / "tokenizer.json"
             given = load_tokenizer(self.name, special_tokens=self.special_tokens, needs_end=self.end is None)
             replace_file(path, self.source.read_bytes())
         end = given.end_of_document if self.end is None else self._token(given, "end_of_document", self.end)
-        begin = None if self.begin is None else self._token(given, "begin_of_document", self.begin)
+        begin = self._token(given, "begin_of_document", self.begin or ABSENT)
         is_byte = isinstance(given, ByteTokenizer)
         return Encoding(path.name, is_byte, digest_of(path), given.vocab_size, begin, end, self.special_tokens)
 

@@ -63,15 +63,13 @@ class ByteTokenizer:
 class JsonTokenizer:
     """A `tokenizer.json`; special tokens spelled out in a text are plain text unless `special_tokens` is set."""
 
-    def __init__(
-        self, path: str, end_of_document: str | None = None, special_tokens: bool = False, needs_end: bool = True
-    ) -> None:
-        """Load a tokenizer whose documents end with the token `end_of_document`.
+    def __init__(self, path: str, special_tokens: bool = False, needs_end: bool = True) -> None:
+        """Load a tokenizer.
 
-        By default that is the `eos_token` of a tokenizer_config.json in the same folder, or else the first of
+        Documents end with the `eos_token` of a tokenizer_config.json in the same folder, or else with the first of
         END_OF_DOCUMENT_NAMES in the vocabulary. Unless `needs_end`, a tokenizer without any has the id -1.
 
-        Raises: DataError if the file cannot be read or has no such token; UsageError if `end_of_document` is unknown.
+        Raises: DataError if the file cannot be read or has no such token.
         """
         self.path = path
         self._tokenizer = read_tokenizer_file(path)
@@ -81,9 +79,7 @@ class JsonTokenizer:
         self._tokenizer.encode_special_tokens = not special_tokens
         # Not the number of tokens: ids may have gaps.
         self.vocab_size = max(self._tokenizer.get_vocab().values(), default=-1) + 1
-        if end_of_document is not None and self._tokenizer.token_to_id(end_of_document) is None:
-            raise UsageError(f"{path}: has no token {end_of_document!r} to end documents with")
-        token = end_of_document or _find_end_of_document(self._tokenizer, path)
+        token = _find_end_of_document(self._tokenizer, path)
         if token is None and needs_end:
             raise DataError(f"{path}: has no usual end-of-document token like {END_OF_DOCUMENT}; name the one to take")
         self.end_of_document = -1 if token is None else int(self._tokenizer.token_to_id(token))
@@ -92,10 +88,6 @@ class JsonTokenizer:
         added = self._tokenizer.get_added_tokens_decoder()
         special = (number for number, token in added.items() if token.special)
         self.special_ids = frozenset((*special, self.begin_of_document, self.end_of_document)) - {-1}
-
-    def decode_all(self, ids: Iterable[int]) -> str:
-        """Decode ids, the end-of-document token too."""
-        return str(self._tokenizer.decode(list(ids), skip_special_tokens=False))
 
     def token_id(self, token: str) -> int | None:
         """Return the id of a token; None if the vocabulary lacks it."""
@@ -112,9 +104,9 @@ class JsonTokenizer:
         # The array takes a quarter of the time that NumPy takes to read a list.
         return [np.asarray(array("I", encoding.ids)) for encoding in encodings]
 
-    def decode(self, ids: Iterable[int]) -> str:
-        """Decode ids without the end-of-document token; bytes that are not UTF-8 become U+FFFD."""
-        visible = [int(number) for number in ids if number != self.end_of_document]
+    def decode(self, ids: Iterable[int], with_end: bool = False) -> str:
+        """Decode ids; bytes that are not UTF-8 become U+FFFD. with_end: show end-of-document tokens."""
+        visible = [int(number) for number in ids if with_end or number != self.end_of_document]
         return str(self._tokenizer.decode(visible, skip_special_tokens=False))
 
     def token_bytes(self) -> NDArray[np.int64]:
@@ -145,9 +137,7 @@ class JsonTokenizer:
 Tokenizer = ByteTokenizer | JsonTokenizer
 
 
-def load_tokenizer(
-    path: str, end_of_document: str | None = None, special_tokens: bool = False, needs_end: bool = True
-) -> Tokenizer:
+def load_tokenizer(path: str, special_tokens: bool = False, needs_end: bool = True) -> Tokenizer:
     """Load the tokenizer named `byte`, a `tokenizer.json`, or the one in a folder.
 
     Raises: the errors of JsonTokenizer.
@@ -156,7 +146,7 @@ def load_tokenizer(
         return ByteTokenizer()
     if Path(path).is_dir():
         path = str(Path(path) / "tokenizer.json")
-    return JsonTokenizer(path, end_of_document, special_tokens, needs_end)
+    return JsonTokenizer(path, special_tokens, needs_end)
 
 
 def train_tokenizer(texts: Iterator[str], vocab_size: int, path: str) -> JsonTokenizer:
@@ -181,7 +171,7 @@ def train_tokenizer(texts: Iterator[str], vocab_size: int, path: str) -> JsonTok
     )
     tokenizer.train_from_iterator(texts, trainer)
     replace_file(Path(path), tokenizer.to_str(pretty=True).encode())
-    return JsonTokenizer(path, END_OF_DOCUMENT)
+    return JsonTokenizer(path)
 
 
 def save_byte_tokenizer(path: str) -> None:
@@ -207,36 +197,29 @@ def copy_tokenizer(tokenizer_file: str | Path, directory: str | Path) -> dict[st
     Raises: DataError if `tokenizer_file` is not a tokenizer; StorageError if `directory` cannot be written.
     """
     source, directory = Path(tokenizer_file), Path(directory)
-    tokenizer = read_tokenizer_file(source)
-    _copy(source, directory / "tokenizer.json")
-    beside = [source.parent / name for name in BESIDE if source.name == "tokenizer.json"]
-    for path in filter(Path.is_file, beside):
-        _copy(path, directory / path.name)
-    config_path = source.parent / CONFIG_NAME
-    tokens, config = _special_tokens(source), {}
-    if beside:
-        tokens, config = _special_tokens(source, BESIDE[0]) | tokens, _read_object(config_path)
+    tokenizer, tokens, config = read_tokenizer_file(source), _special_tokens(source), dict[str, Any]()
+    copied = {"tokenizer.json": source}
+    if source.name == "tokenizer.json":
+        copied |= {name: source.parent / name for name in BESIDE if (source.parent / name).is_file()}
+        tokens, config = _special_tokens(source, BESIDE[0]) | tokens, _read_object(source.parent / CONFIG_NAME)
     if tokenizer.token_to_id(tokens.get("eos_token", "")) is None:
-        token = _find_end_of_document(tokenizer, source)
-        if token is not None:
+        if (token := _find_end_of_document(tokenizer, source)) is not None:
             tokens["eos_token"] = token
     missing: dict[str, Any] = {"tokenizer_class": "PreTrainedTokenizerFast", **tokens}
     if not config:
         missing["clean_up_tokenization_spaces"] = False
     if missing.keys() <= config.keys():
-        _copy(config_path, directory / CONFIG_NAME)
+        copied[CONFIG_NAME] = source.parent / CONFIG_NAME
     else:
         text = json.dumps({**missing, **config}, indent=2, sort_keys=True, ensure_ascii=False) + "\n"
         replace_file(directory / CONFIG_NAME, text.encode())
+    for name, path in copied.items():
+        with reading(path):
+            content = path.read_bytes()
+        replace_file(directory / name, content)
     return {
         f"{key}_id": tokenizer.token_to_id(tokens[key]) if key in tokens else None for key in ("bos_token", "eos_token")
     }
-
-
-def _copy(source: Path, target: Path) -> None:
-    with reading(source):
-        content = source.read_bytes()
-    replace_file(target, content)
 
 
 def read_tokenizer_file(path: str | Path) -> Any:

@@ -87,16 +87,14 @@ def test_truncation_and_padding_of_a_file_are_off(byte_file: str) -> None:
 
 
 def test_end_of_document_is_found_or_asked_for(byte_file: str, tmp_path: Path) -> None:
-    """tokenizer_config.json beside the file wins, then common names; none at all and unknown names are errors."""
+    """tokenizer_config.json beside the file wins, then common names; none at all is an error unless none is needed."""
     renamed = Path(byte_file).read_text().replace(END_OF_DOCUMENT, "[STOP]")
     (tmp_path / "odd").mkdir()
     odd = tmp_path / "odd" / "tokenizer.json"
     odd.write_text(renamed)
     with pytest.raises(DataError, match="no usual end-of-document token"):
         JsonTokenizer(str(odd))
-    assert JsonTokenizer(str(odd), end_of_document="[STOP]").end_of_document == 256
-    with pytest.raises(UsageError, match=r"has no token '\[GO\]'"):
-        JsonTokenizer(str(odd), end_of_document="[GO]")
+    assert JsonTokenizer(str(odd), needs_end=False).end_of_document == -1
     for value in ("[STOP]", {"content": "[STOP]", "lstrip": False}):
         (tmp_path / "odd" / "tokenizer_config.json").write_text(json.dumps({"eos_token": value}))
         assert JsonTokenizer(str(odd)).end_of_document == 256
