@@ -10,9 +10,7 @@ Source: Bavarian et al. 2022, "Efficient Training of Language Models to Fill in 
 from __future__ import annotations
 
 import bisect
-import functools
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -66,26 +64,37 @@ class Draws:
         return self._words[self._used - 1] >> 11
 
 
-@dataclass
 class FillInTheMiddle:
-    """The transformation of samples. A worker opens the tokenizer itself, at its first sample.
+    """The transformation of samples."""
 
-    options: the `fim_*` options and the tokenizer. key: of the draws.
-    """
+    def __init__(self, options: DataConfig, vocab_size: int, key: int) -> None:
+        """options: the `fim_*` options and the tokenizer. key: of the draws.
 
-    options: DataConfig
-    vocab_size: int
-    key: int
-
-    def __post_init__(self) -> None:
-        """Check the tokenizer.
-
-        Raises: DataError if it cannot be read or has no sentinels; UsageError if its tokens exceed the vocabulary.
+        Raises: DataError if the tokenizer cannot be read or has no sentinels; UsageError if its tokens exceed the
+            vocabulary, or lack that of --fim_split_sample.
         """
-        _ = self._opened
+        path, border = options.tokenizer_file, options.fim_split_sample
+        assert path is not None, "checked by validation"
+        self.options, self.key, self.tokenizer = options, key, JsonTokenizer(path, needs_end=False)
+        if self.tokenizer.vocab_size > vocab_size:
+            largest = self.tokenizer.vocab_size
+            raise UsageError(
+                f"--vocab_size={vocab_size}: {path} (--tokenizer_file) has ids up to {largest - 1}, which --fim_rate "
+                f"may produce; write {largest} or more"
+            )
+        self.sentinels = _Sentinels(*(self._sentinel(name) for name in _Sentinels._fields))
+        self.border = None if border is None else self.tokenizer.token_id(border)
+        if border is not None and self.border is None:
+            raise UsageError(f"--fim_split_sample={border}: not a token of {path} (--tokenizer_file)")
 
-    def __getstate__(self) -> dict[str, Any]:
-        return {name: value for name, value in self.__dict__.items() if name != "_opened"}
+    def _sentinel(self, name: str) -> int:
+        spellings = [spelling.format(f"fim_{name}") for spelling in SPELLINGS]
+        for number in map(self.tokenizer.token_id, spellings):
+            if number is not None:
+                return number
+        raise DataError(
+            f"{self.tokenizer.path} (--tokenizer_file): has no {' or '.join(spellings)}, which --fim_rate needs"
+        )
 
     def sample(
         self, tokens: NDArray[Any], pieces: NDArray[np.int32], index: int
@@ -100,7 +109,7 @@ class FillInTheMiddle:
         for piece in np.split(tokens, np.cumsum(pieces)[:-1]):
             parts.append(self.document(piece.tolist(), draws))
             lengths.append(len(parts[-1]))
-        pad, size = self._opened[1].pad, len(tokens)
+        pad, size = self.sentinels.pad, len(tokens)
         filled = np.array([token for part in parts for token in part][:size], dtype=np.int64)
         result = np.pad(filled, (0, size - len(filled)), constant_values=pad)
         ends = np.unique([*np.minimum(np.cumsum(lengths), size).tolist(), size])
@@ -108,16 +117,13 @@ class FillInTheMiddle:
 
     def document(self, ids: list[int], draws: Draws) -> list[int]:
         """Transform a document or a piece of one; an end-of-document token inside separates two."""
-        end = self._opened[0].end_of_document
-        return _each_part(ids, end, lambda part: self._ordered(part, draws))
+        return _each_part(ids, self.tokenizer.end_of_document, lambda part: self._ordered(part, draws))
 
     def _ordered(self, ids: list[int], draws: Draws) -> list[int]:
         """Transform a document without its end; the token that begins documents stays in front."""
-        tokenizer, _ = self._opened
-        if ids and ids[0] == tokenizer.begin_of_document:
+        if ids and ids[0] == self.tokenizer.begin_of_document:
             return [ids[0], *self._ordered(ids[1:], draws)]
-        name = self.options.fim_split_sample
-        border = None if name is None else tokenizer.token_id(name)
+        border = self.border
         if border is None or border not in ids:
             return self._permuted(ids, self.options.fim_rate, draws)
         if not draws.happens(self.options.fim_rate):
@@ -128,7 +134,7 @@ class FillInTheMiddle:
         """Transform the tokens with a probability of `rate`."""
         if not ids or not draws.happens(rate):
             return ids
-        options, sentinels = self.options, self._opened[1]
+        options, sentinels = self.options, self.sentinels
         runs = self._runs(ids)
         if options.fim_ignore_prefix and "".join(run.text for run in runs).startswith(options.fim_ignore_prefix):
             return ids
@@ -152,7 +158,7 @@ class FillInTheMiddle:
 
     def _runs(self, ids: list[int]) -> list[_Run]:
         """Separate special tokens from what is text."""
-        tokenizer, _ = self._opened
+        tokenizer = self.tokenizer
         special = np.isin(ids, list(tokenizer.special_ids)) | (np.array(ids) >= tokenizer.vocab_size)
         borders = (np.flatnonzero(special[1:] | special[:-1]) + 1).tolist()
         runs: list[_Run] = []
@@ -178,7 +184,7 @@ class FillInTheMiddle:
         """Cut the text of a run at rising places, or between tokens if tokenizing the parts would change the text."""
         if not places:
             return [run.ids]
-        tokenizer, _ = self._opened
+        tokenizer = self.tokenizer
         texts = [run.text[first:last] for first, last in zip([0, *places], [*places, None], strict=True)]
         if _LOST not in run.text:
             parts = [tokenizer.encode(text) for text in texts]
@@ -190,29 +196,6 @@ class FillInTheMiddle:
             bisect.bisect_right(counts, place, key=lambda n: len(tokenizer.decode(run.ids[:n]))) for place in places
         ]
         return [run.ids[first:last] for first, last in zip([0, *borders], [*borders, None], strict=True)]
-
-    @functools.cached_property
-    def _opened(self) -> tuple[JsonTokenizer, _Sentinels]:
-        """The tokenizer, and its sentinels."""
-        path = self.options.tokenizer_file
-        assert path is not None, "checked by validation"
-        tokenizer = JsonTokenizer(path, needs_end=False)
-        if tokenizer.vocab_size > self.vocab_size:
-            raise UsageError(
-                f"--vocab_size={self.vocab_size}: {path} (--tokenizer_file) has ids up to {tokenizer.vocab_size - 1}, "
-                f"which --fim_rate may produce; write {tokenizer.vocab_size} or more"
-            )
-        sentinels = []
-        for name in _Sentinels._fields:
-            spellings = [spelling.format(f"fim_{name}") for spelling in SPELLINGS]
-            found = [number for token in spellings if (number := tokenizer.token_id(token)) is not None]
-            if not found:
-                raise DataError(f"{path} (--tokenizer_file): has no {' or '.join(spellings)}, which --fim_rate needs")
-            sentinels.append(found[0])
-        border = self.options.fim_split_sample
-        if border is not None and tokenizer.token_id(border) is None:
-            raise UsageError(f"--fim_split_sample={border}: not a token of {path} (--tokenizer_file)")
-        return tokenizer, _Sentinels(*sentinels)
 
 
 def _each_part(ids: list[int], border: int, change: Callable[[list[int]], list[int]]) -> list[int]:

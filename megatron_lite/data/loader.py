@@ -111,14 +111,13 @@ class Waiting:
             return None
         self._reported = True
         each = f"{1e3 * waited_s / ITERATIONS:,.1f} of {1e3 * taken_s / ITERATIONS:,.1f} ms"
-        workers = self._data.num_workers
-        remedy = "use --num_workers=2"
-        if workers:
-            remedy = (
-                f"use --num_workers={2 * workers} if cores are free, a larger --prefetch_factor if some reads are "
-                "slow, or copy the data to a faster disk"
+        remedy = f"--num_workers={2 * self._data.num_workers or 2}"
+        if self._data.num_workers:
+            remedy += (
+                " if cores are free, a larger --prefetch_factor if some reads are slow, or copy the data to a faster "
+                "disk"
             )
-        return f"data is the bottleneck: the last {ITERATIONS} iterations waited {each} each for it; {remedy}"
+        return f"data is the bottleneck: the last {ITERATIONS} iterations waited {each} each for it; use {remedy}"
 
 
 @dataclass(frozen=True)

@@ -89,6 +89,9 @@ class JsonTokenizer:
         special = (number for number, token in added.items() if token.special)
         self.special_ids = frozenset((*special, self.begin_of_document, self.end_of_document)) - {-1}
 
+    def __reduce__(self) -> Any:  # the library's tokenizer would lose its options on the way to a worker
+        return JsonTokenizer, (self.path, not self._tokenizer.encode_special_tokens, False)
+
     def token_id(self, token: str) -> int | None:
         """Return the id of a token; None if the vocabulary lacks it."""
         number = self._tokenizer.token_to_id(token)
