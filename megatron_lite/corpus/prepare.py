@@ -20,15 +20,23 @@ import numpy as np
 from numpy.typing import NDArray
 
 from megatron_lite import __version__
-from megatron_lite.corpus.assemble import read_hashes, select, write_pairs
-from megatron_lite.corpus.console import CorpusProgress, Faults
-from megatron_lite.corpus.documents import TextFields
+from megatron_lite.corpus.documents import CorpusProgress, Faults, TextFields
 from megatron_lite.corpus.inputs import DEFAULT_SUFFIXES, InputFile, find_inputs
-from megatron_lite.corpus.pieces import FORMAT, Piece, Recipe, Record, digest_of, make_pieces, plan_pieces
+from megatron_lite.corpus.pieces import (
+    CHUNK_BYTES,
+    FORMAT,
+    HASH_BYTES,
+    Piece,
+    Recipe,
+    Record,
+    digest_of,
+    make_pieces,
+    plan_pieces,
+)
 from megatron_lite.corpus.prepared import SUMMARY, is_complete
 from megatron_lite.corpus.tokenizer_choice import TokenizerChoice
 from megatron_lite.data.disk_array import replace_file, writing
-from megatron_lite.data.indexed_dataset import IndexedDatasetWriter
+from megatron_lite.data.indexed_dataset import IndexedDataset, IndexedDatasetWriter
 from megatron_lite.errors import DataError, StorageError, UsageError
 from megatron_lite.run.durable_files import lock_file
 
@@ -36,6 +44,8 @@ UNFINISHED = ".partial"  # after a prefix: the work folder
 LOCK = "lock"  # in the work folder, as the next
 PUBLISHED = "publishing"  # from here on, files under the final names are this work's own
 
+# Tokens that are counted at a time: numpy converts them to 64 bits, which takes ten times as long beyond the caches.
+COUNTED = 1 << 18
 _POLL_S = 0.2  # while another process holds the work folder
 
 
@@ -163,7 +173,10 @@ def _assemble(
     vocab_size: int,
 ) -> tuple[NDArray[np.int64], int]:
     """Copy the chosen documents into the pairs; return the count of each token id, and the number of duplicates."""
-    hashes = read_hashes(folder, pieces) if options.deduplicate else None
+    hashes = None
+    if options.deduplicate:
+        files = [folder / f"{piece.key}.hashes" for piece in pieces]
+        hashes = np.concatenate([np.fromfile(file, dtype=f"S{HASH_BYTES}") for file in files])
     count = sum(record.documents for record in records)
     output, duplicates = select(count, hashes, options.max_documents, options.validation_documents, options.shards)
     kept = np.bincount(output[output >= 0], minlength=len(writers))
@@ -176,6 +189,77 @@ def _assemble(
     digests = [record.digests for record in records]
     with contextlib.closing(CorpusProgress("writing", total_bytes)) as progress:
         return write_pairs(folder, pieces, digests, output, writers, vocab_size, progress.add), duplicates
+
+
+def select(
+    num_documents: int,
+    hashes: NDArray[np.bytes_] | None,
+    most_documents: int | None,
+    validation_documents: int,
+    shards: int,
+) -> tuple[NDArray[np.int16], int]:
+    """Choose the pair of each document: a pure function of the documents' order and hashes.
+
+    Pairs 0 to `shards` - 1 hold equal numbers of consecutive documents. The last one holds the validation documents, if
+    there are any, spread evenly over the corpus.
+
+    hashes: (n,); the first document of each hash stays.
+
+    Returns: (n,) the number of the pair, or -1 for a document that is left out; and the number of duplicates.
+    """
+    kept = np.arange(num_documents) if hashes is None else np.sort(np.unique(hashes, return_index=True)[1])
+    duplicates = num_documents - len(kept)
+    kept = kept[:most_documents]
+    output = np.full(num_documents, -1, dtype=np.int16)
+    count = len(kept)
+    is_validation = np.zeros(count, dtype=bool)
+    wanted = min(validation_documents, count)
+    is_validation[(2 * np.arange(wanted, dtype=np.int64) + 1) * count // (2 * max(wanted, 1))] = True
+    training = kept[~is_validation]
+    output[training] = np.arange(len(training), dtype=np.int64) * shards // max(len(training), 1)
+    output[kept[is_validation]] = shards
+    return output, duplicates
+
+
+def write_pairs(
+    folder: Path,
+    pieces: Sequence[Piece],
+    digests: Sequence[dict[str, str]],
+    output: NDArray[np.int16],
+    writers: Sequence[IndexedDatasetWriter],
+    vocab_size: int,
+    on_progress: Callable[[int], None],
+) -> NDArray[np.int64]:
+    """Copy the documents of all pieces into the pairs that `output` names, without publishing these.
+
+    Returns: how often each token id occurs in the pairs, (vocab_size,).
+
+    Raises: StorageError if a piece is not as it was written, or a pair cannot be written.
+    """
+    frequencies, done = np.zeros(vocab_size, np.int64), 0
+    for piece, expected in zip(pieces, digests, strict=True):
+        prefix, digest = str(folder / piece.key), hashlib.sha256()
+        if digest_of(Path(prefix + ".idx")) != expected[".idx"]:
+            raise _damaged(prefix + ".idx")
+        dataset = IndexedDataset(prefix)
+        for first, sizes, tokens in dataset.parts(CHUNK_BYTES // dataset.tokens.dtype.itemsize):
+            digest.update(tokens.tobytes())
+            pairs = output[done + first : done + first + len(sizes)]
+            for number in np.unique(pairs[pairs >= 0]).tolist():
+                chosen = pairs == number
+                part = tokens if chosen.all() else tokens[np.repeat(chosen, sizes)]
+                writers[number].add_documents(part, sizes[chosen])
+                for start in range(0, len(part), COUNTED):
+                    frequencies += np.bincount(part[start : start + COUNTED], minlength=vocab_size)
+            on_progress(tokens.nbytes)
+        if digest.hexdigest() != expected[".bin"]:
+            raise _damaged(prefix + ".bin")
+        done += dataset.num_documents
+    return frequencies
+
+
+def _damaged(path: str) -> StorageError:
+    return StorageError(f"{path}: has changed since it was written; start the same command again to make it anew")
 
 
 def _publish(prefix: str, writers: Sequence[IndexedDatasetWriter], summary: dict[str, Any], tokenizer: bytes) -> None:

@@ -8,8 +8,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from megatron_lite.corpus.console import CorpusProgress
-from megatron_lite.corpus.documents import BadDocument, Reading, TextFields
+from megatron_lite.corpus.documents import BadDocument, CorpusProgress, Reading, TextFields
 from megatron_lite.corpus.inputs import InputFile
 from megatron_lite.corpus.pieces import ABSENT, Encoding, cut_file, digest_of
 from megatron_lite.data.disk_array import replace_file

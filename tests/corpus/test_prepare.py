@@ -20,8 +20,7 @@ from typing import Any
 
 import pytest
 
-from megatron_lite.corpus.console import CorpusProgress
-from megatron_lite.corpus.documents import TextFields
+from megatron_lite.corpus.documents import CorpusProgress, TextFields
 from megatron_lite.corpus.inputs import InputFile, find_inputs
 from megatron_lite.corpus.prepare import UNFINISHED, CorpusOptions, held, prepare
 from megatron_lite.corpus.tokenizer_choice import TokenizerChoice
