@@ -89,7 +89,7 @@ class Fault:
 
 @dataclass
 class Findings:
-    """What one pass over spans found beside documents."""
+    """Counts of one pass over spans: lines, and documents that cannot be used."""
 
     lines: list[int]  # or rows, of each span
     fault_counts: dict[str, int] = field(default_factory=dict)  # by kind
