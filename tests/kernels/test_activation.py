@@ -10,7 +10,7 @@ from torch import Tensor
 
 from megatron_lite.config.model import ACTIVATIONS
 from megatron_lite.kernels.mlp import FUNCTIONS, PIECE_NUMEL, activate, activate_backward
-from tests.support.kernel_checks import DEVICE, close, dtypes, implementations, randn
+from tests.support.kernel_checks import DEVICE, DTYPES, IMPLEMENTATIONS, close, covering, implementations, randn
 
 FORMULAS: dict[str, Callable[[Tensor], Tensor]] = {
     "gelu": lambda x: 0.5 * x * (1 + torch.tanh((2 / torch.pi) ** 0.5 * (x + 0.044715 * x**3))),
@@ -40,10 +40,9 @@ def test_an_activation_without_a_formula_is_refused(gated: bool, triton: bool) -
         activate_backward(grad, x, "new", gated, True, triton)
 
 
-@dtypes
-@implementations
-@names
-@pytest.mark.parametrize("gated", [False, True])
+@pytest.mark.parametrize(
+    ("name", "gated", "dtype", "triton"), covering(list(FUNCTIONS), [False, True], DTYPES, IMPLEMENTATIONS)
+)
 def test_activations(name: str, gated: bool, dtype: torch.dtype, triton: bool) -> None:
     """Check output and gradient; recomputing the output gives the same bits and changes no bit of the gradient."""
     width = 7

@@ -29,6 +29,7 @@ from megatron_lite.kernels.adamw import (
     adamw_weights,
 )
 from megatron_lite.kernels.weight_shard import WeightShard, split
+from tests.support.kernel_checks import covering
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 # Ranges shorter and longer than the kernel's block, none a multiple of it.
@@ -42,10 +43,7 @@ FACTORS = (0.25, 1.0, 0.5)  # on the update of each range, in two passes
 
 FORMS = ["master alone", "bf16 in place", "fp16 in place", "split"]
 GRADIENTS = [torch.float32, torch.bfloat16, torch.float16]
-# Form of the weights, dtype of the gradients, Nesterov momentum.
-NESTEROV = [("master alone", torch.float32, True), ("split", torch.bfloat16, True)]
-VARIANTS = [*itertools.product(FORMS, GRADIENTS, [False]), *NESTEROV]
-TWO_PASSES = [("master alone", torch.float32, False), ("bf16 in place", torch.bfloat16, False), *NESTEROV]
+TRITON = (False, True)
 
 
 def inside(values: Tensor) -> Tensor:
@@ -133,8 +131,7 @@ def bits(shard: Shard) -> list[bytes]:
 
 
 @pytest.mark.filterwarnings("ignore:(divide by zero|invalid value):RuntimeWarning")  # in the dropped update
-@pytest.mark.parametrize("triton", [False, True])
-@pytest.mark.parametrize(("form", "dtype", "nesterov"), VARIANTS, ids=str)
+@pytest.mark.parametrize(("form", "dtype", "nesterov", "triton"), covering(FORMS, GRADIENTS, [False, True], TRITON))
 def test_several_updates_equal_the_formula(form: str, dtype: torch.dtype, nesterov: bool, triton: bool) -> None:
     """Scaled and clipped gradients, changing learning rates, three ranges; rounded weights equal the master.
 
@@ -144,8 +141,10 @@ def test_several_updates_equal_the_formula(form: str, dtype: torch.dtype, nester
 
 
 @pytest.mark.filterwarnings("ignore:(divide by zero|invalid value):RuntimeWarning")  # in the dropped update
-@pytest.mark.parametrize("triton", [False, True])
-@pytest.mark.parametrize(("form", "dtype", "nesterov"), TWO_PASSES, ids=str)
+@pytest.mark.parametrize(
+    ("form", "dtype", "nesterov", "triton"),
+    covering(["master alone", "bf16 in place", "split"], GRADIENTS[:2], [False, True], TRITON),
+)
 def test_updates_in_two_passes_equal_the_formula(form: str, dtype: torch.dtype, nesterov: bool, triton: bool) -> None:
     """The same with factors on the updates; sums of squares are exact, and zero for a dropped update."""
     compare(form, dtype, nesterov, triton, passes=2)
@@ -190,8 +189,7 @@ def compare(form: str, dtype: torch.dtype, nesterov: bool, triton: bool, passes:
         assert (around(tensor) == MARK).all(), "memory around the shard changed"
 
 
-@pytest.mark.parametrize("triton", [False, True])
-@pytest.mark.parametrize("dtype", GRADIENTS, ids=str)
+@pytest.mark.parametrize(("dtype", "triton"), list(zip(GRADIENTS, (True, False, True), strict=True)), ids=str)
 def test_split_weights_equal_unsplit_ones_bit_for_bit(dtype: torch.dtype, triton: bool) -> None:
     plain, halves = make_shard("master alone", dtype), make_shard("split", dtype)
     for updates in (1, 2, 3):
@@ -240,8 +238,7 @@ def test_sums_do_not_depend_on_the_place_of_a_range(triton: bool) -> None:
     assert torch.equal(sums[1:2], again) and float(again) > 0.0
 
 
-@pytest.mark.parametrize("triton", [False, True])
-@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize(("form", "triton"), list(zip(FORMS, (False, True, False, True), strict=True)))
 def test_tiny_and_huge_gradients(form: str, triton: bool) -> None:
     """Finite gradients keep weights and moments finite; zeros (padding) stay zero."""
     shard = make_shard(form, torch.float32)

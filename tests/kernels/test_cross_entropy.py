@@ -29,7 +29,10 @@ from megatron_lite.parameter import Parameter, padded
 from tests.support.harness import tiny_config
 from tests.support.kernel_checks import (
     DEVICE,
+    DTYPES,
+    IMPLEMENTATIONS,
     TOLERANCE,
+    covering,
     dtypes,
     empty_gradient,
     implementations,
@@ -98,30 +101,28 @@ def run(
     return loss.detach(), ours.grad, parameter.main_grad if trained[1] else None
 
 
-# t, h, v, chunk of tokens, block of the vocabulary, z-loss
+# t, h, v, chunk of tokens, block of the vocabulary, z-loss, soft cap
 SIZES = [
-    (11, 6, 13, 1000, None, 0.0),
-    (11, 6, 13, 4, 5, 0.1),
-    (12, 5, 300, 5, None, 0.02),
-    (6, 16, 128, 3, 64, 0.0),
-    (5, 33, 1031, 5, 250, 0.01),
-    (2, 3, 5, 1, 1, 0.0),
-    (1, 1, 2, 1, 1000, 0.0),
+    (11, 6, 13, 1000, None, 0.0, 0.0),
+    (11, 6, 13, 1000, None, 0.0, 2.5),
+    (11, 6, 13, 4, 5, 0.1, 0.0),
+    (11, 6, 13, 4, 5, 0.1, 2.5),
+    (12, 5, 300, 5, None, 0.02, 2.5),
+    (6, 16, 128, 3, 64, 0.0, 0.0),
+    (5, 33, 1031, 5, 250, 0.01, 0.0),
+    (2, 3, 5, 1, 1, 0.0, 0.0),
+    (1, 1, 2, 1, 1000, 0.0, 0.0),
 ]
 
 
-@implementations
-@dtypes
-@pytest.mark.parametrize(
-    ("size", "cap"), [*((size, 0.0) for size in SIZES), *((size, 2.5) for size in SIZES[:3])], ids=str
-)
-def test_head_against_float64(size: tuple[Any, ...], cap: float, dtype: torch.dtype, triton: bool) -> None:
+@pytest.mark.parametrize(("size", "dtype", "triton"), covering(SIZES, DTYPES, IMPLEMENTATIONS))
+def test_head_against_float64(size: tuple[Any, ...], dtype: torch.dtype, triton: bool) -> None:
     """Check loss and both gradients, with masked labels, odd sizes, and chunks and blocks that do not divide.
 
     Logits lie far within a soft cap and far beyond it; the z-loss takes the capped ones. An evaluation computes the
     same bits and no gradient.
     """
-    t, h, v, chunk, block, z_loss = size
+    t, h, v, chunk, block, z_loss, cap = size
     spread = 2 if cap else 1
     hidden, weight, labels = randn(t, h).to(dtype), (spread * randn(v, h) / h**0.5).to(dtype), some_labels(t, v)
     exact_hidden, exact_weight = hidden.double().requires_grad_(), weight.double().requires_grad_()
@@ -270,10 +271,12 @@ def test_non_finite_logits_reach_loss_and_gradient(triton: bool) -> None:
         assert bool(grad[:2].isfinite().all())
 
 
-@implementations
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-@pytest.mark.parametrize(("t", "v"), [(2, 256_000), (3, LARGEST_BLOCK + 1), (2, 50_257)])
-def test_large_vocabularies(t: int, v: int, dtype: torch.dtype, triton: bool) -> None:
+@pytest.mark.parametrize(
+    ("size", "dtype", "triton"),
+    covering([(2, 256_000), (3, LARGEST_BLOCK + 1), (2, 50_257)], DTYPES[:2], IMPLEMENTATIONS),
+)
+def test_large_vocabularies(size: tuple[int, int], dtype: torch.dtype, triton: bool) -> None:
+    t, v = size
     logits, labels = (3 * randn(t, v)).to(dtype), torch.arange(t, device=DEVICE) * (v // t)
     check_sweep(logits, labels, triton, None, 1e-5 if dtype == torch.float32 else 5e-3)
     check_sweep(logits, labels, triton, v // 3 + 1, 1e-5 if dtype == torch.float32 else 5e-3)

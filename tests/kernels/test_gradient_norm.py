@@ -7,8 +7,8 @@ import torch
 from torch import Tensor
 
 from megatron_lite.kernels.gradient_norm import BLOCK, PIECE_NUMEL, squared_norm
+from tests.support.kernel_checks import DEVICE, DTYPES, IMPLEMENTATIONS, covering, dtypes
 
-DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 SIZES = [(1,), (63, BLOCK), (PIECE_NUMEL,), (PIECE_NUMEL + 1, 5, 2 * PIECE_NUMEL - 3)]
 
 
@@ -21,27 +21,18 @@ def exact(tensors: list[Tensor]) -> float:
     return float(sum(tensor.double().square().sum() for tensor in tensors))
 
 
-@pytest.mark.parametrize("sizes", SIZES, ids=str)
-@pytest.mark.parametrize(
-    ("dtype", "scales"),
-    [(torch.float32, (1.0, 1e-38, 1e30)), (torch.bfloat16, (1.0, 1e-38, 1e30)), (torch.float16, (1.0, 1e-6, 1e4))],
-    ids=["fp32", "bf16", "fp16"],
-)
-def test_the_kernel_loses_nothing_and_overflows_nowhere(
-    sizes: tuple[int, ...], dtype: torch.dtype, scales: tuple[float, ...]
-) -> None:
+@pytest.mark.parametrize(("sizes", "scale", "dtype"), covering(SIZES, ["usual", "tiny", "huge"], DTYPES))
+def test_the_kernel_loses_nothing_and_overflows_nowhere(sizes: tuple[int, ...], scale: str, dtype: torch.dtype) -> None:
     """As exact as fp64, even where fp32 squares would be zero or infinite, and for mixed shards."""
-    for scale in scales:
-        tensors = shards(sizes, scale, dtype)
-        total = squared_norm(tensors, triton=True)
-        assert total.shape == () and total.dtype == torch.float64
-        assert float(total) == pytest.approx(exact(tensors), rel=1e-13)
-        assert torch.equal(squared_norm(tensors, triton=True), total), "different bits the second time"
-    mixed = [shards((PIECE_NUMEL,), scales[0], dtype)[0], *shards((3,), scales[-1], dtype)]
-    assert float(squared_norm(mixed, triton=True)) == pytest.approx(exact(mixed), rel=1e-13)
+    tiny, huge = (1e-6, 1e4) if dtype == torch.float16 else (1e-38, 1e30)
+    tensors = [*shards(sizes, {"usual": 1.0, "tiny": tiny, "huge": huge}[scale], dtype), *shards((3,), 1.0, dtype)]
+    total = squared_norm(tensors, triton=True)
+    assert total.shape == () and total.dtype == torch.float64
+    assert float(total) == pytest.approx(exact(tensors), rel=1e-13)
+    assert torch.equal(squared_norm(tensors, triton=True), total), "different bits the second time"
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
+@dtypes
 def test_the_reference_is_exact_to_fp32_and_survives_loss_scales(dtype: torch.dtype) -> None:
     """A million small squares are not lost next to a large one, and scaled gradients do not overflow."""
     for scale in (1.0, 1e-6, 1e4) if dtype == torch.float16 else (1.0, 1e-15, 1e15):
@@ -50,9 +41,9 @@ def test_the_reference_is_exact_to_fp32_and_survives_loss_scales(dtype: torch.dt
         assert float(squared_norm(tensors)) == pytest.approx(exact(tensors), rel=1e-6)
 
 
-@pytest.mark.parametrize("triton", [False, True])
-@pytest.mark.parametrize("poison", [torch.inf, -torch.inf, torch.nan])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize(
+    ("dtype", "poison", "triton"), covering(DTYPES, [torch.inf, -torch.inf, torch.nan], IMPLEMENTATIONS)
+)
 def test_one_bad_element_shows(dtype: torch.dtype, poison: float, triton: bool) -> None:
     tensors = shards((100, PIECE_NUMEL + 10), 1.0, dtype)
     tensors[1][-1] = poison

@@ -13,11 +13,21 @@ from megatron_lite.kernels.heads import split_heads
 from megatron_lite.kernels.normalization import Kind, Weights, add_norm
 from megatron_lite.kernels.rotary import rotary_table
 from megatron_lite.parameter import Parameter
-from tests.support.kernel_checks import DEVICE, close, dtypes, empty_gradient, implementations, randn, saved_tensors
+from tests.support.kernel_checks import (
+    DEVICE,
+    DTYPES,
+    IMPLEMENTATIONS,
+    close,
+    covering,
+    empty_gradient,
+    implementations,
+    randn,
+    saved_tensors,
+)
 
 EPS = 1e-3  # large enough to reveal a wrong one
 kinds = pytest.mark.parametrize("centered", [True, False], ids=["layer", "rms"])
-weights = pytest.mark.parametrize("weighted", ["none", "around one", "around zero"])
+WEIGHTED = ("none", "around one", "around zero")
 
 
 def parameters(centered: bool, weighted: str, size: int, dtype: torch.dtype) -> list[Parameter | None]:
@@ -45,11 +55,10 @@ def check_gradients(ours: list[Parameter | None], exact: list[Tensor | None], dt
             close(mine.main_grad, cast(Tensor, reference.grad), dtype)
 
 
-@dtypes
-@implementations
-@kinds
-@weights
-@pytest.mark.parametrize("wide", [False, True], ids=["", "fp32 stream"])
+@pytest.mark.parametrize(
+    ("wide", "weighted", "centered", "dtype", "triton"),
+    covering([False, True], WEIGHTED, [True, False], DTYPES, IMPLEMENTATIONS),
+)
 def test_norm_of_a_sum(wide: bool, weighted: str, centered: bool, dtype: torch.dtype, triton: bool) -> None:
     """The sum has the dtype of the stream, the norm that of the branch, every gradient that of its tensor."""
     shape, stream = (5, 7, 33), torch.float32 if wide else dtype
@@ -129,29 +138,14 @@ def exact_heads(
     return [part.transpose(1, 2) for part in (*made, parts[2])]
 
 
-@dtypes
-@implementations
-@kinds
-@weights
-@pytest.mark.parametrize("shape", HEADS[1:2], ids=str)
+@pytest.mark.parametrize(
+    ("shape", "weighted", "centered", "rotated", "dtype", "triton"),
+    covering(HEADS, WEIGHTED, [True, False], [True, False], DTYPES, IMPLEMENTATIONS),
+)
 def test_norms_of_heads(
-    shape: tuple[int, ...], weighted: str, centered: bool, dtype: torch.dtype, triton: bool
+    shape: tuple[int, ...], weighted: str, centered: bool, rotated: bool, dtype: torch.dtype, triton: bool
 ) -> None:
     """Queries and keys are normalized by separate weights, then rotated; values do not change; check every gradient."""
-    heads_against_the_formula(shape, weighted, centered, dtype, triton, rotated=True)
-
-
-@implementations
-@kinds
-@pytest.mark.parametrize("rotated", [False, True])
-@pytest.mark.parametrize("shape", [HEADS[0], *HEADS[2:]], ids=str)
-def test_norms_of_heads_of_other_shapes(shape: tuple[int, ...], rotated: bool, centered: bool, triton: bool) -> None:
-    heads_against_the_formula(shape, "around one", centered, torch.float32, triton, rotated)
-
-
-def heads_against_the_formula(
-    shape: tuple[int, ...], weighted: str, centered: bool, dtype: torch.dtype, triton: bool, rotated: bool
-) -> None:
     b, s, n, g, d = shape
     ours = [*parameters(centered, weighted, d, dtype), *parameters(centered, weighted, d, dtype)]
     for one in ours[2:]:

@@ -14,8 +14,11 @@ from megatron_lite.kernels.normalization import LARGEST_ROW, Kind, _resident_pro
 from megatron_lite.parameter import Parameter
 from tests.support.kernel_checks import (
     DEVICE,
+    DTYPES,
+    IMPLEMENTATIONS,
     close,
     compare,
+    covering,
     dtypes,
     empty_gradient,
     implementations,
@@ -25,7 +28,8 @@ from tests.support.kernel_checks import (
 )
 
 EPS = 1e-5
-kinds = pytest.mark.parametrize("kind", ["layer", "rms"])
+KINDS = ("layer", "rms")
+kinds = pytest.mark.parametrize("kind", KINDS)
 # One row, rows for several rounds of all programs, columns of one block and of more, odd and even.
 SHAPES = [(1, 2), (2, 3, 5), (70, 33), (1, 7, 128), (30, 300), (2, 1030)]
 
@@ -73,10 +77,7 @@ def exact(values: dict[str, Tensor], times: int = 1) -> dict[str, Tensor]:
     return {"sum": total, "output": output} | {name: times * cast(Tensor, t.grad) for name, t in leaves.items()}
 
 
-@dtypes
-@implementations
-@kinds
-@pytest.mark.parametrize("shape", SHAPES, ids=str)
+@pytest.mark.parametrize(("kind", "shape", "dtype", "triton"), covering(KINDS, SHAPES, DTYPES, IMPLEMENTATIONS))
 def test_norms(kind: str, shape: tuple[int, ...], dtype: torch.dtype, triton: bool) -> None:
     h = shape[-1]
     weights = [randn(h, seed=3).to(DEVICE), randn(h, seed=4).to(DEVICE)][: 2 if kind == "layer" else 1]

@@ -8,11 +8,21 @@ from torch import Tensor
 
 from megatron_lite.kernels.heads import split_heads
 from megatron_lite.kernels.rotary import Table, angle_table, rotary_table
-from tests.support.kernel_checks import DEVICE, close, compare, dtypes, implementations, randn
+from tests.support.kernel_checks import (
+    DEVICE,
+    DTYPES,
+    IMPLEMENTATIONS,
+    close,
+    compare,
+    covering,
+    implementations,
+    randn,
+)
 
 B, S = 2, 3
-# Query heads, key heads, channels: groups, odd numbers, more heads than one program takes.
-heads = pytest.mark.parametrize(("n", "g", "d"), [(4, 4, 6), (6, 2, 8), (3, 1, 2), (20, 5, 128)])
+# Query heads, key heads, channels, rotated channels: groups, odd numbers, more heads than one program takes.
+WHOLLY = [(4, 4, 6, 6), (6, 2, 8, 8), (3, 1, 2, 2), (20, 5, 128, 128)]
+SIZES = [*WHOLLY, (4, 4, 6, 2), (6, 2, 8, 6), (3, 1, 7, 4), (2, 1, 9, 2), (5, 5, 80, 32)]
 
 
 def formula(x: Tensor, n: int, g: int, r: int | None = None, positions: Tensor | None = None) -> Tensor:
@@ -25,22 +35,6 @@ def formula(x: Tensor, n: int, g: int, r: int | None = None, positions: Tensor |
     heads = parts[:, :, : n + g]
     turned = torch.complex(heads[..., : r // 2], heads[..., r // 2 : r]) * turn
     return torch.cat([torch.cat([turned.real, turned.imag, heads[..., r:]], -1), parts[:, :, n + g :]], 2)
-
-
-@dtypes
-@implementations
-@heads
-def test_split_heads_rotates_queries_and_keys(n: int, g: int, d: int, dtype: torch.dtype, triton: bool) -> None:
-    """Compare with complex multiplication, forward and backward."""
-    x = randn(B, S, (n + 2 * g) * d).to(DEVICE)
-    table = rotary_table(9, d, 100.0, x.device)
-
-    def ours(x: Tensor) -> Tensor:
-        parts = split_heads(x * 1, n, g, table, triton)
-        assert [part.shape[1] for part in parts] == [n, g, g]
-        return torch.cat(parts, dim=1).transpose(1, 2)
-
-    compare(ours, lambda x: formula(x, n, g), [x], [], dtype)
 
 
 @implementations
@@ -76,16 +70,16 @@ def test_queries_keys_and_values_are_views_of_the_projection(triton: bool) -> No
 
 def in_one(x: Tensor, n: int, g: int, table: Table, triton: bool) -> Tensor:
     """(b, s, (n + 2 g) d) -> (b, s, n + 2 g, d)."""
-    return torch.cat(split_heads(x * 1, n, g, table, triton), dim=1).transpose(1, 2)
+    parts = split_heads(x * 1, n, g, table, triton)
+    assert [part.shape[1] for part in parts] == [n, g, g]
+    return torch.cat(parts, dim=1).transpose(1, 2)
 
 
-@dtypes
-@implementations
-@pytest.mark.parametrize(("n", "g", "d", "r"), [(4, 4, 6, 2), (6, 2, 8, 6), (3, 1, 7, 4), (2, 1, 9, 2), (5, 5, 80, 32)])
-def test_partial_rotation(n: int, g: int, d: int, r: int, dtype: torch.dtype, triton: bool) -> None:
-    """Rotate only the first channels, as GPT-NeoX does, with odd numbers of heads, channels and unrotated channels."""
-    table = rotary_table(9, r, 100.0, DEVICE)
-    x = randn(B, S, (n + 2 * g) * d).to(DEVICE)
+@pytest.mark.parametrize(("sizes", "dtype", "triton"), covering(SIZES, DTYPES, IMPLEMENTATIONS))
+def test_split_heads_rotates_queries_and_keys(sizes: tuple[int, ...], dtype: torch.dtype, triton: bool) -> None:
+    """Compare with complex multiplication, forward and backward; GPT-NeoX rotates only the first channels."""
+    n, g, d, r = sizes
+    x, table = randn(B, S, (n + 2 * g) * d).to(DEVICE), rotary_table(9, r, 100.0, DEVICE)
     compare(lambda x: in_one(x, n, g, table, triton), lambda x: formula(x, n, g, r), [x], [], dtype)
 
 

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator
-from typing import cast
+import itertools
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, cast
 from unittest.mock import patch
 
 import pytest
@@ -18,10 +19,13 @@ from megatron_lite.parameter import Parameter
 
 # Triton kernels run here, in the interpreter if there is no GPU.
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-dtypes = pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
+DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+dtypes = pytest.mark.parametrize("dtype", DTYPES, ids=str)
 # Of the largest value, or of 0.1.
 TOLERANCE = {torch.float64: 1e-12, torch.float32: 2e-5, torch.bfloat16: 4e-2, torch.float16: 5e-3}
 needs_triton = pytest.mark.skipif(not runs_on(DEVICE), reason="Triton is not installed")
+# Triton kernels, if Triton is installed, and references.
+IMPLEMENTATIONS = (False, True) if runs_on(DEVICE) else (False,)
 implementations = pytest.mark.parametrize(
     "triton", [pytest.param(False, id="reference"), pytest.param(True, id="triton", marks=needs_triton)]
 )
@@ -103,3 +107,23 @@ def close(ours: Tensor, exact: Tensor, dtype: torch.dtype) -> None:
 def randn(*shape: int, seed: int = 0) -> Tensor:
     """Return the same random values every time, on the CPU."""
     return torch.randn(shape, generator=torch.Generator().manual_seed(seed + sum(shape)))
+
+
+def covering(*axes: Sequence[Any]) -> list[Any]:
+    """Return all combinations of the axes' values as parameters; those that no pair of values needs are slow.
+
+    The others together hold every two values of different axes.
+    """
+    rows = list(itertools.product(*(range(len(axis)) for axis in axes)))
+    missing = {pair for row in rows for pair in itertools.combinations(enumerate(row), 2)}
+    chosen = set()
+    while missing:
+        row = max(rows, key=lambda row: sum(pair in missing for pair in itertools.combinations(enumerate(row), 2)))
+        missing -= set(itertools.combinations(enumerate(row), 2))
+        chosen.add(row)
+    found = []
+    for row in rows:
+        values = [axis[i] for axis, i in zip(axes, row, strict=True)]
+        marks = [] if row in chosen else [pytest.mark.slow]
+        found.append(pytest.param(*values, marks=marks, id="-".join(map(str, values))))
+    return found
