@@ -86,12 +86,12 @@ def one_update(distributed: Distributed, runs: list[Options]) -> list[dict[str, 
 def test_exactly_the_selected_decay() -> None:
     """Against the update without decay: a selected weight lost lr * weight_decay of itself, every other not a bit.
 
-    By every optimizer on two ranks, ZeRO 1 and 3 in turn.
+    By every optimizer on two ranks, with two of the cases each, ZeRO 1 and 3.
     """
     runs: list[Options] = []
-    for optimizer in OPTIMIZERS:
+    for number, optimizer in enumerate(OPTIMIZERS):
         runs.append({**UNTIED, "optimizer": optimizer, "weight_decay": 0.0})
-        for stage, case in zip((1, 3, 1, 3), CASES, strict=True):
+        for stage, case in zip((1, 3), CASES[number % 2 :: 2], strict=True):
             runs.append({**UNTIED, "optimizer": optimizer, "weight_decay": 0.3, "zero_stage": stage, **case})
     initial, *found = run_distributed(2, one_update, runs)[0]
     plain = found[0]

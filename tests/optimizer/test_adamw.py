@@ -145,7 +145,7 @@ def test_runs_with_triton_kernels_are_those_with_references(options: dict[str, A
 
 
 def compare_all_kernels(distributed: Distributed, options: dict[str, Any]) -> None:
-    small = {"sequence_length": 8, "num_layers": 1, **options}
+    small = {"sequence_length": 4, "num_layers": 1, **options}
     compare(*(Engine(distributed, small | {"enable_triton_kernels": triton}) for triton in (False, True)))
 
 
