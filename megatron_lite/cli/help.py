@@ -118,18 +118,17 @@ def banner(config: Config, derived: Mapping[str, str]) -> str:
 def short_banner(config: Config, derived: Mapping[str, str]) -> str:
     """Return the options of a resolved configuration that differ from their default, as typed, then `derived`."""
     defaults, values = _defaults(config), flatten(config)
-    flags = [_typed(name, value) for name, value in sorted(values.items()) if value != defaults[name]]
+    flags = []
+    for name, value in sorted(values.items()):
+        if value != defaults[name]:
+            text, whole = abridged(value), written(value)
+            flags.append(f"--{name}={text if text != whole else shlex.quote(whole)}")
     every = "--show_all_options=1 prints all"
     if config.run.experiment_dir is not None:
         every = f"all are in {config.run.experiment_dir}/config.json; {every}"
     lines = [f"arguments that differ from the default ({every}):"]
     lines += _wrapped(flags, "  ")
     return "\n".join([*lines, *(_dotted(name, text, " ") for name, text in derived.items())])
-
-
-def _typed(name: str, value: Any) -> str:
-    text, whole = abridged(value), written(value)
-    return f"--{name}={text if text != whole else shlex.quote(whole)}"
 
 
 def _wrapped(words: Iterable[str], indent: str) -> list[str]:

@@ -181,16 +181,12 @@ def _differences(ours: Mapping[str, Any], theirs: dict[str, Any], names: Collect
     found = []
     for name in (name for name in theirs if name in names and (positions or name != "max_position_embeddings")):
         now = ours[name] if name in wrong and name in ours else values[name]
-        if not _same(theirs[name], now) and (now is not None or name not in wrong):
+        both_numbers = isinstance(now, float) and isinstance(theirs[name], float)
+        # The rotary base may be given by its logarithm.
+        same = math.isclose(theirs[name], now, rel_tol=1e-9) if both_numbers else theirs[name] == now
+        if not same and (now is not None or name not in wrong):
             found.append(Difference(name, theirs[name], now))
     return found
-
-
-def _same(saved: Any, current: Any) -> bool:
-    """Return whether two values are equal, floats up to rounding: the rotary base may be given by its logarithm."""
-    if isinstance(saved, float) and isinstance(current, float):
-        return math.isclose(saved, current, rel_tol=1e-9)
-    return bool(saved == current)
 
 
 def _refuse(differences: list[Difference], where: str, filled: bool) -> None:

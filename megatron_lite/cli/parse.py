@@ -213,8 +213,11 @@ class _Parser:
         """Store the value of one flag, or record its problem."""
         if item.name in SPELLINGS:
             self._take_option(item, SPELLINGS[item.name])
-        elif item.name in refused():
-            self._take_refused(item)
+        elif row := refused().get(item.name):  # accepted if the value describes what this program does anyway
+            values = item.values or (["1"] if row.switch else [])
+            if not values or not accepts(row, " ".join(values)):
+                typed = f"{item.spelling}={shown(' '.join(values))}" if values else item.spelling
+                self._problem(f"{typed} is refused: {foreign_answer(item.name)}", item.flag)
         else:
             self.guesswork = True
             value = " ".join(item.values) or None
@@ -273,14 +276,6 @@ class _Parser:
             return None
         items = parse_list(flag, values)
         return tuple(os.path.expanduser(text) for text in items) if flag.name in PATHS else items
-
-    def _take_refused(self, item: Item) -> None:
-        """Accept another program's flag if its value describes what this program does anyway."""
-        row = refused()[item.name]
-        values = item.values or (["1"] if row.switch else [])
-        if not values or not accepts(row, " ".join(values)):
-            typed = f"{item.spelling}={shown(' '.join(values))}" if values else item.spelling
-            self._problem(f"{typed} is refused: {foreign_answer(item.name)}", item.flag)
 
 
 def read_words(path: str) -> list[str]:

@@ -67,7 +67,12 @@ def read_table(text: str) -> Table:
             elif not section:
                 raise ValueError("write [program] above it")
             else:
-                programs.setdefault(section, []).append(_row(line, texts))
+                match = _ROW.fullmatch(line)
+                if match is None or not (match["here"] or match["remark"]):
+                    raise ValueError("write <names> -> <flags>, <names> | <remark>, or <names> = <values> | <remark>")
+                here, remark = (_filled(match[part] or "", texts) for part in ("here", "remark"))
+                words, only = (tuple((match[part] or "").split()) for part in ("names", "only"))
+                programs.setdefault(section, []).append(Row(words, here, remark, only, bool(match["switch"])))
         except ValueError as error:
             raise ValueError(f"{line}: {error}") from None
     rows = {program: tuple(rows) for program, rows in programs.items()}
@@ -85,14 +90,6 @@ def refused_value(name: str, text: str) -> str | None:
             if placeholder in pattern and re.fullmatch(pattern.replace(placeholder, f"({expression})"), value):
                 return reason.replace(placeholder, value)
     return None
-
-
-def _row(line: str, texts: Mapping[str, str]) -> Row:
-    match = _ROW.fullmatch(line)
-    if match is None or not (match["here"] or match["remark"]):
-        raise ValueError("write <names> -> <flags>, <names> | <remark>, or <names> = <values> | <remark>")
-    here, remark = (_filled(match[part] or "", texts) for part in ("here", "remark"))
-    return Row(tuple(match["names"].split()), here, remark, tuple((match["only"] or "").split()), bool(match["switch"]))
 
 
 def _filled(text: str, texts: Mapping[str, str]) -> str:

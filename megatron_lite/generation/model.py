@@ -113,11 +113,13 @@ def load_model(
 
 def model_arguments() -> argparse.ArgumentParser:
     """Return a parser of the shared options, for `parents=[...]`."""
+
+    def folder(text: str) -> Path:
+        return Path(text).expanduser()  # the shell does not expand the ~ in --model=~/folder
+
     parser = argparse.ArgumentParser(add_help=False)
     add = parser.add_argument
-    add(
-        "--model", type=_folder, required=True, help="export, Hugging Face folder, checkpoint, or folder of checkpoints"
-    )
+    add("--model", type=folder, required=True, help="export, Hugging Face folder, checkpoint, or folder of checkpoints")
     add("--tokenizer_file", help="tokenizer.json (default: from the model's folder, or the one used in training)")
     add(
         "--weights",
@@ -125,14 +127,11 @@ def model_arguments() -> argparse.ArgumentParser:
         default="raw",
         help="average: the averaged weights in a checkpoint of a run with --ema_type (default: raw)",
     )
-    add("--dtype", type=_dtype, choices=DTYPES, help="dtype of the weights (default: fp32 on a CPU, bf16 on a GPU)")
+    add(
+        "--dtype",
+        type=lambda text: DTYPE_ALIASES.get(text, text),
+        choices=DTYPES,
+        help="dtype of the weights (default: fp32 on a CPU, bf16 on a GPU)",
+    )
     add("--device", choices=("auto", "cpu", "cuda"), default="auto", help="(default: a GPU if there is one)")
     return parser
-
-
-def _folder(text: str) -> Path:
-    return Path(text).expanduser()  # the shell does not expand the ~ in --model=~/folder
-
-
-def _dtype(text: str) -> str:
-    return DTYPE_ALIASES.get(text, text)

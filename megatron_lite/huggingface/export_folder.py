@@ -91,18 +91,15 @@ class ExportFolder:
         """Make the folder, and the files with their headers and constants."""
         self._folder = folder
         folder.mkdir()
-        self._starts = [self._begin(index, names) for index, names in enumerate(self.names)]
+        self._starts: list[int] = []  # of the values in each file
+        for index, names in enumerate(self.names):
+            shapes = {name: (self.dtype, self.places[name].shape) for name in names}
+            header = files.safetensors_header(shapes, {"format": "pt"})
+            with files.new_file(folder / self.file_name(index)) as write:
+                write(memoryview(header))
+            self._starts.append(len(header))
         for constant in self._constants:
             self._write(constant.name, torch.full((math.prod(constant.shape),), constant.value), 0.0)
-
-    def _begin(self, index: int, names: Sequence[str]) -> int:
-        """Create a file with its header; return the offset of its values."""
-        header = files.safetensors_header(
-            {name: (self.dtype, self.places[name].shape) for name in names}, {"format": "pt"}
-        )
-        with files.new_file(self._folder / self.file_name(index)) as write:
-            write(memoryview(header))
-        return len(header)
 
     def write(self, name: str, values: Tensor) -> None:
         """Write one of our full parameters, on any device and of any dtype, rounding to nearest."""

@@ -10,7 +10,6 @@ import math
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import PurePath
-from typing import Any
 
 from megatron_lite.config import Config, flatten
 from megatron_lite.config.structured_values import weighted_paths
@@ -84,9 +83,12 @@ def _model_rows(config: Config, model_type: str, parameters: int) -> Iterator[tu
 def _training(config: Config, trained: TrainingSummary) -> Iterator[str]:
     batch, data = config.batch, config.data
     assert batch.batch_size, "resolved"
+    paths = weighted_paths(data.data_path) if data.dataset_source != "random" else []
+    shares = [f" ({weight:.1%})" if len(paths) > 1 else "" for weight, _ in paths]
+    names = [f"`{_plain(PurePath(path).name)}`{share}" for (_, path), share in zip(paths, shares, strict=True)]
     yield "\n## Training\n"
     rows = [
-        ("data", ", ".join(_data_names(config)) if data.dataset_source != "random" else "random tokens, a test"),
+        ("data", ", ".join(names) or "random tokens, a test"),
         ("iterations", f"{trained.iteration:,} of {config.training.train_iters:,}"),
         ("tokens", f"{consumed_tokens(batch, trained.iteration):,}"),
         ("batch", f"{batch.batch_size:,} samples of {batch.sequence_length:,} tokens"),
@@ -100,25 +102,14 @@ def _training(config: Config, trained: TrainingSummary) -> Iterator[str]:
     yield "```"
 
 
-def _data_names(config: Config) -> Iterator[str]:
-    """Yield the last part of each path, with its weight in a blend."""
-    paths = weighted_paths(config.data.data_path)
-    for weight, path in paths:
-        yield f"`{_plain(PurePath(path).name)}`" + (f" ({weight:.1%})" if len(paths) > 1 else "")
-
-
 def _options(config: Config) -> Iterator[str]:
     values = flatten(config)
     areas = [vars(getattr(config, area)).keys() for area in AREAS]
     for name in (name for area in areas for name in area):
         value, flag = values[name], FLAGS[name]
-        if value != flag.default and value is not None and not _is_private(name, value):
+        is_private = flag.option.secret or any(word in name for word in PRIVATE) or "/" in str(value)
+        if value != flag.default and value is not None and not is_private:
             yield f"--{name}={_plain(written(value))}"
-
-
-def _is_private(name: str, value: Any) -> bool:
-    """Whether an option may hold a path or a secret."""
-    return FLAGS[name].option.secret or any(word in name for word in PRIVATE) or "/" in str(value)
 
 
 def _table(rows: Iterator[tuple[str, str]]) -> str:
