@@ -12,6 +12,7 @@ from megatron_lite.config.system import number_of_stages
 from megatron_lite.errors import UsageError
 from megatron_lite.validation import planned_world_size, resolve, warnings
 from megatron_lite.zero.layout import split_into_stages
+from tests.support.tables import rows
 
 COMPLETE = ("--dataset_source=random", "--train_iters=10", "--experiment_dir=/run")
 
@@ -137,21 +138,27 @@ def test_master_weights_can_be_split() -> None:
         assert resolved(*BF16, *argv.split(), *COMPLETE).multi_stage.split_master_weights, argv
 
 
-@pytest.mark.parametrize(
-    ("argv", "words"),
-    [
-        (("--training_dtype=fp32",), "--training_dtype=fp32: only bf16 training can split masters"),
-        (("--training_dtype=fp16",), "write --training_dtype=bf16, or leave split_master_weights out"),
-        (("--zero_stage=3",), "--zero_stage=3: the bf16 weights are half of the master, so every stage needs"),
-        (("--zero_stage=3",), "write --zero_stage=1 or 2, or leave"),
-        (("--num_weight_buffers=4",), "--num_weight_buffers=4: the bf16 weights are"),
-        (("--num_weight_buffers=5", "--tie_word_embeddings=0"), "leave num_weight_buffers out"),
-        (("--num_weight_buffers=6", "--layers_per_stage=auto"), "leave num_weight_buffers out"),
-    ],
-)
-def test_master_weights_that_cannot_be_split(argv: tuple[str, ...], words: str) -> None:
+UNSPLIT = """
+--training_dtype=fp32
+    --training_dtype=fp32: only bf16 training can split masters
+--training_dtype=fp16
+    write --training_dtype=bf16, or leave split_master_weights out
+--zero_stage=3
+    --zero_stage=3: the bf16 weights are half of the master, so every stage needs its own weight buffer; write
+    --zero_stage=1 or 2, or leave
+--num_weight_buffers=4
+    --num_weight_buffers=4: the bf16 weights are
+--num_weight_buffers=5 --tie_word_embeddings=0
+    leave num_weight_buffers out
+--num_weight_buffers=6 --layers_per_stage=auto
+    leave num_weight_buffers out
+"""
+
+
+@pytest.mark.parametrize(("argv", "words"), rows(UNSPLIT))
+def test_master_weights_that_cannot_be_split(argv: str, words: str) -> None:
     """The error is one line with the rule and the fix."""
-    line = problem(*BF16, *argv)
+    line = problem(*BF16, *argv.split())
     assert line.startswith("--split_master_weights=1, --") and words in line, line
 
 
@@ -221,72 +228,61 @@ def test_patterns_of_learning_rates() -> None:
 # --- Warnings
 
 
-@pytest.mark.parametrize(
-    ("argv", "expected"),
-    [
-        ("--num_grad_buffers=4 --zero_stage=2", "--num_grad_buffers=4 is used; --zero_stage=2 by itself would set 2"),
-        (
-            "--num_weight_buffers=1 --zero_stage=3",
-            "--num_weight_buffers=1 is used; --zero_stage=3 by itself would set 2",
-        ),
-        (
-            "--num_weight_buffers=3 --zero_stage=2",
-            "--num_weight_buffers=3 is used; --zero_stage=2 by itself would set one per stage (14)",
-        ),
-        ("--num_grad_buffers=2", "--num_grad_buffers=2 is used; --zero_stage=1 by itself would set one per stage (14)"),
-        (
-            "--num_grad_buffers=2 --layers_per_stage=auto",
-            "--num_grad_buffers=2 is used; --zero_stage=1 by itself would set one per stage",
-        ),
-        ("--num_grad_buffers=4 --zero_stage=auto", "--num_grad_buffers=4 is used, whatever --zero_stage=auto chooses"),
-        ("--num_weight_buffers=15", "--num_weight_buffers=15: only 14 are allocated, one per stage"),
-        (
-            "--num_grad_buffers=7 --layers_per_stage=4 --zero_stage=3",
-            "--num_grad_buffers=7: only 5 are allocated, one per stage; --zero_stage=3 by itself would set 2",
-        ),
-        ("--pipeline_delay=2", "--pipeline_delay=2 is unused: there is no pipeline"),
-        ("--pipeline_delay=-0.5", "--pipeline_delay=-0.5 is unused: there is no pipeline"),
-        (
-            "--full_precision_gradients=0 --training_dtype=bf16",
-            "--full_precision_gradients=0: sums of gradients in bf16 lose small contributions",
-        ),
-        (
-            "--train_iters=0",
-            "--train_iters=0: nothing is trained, so neither gradients nor optimizer state are allocated",
-        ),
-        (
-            "--train_iters=0 --export_interval=1 --export_format=distributed",
-            "--train_iters=0: nothing is trained; only --export_format=distributed needs the optimizer state",
-        ),
-    ],
-)
+CAUTIONS = """
+--num_grad_buffers=4 --zero_stage=2
+    --num_grad_buffers=4 is used; --zero_stage=2 by itself would set 2
+--num_weight_buffers=1 --zero_stage=3
+    --num_weight_buffers=1 is used; --zero_stage=3 by itself would set 2
+--num_weight_buffers=3 --zero_stage=2
+    --num_weight_buffers=3 is used; --zero_stage=2 by itself would set one per stage (14)
+--num_grad_buffers=2
+    --num_grad_buffers=2 is used; --zero_stage=1 by itself would set one per stage (14)
+--num_grad_buffers=2 --layers_per_stage=auto
+    --num_grad_buffers=2 is used; --zero_stage=1 by itself would set one per stage
+--num_grad_buffers=4 --zero_stage=auto
+    --num_grad_buffers=4 is used, whatever --zero_stage=auto chooses
+--num_weight_buffers=15
+    --num_weight_buffers=15: only 14 are allocated, one per stage
+--num_grad_buffers=7 --layers_per_stage=4 --zero_stage=3
+    --num_grad_buffers=7: only 5 are allocated, one per stage; --zero_stage=3 by itself would set 2
+--pipeline_delay=-0.5
+    --pipeline_delay=-0.5 is unused: there is no pipeline
+--full_precision_gradients=0 --training_dtype=bf16
+    --full_precision_gradients=0: sums of gradients in bf16 lose small contributions
+--train_iters=0
+    --train_iters=0: nothing is trained, so neither gradients nor optimizer state are allocated
+--train_iters=0 --export_interval=1 --export_format=distributed
+    --train_iters=0: nothing is trained; only --export_format=distributed needs the optimizer state
+"""
+
+
+@pytest.mark.parametrize(("argv", "expected"), rows(CAUTIONS))
 def test_cautions(argv: str, expected: str) -> None:
     """Each surprising option causes one warning, and no other."""
     assert cautions(*argv.split()) == [expected]
 
 
-@pytest.mark.parametrize(
-    ("argv", "reason"),
-    [
-        (
-            "--store_frozen_weights_in_optimization_precision=0 --training_dtype=bf16",
-            "without --freeze or a scale of 0 in --lr_scales",
-        ),
-        (
-            "--store_frozen_weights_in_optimization_precision=0 --training_dtype=bf16 --lr_scales=head:0.5",
-            "without --freeze or a scale of 0 in --lr_scales",
-        ),
-        ("--store_frozen_weights_in_optimization_precision=0 --freeze=head", "with --training_dtype=fp32"),
-        ("--save_tensor_logs=1", "while all debug levels are 0"),
-        ("--show_tensor_logs=0", "while all debug levels are 0"),
-        ("--debug_global_tensors=0", "while all debug levels are 0"),
-        ("--tensor_logs_show_elements=3 --debug_param_init=2", "while no debug level is 3 or more"),
-        (
-            "--tensor_logs_show_elements=3 --debug_param_init=3 --show_tensor_logs=0 --save_tensor_logs=1",
-            "with --show_tensor_logs=0",
-        ),
-    ],
-)
+IDLE = """
+--store_frozen_weights_in_optimization_precision=0 --training_dtype=bf16
+    without --freeze or a scale of 0 in --lr_scales
+--store_frozen_weights_in_optimization_precision=0 --training_dtype=bf16 --lr_scales=head:0.5
+    without --freeze or a scale of 0 in --lr_scales
+--store_frozen_weights_in_optimization_precision=0 --freeze=head
+    with --training_dtype=fp32
+--save_tensor_logs=1
+    while all debug levels are 0
+--show_tensor_logs=0
+    while all debug levels are 0
+--debug_global_tensors=0
+    while all debug levels are 0
+--tensor_logs_show_elements=3 --debug_param_init=2
+    while no debug level is 3 or more
+--tensor_logs_show_elements=3 --debug_param_init=3 --show_tensor_logs=0 --save_tensor_logs=1
+    with --show_tensor_logs=0
+"""
+
+
+@pytest.mark.parametrize(("argv", "reason"), rows(IDLE))
 def test_idle_options(argv: str, reason: str) -> None:
     """The first option has no effect; one warning says why, and there is no other."""
     assert cautions(*argv.split()) == [f"{argv.partition('=')[0]} has no effect {reason}"]

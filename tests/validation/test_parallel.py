@@ -19,65 +19,39 @@ from megatron_lite.errors import UsageError
 from megatron_lite.monitor.banner import placement_warnings
 from megatron_lite.validation import examine, resolve
 from tests.support.harness import TINY
+from tests.support.tables import rows
 
 GOOD = "--tensor_parallel=4 --num_attention_heads=4 --ffn_hidden_size=64 --sequence_tensor_parallel=1"
-# Flags on top of GOOD, ranks of the run, and the one line.
-CASES: list[tuple[str, int, str]] = [
-    (
-        "",
-        6,
-        "--tensor_parallel=4: the run has 6 ranks, which must be a multiple; start more with torchrun, or write "
-        "--tensor_parallel=2",
-    ),
-    (
-        "",
-        1,
-        "--tensor_parallel=4: the run has 1 rank, which must be a multiple; start more with torchrun, or write "
-        "--tensor_parallel=1",
-    ),
-    (
-        "--batch_size=3",
-        8,
-        "--batch_size=3 on 2 data-parallel ranks: with 1 sequential micro-batch, batch_size must be a multiple of 2; "
-        "nearest: 2 or 4",
-    ),
-    (
-        "--num_attention_heads=6 --hidden_size=24",
-        4,
-        "--tensor_parallel=4, --num_attention_heads=6: each rank takes equally many query heads; write "
-        "--tensor_parallel=2, or nearest heads: 4 or 8",
-    ),
-    (
-        "--num_attention_heads=2",
-        4,
-        "--tensor_parallel=4, --num_attention_heads=2: there are more ranks than query heads, of which each rank takes "
-        "equally many; write --tensor_parallel=2, or nearest heads: 4",
-    ),
-    (
-        "--num_attention_heads=12 --hidden_size=48 --head_groups=3",
-        4,
-        "--tensor_parallel=4, --head_groups=3: key/value heads must divide by the ranks or the ranks by them; write "
-        "--tensor_parallel=1",
-    ),
-    (
-        "--ffn_hidden_size=66",
-        4,
-        "--tensor_parallel=4, --ffn_hidden_size=66: each rank takes equally many channels of the MLP; nearest "
-        "ffn_hidden_size: 64 or 68; or write --tensor_parallel=2",
-    ),
-    (
-        "--sequence_length=18",
-        4,
-        "--sequence_tensor_parallel=1, --tensor_parallel=4, --sequence_length=18: each rank takes equally many "
-        "positions; nearest sequence_length: 16 or 20; or leave sequence_tensor_parallel out",
-    ),
-    (
-        "--vocab_size=9 --make_vocab_size_divisible_by=4",
-        4,
-        "--tensor_parallel=4, --vocab_size=9: with 4 rows of the vocabulary per rank, some of the 4 ranks would have "
-        "none; write a smaller --tensor_parallel or --make_vocab_size_divisible_by, or --parallel_embeddings=0",
-    ),
-]
+# Ranks of the run, flags on top of GOOD, and the one line.
+CASES = """
+6
+    --tensor_parallel=4: the run has 6 ranks, which must be a multiple; start more with torchrun, or write
+    --tensor_parallel=2
+1
+    --tensor_parallel=4: the run has 1 rank, which must be a multiple; start more with torchrun, or write
+    --tensor_parallel=1
+8 --batch_size=3
+    --batch_size=3 on 2 data-parallel ranks: with 1 sequential micro-batch, batch_size must be a multiple of 2; nearest:
+    2 or 4
+4 --num_attention_heads=6 --hidden_size=24
+    --tensor_parallel=4, --num_attention_heads=6: each rank takes equally many query heads; write --tensor_parallel=2,
+    or nearest heads: 4 or 8
+4 --num_attention_heads=2
+    --tensor_parallel=4, --num_attention_heads=2: there are more ranks than query heads, of which each rank takes
+    equally many; write --tensor_parallel=2, or nearest heads: 4
+4 --num_attention_heads=12 --hidden_size=48 --head_groups=3
+    --tensor_parallel=4, --head_groups=3: key/value heads must divide by the ranks or the ranks by them; write
+    --tensor_parallel=1
+4 --ffn_hidden_size=66
+    --tensor_parallel=4, --ffn_hidden_size=66: each rank takes equally many channels of the MLP; nearest
+    ffn_hidden_size: 64 or 68; or write --tensor_parallel=2
+4 --sequence_length=18
+    --sequence_tensor_parallel=1, --tensor_parallel=4, --sequence_length=18: each rank takes equally many positions;
+    nearest sequence_length: 16 or 20; or leave sequence_tensor_parallel out
+4 --vocab_size=9 --make_vocab_size_divisible_by=4
+    --tensor_parallel=4, --vocab_size=9: with 4 rows of the vocabulary per rank, some of the 4 ranks would have none;
+    write a smaller --tensor_parallel or --make_vocab_size_divisible_by, or --parallel_embeddings=0
+"""
 
 
 def options_of(flags: str) -> dict[str, Any]:
@@ -93,10 +67,11 @@ def started_by_torchrun(monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setenv(name, value)
 
 
-@pytest.mark.parametrize(("flags", "ranks", "line"), CASES)
-def test_one_line_with_flag_value_rule_and_fix(flags: str, ranks: int, line: str) -> None:
+@pytest.mark.parametrize(("case", "line"), rows(CASES))
+def test_one_line_with_flag_value_rule_and_fix(case: str, line: str) -> None:
+    ranks, _, flags = case.partition(" ")
     with pytest.raises(UsageError) as caught:
-        resolve(unflatten(options_of(flags)), ranks)
+        resolve(unflatten(options_of(flags)), int(ranks))
     assert str(caught.value) == line
 
 

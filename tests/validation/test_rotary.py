@@ -6,9 +6,11 @@ from typing import Any
 
 import pytest
 
+from megatron_lite.cli.parse import parse
 from megatron_lite.config import ModelConfig, unflatten
 from megatron_lite.errors import UsageError
 from megatron_lite.validation import resolve
+from tests.support.tables import rows
 
 
 def model(**options: Any) -> ModelConfig:
@@ -52,72 +54,58 @@ def test_a_rope_is_filled_in_as_far_as_its_type_reads_it(options: dict[str, Any]
     assert filled == tuple(getattr(found, name) for name in names)
 
 
-YARN = dict(rope_type="yarn", rope_factor=2.0)
-LLAMA3 = dict(rope_type="llama3", rope_factor=2.0)
+REFUSED = """
+--rotary_base=100 --rotary_embedding_scale=-9
+    --rotary_base=100, --rotary_embedding_scale=-9: the scale must be minus the logarithm of the base
+--rotary_percent=0.55
+    --rotary_percent=0.55: rotates 5 of a head's 10 channels (kv_channels), but they rotate in pairs;
+    --rotary_percent=0.4 rotates 4
+--rotary_percent=0.1
+    rotates 1 of a head's 10 channels (kv_channels), but they rotate in pairs; --rotary_percent=0.2 rotates 2
+--rotary_percent=0.01
+    rotates 0 of
+--rotary_percent=0.35 --kv_channels=67
+    --rotary_percent=0.33 rotates 22
+--rotary_percent=0.5 --kv_channels=1
+    more --kv_channels
+--kv_channels=7
+    write an even --kv_channels
+--rope_type=ntk
+    --rope_type=ntk: takes default, linear, llama3, yarn
+--rope_factor=2
+    --rope_factor=2, --rope_type=default: this type does not use it; write --rope_type=linear, llama3 or yarn, or leave
+    rope_factor out
+--rope_type=linear
+    --rope_type=linear: the scaling factor is missing; write --rope_factor=<factor>
+--rope_type=llama3 --rope_original_max_position_embeddings=64
+    write --rope_factor=<factor>
+--rope_type=yarn
+    write --rope_factor=<factor> or --rope_original_max_position_embeddings=<positions>
+--rope_type=yarn --rope_original_max_position_embeddings=4096
+    their quotient, rope_factor, must be >= 1
+--rope_type=llama3 --rope_factor=2 --rope_high_freq_factor=1
+    --rope_high_freq_factor=1, --rope_low_freq_factor=1: frequencies between the two are
+--rope_type=llama3 --rope_factor=2 --rope_low_freq_factor=5
+    --rope_high_freq_factor=4, --rope_low_freq_factor=5: frequencies between
+--rope_type=yarn --rope_factor=2 --rope_beta_fast=0.5
+    --rope_beta_fast=0.5, --rope_beta_slow=1: the ramp must end at
+--rope_type=yarn --rope_factor=2 --rope_mscale=0.7
+    --rope_mscale=0.7: has an effect only together with rope_mscale_all_dim
+--rope_type=yarn --rope_factor=2 --rope_mscale_all_dim=0.7
+    write --rope_mscale as well
+--rope_type=yarn --rope_factor=2 --rope_mscale=0.7 --rope_mscale_all_dim=1 --rope_attention_factor=1
+    --rope_attention_factor=1, --rope_mscale=0.7, --rope_mscale_all_dim=1: the mscales derive
+--use_rotary_embeddings=0 --rope_type=yarn
+    --rope_type=yarn: there are no rotary positions; write --use_rotary_embeddings=1, or leave rope_type out
+"""
 
 
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        (
-            dict(rotary_base=100.0, rotary_embedding_scale=-9.0),
-            "--rotary_base=100, --rotary_embedding_scale=-9: the scale must be minus the logarithm of the base",
-        ),
-        (
-            dict(rotary_percent=0.55),
-            "--rotary_percent=0.55: rotates 5 of a head's 10 channels (kv_channels), but they rotate in pairs; "
-            "--rotary_percent=0.4 rotates 4",
-        ),
-        (
-            dict(rotary_percent=0.1),
-            "rotates 1 of a head's 10 channels (kv_channels), but they rotate in pairs; --rotary_percent=0.2 rotates 2",
-        ),
-        (dict(rotary_percent=0.01), "rotates 0 of"),
-        (dict(rotary_percent=0.35, kv_channels=67), "--rotary_percent=0.33 rotates 22"),
-        (dict(rotary_percent=0.5, kv_channels=1), "more --kv_channels"),
-        (dict(kv_channels=7), "write an even --kv_channels"),
-        (dict(rotary_percent=0.0), "--rotary_percent=0: must be > 0 and <= 1"),
-        (dict(rotary_percent=1.5), "--rotary_percent=1.5: must be > 0 and <= 1"),
-        (dict(rope_type="ntk"), "--rope_type=ntk: takes default, linear, llama3, yarn"),
-        (
-            dict(rope_factor=2.0),
-            "--rope_factor=2, --rope_type=default: this type does not use it; write "
-            "--rope_type=linear, llama3 or yarn, or leave rope_factor out",
-        ),
-        (dict(rope_factor=0.5, rope_type="linear"), "--rope_factor=0.5: must be >= 1"),
-        (dict(rope_type="linear"), "--rope_type=linear: the scaling factor is missing; write --rope_factor=<factor>"),
-        (dict(rope_type="llama3", rope_original_max_position_embeddings=64), "write --rope_factor=<factor>"),
-        (dict(rope_type="yarn"), "write --rope_factor=<factor> or --rope_original_max_position_embeddings=<positions>"),
-        (
-            dict(rope_type="yarn", rope_original_max_position_embeddings=4096),
-            "their quotient, rope_factor, must be >= 1",
-        ),
-        (
-            dict(rope_high_freq_factor=1.0, **LLAMA3),
-            "--rope_high_freq_factor=1, --rope_low_freq_factor=1: frequencies between the two are",
-        ),
-        (
-            dict(rope_low_freq_factor=5.0, **LLAMA3),
-            "--rope_high_freq_factor=4, --rope_low_freq_factor=5: frequencies between",
-        ),
-        (dict(rope_beta_fast=0.5, **YARN), "--rope_beta_fast=0.5, --rope_beta_slow=1: the ramp must end at"),
-        (dict(rope_mscale=0.7, **YARN), "--rope_mscale=0.7: has an effect only together with rope_mscale_all_dim"),
-        (dict(rope_mscale_all_dim=0.7, **YARN), "write --rope_mscale as well"),
-        (
-            dict(rope_mscale=0.7, rope_mscale_all_dim=1.0, rope_attention_factor=1.0, **YARN),
-            "--rope_attention_factor=1, --rope_mscale=0.7, --rope_mscale_all_dim=1: the mscales derive",
-        ),
-        (
-            dict(use_rotary_embeddings=False, rope_type="yarn"),
-            "--rope_type=yarn: there are no rotary positions; write --use_rotary_embeddings=1, or leave rope_type out",
-        ),
-    ],
-    ids=str,
-)
-def test_contradictions_and_ignored_options_are_refused(options: dict[str, Any], message: str) -> None:
+@pytest.mark.parametrize(("flags", "message"), rows(REFUSED))
+def test_contradictions_and_ignored_options_are_refused(flags: str, message: str) -> None:
     """Every error is one line with flag, value, rule and fix."""
+    start = ("--dataset_source=random", "--hidden_size=80", "--use_rotary_embeddings=1")
     with pytest.raises(UsageError) as caught:
-        model(**options)
+        resolve(parse([*start, *flags.split()]).config, 1)
     assert message in str(caught.value) and "\n" not in str(caught.value)
 
 

@@ -13,6 +13,7 @@ from megatron_lite.config import AREAS, Config, flatten, unflatten
 from megatron_lite.config.values import FLAGS
 from megatron_lite.errors import UsageError
 from megatron_lite.validation import BATCH, resolve, warnings, weighted_paths
+from tests.support.tables import rows
 
 
 def resolved(world_size: int = 1, **options: Any) -> Config:
@@ -425,41 +426,35 @@ def test_batches_of_a_schedule_and_with_padding(ranks: int, options: dict[str, A
     assert resolve(config, ranks) == config
 
 
-@pytest.mark.parametrize(
-    ("ranks", "options", "message"),
-    [
-        (1, dict(batch_size=32, batch_size_schedule=("0:32", "9:64")), "leave batch_size out (it becomes the"),
-        (1, dict(batch_size_schedule=("5:32",)), "write 0:<size> first"),
-        (2, dict(batch_size_schedule=("0:32", "9:40"), micro_batch_size=16), "its largest size, 40, must be a"),
-        (
-            2,
-            dict(batch_size_schedule=("0:24", "9:64"), micro_batch_size=16),
-            "every size must be a multiple of 16 * 2 = 32, and 24 is not; write a smaller --micro_batch_size, or "
-            "--allow_nondivisible_batch_size=1; nearest: 32",
-        ),
-        (
-            2,
-            dict(batch_size_schedule=("0:32", "9:64"), micro_batch_size=8, breadth_first_micro_batches=4),
-            "multiple of 8 * 2 * 4 breadth-first = 64, and 32 is not",
-        ),
-        (2, dict(batch_size_schedule=("0:3", "9:6")), "must be a multiple of 1 * 2 = 2, and 3 is not; write --allow_"),
-        (
-            1,
-            dict(batch_size=5, sequential_micro_batches=4, allow_nondivisible_batch_size=True),
-            "3 micro-batches of 2 hold the whole batch, and 1 more would be padding only; write --micro_batch_size=2 ",
-        ),
-        (
-            2,
-            dict(batch_size=13, micro_batch_size=2, sequential_micro_batches=3, allow_nondivisible_batch_size=True),
-            "is 4, not 3",
-        ),
-        (2, dict(batch_size=12, eval_micro_batch_size=7), "a validation batch has batch_size samples, 6 per rank"),
-        (1, dict(validation_iters="all"), "random samples have no end; write a number of batches"),
-    ],
-    ids=str,
-)
-def test_batches_that_cannot_be(ranks: int, options: dict[str, Any], message: str) -> None:
+IMPOSSIBLE = """
+1 --batch_size=32 --batch_size_schedule=0:32,9:64
+    leave batch_size out (it becomes the
+1 --batch_size_schedule=5:32
+    write 0:<size> first
+2 --batch_size_schedule=0:32,9:40 --micro_batch_size=16
+    its largest size, 40, must be a
+2 --batch_size_schedule=0:24,9:64 --micro_batch_size=16
+    every size must be a multiple of 16 * 2 = 32, and 24 is not; write a smaller --micro_batch_size, or
+    --allow_nondivisible_batch_size=1; nearest: 32
+2 --batch_size_schedule=0:32,9:64 --micro_batch_size=8 --breadth_first_micro_batches=4
+    multiple of 8 * 2 * 4 breadth-first = 64, and 32 is not
+2 --batch_size_schedule=0:3,9:6
+    must be a multiple of 1 * 2 = 2, and 3 is not; write --allow_
+1 --batch_size=5 --sequential_micro_batches=4 --allow_nondivisible_batch_size=1
+    3 micro-batches of 2 hold the whole batch, and 1 more would be padding only; write --micro_batch_size=2
+2 --batch_size=13 --micro_batch_size=2 --sequential_micro_batches=3 --allow_nondivisible_batch_size=1
+    is 4, not 3
+2 --batch_size=12 --eval_micro_batch_size=7
+    a validation batch has batch_size samples, 6 per rank
+1 --validation_iters=all
+    random samples have no end; write a number of batches
+"""
+
+
+@pytest.mark.parametrize(("case", "message"), rows(IMPOSSIBLE))
+def test_batches_that_cannot_be(case: str, message: str) -> None:
     """Every message has the rule and the fix."""
+    ranks, *flags = case.split()
     with pytest.raises(UsageError) as caught:
-        resolve(unflatten({"dataset_source": "random", **options}), ranks)
+        resolve(parse([*flags, "--dataset_source=random"]).config, int(ranks))
     assert message in str(caught.value) and "\n" not in str(caught.value)
