@@ -43,8 +43,15 @@ from megatron_lite.data.host_batch import micro_batch
 from megatron_lite.data.open_data import open_data
 from megatron_lite.data.tokenizing import Tokenizer
 from megatron_lite.errors import EXIT_DONE, DataError, NumericsError, UsageError
-from megatron_lite.generation.evaluation import Totals, evaluate, text_batches
-from megatron_lite.generation.model import LocalModel, choose_device, load_model, model_arguments
+from megatron_lite.generation.model import (
+    LocalModel,
+    Totals,
+    choose_device,
+    evaluate,
+    load_model,
+    model_arguments,
+    text_batches,
+)
 from megatron_lite.generation.prompts import open_tokenizer
 from megatron_lite.model.layer import MicroBatch
 from megatron_lite.run.exit_status import print_failure, print_page

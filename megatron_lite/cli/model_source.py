@@ -19,6 +19,7 @@ from __future__ import annotations
 
 import contextlib
 import math
+import os
 from collections.abc import Collection, Mapping
 from pathlib import Path
 from types import MappingProxyType
@@ -119,13 +120,10 @@ def _with_stated_model(given: dict[str, Any], folder: Path) -> tuple[dict[str, A
     # A model without this value does not say how norm weights are stored, so the flag may choose.
     free = FREE | ({"zero_centered_normalization"} - values.keys())
     typed = {name: given[name] for name in model_folder.MODEL_OPTIONS if name in given}
-    if not use:
-        _refuse(_differences(given, theirs, theirs.keys() - free), where, use)
-        return given, None
-    filled = {**_brought_along(values, typed), **given}
+    filled = {**_brought_along(values, typed), **given} if use else given
     if not ignore:
-        _refuse(_differences(filled, theirs, typed.keys() - free), where, use)
-    return filled, found
+        _refuse(_differences(filled, theirs, (typed if use else theirs).keys() - free), where, use)
+    return filled, found if use else None
 
 
 def _with_export_type(values: dict[str, Any], model_type: str | None) -> dict[str, Any]:
@@ -156,13 +154,9 @@ def _stated(folder: Path, kind: str | None, weights: bool) -> Stated:
 
 def _own_values(given: Mapping[str, Any]) -> Stated | None:
     """Return the model of the run's newest checkpoint, or None if no checkpoint is readable."""
-    directory = given.get("experiment_dir")
-    root = None if directory is None else Path(directory) / "checkpoints"
-    try:
-        if root is None or not root.is_dir():
-            return None
-    except OSError:
-        return None  # writing to the directory will report the error
+    root = Path(given.get("experiment_dir") or "") / "checkpoints"
+    if not given.get("experiment_dir") or not os.path.isdir(root):  # writing to the directory will report an error
+        return None
     from megatron_lite.checkpoint.resume import Choice, find
 
     newest = Choice(tuple(find(root))).newest

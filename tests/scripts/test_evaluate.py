@@ -17,7 +17,7 @@ import torch
 from megatron_lite.data.indexed_dataset import IndexedDatasetWriter
 from megatron_lite.data.tokenizing import ByteTokenizer, JsonTokenizer, save_byte_tokenizer, train_tokenizer
 from megatron_lite.distributed.process_group import Distributed
-from megatron_lite.generation.evaluation import text_batches
+from megatron_lite.generation.model import text_batches
 from megatron_lite.monitor.trackers import read_metrics
 from scripts import evaluate as script
 from tests.support.harness import run_distributed, tiny_config, train_whole
