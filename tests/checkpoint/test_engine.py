@@ -22,7 +22,7 @@ from megatron_lite.checkpoint import manifest
 from megatron_lite.checkpoint.writing import Save, write_now
 from megatron_lite.distributed.process_group import Distributed
 from tests.support.harness import run_distributed, start_run, tiny_config
-from tests.support.results import curve, saved_values
+from tests.support.results import curve, digests, saved_values
 
 Contents = dict[tuple[str, str], Tensor]  # (parameter, kind) -> values
 MIDDLE, LAST = 2, 4  # iterations of the checkpoints
@@ -142,6 +142,7 @@ def log_of(experiment: Path) -> str:
     return (newest / "logs" / "logs_rank_000.txt").read_text("utf-8")
 
 
+TENSOR: dict[str, Any] = {"tensor_parallel": 2, "sequence_tensor_parallel": True, "zero_stage": 3}
 CASES: dict[str, dict[str, Any]] = {
     "frozen embedding, fp32, zero 1": {**EMBEDDING, "zero_stage": 1},
     "frozen embedding, low precision, zero 2": {**EMBEDDING, **LOW, "zero_stage": 2},
@@ -155,10 +156,11 @@ CASES: dict[str, dict[str, Any]] = {
     "averages, fp32, zero 1": {**EMA, "zero_stage": 1},
     "averages, mixed, low precision, zero 3": {**SQRT, **MIXED, **LOW, "zero_stage": 3, "layers_per_stage": 2.0},
     "averages, split, zero 2": {**SQRT, **SPLIT, "zero_stage": 2},
+    "averages, tensor-parallel": {**EMA, **TENSOR, "async_checkpoint": True, "hidden_dropout": 0.1},
 }
 CASES = {name: {**options, **(VALIDATED if "averages" in name else {})} for name, options in CASES.items()}
 AVERAGES, LION = "averages, mixed, low precision, zero 3", "lion, split, mixed, low precision, zero 2"
-ALWAYS = (AVERAGES, LION, "muon, two stages of blocks, zero 3")
+ALWAYS = (AVERAGES, LION, "muon, two stages of blocks, zero 3", "averages, tensor-parallel")
 
 Trained = Callable[[str], Path]
 
@@ -170,7 +172,8 @@ def trained(tmp_path_factory: pytest.TempPathFactory) -> Trained:
     @functools.cache
     def of(case: str) -> Path:
         root = tmp_path_factory.mktemp("case")
-        run_distributed(2, train_twice, {**CASES[case], "batch_size": 6}, str(root))
+        options = {**CASES[case], "batch_size": 6, "export_interval": LAST}
+        run_distributed(2, train_twice, options, str(root), tensor_parallel=options.get("tensor_parallel", 1))
         return root
 
     return of
@@ -180,15 +183,16 @@ def trained(tmp_path_factory: pytest.TempPathFactory) -> Trained:
     "case", [pytest.param(case, marks=[] if case in ALWAYS else [pytest.mark.slow]) for case in CASES]
 )
 def test_continued_training_is_bit_identical(case: str, trained: Trained, tmp_path: Path) -> None:
-    """Resuming at iteration 2 gives iteration 4 and all losses of an uninterrupted run, those of averages, too; frozen
-    weights never change and are stored in the requested dtype, without moments. Another layout loads and saves the
-    same."""
+    """Resuming at iteration 2 gives iteration 4, the export and all losses of an uninterrupted run, those of averages,
+    too; frozen weights never change and are stored in the requested dtype, without moments. Another layout loads and
+    saves the same."""
     whole, resumed = trained(case) / "whole", trained(case) / "resumed"
     log, before, after = log_of(resumed), curve(whole), curve(resumed)
     assert "resumed from" in log and "start at zero" not in log and "begins now" not in log
     assert len(after) >= 2 and all(before[place] == line for place, line in after.items())
     contents = [read_all(whole / "checkpoints" / str(iteration)) for iteration in (MIDDLE, LAST)]
     assert_same(last(resumed), contents[1])
+    assert digests(resumed / "export") == digests(whole / "export") != {}
     frozen, names = frozen_names(contents[1]), {name for name, _ in contents[1]}
     assert bool(frozen) == ("freeze" in CASES[case]) and len(frozen) < len(names)
     low = "low precision" in case
@@ -203,6 +207,7 @@ def test_continued_training_is_bit_identical(case: str, trained: Trained, tmp_pa
         assert ("averaged_loss" in line) == (phase == "validation") and line["loss"] != line.get("averaged_loss")
     assert any(phase == "validation" for phase, _ in before) == ("averages" in case)
     layout = {"batch_size": 6, "zero_stage": 1, "layers_per_stage": 2.0}
+    layout |= {"tensor_parallel": 1, "sequence_tensor_parallel": False}
     assert_same(saved_again(whole, 3, {**CASES[case], **layout}, tmp_path)[0], contents[1])
 
 

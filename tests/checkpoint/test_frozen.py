@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import itertools
 import json
+import os
 import struct
 import weakref
 from pathlib import Path
@@ -84,14 +85,15 @@ def test_rounding_is_to_nearest_and_back_is_exact(tmp_path: Path, monkeypatch: p
         assert name == NAMES[7] or not restored["exp_avg"][name].any()
 
 
-def test_inference_reads_weights_alone(tmp_path: Path) -> None:
-    """A model without moments loads the weights of any checkpoint without a report; it cannot save."""
-    for number, more in enumerate(({}, dict(frozen=MIXED, frozen_dtype=torch.bfloat16))):
-        root = tmp_path / str(number)
-        saved = save(root, 10, 1, 3, **more)
-        _, values, lines = load(root, 2, 2, training=False)
-        wanted = {name: value.float() for name, value in saved["weights"].items()}
-        assert same(values, {"weights": wanted}) and lines == []
+@pytest.mark.parametrize("more", [{}, dict(frozen=MIXED, frozen_dtype=torch.bfloat16), dict(averaged=True)], ids=str)
+@pytest.mark.parametrize("averaged", [False, True])
+def test_inference_takes_weights_and_averages(more: dict[str, Any], averaged: bool, tmp_path: Path) -> None:
+    """A model without moments loads the weights of any checkpoint, reports no moments missing and cannot save."""
+    saved = save(tmp_path, 10, 1, 3, **more)
+    _, values, lines = load(tmp_path, 2, 2, training=False, averaged=averaged)
+    weights = {name: value.float() for name, value in saved["weights"].items()}
+    averages = {"average": saved["average"] if "averaged" in more else weights} if averaged else {}
+    assert same(values, {"weights": weights, **averages}) and len(lines) == ("averaged" in more and not averaged)
     with pytest.raises(AssertionError, match="this model is for inference"):
         save(tmp_path, 11, 1, training=False)
 
@@ -117,38 +119,52 @@ def test_moments_left_by_a_failed_attempt_are_cleared(tmp_path: Path, monkeypatc
 # -- the file -------------------------------------------------------------------------------------------------------
 
 
-def test_frozen_parameters_store_only_their_weights(tmp_path: Path) -> None:
-    """Exactly their bytes, under separate names after the trainable ones; no moments; the manifest has the dtype."""
+def test_rank_files_are_ordinary_safetensors_files(tmp_path: Path) -> None:
+    """The safetensors library reads them; modes follow the umask. Frozen parameters store exactly their bytes, under
+    separate names after the trainable ones, no moments and no empty lists; the manifest has the dtype."""
     safetensors = pytest.importorskip("safetensors")
     layout = Layout(2, 3, MIXED, torch.bfloat16)
-    saved = save(tmp_path, 10, 1, 2, 3, frozen=MIXED, frozen_dtype=torch.bfloat16)
-    folder, model = tmp_path / "10", put(empty_model(SPECS, layout, 1), saved, 1)
+    previous = os.umask(0o027)
+    try:
+        saved = save(tmp_path / "new", 10, 1, 2, 3, frozen=MIXED, frozen_dtype=torch.bfloat16)
+    finally:
+        os.umask(previous)
+    folder, model = tmp_path / "new" / "10", put(empty_model(SPECS, layout, 1), saved, 1)
     wanted = {
         f"stage_{index:03d}.{'frozen.' if part.frozen else ''}{kind}": tensor
         for index, part in model.parts()
         for kind, tensor in part.tensors.items()
     }
     with safetensors.safe_open(folder / "rank_001.safetensors", "pt") as file:
+        assert file.metadata()["iteration"] == "10" and file.metadata()["rank"] == "1"
         assert list(file.offset_keys()) == list(wanted)
         for name, tensor in wanted.items():
             assert torch.equal(file.get_tensor(name), tensor) and file.get_tensor(name).dtype == tensor.dtype
     assert "stage_000.frozen.weights" in wanted and "stage_000.frozen.exp_avg" not in wanted
     size, header = (folder / "rank_001.safetensors").stat().st_size, (folder / "rank_001.safetensors").read_bytes()[:8]
     assert size == 8 + struct.unpack("<Q", header)[0] + sum(tensor.nbytes for tensor in wanted.values())
+    assert {path.name: path.stat().st_mode & 0o777 for path in folder.iterdir()} == {
+        name: 0o640 for name in ("manifest.json", "rank_000.safetensors", "rank_001.safetensors")
+    }
     values = json.loads((folder / "manifest.json").read_bytes())
     assert values["version"] == 6
     for name, entry in values["parameters"].items():
-        assert entry["dtype"] == ("bfloat16" if name in MIXED else "float32")
+        assert entry["dtype"] == ("bfloat16" if name in MIXED else "float32") and all(entry.values())
         assert set(entry) == {"dtype", "shape", "weights"} | (set() if name in MIXED else {"exp_avg", "exp_avg_sq"})
         assert sum(piece[2] for piece in entry["weights"]) == saved["weights"][name].nbytes
 
 
 def test_one_temporary_copy_at_a_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Saving and loading hold one tensor of weights that `read` creates; moments are never copied."""
+    """Saving and loading hold one tensor of weights that `read` creates; moments are never copied.
+
+    Saving reads each shard once: bytes and checksums come from one pass.
+    """
+    calls: list[str] = []
     copies: list[weakref.ref[np.ndarray[Any, Any]]] = []
     alive: list[int] = []
 
     def read(part: FakePart, kind: str) -> Tensor:
+        calls.append(f"{part.layout.slots[0].spec.name} {kind}")
         if kind != "weights":
             return part.tensors[kind]
         memory = part.tensors[kind].numpy().copy()
@@ -159,28 +175,9 @@ def test_one_temporary_copy_at_a_time(tmp_path: Path, monkeypatch: pytest.Monkey
     monkeypatch.setattr(FakePart, "read", read)
     saved = save(tmp_path, 10, 1, num_per_stage=2, copies=True)
     assert alive == [1] * 4, "one for each stage"
+    assert len(calls) == len({*calls}) == 3 * 4
     assert same(load(tmp_path, num_per_stage=1, copies=True)[1], saved)
     assert alive == [1] * 12
-
-
-def test_each_shard_is_read_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Bytes and checksum come from one pass."""
-    calls: list[str] = []
-    real_read = FakePart.read
-
-    def read(part: FakePart, kind: str) -> Tensor:
-        calls.append(f"{part.layout.slots[0].spec.name} {kind}")
-        return real_read(part, kind)
-
-    monkeypatch.setattr(FakePart, "read", read)
-    save(tmp_path, 10, 1, frozen=MIXED)
-    assert len(calls) == len(set(calls)) == sum(len(part.tensors) for _, part in mixed_model().parts())
-    ((name, file),) = manifest.read(tmp_path / "10").files.items()
-    files.check_blocks(tmp_path / "10", name, file)
-
-
-def mixed_model() -> Any:
-    return empty_model(SPECS, Layout(frozen=MIXED), 0)
 
 
 # -- averages and single moments ---------------------------------------------------------------------------------------
@@ -224,20 +221,3 @@ def test_numbers_of_parameters_are_counted_apart(tmp_path: Path) -> None:
         "4 of 8 parameter tensors have no exp_avg and exp_avg_sq there",
         "4 of 8 parameter tensors have no average there",
     ]
-
-
-@pytest.mark.parametrize("averaged", [False, True])
-def test_inference_takes_weights_and_averages(averaged: bool, tmp_path: Path) -> None:
-    """A model for inference loads no moments and reports none missing."""
-    saved = save(tmp_path, 10, 1, 3, averaged=True)
-    _, values, lines = load(tmp_path, 2, 2, training=False, averaged=averaged)
-    wanted = {kind: saved[kind] for kind in ("weights", *["average"] * averaged)}
-    assert same(values, wanted) and len(lines) == (not averaged)
-
-
-def test_only_what_there_is_is_named(tmp_path: Path) -> None:
-    """The manifest has no empty lists; averages come after the moments."""
-    save(tmp_path, 10, 1, 2, moments=ONE, averaged=True, frozen=MIXED)
-    for name, entry in json.loads((tmp_path / "10" / "manifest.json").read_bytes())["parameters"].items():
-        assert list(entry) == ["dtype", "shape", "weights", *(() if name in MIXED else ("exp_avg", "average"))]
-        assert all(entry.values())

@@ -1,7 +1,7 @@
 """A checkpoint of any number of tensor-parallel ranks, data-parallel ranks and ZeRO stage serves any other.
 
 The engine trains, saves, loads and exports on ranks that are threads; a batch holds the same tokens for every layout.
-The last tests run the program, on two processes.
+`test_engine.py` runs the program, on two processes.
 """
 
 from __future__ import annotations
@@ -27,10 +27,9 @@ from megatron_lite.huggingface import export, load_pretrained
 from megatron_lite.huggingface.load_pretrained import open_source
 from megatron_lite.model.layer import MicroBatch
 from megatron_lite.planner.plan import make_plan
-from tests.checkpoint.test_engine import LAST, MIDDLE, Contents, assert_same, read_all, train_twice
+from tests.checkpoint.test_engine import Contents, assert_same, read_all
 from tests.support.engine_runs import Engine, digest
-from tests.support.harness import run_distributed, tiny_config
-from tests.support.results import curve, digests, weights
+from tests.support.harness import tiny_config
 from tests.support.thread_ranks import on_threads
 
 Layout = tuple[int, int, int]  # tensor-parallel ranks, data-parallel ranks, ZeRO stage
@@ -225,26 +224,3 @@ def test_the_log_names_other_ranks(saved: tuple[int, int], current: tuple[int, i
     content: Any = SimpleNamespace(world_size=saved[0], tensor_parallel=saved[1])
     ranks: Any = SimpleNamespace(world_size=current[0], tensor=SimpleNamespace(world_size=current[1]))
     assert resume._other_ranks(content, ranks) == words
-
-
-# -- the program -----------------------------------------------------------------------------------------------------
-
-
-PROGRAM = {
-    "tensor_parallel": 2,
-    "sequence_tensor_parallel": True,
-    "zero_stage": 3,
-    "export_interval": LAST,
-    "async_checkpoint": True,
-    "hidden_dropout": 0.1,
-    "ema_type": "ema",
-}
-
-
-def test_the_program_resumes_with_tensor_parallelism(tmp_path: Path) -> None:
-    """Two ranks: losses, weights, moments, averages and the export are those of a run that was never stopped."""
-    run_distributed(2, train_twice, PROGRAM, str(tmp_path), tensor_parallel=2)
-    whole, resumed = tmp_path / "whole", tmp_path / "resumed"
-    assert weights(resumed) == weights(whole) and digests(resumed / "export") == digests(whole / "export") != {}
-    losses = curve(resumed)
-    assert len(losses) == LAST - MIDDLE and all(curve(whole)[place] == line for place, line in losses.items())

@@ -152,42 +152,15 @@ def test_any_tensor_parallel_layout_reads_any_other(
     assert loaded is not None and same(saved, values) and lines == []
 
 
-def test_special_values_keep_their_bits(tmp_path: Path) -> None:
-    """A checkpoint keeps NaN payloads, negative zero, subnormal numbers and infinities."""
+def test_special_values_keep_their_bits(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A checkpoint keeps NaN payloads, negative zero, subnormal numbers and infinities; in pieces of any size."""
+    monkeypatch.setattr(files, "CHUNK_BYTES", 100)
+    monkeypatch.setattr(files, "BLOCK_BYTES", 52)
     values = random_values(SPECS, 1)
     bits = torch.tensor([0x7FC12345, 0xFF800000 - 2**32, 0x80000000 - 2**32, 1, 0x7F800000], dtype=torch.int32)
     values["exp_avg"]["embedding.word.weight"].view(-1)[:5] = bits.view(torch.float32)
-    saved_by_all(lambda _: tmp_path, 1, values, Layout())
-    assert same(values, load(tmp_path)[1])
-
-
-def test_rank_files_are_ordinary_safetensors_files(tmp_path: Path) -> None:
-    """The safetensors library reads our files; their modes follow the umask."""
-    safetensors = pytest.importorskip("safetensors")
-    previous = os.umask(0o027)
-    try:
-        save(tmp_path / "new", 10, 1, world_size=2)
-    finally:
-        os.umask(previous)
-    folder = tmp_path / "new" / "10"
-    model = put(empty_model(SPECS, Layout(2), 1), random_values(SPECS, 1), 1)
-    with safetensors.safe_open(folder / "rank_001.safetensors", "pt") as file:
-        assert file.metadata()["iteration"] == "10" and file.metadata()["rank"] == "1"
-        assert len(list(file.keys())) == 3 * len(model.stages)
-        for index, part in model.parts():
-            for kind, shard in part.tensors.items():
-                assert torch.equal(file.get_tensor(f"stage_{index:03d}.{kind}"), shard)
-    assert {path.name: path.stat().st_mode & 0o777 for path in folder.iterdir()} == {
-        name: 0o640 for name in ("manifest.json", "rank_000.safetensors", "rank_001.safetensors")
-    }
-
-
-def test_values_larger_than_one_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Pieces of files and tensors fit together whatever their size."""
-    monkeypatch.setattr(files, "CHUNK_BYTES", 100)
-    monkeypatch.setattr(files, "BLOCK_BYTES", 52)
-    saved = save(tmp_path, 10, 1, world_size=2)
-    assert same(saved, load(tmp_path, 3, 2)[1])
+    saved_by_all(lambda _: tmp_path, 1, values, Layout(2))
+    assert same(values, load(tmp_path, 3, 2)[1])
 
 
 # -- finding ------------------------------------------------------------------------------------------------------

@@ -88,16 +88,11 @@ def test_blocks_per_stage(num_layers: int, layers_per_stage: float, sizes: list[
     assert [layer for stage in stages for layer in stage] == list(range(num_layers + 2))
 
 
-def test_buffers_are_used_in_turn_and_as_large_as_their_largest_stage() -> None:
+def test_stages_share_buffers_round_robin() -> None:
+    """A buffer is as large as its largest stage; more buffers than stages is one each, a tied embedding's its own."""
     plan = plan_buffers({2: 10, 3: 40, 4: 20, 5: 30}, num_buffers=2, keep_apart=frozenset())
     assert plan.placement == {2: 0, 3: 1, 4: 0, 5: 1} and plan.sizes == (20, 40) and not plan.own
-
-
-def test_a_tied_embedding_has_a_buffer_of_its_own() -> None:
     plan = plan_buffers({0: 50, 1: 10, 2: 10, 3: 20}, num_buffers=2, keep_apart=frozenset({0}))
     assert plan.placement == {0: 2, 1: 0, 2: 1, 3: 0} and plan.sizes == (20, 10, 50) and plan.own == {0, 2}
-
-
-def test_more_buffers_than_stages_is_one_each() -> None:
     plan = plan_buffers({0: 10, 1: 20}, num_buffers=9, keep_apart=frozenset())
     assert plan.placement == {0: 0, 1: 1} and plan.own == {0, 1}

@@ -1,28 +1,22 @@
 """Collectives of tensor-parallel ranks: nothing is computed with before it has arrived.
 
 Collectives are late: nothing is sent before somebody waits, and then the input must still be what it was. Until then
-the places of others hold NaN. Ranks are threads; with ranks of gloo, a thread sends while the main one computes.
+the places of others hold NaN. Ranks are threads.
 """
 
 from __future__ import annotations
 
-import copy
 import functools
-import random
 import sys
-from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 from unittest import mock
 
 import pytest
-import torch.distributed as dist
 from torch import Tensor
 
-from megatron_lite.distributed.process_group import Distributed
 from megatron_lite.distributed.traffic import Handle
-from tests.support.engine_runs import DelayedGroup, Engine, Late, LateGroup, Outcome, simulated_tensor_ranks
-from tests.support.harness import run_distributed
+from tests.support.engine_runs import Engine, Late, LateGroup, Outcome, simulated_tensor_ranks
 from tests.support.tensor_cases import CASES, LLAMA, QWEN3, CaseEngine, Layout, Options
 from tests.support.thread_ranks import on_threads
 
@@ -180,35 +174,3 @@ def test_simulated_ranks_can_be_late_too(options: Options) -> None:
     late.tensor = LateGroup(late.tensor)  # type: ignore[assignment]
     found = Engine(ranks, options).run(2, evaluate_every=2)
     assert Engine(late, options).run(2, evaluate_every=2) == found and len(set(found.losses)) == 2
-
-
-# -- ranks of gloo ----------------------------------------------------------------------------------------------------
-
-
-class Delayed:
-    """A rank whose tensor-parallel collectives are sent by a thread, some of them 0.1 s late."""
-
-    def __init__(self, inner: Distributed, side: Any) -> None:
-        self.rank, self.world_size, self.device, self.data = inner.rank, inner.world_size, inner.device, inner.data
-        self.sum_in_rank_order = inner.sum_in_rank_order
-        self.tensor = DelayedGroup(inner.tensor, side)
-
-
-def delayed_and_not(distributed: Distributed, runs: Iterable[tuple[Options, bool]]) -> list[tuple[Outcome, Outcome]]:
-    side = copy.copy(distributed)
-    side.divide(2, lambda ranks: dist.new_group(list(ranks), backend="gloo"))
-    delayed, found = Delayed(distributed, side.tensor.group), []
-    for seed, (options, tokens) in enumerate(runs):
-        options = {**options, "tensor_parallel": 2, "sequence_tensor_parallel": tokens}
-        normal = CaseEngine(distributed, options).run(2, evaluate_every=2)
-        delayed.tensor.choose(random.Random(seed).sample(range(60), 6))
-        found.append((normal, CaseEngine(delayed, options).run(2, evaluate_every=2)))
-    return found
-
-
-@pytest.mark.slow
-def test_delayed_collectives_change_no_bit() -> None:
-    runs = [(options, tokens) for options, _ in (RUNS[0], RUNS[3]) for tokens in (False, True)]
-    for ranks in zip(*run_distributed(4, delayed_and_not, runs, tensor_parallel=2), strict=True):
-        for normal, late in ranks:
-            assert late == normal and normal.weights == ranks[0][0].weights

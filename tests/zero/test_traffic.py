@@ -199,24 +199,18 @@ def check(total: Total, per_stage: list[int], sizes: list[int], ranks: int, item
     assert total.wire_bytes * ranks == total.bytes * (ranks - 1)
 
 
-def frozen_books(distributed: Distributed) -> list[tuple[Books, list[tuple[int, int]]]]:
+def books_of_a_step(distributed: Distributed, cases: list[Options]) -> list[tuple[Books, list[int], list[int]]]:
+    """Return for each case the bytes moved by the second step, and the stages' elements, all and trained."""
     results = []
-    for zero_stage in (1, 3):
-        options = {
-            "num_layers": 3,
-            **SMALL,
-            "zero_stage": zero_stage,
-            "tie_word_embeddings": False,
-            "freeze": ("embedding", "blocks.0", "blocks.1.mlp"),
-        }
-        engine = Engine(distributed, options)
+    for options in cases:
+        engine = Engine(distributed, SMALL | options)
         engine.model.gather_ahead()
         for iteration in (1, 2):
             distributed.traffic.take()
             engine.step(iteration)
         engine.model.finish()
-        sizes = [(stage.numel, stage.grad_numel) for stage in engine.model.stages]
-        results.append((distributed.traffic.take(), sizes))
+        sizes = ([stage.numel for stage in engine.model.stages], [stage.grad_numel for stage in engine.model.stages])
+        results.append((distributed.traffic.take(), *sizes))
     return results
 
 
@@ -226,8 +220,9 @@ def test_frozen_stages_are_gathered_once_and_never_reduced() -> None:
     ZeRO 3: forward gathers all five; backward, which stops at stage 2, finds 3 and 4 and gathers 2 alone. The next
     forward pass gathers 0 again, which 2 has driven out, and 1, which 3 has.
     """
-    (whole, sizes), (shared, _) = run_distributed(2, frozen_books)[0]
-    numels, trained = [numel for numel, _ in sizes], [grad_numel for _, grad_numel in sizes]
+    freeze = {"num_layers": 3, "tie_word_embeddings": False, "freeze": ("embedding", "blocks.0", "blocks.1.mlp")}
+    cases = [{**freeze, "zero_stage": zero_stage} for zero_stage in (1, 3)]
+    (whole, numels, trained), (shared, *_) = run_distributed(2, books_of_a_step, cases)[0]
     assert trained[:2] == [0, 0] and 0 < trained[2] < numels[2] and trained[3:] == numels[3:]
     assert whole["gather"].elements == sum(numels[2:])
     assert shared["gather"].elements == sum(numels) + numels[2]
@@ -235,24 +230,18 @@ def test_frozen_stages_are_gathered_once_and_never_reduced() -> None:
     assert whole["reduce"].collectives == shared["reduce"].collectives == 3
 
 
-def muon_books(distributed: Distributed, cases: list[Options]) -> list[tuple[Books, list[int]]]:
-    results = []
-    for options in cases:
-        engine = Engine(distributed, SMALL | options | {"optimizer": "muon"})
-        engine.model.gather_ahead()
-        for iteration in (1, 2):
-            distributed.traffic.take()
-            engine.step(iteration)
-        engine.model.finish()
-        results.append((distributed.traffic.take(), [stage.grad_numel for stage in engine.model.stages]))
-    return results
-
-
-MUON_CASES: list[Options] = [
-    {"num_layers": 3, "zero_stage": 1},
-    {"num_layers": 3, "zero_stage": 3, "depth_first_micro_batches": 2, "training_dtype": "bf16"},
-    {"num_layers": 4, "layers_per_stage": 3.0, "full_precision_gradients": False, "training_dtype": "bf16"},
-    {"num_layers": 3, "freeze": ("blocks.0", "blocks.1.mlp")},
+MUON = {"optimizer": "muon"}
+MUON_CASES = [
+    {**MUON, "num_layers": 3, "zero_stage": 1},
+    {**MUON, "num_layers": 3, "zero_stage": 3, "depth_first_micro_batches": 2, "training_dtype": "bf16"},
+    {
+        "optimizer": "muon",
+        "num_layers": 4,
+        "layers_per_stage": 3.0,
+        "full_precision_gradients": False,
+        "training_dtype": "bf16",
+    },
+    {**MUON, "num_layers": 3, "freeze": ("blocks.0", "blocks.1.mlp")},
 ]
 
 
@@ -260,7 +249,8 @@ MUON_CASES: list[Options] = [
 def test_muon_gathers_and_reduces_each_stage_of_blocks_once_in_bf16(ranks: int) -> None:
     """Momentum there, updates back: 2 bytes an element each way, whatever ZeRO stage, micro-batches or dtypes; of
     nothing but stages with trained matrices; and nothing alone."""
-    for options, (books, sizes) in zip(MUON_CASES, run_distributed(ranks, muon_books, MUON_CASES)[0], strict=True):
+    found = run_distributed(ranks, books_of_a_step, MUON_CASES)[0]
+    for options, (books, _, sizes) in zip(MUON_CASES, found, strict=True):
         of_blocks = [size for size in sizes[1:-1] if size]
         assert len(of_blocks) == (2 if "freeze" in options or options["num_layers"] == 4 else 3)
         for kind in ("muon gather", "muon reduce"):
