@@ -27,9 +27,7 @@ from megatron_lite.errors import DamagedError, RunError
 from megatron_lite.schedules.batch_size import parse_schedule
 from megatron_lite.schedules.stages import parse_stages
 
-LARGEST_FP32 = (2 - 2**-23) * 2.0**127
-INF = math.inf
-_TOKEN_DTYPES = ("uint8", "int8", "int16", "int32", "int64", "uint16")
+LARGEST_FP32, INF = (2 - 2**-23) * 2.0**127, math.inf
 
 
 def _is_hex(value: str) -> bool:
@@ -46,12 +44,16 @@ def _is_iteration(value: str) -> bool:
 
 Finite = Annotated[float, Rule("a finite number", math.isfinite)]
 NotNegative = Annotated[float, Rule("a finite number >= 0", lambda value: 0 <= value < math.inf)]
-Scale = Annotated[float, Rule("a number > 0 that fits fp32", lambda value: 0 < value <= LARGEST_FP32 or value == INF)]
+Scale = Annotated[
+    float, Rule("a number > 0 that fits fp32", lambda value: 0 < value <= LARGEST_FP32 or value == math.inf)
+]
 HexFloat = Annotated[str, Rule("a hexadecimal float", _is_hex)]
 HexIteration = Annotated[str, Rule("a hexadecimal float that is an iteration", _is_iteration)]
 Digest = Annotated[str, Rule("16 hexadecimal digits", lambda value: re.fullmatch(r"[0-9a-f]{16}", value) is not None)]
-EmaType = Annotated[str, Rule(f"one of {', '.join(EMA_TYPES)}", lambda value: value in EMA_TYPES)]
-TokenDtype = Annotated[str, Rule("the dtype of tokens", lambda value: value in _TOKEN_DTYPES)]
+EmaType = Annotated[str, Rule(f"one of {', '.join(EMA_TYPES)}", EMA_TYPES.__contains__)]
+TokenDtype = Annotated[
+    str, Rule("the dtype of tokens", {"uint8", "int8", "int16", "int32", "int64", "uint16"}.__contains__)
+]
 
 
 # Each is returned by `state` of the class in its name; the state of the data is `data.fingerprint.identity`.

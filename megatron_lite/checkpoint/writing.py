@@ -139,7 +139,7 @@ class Save:
         files.write_text(path, manifest.dump(content))
         sync_folder(self._temporary)
         self._check()
-        files.publish(self._temporary, self.folder, is_checkpoint)
+        files.publish(self._temporary, self.folder, lambda folder: good_manifest(folder) is not None)
 
     def _is_published(self) -> bool:
         """Whether a failed attempt has published the checkpoint; undo a half-finished one."""
@@ -180,13 +180,8 @@ def tensors_of(model: MultiStage) -> list[TensorToWrite]:
     ]
 
 
-def is_checkpoint(folder: Path) -> bool:
-    """Whether a folder (not a link) has a good manifest for the iteration in its name."""
-    return good_manifest(folder) is not None
-
-
 def good_manifest(folder: Path, with_files: bool = False) -> Manifest | None:
-    """Return the manifest of a folder as in `is_checkpoint`, or None.
+    """Return the good manifest of a folder (not a link) for the iteration in its name, or None.
 
     with_files: None also if a file is missing or has another size.
     """

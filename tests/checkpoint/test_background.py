@@ -17,7 +17,7 @@ from megatron_lite.checkpoint import files, manifest, writing
 from megatron_lite.checkpoint.writing import BackgroundSaves, Save, open_background, shard_bytes
 from megatron_lite.config import CheckpointConfig, Config, RunConfig
 from megatron_lite.errors import OutOfMemoryError, StorageError
-from tests.checkpoint.test_writing import SPECS, load, names, newest, save
+from tests.checkpoint.test_writing import SPECS, fail_to_write, load, names, newest, save
 from tests.support.fakes import Layout, World, empty_model, one_rank, put, random_values, run_state, same
 from tests.support.thread_ranks import ThreadRank
 
@@ -103,23 +103,10 @@ def test_nothing_is_there_before_it_is_whole(tmp_path: Path) -> None:
     assert names(tmp_path) == {"10", "30"}
 
 
-def failing(monkeypatch: pytest.MonkeyPatch, times: int) -> None:
-    """Let rank 1 fail to write its file, this many times."""
-    real, failures = files.write_tensors, iter(range(times))
-
-    def write(path: Path, *arguments: Any) -> files.WrittenFile:
-        if path.name == "rank_001.safetensors" and next(failures, None) is not None:
-            path.write_bytes(b"half")
-            raise OSError(errno.EIO, os.strerror(errno.EIO))
-        return real(path, *arguments)
-
-    monkeypatch.setattr(files, "write_tensors", write)
-
-
 def test_a_failure_on_one_rank_is_an_error_on_all(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Found at the next look; the older checkpoint stays, nothing else does."""
     save(tmp_path, 10, 3, world_size=2)
-    failing(monkeypatch, times=3)
+    fail_to_write(monkeypatch, 1, 3, errno.EIO)
     for result in in_background(tmp_path, finish, retries=2):
         assert isinstance(result, StorageError) and "rank 1: " in str(result) and "Input/output error" in str(result)
     assert names(tmp_path) == {"10"}
@@ -129,7 +116,7 @@ def test_a_failure_that_passes_is_retried(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     """In the thread, while training goes on, with a warning each time."""
-    failing(monkeypatch, times=2)
+    fail_to_write(monkeypatch, 1, 2, errno.EIO)
     monkeypatch.setattr(files.logger, "propagate", True)
     with caplog.at_level(logging.WARNING, "megatron_lite"):
         in_background(tmp_path, finish, retries=2)
@@ -165,7 +152,7 @@ def test_a_failure_after_a_rename_is_retried(
 def test_a_stop_request_ends_the_pauses(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The wait for another attempt would cost the grace time."""
     monkeypatch.setattr(writing, "pause_s", lambda attempt: 60.0)
-    failing(monkeypatch, times=1)
+    fail_to_write(monkeypatch, 1, 1, errno.EIO)
     in_background(tmp_path, lambda distributed, saves: saves.finish(hurry=True), retries=3)
     assert same(load(tmp_path, 2)[1], VALUES)
 

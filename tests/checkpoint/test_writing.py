@@ -220,6 +220,19 @@ class Killed(BaseException):
     """The process ends here; no handler of the program runs."""
 
 
+def fail_to_write(monkeypatch: pytest.MonkeyPatch, rank: int, times: int, number: int) -> None:
+    """Let a rank fail to write its file, this many times, with this error number."""
+    real_write, failures = files.write_tensors, iter(range(times))
+
+    def write(path: Path, *arguments: Any) -> files.WrittenFile:
+        if path.name == f"rank_00{rank}.safetensors" and next(failures, None) is not None:
+            path.write_bytes(b"half")
+            raise OSError(number, os.strerror(number))
+        return real_write(path, *arguments)
+
+    monkeypatch.setattr(files, "write_tensors", write)
+
+
 MUTATING = ("open", "write", "fsync", "mkdir", "rename", "unlink", "rmdir")
 
 
@@ -326,15 +339,7 @@ def test_syncs_come_in_the_order_that_survives_a_power_cut(tmp_path: Path, monke
 def test_a_full_disk_of_one_rank_is_an_error_on_all(rank: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Every rank raises StorageError with rank, path, bytes needed and free; the temporary folder is gone."""
     old = save(tmp_path, 10, 1, world_size=3)
-    real_write = files.write_tensors
-
-    def write(path: Path, *arguments: Any) -> files.WrittenFile:
-        if path.name == f"rank_00{rank}.safetensors":
-            path.write_bytes(b"half")
-            raise OSError(errno.ENOSPC, "No space left on device")
-        return real_write(path, *arguments)
-
-    monkeypatch.setattr(files, "write_tensors", write)
+    fail_to_write(monkeypatch, rank, 1, errno.ENOSPC)
     results = saved_by_all(lambda _: tmp_path, 20, random_values(SPECS, 2), Layout(3))
     num_bytes = sum(12 * part.layout.shard_numel for _, part in empty_model(SPECS, Layout(3), 0).parts())
     for result in results:
