@@ -12,15 +12,15 @@ import json
 import math
 import os
 import shutil
+import signal
 import socket
 import subprocess
 import sys
 import tempfile
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # works without installation
 
@@ -40,32 +40,15 @@ TRAINING_FLAGS = (
 )
 
 
-@dataclass(frozen=True)
-class Size:
+class Size(NamedTuple):
     """Length of the runs of a smoke test."""
 
     iterations: int
     checkpoint_interval: int
     warmup: int
 
-    @property
-    def kill_after(self) -> int:
-        """Iteration after which a run is killed: past the second checkpoint, so some iterations are repeated."""
-        return 2 * self.checkpoint_interval + 3
 
-    def flags(self) -> list[str]:
-        """Return the flags of pretrain_gpt.py."""
-        return [
-            f"--train_iters={self.iterations}",
-            f"--lr_warmup_iters={self.warmup}",
-            f"--checkpoint_interval={self.checkpoint_interval}",
-            f"--validation_interval={self.iterations // 2}",
-            f"--export_interval={self.iterations}",
-        ]
-
-
-FULL = Size(iterations=60, checkpoint_interval=10, warmup=10)
-QUICK = Size(iterations=30, checkpoint_interval=6, warmup=2)
+FULL, QUICK = Size(iterations=60, checkpoint_interval=10, warmup=10), Size(30, 6, 2)
 
 
 class SmokeError(Exception):
@@ -80,9 +63,9 @@ def note(text: str) -> None:
 class Smoke:
     """One smoke test in a temporary folder; `report` becomes the JSON line."""
 
-    def __init__(self, folder: Path, size: Size, installed: bool, device: str, extra_flags: list[str]) -> None:
+    def __init__(self, folder: Path, size: Size, installed: bool, device: str, flags: list[str]) -> None:
         self.folder, self.size, self.installed, self.device = folder, size, installed, device
-        self.extra_flags = [f"--device={device}", *extra_flags]
+        self.flags = [f"--device={device}", *flags]
         self.deadline = time.monotonic() + TIME_LIMIT_S
         self.log = folder / "log.txt"  # of all processes
         self.report: dict[str, Any] = {}
@@ -95,7 +78,7 @@ class Smoke:
         self.expect(cuda or self.device != "cuda", f"--device=cuda, but torch {torch.__version__} finds no CUDA device")
         self.world_size = 1 if cuda else 2
         # --cpu_matmul=auto times two libraries at each start; where they are equally fast, two runs may differ.
-        self.device_flags = ["--training_dtype=bf16"] if cuda else ["--zero_stage=3", "--cpu_matmul=blas"]
+        self.flags = [*(["--training_dtype=bf16"] if cuda else ["--zero_stage=3", "--cpu_matmul=blas"]), *self.flags]
         self.report.update(
             device=torch.cuda.get_device_name() if cuda else "cpu", torch=torch.__version__, world_size=self.world_size
         )
@@ -110,67 +93,45 @@ class Smoke:
 
     def call(self, *command: str | Path) -> None:
         """Run a Python script to completion."""
+        words, seconds = [sys.executable, *map(str, command)], self.seconds_left()
         with self.log.open("ab") as log:
-            code = subprocess.call(
-                [sys.executable, *map(str, command)],
-                cwd=self.folder,
-                stdout=log,
-                stderr=log,
-                timeout=self.seconds_left(),
-            )
+            code = subprocess.call(words, cwd=self.folder, stdout=log, stderr=log, timeout=seconds)
         self.expect(code == 0, f"{Path(command[0]).name} ended with exit code {code}")
 
-    def start(self, experiment: str) -> list[subprocess.Popen[bytes]]:
-        """Start all ranks of a training run without torchrun, so that this process can kill each of them."""
+    def train(self, experiment: str, what: str, kill_after: int = 0) -> None:
+        """Run all ranks without torchrun, so that this process can kill each of them.
+
+        kill_after: kill the ranks with SIGKILL after this iteration.
+        """
         with socket.socket() as probe:
             probe.bind(("127.0.0.1", 0))
             port = probe.getsockname()[1]
+        iterations, interval, warmup = self.size
         command = [sys.executable, str(self.program("pretrain_gpt.py")), *MODEL_FLAGS.split(), *TRAINING_FLAGS.split()]
-        command += self.size.flags()
+        command += [f"--train_iters={iterations}", f"--lr_warmup_iters={warmup}", f"--checkpoint_interval={interval}"]
+        command += [f"--validation_interval={iterations // 2}", f"--export_interval={iterations}"]
         command += [f"--vocab_size={VOCAB_SIZE}", f"--data_path={self.folder / 'corpus'}", "--split=90,10,0"]
         command += [f"--tokenizer_file={self.folder / 'corpus.tokenizer.json'}"]
-        command += [f"--experiment_dir={self.folder / experiment}", *self.device_flags, *self.extra_flags]
+        command += [f"--experiment_dir={self.folder / experiment}", *self.flags]
         size = str(self.world_size)
         job = {"WORLD_SIZE": size, "LOCAL_WORLD_SIZE": size, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+        places = [os.environ | job | {"RANK": str(rank), "LOCAL_RANK": str(rank)} for rank in range(self.world_size)]
         with self.log.open("ab") as log:
-            return [
-                subprocess.Popen(
-                    command,
-                    env=os.environ | job | {"RANK": str(rank), "LOCAL_RANK": str(rank)},
-                    cwd=self.folder,
-                    stdout=log,
-                    stderr=log,
-                )
-                for rank in range(self.world_size)
-            ]
-
-    def wait(self, processes: list[subprocess.Popen[bytes]], what: str) -> None:
-        """Wait until every rank has succeeded; on failure kill all ranks."""
+            ranks = [subprocess.Popen(command, env=place, cwd=self.folder, stdout=log, stderr=log) for place in places]
         try:
-            codes = [process.wait(self.seconds_left()) for process in processes]
-        finally:
-            for process in processes:
-                process.kill()
-                process.wait()
-        self.expect(not any(codes), f"{what} ended with exit codes {codes}")
-
-    def kill_while_training(self, experiment: str) -> None:
-        """Start a run and kill all ranks with SIGKILL a few iterations after the second checkpoint."""
-        processes = self.start(experiment)
-        metrics = self.folder / experiment / "metrics.jsonl"
-        try:
-            while not metrics.exists() or max(self.losses(experiment), default=0) < self.size.kill_after:
-                codes = [process.poll() for process in processes]
-                self.expect(
-                    codes == [None] * len(codes), f"the run ended before it was killed, with exit codes {codes}"
-                )
-                self.expect(self.seconds_left() > 1, f"iteration {self.size.kill_after} was not reached in time")
+            while max(self.losses(experiment), default=0) < kill_after:
+                codes = [rank.poll() for rank in ranks]
+                self.expect(codes == [None] * len(ranks), f"{what} ended before it was killed, exit codes {codes}")
+                self.expect(self.seconds_left() > 1, f"iteration {kill_after} was not reached in time")
                 time.sleep(0.002)
+            for rank in () if kill_after else ranks:
+                rank.wait(self.seconds_left())
         finally:
-            for process in processes:
-                process.kill()
-            codes = [process.wait() for process in processes]
-        self.expect(all(code == -9 for code in codes), f"the killed run has exit codes {codes}, expected -9")
+            for rank in ranks:
+                rank.kill()
+            codes = [rank.wait() for rank in ranks]
+        expected = -signal.SIGKILL if kill_after else 0
+        self.expect(set(codes) == {expected}, f"{what} ended with exit codes {codes}, expected {expected}")
 
     def losses(self, experiment: str, phase: str = "training") -> dict[int, float]:
         """Return the losses of a run by iteration."""
@@ -180,23 +141,24 @@ class Smoke:
         """Return the records of a run, the last one of each iteration and phase."""
         from megatron_lite.monitor.trackers import read_metrics
 
-        return read_metrics(self.folder / experiment / "metrics.jsonl")
+        path = self.folder / experiment / "metrics.jsonl"
+        return read_metrics(path) if path.exists() else []
 
     def train_and_resume(self) -> None:
         """Train without interruption, train and kill, resume, and compare."""
-        self.wait(self.start("whole"), "the uninterrupted run")
-        self.kill_while_training("killed")
+        first, last = self.size.checkpoint_interval, self.size.iterations
+        self.train("whole", "the uninterrupted run")
+        # Past the second checkpoint, so some iterations are repeated.
+        self.train("killed", "the killed run", kill_after=2 * first + 3)
         before = {record["run"] for record in self.metrics("killed")}
         self.report["killed_at_iteration"] = max(self.losses("killed"))
-        self.wait(self.start("killed"), "the resumed run")
+        self.train("killed", "the resumed run")
         training = [record for record in self.metrics("killed") if record["phase"] == "training"]
         resumed = [record["iteration"] for record in training if record["run"] not in before]
         self.expect(bool(resumed), "the resumed run wrote no metrics")
         self.report["resumed_after_iteration"] = min(resumed) - 1
-        first = self.size.checkpoint_interval
         self.expect(first < min(resumed), f"the resumed run started over, at iteration {min(resumed)}")
         whole, killed = self.losses("whole"), self.losses("killed")
-        last = self.size.iterations
         self.expect(len(whole) == last, f"{len(whole)} losses logged, expected {last}")
         different = [iteration for iteration in whole if whole[iteration] != killed.get(iteration)]
         self.expect(not different, f"the losses of the resumed run differ from iteration {different[:1]} on")

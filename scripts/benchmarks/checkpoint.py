@@ -73,36 +73,27 @@ class Bench:
         self.dcp_stager = BlockingAsyncStager(cache_staged_state_dict=True)
         self.dcp_stager.state_dict_cache = _create_cpu_state_dict(self.dcp_state)
         self.background = BackgroundSaves(self.model, distributed, retries=0)
-        self.rows: dict[str, Callable[[], float]] = {
+        # A row may return the seconds for which a training loop is blocked; otherwise it is blocked all the time.
+        self.rows: dict[str, Callable[[], object]] = {
             "copy": self.copy,
-            "save": self.save,
-            "DCP save": self.dcp_save,
+            "save": lambda: write_now(self._save("ours")),
+            "DCP save": lambda: dcp.save(self.dcp_state, checkpoint_id=folder / "dcp", process_group=self.dcp_group),
             "save in the background": self.save_in_background,
             "DCP save in the background": self.dcp_save_in_background,
             "read": self.read,
             "load": self.load,
-            "DCP load": self.dcp_load,
+            # Verifies nothing.
+            "DCP load": lambda: dcp.load(self.dcp_state, checkpoint_id=folder / "dcp", process_group=self.dcp_group),
         }
 
-    # Each row returns the seconds that a training loop is blocked.
-
-    def copy(self) -> float:
+    def copy(self) -> None:
         """Write this rank's bytes to a plain file and sync it."""
-        begun_s = time.perf_counter()
-        descriptor = os.open(self._plain(), os.O_WRONLY | os.O_CREAT | os.O_EXCL)
-        for tensor in self.tensors:
-            for chunk in chunks(tensor.read()):
-                while chunk:
-                    chunk = chunk[os.write(descriptor, chunk) :]
-        os.fsync(descriptor)
-        os.close(descriptor)
-        return time.perf_counter() - begun_s
-
-    def save(self) -> float:
-        """Save synchronously."""
-        begun_s = time.perf_counter()
-        write_now(self._save("ours"))
-        return time.perf_counter() - begun_s
+        with open(self._plain(), "xb", buffering=0) as file:
+            for tensor in self.tensors:
+                for chunk in chunks(tensor.read()):
+                    while chunk:
+                        chunk = chunk[file.write(chunk) :]
+            os.fsync(file.fileno())
 
     def save_in_background(self) -> float:
         """Save asynchronously: copy to the host, write in a thread, publish."""
@@ -119,12 +110,6 @@ class Bench:
         self.background.finish()
         return blocked_s + time.perf_counter() - begun_s
 
-    def dcp_save(self) -> float:
-        """Save with DCP, which also syncs its files."""
-        begun_s = time.perf_counter()
-        dcp.save(self.dcp_state, checkpoint_id=self.folder / "dcp", process_group=self.dcp_group)
-        return time.perf_counter() - begun_s
-
     def dcp_save_in_background(self) -> float:
         """Save asynchronously with DCP."""
         begun_s = time.perf_counter()
@@ -138,29 +123,18 @@ class Bench:
         getattr(future, "upload_completion", future).result()
         return blocked_s
 
-    def read(self) -> float:
+    def read(self) -> None:
         """Read this rank's plain file."""
-        begun_s = time.perf_counter()
         with open(self._plain(), "rb", buffering=0) as file:
             for tensor in self.tensors:
                 view = tensor.read().view(torch.uint8).numpy().data
                 while view:
                     view = view[file.readinto(view) :]
-        return time.perf_counter() - begun_s
 
-    def load(self) -> float:
+    def load(self) -> None:
         """Find, verify and load the checkpoint."""
-        begun_s = time.perf_counter()
         root = self.folder / "ours"
-        found = reading.load_first_good(find(root), root, self.model, self.distributed, print)
-        assert found is not None
-        return time.perf_counter() - begun_s
-
-    def dcp_load(self) -> float:
-        """Load with DCP, which verifies nothing."""
-        begun_s = time.perf_counter()
-        dcp.load(self.dcp_state, checkpoint_id=self.folder / "dcp", process_group=self.dcp_group)
-        return time.perf_counter() - begun_s
+        assert reading.load_first_good(find(root), root, self.model, self.distributed, print) is not None
 
     def clear(self) -> None:
         """Delete the files of this turn and sync the disk."""
@@ -188,7 +162,8 @@ class Bench:
         self.drop_cache()
         before = processor.reset_peak()
         begun_s = time.perf_counter()
-        blocked_s = self.rows[name]()
+        returned = self.rows[name]()
+        blocked_s = returned if isinstance(returned, float) else time.perf_counter() - begun_s
         self.distributed.barrier()
         seconds, memory = time.perf_counter() - begun_s, processor.memory_bytes("VmHWM") - before
         if "background" in name:
@@ -242,9 +217,8 @@ def main(argv: Sequence[str]) -> int:
         ranks = distributed.world_size
         num_bytes = shard_bytes(bench.model) * ranks
         command = f"torchrun --nproc-per-node={ranks} -m scripts.benchmarks.checkpoint"
-        about = f"{num_bytes / MIB:,.0f} MiB, {ranks} ranks; "
-        lines = table(rows, COLUMNS)
-        publish(command, argv, options, rows, lines, about=about, goals=GOALS, bytes=num_bytes, ranks=ranks)
+        more: Any = {"about": f"{num_bytes / MIB:,.0f} MiB, {ranks} ranks; ", "bytes": num_bytes, "ranks": ranks}
+        publish(command, argv, options, rows, table(rows, COLUMNS), goals=GOALS, **more)
     distributed.barrier()
     distributed.close()
     return 0
@@ -273,11 +247,8 @@ def config_of(mib: int, world_size: int) -> Config:
 def measured_rows(turns: Turns) -> dict[str, dict[str, Any]]:
     """Return the figures of some rows, with ratios to the first (plain copy or read), and of ours to DCP's."""
     reference, *_ = names = list(turns.records)
-    rows = turns.rows(
-        "seconds",
-        "blocked_s",
-        others=lambda name: [other for other in (reference, f"DCP {name}") if other in names and other != name],
-    )
+    peers = {name: [one for one in (reference, f"DCP {name}") if one in names and one != name] for name in names}
+    rows = turns.rows("seconds", "blocked_s", others=peers.__getitem__)
     for name, record in turns.records.items():
         rows[name]["blocked_ratio"] = turns.ratio(name, reference, "blocked_s", "seconds")
         rows[name]["memory_bytes"] = max(record.counted("memory_bytes")[1:])

@@ -18,12 +18,13 @@ from __future__ import annotations
 
 import argparse
 import datetime
+import fnmatch
 import json
 import os
 import statistics
 import subprocess
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -32,7 +33,7 @@ from megatron_lite.run.durable_files import replace_file
 from scripts.benchmarks import processor
 
 ROOT = Path(__file__).resolve().parents[2]
-MIB = 2**20
+MIB, GIB = 2**20, 2**30
 TORCHRUN = ("-m", "torch.distributed.run", "--rdzv-backend=c10d", "--rdzv-endpoint=localhost:0")
 Result = dict[str, Any]
 Rows = Mapping[str, Mapping[str, Any]]
@@ -61,6 +62,19 @@ def names_in(text: str) -> list[str]:
     return [name.strip() for name in text.split(",") if name.strip()]
 
 
+def matching(known: Collection[str], what: str, text: str) -> list[str]:
+    """Return the known names that a comma-separated list of names and wildcards selects, in their own order.
+
+    Raises:
+        ArgumentTypeError: if nothing matches one of them.
+    """
+    patterns = names_in(text)
+    for pattern in patterns:
+        if not fnmatch.filter(known, pattern):
+            raise argparse.ArgumentTypeError(f"no {what} is called {pattern!r}; choose from {list(known)}")
+    return [name for name in known if any(fnmatch.fnmatch(name, pattern) for pattern in patterns)]
+
+
 # -- files -----------------------------------------------------------------------------------------------------------
 
 
@@ -85,19 +99,14 @@ def environment(
         machine: further facts about the machine; `device` replaces the processor.
         python: the interpreter whose packages are measured.
     """
+    versions = subprocess.run([python, "-c", _VERSIONS], capture_output=True, text=True, check=True).stdout
     return {
         "command": f"{command} {' '.join(argv)}".strip(),
         "date": datetime.date.today().isoformat(),
         "commit": commit(),
         "machine": {"device": processor.name(), "cores": len(processor.cores()), **(machine or {})},
-        "versions": versions(python),
+        "versions": {**json.loads(versions), "megatron_lite": megatron_lite.__version__},
     }
-
-
-def versions(python: str = sys.executable) -> dict[str, str]:
-    """Return the versions of this program and of an interpreter's packages."""
-    done = subprocess.run([python, "-c", _VERSIONS], capture_output=True, text=True, check=True)
-    return {**json.loads(done.stdout), "megatron_lite": megatron_lite.__version__}
 
 
 def commit() -> str:
@@ -107,12 +116,6 @@ def commit() -> str:
         return subprocess.run(words, capture_output=True, text=True, check=True).stdout.strip()
     except (OSError, subprocess.CalledProcessError):
         return "unknown"
-
-
-def run_module(words: Sequence[str], ranks: int = 0, **options: Any) -> subprocess.CompletedProcess[str]:
-    """Run a module of this checkout, under torchrun if `ranks` is not 0. options: for subprocess.run."""
-    launcher = (*TORCHRUN, f"--nproc-per-node={ranks}") if ranks else ()
-    return subprocess.run([sys.executable, *launcher, "-m", *words], cwd=ROOT, text=True, **options)
 
 
 def measured_alone(words: Sequence[str], variables: Mapping[str, str] | None = None) -> Any:
@@ -148,13 +151,6 @@ def spread_of(values: Sequence[float]) -> Spread:
     """Return median, quartiles and values of one or more numbers."""
     low, median, high = statistics.quantiles(values, n=4, method="inclusive") if len(values) > 1 else list(values) * 3
     return {"median": median, "quartiles": [low, high], "values": list(values)}
-
-
-def scaled(spread: Spread | None, factor: float) -> Spread | None:
-    """Return a spread in another unit."""
-    if spread is None:
-        return None
-    return {"median": factor * spread["median"], "quartiles": [factor * value for value in spread["quartiles"]]}
 
 
 def ratio(rows: Rows, own: str, other: str) -> Spread | None:

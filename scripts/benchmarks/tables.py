@@ -9,21 +9,11 @@ from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from scripts.benchmarks.results import (
-    ROOT,
-    Result,
-    Rows,
-    Spread,
-    argument_parser,
-    compared_with,
-    environment,
-    ratio,
-    read_json,
-    scaled,
-    write_json,
-)
+from scripts.benchmarks import results
+from scripts.benchmarks.results import ROOT, Result, Rows, Spread, compared_with, ratio
 from scripts.docs.tables import markdown_table, with_tables, write_documents
 
+DOCUMENT = ROOT / "docs" / "benchmarks.md"
 NOT_MEASURED = "not yet measured"
 
 
@@ -34,29 +24,28 @@ class Column(NamedTuple):
     cell: Callable[[Rows, str], str]  # (all rows, name of this one) -> text
 
 
-def spread_cell(spread: Spread | None, digits: int) -> str:
+def spread_cell(spread: Spread | None, digits: int, factor: float = 1.0) -> str:
     """Format a spread as "median (low-high)", or as the median if all three are rounded to the same number."""
     if spread is None:
         return ""
-    low, high = (f"{value:.{digits}f}" for value in spread["quartiles"])
-    median = f"{spread['median']:.{digits}f}"
+    median, low, high = (f"{factor * value:.{digits}f}" for value in (spread["median"], *spread["quartiles"]))
     return median if low == high else f"{median} ({low}-{high})"
 
 
-def number(title: str, figure: str, form: str, factor: float = 1.0) -> Column:
-    """Return the column of a figure or its median, scaled by `factor`; empty if missing or zero."""
+def number(title: str, figure: str, form: str, factor: float = 1.0, zero: bool = False) -> Column:
+    """Return the column of a figure or its median, scaled by `factor`; empty if missing, or 0 and not `zero`."""
 
     def cell(rows: Rows, name: str) -> str:
         found = rows[name].get(figure)
         found = found["median"] if isinstance(found, dict) else found
-        return format(found * factor, form) if found else ""
+        return format(found * factor, form) if found or (zero and found == 0) else ""
 
     return Column(title, cell)
 
 
 def spread(title: str, figure: str, digits: int, factor: float = 1.0) -> Column:
     """Return the column of a figure with its quartiles, scaled by `factor`."""
-    return Column(title, lambda rows, name: spread_cell(scaled(rows[name].get(figure), factor), digits))
+    return Column(title, lambda rows, name: spread_cell(rows[name].get(figure), digits, factor))
 
 
 def over(title: str, other: str, digits: int = 2) -> Column:
@@ -101,9 +90,9 @@ def publish(
         about: description of the measured setting, for the first line.
         more: further keys of the result, which override the usual ones.
     """
-    result: Result = {"environment": environment(command, argv), "settings": vars(options), "rows": rows}
+    result: Result = {"environment": results.environment(command, argv), "settings": vars(options), "rows": rows}
     result |= {"missing": {}, "failures": {}, **more}
-    write_json(options.output, result)
+    results.write_json(options.output, result)
     below = ["", *remarks(result), *verdicts(goals, rows)]
     lines = [f"{about}{surroundings(result['environment'])}.", *(line for one in tables for line in ("", *one)), *below]
     print("\n".join(lines), flush=True)
@@ -166,7 +155,6 @@ def verdicts(goals: Sequence[Goal], rows: Rows, settings: Mapping[str, Any] | No
             yield goal.verdict(value)
 
 
-DOCUMENT = ROOT / "docs" / "benchmarks.md"
 Tables = Mapping[str, Callable[[Any], Sequence[str]]]
 
 
@@ -179,14 +167,14 @@ def render(argv: Sequence[str], about: str | None, default: Path, tables: Tables
         tables: the writer of each table.
         command: regenerates the document; named in the message about a stale one.
     """
-    parser = argument_parser(about)
+    parser = results.argument_parser(about)
     parser.add_argument("--report", type=Path, default=default, help=f"default docs/{default.name}")
     parser.add_argument("--document", type=Path, default=DOCUMENT, help="default docs/benchmarks.md")
     parser.add_argument("--check", action="store_true", help="compare only; exit code 1 if the document is stale")
     options = parser.parse_args(argv)
     if options.report != default and not options.report.exists():
         parser.error(f"--report: {options.report} does not exist")
-    report = read_json(options.report) or {}
+    report = results.read_json(options.report) or {}
     writers = {name: partial(write, report) for name, write in tables.items()}
     try:
         return write_documents({options.document: lambda text: with_tables(text, writers)}, options.check, command)

@@ -20,10 +20,9 @@ from megatron_lite.planner.devices import gpu_sheet
 from megatron_lite.planner.plan import Plan, make_plan
 from megatron_lite.planner.work_time import StepTime, predict_step
 from megatron_lite.validation import resolve
-from scripts.docs.tables import markdown_table, with_tables, write_documents
+from scripts.docs.tables import ROOT, markdown_table, with_tables, write_documents
 
-REPOSITORY = Path(__file__).resolve().parents[2]
-MODEL = REPOSITORY / "scripts" / "examples" / "mistral_7b.flags"
+MODEL = ROOT / "scripts" / "examples" / "mistral_7b.flags"
 # GPU, ranks, flags, tokens per second and GPU. The tutorial reports "around 9000" on 128 H100s.
 PUBLISHED_SPEEDS = (
     ("a100", 4, "--batch_size=64 --zero_stage=2", 4234.09),
@@ -48,7 +47,7 @@ def output(command: str) -> str:
     """
     environment = {**os.environ, "PATH": f"{PYTHON_FOLDER}{os.pathsep}{os.environ.get('PATH', '')}"}
     words = ["bash", "-o", "pipefail", "-c", command]
-    done = subprocess.run(words, cwd=REPOSITORY, env=environment, capture_output=True, text=True, check=True)
+    done = subprocess.run(words, cwd=ROOT, env=environment, capture_output=True, text=True, check=True)
     return (done.stdout + done.stderr).rstrip("\n")
 
 
@@ -62,26 +61,23 @@ def renewed(text: str) -> str:
 def published_table() -> list[str]:
     """Compare the Mistral-7B speeds in Fast-LLM's tutorial with predicted ones."""
     rows = []
-    for gpu, ranks, flags, tokens_per_s in PUBLISHED_SPEEDS:
+    for gpu, ranks, flags, reported in PUBLISHED_SPEEDS:
         plan, time = planned_step(gpu, ranks, flags)
-        ours = time.tokens_per_s / ranks
-        level = plan.config.performance.mlp_recompute_level
-        rows.append([f"{ranks} {gpu}", level, f"{tokens_per_s:,.0f}", f"{ours:,.0f}", f"{ours / tokens_per_s:.2f}"])
+        ours, level = time.tokens_per_s / ranks, plan.config.performance.mlp_recompute_level
+        rows.append([f"{ranks} {gpu}", level, f"{reported:,.0f}", f"{ours:,.0f}", f"{ours / reported:.2f}"])
     return markdown_table(["GPUs", "MLPs recomputed", "reported", "predicted", "ratio"], rows)
 
 
 def planned_step(gpu: str, ranks: int, flags: str) -> tuple[Plan, StepTime]:
     """Plan the Mistral-7B example and predict its step."""
     words = [*read_words(str(MODEL)), *flags.split(), "--dataset_source=random", "--dry_run=1", f"--gpu={gpu}"]
-    config = resolve(parse([*words, "--micro_batch_size=1"]).config, ranks)
-    plan = make_plan(config, ranks, "cuda")
-    speeds = gpu_sheet(config.distributed, ranks)
-    return plan, predict_step(plan, speeds)
+    plan = make_plan(resolve(parse([*words, "--micro_batch_size=1"]).config, ranks), ranks, "cuda")
+    return plan, predict_step(plan, gpu_sheet(plan.config.distributed, ranks))
 
 
 def main(argv: Sequence[str]) -> int:
     """Write or compare; return the exit code."""
-    documents = {REPOSITORY / "docs" / name: renewed for name in DOCUMENTS}
+    documents = {ROOT / "docs" / name: renewed for name in DOCUMENTS}
     return write_documents(documents, "--check" in argv, "python -m scripts.docs.dry_runs")
 
 

@@ -12,7 +12,7 @@ from __future__ import annotations
 import re
 import sys
 from collections.abc import Callable, Iterator, Sequence
-from functools import partial
+from functools import cache, partial
 from typing import Any
 
 from megatron_lite.cli.parse import parse as parse_flags
@@ -20,7 +20,7 @@ from megatron_lite.cli.parse import read_words
 from megatron_lite.distributed.traffic import Total
 from megatron_lite.kernels.tensor_collectives import GATHER, REDUCE
 from megatron_lite.planner.devices import gpu_sheet
-from megatron_lite.planner.plan import Plan, make_plan
+from megatron_lite.planner.plan import Plan, Planner
 from megatron_lite.planner.runtime import PLANNED_GPU_BYTES
 from megatron_lite.planner.work_time import predict_step
 from megatron_lite.validation import resolve
@@ -30,14 +30,21 @@ from scripts.docs.tables import markdown_table, with_tables, write_documents
 
 DOCUMENTS = ("multi_stage.md", "parallelism.md")
 MODEL = read_words(str(ROOT / "scripts" / "examples" / "mistral_7b.flags"))
+LEVELS = ("none", "activation", "full")
 MIB, GIB = 2**20, 2**30
 Rows = Iterator[tuple[str | int | float, ...]]  # header and cells; a float is shown with one decimal
 
 
-def plan(ranks: int, **flags: Any) -> Plan:
-    """Plan the Mistral-7B example with additional flags, on GPUs."""
+@cache
+def planner(ranks: int) -> Planner:
+    """Return the planner of so many GPUs, which measures each layer once."""
+    return Planner(ranks, "cuda")
+
+
+def plan(ranks: int, levels: Sequence[str] = (), **flags: Any) -> Plan:
+    """Plan the Mistral-7B example with additional flags, on GPUs. levels: more recompute levels to plan for."""
     words = [*MODEL, "--dry_run=1", f"--world_size={ranks}", *(f"--{name}={value}" for name, value in flags.items())]
-    return make_plan(resolve(parse_flags(words).config, ranks), ranks, "cuda")
+    return planner(ranks).plan(resolve(parse_flags(words).config, ranks), levels)
 
 
 def needed(made: Plan, level: str) -> str:
@@ -52,10 +59,7 @@ def memory_table() -> Rows:
     for dtype, zero_stage in STATE_BYTES:
         for ranks in (1, 2, 8, 64):
             made = plan(ranks, training_dtype=dtype, zero_stage=zero_stage)
-            sizes = [
-                sum(slot.numel for part in stage.parts for slot in part.layout.slots) for stage in made.model.stages
-            ]
-            formula, allocated = formula_bytes(sizes, dtype, zero_stage, ranks), made.state_bytes
+            formula, allocated = formula_bytes(made.model, dtype, zero_stage, ranks), made.state_bytes
             yield dtype, zero_stage, ranks, formula, allocated - formula, allocated, allocated / MIB
 
 
@@ -95,8 +99,9 @@ def choices_table() -> Rows:
         for zero_stage in (1, 2, 3):
             for order in ("depth", "breadth") if ranks == 64 else ("depth",):
                 count = 128 // ranks
-                made = plan(ranks, zero_stage=zero_stage, micro_batch_size=1, **{f"{order}_first_micro_batches": count})
-                levels = [needed(made, level) for level in ("none", "activation", "full")]
+                flags = {"zero_stage": zero_stage, f"{order}_first_micro_batches": count}
+                made = plan(ranks, LEVELS, micro_batch_size=1, **flags)
+                levels = [needed(made, level) for level in LEVELS]
                 sent = sum(made.traffic[kind].wire_bytes for kind in ("gather", "reduce")) / GIB
                 batches = f"{count} {order}-first" if count > 1 else 1
                 yield ranks, zero_stage, batches, made.state_bytes / GIB, *levels, sent
@@ -118,9 +123,8 @@ def tensor_memory_table() -> Rows:
         made = tensor_plan(ranks, splits)
         memory, state = made.activations["none"], made.state_bytes / GIB
         time = predict_step(made, gpu_sheet(made.config.distributed, 8))
-        block = round(memory.saved[1].total() / MIB)
-        tokens = "split" if splits else "whole"
-        yield ranks, tokens, state, block, memory.held / GIB, needed(made, "none"), time.seconds
+        sizes = state, round(memory.saved[1].total() / MIB), memory.held / GIB
+        yield ranks, "split" if splits else "whole", *sizes, needed(made, "none"), time.seconds
 
 
 def tensor_traffic_table() -> Rows:
@@ -154,11 +158,8 @@ TABLES: dict[str, Callable[[], Rows]] = {
 
 def render(name: str) -> list[str]:
     """Return the lines of one Markdown table."""
-    rows = (
-        [f"{cell:,.1f}" if isinstance(cell, float) else f"{cell:,}" if isinstance(cell, int) else cell for cell in row]
-        for row in TABLES[name]()
-    )
-    header, *lines = rows
+    form = {float: "{:,.1f}", int: "{:,}", str: "{}"}
+    header, *lines = [[form[type(cell)].format(cell) for cell in row] for row in TABLES[name]()]
     return markdown_table(header, lines)
 
 

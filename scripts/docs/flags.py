@@ -26,9 +26,8 @@ from megatron_lite.config import AREAS
 from megatron_lite.config.other_programs import Row
 from megatron_lite.config.other_programs import table as other_programs
 from megatron_lite.config.values import FLAGS, SPELLINGS, Flag, limits, written
-from scripts.docs.tables import markdown_table, write_documents
+from scripts.docs.tables import ROOT, markdown_table, write_documents
 
-REPOSITORY = Path(__file__).resolve().parents[2]
 SAME = "(the same)"  # marks a default that the other program only spells differently
 # Options with such a default, besides `none` where the value is derived here.
 SAME_DEFAULT = (
@@ -93,28 +92,24 @@ def table(head: tuple[str, ...], rows: Sequence[tuple[str, ...]]) -> str:
 
 def guides() -> tuple[Guide, Guide]:
     """Return both guides with current rows."""
-    rows: dict[str, list[GuideRow]] = {
-        "Fixed there, a flag here": [
-            GuideRow(text, (value,), f"`--{name}`", remark, FLAGS[name]) for text, value, name, remark in FIXED
-        ]
-    }
-    known = by_name("Megatron-LM", "Levanter")
+    fixed = [GuideRow(text, (value,), f"`--{name}`", remark, FLAGS[name]) for text, value, name, remark in FIXED]
+    levanter, known = {"Fixed there, a flag here": fixed}, by_name("Megatron-LM", "Levanter")
     for section, options in _options("levanter").items():
-        made = (row for name, default in options.items() for row in _rows(name, default, _cases(name, known)))
-        rows[section] = _merged(made)
-    levanter = Guide("Levanter", REPOSITORY / "docs" / "from_levanter.md", rows, {})
-
-    rows, same, known = {}, {}, by_name("Fast-LLM")
+        levanter[section] = _merged(options, known)
+    fast_llm, same, known = {}, {}, by_name("Fast-LLM")
     for section, options in _options("fast_llm").items():
         same[section] = [name for name, default in options.items() if name not in known and _equal(name, default)]
         others = {name: default for name, default in options.items() if name not in same[section]}
-        made = (row for name, default in others.items() for row in _rows(name, default, _cases(name, known)))
-        rows[section] = _merged(made)
-    return levanter, Guide("Fast-LLM", REPOSITORY / "docs" / "from_fast_llm.md", rows, same)
+        fast_llm[section] = _merged(others, known)
+    pages = ROOT / "docs"
+    return (
+        Guide("Levanter", pages / "from_levanter.md", levanter, {}),
+        Guide("Fast-LLM", pages / "from_fast_llm.md", fast_llm, same),
+    )
 
 
 def _options(program: str) -> dict[str, dict[str, str | None | dict[str, str | None]]]:
-    text = (REPOSITORY / "tests" / "vectors" / f"{program}_options.json").read_text("utf-8")
+    text = (ROOT / "tests" / "vectors" / f"{program}_options.json").read_text("utf-8")
     return dict(json.loads(text))
 
 
@@ -155,8 +150,9 @@ def _rows(name: str, default: object, cases: list[tuple[str, Row]]) -> Iterator[
         yield GuideRow(option, defaults, cell, cell_text(row.remark), flag, same)
 
 
-def _merged(rows: Iterator[GuideRow]) -> list[GuideRow]:
-    """Merge adjacent rows that have no flag here and differ only in their name."""
+def _merged(options: Mapping[str, object], known: Mapping[str, list[tuple[str, Row]]]) -> list[GuideRow]:
+    """Return the rows of options; adjacent ones without a flag here that differ only in their name are one row."""
+    rows = (row for name, default in options.items() for row in _rows(name, default, _cases(name, known)))
     found = []
     for _, group in itertools.groupby(rows, key=lambda row: (row.option if row.flag else "", row.cells[1:])):
         first, *others = group
@@ -166,8 +162,7 @@ def _merged(rows: Iterator[GuideRow]) -> list[GuideRow]:
 
 def page(guide: Guide, text: str) -> str:
     """Return the text of a guide with current tables and lists of equal flags."""
-    sections = re.split(r"^(?=## )", text, flags=re.M)
-    return "".join(_section(guide, text) for text in sections)
+    return "".join(_section(guide, section) for section in re.split(r"^(?=## )", text, flags=re.M))
 
 
 def _section(guide: Guide, text: str) -> str:
@@ -203,7 +198,7 @@ def other_defaults() -> dict[str, str]:
     }
 
 
-TARGET = REPOSITORY / "docs" / "flags.md"
+TARGET = ROOT / "docs" / "flags.md"
 
 INTRODUCTION = """\
 # Flags
@@ -270,12 +265,10 @@ def _limits(flag: Flag) -> str:
 
 def refused_table() -> str:
     """Return the table of flags and values that are accepted only if they change nothing."""
-    rows = [
-        (f"`--{name}`", ", ".join(f"`{value}`" for value in row.only), cell_text(row.remark))
-        for name, row in refused().items()
-    ]
-    rows += [(f"`--{typed}`", "nothing", cell_text(reason)) for typed, reason in other_programs().values.items()]
-    return table(("flag", "accepted", "why no other value"), rows)
+    rows = [(name, ", ".join(f"`{value}`" for value in row.only), row.remark) for name, row in refused().items()]
+    rows += [(typed, "nothing", reason) for typed, reason in other_programs().values.items()]
+    cells = [(f"`--{name}`", accepted, cell_text(reason)) for name, accepted, reason in rows]
+    return table(("flag", "accepted", "why no other value"), cells)
 
 
 def instead_tables() -> Iterator[str]:

@@ -18,10 +18,10 @@ import xml.etree.ElementTree as ElementTree
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from scripts.docs.tables import markdown_table, with_tables, write_documents
+from scripts.docs.tables import ROOT, markdown_table, with_tables, write_documents
 from tests.faults.catalogue import Row, read_catalogue
 
-TARGET = Path(__file__).resolve().parents[2] / "docs" / "reliability.md"
+TARGET = ROOT / "docs" / "reliability.md"
 COMMAND = "python -m scripts.docs.reliability FILE"
 Counts = Mapping[str, int]  # result -> cases
 

@@ -16,14 +16,9 @@ from mkdocs.structure.pages import Page
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # mkdocs imports this file by its path
 
 from scripts.docs.links import slug
+from scripts.docs.tables import ROOT
 
-ROOT = Path(__file__).resolve().parents[2]
-OUTSIDE = {
-    "README.md": "index.md",
-    "CONTRIBUTING.md": "CONTRIBUTING.md",
-    "CHANGELOG.md": "CHANGELOG.md",
-    "LICENSE": "LICENSE",
-}
+OUTSIDE = {name: name for name in ("CONTRIBUTING.md", "CHANGELOG.md", "LICENSE")} | {"README.md": "index.md"}
 _FENCES = re.compile(r"(^[ >]*```.*?^[ >]*```[^\n]*$)", re.M | re.S)
 _LINK = re.compile(r"(!?)\[((?:[^\[\]]|\[[^\]]*\])*)\]\((?!\w+:|#)([^)\s#]+)(#[^)\s]*)?\)")
 

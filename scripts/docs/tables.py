@@ -7,6 +7,7 @@ import sys
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
+ROOT = Path(__file__).resolve().parents[2]
 Writer = Callable[[], Sequence[str]]
 
 

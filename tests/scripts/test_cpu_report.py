@@ -10,8 +10,8 @@ import pytest
 
 from scripts.benchmarks.cpu import __main__ as cpu_report
 from scripts.benchmarks.cpu import render
-from scripts.benchmarks.cpu.goals import LINES
-from scripts.benchmarks.cpu.runs import RUNS, Run
+from scripts.benchmarks.cpu.__main__ import RUNS, Run
+from scripts.benchmarks.cpu.render import LINES
 from scripts.benchmarks.programs import __main__ as programs
 from scripts.benchmarks.training import settings
 
@@ -128,7 +128,10 @@ def test_results_add_up(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None
 
 
 def test_usage_errors_name_the_flag(capsys: pytest.CaptureFixture[str]) -> None:
-    for words, message in ((["--only=stepps"], "--only: no run"), (["--isa=sse"], "--isa: choose from all, avx2")):
+    for words, message in (
+        (["--only=stepps"], "--only: no run"),
+        (["--isa=sse"], "--isa: no instruction set is called 'sse'; choose from ['all', 'avx2']"),
+    ):
         with pytest.raises(SystemExit):
             cpu_report.parse(words)
         assert message in capsys.readouterr().err

@@ -123,7 +123,6 @@ def test_three_calls_make_one_report(tmp_path: Path, monkeypatch: pytest.MonkeyP
     described = dict(A_GPU)
     command = ("-c", "import json, sys; json.dump({'n': 1}, open(sys.argv[1], 'w'))", "{output}")
     fakes = [Step(part, command, 30, gpu_report.read_output, part) for part in gpu_report.PARTS]
-    monkeypatch.setattr(gpu_report, "without_gpu", lambda: None)
     monkeypatch.setattr(gpu_report, "describe", lambda: described)
     monkeypatch.setattr(gpu_report, "steps", lambda parallel: fakes)
     monkeypatch.setattr(gpu_report, "private_environment", lambda *_, **__: {})

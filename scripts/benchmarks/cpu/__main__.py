@@ -12,44 +12,104 @@ exit code 1. `render` puts the tables into docs/benchmarks.md. Linux only. Run f
 from __future__ import annotations
 
 import argparse
-import fnmatch
 import os
 import subprocess
 import sys
 import tempfile
 import time
 from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
-from scripts.benchmarks.cpu.runs import RUNS, Run
 from scripts.benchmarks.processor import ISAS
-from scripts.benchmarks.results import ROOT, Result, argument_parser, names_in, read_json, write_json
+from scripts.benchmarks.results import ROOT, TORCHRUN, Result, argument_parser, matching, read_json, write_json
 
 REPORT = ROOT / "docs" / "cpu_report.json"
 # Long lists that no table shows, and paths of this machine.
 DROPPED = {"losses", "values", "command", "settings"}
+CORES, THREAD, RANKS, BF16 = "all cores", "one thread", "two ranks", "bf16"
+TENSOR = "tensor parallelism"  # on two ranks
+GPT2, LLAMA = "gpt2-11m", "llama-39m"
+PLACES = (CORES, THREAD, RANKS)
+_ONE_PROCESS = "torch,torch compiled,ZeRO-1,products,HF,HF compiled"
+_TWO_RANKS = "DDP,DDP compiled,ZeRO-?,FSDP2,FSDP2 all resharded,FSDP2 compiled,HF DDP,HF DDP compiled"
+
+
+@dataclass(frozen=True)
+class Run:
+    """One measurement. isa: limits it to one instruction set."""
+
+    kind: str  # "programs" (whole programs) or "steps" (bare training steps)
+    place: str  # one process with all cores or one thread, two ranks of one thread; or a question of its own
+    model: str
+    isa: str | None = None
+
+    @property
+    def name(self) -> str:
+        """The key of the run in the report, which --only matches."""
+        return f"{self.kind} {self.model} {self.place}"
+
+    @property
+    def ranks(self) -> int:
+        """Number of training processes."""
+        return 2 if self.place in (RANKS, TENSOR) else 1
+
+    def arguments(self, isa: str = "all") -> list[str]:
+        """Return the arguments of the benchmark, except paths.
+
+        With AVX2 only, steps have no compiled rows: torch's compiler still vectorizes for all instruction sets of the
+        processor, and its kernels abort the process.
+        """
+        words = [f"--model={self.model}"]
+        if self.kind == "programs":
+            words += ["--steps_per_turn=10"] if self.model == LLAMA else []  # steps take about a second
+            return [*words, *{CORES: [], THREAD: ["--threads=1"], RANKS: ["--threads=1", "--ranks=2"]}[self.place]]
+        words += ["--device=cpu", "--micro_batch_size=2", f"--threads={0 if self.place == CORES else 1}"]
+        if self.place == TENSOR:
+            return [*words, "--tensor_parallel=2", "--steps_per_turn=4"]
+        if self.place == BF16:
+            return [*words, "--dtype=bf16", "--steps_per_turn=2", "--only=ZeRO-1,ZeRO-1 fp32"]
+        rows = (_ONE_PROCESS if self.ranks == 1 else _TWO_RANKS).split(",")
+        only = [name for name in rows if isa == "all" or "compiled" not in name]
+        return [*words, "--steps_per_turn=4", *(["--profile"] if self.ranks == 1 else []), f"--only={','.join(only)}"]
+
+    def command(self, options: argparse.Namespace, isa: str, output: Path) -> list[str]:
+        """Return the command with local paths."""
+        words = [*self.arguments(isa), f"--turns={options.turns}", f"--output={output}"]
+        if options.max_others is not None:
+            words.append(f"--max_others={options.max_others:g}")
+        if self.kind == "programs":
+            folders = {"nanogpt": options.nanogpt, "picotron": options.picotron, "python": options.python}
+            words += [f"--{name}={value}" for name, value in folders.items() if value is not None]
+            return [sys.executable, "-m", "scripts.benchmarks.programs", *words, f"--isa={isa}"]
+        launcher = [sys.executable, *TORCHRUN, f"--nproc-per-node={self.ranks}"]
+        return [*launcher, "-m", "scripts.benchmarks.training", *words]
+
+
+RUNS = (
+    *(Run("programs", place, model) for place in PLACES for model in (GPT2, LLAMA)),
+    *(Run("steps", place, model) for place in (CORES, THREAD) for model in (GPT2, LLAMA)),
+    Run("steps", RANKS, LLAMA),
+    Run("steps", TENSOR, LLAMA, isa="all"),
+    Run("steps", BF16, GPT2, isa="avx2"),
+)
 
 
 def parse(argv: Sequence[str]) -> argparse.Namespace:
     """Parse the command line."""
     parser = argument_parser(__doc__)
-    parser.add_argument("--isa", default=",".join(ISAS), help=f"comma-separated: {', '.join(ISAS)} (default: both)")
-    parser.add_argument("--only", default="*", help="comma-separated runs; * and ? are wildcards")
+    isas, runs = partial(matching, ISAS, "instruction set"), partial(matching, [run.name for run in RUNS], "run")
+    parser.add_argument("--isa", type=isas, default="*", help=f"comma-separated: {', '.join(ISAS)} (default: both)")
+    parser.add_argument("--only", type=runs, default="*", help="comma-separated runs; * and ? are wildcards")
     parser.add_argument("--turns", type=int, default=6, help="rounds of every run (default 6)")
     parser.add_argument("--max_others", type=float, help="count only turns with less of the cores taken by others")
     parser.add_argument("--nanogpt", type=Path, help="a checkout of nanoGPT")
     parser.add_argument("--picotron", type=Path, help="a checkout of picotron")
     parser.add_argument("--python", help="the interpreter of the other programs; default: this one")
     parser.add_argument("--output", type=Path, default=REPORT, help="default docs/cpu_report.json")
-    options = parser.parse_args(argv)
-    options.isa = names_in(options.isa)
-    if not set(options.isa) <= set(ISAS):
-        parser.error(f"--isa: choose from {', '.join(ISAS)}")
-    options.runs = [run for run in RUNS if any(fnmatch.fnmatch(run.name, one) for one in names_in(options.only))]
-    if not options.runs:
-        parser.error(f"--only: no run is called {options.only!r}; choose from {[run.name for run in RUNS]}")
-    return options
+    return parser.parse_args(argv)
 
 
 def main(argv: Sequence[str]) -> int:
@@ -57,17 +117,16 @@ def main(argv: Sequence[str]) -> int:
     options = parse(argv)
     report: dict[str, Any] = read_json(options.output) or {}
     failed = []
-    for run in options.runs:
-        for isa in options.isa:
-            if run.isa in (None, isa):
-                before = time.monotonic()
-                result = measure(run, isa, options)
-                print(f"cpu_report: {run.name} ({isa}): {time.monotonic() - before:.0f} s", flush=True)
-                if result is None:
-                    failed.append(f"{run.name} ({isa})")
-                else:
-                    report.setdefault(run.name, {})[isa] = compact(result)
-                    write_json(options.output, report)
+    runs = [run for run in RUNS if run.name in options.only]
+    for run, isa in ((run, isa) for run in runs for isa in options.isa if run.isa in (None, isa)):
+        before = time.monotonic()
+        result = measure(run, isa, options)
+        print(f"cpu_report: {run.name} ({isa}): {time.monotonic() - before:.0f} s", flush=True)
+        if result is None:
+            failed.append(f"{run.name} ({isa})")
+        else:
+            report.setdefault(run.name, {})[isa] = compact(result)
+            write_json(options.output, report)
     for name in failed:
         print(f"cpu_report: failed: {name}", file=sys.stderr)
     return 1 if failed else 0
@@ -77,8 +136,9 @@ def measure(run: Run, isa: str, options: argparse.Namespace) -> Result | None:
     """Return the results of one run, including failed rows, or None if it wrote none."""
     with tempfile.TemporaryDirectory(prefix="cpu_report_") as folder:
         output = Path(folder, "result.json")
-        command = run.command(options, isa, output)
-        subprocess.run(command, cwd=ROOT, env={**os.environ, **ISAS[isa]}, stdout=subprocess.DEVNULL)
+        subprocess.run(
+            run.command(options, isa, output), cwd=ROOT, env={**os.environ, **ISAS[isa]}, stdout=subprocess.DEVNULL
+        )
         return read_json(output)
 
 

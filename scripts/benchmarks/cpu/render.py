@@ -9,15 +9,16 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Iterator, Sequence
+from typing import NamedTuple
 
-from scripts.benchmarks.cpu.__main__ import REPORT
-from scripts.benchmarks.cpu.goals import OURS, PROGRAM, Report, goal_rows
-from scripts.benchmarks.cpu.runs import BF16, CORES, GPT2, LLAMA, RANKS, RUNS, TENSOR, THREAD, Run
-from scripts.benchmarks.results import MIB, Result
-from scripts.benchmarks.tables import NOT_MEASURED, Column, compared, number, over, render, spread, surroundings
+from scripts.benchmarks.cpu.__main__ import BF16, CORES, GPT2, LLAMA, RANKS, REPORT, RUNS, TENSOR, THREAD, Run
+from scripts.benchmarks.results import MIB, Result, Rows, compared_with
+from scripts.benchmarks.tables import NOT_MEASURED, Column, Goal, compared, number, over, render, spread, surroundings
 from scripts.benchmarks.training.report import profile_table
 from scripts.docs.tables import markdown_table
 
+Report = dict[str, dict[str, Result]]  # run -> instruction set -> result
+OURS, PROGRAM = "ZeRO-1", "megatron_lite"
 TITLES = {"all": "everything", "avx2": "AVX2 only"}
 MODELS = {GPT2: "GPT-2 11M", LLAMA: "Llama 39M"}
 PROFILED = ("torch", OURS)
@@ -37,10 +38,82 @@ TENSOR_COLUMNS = (
 )
 
 
+PEERS = ("nanoGPT", "nanoGPT compiled", "HF Trainer", "HF Trainer compiled", "litgpt")
+TORCH = ("torch", "torch compiled")
+# Step-time limits by place: (goal, moonshot).
+BY_CORES, BY_THREAD, BY_RANKS = (0.92, 0.80), (0.90, 0.80), (0.90, 0.82)
+MEMORY = "memory"  # peak memory over the smallest peer's
+_CORES, _THREAD, _RANKS = "one process, all cores", "one process, one thread", "two ranks"
+
+
+class GoalLine(NamedTuple):
+    """One line of the table: a goal in some runs, one per model."""
+
+    title: str
+    kind: str  # kind of run: "programs" or "steps"
+    place: str
+    goal: Goal
+
+    def value(self, report: Report, model: str, isa: str) -> float | None:
+        """Return the measured value, or None."""
+        rows: Rows = report.get(f"{self.kind} {model} {self.place}", {}).get(isa, {}).get("rows", {})
+        if self.goal.figure == MEMORY:
+            return _memory(rows)
+        if self.kind == "programs" and self.goal.figure.startswith("/ "):
+            # A program is compared with our variant that computes the same.
+            found = compared_with(rows, self.goal.figure[2:])
+            return found["median"] if found else None
+        return self.goal.value(rows)
+
+
+def _memory(rows: Rows) -> float | None:
+    peers = [row["peak_rss_bytes"] for name, row in rows.items() if not name.startswith(PROGRAM)]
+    sound = [peak for peak in peers if peak]
+    return rows[PROGRAM]["peak_rss_bytes"] / min(sound) if sound and PROGRAM in rows else None
+
+
+def _compared(
+    kind: str, place: str, title: str, peers: Sequence[str], limits: tuple[float, float]
+) -> Iterator[GoalLine]:
+    ours = PROGRAM if kind == "programs" else OURS
+    for peer in peers:
+        yield GoalLine(f"{title}: {kind.removesuffix('s')} / {peer}", kind, place, Goal(ours, f"/ {peer}", *limits))
+
+
+_SHARE = "share of a step that is matrix products"
+_PRODUCTS = Goal("products", f"/ {OURS}", 0.85, 0.92, at_least=True)
+LINES = (
+    *_compared("programs", CORES, _CORES, PEERS, BY_CORES),
+    *_compared("steps", CORES, _CORES, TORCH, BY_CORES),
+    GoalLine(f"{_CORES}: {_SHARE}", "steps", CORES, _PRODUCTS),
+    *_compared("programs", THREAD, _THREAD, PEERS, BY_THREAD),
+    *_compared("steps", THREAD, _THREAD, TORCH, BY_THREAD),
+    GoalLine(f"{_THREAD}: {_SHARE}", "steps", THREAD, _PRODUCTS),
+    *_compared("programs", RANKS, _RANKS, ("nanoGPT", "HF Trainer", "picotron"), BY_RANKS),
+    *_compared("steps", RANKS, _RANKS, ("DDP", "HF DDP"), BY_RANKS),
+    GoalLine(f"{_RANKS}: step of ZeRO-3 / ZeRO-1", "steps", RANKS, Goal("ZeRO-3", "/ ZeRO-1", 1.04, 1.00)),
+    GoalLine(f"{_RANKS}: step of ZeRO-3 / FSDP2", "steps", RANKS, Goal("ZeRO-3", "/ FSDP2", 0.65, 0.55)),
+    GoalLine("tensor parallelism: step / torch", "steps", TENSOR, Goal("TP", "/ torch TP", 0.80)),
+    GoalLine("tensor and sequence parallelism: step / torch", "steps", TENSOR, Goal("TP+SP", "/ torch TP+SP", 0.80)),
+    GoalLine("bf16 without instructions for it: step / fp32", "steps", BF16, Goal(OURS, f"/ {OURS} fp32", 1.3, 1.0)),
+    GoalLine(f"{_CORES}: command to first step, s", "programs", CORES, Goal(PROGRAM, "start_s", 4.0)),
+    GoalLine(f"{_RANKS}: command to first step, s", "programs", RANKS, Goal(PROGRAM, "start_s", 6.0)),
+    GoalLine(f"{_CORES}: peak memory / smallest peer's", "programs", CORES, Goal(PROGRAM, MEMORY, 1.0)),
+    GoalLine(f"{_RANKS}: peak memory / smallest peer's", "programs", RANKS, Goal(PROGRAM, MEMORY, 1.0)),
+)
+
+
 def goals(report: Report) -> list[str]:
-    """Return the table of goals, with a column per model and instruction set."""
+    """Return the table of goals, with a column per model and instruction set; a missed goal is bold."""
     header = ("", "goal", "moonshot", *(f"{model}, {title}" for model in MODELS.values() for title in TITLES.values()))
-    return markdown_table(header, list(goal_rows(report, tuple(MODELS), tuple(TITLES))))
+    lines = []
+    for line in LINES:
+        goal, cells = line.goal, []
+        for value in (line.value(report, model, isa) for model in MODELS for isa in TITLES):
+            cells.append("" if value is None else f"{value:.2f}" if goal.met(value) else f"**{value:.2f}**")
+        moonshot = "" if goal.moonshot is None else f"{goal.moonshot:.2f}"
+        lines.append([line.title, f"{goal.goal:.2f}", moonshot, *cells])
+    return markdown_table(header, lines)
 
 
 def side_by_side(kind: str, place: str, columns: Sequence[Column]) -> Callable[[Report], list[str]]:

@@ -1,4 +1,4 @@
-"""The time budget of a step that meets the goals of the GPU report: arithmetic, without measurements.
+"""The time budget of a step that meets the goals of the GPU report: the planner's counts, without measurements.
 
 A whole Mistral-7B on one H200, one sample of 8,192 tokens per step, in bf16. `render.py` puts the table into
 docs/benchmarks.md, and the report measures the ceilings and operations assumed here.
@@ -6,11 +6,14 @@ docs/benchmarks.md, and the report measures the ceilings and operations assumed 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import functools
 from typing import NamedTuple
 
-from megatron_lite.config import Config
-from scripts.benchmarks.training.settings import engine_config, parse
+from megatron_lite.monitor.metrics import model_flops
+from megatron_lite.planner.plan import make_plan
+from megatron_lite.planner.work import Attention, Pass, Product
+from megatron_lite.planner.work_time import step_work
+from scripts.benchmarks.training.settings import chosen, engine_config, parse, row_config
 from scripts.docs.tables import markdown_table
 
 # Rates of an H200 at its limit of 700 W. A bf16 product of large random matrices reaches two thirds of the data sheet's
@@ -19,6 +22,12 @@ PRODUCT_FLOP_PER_S = 665e12
 ATTENTION_FLOP_PER_S = 475e12
 BYTES_PER_S = 4.1e12
 MASTER, BF16 = 4, 2  # bytes per element
+# The row that computes least, then those that need less memory, each with the name of the product that it repeats.
+PLAIN = "ZeRO-1 split recompute activation"
+REPEATED = {
+    "ZeRO-1 split recompute quarter": "the MLPs' first product again in a quarter of the blocks",
+    "ZeRO-3 recompute full": "the MLPs' first product again",
+}
 
 
 class Part(NamedTuple):
@@ -34,66 +43,43 @@ class Part(NamedTuple):
         return self.flops / self.flop_per_s + self.bytes / BYTES_PER_S
 
 
-def whole_mistral() -> Config:
-    """Return the configuration of the report's rows."""
-    return engine_config(parse(["--device=cuda", "--model=mistral-7b", "--dtype=bf16"]), 1)
-
-
-def parts(config: Config) -> list[Part]:
-    """Return the parts common to all rows, which are all that ZeRO-1 split with level `activation` computes."""
-    model, tokens = config.model, config.batch.sequence_length
-    h, f, d, layers = model.hidden_size, model.ffn_hidden_size, model.kv_channels, model.num_layers
-    n, g = model.num_attention_heads, model.head_groups
-    multiplied = layers * (2 * (n + g) * d * h + 3 * f * h) + model.vocab_size * h
-    causal_scores = 2 * tokens * layers * n * d * tokens  # two products, half of the square each
-    # Rows of h: a norm alone 2, a sum with norm 4, the sum after the MLP 3; backward 4 for each norm. Rotary positions
-    # read and write queries and keys, and in backward also values. The activation moves 3 f; backward with
-    # recomputation 6 f.
-    moved = layers * tokens * (17 * h + 2 * (n + g) * d + 2 * (n + 2 * g) * d + 9 * f) * BF16
-    moved += tokens * (3 * model.vocab_size + 8 * h) * BF16  # the loss and the ends of the model
-    held = multiplied + model.vocab_size * h
-    return [
-        Part("products with weights, forward and backward", 6 * tokens * multiplied),
-        Part("attention, with its scores once more", 3.5 * causal_scores, flop_per_s=ATTENTION_FLOP_PER_S),
-        Part("norms, rotary positions, activations, loss", bytes=moved),
-        Part("gradient norm and AdamW", bytes=held * (MASTER + 28)),
-    ]
-
-
-def more(config: Config) -> list[tuple[str, list[Part]]]:
-    """Return the rows of the report that need less memory, with the work that each adds."""
-    model, tokens = config.model, config.batch.sequence_length
-    up = 2.0 * tokens * model.num_layers * model.hidden_size * 2 * model.ffn_hidden_size
-    held = parts(config)[-1].bytes / (MASTER + 28)
-    casts = Part("two casts of every weight to bf16", bytes=2 * held * (MASTER + BF16))
-    return [
-        ("ZeRO-1 split recompute quarter", [Part("the MLPs' first product again in a quarter of the blocks", up / 4)]),
-        ("ZeRO-3 recompute full", [Part("the MLPs' first product again", up), casts]),
-    ]
+@functools.cache
+def parts() -> dict[str, list[Part]]:
+    """Return the parts of the first row's step, and those that each other row adds, by row."""
+    options = parse(["--device=cuda", "--model=mistral-7b", "--dtype=bf16", f"--only={PLAIN},{','.join(REPEATED)}"])
+    found: dict[str, list[Part]] = {}
+    for name, row in chosen(options, 1).items():
+        plan = make_plan(row_config(row, options, 1), 1, "cuda")
+        items = step_work(plan).micro_batch
+        products = sum(item.flops for item in items if isinstance(item, Product))
+        weights = sum(slot.numel for _, part in plan.model.parts() for slot in part.layout.slots)
+        if name in REPEATED:
+            found[name] = [Part(REPEATED[name], products - found[PLAIN][0].flops)]
+            if plan.config.multi_stage.zero_stage == 3:
+                casts = 2 * weights * (MASTER + BF16)
+                found[name].append(Part("two casts of every weight to bf16", bytes=casts))
+            continue
+        scores = sum(item.flops for item in items if isinstance(item, Attention))
+        passes = sum(item.num_bytes for item in items if isinstance(item, Pass))
+        found[name] = [
+            Part("products with weights, forward and backward", products),
+            Part("attention, with its scores once more", scores, flop_per_s=ATTENTION_FLOP_PER_S),
+            Part("norms, rotary positions, activations, loss", bytes=passes),
+            Part("gradient norm and AdamW", bytes=weights * (MASTER + 28)),
+        ]
+    return found
 
 
 def table() -> list[str]:
     """Return the budget of a step, with the additional work of the rows that need less memory."""
-    config = whole_mistral()
-    plain = parts(config)
-    tokens = config.batch.sequence_length
-    # The model's work excludes the recomputed scores (1/7 of attention's FLOPs).
-    work = plain[0].flops + plain[1].flops * 6 / 7
-    rows = [_row(part) for part in plain]
-    rows.append(_sum("ZeRO-1 split recompute activation", plain, work, tokens))
-    for name, added in more(config):
-        rows += [_row(part) for part in added]
-        rows.append(_sum(name, [*plain, *added], work, tokens))
-    header = ("at least", "TFLOP", "GB", "ms", "tokens/s", "model TFLOP/s")
-    return markdown_table(header, rows)
-
-
-def _row(part: Part) -> tuple[str, ...]:
-    flops = f"{part.flops / 1e12:.1f}" if part.flops else ""
-    moved = f"{part.bytes / 1e9:.0f}" if part.bytes else ""
-    return part.name, flops, moved, f"{1e3 * part.seconds:.0f}", "", ""
-
-
-def _sum(name: str, computed: Sequence[Part], work: float, tokens: int) -> tuple[str, ...]:
-    seconds = sum(part.seconds for part in computed)
-    return f"**{name}**", "", "", f"{1e3 * seconds:.0f}", f"{tokens / seconds:,.0f}", f"{work / seconds / 1e12:.0f}"
+    config = engine_config(parse(["--device=cuda", "--model=mistral-7b", "--dtype=bf16"]), 1)
+    tokens, rows = config.batch.sequence_length, []
+    for name, own in parts().items():
+        for part in own:
+            flops, moved = f"{part.flops / 1e12:.1f}", f"{part.bytes / 1e9:.0f}"
+            cells = flops if part.flops else "", moved if part.bytes else "", f"{1e3 * part.seconds:.0f}"
+            rows.append((part.name, *cells, "", ""))
+        seconds = sum(part.seconds for part in (*parts()[PLAIN], *(own if name != PLAIN else ())))
+        tflops = model_flops(config.model, tokens, tokens) / seconds / 1e12
+        rows.append((f"**{name}**", "", "", f"{1e3 * seconds:.0f}", f"{tokens / seconds:,.0f}", f"{tflops:.0f}"))
+    return markdown_table(("at least", "TFLOP", "GB", "ms", "tokens/s", "model TFLOP/s"), rows)

@@ -20,6 +20,7 @@ import statistics
 import subprocess
 import sys
 from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -32,7 +33,7 @@ from scripts.benchmarks.results import (
     Spread,
     argument_parser,
     environment,
-    names_in,
+    matching,
     read_json,
     reason_of,
     spread_of,
@@ -108,7 +109,9 @@ def ceilings(clock: Clock) -> dict[str, Any]:
 
 
 def describe() -> dict[str, Any]:
-    """Return the device, and the driver and library versions."""
+    """Return the device, and the driver and library versions; without a device only why it is `missing`."""
+    if not torch.cuda.is_available():
+        return {"missing": f"torch {torch.__version__} finds no CUDA device"}
     device = torch.cuda.get_device_properties(0)
     smi = ("nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader")
     try:
@@ -211,26 +214,23 @@ def main(argv: Sequence[str]) -> int:
     parser = argument_parser(__doc__)
     parser.add_argument("--describe", action="store_true", help="print the device and versions, and exit")
     parser.add_argument("--ceilings", action="store_true", help="measure only the ceilings of the device")
-    parser.add_argument("--only", default="", help="comma-separated operations")
+    choices = partial(matching, [op.name for op in OPS], "operation")
+    parser.add_argument("--only", type=choices, default="", help="comma-separated operations; * and ? are wildcards")
     parser.add_argument("--output", type=Path, help="JSON file to write")
     options = parser.parse_args(argv)
-    wanted, known = names_in(options.only), [op.name for op in OPS]
-    unknown = sorted(set(wanted) - set(known))
-    if unknown:
-        parser.error(f"--only: no operation is called {unknown}; choose from {known}")
-    if not torch.cuda.is_available():
-        print("ops: no CUDA device found", file=sys.stderr)
-        return 1
     if options.describe:
         print(json.dumps(describe()))
         return 0
+    if not torch.cuda.is_available():
+        print("ops: no CUDA device found", file=sys.stderr)
+        return 1
     if options.output is None:
         parser.error("--output is missing")
     torch.manual_seed(0)
     if options.ceilings:
         write_json(options.output, ceilings(Clock()))
         return 0
-    return run([op for op in OPS if not wanted or op.name in wanted], options.output)
+    return run([op for op in OPS if not options.only or op.name in options.only], options.output)
 
 
 if __name__ == "__main__":

@@ -81,6 +81,11 @@ class Shape:
         return torch.randint(vocab, (self.tokens,), device=self.device)
 
 
+def nothing(shape: Shape) -> int:
+    """Return 0: an operation without bytes, or without FLOPs, to compare with a ceiling."""
+    return 0
+
+
 @dataclass(frozen=True)
 class Op:
     """An operation. make: returns its variants by name, each a call without arguments."""
@@ -88,9 +93,14 @@ class Op:
     name: str
     make: Callable[[Shape], dict[str, Call]]
     size: str  # a format string over the fields of Shape
-    bytes: Callable[[Shape], int] = lambda shape: 0
-    flops: Callable[[Shape], int] = lambda shape: 0
-    memory_bound: bool = True
+    bytes: Callable[[Shape], int] = nothing
+    flops: Callable[[Shape], int] = nothing
+    gathers: bool = False  # rows at random: its bytes are no bound of its time
+
+    @property
+    def memory_bound(self) -> bool:
+        """Whether its goal is the bandwidth of a copy."""
+        return self.bytes is not nothing and not self.gathers
 
     def describe(self, shape: Shape) -> str:
         """Return the size as text for the table."""
@@ -225,13 +235,8 @@ def attention_flops(shape: Shape, window: int | None, factor: float = 1.0) -> in
 
 def attention_op(name: str, window: int | None, backends: tuple[str, ...], with_backward: bool) -> Op:
     """Return an attention operation; forward and backward together take 3.5 times the FLOPs of forward."""
-    return Op(
-        name,
-        partial(make_attention, window=window, backends=backends, with_backward=with_backward),
-        HEADS,
-        flops=partial(attention_flops, window=window, factor=3.5 if with_backward else 1.0),
-        memory_bound=False,
-    )
+    make = partial(make_attention, window=window, backends=backends, with_backward=with_backward)
+    return Op(name, make, HEADS, flops=partial(attention_flops, window=window, factor=3.5 if with_backward else 1.0))
 
 
 def make_embedding(shape: Shape) -> dict[str, Call]:
@@ -247,9 +252,9 @@ def make_embedding_backward(shape: Shape) -> dict[str, Call]:
     return both(lambda triton: embedding(weight, tokens, triton=triton).backward(grad))
 
 
-def heads_moved(shape: Shape, count: int) -> int:
-    """Return the bytes to read and write this many heads."""
-    return 2 * count * shape.head_size * shape.tokens * shape.item
+def heads(queries: int, keys: int) -> Callable[[Shape], int]:
+    """Return the bytes to read and write so many times the heads of queries and those of keys."""
+    return lambda shape: 2 * (queries * shape.heads + keys * shape.groups) * shape.head_size * shape.tokens * shape.item
 
 
 # -- the MLP ---------------------------------------------------------------------------------------------------------
@@ -322,18 +327,30 @@ def channels(count: int) -> Callable[[Shape], int]:
     return lambda shape: count * shape.tokens * shape.ffn * shape.item
 
 
+def linear_flops(inner: str, outer: str, products: int) -> Callable[[Shape], int]:
+    """Return the FLOPs of so many products of all tokens with a matrix of these two sizes."""
+    return lambda shape: 2 * products * shape.tokens * getattr(shape, inner) * getattr(shape, outer)
+
+
 # -- the loss --------------------------------------------------------------------------------------------------------
 
 
-def make_cross_entropy(shape: Shape, vocab: int) -> dict[str, Call]:
+def make_cross_entropy(shape: Shape, vocab: str) -> dict[str, Call]:
     """Loss and gradient, in place: the logits of each call are the previous call's gradient."""
-    logits, labels = shape.random(shape.tokens, vocab), shape.labels(vocab)
+    logits, labels = shape.random(shape.tokens, getattr(shape, vocab)), shape.labels(getattr(shape, vocab))
     sums, scale = Sums.empty(shape.tokens, logits.device), torch.ones((), device=shape.device)
     return both(lambda triton: sweep(logits, labels, sums, scale, triton=triton))
 
 
-def make_linear_cross_entropy(shape: Shape, vocab: int) -> dict[str, Call]:
+def cross_entropy_op(vocab: str, size: str) -> Op:
+    """Return the operation over a vocabulary, whose logits are read and overwritten."""
+    moved = lambda shape: 2 * shape.tokens * getattr(shape, vocab) * shape.item  # noqa: E731
+    return Op(f"cross-entropy, {size}", partial(make_cross_entropy, vocab=vocab), f"{{tokens}} x {{{vocab}}}", moved)
+
+
+def make_linear_cross_entropy(shape: Shape) -> dict[str, Call]:
     """The loss and both gradients from hidden states, and the three matrix products alone."""
+    vocab = shape.large_vocab
     hidden, weight = shape.input(shape.tokens, shape.hidden), shape.parameter(vocab, shape.hidden)
     labels, scale = shape.labels(vocab), torch.full((), 1 / shape.tokens, device=shape.device)
     chunk = max(1, shape.tokens // 4)
@@ -351,8 +368,8 @@ def make_linear_cross_entropy(shape: Shape, vocab: int) -> dict[str, Call]:
 # -- the optimizer ---------------------------------------------------------------------------------------------------
 
 
-def adamw_call(shape: Shape, split: bool) -> Callable[[bool], Any]:
-    """Return a call that updates one shard and writes bf16 weights in the same pass."""
+def make_adamw(shape: Shape, split: bool) -> dict[str, Call]:
+    """Update one shard and write bf16 weights in the same pass. split: of master weights in two halves."""
     numel, device = shape.shard, torch.device(shape.device)
     exp_avg, gradient, master = (shape.random(numel, dtype=torch.float32, scale=1e-3) for _ in range(3))
     exp_avg_sq = shape.random(numel, dtype=torch.float32, scale=1e-3).square_()
@@ -367,7 +384,7 @@ def adamw_call(shape: Shape, split: bool) -> Callable[[bool], Any]:
     one, none = torch.ones((), device=device), torch.zeros((), device=device)
     step = optimizer.StepNumbers(1e-4, 0.1, one, none, updates=3 * one)
     control = optimizer.Control(step, optimizer.Hyperparameters(0.9, 0.95, 1e-8))
-    return lambda triton: optimizer.adamw(shard, ranges, control, triton=triton)
+    return both(lambda triton: optimizer.adamw(shard, ranges, control, triton=triton))
 
 
 def make_gradient_norm(shape: Shape) -> dict[str, Call]:
@@ -378,6 +395,7 @@ def make_gradient_norm(shape: Shape) -> dict[str, Call]:
 
 HIDDEN, HEADS, FFN = "{tokens} x {hidden}", "{tokens} x ({heads} + 2 x {groups}) x {head_size}", "{tokens} x {ffn}"
 SHARD = "{shard:,} elements"
+UP = linear_flops("hidden", "ffn", 2)
 OPS: tuple[Op, ...] = (
     Op("rms_norm", partial(make_norm, kind=RMS, with_backward=False), HIDDEN, rows(2)),
     Op("rms_norm backward", partial(make_norm, kind=RMS, with_backward=True), HIDDEN, rows(3)),
@@ -385,72 +403,41 @@ OPS: tuple[Op, ...] = (
     Op("add + rms_norm backward", make_add_norm_backward, HIDDEN, rows(4)),
     Op("layer_norm", partial(make_norm, kind=LAYER, with_backward=False), HIDDEN, rows(2)),
     Op("layer_norm backward", partial(make_norm, kind=LAYER, with_backward=True), HIDDEN, rows(3)),
-    Op("rotary", make_rotary, HEADS, lambda shape: heads_moved(shape, shape.heads + shape.groups)),
-    Op(
-        "rotary backward", make_rotary_backward, HEADS, lambda shape: heads_moved(shape, shape.heads + 2 * shape.groups)
-    ),
+    Op("rotary", make_rotary, HEADS, heads(queries=1, keys=1)),
+    Op("rotary backward", make_rotary_backward, HEADS, heads(queries=1, keys=2)),
     # Rows read and written.
-    Op("embedding", make_embedding, HIDDEN, rows(2), memory_bound=False),
+    Op("embedding", make_embedding, HIDDEN, rows(2), gathers=True),
     # Rows read, written and read again; fp32 gradients read and written.
     Op(
         "embedding, backward and forward",
         make_embedding_backward,
         HIDDEN,
         lambda shape: shape.tokens * shape.hidden * (3 * shape.item + 8),
-        memory_bound=False,
+        gathers=True,
     ),
     Op("silu(gate) * up", make_activation, FFN, channels(3)),
     Op("silu(gate) * up backward", partial(make_activation_backward, again=False), FFN, channels(5)),
     Op("silu(gate) * up backward, output again", partial(make_activation_backward, again=True), FFN, channels(6)),
-    Op(
-        "cross-entropy, 32,000",
-        lambda shape: make_cross_entropy(shape, shape.vocab),
-        "{tokens} x {vocab}",
-        lambda shape: 2 * shape.tokens * shape.vocab * shape.item,
-    ),
-    Op(
-        "cross-entropy, 128,256",
-        lambda shape: make_cross_entropy(shape, shape.large_vocab),
-        "{tokens} x {large_vocab}",
-        lambda shape: 2 * shape.tokens * shape.large_vocab * shape.item,
-    ),
+    cross_entropy_op("vocab", "32,000"),
+    cross_entropy_op("large_vocab", "128,256"),
     Op(
         "linear + cross-entropy, 128,256",
-        lambda shape: make_linear_cross_entropy(shape, shape.large_vocab),
+        make_linear_cross_entropy,
         "{tokens} x {hidden} x {large_vocab}",
-        flops=lambda shape: 6 * shape.tokens * shape.hidden * shape.large_vocab,
-        memory_bound=False,
+        flops=linear_flops("hidden", "large_vocab", 3),
     ),
-    Op(
-        "MLP up product",
-        partial(make_product, backward=False),
-        "{tokens} x {hidden} x 2 {ffn}",
-        flops=lambda shape: 4 * shape.tokens * shape.hidden * shape.ffn,
-        memory_bound=False,
-    ),
+    Op("MLP up product", partial(make_product, backward=False), "{tokens} x {hidden} x 2 {ffn}", flops=UP),
     Op(
         "MLP up product, gradient of its input",
         partial(make_product, backward=True),
         "{tokens} x 2 {ffn} x {hidden}",
-        flops=lambda shape: 4 * shape.tokens * shape.hidden * shape.ffn,
-        memory_bound=False,
+        flops=UP,
     ),
-    Op(
-        "weight gradient",
-        make_weight_gradient,
-        "{ffn} x {tokens} x {hidden}",
-        flops=lambda shape: 2 * shape.tokens * shape.hidden * shape.ffn,
-        memory_bound=False,
-    ),
+    Op("weight gradient", make_weight_gradient, "{ffn} x {tokens} x {hidden}", flops=linear_flops("hidden", "ffn", 1)),
     # Gradient 4, master 4, moments 8 read; master 4, moments 8, bf16 weights 2 written.
-    Op("adamw", lambda shape: both(adamw_call(shape, split=False)), SHARD, lambda shape: 30 * shape.shard),
+    Op("adamw", partial(make_adamw, split=False), SHARD, lambda shape: 30 * shape.shard),
     # Gradient 4, weights in two halves 4, moments 8 read; halves 4, moments 8 written.
-    Op(
-        "adamw, split master weights",
-        lambda shape: both(adamw_call(shape, split=True)),
-        SHARD,
-        lambda shape: 28 * shape.shard,
-    ),
+    Op("adamw, split master weights", partial(make_adamw, split=True), SHARD, lambda shape: 28 * shape.shard),
     Op("gradient norm", make_gradient_norm, SHARD, lambda shape: 4 * shape.shard),
     attention_op("attention forward", None, FULL, with_backward=False),
     attention_op("attention forward and backward", None, FULL, with_backward=True),

@@ -11,8 +11,8 @@ steps. The file is written after every step.
 from __future__ import annotations
 
 import argparse
+import importlib.util
 import json
-import math
 import os
 import re
 import shutil
@@ -21,8 +21,9 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -30,6 +31,7 @@ from scripts.benchmarks.results import (
     ROOT,
     Result,
     argument_parser,
+    matching,
     names_in,
     private_environment,
     read_json,
@@ -154,26 +156,6 @@ MIN_STEP_S = 10.0  # with less time left, no step starts
 TAIL_LINES = 30  # lines of a failed step's log to report
 ATTEMPTS = 4  # for a step that resumes after a crash
 
-# Exits with 0 if torch finds a GPU, otherwise with the reason.
-PROBE = """
-import sys
-try:
-    import torch
-except ImportError as error:
-    sys.exit(f"torch cannot be imported ({error})")
-if not torch.cuda.is_available():
-    sys.exit(f"torch {torch.__version__} finds no CUDA device")
-"""
-
-
-def without_infinities(value: Any) -> Any:
-    """Replace non-finite numbers, which JSON lacks, by "nan", "inf" and "-inf"."""
-    if isinstance(value, dict):
-        return {key: without_infinities(part) for key, part in value.items()}
-    if isinstance(value, list | tuple):
-        return [without_infinities(part) for part in value]
-    return str(value) if isinstance(value, float) and not math.isfinite(value) else value
-
 
 def difference(a: Result, b: Result) -> str | None:
     """Return the first machine or software property in which two reports differ, or None; such reports do not mix."""
@@ -196,13 +178,15 @@ def merged(reports: Sequence[Result], order: Sequence[str]) -> Result:
         if (found := difference(reports[0], report)) is not None:
             raise ValueError(f"the reports come from different machines or versions: {found}")
         entries |= report.get("steps", {})
-    names = [*(name for name in order if name in entries), *(name for name in entries if name not in order)]
-    return {
-        **reports[-1],
-        "ok": bool(entries) and all(step["status"] == "ok" for step in entries.values()),
-        "seconds": round(sum(report.get("seconds", 0.0) for report in reports), 1),
-        "steps": {name: entries[name] for name in names},
-    }
+    names = sorted(entries, key=lambda name: order.index(name) if name in order else len(order))
+    seconds = round(sum(report.get("seconds", 0.0) for report in reports), 1)
+    steps = {name: entries[name] for name in names}
+    return {**reports[-1], "ok": all_ok(steps), "seconds": seconds, "steps": steps}
+
+
+def all_ok(entries: Mapping[str, Any]) -> bool:
+    """Return whether there are steps, and none of them failed."""
+    return bool(entries) and all(step["status"] == "ok" for step in entries.values())
 
 
 class Report:
@@ -220,10 +204,10 @@ class Report:
     def write(self) -> None:
         """Write the file."""
         self.result["seconds"] = round(time.monotonic() - self.started, 1)
-        states = [step["status"] for step in self.result["steps"].values()]
-        self.result["ok"] = bool(states) and all(state == "ok" for state in states)
+        self.result["ok"] = all_ok(self.result["steps"])
         whole = self.result if self.earlier is None else merged([self.earlier, self.result], self.order)
-        write_json(self.output, without_infinities(whole))
+        # JSON has no numbers that are not finite; they become "nan", "inf" and "-inf".
+        write_json(self.output, json.loads(json.dumps(whole, default=str), parse_constant=lambda one: str(float(one))))
 
     def run(self, step: Step) -> None:
         """Run one step and record its results or its failure."""
@@ -244,17 +228,15 @@ class Report:
     def _attempts(self, step: Step, deadline: float) -> dict[str, Any]:
         stem = step.name.replace(" ", "_")
         output, log = self.folder / f"{stem}.json", self.folder / f"{stem}.log"
-        entry: dict[str, Any] = {}
         for _ in range(ATTEMPTS if step.resumes else 1):
             code = call([word.replace("{output}", str(output)) for word in step.command], log, deadline)
-            if code is None:
-                entry = {"status": "stopped", "reason": "did not end before its deadline"}
-            elif code:
-                entry = {"status": "failed", "reason": f"exit code {code}"}
-            else:
-                entry = {"status": "ok"}
             if code in (0, 1, None) or time.monotonic() + MIN_STEP_S > deadline:
                 break
+        entry: dict[str, Any] = {"status": "ok"}
+        if code is None:
+            entry = {"status": "stopped", "reason": "did not end before its deadline"}
+        elif code:
+            entry = {"status": "failed", "reason": f"exit code {code}"}
         try:
             entry["result"] = step.read(output, log)
         except Exception as error:  # a truncated or unexpected file must not stop the other steps
@@ -290,28 +272,19 @@ def call(command: Sequence[str], log: Path, deadline: float) -> int | None:
             process.wait()
 
 
-def without_gpu() -> str | None:
-    """Return why there is no GPU to report on, or None if there is one."""
-    probe = subprocess.run([sys.executable, "-c", PROBE], capture_output=True, text=True)
-    if probe.returncode == 0:
-        return None
-    lines = probe.stderr.strip().splitlines()
-    return lines[-1] if lines else f"a probe of torch ended with exit code {probe.returncode}"
-
-
-def describe() -> dict[str, Any]:
-    """Return the device and versions, queried in a separate process."""
+def describe() -> Result:
+    """Return the device and versions, queried in a separate process; `missing` says why there is no GPU."""
     done = subprocess.run([sys.executable, *OPS, "--describe"], cwd=ROOT, capture_output=True, text=True)
     try:
         return json.loads(done.stdout.splitlines()[-1])
     except (IndexError, ValueError):
-        return {"machine": {}, "versions": {}, "failed": done.stderr[-2000:]}
+        said = done.stderr[-2000:].strip()
+        return {"missing": said} if done.returncode == 2 else {"machine": {}, "versions": {}, "failed": said}
 
 
 def parallel_tests() -> int:
     """Return the number of test processes, several because kernels compile on the CPU; 1 without pytest-xdist."""
-    found = subprocess.run([sys.executable, "-c", "import xdist"], capture_output=True)
-    return min(6, (os.cpu_count() or 1) // 2) if found.returncode == 0 else 1
+    return min(6, (os.cpu_count() or 1) // 2) if importlib.util.find_spec("xdist") else 1
 
 
 def parse(argv: Sequence[str]) -> argparse.Namespace:
@@ -319,14 +292,14 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
     parser, known = argument_parser(__doc__), steps(1)
     default = Path(os.environ.get("TMPDIR") or "/tmp") / "gpu_report.json"
     parser.add_argument("--output", type=Path, default=default, help=f"JSON file to write; default {default}")
-    parser.add_argument("--only", default=PARTS[0], help=f"comma-separated parts or steps; default {PARTS[0]}")
+    choices = partial(matching, [*PARTS, *(step.name for step in known)], "step")
+    parser.add_argument(
+        "--only", type=choices, default=PARTS[0], help=f"comma-separated parts or steps; default {PARTS[0]}"
+    )
     parser.add_argument("--limit_s", type=float, default=LIMIT_S, help=f"limit for all steps; default {LIMIT_S:g}")
     parser.add_argument("--merge", default="", help="run nothing: merge these comma-separated files into --output")
     options = parser.parse_args(argv)
-    options.only, options.merge = names_in(options.only), [Path(name) for name in names_in(options.merge)]
-    unknown = sorted({*options.only} - {*PARTS, *(step.name for step in known)})
-    if unknown:
-        parser.error(f"--only: no step is called {unknown}; choose from {[*PARTS, *(step.name for step in known)]}")
+    options.merge = [Path(name) for name in names_in(options.merge)]
     needed_s = START_S + sum(step.budget_s for step in chosen(known, options.only))
     if needed_s > options.limit_s:
         parser.error(
@@ -373,15 +346,15 @@ def main(argv: Sequence[str]) -> int:
         whole = merged([read_report(path) for path in options.merge], [step.name for step in steps(1)])
         write_json(options.output, whole)
         return 0 if whole["ok"] else 1
-    reason = without_gpu()
-    if reason is not None:
-        print(f"gpu_report: nothing to report: {reason}")
+    described = describe()
+    if "missing" in described:
+        print(f"gpu_report: nothing to report: {described['missing']}")
         return 0
     folder = Path(tempfile.mkdtemp(prefix="megatron_lite_gpu_report_"))
     pythonpath = os.pathsep.join([str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])])
     os.environ.update(private_environment(folder, pythonpath, PYTHONUNBUFFERED="1"))
     try:
-        head = {"environment": describe()}
+        head = {"environment": described}
         earlier = earlier_report(options.output, head)
         report = Report(options.output, folder, options.limit_s - (time.monotonic() - started), head, earlier)
         try:

@@ -13,19 +13,19 @@ from the checkout.
 from __future__ import annotations
 
 import argparse
-import fnmatch
 import os
 import signal
 import sys
 import tempfile
 from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 
 from scripts.benchmarks import processor
 from scripts.benchmarks.programs.contestants import COMPARED_WITH, OURS, PROGRAMS, Setting
 from scripts.benchmarks.programs.inputs import write_inputs
 from scripts.benchmarks.programs.race import Command, Race
-from scripts.benchmarks.results import MIB, Result, argument_parser, environment, names_in, write_json
+from scripts.benchmarks.results import MIB, Result, argument_parser, environment, matching, write_json
 from scripts.benchmarks.tables import compared, number, remarks, spread, surroundings, table
 from scripts.benchmarks.training.settings import MODELS, Sizes
 
@@ -59,14 +59,12 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
     add("--picotron", type=Path, help="a checkout of picotron")
     add("--python", default=sys.executable, help="the peers' interpreter; default: this one")
     add("--ours", default="", help='more flags of our program: "--attention_backend=math ..."')
-    add("--only", default="", help="comma-separated programs, by their names in the table; * and ? are wildcards")
+    only = partial(matching, PROGRAMS, "program")
+    add("--only", type=only, default="*", help="comma-separated programs, by their names in the table, or wildcards")
     add("--output", type=Path, help="JSON file to write")
     options = parser.parse_args(argv)
     if min(options.turns, options.steps_per_turn, options.starts, options.ranks) < 1:
         parser.error("--turns, --steps_per_turn, --starts and --ranks must be at least 1")
-    for pattern in names_in(options.only):
-        if not fnmatch.filter(PROGRAMS, pattern):
-            parser.error(f"--only: no program is called {pattern!r}; choose from {list(PROGRAMS)}")
     for name in ("nanogpt", "picotron"):
         folder = getattr(options, name)
         if folder is not None and not (folder / "train.py").is_file():
@@ -80,29 +78,22 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
 
 def commands_of(options: argparse.Namespace, folder: Path) -> tuple[dict[str, Command], dict[str, str]]:
     """Return the programs to run, and the reasons for those that cannot run here."""
-    patterns, setting = names_in(options.only) or ["*"], Setting(options, folder)
-    commands, missing = {}, {}
-    for name, make in PROGRAMS.items():
-        if any(fnmatch.fnmatch(name, pattern) for pattern in patterns):
-            made = make(setting)
-            if isinstance(made, str):
-                missing[name] = made
-            elif made is not None:
-                commands[name] = made
+    setting, commands, missing = Setting(options, folder), {}, {}
+    for name in options.only:
+        made = PROGRAMS[name](setting)
+        if isinstance(made, str):
+            missing[name] = made
+        elif made is not None:
+            commands[name] = made
     return commands, missing
-
-
-def variables_of(options: argparse.Namespace) -> dict[str, str]:
-    """Return the environment variables of all programs."""
-    threads = {} if options.threads is None else {"OMP_NUM_THREADS": str(options.threads)}
-    return {**processor.ISAS[options.isa], **threads}
 
 
 def main(argv: Sequence[str]) -> int:
     """Measure, print and write; return the exit code."""
     options = parse(argv)
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))  # also ends the programs
-    variables = variables_of(options)
+    threads = {} if options.threads is None else {"OMP_NUM_THREADS": str(options.threads)}
+    variables = {**processor.ISAS[options.isa], **threads}  # of all programs
     os.environ.update(variables)
     with tempfile.TemporaryDirectory(prefix="benchmark_") as name:
         folder = Path(name)
@@ -127,15 +118,14 @@ def main(argv: Sequence[str]) -> int:
 def to_markdown(result: Result) -> str:
     """Return the table of one run, with its settings above and the contestants that did not run below."""
     options, rows = result["settings"], {name: row for name, row in result["rows"].items() if row["step_s"]}
-    threads = "threads as each program chooses" if options["threads"] is None else f"{options['threads']} threads"
-    ranks = "one process" if options["ranks"] == 1 else f"{options['ranks']} ranks"
-    setting = (
-        f"{options['model']}, {ranks}, {threads.replace('1 threads', '1 thread')}, "
-        f"{options['micro_batch_size']} x {options['sequence_length']} tokens per rank and step, fp32. "
-        f"{surroundings(result['environment'])}."
+    threads = {None: "threads as each program chooses", 1: "1 thread"}.get(
+        options["threads"], f"{options['threads']} threads"
     )
+    ranks = "one process" if options["ranks"] == 1 else f"{options['ranks']} ranks"
+    tokens = f"{options['micro_batch_size']} x {options['sequence_length']} tokens per rank and step, fp32"
     steps = next((row["steps"] for row in rows.values()), 0)
     columns = (compared("ours / it"), *COLUMNS, number(f"loss at step {steps}", "loss", ".3f"))
+    setting = f"{options['model']}, {ranks}, {threads}, {tokens}. {surroundings(result['environment'])}."
     return "\n".join([setting, "", *table(rows, columns), "", *remarks(result)])
 
 

@@ -11,7 +11,7 @@ import argparse
 import functools
 import subprocess
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -62,6 +62,13 @@ class Setting:
         """Our program's configuration of the model."""
         values = {**self.model_flags, "train_iters": 1, "device": "cpu"}
         return resolve(unflatten(values | ({"export_model_type": "llama"} if self.is_llama else {})), 1)
+
+    @property
+    def words(self) -> list[str]:
+        """Arguments that our scripts around Trainer and litgpt share."""
+        options = self.options
+        flags = {"data": self.folder / "train.bin", "batch_size": options.micro_batch_size, "lr": LEARNING_RATE}
+        return [f"--{name}={value}" for name, value in (flags | {"sequence_length": options.sequence_length}).items()]
 
     def write_hugging_face_config(self, folder: Path) -> Path:
         """Write the model's config.json; transformers chooses the initial weights."""
@@ -153,50 +160,39 @@ def picotron(setting: Setting) -> Command | str | None:
         return None
     if options.picotron is None:
         return "no checkout: --picotron=FOLDER"
-    missing = setting.require("transformers", "wandb")
-    if missing:
+    if missing := setting.require("transformers", "wandb"):
         return missing
     setting.write_hugging_face_config(folder / "model")
     write_tokenizer(folder / "model", folder / "data", options.vocab_size, options.sequence_length)
     write_llama_weights(folder / "hf_model_safetensors", setting.config)
     parallel = {"tp_size": 1, "cp_size": 1, "pp_size": 1, "dp_size": setting.ranks, "pp_engine": "1f1b"}
+    training = {"seed": 42, "learning_rate": LEARNING_RATE, "total_train_steps": NEVER, "max_tokens": None}
+    training |= {"seq_length": options.sequence_length, "micro_batch_size": options.micro_batch_size}
+    environment = {"TOKENIZERS_PARALLELISM": "false", "FLASH_ATTEN": "0", "HF_TOKEN": "none"}
     config = {
         "distributed": {**parallel, "backend": "gloo", "use_cpu": True},
         "model": {"name": str(folder / "model"), "use_fused_adam": True},
-        "training": {
-            "seed": 42,
-            "learning_rate": LEARNING_RATE,
-            "total_train_steps": NEVER,
-            "seq_length": options.sequence_length,
-            "micro_batch_size": options.micro_batch_size,
-            "gradient_accumulation_steps": 1,
-            "max_tokens": None,
-        },
+        "training": {**training, "gradient_accumulation_steps": 1},
         "dataset": {"name": str(folder / "data"), "num_workers": 0, "num_proc": 1},
         "checkpoint": {"save_dir": str(folder / "checkpoints"), "save_frequency": NEVER, "load_path": ""},
         "logging": {"use_wandb": False},
-        "environment": {
-            "OMP_NUM_THREADS": "1",  # no effect, because it is set after torch has started
-            "TOKENIZERS_PARALLELISM": "false",
-            "FLASH_ATTEN": "0",
-            "HF_TOKEN": "none",
-        },
+        # OMP_NUM_THREADS has no effect, because it is set after torch has started.
+        "environment": {"OMP_NUM_THREADS": "1", **environment},
     }
     path = write_json_file(folder / "config.json", config)
     program = (str(HERE / "on_cpu.py"), str(options.picotron / "train.py"), f"--config={path}")
     words = [options.python, *TORCHRUN, f"--nproc-per-node={setting.ranks}", *program]
-    environment = {"DTYPE": "float32", "PYTHONPATH": str(options.picotron)}
-    return Command(words, folder, r"Step: \d+\s*\| Loss:\s*([\d.]+|nan|inf)", environment)
+    variables = {"DTYPE": "float32", "PYTHONPATH": str(options.picotron)}
+    return Command(words, folder, r"Step: \d+\s*\| Loss:\s*([\d.]+|nan|inf)", variables)
 
 
 def trainer(setting: Setting, *flags: str, deepspeed_stage: int | None = None) -> Command | str:
     """Return Hugging Face's Trainer, alone or with DeepSpeed."""
     options, folder = setting.options, setting.folder
-    missing = setting.require("transformers", "accelerate", *(["deepspeed"] if deepspeed_stage is not None else []))
-    if missing:
+    if missing := setting.require("transformers", "accelerate", *(["deepspeed"] if deepspeed_stage else [])):
         return missing
     config = setting.write_hugging_face_config(folder / "hf_trainer")
-    words = [str(HERE / "hf_trainer.py"), f"--config={config}", *_common_words(setting), *flags]
+    words = [str(HERE / "hf_trainer.py"), f"--config={config}", *setting.words, *flags]
     if deepspeed_stage is not None:
         stages = {"zero_optimization": {"stage": deepspeed_stage}, "zero_force_ds_cpu_optimizer": False}
         automatic = dict.fromkeys(("train_micro_batch_size_per_gpu", "gradient_accumulation_steps"), "auto")
@@ -213,8 +209,7 @@ def litgpt(setting: Setting) -> Command | str | None:
     options = setting.options
     if setting.ranks > 1:
         return None
-    missing = setting.require("litgpt")
-    if missing:
+    if missing := setting.require("litgpt"):
         return missing
     config: dict[str, Any] = {
         "name": options.model,
@@ -234,19 +229,9 @@ def litgpt(setting: Setting) -> Command | str | None:
     else:
         config |= {"attn_bias": True, "gelu_approximate": "tanh"}
     path = write_json_file(setting.folder / "litgpt" / "config.json", config)
-    words = [str(HERE / "litgpt_pretrain.py"), f"--config={path}", *_common_words(setting)]
+    words = [str(HERE / "litgpt_pretrain.py"), f"--config={path}", *setting.words]
     words += [] if setting.is_llama else ["--tied"]
     return Command([options.python, *words], setting.folder, r"\| iter \d+ step \d+ \| loss train: ([\d.]+|nan|inf)")
-
-
-def _common_words(setting: Setting) -> Sequence[str]:
-    options = setting.options
-    return (
-        f"--data={setting.folder / 'train.bin'}",
-        f"--batch_size={options.micro_batch_size}",
-        f"--sequence_length={options.sequence_length}",
-        f"--lr={LEARNING_RATE}",
-    )
 
 
 # In table order; ours first, because every ratio is ours over theirs.

@@ -70,16 +70,17 @@ class Program:
         """Wait for `count` more steps to end.
 
         Raises:
-            ProgramError: if the program ends early, prints no step for too long, or prints a non-finite loss.
+            ProgramError: if the program ends early, prints no step for too long, or prints a non-finite loss. All its
+                processes are killed.
         """
         wanted = len(self.losses) + count
         deadline = time.monotonic() + self._timeout_s
         while len(self.losses) < wanted:
             if not self._selector.select(max(0.0, deadline - time.monotonic())):
-                raise ProgramError(f"no step within {self._timeout_s:g} s; {self._last_words()}")
+                raise self._failed(f"no step within {self._timeout_s:g} s; {self._last_words()}")
             seen = len(self.losses)
             if not self._read():
-                raise ProgramError(f"ended with exit code {self._process.wait()}; {self._last_words()}")
+                raise self._failed(f"ended with exit code {self._process.wait()}; {self._last_words()}")
             if len(self.losses) > seen:
                 deadline = time.monotonic() + self._timeout_s
 
@@ -95,10 +96,14 @@ class Program:
             if match is not None:
                 self.losses.append(float(match[1]))
                 if not math.isfinite(self.losses[-1]):
-                    raise ProgramError(f"loss {match[1]} at step {len(self.losses)}")
+                    raise self._failed(f"loss {match[1]} at step {len(self.losses)}")
             elif line.strip():
                 self._tail = [*self._tail[-2:], line.strip()]
         return bool(data)
+
+    def _failed(self, reason: str) -> ProgramError:
+        self.kill()
+        return ProgramError(reason)
 
     def _last_words(self) -> str:
         """Return the first error that the program printed, or else its last lines, without folder names."""
@@ -215,22 +220,17 @@ class Race:
                 program.kill()
         except ProgramError as error:
             self.turns.fail(name, error)
-            program.kill()
 
     def _turn(self, name: str, turn: int) -> Figures:
         """Time some steps, from log line to log line, excluding the first after a pause."""
         program = self._programs[name]
-        try:
-            program.go_on()
-            program.steps(1)
-            before, step_before = load(program.cpu_seconds()), len(program.losses)
-            program.steps(self._steps)
-            span = load(program.cpu_seconds()).since(before)
-            done = len(program.losses) - step_before  # more than requested if several log lines arrived together
-            program.stop()
-        except ProgramError:
-            program.kill()
-            raise
+        program.go_on()
+        program.steps(1)
+        before, step_before = load(program.cpu_seconds()), len(program.losses)
+        program.steps(self._steps)
+        span = load(program.cpu_seconds()).since(before)
+        done = len(program.losses) - step_before  # more than requested if several log lines arrived together
+        program.stop()
         return {"step_s": span.elapsed_s / done, "cpu_s": span.own_s / done, "others": span.others}
 
     def rows(self, ours: str, twins: Mapping[str, str]) -> dict[str, dict[str, Any]]:
@@ -245,11 +245,10 @@ class Race:
         rows: dict[str, dict[str, Any]] = {}
         for name, record in self.turns.records.items():
             last = losses[name][max(0, steps - LAST_STEPS) : steps]
-            rows[name] = {
-                "step_s": record.spread("step_s"),
-                "cpu_s": record.spread("cpu_s"),
+            others = record.every("others")
+            rows[name] = {figure: record.spread(figure) for figure in ("step_s", "cpu_s")} | {
                 "start_s": spread_of(self._start_s[name]) if self._start_s[name] else None,
-                "others": spread_of(record.every("others")) if record.every("others") else None,
+                "others": spread_of(others) if others else None,
                 "peak_rss_bytes": self._programs[name].peak_rss_bytes(),
                 "loss": statistics.mean(last) if last else None,
                 "steps": steps,

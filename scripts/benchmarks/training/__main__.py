@@ -51,6 +51,7 @@ from scripts.benchmarks.training.settings import (
 # Losses are near log(vocab_size), so 1e-5 is about 1e-6 relative. docs/benchmarks.md derives the bf16 tolerance.
 LOSS_TOLERANCE = {"fp32": 1e-5, "bf16": 1e-2}
 BARE = "bare"
+FLOPS = ("causal", "full")  # attention
 
 
 def main(argv: Sequence[str]) -> int:
@@ -130,11 +131,9 @@ def summary(
 ) -> Result:
     """Return the results so far."""
     config, ranks, settings = engine_config(options, distributed.world_size), distributed.world_size, vars(options)
-    length = config.batch.sequence_length
-    flops = {kind: model_flops(config.model, length, 1, kind == "full") for kind in ("causal", "full")}
+    flops = {kind: model_flops(config.model, config.batch.sequence_length, 1, kind == "full") for kind in FLOPS}
     tokens = distributed.data.world_size * tokens_per_rank(config)
-    facts = report.Facts(ranks, tokens, flops, options.peak_tflops)
-    measured = report.summarize(rounds.turns, rounds.books, facts)
+    measured = report.summarize(rounds.turns, rounds.books, ranks, tokens, flops, options.peak_tflops)
     where = settings | {"ranks": "one" if ranks == 1 else "several", "accumulates": options.micro_batches > 1}
     compared = [row["losses"] for name, row in measured.items() if name not in rows or rows[name].trains_the_model]
     return {

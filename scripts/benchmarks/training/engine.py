@@ -6,7 +6,7 @@ gradient from autograd into the stage's gradient buffer.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from types import SimpleNamespace
 from typing import Any, cast
 
@@ -28,7 +28,7 @@ from megatron_lite.setup_run import Run
 from megatron_lite.train import train_step
 from megatron_lite.zero.multi_stage import MultiStage
 from scripts.benchmarks.training.measure import Contestant
-from scripts.benchmarks.training.model import Head, PlainGPT, parameter_specs
+from scripts.benchmarks.training.model import PlainGPT, parameter_specs
 from scripts.benchmarks.training.report import formula_bytes
 
 
@@ -102,11 +102,9 @@ class Engine(Contestant):
         if self._distributed.tensor.world_size == 1:
             known["wire_theory_bytes"] = self._wire_bytes()
             if self._has_formula:
-                stages = self.model.stages
-                sizes = [sum(slot.numel for part in stage.parts for slot in part.layout.slots) for stage in stages]
                 zero_stage, dtype = self._config.multi_stage.zero_stage or 1, self._config.distributed.training_dtype
                 assert zero_stage != "auto"
-                known["formula_bytes"] = formula_bytes(sizes, dtype, zero_stage, ranks)
+                known["formula_bytes"] = formula_bytes(self.model, dtype, zero_stage, ranks)
         return known
 
     def _wire_bytes(self) -> int:
@@ -162,39 +160,27 @@ def plain_layers(config: Config, model: PlainGPT) -> list[Layer]:
         for name, _ in list(module.named_parameters(recurse=False)):
             setattr(module, name, declare(specs.pop(f"{prefix}.{name}")))
     assert not specs, f"the plain model lacks {sorted(specs)}"
-    embedding = PlainEmbedding(model.embedding)
-    return [embedding, *map(PlainLayer, model.blocks), PlainHead(model.head, embedding)]
+    embedding = PlainLayer(model.embedding, lambda module, hidden, batch: module(batch.tokens))
+    embedding.backward_needs_weights = False
+    tied = model.head.output is None
+    head = PlainLayer(  # its loss is already scaled
+        model.head,
+        lambda module, hidden, batch: module(
+            hidden, batch.labels, model.embedding.word.weight if tied else None, batch.gradient_scale
+        ),
+    )
+    if tied:
+        head.borrows_from = (embedding,)
+    blocks = (PlainLayer(block, lambda module, hidden, batch: module(hidden)) for block in model.blocks)
+    return [embedding, *blocks, head]
 
 
 class PlainLayer(Layer):
-    """A plain module as a layer."""
+    """A plain module as a layer. call: (module, hidden, micro-batch) -> output."""
 
-    def __init__(self, module: Any) -> None:
+    def __init__(self, module: nn.Module, call: Callable[[Any, Tensor | None, MicroBatch], Tensor]) -> None:
         super().__init__()
-        self.module = module
+        self.module, self._call = module, call
 
     def forward(self, hidden: Tensor | None, micro_batch: MicroBatch) -> Tensor:
-        return self.module(hidden)
-
-
-class PlainEmbedding(PlainLayer):
-    """A plain embedding as the first layer."""
-
-    backward_needs_weights = False
-
-    def forward(self, hidden: Tensor | None, micro_batch: MicroBatch) -> Tensor:
-        return self.module(micro_batch.tokens)
-
-
-class PlainHead(PlainLayer):
-    """The plain head as the last layer; its loss is already scaled."""
-
-    def __init__(self, head: Head, embedding: PlainEmbedding) -> None:
-        super().__init__(head)
-        self.lender = (embedding,)  # a tuple hides it from torch's list of submodules
-        if head.output is None:
-            self.borrows_from = self.lender
-
-    def forward(self, hidden: Tensor | None, micro_batch: MicroBatch) -> Tensor:
-        tied = self.lender[0].module.word.weight if self.borrows_from else None
-        return self.module(hidden, micro_batch.labels, tied, micro_batch.gradient_scale)
+        return self._call(self.module, hidden, micro_batch)

@@ -84,15 +84,14 @@ class Rounds:
         finally:
             self.contestants.pop(name, None)
             gc.collect()
-            if self._distributed.device.type == "cuda":
-                torch.cuda.empty_cache()
+            torch.cuda.empty_cache()
             torch.use_deterministic_algorithms(False)  # set by deterministic rows
             torch.backends.cuda.enable_cudnn_sdp(True)
 
     def _build(self, name: str) -> None:
-        before = allocated_bytes(self._distributed)
+        before = torch.cuda.memory_allocated()  # 0 on a CPU
         self.contestants[name] = self._make(name)
-        self._allocated[name] = allocated_bytes(self._distributed) - before
+        self._allocated[name] = torch.cuda.memory_allocated() - before
 
     def _timed(self, name: str, turn: int) -> Figures:
         options, distributed = self._options, self._distributed
@@ -100,12 +99,11 @@ class Rounds:
         steps = [make_tokens(options, first + index, distributed) for index in range(options.steps_per_turn)]
         if options.max_others is not None and turn >= options.warmup_turns and distributed.rank == 0:
             wait_until_quiet(options.max_others)
-        # Exclude memory held by other rows.
-        held_by_others = allocated_bytes(distributed) - self._allocated[name]
+        held_by_others = torch.cuda.memory_allocated() - self._allocated[name]
         figures = timed_turn(self.contestants[name], steps, distributed)
         if distributed.device.type == "cuda":
             figures["peak_bytes"] = max(distributed.gather_objects(torch.cuda.max_memory_allocated() - held_by_others))
-            self._allocated[name] = allocated_bytes(distributed) - held_by_others
+            self._allocated[name] = torch.cuda.memory_allocated() - held_by_others
         self.books[name] = self.contestants[name].books()
         return figures
 
@@ -121,11 +119,13 @@ def timed_turn(contestant: Contestant, steps: Sequence[Sequence[Tensor]], distri
     distributed.barrier()
     wire_before = loopback_bytes()
     distributed.barrier()
-    synchronize(distributed)
+    if on_gpu:
+        torch.cuda.synchronize()
     before = load()
     losses = [contestant.step(micro_batches) for micro_batches in steps]
     contestant.finish()
-    synchronize(distributed)
+    if on_gpu:
+        torch.cuda.synchronize()
     step_s = (time.perf_counter() - before.elapsed_s) / len(steps)
     distributed.barrier()
     span, wire_after = load().since(before), loopback_bytes()
@@ -154,17 +154,6 @@ def largest_difference(losses: Sequence[Sequence[float]]) -> float:
     """Return the largest loss difference between any two rows at any step; infinity if a loss is not finite."""
     differences = [max(values) - min(values) for values in zip(*losses, strict=True)]
     return max(differences, default=0.0) if all(map(math.isfinite, differences)) else math.inf
-
-
-def allocated_bytes(distributed: Distributed) -> int:
-    """Return the GPU memory of this process's tensors; 0 on a CPU."""
-    return torch.cuda.memory_allocated() if distributed.device.type == "cuda" else 0
-
-
-def synchronize(distributed: Distributed) -> None:
-    """Wait for the GPU, if any."""
-    if distributed.device.type == "cuda":
-        torch.cuda.synchronize()
 
 
 def loopback_bytes() -> int | None:

@@ -12,13 +12,13 @@ docs/benchmarks.md explains it. Run from the checkout.
 from __future__ import annotations
 
 import argparse
+import subprocess
 import sys
 import tempfile
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
-from scripts.benchmarks.results import MIB, Result, argument_parser, names_in, read_json, run_module, spread_of
+from scripts.benchmarks.results import MIB, ROOT, TORCHRUN, Result, argument_parser, names_in, read_json, spread_of
 from scripts.benchmarks.tables import Goal, number, over, publish, table
 from scripts.benchmarks.training.settings import catalogue, parse
 
@@ -59,13 +59,19 @@ def main(argv: Sequence[str]) -> int:
     """Measure all rows sequentially, print and write; return the exit code."""
     options, names = choose(argv)
     measured = {name: measure(name, options.ranks, options.passed_on) for name in (BARE, *names)}
-    bare = measured.pop(BARE)
-    bare_bytes = max(bare["peak_rss_bytes"])
-    rows = compare(measured, bare_bytes)
-    command, lines = "python -m scripts.benchmarks.training.memory", table(rows, COLUMNS)
-    about, known = f"a bare process: {bare_bytes / MIB:.0f} MiB; ", bare["settings"]
-    more = {"settings": known, "ranks": options.ranks, "bare_bytes": bare_bytes}
-    publish(command, argv, options, rows, lines, about=about, goals=GOALS, **more)
+    settings, bare_bytes = measured[BARE]["settings"], max(measured.pop(BARE)["peak_rss_bytes"])
+    above = {name: max(one["peak_rss_bytes"]) - bare_bytes for name, one in measured.items()}
+    rows = {
+        name: {
+            "peak_bytes": value,
+            "state_bytes": measured[name]["rows"][name]["state_bytes"],
+            "ratios": {peer: spread_of([value / above[peer]]) for peer in REFERENCES if peer in above},
+        }
+        for name, value in above.items()
+    }
+    about = f"a bare process: {bare_bytes / MIB:.0f} MiB; "
+    more = {"about": about, "goals": GOALS, "settings": settings, "ranks": options.ranks, "bare_bytes": bare_bytes}
+    publish("python -m scripts.benchmarks.training.memory", argv, options, rows, table(rows, COLUMNS), **more)
     return 0
 
 
@@ -79,24 +85,12 @@ def measure(name: str, ranks: int, passed_on: Sequence[str]) -> Result:
     with tempfile.TemporaryDirectory() as directory:
         output = Path(directory) / "results.json"
         short = ("--device=cpu", "--turns=3", "--steps_per_turn=2", "--warmup_turns=0", *passed_on)
-        words = ("scripts.benchmarks.training", *short, f"--only={name}", f"--output={output}")
-        done = run_module(words, ranks, capture_output=True)
+        words = ["-m", "scripts.benchmarks.training", *short, f"--only={name}", f"--output={output}"]
+        command = [sys.executable, *TORCHRUN, f"--nproc-per-node={ranks}", *words]
+        done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
         if done.returncode != 0:
             raise SystemExit(f"{done.stdout}{done.stderr}memory: {name}: exit code {done.returncode}")
         return read_json(output)
-
-
-def compare(measured: dict[str, Result], bare_bytes: int) -> dict[str, dict[str, Any]]:
-    """Return each row's peak above a bare process and its ratios to the peers."""
-    above = {name: max(one["peak_rss_bytes"]) - bare_bytes for name, one in measured.items()}
-    return {
-        name: {
-            "peak_bytes": value,
-            "state_bytes": measured[name]["rows"][name]["state_bytes"],
-            "ratios": {peer: spread_of([value / above[peer]]) for peer in REFERENCES if peer in above},
-        }
-        for name, value in above.items()
-    }
 
 
 if __name__ == "__main__":

@@ -62,32 +62,27 @@ ROWS = (
 )
 
 
-class Contestant:
-    """An optimizer with random gradients of a fixed norm before every step.
+class Contestant(NamedTuple):
+    """An optimizer. gradients: in the order of names; they and the weights are not copies."""
 
-    gradients, weights: by name, not copied.
-    """
+    gradients: list[Tensor]
+    weights: dict[str, Tensor]
+    update: Callable[[], object]
 
-    def __init__(
-        self, gradients: dict[str, Tensor], weights: dict[str, Tensor], update: Callable[[], object], norm: float
-    ) -> None:
-        self.weights, self._update, self._norm = weights, update, norm
-        generator = torch.Generator().manual_seed(1)
-        self._gradients = [gradients[name].normal_(generator=generator) for name in sorted(gradients)]
 
-    def turn(self, options: argparse.Namespace) -> Figures:
-        """Run some steps; return their mean time and the share of the cores used by other processes."""
-        if options.max_others is not None:
-            wait_until_quiet(options.max_others)
-        step_s, before = 0.0, load()
-        for _ in range(options.steps_per_turn):
-            # Clipping changes the gradients. All contestants rescale, so that all find the same cache.
-            norm = torch.stack(torch._foreach_norm(self._gradients)).norm()
-            torch._foreach_mul_(self._gradients, self._norm / norm)
-            start_s = time.perf_counter()
-            self._update()
-            step_s += (time.perf_counter() - start_s) / options.steps_per_turn
-        return {"step_s": step_s, "others": load().since(before).others}
+def turn(contestant: Contestant, norm: float, options: argparse.Namespace) -> Figures:
+    """Run some steps; return their mean time and the share of the cores used by other processes."""
+    if options.max_others is not None:
+        wait_until_quiet(options.max_others)
+    gradients = contestant.gradients
+    step_s, before = 0.0, load()
+    for _ in range(options.steps_per_turn):
+        # Clipping changes the gradients. All contestants rescale, so that all find the same cache.
+        torch._foreach_mul_(gradients, norm / torch.stack(torch._foreach_norm(gradients)).norm())
+        start_s = time.perf_counter()
+        contestant.update()
+        step_s += (time.perf_counter() - start_s) / options.steps_per_turn
+    return {"step_s": step_s, "others": load().since(before).others}
 
 
 def ours(row: Row, options: argparse.Namespace, distributed: Distributed) -> Contestant:
@@ -108,20 +103,17 @@ def ours(row: Row, options: argparse.Namespace, distributed: Distributed) -> Con
     model, optimizer, _ = built(resolve(unflatten(values), 1), distributed)
     optimizer.averaging.start()
     iterations, loss = itertools.count(1), torch.tensor(1.0)
-    gradients = {name: parameter.main_grad for name, parameter in model.parameters()}
-
-    def update() -> None:
-        optimizer.step(next(iterations), RATE, loss, 1, model.updated)
-
-    return Contestant(gradients, dict(model.full_weights()), update, row.norm)
+    gradients = [parameter.main_grad for _, parameter in sorted(model.parameters())]
+    update = lambda: optimizer.step(next(iterations), RATE, loss, 1, model.updated)  # noqa: E731
+    return Contestant(gradients, dict(model.full_weights()), update)
 
 
-def peer(weights: dict[str, Tensor], clips: bool, norm: float) -> Contestant:
+def peer(weights: dict[str, Tensor], clips: bool) -> Contestant:
     """Return torch.optim.AdamW(fused=True), with or without clip_grad_norm_ before it."""
     parameters = {name: torch.nn.Parameter(weight.clone()) for name, weight in weights.items()}
-    gradients = {name: torch.zeros_like(weight) for name, weight in weights.items()}
-    for name, parameter in parameters.items():
-        parameter.grad = gradients[name]
+    for parameter in parameters.values():
+        parameter.grad = torch.zeros_like(parameter)
+    gradients = [gradient for name in sorted(parameters) if (gradient := parameters[name].grad) is not None]
     adamw = torch.optim.AdamW([*parameters.values()], lr=RATE, betas=BETAS, weight_decay=DECAY, fused=True)
 
     def update() -> None:
@@ -129,7 +121,7 @@ def peer(weights: dict[str, Tensor], clips: bool, norm: float) -> Contestant:
             torch.nn.utils.clip_grad_norm_(parameters.values(), CLIP)
         adamw.step()
 
-    return Contestant(gradients, {name: one.detach() for name, one in parameters.items()}, update, norm)
+    return Contestant(gradients, {name: one.detach() for name, one in parameters.items()}, update)
 
 
 def measure(row: Row, options: argparse.Namespace) -> dict[str, Any]:
@@ -137,10 +129,14 @@ def measure(row: Row, options: argparse.Namespace) -> dict[str, Any]:
     torch.set_num_threads(options.threads)
     distributed = launch.initialize(unflatten({"device": "cpu"}).distributed)
     own = ours(row, options, distributed)
-    contestants = {row.name: own, PLAIN: peer(own.weights, False, row.norm), CLIPPED: peer(own.weights, True, row.norm)}
+    contestants = {row.name: own, PLAIN: peer(own.weights, False), CLIPPED: peer(own.weights, True)}
+    for contestant in contestants.values():
+        generator = torch.Generator().manual_seed(1)
+        for gradient in contestant.gradients:
+            gradient.normal_(generator=generator)
     turns = Turns(
         list(contestants),
-        lambda name, turn: contestants[name].turn(options),
+        lambda name, _: turn(contestants[name], row.norm, options),
         options.turns,
         main="step_s",
         warm_up=1,
@@ -165,10 +161,8 @@ def measure(row: Row, options: argparse.Namespace) -> dict[str, Any]:
 
 
 COLUMNS = (
-    *(
-        spread(f"{name} ms".strip(), figure, 2, 1e3)
-        for name, figure in (("", "step_s"), (PLAIN, PLAIN), (CLIPPED, CLIPPED))
-    ),
+    spread("ms", "step_s", 2, 1e3),
+    *(spread(f"{name} ms", name, 2, 1e3) for name in (PLAIN, CLIPPED)),
     *(over(f"ours / {name}", name) for name in (PLAIN, CLIPPED)),
 )
 

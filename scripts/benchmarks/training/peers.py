@@ -6,10 +6,12 @@ group per block, autocast or FSDP2's MixedPrecisionPolicy for bf16, and the fast
 
 from __future__ import annotations
 
+import argparse
 import contextlib
 import importlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
+from dataclasses import dataclass, field
 from types import ModuleType
 from typing import Any
 
@@ -28,6 +30,30 @@ from megatron_lite.huggingface.export_folder import their_tensor
 from megatron_lite.huggingface.weight_map import by_tensor, pieces
 from scripts.benchmarks.training.measure import Contestant
 from scripts.benchmarks.training.model import PlainGPT, initial_value, initialize, parameter_specs, tokens_per_rank
+
+PRODUCTS = "products"  # the row without training, see `products.py`
+
+
+@dataclass(frozen=True)
+class Row:
+    """One row of the table: a model, its trainer, and whether it is compiled."""
+
+    trainer: str  # "engine", "torch" (one process), "DDP", "FSDP2", "torch TP" or "products"
+    model: str = "plain"  # "engine" (its own layers), "plain", "HF" or "HF Liger"
+    compiled: bool = False
+    changes: Mapping[str, Any] = field(default_factory=dict)  # engine options of our rows, and of their peers
+    # FSDP2: reshard_after_forward; separate groups for embedding and head; gradients reduced every micro-batch
+    reshard: bool = True
+    separate_ends: bool = False
+    sync: bool = True
+    # Plain model: overrides --loss
+    loss: str | None = None
+    default: bool = True  # runs unless --only says otherwise
+
+    @property
+    def trains_the_model(self) -> bool:
+        """Whether the row's losses must equal the other rows'."""
+        return self.trainer != PRODUCTS and "window_size" not in self.changes
 
 
 class Peer(Contestant):
@@ -198,38 +224,34 @@ def compile_model(model: PlainGPT | HuggingFace, whole: bool, mode: str, backend
         model.head.function = torch.compile(model.head.function, fullgraph=True, **options)
 
 
-def replicated(config: Config, distributed: Distributed, model: PlainGPT | HuggingFace, patch: Liger | None) -> Peer:
-    """Train in one process, or under DistributedDataParallel with gradients as bucket views."""
-    if isinstance(model, PlainGPT):
-        initialize(model, config, distributed.device)
-    module: nn.Module = model
-    if distributed.world_size > 1:
-        module = DistributedDataParallel(model, process_group=distributed.group, gradient_as_bucket_view=True)
-    return Peer(config, distributed, module, patch)
+def peer(row: Row, options: argparse.Namespace, config: Config, distributed: Distributed) -> Peer:
+    """Build a row of PyTorch's: a plain or Hugging Face model in one process, under DDP or under FSDP2.
 
-
-def fsdp(
-    config: Config,
-    distributed: Distributed,
-    model: PlainGPT | HuggingFace,
-    *,
-    reshard: bool,
-    separate_ends: bool,
-    keep_gradients: bool,
-    patch: Liger | None,
-) -> Peer:
-    """Train under FSDP2 as documented: one group per block; the rest is in the root's group, which stays gathered.
-
-    With `separate_ends` embedding and head are separate groups, so that every weight is freed after its forward pass.
+    DDP has gradients as bucket views. FSDP2 is used as documented: one group per block; the rest is in the root's
+    group, which stays gathered. With `separate_ends` embedding and head are separate groups, so that every weight is
+    freed after its forward pass.
     """
-    mesh = DeviceMesh.from_group(distributed.group, distributed.device.type)
-    policy = MixedPrecisionPolicy()
-    if config.distributed.training_dtype == "bf16":
-        policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
-    ends = [model.embedding, model.head] if separate_ends and isinstance(model, PlainGPT) else []
-    for layer in (*ends, *model.blocks):
-        fully_shard(layer, mesh=mesh, reshard_after_forward=reshard, mp_policy=policy)
-    fully_shard(model, mesh=mesh, mp_policy=policy)
+    device = distributed.device
+    model: PlainGPT | HuggingFace
+    if row.model == "plain":
+        model = PlainGPT(config, row.loss or options.loss, device)
+    else:
+        model = HuggingFace(config, options.hf_attention, device)
+    liger = Liger(model.model) if isinstance(model, HuggingFace) and row.model == "HF Liger" else None
+    if row.compiled:
+        compile_model(model, row.trainer == "torch", options.compile_mode, options.compile_backend)
+    if row.trainer == "FSDP2":
+        mesh = DeviceMesh.from_group(distributed.group, device.type)
+        policy = MixedPrecisionPolicy()
+        if config.distributed.training_dtype == "bf16":
+            policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+        ends = [model.embedding, model.head] if row.separate_ends and isinstance(model, PlainGPT) else []
+        for layer in (*ends, *model.blocks):
+            fully_shard(layer, mesh=mesh, reshard_after_forward=row.reshard, mp_policy=policy)
+        fully_shard(model, mesh=mesh, mp_policy=policy)
     if isinstance(model, PlainGPT):
-        initialize(model, config, distributed.device)
-    return Peer(config, distributed, model, patch, keep_gradients)
+        initialize(model, config, device)
+    module: nn.Module = model
+    if row.trainer == "DDP":
+        module = DistributedDataParallel(model, process_group=distributed.group, gradient_as_bucket_view=True)
+    return Peer(config, distributed, module, liger, keep_gradients=not row.sync)

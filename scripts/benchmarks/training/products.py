@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
 
 import torch
@@ -10,8 +11,6 @@ from torch import Tensor
 from megatron_lite.config import Config
 from scripts.benchmarks.training.measure import Contestant
 from scripts.benchmarks.training.model import parameter_specs
-
-NAME = "products"
 
 
 class Products(Contestant):
@@ -22,35 +21,27 @@ class Products(Contestant):
     """
 
     def __init__(self, config: Config, dtype: torch.dtype, device: torch.device) -> None:
-        tied = config.model.tie_word_embeddings
-        generator = torch.Generator(device).manual_seed(0)
+        tied, generator = config.model.tie_word_embeddings, torch.Generator(device).manual_seed(0)
 
         def matrix(*shape: int) -> Tensor:
             return torch.randn(shape, generator=generator, device=device).to(dtype)
 
-        shapes = [
-            spec.shape
+        self._weights = [
+            matrix(*spec.shape)
             for name, spec in parameter_specs(config).items()
             if len(spec.shape) == 2
             and (not name.startswith("embedding.") or (tied and name == "embedding.word.weight"))
         ]
-        self._weights = [matrix(*shape) for shape in shapes]
         self._gradients = [torch.empty_like(weight) for weight in self._weights]
-        self._inputs: dict[tuple[int, int], Tensor] = {}
-        self._matrix = matrix
+        self._wide = functools.cache(matrix)  # inputs and output gradients (tokens, width), drawn at the first call
 
     def step(self, micro_batches: Sequence[Tensor]) -> Tensor:
         """Compute all products once per micro-batch; return 0."""
         for micro_batch in micro_batches:
             tokens = micro_batch.shape[0] * (micro_batch.shape[1] - 1)
             for weight, gradient in zip(self._weights, self._gradients, strict=True):
-                self._wide(tokens, weight.shape[1]) @ weight.t()
-                self._wide(tokens, weight.shape[0]) @ weight
-                torch.mm(self._wide(tokens, weight.shape[0]).t(), self._wide(tokens, weight.shape[1]), out=gradient)
+                outputs, inputs = (self._wide(tokens, width) for width in weight.shape)
+                inputs @ weight.t()
+                outputs @ weight
+                torch.mm(outputs.t(), inputs, out=gradient)
         return torch.zeros(())
-
-    def _wide(self, tokens: int, width: int) -> Tensor:
-        """Return random numbers (tokens, width), drawn at the first call."""
-        if (tokens, width) not in self._inputs:
-            self._inputs[tokens, width] = self._matrix(tokens, width)
-        return self._inputs[tokens, width]

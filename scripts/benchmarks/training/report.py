@@ -44,13 +44,15 @@ from __future__ import annotations
 
 import statistics
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from scripts.benchmarks.results import MIB, Result, Rows, spread_of
 from scripts.benchmarks.tables import Column, Goal, number, over, remarks, spread, table
 from scripts.benchmarks.turns import Turns
 from scripts.docs.tables import markdown_table
+
+if TYPE_CHECKING:
+    from megatron_lite.zero.multi_stage import MultiStage
 
 # Rows that other rows are compared with, if they run.
 REFERENCES = (
@@ -68,53 +70,51 @@ REFERENCES = (
     "ZeRO-3",
 )
 RATIO_COLUMNS = REFERENCES[:-2]  # of the table
+MEMORY = ("state", "formula", "padding", "scratch")
 
 
-@dataclass(frozen=True)
-class Facts:
-    """Numbers of the run shared by all rows."""
+def summarize(
+    turns: Turns,
+    known: Mapping[str, dict[str, Any]],
+    ranks: int,
+    tokens: int,
+    flops: Mapping[str, float],
+    peak_tflops: float | None,
+) -> dict[str, dict[str, Any]]:
+    """Return the figures of each row that has not failed.
 
-    ranks: int
-    tokens_per_step: int
-    flops_per_token: dict[str, float]  # "causal" and "full" attention
-    peak_tflops: float | None
-
-
-def summarize(turns: Turns, known: Mapping[str, dict[str, Any]], facts: Facts) -> dict[str, dict[str, Any]]:
-    """Return the figures of each row that has not failed. known: figures that need no measurement, by row."""
+    Args:
+        known: figures that need no measurement, by row.
+        tokens: of all ranks in a step.
+        flops: per token, with `causal` and `full` attention.
+        peak_tflops: of one GPU.
+    """
     result = {}
     for name, record in turns.sound().items():
-        books = known[name]
-        kinds = books["state_bytes_by_kind"]
+        kinds = known[name]["state_bytes_by_kind"]
         scratch = kinds.get("communication scratch", 0)
         step_s, wire = record.spread("step_s"), [value for value in record.counted("wire_bytes") if value is not None]
+        speed = tokens / step_s["median"] if step_s else None
         row: dict[str, Any] = {
             "step_s": step_s,
             "cpu_s": record.spread("cpu_s"),
             "others": spread_of(record.every("others")),
-            **rates(step_s["median"] if step_s else None, facts),
+            "tokens_per_s": speed,
+            "tokens_per_s_per_rank": speed and speed / ranks,
             "peak_bytes": max((figures.get("peak_bytes", 0) for figures in record.turns if figures), default=0) or None,
-            "wire_bytes": statistics.median(wire) if wire and facts.ranks > 1 else None,
+            "wire_bytes": statistics.median(wire) if wire and ranks > 1 else None,
             "losses": [loss for losses in record.every("losses") for loss in losses],
             "state_bytes": sum(kinds.values()) - scratch,
             "scratch_bytes": scratch,
-            **books,
+            **known[name],
             "ratios": {other: turns.ratio(name, other) for other in REFERENCES if other in turns.sound()},
         }
+        for suffix, kind in (("", "causal"), ("_full", "full")):
+            row[f"model_tflops{suffix}"] = tflops = speed and speed / ranks * flops[kind] / 1e12
+            row[f"mfu{suffix}"] = tflops / peak_tflops if tflops and peak_tflops else None
         if "formula_bytes" in row:
             row["padding_bytes"] = row["state_bytes"] - row["formula_bytes"]
         result[name] = row
-    return result
-
-
-def rates(step_s: float | None, facts: Facts) -> dict[str, Any]:
-    """Return tokens per second, and model TFLOP/s and MFU per rank, for causal and full attention."""
-    per_rank = None if step_s is None else facts.tokens_per_step / step_s / facts.ranks
-    result = {"tokens_per_s": None if per_rank is None else per_rank * facts.ranks, "tokens_per_s_per_rank": per_rank}
-    for suffix, kind in (("", "causal"), ("_full", "full")):
-        tflops = None if per_rank is None else per_rank * facts.flops_per_token[kind] / 1e12
-        mfu = tflops / facts.peak_tflops if tflops and facts.peak_tflops else None
-        result |= {f"model_tflops{suffix}": tflops, f"mfu{suffix}": mfu}
     return result
 
 
@@ -131,12 +131,13 @@ STATE_BYTES = {
 ONE_RANK_BYTES = {("bf16", 1): (18, 0, 0), ("bf16", 2): (18, 0, 0), ("bf16", 3): (16, 0, 2)}
 
 
-def formula_bytes(stage_sizes: Sequence[int], dtype: str, zero_stage: int, ranks: int) -> int:
+def formula_bytes(model: MultiStage, dtype: str, zero_stage: int, ranks: int) -> int:
     """Return a rank's state memory without padding and ties. A shared buffer is as large as its largest stage."""
+    sizes = [sum(slot.numel for part in stage.parts for slot in part.layout.slots) for stage in model.stages]
     whole, sharded, buffered = STATE_BYTES[dtype, zero_stage]
     if ranks == 1:
         whole, sharded, buffered = ONE_RANK_BYTES.get((dtype, zero_stage), (16, 0, 0))
-    parameters, buffers = sum(stage_sizes), sum(max(stage_sizes[first::2], default=0) for first in range(2))
+    parameters, buffers = sum(sizes), sum(max(sizes[first::2], default=0) for first in range(2))
     return whole * parameters + sharded * parameters // ranks + buffered * buffers
 
 
@@ -215,11 +216,6 @@ def _weights(rows: Rows, name: str) -> str:
     return f"{rows[name]['weights_difference']:.0e}" if "weights_difference" in rows[name] else ""
 
 
-def _memory(kind: str) -> Column:
-    figure = f"{kind}_bytes"
-    return Column(f"{kind}, MiB", lambda rows, name: f"{rows[name][figure] / MIB:.2f}" if figure in rows[name] else "")
-
-
 def to_markdown(result: Result) -> str:
     """Return the tables of docs/benchmarks.md for one run."""
     settings, rows = result["settings"], result["rows"]
@@ -234,7 +230,7 @@ def to_markdown(result: Result) -> str:
         "",
         *table(rows, time_columns(result["parameters"])),
         "",
-        *table(rows, map(_memory, ("state", "formula", "padding", "scratch"))),
+        *table(rows, (number(f"{kind}, MiB", f"{kind}_bytes", ".2f", 1 / MIB, zero=True) for kind in MEMORY)),
         "",
         *([*profiled, ""] if (profiled := profile_table(rows)) else []),
         f"largest difference between losses at any step: {result['largest_loss_difference']:.1e} "

@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import argparse
-import fnmatch
 import importlib.util
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -18,12 +17,11 @@ from megatron_lite.distributed.process_group import Distributed
 from megatron_lite.distributed.startup import make_deterministic
 from megatron_lite.validation import resolve
 from scripts.benchmarks.processor import cores
-from scripts.benchmarks.results import argument_parser, names_in
-from scripts.benchmarks.training import peers
+from scripts.benchmarks.results import argument_parser, matching
 from scripts.benchmarks.training.engine import Engine, PlainEngine
 from scripts.benchmarks.training.measure import Contestant
 from scripts.benchmarks.training.model import LOSSES, PlainGPT
-from scripts.benchmarks.training.products import NAME as PRODUCTS
+from scripts.benchmarks.training.peers import PRODUCTS, Row, peer
 from scripts.benchmarks.training.products import Products
 from scripts.benchmarks.training.tensor_peer import parallelized
 
@@ -160,28 +158,6 @@ def engine_config(options: argparse.Namespace, world_size: int, **changes: Any) 
     return resolve(unflatten(values | changes), world_size)
 
 
-@dataclass(frozen=True)
-class Row:
-    """One row of the table: a model, its trainer, and whether it is compiled."""
-
-    trainer: str  # "engine", "torch" (one process), "DDP", "FSDP2", "torch TP" or "products"
-    model: str = "plain"  # "engine" (its own layers), "plain", "HF" or "HF Liger"
-    compiled: bool = False
-    changes: Mapping[str, Any] = field(default_factory=dict)  # engine options of our rows, and of their peers
-    # FSDP2: reshard_after_forward; separate groups for embedding and head; gradients reduced every micro-batch
-    reshard: bool = True
-    separate_ends: bool = False
-    sync: bool = True
-    # Plain model: overrides --loss
-    loss: str | None = None
-    default: bool = True  # runs unless --only says otherwise
-
-    @property
-    def trains_the_model(self) -> bool:
-        """Whether the row's losses must equal the other rows'."""
-        return self.trainer != PRODUCTS and "window_size" not in self.changes
-
-
 def catalogue(options: argparse.Namespace, ranks: int) -> dict[str, Row]:
     """Return every row that exists for this number of ranks, in the order of turns.
 
@@ -198,24 +174,19 @@ def catalogue(options: argparse.Namespace, ranks: int) -> dict[str, Row]:
             for suffix in ("", "+SP")
             for prefix, trainer, model in (("torch ", "torch TP", "plain"), ("", "engine", "engine"))
         }
-    fsdp, ours = Row("FSDP2"), dict(_engine_rows(options, ranks))
+    fsdp, one = Row("FSDP2"), "torch" if ranks == 1 else "DDP"
+    rows = {one: Row(one), f"{one} compiled": Row(one, compiled=True)}
     if ranks == 1:
-        rows = {
-            "torch": Row("torch"),
-            "torch compiled": Row("torch", compiled=True),
-            "torch compiled full logits": Row("torch", compiled=True, loss="full"),
-            **ours,
-            "FSDP2": fsdp,
-        }
-    else:
-        rows = {"DDP": Row("DDP"), "DDP compiled": Row("DDP", compiled=True), **ours, "FSDP2": fsdp}
+        rows["torch compiled full logits"] = Row("torch", compiled=True, loss="full")
+    rows |= dict(_engine_rows(options, ranks)) | {"FSDP2": fsdp}
+    if ranks > 1:
         rows["FSDP2 all resharded"] = replace(fsdp, separate_ends=True)
         rows["FSDP2 no reshard"] = replace(fsdp, reshard=False)
         if options.micro_batches > 1:
             rows["FSDP2 no sync"] = replace(fsdp, reshard=False, sync=False)
     rows["FSDP2 compiled"] = replace(fsdp, compiled=True)
     rows[PRODUCTS] = Row(PRODUCTS, default=False)
-    for trainer in ("torch", "FSDP2") if ranks == 1 else ("DDP", "FSDP2"):
+    for trainer in (one, "FSDP2"):
         name = "" if trainer == "torch" else f" {trainer}"
         runs = trainer != "FSDP2"
         rows[f"HF{name}"] = Row(trainer, "HF", default=runs)
@@ -263,13 +234,12 @@ def chosen(options: argparse.Namespace, ranks: int) -> dict[str, Row]:
     Raises:
         SystemExit: if a name in --only matches no row.
     """
-    rows, patterns = catalogue(options, ranks), names_in(options.only)
-    for pattern in patterns:
-        if not fnmatch.filter(rows, pattern):
-            raise SystemExit(f"benchmark: --only: no row is called {pattern!r}; choose from {list(rows)}")
-    if not patterns:
-        return {name: row for name, row in rows.items() if row.default}
-    return {name: row for name, row in rows.items() if any(fnmatch.fnmatch(name, pattern) for pattern in patterns)}
+    rows = catalogue(options, ranks)
+    try:
+        names = matching(rows, "row", options.only)
+    except argparse.ArgumentTypeError as error:
+        raise SystemExit(f"benchmark: --only: {error}") from error
+    return {name: row for name, row in rows.items() if (name in names if options.only else row.default)}
 
 
 def unavailable(rows: dict[str, Row], options: argparse.Namespace, device: torch.device) -> dict[str, str]:
@@ -277,18 +247,20 @@ def unavailable(rows: dict[str, Row], options: argparse.Namespace, device: torch
     no_compiler = None
     if any(row.compiled for row in rows.values()) and options.compile_backend == "inductor":
         no_compiler = why_not_compiled(device)
+    tied = MODELS[options.model][1]["tie_word_embeddings"]
+    lacks = {name for name in ("transformers", "liger_kernel") if importlib.util.find_spec(name) is None}
     reasons = {}
     for name, row in rows.items():
         reason = no_compiler if row.compiled else None
-        if row.model.startswith("HF") and importlib.util.find_spec("transformers") is None:
+        if row.model.startswith("HF") and "transformers" in lacks:
             reason = "transformers is not installed"
-        elif row.model == "HF Liger" and importlib.util.find_spec("liger_kernel") is None:
+        elif row.model == "HF Liger" and "liger_kernel" in lacks:
             reason = "liger_kernel is not installed"
         elif row.model == "HF Liger" and (device.type == "cpu" or "gpt2" in options.model):
             reason = "Liger's kernels need a GPU, and Liger has none for GPT-2"
-        if row.trainer == "torch TP" and MODELS[options.model][1]["tie_word_embeddings"]:
+        elif row.trainer == "torch TP" and tied:
             reason = "loss_parallel needs a head of its own"
-        if row.separate_ends and MODELS[options.model][1]["tie_word_embeddings"]:
+        elif row.separate_ends and tied:
             reason = "a tied embedding cannot be a group of its own"
         if reason is not None:
             reasons[name] = reason
@@ -340,24 +312,4 @@ def make(row: Row, options: argparse.Namespace, distributed: Distributed) -> Con
         return parallelized(config, distributed, row.changes["sequence_tensor_parallel"])
     if row.trainer == PRODUCTS:
         return Products(config, torch.float32 if options.dtype == "fp32" else torch.bfloat16, device)
-    model: PlainGPT | peers.HuggingFace
-    if row.model == "plain":
-        model = PlainGPT(config, row.loss or options.loss, device)
-    else:
-        model = peers.HuggingFace(config, options.hf_attention, device)
-    patch = peers.Liger(model.model) if isinstance(model, peers.HuggingFace) and row.model == "HF Liger" else None
-    if row.compiled:
-        peers.compile_model(
-            model, whole=row.trainer == "torch", mode=options.compile_mode, backend=options.compile_backend
-        )
-    if row.trainer == "FSDP2":
-        return peers.fsdp(
-            config,
-            distributed,
-            model,
-            reshard=row.reshard,
-            separate_ends=row.separate_ends,
-            keep_gradients=not row.sync,
-            patch=patch,
-        )
-    return peers.replicated(config, distributed, model, patch)
+    return peer(row, options, config, distributed)
