@@ -5,6 +5,7 @@ import re
 import shutil
 import subprocess
 import sys
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -69,25 +70,27 @@ def test_there_are_programs() -> None:
     assert {*FILES, *MODULES} >= NEED_NO_PACKAGE
 
 
-@pytest.mark.parametrize("program", FILES)
-def test_programs_name_the_missing_package(program: str, tmp_path: Path) -> None:
+def test_programs_name_the_missing_package(tmp_path: Path) -> None:
     """Without packages and outside of the checkout: no traceback, but one line and exit code 2."""
-    flags = {"pretrain_gpt.py": FLAGS, "scripts/prepare_data.py": PREPARE}.get(program, "").split()
-    result = start(str(ROOT / program), *flags, cwd=tmp_path)
-    assert "Traceback" not in result.stderr and "ModuleNotFound" not in result.stdout + result.stderr
-    if program == "scripts/smoke_test.py":  # its output is JSON, and its exit code 0 or 1
-        assert result.returncode == 1 and LACKS.search(result.stdout)
-    elif program not in NEED_NO_PACKAGE:
-        assert "activate" in advice(result) or "pip install" in advice(result)
+    flags = {"pretrain_gpt.py": FLAGS, "scripts/prepare_data.py": PREPARE}
+    with ThreadPoolExecutor(4) as pool:
+        results = pool.map(lambda name: start(str(ROOT / name), *flags.get(name, "").split(), cwd=tmp_path), FILES)
+    for program, result in zip(FILES, results, strict=True):
+        assert "Traceback" not in result.stderr and "ModuleNotFound" not in result.stdout + result.stderr, program
+        if program == "scripts/smoke_test.py":  # its output is JSON, and its exit code 0 or 1
+            assert result.returncode == 1 and LACKS.search(result.stdout)
+        elif program not in NEED_NO_PACKAGE:
+            assert "activate" in advice(result) or "pip install" in advice(result), program
 
 
-@pytest.mark.parametrize("module", MODULES)
-def test_modules_name_the_missing_package(module: str) -> None:
+def test_modules_name_the_missing_package() -> None:
     """The same for `python -m`, which only works in the checkout."""
-    result = start("-m", module, "--help", cwd=ROOT)
-    assert "Traceback" not in result.stderr
-    if module not in NEED_NO_PACKAGE:
-        advice(result)
+    with ThreadPoolExecutor(4) as pool:
+        results = pool.map(lambda module: start("-m", module, "--help", cwd=ROOT), MODULES)
+    for module, result in zip(MODULES, results, strict=True):
+        assert "Traceback" not in result.stderr, module
+        if module not in NEED_NO_PACKAGE:
+            advice(result)
 
 
 def test_environment_of_the_checkout_is_named(checkout: Path, tmp_path: Path) -> None:
@@ -116,11 +119,10 @@ def test_only_the_missing_package_is_installed_beside_torch(checkout: Path) -> N
 
 def test_one_rank_of_a_machine_speaks(checkout: Path) -> None:
     """Of several ranks on a machine the first one prints the line; all end with code 2."""
-    variables = {"WORLD_SIZE": "2", "MASTER_ADDR": "localhost", "MASTER_PORT": "1", "RANK": "1", "LOCAL_RANK": "1"}
-    second = start("pretrain_gpt.py", *FLAGS.split(), cwd=checkout, **variables)
-    assert (second.returncode, second.stderr) == (2, "")
-    first = start("pretrain_gpt.py", *FLAGS.split(), cwd=checkout, **{**variables, "RANK": "0", "LOCAL_RANK": "0"})
-    assert advice(first)
+    for rank in "01":
+        job = {"WORLD_SIZE": "2", "MASTER_ADDR": "localhost", "MASTER_PORT": "1", "RANK": rank, "LOCAL_RANK": rank}
+        result = start("pretrain_gpt.py", *FLAGS.split(), cwd=checkout, **job)
+        assert advice(result) if rank == "0" else (result.returncode, result.stderr) == (2, "")
 
 
 def test_a_package_that_is_missing_later_is_named_too(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
