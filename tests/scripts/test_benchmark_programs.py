@@ -227,17 +227,6 @@ def test_trainer_trains(tmp_path: Path) -> None:
     assert 4 < one.losses[0] < 7
 
 
-def test_usage_errors_name_the_flag(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    for words, message in (
-        (["--only=nanogpt"], "--only: no program is called 'nanogpt'"),
-        ([f"--nanogpt={tmp_path}"], "holds no train.py"),
-        (["--turns=0"], "--turns, --steps_per_turn, --starts and --ranks must be at least 1"),
-    ):
-        with pytest.raises(SystemExit):
-            program.parse(words)
-        assert message in capsys.readouterr().err
-
-
 @pytest.mark.slow
 def test_a_terminated_race_leaves_no_programs(tmp_path: Path) -> None:
     """SIGTERM, which `timeout` sends, ends the stopped programs, too."""

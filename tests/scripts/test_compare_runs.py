@@ -155,10 +155,6 @@ def test_runs_that_cannot_be_compared_are_one_line(tmp_path: Path, capsys: pytes
         assert script.main(words) == code, words
         said = capsys.readouterr().err
         assert message in said and len(said.splitlines()) == (code != 0), words
-    for value in ("-1", "nan", "x"):
-        with pytest.raises(SystemExit) as end:
-            script.main([str(one), str(one), f"--loss_tolerance={value}"])
-        assert end.value.code == 2
 
 
 def test_hostile_files_neither_break_nor_steer_the_terminal(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -38,20 +38,20 @@ def test_same_runs(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert capsys.readouterr().out == "the same: 5 tensors in 1 files\n"
 
 
-@pytest.mark.parametrize("element", range(100))
-def test_one_bit_in_one_element_is_found(tmp_path: Path, element: int) -> None:
+def test_one_bit_in_one_element_is_found(tmp_path: Path) -> None:
     """Whether it is among the four samples or not."""
-    tensors = make_tensors()
-    a = write(tmp_path / "a", tensors)
-    flat = tensors["blocks.3 fw, mb=1/1"].view(-1)
-    before = flat[element].clone()
-    flat[element] = torch.nextafter(before, torch.tensor(100.0))
-    (difference,) = script.compare(a, write(tmp_path / "b", tensors))
-    assert difference.name == "blocks.3 fw, mb=1/1" and difference.file == FILE
-    sampled = element in (0, 40, 55, 96)
-    assert difference.what == ("1 of 4 samples differ" if sampled else "differs outside the samples")
-    if sampled:
-        assert difference.max_abs == float(flat[element]) - float(before)
+    a = write(tmp_path / "a", make_tensors())
+    for element in range(100):
+        tensors = make_tensors()
+        flat = tensors["blocks.3 fw, mb=1/1"].view(-1)
+        before = flat[element].clone()
+        flat[element] = torch.nextafter(before, torch.tensor(100.0))
+        (difference,) = script.compare(a, write(tmp_path / "b", tensors))
+        assert difference.name == "blocks.3 fw, mb=1/1" and difference.file == FILE, element
+        sampled = element in (0, 40, 55, 96)
+        assert difference.what == ("1 of 4 samples differ" if sampled else "differs outside the samples"), element
+        if sampled:
+            assert difference.max_abs == float(flat[element]) - float(before), element
 
 
 def test_first_difference_is_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -191,12 +191,3 @@ def test_nothing_to_compare(tmp_path: Path, capsys: pytest.CaptureFixture[str], 
     assert output.out == "" and re.fullmatch(r"ERROR: [^\n]*\n", output.err) and named in output.err
     with pytest.raises(UsageError):
         script.compare(a, b)
-
-
-@pytest.mark.parametrize("arguments", [[], ["a"], ["a", "b", "--rtol=-1"], ["a", "b", "--atol=nan"], ["a", "b", "--x"]])
-def test_usage_errors(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(SystemExit) as stop:
-        script.main(arguments)
-    assert stop.value.code == 2 and re.fullmatch(
-        r"[^\n]+: error: [^\n]+ \(--help explains\)\n", capsys.readouterr().err
-    )

@@ -127,16 +127,6 @@ def test_results_add_up(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None
     assert json.loads(output.read_text()) == report
 
 
-def test_usage_errors_name_the_flag(capsys: pytest.CaptureFixture[str]) -> None:
-    for words, message in (
-        (["--only=stepps"], "--only: no run"),
-        (["--isa=sse"], "--isa: no instruction set is called 'sse'; choose from ['all', 'avx2']"),
-    ):
-        with pytest.raises(SystemExit):
-            cpu_report.parse(words)
-        assert message in capsys.readouterr().err
-
-
 def test_the_document_is_current() -> None:
     """docs/benchmarks.md holds what docs/cpu_report.json says."""
     assert render.main(["--check"]) == 0

@@ -179,10 +179,3 @@ def test_errors_are_one_clear_line(
     assert script.main(["--model", str(folder / "run" / "export" / "2"), *options]) == code
     error = capsys.readouterr().err
     assert error.startswith("ERROR: ") and fact in error and error.count("\n") == 1
-
-
-@pytest.mark.parametrize("options", [["--text", "x", "--samples=3"], ["--data_path", "x", "--json_key=y"], []])
-def test_options_without_use_are_refused(options: list[str], capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(SystemExit) as error:
-        script.main(["--model", "x", *options])
-    assert error.value.code == 2 and "--" in capsys.readouterr().err

@@ -235,26 +235,3 @@ def test_a_home_is_found_and_memory_that_is_short_is_told_of(
     monkeypatch.setattr(script, "load_model", short)
     code, _, error = call("--model=~/1", "--prompt=the", "--max_new_tokens=1")
     assert code == 7 and "--batch_size" in error and "--zero_stage" not in error
-
-
-@pytest.mark.parametrize(
-    "options, fact",
-    [
-        (["--temperature=-1"], "at least 0"),
-        (["--temperature=nan"], "at least 0"),
-        (["--top_k=x"], "x"),
-        (["--max_new_tokens=0"], "at least 1"),
-        (["--top_p=0"], "above 0"),
-        (["--top_p=1.5"], "at most 1"),
-        (["--stop="], "empty"),
-        (["--temperature=0", "--top_k=3"], "does not sample"),
-        (["--dtype=fp8"], "fp8"),
-    ],
-)
-def test_wrong_options_are_usage_errors(capsys: pytest.CaptureFixture[str], options: list[str], fact: str) -> None:
-    with pytest.raises(SystemExit) as error:
-        script.main(["--model", "x", "--prompt", "x", *options])
-    assert error.value.code == 2 and fact in capsys.readouterr().err
-    with pytest.raises(SystemExit) as error:
-        script.main(["--model", "x"])
-    assert error.value.code == 2 and "--prompt" in capsys.readouterr().err

@@ -41,19 +41,6 @@ def test_a_call_runs_the_chosen_parts_and_steps() -> None:
     assert every == [step.name for step in gpu_report.steps(1)]
 
 
-@pytest.mark.parametrize(
-    "arguments",
-    [["--only=correctness,operations,training"], ["--limit_s=300"], ["--only=ceilings,ops", "--limit_s=179"]],
-    ids=str,
-)
-def test_budgets_beyond_the_limit_are_refused(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> None:
-    """Before anything runs: the last steps would get no time."""
-    with pytest.raises(SystemExit):
-        gpu_report.parse(arguments)
-    error = capsys.readouterr().err
-    assert "the budgets of these steps add up to" in error and "correctness, operations, training are one call" in error
-
-
 A_GPU = {"machine": {"device": "A GPU", "driver": "1"}, "versions": {"torch": "2.13.0"}, "commit": "none"}
 HEAD: dict[str, Any] = {"environment": A_GPU}
 

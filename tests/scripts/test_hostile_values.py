@@ -1,4 +1,4 @@
-"""Every flag of every script with hostile values: the script ends with an exit code and at most a short message."""
+"""Every flag of every script with hostile or wrong values: an exit code, and a short message that names the flag."""
 
 import contextlib
 import importlib
@@ -106,3 +106,53 @@ def test_every_flag_survives_every_value(name: str, folder: Path, run: Path) -> 
     script = importlib.import_module(f"scripts.{name}")
     for case in cases(script):
         survives(script, COMMANDS[name].replace("RUN", str(run)).split(), case)
+
+
+GENERATE, EVALUATE = "--model=x --prompt=x", "--model=x"
+# Script, its words, and what the only line of the error says.
+USAGE = [
+    ("generate", f"{GENERATE} --temperature=-1", "at least 0"),
+    ("generate", f"{GENERATE} --temperature=nan", "at least 0"),
+    ("generate", f"{GENERATE} --top_k=x", "x"),
+    ("generate", f"{GENERATE} --max_new_tokens=0", "at least 1"),
+    ("generate", f"{GENERATE} --top_p=0", "above 0"),
+    ("generate", f"{GENERATE} --top_p=1.5", "at most 1"),
+    ("generate", f"{GENERATE} --stop=", "empty"),
+    ("generate", f"{GENERATE} --temperature=0 --top_k=3", "does not sample"),
+    ("generate", f"{GENERATE} --dtype=fp8", "fp8"),
+    ("generate", "--model=x", "--prompt"),
+    ("evaluate", f"{EVALUATE} --text x --samples=3", "--samples"),
+    ("evaluate", f"{EVALUATE} --data_path x --json_key=y", "--json_key"),
+    ("evaluate", EVALUATE, "--text"),
+    ("compare_runs", ". . --loss_tolerance=-1", "--loss_tolerance"),
+    ("compare_runs", ". . --loss_tolerance=nan", "--loss_tolerance"),
+    ("compare_runs", ". . --loss_tolerance=x", "--loss_tolerance"),
+    ("compare_tensor_logs", "", "required"),
+    ("compare_tensor_logs", "a", "required"),
+    ("compare_tensor_logs", "a b --rtol=-1", "--rtol"),
+    ("compare_tensor_logs", "a b --atol=nan", "--atol"),
+    ("compare_tensor_logs", "a b --x", "--x"),
+    *(("plot_run", f". --baseline {value}", "--baseline") for value in ("x", "=3", "x=", "x=nan", "x=inf")),
+    ("benchmarks.machine.__main__", "--output=x --dtypes=fp8", "--dtypes"),
+    ("benchmarks.machine.__main__", "--output=x --dtypes=", "--dtypes"),
+    ("benchmarks.machine.__main__", "--output=x --threads=-1", "--threads"),
+    ("benchmarks.machine.__main__", "--output=x --threads=x", "--threads"),
+    ("benchmarks.machine.__main__", "", "--output"),
+    ("benchmarks.cpu.__main__", "--only=stepps", "--only: no run is called 'stepps'"),
+    ("benchmarks.cpu.__main__", "--isa=sse", "no instruction set is called 'sse'; choose from ['all', 'avx2']"),
+    ("benchmarks.programs.__main__", "--only=nanogpt", "--only: no program is called 'nanogpt'"),
+    ("benchmarks.programs.__main__", "--nanogpt=.", "--nanogpt: . holds no train.py"),
+    ("benchmarks.programs.__main__", "--turns=0", "--starts and --ranks must be at least 1"),
+    ("benchmarks.gpu.report", "--only=opps", "no step is called 'opps'"),
+    ("benchmarks.gpu.report", "--only=correctness,training", "correctness, operations, training are one call each"),
+    ("benchmarks.gpu.report", "--limit_s=300", "the budgets of these steps add up to"),
+    ("benchmarks.gpu.report", "--only=ceilings,ops --limit_s=179", "the budgets of these steps add up to"),
+]
+
+
+def test_usage_errors_name_the_flag(folder: Path) -> None:
+    """Exit code 2 before anything runs, and the flag or the rule in the last line."""
+    for name, words, fact in USAGE:
+        code, said = call(importlib.import_module(f"scripts.{name}"), *words.split(" ") if words else ())
+        assert code == 2 and fact in said.splitlines()[-1], (name, words, said)
+        assert "benchmarks" in name or said.count("\n") == 1, (name, words, said)

@@ -50,15 +50,6 @@ def test_the_planner_reads_what_is_written(ranks: int, tmp_path: Path) -> None:
         assert kinds <= measured_dtype.seconds_per_byte.keys()
 
 
-def test_usage_errors(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """One line each, before anything is measured."""
-    for flags in (["--dtypes=fp8"], ["--dtypes="], ["--threads=-1"], ["--threads=x"], []):
-        with pytest.raises(SystemExit) as caught:
-            machine.parse([*flags, *([f"--output={tmp_path / 'x'}"] if flags else [])])
-        assert caught.value.code == 2
-        assert len(capsys.readouterr().err.splitlines()) == 1
-
-
 @pytest.mark.slow
 def test_predictions_are_within_15_percent() -> None:
     """Six models of two families on this machine's CPU: 0.8 to 67 million parameters, short and long samples."""

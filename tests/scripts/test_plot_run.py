@@ -45,17 +45,18 @@ def test_picture_with_matplotlib(num_lines, tmp_path, capsys):
     assert f"loss curve: {run / 'loss.png'}" in capsys.readouterr().out
 
 
-@pytest.mark.parametrize("peak", [0.0, 3e-5, 1e-4, 6e-4, 9.9e-4, 4e-3, 0.0101, 1.0])
-def test_learning_rate_axis_can_be_read(peak, tmp_path):
+def test_learning_rate_axis_can_be_read(tmp_path):
     """At least three round numbers that all differ, from zero to near the peak."""
     run = write_run(tmp_path / "run", 0)
-    lines = [{"phase": "training", "iteration": 1 + i, "loss": 2.0, "learning_rate": peak * i / 40} for i in range(41)]
-    (run / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
-    words = [shape for shape in draw(read_losses([run]), []).shapes if isinstance(shape, Words)]
-    shown = [text.text for text in words if 436 < text.y < 536 and text.anchor == "end"]
-    values = [float(text) for text in shown]
-    assert 3 <= len(values) <= 7 and len(set(values)) == len(values) and values[0] == 0, shown
-    assert values[-1] >= 0.75 * peak and all(len(text) <= 6 for text in shown)
+    for peak in (0.0, 3e-5, 1e-4, 6e-4, 9.9e-4, 4e-3, 0.0101, 1.0):
+        line = {"phase": "training", "loss": 2.0}
+        lines = [line | {"iteration": 1 + i, "learning_rate": peak * i / 40} for i in range(41)]
+        (run / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+        words = [shape for shape in draw(read_losses([run]), []).shapes if isinstance(shape, Words)]
+        shown = [text.text for text in words if 436 < text.y < 536 and text.anchor == "end"]
+        values = [float(text) for text in shown]
+        assert 3 <= len(values) <= 7 and len(set(values)) == len(values) and values[0] == 0, shown
+        assert values[-1] >= 0.75 * peak and all(len(text) <= 6 for text in shown), shown
 
 
 @pytest.mark.parametrize("num_lines", [1, 40])
@@ -120,13 +121,6 @@ def test_an_unwritable_output_is_one_clear_line(tmp_path, capsys):
     if importlib.util.find_spec("matplotlib"):
         assert script.main([str(run), "--output", str(tmp_path / "loss.docx")]) == 2
         assert "loss.docx" in capsys.readouterr().err
-
-
-@pytest.mark.parametrize("baseline", ["x", "=3", "x=", "x=nan", "x=inf"])
-def test_bad_baselines_are_usage_errors(baseline):
-    with pytest.raises(SystemExit) as error:
-        script.main([".", "--baseline", baseline])
-    assert error.value.code == 2
 
 
 def test_round_ticks():

@@ -63,15 +63,8 @@ def test_progress_of_both_passes(
 @pytest.fixture
 def folder(tmp_path: Path) -> Path:
     """A folder with text files at several depths, and others that are not asked for."""
-    files = {
-        "b.txt": "second\r\nfile\n",
-        "a/z.txt": "first ü\n",
-        "a/z.md": "# mark\n",
-        "c.jsonl": '{"text": "third"}\n',
-        "a/skip.py": "print()\n",
-        "d.txt": " \n ",
-        ".hidden/e.txt": "hidden\n",
-    }
+    files = {"b.txt": "second\r\nfile\n", "a/z.txt": "first ü\n", "a/z.md": "# mark\n", "a/skip.py": "print()\n"}
+    files |= {"c.jsonl": '{"text": "third"}\n', "d.txt": " \n ", ".hidden/e.txt": "hidden\n"}
     for name, text in files.items():
         path = tmp_path / "in" / name
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -101,16 +94,8 @@ def test_summary_has_the_entropy(tmp_path: Path) -> None:
     entropy = -sum(count / len(tokens) * math.log(count / len(tokens)) for count in Counter(tokens).values())
     found = summary(tmp_path / "x")
     assert found.pop("unigram_entropy_nats") == pytest.approx(entropy, rel=1e-12)
-    expected = {
-        "documents": 2,
-        "tokens": 11,
-        "text_bytes": 9,
-        "bytes_per_token": 9 / 11,
-        "vocab_size": 257,
-        "end_of_document": 256,
-        "dtype": "uint16",
-        "skipped": {},
-    }
+    expected = {"documents": 2, "tokens": 11, "text_bytes": 9, "bytes_per_token": 9 / 11, "vocab_size": 257}
+    expected |= {"end_of_document": 256, "dtype": "uint16", "skipped": {}}
     assert {key: found[key] for key in expected} == expected
 
 
@@ -143,15 +128,15 @@ def test_bad_lines_are_skipped_and_counted(tmp_path: Path, capsys: pytest.Captur
     assert errors[10] == "skipped more: from here on they are only counted" and len(errors) == 11
 
 
-@pytest.mark.parametrize(("line", "kind"), BAD_LINES)
-def test_strict_refuses_bad_lines(tmp_path: Path, capsys: pytest.CaptureFixture[str], line: bytes, kind: str) -> None:
+def test_strict_refuses_bad_lines(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """With --strict the first bad line ends it with exit code 3 and one line; nothing is left that opens."""
     path = tmp_path / "x.jsonl"
-    path.write_bytes(b'{"text": "good"}\n' + line + b'\n{"text": "good"}\n')
-    assert main(path, "--strict", "--output_prefix", tmp_path / "x") == 3
-    message = capsys.readouterr().err
-    assert message.startswith(f"error: {path}: line 2: {kind}") and message.count("\n") == 1
-    assert os.listdir(tmp_path) == ["x.jsonl"]
+    for line, kind in BAD_LINES:
+        path.write_bytes(b'{"text": "good"}\n' + line + b'\n{"text": "good"}\n')
+        assert main(path, "--strict", "--output_prefix", tmp_path / "x") == 3, kind
+        message = capsys.readouterr().err
+        assert message.startswith(f"error: {path}: line 2: {kind}") and message.count("\n") == 1, (line[:20], message)
+        assert os.listdir(tmp_path) == ["x.jsonl"], kind
 
 
 def test_json_key_and_text_in_another_encoding(tmp_path: Path) -> None:
@@ -220,7 +205,7 @@ def test_refusals_have_codes_and_one_line(folder: Path, tmp_path: Path, capsys: 
 def test_killed_run_leaves_nothing_that_opens_and_a_rerun_works(tmp_path: Path) -> None:
     """SIGKILL in the middle of a tokenization; the same command then finishes. Runs from any folder, not installed."""
     source = tmp_path / "in.jsonl"
-    source.write_text((json.dumps({"text": "some words " * 100}) + "\n") * 2000)
+    source.write_text((json.dumps({"text": "some words " * 100}) + "\n") * 800)
     environment = {key: value for key, value in os.environ.items() if key != "PYTHONPATH"}
     command = [sys.executable, str(SCRIPT), str(source), "--output_prefix", str(tmp_path / "x")]
     process = subprocess.Popen(command, env=environment, cwd=tmp_path)
@@ -232,11 +217,7 @@ def test_killed_run_leaves_nothing_that_opens_and_a_rerun_works(tmp_path: Path) 
             IndexedDataset(str(tmp_path / "x"))
     done = subprocess.run([*command, "--overwrite"], env=environment, cwd=tmp_path, capture_output=True, text=True)
     assert (done.returncode, done.stderr) == (0, "")
-    assert IndexedDataset(str(tmp_path / "x")).num_tokens == 2000 * (1100 + 1)
-    assert sorted(path.name for path in tmp_path.glob("x.*")) == [
-        "x.bin",
-        "x.idx",
-        "x.summary.json",
-        "x.tokenizer.json",
-    ]
+    assert IndexedDataset(str(tmp_path / "x")).num_tokens == 800 * (1100 + 1)
+    left = {path.name.removeprefix("x.") for path in tmp_path.glob("x.*")}
+    assert left == {"bin", "idx", "summary.json", "tokenizer.json"}
     assert ByteTokenizer().decode(IndexedDataset(str(tmp_path / "x")).document(0)) == "some words " * 100
