@@ -76,12 +76,14 @@ def test_outputs_are_shown_whole(guide: str, index: int, tmp_path: Path) -> None
     assert numbers[0] == pytest.approx(numbers[1], rel=0.0 if "--dry_run=1" in command else WHOLE[guide])
 
 
-@pytest.mark.parametrize("guide", ["data", "models", "pretrained", "exports", "generation", "samples"])
+@pytest.mark.parametrize(
+    "guide", ["data", "models", "pretrained", "exports", "generation", "samples", "optimizer", "schedules"]
+)
 def test_flags_of_guides_exist(guide: str) -> None:
     """No guide names an option that neither the program has nor a script of ours or another program that it shows."""
     known = {*SPELLINGS, "nproc", "local"}  # of torchrun --nproc-per-node, hf download --local-dir
     known |= {"model", "model_args", "tasks", "include_path", "device"}  # of lm_eval
-    names = ("generate", "evaluate", "convert_checkpoint", "concatenate_dataset")
+    names = ("generate", "evaluate", "convert_checkpoint", "concatenate_dataset", "plot_schedule")
     scripts = [ROOT / "scripts" / f"{name}.py" for name in names]
     modules = [ROOT / "megatron_lite" / name for name in ("generation/model.py", "cli/prepare_data.py")]
     for path in (*scripts, *modules):

@@ -11,10 +11,12 @@ from tests.support import documents
 
 pytestmark = pytest.mark.guides
 TUTORIAL = documents.read("tutorial")
-ITERATIONS = 8
+ITERATIONS = 4
 SMALLER = {
     "ITERATIONS=600": f"ITERATIONS={ITERATIONS}",
-    "--max_bytes 1e7": "--max_bytes 3e5",
+    "--max_bytes 1e7": "--max_bytes 2e5",
+    "--num_layers=4": "--num_layers=2",
+    "--sequence_length=256": "--sequence_length=128",
     "--hidden_size=128": "--hidden_size=64",
     "--ffn_hidden_size=384": "--ffn_hidden_size=64",
 }

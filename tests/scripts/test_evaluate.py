@@ -23,24 +23,10 @@ from scripts import evaluate as script
 from tests.support.harness import run_distributed, tiny_config, train_whole
 
 TEXTS = ("the cats' café\n", "a second one, of zoë", "日本語 🎉", "x" * 40)
-MODEL = dict(
-    vocab_size=300,
-    sequence_length=16,
-    max_position_embeddings=32,
-    init_method_std=0.3,
-    batch_size=4,
-    train_iters=2,
-    lr=1e-2,
-    lr_warmup_iters=0,
-    dataset_source="list",
-    split=(50, 50, 0),
-    validation_iters="all",
-    validation_interval=2,
-    export_interval=2,
-    cross_document_attention=False,
-    ema_type="ema",
-    ema_beta=0.5,
-)
+MODEL: dict[str, Any] = dict(vocab_size=300, sequence_length=16, max_position_embeddings=32, init_method_std=0.3)
+MODEL |= dict(batch_size=4, train_iters=2, lr=1e-2, lr_warmup_iters=0, ema_type="ema", ema_beta=0.5)
+MODEL |= dict(dataset_source="list", split=(50, 50, 0), cross_document_attention=False)
+MODEL |= dict(validation_iters="all", validation_interval=2, export_interval=2)
 
 
 def train_run(distributed: Distributed, options: dict[str, Any]) -> None:
@@ -155,27 +141,21 @@ def test_without_a_tokenizer_there_are_no_bytes(
     assert (record["tokens"], record["bytes"]) == (4, 3)
 
 
-@pytest.mark.parametrize(
-    "options, code, fact",
-    [
-        (["--data_path", "nowhere"], 3, "nowhere.idx"),
-        (["--data_path", "DATA", "--split=1,0,0"], 2, "--split"),
-        (["--data_path", "DATA", "--split=x"], 2, "--split=x"),
-        (["--data_path", "DATA", "--sequence_length=33"], 2, "--sequence_length=33"),
-        (["--text", "nowhere.txt"], 3, "nowhere.txt"),
-        (["--text", "DATA.bin"], 3, "not UTF-8"),
-        (["--text", "LINES.jsonl"], 3, "line 2"),
-        (["--text", "EMPTY.txt"], 3, "nothing to predict"),
-    ],
-)
-def test_errors_are_one_clear_line(
-    options: list[str], code: int, fact: str, folder: Path, capsys: pytest.CaptureFixture[str], tmp_path: Path
-) -> None:
+def test_errors_are_one_clear_line(folder: Path, capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     (tmp_path / "LINES.jsonl").write_text('{"text": "a"}\n{"words": "b"}\n')
     (tmp_path / "EMPTY.txt").write_text(" \n")
-    places = {"DATA": folder / "data", "LINES": tmp_path / "LINES", "EMPTY": tmp_path / "EMPTY"}
-    for name, place in places.items():
-        options = [option.replace(name, str(place)) for option in options]
-    assert script.main(["--model", str(folder / "run" / "export" / "2"), *options]) == code
-    error = capsys.readouterr().err
-    assert error.startswith("ERROR: ") and fact in error and error.count("\n") == 1
+    data = str(folder / "data")
+    cases = [
+        (["--data_path", "nowhere"], 3, "nowhere.idx"),
+        (["--data_path", data, "--split=1,0,0"], 2, "--split"),
+        (["--data_path", data, "--split=x"], 2, "--split=x"),
+        (["--data_path", data, "--sequence_length=33"], 2, "--sequence_length=33"),
+        (["--text", "nowhere.txt"], 3, "nowhere.txt"),
+        (["--text", f"{data}.bin"], 3, "not UTF-8"),
+        (["--text", str(tmp_path / "LINES.jsonl")], 3, "line 2"),
+        (["--text", str(tmp_path / "EMPTY.txt")], 3, "nothing to predict"),
+    ]
+    for options, code, fact in cases:
+        assert script.main(["--model", str(folder / "run" / "export" / "2"), *options]) == code, options
+        error = capsys.readouterr().err
+        assert error.startswith("ERROR: ") and fact in error and error.count("\n") == 1, options

@@ -20,29 +20,14 @@ from tests.support.harness import run_distributed, tiny_config, train_whole
 
 PROMPTS = ("def f(", "a", "the quick brown fox", "a")
 MODEL = dict(
-    vocab_size=257,
-    sequence_length=64,
-    max_position_embeddings=64,
-    use_rotary_embeddings=True,
-    gated=True,
-    normalization_type="rms_norm",
-    add_linear_biases=False,
-    head_groups=2,
-    init_method_std=0.4,
-    window_size=9,
-)
+    vocab_size=257, sequence_length=64, max_position_embeddings=64, head_groups=2, init_method_std=0.4, window_size=9
+) | dict(use_rotary_embeddings=True, gated=True, normalization_type="rms_norm", add_linear_biases=False)
 
 
 def save_model(distributed: Distributed, folder: str) -> None:
     """A short run leaves both: the checkpoint of its last iteration, and an export."""
-    options = MODEL | dict(
-        train_iters=1,
-        lr=1e-6,
-        lr_warmup_iters=0,
-        experiment_dir=f"{folder}/run",
-        export_interval=1,
-        tokenizer_file=f"{folder}/tokenizer.json",
-    )
+    run = dict(train_iters=1, lr=1e-6, lr_warmup_iters=0, experiment_dir=f"{folder}/run", export_interval=1)
+    options = MODEL | run | {"tokenizer_file": f"{folder}/tokenizer.json"}
     train_whole(distributed, tiny_config(distributed.world_size, **options))
 
 
@@ -75,8 +60,8 @@ def objects(output: str) -> list[dict[str, Any]]:
     return [json.loads(line) for line in output.splitlines()]
 
 
-def repeated(flag: str, values: tuple[str, ...]) -> list[str]:
-    return [f"{flag}={value}" for value in values]
+def repeated(values: tuple[str, ...]) -> list[str]:
+    return [f"--prompt={value}" for value in values]
 
 
 def test_greedy_texts_are_those_of_transformers_on_the_export(export: Path, call: Callable[..., Any]) -> None:
@@ -84,7 +69,7 @@ def test_greedy_texts_are_those_of_transformers_on_the_export(export: Path, call
     model = transformers.AutoModelForCausalLM.from_pretrained(export, dtype=torch.float32).eval()
     tokenizer = transformers.AutoTokenizer.from_pretrained(export)
     options = ("--temperature=0", "--max_new_tokens=30", "--json_lines", "--batch_size=2")
-    code, output, _ = call("--model", export, *repeated("--prompt", PROMPTS), *options)
+    code, output, _ = call("--model", export, *repeated(PROMPTS), *options)
     assert code == 0
     for line, prompt in zip(objects(output), PROMPTS, strict=True):
         inputs = tokenizer(prompt, return_tensors="pt")
@@ -121,8 +106,8 @@ def test_a_text_does_not_depend_on_other_prompts(export: Path, call: Callable[..
     """Draws, too: in any order, at any place in the batch. A prompt that comes twice draws twice."""
     options = ("--max_new_tokens=15", "--temperature=0.9", "--top_k=40", "--top_p=0.95", "--json_lines")
     options += ("--batch_size=3", "--seed=7")
-    together = objects(call("--model", export, *repeated("--prompt", PROMPTS), *options)[1])
-    again = objects(call("--model", export, *repeated("--prompt", PROMPTS[::-1]), *options)[1])
+    together = objects(call("--model", export, *repeated(PROMPTS), *options)[1])
+    again = objects(call("--model", export, *repeated(PROMPTS[::-1]), *options)[1])
     assert [line["index"] for line in together] == [0, 1, 2, 3]
     assert together[1]["tokens"] != together[3]["tokens"]
     for line, prompt in zip(together[:3], PROMPTS, strict=False):
@@ -168,7 +153,7 @@ def test_a_stop_string_cuts_a_text(export: Path, call: Callable[..., Any]) -> No
 def test_a_text_ends_where_the_model_ends(export: Path, call: Callable[..., Any]) -> None:
     prompts = tuple(letter * 60 for letter in "abcdefgh")
     options = ("--max_new_tokens=20", "--json_lines", "--temperature=0")
-    code, output, error = call("--model", export, *repeated("--prompt", prompts), *options)
+    code, output, error = call("--model", export, *repeated(prompts), *options)
     lines = [line for line in objects(output) if line["finish"] != "end"]
     assert code == 0 and lines
     assert all(line["finish"] == "context" and len(line["tokens"]) == 4 for line in lines)
@@ -181,45 +166,45 @@ def edit(folder: Path, **changes: Any) -> None:
     path.write_text(json.dumps(json.loads(path.read_text()) | changes))
 
 
-@pytest.mark.parametrize(
-    "damage, code, fact",
-    [
-        (lambda folder: shutil.rmtree(folder), 3, "no tokenizer.json"),
-        (lambda folder: (folder / "tokenizer.json").unlink(), 3, "--tokenizer_file"),
-        (lambda folder: (folder / "tokenizer.json").write_text("{}"), 3, "not a tokenizer.json"),
-        (lambda folder: (folder / "config.json").unlink(), 4, "config.json"),
-        (lambda folder: (folder / "config.json").write_text('{"model_type": "bert"}'), 4, "bert"),
-        (lambda folder: (folder / "model.safetensors").unlink(), 4, "safetensors"),
-        (lambda folder: (folder / "model.safetensors").write_bytes(b"x" * 100), 4, "model.safetensors"),
-        (lambda folder: edit(folder, num_hidden_layers=3), 4, "model.layers.2"),
-        (lambda folder: edit(folder, num_hidden_layers=1), 4, "model.layers.1"),
-        (lambda folder: edit(folder, vocab_size=90), 4, "90"),
-    ],
-)
-def test_damage_ends_in_one_clear_line(
-    export: Path, call: Callable[..., Any], tmp_path: Path, damage: Callable[[Path], None], code: int, fact: str
-) -> None:
-    folder = tmp_path / "copy"
-    shutil.copytree(export, folder)
-    damage(folder)
-    found, output, error = call("--model", folder, "--prompt", "x")
-    assert found == code and not output
-    assert fact in error and error.startswith("ERROR: ") and error.count("\n") == 1
+def write(name: str, text: str) -> Callable[[Path], Any]:
+    return lambda folder: (folder / name).write_text(text)
 
 
-@pytest.mark.parametrize(
-    "options, fact",
-    [
+def remove(name: str) -> Callable[[Path], Any]:
+    return lambda folder: (folder / name).unlink()
+
+
+DAMAGES: list[tuple[Callable[[Path], Any], int, str]] = [
+    (shutil.rmtree, 3, "no tokenizer.json"),
+    (remove("tokenizer.json"), 3, "--tokenizer_file"),
+    (write("tokenizer.json", "{}"), 3, "not a tokenizer.json"),
+    (remove("config.json"), 4, "config.json"),
+    (write("config.json", '{"model_type": "bert"}'), 4, "bert"),
+    (remove("model.safetensors"), 4, "safetensors"),
+    (write("model.safetensors", "x" * 100), 4, "model.safetensors"),
+    (lambda folder: edit(folder, num_hidden_layers=3), 4, "model.layers.2"),
+    (lambda folder: edit(folder, num_hidden_layers=1), 4, "model.layers.1"),
+    (lambda folder: edit(folder, vocab_size=90), 4, "90"),
+]
+
+
+def test_damage_ends_in_one_clear_line(export: Path, call: Callable[..., Any], tmp_path: Path) -> None:
+    for index, (damage, code, fact) in enumerate(DAMAGES):
+        folder = shutil.copytree(export, tmp_path / str(index))
+        damage(folder)
+        found, output, error = call("--model", folder, "--prompt", "x")
+        assert found == code and not output, fact
+        assert fact in error and error.startswith("ERROR: ") and error.count("\n") == 1, fact
+
+
+def test_prompts_that_are_no_use_are_data_errors(export: Path, call: Callable[..., Any]) -> None:
+    for options, fact in (
         (["--prompt", "x" * 64], "at most 64"),
         (["--prompts_file", "nowhere.txt"], "--prompts_file=nowhere.txt: cannot be read"),
         (["--prompts_file", __file__.replace("test_generate.py", "__init__.py")], "--prompts_file"),
-    ],
-)
-def test_prompts_that_are_no_use_are_data_errors(
-    export: Path, call: Callable[..., Any], options: list[str], fact: str
-) -> None:
-    code, _, error = call("--model", export, *options)
-    assert code == 3 and fact in error and error.count("\n") == 1
+    ):
+        code, _, error = call("--model", export, *options)
+        assert code == 3 and fact in error and error.count("\n") == 1, options
 
 
 def test_a_home_is_found_and_memory_that_is_short_is_told_of(
