@@ -70,7 +70,7 @@ def traffic_table() -> Rows:
     for zero_stage in (1, 2, 3):
         for depth, breadth in ((1, 1), (4, 1), (1, 4), (2, 2)):
             batch = {"batch_size": 4 * depth * breadth, "micro_batch_size": 1, "breadth_first_micro_batches": breadth}
-            made = plan(4, zero_stage=zero_stage, **batch)
+            made = plan(4, (), zero_stage=zero_stage, **batch)
             stages, (buffers, _) = len(made.model.stages), made.model.memory.buffer_counts()
             # The backward of the embedding needs no weights, so they are not gathered for it.
             gathers = stages + (2 * depth - 1) * (stages - buffers) - (1 if buffers < stages else 0)

@@ -12,7 +12,7 @@ from typing import NamedTuple
 from megatron_lite.monitor.metrics import model_flops
 from megatron_lite.planner.plan import make_plan
 from megatron_lite.planner.work import Attention, Pass, Product
-from megatron_lite.planner.work_time import step_work
+from megatron_lite.planner.work_time import micro_batch_work
 from scripts.benchmarks.training.settings import chosen, engine_config, parse, row_config
 from scripts.docs.tables import markdown_table
 
@@ -50,7 +50,7 @@ def parts() -> dict[str, list[Part]]:
     found: dict[str, list[Part]] = {}
     for name, row in chosen(options, 1).items():
         plan = make_plan(row_config(row, options, 1), 1, "cuda")
-        items = step_work(plan).micro_batch
+        items = list(micro_batch_work(plan).elements())
         products = sum(item.flops for item in items if isinstance(item, Product))
         weights = sum(slot.numel for _, part in plan.model.parts() for slot in part.layout.slots)
         if name in REPEATED:
