@@ -11,6 +11,8 @@ import dataclasses
 import functools
 from collections.abc import Sequence
 from dataclasses import dataclass
+from types import SimpleNamespace
+from typing import Any, cast
 
 import torch
 from torch import Tensor
@@ -23,9 +25,10 @@ from megatron_lite.distributed.traffic import Handle, Total, Traffic
 from megatron_lite.kernels.choice import choose_kernels
 from megatron_lite.model.gpt import model_layers
 from megatron_lite.optimizer.optimizer import rule_of
-from megatron_lite.planner.stage_costs import Cost, times, traffic_sum
+from megatron_lite.planner.stage_costs import Cost, traffic_sum
 from megatron_lite.planner.step_memory import ActivationMemory, Measured, Partition, activation_memory, runtime_bytes
 from megatron_lite.zero.multi_stage import MultiStage
+from megatron_lite.zero.runner import forward_backward
 from megatron_lite.zero.schedule import Step, training_schedule
 
 
@@ -99,11 +102,8 @@ class Plan:
         """Traffic of one step after the first, by kind, over all of the rank's groups."""
         micro_batches = self.config.batch.sequential_micro_batches
         assert micro_batches, "resolved"
-        inside: dict[str, Total] = {}
-        for cost in self.costs:
-            inside = traffic_sum(inside, cost.traffic)
-        inside = {kind: times(total, micro_batches) for kind, total in inside.items()}
-        return traffic_sum(_traffic_between_passes(self.config, self.model), inside)
+        between = _traffic_between_passes(self.config, self.model)
+        return traffic_sum((between, 1), *((cost.traffic, micro_batches) for cost in self.costs))
 
     @property
     def state_bytes(self) -> int:
@@ -200,11 +200,7 @@ def _traffic_between_passes(config: Config, model: MultiStage) -> dict[str, Tota
     def counted(depth: int) -> dict[str, Total]:
         return count_traffic(model, training_schedule(model.memory.plans, depth, breadth))
 
-    if depth <= 3:
-        return counted(depth)
-    parts = (counted(2), 3 - depth), (counted(3), depth - 2)
-    two, three = ({kind: times(total, count) for kind, total in part.items()} for part, count in parts)
-    return traffic_sum(two, three)
+    return counted(depth) if depth <= 3 else traffic_sum((counted(2), 3 - depth), (counted(3), depth - 2))
 
 
 def count_traffic(model: MultiStage, schedule: Sequence[Step]) -> dict[str, Total]:
@@ -213,21 +209,16 @@ def count_traffic(model: MultiStage, schedule: Sequence[Step]) -> dict[str, Tota
     Excludes collectives inside the passes. Counts the second of two steps, which does not gather again what a buffer
     still holds.
     """
-    group = model.group
-    assert isinstance(group, SimulatedGroup)
+    traffic, micro_batches = model.group.traffic, range(1 + max(step.micro_batch for step in schedule))
+    no_passes: dict[str, Any] = {"forward": lambda *_: torch.zeros(()), "backward": lambda *_: None}
+    names = "gather", "require_weights", "accumulate", "reduce", "finish_reduction"
+    verbs = {
+        stage.index: SimpleNamespace(**{name: getattr(stage, name) for name in names}, **no_passes)
+        for stage in model.stages
+    }
     for _ in range(2):
-        group.traffic.take()
-        for step in schedule:
-            for index in step.gather:
-                model.stages[index].gather()
-            for index in step.needs:
-                model.stages[index].require_weights()
-            for index in step.accumulate:
-                model.stages[index].accumulate()
-            for index, again in step.reduce:
-                model.stages[index].reduce(again)
-        for stage in model.stages:
-            stage.finish_reduction()
+        traffic.take()
+        forward_backward(cast(Any, verbs), schedule, micro_batches, None)
         for stage in model.stages:
             if stage.update_buffer is not None:
                 for exchange in (stage.gather_update, stage.reduce_update):
@@ -236,4 +227,4 @@ def count_traffic(model: MultiStage, schedule: Sequence[Step]) -> dict[str, Tota
             if stage.trainable is not None:
                 model.updated(stage)
         model.gather_ahead()
-    return group.traffic.take()
+    return traffic.take()

@@ -33,18 +33,7 @@ from megatron_lite.validation.rules import Note
 
 WIDTH = 118
 ROWS = 10  # layouts that are shown
-COLUMNS = (
-    ("ZeRO", 4),
-    ("micro-batches", 14),
-    ("MLP recompute", 18),
-    ("recomputed blocks", 17),
-    ("split", 5),
-    ("state GiB", 9),
-    ("needs GiB", 9),
-    ("sent GiB", 8),
-    ("s/step", 7),
-    ("tokens/s", 9),
-)
+TITLES = ("ZeRO", "micro-batches", "MLP recompute", "recomputed blocks", "split", "state GiB", "needs GiB", "sent GiB")
 
 
 def wrapped(notes: Sequence[Note]) -> Iterator[str]:
@@ -140,11 +129,10 @@ def _table(search: Search, layouts: Sequence[Layout], best: Layout) -> Iterator[
     ranks = counted(search.world_size, "rank" if search.device_type == "cpu" else "GPU")
     tensor = f"TP {search.tensor_parallel}, " if search.tensor_parallel > 1 else ""
     yield (f"layouts that fit {ranks}, {tensor}predicted, the fastest of {len(layouts)} (*: recommended):")
-    yield "  " + "  ".join(f"{name:>{width}}" for name, width in COLUMNS)
-    for layout in shown:
-        yield ("* " if layout is best else "  ") + "  ".join(
-            f"{cell:>{width}}" for cell, (_, width) in zip(_cells(layout), COLUMNS, strict=True)
-        )
+    rows = [("", *TITLES, "s/step", "tokens/s"), *(("*" * (layout is best), *_cells(layout)) for layout in shown)]
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    for row in rows:
+        yield "  ".join(map(str.rjust, row, widths))
     for line in [*search.speeds.assumptions, *_other_threads(search, best.config)]:
         yield from wrapped([Note(f"  {line}")])
 

@@ -317,17 +317,15 @@ def remedies(search: Search) -> list[Remedy]:
     if config is None or needed is None:
         return []
     found: list[Remedy] = []
-    for name, changes in _single_options(search, config):
-        if search.is_over:
-            return found
-        saving = needed - (search.needed_bytes(changes) or needed)
-        if saving >= SMALLEST_SAVING * needed:
-            value = changes[name] if type(changes[name]) is int else written(changes[name])
-            found.append(Remedy(name, value, saving, _flags(changes)))
+    options = [(search, name, changes[name], changes) for name, changes in _single_options(search, config)]
     for ranks in search.larger_sizes()[:1]:
-        saving = needed - (dataclasses.replace(search, world_size=ranks).needed_bytes({}) or needed)
+        options.append((dataclasses.replace(search, world_size=ranks), "world_size", ranks, {}))
+    for run, name, value, changes in options:
+        if search.is_over:
+            break
+        saving = needed - (run.needed_bytes(changes) or needed)
         if saving >= SMALLEST_SAVING * needed:
-            found.append(Remedy("world_size", ranks, saving, ""))
+            found.append(Remedy(name, value if type(value) is int else written(value), saving, _flags(changes)))
     return found
 
 

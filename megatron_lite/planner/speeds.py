@@ -1,4 +1,4 @@
-"""Speeds of a device and its links: from its data sheet, or measured by `scripts.benchmarks.machine`."""
+"""Kinds of work, and the speeds of a device and its links: from a data sheet, or from `scripts.benchmarks.machine`."""
 
 from __future__ import annotations
 
@@ -16,7 +16,6 @@ from typing import Annotated, Any, NamedTuple, cast
 from megatron_lite.checkpoint.decoding import PositiveCount, Rule, decode
 from megatron_lite.config.values import shown
 from megatron_lite.errors import DamagedError, UsageError
-from megatron_lite.planner.work import Attention, Item, Pass, Product
 
 FORMAT, VERSION = "megatron_lite_machine_speeds", 2
 MAX_BYTES = 2**20
@@ -28,6 +27,53 @@ Positive = Annotated[int | float, Rule("a positive number", lambda value: 1e-30 
 Share = Annotated[int | float, Rule("a share", lambda value: 0 <= value <= 1)]
 Seconds = Annotated[int | float, Rule("a time", lambda value: 0 <= value < 1e30)]
 Name = Annotated[str, Rule("a name", lambda value: 0 < len(value) <= 200 and value.isprintable())]
+
+
+# -- work --------------------------------------------------------------------------------------------------------------
+
+
+class Product(NamedTuple):
+    """One of a linear layer's three products, `times` times: x W^T, dy W or dy^T x."""
+
+    kind: str  # "forward", "input gradient" or "weight gradient"
+    tokens: int
+    inputs: int
+    outputs: int
+    times: float = 1
+
+    @property
+    def flops(self) -> float:
+        """Total FLOPs."""
+        return 2.0 * self.times * self.tokens * self.inputs * self.outputs
+
+
+class Attention(NamedTuple):
+    """Attention of one block and micro-batch, in one direction."""
+
+    kind: str  # "fused forward", "fused backward", "math forward" or "math backward"
+    heads: int  # of all samples
+    length: int  # positions
+    channels: int
+    window: int  # at most `length`
+
+    @property
+    def flops(self) -> float:
+        """FLOPs within causal mask and window; the backward pass has 5 products."""
+        keys = self.window * (1 - self.window / (2 * self.length))
+        return (10.0 if self.kind.endswith("backward") else 4.0) * self.heads * self.length * self.channels * keys
+
+
+class Pass(NamedTuple):
+    """Passes of one kind over tensors."""
+
+    kind: str  # name of an operation of torch, of a kernel, or of a part of the update
+    num_bytes: float  # read and written
+
+
+Item = Product | Attention | Pass
+
+
+# -- speeds ------------------------------------------------------------------------------------------------------------
 
 
 class Grid(NamedTuple):

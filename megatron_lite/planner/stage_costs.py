@@ -17,7 +17,7 @@ from megatron_lite.distributed.traffic import FirstWait, Handle, Total, Traffic
 from megatron_lite.optimizer.rules.muon import orthogonalize
 from megatron_lite.parameter import Parameter
 from megatron_lite.planner.meter import Meter, PlannedDevice, calling_frame
-from megatron_lite.planner.work import Attention, Item, Pass, Product
+from megatron_lite.planner.speeds import Attention, Item, Pass, Product
 from megatron_lite.zero.stage import Observer, Stage
 
 Saved = Counter[str]  # bytes by the function that saves them for the backward pass
@@ -130,12 +130,12 @@ class StageMeter:
         self._before, self._overlaps = meter.live, Counter[Overlap]()
 
         def record(kind: str, _: int, work: Handle) -> Handle:
-            sent, start = self._traffic.take()[kind], len(meter.items)
-            self._sent = traffic_sum(self._sent, {kind: times(sent, meter.times)})
+            taken, start = self._traffic.take(), len(meter.items)
+            self._sent = traffic_sum((self._sent, 1), (taken, meter.times))
 
             def wait() -> None:
                 if items := meter.items[start:]:
-                    self._overlaps[Overlap(kind, sent.wire_bytes, tuple(items))] += 1
+                    self._overlaps[Overlap(kind, taken[kind].wire_bytes, tuple(items))] += 1
 
             return FirstWait(work, wait)
 
@@ -174,15 +174,11 @@ class _Saved(Observer):
         self._current = Saved()
 
 
-def traffic_sum(left: Mapping[str, Total], right: Mapping[str, Total]) -> dict[str, Total]:
-    """Return the traffic of both, by kind."""
-    return {kind: _plus(left.get(kind, Total()), right.get(kind, Total())) for kind in {**left, **right}}
-
-
-def _plus(left: Total, right: Total) -> Total:
-    return Total(*(a + b for a, b in zip(dataclasses.astuple(left), dataclasses.astuple(right), strict=True)))
-
-
-def times(total: Total, count: int) -> Total:
-    """Return the traffic of `count` times as many collectives."""
-    return Total(*(count * value for value in dataclasses.astuple(total)))
+def traffic_sum(*parts: tuple[Mapping[str, Total], int]) -> dict[str, Total]:
+    """Add up traffic by kind, each part multiplied by a number."""
+    totals: dict[str, Total] = {}
+    for traffic, times in parts:
+        for kind, total in traffic.items():
+            pairs = zip(dataclasses.astuple(totals.get(kind, Total())), dataclasses.astuple(total), strict=True)
+            totals[kind] = Total(*(before + times * value for before, value in pairs))
+    return totals

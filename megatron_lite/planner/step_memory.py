@@ -23,8 +23,8 @@ from megatron_lite.model.block import Block
 from megatron_lite.model.layer import MicroBatch
 from megatron_lite.optimizer.rules.muon import matrices_of
 from megatron_lite.planner.runtime import runtime_needs
+from megatron_lite.planner.speeds import Product
 from megatron_lite.planner.stage_costs import Saved, StageCosts, StageMeter
-from megatron_lite.planner.work import Product
 from megatron_lite.zero.multi_stage import MultiStage
 from megatron_lite.zero.schedule import Step, training_schedule
 from megatron_lite.zero.stage import Stage

@@ -12,9 +12,8 @@ from megatron_lite.distributed.traffic import Total
 from megatron_lite.parameter import DTYPES
 from megatron_lite.planner.devices import TENSOR_KINDS
 from megatron_lite.planner.plan import Plan
-from megatron_lite.planner.speeds import Speeds
+from megatron_lite.planner.speeds import Attention, Item, Pass, Product, Speeds
 from megatron_lite.planner.stage_costs import Overlap
-from megatron_lite.planner.work import Attention, Item, Pass, Product
 
 # Bytes that an update reads and writes per element of a shard: gradient, weight and moments, without rounded weights.
 UPDATE_BYTES = {"adamw": 28, "muon": 20, "lion": 20, "sgd": 20}

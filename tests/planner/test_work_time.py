@@ -14,8 +14,15 @@ from megatron_lite.kernels.tensor_collectives import GATHER, REDUCE, SUM
 from megatron_lite.monitor.metrics import hardware_flops
 from megatron_lite.planner.devices import LINK_SHARE, TENSOR_KINDS, data_sheet, gpu_sheet
 from megatron_lite.planner.plan import Plan, make_plan
-from megatron_lite.planner.speeds import ATTENTION_KINDS, PRODUCT_KINDS, CollectiveSpeed, read_speeds
-from megatron_lite.planner.work import Attention, Pass, Product
+from megatron_lite.planner.speeds import (
+    ATTENTION_KINDS,
+    PRODUCT_KINDS,
+    Attention,
+    CollectiveSpeed,
+    Pass,
+    Product,
+    read_speeds,
+)
 from megatron_lite.planner.work_time import micro_batch_work, predict_step
 from pretrain_gpt import main
 from scripts.docs.dry_runs import PUBLISHED_SPEEDS, planned_step

@@ -18,8 +18,7 @@ from megatron_lite.kernels.attention.attention import attention
 from megatron_lite.kernels.gradient_norm import squared_norm
 from megatron_lite.kernels.products import add_product, affine, product
 from megatron_lite.kernels.weight_shard import WeightShard
-from megatron_lite.planner.speeds import AXES, PRODUCT_KINDS
-from megatron_lite.planner.work import Attention
+from megatron_lite.planner.speeds import AXES, PRODUCT_KINDS, Attention
 from megatron_lite.planner.work_time import UPDATE_BYTES
 from megatron_lite.zero.stage import backward
 
