@@ -16,7 +16,7 @@ from megatron_lite.kernels.matmul_library import SMALLEST_ONEDNN_PRODUCT, faster
 from megatron_lite.kernels.products import computes_in_fp32
 from megatron_lite.model.gpt import model_layers
 from megatron_lite.parameter import DTYPES, Parameter
-from megatron_lite.planner.plan import SimulatedGroup, make_plan
+from megatron_lite.planner.plan import Planner, SimulatedGroup
 from megatron_lite.planner.runtime import GIB, MIB
 from megatron_lite.validation.rules import Note
 
@@ -52,11 +52,11 @@ def _lowest_zero_stage(
     config: Config, multi_stage: MultiStageConfig, world_size: int, device_type: str, device_bytes: int
 ) -> tuple[int, Note]:
     predicted: list[str] = []
-    zero_stage = needed = 0
+    planner, zero_stage, needed = Planner(world_size, device_type), 0, 0
     # Half of a split master weight lives in the weight buffer of its own stage, which ZeRO-3 does not have.
     for zero_stage in (1, 2) if multi_stage.split_master_weights else (1, 2, 3):
         candidate = dataclasses.replace(multi_stage, zero_stage=zero_stage)
-        needed = make_plan(dataclasses.replace(config, multi_stage=candidate), world_size, device_type).needed_bytes()
+        needed = planner.plan(dataclasses.replace(config, multi_stage=candidate)).needed_bytes()
         predicted.append(f"ZeRO-{zero_stage} {needed / GIB:.1f} GiB")
         if needed <= device_bytes:
             break

@@ -226,6 +226,8 @@ def _shaped(function: Any) -> Callable[..., Any] | None:
     if torch.Tag.reduction in function.tags and len(function._schema.returns) == 1:
         names = [argument.name for argument in function._schema.arguments]
         return lambda *args, **options: _reduced(**dict(zip(names, args, strict=False)), **options)
+    if function._opname in ("mm", "addmm"):
+        return lambda *args, **_: torch.empty(len(args[-2]), args[-1].shape[1], dtype=args[-1].dtype, device="meta")
     if function._opname == "mv":
         return lambda matrix, vector: torch.empty(len(matrix), dtype=matrix.dtype, device="meta")
     if function._opname == "arange":

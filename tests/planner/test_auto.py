@@ -11,6 +11,7 @@ import pytest
 import torch
 
 from megatron_lite.config import Config
+from megatron_lite.distributed.process_group import Distributed
 from megatron_lite.errors import UsageError
 from megatron_lite.kernels import matmul_library
 from megatron_lite.planner import auto
@@ -21,8 +22,8 @@ from megatron_lite.planner.auto import (
     resolve_auto,
     worthwhile_bytes,
 )
-from megatron_lite.planner.plan import make_plan
-from tests.support.harness import run_distributed, same_weights, tiny_config, train_tiny
+from megatron_lite.planner.plan import Planner
+from tests.support.harness import Trajectory, run_distributed, same_weights, tiny_config, train_tiny
 from tests.support.launch import TINY, run
 
 MIB = 2**20
@@ -35,21 +36,15 @@ def a_config(ranks: int, **options: Any) -> Config:
 
 def needed(config: Config, ranks: int) -> list[int]:
     """The predicted memory of each ZeRO stage."""
-    plans = [
-        make_plan(
-            dataclasses.replace(config, multi_stage=dataclasses.replace(config.multi_stage, zero_stage=stage)),
-            ranks,
-            "cuda",
-        )
-        for stage in (1, 2, 3)
-    ]
+    stages = [dataclasses.replace(config.multi_stage, zero_stage=stage) for stage in (1, 2, 3)]
+    plans = [Planner(ranks, "cuda").plan(dataclasses.replace(config, multi_stage=stage)) for stage in stages]
     return [plan.needed_bytes() for plan in plans]
 
 
 @pytest.mark.parametrize("ranks", [2, 8, 128])
 def test_the_lowest_stage_that_fits(ranks: int) -> None:
     """A device that just holds the memory of a stage gets that stage; a smaller device gets the next one."""
-    config = a_config(ranks)
+    config = a_config(ranks, num_layers=6)
     first, second, third = needed(config, ranks)
     assert first > second > third
 
@@ -126,10 +121,15 @@ def test_a_rank_gets_its_part_of_the_machine() -> None:
 def test_auto_trains_like_what_it_chose() -> None:
     """Two ranks agree on values for `auto` and train as with these values."""
     options = {"num_layers": 8, "hidden_size": 64}
-    auto = run_distributed(2, train_tiny, {"zero_stage": "auto", "layers_per_stage": "auto", **options}, 12)
-    plain = run_distributed(2, train_tiny, {"zero_stage": 1, "layers_per_stage": 2.0, **options}, 12)
-    assert auto[0].memory_bytes == plain[0].memory_bytes and auto[0].losses == plain[0].losses
-    assert same_weights(auto[0].weights, plain[0].weights)
+    choices: tuple[dict[str, Any], ...] = ({"zero_stage": "auto", "layers_per_stage": "auto"},)
+    choices += ({"zero_stage": 1, "layers_per_stage": 2.0},)
+    (auto, plain), _ = run_distributed(2, train_each, [{**options, **choice} for choice in choices])
+    assert auto.memory_bytes == plain.memory_bytes and auto.losses == plain.losses
+    assert same_weights(auto.weights, plain.weights)
+
+
+def train_each(distributed: Distributed, cases: list[dict[str, Any]]) -> list[Trajectory]:
+    return [train_tiny(distributed, options, 4) for options in cases]
 
 
 LARGE = dict(hidden_size=128, num_attention_heads=2, sequence_length=256, batch_size=2, max_position_embeddings=256)

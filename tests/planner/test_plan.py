@@ -9,7 +9,8 @@ from typing import Any, cast
 import pytest
 import torch
 
-from megatron_lite.config import Config
+from megatron_lite.cli.parse import parse
+from megatron_lite.config import Config, flatten, unflatten
 from megatron_lite.distributed.process_group import Distributed
 from megatron_lite.kernels.choice import choose_kernels
 from megatron_lite.model.block import Block
@@ -19,10 +20,20 @@ from megatron_lite.monitor.watch import open_watch
 from megatron_lite.optimizer.optimizer import rule_of
 from megatron_lite.planner import plan
 from megatron_lite.planner.plan import SimulatedGroup, make_plan, planned_model
+from megatron_lite.validation import resolve
 from megatron_lite.zero.multi_stage import MultiStage
 from tests.support.harness import layers_of, run_distributed, start_run, tiny_config
 from tests.support.kernel_checks import products_in_fp32
-from tests.support.memory_meters import AllocatorMeter, Alone, a_model, measure_kept, micro_batches
+from tests.support.memory_meters import (
+    AllocatorMeter,
+    Alone,
+    a_model,
+    measure_kept,
+    measured_peak,
+    micro_batches,
+    planned_memory,
+    some,
+)
 
 Books = tuple[dict[str, int], dict[str, tuple[int, int, int, int]]]
 
@@ -100,9 +111,9 @@ def planned(ranks: int, options: dict[str, Any], rank: int = 0) -> Books:
 @pytest.mark.parametrize(
     ("ranks", "cases"),
     [
-        (1, STATE_CASES[::6]),
-        (2, STATE_CASES[1::3]),
-        (3, STATE_CASES[2::6]),
+        (1, STATE_CASES[::8]),
+        (2, STATE_CASES[1::4]),
+        (3, STATE_CASES[2::8]),
         *(pytest.param(ranks, STATE_CASES, marks=pytest.mark.slow) for ranks in (1, 2, 3)),
     ],
     ids=lambda value: str(value) if isinstance(value, int) else f"{len(value)} cases",
@@ -216,45 +227,19 @@ KEPT_CASES: list[dict[str, Any]] = [
 ]
 
 
-@pytest.mark.parametrize("options", KEPT_CASES, ids=str)
-@pytest.mark.parametrize("micro_batch_size", [1, 2])
+@pytest.mark.parametrize(("micro_batch_size", "options"), some(KEPT_CASES, (1, 2), each=2), ids=str)
 def test_activations_are_what_autograd_keeps(options: dict[str, Any], micro_batch_size: int) -> None:
     """The planned activations of each layer equal to the byte what autograd saves."""
     config = tiny_config(1, **{"batch_size": micro_batch_size, **options})
-    plan = make_plan(config, 1, "cpu")
-    saved = plan.activations[config.performance.mlp_recompute_level].saved
+    saved = planned_memory(config).saved
     measured = measure_kept(a_model(config, layers_of(config)), micro_batches(config)[0])
     assert dict(zip(measured, (layer.total() for layer in saved), strict=True)) == measured
 
 
-def mistral(**options: Any) -> Config:
-    """The README's model and batch."""
-    return tiny_config(
-        options.pop("ranks", 1),
-        **{
-            **dict(
-                num_layers=32,
-                hidden_size=4096,
-                vocab_size=32000,
-                num_attention_heads=32,
-                head_groups=8,
-                add_linear_biases=False,
-                ffn_hidden_size=14336,
-                kv_channels=128,
-                use_rotary_embeddings=True,
-                gated=True,
-                normalization_type="rms_norm",
-                tie_word_embeddings=False,
-                window_size=4096,
-                batch_size=128,
-                sequence_length=8192,
-                training_dtype="bf16",
-                micro_batch_size=1,
-                device="cuda",
-            ),
-            **options,
-        },
-    )
+def mistral(ranks: int = 1, **options: Any) -> Config:
+    """The README's model and batch, on GPUs."""
+    typed = parse(["@scripts/examples/mistral_7b.flags", "--dataset_source=random"]).config
+    return resolve(unflatten({**flatten(typed), "micro_batch_size": 1, "device": "cuda", **options}), ranks)
 
 
 def test_recomputation_saves_what_theory_says() -> None:
@@ -328,30 +313,30 @@ PEAK_CASES: list[dict[str, Any]] = [
 
 
 LEVELS = ("none", "activation", "full")
-# Every other case at one level, in turn; all others are slow.
-PEAKS = [
-    pytest.param(options, level, marks=[] if case % 2 == 0 and case % 3 == number else pytest.mark.slow)
-    for case, options in enumerate(PEAK_CASES)
-    for number, level in enumerate(LEVELS)
-]
+SIZES: dict[str, Any] = dict(num_layers=4, batch_size=2, hidden_size=128, sequence_length=256, vocab_size=512)
+SIZES |= dict(max_position_embeddings=256)
 
 
-@pytest.mark.parametrize(("options", "level"), PEAKS, ids=str)
+@pytest.mark.parametrize(("level", "options"), some(PEAK_CASES, LEVELS, each=6), ids=str)
 def test_peaks_are_those_of_a_step(options: dict[str, Any], level: str) -> None:
     """The planned peak of forward and backward passes, beyond the state, is within half a percent of a real step."""
-    sizes = dict(num_layers=4, batch_size=2, hidden_size=128, sequence_length=256, vocab_size=512)
-    config = tiny_config(1, **{**sizes, "mlp_recompute_level": level, **options})
-    planned, measured = peaks(config, level)
+    planned, measured = peaks(tiny_config(1, **{**SIZES, "mlp_recompute_level": level, **options}))
     assert planned == pytest.approx(measured, rel=0.005)
 
 
-@pytest.mark.parametrize("level", ["activation,full:3", "full,none:1,activation:1", "none,full:4"])
-@pytest.mark.parametrize("options", [{}, dict(training_dtype="bf16", gated=True, recompute_layers=2)], ids=str)
+@pytest.mark.parametrize(
+    ("level", "options"),
+    some(
+        [{}, dict(training_dtype="bf16", gated=True, recompute_layers=2)],
+        ("activation,full:3", "full,none:1,activation:1", "none,full:4"),
+        each=2,
+    ),
+    ids=str,
+)
 def test_peaks_with_a_level_for_each_block(options: dict[str, Any], level: str) -> None:
     """A step's peak is the plan's within half a percent, below that of a level that saves less in any block."""
-    sizes = dict(num_layers=6, batch_size=2, hidden_size=128, sequence_length=256, vocab_size=512)
-    config = tiny_config(1, **{**sizes, "mlp_recompute_level": level, **options})
-    planned, measured = peaks(config, level)
+    config = tiny_config(1, **{**SIZES, "num_layers": 6, "mlp_recompute_level": level, **options})
+    planned, measured = peaks(config)
     assert planned == pytest.approx(measured, rel=0.005)
     plan = make_plan(config, 1, "cpu").activations
     assert plan["full"].peak <= plan[level].peak < plan["none"].peak
@@ -379,7 +364,7 @@ def test_peaks_of_an_evaluation(options: dict[str, Any]) -> None:
     config = tiny_config(1, **{**sizes, "validation_iters": 1, "eval_micro_batch_size": 16, **options})
     model, tokens = a_model(config), torch.zeros(16, 128, dtype=torch.int64)
     with products_in_fp32(False):
-        planned = make_plan(config, 1, "cpu").activations["none"]
+        planned = planned_memory(config)
         for _ in range(2):
             with AllocatorMeter() as meter:
                 model.evaluate([MicroBatch(tokens, tokens)])
@@ -406,24 +391,17 @@ def test_peaks_of_attention(options: dict[str, Any], training_dtype: str) -> Non
     sizes = dict(num_layers=2, batch_size=2, hidden_size=128, sequence_length=256, vocab_size=100, ffn_hidden_size=64)
     heads = dict(num_attention_heads=16, kv_channels=32, training_dtype=training_dtype, mlp_recompute_level="full")
     config = tiny_config(1, **{**sizes, **heads, **options})
-    planned, measured = peaks(config, "full")
+    planned, measured = peaks(config)
     assert planned == pytest.approx(measured, rel=0.03)
 
 
-def peaks(config: Config, level: str | None = None) -> tuple[int, int]:
-    """The planned and the measured peak of the second of two steps: the first one also makes rotary tables.
+def peaks(config: Config) -> tuple[int, int]:
+    """The planned and the measured peak, on any processor as on one with instructions for bf16.
 
-    On any processor as on one with instructions for bf16: `test_random_configurations` has others.
+    `test_random_configurations` has others.
     """
     with products_in_fp32(False):
-        planned = make_plan(config, 1, "cpu").activations[level or config.performance.mlp_recompute_level].peak
-        model, batches = a_model(config), micro_batches(config)
-        for _ in range(2):
-            for batch in batches:
-                batch.shared.clear()  # a real step has batches of its own
-            with AllocatorMeter() as meter:
-                model.forward_backward(batches)
-    return planned, meter.peak
+        return planned_memory(config).peak, measured_peak(a_model(config), micro_batches(config))
 
 
 @pytest.mark.gpu
@@ -431,21 +409,8 @@ def peaks(config: Config, level: str | None = None) -> tuple[int, int]:
 @pytest.mark.parametrize("options", [{}, {"window_size": 512}, {"mlp_recompute_level": "full"}], ids=str)
 def test_peak_on_a_gpu(options: dict[str, Any]) -> None:
     """Planned state and activations are within 3 percent of what the allocator reports."""
-    sizes = dict(
-        num_layers=12,
-        hidden_size=1024,
-        num_attention_heads=16,
-        head_groups=4,
-        vocab_size=32000,
-        sequence_length=2048,
-        batch_size=8,
-        training_dtype="bf16",
-        gated=True,
-        normalization_type="rms_norm",
-        use_rotary_embeddings=True,
-        device="cuda",
-    )
-    config = tiny_config(1, **{**sizes, **options})
+    sizes = dict(num_layers=12, hidden_size=1024, kv_channels=64, num_attention_heads=16, head_groups=4, batch_size=8)
+    config = mistral(**{**sizes, "ffn_hidden_size": 4096, "sequence_length": 2048, "window_size": None, **options})
     group = SimulatedGroup(0, 1, "cuda", device="cuda")
     torch.cuda.reset_peak_memory_stats()
     before = torch.cuda.memory_allocated()
@@ -503,14 +468,12 @@ def test_a_new_operation_is_planned_exactly(training_dtype: str, monkeypatch: py
         output: torch.Tensor = _Doubled.apply(forward(block, hidden, micro_batch))
         return output
 
-    sizes = dict(num_layers=4, batch_size=2, hidden_size=128, sequence_length=256, vocab_size=100)
-    config = tiny_config(1, **sizes, training_dtype=training_dtype)
+    config = tiny_config(1, **SIZES, training_dtype=training_dtype)
     before, _ = peaks(config)
     monkeypatch.setattr(Block, "forward", with_operation)
     planned, measured = peaks(config)
     assert planned == pytest.approx(measured, rel=1e-6) and planned > before
-    saved = make_plan(config, 1, "cpu").activations["none"].saved
-    assert "with operation" in saved[1]
+    assert "with operation" in planned_memory(config).saved[1]
 
 
 def test_an_update_can_need_more_than_the_passes() -> None:

@@ -12,7 +12,7 @@ from megatron_lite.config import Config
 from megatron_lite.config.values import written
 from megatron_lite.planner.auto import resolve_auto
 from megatron_lite.planner.command import changed_words, launcher, layout_of_nodes, quoted
-from megatron_lite.planner.plan import make_plan
+from megatron_lite.planner.plan import Planner
 from megatron_lite.planner.runtime import GIB
 from megatron_lite.validation import resolve
 from pretrain_gpt import main
@@ -58,7 +58,7 @@ def printed(drawn: Drawn, device_bytes: int, capsys: pytest.CaptureFixture[str],
 
 def too_little(drawn: Drawn) -> int:
     """Return less memory than the run needs as drawn."""
-    plan = make_plan(drawn.config(), drawn.ranks, "cpu")
+    plan = Planner(drawn.ranks, "cpu").plan(drawn.config())
     needed, beside = plan.needed_bytes(), sum(plan.runtime.values())
     return int(beside + LESS * (needed - beside))
 
@@ -73,7 +73,7 @@ def too_little(drawn: Drawn) -> int:
 def test_the_printed_flags_fit(drawn: Drawn, capsys: pytest.CaptureFixture[str]) -> None:
     """On a device with too little memory for the run as drawn, or with just enough, the plan of the printed flags fits,
     trains the same model on the same batch, and is what a dry run of them says."""
-    needed = make_plan(drawn.config(), drawn.ranks, "cpu").needed_bytes()
+    needed = Planner(drawn.ranks, "cpu").plan(drawn.config()).needed_bytes()
     for device_bytes in (too_little(drawn), needed + 2**20):
         page = printed(drawn, device_bytes, capsys)
         if "run this" not in page:  # nothing fits
@@ -81,7 +81,7 @@ def test_the_printed_flags_fit(drawn: Drawn, capsys: pytest.CaptureFixture[str])
             continue
         ranks, command = command_of(page)
         config = resolved(command, ranks, device_bytes)
-        assert make_plan(config, ranks, "cpu").needed_bytes() <= device_bytes
+        assert Planner(ranks, "cpu").plan(config).needed_bytes() <= device_bytes
         assert ("\nfits: " in page) == (needed <= device_bytes) and ranks == drawn.ranks
         assert config.model == drawn.config().model and config.batch.batch_size == drawn.options["batch_size"]
 

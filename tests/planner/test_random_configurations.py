@@ -10,11 +10,11 @@ import pytest
 
 from megatron_lite.config import Config
 from megatron_lite.optimizer.optimizer import rule_of
-from megatron_lite.planner.plan import SimulatedGroup, make_plan
+from megatron_lite.planner.plan import Planner, SimulatedGroup
 from megatron_lite.zero.multi_stage import MultiStage
 from tests.support.harness import layers_of, tiny_config
 from tests.support.kernel_checks import products_in_fp32
-from tests.support.memory_meters import AllocatorMeter, micro_batches
+from tests.support.memory_meters import AllocatorMeter, measured_peak, micro_batches
 from tests.support.random_configurations import Drawn, draw_configurations
 
 DRAWN = draw_configurations(12)
@@ -40,13 +40,7 @@ def allocated(config: Config, ranks: int) -> tuple[int, int]:
             averaged=config.averaging.enabled,
         )
     model.initialize(1)
-    batches = micro_batches(config)
-    for _ in range(2):
-        for batch in batches:
-            batch.shared.clear()
-        with AllocatorMeter() as step:
-            model.forward_backward(batches)
-    return state.live, step.peak
+    return state.live, measured_peak(model, micro_batches(config))
 
 
 def cases(quick: Collection[int]) -> list[Any]:
@@ -79,7 +73,7 @@ def test_the_plan_is_what_ranks_allocate_that_share_layers(drawn: Drawn, splits:
 def check(config: Config, ranks: int, in_fp32: bool) -> None:
     """Compare the plan with what the first rank allocates."""
     with products_in_fp32(in_fp32):
-        plan = make_plan(config, ranks, "cpu")
+        plan = Planner(ranks, "cpu").plan(config)
         state, peak = allocated(config, ranks)
     assert plan.state_bytes - plan.model.memory.bytes_by_kind()["communication scratch"] == state
     assert plan.activations[config.performance.mlp_recompute_level].peak == pytest.approx(peak, rel=0.01), config

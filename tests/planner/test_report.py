@@ -57,13 +57,13 @@ def numbers(text: str, row: str) -> list[str]:
 def test_mistral_on_gpus(tmp_path: Path) -> None:
     """The README's command plans for any number of GPUs on a machine without GPUs and with little memory."""
     flags = ["--dry_run=1", *MISTRAL, "--micro_batch_size=1", f"--experiment_dir={tmp_path / 'run'}"]
-    command = [str(warm_python.folder() / "python"), "-c", WATCHED, "4,8,64,128", *flags]
+    command = [str(warm_python.folder() / "python"), "-c", WATCHED, "4,128", *flags]
     result = subprocess.run(
         command, cwd=ROOT, env=warm_python.environment(), capture_output=True, text=True, timeout=120
     )
     assert result.returncode == 0 and not result.stderr, result.stdout + result.stderr
     *pages, grown_by_mib = result.stdout.split("<<next>>")
-    for ranks, text in zip((4, 8, 64, 128), pages, strict=True):
+    for ranks, text in zip((4, 128), pages, strict=True):
         check_mistral(text, ranks)
     assert int(grown_by_mib) < 500
     assert not (tmp_path / "run").exists(), "nothing is written"

@@ -7,8 +7,9 @@ from typing import Any
 import pytest
 
 from megatron_lite.kernels.attention import blocks as attention_blocks
-from megatron_lite.planner.plan import make_plan
+from megatron_lite.planner.plan import Planner, make_plan
 from megatron_lite.planner.runtime import GIB, HOLES, MIB, PLANNED_GPU_BYTES, runtime_needs
+from tests.planner.test_plan import mistral
 from tests.support.caching_allocator import AllocationRecorder, CachingAllocator, replay
 from tests.support.harness import tiny_config
 from tests.support.kernel_checks import products_in_fp32
@@ -16,22 +17,8 @@ from tests.support.memory_meters import a_model, micro_batches
 
 # A Mistral-7B with widths and tokens divided by 32, and a quarter of its blocks; tensors have 1/1024 of its sizes.
 SCALE = 1024
-SMALL_MISTRAL: dict[str, Any] = dict(
-    num_layers=8,
-    hidden_size=128,
-    vocab_size=1000,
-    num_attention_heads=2,
-    head_groups=1,
-    add_linear_biases=False,
-    ffn_hidden_size=448,
-    use_rotary_embeddings=True,
-    gated=True,
-    normalization_type="rms_norm",
-    tie_word_embeddings=False,
-    batch_size=1,
-    sequence_length=256,
-    training_dtype="bf16",
-)
+SMALL: dict[str, Any] = dict(num_layers=8, hidden_size=128, vocab_size=1000, num_attention_heads=2, head_groups=1)
+SMALL |= dict(ffn_hidden_size=448, kv_channels=64, window_size=None, batch_size=1, sequence_length=256, device="cpu")
 
 
 @pytest.mark.parametrize(
@@ -40,10 +27,10 @@ SMALL_MISTRAL: dict[str, Any] = dict(
         {},
         pytest.param(dict(mlp_recompute_level="full"), marks=pytest.mark.slow),
         dict(mlp_recompute_level="full", vocab_size=8000),
-        dict(mlp_recompute_level="activation", batch_size=3, breadth_first_micro_batches=3),
+        dict(mlp_recompute_level="activation", batch_size=3, micro_batch_size=1, breadth_first_micro_batches=3),
         pytest.param(dict(mlp_recompute_level="full", recompute_layers=4), marks=pytest.mark.slow),
         dict(mlp_recompute_level="full", gated=False, normalization_type="layer_norm", use_rotary_embeddings=False),
-        dict(full_precision_residual=True, qk_layernorm=True, training_dtype="fp32", batch_size=2),
+        dict(full_precision_residual=True, qk_layernorm=True, training_dtype="fp32", batch_size=2, micro_batch_size=2),
     ],
     ids=str,
 )
@@ -54,7 +41,7 @@ def test_the_plan_covers_what_the_allocator_cannot_fill(
     # A GPU's attention has small temporaries, in the inputs' dtype; its products need no fp32 copies.
     monkeypatch.setattr(attention_blocks, "scores_at_a_time", lambda on_gpu: 2**15)
     monkeypatch.setattr(attention_blocks, "dtype_of_products", lambda inputs: inputs.dtype)
-    config = tiny_config(1, **{**SMALL_MISTRAL, **options})
+    config = mistral(**{**SMALL, **options})
     model, batches = a_model(config), micro_batches(config)
     with products_in_fp32(False):
         model.forward_backward(batches)
@@ -63,7 +50,7 @@ def test_the_plan_covers_what_the_allocator_cannot_fill(
                 model.forward_backward(batches)
     peak, reserved = replay(recorder.events, SCALE)
     with products_in_fp32(False):
-        largest = max(cost.largest for cost in make_plan(config, 1, "cpu").costs)
+        largest = max(cost.largest for cost in Planner(1, "cpu").plan(config).costs)
     assert 0 <= reserved - peak <= HOLES * largest * SCALE
     assert reserved - peak > 0.1 * largest * SCALE, "the replay measures something"
 

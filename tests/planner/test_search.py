@@ -7,7 +7,6 @@ import json
 import math
 import re
 import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -31,6 +30,7 @@ from megatron_lite.planner.search import (
 from megatron_lite.validation import resolve
 from megatron_lite.zero.schedule import training_schedule
 from tests.planner.test_recommendation import page
+from tests.support import warm_python
 from tests.support.launch import ROOT
 
 SMALL = (
@@ -65,7 +65,7 @@ def test_layouts_fit_and_are_sorted(gib: float, more: str) -> None:
     seconds = [layout.time.seconds for layout in asked.layouts]
     assert seconds and seconds == sorted(seconds)
     for layout in asked.layouts[::4]:
-        plan = make_plan(layout.config, 4, "cuda")
+        plan = Planner(4, "cuda").plan(layout.config)
         assert layout.plan.needed_bytes() == plan.needed_bytes() <= asked.device_bytes
         assert layout.plan.state_bytes == plan.state_bytes and layout.plan.traffic == plan.traffic
         options = rebuilt(layout, asked)
@@ -158,7 +158,7 @@ RUN = f"{MODEL} --dataset_source=random --training_dtype=bf16 --tie_word_embeddi
 
 
 def needed(words: str, ranks: int) -> int:
-    return make_plan(resolve(parse(words.split()).config, ranks), ranks, "cuda").needed_bytes()
+    return Planner(ranks, "cuda").plan(resolve(parse(words.split()).config, ranks)).needed_bytes()
 
 
 @pytest.mark.parametrize(
@@ -206,8 +206,9 @@ def test_a_run_that_runs_out_of_memory_gets_flags(tmp_path: Path, capsys: pytest
     words = [*flags.split(), "--batch_size=4096", "--dataset_source=random", "--device=cpu", "--train_iters=1"]
     limited = "import resource, sys; resource.setrlimit(resource.RLIMIT_AS, (12 * 2**30,) * 2); import pretrain_gpt; "
     limited += "sys.exit(pretrain_gpt.main(sys.argv[1:]))"
-    command = [sys.executable, "-c", limited, *words, f"--experiment_dir={tmp_path / 'run'}"]
-    result = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=120)
+    python, environment = str(warm_python.folder() / "python"), warm_python.environment()
+    command = [python, "-c", limited, *words, f"--experiment_dir={tmp_path / 'run'}"]
+    result = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=120)
     assert result.returncode == 7, result.stderr
     found = re.search(r"to plan ([\d.,]+) GiB instead of ([\d.,]+) GiB, append (--.*)", result.stderr)
     exit_json = json.loads((tmp_path / "run" / "exit.json").read_text())
@@ -225,7 +226,7 @@ def test_a_run_that_runs_out_of_memory_gets_flags(tmp_path: Path, capsys: pytest
         for line, remedy in zip(lines, advice, strict=True):
             assert line.split() == [remedy["append"], f"{remedy['saving_bytes'] / GIB:,.2f}", "GiB"]
     smaller = [
-        make_plan(resolve(parse([*words, *more]).config, 1), 1, "cpu").needed_bytes()
+        Planner(1, "cpu").plan(resolve(parse([*words, *more]).config, 1)).needed_bytes()
         for more in ([], first["append"].split())
     ]
     assert smaller[0] - smaller[1] == first["saving_bytes"]

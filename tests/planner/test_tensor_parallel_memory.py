@@ -6,8 +6,7 @@ is real.
 
 from __future__ import annotations
 
-import itertools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -15,14 +14,14 @@ import torch
 
 from megatron_lite.config import Config
 from megatron_lite.model.layer import MicroBatch
-from megatron_lite.planner.plan import SimulatedGroup, make_plan
+from megatron_lite.planner.plan import SimulatedGroup
 from megatron_lite.planner.step_memory import ActivationMemory
 from megatron_lite.zero.multi_stage import MultiStage
-from tests.planner.test_plan import EVERY_NORM
+from tests.planner.test_plan import EVERY_NORM, SIZES
 from tests.planner.test_tensor_parallel_plans import LLAMA
 from tests.support.harness import layers_of, tiny_config
 from tests.support.kernel_checks import products_in_fp32
-from tests.support.memory_meters import AllocatorMeter, measure_kept, micro_batches
+from tests.support.memory_meters import AllocatorMeter, measure_kept, micro_batches, planned_memory, some
 
 Options = dict[str, Any]
 
@@ -53,18 +52,12 @@ KEPT: list[Options] = [
 ]
 
 
-def some(cases: list[Options], *columns: Sequence[Any], each: int) -> list[Any]:
-    """Every case with every value of the columns; one of `each` by default, in turn, and all others slow."""
-    rows = list(itertools.product(*columns, cases))
-    return [pytest.param(*row, marks=[] if i % each == 0 else pytest.mark.slow) for i, row in enumerate(rows)]
-
-
 @pytest.mark.parametrize(("ranks", "splits", "options"), some(KEPT, (2, 4), (False, True), each=5), ids=str)
 def test_activations_are_what_autograd_keeps(ranks: int, splits: bool, options: Options) -> None:
     """The planned activations of each layer equal to the byte what autograd saves on a rank."""
     sizes = dict(batch_size=2, tensor_parallel=ranks, sequence_tensor_parallel=splits)
     config = tiny_config(ranks, **{**sizes, **options})
-    saved = make_plan(config, ranks, "cpu").activations[config.performance.mlp_recompute_level].saved
+    saved = planned_memory(config, ranks).saved
     measured = measure_kept(a_rank(config), micro_batches(config)[0])
     assert dict(zip(measured, (layer.total() for layer in saved), strict=True)) == measured
 
@@ -86,10 +79,6 @@ PEAKS: list[Options] = [
 ]
 
 
-SIZES: Options = dict(num_layers=4, batch_size=2, hidden_size=128, sequence_length=256, vocab_size=512)
-SIZES |= dict(max_position_embeddings=256)
-
-
 @pytest.mark.parametrize(
     ("ranks", "splits", "level", "options"),
     some(PEAKS, (2, 4), (False, True), ("none", "activation", "full"), each=17),
@@ -100,7 +89,7 @@ def test_peaks_are_those_of_a_step(ranks: int, splits: bool, level: str, options
     layout = dict(tensor_parallel=ranks, sequence_tensor_parallel=splits, mlp_recompute_level=level)
     config = tiny_config(ranks, **{**SIZES, **layout, **options})
     model, batches = a_rank(config), micro_batches(config)
-    planned, measured = peaks(config, level, lambda: model.forward_backward(batches))
+    planned, measured = peaks(config, lambda: model.forward_backward(batches))
     assert planned.peak == pytest.approx(measured, rel=0.01), planned.peak_at
 
 
@@ -112,11 +101,18 @@ def test_peaks_are_those_of_a_step(ranks: int, splits: bool, level: str, options
 )
 def test_peaks_of_an_evaluation(options: Options, splits: bool) -> None:
     """With larger micro-batches an evaluation sets the peak; the plan is within 1 percent."""
-    sizes = dict(SIZES, batch_size=16, micro_batch_size=1, validation_iters=1, eval_micro_batch_size=16)
+    sizes = dict(
+        SIZES,
+        max_position_embeddings=256,
+        batch_size=16,
+        micro_batch_size=1,
+        validation_iters=1,
+        eval_micro_batch_size=16,
+    )
     layout = dict(tensor_parallel=2, sequence_tensor_parallel=splits)
     config = tiny_config(2, **{**sizes, **layout, "sequence_length": 128, **options})
     model, tokens = a_rank(config), torch.zeros(16, 128, dtype=torch.int64)
-    planned, measured = peaks(config, "none", lambda: model.evaluate([MicroBatch(tokens, tokens)]))
+    planned, measured = peaks(config, lambda: model.evaluate([MicroBatch(tokens, tokens)]))
     assert planned.peak_at.endswith("evaluation")
     assert planned.peak == pytest.approx(measured, rel=0.01), planned.peak_at
 
@@ -126,18 +122,18 @@ def test_gradients_of_copies_are_summed_in_memory_for_all_ranks() -> None:
     options = dict(SIZES, max_position_embeddings=8192, tensor_parallel=4, sequence_tensor_parallel=True)
     config = tiny_config(4, **options)
     model, batches = a_rank(config), micro_batches(config)
-    planned, measured = peaks(config, "none", lambda: model.forward_backward(batches))
+    planned, measured = peaks(config, lambda: model.forward_backward(batches))
     assert planned.peak_at == "sums of gradients"
     assert planned.peak == 4 * 4 * 8192 * 128 == measured - 8  # the loss
 
 
-def peaks(config: Config, level: str, passes: Callable[[], object]) -> tuple[ActivationMemory, int]:
+def peaks(config: Config, passes: Callable[[], object]) -> tuple[ActivationMemory, int]:
     """The planned memory, and the peak measured in the second of two runs: the first one also makes rotary tables.
 
     On any processor as on one with instructions for bf16.
     """
     with products_in_fp32(False):
-        planned = make_plan(config, config.distributed.tensor_parallel, "cpu").activations[level]
+        planned = planned_memory(config, config.distributed.tensor_parallel)
         for _ in range(2):
             with AllocatorMeter() as meter:
                 passes()

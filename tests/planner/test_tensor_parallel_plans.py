@@ -22,7 +22,7 @@ from tests.planner.test_plan import Books, configured, mistral, planned, run_ste
 from tests.support.engine_runs import Engine
 from tests.support.harness import run_distributed
 from tests.support.launch import ROOT
-from tests.support.memory_meters import micro_batches
+from tests.support.memory_meters import micro_batches, some
 from tests.support.wire import sent_bytes
 
 Options = dict[str, Any]
@@ -67,10 +67,10 @@ def one_rank(rank: int, ranks: int, options: Options) -> Books:
     return model.memory.bytes_by_kind(), traffic
 
 
-@pytest.mark.parametrize(("ranks", "shared"), LAYOUTS)
-@pytest.mark.parametrize("options", CASES, ids=str)
-def test_state_and_traffic_are_those_of_the_engine(options: Options, ranks: int, shared: int) -> None:
+@pytest.mark.parametrize(("layout", "options"), some(CASES, LAYOUTS, each=2), ids=str)
+def test_state_and_traffic_are_those_of_the_engine(options: Options, layout: tuple[int, int]) -> None:
     """Every kind of memory; collectives, elements and bytes of a step by kind. The first and the last rank."""
+    ranks, shared = layout
     options = dict(options, tensor_parallel=shared)
     for rank in (0, ranks - 1):
         books = one_rank(rank, ranks, options)

@@ -14,11 +14,10 @@ from megatron_lite.config import Config
 from megatron_lite.kernels.choice import Kernels, choose_kernels
 from megatron_lite.model.gpt import model_layers
 from megatron_lite.planner import plan
-from megatron_lite.planner.plan import make_plan
-from tests.planner.test_plan import LEVELS, PEAK_CASES
+from tests.planner.test_plan import LEVELS, PEAK_CASES, SIZES
 from tests.support.harness import tiny_config
 from tests.support.kernel_checks import products_in_fp32
-from tests.support.memory_meters import AllocatorMeter, a_model, micro_batches
+from tests.support.memory_meters import a_model, measured_peak, micro_batches, planned_memory, some
 
 
 class NoKernel:
@@ -45,27 +44,12 @@ def no_launches(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(plan, "choose_kernels", triton_kernels)
 
 
-# One level of a few cases; all others are slow.
-CASES = [
-    pytest.param(options, level, marks=[] if number % 12 == 3 and level == "activation" else pytest.mark.slow)
-    for number, options in enumerate(PEAK_CASES)
-    for level in LEVELS
-]
-
-
-@pytest.mark.parametrize(("options", "level"), CASES, ids=str)
+@pytest.mark.parametrize(("level", "options"), some(PEAK_CASES, LEVELS, each=31), ids=str)
 @pytest.mark.usefixtures("no_launches")
 def test_peaks_with_triton_kernels(options: dict[str, Any], level: str) -> None:
     """Nothing but the values differs from a step with kernels: the plan is within half a percent of the peak."""
-    sizes = dict(num_layers=4, batch_size=2, hidden_size=128, sequence_length=256, vocab_size=512)
-    config = tiny_config(1, **{**sizes, "mlp_recompute_level": level, **options})
+    config = tiny_config(1, **{**SIZES, "mlp_recompute_level": level, **options})
     with products_in_fp32(False):
-        planned = make_plan(config, 1, "cpu").activations[level].peak
+        planned = planned_memory(config).peak
         model = a_model(config, model_layers(config, triton_kernels(config, torch.device("cpu"))))
-        batches = micro_batches(config)
-        for _ in range(2):
-            for batch in batches:
-                batch.shared.clear()
-            with AllocatorMeter() as meter:
-                model.forward_backward(batches)
-    assert planned == pytest.approx(meter.peak, rel=0.005)
+        assert planned == pytest.approx(measured_peak(model, micro_batches(config)), rel=0.005)

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import bisect
+import itertools
 import weakref
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
+import pytest
 import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -15,6 +17,8 @@ from torch.utils._pytree import tree_leaves
 
 from megatron_lite.config import Config
 from megatron_lite.model.layer import Layer, MicroBatch
+from megatron_lite.planner.plan import Planner
+from megatron_lite.planner.step_memory import ActivationMemory
 from megatron_lite.zero.multi_stage import MultiStage
 from megatron_lite.zero.stage import Observer
 from tests.support.harness import layers_of
@@ -60,6 +64,30 @@ def micro_batches(config: Config) -> list[MicroBatch]:
             positions=positions if config.data.reset_position_ids else None,
         )
         for _ in range(batch.sequential_micro_batches)
+    ]
+
+
+def planned_memory(config: Config, ranks: int = 1) -> ActivationMemory:
+    """Return the planned activations of a rank on a CPU at the recompute level of the configuration, and no others."""
+    return Planner(ranks, "cpu").plan(config).activations[config.performance.mlp_recompute_level]
+
+
+def measured_peak(model: MultiStage, batches: list[MicroBatch]) -> int:
+    """Return the peak of the second of two steps: the first one also makes rotary tables."""
+    for _ in range(2):
+        for batch in batches:
+            batch.shared.clear()  # a real step has batches of its own
+        with AllocatorMeter() as meter:
+            model.forward_backward(batches)
+    return meter.peak
+
+
+def some(cases: Sequence[Any], *columns: Sequence[Any], each: int) -> list[Any]:
+    """Return every case with all values of the columns before it; one row of `each` by default, the others slow."""
+    return [
+        pytest.param(*values, case, marks=[] if (place + number) % each == 0 else pytest.mark.slow)
+        for place, case in enumerate(cases)
+        for number, values in enumerate(itertools.product(*columns))
     ]
 
 
