@@ -171,5 +171,5 @@ def check_value(flag: Flag, value: Any) -> None:
         if type(item) is int and abs(item) > LARGEST_INTEGER:
             raise BadValueError("too large for a 64-bit integer")
         if type(item) is str:
-            parse_text(item[:LONGEST_TEXT] if flag.option.secret else item)  # a list of names may be longer
+            parse_text(item[:LONGEST_TEXT] if flag.secret else item)  # a list of names may be longer
     check_bounds(flag, tuple(value) if flag.is_list else value)

@@ -37,7 +37,7 @@ def help_text(everything: bool) -> str:
     """Return the text of `--help`, or of `--help_all`: all options with bounds and aliases, and all foreign flags."""
     lines = [INTRODUCTION]
     for area, owner in AREAS.items():
-        shown = [flag for flag in FLAGS.values() if flag.area == area and (everything or flag.option.basic)]
+        shown = [flag for flag in FLAGS.values() if flag.area == area and (everything or flag.basic)]
         if shown:
             lines += ["", f"{owner.__doc__}:"]
         for flag in shown:
@@ -62,8 +62,8 @@ def value_words(flag: Flag) -> str:
     """Return the placeholder of a flag's value: `0|1`, the choices, or the kind of value."""
     if flag.kind == "bool":
         return "0|1"
-    if flag.option.choices:
-        return "|".join(flag.option.choices)
+    if flag.choices:
+        return "|".join(flag.choices)
     word = {"int": "N", "float": "X", "str": "TEXT"}[flag.kind.removeprefix("list of ")]
     if flag.is_list:
         word += " ..." if word == "TEXT" else f",{word},..."
@@ -73,16 +73,16 @@ def value_words(flag: Flag) -> str:
 def default_words(flag: Flag) -> str:
     """Return the default as a user would type it, or a description if it is derived."""
     if flag.default is None:
-        return flag.option.unset
+        return flag.unset
     return written(flag.default) or "none"
 
 
 def _help_lines(flag: Flag, everything: bool) -> Iterator[str]:
     words = value_words(flag)
     left = f"--{flag.name}={words}"
-    right = f"{flag.option.help} [{default_words(flag)}]"
-    if len(left) > NAME_WIDTH - 4 and flag.option.choices:  # too long for the column
-        left, right = f"--{flag.name}=NAME", f"{flag.option.help}: {words.replace('|', ', ')} [{default_words(flag)}]"
+    right = f"{flag.help} [{default_words(flag)}]"
+    if len(left) > NAME_WIDTH - 4 and flag.choices:  # too long for the column
+        left, right = f"--{flag.name}=NAME", f"{flag.help}: {words.replace('|', ', ')} [{default_words(flag)}]"
     if everything:
         right += f"; {limits(flag)}" if limits(flag) else ""
         right += "; also --" + ", --".join(flag.aliases) if flag.aliases else ""
@@ -107,7 +107,7 @@ def banner(config: Config, derived: Mapping[str, str]) -> str:
     lines = [" arguments (* differs from the default) ".center(72, "-")]
     defaults = _defaults(config)
     for name, value in sorted(flatten(config).items()):
-        text = f"({FLAGS[name].option.unset})" if value is None else abridged(value) or "none"
+        text = f"({FLAGS[name].unset})" if value is None else abridged(value) or "none"
         lines.append(_dotted(name, text, " " if value == defaults[name] else "*"))
     if derived:
         lines.append(" derived ".center(72, "-"))

@@ -28,6 +28,7 @@ from megatron_lite.config.values import (
     BadValueError,
     Flag,
     is_flag,
+    is_legal,
     parse_list,
     parse_value,
     shown,
@@ -236,7 +237,7 @@ class _Parser:
             value = self._value(item, flag, values)
         except BadValueError as error:
             self.wrong.add(flag.name)
-            typed = f"{item.spelling}={shown(' '.join(values))}" if values and not flag.option.secret else item.spelling
+            typed = f"{item.spelling}={shown(' '.join(values))}" if values and not flag.secret else item.spelling
             self._problem(f"{typed}: {error.rule}{_remedy(flag, error)}", item.flag)
             if any(text and text[0] in QUOTES for text in values):
                 return  # the words that follow belong to the quoted value
@@ -246,7 +247,7 @@ class _Parser:
                 self.warnings.append(f"--{flag.name} is given twice: {now} is used, {before} is not{item.flag.where}")
             self.given[flag.name] = value
         stray = item.words[1 if item.inline is None else 0 :]
-        if stray and flag.option.secret:
+        if stray and flag.secret:
             self.guesswork = True
             self._problem(f"{item.spelling}: words follow the value; quote the JSON object, or use an @file", item.flag)
         elif stray and not flag.is_list:
@@ -260,7 +261,7 @@ class _Parser:
         """
         if not values:
             raise BadValueError("a value must follow")
-        if flag.option.secret:
+        if flag.secret:
             self.environment = environment_values(values[0]) if values[0].lower() not in ("", "none") else {}
             return ",".join(self.environment)  # only the names
         for text in values:
@@ -303,7 +304,10 @@ def _remedy(flag: Flag, error: BadValueError) -> str:
     """Return the end of the message for a bad value: the flag with a legal value."""
     if "--" in error.rule:
         return ""
-    return error.fix(f"--{flag.name}=") or f", as in --{flag.name}={flag.example}"
+    texts = [*flag.choices[:1], written(flag.default) if flag.default is not None else ""]
+    texts += [] if flag.kind == "str" else ["1", "0.1", "2", "100", "-1", "10000"]
+    example = next((text for text in texts if text and is_legal(flag, text)), "text")
+    return error.fix(f"--{flag.name}=") or f", as in --{flag.name}={example}"
 
 
 def _check_shell(text: str, item: Item) -> None:

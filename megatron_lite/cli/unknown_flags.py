@@ -196,7 +196,7 @@ def nearest_flags(name: str, count: int = 3) -> list[str]:
     """
     if not 1 <= len(name) <= LONGEST_NAME:
         return []
-    basic = {spelling for spelling, flag in SPELLINGS.items() if flag.option.basic}
+    basic = {spelling for spelling, flag in SPELLINGS.items() if flag.basic}
     ours = sorted((*SPELLINGS, *HELP), key=lambda other: (other not in basic, other not in FLAGS))
     found = [other for names in (ours, foreign_names()) for other in names if is_one_edit(name, other)]
     if not found or found[0] in ours:

@@ -48,13 +48,16 @@ class Rule(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Option:
-    """Details of an option besides its name, type and default, which the dataclass field holds.
-
-    Bounds may also come from the type, as in `PositiveInt`.
-    """
+class Flag:
+    """An option and its flag; `values.FLAGS` adds what the dataclass field holds: name, type, bounds, default."""
 
     help: str
+    name: str = ""
+    kind: str = ""  # int, float, bool, str, list of str, list of float, list of int
+    default: Any = None
+    optional: bool = False  # takes `none`
+    area: str = ""
+    words: tuple[str, ...] = ()  # accepted in place of a number: auto, all
     minimum: float | None = None  # inclusive
     above: float | None = None  # exclusive lower bound
     maximum: float | None = None  # inclusive
@@ -63,7 +66,7 @@ class Option:
     choices: tuple[str, ...] = ()
     by_block: bool = False  # the choice may differ between blocks: see the end of `config/model.py`
     value_aliases: dict[str, str] = dataclasses.field(default_factory=dict)
-    aliases: str = ""  # other spellings of the flag, here and in other programs, separated by spaces
+    aliases: tuple[str, ...] = ()  # other spellings of the flag, here and in other programs
     unset: str = ""  # what None resolves to, in words
     basic: bool = False  # shown by --help; other options only by --help_all
     idle_unless: str = ""  # condition, as "clip_grad and device!=cpu"; if it fails, warn of no effect
@@ -72,10 +75,19 @@ class Option:
     never_empty: bool = False  # refuse an empty text instead of using the default
     secret: bool = False  # JSON object of environment variables; the option holds only their names
 
+    @property
+    def is_list(self) -> bool:
+        return self.kind.startswith("list of ")
 
-def option(default: Any, help: str, **details: Any) -> Any:
-    """Declare one option; see `Option` for the details."""
-    return dataclasses.field(default=default, metadata={"option": Option(help, **details)})
+    @property
+    def is_text(self) -> bool:
+        """Whether the value is free text rather than one of `choices`."""
+        return self.kind == "str" and not self.choices
+
+
+def option(default: Any, help: str, aliases: str = "", **details: Any) -> Any:
+    """Declare one option; see `Flag` for the details, and separate aliases by spaces."""
+    return dataclasses.field(default=default, metadata={"flag": Flag(help, aliases=tuple(aliases.split()), **details)})
 
 
 def optional(help: str, unset: str, **details: Any) -> Any:

@@ -11,14 +11,13 @@ import dataclasses
 import math
 import re
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Any, get_args
 
 from megatron_lite.config import AREAS
 from megatron_lite.config import option as declarations
 from megatron_lite.config.model import block_parts, join_block_parts
-from megatron_lite.config.option import All, Auto, Option
+from megatron_lite.config.option import All, Auto, Flag
 
 LARGEST_INTEGER = 2**63 - 1
 DASHES = "-\u2010\u2011\u2012\u2013\u2014\u2212"  # ASCII, and those of word processors and web pages
@@ -46,39 +45,6 @@ class BadValueError(ValueError):
         return f"; did you mean {values}?" if self.guessed else f"; write {values}"
 
 
-@dataclass(frozen=True)
-class Flag:
-    """One option as the command line sees it."""
-
-    name: str
-    kind: str  # int, float, bool, str, list of str, list of float, list of int
-    optional: bool  # takes `none`
-    default: Any
-    area: str
-    option: Option
-    words: tuple[str, ...] = ()  # accepted in place of a number: auto, all
-
-    @property
-    def is_list(self) -> bool:
-        return self.kind.startswith("list of ")
-
-    @property
-    def is_text(self) -> bool:
-        """Whether the value is free text rather than one of `Option.choices`."""
-        return self.kind == "str" and not self.option.choices
-
-    @property
-    def example(self) -> str:
-        """A value that the flag takes: a choice, the default or a number."""
-        texts = [*self.option.choices[:1], written(self.default) if self.default is not None else ""]
-        texts += [] if self.kind == "str" else ["1", "0.1", "2", "100", "-1", "10000"]
-        return next((text for text in texts if text and is_legal(self, text)), "text")
-
-    @property
-    def aliases(self) -> list[str]:
-        return self.option.aliases.split()
-
-
 def _flags() -> dict[str, Flag]:
     words = {"Auto": get_args(Auto), "All": get_args(All)}
     flags = {}
@@ -86,14 +52,15 @@ def _flags() -> dict[str, Flag]:
         for field in dataclasses.fields(owner):
             annotation, *others = str(field.type).split(" | ")  # config/ keeps its annotations as text
             kind, bounds = _kind_and_bounds(annotation)
-            flags[field.name] = Flag(
-                field.name,
-                kind,
-                optional=field.default is None,
+            flags[field.name] = dataclasses.replace(
+                field.metadata["flag"],
+                name=field.name,
+                kind=kind,
                 default=field.default,
+                optional=field.default is None,
                 area=area,
-                option=dataclasses.replace(field.metadata["option"], **bounds),
                 words=tuple(word for other in others if other != "None" for word in words[other]),
+                **bounds,
             )
     return flags
 
@@ -214,30 +181,30 @@ def parse_text(text: str) -> str:
     return text
 
 
-def parse_choice(text: str, option: Option) -> str:
-    """Parse one of the choices of `option`, or an alias of one.
+def parse_choice(text: str, flag: Flag) -> str:
+    """Parse one of the choices of `flag`, or an alias of one.
 
     Raises:
         BadValueError: for anything else.
     """
-    value = option.value_aliases.get(text, text)
-    if value in option.choices:
+    value = flag.value_aliases.get(text, text)
+    if value in flag.choices:
         return value
-    known = {word: option.value_aliases.get(word, word) for word in (*option.choices, *option.value_aliases)}
+    known = {word: flag.value_aliases.get(word, word) for word in (*flag.choices, *flag.value_aliases)}
     same = [value for word, value in known.items() if _letters(word) == _letters(text)]
     near = same[:1] or list(dict.fromkeys(known[word] for word in _meant_words(text, [*known])))
-    raise BadValueError(f"takes {', '.join(option.choices)}", *near[:3], guessed=not same)
+    raise BadValueError(f"takes {', '.join(flag.choices)}", *near[:3], guessed=not same)
 
 
-def parse_by_block(text: str, option: Option) -> str:
-    """Parse choices of `option` with the number of their blocks: `activation,full:8`. See `block_parts`.
+def parse_by_block(text: str, flag: Flag) -> str:
+    """Parse choices of `flag` with the number of their blocks: `activation,full:8`. See `block_parts`.
 
     Raises:
         BadValueError: for anything else.
     """
     parts: list[tuple[str, str | None]] = []
     for value, number in block_parts(text):
-        choice, count = _part(text, value, number, option)
+        choice, count = _part(text, value, number, flag)
         if choice in dict(parts):
             raise BadValueError(f"{choice} is given twice; leave one out")
         parts.append((choice, count))
@@ -246,19 +213,19 @@ def parse_by_block(text: str, option: Option) -> str:
         example = join_block_parts([(rest[0], None), *((choice, "8") for choice in rest[1:])])
         raise BadValueError(f"{' and '.join(rest)} have no number of blocks; only one part may have none", example)
     if not rest:
-        unused = [choice for choice in option.choices if choice not in dict(parts)][:1]
+        unused = [choice for choice in flag.choices if choice not in dict(parts)][:1]
         examples = (join_block_parts([(choice, None), *parts]) for choice in unused)
         raise BadValueError("one part must have no number, for all other blocks", *examples)
     return join_block_parts(parts)
 
 
-def _part(text: str, value: str, number: str | None, option: Option) -> tuple[str, str | None]:
+def _part(text: str, value: str, number: str | None, flag: Flag) -> tuple[str, str | None]:
     """Parse one part of `parse_by_block`; an error suggests the whole text, corrected."""
     try:
-        choice = parse_choice(value, option)
+        choice = parse_choice(value, flag)
         count = None if number is None else parse_int(number)
     except BadValueError as error:
-        wrong = value if value not in option.choices else number or ""
+        wrong = value if value not in flag.choices else number or ""
         right = [text.replace(wrong, other, 1) for other in error.instead if wrong]
         raise BadValueError(f"{shown(wrong)}: {error.rule}", *right, guessed=error.guessed) from None
     if count is not None and count < 1:
@@ -284,7 +251,7 @@ def parse_list(flag: Flag, words: Sequence[str]) -> tuple[Any, ...]:
         example = "969,30,1" if flag.kind == "list of float" else "one or more items"
         raise BadValueError(f"an item is empty; write {example}")
     if flag.kind == "list of str":
-        return tuple(parse_choice(item, flag.option) if flag.option.choices else parse_text(item) for item in items)
+        return tuple(parse_choice(item, flag) if flag.choices else parse_text(item) for item in items)
     return tuple(_parse_number(flag, item) for item in items)
 
 
@@ -295,7 +262,7 @@ def parse_value(flag: Flag, text: str) -> Any:
         BadValueError: if `text` is not a value of this flag.
     """
     if not text:
-        if flag.is_text and not flag.option.never_empty:  # an unset variable in an env string
+        if flag.is_text and not flag.never_empty:  # an unset variable in an env string
             return flag.default
         raise BadValueError("the value is empty (an unset variable?); write a value or leave the flag out")
     if flag.optional and text.lower() == "none":
@@ -303,9 +270,9 @@ def parse_value(flag: Flag, text: str) -> Any:
     if flag.kind == "bool":
         return parse_bool(text)
     if flag.kind == "str":
-        if flag.option.by_block and re.search("[,:]", text):
-            return parse_by_block(text, flag.option)
-        return parse_choice(text, flag.option) if flag.option.choices else parse_text(text)
+        if flag.by_block and re.search("[,:]", text):
+            return parse_by_block(text, flag)
+        return parse_choice(text, flag) if flag.choices else parse_text(text)
     return _parse_number(flag, text)
 
 
@@ -359,38 +326,36 @@ def similar(text: str, words: Iterable[str], count: int, cutoff: float) -> list[
 
 def limits(flag: Flag) -> str:
     """Return the rule for a number in words, `>= 0 and < 1, or auto`; empty if every number is legal."""
-    option = flag.option
-    bounds = ((">=", option.minimum), (">", option.above), ("<=", option.maximum), ("<", option.below))
+    bounds = ((">=", flag.minimum), (">", flag.above), ("<=", flag.maximum), ("<", flag.below))
     rule = " and ".join(f"{sign} {number(bound)}" for sign, bound in bounds if bound is not None)
-    if option.minimum is not None and option.minimum == option.maximum:
-        rule = number(option.minimum)
+    if flag.minimum is not None and flag.minimum == flag.maximum:
+        rule = number(flag.minimum)
     return ", or ".join(text for text in (rule, *flag.words) if text)
 
 
 def check_bounds(flag: Flag, value: Any) -> None:
-    """Check a value, or every item of a list, against the bounds, words or choices of its option.
+    """Check a value, or every item of a list, against the bounds, words or choices of its flag.
 
     Raises:
         BadValueError: if one is outside.
     """
-    option = flag.option
-    if isinstance(value, tuple) and option.choices and len(set(value)) < len(value):
+    if isinstance(value, tuple) and flag.choices and len(set(value)) < len(value):
         raise BadValueError("one is given twice; leave one out")
     for item in value if isinstance(value, tuple) else (value,):
-        if isinstance(item, str) and option.by_block and re.search("[,:]", item):
-            parse_by_block(item, option)
-        elif isinstance(item, str) and option.choices and item not in option.choices:
-            raise BadValueError(f"takes {', '.join(option.choices)}")
+        if isinstance(item, str) and flag.by_block and re.search("[,:]", item):
+            parse_by_block(item, flag)
+        elif isinstance(item, str) and flag.choices and item not in flag.choices:
+            raise BadValueError(f"takes {', '.join(flag.choices)}")
         elif isinstance(item, (str, bool)) and (flag.kind not in ("int", "float") or item in flag.words):
             continue
-        elif isinstance(item, str) or not _within(option, item):
-            why = f": {option.why}" if option.why else ""
+        elif isinstance(item, str) or not _within(flag, item):
+            why = f": {flag.why}" if flag.why else ""
             raise BadValueError(f"must be {limits(flag) or 'a finite number'}{why}")
 
 
-def _within(option: Option, value: float) -> bool:
-    over = (option.minimum is None or value >= option.minimum) and (option.above is None or value > option.above)
-    under = (option.maximum is None or value <= option.maximum) and (option.below is None or value < option.below)
+def _within(flag: Flag, value: float) -> bool:
+    over = (flag.minimum is None or value >= flag.minimum) and (flag.above is None or value > flag.above)
+    under = (flag.maximum is None or value <= flag.maximum) and (flag.below is None or value < flag.below)
     return math.isfinite(value) and over and under
 
 

@@ -107,7 +107,7 @@ def _options(config: Config) -> Iterator[str]:
     areas = [vars(getattr(config, area)).keys() for area in AREAS]
     for name in (name for area in areas for name in area):
         value, flag = values[name], FLAGS[name]
-        is_private = flag.option.secret or any(word in name for word in PRIVATE) or "/" in str(value)
+        is_private = flag.secret or any(word in name for word in PRIVATE) or "/" in str(value)
         if value != flag.default and value is not None and not is_private:
             yield f"--{name}={_plain(written(value))}"
 

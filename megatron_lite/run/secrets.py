@@ -17,7 +17,7 @@ def without_secrets(argv: Sequence[str]) -> list[str]:
         if word.startswith("--"):
             spelling, equals, _ = word.partition("=")
             flag = SPELLINGS.get(spelling[2:].replace("-", "_"))
-            hide = flag is not None and flag.option.secret
+            hide = flag is not None and flag.secret
             words.append(f"{spelling}={HIDDEN}" if hide and equals else word)
         else:
             words.append(HIDDEN if hide else word)

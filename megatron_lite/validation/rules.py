@@ -67,7 +67,7 @@ def nearest_multiples(value: int, unit: int) -> str:
 def declared(draft: Draft) -> Iterator[Problem]:
     """Check `needs` and `excludes` of each option that differs from its default."""
     for name in draft.changed(*FLAGS):
-        option = FLAGS[name].option
+        option = FLAGS[name]
         for rule in (*option.needs, *option.excludes):
             is_need = rule in option.needs
             if (not rule.when or holds(rule.when, draft)) and holds(rule.condition, draft) != is_need:

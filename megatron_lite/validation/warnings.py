@@ -132,7 +132,7 @@ def _without_effect(options: Draft) -> Iterator[tuple[str, str]]:
         "experiment_name": options.experiment_dir and folder_name(options.experiment_dir),
     }
     for name in options.changed(*FLAGS):
-        value, idle_unless = getattr(options, name), FLAGS[name].option.idle_unless
+        value, idle_unless = getattr(options, name), FLAGS[name].idle_unless
         if not idle_unless or value is None or value == harmless.get(name):
             continue
         for condition in idle_unless.split(" and "):

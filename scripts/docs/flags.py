@@ -118,7 +118,7 @@ def _equal(name: str, default: object) -> bool:
     flag = FLAGS[name]
     if flag.default is None:
         return default in ("none", "derived")
-    return flag.option.value_aliases.get(str(default), default) == (written(flag.default) or "[]")
+    return flag.value_aliases.get(str(default), default) == (written(flag.default) or "[]")
 
 
 def _cases(name: str, known: Mapping[str, list[tuple[str, Row]]]) -> list[tuple[str, Row]]:
@@ -245,7 +245,7 @@ def option_table(area: str, elsewhere: Mapping[str, str]) -> str:
             default_words(flag),
             _limits(flag),
             ", ".join(f"`{name}`" for name in flag.aliases),
-            flag.option.help,
+            flag.help,
             elsewhere.get(flag.name, ""),
         )
         for flag in FLAGS.values()
@@ -257,9 +257,9 @@ def option_table(area: str, elsewhere: Mapping[str, str]) -> str:
 
 def _limits(flag: Flag) -> str:
     word = {"int": "integer", "float": "number", "str": "text", "bool": "0 or 1"}[flag.kind.removeprefix("list of ")]
-    text = ", ".join(flag.option.choices) or word + ("s" if flag.is_list else "")
+    text = ", ".join(flag.choices) or word + ("s" if flag.is_list else "")
     text += f" {limits(flag)}" if limits(flag) else ""
-    also = ", ".join(f"{alias} = {value}" for alias, value in flag.option.value_aliases.items())
+    also = ", ".join(f"{alias} = {value}" for alias, value in flag.value_aliases.items())
     return text + (f" ({also})" if also else "") + ("; none" if flag.optional else "")
 
 

@@ -96,7 +96,7 @@ def test_flags_and_defaults_here() -> None:
             assert row["default here"] == "", row
             continue
         flag = FLAGS[name]
-        default = flag.option.unset if flag.default is None else written(flag.default) or "none"
+        default = flag.unset if flag.default is None else written(flag.default) or "none"
         assert row["default here"].removesuffix(SAME) == default, row
 
 
@@ -228,7 +228,7 @@ def test_the_same_flags_have_the_same_defaults() -> None:
         empty = "[]" if flag.is_list else ""
         derived = {"none": "none"}.get(default, "derived")
         ours = derived if flag.default is None else written(flag.default) or empty
-        assert flag.option.value_aliases.get(default, default) == ours, name
+        assert flag.value_aliases.get(default, default) == ours, name
 
 
 def test_flags_of_fast_llm() -> None:

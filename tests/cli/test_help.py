@@ -18,7 +18,7 @@ def test_help_fits_on_two_screens() -> None:
     lines = help_text(everything=False).splitlines()
     assert len(lines) <= 100 and max(map(len, lines)) <= 120
     for flag in FLAGS.values():
-        assert sum(line.startswith(f"  --{flag.name}=") for line in lines) == flag.option.basic
+        assert sum(line.startswith(f"  --{flag.name}=") for line in lines) == flag.basic
     assert any("--num_layers=N" in line and line.endswith("[12]") for line in lines)
     assert any("--zero_stage=N|auto" in line for line in lines)
     assert "--help_all" in "\n".join(lines)

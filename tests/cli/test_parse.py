@@ -96,7 +96,7 @@ def test_every_option_and_alias_is_a_flag() -> None:
 
 def some_value(flag: Flag) -> str:
     """A value that a flag takes if nothing else is said."""
-    option = flag.option
+    option = flag
     if option.choices:
         return option.choices[-1]
     if option.below is not None:
@@ -138,7 +138,7 @@ def test_none_and_empty_values() -> None:
     for flag in FLAGS.values():
         if flag.optional:
             assert value([f"--{flag.name}=none"], flag.name) is None
-        elif not flag.is_text and not flag.is_list and "none" not in flag.option.choices:
+        elif not flag.is_text and not flag.is_list and "none" not in flag.choices:
             assert problem([f"--{flag.name}=none"]).startswith(f"--{flag.name}=none: ")
         starts_from = ("pretrained_checkpoint_path", "load_checkpoint_path")  # without them, weeks from scratch
         if flag.is_text and flag.name not in starts_from:

@@ -8,7 +8,7 @@ import re
 import pytest
 
 from megatron_lite.config import AREAS, Config, Draft, flatten, unflatten
-from megatron_lite.config.option import Option
+from megatron_lite.config.option import Flag
 from megatron_lite.config.values import FLAGS, is_legal
 
 
@@ -33,18 +33,18 @@ def test_a_draft_holds_all_options_and_can_be_written() -> None:
     assert unflatten(vars(draft)).model.num_layers == 3
 
 
-def conditions(option: Option) -> list[str]:
+def conditions(option: Flag) -> list[str]:
     """Return every condition that an option declares, but not where a rule counts (that may name the option itself)."""
     return [text for text in (option.idle_unless, *(rule.condition for rule in option.needs + option.excludes)) if text]
 
 
-def places(option: Option) -> list[str]:
+def places(option: Flag) -> list[str]:
     return [rule.when for rule in option.needs + option.excludes if rule.when]
 
 
 def test_conditions_name_other_options_and_their_values() -> None:
     """The reason of a rule is a clause without a fix of its own, so that the generated one fits behind it."""
-    for name, option in ((name, flag.option) for name, flag in FLAGS.items()):
+    for name, option in FLAGS.items():
         for text in (*conditions(option), *places(option)):
             for alternative in re.split(" and | or ", text):
                 other, _, values = alternative.partition("!=" if "!=" in alternative else "=")

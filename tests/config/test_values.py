@@ -40,9 +40,9 @@ def test_part_of_a_choice_suggests_that_choice() -> None:
 
 def test_every_beginning_of_a_choice_suggests_that_choice() -> None:
     """From two letters on, for every option; three choices are named at most."""
-    for flag in (flag for flag in FLAGS.values() if flag.option.choices):
-        words = {word: flag.option.value_aliases.get(word, word) for word in flag.option.choices}
-        words |= flag.option.value_aliases
+    for flag in (flag for flag in FLAGS.values() if flag.choices):
+        words = {word: flag.value_aliases.get(word, word) for word in flag.choices}
+        words |= flag.value_aliases
         for begun in {word[:end] for word in words for end in range(2, len(word)) if word[end - 1].isalnum()}:
             if is_legal(flag, begun) or refused_value(flag.name, begun):
                 continue
@@ -58,7 +58,7 @@ def test_every_bound_of_a_number_is_enforced() -> None:
     """A number at an inclusive bound is legal; beyond a bound, or at an exclusive one, it is refused with the range."""
     bounded = 0
     for flag in (flag for flag in FLAGS.values() if flag.kind in ("int", "float")):
-        option = flag.option
+        option = flag
         for bound, step, inclusive in (
             (option.minimum, -1, True),
             (option.maximum, 1, True),

@@ -99,4 +99,4 @@ def test_defaults_in_the_guide_of_exports() -> None:
     rows = re.findall(r"^\| `--(\w+)` \| (.*?) \|", documents.read("exports"), re.M)
     assert len(rows) > 5
     for name, shown in rows:
-        assert shown.strip("`-") == (FLAGS[name].option.unset or str(FLAGS[name].default) or "none"), name
+        assert shown.strip("`-") == (FLAGS[name].unset or str(FLAGS[name].default) or "none"), name

@@ -25,7 +25,7 @@ def parsed(name: str, text: str) -> Any:
 def candidates(name: str) -> list[Any]:
     """Return legal values of an option: texts that a user may type, nothing, and last the default."""
     flag = FLAGS[name]
-    texts = (*flag.option.choices[::-1], "1", "0", "30", "0.5", "-1")
+    texts = (*flag.choices[::-1], "1", "0", "30", "0.5", "-1")
     nothing = [()] if flag.is_list else [None] if flag.optional else [""] if flag.is_text else []
     return [*(parsed(name, text) for text in texts if is_legal(flag, text)), *nothing, flag.default]
 
@@ -54,7 +54,7 @@ def parts(condition: str) -> list[str]:
 def test_options_without_effect_are_named_with_the_reason() -> None:
     """Each part of each `idle_unless` alone causes one warning with the options to change; met, it causes none."""
     for name, flag in FLAGS.items():
-        conditions = parts(flag.option.idle_unless)
+        conditions = parts(flag.idle_unless)
         for broken in (*conditions, None) if conditions else ():
             values = {**BASE, name: changed(name)}
             for part in conditions:
@@ -67,7 +67,7 @@ def test_options_without_effect_are_named_with_the_reason() -> None:
 def test_broken_rules_are_refused_with_reason_and_fix() -> None:
     """Each rule of `needs` and `excludes`, where it applies: one line if it is broken, none if it is met."""
     for name, flag in FLAGS.items():
-        rules = [(rule, True) for rule in flag.option.needs] + [(rule, False) for rule in flag.option.excludes]
+        rules = [(rule, True) for rule in flag.needs] + [(rule, False) for rule in flag.excludes]
         for rule, needed in rules:
             for broken in (True, False):
                 values = {**BASE, name: changed(name), **settings(rule.condition, needed != broken)}
