@@ -1,12 +1,15 @@
-"""A value that is nearly a choice of its option suggests that choice; bounds of numbers are enforced."""
+"""Options: declarations, bounds, values that are nearly a choice, and the table of other programs' flags and values."""
 
 from __future__ import annotations
 
+import dataclasses
 import re
 
 import pytest
 
-from megatron_lite.config.other_programs import refused_value
+from megatron_lite.config import AREAS, Config, Draft, flatten, unflatten
+from megatron_lite.config.option import Flag
+from megatron_lite.config.other_programs import Row, read_table, refused_value
 from megatron_lite.config.values import FLAGS, BadValueError, is_legal, limits, number, parse_list, parse_value
 
 
@@ -71,3 +74,91 @@ def test_every_bound_of_a_number_is_enforced() -> None:
                 with pytest.raises(BadValueError, match=re.escape(f"must be {limits(flag)}")):
                     parse_value(flag, number(bound + step * max(1, abs(bound))))
     assert bounded > 150
+
+
+TABLE = """\
+# A comment.
+[texts]
+run: --experiment_dir=<folder>
+
+[some program]
+save out_dir -> {run} | checkpoints go
+    to <folder>/checkpoints
+max_steps -> --train_iters
+warmup:steps | a remark = with -> signs | in it
+dtype = float32 float | always
+flash = 1 (switch) | {run}
+[values]
+device=tpu device=gpu:<number> | no {value}
+"""
+
+
+def test_every_kind_of_row() -> None:
+    table = read_table(TABLE)
+    assert table.programs["some program"] == (
+        Row(("save", "out_dir"), "--experiment_dir=<folder>", "checkpoints go to <folder>/checkpoints"),
+        Row(("max_steps",), "--train_iters"),
+        Row(("warmup:steps",), remark="a remark = with -> signs | in it"),
+        Row(("dtype",), remark="always", only=("float32", "float")),
+        Row(("flash",), remark="--experiment_dir=<folder>", only=("1",), switch=True),
+    )
+    assert dict(table.values) == {"device=tpu": "no tpu", "device=gpu:<number>": "no gpu:<number>"}
+
+
+@pytest.mark.parametrize(
+    ("line", "said"),
+    [
+        ("save", "write <names> -> <flags>"),
+        ("dtype = float32", "write <names> -> <flags>"),
+        ("save -> {nothing}", "[texts] has no nothing"),
+    ],
+)
+def test_a_line_that_cannot_be_read_is_named(line: str, said: str) -> None:
+    with pytest.raises(ValueError, match=f"^{re.escape(line)}: ") as caught:
+        read_table(f"{TABLE}[other]\n{line}\n")
+    assert said in str(caught.value)
+    with pytest.raises(ValueError, match="^save -> --lr: write .program. above it"):
+        read_table("save -> --lr\n")
+
+
+def test_a_configuration_is_read_only() -> None:
+    """Neither an area nor an option of it can be assigned, existing or new."""
+    config = Config()
+    with pytest.raises(dataclasses.FrozenInstanceError):
+        config.model = config.model  # type: ignore[misc]
+    with pytest.raises(dataclasses.FrozenInstanceError, match="num_layers is read-only; use dataclasses.replace"):
+        config.model.num_layers = 3
+    with pytest.raises(dataclasses.FrozenInstanceError):
+        config.model.number_of_layers = 3  # type: ignore[attr-defined]
+
+
+def test_a_draft_holds_all_options_and_can_be_written() -> None:
+    """Names are unique across areas, and flat values go there and back."""
+    assert sorted(FLAGS) == sorted(field.name for area in AREAS.values() for field in dataclasses.fields(area))
+    draft = Draft(**flatten(Config()))
+    assert vars(draft) == {name: flag.default for name, flag in FLAGS.items()} and draft.changed(*FLAGS) == []
+    draft.num_layers, draft.lr_cycle_minima = 3, (7,)
+    assert draft.changed(*FLAGS) == ["num_layers", "lr_cycle_minima"]
+    assert unflatten(vars(draft)).model.num_layers == 3
+
+
+def conditions(option: Flag) -> list[str]:
+    """Return every condition that an option declares, but not where a rule counts (that may name the option itself)."""
+    return [text for text in (option.idle_unless, *(rule.condition for rule in option.needs + option.excludes)) if text]
+
+
+def places(option: Flag) -> list[str]:
+    return [rule.when for rule in option.needs + option.excludes if rule.when]
+
+
+def test_conditions_name_other_options_and_their_values() -> None:
+    """The reason of a rule is a clause without a fix of its own, so that the generated one fits behind it."""
+    for name, option in FLAGS.items():
+        for text in (*conditions(option), *places(option)):
+            for alternative in re.split(" and | or ", text):
+                other, _, values = alternative.partition("!=" if "!=" in alternative else "=")
+                assert (other != name or text in places(option)) and other in FLAGS, name
+                for value in values.split("|") if values else ():
+                    assert value == "none" and FLAGS[other].optional or is_legal(FLAGS[other], value), name
+        for rule in option.needs + option.excludes:
+            assert len(rule.why) > 10 and ";" not in rule.why and not rule.why.endswith("."), name

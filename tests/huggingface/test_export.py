@@ -1,4 +1,4 @@
-"""Exports: transformers computes from them what a plain forward pass computes from our weights."""
+"""Exports: files and their content, masters gathered in windows, the model card, and loading by lm-eval."""
 
 from __future__ import annotations
 
@@ -6,23 +6,33 @@ import dataclasses
 import json
 import math
 import os
+import re
+import shutil
+import subprocess
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor
 
 from megatron_lite.checkpoint import files
+from megatron_lite.cli.parse import parse
 from megatron_lite.config import BatchConfig, Config, DataConfig, DistributedConfig, ModelConfig
+from megatron_lite.distributed.process_group import Distributed
 from megatron_lite.errors import StorageError
 from megatron_lite.huggingface import export as huggingface
 from megatron_lite.huggingface import export_folder
 from megatron_lite.huggingface.config_file import hugging_face_config
+from megatron_lite.huggingface.model_card import TrainingSummary, model_card
 from megatron_lite.model.gpt import build_gpt, shapes_of
 from megatron_lite.validation import resolve
+from megatron_lite.zero.multi_stage import MultiStage
 from tests.support.fakes import Layout, World, empty_model, make_specs
+from tests.support.harness import layers_of, run_distributed, tiny_config
+from tests.support.launch import TINY, run
 from tests.support.thread_ranks import ThreadRank
 
 SEQUENCE_LENGTH = 24
@@ -245,3 +255,131 @@ def test_the_config_states_both_spellings() -> None:
     starcoder2 = hugging_face_config(make_config(**LAYER_NORM, hidden_dropout=0.2), {"eos_token_id": 3})
     assert (starcoder2["residual_dropout"], starcoder2["embedding_dropout"]) == (0.2, 0.2)
     assert starcoder2["eos_token_id"] == 3
+
+
+LAYOUTS: dict[str, dict[str, Any]] = {
+    "ZeRO 1": {"zero_stage": 1},
+    "ZeRO 3, two blocks a stage": {"zero_stage": 3, "layers_per_stage": 2.0},
+    "frozen": {"zero_stage": 2, "freeze": ("embedding", "*.bias")},
+    "split": {"zero_stage": 1, "training_dtype": "bf16", "split_master_weights": True},
+}
+
+
+def gathered(distributed: Distributed, options: dict[str, Any], window: int) -> dict[str, np.ndarray]:
+    """Return all masters, gathered in windows of N elements, after comparing them with `full_weights`."""
+    huggingface.WINDOW_NUMEL = window  # of this process alone
+    config = tiny_config(distributed.world_size, **options)
+    split = config.multi_stage.split_master_weights
+    model = MultiStage(
+        layers_of(config), config.multi_stage, config.batch, config.distributed.training_dtype, distributed
+    )
+    model.initialize(3)
+    found = {name: value.numpy().copy() for name, value in huggingface.master_weights(model, distributed)}
+    for name, weight in model.full_weights():
+        if distributed.rank == 0:
+            rounded = found[name] if not split else found[name].astype(np.float32)
+            assert np.allclose(rounded, weight.float().numpy(), rtol=2**-8 if split else 0, atol=0), name
+    return found
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_masters_are_whole_whatever_the_windows(ranks: int) -> None:
+    """Windows that divide nothing, every layout: bit for bit the same fp32 numbers on rank 0, nothing on the others."""
+    expected = run_distributed(1, gathered, LAYOUTS["ZeRO 1"], 2**24)[0]
+    for options in LAYOUTS.values():
+        first, *others = run_distributed(ranks, gathered, options, 1000)
+        assert first.keys() == expected.keys()
+        assert all(np.array_equal(first[name], value) for name, value in expected.items()), options
+        assert all(value.size == 0 for other in others for value in other.values())
+
+
+def config(*flags: str) -> Config:
+    """Return a resolved configuration."""
+    return resolve(parse([*TINY, *flags]).config, 1)
+
+
+def test_what_a_card_says() -> None:
+    """Model, data with shares, tokens, losses, options; the license is left open where nobody can overlook it."""
+    blend = "--data_path 0.25 /secret/place/books 0.75 /secret/place/web"
+    options = config("--lr=0.02", "--dataset_source=list", *blend.split(), "--experiment_dir=/home/somebody/run")
+    card = model_card(options, "gpt2", 1_234_567, TrainingSummary(4, {"validation loss": 2.5}))
+    assert "# A gpt2 model with 1.23M parameters" in card and "| parameters | 1,234,567 |" in card
+    assert "`books` (25.0%), `web` (75.0%)" in card and "| iterations | 4 of 6 |" in card
+    assert "| tokens | 256 |" in card and "2.5000 nats per token (perplexity 12.18)" in card
+    assert "--lr=0.02" in card and "--zero_stage" not in card
+    assert "license: other\nlicense_name: choose-a-license" in card and "License: not chosen yet" in card
+    assert "/secret" not in card and "somebody" not in card
+
+
+def test_names_of_data_sets_stay_text() -> None:
+    """Markdown and HTML in a file name end up as question marks."""
+    options = config("--dataset_source=list", "--data_path=/d/---`|<script>")
+    card = model_card(options, "gpt2", 10, TrainingSummary(1, {}))
+    assert "`---???script?`" in card and "<script" not in card
+
+
+def test_weights_of_unknown_origin() -> None:
+    """A converted folder has a card of its model alone."""
+    card = model_card(config(), "llama", 10**9, None)
+    assert "## Model" in card and "## Training" not in card and "1B parameters" in card
+
+
+def test_the_hubs_parser_reads_the_card_of_a_run(tmp_path: Path) -> None:
+    """A run's export has a card with its losses; huggingface_hub finds the metadata."""
+    hub = pytest.importorskip("huggingface_hub")
+    flags = ["--export_interval=3", "--validation_iters=1", "--validation_interval=3", "--export_model_type=gpt2"]
+    outcome = run([*TINY, "--device=cpu", *flags, f"--experiment_dir={tmp_path}"])
+    assert outcome.codes == [0], outcome.output
+    path = tmp_path / "export" / "3" / "README.md"
+    data = hub.ModelCard.load(path, ignore_metadata_errors=False).data
+    assert (data.license, data.license_name, data.library_name) == ("other", "choose-a-license", "transformers")
+    text = path.read_text("utf-8")
+    assert "| iterations | 3 of 6 |" in text and "| validation loss |" in text and str(tmp_path) not in text
+    assert "random tokens, a test" in text
+
+
+TASK = """\
+task: animals
+dataset_path: json
+dataset_kwargs:
+  data_files: {{test: {data}}}
+test_split: test
+output_type: multiple_choice
+doc_to_text: "{{{{question}}}}"
+doc_to_choice: "{{{{choices}}}}"
+doc_to_target: "{{{{answer}}}}"
+metric_list:
+  - metric: acc
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(shutil.which("lm_eval") is None, reason="lm_eval is not installed (pip install lm_eval accelerate)")
+def test_a_task_of_ones_own(tmp_path: Path) -> None:
+    """A model with its tokenizer answers questions with choices; the accuracy of a made-up task is a number."""
+    tokenizers = pytest.importorskip("tokenizers")
+    alphabet = sorted(tokenizers.pre_tokenizers.ByteLevel.alphabet())
+    model = tokenizers.models.BPE(vocab={letter: index for index, letter in enumerate(alphabet)}, merges=[])
+    tokenizer = tokenizers.Tokenizer(model)
+    tokenizer.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.add_special_tokens(["<|endoftext|>"])
+    tokenizer.save(str(tmp_path / "tokenizer.json"))
+    flags = ["--vocab_size=257", "--export_interval=6", f"--tokenizer_file={tmp_path}/tokenizer.json"]
+    outcome = run([*TINY, "--max_position_embeddings=256", *flags, f"--experiment_dir={tmp_path}/run"])
+    assert outcome.codes == [0], outcome.output
+
+    questions = [{"question": "A bird can", "choices": [" fly", " read"], "answer": 0}] * 3
+    (tmp_path / "animals.jsonl").write_text("".join(json.dumps(question) + "\n" for question in questions))
+    (tmp_path / "tasks").mkdir()
+    (tmp_path / "tasks" / "animals.yaml").write_text(TASK.format(data=tmp_path / "animals.jsonl"))
+    command = f"lm_eval --model hf --model_args pretrained={tmp_path}/run/export/6 --tasks animals --device cpu"
+    environment = {**os.environ, "HF_HUB_OFFLINE": "1", "HF_DATASETS_OFFLINE": "1", "HF_HOME": str(tmp_path / "hub")}
+    done = subprocess.run(
+        [*command.split(), "--include_path", str(tmp_path / "tasks")],
+        env=environment,
+        capture_output=True,
+        text=True,
+        timeout=300,
+    )
+    assert done.returncode == 0, done.stderr[-3000:]
+    assert re.search(r"\|animals\|.*\|acc +\|.*\| *[01]\|", done.stdout), done.stdout

@@ -1,4 +1,6 @@
-"""Options of the multi-stage engine: values with a syntax of their own, contradictions, and warnings."""
+"""Options of the multi-stage engine and of profiles: values with a syntax of their own, contradictions, warnings."""
+
+from __future__ import annotations
 
 from typing import Any
 
@@ -12,6 +14,7 @@ from megatron_lite.config.system import number_of_stages
 from megatron_lite.errors import UsageError
 from megatron_lite.validation import planned_world_size, resolve, warnings
 from megatron_lite.zero.layout import split_into_stages
+from tests.support.harness import tiny_config
 from tests.support.tables import rows
 
 COMPLETE = ("--dataset_source=random", "--train_iters=10", "--experiment_dir=/run")
@@ -347,3 +350,32 @@ def test_number_of_stages_is_that_of_the_split() -> None:
             split = split_into_stages(num_layers, hundredths / 100)
             assert number_of_stages(num_layers, hundredths / 100) == len(split), (num_layers, hundredths)
     assert number_of_stages(2**53 + 1, 1.0) == 2**53 + 4  # no loop over the stages, whatever rounding does
+
+
+def test_ranks_to_profile_exist() -> None:
+    """The message has the ranks that there are."""
+    assert tiny_config(4, profile_ranks=(0, 3), profile_cpu=True).profiling.profile_ranks == (0, 3)
+    rule = "leave out profile_ranks to profile all"
+    with pytest.raises(UsageError, match=f"--profile_ranks=0,4: the ranks are 0 to 3; {rule}"):
+        tiny_config(4, profile_ranks=(0, 4), profile_cpu=True)
+    with pytest.raises(UsageError, match=f"--profile_ranks=1: the only rank is 0; {rule}"):
+        tiny_config(1, profile_ranks=(1,), profile_cpu=True)
+
+
+@pytest.mark.parametrize(
+    ("options", "warning"),
+    [
+        ({"profile_cpu": True, "profile_averages": True}, None),
+        ({"profile_schedule": True, "profile_export": False}, None),
+        (
+            {"profile_cpu": True, "profile_export": False},
+            "--profile_cpu has no effect with --profile_export=0 and --profile_averages=0 and --profile_trace=0",
+        ),
+        ({"profile_cpu": True, "profile_skip": 19}, "no iteration is profiled, as the run ends after 20"),
+        ({"profile_schedule": True, "experiment_dir": None, "profile_log": True}, None),
+    ],
+)
+def test_profiles_without_a_result_are_pointed_out(options: dict[str, Any], warning: str | None) -> None:
+    """One warning each, and none for what leaves a file or a line."""
+    found = [line for line in warnings(tiny_config(1, **{"experiment_dir": "runs/x", **options})) if "profile" in line]
+    assert len(found) == (warning is not None) and (not warning or warning in found[0]), found
