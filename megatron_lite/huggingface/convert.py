@@ -65,16 +65,12 @@ def write_huggingface(
         if written.overflow:
             dtype = config.training.export_dtype or config.distributed.training_dtype
             raise NumericsError(f"{written.overflow}, too large for {dtype}: nothing is written; choose bf16 or fp32")
-    written.finish(tokenizer_file, _special_tokens(source))
+    content: dict[str, Any] = {}
+    if not isinstance(source, CheckpointSource):
+        content = model_folder.read_object(source.folder, model_folder.CONFIG_NAME)
+    tokens = ("bos_token_id", "eos_token_id")
+    written.finish(tokenizer_file, {key: content[key] for key in tokens if type(content.get(key)) is int})
     return written
-
-
-def _special_tokens(source: WeightSource) -> dict[str, int | None]:
-    """Return the special tokens in a source's config.json."""
-    if isinstance(source, CheckpointSource):
-        return {}
-    content = model_folder.read_object(source.folder, model_folder.CONFIG_NAME)
-    return {key: content[key] for key in ("bos_token_id", "eos_token_id") if type(content.get(key)) is int}
 
 
 def read_whole(source: WeightSource, name: str, shape: tuple[int, ...]) -> Tensor:

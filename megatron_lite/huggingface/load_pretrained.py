@@ -13,9 +13,8 @@ from megatron_lite.checkpoint.manifest import MOMENTS
 from megatron_lite.config import Config, ModelConfig
 from megatron_lite.distributed.agreement import together
 from megatron_lite.errors import CheckpointError, DamagedError, RunError, shorten
-from megatron_lite.huggingface.huggingface_source import HuggingFaceSource
 from megatron_lite.huggingface.model_folder import source_folders
-from megatron_lite.huggingface.weight_source import ADVICE, CheckpointSource, WeightSource
+from megatron_lite.huggingface.weight_source import ADVICE, CheckpointSource, HuggingFaceSource, WeightSource
 
 if TYPE_CHECKING:
     from megatron_lite.distributed.process_group import Distributed

@@ -10,19 +10,15 @@ from megatron_lite.config.values import LARGEST_INTEGER
 from megatron_lite.huggingface.architectures import shown
 
 KEYS = ("rope_theta", "rope_scaling", "rope_parameters")
-# Names in rope_parameters; ours begin with rope_. Types that do not use an option have None.
-_NAMES = (
-    "factor low_freq_factor high_freq_factor original_max_position_embeddings beta_fast beta_slow attention_factor "
-    "mscale mscale_all_dim truncate"
-).split()
-OPTIONS = tuple(f"rope_{name}" for name in _NAMES)
 _ORIGINAL = "original_max_position_embeddings"
+# Names in rope_parameters that each type uses; ours begin with rope_, and are None for the other types.
 _USED: dict[str, tuple[str, ...]] = {
     "default": (),
     "linear": ("factor",),
     "llama3": ("factor", "low_freq_factor", "high_freq_factor", _ORIGINAL),
     "yarn": ("factor", _ORIGINAL, "beta_fast", "beta_slow", "attention_factor", "mscale", "mscale_all_dim", "truncate"),
 }
+OPTIONS = tuple(dict.fromkeys(f"rope_{name}" for names in _USED.values() for name in names))
 _REQUIRED = {"linear": ("factor",), "llama3": ("factor", "low_freq_factor", "high_freq_factor")}
 
 
@@ -99,7 +95,7 @@ def write(model: ModelConfig) -> dict[str, Any]:
     Versions before 4.43 know only linear, as {"type", "factor"}; later versions also read this form.
     """
     kind, base = model.rope_type, model.rotary_base
-    values = {name: getattr(model, f"rope_{name}") for name in _NAMES if name in _USED[kind]}
+    values = {name: getattr(model, f"rope_{name}") for name in _USED[kind]}
     values = {name: value for name, value in values.items() if value is not None}
     scaling = None if kind == "default" else {"type" if kind == "linear" else "rope_type": kind, **values}
     parameters = {"rope_type": kind, "rope_theta": base, **values}

@@ -1,6 +1,7 @@
 """Model weights in files, read slice by slice: a rank reads only its shards, a converter one parameter at a time.
 
-A source knows where its files hold each element of our parameters, and has one chunk in memory at a time.
+A source knows where its files hold each element of our parameters, and has one chunk in memory at a time. For a Hugging
+Face folder, `weight_map.pieces` maps the rows of our parameters to rows of their tensors.
 """
 
 from __future__ import annotations
@@ -8,21 +9,28 @@ from __future__ import annotations
 import abc
 import contextlib
 import itertools
+import math
+import os
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from pathlib import Path
+from typing import NamedTuple
 
+import torch
+from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from megatron_lite.checkpoint import files, manifest
 from megatron_lite.checkpoint.files import Files
-from megatron_lite.checkpoint.manifest import SavedParameter
-from megatron_lite.checkpoint.names import reason
-from megatron_lite.checkpoint.reading import read_elements
+from megatron_lite.checkpoint.manifest import SavedParameter, Slice
+from megatron_lite.checkpoint.names import open_regular, parse_json, reason
+from megatron_lite.checkpoint.reading import read_elements, read_overlap
 from megatron_lite.config import ModelConfig
 from megatron_lite.errors import CheckpointError, DamagedError, shorten
 from megatron_lite.huggingface import model_folder
-from megatron_lite.tiles import Tile
+from megatron_lite.huggingface.weight_map import MappedRows, known_name, pieces
+from megatron_lite.parameter import DTYPES, SAFETENSORS_NAMES
+from megatron_lite.tiles import Tile, overlaps, rectangles
 
 ADVICE = "restore it or download it again"
 
@@ -171,3 +179,201 @@ class CheckpointSource(WeightSource):
         assert self._state, "it was not verified"
         with self._reported():
             read_elements(self._files, self.content.parameters[name], kind, tile, target)
+
+
+# Dtypes that can become weights. Files may also hold masks and counters.
+FLOATING = {"F64": torch.float64} | {name: dtype for dtype, name in SAFETENSORS_NAMES.items()}
+_HEAD = "lm_head.weight"
+_EMBEDDING = "embedding.word.weight"  # ours
+
+
+class StoredTensor(NamedTuple):
+    """The place of a tensor in a folder."""
+
+    file: str
+    offset: int  # of the first byte in the file
+    num_bytes: int
+    dtype: str  # as in the header
+    shape: tuple[int, ...]
+
+
+class HuggingFaceSource(WeightSource):
+    """A Hugging Face folder. `model`: the resolved model to fill; None: the model of config.json.
+
+    Raises:
+        CheckpointError: if the folder cannot be used.
+    """
+
+    kind = "huggingface"
+    model_type: str
+
+    def __init__(self, folder: Path, model: ModelConfig | None = None) -> None:
+        super().__init__(folder)
+        names, index = model_folder.weight_files(folder)
+        values, self.model_type = model_folder.hugging_face_values(folder)
+        self.model = model_folder.resolved_model(values, f"{folder}: {model_folder.CONFIG_NAME}")
+        self._filled = model or self.model
+        with self._reported():
+            self._tensors = self._named(names, index)
+        self.description = f"a Hugging Face folder, {self.model_type}"
+        found = {FLOATING[tensor.dtype] for tensor in self._tensors.values() if tensor.dtype in FLOATING}
+        self.dtype = next((name for name, dtype in DTYPES.items() if found == {dtype}), "fp32")  # of all tensors
+        self._pieces: dict[str, tuple[list[MappedRows], int]] = {}  # by our parameter, with the elements per row
+        self._tied_copy: StoredTensor | None = None
+
+    def _named(self, names: list[str], index: dict[str, str]) -> dict[str, StoredTensor]:
+        """Return all tensors except buffers by the architecture's full names."""
+        tensors: dict[str, StoredTensor] = {}
+        for file in names:
+            header = read_header(self.folder, file)
+            absent = [tensor for tensor, place in index.items() if place == file and tensor not in header]
+            if absent:
+                raise DamagedError(
+                    f"{file}: {absent[0][:100]!r} is not in it, although {model_folder.INDEX_NAME} says so"
+                )
+            for name, tensor in header.items():
+                full = name if name == _HEAD else known_name(name, self.model_type, self._filled)
+                if full is None:
+                    continue
+                if full in tensors:
+                    raise DamagedError(f"{file}: {full[:100]!r} is there twice")
+                tensors[full] = tensor
+        return tensors
+
+    def check(self, shapes: Mapping[str, tuple[int, ...]]) -> None:
+        """See `WeightSource.check`; finds the pieces of every parameter."""
+        problems = []
+        left = set(self._tensors)
+        for name, shape in shapes.items():
+            try:
+                found = pieces(name, tuple(shape), self.model_type, self._filled)
+            except KeyError:
+                problems.append(f"{name} of the model does not exist in {self.model_type}")
+                continue
+            self._pieces[name] = found, math.prod(shape[1:])
+            for piece in found:
+                problems += self._problems(piece)
+                left.discard(piece.name)
+        if _HEAD in left and "head.output.weight" not in shapes and _EMBEDDING in shapes:
+            left.remove(_HEAD)
+            problems += self._tie(self._pieces.get(_EMBEDDING))
+        problems += [f"{name[:100]} is not a tensor of this model" for name in sorted(left)]
+        self._refuse(list(dict.fromkeys(problems)), "download the folder again, or check the flags of the model")
+
+    def _problems(self, piece: MappedRows) -> list[str]:
+        """List the problems of a piece's tensor."""
+        tensor = self._tensors.get(piece.name)
+        if tensor is None:
+            return [f"{piece.name} is missing"]
+        if tensor.shape != tuple(piece.their_shape):
+            return [f"{piece.name} has shape {list(tensor.shape)}, the model needs {list(piece.their_shape)}"]
+        if tensor.dtype not in FLOATING:
+            kinds = ", ".join(FLOATING)
+            return [f"{piece.name} is {tensor.dtype}; weights must be {kinds} (quantized weights are not supported)"]
+        return []
+
+    def _tie(self, found: tuple[list[MappedRows], int] | None) -> list[str]:
+        """Check that a stored head may be a copy of the tied embedding; `verify` compares values."""
+        embedding = self._tensors.get(found[0][0].name) if found else None
+        self._tied_copy = self._tensors[_HEAD]
+        if embedding is None or (self._tied_copy.shape, self._tied_copy.dtype) == (embedding.shape, embedding.dtype):
+            return []
+        return [f"{_HEAD} is not a copy of the embedding, although the model ties them"]
+
+    def damage(self, rank: int = 0, world_size: int = 1) -> str | None:
+        """See `WeightSource.damage`. Files have no checksums, but the copy of a tied head must equal the embedding."""
+        if self._tied_copy is None:
+            return None
+        (first, *_), _ = self._pieces[_EMBEDDING]
+        embedding, copy = self._tensors[first.name], self._tied_copy
+        start, end = (copy.num_bytes * (rank + i) // world_size for i in range(2))
+        with self._reported():
+            for offset in range(start, end, files.CHUNK_BYTES):
+                both = torch.empty(2, min(files.CHUNK_BYTES, end - offset), dtype=torch.uint8)
+                for tensor, target in zip((embedding, copy), both, strict=True):
+                    self._files.read(tensor.file, tensor.offset + offset, torch.uint8, target)
+                if not torch.equal(*both):
+                    raise CheckpointError(
+                        f"{self.folder}: {_HEAD} differs from {first.name}, although tie_word_embeddings is true; "
+                        f"set it to false in config.json, or remove {_HEAD} from the file"
+                    )
+        return None
+
+    def _read(self, name: str, tile: Tile, target: Tensor) -> None:
+        found, width = self._pieces[name]
+        dtype = FLOATING[self._tensors[found[0].name].dtype]
+        plus = found[0].plus  # of a norm, which is small
+        values = torch.empty(target.numel(), dtype=torch.promote_types(dtype, torch.float32)) if plus else target
+        for piece in found:
+            read = self._read_transposed if piece.transposed else self._read_piece
+            read(piece, width, tile._replace(offset=0), values)
+        if plus:
+            target.copy_(values - plus)
+
+    def _read_piece(self, piece: MappedRows, width: int, wanted: Tile, target: Tensor) -> None:
+        """Fill `target` with a tile's elements in a piece."""
+        tensor, first, numel = self._tensors[piece.name], piece.first_row * width, piece.rows * width
+        dtype = FLOATING[tensor.dtype]
+        offset = tensor.offset + piece.their_first_row * width * dtype.itemsize
+        stored = Slice(tensor.file, offset, numel * dtype.itemsize, first, numel)
+        for overlap in overlaps(wanted, Tile.run(first, numel)):
+            read_overlap(self._files, stored, dtype, overlap, target)
+
+    def _read_transposed(self, piece: MappedRows, width: int, wanted: Tile, target: Tensor) -> None:
+        """Do the same for a piece whose tensor is stored transposed, (width, rows), as in GPT-2.
+
+        Reads a few stored rows at a time and copies the needed columns: every rank reads the whole tensor.
+        """
+        assert not piece.plus, piece
+        tensor = self._tensors[piece.name]
+        parts: list[tuple[int, Tensor]] = []  # rectangles of the piece: first element, place in the target
+        for overlap in overlaps(wanted, Tile.run(piece.first_row * width, piece.rows * width)):
+            if overlap.is_run:
+                run = Tile.run(overlap.saved.first, overlap.saved.numel, overlap.wanted.first)
+                for part in rectangles(run, width):
+                    parts.append((part.first, target[part.offset : part.end].view(-1, part.width)))
+            else:
+                parts.append((overlap.saved.first, overlap.wanted.view(target)))
+        dtype, columns = FLOATING[tensor.dtype], tensor.shape[1]
+        step = max(1, files.CHUNK_BYTES // (columns * dtype.itemsize))
+        for top in range(0, width if parts else 0, step):
+            block = torch.empty(min(step, width - top), columns, dtype=dtype)
+            offset = tensor.offset + top * columns * dtype.itemsize
+            self._files.read(tensor.file, offset, dtype, block.view(-1))
+            for first, ours in parts:
+                row, column = divmod(first, width)
+                left, right = max(top, column), min(top + len(block), column + ours.shape[1])
+                if left < right:
+                    begin = piece.their_first_row + row
+                    stored = block[left - top : right - top, begin : begin + len(ours)]
+                    ours[:, left - column : right - column].copy_(stored.t())
+
+
+def read_header(folder: Path, name: str) -> dict[str, StoredTensor]:
+    """Return an untrusted file's tensors by name.
+
+    The safetensors library checks the file: a length, a JSON header, and values that cover the rest of the file without
+    gaps or overlaps (https://github.com/huggingface/safetensors). This function checks what the library does not.
+
+    Raises:
+        DamagedError: if it is not a complete safetensors file.
+        OSError: if it cannot be read.
+    """
+    with open_regular(folder / name, follow_links=True) as file:  # the library would block on a pipe
+        size = os.fstat(file.fileno()).st_size
+        try:
+            with safe_open(folder / name, framework="np"):
+                pass
+            length = int.from_bytes(os.pread(file.fileno(), 8, 0), "little")
+            content = parse_json(os.pread(file.fileno(), length, 8))  # refuses repeated names, unlike the library
+        except (SafetensorError, ValueError) as error:
+            text = " ".join(str(error).split())[:200]
+            raise DamagedError(f"{name}: not a complete safetensors file of {size:,} bytes ({text})") from None
+    content.pop("__metadata__", None)
+    tensors = {}
+    for key, entry in content.items():
+        if not isinstance(entry, dict) or not isinstance(entry["dtype"], str):  # the library takes other JSON, too
+            raise DamagedError(f"{name}: the header entry of {key[:100]!r} is malformed")
+        start, end = entry["data_offsets"]
+        tensors[key] = StoredTensor(name, 8 + length + start, end - start, entry["dtype"], tuple(entry["shape"]))
+    return tensors
