@@ -199,8 +199,8 @@ def _descend(weights: Tensor, direction: Tensor, decay: float, rate: float | Ten
 # -- by Triton -------------------------------------------------------------------------------------------------------
 
 
-class _ShardPointers(NamedTuple):
-    """Tensors of a shard as the kernels take them; split weights are int16."""
+class _Pointers(NamedTuple):
+    """Tensors of a shard and of one step as the kernels take them; split weights are int16."""
 
     master: Tensor | None
     rounded: Tensor | None
@@ -208,11 +208,6 @@ class _ShardPointers(NamedTuple):
     gradient: Tensor
     m: Tensor
     v: Tensor
-
-
-class _StepPointers(NamedTuple):
-    """The table of ranges and the device's numbers of one step, as the kernels take them."""
-
     places: Tensor
     scales: Tensor
     divisor: Tensor
@@ -221,35 +216,34 @@ class _StepPointers(NamedTuple):
 
 
 @jit
-def _load_weights(shard, offsets, mask):
+def _load_weights(at, offsets, mask):
     """Return the fp32 weights."""
-    if shard.remainder is None:
-        return tl.load(shard.master + offsets, mask=mask, other=0.0)
+    if at.remainder is None:
+        return tl.load(at.master + offsets, mask=mask, other=0.0)
     else:
-        high = tl.load(shard.rounded + offsets, mask=mask, other=0).to(tl.int32) << 16
-        low = tl.load(shard.remainder + offsets, mask=mask, other=0).to(tl.int32)
+        high = tl.load(at.rounded + offsets, mask=mask, other=0).to(tl.int32) << 16
+        low = tl.load(at.remainder + offsets, mask=mask, other=0).to(tl.int32)
         return (high + low).to(tl.float32, bitcast=True)
 
 
 @jit
-def _store_weights(w, shard, offsets, mask):
+def _store_weights(w, at, offsets, mask):
     """Store the fp32 weights in every form."""
-    if shard.remainder is None:
-        tl.store(shard.master + offsets, w, mask=mask)
-        if shard.rounded is not None:
-            tl.store(shard.rounded + offsets, narrow(w, shard.rounded.dtype.element_ty), mask=mask)
+    if at.remainder is None:
+        tl.store(at.master + offsets, w, mask=mask)
+        if at.rounded is not None:
+            tl.store(at.rounded + offsets, narrow(w, at.rounded.dtype.element_ty), mask=mask)
     else:
-        # As in `weight_shard.split`: rounding a NaN with all payload bits set would overflow to zero.
+        # As in `weight_at.split`: rounding a NaN with all payload bits set would overflow to zero.
         bits = tl.where(w == w, w.to(tl.int32, bitcast=True), 0x7FC00000)
         high = (bits + 0x8000) >> 16
-        tl.store(shard.rounded + offsets, high.to(tl.int16), mask=mask)
-        tl.store(shard.remainder + offsets, (bits - (high << 16)).to(tl.int16), mask=mask)
+        tl.store(at.rounded + offsets, high.to(tl.int16), mask=mask)
+        tl.store(at.remainder + offsets, (bits - (high << 16)).to(tl.int16), mask=mask)
 
 
 @jit
 def _adamw_kernel(
-    shard,
-    step,
+    at,
     sums_ptr,
     factors_ptr,
     learning_rate,
@@ -272,33 +266,33 @@ def _adamw_kernel(
     if ONE_PASS:
         row = 0
         for other in tl.static_range(1, ROWS):
-            row += tl.where(block < tl.load(step.places + 3 * other), 0, 1)
+            row += tl.where(block < tl.load(at.places + 3 * other), 0, 1)
     else:
         others = tl.arange(0, ROWS)
-        firsts = tl.load(step.places + 3 * others, mask=others < rows, other=2**62)
+        firsts = tl.load(at.places + 3 * others, mask=others < rows, other=2**62)
         row = tl.sum((firsts <= block).to(tl.int32), axis=0) - 1
     # Products with ALIGNMENT tell the compiler that accesses may be wide.
-    start = tl.load(step.places + 3 * row + 1) * ALIGNMENT
-    end = tl.load(step.places + 3 * row + 2) * ALIGNMENT
-    offsets = start + (block - tl.load(step.places + 3 * row)) * BLOCK + tl.arange(0, BLOCK)  # int64
-    mask = offsets < tl.where(tl.load(step.skipped) == 0, end, 0)
-    rate = learning_rate * tl.load(step.scales + 2 * row)
-    m, v = tl.load(shard.m + offsets, mask=mask, other=0.0), tl.load(shard.v + offsets, mask=mask, other=0.0)
-    w = _load_weights(shard, offsets, mask)
+    start = tl.load(at.places + 3 * row + 1) * ALIGNMENT
+    end = tl.load(at.places + 3 * row + 2) * ALIGNMENT
+    offsets = start + (block - tl.load(at.places + 3 * row)) * BLOCK + tl.arange(0, BLOCK)  # int64
+    mask = offsets < tl.where(tl.load(at.skipped) == 0, end, 0)
+    rate = learning_rate * tl.load(at.scales + 2 * row)
+    m, v = tl.load(at.m + offsets, mask=mask, other=0.0), tl.load(at.v + offsets, mask=mask, other=0.0)
+    w = _load_weights(at, offsets, mask)
     g = m  # placeholder: read only after it becomes the gradient
     if NESTEROV or factors_ptr is None:
-        g = tl.load(shard.gradient + offsets, mask=mask, other=0.0).to(tl.float32) / tl.load(step.divisor)
+        g = tl.load(at.gradient + offsets, mask=mask, other=0.0).to(tl.float32) / tl.load(at.divisor)
     if factors_ptr is None:
         m, v = BETA1 * m + (1 - BETA1) * g, BETA2 * v + (1 - BETA2) * g * g
-        tl.store(shard.m + offsets, m, mask=mask)
-        tl.store(shard.v + offsets, v, mask=mask)
+        tl.store(at.m + offsets, m, mask=mask)
+        tl.store(at.v + offsets, v, mask=mask)
 
-    correction = tl.load(step.corrections)
-    denominator = tl.sqrt(v) / tl.sqrt(tl.load(step.corrections + 1)) + EPS
+    correction = tl.load(at.corrections)
+    denominator = tl.sqrt(v) / tl.sqrt(tl.load(at.corrections + 1)) + EPS
     if NESTEROV:
-        momentum = BETA1 / tl.load(step.corrections + 2) * m + (1 - BETA1) / correction * g
+        momentum = BETA1 / tl.load(at.corrections + 2) * m + (1 - BETA1) / correction * g
     if ONE_PASS:
-        w -= rate * weight_decay * tl.load(step.scales + 2 * row + 1) * w
+        w -= rate * weight_decay * tl.load(at.scales + 2 * row + 1) * w
         if NESTEROV:
             w -= rate * momentum / denominator
         else:
@@ -306,14 +300,14 @@ def _adamw_kernel(
     else:
         if not NESTEROV:
             momentum = m / correction
-        u = momentum / denominator + weight_decay * tl.load(step.scales + 2 * row + 1) * w
+        u = momentum / denominator + weight_decay * tl.load(at.scales + 2 * row + 1) * w
         if factors_ptr is None:
             u = tl.where(mask, u, 0.0).to(tl.float64)
             tl.store(sums_ptr + block, tl.sum(u * u, axis=0))
         else:
             w -= rate * tl.load(factors_ptr + row) * u
     if sums_ptr is None:
-        _store_weights(w, shard, offsets, mask)
+        _store_weights(w, at, offsets, mask)
 
 
 @jit
@@ -338,11 +332,10 @@ def _launch(
     if weights.remainder is not None:
         assert rounded is not None and rounded.dtype == torch.bfloat16
         rounded = rounded.view(torch.int16)
-    tensors = _ShardPointers(weights.master, rounded, weights.remainder, shard.gradient, shard.m, shard.v)
-    assert all(tensor is None or tensor.is_contiguous() for tensor in tensors)
+    of_shard = (weights.master, rounded, weights.remainder, shard.gradient, shard.m, shard.v)
+    assert all(tensor is None or tensor.is_contiguous() for tensor in of_shard)
     _adamw_kernel[(ranges.blocks,)](
-        tensors,
-        _StepPointers(ranges.places, ranges.scales, step.divisor, control.corrections, step.skipped),
+        _Pointers(*of_shard, ranges.places, ranges.scales, step.divisor, control.corrections, step.skipped),
         sums,
         factors,
         float(step.learning_rate),

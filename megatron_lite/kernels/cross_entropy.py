@@ -63,15 +63,10 @@ class Sums(NamedTuple):
         """Allocate sums for the first block to fill."""
         return cls(*torch.empty(2, tokens, dtype=torch.float32, device=device))
 
-    def part(self, rows: slice) -> Sums:
-        return Sums(self.lse[rows], self.at_label[rows])
-
     def loss(self, labels: Tensor, z_loss: float = 0.0) -> Tensor:
         """Return the loss summed over unmasked tokens: () in fp64, because there may be many."""
         lse = self.lse.double()
-        losses = lse - self.at_label
-        if z_loss:
-            losses = losses + z_loss * lse.square()
+        losses = lse - self.at_label + (z_loss * lse.square() if z_loss else 0.0)
         return losses.masked_fill(labels < 0, 0.0).sum()
 
 
@@ -327,7 +322,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
         loop = range(0, tokens, options.chunk_tokens)
         for start in turns(loop, hidden) if hidden.is_meta else loop:
             chunk = slice(start, start + options.chunk_tokens)
-            part, part_labels, part_sums = hidden[chunk], labels[chunk], sums.part(chunk)
+            part, part_labels, part_sums = hidden[chunk], labels[chunk], Sums(sums.lse[chunk], sums.at_label[chunk])
             logits = memory[: part.shape[0]]
             total = None if dhidden is None else dhidden[chunk]  # sum of dhidden over the blocks
             if total is not None and not is_one:

@@ -181,10 +181,6 @@ def _in_the_product(total: Tensor, a: Tensor, b: Tensor, first: bool) -> None:
         torch.addmm(total, a, b, **options, out=total)
 
 
-def _fp32_copies(total: Tensor, a: Tensor, b: Tensor, first: bool) -> None:
-    _multiply_in_fp32(total, a, b, None if first else total)
-
-
 def _narrow_temporary(total: Tensor, a: Tensor, b: Tensor, first: bool) -> None:
     step = temporary_rows(total.shape[1]) if total.device.type == "cpu" else total.shape[0]
     for start in range(0, total.shape[0], step):
@@ -209,7 +205,10 @@ def product_accumulation(device: torch.device, dtype: torch.dtype, total_dtype: 
     Runs small products on the device and waits for their results.
     """
     if computes_in_fp32(device, dtype):
-        return ProductAccumulation("from fp32 copies of the factors", _fp32_copies)
+        return ProductAccumulation(
+            "from fp32 copies of the factors",
+            lambda total, a, b, first: _multiply_in_fp32(total, a, b, None if first else total),
+        )
     in_the_product = ProductAccumulation("by the product itself", _in_the_product)
     if dtype == total_dtype:
         return in_the_product

@@ -294,7 +294,7 @@ def test_the_kernel_allocates_nothing(form: str, dtype: torch.dtype) -> None:
     assert memory.bytes == 0
     launches.__getitem__.assert_called_once_with((5,))
     pointers, *_ = launches[(5,)].call_args.args
-    given = {tensor.data_ptr() for tensor in pointers if tensor is not None}
+    given = {tensor.data_ptr() for tensor in pointers[:6] if tensor is not None}
     assert given == {tensor.data_ptr() for tensor in (*forms_of(shard), *shard[1:])}, "the kernel gets copies"
     with NewMemory() as memory:
         adamw(shard, ranges, control)

@@ -40,33 +40,27 @@ def piece_length(scores: int, length: int, channels: int, backward: bool) -> int
     return KEYS if backward else QUERIES
 
 
-def _forward(query: Tensor, key: Tensor, value: Tensor, scale: float | None) -> tuple[Tensor, Tensor]:
-    """Return output and log-sum-exp (b, n, s)."""
-    kernel = aten._scaled_dot_product_flash_attention_for_cpu
-    b, n, s, d = query.shape
-    rows = piece_length(b * n * s * s, s, d, backward=False)
-    if rows >= s:
-        output, sums = kernel(query, key, value, 0.0, True, scale=scale)
-        return output, sums
-    output, sums = query.new_empty(b, s, n, d).transpose(1, 2), query.new_empty(b, s, n).transpose(1, 2)
-    last = (s - 1) // rows * rows
-    mask = query.new_full((rows, last + rows), -math.inf).triu_(last + 1)  # of the last queries
-    for start in range(0, s, rows):
-        end = min(start + rows, s)
-        output[:, :, start:end], sums[:, :, start:end] = kernel(
-            query[:, :, start:end],
-            key[:, :, :end],
-            value[:, :, :end],
-            attn_mask=mask[: end - start, last - start : last - start + end],
-            scale=scale,
-        )
-    return output, sums
-
-
 class _FlashAttention(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, query: Tensor, key: Tensor, value: Tensor, scale: float | None) -> Tensor:
-        output, sums = _forward(query, key, value, scale)
+        kernel = aten._scaled_dot_product_flash_attention_for_cpu
+        b, n, s, d = query.shape
+        rows = piece_length(b * n * s * s, s, d, backward=False)
+        if rows >= s:
+            output, sums = kernel(query, key, value, 0.0, True, scale=scale)  # (b, n, s, d), (b, n, s)
+        else:
+            output, sums = query.new_empty(b, s, n, d).transpose(1, 2), query.new_empty(b, s, n).transpose(1, 2)
+            last = (s - 1) // rows * rows
+            mask = query.new_full((rows, last + rows), -math.inf).triu_(last + 1)  # of the last queries
+            for start in range(0, s, rows):
+                end = min(start + rows, s)
+                output[:, :, start:end], sums[:, :, start:end] = kernel(
+                    query[:, :, start:end],
+                    key[:, :, :end],
+                    value[:, :, :end],
+                    attn_mask=mask[: end - start, last - start : last - start + end],
+                    scale=scale,
+                )
         ctx.save_for_backward(query, key, value, output, sums)
         ctx.scale = scale
         return output
