@@ -52,18 +52,6 @@ def _our_loss(x: Tensor, w: Tensor) -> Tensor:
 OPERATIONS = {
     "linear": Operation(linear, functional.linear, [(2, 3, 5)], [(4, 5), (4,)]),
     "long linear": Operation(linear, functional.linear, [(2, 150, 5)], [(4, 5)]),  # many rows take another product
-    "layer norm": Operation(
-        lambda x, w, b: add_norm(x, None, w, b, Kind(1e-5, centered=True))[1],
-        lambda x, w, b: functional.layer_norm(x, (5,), w, b, 1e-5),
-        [(2, 3, 5)],
-        [(5,), (5,)],
-    ),
-    "rms norm": Operation(
-        lambda x, w: add_norm(x, None, w, None, Kind(1e-5, centered=False))[1],
-        lambda x, w: functional.rms_norm(x, (5,), w, 1e-5),
-        [(2, 3, 5)],
-        [(5,)],
-    ),
     "sum and layer norm": Operation(
         lambda x, y, w, b: torch.cat(add_norm(x, y * 1, w, b, Kind(1e-5, True))),
         lambda x, y, w, b: torch.cat([x + y, functional.layer_norm(x + y, (5,), w, b, 1e-5)]),

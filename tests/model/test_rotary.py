@@ -58,69 +58,39 @@ def theirs(model: ModelConfig, left_out: Container[str] = ()) -> LlamaConfig:
     )
 
 
+def rope(kind: str, factor: float | None, original: int | None = None, **more: Any) -> dict[str, Any]:
+    """Return options; those of scaling in `more` without "rope_"."""
+    given = {"type": kind, "factor": factor, "original_max_position_embeddings": original, **more}
+    plain = ("rotary_base", "rotary_percent", "kv_channels", "max_position_embeddings")
+    return {name if name in plain else f"rope_{name}": value for name, value in given.items() if value is not None}
+
+
 ROPES: list[dict[str, Any]] = [
+    *(rope("linear", factor, rotary_base=base) for factor in (1.0, 2.5, 8.0) for base in (10000.0, 500000.0)),
+    rope("linear", 3.0, rotary_percent=0.5),
+    *(rope("llama3", factor, 8192, rotary_base=500000.0) for factor in (8.0, 32.0)),  # 3.1 and 3.2
+    rope("llama3", 4.0, 40),
     *(
-        dict(rope_type="linear", rope_factor=factor, rotary_base=base)
-        for factor in (1.0, 2.5, 8.0)
-        for base in (10000.0, 500000.0)
-    ),
-    dict(rope_type="linear", rope_factor=3.0, rotary_percent=0.5),
-    dict(rope_type="llama3", rope_factor=8.0, rope_original_max_position_embeddings=8192, rotary_base=500000.0),  # 3.1
-    dict(rope_type="llama3", rope_factor=32.0, rope_original_max_position_embeddings=8192, rotary_base=500000.0),  # 3.2
-    dict(rope_type="llama3", rope_factor=4.0, rope_original_max_position_embeddings=40),
-    *(
-        dict(
-            rope_type="llama3",
-            rope_factor=5.0,
-            rope_low_freq_factor=low,
-            rope_high_freq_factor=high,
-            kv_channels=128,
-            rope_original_max_position_embeddings=original,
-        )
+        rope("llama3", 5.0, original, low_freq_factor=low, high_freq_factor=high, kv_channels=128)
         for low, high in ((0.5, 0.75), (1.0, 64.0), (3.0, 9.0))
         for original in (100, 4096)
     ),
     *(
-        dict(
-            rope_type="yarn",
-            rope_factor=factor,
-            rope_original_max_position_embeddings=original,
-            rotary_base=base,
-            rope_truncate=truncate,
-        )
+        rope("yarn", factor, original, rotary_base=base, truncate=truncate)
         for factor, original, base, truncate in itertools.product(
             (1.0, 1.7, 4.0, 40.0), (4, 2048, 32768), (100.0, 1e6), (True, False)
         )
     ),
-    *(
-        dict(
-            rope_type="yarn",
-            rope_factor=40.0,
-            rope_original_max_position_embeddings=4096,
-            rope_mscale=mscale,
-            rope_mscale_all_dim=all_dim,
-        )
+    *(  # DeepSeek's
+        rope("yarn", 40.0, 4096, mscale=mscale, mscale_all_dim=all_dim)
         for mscale, all_dim in ((1.0, 1.0), (0.707, 1.0), (1.0, 0.3))
-    ),  # DeepSeek's
-    dict(
-        rope_type="yarn",
-        rope_factor=1.0,
-        rope_original_max_position_embeddings=64,
-        rope_mscale=2.0,
-        rope_mscale_all_dim=1.0,
     ),
-    dict(rope_type="yarn", rope_factor=16.0, rope_original_max_position_embeddings=4096, rope_attention_factor=0.9),
-    dict(rope_type="yarn", rope_factor=4.0, rope_beta_fast=20.0, rope_beta_slow=2.5, rotary_percent=0.75),
-    dict(
-        rope_type="yarn",
-        rope_factor=4.0,
-        rope_beta_fast=3.0,
-        rope_beta_slow=3.0,
-        rope_truncate=False,
-        rope_original_max_position_embeddings=1000,
-    ),  # a ramp of no length
-    dict(rope_type="yarn", rope_original_max_position_embeddings=500, max_position_embeddings=2000),
-    dict(rope_type="yarn", rope_original_max_position_embeddings=500, max_position_embeddings=1999, kv_channels=2),
+    rope("yarn", 1.0, 64, mscale=2.0, mscale_all_dim=1.0),
+    rope("yarn", 16.0, 4096, attention_factor=0.9),
+    rope("yarn", 4.0, beta_fast=20.0, beta_slow=2.5, rotary_percent=0.75),
+    rope("yarn", 4.0, 1000, beta_fast=3.0, beta_slow=3.0, truncate=False),  # a ramp of no length
+    rope("yarn", None, 500, max_position_embeddings=2000),
+    rope("yarn", None, 500, max_position_embeddings=1999, kv_channels=2),
 ]
 
 
@@ -135,15 +105,7 @@ def test_frequencies_and_factor_are_hugging_faces(options: dict[str, Any]) -> No
 
 
 @pytest.mark.filterwarnings("ignore")
-@pytest.mark.parametrize(
-    "options",
-    [
-        dict(rope_type="yarn", rope_factor=4.0),
-        dict(rope_type="yarn", rope_original_max_position_embeddings=500),
-        dict(rope_type="llama3", rope_factor=8.0),
-    ],
-    ids=str,
-)
+@pytest.mark.parametrize("options", [rope("yarn", 4.0), rope("yarn", None, 500), rope("llama3", 8.0)], ids=str)
 def test_missing_rope_options_are_filled_in_as_in_transformers(options: dict[str, Any]) -> None:
     """Original length, factor of yarn, ends of the ramp, rounding: from a dict that has only what was given."""
     model = resolved(**options, max_position_embeddings=3000)
@@ -156,14 +118,7 @@ def test_missing_rope_options_are_filled_in_as_in_transformers(options: dict[str
 
 
 @pytest.mark.parametrize(
-    "options",
-    [
-        dict(),
-        dict(rotary_base=123.0),
-        dict(rope_type="llama3", rope_factor=8.0, rope_original_max_position_embeddings=100),
-        dict(rope_type="yarn", rope_factor=8.0, rope_original_max_position_embeddings=100),
-    ],
-    ids=str,
+    "options", [dict(), dict(rotary_base=123.0), rope("llama3", 8.0, 100), rope("yarn", 8.0, 100)], ids=str
 )
 def test_cos_and_sin_are_those_of_a_llama(options: dict[str, Any]) -> None:
     """Tables for positions in order and for any positions agree to the last bit."""

@@ -6,7 +6,7 @@ from __future__ import annotations
 import functools
 import json
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from types import SimpleNamespace
 from typing import Any
 from unittest import mock
@@ -81,14 +81,17 @@ def test_without_mass_the_average_stays_where_it_began() -> None:
         assert averages(options, [1.0, 2.0], start=5.0) == [5.0, 5.0]
 
 
-def as_levanter(options: AveragingConfig, iterates: list[float]) -> float:
-    """ema_decay_sqrt as Levanter writes it, over the whole history, in float64."""
-    average = total = 0.0
+def exact_average(options: AveragingConfig, start: Any, iterates: Sequence[Any]) -> Any:
+    """The average of numbers or tensors over the whole history, as Levanter writes it, in float64."""
+    average, total = start, 0.0
     for t, value in enumerate(iterates):
+        if options.ema_type == "ema":
+            average = options.ema_beta * average + (1 - options.ema_beta) * value
+            continue
         progress = min(max((t - options.ema_switch_iter) / options.ema_decay_iters, 0.0), 1.0)
-        weight = 1.0 - options.ema_beta if t < options.ema_switch_iter else 1.0 - math.sqrt(progress)
-        total += weight
-        average += weight / total * (value - average) if total > 0 else 0.0
+        mass = 1.0 - options.ema_beta if t < options.ema_switch_iter else 1.0 - math.sqrt(progress)
+        total += mass
+        average = average + (mass / total * (value - average) if total > 0 else 0.0)
     return average
 
 
@@ -103,7 +106,7 @@ def test_any_numbers_give_levanters_average(beta: float, switch: int, decay: int
     """And the average never leaves the range of the weights, and stands still after the decay."""
     options = {"ema_type": "ema_decay_sqrt", "ema_beta": beta, "ema_switch_iter": switch, "ema_decay_iters": decay}
     found = averages(options, iterates)
-    assert found[-1] == pytest.approx(as_levanter(AveragingConfig(**options), iterates), abs=1e-5)
+    assert found[-1] == pytest.approx(exact_average(AveragingConfig(**options), 0.0, iterates), abs=1e-5)
     assert all(min(iterates) - 1e-5 <= value <= max(iterates) + 1e-5 for value in found)
     assert len(set(found[switch + decay :])) <= 1
     assert weight_in_sum(AveragingConfig(**options), switch + decay) == 0.0
@@ -183,18 +186,11 @@ def followed(ranks: Any, options: Options) -> tuple[float, float]:
         history.append([part.read("weights").double().clone() for part in parts])
     worst = moved = 0.0
     for index, part in enumerate(parts):
-        average, total = history[0][index], 0.0
-        for t, weights in enumerate(step[index] for step in history[1:]):
-            if config.ema_type == "ema":
-                average = config.ema_beta * average + (1 - config.ema_beta) * weights
-            else:
-                progress = min(max((t - config.ema_switch_iter) / config.ema_decay_iters, 0.0), 1.0)
-                mass = 1 - config.ema_beta if t < config.ema_switch_iter else 1 - math.sqrt(progress)
-                total += mass
-                average = average + mass / total * (weights - average)
+        start, *iterates = (weights[index] for weights in history)
+        average = exact_average(config, start, iterates)
         assert part.average is not None
         worst = max(worst, float((part.average - average).abs().max()))
-        moved = max(moved, float((part.average - weights).abs().max()))
+        moved = max(moved, float((part.average - iterates[-1]).abs().max()))
     engine.model.finish()
     return worst, moved
 

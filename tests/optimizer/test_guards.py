@@ -94,16 +94,6 @@ def test_decisions_are_levanters() -> None:
     assert [step for step, skipped in enumerate(decisions) if skipped] == case["skipped"] == [8, 10]
 
 
-def test_a_bad_step_is_remembered_and_one_that_is_not_finite_is_not() -> None:
-    """A level that has changed for good is usual after a few steps, and a NaN disturbs no later step."""
-    a_guard = guard(**SKIPPING)
-    assert not any(feed(a_guard, usual_steps(8)))
-    assert feed(a_guard, [(NAN, 1.0), (5.0, NAN), (INF, INF), (5.0, LARGE)]) == [True] * 4
-    assert feed(a_guard, usual_steps(2, seed=1)) == [False, False]
-    shifted = feed(a_guard, [(9.0, 1.0)] * 4)
-    assert shifted[0] and not shifted[-1], "1 / (1 + sigma^2) of the window has to be of the new level"
-
-
 def test_nothing_but_numbers_that_are_not_finite_is_dropped_by_default() -> None:
     a_guard = guard()
     steps = [*usual_steps(200), (1e9, 1e9), (NAN, 1.0), (INF, 1.0), (-INF, 1.0), (1.0, NAN), (1.0, INF), (1.0, LARGE)]

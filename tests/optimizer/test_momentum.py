@@ -140,19 +140,6 @@ def test_split_weights_equal_unsplit_ones_bit_for_bit(rule: str) -> None:
         assert torch.equal(*moments)
 
 
-@pytest.mark.parametrize("momentum", [0.0, 0.9])
-def test_sgd_without_decay_equals_torch(momentum: float) -> None:
-    weights, exp_avg = make_weights("master alone", draw(0)), torch.zeros(NUMEL)
-    oracle = torch.nn.Parameter(draw(0))
-    optimizer = torch.optim.SGD([oracle], lr=0.1, momentum=momentum)
-    rows = [Range(0, NUMEL, 1.0, 0.0)]
-    for count in range(1, 6):
-        oracle.grad = draw(count)
-        optimizer.step()
-        sgd(weights, draw(count), exp_avg, rows, numbers_of(0.1, 1.0), momentum)
-        assert torch.allclose(weights.read(slice(0, NUMEL)), oracle, rtol=1e-6, atol=1e-6)
-
-
 def test_lion_does_not_move_padding() -> None:
     """Zeros without a gradient stay zero, because sign(0) = 0."""
     weights, exp_avg = make_weights("master alone", torch.zeros(NUMEL)), torch.zeros(NUMEL)

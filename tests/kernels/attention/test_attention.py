@@ -6,7 +6,7 @@ import contextlib
 import dataclasses
 import importlib.util
 import warnings
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any, cast
 
 import pytest
@@ -68,6 +68,13 @@ class Case:
         causal = (distance >= 0) & (distance < (self.window or self.s))
         return causal & (document[:, :, None] == document[:, None])
 
+    def attend(self, inputs: Sequence[Tensor], backend: str, *dropout: Any, device: str = "cpu", **more: Any) -> Tensor:
+        """Compute attention of query, key and value; `dropout`: probability and seed."""
+        p, seed = dropout or (0.0, None)
+        documents = self.documents(device)
+        more["scale"] = self.scale
+        return attention(*inputs, self.window, p, seed, backend=backend, documents=documents, **more)
+
     def formula(self, q: Tensor, k: Tensor, v: Tensor, kept: Tensor | None = None) -> Tensor:
         """Return attention (b, n, s, d); `kept` (b, n, s, s) are the factors of dropout on the probabilities."""
         repeats = self.n // self.g
@@ -101,17 +108,7 @@ def compare(case: Case, dtype: torch.dtype, backend: str, device: str = "cpu", s
     formula = case.formula(*exact)
     formula.backward(grad.double())
     ours = [tensor.to(device).requires_grad_() for tensor in inputs]
-    documents = case.documents(device)
-    output = attention(
-        *ours,
-        case.window,
-        0.0,
-        None,
-        backend=backend,
-        documents=documents,
-        scale=case.scale,
-        softmax_in_fp32=softmax_in_fp32,
-    )
+    output = case.attend(ours, backend, device=device, softmax_in_fp32=softmax_in_fp32)
     assert output.shape == formula.shape and output.dtype == dtype
     output.backward(grad.to(device))
     for mine, reference in zip([output, *(t.grad for t in ours)], [formula, *(t.grad for t in exact)], strict=True):
@@ -167,15 +164,7 @@ def test_dropout_equals_the_formula_with_the_same_mask(case: Case, softmax_in_fp
     """Zero queries look at their keys alike, and values that are the rows of a unit matrix show who was dropped."""
     dropout_p, seed = 0.3, 5
     zeros = [torch.zeros(case.b, heads, case.s, case.s) for heads in (case.n, case.g)]
-    seen = attention(
-        *zeros,
-        torch.eye(case.s).expand_as(zeros[1]),
-        case.window,
-        dropout_p,
-        seed,
-        backend="math",
-        documents=case.documents(),
-    )
+    seen = case.attend([*zeros, torch.eye(case.s).expand_as(zeros[1])], "math", dropout_p, seed)
     kept = (seen > 0).double() / (1 - dropout_p)
     allowed = case.allowed()[:, None].expand_as(seen)
     assert not kept[~allowed].any() and 0.6 < float((kept[allowed] > 0).double().mean()) < 0.8
@@ -183,16 +172,7 @@ def test_dropout_equals_the_formula_with_the_same_mask(case: Case, softmax_in_fp
     exact = [tensor.double().requires_grad_() for tensor in inputs]
     formula = case.formula(*exact, kept)
     ours = [tensor.requires_grad_() for tensor in inputs]
-    output = attention(
-        *ours,
-        case.window,
-        dropout_p,
-        seed,
-        backend="auto",
-        documents=case.documents(),
-        scale=case.scale,
-        softmax_in_fp32=softmax_in_fp32,
-    )
+    output = case.attend(ours, "auto", dropout_p, seed, softmax_in_fp32=softmax_in_fp32)
     gradients = torch.autograd.grad(output, ours, grad)
     expected = torch.autograd.grad(formula, exact, grad.double())
     for mine, reference in zip([output, *gradients], [formula, *expected], strict=True):
@@ -212,7 +192,7 @@ def results(case: Case, backend: str, dropout_p: float = 0.0) -> list[Tensor]:
     """Return output and gradients in fp32."""
     *inputs, grad = case.inputs(FP32)
     ours = [tensor.requires_grad_() for tensor in inputs]
-    output = attention(*ours, case.window, dropout_p, 5, backend=backend, documents=case.documents(), scale=case.scale)
+    output = case.attend(ours, backend, dropout_p, 5)
     return [output.detach(), *torch.autograd.grad(output, ours, grad)]
 
 
@@ -349,7 +329,7 @@ def test_nothing_leaks_between_documents(backend: str, window: int | None) -> No
             for tensor in (*inputs, grad):
                 tensor[0, :, changed] = content
         ours = [tensor.to(device).requires_grad_() for tensor in inputs]
-        output = attention(*ours, case.window, 0.0, None, backend=backend, documents=case.documents(device))
+        output = case.attend(ours, backend, device=device)
         output.backward(grad.to(device))
         return [cast(Tensor, tensor).detach().cpu() for tensor in (output, *(t.grad for t in ours))]
 
@@ -523,7 +503,7 @@ def test_varlen_gets_the_right_arguments(case: Case, says_grouped: bool, monkeyp
 
     monkeypatch.setattr(attention_gpu, "_varlen", lambda: (written_out, says_grouped))
     inputs = case.inputs(torch.float64)[:3]
-    output = attention(*inputs, case.window, 0.0, None, backend="varlen", documents=case.documents(), scale=case.scale)
+    output = case.attend(inputs, "varlen")
     torch.testing.assert_close(output, case.formula(*inputs))
 
 
@@ -555,7 +535,7 @@ def test_flash3_takes_the_place_of_the_flash_kernels_only_while_it_is_wanted(mon
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         for backend in ("varlen", "flash3", "flash3", "varlen", "flash3"):
-            output = attention(*inputs, case.window, 0.0, None, backend=backend)
+            output = case.attend(inputs, backend)
             torch.testing.assert_close(output, case.formula(*inputs))
     assert [name for name, _ in seen] == [None, "FA3", "FA3", None, "FA3"]
     assert {reach for _, reach in seen} == {(6, 0)}
@@ -580,7 +560,7 @@ def test_varlen_keeps_query_key_value_output_and_a_number_per_row(case: Case) ->
     projection = torch.empty(b, s, n + 2 * g, d, dtype=torch.bfloat16, device="meta", requires_grad=True)
     with saved_tensors() as kept:
         parts = [part.transpose(1, 2) for part in projection.split([n, g, g], dim=2)]
-        output = attention(*parts, case.window, 0.0, None, backend="varlen", documents=case.documents("meta"))
+        output = case.attend(parts, "varlen", device="meta")
     assert output.shape == (b, n, s, d) and output.transpose(1, 2).is_contiguous(), "(b, s, n d) must be a view"
     views = [tensor for tensor in kept if tensor._base is projection]  # three views of one memory
     others = [tensor for tensor in kept if tensor._base is not projection and tensor.numel() > 4]
@@ -617,9 +597,9 @@ def test_flex_attention_takes_the_mask(monkeypatch: pytest.MonkeyPatch) -> None:
 
     monkeypatch.setattr(attention_gpu, "_compiled_flex", lambda: module.flex_attention)
     for case in (Case(2, 4, 2, 300, 16, 150, scale=0.1), Case(2, 4, 2, 300, 16, None, (100, 200, 300))):
-        inputs, documents = case.inputs(torch.float32)[:3], case.documents()
+        inputs = case.inputs(torch.float32)[:3]
         with torch.no_grad():
-            output = attention(*inputs, case.window, 0.0, None, backend="flex", documents=documents, scale=case.scale)
+            output = case.attend(inputs, "flex")
         close(output, case.formula(*(tensor.double() for tensor in inputs)), torch.float32)
 
 
@@ -699,7 +679,7 @@ def test_deterministic_backends_repeat_their_bits_on_a_gpu(backend: str) -> None
     try:
         for _ in range(3):
             ours = [tensor.detach().requires_grad_() for tensor in inputs]
-            output = attention(*ours, case.window, 0.0, None, backend=backend)
+            output = case.attend(ours, backend)
             runs.append([output, *torch.autograd.grad(output, ours, grad)])
     finally:
         torch.use_deterministic_algorithms(False)
