@@ -18,13 +18,17 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from megatron_lite.config import AveragingConfig
+from megatron_lite.errors import UsageError
 from megatron_lite.kernels import weight_shard
 from megatron_lite.kernels.weight_shard import WeightShard
 from megatron_lite.optimizer import averaging
 from megatron_lite.optimizer.averaging import Averaging, weight_in_sum
+from megatron_lite.planner.plan import make_plan
+from megatron_lite.planner.report import describe
+from megatron_lite.validation.warnings import warnings
 from megatron_lite.zero.stage import Buffer, Stage
 from tests.support.engine_runs import Engine, LateGroup, Outcome, SimulatedRanks
-from tests.support.harness import run_distributed
+from tests.support.harness import run_distributed, tiny_config
 
 Options = dict[str, Any]
 
@@ -377,3 +381,64 @@ def test_nothing_is_read_from_the_device() -> None:
     for _ in range(8):
         engine.begin()
         engine.follow(part)
+
+
+# -- options --------------------------------------------------------------------------------------------------------
+
+EXPORT: Options = {"export_interval": 10, "experiment_dir": "/run", "export_weights": "average"}
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (EXPORT, "--export_weights=average, --ema_type=none: no average is kept; write --ema_type=ema"),
+        ({"export_weights": "average"}, "no average is kept"),
+        (
+            {**EXPORT, **EMA, "export_format": "distributed"},
+            "--export_weights=average, --export_format=distributed: a resumable checkpoint always holds weights and "
+            "averages; leave one of the two out",
+        ),
+    ],
+    ids=str,
+)
+def test_contradictions(options: dict[str, Any], message: str) -> None:
+    with pytest.raises(UsageError) as caught:
+        tiny_config(**options)
+    assert message in str(caught.value) and len(str(caught.value).splitlines()) == 1
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (EMA, "--ema_type=ema: the averages are only saved; evaluate them with --validation_iters"),
+        ({"ema_type": "ema_decay_sqrt"}, "--ema_switch_iter=100000 is not reached in 20 iterations: the average"),
+    ],
+    ids=str,
+)
+def test_surprises(options: dict[str, Any], message: str) -> None:
+    assert sum(message in line for line in warnings(tiny_config(**options))) == 1
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {},
+        {**EMA, "validation_iters": 1},
+        {**EMA, "test_iters": 1},
+        {**EMA, **EXPORT},
+        {"ema_type": "ema_decay_sqrt", "ema_switch_iter": 19, "ema_decay_iters": 1, "validation_iters": 1},
+    ],
+    ids=str,
+)
+def test_no_surprise(options: dict[str, Any]) -> None:
+    assert warnings(tiny_config(**{"experiment_dir": "/run", **options})) == []
+
+
+def test_a_dry_run_counts_averages_and_their_buffers() -> None:
+    """One rank of two, tied head: 4 bytes per element of a shard; two shared buffers and the embedding's own."""
+    plan = make_plan(tiny_config(2, **EMA, zero_stage=3, training_dtype="bf16"), 2, "cuda")
+    rows = {line[:28].strip(): line.split()[-3:] for line in describe(plan, 2**40, ())}
+    sizes = [stage.numel for stage in plan.model.stages]
+    assert rows["averages"][:2] == [str(len(sizes)), f"{4 * sum(sizes) // 2:,}"]
+    buffers = sizes[0] + max(sizes[1], sizes[3]) + sizes[2]
+    assert rows["average buffers"][:2] == ["3", f"{2 * buffers:,}"]

@@ -12,6 +12,7 @@ from typing import Any, cast
 import pytest
 import torch
 from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from megatron_lite.config.model import ATTENTION_BACKENDS
 from megatron_lite.errors import UsageError
@@ -19,14 +20,14 @@ from megatron_lite.kernels.attention import blocks as attention_blocks
 from megatron_lite.kernels.attention import choice as attention_choice
 from megatron_lite.kernels.attention import cpu as attention_cpu
 from megatron_lite.kernels.attention import gpu as attention_gpu
-from megatron_lite.kernels.attention.attention import Documents, attention
+from megatron_lite.kernels.attention.attention import Documents, attention, cached_attention
 from megatron_lite.kernels.attention.choice import Machine, Work, choose_attention, describe_attention
 from megatron_lite.kernels.choice import failure
 from megatron_lite.kernels.heads import split_heads
 from megatron_lite.kernels.linear import linear
 from megatron_lite.kernels.rotary import rotary_table
 from megatron_lite.parameter import Parameter
-from tests.support.kernel_checks import close, dtypes, saved_tensors
+from tests.support.kernel_checks import close, dtypes, randn, saved_tensors
 from tests.support.memory_meters import PeakMeter
 
 gpu = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")]
@@ -725,3 +726,73 @@ def test_the_trial_tells_what_works() -> None:
     assert failure("math", cpu, Work(BF16, 16)) is None
     reason = failure("cudnn", cpu, Work(BF16, 16))
     assert reason is not None and reason.startswith("RuntimeError: ")
+
+
+# -- one new token --------------------------------------------------------------------------------------------------
+
+
+@dtypes
+@pytest.mark.parametrize(
+    ("n", "g", "k", "scale"), [(4, 2, 9, None), (6, 6, 1, None), (4, 1, 200, 0.1), (9, 3, 70, None)]
+)
+def test_cached_attention_equals_the_formula(n: int, g: int, k: int, scale: float | None, dtype: torch.dtype) -> None:
+    """Grouped heads, one and many keys, another scale."""
+    query, key, value = (randn(3, heads, length, 8).to(dtype) for heads, length in ((n, 1), (g, k), (g, k)))
+    output = cached_attention(query, key, value, scale)
+    keys, values = (heads.double().repeat_interleave(n // g, 1) for heads in (key, value))
+    exact = (query.double() @ keys.transpose(2, 3) * (scale or 8**-0.5)).softmax(-1) @ values
+    assert output.dtype == dtype and output.shape == exact.shape
+    close(output, exact, dtype)
+
+
+@pytest.mark.parametrize("window", [None, 3])
+def test_token_by_token_equals_all_at_once(window: int | None) -> None:
+    """Training's attention over 20 tokens equals attention token by token over the keys that each may look at."""
+    query, key, value = (randn(2, heads, 20, 8, seed=heads) for heads in (4, 2, 2))
+    whole = attention(query, key, value, window, 0.0, None, backend="math", scale=0.2)
+    for i in range(20):
+        seen = slice(max(0, i + 1 - (window or 20)), i + 1)
+        one = cached_attention(query[:, :, i : i + 1], key[:, :, seen], value[:, :, seen], 0.2)
+        close(one, whole[:, :, i : i + 1], torch.float32)
+
+
+# -- pieces on a CPU ------------------------------------------------------------------------------------------------
+
+
+class KernelCalls(TorchDispatchMode):
+    """Queries times keys in each call of the flash kernel, forward and backward."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.scores: dict[bool, list[int]] = {False: [], True: []}
+
+    def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        name = function.overloadpacket.__name__
+        if name.startswith("_scaled_dot_product_flash_attention_for_cpu"):
+            query, key = args[1:3] if name.endswith("_backward") else args[:2]
+            self.scores[name.endswith("_backward")].append(query.shape[2] * key.shape[2])
+        return function(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize(("s", "forward", "backward"), [(256, 0.63, 0.75), (512, 0.57, 0.63), (1024, 1.0, 0.57)])
+def test_flash_attention_on_a_cpu_leaves_out_much_of_the_future(s: int, forward: float, backward: float) -> None:
+    """Pieces compute this share of the scores of all queries and keys; causal attention needs half of them."""
+    heads = split_heads(torch.randn(1, s, 3 * 8 * 64, requires_grad=True) * 1, 8, 8, None)
+    with KernelCalls() as calls:
+        attention(*heads, None, 0.0, None, backend="flash").sum().backward()
+    assert 0.5 < sum(calls.scores[False]) / s**2 <= forward
+    assert 0.5 < sum(calls.scores[True]) / s**2 <= backward
+
+
+@pytest.mark.parametrize("shape", [(2, 8, 2, 256, 64), (1, 2, 2, 40, 8)], ids=str)
+def test_gradients_of_flash_attention_on_a_cpu_are_joined(shape: tuple[int, ...]) -> None:
+    """The gradient of the projection holds those of query, key and value, computed in pieces or not."""
+    b, n, g, s, d = shape
+    projection = torch.randn(b, s, (n + 2 * g) * d, requires_grad=True)
+    heads = split_heads(projection * 1, n, g, None)
+    output = attention(*heads, None, 0.0, None, backend="flash")
+    (grad,) = torch.autograd.grad(output, projection, torch.ones_like(output))
+    leaves = [head.detach().requires_grad_() for head in heads]
+    again = attention(*leaves, None, 0.0, None, backend="flash")
+    parts = torch.autograd.grad(again, leaves, torch.ones_like(again))
+    assert torch.equal(grad.view(b, s, -1, d), torch.cat([part.transpose(1, 2) for part in parts], dim=2))
