@@ -34,8 +34,7 @@ from megatron_lite.monitor.export_callback import ExportCallback, open_callback
 from megatron_lite.monitor.logging import log_both, start_logging
 from megatron_lite.monitor.memory_history import MemoryHistory, open_history
 from megatron_lite.monitor.metric_lines import ConsoleLines
-from megatron_lite.monitor.metrics import LogWindow, known_peak_tflops
-from megatron_lite.monitor.step_timer import StepTimer
+from megatron_lite.monitor.metrics import LogWindow, StepTimer, known_peak_tflops
 from megatron_lite.monitor.tensor_debug import TensorDebugger, open_debugger
 from megatron_lite.monitor.trackers import Trackers, check_trackers, open_trackers
 from megatron_lite.monitor.watch import Watch, open_watch

@@ -36,8 +36,7 @@ from megatron_lite.reports.comparison import (
     median_speed,
     peak,
 )
-from megatron_lite.reports.series import printable
-from megatron_lite.reports.watched_run import WatchedRun, watched
+from megatron_lite.reports.watched_run import WatchedRun, printable, watched
 
 LONGEST_CELL = 40  # characters
 Row = Sequence[str]

@@ -22,8 +22,7 @@ from megatron_lite.cli.script_parser import ScriptParser
 from megatron_lite.errors import RunError, StorageError, UsageError
 from megatron_lite.reports.charts import LOSSES, draw_chart
 from megatron_lite.reports.picture import Drawing, draw, read_losses, to_figure, to_svg
-from megatron_lite.reports.series import sparkline
-from megatron_lite.reports.watched_run import WatchedRun
+from megatron_lite.reports.watched_run import WatchedRun, sparkline
 
 SPARKLINE_WIDTH = 60
 NO_MATPLOTLIB = "matplotlib is not installed, so the picture is an SVG; for a PNG: python -m pip install matplotlib"

@@ -1,15 +1,26 @@
-"""Numbers about a run: FLOPs, peak rates, mean losses. Units end a name."""
+"""Numbers about a run: FLOPs, peak rates, mean losses, step times, rates, the time left. Units end a name."""
 
 from __future__ import annotations
 
+import contextlib
 import re
-from typing import Any
+import statistics
+from collections import deque
+from collections.abc import Callable, Iterator, Mapping
+from datetime import datetime, timedelta
+from time import perf_counter
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from megatron_lite.config import ModelConfig, PerformanceConfig
+from megatron_lite.config import Config, ModelConfig, PerformanceConfig
+from megatron_lite.schedules.batch_size import batch_schedule
 
+Clock = Callable[[], float]  # seconds, monotonic
+WARM_UP_STEPS = 1  # of a start, which compile kernels and allocate memory
+STEPS = 1000  # the newest ones, from which the pace is taken
+STALL = 3.0  # times the median: a longer step waited for something that is not expected again
 # Dense bf16 tensor-core peaks (fp16 for V100 and T4) in TFLOP/s, from the vendor's data sheets; the first match wins.
 # PCIe and NVL boards run at lower clocks than SXM modules of the same name.
 PEAK_TFLOPS = """
@@ -127,3 +138,171 @@ class LogWindow:
         """Restore what `state` returned."""
         self._loss.fill_(float.fromhex(state["loss"]))
         self._tokens.fill_(state["tokens"])
+
+
+class Forecast:
+    """The pace of this start's steps, and the time left, if pauses come as often as so far.
+
+    Args:
+        consumed_samples: samples consumed after N iterations, which may have different batch sizes.
+        iteration: iterations done before this start.
+    """
+
+    def __init__(self, consumed_samples: Callable[[int], int], train_iters: int, iteration: int) -> None:
+        self._consumed_samples, self._train_iters = consumed_samples, train_iters
+        self._first = iteration
+        self._warm_up = WARM_UP_STEPS
+        self._sample_s: deque[float] = deque(maxlen=STEPS)  # seconds per sample of each step
+        self._pauses: dict[str, tuple[float, int]] = {}  # by kind: seconds in all, and the iteration before the last
+
+    def add(self, iteration: int, step_s: float, pauses_s: Mapping[str, float]) -> None:
+        """Count a step, unless it is the first of a start, and the pauses before it by kind (validation, save ...)."""
+        samples = self._consumed_samples(iteration) - self._consumed_samples(iteration - 1)
+        if self._warm_up:
+            self._warm_up -= 1
+            return
+        self._sample_s.append(step_s / samples)
+        for kind, seconds in pauses_s.items():
+            self._pauses[kind] = (seconds + self._pauses.get(kind, (0.0, 0))[0], iteration - 1)
+
+    def sample_s(self) -> float | None:
+        """Return the seconds per sample, without stalls; None before the first step that counts."""
+        if not self._sample_s:
+            return None
+        longest_s = STALL * statistics.median(self._sample_s)
+        return statistics.fmean(seconds for seconds in self._sample_s if seconds <= longest_s)
+
+    def remaining_s(self, iteration: int) -> float | None:
+        """Return the seconds that the run needs after `iteration`, pauses included; None if unknown."""
+        if (sample_s := self.sample_s()) is None:
+            return None
+        samples = self._consumed_samples(self._train_iters) - self._consumed_samples(iteration)
+        # Iterations up to the last pause of a kind hold whole periods of that kind.
+        pause_s = sum(seconds / (last - self._first) for seconds, last in self._pauses.values())
+        return max(samples, 0) * sample_s + max(self._train_iters - iteration, 0) * pause_s
+
+
+class Mark(NamedTuple):
+    """A moment of training: seconds, without excluded ones, and iterations done."""
+
+    seconds: float
+    iteration: int
+
+
+class StepTimer:
+    """Training time and rates, excluding validations and saves.
+
+    Rates count the samples of the batch schedule, without padding.
+
+    Args:
+        config: resolved.
+        iteration: iterations done before this start.
+        peak_tflops: dense peak of one device, or None if unknown (then no mfu).
+    """
+
+    def __init__(
+        self, config: Config, world_size: int, iteration: int, peak_tflops: float | None, clock: Clock = perf_counter
+    ) -> None:
+        self._consumed_samples, length = batch_schedule(config.batch).consumed_samples, config.batch.sequence_length
+        # Per sample and device.
+        self._tokens = length / world_size
+        self._model_tflop = model_flops(config.model, length, length) / world_size / 1e12
+        self._hardware_tflop = hardware_flops(config.model, config.performance, length, length) / world_size / 1e12
+        self._peak_tflops, self._world_size = peak_tflops, world_size
+        self._clock, self._excluded_s = clock, 0.0
+        # Where the step, the lap, the glance and the time of the mean step began.
+        self._step = self._lap = self._glance = self._run = self._mark(iteration)
+        self._laps = 0
+        self._pauses_s: dict[str, float] = {}  # since the end of the last step, by kind
+        self._lap_pauses_s: dict[str, float] = {}
+        self._forecast = Forecast(self._consumed_samples, config.training.train_iters, iteration)
+
+    def _mark(self, iteration: int) -> Mark:
+        return Mark(self._clock() - self._excluded_s, iteration)
+
+    @contextlib.contextmanager
+    def excluded(self) -> Iterator[None]:
+        """Exclude the time inside the block from training time: validation, checkpoints, exports."""
+        start_s = self._clock()
+        try:
+            yield
+        finally:
+            self._excluded_s += self._clock() - start_s
+
+    @contextlib.contextmanager
+    def pause(self, kind: str) -> Iterator[None]:
+        """Count excluded time as a recurring pause."""
+        start_s = self._clock()
+        try:
+            yield
+        finally:
+            seconds = self._clock() - start_s
+            for pauses in (self._pauses_s, self._lap_pauses_s):
+                pauses[kind] = pauses.get(kind, 0.0) + seconds
+
+    def end_step(self, iteration: int) -> None:
+        """Count one step for the forecast. On a GPU the step may still run; the one before it has ended."""
+        end = self._mark(iteration)
+        self._forecast.add(iteration, end.seconds - self._step.seconds, self._pauses_s)
+        self._step, self._pauses_s = end, {}
+
+    def pace(self, iteration: int) -> dict[str, float]:
+        """Return `tokens_per_sec`, `mfu` and `remaining_seconds` at the usual pace of a step; empty if unknown."""
+        seconds = self._forecast.sample_s()
+        if not seconds:
+            return {}
+        numbers = {"tokens_per_sec": self._tokens * self._world_size / seconds}
+        if self._peak_tflops:
+            numbers["mfu"] = self._model_tflop / seconds / self._peak_tflops
+        return {**numbers, **self._remaining(iteration)}
+
+    def lap(self, iteration: int, now: datetime | None = None) -> tuple[dict[str, float], dict[str, Any]]:
+        """End the lap that began at the last call.
+
+        The caller has waited for the device (by reading the loss).
+
+        Returns:
+            the part of the metrics record (`step_time_ms`, `tokens_per_sec_per_gpu`, `model_tflops`, `hardware_tflops`,
+            `mfu`), and values for the log file only (`average_step_time_ms`, `remaining_seconds`, `completion_date`).
+            Both are empty without an iteration since the last lap.
+        """
+        if iteration <= self._lap.iteration:
+            return {}, {}
+        end = self._mark(iteration)
+        self._laps += 1
+        if self._laps == 2:  # the first lap includes compilation and allocation and would spoil the mean
+            self._run = self._lap
+        record = self._rates(self._lap, end)
+        record |= {f"{kind}_s": paused for kind, paused in self._lap_pauses_s.items()}
+        self._lap, self._lap_pauses_s = end, {}
+        average_s = (end.seconds - self._run.seconds) / (iteration - self._run.iteration)
+        more: dict[str, Any] = {"average_step_time_ms": average_s * 1e3, **self._remaining(iteration)}
+        with contextlib.suppress(OverflowError, KeyError):  # a completion date beyond the year 9999 is left out
+            more["completion_date"] = (now or datetime.now()) + timedelta(seconds=more["remaining_seconds"])
+        return record, more
+
+    def glance(self, iteration: int) -> dict[str, float]:
+        """Return the console's numbers: rates since the last glance, and the time left. The lap continues."""
+        before, self._glance = self._glance, self._mark(iteration)
+        rates = self._rates(before, self._glance)
+        rates["tokens_per_sec"] = rates["tokens_per_sec_per_gpu"] * self._world_size
+        return {**rates, **self._remaining(iteration)}
+
+    def _rates(self, start: Mark, end: Mark) -> dict[str, float]:
+        """Return the rates of the iterations between two marks."""
+        seconds = max(end.seconds - start.seconds, 1e-9)
+        samples = self._consumed_samples(end.iteration) - self._consumed_samples(start.iteration)
+        samples_per_second = samples / seconds
+        record = {
+            "step_time_ms": seconds / (end.iteration - start.iteration) * 1e3,
+            "tokens_per_sec_per_gpu": self._tokens * samples_per_second,
+            "model_tflops": self._model_tflop * samples_per_second,
+            "hardware_tflops": self._hardware_tflop * samples_per_second,
+        }
+        if self._peak_tflops:
+            record["mfu"] = record["model_tflops"] / self._peak_tflops
+        return record
+
+    def _remaining(self, iteration: int) -> dict[str, float]:
+        seconds = self._forecast.remaining_s(iteration)
+        return {} if seconds is None else {"remaining_seconds": seconds}

@@ -5,8 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
 
-from megatron_lite.reports.series import Curve
-from megatron_lite.reports.watched_run import WatchedRun
+from megatron_lite.reports.watched_run import Curve, WatchedRun
 
 POINTS = 2000  # of one line; on a page, divided among the runs
 FEWEST_POINTS = 300

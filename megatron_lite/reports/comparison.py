@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from megatron_lite.config.values import abridged
-from megatron_lite.reports.series import Curve, Metrics
+from megatron_lite.reports.watched_run import Curve, Metrics
 
 # Options that name a run; they differ between any two.
 NAMES_OF_A_RUN = ("experiment_dir", "experiment_name", "wandb_id")

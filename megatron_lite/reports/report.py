@@ -17,8 +17,7 @@ from megatron_lite.checkpoint.names import find_checkpoints
 from megatron_lite.config.values import FLAGS
 from megatron_lite.errors import DataError, StorageError
 from megatron_lite.reports.charts import COLORS, page_data
-from megatron_lite.reports.series import Curve, GrowingFile
-from megatron_lite.reports.watched_run import WatchedRun, format_tokens, read_runs, title_of
+from megatron_lite.reports.watched_run import Curve, GrowingFile, WatchedRun, format_tokens, read_runs, title_of
 from megatron_lite.run.durable_files import replace_file
 from megatron_lite.run.progress_line import format_duration
 

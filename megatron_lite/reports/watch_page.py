@@ -8,8 +8,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
-from megatron_lite.reports.series import printable, sparkline
-from megatron_lite.reports.watched_run import SavedFolder, WatchedRun
+from megatron_lite.reports.watched_run import SavedFolder, WatchedRun, printable, sparkline
 from megatron_lite.run.experiment import DEAD_AFTER_S
 from megatron_lite.run.progress_line import format_duration
 

@@ -14,8 +14,7 @@ from typing import Any
 
 import pytest
 
-from megatron_lite.monitor.metrics import LogWindow
-from megatron_lite.monitor.step_timer import StepTimer
+from megatron_lite.monitor.metrics import LogWindow, StepTimer
 from megatron_lite.monitor.trackers.opening import Trackers
 from megatron_lite.optimizer.rules.update_clipping import UpdateClipping
 from megatron_lite.outputs.evaluation import evaluate

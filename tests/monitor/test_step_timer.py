@@ -6,8 +6,7 @@ from datetime import datetime
 import pytest
 
 from megatron_lite.config import BatchConfig, Config, ModelConfig, PerformanceConfig, TrainingConfig
-from megatron_lite.monitor.metrics import hardware_flops, model_flops
-from megatron_lite.monitor.step_timer import Forecast, StepTimer
+from megatron_lite.monitor.metrics import Forecast, StepTimer, hardware_flops, model_flops
 
 TRAIN_ITERS = 2000
 

@@ -10,7 +10,7 @@ from megatron_lite.config import Config, TrackingConfig
 from megatron_lite.errors import EXIT_PREEMPTED, UsageError
 from megatron_lite.monitor.logging import start_logging, stop_logging
 from megatron_lite.monitor.trackers import check_trackers, open_trackers, read_metrics
-from megatron_lite.monitor.trackers.tensorboard_tracker import TensorBoardTracker
+from megatron_lite.monitor.trackers.queued_tracker import TensorBoardTracker
 from megatron_lite.monitor.watch import Histogram, Summary, Watched
 
 pytest.importorskip("tensorboard", reason="tensorboard is not installed")
@@ -121,7 +121,7 @@ def test_a_stopped_run_does_not_wait_for_a_writer_that_hangs(monkeypatch, capsys
 
 def test_a_writer_that_hangs_costs_no_time(monkeypatch, capsys):
     """A thousand records, of which the first blocks, take the time of filling a queue; the rest is counted."""
-    monkeypatch.setattr("megatron_lite.monitor.trackers.tensorboard_tracker.CLOSE_TIMEOUT_S", 0.1)
+    monkeypatch.setattr("megatron_lite.monitor.trackers.queued_tracker.CLOSE_TIMEOUT_S", 0.1)
     never = threading.Event()
     tracker = TensorBoardTracker(hanging_writer(never), "nowhere", 0, keeps_lines=False)
     start = time.perf_counter()

@@ -13,7 +13,7 @@ import pytest
 
 from megatron_lite.errors import DataError
 from megatron_lite.monitor.trackers import MetricsFile
-from megatron_lite.reports.series import LONGEST_LINE_BYTES, Curve, Metrics, RunStart, read_run, sparkline
+from megatron_lite.reports.watched_run import LONGEST_LINE_BYTES, Curve, Metrics, RunStart, read_run, sparkline
 
 
 def line(iteration: Any, loss: Any = 1.0, phase: Any = "training", run: int = 0, **more: Any) -> str:
@@ -122,7 +122,7 @@ def test_runs_without_numbers(tmp_path: Path) -> None:
 
 def test_too_many_names(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A file that would fill the memory with columns is refused."""
-    monkeypatch.setattr("megatron_lite.reports.series.MOST_NAMES", 10)
+    monkeypatch.setattr("megatron_lite.reports.watched_run.MOST_NAMES", 10)
     with pytest.raises(DataError, match="more than 10 names"):
         read_run(write(tmp_path, *(line(at, **{f"x{at}": 1}) for at in range(20))))
 

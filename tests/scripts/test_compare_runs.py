@@ -21,7 +21,7 @@ from megatron_lite.reports.comparison import (
     median_speed,
     peak,
 )
-from megatron_lite.reports.series import read_run
+from megatron_lite.reports.watched_run import read_run
 from scripts import compare_runs as script
 from tests.support import documents
 

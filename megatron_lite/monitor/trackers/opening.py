@@ -12,8 +12,7 @@ from typing import Any
 from megatron_lite.config import Config
 from megatron_lite.errors import UsageError
 from megatron_lite.monitor.trackers.metrics_file import METRICS_FILE, WATCH_FILE, MetricsFile, WatchFile
-from megatron_lite.monitor.trackers.queued_tracker import QueuedTracker
-from megatron_lite.monitor.trackers.tensorboard_tracker import TensorBoardTracker
+from megatron_lite.monitor.trackers.queued_tracker import QueuedTracker, TensorBoardTracker
 from megatron_lite.monitor.trackers.wandb_tracker import WandbTracker, read_key, send_no_error_reports, why_offline
 from megatron_lite.monitor.watch import Watched
 

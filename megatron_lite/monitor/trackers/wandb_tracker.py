@@ -142,7 +142,7 @@ class WandbTracker(QueuedTracker):
         """Post an alert: status alerts always, others with --wandb_post_alerts, by default with status alerts."""
         posts = self._options.wandb_post_alerts
         if is_status or (posts is None and self._options.wandb_status_interval is not None) or posts:
-            self._put(False, self._post, title, text)
+            self._put(False, lambda: self._run.alert(title, text))
 
     def close(self, exit_code: int) -> None:
         """Send the queued records and finish the run; give up within a minute."""
@@ -183,9 +183,6 @@ class WandbTracker(QueuedTracker):
             for tag, histogram in watched.histograms():
                 values[tag] = self._wandb.Histogram(np_histogram=(histogram.counts, histogram.edges))
         self._run.log(values)
-
-    def _post(self, title: str, text: str) -> None:
-        self._run.alert(title, text)
 
     def _end(self, exit_code: int) -> None:
         self._run.finish(exit_code)
