@@ -247,14 +247,9 @@ class StepTimer:
         self._step, self._pauses_s = end, {}
 
     def pace(self, iteration: int) -> dict[str, float]:
-        """Return `tokens_per_sec`, `mfu` and `remaining_seconds` at the usual pace of a step; empty if unknown."""
+        """Return the numbers of the progress bar at the usual pace of a step; empty if unknown."""
         seconds = self._forecast.sample_s()
-        if not seconds:
-            return {}
-        numbers = {"tokens_per_sec": self._tokens * self._world_size / seconds}
-        if self._peak_tflops:
-            numbers["mfu"] = self._model_tflop / seconds / self._peak_tflops
-        return {**numbers, **self._remaining(iteration)}
+        return self._for_console(self._rates(1 / seconds), iteration) if seconds else {}
 
     def lap(self, iteration: int, now: datetime | None = None) -> tuple[dict[str, float], dict[str, Any]]:
         """End the lap that began at the last call.
@@ -272,7 +267,7 @@ class StepTimer:
         self._laps += 1
         if self._laps == 2:  # the first lap includes compilation and allocation and would spoil the mean
             self._run = self._lap
-        record = self._rates(self._lap, end)
+        record = self._rates_between(self._lap, end)
         record |= {f"{kind}_s": paused for kind, paused in self._lap_pauses_s.items()}
         self._lap, self._lap_pauses_s = end, {}
         average_s = (end.seconds - self._run.seconds) / (iteration - self._run.iteration)
@@ -284,17 +279,21 @@ class StepTimer:
     def glance(self, iteration: int) -> dict[str, float]:
         """Return the console's numbers: rates since the last glance, and the time left. The lap continues."""
         before, self._glance = self._glance, self._mark(iteration)
-        rates = self._rates(before, self._glance)
-        rates["tokens_per_sec"] = rates["tokens_per_sec_per_gpu"] * self._world_size
-        return {**rates, **self._remaining(iteration)}
+        return self._for_console(self._rates_between(before, self._glance), iteration)
 
-    def _rates(self, start: Mark, end: Mark) -> dict[str, float]:
-        """Return the rates of the iterations between two marks."""
+    def _for_console(self, rates: dict[str, float], iteration: int) -> dict[str, float]:
+        """Return rates with the speed of all ranks and the time left."""
+        speed = {"tokens_per_sec": rates["tokens_per_sec_per_gpu"] * self._world_size}
+        return {**rates, **speed, **self._remaining(iteration)}
+
+    def _rates_between(self, start: Mark, end: Mark) -> dict[str, float]:
         seconds = max(end.seconds - start.seconds, 1e-9)
         samples = self._consumed_samples(end.iteration) - self._consumed_samples(start.iteration)
-        samples_per_second = samples / seconds
+        step_ms = seconds / (end.iteration - start.iteration) * 1e3
+        return {"step_time_ms": step_ms, **self._rates(samples / seconds)}
+
+    def _rates(self, samples_per_second: float) -> dict[str, float]:
         record = {
-            "step_time_ms": seconds / (end.iteration - start.iteration) * 1e3,
             "tokens_per_sec_per_gpu": self._tokens * samples_per_second,
             "model_tflops": self._model_tflop * samples_per_second,
             "hardware_tflops": self._hardware_tflop * samples_per_second,

@@ -58,7 +58,8 @@ def test_names_in_the_code() -> None:
     """Every number that the code of training writes is described, and nothing else is."""
     sources = {path: path.read_text() for path in (ROOT / "megatron_lite").rglob("*.py")}
     pauses = {f"{kind}_s" for text in sources.values() for kind in re.findall(r'timer\.pause\("(\w+)"\)', text)}
-    functions = (log_training, LogWindow.close, StepTimer._rates, UpdateClipping.record, Trackers.log)
+    rates = StepTimer._rates, StepTimer._rates_between
+    functions = (log_training, LogWindow.close, *rates, UpdateClipping.record, Trackers.log)
     written = pauses.union(*map(keys_in, functions))
     assert names_of("training") == written
     assert keys_in(evaluate) <= names_of("validation")

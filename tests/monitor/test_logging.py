@@ -27,10 +27,20 @@ def handlers_removed():
     stop_logging()
 
 
-def run_python(code, **options):
+SETUP = """
+import sys
+from pathlib import Path
+from megatron_lite.monitor.logging import start_logging
+logger = start_logging(Path("log.txt"), 0, 1, to_console=True, timestamps=False)
+"""
+
+
+def run_python(code, folder, **options):
+    """Start a program in a folder."""
     environment = {**os.environ, "PYTHONPATH": str(REPOSITORY)}
+    code = textwrap.dedent(code)
     return subprocess.Popen(
-        [sys.executable, "-c", textwrap.dedent(code)], env=environment, text=True, encoding="utf-8", **options
+        [sys.executable, "-c", code], cwd=folder, env=environment, text=True, encoding="utf-8", **options
     )
 
 
@@ -115,22 +125,9 @@ def test_a_full_disk_costs_lines_not_the_run_and_is_reported_once(tmp_path, caps
 
 def test_a_reader_that_goes_away_does_not_end_the_run(tmp_path):
     """As with `| head -1`: later lines go to the file only, the exit code is the program's, stderr stays empty."""
-    process = run_python(
-        f"""
-        import sys, time
-        from pathlib import Path
-        from megatron_lite.monitor.logging import start_logging
-        logger = start_logging(Path({str(tmp_path)!r}) / "log.txt", 0, 1, to_console=True, timestamps=False)
-        logger.info("first")
-        sys.stdin.readline()
-        for index in range(1000):
-            logger.info("line %d", index)
-        sys.exit(0)
-        """,
-        stdin=subprocess.PIPE,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-    )
+    pipes = dict.fromkeys(("stdin", "stdout", "stderr"), subprocess.PIPE)
+    code = 'logger.info("first"); sys.stdin.readline(); [logger.info("line %d", at) for at in range(1000)]'
+    process = run_python(SETUP + code, tmp_path, **pipes)
     assert process.stdout.readline() == "first\n"
     process.stdout.close()
     _, errors = process.stdin.write("go\n"), process.stdin.close()
@@ -141,41 +138,24 @@ def test_a_reader_that_goes_away_does_not_end_the_run(tmp_path):
 
 def test_no_stdout_at_all(tmp_path):
     """`>&-`: Python has no sys.stdout then."""
-    process = run_python(
-        f"""
-        import sys
-        sys.stdout = None
-        from pathlib import Path
-        from megatron_lite.monitor.logging import start_logging
-        start_logging(Path({str(tmp_path)!r}) / "log.txt", 0, 1, to_console=True, timestamps=False).info("kept")
-        """,
-        stderr=subprocess.PIPE,
-    )
+    code = f'import sys; sys.stdout = None\n{SETUP}logger.info("kept")'
+    process = run_python(code, tmp_path, stderr=subprocess.PIPE)
     assert process.communicate(timeout=30)[1] == "" and process.returncode == 0
     assert (tmp_path / "log.txt").read_text() == "kept\n"
 
 
 def test_text_that_the_terminal_cannot_spell_is_escaped(tmp_path, monkeypatch):
     monkeypatch.setenv("PYTHONIOENCODING", "ascii")
-    process = run_python(
-        f"""
-        from pathlib import Path
-        from megatron_lite.monitor.logging import start_logging
-        start_logging(Path({str(tmp_path)!r}) / "log.txt", 0, 1, to_console=True, timestamps=False).info("\\u00e9")
-        """,
-        stdout=subprocess.PIPE,
-    )
+    process = run_python(f'{SETUP}logger.info("\\u00e9")', tmp_path, stdout=subprocess.PIPE)
     assert process.communicate(timeout=30)[0] == "\\xe9\n" and process.returncode == 0
     assert (tmp_path / "log.txt").read_text(encoding="utf-8") == "\u00e9\n"
 
 
 # -- the progress bar
 
-PROGRAM = """
-import time
-from megatron_lite.monitor.logging import ProgressBar, start_logging
-logger = start_logging(None, 0, 1, to_console=True, timestamps=False)
-bar = ProgressBar(20, 5, lambda iteration: f"loss 2.5000, {20 - iteration} left")
+PROGRAM = f"""{SETUP}
+from megatron_lite.monitor.logging import ProgressBar
+bar = ProgressBar(20, 5, lambda iteration: f"loss 2.5000, {{20 - iteration}} left")
 for iteration in range(6, 21):
     bar.update(iteration)
     if iteration % 5 == 0:
@@ -185,17 +165,17 @@ bar.close()
 """
 
 
-def test_silent_without_a_terminal():
-    process = run_python(PROGRAM, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
+def test_silent_without_a_terminal(tmp_path):
+    process = run_python(PROGRAM, tmp_path, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
     assert process.communicate(timeout=60) == ("line 10\nline 15\nline 20\n", "") and process.returncode == 0
 
 
-def test_bar_and_whole_lines_on_a_terminal():
+def test_bar_and_whole_lines_on_a_terminal(tmp_path):
     pty = pytest.importorskip("pty", reason="no pseudo-terminals here")
     fcntl, termios = pytest.importorskip("fcntl"), pytest.importorskip("termios")
     ours, theirs = pty.openpty()
     fcntl.ioctl(theirs, termios.TIOCSWINSZ, struct.pack("HHHH", 24, 100, 0, 0))
-    process = run_python(PROGRAM, stdout=theirs, stderr=theirs)
+    process = run_python(PROGRAM, tmp_path, stdout=theirs, stderr=theirs)
     os.close(theirs)
     output = b""
     while True:

@@ -131,9 +131,8 @@ def test_a_writer_that_hangs_costs_no_time(monkeypatch, capsys):
     tracker.close(0)
     never.set()
     out = capsys.readouterr().out
-    assert (
-        spent_ms < 1.0 and "too slow" in out and "does not answer" in out and "points did not reach TensorBoard" in out
-    )
+    assert spent_ms < 1.0 and out.count("too slow") == 1
+    assert "does not answer" in out and "points did not reach TensorBoard" in out
 
 
 def test_a_folder_that_cannot_be_written_costs_points_only(tmp_path, capsys):

@@ -3,8 +3,6 @@
 import dataclasses
 import json
 import sys
-import threading
-import time
 import types
 
 import pytest
@@ -12,7 +10,7 @@ import pytest
 from megatron_lite.config import Config, RunConfig, TrackingConfig, flatten
 from megatron_lite.errors import EXIT_PREEMPTED, UsageError
 from megatron_lite.monitor.logging import start_logging, stop_logging
-from megatron_lite.monitor.trackers import open_trackers, queued_tracker, read_metrics, wandb_tracker
+from megatron_lite.monitor.trackers import open_trackers, read_metrics
 
 CANARY = "c0ffee00" * 5
 OPTIONS = TrackingConfig(
@@ -28,8 +26,6 @@ class FakeRun:
         self.module.metrics.append((name, step_metric))
 
     def log(self, values):
-        if self.module.stuck is not None:
-            self.module.stuck.wait(20)
         if self.module.broken:
             raise ConnectionError(f"server said no to {CANARY}")
         self.module.logged.append(values)
@@ -42,13 +38,12 @@ class FakeRun:
 
 
 class FakeWandb(types.ModuleType):
-    """Records its calls; `unreachable`, `broken` and `stuck` make it fail in different ways."""
+    """Records its calls; `unreachable` and `broken` make it fail."""
 
     def __init__(self):
         super().__init__("wandb")
         self.inits, self.metrics, self.logged, self.alerts, self.finished = [], [], [], [], []
         self.unreachable = self.broken = False
-        self.stuck = None
         self.teardowns = 0
 
     class Settings:
@@ -230,21 +225,6 @@ def test_failures_while_logging_are_reported_once_and_counted(tmp_path, wandb, k
     out = capsys.readouterr().out
     assert out.count("ConnectionError") == 1 and "5 points did not reach" in out
     assert len(read_metrics(tmp_path / "exp/metrics.jsonl")) == 5
-
-
-def test_a_stuck_library_costs_points_not_time(tmp_path, wandb, key, capsys, monkeypatch):
-    monkeypatch.setattr(queued_tracker, "MAX_QUEUED_RECORDS", 10)
-    monkeypatch.setattr(wandb_tracker, "INIT_TIMEOUT_S", 0.1)
-    monkeypatch.setattr(wandb_tracker, "FINISH_TIMEOUT_S", 0.1)
-    monkeypatch.setattr(wandb_tracker, "KILLED_LIMIT_S", 0.1)
-    wandb.stuck = threading.Event()
-    start = time.perf_counter()
-    run(tmp_path / "exp", *(training(iteration) for iteration in range(1, 101)))
-    assert time.perf_counter() - start < 5
-    out = capsys.readouterr().out
-    assert out.count("too slow") == 1 and "does not answer" in out and "points did not reach" in out
-    assert len(read_metrics(tmp_path / "exp/metrics.jsonl")) == 100
-    wandb.stuck.set()
 
 
 def test_alerts_tell_start_and_end(tmp_path, wandb, key):

@@ -50,13 +50,8 @@ def check_trackers(config: Config) -> None:
         UsageError: if not.
     """
     for name in _PACKAGES:
-        if name in config.tracking.trackers:
-            try:
-                found = importlib.util.find_spec(name) is not None
-            except ValueError:  # a module without a specification, made by hand
-                found = True
-            if not found:
-                raise _missing(name, config, "it is not installed")
+        if name in config.tracking.trackers and importlib.util.find_spec(name) is None:
+            raise _missing(name, config, "it is not installed")
     if "wandb" in config.tracking.trackers:
         read_key()
 

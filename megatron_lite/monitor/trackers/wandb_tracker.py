@@ -33,7 +33,6 @@ from megatron_lite.run.durable_files import replace_file
 
 INIT_TIMEOUT_S = 8  # of the run online; offline it begins within 10 s
 FINISH_TIMEOUT_S = 20
-KILLED_LIMIT_S = 1.0  # for calls to return once the client is killed
 FLUSH_S = 2.0  # the file for `wandb sync` lacks at most this much if the client is killed
 ID_FILE = "wandb.json"
 ALSO = {"loss": "language_model_loss"}  # the name of a key in Fast-LLM, whose charts show it
@@ -153,7 +152,7 @@ class WandbTracker(QueuedTracker):
     def _abandon(self) -> None:
         # The library's exit hook would wait for the service forever, and the service would outlive this process.
         kill_children("wandb-core")
-        self._thread.join(KILLED_LIMIT_S)
+        self._thread.join(1.0)
         threading.Thread(target=self._wandb.teardown, name="wandb teardown", daemon=True).start()  # removes the hook
         get_logger().warning("Weights & Biases does not answer; to send what is missing: %s", self._sync_command())
 
