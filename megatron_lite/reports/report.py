@@ -56,22 +56,22 @@ def page(runs: Sequence[WatchedRun]) -> str:
     data = page_data(runs)
     # "<" would end the script element early, wherever the text came from.
     embedded = json.dumps(data, separators=(",", ":"), allow_nan=False).replace("<", "\\u003c")
-    body = [_head(runs, title), *_figures(data), *_sections(runs)]
-    return "\n".join(
-        [
-            "<!DOCTYPE html>",
-            '<html lang="en"><head><meta charset="utf-8">',
-            '<meta name="viewport" content="width=device-width, initial-scale=1">',
-            f"<title>{escape(title)}</title>",
-            f"<style>\n{_file('report.css')}</style></head>",
-            "<body><main>",
-            *body,
-            "</main>",
-            f'<script type="application/json" id="data">{embedded}</script>',
-            f"<script>\n{_file('report.js')}</script>",
-            "</body></html>\n",
-        ]
-    )
+    body = "\n".join([_head(runs, title), *_figures(data), *_sections(runs)])
+    return f"""<!DOCTYPE html>
+<html lang="en"><head><meta charset="utf-8">
+<meta name="viewport" content="width=device-width, initial-scale=1">
+<title>{escape(title)}</title>
+<style>
+{_file("report.css")}</style></head>
+<body><main>
+{body}
+</main>
+<script type="application/json" id="data">{embedded}</script>
+<script>
+{_file("report.js")}</script>
+</body></html>
+
+"""
 
 
 def _file(name: str) -> str:

@@ -134,9 +134,7 @@ def _transfer_rows(profile: Sequence[IterationTimes]) -> Iterator[list[str]]:
 
 def _behind(group: Sequence[tuple[Transfer, IterationTimes]]) -> str:
     """Name the computations that overlap longest with the collectives, each with its share of the time."""
-    window_s = sum(
-        max(min(transfer.under_way_s[1], transfer.waits_s) - transfer.under_way_s[0], 0.0) for transfer, _ in group
-    )
+    window_s = sum(transfer.window_s for transfer, _ in group)
     behind: dict[tuple[str, int], float] = {}
     for transfer, times in group:
         for name, seconds in hid_behind(transfer, times.steps).items():

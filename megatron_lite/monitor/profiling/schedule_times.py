@@ -16,7 +16,6 @@ has arrived.
 
 from __future__ import annotations
 
-import bisect
 import contextlib
 import itertools
 import math
@@ -73,18 +72,22 @@ class Transfer:
         return self.alone_s if self.ran_s is None else self.ran_s[1] - self.ran_s[0]
 
     @property
-    def hidden_s(self) -> float | None:
-        """The part of its duration in which nothing waited for it; None: unknown."""
-        if self.ran_s is not None:
-            return max(min(self.ran_s[1], self.waits_s) - self.ran_s[0], 0.0)
-        if self.alone_s is None:
-            return None
-        return min(max(self.alone_s - self.exposed_s, 0.0), max(self.waits_s - self.posted_s, 0.0))
-
-    @property
     def under_way_s(self) -> tuple[float, float]:
         """Its start and end; on CPU, its posting and the end of the wait."""
         return self.ran_s or (self.posted_s, self.done_s)
+
+    @property
+    def window_s(self) -> float:
+        """The time that it was under way before the wait."""
+        start_s, end_s = self.under_way_s
+        return max(min(end_s, self.waits_s) - start_s, 0.0)
+
+    @property
+    def hidden_s(self) -> float | None:
+        """The part of its duration in which nothing waited for it; None: unknown."""
+        if self.ran_s is not None:
+            return self.window_s
+        return None if self.alone_s is None else min(max(self.alone_s - self.exposed_s, 0.0), self.window_s)
 
 
 @dataclass
@@ -131,16 +134,12 @@ def runs(posted_s: Sequence[float], arrived_s: Sequence[float]) -> list[tuple[fl
 
 def hid_behind(transfer: Transfer, steps: Sequence[TimedVerb]) -> dict[tuple[str, int], float]:
     """Return the seconds that each computation, by (verb, stage), overlaps with a collective before the wait."""
-    start_s, end_s = transfer.under_way_s
-    end_s = min(end_s, transfer.waits_s)
-    computing = [step for step in steps if step.verb in COMPUTING]
+    start_s = transfer.under_way_s[0]
+    end_s = start_s + transfer.window_s
     behind: dict[tuple[str, int], float] = {}
-    first = max(bisect.bisect_right([step.start_s for step in computing], start_s) - 1, 0)
-    for step in computing[first:]:
-        if step.start_s >= end_s:
-            break
+    for step in steps:
         seconds = min(step.end_s, end_s) - max(step.start_s, start_s)
-        if seconds > 0:
+        if step.verb in COMPUTING and seconds > 0:
             behind[step.verb, step.stage] = behind.get((step.verb, step.stage), 0.0) + seconds
     return behind
 
