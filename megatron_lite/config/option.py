@@ -38,7 +38,7 @@ class Area:
 class Rule(NamedTuple):
     """A condition on other options that an option needs or excludes once it differs from its default.
 
-    `validation.declared` defines the syntax of conditions.
+    `validation.rules` defines the syntax of conditions.
     """
 
     condition: str

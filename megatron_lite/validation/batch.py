@@ -34,10 +34,11 @@ def batch(draft: Draft, world_size: int) -> Iterator[Problem]:
             return
         draft.batch_size = sizes[-1]
         _fill_micro_batch_size(draft, sizes, world_size)
-    problems = [*_largest(draft, world_size)]
-    if not problems:
-        problems = [*_smaller(draft, sizes[:-1], world_size), *_limits(draft, world_size)]
-    yield from problems
+    if unsolved := _largest(draft, world_size):
+        yield unsolved
+    else:
+        yield from _smaller(draft, sizes[:-1], world_size)
+        yield from _limits(draft, world_size)
 
 
 def _problem(draft: Draft, names: Sequence[str], world_size: int, rule: str) -> Problem:
@@ -62,30 +63,27 @@ def _fill_micro_batch_size(draft: Draft, sizes: Sequence[int], world_size: int) 
         draft.micro_batch_size = -(-sizes[0] // unit) if draft.allow_nondivisible_batch_size else 1
 
 
-def _largest(draft: Draft, world_size: int) -> Iterator[Problem]:
-    """Solve the equation for the largest batch."""
+def _largest(draft: Draft, world_size: int) -> Problem | None:
+    """Solve the equation for the largest batch; return why there is no solution."""
     batch, micro = draft.batch_size, draft.micro_batch_size
     depth, breadth = draft.depth_first_micro_batches, draft.breadth_first_micro_batches
     sequential, padded = draft.sequential_micro_batches, draft.allow_nondivisible_batch_size
     if batch is not None and micro is not None:
         if batch % (micro * world_size) and not padded:
-            yield _indivisible(draft, batch, micro, world_size)
-            return
+            return _indivisible(draft, batch, micro, world_size)
         total = Split(batch, micro, world_size, breadth or 1 if padded else 1).micro_steps
         if sequential is not None and sequential != total:
             rule = (
                 f"batch_size / (micro_batch_size * ranks) is {total}, not {sequential}; leave sequential_micro_batches "
                 f"out or write --batch_size={micro * sequential * world_size}"
             )
-            yield _problem(draft, draft.changed(*BATCH), world_size, rule)
-            return
+            return _problem(draft, draft.changed(*BATCH), world_size, rule)
         sequential = total
     elif sequential is None:
         sequential = (depth or 1) * (breadth or 1)
     product, both = (depth or 1) * (breadth or 1), depth is not None and breadth is not None
     if sequential % product or (both and sequential != product):
-        yield _unsplit(draft, sequential, world_size)
-        return
+        return _unsplit(draft, sequential, world_size)
     if depth is None:
         depth = sequential // (breadth or 1)
     breadth = sequential // depth
@@ -94,8 +92,7 @@ def _largest(draft: Draft, world_size: int) -> Iterator[Problem]:
         batch = (micro or 1) * unit
     elif micro is None and batch % unit and not padded:
         text = f"with {_counted(sequential, 'sequential micro-batch', 'es')}, batch_size must be a multiple of {unit}"
-        yield _problem(draft, ["batch_size"], world_size, f"{text}; nearest: {nearest_multiples(batch, unit)}")
-        return
+        return _problem(draft, ["batch_size"], world_size, f"{text}; nearest: {nearest_multiples(batch, unit)}")
     micro = micro or -(-batch // unit)
     filled = Split(batch, micro, world_size, breadth).micro_steps
     if filled != sequential:
@@ -104,10 +101,10 @@ def _largest(draft: Draft, world_size: int) -> Iterator[Problem]:
             f"would be padding only; write --micro_batch_size={micro} and leave depth_first_micro_batches and "
             "sequential_micro_batches out"
         )
-        yield _problem(draft, draft.changed(*BATCH), world_size, rule)
-        return
+        return _problem(draft, draft.changed(*BATCH), world_size, rule)
     draft.batch_size, draft.micro_batch_size, draft.sequential_micro_batches = batch, micro, sequential
     draft.depth_first_micro_batches, draft.breadth_first_micro_batches = depth, breadth
+    return None
 
 
 def _smaller(draft: Draft, sizes: Sequence[int], world_size: int) -> Iterator[Problem]:
