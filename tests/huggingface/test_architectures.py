@@ -9,12 +9,12 @@ from typing import Any
 
 import pytest
 
-from megatron_lite.config import BatchConfig, Config, DataConfig, ModelConfig
+from megatron_lite.config import ModelConfig
 from megatron_lite.errors import CheckpointError, UsageError
 from megatron_lite.huggingface.architectures import ARCHITECTURES, check_exportable
 from megatron_lite.huggingface.config_file import hugging_face_config, model_values
-from megatron_lite.validation import resolve
-from tests.support.families import FAMILIES, SEQUENCE_LENGTH, make_config
+from tests.support.families import FAMILIES, make_config
+from tests.support.folder_checks import our_config, resolved_config
 from tests.support.public_configs import BIGCODE, PUBLIC, public_config
 
 # What the base class of transformers 4 writes into a file when everything is written, beside what version 5 writes.
@@ -49,13 +49,6 @@ def as_version_4(content: dict[str, Any]) -> dict[str, Any]:
         kind = rope.pop("rope_type")
         content["rope_scaling"] = None if kind == "default" else {"type": kind, **rope}
     return {**VERSION_4, **content}
-
-
-def resolved(values: dict[str, Any], **changes: Any) -> Config:
-    """A config with this model, resolved."""
-    model = ModelConfig(**{**values, **changes})
-    batch, data = BatchConfig(sequence_length=SEQUENCE_LENGTH), DataConfig(dataset_source="random")
-    return resolve(Config(model=model, batch=batch, data=data), world_size=1)
 
 
 def family_values(family: str, **changes: Any) -> dict[str, Any]:
@@ -120,7 +113,7 @@ def test_a_written_config_reads_back(family: str) -> None:
     from transformers import AutoConfig
 
     values = family_values(family)
-    content = hugging_face_config(resolved(values), {"bos_token_id": 1, "eos_token_id": 2})
+    content = hugging_face_config(resolved_config(values), {"bos_token_id": 1, "eos_token_id": 2})
     assert model_values(json.loads(json.dumps(content))) == values
     theirs = content_of(AutoConfig.for_model(**content))
     assert model_values(theirs) == values
@@ -132,7 +125,7 @@ def test_a_family_is_exported_as_itself_or_a_simpler_one(family: str) -> None:
     """Where two architectures express a model, the one without biases that are only zero, then the better known."""
     simpler = {"mistral, yarn, tied": "llama", "gpt_bigcode, multi-head, untied": "gpt2"}
     expected = simpler.get(family, FAMILIES[family]["model_type"])
-    assert check_exportable(resolved(family_values(family)).model) == expected
+    assert check_exportable(our_config(family).model) == expected
 
 
 @pytest.mark.parametrize("name", PUBLIC)
@@ -143,7 +136,7 @@ def test_public_configs_are_read(name: str) -> None:
     content = public_config(name)
     values = model_values(content)
     assert values == model_values(content_of(AutoConfig.for_model(**content)))
-    assert check_exportable(resolved(values).model) in (content["model_type"], "llama")
+    assert check_exportable(resolved_config(values).model) in (content["model_type"], "llama")
 
 
 def test_multi_query_in_numbers() -> None:
@@ -283,7 +276,7 @@ def test_rotary_parameters_that_transformers_derives(rope: dict[str, Any], expec
 
 
 def llama_model(**changes: Any) -> ModelConfig:
-    return resolved(family_values("llama"), **changes).model
+    return our_config("llama", **changes).model
 
 
 @pytest.mark.parametrize(
@@ -338,7 +331,7 @@ NOTHING: list[tuple[str, dict[str, Any], list[str]]] = [
 def test_models_that_no_architecture_expresses(family: str, changes: dict[str, Any], flags: list[str]) -> None:
     """The error says which flags each architecture would need, and the two other ways out."""
     with pytest.raises(UsageError) as caught:
-        check_exportable(resolved(family_values(family), **changes).model)
+        check_exportable(our_config(family, **changes).model)
     for text in [*flags, "--export_format=distributed", "--export_interval"]:
         assert text in str(caught.value) + "\n"
 
@@ -354,7 +347,7 @@ def test_models_that_no_architecture_expresses(family: str, changes: dict[str, A
 )
 def test_learned_positions(changes: dict[str, Any], architecture: str) -> None:
     """GPT-2's family; biases that the model has not are written as zeros."""
-    assert check_exportable(resolved(family_values("gpt2"), **changes).model) == architecture
+    assert check_exportable(our_config("gpt2", **changes).model) == architecture
 
 
 @pytest.mark.parametrize("edit", [lambda c: c, as_version_4])

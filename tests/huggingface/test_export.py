@@ -20,7 +20,7 @@ from torch import Tensor
 
 from megatron_lite.checkpoint import files
 from megatron_lite.cli.parse import parse
-from megatron_lite.config import BatchConfig, Config, DataConfig, DistributedConfig, ModelConfig
+from megatron_lite.config import Config, ModelConfig
 from megatron_lite.distributed.process_group import Distributed
 from megatron_lite.errors import StorageError
 from megatron_lite.huggingface import export as huggingface
@@ -31,52 +31,11 @@ from megatron_lite.model.gpt import build_gpt, shapes_of
 from megatron_lite.validation import resolve
 from megatron_lite.zero.multi_stage import MultiStage
 from tests.support.fakes import Layout, World, empty_model, make_specs
+from tests.support.families import SEQUENCE_LENGTH
+from tests.support.folder_checks import our_config
 from tests.support.harness import layers_of, run_distributed, tiny_config
 from tests.support.launch import TINY, run
 from tests.support.thread_ranks import ThreadRank
-
-SEQUENCE_LENGTH = 24
-BASE = ModelConfig(
-    num_layers=2,
-    hidden_size=24,
-    num_attention_heads=4,
-    head_groups=4,
-    kv_channels=6,
-    ffn_hidden_size=40,
-    vocab_size=50,
-    max_position_embeddings=32,
-    use_position_embeddings=False,
-    use_rotary_embeddings=True,
-    tie_word_embeddings=False,
-    add_linear_biases=False,
-    gated=True,
-    activation_type="silu",
-    normalization_type="rms_norm",
-    layer_norm_eps=1e-4,
-    rotary_embedding_scale=-math.log(500.0),
-    init_method_std=0.1,
-    init_method_std_embed=0.1,
-    init_method_std_qkv=0.1,
-    init_method_std_attn_proj=0.1,
-    init_method_std_mlp_1=0.1,
-    init_method_std_mlp_2=0.1,
-)
-LAYER_NORM: dict[str, Any] = dict(normalization_type="layer_norm", gated=False, activation_type="gelu")
-LEARNED: dict[str, Any] = dict(
-    LAYER_NORM, use_rotary_embeddings=False, use_position_embeddings=True, add_linear_biases=True
-)
-
-
-def make_config(dtype: str = "fp32", **changes: Any) -> Config:
-    return resolve(
-        Config(
-            model=dataclasses.replace(BASE, **changes),
-            batch=BatchConfig(sequence_length=SEQUENCE_LENGTH),
-            distributed=DistributedConfig(training_dtype=dtype),
-            data=DataConfig(dataset_source="random"),
-        ),
-        world_size=1,
-    )
 
 
 def random_weights(model: ModelConfig) -> dict[str, Tensor]:
@@ -126,7 +85,7 @@ def load(directory: Path) -> Any:
 @pytest.mark.parametrize(("dtype", "torch_dtype"), [("bf16", torch.bfloat16), ("fp16", torch.float16)])
 def test_half_precision_weights_arrive_bit_for_bit(dtype: str, torch_dtype: torch.dtype, tmp_path: Path) -> None:
     """transformers loads them in the training dtype, with the same bits."""
-    config = make_config(dtype)
+    config = our_config("llama", dtype)
     weights = {name: value.to(torch_dtype) for name, value in random_weights(config.model).items()}
     export(tmp_path / "7", config, weights)
     model = load(tmp_path / "7")
@@ -137,7 +96,7 @@ def test_half_precision_weights_arrive_bit_for_bit(dtype: str, torch_dtype: torc
 
 def test_several_files_and_ranks(tmp_path: Path) -> None:
     """Cut into files by size, with an index that names them all; only rank 0 writes; transformers loads it."""
-    config = make_config(head_groups=2)
+    config = our_config("llama", head_groups=1)
     config = dataclasses.replace(config, training=dataclasses.replace(config.training, export_shard_size="12KB"))
     weights = random_weights(config.model)
     export(tmp_path / "100", config, weights, world_size=3)
@@ -147,7 +106,7 @@ def test_several_files_and_ranks(tmp_path: Path) -> None:
     index = json.loads((tmp_path / "100" / "model.safetensors.index.json").read_text())
     assert set(index["weight_map"].values()) == set(names)
     assert index["metadata"]["total_size"] == sum(value.nbytes for value in weights.values())
-    export(tmp_path / "1", make_config(head_groups=2), weights)
+    export(tmp_path / "1", our_config("llama", head_groups=1), weights)
     found, whole = (load(tmp_path / name).state_dict() for name in ("100", "1"))
     assert found.keys() == whole.keys() and all(torch.equal(value, whole[name]) for name, value in found.items())
 
@@ -156,7 +115,7 @@ def test_files_follow_the_umask(tmp_path: Path) -> None:
     """Others can read an export if the umask lets them (safetensors itself would write 0600)."""
     previous = os.umask(0o022)
     try:
-        config = make_config()
+        config = our_config("llama")
         export(tmp_path / "1", config, random_weights(config.model))
     finally:
         os.umask(previous)
@@ -168,7 +127,7 @@ def test_files_follow_the_umask(tmp_path: Path) -> None:
 
 def test_exporting_again_replaces_the_folder_and_keeps_foreign_ones(tmp_path: Path) -> None:
     """A second export of an iteration wins; a folder with other files is moved aside, not deleted."""
-    config = make_config()
+    config = our_config("llama")
     weights = random_weights(config.model)
     export(tmp_path / "1", config, weights)
     export(tmp_path / "1", config, {name: value + 1 for name, value in weights.items()})
@@ -194,7 +153,7 @@ def test_a_full_disk_is_a_storage_error_on_every_rank(
     owners = {"sync_folder": export_folder, "pwrite": os}
     monkeypatch.setattr(owners.get(fails, files), fails, full)
     monkeypatch.setattr(huggingface, "AGREE_BYTES", 1000)  # noticed in between
-    config = make_config()
+    config = our_config("llama")
     with pytest.raises(StorageError, match=r"rank 0: .*No space left on device .*bytes free"):
         export(tmp_path / "1", config, random_weights(config.model), world_size=2)
     assert list(tmp_path.iterdir()) == []
@@ -205,14 +164,14 @@ def test_left_over_folders_are_swept(tmp_path: Path) -> None:
     left = tmp_path / ".tmp-5-0123456789abcdef"
     left.mkdir()
     (left / "model-00001.safetensors").write_bytes(b"partial")
-    config = make_config()
+    config = our_config("llama")
     export(tmp_path / "6", config, random_weights(config.model))
     assert [path.name for path in tmp_path.iterdir()] == ["6"]
 
 
 def test_a_left_out_weight_is_noticed(tmp_path: Path) -> None:
     """An incomplete source of weights never becomes an export."""
-    config = make_config()
+    config = our_config("llama")
     weights = random_weights(config.model)
     del weights["blocks.1.mlp_norm.weight"]
     with pytest.raises(AssertionError, match=r"blocks\.1\.mlp_norm\.weight"):
@@ -228,7 +187,7 @@ def test_the_tokenizer_comes_along(tmp_path: Path) -> None:
     tokenizer.pre_tokenizer = tokenizers.pre_tokenizers.Whitespace()
     tokenizer.add_special_tokens(["<|endoftext|>"])
     tokenizer.save(str(tmp_path / "tokenizer.json"))
-    config = make_config()
+    config = our_config("llama")
     data = dataclasses.replace(config.data, tokenizer_file=str(tmp_path / "tokenizer.json"))
     export(tmp_path / "export" / "1", dataclasses.replace(config, data=data), random_weights(config.model))
     loaded = transformers.AutoTokenizer.from_pretrained(tmp_path / "export" / "1")
@@ -241,19 +200,21 @@ def test_the_tokenizer_comes_along(tmp_path: Path) -> None:
 
 def test_the_config_states_both_spellings() -> None:
     """transformers 5 reads dtype and rope_parameters, older ones torch_dtype and rope_theta; dropout is stated."""
-    config = make_config("bf16", attention_dropout=0.1, hidden_dropout=0.2)
+    config = our_config("llama", "bf16", attention_dropout=0.1, hidden_dropout=0.2)
     content = hugging_face_config(config, {})
     assert content["dtype"] == content["torch_dtype"] == "bfloat16"
-    assert content["rope_theta"] == content["rope_parameters"]["rope_theta"] == 500.0
+    assert content["rope_theta"] == content["rope_parameters"]["rope_theta"] == 100.0
     assert content["attention_dropout"] == 0.1
     assert content["bos_token_id"] is None and content["eos_token_id"] is None
-    assert content["max_position_embeddings"] == 32
+    assert content["max_position_embeddings"] == 64
     longer = dataclasses.replace(config, batch=dataclasses.replace(config.batch, sequence_length=4096))
     assert hugging_face_config(longer, {})["max_position_embeddings"] == 4096
-    gpt2 = hugging_face_config(make_config(**LEARNED, hidden_dropout=0.2, attention_dropout=0.1), {})
-    assert (gpt2["resid_pdrop"], gpt2["embd_pdrop"], gpt2["attn_pdrop"]) == (0.2, 0.2, 0.1)
-    starcoder2 = hugging_face_config(make_config(**LAYER_NORM, hidden_dropout=0.2), {"eos_token_id": 3})
-    assert (starcoder2["residual_dropout"], starcoder2["embedding_dropout"]) == (0.2, 0.2)
+    gpt2 = hugging_face_config(our_config("gpt2", hidden_dropout=0.2, embedding_dropout=0.3, attention_dropout=0.1), {})
+    assert (gpt2["resid_pdrop"], gpt2["embd_pdrop"], gpt2["attn_pdrop"]) == (0.2, 0.3, 0.1)
+    starcoder2 = hugging_face_config(
+        our_config("starcoder2, window", hidden_dropout=0.2, embedding_dropout=0.3), {"eos_token_id": 3}
+    )
+    assert (starcoder2["residual_dropout"], starcoder2["embedding_dropout"]) == (0.2, 0.3)
     assert starcoder2["eos_token_id"] == 3
 
 

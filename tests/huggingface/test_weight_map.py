@@ -2,37 +2,24 @@
 
 from __future__ import annotations
 
-import json
 from typing import Any, cast
 
 import pytest
 import torch
 from torch import Tensor
 
-from megatron_lite.config import BatchConfig, Config, DataConfig, ModelConfig
+from megatron_lite.config import ModelConfig
 from megatron_lite.huggingface.architectures import check_exportable
-from megatron_lite.huggingface.config_file import hugging_face_config, model_values
+from megatron_lite.huggingface.config_file import hugging_face_config
 from megatron_lite.huggingface.weight_map import constants, known_name, pieces
 from megatron_lite.model import gpt
 from megatron_lite.model.embedding_and_head import Head
 from megatron_lite.model.layer import Layer, MicroBatch
 from megatron_lite.parameter import Parameter
-from megatron_lite.validation import resolve
-from tests.support.families import FAMILIES, SEQUENCE_LENGTH, logits_of, make_config, make_model, random_tokens
-from tests.support.folder_checks import Weights, to_ours
+from tests.support.families import FAMILIES, SEQUENCE_LENGTH, logits_of, make_model, random_tokens
+from tests.support.folder_checks import Weights, our_config, to_ours
 
 families = pytest.mark.parametrize("family", FAMILIES)
-
-
-def resolved(**options: Any) -> Config:
-    batch, data = BatchConfig(sequence_length=SEQUENCE_LENGTH), DataConfig(dataset_source="random")
-    return resolve(Config(model=ModelConfig(**options), batch=batch, data=data), world_size=1)
-
-
-def imported(family: str, **changes: Any) -> ModelConfig:
-    """Return our model of a fixture."""
-    content = json.loads(make_config(family).to_json_string())
-    return resolved(**{**model_values(content), **changes}).model
 
 
 def shapes_of(model: ModelConfig) -> dict[str, tuple[int, ...]]:
@@ -92,7 +79,7 @@ def assert_same(found: Weights, expected: Weights) -> None:
 @families
 def test_a_state_dict_survives_the_way_there_and_back(family: str) -> None:
     """Bit for bit, with every tensor of theirs in exactly one parameter of ours, and every element in both once."""
-    model, architecture = imported(family), FAMILIES[family]["model_type"]
+    model, architecture = our_config(family).model, FAMILIES[family]["model_type"]
     theirs = state_of(make_model(family), model)
     ours = to_ours(theirs, shapes_of(model), architecture, model)
     assert not any(bool(tensor.isnan().any()) for tensor in ours.values())
@@ -156,7 +143,7 @@ def test_exported_models_compute_the_same_logits(case: str) -> None:
     from transformers import AutoConfig, AutoModelForCausalLM
 
     family, changes, architecture, num_constants = EXPORTED[case]
-    config = resolved(**{**model_values(json.loads(make_config(family).to_json_string())), **changes})
+    config = our_config(family, **changes)
     model = config.model
     assert check_exportable(model) == architecture
     generator = torch.Generator().manual_seed(3)
@@ -175,7 +162,7 @@ def test_exported_models_compute_the_same_logits(case: str) -> None:
 
 def test_names_in_files() -> None:
     """Files of models without a head, buffers of older versions, and heads that are tied."""
-    gpt2, llama = imported("gpt2"), imported("llama")
+    gpt2, llama = our_config("gpt2").model, our_config("llama").model
     assert known_name("h.0.attn.c_attn.weight", "gpt2", gpt2) == "transformer.h.0.attn.c_attn.weight"
     assert known_name("transformer.wte.weight", "gpt2", gpt2) == "transformer.wte.weight"
     assert known_name("h.0.attn.bias", "gpt2", gpt2) is None
@@ -188,6 +175,6 @@ def test_names_in_files() -> None:
 
 def test_a_parameter_that_an_architecture_has_not() -> None:
     with pytest.raises(KeyError):
-        pieces("embedding.position.weight", (40, 30), "llama", imported("llama"))
+        pieces("embedding.position.weight", (40, 30), "llama", our_config("llama").model)
     with pytest.raises(KeyError):
-        pieces("blocks.0.attention.query_norm.weight", (8,), "gpt2", imported("gpt2"))
+        pieces("blocks.0.attention.query_norm.weight", (8,), "gpt2", our_config("gpt2").model)

@@ -2,21 +2,37 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from megatron_lite.config import ModelConfig
+from megatron_lite.config import BatchConfig, Config, DataConfig, DistributedConfig, ModelConfig
 from megatron_lite.huggingface import weight_map
+from megatron_lite.huggingface.config_file import model_values
 from megatron_lite.huggingface.load_pretrained import open_source
 from megatron_lite.huggingface.weight_source import WeightSource
 from megatron_lite.model.gpt import build_gpt, shapes_of
-from tests.support.families import load_model
+from megatron_lite.validation import resolve
+from tests.support.families import SEQUENCE_LENGTH, load_model, make_config
 
 Shapes = dict[str, tuple[int, ...]]
 Weights = dict[str, torch.Tensor]
+
+
+def resolved_config(values: dict[str, Any], dtype: str = "fp32") -> Config:
+    """Return a resolved configuration for short samples of a model with these options."""
+    batch, data = BatchConfig(sequence_length=SEQUENCE_LENGTH), DataConfig(dataset_source="random")
+    distributed = DistributedConfig(training_dtype=dtype)
+    return resolve(Config(model=ModelConfig(**values), batch=batch, data=data, distributed=distributed), 1)
+
+
+def our_config(family: str, dtype: str = "fp32", **changes: Any) -> Config:
+    """Return a resolved configuration with our model of one of `FAMILIES`; `changes` override its options."""
+    values = model_values(json.loads(make_config(family).to_json_string(use_diff=False)))
+    return resolved_config(values | changes, dtype)
 
 
 def checked(folder: Path, **options: Any) -> tuple[WeightSource, Shapes]:
