@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import logging
 import os
 import re
@@ -14,7 +15,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from safetensors.torch import save_file
+from safetensors.torch import save
 from torch import Tensor
 
 from megatron_lite.config import Config, RunConfig
@@ -137,23 +138,23 @@ def logged(artifacts: Path, phase: str, rank: int = 0) -> dict[str, TensorEntry]
 # --- Statistics and samples
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
-@pytest.mark.parametrize("shape", [(1,), (7, 13), (3, 5, 7)])
-def test_statistics_are_those_of_float64(
-    dtype: torch.dtype, shape: tuple[int, ...], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_statistics_are_those_of_float64(monkeypatch: pytest.MonkeyPatch) -> None:
     """Mean, standard deviation and extremes agree with numpy in float64 to 1e-12, in one chunk and in many."""
-    tensor = (torch.randn(shape, generator=torch.Generator().manual_seed(1)) * 3 + 50).to(dtype)
-    expected = tensor.double().numpy()
-    whole = compute_statistics(tensor.view(-1))
-    for module in (tensor_log, hashes):
-        monkeypatch.setattr(module, "CHUNK_NUMEL", 4)
-    for statistics in (whole, compute_statistics(tensor.view(-1))):
-        assert statistics.mean == pytest.approx(expected.mean(), rel=1e-12)
-        assert statistics.std == pytest.approx(expected.std(), rel=1e-9, abs=1e-12)
-        assert statistics.rms == pytest.approx(np.sqrt((expected**2).mean()), rel=1e-12)
-        assert (statistics.minimum, statistics.maximum) == (expected.min(), expected.max())
-        assert statistics.not_finite == 0 and statistics.checksum == whole.checksum
+    dtypes, shapes = (torch.float32, torch.bfloat16, torch.float16), ((1,), (7, 13), (3, 5, 7))
+    for dtype, shape in itertools.product(dtypes, shapes):
+        tensor = (torch.randn(shape, generator=torch.Generator().manual_seed(1)) * 3 + 50).to(dtype)
+        expected = tensor.double().numpy()
+        whole = compute_statistics(tensor.view(-1))
+        with monkeypatch.context() as small:
+            for module in (tensor_log, hashes):
+                small.setattr(module, "CHUNK_NUMEL", 4)
+            cut = compute_statistics(tensor.view(-1))
+        for statistics in (whole, cut):
+            assert statistics.mean == pytest.approx(expected.mean(), rel=1e-12), (dtype, shape)
+            assert statistics.std == pytest.approx(expected.std(), rel=1e-9, abs=1e-12), (dtype, shape)
+            assert statistics.rms == pytest.approx(np.sqrt((expected**2).mean()), rel=1e-12), (dtype, shape)
+            assert (statistics.minimum, statistics.maximum) == (expected.min(), expected.max()), (dtype, shape)
+            assert statistics.not_finite == 0 and statistics.checksum == whole.checksum, (dtype, shape)
 
 
 def test_checksum_sees_only_values() -> None:
@@ -179,56 +180,45 @@ def test_a_gpu_comes_to_the_same_summary(dtype: torch.dtype) -> None:
     assert there.samples is not None and here.samples is not None and torch.equal(there.samples, here.samples)
 
 
-def test_values_that_are_not_finite_are_counted_and_shown() -> None:
-    tensor = torch.tensor([1.0, torch.nan, torch.inf, -torch.inf])
-    entry = summarize("x", tensor, 2)
-    assert entry.statistics is not None and entry.statistics.not_finite == 3
-    assert "3 NOT FINITE" in entry.line(8)
-    assert "NOT FINITE" not in summarize("x", torch.ones(4), 2).line(8)
-
-
-@pytest.mark.parametrize(("count", "positions"), [(1, [0]), (2, [0, 8]), (4, [0, 3, 5, 8]), (16, list(range(10)))])
-def test_samples_are_spread_evenly(count: int, positions: list[int]) -> None:
+def test_samples_are_spread_evenly() -> None:
     """`count` of ten elements, one of each tenth, quarter, ...; all where there are fewer; exact in fp32."""
     flat = torch.arange(10, dtype=torch.bfloat16)
-    samples = take_samples(flat, count)
-    assert samples.tolist() == positions and samples.dtype == torch.float32
+    for count, positions in ((1, [0]), (2, [0, 8]), (4, [0, 3, 5, 8]), (16, list(range(10)))):
+        samples = take_samples(flat, count)
+        assert samples.tolist() == positions and samples.dtype == torch.float32
 
 
-@pytest.mark.parametrize(("shape", "count"), [((64, 32), 64), ((64, 32), 128), ((4, 16, 128), 256), ((3, 7), 16)])
-def test_samples_see_every_column(shape: tuple[int, ...], count: int) -> None:
+def test_samples_see_every_column() -> None:
     """And every row, and no element twice, although the width divides the distance between samples."""
-    samples = take_samples(torch.arange(float(np.prod(shape))), count)
-    assert len(set(samples.tolist())) == count
-    assert len(set((samples % shape[-1]).tolist())) == shape[-1]
-    borders = torch.arange(count + 1) * int(np.prod(shape)) // count
-    assert bool((samples >= borders[:-1]).all()) and bool((samples < borders[1:]).all())
+    for shape, count in (((64, 32), 64), ((64, 32), 128), ((4, 16, 128), 256), ((3, 7), 16)):
+        samples = take_samples(torch.arange(float(np.prod(shape))), count)
+        assert len(set(samples.tolist())) == count, shape
+        assert len(set((samples % shape[-1]).tolist())) == shape[-1], shape
+        borders = torch.arange(count + 1) * int(np.prod(shape)) // count
+        assert bool((samples >= borders[:-1]).all()) and bool((samples < borders[1:]).all()), shape
 
 
-@pytest.mark.parametrize(("level", "samples"), [(1, None), (2, None), (3, 1), (4, 2), (7, 16), (9, 60), (30, 60)])
-def test_levels(level: int, samples: int | None) -> None:
+def test_levels() -> None:
     """1: shape, dtype, device; 2: and mean and std; from 3 on: and 2**(level - 3) samples, at most all."""
-    entry = summarize("x", torch.randn(3, 4, 5).transpose(0, 1), level)
-    assert (entry.shape, entry.dtype, entry.device) == ((4, 3, 5), "float32", "cpu")
-    assert (entry.statistics is not None) == (level >= 2)
-    assert (None if entry.samples is None else entry.samples.numel()) == samples
-    line = entry.line(8)
-    assert line.startswith("x | (4, 3, 5) float32 cpu")
-    assert ("mean" in line, "samples" in line) == (level >= 2, level >= 3)
+    for level, samples in ((1, None), (2, None), (3, 1), (4, 2), (7, 16), (9, 60), (30, 60)):
+        entry = summarize("x", torch.randn(3, 4, 5).transpose(0, 1), level)
+        assert (entry.shape, entry.dtype, entry.device) == ((4, 3, 5), "float32", "cpu")
+        assert (entry.statistics is not None) == (level >= 2)
+        assert (None if entry.samples is None else entry.samples.numel()) == samples
+        line = entry.line(8)
+        assert line.startswith("x | (4, 3, 5) float32 cpu")
+        assert ("mean" in line, "samples" in line) == (level >= 2, level >= 3)
 
 
-def test_line_shows_so_many_samples() -> None:
+def test_lines() -> None:
+    """Some or all samples; what is not finite is counted; a rank's shard may be all padding."""
     entry = summarize("x", torch.arange(64.0), 9)
     assert re.findall(r"samples (.*)", entry.line(3)) == ["0.0000e+00 1.0000e+00 2.0000e+00 ... (64 in all)"]
-    assert "samples" not in entry.line(0)
-    assert "in all" not in entry.line(64)
-
-
-def test_tensor_without_elements() -> None:
-    """A rank's shard may be all padding."""
-    entry = summarize("x", torch.empty(0), 5)
-    assert entry.statistics is None and entry.samples is not None and entry.samples.numel() == 0
-    assert entry.line(8).startswith("x | (0,) float32 cpu")
+    assert "samples" not in entry.line(0) and "in all" not in entry.line(64) and "NOT FINITE" not in entry.line(8)
+    assert "3 NOT FINITE" in summarize("x", torch.tensor([1.0, torch.nan, torch.inf, -torch.inf]), 2).line(8)
+    empty = summarize("x", torch.empty(0), 5)
+    assert empty.statistics is None and empty.samples is not None and empty.samples.numel() == 0
+    assert empty.line(8).startswith("x | (0,) float32 cpu")
 
 
 # --- Files
@@ -253,22 +243,18 @@ def test_file_round_trip(tmp_path: Path) -> None:
                 assert repr(a) == repr(b)
 
 
-@pytest.mark.parametrize("damage", ["missing", "cut", "noise", "foreign", "no entries"])
-def test_files_that_cannot_be_read(tmp_path: Path, damage: str) -> None:
+def test_files_that_cannot_be_read(tmp_path: Path) -> None:
+    """Missing, cut, noise, of another program, without entries: one line that names the file."""
     path = tmp_path / "log.safetensors"
     write_tensor_log(path, [summarize("x", torch.ones(5), 6)], {})
-    if damage == "missing":
-        path.unlink()
-    elif damage == "cut":
-        path.write_bytes(path.read_bytes()[:-1])
-    elif damage == "noise":
-        path.write_bytes(b"noise" * 20)
-    else:
-        metadata = {"format": tensor_log.FORMAT} if damage == "no entries" else {}
-        save_file({"x": torch.ones(5)}, path, metadata)
-    with pytest.raises(UsageError, match=re.escape(str(path))) as refusal:
-        read_tensor_log(path)
-    assert "\n" not in str(refusal.value)
+    whole = path.read_bytes()
+    contents = [None, whole[:-1], b"noise" * 20]
+    contents += [save({"x": torch.ones(5)}, about) for about in ({}, {"format": tensor_log.FORMAT})]
+    for content in contents:
+        path.unlink() if content is None else path.write_bytes(content)
+        with pytest.raises(UsageError, match=re.escape(str(path))) as refusal:
+            read_tensor_log(path)
+        assert "\n" not in str(refusal.value)
 
 
 # --- Which option logs what
@@ -289,16 +275,15 @@ def test_every_level_option_is_tested() -> None:
     assert set(LEVELS) == set(EXPECTED)
 
 
-@pytest.mark.parametrize("name", LEVELS)
-@pytest.mark.parametrize("level", [1, 2, 6])
-def test_each_option_logs_its_tensors_and_no_others(name: str, level: int) -> None:
-    debugger, lines = open_alone(**{name: level})
-    run_phases(debugger, FakeModel())
-    phase = "init" if name == "debug_param_init" else "train_00001"
-    assert [line.split(" | ")[:2] for line in lines] == [[phase, tensor] for tensor in EXPECTED[name]]
-    for line in lines:
-        assert len(line.split(" | ")) == 3 + (level >= 2) + (level >= 3), line
-        assert re.search(r"\| \([\d, ]*\) float32 cpu", line), line
+def test_each_option_logs_its_tensors_and_no_others() -> None:
+    for name, level in itertools.product(LEVELS, (1, 2, 6)):
+        debugger, lines = open_alone(**{name: level})
+        run_phases(debugger, FakeModel())
+        phase = "init" if name == "debug_param_init" else "train_00001"
+        assert [line.split(" | ")[:2] for line in lines] == [[phase, tensor] for tensor in EXPECTED[name]]
+        for line in lines:
+            assert len(line.split(" | ")) == 3 + (level >= 2) + (level >= 3), line
+            assert re.search(r"\| \([\d, ]*\) float32 cpu", line), line
 
 
 def test_parameters_and_gradients_are_the_right_ones(tmp_path: Path) -> None:
@@ -373,24 +358,17 @@ def test_observer_only_where_layers_are_wanted() -> None:
         assert [stage.observer for stage in model.stages] == [debugger if wanted else None] * 2
 
 
-@pytest.mark.parametrize(
-    ("options", "saves"),
-    [
-        ({}, False),
-        ({"debug_tensor_parallel": True}, False),
-        ({"save_tensor_logs": True}, False),
-        ({"show_tensor_logs": False, "debug_layer_outputs": 2}, False),
-        ({"show_tensor_logs": False, "debug_layer_outputs": 2, "debug_activation_memory": True}, False),
-        ({"show_tensor_logs": False, "debug_layer_outputs": 2, "save_tensor_logs": True}, True),
-    ],
-)
-def test_options_without_effect_cost_nothing(tmp_path: Path, options: dict[str, Any], saves: bool) -> None:
+def test_options_without_effect_cost_nothing(tmp_path: Path) -> None:
     """With nothing to show or save there is no debugger, unless for the memory; no line, and no file."""
-    debugger, lines = open_alone(tmp_path, **options)
-    assert (debugger is None) == (not saves and "debug_activation_memory" not in options)
-    run_phases(debugger, FakeModel())
-    assert any(tmp_path.iterdir()) == saves
-    assert all("memory" in line for line in lines)
+    silent = {"show_tensor_logs": False, "debug_layer_outputs": 2}
+    unused: list[dict[str, Any]] = [{}, {"debug_tensor_parallel": True}, {"save_tensor_logs": True}, silent]
+    for options in (*unused, {**silent, "debug_activation_memory": True}, {**silent, "save_tensor_logs": True}):
+        saves = options.keys() > silent.keys() and "save_tensor_logs" in options
+        debugger, lines = open_alone(tmp_path, **options)
+        assert (debugger is None) == (options in unused)
+        run_phases(debugger, FakeModel())
+        assert any(tmp_path.iterdir()) == saves
+        assert all("memory" in line for line in lines)
 
 
 def test_saved_but_not_shown(tmp_path: Path) -> None:
