@@ -141,7 +141,7 @@ class ExportCallback:
                 if not line.endswith("\n") and len(line) == MAX_LINE_CHARACTERS:
                     while (rest := stream.readline(MAX_LINE_CHARACTERS)) and not rest.endswith("\n"):
                         pass
-                    shown = shown[: max(0, len(shown) - longest)] + " (cut)"  # the cut may fall inside of a value
+                    shown = shown[: max(0, len(shown) - longest)] + " (cut)"  # the cut may fall inside a value
                 count += 1
                 if count <= MAX_LINES:
                     get_logger().info("export %s: %s", name, shown)

@@ -112,7 +112,7 @@ def open_debugger(
 
 @dataclass(eq=False)
 class TensorDebugger:
-    """Logs tensors inside of `phase`; `attach` makes it the observer of the stages.
+    """Logs tensors inside `phase`; `attach` makes it the observer of the stages.
 
     The model is anything with the `observe` and `parts` of `zero.MultiStage`. split_length: the sequence length, if the
     ranks of a tensor-parallel group split the tokens; None: each rank has all tokens.

@@ -171,7 +171,7 @@ def _aligned(rows: Sequence[Sequence[str]]) -> str:
 def trace_events(profile: Sequence[IterationTimes], rank: int) -> dict[str, Any]:
     """Return a trace in the Trace Event Format, in microseconds from its first event.
 
-    One process per rank; thread 0 has the steps, with waits inside of them, and the others the collectives under way,
+    One process per rank; thread 0 has the steps, with waits inside them, and the others the collectives under way,
     as many at a time as there are threads. Files of several ranks can be joined: append their `traceEvents`.
     """
     begun_s = [transfer.under_way_s[0] for times in profile for transfer in times.transfers]
@@ -250,7 +250,7 @@ def _timeline(profile: Sequence[IterationTimes], rank: int) -> str:
             kind = "other"
         words = [f"{name}: {ms:.3f} ms"]
         words += [f"{key.removesuffix('_ms')} {event['args'][key]:.3f} ms" for key in event["args"] if "_ms" in key]
-        # Waits and steps lie inside of each other: the inner ones come later, in front.
+        # Waits and steps lie inside each other: the inner ones come later, in front.
         bars.append(
             f'<rect class="{kind}" x="{event["ts"]:.1f}" y="{ROW * event["tid"] + (ROW - BAR) // 2}" '
             f'width="{max(event["dur"], 0.1):.1f}" height="{BAR}" data-name="{escape(", ".join(words))}"/>'

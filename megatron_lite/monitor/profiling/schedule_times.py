@@ -53,7 +53,7 @@ class Transfer:
     """
 
     kind: str  # as in `distributed.traffic`
-    stage: int | None  # None: outside of the stages
+    stage: int | None  # None: outside the stages
     bytes: int  # of the full buffer
     posted_s: float
     waits_s: float = math.inf
@@ -99,7 +99,7 @@ class TimedVerb:
     micro_batch: int | None
     start_s: float
     end_s: float = math.inf
-    waits: list[Transfer] = field(default_factory=list)  # collectives waited for inside of the verb
+    waits: list[Transfer] = field(default_factory=list)  # collectives waited for inside the verb
 
     @property
     def waited_s(self) -> float:

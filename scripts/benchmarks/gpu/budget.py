@@ -9,10 +9,9 @@ from __future__ import annotations
 import functools
 from typing import NamedTuple
 
-from megatron_lite.planner.work import Attention, Pass, Product
-
 from megatron_lite.monitor.metrics import model_flops
 from megatron_lite.planner.plan import make_plan
+from megatron_lite.planner.speeds import Attention, Pass, Product
 from megatron_lite.planner.work_time import micro_batch_work
 from scripts.benchmarks.training.settings import chosen, engine_config, parse, row_config
 from scripts.docs.tables import markdown_table
