@@ -198,6 +198,11 @@ def train_tiny(distributed: Distributed, options: dict[str, Any], iterations: in
     )
 
 
+def train_several(distributed: Distributed, runs: Sequence[dict[str, Any]], iterations: int) -> list[Trajectory]:
+    """Train the tiny model with each of several sets of options; to be run by `run_distributed`."""
+    return [train_tiny(distributed, options, iterations) for options in runs]
+
+
 def train_whole(distributed: Distributed, config: Config) -> Run:
     """A run to its end by the program's own loop, which saves and exports; to be run by `run_distributed`."""
     from megatron_lite.train import train

@@ -1,9 +1,10 @@
 """Start pretrain_gpt.py from a test: one process or several ranks, with a time-out, and nothing left behind.
 
-Three ways: `forked` ranks come out of a server process that has imported torch already, which saves seconds per start;
-`processes` are started as a user does; `torchrun` is the launcher of PyTorch. The ranks of the first two find each
-other through RANK, WORLD_SIZE, MASTER_ADDR and a free MASTER_PORT. Every process of a start is in a session of its own
-and has `MARKER` in its environment, so that whatever is left of it can be found, and killed.
+`forked` ranks come out of a server process that has imported torch already, which saves seconds per start; `processes`
+are started as a user does; `torchrun` is the launcher of PyTorch, `warm torchrun` the same in interpreters of
+`warm_python`. The ranks of the first two find each other through RANK, WORLD_SIZE, MASTER_ADDR and a free MASTER_PORT.
+Every process of a start is in a session of its own and has `MARKER` in its environment, so that whatever is left of it
+can be found, and killed.
 """
 
 from __future__ import annotations
@@ -109,12 +110,17 @@ class Start:
         environment |= {"PYTHONPATH": str(ROOT), "CUDA_VISIBLE_DEVICES": "", MARKER: self.marker}
         self._environment = {**environment, "OMP_NUM_THREADS": str(THREADS), **(variables or {})}
         self.processes: list[_Process] = []
-        assert how in ("forked", "processes", "torchrun"), how
+        assert how in ("forked", "processes", "torchrun", "warm torchrun"), how
         assert how == "forked" or (mounts_of is None and faults is None), how
+        self._python = sys.executable
         self._mounts = None if mounts_of is None else f"/proc/{mounts_of}/ns/mnt"
         self._faults = faults or {}
         command = [str(PROGRAM), *flags]
-        if how == "torchrun":
+        if how.endswith("torchrun"):
+            if how == "warm torchrun":
+                from tests.support import warm_python
+
+                self._environment["PYTHON_EXEC"] = self._python = str(warm_python.folder() / "python")
             self._start([*TORCHRUN, *launcher, f"--nproc-per-node={ranks}", *command], {}, subprocess_start)
             return
         self._port = reserved_port()
@@ -133,7 +139,7 @@ class Start:
     def _start(self, command: list[str], place: Mapping[str, str], how_to: Callable[..., _Process]) -> None:
         number = len(self.processes)
         outputs = [str(Path(self._folder.name, f"{stream}_{number}")) for stream in ("stdout", "stderr")]
-        more = [self._mounts, self._faults.get(number)] if how_to is forked_start else []
+        more = [self._mounts, self._faults.get(number)] if how_to is forked_start else [self._python]
         self.processes.append(how_to(command, {**self._environment, **place}, outputs, *more))
 
     def signal(self, number: int, rank: int | None = None, workers: bool = True) -> None:
@@ -247,11 +253,11 @@ class _Process:
         return self._process.exitcode
 
 
-def subprocess_start(command: list[str], environment: dict[str, str], outputs: list[str]) -> _Process:
-    """A new interpreter."""
+def subprocess_start(command: list[str], environment: dict[str, str], outputs: list[str], python: str) -> _Process:
+    """A new interpreter, or the one of `warm_python`."""
     with open(outputs[0], "wb") as stdout, open(outputs[1], "wb") as stderr:
         process = subprocess.Popen(
-            [sys.executable, *command],
+            [python, *command],
             env=environment,
             stdin=subprocess.DEVNULL,
             stdout=stdout,

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from megatron_lite.data.open_data import open_data
-from tests.support.harness import LLAMA, run_distributed, tiny_config, train_tiny
+from tests.support.harness import LLAMA, run_distributed, tiny_config, train_several, train_tiny
 from tests.support.plain_gpt import PlainGPT, plain_adamw
 
 ITERATIONS = 20
@@ -153,9 +153,10 @@ def test_recomputation_changes_no_bit_of_a_run(architecture: str) -> None:
         "micro_batch_size": 1,
         "lr_warmup_iters": 2,
     }
-    plain = run_distributed(2, train_tiny, options, 4)[0]
-    for level in ("activation", "full", "activation,full:1", "full,none:1", "none,full:1,activation:1"):
-        recomputed = run_distributed(2, train_tiny, {**options, "mlp_recompute_level": level}, 4)[0]
+    levels = ("none", "activation", "full", "activation,full:1", "full,none:1", "none,full:1,activation:1")
+    runs = [{**options, "mlp_recompute_level": level} for level in levels]
+    plain, *others = run_distributed(2, train_several, runs, 4)[0]
+    for recomputed in others:
         assert recomputed.losses == plain.losses and recomputed.grad_norms == plain.grad_norms
         for name, weight in plain.weights.items():
             np.testing.assert_array_equal(recomputed.weights[name], weight, err_msg=name)

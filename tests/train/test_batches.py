@@ -15,7 +15,6 @@ from torch.nn import functional
 from megatron_lite.config.values import SPELLINGS
 from megatron_lite.data.host_batch import HostBatch, micro_batch
 from megatron_lite.data.open_data import open_data
-from megatron_lite.distributed.process_group import Distributed
 from megatron_lite.model.layer import MASKED
 from megatron_lite.monitor.metrics import LogWindow
 from megatron_lite.monitor.trackers import read_metrics
@@ -28,12 +27,13 @@ from tests.support.harness import (
     run_distributed,
     same_weights,
     tiny_config,
+    train_several,
     train_tiny,
 )
 from tests.support.launch import TINY, run
 from tests.support.memory_meters import a_model
 from tests.support.plain_gpt import PlainGPT, plain_adamw
-from tests.train.test_resume import weights
+from tests.support.results import weights
 
 SIZES = [3, 3, 8, 8, 8, 5, 5]  # of the iterations of "0:3 2:8 5:5"
 UNEVEN: dict[str, Any] = dict(
@@ -93,10 +93,6 @@ def test_uneven_batches_train_as_in_plain_torch(ranks: int, loss_reduction: str)
     assert np.abs(np.subtract(other.losses, plain.losses)).max() > 1e-3
 
 
-def in_every_zero_stage(distributed: Distributed, options: dict[str, Any]) -> list[Trajectory]:
-    return [train_tiny(distributed, {**options, "zero_stage": stage}, 5) for stage in (1, 2, 3)]
-
-
 @pytest.mark.parametrize(
     ("options", "same"),
     [
@@ -115,7 +111,8 @@ def in_every_zero_stage(distributed: Distributed, options: dict[str, Any]) -> li
 )
 def test_zero_stages_agree_on_a_schedule(options: dict[str, Any], same: tuple[int, ...]) -> None:
     """On 2 ranks in bf16, losses, norms and weights are bit-identical where gradients sum alike, else close."""
-    runs = run_distributed(2, in_every_zero_stage, {**UNEVEN, "num_layers": 3, **options})[0]
+    stages = [{**UNEVEN, "num_layers": 3, **options, "zero_stage": stage} for stage in (1, 2, 3)]
+    runs = run_distributed(2, train_several, stages, 5)[0]
     first = runs[same[0] - 1]
     for stage, other in enumerate(runs, start=1):
         if stage in same:

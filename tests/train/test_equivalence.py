@@ -13,7 +13,7 @@ import torch
 from megatron_lite.distributed.process_group import Distributed
 from megatron_lite.distributed.startup import deterministic_ways
 from megatron_lite.monitor.trackers import read_metrics
-from tests.support.harness import Trajectory, run_distributed, same_weights, train_tiny
+from tests.support.harness import Trajectory, run_distributed, same_weights, train_several, train_tiny
 from tests.support.launch import run
 
 BUFFERS = [
@@ -22,10 +22,6 @@ BUFFERS = [
     {"zero_stage": 3},
     *({"num_weight_buffers": w, "num_grad_buffers": g} for w, g in itertools.product((1, 2, 3), repeat=2)),
 ]
-
-
-def several(distributed: Distributed, runs: list[dict[str, Any]], iterations: int) -> list[Trajectory]:
-    return [train_tiny(distributed, options, iterations) for options in runs]
 
 
 def relative_difference(a: Trajectory, b: Trajectory) -> float:
@@ -53,7 +49,7 @@ def test_zero_stage_and_buffers_change_no_bit(
         "breadth_first_micro_batches": breadth_first,
         "depth_first_micro_batches": 1,
     }
-    rank_0, rank_1 = run_distributed(2, several, [common | layout for layout in BUFFERS], iterations)
+    rank_0, rank_1 = run_distributed(2, train_several, [common | layout for layout in BUFFERS], iterations)
     for a, b in zip(rank_0, rank_1, strict=True):
         assert a.losses == b.losses and same_weights(a.weights, b.weights)
     first, *others = rank_0
@@ -73,7 +69,7 @@ def test_depth_first_accumulation_agrees_to_rounding(tied: bool) -> None:
     ]
     runs += [{"depth_first_micro_batches": 1, "batch_size": 8, "tie_word_embeddings": tied}]
     for ranks in (1, 2):
-        *accumulated, reference = run_distributed(ranks, several, runs, 6)[0]
+        *accumulated, reference = run_distributed(ranks, train_several, runs, 6)[0]
         for trajectory in accumulated:
             assert relative_difference(trajectory, reference) < 1e-6
         assert accumulated[1].losses == accumulated[2].losses and same_weights(
@@ -92,7 +88,7 @@ def test_ranks_and_micro_batches_do_not_matter() -> None:
         for ranks in (1, 2, 3)
     }
     trajectories = [
-        trajectory for ranks, runs in splits.items() for trajectory in run_distributed(ranks, several, runs, 2)[0]
+        trajectory for ranks, runs in splits.items() for trajectory in run_distributed(ranks, train_several, runs, 2)[0]
     ]
     assert len(trajectories) > 15
     reference = trajectories[0]
@@ -104,7 +100,7 @@ def test_ranks_and_micro_batches_do_not_matter() -> None:
 def test_three_ranks_agree_across_zero_stages() -> None:
     """An odd number of ranks pads differently, but sums in rank order too."""
     runs = [{"batch_size": 6, "zero_stage": stage, "num_layers": 3} for stage in (1, 2, 3)]
-    first, *others = run_distributed(3, several, runs, 10)[0]
+    first, *others = run_distributed(3, train_several, runs, 10)[0]
     for other in others:
         assert other.losses == first.losses and same_weights(other.weights, first.weights)
 
@@ -148,7 +144,7 @@ def test_recomputation_with_threads_and_four_threads(tmp_path: Path) -> None:
 def test_gradients_in_the_training_dtype_still_train() -> None:
     """full_precision_gradients=0: bf16 buffers and shards, half the gradient memory, close to the fp32 run."""
     common = {"training_dtype": "bf16", "zero_stage": 1}
-    full, half = run_distributed(2, several, [common, {**common, "full_precision_gradients": False}], 20)[0]
+    full, half = run_distributed(2, train_several, [common, {**common, "full_precision_gradients": False}], 20)[0]
     assert half.memory_bytes["gradient buffers"] * 2 == full.memory_bytes["gradient buffers"]
     assert half.losses != full.losses
     assert relative_difference(half, full) < 1e-2
@@ -156,7 +152,7 @@ def test_gradients_in_the_training_dtype_still_train() -> None:
 
 def test_loss_scaling_of_fp16_tracks_fp32() -> None:
     """fp16 with its dynamic loss scale follows the fp32 run; the scale does not leak into loss or gradient norm."""
-    half, full = run_distributed(2, several, [{"training_dtype": "fp16"}, {}], 20)[0]
+    half, full = run_distributed(2, train_several, [{"training_dtype": "fp16"}, {}], 20)[0]
     assert relative_difference(half, full) < 2e-2
     np.testing.assert_allclose(half.grad_norms, full.grad_norms, rtol=0.05)
 

@@ -67,6 +67,11 @@ def train_and_export(distributed: Distributed, options: dict[str, Any]) -> dict[
     return {"tokens": on_host.tokens.numpy(), "logits": logits.float().numpy()}
 
 
+def train_and_export_several(distributed: Distributed, runs: list[dict[str, Any]]) -> None:
+    for options in runs:
+        train_and_export(distributed, options)
+
+
 def options_for(folder: Path, architecture: str) -> dict[str, Any]:
     return {
         **ARCHITECTURES[architecture],
@@ -94,17 +99,25 @@ def test_transformers_computes_the_same_logits_and_validation_loss(
     """Logits agree to 1e-5 and the mean validation loss to 1e-5 relative in fp32, after two ranks with ZeRO 3."""
     options = options_for(tmp_path, architecture)
     results = run_distributed(2, train_and_export, options)
-    model = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "run" / "export" / "12").eval()
+    model = exported_model(transformers, tmp_path)
     assert type(model).__name__.lower().startswith(architecture)
-    for result in results:
-        tokens = torch.from_numpy(result["tokens"])
-        with torch.no_grad():
-            logits = model(tokens[:, :-1]).logits
-        np.testing.assert_allclose(logits.numpy(), result["logits"], atol=1e-5, rtol=1e-5)
+    assert_same_logits(model, results)
     records = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
     ours = [record["loss"] for record in records if record["phase"] == "validation"][-1]
     assert ours < records[0]["loss"] - 0.3, "nothing was learned: equal losses would prove little"
     np.testing.assert_allclose(validation_loss(model, options), ours, rtol=1e-5)
+
+
+def exported_model(transformers: Any, folder: Path) -> Any:
+    return transformers.AutoModelForCausalLM.from_pretrained(folder / "run" / "export" / "12").eval()
+
+
+def assert_same_logits(model: Any, results: list[dict[str, Any]]) -> None:
+    """Compare a transformers model with the logits of every rank."""
+    for result in results:
+        with torch.no_grad():
+            logits = model(torch.from_numpy(result["tokens"])[:, :-1]).logits
+        np.testing.assert_allclose(logits.numpy(), result["logits"], atol=1e-5, rtol=1e-5)
 
 
 def validation_loss(model: Any, options: dict[str, Any]) -> float:
@@ -129,7 +142,7 @@ def test_an_averaged_export_has_the_averaged_loss(transformers: Any, tmp_path: P
     run_distributed(2, train_and_export, options)
     records = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
     (validation,) = (record for record in records if record["phase"] == "validation")
-    model = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "run" / "export" / "12").eval()
+    model = exported_model(transformers, tmp_path)
     found = validation_loss(model, {**options, "export_weights": "raw"})
     np.testing.assert_allclose(found, validation["averaged_loss"], rtol=1e-5)
     assert abs(found - validation["loss"]) > 1e-3
@@ -139,14 +152,15 @@ def test_exports_are_the_same_bits_for_every_zero_stage(tmp_path: Path) -> None:
     """Two ranks, bf16: the files of ZeRO 1, 2 and 3 hold identical weights."""
     from safetensors.numpy import load_file
 
-    weights = []
+    runs = []
     for zero_stage in (1, 2, 3):
         folder = tmp_path / str(zero_stage)
         folder.mkdir()
-        options = {**options_for(folder, "llama"), "zero_stage": zero_stage, "hidden_dropout": 0.0}
-        run_distributed(2, train_and_export, {**options, "attention_dropout": 0.0})
-        weights.append(load_file(folder / "run" / "export" / "12" / "model.safetensors"))
-    assert same_weights(weights[0], weights[1]) and same_weights(weights[0], weights[2])
+        options = {"zero_stage": zero_stage, "hidden_dropout": 0.0, "attention_dropout": 0.0}
+        runs.append({**options_for(folder, "llama"), **options})
+    run_distributed(2, train_and_export_several, runs)
+    first, *others = (load_file(tmp_path / name / "run/export/12/model.safetensors") for name in ("1", "2", "3"))
+    assert all(same_weights(first, other) for other in others)
 
 
 FREEZING: dict[str, dict[str, Any]] = {
@@ -166,8 +180,7 @@ def test_exports_of_frozen_models_are_whole(transformers: Any, tmp_path: Path, h
 
     options = {**options_for(tmp_path, "llama"), **FREEZING[how], "zero_stage": 2, "freeze": ("embedding", "blocks.1")}
     start = {**options, "experiment_dir": str(tmp_path / "start"), "train_iters": 0, "lr_warmup_iters": 0}
-    run_distributed(2, train_and_export, start)
-    run_distributed(2, train_and_export, options)
+    run_distributed(2, train_and_export_several, [start, options])
     before = load_file(tmp_path / "start" / "export" / "0" / "model.safetensors")
     after = load_file(tmp_path / "run" / "export" / "12" / "model.safetensors")
     assert before.keys() == after.keys() and {value.dtype for value in after.values()} == {torch.bfloat16}
@@ -180,16 +193,12 @@ def test_exports_of_frozen_models_are_whole(transformers: Any, tmp_path: Path, h
     assert all(torch.equal(state[name], value) for name, value in after.items())
 
 
-@pytest.mark.parametrize("zero_stage", [1, 3])
+@pytest.mark.parametrize("zero_stage", [pytest.param(1, marks=pytest.mark.slow), 3])
 def test_a_frozen_model_computes_what_its_export_computes(transformers: Any, tmp_path: Path, zero_stage: int) -> None:
     """Logits agree to 1e-5 in fp32 with a frozen embedding tied to the head and frozen norms in every stage."""
     options = {**options_for(tmp_path, "mistral"), "zero_stage": zero_stage, "freeze": ("embedding", "*_norm.weight")}
     results = run_distributed(2, train_and_export, options)
-    model = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "run" / "export" / "12").eval()
-    for result in results:
-        with torch.no_grad():
-            logits = model(torch.from_numpy(result["tokens"])[:, :-1]).logits
-        np.testing.assert_allclose(logits.numpy(), result["logits"], atol=1e-5, rtol=1e-5)
+    assert_same_logits(exported_model(transformers, tmp_path), results)
 
 
 def test_a_distributed_export_resumes(tmp_path: Path) -> None:

@@ -73,8 +73,8 @@ def assert_quiet(outcome: Outcome) -> None:
 def test_no_file_command_alone_and_under_torchrun(tmp_path: Path) -> None:
     """Both succeed, leave stderr empty, print each line once, log the keys of the design, and agree to 1e-6."""
     records = []
-    for ranks, how in ((1, "forked"), (2, "torchrun")):
-        experiment = tmp_path / how
+    for ranks, how in ((1, "forked"), (2, "warm torchrun")):
+        experiment = tmp_path / str(ranks)
         outcome = run([*NO_FILE, "--device=cpu", f"--experiment_dir={experiment}"], ranks, how)
         assert_quiet(outcome)
         assert outcome.output.count("training complete: 7 iterations") == 1

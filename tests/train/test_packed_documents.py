@@ -18,7 +18,7 @@ from megatron_lite.kernels.attention.attention import Documents
 from megatron_lite.model.gpt import build_gpt
 from megatron_lite.model.layer import MASKED, Layer, MicroBatch
 from tests.support.datasets import write_dataset
-from tests.support.harness import full_weights, run_distributed, start_run, tiny_config, train_tiny
+from tests.support.harness import full_weights, run_distributed, start_run, tiny_config, train_several, train_tiny
 from tests.support.plain_gpt import PlainGPT, plain_adamw
 
 SIZES = [7, 0, 30, 1, 1, 16, 5, 17, 0, 0, 40, 2, 3, 64, 11, 16, 9, 50]
@@ -91,13 +91,12 @@ def test_training_equals_plain_torch(corpus: tuple[str, Tensor], model: str) -> 
     """One rank, two ranks with ZeRO 3, and a masked loop agree; attention across documents differs."""
     prefix, documents = corpus
     values = options(prefix, **MODELS[model])
-    one = run_distributed(1, train_tiny, values, ITERATIONS)[0]
-    losses = plain_losses(values, one.initial, documents)
-    np.testing.assert_allclose(one.losses, losses, rtol=1e-6)
+    runs = [values, {**values, "cross_document_attention": True}]
+    one, crossing = run_distributed(1, train_several, runs, ITERATIONS)[0]
+    np.testing.assert_allclose(one.losses, plain_losses(values, one.initial, documents), rtol=1e-6)
     layout = {"zero_stage": 3, "num_workers": 1, "micro_batch_size": 1}
     two = run_distributed(2, train_tiny, {**values, **layout}, ITERATIONS)[0]
     np.testing.assert_allclose(two.losses, one.losses, rtol=1e-6)
-    crossing = run_distributed(1, train_tiny, {**values, "cross_document_attention": True}, ITERATIONS)[0]
     assert np.abs(np.array(crossing.losses) / np.array(one.losses) - 1).min() > 1e-5
 
 
@@ -111,15 +110,16 @@ def test_positions_and_labels_by_document_equal_plain_torch(
     prefix, documents = corpus
     more = {"reset_position_ids": True, "mask_document_starts": True, "cross_document_attention": crossing}
     values = {**options(prefix, **MODELS[model]), **more}
-    one = run_distributed(1, train_tiny, values, ITERATIONS)[0]
+    # Rotary positions are relative: within a document it makes no difference where they begin.
+    matters = crossing or not values.get("use_rotary_embeddings")
+    switched_off = ["reset_position_ids"] * matters + ["mask_document_starts"]
+    runs = [values, *({**values, option: False} for option in switched_off)]
+    one, *others = run_distributed(1, train_several, runs, ITERATIONS)[0]
     np.testing.assert_allclose(one.losses, plain_losses(values, one.initial, documents), rtol=1e-6)
     layout = {"zero_stage": 2, "num_workers": 1, "micro_batch_size": 1}
     two = run_distributed(2, train_tiny, {**values, **layout}, ITERATIONS)[0]
     np.testing.assert_allclose(two.losses, one.losses, rtol=1e-6)
-    # Rotary positions are relative: within a document it makes no difference where they begin.
-    matters = crossing or not values.get("use_rotary_embeddings")
-    for option in ("reset_position_ids",) * matters + ("mask_document_starts",):
-        other = run_distributed(1, train_tiny, {**values, option: False}, ITERATIONS)[0]
+    for option, other in zip(switched_off, others, strict=True):
         assert np.abs(np.array(other.losses) / np.array(one.losses) - 1).max() > 1e-5, option
 
 
@@ -168,19 +168,17 @@ def losses(
     documents: Documents | None,
     rows: int,
 ) -> Tensor:
-    """Return the loss of each label, one forward pass each, (rows s,)."""
-    found = []
-    for number in range(len(tokens)):
-        only = torch.full_like(labels, MASKED)
-        only[number] = labels[number]
-        shaped = [None if x is None else x.view(rows, -1) for x in (tokens, only, positions)]
-        batch = MicroBatch(shaped[0], shaped[1], documents=documents, positions=shaped[2])  # type: ignore[arg-type]
-        hidden = None
-        with torch.no_grad():
-            for layer in layers:
+    """Return the loss of each label, (rows s,): that of the head if no other label counts."""
+    found, hidden = [], None
+    with torch.no_grad():
+        for number in range(len(tokens)):
+            only = torch.full_like(labels, MASKED)
+            only[number] = labels[number]
+            shaped = [None if x is None else x.view(rows, -1) for x in (tokens, only, positions)]
+            batch = MicroBatch(shaped[0], shaped[1], documents=documents, positions=shaped[2])  # type: ignore[arg-type]
+            for layer in layers[:-1] if hidden is None else ():
                 hidden = layer(hidden, batch)
-        assert hidden is not None
-        found.append(hidden)
+            found.append(layers[-1](hidden, batch))
     return torch.stack(found)
 
 
