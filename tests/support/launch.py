@@ -296,6 +296,8 @@ def run_forked(command: list[str], environment: dict[str, str], outputs: list[st
     # The fork server may have been started by a test that held signals back, and hands that on.
     signal.pthread_sigmask(signal.SIG_SETMASK, [])
     sys.stdin = open(os.devnull, encoding="utf-8")
+    for stream in (sys.stdout, sys.stderr):
+        stream.reconfigure(encoding=environment.get("PYTHONIOENCODING", "utf-8"))  # type: ignore[union-attr]
     for path, descriptor in zip(outputs, (1, 2), strict=True):
         file = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
         os.dup2(file, descriptor)

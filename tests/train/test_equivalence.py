@@ -22,6 +22,7 @@ BUFFERS = [
     {"zero_stage": 3},
     *({"num_weight_buffers": w, "num_grad_buffers": g} for w, g in itertools.product((1, 2, 3), repeat=2)),
 ]
+SOME_BUFFERS = [*BUFFERS[:3], *BUFFERS[4:11:2]]  # by default: the stages, and unequal counts
 
 
 def relative_difference(a: Trajectory, b: Trajectory) -> float:
@@ -49,12 +50,13 @@ def test_zero_stage_and_buffers_change_no_bit(
         "breadth_first_micro_batches": breadth_first,
         "depth_first_micro_batches": 1,
     }
-    rank_0, rank_1 = run_distributed(2, train_several, [common | layout for layout in BUFFERS], iterations)
+    layouts = SOME_BUFFERS if iterations == 2 else BUFFERS
+    rank_0, rank_1 = run_distributed(2, train_several, [common | layout for layout in layouts], iterations)
     for a, b in zip(rank_0, rank_1, strict=True):
         assert a.losses == b.losses and same_weights(a.weights, b.weights)
     first, *others = rank_0
     assert len(set(first.losses)) == iterations, "the losses do not move: nothing is trained"
-    for layout, other in zip(BUFFERS[1:], others, strict=True):
+    for layout, other in zip(layouts[1:], others, strict=True):
         assert other.losses == first.losses, layout
         assert other.grad_norms == first.grad_norms, layout
         assert same_weights(other.weights, first.weights), layout
@@ -69,7 +71,7 @@ def test_depth_first_accumulation_agrees_to_rounding(tied: bool) -> None:
     ]
     runs += [{"depth_first_micro_batches": 1, "batch_size": 8, "tie_word_embeddings": tied}]
     for ranks in (1, 2):
-        *accumulated, reference = run_distributed(ranks, train_several, runs, 6)[0]
+        *accumulated, reference = run_distributed(ranks, train_several, runs, 3)[0]
         for trajectory in accumulated:
             assert relative_difference(trajectory, reference) < 1e-6
         assert accumulated[1].losses == accumulated[2].losses and same_weights(
@@ -100,14 +102,14 @@ def test_ranks_and_micro_batches_do_not_matter() -> None:
 def test_three_ranks_agree_across_zero_stages() -> None:
     """An odd number of ranks pads differently, but sums in rank order too."""
     runs = [{"batch_size": 6, "zero_stage": stage, "num_layers": 3} for stage in (1, 2, 3)]
-    first, *others = run_distributed(3, train_several, runs, 10)[0]
+    first, *others = run_distributed(3, train_several, runs, 4)[0]
     for other in others:
         assert other.losses == first.losses and same_weights(other.weights, first.weights)
 
 
 def numbers_of_a_run(folder: Path, ranks: int, threads: int, *more: str) -> np.ndarray:
     """Train a model whose operations threads share; return (iterations, 2) losses and gradient norms."""
-    flags = "--hidden_size=256 --num_layers=2 --vocab_size=64 --sequence_length=128 --batch_size=4 --train_iters=3 "
+    flags = "--hidden_size=256 --num_layers=2 --vocab_size=64 --sequence_length=128 --batch_size=4 --train_iters=2 "
     flags += "--dataset_source=random --num_workers=0 --device=cpu --cpu_matmul=blas --log_interval=1 --lr=1e-3 "
     flags += f"--hidden_dropout=0.1 --attention_dropout=0.1 --window_size=50 --experiment_dir={folder}"
     outcome = run([*flags.split(), *more], ranks, variables={"OMP_NUM_THREADS": str(threads)})
@@ -122,7 +124,7 @@ def test_as_many_threads_give_the_same_bits_and_others_round_differently(tmp_pat
     """
     folders = (tmp_path / str(i) for i in itertools.count())
     first, one = (numbers_of_a_run(next(folders), 1, threads) for threads in (2, 1))
-    assert len(first) == 3
+    assert len(first) == 2
     assert not np.array_equal(one, first), "no operation was shared by threads"
     np.testing.assert_allclose(one, first, rtol=1e-6)
     recomputed = ("--zero_stage=3", "--mlp_recompute_level=full", "--recompute_layers=1")
@@ -144,7 +146,7 @@ def test_recomputation_with_threads_and_four_threads(tmp_path: Path) -> None:
 def test_gradients_in_the_training_dtype_still_train() -> None:
     """full_precision_gradients=0: bf16 buffers and shards, half the gradient memory, close to the fp32 run."""
     common = {"training_dtype": "bf16", "zero_stage": 1}
-    full, half = run_distributed(2, train_several, [common, {**common, "full_precision_gradients": False}], 20)[0]
+    full, half = run_distributed(2, train_several, [common, {**common, "full_precision_gradients": False}], 8)[0]
     assert half.memory_bytes["gradient buffers"] * 2 == full.memory_bytes["gradient buffers"]
     assert half.losses != full.losses
     assert relative_difference(half, full) < 1e-2
@@ -152,20 +154,20 @@ def test_gradients_in_the_training_dtype_still_train() -> None:
 
 def test_loss_scaling_of_fp16_tracks_fp32() -> None:
     """fp16 with its dynamic loss scale follows the fp32 run; the scale does not leak into loss or gradient norm."""
-    half, full = run_distributed(2, train_several, [{"training_dtype": "fp16"}, {}], 20)[0]
+    half, full = run_distributed(2, train_several, [{"training_dtype": "fp16"}, {}], 8)[0]
     assert relative_difference(half, full) < 2e-2
     np.testing.assert_allclose(half.grad_norms, full.grad_norms, rtol=0.05)
 
 
 def determinism(distributed: Distributed) -> tuple[bool, Trajectory]:
-    trajectory = train_tiny(distributed, {"hidden_dropout": 0.1}, 10)
+    trajectory = train_tiny(distributed, {"hidden_dropout": 0.1}, 3)
     return torch.are_deterministic_algorithms_enabled(), trajectory
 
 
 def test_deterministic_runs_with_torchs_own_check_switched_on() -> None:
     """Every operation of a step has a deterministic form (torch raises otherwise); on CPU it changes no bit."""
     enabled, strict = run_distributed(2, determinism, deterministic=True)[0]
-    plain = run_distributed(2, train_tiny, {"hidden_dropout": 0.1}, 10)[0]
+    plain = run_distributed(2, train_tiny, {"hidden_dropout": 0.1}, 3)[0]
     assert enabled and strict.losses == plain.losses and same_weights(strict.weights, plain.weights)
 
 
