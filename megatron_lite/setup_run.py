@@ -105,7 +105,6 @@ def build(
     Raises:
         RunError: if the run cannot start; its class tells why.
     """
-    experiment.when_lost(stop.fail)
     run, reports = Run(config, distributed, experiment, stop), distributed.rank == 0
     choice, found = _resolve(run)
     config, options = run.config, run.config.source

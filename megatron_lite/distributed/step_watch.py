@@ -72,12 +72,9 @@ class StepWatch:
         Raises:
             PeerError: if the step is late.
         """
-        if self._newest is not None and not self._newest.query():
-            if self._clock_s() > self._deadline_s:
-                raise self._late()
-            return False
-        self._newest = None
-        return True
+        if self._newest is not None and self._is_over(self._newest, self._deadline_s):
+            self._newest = None
+        return self._newest is None
 
     def wait_for(self, event: Event) -> None:
         """Wait for an event of the step that the host is queueing.
@@ -86,12 +83,13 @@ class StepWatch:
             PeerError: if the wait takes longer than the time-out.
         """
         deadline_s = self._clock_s() + self._timeout_s
-        while not event.query():
-            if self._clock_s() > deadline_s:
-                raise self._late()
+        while not self._is_over(event, deadline_s):
             self._sleep(POLL_S)
 
-    def _late(self) -> PeerError:
-        return PeerError(
-            f"another rank hangs or died: a step did not end within --distributed_timeout={self._timeout_s:g} s"
-        )
+    def _is_over(self, event: Event, deadline_s: float) -> bool:
+        is_over = event.query()
+        if not is_over and self._clock_s() > deadline_s:
+            raise PeerError(
+                f"another rank hangs or died: a step did not end within --distributed_timeout={self._timeout_s:g} s"
+            )
+        return is_over

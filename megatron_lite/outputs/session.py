@@ -75,7 +75,7 @@ def opened(
         if distributed.device.type == "cpu":
             local_world_size, sharing = distributed.local_world_size, distributed.sharing_cores
             torch.set_num_threads(choose_threads(config, local_world_size, sharing).number)
-        experiment = Experiment(config, distributed)
+        experiment = Experiment(config, distributed, stop.fail)
         ending.opened(experiment)
         if (checkpoints := experiment.checkpoints) is not None:
             ending.newest = lambda: newest_checkpoint(checkpoints)

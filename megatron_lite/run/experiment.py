@@ -46,6 +46,8 @@ _POLL_S = 0.1
 _LOCK_BYTES = 4096
 _NO_SUCH_PATH = (errno.ENOENT, errno.ENOTDIR)
 
+OnLoss = Callable[[FolderLostError], None]
+
 
 class Experiment:
     """Paths of one start of a run. Without --experiment_dir every path is None and nothing is written.
@@ -57,14 +59,18 @@ class Experiment:
             not see what rank 0 has written.
     """
 
-    def __init__(self, config: Config, distributed: Distributed) -> None:
-        directory = self._directory = config.run.experiment_dir
-        self.root = root = None if directory is None else together(distributed, lambda: absolute_path(directory))
-        self.run, self._lock = 0, None if root is None else FolderLock(root)
-        if root is None or self._lock is None:
+    root: Path | None = None
+    run = 0
+    _lock: FolderLock | None = None
+
+    def __init__(self, config: Config, distributed: Distributed, on_loss: OnLoss = lambda error: None) -> None:
+        """on_loss: called once, from another thread, when rank 0 finds that the directory is lost."""
+        if (directory := config.run.experiment_dir) is None:
             return
-        lock, rank = self._lock, distributed.rank
-        together(distributed, lambda: self._prepare(root, lock) if rank == 0 else None)
+        self.root = together(distributed, lambda: absolute_path(directory))
+        lock, rank = FolderLock(self.root, on_loss), distributed.rank
+        self._lock = lock
+        together(distributed, lambda: _prepare(lock, directory) if rank == 0 else None)
         self.run, nonce = distributed.broadcast_object((lock.run, lock.nonce))
         together(distributed, lambda: lock.see(self.run, nonce) if rank != 0 else None)
 
@@ -81,16 +87,9 @@ class Experiment:
         """Return whether the directory no longer belongs to this start."""
         try:
             self.check()
-        except FolderLostError:
-            return True
-        except OSError:  # the file system does not answer
-            pass
+        except (FolderLostError, OSError) as error:  # OSError: the file system does not answer
+            return isinstance(error, FolderLostError)
         return False
-
-    def when_lost(self, tell: Callable[[FolderLostError], None]) -> None:
-        """Call `tell`, from another thread, when the directory is lost."""
-        if self._lock is not None:
-            self._lock.on_loss = tell
 
     def release(self) -> None:
         """Release the directory; call this after the last write. Never fails."""
@@ -131,17 +130,18 @@ class Experiment:
         for folder in (self.root / "runs" / str(self.run), self.root):
             replace_file(folder / "config.json", text)
 
-    def _prepare(self, root: Path, lock: FolderLock) -> None:
-        """Create and lock the directories of a new start."""
-        try:
-            root.mkdir(parents=True, exist_ok=True)
-            for name in ("checkpoints", "export"):  # fail now rather than at the first save
-                if (root / name).exists() and not (root / name).is_dir():
-                    raise NotADirectoryError(errno.ENOTDIR, f"{root / name} is not a directory")
-            lock.take()
-        except OSError as error:
-            reason = error.strerror or error
-            raise StorageError(f"--experiment_dir={self._directory}: {reason}; choose a writable directory") from error
+
+def _prepare(lock: FolderLock, directory: str) -> None:
+    """Create and lock the folders of a new start. directory: as typed."""
+    try:
+        lock.root.mkdir(parents=True, exist_ok=True)
+        for path in (lock.root / "checkpoints", lock.root / "export"):  # fail now rather than at the first save
+            if path.exists() and not path.is_dir():
+                raise NotADirectoryError(errno.ENOTDIR, f"{path} is not a directory")
+        lock.take()
+    except OSError as error:
+        reason = error.strerror or error
+        raise StorageError(f"--experiment_dir={directory}: {reason}; choose a writable directory") from error
 
 
 def absolute_path(directory: str) -> Path:
@@ -177,14 +177,10 @@ class Holder(NamedTuple):
 
 
 class FolderLock:
-    """The lock of one start. Rank 0 calls `take`, the other ranks `see`.
+    """The lock of one start. Rank 0 calls `take`, the other ranks `see`."""
 
-    on_loss: called once, from another thread, when rank 0 finds that the directory is no longer its own.
-    """
-
-    def __init__(self, root: Path) -> None:
-        self.root, self.run, self.nonce = root, 0, ""
-        self.on_loss: Callable[[FolderLostError], None] = lambda error: None
+    def __init__(self, root: Path, on_loss: OnLoss = lambda error: None) -> None:
+        self.root, self.run, self.nonce, self.on_loss = root, 0, "", on_loss
         self._descriptor = -1
         self._ended = threading.Event()
         self._beats: threading.Thread | None = None
