@@ -6,6 +6,8 @@ Ranks here are threads, which cost nothing to start; test_tensor_parallel_progra
 from __future__ import annotations
 
 import functools
+from collections.abc import Iterator
+from typing import Any
 
 import numpy as np
 import pytest
@@ -40,18 +42,23 @@ SLOW = (
 )
 
 
-def quick() -> list[tuple[str, Layout]]:
-    found: list[tuple[str, Layout]] = []
+def quick() -> Iterator[tuple[str, Layout]]:
     for place, case in enumerate(case for case in CASES if case not in SLOW):
         four: Layout = (1, 4, True) if "vocab_size" not in CASES[case] else (2, 2, True)
-        found.append((case, four if case in FOUR_RANKS else (1, 2, place % 2 == 0)))
-    return found
+        yield case, four if case in FOUR_RANKS else (1, 2, place % 2 == 0)
+
+
+WHOLE_TABLE = [(case, layout) for case in CASES for layout in LAYOUTS]
+
+
+def quick_and_slow(*quick: tuple[str, Layout]) -> list[Any]:
+    """Mark the rest of the whole table as slow."""
+    return [*quick, *(pytest.param(*each, marks=pytest.mark.slow) for each in WHOLE_TABLE if each not in quick)]
 
 
 # Relative errors of losses, and of gradients as parts of the largest one of a parameter. With 16 bits, sums over ranks
 # round what one rank does not: so do other errors of the same size.
 TOLERANCES = {"fp32": (1e-6, 5e-6), "fp16": (3e-4, 1e-2), "bf16": (3e-3, 6e-2)}
-WHOLE_TABLE = [(case, layout) for case in CASES for layout in LAYOUTS]
 
 
 @functools.cache
@@ -73,7 +80,9 @@ def sized(case: str, layout: Layout) -> Options:
     return options
 
 
-def compare_gradients(case: str, layout: Layout) -> None:
+@pytest.mark.parametrize(("case", "layout"), quick_and_slow(*quick()))
+def test_gradients_are_those_of_one_rank(case: str, layout: Layout) -> None:
+    """Of every parameter and option; initial weights are equal to the bit, and so are copies of a parameter."""
     one, several = on_one_rank(case), run_case(sized(case, layout), layout)
     loss, gradients = tolerances(case)
     assert several.initial.keys() == one.initial.keys()
@@ -88,21 +97,12 @@ def compare_gradients(case: str, layout: Layout) -> None:
         assert error <= gradients, (name, error)
 
 
-@pytest.mark.parametrize(("case", "layout"), quick())
-def test_gradients_are_those_of_one_rank(case: str, layout: Layout) -> None:
-    """Of every parameter and option; initial weights are equal to the bit, and so are copies of a parameter."""
-    compare_gradients(case, layout)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(("case", "layout"), WHOLE_TABLE)
-def test_gradients_are_those_of_one_rank_in_any_layout(case: str, layout: Layout) -> None:
-    compare_gradients(case, layout)
-
-
-def compare_training(case: str, layout: Layout, zero_stage: int) -> None:
+@pytest.mark.parametrize(
+    ("case", "layout"), quick_and_slow(("gpt2", (1, 2, False)), ("llama, multi-query", (2, 2, True)))
+)
+def test_training_is_that_of_one_rank(case: str, layout: Layout) -> None:
     """Losses of twenty steps to 1e-6 relative, gradient norms to 1e-5, weights to 1e-5, but those of key biases."""
-    one = on_one_rank(case, 20)
+    one, zero_stage = on_one_rank(case, 20), 1 + (list(CASES).index(case) + LAYOUTS.index(layout)) % 3
     stage = {} if "zero_stage" in CASES[case] else {"zero_stage": zero_stage}
     several = run_case({**sized(case, layout), **stage}, layout, 20)
     assert len(set(one.losses)) == 20, "nothing is trained"
@@ -126,20 +126,6 @@ def without_keys(name: str, weight: Tensor) -> np.ndarray:
     return np.delete(weight.numpy(), slice(queries, queries + keys))
 
 
-@pytest.mark.parametrize(
-    ("case", "layout", "zero_stage"), [("gpt2", (1, 2, False), 1), ("llama, multi-query", (2, 2, True), 3)]
-)
-def test_training_is_that_of_one_rank(case: str, layout: Layout, zero_stage: int) -> None:
-    compare_training(case, layout, zero_stage)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(("case", "layout"), WHOLE_TABLE)
-def test_training_is_that_of_one_rank_in_any_layout(case: str, layout: Layout) -> None:
-    compare_training(case, layout, 1 + (list(CASES).index(case) + LAYOUTS.index(layout)) % 3)
-
-
-OF_TWO_DATA_RANKS = [(case, layout) for case, layout in WHOLE_TABLE if layout[0] == 2]
 BUFFERS: list[Options] = [
     {"zero_stage": 1},
     {"zero_stage": 2},
@@ -148,17 +134,11 @@ BUFFERS: list[Options] = [
 ]
 
 
-@pytest.mark.parametrize(
-    ("case", "layout"),
-    [
-        ("qwen3", (2, 2, True)),
-        *(pytest.param(*each, marks=pytest.mark.slow) for each in WHOLE_TABLE if each[1][0] == 2),
-    ],
-)
+@pytest.mark.parametrize(("case", "layout"), quick_and_slow(("qwen3", (2, 2, True))))
 def test_zero_stages_and_buffer_counts_change_no_bit(case: str, layout: Layout) -> None:
     options = sized(case, layout)
-    if "zero_stage" in options:
-        pytest.skip("takes one ZeRO stage only")
+    if "zero_stage" in options or layout[0] == 1:
+        pytest.skip("takes one ZeRO stage only, or has one data rank")
     first, *others = (run_case({**options, **buffers}, layout, 2) for buffers in BUFFERS)
     for other in others:
         assert other.losses == first.losses and other.grad_norms == first.grad_norms
