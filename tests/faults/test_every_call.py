@@ -21,7 +21,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.support.launch import PROGRAM, STARTED, Fault, Outcome, run
+from tests.support.launch import PROGRAM, STARTED, Fault, Outcome, run, succeed
 from tests.support.results import assert_all_good, assert_same_run, checkpoints
 
 RANKS = 2
@@ -71,13 +71,11 @@ def case(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactor
     """A run that saves as one of WAYS says; in place by default."""
     options: dict[str, object] = WAYS[getattr(request, "param", "in place")]
     begun = tmp_path_factory.mktemp("begun") / "run"
-    outcome = run(flags(begun, stop_interval=1, **options), RANKS)
-    assert outcome.codes == [0, 0], outcome.output
+    succeed(flags(begun, stop_interval=1, **options), RANKS)
     assert checkpoints(begun) == [1]
     reference = begun.with_name("reference")
     shutil.copytree(begun, reference)
-    outcome = run(flags(reference, **options), RANKS)
-    assert outcome.codes == [0, 0], outcome.output
+    succeed(flags(reference, **options), RANKS)
     case = Case(begun, reference, options)
     assert checkpoints(reference) == [case.last] and os.listdir(reference / "export") == [str(case.last)]
     return case
@@ -162,7 +160,7 @@ def test_no_call_is_missed(case: Case, tmp_path: Path) -> None:
     for experiment in (seen, traced):
         shutil.copytree(case.begun, experiment)
     log, calls = tmp_path / "calls", tmp_path / "strace"
-    assert run(flags(seen), faults={0: Fault(0, None, str(log), records=True)}).codes == [0]
+    succeed(flags(seen), faults={0: Fault(0, None, str(log), records=True)})
     known = {"CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1", "PATH": os.environ["PATH"]}
     words = ["strace", "-f", "-y", "-qq", "-s", "0", "-o", str(calls), "-e", f"trace={','.join(CHANGES.split())}"]
     subprocess.run([*words, sys.executable, str(PROGRAM), *flags(traced)], env=known, check=True, capture_output=True)

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.support.launch import TINY, run
+from tests.support.launch import TINY, run, succeed
 from tests.support.results import assert_all_good, checkpoints
 
 RUN = (*TINY, "--train_iters=2", "--checkpoint_interval=1", "--export_interval=2")
@@ -18,8 +18,7 @@ RUN = (*TINY, "--train_iters=2", "--checkpoint_interval=1", "--export_interval=2
 def test_odd_paths(name: str, tmp_path: Path) -> None:
     """A directory of any name works."""
     experiment = tmp_path / name
-    outcome = run([*RUN, f"--experiment_dir={experiment}"])
-    assert outcome.codes == [0], outcome.output
+    succeed([*RUN, f"--experiment_dir={experiment}"])
     assert checkpoints(experiment) == [1, 2] and (experiment / "export" / "2" / "model.safetensors").is_file()
     assert_all_good(experiment)
 

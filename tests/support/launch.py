@@ -235,6 +235,13 @@ def run(
         return outcome
 
 
+def succeed(flags: Sequence[str], ranks: int = 1, **more: Any) -> Outcome:
+    """Run to exit code 0 on every rank; see `run`."""
+    outcome = run(flags, ranks, **more)
+    assert set(outcome.codes) == {0}, outcome.output
+    return outcome
+
+
 class _Process:
     """A process that leads its own session; `wait` gives None where it goes on."""
 

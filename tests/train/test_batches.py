@@ -30,7 +30,7 @@ from tests.support.harness import (
     train_several,
     train_tiny,
 )
-from tests.support.launch import TINY, run
+from tests.support.launch import TINY, run, succeed
 from tests.support.memory_meters import a_model
 from tests.support.plain_gpt import PlainGPT, plain_adamw
 from tests.support.results import weights
@@ -151,10 +151,9 @@ def test_a_run_with_a_schedule_resumes_as_if_it_had_not_stopped(tmp_path: Path) 
         *"--loss_reduction=micro_mean --train_iters=8".split(),
     ]
     whole, stopped, every = tmp_path / "whole", tmp_path / "stopped", tmp_path / "every"
-    assert run([*flags, f"--experiment_dir={whole}"]).codes == [0]
+    succeed([*flags, f"--experiment_dir={whole}"])
     for _ in range(5):
-        outcome = run([*flags, f"--experiment_dir={stopped}", "--stop_interval=2", "--stop_offset=1"])
-        assert outcome.codes == [0], outcome.output
+        succeed([*flags, f"--experiment_dir={stopped}", "--stop_interval=2", "--stop_offset=1"])
     assert len(list((stopped / "runs").iterdir())) == 5
     lines = training_lines(whole)
     assert training_lines(stopped) == lines and weights(stopped) == weights(whole)
@@ -162,7 +161,7 @@ def test_a_run_with_a_schedule_resumes_as_if_it_had_not_stopped(tmp_path: Path) 
     assert [line["batch_size"] for line in lines] == [4, 10, 6, 6]
     assert [line["consumed_samples"] for line in lines] == [4, 28, 50, 56]
     assert all(line["consumed_tokens"] == 16 * line["consumed_samples"] for line in lines)
-    assert run([*flags, f"--experiment_dir={every}", "--log_interval=1"]).codes == [0]
+    succeed([*flags, f"--experiment_dir={every}", "--log_interval=1"])
     single = {line["iteration"]: line for line in training_lines(every)}
     for line, steps in zip(lines[1:3], ((2, 3, 4), (5, 6, 7)), strict=True):
         tokens = [single[step]["batch_size"] for step in steps]
@@ -174,7 +173,7 @@ def test_another_schedule_on_resume_is_said(tmp_path: Path) -> None:
     """The schedule that is given decides about the data; what that repeats or leaves out is said, with the fix, and the
     fix works."""
     flags = [*TINY, f"--experiment_dir={tmp_path}"]
-    assert run([*flags, "--batch_size=4", "--train_iters=3"], 1).codes == [0]
+    succeed([*flags, "--batch_size=4", "--train_iters=3"], 1)
     outcome = run([*flags, "--batch_size=8", "--train_iters=4"], 1)
     fix = "--batch_size_schedule=0:4 3:8"
     assert "batch_size: 4 in the checkpoint, 8 now" in outcome.output
@@ -185,8 +184,10 @@ def test_another_schedule_on_resume_is_said(tmp_path: Path) -> None:
     )
     assert training_lines(tmp_path)[-1]["consumed_samples"] == 32
     (tmp_path / "checkpoints" / "4").rename(tmp_path / "checkpoints" / "04")
-    outcome = run([*flags, "--batch_size=none", fix, "--micro_batch_size=4", "--train_iters=4"], 1)
-    assert outcome.codes == [0] and "samples are" not in outcome.output, outcome.output
+    assert (
+        "samples are"
+        not in succeed([*flags, "--batch_size=none", fix, "--micro_batch_size=4", "--train_iters=4"], 1).output
+    )
     assert training_lines(tmp_path)[-1]["consumed_samples"] == 20
 
 
@@ -223,8 +224,7 @@ def test_the_whole_validation_split_counts_once(ranks: int, corpus: str, tmp_pat
         "--seed=1",
     ]
     for iterations in (2, 3):
-        outcome = run([*flags, f"--train_iters={iterations}"], ranks)
-        assert set(outcome.codes) == {0}, outcome.output
+        outcome = succeed([*flags, f"--train_iters={iterations}"], ranks)
     assert re.search(r"validation data \.+ 23 samples out of 370 tokens: each sample once\n", outcome.output)
     lines = [line for line in read_metrics(tmp_path / "metrics.jsonl") if line["phase"] == "validation"]
     assert [line["iteration"] for line in lines] == [0, 2, 3]
@@ -237,8 +237,7 @@ def test_each_data_set_is_validated_by_itself(corpus: str, tmp_path: Path) -> No
     write_dataset(other, (np.arange(100) % 64 for _ in range(4)))
     flags = [*TINY, "--dataset_source=list", "--data_path", corpus, str(other), "--split=1,3", "--train_iters=1"]
     flags += ["--validation_iters=all", "--validation_by_dataset=1", f"--experiment_dir={tmp_path / 'run'}"]
-    outcome = run(flags)
-    assert outcome.codes == [0], outcome.output
+    outcome = succeed(flags)
     (line,) = [line for line in read_metrics(tmp_path / "run" / "metrics.jsonl") if line["phase"] == "validation"]
     samples = {"corpus": 23, "other": 18}
     total = sum(line[f"loss/{name}"] * count for name, count in samples.items())

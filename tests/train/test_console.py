@@ -11,7 +11,7 @@ import pytest
 from megatron_lite.config import Config, flatten
 from megatron_lite.monitor.trackers import read_metrics
 from tests.support.datasets import write_dataset
-from tests.support.launch import TINY, read_exit, run
+from tests.support.launch import TINY, read_exit, run, succeed
 
 LINE = re.compile(
     r"iteration +\d+/20 \| loss \d\.\d{4} \| lr \d\.\d\de-\d\d \| grad norm \S+ \| \S+ ms/step \| [\d,]+ tokens/s"
@@ -115,8 +115,7 @@ def test_a_run_that_waits_for_its_data_says_so_once(tmp_path: Path) -> None:
     """Documents of one token, shuffled, take longer to collect than a tiny model to train on them."""
     write_dataset(tmp_path / "x", (np.array([1]) for _ in range(20_000)))
     flags = ["--dataset_source=list", f"--data_path={tmp_path / 'x'}", "--split=1", "--shuffle_documents=1"]
-    outcome = run([*TINY, *flags, "--num_workers=0", "--batch_size=64", "--train_iters=120"])
-    assert outcome.codes == [0], outcome.output
+    outcome = succeed([*TINY, *flags, "--num_workers=0", "--batch_size=64", "--train_iters=120"])
     (line,) = [line for line in outcome.output.splitlines() if "data is the bottleneck" in line]
     assert line.endswith("use --num_workers=2")
 
@@ -133,8 +132,7 @@ def test_the_log_of_a_long_job_stays_small(tmp_path: Path) -> None:
     ]
     sizes = []
     for last in (iterations // 2, iterations):  # the second start resumes the first
-        outcome = run([*flags, f"--train_iters={iterations}", f"--stop_interval={last}"])
-        assert outcome.codes == [0], outcome.output
+        outcome = succeed([*flags, f"--train_iters={iterations}", f"--stop_interval={last}"])
         sizes.append(len(outcome.output.encode()))
     assert sum(sizes) * 10_000 / iterations < 1e6, sizes
     assert sizes[0] < 10_000, sizes

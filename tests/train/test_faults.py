@@ -23,7 +23,18 @@ from megatron_lite.distributed import peer_watch
 from megatron_lite.distributed.peer_watch import MeetingPoint, connect
 from megatron_lite.monitor.trackers import read_metrics
 from tests.support.datasets import write_dataset
-from tests.support.launch import TINY, Outcome, Start, command_line, free_port, is_loopback, listening, read_exit, run
+from tests.support.launch import (
+    TINY,
+    Outcome,
+    Start,
+    command_line,
+    free_port,
+    is_loopback,
+    listening,
+    read_exit,
+    run,
+    succeed,
+)
 from tests.support.results import digests
 
 RANKS = 2
@@ -119,7 +130,7 @@ def test_token_outside_of_the_vocabulary(tmp_path: Path, bad: str, num_workers: 
     corpus_with(prefix)
     more = (f"--num_workers={num_workers}", "--checkpoint_interval=2", "--allow_data_change=1")
     command = train_on(prefix, experiment, *more)
-    assert run([*command, "--train_iters=2"], RANKS).codes == [0, 0]
+    succeed([*command, "--train_iters=2"], RANKS)
     before = digests(experiment / "checkpoints" / "2")
     if bad == "one token":
         corpus_with(prefix, {(6, 41): 64})
@@ -132,8 +143,7 @@ def test_token_outside_of_the_vocabulary(tmp_path: Path, bad: str, num_workers: 
     assert "\n" not in message
     assert digests(experiment / "checkpoints" / "2") == before
     corpus_with(prefix)
-    outcome = run([*command, "--train_iters=6"], RANKS)
-    assert outcome.codes == [0, 0], outcome.output
+    succeed([*command, "--train_iters=6"], RANKS)
 
 
 def overwrite(path: Path) -> None:
@@ -185,7 +195,7 @@ def test_killed_data_worker(tmp_path: Path) -> None:
 def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Complete a run of 6 iterations on two ranks, with checkpoints 2, 4 and 6."""
     experiment = tmp_path_factory.mktemp("trained") / "run"
-    assert run(train(experiment), RANKS).codes == [0, 0]
+    succeed(train(experiment), RANKS)
     assert sorted(os.listdir(experiment / "checkpoints")) == ["2", "4", "6"]
     return experiment
 
@@ -241,8 +251,7 @@ def test_older_checkpoint_is_used(trained: Path, tmp_path: Path, wreck: str) -> 
     experiment = copy(trained, tmp_path, 2, 4)
     folder = experiment / "checkpoints" / "4"
     WRECK[wreck](folder)
-    outcome = run(train(experiment), RANKS)
-    assert outcome.codes == [0, 0], outcome.output
+    outcome = succeed(train(experiment), RANKS)
     assert not outcome.error_lines()
     (skipped,) = [line for line in outcome.stdouts[0].splitlines() if "skipped" in line and "checkpoint" in line]
     assert skipped.startswith(f"WARNING: checkpoint {folder}: "), skipped
@@ -377,8 +386,7 @@ def test_full_disk_during_a_save(tmp_path: Path, namespace: subprocess.Popen[byt
         for name, file in content.files.items():
             files.check_blocks(folder, name, file)
     mount(namespace, "-o", "remount,size=100m", str(tmp_path))
-    outcome = run(train(experiment, "--train_iters=8"), RANKS, mounts_of=namespace.pid)
-    assert outcome.codes == [0, 0], outcome.output
+    outcome = succeed(train(experiment, "--train_iters=8"), RANKS, mounts_of=namespace.pid)
     assert "resumed from" in outcome.stdouts[0]
     assert {record["iteration"] for record in read_metrics(seen / "metrics.jsonl")} == set(range(1, 9))
 
@@ -405,8 +413,7 @@ def test_two_runs_in_one_directory(tmp_path: Path) -> None:
         assert (read_exit(experiment), (experiment / "config.json").read_text()) == before, "the first run's files"
         first.signal(signal.SIGKILL)
         first.wait()
-    outcome = run(train(experiment), RANKS)
-    assert outcome.codes == [0, 0], outcome.output
+    succeed(train(experiment), RANKS)
 
 
 # -- processes ------------------------------------------------------------------------------------------------------

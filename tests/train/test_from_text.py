@@ -10,7 +10,7 @@ from megatron_lite.corpus.from_text import is_text
 from megatron_lite.data.indexed_dataset import IndexedDataset
 from megatron_lite.data.tokenizing import save_byte_tokenizer
 from megatron_lite.errors import DataError
-from tests.support.launch import TINY, run
+from tests.support.launch import TINY, run, succeed
 from tests.support.loading import loaded
 
 FLAGS = [*TINY, "--num_workers=0", "--split=1,0,0", "--train_iters=3", "--vocab_size=320"]
@@ -39,17 +39,14 @@ def test_text_is_prepared_once(text: Path, tmp_path: Path) -> None:
     """Two ranks train on a folder of text; another run finds the tokens again, and a list of the pair is the same."""
     tokenizer, cache = f"--tokenizer_file={tmp_path / 'tokenizer.json'}", tmp_path / "cache"
     data = [f"--data_path={text}", tokenizer, f"--dataset_cache={cache}"]
-    outcome = run(flags("list", tmp_path / "a", *data), ranks=2)
-    assert outcome.codes == [0, 0], outcome.output
+    outcome = succeed(flags("list", tmp_path / "a", *data), ranks=2)
     (index,) = cache.glob("*/text.idx")
     assert f"prepared {text} as {cache}" in outcome.output and "skipped documents: 1 not JSON" in outcome.output
     assert IndexedDataset(str(index)[:-4]).num_documents == 201
-    outcome = run(flags("list", tmp_path / "b", *data))
-    assert outcome.codes == [0] and f"found {text} as {cache}" in outcome.output, outcome.output
+    assert f"found {text} as {cache}" in succeed(flags("list", tmp_path / "b", *data)).output
     with loaded("concatenate_dataset") as module:
         assert module.main([str(cache), "--output", str(tmp_path / "all.json")]) == 0
-    outcome = run(flags("file", tmp_path / "c", f"--data_path={tmp_path / 'all.json'}"))
-    assert outcome.codes == [0], outcome.output
+    succeed(flags("file", tmp_path / "c", f"--data_path={tmp_path / 'all.json'}"))
     assert losses(tmp_path / "a") == pytest.approx(losses(tmp_path / "b"), rel=1e-5)
     assert losses(tmp_path / "b") == losses(tmp_path / "c") and len(losses(tmp_path / "c")) == 3
 

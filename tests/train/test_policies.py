@@ -7,15 +7,14 @@ from pathlib import Path
 import numpy as np
 
 from tests.support.datasets import write_dataset
-from tests.support.launch import TINY, run
+from tests.support.launch import TINY, run, succeed
 from tests.support.results import assert_all_good, checkpoints, weights
 
 
 def test_by_time_and_by_rules(tmp_path: Path) -> None:
     """A minute is over after every iteration but the first: two ranks save each time, and keep what a rule names."""
     policy = ["--checkpoint_minutes=1e-9", "--keep_checkpoints=3:3 2:4", "--max_checkpoints=1", "--train_iters=7"]
-    outcome = run([*TINY, f"--experiment_dir={tmp_path}", *policy], ranks=2)
-    assert outcome.codes == [0, 0], outcome.output
+    outcome = succeed([*TINY, f"--experiment_dir={tmp_path}", *policy], ranks=2)
     assert outcome.output.count("saved ") == 7, outcome.output
     assert checkpoints(tmp_path) == [3, 4, 7]
     assert_all_good(tmp_path)
@@ -43,25 +42,25 @@ def test_by_time_in_the_background(tmp_path: Path) -> None:
 def test_going_back_and_on(tmp_path: Path) -> None:
     """--resume_iteration repeats the same iterations, to the bit, without the newer checkpoints; then it goes on."""
     flags = [*TINY, f"--experiment_dir={tmp_path / 'run'}", "--checkpoint_interval=2"]
-    assert run([*flags, "--train_iters=6"]).codes == [0]
+    succeed([*flags, "--train_iters=6"])
     before = weights(tmp_path / "run")
-    outcome = run([*flags, "--train_iters=6", "--resume_iteration=2", "--stop_interval=4"])
-    assert outcome.codes == [0] and "checkpoints/2 at iteration 2" in outcome.output, outcome.output
+    assert (
+        "checkpoints/2 at iteration 2"
+        in succeed([*flags, "--train_iters=6", "--resume_iteration=2", "--stop_interval=4"]).output
+    )
     assert checkpoints(tmp_path / "run") == [2, 4]
     aside = tmp_path / "run" / "checkpoints" / "set_aside" / "1"
     assert sorted(path.name for path in aside.iterdir()) == ["4", "6"]
-    outcome = run([*flags, "--train_iters=6", "--resume_iteration=2"])
-    assert outcome.codes == [0] and "was followed by an earlier start" in outcome.output, outcome.output
+    assert "was followed by an earlier start" in succeed([*flags, "--train_iters=6", "--resume_iteration=2"]).output
     assert checkpoints(tmp_path / "run") == [2, 4, 6] and weights(tmp_path / "run") == before
 
 
 def test_resuming_from_another_folder(tmp_path: Path) -> None:
     """The state comes along: the run is the one that was never moved; its own checkpoints win afterwards."""
     flags = [*TINY, "--train_iters=6", "--checkpoint_interval=2"]
-    assert run([*flags, f"--experiment_dir={tmp_path / 'a'}"]).codes == [0]
+    succeed([*flags, f"--experiment_dir={tmp_path / 'a'}"])
     flags += [f"--load_checkpoint_path={tmp_path / 'a'}", f"--experiment_dir={tmp_path / 'b'}"]
-    outcome = run([*flags, "--resume_iteration=2"])
-    assert outcome.codes == [0], outcome.output
+    succeed([*flags, "--resume_iteration=2"])
     assert checkpoints(tmp_path / "b") == [4, 6] and weights(tmp_path / "b") == weights(tmp_path / "a")
     assert checkpoints(tmp_path / "a") == [2, 4, 6]
     outcome = run([*flags, "--load_policy=never"])
@@ -77,23 +76,27 @@ def test_data_replaced_under_the_same_path(tmp_path: Path) -> None:
     write_corpus(tmp_path / "c", 1)
     flags = [*TINY, "--dataset_source=list", "--num_workers=0", "--split=1,0,0", f"--experiment_dir={tmp_path / 'run'}"]
     same, moved = f"--data_path={tmp_path / 'c'}", f"--data_path={tmp_path / 'moved'}"
-    assert run([*flags, same, "--train_iters=2"]).codes == [0]
+    succeed([*flags, same, "--train_iters=2"])
     write_corpus(tmp_path / "moved", 1)
-    assert run([*flags, moved, "--train_iters=3"]).codes == [0]
+    succeed([*flags, moved, "--train_iters=3"])
     write_corpus(tmp_path / "c", 2)
     outcome = run([*flags, same, "--train_iters=4"])
     assert outcome.codes == [4] and "data set 0: " in outcome.output and "fingerprint" in outcome.output, outcome.output
-    outcome = run([*flags, same, "--train_iters=4", "--allow_data_change=1"])
-    assert outcome.codes == [0] and "allowed by --allow_data_change=1: data set 0" in outcome.output, outcome.output
+    assert (
+        "allowed by --allow_data_change=1: data set 0"
+        in succeed([*flags, same, "--train_iters=4", "--allow_data_change=1"]).output
+    )
 
 
 def test_parts_of_another_run(tmp_path: Path) -> None:
     """With model, optimizer and step a new run is the continuation, to the bit; model alone begins at iteration 0."""
     flags = [*TINY, "--train_iters=6", "--checkpoint_interval=2"]
-    assert run([*flags, f"--experiment_dir={tmp_path / 'a'}"]).codes == [0]
+    succeed([*flags, f"--experiment_dir={tmp_path / 'a'}"])
     flags += [f"--pretrained_checkpoint_path={tmp_path / 'a' / 'checkpoints' / '2'}"]
-    outcome = run([*flags, f"--experiment_dir={tmp_path / 'b'}", "--load_parts=model,optimizer,step"])
-    assert outcome.codes == [0] and "the run continues after its iteration 2" in outcome.output, outcome.output
+    assert (
+        "the run continues after its iteration 2"
+        in succeed([*flags, f"--experiment_dir={tmp_path / 'b'}", "--load_parts=model,optimizer,step"]).output
+    )
     assert checkpoints(tmp_path / "b") == [4, 6] and weights(tmp_path / "b") == weights(tmp_path / "a")
     other = [*flags, "--num_layers=1", "--qk_layernorm=1", "--ignore_pretrained_config=1"]
     outcome = run([*other, f"--experiment_dir={tmp_path / 'c'}"])

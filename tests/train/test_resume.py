@@ -22,7 +22,7 @@ import pytest
 
 from megatron_lite.checkpoint import manifest
 from tests.support.datasets import write_dataset
-from tests.support.launch import TINY, Start, command_line, read_exit, run
+from tests.support.launch import TINY, Start, command_line, read_exit, run, succeed
 from tests.support.results import assert_all_good, assert_same_run, checkpoints, curve, weights
 
 ITERATIONS = 30
@@ -68,8 +68,7 @@ LAYOUTS = {
 def reference(request: pytest.FixtureRequest, corpus: str, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
     """Return the experiment directory of an uninterrupted run."""
     experiment = tmp_path_factory.mktemp(f"{request.param}-") / "reference"
-    outcome = run(flags(corpus, experiment, *LAYOUTS[request.param]), RANKS)
-    assert outcome.codes == [0, 0], outcome.output
+    succeed(flags(corpus, experiment, *LAYOUTS[request.param]), RANKS)
     assert (experiment / "export" / str(ITERATIONS) / "model.safetensors").is_file()
     assert len(curve(experiment)) == 11 + 6, "11 lines of training (1, 4, ..., 28, 30) and 6 of validation"
     yield experiment
@@ -169,8 +168,7 @@ def test_killed_run_with_more_state(corpus: str, tmp_path: Path, name: str) -> N
     """Frozen parameters, which have no moments, and split masters, which no buffer holds in full, resume too. So do
     cycles, rewarmup, averages, AdamC and a batch schedule; what was dropped, and why, is decided again as it was."""
     whole, killed = tmp_path / "whole", tmp_path / "killed"
-    outcome = run(flags(corpus, whole, *OPTIONS[name]), RANKS)
-    assert outcome.codes == [0, 0], outcome.output
+    succeed(flags(corpus, whole, *OPTIONS[name]), RANKS)
     assert_same_when_killed(flags(corpus, killed, *OPTIONS[name]), killed, whole, 3, kills=2)
     if "frozen" in name:
         content = manifest.read(whole / "checkpoints" / str(ITERATIONS))
@@ -202,8 +200,7 @@ def test_signal_to_one_rank_or_to_all(reference: Path, corpus: str, tmp_path: Pa
         assert f"saved at iteration {newest};" in ended["message"], ended
         assert newest >= max(iteration for _, iteration in curve(experiment)), "more than the running iteration is lost"
         assert_all_good(experiment)
-    outcome = run(command, RANKS)
-    assert outcome.codes == [0, 0], outcome.output
+    outcome = succeed(command, RANKS)
     assert f"resumed from {experiment}/checkpoints/{newest} at iteration {newest}" in outcome.stdouts[0]
     assert_same_run(experiment, reference)
 
@@ -213,8 +210,7 @@ def test_signal_during_a_long_validation(tmp_path: Path) -> None:
     anything else, also when the run was at its end. In the log nothing is missing, and nothing differs."""
     more = ("--train_iters=4", "--validation_iters=60", "--validation_interval=2", "--test_iters=1", "--ema_type=ema")
     whole, stopped = tmp_path / "whole", tmp_path / "stopped"
-    outcome = run([*TINY, *more, f"--experiment_dir={whole}"], RANKS)
-    assert outcome.codes == [0, 0], outcome.output
+    succeed([*TINY, *more, f"--experiment_dir={whole}"], RANKS)
 
     def validates(number: int, iteration: int) -> bool:
         """Whether start `number` is about to validate a new step or, every other one, what it has loaded."""
@@ -231,8 +227,7 @@ def test_signal_during_a_long_validation(tmp_path: Path) -> None:
             start.assert_nothing_left()
         assert outcome.codes == [75, 75], outcome.output
         assert checkpoints(stopped)[-1] == iteration and ("validation", iteration) not in curve(stopped)
-    outcome = run([*TINY, *more, f"--experiment_dir={stopped}"], RANKS)
-    assert outcome.codes == [0, 0], outcome.output
+    succeed([*TINY, *more, f"--experiment_dir={stopped}"], RANKS)
     assert_same_run(stopped, whole)
     outcome = run([*TINY, *more, f"--experiment_dir={stopped}"], RANKS)
     assert "nothing to do" in outcome.output and "validation @" not in outcome.output
@@ -260,7 +255,7 @@ def test_signal_at_any_moment(reference: Path, corpus: str, tmp_path: Path, seed
         assert not outcome.error_lines(), f"{story}\n{outcome.stderrs}"
         assert_all_good(experiment)
     assert "75" in str(story[1:]), f"{story}: no signal came in time"
-    assert run(command, RANKS).codes == [0, 0], story
+    succeed(command, RANKS)
     assert_same_run(experiment, reference)
 
 
@@ -275,8 +270,7 @@ def test_complete_run_is_left_alone(reference: Path, corpus: str) -> None:
     """The command of a complete run says so, exits with 0, and touches no checkpoint, export or metric."""
     kept = [reference / name for name in ("checkpoints", "export", "metrics.jsonl")]
     before = stamps(*kept)
-    outcome = run(flags(corpus, reference, *layout_of(reference)), RANKS)
-    assert outcome.codes == [0, 0], outcome.output
+    outcome = succeed(flags(corpus, reference, *layout_of(reference)), RANKS)
     assert f"the run is complete: iteration {ITERATIONS} of {ITERATIONS}" in outcome.stdouts[0]
     assert read_exit(reference)["exit_code"] == 0
     assert stamps(*kept) == before
@@ -285,10 +279,9 @@ def test_complete_run_is_left_alone(reference: Path, corpus: str) -> None:
 def test_more_iterations_resume(corpus: str, tmp_path: Path) -> None:
     """A larger --train_iters continues the run to the weights of a run that was that long from the start."""
     long, short = tmp_path / "long", tmp_path / "short"
-    assert run(flags(corpus, long, "--train_iters=14")).codes == [0]
-    assert run(flags(corpus, short, "--train_iters=9")).codes == [0]
-    outcome = run(flags(corpus, short, "--train_iters=14"))
-    assert outcome.codes == [0], outcome.output
+    succeed(flags(corpus, long, "--train_iters=14"))
+    succeed(flags(corpus, short, "--train_iters=9"))
+    outcome = succeed(flags(corpus, short, "--train_iters=14"))
     assert f"resumed from {short}/checkpoints/9 at iteration 9" in outcome.stdouts[0]
     assert "train_iters: 9 in the checkpoint, 14 now" in outcome.stdouts[0]
     assert checkpoints(short)[-1] == checkpoints(long)[-1] == 14
@@ -305,7 +298,7 @@ def test_more_iterations_resume(corpus: str, tmp_path: Path) -> None:
 def test_other_levels_of_recomputation_resume(corpus: str, tmp_path: Path) -> None:
     """A run whose --mlp_recompute_level changes at every start is bit for bit the run that kept one level."""
     one, changing = tmp_path / "one", tmp_path / "changing"
-    assert run(flags(corpus, one, "--train_iters=12", "--num_layers=3")).codes == [0]
+    succeed(flags(corpus, one, "--train_iters=12", "--num_layers=3"))
     for end, level in ((3, "none"), (6, "activation,full:2"), (9, "full"), (12, "none,full:1,activation:1")):
         stop = ["--stop_interval=3"] if end < 12 else []
         command = flags(corpus, changing, "--train_iters=12", "--num_layers=3", f"--mlp_recompute_level={level}", *stop)
@@ -318,11 +311,10 @@ def test_other_world_size_and_zero_stage(tmp_path: Path) -> None:
     """A run resumes with other numbers of ranks and ZeRO stages; losses agree to 1e-6 with one rank's."""
     common = [*TINY, "--train_iters=15", "--batch_size=12", "--micro_batch_size=2", "--validation_iters=2"]
     alone, moved = tmp_path / "alone", tmp_path / "moved"
-    assert run([*common, f"--experiment_dir={alone}"]).codes == [0]
+    succeed([*common, f"--experiment_dir={alone}"])
     for ranks, zero_stage, end in ((2, 3, 5), (3, 2, 10), (1, 1, 15)):
         stop = ["--stop_interval=5"] if end < 15 else []
-        outcome = run([*common, f"--experiment_dir={moved}", f"--zero_stage={zero_stage}", *stop], ranks)
-        assert set(outcome.codes) == {0}, outcome.output
+        succeed([*common, f"--experiment_dir={moved}", f"--zero_stage={zero_stage}", *stop], ranks)
         assert checkpoints(moved)[-1] == end
         assert_all_good(moved)
     expected, found = curve(alone), curve(moved)
