@@ -63,11 +63,12 @@ class StopSignal:
         self.failure: RunError | None = None  # set by any thread; all ranks end with it before the next iteration
         # Under nohup, SIGHUP is ignored already.
         is_ignored = signal.getsignal(signal.SIGHUP) == signal.SIG_IGN
-        handled = [number for number in SIGNALS if number != signal.SIGHUP or not is_ignored]
-        self._previous = {number: signal.signal(number, self._receive) for number in handled}
-        reader, self._writer = os.pipe()
-        os.set_blocking(self._writer, False)
-        signal.set_wakeup_fd(self._writer, warn_on_full_buffer=False)
+        self._handled = [number for number in SIGNALS if number != signal.SIGHUP or not is_ignored]
+        for number in self._handled:
+            signal.signal(number, self._receive)
+        reader, writer = os.pipe()
+        os.set_blocking(writer, False)
+        signal.set_wakeup_fd(writer, warn_on_full_buffer=False)
         threading.Thread(target=self._watch, args=(reader,), daemon=True, name="stop-signal").start()
 
     @property
@@ -80,19 +81,12 @@ class StopSignal:
         """Whether a signal has arrived, after which the run saves and ends."""
         return self.saves and self._requested_s is not None
 
-    def restore(self) -> None:
-        """Restore the previous signal handlers."""
-        signal.set_wakeup_fd(-1)
-        os.close(self._writer)
-        for number, handler in self._previous.items():
-            signal.signal(number, handler)
-
     def ignore(self) -> None:
         """Ignore the signals from now on: everything is saved, and only the exit code is left to return.
 
         torchrun signals the other ranks as soon as one has ended, when Python's handlers may already be gone.
         """
-        for number in self._previous:
+        for number in self._handled:
             signal.signal(number, signal.SIG_IGN)
 
     def fail(self, failure: RunError) -> None:
@@ -103,19 +97,19 @@ class StopSignal:
         self.signal = number
 
     def _watch(self, reader: int) -> None:
-        """Count signals as they arrive, until the writing end of the pipe is closed."""
-        while numbers := os.read(reader, 1):
-            if numbers[0] == signal.SIGUSR2:
+        """Count signals as they arrive."""
+        while True:
+            (number,) = os.read(reader, 1)
+            if number == signal.SIGUSR2:
                 self._on_request()
-            if numbers[0] not in SIGNALS:
+            if number not in SIGNALS:
                 continue
             if not self.saves:
-                self._before_saves(numbers[0])
+                self._before_saves(number)
             if self._requested_s is None:
                 self._requested_s = time.monotonic()
             elif time.monotonic() - self._requested_s > SAME_REQUEST_S:
-                leave_at_once(numbers[0])
-        os.close(reader)
+                leave_at_once(number)
 
 
 class TimeLimit(NamedTuple):

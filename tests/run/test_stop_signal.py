@@ -19,7 +19,7 @@ from megatron_lite.run.stop_signal import (
     passed,
     time_limits,
 )
-from tests.support.harness import tiny_config
+from tests.support.harness import tiny_config, usual_signals
 from tests.support.launch import ROOT
 
 # A fork for each signal, with SIGHUP ignored for a negative number: the interpreter starts and imports once.
@@ -103,15 +103,13 @@ def test_without_slurms_word_there_is_a_warning(monkeypatch: pytest.MonkeyPatch)
     assert idle_limit(tiny_config()) is None
 
 
-def test_a_limit_counts_as_a_request_of_this_rank(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_limit_counts_as_a_request_of_this_rank() -> None:
     """All ranks take the largest number, so one rank whose clock is ahead stops all; a signal keeps its own number."""
-    stop = StopSignal()
-    try:
+    with usual_signals():
+        stop = StopSignal()
         assert stop.received == 0
         stop.limits = time_limits(tiny_config(max_minutes=1e-9, experiment_dir="/x"))
         assert stop.received == MAX_MINUTES
         stop.signal = 15
         assert stop.received == 15
-    finally:
-        stop.restore()
     assert StopRequested(MAX_MINUTES).reason == "--max_minutes" and StopRequested(15).reason == "a signal"

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import multiprocessing
 import os
+import signal
 import tempfile
 import traceback
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from multiprocessing.connection import Connection
 from typing import TYPE_CHECKING, Any
@@ -22,6 +24,7 @@ from megatron_lite.distributed.startup import join
 from megatron_lite.kernels.choice import choose_kernels
 from megatron_lite.model.gpt import model_layers
 from megatron_lite.model.layer import Layer
+from megatron_lite.run.stop_signal import SIGNALS, StopSignal
 from megatron_lite.validation import resolve
 from megatron_lite.zero.multi_stage import MultiStage
 from tests.support.threads import THREADS
@@ -167,16 +170,23 @@ class Trajectory:
     memory_bytes: dict[str, int]
 
 
+@contextlib.contextmanager
+def usual_signals() -> Iterator[None]:
+    """Take back at the end what a `StopSignal` has made of the signals in the block."""
+    handlers = {number: signal.getsignal(number) for number in SIGNALS}
+    yield
+    signal.set_wakeup_fd(-1)
+    for number, handler in handlers.items():
+        signal.signal(number, handler)
+
+
 def start_run(distributed: Distributed, config: Config) -> Run:
     """Build or resume a run as the program does; signals keep their usual effect."""
     from megatron_lite.run.experiment import Experiment
-    from megatron_lite.run.stop_signal import StopSignal
     from megatron_lite.setup_run import build
 
-    stop = StopSignal()
-    run = build(config, distributed, Experiment(config, distributed), stop, ())
-    stop.restore()
-    return run
+    with usual_signals():
+        return build(config, distributed, Experiment(config, distributed), StopSignal(), ())
 
 
 def train_tiny(distributed: Distributed, options: dict[str, Any], iterations: int = 20) -> Trajectory:
