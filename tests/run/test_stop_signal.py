@@ -40,7 +40,7 @@ stop = StopSignal()
 stop.saves = True
 os.kill(os.getpid(), abs(number))
 time.sleep(0.1)
-print(number, stop.received, flush=True)
+os.write(1, f"{number} {stop.received}\\n".encode())
 stop.ignore()
 time.sleep(1.1)
 os.kill(os.getpid(), abs(number))  # a second one, much later, would end the process
