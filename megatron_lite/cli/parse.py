@@ -107,7 +107,7 @@ def parse(argv: Sequence[str]) -> Arguments:
         HelpRequested: for --help, --help_all and --version.
     """
     parser = _Parser()
-    items = list(parser.group(word for text in argv for word in parser.expand(Word(text))))
+    items = parser.group(word for text in argv for word in parser.expand(Word(text)))
     for item in items:
         if item.name in ("help", "help_all", "-h"):
             raise HelpRequested(help_text(everything=item.name == "help_all"))
@@ -156,8 +156,10 @@ class _Parser:
         self.guesswork = False  # whether a flag may be missing because a word is unknown
         self._files_read = 0
 
-    def _problem(self, text: str, word: Word) -> None:
+    def _problem(self, text: str, word: Word, guess: bool = False) -> None:
+        """Record a problem. guess: a flag may be missing because of it."""
         self.problems.append(text + word.where)
+        self.guesswork |= guess
 
     # -- words ---------------------------------------------------------------------------------------------------
 
@@ -177,36 +179,31 @@ class _Parser:
                 raise ValueError("includes itself; remove one of the @files")
             texts = read_words(path)
         except (OSError, ValueError) as error:
-            self.guesswork = True
             reason = error.strerror if isinstance(error, OSError) else str(error)
-            self._problem(f"{shown(word.text)}: file {shown(path)}: {reason}", word)
+            self._problem(f"{shown(word.text)}: file {shown(path)}: {reason}", word, guess=True)
             return
         for text in texts:
             yield from self.expand(Word(text, path), os.path.dirname(path), (*chain, os.path.realpath(path)))
 
-    def group(self, words: Iterator[Word]) -> Iterator[Item]:
-        """Yield each flag with the words that follow it."""
-        item: Item | None = None
+    def group(self, words: Iterator[Word]) -> list[Item]:
+        """Return each flag with the words that follow it."""
+        items: list[Item] = []
         for word in words:
             if is_flag(word.text):
-                if item:
-                    yield item
                 spelling, equals, value = word.text.partition("=")
                 name = spelling[2:].replace("-", "_") if spelling.startswith("--") else spelling
-                item = Item(word, name, value if equals else None, [])
-            elif item:
-                item.words.append(word)
+                items.append(Item(word, name, value if equals else None, []))
+            elif items:
+                items[-1].words.append(word)
             else:
                 self._stray([word], None)
-        if item:
-            yield item
+        return items
 
     def _stray(self, words: Sequence[Word], after: str | None) -> None:
-        self.guesswork = True
         first = words[0]
         more = f" and {len(words) - 1} more" if len(words) > 1 else ""
         place = f" after {after}" if after else ""
-        self._problem(f"stray word {shown(first.text)}{more}{place}: {_stray_hint(first.text)}", first)
+        self._problem(f"stray word {shown(first.text)}{more}{place}: {_stray_hint(first.text)}", first, guess=True)
 
     # -- flags ---------------------------------------------------------------------------------------------------
 
@@ -220,14 +217,13 @@ class _Parser:
                 typed = f"{item.spelling}={shown(' '.join(values))}" if values else item.spelling
                 self._problem(f"{typed} is refused: {foreign_answer(item.name)}", item.flag)
         else:
-            self.guesswork = True
             value = " ".join(item.values) or None
             answer = answer_to_unknown(item.spelling, value)
             if re.search(r"\s", item.spelling.strip()):
                 answer = (
                     f"the shell passed {shown(item.flag.text)} as one word; remove the quotes around it, or {NO_QUOTES}"
                 )
-            self._problem(answer, item.flag)
+            self._problem(answer, item.flag, guess=True)
 
     def _take_option(self, item: Item, flag: Flag) -> None:
         values = item.values if flag.is_list else item.values[:1]
@@ -248,8 +244,8 @@ class _Parser:
             self.given[flag.name] = value
         stray = item.words[1 if item.inline is None else 0 :]
         if stray and flag.secret:
-            self.guesswork = True
-            self._problem(f"{item.spelling}: words follow the value; quote the JSON object, or use an @file", item.flag)
+            said = f"{item.spelling}: words follow the value; quote the JSON object, or use an @file"
+            self._problem(said, item.flag, guess=True)
         elif stray and not flag.is_list:
             self._stray(stray, f"{item.spelling}={shown(values[0])}")
 
