@@ -2,7 +2,7 @@
 
 `cli` turns these dataclasses into flat `--flags`, docs/flags.md is generated from them, and the rest of the program
 receives a read-only `Config`. `None` means "derived": `validation.resolve` fills in a `Draft`. This room imports no
-torch, so that `--help` answers at once. `other_programs.txt` lists the names and values of these options elsewhere.
+torch, so that `--help` answers fast. `other_programs.txt` lists the names and values of these options elsewhere.
 """
 
 from __future__ import annotations

@@ -126,7 +126,7 @@ def test_options_that_do_not_change_the_weights_are_free(flag: str, folder: Path
 
 
 def test_initial_weights_that_are_never_drawn(folder: Path) -> None:
-    """Typed options of initial weights cause a warning beside pretrained weights, not beside an architecture alone."""
+    """Typed options of initial weights cause a warning with pretrained weights, but not with an architecture alone."""
     flags = [*RUN, f"--pretrained_checkpoint_path={folder}"]
     assert parse(flags).warnings == ()
     for name, value in (("init_method_std", "0.5"), ("init_method_std_mlp_2", "0.5"), ("layer_norm_init_range", "0.1")):
@@ -145,8 +145,8 @@ def test_options_that_follow_from_a_typed_flag(tmp_path: Path) -> None:
     assert pretrained(folder, "--init_method_std=0.5")["init_method_std_mlp_1"] == 0.5
 
 
-def test_another_stretch_of_positions(tmp_path: Path) -> None:
-    """Another --rope_type brings its own parameters: those of the folder's type are not asked for, nor refused."""
+def test_another_rope_type(tmp_path: Path) -> None:
+    """Another --rope_type brings its own parameters; those of the folder's type are dropped."""
     folder = write_folder("mistral, yarn, tied", tmp_path / "model")
     assert pretrained(folder)["rope_attention_factor"] == 1.3
     assert pretrained(folder, "--rope_type=yarn") == pretrained(folder)

@@ -1,4 +1,4 @@
-"""The command line: every spelling, every refusal, and that nothing but a clear error comes of bad input."""
+"""The command line: every spelling, every refusal, and a clear error for any bad input."""
 
 import os
 import re
@@ -222,7 +222,7 @@ def test_stray_words() -> None:
 
 
 def test_unknown_flag_is_short_and_helpful() -> None:
-    """One line with the nearest names; contradictions that may come of the misspelled flag are left out."""
+    """One line with the nearest names; contradictions that the misspelled flag may cause are left out."""
     assert problem(["--num_leyers=3"]) == "unknown flag --num_leyers; did you mean --num_layers?"
     assert problem(["--num_l=5"]) == "unknown flag --num_l; did you mean --num_layers?"
     assert problem(["--lr_warmup=5"]).startswith("unknown flag --lr_warmup; did you mean --lr_warmup_iters")
@@ -373,7 +373,7 @@ def test_experiment_dir_of_an_error() -> None:
 
 
 def test_file_of_flags(tmp_path: Path) -> None:
-    """Shell words, quotes, comments, joined lines; the rest of the command line goes on behind it."""
+    """Shell words, quotes, comments, joined lines; the rest of the command line follows."""
     (tmp_path / "run.args").write_text(
         "# it's a comment with a quote\n--lr=3 --seed 4 # more\n--experiment_name='my run#1' \\\n  --batch_size=8\n"
         "--wandb_group_name=a#b --wandb_project_name \"x 'y'\"\n--tokenizer_file=a\\ b\r\n# last \\\n--data_path a b"

@@ -1,4 +1,4 @@
-"""Texts generated with a cache equal those of transformers, whatever texts grow beside them."""
+"""Texts generated with a cache equal those of transformers, whatever other texts grow with them."""
 
 from __future__ import annotations
 
@@ -78,7 +78,7 @@ def mistral(tmp_path_factory: pytest.TempPathFactory) -> LocalModel:
 
 @pytest.mark.parametrize("dtype, rows", [("fp32", 4), ("bf16", 2), ("fp32", 1)])
 def test_a_text_does_not_depend_on_its_neighbours(dtype: str, rows: int, tmp_path: Path) -> None:
-    """A text is bit-identical alone, in another order, and beside texts that end sooner."""
+    """A text is bit-identical alone, in another order, and with texts that end sooner."""
     model = load_model(families.write_folder("starcoder2, window", tmp_path), 40, dtype, CPU)
     together = grow(model, prompts_of(), rows)
     backwards = grow(model, prompts_of()[::-1], rows)[::-1]

@@ -17,7 +17,7 @@ from tests.support.families import FAMILIES, make_config
 from tests.support.folder_checks import our_config, resolved_config
 from tests.support.public_configs import BIGCODE, PUBLIC, public_config
 
-# What the base class of transformers 4 writes into a file when everything is written, beside what version 5 writes.
+# What the base class of transformers 4 writes in addition to version 5 when everything is written.
 VERSION_4 = json.loads("""{
   "torchscript": false, "use_bfloat16": false, "tf_legacy_loss": false, "pruned_heads": {}, "is_decoder": false,
   "cross_attention_hidden_size": null, "add_cross_attention": false, "tie_encoder_decoder": false, "max_length": 20,
@@ -41,7 +41,7 @@ def content_of(config: Any) -> dict[str, Any]:
 
 
 def as_version_4(content: dict[str, Any]) -> dict[str, Any]:
-    """The same in the layout of transformers 4, with all that it writes beside."""
+    """Return the same in the layout of transformers 4, with everything else that it writes."""
     content = dict(content)
     rope = dict(content.pop("rope_parameters", None) or {})
     if rope:
@@ -346,7 +346,7 @@ def test_models_that_no_architecture_expresses(family: str, changes: dict[str, A
     ],
 )
 def test_learned_positions(changes: dict[str, Any], architecture: str) -> None:
-    """GPT-2's family; biases that the model has not are written as zeros."""
+    """GPT-2's family; missing biases are written as zeros."""
     assert check_exportable(our_config("gpt2", **changes).model) == architecture
 
 

@@ -458,7 +458,7 @@ def test_averages_as_weights(saved: Path) -> None:
 def test_scripts_fall_back_from_a_damaged_checkpoint(
     saved: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Of several checkpoints the newest whose bytes are good is taken, with a line about the damaged one; its files are
+    """The newest good one of several checkpoints is used, with a line about the damaged one; its files are
     then not read for their checksums again."""
     root = tmp_path / "checkpoints"
     shutil.copytree(saved, root)

@@ -93,7 +93,7 @@ def test_a_state_dict_survives_the_way_there_and_back(family: str) -> None:
     assert sum(len(names) for names in owners) == len(set().union(*owners))
 
 
-# Models that no fixture is: what is written for what they have and have not.
+# Models without a fixture: what an export writes for parameters that they have or lack.
 EXPORTED: dict[str, tuple[str, dict[str, Any], str, int]] = {
     "zero-centred norms": ("llama", dict(zero_centered_normalization=True), "llama", 0),
     "zero-centred layer norms": ("gpt2", dict(zero_centered_normalization=True), "gpt2", 0),
