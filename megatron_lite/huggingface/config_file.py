@@ -1,7 +1,8 @@
 """config.json of a Hugging Face model, read and written by the table in `architectures`. Imports no torch.
 
 Every key of a file must be known: it maps to one of our options, must have the only value that we support, or has no
-effect on the model. Any other key is rejected by name, because it could change the model.
+effect on the model. Any other key is rejected by name, because it could change the model. Rotary positions are read and
+written as in transformers 4 (rope_theta, rope_scaling) and 5 (rope_parameters).
 """
 
 from __future__ import annotations
@@ -12,10 +13,102 @@ from typing import Any
 from megatron_lite.checkpoint.saved_state import check_value
 from megatron_lite.config import Config, ModelConfig
 from megatron_lite.config.system import DTYPES
-from megatron_lite.config.values import FLAGS, BadValueError
+from megatron_lite.config.values import FLAGS, LARGEST_INTEGER, BadValueError
 from megatron_lite.errors import CheckpointError
-from megatron_lite.huggingface import rope
 from megatron_lite.huggingface.architectures import ACTIVATIONS, ARCHITECTURES, biases_of, check_exportable, shown
+
+ROPE_KEYS = ("rope_theta", "rope_scaling", "rope_parameters")
+_ORIGINAL = "original_max_position_embeddings"
+# Names in rope_parameters that each type uses; ours begin with rope_, and are None for the other types.
+_NAMES: dict[str, tuple[str, ...]] = {
+    "default": (),
+    "linear": ("factor",),
+    "llama3": ("factor", "low_freq_factor", "high_freq_factor", _ORIGINAL),
+    "yarn": ("factor", _ORIGINAL, "beta_fast", "beta_slow", "attention_factor", "mscale", "mscale_all_dim", "truncate"),
+}
+ROPE_OPTIONS = tuple(dict.fromkeys(f"rope_{name}" for names in _NAMES.values() for name in names))
+_REQUIRED = {"linear": ("factor",), "llama3": ("factor", "low_freq_factor", "high_freq_factor")}
+
+
+def read_rope(content: Mapping[str, Any], max_position_embeddings: Any) -> tuple[dict[str, Any], list[str]]:
+    """Return the options of rotary positions, and a list of problems.
+
+    As in transformers 5, rope_scaling takes precedence over rope_parameters, and a base in either over rope_theta.
+    Values given twice must agree, because another version of transformers would use the other one.
+    """
+    found: list[dict[str, Any]] = []
+    problems: list[str] = []
+    for key in ("rope_scaling", "rope_parameters"):
+        given = content.get(key)
+        if given is not None and not isinstance(given, dict):
+            problems.append(f"{key} is {shown(given)}; it must be an object or null")
+        elif given:
+            values, wrong = _read_rope_object(key, given, content.get("rope_theta"), max_position_embeddings)
+            found.append(values)
+            problems += wrong
+    if not found:
+        found.append(_read_rope_object("rope_scaling", {}, content.get("rope_theta"), max_position_embeddings)[0])
+    problems += [
+        f"rope_scaling and rope_parameters contradict each other in {option}: "
+        f"{shown(value)} and {shown(found[-1][option])}"
+        for option, value in found[0].items()
+        if found[-1][option] != value
+    ]
+    return found[0], problems
+
+
+def _read_rope_object(key: str, given: dict[str, Any], theta: Any, length: Any) -> tuple[dict[str, Any], list[str]]:
+    """Read one of the two objects; `theta` and `length` are rope_theta and max_position_embeddings."""
+    given = {name: value for name, value in given.items() if value is not None}
+    kind = given.pop("rope_type", given.get("type", "default"))
+    problems = []
+    if given.pop("type", kind) != kind:
+        problems.append(f"{key}: type and rope_type differ")
+    base = given.pop("rope_theta", theta if theta is not None else 10000.0)
+    if theta is not None and theta != base:
+        problems.append(f"rope_theta is {shown(theta)}, but {shown(base)} in {key}")
+    if given.pop("partial_rotary_factor", 1.0) != 1.0:
+        problems.append(f"{key}: partial_rotary_factor: this architecture rotates whole heads")
+    values: dict[str, Any] = {"rope_type": kind, "rotary_base": base, "rotary_percent": 1.0}
+    values |= dict.fromkeys(ROPE_OPTIONS)
+    if not isinstance(kind, str) or kind not in _NAMES:
+        problems.append(f"{key}: rope_type {shown(kind)} is not known; known: {', '.join(_NAMES)}")
+        return values, problems
+    problems += [f"{key}: {name} has no effect with rope_type {kind}" for name in given if name not in _NAMES[kind]]
+    problems += [f"{key}: rope_type {kind} needs {name}" for name in _REQUIRED.get(kind, ()) if name not in given]
+    if _ORIGINAL in _NAMES[kind]:
+        given.setdefault(_ORIGINAL, length)
+    if kind == "yarn":
+        _derive_yarn(given, length)
+    values |= {f"rope_{name}": given[name] for name in _NAMES[kind] if name in given}
+    return values, problems
+
+
+def _derive_yarn(given: dict[str, Any], length: Any) -> None:
+    """Fill in the values that transformers derives, and drop those that it ignores."""
+    original = given[_ORIGINAL]
+    if "factor" not in given and all(isinstance(n, int) and 0 < n <= LARGEST_INTEGER for n in (length, original)):
+        given["factor"] = length / original
+    for name, default in (("beta_fast", 32.0), ("beta_slow", 1.0)):
+        given[name] = given.get(name) or default
+    given.setdefault("truncate", True)
+    scales = [given.pop(name, None) for name in ("mscale", "mscale_all_dim")]
+    if "attention_factor" not in given and all(scales):  # else the two have no effect
+        given["mscale"], given["mscale_all_dim"] = scales
+
+
+def write_rope(model: ModelConfig) -> dict[str, Any]:
+    """Return the keys for both versions of transformers.
+
+    Versions before 4.43 know only linear, as {"type", "factor"}; later versions also read this form.
+    """
+    kind, base = model.rope_type, model.rotary_base
+    values = {name: getattr(model, f"rope_{name}") for name in _NAMES[kind]}
+    values = {name: value for name, value in values.items() if value is not None}
+    scaling = None if kind == "default" else {"type" if kind == "linear" else "rope_type": kind, **values}
+    parameters = {"rope_type": kind, "rope_theta": base, **values}
+    return {"rope_theta": base, "rope_scaling": scaling, "rope_parameters": parameters}
+
 
 # Keys that must have one of these values if present, unless the architecture reads them.
 _FALSE = "is_encoder_decoder add_cross_attention attention_bias mlp_bias use_sliding_window".split()
@@ -49,7 +142,7 @@ _MEANINGLESS = frozenset(
     is_llama_config transformers.js_config unsloth_fixed unsloth_version
     """.split()
 )
-_MAY_BE_NONE = ("window_size", *rope.OPTIONS)
+_MAY_BE_NONE = ("window_size", *ROPE_OPTIONS)
 # transformers also reads these keys of GPT-2 and GPTBigCode under a second name.
 _SECOND_NAMES = {
     "n_embd": "hidden_size",
@@ -148,8 +241,8 @@ class _Reading:
         """Return the options of rotary positions."""
         if not self.architecture.fixed["use_rotary_embeddings"]:
             return {}
-        self.used |= set(rope.KEYS)
-        values, problems = rope.read(self.content, self.get("max_position_embeddings"))
+        self.used |= set(ROPE_KEYS)
+        values, problems = read_rope(self.content, self.get("max_position_embeddings"))
         self.problems += problems
         return values
 
@@ -261,7 +354,7 @@ def hugging_face_config(config: Config, special_tokens: dict[str, int | None]) -
     if architecture.fixed["use_rotary_embeddings"]:
         # With learned positions, the rows of their table; with rotary ones, the trained length.
         content["max_position_embeddings"] = max(model.max_position_embeddings, config.batch.sequence_length)
-        content |= rope.write(model)
+        content |= write_rope(model)
     return content
 
 

@@ -14,11 +14,10 @@ from megatron_lite.config.structured_values import lr_scale_patterns as lr_scale
 from megatron_lite.config.structured_values import weighted_paths as weighted_paths
 from megatron_lite.config.values import FLAGS, BadValueError, check_bounds, written
 from megatron_lite.errors import UsageError
-from megatron_lite.validation import run
+from megatron_lite.validation import areas
 from megatron_lite.validation.batch import BATCH as BATCH
 from megatron_lite.validation.batch import batch
 from megatron_lite.validation.learning_rate import learning_rate
-from megatron_lite.validation.model import model, performance
 from megatron_lite.validation.rules import Problem, declared, problem
 from megatron_lite.validation.sizes import data_ranks, sizes, tensor_parallel
 from megatron_lite.validation.warnings import warnings as warnings
@@ -66,17 +65,17 @@ def _check_each(draft: Draft) -> Iterator[Problem]:
 
 def _cross_check(draft: Draft, world_size: int) -> Iterator[Problem]:
     """Apply every rule. Buffer counts and loss chunks depend on stages and device, and are derived later."""
-    yield from run.source(draft)
-    yield from model(draft)
-    yield from performance(draft)
+    yield from areas.source(draft)
+    yield from areas.model(draft)
+    yield from areas.performance(draft)
     yield from tensor_parallel(draft, world_size)
     yield from batch(draft, data_ranks(draft, world_size))
     yield from learning_rate(draft)
-    yield from run.update(draft)
-    yield from run.multi_stage(draft)
-    yield from run.profiles(draft, world_size)
-    yield from run.data(draft)
-    yield from run.files(draft)
-    yield from run.tracking(draft)
+    yield from areas.update(draft)
+    yield from areas.multi_stage(draft)
+    yield from areas.profiles(draft, world_size)
+    yield from areas.data(draft)
+    yield from areas.files(draft)
+    yield from areas.tracking(draft)
     yield from sizes(draft)
     yield from declared(draft)

@@ -9,9 +9,9 @@ from megatron_lite.config import Config, Draft, flatten
 from megatron_lite.config.structured_values import lr_scale_patterns
 from megatron_lite.config.system import number_of_stages
 from megatron_lite.config.values import FLAGS, typed
+from megatron_lite.validation.areas import PREFETCH_FACTOR, folder_name
 from megatron_lite.validation.learning_rate import idle_schedule_options, schedule_warnings
 from megatron_lite.validation.rules import holds, unmet
-from megatron_lite.validation.run import PREFETCH_FACTOR, folder_name
 
 DEBUG_LEVELS = tuple(name for name, flag in FLAGS.items() if name.startswith("debug_") and flag.kind == "int")
 # Condition (see `declared`) -> warning if it holds.
