@@ -3,12 +3,12 @@
 All tokens of a test's data sets differ from each other, so a token tells which place in which file it was read from.
 """
 
-import contextlib
 import functools
 import itertools
 import os
 import struct
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -18,7 +18,7 @@ from megatron_lite.config import Config
 from megatron_lite.data.host_batch import HostBatch
 from megatron_lite.data.open_data import open_data
 from megatron_lite.errors import DataError
-from tests.support.token_files import data_config, write_counting
+from tests.support.token_files import data_config, read_batches, write_counting
 
 LENGTH = 16
 
@@ -63,13 +63,9 @@ config = functools.partial(
 )
 
 
-def read(
-    values: Config, phase: str = "training", first: int = 0, count: int = 6, rank: int = 0, world_size: int = 1
-) -> list[HostBatch]:
-    """All micro-batches of a rank in some iterations."""
-    batches = open_data(values, rank, world_size).batches(phase, first, count)
-    with contextlib.closing(batches):  # type: ignore[type-var]
-        return [batch for iteration in batches for batch in iteration]
+def read(values: Config, **which: Any) -> list[HostBatch]:
+    """All micro-batches of some iterations, see `read_batches`."""
+    return list(itertools.chain(*read_batches(values, **which)))
 
 
 def starts(batch: HostBatch) -> list[int]:
@@ -89,14 +85,14 @@ def test_pieces_are_those_of_the_files(tmp_path: Path, layout: str) -> None:
             assert set(range(0, 3 * LENGTH + 1, LENGTH)) <= set(starts(batch)), "a piece spans two samples"
 
 
-@pytest.mark.parametrize("dtype", ["<u2", "<i4", "<i8"])
-def test_every_phase_has_its_documents(tmp_path: Path, dtype: str) -> None:
+def test_every_phase_has_its_documents(tmp_path: Path) -> None:
     """Splits begin in the middle of the file, and bytes of the index become tokens by the width of the token dtype."""
-    prefix = write_counting(tmp_path / "x", LAYOUTS["mixed"], dtype)
-    documents = documents_of_tokens(prefix, dtype)
-    values = config(prefix, split=(5.0, 3.0, 2.0), validation_iters=2, test_iters=2)
-    for phase in ("training", "validation", "test"):
-        for batch in read(values, phase, count=2):
+    for dtype, phase in itertools.product(("<u2", "<i4", "<i8"), ("training", "validation", "test")):
+        prefix = write_counting(tmp_path / f"{dtype}{phase}", LAYOUTS["mixed"], dtype)
+        documents = documents_of_tokens(prefix, dtype)
+        for batch in read(
+            config(prefix, split=(5.0, 3.0, 2.0), validation_iters=2, test_iters=2), phase=phase, count=2
+        ):
             assert starts(batch) == expected_starts(batch.tokens, documents)
 
 
@@ -110,7 +106,7 @@ def test_blends_workers_and_resume(tmp_path: Path) -> None:
     assert {token >= 5000 for batch in whole for token in batch.tokens[:, 0].tolist()} == {True, False}
     for batch in whole:
         assert starts(batch) == expected_starts(batch.tokens, documents)
-    resumed = read(config(*data_path, num_workers=2), first=3, count=3)
+    resumed = read(config(*data_path, num_workers=2), done=3)
     assert [starts(batch) for batch in resumed] == [starts(batch) for batch in whole[12:]]
     assert all(torch.equal(a.tokens, b.tokens) for a, b in zip(resumed, whole[12:], strict=True))
 

@@ -13,12 +13,10 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from megatron_lite.config import Config
 from megatron_lite.config.training import DataConfig
 from megatron_lite.data.fill_in_the_middle import Draws, FillInTheMiddle
-from megatron_lite.data.host_batch import HostBatch
-from megatron_lite.data.open_data import open_data
 from megatron_lite.data.tokenizing import JsonTokenizer, save_byte_tokenizer, train_tokenizer
 from megatron_lite.errors import DataError, UsageError
 from megatron_lite.validation import resolve
-from tests.support.token_files import data_config, write_documents
+from tests.support.token_files import data_config, read_batches, write_documents
 
 SENTINELS = ["<fim_prefix>", "<fim_middle>", "<fim_suffix>", "<fim_pad>"]
 TEXTS = [
@@ -200,30 +198,23 @@ def config(prefix: str, tokenizer_file: str | None, world_size: int = 1, **value
     return resolve(data_config(prefix, **{**options, **documents, **values}), world_size)
 
 
-def batches(config: Config, rank: int = 0, world_size: int = 1, done: int = 0) -> list[list[HostBatch]]:
-    data = open_data(config, rank, world_size)
-    found = list(data.batches("training", done, config.training.train_iters - done))
-    data.close()
-    return found
-
-
 def test_samples_depend_on_seed_and_index_only(prefix: str, tokenizers: dict[str, str]) -> None:
     """Every layout, worker and restart gives the same samples; another seed gives others."""
     path = tokenizers["bytes"]
-    whole = batches(config(prefix, path, micro_batch_size=8))
+    whole = read_batches(config(prefix, path, micro_batch_size=8))
     tokens = np.stack([step[0].tokens.numpy() for step in whole])
     assert any(259 in sample for sample in tokens.reshape(-1, LENGTH + 1).tolist())
-    worker = batches(config(prefix, path, micro_batch_size=8, num_workers=1))
+    worker = read_batches(config(prefix, path, micro_batch_size=8, num_workers=1))
     for one, other in zip(itertools.chain(*whole), itertools.chain(*worker), strict=True):
         assert all(np.array_equal(left, right) for left, right in zip(one, other, strict=True))
-    resumed = batches(config(prefix, path, micro_batch_size=8), done=4)
+    resumed = read_batches(config(prefix, path, micro_batch_size=8), done=4)
     np.testing.assert_array_equal(tokens[4:], [step[0].tokens for step in resumed])
-    ranks = [batches(config(prefix, path, 2, micro_batch_size=2), rank, 2) for rank in (0, 1)]
+    ranks = [read_batches(config(prefix, path, 2, micro_batch_size=2), rank, 2) for rank in (0, 1)]
     for step in range(6):
         rows = [ranks[rank][step][micro].tokens for micro in (0, 1) for rank in (0, 1)]
         np.testing.assert_array_equal(tokens[step], np.concatenate(rows))
-    other = batches(config(prefix, path, micro_batch_size=8, seed=5, shuffle="none"))
-    plain = batches(config(prefix, path, micro_batch_size=8, shuffle="none"))
+    other = read_batches(config(prefix, path, micro_batch_size=8, seed=5, shuffle="none"))
+    plain = read_batches(config(prefix, path, micro_batch_size=8, shuffle="none"))
     assert not np.array_equal(other[0][0].tokens, plain[0][0].tokens)
 
 
@@ -231,12 +222,12 @@ def test_borders_and_padding_follow_the_tokens(prefix: str, tokenizers: dict[str
     """Pieces begin after each end of a document, and the last one is cut; the labels that begin one, and padding, do
     not count. With a rate of 0 a sample is what it is without these options."""
     path = tokenizers["bytes"]
-    without = batches(config(prefix, path, fim_rate=0.0, micro_batch_size=8))
-    none = batches(config(prefix, path, fim_rate=1e-300, micro_batch_size=8))
+    without = read_batches(config(prefix, path, fim_rate=0.0, micro_batch_size=8))
+    none = read_batches(config(prefix, path, fim_rate=1e-300, micro_batch_size=8))
     for (one,), (other,) in zip(without, none, strict=True):
         assert all(np.array_equal(left, right) for left, right in zip(one, other, strict=True))
     for changed, (plain,) in zip(
-        batches(config(prefix, path, micro_batch_size=8, fim_spm_rate=0.0)), without, strict=True
+        read_batches(config(prefix, path, micro_batch_size=8, fim_spm_rate=0.0)), without, strict=True
     ):
         (batch,) = changed
         assert batch.starts is not None and batch.masked is not None
@@ -257,7 +248,7 @@ def test_padding_does_not_count(tokenizers: dict[str, str], tmp_path: Path) -> N
     single = write_documents(tmp_path / "single", [ids] * 100)
     values: dict[str, Any] = {"vocab_size": 512, "micro_batch_size": 8, "mask_document_starts": False, "fim_rate": 1.0}
     found, pad = 0, tokenizer.token_id("<|fim_pad|>")
-    for (batch,) in batches(config(single, tokenizers["merged"], **values)):
+    for (batch,) in read_batches(config(single, tokenizers["merged"], **values)):
         assert batch.masked is not None and batch.starts is not None
         padded = batch.tokens.numpy() == pad
         np.testing.assert_array_equal(batch.masked, padded[:, 1:])
@@ -271,8 +262,8 @@ def test_padding_does_not_count(tokenizers: dict[str, str], tmp_path: Path) -> N
 def test_packed_documents_keep_their_place(prefix: str, tokenizers: dict[str, str]) -> None:
     """With --truncate_documents=0 documents are as long as before, and padding, also inside them, does not count."""
     options: dict[str, Any] = {"truncate_documents": False, "fim_truncate_or_pad": True, "micro_batch_size": 8}
-    changed = batches(config(prefix, tokenizers["bytes"], **options))
-    plain = batches(config(prefix, tokenizers["bytes"], **options, fim_rate=0.0))
+    changed = read_batches(config(prefix, tokenizers["bytes"], **options))
+    plain = read_batches(config(prefix, tokenizers["bytes"], **options, fim_rate=0.0))
     different = 0
     for (one,), (other,) in zip(changed, plain, strict=True):
         assert one.starts is not None and other.starts is not None and one.masked is not None
@@ -290,11 +281,11 @@ def test_what_is_missing_is_named(prefix: str, tokenizers: dict[str, str], tmp_p
     path = tokenizers["bytes"]
     save_byte_tokenizer(str(tmp_path / "plain.json"))
     with pytest.raises(DataError, match=r"plain.json \(--tokenizer_file\): has no <fim_prefix> or <|fim_prefix|>"):
-        batches(config(prefix, str(tmp_path / "plain.json")))
+        read_batches(config(prefix, str(tmp_path / "plain.json")))
     with pytest.raises(UsageError, match="--vocab_size=260: .* has ids up to 261, .*write 262 or more"):
-        batches(config(prefix, path, vocab_size=260))
+        read_batches(config(prefix, path, vocab_size=260))
     with pytest.raises(UsageError, match="--fim_split_sample=<x>: not a token of"):
-        batches(config(prefix, path, fim_split_sample="<x>"))
+        read_batches(config(prefix, path, fim_split_sample="<x>"))
     with pytest.raises(UsageError, match="--fim_rate=0.7: text is cut .*; set --tokenizer_file"):
         config(prefix, None)
     with pytest.raises(UsageError, match="set --tokenizer_file"):

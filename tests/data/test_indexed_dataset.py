@@ -1,14 +1,14 @@
 """The .bin/.idx format: byte compatibility with Megatron-LM's layout, damage of every kind, killed writers."""
 
+import itertools
+import multiprocessing
 import os
 import random
 import signal
 import struct
-import subprocess
-import sys
-import textwrap
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -91,24 +91,26 @@ def test_locate_names_document_and_offset(tmp_path: Path) -> None:
     assert [dataset.locate(token) for token in range(dataset.num_tokens)] == expected
 
 
-def test_truncated_index_is_refused_at_every_length(tmp_path: Path) -> None:
-    """An index cut at or between field boundaries, or with extra bytes, always gives one clear line."""
+@pytest.mark.parametrize("version", [1, 2, 3])
+def test_truncated_index_is_refused_at_every_length(tmp_path: Path, version: int) -> None:
+    """Fast-LLM's versions 2 and 3 differ by one or two bytes if they hold no spans. An index cut at or between field
+    boundaries, or with extra bytes, always gives one clear line."""
     index, tokens = megatron_bytes(DOCUMENTS, 8, "H")
-    boundaries = {sum(FIELD_SIZES[:count]) for count in range(6)}
-    assert boundaries <= set(range(len(index)))
-    for length in range(len(index)):
+    index = index[:9] + struct.pack("<Q", version) + bytes(version - 1) + index[17:]
+    dataset = IndexedDataset(write_pair(tmp_path, index, tokens))
+    assert [dataset.document(number).tolist() for number in range(dataset.num_documents)] == DOCUMENTS
+    for length in range(0, len(index), 1 if version == 1 else 3):
         assert f"x.idx: {length:,} bytes, but " in open_error(write_pair(tmp_path, index[:length], tokens))
     message = open_error(write_pair(tmp_path, index[:40], tokens))
     assert message.endswith(f"x.idx: 40 bytes, but its header describes {len(index)}; copy it again")
     open_error(write_pair(tmp_path, index + b"\0", tokens))
 
 
-@pytest.mark.parametrize("change", [-1, -2, 1, 2, -12, 1000])
-def test_bin_of_another_size_is_refused(tmp_path: Path, change: int) -> None:
+def test_bin_of_another_size_is_refused(tmp_path: Path) -> None:
     """A .bin that lost or gained a byte, a token or half of itself is found at open."""
     index, tokens = megatron_bytes(DOCUMENTS, 8, "H")
-    tokens = tokens[:change] if change < 0 else tokens + bytes(change)
-    assert f"x.bin: {len(tokens):,} bytes, but " in open_error(write_pair(tmp_path, index, tokens))
+    for other in (tokens[:-1], tokens[:-2], tokens[:-12], *(tokens + bytes(more) for more in (1, 2, 1000))):
+        assert f"x.bin: {len(other):,} bytes, but " in open_error(write_pair(tmp_path, index, other))
 
 
 @pytest.mark.parametrize(
@@ -141,18 +143,7 @@ def test_damaged_index_is_named(tmp_path: Path, edit: Callable[[bytes], bytes], 
     assert fact in message and message.startswith(str(tmp_path / "x.idx"))
 
 
-@pytest.mark.parametrize("version", [2, 3])
-def test_later_versions_without_spans_are_read(tmp_path: Path, version: int) -> None:
-    """Fast-LLM's versions 2 and 3 differ by one or two bytes if they hold no spans; cut short, they are refused."""
-    index, tokens = megatron_bytes(DOCUMENTS, 8, "H")
-    index = index[:9] + struct.pack("<Q", version) + bytes(version - 1) + index[17:]
-    dataset = IndexedDataset(write_pair(tmp_path, index, tokens))
-    assert [dataset.document(number).tolist() for number in range(dataset.num_documents)] == DOCUMENTS
-    for length in range(len(index)):
-        open_error(write_pair(tmp_path, index[:length], tokens))
-
-
-def test_an_index_of_ten_million_documents_is_not_read_whole(tmp_path: Path) -> None:
+def test_an_index_of_ten_million_documents_is_not_read_whole(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Opening reads at most 3 MB of it; this sparse file stands for 200 MB."""
     count, read = 10_000_000, DataFile.read
     with open(tmp_path / "x.idx", "wb") as file:
@@ -161,17 +152,15 @@ def test_an_index_of_ten_million_documents_is_not_read_whole(tmp_path: Path) -> 
         file.seek(0, os.SEEK_END)
         file.write(struct.pack("<q", count))
     (tmp_path / "x.bin").touch()
-    total = 0
+    sizes: list[int] = []
 
     def counted(self: DataFile, offset: int, size: int) -> bytes:
-        nonlocal total
-        total += size
+        sizes.append(size)
         return read(self, offset, size)
 
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(DataFile, "read", counted)
-        assert IndexedDataset(str(tmp_path / "x")).num_documents == count
-    assert total < 3_000_000
+    monkeypatch.setattr(DataFile, "read", counted)
+    assert IndexedDataset(str(tmp_path / "x")).num_documents == count
+    assert sum(sizes) < 3_000_000
 
 
 def test_damage_between_the_checked_pieces_is_found_when_it_is_used(
@@ -183,7 +172,7 @@ def test_damage_between_the_checked_pieces_is_found_when_it_is_used(
     sizes = np.random.default_rng(0).integers(0, 9, 60).tolist()
     index, tokens = megatron_bytes([[0] * size for size in sizes], 8, "H")
     generator, at_open, used = random.Random(0), 0, 0
-    for _ in range(400):
+    for _ in range(120):
         damaged, place = bytearray(index), generator.randrange(34, 34 + 12 * len(sizes))
         damaged[place] ^= generator.randrange(1, 256)
         prefix = write_pair(tmp_path, bytes(damaged), tokens)
@@ -196,7 +185,7 @@ def test_damage_between_the_checked_pieces_is_found_when_it_is_used(
             for document in range(len(sizes) + 1):
                 dataset.first_token(document)
         used += 1
-    assert at_open > 20 and used > 200
+    assert at_open > 6 and used > 60
 
 
 def read_all(dataset: IndexedDataset, borders: bool) -> None:
@@ -211,7 +200,7 @@ def read_all(dataset: IndexedDataset, borders: bool) -> None:
         assert file.check() is None
 
 
-@pytest.mark.parametrize("count", [600, pytest.param(10_000, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("count", [200, pytest.param(10_000, marks=pytest.mark.slow)])
 def test_fuzzed_headers_never_do_anything_but_a_data_error(tmp_path: Path, count: int) -> None:
     """Random damage to the header and the tables ends in a DataError or in a data set that reads as it says."""
     index, tokens = megatron_bytes(DOCUMENTS, 8, "H")
@@ -235,7 +224,7 @@ def test_fuzzed_headers_never_do_anything_but_a_data_error(tmp_path: Path, count
     assert refused > 0.9 * count
 
 
-@pytest.mark.parametrize("count", [100, pytest.param(1_000, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("count", [40, pytest.param(1_000, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("when", ["before", "while open"])
 def test_files_cut_at_random_never_do_anything_but_a_data_error(tmp_path: Path, when: str, count: int) -> None:
     """Cut before it is opened, or while it is open: one line, and never a signal, a hang or other data."""
@@ -288,42 +277,36 @@ def test_second_writer_of_a_prefix_is_refused(tmp_path: Path) -> None:
     assert IndexedDataset(str(tmp_path / "x")).document(0).tolist() == [1, 2, 3]
 
 
-KILLED_WRITER = textwrap.dedent("""
-    import os, signal, sys
-    import numpy as np
-    from megatron_lite.data.indexed_dataset import IndexedDatasetWriter
-    prefix, deadly_call = sys.argv[1], int(sys.argv[2])
-    calls = 0
-    def deadly(function):
-        def wrapper(*args, **kwargs):
-            global calls
-            calls += 1
-            if calls > deadly_call:
+def write_until(prefix: str, deadly_call: int) -> None:
+    """Write a pair, and die instead of a sync or rename."""
+    calls = itertools.count()
+
+    def deadly(function: Callable[..., Any]) -> Callable[..., Any]:
+        def call(*arguments: Any) -> Any:
+            if next(calls) == deadly_call:
                 os.kill(os.getpid(), signal.SIGKILL)
-            return function(*args, **kwargs)
-        return wrapper
+            return function(*arguments)
+
+        return call
+
     os.fsync, os.replace = deadly(os.fsync), deadly(os.replace)
-    with IndexedDatasetWriter(prefix, "<u2") as writer:
-        for _ in range(5):
-            writer.add_document(np.arange(1000))
-""")
+    write_documents(prefix, [np.arange(1000)] * 5)
 
 
 def test_killed_writer_leaves_nothing_that_opens(tmp_path: Path) -> None:
     """Killed before each sync and rename in turn, the pair is either complete or cannot be opened; a rerun works."""
     prefix = str(tmp_path / "x")
-    environment = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[2])}
     for deadly_call in range(5):  # two syncs, two renames, the sync of the folder
-        command = [sys.executable, "-c", KILLED_WRITER, prefix, str(deadly_call)]
-        assert subprocess.run(command, env=environment).returncode == -signal.SIGKILL
+        writer = multiprocessing.get_context("fork").Process(target=write_until, args=(prefix, deadly_call))
+        writer.start()
+        writer.join()
+        assert writer.exitcode == -signal.SIGKILL
         if deadly_call == 4:
             assert IndexedDataset(prefix).num_tokens == 5000
         else:
             open_error(prefix)
-    assert IndexedDataset(write_counting(prefix, [7])).num_tokens == 7 and sorted(os.listdir(tmp_path)) == [
-        "x.bin",
-        "x.idx",
-    ]
+    assert IndexedDataset(write_counting(prefix, [7])).num_tokens == 7
+    assert sorted(os.listdir(tmp_path)) == ["x.bin", "x.idx"]
 
 
 def test_smallest_dtype_holds_the_last_id() -> None:

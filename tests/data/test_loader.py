@@ -11,7 +11,6 @@ import subprocess
 import sys
 import textwrap
 import time
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -66,11 +65,9 @@ def micro_batches(source: DataSource, phase: str, first: int, count: int) -> lis
         return [[batch.tokens for batch in iteration] for iteration in batches]
 
 
-def equal(first: list[list[Tensor]], second: list[list[Tensor]]) -> bool:
-    return len(first) == len(second) and all(
-        len(a) == len(b) and all(torch.equal(x, y) for x, y in zip(a, b, strict=True))
-        for a, b in zip(first, second, strict=True)
-    )
+def alike(first: list[list[Tensor]], second: list[list[Tensor]]) -> bool:
+    one, other = ([[part.tolist() for part in parts] for parts in batches] for batches in (first, second))
+    return one == other
 
 
 def test_samples_are_runs_of_the_stream_and_an_epoch_covers_it(prefixes: tuple[str, str]) -> None:
@@ -108,8 +105,7 @@ def arranged(values: Config, ranks: int, phase: str, first: int, count: int) -> 
     return iterations
 
 
-@pytest.mark.parametrize("num_workers", [0, 2])
-@pytest.mark.parametrize("ranks", [1, 2])
+@pytest.mark.parametrize(("ranks", "num_workers"), [(1, 0), (2, 0), (2, 2)])
 def test_a_schedule_reads_every_sample_once_in_order(prefixes: tuple[str, str], ranks: int, num_workers: int) -> None:
     """The samples of a run with batches of 5, 13, 1 and 7 are those of a run with batches of 1, whatever the iteration
     it resumes at; only the end of a batch is padded."""
@@ -128,13 +124,9 @@ def test_a_schedule_reads_every_sample_once_in_order(prefixes: tuple[str, str], 
 @pytest.mark.parametrize("source", ["list", "random"])
 def test_padding_is_documents_of_its_own(prefixes: tuple[str, str], source: str) -> None:
     """Micro-batches with one sample and with none: documents of the samples, then one per padded row."""
-    options = dict(cross_document_attention=False, dataset_source=source, micro_batch_size=4)
-    whole = next(
-        open_data(config(prefixes[:1], batch_size=1, **{**options, "micro_batch_size": 1}), 0, 1).batches(
-            "training", 0, 1
-        )
-    )[0]
-    padded = config(prefixes[:1], batch_size=1, allow_nondivisible_batch_size=True, **options)
+    options: dict[str, Any] = dict(cross_document_attention=False, dataset_source=source, batch_size=1)
+    ((whole,),) = open_data(config(prefixes[:1], **options, micro_batch_size=1), 0, 1).batches("training", 0, 1)
+    padded = config(prefixes[:1], **options, micro_batch_size=4, allow_nondivisible_batch_size=True)
     some, none = (next(open_data(padded, rank, 2).batches("training", 0, 1))[0] for rank in (0, 1))
     assert (some.padding, none.padding) == (3, 4) and torch.equal(some.tokens[:1], whole.tokens)
     assert some.starts is not None and none.starts is not None and whole.starts is not None
@@ -142,8 +134,7 @@ def test_padding_is_documents_of_its_own(prefixes: tuple[str, str], source: str)
     assert none.starts.tolist() == [0, LENGTH, 2 * LENGTH, 3 * LENGTH, 4 * LENGTH] and none.starts.dtype == torch.int32
 
 
-@pytest.mark.parametrize("ranks", [1, 2, 3])
-@pytest.mark.parametrize("data_path", ["{a}", "0.9 {a} 0.1 {b}", "{a} {b} {a}"])
+@pytest.mark.parametrize(("data_path", "ranks"), [("{a}", 1), ("0.9 {a} 0.1 {b}", 2), ("{a} {b} {a}", 3)])
 def test_the_whole_split_is_read_once(prefixes: tuple[str, str], data_path: str, ranks: int) -> None:
     """Each slot of one epoch of each data set comes once, for any weights, ranks and micro-batches."""
     words = tuple(data_path.format(a=prefixes[0], b=prefixes[1]).split())
@@ -155,12 +146,13 @@ def test_the_whole_split_is_read_once(prefixes: tuple[str, str], data_path: str,
     samples = torch.cat([part for steps in iterations for step in steps for part in step])
     sizes = np.random.default_rng(1).integers(0, 60, 100)
     per_epoch = (int(sizes[80:90].sum()) - 1) // LENGTH
-    assert len(samples) == total == per_epoch * (2 if "{b}" in data_path else 1)
+    bases = (0, 100_000) if "{b}" in data_path else (0,)
+    assert len(samples) == total == per_epoch * len(bases)
     assert [sum(len(part) for step in steps for part in step) for steps in iterations][:-1] == [13] * (count - 1)
-    for base in (0, 100_000)[: 2 if "{b}" in data_path else 1]:
+    for base in bases:
         starts = np.sort(samples[(samples[:, 0] >= base) & (samples[:, 0] < base + 100_000), 0].numpy())
         assert len(starts) == per_epoch and (np.diff(starts) == LENGTH).all()
-    assert equal(*(micro_batches(source, "validation", 0, count) for _ in range(2)))
+    assert alike(*(micro_batches(source, "validation", 0, count) for _ in range(2)))
     assert source.description["validation data"].startswith(f"{total} samples out of ")
 
 
@@ -173,7 +165,7 @@ def test_validation_batches_do_not_follow_the_schedule(prefixes: tuple[str, str]
         assert [source.split("validation", iteration).samples for iteration in (1, 2)] == [13, 13]
         assert source.phases["validation"].iterations == 2
         found = arranged(values, 1, "validation", 0, 2)
-        assert equal([[torch.cat([part for step in steps for part in step])] for steps in found], expected)
+        assert alike([[torch.cat([part for step in steps for part in step])] for steps in found], expected)
 
 
 @pytest.mark.parametrize("context", ["spawn", "fork", "forkserver"])
@@ -183,10 +175,10 @@ def test_workers_give_the_same_batches(prefixes: tuple[str, str], context: str) 
     epochs, too; they are gone when the batches end."""
     data_path, options = ("0.3", prefixes[0], "0.7", prefixes[1]), dict(shuffle_documents=True, train_iters=200)
     expected = micro_batches(open_data(config(data_path, **options), 1, 2), "training", 100, 6)
-    for workers, prefetch_factor in ((1, None), (2, 1), (5, 50)):
+    for workers, prefetch_factor in ((1, None), (3, 50)) if context == "fork" else ((2, 1),):
         more = dict(num_workers=workers, prefetch_factor=prefetch_factor, multiprocessing_context=context)
         values = config(data_path, **options, **more)
-        assert equal(micro_batches(open_data(values, 1, 2), "training", 100, 6), expected)
+        assert alike(micro_batches(open_data(values, 1, 2), "training", 100, 6), expected)
         assert not multiprocessing.active_children()
 
 
@@ -205,7 +197,7 @@ def test_the_first_iteration_does_not_wait_for_workers(
     with contextlib.closing(
         open_data(config(prefixes, num_workers=1, prefetch_factor=3), 0, 1).batches("training", 2, 6)  # type: ignore[type-var]
     ) as batches:
-        assert equal([[batch.tokens for batch in next(batches)]], expected)
+        assert alike([[batch.tokens for batch in next(batches)]], expected)
         assert asked == [36, 39, 42]  # samples: three of the four micro-batches of the next iteration
         with pytest.raises(AssertionError, match="waited"):
             next(batches)
@@ -229,20 +221,22 @@ def test_closing_midway_leaves_no_processes(prefixes: tuple[str, str]) -> None:
         next(kept)
 
 
-@pytest.mark.parametrize("num_workers", [0, 2])
-@pytest.mark.parametrize(("bad", "dtype"), [(500, "<u2"), (65535, "<u2"), (-1, "<i4"), (2**31 - 1, "<i4")])
+ALL_FOR_TRAINING: dict[str, Any] = dict(split=(1.0,), validation_iters=0, test_iters=0)
+
+
+@pytest.mark.parametrize(
+    ("bad", "dtype", "num_workers"), [(500, "<u2", 0), (65535, "<u2", 2), (-1, "<i4", 0), (2**31 - 1, "<i4", 0)]
+)
 def test_bad_token_is_named(tmp_path: Path, num_workers: int, bad: int, dtype: str) -> None:
     """A token id beyond the vocabulary or below zero: file, document, offset and id in one line, also from a worker."""
     documents = np.full((40, 10), 499)
     documents[7, 4] = bad
-    write_documents(tmp_path / "x", [*documents[:6], [], *documents[7:]], dtype)
-    values = config(
-        (str(tmp_path / "x"),), vocab_size=500, num_workers=num_workers, split=(1.0,), validation_iters=0, test_iters=0
-    )
+    prefix = write_documents(tmp_path / "x", [*documents[:6], [], *documents[7:]], dtype)
+    values = config((prefix,), vocab_size=500, num_workers=num_workers, **ALL_FOR_TRAINING)
     with pytest.raises(DataError) as caught:
         micro_batches(open_data(values, 0, 1), "training", 0, 8)
-    expected = f"x.bin: document 7, offset 4: token id {bad} is outside the vocabulary of 500 (--vocab_size)"
-    assert str(caught.value) == str(tmp_path / expected)
+    expected = f"{prefix}.bin: document 7, offset 4: token id {bad} is outside the vocabulary of 500 (--vocab_size)"
+    assert str(caught.value) == expected
     assert caught.value.__cause__ is None and not multiprocessing.active_children()
 
 
@@ -289,27 +283,20 @@ PARENT = textwrap.dedent("""
         print(*(child.pid for child in multiprocessing.active_children()), flush=True)
         if ending == "killed":
             os.kill(os.getpid(), signal.SIGKILL)
-        if ending == "error":
+        if ending == "forgotten":
             raise SystemExit(5)
         if ending == "starting":
             assert len(list(batches)) == 99
 """)
 
 
-@pytest.mark.parametrize(("ending", "code"), [("killed", -9), ("error", 5), ("forgotten", 0), ("starting", 0)])
+@pytest.mark.parametrize(("ending", "code"), [("killed", -9), ("forgotten", 5), ("starting", 0)])
 def test_workers_die_with_their_parent(tmp_path: Path, ending: str, code: int) -> None:
     """However the parent ends, also by SIGKILL, no worker stays and nothing hangs; signals at the start do no harm."""
-    script = tmp_path / "parent.py"
+    script, environment = tmp_path / "parent.py", {**os.environ, "PYTHONPATH": str(ROOT)}
     script.write_text(PARENT)
-    begun = time.monotonic()
-    done = subprocess.run(
-        [sys.executable, str(script), ending],
-        env={**os.environ, "PYTHONPATH": str(ROOT)},
-        capture_output=True,
-        text=True,
-        timeout=60,
-        start_new_session=True,
-    )
+    begun, command = time.monotonic(), [sys.executable, str(script), ending]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=60, start_new_session=True)
     assert (done.returncode, done.stderr) == (code, "")
     for pid in map(int, done.stdout.split()):
         while _alive(pid):
@@ -339,42 +326,37 @@ def test_slow_sample_is_reported(prefixes: tuple[str, str], caplog: pytest.LogCa
     assert "a.bin: reading one sample took" in caplog.text
 
 
-def faults() -> Iterator[tuple[str, dict[str, Any], type[Exception], str]]:
-    """Cases of (sizes of the documents, options, error, message)."""
-    yield "", {}, DataError, r"x\.idx: an empty data set: it holds no documents"
-    yield "100", {}, DataError, r"--split=80,10,10 leaves none of its 1 documents for validation; .*--validation_iters="
-    yield "100", {"split": (0.0, 1.0), "test_iters": 0}, DataError, r"leaves none of its 1 documents for training"
-    yield (
+FAULTS: list[tuple[str, dict[str, Any], type[Exception], str]] = [  # sizes of the documents, options, error, message
+    ("", {}, DataError, r"x\.idx: an empty data set: it holds no documents"),
+    ("100", {}, DataError, r"--split=80,10,10 leaves none of its 1 documents for validation; .*--validation_iters="),
+    ("100", {"split": (0.0, 1.0), "test_iters": 0}, DataError, r"leaves none of its 1 documents for training"),
+    (
         "10 0 6",
-        {"split": (1.0,)},
+        ALL_FOR_TRAINING,
         DataError,
-        (
-            r"x\.bin: 16 tokens for training \(3 of 3 documents, --split=1\), but one sample needs 17 "
-            r"\(--sequence_length \+ 1\)"
-        ),
-    )
-    yield "0 0 0", {"split": (1.0,)}, DataError, r"x\.bin: 0 tokens for training"
-    yield "100", {"data_path": ()}, UsageError, r"--data_path: names no data set"
-    yield "100", {"tokenizer_file": "/nonexistent.json"}, DataError, r"/nonexistent.json: cannot be read"
+        r"x\.bin: 16 tokens for training \(3 of 3 documents, --split=1\), but one sample needs 17 \(--sequence_length",
+    ),
+    ("0 0 0", ALL_FOR_TRAINING, DataError, r"x\.bin: 0 tokens for training"),
+    ("100", {"data_path": ()}, UsageError, r"--data_path: names no data set"),
+    ("100", {"tokenizer_file": "/nonexistent.json"}, DataError, r"/nonexistent.json: cannot be read"),
+]
 
 
-@pytest.mark.parametrize(("sizes", "options", "kind", "message"), list(faults()))
+@pytest.mark.parametrize(("sizes", "options", "kind", "message"), FAULTS)
 def test_faults_at_open(
     tmp_path: Path, sizes: str, options: dict[str, Any], kind: type[Exception], message: str
 ) -> None:
     """Empty data sets, splits and data sets below one sample are refused before any work, in one line."""
-    write_documents(tmp_path / "x", [[0] * int(size) for size in sizes.split()])
-    if options.get("split") == (1.0,):
-        options = {**options, "validation_iters": 0, "test_iters": 0}
+    prefix = write_documents(tmp_path / "x", [[0] * int(size) for size in sizes.split()])
     with pytest.raises(kind, match=message) as caught:
-        open_data(config(options.pop("data_path", (str(tmp_path / "x"),)), **options), 0, 1)
+        open_data(config(**{"data_path": (prefix,), **options}), 0, 1)
     assert "\n" not in str(caught.value)
 
 
 def test_only_needed_phases_are_checked(tmp_path: Path) -> None:
     """One document of one sample is enough to train on; with no iterations at all not even a file is needed."""
     write_counting(tmp_path / "x", [LENGTH + 1])
-    values = config((str(tmp_path / "x"),), split=(1.0,), validation_iters=0, test_iters=0)
+    values = config((str(tmp_path / "x"),), **ALL_FOR_TRAINING)
     source = open_data(values, 0, 1)
     for batch in micro_batches(source, "training", 0, 2):
         for micro_batch in batch:
@@ -394,20 +376,10 @@ def test_description_of_a_blend(prefixes: tuple[str, str]) -> None:
 def test_more_data_sets_than_files_may_be_open(tmp_path: Path) -> None:
     """The limit that a system begins with, here very low, is raised as far as needed, for workers too."""
     before = resource.getrlimit(resource.RLIMIT_NOFILE)
-    for number in range(80):
-        write_counting(tmp_path / str(number), [2 * LENGTH])
-    few = len(os.listdir("/proc/self/fd")) + 40
-    values = config(
-        tuple(f"{tmp_path}/{number}" for number in range(80)),
-        split=(1.0,),
-        validation_iters=0,
-        test_iters=0,
-        batch_size=80,
-        micro_batch_size=80,
-        train_iters=2,
-        num_workers=1,
-        cross_document_attention=False,
-    )
+    prefixes = [write_counting(tmp_path / str(number), [2 * LENGTH]) for number in range(40)]
+    few = len(os.listdir("/proc/self/fd")) + 20
+    options = dict(batch_size=40, micro_batch_size=40, train_iters=2, num_workers=1, cross_document_attention=False)
+    values = config(tuple(prefixes), **ALL_FOR_TRAINING, **options)
     resource.setrlimit(resource.RLIMIT_NOFILE, (few, before[1]))
     try:
         assert len(micro_batches(open_data(values, 0, 1), "training", 0, 2)) == 2

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +13,7 @@ from megatron_lite.config import Config, flatten, unflatten
 from megatron_lite.data.open_data import open_data
 from megatron_lite.errors import DataError, UsageError
 from megatron_lite.validation import resolve
-from tests.support.token_files import data_config, write_counting, write_documents
+from tests.support.token_files import data_config, read_batches, write_counting, write_documents
 
 LENGTH = 16
 SIZES = [7, 0, 30, 1, 1, 16, 5, 17, 0, 0, 40, 2, 3, 64, 11, 16, 9, 50]
@@ -49,15 +50,12 @@ def test_each_label_has_its_entry(
     first[np.cumsum([0, *SIZES[:-1]])] = True
     options: dict[str, Any] = {"loss_mask": (mask,), "mask_document_starts": mask_starts, "num_workers": workers}
     options |= order
-    data = open_data(config(tokens, **options, multiprocessing_context="fork"), 0, 1)
-    for micro_batches in data.batches("training", 0, 10):
-        for batch in micro_batches:
-            labels = batch.tokens[:, 1:].numpy()
-            assert batch.masked is not None
-            expected = (entries[labels] == 0) | (first[labels] & mask_starts)
-            np.testing.assert_array_equal(batch.masked.numpy(), expected)
-            assert batch.counted == (~expected).sum()
-    data.close()
+    for batch in itertools.chain(*read_batches(config(tokens, **options))):
+        labels = batch.tokens[:, 1:].numpy()
+        assert batch.masked is not None
+        expected = (entries[labels] == 0) | (first[labels] & mask_starts)
+        np.testing.assert_array_equal(batch.masked.numpy(), expected)
+        assert batch.counted == (~expected).sum()
 
 
 def test_padded_rows_have_masks(pair: tuple[str, str]) -> None:
@@ -65,16 +63,12 @@ def test_padded_rows_have_masks(pair: tuple[str, str]) -> None:
     tokens, mask = pair
     options: dict[str, Any] = {"loss_mask": (mask,), "batch_size": 5, "micro_batch_size": 2, "num_workers": 1}
     both = resolve(unflatten({**flatten(config(tokens)), **options, "allow_nondivisible_batch_size": True}), 2)
-    counted = []
-    for rank in (0, 1):
-        data = open_data(both, rank, 2)
-        steps = list(data.batches("training", 0, 3))
-        assert all(batch.masked is not None and batch.tokens.shape[0] == 2 for step in steps for batch in step)
-        counted.append([[batch.counted for batch in step] for step in steps])
-        data.close()
+    ranks = [read_batches(both, rank, 2, count=3) for rank in (0, 1)]
+    assert all(batch.masked is not None and len(batch.tokens) == 2 for batch in itertools.chain(*ranks[0], *ranks[1]))
+    counted = [[[batch.counted for batch in step] for step in steps] for steps in ranks]
     assert all(step[1] == 0 for step in counted[1])  # of 5 samples, rank 1 has the third and fourth
-    whole = open_data(config(tokens, loss_mask=(mask,), batch_size=5, micro_batch_size=5), 0, 1)
-    for number, (batch,) in enumerate(whole.batches("training", 0, 3)):
+    whole = read_batches(config(tokens, loss_mask=(mask,), batch_size=5, micro_batch_size=5), count=3)
+    for number, (batch,) in enumerate(whole):
         assert batch.counted == sum(sum(rank[number]) for rank in counted)
 
 
@@ -83,13 +77,13 @@ def test_of_a_blend_some_have_masks(pair: tuple[str, str], tmp_path: Path) -> No
     tokens, mask = pair
     entries = np.fromfile(mask + ".bin", np.uint8)
     other = write_documents(tmp_path / "other", [np.arange(1000, 1500)], "<u2")
-    data = open_data(config("0.5", other, "0.5", tokens, loss_mask=("none", mask)), 0, 1)
-    for micro_batches in data.batches("training", 0, 10):
-        for batch in micro_batches:
-            labels = batch.tokens[:, 1:].numpy()
-            expected = np.where(labels < 1000, entries[np.minimum(labels, len(entries) - 1)] == 0, False)
-            assert batch.masked is not None
-            np.testing.assert_array_equal(batch.masked.numpy(), expected)
+    blended = config("0.5", other, "0.5", tokens, loss_mask=("none", mask))
+    for batch in itertools.chain(*read_batches(blended)):
+        labels = batch.tokens[:, 1:].numpy()
+        expected = np.where(labels < 1000, entries[np.minimum(labels, len(entries) - 1)] == 0, False)
+        assert batch.masked is not None
+        np.testing.assert_array_equal(batch.masked.numpy(), expected)
+    data = open_data(blended, 0, 1)
     assert data.identity["masks"][0] is None and len(data.identity["masks"][1]) == 16
     assert "masks" not in open_data(config(tokens), 0, 1).identity
 
@@ -98,20 +92,16 @@ def test_a_mask_of_other_documents_is_refused(pair: tuple[str, str], tmp_path: P
     """One line that names the file and the first difference; bad entries are found where they are read."""
     tokens, _ = pair
     document = [np.ones(size, dtype=np.uint8) for size in SIZES]
-    fewer = write_documents(tmp_path / "fewer", document[:-1], "|u1")
-    with pytest.raises(DataError, match=r"fewer.idx \(--loss_mask\): 17 documents, but .*tokens.idx has 18"):
-        open_data(config(tokens, loss_mask=(fewer,)), 0, 1)
-    moved = write_documents(
-        tmp_path / "moved", [*document[:4], document[4][:0], np.ones(17, np.uint8), *document[6:]], "|u1"
-    )
-    with pytest.raises(DataError, match="document 4 has 0 entries, but 1 tokens in .*tokens.idx"):
-        open_data(config(tokens, loss_mask=(moved,)), 0, 1)
-    strange = write_documents(
-        tmp_path / "strange", [array + (number == 10) for number, array in enumerate(document)], "|u1"
-    )
-    data = open_data(config(tokens, loss_mask=(strange,)), 0, 1)
-    with pytest.raises(DataError, match=r"strange.bin \(--loss_mask\): entry 77 is 2; 1 lets a token count"):
-        list(data.batches("training", 0, 10))
+    moved = [*document[:4], document[4][:0], np.ones(17, np.uint8), *document[6:]]
+    strange = [array + (number == 10) for number, array in enumerate(document)]
+    for name, documents, message in (
+        ("fewer", document[:-1], r"fewer.idx \(--loss_mask\): 17 documents, but .*tokens.idx has 18"),
+        ("moved", moved, "document 4 has 0 entries, but 1 tokens in .*tokens.idx"),
+        ("strange", strange, r"strange.bin \(--loss_mask\): entry 77 is 2; 1 lets a token count"),
+    ):
+        mask = write_documents(tmp_path / name, documents, "|u1")
+        with pytest.raises(DataError, match=message):
+            read_batches(config(tokens, loss_mask=(mask,)))
     with pytest.raises(DataError, match="absent.idx: no such file"):
         open_data(config(tokens, loss_mask=(str(tmp_path / "absent"),)), 0, 1)
 

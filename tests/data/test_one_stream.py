@@ -1,6 +1,5 @@
 """One global stream of samples, whatever the ranks, micro-batches, batch sizes and restarts."""
 
-import contextlib
 import random
 from typing import Any
 
@@ -10,10 +9,9 @@ import torch
 from torch import Tensor
 
 from megatron_lite.config import Config
-from megatron_lite.data.open_data import open_data
 from megatron_lite.schedules.batch_size import batch_schedule
 from megatron_lite.validation import resolve
-from tests.support.token_files import data_config, write_documents
+from tests.support.token_files import data_config, read_batches, write_documents
 
 LENGTH, SAMPLES = 8, 60
 
@@ -72,17 +70,13 @@ def stream(options: dict[str, Any], ranks: int, first: int = 0) -> tuple[Tensor,
     """Return the samples of the iterations after `first` in the order of their indices, and the first index."""
     values = config(options, ranks)
     before = batch_schedule(values.batch).consumed_samples(first)
-    iterations = values.training.train_iters - first
-    with contextlib.ExitStack() as opened:
-        batches = [open_data(values, rank, ranks).batches("training", first, iterations) for rank in range(ranks)]
-        for one in batches:
-            opened.callback(one.close)  # type: ignore[attr-defined]
-        found = [
-            batch.tokens[: len(batch.tokens) - batch.padding]
-            for steps in zip(*batches, strict=True)
-            for step in zip(*steps, strict=True)
-            for batch in step
-        ]
+    batches = [read_batches(values, rank, ranks, first) for rank in range(ranks)]
+    found = [
+        batch.tokens[: len(batch.tokens) - batch.padding]
+        for steps in zip(*batches, strict=True)
+        for step in zip(*steps, strict=True)
+        for batch in step
+    ]
     return torch.cat(found)[: SAMPLES - before], before
 
 

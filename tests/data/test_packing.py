@@ -37,25 +37,25 @@ def planned(sizes: np.ndarray, capacity: int, key: int = 0) -> PackedDocuments:
     return PackedDocuments(dataset, range(len(sizes)), capacity, key)
 
 
-@pytest.mark.parametrize("seed", range(60))
-def test_each_document_comes_once_in_every_epoch(seed: int) -> None:
+def test_each_document_comes_once_in_every_epoch() -> None:
     """Whole, in a sample with room for it; empty documents and those that are too long never come."""
-    generator = np.random.default_rng(seed)
-    capacity = int(generator.integers(1, 60))
-    sizes = sizes_of(generator, capacity)
-    packed = planned(sizes, capacity, key=seed)
-    expected = [number for number, size in enumerate(sizes) if 0 < size <= capacity]
-    assert packed.too_long == int((sizes > capacity).sum())
-    for epoch in (0, 1, 1000):
-        samples = [packed.documents(epoch, slot) for slot in range(packed.samples_per_epoch)]
-        assert sorted(itertools.chain(*samples)) == expected, epoch
-        assert all(0 < sizes[sample].sum() <= capacity for sample in samples), epoch
-    assert packed.num_tokens == sizes[expected].sum()
+    for seed in range(25):
+        generator = np.random.default_rng(seed)
+        capacity = int(generator.integers(1, 60))
+        sizes = sizes_of(generator, capacity)
+        packed = planned(sizes, capacity, key=seed)
+        expected = [number for number, size in enumerate(sizes) if 0 < size <= capacity]
+        assert packed.too_long == int((sizes > capacity).sum())
+        for epoch in (0, 1000):
+            samples = [packed.documents(epoch, slot) for slot in range(packed.samples_per_epoch)]
+            assert sorted(itertools.chain(*samples)) == expected, (seed, epoch)
+            assert all(0 < sizes[sample].sum() <= capacity for sample in samples), (seed, epoch)
+        assert packed.num_tokens == sizes[expected].sum()
 
 
 def test_best_fit_decreasing() -> None:
     """As the plain algorithm, one document at a time, packs: the number of samples and the space left in each."""
-    for seed in range(200):
+    for seed in range(100):
         generator = np.random.default_rng(seed)
         capacity = int(generator.integers(1, 40))
         sizes = sizes_of(generator, capacity)
@@ -96,7 +96,11 @@ def corpus(tmp_path_factory: pytest.TempPathFactory) -> tuple[str, list[list[int
 def options(prefix: str, **more: Any) -> dict[str, Any]:
     values: dict[str, Any] = dict(dataset_source="list", data_path=(prefix,), split=(1.0,), vocab_size=sum(SIZES) + 1)
     values |= dict(sequence_length=LENGTH, truncate_documents=False, cross_document_attention=False, train_iters=40)
-    return {**values, **dict(batch_size=6, num_workers=0, mask_document_starts=True), **more}
+    return {
+        **values,
+        **dict(batch_size=6, num_workers=0, multiprocessing_context="fork", mask_document_starts=True),
+        **more,
+    }
 
 
 def opened(prefix: str, ranks: int = 1, **more: Any) -> list[DataSource]:
@@ -163,8 +167,8 @@ def test_documents_that_are_left_out_are_named(corpus: tuple[str, list[list[int]
 def test_training_on_packed_documents(corpus: tuple[str, list[list[int]]]) -> None:
     """One rank and two with other micro-batches agree, although their labels are not equally many."""
     values = options(corpus[0], batch_size=8)
-    one = run_distributed(1, train_tiny, values, 4)[0]
-    two = run_distributed(2, train_tiny, {**values, "zero_stage": 3, "micro_batch_size": 1, "num_workers": 1}, 4)[0]
+    one = run_distributed(1, train_tiny, values, 2)[0]
+    two = run_distributed(2, train_tiny, {**values, "zero_stage": 3, "micro_batch_size": 1}, 2)[0]
     np.testing.assert_allclose(two.losses, one.losses, rtol=1e-6)
 
 

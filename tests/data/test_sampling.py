@@ -1,5 +1,7 @@
 """The order of samples: a bijection in every epoch, and a function of (seed, phase, index) only."""
 
+import itertools
+
 import numpy as np
 import pytest
 from numpy.typing import NDArray
@@ -28,11 +30,10 @@ def starts_of(sampler: StreamSampler, indices: NDArray[np.int64]) -> NDArray[np.
     return sampler.places(indices)[1]
 
 
-@pytest.mark.parametrize("size", SIZES)
-def test_permutation_is_a_bijection(size: int) -> None:
+def test_permutation_is_a_bijection() -> None:
     """For every size and key each slot comes exactly once."""
-    for key in (0, 1, 2**64 - 1, 0x123456789ABCDEF):
-        assert sorted(permutation(size, key)) == list(range(size))
+    for size, key in itertools.product(SIZES, (0, 1, 2**64 - 1, 0x123456789ABCDEF)):
+        assert sorted(permutation(size, key)) == list(range(size)), (size, key)
 
 
 @pytest.mark.parametrize("size", [2**31 + 11, 10**12 + 39, 2**40])
@@ -73,9 +74,13 @@ ORDERS = [
 
 
 @pytest.mark.parametrize("order", ORDERS, ids=str)
-@pytest.mark.parametrize(("num_tokens", "length"), [(33, 32), (34, 32), (64, 32), (65, 32), (1000, 7), (1001, 1)])
-def test_every_order_visits_every_slot_of_an_epoch_once(order: SampleOrder, num_tokens: int, length: int) -> None:
+def test_every_order_visits_every_slot_of_an_epoch_once(order: SampleOrder) -> None:
     """In each epoch, or in each three of `full`, the samples tile the stream, and the order is that of its name."""
+    for num_tokens, length in ((33, 32), (34, 32), (64, 32), (65, 32), (1000, 7), (1001, 1)):
+        check_tiling(order, num_tokens, length)
+
+
+def check_tiling(order: SampleOrder, num_tokens: int, length: int) -> None:
     sampler = StreamSampler(num_tokens, length, 9, order)
     size, together = sampler.samples_per_epoch, 3 if order.shuffle == "full" else 1
     assert size == (num_tokens - 1) // length
@@ -95,16 +100,15 @@ def test_every_order_visits_every_slot_of_an_epoch_once(order: SampleOrder, num_
         assert len(set(sampler.places(np.arange(size))[0].tolist())) == 3  # not one epoch after the other
 
 
-@pytest.mark.parametrize("window", [1, 2, 5, 10, 11, 12, 100])
-@pytest.mark.parametrize("size", [1, 2, 10, 11, 99])
-def test_windows_stay_in_their_place(size: int, window: int) -> None:
+def test_windows_stay_in_their_place() -> None:
     """A permutation within windows is a bijection that leaves every slot in its window, each one in its own way."""
-    slots = np.arange(size, dtype=np.uint64)
-    found = permute_within(slots, np.full(size, 5, dtype=np.uint64), size, window).astype(np.int64)
-    assert sorted(found.tolist()) == list(range(size))
-    assert (found // window == np.arange(size) // window).all()
-    if size == 99 and window == 10:
-        assert len({tuple((found[first : first + 10] - first).tolist()) for first in range(0, 90, 10)}) == 9
+    for size, window in itertools.product((1, 2, 10, 11, 99), (1, 2, 5, 10, 11, 12, 100)):
+        slots = np.arange(size, dtype=np.uint64)
+        found = permute_within(slots, np.full(size, 5, dtype=np.uint64), size, window).astype(np.int64)
+        assert sorted(found.tolist()) == list(range(size)), (size, window)
+        assert (found // window == np.arange(size) // window).all(), (size, window)
+        if size == 99 and window == 10:
+            assert len({tuple((found[first : first + 10] - first).tolist()) for first in range(0, 90, 10)}) == 9
 
 
 def test_left_over_tokens_are_used_in_other_epochs() -> None:
@@ -119,10 +123,10 @@ def test_order_depends_on_nothing_but_seed_phase_and_index() -> None:
     """Asking one by one, in pieces, backwards or for more gives the same samples; epochs, seeds and phases differ."""
     sampler = StreamSampler(5000, 16, sampler_key(1, "training", 0))
     whole = starts_of(sampler, np.arange(1000))
-    assert [int(starts_of(sampler, np.array([index]))[0]) for index in range(1000)] == whole.tolist()
+    assert [int(starts_of(sampler, np.array([index]))[0]) for index in range(0, 1000, 9)] == whole[::9].tolist()
     assert starts_of(sampler, np.arange(1000)[::-1]).tolist() == whole[::-1].tolist()
     assert starts_of(sampler, np.arange(400, 500)).tolist() == whole[400:500].tolist()
-    assert starts_of(sampler, np.arange(10**6))[:1000].tolist() == whole.tolist()
+    assert starts_of(sampler, np.arange(10**5))[:1000].tolist() == whole.tolist()
     size = sampler.samples_per_epoch
     assert whole[:size].tolist() != whole[size : 2 * size].tolist()
     for key in (sampler_key(2, "training", 0), sampler_key(1, "validation", 0), sampler_key(1, "training", 1)):

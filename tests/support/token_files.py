@@ -9,7 +9,9 @@ from typing import Any
 import numpy as np
 
 from megatron_lite.config import Config, unflatten
+from megatron_lite.data.host_batch import HostBatch
 from megatron_lite.data.indexed_dataset import IndexedDatasetWriter
+from megatron_lite.data.open_data import open_data
 
 
 def write_documents(prefix: Path | str, documents: Iterable[Any], dtype: str = "<u2") -> str:
@@ -28,4 +30,16 @@ def write_counting(prefix: Path | str, sizes: Sequence[int], dtype: str = "<i4",
 def data_config(*data_path: str, **values: Any) -> Config:
     """Return a configuration that trains on the whole of `data_path` without workers, before it is resolved."""
     fixed: dict[str, Any] = {"data_path": data_path, "split": (1.0,), "num_workers": 0, "device": "cpu"}
+    fixed["multiprocessing_context"] = "fork"  # starts in a tenth of the time
     return unflatten({**fixed, **values})
+
+
+def read_batches(
+    config: Config, rank: int = 0, world_size: int = 1, done: int = 0, count: int | None = None, phase: str = "training"
+) -> list[list[HostBatch]]:
+    """Read a rank's micro-batches of `count` iterations (None: all) after the first `done`, and end its workers."""
+    source = open_data(config, rank, world_size)
+    try:
+        return list(source.batches(phase, done, count))
+    finally:
+        source.close()
