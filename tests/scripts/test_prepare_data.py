@@ -4,10 +4,8 @@ import json
 import math
 import os
 import re
-import signal
 import subprocess
 import sys
-import time
 from collections import Counter
 from pathlib import Path
 
@@ -15,7 +13,6 @@ import pytest
 
 from megatron_lite.data.indexed_dataset import IndexedDataset
 from megatron_lite.data.tokenizing import ByteTokenizer, JsonTokenizer
-from megatron_lite.errors import DataError
 from megatron_lite.run.progress_line import ProgressLine
 from scripts import prepare_data as script
 
@@ -202,22 +199,14 @@ def test_refusals_have_codes_and_one_line(folder: Path, tmp_path: Path, capsys: 
     assert not list(tmp_path.glob("x.*"))
 
 
-def test_killed_run_leaves_nothing_that_opens_and_a_rerun_works(tmp_path: Path) -> None:
-    """SIGKILL in the middle of a tokenization; the same command then finishes. Runs from any folder, not installed."""
+def test_it_runs_from_any_folder(tmp_path: Path) -> None:
+    """Not installed; nothing on standard error."""
     source = tmp_path / "in.jsonl"
-    source.write_text((json.dumps({"text": "some words " * 100}) + "\n") * 800)
+    source.write_text((json.dumps({"text": "some words " * 100}) + "\n") * 100)
     environment = {key: value for key, value in os.environ.items() if key != "PYTHONPATH"}
-    command = [sys.executable, str(SCRIPT), str(source), "--output_prefix", str(tmp_path / "x")]
-    process = subprocess.Popen(command, env=environment, cwd=tmp_path)
-    while not (tmp_path / "x.bin.tmp").exists() and process.poll() is None:
-        time.sleep(0.001)
-    process.send_signal(signal.SIGKILL)
-    if process.wait() == -signal.SIGKILL:
-        with pytest.raises(DataError, match="x.idx: no such file"):
-            IndexedDataset(str(tmp_path / "x"))
-    done = subprocess.run([*command, "--overwrite"], env=environment, cwd=tmp_path, capture_output=True, text=True)
+    command = [sys.executable, str(SCRIPT), str(source), "--output_prefix", "x"]
+    done = subprocess.run(command, env=environment, cwd=tmp_path, capture_output=True, text=True)
     assert (done.returncode, done.stderr) == (0, "")
-    assert IndexedDataset(str(tmp_path / "x")).num_tokens == 800 * (1100 + 1)
-    left = {path.name.removeprefix("x.") for path in tmp_path.glob("x.*")}
-    assert left == {"bin", "idx", "summary.json", "tokenizer.json"}
+    assert IndexedDataset(str(tmp_path / "x")).num_tokens == 100 * (1100 + 1)
+    assert {path.suffix for path in tmp_path.glob("x.*")} == {".bin", ".idx", ".json"}
     assert ByteTokenizer().decode(IndexedDataset(str(tmp_path / "x")).document(0)) == "some words " * 100
