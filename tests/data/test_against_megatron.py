@@ -9,7 +9,6 @@ import pytest
 import torch
 
 from megatron_lite.data.indexed_dataset import TOKEN_DTYPES, IndexedDataset
-from megatron_lite.errors import DataError
 from tests.support.token_files import write_documents
 
 pytest.importorskip("megatron")
@@ -55,20 +54,3 @@ def test_both_read_what_the_other_writes(theirs: Any, tmp_path: Path, dtype: str
         builder.add_document(torch.tensor(sequence), [len(sequence)])
     builder.finalize(str(tmp_path / "same.idx"))
     assert (tmp_path / "ours.idx").read_bytes() == (tmp_path / "same.idx").read_bytes()
-
-
-@pytest.mark.parametrize("dtype", ["<f4", "<f8"])
-def test_numbers_that_are_no_tokens_are_refused(theirs: Any, tmp_path: Path, dtype: str) -> None:
-    """The two other dtypes of the format."""
-    build(theirs, tmp_path / "x", dtype)
-    with pytest.raises(DataError, match=r"x\.idx: holds floating point numbers"):
-        IndexedDataset(str(tmp_path / "x"))
-
-
-def test_modes_of_sequences_are_refused(theirs: Any, tmp_path: Path) -> None:
-    """Data sets of text and images have a mode for each sequence."""
-    builder = theirs.IndexedDatasetBuilder(str(tmp_path / "x.bin"), dtype=np.uint16, multimodal=True)
-    builder.add_document(torch.tensor([1, 2, 3]), [2, 1], [0, 1])
-    builder.finalize(str(tmp_path / "x.idx"))
-    with pytest.raises(DataError, match=r"x\.idx: has a mode for each sequence"):
-        IndexedDataset(str(tmp_path / "x"))

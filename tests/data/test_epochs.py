@@ -33,8 +33,10 @@ config = functools.partial(data_config, batch_size=6, micro_batch_size=6, sequen
 def test_the_banner_and_the_warning(prefixes: tuple[str, str]) -> None:
     """Every data set has its epochs in the banner; those beyond four give one warning with the worst of them."""
     source = open_data(config("2", prefixes[0], "1", prefixes[1], train_iters=40), 0, 1)
-    assert source.description["data 0"].endswith("66.67% of the samples, 2.67 epochs")
-    assert source.description["data 1"].endswith("33.33% of the samples, 2.67 epochs")
+    lines = source.description
+    assert lines["data 0"].endswith("66.67% of the samples, 2.67 epochs")
+    assert lines["data 1"].startswith(f"{prefixes[1]}: 31 documents, 481 tokens, 33.33% of the samples, 2.67 epochs")
+    assert set(lines) == {"data 0", "data 1", "training data"}
     assert source.warnings == ()
     source = open_data(config(*prefixes, train_iters=100), 0, 1)
     (warning,) = source.warnings

@@ -26,17 +26,11 @@ FIELD_SIZES = (9, 8, 1, 8, 8)  # of the header
 
 def megatron_bytes(documents: list[list[int]], code: int, letter: str) -> tuple[bytes, bytes]:
     """(.idx, .bin) as megatron-core's _IndexWriter lays them out, written by hand, independently of our writer."""
+    count, sizes = len(documents), [len(document) for document in documents]
     itemsize = struct.calcsize("<" + letter)
-    index = b"MMIDIDX\x00\x00" + struct.pack("<Q", 1) + struct.pack("<B", code)
-    index += struct.pack("<Q", len(documents)) + struct.pack("<Q", len(documents) + 1)
-    for document in documents:
-        index += struct.pack("<i", len(document))
-    pointer = 0
-    for document in documents:
-        index += struct.pack("<q", pointer)
-        pointer += len(document) * itemsize
-    for number in range(len(documents) + 1):
-        index += struct.pack("<q", number)
+    pointers = [itemsize * sum(sizes[:number]) for number in range(count)]
+    index = b"MMIDIDX\x00\x00" + struct.pack("<QBQQ", 1, code, count, count + 1)
+    index += struct.pack(f"<{count}i{count}q{count + 1}q", *sizes, *pointers, *range(count + 1))
     return index, b"".join(struct.pack(f"<{len(document)}{letter}", *document) for document in documents)
 
 
@@ -54,10 +48,10 @@ def open_error(prefix: str) -> str:
     return str(caught.value)
 
 
-@pytest.mark.parametrize(
-    ("code", "letter", "dtype"),
-    [(1, "B", "|u1"), (2, "b", "|i1"), (3, "h", "<i2"), (4, "i", "<i4"), (5, "q", "<i8"), (8, "H", "<u2")],
-)
+KINDS = [(1, "B", "|u1"), (2, "b", "|i1"), (3, "h", "<i2"), (4, "i", "<i4"), (5, "q", "<i8"), (8, "H", "<u2")]
+
+
+@pytest.mark.parametrize(("code", "letter", "dtype"), KINDS)
 def test_reads_and_writes_megatrons_bytes(tmp_path: Path, code: int, letter: str, dtype: str) -> None:
     """Our reader reads Megatron's layout, and our writer writes the same bytes, for every integer dtype."""
     index, tokens = megatron_bytes(DOCUMENTS, code, letter)
@@ -113,34 +107,36 @@ def test_bin_of_another_size_is_refused(tmp_path: Path) -> None:
         assert f"x.bin: {len(other):,} bytes, but " in open_error(write_pair(tmp_path, index, other))
 
 
-@pytest.mark.parametrize(
-    ("edit", "fact"),
-    [
-        (lambda raw: b"NOTANIDX!" + raw[9:], "not a token index"),
-        (lambda raw: raw[:9] + struct.pack("<Q", 0) + raw[17:], "format version 0"),
-        (lambda raw: raw[:9] + struct.pack("<Q", 4) + raw[17:], "format version 4"),
-        (lambda raw: raw[:9] + struct.pack("<QB", 2, 1) + raw[17:], "loss-masking spans (format version 2)"),
-        (lambda raw: raw[:9] + struct.pack("<QBB", 3, 0, 1) + raw[17:], "preference spans (format version 3)"),
-        (lambda raw: raw + bytes(len(DOCUMENTS)), "has a mode for each sequence"),
-        (lambda raw: raw[:17] + b"\x06" + raw[18:], "floating point"),
-        (lambda raw: raw[:17] + b"\x07" + raw[18:], "floating point"),
-        (lambda raw: raw[:17] + b"\x09" + raw[18:], "unknown dtype code 9"),
-        (lambda raw: raw[:17] + b"\x00" + raw[18:], "unknown dtype code 0"),
-        (lambda raw: raw[:18] + struct.pack("<Q", 2**63) + raw[26:], "its header describes"),
-        (lambda raw: raw[:18] + struct.pack("<Q", 2**64 - 1) + raw[26:], "its header describes"),
-        (lambda raw: raw[:26] + struct.pack("<Q", 2**61) + raw[34:], "its header describes"),
-        (lambda raw: raw[:38] + struct.pack("<i", -3) + raw[42:], "document 1 has a size of -3 tokens"),
-        (lambda raw: raw[:38] + struct.pack("<i", 4) + raw[42:], "document 2 begins at byte 6 instead of 8"),
-        (lambda raw: raw[:66] + struct.pack("<q", 2) + raw[74:], "document 0 begins at byte 2 instead of 0"),
-        (lambda raw: raw[:-8] + struct.pack("<q", 9), "document index runs from 0 to 9"),
-        (lambda raw: raw[:-16] + struct.pack("<q", 99) + raw[-8:], "not in rising order"),
-    ],
-)
-def test_damaged_index_is_named(tmp_path: Path, edit: Callable[[bytes], bytes], fact: str) -> None:
+# Bytes [start, end) of the index, what replaces them, and the fact that the message names.
+DAMAGE: list[tuple[int, int | None, bytes, str]] = [
+    (0, 9, b"NOTANIDX!", "not a token index"),
+    (9, 17, struct.pack("<Q", 0), "format version 0"),
+    (9, 17, struct.pack("<Q", 4), "format version 4"),
+    (9, 17, struct.pack("<QB", 2, 1), "loss-masking spans (format version 2)"),
+    (9, 17, struct.pack("<QBB", 3, 0, 1), "preference spans (format version 3)"),
+    (1000, None, bytes(len(DOCUMENTS)), "has a mode for each sequence"),
+    (17, 18, b"\x06", "floating point"),
+    (17, 18, b"\x07", "floating point"),
+    (17, 18, b"\x09", "unknown dtype code 9"),
+    (17, 18, b"\x00", "unknown dtype code 0"),
+    (18, 26, struct.pack("<Q", 2**63), "its header describes"),
+    (18, 26, struct.pack("<Q", 2**64 - 1), "its header describes"),
+    (26, 34, struct.pack("<Q", 2**61), "its header describes"),
+    (38, 42, struct.pack("<i", -3), "document 1 has a size of -3 tokens"),
+    (38, 42, struct.pack("<i", 4), "document 2 begins at byte 6 instead of 8"),
+    (66, 74, struct.pack("<q", 2), "document 0 begins at byte 2 instead of 0"),
+    (-8, None, struct.pack("<q", 9), "document index runs from 0 to 9"),
+    (-16, -8, struct.pack("<q", 99), "not in rising order"),
+]
+
+
+def test_damaged_index_is_named(tmp_path: Path) -> None:
     """Damage to any field is refused with the file and the fact."""
     index, tokens = megatron_bytes(DOCUMENTS, 8, "H")
-    message = open_error(write_pair(tmp_path, edit(index), tokens))
-    assert fact in message and message.startswith(str(tmp_path / "x.idx"))
+    for start, end, damage, fact in DAMAGE:
+        damaged = index[:start] + damage + (b"" if end is None else index[end:])
+        message = open_error(write_pair(tmp_path, damaged, tokens))
+        assert fact in message and message.startswith(str(tmp_path / "x.idx")), fact
 
 
 def test_an_index_of_ten_million_documents_is_not_read_whole(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -4,7 +4,6 @@ import contextlib
 import logging
 import multiprocessing
 import os
-import re
 import resource
 import signal
 import subprocess
@@ -363,14 +362,6 @@ def test_only_needed_phases_are_checked(tmp_path: Path) -> None:
             assert micro_batch.tolist() == [list(range(LENGTH + 1))] * 3
     assert source.description["training data"] == "96 samples out of 17 tokens: 96 epochs"
     assert open_data(config((), train_iters=0, validation_iters=0, test_iters=0), 0, 1).description == {}
-
-
-def test_description_of_a_blend(prefixes: tuple[str, str]) -> None:
-    """The banner names files, sizes, shares and epochs."""
-    lines = open_data(config(("1", prefixes[0], "3", prefixes[1])), 0, 1).description
-    assert lines["data 1"].startswith(f"{prefixes[1]}: 100 documents, ")
-    assert re.search(r" tokens, 75% of the samples, [0-9.]+ epochs$", lines["data 1"])
-    assert set(lines) == {"data 0", "data 1", "training data", "validation data", "test data"}
 
 
 def test_more_data_sets_than_files_may_be_open(tmp_path: Path) -> None:

@@ -127,16 +127,24 @@ def test_transformers_loads_the_folder(trained: JsonTokenizer, byte_file: str, t
         assert loaded.decode(source.encode(text)) == text
 
 
+def write_beside(folder: Path, tokenizer: bytes, **files: object) -> Path:
+    """Make a tokenizer folder like those on the hub, with files of other tools beside it; return its tokenizer.json."""
+    folder.mkdir()
+    (folder / "tokenizer.json").write_bytes(tokenizer)
+    for name, content in files.items():
+        (folder / name).write_text(content if isinstance(content, str) else json.dumps(content))
+    return folder / "tokenizer.json"
+
+
 def test_copy_keeps_special_tokens_and_needs_no_end_of_document(byte_file: str, tmp_path: Path) -> None:
     """A tokenizer without a known end of document is exported anyway, so that hours of training are not lost."""
-    folder = tmp_path / "source"
-    folder.mkdir()
-    (folder / "tokenizer.json").write_text(Path(byte_file).read_text().replace(END_OF_DOCUMENT, "[STOP]"))
-    assert copy_tokenizer(str(folder / "tokenizer.json"), tmp_path) == {"bos_token_id": None, "eos_token_id": None}
-    (folder / "tokenizer_config.json").write_text(json.dumps({"bos_token": "[STOP]", "tokenizer_class": "Other"}))
-    assert copy_tokenizer(str(folder / "tokenizer.json"), tmp_path) == {"bos_token_id": 256, "eos_token_id": None}
-    config = json.loads((tmp_path / "tokenizer_config.json").read_text())
-    assert config["bos_token"] == "[STOP]" and config["tokenizer_class"] == "Other"
+    renamed = Path(byte_file).read_bytes().replace(END_OF_DOCUMENT.encode(), b"[STOP]")
+    source = write_beside(tmp_path / "source", renamed)
+    assert copy_tokenizer(str(source), tmp_path) == {"bos_token_id": None, "eos_token_id": None}
+    named = {"bos_token": "[STOP]", "tokenizer_class": "Other"}
+    source = write_beside(tmp_path / "named", renamed, **{"tokenizer_config.json": named})
+    assert copy_tokenizer(str(source), tmp_path) == {"bos_token_id": 256, "eos_token_id": None}
+    assert json.loads((tmp_path / "tokenizer_config.json").read_text()).items() >= named.items()
 
 
 BESIDE = {
@@ -147,22 +155,13 @@ BESIDE = {
     "merges.txt": "",
     "chat_template.jinja": "{{ messages }}",
 }
-
-
-def write_beside(folder: Path, tokenizer: str) -> None:
-    """Make a tokenizer folder like those on the hub, with files of other tools beside it."""
-    folder.mkdir()
-    (folder / "tokenizer.json").write_bytes(Path(tokenizer).read_bytes())
-    for name, content in BESIDE.items():
-        (folder / name).write_text(content if isinstance(content, str) else json.dumps(content))
-    for name in ("README.md", "pytorch_model.bin", "modeling_evil.py", "config.json", ".env"):
-        (folder / name).write_text("not to be copied")
+OTHER = dict.fromkeys(("README.md", "pytorch_model.bin", "modeling_evil.py", "config.json", ".env"), "not to be copied")
 
 
 def test_files_of_the_tokenizer_come_along_and_no_others(byte_file: str, tmp_path: Path) -> None:
     """Files of a tokenizer are copied byte for byte; beside a file of another name, only special tokens are read."""
     source, target = tmp_path / "source", tmp_path / "target"
-    write_beside(source, byte_file)
+    write_beside(source, Path(byte_file).read_bytes(), **BESIDE, **OTHER)
     target.mkdir()
     assert copy_tokenizer(source / "tokenizer.json", target) == {"bos_token_id": None, "eos_token_id": 256}
     assert {path.name for path in target.iterdir()} == {"tokenizer.json", *BESIDE}
@@ -177,9 +176,7 @@ def test_files_of_the_tokenizer_come_along_and_no_others(byte_file: str, tmp_pat
 def test_missing_entries_of_a_tokenizer_config_are_added(byte_file: str, tmp_path: Path) -> None:
     """An export names a class that loads tokenizer.json, and the end of a document from special_tokens_map.json."""
     source = tmp_path / "source"
-    source.mkdir()
-    (source / "tokenizer.json").write_bytes(Path(byte_file).read_bytes())
-    (source / "tokenizer_config.json").write_text(json.dumps({"model_max_length": 77}))
+    write_beside(source, Path(byte_file).read_bytes(), **{"tokenizer_config.json": {"model_max_length": 77}})
     assert copy_tokenizer(source / "tokenizer.json", tmp_path)["eos_token_id"] == 256
     config = json.loads((tmp_path / "tokenizer_config.json").read_text())
     added = {"tokenizer_class": "PreTrainedTokenizerFast", "eos_token": END_OF_DOCUMENT}
