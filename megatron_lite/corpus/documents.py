@@ -14,8 +14,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import IO, Any
 
-from megatron_lite.corpus import formats
-from megatron_lite.corpus.inputs import InputFile
+from megatron_lite.corpus.inputs import InputFile, opened, table_rows
 from megatron_lite.data.disk_array import reading
 from megatron_lite.errors import DataError
 from megatron_lite.run.progress_line import ProgressLine, format_duration
@@ -151,7 +150,7 @@ class Reading:
     def _texts(self, span: Span, file: IO[bytes]) -> Iterator[str]:
         """Yield the texts of a span, blank ones too."""
         if span.file.kind == "text":
-            with formats.opened(file, span.file) as stream:
+            with opened(file, span.file) as stream:
                 data = stream.read()
             if not span.file.regular:
                 self.read_bytes += len(data)
@@ -167,7 +166,7 @@ class Reading:
 
     def _json_lines(self, span: Span, file: IO[bytes]) -> Iterator[Any]:
         """Yield the values of the lines that begin in a span."""
-        with formats.opened(file, span.file) as stream:
+        with opened(file, span.file) as stream:
             position = span.start
             if span.start:
                 stream.seek(span.start - 1)
@@ -189,7 +188,7 @@ class Reading:
                 yield value
 
     def _rows(self, span: Span, file: IO[bytes]) -> Iterator[Any]:
-        for row in formats.table_rows(file, span.file, self.fields.keys, span.start, span.end):
+        for row in table_rows(file, span.file, self.fields.keys, span.start, span.end):
             self.findings.lines[self._number] += 1
             yield row
 

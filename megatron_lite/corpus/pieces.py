@@ -28,8 +28,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from megatron_lite.corpus.documents import BadDocument, Fault, Findings, Reading, Span, TextFields
-from megatron_lite.corpus.formats import check_packages, row_group_bytes
-from megatron_lite.corpus.inputs import InputFile
+from megatron_lite.corpus.inputs import InputFile, check_packages, row_group_bytes
 from megatron_lite.data.disk_array import replace_file
 from megatron_lite.data.indexed_dataset import IndexedDatasetWriter, smallest_dtype
 from megatron_lite.data.tokenizing import Tokenizer, load_tokenizer

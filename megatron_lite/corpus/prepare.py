@@ -185,10 +185,7 @@ def _assemble(
             f"--shards={options.shards} --validation_documents={options.validation_documents}: a pair would be "
             f"empty with {int(kept.sum()):,} documents in total; write smaller numbers"
         )
-    total_bytes = sum(record.tokens for record in records) * writers[0].dtype.itemsize
-    digests = [record.digests for record in records]
-    with contextlib.closing(CorpusProgress("writing", total_bytes)) as progress:
-        return write_pairs(folder, pieces, digests, output, writers, vocab_size, progress.add), duplicates
+    return write_pairs(folder, pieces, records, output, writers, vocab_size), duplicates
 
 
 def select(
@@ -197,7 +194,7 @@ def select(
     most_documents: int | None,
     validation_documents: int,
     shards: int,
-) -> tuple[NDArray[np.int16], int]:
+) -> tuple[NDArray[np.int32], int]:
     """Choose the pair of each document: a pure function of the documents' order and hashes.
 
     Pairs 0 to `shards` - 1 hold equal numbers of consecutive documents. The last one holds the validation documents, if
@@ -210,7 +207,7 @@ def select(
     kept = np.arange(num_documents) if hashes is None else np.sort(np.unique(hashes, return_index=True)[1])
     duplicates = num_documents - len(kept)
     kept = kept[:most_documents]
-    output = np.full(num_documents, -1, dtype=np.int16)
+    output = np.full(num_documents, -1, dtype=np.int32)
     count = len(kept)
     is_validation = np.zeros(count, dtype=bool)
     wanted = min(validation_documents, count)
@@ -224,11 +221,10 @@ def select(
 def write_pairs(
     folder: Path,
     pieces: Sequence[Piece],
-    digests: Sequence[dict[str, str]],
-    output: NDArray[np.int16],
+    records: Sequence[Record],
+    output: NDArray[np.int32],
     writers: Sequence[IndexedDatasetWriter],
     vocab_size: int,
-    on_progress: Callable[[int], None],
 ) -> NDArray[np.int64]:
     """Copy the documents of all pieces into the pairs that `output` names, without publishing these.
 
@@ -236,25 +232,26 @@ def write_pairs(
 
     Raises: StorageError if a piece is not as it was written, or a pair cannot be written.
     """
-    frequencies, done = np.zeros(vocab_size, np.int64), 0
-    for piece, expected in zip(pieces, digests, strict=True):
-        prefix, digest = str(folder / piece.key), hashlib.sha256()
-        if digest_of(Path(prefix + ".idx")) != expected[".idx"]:
-            raise _damaged(prefix + ".idx")
-        dataset = IndexedDataset(prefix)
-        for first, sizes, tokens in dataset.parts(CHUNK_BYTES // dataset.tokens.dtype.itemsize):
-            digest.update(tokens.tobytes())
-            pairs = output[done + first : done + first + len(sizes)]
-            for number in np.unique(pairs[pairs >= 0]).tolist():
-                chosen = pairs == number
-                part = tokens if chosen.all() else tokens[np.repeat(chosen, sizes)]
-                writers[number].add_documents(part, sizes[chosen])
-                for start in range(0, len(part), COUNTED):
-                    frequencies += np.bincount(part[start : start + COUNTED], minlength=vocab_size)
-            on_progress(tokens.nbytes)
-        if digest.hexdigest() != expected[".bin"]:
-            raise _damaged(prefix + ".bin")
-        done += dataset.num_documents
+    frequencies, done, itemsize = np.zeros(vocab_size, np.int64), 0, writers[0].dtype.itemsize
+    total_bytes = sum(record.tokens for record in records) * itemsize
+    with contextlib.closing(CorpusProgress("writing", total_bytes)) as progress:
+        for piece, record in zip(pieces, records, strict=True):
+            prefix, digest = str(folder / piece.key), hashlib.sha256()
+            if digest_of(Path(prefix + ".idx")) != record.digests[".idx"]:
+                raise _damaged(prefix + ".idx")
+            for first, sizes, tokens in IndexedDataset(prefix).parts(CHUNK_BYTES // itemsize):
+                digest.update(tokens.tobytes())
+                pairs = output[done + first : done + first + len(sizes)]
+                for number in np.unique(pairs[pairs >= 0]).tolist():
+                    chosen = pairs == number
+                    part = tokens if chosen.all() else tokens[np.repeat(chosen, sizes)]
+                    writers[number].add_documents(part, sizes[chosen])
+                    for start in range(0, len(part), COUNTED):
+                        frequencies += np.bincount(part[start : start + COUNTED], minlength=vocab_size)
+                progress.add(tokens.nbytes)
+            if digest.hexdigest() != record.digests[".bin"]:
+                raise _damaged(prefix + ".bin")
+            done += record.documents
     return frequencies
 
 

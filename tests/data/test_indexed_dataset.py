@@ -21,7 +21,6 @@ from tests.support.token_files import write_counting, write_documents
 
 # Documents of odd lengths, some empty, at the start, in the middle and at the end.
 DOCUMENTS: list[list[int]] = [[], [5, 1, 2], [7], [], [], [9, 8, 7, 6, 5, 4], [3, 3], []]
-FIELD_SIZES = (9, 8, 1, 8, 8)  # of the header
 
 
 def megatron_bytes(documents: list[list[int]], code: int, letter: str) -> tuple[bytes, bytes]:
