@@ -74,13 +74,10 @@ def read_list(path: Path) -> list[str]:
         raise DataError(
             f"--data_path={path}: is not a list of data sets: {error!r}; scripts/concatenate_dataset.py writes one"
         ) from error
-    words: list[str] = []
     for weight, prefix in pairs:
         valid = type(weight) in (int, float) and math.isfinite(weight) and weight >= 0
         if not valid or not isinstance(prefix, str):
             raise DataError(f"--data_path={path}: weight {weight!r} of {prefix!r} is not a number >= 0")
-        if weight:
-            words += [repr(float(weight)), str(path.parent / prefix)]
-    if not words:
+    if not any(weight for weight, _ in pairs):
         raise DataError(f"--data_path={path}: names no data set with a weight")
-    return words
+    return [word for weight, prefix in pairs if weight for word in (repr(float(weight)), str(path.parent / prefix))]

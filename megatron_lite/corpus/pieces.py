@@ -10,6 +10,7 @@ from __future__ import annotations
 import concurrent.futures
 import functools
 import hashlib
+import itertools
 import json
 import multiprocessing
 import os
@@ -126,26 +127,21 @@ def plan_pieces(files: Sequence[InputFile], recipe: Recipe, piece_bytes: int | N
     check_packages(files)
     total = sum(file.size_bytes for file in files)
     goal = piece_bytes or min(max(total // USUAL_PIECES, SMALLEST_PIECE_BYTES), LARGEST_PIECE_BYTES)
-    pieces: list[Piece] = []
-    spans: list[Span] = []
-    size = 0
+    parts, size = list[list[Span]](), 0
     for span in (span for file in files for span in cut_file(file, goal)):
-        if spans and (size + span.size_bytes > goal or len(spans) == MOST_SPANS):
-            pieces.append(_piece(spans, recipe))
-            spans, size = [], 0
-        spans.append(span)
+        if not parts or size + span.size_bytes > goal or len(parts[-1]) == MOST_SPANS:
+            parts.append([])
+            size = 0
+        parts[-1].append(span)
         size += span.size_bytes
-    if spans:
-        pieces.append(_piece(spans, recipe))
-    return pieces
+    return [_piece(spans, recipe) for spans in parts]
 
 
 def cut_file(file: InputFile, goal: int) -> list[Span]:
     """Cut a file into spans of about `goal` bytes where its kind can be read from the middle."""
     if file.kind == "jsonl" and not file.compression and file.regular:
-        starts = range(0, max(file.size_bytes, 1), goal)
-        ends = [min(start + goal, file.size_bytes) for start in starts]
-        return [Span(file, start, end, end - start) for start, end in zip(starts, ends, strict=True)]
+        cuts = [*range(0, max(file.size_bytes, 1), goal), file.size_bytes]
+        return [Span(file, start, end, end - start) for start, end in itertools.pairwise(cuts)]
     if file.kind == "parquet":
         spans, first, size = [], 0, 0
         sizes = row_group_bytes(file.path)

@@ -173,10 +173,7 @@ class Concatenation:
         self.num_datasets = len(sizes)
         self._ends = np.cumsum(sizes, dtype=np.int64)
         self._starts = self._ends - np.array(sizes, dtype=np.int64)
-
-    @property
-    def num_samples(self) -> int:
-        return int(self._ends[-1])
+        self.num_samples = int(self._ends[-1])
 
     def locate(self, indices: NDArray[np.int64]) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
         """Return the data set of each sample, and the sample's index in it: (k,) below `num_samples` -> two (k,)."""

@@ -10,7 +10,7 @@ Source: Bavarian et al. 2022, "Efficient Training of Language Models to Fill in 
 from __future__ import annotations
 
 import bisect
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -44,24 +44,22 @@ class Draws:
     """Random numbers of one sample: a pure function of key and sample index."""
 
     def __init__(self, key: int, index: int) -> None:
-        self._key, self._index = key, index
-        self._words: list[int] = []
-        self._used = 0
+        self._words = _words(key, index)
 
     def below(self, limit: int) -> int:
         """Draw an integer from range(limit)."""
-        return self._bits() * limit >> 53
+        return (next(self._words) >> 11) * limit >> 53
 
     def happens(self, probability: float) -> bool:
         """Draw True with a probability; 0 is never, 1 is always."""
-        return self._bits() < probability * 2**53
+        return (next(self._words) >> 11) < probability * 2**53
 
-    def _bits(self) -> int:
-        if self._used == len(self._words):
-            count = 2 * self._used or 64
-            self._words = sample_words(np.array([self._index]), count, self._key)[0].tolist()
-        self._used += 1
-        return self._words[self._used - 1] >> 11
+
+def _words(key: int, index: int) -> Iterator[int]:
+    used, count = 0, 64
+    while True:
+        yield from sample_words(np.array([index]), count, key)[0, used:].tolist()
+        used, count = count, 2 * count
 
 
 class FillInTheMiddle:

@@ -13,13 +13,20 @@ from megatron_lite.config.option import All
 from megatron_lite.config.structured_values import short_names, weight_stages
 from megatron_lite.data.blending import MAX_SAMPLES, Blend, Concatenation
 from megatron_lite.data.disk_array import allow_open_files
-from megatron_lite.data.document_orders import FileOrder, PackedDocuments, ShuffledDocuments
 from megatron_lite.data.fill_in_the_middle import FillInTheMiddle
 from megatron_lite.data.fingerprint import identity
 from megatron_lite.data.indexed_dataset import IndexedDataset
 from megatron_lite.data.loader import DataSource, Phase
 from megatron_lite.data.reading import RandomReader, Stream, StreamReader
-from megatron_lite.data.sampling import PHASES, SampleOrder, StreamSampler, sampler_key
+from megatron_lite.data.sampling import (
+    PHASES,
+    FileOrder,
+    PackedDocuments,
+    SampleOrder,
+    ShuffledDocuments,
+    StreamSampler,
+    sampler_key,
+)
 from megatron_lite.data.tokenizing import read_tokenizer_file
 from megatron_lite.errors import DataError, UsageError
 from megatron_lite.schedules.batch_size import BatchSchedule, Segment, batch_schedule, once_through

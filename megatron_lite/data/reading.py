@@ -16,10 +16,9 @@ from numpy.typing import NDArray
 
 from megatron_lite.data.blending import Blend, Concatenation
 from megatron_lite.data.disk_array import DiskArray
-from megatron_lite.data.document_orders import DocumentOrder, PackedDocuments
 from megatron_lite.data.fill_in_the_middle import FillInTheMiddle
 from megatron_lite.data.indexed_dataset import IndexedDataset
-from megatron_lite.data.sampling import StreamSampler, random_tokens
+from megatron_lite.data.sampling import DocumentOrder, PackedDocuments, StreamSampler, random_tokens
 from megatron_lite.errors import DataError
 
 

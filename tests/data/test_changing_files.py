@@ -9,10 +9,9 @@ import numpy as np
 import pytest
 
 from megatron_lite.data.blending import Blend
-from megatron_lite.data.document_orders import FileOrder
 from megatron_lite.data.indexed_dataset import IndexedDataset
 from megatron_lite.data.reading import Stream, StreamReader
-from megatron_lite.data.sampling import StreamSampler
+from megatron_lite.data.sampling import FileOrder, StreamSampler
 from megatron_lite.data.workers import Workers
 from megatron_lite.errors import DataError
 from tests.support.token_files import write_documents

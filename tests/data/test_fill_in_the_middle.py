@@ -147,7 +147,7 @@ def test_the_shares_are_those_asked_for(tokenizers: dict[str, str]) -> None:
     assert abs(sum(counts) - 6000 * 0.5 * 3 * 0.25) < 4 * np.sqrt(6000 * 3 * 0.125)
     assert all(files.document(document, Draws(4, index)).count(separator) == 3 for index in range(50))
     never, always = Draws(5, 0), Draws(5, 0)
-    never._words = [0, *[2**64 - 1] * 999]
+    never._words = itertools.chain([0], itertools.repeat(2**64 - 1))
     assert not any(never.happens(0.0) for _ in range(1000)) and all(always.happens(1.0) for _ in range(1000))
 
 

@@ -11,10 +11,10 @@ import numpy as np
 import pytest
 import torch
 
-from megatron_lite.data.document_orders import PackedDocuments, Pattern, pack
 from megatron_lite.data.host_batch import HostBatch
 from megatron_lite.data.loader import DataSource
 from megatron_lite.data.open_data import open_data
+from megatron_lite.data.sampling import PackedDocuments, Pattern, pack
 from megatron_lite.errors import DataError
 from tests.support.harness import run_distributed, tiny_config, train_tiny
 from tests.support.token_files import write_documents

@@ -5,12 +5,11 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from megatron_lite.data import document_orders
+from megatron_lite.data import sampling
 from megatron_lite.data.blending import Blend
-from megatron_lite.data.document_orders import ShuffledDocuments
 from megatron_lite.data.indexed_dataset import HEADER, IndexedDataset
 from megatron_lite.data.reading import Stream, StreamReader
-from megatron_lite.data.sampling import SampleOrder, StreamSampler
+from megatron_lite.data.sampling import SampleOrder, ShuffledDocuments, StreamSampler
 from megatron_lite.errors import DataError
 from tests.support.token_files import write_counting
 
@@ -25,13 +24,13 @@ def open_documents(
     return dataset, ShuffledDocuments(dataset, range(first, dataset.num_documents), 7, **options)
 
 
-@pytest.mark.parametrize("at_a_time", [document_orders.STRIDE, 1 << 18])
+@pytest.mark.parametrize("at_a_time", [sampling.STRIDE, 1 << 18])
 @pytest.mark.parametrize("count", [1, 15, 16, 17, 100])
 def test_an_epoch_has_every_document_once(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, count: int, at_a_time: int
 ) -> None:
     """The runs of a whole epoch are the documents that are not empty, none of another split among them."""
-    monkeypatch.setattr(document_orders, "_AT_A_TIME", at_a_time)
+    monkeypatch.setattr(sampling, "_AT_A_TIME", at_a_time)
     sizes = [50, *np.random.default_rng(count).integers(0, 30, count).tolist(), 3]
     dataset, documents = open_documents(tmp_path / "x", sizes, first=1)
     expected = {(dataset.first_token(number), sizes[number]) for number in range(1, len(sizes)) if sizes[number]}
