@@ -1,7 +1,8 @@
 """Typed decoding of JSON: a value that does not fit its type is damaged; the error says where and what is expected.
 
-A type is a `TypedDict`, a `NamedTuple` (an object with these keys), or made of `list`, `dict`, `tuple`, `| None`,
-`Any`, `bool`, `int`, `float`, `int | float` and `str`, all but `Any` perhaps `Annotated` with a `Rule`.
+A type is a dictionary of types (an object with these keys; one that ends with "?" may be absent, and its object empty),
+a `NamedTuple` or a dataclass, or made of `list`, `dict`, `tuple`, `| None`, `Any`, `bool`, `int`, `float`,
+`int | float` and `str`, all but `Any` perhaps `Annotated` with a `Rule`.
 """
 
 from __future__ import annotations
@@ -9,15 +10,11 @@ from __future__ import annotations
 import functools
 import math
 from collections.abc import Callable
-from typing import Annotated, Any, NamedTuple, get_args, get_origin, get_type_hints, is_typeddict
+from typing import Annotated, Any, NamedTuple, get_args, get_origin, get_type_hints
 
 from megatron_lite.errors import DamagedError
 
 LARGEST_COUNT = 2**62
-
-
-class Absent:
-    """Marks the type of an optional key, whose object may also be empty."""
 
 
 class Rule(NamedTuple):
@@ -61,8 +58,22 @@ def decode(kind: Any, value: Any, where: str = "") -> Any:
         raise DamagedError(f"{place} {wrong.problem}") from None
 
 
-@functools.cache
 def _decoder(kind: Any) -> Decoder:
+    if not isinstance(kind, dict):
+        return _type_decoder(kind)
+    fields, optional = {}, set()
+    for key, inner in kind.items():
+        name = key.removesuffix("?")
+        fields[name] = _decoder(inner)
+        if name != key:
+            optional.add(name)
+            if isinstance(inner, dict):
+                fields[name] = functools.partial(_unless_empty, fields[name])
+    return functools.partial(_object, fields, optional)
+
+
+@functools.cache
+def _type_decoder(kind: Any) -> Decoder:
     origin, arguments = get_origin(kind), get_args(kind)
     if kind is Any:
         return lambda value: value
@@ -78,18 +89,8 @@ def _decoder(kind: Any) -> Decoder:
     if type(None) in arguments:
         inner = _decoder(arguments[0])
         return lambda value: None if value is None else inner(value)
-    return _object_decoder(kind)
-
-
-def _object_decoder(kind: Any) -> Decoder:
-    hints = get_type_hints(kind, include_extras=True)
-    optional = {name for name, hint in hints.items() if Absent in get_args(hint)}
-    fields = {name: _decoder(get_args(hint)[0] if name in optional else hint) for name, hint in hints.items()}
-    for name in optional:
-        if is_typeddict(get_args(hints[name])[0]):
-            fields[name] = functools.partial(_unless_empty, fields[name])
-    decoded = functools.partial(_object, fields, optional)
-    return decoded if is_typeddict(kind) else lambda value: kind(**decoded(value))
+    decoded = _decoder(get_type_hints(kind, include_extras=True))
+    return lambda value: kind(**decoded(value))
 
 
 def _unless_empty(decoder: Decoder, value: Any) -> Any:

@@ -37,14 +37,14 @@ import zlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, NamedTuple, TypedDict
+from typing import TYPE_CHECKING, Annotated, Any, NamedTuple
 
 import torch
 
-from megatron_lite.checkpoint.decoding import Absent, Count, PositiveCount, Rule, decode
+from megatron_lite.checkpoint.decoding import Count, PositiveCount, Rule, decode
 from megatron_lite.checkpoint.files import SavedFile, WrittenFile
 from megatron_lite.checkpoint.names import A_LINK, MANIFEST_NAME, RANK_FILE, parse_json, rank_file, read_bytes, reason
-from megatron_lite.checkpoint.saved_state import RunState, check_options
+from megatron_lite.checkpoint.saved_state import RUN_STATE, check_options
 from megatron_lite.errors import DamagedError
 from megatron_lite.parameter import DTYPES
 from megatron_lite.tiles import Tile
@@ -187,7 +187,7 @@ def dump(manifest: Manifest) -> str:
         covered += f"{json.dumps(key)}: {{\n{rows}\n}},\n"
     try:
         check_options(json.loads(json.dumps(manifest.config)))
-        decode(RunState, json.loads(json.dumps(manifest.state)), "state")
+        decode(RUN_STATE, json.loads(json.dumps(manifest.state)), "state")
         if len(covered) + 32 > MAX_BYTES:
             raise DamagedError(f"a manifest of {len(covered):,} bytes")
     except DamagedError as error:
@@ -225,26 +225,23 @@ _DtypeName = Annotated[str, Rule(" or ".join(DTYPES_BY_NAME), lambda value: valu
 _SliceRow = tuple[str, Count, PositiveCount, Count, PositiveCount]
 
 
-class _ParameterEntry(TypedDict):
-    dtype: _DtypeName
-    shape: list[PositiveCount]
-    weights: list[_SliceRow]
-    exp_avg: list[_SliceRow] | Absent
-    exp_avg_sq: list[_SliceRow] | Absent
-    average: list[_SliceRow] | Absent
-
-
-class _Entry(TypedDict):
-    format: str
-    version: int
-    save_id: str
-    iteration: Count
-    world_size: PositiveCount
-    config: dict[str, Any]
-    state: RunState
-    files: dict[str, SavedFile]
-    parameters: dict[str, _ParameterEntry]
-    crc32: int
+_PARAMETER = {
+    "dtype": _DtypeName,
+    "shape": list[PositiveCount],
+    **{kind if kind == "weights" else f"{kind}?": list[_SliceRow] for kind in KINDS},
+}
+_MANIFEST = {
+    "format": str,
+    "version": int,
+    "save_id": str,
+    "iteration": Count,
+    "world_size": PositiveCount,
+    "config": dict[str, Any],
+    "state": RUN_STATE,
+    "files": dict[str, SavedFile],
+    "parameters": dict[str, Any],
+    "crc32": int,
+}
 
 
 def _decoded(values: Any, text: bytes) -> Manifest:
@@ -265,7 +262,7 @@ def _decoded(values: Any, text: bytes) -> Manifest:
             _upgrade(values, version)
         except (TypeError, ValueError, KeyError, IndexError, AttributeError):
             raise DamagedError(f"not the content of version {version}") from None
-    entry: _Entry = decode(_Entry, values)
+    entry = decode(_MANIFEST, values)
     check_options(entry["config"])
     if len(entry["files"]) != entry["world_size"]:
         raise DamagedError(f"names {len(entry['files'])} files for {entry['world_size']} ranks")
@@ -275,8 +272,7 @@ def _decoded(values: Any, text: bytes) -> Manifest:
         if len(file.crc32) != 8 * len(file.blocks):
             raise DamagedError(f"{name} has not a checksum for each block")
     parameters = {name: _parameter(name, item, entry["files"]) for name, item in entry["parameters"].items()}
-    run = {key: entry[key] for key in (*_RUN_KEYS, "files")}  # type: ignore[literal-required]
-    return Manifest(**run, parameters=parameters)
+    return Manifest(**{key: entry[key] for key in (*_RUN_KEYS, "files")}, parameters=parameters)
 
 
 def _upgrade(values: dict[str, Any], version: int) -> None:
@@ -293,12 +289,13 @@ def _upgrade(values: dict[str, Any], version: int) -> None:
                 piece[4:] = [run]
 
 
-def _parameter(name: str, entry: _ParameterEntry, files: Mapping[str, SavedFile]) -> SavedParameter:
-    """Check that a parameter's slices lie in listed files and add up to its number of elements.
+def _parameter(name: str, value: Any, files: Mapping[str, SavedFile]) -> SavedParameter:
+    """Decode a parameter; check that a parameter's slices lie in listed files and add up to its number of elements.
 
     Gaps between columns are found where they are read.
     """
-    slices = {kind: [Slice(*row) for row in entry[kind]] for kind in KINDS if kind in entry}  # type: ignore[literal-required]
+    entry = decode(_PARAMETER, value, f"parameters.{ascii(name[:80])[1:-1]}")
+    slices = {kind: [Slice(*row) for row in entry[kind]] for kind in KINDS if kind in entry}
     parameter = SavedParameter(DTYPES_BY_NAME[entry["dtype"]], tuple(entry["shape"]), slices)
     total, row = math.prod(parameter.shape), math.prod(parameter.shape[1:])
     for kind, pieces in slices.items():

@@ -1,7 +1,7 @@
 """The types of a run's state in a manifest (optimizer, guards, log, data), and a check of its options.
 
-New checkpoint state must be added to `RunState`: `manifest.dump` refuses to write what could not be read again. Keys
-that may be `Absent` are missing in checkpoints of older versions.
+New checkpoint state must be added to `RUN_STATE`: `manifest.dump` refuses to write what could not be read again. Keys
+that may be absent are missing in checkpoints of older versions.
 """
 
 from __future__ import annotations
@@ -9,9 +9,9 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Callable
-from typing import Annotated, Any, TypedDict
+from typing import Annotated, Any
 
-from megatron_lite.checkpoint.decoding import Absent, Count, Rule
+from megatron_lite.checkpoint.decoding import Count, Rule
 from megatron_lite.config.optimizer import EMA_TYPES
 from megatron_lite.config.structured_values import keep_rules
 from megatron_lite.config.values import (
@@ -56,73 +56,30 @@ TokenDtype = Annotated[
 ]
 
 
-# Each is returned by `state` of the class in its name; the state of the data is `data.fingerprint.identity`.
-
-
-class LossScaleState(TypedDict):
-    dynamic: bool
-    scale: Scale
-    good: Count
-    patience: int
-
-
-class DroppedState(TypedDict):
-    skipped: Count
-    nan: Count
-    new: Count
-    streak: Count
-    bad: Count | Absent
-    last: tuple[HexFloat, HexFloat, HexFloat, HexFloat, HexIteration]
-
-
-class GuardState(TypedDict):
-    usual: list[tuple[Finite, Finite]] | Absent
-    dropped: DroppedState | Absent
-
-
-class ClippingState(TypedDict):
-    clipped: Count | Absent
-    norm: NotNegative | Absent
-    norms: list[tuple[Finite]] | Absent
-
-
-class RuleState(TypedDict):
-    clipping: ClippingState | Absent
-
-
-class AveragingState(TypedDict):
-    type: EmaType
-    updates: Count
-    total: NotNegative
-
-
-class OptimizerState(TypedDict):
-    updates: Count
-    loss_scale: LossScaleState
-    guard: GuardState | Absent
-    rule: RuleState | Absent
-    averaging: AveragingState | Absent
-
-
-class WindowState(TypedDict):
-    loss: HexFloat
-    tokens: Count
-
-
-class DataState(TypedDict):
-    sets: list[tuple[Count, Count, TokenDtype, Digest]]
-    tokenizer: Digest | None
-    masks: list[Digest | None] | Absent
-
-
-class RunState(TypedDict):
-    """A run's state outside its shards."""
-
-    optimizer: OptimizerState
-    window: WindowState
-    evaluation_due: bool | Absent
-    data: DataState | Absent
-
+# A run's state outside its shards. `state` of each class returns its part: `LossScale`, `Guard`, the clipping of
+# the optimizer's rule, `Averaging`, `LogWindow`; that of the data is `data.fingerprint.identity`.
+RUN_STATE = {
+    "optimizer": {
+        "updates": Count,
+        "loss_scale": {"dynamic": bool, "scale": Scale, "good": Count, "patience": int},
+        "guard?": {
+            "usual?": list[tuple[Finite, Finite]],
+            "dropped?": {
+                **dict.fromkeys(("skipped", "nan", "new", "streak", "bad?"), Count),
+                "last": tuple[HexFloat, HexFloat, HexFloat, HexFloat, HexIteration],
+            },
+        },
+        "rule?": {"clipping?": {"clipped?": Count, "norm?": NotNegative, "norms?": list[tuple[Finite]]}},
+        "averaging?": {"type": EmaType, "updates": Count, "total": NotNegative},
+    },
+    "window": {"loss": HexFloat, "tokens": Count},
+    "evaluation_due?": bool,
+    "data?": {
+        "sets": list[tuple[Count, Count, TokenDtype, Digest]],
+        "tokenizer": Digest | None,
+        "masks?": list[Digest | None],
+    },
+}
 
 _TYPES: dict[str, tuple[type, ...]] = {"int": (int,), "float": (int, float), "bool": (bool,), "str": (str,)}
 _PARSERS: dict[str, Callable[[Any], Any]] = {

@@ -22,7 +22,7 @@ from megatron_lite.checkpoint.compatibility import (
 )
 from megatron_lite.checkpoint.decoding import decode
 from megatron_lite.checkpoint.manifest import Manifest
-from megatron_lite.checkpoint.saved_state import RunState
+from megatron_lite.checkpoint.saved_state import RUN_STATE
 from megatron_lite.config import Config, flatten, unflatten
 from megatron_lite.errors import CheckpointError, DamagedError
 from megatron_lite.schedules.batch_size import batch_schedule
@@ -293,10 +293,10 @@ def test_checkpoints_from_before_the_order_of_samples_was_an_option() -> None:
 
 def test_the_record_of_masks_is_checked() -> None:
     """A list of digests or nulls, and nothing else."""
-    decode(RunState, {**run_state(), "data": {**IDENTITY, "masks": [None, "00000000000000cc"]}}, "state")
+    decode(RUN_STATE, {**run_state(), "data": {**IDENTITY, "masks": [None, "00000000000000cc"]}}, "state")
     for masks in (None, ["x"], [0], {"0": None}):
         with pytest.raises(DamagedError, match="masks"):
-            decode(RunState, {**run_state(), "data": {**IDENTITY, "masks": masks}}, "state")
+            decode(RUN_STATE, {**run_state(), "data": {**IDENTITY, "masks": masks}}, "state")
 
 
 def test_checkpoints_of_older_versions_and_strange_ones() -> None:

@@ -21,7 +21,7 @@ import torch
 
 from megatron_lite.checkpoint import compatibility, manifest
 from megatron_lite.checkpoint.decoding import decode
-from megatron_lite.checkpoint.saved_state import RunState, check_options
+from megatron_lite.checkpoint.saved_state import RUN_STATE, check_options
 from megatron_lite.config import AveragingConfig, Config, OptimizerConfig, flatten
 from megatron_lite.errors import CheckpointError, DamagedError
 from megatron_lite.huggingface import convert, model_folder
@@ -379,7 +379,7 @@ def test_other_versions_may_have_other_options(values: dict[str, Any], tmp_path:
     (tmp_path / "manifest.json").write_bytes(seal(now))
     use(manifest.read(tmp_path))
     for state in (run_state(), convert._fresh_state()):
-        decode(RunState, state)
+        decode(RUN_STATE, state)
     check_options({})
     check_options(json.loads(json.dumps(flatten(Config()))))
 
@@ -388,10 +388,10 @@ def test_every_state_is_legal() -> None:
     """A run's own state passes at any time, with and without each part."""
     for steps in (0, 1, 9):
         state = State().train(steps).save()
-        decode(RunState, json.loads(json.dumps(state)))
+        decode(RUN_STATE, json.loads(json.dumps(state)))
         for key in ("guard", "rule", "averaging"):
             for rest in ({}, None):
                 other = copy.deepcopy(state)
                 other["optimizer"].pop(key)
                 other["optimizer"] |= {} if rest is None else {key: rest}
-                decode(RunState, other)
+                decode(RUN_STATE, other)
