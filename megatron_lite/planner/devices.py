@@ -28,8 +28,8 @@ DEFAULT_GPU = "h100"
 
 
 @dataclass(frozen=True)
-class Gpu:
-    """One kind of GPU, from the vendor's data sheet.
+class Device:
+    """A kind of GPU, from the vendor's data sheet, or a CPU.
 
     memory_bytes: as torch reports. tflops: dense products of 16-bit inputs (fp16 on V100). fp32_tflops: products in
     fp32 without TF32, which this program does not use. memory_gb_s: memory bandwidth. link_gb_s: to its neighbours in a
@@ -43,6 +43,8 @@ class Gpu:
     link_gb_s: float
     shares: tuple[float, float] = (0.65, 0.4)
     has_bf16: bool = True  # otherwise bf16 products are as slow as fp32 ones
+    latency_s: float = 20e-6  # per collective
+    overlap: float = 1.0  # largest share of a collective that can overlap with computation
 
 
 # These shares reproduce the throughput of Mistral-7B in Fast-LLM's tutorial: 4,234 tokens/s on each of 4 A100 (3,804
@@ -52,24 +54,21 @@ AMPERE, HOPPER = (0.74, 0.45), (0.5, 0.32)
 
 
 GPUS = {
-    "h100": Gpu(PLANNED_GPU_BYTES, 989.4, 66.9, 3350, 450, HOPPER),
-    "h200": Gpu(int(139.7 * GIB), 989.4, 66.9, 4800, 450, HOPPER),
-    "a100": Gpu(PLANNED_GPU_BYTES, 312, 19.5, 2039, 300, AMPERE),
-    "a100-40": Gpu(int(39.4 * GIB), 312, 19.5, 1555, 300, AMPERE),
-    "l40s": Gpu(int(44.4 * GIB), 362, 91.6, 864, 32),  # no NVLink: PCIe 4
-    "v100": Gpu(int(31.7 * GIB), 125, 15.7, 900, 150, has_bf16=False),
-    "b200": Gpu(int(178.3 * GIB), 2250, 75, 7700, 900, HOPPER),
+    "h100": Device(PLANNED_GPU_BYTES, 989.4, 66.9, 3350, 450, HOPPER),
+    "h200": Device(int(139.7 * GIB), 989.4, 66.9, 4800, 450, HOPPER),
+    "a100": Device(PLANNED_GPU_BYTES, 312, 19.5, 2039, 300, AMPERE),
+    "a100-40": Device(int(39.4 * GIB), 312, 19.5, 1555, 300, AMPERE),
+    "l40s": Device(int(44.4 * GIB), 362, 91.6, 864, 32),  # no NVLink: PCIe 4
+    "v100": Device(int(31.7 * GIB), 125, 15.7, 900, 150, has_bf16=False),
+    "b200": Device(int(178.3 * GIB), 2250, 75, 7700, 900, HOPPER),
 }
 # The network between nodes, per GPU and direction: one 400 Gbit/s adapter per GPU, or one 100 Gbit/s adapter per node.
 # A collective sends every byte once from node to node, through all adapters of a node at the same time.
 NODE_LINKS_GB_S = {"ib": 50.0, "ethernet": 12.5 / GPUS_PER_NODE}
-# Per thread of an unknown CPU.
-CPU_FLOPS_PER_S, CPU_MEMORY_BYTES_PER_S, GLOO_GB_S, CPU_LATENCY_S = 60e9, 6e9, 1.0, 100e-6
 # Shares of a data sheet's peaks reached in practice: passes over memory 80 to 90 %, collectives over good links 80 %.
 MEMORY_SHARE, LINK_SHARE = 0.8, 0.8
 # Time in which the host issues a block's two passes; a GPU that computes faster waits for it.
 HOST_BLOCK_S = 1e-3
-GPU_LATENCY_S = 20e-6  # per collective
 TENSOR_KINDS = (GATHER, REDUCE, SUM)  # tensor-parallel traffic
 
 
@@ -78,9 +77,14 @@ def planned_type(distributed: DistributedConfig) -> str:
     return "cpu" if "cpu" in (distributed.device, distributed.gpu) else "cuda"
 
 
-def gpu_of(distributed: DistributedConfig) -> Gpu:
+def gpu_of(distributed: DistributedConfig) -> Device:
     """Return the GPU that a dry run plans for."""
     return GPUS[distributed.gpu or DEFAULT_GPU]
+
+
+def cpu_of(threads: int) -> Device:
+    """Return an unknown CPU: roughly 60 GFLOP/s and 6 GB/s per thread, and gloo at 1 GB/s."""
+    return Device(0, 0.06 * threads, 0.06 * threads, 6 * threads, 1, latency_s=100e-6, overlap=0)
 
 
 def planned_speeds(distributed: DistributedConfig, device_type: str, world_size: int) -> Speeds:
@@ -91,7 +95,7 @@ def planned_speeds(distributed: DistributedConfig, device_type: str, world_size:
     """
     if distributed.machine_speeds is not None:
         return measured_speeds(Path(distributed.machine_speeds), device_type, distributed.training_dtype, world_size)
-    return (cpu_sheet if device_type == "cpu" else gpu_sheet)(distributed, world_size)
+    return data_sheet(distributed, device_type, world_size)
 
 
 def measured_speeds(path: Path, device_type: str, dtype: str, world_size: int) -> Speeds:
@@ -117,85 +121,44 @@ def measured_speeds(path: Path, device_type: str, dtype: str, world_size: int) -
     return dataclasses.replace(speeds, assumptions=lines)
 
 
-def gpu_sheet(distributed: DistributedConfig, world_size: int) -> Speeds:
-    """Return the speeds of a GPU and of the slowest link of a ring of ranks."""
-    gpu = gpu_of(distributed)
-    chosen, tensor = interconnect(distributed.interconnect), distributed.tensor_parallel
-    near = gpu.link_gb_s if chosen.kind != "nvlink" or chosen.gb_s is None else chosen.gb_s
-    tensor_link = near if tensor <= GPUS_PER_NODE else link_gb_s(chosen, gpu, tensor)[0]
-    dtype = distributed.training_dtype
+def data_sheet(distributed: DistributedConfig, device_type: str, world_size: int) -> Speeds:
+    """Return the speeds of a device and of the slowest link of a ring of ranks: shares of a data sheet's peaks."""
+    threads, is_gpu = max((os.cpu_count() or 1) // world_size, 1), device_type == "cuda"
+    gpu = gpu_of(distributed) if is_gpu else cpu_of(threads)
+    name = distributed.gpu or DEFAULT_GPU if is_gpu else f"no CPU in particular, {counted(threads, 'thread')}"
+    dtype, tensor = distributed.training_dtype, distributed.tensor_parallel
+    chosen = interconnect(distributed.interconnect)
     is_slow = dtype == "fp32" or (dtype == "bf16" and not gpu.has_bf16)
-    speeds = data_sheet(
-        distributed.gpu or DEFAULT_GPU,
-        (dtype, (gpu.fp32_tflops if is_slow else gpu.tflops) * 1e12),
-        gpu.memory_gb_s * 1e9,
-        link_gb_s(chosen, gpu, world_size, tensor),
-        world_size,
-        gpu.shares,
-    )
-    if tensor == 1:
-        return speeds
-    line = (
-        f"tensor-parallel ranks are neighbours with {tensor_link:,.4g} GB/s; their collectives overlap with the matrix "
-        "products that do not depend on them"
-    )
-    inside = dict.fromkeys(TENSOR_KINDS, CollectiveSpeed(GPU_LATENCY_S, tensor_link * 1e9 * LINK_SHARE))
-    return dataclasses.replace(speeds, collectives=speeds.collectives | inside, assumptions=[*speeds.assumptions, line])
-
-
-def cpu_sheet(distributed: DistributedConfig, world_size: int) -> Speeds:
-    """Return rough speeds of one CPU rank."""
-    threads = max((os.cpu_count() or 1) // world_size, 1)
-    return data_sheet(
-        f"no CPU in particular, {counted(threads, 'thread')}",
-        (distributed.training_dtype, CPU_FLOPS_PER_S * threads),
-        CPU_MEMORY_BYTES_PER_S * threads,
-        (GLOO_GB_S, "gloo"),
-        world_size,
-        is_gpu=False,
-    )
-
-
-def data_sheet(
-    device: str,
-    peak: tuple[str, float],
-    memory_bytes_per_s: float,
-    link: tuple[float, str],
-    world_size: int,
-    shares: tuple[float, float] = (0.65, 0.4),
-    is_gpu: bool = True,
-) -> Speeds:
-    """Return the speeds of a step that reaches shares of a data sheet's peaks.
-
-    Args:
-        peak: training dtype and dense FLOP/s. shares: of this peak, in products and in attention.
-        link: GB/s that a rank sends to others, and the link's name.
-    """
-    (dtype, flops_per_s), (gb_s, name) = peak, link
-    latency_s, overlap = (GPU_LATENCY_S, 1.0) if is_gpu else (CPU_LATENCY_S, 0.0)
-    products, attention = (share * flops_per_s for share in shares)
+    tflops, (products, attention) = gpu.fp32_tflops if is_slow else gpu.tflops, gpu.shares
     lines = [
-        f"data sheet of {device}: {dtype} {flops_per_s / 1e12:,.4g} TFLOP/s, memory {memory_bytes_per_s / 1e9:,.0f} "
-        "GB/s; not measured",
-        f"products reach {shares[0]:.0%} of the peak, attention {shares[1]:.0%}, passes over memory {MEMORY_SHARE:.0%}",
+        f"data sheet of {name}: {dtype} {tflops:,.4g} TFLOP/s, memory {gpu.memory_gb_s:,.0f} GB/s; not measured",
+        f"products reach {products:.0%} of the peak, attention {attention:.0%}, passes over memory {MEMORY_SHARE:.0%}",
     ]
+    link, link_name = link_gb_s(chosen, gpu, world_size, tensor) if is_gpu else (gpu.link_gb_s, "gloo")
     if world_size > 1:
-        hidden = "they overlap with computation where there is a second buffer" if is_gpu else "none overlap"
+        hidden = "they overlap with computation where there is a second buffer" if gpu.overlap else "none overlap"
         lines.append(
-            f"{name} {gb_s:,.4g} GB/s in a ring of ranks, of which collectives reach {LINK_SHARE:.0%}; "
-            f"{latency_s * 1e6:,.0f} us each; {hidden}"
+            f"{link_name} {link:,.4g} GB/s in a ring of ranks, of which collectives reach {LINK_SHARE:.0%}; "
+            f"{gpu.latency_s * 1e6:,.0f} us each; {hidden}"
+        )
+    collectives = {"gather": CollectiveSpeed(gpu.latency_s, link * 1e9 * LINK_SHARE)}
+    if tensor > 1 and is_gpu:
+        near = gpu.link_gb_s if chosen.kind != "nvlink" or chosen.gb_s is None else chosen.gb_s
+        near = near if tensor <= GPUS_PER_NODE else link_gb_s(chosen, gpu, tensor)[0]
+        collectives |= dict.fromkeys(TENSOR_KINDS, CollectiveSpeed(gpu.latency_s, near * 1e9 * LINK_SHARE))
+        lines.append(
+            f"tensor-parallel ranks are neighbours with {near:,.4g} GB/s; their collectives overlap with the matrix "
+            "products that do not depend on them"
         )
     speeds = DtypeSpeeds(
-        Grid([1], [1], [1], dict.fromkeys(PRODUCT_KINDS, [[[products]]])),
-        dict.fromkeys(ATTENTION_KINDS, [(1, attention)]),
-        {"copy_": 1 / (memory_bytes_per_s * MEMORY_SHARE)},
+        Grid([1], [1], [1], dict.fromkeys(PRODUCT_KINDS, [[[products * tflops * 1e12]]])),
+        dict.fromkeys(ATTENTION_KINDS, [(1, attention * tflops * 1e12)]),
+        {"copy_": 1 / (gpu.memory_gb_s * 1e9 * MEMORY_SHARE)},
     )
-    collectives = {"gather": CollectiveSpeed(latency_s, gb_s * 1e9 * LINK_SHARE)}
-    kind = "cuda" if is_gpu else "cpu"
-    return Speeds("", device, kind, 1, 1, {dtype: speeds}, collectives, overlap, HOST_BLOCK_S, 0.0, lines)
+    return Speeds("", name, device_type, 1, 1, {dtype: speeds}, collectives, gpu.overlap, HOST_BLOCK_S, 0.0, lines)
 
 
-def link_gb_s(chosen: Interconnect, gpu: Gpu, world_size: int, tensor_parallel: int = 1) -> tuple[float, str]:
+def link_gb_s(chosen: Interconnect, gpu: Device, world_size: int, tensor_parallel: int = 1) -> tuple[float, str]:
     """Return the speed of a ring's slowest link, and its name.
 
     The data-parallel rings of all tensor-parallel ranks in a node share its links.

@@ -16,7 +16,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from megatron_lite.cli.parse import parse, read_words
-from megatron_lite.planner.devices import gpu_sheet
+from megatron_lite.planner.devices import data_sheet
 from megatron_lite.planner.plan import Plan, make_plan
 from megatron_lite.planner.work_time import StepTime, predict_step
 from megatron_lite.validation import resolve
@@ -72,7 +72,7 @@ def planned_step(gpu: str, ranks: int, flags: str) -> tuple[Plan, StepTime]:
     """Plan the Mistral-7B example and predict its step."""
     words = [*read_words(str(MODEL)), *flags.split(), "--dataset_source=random", "--dry_run=1", f"--gpu={gpu}"]
     plan = make_plan(resolve(parse([*words, "--micro_batch_size=1"]).config, ranks), ranks, "cuda")
-    return plan, predict_step(plan, gpu_sheet(plan.config.distributed, ranks))
+    return plan, predict_step(plan, data_sheet(plan.config.distributed, "cuda", ranks))
 
 
 def main(argv: Sequence[str]) -> int:

@@ -19,7 +19,7 @@ from megatron_lite.cli.parse import parse as parse_flags
 from megatron_lite.cli.parse import read_words
 from megatron_lite.distributed.traffic import Total
 from megatron_lite.kernels.tensor_collectives import GATHER, REDUCE
-from megatron_lite.planner.devices import gpu_sheet
+from megatron_lite.planner.devices import data_sheet
 from megatron_lite.planner.plan import Plan, Planner
 from megatron_lite.planner.runtime import PLANNED_GPU_BYTES
 from megatron_lite.planner.work_time import predict_step
@@ -122,7 +122,7 @@ def tensor_memory_table() -> Rows:
     for ranks, splits in LAYOUTS:
         made = tensor_plan(ranks, splits)
         memory, state = made.activations["none"], made.state_bytes / GIB
-        time = predict_step(made, gpu_sheet(made.config.distributed, 8))
+        time = predict_step(made, data_sheet(made.config.distributed, "cuda", 8))
         sizes = state, round(memory.saved[1].total() / MIB), memory.held / GIB
         yield ranks, "split" if splits else "whole", *sizes, needed(made, "none"), time.seconds
 

@@ -12,7 +12,7 @@ import pytest
 from megatron_lite.errors import UsageError
 from megatron_lite.kernels.tensor_collectives import GATHER, REDUCE, SUM
 from megatron_lite.monitor.metrics import hardware_flops
-from megatron_lite.planner.devices import LINK_SHARE, TENSOR_KINDS, data_sheet, gpu_sheet
+from megatron_lite.planner.devices import LINK_SHARE, TENSOR_KINDS, data_sheet
 from megatron_lite.planner.plan import Plan, make_plan
 from megatron_lite.planner.speeds import (
     ATTENTION_KINDS,
@@ -93,7 +93,7 @@ def test_exchanges_inside_of_passes_take_time() -> None:
         micro_batches = config.batch.sequential_micro_batches or 0
         inside = sum(plan.traffic[kind].wire_bytes for kind in (GATHER, REDUCE) if kind in plan.traffic)
         assert micro_batches * overlapped / inside == pytest.approx(share, rel=0.02)
-        sheet = gpu_sheet(config.distributed, 4)
+        sheet = data_sheet(config.distributed, "cuda", 4)
         far = dict.fromkeys(TENSOR_KINDS, CollectiveSpeed(20e-6, 1e9 * LINK_SHARE))
         slow = dataclasses.replace(sheet, collectives=sheet.collectives | far)
         fast, slower = (predict_step(plan, speeds) for speeds in (sheet, slow))
@@ -107,7 +107,8 @@ def test_exchanges_inside_of_passes_take_time() -> None:
 def test_neighbours_share_the_links_of_a_node() -> None:
     """On 32 H100 a ring of two GPUs a node has 2 of 8 adapters; the four that share layers have NVLink, 16 all 8."""
     options: dict[str, Any] = dict(num_attention_heads=16, batch_size=32, device="cuda")
-    sheets = [gpu_sheet(tiny_config(32, tensor_parallel=ranks, **options).distributed, 32) for ranks in (1, 4, 16)]
+    configs = [tiny_config(32, tensor_parallel=ranks, **options).distributed for ranks in (1, 4, 16)]
+    sheets = [data_sheet(config, "cuda", 32) for config in configs]
     for kind, expected in (("gather", [400, 100, 50]), (SUM, [400, 450, 400])):
         assert [sheet.collective_s(kind, 0, 1e9) for sheet in sheets] == pytest.approx(
             [1 / gb_s / LINK_SHARE for gb_s in expected]
@@ -132,13 +133,19 @@ def test_more_ranks_expose_more_of_the_link() -> None:
     """One rank waits for no link; a slower link never shortens a step; one buffer hides nothing."""
     seconds = []
     for ranks, link, options in ((1, 450, {}), (2, 450, {}), (2, 1, {}), (2, 1, dict(num_weight_buffers=1))):
-        config = tiny_config(ranks, zero_stage=3, training_dtype="bf16", batch_size=4 * ranks, **options)
-        plan = make_plan(config, ranks, "cuda")
-        speeds = data_sheet("GPU", ("bf16", 989e12), 3.35e12, (link, "link"), ranks)
-        time = predict_step(plan, speeds)
+        links = dict(device="cuda", interconnect=f"nvlink:{link}")
+        config = tiny_config(ranks, zero_stage=3, training_dtype="bf16", batch_size=4 * ranks, **links, **options)
+        time = predict_step(make_plan(config, ranks, "cuda"), data_sheet(config.distributed, "cuda", ranks))
         assert time.tokens == 4 * ranks * 16 and (time.communication_s > 0) == (ranks > 1)
         seconds.append(time.exposed_s)
     assert seconds[0] == 0 < seconds[1] < seconds[2] < seconds[3]
+
+
+def test_passes_count_every_tensor_once() -> None:
+    """On a CPU silu reads the gate and writes as much; on a GPU SwiGLU's kernel also reads the other half."""
+    config = tiny_config(1, **LLAMA, ffn_hidden_size=96, num_layers=1)
+    for device, kind, tensors in (("cpu", "silu", 2), ("cuda", "_activate_kernel", 3)):
+        assert Pass(kind, tensors * 64 * 96 * 4) in micro_batch_work(make_plan(config, 1, device)), device
 
 
 @pytest.mark.parametrize(("gpu", "ranks", "flags", "published"), PUBLISHED_SPEEDS)
