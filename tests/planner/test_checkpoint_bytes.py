@@ -11,10 +11,10 @@ from megatron_lite.checkpoint.writing import files_bytes
 from megatron_lite.distributed.process_group import Distributed
 from megatron_lite.planner.plan import make_plan
 from tests.support.harness import run_distributed, start_run, tiny_config
+from tests.support.memory_meters import some
 from tests.support.random_configurations import Drawn, draw_configurations
 
 DRAWN = draw_configurations(12)
-QUICK = (4,)
 MOST_RANKS = 3  # that this test starts; those of a drawn configuration may be more
 
 
@@ -27,13 +27,7 @@ def save(distributed: Distributed, options: dict[str, Any], folder: str) -> None
     distributed.barrier()
 
 
-@pytest.mark.parametrize(
-    "drawn",
-    [
-        pytest.param(drawn, id=str(number), marks=[] if number in QUICK else pytest.mark.slow)
-        for number, drawn in enumerate(DRAWN)
-    ],
-)
+@pytest.mark.parametrize("drawn", some(DRAWN, each=12))
 def test_the_disk_of_a_checkpoint(drawn: Drawn, tmp_path: Path) -> None:
     """The files of all ranks to the byte; with the manifest, a large part for models this small, within 2 %."""
     ranks = min(drawn.ranks, MOST_RANKS)

@@ -17,7 +17,6 @@ from megatron_lite.model.block import Block
 from megatron_lite.model.gpt import model_layers
 from megatron_lite.model.layer import MicroBatch
 from megatron_lite.monitor.watch import open_watch
-from megatron_lite.optimizer.optimizer import rule_of
 from megatron_lite.planner import plan
 from megatron_lite.planner.plan import SimulatedGroup, make_plan, planned_model
 from megatron_lite.validation import resolve
@@ -32,6 +31,7 @@ from tests.support.memory_meters import (
     measured_peak,
     micro_batches,
     planned_memory,
+    simulated_rank,
     some,
 )
 
@@ -155,16 +155,7 @@ def test_state_of_many_ranks(world_size: int, zero_stage: int, optimizer: str) -
     config = tiny_config(world_size, **options)
     plan = make_plan(config, world_size, "cuda")
     for rank in (0, world_size // 2, world_size - 1):
-        group = SimulatedGroup(rank, world_size, "cuda", device="cpu")
-        model = MultiStage(
-            layers_of(config),
-            config.multi_stage,
-            config.batch,
-            "bf16",
-            group,
-            state=rule_of(config.optimizer).declared,
-            averaged=config.averaging.enabled,
-        )
+        model = simulated_rank(config, world_size, rank, "cuda")
         assert allocated_bytes(model) == plan.state_bytes, rank
         assert model.memory.table() == plan.model.memory.table(), rank
 

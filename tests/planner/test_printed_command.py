@@ -18,10 +18,10 @@ from megatron_lite.validation import resolve
 from pretrain_gpt import main
 from tests.support.harness import TINY
 from tests.support.launch import run
+from tests.support.memory_meters import some
 from tests.support.random_configurations import Drawn, draw_configurations
 
 DRAWN = draw_configurations(12)
-QUICK = 4  # of them; the others are slow
 # The same on two times as many ranks, two to a layer.
 SHARED = [
     Drawn(2 * ranks, {**options, "tensor_parallel": 2, "sequence_tensor_parallel": number % 2 == 1})
@@ -63,13 +63,7 @@ def too_little(drawn: Drawn) -> int:
     return int(beside + LESS * (needed - beside))
 
 
-@pytest.mark.parametrize(
-    "drawn",
-    [
-        pytest.param(drawn, id=str(number), marks=[] if number < QUICK else pytest.mark.slow)
-        for number, drawn in enumerate([*DRAWN, *SHARED])
-    ],
-)
+@pytest.mark.parametrize("drawn", some([*DRAWN, *SHARED], each=7))
 def test_the_printed_flags_fit(drawn: Drawn, capsys: pytest.CaptureFixture[str]) -> None:
     """On a device with too little memory for the run as drawn, or with just enough, the plan of the printed flags fits,
     trains the same model on the same batch, and is what a dry run of them says."""
@@ -99,18 +93,7 @@ def test_the_printed_command_runs(drawn: Drawn, capsys: pytest.CaptureFixture[st
 
 def test_command_lines() -> None:
     """Flags of the plan go, changed ones move to the end, values with spaces are quoted, @files stay."""
-    argv = [
-        "--lr",
-        "0.1",
-        "--zero-stage=1",
-        "--dry_run=1",
-        "--world_size",
-        "8",
-        "--data_path",
-        "a b",
-        "c",
-        "--gpu=h200",
-    ]
+    argv = shlex.split("--lr 0.1 --zero-stage=1 --dry_run=1 --world_size 8 --data_path 'a b' c --gpu=h200")
     words = changed_words(argv, {"zero_stage": 3, "num_grad_buffers": None})
     assert words == ["--lr", "0.1", "--data_path", "a b", "c", "--zero_stage=3"]
     assert quoted(["python", "x.py", *words]) == "python x.py --lr 0.1 --data_path 'a b' c --zero_stage=3"
@@ -119,18 +102,12 @@ def test_command_lines() -> None:
     assert parse([*files[1:], "--dataset_source=random"]).config.multi_stage.num_grad_buffers is None
 
 
-def test_nodes_hold_whole_groups() -> None:
-    """Ranks that share each layer share a node, if one holds them."""
+def test_nodes() -> None:
+    """As few nodes as hold equal numbers of ranks, and whole tensor-parallel groups, if a node holds one."""
+    for ranks, nodes in ((1, (1, 1)), (8, (1, 8)), (16, (2, 8)), (12, (2, 6)), (7, (1, 7)), (11, (11, 1))):
+        assert layout_of_nodes(ranks, 8) == nodes
+        assert (launcher(ranks, 8)[0] == "python") == (ranks == 1)
+        assert any(word.startswith("--nnodes") for word in launcher(ranks, 8)) == (nodes[0] > 1)
     assert [layout_of_nodes(ranks, 8, 4) for ranks in (4, 8, 12, 24)] == [(1, 4), (1, 8), (3, 4), (3, 8)]
-    assert layout_of_nodes(12, 8) == (2, 6) and layout_of_nodes(16, 8, 16) == (2, 8)
+    assert layout_of_nodes(16, 8, 16) == (2, 8)
     assert launcher(12, 8, 4)[1:3] == ["--nnodes=3", "--nproc-per-node=4"]
-
-
-@pytest.mark.parametrize(
-    ("ranks", "nodes"), [(1, (1, 1)), (8, (1, 8)), (16, (2, 8)), (12, (2, 6)), (7, (1, 7)), (11, (11, 1))]
-)
-def test_nodes(ranks: int, nodes: tuple[int, int]) -> None:
-    """As few nodes as hold equal numbers of ranks."""
-    assert layout_of_nodes(ranks, 8) == nodes
-    assert (launcher(ranks, 8)[0] == "python") == (ranks == 1)
-    assert any(word.startswith("--nnodes") for word in launcher(ranks, 8)) == (nodes[0] > 1)

@@ -14,24 +14,27 @@ import torch
 
 from megatron_lite.config import Config
 from megatron_lite.model.layer import MicroBatch
-from megatron_lite.planner.plan import SimulatedGroup
 from megatron_lite.planner.step_memory import ActivationMemory
 from megatron_lite.zero.multi_stage import MultiStage
 from tests.planner.test_plan import EVERY_NORM, SIZES
 from tests.planner.test_tensor_parallel_plans import LLAMA
-from tests.support.harness import layers_of, tiny_config
+from tests.support.harness import tiny_config
 from tests.support.kernel_checks import products_in_fp32
-from tests.support.memory_meters import AllocatorMeter, measure_kept, micro_batches, planned_memory, some
+from tests.support.memory_meters import (
+    AllocatorMeter,
+    measure_kept,
+    micro_batches,
+    planned_memory,
+    simulated_rank,
+    some,
+)
 
 Options = dict[str, Any]
 
 
 def a_rank(config: Config) -> MultiStage:
-    """The model of the first rank, with memory on CPU."""
-    ranks = config.distributed.tensor_parallel
-    group = SimulatedGroup(0, ranks, "cpu", "cpu", ranks)
-    layers, dtype = layers_of(config, group.tensor), config.distributed.training_dtype
-    model = MultiStage(layers, config.multi_stage, config.batch, dtype, group.data, tensor=group.tensor)
+    """The model of the first rank, with weights."""
+    model = simulated_rank(config, config.distributed.tensor_parallel)
     model.initialize(1)
     return model
 

@@ -16,13 +16,13 @@ import pytest
 
 from megatron_lite.distributed.process_group import Distributed
 from megatron_lite.planner.auto import resolve_auto
-from megatron_lite.planner.plan import Planner, SimulatedGroup, make_plan, planned_model
+from megatron_lite.planner.plan import Planner, make_plan
 from pretrain_gpt import main
 from tests.planner.test_plan import Books, configured, mistral, planned, run_steps
 from tests.support.engine_runs import Engine
 from tests.support.harness import run_distributed
 from tests.support.launch import ROOT
-from tests.support.memory_meters import micro_batches, some
+from tests.support.memory_meters import micro_batches, simulated_rank, some
 from tests.support.wire import sent_bytes
 
 Options = dict[str, Any]
@@ -52,19 +52,19 @@ LAYOUTS = [(4, 2), (4, 4)]  # ranks, of which so many share the layers
 def one_rank(rank: int, ranks: int, options: Options) -> Books:
     """Memory of one rank, and the traffic of its second step, without the optimizer's."""
     config = configured(ranks, options)
-    group = SimulatedGroup(rank, ranks, "cpu", "cpu", config.distributed.tensor_parallel)
-    model, batches = planned_model(config, group, "cpu"), micro_batches(config)
+    model, batches = simulated_rank(config, ranks, rank), micro_batches(config)
+    traffic = model.group.traffic
     model.initialize(1)
     for _ in range(2):
-        group.traffic.take()
+        traffic.take()
         model.forward_backward(batches)
         for stage in model.stages:
             if stage.trainable is not None:
                 model.updated(stage)
         model.gather_ahead()
-    totals = group.traffic.take().items()
-    traffic = {kind: (total.collectives, total.elements, total.bytes, total.wire_bytes) for kind, total in totals}
-    return model.memory.bytes_by_kind(), traffic
+    totals = traffic.take().items()
+    sent = {kind: (total.collectives, total.elements, total.bytes, total.wire_bytes) for kind, total in totals}
+    return model.memory.bytes_by_kind(), sent
 
 
 @pytest.mark.parametrize(("layout", "options"), some(CASES, LAYOUTS, each=2), ids=str)
