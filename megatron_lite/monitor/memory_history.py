@@ -6,7 +6,6 @@ Torch writes these files as pickles, which https://pytorch.org/memory_viz shows;
 from __future__ import annotations
 
 import logging
-from dataclasses import dataclass
 from pathlib import Path
 
 import torch
@@ -35,36 +34,32 @@ def open_history(
     return MemoryHistory(iterations, root, distributed, logger)
 
 
-@dataclass(eq=False)
 class MemoryHistory:
     """Every allocation of a GPU since the start, written after a number of iterations or at an earlier end."""
 
-    iterations_left: int  # 0: no longer recording
-    root: Path
-    distributed: Distributed
-    logger: logging.Logger
-
-    def __post_init__(self) -> None:
+    def __init__(self, iterations: int, root: Path, distributed: Distributed, logger: logging.Logger) -> None:
+        self._root, self._distributed, self._logger = root, distributed, logger
+        self._iterations_left = iterations  # 0: no longer recording
         # Lines of C++ would double the time and the size.
         torch.cuda.memory._record_memory_history(stacks="python", max_entries=MAX_EVENTS)
 
     def end_iteration(self) -> None:
         """Count an iteration; after the last one, write the file and stop recording."""
-        if self.iterations_left == 1:
+        if self._iterations_left == 1:
             self.finish()
-        self.iterations_left -= 1
+        self._iterations_left -= 1
 
     def finish(self) -> None:
         """Write the file and stop recording; a second call does nothing."""
-        if self.iterations_left <= 0:
+        if self._iterations_left <= 0:
             return
-        self.iterations_left = 0
-        path, reason = write_snapshot(self.root, self.distributed)
+        self._iterations_left = 0
+        path, reason = write_snapshot(self._root, self._distributed)
         torch.cuda.memory._record_memory_history(None)
         if reason:
-            self.logger.warning("--memory_snapshot: cannot write %s: %s", path, reason)
+            self._logger.warning("--memory_snapshot: cannot write %s: %s", path, reason)
         else:
-            self.logger.info("memory snapshot in %s; https://pytorch.org/memory_viz shows it", path)
+            self._logger.info("memory snapshot in %s; https://pytorch.org/memory_viz shows it", path)
 
 
 def write_snapshot(root: Path, distributed: Distributed) -> tuple[Path, str]:

@@ -129,13 +129,11 @@ class GrowingFile:
                 self.rest = self.rest[: LONGEST_LINE_BYTES + 1]
 
 
-@dataclass(frozen=True)
-class RunStart:
+class RunStart(NamedTuple):
     """One start of a run, as its first record shows it."""
 
     number: int  # as in runs/<number>
     iteration: int
-    time_s: float | None  # since 1970
 
 
 class Metrics:
@@ -217,7 +215,7 @@ class Metrics:
                 iterations[:] = array("q", np.array(iterations)[keep].tobytes())
                 values[:] = array("d", np.array(values)[keep].tobytes())
             self.dropped = {other: reason for other, reason in self.dropped.items() if other < first}
-        self.starts.append(RunStart(number, iteration, _number(record.get("time"))))
+        self.starts.append(RunStart(number, iteration))
 
     def names(self, phase: str) -> list[str]:
         """Return the names of the numbers of a phase, in the order of their first appearance."""

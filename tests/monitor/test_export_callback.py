@@ -142,20 +142,14 @@ def test_a_flood_of_lines_is_cut(
     assert len(log.messages) < 20 and "export 1: (further lines are not logged)" in log.messages
 
 
-@pytest.mark.parametrize(
-    ("make", "said"),
-    [
-        (lambda path: None, "no such file"),
-        (lambda path: path.mkdir(), "it is not a file"),
-        (lambda path: path.write_text("#!/bin/sh"), r"not executable; run: chmod \+x"),
-    ],
-)
-def test_a_script_that_cannot_be_run_is_refused_before_training(tmp_path: Path, make: object, said: str) -> None:
+def test_a_script_that_cannot_be_run_is_refused_before_training(tmp_path: Path) -> None:
     """Missing, a folder, not executable."""
-    path = tmp_path / "script"
-    make(path)  # type: ignore[operator]
-    with pytest.raises(UsageError, match=said):
-        open_callback(str(path), {}, ())
+    (tmp_path / "folder").mkdir()
+    (tmp_path / "text").write_text("#!/bin/sh")
+    facts = {"missing": "no such file", "folder": "it is not a file", "text": r"not executable; run: chmod \+x"}
+    for name, said in facts.items():
+        with pytest.raises(UsageError, match=said):
+            open_callback(str(tmp_path / name), {}, ())
 
 
 def test_without_a_script_nothing_happens(tmp_path: Path) -> None:

@@ -80,11 +80,11 @@ def test_a_line_torn_anywhere_is_repaired_on_the_next_start(tmp_path):
         assert iterations == ([1, 2, 3] if cut >= len(whole) - 1 else [1, 3])
 
 
-@pytest.mark.parametrize("content", [b"", b"\n", b"\0" * 4096, b"torn", b"[1]\n", b"\xff\xfe\n"])
-def test_damaged_content_is_left_out_not_fatal(tmp_path, content):
-    (tmp_path / "metrics.jsonl").write_bytes(content)
-    records = read_metrics(log(tmp_path, training(1, 5.0)))
-    assert [record["loss"] for record in records] == [5.0]
+def test_damaged_content_is_left_out_not_fatal(tmp_path):
+    for content in (b"", b"\n", b"\0" * 4096, b"torn", b"[1]\n", b"\xff\xfe\n"):
+        (tmp_path / "metrics.jsonl").write_bytes(content)
+        records = read_metrics(log(tmp_path, training(1, 5.0)))
+        assert [record["loss"] for record in records] == [5.0], content
 
 
 def test_a_full_disk_is_reported_once_and_counted(tmp_path, capsys, monkeypatch):

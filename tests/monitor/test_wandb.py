@@ -139,12 +139,12 @@ def test_a_chosen_id_is_kept(tmp_path, wandb, key):
     assert [init["id"] for init in wandb.inits] == ["my-run_1", "my-run_1", "other", "other"]
 
 
-@pytest.mark.parametrize("content", ["", "{", "[]", '{"id": 3}', '{"id": "../../x"}'])
-def test_a_damaged_id_file_starts_a_new_run(tmp_path, wandb, key, content):
-    (tmp_path / "exp").mkdir()
-    (tmp_path / "exp/wandb.json").write_text(content)
-    run(tmp_path / "exp")
-    assert json.loads((tmp_path / "exp/wandb.json").read_text())["id"] == wandb.inits[0]["id"]
+def test_a_damaged_id_file_starts_a_new_run(tmp_path, wandb, key):
+    for content in ("", "{", "[]", '{"id": 3}', '{"id": "../../x"}'):
+        (tmp_path / "exp").mkdir(exist_ok=True)
+        (tmp_path / "exp/wandb.json").write_text(content)
+        run(tmp_path / "exp")
+        assert json.loads((tmp_path / "exp/wandb.json").read_text())["id"] == wandb.inits[-1]["id"], content
 
 
 def test_without_an_entity_the_package_is_not_touched(tmp_path, monkeypatch):
@@ -170,25 +170,18 @@ def test_the_key_can_come_from_a_file(tmp_path, wandb, monkeypatch, has_variable
     assert wandb.inits[0]["settings"]["api_key"] == CANARY
 
 
-@pytest.mark.parametrize(
-    "content, fact",
-    [
-        (None, "No such file"),
-        (b"", "is empty"),
-        (b"\n \n", "is empty"),
-        (b"\xff\xfe", "not a text file"),
-        (f"key: {CANARY}".encode(), "holds 2 words"),
-    ],
-)
-def test_a_useless_key_file_is_refused_without_showing_it(tmp_path, wandb, monkeypatch, content, fact):
+def test_a_useless_key_file_is_refused_without_showing_it(tmp_path, wandb, monkeypatch):
     path = tmp_path / "key.txt"
-    if content is not None:
-        path.write_bytes(content)
     monkeypatch.setenv("WANDB_API_KEY_PATH", str(path))
-    with pytest.raises(UsageError) as error:
-        run(tmp_path / "exp")
-    assert fact in str(error.value) and f"WANDB_API_KEY_PATH={path}" in str(error.value)
-    assert CANARY not in str(error.value) and wandb.inits == []
+    two = f"key: {CANARY}".encode()
+    facts = {b"": "is empty", b"\n \n": "is empty", b"\xff\xfe": "not a text file", two: "holds 2 words"}
+    for content, fact in {None: "No such file", **facts}.items():
+        if content is not None:
+            path.write_bytes(content)
+        with pytest.raises(UsageError) as error:
+            run(tmp_path / "exp")
+        assert fact in str(error.value) and f"WANDB_API_KEY_PATH={path}" in str(error.value)
+        assert CANARY not in str(error.value) and wandb.inits == []
 
 
 def test_without_a_key_the_run_is_offline_and_says_how_to_send_it(tmp_path, wandb, capsys):

@@ -89,31 +89,25 @@ def test_page_fits_any_terminal(tmp_path: Path) -> None:
     assert "iteration 39 of 60  65%" in text and re.search(r"#[#*%+=.-]*_", text)
 
 
-@pytest.mark.parametrize(
-    ("heartbeat_s", "ending", "words"),
-    [
-        (NOW_S - 10, {"status": "running"}, "running"),
-        (NOW_S - 300, {"status": "running"}, "no heartbeat for 0:05:00: the process or its machine is gone"),
-        (None, {"status": "running"}, "killed: it left no ending"),
-        (None, None, "not running"),
-        (
-            None,
-            {"status": "done", "exit_code": 0, "time": NOW_S - 7200, "message": "training complete"},
-            "complete 2:00:00 ago, exit code 0\ntraining complete",
-        ),
-        (
-            NOW_S - 5,
-            {"status": "failed", "exit_code": 5, "time": NOW_S - 5, "message": "loss nan"},
-            "failed 0:00:05 ago, exit code 5\nloss nan",
-        ),
-        (NOW_S - 10, {"status": ["done"], "message": {}}, "running"),
-    ],
+DONE = {"status": "done", "exit_code": 0, "time": NOW_S - 7200, "message": "training complete"}
+FAILED = {"status": "failed", "exit_code": 5, "time": NOW_S - 5, "message": "loss nan"}
+ENDINGS: tuple[tuple[float | None, Any, str], ...] = (
+    (NOW_S - 10, {"status": "running"}, "running"),
+    (NOW_S - 300, {"status": "running"}, "no heartbeat for 0:05:00: the process or its machine is gone"),
+    (None, {"status": "running"}, "killed: it left no ending"),
+    (None, None, "not running"),
+    (None, DONE, "complete 2:00:00 ago, exit code 0\ntraining complete"),
+    (NOW_S - 5, FAILED, "failed 0:00:05 ago, exit code 5\nloss nan"),
+    (NOW_S - 10, {"status": ["done"], "message": {}}, "running"),
 )
-def test_how_a_run_is(tmp_path: Path, heartbeat_s: float | None, ending: Any, words: str) -> None:
+
+
+def test_how_a_run_is(tmp_path: Path) -> None:
     """Running, silent, killed, complete or failed, from exit.json and the heartbeat."""
-    root = folder(tmp_path / "mine", heartbeat_s=heartbeat_s)
-    (root / "exit.json").unlink() if ending is None else (root / "exit.json").write_text(json.dumps(ending))
-    assert look(WatchedRun(root)).startswith(f"mine | start 1 | {words}\n")
+    for number, (heartbeat_s, ending, words) in enumerate(ENDINGS):
+        root = folder(tmp_path / str(number) / "mine", heartbeat_s=heartbeat_s)
+        (root / "exit.json").unlink() if ending is None else (root / "exit.json").write_text(json.dumps(ending))
+        assert look(WatchedRun(root)).startswith(f"mine | start 1 | {words}\n"), ending
 
 
 def test_late_lines_are_pointed_out(tmp_path: Path) -> None:

@@ -61,7 +61,7 @@ def test_a_later_start_replaces_what_it_repeats(tmp_path: Path) -> None:
     run = read_run(write(tmp_path, *first, *second))
     assert losses(run) == {10: 20.0, 20: 30.0, 25: 1.0, 50: 2.0}
     assert losses(run, "validation") == {20: 5.0}
-    assert run.starts == [RunStart(0, 10, 7.0), RunStart(1, 25, 8.0)]
+    assert run.starts == [RunStart(0, 10), RunStart(1, 25)]
 
 
 def test_a_start_that_begins_with_an_evaluation_keeps_its_iteration(tmp_path: Path) -> None:

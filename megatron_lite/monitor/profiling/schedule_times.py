@@ -121,10 +121,6 @@ class IterationTimes:
     steps: list[TimedVerb] = field(default_factory=list)
     transfers: list[Transfer] = field(default_factory=list)
 
-    @property
-    def wall_s(self) -> float:
-        return self.end_s - self.start_s
-
 
 def runs(posted_s: Sequence[float], arrived_s: Sequence[float]) -> list[tuple[float, float]]:
     """Return the span of each collective: it starts when it is posted, but not before the one before has ended."""
