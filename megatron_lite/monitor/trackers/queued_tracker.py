@@ -34,7 +34,7 @@ class QueuedTracker:
 
     def __init__(self, keeps_lines: bool, limit_s: float) -> None:
         self._keeps_lines, self._limit_s = keeps_lines, limit_s
-        self._queue: queue.Queue[tuple[bool, Callable[..., None], tuple[Any, ...]]] = queue.Queue(MAX_QUEUED_RECORDS)
+        self._queue: queue.Queue[tuple[Callable[..., None], tuple[Any, ...]]] = queue.Queue(MAX_QUEUED_RECORDS)
         self._dropped = self._failed = 0  # records
         self._thread = threading.Thread(target=self._work, name=self.title, daemon=True)
 
@@ -42,7 +42,7 @@ class QueuedTracker:
         """Queue a record, and the statistics of --watch that it comes with, for the thread."""
         if self._queue.qsize() > MAX_QUEUED_WATCHED:
             watched = None  # statistics and histograms of a large model take megabytes
-        self._put(True, self._send, record, watched)
+        self._put(self._send, record, watched)
 
     def close(self, exit_code: int) -> None:
         """Send the queued records and end the thread, or give up after a time limit.
@@ -51,7 +51,7 @@ class QueuedTracker:
         """
         limit_s = min(self._limit_s, STOPPED_LIMIT_S) if exit_code == EXIT_PREEMPTED else self._limit_s
         try:
-            self._queue.put((False, self._end, (exit_code,)), timeout=limit_s)
+            self._queue.put((self._end, (exit_code,)), timeout=limit_s)
             self._thread.join(limit_s)
         except queue.Full:
             pass
@@ -61,11 +61,11 @@ class QueuedTracker:
             kept = "; metrics.jsonl has them all" if self._keeps_lines else ""
             get_logger().warning("%d points did not reach %s%s", lost, self.title, kept)
 
-    def _put(self, is_record: bool, action: Callable[..., None], *arguments: Any) -> None:
+    def _put(self, action: Callable[..., None], *arguments: Any) -> None:
         try:
-            self._queue.put_nowait((is_record, action, arguments))
+            self._queue.put_nowait((action, arguments))
         except queue.Full:
-            self._dropped += is_record
+            self._dropped += action == self._send
             if self._dropped == 1:
                 kept = " (metrics.jsonl keeps them)" if self._keeps_lines else ""
                 get_logger().warning("%s is too slow; points are dropped%s", self.title, kept)
@@ -84,14 +84,14 @@ class QueuedTracker:
         except Exception as error:
             get_logger().warning("no %s: %s", self.title, self._describe(error))
         while action != self._end:
-            is_record, action, arguments = self._queue.get()
+            action, arguments = self._queue.get()
             if not is_open:
-                self._failed += is_record
+                self._failed += action == self._send
                 continue
             try:
                 action(*arguments)
             except Exception as error:
-                self._failed += is_record
+                self._failed += action == self._send
                 if not has_failed or action == self._end:
                     get_logger().warning("%s: %s", self.title, self._describe(error))
                 has_failed = True

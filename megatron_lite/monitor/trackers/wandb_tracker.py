@@ -141,7 +141,7 @@ class WandbTracker(QueuedTracker):
         """Post an alert: status alerts always, others with --wandb_post_alerts, by default with status alerts."""
         posts = self._options.wandb_post_alerts
         if is_status or (posts is None and self._options.wandb_status_interval is not None) or posts:
-            self._put(False, lambda: self._run.alert(title, text))
+            self._put(lambda: self._run.alert(title, text))
 
     def close(self, exit_code: int) -> None:
         """Send the queued records and finish the run; give up within a minute."""
