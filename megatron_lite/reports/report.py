@@ -70,7 +70,6 @@ def page(runs: Sequence[WatchedRun]) -> str:
 <script>
 {_file("report.js")}</script>
 </body></html>
-
 """
 
 
