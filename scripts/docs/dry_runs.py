@@ -13,6 +13,7 @@ import re
 import subprocess
 import sys
 from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 from megatron_lite.cli.parse import parse, read_words
@@ -53,7 +54,9 @@ def output(command: str) -> str:
 
 def renewed(text: str) -> str:
     """Return a document with current outputs."""
-    text = SHOWN.sub(lambda found: f"{found[1]}{output(found[2])}\n{found[4]}", text)
+    with ThreadPoolExecutor() as pool:
+        outputs = iter(list(pool.map(output, [found[2] for found in SHOWN.finditer(text)])))
+    text = SHOWN.sub(lambda found: f"{found[1]}{next(outputs)}\n{found[4]}", text)
     tables = {"published": published_table} if "<!-- table: published -->" in text else {}
     return with_tables(text, tables, separated=False)
 

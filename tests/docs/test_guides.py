@@ -33,17 +33,24 @@ def test_tables_are_what_the_engine_counts() -> None:
     assert engine_tables.main(["--check"]) == 0
 
 
+def rows_of(guide: str, name: str) -> list[list[str]]:
+    """The cells of a generated table of a guide."""
+    (table,) = re.findall(rf"<!-- table: {name} -->\n(.*?)<!-- end -->", documents.read(guide), re.S)
+    return [row.strip("| ").split(" | ") for row in table.strip().splitlines()[2:]]
+
+
 def test_formulas_in_the_tables_are_equal_to_the_counts() -> None:
-    """Allocated less padding is the formula; gathers and reductions are theirs, in every row."""
-    memory, traffic = (
-        [row.strip("| ").split(" | ") for row in table.strip().splitlines()[2:]]
-        for table in re.findall(r"<!-- table: (?:memory|traffic) -->\n(.*?)<!-- end -->", GUIDE, re.S)
-    )
+    """Allocated less padding is the formula; gathers, reductions and the bytes that tensor-parallel ranks send are
+    theirs, in every row."""
+    memory, traffic = rows_of("multi_stage", "memory"), rows_of("multi_stage", "traffic")
     assert len(memory) == 24 and len(traffic) == 12
     for row in memory:
         formula, padding, allocated = (int(cell.replace(",", "")) for cell in row[3:6])
         assert formula + padding == allocated and padding < allocated / 1000
     assert all(row[2] == row[3] and row[4] == row[5] for row in traffic)
+    for _, tokens, recomputed, gathers, sent, formula, _, summed, sums, _ in rows_of("parallelism", "tensor_traffic"):
+        assert sent == formula and summed == sums
+        assert (gathers == "0") == (tokens == "whole") and recomputed in ("0", "32")
 
 
 def test_every_command_of_the_guides_is_run() -> None:

@@ -74,12 +74,8 @@ def test_tables_and_goals_read_the_same_rows() -> None:
         "median": 1 / 3,
         "quartiles": [1 / 3.5, 1 / 2.5],
     }
-    goals = [
-        Goal("a", "/ b", 0.4, 0.3),
-        Goal("b", "n", 6, at_least=True),
-        Goal("b", "n", 6, where={"x": 1}),
-        Goal("c", "n", 6),
-    ]
+    goals = [Goal("a", "/ b", 0.4, 0.3), Goal("b", "n", 6, at_least=True), Goal("b", "n", 6, where={"x": 1})]
+    goals.append(Goal("c", "n", 6))
     assert list(verdicts(goals, rows, {"x": 2})) == [
         "a / b: 0.5, goal: at most 0.4, moonshot 0.3: missed",
         "b, n: 7, goal: at least 6: met",

@@ -39,6 +39,12 @@ def convert(source: Path, target: Path, kind: str, *flags: str) -> int:
     return script.main([f"--from={source}", f"--to={target}", f"--format={kind}", *flags])
 
 
+@pytest.fixture
+def theirs(tmp_path: Path) -> Path:
+    """A Hugging Face folder."""
+    return write_folder(FAST, tmp_path / "theirs")
+
+
 def state_of(folder: Path) -> dict[str, Tensor]:
     """All tensors of a Hugging Face folder."""
     return {name: value for path in sorted(folder.glob("*.safetensors")) for name, value in load_file(path).items()}
@@ -87,9 +93,10 @@ def test_half_precision_goes_through_unchanged(tmp_path: Path, dtype: torch.dtyp
     assert same(state_of(theirs), state_of(tmp_path / "again"))
 
 
-def test_a_dtype_is_rounded_to_once_and_verified(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_dtype_is_rounded_to_once_and_verified(
+    theirs: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     """fp32 -> bf16 is torch's own rounding; --verify states a difference within what rounding explains."""
-    theirs = write_folder(FAST, tmp_path / "theirs")
     assert convert(theirs, tmp_path / "bf16", "huggingface", "--dtype=bf16", "--verify") == 0
     expected = {name: value.to(torch.bfloat16) for name, value in state_of(theirs).items()}
     assert same(expected, state_of(tmp_path / "bf16"))
@@ -205,10 +212,9 @@ def test_impossible_conversions_are_refused_and_change_nothing(
 
 
 def test_a_folder_inside_the_source_and_a_wrong_number_are_refused(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    theirs: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """Nothing is written into what is read, nor a checkpoint under the number of another iteration."""
-    theirs = write_folder(FAST, tmp_path / "theirs")
     for target, said in (("theirs/in", NESTED), ("theirs", NESTED), ("7", "must be named after its iteration")):
         assert convert(theirs, tmp_path / target, "distributed", "--exist_ok") == 2
         assert said in capsys.readouterr().err
@@ -247,9 +253,8 @@ def test_killed_in_between_nothing_half_appears(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("mask", [0o022, 0o077])
-def test_others_can_read_it_where_the_umask_lets_them(tmp_path: Path, mask: int) -> None:
+def test_others_can_read_it_where_the_umask_lets_them(theirs: Path, tmp_path: Path, mask: int) -> None:
     """Files 0644 and folders 0755 as a rule; a stricter umask is what its user wants."""
-    theirs = write_folder(FAST, tmp_path / "theirs")
     previous = os.umask(mask)
     try:
         for kind in ("huggingface", "distributed"):
@@ -286,9 +291,8 @@ def test_no_more_than_one_parameter_is_in_memory(tmp_path: Path, monkeypatch: py
     assert len(read) > 10
 
 
-def test_special_tokens_and_the_tokenizer_come_along(tmp_path: Path) -> None:
+def test_special_tokens_and_the_tokenizer_come_along(theirs: Path, tmp_path: Path) -> None:
     """A Hugging Face folder keeps its own tokenizer and ids."""
-    theirs = write_folder(FAST, tmp_path / "theirs")
     save_byte_tokenizer(str(tmp_path / "byte.json"))
     assert convert(theirs, tmp_path / "1", "huggingface") == 0
     assert not (tmp_path / "1" / "tokenizer.json").exists()

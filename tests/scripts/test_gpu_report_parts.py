@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from scripts.benchmarks.gpu import report as gpu_report
-from scripts.benchmarks.gpu.report import Report, Step
+from scripts.benchmarks.gpu.report import Step
 
 pytestmark = pytest.mark.guides
 
@@ -42,7 +42,6 @@ def test_a_call_runs_the_chosen_parts_and_steps() -> None:
 
 
 A_GPU = {"machine": {"device": "A GPU", "driver": "1"}, "versions": {"torch": "2.13.0"}, "commit": "none"}
-HEAD: dict[str, Any] = {"environment": A_GPU}
 
 
 def part_of_report(date: str, **steps: Any) -> dict[str, Any]:
@@ -70,39 +69,18 @@ def test_reports_of_several_calls_become_one(tmp_path: Path) -> None:
     assert found["environment"]["machine"] == A_GPU["machine"]
 
 
-@pytest.mark.parametrize(
-    ("change", "said"),
-    [
-        ({"machine": {"device": "B GPU", "driver": "1"}}, "device A GPU and B GPU"),
-        ({"commit": "abc"}, "commit none and abc"),
-    ],
-    ids=["machine", "commit"],
-)
-def test_reports_of_other_machines_or_commits_are_not_joined(tmp_path: Path, change: dict[str, Any], said: str) -> None:
+def test_reports_of_other_machines_or_commits_are_not_joined(tmp_path: Path) -> None:
     first, second = tmp_path / "first.json", tmp_path / "second.json"
     first.write_text(json.dumps(part_of_report("2026-01-01", ops=1)), "utf-8")
-    second.write_text(json.dumps(part_of_report("2026-01-01", variants=1) | {"environment": A_GPU | change}), "utf-8")
-    with pytest.raises(ValueError, match=said):
-        gpu_report.main([f"--merge={first},{second}", f"--output={tmp_path / 'whole.json'}"])
-    assert not (tmp_path / "whole.json").exists()
-    with pytest.raises(ValueError, match=f"first.json holds the report of another machine or version .{said}"):
-        gpu_report.earlier_report(first, {"environment": A_GPU | change})
-
-
-def test_a_later_call_adds_its_steps_to_the_file(tmp_path: Path) -> None:
-    """Also if it is stopped: the file is whole after each step, and the earlier results stay."""
-    output = tmp_path / "report.json"
-    assert gpu_report.earlier_report(output, HEAD) is None
-    output.write_text(json.dumps(part_of_report("2026-01-01", kernel_tests=1, ops=1)), "utf-8")
-    report = Report(output, tmp_path, 60.0, HEAD, gpu_report.earlier_report(output, HEAD))
-    assert set(json.loads(output.read_text("utf-8"))["steps"]) == {"kernel tests", "ops"}
-    report.run(Step("ops", ("-c", "raise SystemExit(3)"), 30, gpu_report.read_output))
-    found = json.loads(output.read_text("utf-8"))
-    assert [(name, step["status"]) for name, step in found["steps"].items()] == [
-        ("kernel tests", "ok"),
-        ("ops", "failed"),
-    ]
-    assert found["ok"] is False and found["seconds"] >= 10.5
+    machine = {"device": "B GPU", "driver": "1"}
+    for change, said in (({"machine": machine}, "device A GPU and B GPU"), ({"commit": "abc"}, "commit none and abc")):
+        other: dict[str, Any] = {"environment": A_GPU | change}
+        second.write_text(json.dumps(part_of_report("2026-01-01", variants=1) | other), "utf-8")
+        with pytest.raises(ValueError, match=said):
+            gpu_report.main([f"--merge={first},{second}", f"--output={tmp_path / 'whole.json'}"])
+        assert not (tmp_path / "whole.json").exists()
+        with pytest.raises(ValueError, match=f"first.json holds the report of another machine or version .{said}"):
+            gpu_report.earlier_report(first, other)
 
 
 def test_three_calls_make_one_report(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -119,6 +97,11 @@ def test_three_calls_make_one_report(tmp_path: Path, monkeypatch: pytest.MonkeyP
         assert gpu_report.main([f"--output={output}", *more]) == 0
         found = json.loads(output.read_text("utf-8"))
         assert list(found["steps"]) == [*gpu_report.PARTS[:count]] and found["ok"]
+    # A step that fails replaces its result; the file is whole, and the other results stay.
+    fakes[1] = Step(fakes[1].name, ("-c", "raise SystemExit(3)"), 30, gpu_report.read_output, fakes[1].part)
+    assert gpu_report.main([f"--output={output}", f"--only={fakes[1].name}"]) == 1
+    found = json.loads(output.read_text("utf-8"))
+    assert [step["status"] for step in found["steps"].values()] == ["ok", "failed", "ok"] and not found["ok"]
     described["machine"] = {"device": "B GPU"}
     with pytest.raises(ValueError, match="device A GPU and B GPU"):
         gpu_report.main([f"--output={output}"])

@@ -18,15 +18,10 @@ from scripts import plot_schedule as script
 pytestmark = pytest.mark.guides
 
 SCRIPT = Path(__file__).parents[2] / "scripts" / "plot_schedule.py"
-FLAGS = [
-    "--train_iters=40",
-    "--lr=1e-3",
-    "--lr_decay_style=cosine",
-    "--lr_num_cycles=2",
-    "--lr_warmup_fraction=0.2",
-    "--lr_rewarmup_iters=3",
-    "--min_lr_ratio=0.1",
-]
+FLAGS = (
+    "--train_iters=40 --lr=1e-3 --lr_decay_style=cosine --lr_num_cycles=2 --lr_warmup_fraction=0.2"
+    " --lr_rewarmup_iters=3 --min_lr_ratio=0.1"
+).split()
 
 
 def read(path: Path) -> list[list[str]]:
@@ -88,49 +83,41 @@ def test_batch_size_axis_can_be_read() -> None:
         assert len(labels) >= 3 and len(set(labels)) == len(labels)
 
 
-@pytest.mark.parametrize("where", ["folder", "experiment"])
-def test_default_file(
-    where: str, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Without --csv and --png: a picture in the experiment directory or the current folder; else a table."""
-    monkeypatch.chdir(tmp_path)
-    flags = [*FLAGS, "--experiment_dir=run"] if where == "experiment" else FLAGS
-    folder = tmp_path / "run" if where == "experiment" else tmp_path
-    if importlib.util.find_spec("matplotlib"):
-        assert script.main(flags) == 0
-        assert (folder / "schedule.png").read_bytes().startswith(b"\x89PNG")
-    monkeypatch.setattr(importlib.util, "find_spec", lambda *arguments: None)
-    assert script.main(flags) == 0
-    assert len(read(folder / "schedule.csv")) == 41
-    assert "pip install matplotlib" in capsys.readouterr().out
-
-
-def test_picture_without_matplotlib(
+def test_default_file_and_a_picture_without_matplotlib(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """An error that says what to install, before anything is written."""
-    monkeypatch.setattr(importlib.util, "find_spec", lambda *arguments: None)
-    assert script.main([*FLAGS, f"--png={tmp_path}/a.png", f"--csv={tmp_path}/a.csv"]) == 2
-    assert "--png: matplotlib is not installed (pip install matplotlib)" in capsys.readouterr().err
-    assert list(tmp_path.iterdir()) == []
+    """Without --csv and --png: a picture in the experiment directory or the current folder; else a table.
+
+    --png asks for matplotlib before anything is written.
+    """
+    monkeypatch.chdir(tmp_path)
+    for flags, folder in ((FLAGS, tmp_path), ([*FLAGS, "--experiment_dir=run"], tmp_path / "run")):
+        if importlib.util.find_spec("matplotlib"):
+            assert script.main(flags) == 0
+            assert (folder / "schedule.png").read_bytes().startswith(b"\x89PNG")
+        with monkeypatch.context() as without:
+            without.setattr(importlib.util, "find_spec", lambda *arguments: None)
+            assert script.main(flags) == 0
+            assert len(read(folder / "schedule.csv")) == 41
+            assert "pip install matplotlib" in capsys.readouterr().out
+            assert script.main([*FLAGS, "--png=a.png", "--csv=a.csv"]) == 2
+            assert "--png: matplotlib is not installed (pip install matplotlib)" in capsys.readouterr().err
+    assert not list(tmp_path.glob("a.*"))
 
 
-@pytest.mark.parametrize(
-    ("words", "code", "message"),
-    [
+def test_errors(capsys: pytest.CaptureFixture[str]) -> None:
+    """One line each, with the exit code of its kind."""
+    for words, code, message in (
         ([*FLAGS, "--csv"], 2, "ERROR: --csv: needs a file; write --csv=schedule.csv"),
         (["--csv", *FLAGS], 2, "ERROR: --csv: needs a file"),
         (["--csv=x"], 2, "ERROR: --train_iters=0: no iterations to show"),
         ([*FLAGS, "--csv=x", "--lr_cycle_iters=5"], 2, "exclude each other"),
         ([*FLAGS, "--csv=x", "--lr_decay=5", "--lr=-1"], 2, "ERROR: unknown flag --lr_decay"),
         ([*FLAGS, "--csv=/dev/null/x"], 8, "ERROR: --csv=/dev/null/x: cannot be written: "),
-    ],
-)
-def test_errors(words: list[str], code: int, message: str, capsys: pytest.CaptureFixture[str]) -> None:
-    """One line each, with the exit code of its kind."""
-    assert script.main(words) == code
-    printed = capsys.readouterr()
-    assert printed.out == "" and message in printed.err
+    ):
+        assert script.main(words) == code, words
+        printed = capsys.readouterr()
+        assert printed.out == "" and message in printed.err, words
 
 
 def test_warnings_and_help(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

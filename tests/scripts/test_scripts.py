@@ -180,9 +180,13 @@ def test_readme_dry_run(tmp_path: Path) -> None:
 # --- Environment strings, launch scripts
 
 
-def test_tutorial_strings_describe_mistral(captured: dict[str, str]) -> None:
-    """The README's environment strings, split by bash as typed, make a Mistral-7B on 128 GPUs."""
-    names = {"WANDB_ENTITY_NAME": "someone", "PROJECT_NAME": "mistral", "PROJECT_VERSION": "v1"}
+def test_strings_script_and_flags_describe_one_mistral(captured: dict[str, str]) -> None:
+    """The README's environment strings, split by bash as typed, make a Mistral-7B on 128 GPUs.
+
+    train_mistral.sh launches the same configuration on every GPU, with Weights & Biases off; the file of flags that the
+    guide's dry runs read describes the same model, batch and dtype.
+    """
+    names = {"WANDB_ENTITY_NAME": "someone", "PROJECT_NAME": "mistral", "PROJECT_VERSION": "default"}
     succeeds(shell(large_run(), **captured, **names))
     launcher, flags = split_command(captured)
     assert launcher == ["--nproc-per-node=gpu"]
@@ -191,24 +195,12 @@ def test_tutorial_strings_describe_mistral(captured: dict[str, str]) -> None:
     assert (config.batch.micro_batch_size, config.batch.sequential_micro_batches) == (1, 1)
     assert (config.learning_rate.min_lr, config.distributed.training_dtype) == (3e-6, "bf16")
     assert (config.run.experiment_name, config.tracking.wandb_entity_name) == ("mistral", "someone")
-
-
-def test_mistral_script_is_the_readme_in_a_file(captured: dict[str, str]) -> None:
-    """train_mistral.sh launches the configuration of the README on every GPU, with Weights & Biases off."""
-    names = {"WANDB_ENTITY_NAME": "", "PROJECT_NAME": "mistral", "PROJECT_VERSION": "default"}
-    succeeds(shell(large_run(), **captured, **names))
+    succeeds(shell(large_run(), **captured, **names | {"WANDB_ENTITY_NAME": ""}))
     expected = configuration(split_command(captured)[1], 128)
     succeeds(shell("bash scripts/examples/train_mistral.sh", **captured))
     launcher, flags = split_command(captured)
     assert launcher == ["--standalone", "--nproc-per-node=gpu"]
-    assert configuration(flags, 128) == expected
-    assert expected.tracking.wandb_entity_name is None
-
-
-def test_mistral_flags_are_the_model_and_batch_of_the_script(captured: dict[str, str]) -> None:
-    """The file of flags that the guide's dry runs read describes the same model, batch and dtype."""
-    succeeds(shell("bash scripts/examples/train_mistral.sh", **captured))
-    expected = configuration(split_command(captured)[1], 128)
+    assert configuration(flags, 128) == expected and expected.tracking.wandb_entity_name is None
     config = configuration([f"@{EXAMPLES / 'mistral_7b.flags'}", "--dataset_source=random"], 128)
     assert (config.model, config.batch) == (expected.model, expected.batch)
     assert config.distributed.training_dtype == expected.distributed.training_dtype
@@ -449,7 +441,10 @@ def test_scripts_find_the_environment_of_the_checkout(script: str, tmp_path: Pat
 
 
 def test_corpus_is_deterministic_and_clean(tmp_path: Path) -> None:
-    """The same files give the same corpus, in an order that mixes folders; tests and unreadable files are left out."""
+    """The same files give the same corpus, in an order that mixes folders; tests and unreadable files are left out.
+
+    A folder without Python files is an error of data, in one line, and leaves no file.
+    """
     for name in ("a/one.py", "a/two.py", "b/three.py", "test/skipped.py", "b/empty.py"):
         (tmp_path / "source" / name).parent.mkdir(parents=True, exist_ok=True)
         (tmp_path / "source" / name).write_text("" if "empty" in name else f"name = {name!r}\n")
@@ -460,11 +455,7 @@ def test_corpus_is_deterministic_and_clean(tmp_path: Path) -> None:
     written = [json.loads(line) for line in (tmp_path / "first.jsonl").read_text().splitlines()]
     assert {document["path"] for document in written} == {"a/one.py", "a/two.py", "b/three.py"}
     assert all(document["text"] == f"name = {document['path']!r}\n" for document in written)
-
-
-def test_corpus_of_nothing(tmp_path: Path) -> None:
-    """A folder without Python files is an error of data, in one line, and leaves no file."""
-    result = shell(f"python scripts/build_corpus.py --source {tmp_path} --output {tmp_path}/corpus.jsonl")
-    assert result.returncode == 3
+    (tmp_path / "empty").mkdir()
+    result = shell(f"python scripts/build_corpus.py --source {tmp_path}/empty --output {tmp_path}/empty/corpus.jsonl")
+    assert result.returncode == 3 and not list((tmp_path / "empty").iterdir())
     assert result.stderr.count("\n") == 1 and str(tmp_path) in result.stderr
-    assert not list(tmp_path.iterdir())

@@ -8,7 +8,9 @@ import shutil
 import struct
 import tracemalloc
 import zlib
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -77,26 +79,24 @@ def test_every_problem_is_named(run: Path, tmp_path: Path, capsys: pytest.Captur
     assert captured.err == "ERROR: 5 of 6 checkpoints cannot be used\n"
 
 
-def test_files_that_do_not_belong_together(run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """A manifest that was written for the files of another save, with their checksums, is found by their headers."""
-    folder = tmp_path / "20"
-    shutil.copytree(run / "checkpoints" / "20", folder)
+def reseal(folder: Path, change: Callable[[dict[str, Any]], object]) -> None:
+    """Change the manifest of a checkpoint, with a checksum of its own that is right."""
     values = json.loads((folder / "manifest.json").read_bytes())
-    (folder / "manifest.json").write_bytes(seal({**values, "save_id": "0" * 16}))
-    assert verify_checkpoint.main([str(folder)]) == 4
-    assert "rank_000.safetensors: it belongs to another save, iteration or rank" in capsys.readouterr().out
-
-
-def test_a_forged_checksum(run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """The files are good, but a forged checksum would stop every reader of these bytes."""
-    folder = tmp_path / "20"
-    shutil.copytree(run / "checkpoints" / "20", folder)
-    values = json.loads((folder / "manifest.json").read_bytes())
-    values["files"]["rank_000.safetensors"]["crc32"] = "0" * 8
+    change(values)
     (folder / "manifest.json").write_bytes(seal(values))
-    assert verify_checkpoint.main([str(folder)]) == 4
-    words = "rank_000.safetensors: its checksum does not match: it is damaged or belongs to another save ("
-    assert words in capsys.readouterr().out
+
+
+def test_files_that_do_not_belong_together(run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """A manifest of another save is found by the files' headers, and a forged checksum would stop every reader."""
+    damaged = "its checksum does not match: it is damaged or belongs to another save ("
+    for name, change, said in (
+        ("1", lambda values: values.update(save_id="0" * 16), "it belongs to another save, iteration or rank"),
+        ("2", lambda values: values["files"]["rank_000.safetensors"].update(crc32="0" * 8), damaged),
+    ):
+        folder = shutil.copytree(run / "checkpoints" / "20", tmp_path / name / "20")
+        reseal(folder, change)
+        assert verify_checkpoint.main([str(folder)]) == 4
+        assert f"rank_000.safetensors: {said}" in capsys.readouterr().out
 
 
 def test_values_that_are_not_finite(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -109,20 +109,18 @@ def test_values_that_are_not_finite(tmp_path: Path, capsys: pytest.CaptureFixtur
     data = bytearray(path.read_bytes())
     data[piece.offset : piece.offset + 4] = struct.pack("<f", math.inf)
     path.write_bytes(data)
-    values = json.loads((tmp_path / "10" / "manifest.json").read_bytes())
-    values["files"][piece.file]["crc32"] = f"{zlib.crc32(data):08x}"
-    (tmp_path / "10" / "manifest.json").write_bytes(seal(values))
+    reseal(tmp_path / "10", lambda values: values["files"][piece.file].update(crc32=f"{zlib.crc32(data):08x}"))
     assert verify_checkpoint.main([str(tmp_path)]) == 0
     assert verify_checkpoint.main([str(tmp_path), "--values"]) == 4
     assert f"exp_avg of '{name}' holds numbers that are not finite" in capsys.readouterr().out
 
 
-@pytest.mark.parametrize("path", ["nothing", "", "file"])
-def test_nothing_to_verify_is_a_wrong_command(path: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_nothing_to_verify_is_a_wrong_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """No such folder, one without checkpoints, or a file."""
     (tmp_path / "file").write_text("")
-    assert verify_checkpoint.main([str(tmp_path / path)]) == 2
-    assert "give a checkpoint or the directory of a run" in capsys.readouterr().err
+    for path in ("nothing", "", "file"):
+        assert verify_checkpoint.main([str(tmp_path / path)]) == 2
+        assert "give a checkpoint or the directory of a run" in capsys.readouterr().err, path
 
 
 def test_memory_is_one_piece(tmp_path: Path) -> None:
@@ -130,9 +128,8 @@ def test_memory_is_one_piece(tmp_path: Path) -> None:
     save(tmp_path, 10, 1)
     with open(tmp_path / "10" / "rank_000.safetensors", "ab") as file:
         file.truncate(2**26)
-    values = json.loads((tmp_path / "10" / "manifest.json").read_bytes())
-    values["files"]["rank_000.safetensors"] |= {"size": 2**26, "crc32": "0" * 8 * 64}
-    (tmp_path / "10" / "manifest.json").write_bytes(seal(values))
+    sized = {"size": 2**26, "crc32": "0" * 8 * 64}
+    reseal(tmp_path / "10", lambda values: values["files"]["rank_000.safetensors"].update(sized))
     tracemalloc.start()
     assert verify_checkpoint.main([str(tmp_path)]) == 4
     peak = tracemalloc.get_traced_memory()[1]

@@ -12,11 +12,10 @@ import functools
 import subprocess
 import sys
 from collections.abc import Callable
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from megatron_lite.config import Config, unflatten
+from megatron_lite.config import unflatten
 from megatron_lite.huggingface.config_file import hugging_face_config
 from megatron_lite.validation import resolve
 from scripts.benchmarks.programs.inputs import write_json_file, write_llama_weights, write_tokenizer
@@ -33,35 +32,20 @@ COMPARED_WITH = dict.fromkeys(("nanoGPT", "nanoGPT compiled"), OURS_EXACT_GELU)
 NEVER = 10**6  # an interval, or a number of steps, that no run reaches
 
 
-@dataclass(frozen=True)
 class Setting:
-    """The options of a run and the folder of its inputs."""
+    """A run's options, the folder of its inputs, and the model.
 
-    options: argparse.Namespace
-    folder: Path  # inputs; programs may write to folders below it
+    Programs may write to folders below the folder of inputs.
+    """
 
-    @property
-    def ranks(self) -> int:
-        """Number of training processes."""
-        return int(self.options.ranks)
-
-    @property
-    def is_llama(self) -> bool:
-        """Whether the model has rotary positions, RMS norm and SwiGLU."""
-        return bool(MODELS[self.options.model][1]["use_rotary_embeddings"])
-
-    @property
-    def model_flags(self) -> dict[str, Any]:
-        """Our program's flags for the model, samples and weight decay."""
-        options = self.options
+    def __init__(self, options: argparse.Namespace, folder: Path) -> None:
+        self.options, self.folder, self.ranks = options, folder, int(options.ranks)
+        family = MODELS[options.model][1]
         sizes = {name: getattr(options, name) for name in Sizes._fields}
-        return {**MODELS[options.model][1], **sizes, "max_position_embeddings": options.sequence_length}
-
-    @property
-    def config(self) -> Config:
-        """Our program's configuration of the model."""
-        values = {**self.model_flags, "train_iters": 1, "device": "cpu"}
-        return resolve(unflatten(values | ({"export_model_type": "llama"} if self.is_llama else {})), 1)
+        self.is_llama = bool(family["use_rotary_embeddings"])  # with RMS norm and SwiGLU
+        self.model_flags: dict[str, Any] = {**family, **sizes, "max_position_embeddings": options.sequence_length}
+        exported = {"export_model_type": "llama"} if self.is_llama else {}
+        self.config = resolve(unflatten({**self.model_flags, **exported, "train_iters": 1, "device": "cpu"}), 1)
 
     @property
     def words(self) -> list[str]:

@@ -9,11 +9,12 @@ from __future__ import annotations
 import argparse
 import contextlib
 import importlib
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
-from types import ModuleType
+from functools import partial
 from typing import Any
+from unittest import mock
 
 import torch
 from torch import Tensor, nn
@@ -64,13 +65,14 @@ class Peer(Contestant):
         config: Config,
         distributed: Distributed,
         module: nn.Module,
-        patch: AbstractContextManager[Any] | None,
+        patch: Callable[[], AbstractContextManager[Any]] = contextlib.nullcontext,
         keep_gradients: bool = False,
     ) -> None:
+        """patch: makes the context in which this peer runs."""
         self._config, self._device, self._module = config, distributed.device, module
         self._keep_gradients = keep_gradients  # FSDP2: full gradients until the last micro-batch
         self._autocast = config.distributed.training_dtype == "bf16" and not isinstance(module, FSDPModule)
-        self._patch: AbstractContextManager[Any] = patch or contextlib.nullcontext()  # active while this peer runs
+        self._patch = patch
         options = config.optimizer
         groups: dict[tuple[bool, bool], list[nn.Parameter]] = {}  # norms and biases are not decayed
         for parameter in module.parameters():
@@ -92,7 +94,7 @@ class Peer(Contestant):
         loss = torch.zeros((), device=self._device)
         for index, part in enumerate(micro_batches):
             part = part.to(self._device)
-            with self._synchronized(index == len(micro_batches) - 1), fastest_attention(self._device), self._patch:
+            with self._synchronized(index == len(micro_batches) - 1), fastest_attention(self._device), self._patch():
                 with torch.autocast(self._device.type, torch.bfloat16, enabled=self._autocast):
                     value = self._module(part[:, :-1].contiguous(), part[:, 1:].contiguous())
                 value.backward()
@@ -184,27 +186,17 @@ class HuggingFace(nn.Module):
         return output.loss
 
 
-class Liger(AbstractContextManager[None]):
-    """Liger's kernels in a Hugging Face model, active inside the `with` block.
+def liger_kernels(model: nn.Module) -> Callable[[], AbstractContextManager[Any]]:
+    """Put Liger's kernels into a Hugging Face model; return the context in which they are active.
 
-    Liger also patches functions in transformers' module. Outside the block they are restored for other rows.
+    Liger also replaces functions of transformers' module. Outside the context other rows find its own.
     """
-
-    def __init__(self, model: nn.Module) -> None:
-        self._module: ModuleType = importlib.import_module(type(model).__module__)
-        before = dict(vars(self._module))
-        kind = self._module.__name__.rpartition("_")[2]  # modeling_llama: llama
-        apply = getattr(importlib.import_module("liger_kernel.transformers"), f"apply_liger_kernel_to_{kind}")
-        apply(model=model)
-        changed = {name: value for name, value in vars(self._module).items() if before.get(name) is not value}
-        self._own, self._theirs = {name: before[name] for name in changed if name in before}, changed
-        self.__exit__()
-
-    def __enter__(self) -> None:
-        vars(self._module).update(self._theirs)
-
-    def __exit__(self, *_: object) -> None:
-        vars(self._module).update(self._own)
+    module = importlib.import_module(type(model).__module__)
+    before, kind = dict(vars(module)), module.__name__.rpartition("_")[2]  # modeling_llama: llama
+    getattr(importlib.import_module("liger_kernel.transformers"), f"apply_liger_kernel_to_{kind}")(model=model)
+    changed = {name: value for name, value in vars(module).items() if before.get(name) is not value}
+    vars(module).update({name: before[name] for name in changed if name in before})
+    return partial(mock.patch.dict, vars(module), changed)
 
 
 def compile_model(model: PlainGPT | HuggingFace, whole: bool, mode: str, backend: str) -> None:
@@ -237,7 +229,9 @@ def peer(row: Row, options: argparse.Namespace, config: Config, distributed: Dis
         model = PlainGPT(config, row.loss or options.loss, device)
     else:
         model = HuggingFace(config, options.hf_attention, device)
-    liger = Liger(model.model) if isinstance(model, HuggingFace) and row.model == "HF Liger" else None
+    patch: Callable[[], AbstractContextManager[Any]] = contextlib.nullcontext
+    if isinstance(model, HuggingFace) and row.model == "HF Liger":
+        patch = liger_kernels(model.model)
     if row.compiled:
         compile_model(model, row.trainer == "torch", options.compile_mode, options.compile_backend)
     if row.trainer == "FSDP2":
@@ -254,4 +248,4 @@ def peer(row: Row, options: argparse.Namespace, config: Config, distributed: Dis
     module: nn.Module = model
     if row.trainer == "DDP":
         module = DistributedDataParallel(model, process_group=distributed.group, gradient_as_bucket_view=True)
-    return Peer(config, distributed, module, liger, keep_gradients=not row.sync)
+    return Peer(config, distributed, module, patch, keep_gradients=not row.sync)

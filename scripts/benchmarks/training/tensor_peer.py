@@ -7,9 +7,6 @@ stay fused, and so do gate and up; their rows are ordered by rank, so that each 
 
 from __future__ import annotations
 
-from contextlib import AbstractContextManager
-from typing import Any
-
 import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
@@ -44,17 +41,6 @@ class SplitHead(Head):
         return loss.to_local()
 
 
-class LossParallel(AbstractContextManager[None]):
-    """A reusable `loss_parallel`, whose contexts can be entered only once."""
-
-    def __enter__(self) -> None:
-        self._now = loss_parallel()
-        self._now.__enter__()
-
-    def __exit__(self, *exception: Any) -> None:
-        self._now.__exit__(*exception)
-
-
 class TensorPeer(Peer):
     """A parallelized model. Parameters that its plan does not name stay ordinary tensors."""
 
@@ -82,7 +68,7 @@ def parallelized(config: Config, distributed: Distributed, splits_tokens: bool) 
     specs = parameter_specs(config, tensor_parallel(config, distributed.tensor))
     whole: nn.Module = parallelize_module(model, mesh, plan(splits_tokens))
     initialize(whole, config, distributed.device, lambda name, value: by_rank(specs[name], value))
-    return TensorPeer(config, distributed, whole, LossParallel())
+    return TensorPeer(config, distributed, whole, loss_parallel)
 
 
 def plan(splits_tokens: bool) -> dict[str, ParallelStyle]:
