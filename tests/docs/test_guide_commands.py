@@ -3,6 +3,7 @@
 import json
 import re
 import shutil
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -60,10 +61,9 @@ def prepared(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return tmp_path
 
 
-@pytest.mark.parametrize("guide", GUIDES)
-def test_commands_of_the_guide_run(guide: str, prepared: Path, tmp_path: Path) -> None:
-    """Every command of the guide ends well, in its order, on small sizes and without the network."""
-    folder = shutil.copytree(prepared, tmp_path / "checkout", symlinks=True)
+def run_commands(guide: str, prepared: Path, folder: Path) -> None:
+    """Run the commands of a guide in a copy of the checkout."""
+    shutil.copytree(prepared, folder, symlinks=True)
     if guide == "exports":
         shutil.copytree(folder / "runs" / "mine" / "checkpoints", folder / "run" / "checkpoints")
     found = commands(guide)
@@ -73,3 +73,9 @@ def test_commands_of_the_guide_run(guide: str, prepared: Path, tmp_path: Path) -
             command = command.replace(written, smaller)
         assert "..." not in command
         documents.run(command, folder)
+
+
+def test_commands_of_the_guides_run(prepared: Path, tmp_path: Path) -> None:
+    """Every command of each guide ends well, in its order, on small sizes and without the network."""
+    with ThreadPoolExecutor(len(GUIDES)) as pool:
+        list(pool.map(lambda guide: run_commands(guide, prepared, tmp_path / guide), GUIDES))

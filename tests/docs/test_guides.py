@@ -1,13 +1,15 @@
 """The guides: the commands that they show run and print what stands below them; tables are the engine's own books."""
 
 import re
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
 
 from megatron_lite.config.values import FLAGS, SPELLINGS
 from scripts.docs import engine_tables
-from tests.support import documents
+from tests.support import documents, warm_python
 from tests.support.documents import ROOT
 
 pytestmark = pytest.mark.guides
@@ -62,25 +64,37 @@ def test_every_command_of_the_guides_is_run() -> None:
         assert len(documents.shown(text)) == text.count("```bash\n") == text.count("```text\n") == 3
 
 
-@pytest.mark.parametrize(("command", "shown"), MEASURED, ids=[f"command {index}" for index in range(len(MEASURED))])
-def test_commands_print_what_is_shown(command: str, shown: str, tmp_path: Path) -> None:
+def outputs(commands: Sequence[str], folder: Path) -> list[str]:
+    """What commands print, each typed in a checkout of its own, two at a time."""
+    warm_python.folder()  # the server of all threads
+
+    def output(number: int) -> str:
+        checkout = folder / str(number)
+        checkout.mkdir()
+        printed = documents.typed(commands[number], documents.make_checkout(checkout)).stdout.rstrip()
+        return printed.replace(str(checkout), "/home/you/megatron_lite")
+
+    with ThreadPoolExecutor(2) as pool:
+        return list(pool.map(output, range(len(commands))))
+
+
+def test_commands_print_what_is_shown(tmp_path: Path) -> None:
     """Every line that the guide shows is printed, in this order; `...` stands for lines left out."""
-    printed = iter(normalized(documents.typed(command, documents.make_checkout(tmp_path)).stdout))
-    for line in normalized(shown):
-        if line == "...":
-            continue
-        assert any(line == candidate for candidate in printed), f"not printed, or not in this order: {line}"
+    for (command, shown), text in zip(MEASURED, outputs([command for command, _ in MEASURED], tmp_path), strict=True):
+        printed = iter(normalized(text))
+        for line in normalized(shown):
+            found = line == "..." or any(line == candidate for candidate in printed)
+            assert found, f"{command}: not printed, or not in this order: {line}"
 
 
-@pytest.mark.parametrize(("guide", "index"), [(guide, index) for guide in WHOLE for index in range(3)])
-def test_outputs_are_shown_whole(guide: str, index: int, tmp_path: Path) -> None:
+def test_outputs_are_shown_whole(tmp_path: Path) -> None:
     """The same words, and nearly the same numbers; without any difference where nothing is trained."""
-    command, shown = documents.shown(documents.read(guide))[index]
-    printed = documents.typed(command, documents.make_checkout(tmp_path)).stdout.rstrip()
-    printed = printed.replace(str(tmp_path), "/home/you/megatron_lite")
-    assert PLAIN_NUMBER.sub("#", printed) == PLAIN_NUMBER.sub("#", shown)
-    numbers = [[float(word.replace(",", "")) for word in PLAIN_NUMBER.findall(text)] for text in (printed, shown)]
-    assert numbers[0] == pytest.approx(numbers[1], rel=0.0 if "--dry_run=1" in command else WHOLE[guide])
+    pairs = [(guide, *pair) for guide in WHOLE for pair in documents.shown(documents.read(guide))]
+    for (guide, command, shown), printed in zip(pairs, outputs([pair[1] for pair in pairs], tmp_path), strict=True):
+        assert PLAIN_NUMBER.sub("#", printed) == PLAIN_NUMBER.sub("#", shown), command
+        numbers = [[float(word.replace(",", "")) for word in PLAIN_NUMBER.findall(text)] for text in (printed, shown)]
+        exact = "--dry_run=1" in command
+        assert numbers[0] == pytest.approx(numbers[1], rel=0.0 if exact else WHOLE[guide]), command
 
 
 @pytest.mark.parametrize(

@@ -35,7 +35,7 @@ def no_matplotlib(monkeypatch):
     )
 
 
-@pytest.mark.parametrize("num_lines", [1, 2, 40, 400])
+@pytest.mark.parametrize("num_lines", [1, 400])
 def test_picture_with_matplotlib(num_lines, tmp_path, capsys):
     pytest.importorskip("matplotlib", reason="matplotlib is not installed")
     run = write_run(tmp_path / "run_$x^2$", num_lines, consumed_tokens=12_345)
@@ -77,8 +77,7 @@ def test_matplotlib_draws_what_the_svg_shows(num_lines, tmp_path):
     assert (axes.get_xlim(), axes.get_ylim()) == ((0, drawing.width), (drawing.height, 0))
 
 
-@pytest.mark.parametrize("num_lines", [1, 2, 40, 400])
-@pytest.mark.parametrize("validation", [False, True])
+@pytest.mark.parametrize(("num_lines", "validation"), [(1, True), (2, True), (40, False), (400, True)])
 def test_svg_without_matplotlib(num_lines, validation, tmp_path, capsys, no_matplotlib):
     run = write_run(tmp_path / "a & <b>", num_lines, validation)
     assert script.main([str(run), "--output", str(tmp_path / "new/loss.png"), "--baseline", "x<y=5.5"]) == 0
