@@ -21,7 +21,7 @@ def exact(tensors: list[Tensor]) -> float:
     return float(sum(tensor.double().square().sum() for tensor in tensors))
 
 
-@pytest.mark.parametrize(("sizes", "scale", "dtype"), covering(SIZES, ["usual", "tiny", "huge"], DTYPES))
+@pytest.mark.parametrize(("sizes", "dtype", "scale"), covering(SIZES, DTYPES, ["usual", "tiny", "huge"]))
 def test_the_kernel_loses_nothing_and_overflows_nowhere(sizes: tuple[int, ...], scale: str, dtype: torch.dtype) -> None:
     """As exact as fp64, even where fp32 squares would be zero or infinite, and for mixed shards."""
     tiny, huge = (1e-6, 1e4) if dtype == torch.float16 else (1e-38, 1e30)

@@ -80,7 +80,7 @@ def test_mlp_equals_its_formula(gated: bool, biases: bool, level: str, dtype: to
 
 
 @needs_triton
-@pytest.mark.parametrize(("gated", "biases", "dtype"), covering([False, True], [False, True], DTYPES[:2]))
+@pytest.mark.parametrize(("gated", "dtype", "biases"), covering([False, True], DTYPES[:2], [False, True]))
 def test_mlp_by_kernels_equals_its_formula(gated: bool, biases: bool, dtype: torch.dtype) -> None:
     """A few tokens; every level gives the bits of level "none", whatever is frozen."""
     values = {name: value.to(DEVICE) for name, value in make(gated, biases, dtype).items()}

@@ -120,7 +120,10 @@ def all_cases(distributed: Distributed, zero_stage: int) -> dict[str, list[dict[
     return results
 
 
-@pytest.fixture(scope="module", params=[(1, 1), (1, 3), (2, 1), (2, 3)], ids=str)
+LAYOUTS = [(1, 1), *(pytest.param(layout, marks=pytest.mark.slow) for layout in ((1, 3), (2, 1))), (2, 3)]
+
+
+@pytest.fixture(scope="module", params=LAYOUTS, ids=str)
 def results(request: pytest.FixtureRequest) -> list[dict[str, list[dict[str, Any]]]]:
     """Return each rank's result with this many ranks at this ZeRO stage."""
     world_size, zero_stage = request.param

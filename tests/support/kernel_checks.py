@@ -110,16 +110,19 @@ def randn(*shape: int, seed: int = 0) -> Tensor:
 
 
 def covering(*axes: Sequence[Any]) -> list[Any]:
-    """Return all combinations of the axes' values as parameters; those that no pair of values needs are slow.
+    """Return all combinations of the axes' values as parameters, most of them slow.
 
-    The others together hold every two values of different axes.
+    The others hold every value of an axis with every value of the last axis, and values of other axes in many pairs.
     """
+    last = len(axes) - 1
     rows = list(itertools.product(*(range(len(axis)) for axis in axes)))
-    missing = {pair for row in rows for pair in itertools.combinations(enumerate(row), 2)}
+    pairs = {row: set(itertools.combinations(enumerate(row), 2)) for row in rows}
+    missing = set[Any]().union(*pairs.values())
+    needed = {pair for pair in missing if pair[1][0] == last}
     chosen = set()
-    while missing:
-        row = max(rows, key=lambda row: sum(pair in missing for pair in itertools.combinations(enumerate(row), 2)))
-        missing -= set(itertools.combinations(enumerate(row), 2))
+    while needed & missing:
+        row = max(rows, key=lambda row: (len(pairs[row] & needed & missing), len(pairs[row] & missing)))
+        missing -= pairs[row]
         chosen.add(row)
     found = []
     for row in rows:
