@@ -58,7 +58,7 @@ def agree_on_kernels(config: Config, distributed: Distributed) -> Kernels:
 
     def fails(backend: str, device: torch.device, work: Work) -> str | None:
         if backend in excluded:
-            return "it fails on another rank"
+            return "another rank cannot use it"
         if (reason := failure(backend, device, work)) is not None:
             own[backend] = reason
         return reason
