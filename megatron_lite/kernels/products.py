@@ -170,7 +170,7 @@ class ProductAccumulation(NamedTuple):
     """A way to accumulate products. `run(total, a, b, first)` does total = a b if `first`, else total += a b."""
 
     name: str
-    run: Callable[[Tensor, Tensor, Tensor, bool], None]
+    run: Callable[[Tensor, Tensor, Tensor, bool], object]
 
 
 def _in_the_product(total: Tensor, a: Tensor, b: Tensor, first: bool) -> None:
