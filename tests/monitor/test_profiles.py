@@ -9,11 +9,13 @@ import math
 import re
 import shutil
 import subprocess
+import sys
 import time
 import warnings
 from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, cast
 
 import pytest
@@ -339,7 +341,13 @@ def test_every_step_of_the_schedule_is_timed_once(options: dict[str, Any]) -> No
 
 
 def profiled_run(distributed: Distributed, folder: str, options: dict[str, Any]) -> None:
-    """A run to its end, after which nothing of the profiles is left in the way of a step."""
+    """A run to its end, after which nothing of the profiles is left in the way of a step.
+
+    A stand-in for torch's compiler has the one setting that the profiler reads: its import takes seconds.
+    """
+    config: Any = SimpleNamespace(triton=SimpleNamespace(cudagraphs=False))
+    compiler: Any = SimpleNamespace(config=config)
+    sys.modules |= {"torch._inductor": compiler, "torch._inductor.config": config}
     run = train_whole(distributed, tiny_config(distributed.world_size, experiment_dir=folder, **options))
     if run.profiles is not None:
         run.profiles.close()
