@@ -142,7 +142,7 @@ class Save:
         files.publish(self._temporary, self.folder, lambda folder: good_manifest(folder) is not None)
 
     def _is_published(self) -> bool:
-        """Whether a failed attempt has published the checkpoint; undo a half-finished one."""
+        """Return whether a failed attempt has published the checkpoint; undo it if it is incomplete."""
         if is_folder(self._temporary):
             return False
         content = good_manifest(self.folder)

@@ -227,7 +227,7 @@ class Vocabulary:
         return self._collectives.total(loss)
 
     def whole(self, logits: Tensor) -> Tensor:
-        """Return all logits (..., v), given those of this rank's table."""
+        """All-gather the logits (..., v) from those of each rank's part of the table."""
         return logits
 
 

@@ -44,7 +44,7 @@ class KeyValueCache:
 
 
 class Beginning:
-    """A pass over the whole prompt of one text, (1, t), which fills `row`."""
+    """The pass over the whole prompt of one text, (1, t), which fills `row` of the cache."""
 
     answered = slice(-1, None)  # tokens whose logits are computed
 

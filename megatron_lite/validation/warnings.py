@@ -57,7 +57,7 @@ def warnings(config: Config) -> list[str]:
 
 
 def _windows(options: Draft) -> Iterator[str]:
-    """Warn about windows of recent updates, and a phase of the average, for which the run is too short."""
+    """Warn if the run is too short for a window of recent updates, or for a phase of the average."""
     for name, used, consequence in (
         ("skip_bad_steps_window", options.skip_bad_steps, "no spike is ever dropped"),
         ("clip_update_norm_window", options.clip_update_norm_sigma is not None, "no update is ever clipped"),
