@@ -162,13 +162,11 @@ def _to_json(entry: TensorEntry) -> dict[str, Any]:
 
 
 def _from_json(fields: dict[str, Any], samples: dict[str, Tensor]) -> TensorEntry:
-    statistics = None
-    if "mean" in fields:
-        floats = {name: float(fields[name]) for name in ("mean", "std", "minimum", "maximum")}
-        statistics = Statistics(**floats, not_finite=fields["not_finite"], checksum=fields["checksum"])
-    name, level = fields["name"], fields["level"]
-    found = samples[name] if level >= 3 else None
-    return TensorEntry(name, tuple(fields["shape"]), fields["dtype"], fields["device"], level, statistics, found)
+    numbers = {field.name: fields.pop(field.name) for field in dataclasses.fields(Statistics) if field.name in fields}
+    numbers = {name: float(value) if isinstance(value, str) else value for name, value in numbers.items()}
+    found = samples[fields["name"]] if fields["level"] >= 3 else None
+    fields["shape"] = tuple(fields["shape"])
+    return TensorEntry(**fields, statistics=Statistics(**numbers) if numbers else None, samples=found)
 
 
 def unique_names(entries: Sequence[TensorEntry]) -> Iterator[TensorEntry]:
