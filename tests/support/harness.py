@@ -143,15 +143,10 @@ TINY = dict(
 )
 
 
-LLAMA: dict[str, Any] = dict(
-    use_rotary_embeddings=True,
-    gated=True,
-    add_linear_biases=False,
-    normalization_type="rms_norm",
-    head_groups=2,
-    tie_word_embeddings=False,
-    ffn_hidden_size=88,
+ROTARY_GATED: dict[str, Any] = dict(
+    use_rotary_embeddings=True, gated=True, add_linear_biases=False, normalization_type="rms_norm"
 )
+LLAMA: dict[str, Any] = dict(**ROTARY_GATED, head_groups=2, tie_word_embeddings=False, ffn_hidden_size=88)
 
 
 def tiny_config(world_size: int = 1, **options: Any) -> Config:

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from megatron_lite.data.open_data import open_data
-from tests.support.harness import LLAMA, run_distributed, tiny_config, train_several, train_tiny
+from tests.support.harness import LLAMA, ROTARY_GATED, run_distributed, tiny_config, train_several, train_tiny
 from tests.support.plain_gpt import PlainGPT, plain_adamw
 
 ITERATIONS = 20
@@ -16,22 +16,10 @@ ITERATIONS = 20
 ARCHITECTURES: dict[str, dict[str, Any]] = {
     "gpt2": {},
     "llama": LLAMA,
-    "mistral": {
-        "use_rotary_embeddings": True,
-        "gated": True,
-        "add_linear_biases": False,
-        "normalization_type": "rms_norm",
-        "head_groups": 1,
-        "window_size": 5,
-        "kv_channels": 12,
-        "tie_word_embeddings": True,
-    },
+    "mistral": {**ROTARY_GATED, "head_groups": 1, "window_size": 5, "kv_channels": 12, "tie_word_embeddings": True},
     "qwen2": {
-        "use_rotary_embeddings": True,
-        "gated": True,
-        "add_linear_biases": False,
+        **ROTARY_GATED,
         "add_qkv_biases": True,
-        "normalization_type": "rms_norm",
         "head_groups": 2,
         "logit_soft_cap": 5.0,
         "make_vocab_size_divisible_by": 100,

@@ -40,27 +40,11 @@ NO_FILE = [
     *"--train_iters=7 --batch_size=8 --dataset_source=random --log_interval=5 --validation_iters=1".split(),
     "--test_iters=1",
 ]
-KEYS = {
-    "phase",
-    "iteration",
-    "train_iters",
-    "loss",
-    "learning_rate",
-    "grad_norm",
-    "loss_scale",
-    "batch_size",
-    "consumed_samples",
-    "consumed_tokens",
-    "step_time_ms",
-    "data_wait_ms",
-    "tokens_per_sec_per_gpu",
-    "model_tflops",
-    "hardware_tflops",
-    "skipped_iters",
-    "nan_iters",
-    "run",
-    "time",
-}
+KEYS = set(
+    "phase iteration train_iters loss learning_rate grad_norm loss_scale batch_size consumed_samples "
+    "consumed_tokens step_time_ms data_wait_ms tokens_per_sec_per_gpu model_tflops hardware_tflops "
+    "skipped_iters nan_iters run time".split()
+)
 
 
 def assert_quiet(outcome: Outcome) -> None:

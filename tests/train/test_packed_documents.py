@@ -18,22 +18,20 @@ from megatron_lite.kernels.attention.attention import Documents
 from megatron_lite.model.gpt import build_gpt
 from megatron_lite.model.layer import MASKED, Layer, MicroBatch
 from tests.support.datasets import write_dataset
-from tests.support.harness import full_weights, run_distributed, start_run, tiny_config, train_several, train_tiny
+from tests.support.harness import (
+    ROTARY_GATED,
+    full_weights,
+    run_distributed,
+    start_run,
+    tiny_config,
+    train_several,
+    train_tiny,
+)
 from tests.support.plain_gpt import PlainGPT, plain_adamw
 
 SIZES = [7, 0, 30, 1, 1, 16, 5, 17, 0, 0, 40, 2, 3, 64, 11, 16, 9, 50]
 ITERATIONS = 6
-MODELS: dict[str, dict[str, Any]] = {
-    "gpt2": {},
-    "mistral": {
-        "use_rotary_embeddings": True,
-        "gated": True,
-        "add_linear_biases": False,
-        "normalization_type": "rms_norm",
-        "head_groups": 2,
-        "window_size": 5,
-    },
-}
+MODELS: dict[str, dict[str, Any]] = {"gpt2": {}, "mistral": {**ROTARY_GATED, "head_groups": 2, "window_size": 5}}
 
 
 @pytest.fixture(scope="module")

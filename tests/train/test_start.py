@@ -13,19 +13,10 @@ from tests.support.datasets import write_dataset
 from tests.support.launch import PROGRAM, ROOT, TINY
 
 # Each takes 0.1 to 1 s to import, and a run on a CPU with none of their options needs none of them.
-HEAVY = {
-    "matplotlib",
-    "pandas",
-    "scipy",
-    "sympy",
-    "tokenizers",
-    "torch._dynamo",
-    "torch._inductor",
-    "torch.fx.experimental.symbolic_shapes",
-    "transformers",
-    "triton",
-    "wandb",
-}
+HEAVY = set(
+    "matplotlib pandas scipy sympy tokenizers torch._dynamo torch._inductor "
+    "torch.fx.experimental.symbolic_shapes transformers triton wandb".split()
+)
 
 
 def run_python(code: str, *arguments: str) -> str:
