@@ -106,7 +106,8 @@ def join(
         )
         distributed.divide(config.tensor_parallel, new_group)
     if on_gpu:
-        refuse_shared_gpus(config.device, distributed.gather_objects(gpu_uuid(device)))
+        uuid = str(torch.cuda.get_device_properties(device).uuid)  # independent of its index in this process
+        refuse_shared_gpus(config.device, distributed.gather_objects(uuid))
         warm_up(distributed)
     return distributed
 
@@ -173,11 +174,6 @@ def choose_device(name: str, local_rank: int, local_world_size: int) -> torch.de
     index = 0 if count == 1 else local_rank
     torch.cuda.set_device(index)
     return torch.device("cuda", index)
-
-
-def gpu_uuid(device: torch.device) -> str:
-    """Return a GPU's identifier, independent of its index in this process."""
-    return str(torch.cuda.get_device_properties(device).uuid)
 
 
 def refuse_shared_gpus(name: str, uuids: Sequence[str]) -> None:

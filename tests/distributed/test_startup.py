@@ -63,7 +63,7 @@ def joined(monkeypatch: pytest.MonkeyPatch, uuids: list[str], **options: Any) ->
         return start
 
     monkeypatch.setattr(startup, "choose_device", lambda *_: CUDA)
-    monkeypatch.setattr(startup, "gpu_uuid", lambda device: "unused")
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: SimpleNamespace(uuid="unused"))
     monkeypatch.setattr(startup.torch, "zeros", lambda numel, device: numel)
     monkeypatch.setattr(
         dist, "init_process_group", lambda name, **more: calls.append((name, more["timeout"].total_seconds()))

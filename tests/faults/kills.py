@@ -39,7 +39,7 @@ from tests.support.forked_ranks import (
     start_launcher,
     start_torchrun,
 )
-from tests.support.launch import PROGRAM, STARTED
+from tests.support.launch import PROGRAM, TINY
 from tests.support.os_calls import OsCall
 from tests.support.results import assert_all_good, assert_same_run, checkpoints
 
@@ -264,24 +264,13 @@ class Harness:
 
     def command(self, experiment: Path, layout: int) -> list[str]:
         """Return the program and its flags."""
-        flags = {
-            **STARTED,
-            "experiment_dir": experiment,
-            "train_iters": self.iterations,
-            "dataset_source": "list",
-            "data_path": self.folder / "corpus",
-            "split": "9,1,0",
-            "hidden_dropout": 0.1,
-            "checkpoint_interval": 2,
-            "max_checkpoints": 2,
-            "log_interval": 3,
-            "validation_iters": 1,
-            "validation_interval": 8,
-            "export_interval": 6,
-            "startup_timeout": STARTUP_TIMEOUT_S,
-            **LAYOUTS[layout],
-        }
-        return [str(PROGRAM), *(f"--{name}={value}" for name, value in flags.items())]
+        return [
+            *(str(PROGRAM), *TINY, f"--experiment_dir={experiment}", f"--data_path={self.folder / 'corpus'}"),
+            *f"--train_iters={self.iterations} --startup_timeout={STARTUP_TIMEOUT_S} --hidden_dropout=0.1".split(),
+            *"--dataset_source=list --split=9,1,0 --checkpoint_interval=2 --max_checkpoints=2 --log_interval=3".split(),
+            *"--validation_iters=1 --validation_interval=8 --export_interval=6".split(),
+            *(f"--{name}={value}" for name, value in LAYOUTS[layout].items()),
+        ]
 
     def _reference(self, layout: int) -> Path:
         """Return the run of this layout that nothing disturbs."""

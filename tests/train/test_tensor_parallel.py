@@ -21,25 +21,11 @@ LAYOUTS: list[Layout] = [(data, ranks, tokens) for data in (1, 2) for ranks in (
 # Without -m slow, each case has one layout: four ranks where they are more than the key heads, else mostly two.
 FOUR_RANKS = ("llama, grouped", "llama, multi-query", "qwen3, one group", "gpt2", "depth-first")
 SLOW = (
-    "gpt2, untied",
-    "llama, all heads",
-    "documents",
-    "documents, positions from 0, windows",
-    "positions from 0",
-    "padded whole vocabulary",
-    "whole embeddings, blocks",
-    "norms without weights",
-    "frozen tied embedding",
-    "frozen matrices",
-    "layers in twos",
-    "scaled queries",
-    "averages",
-    "recomputed layers",
-    "recomputed MLPs",
-    "bf16, wide residual",
-    "bf16, narrow gradients",
-    "bf16, split weights",
-)
+    "gpt2, untied | llama, all heads | documents | documents, rotary positions from 0, windows | positions from 0 | "
+    "padded whole vocabulary | whole embeddings, blocks | norms without weights | frozen tied embedding | "
+    "frozen matrices | layers in twos | scaled queries | averages | recomputed layers | recomputed MLPs | "
+    "bf16, wide residual | bf16, narrow gradients | bf16, split weights"
+).split(" | ")
 
 
 def quick() -> Iterator[tuple[str, Layout]]:
