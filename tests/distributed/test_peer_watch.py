@@ -123,6 +123,16 @@ def test_a_rank_that_came_and_died_is_named_at_once(point: MeetingPoint) -> None
     assert time.monotonic() - begun_s < 5
 
 
+def test_the_death_of_rank_0_is_that_of_its_store(point: MeetingPoint) -> None:
+    """All machines notice it by the store, so all say the same, whichever sign comes first; not with torchrun's."""
+    gone = Place(0, own_place(0).host, own_place(0).machine, ended_process())
+    meet(point, open_store(point, 0, 5, TIMEOUT_S), gone, 5, timeout_s=0.2)
+    of_torchrun = dataclasses.replace(point, hosted=False)
+    for where, words in ((point, "2 of 5 ranks met"), (of_torchrun, r"lost rank 0 \(process")):
+        with pytest.raises(PeerError, match=words):
+            meet(where, connect(point, 5, TIMEOUT_S), own_place(1), 5, timeout_s=0.5)()
+
+
 def test_the_end_of_the_store_is_the_end_of_rank_0(point: MeetingPoint) -> None:
     """Rank 0 keeps the store; without rank 0 the others would ask it until --startup_timeout."""
     program = (
