@@ -37,7 +37,7 @@ def runs(distributed: Distributed, cases: list[dict[str, Any]], numbers: tuple[i
     """Train each case briefly with each number of recomputed layers."""
     common = {"num_layers": 3, "batch_size": 8, "lr_warmup_iters": 0}
     return [
-        [train_tiny(distributed, {**common, **options, "recompute_layers": number}, 3) for number in numbers]
+        [train_tiny(distributed, {**common, **options, "recompute_layers": number}, 2) for number in numbers]
         for options in cases
     ]
 

@@ -140,7 +140,7 @@ def len_of(value: int | list[Options]) -> str:
 
 @pytest.mark.parametrize(
     ("ranks", "cases"),
-    [(2, CASES[::5]), (3, CASES[1::14]), *(pytest.param(ranks, CASES, marks=pytest.mark.slow) for ranks in (2, 3))],
+    [(2, CASES[::9]), (3, CASES[1::17]), *(pytest.param(ranks, CASES, marks=pytest.mark.slow) for ranks in (2, 3))],
     ids=len_of,
 )
 def test_every_step_moves_what_theory_says(ranks: int, cases: list[Options]) -> None:
