@@ -5,7 +5,6 @@ All tokens of a test's data sets differ from each other, so a token tells which 
 
 import functools
 import itertools
-import os
 import struct
 from pathlib import Path
 from typing import Any
@@ -16,8 +15,6 @@ import torch
 
 from megatron_lite.config import Config
 from megatron_lite.data.host_batch import HostBatch
-from megatron_lite.data.open_data import open_data
-from megatron_lite.errors import DataError
 from tests.support.token_files import data_config, read_batches, write_counting
 
 LENGTH = 16
@@ -121,16 +118,3 @@ def test_the_flag_changes_no_token(tmp_path: Path, source: str) -> None:
     assert all(batch.starts is None for batch in crossing)
     whole = [list(range(0, 3 * LENGTH + 1, LENGTH))] * len(apart)
     assert ([starts(batch) for batch in apart] == whole) == (source == "random")
-
-
-@pytest.mark.parametrize("num_workers", [0, 1])
-def test_index_cut_short_during_the_run(tmp_path: Path, num_workers: int) -> None:
-    """An .idx that shrinks under a run is an error that names it, as for .bin."""
-    prefix = write_counting(tmp_path / "x", LAYOUTS["mixed"])
-    batches = open_data(config(prefix, num_workers=num_workers, prefetch_factor=1), 0, 1).batches("training", 0, 1000)
-    next(batches)
-    size = os.path.getsize(prefix + ".idx")
-    os.truncate(prefix + ".idx", 40)
-    with pytest.raises(DataError, match=rf"x\.idx: 40 bytes, but it had {size:,} when the run began"):
-        for _ in batches:
-            pass

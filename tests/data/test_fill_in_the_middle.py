@@ -84,7 +84,7 @@ def test_no_character_is_lost(tokenizers: dict[str, str], kind: str, options: di
     documents.append([separator, *documents[0], separator, separator, *documents[1], separator])
     documents.append([separator])
     orders = set()
-    for index, ids in itertools.product(range(60), documents):
+    for index, ids in itertools.product(range(25), documents):
         changed = fill.document(ids, Draws(1, index))
         back, suffix_first = ordered(changed, tokenizer)
         orders.add(suffix_first)
@@ -94,13 +94,8 @@ def test_no_character_is_lost(tokenizers: dict[str, str], kind: str, options: di
 
 def texts(ids: list[int], separator: int, tokenizer: JsonTokenizer) -> list[str]:
     """Return the texts between separators."""
-    parts: list[list[int]] = [[]]
-    for number in ids:
-        if number == separator:
-            parts.append([])
-        else:
-            parts[-1].append(number)
-    return [tokenizer.decode(part) for part in parts]
+    places = [-1, *(place for place, number in enumerate(ids) if number == separator), len(ids)]
+    return [tokenizer.decode(ids[first + 1 : end]) for first, end in itertools.pairwise(places)]
 
 
 def test_bytes_are_permuted(tokenizers: dict[str, str]) -> None:
@@ -134,17 +129,17 @@ def test_the_shares_are_those_asked_for(tokenizers: dict[str, str]) -> None:
     prefix, separator = tokenizer.token_id("<fim_prefix>"), tokenizer.token_id("<file_sep>")
     assert separator is not None
     fill = made(tokenizers["bytes"], fim_rate=0.3, fim_spm_rate=0.2)
-    changed = [fill.document([65, 66, 67], Draws(3, index)) for index in range(6000)]
+    changed = [fill.document([65, 66, 67], Draws(3, index)) for index in range(3000)]
     selected = [ids for ids in changed if ids[0] == prefix]
-    assert abs(len(selected) - 1800) < 4 * np.sqrt(6000 * 0.3 * 0.7)
+    assert abs(len(selected) - 900) < 4 * np.sqrt(3000 * 0.3 * 0.7)
     # An empty prefix looks like a suffix that comes first: 3 characters give 16 pairs of places, and 7 leave it empty.
     first = sum(ordered(ids, tokenizer)[1] for ids in selected)
     expected = len(selected) * (0.2 + 0.8 * 7 / 16)
     assert abs(first - expected) < 4 * np.sqrt(len(selected) * 0.25)
     files = made(tokenizers["bytes"], fim_rate=0.5, fim_split_sample="<file_sep>", fim_fragment_rate=0.25)
     document = [65, separator, 66, 67, separator, separator, 68]
-    counts = [files.document(document, Draws(4, index)).count(prefix or -1) for index in range(6000)]
-    assert abs(sum(counts) - 6000 * 0.5 * 3 * 0.25) < 4 * np.sqrt(6000 * 3 * 0.125)
+    counts = [files.document(document, Draws(4, index)).count(prefix or -1) for index in range(3000)]
+    assert abs(sum(counts) - 3000 * 0.5 * 3 * 0.25) < 4 * np.sqrt(3000 * 3 * 0.125)
     assert all(files.document(document, Draws(4, index)).count(separator) == 3 for index in range(50))
     never, always = Draws(5, 0), Draws(5, 0)
     never._words = itertools.chain([0], itertools.repeat(2**64 - 1))
@@ -168,7 +163,7 @@ def test_documents_may_keep_their_length(tokenizers: dict[str, str], kind: str) 
     """With --fim_truncate_or_pad=1 suffixes pay for the sentinels; too short ones leave the document as it was."""
     tokenizer, fill = JsonTokenizer(tokenizers[kind]), made(tokenizers[kind], fim_truncate_or_pad=True)
     kept = 0
-    for index, text in itertools.product(range(100), TEXTS):
+    for index, text in itertools.product(range(50), TEXTS):
         ids = tokenizer.encode(text)
         changed = fill.document(ids, Draws(1, index))
         assert len(changed) == len(ids)
@@ -176,7 +171,7 @@ def test_documents_may_keep_their_length(tokenizers: dict[str, str], kind: str) 
         if changed != ids:
             back = [number for number in ordered(changed, tokenizer)[0] if number != tokenizer.token_id("<fim_pad>")]
             assert text.startswith(tokenizer.decode(back).rstrip("\ufffd"))
-    assert 100 <= kept < 400  # the text of one character always
+    assert 50 <= kept < 200  # the text of one character always
     assert all(fill.document([65, 66, 67], Draws(1, index)) == [65, 66, 67] for index in range(100))
 
 
@@ -193,28 +188,29 @@ def prefix(tmp_path_factory: pytest.TempPathFactory) -> str:
 
 
 def config(prefix: str, tokenizer_file: str | None, world_size: int = 1, **values: Any) -> Config:
-    options = dict(batch_size=8, sequence_length=LENGTH, train_iters=6, vocab_size=300, fim_rate=0.7)
-    documents = dict(tokenizer_file=tokenizer_file, cross_document_attention=False, mask_document_starts=True)
-    return resolve(data_config(prefix, **{**options, **documents, **values}), world_size)
+    options: dict[str, Any] = dict(batch_size=8, micro_batch_size=8, sequence_length=LENGTH, train_iters=6)
+    options |= dict(vocab_size=300, fim_rate=0.7, tokenizer_file=tokenizer_file)
+    options |= dict(cross_document_attention=False, mask_document_starts=True)
+    return resolve(data_config(prefix, **{**options, **values}), world_size)
 
 
 def test_samples_depend_on_seed_and_index_only(prefix: str, tokenizers: dict[str, str]) -> None:
     """Every layout, worker and restart gives the same samples; another seed gives others."""
     path = tokenizers["bytes"]
-    whole = read_batches(config(prefix, path, micro_batch_size=8))
+    whole = read_batches(config(prefix, path))
     tokens = np.stack([step[0].tokens.numpy() for step in whole])
     assert any(259 in sample for sample in tokens.reshape(-1, LENGTH + 1).tolist())
-    worker = read_batches(config(prefix, path, micro_batch_size=8, num_workers=1))
+    worker = read_batches(config(prefix, path, num_workers=1))
     for one, other in zip(itertools.chain(*whole), itertools.chain(*worker), strict=True):
         assert all(np.array_equal(left, right) for left, right in zip(one, other, strict=True))
-    resumed = read_batches(config(prefix, path, micro_batch_size=8), done=4)
+    resumed = read_batches(config(prefix, path), done=4)
     np.testing.assert_array_equal(tokens[4:], [step[0].tokens for step in resumed])
     ranks = [read_batches(config(prefix, path, 2, micro_batch_size=2), rank, 2) for rank in (0, 1)]
     for step in range(6):
         rows = [ranks[rank][step][micro].tokens for micro in (0, 1) for rank in (0, 1)]
         np.testing.assert_array_equal(tokens[step], np.concatenate(rows))
-    other = read_batches(config(prefix, path, micro_batch_size=8, seed=5, shuffle="none"))
-    plain = read_batches(config(prefix, path, micro_batch_size=8, shuffle="none"))
+    other = read_batches(config(prefix, path, seed=5, shuffle="none"))
+    plain = read_batches(config(prefix, path, shuffle="none"))
     assert not np.array_equal(other[0][0].tokens, plain[0][0].tokens)
 
 
@@ -222,14 +218,12 @@ def test_borders_and_padding_follow_the_tokens(prefix: str, tokenizers: dict[str
     """Pieces begin after each end of a document, and the last one is cut; the labels that begin one, and padding, do
     not count. With a rate of 0 a sample is what it is without these options."""
     path = tokenizers["bytes"]
-    without = read_batches(config(prefix, path, fim_rate=0.0, micro_batch_size=8))
-    none = read_batches(config(prefix, path, fim_rate=1e-300, micro_batch_size=8))
+    without = read_batches(config(prefix, path, fim_rate=0.0))
+    none = read_batches(config(prefix, path, fim_rate=1e-300))
     for (one,), (other,) in zip(without, none, strict=True):
         assert all(np.array_equal(left, right) for left, right in zip(one, other, strict=True))
-    for changed, (plain,) in zip(
-        read_batches(config(prefix, path, micro_batch_size=8, fim_spm_rate=0.0)), without, strict=True
-    ):
-        (batch,) = changed
+    changed = read_batches(config(prefix, path, fim_spm_rate=0.0))
+    for (batch,), (plain,) in zip(changed, without, strict=True):
         assert batch.starts is not None and batch.masked is not None
         inputs = batch.tokens[:, :-1].numpy()
         first = np.ones(inputs.shape, dtype=bool)
@@ -246,7 +240,7 @@ def test_padding_does_not_count(tokenizers: dict[str, str], tmp_path: Path) -> N
     tokenizer = JsonTokenizer(tokenizers["merged"])
     ids = [number for character in TEXTS[0] for number in tokenizer.encode(character)]
     single = write_documents(tmp_path / "single", [ids] * 100)
-    values: dict[str, Any] = {"vocab_size": 512, "micro_batch_size": 8, "mask_document_starts": False, "fim_rate": 1.0}
+    values: dict[str, Any] = {"vocab_size": 512, "mask_document_starts": False, "fim_rate": 1.0}
     found, pad = 0, tokenizer.token_id("<|fim_pad|>")
     for (batch,) in read_batches(config(single, tokenizers["merged"], **values)):
         assert batch.masked is not None and batch.starts is not None
@@ -261,7 +255,7 @@ def test_padding_does_not_count(tokenizers: dict[str, str], tmp_path: Path) -> N
 
 def test_packed_documents_keep_their_place(prefix: str, tokenizers: dict[str, str]) -> None:
     """With --truncate_documents=0 documents are as long as before, and padding, also inside them, does not count."""
-    options: dict[str, Any] = {"truncate_documents": False, "fim_truncate_or_pad": True, "micro_batch_size": 8}
+    options: dict[str, Any] = {"truncate_documents": False, "fim_truncate_or_pad": True}
     changed = read_batches(config(prefix, tokenizers["bytes"], **options))
     plain = read_batches(config(prefix, tokenizers["bytes"], **options, fim_rate=0.0))
     different = 0
@@ -280,12 +274,14 @@ def test_what_is_missing_is_named(prefix: str, tokenizers: dict[str, str], tmp_p
     """One line, before training."""
     path = tokenizers["bytes"]
     save_byte_tokenizer(str(tmp_path / "plain.json"))
-    with pytest.raises(DataError, match=r"plain.json \(--tokenizer_file\): has no <fim_prefix> or <|fim_prefix|>"):
-        read_batches(config(prefix, str(tmp_path / "plain.json")))
-    with pytest.raises(UsageError, match="--vocab_size=260: .* has ids up to 261, .*write 262 or more"):
-        read_batches(config(prefix, path, vocab_size=260))
-    with pytest.raises(UsageError, match="--fim_split_sample=<x>: not a token of"):
-        read_batches(config(prefix, path, fim_split_sample="<x>"))
+    plain, no_sentinel = str(tmp_path / "plain.json"), r"plain.json \(--tokenizer_file\): has no <fim_prefix> or "
+    for kind, message, values in (
+        (DataError, no_sentinel, {"tokenizer_file": plain}),
+        (UsageError, "--vocab_size=260: .* has ids up to 261, .*write 262 or more", {"vocab_size": 260}),
+        (UsageError, "--fim_split_sample=<x>: not a token of", {"fim_split_sample": "<x>"}),
+    ):
+        with pytest.raises(kind, match=message):
+            read_batches(config(prefix, **{"tokenizer_file": path, **values}))
     with pytest.raises(UsageError, match="--fim_rate=0.7: text is cut .*; set --tokenizer_file"):
         config(prefix, None)
     with pytest.raises(UsageError, match="set --tokenizer_file"):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import shutil
 import time
 from pathlib import Path
@@ -48,8 +49,7 @@ def test_the_ends_of_large_files_count(tmp_path: Path, place: float) -> None:
 def test_it_takes_no_time(tmp_path: Path) -> None:
     """A sparse file of 64 GiB takes as long as a small one."""
     dataset = write(tmp_path / "a", 1)
-    with open(dataset.tokens.path, "r+b") as file:
-        file.truncate(2**36)
+    os.truncate(dataset.tokens.path, 2**36)
     start_s = time.perf_counter()
     fingerprint(dataset)
     assert time.perf_counter() - start_s < 0.1

@@ -11,13 +11,14 @@ import numpy as np
 import pytest
 import torch
 
+from megatron_lite.config import Config
 from megatron_lite.data.host_batch import HostBatch
-from megatron_lite.data.loader import DataSource
 from megatron_lite.data.open_data import open_data
 from megatron_lite.data.sampling import PackedDocuments, Pattern, pack
 from megatron_lite.errors import DataError
-from tests.support.harness import run_distributed, tiny_config, train_tiny
-from tests.support.token_files import write_documents
+from megatron_lite.validation import resolve
+from tests.support.harness import run_distributed, train_tiny
+from tests.support.token_files import data_config, read_batches, write_documents
 
 Random = np.random.Generator
 
@@ -93,18 +94,10 @@ def corpus(tmp_path_factory: pytest.TempPathFactory) -> tuple[str, list[list[int
     return prefix, [document.tolist() for document in tokens if 0 < document.size <= LENGTH + 1]
 
 
-def options(prefix: str, **more: Any) -> dict[str, Any]:
-    values: dict[str, Any] = dict(dataset_source="list", data_path=(prefix,), split=(1.0,), vocab_size=sum(SIZES) + 1)
-    values |= dict(sequence_length=LENGTH, truncate_documents=False, cross_document_attention=False, train_iters=40)
-    return {
-        **values,
-        **dict(batch_size=6, num_workers=0, multiprocessing_context="fork", mask_document_starts=True),
-        **more,
-    }
-
-
-def opened(prefix: str, ranks: int = 1, **more: Any) -> list[DataSource]:
-    return [open_data(tiny_config(ranks, **options(prefix, **more)), rank, ranks) for rank in range(ranks)]
+def config(prefix: str, ranks: int = 1, **more: Any) -> Config:
+    values: dict[str, Any] = dict(sequence_length=LENGTH, vocab_size=sum(SIZES) + 1, batch_size=6, train_iters=40)
+    values |= dict(truncate_documents=False, cross_document_attention=False, mask_document_starts=True)
+    return resolve(data_config(prefix, **{**values, **more}), ranks)
 
 
 def documents_of(batch: HostBatch, row: int) -> list[list[int]]:
@@ -131,23 +124,21 @@ def test_every_epoch_has_every_document(
 ) -> None:
     """Whole, once, and at the same place of the sample stream for any ranks, micro-batches, workers and restart."""
     prefix, documents = corpus
-    sources = opened(prefix, ranks, micro_batch_size=micro_batch_size, num_workers=num_workers)
+    values = dict(micro_batch_size=micro_batch_size, num_workers=num_workers)
     per_epoch = planned(np.array(SIZES, np.int32), LENGTH + 1).samples_per_epoch
-    rows = rows_of(sources, 0, 8)
+    rows = rows_of(config(prefix, ranks, **values), ranks, 0)
     for epoch in range(len(rows) // per_epoch):
         found = itertools.chain(*(documents_of(*row) for row in rows[epoch * per_epoch : (epoch + 1) * per_epoch]))
         assert sorted(found) == sorted(documents), epoch
-    (plain,) = opened(prefix, micro_batch_size=6)
-    expected = torch.cat([batch.tokens for (batch,) in plain.batches("training", 0, 8)])
+    expected = torch.cat([batch.tokens for (batch,) in read_batches(config(prefix, micro_batch_size=6), count=8)])
     assert torch.equal(torch.stack([batch.tokens[row] for batch, row in rows]), expected)
-    assert torch.equal(torch.stack([batch.tokens[row] for batch, row in rows_of(sources, 5, 3)]), expected[5 * 6 :])
-    for source in sources:
-        source.close()
+    resumed = rows_of(config(prefix, ranks, **values), ranks, 5)
+    assert torch.equal(torch.stack([batch.tokens[row] for batch, row in resumed]), expected[5 * 6 :])
 
 
-def rows_of(sources: list[DataSource], done: int, iterations: int) -> list[tuple[HostBatch, int]]:
-    """Return all ranks' samples in their order, each as a batch and a row of it."""
-    streams = [source.batches("training", done, iterations) for source in sources]
+def rows_of(values: Config, ranks: int, done: int) -> list[tuple[HostBatch, int]]:
+    """Return all ranks' samples of iterations up to 8 in their order, each as a batch and a row of it."""
+    streams = [read_batches(values, rank, ranks, done, 8 - done) for rank in range(ranks)]
     batches = [batch for steps in zip(*streams, strict=True) for step in zip(*steps, strict=True) for batch in step]
     return [(batch, row) for batch in batches for row in range(len(batch.tokens))]
 
@@ -155,18 +146,20 @@ def rows_of(sources: list[DataSource], done: int, iterations: int) -> list[tuple
 def test_documents_that_are_left_out_are_named(corpus: tuple[str, list[list[int]]], tmp_path: Path) -> None:
     """A warning counts them, the banner shows the padding, and a set without any that fits is refused."""
     prefix, _ = corpus
-    (source,) = opened(prefix, train_iters=1)
+    source = open_data(config(prefix, train_iters=1), 0, 1)
     assert source.warnings == (
         f"{prefix}: 5 of 23 documents for training have more than 17 tokens and are left out (--truncate_documents=0)",
     )
     assert "; whole documents, " in source.description["training data"]
     with pytest.raises(DataError, match="none of its 1 documents for training has 1 to 17 tokens"):
-        opened(write_documents(tmp_path / "long", [[1] * 18]))
+        open_data(config(write_documents(tmp_path / "long", [[1] * 18])), 0, 1)
 
 
 def test_training_on_packed_documents(corpus: tuple[str, list[list[int]]]) -> None:
     """One rank and two with other micro-batches agree, although their labels are not equally many."""
-    values = options(corpus[0], batch_size=8)
+    values: dict[str, Any] = dict(data_path=(corpus[0],), split=(1.0,), vocab_size=sum(SIZES) + 1, batch_size=8)
+    values |= dict(dataset_source="list", sequence_length=LENGTH, train_iters=40, num_workers=0)
+    values |= dict(truncate_documents=False, cross_document_attention=False, mask_document_starts=True)
     one = run_distributed(1, train_tiny, values, 2)[0]
     two = run_distributed(2, train_tiny, {**values, "zero_stage": 3, "micro_batch_size": 1}, 2)[0]
     np.testing.assert_allclose(two.losses, one.losses, rtol=1e-6)

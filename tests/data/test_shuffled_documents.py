@@ -1,5 +1,6 @@
 """Shuffled documents: every epoch has each document once, whole, in another order, found from any place."""
 
+import re
 from pathlib import Path
 
 import numpy as np
@@ -24,8 +25,7 @@ def open_documents(
     return dataset, ShuffledDocuments(dataset, range(first, dataset.num_documents), 7, **options)
 
 
-@pytest.mark.parametrize("at_a_time", [sampling.STRIDE, 1 << 18])
-@pytest.mark.parametrize("count", [1, 15, 16, 17, 100])
+@pytest.mark.parametrize(("count", "at_a_time"), [(1, 16), (15, 16), (16, 16), (17, 16), (100, 16), (100, 1 << 18)])
 def test_an_epoch_has_every_document_once(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, count: int, at_a_time: int
 ) -> None:
@@ -90,9 +90,7 @@ def test_a_bad_token_is_named_where_it_is_in_the_file(tmp_path: Path) -> None:
     stream = Stream(dataset, documents, StreamSampler(600, LENGTH, 7))
     with pytest.raises(DataError) as caught:
         StreamReader([stream], Blend([1.0]), stream.sampler.sequence_length, 407, 1e6).read(0, 37)
-    (document, offset, token) = (
-        int(str(caught.value).split(word)[1].split()[0].strip(",:")) for word in ("document ", "offset ", "token id ")
-    )
+    document, offset, token = map(int, re.findall(r"(?:document|offset|token id) (\d+)", str(caught.value)))
     assert token == 20 * document + offset >= 407
 
 
