@@ -60,11 +60,6 @@ class Stream:
     sampler: StreamSampler  # of packed documents, a "token" of the sampler is a sample
     mask: DiskArray | None = None  # an entry for each token of the data set, see `masked_labels`
 
-    def place(self, epoch: int, start: int, offset: int) -> int:
-        """Return the place in the file of a token of a sample: `offset` tokens after `start`."""
-        runs = self.order.runs(epoch, start, offset + 1)
-        return [place for first, length in runs for place in range(first, first + length)][offset]
-
     def check(self) -> list[str]:
         """Check that the files are those of the start, see `DataFile.check`; return its warnings."""
         arrays = [self.dataset.tokens]
@@ -168,8 +163,9 @@ class StreamReader:
         """Make the error that names the first token id outside the vocabulary."""
         row, column = np.argwhere((tokens < 0) | (tokens.astype(np.int64) >= self.vocab_size))[0].tolist()
         stream = self.streams[int(datasets[row])]
-        place = stream.place(int(epochs[row]), int(starts[row]), column)
-        document, offset = stream.dataset.locate(place)
+        runs = stream.order.runs(int(epochs[row]), int(starts[row]), column + 1)
+        places = [place for first, length in runs for place in range(first, first + length)]
+        document, offset = stream.dataset.locate(places[column])
         return DataError(
             f"{stream.dataset.tokens.path}: document {document}, offset {offset}: token id {int(tokens[row, column])} "
             f"is outside the vocabulary of {self.vocab_size} (--vocab_size)"
