@@ -31,6 +31,12 @@ SPAWN = BaseProcess.start
 ENDINGS = (".bin", ".idx", ".summary.json", ".tokenizer.json")
 
 
+@pytest.fixture(autouse=True)
+def without_syncs(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A killed process loses nothing that it wrote: only a power loss would."""
+    monkeypatch.setattr(os, "fsync", lambda _: None)
+
+
 def write_inputs(folder: Path, lines: int = 60) -> Path:
     """Files of several kinds, with bad lines, empty lines and a document that occurs twice."""
     folder.mkdir()
@@ -137,8 +143,8 @@ def kill_and_finish(tmp_path: Path, kills: int, processes: int) -> None:
 
 
 def test_killed_starts_change_nothing(tmp_path: Path) -> None:
-    """Three kills at random points, with workers: none survives, and the next start ends with the same files."""
-    kill_and_finish(tmp_path, 3, 2)
+    """Two kills at random points, with workers: none survives, and the next start ends with the same files."""
+    kill_and_finish(tmp_path, 2, 2)
 
 
 @pytest.mark.slow

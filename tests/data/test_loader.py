@@ -48,15 +48,15 @@ def config(data_path: tuple[str, ...], **values: Any) -> Config:
     return data_config(*data_path, **{**sizes, **phases, **values})
 
 
-def test_thousands_of_data_sets_print_a_page(prefixes: tuple[str, str]) -> None:
+def test_hundreds_of_data_sets_print_a_page(prefixes: tuple[str, str]) -> None:
     """Banners, errors and differences show the beginning of a long --data_path, and data sets beyond 20 as a sum."""
-    many = resolve(config(prefixes * 1000, train_iters=2), 1)
+    many = resolve(config(prefixes * 300, train_iters=2), 1)
     described = open_data(many, 0, 1).description
-    assert described["other data"].startswith("1,980 data sets: ") and "99% of the samples" in described["other data"]
+    assert described["other data"].startswith("580 data sets: ") and "96.67% of the samples" in described["other data"]
     error = str(problem(Draft(**flatten(many)), "data_path split", "rule").message)
     difference = str(Difference("data_path", tuple(prefixes), many.data.data_path))
     for text in (banner(many, described), short_banner(many, described), error, difference):
-        assert "(2,000 words)" in text and len(text) < 25_000
+        assert "(600 words)" in text and len(text) < 25_000
 
 
 def micro_batches(source: DataSource, phase: str, first: int, count: int) -> list[list[Tensor]]:
@@ -175,7 +175,7 @@ def test_workers_give_the_same_batches(prefixes: tuple[str, str], context: str) 
     epochs, too; they are gone when the batches end."""
     data_path, options = ("0.3", prefixes[0], "0.7", prefixes[1]), dict(shuffle_documents=True, train_iters=200)
     expected = micro_batches(open_data(config(data_path, **options), 1, 2), "training", 100, 6)
-    for workers, prefetch_factor in ((1, None), (3, 50)) if context == "fork" else ((2, 1),):
+    for workers, prefetch_factor in ((1, None), (3, 50)) if context == "fork" else ((1, 2),):
         more = dict(num_workers=workers, prefetch_factor=prefetch_factor, multiprocessing_context=context)
         values = config(data_path, **options, **more)
         assert alike(micro_batches(open_data(values, 1, 2), "training", 100, 6), expected)
