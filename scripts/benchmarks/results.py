@@ -20,7 +20,6 @@ import argparse
 import datetime
 import fnmatch
 import json
-import os
 import statistics
 import subprocess
 import sys
@@ -118,14 +117,13 @@ def commit() -> str:
         return "unknown"
 
 
-def measured_alone(words: Sequence[str], variables: Mapping[str, str] | None = None) -> Any:
+def measured_alone(words: Sequence[str]) -> Any:
     """Run `python WORDS` in the checkout; return the JSON of the last line that it prints.
 
     Raises:
         RuntimeError: if the command fails, with the end of its stderr.
     """
-    environ = {**os.environ, **(variables or {})}
-    done = subprocess.run([sys.executable, *words], cwd=ROOT, env=environ, capture_output=True, text=True)
+    done = subprocess.run([sys.executable, *words], cwd=ROOT, capture_output=True, text=True)
     if done.returncode:
         raise RuntimeError(f"{' '.join(words)} failed with exit code {done.returncode}:\n{done.stderr[-2000:]}")
     return json.loads(done.stdout.splitlines()[-1])

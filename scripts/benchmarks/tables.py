@@ -81,8 +81,8 @@ def publish(
     about: str = "",
     goals: Sequence[Goal] = (),
     **more: Any,
-) -> Result:
-    """Write the result of a benchmark to --output, print it, and return it.
+) -> None:
+    """Write the result of a benchmark to --output and print it.
 
     Args:
         command: the command without its arguments `argv`.
@@ -96,7 +96,6 @@ def publish(
     below = ["", *remarks(result), *verdicts(goals, rows)]
     lines = [f"{about}{surroundings(result['environment'])}.", *(line for one in tables for line in ("", *one)), *below]
     print("\n".join(lines), flush=True)
-    return result
 
 
 def remarks(result: Result) -> Iterator[str]:

@@ -94,9 +94,7 @@ class Turns:
         both = [a / b for a, b in zip(mine, theirs, strict=True) if a is not None and b is not None]
         return spread_of(both) if both else None
 
-    def measured(
-        self, *figures: str, others: Callable[[str], Iterable[str]] = lambda name: ()
-    ) -> dict[str, dict[str, Any]]:
+    def measured(self, *figures: str, others: Callable[[str], Iterable[str]]) -> dict[str, dict[str, Any]]:
         """Measure all rounds; return the rows."""
         for _ in self.run():
             pass

@@ -8,7 +8,8 @@ python -m scripts.benchmarks.cpu.render --check               compare only; exit
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import partial
 from typing import NamedTuple
 
 from scripts.benchmarks.cpu.__main__ import BF16, CORES, GPT2, LLAMA, RANKS, REPORT, RUNS, TENSOR, THREAD, Run
@@ -116,44 +117,30 @@ def goals(report: Report) -> list[str]:
     return markdown_table(header, lines)
 
 
-def side_by_side(kind: str, place: str, columns: Sequence[Column]) -> Callable[[Report], list[str]]:
-    """Return the writer of a table with a line per model and row, and `columns` repeated per instruction set."""
-
-    def write(report: Report) -> list[str]:
-        header = ["", "", *(f"{column.title} ({TITLES[isa]})" for isa in TITLES for column in columns)]
-        lines: list[list[str]] = []
-        below: list[str] = []
-        for run in RUNS:
-            if (run.kind, run.place) == (kind, place):
-                results = [report.get(run.name, {}).get(isa, {}) for isa in TITLES]
-                for name in dict.fromkeys(name for result in results for name in result.get("rows", {})):
-                    cells = [cell for result in results for cell in _cells(result, name, columns)]
-                    lines.append([MODELS[run.model], name, *cells])
-                below += _below(run, report)
-        return [*markdown_table(header, lines), "", *below] if lines else [NOT_MEASURED]
-
-    return write
+def side_by_side(report: Report, kind: str, place: str, columns: Sequence[Column]) -> list[str]:
+    """Return a table with a line per model and row, and `columns` repeated per instruction set."""
+    header = ["", "", *(f"{column.title} ({TITLES[isa]})" for isa in TITLES for column in columns)]
+    lines: list[list[str]] = []
+    below: list[str] = []
+    for run in (run for run in RUNS if (run.kind, run.place) == (kind, place)):
+        results = [report.get(run.name, {}).get(isa, {}) for isa in TITLES]
+        for name in dict.fromkeys(name for result in results for name in result.get("rows", {})):
+            cells = [cell for result in results for cell in _cells(result, name, columns)]
+            lines.append([MODELS[run.model], name, *cells])
+        below += _below(run, report)
+    return [*markdown_table(header, lines), "", *below] if lines else [NOT_MEASURED]
 
 
-def alone(place: str, first: str, columns: Sequence[Column], rows: Sequence[str] = ()) -> Callable[[Report], list[str]]:
-    """Return the writer of the table of a place with a single run.
-
-    Args:
-        first: the first cell of every line; empty: the row's name.
-        rows: rows to show (default: all).
-    """
+def alone(report: Report, place: str, columns: Sequence[Column], shown: Mapping[str, str] | None = None) -> list[str]:
+    """Return the table of a place with a single run. shown: rows with the first cells of their lines (default: all)."""
     run = next(run for run in RUNS if run.place == place)
-
-    def write(report: Report) -> list[str]:
-        lines = [
-            [first or name, *(column.cell(result["rows"], name) for column in columns)]
-            for result in report.get(run.name, {}).values()
-            for name in rows or result["rows"]
-        ]
-        header = ("", *(column.title for column in columns))
-        return [*markdown_table(header, lines), "", *_below(run, report)] if lines else [NOT_MEASURED]
-
-    return write
+    lines = [
+        [first, *(column.cell(result["rows"], name) for column in columns)]
+        for result in report.get(run.name, {}).values()
+        for name, first in (shown or dict(zip(result["rows"], result["rows"], strict=True))).items()
+    ]
+    header = ("", *(column.title for column in columns))
+    return [*markdown_table(header, lines), "", *_below(run, report)] if lines else [NOT_MEASURED]
 
 
 def profiles(report: Report) -> list[str]:
@@ -185,17 +172,18 @@ def _below(run: Run, report: Report) -> Iterator[str]:
             yield f"  Not run: {'; '.join(missing)}."
 
 
+PLACES = {"cores": CORES, "thread": THREAD, "ranks": RANKS}
+BF16_COLUMNS = (STEP, over("/ fp32", f"{OURS} fp32"))
 TABLES: dict[str, Callable[[Report], list[str]]] = {
     "goals": goals,
-    "programs_cores": side_by_side("programs", CORES, PROGRAM_COLUMNS),
-    "programs_thread": side_by_side("programs", THREAD, PROGRAM_COLUMNS),
-    "programs_ranks": side_by_side("programs", RANKS, PROGRAM_COLUMNS),
-    "steps_cores": side_by_side("steps", CORES, STEP_COLUMNS),
-    "steps_thread": side_by_side("steps", THREAD, STEP_COLUMNS),
-    "steps_ranks": side_by_side("steps", RANKS, STEP_COLUMNS),
     "profiles": profiles,
-    "tensor_parallel": alone(TENSOR, "", TENSOR_COLUMNS),
-    "bf16_without_instructions": alone(BF16, MODELS[GPT2], (STEP, over("/ fp32", f"{OURS} fp32")), (OURS,)),
+    "tensor_parallel": partial(alone, place=TENSOR, columns=TENSOR_COLUMNS),
+    "bf16_without_instructions": partial(alone, place=BF16, columns=BF16_COLUMNS, shown={OURS: MODELS[GPT2]}),
+    **{
+        f"{kind}_{name}": partial(side_by_side, kind=kind, place=place, columns=columns)
+        for kind, columns in (("programs", PROGRAM_COLUMNS), ("steps", STEP_COLUMNS))
+        for name, place in PLACES.items()
+    },
 }
 
 
