@@ -68,9 +68,8 @@ RESULTS = """<testsuites><testsuite>
 def test_catalogue_is_current() -> None:
     """`python -m scripts.docs.reliability` was run after the catalogue changed, and no test had failed."""
     assert reliability.main(["--check"]) == 0
-    assert not [
-        cell for cell in reliability.written_cells(reliability.TARGET.read_text("utf-8")).values() if "FAILED" in cell
-    ]
+    cells = reliability.written_cells(reliability.TARGET.read_text("utf-8"))
+    assert not [cell for cell in cells.values() if "FAILED" in cell]
 
 
 def test_results_are_counted_by_row(tmp_path: Path) -> None:
@@ -80,9 +79,8 @@ def test_results_are_counted_by_row(tmp_path: Path) -> None:
     results, row = reliability.read_results([path]), read_catalogue()[0]
 
     def cell(*tests: str) -> str:
-        return reliability.outcome(
-            row._replace(tests=tuple(f"train/test_resume.py::{name}" for name in tests)), results
-        )
+        named = row._replace(tests=tuple(f"train/test_resume.py::{name}" for name in tests))
+        return reliability.outcome(named, results)
 
     assert cell("test_killed") == "FAILED (1 case, 1 failed)"
     assert cell("test_other") == "not run (0 cases, 1 skipped)"
