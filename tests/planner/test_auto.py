@@ -120,10 +120,9 @@ def test_a_rank_gets_its_part_of_the_machine() -> None:
 
 def test_auto_trains_like_what_it_chose() -> None:
     """Two ranks agree on values for `auto` and train as with these values."""
-    options = {"num_layers": 8, "hidden_size": 64}
-    choices: tuple[dict[str, Any], ...] = ({"zero_stage": "auto", "layers_per_stage": "auto"},)
-    choices += ({"zero_stage": 1, "layers_per_stage": 2.0},)
-    (auto, plain), _ = run_distributed(2, train_each, [{**options, **choice} for choice in choices])
+    sizes = {"num_layers": 8, "hidden_size": 64}
+    cases = [dict(sizes, zero_stage="auto", layers_per_stage="auto"), dict(sizes, zero_stage=1, layers_per_stage=2.0)]
+    (auto, plain), _ = run_distributed(2, train_each, cases)
     assert auto.memory_bytes == plain.memory_bytes and auto.losses == plain.losses
     assert same_weights(auto.weights, plain.weights)
 

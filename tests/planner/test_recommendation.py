@@ -19,6 +19,7 @@ from megatron_lite.planner.runtime import PLANNED_GPU_BYTES
 from megatron_lite.validation import resolve
 from pretrain_gpt import main
 from tests.planner.test_printed_command import command_of
+from tests.planner.test_report import page
 from tests.support import warm_python
 from tests.support.launch import TINY, run
 
@@ -33,11 +34,6 @@ def guide_flags() -> list[str]:
     command = GUIDE + "printf '%s\\n' $MODEL_ARGS $TRAINING_ARGS $PERFORMANCE_ARGS $MONITORING_ARGS"
     environment = {**os.environ, "EXP_BASE_DIR": "/experiments/mistral"}
     return subprocess.run(["bash", "-c", command], env=environment, capture_output=True, text=True).stdout.split()
-
-
-def page(capsys: pytest.CaptureFixture[str], *flags: str) -> str:
-    assert main(["--dry_run=1", *flags]) == 0
-    return capsys.readouterr().out
 
 
 def fits(text: str) -> bool:
@@ -251,9 +247,9 @@ def test_the_job_script(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> N
     assert job.read_text() == script
 
 
-@pytest.mark.parametrize(
-    ("flags", "said"),
-    [
+def test_usage_errors(capsys: pytest.CaptureFixture[str]) -> None:
+    """One line each."""
+    for flag, said in (
         ("--interconnect=carrier_pigeon", "must be auto, nvlink, ib or ethernet"),
         ("--interconnect=ib:fast", "as in --interconnect=ib:25"),
         ("--interconnect=auto:5", "as in --interconnect=ib:25"),
@@ -262,13 +258,10 @@ def test_the_job_script(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> N
         ("--gpu=cpu", "--device=cuda plans for a GPU"),
         ("--device_memory_gib=0", "must be > 0"),
         ("--world_size=all", "auto"),
-    ],
-)
-def test_usage_errors(flags: str, said: str, capsys: pytest.CaptureFixture[str]) -> None:
-    """One line each."""
-    assert main(["--dry_run=1", *SMALL, *flags.split()]) == 2
-    error = capsys.readouterr().err
-    assert said in error and len(error.splitlines()) == 1
+    ):
+        assert main(["--dry_run=1", *SMALL, flag]) == 2
+        error = capsys.readouterr().err
+        assert said in error and len(error.splitlines()) == 1, flag
 
 
 def test_the_recommended_command_runs(capsys: pytest.CaptureFixture[str]) -> None:

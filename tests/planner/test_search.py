@@ -29,7 +29,7 @@ from megatron_lite.planner.search import (
 )
 from megatron_lite.validation import resolve
 from megatron_lite.zero.schedule import training_schedule
-from tests.planner.test_recommendation import page
+from tests.planner.test_report import page
 from tests.support import warm_python
 from tests.support.launch import ROOT
 

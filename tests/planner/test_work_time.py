@@ -221,20 +221,16 @@ def test_a_dry_run_reads_measured_speeds(tmp_path: Path, capsys: pytest.CaptureF
     assert "here the run has 1 thread a rank" in capsys.readouterr().out
 
 
-@pytest.mark.parametrize(
-    ("flags", "said"),
-    [
-        (["--training_dtype=bf16"], "measured in fp32, not in bf16; measure again with --dtypes=bf16"),
-        (["--device=cuda"], "measured on cpu, and the plan is for cuda"),
-    ],
-)
-def test_speeds_of_something_else(
-    flags: list[str], said: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    """A plan refuses the speeds of another device or dtype, in one line."""
-    assert main([*TINY, "--dry_run=1", f"--machine_speeds={measured(tmp_path)}", *flags]) == 2
-    (line,) = capsys.readouterr().err.splitlines()
-    assert said in line
+def test_speeds_of_something_else(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """A plan refuses the speeds of another device or dtype, and files of an older version, in one line."""
+    for flag, said, changes in (
+        ("--training_dtype=bf16", "measured in fp32, not in bf16; measure again with --dtypes=bf16", {}),
+        ("--device=cuda", "measured on cpu, and the plan is for cuda", {}),
+        ("--device=cpu", "its format is not megatron_lite_machine_speeds of version 2", {"version": 1}),
+    ):
+        assert main([*TINY, "--dry_run=1", f"--machine_speeds={measured(tmp_path, **changes)}", flag]) == 2
+        (line,) = capsys.readouterr().err.splitlines()
+        assert said in line
 
 
 HOSTILE: list[Any] = [
