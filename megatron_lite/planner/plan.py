@@ -25,8 +25,9 @@ from megatron_lite.distributed.traffic import Handle, Total, Traffic
 from megatron_lite.kernels.choice import choose_kernels
 from megatron_lite.model.gpt import model_layers
 from megatron_lite.optimizer.optimizer import rule_of
+from megatron_lite.planner.runtime import runtime_bytes
 from megatron_lite.planner.stage_costs import Cost, traffic_sum
-from megatron_lite.planner.step_memory import ActivationMemory, Measured, Partition, activation_memory, runtime_bytes
+from megatron_lite.planner.step_memory import ActivationMemory, Measured, Partition, activation_memory
 from megatron_lite.zero.multi_stage import MultiStage
 from megatron_lite.zero.runner import forward_backward
 from megatron_lite.zero.schedule import Step, training_schedule

@@ -2,8 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from megatron_lite.checkpoint.writing import host_copy_bytes
+from megatron_lite.config import Config
+from megatron_lite.distributed.rank_group import reduction_scratch_bytes
+from megatron_lite.planner.step_memory import Partition
+from megatron_lite.zero.multi_stage import MultiStage
 
+FP32_BYTES = 4
 MIB, GIB = 2**20, 2**30
 
 # Memory that torch reports for an 80 GB GPU; a dry run queries no device. 79.10 GiB is the least of many logs of A100
@@ -44,25 +49,39 @@ def counted(number: int, noun: str) -> str:
     return f"{number:,} {noun}{'es' if noun.endswith('ch') else 's'}"
 
 
-def runtime_needs(
-    device_type: str, groups: Sequence[int], workers: int, state_tensors: int, largest_bytes: int
-) -> dict[str, int]:
-    """Return the bytes that a rank needs in addition to its tensors, by name.
+def runtime_bytes(config: Config, partition: Partition) -> dict[str, int]:
+    """Return the bytes that a rank needs in addition to its tensors, by name."""
+    model, needs = partition.model, dict[str, int]()
+    data, tensor = model.group.world_size, model.tensor.world_size
+    costs = partition.training(config, config.performance.mlp_recompute_level)
+    largest = max(cost.largest for stage in costs for cost in (*stage.forward, *stage.backward))
+    if partition.device_type == "cuda":
+        # The group of all ranks, which is also the data-parallel one without tensor parallelism.
+        groups = sum(ranks > 1 for ranks in (data * tensor, *((data, tensor) if tensor > 1 else ())))
+        needs["CUDA context, kernels"] = CUDA_CONTEXT_BYTES
+        if groups:
+            needs["NCCL channels"] = groups * (NCCL_CHANNELS * 2 * NCCL_CONNECTION_BYTES + NVLS_BYTES)
+        needs["cuBLAS workspaces"] = CUBLAS_BYTES
+        needs["allocator fragmentation"] = int(HOLES * largest) + partition.state_tensors * ROUNDING_BYTES
+    else:
+        needs["interpreter, libraries"] = INTERPRETER_BYTES
+        if config.data.num_workers:
+            needs["loader processes"] = config.data.num_workers * WORKER_BYTES
+        needs["allocator fragmentation"] = int(HOLES * largest)
+        if tensor > 1:
+            needs["tensor-parallel scratch"] = _tensor_parallel_scratch_bytes(config, model)
+        if copy := host_copy_bytes(config, model):
+            needs["copy for async_checkpoint"] = copy
+    if "updates" in config.tracking.watch:
+        needs["old weights for watch"] = partition.largest_shard * FP32_BYTES
+    return needs
 
-    groups: sizes of the rank's process groups. workers: data loader processes. largest_bytes: size of a micro-batch's
-    largest temporary tensors.
-    """
-    holes = int(HOLES * largest_bytes)
-    if device_type != "cuda":
-        return {
-            "interpreter, libraries": INTERPRETER_BYTES,
-            **({"loader processes": workers * WORKER_BYTES} if workers else {}),
-            "allocator fragmentation": holes,
-        }
-    nccl = sum(ranks > 1 for ranks in groups) * (NCCL_CHANNELS * 2 * NCCL_CONNECTION_BYTES + NVLS_BYTES)
-    return {
-        "CUDA context, kernels": CUDA_CONTEXT_BYTES,
-        **({"NCCL channels": nccl} if nccl else {}),
-        "cuBLAS workspaces": CUBLAS_BYTES,
-        "allocator fragmentation": holes + state_tensors * ROUNDING_BYTES,
-    }
+
+def _tensor_parallel_scratch_bytes(config: Config, model: MultiStage) -> int:
+    """Return the receive buffer of tensor-parallel collectives on a CPU; two ranks swap whole hidden states."""
+    assert config.batch.micro_batch_size, "resolved"
+    ranks, dtype = model.tensor.world_size, model.precision.training
+    numel = config.batch.micro_batch_size * config.batch.sequence_length * config.model.hidden_size
+    if ranks == 2 and not config.distributed.sequence_tensor_parallel:
+        return numel * dtype.itemsize
+    return reduction_scratch_bytes("cpu", ranks, numel // ranks, dtype)

@@ -15,21 +15,17 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megatron_lite.checkpoint.writing import host_copy_bytes
 from megatron_lite.config import Config
 from megatron_lite.config.model import by_block
-from megatron_lite.distributed.rank_group import reduction_scratch_bytes
 from megatron_lite.model.block import Block
 from megatron_lite.model.layer import MicroBatch
 from megatron_lite.optimizer.rules.muon import matrices_of
-from megatron_lite.planner.runtime import runtime_needs
 from megatron_lite.planner.speeds import Product
 from megatron_lite.planner.stage_costs import Saved, StageCosts, StageMeter
 from megatron_lite.zero.multi_stage import MultiStage
 from megatron_lite.zero.schedule import Step, training_schedule
 from megatron_lite.zero.stage import Stage
 
-FP32_BYTES = 4
 Measured = dict[Any, Any]  # costs, keyed by what they depend on
 
 
@@ -178,31 +174,3 @@ def _walk(
         for stage, _ in step.reduce:
             holders.pop(plans[stage].grad_buffer, None)
     return held, needed
-
-
-def runtime_bytes(config: Config, partition: Partition) -> dict[str, int]:
-    """Return the bytes needed in addition to a step's tensors, by name."""
-    device_type, model = partition.device_type, partition.model
-    data, tensor = model.group.world_size, model.tensor.world_size
-    # The group of all ranks, which is also the data-parallel one without tensor parallelism.
-    groups = [data * tensor, *([data, tensor] if tensor > 1 else [])]
-    costs = partition.training(config, config.performance.mlp_recompute_level)
-    largest = max(cost.largest for stage in costs for cost in (*stage.forward, *stage.backward))
-    needs = runtime_needs(device_type, groups, config.data.num_workers, partition.state_tensors, largest)
-    if device_type == "cpu" and tensor > 1:
-        needs["tensor-parallel scratch"] = _tensor_parallel_scratch_bytes(config, model)
-    if device_type == "cpu" and (copy := host_copy_bytes(config, model)):
-        needs["copy for async_checkpoint"] = copy
-    if "updates" in config.tracking.watch:
-        needs["old weights for watch"] = partition.largest_shard * FP32_BYTES
-    return needs
-
-
-def _tensor_parallel_scratch_bytes(config: Config, model: MultiStage) -> int:
-    """Return the receive buffer of tensor-parallel collectives on a CPU; two ranks swap whole hidden states."""
-    assert config.batch.micro_batch_size, "resolved"
-    ranks, dtype = model.tensor.world_size, model.precision.training
-    numel = config.batch.micro_batch_size * config.batch.sequence_length * config.model.hidden_size
-    if ranks == 2 and not config.distributed.sequence_tensor_parallel:
-        return numel * dtype.itemsize
-    return reduction_scratch_bytes("cpu", ranks, numel // ranks, dtype)

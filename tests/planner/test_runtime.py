@@ -8,7 +8,7 @@ import pytest
 
 from megatron_lite.kernels.attention import blocks as attention_blocks
 from megatron_lite.planner.plan import Planner, make_plan
-from megatron_lite.planner.runtime import GIB, HOLES, MIB, PLANNED_GPU_BYTES, runtime_needs
+from megatron_lite.planner.runtime import GIB, HOLES, MIB, PLANNED_GPU_BYTES
 from tests.planner.test_plan import mistral
 from tests.support.caching_allocator import AllocationRecorder, CachingAllocator, replay
 from tests.support.harness import tiny_config
@@ -75,12 +75,21 @@ def test_the_allocator_splits_merges_and_reuses() -> None:
 
 def test_what_a_rank_needs_beside_its_tensors() -> None:
     """A GPU needs a context and workspaces, several also NCCL; a CPU needs its processes."""
-    one, many = (runtime_needs("cuda", [ranks], 8, 100, GIB) for ranks in (1, 128))
+
+    def runtime(ranks: int, device: str, tensor: int = 1, **options: Any) -> dict[str, int]:
+        return make_plan(tiny_config(ranks, tensor_parallel=tensor, batch_size=ranks, **options), ranks, device).runtime
+
+    one, many = runtime(1, "cuda"), runtime(128, "cuda")
     assert set(many) - set(one) == {"NCCL channels"} and many["NCCL channels"] == 896 * MIB
-    assert runtime_needs("cuda", [128, 64, 2], 8, 100, GIB)["NCCL channels"] == 3 * 896 * MIB
-    assert runtime_needs("cuda", [2, 1, 2], 8, 100, GIB)["NCCL channels"] == 2 * 896 * MIB
-    assert one["allocator fragmentation"] == 2.5 * GIB + 100 * MIB
-    without, workers = (runtime_needs("cpu", [2], count, 100, GIB) for count in (0, 3))
+    assert runtime(128, "cuda", 2)["NCCL channels"] == 3 * 896 * MIB
+    assert runtime(2, "cuda", 2)["NCCL channels"] == 2 * 896 * MIB
+    plan = make_plan(tiny_config(1, batch_size=1), 1, "cuda")
+    holes, tensors = (
+        int(2.5 * max(cost.largest for cost in plan.costs)),
+        sum(row.count for row in plan.model.memory.table()),
+    )
+    assert one["allocator fragmentation"] == holes + tensors * MIB
+    without, workers = runtime(2, "cpu", num_workers=0), runtime(2, "cpu", num_workers=3)
     assert sum(workers.values()) - sum(without.values()) == workers["loader processes"] > 0
     assert not set(workers) & {"NCCL channels", "CUDA context, kernels"}
 
