@@ -226,3 +226,17 @@ def test_the_log_says_how_many_of_the_cores_this_process_may_use(monkeypatch: py
     for cores, words in ((8, "cpu, 8 cores, "), (3, "cpu, 3 of 8 cores, ")):
         monkeypatch.setattr(banner, "available_cores", lambda cores=cores: cores)
         assert banner.describe_device(torch.device("cpu")).startswith(words)
+
+
+@pytest.mark.skipif(not sys.platform.startswith("linux"), reason="glibc is Linux's")
+@pytest.mark.parametrize("variable", [None, "MALLOC_ARENA_MAX"])
+def test_freed_memory_is_used_again(variable: str | None) -> None:
+    """Blocks of 2 to 20 MiB take new pages once and not a hundred times, unless the user has set glibc's variables."""
+    code = (
+        "import resource; from megatron_lite.run.host import prepare_libraries; prepare_libraries(); "
+        "import numpy; faults = lambda: resource.getrusage(resource.RUSAGE_SELF).ru_minflt; "
+        "use = lambda: [numpy.ones(mib * 131072) for mib in (2, 20, 7)]; use(); before = faults(); "
+        "all(use() for _ in range(100)); print(faults() - before)"
+    )
+    variables = {"NUMPY_MADVISE_HUGEPAGE": "0"} | ({variable: "8"} if variable else {})
+    assert (int(said(code, ("MALLOC_", "GLIBC_"), **variables)) < 1000) == (variable is None)
