@@ -126,7 +126,8 @@ def test_a_rank_that_came_and_died_is_named_at_once(point: MeetingPoint) -> None
 def test_the_death_of_rank_0_is_that_of_its_store(point: MeetingPoint) -> None:
     """All machines notice it by the store, so all say the same, whichever sign comes first; not with torchrun's."""
     gone = Place(0, own_place(0).host, own_place(0).machine, ended_process())
-    meet(point, open_store(point, 0, 5, TIMEOUT_S), gone, 5, timeout_s=0.2)
+    store = open_store(point, 0, 5, TIMEOUT_S)  # which answers as long as it is referred to
+    meet(point, store, gone, 5, timeout_s=0.2)
     of_torchrun = dataclasses.replace(point, hosted=False)
     for where, words in ((point, "2 of 5 ranks met"), (of_torchrun, r"lost rank 0 \(process")):
         with pytest.raises(PeerError, match=words):

@@ -197,7 +197,7 @@ def test_our_program_races_and_missing_peers_are_named(
     monkeypatch.setattr(os, "environ", dict(os.environ))
     monkeypatch.setattr(signal, "signal", lambda *_: None)
     output = tmp_path / "results.json"
-    words = [*TINY.split(), "--turns=1", "--steps_per_turn=2", "--threads=1", "--isa=avx2", f"--output={output}"]
+    words = [*TINY.split(), "--turns=2", "--steps_per_turn=10", "--threads=1", "--isa=avx2", f"--output={output}"]
     python = tmp_path / "python"  # an interpreter without the peers' packages
     python.write_text(f'#!/bin/sh\nexec "{sys.executable}" -S "$@"\n')
     python.chmod(0o755)
@@ -206,7 +206,7 @@ def test_our_program_races_and_missing_peers_are_named(
     result: dict[str, Any] = json.loads(output.read_text("utf-8"))
     assert list(result["rows"]) == ["megatron_lite"] and result["failures"] == {}
     row = result["rows"]["megatron_lite"]
-    assert len(row["losses"]) >= 5 and row["loss"] < 6 and row["start_s"]["median"] > 0
+    assert len(row["losses"]) >= 10 and row["loss"] < 6 and row["start_s"]["median"] > 0
     assert "no checkout" in result["missing"]["nanoGPT"]
     assert "litgpt is not installed" in result["missing"]["litgpt"]
     assert "1 thread, 2 x 32 tokens" in printed and "| megatron_lite |" in printed
