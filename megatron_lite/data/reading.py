@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 from megatron_lite.data.blending import Blend, Concatenation
 from megatron_lite.data.disk_array import DiskArray
 from megatron_lite.data.fill_in_the_middle import FillInTheMiddle
-from megatron_lite.data.indexed_dataset import IndexedDataset
+from megatron_lite.data.indexed_dataset import IndexedDataset, Run
 from megatron_lite.data.sampling import DocumentOrder, PackedDocuments, StreamSampler, random_tokens
 from megatron_lite.errors import DataError
 
@@ -104,10 +104,11 @@ class StreamReader:
             begun, filled = time.perf_counter(), 0
             stream = self.streams[dataset]
             runs = stream.order.runs(epoch, start, self.sequence_length + 1)
+            reads = reads_of(runs)
             if stream.mask is not None:
-                left_out = np.concatenate([masked_labels(stream.mask, *run) for run in runs])
+                left_out = np.concatenate([masked_labels(stream.mask, *run) for run in reads])
                 masked[row, : len(left_out) - 1] = left_out[1:]  # a label is the token after an input
-            for place, length in runs:
+            for place, length in reads:
                 tokens[row, filled : filled + length] = stream.dataset.tokens.read(place, length)
                 filled += length
             if stream.order.by_document:
@@ -170,6 +171,16 @@ class StreamReader:
             f"{stream.dataset.tokens.path}: document {document}, offset {offset}: token id {int(tokens[row, column])} "
             f"is outside the vocabulary of {self.vocab_size} (--vocab_size)"
         )
+
+
+def reads_of(runs: Sequence[Run]) -> list[tuple[int, int]]:
+    """Return the first token and length of each read: one for all documents that follow each other in the file."""
+    found: list[tuple[int, int]] = []
+    for place, length in runs:
+        if found and sum(found[-1]) == place:
+            place, length = found[-1][0], found.pop()[1] + length
+        found.append((place, length))
+    return found
 
 
 def masked_labels(mask: DiskArray, start: int, count: int) -> NDArray[np.bool_]:

@@ -15,6 +15,7 @@ import torch
 
 from megatron_lite.config import Config
 from megatron_lite.data.host_batch import HostBatch
+from megatron_lite.data.reading import reads_of
 from tests.support.token_files import data_config, read_batches, write_counting
 
 LENGTH = 16
@@ -68,6 +69,12 @@ def read(values: Config, **which: Any) -> list[HostBatch]:
 def starts(batch: HostBatch) -> list[int]:
     assert batch.starts is not None and batch.starts.dtype == torch.int32
     return batch.starts.tolist()
+
+
+def test_documents_that_follow_each_other_are_one_read() -> None:
+    """A sample in the order of the file costs one read, however many documents it has."""
+    assert reads_of([(0, 3), (3, 1), (4, 9)]) == [(0, 13)]
+    assert reads_of([(5, 2), (7, 1), (20, 4), (3, 17)]) == [(5, 3), (20, 4), (3, 17)]
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
