@@ -12,7 +12,7 @@ from typing import NamedTuple
 from megatron_lite.monitor.metrics import model_flops
 from megatron_lite.planner.plan import make_plan
 from megatron_lite.planner.speeds import Attention, Pass, Product
-from megatron_lite.planner.work_time import micro_batch_work
+from megatron_lite.planner.work_time import UPDATE_BYTES, micro_batch_work
 from scripts.benchmarks.training.settings import chosen, engine_config, parse, row_config
 from scripts.docs.tables import markdown_table
 
@@ -65,7 +65,7 @@ def parts() -> dict[str, list[Part]]:
             Part("products with weights, forward and backward", products),
             Part("attention, with its scores once more", scores, flop_per_s=ATTENTION_FLOP_PER_S),
             Part("norms, rotary positions, activations, loss", bytes=passes),
-            Part("gradient norm and AdamW", bytes=weights * (MASTER + 28)),
+            Part("gradient norm and AdamW", bytes=weights * (MASTER + UPDATE_BYTES["adamw"])),
         ]
     return found
 
