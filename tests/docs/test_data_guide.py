@@ -57,10 +57,8 @@ def test_masks_of_conversations(checkout: Path) -> None:
     tokens, mask = (IndexedDataset(str(checkout / "data" / name)) for name in ("chats", "chats_mask"))
     said = bytes(tokens.document(3)[mask.document(3) == 1][:-1].tolist()).decode()
     assert said == "assistant: 4\n" and tokens.num_documents == mask.num_documents == 40
-    for written, smaller in SMALLER.items():
-        assert written in command
-        command = command.replace(written, smaller)
-    printed = documents.run(command, checkout)
+    assert all(written in command for written in SMALLER)
+    printed = documents.run(documents.smaller(command, SMALLER), checkout)
     assert "loss mask data/chats_mask" in printed and "whole documents" in printed
 
 
@@ -87,8 +85,6 @@ def test_preparing(checkout: Path) -> None:
         importlib.import_module("pyarrow.parquet").write_table(table, corpus / "d.parquet")
     for title in PREPARING:
         for text in documents.blocks(documents.section(GUIDE, f"{title}\n")):
-            for written, smaller in QUICKER.items():
-                text = text.replace(written, smaller)
-            documents.run(f"set -e\n{text}", checkout)
+            documents.run(f"set -e\n{documents.smaller(text, QUICKER)}", checkout)
     assert len(list((checkout / "experiments").glob("*/checkpoints/2"))) == 3
     assert len(list((checkout / "data").glob("*.idx"))) == 4

@@ -69,8 +69,7 @@ def run_commands(guide: str, prepared: Path, folder: Path) -> None:
     found = commands(guide)
     assert len(found) == {"pretrained": 1, "exports": 2, "generation": 7}[guide]
     for command in found:
-        for written, smaller in SMALLER.items():
-            command = command.replace(written, smaller)
+        command = documents.smaller(command, SMALLER)
         assert "..." not in command
         documents.run(command, folder)
 

@@ -31,9 +31,7 @@ def test_the_commands_leave_the_files(tmp_path: Path) -> None:
     commands = documents.blocks(PROFILES)
     assert len(commands) == 2
     for command in commands:
-        for written, smaller in SMALLER.items():
-            command = command.replace(written, smaller)
-        documents.run(command, tmp_path)
+        documents.run(documents.smaller(command, SMALLER), tmp_path)
     names = set(re.findall(r"`(iteration\w+-?\w*\.[\w.]+)`", PROFILES))
     there = {path.name: path for path in tmp_path.glob("runs/*/profiles/*")}
     assert names == {

@@ -28,10 +28,8 @@ def test_the_commands_lead_to_a_model(tmp_path: Path) -> None:
     blocks = documents.blocks(TUTORIAL)
     assert len(blocks) == 8
     script = "\n".join(["set -eu", *blocks])
-    for written, shorter in SMALLER.items():
-        assert script.count(written) == 1
-        script = script.replace(written, shorter)
-    printed = documents.run(script, tmp_path)
+    assert all(script.count(written) == 1 for written in SMALLER)
+    printed = documents.run(documents.smaller(script, SMALLER), tmp_path)
     run = tmp_path / "tutorial" / "run"
     assert "stop_interval" in printed
     assert "run this" in printed and f"training complete: {ITERATIONS} iterations" in printed

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 import subprocess
+from collections.abc import Mapping
 from pathlib import Path
 
 from tests.support import warm_python
@@ -25,6 +26,13 @@ def section(text: str, title: str) -> str:
 def blocks(text: str, language: str = "bash") -> list[str]:
     """The contents of the blocks of a language, in order."""
     return re.findall(rf"^```{language}\n(.*?)\n```$", text, re.M | re.S)
+
+
+def smaller(command: str, sizes: Mapping[str, str]) -> str:
+    """A command with other sizes than those that are written."""
+    for written, size in sizes.items():
+        command = command.replace(written, size)
+    return command
 
 
 def shown(text: str) -> list[tuple[str, str]]:
