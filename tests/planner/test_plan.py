@@ -17,6 +17,7 @@ from megatron_lite.model.block import Block
 from megatron_lite.model.gpt import model_layers
 from megatron_lite.model.layer import MicroBatch
 from megatron_lite.monitor.watch import open_watch
+from megatron_lite.optimizer.rules.muon import orthogonalize
 from megatron_lite.planner import plan
 from megatron_lite.planner.plan import SimulatedGroup, make_plan, planned_model
 from megatron_lite.validation import resolve
@@ -468,10 +469,20 @@ def test_a_new_operation_is_planned_exactly(training_dtype: str, monkeypatch: py
 
 
 def test_an_update_can_need_more_than_the_passes() -> None:
-    """Orthogonalizing the largest matrix, when few tokens need little: the bytes of `optimizer/rules/muon.py`."""
+    """Orthogonalizing the largest matrix, when few tokens need little: two of its size and two square ones.
+
+    Processors without instructions for bf16 also take fp32 copies. Both are what torch allocates.
+    """
     options = dict(optimizer="muon", hidden_size=256, sequence_length=8, batch_size=1, vocab_size=64, num_layers=1)
-    memory = make_plan(tiny_config(1, **options), 1, "cpu").activations["none"]
-    assert (memory.peak, memory.peak_at) == (4 * (256 * 1024 + 256 * 256), "the update")
+    matrix, needed = torch.ones(256, 1024, dtype=torch.bfloat16), []
+    for in_fp32 in (False, True):
+        with products_in_fp32(in_fp32):
+            memory = make_plan(tiny_config(1, **options), 1, "cpu").activations["none"]
+            with AllocatorMeter() as meter:
+                orthogonalize(matrix, steps=2)
+        assert (memory.peak, memory.peak_at) == (meter.peak, "the update")
+        needed.append(memory.peak)
+    assert needed[0] == 4 * (256 * 1024 + 256 * 256) < needed[1]
 
 
 def test_the_plan_counts_what_watching_updates_keeps() -> None:
