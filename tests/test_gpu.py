@@ -21,6 +21,8 @@ from megatron_lite.distributed.process_group import Distributed
 from megatron_lite.distributed.startup import join, make_deterministic
 from megatron_lite.distributed.step_watch import StepWatch
 from megatron_lite.errors import PeerError
+from megatron_lite.kernels.attention.choice import Work, machine_of, obstacle
+from megatron_lite.kernels.choice import failure
 from megatron_lite.validation import resolve
 from tests.support.harness import TINY, start_run
 from tests.support.launch import python_warnings
@@ -96,6 +98,16 @@ def test_the_same_run_twice_is_the_same(one_gpu: Distributed, triton: bool) -> N
     options = dict(training_dtype="bf16", deterministic=True, enable_triton_kernels=triton, **LLAMA)
     with deterministic():
         assert losses(one_gpu, **options) == losses(one_gpu, **options)
+
+
+@pytest.mark.parametrize("kind", [dict(), dict(windowed=True), dict(documents=True)], ids=str)
+@pytest.mark.parametrize("backend", ["cudnn", "flash3", "flash", "varlen"])
+def test_attention_passes_its_probe(backend: str, kind: dict[str, bool]) -> None:
+    """Every backend that this device and its libraries have no known obstacle for, in the shape of a Mistral-7B."""
+    device, work = torch.device("cuda", 0), Work(torch.bfloat16, 128, heads_per_group=4, **kind)
+    if (reason := obstacle(backend, machine_of(device), work)) is not None:
+        pytest.skip(reason)
+    assert failure(backend, device, work) is None
 
 
 def test_bf16_tracks_fp32(one_gpu: Distributed) -> None:

@@ -20,6 +20,7 @@ import argparse
 import datetime
 import fnmatch
 import json
+import os
 import statistics
 import subprocess
 import sys
@@ -130,8 +131,14 @@ def measured_alone(words: Sequence[str]) -> Any:
 
 
 def private_environment(folder: Path, pythonpath: str, **more: str) -> dict[str, str]:
-    """Return variables that keep libraries offline and their files in `folder`. more: further variables."""
-    caches = ("HF_HOME", "TORCHINDUCTOR_CACHE_DIR", "TRITON_CACHE_DIR", "XDG_CACHE_HOME", "CUDA_CACHE_PATH")
+    """Return variables that keep libraries offline and their files in `folder`. more: further variables.
+
+    Caches of compiled code that are set already stay, so that a later process does not compile everything again.
+    """
+    compiled = ("TORCHINDUCTOR_CACHE_DIR", "TRITON_CACHE_DIR", "CUDA_CACHE_PATH")
+    caches = [
+        name for name in ("HF_HOME", "XDG_CACHE_HOME", *compiled) if not (name in compiled and name in os.environ)
+    ]
     own = {"PYTHONPATH": pythonpath, "PYTHONDONTWRITEBYTECODE": "1", "HF_HUB_OFFLINE": "1", "WANDB_MODE": "disabled"}
     return own | {"TMPDIR": str(folder)} | {name: str(folder / "cache" / name.lower()) for name in caches} | more
 

@@ -71,15 +71,22 @@ class Turns:
 
     def run(self) -> Iterator[None]:
         """Measure, yielding after every round; `records` holds the results."""
+        yield from (None for complete in self.run_turns() if complete)
+
+    def run_turns(self) -> Iterator[bool]:
+        """Measure, yielding after every turn whether it completes a round."""
         names = list(self.records)
         for turn in range(self._rounds):
             first = turn % len(names)  # rotates, so that no contestant always follows the same one
-            for name in names[first:] + names[:first]:
+            *others, last = names[first:] + names[:first]
+            for name in others:
                 self._turn(name, turn)
+                yield False
+            self._turn(last, turn)
             sound = self.sound().values()
             counted = min((sum(record.counts) for record in sound), default=0)
             self._say(turn, counted)
-            yield
+            yield True
             if not sound or counted >= self._turns:
                 return
 
@@ -91,7 +98,8 @@ class Turns:
         """Return the spread of a figure's ratio to another row's, over the rounds in which both count."""
         figure = figure or self._main
         mine, theirs = self.records[own].counted(figure), self.records[other].counted(of_other or figure)
-        both = [a / b for a, b in zip(mine, theirs, strict=True) if a is not None and b is not None]
+        # One of the two may have had one turn more.
+        both = [a / b for a, b in zip(mine, theirs, strict=False) if a is not None and b is not None]
         return spread_of(both) if both else None
 
     def measured(self, *figures: str, others: Callable[[str], Iterable[str]]) -> dict[str, dict[str, Any]]:

@@ -35,7 +35,7 @@ HF = {"HF DDP", "HF DDP compiled"}
 COMPILED = {"DDP compiled", "FSDP2 compiled", "HF DDP compiled"}
 # Keys of our rows alone, and of rows whose weights have our names alone.
 OURS_ONLY = {"formula_bytes", "padding_bytes", "wire_theory_bytes", "wire_counted_bytes", "attention"}
-ELSEWHERE = {"profile_s", "planned_peak_bytes"}  # with --profile, and on a GPU
+ELSEWHERE = {"profile_s", "kernels_s", "planned_peak_bytes"}  # with --profile, and on a GPU
 WEIGHTS = {"weights_difference", "weights_equal"}
 
 

@@ -34,10 +34,11 @@ def test_a_call_runs_the_chosen_parts_and_steps() -> None:
     def names(*arguments: str) -> list[str]:
         return [step.name for step in gpu_report.chosen(gpu_report.steps(1), gpu_report.parse(arguments).only)]
 
-    assert names() == ["kernel tests", "GPU tests", "smoke test", "flex_attention tests"]
-    assert names("--only=training")[0] == "gpt2-124m" and "ops" in names("--only=operations")
+    assert names() == ["sanity", "kernel tests", "GPU tests", "smoke test", "flex_attention tests"]
+    assert names("--only=training")[0] == "mistral-7b" and names("--only=peers")[0] == "gpt2-124m"
+    assert "ops" in names("--only=operations")
     assert names("--only=smoke test,ops") == ["smoke test", "ops"]
-    every = names("--only=correctness,operations,training", "--limit_s=3000")
+    every = names(f"--only={','.join(gpu_report.PARTS)}", "--limit_s=3000")
     assert every == [step.name for step in gpu_report.steps(1)]
 
 
@@ -83,7 +84,7 @@ def test_reports_of_other_machines_or_commits_are_not_joined(tmp_path: Path) -> 
             gpu_report.earlier_report(first, other)
 
 
-def test_three_calls_make_one_report(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_several_calls_make_one_report(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The whole program with a fake GPU: each call adds its part; one on another machine runs nothing."""
     described = dict(A_GPU)
     command = ("-c", "import json, sys; json.dump({'n': 1}, open(sys.argv[1], 'w'))", "{output}")
@@ -101,7 +102,7 @@ def test_three_calls_make_one_report(tmp_path: Path, monkeypatch: pytest.MonkeyP
     fakes[1] = Step(fakes[1].name, ("-c", "raise SystemExit(3)"), 30, gpu_report.read_output, fakes[1].part)
     assert gpu_report.main([f"--output={output}", f"--only={fakes[1].name}"]) == 1
     found = json.loads(output.read_text("utf-8"))
-    assert [step["status"] for step in found["steps"].values()] == ["ok", "failed", "ok"] and not found["ok"]
+    assert [step["status"] for step in found["steps"].values()] == ["ok", "failed", "ok", "ok"] and not found["ok"]
     described["machine"] = {"device": "B GPU"}
     with pytest.raises(ValueError, match="device A GPU and B GPU"):
         gpu_report.main([f"--output={output}"])

@@ -5,7 +5,7 @@
 
 The steps are grouped in parts, one per call, whose budgets add up to less than the deadline. A later call adds its
 steps to the file. A step that fails or times out is recorded with its partial results and does not stop the other
-steps. The file is written after every step.
+steps. The file is written after every step, and everything that the steps print is kept beside it, in report_logs/.
 """
 
 from __future__ import annotations
@@ -38,7 +38,12 @@ from scripts.benchmarks.results import (
     write_json,
 )
 
-PARTS = ("correctness", "operations", "training")  # in this order: timings of an incorrect program are worthless
+PARTS = (
+    "correctness",
+    "operations",
+    "training",
+    "peers",
+)  # in this order: timings of an incorrect program are worthless
 OPS = ("-m", "scripts.benchmarks.gpu.ops")
 # A line of `pytest -v`, with and without pytest-xdist.
 OUTCOME = "PASSED|FAILED|SKIPPED|ERROR|XFAIL|XPASS"
@@ -69,9 +74,13 @@ def steps(parallel_tests: int) -> list[Step]:
     pytest: tuple[str, ...] = ("-m", "pytest", "-p", "no:cacheprovider", "-v", "--color=no", "-rfE")
     if parallel_tests > 1:
         pytest += ("-n", str(parallel_tests), "--dist=worksteal")
+    if importlib.util.find_spec("pytest_timeout"):
+        pytest += ("--timeout=60",)
     # Some test files cannot be imported without all packages of the test extra.
     files = sorted(str(path) for path in (ROOT / "tests").rglob("test_*.py") if "mark.gpu" in path.read_text("utf-8"))
     pytest += ("--continue-on-collection-errors",)
+    # Without these every other step is worthless: how products are added, the attention backends, and a few steps.
+    pytest_sanity = (*pytest, "-m", "gpu", "-k", "added_in_fp32 or probe or changes_losses", *files)
     # flex_attention compiles for some ten seconds per shape, so its tests run last.
     pytest_gpu = (*pytest, "-m", "gpu", "-k", "not flex", *files)
     pytest_flex = (*pytest, "-m", "gpu", "-k", "flex", *files)
@@ -87,20 +96,25 @@ def steps(parallel_tests: int) -> list[Step]:
     split = "ZeRO-1 split recompute"
     alone, layers = "--one_at_a_time", "--num_layers=16"  # 16 layers fit with all activations; 32 need memory options
     variants = "ZeRO-1,ZeRO-1 recompute activation,ZeRO-1 recompute full,ZeRO-1 without Triton,ZeRO-1 window 4096"
+    several, eight = "ZeRO-1,ZeRO-1 window 4096,ZeRO-1 without throttle", ("--micro_batches=8", "--steps_per_turn=1")
     few = (alone, "--num_layers=6", "--steps_per_turn=6")
     return [
+        Step("sanity", pytest_sanity, 40, read_tests),
         Step("kernel tests", (*pytest, "-m", "not slow and not gpu", "tests/kernels"), 110, read_tests),
         Step("GPU tests", pytest_gpu, 100, read_tests),
-        Step("smoke test", ("scripts/smoke_test.py", "--device=cuda"), 80, read_smoke_test),
+        Step("smoke test", ("scripts/smoke_test.py", "--device=cuda", "--quick"), 80, read_smoke_test),
         Step("flex_attention tests", pytest_flex, 120, read_tests),
         Step("ceilings", (*OPS, "--ceilings", "--output={output}"), 40, read_output, PARTS[1]),
         Step("ops", (*OPS, "--output={output}"), 120, read_output, PARTS[1], resumes=True),
         table("variants", "mistral-7b", variants, 2, 85, *few, part=PARTS[1]),
         table("deterministic", "mistral-7b", "ZeRO-1,ZeRO-1 deterministic", 2, 50, *few, part=PARTS[1]),
-        table("gpt2-124m", "gpt2-124m", gpt2, 5, 90, "--steps_per_turn=8"),
-        table("llama-3-8b-8l", "llama-3-8b-8l", llama, 3, 90, alone),
         table("mistral-7b", "mistral-7b", f"{split} activation,{split} quarter,ZeRO-3 recompute full", 2, 130, alone),
         table("mistral-7b 16 layers", "mistral-7b", "ZeRO-1,ZeRO-3", 3, 50, alone, layers),
+        # Eight micro-batches spread the update over eight times the tokens.
+        table("mistral-7b 16 layers x 8", "mistral-7b", several, 2, 120, alone, layers, *eight),
+        table("profile", "mistral-7b", "ZeRO-1", 2, 40, "--num_layers=6", "--steps_per_turn=2", "--profile"),
+        table("gpt2-124m", "gpt2-124m", gpt2, 5, 150, "--steps_per_turn=8", part=PARTS[3]),
+        table("llama-3-8b-8l", "llama-3-8b-8l", llama, 3, 150, alone, part=PARTS[3]),
     ]
 
 
@@ -192,9 +206,11 @@ def all_ok(entries: Mapping[str, Any]) -> bool:
 class Report:
     """The results of this call so far, and the file that they are merged into."""
 
-    def __init__(self, output: Path, folder: Path, limit_s: float, head: Result, earlier: Result | None = None) -> None:
+    def __init__(self, output: Path, limit_s: float, head: Result, earlier: Result | None = None) -> None:
         """earlier: the file's report, of the same machine and versions; its other steps are kept."""
-        self.output, self.folder, self.earlier = output, folder, earlier
+        self.output, self.earlier = output, earlier
+        self.folder = output.with_name(f"{output.stem}_logs")  # what each step printed and wrote
+        self.folder.mkdir(parents=True, exist_ok=True)
         self.order = [step.name for step in steps(1)]
         self.started = time.monotonic()
         self.deadline = self.started + limit_s
@@ -209,9 +225,15 @@ class Report:
         # JSON has no numbers that are not finite; they become "nan", "inf" and "-inf".
         write_json(self.output, json.loads(json.dumps(whole, default=str), parse_constant=lambda one: str(float(one))))
 
-    def run(self, step: Step) -> None:
-        """Run one step and record its results or its failure."""
-        seconds = min(step.budget_s, self.deadline - time.monotonic())
+    def run_all(self, wanted: Sequence[Step]) -> None:
+        """Run the steps in order. A step may also use the time that the steps before it left."""
+        for index, step in enumerate(wanted):
+            self.run(step, reserved_s=sum(later.budget_s for later in wanted[index + 1 :]))
+
+    def run(self, step: Step, reserved_s: float = 0.0) -> None:
+        """Run one step and record its results or its failure. reserved_s: the time that later steps need."""
+        left_s = self.deadline - time.monotonic()
+        seconds = min(max(step.budget_s, left_s - reserved_s), left_s)
         entry: dict[str, Any] = {"status": "not run", "budget_s": step.budget_s, "seconds": 0.0}
         self.result["steps"][step.name] = entry
         if seconds < min(MIN_STEP_S, step.budget_s):
@@ -228,6 +250,8 @@ class Report:
     def _attempts(self, step: Step, deadline: float) -> dict[str, Any]:
         stem = step.name.replace(" ", "_")
         output, log = self.folder / f"{stem}.json", self.folder / f"{stem}.log"
+        for earlier in (output, log):
+            earlier.unlink(missing_ok=True)
         for _ in range(ATTEMPTS if step.resumes else 1):
             code = call([word.replace("{output}", str(output)) for word in step.command], log, deadline)
             if code in (0, 1, None) or time.monotonic() + MIN_STEP_S > deadline:
@@ -284,7 +308,7 @@ def describe() -> Result:
 
 def parallel_tests() -> int:
     """Return the number of test processes, several because kernels compile on the CPU; 1 without pytest-xdist."""
-    return min(6, (os.cpu_count() or 1) // 2) if importlib.util.find_spec("xdist") else 1
+    return min(12, (os.cpu_count() or 1) // 2) if importlib.util.find_spec("xdist") else 1
 
 
 def parse(argv: Sequence[str]) -> argparse.Namespace:
@@ -356,10 +380,9 @@ def main(argv: Sequence[str]) -> int:
     try:
         head = {"environment": described}
         earlier = earlier_report(options.output, head)
-        report = Report(options.output, folder, options.limit_s - (time.monotonic() - started), head, earlier)
+        report = Report(options.output, options.limit_s - (time.monotonic() - started), head, earlier)
         try:
-            for step in chosen(steps(parallel_tests()), options.only):
-                report.run(step)
+            report.run_all(chosen(steps(parallel_tests()), options.only))
         finally:
             report.write()
     finally:

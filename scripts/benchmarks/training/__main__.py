@@ -60,8 +60,6 @@ def main(argv: Sequence[str]) -> int:
     flags = {"device": options.device, "tensor_parallel": options.tensor_parallel}
     distributed = launch.initialize(unflatten(flags).distributed)
     options.device = distributed.device.type
-    if options.profile and options.device != "cpu":
-        raise ValueError("--profile: operations are timed on CPUs only; add --device=cpu")
     measure.set_switches(options.threads, options.fp32_matmul)
     config = engine_config(options, distributed.world_size)
     rows = {} if options.only == BARE else chosen(options, distributed.world_size)
@@ -83,14 +81,18 @@ def main(argv: Sequence[str]) -> int:
     output = options.output if distributed.rank == 0 else None
     head = describe(argv, options, distributed, parameters) | {"missing": {**missing, **torchtitan()}}
     result: Result = {}
-    for _ in rounds.run():  # a complete file after every round, in case the run is cut short
+    for _ in rounds.run():  # a complete file after every turn, in case the run is cut short
         result = head | summary(rounds, rows, options, distributed)
         write_json(output, result)
     measured = result["rows"]
     if options.dtype == "fp32":
         for name, comparison in compare_weights(rounds.contestants).items():
             measured[name] |= comparison
-    if options.profile:
+    if options.profile and options.device == "cuda":
+        for name, contestant in rounds.contestants.items():
+            steps = [measure.make_tokens(options, step, distributed) for step in range(options.steps_per_turn)]
+            measured[name]["kernels_s"] = profile.kernels(contestant, steps)
+    elif options.profile:
         steps = [measure.make_tokens(options, step, distributed) for step in range(options.steps_per_turn)]
         for name, seconds in profile.profile_in_turns(rounds.contestants, [steps] * (options.turns + 1)).items():
             measured[name]["profile_s"] = seconds

@@ -68,11 +68,11 @@ class Rounds:
         )
 
     def run(self) -> Iterator[None]:
-        """Measure, yielding after every round."""
+        """Measure, yielding after every turn."""
         if not self._options.one_at_a_time:
             for name in self._names:
                 self._build(name)
-        yield from self.turns.run()
+        yield from (None for _ in self.turns.run_turns())
 
     def _rebuilt(self, name: str, turn: int) -> Figures:
         options = self._options
@@ -146,13 +146,17 @@ def timed_turn(contestant: Contestant, steps: Sequence[Sequence[Tensor]], distri
 def make_tokens(options: argparse.Namespace, step: int, distributed: Distributed) -> list[Tensor]:
     """Draw this rank's micro-batches of one step, (b, s + 1) each; tensor-parallel ranks draw the same."""
     generator = torch.Generator().manual_seed(derive_seed(options.seed, "benchmark", step, distributed.data.rank))
-    shape = (options.micro_batch_size, options.sequence_length + 1)
-    return [torch.randint(0, options.vocab_size, shape, generator=generator) for _ in range(options.micro_batches)]
+    shape, pinned = (options.micro_batch_size, options.sequence_length + 1), distributed.device.type == "cuda"
+    tokens = (torch.randint(0, options.vocab_size, shape, generator=generator) for _ in range(options.micro_batches))
+    return [one.pin_memory() if pinned else one for one in tokens]  # as the data loader does
 
 
 def largest_difference(losses: Sequence[Sequence[float]]) -> float:
-    """Return the largest loss difference between any two rows at any step; infinity if a loss is not finite."""
-    differences = [max(values) - min(values) for values in zip(*losses, strict=True)]
+    """Return the largest loss difference between any two rows at any step; infinity if a loss is not finite.
+
+    Counts the steps that all rows have made.
+    """
+    differences = [max(values) - min(values) for values in zip(*losses, strict=False)]
     return max(differences, default=0.0) if all(map(math.isfinite, differences)) else math.inf
 
 

@@ -93,7 +93,7 @@ class Peer(Contestant):
         self.optimizer.zero_grad(set_to_none=True)
         loss = torch.zeros((), device=self._device)
         for index, part in enumerate(micro_batches):
-            part = part.to(self._device)
+            part = part.to(self._device, non_blocking=True)
             with self._synchronized(index == len(micro_batches) - 1), fastest_attention(self._device), self._patch():
                 with torch.autocast(self._device.type, torch.bfloat16, enabled=self._autocast):
                     value = self._module(part[:, :-1].contiguous(), part[:, 1:].contiguous())

@@ -1,4 +1,4 @@
-"""The time of a step by kind of operation, from PyTorch's profiler around turns of each row.
+"""The time of a step by kind of operation or by kernel, from PyTorch's profiler around turns of each row.
 
 The profiler slows every operation slightly. `rest` is the time outside operations: Python, autograd and, with several
 ranks, waiting for other ranks.
@@ -10,7 +10,9 @@ import statistics
 import time
 from collections.abc import Mapping, Sequence
 
+import torch
 from torch import Tensor
+from torch.autograd import DeviceType
 from torch.profiler import ProfilerActivity, profile
 
 from scripts.benchmarks.training.measure import Contestant
@@ -58,6 +60,28 @@ def _profile(contestant: Contestant, steps: Sequence[Sequence[Tensor]]) -> dict[
         if kind is not None:
             seconds[kind] += event.self_cpu_time_total / 1e6 / len(steps)
     return {**seconds, REST: step_s - sum(seconds.values())}
+
+
+def kernels(contestant: Contestant, steps: Sequence[Sequence[Tensor]]) -> dict[str, float]:
+    """Return the seconds that each kernel takes in a step on the GPU, the longest first, `rest` included.
+
+    The host runs ahead of the device, so `rest`, the time of the step in which no kernel runs, is small unless the host
+    is the slower one; kernels on several streams at once make it smaller still.
+    """
+    with profile(activities=[ProfilerActivity.CPU, ProfilerActivity.CUDA]) as recorded:
+        before = time.perf_counter()
+        for micro_batches in steps:
+            contestant.step(micro_batches)
+        contestant.finish()
+        torch.cuda.synchronize()
+        step_s = (time.perf_counter() - before) / len(steps)
+    seconds = {
+        event.key: event.self_device_time_total / 1e6 / len(steps)
+        for event in recorded.key_averages()
+        if event.device_type == DeviceType.CUDA
+    }
+    seconds[REST] = step_s - sum(seconds.values())
+    return dict(sorted(seconds.items(), key=lambda item: -item[1]))
 
 
 def kind_of(operation: str) -> str | None:

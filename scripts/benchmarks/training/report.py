@@ -1,6 +1,6 @@
 """Results of the training benchmark: rates, the memory formula, goals, and tables.
 
-The JSON file is rewritten after every round. Besides the keys of every result (scripts/benchmarks/results.py) it has:
+The JSON file is rewritten after every turn. Besides the keys of every result (scripts/benchmarks/results.py) it has:
 
 - `ranks`
 - `parameters` of the model
@@ -38,6 +38,7 @@ Keys of one row (a spread is null if no turn counts):
 - `formula_bytes` (our rows only, without ties, `--ours` and tensor parallelism)
 - `padding_bytes` (likewise)
 - `profile_s`, seconds of a step by kind of operation on the first rank (with --profile)
+- `kernels_s`, on a GPU: seconds of a step by name of kernel, the longest first
 """
 
 from __future__ import annotations
@@ -91,6 +92,8 @@ def summarize(
     """
     result = {}
     for name, record in turns.sound().items():
+        if name not in known:  # has had no turn yet
+            continue
         kinds = known[name]["state_bytes_by_kind"]
         scratch = kinds.get("communication scratch", 0)
         step_s, wire = record.spread("step_s"), [value for value in record.counted("wire_bytes") if value is not None]

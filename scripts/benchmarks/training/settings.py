@@ -114,7 +114,7 @@ def parse(argv: Sequence[str], description: str | None = None) -> argparse.Names
         help="build, warm up, time and free each row in every round; default: where all rows may not fit a GPU",
     )
     add("--max_others", type=float, help="count only turns in which other processes used at most this share of CPUs")
-    add("--profile", action="store_true", help="on a CPU: profile more turns of each row, by kind of operation")
+    add("--profile", action="store_true", help="profile more turns of each row, by kind of operation or by kernel")
     add("--peak_tflops", type=float, help="peak of one GPU, for the MFU; default: from a table of common GPUs")
     add("--only", default="", help="comma-separated rows, by their names in the table; * and ? are wildcards")
     add("--output", type=Path, help="JSON file to write")
@@ -226,6 +226,7 @@ def _variants(options: argparse.Namespace, ranks: int, stage: int) -> Iterator[t
         yield "without Triton", {"enable_triton_kernels": False}
         yield "deterministic", {"deterministic": True}
         yield f"window {WINDOW}", {"window_size": WINDOW}
+        yield "without throttle", {"throttle_cpu": False}
 
 
 def chosen(options: argparse.Namespace, ranks: int) -> dict[str, Row]:
