@@ -7,8 +7,8 @@ last bits. `use_library` applies it.
 
 Setting `torch.backends.mkldnn.matmul.fp32_precision` to "bf16" sends every plain product through oneDNN, in-place
 additions and transposed operands included. The setting permits rounding the factors to bf16, but without matrix units
-(AMX) oneDNN computes in fp32 throughout and only the order of the sums differs; `onednn_is_exact` checks that with a
-product whose exact value is known. The setting belongs to the process and slows small products down (attention's
+(AMX) oneDNN computes in fp32 throughout and only the order of the sums differs; `onednn_is_exact` checks that with
+products whose exact values are known. The setting belongs to the process and slows small products down (attention's
 blocks take 1.5 times as long), so it is set for one large product at a time and then restored. If the BLAS was chosen,
 it is "ieee" otherwise, which permits no rounding.
 """
@@ -96,12 +96,17 @@ def faster_library(tokens: int, inputs: int, outputs: int) -> tuple[str, str]:
 
 @functools.cache
 def onednn_is_exact() -> bool:
-    """Whether PyTorch has oneDNN, and its products stay in fp32 on this processor."""
-    if not torch.backends.mkldnn.is_available():
+    """Whether PyTorch has oneDNN, and its products stay in fp32 on this processor.
+
+    oneDNN uses the matrix units for some shapes only: with AMX, factors of 64 x 64 stay exact and larger ones are
+    rounded. So the products are as large as those that will go through oneDNN, and AMX alone rules oneDNN out.
+    """
+    if not torch.backends.mkldnn.is_available() or torch.cpu._is_amx_tile_supported():
         return False
-    fine = 1 + 2.0**-23  # not representable in bf16
+    size, fine = round(SMALLEST_ONEDNN_PRODUCT ** (1 / 3)), 1 + 2.0**-23  # not representable in bf16
+    factor, one = torch.full((size, size), fine), torch.eye(size)
     with through_onednn():
-        return bool((torch.full((64, 64), fine) @ torch.eye(64) == fine).all())
+        return all(bool((product == fine).all()) for product in (factor @ one, factor @ one.t(), factor.t() @ one))
 
 
 def _onednn_switch() -> Any:

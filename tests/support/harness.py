@@ -50,8 +50,8 @@ TIMEOUT_S = 120.0
 
 
 def layers_of(config: Config, tensor: Group | None = None) -> list[Layer]:
-    """The layers of a configuration on the meta device, computing as it does on CPU."""
-    return model_layers(config, choose_kernels(config, torch.device("cpu")), tensor)
+    """The layers of a configuration on the meta device, computing as on the device that it names."""
+    return model_layers(config, choose_kernels(config, torch.device(config.distributed.device)), tensor)
 
 
 def run_distributed(
