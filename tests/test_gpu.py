@@ -119,12 +119,16 @@ def test_bf16_tracks_fp32(one_gpu: Distributed) -> None:
 def test_triton_changes_losses_by_rounding(
     one_gpu: Distributed, model: dict[str, Any], training_dtype: str, rtol: float
 ) -> None:
-    """All kernels against all references, whole steps with the optimizer; and they are not the same code."""
-    options = dict(training_dtype=training_dtype, lr=1e-2, lr_warmup_iters=0, **model)
+    """All kernels against all references, whole steps with the optimizer; and they are not the same code.
+
+    The optimizer amplifies rounding errors: at ten times this learning rate they change losses in bf16 by 1.5 %.
+    """
+    options = dict(training_dtype=training_dtype, lr_warmup_iters=0, **model)
     with_triton, without = (losses(one_gpu, enable_triton_kernels=on, **options) for on in (True, False))
     np.testing.assert_allclose(with_triton, without, rtol=rtol)
     assert with_triton != without, "the option changes nothing"
-    assert abs(with_triton[-1] - with_triton[0]) > 2 * rtol * with_triton[0], "nothing is trained"
+    untrained = losses(one_gpu, lr=1e-12, **options)  # on the same batches
+    assert abs(with_triton[-1] - untrained[-1]) > 2 * rtol * untrained[-1], "nothing is trained"
 
 
 @pytest.mark.parametrize("triton", [True, False])
@@ -245,13 +249,16 @@ def test_slow_collectives_change_no_bit_on_a_stream() -> None:
 
 @pytest.mark.parametrize("site", ["accumulate", "require_weights", "forward_backward"])
 def test_a_missing_wait_is_noticed_on_a_stream(site: str) -> None:
-    """The test above can fail: without any one of the waits the numbers are others."""
+    """The test above can fail: without any one of the waits the numbers are others.
+
+    The host takes some 5 ms from the last reduction to the optimizer, so collectives are later here.
+    """
     options = next(options for options in gpu_layouts() if options.get("zero_stage") == 3)
-    right = simulated(options, DELAY_CYCLES)
+    right = simulated(options, 0)
     from tests.zero.test_slow_collectives import removed_wait
 
     with removed_wait(site):
-        assert simulated(options, DELAY_CYCLES) != right
+        assert simulated(options, 10 * DELAY_CYCLES) != right
 
 
 def tensor_layouts() -> list[dict[str, Any]]:

@@ -22,7 +22,7 @@ from megatron_lite.kernels.triton_support import cdiv, jit, tl
 
 PIECE_NUMEL = 2**16  # elements that one program sums
 ROW_NUMEL = 2**12  # elements that the reference sums in fp32
-BLOCK = 2048
+BLOCK = 4096  # on an H200 at the speed of a copy; 2,048 reach 0.8 of it
 
 
 def _reference(shard: Tensor) -> Tensor:

@@ -75,11 +75,12 @@ class Rounds:
         yield from (None for _ in self.turns.run_turns())
 
     def _rebuilt(self, name: str, turn: int) -> Figures:
-        options = self._options
+        options, before = self._options, torch.cuda.memory_allocated()
         try:
             self._build(name)
             for index in range(options.warmup_turns * options.steps_per_turn):
                 self.contestants[name].step(make_tokens(options, index, self._distributed))
+            self._allocated[name] = torch.cuda.memory_allocated() - before  # with moments that the first step allocates
             return self._timed(name, turn + options.warmup_turns)
         finally:
             self.contestants.pop(name, None)
