@@ -51,11 +51,13 @@ class Device:
 # with the MLPs recomputed) and about 9,000 on each of 128 H100, whose clock and memory keep up less with its tensor
 # cores.
 AMPERE, HOPPER = (0.74, 0.45), (0.5, 0.32)
-
+# Measured on one H200 at 700 W (docs/gpu_report.json): steps of Mistral-7B and Llama-3 layers take 0.98 to 1.00 of what
+# these predict, with a window 1.10, because the flash kernels for windows are slower than cuDNN's.
+ONE_H200 = (0.67, 0.48)
 
 GPUS = {
     "h100": Device(PLANNED_GPU_BYTES, 989.4, 66.9, 3350, 450, HOPPER),
-    "h200": Device(int(139.7 * GIB), 989.4, 66.9, 4800, 450, HOPPER),
+    "h200": Device(int(139.7 * GIB), 989.4, 66.9, 4800, 450, ONE_H200),
     "a100": Device(PLANNED_GPU_BYTES, 312, 19.5, 2039, 300, AMPERE),
     "a100-40": Device(int(39.4 * GIB), 312, 19.5, 1555, 300, AMPERE),
     "l40s": Device(int(44.4 * GIB), 362, 91.6, 864, 32),  # no NVLink: PCIe 4

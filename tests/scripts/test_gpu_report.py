@@ -162,6 +162,7 @@ def test_training_tables_name_rows_that_exist() -> None:
         "mistral-7b 16 layers": {"ZeRO-1", "ZeRO-3"},
         "mistral-7b 16 layers x 8": {"ZeRO-1", "ZeRO-1 window 4096", "ZeRO-1 without throttle"},
         "profile": {"ZeRO-1"},
+        "profile gpt2-124m": {"ZeRO-1", "torch compiled full logits"},
     }
 
 

@@ -16,6 +16,7 @@ from typing import Any, NamedTuple
 from scripts.benchmarks.gpu import budget
 from scripts.benchmarks.results import ROOT, Result, Rows
 from scripts.benchmarks.tables import NOT_MEASURED, Column, number, remarks, render, spread, surroundings, table
+from scripts.benchmarks.training.report import profile_table
 from scripts.docs.tables import markdown_table
 
 REPORT = ROOT / "docs" / "gpu_report.json"
@@ -134,7 +135,7 @@ TRAINING_COLUMNS = (
 def section(report: Result) -> list[str]:
     """Return the section: goals, ceilings, operations, training, tests."""
     lines = markdown_table(("what", "goal", "measured", ""), list(_target_rows(report)))
-    for part in (_head, _steps, _ops, _training, _tests) if report else ():
+    for part in (_head, _steps, _ops, _training, _profiles, _tests) if report else ():
         lines += ["", *part(report)]
     return lines
 
@@ -196,6 +197,16 @@ def _training(report: Result) -> Iterator[str]:
             yield from table(result["rows"], TRAINING_COLUMNS, name)
             yield ""
             yield from (f"- {line}" for line in remarks(result))
+            yield ""
+
+
+def _profiles(report: Result) -> Iterator[str]:
+    """Yield a table of ms by kind of kernel per profiled model."""
+    for name in ("profile", "profile gpt2-124m"):
+        if lines := profile_table(step(report, name).get("rows", {})):
+            yield f"`{step(report, name)['environment']['command']}`"
+            yield ""
+            yield from lines
             yield ""
 
 

@@ -93,7 +93,7 @@ def steps(parallel_tests: int) -> list[Step]:
         return Step(name, command, budget_s, read_benchmark, part)
 
     gpt2, llama = "ZeRO-1,torch compiled*,FSDP2 compiled", "ZeRO-1,FSDP2 compiled,torch compiled"
-    split = "ZeRO-1 split recompute"
+    split, beside = "ZeRO-1 split recompute", "ZeRO-1,torch compiled full logits"
     alone, layers = "--one_at_a_time", "--num_layers=16"  # 16 layers fit with all activations; 32 need memory options
     variants = "ZeRO-1,ZeRO-1 recompute activation,ZeRO-1 recompute full,ZeRO-1 without Triton,ZeRO-1 window 4096"
     several, eight = "ZeRO-1,ZeRO-1 window 4096,ZeRO-1 without throttle", ("--micro_batches=8", "--steps_per_turn=1")
@@ -114,6 +114,7 @@ def steps(parallel_tests: int) -> list[Step]:
         table("mistral-7b 16 layers x 8", "mistral-7b", several, 2, 120, alone, layers, *eight),
         table("profile", "mistral-7b", "ZeRO-1", 2, 40, "--num_layers=6", "--steps_per_turn=2", "--profile"),
         table("gpt2-124m", "gpt2-124m", gpt2, 5, 150, "--steps_per_turn=8", part=PARTS[3]),
+        table("profile gpt2-124m", "gpt2-124m", beside, 2, 70, "--steps_per_turn=4", "--profile", part=PARTS[3]),
         table("llama-3-8b-8l", "llama-3-8b-8l", llama, 3, 150, alone, part=PARTS[3]),
     ]
 

@@ -91,7 +91,8 @@ def main(argv: Sequence[str]) -> int:
     if options.profile and options.device == "cuda":
         for name, contestant in rounds.contestants.items():
             steps = [measure.make_tokens(options, step, distributed) for step in range(options.steps_per_turn)]
-            measured[name]["kernels_s"] = profile.kernels(contestant, steps)
+            measured[name]["kernels_s"] = found = profile.kernels(contestant, steps)
+            measured[name]["profile_s"] = profile.by_kind(found)
     elif options.profile:
         steps = [measure.make_tokens(options, step, distributed) for step in range(options.steps_per_turn)]
         for name, seconds in profile.profile_in_turns(rounds.contestants, [steps] * (options.turns + 1)).items():

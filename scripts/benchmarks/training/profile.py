@@ -28,6 +28,16 @@ KINDS = {
     "compiled": ("## call", "torch-compiled region", "compiledfunction"),
     OTHERS: ("aten::",),
 }
+# The same for kernels: PyTorch's, cuBLAS's and cuDNN's, ours, and those that torch.compile generates.
+KERNELS = {
+    "attention": ("sdpa", "flash", "fmha", "cudnn::fusion"),
+    PRODUCTS: ("nvjet", "gemm", "cutlass", "splitk"),
+    "loss": ("_sweep_kernel", "softmax"),
+    "norms": ("_forward_kernel", "_backward_kernel", "_add_sums_kernel", "_piece_kernel", "norm"),
+    "optimizer": ("adamw", "multi_tensor_apply"),
+    "activation": ("_activate_kernel", "gelu", "silu"),
+    OTHERS: ("",),
+}
 
 
 def profile_in_turns(
@@ -78,13 +88,21 @@ def kernels(contestant: Contestant, steps: Sequence[Sequence[Tensor]]) -> dict[s
     seconds = {
         event.key: event.self_device_time_total / 1e6 / len(steps)
         for event in recorded.key_averages()
-        if event.device_type == DeviceType.CUDA
+        if event.device_type == DeviceType.CUDA and not event.is_user_annotation
     }
     seconds[REST] = step_s - sum(seconds.values())
     return dict(sorted(seconds.items(), key=lambda item: -item[1]))
 
 
-def kind_of(operation: str) -> str | None:
-    """Return the kind of an operation by its name; None for events that are not operations."""
+def by_kind(kernels_s: Mapping[str, float]) -> dict[str, float]:
+    """Return the seconds of a step by kind of kernel, and the rest."""
+    seconds = dict.fromkeys((*KERNELS, REST), 0.0)
+    for name, value in kernels_s.items():
+        seconds[REST if name == REST else kind_of(name, KERNELS) or OTHERS] += value
+    return seconds
+
+
+def kind_of(operation: str, kinds: Mapping[str, Sequence[str]] = KINDS) -> str | None:
+    """Return the kind of an operation or a kernel by its name; None for events that are not operations."""
     lower = operation.lower()
-    return next((kind for kind, parts in KINDS.items() if any(part in lower for part in parts)), None)
+    return next((kind for kind, parts in kinds.items() if any(part in lower for part in parts)), None)
