@@ -1,7 +1,5 @@
 """Properties that need a CUDA device: run with `pytest -m gpu tests/test_gpu.py`; skipped without one."""
 
-from __future__ import annotations
-
 import contextlib
 import json
 import os

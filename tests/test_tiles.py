@@ -1,7 +1,5 @@
 """Tiles of parameters against plain lists of indices: what each rank holds, in each shard, and what two tiles share."""
 
-from __future__ import annotations
-
 import dataclasses
 import itertools
 import random

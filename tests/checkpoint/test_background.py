@@ -1,7 +1,5 @@
 """Saves in the background: the bytes of a save in place, as of its beginning, and nothing before it is whole."""
 
-from __future__ import annotations
-
 import dataclasses
 import errno
 import logging

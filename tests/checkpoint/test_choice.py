@@ -1,7 +1,5 @@
 """Which checkpoints a start may resume from, and where newer ones go."""
 
-from __future__ import annotations
-
 import errno
 import os
 from pathlib import Path

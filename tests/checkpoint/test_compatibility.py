@@ -1,7 +1,5 @@
 """Differences between a checkpoint and the command line: some are refused, some are listed."""
 
-from __future__ import annotations
-
 import dataclasses
 import json
 import re

@@ -1,7 +1,5 @@
 """Damaged checkpoints: loading finds and names every change and falls back to an older one; nothing is deleted."""
 
-from __future__ import annotations
-
 import json
 import os
 import random

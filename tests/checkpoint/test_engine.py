@@ -4,8 +4,6 @@ Checkpoints are compared by what their manifests say of each parameter, whatever
 here without the code that loads checkpoints. Every kind of run is trained once, and serves several tests.
 """
 
-from __future__ import annotations
-
 import functools
 import json
 import shutil

@@ -3,8 +3,6 @@
 The models are the stand-ins of `fakes.py`; `test_engine.py` trains.
 """
 
-from __future__ import annotations
-
 import itertools
 import json
 import os

@@ -1,7 +1,5 @@
 """Checkpoints of each --optimizer: their content, and the state that a change of the optimizer resets."""
 
-from __future__ import annotations
-
 import itertools
 from pathlib import Path
 

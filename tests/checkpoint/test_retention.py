@@ -1,7 +1,5 @@
 """Which checkpoints stay, whatever happened before: the newest good one and the permanent ones; room for the next."""
 
-from __future__ import annotations
-
 import os
 import types
 from pathlib import Path

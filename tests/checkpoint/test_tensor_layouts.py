@@ -4,8 +4,6 @@ The engine trains, saves, loads and exports on ranks that are threads; a batch h
 `test_engine.py` runs the program, on two processes.
 """
 
-from __future__ import annotations
-
 import contextlib
 import functools
 import hashlib

@@ -1,7 +1,5 @@
 """Loading verifies every byte while it reads it: one pass, no wrong bit accepted, no good checkpoint refused."""
 
-from __future__ import annotations
-
 import io
 import itertools
 import os

@@ -1,7 +1,5 @@
 """Saving and loading: any layout loads any other, a crash or a full disk loses nothing, only our files are deleted."""
 
-from __future__ import annotations
-
 import errno
 import itertools
 import os

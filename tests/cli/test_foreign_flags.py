@@ -3,8 +3,6 @@
 tests/vectors lists the options and their defaults by section, from Levanter's and Fast-LLM's own pages and classes.
 """
 
-from __future__ import annotations
-
 import html
 import json
 import re

@@ -1,7 +1,5 @@
 """Whether the folder or the flags decide the model when training begins with pretrained weights."""
 
-from __future__ import annotations
-
 import json
 import subprocess
 import sys

@@ -3,8 +3,6 @@
 tests/vectors/user_mistakes.json has, for each program, command lines and the flags that the answer must contain.
 """
 
-from __future__ import annotations
-
 import json
 import random
 import re

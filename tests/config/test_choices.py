@@ -1,7 +1,5 @@
 """Where the code branches on an option's choice, a choice without a branch is refused instead of taken for another."""
 
-from __future__ import annotations
-
 import dataclasses
 from collections.abc import Callable
 from typing import Any

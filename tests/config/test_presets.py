@@ -1,7 +1,5 @@
 """`--model`: each preset equals the import of its publisher's config.json, to the last parameter."""
 
-from __future__ import annotations
-
 import math
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """Options: declarations, bounds, values that are nearly a choice, and the table of other programs' flags and values."""
 
-from __future__ import annotations
-
 import dataclasses
 import re
 

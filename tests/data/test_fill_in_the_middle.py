@@ -1,7 +1,5 @@
 """Fill-in-the-middle: nothing is lost, the shares are those asked for, and samples depend on seed and index only."""
 
-from __future__ import annotations
-
 import itertools
 from pathlib import Path
 from typing import Any

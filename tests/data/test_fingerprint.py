@@ -1,7 +1,5 @@
 """Fingerprints of data sets: of the content, not of the path, and bounded."""
 
-from __future__ import annotations
-
 import os
 import shutil
 import time

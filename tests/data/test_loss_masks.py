@@ -1,7 +1,5 @@
 """--loss_mask: labels that a second pair of files leaves out, compared with the files' bytes."""
 
-from __future__ import annotations
-
 import itertools
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """Whole documents in samples: none is lost, repeated, cut or put where it does not fit."""
 
-from __future__ import annotations
-
 import itertools
 from pathlib import Path
 from types import SimpleNamespace

@@ -1,7 +1,5 @@
 """Ranks meet and watch each other in a real store, each in a thread: a rank that died is known everywhere at once."""
 
-from __future__ import annotations
-
 import dataclasses
 import os
 import socket

@@ -1,7 +1,5 @@
 """Which ranks are gone: the states of real processes, and only those of the machine that looks."""
 
-from __future__ import annotations
-
 import os
 import signal
 import subprocess

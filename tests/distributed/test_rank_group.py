@@ -4,8 +4,6 @@ Ranks are threads, whose messages are copied when the receiver waits: a sender t
 a receiver that reads too early, are found.
 """
 
-from __future__ import annotations
-
 from collections import defaultdict
 from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple

@@ -1,7 +1,5 @@
 """The start of a process on a GPU, with fakes: its device, NCCL's settings, and what happens before the first step."""
 
-from __future__ import annotations
-
 import contextlib
 import os
 from types import SimpleNamespace

@@ -1,7 +1,5 @@
 """A rank that hangs on a GPU: every wait of the others ends with our message, before NCCL's watchdog aborts them."""
 
-from __future__ import annotations
-
 import sys
 import time
 from pathlib import Path

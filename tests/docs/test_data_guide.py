@@ -1,7 +1,5 @@
 """docs/data.md: its programs and commands run as written, on a small model."""
 
-from __future__ import annotations
-
 import gzip
 import importlib.util
 import json

@@ -1,7 +1,5 @@
 """Pages that scripts.docs writes are current and complete: flags, the catalogue of faults, the planner's outputs."""
 
-from __future__ import annotations
-
 import json
 import re
 from pathlib import Path

@@ -1,7 +1,5 @@
 """What guides on models, schedules and parallelism list, and flags of commands that no test runs, are the program's."""
 
-from __future__ import annotations
-
 import functools
 import re
 import shlex

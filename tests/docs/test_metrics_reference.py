@@ -1,7 +1,5 @@
 """docs/metrics.md names every number of metrics.jsonl, by the code that writes them and by a run, and no other."""
 
-from __future__ import annotations
-
 import ast
 import inspect
 import json

@@ -1,7 +1,5 @@
 """docs/monitoring.md: its commands run as written, and leave the files and rows that it names."""
 
-from __future__ import annotations
-
 import re
 import shlex
 from pathlib import Path

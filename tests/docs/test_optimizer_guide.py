@@ -1,7 +1,5 @@
 """docs/optimizer.md: its flags and tables are the program's; test_guides.py runs its commands."""
 
-from __future__ import annotations
-
 import functools
 import math
 import re

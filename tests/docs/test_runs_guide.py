@@ -1,7 +1,5 @@
 """docs/runs.md: the signals, the grace times and the sizes that it states."""
 
-from __future__ import annotations
-
 import math
 import re
 from pathlib import Path

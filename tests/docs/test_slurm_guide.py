@@ -1,7 +1,5 @@
 """docs/slurm.md: under stand-ins for Slurm its commands start torchrun as they say; its lines are in the scripts."""
 
-from __future__ import annotations
-
 import os
 import re
 from pathlib import Path

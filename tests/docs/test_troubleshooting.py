@@ -1,7 +1,5 @@
 """docs/troubleshooting.md quotes messages that the program still has, and knows every exit code."""
 
-from __future__ import annotations
-
 import ast
 import functools
 import re

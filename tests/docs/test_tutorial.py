@@ -1,7 +1,5 @@
 """docs/tutorial.md: its commands run in order, as written, on fewer iterations of less text."""
 
-from __future__ import annotations
-
 import re
 from pathlib import Path
 

@@ -4,8 +4,6 @@ A row has a promise and tests, as file::function below tests/, or the reason (`n
 `python -m scripts.docs.reliability` writes the rows, with the results of a test run, into docs/reliability.md.
 """
 
-from __future__ import annotations
-
 import re
 from pathlib import Path
 from typing import NamedTuple

@@ -8,8 +8,6 @@ checks what is left. A run ends with a start that nothing disturbs, and is compa
 The last lines are the figures; the exit code is 1 if anything was lost, left over or differs.
 """
 
-from __future__ import annotations
-
 import argparse
 import collections
 import json

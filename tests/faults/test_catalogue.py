@@ -1,7 +1,5 @@
 """The catalogue is whole, and every test that it names exists."""
 
-from __future__ import annotations
-
 import ast
 from pathlib import Path
 

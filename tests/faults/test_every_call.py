@@ -6,8 +6,6 @@ whole, an error is one line with path and reason and exit code 8, and the next s
 a fault.
 """
 
-from __future__ import annotations
-
 import collections
 import errno
 import os

@@ -1,7 +1,5 @@
 """SIGKILL at random moments to ranks and launchers: see tests/faults/kills.py, which also runs by itself."""
 
-from __future__ import annotations
-
 import subprocess
 import sys
 from pathlib import Path

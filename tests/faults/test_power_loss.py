@@ -1,7 +1,5 @@
 """A power cut at any moment of saves and deletions: whatever reached the disk, a promised checkpoint loads."""
 
-from __future__ import annotations
-
 import random
 import shutil
 from collections.abc import Callable, Iterator, Sequence

@@ -1,7 +1,5 @@
 """Whatever surrounds a run (paths, environment variables, the umask), it trains and saves as ever."""
 
-from __future__ import annotations
-
 import os
 import stat
 from pathlib import Path

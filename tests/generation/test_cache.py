@@ -1,7 +1,5 @@
 """Texts generated with a cache equal those of transformers, whatever other texts grow with them."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any

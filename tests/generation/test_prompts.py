@@ -1,7 +1,5 @@
 """Prompts, stop strings, sampling, and the text of a continuation, with tokenizers whose tokens are not letters."""
 
-from __future__ import annotations
-
 import json
 import math
 from pathlib import Path

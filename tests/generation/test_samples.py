@@ -1,7 +1,5 @@
 """--sample_interval: the same texts at every ZeRO stage and number of ranks, no effect on training, clear errors."""
 
-from __future__ import annotations
-
 import contextlib
 import json
 import logging

@@ -1,7 +1,5 @@
 """config.json of seven architectures, read and written, against transformers' own configuration classes."""
 
-from __future__ import annotations
-
 import dataclasses
 import json
 from collections.abc import Callable

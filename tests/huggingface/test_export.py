@@ -1,7 +1,5 @@
 """Exports: files and their content, masters gathered in windows, the model card, and loading by lm-eval."""
 
-from __future__ import annotations
-
 import dataclasses
 import json
 import math

@@ -3,8 +3,6 @@
 The oracle is a loop of transformers' own model, autograd, torch.optim.AdamW and clip_grad_norm_ on the same tokens.
 """
 
-from __future__ import annotations
-
 import json
 from collections.abc import Iterator
 from dataclasses import dataclass

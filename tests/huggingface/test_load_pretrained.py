@@ -1,7 +1,5 @@
 """Runs from pretrained weights: the same weights on every layout, and nothing else of the checkpoint."""
 
-from __future__ import annotations
-
 import dataclasses
 import io
 import os

@@ -3,8 +3,6 @@
 The oracle is transformers: it makes the folders, and its own state dict says which values belong where.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import struct

@@ -1,7 +1,5 @@
 """Our parameters and the tensors of Hugging Face models, against models that transformers made."""
 
-from __future__ import annotations
-
 from typing import Any, cast
 
 import pytest

@@ -1,7 +1,5 @@
 """MLP activations against their formulas; the backward pass recomputes the output of the forward pass bit for bit."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 
 import pytest

@@ -3,8 +3,6 @@
 Dropped updates change no bit.
 """
 
-from __future__ import annotations
-
 import itertools
 from collections.abc import Sequence
 from unittest import mock

@@ -4,8 +4,6 @@ Only the compiler finds type errors, block sizes that are not powers of two, glo
 shared memory. Other tests check what the kernels compute.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import subprocess

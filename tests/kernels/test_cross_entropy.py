@@ -3,8 +3,6 @@
 Runs on a GPU if there is one, else on the CPU in Triton's interpreter.
 """
 
-from __future__ import annotations
-
 from typing import Any, cast
 
 import pytest

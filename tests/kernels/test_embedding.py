@@ -1,7 +1,5 @@
 """The embedding and its gradient; the Triton kernel adds in one fixed order, over sorted positions."""
 
-from __future__ import annotations
-
 from typing import cast
 
 import pytest

@@ -1,7 +1,5 @@
 """The sum of squares against fp64, for shards and values of all sizes, with the same bits every time."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from torch import Tensor

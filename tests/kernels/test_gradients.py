@@ -1,7 +1,5 @@
 """Weight gradients of every operation: the first overwrites, later ones add up, frozen parameters get none."""
 
-from __future__ import annotations
-
 import itertools
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass

@@ -1,7 +1,5 @@
 """The operations that the host of a GPU launches for a block, counted on CPU with Triton's interpreter."""
 
-from __future__ import annotations
-
 from collections import Counter
 from typing import Any
 

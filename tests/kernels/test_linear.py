@@ -1,7 +1,5 @@
 """The linear layer: its formula and gradients, and what it keeps for the backward pass."""
 
-from __future__ import annotations
-
 from typing import Any, cast
 
 import pytest

@@ -1,7 +1,5 @@
 """The MLP against its formula; a recomputation level changes memory and never a bit."""
 
-from __future__ import annotations
-
 import itertools
 from typing import cast
 

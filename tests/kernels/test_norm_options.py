@@ -1,7 +1,5 @@
 """Norms without weights, with zero-centered weights, of a wider sum and of heads, against float64."""
 
-from __future__ import annotations
-
 from typing import cast
 
 import pytest

@@ -1,7 +1,5 @@
 """Norms of a tensor and of a sum against their formulas in float64, and the memory that they keep."""
 
-from __future__ import annotations
-
 from types import SimpleNamespace
 from typing import Any, cast
 

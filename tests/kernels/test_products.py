@@ -3,8 +3,6 @@
 Also from fp32 copies of the factors, which a CPU without instructions for bf16 or fp16 needs to be fast.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import subprocess

@@ -1,7 +1,5 @@
 """Queries and keys are rotated in the projection's memory, and the three gradients are joined in one tensor."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from torch import Tensor

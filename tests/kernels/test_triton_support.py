@@ -1,7 +1,5 @@
 """Functions that kernels share: a change of dtype equals torch's bit for bit."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from torch import Tensor

@@ -1,7 +1,5 @@
 """Rows of the vocabulary on several ranks: look-ups, labels, and sums that extreme logits do not spoil."""
 
-from __future__ import annotations
-
 from typing import Any, cast
 
 import pytest

@@ -1,7 +1,5 @@
 """The chain of layers as the engine sees it: names, and gradients of a model that is trained in part."""
 
-from __future__ import annotations
-
 import random
 import sys
 from collections.abc import Callable

@@ -1,7 +1,5 @@
 """Where the norms of a model are, how they begin, and what an fp32 residual stream is made of."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

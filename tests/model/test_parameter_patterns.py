@@ -1,7 +1,5 @@
 """Weight decay: which parameters each mask and pattern selects, that exactly those decay, and what is said of it."""
 
-from __future__ import annotations
-
 import re
 import shutil
 import signal

@@ -1,7 +1,5 @@
 """Rotary frequencies against Hugging Face's own functions, and what the table of a model holds."""
 
-from __future__ import annotations
-
 import dataclasses
 import itertools
 from collections.abc import Container

@@ -1,7 +1,5 @@
 """Dropout on tensor-parallel ranks: equal masks where values are equal, other masks where each rank has its own."""
 
-from __future__ import annotations
-
 import threading
 from collections import defaultdict
 from collections.abc import Callable

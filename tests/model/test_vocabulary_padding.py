@@ -1,7 +1,5 @@
 """Rows of zeros behind the vocabulary (--make_vocab_size_divisible_by) change memory, never what is trained."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import numpy as np

@@ -1,7 +1,5 @@
 """The export callback never stops or delays a run, leaves no process behind, and shows no secret."""
 
-from __future__ import annotations
-
 import logging
 import os
 import time

@@ -1,7 +1,5 @@
 """Hashes of what all ranks hold alike: every changed bit is found, and the rank that differs is named."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 

@@ -1,7 +1,5 @@
 """--memory_snapshot with the functions of torch replaced: what is recorded, for how long, and where it is written."""
 
-from __future__ import annotations
-
 import logging
 from collections.abc import Callable
 from functools import partial

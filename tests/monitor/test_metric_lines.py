@@ -1,7 +1,5 @@
 """Lines of the console: loss, rate and speed first, no repetition, at most 120 columns on a CPU."""
 
-from __future__ import annotations
-
 from datetime import datetime
 from typing import Any
 

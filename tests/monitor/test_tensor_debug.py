@@ -1,7 +1,5 @@
 """Tensors in the log: output of each option and level, on one rank and joined from several."""
 
-from __future__ import annotations
-
 import dataclasses
 import itertools
 import logging

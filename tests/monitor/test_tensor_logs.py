@@ -1,7 +1,5 @@
 """The debug options in full runs: what each prints and saves, and tensor logs that compare two runs."""
 
-from __future__ import annotations
-
 import contextlib
 import re
 from collections.abc import Callable, Iterator

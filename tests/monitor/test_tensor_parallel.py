@@ -1,7 +1,5 @@
 """Tensor logs, copies, checks of replicas, --watch and traffic of tensor-parallel ranks, in the program's own steps."""
 
-from __future__ import annotations
-
 import functools
 import itertools
 import logging

@@ -1,7 +1,5 @@
 """--watch: statistics of shards against plain sums over the gathered tensors, with every ZeRO stage and optimizer."""
 
-from __future__ import annotations
-
 import json
 import math
 from typing import Any

@@ -1,8 +1,6 @@
 """Bad updates are dropped without a trace, the loss scale reacts to overflows as documented, and updated weights need
 not be copied into their buffer; with the torch references and with the Triton kernels."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

@@ -1,7 +1,5 @@
 """Clipped updates, Nesterov momentum and AdamC on sharded parameters, against the formulas in fp64 on whole ones."""
 
-from __future__ import annotations
-
 import json
 from typing import Any
 

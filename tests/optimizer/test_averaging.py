@@ -1,8 +1,6 @@
 """Averages of the weights: Levanter's numbers, a float64 oracle over ranks, ZeRO stages and dtypes, and what they must
 never do to the weights."""
 
-from __future__ import annotations
-
 import functools
 import json
 import math

@@ -1,7 +1,5 @@
 """Which steps are dropped and which stop a run: the guard against brute force and against Levanter's own decisions."""
 
-from __future__ import annotations
-
 import json
 import math
 from pathlib import Path

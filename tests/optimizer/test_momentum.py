@@ -3,8 +3,6 @@
 Dropped updates change no bit.
 """
 
-from __future__ import annotations
-
 import itertools
 from unittest import mock
 

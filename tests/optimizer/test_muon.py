@@ -1,7 +1,5 @@
 """Muon on sharded matrices against torch.optim.Muon and torch.optim.AdamW on whole parameters, in one process."""
 
-from __future__ import annotations
-
 import itertools
 from typing import Any
 

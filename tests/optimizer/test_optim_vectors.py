@@ -4,8 +4,6 @@ The vectors are in fp64, and their file asks for 1e-6 of each parameter. Our wei
 loses up to 3e-7 of a parameter in fourteen updates.
 """
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any

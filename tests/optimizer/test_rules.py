@@ -1,7 +1,5 @@
 """Runs with Lion and SGD against plain torch; with Muon too over layouts, late collectives and dropped bad steps."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any

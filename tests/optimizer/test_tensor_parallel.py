@@ -1,7 +1,5 @@
 """Optimizers on the parts of parameters that tensor-parallel ranks have, against whole parameters on one rank."""
 
-from __future__ import annotations
-
 import functools
 from typing import Any, NamedTuple
 

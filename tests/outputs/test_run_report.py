@@ -1,7 +1,5 @@
 """The page at the end of a run: no failure of it ends the run, and no directory of another run is written to."""
 
-from __future__ import annotations
-
 import errno
 import json
 import logging

@@ -1,7 +1,5 @@
 """A save that fails is tried again, for as long as it makes sense."""
 
-from __future__ import annotations
-
 import errno
 import logging
 import time

@@ -1,7 +1,5 @@
 """The inputs of a step."""
 
-from __future__ import annotations
-
 import pytest
 
 from megatron_lite.outputs.step_inputs import loss_weights

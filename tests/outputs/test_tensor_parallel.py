@@ -1,7 +1,5 @@
 """Validation losses, masks and samples of tensor-parallel ranks are those of data-parallel ones."""
 
-from __future__ import annotations
-
 import functools
 import json
 import tempfile

@@ -1,7 +1,5 @@
 """The choices of `auto`: at device sizes between two predictions, and in runs."""
 
-from __future__ import annotations
-
 import dataclasses
 import json
 from pathlib import Path

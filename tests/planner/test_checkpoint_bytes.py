@@ -1,7 +1,5 @@
 """The disk of a checkpoint as planned, against real saves of configurations that a seed draws."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

@@ -1,7 +1,5 @@
 """The plan against real runs: state, traffic and what autograd keeps to the byte, peaks within half a percent."""
 
-from __future__ import annotations
-
 import contextlib
 import time
 from typing import Any, cast

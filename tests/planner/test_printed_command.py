@@ -1,7 +1,5 @@
 """The command that a dry run prints: its words, and read back, for configurations that a seed draws."""
 
-from __future__ import annotations
-
 import re
 import shlex
 

@@ -1,7 +1,5 @@
 """The plan against what torch's allocator hands out, for configurations that a seed draws: state exact, peak close."""
 
-from __future__ import annotations
-
 import gc
 
 import pytest

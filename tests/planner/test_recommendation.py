@@ -1,7 +1,5 @@
 """The end of a dry run: a table of layouts that fit, and a command that does."""
 
-from __future__ import annotations
-
 import dataclasses
 import os
 import re

@@ -1,7 +1,5 @@
 """`pretrain_gpt.py --dry_run=1`: its page, and that it needs no other ranks, no device and little memory."""
 
-from __future__ import annotations
-
 import re
 import subprocess
 from pathlib import Path

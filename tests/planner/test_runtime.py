@@ -1,7 +1,5 @@
 """The memory beside all tensors: its sum decides what fits, and it covers what the allocator of a GPU wastes."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

@@ -1,7 +1,5 @@
 """The search: layouts fit and are sorted by time, their flags mean them, and advice saves what it says, to the byte."""
 
-from __future__ import annotations
-
 import dataclasses
 import json
 import math

@@ -4,8 +4,6 @@ One process is the first rank of a group that does not exist: exchanges leave ga
 is real.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 

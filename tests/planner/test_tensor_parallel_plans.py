@@ -3,8 +3,6 @@
 Most tests run one rank of groups that do not exist: collectives are counted and leave garbage of the right shape.
 """
 
-from __future__ import annotations
-
 import itertools
 import json
 import shutil

@@ -1,7 +1,5 @@
 """Peaks where Triton kernels run, against what their callers allocate: the kernels themselves are not launched."""
 
-from __future__ import annotations
-
 import dataclasses
 import sys
 from collections.abc import Callable

@@ -1,7 +1,5 @@
 """Predicted times: the work of a step has the FLOPs that the log counts, and hostile files of speeds are one line."""
 
-from __future__ import annotations
-
 import dataclasses
 import json
 from pathlib import Path

@@ -1,7 +1,5 @@
 """The page about runs: complete in one file, safe with any text, and alive in a real browser."""
 
-from __future__ import annotations
-
 import json
 import re
 import shutil

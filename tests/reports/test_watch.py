@@ -1,7 +1,5 @@
 """The page that follows a run: read from its folder while files grow, are replaced or torn, and shown on a terminal."""
 
-from __future__ import annotations
-
 import fcntl
 import json
 import os

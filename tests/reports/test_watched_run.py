@@ -1,7 +1,5 @@
 """metrics.jsonl is read back as the run was, whatever restarts and damage left in it; curves keep their shape."""
 
-from __future__ import annotations
-
 import json
 import math
 import os

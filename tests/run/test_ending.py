@@ -1,7 +1,5 @@
 """Whatever ends a start early leaves its reason in exit.json, once: of a lost rank what is known, and nothing else."""
 
-from __future__ import annotations
-
 import json
 import os
 import signal

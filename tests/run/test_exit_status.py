@@ -1,7 +1,5 @@
 """exit.json tells how the latest start ended, on a full disk too, and belongs to the run that has the directory."""
 
-from __future__ import annotations
-
 import errno
 import os
 from pathlib import Path

@@ -1,7 +1,5 @@
 """One start at a time has an experiment directory, on whatever machine, and an owner that lost it finds out."""
 
-from __future__ import annotations
-
 import fcntl
 import json
 import os

@@ -1,7 +1,5 @@
 """The threads of a process: from the work, the cores and the ranks, never from the load; and they spin only shortly."""
 
-from __future__ import annotations
-
 import os
 import subprocess
 import sys

@@ -1,7 +1,5 @@
 """A rank ends soon after torchrun, whatever it does; a rank of another launcher does not. Launchers are stand-ins."""
 
-from __future__ import annotations
-
 import os
 import signal
 import subprocess

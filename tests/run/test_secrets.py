@@ -1,7 +1,5 @@
 """Sizes and environment variables as typed, and the secrets hidden from them."""
 
-from __future__ import annotations
-
 import json
 import re
 

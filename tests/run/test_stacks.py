@@ -1,7 +1,5 @@
 """SIGUSR2 writes the stacks of every thread and the newest collectives to a file; the program goes on."""
 
-from __future__ import annotations
-
 import ctypes
 import os
 import signal

@@ -1,7 +1,5 @@
 """What asks a run to stop: some signals, a number of minutes after its beginning, or the end of its Slurm job."""
 
-from __future__ import annotations
-
 import signal
 import subprocess
 import sys

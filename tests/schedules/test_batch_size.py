@@ -1,7 +1,5 @@
 """Batch sizes over a run and the split of a batch, compared with counting one sample at a time."""
 
-from __future__ import annotations
-
 import random
 
 import pytest

@@ -1,7 +1,5 @@
 """Learning-rate schedules: values at the points that their definitions name."""
 
-from __future__ import annotations
-
 import dataclasses
 import math
 from typing import Any

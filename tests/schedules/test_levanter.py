@@ -1,7 +1,5 @@
 """Levanter's schedules, compared with its own scheduler: flags -> parsed -> resolved -> learning rate."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Iterator
 from pathlib import Path

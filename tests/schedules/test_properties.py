@@ -1,7 +1,5 @@
 """Properties of random legal schedules, and a comparison with a naive second implementation."""
 
-from __future__ import annotations
-
 import dataclasses
 import json
 import math

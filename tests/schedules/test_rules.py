@@ -1,7 +1,5 @@
 """Errors, derived values and warnings of learning-rate schedules."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

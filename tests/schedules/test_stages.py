@@ -1,7 +1,5 @@
 """--lr_schedule: Fast-LLM's stages in one string, and the errors of malformed ones."""
 
-from __future__ import annotations
-
 import math
 from typing import Any
 

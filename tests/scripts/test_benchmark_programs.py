@@ -1,7 +1,5 @@
 """The race of whole programs: turns, ratios and failures with small programs, and one run with our own."""
 
-from __future__ import annotations
-
 import json
 import os
 import re

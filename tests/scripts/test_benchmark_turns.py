@@ -1,7 +1,5 @@
 """The runner and the format of all benchmarks: rounds, warm-up, quiet turns, failures, ratios, tables and goals."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

@@ -1,7 +1,5 @@
 """scripts/compare_runs.py: what it calls a difference, and the exit code that CI reads."""
 
-from __future__ import annotations
-
 import json
 import math
 import re

@@ -1,7 +1,5 @@
 """scripts/compare_tensor_logs.py: what counts as the same, which tensor is named first, and what it refuses."""
 
-from __future__ import annotations
-
 import math
 import re
 from collections.abc import Mapping

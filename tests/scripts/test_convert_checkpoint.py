@@ -3,8 +3,6 @@
 The oracle is transformers, which makes the folders and loads them again.
 """
 
-from __future__ import annotations
-
 import json
 import math
 import multiprocessing

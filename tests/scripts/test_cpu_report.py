@@ -1,7 +1,5 @@
 """The report of a CPU: every command in it is legal, results add up, and docs/benchmarks.md shows the newest ones."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any

@@ -2,8 +2,6 @@
 byte by their definition.
 """
 
-from __future__ import annotations
-
 import json
 import math
 from collections.abc import Callable

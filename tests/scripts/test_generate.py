@@ -1,7 +1,5 @@
 """scripts/generate.py: what it prints for prompts of every kind, from every kind of folder, and clear errors."""
 
-from __future__ import annotations
-
 import io
 import json
 import shutil

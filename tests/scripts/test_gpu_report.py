@@ -1,8 +1,6 @@
 """scripts/gpu_report.sh without a GPU: its deadlines and records with other programs as steps, and what is made of a
 report that is written here."""
 
-from __future__ import annotations
-
 import json
 import math
 import time

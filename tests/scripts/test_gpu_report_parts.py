@@ -1,7 +1,5 @@
 """The GPU report in several calls: what each of them runs, and how their results become one report."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """scripts.benchmarks.machine writes what the planner reads, and predicted steps take as long as measured ones."""
 
-from __future__ import annotations
-
 import json
 import subprocess
 import sys

@@ -1,7 +1,5 @@
 """scripts/plot_schedule.py: the rates and batch sizes of a run, without running it and without torch."""
 
-from __future__ import annotations
-
 import csv
 import importlib.util
 import subprocess

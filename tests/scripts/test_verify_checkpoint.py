@@ -1,7 +1,5 @@
 """scripts/verify_checkpoint.py: a row per checkpoint, in words and with an exit code, without a model."""
 
-from __future__ import annotations
-
 import json
 import math
 import shutil

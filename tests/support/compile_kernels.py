@@ -8,8 +8,6 @@ specializations that it has on that GPU, at the shapes of scripts/benchmarks/gpu
 shapes. Prints one JSON line per kernel.
 """
 
-from __future__ import annotations
-
 import argparse
 import importlib
 import itertools

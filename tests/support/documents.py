@@ -1,7 +1,5 @@
 """The documents in tests: their blocks and tables, and their commands, run as typed into bash in a checkout."""
 
-from __future__ import annotations
-
 import re
 import subprocess
 from collections.abc import Mapping

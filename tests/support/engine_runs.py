@@ -1,8 +1,6 @@
 """Short runs of the engine alone - stages, schedule, optimizer, no data set - over any group of ranks, and groups whose
 collectives are slow, late or simulated."""
 
-from __future__ import annotations
-
 import copy
 import functools
 import hashlib

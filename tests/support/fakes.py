@@ -1,7 +1,5 @@
 """Stand-ins for the model and the process group: real layouts, plain tensors, ranks that are threads."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any

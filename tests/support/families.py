@@ -5,8 +5,6 @@ shows in the logits. Head counts are odd where the family allows it, rotary scal
 windows are shorter than `SEQUENCE_LENGTH`, and every family has a tied and an untied head where it can.
 """
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

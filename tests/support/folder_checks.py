@@ -1,7 +1,5 @@
 """Expected content of pretrained folders, by transformers."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Mapping
 from pathlib import Path

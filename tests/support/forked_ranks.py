@@ -6,8 +6,6 @@ where the ranks meet, gives them its variables, puts each into a session of its 
 failed.
 """
 
-from __future__ import annotations
-
 import contextlib
 import datetime
 import os

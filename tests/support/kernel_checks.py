@@ -1,7 +1,5 @@
 """Checks of an operation against its formula in float64: outputs, input gradients and weight gradients."""
 
-from __future__ import annotations
-
 import contextlib
 import itertools
 from collections.abc import Callable, Iterator, Sequence

@@ -1,7 +1,5 @@
 """A script as a module, for tests that call its functions in their own process."""
 
-from __future__ import annotations
-
 import contextlib
 import importlib.util
 import sys

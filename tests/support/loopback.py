@@ -3,8 +3,6 @@
 Needs `unshare -rn` around it, so that no other program sends anything, and `ip link set lo up`.
 """
 
-from __future__ import annotations
-
 import json
 import sys
 from typing import Any

@@ -4,8 +4,6 @@ The functions of `os` that change a file system are replaced by ones that report
 package; tests/faults/test_every_call.py checks against strace that no such call of a save, prune or export is missed.
 """
 
-from __future__ import annotations
-
 import functools
 import os
 import re

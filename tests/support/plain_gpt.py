@@ -1,7 +1,5 @@
 """An independent oracle: the same architectures out of torch.nn and autograd, nothing of ours but the names."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable, Mapping
 

@@ -1,7 +1,5 @@
 """Small configurations drawn by a seed: families of models, and options that change memory, files and traffic."""
 
-from __future__ import annotations
-
 import random
 from collections.abc import Callable
 from typing import Any, NamedTuple

@@ -1,7 +1,5 @@
 """What a run leaves, for comparison: checkpoints, exports and the curve, bit for bit."""
 
-from __future__ import annotations
-
 import hashlib
 import math
 from collections.abc import Iterator

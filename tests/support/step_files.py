@@ -4,8 +4,6 @@ The step is a plain one: AdamW at a constant rate, two blocks, one rank, two mic
 all its lines if a function of it runs in `train_step`; the second step is traced, after what a run makes once.
 """
 
-from __future__ import annotations
-
 import sys
 from pathlib import Path
 from types import FrameType

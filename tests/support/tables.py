@@ -1,7 +1,5 @@
 """Tables of command lines with what the program says about each."""
 
-from __future__ import annotations
-
 import re
 
 

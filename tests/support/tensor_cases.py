@@ -1,7 +1,5 @@
 """Models and batches that tensor parallelism must not change, and short runs of them on ranks that are threads."""
 
-from __future__ import annotations
-
 import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass

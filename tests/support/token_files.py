@@ -1,7 +1,5 @@
 """Small .bin/.idx pairs, and configurations that read them."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any

@@ -8,8 +8,6 @@ forked for it along; other signals are not passed on, so a test of signals start
 of what torch reads from the environment when imported.
 """
 
-from __future__ import annotations
-
 import atexit
 import contextlib
 import functools

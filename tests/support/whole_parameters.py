@@ -1,7 +1,5 @@
 """Gradients and weights of whole parameters, put into and read from the shards of an engine's ranks."""
 
-from __future__ import annotations
-
 import functools
 
 import numpy as np

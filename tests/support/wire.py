@@ -1,7 +1,5 @@
 """Bytes that a process has sent over its TCP sockets, as the kernel counts them."""
 
-from __future__ import annotations
-
 import os
 import socket
 import struct

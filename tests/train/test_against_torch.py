@@ -1,7 +1,5 @@
 """Training equals an independent loop of torch.nn, autograd, torch.optim.AdamW and clip_grad_norm_ on the same data."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import numpy as np

@@ -1,7 +1,5 @@
 """The folder of a bad step: where its first number was not finite, and a replay that takes the same step again."""
 
-from __future__ import annotations
-
 import dataclasses
 import json
 import math

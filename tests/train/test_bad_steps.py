@@ -4,8 +4,6 @@ as the one that was never stopped, and a run that has to stop because of one pub
 The training loop is the program's; what goes wrong is put in between the model and the optimizer.
 """
 
-from __future__ import annotations
-
 import dataclasses
 import math
 import re

@@ -1,7 +1,5 @@
 """Batches that change size, do not divide evenly, or are averaged differently, against plain torch and bit for bit."""
 
-from __future__ import annotations
-
 import re
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """The console of whole runs: short, loss first, progress from the first iterations on; the log file has everything."""
 
-from __future__ import annotations
-
 import re
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """The layout changes memory, never numbers: ZeRO stages, buffers, accumulation, ranks, all against each other."""
 
-from __future__ import annotations
-
 import itertools
 from pathlib import Path
 from typing import Any

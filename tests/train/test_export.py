@@ -1,7 +1,5 @@
 """The export of a trained model is that model: transformers loads it and computes the same logits and losses."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any

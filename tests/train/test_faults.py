@@ -3,8 +3,6 @@
 Exit codes: 2 usage, 3 data, 4 checkpoint, 5 numerics, 6 a lost peer, 8 storage; `exit.json` repeats them.
 """
 
-from __future__ import annotations
-
 import os
 import re
 import shutil

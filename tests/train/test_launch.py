@@ -1,7 +1,5 @@
 """The program as users start it: directly, under torchrun, in a pipe, under a batch system; nothing is simulated."""
 
-from __future__ import annotations
-
 import os
 import re
 import shlex

@@ -1,7 +1,5 @@
 """--loss_mask from the files to the weights: tokens that do not count change neither loss nor gradients."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

@@ -1,7 +1,5 @@
 """A run whose experiment directory is moved or removed ends with exit 8, and leaves the next run's files alone."""
 
-from __future__ import annotations
-
 import shutil
 from pathlib import Path
 

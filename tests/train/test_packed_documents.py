@@ -1,7 +1,5 @@
 """--cross_document_attention=0 from the files to the weights: packed documents do not see each other."""
 
-from __future__ import annotations
-
 from types import SimpleNamespace
 from typing import Any
 

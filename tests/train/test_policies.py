@@ -1,7 +1,5 @@
 """When a run saves, what it keeps and what it loads, as flags of whole runs."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import numpy as np

@@ -1,7 +1,5 @@
 """--check_replicas_interval in the program: what changes on one rank alone ends the run before it is used."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

@@ -5,8 +5,6 @@ metrics.jsonl. Dropout is on, data workers read ahead, the corpus is read more t
 accumulated, and log lines sum over steps of two starts.
 """
 
-from __future__ import annotations
-
 import functools
 import hashlib
 import os

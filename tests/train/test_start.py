@@ -1,7 +1,5 @@
 """The start of the program: what is imported before the first step, in the run and in its data workers."""
 
-from __future__ import annotations
-
 import os
 import subprocess
 import sys

@@ -3,8 +3,6 @@
 Ranks here are threads, which cost nothing to start; test_tensor_parallel_program.py holds them against ranks of gloo.
 """
 
-from __future__ import annotations
-
 import functools
 from collections.abc import Iterator
 from typing import Any

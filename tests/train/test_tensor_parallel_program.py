@@ -1,7 +1,5 @@
 """Tensor parallelism by the program itself: its step, data and evaluation on gloo ranks against one rank."""
 
-from __future__ import annotations
-
 import copy
 import functools
 import tempfile

@@ -3,8 +3,6 @@
 The tests parse each declaration themselves and make values that meet or break one condition at a time.
 """
 
-from __future__ import annotations
-
 import re
 from typing import Any
 

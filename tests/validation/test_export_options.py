@@ -4,8 +4,6 @@ Exported files do not depend on the number of ranks, the ZeRO stage or the stage
 is a second way to the same numbers: the converter reads it without the engine.
 """
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any

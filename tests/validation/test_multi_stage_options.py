@@ -1,7 +1,5 @@
 """Options of the multi-stage engine and of profiles: values with a syntax of their own, contradictions, warnings."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

@@ -1,7 +1,5 @@
 """Options of rotary positions and of attention in fp32: derived values and errors."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

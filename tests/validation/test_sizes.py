@@ -1,7 +1,5 @@
 """Sizes that no machine can hold, or that --tensor_parallel does not divide, are refused before anything starts."""
 
-from __future__ import annotations
-
 import os
 import random
 import re

@@ -1,7 +1,5 @@
 """Every micro-batch's gradient counts, evaluations leave no trace, and the host waits for the right events."""
 
-from __future__ import annotations
-
 import functools
 import itertools
 from typing import Any

@@ -1,7 +1,5 @@
 """Bytes: what the engine allocates with every option that changes it, counted over everything that exists."""
 
-from __future__ import annotations
-
 import gc
 import itertools
 from typing import Any

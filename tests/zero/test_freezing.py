@@ -1,7 +1,5 @@
 """Frozen parameters: they stay, nothing is spent on them, and the others train as if they were constants."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from typing import Any
 

@@ -1,7 +1,5 @@
 """The arithmetic of stages, slots, shards and buffers."""
 
-from __future__ import annotations
-
 import math
 
 import pytest

@@ -1,7 +1,5 @@
 """Weights, moments and averages that are not finite are found and named, and never published."""
 
-from __future__ import annotations
-
 import math
 from types import SimpleNamespace
 from typing import Any

@@ -1,7 +1,5 @@
 """Whole-layer recompute: the same bits in losses and gradients, each block run once more, each output seen once."""
 
-from __future__ import annotations
-
 from collections import Counter
 from typing import Any
 

@@ -1,7 +1,5 @@
 """The order of every gather and reduction, read off the schedule without running anything."""
 
-from __future__ import annotations
-
 import dataclasses
 import itertools
 

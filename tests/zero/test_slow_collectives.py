@@ -6,8 +6,6 @@ were started. Whoever forgets to wait writes into a buffer that is still to be r
 computes with what was there before, which changes numbers.
 """
 
-from __future__ import annotations
-
 import contextlib
 import itertools
 import random

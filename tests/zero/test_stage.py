@@ -1,7 +1,5 @@
 """Buffers, guards and the reduction of a real multi-rank model."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import numpy as np

@@ -1,7 +1,5 @@
 """Copies of parameters on tensor-parallel ranks: counted once, and given the same sum of their gradients."""
 
-from __future__ import annotations
-
 import itertools
 
 import pytest

@@ -17,8 +17,6 @@ The first step after an evaluation gathers again what the evaluation has taken f
 every buffer that several stages share.
 """
 
-from __future__ import annotations
-
 import itertools
 import math
 from typing import Any

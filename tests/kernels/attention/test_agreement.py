@@ -3,8 +3,6 @@
 A GPU of the table and backends that work or fail on request stand in for the real ones.
 """
 
-from __future__ import annotations
-
 from typing import Any
 from unittest import mock
 

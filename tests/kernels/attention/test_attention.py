@@ -1,7 +1,5 @@
 """Attention against the explicit softmax in float64: every backend, windows, documents, leaks and kept memory."""
 
-from __future__ import annotations
-
 import contextlib
 import dataclasses
 import importlib.util
