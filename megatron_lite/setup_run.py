@@ -40,7 +40,7 @@ from megatron_lite.monitor.trackers import Trackers, check_trackers, open_tracke
 from megatron_lite.monitor.watch import Watch, open_watch
 from megatron_lite.optimizer.optimizer import Optimizer, rule_of
 from megatron_lite.optimizer.rules import muon
-from megatron_lite.planner.auto import device_memory_bytes, library_of_products, resolve_auto
+from megatron_lite.planner.auto import device_memory_bytes, resolve_auto
 from megatron_lite.run.ending import Ending
 from megatron_lite.run.experiment import Experiment
 from megatron_lite.run.launch import environment_with
@@ -166,8 +166,8 @@ def _resolve(run: Run) -> tuple[Choice, tuple[Note, ...]]:
     config, sizes = _resolve_auto(config, distributed)
     config = resolve_data(config, distributed, experiment.root, run.logger)
     choice = choose_together(experiment.checkpoints, config.checkpoint, distributed)
-    run.config, library = _choose_products(config, distributed, choice)
-    return choice, (*sizes, *library)
+    run.config = _choose_products(config, distributed)
+    return choice, sizes
 
 
 def _resolve_auto(config: Config, distributed: Distributed) -> tuple[Config, tuple[Note, ...]]:
@@ -180,21 +180,14 @@ def _resolve_auto(config: Config, distributed: Distributed) -> tuple[Config, tup
     return dataclasses.replace(config, multi_stage=multi_stage), choices
 
 
-def _choose_products(config: Config, distributed: Distributed, choice: Choice) -> tuple[Config, tuple[Note, ...]]:
-    """Resolve and apply --cpu_matmul: a resumed run keeps its library, and all ranks use rank 0's."""
-
-    def resolve() -> tuple[str, str] | None:
-        matmul_library.check_library(config.performance.cpu_matmul)
-        if distributed.rank != 0:
-            return None
-        return library_of_products(config, {} if choice.newest is None else choice.newest[1].config)
-
+def _choose_products(config: Config, distributed: Distributed) -> Config:
+    """Resolve and apply --cpu_matmul: `auto` is oneDNN only if it is the choice for every rank's processor."""
     if distributed.device.type != "cpu":
-        return config, ()
-    name, reason = distributed.broadcast_object(together(distributed, resolve))
+        return config
+    name = together(distributed, lambda: matmul_library.library_for(config.performance.cpu_matmul))
+    name = "blas" if distributed.agree_max(name == "blas") else name
     matmul_library.use_library(name)
-    notes = (Note(f"--cpu_matmul=auto is {name}: {reason}"),) if reason else ()
-    return dataclasses.replace(config, performance=dataclasses.replace(config.performance, cpu_matmul=name)), notes
+    return dataclasses.replace(config, performance=dataclasses.replace(config.performance, cpu_matmul=name))
 
 
 def _open_inputs(run: Run, variables: Mapping[str, str], kernels: Kernels) -> list[Layer]:

@@ -226,7 +226,7 @@ class PerformanceConfig(Area):
     )
     cpu_matmul: str = option(
         "auto",
-        "library for large fp32 products on a CPU; auto: time both at the start; on resume keep the checkpoint's",
+        "library for large fp32 products on a CPU; auto: oneDNN on AMD processors with AVX-512, else PyTorch's BLAS",
         choices=("auto", "blas", "onednn"),
         idle_unless="device!=cuda",
     )

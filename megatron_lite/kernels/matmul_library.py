@@ -1,9 +1,10 @@
 """The library for large fp32 products on a CPU: PyTorch's BLAS (MKL) or oneDNN.
 
-oneDNN is faster where MKL does not use the processor's widest instructions: 5 to 20 percent on AMD Zen 4, more on
-Zen 5. On Intel's Sapphire Rapids it is 1 to 4 percent slower with one thread and 7 to 10 percent with two; with only
-AVX2 both are equal. `faster_library` times both; a run does so once and keeps the choice, which determines the
-last bits. `use_library` applies it.
+oneDNN is faster where MKL does not use the processor's widest instructions: on AMD's Zen 4 MKL runs its AVX2 kernels,
+and whole steps with oneDNN take 0.86 to 0.95 of the time; on Zen 5, less. On Intel's Sapphire Rapids it is 1 to 4
+percent slower with one thread and 7 to 10 percent with two; with only AVX2 both are equal. `library_for` decides by
+these facts, never by a clock: the libraries differ in the last bits, and a command must repeat its bits under any load.
+`use_library` applies the choice.
 
 Setting `torch.backends.mkldnn.matmul.fp32_precision` to "bf16" sends every plain product through oneDNN, in-place
 additions and transposed operands included. The setting permits rounding the factors to bf16, but without matrix units
@@ -17,9 +18,8 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import math
-import time
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -28,9 +28,7 @@ from megatron_lite.errors import UsageError
 
 # Number of multiplications above which oneDNN repays its call overhead of 15 microseconds.
 SMALLEST_ONEDNN_PRODUCT = 2**24
-# The products that `faster_library` times: at most this many tokens and channels, alternating between the libraries.
-# oneDNN is chosen only if it takes less than this share of the BLAS's time, so that noise does not decide.
-PROBE_TOKENS, PROBE_CHANNELS, PROBE_ROUNDS, CLEARLY_FASTER = 256, 512, 6, 0.95
+CPU_INFO = Path("/proc/cpuinfo")
 
 
 @contextlib.contextmanager
@@ -46,8 +44,8 @@ def through_onednn() -> Iterator[None]:
 
 def goes_through_onednn(device: torch.device, dtype: torch.dtype) -> bool:
     """Whether large products in `dtype` on `device` go through oneDNN: if it is exact and was not excluded."""
-    is_possible = device.type == "cpu" and dtype == torch.float32 and onednn_is_exact()
-    return is_possible and _onednn_switch().fp32_precision != "ieee"
+    is_possible = device.type == "cpu" and dtype == torch.float32 and _onednn_switch().fp32_precision != "ieee"
+    return is_possible and onednn_is_exact()
 
 
 def use_library(name: str) -> None:
@@ -55,51 +53,47 @@ def use_library(name: str) -> None:
     _onednn_switch().fp32_precision = "ieee" if name == "blas" else "none"
 
 
-def check_library(name: str) -> None:
-    """Reject oneDNN if it would round the factors.
+def library_for(wanted: str) -> str:
+    """Return the library that --cpu_matmul wants: for "auto" oneDNN where it is exact and faster, else the BLAS.
 
     Raises:
-        UsageError: naming the flag.
+        UsageError: naming the flag, if oneDNN is wanted and would round the factors.
     """
-    if name == "onednn" and not onednn_is_exact():
+    if wanted == "onednn" and not onednn_is_exact():
         raise UsageError(
             "--cpu_matmul=onednn: oneDNN rounds fp32 factors on this processor, or PyTorch lacks it; write blas, or "
             "leave the flag out"
         )
+    if wanted != "auto":
+        return wanted
+    return "onednn" if _mkl_is_narrow() and onednn_is_exact() else "blas"
 
 
-def faster_library(tokens: int, inputs: int, outputs: int) -> tuple[str, str]:
-    """Time the three products of a linear layer in both libraries, a few ms each; return the faster one and the reason.
-
-    The input is (tokens, inputs), the weight (outputs, inputs).
-    """
-    if not onednn_is_exact():
-        return "blas", "oneDNN rounds fp32 factors on this processor, or is absent"
-    t, i, o = min(tokens, PROBE_TOKENS), min(inputs, PROBE_CHANNELS), min(outputs, PROBE_CHANNELS)
-    x, weight, dy = torch.ones(t, i), torch.ones(o, i), torch.ones(t, o)
-    y, dx, dweight = torch.empty(t, o), torch.empty(t, i), torch.empty(o, i)
-    switch, fastest_s = _onednn_switch(), {"ieee": math.inf, "bf16": math.inf}
-    before = switch.fp32_precision
+def _mkl_is_narrow() -> bool:
+    """Whether this is an AMD processor, for which MKL takes its AVX2 kernels, and oneDNN and PyTorch use AVX-512."""
+    has_avx512 = torch.backends.cpu.get_cpu_capability() == "AVX512" and onednn_supports("bf16")  # from AVX-512 on
+    if not has_avx512 or not torch.backends.mkl.is_available():
+        return False
     try:
-        for _ in range(PROBE_ROUNDS):
-            for setting in fastest_s:
-                switch.fp32_precision, start_s = setting, time.perf_counter()
-                torch.mm(x, weight.t(), out=y)
-                torch.mm(dy, weight, out=dx)
-                torch.mm(dy.t(), x, out=dweight)
-                fastest_s[setting] = min(fastest_s[setting], time.perf_counter() - start_s)
-    finally:
-        switch.fp32_precision = before
-    ratio = fastest_s["bf16"] / fastest_s["ieee"]
-    return "onednn" if ratio < CLEARLY_FASTER else "blas", f"oneDNN takes {ratio:.2f} of the time of PyTorch's BLAS"
+        with CPU_INFO.open(encoding="ascii", errors="replace") as file:
+            return "AuthenticAMD" in file.read(200)
+    except OSError:
+        return False
+
+
+def onednn_supports(name: str) -> bool:
+    """Whether PyTorch sends products in "bf16" or "fp16" to oneDNN on this processor; False if PyTorch lacks oneDNN."""
+    supported = getattr(torch.ops.mkldnn, f"_is_mkldnn_{name}_supported", None)
+    return supported is not None and bool(supported())
 
 
 @functools.cache
 def onednn_is_exact() -> bool:
     """Whether PyTorch has oneDNN, and its products stay in fp32 on this processor.
 
-    oneDNN uses the matrix units for some shapes only: with AMX, factors of 64 x 64 stay exact and larger ones are
-    rounded. So the products are as large as those that will go through oneDNN, and AMX alone rules oneDNN out.
+    oneDNN uses the matrix units for some shapes only: with AMX, factors of 64 to 192 rows and columns stay exact and
+    those of 256 are rounded. So the products are as large as those that will go through oneDNN, and AMX alone
+    rules it out.
     """
     if not torch.backends.mkldnn.is_available() or torch.cpu._is_amx_tile_supported():
         return False

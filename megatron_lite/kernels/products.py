@@ -26,7 +26,12 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from megatron_lite.kernels.matmul_library import SMALLEST_ONEDNN_PRODUCT, goes_through_onednn, through_onednn
+from megatron_lite.kernels.matmul_library import (
+    SMALLEST_ONEDNN_PRODUCT,
+    goes_through_onednn,
+    onednn_supports,
+    through_onednn,
+)
 
 # Elements of a temporary on a CPU: few enough to still be in the cache when they are used.
 TEMPORARY_ELEMENTS = 2**21
@@ -47,13 +52,7 @@ def computes_in_fp32(device: torch.device, dtype: torch.dtype) -> bool:
     """Whether products in `dtype` are computed from fp32 copies: on a CPU without fast instructions for `dtype`."""
     if device.type != "cpu" or dtype not in HALVES:
         return False
-    return not (_onednn_supports(HALVES[dtype]) and (dtype != torch.bfloat16 or _has_bf16_dot_product()))
-
-
-def _onednn_supports(name: str) -> bool:
-    """Whether PyTorch sends products in a dtype to oneDNN on this processor; False if PyTorch lacks oneDNN."""
-    supported = getattr(torch.ops.mkldnn, f"_is_mkldnn_{name}_supported", None)
-    return supported is not None and bool(supported())
+    return not (onednn_supports(HALVES[dtype]) and (dtype != torch.bfloat16 or _has_bf16_dot_product()))
 
 
 def _has_bf16_dot_product() -> bool:
@@ -240,5 +239,6 @@ def _is_exact(method: ProductAccumulation, device: torch.device, dtype: torch.dt
 
 def describe_products(device: torch.device, dtype: torch.dtype, grad_dtype: torch.dtype) -> str:
     """Describe for the log how products of matrices in `dtype` are added to gradients in `grad_dtype`."""
-    library = "; large products use oneDNN" if goes_through_onednn(device, dtype) else ""
+    factors = torch.float32 if computes_in_fp32(device, dtype) else dtype
+    library = "; large products use oneDNN" if goes_through_onednn(device, factors) else ""
     return f"weight gradients are accumulated {product_accumulation(device, dtype, grad_dtype).name}{library}"

@@ -1,19 +1,15 @@
-"""Values for `auto`: the lowest ZeRO stage that fits a device, the blocks per stage, the matrix-product library."""
+"""Values for `auto`: the lowest ZeRO stage that fits a device, the blocks per stage."""
 
 from __future__ import annotations
 
 import dataclasses
 import math
 import os
-from collections.abc import Mapping
-from typing import Any
 
 import torch
 
 from megatron_lite.config import Config, MultiStageConfig
 from megatron_lite.kernels.choice import REFERENCES
-from megatron_lite.kernels.matmul_library import SMALLEST_ONEDNN_PRODUCT, faster_library, onednn_is_exact
-from megatron_lite.kernels.products import computes_in_fp32
 from megatron_lite.model.gpt import model_layers
 from megatron_lite.parameter import DTYPES, Parameter
 from megatron_lite.planner.plan import Planner, SimulatedGroup
@@ -104,25 +100,6 @@ def worthwhile_bytes(world_size: int, device_type: str) -> int:
     latency_s = start_s + per_rank_s * (world_size - 1)
     wanted = math.ceil(latency_s * bytes_per_s * (1 - LATENCY_SHARE) / LATENCY_SHARE)
     return max(wanted, SMALLEST_NCCL_GATHER) if device_type == "cuda" else wanted
-
-
-def library_of_products(config: Config, saved: Mapping[str, Any]) -> tuple[str, str]:
-    """Return a value for --cpu_matmul, and the reason if --cpu_matmul=auto; "auto" without large fp32 products.
-
-    The libraries differ in the last bits, so a resumed run keeps its checkpoint's choice. saved: the checkpoint's flat
-    configuration.
-    """
-    wanted, kept = config.performance.cpu_matmul, saved.get("cpu_matmul", "auto")
-    model, batch, dtype = config.model, config.batch, DTYPES[config.distributed.training_dtype]
-    assert model.ffn_hidden_size and batch.micro_batch_size
-    tokens, outputs = batch.micro_batch_size * batch.sequence_length, model.ffn_hidden_size * (2 if model.gated else 1)
-    in_fp32 = dtype == torch.float32 or computes_in_fp32(torch.device("cpu"), dtype)
-    is_large = in_fp32 and tokens * model.hidden_size * outputs >= SMALLEST_ONEDNN_PRODUCT
-    if wanted != "auto" or not is_large:
-        return wanted, ""
-    if kept == "blas" or (kept == "onednn" and onednn_is_exact()):
-        return kept, "as in the checkpoint"
-    return faster_library(tokens, model.hidden_size, outputs)
 
 
 def device_memory_bytes(device: torch.device, local_world_size: int) -> int:

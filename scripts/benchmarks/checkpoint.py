@@ -239,7 +239,6 @@ def config_of(mib: int, world_size: int) -> Config:
         batch_size=world_size,
         device="cpu",
         zero_stage=3,
-        cpu_matmul="blas",
     )
     return resolve(unflatten(options), world_size)
 

@@ -1,8 +1,6 @@
 """The choices of `auto`: at device sizes between two predictions, and in runs."""
 
 import dataclasses
-import json
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -10,19 +8,11 @@ import torch
 
 from megatron_lite.config import Config
 from megatron_lite.distributed.process_group import Distributed
-from megatron_lite.errors import UsageError
 from megatron_lite.kernels import matmul_library
-from megatron_lite.planner import auto
-from megatron_lite.planner.auto import (
-    blocks_per_stage,
-    device_memory_bytes,
-    library_of_products,
-    resolve_auto,
-    worthwhile_bytes,
-)
+from megatron_lite.planner.auto import blocks_per_stage, device_memory_bytes, resolve_auto, worthwhile_bytes
 from megatron_lite.planner.plan import Planner
+from megatron_lite.setup_run import _choose_products
 from tests.support.harness import Trajectory, run_distributed, same_weights, tiny_config, train_tiny
-from tests.support.launch import TINY, run
 
 MIB = 2**20
 
@@ -129,40 +119,13 @@ def train_each(distributed: Distributed, cases: list[dict[str, Any]]) -> list[Tr
     return [train_tiny(distributed, options, 4) for options in cases]
 
 
-LARGE = dict(hidden_size=128, num_attention_heads=2, sequence_length=256, batch_size=2, max_position_embeddings=256)
+def test_ranks_on_different_processors_take_one_library() -> None:
+    """oneDNN only if it is the choice on every rank; config.json says which it is."""
+    for own, expected in ((("onednn", "blas"), "blas"), (("blas", "onednn"), "blas"), (("onednn",) * 2, "onednn")):
+        assert run_distributed(2, agreed_library, own) == [expected] * 2
 
 
-def test_the_library_of_products_is_timed_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The user's word counts first, then the checkpoint's, as long as oneDNN is exact; small products are not timed."""
-    timed: list[tuple[int, ...]] = []
-    monkeypatch.setattr(auto, "faster_library", lambda *sizes: timed.append(sizes) or ("onednn", "faster"))
-    config = tiny_config(1, **LARGE)
-    assert (
-        library_of_products(config, {}) == library_of_products(config, {"cpu_matmul": "auto"}) == ("onednn", "faster")
-    )
-    assert timed == [(512, 128, 512)] * 2
-    assert library_of_products(config, {"cpu_matmul": "blas"})[0] == "blas"
-    for exact, expected in ((True, 2), (False, 3)):
-        monkeypatch.setattr(auto, "onednn_is_exact", lambda exact=exact: exact)
-        assert library_of_products(config, {"cpu_matmul": "onednn"})[0] == "onednn" and len(timed) == expected
-    assert library_of_products(tiny_config(1, **LARGE, cpu_matmul="blas"), {"cpu_matmul": "onednn"}) == ("blas", "")
-    assert library_of_products(tiny_config(1), {}) == ("auto", "") and len(timed) == 3
-
-
-def test_onednn_is_refused_where_it_rounds(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(matmul_library, "onednn_is_exact", lambda: False)
-    with pytest.raises(UsageError, match="--cpu_matmul=onednn: oneDNN rounds fp32 factors"):
-        matmul_library.check_library("onednn")
-    matmul_library.check_library("auto")
-
-
-@pytest.mark.skipif(not matmul_library.onednn_is_exact(), reason="oneDNN rounds fp32 factors on this processor")
-def test_a_resumed_run_keeps_the_library_of_its_checkpoint(tmp_path: Path) -> None:
-    """Whatever the probe says by then: with another library the last bits of the losses would differ."""
-    sizes = [f"--{name}={value}" for name, value in LARGE.items()]
-    flags = [*TINY, *sizes, "--device=cpu", f"--experiment_dir={tmp_path}"]
-    for more in (["--train_iters=1", "--cpu_matmul=onednn"], ["--train_iters=2"]):
-        outcome = run([*flags, *more])
-        assert outcome.codes == [0], outcome.output
-        assert json.loads((tmp_path / "config.json").read_text())["cpu_matmul"] == "onednn"
-    assert "--cpu_matmul=auto is onednn: as in the checkpoint" in outcome.output
+def agreed_library(distributed: Distributed, own: tuple[str, ...]) -> str:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(matmul_library, "library_for", lambda wanted: own[distributed.rank])
+        return _choose_products(tiny_config(2), distributed).performance.cpu_matmul

@@ -31,7 +31,7 @@ from megatron_lite.config import unflatten
 from megatron_lite.distributed import startup
 from megatron_lite.distributed.process_group import Distributed
 from megatron_lite.errors import EXIT_DONE, RunError
-from megatron_lite.kernels.matmul_library import faster_library, use_library
+from megatron_lite.kernels.matmul_library import library_for, use_library
 from megatron_lite.kernels.triton_support import runs_on
 from megatron_lite.parameter import DTYPES
 from megatron_lite.planner.speeds import FORMAT, VERSION
@@ -89,7 +89,7 @@ def measure(dtypes: Sequence[str], distributed: Distributed, threads: int) -> di
     """Return the content of the file: medians over ranks, all of which measure at the same time."""
     device = distributed.device
     if device.type == "cpu":  # the library that a run would choose
-        use_library(distributed.broadcast_object(faster_library(512, 512, 512))[0])
+        use_library(library_for("auto"))
     triton = runs_on(device) and device.type == "cuda"
     own: dict[str, Any] = {"dtypes": {}}
     for name in dtypes:

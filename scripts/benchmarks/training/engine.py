@@ -18,12 +18,11 @@ from megatron_lite.data.host_batch import HostBatch
 from megatron_lite.distributed.process_group import Distributed
 from megatron_lite.kernels.choice import Kernels, choose_kernels
 from megatron_lite.kernels.linear import accumulate
-from megatron_lite.kernels.matmul_library import use_library
+from megatron_lite.kernels.matmul_library import library_for, use_library
 from megatron_lite.model.gpt import model_layers
 from megatron_lite.model.layer import Layer, MicroBatch
 from megatron_lite.optimizer.optimizer import Optimizer, rule_of
 from megatron_lite.parameter import Parameter, declare
-from megatron_lite.planner.auto import library_of_products
 from megatron_lite.setup_run import Run
 from megatron_lite.train import train_step
 from megatron_lite.zero.multi_stage import MultiStage
@@ -63,7 +62,7 @@ class Engine(Contestant):
     ) -> None:
         matmul: Any = getattr(torch.backends.mkldnn, "matmul", None)
         if distributed.device.type == "cpu" and matmul and matmul.fp32_precision != "bf16":  # not --fp32_matmul=onednn
-            use_library(distributed.broadcast_object(library_of_products(config, {}))[0])  # as the launcher does
+            use_library(library_for(config.performance.cpu_matmul))  # as the launcher does
         self.model, optimizer, kernels = built(config, distributed, layers)
         self._config, self._distributed, self._attention = config, distributed, kernels.attention
         self._has_formula = has_formula and not config.model.tie_word_embeddings
