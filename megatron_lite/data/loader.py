@@ -161,8 +161,8 @@ class DataSource:
         """Yield the micro-batches of this rank, one list per iteration, for the iterations after `first_iteration`.
 
         All micro-batches of an iteration have the same number of rows. Workers start at the first `next`, whose data is
-        read in place meanwhile, and end when the generator ends or is closed. By default, all iterations of the phase;
-        of an evaluation, these are the same batches every time.
+        read in place meanwhile, and end when the generator ends or is closed. Without `num_iterations`, the generator
+        yields all iterations of the phase; an evaluation sees the same batches every time.
 
         Raises: DataError for unreadable files and token ids outside the vocabulary; RunError if a worker dies.
         """

@@ -34,7 +34,6 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
 from megatron_lite.kernels.products import add_product, product
 from megatron_lite.kernels.tensor_collectives import WHOLE, Vocabulary
@@ -365,7 +364,6 @@ class _LinearCrossEntropy(torch.autograd.Function):
         return vocabulary.total(sums.loss(labels, options.z_loss))
 
     @staticmethod
-    @once_differentiable
     def backward(ctx: Any, dloss: Tensor) -> tuple[Tensor | None, ...]:
         dhidden, ctx.dhidden = ctx.dhidden, None  # `scale` includes every factor, also that of dloss
         return None if dhidden is None else dhidden.wait().view(ctx.shape), None, None, None, None

@@ -13,7 +13,6 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
 from megatron_lite.kernels.tensor_collectives import WHOLE, Vocabulary
 from megatron_lite.kernels.triton_support import cdiv, jit, next_power_of_2, tl
@@ -69,7 +68,6 @@ class _Embedding(torch.autograd.Function):
         return vocabulary.embedded(y).to(dtype or weight.dtype)
 
     @staticmethod
-    @once_differentiable
     def backward(ctx: Any, dy: Tensor) -> tuple[None, ...]:
         rows, absent = ctx.saved_tensors
         dy = ctx.vocabulary.of_residual(dy)
@@ -93,7 +91,6 @@ class _Positions(torch.autograd.Function):
         return hidden + weight[: hidden.shape[1]]
 
     @staticmethod
-    @once_differentiable
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor, None]:
         weight, length = ctx.weight, ctx.sequence_length
         if weight.requires_grad:

@@ -16,7 +16,6 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
 from megatron_lite.kernels.normalization import (
     LARGEST_ROW,
@@ -69,7 +68,6 @@ class _SplitHeads(torch.autograd.Function):
         return query.transpose(1, 2), key.transpose(1, 2), value.transpose(1, 2)
 
     @staticmethod
-    @once_differentiable
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         batch, _, length, channels = grads[0].shape
         grad = grads[0].new_empty(batch, length, sum(ctx.sizes), channels)

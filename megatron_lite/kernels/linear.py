@@ -19,7 +19,6 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
 from megatron_lite.kernels.products import add_product
 from megatron_lite.kernels.tensor_collectives import ONE_RANK, Collectives
@@ -62,7 +61,6 @@ class _Linear(torch.autograd.Function):
         return after.start_reduce(before.start_gather(x).affine(weight, after.bias(bias))).wait()
 
     @staticmethod
-    @once_differentiable
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
         weight, bias, before, after, shape = ctx.kept
         gathering, dx = after.start_gather(dy.reshape(-1, dy.shape[-1])), None

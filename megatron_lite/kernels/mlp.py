@@ -25,7 +25,6 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 from torch.nn import functional
 
 from megatron_lite.kernels.linear import accumulate_bias, accumulate_product
@@ -226,7 +225,6 @@ class _MLP(torch.autograd.Function):
         return options.collectives.start_reduce(affine(z, down, options.collectives.bias(down_bias))).wait()
 
     @staticmethod
-    @once_differentiable
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
         x, u, z = ctx.saved_tensors
         up, down, (activation, gated, _, triton, collectives) = ctx.up, ctx.down, ctx.options

@@ -18,7 +18,6 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
 from megatron_lite.kernels.linear import accumulate
 from megatron_lite.kernels.triton_support import cdiv, jit, next_power_of_2, tl
@@ -406,7 +405,6 @@ class _AddNorm(torch.autograd.Function):
         return total, y
 
     @staticmethod
-    @once_differentiable
     def backward(ctx: Any, dsum: Tensor | None, dy: Tensor | None) -> tuple[Tensor | None, ...]:
         hidden_needs, branch_needs = ctx.needs_input_grad[:2]
         dx, dbranch = dsum, None

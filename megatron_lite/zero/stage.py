@@ -16,7 +16,6 @@ from typing import Any, Protocol, cast
 
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
 from megatron_lite.distributed.cpu_collectives import Works
 from megatron_lite.distributed.rank_group import Group
@@ -355,7 +354,6 @@ class _Recomputed(torch.autograd.Function):
         return layer(hidden, micro_batch)
 
     @staticmethod
-    @once_differentiable
     def backward(ctx: Any, grad_output: Tensor) -> tuple[Tensor | None, ...]:
         (hidden,) = ctx.saved_tensors
         hidden = hidden.detach().requires_grad_(ctx.needs_input_grad[1])
@@ -373,7 +371,6 @@ class _Seeded(torch.autograd.Function):
         return output.new_empty(())
 
     @staticmethod
-    @once_differentiable
     def backward(ctx: Any, _: Tensor) -> tuple[Tensor, None]:
         grad, ctx.grad = ctx.grad, None
         return grad, None

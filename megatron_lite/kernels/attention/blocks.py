@@ -25,7 +25,6 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
 from megatron_lite.kernels.triton_support import generator_for, turns
 from megatron_lite.seeds import derive_seed
@@ -144,7 +143,7 @@ class _Pass:
         self.blocks = blocks_of_a_document(chunk.length, options.window, rows_of_a_block(query.is_cuda), last)
 
     def keys(self, heads: Tensor, dtype: torch.dtype) -> Tensor:
-        """(b, g, s, d) -> (p, length, d)."""
+        """Copy the chunk's heads of (b, g, s, d) into (p, length, d), in `dtype`."""
         return _converted(_documents(heads, self.chunk)[:, self.chunk.heads], dtype).flatten(0, 1)
 
     def queries(self, heads: Tensor) -> Tensor:
@@ -234,7 +233,6 @@ class _BlockAttention(torch.autograd.Function):
         return output
 
     @staticmethod
-    @once_differentiable
     def backward(ctx: Any, do: Tensor) -> tuple[Tensor | None, ...]:
         query, key, value = ctx.saved_tensors
         (b, n, s, d), g, options = query.shape, key.shape[1], ctx.options

@@ -17,7 +17,6 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
 QUERIES, KEYS = 64, 128  # in a piece, forward and backward
 SHORTEST = 256  # positions
@@ -66,7 +65,6 @@ class _FlashAttention(torch.autograd.Function):
         return output
 
     @staticmethod
-    @once_differentiable
     def backward(ctx: Any, do: Tensor) -> tuple[Tensor | None, ...]:
         kernel = aten._scaled_dot_product_flash_attention_for_cpu_backward
         query, key, value, output, sums = ctx.saved_tensors

@@ -16,7 +16,6 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 from torch.nn import attention, functional
 
 FLEX_BLOCK = 128  # positions per side of a block in flex_attention's masks
@@ -43,7 +42,6 @@ class _Planned(torch.autograd.Function):
         return output
 
     @staticmethod
-    @once_differentiable
     def backward(ctx: Any, do: Tensor) -> tuple[Tensor, ...]:
         query, key, value, _, _ = ctx.saved_tensors
         gradients = tuple(torch.empty_like(heads) for heads in (query, key, value))
