@@ -222,11 +222,12 @@ def _variants(options: argparse.Namespace, ranks: int, stage: int) -> Iterator[t
             yield f"recompute {word}", {"mlp_recompute_level": level}
         if stage < 3 and options.dtype == "bf16":  # needs a weight buffer per stage
             yield f"split recompute {word}", {"mlp_recompute_level": level, "split_master_weights": True}
+    if ranks == 1:
+        yield "without throttle", {"throttle_cpu": False}
     if ranks == 1 and options.one_at_a_time:  # deterministic mode is process-wide
         yield "without Triton", {"enable_triton_kernels": False}
         yield "deterministic", {"deterministic": True}
         yield f"window {WINDOW}", {"window_size": WINDOW}
-        yield "without throttle", {"throttle_cpu": False}
 
 
 def chosen(options: argparse.Namespace, ranks: int) -> dict[str, Row]:
