@@ -88,6 +88,7 @@ class Run:
         self.config, self.distributed, self.experiment, self.stop = config, distributed, experiment, stop
         self.bad_steps: list[int] = []  # iterations that `leave_bad_step` has examined
         self.evaluated: dict[int, dict[str, float]] = {}  # newest losses, by name
+        self.without_labels: dict[str, int] = {}  # by phase: evaluations or updates in a row in which no label counts
 
 
 def build(

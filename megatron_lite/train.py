@@ -23,7 +23,7 @@ from megatron_lite.outputs.saving import (
     save_and_stop,
 )
 from megatron_lite.outputs.session import close, opened
-from megatron_lite.outputs.step_inputs import counted_labels, step_inputs
+from megatron_lite.outputs.step_inputs import counted_labels, step_inputs, watch_labels
 from megatron_lite.outputs.training_log import is_early, log_training, progress_bar, show_early
 from megatron_lite.run.launcher_watch import LauncherWatch
 from megatron_lite.run.stop_signal import StopRequested
@@ -76,6 +76,7 @@ def train(run: Run) -> tuple[int, str]:
                 run.distributed.progress.at("the step", iteration)
                 update = train_step(run, batch.micro_batches, iteration)
                 run.window.add(update.loss, update.tokens, update.verdict.skipped, batch.waited_s)
+                watch_labels(run, "training", update.tokens)
                 run.iteration = iteration
                 last = iteration == training.train_iters
                 run.timer.end_step(iteration)

@@ -17,7 +17,7 @@ from megatron_lite.data.fill_in_the_middle import FillInTheMiddle
 from megatron_lite.data.fingerprint import identity
 from megatron_lite.data.indexed_dataset import IndexedDataset
 from megatron_lite.data.loader import DataSource, Phase
-from megatron_lite.data.reading import RandomReader, Stream, StreamReader
+from megatron_lite.data.reading import RandomReader, Stream, StreamReader, masked_labels
 from megatron_lite.data.sampling import (
     PHASES,
     FileOrder,
@@ -40,10 +40,12 @@ MOST_DESCRIBED = 20  # data sets with a line of their own in the banner
 # Muennighoff et al. 2023, "Scaling Data-Constrained Language Models".
 MANY_EPOCHS = 4
 NO_MASK = "none"  # in --loss_mask: every token of that data set counts
+# Entries of a mask in which a token that counts is looked for when a run starts, and entries read at a time.
+SEARCHED, READ_AT_A_TIME = 2**24, 2**16
 
 
 def open_data(config: Config, rank: int, world_size: int) -> DataSource:
-    """Open and check the data of a resolved configuration: headers, sizes and splits, but no tokens.
+    """Open and check the data of a resolved configuration: headers, sizes, splits and masks, but no tokens.
 
     Raises:
         UsageError: without --data_path.
@@ -116,6 +118,22 @@ def _check_same_documents(mask: IndexedDataset, dataset: IndexedDataset) -> None
         )
 
 
+def _check_some_count(mask: IndexedDataset, phase: str, first: int, end: int) -> None:
+    """Check that a mask lets a token of documents [first, end) count, which the first entries show as a rule.
+
+    Raises: DataError: one line that names the file. Nothing is known about more than `SEARCHED` zeros.
+    """
+    start, stop = mask.first_token(first), mask.first_token(end)
+    for place in range(start, min(stop, start + SEARCHED), READ_AT_A_TIME):
+        if not masked_labels(mask.tokens, place, min(READ_AT_A_TIME, stop - place)).all():
+            return
+    if stop - start <= SEARCHED:
+        raise DataError(
+            f"{mask.tokens.path} (--loss_mask): no token of its {end - first:,} documents for {phase} counts in the "
+            "loss: all entries are 0; write 1 for the tokens to learn, or leave the data set out"
+        )
+
+
 def _schedule(config: Config, phase: str) -> BatchSchedule:
     """Return the batch sizes of a phase: an evaluation keeps one size, so that its results compare over the run."""
     if phase == "training":
@@ -183,6 +201,8 @@ def _stream(config: Config, phase: str, number: int, dataset: IndexedDataset, ma
             f"{dataset.index_path}: --split={split} leaves none of its {dataset.num_documents:,} documents for "
             f"{phase}; give {phase} a larger share, or set --{flag}=0"
         )
+    if mask is not None:
+        _check_some_count(mask, phase, first, end)
     documents, length, sample_order = range(first, end), config.batch.sequence_length, _order(config, phase)
     key, entries = sampler_key(config.distributed.seed, phase, number), None if mask is None else mask.tokens
     if not config.data.truncate_documents:

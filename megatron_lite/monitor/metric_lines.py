@@ -116,8 +116,7 @@ class ConsoleLines:
             if (value := values.get(key)) is not None and value != self._last.setdefault(key, value):
                 self._last[key] = value
                 keys.append(key)
-        no_loss = ["loss -"] * (values.get("loss") is None)  # every update since the last line was dropped
-        return " | ".join([_head(values), *no_loss, *_shown(keys, values)])
+        return " | ".join([_head(values), *_no_loss(values), *_shown(keys, values)])
 
     def bar(self, pace: Mapping[str, float]) -> str:
         """Return the words of the progress bar: `loss 3.1235, 12,346 tokens/s, mfu 41%, 0:01:05 left`.
@@ -128,14 +127,21 @@ class ConsoleLines:
 
     def evaluation(self, values: Mapping[str, Any]) -> str:
         """Return the line of a validation or test: `validation @ iteration 20/1000 | loss 3.1235`."""
-        return " | ".join([f"{values['phase']} @ {_head(values)}", *_shown(LOSSES, values), *dataset_losses(values)])
+        head = [f"{values['phase']} @ {_head(values)}", *_no_loss(values)]
+        return " | ".join([*head, *_shown(LOSSES, values), *dataset_losses(values)])
 
 
 def dataset_losses(values: Mapping[str, Any]) -> list[str]:
     """Show the losses of up to 20 data sets, `loss/<name>`; metrics.jsonl has all of them."""
     names = [key for key in values if key.startswith("loss/")]
-    shown = [f"{key.removeprefix('loss/')}: {values[key]:.5f}" for key in names[:MOST_DATASETS]]
+    found = [(key.removeprefix("loss/"), values[key]) for key in names[:MOST_DATASETS]]
+    shown = [f"{name}: -" if loss is None else f"{name}: {loss:.5f}" for name, loss in found]
     return [*shown, *([f"{len(names) - MOST_DATASETS:,} more data sets"] if len(names) > MOST_DATASETS else [])]
+
+
+def _no_loss(values: Mapping[str, Any]) -> list[str]:
+    """Return "loss -" if there is no loss: every update was dropped, or no label counted."""
+    return ["loss -"] * (values.get("loss") is None)
 
 
 def _shown(keys: Iterable[str], values: Mapping[str, Any]) -> list[str]:

@@ -9,7 +9,7 @@ from megatron_lite.data.loader import next_batch
 from megatron_lite.monitor.logging import log_both
 from megatron_lite.monitor.metric_lines import format_record
 from megatron_lite.outputs.saving import export, is_due, refuse_bad_steps, save
-from megatron_lite.outputs.step_inputs import counted_labels
+from megatron_lite.outputs.step_inputs import counted_labels, watch_labels
 from megatron_lite.setup_run import Run
 
 
@@ -58,14 +58,17 @@ def evaluate(run: Run, phase: str) -> None:
     record = {"phase": phase, "iteration": run.iteration, "train_iters": run.config.training.train_iters, **losses}
     for name, alone in run.data.validations().items() if phase == "validation" else ():
         record |= {f"{kind}/{name}": loss for kind, loss in _losses(run, alone).items()}
-    named = {f"{phase} {kind.replace('_', ' ')}": loss for kind, loss in losses.items()}
+    named = {f"{phase} {kind.replace('_', ' ')}": loss for kind, loss in losses.items() if loss is not None}
     run.evaluated = {run.iteration: {**run.evaluated.get(run.iteration, {}), **named}}
     run.trackers.log(record)
     log_both(run.logger, console=run.console.evaluation(record), file=format_record(record))
 
 
-def _losses(run: Run, phase: str) -> dict[str, float]:
-    """Return the mean loss per token of the weights, `loss`, and of the averaged weights, `averaged_loss`."""
+def _losses(run: Run, phase: str) -> dict[str, float | None]:
+    """Return the mean loss per token of the weights, `loss`, and of the averaged weights, `averaged_loss`.
+
+    None, with a warning, if no label counts.
+    """
     batches, device = run.data.batches(phase), run.distributed.device
     kinds = ("loss", "averaged_loss") if run.config.averaging.enabled else ("loss",)
     losses, tokens = torch.zeros(len(kinds), dtype=torch.float64, device=device), 0  # loss sums, token count
@@ -83,4 +86,5 @@ def _losses(run: Run, phase: str) -> dict[str, float]:
         losses.zero_()
     summed = run.distributed.sum_in_rank_order(losses)
     run.distributed.wait_for_device()
-    return {kind: total / max(tokens, 1) for kind, total in zip(kinds, summed.tolist(), strict=True)}
+    watch_labels(run, phase, tokens)
+    return {kind: total / tokens if tokens else None for kind, total in zip(kinds, summed.tolist(), strict=True)}

@@ -9,6 +9,8 @@ from megatron_lite.model.layer import MicroBatch
 from megatron_lite.seeds import dropout_seed
 from megatron_lite.setup_run import Run
 
+PATIENCE = {"training": 100}  # updates in a row in which no label counts, after which a run warns; evaluations: 1
+
 
 def counted_labels(run: Run, micro_batches: Sequence[HostBatch]) -> list[int]:
     """Return the labels of each micro-step that count in the loss, over all ranks; all ranks call this together.
@@ -19,6 +21,15 @@ def counted_labels(run: Run, micro_batches: Sequence[HostBatch]) -> list[int]:
         copies = run.distributed.tensor.world_size  # tensor-parallel ranks train on the same samples
         return [total // copies for total in run.distributed.agree_sum([batch.counted for batch in micro_batches])]
     return [batch.real_samples * run.config.batch.sequence_length for batch in micro_batches]
+
+
+def watch_labels(run: Run, phase: str, counted: int) -> None:
+    """Warn once that no label counts in the loss of an evaluation, or of many updates in a row."""
+    patience = PATIENCE.get(phase, 1)
+    run.without_labels[phase] = 0 if counted else run.without_labels.get(phase, 0) + 1
+    if run.without_labels[phase] == patience:
+        what = f"of {patience} updates in a row" if phase == "training" else f"of the {phase}, which has no loss,"
+        run.logger.warning("no label %s counts: look at the data and --loss_mask", what)
 
 
 def step_inputs(

@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 
 from megatron_lite.config import Config, flatten, unflatten
+from megatron_lite.data import open_data as open_data_module
 from megatron_lite.data.open_data import open_data
 from megatron_lite.errors import DataError, UsageError
 from megatron_lite.validation import resolve
@@ -102,6 +103,26 @@ def test_a_mask_of_other_documents_is_refused(pair: tuple[str, str], tmp_path: P
             read_batches(config(tokens, loss_mask=(mask,)))
     with pytest.raises(DataError, match="absent.idx: no such file"):
         open_data(config(tokens, loss_mask=(str(tmp_path / "absent"),)), 0, 1)
+
+
+def test_a_split_in_which_no_token_counts_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of every data set and phase that the run reads; nothing is said about a long mask that begins with zeros."""
+    documents = [np.zeros(20, dtype=np.uint8) for _ in range(10)]
+    documents[7][19] = 1
+    tokens = write_documents(tmp_path / "tokens", [np.arange(20)] * 10, "<u2")
+    mask = write_documents(tmp_path / "mask", documents, "|u1")
+    monkeypatch.setattr(open_data_module, "READ_AT_A_TIME", 7)
+
+    def opened(first: float, **values: Any) -> None:
+        open_data(config(tokens, loss_mask=(mask,), split=(first, 1 - first), **values), 0, 1)
+
+    opened(0.8)
+    with pytest.raises(DataError, match=r"mask.bin \(--loss_mask\): no token of its 7 documents for training counts"):
+        opened(0.7)
+    with pytest.raises(DataError, match="no token of its 2 documents for validation counts in the loss: all entries"):
+        opened(0.8, validation_iters=1)
+    monkeypatch.setattr(open_data_module, "SEARCHED", 139)
+    opened(0.7)
 
 
 def test_there_is_a_mask_for_each_data_set() -> None:

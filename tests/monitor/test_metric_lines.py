@@ -83,12 +83,17 @@ def test_a_line_without_a_loss_says_so() -> None:
 
 
 def test_evaluations_are_short() -> None:
-    """A loss, and that of averaged weights; a number that is not finite is shown as it is."""
+    """A loss, and that of averaged weights; a number that is not finite is shown as it is.
+
+    Where no label counts, there is no loss.
+    """
     record = {"phase": "validation", "iteration": 5, "train_iters": 10, "loss": 2.5, "averaged_loss": 2.25, "run": 0}
     console = ConsoleLines("cpu")
     assert console.evaluation(record) == "validation @ iteration  5/10 | loss 2.5000 | averaged weights 2.2500"
     assert console.evaluation({**record, "averaged_loss": None, "loss": float("nan")}).endswith("10 | loss nan")
-    assert console.evaluation({**record, "averaged_loss": None, "loss": None}) == "validation @ iteration  5/10"
+    assert console.evaluation({**record, "averaged_loss": None, "loss": None}).endswith("10 | loss -")
+    blend = {**record, "averaged_loss": None, "loss/code": 1.25, "loss/chats": None}
+    assert console.evaluation(blend).endswith("10 | loss 2.5000 | code: 1.25000 | chats: -")
 
 
 def test_small_and_large_numbers_keep_three_digits() -> None:

@@ -8,8 +8,11 @@ import pytest
 import torch
 
 from megatron_lite.data.open_data import open_data
+from megatron_lite.distributed.process_group import Distributed
+from megatron_lite.monitor.trackers import read_metrics
+from megatron_lite.outputs.step_inputs import PATIENCE
 from tests.support.datasets import write_dataset
-from tests.support.harness import run_distributed, tiny_config, train_tiny
+from tests.support.harness import run_distributed, tiny_config, train_tiny, train_whole
 from tests.support.plain_gpt import PlainGPT, plain_adamw
 
 TOKENS, ITERATIONS = 900, 5
@@ -59,3 +62,36 @@ def test_the_mean_is_over_the_tokens_that_count(corpus: dict[str, Any]) -> None:
     np.testing.assert_allclose(two.grad_norms, one.grad_norms, rtol=1e-5)
     unmasked = run_distributed(1, train_tiny, {**corpus, "loss_mask": ()}, ITERATIONS)[0]
     assert np.abs(np.array(unmasked.losses) / np.array(one.losses) - 1).max() > 1e-3
+
+
+def test_where_no_label_counts_there_is_no_loss(tmp_path: Path) -> None:
+    """null in metrics.jsonl, of the averaged weights and of each data set, too, and one warning a phase.
+
+    Of each split, only the first token counts, which is never a label: the start of the run cannot see that.
+    """
+    for name, dtype, documents in (("a", "<u2", np.arange(800)), ("mask", "|u1", np.arange(800) % 400 == 0)):
+        write_dataset(tmp_path / name, np.split(documents, [400]), dtype)
+    write_dataset(tmp_path / "b", [np.arange(400)] * 2, "<u2")
+    masked, both = str(tmp_path / "a"), ("0.5", str(tmp_path / "a"), "0.5", str(tmp_path / "b"))
+    common = {"dataset_source": "list", "split": (0.5, 0.5), "vocab_size": 800, "log_interval": 1, "ema_type": "ema"}
+    common |= {"train_iters": 5, "validation_iters": 1, "validation_interval": 2, "validation_by_dataset": True}
+    for name, sets, masks in (("one", (masked,), 1), ("blend", both, 2)):
+        options = {**common, "data_path": sets, "loss_mask": (str(tmp_path / "mask"), "none")[:masks]}
+        run_distributed(1, train_impatiently, {**options, "experiment_dir": str(tmp_path / name)})
+    training, validation = (
+        [line for line in read_metrics(tmp_path / "one/metrics.jsonl") if line["phase"] == phase]
+        for phase in ("training", "validation")
+    )
+    assert [line["loss"] for line in training] == [None] * 5 and all(line["grad_norm"] == 0 for line in training)
+    assert [(line["loss"], line["averaged_loss"]) for line in validation] == [(None, None)] * 3
+    log = (tmp_path / "one/runs/0/logs/logs_rank_000.txt").read_text()
+    assert log.count("no label") == 2 and log.count("no label of the validation, which has no loss, counts") == 1
+    assert log.index("no label of 3 updates in a row counts: look at") > log.index("training @ iteration 2/5")
+    last = [line for line in read_metrics(tmp_path / "blend/metrics.jsonl") if line["phase"] == "validation"][-1]
+    assert last["loss/a"] is None and last["averaged_loss/a"] is None and last["loss/b"] > 1 and last["loss"] > 1
+
+
+def train_impatiently(distributed: Distributed, options: dict[str, Any]) -> None:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setitem(PATIENCE, "training", 3)
+        train_whole(distributed, tiny_config(**options))
