@@ -17,7 +17,7 @@ import pytest
 from megatron_lite.data.indexed_dataset import IndexedDataset
 from scripts.benchmarks import processor
 from scripts.benchmarks.programs import __main__ as program
-from scripts.benchmarks.programs import contestants, inputs
+from scripts.benchmarks.programs import contestants
 from scripts.benchmarks.programs.race import Command, Program, ProgramError, Race
 
 pytestmark = [pytest.mark.guides, pytest.mark.skipif(sys.platform != "linux", reason="programs are observed by /proc")]
@@ -174,7 +174,7 @@ def test_the_environment_of_avx2_reaches_torch() -> None:
 def test_inputs_hold_the_same_tokens(tmp_path: Path) -> None:
     """Every format holds one stream of tokens below the vocabulary size; pairs of bytes use much of a large one."""
     for vocab_size in (256, 16384):
-        inputs.write_inputs(tmp_path, vocab_size)
+        contestants.write_inputs(tmp_path, vocab_size)
         tokens = np.fromfile(tmp_path / "train.bin", dtype="<u2")
         assert tokens.size > 100_000 and tokens.max() < vocab_size and len(set(tokens.tolist())) > 90
         dataset = IndexedDataset(str(tmp_path / "ours"))
@@ -216,7 +216,7 @@ def test_our_program_races_and_missing_peers_are_named(
 def test_trainer_trains(tmp_path: Path) -> None:
     """Our script around Hugging Face's Trainer prints a line per step."""
     options = program.parse([*TINY.split(), "--only=HF Trainer"])
-    inputs.write_inputs(tmp_path, options.vocab_size)
+    contestants.write_inputs(tmp_path, options.vocab_size)
     commands, unavailable = program.commands_of(options, tmp_path)
     assert not unavailable
     one = Program(commands["HF Trainer"], tmp_path / "err", timeout_s=100)

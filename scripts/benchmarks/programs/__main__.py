@@ -22,8 +22,7 @@ from functools import partial
 from pathlib import Path
 
 from scripts.benchmarks import processor
-from scripts.benchmarks.programs.contestants import COMPARED_WITH, OURS, PROGRAMS, Setting
-from scripts.benchmarks.programs.inputs import write_inputs
+from scripts.benchmarks.programs.contestants import COMPARED_WITH, OURS, PROGRAMS, Setting, write_inputs
 from scripts.benchmarks.programs.race import Command, Race
 from scripts.benchmarks.results import MIB, Result, argument_parser, environment, matching, write_json
 from scripts.benchmarks.tables import compared, number, remarks, spread, surroundings, table

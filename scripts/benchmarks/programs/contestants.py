@@ -2,25 +2,34 @@
 
 All train the same shape on the same text in fp32, with AdamW (betas 0.9 and 0.95, weight decay 0.1), a constant
 learning rate, gradients clipped to norm 1, and a log line per step. Each draws its own initial weights and order of
-samples. docs/benchmarks.md lists the differences.
+samples. docs/benchmarks.md lists the differences. The text is one token stream from the project's own texts, in each
+program's format.
 """
 
 from __future__ import annotations
 
 import argparse
 import functools
+import json
 import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from megatron_lite.config import unflatten
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from safetensors.torch import save_file
+
+from megatron_lite.config import Config, unflatten
+from megatron_lite.data.indexed_dataset import IndexedDatasetWriter
 from megatron_lite.huggingface.config_file import hugging_face_config
+from megatron_lite.huggingface.weight_map import by_tensor, pieces
 from megatron_lite.validation import resolve
-from scripts.benchmarks.programs.inputs import write_json_file, write_llama_weights, write_tokenizer
 from scripts.benchmarks.programs.race import Command
 from scripts.benchmarks.results import ROOT, TORCHRUN
+from scripts.benchmarks.training.model import parameter_specs
 from scripts.benchmarks.training.settings import MODELS, Sizes
 
 HERE = Path(__file__).resolve().parent
@@ -29,6 +38,9 @@ OURS = "megatron_lite"
 OURS_EXACT_GELU = f"{OURS} exact gelu"
 # nanoGPT has the exact gelu (erf), which is faster than GPT-2's (tanh); the other programs can use GPT-2's.
 COMPARED_WITH = dict.fromkeys(("nanoGPT", "nanoGPT compiled"), OURS_EXACT_GELU)
+# pickle.dumps({"vocab_size": ...}, 0), which nanoGPT reads; nothing here writes pickles.
+_META = "(dS'vocab_size'\nI{}\ns."
+DOCUMENT_TOKENS = 4096
 NEVER = 10**6  # an interval, or a number of steps, that no run reaches
 
 
@@ -176,7 +188,7 @@ def trainer(setting: Setting, *flags: str, deepspeed_stage: int | None = None) -
     if missing := setting.require("transformers", "accelerate", *(["deepspeed"] if deepspeed_stage else [])):
         return missing
     config = setting.write_hugging_face_config(folder / "hf_trainer")
-    words = [str(HERE / "hf_trainer.py"), f"--config={config}", *setting.words, *flags]
+    words = [str(HERE / "library_trainers.py"), "trainer", f"--config={config}", *setting.words, *flags]
     if deepspeed_stage is not None:
         stages = {"zero_optimization": {"stage": deepspeed_stage}, "zero_force_ds_cpu_optimizer": False}
         automatic = dict.fromkeys(("train_micro_batch_size_per_gpu", "gradient_accumulation_steps"), "auto")
@@ -213,8 +225,8 @@ def litgpt(setting: Setting) -> Command | str | None:
     else:
         config |= {"attn_bias": True, "gelu_approximate": "tanh"}
     path = write_json_file(setting.folder / "litgpt" / "config.json", config)
-    words = [str(HERE / "litgpt_pretrain.py"), f"--config={path}", *setting.words]
-    words += [] if setting.is_llama else ["--tied"]
+    tied = [] if setting.is_llama else ["--tied"]
+    words = [str(HERE / "library_trainers.py"), "litgpt", f"--config={path}", *setting.words, *tied]
     return Command([options.python, *words], setting.folder, r"\| iter \d+ step \d+ \| loss train: ([\d.]+|nan|inf)")
 
 
@@ -232,3 +244,62 @@ PROGRAMS: dict[str, Maker] = {
     "DeepSpeed ZeRO-1": functools.partial(trainer, deepspeed_stage=1),
     "DeepSpeed ZeRO-3": functools.partial(trainer, deepspeed_stage=3),
 }
+
+
+# -- inputs ------------------------------------------------------------------------------------------------------------
+
+
+def tokens_of_texts(vocab_size: int) -> NDArray[np.uint16]:
+    """Return the project's documents and sources as tokens: bytes, or pairs of bytes for a large vocabulary."""
+    files = sorted([*ROOT.glob("*.md"), *ROOT.glob("docs/*.md"), *ROOT.glob("megatron_lite/**/*.py")])
+    written = b"\n".join(path.read_bytes() for path in files)
+    text: NDArray[Any] = np.frombuffer(written, dtype=np.uint8).astype(np.uint16)
+    if vocab_size >= 1 << 14:
+        text = text[: len(text) // 2 * 2] & 127
+        text = text[::2] * 128 + text[1::2]
+    return np.remainder(text, vocab_size, dtype=np.uint16)
+
+
+def write_inputs(folder: Path, vocab_size: int) -> None:
+    """Write the programs' inputs: train.bin and val.bin of 16-bit tokens, meta.pkl, ours.bin and ours.idx."""
+    tokens = tokens_of_texts(vocab_size)
+    for name in ("train.bin", "val.bin"):
+        (folder / name).write_bytes(tokens.astype("<u2").tobytes())
+    (folder / "meta.pkl").write_text(_META.format(vocab_size))
+    with IndexedDatasetWriter(str(folder / "ours"), "uint16") as writer:
+        for first in range(0, len(tokens), DOCUMENT_TOKENS):
+            writer.add_document(tokens[first : first + DOCUMENT_TOKENS])
+
+
+def write_llama_weights(folder: Path, config: Config) -> None:
+    """Write zero weights under Hugging Face's names; picotron reads their shapes and draws its own values."""
+    zeros: dict[str, torch.Tensor] = {}
+    for own_name, spec in parameter_specs(config).items():
+        tensors = by_tensor(pieces(own_name, spec.shape, "llama", config.model))
+        zeros |= {name: torch.zeros(parts[0].their_shape) for name, parts in tensors.items()}
+    folder.mkdir(parents=True, exist_ok=True)
+    save_file(zeros, folder / "model.safetensors")
+
+
+def write_json_file(path: Path, value: Any) -> Path:
+    """Write JSON and create parent folders; return the path."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(json.dumps(value, indent=1))
+    return path
+
+
+def write_tokenizer(folder: Path, texts: Path, vocab_size: int, sequence_length: int) -> None:
+    """Write a one-word-per-token tokenizer and train.jsonl in words, for programs that tokenize by themselves."""
+    model = {"type": "WordLevel", "vocab": {f"t{token}": token for token in range(vocab_size)}, "unk_token": "t0"}
+    parts: dict[str, Any] = dict.fromkeys(("truncation", "padding", "normalizer", "post_processor", "decoder"))
+    splitter = {"type": "WhitespaceSplit"}
+    tokenizer = {"version": "1.0", **parts, "added_tokens": [], "pre_tokenizer": splitter, "model": model}
+    write_json_file(folder / "tokenizer.json", tokenizer)
+    write_json_file(folder / "tokenizer_config.json", {"tokenizer_class": "PreTrainedTokenizerFast"})
+    tokens = tokens_of_texts(vocab_size)
+    length = 16 * sequence_length + 1  # equal for all lines, because a batch becomes one array
+    texts.mkdir(parents=True, exist_ok=True)
+    with (texts / "train.jsonl").open("w") as file:
+        for first in range(0, len(tokens) - length + 1, length):
+            words = " ".join(f"t{token}" for token in tokens[first : first + length])
+            file.write(json.dumps({"text": words}) + "\n")
