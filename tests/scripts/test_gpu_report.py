@@ -17,7 +17,6 @@ from megatron_lite.kernels.attention.choice import Machine
 from megatron_lite.kernels.choice import choose_kernels
 from megatron_lite.monitor.metrics import hardware_flops, model_flops
 from megatron_lite.planner.plan import make_plan
-from scripts.benchmarks.gpu import budget
 from scripts.benchmarks.gpu import ops as gpu_ops
 from scripts.benchmarks.gpu import render as rendering
 from scripts.benchmarks.gpu import report as gpu_report
@@ -196,21 +195,21 @@ def test_the_whole_mistral_fits_an_h200() -> None:
         "ZeRO-1 split recompute quarter": 134.3,
         "ZeRO-3 recompute full": 125.0,
     }
-    plain = make_plan(rows[budget.PLAIN], 1, "cuda")
+    plain = make_plan(rows[rendering.PLAIN], 1, "cuda")
     assert plain.state_bytes / 2**30 == pytest.approx(107.9, abs=0.05) and plain.needed_bytes("none") / 2**30 > 141
 
 
 def test_the_budget_counts_what_the_benchmark_counts() -> None:
     """Its FLOPs are those of a step's model and hardware, and the goal is out of reach of the row with ZeRO-3."""
-    rows, parts = configurations("mistral-7b"), budget.parts()
+    rows, parts, plain = configurations("mistral-7b"), rendering.budget_parts(), rendering.PLAIN
     assert list(rows) == list(parts)
-    tokens = rows[budget.PLAIN].batch.sequence_length
-    computed = {name: [*parts[budget.PLAIN], *(own if name != budget.PLAIN else ())] for name, own in parts.items()}
+    tokens = rows[plain].batch.sequence_length
+    computed = {name: [*parts[plain], *(own if name != plain else ())] for name, own in parts.items()}
     for name, config in rows.items():
         counted = hardware_flops(config.model, config.performance, tokens, tokens)
         assert sum(part.flops for part in computed[name]) == pytest.approx(counted)
     fast, mixed, full = (sum(part.seconds for part in every) for every in computed.values())
-    goal = model_flops(rows[budget.PLAIN].model, tokens, tokens) / 540e12
+    goal = model_flops(rows[plain].model, tokens, tokens) / 540e12
     assert goal == pytest.approx(tokens / 11_000, rel=1e-3)
     assert 0.99 * goal < fast < goal < mixed < 1.03 * goal and full > 1.14 * goal
 

@@ -11,7 +11,7 @@ import pytest
 from megatron_lite.distributed.process_group import Distributed
 from megatron_lite.planner.speeds import read_speeds
 from scripts.benchmarks.machine import __main__ as machine
-from scripts.benchmarks.machine import collectives, host, operations, passes
+from scripts.benchmarks.machine import host, operations
 from tests.support.harness import run_distributed
 from tests.support.launch import ROOT
 
@@ -20,11 +20,11 @@ def make_quick() -> None:
     """Measure next to nothing, once."""
     operations.SIZES = {"cpu": {"tokens": (64,), "inputs": (64,), "outputs": (64, 128)}}  # type: ignore[dict-item]
     operations.LENGTHS, operations.ATTENTION_TOKENS = (16, 32), {"cpu": 32}  # type: ignore[assignment]
-    operations.UPDATED, passes.WARM_UP, passes.TURNS, passes.SMALLEST = {"cpu": 1024}, 0, 1, 1
-    passes.SIZES["cpu"].update(hidden_size=16, num_attention_heads=2, sequence_length=16, vocab_size=64)
+    operations.UPDATED, host.PASS_WARM_UP, host.PASSES, host.SMALLEST = {"cpu": 1024}, 0, 1, 1
+    host.SIZES["cpu"].update(hidden_size=16, num_attention_heads=2, sequence_length=16, vocab_size=64)
     operations.POOL_BYTES, operations.FEWEST_TURNS, operations.MOST_TURNS = 2**22, 1, 1
     host.MORE_BLOCKS, host.WARM_UP, host.STEPS = 3, 1, 1
-    collectives.TURNS, collectives.LARGE_NUMEL, collectives.SIDE = 1, {"cpu": 2**12}, {"cpu": 32}
+    operations.COLLECTIVE_TURNS, operations.LARGE_NUMEL, operations.SIDE = 1, {"cpu": 2**12}, {"cpu": 32}
 
 
 def measured(distributed: Distributed, dtypes: list[str]) -> dict[str, Any]:

@@ -369,13 +369,13 @@ def make_linear_cross_entropy(shape: Shape) -> dict[str, Call]:
 
 
 def make_adamw(shape: Shape, split: bool) -> dict[str, Call]:
-    """Update one shard and write bf16 weights in the same pass. split: of master weights in two halves."""
+    """Update one shard and write its weights in 16 bits in the same pass. split: of master weights in two halves."""
     numel, device = shape.shard, torch.device(shape.device)
     exp_avg, gradient, master = (shape.random(numel, dtype=torch.float32, scale=1e-3) for _ in range(3))
     exp_avg_sq = shape.random(numel, dtype=torch.float32, scale=1e-3).square_()
-    rounded = torch.empty(numel, dtype=torch.bfloat16, device=device)
+    rounded = None if shape.dtype == torch.float32 else torch.empty(numel, dtype=shape.dtype, device=device)
     remainder = torch.empty(numel, dtype=torch.int16, device=device) if split else None
-    if remainder is not None:
+    if rounded is not None and remainder is not None:
         weight_shard.split(master, rounded, remainder)
     weights = weight_shard.WeightShard(None if split else master, rounded, remainder)
     shard = optimizer.Shard(weights, gradient, exp_avg, exp_avg_sq)

@@ -1,4 +1,4 @@
-"""Times of the program's own operations: products by shape, attention by length, and the update.
+"""Times of the program's own operations: products by shape, attention by length, the update, and collectives.
 
 Operands come from a pool larger than the caches, as in a step, where other layers evict them.
 """
@@ -6,21 +6,22 @@ Operands come from a pool larger than the caches, as in a step, where other laye
 from __future__ import annotations
 
 import itertools
+import statistics
 import time
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from megatron_lite.kernels.adamw import Control, Hyperparameters, Range, Ranges, Shard, StepNumbers, adamw
+from megatron_lite.distributed.process_group import Distributed
 from megatron_lite.kernels.attention.attention import attention
-from megatron_lite.kernels.gradient_norm import squared_norm
 from megatron_lite.kernels.products import add_product, affine, product
-from megatron_lite.kernels.weight_shard import WeightShard
 from megatron_lite.planner.speeds import AXES, PRODUCT_KINDS, Attention
 from megatron_lite.planner.work_time import UPDATE_BYTES
 from megatron_lite.zero.stage import backward
+from scripts.benchmarks.gpu.ops_table import Shape, make_adamw, make_gradient_norm
 
 POOL_BYTES = 96 * 2**20
 # A call is repeated until this much time has been spent, so short calls get many turns.
@@ -33,6 +34,9 @@ MOST_FLOPS = {"cpu": 2.2e9, "cuda": 2e12}  # per measured product; larger ones a
 LENGTHS, HEADS, CHANNELS = (64, 256, 1024, 4096), 8, 64
 ATTENTION_TOKENS = {"cpu": 2048, "cuda": 32768}
 UPDATED = {"cpu": 2**20, "cuda": 2**26}
+SMALL_NUMEL, LARGE_NUMEL = {"cpu": 2**10, "cuda": 2**14}, {"cpu": 2**21, "cuda": 2**26}  # of a full buffer, fp32
+COLLECTIVE_TURNS = 7
+SIDE = {"cpu": 512, "cuda": 8192}  # of the square products that overlap with a collective
 
 
 def clock_of(device: torch.device) -> Callable[[], float]:
@@ -144,15 +148,65 @@ class Operations:
 
     def update(self) -> dict[str, float]:
         """Return the seconds per byte of the two parts of an update."""
-        numel, device = UPDATED[self.kind], self.device
-        master, grad, m, v = (torch.zeros(numel, device=device) for _ in range(4))
-        grad.uniform_(-1e-3, 1e-3)
-        rounded = None if self.dtype == torch.float32 else torch.zeros(numel, device=device, dtype=self.dtype)
-        shard = Shard(WeightShard(master, rounded), grad, m, v)
-        one, zero = torch.ones((), device=device), torch.zeros((), device=device)
-        control = Control(StepNumbers(1e-4, 0.1, one, zero, one), Hyperparameters(0.9, 0.95, 1e-8))
-        ranges = Ranges([Range(0, numel, 1.0, 1.0)], device)
-        update_s = self.timer.seconds(lambda _: adamw(shard, ranges, control, self.triton))
-        norm_s = self.timer.seconds(lambda _: squared_norm([grad], self.triton))
-        moved = UPDATE_BYTES["adamw"] * numel + (0 if rounded is None else rounded.nbytes)
-        return {"update adamw": update_s / moved, "gradient norm": norm_s / grad.nbytes}
+        shape = Shape(shard=UPDATED[self.kind], dtype=self.dtype, device=self.kind)
+        name = "triton" if self.triton else "torch"
+        calls = (make(shape)[name] for make in (partial(make_adamw, split=False), make_gradient_norm))
+        update_s, norm_s = (self.timer.seconds(lambda _: call()) for call in calls)  # noqa: B023
+        moved = UPDATE_BYTES["adamw"] + (0 if self.dtype == torch.float32 else self.dtype.itemsize)  # per element
+        return {"update adamw": update_s / shape.shard / moved, "gradient norm": norm_s / shape.shard / 4}
+
+
+# -- collectives -------------------------------------------------------------------------------------------------------
+
+
+def measure_collectives(distributed: Distributed) -> dict[str, Any]:
+    """Return latency and bytes/s of gathers and reductions, and the fraction that overlaps; nothing for one rank."""
+    if distributed.world_size == 1:
+        return {"collectives": {}, "overlap": 0.0}
+    found, hidden = {}, []
+    for kind, start in (("gather", distributed.all_gather), ("reduce", distributed.reduce_scatter)):
+        seconds = []
+        for numel in (SMALL_NUMEL, LARGE_NUMEL):
+            size = numel[distributed.device.type] // distributed.world_size * distributed.world_size
+            buffer = torch.zeros(size, device=distributed.device)
+            seconds.append(_seconds(distributed, lambda: start(buffer).wait()))  # noqa: B023
+        sent = buffer.nbytes * (distributed.world_size - 1) / distributed.world_size
+        found[kind] = {"latency_s": seconds[0], "bytes_per_s": sent / max(seconds[1] - seconds[0], 1e-9)}
+        hidden.append(_hidden_share(distributed, lambda: start(buffer), seconds[1]))  # noqa: B023
+    return {"collectives": found, "overlap": min(hidden)}
+
+
+def _hidden_share(distributed: Distributed, start: Callable[[], Any], alone_s: float) -> float:
+    """Return the fraction of a collective's time that is hidden by overlapped products."""
+    side = SIDE[distributed.device.type]
+    a, b = (torch.ones(side, side, device=distributed.device) for _ in range(2))
+    out = torch.empty_like(a)
+    once_s = _seconds(distributed, lambda: torch.mm(a, b, out=out))
+    times = max(1, round(1.5 * alone_s / once_s))
+
+    def multiply() -> Tensor:
+        for _ in range(times):
+            torch.mm(a, b, out=out)
+        return out
+
+    def both() -> None:
+        work = start()
+        multiply()
+        work.wait()
+
+    products_s, both_s = _seconds(distributed, multiply), _seconds(distributed, both)
+    return min(max((products_s + alone_s - both_s) / alone_s, 0.0), 1.0)
+
+
+def _seconds(distributed: Distributed, call: Callable[[], Any]) -> float:
+    """Return the median time of a call that all ranks start together."""
+    times = []
+    for turn in range(COLLECTIVE_TURNS + 1):
+        distributed.barrier()
+        distributed.wait_for_device()
+        start_s = time.perf_counter()
+        call()
+        distributed.wait_for_device()
+        if turn:
+            times.append(time.perf_counter() - start_s)
+    return statistics.median(times)

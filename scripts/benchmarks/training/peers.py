@@ -8,11 +8,11 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import functools
 import importlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
-from functools import partial
 from typing import Any
 from unittest import mock
 
@@ -32,7 +32,7 @@ from megatron_lite.huggingface.weight_map import by_tensor, pieces
 from scripts.benchmarks.training.measure import Contestant
 from scripts.benchmarks.training.model import PlainGPT, initial_value, initialize, parameter_specs, tokens_per_rank
 
-PRODUCTS = "products"  # the row without training, see `products.py`
+PRODUCTS = "products"  # the row without training
 
 
 @dataclass(frozen=True)
@@ -136,6 +136,40 @@ class Peer(Contestant):
         return {"state_bytes_by_kind": {kind: sum(map(local_bytes, tensors)) for kind, tensors in kinds.items()}}
 
 
+class Products(Contestant):
+    """Output, input gradient and weight gradient of every linear layer and of the head, by torch.mm: a lower bound.
+
+    Each layer has its own weights and gradients, which come from memory as in a step. Attention's own products are not
+    included. Nothing is trained, so there is no loss.
+    """
+
+    def __init__(self, config: Config, dtype: torch.dtype, device: torch.device) -> None:
+        tied, generator = config.model.tie_word_embeddings, torch.Generator(device).manual_seed(0)
+
+        def matrix(*shape: int) -> Tensor:
+            return torch.randn(shape, generator=generator, device=device).to(dtype)
+
+        self._weights = [
+            matrix(*spec.shape)
+            for name, spec in parameter_specs(config).items()
+            if len(spec.shape) == 2
+            and (not name.startswith("embedding.") or (tied and name == "embedding.word.weight"))
+        ]
+        self._gradients = [torch.empty_like(weight) for weight in self._weights]
+        self._wide = functools.cache(matrix)  # inputs and output gradients (tokens, width), drawn at the first call
+
+    def step(self, micro_batches: Sequence[Tensor]) -> Tensor:
+        """Compute all products once per micro-batch; return 0."""
+        for micro_batch in micro_batches:
+            tokens = micro_batch.shape[0] * (micro_batch.shape[1] - 1)
+            for weight, gradient in zip(self._weights, self._gradients, strict=True):
+                outputs, inputs = (self._wide(tokens, width) for width in weight.shape)
+                inputs @ weight.t()
+                outputs @ weight
+                torch.mm(outputs.t(), inputs, out=gradient)
+        return torch.zeros(())
+
+
 def local_bytes(tensor: Tensor) -> int:
     """Return the bytes of a tensor on this rank."""
     return tensor.to_local().nbytes if isinstance(tensor, DTensor) else tensor.nbytes
@@ -196,7 +230,7 @@ def liger_kernels(model: nn.Module) -> Callable[[], AbstractContextManager[Any]]
     getattr(importlib.import_module("liger_kernel.transformers"), f"apply_liger_kernel_to_{kind}")(model=model)
     changed = {name: value for name, value in vars(module).items() if before.get(name) is not value}
     vars(module).update({name: before[name] for name in changed if name in before})
-    return partial(mock.patch.dict, vars(module), changed)
+    return functools.partial(mock.patch.dict, vars(module), changed)
 
 
 def compile_model(model: PlainGPT | HuggingFace, whole: bool, mode: str, backend: str) -> None:

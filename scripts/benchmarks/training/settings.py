@@ -21,8 +21,7 @@ from scripts.benchmarks.results import argument_parser, matching
 from scripts.benchmarks.training.engine import Engine, PlainEngine
 from scripts.benchmarks.training.measure import Contestant
 from scripts.benchmarks.training.model import LOSSES, PlainGPT
-from scripts.benchmarks.training.peers import PRODUCTS, Row, peer
-from scripts.benchmarks.training.products import Products
+from scripts.benchmarks.training.peers import PRODUCTS, Products, Row, peer
 from scripts.benchmarks.training.tensor_peer import parallelized
 
 # Adam turns rounding errors into a full step where a gradient is nearly zero, so a high rate makes losses diverge: at
