@@ -15,12 +15,9 @@ from __future__ import annotations
 import argparse
 import importlib
 import importlib.util
-import json
-import os
 import shutil
 import sys
 import time
-import warnings
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -33,6 +30,7 @@ from scripts.benchmarks.results import MIB, argument_parser, measured_alone
 from scripts.benchmarks.tables import first_ratio, publish, spread, table
 from scripts.benchmarks.turns import Turns
 
+HERE = "scripts.benchmarks.data"
 LENGTH = 2048
 VOCABULARY = 50_000
 OPENED, LOADED = 8, 32  # samples per batch
@@ -158,22 +156,6 @@ def loaded(row: str, workers: int, prefix: str, batches: int) -> dict[str, float
     return {"seconds": seconds, "samples_per_s": 1 / seconds}
 
 
-def measure(words: Sequence[str]) -> None:
-    """Run one measurement and print its result as the last line."""
-    warnings.simplefilter("ignore")
-    if words[0] == "open":
-        result = opened(*words[1:])
-    else:
-        result = loaded(words[1], int(words[2]), words[3], int(words[4]))
-    print(json.dumps(result), flush=True)
-    os._exit(0)  # without waiting for workers
-
-
-def timed(action: str, *words: object) -> dict[str, float]:
-    """Run one measurement in a separate process."""
-    return measured_alone(["-m", "scripts.benchmarks.data", "--measure", action, *map(str, words)])
-
-
 def opening(options: argparse.Namespace, peers: bool) -> Turns:
     """Measure the rows of opening."""
     prefix, cache = options.folder / "large", options.folder / "cache"
@@ -183,8 +165,8 @@ def opening(options: argparse.Namespace, peers: bool) -> Turns:
         if row == "megatron-core":
             shutil.rmtree(cache, ignore_errors=True)
         if row == "megatron-core cached" and not cache.exists():
-            timed("open", row, prefix, cache)
-        return timed("open", row, prefix, cache)
+            measured_alone(HERE, "opened", row, prefix, cache)
+        return measured_alone(HERE, "opened", row, prefix, cache)
 
     return Turns(OPENING if peers else OPENING[:1], one, options.turns, warm_up=1)
 
@@ -195,7 +177,11 @@ def loading(options: argparse.Namespace, peers: bool) -> Turns:
     write_set(prefix, options.documents // 100, 10 * options.documents, filled=True)
     rows = {f"{name}, {workers} workers": (name, workers) for workers in (1, 2) for name in LOADERS}
     names = [row for row, (name, _) in rows.items() if peers or name != "megatron-core"]
-    return Turns(names, lambda row, turn: timed("load", *rows[row], prefix, options.batches), options.turns, warm_up=1)
+
+    def one(row: str, turn: int) -> dict[str, float]:
+        return measured_alone(HERE, "loaded", *rows[row], prefix, options.batches)
+
+    return Turns(names, one, options.turns, warm_up=1)
 
 
 def ours_with_as_many_workers(name: str) -> list[str]:
@@ -223,8 +209,6 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
 
 def main(argv: Sequence[str]) -> int:
     """Measure, print and write; return the exit code."""
-    if argv[:1] == ["--measure"]:
-        measure(argv[1:])
     options = parse(argv)
     peers = importlib.util.find_spec("megatron") is not None
     options.folder.mkdir(parents=True)
@@ -236,7 +220,7 @@ def main(argv: Sequence[str]) -> int:
     finally:
         shutil.rmtree(options.folder, ignore_errors=True)
     publish(
-        "python -m scripts.benchmarks.data",
+        f"python -m {HERE}",
         argv,
         options,
         rows["opening"] | rows["loading"],

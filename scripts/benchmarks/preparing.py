@@ -27,17 +27,18 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from scripts.benchmarks.results import ROOT, argument_parser, names_in
+from scripts.benchmarks.results import ROOT, argument_parser, names_in, words_for
 from scripts.benchmarks.tables import over, publish, spread, table
 from scripts.benchmarks.turns import Figures, Turns
 
-ROWS = {  # row -> the package that it needs
-    "ours": "tokenizers",
-    "encode_batch": "tokenizers",
-    "encode_batch_fast": "tokenizers",
-    "megatron-core": "megatron",
-    "datasets.map": "datasets",
+ROWS = {  # row -> the package that it needs, and the function that tokenizes
+    "ours": ("tokenizers", ""),
+    "encode_batch": ("tokenizers", "library_loop"),
+    "encode_batch_fast": ("tokenizers", "library_loop"),
+    "megatron-core": ("megatron", "megatron_recipe"),
+    "datasets.map": ("datasets", "datasets_map"),
 }
+HERE = "scripts.benchmarks.preparing"
 BATCH = 1000  # documents per call
 COLUMNS = (spread("s", "seconds", 1), spread("MB/s", "mb_per_s", 2), over("time / ours", "ours"))
 
@@ -114,17 +115,6 @@ def datasets_map(corpus: str, tokenizer_file: str, output: str, processes: int) 
     return sum(len(column) for chunk in data.data["ids"].chunks for column in chunk)
 
 
-def measure(words: Sequence[str]) -> None:
-    """Tokenize in this process; print the number of tokens."""
-    row, corpus, tokenizer_file, output, processes = words
-    if row.startswith("encode_batch"):
-        print(library_loop(corpus, tokenizer_file, row))
-    elif row == "megatron-core":
-        print(megatron_recipe(corpus, tokenizer_file, output, int(processes)))
-    else:
-        print(datasets_map(corpus, tokenizer_file, output, int(processes)))
-
-
 def prepared(row: str, options: argparse.Namespace, tokenizer_file: str) -> Figures:
     """Run a row in an empty folder; return its time and speed."""
     folder, corpus, processes = options.folder / "preparing", str(options.corpus), str(options.num_processes)
@@ -134,8 +124,8 @@ def prepared(row: str, options: argparse.Namespace, tokenizer_file: str) -> Figu
         command = ["scripts/prepare_data.py", corpus, f"--output_prefix={folder / 'x'}"]
         command += [f"--tokenizer={tokenizer_file}", f"--num_processes={processes}"]
     else:
-        command = ["-m", "scripts.benchmarks.preparing", "--measure", row, corpus, tokenizer_file, str(folder / "x")]
-        command.append(processes)
+        function, more = ROWS[row][1], (folder / "x", options.num_processes)
+        command = words_for(HERE, function, corpus, tokenizer_file, *((row,) if function == "library_loop" else more))
     threads = {"RAYON_NUM_THREADS": processes, "HF_HUB_OFFLINE": "1", "HF_HOME": str(folder / "cache")}
     threads["TOKENIZERS_PARALLELISM"] = str(row == "ours" or row.startswith("encode_batch")).lower()
     begun_s = time.monotonic()
@@ -175,20 +165,17 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
 
 def main(argv: Sequence[str]) -> int:
     """Run the command; return the exit code."""
-    if argv[:1] == ["--measure"]:
-        measure(argv[1:])
-        return 0
     options = parse(argv)
     options.corpus, options.folder = options.corpus.absolute(), options.folder.absolute()
     options.folder.mkdir(parents=True, exist_ok=True)
     tokenizer_file = tokenizer_of(options)
-    installed = {row: importlib.util.find_spec(ROWS[row]) is not None for row in names_in(options.rows)}
+    installed = {row: importlib.util.find_spec(ROWS[row][0]) is not None for row in names_in(options.rows)}
     names = [row for row in installed if installed[row]]
     turns = Turns(names, lambda row, turn: prepared(row, options, tokenizer_file), options.turns)
     rows = turns.measured("seconds", "mb_per_s", others=lambda row: ["ours"])
-    missing = {row: f"{ROWS[row]} is not installed" for row in installed if not installed[row]}
+    missing = {row: f"{ROWS[row][0]} is not installed" for row in installed if not installed[row]}
     lines = table(rows, COLUMNS, "preparing")
-    publish("python -m scripts.benchmarks.preparing", argv, options, rows, lines, missing=missing)
+    publish(f"python -m {HERE}", argv, options, rows, lines, missing=missing)
     return 0
 
 

@@ -118,15 +118,23 @@ def commit() -> str:
         return "unknown"
 
 
-def measured_alone(words: Sequence[str]) -> Any:
-    """Run `python WORDS` in the checkout; return the JSON of the last line that it prints.
+def words_for(module: str, function: str, *arguments: object) -> list[str]:
+    """Return Python's arguments for a process that calls a module's function and prints what it returns as JSON."""
+    code = f"import json, os, sys, {module} as module; print(json.dumps(module.{function}(*json.loads(sys.argv[1]))))"
+    end = "sys.stdout.flush(); os._exit(0)"  # without waiting for workers
+    return ["-W", "ignore", "-c", f"{code}; {end}", json.dumps(arguments, default=str)]
+
+
+def measured_alone(module: str, function: str, *arguments: object) -> Any:
+    """Call a module's function in a process of its own, started in the checkout; return what it returns.
 
     Raises:
-        RuntimeError: if the command fails, with the end of its stderr.
+        RuntimeError: if the process fails, with the end of its stderr.
     """
-    done = subprocess.run([sys.executable, *words], cwd=ROOT, capture_output=True, text=True)
+    words = [sys.executable, *words_for(module, function, *arguments)]
+    done = subprocess.run(words, cwd=ROOT, capture_output=True, text=True)
     if done.returncode:
-        raise RuntimeError(f"{' '.join(words)} failed with exit code {done.returncode}:\n{done.stderr[-2000:]}")
+        raise RuntimeError(f"{module}.{function} failed with exit code {done.returncode}:\n{done.stderr[-2000:]}")
     return json.loads(done.stdout.splitlines()[-1])
 
 

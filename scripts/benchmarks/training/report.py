@@ -9,7 +9,7 @@ The JSON file is rewritten after every turn. Besides the keys of every result (s
 - `peak_rss_bytes`: peak resident memory of each rank (meaningful with one row only)
 - `largest_loss_difference` of any two rows at any step
 - `loss_tolerance`
-- `goals`: lines with the goals and their measured values; empty if sizes were changed
+- `goals`: lines with the goals that no report judges and their measured values; empty if sizes were changed
 
 Keys of one row (a spread is null if no turn counts):
 
@@ -147,51 +147,26 @@ def formula_bytes(model: MultiStage, dtype: str, zero_stage: int, ranks: int) ->
 # -- goals -----------------------------------------------------------------------------------------------------------
 
 
-def _cpu(accumulates: bool, ranks: str = "several", dtype: str = "fp32") -> dict[str, Any]:
-    return {"device": "cpu", "model": "llama-39m", "dtype": dtype, "accumulates": accumulates, "ranks": ranks}
+def _goals(row: str, peers: Sequence[str], goal: float, moonshot: float | None = None, **where: Any) -> list[Goal]:
+    known = {"device": "cpu", "model": "llama-39m", "dtype": "fp32", "accumulates": False, "ranks": "several"}
+    return [Goal(row, f"/ {peer}", goal, moonshot, where=known | where) for peer in peers]
 
 
-def _gpu(model: str, **more: Any) -> dict[str, Any]:
-    return {"device": "cuda", "model": model, "dtype": "bf16", "ranks": "one", **more}
-
-
-def _ratios(row: str, peers: Sequence[str], goal: float, moonshot: float | None, where: dict[str, Any]) -> list[Goal]:
-    return [Goal(row, f"/ {peer}", goal, moonshot, where=where) for peer in peers]
-
-
-def _rates(row: str, figure: str, goal: float, moonshot: float | None = None, **where: Any) -> Goal:
-    return Goal(row, figure, goal, moonshot, at_least=True, where=_gpu("mistral-7b", **where))
-
-
-_DDP, _FSDP, _SAVING = ("DDP",), ("FSDP2", "FSDP2 all resharded"), "ZeRO-3 recompute full"
-_BREADTH = "ZeRO-3 breadth-first"
+_DDP, _FSDP, _BREADTH = ("DDP",), ("FSDP2", "FSDP2 all resharded"), "ZeRO-3 breadth-first"
+# Those that the reports of a CPU and of a GPU do not judge (cpu/render.py, gpu/render.py).
 GOALS = (
-    *_ratios("ZeRO-1", _DDP, 0.90, 0.82, _cpu(False)),
-    *_ratios("ZeRO-2", _DDP, 0.90, 0.82, _cpu(False)),
-    *_ratios("ZeRO-1", _DDP, 0.92, 0.82, _cpu(True)),
-    *_ratios("ZeRO-3", _FSDP, 0.65, 0.55, _cpu(False)),
-    *_ratios("ZeRO-3", ("ZeRO-1",), 1.04, 1.00, _cpu(False)),
-    *_ratios(_BREADTH, _FSDP, 0.55, 0.48, _cpu(True)),
-    *_ratios("ZeRO-3", _FSDP, 0.60, 0.50, _cpu(False, dtype="bf16")),
-    *_ratios("ZeRO-1", ("torch",), 0.90, 0.80, _cpu(False, "one")),
+    *_goals("ZeRO-2", _DDP, 0.90, 0.82),
+    *_goals("ZeRO-1", _DDP, 0.92, 0.82, accumulates=True),
+    *_goals(_BREADTH, _FSDP, 0.55, 0.48, accumulates=True),
+    *_goals("ZeRO-3", _FSDP, 0.60, 0.50, dtype="bf16"),
     # The engine under the peers' own layers.
-    *_ratios("plain ZeRO-1", _DDP, 1.00, None, _cpu(False)),
-    *_ratios("plain ZeRO-2", _DDP, 1.00, None, _cpu(False)),
-    *_ratios("plain ZeRO-1", _DDP, 1.00, None, _cpu(True)),
-    *_ratios("plain ZeRO-2", _DDP, 1.03, None, _cpu(True)),
-    *_ratios("plain ZeRO-3", _FSDP, 0.60, None, _cpu(False)),
-    *_ratios("plain ZeRO-3", _FSDP, 0.66, None, _cpu(True)),
-    *_ratios(f"plain {_BREADTH}", _FSDP, 0.58, None, _cpu(True)),
-    # One GPU: 1.10 and 1.15 times a peer's speed; recomputation costs 0.4 % and 10 % of the speed.
-    *(_rates(row, "model_tflops", 540.0) for row in ("ZeRO-1", "ZeRO-3", _SAVING)),
-    *(_rates(row, "tokens_per_s_per_rank", 11000.0, 12000.0, num_layers=32) for row in ("ZeRO-3", _SAVING)),
-    *_ratios("ZeRO-1", ("FSDP2 compiled",), 1 / 1.15, None, _gpu("llama-3-8b-8l")),
-    *_ratios("ZeRO-1", ("torch compiled", "torch compiled full logits"), 1 / 1.10, None, _gpu("gpt2-124m")),
-    *(
-        Goal(f"{row} recompute {level}", f"/ {row}", 1 / speed, where=_gpu("mistral-7b"))
-        for row in ("ZeRO-1", "ZeRO-3")
-        for level, speed in (("activation", 0.996), ("full", 0.90))
-    ),
+    *_goals("plain ZeRO-1", _DDP, 1.00),
+    *_goals("plain ZeRO-2", _DDP, 1.00),
+    *_goals("plain ZeRO-1", _DDP, 1.00, accumulates=True),
+    *_goals("plain ZeRO-2", _DDP, 1.03, accumulates=True),
+    *_goals("plain ZeRO-3", _FSDP, 0.60),
+    *_goals("plain ZeRO-3", _FSDP, 0.66, accumulates=True),
+    *_goals(f"plain {_BREADTH}", _FSDP, 0.58, accumulates=True),
 )
 
 
