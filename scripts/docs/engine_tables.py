@@ -24,8 +24,8 @@ from megatron_lite.planner.plan import Plan, Planner
 from megatron_lite.planner.runtime import PLANNED_GPU_BYTES
 from megatron_lite.planner.work_time import predict_step
 from megatron_lite.validation import resolve
+from megatron_lite.zero.multi_stage import MultiStage
 from scripts.benchmarks.results import ROOT
-from scripts.benchmarks.training.report import STATE_BYTES, formula_bytes
 from scripts.docs.tables import markdown_table, with_tables, write_documents
 
 DOCUMENTS = ("multi_stage.md", "parallelism.md")
@@ -51,6 +51,29 @@ def needed(made: Plan, level: str) -> str:
     """Return the memory needed at a level of recomputation, in GiB."""
     size = made.needed_bytes(level)
     return f"{size / GIB:,.1f}{' (too much)' if size > PLANNED_GPU_BYTES else ''}"
+
+
+# Bytes per parameter of state memory: (replicated, sharded over the ranks, in each shared buffer).
+STATE_BYTES = {
+    ("bf16", 1): (6, 12, 0),
+    ("bf16", 2): (2, 16, 4),
+    ("bf16", 3): (0, 16, 6),
+    ("fp32", 1): (8, 8, 0),
+    ("fp32", 2): (4, 12, 4),
+    ("fp32", 3): (0, 16, 8),
+}
+# With one rank, buffers in a shard's dtype are the shards themselves. fp32 takes 16 bytes at every ZeRO stage.
+ONE_RANK_BYTES = {("bf16", 1): (18, 0, 0), ("bf16", 2): (18, 0, 0), ("bf16", 3): (16, 0, 2)}
+
+
+def formula_bytes(model: MultiStage, dtype: str, zero_stage: int, ranks: int) -> int:
+    """Return a rank's state memory without padding and ties. A shared buffer is as large as its largest stage."""
+    sizes = [sum(slot.numel for part in stage.parts for slot in part.layout.slots) for stage in model.stages]
+    whole, sharded, buffered = STATE_BYTES[dtype, zero_stage]
+    if ranks == 1:
+        whole, sharded, buffered = ONE_RANK_BYTES.get((dtype, zero_stage), (16, 0, 0))
+    parameters, buffers = sum(sizes), sum(max(sizes[first::2], default=0) for first in range(2))
+    return whole * parameters + sharded * parameters // ranks + buffered * buffers
 
 
 def memory_table() -> Rows:

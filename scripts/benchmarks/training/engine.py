@@ -28,7 +28,6 @@ from megatron_lite.train import train_step
 from megatron_lite.zero.multi_stage import MultiStage
 from scripts.benchmarks.training.measure import Contestant
 from scripts.benchmarks.training.model import PlainGPT, parameter_specs
-from scripts.benchmarks.training.report import formula_bytes
 
 
 def built(
@@ -52,20 +51,14 @@ def built(
 
 
 class Engine(Contestant):
-    """The engine, driven by the training loop's `train_step`.
+    """The engine, driven by the training loop's `train_step`."""
 
-    has_formula: whether the memory formula of docs/benchmarks.md holds for the row's options.
-    """
-
-    def __init__(
-        self, config: Config, distributed: Distributed, layers: Sequence[Layer] | None = None, has_formula: bool = False
-    ) -> None:
+    def __init__(self, config: Config, distributed: Distributed, layers: Sequence[Layer] | None = None) -> None:
         matmul: Any = getattr(torch.backends.mkldnn, "matmul", None)
         if distributed.device.type == "cpu" and matmul and matmul.fp32_precision != "bf16":  # not --fp32_matmul=onednn
             use_library(library_for(config.performance.cpu_matmul))  # as the launcher does
         self.model, optimizer, kernels = built(config, distributed, layers)
-        self._config, self._distributed, self._attention = config, distributed, kernels.attention
-        self._has_formula = has_formula and not config.model.tie_word_embeddings
+        self._distributed, self._attention = distributed, kernels.attention
         batch = config.batch
         assert batch.batch_size
         self._tokens = batch.batch_size * batch.sequence_length
@@ -95,36 +88,16 @@ class Engine(Contestant):
         return self.model.full_weights()
 
     def books(self) -> dict[str, Any]:
-        """Return state memory by kind, as printed at startup, and the expected memory and traffic."""
-        kinds, ranks = self.model.memory.bytes_by_kind(), self._distributed.world_size
-        known = {"state_bytes_by_kind": kinds, "attention": self._attention, "wire_counted_bytes": self._counted_bytes}
-        if self._distributed.tensor.world_size == 1:
-            known["wire_theory_bytes"] = self._wire_bytes()
-            if self._has_formula:
-                zero_stage, dtype = self._config.multi_stage.zero_stage or 1, self._config.distributed.training_dtype
-                assert zero_stage != "auto"
-                known["formula_bytes"] = formula_bytes(self.model, dtype, zero_stage, ranks)
-        return known
-
-    def _wire_bytes(self) -> int:
-        """Return the bytes that all ranks send per step according to the schedule.
-
-        In each collective, each of N ranks sends (N - 1) / N of a stage's weights or gradients. The gradient norm and
-        the loss, a few bytes, are not counted.
-        """
-        model, total = self.model, 0
-        for step in model.training_schedule:
-            gathered = sum(model.stages[index].numel for index in step.gather)
-            reduced = sum(model.stages[index].grad_numel for index, _ in step.reduce)
-            total += gathered * model.precision.training.itemsize + reduced * model.precision.gradients.itemsize
-        return total * (self._distributed.world_size - 1)
+        """Return state memory by kind, as printed at startup, the attention backend and the last step's traffic."""
+        kinds = self.model.memory.bytes_by_kind()
+        return {"state_bytes_by_kind": kinds, "attention": self._attention, "wire_counted_bytes": self._counted_bytes}
 
 
 class PlainEngine(Engine):
     """The engine with the plain torch.nn model, so that only the engine differs from the peers."""
 
-    def __init__(self, config: Config, distributed: Distributed, model: PlainGPT, has_formula: bool) -> None:
-        super().__init__(config, distributed, plain_layers(config, model), has_formula)
+    def __init__(self, config: Config, distributed: Distributed, model: PlainGPT) -> None:
+        super().__init__(config, distributed, plain_layers(config, model))
         for module in (module for stage in self.model.stages for layer in stage.layers for module in layer.modules()):
             for name, parameter in list(module.named_parameters(recurse=False)):
                 setattr(module, name, plain_parameter(cast(Parameter, parameter)))

@@ -1,4 +1,4 @@
-"""Results of the training benchmark: rates, the memory formula, goals, and tables.
+"""Results of the training benchmark: rates, goals, and tables.
 
 The JSON file is rewritten after every turn. Besides the keys of every result (scripts/benchmarks/results.py) it has:
 
@@ -27,7 +27,6 @@ Keys of one row (a spread is null if no turn counts):
 - `planned_peak_bytes`, by the planner (our rows on one GPU)
 - `attention`, the backend (our rows only)
 - `wire_bytes`, measured median; null on GPUs and with one rank
-- `wire_theory_bytes`, from the schedule (our rows only, without tensor parallelism)
 - `wire_counted_bytes`, counted by the engine in the last step (our rows only)
 - `losses` at every step, with the warm-up (except one at a time)
 - `weights_difference`: largest difference of any final weight from DDP's (one rank: plain torch's); fp32, side by side
@@ -35,8 +34,6 @@ Keys of one row (a spread is null if no turn counts):
 - `state_bytes` of one rank
 - `scratch_bytes`
 - `state_bytes_by_kind`
-- `formula_bytes` (our rows only, without ties, `--ours` and tensor parallelism)
-- `padding_bytes` (likewise)
 - `profile_s`, seconds of a step by kind of operation on the first rank (with --profile)
 - `kernels_s`, on a GPU: seconds of a step by name of kernel, the longest first
 """
@@ -45,15 +42,12 @@ from __future__ import annotations
 
 import statistics
 from collections.abc import Iterator, Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from scripts.benchmarks.results import MIB, Result, Rows, spread_of
 from scripts.benchmarks.tables import Column, Goal, number, over, remarks, spread, table
 from scripts.benchmarks.turns import Turns
 from scripts.docs.tables import markdown_table
-
-if TYPE_CHECKING:
-    from megatron_lite.zero.multi_stage import MultiStage
 
 # Rows that other rows are compared with, if they run.
 REFERENCES = (
@@ -71,7 +65,7 @@ REFERENCES = (
     "ZeRO-3",
 )
 RATIO_COLUMNS = REFERENCES[:-2]  # of the table
-MEMORY = ("state", "formula", "padding", "scratch")
+MEMORY = ("state", "scratch")
 
 
 def summarize(
@@ -115,33 +109,8 @@ def summarize(
         for suffix, kind in (("", "causal"), ("_full", "full")):
             row[f"model_tflops{suffix}"] = tflops = speed and speed / ranks * flops[kind] / 1e12
             row[f"mfu{suffix}"] = tflops / peak_tflops if tflops and peak_tflops else None
-        if "formula_bytes" in row:
-            row["padding_bytes"] = row["state_bytes"] - row["formula_bytes"]
         result[name] = row
     return result
-
-
-# Bytes per parameter of state memory: (replicated, sharded over the ranks, in each shared buffer).
-STATE_BYTES = {
-    ("bf16", 1): (6, 12, 0),
-    ("bf16", 2): (2, 16, 4),
-    ("bf16", 3): (0, 16, 6),
-    ("fp32", 1): (8, 8, 0),
-    ("fp32", 2): (4, 12, 4),
-    ("fp32", 3): (0, 16, 8),
-}
-# With one rank, buffers in a shard's dtype are the shards themselves. fp32 takes 16 bytes at every ZeRO stage.
-ONE_RANK_BYTES = {("bf16", 1): (18, 0, 0), ("bf16", 2): (18, 0, 0), ("bf16", 3): (16, 0, 2)}
-
-
-def formula_bytes(model: MultiStage, dtype: str, zero_stage: int, ranks: int) -> int:
-    """Return a rank's state memory without padding and ties. A shared buffer is as large as its largest stage."""
-    sizes = [sum(slot.numel for part in stage.parts for slot in part.layout.slots) for stage in model.stages]
-    whole, sharded, buffered = STATE_BYTES[dtype, zero_stage]
-    if ranks == 1:
-        whole, sharded, buffered = ONE_RANK_BYTES.get((dtype, zero_stage), (16, 0, 0))
-    parameters, buffers = sum(sizes), sum(max(sizes[first::2], default=0) for first in range(2))
-    return whole * parameters + sharded * parameters // ranks + buffered * buffers
 
 
 # -- goals -----------------------------------------------------------------------------------------------------------
@@ -184,7 +153,7 @@ def time_columns(parameters: int) -> Iterator[Column]:
     yield number("peak, MiB", "peak_bytes", ",.0f", 1 / MIB)
     yield from (over(f"/ {name}", name) for name in RATIO_COLUMNS)
     yield number("wire", "wire_bytes", ".3f", 1 / (4 * parameters))
-    yield number("by the schedule", "wire_theory_bytes", ".3f", 1 / (4 * parameters))
+    yield number("counted", "wire_counted_bytes", ".3f", 1 / (4 * parameters))
     yield Column("weights", _weights)
 
 

@@ -306,8 +306,8 @@ def make(row: Row, options: argparse.Namespace, distributed: Distributed) -> Con
         if config.distributed.deterministic:
             make_deterministic()
         if row.model == "engine":
-            return Engine(config, distributed, has_formula=not options.ours)
-        return PlainEngine(config, distributed, PlainGPT(config, options.loss, device), has_formula=not options.ours)
+            return Engine(config, distributed)
+        return PlainEngine(config, distributed, PlainGPT(config, options.loss, device))
     config = engine_config(options, ranks)
     if row.trainer == "torch TP":
         return parallelized(config, distributed, row.changes["sequence_tensor_parallel"])
