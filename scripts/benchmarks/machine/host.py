@@ -1,4 +1,4 @@
-"""What small models tell: the host overhead of a step, and the seconds per byte of torch's operations.
+"""Steps of small models: the host overhead of a step, and the seconds per byte of torch's operations.
 
 A tiny model is trained with two numbers of blocks. Its operations take almost no time, so the difference is the host
 overhead of the blocks (Python, autograd and library calls), and the rest that of the step. `predictions` times larger
