@@ -61,7 +61,7 @@ def agree_on_kernels(config: Config, distributed: Distributed) -> Kernels:
     def fails(backend: str, device: torch.device, work: Work) -> str | None:
         if backend in excluded:
             return "another rank cannot use it"
-        if (reason := failure(backend, device, work)) is not None:
+        if (reason := _trial(backend, device, work)) is not None:
             own[backend] = reason
         return reason
 
@@ -97,7 +97,7 @@ def choose_kernels(
 
     Args:
         planned: the device need not exist; query neither the device nor the installed libraries.
-        fails: returns why an attention backend fails on a GPU, or None if it works; by default `failure`.
+        fails: returns why an attention backend fails, or None if it works; by default, on a GPU, `failure`.
 
     Raises:
         UsageError: if the configuration names an implementation that is not available.
@@ -120,7 +120,7 @@ def choose_kernels(
     automatic = "triton" if triton else "torch"
     return Kernels(
         triton=triton,
-        attention=_attention(config, device, planned, fails or failure),
+        attention=_attention(config, device, planned, fails or _trial),
         cross_entropy=automatic if wanted.cross_entropy_impl == "auto" else wanted.cross_entropy_impl,
         cross_entropy_splits=wanted.cross_entropy_splits,
         cross_entropy_block_size=wanted.cross_entropy_block_size,
@@ -137,11 +137,17 @@ def _attention(config: Config, device: torch.device, planned: bool, fails: Atten
         deterministic=config.distributed.deterministic,
         dropout=model.attention_dropout > 0,
         heads_per_group=model.num_attention_heads // model.head_groups,
+        length=config.batch.sequence_length,
     )
     wanted = "math" if model.attention_softmax_in_fp32 else config.performance.attention_backend
-    if planned or device.type != "cuda":
+    if planned:
         return choose_attention(wanted, device, work, PLANNED_GPU if device.type == "cuda" else None)
     return choose_attention(wanted, device, work, works=lambda backend: fails(backend, device, work) is None)
+
+
+def _trial(backend: str, device: torch.device, work: Work) -> str | None:
+    """Return `failure` on a GPU; a CPU's backends are part of torch."""
+    return failure(backend, device, work) if device.type == "cuda" else None
 
 
 @functools.cache

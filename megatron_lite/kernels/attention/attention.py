@@ -74,7 +74,7 @@ def attention(
     drops = dropout_p > 0.0 and dropout_seed is not None
     if backend == "auto":
         deterministic = torch.are_deterministic_algorithms_enabled()
-        work = Work(query.dtype, d, window is not None, documents is not None, deterministic, drops)
+        work = Work(query.dtype, d, window is not None, documents is not None, deterministic, drops, length=s)
         backend = choose_attention("auto", query.device, work)
     backend = "math" if drops or s == 1 else backend
     if query.is_meta:

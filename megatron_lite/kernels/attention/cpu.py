@@ -7,7 +7,7 @@ which causal attention needs half. Pieces save a quarter to 3/8 of the square an
     backward: ranges of keys, each with the queries from its start on
 
 Each output row comes from one piece. The gradients of a range of keys use the output and log-sum-exp of whole rows, so
-dK and dV come from one piece, and dQ is the sum over the pieces.
+dK and dV come from one piece, and dQ is the sum over the pieces. In bf16 there is one piece: the sums would be rounded.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ class _FlashAttention(torch.autograd.Function):
     def forward(ctx: Any, query: Tensor, key: Tensor, value: Tensor, scale: float | None) -> Tensor:
         kernel = aten._scaled_dot_product_flash_attention_for_cpu
         b, n, s, d = query.shape
-        rows = piece_length(b * n * s * s, s, d, backward=False)
+        rows = piece_length(b * n * s * s, s, d, backward=False) if query.dtype.itemsize > 2 else s
         if rows >= s:
             output, sums = kernel(query, key, value, 0.0, True, scale=scale)  # (b, n, s, d), (b, n, s)
         else:
@@ -70,7 +70,7 @@ class _FlashAttention(torch.autograd.Function):
         query, key, value, output, sums = ctx.saved_tensors
         do = do if do.stride(-1) == 1 else do.contiguous()
         (b, n, s, d), g = query.shape, key.shape[1]
-        keys = piece_length(b * n * s * s, s, d, backward=True)
+        keys = piece_length(b * n * s * s, s, d, backward=True) if query.dtype.itemsize > 2 else s
         if keys >= s:
             return *kernel(do, query, key, value, output, sums, 0.0, True, scale=ctx.scale), None
         dquery, dkey, dvalue = (query.new_empty(b, s, heads, d).transpose(1, 2) for heads in (n, g, g))

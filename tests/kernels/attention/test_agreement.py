@@ -21,11 +21,12 @@ HOPPER = Machine((9, 0), 91501)
 CUDA = torch.device("cuda", 0)
 
 
-class OnGPUs:
-    """Ranks that exchange over gloo and say that they have a GPU."""
+class OnMachine:
+    """Ranks that exchange over gloo and say that they have a GPU, if the machine is one."""
 
-    def __init__(self, ranks: Distributed) -> None:
-        self.device, self.world_size, self.gather_objects = CUDA, ranks.world_size, ranks.gather_objects
+    def __init__(self, ranks: Distributed, machine: Machine) -> None:
+        self.device = torch.device("cpu") if machine.capability is None else CUDA
+        self.world_size, self.gather_objects = ranks.world_size, ranks.gather_objects
 
 
 def agreed(
@@ -46,7 +47,7 @@ def agreed(
         mock.patch.object(attention_choice, "machine_of", lambda device: machine),
     ):
         try:
-            kernels: Any = agree_on_kernels(config, OnGPUs(distributed))  # type: ignore[arg-type]
+            kernels: Any = agree_on_kernels(config, OnMachine(distributed, machine))  # type: ignore[arg-type]
         except UsageError as error:
             return [str(error), tried]
     return [kernels, tried]
@@ -79,6 +80,15 @@ def test_ranks_with_other_gpus_agree() -> None:
     """A rank whose table has no cuDNN attention draws the others to what it can compute; that is no failure."""
     results = run_distributed(2, agreed, [HOPPER, Machine((8, 0), 91501)], [{}, {}], {})
     assert [(kernels.attention, kernels.warnings) for kernels, _ in results] == [("flash", ())] * 2
+
+
+def test_ranks_with_other_processors_agree() -> None:
+    """In bf16 at 1,024 positions: flash needs a processor with instructions for bf16 on every rank."""
+    native, options = Machine(None, has_bf16=True), {"sequence_length": 1024}
+    for other, expected in ((native, "flash"), (Machine(None), "math")):
+        results = run_distributed(2, agreed, [native, other], [{}, {}], options)
+        assert [(kernels.attention, kernels.warnings) for kernels, _ in results] == [(expected, ())] * 2
+    assert choice.failure("flash", torch.device("cpu"), Work(torch.bfloat16, 16)) is None
 
 
 def test_a_wanted_backend_that_fails_on_one_rank_is_an_error_on_all() -> None:

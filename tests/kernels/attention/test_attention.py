@@ -30,6 +30,7 @@ from tests.support.memory_meters import PeakMeter
 
 gpu = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")]
 HOPPER, AMPERE = Machine((9, 0), 91501), Machine((8, 0), 91501)
+BF16_CPU = Machine(None, has_bf16=True)
 HOPPER_3 = Machine((9, 0), 91501, flash3=True)
 BF16, FP32 = torch.bfloat16, torch.float32
 
@@ -147,6 +148,15 @@ def test_flash_attention_on_a_cpu_equals_the_formula(
     compare(case, dtype, "flash")
 
 
+@pytest.mark.parametrize("case", [Case(2, 4, 2, 300, 16), Case(1, 4, 2, 1024, 8), Case(1, 2, 2, 1100, 16)], ids=str)
+def test_flash_attention_on_a_cpu_rounds_bf16_as_the_formula_does(case: Case, monkeypatch: pytest.MonkeyPatch) -> None:
+    """At lengths that fp32 computes in pieces and at longer ones; its bits repeat."""
+    monkeypatch.setattr(attention_cpu, "LEAST_WORK", 0)
+    compare(case, BF16, "flash")
+    first, second = (results(case, "flash", dtype=BF16) for _ in range(2))
+    assert all(torch.equal(one, other) for one, other in zip(first, second, strict=True))
+
+
 DROPOUT_CASES = [
     Case(1, 4, 4, 9, 8),
     Case(2, 6, 2, 130, 16),
@@ -187,9 +197,9 @@ THREADED_CASES = [
 ]
 
 
-def results(case: Case, backend: str, dropout_p: float = 0.0) -> list[Tensor]:
-    """Return output and gradients in fp32."""
-    *inputs, grad = case.inputs(FP32)
+def results(case: Case, backend: str, dropout_p: float = 0.0, dtype: torch.dtype = FP32) -> list[Tensor]:
+    """Return output and gradients."""
+    *inputs, grad = case.inputs(dtype)
     ours = [tensor.requires_grad_() for tensor in inputs]
     output = case.attend(ours, backend, dropout_p, 5)
     return [output.detach(), *torch.autograd.grad(output, ours, grad)]
@@ -410,7 +420,14 @@ def test_dropout_drops_probabilities() -> None:
         ("math", Machine((8, 6), 91501), dict(head_size=256)),
         ("math", Machine((7, 0), 91501), dict(dtype=torch.float16)),
         ("math", Machine(None), dict(windowed=True, documents=True)),
-        ("math", Machine(None), dict(dtype=BF16)),
+        ("math", Machine(None), dict(dtype=BF16, length=2048)),
+        ("math", BF16_CPU, dict(length=1023)),
+        ("flash", BF16_CPU, dict(length=1024, deterministic=True)),
+        ("math", BF16_CPU, dict(length=2048, windowed=True)),
+        ("math", BF16_CPU, dict(length=2048, documents=True)),
+        ("math", BF16_CPU, dict(length=2048, dropout=True)),
+        ("math", BF16_CPU, dict(length=2048, dtype=torch.float16)),
+        ("flash", BF16_CPU, dict(length=16, dtype=FP32)),
         ("math", Machine(None), dict(dtype=FP32, dropout=True)),
         ("flash", Machine(None), dict(dtype=FP32)),
         ("flash", Machine(None), dict(dtype=FP32, head_size=7, deterministic=True)),
@@ -431,7 +448,8 @@ def chosen(wanted: str, machine: Machine, **work: Any) -> str:
     ("wanted", "machine", "work", "reason"),
     [
         *((backend, Machine(None), {}, "needs a GPU") for backend in ("cudnn", "varlen", "flex")),
-        ("flash", Machine(None), dict(dtype=BF16), "fp32 on a CPU, not in bfloat16"),
+        ("flash", Machine(None), dict(dtype=BF16), "fp32 on this CPU, not in bfloat16"),
+        ("flash", BF16_CPU, dict(dtype=torch.float16), "fp32 on this CPU, not in float16"),
         ("flash", Machine(None), dict(dtype=FP32, windowed=True), "--window_size"),
         ("flash", Machine(None), dict(dtype=FP32, documents=True), "--cross_document_attention"),
         ("flash", Machine(None), dict(dtype=FP32, dropout=True), "--attention_dropout"),
