@@ -18,6 +18,7 @@ from megatron_lite.outputs.saving import (
     is_due,
     is_save_due,
     is_time_to_save,
+    nothing_to_do,
     planned_stop,
     save,
     save_and_stop,
@@ -59,7 +60,7 @@ def train(run: Run) -> tuple[int, str]:
             return EXIT_DONE, "nothing to train: --train_iters=0"
         evaluate_first(run)
         if first > training.train_iters:
-            return EXIT_DONE, f"the run is complete: iteration {run.iteration} of {training.train_iters}; nothing to do"
+            return EXIT_DONE, nothing_to_do(run)
         batches = run.data.batches("training", run.iteration, training.train_iters - run.iteration)
         waiting = Waiting(config.data)
         if run.profiles is not None:

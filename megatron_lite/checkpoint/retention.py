@@ -136,7 +136,7 @@ def lack_at_start(root: Path | None, num_bytes: int, config: Config, done: int) 
     if more * num_bytes <= free:
         return None
     return (
-        f"{root}: {free / 1e9:,.1f} GB free, but the checkpoints to come take {more} x {num_bytes / 1e9:,.1f} GB; make "
+        f"{root}: {_size(free)} free, but the checkpoints to come take {more} x {_size(num_bytes)}; make "
         "room, or keep fewer (--max_checkpoints)"
     )
 
@@ -153,4 +153,8 @@ def lack_now(root: Path, num_bytes: int) -> str | None:
     free = free_bytes(root)
     if free is None or num_bytes <= free:
         return None
-    return f"{root}: the next checkpoint takes {num_bytes / 1e9:,.1f} GB, but only {free / 1e9:,.1f} GB are free"
+    return f"{root}: the next checkpoint takes {_size(num_bytes)}, but only {_size(free)} are free"
+
+
+def _size(num_bytes: int) -> str:
+    return f"{num_bytes / 1e9:,.1f} GB" if num_bytes >= 10**9 else f"{num_bytes / 1e6:,.1f} MB"

@@ -231,6 +231,16 @@ def completion(run: Run) -> str:
     return f"training complete: {run.iteration} iteration{plural}{run.optimizer.guard.dropped.ending()}"
 
 
+def nothing_to_do(run: Run) -> str:
+    """Return the closing message of a start that found all iterations done, maybe more, and how to export them."""
+    training, export = run.config.training, run.experiment.export(run.iteration)
+    is_more = run.iteration > training.train_iters
+    done = f"iteration {run.iteration}" + (", more than --train_iters=" if is_more else " of ")
+    lacks_export = training.export_interval is not None and export is not None and not export.exists()
+    convert = "; scripts/convert_checkpoint.py exports its checkpoint" if lacks_export else ""
+    return f"the run is complete: {done}{training.train_iters}; nothing to do{convert}"
+
+
 def planned_stop(run: Run) -> str:
     """Return the closing message of a run that saved and stopped at a multiple of --stop_interval."""
     training, root = run.config.training, run.experiment.checkpoints

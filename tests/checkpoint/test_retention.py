@@ -165,7 +165,7 @@ def test_the_lack_is_told_with_numbers(tmp_path: Path, monkeypatch: pytest.Monke
     config = Config(training=training, checkpoint=CheckpointConfig(checkpoint_interval=10, max_checkpoints=2))
     assert retention.lack_at_start(root, 966_000_000, config, 40) is None
     lack = retention.lack_at_start(root, 967_000_000, config, 40)
-    assert lack is not None and f"{root}: 2.9 GB free, but the checkpoints to come take 3 x 1.0 GB; make room" in lack
+    assert lack is not None and f"{root}: 2.9 GB free, but the checkpoints to come take 3 x 967.0 MB; make room" in lack
     assert retention.lack_at_start(root, 2_900_000_000, Config(training=training), 40) is None
     assert retention.lack_now(root, 2_900_000_000) is None
     assert (
@@ -174,7 +174,10 @@ def test_the_lack_is_told_with_numbers(tmp_path: Path, monkeypatch: pytest.Monke
     assert retention.lack_at_start(None, 10**12, config, 40) is None
     keep = CheckpointConfig(checkpoint_interval=10, max_checkpoints=2, keep_checkpoints=("20",))
     lack = retention.lack_at_start(root, 967_000_000, Config(training=training, checkpoint=keep), 40)
-    assert lack is not None and "take 6 x 1.0 GB" in lack  # three, and those of 60, 80 and 100
+    assert lack is not None and "take 6 x 967.0 MB" in lack  # three, and those of 60, 80 and 100
+    monkeypatch.setattr(retention, "free_bytes", lambda path: 400_000)
+    lack = retention.lack_now(root, 5_700_000)
+    assert lack is not None and lack.endswith("takes 5.7 MB, but only 0.4 MB are free")
 
 
 def test_a_manifest_that_could_not_be_read_is_not_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -91,6 +91,11 @@ def test_every_end_has_a_last_line(tmp_path: Path) -> None:
     command = [*RUN, "--train_iters=1", f"--experiment_dir={tmp_path}"]
     run(command)
     assert run(command).stdouts[0].splitlines()[-1] == "the run is complete: iteration 1 of 1; nothing to do"
+    run([*command, "--train_iters=2"])
+    assert run([*command, "--export_interval=1"]).stdouts[0].splitlines()[-1] == (
+        "the run is complete: iteration 2, more than --train_iters=1; nothing to do; scripts/convert_checkpoint.py "
+        "exports its checkpoint"
+    )
 
 
 def test_longer_run_whose_learning_rate_jumps_is_warned_of(tmp_path: Path) -> None:
