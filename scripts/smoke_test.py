@@ -237,7 +237,13 @@ def transformers_loss(export: Path, corpus: Path) -> tuple[float, int]:
 def main() -> int:
     """Run all steps in a temporary folder; return 0 if every check passed."""
     started = time.monotonic()
-    parser = argparse.ArgumentParser(description=__doc__, allow_abbrev=False)
+    parser = argparse.ArgumentParser(
+        prog="smoke_test.sh",
+        usage="%(prog)s [--quick] [--installed] [--device=DEVICE] [flags of pretrain_gpt.py]",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        allow_abbrev=False,
+    )
     parser.add_argument("--quick", action="store_true", help="fewer iterations")
     parser.add_argument("--installed", action="store_true", help="run the installed commands")
     parser.add_argument("--device", default="auto", help="as in pretrain_gpt.py, which also gets all other flags")
