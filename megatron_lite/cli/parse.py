@@ -18,11 +18,12 @@ from typing import Any, NamedTuple
 from megatron_lite import __version__
 from megatron_lite.cli.help import help_text
 from megatron_lite.cli.model_source import with_preset, with_source
-from megatron_lite.cli.unknown_flags import accepts, answer_of_any, answer_to_unknown, foreign_answer, refused
+from megatron_lite.cli.unknown_flags import accepts, answer_of_any, answer_to_unknown, foreign_answer, refused_row
 from megatron_lite.config import Config, unflatten
 from megatron_lite.config.other_programs import refused_value
 from megatron_lite.config.structured_values import environment_values
 from megatron_lite.config.values import (
+    PATHS,
     QUOTES,
     SPELLINGS,
     BadValueError,
@@ -40,11 +41,6 @@ from megatron_lite.validation import examine, planned_world_size
 from megatron_lite.validation.rules import Note
 
 MOST_FILES = 100
-# Options in which ~ is expanded here, because the shell does not expand it in --flag=~/folder.
-PATHS = frozenset(
-    "experiment_dir data_path dataset_cache loss_mask tokenizer_file pretrained_checkpoint_path load_checkpoint_path "
-    "sample_prompts export_callback_script tensorboard_dir".split()
-)
 LARGEST_FILE_BYTES = 2**20
 NO_QUOTES = 'write $ARGS instead of "$ARGS"'
 # Keep group 1, quoted text and escaped characters; drop comments and escaped line breaks.
@@ -126,8 +122,7 @@ def parse(argv: Sequence[str]) -> Arguments:
     except (CheckpointError, UsageError) as error:
         error.experiment_dir = folder_of(config)  # for exit.json
         raise
-    warnings = (Note(text, is_warning=True) for text in parser.warnings)
-    return Arguments(unflatten(values), parser.given, (*warnings, *notes), parser.environment)
+    return Arguments(unflatten(values), parser.given, (*parser.notes, *notes), parser.environment)
 
 
 def _contradictions(config: Config, wrong: set[str]) -> list[str]:
@@ -150,7 +145,7 @@ class _Parser:
     def __init__(self) -> None:
         self.given: dict[str, Any] = {}
         self.problems: list[str] = []
-        self.warnings: list[str] = []
+        self.notes: list[Note] = []
         self.environment: dict[str, str] = {}
         self.wrong: set[str] = set()  # options with illegal values
         self.guesswork = False  # whether a flag may be missing because a word is unknown
@@ -165,6 +160,11 @@ class _Parser:
 
     def expand(self, word: Word, folder: str = "", chain: tuple[str, ...] = ()) -> Iterator[Word]:
         """Yield the word, or the words of an @file. chain: the including files, the innermost in `folder`."""
+        if re.match(r"(--[\w.-]+=)?!include\b", word.text):  # of YAML files
+            self._problem(
+                f"{shown(word.text)}: write @<file> alone instead, to insert the flags in it", word, guess=True
+            )
+            return
         if not word.text.startswith("@"):
             yield word
             return
@@ -211,7 +211,7 @@ class _Parser:
         """Store the value of one flag, or record its problem."""
         if item.name in SPELLINGS:
             self._take_option(item, SPELLINGS[item.name])
-        elif row := refused().get(item.name):  # accepted if the value describes what this program does anyway
+        elif row := refused_row(item.name):  # accepted if the value describes what this program does anyway
             values = item.values or (["1"] if row.switch else [])
             if not values or not accepts(row, " ".join(values)):
                 typed = f"{item.spelling}={shown(' '.join(values))}" if values else item.spelling
@@ -240,8 +240,12 @@ class _Parser:
         else:
             if flag.name in self.given and self.given[flag.name] != value:
                 before, now = (shown(written(v)) for v in (self.given[flag.name], value))
-                self.warnings.append(f"--{flag.name} is given twice: {now} is used, {before} is not{item.flag.where}")
+                said = f"--{flag.name} is given twice: {now} is used, {before} is not{item.flag.where}"
+                self.notes.append(Note(said, is_warning=True))
             self.given[flag.name] = value
+            if item.name == "save_interval":  # of two programs
+                said = f"--save_interval={value} counts iterations, as Megatron-LM does; Levanter's minutes are"
+                self.notes.append(Note(f"{said} --checkpoint_minutes={value}"))
         stray = item.words[1 if item.inline is None else 0 :]
         if stray and flag.secret:
             said = f"{item.spelling}: words follow the value; quote the JSON object, or use an @file"
@@ -266,13 +270,12 @@ class _Parser:
             raise BadValueError(reason)
         if not flag.is_list:
             value = parse_value(flag, values[0])
+            # The shell does not expand the ~ in --flag=~/folder.
             return os.path.expanduser(value) if value and flag.name in PATHS else value
         if not all(values):
             raise BadValueError("the value is empty (an unset variable?); write a value or leave the flag out")
-        if flag.optional and [text.lower() for text in values] == ["none"]:
-            return None
         items = parse_list(flag, values)
-        return tuple(os.path.expanduser(text) for text in items) if flag.name in PATHS else items
+        return tuple(os.path.expanduser(text) for text in items) if items and flag.name in PATHS else items
 
 
 def read_words(path: str) -> list[str]:
@@ -329,10 +332,8 @@ def _stray_hint(text: str) -> str:
         return f"an empty word; {NO_QUOTES}"
     if re.search(r"(^|\s)--[A-Za-z]", text):
         return f"several flags in one word; {NO_QUOTES}"
-    if equals and (answer := answer_of_any(name, value)):
+    if (equals or name.replace("-", "_") in SPELLINGS) and (answer := answer_of_any(name, value)):
         return f"flags begin with two dashes; {answer}"
-    if name.replace("-", "_") in SPELLINGS:
-        return f"flags begin with two dashes; write --{name.replace('-', '_')}"
     if re.search(r"\.(py|ya?ml|json|toml|cfg|ini|sh)$", text):
         return "configuration files are not read; write settings as flags (--help), or pass a file of flags as @file"
     return "every word must be a flag or its value (--help); put a value with spaces into an @file, in quotes"

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import argparse
 import math
+import re
 import sys
 from collections.abc import Callable, Sequence
 from typing import Any, NoReturn
 
 from megatron_lite.cli.unknown_flags import is_one_edit
-from megatron_lite.config.values import shown, similar
+from megatron_lite.config.values import LOCAL, URL, shown, similar
 from megatron_lite.errors import UsageError
 
 LARGEST_COUNT = 2**31 - 1
@@ -30,6 +31,11 @@ class ScriptParser(argparse.ArgumentParser):
             self.error("a word of the command line has a NUL character")
         end = words.index("--") if "--" in words else len(words)
         return super().parse_known_args([*map(self._spelled, words[:end]), *words[end:]], namespace)
+
+    def _get_value(self, action: argparse.Action, arg_string: str) -> Any:
+        if action.dest not in ("prompt", "stop") and re.match(URL, arg_string):  # these name no file
+            raise argparse.ArgumentError(action, f"{shown(arg_string)}: {LOCAL}; write a local or mounted path")
+        return super()._get_value(action, arg_string)
 
     def error(self, message: str) -> NoReturn:
         """Print one line and exit; the usage would fill the screen."""

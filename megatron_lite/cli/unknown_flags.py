@@ -14,7 +14,7 @@ import re
 from collections.abc import Iterator, Mapping
 from types import MappingProxyType
 
-from megatron_lite.config.other_programs import Row, refused_value, table
+from megatron_lite.config.other_programs import KINDS, Row, refused_value, table
 from megatron_lite.config.values import (
     DASHES,
     FLAGS,
@@ -30,7 +30,7 @@ from megatron_lite.config.values import (
 ANY_END = "*"  # at the end of a name: any name with this prefix
 LONGEST_NAME = 60  # characters; a longer word is not meant as a flag
 HELP = ("help", "help_all", "version")
-_RAW_TEXT = "scripts/prepare_data.py"  # in a remark: the flag takes raw text, as no flag here does
+_NOTHING = ("none", "null", "false", "[]", "{}", "-1")  # ways to say that an option is not wanted
 
 
 @functools.cache
@@ -49,6 +49,11 @@ def by_name(*programs: str) -> Mapping[str, list[tuple[str, Row]]]:
 def refused() -> Mapping[str, Row]:
     """Return the flags that are accepted with some values and refused with all others."""
     return MappingProxyType({name: cases[0][1] for name, cases in by_name().items() if cases[0][1].only})
+
+
+def refused_row(name: str) -> Row | None:
+    """Return the row of `refused` for a name, which may be dotted: the longest known suffix counts."""
+    return refused().get(next((end for end in suffixes(name) if end in by_name() or end in SPELLINGS), ""))
 
 
 @functools.cache
@@ -89,28 +94,39 @@ def _plain(value: str) -> str:
 
 def foreign_answer(name: str) -> str:
     """Return the answer to another program's flag with a wrong or missing value."""
-    if name not in refused():
+    row = refused_row(name)
+    if row is None:
         return instead()[name]
-    row = refused()[name]
     accepted = " or ".join(f"--{name}={value}" for value in row.only)
     return f"{row.remark}; accepted: {accepted}, which changes nothing"
 
 
-def _answer(cases: list[tuple[str, Row]], value: str | None = None) -> str:
-    if len(cases) == 1:
-        return _answer_to(cases[0][1], value)
-    return "write " + " or ".join(f"{row.here} ({case})" for case, row in cases)
+def _answer(cases: list[tuple[str, Row]], value: str | None = None, leaf: str = "") -> str:
+    typed = (value or "").lower()
+    chosen = [pair for pair in cases if pair[0] == typed or re.fullmatch(KINDS.get(pair[0], "(?!)"), typed)]
+    if typed and typed not in _NOTHING:
+        chosen = chosen or [pair for pair in cases if pair[0] == "other"]
+    if len(chosen or cases) == 1:
+        ((case, row),) = chosen or cases
+        return _answer_to(row, None if case == typed else value, leaf)
+    answer = " or ".join(f"{row.here or row.remark} ({case})" for case, row in cases)
+    return f"for {value} leave it out; else write {answer}" if typed in _NOTHING else f"write {answer}"
 
 
-def _answer_to(row: Row, value: str | None) -> str:
-    """Return the answer to a flag. value: as typed, repeated in the answer if our flag accepts it."""
-    here, name = row.here, row.here.removeprefix("--")
-    if name in SPELLINGS:
-        plain = value and re.fullmatch(r"[\w./:~+-]{1,60}", value, re.ASCII) and _RAW_TEXT not in row.remark
-        if value and plain and is_legal(SPELLINGS[name], value) and not refused_value(SPELLINGS[name].name, value):
-            here = f"{here}={value}"
-    elif value and value.lower() == "false":
-        return f"for {value} leave it out; else {_answer_to(row, None)}"
+def _answer_to(row: Row, value: str | None, leaf: str = "") -> str:
+    """Return the answer to a flag, with the typed value, which replaces `leaf`, its name: <4 * hidden_size>."""
+    here, flag = row.here, SPELLINGS.get(row.here.removeprefix("--"))
+    if value:
+        text = value.lower() in _NOTHING and flag is not None and (flag.is_list or flag.is_text)
+        meant = re.sub(r"(?:.*,)?c(?:ompute)?=(\w+).*", r"\1", value)  # p=f32,c=bfloat16
+        if flag and (reason := refused_value(flag.name, meant)):
+            return reason
+        legal = flag is not None and is_legal(flag, meant) and (not text or (meant == "none" and not flag.default))
+        if value.lower() in _NOTHING and here and not legal:
+            return f"for {value} leave it out; else {_answer_to(row, None)}"
+        if re.fullmatch(r"[\w./:~+,-]{1,60}", meant, re.ASCII):
+            here = f"{here}={meant}" if legal else here.replace(f"<{leaf}>", value)
+            here = re.sub(rf"(<[^<>]*)\b{leaf or '-'}\b", rf"\g<1>{value}", here)
     if not here:
         return row.remark
     return f"write {here} ({row.remark})" if row.remark else f"write {here}"
@@ -123,15 +139,14 @@ def _answer_of(name: str, value: str | None) -> str | None:
     innermost known group (`tracker`).
     """
     answers = instead()
+    *groups, leaf = name.split(".") if len(name) <= 120 else [name]
     for end in suffixes(name):
         if end in answers:
-            return _answer(by_name()[end], value)
-    *groups, leaf = name.split(".") if len(name) <= 120 else [name]
+            return _answer(by_name()[end], value, leaf)
     if groups and leaf in SPELLINGS:
         return f"flags have no dots; {_answer_to(Row((leaf,), f'--{SPELLINGS[leaf].name}'), value)}"
-    if groups and leaf in refused():
-        return refused()[leaf].remark
-    return next((answers[group] for group in reversed(groups) if group in answers), None)
+    group = next((group for group in reversed(groups) if group in answers or group in refused()), None)
+    return None if group is None else answers.get(group) or refused()[group].remark
 
 
 def suffixes(name: str) -> Iterator[str]:
@@ -174,13 +189,13 @@ def answer_of_any(spelling: str, value: str | None) -> str | None:
     name = plain_name(spelling)
     if name in SPELLINGS:
         return _answer_to(Row((name,), f"--{name}"), value)
-    answer = foreign_answer(name) if name in refused() else _answer_of(name, value)
+    answer = foreign_answer(name) if refused_row(name) else _answer_of(name, value)
     return _with_a_flag(answer) if answer else None
 
 
 def plain_name(spelling: str) -> str:
-    """Return a flag in our spelling: `-Max-Iters` is max_iters."""
-    return spelling.lstrip(DASHES).replace("-", "_").lower()
+    """Return a flag in our spelling: `-Max-Iters` is max_iters, and `keep.0.every`, of an item, is keep.every."""
+    return re.sub(r"\.[0-9]+(?=\.)", "", spelling.lstrip(DASHES).replace("-", "_").lower())
 
 
 def _with_a_flag(answer: str) -> str:

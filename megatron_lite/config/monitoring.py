@@ -79,9 +79,11 @@ class TrackingConfig(Area):
     """Trackers and watch"""
 
     trackers: tuple[str, ...] = optional(
-        "destinations of metrics, separated by commas: experiment_dir/metrics.jsonl, Weights & Biases, TensorBoard",
+        "destinations of metrics, separated by commas: experiment_dir/metrics.jsonl, Weights & Biases, TensorBoard, or "
+        "a class of your own, as package.module:Class",
         "jsonl with experiment_dir, wandb with wandb_entity_name, tensorboard with tensorboard_dir",
         choices=TRACKERS,
+        also=r"[\w.]+:\w+",
         needs=(
             Rule("experiment_dir", "jsonl has nowhere to write", when="trackers=jsonl and dry_run=0"),
             Rule(

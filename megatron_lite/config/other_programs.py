@@ -14,8 +14,15 @@ TEXTS = "texts"  # section of texts that several rows share
 _ROW = re.compile(
     r"(?P<names>[^=>|]+?)(?: = (?P<only>[^>|]+?)(?P<switch> \(switch\))?)?(?: -> (?P<here>.+?))?(?: \| (?P<remark>.+))?"
 )
-# Placeholders for many values in that section.
-_PLACEHOLDERS: Mapping[str, str] = MappingProxyType({"<number>": "[0-9]+", "<several>": "[2-9]|[1-9][0-9]{1,3}"})
+# Kinds of values: cases of an option, and, in <>, placeholders in that section.
+KINDS: Mapping[str, str] = MappingProxyType(
+    {
+        "number": "[0-9]{1,18}",
+        "several": "[2-9]|[1-9][0-9]{1,3}",
+        "fraction": r"0?\.[0-9]+|0\.|[0-9.]+e-[0-9]+",
+        "list": r"\[.*\]|.*[, ].*",
+    }
+)
 
 
 class Row(NamedTuple):
@@ -86,9 +93,10 @@ def refused_value(name: str, text: str) -> str | None:
         return reason
     for typed, reason in values.items():
         option, _, pattern = typed.partition("=")
-        for placeholder, expression in _PLACEHOLDERS.items() if option == name else ():
-            if placeholder in pattern and re.fullmatch(pattern.replace(placeholder, f"({expression})"), value):
-                return reason.replace(placeholder, value)
+        for kind, expression in KINDS.items() if option == name else ():
+            match = re.fullmatch(pattern.replace(f"<{kind}>", f"({expression})"), value)
+            if match and match.groups():
+                return reason.replace(f"<{kind}>", match[1])
     return None
 
 

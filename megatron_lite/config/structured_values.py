@@ -169,22 +169,30 @@ def keep_rules(items: Sequence[str]) -> tuple[KeepRule, ...]:
 
 REGEX = "regex:"  # prefix of a regular expression in --weight_decay_modules
 _ONLY_IN_EXPRESSIONS = re.compile(r"^[.^]|[\\|()$+{}]")  # never in a name or a wildcard pattern
+_LEVANTER_NAMES = MappingProxyType(  # parts of names there -> here
+    {"attn": r"attention\.", "token_embeddings": r"embedding\.word", "position_embeddings": r"embedding\.position"}
+)
 
 
 def decay_expression(pattern: str) -> re.Pattern[str] | None:
     """Return the regular expression of an item of `weight_decay_modules`, or None for a plain pattern.
 
     Raises:
-        UsageError: for an empty pattern, and for a regular expression that is invalid or lacks its prefix.
+        UsageError: for an empty pattern, an invalid regular expression, one without prefix or with Levanter's names.
     """
     text = pattern.removeprefix(REGEX)
     if not text:
         raise UsageError(f"--weight_decay_modules={pattern}: the pattern is empty; write a name, or regex:<expression>")
-    if not pattern.startswith(REGEX):
-        if _ONLY_IN_EXPRESSIONS.search(pattern):
-            typed = f"--weight_decay_modules={_shortened([pattern])}"
-            raise UsageError(f"{typed}: a regular expression; write --weight_decay_modules='{REGEX}{pattern}'")
+    marked, theirs = pattern.startswith(REGEX), [name for name in _LEVANTER_NAMES if name in text]
+    if not marked and not _ONLY_IN_EXPRESSIONS.search(text):
         return None
+    if theirs or not marked:
+        for name in theirs:
+            text = text.replace(name, _LEVANTER_NAMES[name])
+        text = re.sub(r"(?<!\w)mlp(?![\w\\])", r"mlp\\.", text)  # not mlp_norm, which has no mlp in its name there
+        why = f"no name here has {theirs[0]}" if theirs else "a regular expression"
+        typed = f"--weight_decay_modules={_shortened([pattern])}: {why}"
+        raise UsageError(f"{typed}; write --weight_decay_modules='{REGEX}{text}'")
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("error")  # such an expression may soon mean something else

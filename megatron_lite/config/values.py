@@ -21,6 +21,11 @@ from megatron_lite.config.option import All, Auto, Flag
 
 LARGEST_INTEGER = 2**63 - 1
 DASHES = "-\u2010\u2011\u2012\u2013\u2014\u2212"  # ASCII, and those of word processors and web pages
+PATHS = frozenset(  # options that name files and folders
+    "experiment_dir data_path dataset_cache loss_mask tokenizer_file pretrained_checkpoint_path load_checkpoint_path "
+    "sample_prompts export_callback_script tensorboard_dir machine_speeds write_sbatch".split()
+)
+URL, LOCAL = r"[A-Za-z][\w+.-]*://", "a URL is neither read nor written"
 QUOTES = "'\"\u2018\u2019\u201c\u201d"
 LONGEST_NUMBER = 64  # characters
 LONGEST_SHOWN = 200  # characters of a value in banners and messages; a --data_path may have thousands of files
@@ -166,8 +171,8 @@ def parse_bool(text: str) -> bool:
     return values[text.lower()]
 
 
-def parse_text(text: str) -> str:
-    """Check that a text is printable and can be a file name.
+def parse_text(text: str, name: str = "") -> str:
+    """Check that a text is printable and can be a file name, and of an option of `PATHS` no URL.
 
     Raises:
         BadValueError: if it is not.
@@ -178,6 +183,8 @@ def parse_text(text: str) -> str:
         raise BadValueError("contains a control character (a line break or tab?); remove it")
     if any("\ud800" <= c <= "\udfff" for c in text):
         raise BadValueError("is not valid UTF-8; rename it")
+    if name in PATHS and re.match(URL, text):
+        raise BadValueError(LOCAL, "<local or mounted path>")
     return text
 
 
@@ -188,7 +195,7 @@ def parse_choice(text: str, flag: Flag) -> str:
         BadValueError: for anything else.
     """
     value = flag.value_aliases.get(text, text)
-    if value in flag.choices:
+    if value in flag.choices or re.fullmatch(flag.also, text):
         return value
     known = {word: flag.value_aliases.get(word, word) for word in (*flag.choices, *flag.value_aliases)}
     same = [value for word, value in known.items() if _letters(word) == _letters(text)]
@@ -240,18 +247,23 @@ def is_flag(text: str) -> bool:
     return re.match(rf"--|[{DASHES}]+[A-Za-z]", text) is not None
 
 
-def parse_list(flag: Flag, words: Sequence[str]) -> tuple[Any, ...]:
-    """Parse a list; commas and spaces inside `words` separate items, too.
+def parse_list(flag: Flag, words: Sequence[str]) -> tuple[Any, ...] | None:
+    """Parse a list; commas and spaces inside `words` separate items, too. `none` is a list that is empty by default.
 
     Raises:
         BadValueError: for an empty or illegal item.
     """
-    items = re.split(r"[ \t\r\n]*,[ \t\r\n]*|[ \t\r\n]+", " ".join(words).strip())
+    text = " ".join(words).strip()
+    if text.startswith("[") and text.endswith("]"):  # YAML's [a, "b"]
+        text = re.sub(r"""[]["']""", "", text).strip() or "none"
+    if not flag.default and text.lower() == "none":
+        return flag.default
+    items = re.split(r"[ \t\r\n]*,[ \t\r\n]*|[ \t\r\n]+", text)
     if any(not item for item in items):
         example = "969,30,1" if flag.kind == "list of float" else "one or more items"
         raise BadValueError(f"an item is empty; write {example}")
     if flag.kind == "list of str":
-        return tuple(parse_choice(item, flag) if flag.choices else parse_text(item) for item in items)
+        return tuple(parse_choice(item, flag) if flag.choices else parse_text(item, flag.name) for item in items)
     return tuple(_parse_number(flag, item) for item in items)
 
 
@@ -272,7 +284,7 @@ def parse_value(flag: Flag, text: str) -> Any:
     if flag.kind == "str":
         if flag.by_block and re.search("[,:]", text):
             return parse_by_block(text, flag)
-        return parse_choice(text, flag) if flag.choices else parse_text(text)
+        return parse_choice(text, flag) if flag.choices else parse_text(text, flag.name)
     return _parse_number(flag, text)
 
 
@@ -344,7 +356,7 @@ def check_bounds(flag: Flag, value: Any) -> None:
     for item in value if isinstance(value, tuple) else (value,):
         if isinstance(item, str) and flag.by_block and re.search("[,:]", item):
             parse_by_block(item, flag)
-        elif isinstance(item, str) and flag.choices and item not in flag.choices:
+        elif isinstance(item, str) and flag.choices and item not in flag.choices and not re.fullmatch(flag.also, item):
             raise BadValueError(f"takes {', '.join(flag.choices)}")
         elif isinstance(item, (str, bool)) and (flag.kind not in ("int", "float") or item in flag.words):
             continue

@@ -71,7 +71,7 @@ def choice_lines(
     yield kernels.describe(), kernels.describe()
     if config.training.train_iters > 0 and config.optimizer.weight_decay > 0:
         decay = parameter_patterns.describe(parameters_of(layers))
-        yield decay, decay.partition(": ")[0]
+        yield decay, decay if config.optimizer.weight_decay_modules else decay.partition(": ")[0]
     if config.distributed.deterministic:
         yield (ways := deterministic_ways(device, kernels.triton)), ways
 
@@ -117,6 +117,8 @@ def device_warnings(config: Config, device: torch.device) -> Iterator[str]:
             f"instructions for products in {name}, so they are computed in fp32 from converted blocks; a step takes as "
             "long as with --training_dtype=fp32, or up to a third longer"
         )
+    if config.model.attention_softmax_in_fp32 and device.type == "cpu" and name != "fp32":
+        yield "--attention_softmax_in_fp32 has no effect on a CPU, where the math backend computes in fp32 in any case"
     batch, performance, options = config.batch, config.performance, config.distributed
     columns = config.model.vocabulary_rows(options.tensor_parallel if options.parallel_embeddings else 1)
     vocab_size = min(columns, config.model.vocab_size)  # of this rank

@@ -32,7 +32,7 @@ SAME = "(the same)"  # marks a default that the other program only spells differ
 # Options with such a default, besides `none` where the value is derived here.
 SAME_DEFAULT = (
     "optimizer.cycles trainer.per_device_parallelism trainer.per_device_eval_parallelism trainer.mp min_lr world_size "
-    "model.num_kv_heads model.mlp_scale model.activation_function"
+    "model.num_kv_heads model.activation_function"
 ).split()
 # Behaviour that Levanter has no option for: (behaviour, its value there, our flag, remark).
 FIXED = (
@@ -128,7 +128,8 @@ def _cases(name: str, known: Mapping[str, list[tuple[str, Row]]]) -> list[tuple[
             return known[end]
         if end in SPELLINGS:
             return [("", Row((end,)))]
-    return next(known[group] for group in reversed(name.split(".")) if group in known)
+    cases = next(known[group] for group in reversed(name.split(".")) if group in known)
+    return [(case, row._replace(only=())) for case, row in cases]  # only the group itself takes these values
 
 
 def _rows(name: str, default: object, cases: list[tuple[str, Row]]) -> Iterator[GuideRow]:

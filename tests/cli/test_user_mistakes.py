@@ -85,10 +85,11 @@ def test_mistakes_are_answered() -> None:
 
 def test_a_regular_expression_without_its_mark() -> None:
     """Levanter's regular expressions get the mark, which makes them work; names, parts and wildcards are patterns."""
-    for expression in (".*mlp.*", "^blocks", r"blocks\.[0-9]+\.mlp", "(mlp|attention)"):
+    written = {".*mlp.*": r".*mlp\..*", "^blocks": "^blocks", r"blocks\.[0-9]+\.mlp\.up": r"blocks\.[0-9]+\.mlp\.up"}
+    for expression, here in written.items():  # mlp alone would also match mlp_norm
         said = answer([f"--weight_decay_modules={expression}"])
-        assert said.endswith(f"write --weight_decay_modules='regex:{expression}'")
-        resolve(parse([f"--weight_decay_modules=regex:{expression}", *BESIDE]).config, 1)
+        assert said.endswith(f"write --weight_decay_modules='regex:{here}'")
+        resolve(parse([f"--weight_decay_modules=regex:{here}", *BESIDE]).config, 1)
     for pattern in ("mlp", "blocks.0", "blocks.*.mlp.*", "*.weight", "blocks.[01]"):
         resolve(parse([f"--weight_decay_modules={pattern}", *BESIDE]).config, 1)
 

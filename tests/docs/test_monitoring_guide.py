@@ -106,6 +106,25 @@ def test_weights_and_biases(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> 
     assert (folder / "wandb.json").exists() and list((folder / "runs" / "0" / "wandb").glob("offline-run-*/*.wandb"))
 
 
+def test_a_tracker_of_your_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The class of the guide writes the losses of metrics.jsonl; one without its methods is refused in one line."""
+    (code,) = re.findall(r"^```python\n(.*?)^```$", TRACKING, re.M | re.S)
+    (tmp_path / "my_tracker.py").write_text(code)
+    (tmp_path / "no_tracker.py").write_text(code.replace("def close", "def end"))
+    monkeypatch.syspath_prepend(str(tmp_path))
+    folder = tmp_path / "mine"
+    words = [*launch.TINY, "--train_iters=20", f"--experiment_dir={folder}"]
+    assert launch.run([*words, *re.findall(r"`(--trackers=\S+:\w+)`", TRACKING)]).codes == [0]
+    records = read_metrics(folder / "metrics.jsonl")
+    losses = [f"{record['iteration']},{record['loss']}" for record in records if record["phase"] == "training"]
+    assert losses and (folder / "losses.csv").read_text().splitlines() == losses
+    for name, reason in (("no_tracker:Losses", "no attribute 'close'"), ("absent:Losses", "No module named 'absent'")):
+        outcome = launch.run([*words, f"--trackers={name}"])
+        assert outcome.codes == [2] and re.search(
+            f"^ERROR: --trackers={name}: .*{reason}.*needs$", outcome.output, re.M
+        )
+
+
 def test_watch(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The names of the guide are those of the files, and grads/norm is the gradient norm of the log."""
     (watch,) = commands(WATCH)

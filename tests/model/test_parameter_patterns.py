@@ -141,6 +141,17 @@ def test_a_pattern_selects_these_weights(pattern: str, expression: str) -> None:
     assert selected(pattern, every) == expected == decayed(num_layers=12, weight_decay_modules=(pattern,))
 
 
+def test_the_expression_of_levanters_page() -> None:
+    """The answer to it decays the matrices of attention and MLP and the embeddings, and no norm or bias."""
+    page = ".*attn.*weight|.*mlp.*weight|.*token_embeddings|.*position_embeddings"
+    for text in (page, f"regex:{page}"):
+        with pytest.raises(UsageError) as caught:
+            selected(text, names({}))
+        (translated,) = re.findall("; write --weight_decay_modules='(.*)'$", str(caught.value))
+        matrices = [name for name in names({}) if "norm" not in name and not name.endswith("bias")]
+        assert selected(translated, names({})) == matrices
+
+
 @pytest.mark.parametrize(
     "text", ["(.+)+$X", "(?:[a-z.0]+)+$X", "(.|[a-z])*$X", "(.|..)+$X", "(.*)*X", "(.*.*.*.*.*.*.*)*X"]
 )

@@ -4,15 +4,17 @@ from __future__ import annotations
 
 import importlib
 import importlib.util
+import pkgutil
 import time
 from collections.abc import Mapping, Sequence
+from operator import attrgetter
 from pathlib import Path
 from typing import Any
 
-from megatron_lite.config import Config
+from megatron_lite.config import Config, flatten
 from megatron_lite.errors import UsageError
 from megatron_lite.monitor.trackers.metrics_file import METRICS_FILE, WATCH_FILE, MetricsFile, WatchFile
-from megatron_lite.monitor.trackers.queued_tracker import QueuedTracker, TensorBoardTracker
+from megatron_lite.monitor.trackers.queued_tracker import OwnTracker, QueuedTracker, TensorBoardTracker
 from megatron_lite.monitor.trackers.wandb_tracker import WandbTracker, read_key, send_no_error_reports, why_offline
 from megatron_lite.monitor.watch import Watched
 
@@ -54,6 +56,8 @@ def check_trackers(config: Config) -> None:
             raise _missing(name, config, "it is not installed")
     if "wandb" in config.tracking.trackers:
         read_key()
+    for name in (name for name in config.tracking.trackers if ":" in name):
+        own_class(name)
 
 
 def open_trackers(
@@ -88,7 +92,20 @@ def open_trackers(
         wandb, key = _import("wandb", "wandb", config), read_key()
         offline = why_offline(options.wandb_mode, key)
         destinations.append(WandbTracker(wandb, config, key, offline, experiment_dir, run, keeps_lines))
+    own = (name for name in names if ":" in name)
+    destinations += (OwnTracker(name, own_class(name), flatten(config), keeps_lines) for name in own)
     return Trackers(destinations, run)
+
+
+def own_class(name: str) -> Any:
+    """Return the class of --trackers=package.module:Class; UsageError if it cannot be imported or lacks a method."""
+    try:
+        found = pkgutil.resolve_name(name)
+        attrgetter("log", "close")(found)
+    except Exception as error:  # whatever the module does
+        reason = " ".join(f"{type(error).__name__}: {error}".split())[:200]
+        raise UsageError(f"--trackers={name}: {reason}; docs/monitoring.md says what it needs") from None
+    return found
 
 
 def _import(module: str, tracker: str, config: Config) -> Any:

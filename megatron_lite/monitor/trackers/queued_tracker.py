@@ -172,3 +172,21 @@ class TensorBoardTracker(QueuedTracker):
 
     def _end(self, exit_code: int) -> None:
         self._writer.close()
+
+
+class OwnTracker(QueuedTracker):
+    """A class of the user's: made with all options by name, then `log(record)`, and `close(exit_code)` at the end."""
+
+    def __init__(self, name: str, own: Callable[..., Any], options: dict[str, Any], keeps_lines: bool) -> None:
+        self.title, self._make = name, lambda: own(options)
+        super().__init__(keeps_lines, CLOSE_TIMEOUT_S)
+        self._thread.start()
+
+    def _begin(self) -> None:
+        self._tracker = self._make()
+
+    def _send(self, record: Mapping[str, Any], watched: Watched | None) -> None:
+        self._tracker.log({**record, **dict(watched.numbers() if watched else ())})
+
+    def _end(self, exit_code: int) -> None:
+        self._tracker.close(exit_code)
