@@ -24,7 +24,9 @@ from megatron_lite.kernels.choice import failure
 from megatron_lite.kernels.heads import split_heads
 from megatron_lite.kernels.linear import linear
 from megatron_lite.kernels.rotary import rotary_table
+from megatron_lite.monitor.banner import device_warnings
 from megatron_lite.parameter import Parameter
+from tests.support.harness import tiny_config
 from tests.support.kernel_checks import close, dtypes, randn, saved_tensors
 from tests.support.memory_meters import PeakMeter
 
@@ -273,6 +275,21 @@ def upcast(q: Tensor, k: Tensor, v: Tensor, allowed: Tensor) -> Tensor:
     """Attention as in models that cast queries and keys to fp32 for scores and softmax, differentiated by torch."""
     scores = (q.float() @ k.float().transpose(-1, -2) / q.shape[-1] ** 0.5).masked_fill(~allowed, float("-inf"))
     return scores.softmax(-1).to(v.dtype) @ v
+
+
+def test_softmax_in_fp32_on_a_cpu() -> None:
+    """It changes no bit of the math backend there, and a run with it says so."""
+    *inputs, grad = Case(1, 2, 2, 60, 16).inputs(BF16)
+    results = []
+    for in_fp32 in (False, True):
+        ours = [tensor.detach().clone().requires_grad_() for tensor in inputs]
+        attention(*ours, None, 0.0, None, backend="math", softmax_in_fp32=in_fp32).backward(grad)
+        results.append([cast(Tensor, tensor.grad) for tensor in ours])
+    assert all(map(torch.equal, *results))
+    for dtype, said in (("bf16", True), ("fp32", False)):
+        config = tiny_config(training_dtype=dtype, attention_softmax_in_fp32=True)
+        found = "\n".join(device_warnings(config, torch.device("cpu")))
+        assert ("--attention_softmax_in_fp32 only chooses the math backend" in found) == said
 
 
 def test_softmax_in_fp32_is_fp32_backward_too(monkeypatch: pytest.MonkeyPatch) -> None:
