@@ -31,11 +31,12 @@ CUBLAS_BYTES = 3 * 32 * MIB
 NCCL_CHANNELS, NCCL_CONNECTION_BYTES = 32, 10 * MIB
 # NVLink SHARP, within a machine: 16 channels x 2 buffers of 1 MiB x 8 GPUs (src/transport/nvls.cc).
 NVLS_BYTES = 256 * MIB
-# The caching allocator cannot fill every hole that freed tensors leave: at most this many times the largest temporary
-# tensors of a micro-batch. Replays of steps through the rules of the allocator give 0.2 to 2.5 times as much
-# (tests/planner/test_runtime.py). It rounds a large tensor of the state up to 2 MiB: by 1 MiB on average.
-HOLES = 2.5
-ROUNDING_BYTES = MIB
+# The caching allocator cannot fill every hole that freed tensors leave. With expandable segments, which `run/host.py`
+# chooses, it keeps one range of addresses that grows by pages of 20 MiB, and gives back the empty pages in holes before
+# memory runs out ("Expandable Segments" in c10/cuda/CUDACachingAllocator.cpp). Replays of steps by these rules take
+# up to 0.2 times the two largest temporary tensors of a micro-batch more than all tensors, without giving any back
+# (tests/planner/test_runtime.py). Without expandable segments it was 0.2 to 2.5 times as much, which CPUs still get.
+HOLES, PAGE_BYTES, HOST_HOLES = 0.5, 20 * MIB, 2.5
 # On a CPU, measured as resident sets of this program: 380 MiB before a small model takes its first step, and what
 # oneDNN adds to larger ones. A process of the data loader imports no torch: 36 MiB.
 INTERPRETER_BYTES = 512 * MIB
@@ -62,12 +63,12 @@ def runtime_bytes(config: Config, partition: Partition) -> dict[str, int]:
         if groups:
             needs["NCCL channels"] = groups * (NCCL_CHANNELS * 2 * NCCL_CONNECTION_BYTES + NVLS_BYTES)
         needs["cuBLAS workspaces"] = CUBLAS_BYTES
-        needs["allocator fragmentation"] = int(HOLES * largest) + partition.state_tensors * ROUNDING_BYTES
+        needs["allocator fragmentation"] = int(HOLES * largest) + PAGE_BYTES
     else:
         needs["interpreter, libraries"] = INTERPRETER_BYTES
         if config.data.num_workers:
             needs["loader processes"] = config.data.num_workers * WORKER_BYTES
-        needs["allocator fragmentation"] = int(HOLES * largest)
+        needs["allocator fragmentation"] = int(HOST_HOLES * largest)
         if tensor > 1:
             needs["tensor-parallel scratch"] = _tensor_parallel_scratch_bytes(config, model)
         if copy := host_copy_bytes(config, model):

@@ -41,8 +41,7 @@ class Partition:
         self._measured: Measured = {} if measured is None else measured
         self._streams: dict[int, Tensor] = {}
         self._schedules: dict[tuple[int, int], list[Step]] = {}
-        table = model.memory.table()
-        self.state_bytes, self.state_tensors = sum(row.bytes for row in table), sum(row.count for row in table)
+        self.state_bytes = sum(row.bytes for row in model.memory.table())
         trained = [stage.trainable for stage in model.stages if stage.trainable is not None]
         self.largest_shard = max((part.layout.shard_numel for part in trained), default=0)  # elements
         self.update_bytes, self.update_products = 0, Counter[Product]()  # of Muon, for one matrix at a time

@@ -142,7 +142,7 @@ def available_bytes() -> int:
 
 
 def prepare_libraries() -> None:
-    """Count cores and configure OpenMP and glibc. Call this before importing torch."""
+    """Count cores and configure OpenMP, glibc and torch's allocator. Call this before importing torch."""
     available_cores()
     # OpenMP must never give fewer threads than requested: oneDNN would leave a part of each product uncomputed, and a
     # resumed run would sum in another order.
@@ -150,6 +150,9 @@ def prepare_libraries() -> None:
         os.environ.pop(name, None)
     limit_spinning()
     keep_freed_memory()
+    # Of a GPU's memory less is left in holes: see `planner/runtime.py`.
+    if not {"PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_HIP_ALLOC_CONF"} & os.environ.keys():
+        os.environ["PYTORCH_ALLOC_CONF"] = "expandable_segments:True"
     # As warnings, torch's C++ prints a 40-line stack for every connection that a lost rank closes.
     os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
 

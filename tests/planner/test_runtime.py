@@ -6,7 +6,7 @@ import pytest
 
 from megatron_lite.kernels.attention import blocks as attention_blocks
 from megatron_lite.planner.plan import Planner, make_plan
-from megatron_lite.planner.runtime import GIB, HOLES, MIB, PLANNED_GPU_BYTES
+from megatron_lite.planner.runtime import GIB, HOLES, MIB, PAGE_BYTES, PLANNED_GPU_BYTES
 from tests.planner.test_plan import mistral
 from tests.support.caching_allocator import AllocationRecorder, CachingAllocator, replay
 from tests.support.harness import tiny_config
@@ -35,7 +35,8 @@ SMALL |= dict(ffn_hidden_size=448, kv_channels=64, window_size=None, batch_size=
 def test_the_plan_covers_what_the_allocator_cannot_fill(
     options: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Two steps, replayed through the allocator's rules, reserve at most HOLES times the largest temporaries more."""
+    """Two steps, replayed through the allocator's rules, reserve at most HOLES times the largest temporaries and a page
+    more."""
     # A GPU's attention has small temporaries, in the inputs' dtype; its products need no fp32 copies.
     monkeypatch.setattr(attention_blocks, "scores_at_a_time", lambda on_gpu: 2**15)
     monkeypatch.setattr(attention_blocks, "dtype_of_products", lambda inputs: inputs.dtype)
@@ -49,26 +50,26 @@ def test_the_plan_covers_what_the_allocator_cannot_fill(
     peak, reserved = replay(recorder.events, SCALE)
     with products_in_fp32(False):
         largest = max(cost.largest for cost in Planner(1, "cpu").plan(config).costs)
-    assert 0 <= reserved - peak <= HOLES * largest * SCALE
-    assert reserved - peak > 0.1 * largest * SCALE, "the replay measures something"
+    assert 0 < reserved - peak <= HOLES * largest * SCALE + PAGE_BYTES
 
 
 def test_the_allocator_splits_merges_and_reuses() -> None:
-    """Freed neighbours make one block, the best fit is taken, and small tensors have segments of their own."""
+    """The range grows by pages, freed neighbours make one block, the best fit is taken, and small tensors have a range
+    of their own."""
     allocator = CachingAllocator()
     for number, size in enumerate((30, 20, 40)):
         allocator.allocate(number, size * MIB)
-    assert allocator.reserved == 90 * MIB
+    assert allocator.reserved == 100 * MIB, "90, in pages of 20"
     allocator.free(0)
     allocator.free(2)
     allocator.allocate(3, 25 * MIB)
     allocator.allocate(4, 4 * MIB)  # what is left of the first
     allocator.allocate(5, 1000)
-    assert allocator.reserved == 92 * MIB
+    assert allocator.reserved == 102 * MIB
     for number in (1, 3, 4):
         allocator.free(number)
-    allocator.allocate(6, 30 * MIB)
-    assert allocator.reserved == 92 * MIB
+    allocator.allocate(6, 100 * MIB)
+    assert allocator.reserved == 102 * MIB
 
 
 def test_what_a_rank_needs_beside_its_tensors() -> None:
@@ -82,11 +83,8 @@ def test_what_a_rank_needs_beside_its_tensors() -> None:
     assert runtime(128, "cuda", 2)["NCCL channels"] == 3 * 896 * MIB
     assert runtime(2, "cuda", 2)["NCCL channels"] == 2 * 896 * MIB
     plan = make_plan(tiny_config(1, batch_size=1), 1, "cuda")
-    holes, tensors = (
-        int(2.5 * max(cost.largest for cost in plan.costs)),
-        sum(row.count for row in plan.model.memory.table()),
-    )
-    assert one["allocator fragmentation"] == holes + tensors * MIB
+    largest = max(cost.largest for cost in plan.costs)
+    assert one["allocator fragmentation"] == int(0.5 * largest) + 20 * MIB
     without, workers = runtime(2, "cpu", num_workers=0), runtime(2, "cpu", num_workers=3)
     assert sum(workers.values()) - sum(without.values()) == workers["loader processes"] > 0
     assert not set(workers) & {"NCCL channels", "CUDA context, kernels"}

@@ -28,69 +28,58 @@ class AllocationRecorder(StorageWatcher):
 
 @dataclass(eq=False)
 class _Block:
-    """A part of a segment; its neighbours are the parts before and after it."""
+    """A part of a pool's range of addresses. owner: the number of its tensor, or FREED."""
 
+    owner: int
     size: int
-    large: bool
-    before: _Block | None = None
-    after: _Block | None = None
-    free: bool = False
 
 
 @dataclass
 class CachingAllocator:
-    """Best fit in two pools, without expandable segments (c10/cuda/CUDACachingAllocator.cpp).
+    """Best fit with expandable segments (c10/cuda/CUDACachingAllocator.cpp), which no shortage makes give pages back.
 
-    Up to 1 MiB: multiples of 512 bytes from segments of 2 MiB. Larger: from segments of 20 MiB, and from 10 MiB on from
-    segments of their own size, rounded up to 2 MiB. A block is split if more than 512 bytes, or 1 MiB, are left over.
+    Up to 1 MiB: multiples of 512 bytes from a range of addresses that grows by pages of 2 MiB. Larger: from one that
+    grows by pages of 20 MiB. Its last block can grow, so it is the last to be split. A block is split if more than 512
+    bytes, or 1 MiB, are left over.
     """
 
     reserved: int = 0
-    blocks: dict[int, _Block] = field(default_factory=dict)
-    unused: list[_Block] = field(default_factory=list)
+    small: list[_Block] = field(default_factory=list)
+    large: list[_Block] = field(default_factory=list)
 
     def allocate(self, number: int, size: int) -> None:
         """Allocate a tensor of `size` bytes."""
         size = max(512, -(-size // 512) * 512)
-        large = size > MIB
-        fitting = [block for block in self.unused if block.large == large and block.size >= size]
-        block = min(fitting, key=lambda one: one.size) if fitting else self._segment(size, large)
-        if fitting:
-            self.unused.remove(block)
-        block.free = False
+        is_large = size > MIB
+        blocks = self.large if is_large else self.small
+        fitting = [block for block in blocks if block.owner == FREED and block.size >= size]
+        block = min(fitting, key=lambda one: (one is blocks[-1], one.size)) if fitting else self._grown(blocks, size)
         left = block.size - size
-        if left > MIB if large else left >= 512:
-            rest = _Block(left, large, block, block.after, free=True)
-            if block.after is not None:
-                block.after.before = rest
-            block.after, block.size = rest, size
-            self.unused.append(rest)
-        self.blocks[number] = block
+        if left > MIB if is_large else left >= 512:
+            blocks.insert(blocks.index(block) + 1, _Block(FREED, left))
+            block.size = size
+        block.owner = number
 
     def free(self, number: int) -> None:
         """Free a tensor and merge its block with free neighbours. Ignore a tensor from before the first event."""
-        block = self.blocks.pop(number, None)
-        if block is None:
-            return
-        if block.before is not None and block.before.free:
-            self.unused.remove(block.before)
-            block = self._merge(block.before, block)
-        if block.after is not None and block.after.free:
-            self.unused.remove(block.after)
-            block = self._merge(block, block.after)
-        block.free = True
-        self.unused.append(block)
+        for blocks in (self.small, self.large):
+            for place, block in enumerate(blocks):
+                if block.owner == number:
+                    block.owner = FREED
+                    around = [one for one in blocks[max(0, place - 1) : place + 2] if one.owner == FREED]
+                    around[0].size = sum(one.size for one in around)
+                    blocks[:] = [one for one in blocks if one not in around[1:]]
+                    return
 
-    def _segment(self, size: int, large: bool) -> _Block:
-        segment = 2 * MIB if not large else 20 * MIB if size < 10 * MIB else -(-size // (2 * MIB)) * 2 * MIB
-        self.reserved += segment
-        return _Block(segment, large)
-
-    def _merge(self, first: _Block, second: _Block) -> _Block:
-        first.size, first.after = first.size + second.size, second.after
-        if second.after is not None:
-            second.after.before = first
-        return first
+    def _grown(self, blocks: list[_Block], size: int) -> _Block:
+        """Return the last block, with enough pages for a tensor."""
+        if not blocks or blocks[-1].owner != FREED:
+            blocks.append(_Block(FREED, 0))
+        page = 20 * MIB if blocks is self.large else 2 * MIB
+        more = -(-(size - blocks[-1].size) // page) * page
+        blocks[-1].size += more
+        self.reserved += more
+        return blocks[-1]
 
 
 def replay(events: list[tuple[int, int]], scale: int) -> tuple[int, int]:
