@@ -98,6 +98,7 @@ class OutOfMemoryError(RunError):
     """The device or the host ran out of memory."""
 
     exit_code = 7
+    free_bytes = 0  # what a run that was refused could have had, per rank
     remedies: Sequence[Remedy] = ()  # in the order in which to try them
     snapshot = ""  # file with what was allocated on the GPU
 

@@ -40,7 +40,7 @@ from megatron_lite.monitor.trackers import Trackers, check_trackers, open_tracke
 from megatron_lite.monitor.watch import Watch, open_watch
 from megatron_lite.optimizer.optimizer import Optimizer, rule_of
 from megatron_lite.optimizer.rules import muon
-from megatron_lite.planner.auto import device_memory_bytes, resolve_auto
+from megatron_lite.planner.auto import check_memory, device_memory_bytes, resolve_auto
 from megatron_lite.run.ending import Ending
 from megatron_lite.run.experiment import Experiment
 from megatron_lite.run.launch import environment_with
@@ -120,6 +120,7 @@ def build(
     if options.pretrained_checkpoint_path is not None and options.load_pretrained_weights and not choice.found:
         source = load_pretrained.open_pretrained(config, shapes_of(layers), distributed, run.logger.warning)
 
+    together(distributed, lambda: check_memory(config, layers, distributed))
     distributed.progress.phase = "the loading"
     run.model = together(distributed, lambda: _allocate(run, layers))
     for line, short in stage_lines(run.model):

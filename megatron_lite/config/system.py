@@ -119,6 +119,9 @@ class DistributedConfig(Area):
     startup_timeout: float = option(
         3600.0, "seconds before giving up any other collective (start-up, data, saves)", above=0.0, maximum=1e6
     )
+    ignore_memory_check: bool = idle_unless("device!=cuda")(
+        False, "CPU: start a run although the plan of its memory is larger than what is free"
+    )
     dry_run: bool = option(False, "print memory, traffic, predicted speed and a command that fits", basic=True)
     world_size: int | Auto | None = optional(
         "number of ranks to plan for in a dry run; auto: the fewest GPUs that fit",

@@ -5,15 +5,20 @@ from __future__ import annotations
 import dataclasses
 import math
 import os
+from collections.abc import Sequence
 
 import torch
 
 from megatron_lite.config import Config, MultiStageConfig
+from megatron_lite.distributed.process_group import Distributed
+from megatron_lite.errors import LESS_MEMORY, OUT_OF_MEMORY, OutOfMemoryError
 from megatron_lite.kernels.choice import REFERENCES
 from megatron_lite.model.gpt import model_layers
+from megatron_lite.model.layer import Layer
 from megatron_lite.parameter import DTYPES, Parameter
 from megatron_lite.planner.plan import Planner, SimulatedGroup
 from megatron_lite.planner.runtime import GIB, MIB
+from megatron_lite.run.host import available_bytes
 from megatron_lite.validation.rules import Note
 
 # Cost of a gather: startup seconds, seconds per further rank, bytes per second. See `worthwhile_bytes`.
@@ -21,6 +26,8 @@ NCCL_COST = (20e-6, 2e-6, 50e9)
 GLOO_COST = (100e-6, 50e-6, 1e9)
 LATENCY_SHARE = 0.1
 SMALLEST_NCCL_GATHER = 32 * MIB
+# More bytes than a run needs for each weight, and for each weight and token over the hidden size.
+MOST_STATE_BYTES, MOST_TOKEN_BYTES = 32, 16
 
 
 def resolve_auto(
@@ -100,6 +107,42 @@ def worthwhile_bytes(world_size: int, device_type: str) -> int:
     latency_s = start_s + per_rank_s * (world_size - 1)
     wanted = math.ceil(latency_s * bytes_per_s * (1 - LATENCY_SHARE) / LATENCY_SHARE)
     return max(wanted, SMALLEST_NCCL_GATHER) if device_type == "cuda" else wanted
+
+
+def most_bytes(config: Config, layers: Sequence[Layer]) -> float:
+    """Return an upper bound of a rank's tensors: each weight has state, and products make activations of each token."""
+    batch = config.batch
+    assert batch.micro_batch_size and batch.breadth_first_micro_batches, "resolved"
+    tokens = batch.micro_batch_size * batch.breadth_first_micro_batches * batch.sequence_length
+    weights = sum(parameter.numel() for layer in layers for parameter in layer.parameters())
+    return weights * (MOST_STATE_BYTES + MOST_TOKEN_BYTES * tokens / config.model.hidden_size)
+
+
+def check_memory(config: Config, layers: Sequence[Layer], distributed: Distributed) -> None:
+    """Check, before anything is allocated, that a CPU run finds the memory that its tensors need. A GPU refuses itself.
+
+    A process's first plan takes a second, so a run that is small for its machine has none. The runtime does not count:
+    a part of it is in use already, and the rest is an upper bound.
+
+    Raises:
+        OutOfMemoryError: if the memory that is free on this machine, divided by its ranks, is too little.
+    """
+    if distributed.device.type != "cpu" or config.training.inference or config.distributed.ignore_memory_check:
+        return
+    ranks = distributed.local_world_size
+    free = available_bytes() // ranks
+    if most_bytes(config, layers) <= free:
+        return
+    try:
+        needed = Planner(distributed.world_size, "cpu", distributed.rank).plan(config).peak_bytes()
+    except Exception:  # what cannot be planned may still run
+        return
+    if needed > free:
+        each = f" for each of the {ranks} ranks of this machine" if ranks > 1 else ""
+        facts = f"the tensors need {needed / GIB:,.1f} GiB by the plan, and {free / GIB:,.1f} GiB are free{each}"
+        error = OutOfMemoryError(f"{OUT_OF_MEMORY}{facts} (--ignore_memory_check=1 starts all the same); {LESS_MEMORY}")
+        error.free_bytes = free
+        raise error
 
 
 def device_memory_bytes(device: torch.device, local_world_size: int) -> int:

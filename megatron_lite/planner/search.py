@@ -330,13 +330,13 @@ def remedies(search: Search) -> list[Remedy]:
 
 
 def less_memory(search: Search) -> str:
-    """Return flags to append to a command that ran out of memory, although its plan may fit; "" if none help."""
+    """Return flags to append to a command that ran out of memory, although its plan may fit; "" if unknown."""
     if (needed := search.needed_bytes({})) is None:
         return ""
     limit = min(search.device_bytes, int(needed * ADVISED_SHARE))
     smaller = dataclasses.replace(search, device_bytes=limit)
     if not smaller.layouts:
-        return ""
+        return "" if smaller.is_over else "no flags save enough: use a smaller model, shorter samples, or more memory"
     config = search.resolved({})
     assert config is not None, "planned"
     best = recommended(smaller.layouts, config)

@@ -14,6 +14,7 @@ import ctypes
 import functools
 import os
 import re
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import NamedTuple
@@ -98,15 +99,17 @@ def _quota() -> float | None:
     return min((grant for folder in _control_groups() if (grant := _grant(folder)) is not None), default=None)
 
 
-def _control_groups(root: Path = CONTROL_GROUP, own: Path = Path("/proc/self/cgroup")) -> Iterator[Path]:
+def _control_groups(
+    root: Path = CONTROL_GROUP, own: Path = Path("/proc/self/cgroup"), controller: str = "cpu"
+) -> Iterator[Path]:
     """Yield the folders of this process's cgroup and its ancestors; a folder may be absent in a container."""
     try:
         entries = [line.split(":", 2) for line in own.read_text("utf-8").splitlines()]
     except OSError:
         entries = []
-    for _, controllers, path in [*entries, ["", "", "/"], ["", "cpu", "/"]]:
-        if controllers == "" or "cpu" in controllers.split(","):
-            top = root / "cpu" if controllers else root
+    for _, controllers, path in [*entries, ["", "", "/"], ["", controller, "/"]]:
+        if controllers == "" or controller in controllers.split(","):
+            top = root / controller if controllers else root
             folder = top / path.lstrip("/")
             yield from (folder, *(parent for parent in folder.parents if parent.is_relative_to(top)))
 
@@ -125,17 +128,25 @@ def _grant(folder: Path) -> float | None:
 
 
 def available_bytes() -> int:
-    """Return the available bytes of memory, within a container's limit; all memory without /proc."""
+    """Return the available bytes of memory, within the limits of the cgroups; all memory without /proc."""
     found = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     with contextlib.suppress(OSError):
         if (line := re.search(r"^MemAvailable: +([0-9]+) kB$", MEMINFO.read_text(), re.M)) is not None:
             found = int(line[1]) * 1024
-    with contextlib.suppress(OSError, ValueError):  # no limit reads "max"
-        limit, used = (int((CONTROL_GROUP / f"memory.{name}").read_text()) for name in ("max", "current"))
-        statistics = (CONTROL_GROUP / "memory.stat").read_text()
-        cache = re.search(r"^inactive_file ([0-9]+)$", statistics, re.M)
-        found = min(found, max(0, limit - used + (int(cache[1]) if cache else 0)))
-    return found
+    return min(found, *(_room(folder) for folder in _control_groups(controller="memory")))
+
+
+def _room(folder: Path) -> int:
+    """Return the bytes that one cgroup, version 2 or 1, may still take: without a limit, more than any machine has."""
+    for limit, used, cache in (
+        ("max", "current", "inactive_file"),
+        ("limit_in_bytes", "usage_in_bytes", "total_inactive_file"),
+    ):
+        with contextlib.suppress(OSError, ValueError):  # no limit reads "max"
+            room = int((folder / f"memory.{limit}").read_text()) - int((folder / f"memory.{used}").read_text())
+            cached = re.search(rf"^{cache} ([0-9]+)$", (folder / "memory.stat").read_text(), re.M)
+            return max(0, room + (int(cached[1]) if cached else 0))
+    return sys.maxsize
 
 
 # -- library settings, before torch is imported; none changes a result ------------------------------------------------

@@ -202,6 +202,7 @@ def test_a_run_that_runs_out_of_memory_gets_flags(tmp_path: Path, capsys: pytest
     """The error of a run that cannot allocate ends with flags whose plan needs much less than its own."""
     flags = "--num_layers=2 --hidden_size=256 --num_attention_heads=4 --vocab_size=256 --sequence_length=4096"
     words = [*flags.split(), "--batch_size=4096", "--dataset_source=random", "--device=cpu", "--train_iters=1"]
+    words.append("--ignore_memory_check=1")
     limited = "import resource, sys; resource.setrlimit(resource.RLIMIT_AS, (12 * 2**30,) * 2); import pretrain_gpt; "
     limited += "sys.exit(pretrain_gpt.main(sys.argv[1:]))"
     python, environment = str(warm_python.folder() / "python"), warm_python.environment()

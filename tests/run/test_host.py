@@ -99,6 +99,48 @@ def test_the_quota_is_the_smallest_of_all_groups_around(
     assert host._quota() == expected
 
 
+@pytest.mark.parametrize(
+    ("own", "files", "expected"),
+    [
+        ("0::/job\n", {"job/memory.max": "900\n", "job/memory.current": "600\n"}, 300),
+        (  # an outer group is the tighter one, and files that are only cached can go
+            "0::/job/step\n",
+            {
+                **{"job/step/memory.max": "max\n", "job/step/memory.current": "600\n"},
+                **{"job/memory.max": "700\n", "job/memory.current": "650\n"},
+                "job/memory.stat": "anon 500\ninactive_file 100\n",
+            },
+            150,
+        ),
+        (
+            "4:memory:/docker/7\n",
+            {
+                "memory/docker/7/memory.limit_in_bytes": "800\n",
+                "memory/docker/7/memory.usage_in_bytes": "700\n",
+                "memory/docker/7/memory.stat": "inactive_file 5\ntotal_inactive_file 20\n",
+            },
+            120,
+        ),
+        ("0::/job\n", {"job/memory.max": "500\n", "job/memory.current": "600\n", "job/memory.stat": "\n"}, 0),
+        ("0::/\n", {"memory.max": "max\n"}, 1000 * 1024),
+    ],
+)
+def test_memory_is_what_the_machine_and_all_groups_leave(
+    own: str, files: dict[str, str], expected: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """MemAvailable, unless a control group of version 2 or 1, the process's own or one around it, leaves less."""
+    for name, text in {"meminfo": "MemFree: 9 kB\nMemAvailable:   1000 kB\n", "own": own}.items():
+        (tmp_path / name).write_text(text)
+    for name, text in files.items():
+        (tmp_path / "groups" / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / "groups" / name).write_text(text)
+        (tmp_path / "groups" / name).with_name("memory.stat").touch()
+    monkeypatch.setattr(host, "MEMINFO", tmp_path / "meminfo")
+    folders = list(host._control_groups(tmp_path / "groups", tmp_path / "own", "memory"))
+    monkeypatch.setattr(host, "_control_groups", lambda controller: folders)
+    assert host.available_bytes() == expected
+
+
 def said(code: str, without: tuple[str, ...], **variables: str) -> str:
     """What a new Python process prints; no variable of its environment begins with a word of `without`."""
     environment = {name: value for name, value in os.environ.items() if not name.startswith(without)}
