@@ -33,7 +33,9 @@ DTYPES: Mapping[str, DtypeNames] = MappingProxyType(
     {"fp32": DtypeNames("float32", "F32"), "bf16": DtypeNames("bfloat16", "BF16"), "fp16": DtypeNames("float16", "F16")}
 )
 DTYPE_ALIASES = {"float32": "fp32", "float": "fp32", "bfloat16": "bf16", "float16": "fp16", "half": "fp16"}
-PLANNED_DEVICES = ("h100", "h200", "a100", "a100-40", "l40s", "v100", "b200", "cpu")
+PLANNED_DEVICES = (
+    *("h100", "h200", "b200", "a100", "a100-40", "v100", "l40s", "a6000", "rtx4090", "rtx5090", "mi300x", "cpu"),
+)
 
 # Options that have no effect unless another one has this value.
 plan_option = idle_unless("dry_run")
@@ -154,7 +156,13 @@ class DistributedConfig(Area):
         unset="a data sheet",
     )
     write_sbatch: str | None = plan_option(
-        None, "write a Slurm job with the recommended command to this file", unset="none"
+        None,
+        "write a Slurm job with the recommended command to this file",
+        unset="none",
+        needs=(
+            Rule("experiment_dir", "a job that is requeued starts over without a folder to resume from"),
+            Rule("data_path or dataset_source=random", "the job has no data to train on"),
+        ),
     )
 
 

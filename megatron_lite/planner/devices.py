@@ -6,6 +6,7 @@ import dataclasses
 import os
 from dataclasses import dataclass
 from pathlib import Path
+from typing import NamedTuple
 
 from megatron_lite.config import DistributedConfig
 from megatron_lite.config.structured_values import Interconnect, interconnect
@@ -27,13 +28,31 @@ GPUS_PER_NODE = 8
 DEFAULT_GPU = "h100"
 
 
+class Shares(NamedTuple):
+    """Shares of a device's peak that products and attention reach in a step, and how they are known."""
+
+    products: float
+    attention: float
+    source: str
+
+
+# These shares reproduce the throughput of Mistral-7B in Fast-LLM's tutorial: 4,234 tokens/s on each of 4 A100 (3,804
+# with the MLPs recomputed) and about 9,000 on each of 128 H100, whose clock and memory keep up less with its tensor
+# cores.
+AMPERE, HOPPER = (Shares(*shares, "from published runs") for shares in ((0.74, 0.45), (0.5, 0.32)))
+# Measured on one H200 at 700 W (docs/gpu_report.json): steps of Mistral-7B and Llama-3 layers take 0.98 to 1.00 of what
+# these predict, with a window 1.10, because the flash kernels for windows are slower than cuDNN's.
+ONE_H200 = Shares(0.67, 0.48, "measured on one H200")
+ASSUMED = Shares(0.65, 0.4, "assumed, as no run on this device has been measured")
+
+
 @dataclass(frozen=True)
 class Device:
     """A kind of GPU, from the vendor's data sheet, or a CPU.
 
-    memory_bytes: as torch reports. tflops: dense products of 16-bit inputs (fp16 on V100). fp32_tflops: products in
-    fp32 without TF32, which this program does not use. memory_gb_s: memory bandwidth. link_gb_s: to its neighbours in a
-    node, in one direction. shares: shares of the peak that products and attention reach in a step.
+    memory_bytes: as torch reports, the least of several logs. tflops: dense products of 16-bit inputs (fp16 on V100)
+    that are summed in fp32. fp32_tflops: products in fp32 without TF32, which this program does not use. memory_gb_s:
+    memory bandwidth. link_gb_s: to its neighbours in a node, in one direction.
     """
 
     memory_bytes: int
@@ -41,28 +60,28 @@ class Device:
     fp32_tflops: float
     memory_gb_s: float
     link_gb_s: float
-    shares: tuple[float, float] = (0.65, 0.4)
+    shares: Shares = ASSUMED
     has_bf16: bool = True  # otherwise bf16 products are as slow as fp32 ones
     latency_s: float = 20e-6  # per collective
     overlap: float = 1.0  # largest share of a collective that can overlap with computation
 
 
-# These shares reproduce the throughput of Mistral-7B in Fast-LLM's tutorial: 4,234 tokens/s on each of 4 A100 (3,804
-# with the MLPs recomputed) and about 9,000 on each of 128 H100, whose clock and memory keep up less with its tensor
-# cores.
-AMPERE, HOPPER = (0.74, 0.45), (0.5, 0.32)
-# Measured on one H200 at 700 W (docs/gpu_report.json): steps of Mistral-7B and Llama-3 layers take 0.98 to 1.00 of what
-# these predict, with a window 1.10, because the flash kernels for windows are slower than cuDNN's.
-ONE_H200 = (0.67, 0.48)
-
+# Data sheets whose 16-bit numbers are for sparse products are halved. Cards without NVLink have PCIe 4 or 5 (32 or 64
+# GB/s); RTX A6000 have NVLink only in pairs.
 GPUS = {
     "h100": Device(PLANNED_GPU_BYTES, 989.4, 66.9, 3350, 450, HOPPER),
     "h200": Device(int(139.7 * GIB), 989.4, 66.9, 4800, 450, ONE_H200),
     "a100": Device(PLANNED_GPU_BYTES, 312, 19.5, 2039, 300, AMPERE),
     "a100-40": Device(int(39.4 * GIB), 312, 19.5, 1555, 300, AMPERE),
-    "l40s": Device(int(44.4 * GIB), 362, 91.6, 864, 32),  # no NVLink: PCIe 4
     "v100": Device(int(31.7 * GIB), 125, 15.7, 900, 150, has_bf16=False),
-    "b200": Device(int(178.3 * GIB), 2250, 75, 7700, 900, HOPPER),
+    # NVIDIA HGX B200 data sheet: 36 PFLOP/s sparse, 600 TFLOP/s, 62 TB/s and 14.4 TB/s of NVLink for eight
+    "b200": Device(int(178.3 * GIB), 2250, 75, 7700, 900, HOPPER._replace(source=ASSUMED.source)),
+    "l40s": Device(int(44.4 * GIB), 362, 91.6, 864, 32),  # NVIDIA L40S data sheet
+    "a6000": Device(int(47.5 * GIB), 154.8, 38.7, 768, 32),  # NVIDIA GA102 whitepaper, RTX A6000
+    "rtx4090": Device(int(23.5 * GIB), 165.2, 82.6, 1008, 32),  # NVIDIA Ada GPU architecture whitepaper, appendix A
+    "rtx5090": Device(int(31.3 * GIB), 209.5, 104.8, 1792, 64),  # NVIDIA RTX Blackwell whitepaper, appendix A
+    # AMD Instinct MI300X data sheet: seven links of 128 GB/s in both directions
+    "mi300x": Device(int(191.6 * GIB), 1307.4, 163.4, 5300, 448),
 }
 # The network between nodes, per GPU and direction: one 400 Gbit/s adapter per GPU, or one 100 Gbit/s adapter per node.
 # A collective sends every byte once from node to node, through all adapters of a node at the same time.
@@ -128,13 +147,15 @@ def data_sheet(distributed: DistributedConfig, device_type: str, world_size: int
     threads, is_gpu = max((os.cpu_count() or 1) // world_size, 1), device_type == "cuda"
     gpu = gpu_of(distributed) if is_gpu else cpu_of(threads)
     name = distributed.gpu or DEFAULT_GPU if is_gpu else f"no CPU in particular, {counted(threads, 'thread')}"
+    unnamed = " (as no --gpu is named)" if is_gpu and distributed.gpu is None else ""
     dtype, tensor = distributed.training_dtype, distributed.tensor_parallel
     chosen = interconnect(distributed.interconnect)
     is_slow = dtype == "fp32" or (dtype == "bf16" and not gpu.has_bf16)
-    tflops, (products, attention) = gpu.fp32_tflops if is_slow else gpu.tflops, gpu.shares
+    tflops, (products, attention, source) = gpu.fp32_tflops if is_slow else gpu.tflops, gpu.shares
     lines = [
-        f"data sheet of {name}: {dtype} {tflops:,.4g} TFLOP/s, memory {gpu.memory_gb_s:,.0f} GB/s; not measured",
-        f"products reach {products:.0%} of the peak, attention {attention:.0%}, passes over memory {MEMORY_SHARE:.0%}",
+        f"data sheet of {name}{unnamed}: {dtype} {tflops:,.4g} TFLOP/s, memory {gpu.memory_gb_s:,.0f} GB/s",
+        f"products reach {products:.0%} of the peak, attention {attention:.0%} ({source}); passes over memory "
+        f"{MEMORY_SHARE:.0%}",
     ]
     link, link_name = link_gb_s(chosen, gpu, world_size, tensor) if is_gpu else (gpu.link_gb_s, "gloo")
     if world_size > 1:

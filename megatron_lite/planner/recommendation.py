@@ -19,6 +19,7 @@ from megatron_lite.planner.runtime import GIB, counted
 from megatron_lite.planner.search import (
     SEARCH_S,
     SEARCHED,
+    SPARE,
     TENSOR,
     Changes,
     Layout,
@@ -52,7 +53,7 @@ def smallest_world(search: Search) -> Search:
         UsageError: if no number of GPUs fits.
     """
     try:
-        found = search if search.least_bytes <= search.device_bytes else search.on_fewest_ranks()
+        found = search if search.least_bytes <= search.usable_bytes else search.on_fewest_ranks()
         if found is not None and found.layouts:
             return found
     except SearchTooLongError:
@@ -81,9 +82,9 @@ def recommendation(plan: Plan, changes: Changes, search: Search, argv: Sequence[
         present = search.layout(plan.config, changes)
         others = [layout for layout in layouts if layout.values() != present.values()]
         layouts = sorted([*others, present], key=lambda layout: layout.time.seconds)
-    best = recommended(layouts, plan.config)
+    best = recommended(layouts, plan.config, search.usable_bytes)
     return [
-        *_verdict(plan, present, best, search.device_bytes),
+        *_verdict(plan, present, best, search),
         *_table(search, layouts, best),
         *_costs(search, best),
         *_command(asked, best, argv),
@@ -96,6 +97,10 @@ def _no_layout(search: Search, needed: int) -> str:
     try:
         if (least := search.least_bytes) < math.inf:
             said += f", {least / GIB:,.1f} GiB with the highest ZeRO stage, micro-batches of 1 and recomputation"
+        if (fewest := search.on_fewest_ranks()) is not None:
+            ranks = fewest.world_size
+            said += f"; no flags fit {counted(search.world_size, 'GPU')}, and {ranks:,} GPUs are the fewest that fit"
+            return f"{said}: plan for them with --world_size={ranks}"
         more = search.larger_sizes()
         if more and (least := dataclasses.replace(search, world_size=more[-1]).least_bytes) < math.inf:
             said += f", {least / GIB:,.1f} GiB on {more[-1]:,} GPUs, the most that share its batch"
@@ -105,18 +110,21 @@ def _no_layout(search: Search, needed: int) -> str:
     return f"{said}; no flags fit: use a smaller model, shorter samples, or devices with more memory"
 
 
-def _verdict(plan: Plan, present: Layout | None, best: Layout, device_bytes: int) -> Iterator[str]:
+def _verdict(plan: Plan, present: Layout | None, best: Layout, search: Search) -> Iterator[str]:
     """Say whether the requested layout fits, and how fast it would be."""
-    needed, space = plan.needed_bytes() / GIB, device_bytes / GIB
+    needed, space = plan.needed_bytes() / GIB, search.device_bytes / GIB
     if present is not None:
         faster = present.time.seconds / best.time.seconds
         more = f"; the recommended layout is {faster:.2f} times as fast" if faster > 1.02 else "; no layout is faster"
-        yield f"fits: {needed:,.1f} GiB of {space:,.1f} GiB; {present.time.seconds:,.3g} s a step predicted{more}"
+        if plan.needed_bytes() > search.usable_bytes:
+            roomier = best.plan.needed_bytes() <= search.usable_bytes
+            more = f"; less than {SPARE:.0%} are free{', unlike with the recommended layout' if roomier else ''}"
+        text = f"fits: {needed:,.1f} GiB of {space:,.1f} GiB; {present.time.seconds:,.3g} s a step predicted{more}"
+        yield from wrapped([Note(text)])
         return
-    ranks, tensor = best.plan.world_size, best.config.distributed.tensor_parallel
-    where = "" if ranks == plan.world_size else f"; {ranks:,} GPUs are the fewest that fit"
+    tensor, where = best.config.distributed.tensor_parallel, ""
     if tensor > plan.config.distributed.tensor_parallel:
-        where += f"; nothing does with less than --tensor_parallel={tensor}"
+        where = f"; nothing does with less than --tensor_parallel={tensor}"
     text = f"does not fit: {needed:,.1f} GiB of {space:,.1f} GiB{where}; the command below does"
     yield from wrapped([Note(text, is_warning=True)])
 
@@ -127,6 +135,8 @@ def _table(search: Search, layouts: Sequence[Layout], best: Layout) -> Iterator[
     if best not in shown:
         shown = [*shown[:-1], best]
     ranks = counted(search.world_size, "rank" if search.device_type == "cpu" else "GPU")
+    if search.device_type == "cuda" and not search.speeds.path:
+        ranks += f" ({search.speeds.device})"
     tensor = f"TP {search.tensor_parallel}, " if search.tensor_parallel > 1 else ""
     yield (f"layouts that fit {ranks}, {tensor}predicted, the fastest of {len(layouts)} (*: recommended):")
     rows = [("", *TITLES, "s/step", "tokens/s"), *(("*" * (layout is best), *_cells(layout)) for layout in shown)]

@@ -35,7 +35,8 @@ MOST_MICRO_BATCHES = 7  # micro-batch sizes to try
 MOST_BREADTH = 64  # breadth-first micro-batches, whose activations are all held
 MOST_RANKS = 2**24  # the limit of --world_size
 TENSOR_PARALLEL = (2, 4, 8)  # sizes of tensor-parallel groups within a node
-LEAST_GAIN = 0.02  # share of the time; below it the layout with the fewest changes is preferred
+LEAST_GAIN = 0.02  # share of the time; below it the layout that leaves the most memory is preferred
+SPARE = 0.03  # share of the memory that a layout leaves free
 SMALLEST_SAVING = 0.002  # share of the plan's memory; an option that saves less is not suggested
 ADVISED_SHARE = 0.9  # share of the plan's memory that a layout may need when suggested after an out-of-memory error
 # Options that the search sets; None: derived from the others.
@@ -82,7 +83,7 @@ class Layout:
 
 @dataclass(frozen=True)
 class Search:
-    """A run and the devices that it must fit."""
+    """A run and the devices that it must fit, with `SPARE` of their memory free."""
 
     asked: Config  # as typed, or resolved
     batch_size: int  # samples per iteration, the same in every layout
@@ -92,11 +93,16 @@ class Search:
     tensor: Changes = dataclasses.field(default_factory=dict)  # changes of `TENSOR` in a wider search
     until_s: float = dataclasses.field(default_factory=lambda: time.thread_time() + SEARCH_S)  # processor time
 
+    @property
+    def usable_bytes(self) -> int:
+        """The memory that a layout may need."""
+        return int(self.device_bytes * (1 - SPARE))
+
     @functools.cached_property
     def layouts(self) -> list[Layout]:
         """Layouts that fit, as far as found in time, the fastest first."""
         found: list[Layout] = []
-        if self.is_over or self.device_bytes < self.least_bytes < math.inf:
+        if self.is_over or self.usable_bytes < self.least_bytes < math.inf:
             return found
         for variants in itertools.takewhile(lambda _: not self.is_over, self._candidates()):
             if (layout := self._least_recomputation(variants)) is not None:
@@ -130,22 +136,20 @@ class Search:
             for recomputed in (0, self.asked.model.num_layers):  # recomputation may need more memory than it saves
                 step = {"mlp_recompute_level": "full", "recompute_layers": recomputed}
                 least = min(least, self.needed_bytes({**changes, **step}) or math.inf)
-            if least <= self.device_bytes:
+            if least <= self.usable_bytes:
                 break
         return least
 
     def wider(self) -> Iterator[Search]:
-        """Yield this search, those with more tensor parallelism on the same ranks, and the one on the fewest GPUs.
+        """Yield this search, and those with more tensor parallelism on the same ranks.
 
         Raises:
             SearchTooLongError: if the search runs out of time.
         """
         yield self
         for search in itertools.islice(self._with_tensor_parallelism(), 1, None):
-            if self.world_size % search.tensor_parallel == 0 and search.least_bytes <= self.device_bytes:
+            if self.world_size % search.tensor_parallel == 0 and search.least_bytes <= self.usable_bytes:
                 yield search
-        if (larger := self.on_fewest_ranks()) is not None:
-            yield larger
 
     def on_fewest_ranks(self) -> Search | None:
         """Return the search on the next larger number of GPUs that fits, with the least tensor parallelism.
@@ -155,7 +159,7 @@ class Search:
         """
         for search in self._with_tensor_parallelism():
             sizes = [dataclasses.replace(search, world_size=size) for size in search.larger_sizes()]
-            first = bisect.bisect_left(sizes, True, key=lambda search: search.least_bytes <= self.device_bytes)
+            first = bisect.bisect_left(sizes, True, key=lambda search: search.least_bytes <= self.usable_bytes)
             if first < len(sizes):
                 return sizes[first]
         return None
@@ -252,7 +256,7 @@ class Search:
                 continue
 
             def fits(step: Changes, config: Config = config) -> bool:
-                return self._planner.plan(changed(config, step)).needed_bytes() <= self.device_bytes
+                return self._planner.plan(changed(config, step)).needed_bytes() <= self.usable_bytes
 
             if (first := bisect.bisect_left(steps, True, key=fits)) < len(steps):
                 best = changed(config, steps[first]), {**changes, **steps[first]}
@@ -296,16 +300,16 @@ def fewest_changes(asked: Config, layout: Layout) -> Changes:
     return needed
 
 
-def recommended(layouts: Sequence[Layout], asked: Config) -> Layout:
-    """Return the fastest layout or, among those nearly as fast, the one closest to `asked`, which is resolved."""
-    values, limit_s = flatten(asked), layouts[0].time.seconds * (1 + LEAST_GAIN)
+def recommended(layouts: Sequence[Layout], asked: Config, usable_bytes: int) -> Layout:
+    """Return the layout that needs the least memory, of the fastest and those nearly as fast that `usable_bytes` hold.
 
-    def differences(layout: Layout) -> int:
-        return sum(value != values[name] for name, value in layout.values().items())
-
-    near = [layout for layout in layouts if layout.time.seconds <= limit_s]
-    order = [(differences(layout), layout.config.multi_stage.zero_stage, layout.time.seconds) for layout in near]
-    return near[order.index(min(order))]
+    `asked`, resolved, stays if it is one of them. layouts: the fastest first; if none fits, all of them count.
+    """
+    fitting = [layout for layout in layouts if layout.plan.needed_bytes() <= usable_bytes] or layouts
+    near = [layout for layout in fitting if layout.time.seconds <= fitting[0].time.seconds * (1 + LEAST_GAIN)]
+    options = flatten(asked)
+    same = [layout for layout in near if all(options[name] == value for name, value in layout.values().items())]
+    return min(same or near, key=lambda layout: layout.plan.needed_bytes())
 
 
 # -- advice for a run that ran out of memory ---------------------------------------------------------------------------
@@ -339,7 +343,7 @@ def less_memory(search: Search) -> str:
         return "" if smaller.is_over else "no flags save enough: use a smaller model, shorter samples, or more memory"
     config = search.resolved({})
     assert config is not None, "planned"
-    best = recommended(smaller.layouts, config)
+    best = recommended(smaller.layouts, config, smaller.usable_bytes)
     planned = f"{best.plan.needed_bytes() / GIB:,.1f} GiB instead of {needed / GIB:,.1f} GiB"
     return f"to plan {planned}, append {_flags(fewest_changes(search.asked, best))}"
 

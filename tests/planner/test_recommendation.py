@@ -12,6 +12,7 @@ import pytest
 from megatron_lite.cli.parse import parse
 from megatron_lite.data.indexed_dataset import IndexedDatasetWriter
 from megatron_lite.planner.auto import resolve_auto
+from megatron_lite.planner.devices import GPUS
 from megatron_lite.planner.plan import Planner
 from megatron_lite.planner.runtime import PLANNED_GPU_BYTES
 from megatron_lite.validation import resolve
@@ -53,10 +54,10 @@ def planned_bytes(flags: list[str], ranks: int, device_type: str = "cuda") -> in
 
 
 def check_recommendation(text: str) -> list[str]:
-    """Check that the recommended command fits GPUs of 80 GB, and return its flags."""
+    """Check that the recommended command fits GPUs of 80 GB and leaves 3 % free, and return its flags."""
     ranks, flags = command_of(text)
     assert not any(flag.startswith(("--dry_run", "--world_size", "--gpu")) for flag in flags)
-    assert planned_bytes(flags, ranks) <= PLANNED_GPU_BYTES, flags
+    assert planned_bytes(flags, ranks) <= 0.97 * PLANNED_GPU_BYTES, flags
     return flags
 
 
@@ -66,8 +67,8 @@ def test_the_guides_run_fits_its_own_cluster(capsys: pytest.CaptureFixture[str])
     assert "--min_lr=0.000003" in flags and len(flags) == 37
     text = page(capsys, *flags, "--world_size=128")
     assert fits(text) and "zero_stage 1" in text and "none *" in text
-    assert command_of(text) == (128, flags), "nothing is much faster"
-    for ranks in (8, 16, 32, 64):
+    assert command_of(text) == (128, [*flags, "--zero_stage=3"]), "as fast, and more than 3 % stay free"
+    for ranks in (4, 8, 16, 32, 64):
         assert planned_bytes([*flags, *SMALL_CLUSTER.split()], ranks) <= PLANNED_GPU_BYTES
 
 
@@ -184,7 +185,16 @@ def test_devices_and_links(capsys: pytest.CaptureFixture[str]) -> None:
     assert "on CPU" in texts["cpu"] and "GPU-hours" not in texts["cpu"] and "GPU-hours" in texts["h200"]
     slow = small_page(capsys, "--world_size=4", "--interconnect=ethernet:0.1", "--device_memory_gib=30")
     assert "--interconnect=ethernet 0.1 GB/s" in slow and "exposed communication" in slow
-    assert "30.0 GiB each" in slow
+    assert "30.0 GiB each" in slow and "data sheet of h100 (as no --gpu is named)" in slow
+
+
+@pytest.mark.parametrize("gpu", sorted(GPUS))
+def test_speeds_are_labelled(gpu: str, capsys: pytest.CaptureFixture[str]) -> None:
+    """Every card has a plan that names it; shares that no run has confirmed are called assumed."""
+    text = " ".join(small_page(capsys, "--world_size=4", f"--gpu={gpu}").split())
+    assert f"layouts that fit 4 GPUs ({gpu}), predicted" in text and f"data sheet of {gpu}:" in text
+    known = {"a100", "a100-40", "h100", "h200"}
+    assert ("assumed, as no run on this device has been measured" in text) == (gpu not in known)
 
 
 def test_a_gpu_without_bf16_is_slow_in_bf16(capsys: pytest.CaptureFixture[str]) -> None:
@@ -221,7 +231,10 @@ def test_the_smallest_number_of_gpus(capsys: pytest.CaptureFixture[str]) -> None
     ranks = int(text.split("dry run for ")[1].split()[0])
     assert ranks > 1 and "\nfits: " in text and f"--nproc-per-node={ranks}" in text
     fewer = small_page(capsys, f"--world_size={ranks // 2}", "--device_memory_gib=6")
-    assert f"; {ranks} GPUs are the fewest that fit" in " ".join(fewer.split())
+    assert f"and {ranks} GPUs are the fewest that fit: plan for them with --world_size={ranks}" in " ".join(
+        fewer.split()
+    )
+    assert "run this" not in fewer, "the number of ranks is the user's"
 
 
 def test_nothing_fits_any_number(capsys: pytest.CaptureFixture[str]) -> None:
@@ -234,15 +247,24 @@ def test_nothing_fits_any_number(capsys: pytest.CaptureFixture[str]) -> None:
 def test_the_job_script(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     """It is sound shell, holds the recommended words, and is never overwritten."""
     job = tmp_path / "my job.sbatch"
-    text = small_page(capsys, "--world_size=16", "--experiment_name=it's", f"--write_sbatch={job}")
+    folder = f"--experiment_dir={tmp_path / 'run'}"
+    text = small_page(capsys, "--world_size=16", "--experiment_name=it's", folder, f"--write_sbatch={job}")
     assert f"wrote {job}" in text
     script = job.read_text()
     assert subprocess.run(["bash", "-n", str(job)], capture_output=True).returncode == 0
     assert "#SBATCH --nodes=2\n" in script and "#SBATCH --gpus-per-node=8\n" in script and "--requeue" in script
     assert "'--experiment_name=it'\"'\"'s'" in script and "write_sbatch=" not in script and "--dry_run=" not in script
-    assert main(["--dry_run=1", *SMALL, "--world_size=16", f"--write_sbatch={job}"]) == 2
+    assert main(["--dry_run=1", *SMALL, "--world_size=16", folder, f"--write_sbatch={job}"]) == 2
     assert "File exists; name another file" in capsys.readouterr().err
     assert job.read_text() == script
+
+
+def test_a_job_needs_data_and_a_folder(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    """Without them nothing is written, and the error names the flags."""
+    job = tmp_path / "job.sbatch"
+    assert main(["--dry_run=1", *(flag for flag in SMALL if "source" not in flag), f"--write_sbatch={job}"]) == 2
+    folder, data = capsys.readouterr().err.splitlines()
+    assert "set --experiment_dir" in folder and "write --data_path" in data and not job.exists()
 
 
 def test_usage_errors(capsys: pytest.CaptureFixture[str]) -> None:
