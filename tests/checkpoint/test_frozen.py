@@ -48,25 +48,25 @@ LAYOUTS = [
 ]
 
 
-@pytest.mark.parametrize("loading", LAYOUTS, ids=lambda value: f"to{len(value[0])}{str(value[1])[6:]}")
 @pytest.mark.parametrize("saving", LAYOUTS, ids=lambda value: f"{len(value[0])}{str(value[1])[6:]}")
-def test_any_choice_of_frozen_parameters_reads_any_other(saving: Any, loading: Any, tmp_path: Path) -> None:
+def test_any_choice_of_frozen_parameters_reads_any_other(saving: Any, tmp_path: Path) -> None:
     """From trained to frozen and back, across dtypes and layouts: roundings and missing moments are reported."""
     saved = save(tmp_path, 10, 1, 3, 3, frozen=saving[0], frozen_dtype=saving[1])
-    layout = ((1, 3), (3, 1), (2, 8))[(LAYOUTS.index(saving) + LAYOUTS.index(loading)) % 3]
-    loaded, values, lines = load(tmp_path, *layout, frozen=loading[0], frozen_dtype=loading[1])
-    assert loaded is not None and loaded.iteration == 10
-    assert same(values, expected(saved, Layout(frozen=loading[0], frozen_dtype=loading[1])))
-    num_started = len(set(saving[0]) - set(loading[0]))
-    rounded = [name for name in loading[0] if saved["weights"][name].dtype != loading[1]]
-    num_rounded = 0 if loading[1] == torch.float32 else len(rounded)
-    said = "\n".join(lines)
-    assert len(lines) == bool(num_started) + bool(num_rounded), lines
-    assert (f"{num_started} of 8 parameter tensors have no exp_avg and exp_avg_sq" in said) == bool(num_started)
-    assert (f"{num_rounded} of 8 parameter tensors are frozen and were rounded" in said) == bool(num_rounded)
-    if num_rounded:
-        dtypes = {str(saved["weights"][name].dtype)[6:] for name in rounded}
-        assert all(f"{dtype} to {str(loading[1])[6:]}" in said for dtype in dtypes)
+    for number, (frozen, dtype) in enumerate(LAYOUTS, start=LAYOUTS.index(saving)):
+        layout = ((1, 3), (3, 1), (2, 8))[number % 3]
+        loaded, values, lines = load(tmp_path, *layout, frozen=frozen, frozen_dtype=dtype)
+        assert loaded is not None and loaded.iteration == 10
+        assert same(values, expected(saved, Layout(frozen=frozen, frozen_dtype=dtype))), (frozen, dtype)
+        num_started = len(set(saving[0]) - set(frozen))
+        rounded = [name for name in frozen if saved["weights"][name].dtype != dtype]
+        num_rounded = 0 if dtype == torch.float32 else len(rounded)
+        said = "\n".join(lines)
+        assert len(lines) == bool(num_started) + bool(num_rounded), lines
+        assert (f"{num_started} of 8 parameter tensors have no exp_avg and exp_avg_sq" in said) == bool(num_started)
+        assert (f"{num_rounded} of 8 parameter tensors are frozen and were rounded" in said) == bool(num_rounded)
+        if num_rounded:
+            dtypes = {str(saved["weights"][name].dtype)[6:] for name in rounded}
+            assert all(f"{before} to {str(dtype)[6:]}" in said for before in dtypes)
 
 
 def test_rounding_is_to_nearest_and_back_is_exact(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

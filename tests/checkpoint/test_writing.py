@@ -111,19 +111,17 @@ def names(root: Path) -> set[str]:
 # -- the format -------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
-    ("saving", "loading"),
-    list(itertools.product([(1, 8), (1, 1), (2, 3), (3, 2), (3, 8)], [(1, 3), (1, 8), (2, 1), (2, 8), (3, 3)])),
-)
-def test_any_layout_reads_any_other(saving: tuple[int, int], loading: tuple[int, int], tmp_path: Path) -> None:
+@pytest.mark.parametrize("saving", [(1, 8), (1, 1), (2, 3), (3, 2), (3, 8)])
+def test_any_layout_reads_any_other(saving: tuple[int, int], tmp_path: Path) -> None:
     """(ranks, parameters per stage): weights and both moments arrive bit for bit, padding stays zero."""
     saved = save(tmp_path, 10, 1, *saving, state=run_state(updates=7))
-    loaded, values, lines = load(tmp_path, *loading)
-    assert same(saved, values)
-    assert loaded is not None and lines == []
-    assert (loaded.iteration, loaded.world_size) == (10, saving[0])
-    assert loaded.state == run_state(updates=7)
-    assert loaded.config["split"] == [969.0, 30.0, 1.0] and loaded.config.keys() == flatten(Config()).keys()
+    for loading in ((1, 3), (1, 8), (2, 1), (2, 8), (3, 3)):
+        loaded, values, lines = load(tmp_path, *loading)
+        assert same(saved, values), loading
+        assert loaded is not None and lines == []
+        assert (loaded.iteration, loaded.world_size) == (10, saving[0])
+        assert loaded.state == run_state(updates=7)
+        assert loaded.config["split"] == [969.0, 30.0, 1.0] and loaded.config.keys() == flatten(Config()).keys()
 
 
 TENSOR_PARALLEL = [

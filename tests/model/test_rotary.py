@@ -7,9 +7,6 @@ from typing import Any
 
 import pytest
 import torch
-from transformers import LlamaConfig
-from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
-from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
 from megatron_lite.config import ModelConfig
 from megatron_lite.kernels.rotary import rotary_table
@@ -37,8 +34,10 @@ def resolved(**options: Any) -> ModelConfig:
     return tiny_config(1, **{**sizes, **options}).model
 
 
-def theirs(model: ModelConfig, left_out: Container[str] = ()) -> LlamaConfig:
-    """The same rope as Hugging Face has it; those of our names in `left_out` are not in its dict, or null."""
+def theirs(model: ModelConfig, left_out: Container[str] = ()) -> Any:
+    """A LlamaConfig of the same rope; those of our names in `left_out` are not in its dict, or null."""
+    from transformers import LlamaConfig
+
     parameters: dict[str, Any] = {"rope_type": model.rope_type, "rope_theta": model.rotary_base}
     if model.rotary_percent != 1.0:
         parameters["partial_rotary_factor"] = model.rotary_percent
@@ -92,14 +91,20 @@ ROPES: list[dict[str, Any]] = [
 ]
 
 
+def check_frequencies(options: dict[str, Any], model: ModelConfig, left_out: Container[str] = ()) -> None:
+    """Compare frequencies and factor with those of transformers, to the last bit."""
+    from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
+
+    expected, factor = ROPE_INIT_FUNCTIONS[model.rope_type](theirs(model, left_out), CPU)
+    assert torch.equal(rotary_frequencies(model, model.rotated_channels, CPU), expected), options
+    assert attention_factor(model) == factor, options
+
+
 @pytest.mark.filterwarnings("ignore")
-@pytest.mark.parametrize("options", ROPES, ids=str)
-def test_frequencies_and_factor_are_hugging_faces(options: dict[str, Any]) -> None:
-    """To the last bit; for every type and parameter."""
-    model = resolved(**options)
-    expected, factor = ROPE_INIT_FUNCTIONS[model.rope_type](theirs(model), CPU)
-    assert torch.equal(rotary_frequencies(model, model.rotated_channels, CPU), expected)
-    assert attention_factor(model) == factor
+def test_frequencies_and_factor_are_hugging_faces() -> None:
+    """For every type and parameter."""
+    for options in ROPES:
+        check_frequencies(options, resolved(**options))
 
 
 @pytest.mark.filterwarnings("ignore")
@@ -107,12 +112,7 @@ def test_frequencies_and_factor_are_hugging_faces(options: dict[str, Any]) -> No
 def test_missing_rope_options_are_filled_in_as_in_transformers(options: dict[str, Any]) -> None:
     """Original length, factor of yarn, ends of the ramp, rounding: from a dict that has only what was given."""
     model = resolved(**options, max_position_embeddings=3000)
-    config = theirs(model, [name for name in THEIR_NAMES if name not in options and "freq" not in name])
-    expected, factor = ROPE_INIT_FUNCTIONS[model.rope_type](config, CPU)
-    assert (
-        torch.equal(rotary_frequencies(model, model.rotated_channels, CPU), expected)
-        and attention_factor(model) == factor
-    )
+    check_frequencies(options, model, [name for name in THEIR_NAMES if name not in options and "freq" not in name])
 
 
 @pytest.mark.parametrize(
@@ -120,6 +120,8 @@ def test_missing_rope_options_are_filled_in_as_in_transformers(options: dict[str
 )
 def test_cos_and_sin_are_those_of_a_llama(options: dict[str, Any]) -> None:
     """Tables for positions in order and for any positions agree to the last bit."""
+    from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
+
     model = resolved(**options, max_position_embeddings=800)
     rotary = Rotary(model, 800)
     for positions, table in (

@@ -54,21 +54,20 @@ CASES = [
 ]
 
 
-@pytest.mark.parametrize(("stages", "weights", "grads", "depth", "breadth"), CASES)
-def test_buffers_are_never_taken_too_early_and_counts_match_theory(
-    stages: int, weights: int, grads: int, depth: int, breadth: int
-) -> None:
+def test_buffers_are_never_taken_too_early_and_counts_match_theory() -> None:
     """S + (2 depth - 1)(S - B) gathers a step; a stage reduces once, or once a micro-batch if its buffer is shared."""
-    plan = plans(stages, weights, grads)
-    schedule = training_schedule(plan, depth, breadth)
-    replay(plan, schedule)
-    assert len(gathers(schedule)) == stages + (2 * depth - 1) * (stages - weights)
-    per_stage = [sum(stage == reduced for reduced, _ in reduces(schedule)) for stage in range(stages)]
-    placement = [stage.grad_buffer for stage in plan]
-    shared = [placement.count(buffer) > 1 for buffer in placement]
-    assert per_stage == [depth if is_shared else 1 for is_shared in shared]
-    computed = [(step.kind, step.stage, step.micro_batch) for step in schedule]
-    assert len(computed) == len(set(computed)) == 2 * stages * depth * breadth
+    for case in CASES:
+        stages, weights, grads, depth, breadth = case
+        plan = plans(stages, weights, grads)
+        schedule = training_schedule(plan, depth, breadth)
+        replay(plan, schedule)
+        assert len(gathers(schedule)) == stages + (2 * depth - 1) * (stages - weights), case
+        per_stage = [sum(stage == reduced for reduced, _ in reduces(schedule)) for stage in range(stages)]
+        placement = [stage.grad_buffer for stage in plan]
+        shared = [placement.count(buffer) > 1 for buffer in placement]
+        assert per_stage == [depth if is_shared else 1 for is_shared in shared], case
+        computed = [(step.kind, step.stage, step.micro_batch) for step in schedule]
+        assert len(computed) == len(set(computed)) == 2 * stages * depth * breadth, case
 
 
 @pytest.mark.parametrize(("stages", "weights", "grads"), [(3, 1, 1), (4, 2, 2), (7, 3, 7), (7, 7, 2)])
