@@ -1,6 +1,7 @@
 """Texts generated with a cache equal those of transformers, whatever other texts grow with them."""
 
 from collections.abc import Mapping
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -14,11 +15,10 @@ from megatron_lite.model.embedding_and_head import Head
 from megatron_lite.model.kv_cache import KeyValueCache
 from megatron_lite.model.layer import MicroBatch
 from megatron_lite.seeds import derive_seed
+from tests.support import families
 from tests.support.harness import tiny_config
 
-pytest.importorskip("transformers", reason="transformers is not installed")
-from tests.support import families  # noqa: E402
-
+pytestmark = pytest.mark.skipif(find_spec("transformers") is None, reason="transformers is not installed")
 CPU = torch.device("cpu")
 LENGTHS = (1, 3, 12, 20, 6)  # of prompts; the windows of the families have 7 tokens
 NEW_TOKENS = 14

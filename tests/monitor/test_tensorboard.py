@@ -3,6 +3,7 @@
 import sys
 import threading
 import time
+from importlib.util import find_spec
 
 import pytest
 
@@ -13,7 +14,7 @@ from megatron_lite.monitor.trackers import check_trackers, open_trackers, read_m
 from megatron_lite.monitor.trackers.queued_tracker import TensorBoardTracker
 from megatron_lite.monitor.watch import Histogram, Summary, Watched
 
-pytest.importorskip("tensorboard", reason="tensorboard is not installed")
+pytestmark = pytest.mark.skipif(find_spec("tensorboard") is None, reason="tensorboard is not installed")
 CONFIG = Config(tracking=TrackingConfig(trackers=("jsonl", "tensorboard")))
 
 

@@ -8,6 +8,7 @@ import signal
 import socket
 import threading
 import time
+from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
@@ -19,7 +20,7 @@ from megatron_lite.monitor.watch import Histogram, Summary, Watched
 from tests.support import launch
 from tests.support.wandb_server import WandbServer
 
-pytest.importorskip("wandb", reason="wandb is not installed")
+pytestmark = pytest.mark.skipif(find_spec("wandb") is None, reason="wandb is not installed")
 CANARY = "c0ffee00" * 5
 OPTIONS = TrackingConfig(
     trackers=("jsonl", "wandb"),
