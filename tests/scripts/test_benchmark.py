@@ -70,19 +70,28 @@ def run_on_ranks(ranks: int, output: Path, *options: str) -> dict[str, Any]:
     return result
 
 
+PLAIN_SOME = {"plain ZeRO-1", "plain ZeRO-2 breadth-first", "plain ZeRO-3", "plain ZeRO-3 breadth-first"}
+SOME = {"DDP", "ZeRO-1", "ZeRO-3", "FSDP2", *PLAIN_SOME}
+EVERY = ({"DDP"} | OWN | PLAIN | FSDP) - COMPILED
+
+
+@pytest.fixture(scope="module", params=[SOME, pytest.param(EVERY, marks=pytest.mark.slow)], ids=["some", "every"])
+def names(request: pytest.FixtureRequest) -> set[str]:
+    """Configurations without compiled ones and those of transformers, which takes seconds to import."""
+    return request.param
+
+
 @pytest.fixture(scope="module")
-def result(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
-    """All configurations but compiled ones and those of transformers, which takes seconds to import; two
-    micro-batches."""
+def result(names: set[str], tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    """The benchmark of them, with two micro-batches."""
     output = tmp_path_factory.mktemp("benchmark") / "results.json"
-    names = ",".join({"DDP", *OWN, *PLAIN, *FSDP} - COMPILED)
-    return run_on_ranks(2, output, "--layers=both", "--micro_batches=2", f"--only={names}")
+    return run_on_ranks(2, output, "--layers=both", "--micro_batches=2", f"--only={','.join(names)}")
 
 
-def test_peers_compute_the_same_losses(result: dict[str, Any]) -> None:
+def test_peers_compute_the_same_losses(names: set[str], result: dict[str, Any]) -> None:
     """Every configuration has the same loss as ZeRO-1 at every step, and the loss moves, so that training took part."""
     rows = result["rows"]
-    assert set(rows) == ({"DDP"} | OWN | PLAIN | FSDP) - COMPILED
+    assert set(rows) == names
     for row in rows.values():
         assert len(row["losses"]) == 6
         assert row["losses"] == pytest.approx(rows["ZeRO-1"]["losses"], rel=0, abs=1e-5)
