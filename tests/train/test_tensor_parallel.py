@@ -32,12 +32,13 @@ def quick() -> Iterator[tuple[str, Layout]]:
         yield case, four if case in FOUR_RANKS else (1, 2, place % 2 == 0)
 
 
-WHOLE_TABLE = [(case, layout) for case in CASES for layout in LAYOUTS]
-
-
-def quick_and_slow(*quick: tuple[str, Layout]) -> list[Any]:
-    """Mark the rest of the whole table as slow."""
-    return [*quick, *(pytest.param(*each, marks=pytest.mark.slow) for each in WHOLE_TABLE if each not in quick)]
+def quick_and_slow(*quick: tuple[str, Layout]) -> Any:
+    """Parametrize `pairs`: each quick one alone, and as slow tests the rest of the whole table, by layout."""
+    chosen = [pytest.param([pair], id=f"{pair[0]}-{pair[1]}") for pair in quick]
+    for layout in LAYOUTS:
+        rest = [(case, layout) for case in CASES if (case, layout) not in quick]
+        chosen.append(pytest.param(rest, id=f"rest-{layout}", marks=pytest.mark.slow))
+    return pytest.mark.parametrize("pairs", chosen)
 
 
 # Relative errors of losses, and of gradients as parts of the largest one of a parameter. With 16 bits, sums over ranks
@@ -64,41 +65,40 @@ def sized(case: str, layout: Layout) -> Options:
     return options
 
 
-@pytest.mark.parametrize(("case", "layout"), quick_and_slow(*quick()))
-def test_gradients_are_those_of_one_rank(case: str, layout: Layout) -> None:
+@quick_and_slow(*quick())
+def test_gradients_are_those_of_one_rank(pairs: list[tuple[str, Layout]]) -> None:
     """Of every parameter and option; initial weights are equal to the bit, and so are copies of a parameter."""
-    one, several = on_one_rank(case), run_case(sized(case, layout), layout)
-    loss, gradients = tolerances(case)
-    assert several.initial.keys() == one.initial.keys()
-    assert all(torch.equal(several.initial[name], value) for name, value in one.initial.items())
-    np.testing.assert_allclose(several.losses, one.losses, rtol=loss)
-    largest = max(float(gradient.abs().max()) for gradient in one.gradients.values())
-    assert largest > 0 and several.gradients.keys() == one.gradients.keys()
-    for name, gradient in one.gradients.items():
-        # Biases of keys have no gradient but rounding.
-        size = max(float(gradient.abs().max()), 1e-3 * largest)
-        error = float((several.gradients[name] - gradient).abs().max()) / size
-        assert error <= gradients, (name, error)
+    for case, layout in pairs:
+        one, several = on_one_rank(case), run_case(sized(case, layout), layout)
+        loss, gradients = tolerances(case)
+        assert several.initial.keys() == one.initial.keys(), case
+        assert all(torch.equal(several.initial[name], value) for name, value in one.initial.items()), case
+        np.testing.assert_allclose(several.losses, one.losses, rtol=loss, err_msg=case)
+        largest = max(float(gradient.abs().max()) for gradient in one.gradients.values())
+        assert largest > 0 and several.gradients.keys() == one.gradients.keys(), case
+        for name, gradient in one.gradients.items():
+            # Biases of keys have no gradient but rounding.
+            size = max(float(gradient.abs().max()), 1e-3 * largest)
+            error = float((several.gradients[name] - gradient).abs().max()) / size
+            assert error <= gradients, (case, name, error)
 
 
-@pytest.mark.parametrize(
-    ("case", "layout"), quick_and_slow(("gpt2", (1, 2, False)), ("llama, multi-query", (2, 2, True)))
-)
-def test_training_is_that_of_one_rank(case: str, layout: Layout) -> None:
+@quick_and_slow(("gpt2", (1, 2, False)), ("llama, multi-query", (2, 2, True)))
+def test_training_is_that_of_one_rank(pairs: list[tuple[str, Layout]]) -> None:
     """Losses of twenty steps to 1e-6 relative, gradient norms to 1e-5, weights to 1e-5, but those of key biases."""
-    one, zero_stage = on_one_rank(case, 20), 1 + (list(CASES).index(case) + LAYOUTS.index(layout)) % 3
-    stage = {} if "zero_stage" in CASES[case] else {"zero_stage": zero_stage}
-    several = run_case({**sized(case, layout), **stage}, layout, 20)
-    assert len(set(one.losses)) == 20, "nothing is trained"
-    loss, gradients = tolerances(case)
-    np.testing.assert_allclose(several.losses, one.losses, rtol=loss)
-    np.testing.assert_allclose(several.grad_norms, one.grad_norms, rtol=max(gradients, 1e-5))
-    if loss > 1e-6:
-        return  # with 16 bits, Adam turns errors of small gradients into steps
-    for name, weight in one.weights.items():
-        np.testing.assert_allclose(
-            without_keys(name, several.weights[name]), without_keys(name, weight), rtol=0, atol=1e-5, err_msg=name
-        )
+    for case, layout in pairs:
+        one, zero_stage = on_one_rank(case, 20), 1 + (list(CASES).index(case) + LAYOUTS.index(layout)) % 3
+        stage = {} if "zero_stage" in CASES[case] else {"zero_stage": zero_stage}
+        several = run_case({**sized(case, layout), **stage}, layout, 20)
+        assert len(set(one.losses)) == 20, f"{case}: nothing is trained"
+        loss, gradients = tolerances(case)
+        np.testing.assert_allclose(several.losses, one.losses, rtol=loss, err_msg=case)
+        np.testing.assert_allclose(several.grad_norms, one.grad_norms, rtol=max(gradients, 1e-5), err_msg=case)
+        if loss > 1e-6:
+            continue  # with 16 bits, Adam turns errors of small gradients into steps
+        for name, weight in one.weights.items():
+            ours, theirs = without_keys(name, several.weights[name]), without_keys(name, weight)
+            np.testing.assert_allclose(ours, theirs, rtol=0, atol=1e-5, err_msg=f"{case}: {name}")
 
 
 def without_keys(name: str, weight: Tensor) -> np.ndarray:
@@ -118,15 +118,16 @@ BUFFERS: list[Options] = [
 ]
 
 
-@pytest.mark.parametrize(("case", "layout"), quick_and_slow(("qwen3", (2, 2, True))))
-def test_zero_stages_and_buffer_counts_change_no_bit(case: str, layout: Layout) -> None:
-    options = sized(case, layout)
-    if "zero_stage" in options or layout[0] == 1:
-        pytest.skip("takes one ZeRO stage only, or has one data rank")
-    first, *others = (run_case({**options, **buffers}, layout, 2) for buffers in BUFFERS)
-    for other in others:
-        assert other.losses == first.losses and other.grad_norms == first.grad_norms
-        assert all(torch.equal(other.weights[name], weight) for name, weight in first.weights.items())
+@quick_and_slow(("qwen3", (2, 2, True)))
+def test_zero_stages_and_buffer_counts_change_no_bit(pairs: list[tuple[str, Layout]]) -> None:
+    for case, layout in pairs:
+        options = sized(case, layout)
+        if "zero_stage" in options or layout[0] == 1:
+            continue  # takes one ZeRO stage only, or has one data rank
+        first, *others = (run_case({**options, **buffers}, layout, 2) for buffers in BUFFERS)
+        for other in others:
+            assert other.losses == first.losses and other.grad_norms == first.grad_norms, case
+            assert all(torch.equal(other.weights[name], weight) for name, weight in first.weights.items()), case
 
 
 RECOMPUTED: list[Options] = [
