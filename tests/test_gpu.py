@@ -29,21 +29,13 @@ ROOT = Path(__file__).resolve().parent.parent
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")]
 
 # Everything that a Llama has: each operation has a kernel of its own.
-LLAMA = dict(
-    gated=True,
-    normalization_type="rms_norm",
-    use_rotary_embeddings=True,
-    head_groups=2,
-    add_linear_biases=False,
-    tie_word_embeddings=False,
-    num_layers=3,
+LLAMA = dict(gated=True, normalization_type="rms_norm", use_rotary_embeddings=True, head_groups=2) | dict(
+    add_linear_biases=False, tie_word_embeddings=False, num_layers=3
 )
-NORMS = LLAMA | dict(
-    qk_layernorm=True,
-    hybrid_norm=True,
-    input_embedding_norm=True,
-    full_precision_residual=True,
-    zero_centered_normalization=True,
+NORMS = (
+    LLAMA
+    | dict(qk_layernorm=True, hybrid_norm=True, input_embedding_norm=True, full_precision_residual=True)
+    | dict(zero_centered_normalization=True)
 )
 
 

@@ -26,7 +26,6 @@ from pathlib import Path
 
 import numpy as np
 
-from tests.support.datasets import write_dataset
 from tests.support.forked_ranks import (
     describe,
     processes_of_starts,
@@ -40,6 +39,7 @@ from tests.support.forked_ranks import (
 from tests.support.launch import PROGRAM, TINY
 from tests.support.os_calls import OsCall
 from tests.support.results import assert_all_good, assert_same_run, checkpoints
+from tests.support.token_files import write_documents
 
 RANKS = 2
 STARTUP_TIMEOUT_S = 5
@@ -248,7 +248,7 @@ def notify(sender: int, moment: Moment) -> Callable[[OsCall], None]:
 def write_corpus(prefix: Path) -> None:
     """Write a data set that a run reads more than once."""
     generator = np.random.default_rng(0)
-    write_dataset(prefix, (generator.integers(0, 64, size=int(generator.integers(1, 40))) for _ in range(60)))
+    write_documents(prefix, (generator.integers(0, 64, size=int(generator.integers(1, 40))) for _ in range(60)))
 
 
 class Harness:

@@ -64,13 +64,8 @@ class NoAttention(torch.autograd.Function):
         return tuple(grads[0].new_empty(shape) for shape in ctx.shapes)
 
 
-LLAMA = dict(
-    gated=True,
-    activation_type="silu",
-    normalization_type="rms_norm",
-    use_rotary_embeddings=True,
-    head_groups=2,
-    add_linear_biases=False,
+LLAMA = dict(gated=True, activation_type="silu", normalization_type="rms_norm", use_rotary_embeddings=True) | dict(
+    head_groups=2, add_linear_biases=False
 )
 
 

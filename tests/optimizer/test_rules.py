@@ -12,11 +12,11 @@ from megatron_lite.config import Config
 from megatron_lite.data.open_data import open_data
 from megatron_lite.distributed.process_group import Distributed
 from megatron_lite.monitor.trackers import read_metrics
-from tests.support.datasets import write_dataset
 from tests.support.engine_runs import DelayedGroup, Engine, LateGroup, Outcome
 from tests.support.harness import LLAMA, run_distributed, tiny_config, train_tiny
 from tests.support.launch import TINY, run
 from tests.support.plain_gpt import PlainGPT
+from tests.support.token_files import write_documents
 
 Options = dict[str, Any]
 ITERATIONS = 10
@@ -196,7 +196,7 @@ def test_a_bad_step_leaves_every_bit_as_it_was() -> None:
 def test_a_run_from_the_command_line_learns(optimizer: str, tmp_path: Path) -> None:
     """A corpus of counting numbers: the loss falls below half of it; memory and Muon's traffic are in the log."""
     rate = {"muon": 0.01, "lion": 0.002, "sgd": 0.5}[optimizer]
-    write_dataset(tmp_path / "corpus", (np.arange(first, first + 64) % 64 for first in range(64)))
+    write_documents(tmp_path / "corpus", (np.arange(first, first + 64) % 64 for first in range(64)))
     flags = [
         f"--optimizer={optimizer}",
         f"--lr={rate}",

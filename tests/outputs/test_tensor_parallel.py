@@ -13,8 +13,8 @@ import torch.distributed as dist
 from megatron_lite.data.tokenizing import save_byte_tokenizer
 from megatron_lite.distributed.process_group import Distributed
 from megatron_lite.monitor.trackers import read_metrics
-from tests.support.datasets import write_dataset
 from tests.support.harness import run_distributed, tiny_config, train_whole
+from tests.support.token_files import write_documents
 
 Options = dict[str, Any]
 LAYOUTS: dict[str, tuple[int, Options]] = {
@@ -31,30 +31,15 @@ def options(folder: Path) -> Options:
     (folder / "prompts.txt").write_text("the\na longer one\n")
     for name in ("first", "second"):
         for kind, top, dtype in (("tokens", 257, "<u2"), ("mask", 2, "|u1")):
-            write_dataset(folder / f"{name}.{kind}", np.split(draw.integers(0, top, 240).astype(dtype), 8), dtype)
-    return dict(
-        vocab_size=257,
-        sequence_length=24,
-        train_iters=2,
-        lr=1e-2,
-        lr_warmup_iters=2,
-        init_method_std=0.5,
-        head_groups=2,
-        dataset_source="list",
-        data_path=tuple(str(folder / f"{name}.tokens") for name in ("first", "second")),
-        loss_mask=tuple(str(folder / f"{name}.mask") for name in ("first", "second")),
-        split=(2.0, 1.0, 1.0),
-        validation_iters="all",
-        validation_interval=2,
-        validation_by_dataset=True,
-        test_iters=1,
-        ema_type="ema",
-        ema_beta=0.5,
-        tokenizer_file=str(folder / "tokenizer.json"),
-        sample_interval=2,
-        sample_tokens=6,
-        sample_temperature=1.0,
-        sample_prompts=str(folder / "prompts.txt"),
+            write_documents(folder / f"{name}.{kind}", np.split(draw.integers(0, top, 240).astype(dtype), 8), dtype)
+    return (
+        dict(vocab_size=257, sequence_length=24, train_iters=2, lr=1e-2, lr_warmup_iters=2, init_method_std=0.5)
+        | dict(head_groups=2, dataset_source="list")
+        | dict(data_path=tuple(str(folder / f"{name}.tokens") for name in ("first", "second")))
+        | dict(loss_mask=tuple(str(folder / f"{name}.mask") for name in ("first", "second")), split=(2.0, 1.0, 1.0))
+        | dict(validation_iters="all", validation_interval=2, validation_by_dataset=True, test_iters=1)
+        | dict(ema_type="ema", ema_beta=0.5, tokenizer_file=str(folder / "tokenizer.json"), sample_interval=2)
+        | dict(sample_tokens=6, sample_temperature=1.0, sample_prompts=str(folder / "prompts.txt"))
     )
 
 

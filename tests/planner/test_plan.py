@@ -260,14 +260,8 @@ PEAK_CASES: list[dict[str, Any]] = [
     dict(full_precision_residual=True, training_dtype="bf16", vocab_size=100),
     dict(full_precision_residual=True, training_dtype="bf16", gated=True, hidden_dropout=0.1, vocab_size=100, **RMS),
     dict(full_precision_residual=True, training_dtype="bf16", layers_per_stage=2.0, **EVERY_NORM, **RMS),
-    dict(
-        full_precision_residual=True,
-        training_dtype="bf16",
-        recompute_layers=2,
-        breadth_first_micro_batches=3,
-        batch_size=6,
-        vocab_size=100,
-    ),
+    dict(full_precision_residual=True, training_dtype="bf16", recompute_layers=2, breadth_first_micro_batches=3)
+    | dict(batch_size=6, vocab_size=100),
     dict(qk_layernorm=True, vocab_size=100, **RMS),
     dict(qk_layernorm=True, vocab_size=100, training_dtype="bf16"),
     dict(),

@@ -25,14 +25,8 @@ from tests.support.wire import sent_bytes
 
 Options = dict[str, Any]
 LLAMA: Options = dict(
-    normalization_type="rms_norm",
-    use_rotary_embeddings=True,
-    gated=True,
-    add_linear_biases=False,
-    tie_word_embeddings=False,
-    head_groups=2,
-    ffn_hidden_size=96,
-)
+    normalization_type="rms_norm", use_rotary_embeddings=True, gated=True, add_linear_biases=False
+) | dict(tie_word_embeddings=False, head_groups=2, ffn_hidden_size=96)
 SPLIT: Options = dict(sequence_tensor_parallel=True)
 CASES: list[Options] = [
     dict(vocab_size=61),

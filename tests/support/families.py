@@ -15,41 +15,16 @@ SEQUENCE_LENGTH = 24  # longer than every window and original length below, shor
 VOCAB_SIZE = 61
 
 _LLAMA: dict[str, Any] = dict(
-    model_type="llama",
-    vocab_size=VOCAB_SIZE,
-    hidden_size=30,
-    intermediate_size=44,
-    num_hidden_layers=2,
-    num_attention_heads=5,
-    max_position_embeddings=64,
-    rms_norm_eps=1e-4,
-    bos_token_id=1,
-    eos_token_id=2,
-)
+    model_type="llama", vocab_size=VOCAB_SIZE, hidden_size=30, intermediate_size=44, num_hidden_layers=2
+) | dict(num_attention_heads=5, max_position_embeddings=64, rms_norm_eps=1e-4, bos_token_id=1, eos_token_id=2)
 _GPT2: dict[str, Any] = dict(
-    model_type="gpt2",
-    vocab_size=VOCAB_SIZE,
-    n_embd=24,
-    n_layer=3,
-    n_head=3,
-    n_positions=40,
-    layer_norm_epsilon=1e-4,
-    resid_pdrop=0.0,
-    embd_pdrop=0.0,
-    attn_pdrop=0.0,
-    bos_token_id=1,
-    eos_token_id=2,
-)
+    model_type="gpt2", vocab_size=VOCAB_SIZE, n_embd=24, n_layer=3, n_head=3, n_positions=40
+) | dict(layer_norm_epsilon=1e-4, resid_pdrop=0.0, embd_pdrop=0.0, attn_pdrop=0.0, bos_token_id=1, eos_token_id=2)
 _STARCODER2: dict[str, Any] = {
     key: value for key, value in _LLAMA.items() if key not in ("model_type", "rms_norm_eps")
 } | dict(model_type="starcoder2", norm_epsilon=1e-4)
-_LLAMA3_ROPE = dict(
-    rope_type="llama3",
-    rope_theta=500.0,
-    factor=4.0,
-    low_freq_factor=1.0,
-    high_freq_factor=4.0,
-    original_max_position_embeddings=16,
+_LLAMA3_ROPE = dict(rope_type="llama3", rope_theta=500.0, factor=4.0, low_freq_factor=1.0, high_freq_factor=4.0) | dict(
+    original_max_position_embeddings=16
 )
 _YARN = dict(rope_type="yarn", rope_theta=500.0, factor=4.0, original_max_position_embeddings=16)
 _LINEAR = dict(rope_type="linear", rope_theta=500.0, factor=4.0)
@@ -58,14 +33,8 @@ _LINEAR = dict(rope_type="linear", rope_theta=500.0, factor=4.0)
 FAMILIES: dict[str, dict[str, Any]] = {
     "llama": _LLAMA | dict(num_key_value_heads=5, rope_parameters=dict(rope_type="default", rope_theta=100.0)),
     "llama, llama3 rope, tied, attention biases": _LLAMA
-    | dict(
-        num_attention_heads=6,
-        num_key_value_heads=3,
-        head_dim=10,
-        tie_word_embeddings=True,
-        attention_bias=True,
-        rope_parameters=_LLAMA3_ROPE,
-    ),
+    | dict(num_attention_heads=6, num_key_value_heads=3, head_dim=10, tie_word_embeddings=True)
+    | dict(attention_bias=True, rope_parameters=_LLAMA3_ROPE),
     "llama, linear rope, MLP biases": _LLAMA
     | dict(num_key_value_heads=1, mlp_bias=True, hidden_act="gelu", rope_parameters=_LINEAR),
     "mistral, window": _LLAMA
@@ -73,15 +42,8 @@ FAMILIES: dict[str, dict[str, Any]] = {
         model_type="mistral", hidden_size=22, num_attention_heads=3, num_key_value_heads=1, head_dim=8, sliding_window=7
     ),
     "mistral, yarn, tied": _LLAMA
-    | dict(
-        model_type="mistral",
-        num_attention_heads=6,
-        num_key_value_heads=3,
-        head_dim=10,
-        sliding_window=None,
-        tie_word_embeddings=True,
-        rope_parameters=_YARN | dict(truncate=False, attention_factor=1.3),
-    ),
+    | dict(model_type="mistral", num_attention_heads=6, num_key_value_heads=3, head_dim=10, sliding_window=None)
+    | dict(tie_word_embeddings=True, rope_parameters=_YARN | dict(truncate=False, attention_factor=1.3)),
     "gpt2": _GPT2,
     "gpt2, untied, inverse layer scale": _GPT2
     | dict(tie_word_embeddings=False, scale_attn_by_inverse_layer_idx=True, n_inner=40, activation_function="relu"),
@@ -89,58 +51,24 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "gpt_bigcode, multi-head, untied": _GPT2
     | dict(model_type="gpt_bigcode", multi_query=False, n_embd=30, n_head=5, n_inner=44, tie_word_embeddings=False),
     "starcoder2, window": _STARCODER2
-    | dict(
-        hidden_size=36,
-        num_attention_heads=6,
-        num_key_value_heads=3,
-        sliding_window=7,
-        rope_parameters=dict(rope_type="default", rope_theta=999.4420358813),
-    ),
+    | dict(hidden_size=36, num_attention_heads=6, num_key_value_heads=3, sliding_window=7)
+    | dict(rope_parameters=dict(rope_type="default", rope_theta=999.4420358813)),
     "starcoder2, yarn, untied, no biases": _STARCODER2
-    | dict(
-        num_key_value_heads=1,
-        use_bias=False,
-        tie_word_embeddings=False,
-        rope_parameters=_YARN | dict(mscale=1.2, mscale_all_dim=0.7),
-    ),
+    | dict(num_key_value_heads=1, use_bias=False, tie_word_embeddings=False)
+    | dict(rope_parameters=_YARN | dict(mscale=1.2, mscale_all_dim=0.7)),
     "qwen2, yarn": _LLAMA
-    | dict(
-        model_type="qwen2",
-        hidden_size=36,
-        num_attention_heads=6,
-        num_key_value_heads=3,
-        rope_parameters=_YARN | dict(beta_fast=20.0, beta_slow=2.0),
-    ),
+    | dict(model_type="qwen2", hidden_size=36, num_attention_heads=6, num_key_value_heads=3)
+    | dict(rope_parameters=_YARN | dict(beta_fast=20.0, beta_slow=2.0)),
     "qwen2, window, tied": _LLAMA
-    | dict(
-        model_type="qwen2",
-        num_key_value_heads=5,
-        use_sliding_window=True,
-        sliding_window=7,
-        max_window_layers=0,
-        tie_word_embeddings=True,
-    ),
+    | dict(model_type="qwen2", num_key_value_heads=5, use_sliding_window=True, sliding_window=7)
+    | dict(max_window_layers=0, tie_word_embeddings=True),
     "qwen3": _LLAMA
-    | dict(
-        model_type="qwen3",
-        hidden_size=22,
-        num_key_value_heads=5,
-        head_dim=8,
-        rope_parameters=dict(rope_type="default", rope_theta=1e6),
-    ),
+    | dict(model_type="qwen3", hidden_size=22, num_key_value_heads=5, head_dim=8)
+    | dict(rope_parameters=dict(rope_type="default", rope_theta=1e6)),
     "qwen3, linear rope, window, biases, tied": _LLAMA
-    | dict(
-        model_type="qwen3",
-        num_attention_heads=6,
-        num_key_value_heads=3,
-        head_dim=10,
-        attention_bias=True,
-        use_sliding_window=True,
-        sliding_window=7,
-        max_window_layers=0,
-        tie_word_embeddings=True,
-        rope_parameters=_LINEAR,
-    ),
+    | dict(model_type="qwen3", num_attention_heads=6, num_key_value_heads=3, head_dim=10, attention_bias=True)
+    | dict(use_sliding_window=True, sliding_window=7, max_window_layers=0, tie_word_embeddings=True)
+    | dict(rope_parameters=_LINEAR),
 }
 
 

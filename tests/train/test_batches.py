@@ -17,7 +17,6 @@ from megatron_lite.model.layer import MASKED
 from megatron_lite.monitor.metrics import LogWindow
 from megatron_lite.monitor.trackers import read_metrics
 from tests.support import documents
-from tests.support.datasets import write_dataset
 from tests.support.harness import (
     Trajectory,
     full_weights,
@@ -32,14 +31,11 @@ from tests.support.launch import TINY, run, succeed
 from tests.support.memory_meters import a_model
 from tests.support.plain_gpt import PlainGPT, plain_adamw
 from tests.support.results import weights
+from tests.support.token_files import write_documents
 
 SIZES = [3, 3, 8, 8, 8, 5, 5]  # of the iterations of "0:3 2:8 5:5"
-UNEVEN: dict[str, Any] = dict(
-    batch_size=None,
-    batch_size_schedule=("0:3", "2:8", "5:5"),
-    micro_batch_size=2,
-    allow_nondivisible_batch_size=True,
-    lr_warmup_iters=2,
+UNEVEN: dict[str, Any] = dict(batch_size=None, batch_size_schedule=("0:3", "2:8", "5:5"), micro_batch_size=2) | dict(
+    allow_nondivisible_batch_size=True, lr_warmup_iters=2
 )
 
 
@@ -193,7 +189,7 @@ def test_another_schedule_on_resume_is_said(tmp_path: Path) -> None:
 def corpus(tmp_path_factory: pytest.TempPathFactory) -> str:
     """Return the prefix of a data set with 23 samples in the validation documents."""
     prefix, generator = str(tmp_path_factory.mktemp("corpus") / "corpus"), np.random.default_rng(0)
-    write_dataset(prefix, (generator.integers(0, 64, size=size) for size in (400, 7, 150, 213)))
+    write_documents(prefix, (generator.integers(0, 64, size=size) for size in (400, 7, 150, 213)))
     return prefix
 
 
@@ -232,7 +228,7 @@ def test_the_whole_validation_split_counts_once(ranks: int, corpus: str, tmp_pat
 def test_each_data_set_is_validated_by_itself(corpus: str, tmp_path: Path) -> None:
     """Over the whole validation data, the losses of the data sets add up to the loss of the blend, in every output."""
     other = tmp_path / "other"
-    write_dataset(other, (np.arange(100) % 64 for _ in range(4)))
+    write_documents(other, (np.arange(100) % 64 for _ in range(4)))
     flags = [*TINY, "--dataset_source=list", "--data_path", corpus, str(other), "--split=1,3", "--train_iters=1"]
     flags += ["--validation_iters=all", "--validation_by_dataset=1", f"--experiment_dir={tmp_path / 'run'}"]
     outcome = succeed(flags)

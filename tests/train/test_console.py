@@ -8,8 +8,8 @@ import pytest
 
 from megatron_lite.config import Config, flatten
 from megatron_lite.monitor.trackers import read_metrics
-from tests.support.datasets import write_dataset
 from tests.support.launch import TINY, read_exit, run, succeed
+from tests.support.token_files import write_documents
 
 LINE = re.compile(
     r"iteration +\d+/20 \| loss \d\.\d{4} \| lr \d\.\d\de-\d\d \| grad norm \S+ \| \S+ ms/step \| [\d,]+ tokens/s"
@@ -116,7 +116,7 @@ def test_longer_run_whose_learning_rate_jumps_is_warned_of(tmp_path: Path) -> No
 @pytest.mark.slow
 def test_a_run_that_waits_for_its_data_says_so_once(tmp_path: Path) -> None:
     """Documents of one token, shuffled, take longer to collect than a tiny model to train on them."""
-    write_dataset(tmp_path / "x", (np.array([1]) for _ in range(20_000)))
+    write_documents(tmp_path / "x", (np.array([1]) for _ in range(20_000)))
     flags = ["--dataset_source=list", f"--data_path={tmp_path / 'x'}", "--split=1", "--shuffle_documents=1"]
     outcome = succeed([*TINY, *flags, "--num_workers=0", "--batch_size=64", "--train_iters=120"])
     (line,) = [line for line in outcome.output.splitlines() if "data is the bottleneck" in line]

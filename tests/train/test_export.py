@@ -14,8 +14,8 @@ from megatron_lite.data.open_data import open_data
 from megatron_lite.distributed.process_group import Distributed
 from megatron_lite.model.embedding_and_head import Head
 from tests.support import harness
-from tests.support.datasets import write_dataset
 from tests.support.harness import run_distributed, same_weights, start_run
+from tests.support.token_files import write_documents
 
 
 @pytest.fixture(scope="module")
@@ -37,7 +37,7 @@ def a_corpus(folder: Path) -> str:
     """Write a few documents with some structure to learn."""
     prefix = str(folder / "corpus")
     generator = np.random.default_rng(0)
-    write_dataset(prefix, (np.cumsum(generator.integers(0, 3, size=90)) % 64 for _ in range(60)))
+    write_documents(prefix, (np.cumsum(generator.integers(0, 3, size=90)) % 64 for _ in range(60)))
     return prefix
 
 

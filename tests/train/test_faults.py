@@ -20,7 +20,6 @@ from megatron_lite.checkpoint import files, manifest
 from megatron_lite.distributed import peer_watch
 from megatron_lite.distributed.peer_watch import MeetingPoint, connect
 from megatron_lite.monitor.trackers import read_metrics
-from tests.support.datasets import write_dataset
 from tests.support.launch import (
     TINY,
     Outcome,
@@ -34,6 +33,7 @@ from tests.support.launch import (
     succeed,
 )
 from tests.support.results import digests
+from tests.support.token_files import write_documents
 
 RANKS = 2
 CANARY = "a5ecretc0deca5ecretc0deca5ecretc0deca5ec"
@@ -80,7 +80,7 @@ DAMAGE: dict[str, tuple[Callable[[Path], None], tuple[str, ...]]] = {
     ),
     "missing tokens": (lambda prefix: prefix.with_suffix(".bin").unlink(), (".bin",)),
     "shorter than a sample": (
-        lambda prefix: write_dataset(prefix, [[1, 2, 3, 4]] * 4),
+        lambda prefix: write_documents(prefix, [[1, 2, 3, 4]] * 4),
         (".bin: 16 tokens for training", "one sample needs 17"),
     ),
 }
@@ -90,7 +90,7 @@ DAMAGE: dict[str, tuple[Callable[[Path], None], tuple[str, ...]]] = {
 def test_damaged_data(tmp_path: Path, damage: str) -> None:
     """Exit 3 before any training, one line that names the file and the fact, printed once for two ranks."""
     prefix, experiment = tmp_path / "corpus", tmp_path / "run"
-    write_dataset(prefix, [[index % 64 for index in range(100)]] * 10)
+    write_documents(prefix, [[index % 64 for index in range(100)]] * 10)
     change, facts = DAMAGE[damage]
     change(prefix)
     before = digests(tmp_path)
@@ -106,7 +106,7 @@ def corpus_with(prefix: Path, tokens: dict[tuple[int, int], int] | None = None) 
     documents = [[(7 * index) % 64 for index in range(100)] for _ in range(10)]
     for (document, offset), token in (tokens or {}).items():
         documents[document][offset] = token
-    write_dataset(prefix, documents)
+    write_documents(prefix, documents)
 
 
 def train_on(prefix: Path, experiment: Path, *more: str) -> list[str]:
@@ -134,7 +134,7 @@ def test_token_outside_of_the_vocabulary(tmp_path: Path, bad: str, num_workers: 
         corpus_with(prefix, {(6, 41): 64})
         where = "document 6, offset 41: token id 64 is outside the vocabulary of 64"
     else:
-        write_dataset(prefix, [[65000] * 100] * 10)
+        write_documents(prefix, [[65000] * 100] * 10)
         where = "token id 65000 is outside the vocabulary of 64"
     outcome = run([*command, "--train_iters=50"], RANKS)
     message = assert_one_error(outcome, f"{prefix}.bin: document", where, codes=[3, 6], experiment=experiment)

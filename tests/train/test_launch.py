@@ -15,7 +15,6 @@ import pytest
 
 from megatron_lite.monitor.trackers import read_metrics
 from tests.support import warm_python
-from tests.support.datasets import write_dataset
 from tests.support.launch import (
     MARKER,
     PROGRAM,
@@ -31,6 +30,7 @@ from tests.support.launch import (
     read_exit,
     run,
 )
+from tests.support.token_files import write_documents
 
 # The README's command that needs no file, with fewer iterations and lines to compare.
 NO_FILE = [
@@ -84,7 +84,7 @@ def test_every_part_at_once_is_quiet(tmp_path: Path) -> None:
     """Two ranks without torchrun: bf16, ZeRO-3, data workers, saves, exports, a path with spaces and umlauts that the
     console cannot spell. Nothing on stderr but what the program says, and no process left."""
     prefix = str(tmp_path / "corpus")
-    write_dataset(prefix, (np.arange(document, document + 100, dtype=np.int64) % 64 for document in range(20)))
+    write_documents(prefix, (np.arange(document, document + 100, dtype=np.int64) % 64 for document in range(20)))
     experiment = tmp_path / "run über alles"
     command = [
         *TINY,

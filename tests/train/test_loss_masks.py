@@ -11,9 +11,9 @@ from megatron_lite.data.open_data import open_data
 from megatron_lite.distributed.process_group import Distributed
 from megatron_lite.monitor.trackers import read_metrics
 from megatron_lite.outputs.step_inputs import PATIENCE
-from tests.support.datasets import write_dataset
 from tests.support.harness import run_distributed, tiny_config, train_tiny, train_whole
 from tests.support.plain_gpt import PlainGPT, plain_adamw
+from tests.support.token_files import write_documents
 
 TOKENS, ITERATIONS = 900, 5
 
@@ -26,7 +26,7 @@ def corpus(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     for start, length in ((30, 60), (150, 5), (200, 90), (400, 1), (410, 100), (700, 90)):
         counts[start : start + length] = 0
     for name, array, dtype in (("tokens", np.arange(TOKENS), "<u2"), ("mask", counts, "|u1")):
-        write_dataset(folder / name, np.split(array, [100, 101, 450, 800]), dtype)
+        write_documents(folder / name, np.split(array, [100, 101, 450, 800]), dtype)
     return {
         "dataset_source": "list",
         "data_path": (str(folder / "tokens"),),
@@ -70,8 +70,8 @@ def test_where_no_label_counts_there_is_no_loss(tmp_path: Path) -> None:
     Of each split, only the first token counts, which is never a label: the start of the run cannot see that.
     """
     for name, dtype, documents in (("a", "<u2", np.arange(800)), ("mask", "|u1", np.arange(800) % 400 == 0)):
-        write_dataset(tmp_path / name, np.split(documents, [400]), dtype)
-    write_dataset(tmp_path / "b", [np.arange(400)] * 2, "<u2")
+        write_documents(tmp_path / name, np.split(documents, [400]), dtype)
+    write_documents(tmp_path / "b", [np.arange(400)] * 2, "<u2")
     masked, both = str(tmp_path / "a"), ("0.5", str(tmp_path / "a"), "0.5", str(tmp_path / "b"))
     common = {"dataset_source": "list", "split": (0.5, 0.5), "vocab_size": 800, "log_interval": 1, "ema_type": "ema"}
     common |= {"train_iters": 5, "validation_iters": 1, "validation_interval": 2, "validation_by_dataset": True}

@@ -15,7 +15,6 @@ from megatron_lite.distributed.process_group import Distributed
 from megatron_lite.kernels.attention.attention import Documents
 from megatron_lite.model.gpt import build_gpt
 from megatron_lite.model.layer import MASKED, Layer, MicroBatch
-from tests.support.datasets import write_dataset
 from tests.support.harness import (
     ROTARY_GATED,
     full_weights,
@@ -26,6 +25,7 @@ from tests.support.harness import (
     train_tiny,
 )
 from tests.support.plain_gpt import PlainGPT, plain_adamw
+from tests.support.token_files import write_documents
 
 SIZES = [7, 0, 30, 1, 1, 16, 5, 17, 0, 0, 40, 2, 3, 64, 11, 16, 9, 50]
 ITERATIONS = 6
@@ -37,7 +37,7 @@ def corpus(tmp_path_factory: pytest.TempPathFactory) -> tuple[str, Tensor]:
     """Return the prefix of a data set without repeated tokens, and the document of each token."""
     prefix = str(tmp_path_factory.mktemp("corpus") / "corpus")
     tokens = np.random.default_rng(0).permutation(sum(SIZES))
-    write_dataset(prefix, np.split(tokens, np.cumsum(SIZES)[:-1]))
+    write_documents(prefix, np.split(tokens, np.cumsum(SIZES)[:-1]))
     documents = torch.empty(len(tokens), dtype=torch.int64)
     documents[torch.from_numpy(tokens)] = torch.from_numpy(np.repeat(np.arange(len(SIZES)), SIZES))
     return prefix, documents

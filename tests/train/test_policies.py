@@ -4,9 +4,9 @@ from pathlib import Path
 
 import numpy as np
 
-from tests.support.datasets import write_dataset
 from tests.support.launch import TINY, run, succeed
 from tests.support.results import assert_all_good, checkpoints, weights
+from tests.support.token_files import write_documents
 
 
 def test_by_time_and_by_rules(tmp_path: Path) -> None:
@@ -66,7 +66,7 @@ def test_resuming_from_another_folder(tmp_path: Path) -> None:
 
 
 def write_corpus(prefix: Path, seed: int) -> None:
-    write_dataset(prefix, np.random.default_rng(seed).integers(0, 64, size=(50, 60)))
+    write_documents(prefix, np.random.default_rng(seed).integers(0, 64, size=(50, 60)))
 
 
 def test_data_replaced_under_the_same_path(tmp_path: Path) -> None:

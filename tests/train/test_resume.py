@@ -19,9 +19,9 @@ import numpy as np
 import pytest
 
 from megatron_lite.checkpoint import manifest
-from tests.support.datasets import write_dataset
 from tests.support.launch import TINY, Start, command_line, read_exit, run, succeed
 from tests.support.results import assert_all_good, assert_same_run, checkpoints, curve, weights
+from tests.support.token_files import write_documents
 
 ITERATIONS = 30
 RANKS = 2
@@ -33,7 +33,7 @@ def corpus(tmp_path_factory: pytest.TempPathFactory) -> str:
     """Return the prefix of a data set whose training split is read about 1.5 times."""
     prefix = str(tmp_path_factory.mktemp("corpus") / "corpus")
     generator = np.random.default_rng(0)
-    write_dataset(prefix, (generator.integers(0, 64, size=int(generator.integers(1, 100))) for _ in range(60)))
+    write_documents(prefix, (generator.integers(0, 64, size=int(generator.integers(1, 100))) for _ in range(60)))
     return prefix
 
 

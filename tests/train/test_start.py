@@ -7,8 +7,8 @@ from pathlib import Path
 
 import numpy as np
 
-from tests.support.datasets import write_dataset
 from tests.support.launch import PROGRAM, ROOT, TINY
+from tests.support.token_files import write_documents
 
 # Each takes 0.1 to 1 s to import, and a run on a CPU with none of their options needs none of them.
 HEAVY = set(
@@ -29,7 +29,7 @@ def run_python(code: str, *arguments: str) -> str:
 
 def test_a_run_on_a_cpu_imports_nothing_heavy(tmp_path: Path) -> None:
     """Training, recomputation, a validation, a checkpoint and data workers take PyTorch, NumPy and safetensors only."""
-    write_dataset(tmp_path / "data", (np.arange(length) % 50 for length in range(20, 100)))
+    write_documents(tmp_path / "data", (np.arange(length) % 50 for length in range(20, 100)))
     code = (
         "import sys, pretrain_gpt\n"
         "assert pretrain_gpt.main(sys.argv[1:]) == 0\n"

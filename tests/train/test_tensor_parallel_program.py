@@ -15,9 +15,9 @@ import torch.distributed as dist
 from megatron_lite.distributed.process_group import Distributed
 from megatron_lite.outputs.evaluation import evaluate
 from megatron_lite.train import train_step
-from tests.support.datasets import write_dataset
 from tests.support.harness import Trajectory, run_distributed, same_weights, start_run, tiny_config, train_tiny
 from tests.support.tensor_cases import CASES, QWEN3, Layout, Options, result_of, run_case, run_rank
+from tests.support.token_files import write_documents
 
 PROGRAM: Options = {**QWEN3, "vocab_size": 61, "logit_z_loss": 1e-2, "batch_size": 4, "lr": 1e-3, "clip_grad": 0.5}
 PROGRAM_LAYOUTS: dict[int, Options] = {2: {"sequence_tensor_parallel": True, "zero_stage": 2}, 4: {"zero_stage": 3}}
@@ -42,7 +42,7 @@ def write_corpus(folder: Path) -> Options:
     cuts = np.sort(random.choice(2000, 150, replace=False))
     arrays = {"tokens": (random.integers(64, size=2000), "<u2"), "mask": (random.random(2000) < 0.6, "|u1")}
     for name, (values, dtype) in arrays.items():
-        write_dataset(folder / name, np.split(values, cuts), dtype)
+        write_documents(folder / name, np.split(values, cuts), dtype)
     return {
         "dataset_source": "list",
         "data_path": (str(folder / "tokens"),),
