@@ -130,8 +130,7 @@ def with_remedies(
             path, failure = write_snapshot(experiment.root, distributed)
             snapshot = "" if failure else str(path)
         with contextlib.suppress(Exception):  # memory is scarce: a failed search must not hide the error
-            device_bytes = device_memory_bytes(distributed.device, distributed.local_world_size)
-            device_bytes = expected.free_bytes or device_bytes
+            device_bytes = expected.free_bytes or device_memory_bytes(distributed.device, distributed.local_world_size)
             batch_size, device_type = config.batch.batch_size or 1, distributed.device.type
             search = Search(asked or config, batch_size, distributed.world_size, device_type, device_bytes)
             found = remedies(search)

@@ -121,17 +121,14 @@ def most_bytes(config: Config, layers: Sequence[Layer]) -> float:
 def check_memory(config: Config, layers: Sequence[Layer], distributed: Distributed) -> None:
     """Check, before anything is allocated, that a CPU run finds the memory that its tensors need. A GPU refuses itself.
 
-    A process's first plan takes a second, so a run that is small for its machine has none. The runtime does not count:
-    a part of it is in use already, and the rest is an upper bound.
+    A first plan takes a second, so a run that is small for its machine has none. The runtime is partly in use: left out.
 
     Raises:
         OutOfMemoryError: if the memory that is free on this machine, divided by its ranks, is too little.
     """
-    if distributed.device.type != "cpu" or config.training.inference or config.distributed.ignore_memory_check:
-        return
-    ranks = distributed.local_world_size
+    ranks, exempt = distributed.local_world_size, config.training.inference or config.distributed.ignore_memory_check
     free = available_bytes() // ranks
-    if most_bytes(config, layers) <= free:
+    if distributed.device.type != "cpu" or exempt or most_bytes(config, layers) <= free:
         return
     try:
         needed = Planner(distributed.world_size, "cpu", distributed.rank).plan(config).peak_bytes()
