@@ -58,7 +58,7 @@ from megatron_lite.run.exit_status import print_failure, print_page
 from megatron_lite.run.progress_line import ProgressLine
 from megatron_lite.validation import resolve
 
-LONGEST_DEFAULT = 2048
+UNKNOWN_LENGTH = 2048  # of samples, at most, for a folder that does not say how it was trained
 
 
 def parse_options(arguments: Sequence[str] | None) -> argparse.Namespace:
@@ -75,7 +75,7 @@ def parse_options(arguments: Sequence[str] | None) -> argparse.Namespace:
     count = number(int, 1, LARGEST_COUNT)
     add("--samples", type=count, help="number of samples of --data_path (default: all)")
     add("--seed", type=int, help="--seed of training, which determines where samples begin (default: 1234)")
-    add("--sequence_length", type=count, help=f"tokens per sample (default: the model's, up to {LONGEST_DEFAULT})")
+    add("--sequence_length", type=count, help="tokens per sample (default: as in training)")
     add("--micro_batch_size", type=count, default=1, help="samples per forward pass (default: 1)")
     add("--cross_document_attention", type=int, choices=(0, 1), default=1, help="as in training (default: 1)")
     add("--json", action="store_true", help="print one JSON object")
@@ -179,12 +179,8 @@ def result(options: argparse.Namespace) -> dict[str, object]:
     """
     device = choose_device(options.device)
     tokenizer = find_tokenizer(options)
-    length = options.sequence_length
-    model = load_model(options.model, length or LONGEST_DEFAULT, options.dtype, device, options.weights)
-    longest = model.config.max_position_embeddings or 0
-    if length is not None and length > longest:
-        raise UsageError(f"--sequence_length={length}: must be at most {longest:,}, the longest context of this model")
-    length = length or min(longest, LONGEST_DEFAULT)
+    model = load_model(options.model, options.sequence_length, options.dtype, device, options.weights, UNKNOWN_LENGTH)
+    length = model.longest
     if options.text:
         assert tokenizer is not None
         micro_batches = text_batches(
@@ -221,7 +217,7 @@ def in_words(record: dict[str, object]) -> str:
     parts += [] if perplexity is None else [f"perplexity {perplexity:.4f}"]
     parts += ["bits per byte unknown (no tokenizer)" if bits is None else f"bits per byte {bits:.6f}"]
     bytes_ = "" if record["bytes"] is None else f", {record['bytes']:,} bytes"
-    return f"{' | '.join(parts)} | {record['tokens']:,} tokens{bytes_}"
+    return f"{' | '.join(parts)} | {record['tokens']:,} tokens{bytes_}, in samples of {record['sequence_length']:,}"
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

@@ -7,8 +7,8 @@ Generation runs the training model (`megatron_lite/model/gpt.py`) and does not n
 forward pass and each new token another, with cached keys and values. Texts are independent: each has its own seed, and
 its tokens do not depend on how many texts are generated at a time.
 
-A text ends at the end of its document, at a --stop string, after --max_new_tokens, or at the longest context of the
-model (max_position_embeddings; a note says so).
+A text ends at the end of its document, at a --stop string, after --max_new_tokens, or when it is as long as the samples
+of the training (--sequence_length; a note says so).
 
 Exit codes: 0 done, 2 usage, 3 data (prompt or tokenizer), 4 model, 5 numerics, 7 memory.
 """
@@ -24,7 +24,7 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # works without installation
 
 import scripts  # noqa: F401  names a missing package
-from megatron_lite.cli.script_parser import ScriptParser, number
+from megatron_lite.cli.script_parser import LARGEST_COUNT, ScriptParser, number
 from megatron_lite.run.host import prepare_libraries
 from megatron_lite.run.launcher_watch import LauncherWatch
 
@@ -64,6 +64,11 @@ def parse_options(arguments: Sequence[str] | None) -> argparse.Namespace:
         help="add the special tokens of the tokenizer's template, such as <s>, to prompts (default: 1)",
     )
     add("--max_new_tokens", type=number(int, 1), default=64, help="maximum length of the continuation (default: 64)")
+    add(
+        "--sequence_length",
+        type=number(int, 2, LARGEST_COUNT),
+        help="maximum length of prompt and continuation (default: as in training, or the model's context)",
+    )
     add("--temperature", type=number(float, 0), default=1.0, help="0: always take the most probable token (default: 1)")
     add("--top_k", type=number(int, 1), help="sample from this many most probable tokens (default: all)")
     add(
@@ -124,11 +129,8 @@ def continued(options: argparse.Namespace) -> Iterator[tuple[int, str, Text, str
     # The user writes the prompts, so special tokens spelled out in them are intended.
     tokenizer = open_tokenizer(options.model, options.tokenizer_file, special_tokens=True)
     template = bool(options.add_special_tokens)
-    lengths = [len(tokenizer.encode(prompt, template)) for prompt in prompts]
-    longest_text = max(lengths) + options.max_new_tokens + 1
-    model = load_model(options.model, longest_text, options.dtype, device, options.weights)
-    vocab_size, longest = model.config.vocab_size, model.config.max_position_embeddings
-    assert longest is not None
+    model = load_model(options.model, options.sequence_length, options.dtype, device, options.weights)
+    vocab_size, longest = model.config.vocab_size, model.longest
     sampling = SamplingOptions(options.temperature, options.top_k, options.top_p)
     texts = [
         Text(
@@ -161,8 +163,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
             else:
                 print_page((f"--- {index + 1} ---\n" if many else "") + prompt + continuation)
             if text.finish == "context":
-                note = f"NOTE: text {index + 1} ends at {longest:,} tokens, the longest context of this model"
-                print(note + " (max_position_embeddings)", file=sys.stderr)
+                note = (
+                    f"NOTE: text {index + 1} ends at {longest:,} tokens (--sequence_length; by default, as in training)"
+                )
+                print(note, file=sys.stderr)
     except Exception as error:
         return print_failure(error, "write a smaller --batch_size or --max_new_tokens, or --dtype=bf16")
     return EXIT_DONE

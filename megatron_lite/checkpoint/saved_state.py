@@ -8,10 +8,10 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Annotated, Any
 
-from megatron_lite.checkpoint.decoding import Count, Rule
+from megatron_lite.checkpoint.decoding import Count, PositiveCount, Rule
 from megatron_lite.config.optimizer import EMA_TYPES
 from megatron_lite.config.structured_values import keep_rules
 from megatron_lite.config.values import (
@@ -51,9 +51,11 @@ HexFloat = Annotated[str, Rule("a hexadecimal float", _is_hex)]
 HexIteration = Annotated[str, Rule("a hexadecimal float that is an iteration", _is_iteration)]
 Digest = Annotated[str, Rule("16 hexadecimal digits", lambda value: re.fullmatch(r"[0-9a-f]{16}", value) is not None)]
 EmaType = Annotated[str, Rule(f"one of {', '.join(EMA_TYPES)}", EMA_TYPES.__contains__)]
+Sha256 = Annotated[str, Rule("64 hexadecimal digits", lambda value: re.fullmatch(r"[0-9a-f]{64}", value) is not None)]
 TokenDtype = Annotated[
     str, Rule("the dtype of tokens", {"uint8", "int8", "int16", "int32", "int64", "uint16"}.__contains__)
 ]
+_TOKENIZER = {"tokenizer_sha256?": Sha256, "tokenizer_size?": Count}  # of the data
 
 
 # A run's state outside its shards. `state` of each class returns its part: `LossScale`, `Guard`, the clipping of
@@ -78,8 +80,19 @@ RUN_STATE = {
         "sets": list[tuple[Count, Count, TokenDtype, Digest]],
         "tokenizer": Digest | None,
         "masks?": list[Digest | None],
+        **_TOKENIZER,
     },
 }
+# What an export says of its training, all as far as known: see `WeightSource.training`.
+TRAINING = {"sequence_length?": PositiveCount, **_TOKENIZER}
+
+
+def training_facts(sequence_length: int, data: Mapping[str, Any]) -> dict[str, Any]:
+    """Return what is known of a training, see `TRAINING`. data: that of RUN_STATE."""
+    return {"sequence_length": sequence_length} | {
+        key: data[key] for key in ("tokenizer_sha256", "tokenizer_size") if key in data
+    }
+
 
 _TYPES: dict[str, tuple[type, ...]] = {"int": (int,), "float": (int, float), "bool": (bool,), "str": (str,)}
 _PARSERS: dict[str, Callable[[Any], Any]] = {

@@ -74,7 +74,7 @@ def with_source(given: Mapping[str, Any]) -> tuple[dict[str, Any], tuple[Note, .
     typed, notes = with_preset(given)
     path = typed.get("pretrained_checkpoint_path")
     if path is None:
-        return typed, notes
+        return _with_own_positions(typed), notes
     if given.get("load_pretrained_weights", True):
         # Only typed options: the folder's own values are no reason to warn.
         reason = "has no effect with --pretrained_checkpoint_path, because no weight is initialized"
@@ -164,6 +164,14 @@ def _own_values(given: Mapping[str, Any]) -> Stated | None:
         return None
     where, config = str(newest[0]), newest[1].config
     return Stated(where, model_folder.checkpoint_values(config, where), model_folder.saved_model_type(config))
+
+
+def _with_own_positions(given: dict[str, Any]) -> dict[str, Any]:
+    """Add the number of learned positions in the run's newest checkpoint: by default, older versions had 2,048."""
+    is_learned = given.get("use_position_embeddings", not given.get("use_rotary_embeddings", False))
+    if not is_learned or "max_position_embeddings" in given or (own := _own_values(given)) is None:
+        return given
+    return {"max_position_embeddings": own.values.get("max_position_embeddings"), **given}
 
 
 def _differences(ours: Mapping[str, Any], theirs: dict[str, Any], names: Collection[str]) -> list[Difference]:

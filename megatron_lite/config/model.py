@@ -72,7 +72,8 @@ class ModelConfig(Area):
         1, "pad the vocabulary to a multiple of this; the padding never affects a result", minimum=1, maximum=65536
     )
     max_position_embeddings: PositiveInt = optional(
-        "number of learned positions, and the context length that exports state", "max(2048, sequence_length)"
+        "number of learned positions, and the context length that exports state",
+        "sequence_length; with llama3 and yarn at least 2048",
     )
     use_position_embeddings: bool = optional("add learned positions", "not use_rotary_embeddings")
     use_rotary_embeddings: bool = option(False, "use rotary positions (RoPE)", basic=True)

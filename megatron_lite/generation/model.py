@@ -13,6 +13,7 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import itertools
+import logging
 import math
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
@@ -37,6 +38,8 @@ from megatron_lite.model.layer import Layer, MicroBatch
 from megatron_lite.parameter import DTYPES, Parameter
 from megatron_lite.run.launch import thread_limit
 
+logger = logging.getLogger("megatron_lite")
+
 
 class LocalModel:
     """All layers of a model with their weights, in one process."""
@@ -50,7 +53,7 @@ class LocalModel:
         # Without the options that only training uses.
         model = dataclasses.replace(source.model, attention_dropout=0.0, hidden_dropout=0.0, embedding_dropout=0.0)
         self.config = dataclasses.replace(model, make_vocab_size_divisible_by=1)
-        self.device, self.dtype = device, dtype
+        self.device, self.dtype, self.longest, self.training = device, dtype, length, source.training
         self.layers = build_gpt(self.config, length, REFERENCES)
         source.check(shapes_of(self.layers))
         source.verify()
@@ -108,22 +111,34 @@ def choose_device(name: str) -> torch.device:
 
 
 def load_model(
-    folder: Path, length: int | None, dtype: str | None, device: torch.device, weights: str = "raw"
+    folder: Path,
+    length: int | None,
+    dtype: str | None,
+    device: torch.device,
+    weights: str = "raw",
+    most: int | None = None,
 ) -> LocalModel:
-    """Load the model of a folder for texts of up to `length` tokens, capped at its number of positions.
+    """Load the model of a folder for texts of up to `length` tokens; warn if it was trained with shorter ones.
 
     Args:
-        length: None for as many as the model has positions.
+        length: None: the length of training, or where that is unknown the number of positions, up to `most`.
         dtype: fp32, bf16 or fp16; None: fp32 on a CPU, bf16 on a GPU.
         weights: raw, or average: the running averages in one of our checkpoints.
 
     Raises:
         CheckpointError: if the folder holds no complete, supported model.
+        UsageError: if there are fewer learned positions.
     """
     with open_source(folder, weights=weights, whole=True) as source:
-        longest = source.model.max_position_embeddings
+        positions = source.model.max_position_embeddings
+        trained = source.training.get("sequence_length", positions)
+        if length is not None and length > trained:
+            if source.model.use_position_embeddings and length > positions:
+                raise UsageError(f"--sequence_length={length}: the model has {positions:,} learned positions")
+            logger.warning("--sequence_length=%d: the model was trained with at most %d tokens", length, trained)
+        default = trained if "sequence_length" in source.training else min(positions, most or positions)
         chosen = DTYPES[dtype or ("fp32" if device.type == "cpu" else "bf16")]
-        return LocalModel(source, min(length or longest, longest), chosen, device)
+        return LocalModel(source, length or default, chosen, device)
 
 
 def model_arguments() -> argparse.ArgumentParser:

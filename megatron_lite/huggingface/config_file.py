@@ -8,6 +8,7 @@ written as in transformers 4 (rope_theta, rope_scaling) and 5 (rope_parameters).
 from __future__ import annotations
 
 from collections.abc import Mapping
+from types import MappingProxyType
 from typing import Any
 
 from megatron_lite.checkpoint.saved_state import check_value
@@ -17,6 +18,7 @@ from megatron_lite.config.values import FLAGS, LARGEST_INTEGER, BadValueError
 from megatron_lite.errors import CheckpointError
 from megatron_lite.huggingface.architectures import ACTIVATIONS, ARCHITECTURES, biases_of, check_exportable, shown
 
+TRAINING_KEY = "megatron_lite"  # what is known of the training, see `saved_state.TRAINING`
 ROPE_KEYS = ("rope_theta", "rope_scaling", "rope_parameters")
 _ORIGINAL = "original_max_position_embeddings"
 # Names in rope_parameters that each type uses; ours begin with rope_, and are None for the other types.
@@ -122,9 +124,10 @@ _CONSTANTS: dict[str, tuple[Any, ...]] = {
 # Keys without effect on the model: origin, precision of the files, tokens, generation settings, classifier labels, and
 # keys that older versions of transformers wrote into every file.
 _MEANINGLESS = frozenset(
-    """
-    architectures model_type _name_or_path name_or_path transformers_version _commit_hash dtype torch_dtype
-    bos_token_id eos_token_id pad_token_id sep_token_id decoder_start_token_id tokenizer_class prefix use_cache
+    f"""
+    {TRAINING_KEY} architectures model_type _name_or_path name_or_path transformers_version _commit_hash dtype
+    torch_dtype bos_token_id eos_token_id pad_token_id sep_token_id decoder_start_token_id tokenizer_class prefix
+    use_cache
     finetuning_task task_specific_params problem_type id2label label2id num_labels _num_labels
     return_dict output_hidden_states output_attentions output_scores torchscript use_bfloat16 tf_legacy_loss
     chunk_size_feed_forward is_decoder tie_encoder_decoder tie_last_hidden_states gradient_checkpointing
@@ -316,7 +319,9 @@ def _is_count(value: Any) -> bool:
     return isinstance(value, int) and not isinstance(value, bool) and value >= 1
 
 
-def hugging_face_config(config: Config, special_tokens: dict[str, int | None]) -> dict[str, Any]:
+def hugging_face_config(
+    config: Config, special_tokens: Mapping[str, int | None], training: Mapping[str, Any] = MappingProxyType({})
+) -> dict[str, Any]:
     """Return config.json for a resolved configuration.
 
     Has both spellings of the dtype and of rotary positions: transformers 5 reads `dtype` and `rope_parameters`, older
@@ -324,6 +329,7 @@ def hugging_face_config(config: Config, special_tokens: dict[str, int | None]) -
 
     Args:
         special_tokens: bos_token_id and eos_token_id; None: unknown.
+        training: what is known of it, see `saved_state.TRAINING`.
 
     Raises:
         UsageError: if no architecture can express the model.
@@ -355,7 +361,7 @@ def hugging_face_config(config: Config, special_tokens: dict[str, int | None]) -
         # With learned positions, the rows of their table; with rotary ones, the trained length.
         content["max_position_embeddings"] = max(model.max_position_embeddings, config.batch.sequence_length)
         content |= write_rope(model)
-    return content
+    return content | ({TRAINING_KEY: dict(training)} if training else {})
 
 
 def _window(name: str, model: ModelConfig) -> dict[str, Any]:

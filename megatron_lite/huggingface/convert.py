@@ -69,7 +69,8 @@ def write_huggingface(
     if not isinstance(source, CheckpointSource):
         content = model_folder.read_object(source.folder, model_folder.CONFIG_NAME)
     tokens = ("bos_token_id", "eos_token_id")
-    written.finish(tokenizer_file, {key: content[key] for key in tokens if type(content.get(key)) is int})
+    special = {key: content[key] for key in tokens if type(content.get(key)) is int}
+    written.finish(tokenizer_file, special, training=source.training)
     return written
 
 

@@ -125,7 +125,7 @@ def save_huggingface(
 
     def finish() -> None:
         if is_writer:
-            folder.finish(config.data.tokenizer_file, trained=trained)
+            folder.finish(config.data.tokenizer_file, trained=trained, training=trained.facts if trained else {})
             check()
             files.publish(temporary, directory, has_only_our_files)
 

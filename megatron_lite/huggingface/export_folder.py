@@ -16,6 +16,7 @@ import os
 import re
 from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any, NamedTuple
 
 import torch
@@ -137,10 +138,12 @@ class ExportFolder:
         tokenizer_file: str | Path | None,
         special_tokens: Mapping[str, int | None] | None = None,
         trained: TrainingSummary | None = None,
+        training: Mapping[str, Any] = MappingProxyType({}),
     ) -> None:
         """Add index, configuration, tokenizer and model card, and sync everything before publishing.
 
-        special_tokens: ids by config.json name; the tokenizer's take precedence. trained: for the card.
+        special_tokens: ids by config.json name; the tokenizer's take precedence. trained: for the card. training: for
+        config.json, see `saved_state.TRAINING`.
         """
         assert not self._missing, f"missing weights: {sorted(self._missing)[:5]}"
         assert not self.overflow, self.overflow
@@ -150,7 +153,7 @@ class ExportFolder:
         if tokenizer_file is not None:
             found = copy_tokenizer(tokenizer_file, self._folder)
             tokens |= {key: token for key, token in found.items() if token is not None}
-        content = hugging_face_config(self.config, tokens)
+        content = hugging_face_config(self.config, tokens, training)
         _write_json(self._folder / CONFIG_NAME, content)
         generation = {key: content[key] for key in ("bos_token_id", "eos_token_id") if content[key] is not None}
         _write_json(self._folder / "generation_config.json", {"_from_model_config": True, **generation})

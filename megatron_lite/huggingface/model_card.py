@@ -7,9 +7,10 @@ of a path, and omits options with private paths.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
 from pathlib import PurePath
+from typing import Any
 
 from megatron_lite.config import Config, flatten
 from megatron_lite.config.structured_values import weighted_paths
@@ -54,6 +55,7 @@ class TrainingSummary:
 
     iteration: int
     losses: dict[str, float]  # by name, in nats per token
+    facts: Mapping[str, Any] = field(default_factory=dict)  # see `saved_state.TRAINING`
 
 
 def model_card(config: Config, model_type: str, parameters: int, trained: TrainingSummary | None) -> str:
@@ -92,6 +94,7 @@ def _training(config: Config, trained: TrainingSummary) -> Iterator[str]:
         ("iterations", f"{trained.iteration:,} of {config.training.train_iters:,}"),
         ("tokens", f"{consumed_tokens(batch, trained.iteration):,}"),
         ("batch", f"{batch.batch_size:,} samples of {batch.sequence_length:,} tokens"),
+        ("context", f"{batch.sequence_length:,} tokens, the length of a sample"),
     ]
     for name, loss in trained.losses.items():
         perplexity = f"{math.exp(loss):,.2f}" if loss < 50 else "beyond 1e21"

@@ -14,7 +14,7 @@ import os
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from safetensors import SafetensorError, safe_open
@@ -25,6 +25,7 @@ from megatron_lite.checkpoint.files import Files
 from megatron_lite.checkpoint.manifest import SavedParameter, Slice
 from megatron_lite.checkpoint.names import open_regular, parse_json, reason
 from megatron_lite.checkpoint.reading import read_elements, read_overlap
+from megatron_lite.checkpoint.saved_state import training_facts
 from megatron_lite.config import ModelConfig
 from megatron_lite.errors import CheckpointError, DamagedError, shorten
 from megatron_lite.huggingface import model_folder
@@ -47,6 +48,7 @@ class WeightSource(contextlib.AbstractContextManager["WeightSource"]):
     model_type: str | None  # its Hugging Face architecture, or the requested one for exports; None: any
     description: str  # a few words for the log
     dtype: str  # fp32, bf16 or fp16: the dtype intended for use
+    training: Mapping[str, Any]  # what is known of it, see `saved_state.TRAINING`
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
@@ -134,6 +136,8 @@ class CheckpointSource(WeightSource):
         self.model_type = model_folder.saved_model_type(config)
         self.description = f"a checkpoint of iteration {self.iteration:,}"
         self.dtype = config.get("training_dtype", "fp32")
+        data = self.content.state.get("data", {})
+        self.training = training_facts(config["sequence_length"], data) if self.iteration else {}
         self.averaged, self._state = average, state
         self._good_share: tuple[int, int] | None = None  # (rank, world size) whose share is verified
         if average and not any("average" in saved.slices for saved in self.content.parameters.values()):
@@ -211,6 +215,7 @@ class HuggingFaceSource(WeightSource):
         super().__init__(folder)
         names, index = model_folder.weight_files(folder)
         values, self.model_type = model_folder.hugging_face_values(folder)
+        self.training = model_folder.training_of(folder)
         self.model = model_folder.resolved_model(values, f"{folder}: {model_folder.CONFIG_NAME}")
         self._filled = model or self.model
         with self._reported():

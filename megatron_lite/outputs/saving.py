@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import TypeVar
 
 from megatron_lite.checkpoint.retention import is_permanent, lack_now, prune
+from megatron_lite.checkpoint.saved_state import training_facts
 from megatron_lite.checkpoint.writing import Finished, Save, pause_s, shard_bytes, write_now
 from megatron_lite.config.structured_values import keep_rules
 from megatron_lite.distributed.agreement import together
@@ -205,7 +206,8 @@ def export(run: Run) -> None:
     else:
         weights = export_weights(run.model, run.config, run.distributed)
         try:
-            trained = TrainingSummary(run.iteration, run.evaluated.get(run.iteration, {}))
+            facts = training_facts(run.config.batch.sequence_length, run.data.identity) if run.iteration else {}
+            trained = TrainingSummary(run.iteration, run.evaluated.get(run.iteration, {}), facts)
             save_huggingface(directory, run.model, run.config, run.distributed, weights, run.experiment.check, trained)
         except NumericsError as error:  # the trained weights are fine, and saved
             run.logger.warning("no export of iteration %d: %s", run.iteration, error)

@@ -39,7 +39,8 @@ def model(draft: Draft) -> Iterator[Problem]:
     fill(draft, activation_type="silu" if draft.gated else "gelu", embedding_dropout=draft.hidden_dropout)
     fill(draft, add_qkv_biases=draft.add_linear_biases, add_mlp_biases=draft.add_linear_biases)
     fill(draft, use_position_embeddings=not draft.use_rotary_embeddings)
-    fill(draft, max_position_embeddings=max(2048, draft.sequence_length))
+    scaled = draft.use_rotary_embeddings and draft.rope_type in ("llama3", "yarn")  # they derive numbers from it
+    fill(draft, max_position_embeddings=max(2048 if scaled else 1, draft.sequence_length))
     if draft.use_position_embeddings and draft.sequence_length > draft.max_position_embeddings:
         rule = (
             f"samples are longer than the learned positions; write --sequence_length={draft.max_position_embeddings}, "

@@ -78,7 +78,7 @@ def _positions(options: Draft) -> Iterator[str]:
                 f"rope_original_max_position_embeddings {original} nor that times rope_factor"
             )
     if options.sequence_length > longest:
-        yield f"{typed(options, 'max_position_embeddings', 'sequence_length')}: exports state a shorter context"
+        yield f"{typed(options, 'max_position_embeddings', 'sequence_length')}: exports state the longer one"
 
 
 def _buffers(options: Draft) -> Iterator[str]:

@@ -16,6 +16,7 @@ from megatron_lite.huggingface.model_folder import MODEL_OPTIONS
 from megatron_lite.validation import resolve
 from tests.support.families import write_folder
 from tests.support.harness import TINY
+from tests.support.launch import TINY as STARTED
 from tests.support.launch import run
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -52,6 +53,15 @@ def test_the_folder_fills_in_the_model(folder: Path) -> None:
     different = {name for name in MODEL_OPTIONS if found[name] != wanted[name]}
     assert all(name.startswith("init_method_std") or name.endswith("_dropout") for name in different)
     assert found["window_size"] == 7 and found["rotary_base"] == 500.0 and found["head_groups"] == 3
+
+
+def test_a_run_keeps_the_learned_positions_of_its_checkpoint(tmp_path: Path) -> None:
+    """Older versions had 2,048 by default; a new run has as many as a sample has tokens."""
+    flags = [*RUN, f"--experiment_dir={tmp_path}"]
+    assert model_of(*flags)["max_position_embeddings"] == 16
+    assert run([*STARTED, "--train_iters=1", "--max_position_embeddings=99", *flags[-1:]]).codes == [0]
+    assert model_of(*flags)["max_position_embeddings"] == 99
+    assert model_of(*flags, "--use_rotary_embeddings=1")["max_position_embeddings"] == 16
 
 
 def test_flags_that_say_the_same_are_fine(folder: Path) -> None:

@@ -4,6 +4,7 @@ byte by their definition.
 
 import json
 import math
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -98,8 +99,29 @@ def test_the_loss_is_that_of_transformers(folder: Path, call: Callable[..., dict
     spelled = sum(len(text.encode()) for text in TEXTS) - len(first)
     assert found["bytes"] == spelled
     assert found["bits_per_byte"] == pytest.approx(nats / math.log(2) / spelled, rel=1e-5)
-    longer = call(*options)
-    assert longer["sequence_length"] == 32 and longer["tokens"] == found["tokens"]
+
+
+@pytest.mark.parametrize("model", ["checkpoints", "export/2"])
+def test_samples_are_as_long_as_in_training(
+    model: str, folder: Path, call: Callable[..., dict[str, Any]], caplog: pytest.LogCaptureFixture
+) -> None:
+    """By default; the model has 32 positions, of which 16 were trained. Longer samples are possible with a warning."""
+    options = ("--model", folder / "run" / model, "--data_path", folder / "data", "--split=50,50,0")
+    assert call(*options) == call(*options, "--sequence_length=16")
+    assert not caplog.messages
+    assert call(*options, "--sequence_length=32")["sequence_length"] == 32
+    assert caplog.messages == ["--sequence_length=32: the model was trained with at most 16 tokens"]
+
+
+def test_folders_that_say_nothing_of_their_training(
+    folder: Path, call: Callable[..., dict[str, Any]], tmp_path: Path
+) -> None:
+    """Exports of older versions and models of others are measured at their number of positions."""
+    export = shutil.copytree(folder / "run" / "export" / "2", tmp_path / "export")
+    content = json.loads((export / "config.json").read_text())
+    assert content.pop("megatron_lite")["sequence_length"] == 16
+    (export / "config.json").write_text(json.dumps(content))
+    assert call("--model", export, "--data_path", folder / "data", "--split=50,50,0")["sequence_length"] == 32
 
 
 def test_samples_of_texts_and_their_documents() -> None:

@@ -155,7 +155,7 @@ def test_a_text_ends_where_the_model_ends(export: Path, call: Callable[..., Any]
     lines = [line for line in objects(output) if line["finish"] != "end"]
     assert code == 0 and lines
     assert all(line["finish"] == "context" and len(line["tokens"]) == 4 for line in lines)
-    note = "NOTE: text {} ends at 64 tokens, the longest context of this model (max_position_embeddings)"
+    note = "NOTE: text {} ends at 64 tokens (--sequence_length; by default, as in training)"
     assert error.splitlines() == [note.format(line["index"] + 1) for line in lines]
 
 

@@ -50,7 +50,9 @@ def test_model_defaults() -> None:
     assert model.init_method_std_mlp_2 == model.init_method_std_attn_proj == 96**-0.5 / 4.0
     gated = resolved(gated=True, use_rotary_embeddings=True, sequence_length=16, init_method_std=0.5).model
     assert (gated.activation_type, gated.use_position_embeddings) == ("silu", False)
-    assert gated.max_position_embeddings == 2048
+    assert gated.max_position_embeddings == 16
+    scaled = dict(use_rotary_embeddings=True, rope_type="llama3", rope_factor=8.0, sequence_length=16)
+    assert resolved(**scaled).model.rope_original_max_position_embeddings == 2048
     assert (gated.init_method_std_embed, gated.init_method_std_mlp_2) == (0.5, 0.5 / 24**0.5)
 
 
@@ -351,7 +353,7 @@ def test_bad_weighted_paths(words: str) -> None:
         (dict(lr=0.0), "learning rate is 0"),
         (dict(training_dtype="fp16", loss_scale=8.0), "constant loss scale"),
         (dict(use_position_embeddings=False), "neither rotary nor learned"),
-        (dict(use_rotary_embeddings=True, max_position_embeddings=16), "shorter context"),
+        (dict(use_rotary_embeddings=True, max_position_embeddings=16), "exports state the longer one"),
         (dict(window_size=2048), "--window_size has no effect"),
         (dict(min_lr=1e-5), "--min_lr has no effect with --lr_decay_style=constant"),
         (dict(lr_decay_iters=5), "--lr_decay_iters has no effect"),
