@@ -15,7 +15,9 @@ from megatron_lite.checkpoint.retention import lack_at_start
 from megatron_lite.checkpoint.writing import BackgroundSaves, open_background, shard_bytes
 from megatron_lite.cli.help import banner, short_banner
 from megatron_lite.config import Config
+from megatron_lite.config.structured_values import weighted_paths
 from megatron_lite.corpus.from_text import resolve_data
+from megatron_lite.corpus.prepared import check_tokenizer, known_tokenizer
 from megatron_lite.data.fingerprint import check_same
 from megatron_lite.data.loader import DataSource
 from megatron_lite.data.open_data import open_data
@@ -201,7 +203,20 @@ def _open_inputs(run: Run, variables: Mapping[str, str], kernels: Kernels) -> li
     run.callback = open_callback(script, environment_with(variables), variables)
     run.data = open_data(config, distributed.data.rank, distributed.data.world_size)
     run.data.while_waiting = distributed.check_step
+    _check_tokenizer(run)
     return model_layers(config, kernels, distributed.tensor)
+
+
+def _check_tokenizer(run: Run) -> None:
+    """Compare --tokenizer_file and --vocab_size with the data; remember the tokenizer for checkpoints and exports."""
+    config, file = run.config, run.config.data.tokenizer_file
+    paths = weighted_paths(config.data.data_path) if config.data.dataset_source != "random" else []
+    own = None if file is None else known_tokenizer(file, f"--tokenizer_file={file}")
+    found, unknown = check_tokenizer([path for _, path in paths], config.model.vocab_size, own)
+    if (tokenizer := found or own) is not None:
+        run.data.identity |= {"tokenizer_sha256": tokenizer.sha256, "tokenizer_size": tokenizer.size}
+    if unknown and run.distributed.rank == 0:
+        run.data.search_in_background(unknown, run.stop.fail)
 
 
 def _log_banner(run: Run, kernels: Kernels, layers: list[Layer], notes: Sequence[Note]) -> None:

@@ -39,9 +39,11 @@ if __name__ == "__main__":
     prepare_libraries()  # before torch is imported
 
 from megatron_lite.config import BatchConfig, Config, DataConfig, DistributedConfig, TrainingConfig
+from megatron_lite.config.structured_values import weighted_paths
+from megatron_lite.corpus.prepared import KnownTokenizer, check_tokenizer, known_tokenizer
 from megatron_lite.data.host_batch import micro_batch
 from megatron_lite.data.open_data import open_data
-from megatron_lite.data.tokenizing import Tokenizer
+from megatron_lite.data.tokenizing import JsonTokenizer, Tokenizer
 from megatron_lite.errors import EXIT_DONE, DataError, NumericsError, UsageError
 from megatron_lite.generation.model import (
     LocalModel,
@@ -193,6 +195,7 @@ def result(options: argparse.Namespace) -> dict[str, object]:
             separate=not options.cross_document_attention,
         )
     else:
+        _check_tokenizer(options, model, tokenizer)
         micro_batches = indexed_batches(options, model, length)
     table = None if tokenizer is None else tokenizer.token_bytes()
     progress = ProgressLine()
@@ -203,6 +206,23 @@ def result(options: argparse.Namespace) -> dict[str, object]:
     if not math.isfinite(totals.nats):
         raise NumericsError("the loss is not finite: the weights are broken, or too large for the dtype")
     return totals.record() | {"sequence_length": length, "model": str(options.model)}
+
+
+def _check_tokenizer(options: argparse.Namespace, model: LocalModel, tokenizer: Tokenizer | None) -> None:
+    """Compare the model's tokenizer with that of the data: its own file, what its training recorded, or the one in use.
+
+    Raises:
+        DataError: names both if they differ.
+    """
+    file, recorded, known = options.model / "tokenizer.json", model.training, None
+    if file.is_file():
+        known = known_tokenizer(str(file), f"of {options.model}")
+    elif "tokenizer_sha256" in recorded:
+        digest, size = recorded["tokenizer_sha256"], recorded.get("tokenizer_size", 0)
+        known = KnownTokenizer(f"in the training of {options.model}", digest, size, file)
+    elif isinstance(tokenizer, JsonTokenizer):
+        known = known_tokenizer(tokenizer.path, f"{tokenizer.path}")
+    check_tokenizer((path for _, path in weighted_paths(options.data_path)), model.config.vocab_size, known)
 
 
 def so_far(totals: Totals, seconds: float) -> str:

@@ -197,7 +197,11 @@ def schedule_table(saved: dict[str, Any], config: Config, iterations: int) -> li
     if not changes:
         return []
     names = ("iteration", "saved rate", "rate now", "saved batch", "batch now")
-    unchanged = f"kept: weights, optimizer state, the number of iterations done ({iterations:,}); changed:"
+    optimizers, kept, gone = (saved_optimizer(saved), config.optimizer.optimizer), ", optimizer state", ""
+    if optimizers[0] != optimizers[1]:
+        matrices = " of matrices" if keeps_moments(*optimizers, is_matrix=False) else ""
+        kept, gone = "", f"; gone: the moments{matrices} of --optimizer={optimizers[0]}"
+    unchanged = f"kept: weights{kept}, the number of iterations done ({iterations:,}){gone}; changed:"
     return [unchanged, "".join(f"{name:>16}" for name in names), *rows]
 
 

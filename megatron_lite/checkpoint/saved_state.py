@@ -89,9 +89,7 @@ TRAINING = {"sequence_length?": PositiveCount, **_TOKENIZER}
 
 def training_facts(sequence_length: int, data: Mapping[str, Any]) -> dict[str, Any]:
     """Return what is known of a training, see `TRAINING`. data: that of RUN_STATE."""
-    return {"sequence_length": sequence_length} | {
-        key: data[key] for key in ("tokenizer_sha256", "tokenizer_size") if key in data
-    }
+    return {"sequence_length": sequence_length} | {key: data[key] for key in data if f"{key}?" in _TOKENIZER}
 
 
 _TYPES: dict[str, tuple[type, ...]] = {"int": (int,), "float": (int, float), "bool": (bool,), "str": (str,)}

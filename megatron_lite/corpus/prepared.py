@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -14,11 +14,11 @@ from numpy.typing import NDArray
 from megatron_lite.corpus.pieces import digest_of
 from megatron_lite.data.disk_array import reading
 from megatron_lite.data.indexed_dataset import IndexedDataset
-from megatron_lite.data.tokenizing import JsonTokenizer
+from megatron_lite.data.tokenizing import JsonTokenizer, read_tokenizer_file
 from megatron_lite.errors import DataError
 
 TOKENS_PER_READ = 1 << 22
-SUMMARY = ".summary.json"  # after a prefix
+SUMMARY, TOKENIZER = ".summary.json", ".tokenizer.json"  # after a prefix
 MOST_COUNTED = 100_000_000  # tokens; the first ones of a larger pair
 FREQUENT = 10
 LARGEST_TOKEN = 1 << 26
@@ -35,6 +35,61 @@ def read_summary(prefix: str) -> dict[str, Any] | None:
     except (OSError, ValueError):
         return None
     return values if isinstance(values, dict) else None
+
+
+def _summary_of(prefix: str) -> tuple[str, dict[str, Any] | None]:
+    """Return the prefix of the corpus that a pair belongs to, and its summary."""
+    part = _PART.fullmatch(prefix)
+    candidates = [prefix, *([part[1]] if part else [])]
+    base = next((base for base in candidates if Path(base + SUMMARY).exists()), prefix)
+    return base, read_summary(base)
+
+
+class KnownTokenizer(NamedTuple):
+    name: str
+    sha256: str
+    size: int  # of the vocabulary
+    file: Path  # perhaps missing
+
+    def __str__(self) -> str:
+        return f"{self.name} ({self.size:,} tokens, SHA-256 {self.sha256[:8]})"
+
+    def encodes_like(self, other: KnownTokenizer) -> bool:
+        """Whether both give a text the same ids; files that differ in form are compared by what they say."""
+        if self.sha256 == other.sha256 or not (self.file.is_file() and other.file.is_file()):
+            return self.sha256 == other.sha256
+        own, others = (json.loads(read_tokenizer_file(file).to_str()) for file in (self.file, other.file))
+        return all(own[part] == others[part] for part in ("normalizer", "pre_tokenizer", "model"))
+
+
+def known_tokenizer(file: str, name: str) -> KnownTokenizer:
+    """Describe a tokenizer.json. Raises: DataError if it cannot be read."""
+    return KnownTokenizer(name, digest_of(Path(file)), JsonTokenizer(file, needs_end=False).vocab_size, Path(file))
+
+
+def check_tokenizer(
+    prefixes: Iterable[str], vocab_size: int, expected: KnownTokenizer | None
+) -> tuple[KnownTokenizer | None, list[str]]:
+    """Compare the tokenizer of every pair, by its summary, with the expected one, or else with that of the first pair.
+
+    Returns: the latter, and the pairs without a summary. Raises: DataError: one line that names both tokenizers.
+    """
+    first, unknown = None, list[str]()
+    for prefix in dict.fromkeys(prefixes):
+        base, summary = _summary_of(prefix)
+        try:
+            digest, size = str((summary or {})["tokenizer_sha256"]), int((summary or {})["vocab_size"])
+        except (KeyError, TypeError, ValueError):
+            unknown.append(prefix)
+            continue
+        found = KnownTokenizer(f"that of the data {prefix}", digest, size, Path(base + TOKENIZER))
+        first = first or found
+        if not (expected or first).encodes_like(found):
+            fix = f"which is {found.file}; use data and a model of one tokenizer"
+            raise DataError(f"the tokenizer {expected or first} is not {found}, {fix}")
+        if found.size > vocab_size:
+            raise DataError(f"the tokenizer {found} has more tokens than --vocab_size={vocab_size}")
+    return first, unknown
 
 
 def is_complete(prefix: str, fingerprint: str) -> dict[str, Any] | None:
@@ -65,11 +120,8 @@ class PreparedPair:
         """
         self.prefix, self.dataset = prefix, IndexedDataset(prefix)
         self.sizes = self.dataset.sizes.read(0, self.dataset.num_documents)
-        part = _PART.fullmatch(prefix)
-        candidates = [prefix, *([part[1]] if part else [])]
-        self.base = next((base for base in candidates if Path(base + SUMMARY).exists()), prefix)
-        self.summary = read_summary(self.base)
-        self.tokenizer_file = Path(self.base + ".tokenizer.json")
+        self.base, self.summary = _summary_of(prefix)
+        self.tokenizer_file = Path(self.base + TOKENIZER)
 
 
 def inspect(prefix: str) -> Iterator[str]:

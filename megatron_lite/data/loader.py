@@ -11,6 +11,7 @@ from __future__ import annotations
 import contextlib
 import itertools
 import logging
+import threading
 import time
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
@@ -24,11 +25,11 @@ from torch import Tensor
 
 from megatron_lite.config import Config, DataConfig
 from megatron_lite.data.host_batch import HostBatch
-from megatron_lite.data.reading import RandomReader, Reader, Samples
+from megatron_lite.data.reading import RandomReader, Reader, Samples, search
 from megatron_lite.data.workers import Request, Workers
 from megatron_lite.distributed.agreement import raise_first
 from megatron_lite.distributed.process_group import Distributed
-from megatron_lite.errors import RunError
+from megatron_lite.errors import DataError, RunError
 from megatron_lite.run.stop_signal import StopRequested, StopSignal
 from megatron_lite.schedules.batch_size import BatchSchedule, Split
 
@@ -146,6 +147,7 @@ class DataSource:
         assert 0 <= self.rank < self.world_size, (self.rank, self.world_size)
         self._pin_memory = self.config.distributed.device != "cpu" and torch.cuda.is_available()
         self._open: set[Workers] = set()
+        self._ended = threading.Event()
 
     def split(self, phase: str, iteration: int) -> Split:
         """Return how ranks and micro-batches share the samples of an iteration, counted from 1."""
@@ -183,10 +185,20 @@ class DataSource:
         return {phase.partition("/")[2]: phase for phase in self.phases if phase.startswith("validation/")}
 
     def close(self) -> None:
-        """End all workers, including those of generators that were never closed."""
+        """End all workers, including those of generators that were never closed, and the search in the background."""
+        self._ended.set()
         for workers in list(self._open):
             workers.close()
         self._open.clear()
+
+    def search_in_background(self, prefixes: Sequence[str], report: Callable[[RunError], None]) -> None:
+        """Report the first token id outside the vocabulary in these pairs; see `search`."""
+
+        def run() -> None:
+            with contextlib.suppress(DataError):  # its reader says why a file cannot be read any more
+                search(prefixes, self.config.model.vocab_size, report, self._ended)
+
+        threading.Thread(target=run, daemon=True, name="token-search").start()
 
     def _requests(self, phase: str, iterations: range) -> Iterator[Request]:
         """Yield (index of the first sample, samples) for each micro-batch of this rank."""

@@ -7,8 +7,9 @@ second and take a tenth of the memory.
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from threading import Event
 from typing import Any
 
 import numpy as np
@@ -20,6 +21,8 @@ from megatron_lite.data.fill_in_the_middle import FillInTheMiddle
 from megatron_lite.data.indexed_dataset import IndexedDataset, Run
 from megatron_lite.data.sampling import DocumentOrder, PackedDocuments, StreamSampler, random_tokens
 from megatron_lite.errors import DataError
+
+SEARCHED_TOKENS = 1 << 20  # at a time
 
 
 @dataclass(frozen=True)
@@ -166,11 +169,30 @@ class StreamReader:
         stream = self.streams[int(datasets[row])]
         runs = stream.order.runs(int(epochs[row]), int(starts[row]), column + 1)
         places = [place for first, length in runs for place in range(first, first + length)]
-        document, offset = stream.dataset.locate(places[column])
-        return DataError(
-            f"{stream.dataset.tokens.path}: document {document}, offset {offset}: token id {int(tokens[row, column])} "
-            f"is outside the vocabulary of {self.vocab_size} (--vocab_size)"
-        )
+        return outside(stream.dataset, places[column], int(tokens[row, column]), self.vocab_size)
+
+
+def outside(dataset: IndexedDataset, place: int, token: int, vocab_size: int) -> DataError:
+    """Return the error for a token id outside the vocabulary, at this place of `.bin`."""
+    document, offset = dataset.locate(place)
+    return DataError(
+        f"{dataset.tokens.path}: document {document}, offset {offset}: token id {token} "
+        f"is outside the vocabulary of {vocab_size} (--vocab_size)"
+    )
+
+
+def search(prefixes: Sequence[str], vocab_size: int, report: Callable[[DataError], None], ended: Event) -> None:
+    """Report the first token id outside the vocabulary in some pairs, in a tenth of one core's time, until `ended`."""
+    for prefix in prefixes:
+        dataset = IndexedDataset(prefix)  # with files of its own: this runs in a thread
+        for start in range(0, dataset.num_tokens, SEARCHED_TOKENS):
+            begun = time.perf_counter()
+            tokens = dataset.tokens.read(start, min(SEARCHED_TOKENS, dataset.num_tokens - start))
+            if int(tokens.min()) < 0 or int(tokens.max()) >= vocab_size:
+                place = int(np.argmax((tokens < 0) | (tokens.astype(np.int64) >= vocab_size)))
+                return report(outside(dataset, start + place, int(tokens[place]), vocab_size))
+            if ended.wait(9 * (time.perf_counter() - begun)):
+                return None
 
 
 def reads_of(runs: Sequence[Run]) -> list[tuple[int, int]]:

@@ -13,7 +13,6 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import itertools
-import logging
 import math
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
@@ -25,6 +24,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from megatron_lite.checkpoint import files
 from megatron_lite.config.system import DTYPE_ALIASES
 from megatron_lite.data.host_batch import HostBatch, micro_batch
 from megatron_lite.data.tokenizing import Tokenizer
@@ -37,8 +37,6 @@ from megatron_lite.model.gpt import build_gpt, shapes_of
 from megatron_lite.model.layer import Layer, MicroBatch
 from megatron_lite.parameter import DTYPES, Parameter
 from megatron_lite.run.launch import thread_limit
-
-logger = logging.getLogger("megatron_lite")
 
 
 class LocalModel:
@@ -111,12 +109,7 @@ def choose_device(name: str) -> torch.device:
 
 
 def load_model(
-    folder: Path,
-    length: int | None,
-    dtype: str | None,
-    device: torch.device,
-    weights: str = "raw",
-    most: int | None = None,
+    folder: Path, length: int | None, dtype: str | None, device: torch.device, weights: str = "raw", most: int = 2**31
 ) -> LocalModel:
     """Load the model of a folder for texts of up to `length` tokens; warn if it was trained with shorter ones.
 
@@ -135,8 +128,8 @@ def load_model(
         if length is not None and length > trained:
             if source.model.use_position_embeddings and length > positions:
                 raise UsageError(f"--sequence_length={length}: the model has {positions:,} learned positions")
-            logger.warning("--sequence_length=%d: the model was trained with at most %d tokens", length, trained)
-        default = trained if "sequence_length" in source.training else min(positions, most or positions)
+            files.logger.warning("--sequence_length=%d: the model was trained with at most %d tokens", length, trained)
+        default = trained if "sequence_length" in source.training else min(positions, most)
         chosen = DTYPES[dtype or ("fp32" if device.type == "cpu" else "bf16")]
         return LocalModel(source, length or default, chosen, device)
 

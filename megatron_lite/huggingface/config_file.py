@@ -8,7 +8,6 @@ written as in transformers 4 (rope_theta, rope_scaling) and 5 (rope_parameters).
 from __future__ import annotations
 
 from collections.abc import Mapping
-from types import MappingProxyType
 from typing import Any
 
 from megatron_lite.checkpoint.saved_state import check_value
@@ -319,9 +318,7 @@ def _is_count(value: Any) -> bool:
     return isinstance(value, int) and not isinstance(value, bool) and value >= 1
 
 
-def hugging_face_config(
-    config: Config, special_tokens: Mapping[str, int | None], training: Mapping[str, Any] = MappingProxyType({})
-) -> dict[str, Any]:
+def hugging_face_config(config: Config, special_tokens: dict[str, int | None]) -> dict[str, Any]:
     """Return config.json for a resolved configuration.
 
     Has both spellings of the dtype and of rotary positions: transformers 5 reads `dtype` and `rope_parameters`, older
@@ -329,7 +326,6 @@ def hugging_face_config(
 
     Args:
         special_tokens: bos_token_id and eos_token_id; None: unknown.
-        training: what is known of it, see `saved_state.TRAINING`.
 
     Raises:
         UsageError: if no architecture can express the model.
@@ -361,7 +357,7 @@ def hugging_face_config(
         # With learned positions, the rows of their table; with rotary ones, the trained length.
         content["max_position_embeddings"] = max(model.max_position_embeddings, config.batch.sequence_length)
         content |= write_rope(model)
-    return content | ({TRAINING_KEY: dict(training)} if training else {})
+    return content
 
 
 def _window(name: str, model: ModelConfig) -> dict[str, Any]:

@@ -26,7 +26,7 @@ from megatron_lite.checkpoint import files
 from megatron_lite.config import Config
 from megatron_lite.data.tokenizing import copy_tokenizer
 from megatron_lite.huggingface.architectures import check_exportable
-from megatron_lite.huggingface.config_file import hugging_face_config
+from megatron_lite.huggingface.config_file import TRAINING_KEY, hugging_face_config
 from megatron_lite.huggingface.model_card import FILE_NAME, TrainingSummary, model_card
 from megatron_lite.huggingface.model_folder import CONFIG_NAME, INDEX_NAME, WEIGHTS_NAME
 from megatron_lite.huggingface.weight_map import MappedRows, by_tensor, constants, pieces
@@ -153,7 +153,7 @@ class ExportFolder:
         if tokenizer_file is not None:
             found = copy_tokenizer(tokenizer_file, self._folder)
             tokens |= {key: token for key, token in found.items() if token is not None}
-        content = hugging_face_config(self.config, tokens, training)
+        content = hugging_face_config(self.config, tokens) | ({TRAINING_KEY: dict(training)} if training else {})
         _write_json(self._folder / CONFIG_NAME, content)
         generation = {key: content[key] for key in ("bos_token_id", "eos_token_id") if content[key] is not None}
         _write_json(self._folder / "generation_config.json", {"_from_model_config": True, **generation})

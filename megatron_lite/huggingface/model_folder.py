@@ -15,14 +15,12 @@ import re
 from pathlib import Path
 from typing import Any
 
-from megatron_lite.checkpoint.decoding import decode
 from megatron_lite.checkpoint.names import MANIFEST_NAME, find_checkpoints, parse_json, read_bytes, reason
-from megatron_lite.checkpoint.saved_state import TRAINING
 from megatron_lite.config import BatchConfig, Config, ModelConfig
 from megatron_lite.config.training import MODEL_TYPES
 from megatron_lite.config.values import FLAGS
-from megatron_lite.errors import CheckpointError, DamagedError, shorten
-from megatron_lite.huggingface.config_file import TRAINING_KEY, model_values
+from megatron_lite.errors import CheckpointError, shorten
+from megatron_lite.huggingface.config_file import model_values
 from megatron_lite.validation import examine
 
 KINDS = ("huggingface", "distributed")
@@ -188,19 +186,6 @@ def hugging_face_values(folder: Path) -> tuple[dict[str, Any], str]:
         return model_values(content), content["model_type"]
     except CheckpointError as error:
         raise CheckpointError(f"{folder}: {shorten(str(error).splitlines(), 6)}") from None
-
-
-def training_of(folder: Path) -> dict[str, Any]:
-    """Return what the config.json of an export says of its training, see `saved_state.TRAINING`; {} for other folders.
-
-    Raises:
-        CheckpointError: if it is malformed.
-    """
-    try:
-        found: dict[str, Any] = decode(TRAINING, read_object(folder, CONFIG_NAME).get(TRAINING_KEY, {}), TRAINING_KEY)
-    except DamagedError as error:
-        raise CheckpointError(f"{folder}: {CONFIG_NAME}: {error}; download the file again") from None
-    return found
 
 
 def checkpoint_values(config: dict[str, Any], where: str) -> dict[str, Any]:

@@ -21,14 +21,16 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from megatron_lite.checkpoint import files, manifest
+from megatron_lite.checkpoint.decoding import decode
 from megatron_lite.checkpoint.files import Files
 from megatron_lite.checkpoint.manifest import SavedParameter, Slice
 from megatron_lite.checkpoint.names import open_regular, parse_json, reason
 from megatron_lite.checkpoint.reading import read_elements, read_overlap
-from megatron_lite.checkpoint.saved_state import training_facts
+from megatron_lite.checkpoint.saved_state import TRAINING, training_facts
 from megatron_lite.config import ModelConfig
 from megatron_lite.errors import CheckpointError, DamagedError, shorten
 from megatron_lite.huggingface import model_folder
+from megatron_lite.huggingface.config_file import TRAINING_KEY
 from megatron_lite.huggingface.weight_map import MappedRows, known_name, pieces
 from megatron_lite.parameter import DTYPES, SAFETENSORS_NAMES
 from megatron_lite.tiles import Tile, overlaps, rectangles
@@ -215,10 +217,11 @@ class HuggingFaceSource(WeightSource):
         super().__init__(folder)
         names, index = model_folder.weight_files(folder)
         values, self.model_type = model_folder.hugging_face_values(folder)
-        self.training = model_folder.training_of(folder)
         self.model = model_folder.resolved_model(values, f"{folder}: {model_folder.CONFIG_NAME}")
         self._filled = model or self.model
         with self._reported():
+            stated = model_folder.read_object(folder, model_folder.CONFIG_NAME).get(TRAINING_KEY, {})
+            self.training = decode(TRAINING, stated, TRAINING_KEY)
             self._tensors = self._named(names, index)
         self.description = f"a Hugging Face folder, {self.model_type}"
         found = {FLOATING[tensor.dtype] for tensor in self._tensors.values() if tensor.dtype in FLOATING}

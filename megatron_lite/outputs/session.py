@@ -96,6 +96,7 @@ def opened(
             if run.memory_history is not None and not (isinstance(error, OutOfMemoryError) and error.snapshot):
                 run.memory_history.finish()  # a snapshot would have the history already
             run.callback.close(0.0)
+            run.data.close()  # workers that are still starting would outlive this process
             run.trackers.close(code)
             leave_report(run, in_a_hurry=True, failed=True)
             if isinstance(error, RunError) and error.agreed:

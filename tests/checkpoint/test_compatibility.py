@@ -188,6 +188,11 @@ def test_a_changed_schedule_is_a_table() -> None:
     kept, header, *rows = schedule_table(saved, now, 400)
     assert "iterations done (400)" in kept and header.split()[:3] == ["iteration", "saved", "rate"]
     assert [int(row.split()[0].replace(",", "")) for row in rows] == [401, 600, 800, 1000, 1200]
+    assert kept.startswith("kept: weights, optimizer state, the number") and "gone" not in kept
+    for names, gone in ((("adamw", "muon"), "the moments of matrices of"), (("muon", "adamw"), "the moments of")):
+        before, after = ({"optimizer": name} for name in names)
+        kept, *_ = schedule_table(saved | before, resolve(unflatten({**flatten(now), **after}), 1), 400)
+        assert kept.startswith("kept: weights, the number") and f"; gone: {gone} --optimizer={names[0]}" in kept
     place, old, new, *sizes = rows[2].split()
     assert (old, sizes) == ("2.000e-04", ["8", "16"]) and float(new) == pytest.approx(learning_rate(now, 800), rel=1e-3)
     late = {**base, "lr_decay_style": "constant", "min_lr": None}

@@ -9,7 +9,7 @@ import pytest
 
 from megatron_lite.corpus.pieces import digest_of
 from megatron_lite.corpus.prepare import CorpusOptions, prepare
-from megatron_lite.corpus.prepared import inspect, verify
+from megatron_lite.corpus.prepared import check_tokenizer, inspect, known_tokenizer, verify
 from megatron_lite.corpus.tokenizer_choice import TokenizerChoice
 from megatron_lite.errors import DataError
 from tests.support.loading import loaded
@@ -31,6 +31,28 @@ def test_inspect(prefix: str) -> None:
     assert "  up to          64            14  ####" in shown and "  up to          16             1  ###" in shown
     assert "       97   46.65%  'a'" in shown and "document 20: 16 tokens" in shown
     assert r"<|endoftext|>\x1b[31m red\nline<|endoftext|>" in shown and "\x1b" not in shown
+
+
+def test_a_tokenizer_that_is_not_the_datas_is_refused(prefix: str, tmp_path: Path) -> None:
+    """By the summary: one line names both with digest and size. A file that says the same in another form is taken."""
+    own = known_tokenizer(prefix + ".tokenizer.json", "the data's own")
+    assert check_tokenizer([prefix], 257, own)[0] == check_tokenizer([prefix], 257, None)[0]
+    content = json.loads(own.file.read_text())
+    compact = tmp_path / "compact.json"
+    compact.write_text(json.dumps(content, indent=None))
+    again = known_tokenizer(str(compact), "another form")
+    assert again.sha256 != own.sha256 and check_tokenizer([prefix], 257, again)[1] == []
+    content["model"]["vocab"].pop("a")
+    compact.write_text(json.dumps(content))
+    other = known_tokenizer(str(compact), f"--tokenizer_file={compact}")
+    with pytest.raises(DataError) as caught:
+        check_tokenizer([prefix], 257, other)
+    facts = (str(compact), other.sha256[:8], prefix, own.sha256[:8], "257 tokens", f"{prefix}.tokenizer.json")
+    assert all(fact in str(caught.value) for fact in facts) and "\n" not in str(caught.value)
+    with pytest.raises(DataError, match=r"257 tokens.*has more tokens than --vocab_size=256"):
+        check_tokenizer([prefix], 256, None)
+    Path(prefix + ".summary.json").unlink()
+    assert check_tokenizer([prefix, prefix], 256, other) == (None, [prefix])
 
 
 def test_verify_finds_every_changed_byte(prefix: str, capsys: pytest.CaptureFixture[str]) -> None:

@@ -10,6 +10,7 @@ import signal
 import subprocess
 import sys
 import textwrap
+import threading
 import time
 from pathlib import Path
 from typing import Any
@@ -24,6 +25,7 @@ from megatron_lite.cli.help import banner, short_banner
 from megatron_lite.config import Config, Draft, flatten
 from megatron_lite.data.loader import DataSource
 from megatron_lite.data.open_data import open_data
+from megatron_lite.data.reading import search
 from megatron_lite.data.workers import Workers
 from megatron_lite.errors import DataError, RunError, UsageError
 from megatron_lite.validation import resolve
@@ -238,6 +240,24 @@ def test_bad_token_is_named(tmp_path: Path, num_workers: int, bad: int, dtype: s
     expected = f"{prefix}.bin: document 7, offset 4: token id {bad} is outside the vocabulary of 500 (--vocab_size)"
     assert str(caught.value) == expected
     assert caught.value.__cause__ is None and not multiprocessing.active_children()
+
+
+def test_a_bad_token_is_found_before_it_is_read(tmp_path: Path) -> None:
+    """The whole pair is searched in the background; the search ends with the source."""
+    documents = np.full((3000, 1000), 499)
+    documents[2900, 7] = 500
+    found: list[RunError] = []
+    arrived = threading.Event()
+    prefix = write_documents(tmp_path / "x", documents, "<u2")
+    source = open_data(config((prefix,), vocab_size=500, **ALL_FOR_TRAINING), 0, 1)
+    source.search_in_background([prefix], lambda error: (found.append(error), arrived.set()) and None)
+    assert arrived.wait(60)
+    expected = f"{prefix}.bin: document 2900, offset 7: token id 500 is outside the vocabulary of 500 (--vocab_size)"
+    assert [str(error) for error in found] == [expected] and isinstance(found[0], DataError)
+    source.close()
+    search([prefix], 500, found.append, source._ended)  # ends after the first piece
+    search([prefix], 501, found.append, threading.Event())
+    assert len(found) == 1
 
 
 def test_killed_worker_is_one_clear_line(prefixes: tuple[str, str]) -> None:

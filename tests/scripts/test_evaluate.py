@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 import torch
 
+from megatron_lite.corpus.pieces import digest_of
 from megatron_lite.data.indexed_dataset import IndexedDatasetWriter
 from megatron_lite.data.tokenizing import ByteTokenizer, JsonTokenizer, save_byte_tokenizer, train_tokenizer
 from megatron_lite.distributed.process_group import Distributed
@@ -111,6 +112,24 @@ def test_samples_are_as_long_as_in_training(
     assert not caplog.messages
     assert call(*options, "--sequence_length=32")["sequence_length"] == 32
     assert caplog.messages == ["--sequence_length=32: the model was trained with at most 16 tokens"]
+
+
+@pytest.mark.parametrize("model", ["checkpoints", "export/2"])
+def test_data_of_another_tokenizer(
+    model: str, folder: Path, call: Callable[..., dict[str, Any]], capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    """Is refused with both named: the loss of its ids says nothing about the model."""
+    prefix = shutil.copy(folder / "data.bin", tmp_path / "data.bin").with_suffix("")
+    shutil.copy(folder / "data.idx", tmp_path)
+    options = ("--model", folder / "run" / model, "--data_path", prefix, "--split=50,50,0")
+    own = digest_of(folder / "tokenizer.json")
+    summary = tmp_path / "data.summary.json"
+    summary.write_text(json.dumps({"tokenizer_sha256": own, "vocab_size": 300}))
+    assert call(*options)["tokens"]
+    summary.write_text(json.dumps({"tokenizer_sha256": "ab" * 32, "vocab_size": 299}))
+    assert script.main([str(option) for option in options]) == 3
+    error = capsys.readouterr().err
+    assert all(text in error for text in (str(folder / "run" / model), own[:8], str(prefix), "299 tokens", "abababab"))
 
 
 def test_folders_that_say_nothing_of_their_training(

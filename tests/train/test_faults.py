@@ -144,6 +144,14 @@ def test_token_outside_of_the_vocabulary(tmp_path: Path, bad: str, num_workers: 
     succeed([*command, "--train_iters=6"], RANKS)
 
 
+def test_token_outside_of_the_vocabulary_in_a_part_that_is_not_read(tmp_path: Path) -> None:
+    """The search in the background ends the run, which would have read this document days later."""
+    corpus_with(tmp_path / "corpus", {(9, 41): 64})
+    outcome = run(train_on(tmp_path / "corpus", tmp_path / "run", "--split=9,1", "--train_iters=1000000"))
+    where = "corpus.bin: document 9, offset 41: token id 64 is outside the vocabulary of 64"
+    assert_one_error(outcome, where, codes=[3], experiment=tmp_path / "run")
+
+
 def overwrite(path: Path) -> None:
     """Change the content, but not the size."""
     with open(path, "r+b") as file:
