@@ -83,6 +83,11 @@ def with_source(given: Mapping[str, Any]) -> tuple[dict[str, Any], tuple[Note, .
     if found is not None:
         notes += (Note(f"the architecture is taken from {found.where}"),)
         values = _with_export_type(values, found.model_type)
+    tokenizer = Path(path, "tokenizer.json")
+    reads_text = values.get("dataset_source") != "random" and values.get("load_pretrained_weights", True)
+    if reads_text and "tokenizer_file" not in values and tokenizer.is_file():
+        values = {**values, "tokenizer_file": str(tokenizer)}
+        notes += (Note(f"the tokenizer is that of the pretrained model: --tokenizer_file={tokenizer}"),)
     return values, notes
 
 

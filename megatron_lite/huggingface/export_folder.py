@@ -24,6 +24,7 @@ from torch import Tensor
 
 from megatron_lite.checkpoint import files
 from megatron_lite.config import Config
+from megatron_lite.data.tokenizing import CONFIG_NAME as TOKENIZER_CONFIG
 from megatron_lite.data.tokenizing import copy_tokenizer
 from megatron_lite.huggingface.architectures import check_exportable
 from megatron_lite.huggingface.config_file import TRAINING_KEY, hugging_face_config
@@ -155,6 +156,12 @@ class ExportFolder:
             tokens |= {key: token for key, token in found.items() if token is not None}
         content = hugging_face_config(self.config, tokens) | ({TRAINING_KEY: dict(training)} if training else {})
         _write_json(self._folder / CONFIG_NAME, content)
+        made_for = (self._folder / TOKENIZER_CONFIG).read_text(encoding="utf-8") if tokenizer_file is not None else ""
+        if made_for and content["model_type"] == "qwen2" and "Qwen2Tokenizer" not in made_for:
+            files.logger.warning(
+                "AutoTokenizer splits text of every qwen2 model like Qwen's; load the tokenizer of this export with "
+                "transformers.PreTrainedTokenizerFast.from_pretrained(FOLDER)"
+            )
         generation = {key: content[key] for key in ("bos_token_id", "eos_token_id") if content[key] is not None}
         _write_json(self._folder / "generation_config.json", {"_from_model_config": True, **generation})
         parameters = sum(self.num_bytes.values()) // self.dtype.itemsize

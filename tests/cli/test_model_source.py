@@ -1,6 +1,7 @@
 """Whether the folder or the flags decide the model when training begins with pretrained weights."""
 
 import json
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -53,6 +54,18 @@ def test_the_folder_fills_in_the_model(folder: Path) -> None:
     different = {name for name in MODEL_OPTIONS if found[name] != wanted[name]}
     assert all(name.startswith("init_method_std") or name.endswith("_dropout") for name in different)
     assert found["window_size"] == 7 and found["rotary_base"] == 500.0 and found["head_groups"] == 3
+
+
+def test_the_tokenizer_follows_the_model(folder: Path, tmp_path: Path) -> None:
+    """Weights of a folder bring its tokenizer, for text and exports; a typed one wins, an architecture brings none."""
+    shutil.copytree(folder, tmp_path / "model")
+    (tmp_path / "model" / "tokenizer.json").write_text("{}")
+    flags = (f"--pretrained_checkpoint_path={tmp_path}/model", "--data_path=/text", *RUN[:2], "--batch_size=2")
+    found = parse(flags)
+    assert found.config.data.tokenizer_file == f"{tmp_path}/model/tokenizer.json"
+    assert any("the tokenizer is that of the pretrained model" in note.text for note in found.notes)
+    assert parse([*flags, "--tokenizer_file=mine.json"]).config.data.tokenizer_file == "mine.json"
+    assert parse([*flags, "--load_pretrained_weights=0"]).config.data.tokenizer_file is None
 
 
 def test_a_run_keeps_the_learned_positions_of_its_checkpoint(tmp_path: Path) -> None:

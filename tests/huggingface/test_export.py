@@ -18,18 +18,21 @@ from torch import Tensor
 
 from megatron_lite.checkpoint import files
 from megatron_lite.cli.parse import parse
-from megatron_lite.config import Config, ModelConfig
+from megatron_lite.config import Config, ModelConfig, unflatten
+from megatron_lite.data.tokenizing import train_tokenizer
 from megatron_lite.distributed.process_group import Distributed
 from megatron_lite.errors import StorageError
 from megatron_lite.huggingface import export as huggingface
 from megatron_lite.huggingface import export_folder
-from megatron_lite.huggingface.config_file import hugging_face_config
+from megatron_lite.huggingface.config_file import hugging_face_config, model_values
+from megatron_lite.huggingface.export_folder import ExportFolder
 from megatron_lite.huggingface.model_card import TrainingSummary, model_card
+from megatron_lite.huggingface.model_folder import resolved_model
 from megatron_lite.model.gpt import build_gpt, shapes_of
 from megatron_lite.validation import resolve
 from megatron_lite.zero.multi_stage import MultiStage
 from tests.support.fakes import Layout, World, empty_model, make_specs
-from tests.support.families import SEQUENCE_LENGTH
+from tests.support.families import FAMILIES, SEQUENCE_LENGTH, make_config
 from tests.support.folder_checks import our_config
 from tests.support.harness import layers_of, run_distributed, tiny_config
 from tests.support.launch import TINY, run
@@ -175,6 +178,28 @@ def test_a_left_out_weight_is_noticed(tmp_path: Path) -> None:
     with pytest.raises(AssertionError, match=r"blocks\.1\.mlp_norm\.weight"):
         export(tmp_path / "1", config, weights)
     assert list(tmp_path.iterdir()) == []
+
+
+TEXT = "Hello  world 12345, it's 3.14159!\n\n\tdef f(x):\n        return x**2  # café naïve ÄÖÜ 🎉👩\u200d💻 日本語\n"
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_transformers_gives_the_ids_of_the_training(
+    family: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Of spaces, digits, accents, emoji and code: by AutoTokenizer, or by the line of the export's warning."""
+    transformers, ours = pytest.importorskip("transformers"), tmp_path / "own.json"
+    tokenizer = train_tokenizer(iter([TEXT * 4, "123 1234 don't  we"] * 4), 400, str(ours))
+    model = resolved_model(model_values(make_config(family, vocab_size=400).to_dict()), "")
+    sizes = {"sequence_length": 16, "batch_size": 1, "dataset_source": "random"}
+    folder = ExportFolder([], resolve(dataclasses.replace(unflatten(sizes), model=model), 1), 1)
+    folder.create(tmp_path / "export")
+    folder.finish(ours)
+    loader = transformers.PreTrainedTokenizerFast if caplog.messages else transformers.AutoTokenizer
+    loaded = loader.from_pretrained(tmp_path / "export")
+    assert loaded(TEXT)["input_ids"] == tokenizer.encode(TEXT) and tokenizer.decode(tokenizer.encode(TEXT)) == TEXT
+    warned = ["PreTrainedTokenizerFast.from_pretrained" in message for message in caplog.messages]
+    assert warned == [True] * family.startswith("qwen2")
 
 
 def test_the_tokenizer_comes_along(tmp_path: Path) -> None:
