@@ -121,7 +121,7 @@ def most_bytes(config: Config, layers: Sequence[Layer]) -> float:
 def check_memory(config: Config, layers: Sequence[Layer], distributed: Distributed) -> None:
     """Check, before anything is allocated, that a CPU run finds the memory that its tensors need. A GPU refuses itself.
 
-    A first plan takes a second: a run that is small for its machine has none. The runtime is left out, as part is in use.
+    A first plan takes a second, so runs that are small for their machine have none. The runtime does not count.
 
     Raises:
         OutOfMemoryError: if the memory that is free on this machine, divided by its ranks, is too little.
