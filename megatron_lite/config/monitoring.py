@@ -36,14 +36,18 @@ class RunConfig(Area):
 
     experiment_dir: str | None = optional("folder for all files of the run", "nothing is written", basic=True)
     experiment_name: str | None = wandb_option(
-        None, "name of the run in Weights & Biases", unset="name of experiment_dir", aliases="wandb_exp_name"
+        None,
+        "name of the run in Weights & Biases",
+        unset="name of experiment_dir",
+        aliases="wandb_exp_name",
+        may_differ=True,
     )
     report: bool = idle_unless("experiment_dir")(
         True, "write report.html, a page about the run, into experiment_dir at the end of each start"
     )
     log_interval: PositiveInt = option(100, "iterations between log lines", basic=True)
     log_offset: NonNegativeInt = option(1, "first logged iteration (0: only multiples of log_interval)")
-    log_timestamps: bool = option(False, "prefix log lines with the time")
+    log_timestamps: bool = option(False, "prefix log lines with the time", may_differ=True)
     show_all_options: bool = option(
         False, "print all options at the start, not only those that differ from their defaults"
     )
@@ -105,13 +109,14 @@ class TrackingConfig(Area):
         needs=_added("wandb", "wandb_entity_name"),
     )
     wandb_project_name: str = wandb_option("megatron_lite", "Weights & Biases project", aliases="wandb_project")
-    wandb_group_name: str = wandb_option("default", "Weights & Biases group", aliases="wandb_group")
+    wandb_group_name: str = wandb_option("default", "Weights & Biases group", aliases="wandb_group", may_differ=True)
     wandb_id: str | None = wandb_option(
         None,
         "id of the Weights & Biases run, which later starts in the same experiment_dir continue",
         unset="a new one, saved in experiment_dir/wandb.json",
+        may_differ=True,
     )
-    wandb_tags: tuple[str, ...] = wandb_option((), "tags of the Weights & Biases run")
+    wandb_tags: tuple[str, ...] = wandb_option((), "tags of the Weights & Biases run", may_differ=True)
     wandb_mode: str | None = wandb_option(
         None,
         "online; offline: record on disk, for `wandb sync`; disabled: record nothing",

@@ -74,6 +74,7 @@ class Flag:
     needs: tuple[Rule, ...] = ()  # conditions that must hold; otherwise the command line is refused
     excludes: tuple[Rule, ...] = ()  # conditions that must not hold
     never_empty: bool = False  # refuse an empty text instead of using the default
+    may_differ: bool = False  # from rank to rank; any other difference between ranks is refused at the start
     secret: bool = False  # JSON object of environment variables; the option holds only their names
 
     @property

@@ -90,7 +90,9 @@ class DataConfig(Area):
         basic=True,
     )
     dataset_cache: str = file_option(
-        "", "folder for the tokens of text in data_path, which runs may share (default: experiment_dir/dataset_cache)"
+        "",
+        "folder for the tokens of text in data_path, which runs may share (default: experiment_dir/dataset_cache)",
+        may_differ=True,
     )
     split: tuple[NonNegativeFloat, ...] = file_option(
         (969.0, 30.0, 1.0), "proportions of documents for training, validation and test", basic=True
@@ -182,10 +184,14 @@ class DataConfig(Area):
         idle_unless="dataset_source!=random or export_interval or sample_interval",
         basic=True,
     )
-    num_workers: int = file_option(2, "processes per rank that read data", minimum=0, maximum=1024, basic=True)
-    prefetch_factor: PositiveInt | None = worker_option(None, "batches each worker prepares ahead", unset="2")
+    num_workers: int = file_option(
+        2, "processes per rank that read data", minimum=0, maximum=1024, basic=True, may_differ=True
+    )
+    prefetch_factor: PositiveInt | None = worker_option(
+        None, "batches each worker prepares ahead", unset="2", may_differ=True
+    )
     multiprocessing_context: str = worker_option(
-        "spawn", "start method of the workers", choices=("spawn", "fork", "forkserver")
+        "spawn", "start method of the workers", choices=("spawn", "fork", "forkserver"), may_differ=True
     )
     data_sample_warn_time_ms: PositiveFloat = file_option(1000.0, "warn if reading a sample takes longer (ms)")
     data_batch_warn_time_ms: PositiveFloat = option(1000.0, "warn if waiting for a batch takes longer than this (ms)")

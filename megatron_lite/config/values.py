@@ -14,7 +14,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from types import MappingProxyType
 from typing import Any, get_args
 
-from megatron_lite.config import AREAS
+from megatron_lite.config import AREAS, Config, flatten
 from megatron_lite.config import option as declarations
 from megatron_lite.config.model import block_parts, join_block_parts
 from megatron_lite.config.option import All, Auto, Flag
@@ -394,6 +394,16 @@ def abridged(value: Any) -> str:
     if len(text) <= LONGEST_SHOWN:
         return text
     return f"{text[:LONGEST_SHOWN]}..." + (f" ({len(value):,} words)" if isinstance(value, tuple) else "")
+
+
+def alike(config: Config, asked: Config) -> dict[str, list[str]]:
+    """Return the options that all ranks must have alike, by flag: [value, value as typed].
+
+    config: resolved. asked: as typed.
+    """
+    given = flatten(asked)
+    values = {name: value for name, value in flatten(config).items() if not FLAGS[name].may_differ}
+    return {f"--{name}": [written(value), written(given[name])] for name, value in values.items()}
 
 
 def typed(options: object, *names: str) -> str:

@@ -15,17 +15,20 @@ from __future__ import annotations
 import contextlib
 import datetime
 import errno
+import hashlib
 import ipaddress
 import json
 import socket
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from types import MappingProxyType
 from typing import Any
 
 import torch.distributed as dist
 
+from megatron_lite.config.values import abridged
 from megatron_lite.distributed import processes
 from megatron_lite.distributed.processes import Place
 from megatron_lite.distributed.traffic import Collective, Progress
@@ -37,6 +40,7 @@ LOOK_S = 1.0  # between checks of the local processes
 GRACE_S = 2.0
 READ_S = 2.0  # limit on reading the store while reporting a failure: the store's process may be the one that hangs
 END_S = 5.0  # limit on joining the thread
+READ_OPTIONS_S = 30.0  # limit on reading the options of a rank whose options differ
 
 
 @dataclass(frozen=True)
@@ -139,22 +143,33 @@ def _listening(point: MeetingPoint) -> Iterator[socket.socket | None]:
 class Meeting:
     """The rendezvous of all ranks of a start; the constructor returns when all have joined.
 
-    store: this rank's connection. local_ranks: ranks that may be on this machine.
+    store: this rank's connection. local_ranks: ranks that may be on this machine. options: what all ranks must have
+    alike, by name: [value, value as typed].
 
     Raises:
         PeerError: if a rank does not join within the time-out, or dies meanwhile.
-        UsageError: if another process joined as this rank.
+        UsageError: if another process joined as this rank; on every rank, if the options of two differ.
     """
 
     def __init__(
-        self, point: MeetingPoint, store: Any, own: Place, world_size: int, local_ranks: Sequence[int], timeout_s: float
+        self,
+        point: MeetingPoint,
+        store: Any,
+        own: Place,
+        world_size: int,
+        local_ranks: Sequence[int],
+        timeout_s: float,
+        options: Mapping[str, Sequence[str]] = MappingProxyType({}),
     ) -> None:
         self.point, self.store, self.world_size, self.rank = point, store, world_size, own.rank
-        self._own, self._local_ranks, self.timeout_s = own, local_ranks, timeout_s
+        values = json.dumps({name: value for name, (value, _) in options.items()}).encode()
+        self._own = own._replace(options=hashlib.blake2b(values, digest_size=8).hexdigest() if options else "")
+        self._local_ranks, self.timeout_s = local_ranks, timeout_s
         try:
             self._enter()
             self._wait()
             self.places = self._came(range(world_size))
+            self._compare(options)
         except RuntimeError as error:
             if not is_lost_peer(error):
                 raise
@@ -193,6 +208,29 @@ class Meeting:
                     raise PeerError(f"lost {processes.names(lost)} while the ranks were meeting; see its own message")
                 look_s = now_s + LOOK_S
             time.sleep(POLL_S)
+
+    def _compare(self, options: Mapping[str, Sequence[str]]) -> None:
+        """Refuse options that differ between ranks: a hang, a wrong update or a crash inside a library would follow."""
+        first = self.places[0]
+        other = next((place for place in self.places if place.options != first.options), None)
+        if other is None:
+            return
+        self.store.set(f"options/{self.rank}", json.dumps(dict(options)))
+        keys, absent = ["options/0", f"options/{other.rank}"], ["nothing"] * 2
+        self.store.wait(keys, datetime.timedelta(seconds=READ_OPTIONS_S))
+        ours, theirs = (json.loads(self.store.get(key)) for key in keys)
+        pairs = {name: (theirs.get(name, absent), ours.get(name, absent)) for name in ours | theirs}
+        pairs = {name: pair for name, pair in pairs.items() if pair[0][0] != pair[1][0]}
+        # What was not typed is derived from what was.
+        pairs = {name: (a, b) for name, (a, b) in pairs.items() if a[1] != b[1]} or pairs
+        shown = [
+            f"{name}={abridged(a)} on {other}, but {abridged(b)} on {first}" for name, ((a, _), (b, _)) in pairs.items()
+        ]
+        came, deadline_s = self.store.add("compared", 1), time.monotonic() + READ_OPTIONS_S
+        while self.rank == 0 and came < self.world_size and time.monotonic() < deadline_s:  # its end may be the store's
+            time.sleep(POLL_S)
+            came = self.store.add("compared", 0)
+        raise UsageError(f"{shorten(shown, limit=3)}; start every rank with the same options and versions")
 
     def _came(self, ranks: Sequence[int]) -> list[Place]:
         """Return the places of the given ranks that have joined."""

@@ -29,6 +29,7 @@ class Place(NamedTuple):
     pid: int
     oom_kills: int = 0  # on the machine when the ranks met
     cores: int = 0  # bit i: the process may use core i; 0 if unknown
+    options: str = ""  # digest of what all ranks must have alike
 
     def __str__(self) -> str:
         return f"rank {self.rank} (process {self.pid} on {self.host})"

@@ -6,12 +6,14 @@ import contextlib
 import datetime
 import functools
 import os
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from types import MappingProxyType
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
+from megatron_lite import __version__
 from megatron_lite.config import DistributedConfig
 from megatron_lite.distributed.peer_watch import Meeting, MeetingPoint, open_store
 from megatron_lite.distributed.process_group import Distributed, peer_errors
@@ -28,11 +30,15 @@ WARM_UP_NUMEL = 2**22  # large enough that NCCL takes the same path as for a ste
 
 
 def initialize(
-    config: DistributedConfig, progress: Progress | None = None, on_met: Callable[[Meeting], None] = lambda _: None
+    config: DistributedConfig,
+    progress: Progress | None = None,
+    on_met: Callable[[Meeting], None] = lambda _: None,
+    options: Mapping[str, Sequence[str]] = MappingProxyType({}),
 ) -> Distributed:
     """Join the process group that torchrun describes in the environment; without torchrun, a group of one rank.
 
-    on_met: called once all ranks have met, before they connect to each other; not called for a group of one.
+    on_met: called once all ranks have met, before they connect to each other; not called for a group of one. options:
+    what all ranks must have alike, see `config.values.alike`; versions are added.
     """
     environment = os.environ
     rank, world_size = int(environment.get("RANK") or 0), int(environment.get("WORLD_SIZE") or 1)
@@ -45,7 +51,9 @@ def initialize(
     def meet() -> Any:
         point, timeout_s = meeting_point(), config.startup_timeout
         store = open_store(point, rank, world_size, timeout_s)
-        meeting = Meeting(point, store, own_place(rank), world_size, local_ranks, timeout_s)
+        versions = {"megatron_lite": [__version__] * 2, "torch": [str(torch.__version__)] * 2}
+        own = own_place(rank)
+        meeting = Meeting(point, store, own, world_size, local_ranks, timeout_s, {**versions, **options})
         places.extend(meeting.places)
         on_met(meeting)
         return store

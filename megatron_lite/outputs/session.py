@@ -13,6 +13,7 @@ import torch
 
 from megatron_lite.checkpoint.names import newest_checkpoint
 from megatron_lite.config import Config
+from megatron_lite.config.values import alike
 from megatron_lite.distributed import startup
 from megatron_lite.distributed.agreement import together
 from megatron_lite.distributed.process_group import Distributed
@@ -71,7 +72,8 @@ def opened(
     if launcher is not None:
         launcher.on_gone = ending.launcher_gone
     try:
-        distributed = startup.initialize(config.distributed, ending.progress, ending.met)
+        options = alike(config, asked or config)
+        distributed = startup.initialize(config.distributed, ending.progress, ending.met, options)
         if distributed.device.type == "cpu":
             local_world_size, sharing = distributed.local_world_size, distributed.sharing_cores
             torch.set_num_threads(choose_threads(config, local_world_size, sharing).number)

@@ -7,8 +7,8 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator
-from types import SimpleNamespace
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from types import MappingProxyType, SimpleNamespace
 from typing import Any
 
 import pytest
@@ -46,14 +46,19 @@ def all_threads_end() -> Iterator[None]:
 
 
 def meet(
-    point: MeetingPoint, store: Any, place: Place, world_size: int, timeout_s: float = TIMEOUT_S
+    point: MeetingPoint,
+    store: Any,
+    place: Place,
+    world_size: int,
+    timeout_s: float = TIMEOUT_S,
+    options: Mapping[str, Sequence[str]] = MappingProxyType({}),
 ) -> Callable[[], Meeting]:
     """Let a rank come, in a thread; return a function that waits for the end of its meeting."""
     results: list[Any] = []
 
     def work() -> None:
         try:
-            results.append(Meeting(point, store, place, world_size, range(world_size), timeout_s))
+            results.append(Meeting(point, store, place, world_size, range(world_size), timeout_s, options))
         except Exception as error:
             results.append(error)
 
@@ -246,3 +251,19 @@ def test_what_all_ranks_are_doing(watched: Watched) -> None:
 def test_a_rank_can_ask_all_for_their_stacks(watched: Watched) -> None:
     watched.watches[2].request_stacks()
     assert watched.asked[0].wait(10) and watched.asked[2].wait(10)
+
+
+def test_options_that_differ_end_all_ranks_with_one_message(point: MeetingPoint) -> None:
+    """Another version comes first, then what was typed; not what follows from that. Rank 0 leaves last, as its end is
+    the store's."""
+    ours = {"torch": ["2.13", "2.13"], "--lr_decay_iters": ["6", "none"], "--train_iters": ["6", "6"]}
+    theirs = {"torch": ["2.12", "2.12"], "--lr_decay_iters": ["7", "none"], "--train_iters": ["7", "7"]}
+    stores = [open_store(point, rank, 3, TIMEOUT_S) for rank in range(3)]
+    places = [own_place(rank) for rank in range(3)]
+    ends = [meet(point, stores[rank], places[rank], 3, options=theirs if rank == 2 else ours) for rank in range(3)]
+    said = f"torch=2.12 on {places[2]}, but 2.13 on {places[0]}; --train_iters=7 on {places[2]}, but 6 on {places[0]}; "
+    for end in ends:
+        with pytest.raises(UsageError) as caught:
+            end()
+        assert str(caught.value).startswith(said) and caught.value.agreed
+        assert "decay" not in str(caught.value)

@@ -98,10 +98,10 @@ class Start:
         mounts_of: int | None = None,
         faults: Mapping[int, Fault] | None = None,
         launcher: Sequence[str] = (),
+        flags_of: Mapping[int, Sequence[str]] | None = None,
     ) -> None:
-        """`variables` are added to the environment, `launcher` to torchrun's own flags. Forked ranks only:
-        `mounts_of`, a process whose file systems they
-        see; `faults` by rank."""
+        """`variables` are added to the environment, `launcher` to torchrun's own flags, `flags_of` to those of one rank
+        (not with torchrun). Forked ranks only: `mounts_of`, a process whose file systems they see; `faults` by rank."""
         self.marker = uuid.uuid4().hex
         self._folder = tempfile.TemporaryDirectory(prefix="megatron_lite_test_")
         self._port: socket.socket | None = None
@@ -134,7 +134,8 @@ class Start:
                 "MASTER_ADDR": "localhost",
                 "MASTER_PORT": port,
             }
-            self._start(command, place if ranks > 1 else {}, forked_start if how == "forked" else subprocess_start)
+            words = [*command, *(flags_of or {}).get(rank, ())]
+            self._start(words, place if ranks > 1 else {}, forked_start if how == "forked" else subprocess_start)
 
     def _start(self, command: list[str], place: Mapping[str, str], how_to: Callable[..., _Process]) -> None:
         number = len(self.processes)
@@ -227,9 +228,10 @@ def run(
     mounts_of: int | None = None,
     faults: Mapping[int, Fault] | None = None,
     timeout_s: float = TIMEOUT_S,
+    flags_of: Mapping[int, Sequence[str]] | None = None,
 ) -> Outcome:
     """Start, wait for the end, and see that nothing is left behind."""
-    with Start(flags, ranks, how, variables, mounts_of, faults) as start:
+    with Start(flags, ranks, how, variables, mounts_of, faults, flags_of=flags_of) as start:
         outcome = start.wait(timeout_s)
         start.assert_nothing_left()
         return outcome
@@ -303,6 +305,7 @@ def run_forked(command: list[str], environment: dict[str, str], outputs: list[st
     # The fork server may have been started by a test that held signals back, and hands that on.
     signal.pthread_sigmask(signal.SIG_SETMASK, [])
     sys.stdin = open(os.devnull, encoding="utf-8")
+    os.dup2(sys.stdin.fileno(), 0)
     for stream in (sys.stdout, sys.stderr):
         stream.reconfigure(encoding=environment.get("PYTHONIOENCODING", "utf-8"))  # type: ignore[union-attr]
     for path, descriptor in zip(outputs, (1, 2), strict=True):
