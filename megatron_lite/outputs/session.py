@@ -103,7 +103,9 @@ def opened(
             leave_report(run, in_a_hurry=True, failed=True)
             if isinstance(error, RunError) and error.agreed:
                 _finish_background(run, error)
-                run.distributed.wait_for_peers(LEAVE_TOGETHER_S)  # leaving first could cut a peer off in its last step
+        if distributed is not None and experiment is not None and isinstance(error, RunError) and error.agreed:
+            # Leaving first could cut off a peer's last step or its report.
+            distributed.wait_for_peers(LEAVE_TOGETHER_S)
         ending.end_hanging()
         if experiment is not None:
             experiment.release()

@@ -94,7 +94,8 @@ class Ending:
         lost = as_run_error(error)
         if isinstance(lost, PeerError) and self.places:
             error = self._explained(lost)
-        directory, prints = self._own_directory(), self._rank == 0
+        directory = self._own_directory()
+        prints = self._rank == 0 or (not self.places and is_first_on_machine())  # machines may differ until ranks meet
         return exit_status.report(error, directory, prints=prints, rank=self._rank, run=self._run), error
 
     def stopped(self, number: int) -> NoReturn:

@@ -8,6 +8,7 @@ import importlib.util
 import json
 import os
 import shlex
+import signal
 import sys
 import time
 import traceback
@@ -19,7 +20,7 @@ from typing import Any, NoReturn
 from megatron_lite.errors import OutOfMemoryError, PeerError, RunError, UsageError, as_run_error
 from megatron_lite.run.durable_files import overwrite_file, replace_file
 from megatron_lite.run.experiment import is_in_use
-from megatron_lite.run.launch import is_first_on_machine, tell_torchrun
+from megatron_lite.run.launch import is_first_on_machine, launch_rank, tell_torchrun
 
 # Files of an experiment directory that programs without torch read.
 EXIT_FILE, METRICS_FILE = "exit.json", "metrics.jsonl"
@@ -28,6 +29,7 @@ RESERVED_BYTES = 8192
 _LONGEST_MESSAGE, _LONGEST_DETAIL = 3000, 500  # bytes; advice on memory takes 2,500
 
 CHECKOUT = Path(__file__).resolve().parents[2]
+REPORTER_S = 10.0  # limit on waiting for the rank that prints an error, before the start has a number
 OWN = ("megatron_lite", "scripts")  # if missing: a bug, or Python was started in another folder
 
 
@@ -47,8 +49,13 @@ def report(error: BaseException, directory: str | None, *, prints: bool, rank: i
         traceback.print_exception(error)
     lost_peer = isinstance(expected, PeerError)
     if not prints and (expected.agreed or (lost_peer and not _must_report_lost_peer(directory, rank, run))):
-        tell_torchrun("another rank reports the reason")
-        return expected.exit_code
+        if not tell_torchrun(str(expected)) or lost_peer or run >= 0:
+            return expected.exit_code
+        # Once a rank has ended, torchrun ends all others, and the one that prints may still be importing. So wait for
+        # torchrun to end this rank; if it does not, nothing was printed, for example because only this rank has failed.
+        signal.signal(signal.SIGTERM, signal.SIG_DFL)
+        time.sleep(REPORTER_S + min(launch_rank(), 50))
+        rank = launch_rank()
     message, peer_wrote = str(expected), failure_of_peer(directory, run) is not None
     tell_torchrun(message)
     print_error(message, rank)
@@ -213,6 +220,5 @@ def name_missing_package(kind: type[BaseException], error: BaseException, traceb
     if missing is None:
         sys.__excepthook__(kind, error, traceback)
         return
-    if is_first_on_machine():
-        print(f"ERROR: {missing}", file=sys.stderr)
-    sys.exit(missing.exit_code)
+    missing.agreed = True  # on this machine
+    sys.exit(report(missing, None, prints=is_first_on_machine()))

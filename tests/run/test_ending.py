@@ -14,7 +14,7 @@ import pytest
 from megatron_lite.distributed import processes
 from megatron_lite.distributed.processes import Place, own_place
 from megatron_lite.distributed.traffic import Collective
-from megatron_lite.errors import lost_peer
+from megatron_lite.errors import UsageError, lost_peer
 from megatron_lite.run import ending, exit_status
 from megatron_lite.run.ending import Ending
 from tests.support.launch import ended_process
@@ -177,3 +177,18 @@ def test_a_rank_that_gave_its_reason_is_not_said_to_be_killed(start: Ending, tmp
 def test_other_errors_are_left_alone(start: Ending) -> None:
     error, start.places = IndexError("no"), [HERE, BESIDE]
     assert start.report(error) == (1, error)
+
+
+def test_until_the_ranks_meet_the_first_of_each_machine_reports(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A machine without a GPU says so by itself: rank 0, on another one, knows nothing of it."""
+    before = signal.getsignal(signal.SIGUSR2)
+    for local_rank, said in ((0, "ERROR on rank 8: no GPU\n"), (1, "")):
+        monkeypatch.setenv("LOCAL_RANK", str(local_rank))
+        monkeypatch.delenv("TORCHELASTIC_ERROR_FILE", raising=False)
+        one = Ending(str(tmp_path), 8 + local_rank)
+        one.report(UsageError("no GPU"))
+        assert capsys.readouterr().err == said
+        one.finish()
+    signal.signal(signal.SIGUSR2, before)

@@ -1,13 +1,18 @@
 """exit.json tells how the latest start ended, on a full disk too, and belongs to the run that has the directory."""
 
 import errno
+import json
 import os
+import signal
+import sys
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
 from megatron_lite.errors import OutOfMemoryError, Remedy, UsageError
 from megatron_lite.run import exit_status
+from megatron_lite.run.exit_status import name_missing_package
 from megatron_lite.run.experiment import FolderLock
 from tests.support.launch import read_exit
 
@@ -74,3 +79,69 @@ def test_a_wrong_command_leaves_the_exit_file_of_a_running_start_alone(tmp_path:
     lock.release()
     assert exit_status.report(UsageError("no"), str(tmp_path), prints=True) == 2
     assert read_exit(tmp_path)["exit_code"] == 2
+
+
+# -- ranks that leave the printing to another one ---------------------------------------------------------------------
+
+
+class EndedError(Exception):
+    """torchrun's SIGTERM."""
+
+
+@pytest.fixture
+def silent_rank(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """Make this process rank 1 of torchrun; return the file for torchrun."""
+    path = tmp_path / "error.json"
+    variables = {"RANK": "1", "LOCAL_RANK": "1", "WORLD_SIZE": "2", "TORCHELASTIC_ERROR_FILE": str(path)}
+    for name, text in variables.items():
+        monkeypatch.setenv(name, text)
+    return path
+
+
+def missing_package() -> None:
+    name_missing_package(ModuleNotFoundError, ModuleNotFoundError(name="some_package"), None)
+
+
+def wrong_flag() -> None:
+    sys.exit(exit_status.report(UsageError("--lr=x: no some_package"), None, prints=False))
+
+
+@pytest.mark.parametrize("fails", [wrong_flag, missing_package])
+def test_a_silent_rank_tells_torchrun_and_waits_for_its_end(
+    fails: Callable[[], None], silent_rank: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A rank that ends makes torchrun end rank 0, which may still be importing and has said nothing."""
+    handler = signal.getsignal(signal.SIGTERM)
+
+    def slept(seconds: float) -> None:
+        assert seconds >= 10 and signal.getsignal(signal.SIGTERM) == signal.SIG_DFL
+        raise EndedError
+
+    monkeypatch.setattr(exit_status.time, "sleep", slept)
+    try:
+        with pytest.raises(EndedError):
+            fails()
+    finally:
+        signal.signal(signal.SIGTERM, handler)
+    assert "some_package" in json.loads(silent_rank.read_text("utf-8"))["message"]["message"]
+    assert capsys.readouterr().err == ""
+
+
+def test_a_silent_rank_that_nobody_ends_speaks_for_itself(
+    silent_rank: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Its command line alone is wrong, and rank 0 waits for it."""
+    monkeypatch.setattr(exit_status.time, "sleep", lambda seconds: None)
+    monkeypatch.setattr(exit_status.signal, "signal", lambda number, handler: None)
+    assert exit_status.report(UsageError("--lr=x: no"), str(tmp_path / "run"), prints=False) == 2
+    assert capsys.readouterr().err == "ERROR on rank 1: --lr=x: no\n"
+    assert read_exit(tmp_path / "run")["message"] == "--lr=x: no"
+
+
+def test_ranks_without_torchrun_do_not_wait(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.delenv("TORCHELASTIC_ERROR_FILE", raising=False)
+    monkeypatch.setattr(exit_status.time, "sleep", lambda seconds: pytest.fail("waits"))
+    assert exit_status.report(UsageError("no"), None, prints=False) == 2
+    assert capsys.readouterr().err == ""
