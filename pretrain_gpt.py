@@ -8,6 +8,7 @@ Data workers import this file again, so everything that a run needs is imported 
 from __future__ import annotations
 
 import gc
+import os
 import sys
 from typing import TYPE_CHECKING
 
@@ -25,13 +26,14 @@ def main(argv: list[str], launcher: LauncherWatch | None = None) -> int:
     from megatron_lite.huggingface.architectures import check_exports
     from megatron_lite.run import exit_status
     from megatron_lite.run.host import prepare_libraries
-    from megatron_lite.run.launch import is_first_on_machine, launch_rank, launch_world_size
+    from megatron_lite.run.launch import is_first_on_machine, launch_rank, launch_world_size, slurm_variables
     from megatron_lite.run.secrets import without_secrets
     from megatron_lite.validation import planned_world_size, resolve
     from megatron_lite.validation.sizes import check_passes
 
     experiment_dir = None
     try:
+        os.environ |= slurm_variables(os.environ)
         arguments = parse(argv)
         experiment_dir = folder_of(arguments.config)
         world_size = planned_world_size(arguments.config, launch_world_size())

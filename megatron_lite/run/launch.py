@@ -16,6 +16,8 @@ from megatron_lite.errors import LauncherError
 _WHOLE_NUMBER = re.compile(r"[0-9]{1,9}")
 # Limit on the threads of one process, unless the machine has more cores: with 4,096, GNU's OpenMP crashed silently.
 MOST_THREADS = 1024
+_SLURM_TASK = "PROCID STEP_NUM_TASKS LOCALID NODEID STEP_TASKS_PER_NODE STEP_NODELIST JOB_ID STEP_ID".split()
+_SLURM_PORTS = range(61440, 65536)  # above those that Linux gives to connections
 
 
 def launch_rank() -> int:
@@ -30,6 +32,30 @@ def launch_rank() -> int:
 def is_first_on_machine() -> bool:
     """Return whether this is its machine's first rank, which prints command-line errors: machines may differ."""
     return (os.environ.get("LOCAL_RANK") or str(launch_rank())) == "0"
+
+
+def slurm_variables(environment: Mapping[str, str]) -> dict[str, str]:
+    """Return torchrun's variables for a task of an `srun` that starts the ranks itself; empty for any other process.
+
+    A batch script and a shell inside of a job see some of Slurm's variables too, but not those of a step, or that of a
+    step of one task. A terminal belongs to a shell of `srun --pty`, whose other tasks may have ended.
+    """
+    step = {name: environment.get(f"SLURM_{name}", "") for name in _SLURM_TASK}
+    if environment.keys() & {"RANK", "WORLD_SIZE"} or step["STEP_NUM_TASKS"] in ("", "1") or os.isatty(0):
+        return {}
+    if missing := [f"SLURM_{name}" for name, value in step.items() if not value]:
+        raise LauncherError(
+            f"SLURM_STEP_NUM_TASKS={step['STEP_NUM_TASKS']}, but {' and '.join(missing)} not set in the environment: "
+            "start one torchrun on each node with srun (docs/slurm.md), or set WORLD_SIZE=1 for tasks that train alone"
+        )
+    groups = re.findall(r"([0-9]+)(?:\(x([0-9]+)\))?", step["STEP_TASKS_PER_NODE"])  # 4(x2),3: 4, 4 and 3
+    tasks = [count for count, times in groups for _ in range(int(times or 1))][int(step["NODEID"])]
+    listed = re.sub(r"\[([0-9]+)[^]]*\]", r"\1", step["STEP_NODELIST"])  # node[03-05,9],other: node03,other
+    host = "127.0.0.1" if tasks == step["STEP_NUM_TASKS"] else listed.partition(",")[0]
+    port = str(_SLURM_PORTS.start + (int(step["JOB_ID"]) + int(step["STEP_ID"])) % len(_SLURM_PORTS))
+    found = {"RANK": step["PROCID"], "WORLD_SIZE": step["STEP_NUM_TASKS"], "LOCAL_RANK": step["LOCALID"]}
+    place = {"MASTER_ADDR": environment.get("MASTER_ADDR", host), "MASTER_PORT": environment.get("MASTER_PORT", port)}
+    return {**found, "LOCAL_WORLD_SIZE": tasks, **place}
 
 
 def launch_world_size() -> int:
