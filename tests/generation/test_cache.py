@@ -121,6 +121,7 @@ class RandomSource:
     """Weight source that draws weights from a generator instead of reading files."""
 
     folder = Path("nowhere")
+    training: Mapping[str, Any] = {}
 
     def __init__(self, **options: Any) -> None:
         self.model = tiny_config(num_layers=2, sequence_length=40, init_method_std=0.4, **options).model

@@ -102,7 +102,7 @@ def test_frozen_parameters_and_the_other_device(capsys: pytest.CaptureFixture[st
     assert counts is not None
     trainable, frozen = (int(count.replace(",", "")) for count in counts.groups())
     block = 12 * 64**2 + 13 * 64
-    assert frozen == 256 * 64 + 2048 * 64 + block and trainable == 3 * block + 256 * 64 + 2 * 64
+    assert frozen == 256 * 64 + 64 * 64 + block and trainable == 3 * block + 256 * 64 + 2 * 64
     assert numbers(text, "communication scratch")[0] == "1", "gloo's receive memory"
     assert numbers(text, "blocks.0 ") == numbers(text, "blocks.1 to 3"), "as large, but apart from each other"
 

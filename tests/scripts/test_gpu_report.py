@@ -186,14 +186,14 @@ def test_variants_of_training_fit_an_h200() -> None:
 def test_the_whole_mistral_fits_an_h200() -> None:
     """By the plan, with everything that the runtime takes, each row needs less than 139 GiB; level `none` would not.
 
-    The row with `full` in a quarter of the blocks is there because `activation` in all of them leaves 1.2 GiB.
+    The row with `full` in a quarter of the blocks is there because `activation` in all of them leaves 2.7 GiB.
     """
     rows = configurations("mistral-7b")
     needed = {name: make_plan(config, 1, "cuda").needed_bytes() / 2**30 for name, config in rows.items()}
     assert {name: round(size, 1) for name, size in needed.items()} == {
-        "ZeRO-1 split recompute activation": 137.8,
-        "ZeRO-1 split recompute quarter": 134.3,
-        "ZeRO-3 recompute full": 125.0,
+        "ZeRO-1 split recompute activation": 136.3,
+        "ZeRO-1 split recompute quarter": 132.8,
+        "ZeRO-3 recompute full": 123.6,
     }
     plain = make_plan(rows[rendering.PLAIN], 1, "cuda")
     assert plain.state_bytes / 2**30 == pytest.approx(107.9, abs=0.05) and plain.needed_bytes("none") / 2**30 > 141

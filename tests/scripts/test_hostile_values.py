@@ -144,7 +144,11 @@ USAGE = [
     ("benchmarks.programs.__main__", "--nanogpt=.", "--nanogpt: . holds no train.py"),
     ("benchmarks.programs.__main__", "--turns=0", "--starts and --ranks must be at least 1"),
     ("benchmarks.gpu.report", "--only=opps", "no step is called 'opps'"),
-    ("benchmarks.gpu.report", "--only=correctness,training", "correctness, operations, training are one call each"),
+    (
+        "benchmarks.gpu.report",
+        "--only=correctness,training",
+        "correctness, operations, training, peers are one call each",
+    ),
     ("benchmarks.gpu.report", "--limit_s=300", "the budgets of these steps add up to"),
     ("benchmarks.gpu.report", "--only=ceilings,ops --limit_s=179", "the budgets of these steps add up to"),
 ]

@@ -140,7 +140,7 @@ def test_each_document_has_the_loss_that_it_has_alone(model: str, path: str, res
     way attention takes; learned positions that are not reset must be given to it, rotary ones are relative."""
     more = dict(PATHS[path])
     lengths: tuple[int, ...] = more.pop("lengths", (1, 9, 22, 3, 29))  # of two samples
-    config = tiny_config(**{**MODELS[model], **more}).model
+    config = tiny_config(**{**MODELS[model], **more, "sequence_length": 32}).model
     layers = random_layers(config, 32, 0.1)
     tokens = torch.randint(config.vocab_size, (64,))
     labels = torch.randint(config.vocab_size, (64,))
