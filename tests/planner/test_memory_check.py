@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import re
-import subprocess
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -19,9 +18,8 @@ from megatron_lite.model.gpt import model_layers
 from megatron_lite.planner import auto
 from megatron_lite.planner.plan import Planner, SimulatedGroup
 from megatron_lite.validation import resolve
-from tests.support import warm_python
 from tests.support.harness import tiny_config
-from tests.support.launch import ROOT
+from tests.support.launch import pretrain_after
 
 
 def check(free: int, monkeypatch: pytest.MonkeyPatch, ranks: int = 2, device: str = "cpu", **options: Any) -> None:
@@ -75,11 +73,8 @@ def test_a_run_that_cannot_fit_gets_flags_instead_of_a_signal(tmp_path: Path) ->
     """It ends with code 7 and flags whose plan fits the free memory."""
     flags = "--num_layers=2 --hidden_size=256 --num_attention_heads=4 --vocab_size=256 --sequence_length=512"
     words = [*flags.split(), "--batch_size=64", "--dataset_source=random", "--device=cpu", "--train_iters=1"]
-    code = "import sys; from megatron_lite.planner import auto; auto.available_bytes = lambda: 2**30; "
-    code += "import pretrain_gpt; sys.exit(pretrain_gpt.main(sys.argv[1:]))"
-    python, environment = str(warm_python.folder() / "python"), warm_python.environment()
-    command = [python, "-c", code, *words, f"--experiment_dir={tmp_path / 'run'}"]
-    result = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=120)
+    little = "from megatron_lite.planner import auto; auto.available_bytes = lambda: 2**30"
+    result = pretrain_after(little, [*words, f"--experiment_dir={tmp_path / 'run'}"])
     assert result.returncode == 7, result.stderr
     said = r"out of memory: the tensors need [\d.]+ GiB by the plan, and 1.0 GiB are free \(--ignore_memory_check=1 .*"
     message = json.loads((tmp_path / "run" / "exit.json").read_text())["message"]

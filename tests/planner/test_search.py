@@ -4,7 +4,6 @@ import dataclasses
 import json
 import math
 import re
-import subprocess
 from pathlib import Path
 
 import pytest
@@ -28,8 +27,7 @@ from megatron_lite.planner.search import (
 from megatron_lite.validation import resolve
 from megatron_lite.zero.schedule import training_schedule
 from tests.planner.test_report import page
-from tests.support import warm_python
-from tests.support.launch import ROOT
+from tests.support.launch import pretrain_after
 
 SMALL = (
     "--num_layers=8 --hidden_size=2048 --num_attention_heads=16 --vocab_size=32000 --sequence_length=4096 "
@@ -221,11 +219,8 @@ def test_a_run_that_runs_out_of_memory_gets_flags(tmp_path: Path, capsys: pytest
     flags = "--num_layers=2 --hidden_size=256 --num_attention_heads=4 --vocab_size=256 --sequence_length=4096"
     words = [*flags.split(), "--batch_size=4096", "--dataset_source=random", "--device=cpu", "--train_iters=1"]
     words.append("--ignore_memory_check=1")
-    limited = "import resource, sys; resource.setrlimit(resource.RLIMIT_AS, (12 * 2**30,) * 2); import pretrain_gpt; "
-    limited += "sys.exit(pretrain_gpt.main(sys.argv[1:]))"
-    python, environment = str(warm_python.folder() / "python"), warm_python.environment()
-    command = [python, "-c", limited, *words, f"--experiment_dir={tmp_path / 'run'}"]
-    result = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=120)
+    limited = "import resource; resource.setrlimit(resource.RLIMIT_AS, (12 * 2**30,) * 2)"
+    result = pretrain_after(limited, [*words, f"--experiment_dir={tmp_path / 'run'}"])
     assert result.returncode == 7, result.stderr
     found = re.search(r"to plan ([\d.,]+) GiB instead of ([\d.,]+) GiB, append (--.*)", result.stderr)
     exit_json = json.loads((tmp_path / "run" / "exit.json").read_text())

@@ -29,7 +29,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any
 
-from tests.support import harness
+from tests.support import harness, warm_python
 from tests.support.harness import FORKSERVER
 from tests.support.os_calls import OsCall, intercept
 from tests.support.threads import THREADS
@@ -118,8 +118,6 @@ class Start:
         command = [str(PROGRAM), *flags]
         if how.endswith("torchrun"):
             if how == "warm torchrun":
-                from tests.support import warm_python
-
                 self._environment["PYTHON_EXEC"] = self._python = str(warm_python.folder() / "python")
             self._start([*TORCHRUN, *launcher, f"--nproc-per-node={ranks}", *command], {}, subprocess_start)
             return
@@ -260,6 +258,14 @@ class _Process:
                 return None
         self._process.join(timeout_s)
         return self._process.exitcode
+
+
+def pretrain_after(code: str, flags: Sequence[str]) -> subprocess.CompletedProcess[str]:
+    """Run pretrain_gpt.py as one rank in a process that runs a line of Python first, which changes its surroundings."""
+    start = f"{code}; import sys, pretrain_gpt; sys.exit(pretrain_gpt.main(sys.argv[1:]))"
+    command = [str(warm_python.folder() / "python"), "-c", start, *flags]
+    environment = warm_python.environment()
+    return subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=TIMEOUT_S)
 
 
 def subprocess_start(command: list[str], environment: dict[str, str], outputs: list[str], python: str) -> _Process:
