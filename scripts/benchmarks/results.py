@@ -144,9 +144,7 @@ def private_environment(folder: Path, pythonpath: str, **more: str) -> dict[str,
     Caches of compiled code that are set already stay, so that a later process does not compile everything again.
     """
     compiled = ("TORCHINDUCTOR_CACHE_DIR", "TRITON_CACHE_DIR", "CUDA_CACHE_PATH")
-    caches = [
-        name for name in ("HF_HOME", "XDG_CACHE_HOME", *compiled) if not (name in compiled and name in os.environ)
-    ]
+    caches = ["HF_HOME", "XDG_CACHE_HOME", *(name for name in compiled if name not in os.environ)]
     own = {"PYTHONPATH": pythonpath, "PYTHONDONTWRITEBYTECODE": "1", "HF_HUB_OFFLINE": "1", "WANDB_MODE": "disabled"}
     return own | {"TMPDIR": str(folder)} | {name: str(folder / "cache" / name.lower()) for name in caches} | more
 

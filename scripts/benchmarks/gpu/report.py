@@ -38,12 +38,8 @@ from scripts.benchmarks.results import (
     write_json,
 )
 
-PARTS = (
-    "correctness",
-    "operations",
-    "training",
-    "peers",
-)  # in this order: timings of an incorrect program are worthless
+# In this order: timings of an incorrect program are worthless.
+PARTS = ("correctness", "operations", "training", "peers")
 OPS = ("-m", "scripts.benchmarks.gpu.ops")
 # A line of `pytest -v`, with and without pytest-xdist.
 OUTCOME = "PASSED|FAILED|SKIPPED|ERROR|XFAIL|XPASS"
@@ -92,10 +88,8 @@ def steps(parallel_tests: int) -> list[Step]:
         command = ("-m", "scripts.benchmarks.training", *flags, "--output={output}")
         return Step(name, command, budget_s, read_benchmark, part)
 
-    gpt2, llama = (
-        "ZeRO-1,ZeRO-1 without throttle,torch compiled*,FSDP2 compiled",
-        "ZeRO-1,FSDP2 compiled,torch compiled",
-    )
+    gpt2 = "ZeRO-1,ZeRO-1 without throttle,torch compiled*,FSDP2 compiled"
+    llama = "ZeRO-1,FSDP2 compiled,torch compiled"
     split, beside = "ZeRO-1 split recompute", "ZeRO-1,torch compiled full logits"
     alone, layers = "--one_at_a_time", "--num_layers=16"  # 16 layers fit with all activations; 32 need memory options
     variants = "ZeRO-1,ZeRO-1 recompute activation,ZeRO-1 recompute full,ZeRO-1 without Triton,ZeRO-1 window 4096"

@@ -67,12 +67,12 @@ class Rounds:
             prints=distributed.rank == 0,
         )
 
-    def run(self) -> Iterator[None]:
-        """Measure, yielding after every turn."""
+    def run(self) -> Iterator[bool]:
+        """Measure, yielding after every turn whether it completes a round."""
         if not self._options.one_at_a_time:
             for name in self._names:
                 self._build(name)
-        yield from (None for _ in self.turns.run_turns())
+        yield from self.turns.run_turns()
 
     def _rebuilt(self, name: str, turn: int) -> Figures:
         options, before = self._options, torch.cuda.memory_allocated()
