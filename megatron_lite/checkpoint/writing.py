@@ -11,15 +11,19 @@ CPU group, on whether all files are written; then they gather sizes and checksum
 
 from __future__ import annotations
 
+import contextlib
 import errno
+import mmap
 import os
 import threading
 import time
+import weakref
 from collections import Counter
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import partial
+from itertools import chain
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
@@ -33,14 +37,17 @@ from megatron_lite.checkpoint.names import MANIFEST_NAME, is_folder, new_nonce, 
 from megatron_lite.config import Config, flatten
 from megatron_lite.distributed.agreement import together, write_together
 from megatron_lite.errors import DamagedError, OutOfMemoryError
+from megatron_lite.kernels.weight_shard import join
 from megatron_lite.run.durable_files import sync_folder
 from megatron_lite.run.host import available_bytes
 
 if TYPE_CHECKING:
     from megatron_lite.distributed.process_group import Distributed
+    from megatron_lite.zero.flat_shard import FlatShard
     from megatron_lite.zero.multi_stage import MultiStage
 
 _GIB = 2**30
+_ALIGNMENT = 128  # bytes
 _DONE, _WORKING, _FAILED = range(3)
 T = TypeVar("T")
 
@@ -214,8 +221,33 @@ def files_bytes(model: MultiStage, world_size: int, iteration: int) -> int:
 
 def host_copy_bytes(config: Config, model: MultiStage) -> int:
     """Return the host memory in bytes that a rank needs for --async_checkpoint; 0 without it."""
-    saves = config.checkpoint.async_checkpoint and config.run.experiment_dir is not None
-    return shard_bytes(model) if saves else 0
+    if not (config.checkpoint.async_checkpoint and config.run.experiment_dir is not None and model.training):
+        return 0
+    held = [[_place(tensor.nbytes) for tensor in tensors] for tensors in _stored(model)]
+    joined = max((sum(sizes) for sizes in held if len(sizes) > 1), default=0)  # one at a time, when it is written
+    return sum(map(sum, held)) + joined
+
+
+def _place(num_bytes: int) -> int:
+    """Return the bytes that a tensor takes in the copy: the next one starts where a GPU copies fast."""
+    return -(-num_bytes // _ALIGNMENT) * _ALIGNMENT
+
+
+def _stored(model: MultiStage) -> list[tuple[Tensor, ...]]:
+    """List the tensors that hold each of `tensors_of(model)`: the two halves of split weights, of others the shard.
+
+    Joining the halves on the GPU would take memory there, which a side stream's pool never gives back to training.
+    """
+    return [
+        _halves(part) if kind == "weights" else (part.read(kind),) for _, part in model.parts() for kind in part.kinds()
+    ]
+
+
+def _halves(part: FlatShard) -> tuple[Tensor, ...]:
+    weights = part.weights
+    if weights.rounded is not None and weights.remainder is not None:
+        return weights.rounded, weights.remainder
+    return (part.read("weights"),)
 
 
 # -- in a thread ------------------------------------------------------------------------------------------------------
@@ -256,10 +288,15 @@ class BackgroundSaves:
 
     def __init__(self, model: MultiStage, distributed: Distributed, retries: int) -> None:
         self._distributed, self._retries = distributed, retries
-        pinned = distributed.device.type == "cuda"
+        self._model = model
+        stored = [tensor for tensors in _stored(model) for tensor in tensors]
+        slab = _host_memory(sum(_place(tensor.nbytes) for tensor in stored), distributed.device)
+        if distributed.device.type == "cuda" and _pin(slab, distributed.device):
+            weakref.finalize(self, _unpin, slab).atexit = False  # the driver does it, even if the GPU hangs
+        places = iter(slab.split([_place(tensor.nbytes) for tensor in stored]))
         self._copies = [
-            torch.zeros(tensor.shape, dtype=tensor.dtype, pin_memory=pinned).fill_(1) for tensor in tensors_of(model)
-        ]  # filled, so that the memory is committed before the first save
+            [next(places)[: tensor.nbytes].view(tensor.dtype) for tensor in tensors] for tensors in _stored(model)
+        ]
         self._pool = ThreadPoolExecutor(1, "checkpoint")
         self._pending: _Pending | None = None
         self._hurry = threading.Event()
@@ -321,9 +358,9 @@ class BackgroundSaves:
     def _copy_and_write(self, save: Save, copied: threading.Event) -> WrittenFile:
         """Copy this rank's shards and write its file, in the thread."""
         try:
-            copies = list(zip(self._copies, save.tensors, strict=True))
-            _copy_all(copies, self._distributed.device)
-            save.tensors = [tensor._replace(read=partial(copy.view, -1)) for copy, tensor in copies]
+            _copy_all(self._copies, _stored(self._model), self._distributed.device)
+            pairs = zip(self._copies, save.tensors, strict=True)
+            save.tensors = [tensor._replace(read=partial(_joined, copy)) for copy, tensor in pairs]
         finally:
             copied.set()
         return self._insist(save, save.write)
@@ -346,14 +383,43 @@ class BackgroundSaves:
         return action()
 
 
-def _copy_all(copies: Sequence[tuple[Tensor, TensorToWrite]], device: torch.device) -> None:
-    """Read tensors into host memory; on a GPU, on the thread's own stream, overlapped with training."""
+def _joined(copies: Sequence[Tensor]) -> Tensor:
+    """Return a tensor of the checkpoint: its copy, or its two halves joined in new memory."""
+    return join(*copies) if len(copies) > 1 else copies[0]
+
+
+def _copy_all(copies: Sequence[Sequence[Tensor]], stored: Sequence[Sequence[Tensor]], device: torch.device) -> None:
+    """Copy tensors into host memory; on a GPU, on the thread's own stream, overlapped with training."""
     stream = torch.cuda.Stream(device) if device.type == "cuda" else None
     with torch.cuda.stream(stream):  # None: nothing changes
-        for copy, tensor in copies:
-            copy.copy_(tensor.read(), non_blocking=True)
+        for copy, tensor in zip(chain.from_iterable(copies), chain.from_iterable(stored), strict=True):
+            copy.copy_(tensor, non_blocking=True)
         if stream is not None:
             stream.synchronize()
+
+
+def _host_memory(num_bytes: int, device: torch.device) -> Tensor:
+    """Return committed host memory, (num_bytes,) uint8; for a GPU, pages of its own."""
+    if device.type != "cuda":
+        return torch.zeros(num_bytes, dtype=torch.uint8).fill_(1)
+    pages = mmap.mmap(-1, num_bytes, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    pages.madvise(mmap.MADV_DONTFORK)  # a forked loader would get a copy of pages that a device may write
+    return torch.frombuffer(pages, dtype=torch.uint8).fill_(1)
+
+
+def _pin(slab: Tensor, device: torch.device) -> bool:
+    """Pin host memory, or warn if the driver refuses. torch's own pinned tensors take up to twice their size."""
+    error = int(torch.cuda.cudart().cudaHostRegister(slab.data_ptr(), slab.nbytes, 0))
+    if error:
+        text = "asynchronous checkpoints: CUDA cannot pin %.2f GiB of host memory (error %d); copies will be slower"
+        logger.warning(text, slab.nbytes / _GIB, error)
+        with contextlib.suppress(RuntimeError):  # CUDA keeps the error for the next kernel, which torch checks
+            torch.ones(1, device=device)
+    return not error
+
+
+def _unpin(slab: Tensor) -> None:
+    torch.cuda.cudart().cudaHostUnregister(slab.data_ptr())
 
 
 def open_background(config: Config, model: MultiStage, distributed: Distributed) -> BackgroundSaves | None:

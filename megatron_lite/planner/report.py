@@ -236,7 +236,7 @@ def _host(plan: Plan) -> Iterator[str]:
     """Yield the host memory of asynchronous checkpoints on a GPU; on a CPU it is a row of the activation table."""
     copy = host_copy_bytes(plan.config, plan.model)
     if copy and plan.device_type == "cuda":
-        yield f"host memory of each rank for --async_checkpoint=1: {copy:,} bytes, {copy / GIB:,.2f} GiB, pinned"
+        yield f"host memory of each rank for --async_checkpoint=1: {copy:,} bytes, {copy / GIB:,.2f} GiB"
 
 
 def _traffic(plan: Plan) -> Iterator[str]:

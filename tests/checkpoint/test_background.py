@@ -10,13 +10,14 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from megatron_lite.checkpoint import files, manifest, writing
 from megatron_lite.checkpoint.writing import BackgroundSaves, Save, open_background, shard_bytes
 from megatron_lite.config import CheckpointConfig, Config, RunConfig
 from megatron_lite.errors import OutOfMemoryError, StorageError
 from tests.checkpoint.test_writing import SPECS, fail_to_write, load, names, newest, save
-from tests.support.fakes import Layout, World, empty_model, one_rank, put, random_values, run_state, same
+from tests.support.fakes import FakePart, Layout, World, empty_model, one_rank, put, random_values, run_state, same
 from tests.support.thread_ranks import ThreadRank
 
 VALUES, LATER = random_values(SPECS, 1), random_values(SPECS, 2)
@@ -29,12 +30,16 @@ def short_pauses(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def in_background(
-    root: Path, after: Callable[[ThreadRank, BackgroundSaves], Any], retries: int = 0, iteration: int = 20
+    root: Path,
+    after: Callable[[ThreadRank, BackgroundSaves], Any],
+    retries: int = 0,
+    iteration: int = 20,
+    layout: Layout = LAYOUT,
 ) -> list[Any]:
     """Begin a save of VALUES on two ranks, go on to LATER, call `after`; return the ranks' results or exceptions."""
 
     def rank_main(distributed: Any) -> Any:
-        model: Any = put(empty_model(SPECS, LAYOUT, distributed.rank), VALUES, distributed.rank)
+        model: Any = put(empty_model(SPECS, layout, distributed.rank), VALUES, distributed.rank)
         saves = BackgroundSaves(model, distributed, retries)
         started = Save(root, iteration, model, run_state(), Config(), distributed, lambda: None)
         started.prepare()
@@ -66,6 +71,78 @@ def test_the_same_bytes_as_a_save_in_place(tmp_path: Path) -> None:
         contents.append((dataclasses.replace(content, save_id="", files={}), values))
     assert contents[0] == contents[1]
     assert same(load(tmp_path / "later", 2)[1], VALUES)
+
+
+def test_split_weights_are_copied_as_they_are(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """In two halves, joined on the host: another stream must make no fp32 copy on the device."""
+    read = FakePart.read
+    monkeypatch.setattr(FakePart, "read", lambda part, kind: read(part, kind) if kind != "weights" else pytest.fail())
+    for result in in_background(tmp_path, finish, layout=Layout(2, copies=True)):
+        assert getattr(result, "iteration", result) == 20
+    monkeypatch.undo()
+    assert same(load(tmp_path, 2)[1], VALUES)
+    split, plain = (empty_model(SPECS, Layout(copies=copies), 0) for copies in (True, False))
+    config = Config(checkpoint=CheckpointConfig(async_checkpoint=True), run=RunConfig(experiment_dir=str(tmp_path)))
+    joined = max(part.tensors["weights"].nbytes for _, part in split.parts())
+    own = [writing.host_copy_bytes(config, model) for model in (split, plain)]  # type: ignore[arg-type]
+    assert own[0] == own[1] + joined, "one shard is joined at a time"
+
+
+class Cuda:
+    """CUDA's runtime, which pins host memory or not."""
+
+    def __init__(self, error: int = 0) -> None:
+        self.error, self.pinned, self.attempts = error, dict[int, int](), 0
+
+    def cudaHostRegister(self, start: int, size: int, flags: int) -> int:  # noqa: N802
+        self.attempts += 1
+        if not self.error:
+            self.pinned[start] = size
+        return self.error
+
+    def cudaHostUnregister(self, start: int) -> int:  # noqa: N802
+        del self.pinned[start]
+        return 0
+
+
+def test_exactly_the_copy_is_pinned(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Torch's pinned tensors would take the next powers of two. Nothing stays pinned when the copy goes."""
+    cuda, distributed = Cuda(), one_rank()
+    distributed.device = torch.device("cuda")
+    monkeypatch.setattr(torch.cuda, "cudart", lambda: cuda)
+    model: Any = empty_model(SPECS, Layout(), 0)
+    saves = BackgroundSaves(model, distributed, 0)
+    ((start, size),) = cuda.pinned.items()
+    assert size == shard_bytes(model)
+    places = sorted((copy.data_ptr(), copy.nbytes) for (copy,) in saves._copies)
+    ends = [place + num_bytes for place, num_bytes in places]
+    assert [place for place, _ in places] == [start, *ends[:-1]] and ends[-1] == start + size
+    assert all(place % 128 == 0 for place, _ in places)
+    del saves
+    assert not cuda.pinned
+
+
+def test_a_copy_that_cannot_be_pinned_is_still_one(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """A warning; and CUDA's error, which would end the next kernel of training, is taken at once."""
+    cuda, distributed, kernels = Cuda(error=2), one_rank(), list[Any]()
+
+    def failing_kernel(*_: Any, device: torch.device) -> None:
+        kernels.append(device.type)
+        raise RuntimeError("CUDA error: out of memory")
+
+    distributed.device = torch.device("cuda")
+    monkeypatch.setattr(torch.cuda, "cudart", lambda: cuda)
+    monkeypatch.setattr(torch, "ones", failing_kernel)
+    monkeypatch.setattr(files.logger, "propagate", True)
+    model: Any = empty_model(SPECS, Layout(), 0)
+    with caplog.at_level(logging.WARNING, "megatron_lite"):
+        saves = BackgroundSaves(model, distributed, 0)
+    (record,) = caplog.records
+    assert "cannot pin" in record.getMessage() and "(error 2)" in record.getMessage()
+    assert kernels == ["cuda"] and cuda.attempts == 1
+    assert sum(copy.nbytes for (copy,) in saves._copies) == shard_bytes(model)
 
 
 def test_training_goes_on_until_the_update(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -169,7 +246,7 @@ def test_the_copy_must_fit_into_the_host(tmp_path: Path, monkeypatch: pytest.Mon
     monkeypatch.setattr(writing, "available_bytes", lambda: 4 * own)
     before = set(threading.enumerate())  # threads of earlier tests may end late
     saves = open_background(wanted, model, distributed)
-    assert saves is not None and sum(copy.nbytes for copy in saves._copies) == own
+    assert saves is not None and sum(copy.nbytes for (copy,) in saves._copies) == own
     assert open_background(Config(run=run_config), model, distributed) is None
     assert set(threading.enumerate()) <= before, "none until a save"
 

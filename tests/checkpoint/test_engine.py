@@ -147,7 +147,9 @@ CASES: dict[str, dict[str, Any]] = {
     "frozen blocks, bf16, zero 3": {**BLOCKS, **BF16, "zero_stage": 3},
     "split, zero 1": {**SPLIT, "zero_stage": 1},
     "split, mixed, low precision, zero 2": {**MIXED, **SPLIT, **LOW, "zero_stage": 2},
-    "lion, split, mixed, low precision, zero 2": {"optimizer": "lion", **MIXED, **SPLIT, **LOW, "zero_stage": 2},
+    "lion, split, mixed, low precision, zero 2": {
+        **{"optimizer": "lion", **MIXED, **SPLIT, **LOW, "zero_stage": 2, "async_checkpoint": True}
+    },
     "muon, two stages of blocks, zero 3": {"optimizer": "muon", "zero_stage": 3, "num_layers": 3, **MATRIX},
     "muon, split": {"optimizer": "muon", **SPLIT},
     "sgd, zero 3": {"optimizer": "sgd", "zero_stage": 3, "training_dtype": "bf16"},

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from megatron_lite.checkpoint.manifest import KINDS, MOMENTS
+from megatron_lite.kernels.weight_shard import WeightShard
 from megatron_lite.parameter import Initializer, ParameterSpec
 from megatron_lite.tiles import Block, Split
 from megatron_lite.zero.layout import FlatLayout, lay_out
@@ -59,6 +60,14 @@ class FakePart:
     has_state: bool
     tensors: dict[str, Tensor]
     copies: bool = False
+
+    @property
+    def weights(self) -> WeightShard:
+        if not self.copies:
+            return WeightShard(self.tensors["weights"])
+        shard = WeightShard.split_into(torch.zeros_like(self.tensors["weights"], dtype=torch.bfloat16))
+        shard.write(self.tensors["weights"])
+        return shard
 
     def kinds(self) -> dict[str, torch.dtype]:
         return {kind: tensor.dtype for kind, tensor in self.tensors.items()}
