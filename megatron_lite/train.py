@@ -122,5 +122,5 @@ def train_step(run: Run, micro_batches: Sequence[HostBatch], iteration: int) -> 
         if debugger:
             debugger.parameters(run.model, "update")
     run.model.gather_ahead()  # frozen stages, which no update gathers
-    run.distributed.end_step()
+    run.distributed.end_step(compiles=True)
     return update

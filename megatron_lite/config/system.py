@@ -119,7 +119,11 @@ class DistributedConfig(Area):
     )
     distributed_timeout: float = option(60.0, "seconds before giving up a collective in a step", above=0.0, maximum=1e6)
     startup_timeout: float = option(
-        3600.0, "seconds before giving up any other collective (start-up, data, saves)", above=0.0, maximum=1e6
+        3600.0,
+        "seconds before giving up any other collective (start-up, data, saves) and, on a GPU, the first step, which "
+        "compiles kernels",
+        above=0.0,
+        maximum=1e6,
     )
     ignore_memory_check: bool = idle_unless("device!=cuda")(
         False, "CPU: start a run although the plan of its memory is larger than what is free"

@@ -89,14 +89,14 @@ class Distributed(Group):
 
     # -- waiting for a GPU -------------------------------------------------------------------------------------------
 
-    def end_step(self) -> None:
+    def end_step(self, compiles: bool = False) -> None:
         """Mark the end of a step on the GPU and wait for the end of the previous step.
 
         Raises:
-            PeerError: if the previous step does not end within --distributed_timeout; the methods below raise it too.
+            PeerError: if the previous step does not end in time (see `StepWatch`); the methods below raise it too.
         """
         if self._watch is not None:
-            self._watch.end_step()
+            self._watch.end_step(compiles)
 
     def wait_for_device(self) -> None:
         """Wait for all queued work; call this before the host reads the device, because a read has no time-out."""

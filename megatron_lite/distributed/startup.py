@@ -102,22 +102,38 @@ def join(
     local_world_size = local_world_size or world_size
     device = choose_device(config.device, local_rank, local_world_size)
     on_gpu = device.type == "cuda"
-    watch = StepWatch(config.distributed_timeout) if on_gpu else None
+    watch = StepWatch(config.distributed_timeout, first_s=config.startup_timeout) if on_gpu else None
     step_timeout = datetime.timedelta(seconds=watch.watchdog_timeout_s if watch else config.distributed_timeout)
     startup_timeout = datetime.timedelta(seconds=config.startup_timeout)
     store = dist.HashStore() if meet is None else meet()
     with peer_errors(), _quiet_loopback(world_size):
         dist.init_process_group("gloo", store=store, rank=rank, world_size=world_size, timeout=startup_timeout)
-        new_group = functools.partial(dist.new_group, backend="nccl" if on_gpu else "gloo", timeout=step_timeout)
+        new_group = functools.partial(_new_group, on_gpu, step_timeout)
         distributed = Distributed(
             rank, world_size, local_world_size, device, dist.group.WORLD, new_group(), watch, progress
         )
         distributed.divide(config.tensor_parallel, new_group)
-    if on_gpu:
+    if watch is not None:
+        watch.on_watchdog = functools.partial(_set_watchdogs, distributed)
         uuid = str(torch.cuda.get_device_properties(device).uuid)  # independent of its index in this process
         refuse_shared_gpus(config.device, distributed.gather_objects(uuid))
         warm_up(distributed)
     return distributed
+
+
+def _new_group(on_gpu: bool, timeout: datetime.timedelta, ranks: Sequence[int] | None = None) -> Any:
+    """Create a group for the collectives of a step: on a GPU, their kernels go before the products that wait."""
+    if not on_gpu:
+        return dist.new_group(ranks, backend="gloo", timeout=timeout)
+    options = dist.ProcessGroupNCCL.Options(is_high_priority_stream=True)
+    options._timeout = timeout  # torch warns if it differs
+    return dist.new_group(ranks, backend="nccl", timeout=timeout, pg_options=options)
+
+
+def _set_watchdogs(distributed: Distributed, timeout_s: float) -> None:
+    """Change the time-out of collectives from now on, which torch has no public name for."""
+    for group in distributed.groups:
+        dist.distributed_c10d._set_pg_timeout(datetime.timedelta(seconds=timeout_s), group.group)
 
 
 def warm_up(distributed: Distributed) -> None:

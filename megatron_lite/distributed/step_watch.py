@@ -6,7 +6,7 @@ waits poll here and end with our own message.
 
 NCCL's watchdog aborts the process without such a message. Its clock starts when the host queues a collective. A step is
 queued only after the last but one has ended, so our message comes at most two time-outs, plus the time to queue a step,
-later.
+later. Until the first step that compiles kernels has ended, all limits follow from --startup_timeout.
 """
 
 from __future__ import annotations
@@ -20,8 +20,9 @@ import torch
 from megatron_lite.errors import PeerError
 
 POLL_S = 0.0002
-# On top of two time-outs: queueing a step (the first one compiles kernels) and finding out which rank hangs.
+# On top of two time-outs: queueing a step and finding out which rank hangs.
 QUEUEING_S = 60.0
+_LATER = "distributed_timeout"
 
 
 class Event(Protocol):
@@ -36,6 +37,7 @@ class StepWatch:
     """Waits for the newest step that the host has queued.
 
     timeout_s: limit on each wait, and on a step, from the time that it is queued and the previous step has ended.
+    first_s: the same until a step that compiles kernels has ended; a shared cache of kernels may be slow.
     """
 
     def __init__(
@@ -44,21 +46,32 @@ class StepWatch:
         new_event: Callable[[], Event] = torch.cuda.Event,
         clock_s: Callable[[], float] = time.monotonic,
         sleep: Callable[[float], None] = time.sleep,
+        first_s: float | None = None,
     ) -> None:
-        self._timeout_s, self._new_event, self._clock_s, self._sleep = timeout_s, new_event, clock_s, sleep
+        self._new_event, self._clock_s, self._sleep = new_event, clock_s, sleep
         self._newest: Event | None = None
         self._deadline_s = 0.0
+        self._flag, self._timeout_s = _LATER, timeout_s
+        self._later_s: float | None = None  # the limit once kernels are compiled, until then
+        self._compiled = False  # whether the newest step compiles kernels
+        if first_s is not None:
+            self._flag, self._timeout_s, self._later_s = "startup_timeout", first_s, timeout_s
+        self.on_watchdog: Callable[[float], None] = lambda timeout_s: None  # called with a new `watchdog_timeout_s`
 
     @property
     def watchdog_timeout_s(self) -> float:
         """Time-out for NCCL's watchdog, long enough that our message comes first."""
         return 2 * self._timeout_s + QUEUEING_S
 
-    def end_step(self) -> None:
+    def end_step(self, compiles: bool = False) -> None:
         """Mark the end of a step and wait for the previous one, so that the host is at most one step ahead."""
         event = self._new_event()
         event.record()
         self.finish()
+        if self._compiled and self._later_s is not None:
+            self._flag, self._timeout_s, self._later_s = _LATER, self._later_s, None
+            self.on_watchdog(self.watchdog_timeout_s)
+        self._compiled = compiles
         self._newest, self._deadline_s = event, self._clock_s() + self._timeout_s
 
     def finish(self) -> None:
@@ -90,6 +103,6 @@ class StepWatch:
         is_over = event.query()
         if not is_over and self._clock_s() > deadline_s:
             raise PeerError(
-                f"another rank hangs or died: a step did not end within --distributed_timeout={self._timeout_s:g} s"
+                f"another rank hangs or died: a step did not end within --{self._flag}={self._timeout_s:g} s"
             )
         return is_over

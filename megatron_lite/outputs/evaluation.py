@@ -81,7 +81,7 @@ def _losses(run: Run, phase: str) -> dict[str, float | None]:
         if run.config.averaging.enabled:
             with run.model.averaged():
                 losses[1] += run.model.evaluate(inputs)
-        run.distributed.end_step()
+        run.distributed.end_step(compiles=not run.model.training)
     if run.distributed.tensor.rank != 0:  # as in a step: see `Optimizer.step`
         losses.zero_()
     summed = run.distributed.sum_in_rank_order(losses)

@@ -11,7 +11,9 @@ import torch.distributed as dist
 
 from megatron_lite.config import DistributedConfig
 from megatron_lite.distributed import startup
+from megatron_lite.distributed.cpu_collectives import Works
 from megatron_lite.distributed.process_group import Distributed
+from megatron_lite.distributed.rank_group import Group
 from megatron_lite.distributed.startup import choose_device, deterministic_ways, join, refuse_shared_gpus
 from megatron_lite.errors import UsageError
 from tests.support.harness import run_distributed
@@ -66,31 +68,48 @@ def joined(monkeypatch: pytest.MonkeyPatch, uuids: list[str], **options: Any) ->
     monkeypatch.setattr(
         dist, "init_process_group", lambda name, **more: calls.append((name, more["timeout"].total_seconds()))
     )
-    monkeypatch.setattr(dist, "new_group", lambda backend, timeout: calls.append((backend, timeout.total_seconds())))
+    monkeypatch.setattr(dist, "ProcessGroupNCCL", SimpleNamespace(Options=SimpleNamespace), raising=False)
+
+    def new_group(ranks: Any, backend: str, timeout: Any, pg_options: Any) -> Any:
+        assert pg_options.is_high_priority_stream and pg_options._timeout == timeout, "products must not delay it"
+        assert all(pg_options is not other for other in given), "a group writes into its options"
+        given.append(pg_options)
+        calls.append((backend, timeout.total_seconds()))
+        return f"group {len(given)}"
+
+    given = list[Any]()
+    monkeypatch.setattr(dist, "new_group", new_group)
+    monkeypatch.setattr(
+        dist.distributed_c10d, "_set_pg_timeout", lambda timeout, group: calls.append((group, timeout.total_seconds()))
+    )
     monkeypatch.setattr(dist, "group", SimpleNamespace(WORLD=None))
     monkeypatch.setattr(Distributed, "gather_objects", lambda self, value: uuids)
     for name in ("reduce_scatter", "all_gather"):
         monkeypatch.setattr(Distributed, name, collective(name))
     monkeypatch.setattr(Distributed, "wait_for_device", lambda self: calls.append("wait for the device"))
     with contextlib.suppress(UsageError):
-        join(DistributedConfig(device="cuda", **options), 0, len(uuids), 0)
+        distributed = join(DistributedConfig(device="cuda", **options), 0, len(uuids), 0)
         calls.append("joined")
+        assert distributed._watch is not None
+        distributed._watch.on_watchdog(distributed._watch.watchdog_timeout_s)
     return calls
 
 
 def test_nccl_connects_before_the_first_step(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Its watchdog has more time than our own message needs; the first collectives are over when `join` returns."""
+    """Its watchdog has more time than our own message needs, for the first step; `test_step_watch.py` says when it has
+    less. The first collectives are over when `join` returns."""
     calls = joined(monkeypatch, ["a", "b", "c"], distributed_timeout=60.0, startup_timeout=3600.0)
     numel = 4194306  # a multiple of the number of ranks
     assert calls == [
         ("gloo", 3600.0),
-        ("nccl", 180.0),
+        ("nccl", 2 * 3600.0 + 60.0),
         ("reduce_scatter", numel),
         "wait",
         ("all_gather", numel),
         "wait",
         "wait for the device",
         "joined",
+        ("group 1", 2 * 3600.0 + 60.0),
     ]
 
 
@@ -126,3 +145,13 @@ def test_the_users_own_settings_of_nccl_win_and_are_named(monkeypatch: pytest.Mo
         torch.utils.deterministic.fill_uninitialized_memory = fills
         for name in ("NCCL_PROTO", "CUBLAS_WORKSPACE_CONFIG"):
             os.environ.pop(name, None)
+
+
+def test_each_group_of_a_step_has_options_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of all ranks, data-parallel and tensor-parallel."""
+    monkeypatch.setattr(Group, "reduce_scatter", lambda self, buffer: Works())
+    monkeypatch.setattr(Group, "all_gather", lambda self, buffer: Works())
+    monkeypatch.setattr(Group, "all_reduce", lambda self, buffer, kind: Works())
+    calls = joined(monkeypatch, ["a", "b", "c", "d"], tensor_parallel=2)
+    assert [call for call in calls if call[0] == "nccl"] == [("nccl", 7260.0)] * 5, "all, 2 data, 2 tensor"
+    assert [call[0] for call in calls if call[0].startswith("group")] == ["group 1", "group 2", "group 4"]

@@ -75,6 +75,36 @@ def test_long_waits_for_others_are_no_hang() -> None:
     assert watch.has_ended()
 
 
+def test_the_first_training_step_may_take_as_long_as_the_start() -> None:
+    """It compiles kernels, maybe for minutes; an evaluation before it does not count. Later steps have less."""
+    gpu, watchdogs = Gpu(1.0, 2.0, 3000.0, 3001.0, None, None), list[float]()
+    watch = StepWatch(60.0, gpu.event, lambda: gpu.now_s, gpu.sleep, first_s=3600.0)
+    watch.on_watchdog = watchdogs.append
+    assert watch.watchdog_timeout_s == 2 * 3600.0 + QUEUEING_S
+    watch.end_step()  # an evaluation, and the wait for its result
+    watch.end_step()
+    watch.finish()
+    watch.end_step(compiles=True)
+    watch.wait_for(SimpleNamespace(record=lambda: None, query=lambda: gpu.now_s > 2000.0))  # type: ignore[arg-type]
+    assert not watchdogs and not watch.has_ended()
+    watch.end_step(compiles=True)
+    assert 3000.0 <= gpu.now_s < 3001.0 and watchdogs == [2 * 60.0 + QUEUEING_S] == [watch.watchdog_timeout_s]
+    watch.end_step(compiles=True)
+    began_s = gpu.now_s
+    with pytest.raises(PeerError, match=LATE + "60 s"):
+        watch.finish()
+    assert gpu.now_s - began_s < 61.0 and len(watchdogs) == 1
+
+
+def test_a_first_step_that_hangs_names_its_own_limit() -> None:
+    gpu = Gpu(None)
+    watch = StepWatch(60.0, gpu.event, lambda: gpu.now_s, gpu.sleep, first_s=3600.0)
+    watch.end_step(compiles=True)
+    with pytest.raises(PeerError, match="a step did not end within --startup_timeout=3600 s"):
+        watch.finish()
+    assert 3600.0 < gpu.now_s < 3601.0
+
+
 @pytest.mark.parametrize("hangs_in", ["throttle", "end of the step", "wait after the step"])
 @pytest.mark.parametrize("timeout_s", [1.0, 60.0, 600.0])
 def test_our_message_comes_before_the_watchdogs_abort(timeout_s: float, hangs_in: str) -> None:
