@@ -236,3 +236,10 @@ def test_a_run_is_watched_and_not_changed(tmp_path) -> None:
         assert (record["loss"], record["grad_norm"]) == (plain_record["loss"], plain_record["grad_norm"])
         if record["iteration"] in watched:
             assert watched[record["iteration"]]["grads/norm"] == pytest.approx(record["grad_norm"], rel=1e-6)
+
+
+def test_a_histogram_reads_no_device() -> None:
+    """A meta tensor has no values, so whatever reads one fails; bincount does, to find its largest number."""
+    chunks = [torch.ones(1000, device="meta"), torch.ones(24, device="meta")]
+    found = summarize(iter(chunks), False, bin_places(torch.device("meta")))
+    assert found.shape == (3 + BINS,) and found.dtype == torch.float64
