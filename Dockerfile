@@ -1,5 +1,5 @@
 # A pretrainer on PyTorch's public image: docs/installation.md shows how to build and start it.
-ARG PYTORCH=2.13.0-cuda12.6-cudnn9-runtime
+ARG PYTORCH=2.13.0-cuda13.0-cudnn9-runtime
 FROM pytorch/pytorch:${PYTORCH}
 
 # Triton compiles a launcher in C for each kernel. The image may have both packages; then this does nothing.

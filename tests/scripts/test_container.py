@@ -56,6 +56,7 @@ def test_image_runs_our_command_without_privileges() -> None:
     found = dict(instructions())
     requirement = pytest.importorskip("packaging.requirements").Requirement(re.findall(r'"(torch[^"]*)"', SETUP)[0])
     assert requirement.specifier.contains(found["ARG"].partition("=")[2].split("-")[0])
+    assert "-cuda13." in found["ARG"], "the cuDNN of CUDA 12.6 is older than `CUDNN_WITH_ANY_LENGTH`"
     assert found["FROM"] == "pytorch/pytorch:${PYTORCH}" and "PYTHONUNBUFFERED=1" in str(instructions())
     (entry,) = re.findall(r'^\["(\w+)"\]$', found["ENTRYPOINT"])
     assert f'"{entry} = ' in SETUP
@@ -114,9 +115,16 @@ def workflow() -> dict[Any, Any]:
 
 
 def test_github_runs_what_ci_runs() -> None:
-    """One step runs .ci/run on Python 3.11 and 3.12, on every push and pull request, with no right to write."""
+    """One step runs .ci/run on Python 3.11 and 3.12, and with the oldest versions that setup.py accepts, on every push
+    and pull request, with no right to write."""
     jobs = workflow()["jobs"]
     assert jobs["test"]["strategy"]["matrix"]["python"] == ["3.11", "3.12"]
+    (row,) = jobs["test"]["strategy"]["matrix"]["include"]
+    assert set(row) == {"python", "versions"} and "matrix.versions" in jobs["test"]["env"]["PIP_CONSTRAINT"]
+    lines = (ROOT / ".ci" / f"{row['versions']}.txt").read_text("utf-8").splitlines()
+    pinned = dict(line.split("==") for line in lines if not line.startswith("#"))
+    assert set(pinned) == {"torch", "triton", "numpy"}
+    assert re.findall(r'"torch>=([^",]*)', SETUP) == [pinned["torch"].removesuffix(".*")]
     assert [step["run"] for step in jobs["test"]["steps"] if "run" in step] == ["bash .ci/run"]
     assert {"push", "pull_request"} <= set(workflow()[True])  # YAML reads `on` as true
     assert workflow()["permissions"] == {"contents": "read"}
