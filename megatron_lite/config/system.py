@@ -96,6 +96,16 @@ class DistributedConfig(Area):
     training_dtype: str = option(
         "fp32", "dtype of weights and activations", choices=tuple(DTYPES), value_aliases=DTYPE_ALIASES, basic=True
     )
+    tf32: bool = option(
+        False,
+        "GPU: round the factors of fp32 products to TF32, 10 bits (faster)",
+        needs=(Rule("training_dtype=fp32", "products of 16-bit weights have no fp32 factors"),),
+        excludes=(
+            Rule("device=cpu", "a CPU has no TF32"),
+            Rule("gpu=cpu", "a CPU has no TF32"),
+            Rule("machine_speeds", "its fp32 products were measured without TF32"),
+        ),
+    )
     seed: int = option(1234, "seed for weights, data order and dropout", minimum=0, maximum=2**63 - 1, basic=True)
     tensor_parallel: PositiveInt = option(
         1,

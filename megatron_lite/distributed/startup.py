@@ -102,6 +102,8 @@ def join(
     local_world_size = local_world_size or world_size
     device = choose_device(config.device, local_rank, local_world_size)
     on_gpu = device.type == "cuda"
+    if on_gpu and config.tf32:
+        torch.set_float32_matmul_precision("high")
     watch = StepWatch(config.distributed_timeout, first_s=config.startup_timeout) if on_gpu else None
     step_timeout = datetime.timedelta(seconds=watch.watchdog_timeout_s if watch else config.distributed_timeout)
     startup_timeout = datetime.timedelta(seconds=config.startup_timeout)

@@ -109,8 +109,20 @@ def placement_warnings(config: Config, distributed: Distributed) -> Iterator[str
 
 
 def device_warnings(config: Config, device: torch.device) -> Iterator[str]:
-    """Yield a warning if the device has no instructions for the training dtype, or little memory for the logits."""
-    name = config.distributed.training_dtype
+    """Yield warnings about options that are slow or idle on the device, and about little memory for the logits."""
+    name, tf32 = config.distributed.training_dtype, config.distributed.tf32
+    if device.type == "cuda" and name == "fp32" and not tf32:
+        yield (
+            "--training_dtype=fp32: without tensor cores, which are 10 times as fast; write --training_dtype=bf16, or "
+            "--tf32=1 for fp32 products of rounded factors"
+        )
+    if tf32 and (device.type != "cuda" or torch.cuda.get_device_capability(device) < (8, 0)):
+        yield f"--tf32=1 has no effect on {describe_device(device)}"
+    if device.type == "cuda" and name != "fp32" and (rate := config.model.attention_dropout):
+        yield (
+            f"--attention_dropout={rate:g}: only the math backend drops attention weights, and takes 10 to 50 times as "
+            "long as the others; for speed write --attention_dropout=0"
+        )
     if computes_in_fp32(device, DTYPES[name]):
         yield (
             f"--training_dtype={name} saves memory but no time here: this CPU (as far as oneDNN may use it) has no "

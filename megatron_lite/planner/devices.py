@@ -51,8 +51,8 @@ class Device:
     """A kind of GPU, from the vendor's data sheet, or a CPU.
 
     memory_bytes: as torch reports, the least of several logs. tflops: dense products of 16-bit inputs (fp16 on V100)
-    that are summed in fp32. fp32_tflops: products in fp32 without TF32, which this program does not use. memory_gb_s:
-    memory bandwidth. link_gb_s: to its neighbours in a node, in one direction.
+    that are summed in fp32. fp32_tflops: products in fp32 without TF32, which takes twice as long as 16
+    bits. memory_gb_s: memory bandwidth. link_gb_s: to its neighbours in a node, in one direction.
     """
 
     memory_bytes: int
@@ -152,8 +152,11 @@ def data_sheet(distributed: DistributedConfig, device_type: str, world_size: int
     chosen = interconnect(distributed.interconnect)
     is_slow = dtype == "fp32" or (dtype == "bf16" and not gpu.has_bf16)
     tflops, (products, attention, source) = gpu.fp32_tflops if is_slow else gpu.tflops, gpu.shares
+    products_in = dtype
+    if distributed.tf32 and gpu.has_bf16:  # as all GPUs with TF32
+        products_in, tflops = "tf32", gpu.tflops / 2
     lines = [
-        f"data sheet of {name}{unnamed}: {dtype} {tflops:,.4g} TFLOP/s, memory {gpu.memory_gb_s:,.0f} GB/s",
+        f"data sheet of {name}{unnamed}: {products_in} {tflops:,.4g} TFLOP/s, memory {gpu.memory_gb_s:,.0f} GB/s",
         f"products reach {products:.0%} of the peak, attention {attention:.0%} ({source}); passes over memory "
         f"{MEMORY_SHARE:.0%}",
     ]

@@ -80,6 +80,7 @@ def test_other_differences_are_listed() -> None:
             {"freeze": ("embedding",), "lr_scales": ("head:0.1",)},
             {"freeze: none in the checkpoint, embedding now", "lr_scales: none in the checkpoint, head:0.1 now"},
         ),
+        ({"tf32": True}, {"tf32: 0 in the checkpoint, 1 now"}),
         ({"cross_document_attention": False}, {"cross_document_attention: 1 in the checkpoint, 0 now"}),
     ],
 )

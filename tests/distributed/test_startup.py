@@ -113,6 +113,15 @@ def test_nccl_connects_before_the_first_step(monkeypatch: pytest.MonkeyPatch) ->
     ]
 
 
+def test_tf32_is_off_by_default(monkeypatch: pytest.MonkeyPatch) -> None:
+    chosen = list[str]()
+    monkeypatch.setattr(torch, "set_float32_matmul_precision", chosen.append)
+    joined(monkeypatch, ["a"])
+    assert chosen == []
+    joined(monkeypatch, ["a"], tf32=True)
+    assert chosen == ["high"]
+
+
 def test_nccl_is_not_asked_to_connect_ranks_that_share_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     calls = joined(monkeypatch, ["a", "a"])
     assert [name for name, _ in calls] == ["gloo", "nccl"]

@@ -206,6 +206,18 @@ def test_a_gpu_without_bf16_is_slow_in_bf16(capsys: pytest.CaptureFixture[str]) 
     assert found["bf16"] > 3 * found["fp16"]
 
 
+@pytest.mark.parametrize("gpu", ["h100", "v100"])
+def test_tf32_is_planned_at_half_the_speed_of_16_bits(gpu: str, capsys: pytest.CaptureFixture[str]) -> None:
+    """Where the GPU has TF32."""
+    plain, rounded = (
+        small_page(capsys, "--world_size=4", f"--gpu={gpu}", "--training_dtype=fp32", f"--tf32={tf32}")
+        for tf32 in (0, 1)
+    )
+    assert ("h100: tf32 494.7 TFLOP/s" in rounded) == (gpu == "h100") and ": tf32" not in plain
+    times = [float(text.partition("a step of ")[2].split()[0]) for text in (plain, rounded)]
+    assert times[0] > 2 * times[1] if gpu == "h100" else times[0] == times[1]
+
+
 def test_rows_differ(capsys: pytest.CaptureFixture[str]) -> None:
     """The layout as asked stands in the table once, also where the search finds the same."""
     for more in ("--world_size=auto", "--world_size=4 --micro_batch_size=4 --zero_stage=2"):

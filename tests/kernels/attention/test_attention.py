@@ -3,6 +3,7 @@
 import contextlib
 import dataclasses
 import importlib.util
+import re
 import warnings
 from collections.abc import Iterator, Sequence
 from typing import Any, cast
@@ -24,6 +25,7 @@ from megatron_lite.kernels.choice import failure
 from megatron_lite.kernels.heads import split_heads
 from megatron_lite.kernels.linear import linear
 from megatron_lite.kernels.rotary import rotary_table
+from megatron_lite.monitor import banner
 from megatron_lite.monitor.banner import device_warnings
 from megatron_lite.parameter import Parameter
 from tests.support.harness import tiny_config
@@ -290,6 +292,35 @@ def test_softmax_in_fp32_on_a_cpu() -> None:
         config = tiny_config(training_dtype=dtype, attention_softmax_in_fp32=True)
         found = "\n".join(device_warnings(config, torch.device("cpu")))
         assert ("--attention_softmax_in_fp32 only chooses the math backend" in found) == said
+
+
+@pytest.mark.parametrize(
+    ("options", "capability", "said"),
+    [
+        ({}, (9, 0), ["--training_dtype=fp32: .* write --training_dtype=bf16, or --tf32=1"]),
+        ({"attention_dropout": 0.1}, (9, 0), ["--training_dtype=fp32: "]),
+        ({"tf32": True}, (8, 0), []),
+        ({"tf32": True}, (7, 0), ["--tf32=1 has no effect on a GPU"]),
+        ({"tf32": True}, None, ["--tf32=1 has no effect on a GPU"]),
+        ({"training_dtype": "bf16"}, (9, 0), []),
+        (
+            {"training_dtype": "bf16", "attention_dropout": 0.1},
+            (9, 0),
+            ["--attention_dropout=0.1: only the math .* 10 to 50 times .* write --attention_dropout=0"],
+        ),
+        ({"attention_dropout": 0.1}, None, []),
+    ],
+)
+def test_what_is_slow_on_a_gpu_is_said(
+    monkeypatch: pytest.MonkeyPatch, options: dict[str, Any], capability: tuple[int, int] | None, said: list[str]
+) -> None:
+    """With the flag to write instead; on a CPU (None) these cost little."""
+    monkeypatch.setattr(banner, "free_bytes", lambda device: 2**40)
+    monkeypatch.setattr(banner, "describe_device", lambda device: "a GPU")
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
+    device = torch.device("cpu" if capability is None else "cuda")
+    found = list(device_warnings(tiny_config(device="auto", **options), device))
+    assert len(found) == len(said) and all(map(re.search, said, found)), found
 
 
 def test_softmax_in_fp32_is_fp32_backward_too(monkeypatch: pytest.MonkeyPatch) -> None:
