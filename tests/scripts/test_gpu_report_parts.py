@@ -1,6 +1,9 @@
 """The GPU report in several calls: what each of them runs, and how their results become one report."""
 
 import json
+import subprocess
+import time
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -105,3 +108,71 @@ def test_several_calls_make_one_report(tmp_path: Path, monkeypatch: pytest.Monke
     with pytest.raises(ValueError, match="device A GPU and B GPU"):
         gpu_report.main([f"--output={output}"])
     assert json.loads(output.read_text("utf-8")) == found
+
+
+# A step whose device fails in its second turn, after it has written what the first one measured.
+STAND_IN = """
+import json, os, signal, sys, time
+
+def device_fails(how):
+    if how == "crash":
+        os.abort()
+    if how == "hang":
+        print("hangs", flush=True)
+        time.sleep(600)
+    if how == "memory":
+        raise MemoryError("CUDA out of memory")
+    os.kill(os.getpid(), signal.SIGKILL)
+
+how, output = sys.argv[1:]
+print("tests/test_a.py::test_b PASSED", flush=True)
+json.dump({"rows": {"ZeRO-1": {"tokens_per_s": 1.0}}}, open(output, "w"))
+device_fails(how)
+"""
+
+
+class Impatient(subprocess.Popen[bytes]):
+    """A process whose deadline comes as soon as it hangs."""
+
+    def __init__(self, *args: Any, **options: Any) -> None:
+        self._log = Path(options["stdout"].name)
+        super().__init__(*args, **options)
+
+    def wait(self, timeout: float | None = None) -> int:
+        while timeout == gpu_report.STACKS_S or "hangs" not in self._log.read_text("utf-8"):
+            if timeout is None or self.poll() is not None:
+                return super().wait(timeout)
+            time.sleep(0.01)
+        return super().wait(0.001 if timeout is not None else None)
+
+
+@pytest.mark.parametrize(
+    ("how", "reason", "trace"),
+    [
+        ("crash", "exit code -6", ["Fatal Python error: Aborted", "in device_fails"]),
+        ("hang", "did not end before its deadline", ["hangs", "Fatal Python error: Aborted", "in device_fails"]),
+        ("memory", "exit code 1", ["Traceback (most recent", "in device_fails", "MemoryError: CUDA out of memory"]),
+        ("killed", "exit code -9", []),
+    ],
+)
+def test_every_step_may_fail(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, how: str, reason: str, trace: list[str]
+) -> None:
+    """The whole report with a stand-in for the device, which fails in each step: log, stacks and measured rows stay."""
+    every = [replace(step, command=("-c", STAND_IN, how, "{output}"), budget_s=60.0) for step in gpu_report.steps(1)]
+    monkeypatch.setattr(gpu_report, "describe", lambda: A_GPU)
+    monkeypatch.setattr(gpu_report, "steps", lambda parallel: every)
+    monkeypatch.setattr(gpu_report, "private_environment", lambda *_, **__: {})
+    monkeypatch.setattr(gpu_report.subprocess, "Popen", Impatient)
+    output = tmp_path / "report.json"
+    flags = [f"--only={','.join(gpu_report.PARTS)}", "--limit_s=10000"]
+    assert gpu_report.main([f"--output={output}", *flags]) == 1
+    found = json.loads(output.read_text("utf-8"))
+    assert list(found["steps"]) == [step.name for step in every] and not found["ok"]
+    measured = {gpu_report.read_tests: {"counts": {"passed": 1}, "failures": []}, gpu_report.read_smoke_test: None}
+    for step in every:
+        entry, log = found["steps"][step.name], tmp_path / "report_logs" / f"{step.name.replace(' ', '_')}.log"
+        assert entry["status"] == ("stopped" if how == "hang" else "failed") and entry["reason"] == reason, step.name
+        assert entry["result"] == measured.get(step.read, {"rows": {"ZeRO-1": {"tokens_per_s": 1.0}}}), step.name
+        tail = "\n".join(entry["log_tail"])
+        assert all(part in tail for part in ["test_b PASSED", *trace]) and tail in log.read_text("utf-8"), step.name

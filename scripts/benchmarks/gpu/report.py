@@ -11,10 +11,12 @@ steps. The file is written after every step, and everything that the steps print
 from __future__ import annotations
 
 import argparse
+import contextlib
 import importlib.util
 import json
 import os
 import re
+import resource
 import shutil
 import signal
 import subprocess
@@ -167,6 +169,7 @@ START_S = 20.0  # part of the limit, in addition to the budgets: finding and des
 MIN_STEP_S = 10.0  # with less time left, no step starts
 TAIL_LINES = 30  # lines of a failed step's log to report
 ATTEMPTS = 4  # for a step that resumes after a crash
+STACKS_S = 5.0  # for a step that hangs to write where it is
 
 
 def difference(a: Result, b: Result) -> str | None:
@@ -271,7 +274,8 @@ class Report:
 def call(command: Sequence[str], log: Path, deadline: float) -> int | None:
     """Run Python with these arguments in the checkout; return its exit code, or None at the deadline.
 
-    The process gets its own process group, which is killed at the end, so that nothing stays on the device.
+    The process gets its own process group, which is killed at the end, so that nothing stays on the device. One that
+    crashes or hangs writes the stacks of its threads into the log.
     """
     with log.open("ab") as file:
         process = subprocess.Popen(
@@ -280,11 +284,15 @@ def call(command: Sequence[str], log: Path, deadline: float) -> int | None:
             stdin=subprocess.DEVNULL,
             stdout=file,
             stderr=file,
+            env={**os.environ, "PYTHONFAULTHANDLER": "1"},
             start_new_session=True,
         )
         try:
             return process.wait(max(deadline - time.monotonic(), 0.1))
         except subprocess.TimeoutExpired:
+            process.send_signal(signal.SIGABRT)
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                process.wait(STACKS_S)
             return None
         finally:
             try:
@@ -372,6 +380,7 @@ def main(argv: Sequence[str]) -> int:
     if "missing" in described:
         print(f"gpu_report: nothing to report: {described['missing']}")
         return 0
+    resource.setrlimit(resource.RLIMIT_CORE, (0, resource.getrlimit(resource.RLIMIT_CORE)[1]))  # GiB, for a crash
     folder = Path(tempfile.mkdtemp(prefix="megatron_lite_gpu_report_"))
     pythonpath = os.pathsep.join([str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])])
     os.environ.update(private_environment(folder, pythonpath, PYTHONUNBUFFERED="1"))
