@@ -14,6 +14,7 @@ import numpy as np
 import pytest
 import torch
 
+from megatron_lite.checkpoint.writing import BackgroundSaves
 from megatron_lite.config import DistributedConfig, unflatten
 from megatron_lite.distributed.process_group import Distributed
 from megatron_lite.distributed.startup import join, make_deterministic
@@ -21,7 +22,9 @@ from megatron_lite.distributed.step_watch import StepWatch
 from megatron_lite.errors import PeerError
 from megatron_lite.kernels.attention.choice import Work, machine_of, obstacle
 from megatron_lite.kernels.choice import failure
+from megatron_lite.monitor.watch import bin_places, summarize
 from megatron_lite.validation import resolve
+from tests.support.fakes import Layout, empty_model, make_specs
 from tests.support.harness import TINY, start_run
 from tests.support.launch import python_warnings
 
@@ -144,6 +147,25 @@ def test_a_late_step_is_noticed_while_the_device_works() -> None:
         watch.finish()
     torch.cuda.synchronize()
     assert watch.has_ended()
+
+
+def test_the_copy_for_background_saves_is_pinned(one_gpu: Distributed) -> None:
+    model: Any = empty_model(make_specs(), Layout(), 0)
+    saves = BackgroundSaves(model, one_gpu, 0)
+    assert all(copy.is_pinned() for (copy,) in saves._copies)
+
+
+def test_histograms_are_those_of_a_cpu_without_a_wait() -> None:
+    values = torch.randn(100_000) * 10.0 ** torch.randint(-30, 30, (100_000,))
+    values[:3] = torch.tensor([0.0, torch.inf, torch.nan])
+    expected = summarize([values], True, bin_places(values.device))
+    on_gpu, bins = values.cuda(), bin_places(torch.device("cuda"))
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        found = summarize([on_gpu], True, bins)
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    assert torch.equal(found[3:].cpu(), expected[3:])
 
 
 # -- the program -----------------------------------------------------------------------------------------------------
