@@ -13,7 +13,7 @@ import torch
 from megatron_lite.checkpoint.resume import Choice, Resumed, check_early, choose_together, resume
 from megatron_lite.checkpoint.retention import lack_at_start
 from megatron_lite.checkpoint.writing import BackgroundSaves, open_background, shard_bytes
-from megatron_lite.cli.help import banner, short_banner
+from megatron_lite.cli.help import banners
 from megatron_lite.config import Config
 from megatron_lite.config.structured_values import weighted_paths
 from megatron_lite.corpus.from_text import resolve_data
@@ -222,7 +222,7 @@ def _check_tokenizer(run: Run) -> None:
 def _log_banner(run: Run, kernels: Kernels, layers: list[Layer], notes: Sequence[Note]) -> None:
     config, distributed, logger = run.config, run.distributed, run.logger
     derived = derived_numbers(config, layers, distributed, run.data.description)
-    _tell(run, banner(config, derived), short_banner(config, derived))
+    _tell(run, *banners(config, derived))
     for line, short in choice_lines(config, kernels, layers, distributed.device):
         _tell(run, line, short)
     for note in notes:

@@ -8,10 +8,10 @@ from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
 from megatron_lite.cli.unknown_flags import answers_for, refused
-from megatron_lite.config import AREAS, Config, flatten, unflatten
+from megatron_lite.config import AREAS, Config, Draft, flatten
 from megatron_lite.config.other_programs import table
 from megatron_lite.config.values import FLAGS, Flag, abridged, limits, written
-from megatron_lite.validation import BATCH, examine
+from megatron_lite.validation import BATCH, cross_check
 
 WIDTH = 118
 NAME_WIDTH = 46  # columns for a flag with its values in --help
@@ -99,13 +99,18 @@ def _two_columns(left: str, right: str) -> list[str]:
     )
 
 
-def banner(config: Config, derived: Mapping[str, str]) -> str:
-    """Return the dotted list of all options that a run prints at startup, followed by `derived`.
+def banners(config: Config, derived: Mapping[str, str]) -> tuple[str, str]:
+    """Return two lists that a run logs at startup, each followed by `derived`: all options, and those set by the user.
 
-    config: resolved. `*` marks options that differ from their default, which may be derived.
+    config: resolved. The first list is dotted, and `*` marks options that differ from their default, which may be
+    derived; the second has those alone, as typed.
     """
-    lines = [" arguments (* differs from the default) ".center(72, "-")]
     defaults = _defaults(config)
+    return _long_banner(config, derived, defaults), _short_banner(config, derived, defaults)
+
+
+def _long_banner(config: Config, derived: Mapping[str, str], defaults: Mapping[str, Any]) -> str:
+    lines = [" arguments (* differs from the default) ".center(72, "-")]
     for name, value in sorted(flatten(config).items()):
         text = f"({FLAGS[name].unset})" if value is None else abridged(value) or "none"
         lines.append(_dotted(name, text, " " if value == defaults[name] else "*"))
@@ -115,11 +120,9 @@ def banner(config: Config, derived: Mapping[str, str]) -> str:
     return "\n".join([*lines, " end of arguments ".center(72, "-")])
 
 
-def short_banner(config: Config, derived: Mapping[str, str]) -> str:
-    """Return the options of a resolved configuration that differ from their default, as typed, then `derived`."""
-    defaults, values = _defaults(config), flatten(config)
+def _short_banner(config: Config, derived: Mapping[str, str], defaults: Mapping[str, Any]) -> str:
     flags = []
-    for name, value in sorted(values.items()):
+    for name, value in sorted(flatten(config).items()):
         if value != defaults[name]:
             text, whole = abridged(value), written(value)
             flags.append(f"--{name}={text if text != whole else shlex.quote(whole)}")
@@ -154,9 +157,9 @@ def _defaults(config: Config) -> dict[str, Any]:
     world_size = data_ranks * values["tensor_parallel"]
     for name, default in list(defaults.items()):
         if default is None and values[name] is not None:
-            unset = dict.fromkeys(BATCH if name in BATCH else (name,))
-            without, _ = examine(unflatten({**values, **unset}), world_size)
-            defaults[name] = flatten(without)[name]
+            draft = Draft(**values | dict.fromkeys(BATCH if name in BATCH else (name,)))
+            list(cross_check(draft, world_size))
+            defaults[name] = getattr(draft, name)
     return defaults
 
 

@@ -43,6 +43,9 @@ class Config:
 
 
 AREAS: dict[str, type[Area]] = {field.name: type(getattr(Config(), field.name)) for field in dataclasses.fields(Config)}
+# A start unflattens a configuration and asks what was changed a hundred times.
+_NAMES = {area: [field.name for field in dataclasses.fields(kind)] for area, kind in AREAS.items()}
+_DEFAULTS = {name: getattr(AREAS[area], name) for area, names in _NAMES.items() for name in names}
 
 
 class Draft(
@@ -72,7 +75,8 @@ class Draft(
 
     def changed(self, *names: str) -> list[str]:
         """Return the `names` whose values differ from their defaults."""
-        return [name for name in names if getattr(self, name) != getattr(Draft, name)]
+        values = vars(self)
+        return [name for name in names if values[name] != _DEFAULTS[name]]
 
 
 def flatten(config: Config) -> dict[str, Any]:
@@ -86,12 +90,11 @@ def unflatten(values: dict[str, Any]) -> Config:
     Raises:
         KeyError: if a name is not an option.
     """
-    left = dict(values)
     areas: dict[str, Any] = {}
+    every = _DEFAULTS | values
     for area, kind in AREAS.items():
         areas[area] = object.__new__(kind)  # __init__ would check each of its assignments
-        fields = dataclasses.fields(kind)
-        vars(areas[area]).update({field.name: left.pop(field.name, field.default) for field in fields})
-    if left:
-        raise KeyError(f"not options: {sorted(left)}")
+        vars(areas[area]).update({name: every[name] for name in _NAMES[area]})
+    if unknown := values.keys() - _DEFAULTS.keys():
+        raise KeyError(f"not options: {sorted(unknown)}")
     return Config(**areas)

@@ -50,7 +50,7 @@ def examine(config: Config, world_size: int) -> tuple[Config, list[Problem]]:
     draft = Draft(**flatten(config))
     problems = [*_check_each(draft)]
     if not problems:  # the rules rely on each value being sound
-        problems = [*_cross_check(draft, world_size)]
+        problems = [*cross_check(draft, world_size)]
     return unflatten(vars(draft)), problems
 
 
@@ -63,8 +63,8 @@ def _check_each(draft: Draft) -> Iterator[Problem]:
             yield problem(draft, name, refused_value(name, written(getattr(draft, name))) or str(error))
 
 
-def _cross_check(draft: Draft, world_size: int) -> Iterator[Problem]:
-    """Apply every rule. Buffer counts and loss chunks depend on stages and device, and are derived later."""
+def cross_check(draft: Draft, world_size: int) -> Iterator[Problem]:
+    """Apply every rule, and derive values. Buffer counts and loss chunks depend on the device, and come later."""
     yield from areas.source(draft)
     yield from areas.model(draft)
     yield from areas.performance(draft)

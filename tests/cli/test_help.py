@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from megatron_lite.cli.help import banner, help_text, short_banner
+from megatron_lite.cli.help import banners, help_text
 from megatron_lite.cli.unknown_flags import instead, refused
 from megatron_lite.config import flatten, unflatten
 from megatron_lite.config.values import FLAGS, written
@@ -56,14 +56,14 @@ def test_help_all_has_everything() -> None:
 def marked(world_size: int = 1, **options: object) -> set[str]:
     """Return the names that the banner marks as different from the default."""
     config = resolve(unflatten({"dataset_source": "random", **options}), world_size)
-    lines = banner(config, {}).splitlines()[1:-1]
+    lines = banners(config, {})[0].splitlines()[1:-1]
     return {line.split()[1] for line in lines if line.startswith("*")} - {"dataset_source"}
 
 
 def test_banner_lists_every_option_sorted() -> None:
     """Each option has one dotted line with its value as typed; the derived numbers keep their order."""
     config = resolve(unflatten({"data_path": ("0.5", "a", "0.5", "b"), "gated": True}), 2)
-    lines = banner(config, {"parameters": "1,234", "a": "b"}).splitlines()
+    lines = banners(config, {"parameters": "1,234", "a": "b"})[0].splitlines()
     split = next(place for place, line in enumerate(lines) if " derived " in line)
     names = [line[2:].split(" ")[0] for line in lines[1:split]]
     assert names == sorted(flatten(config))
@@ -96,7 +96,7 @@ def test_short_banner_has_what_differs_as_typed() -> None:
     """Options that differ from the default, in lines of 118 columns that a shell reads back, then derived numbers."""
     values = {"num_layers": 3, "data_path": ("0.5", "a b", "0.5", "c"), "experiment_dir": "/x", "rope_factor": None}
     config = resolve(unflatten({**values, "lr": 3e-4, "train_iters": 7}), 1)
-    title, *lines = short_banner(config, {"parameters": "1,234"}).splitlines()
+    title, *lines = banners(config, {"parameters": "1,234"})[1].splitlines()
     assert "/x/config.json" in title and "--show_all_options=1" in title
     assert lines[-1].split() == ["parameters", "." * 38, "1,234"]
     typed = shlex.split(" ".join(lines[:-1]))
@@ -108,8 +108,8 @@ def test_short_banner_has_what_differs_as_typed() -> None:
         "--train_iters=7",
     ]
     many = resolve(unflatten({"data_path": tuple(f"/data/{number:04d}" for number in range(1250))}), 1)
-    assert max(map(len, short_banner(many, {}).splitlines())) < 250
-    assert "... (1,250 words)" in short_banner(many, {})
+    assert max(map(len, banners(many, {})[1].splitlines())) < 250
+    assert "... (1,250 words)" in banners(many, {})[1]
 
 
 def test_values_are_written_as_typed() -> None:

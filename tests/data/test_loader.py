@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 
 from megatron_lite.checkpoint.compatibility import Difference
-from megatron_lite.cli.help import banner, short_banner
+from megatron_lite.cli.help import banners
 from megatron_lite.config import Config, Draft, flatten
 from megatron_lite.data.loader import DataSource
 from megatron_lite.data.open_data import open_data
@@ -57,7 +57,7 @@ def test_hundreds_of_data_sets_print_a_page(prefixes: tuple[str, str]) -> None:
     assert described["other data"].startswith("580 data sets: ") and "96.67% of the samples" in described["other data"]
     error = str(problem(Draft(**flatten(many)), "data_path split", "rule").message)
     difference = str(Difference("data_path", tuple(prefixes), many.data.data_path))
-    for text in (banner(many, described), short_banner(many, described), error, difference):
+    for text in (*banners(many, described), error, difference):
         assert "(600 words)" in text and len(text) < 25_000
 
 

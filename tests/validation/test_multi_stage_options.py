@@ -4,7 +4,7 @@ from typing import Any
 
 import pytest
 
-from megatron_lite.cli.help import banner
+from megatron_lite.cli.help import banners
 from megatron_lite.cli.parse import parse
 from megatron_lite.config import Config, flatten, unflatten
 from megatron_lite.config.structured_values import lr_scale_patterns
@@ -107,7 +107,7 @@ def test_good_values() -> None:
         found = flatten(config)[name]
         assert found == meaning and type(found) is type(meaning), (name, text)
         assert resolve(config, 1) == config, (name, text)
-        assert any(name in line.split()[:2] for line in banner(config, {}).splitlines()), (name, text)
+        assert any(name in line.split()[:2] for line in banners(config, {})[0].splitlines()), (name, text)
 
 
 def test_bad_values() -> None:
@@ -329,7 +329,7 @@ def test_automatic_values_survive() -> None:
     """`auto` is resolved later, when the device is known; until then it is neither replaced nor compared."""
     config = resolved("--zero_stage=auto", "--layers_per_stage=auto", "--num_grad_buffers=1", *COMPLETE)
     assert (config.multi_stage.zero_stage, config.multi_stage.layers_per_stage) == ("auto", "auto")
-    lines = banner(config, {}).splitlines()
+    lines = banners(config, {})[0].splitlines()
     for name in ("zero_stage", "layers_per_stage"):
         assert any(line.startswith(f"* {name} .") and line.endswith(" auto") for line in lines)
 
