@@ -289,14 +289,13 @@ class BackgroundSaves:
     def __init__(self, model: MultiStage, distributed: Distributed, retries: int) -> None:
         self._distributed, self._retries = distributed, retries
         self._model = model
-        stored = [tensor for tensors in _stored(model) for tensor in tensors]
-        slab = _host_memory(sum(_place(tensor.nbytes) for tensor in stored), distributed.device)
+        stored = _stored(model)
+        places = [_place(tensor.nbytes) for tensor in chain.from_iterable(stored)]
+        slab = _host_memory(sum(places), distributed.device)
         if distributed.device.type == "cuda" and _pin(slab, distributed.device):
             weakref.finalize(self, _unpin, slab).atexit = False  # the driver does it, even if the GPU hangs
-        places = iter(slab.split([_place(tensor.nbytes) for tensor in stored]))
-        self._copies = [
-            [next(places)[: tensor.nbytes].view(tensor.dtype) for tensor in tensors] for tensors in _stored(model)
-        ]
+        pieces = iter(slab.split(places))
+        self._copies = [[next(pieces)[: one.nbytes].view(one.dtype) for one in tensors] for tensors in stored]
         self._pool = ThreadPoolExecutor(1, "checkpoint")
         self._pending: _Pending | None = None
         self._hurry = threading.Event()

@@ -286,10 +286,10 @@ def summarize(chunks: Iterable[Tensor], wide: bool, bins: Tensor | None) -> Tens
         largest.append(torch.stack(torch.aminmax(chunk)).abs().amax())
         zeros.append(chunk.numel() - torch.count_nonzero(chunk))
         if bins is not None:
-            upper = (chunk.float().view(torch.int32) >> 23) & (2 * _EXPONENTS - 1)  # sign and exponent
+            width = 2 * _EXPONENTS
+            upper = (chunk.float().view(torch.int32) >> 23) & (width - 1)  # sign and exponent
             # A GPU's bincount reads its largest number on the host; a CPU has no histc for integers.
-            count = torch.bincount(upper, minlength=2 * _EXPONENTS) if on_cpu else None
-            counts.append(torch.histc(upper, 2 * _EXPONENTS, 0, 2 * _EXPONENTS) if count is None else count)
+            counts.append(torch.bincount(upper, minlength=width) if on_cpu else torch.histc(upper, width, 0, width))
     parts = (torch.stack(squares).sum(), torch.stack(largest).amax(), torch.stack(zeros).sum())
     summary = torch.stack([part.double() for part in parts])
     if bins is None:

@@ -51,8 +51,8 @@ class Device:
     """A kind of GPU, from the vendor's data sheet, or a CPU.
 
     memory_bytes: as torch reports, the least of several logs. tflops: dense products of 16-bit inputs (fp16 on V100)
-    that are summed in fp32. fp32_tflops: products in fp32 without TF32, which takes twice as long as 16
-    bits. memory_gb_s: memory bandwidth. link_gb_s: to its neighbours in a node, in one direction.
+    that are summed in fp32; TF32 has half of them. fp32_tflops: products in fp32. memory_gb_s: memory bandwidth.
+    link_gb_s: to its neighbours in a node, in one direction.
     """
 
     memory_bytes: int
