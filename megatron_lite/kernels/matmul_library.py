@@ -16,9 +16,8 @@ it is "ieee" otherwise, which permits no rounding.
 
 from __future__ import annotations
 
-import contextlib
 import functools
-from collections.abc import Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -31,19 +30,22 @@ SMALLEST_ONEDNN_PRODUCT = 2**24
 CPU_INFO = Path("/proc/cpuinfo")
 
 
-@contextlib.contextmanager
-def through_onednn() -> Iterator[None]:
-    """Send this process's fp32 products through oneDNN, even if it rounds the factors."""
+def through_onednn(operation: Callable[..., Any], *operands: Any, **options: Any) -> Any:
+    """Compute an fp32 product with oneDNN, even if it rounds the factors."""
     switch = _onednn_switch()
     before, switch.fp32_precision = switch.fp32_precision, "bf16"
     try:
-        yield
+        return operation(*operands, **options)
     finally:
         switch.fp32_precision = before
 
 
+@functools.cache
 def goes_through_onednn(device: torch.device, dtype: torch.dtype) -> bool:
-    """Whether large products in `dtype` on `device` go through oneDNN: if it is exact and was not excluded."""
+    """Whether large products in `dtype` on `device` go through oneDNN: if it is exact and was not excluded.
+
+    Asked before every product, so the answer is kept: reading the switch takes as long as a small product.
+    """
     is_possible = device.type == "cpu" and dtype == torch.float32 and _onednn_switch().fp32_precision != "ieee"
     return is_possible and onednn_is_exact()
 
@@ -51,6 +53,7 @@ def goes_through_onednn(device: torch.device, dtype: torch.dtype) -> bool:
 def use_library(name: str) -> None:
     """Choose this process's library for large fp32 products on a CPU: "blas", or "onednn" if that is exact."""
     _onednn_switch().fp32_precision = "ieee" if name == "blas" else "none"
+    goes_through_onednn.cache_clear()
 
 
 def library_for(wanted: str) -> str:
@@ -99,8 +102,8 @@ def onednn_is_exact() -> bool:
         return False
     size, fine = round(SMALLEST_ONEDNN_PRODUCT ** (1 / 3)), 1 + 2.0**-23  # not representable in bf16
     factor, one = torch.full((size, size), fine), torch.eye(size)
-    with through_onednn():
-        return all(bool((product == fine).all()) for product in (factor @ one, factor @ one.t(), factor.t() @ one))
+    operands = (factor, one), (factor, one.t()), (factor.t(), one)
+    return all(bool((through_onednn(torch.mm, *pair) == fine).all()) for pair in operands)
 
 
 def _onednn_switch() -> Any:

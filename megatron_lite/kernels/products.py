@@ -17,7 +17,6 @@ timing, so that a resumed run computes the same bits under any load.
 
 from __future__ import annotations
 
-import contextlib
 import functools
 from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
@@ -84,14 +83,14 @@ def _multiply_in_fp32(
         for rows in _parts(a.shape[0], max(k, wide_b.shape[1])):
             wide_a, target = a[rows].float(), out[rows, columns]
             wide = target if out.dtype == torch.float32 else torch.empty_like(target, dtype=torch.float32)
-            with in_its_library(wide_a, wide_b.shape[1]):
-                if addend is None:
-                    torch.mm(wide_a, wide_b, out=wide)
-                elif addend is out:  # in fp32 the same tensor object, or torch copies the total first
-                    torch.addmm(target.float(), wide_a, wide_b, beta=beta, alpha=alpha, out=wide)
-                else:
+            if addend is None:
+                in_its_library(torch.mm, wide_a, wide_b.shape[1])(wide_a, wide_b, out=wide)
+            else:
+                part = target  # in fp32 the same tensor object, or torch copies the total first
+                if addend is not out:
                     part = addend[columns] if addend.dim() == 1 else addend[rows, columns]
-                    torch.addmm(part.float(), wide_a, wide_b, beta=beta, alpha=alpha, out=wide)
+                add = in_its_library(torch.addmm, wide_a, wide_b.shape[1])
+                add(part.float(), wide_a, wide_b, beta=beta, alpha=alpha, out=wide)
             if wide is not target:
                 target.copy_(wide)
             del wide_a, wide  # before the next ones are allocated
@@ -107,20 +106,19 @@ def _parts(length: int, other: int) -> Iterator[slice]:
 # -- fp32 products on a CPU ------------------------------------------------------------------------------------------
 
 
-def in_its_library(factor: Tensor, columns: int) -> contextlib.AbstractContextManager[None]:
-    """Compute a large fp32 product on a CPU with the chosen library.
+def in_its_library(operation: Callable[..., Any], factor: Tensor, columns: int) -> Callable[..., Any]:
+    """Return the operation that computes a product with the chosen library, if it is a large one in fp32 on a CPU.
+
+    Not a context: right after a product, which evicts everything from the caches, each call in Python costs several us.
 
     Args:
+        operation: computes the product.
         factor: one operand of the product.
         columns: the product's dimension that this operand lacks.
     """
-    if factor.numel() * columns < SMALLEST_ONEDNN_PRODUCT or not goes_through_onednn(factor.device, factor.dtype):
-        return _AS_IT_IS
-    return through_onednn()
-
-
-# One object for every product: a generator costs 10 us right after a product, which evicts everything from the caches.
-_AS_IT_IS = contextlib.nullcontext()
+    if not goes_through_onednn(factor.device, factor.dtype) or factor.numel() * columns < SMALLEST_ONEDNN_PRODUCT:
+        return operation
+    return functools.partial(through_onednn, operation)
 
 
 # -- products --------------------------------------------------------------------------------------------------------
@@ -132,20 +130,18 @@ def affine(x: Tensor, weight: Tensor, bias: Tensor | None = None, out: Tensor | 
     if _converts(rows):
         memory = x.new_empty(rows.shape[0], weight.shape[0]) if out is None else out
         return _multiply_in_fp32(memory, rows, weight.t(), bias).view(*x.shape[:-1], -1)
-    with in_its_library(x, weight.shape[0]):
-        if out is None:
-            return functional.linear(x, weight, bias)
-        if bias is None:
-            return torch.mm(rows, weight.t(), out=out)
-        return torch.addmm(bias, rows, weight.t(), out=out)
+    if out is None:
+        return in_its_library(functional.linear, x, weight.shape[0])(x, weight, bias)
+    if bias is None:
+        return in_its_library(torch.mm, x, weight.shape[0])(rows, weight.t(), out=out)
+    return in_its_library(torch.addmm, x, weight.shape[0])(bias, rows, weight.t(), out=out)
 
 
 def product(a: Tensor, b: Tensor, out: Tensor | None = None) -> Tensor:
     """Return a (m, k) b (n, k)^T, (m, n), in the memory of `out` if given."""
     if _converts(a):
         return _multiply_in_fp32(a.new_empty(a.shape[0], b.shape[0]) if out is None else out, a, b.t())
-    with in_its_library(a, b.shape[0]):
-        return torch.mm(a, b.t(), out=out)
+    return in_its_library(torch.mm, a, b.shape[0])(a, b.t(), out=out)
 
 
 def scaled_product(addend: Tensor, a: Tensor, b: Tensor, beta: float, alpha: float) -> Tensor:
@@ -161,8 +157,7 @@ def scaled_product(addend: Tensor, a: Tensor, b: Tensor, beta: float, alpha: flo
 def add_product(total: Tensor, a: Tensor, b: Tensor, first: bool) -> None:
     """Add a (m, k) b (k, n) to total (m, n), in the total's dtype; overwrite the total if this product is the first."""
     method = product_accumulation(a.device, a.dtype, total.dtype)
-    with in_its_library(a, b.shape[1]):
-        method.run(total, a, b, first)
+    in_its_library(method.run, a, b.shape[1])(total, a, b, first)
 
 
 class ProductAccumulation(NamedTuple):

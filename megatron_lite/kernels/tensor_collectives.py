@@ -70,16 +70,19 @@ class Pending:
 
     def affine(self, weight: Tensor, bias: Tensor | None) -> Tensor:
         """Return the product of (..., i) with weight (o, i)^T plus bias (o,), (..., o)."""
+        if self._own is None:
+            return affine(self.wait(), weight, bias)
         return self._multiplied(lambda rows, out: affine(rows, weight, bias, out), weight.shape[0])
 
     def product(self, matrix: Tensor) -> Tensor:
         """Return the product of (t, i) with matrix (o, i)^T, (t, o)."""
+        if self._own is None:
+            return product(self.wait(), matrix)
         return self._multiplied(lambda rows, out: product(rows, matrix, out), matrix.shape[0])
 
     def _multiplied(self, multiply: Callable[[Tensor, Tensor | None], Tensor], channels: int) -> Tensor:
         """Return `multiply(rows, out)` for all tokens, this rank's first."""
-        if self._own is None:
-            return multiply(self.wait(), None)
+        assert self._own is not None
         rows, own = self._tensor.flatten(0, -2), self._own
         result = rows.new_empty(len(rows), channels)
         multiply(rows[own], result[own])

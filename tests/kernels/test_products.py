@@ -80,8 +80,7 @@ def test_the_switch_is_set_for_large_fp32_products_only_and_restored() -> None:
         (randn(T, I).bfloat16(), O, False),
         (torch.empty(T, I, device="meta"), O, False),
     ):
-        with in_its_library(factor, columns):
-            assert precision() == ("bf16" if switched else before)
+        assert in_its_library(precision, factor, columns)() == ("bf16" if switched else before)
         assert precision() == before
     with pytest.raises(RuntimeError, match="shapes cannot be multiplied"):
         product(randn(T, I), randn(O, I + 1))
@@ -137,10 +136,9 @@ def test_large_products_follow_the_chosen_library() -> None:
     try:
         for name, during in (("blas", "ieee"), ("onednn", "bf16")):
             use_library(name)
-            with in_its_library(randn(T, I), O):
-                assert precision() == during
+            assert in_its_library(precision, randn(T, I), O)() == during
     finally:
-        torch.backends.mkldnn.matmul.fp32_precision = before  # type: ignore[attr-defined]
+        use_library("blas" if before == "ieee" else "onednn")
 
 
 @pytest.mark.parametrize("rounds_from", [1, 256])
