@@ -38,7 +38,7 @@ from torch import Tensor
 from megatron_lite.kernels.products import add_product, product
 from megatron_lite.kernels.tensor_collectives import WHOLE, Vocabulary
 from megatron_lite.kernels.triton_support import jit, next_power_of_2, tanh, tl, turns
-from megatron_lite.parameter import Parameter, padded
+from megatron_lite.parameter import Function, Parameter, padded
 
 LOG2_E = math.log2(math.e)
 LOWEST = -3.0e38  # the maximum of no entries: minus infinity minus minus infinity would be NaN
@@ -302,7 +302,7 @@ def _visits(
     return blocks, [(True, False), (False, True)]
 
 
-class _LinearCrossEntropy(torch.autograd.Function):
+class _LinearCrossEntropy(Function):
     @staticmethod
     def forward(
         ctx: Any, hidden: Tensor, weight: Parameter, labels: Tensor, scale: Tensor | None, options: _Options

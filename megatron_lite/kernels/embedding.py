@@ -16,7 +16,7 @@ from torch import Tensor
 
 from megatron_lite.kernels.tensor_collectives import WHOLE, Vocabulary
 from megatron_lite.kernels.triton_support import cdiv, jit, next_power_of_2, tl
-from megatron_lite.parameter import Parameter
+from megatron_lite.parameter import Function, Parameter
 
 
 @jit
@@ -54,7 +54,7 @@ def _triton_add_rows(total: Tensor, tokens: Tensor, dy: Tensor) -> None:
     )
 
 
-class _Embedding(torch.autograd.Function):
+class _Embedding(Function):
     @staticmethod
     def forward(
         ctx: Any, weight: Parameter, tokens: Tensor, vocabulary: Vocabulary, triton: bool, dtype: torch.dtype | None
@@ -84,7 +84,7 @@ class _Embedding(torch.autograd.Function):
         return None, None, None, None, None
 
 
-class _Positions(torch.autograd.Function):
+class _Positions(Function):
     @staticmethod
     def forward(ctx: Any, hidden: Tensor, weight: Parameter) -> Tensor:
         ctx.weight, ctx.sequence_length = weight, hidden.shape[1]

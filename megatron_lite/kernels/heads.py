@@ -14,7 +14,6 @@ from __future__ import annotations
 
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from megatron_lite.kernels.normalization import (
@@ -28,10 +27,10 @@ from megatron_lite.kernels.normalization import (
     triton_forward,
 )
 from megatron_lite.kernels.rotary import Table, join_gradients, rotate_in_place
-from megatron_lite.parameter import Parameter
+from megatron_lite.parameter import Function, Parameter
 
 
-class _SplitHeads(torch.autograd.Function):
+class _SplitHeads(Function):
     @staticmethod
     def forward(
         ctx: Any,

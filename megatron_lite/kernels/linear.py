@@ -22,7 +22,7 @@ from torch import Tensor
 
 from megatron_lite.kernels.products import add_product
 from megatron_lite.kernels.tensor_collectives import ONE_RANK, Collectives
-from megatron_lite.parameter import Parameter
+from megatron_lite.parameter import Function, Parameter
 
 
 def accumulate(parameter: Parameter, gradient: Tensor) -> None:
@@ -50,7 +50,7 @@ def accumulate_product(weight: Parameter, dy: Tensor, x: Tensor) -> None:
 # -- the layer -------------------------------------------------------------------------------------------------------
 
 
-class _Linear(torch.autograd.Function):
+class _Linear(Function):
     @staticmethod
     def forward(
         ctx: Any, x: Tensor, weight: Parameter, bias: Parameter | None, before: Collectives, after: Collectives

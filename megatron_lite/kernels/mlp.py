@@ -31,7 +31,7 @@ from megatron_lite.kernels.linear import accumulate_bias, accumulate_product
 from megatron_lite.kernels.products import affine, product
 from megatron_lite.kernels.tensor_collectives import ONE_RANK, Collectives
 from megatron_lite.kernels.triton_support import cdiv, jit, next_power_of_2, tanh, tl, turns
-from megatron_lite.parameter import Parameter
+from megatron_lite.parameter import Function, Parameter
 
 Bias = Parameter | None
 aten = torch.ops.aten
@@ -48,10 +48,10 @@ def _gelu(u: Tensor) -> Tensor:
         return functional.gelu(u, approximate="tanh")
     z, two_k = torch.empty_like(u), u.new_tensor(TWO_K)
     rows = max(1, PIECE_NUMEL // u.shape[-1])
-    every_x, every_out = (x.reshape(-1, u.shape[-1]) for x in (u, z))
-    loop = range(0, len(every_x), rows)
-    for start in turns(loop, u) if u.is_meta else loop:
-        x, out = every_x[start : start + rows], every_out[start : start + rows]
+    pieces = [x.reshape(-1, u.shape[-1]).split(rows) for x in (u, z)]
+    loop = range(len(pieces[0]))
+    for i in turns(loop, u) if u.is_meta else loop:
+        x, out = pieces[0][i], pieces[1][i]
         torch.addcmul(two_k, x, x, value=TWO_K * 0.044715, out=out).mul_(x).sigmoid_().mul_(x)
     return z
 
@@ -204,7 +204,7 @@ class _Options(NamedTuple):
     collectives: Collectives
 
 
-class _MLP(torch.autograd.Function):
+class _MLP(Function):
     @staticmethod
     def forward(
         ctx: Any, x: Tensor, up: Parameter, up_bias: Bias, down: Parameter, down_bias: Bias, options: _Options

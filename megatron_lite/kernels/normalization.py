@@ -21,7 +21,7 @@ from torch import Tensor
 
 from megatron_lite.kernels.linear import accumulate
 from megatron_lite.kernels.triton_support import cdiv, jit, next_power_of_2, tl
-from megatron_lite.parameter import Parameter
+from megatron_lite.parameter import Function, Parameter
 
 LARGEST_ROW = 32768  # elements that one program of a kernel can hold
 PLANNED_MULTIPROCESSORS = 132  # of an H100; plans query no device
@@ -372,7 +372,7 @@ def _resident_programs(x: Tensor, warps: int, warps_per_multiprocessor: int) -> 
 # -- the norm of a sum -----------------------------------------------------------------------------------------------
 
 
-class _AddNorm(torch.autograd.Function):
+class _AddNorm(Function):
     @staticmethod
     def forward(
         ctx: Any,

@@ -20,7 +20,7 @@ from torch import Tensor
 from megatron_lite.distributed.cpu_collectives import Works
 from megatron_lite.distributed.rank_group import Group
 from megatron_lite.distributed.traffic import Handle
-from megatron_lite.parameter import Parameter
+from megatron_lite.parameter import Function, Parameter
 from megatron_lite.zero.flat_shard import ADAM_STATE, FlatShard, OptimizerState, Precision
 from megatron_lite.zero.layout import ParameterSlot
 
@@ -344,7 +344,7 @@ def _observe_gradient(observer: Observer, name: str, slot: int, gradient: Tensor
 # -- passes of layers -------------------------------------------------------------------------------------------------
 
 
-class _Recomputed(torch.autograd.Function):
+class _Recomputed(Function):
     """Takes trained parameters as arguments so that the output requires a gradient even if the input does not."""
 
     @staticmethod
@@ -362,30 +362,15 @@ class _Recomputed(torch.autograd.Function):
         return None, hidden.grad, *(None for _ in ctx.needs_input_grad[2:])
 
 
-class _Seeded(torch.autograd.Function):
-    """A scalar whose backward pass hands `grad` to `output`."""
-
-    @staticmethod
-    def forward(ctx: Any, output: Tensor, grad: Tensor) -> Tensor:
-        ctx.grad = grad
-        return output.new_empty(())
-
-    @staticmethod
-    def backward(ctx: Any, _: Tensor) -> tuple[Tensor, None]:
-        grad, ctx.grad = ctx.grad, None
-        return grad, None
-
-
 def backward(output: Tensor, grad: Tensor | None) -> None:
     """Run the backward pass of `output` from its gradient; None: `output` is the loss. Gradients must be enabled.
 
-    `torch.autograd.backward` with a gradient imports a library for symbolic shapes, which takes 0.4 s before the first
-    step. On a GPU, avoiding that import would cost one more launch per pass of a stage.
+    Calls the engine as `torch.autograd.backward` does, which would first import a library for symbolic shapes: 0.4 s
+    before the first step.
     """
-    if grad is None or output.is_cuda:
-        torch.autograd.backward(output, grad)
-    else:
-        torch.autograd.backward(_Seeded.apply(output, grad))
+    torch.autograd.Variable._execution_engine.run_backward(
+        (output,), (torch.ones_like(output) if grad is None else grad,), False, False, (), True, True
+    )
 
 
 def recompute(layer: Layer, hidden: Tensor, micro_batch: Any) -> Tensor:

@@ -27,6 +27,7 @@ import torch
 from torch import Tensor
 
 from megatron_lite.kernels.triton_support import generator_for, turns
+from megatron_lite.parameter import Function
 from megatron_lite.seeds import derive_seed
 
 # -- blocks of queries, chunks of heads and documents ------------------------------------------------------------------
@@ -214,7 +215,7 @@ def _add_product(target: Tensor, a: Tensor, b: Tensor) -> None:
     target.add_(torch.bmm(a.transpose(1, 2), b))
 
 
-class _BlockAttention(torch.autograd.Function):
+class _BlockAttention(Function):
     @staticmethod
     def forward(ctx: Any, query: Tensor, key: Tensor, value: Tensor, options: _Options) -> Tensor:
         ctx.save_for_backward(query, key, value)

@@ -18,6 +18,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from megatron_lite.parameter import Function
+
 QUERIES, KEYS = 64, 128  # in a piece, forward and backward
 SHORTEST = 256  # positions
 # With more queries the kernel uses larger blocks and skips more by itself.
@@ -39,7 +41,7 @@ def piece_length(scores: int, length: int, channels: int, backward: bool) -> int
     return KEYS if backward else QUERIES
 
 
-class _FlashAttention(torch.autograd.Function):
+class _FlashAttention(Function):
     @staticmethod
     def forward(ctx: Any, query: Tensor, key: Tensor, value: Tensor, scale: float | None) -> Tensor:
         kernel = aten._scaled_dot_product_flash_attention_for_cpu

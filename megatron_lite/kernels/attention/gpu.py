@@ -18,6 +18,8 @@ import torch
 from torch import Tensor
 from torch.nn import attention, functional
 
+from megatron_lite.parameter import Function
+
 FLEX_BLOCK = 128  # positions per side of a block in flex_attention's masks
 
 
@@ -33,7 +35,7 @@ def fused_attention(query: Tensor, key: Tensor, value: Tensor, backend: str, sca
         )
 
 
-class _Planned(torch.autograd.Function):
+class _Planned(Function):
     @staticmethod
     def forward(ctx: Any, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
         b, n, s, d = query.shape
