@@ -1,5 +1,7 @@
 """Buffers, guards and the reduction of a real multi-rank model."""
 
+import sys
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -11,6 +13,7 @@ from megatron_lite.model.gpt import build_gpt
 from megatron_lite.model.layer import MicroBatch
 from megatron_lite.zero.multi_stage import MultiStage
 from tests.support.harness import run_distributed, tiny_config
+from tests.support.memory_meters import a_model, micro_batches
 
 
 def build(distributed: Distributed, **options: Any) -> MultiStage:
@@ -109,3 +112,42 @@ def test_gathers_and_agreement(ranks: int) -> None:
         assert objects == [{"rank": rank, "text": "é" * rank} for rank in range(ranks)]
         assert word == ["from", 0] and largest == 2 * (ranks - 1)
         assert total == [ranks, sum(range(ranks))]
+
+
+@pytest.mark.parametrize(("architecture", "most"), [("gpt2", 500), ("llama", 520)])
+def test_a_block_makes_few_calls(architecture: str, most: int) -> None:
+    """Calls of Python and of C from Python in a block's forward and backward pass: they cost more than small kernels.
+
+    One more wrapper around each product is 12 calls, the wrapper of torch.autograd.Function is 120.
+    """
+    families: dict[str, dict[str, Any]] = {
+        "gpt2": {},
+        "llama": {
+            "use_rotary_embeddings": True,
+            "normalization_type": "rms_norm",
+            "gated": True,
+            "add_linear_biases": False,
+        },
+    }
+    config = tiny_config(num_layers=3, **families[architecture])
+    model, calls = a_model(config), 0
+    stage, batches = model.stages[2], micro_batches(config)
+
+    def count(frame: Any, event: str, argument: Any) -> None:
+        nonlocal calls
+        calls += event in ("call", "c_call")
+
+    def counted(verb: Callable[..., Any]) -> Callable[..., Any]:
+        def run(*arguments: Any) -> Any:
+            sys.setprofile(count)
+            try:
+                return verb(*arguments)
+            finally:
+                sys.setprofile(None)
+
+        return run
+
+    model.forward_backward(batches)
+    stage.forward, stage.backward = counted(stage.forward), counted(stage.backward)  # type: ignore[method-assign]
+    model.forward_backward(batches)
+    assert 200 < calls <= most, calls
