@@ -8,10 +8,10 @@ from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
 from megatron_lite.cli.unknown_flags import answers_for, refused
-from megatron_lite.config import AREAS, Config, Draft, flatten
+from megatron_lite.config import AREAS, Config, flatten
 from megatron_lite.config.other_programs import table
 from megatron_lite.config.values import FLAGS, Flag, abridged, limits, written
-from megatron_lite.validation import BATCH, cross_check
+from megatron_lite.validation import defaults
 
 WIDTH = 118
 NAME_WIDTH = 46  # columns for a flag with its values in --help
@@ -105,25 +105,25 @@ def banners(config: Config, derived: Mapping[str, str]) -> tuple[str, str]:
     config: resolved. The first list is dotted, and `*` marks options that differ from their default, which may be
     derived; the second has those alone, as typed.
     """
-    defaults = _defaults(config)
-    return _long_banner(config, derived, defaults), _short_banner(config, derived, defaults)
+    usual = defaults(config)
+    return _long_banner(config, derived, usual), _short_banner(config, derived, usual)
 
 
-def _long_banner(config: Config, derived: Mapping[str, str], defaults: Mapping[str, Any]) -> str:
+def _long_banner(config: Config, derived: Mapping[str, str], usual: Mapping[str, Any]) -> str:
     lines = [" arguments (* differs from the default) ".center(72, "-")]
     for name, value in sorted(flatten(config).items()):
         text = f"({FLAGS[name].unset})" if value is None else abridged(value) or "none"
-        lines.append(_dotted(name, text, " " if value == defaults[name] else "*"))
+        lines.append(_dotted(name, text, " " if value == usual[name] else "*"))
     if derived:
         lines.append(" derived ".center(72, "-"))
         lines += [_dotted(name, text, " ") for name, text in derived.items()]
     return "\n".join([*lines, " end of arguments ".center(72, "-")])
 
 
-def _short_banner(config: Config, derived: Mapping[str, str], defaults: Mapping[str, Any]) -> str:
+def _short_banner(config: Config, derived: Mapping[str, str], usual: Mapping[str, Any]) -> str:
     flags = []
     for name, value in sorted(flatten(config).items()):
-        if value != defaults[name]:
+        if value != usual[name]:
             text, whole = abridged(value), written(value)
             flags.append(f"--{name}={text if text != whole else shlex.quote(whole)}")
     every = "--show_all_options=1 prints all"
@@ -143,24 +143,6 @@ def _wrapped(words: Iterable[str], indent: str) -> list[str]:
         else:
             lines.append(indent + word)
     return lines
-
-
-def _defaults(config: Config) -> dict[str, Any]:
-    """Return the value that each option of a resolved configuration would have if only that option were unset.
-
-    The options of the batch arithmetic depend on each other, so they are unset together.
-    """
-    values = flatten(config)
-    defaults = {flag.name: flag.default for flag in FLAGS.values()}
-    sizes = [values[name] for name in ("batch_size", "micro_batch_size", "sequential_micro_batches")]
-    data_ranks = -(-sizes[0] // (sizes[1] * sizes[2])) if None not in sizes else 1
-    world_size = data_ranks * values["tensor_parallel"]
-    for name, default in list(defaults.items()):
-        if default is None and values[name] is not None:
-            draft = Draft(**values | dict.fromkeys(BATCH if name in BATCH else (name,)))
-            list(cross_check(draft, world_size))
-            defaults[name] = getattr(draft, name)
-    return defaults
 
 
 def _dotted(name: str, text: str, mark: str) -> str:

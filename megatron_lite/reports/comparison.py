@@ -12,8 +12,10 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from megatron_lite.config.values import abridged
+from megatron_lite.config import unflatten
+from megatron_lite.config.values import FLAGS, abridged
 from megatron_lite.reports.watched_run import Curve, Metrics
+from megatron_lite.validation import defaults
 
 # Options that name a run; they differ between any two.
 NAMES_OF_A_RUN = ("experiment_dir", "experiment_name", "wandb_id")
@@ -67,22 +69,34 @@ class NumberDifference(NamedTuple):
 
 def compare_options(first: dict[str, Any], second: dict[str, Any]) -> list[OptionDifference]:
     """Return the options that differ between two config.json files, in file order."""
-    names = [*first, *(name for name in second if name not in first)]
-    texts = [(name, _text(first, name), _text(second, name)) for name in names if name not in NAMES_OF_A_RUN]
+    one, other = usual_values(first), usual_values(second)
     return [
-        OptionDifference(name, one, other)
-        for name, one, other in texts
+        OptionDifference(name, option_text(first, one, name), option_text(second, other, name))
+        for name in dict.fromkeys([*first, *second])
+        if name not in NAMES_OF_A_RUN
         if (first.get(name), name in first) != (second.get(name), name in second)
     ]
 
 
-def _text(config: dict[str, Any], name: str) -> str:
+def usual_values(config: dict[str, Any]) -> dict[str, Any]:
+    """Return what each option of a config.json would be if it had not been given, as in JSON; nothing if damaged."""
+    read = {name: tuple(value) if isinstance(value, list) else value for name, value in config.items() if name in FLAGS}
+    try:
+        usual = defaults(unflatten(read)).items()
+    except Exception:  # the file may hold anything
+        return {}
+    return {name: [*value] if isinstance(value, tuple) else value for name, value in usual}
+
+
+def option_text(config: dict[str, Any], usual: dict[str, Any], name: str) -> str:
+    """Return the value of an option as text; "(derived)" follows one that the other options imply."""
     if name not in config:
         return "(absent)"
     value = config[name]
-    if isinstance(value, list):
-        value = tuple(map(str, value))
-    return "(none)" if value in (None, ()) else abridged(value)
+    if value is None or value == []:
+        return "(none)"
+    derived = name in FLAGS and FLAGS[name].default is None and value == usual.get(name)
+    return abridged(tuple(map(str, value)) if isinstance(value, list) else value) + " (derived)" * derived
 
 
 def compare_losses(first: Metrics, second: Metrics) -> Iterator[LossDifference]:

@@ -14,9 +14,9 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from megatron_lite.checkpoint.names import find_checkpoints
-from megatron_lite.config.values import FLAGS
 from megatron_lite.errors import DataError, StorageError
 from megatron_lite.reports.charts import COLORS, page_data
+from megatron_lite.reports.comparison import option_text, usual_values
 from megatron_lite.reports.watched_run import Curve, GrowingFile, WatchedRun, format_tokens, read_runs, title_of
 from megatron_lite.run.durable_files import replace_file
 from megatron_lite.run.progress_line import format_duration
@@ -27,7 +27,6 @@ MOST_RUNS = 16
 MOST_SAMPLES, LONGEST_SAMPLE = 8, 2000  # texts, and characters of each
 LONGEST_SAMPLES_LINE_BYTES = 2**22
 MOST_FOLDERS = 30  # newest checkpoints, and exports, in the table
-MOST_WARNINGS = 20
 # Kinds of `<kind>_s` in metrics.jsonl.
 NAMES_OF_PAUSES = {"validation": "validations", "save": "checkpoints", "export": "exports", "samples": "samples"}
 
@@ -221,12 +220,10 @@ def _timing(run: WatchedRun) -> str:
     step, wait = (run.metrics.curve("training", name).finite() for name in ("step_time_ms", "data_wait_ms"))
     if not len(step):
         return ""
-    counts = dict(zip(step.iterations.tolist(), np.diff(step.iterations, prepend=0).tolist(), strict=True))
 
     def total_s(curve: Curve) -> float:
         """Return the total of a time that is logged as a mean over iterations."""
-        means = zip(curve.iterations.tolist(), curve.values.tolist(), strict=True)
-        return sum(counts.get(iteration, 0) * ms for iteration, ms in means) / 1e3
+        return float(np.diff(curve.iterations, prepend=0) @ curve.values) / 1e3
 
     rows: list[tuple[str, float]] = [("training", total_s(step)), ("  of which waiting for data", total_s(wait))]
     for kind, name in NAMES_OF_PAUSES.items():
@@ -258,7 +255,7 @@ def _size(folder: Path) -> str:
 
 
 def _warnings(run: WatchedRun) -> str:
-    lines = "\n".join([*run.warnings][-MOST_WARNINGS:])
+    lines = "\n".join(run.warnings)
     return f'<div class="card"><pre>{escape(lines)}</pre></div>' if lines else ""
 
 
@@ -266,23 +263,15 @@ def _configuration(config: dict[str, Any]) -> str:
     """Show the options that differ from their defaults, then all."""
     if not config:
         return ""
-    rows = [[f"--{name}", _value(value)] for name, value in config.items()]
+    usual = usual_values(config)
+    rows = [[f"--{name}", option_text(config, usual, name)] for name in config]
     differing = [
-        [f"--{name}", _value(value), _value(FLAGS[name].default)]
-        for name, value in config.items()
-        if name in FLAGS and (tuple(value) if isinstance(value, list) else value) not in (None, FLAGS[name].default)
+        [*row, option_text(usual, {}, name)]
+        for name, row in zip(config, rows, strict=True)
+        if name in usual and config[name] not in (None, usual[name])
     ]
     shown = _table(["differs from the default", "value", "default"], differing)
-    every = _table(["option", "value"], rows)
-    return f"{shown}<details><summary>all {len(rows)} options</summary>{every}</details>"
-
-
-def _value(value: Any) -> str:
-    if isinstance(value, list | tuple):
-        return " ".join(map(str, value))[:2000] or "none"
-    if isinstance(value, bool):
-        return str(int(value))
-    return "derived" if value is None else str(value)[:2000]
+    return f"{shown}<details><summary>all {len(rows)} options</summary>{_table(['option', 'value'], rows)}</details>"
 
 
 def _number(value: Any) -> str:

@@ -7,6 +7,7 @@ with the flags, their values, the rule and the fix.
 from __future__ import annotations
 
 from collections.abc import Iterator
+from typing import Any
 
 from megatron_lite.config import Config, Draft, flatten, unflatten
 from megatron_lite.config.other_programs import refused_value
@@ -50,8 +51,25 @@ def examine(config: Config, world_size: int) -> tuple[Config, list[Problem]]:
     draft = Draft(**flatten(config))
     problems = [*_check_each(draft)]
     if not problems:  # the rules rely on each value being sound
-        problems = [*cross_check(draft, world_size)]
+        problems = [*_cross_check(draft, world_size)]
     return unflatten(vars(draft)), problems
+
+
+def defaults(config: Config) -> dict[str, Any]:
+    """Return the value that each option of a resolved configuration would have if only that option were unset.
+
+    The options of the batch arithmetic depend on each other, so each is derived from those before it.
+    """
+    values, order = flatten(config), (*BATCH[:2], *sorted(BATCH[2:]))
+    found = {flag.name: flag.default for flag in FLAGS.values()}
+    sizes = [values[name] for name in ("batch_size", "micro_batch_size", "sequential_micro_batches")]
+    ranks = -(-sizes[0] // (sizes[1] * sizes[2])) if None not in sizes else 1
+    for name, default in list(found.items()):
+        if default is None and values[name] is not None:
+            draft = Draft(**values | dict.fromkeys(order[order.index(name) :] if name in order else (name,)))
+            list(_cross_check(draft, ranks * values["tensor_parallel"]))
+            found[name] = getattr(draft, name)
+    return found
 
 
 def _check_each(draft: Draft) -> Iterator[Problem]:
@@ -63,7 +81,7 @@ def _check_each(draft: Draft) -> Iterator[Problem]:
             yield problem(draft, name, refused_value(name, written(getattr(draft, name))) or str(error))
 
 
-def cross_check(draft: Draft, world_size: int) -> Iterator[Problem]:
+def _cross_check(draft: Draft, world_size: int) -> Iterator[Problem]:
     """Apply every rule, and derive values. Buffer counts and loss chunks depend on the device, and come later."""
     yield from areas.source(draft)
     yield from areas.model(draft)

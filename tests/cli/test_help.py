@@ -85,7 +85,10 @@ def test_banner_marks_what_differs_from_the_default() -> None:
         "sequence_length",
     }
     assert marked(init_method_std=0.5, kv_channels=128, head_groups=1) == {"init_method_std", "head_groups"}
-    assert marked(2, batch_size=8, micro_batch_size=2) >= {"batch_size", "micro_batch_size"}
+    assert marked(2, batch_size=8, micro_batch_size=2) == {"batch_size", "micro_batch_size"}
+    assert marked(2, batch_size=8) == {"batch_size"}
+    split = {"micro_batch_size": 2, "breadth_first_micro_batches": 4}
+    assert marked(2, **split) == {"batch_size", *split}, "the batch follows, but nothing else gives the same numbers"
     assert marked(2, micro_batch_size=1) == set()
     assert marked(4, tensor_parallel=2) == {"tensor_parallel"}
     assert marked(experiment_dir="/x/y", gated=True) == {"experiment_dir", "gated"}

@@ -10,6 +10,8 @@ from typing import Any
 
 import pytest
 
+from megatron_lite.cli.parse import parse
+from megatron_lite.config import flatten
 from megatron_lite.reports.comparison import (
     MEMORY,
     SPEEDS,
@@ -20,6 +22,7 @@ from megatron_lite.reports.comparison import (
     peak,
 )
 from megatron_lite.reports.watched_run import read_run
+from megatron_lite.validation import resolve
 from scripts import compare_runs as script
 from tests.support import documents
 
@@ -117,6 +120,19 @@ def test_losses_are_compared_at_common_iterations(tmp_path: Path) -> None:
     lost = read_run(run("three", {10: 4.0, 20: None}))
     (loss,) = compare_losses(one, lost)
     assert loss.largest == (math.inf, 20)
+
+
+def test_derived_values_are_marked(tmp_path: Path) -> None:
+    """A value that follows from other options is told from one that does not, in each run by itself."""
+    configs = [
+        flatten(resolve(parse(["--dataset_source=random", "--train_iters=9", *words]).config, 1))
+        for words in (["--hidden_size=128"], ["--hidden_size=256", "--ffn_hidden_size=999", "--batch_size=4"])
+    ]
+    found = {name: values for name, *values in compare_options(*json.loads(json.dumps(configs)))}
+    assert found["hidden_size"] == ["128", "256"] and found["ffn_hidden_size"] == ["512 (derived)", "999"]
+    assert found["kv_channels"] == ["16 (derived)", "32 (derived)"]
+    assert found["batch_size"] == ["1 (derived)", "4"]
+    assert compare_options({"batch_size": [{}]}, {"batch_size": 1})[0].first == "{}", "a damaged file"
 
 
 def test_the_first_line_of_a_start_is_no_speed(tmp_path: Path) -> None:
