@@ -115,6 +115,13 @@ def test_flags_of_guides_exist(guide: str) -> None:
         assert flag in known or (is_pattern and any(name.startswith(flag) for name in known)), flag
 
 
+@pytest.mark.parametrize("page", ["README.md", "docs/tutorial.md"])
+def test_the_warning_of_torchrun_is_explained(page: str) -> None:
+    """Above the first command to type that starts several processes, which prints it."""
+    before, _, _ = (ROOT / page).read_text("utf-8").partition("\ntorchrun --standalone --nproc-per-node=2 ")
+    assert "torchrun's warning about `OMP_NUM_THREADS` does not matter" in " ".join(before.split())
+
+
 def test_defaults_in_the_guide_of_exports() -> None:
     """The second column of its table of flags: the default, or what follows from it."""
     rows = re.findall(r"^\| `--(\w+)` \| (.*?) \|", documents.read("exports"), re.M)
