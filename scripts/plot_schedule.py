@@ -120,10 +120,12 @@ def in_words(rows: Sequence[Row]) -> str:
 def draw(rows: Sequence[Row]) -> Any:
     """Plot the learning rate and, if it changes, the batch size below; return the figure."""
     from matplotlib.figure import Figure
+    from matplotlib.layout_engine import ConstrainedLayoutEngine
     from matplotlib.ticker import FuncFormatter, MaxNLocator
 
     iterations, rates, sizes = zip(*rows, strict=True)
-    figure = Figure(figsize=(9, 4.6), dpi=150, layout="constrained", facecolor="white")
+    around = ConstrainedLayoutEngine(w_pad=0.2, h_pad=0.2)  # inches between the words and the edge
+    figure = Figure(figsize=(9, 4.6), dpi=150, layout=around, facecolor="white")
     panels = 2 if len(set(sizes)) > 1 else 1
     grid = {"height_ratios": [3, 1][:panels]}
     axes = figure.subplots(panels, 1, sharex=True, squeeze=False, gridspec_kw=grid)[:, 0]

@@ -79,11 +79,12 @@ class Drawn(NamedTuple):
     lines: list[Curve]  # thinned; a raw line comes before its smooth one
     color: int  # number in a palette
     dashes: tuple[int, ...]
+    widen: float = 1.0  # factor of the line's width, which shows it on both sides of equal curves of later runs
 
 
 def draw_chart(chart: Chart, runs: Sequence[WatchedRun], points: int = POINTS) -> Iterator[Drawn]:
     """Yield the metrics that the runs have. With several runs, colors tell the runs apart, and dashes the metrics."""
-    alone = len(runs) == 1
+    alone, found = len(runs) == 1, list[Drawn]()
     for number, run in enumerate(runs):
         for place, metric in enumerate(chart.metrics):
             curve = run.metrics.curve(metric.phase, metric.name).finite()
@@ -94,7 +95,11 @@ def draw_chart(chart: Chart, runs: Sequence[WatchedRun], points: int = POINTS) -
                 lines.append(curve.smoothed())
             lines = [line.thinned(points) for line in lines]
             color = (place if alone else number) % COLORS
-            yield Drawn(run, metric, curve, lines, color, () if alone else metric.dashes)
+            found.append(Drawn(run, metric, curve, lines, color, () if alone else metric.dashes))
+    for place, drawn in enumerate(found):
+        later = [other.curve.values for other in found[place + 1 :] if other.metric == drawn.metric]
+        equal = [(drawn.curve.values[: len(one)] == one[: len(drawn.curve)]).mean() > 0.5 for one in later]
+        yield drawn._replace(widen=1 + 1.5 * sum(equal))
 
 
 def page_data(runs: Sequence[WatchedRun]) -> dict[str, Any]:
@@ -115,7 +120,7 @@ def _chart_data(chart: Chart, runs: Sequence[WatchedRun]) -> dict[str, Any]:
     legend: list[dict[str, Any]] = []
     for drawn in draw_chart(chart, runs, max(POINTS // len(runs), FEWEST_POINTS)):
         name = drawn.metric.label if len(runs) == 1 else f"{drawn.run.name}: {drawn.metric.label}"
-        style = {"color": drawn.color, "dash": " ".join(map(str, drawn.dashes))}
+        style = {"color": drawn.color, "dash": " ".join(map(str, drawn.dashes)), "widen": drawn.widen}
         for line in drawn.lines:
             raw = line is not drawn.lines[-1]
             values = [float(f"{value:.6g}") for value in line.values.tolist()]

@@ -130,7 +130,7 @@ class _Panel:
         for curve in drawn.lines[:-1]:
             yield Stroke(self._places(curve), color, 0.8, opacity=0.25)
         places = self._places(drawn.lines[-1])
-        yield Stroke(places, color, width, dashes=drawn.dashes)
+        yield Stroke(places, color, width * drawn.widen, dashes=drawn.dashes)
         marker = drawn.metric.marker if len(places) <= MOST_DOTS else ""
         if len(places) <= FEW_POINTS:
             marker = marker or "o"
@@ -244,5 +244,5 @@ def draw(runs: Sequence[WatchedRun], baselines: Sequence[tuple[str, float]]) -> 
         x = panel.place(iteration, panel.low)[0]
         shapes.append(Words(x, bottom + 20, f"{iteration:,g}", MUTED_COLOR, anchor="middle"))
     shapes.append(Words((LEFT + RIGHT) / 2, bottom + 40, "iteration", MUTED_COLOR, anchor="middle"))
-    shapes.append(Words(RIGHT, 30, "loss, nats per token", MUTED_COLOR, anchor="end"))
+    shapes.append(Words(RIGHT, 52, "loss, nats per token", MUTED_COLOR, anchor="end"))
     return Drawing(WIDTH, bottom + 55, shapes)

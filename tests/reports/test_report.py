@@ -5,17 +5,24 @@ import re
 import shutil
 import subprocess
 from html.parser import HTMLParser
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from megatron_lite.cli.parse import parse
+from megatron_lite.config import flatten
 from megatron_lite.errors import DataError, StorageError
+from megatron_lite.reports import charts
+from megatron_lite.reports.picture import Stroke, draw, read_losses
 from megatron_lite.reports.report import MOST_FOLDERS, REPORT_FILE, page, write_report
 from megatron_lite.reports.watched_run import read_runs
+from megatron_lite.validation import resolve
 from scripts import report_run
 from tests.support.launch import TINY, run
 
+NODE = shutil.which("node")
 BROWSER = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
 
 
@@ -170,6 +177,81 @@ def test_a_run_leaves_its_page(tmp_path: Path) -> None:
     assert not (tmp_path / "other" / REPORT_FILE).exists()
 
 
+# The parts of a document that report.js uses, 310 pixels wide as on a phone; prints what each chart shows.
+DOCUMENT = """
+const make = (tag) => ({ tag, attributes: {}, kids: [], style: {}, clientWidth: 310, textContent: "",
+  addEventListener() {}, replaceChildren() { this.kids = []; }, appendChild(kid) { this.kids.push(kid); },
+  setAttribute(name, value) { this.attributes[name] = value; }, querySelectorAll: () => [],
+  querySelector(name) { return this[name] = this[name] || make(name); } });
+const data = require("fs").readFileSync(0, "utf8"), figures = JSON.parse(data).charts.map(() => make("figure"));
+globalThis.window = { addEventListener() {} };
+globalThis.document = { getElementById: () => ({ textContent: data }), createElementNS: (_, tag) => make(tag),
+  querySelectorAll: (name) => name === "figure.chart" ? figures : [], documentElement: { dataset: {} } };
+require(process.argv[1]);
+console.log(JSON.stringify(figures.map((figure) => {
+  const all = figure.svg.kids.map((kid) => ({ ...kid.attributes, tag: kid.tag, words: kid.textContent }));
+  const texts = all.filter((one) => one.tag === "text"), curves = all.filter((one) => one.class === "curve");
+  return { down: texts.filter((one) => one.x === 52), across: texts.filter((one) => one.y === 224),
+    widths: curves.map((one) => +one.style.split(":").pop()), readout: figure[".readout"].textContent };
+})));
+"""
+
+
+def drawn_on_a_phone(folders: list[Path]) -> list[dict[str, Any]]:
+    """Return the ticks, the widths of the curves and the read-out of each chart, as report.js draws them."""
+    assert NODE is not None
+    script = Path(charts.__file__).parent / "page" / "report.js"
+    command = [NODE, "-e", DOCUMENT, str(script)]
+    numbers = json.dumps(charts.page_data(read_runs(folders)))
+    done = subprocess.run(command, input=numbers, capture_output=True, text=True, timeout=60)
+    assert done.returncode == 0, done.stderr
+    found: list[dict[str, Any]] = json.loads(done.stdout)
+    return found
+
+
+@pytest.mark.skipif(NODE is None, reason="no node here")
+@pytest.mark.parametrize(("lines", "every"), [(34, 10), (40, 25_000), (999, 1001), (2, 1)])
+def test_charts_on_a_phone(tmp_path: Path, lines: int, every: int) -> None:
+    """At least two ticks whose words do not touch, also on a log axis; the strip below has the last numbers."""
+    loss, _, norm, *_ = drawn_on_a_phone([make_run(tmp_path / "run", lines=lines, every=every)])
+    ends = [(tick["x"] - 3.5 * len(tick["words"]), tick["x"] + 3.5 * len(tick["words"])) for tick in loss["across"]]
+    assert len(ends) >= 2 and all(end <= start for (_, end), (start, _) in pairwise(ends)), loss["across"]
+    heights = sorted(tick["y"] for tick in norm["down"])
+    assert len(heights) >= 2 and all(after - y >= 14 for y, after in pairwise(heights)), norm["down"]
+    assert loss["readout"].startswith(f"iteration {lines * every:,}: training 4"), loss["readout"]
+
+
+def test_equal_curves_show_beside_each_other(tmp_path: Path) -> None:
+    """In the page and the picture the line below is wider, also if the later run is shorter; others are as ever."""
+    folders = [make_run(tmp_path / name, lines=lines) for name, lines in (("a", 40), ("b", 40), ("c", 30))]
+    loss, rate = charts.page_data(read_runs(folders))["charts"][:2]
+    assert [series["widen"] for series in rate["series"]] == [4.0, 2.5, 1.0]
+    trained = [series["widen"] for series in loss["series"] if series["name"].endswith(": training")]
+    assert trained == [2.5, 1.0, 1.0], "equal losses of a and b; the run of 30 lines has others"
+    shapes = draw(read_losses(folders), []).shapes
+    strokes = [shape for shape in shapes if isinstance(shape, Stroke) and not shape.filled]
+    assert [stroke.width for stroke in strokes[-3:]] == [6.0, 3.75, 1.5]
+    if NODE is not None:
+        assert drawn_on_a_phone(folders)[1]["widths"] == [6.4, 4.0, 1.6]
+
+
+def test_options_that_follow_from_others_are_no_difference(tmp_path: Path) -> None:
+    """The table has what was given; the list of all marks what was derived, and a damaged file is shown as it is."""
+    words = "--batch_size=8 --micro_batch_size=2 --train_iters=9 --dataset_source=random --hidden_size=128"
+    config = flatten(resolve(parse(words.split()).config, 2))
+    folder = make_run(tmp_path / "run")
+    (folder / "config.json").write_text(json.dumps(config))
+    shown = re.findall(r"<td>--(\w+)</td><td>([^<]*)</td><td>([^<]*)</td>", page(read_runs([folder])))
+    assert [f"--{name}={value}" for name, value, _ in shown] == sorted(
+        words.split(), key=lambda word: [*config].index(word[2:].partition("=")[0])
+    )
+    text = page(read_runs([folder]))
+    for row in ("ffn_hidden_size</td><td>512 (derived)", "seed</td><td>1234<", "window_size</td><td>(none)"):
+        assert f"<td>--{row}" in text, row
+    (folder / "config.json").write_text(json.dumps(config | {"batch_size": {"a": 1}}))
+    assert "<td>--batch_size</td><td>{" in page(read_runs([folder]))
+
+
 PROBE = """
 <script>
 window.onerror = (message) => { document.body.dataset.error = message; };
@@ -224,9 +306,9 @@ def test_in_a_real_browser(tmp_path: Path) -> None:
     assert "error" not in seen, seen
     assert 'data-drawn="5"' in done.stdout and done.stdout.count('class="curve') >= 6
     assert re.match(r"iteration [\d,]+: training [\d.]+, validation [\d.]+ \(at [\d,]+\), ", seen["readout"]), seen
-    assert seen["left"] == "" and seen["selected"] == "0", "a pointer that leaves takes its read-out along"
+    assert seen["left"].startswith("iteration 1,000,000: ") and seen["selected"] == "0", "the last numbers again"
     assert seen["tapped"].startswith("iteration 8") and seen["tapped"] != seen["readout"], "that of a tap stays"
-    assert seen["reset"] == "5" and "1,000,000" not in seen["ticks"] and seen["after"].endswith("1,000,000"), seen
+    assert seen["reset"] == "5" and "1M" not in seen["ticks"] and seen["after"].endswith("1M"), seen
     assert seen["cut"] == "0", "all text is inside of the picture"
-    assert set(seen["rates"].split()) <= {"0.0009", "0.00095", "0.001", "0.00105", "0.0011", "1,000,000"}, seen
+    assert set(seen["rates"].split()) <= {"0.0009", "0.00095", "0.001", "0.00105", "0.0011", "1M"}, seen
     assert seen["curves"] == "2", "the training curve is hidden"

@@ -168,6 +168,16 @@ def test_runs_are_laid_over_each_other(with_matplotlib, tmp_path, capsys, reques
     assert [set(drawn[:-3]), set(drawn[-3:])] == [set(PALETTE[:3])] * 2
 
 
+def test_a_long_title_has_its_line_for_itself(tmp_path):
+    """The name of the axis stands below the title, where the words of no run reach it."""
+    run = write_run(tmp_path / ("a_rather_long_name_of_a_run_" * 2), 40, averaged=0.1, consumed_tokens=123_456_789)
+    words = [shape for shape in draw(read_losses([run]), []).shapes if isinstance(shape, Words)]
+    (axis,) = (one for one in words if one.text == "loss, nats per token")
+    beside = [one for one in words if one.y == axis.y and one is not axis]
+    assert words[0].y not in (axis.y, *(one.y for one in words[1:])) and len(beside) == 1
+    assert beside[0].x + 7 * len(beside[0].text) < axis.x - 7 * len(axis.text)
+
+
 def test_long_runs_give_small_pictures(tmp_path):
     """A line has a bounded number of points, which keep the extremes."""
     run = write_run(tmp_path / "run", 20_000, validation=False)

@@ -70,6 +70,15 @@ def test_picture(tmp_path: Path) -> None:
         assert picture.startswith(b"\x89PNG") and len(picture) > 5_000
 
 
+def test_words_keep_off_the_edge() -> None:
+    """Title and labels are at least a tenth of an inch away from each side of the picture."""
+    pytest.importorskip("matplotlib", reason="matplotlib is not installed")
+    figure = script.draw([script.Row(1 + index, 1e-3, 8 << index // 50) for index in range(100)])
+    figure.canvas.draw()
+    words, (width, height) = figure.get_tightbbox(), figure.get_size_inches()
+    assert min(words.x0, words.y0, width - words.x1, height - words.y1) >= 0.1, words
+
+
 def test_batch_size_axis_can_be_read() -> None:
     """At least three whole numbers that differ."""
     pytest.importorskip("matplotlib", reason="matplotlib is not installed")

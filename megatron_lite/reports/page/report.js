@@ -24,7 +24,8 @@
     return Number(value.toPrecision(5)).toLocaleString("en-US", { maximumFractionDigits: 9 });
   }
 
-  function count(value) { return Math.round(value).toLocaleString("en-US"); }
+  function count(value, style = {}) { return Math.round(value).toLocaleString("en-US", style); }
+  function short(value) { return count(value, value < 1e4 ? {} : { notation: "compact", maximumSignificantDigits: 6 }); }
 
   function ticks(low, high, wanted) {
     const rough = (high - low) / wanted, power = 10 ** Math.floor(Math.log10(rough));
@@ -34,15 +35,15 @@
     return found;
   }
 
-  function powers(low, high) {  // round numbers between two powers of ten, few of them
-    for (const digits of [[1], [1, 3], [1, 2, 5], [1, 2, 3, 4, 5, 6, 7, 8, 9]]) {
-      const found = [];
+  function powers(low, high) {  // numbers of one digit between two powers of ten, round ones first, none too close to another
+    const found = [];
+    for (const digit of [1, 5, 2, 3, 7, 4, 6, 8, 9]) {
       for (let power = Math.floor(low); power <= high; power++) {
-        for (const digit of digits) if (Math.log10(digit) + power >= low && Math.log10(digit) + power <= high) found.push(digit * 10 ** power);
+        const place = Math.log10(digit) + power, close = (other) => Math.abs(Math.log10(other) - place) < (high - low) / 7;
+        if (place >= low && place <= high && !found.some(close)) found.push(digit * 10 ** power);
       }
-      if (found.length >= 3) return found.filter((_, index) => index % Math.ceil(found.length / 7) === 0);
     }
-    return ticks(10 ** low, 10 ** high, 4);
+    return found.length >= 3 ? found : ticks(10 ** low, 10 ** high, 4);
   }
 
   function nearest(sorted, value) {  // index of the closest number
@@ -102,6 +103,7 @@
       element("rect", { x: LEFT, y: 0, width: this.width - LEFT - RIGHT, height: HEIGHT - BOTTOM + 2 }, inside);
       for (const series of this.visible()) this.curve(series);
       this.overlay = element("g", {}, this.svg);
+      this.clear();
     }
 
     scale() {
@@ -139,8 +141,9 @@
         element("line", { class: "grid", x1: LEFT, x2: this.width - RIGHT, y1: y, y2: y }, this.svg);
         element("text", { x: LEFT - 6, y: y + 4, "text-anchor": "end" }, this.svg, number(value));
       }
-      for (const tick of ticks(range[0], range[1], Math.max(Math.floor(this.width / 110), 2))) {
-        const words = count(tick), room = this.width - this.x(tick);  // a character takes 7 pixels at most
+      const found = [110, 85, 60, 35].map((pixels) => ticks(range[0], range[1], this.width / pixels).filter(Number.isInteger));
+      for (const tick of found.find((some) => some.length > 1) || found[0]) {
+        const words = short(tick), room = this.width - this.x(tick);  // a character takes 7 pixels at most
         const place = room < words.length * 3.5 ? { x: this.width, "text-anchor": "end" } : { x: this.x(tick), "text-anchor": "middle" };
         element("text", { ...place, y: HEIGHT - 6 }, this.svg, words);
       }
@@ -171,13 +174,13 @@
         if (!this.logarithmic || series.y[index] > 0) { parts.push(`${pen}${this.x(x).toFixed(1)} ${this.y(series.y[index]).toFixed(1)}`); pen = "L"; }
         before = x;
       });
-      const style = `stroke:var(--s${series.color})`;
+      const width = 1.6 * series.widen, style = `stroke:var(--s${series.color});stroke-width:${series.raw ? 1 : width}`;
       const attributes = { class: series.raw ? "curve raw" : "curve", d: parts.join(""), style, "clip-path": `url(#${this.clip})` };
       if (series.dash) attributes["stroke-dasharray"] = series.dash;
       element("path", attributes, this.svg);
       if (series.x.length <= 60 && !series.raw) series.x.forEach((x, index) => {
         if (x < range[0] || x > range[1] || (this.logarithmic && series.y[index] <= 0)) return;
-        element("circle", { cx: this.x(x), cy: this.y(series.y[index]), r: 2.6, style: `fill:var(--s${series.color})` }, this.svg);
+        element("circle", { cx: this.x(x), cy: this.y(series.y[index]), r: 1 + width, style: `fill:var(--s${series.color})` }, this.svg);
       });
     }
 
@@ -220,7 +223,7 @@
       this.readout.textContent = `iteration ${count(iteration)}: ${words.join(", ")}`;
     }
 
-    clear() { this.overlay.replaceChildren(); this.readout.textContent = ""; }
+    clear() { this.show(range[1]); this.overlay.replaceChildren(); }  // back to the last numbers
   }
 
   document.querySelectorAll("figure.chart").forEach((figure, index) => charts.push(new Chart(figure, data.charts[index])));
