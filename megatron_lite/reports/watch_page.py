@@ -80,8 +80,7 @@ def _state(run: WatchedRun, now_s: float) -> str:
     status, code = run.ending.get("status"), run.ending.get("exit_code")
     ended_s = _float(run.ending.get("time"))
     if status in ("done", "stopped", "failed") and ended_s is not None:
-        words = "complete" if status == "done" else status
-        return f"{words} {format_duration(max(now_s - ended_s, 0.0))} ago, exit code {code}"
+        return f"{status} {format_duration(max(now_s - ended_s, 0.0))} ago, exit code {code}"
     if run.heartbeat_s is not None:
         silent_s = now_s - run.heartbeat_s
         if silent_s > DEAD_AFTER_S:

@@ -94,14 +94,14 @@ ENDINGS: tuple[tuple[float | None, Any, str], ...] = (
     (NOW_S - 300, {"status": "running"}, "no heartbeat for 0:05:00: the process or its machine is gone"),
     (None, {"status": "running"}, "killed: it left no ending"),
     (None, None, "not running"),
-    (None, DONE, "complete 2:00:00 ago, exit code 0\ntraining complete"),
+    (None, DONE, "done 2:00:00 ago, exit code 0\ntraining complete"),
     (NOW_S - 5, FAILED, "failed 0:00:05 ago, exit code 5\nloss nan"),
     (NOW_S - 10, {"status": ["done"], "message": {}}, "running"),
 )
 
 
 def test_how_a_run_is(tmp_path: Path) -> None:
-    """Running, silent, killed, complete or failed, from exit.json and the heartbeat."""
+    """Running, silent, killed, done or failed, from exit.json and the heartbeat."""
     for number, (heartbeat_s, ending, words) in enumerate(ENDINGS):
         root = folder(tmp_path / str(number) / "mine", heartbeat_s=heartbeat_s)
         (root / "exit.json").unlink() if ending is None else (root / "exit.json").write_text(json.dumps(ending))
@@ -200,7 +200,7 @@ def test_once_on_a_real_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) 
         shown = capsys.readouterr().out
         assert script.main([str(tmp_path / "nothing")]) == 2
         refused = capsys.readouterr()
-    assert shown.startswith("real | start 1 | complete 0:00:0")
+    assert shown.startswith("real | start 1 | done 0:00:0")
     assert "\ntraining complete: 6 iterations\n" in shown and "iteration 6 of 6  100%\n" in shown
     for label in ("training loss", "validation loss", "gradient norm", "learning rate", "tokens/s/device"):
         assert re.search(rf"^{label} ", shown, re.M), label
