@@ -14,6 +14,7 @@ from megatron_lite.checkpoint.names import MANIFEST_NAME, find_checkpoints
 from megatron_lite.data.tokenizing import Tokenizer, load_tokenizer
 from megatron_lite.errors import DamagedError, DataError
 from megatron_lite.generation.continuation import Text
+from megatron_lite.huggingface.model_folder import source_folders
 
 
 def open_tokenizer(model: Path, tokenizer_file: str | None, special_tokens: bool) -> Tokenizer:
@@ -22,6 +23,7 @@ def open_tokenizer(model: Path, tokenizer_file: str | None, special_tokens: bool
     special_tokens: whether a text may spell special tokens.
 
     Raises:
+        CheckpointError: if there is none, because the folder holds no model.
         DataError: if there is none, or it cannot be read.
     """
     if tokenizer_file is None and (model / "tokenizer.json").is_file():
@@ -29,6 +31,7 @@ def open_tokenizer(model: Path, tokenizer_file: str | None, special_tokens: bool
     if tokenizer_file is None:
         tokenizer_file = _trained_with(model)
         if tokenizer_file is None:
+            source_folders(model)
             raise DataError(f"{model} has no tokenizer.json; name one with --tokenizer_file")
         if not Path(tokenizer_file).exists():
             raise DataError(

@@ -145,6 +145,7 @@ def test_token_bytes_add_up_to_the_text(tmp_path: Path) -> None:
 
 
 def test_tokenizers_of_folders(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text("{}")
     with pytest.raises(DataError, match="no tokenizer.json; name one with --tokenizer_file"):
         open_tokenizer(tmp_path, None, False)
     save_byte_tokenizer(str(tmp_path / "tokenizer.json"))

@@ -173,7 +173,7 @@ def remove(name: str) -> Callable[[Path], Any]:
 
 
 DAMAGES: list[tuple[Callable[[Path], Any], int, str]] = [
-    (shutil.rmtree, 3, "no tokenizer.json"),
+    (shutil.rmtree, 4, "there is no such folder; give one that holds a model"),
     (remove("tokenizer.json"), 3, "--tokenizer_file"),
     (write("tokenizer.json", "{}"), 3, "not a tokenizer.json"),
     (remove("config.json"), 4, "config.json"),
