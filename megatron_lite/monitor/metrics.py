@@ -249,7 +249,7 @@ class StepTimer:
     def pace(self, iteration: int) -> dict[str, float]:
         """Return the numbers of the progress bar at the usual pace of a step; empty if unknown."""
         seconds = self._forecast.sample_s()
-        return self._for_console(self._rates(1 / seconds), iteration) if seconds else {}
+        return {**self._rates(1 / seconds), **self._remaining(iteration)} if seconds else {}
 
     def lap(self, iteration: int, now: datetime | None = None) -> tuple[dict[str, float], dict[str, Any]]:
         """End the lap that began at the last call.
@@ -257,9 +257,8 @@ class StepTimer:
         The caller has waited for the device (by reading the loss).
 
         Returns:
-            the part of the metrics record (`step_time_ms`, `tokens_per_sec_per_gpu`, `model_tflops`, `hardware_tflops`,
-            `mfu`), and values for the log file only (`average_step_time_ms`, `remaining_seconds`, `completion_date`).
-            Both are empty without an iteration since the last lap.
+            the part of the metrics record, and values for the log file only (`average_step_time_ms`,
+            `remaining_seconds`, `completion_date`). Both are empty without an iteration since the last lap.
         """
         if iteration <= self._lap.iteration:
             return {}, {}
@@ -279,12 +278,7 @@ class StepTimer:
     def glance(self, iteration: int) -> dict[str, float]:
         """Return the console's numbers: rates since the last glance, and the time left. The lap continues."""
         before, self._glance = self._glance, self._mark(iteration)
-        return self._for_console(self._rates_between(before, self._glance), iteration)
-
-    def _for_console(self, rates: dict[str, float], iteration: int) -> dict[str, float]:
-        """Return rates with the speed of all ranks and the time left."""
-        speed = {"tokens_per_sec": rates["tokens_per_sec_per_gpu"] * self._world_size}
-        return {**rates, **speed, **self._remaining(iteration)}
+        return {**self._rates_between(before, self._glance), **self._remaining(iteration)}
 
     def _rates_between(self, start: Mark, end: Mark) -> dict[str, float]:
         seconds = max(end.seconds - start.seconds, 1e-9)
@@ -294,6 +288,7 @@ class StepTimer:
 
     def _rates(self, samples_per_second: float) -> dict[str, float]:
         record = {
+            "tokens_per_sec": self._tokens * self._world_size * samples_per_second,
             "tokens_per_sec_per_gpu": self._tokens * samples_per_second,
             "model_tflops": self._model_tflop * samples_per_second,
             "hardware_tflops": self._hardware_tflop * samples_per_second,

@@ -13,6 +13,7 @@ MOST_MARKS = 200  # starts and dropped updates of a run
 SMOOTHED_FROM = 150  # points; longer curves of noisy metrics have a smooth line in front of the raw one
 NOISY = ("loss", "grad_norm")  # of training
 COLORS = 8
+RANK_SPEED = "tokens_per_sec_per_gpu"  # drawn where an older run lacks the total
 
 
 class Metric(NamedTuple):
@@ -56,7 +57,7 @@ CHARTS = (
     LOSSES,
     LEARNING_RATE,
     Chart("Gradient norm", "", (Metric("grad_norm", "gradient norm"),), log=True),
-    Chart("Throughput", "tokens/s per rank", (Metric("tokens_per_sec_per_gpu", "tokens/s"),)),
+    Chart("Throughput", "tokens/s", (Metric("tokens_per_sec", "all ranks"), Metric(RANK_SPEED, "per rank"))),
     Chart(
         "Time of a step", "ms", (Metric("step_time_ms", "step"), Metric("data_wait_ms", "wait for data", dashes=(6, 3)))
     ),
@@ -90,6 +91,8 @@ def draw_chart(chart: Chart, runs: Sequence[WatchedRun], points: int = POINTS) -
             curve = run.metrics.curve(metric.phase, metric.name).finite()
             if not len(curve) or (metric.name == "batch_size" and (curve.values == curve.values[0]).all()):
                 continue  # a batch size that never changes says nothing
+            if metric.name == RANK_SPEED and len(run.metrics.curve("training", "tokens_per_sec")) == len(curve):
+                continue
             lines = [curve]
             if metric.phase == "training" and metric.name in NOISY and len(curve) > SMOOTHED_FROM:
                 lines.append(curve.smoothed())

@@ -22,7 +22,8 @@ NAMES_OF_A_RUN = ("experiment_dir", "experiment_name", "wandb_id")
 LOSSES = ("loss", "averaged_loss")
 LOSS_OF_A_DATA_SET = "loss/"
 SPEED = "tokens_per_sec_per_gpu"
-SPEEDS = {SPEED: "tokens/s/device", "step_time_ms": "step, ms", "data_wait_ms": "data wait, ms", "mfu": "MFU"}
+SPEEDS = {"tokens_per_sec": "tokens/s", SPEED: "tokens/s per rank"}
+SPEEDS |= {"step_time_ms": "step, ms", "data_wait_ms": "data wait, ms", "mfu": "MFU"}
 MEMORY = {"max_allocated_mib": "allocated, MiB", "max_reserved_mib": "reserved, MiB"}
 
 

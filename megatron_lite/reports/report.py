@@ -16,7 +16,7 @@ import numpy as np
 from megatron_lite.checkpoint.names import find_checkpoints
 from megatron_lite.errors import DataError, StorageError
 from megatron_lite.reports.charts import COLORS, page_data
-from megatron_lite.reports.comparison import option_text, usual_values
+from megatron_lite.reports.comparison import SPEED, SPEEDS, option_text, usual_values
 from megatron_lite.reports.watched_run import Curve, GrowingFile, WatchedRun, format_tokens, read_runs, title_of
 from megatron_lite.run.durable_files import replace_file
 from megatron_lite.run.progress_line import format_duration
@@ -123,11 +123,11 @@ def _tiles(run: WatchedRun) -> Iterator[_Tile]:
             if phase != "training" and len(curve) > 1:
                 best = int(curve.values.argmin())
                 yield _Tile(f"best {phase} loss", f"{curve.values[best]:.4f}", f"at {curve.iterations[best]:,}")
-    for name, label in (("tokens_per_sec_per_gpu", "tokens/s per rank"), ("mfu", "MFU")):
+    for name in ("tokens_per_sec", SPEED, "mfu"):
         curve = metrics.curve("training", name).finite()
         if len(curve):
             middle = sorted(curve.values.tolist())[len(curve) // 2]
-            yield _Tile(f"{label}, median", f"{middle:.1%}" if name == "mfu" else f"{middle:,.0f}")
+            yield _Tile(f"{SPEEDS[name]}, median", f"{middle:.1%}" if name == "mfu" else f"{middle:,.0f}")
     yield _Tile("starts", f"{len(metrics.starts):,}")
     if metrics.dropped:
         yield _Tile("lines with dropped updates", f"{len(metrics.dropped):,}")

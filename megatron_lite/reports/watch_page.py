@@ -30,13 +30,14 @@ CURVES: tuple[tuple[str, str, str, Callable[[float], str]], ...] = (
     ("averaged weights", "validation", "averaged_loss", "{:.4f}".format),
     ("gradient norm", "training", "grad_norm", _number),
     ("learning rate", "training", "learning_rate", "{:.2e}".format),
-    ("tokens/s/device", "training", "tokens_per_sec_per_gpu", _number),
+    ("tokens/s", "training", "tokens_per_sec", _number),
 )
 # Numbers of the newest record: (name, how to show it).
 NUMBERS: tuple[tuple[str, Callable[[float], str]], ...] = (
     ("step_time_ms", lambda ms: f"{_number(ms)} ms/step"),
     ("data_wait_ms", lambda ms: f"data wait {_number(ms)} ms"),
     ("mfu", "mfu {:.1%}".format),
+    ("tokens_per_sec_per_gpu", "{:,.0f} tokens/s per rank".format),
     ("model_tflops", lambda tflops: f"{_number(tflops)} TFLOP/s per device"),
     ("max_reserved_mib", "memory {:,.0f} MiB".format),
     ("batch_size", "batch size {:,.0f}".format),
@@ -137,7 +138,7 @@ def _updates(run: WatchedRun) -> Iterator[str]:
         reasons = list(run.metrics.dropped.values())
         yield f"{skipped:,.0f} updates dropped" + (f"; the last, {reasons[-1]}" if reasons else "")
     if len(run.metrics.starts) > 1:
-        places = ", ".join(f"{start.iteration:,}" for start in run.metrics.starts[-5:])
+        places = ", ".join(dict.fromkeys(f"{start.iteration:,}" for start in run.metrics.starts[-5:]))
         yield f"{len(run.metrics.starts)} starts; the newest log from iterations {places}"
 
 

@@ -264,6 +264,7 @@ def test_timer_reports_the_lap_and_forecasts_from_all_but_the_first():
     record, console = timer.lap(11, datetime(2030, 1, 1))
     assert record["step_time_ms"] == pytest.approx(500)
     assert record["tokens_per_sec_per_gpu"] == pytest.approx(8 * 128 / 0.5 / 2)
+    assert record["tokens_per_sec"] == pytest.approx(8 * 128 / 0.5), "of both ranks"
     assert record["model_tflops"] == pytest.approx(model_flops(MODEL, 128, 1024) / 0.5 / 2 / 1e12)
     assert record["mfu"] == pytest.approx(record["model_tflops"] / 1e-3)
     assert console["average_step_time_ms"] == pytest.approx(500)

@@ -252,6 +252,17 @@ def test_options_that_follow_from_others_are_no_difference(tmp_path: Path) -> No
     assert "<td>--batch_size</td><td>{" in page(read_runs([folder]))
 
 
+@pytest.mark.parametrize("older", [True, False])
+def test_throughput_is_that_of_all_ranks(tmp_path: Path, older: bool) -> None:
+    """The chart has the total; that of a rank, by its name, stands in only for an older run without the total."""
+    text = page(read_runs([make_run(tmp_path / "run", **({} if older else {"tokens_per_sec": 4e4}))]))
+    (chart,) = (chart for chart in data_of(text)["charts"] if chart["title"] == "Throughput")
+    shown = [(series["name"], series["y"][0]) for series in chart["series"]]
+    assert chart["unit"] == "tokens/s" and shown == ([("per rank", 1e4)] if older else [("all ranks", 4e4)])
+    assert "<b>10,000</b><span>tokens/s per rank, median</span>" in text
+    assert ("<b>40,000</b><span>tokens/s, median</span>" in text) is not older
+
+
 PROBE = """
 <script>
 window.onerror = (message) => { document.body.dataset.error = message; };

@@ -148,6 +148,8 @@ def test_files_grow_and_are_replaced(tmp_path: Path) -> None:
     text = look(watched)
     assert "| start 2 |" in text and text.endswith("one warning:\n  of the second start")
     assert "2 starts; the newest log from iterations 1, 31" in text
+    append(metrics, record(31, start=2))
+    assert "3 starts; the newest log from iterations 1, 31\n" in look(watched) + "\n", "31 once"
     other = root / "other"
     other.write_text(record(7, loss=3.25))
     os.replace(other, metrics)
@@ -202,7 +204,7 @@ def test_once_on_a_real_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) 
         refused = capsys.readouterr()
     assert shown.startswith("real | start 1 | done 0:00:0")
     assert "\ntraining complete: 6 iterations\n" in shown and "iteration 6 of 6  100%\n" in shown
-    for label in ("training loss", "validation loss", "gradient norm", "learning rate", "tokens/s/device"):
+    for label in ("training loss", "validation loss", "gradient norm", "learning rate", "tokens/s"):
         assert re.search(rf"^{label} ", shown, re.M), label
     assert "\ncheckpoints: 6 (0:00:0" in shown and "the warmup is cut to" in shown
     assert refused.out == "" and refused.err == (

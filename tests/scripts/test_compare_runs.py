@@ -145,7 +145,7 @@ def test_the_first_line_of_a_start_is_no_speed(tmp_path: Path) -> None:
     assert median_speed(read_run(write(tmp_path / "two_starts", records=records)), "tokens_per_sec_per_gpu") == 101.0
     run = read_run(write(tmp_path / "one_line", records=records[:1]))
     assert median_speed(run, "tokens_per_sec_per_gpu") == 1.0 and math.isnan(median_speed(run, "mfu"))
-    assert [row.label for row in compare_numbers(SPEEDS, median_speed, run, run)] == ["tokens/s/device"]
+    assert [row.label for row in compare_numbers(SPEEDS, median_speed, run, run)] == ["tokens/s per rank"]
     assert not [*compare_numbers(MEMORY, peak, run, run)]
 
 

@@ -109,7 +109,7 @@ def inject(run: Run, faults: dict[int, Fault], story: Story) -> None:
 
 def lines(experiment: Path, after: int) -> list[dict[str, Any]]:
     """Records of metrics.jsonl after an iteration, without times."""
-    timing = ("_ms", "_s", "_seconds", "tflops", "mfu", "time", "run", "tokens_per_sec_per_gpu")
+    timing = ("_ms", "_s", "_seconds", "tflops", "mfu", "time", "run", "tokens_per_sec", "tokens_per_sec_per_gpu")
     return [
         {name: value for name, value in record.items() if not name.endswith(timing)}
         for record in read_metrics(experiment / "metrics.jsonl")

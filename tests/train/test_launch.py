@@ -40,7 +40,7 @@ NO_FILE = [
 ]
 KEYS = set(
     "phase iteration train_iters loss learning_rate grad_norm loss_scale batch_size consumed_samples "
-    "consumed_tokens step_time_ms data_wait_ms tokens_per_sec_per_gpu model_tflops hardware_tflops "
+    "consumed_tokens step_time_ms data_wait_ms tokens_per_sec tokens_per_sec_per_gpu model_tflops hardware_tflops "
     "skipped_iters nan_iters run time".split()
 )
 
