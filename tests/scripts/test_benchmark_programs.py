@@ -157,6 +157,36 @@ def test_exact_gelu_races_beside_nanogpt_only(tmp_path: Path) -> None:
         assert ("--activation_type=gelu_exact" in exact.words) == runs == ("nanoGPT" in commands)
 
 
+# What nanoGPT does with a GPU, and says of the CPU that it gets instead.
+GPU_PROGRAM = """
+import torch
+weight = torch.ones(8, 8).to("cuda").requires_grad_()
+with torch.amp.autocast(device_type="cuda", dtype=torch.bfloat16):
+    print((weight @ weight).dtype, weight.device, torch.backends.mkldnn.matmul.fp32_precision)
+"""
+
+
+def test_nanogpt_is_told_that_the_cpu_is_a_gpu_where_it_asks_for_one(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Helped (fused AdamW, our library) and in bf16, which computes in bf16 then; otherwise it runs as it is."""
+    (tmp_path / "train.py").write_text(GPU_PROGRAM)
+    monkeypatch.setattr(contestants, "library_for", lambda wanted: "onednn")
+    helped: list[str] = []
+    for dtype, name, through in (
+        ("fp32", "nanoGPT", False),
+        ("fp32", "nanoGPT helped", True),
+        ("bf16", "nanoGPT", True),
+    ):
+        options = program.parse([*TINY.split(), f"--nanogpt={tmp_path}", f"--only={name}", f"--dtype={dtype}"])
+        (made,) = program.commands_of(options, tmp_path)[0].values()
+        assert [word.endswith("on_cpu.py") for word in made.words[1:2]] == [through] == ["--device=cuda" in made.words]
+        assert ("--onednn" in made.words) == (name == "nanoGPT helped")
+        helped = made.words if "--onednn" in made.words else helped
+    said = subprocess.run(helped, capture_output=True, text=True, timeout=120, check=True).stdout
+    assert said.split() == ["torch.bfloat16", "cpu", "bf16"]
+
+
 def test_instruction_sets_are_read_from_what_the_libraries_print() -> None:
     """Lines of torch 2.13 with oneDNN 3.12 and MKL 2024 with everything, and with AVX2 only; nothing known without."""
     text = (

@@ -46,6 +46,7 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
     for name in Sizes._fields:
         add(f"--{name}", type=int, help="default 2" if name == "micro_batch_size" else "default: the model's")
     add("--ranks", type=int, default=1, help="processes of each program, under torchrun if more than 1 (default 1)")
+    add("--dtype", choices=("fp32", "bf16"), default="fp32", help="bf16 keeps fp32 weights; default fp32")
     add("--threads", type=int, help="OMP_NUM_THREADS of each process; default: unset, as each program chooses")
     isas = tuple(processor.ISAS)
     add("--isa", choices=isas, default="all", help="instruction sets of the libraries: all, or none after AVX2")
@@ -121,7 +122,9 @@ def to_markdown(result: Result) -> str:
         options["threads"], f"{options['threads']} threads"
     )
     ranks = "one process" if options["ranks"] == 1 else f"{options['ranks']} ranks"
-    tokens = f"{options['micro_batch_size']} x {options['sequence_length']} tokens per rank and step, fp32"
+    tokens = (
+        f"{options['micro_batch_size']} x {options['sequence_length']} tokens per rank and step, {options['dtype']}"
+    )
     steps = next((row["steps"] for row in rows.values()), 0)
     columns = (compared("ours / it"), *COLUMNS, number(f"loss at step {steps}", "loss", ".3f"))
     setting = f"{options['model']}, {ranks}, {threads}, {tokens}. {surroundings(result['environment'])}."

@@ -1,6 +1,6 @@
 """The command line of each program: ours, and the peers' from checkouts and packages.
 
-All train the same shape on the same text in fp32, with AdamW (betas 0.9 and 0.95, weight decay 0.1), a constant
+All train the same shape on the same text, with AdamW (betas 0.9 and 0.95, weight decay 0.1), a constant
 learning rate, gradients clipped to norm 1, and a log line per step. Each draws its own initial weights and order of
 samples. docs/benchmarks.md lists the differences. The text is one token stream from the project's own texts, in each
 program's format.
@@ -26,6 +26,7 @@ from megatron_lite.config import Config, unflatten
 from megatron_lite.data.indexed_dataset import IndexedDatasetWriter
 from megatron_lite.huggingface.config_file import hugging_face_config
 from megatron_lite.huggingface.weight_map import by_tensor, pieces
+from megatron_lite.kernels.matmul_library import library_for
 from megatron_lite.validation import resolve
 from scripts.benchmarks.programs.race import Command
 from scripts.benchmarks.results import ROOT, TORCHRUN
@@ -37,7 +38,9 @@ LEARNING_RATE = 3e-4
 OURS = "megatron_lite"
 OURS_EXACT_GELU = f"{OURS} exact gelu"
 # nanoGPT has the exact gelu (erf), which is faster than GPT-2's (tanh); the other programs can use GPT-2's.
-COMPARED_WITH = dict.fromkeys(("nanoGPT", "nanoGPT compiled"), OURS_EXACT_GELU)
+COMPARED_WITH = dict.fromkeys(
+    ("nanoGPT", "nanoGPT compiled", "nanoGPT helped", "nanoGPT helped compiled"), OURS_EXACT_GELU
+)
 # pickle.dumps({"vocab_size": ...}, 0), which nanoGPT reads; nothing here writes pickles.
 _META = "(dS'vocab_size'\nI{}\ns."
 DOCUMENT_TOKENS = 4096
@@ -64,7 +67,8 @@ class Setting:
         """Arguments that our scripts around Trainer and litgpt share."""
         options = self.options
         flags = {"data": self.folder / "train.bin", "batch_size": options.micro_batch_size, "lr": LEARNING_RATE}
-        return [f"--{name}={value}" for name, value in (flags | {"sequence_length": options.sequence_length}).items()]
+        flags |= {"sequence_length": options.sequence_length, "dtype": options.dtype}
+        return [f"--{name}={value}" for name, value in flags.items()]
 
     def write_hugging_face_config(self, folder: Path) -> Path:
         """Write the model's config.json; transformers chooses the initial weights."""
@@ -108,6 +112,7 @@ def ours(setting: Setting, zero_stage: int = 1, exact_gelu: bool = False) -> Com
         "clip_grad": 1.0,
         "log_interval": 1,
         "device": "cpu",
+        "training_dtype": options.dtype,
         "experiment_dir": setting.folder / f"ours_{zero_stage}{'_exact_gelu' if exact_gelu else ''}",
     }
     flags |= {"activation_type": "gelu_exact"} if exact_gelu else {}
@@ -116,16 +121,22 @@ def ours(setting: Setting, zero_stage: int = 1, exact_gelu: bool = False) -> Com
     return Command(setting.launch(sys.executable, *program), ROOT, r"^iteration +\d+/\d+ \| loss +([\d.]+|nan|inf)")
 
 
-def nanogpt(setting: Setting, compiled: bool = False) -> Command | str | None:
-    """Return nanoGPT's train.py, run by `on_cpu` with several ranks, for which it requires GPUs."""
+def nanogpt(setting: Setting, compiled: bool = False, helped: bool = False) -> Command | str | None:
+    """Return nanoGPT's train.py, run by `on_cpu` where it asks for a GPU: with several ranks, in bf16, and if helped.
+
+    helped: with fused AdamW, and with the library for products that our program chooses.
+    """
     options = setting.options
+    if helped and setting.ranks > 1:  # fused in any case
+        return None
+    through = helped or setting.ranks > 1 or options.dtype == "bf16"
     if setting.is_llama:
         return None
     if options.nanogpt is None:
         return "no checkout: --nanogpt=FOLDER"
     values = {
-        "device": "cpu",
-        "dtype": "float32",
+        "device": "cuda" if through else "cpu",  # on a CPU, nanoGPT has neither bf16 nor a fused AdamW
+        "dtype": "bfloat16" if options.dtype == "bf16" else "float32",
         "backend": "gloo",
         "compile": compiled,
         "dataset": setting.folder,
@@ -144,15 +155,16 @@ def nanogpt(setting: Setting, compiled: bool = False) -> Command | str | None:
         "max_iters": NEVER,
     }
     program = [str(options.nanogpt / "train.py"), *(f"--{name}={value}" for name, value in values.items())]
-    if setting.ranks > 1:
-        program.insert(0, str(HERE / "on_cpu.py"))
+    if through:
+        switch = ["--onednn"] if helped and library_for("auto") == "onednn" else []
+        program = [str(HERE / "on_cpu.py"), *switch, *program]
     return Command(setting.launch(options.python, *program), options.nanogpt, r"^iter \d+: loss ([\d.]+|nan|inf)")
 
 
 def picotron(setting: Setting) -> Command | str | None:
     """Return picotron's train.py under torchrun, run by `on_cpu`. It does not clip gradients."""
     options, folder = setting.options, setting.folder / "picotron"
-    if not setting.is_llama:
+    if not setting.is_llama or options.dtype != "fp32":
         return None
     if options.picotron is None:
         return "no checkout: --picotron=FOLDER"
@@ -237,6 +249,8 @@ PROGRAMS: dict[str, Maker] = {
     f"{OURS} ZeRO-3": functools.partial(ours, zero_stage=3),
     "nanoGPT": nanogpt,
     "nanoGPT compiled": functools.partial(nanogpt, compiled=True),
+    "nanoGPT helped": functools.partial(nanogpt, helped=True),
+    "nanoGPT helped compiled": functools.partial(nanogpt, compiled=True, helped=True),
     "HF Trainer": trainer,
     "HF Trainer compiled": lambda setting: trainer(setting, "--compile"),
     "litgpt": litgpt,

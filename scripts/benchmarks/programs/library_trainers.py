@@ -60,6 +60,7 @@ def trainer(options: argparse.Namespace, folder: str) -> None:
         report_to=[],
         disable_tqdm=True,
         torch_compile=options.compile,
+        bf16=options.dtype == "bf16",
         deepspeed=options.deepspeed and str(options.deepspeed),
     )
     model = AutoModelForCausalLM.from_config(config)
@@ -96,7 +97,7 @@ def litgpt(options: argparse.Namespace, folder: str) -> None:
         model_name="",
         model_config=Config(**json.loads(options.config.read_text())),
         out_dir=Path(folder),
-        precision="32-true",
+        precision="bf16-mixed" if options.dtype == "bf16" else "32-true",
         data=TokenFile(),
         train=TrainArgs(
             save_interval=None,
@@ -130,6 +131,7 @@ if __name__ == "__main__":
     for name, kind in (("config", Path), ("data", Path), ("batch_size", int), ("sequence_length", int)):
         parser.add_argument(f"--{name}", type=kind, required=True)
     parser.add_argument("--lr", type=float, default=3e-4)
+    parser.add_argument("--dtype", choices=("fp32", "bf16"), default="fp32", help="bf16 is automatic mixed precision")
     parser.add_argument("--compile", action="store_true", help="Trainer: compile the model")
     parser.add_argument("--deepspeed", type=Path, help="Trainer: a DeepSpeed configuration")
     parser.add_argument("--tied", action="store_true", help="litgpt: tie the embeddings")

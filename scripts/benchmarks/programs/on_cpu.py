@@ -1,9 +1,9 @@
 """Run a program written for GPUs on CPUs, with unchanged source; needs none of our packages.
 
-    torchrun --nproc-per-node=2 on_cpu.py path/to/train.py ARGUMENTS
+    torchrun --nproc-per-node=2 on_cpu.py [--onednn] path/to/train.py ARGUMENTS
 
-Before the program starts, only what cannot run without a GPU is replaced: CUDA devices become the CPU,
-DistributedDataParallel gets no device_ids, and packages that the program imports but does not use on a CPU
+Before the program starts, only what cannot run without a GPU is replaced: CUDA devices become the CPU, also those of
+autocast, DistributedDataParallel gets no device_ids, and packages that the program imports but does not use on a CPU
 (flash_attn), or uses only to read a local file (datasets), get a stand-in if they are not installed. During a step only
 the batch's .to(device) is intercepted. Computation, optimizer, communication and log are the program's own.
 """
@@ -60,6 +60,8 @@ def _cuda_is_cpu() -> None:
 
         return on_cpu
 
+    autocast = torch.amp.autocast
+    torch.amp.autocast = lambda device_type, **options: autocast("cpu", **options)  # type: ignore[assignment, misc]
     for owner, name in ((torch.Tensor, "to"), (torch.nn.Module, "to"), (torch, "tensor")):
         setattr(owner, name, moving(getattr(owner, name)))
     torch.Tensor.pin_memory = lambda tensor, *_: tensor  # type: ignore[method-assign]
@@ -121,4 +123,7 @@ class Rows(list[dict[str, Any]]):
 
 if __name__ == "__main__":
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+    if sys.argv[1] == "--onednn":  # sends all products of fp32 factors through oneDNN
+        torch.backends.mkldnn.matmul.fp32_precision = "bf16"  # type: ignore[attr-defined]
+        del sys.argv[1]
     main(sys.argv[1], sys.argv[2:])
