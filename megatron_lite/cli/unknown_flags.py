@@ -118,7 +118,8 @@ def _answer_to(row: Row, value: str | None, leaf: str = "") -> str:
     here, flag = row.here, SPELLINGS.get(row.here.removeprefix("--"))
     if value:
         text = value.lower() in _NOTHING and flag is not None and (flag.is_list or flag.is_text)
-        meant = re.sub(r"(?:.*,)?c(?:ompute)?=(\w+).*", r"\1", value)  # p=f32,c=bfloat16
+        compute = re.match(r"(?:.*,)?c(?:ompute)?=(\w+)", value)  # p=f32,c=bfloat16
+        meant = compute[1] if compute else value
         if flag and (reason := refused_value(flag.name, meant)):
             return reason
         legal = flag is not None and is_legal(flag, meant) and (not text or (meant == "none" and not flag.default))
