@@ -134,7 +134,7 @@ def compare(ranks: int, layouts: list[Options]) -> None:
 def test_slow_collectives_change_no_bit(ranks: int) -> None:
     """Some buffer counts, orders and kinds of parameters, with an evaluation in between: the same numbers.
 
-    All of them are held against late collectives of simulated ranks below.
+    All of them are held against late collectives of simulated ranks below, half of them by default.
     """
     compare(ranks, SOME[::12] if ranks == 2 else SOME[1::14])
 
@@ -263,13 +263,14 @@ def test_gathers_of_the_next_step_overlap_the_rest_of_the_update(options: Option
 # -- ranks that are simulated, as tests/test_gpu.py does on a CUDA stream ---------------------------------------------
 
 
-def test_simulated_ranks_can_be_late_too() -> None:
+@pytest.mark.parametrize("half", [0, pytest.param(1, marks=pytest.mark.slow)])
+def test_simulated_ranks_can_be_late_too(half: int) -> None:
     """The same schedules without processes: late collectives change no bit.
 
     A step, an evaluation and an export wait for buffers in the functions of WAITS and nowhere else.
     """
     seen: set[str] = set()
-    for options in SOME:
+    for options in SOME[half::2]:
         ranks = SimulatedRanks()
         with removed_wait(None, seen):
             normal = Engine(ranks, options).run(2, evaluate_every=1)
