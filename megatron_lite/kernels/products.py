@@ -116,7 +116,7 @@ def in_its_library(operation: Callable[..., Any], factor: Tensor, columns: int) 
         factor: one operand of the product.
         columns: the product's dimension that this operand lacks.
     """
-    if not goes_through_onednn(factor.device, factor.dtype) or factor.numel() * columns < SMALLEST_ONEDNN_PRODUCT:
+    if factor.numel() * columns < SMALLEST_ONEDNN_PRODUCT or not goes_through_onednn(factor.device, factor.dtype):
         return operation
     return functools.partial(through_onednn, operation)
 
