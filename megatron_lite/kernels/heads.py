@@ -44,8 +44,8 @@ class _SplitHeads(Function):
     ) -> tuple[Tensor, Tensor, Tensor]:
         sizes = (num_heads, head_groups, head_groups)
         ctx.sizes, ctx.table, ctx.triton, ctx.kind = sizes, table, triton, kind
-        heads = projection.contiguous().unflatten(-1, (sum(sizes), -1))  # (b, s, n + 2 g, d)
-        query, key, value = heads.split(sizes, dim=2)
+        heads = projection.contiguous().view(*projection.shape[:-1], sum(sizes), -1)  # (b, s, n + 2 g, d)
+        query, key, value = heads.split_with_sizes(sizes, 2)
         rotated = heads
         if kind is not None:
             rotated = heads.new_empty(*heads.shape[:2], num_heads + head_groups, heads.shape[-1])

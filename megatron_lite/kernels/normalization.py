@@ -23,6 +23,7 @@ from megatron_lite.kernels.linear import accumulate
 from megatron_lite.kernels.triton_support import cdiv, jit, next_power_of_2, tl
 from megatron_lite.parameter import Function, Parameter
 
+aten = torch.ops.aten
 LARGEST_ROW = 32768  # elements that one program of a kernel can hold
 PLANNED_MULTIPROCESSORS = 132  # of an H100; plans query no device
 # Prefetched tiles of the backward kernel are in shared memory: at most this much, which every GPU from Ampere has.
@@ -83,14 +84,14 @@ def reference_backward(
     if not kind.centered:
         dx = _reference_rms_backward(dy, dsum, x, statistics.r, weights.weight, kind, needs_dx)
         return None if dx is None else dx.to(dtype)
-    dx, *sums = torch.ops.aten.native_layer_norm_backward(
+    dx, *sums = aten.native_layer_norm_backward.default(
         dy,
         x,
         x.shape[-1:],
         *statistics,
         kind.scale(weights.weight),
         None if weights.bias is None else weights.bias.float(),
-        [needs_dx, *(parameter is not None and parameter.requires_grad for parameter in weights)],
+        [needs_dx, *[parameter is not None and parameter.requires_grad for parameter in weights]],
     )
     for parameter, total in zip(weights, sums, strict=True):
         if parameter is not None and parameter.requires_grad:
