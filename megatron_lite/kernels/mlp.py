@@ -48,10 +48,10 @@ def _gelu(u: Tensor) -> Tensor:
         return functional.gelu(u, approximate="tanh")
     z, two_k = torch.empty_like(u), u.new_tensor(TWO_K)
     rows = max(1, PIECE_NUMEL // u.shape[-1])
-    pieces = [x.reshape(-1, u.shape[-1]).split(rows) for x in (u, z)]
-    loop = range(len(pieces[0]))
-    for i in turns(loop, u) if u.is_meta else loop:
-        x, out = pieces[0][i], pieces[1][i]
+    every_x, every_out = (x.reshape(-1, u.shape[-1]) for x in (u, z))
+    loop = range(0, every_x.shape[0], rows)
+    for start in turns(loop, u) if u.is_meta else loop:
+        x, out = every_x[start : start + rows], every_out[start : start + rows]
         torch.addcmul(two_k, x, x, value=TWO_K * 0.044715, out=out).mul_(x).sigmoid_().mul_(x)
     return z
 

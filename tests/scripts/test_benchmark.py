@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 
 from scripts.benchmarks import checkpoint, data, preparing, results
+from scripts.benchmarks.programs import contestants
 from scripts.benchmarks.results import TORCHRUN
 from scripts.benchmarks.tables import table
 from scripts.benchmarks.training import memory, optimizer, profile, report, settings
@@ -194,10 +195,10 @@ COMMANDS = [
 
 
 def test_every_command_of_the_document_is_checked() -> None:
-    """Three tables of training, three of memory, two of the optimizer, one each of checkpoints, of data and of
-    preparing; reports and races have tests of their own."""
+    """Three tables of training, three of memory, two of the optimizer, one each of checkpoints, data, preparing and
+    programs; reports and other races have tests of their own."""
     text = (ROOT / "docs" / "benchmarks.md").read_text("utf-8")
-    assert len(COMMANDS) == 11 and text.count("```bash\n") == 15
+    assert len(COMMANDS) == 12 and text.count("```bash\n") == 16
     assert "bash scripts/gpu_report.sh --output=docs/gpu_report.json\n" in text
 
 
@@ -216,6 +217,8 @@ def test_commands_of_the_document_make_its_tables() -> None:
             assert [name for name in names if " / " not in name] == [*checkpoint.SAVES, *checkpoint.LOADS]
         elif program == "data":
             assert data.parse(arguments).documents == 10**7 and names == list(data.OPENING)
+        elif program == "programs":
+            assert arguments[0] == "--nanogpt=DIR" and {"nanoGPT helped", *names} <= {*contestants.PROGRAMS}
         elif program == "preparing":
             assert preparing.parse(arguments).turns == 3 and names == list(preparing.ROWS)
         else:
