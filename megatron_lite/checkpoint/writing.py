@@ -37,17 +37,17 @@ from megatron_lite.checkpoint.names import MANIFEST_NAME, is_folder, new_nonce, 
 from megatron_lite.config import Config, flatten
 from megatron_lite.distributed.agreement import together, write_together
 from megatron_lite.errors import DamagedError, OutOfMemoryError
-from megatron_lite.kernels.weight_shard import join
+from megatron_lite.kernels.weight_shard import weights_of
 from megatron_lite.run.durable_files import sync_folder
 from megatron_lite.run.host import available_bytes
+from megatron_lite.zero.layout import round_up
 
 if TYPE_CHECKING:
     from megatron_lite.distributed.process_group import Distributed
-    from megatron_lite.zero.flat_shard import FlatShard
     from megatron_lite.zero.multi_stage import MultiStage
 
 _GIB = 2**30
-_ALIGNMENT = 128  # bytes
+_ALIGNMENT = 128  # bytes: the tensors of a copy start where a GPU copies fast
 _DONE, _WORKING, _FAILED = range(3)
 T = TypeVar("T")
 
@@ -223,14 +223,9 @@ def host_copy_bytes(config: Config, model: MultiStage) -> int:
     """Return the host memory in bytes that a rank needs for --async_checkpoint; 0 without it."""
     if not (config.checkpoint.async_checkpoint and config.run.experiment_dir is not None and model.training):
         return 0
-    held = [[_place(tensor.nbytes) for tensor in tensors] for tensors in _stored(model)]
+    held = [[round_up(tensor.nbytes, _ALIGNMENT) for tensor in tensors] for tensors in _stored(model)]
     joined = max((sum(sizes) for sizes in held if len(sizes) > 1), default=0)  # one at a time, when it is written
     return sum(map(sum, held)) + joined
-
-
-def _place(num_bytes: int) -> int:
-    """Return the bytes that a tensor takes in the copy: the next one starts where a GPU copies fast."""
-    return -(-num_bytes // _ALIGNMENT) * _ALIGNMENT
 
 
 def _stored(model: MultiStage) -> list[tuple[Tensor, ...]]:
@@ -239,15 +234,10 @@ def _stored(model: MultiStage) -> list[tuple[Tensor, ...]]:
     Joining the halves on the GPU would take memory there, which a side stream's pool never gives back to training.
     """
     return [
-        _halves(part) if kind == "weights" else (part.read(kind),) for _, part in model.parts() for kind in part.kinds()
+        part.weights.stored if kind == "weights" else (part.read(kind),)
+        for _, part in model.parts()
+        for kind in part.kinds()
     ]
-
-
-def _halves(part: FlatShard) -> tuple[Tensor, ...]:
-    weights = part.weights
-    if weights.rounded is not None and weights.remainder is not None:
-        return weights.rounded, weights.remainder
-    return (part.read("weights"),)
 
 
 # -- in a thread ------------------------------------------------------------------------------------------------------
@@ -290,7 +280,7 @@ class BackgroundSaves:
         self._distributed, self._retries = distributed, retries
         self._model = model
         stored = _stored(model)
-        places = [_place(tensor.nbytes) for tensor in chain.from_iterable(stored)]
+        places = [round_up(tensor.nbytes, _ALIGNMENT) for tensor in chain.from_iterable(stored)]
         slab = _host_memory(sum(places), distributed.device)
         if distributed.device.type == "cuda" and _pin(slab, distributed.device):
             weakref.finalize(self, _unpin, slab).atexit = False  # the driver does it, even if the GPU hangs
@@ -359,7 +349,7 @@ class BackgroundSaves:
         try:
             _copy_all(self._copies, _stored(self._model), self._distributed.device)
             pairs = zip(self._copies, save.tensors, strict=True)
-            save.tensors = [tensor._replace(read=partial(_joined, copy)) for copy, tensor in pairs]
+            save.tensors = [tensor._replace(read=partial(weights_of, copy)) for copy, tensor in pairs]
         finally:
             copied.set()
         return self._insist(save, save.write)
@@ -380,11 +370,6 @@ class BackgroundSaves:
                 logger.warning(text, save.iteration, reason(error), pause_s(attempt), attempt, self._retries)
             self._hurry.wait(pause_s(attempt))
         return action()
-
-
-def _joined(copies: Sequence[Tensor]) -> Tensor:
-    """Return a tensor of the checkpoint: its copy, or its two halves joined in new memory."""
-    return join(*copies) if len(copies) > 1 else copies[0]
 
 
 def _copy_all(copies: Sequence[Sequence[Tensor]], stored: Sequence[Sequence[Tensor]], device: torch.device) -> None:

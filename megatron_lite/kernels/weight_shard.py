@@ -6,7 +6,7 @@ split: rounded = bf16(value), half up; remainder = bits(value) - (bits(rounded) 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -46,12 +46,17 @@ class WeightShard:
         """Bytes of `master` or `remainder`, without `rounded`."""
         return sum(tensor.nbytes for tensor in (self.master, self.remainder) if tensor is not None)
 
+    @property
+    def stored(self) -> tuple[Tensor, ...]:
+        """The tensors that hold the weights, from which `weights_of` makes them: `master`, or the two halves."""
+        if self.master is not None:
+            return (self.master,)
+        assert self.rounded is not None and self.remainder is not None
+        return self.rounded, self.remainder
+
     def read(self, bounds: slice = ALL) -> Tensor:
         """Return the weights within `bounds`: a view of `master` or, for a split shard, a new fp32 tensor."""
-        if self.master is not None:
-            return self.master[bounds]
-        assert self.rounded is not None and self.remainder is not None
-        return join(self.rounded[bounds], self.remainder[bounds])
+        return weights_of([tensor[bounds] for tensor in self.stored])
 
     def write(self, values: Tensor, bounds: slice = ALL) -> None:
         """Store updated values from `read` in every form. Does not change `values`."""
@@ -87,6 +92,11 @@ def split(values: Tensor, rounded: Tensor, remainder: Tensor) -> None:
     high = bits.add(0x8000).bitwise_right_shift_(16)  # arithmetic: the remainder lies in [-0x8000, 0x7fff]
     rounded.view(torch.int16).copy_(high)
     remainder.copy_(bits.sub_(high.bitwise_left_shift_(16)))
+
+
+def weights_of(stored: Sequence[Tensor]) -> Tensor:
+    """Return the values of `WeightShard.stored` or of a copy: the single tensor itself, or two halves joined."""
+    return join(*stored) if len(stored) > 1 else stored[0]
 
 
 def join(rounded: Tensor, remainder: Tensor) -> Tensor:
