@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
 
+from megatron_lite.reports.comparison import SPEED
 from megatron_lite.reports.watched_run import Curve, WatchedRun
 
 POINTS = 2000  # of one line; on a page, divided among the runs
@@ -13,7 +14,6 @@ MOST_MARKS = 200  # starts and dropped updates of a run
 SMOOTHED_FROM = 150  # points; longer curves of noisy metrics have a smooth line in front of the raw one
 NOISY = ("loss", "grad_norm")  # of training
 COLORS = 8
-RANK_SPEED = "tokens_per_sec_per_gpu"  # drawn where an older run lacks the total
 
 
 class Metric(NamedTuple):
@@ -57,7 +57,7 @@ CHARTS = (
     LOSSES,
     LEARNING_RATE,
     Chart("Gradient norm", "", (Metric("grad_norm", "gradient norm"),), log=True),
-    Chart("Throughput", "tokens/s", (Metric("tokens_per_sec", "all ranks"), Metric(RANK_SPEED, "per rank"))),
+    Chart("Throughput", "tokens/s", (Metric("tokens_per_sec", "all ranks"), Metric(SPEED, "per rank"))),
     Chart(
         "Time of a step", "ms", (Metric("step_time_ms", "step"), Metric("data_wait_ms", "wait for data", dashes=(6, 3)))
     ),
@@ -91,8 +91,8 @@ def draw_chart(chart: Chart, runs: Sequence[WatchedRun], points: int = POINTS) -
             curve = run.metrics.curve(metric.phase, metric.name).finite()
             if not len(curve) or (metric.name == "batch_size" and (curve.values == curve.values[0]).all()):
                 continue  # a batch size that never changes says nothing
-            if metric.name == RANK_SPEED and len(run.metrics.curve("training", "tokens_per_sec")) == len(curve):
-                continue
+            if metric.name == SPEED and len(run.metrics.curve("training", "tokens_per_sec")) == len(curve):
+                continue  # drawn where an older run lacks the total
             lines = [curve]
             if metric.phase == "training" and metric.name in NOISY and len(curve) > SMOOTHED_FROM:
                 lines.append(curve.smoothed())
