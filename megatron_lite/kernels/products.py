@@ -5,12 +5,7 @@ rounding depends on the device and on PyTorch; `product_accumulation` finds out 
 
     "by the product itself"       mm and addmm with `out_dtype` and `out` write or add in fp32
     "through a bf16 temporary"    (or fp16) rounded once: on a CPU a product has the dtype of its factors
-    "from fp32 copies of the factors"    a block at a time; fp32 totals are never rounded
-
-The last is for CPUs without instructions for the dtype, where PyTorch computes such products 10 to 50 times slower than
-in fp32. Converting the factors takes 10 to 20 percent of the time of an fp32 product, and a result in the narrow dtype
-is rounded once, as elsewhere. `computes_in_fp32` decides once per process, by the processor's features rather than by
-timing, so that a resumed run computes the same bits under any load.
+    "from fp32 copies of the factors"    on CPUs without instructions for the dtype: see `converted_products.py`
 
 `matmul_library.py` chooses between the libraries of large fp32 products on a CPU.
 """
@@ -18,107 +13,26 @@ timing, so that a resumed run computes the same bits under any load.
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 from torch.nn import functional
 
-from megatron_lite.kernels.matmul_library import (
-    SMALLEST_ONEDNN_PRODUCT,
-    goes_through_onednn,
-    onednn_supports,
-    through_onednn,
-)
+from megatron_lite.kernels.converted_products import computes_in_fp32, multiply_in_fp32, temporary_rows
+from megatron_lite.kernels.cpu_library import in_its_library
+from megatron_lite.kernels.matmul_library import goes_through_onednn
 
-# Elements of a temporary on a CPU: few enough to still be in the cache when they are used.
-TEMPORARY_ELEMENTS = 2**21
-# Rows and columns below which a converted block would make the product slow.
-SMALLEST_BLOCK = 64
 # Rows (tokens) from which converting a weight pays; with fewer, reading it takes as long as multiplying. One token of
 # generation takes 5 times as long with a converted weight, 8 tokens take 0.8 of the time (AVX2, one thread).
 FEWEST_ROWS = 8
-HALVES = {torch.bfloat16: "bf16", torch.float16: "fp16"}
 NAMES = {torch.float32: "an fp32", torch.bfloat16: "a bf16", torch.float16: "an fp16"}
-
-
-# -- bf16 and fp16 products on a CPU without instructions for them ----------------------------------------------------
-
-
-@functools.cache
-def computes_in_fp32(device: torch.device, dtype: torch.dtype) -> bool:
-    """Whether products in `dtype` are computed from fp32 copies: on a CPU without fast instructions for `dtype`."""
-    if device.type != "cpu" or dtype not in HALVES:
-        return False
-    return not (onednn_supports(HALVES[dtype]) and (dtype != torch.bfloat16 or _has_bf16_dot_product()))
-
-
-def _has_bf16_dot_product() -> bool:
-    """Whether bf16 products use the processor's bf16 dot-product instructions instead of emulation in fp32.
-
-    oneDNN also emulates bf16 (AVX-512 without its bf16 extension), four times slower than fp32. The real instructions,
-    on x86 and Arm, flush subnormal factors to zero; fp32 arithmetic does not.
-    """
-    tiny, large = 2.0**-130, 2.0**40
-    shape = (256, 256)  # PyTorch computes smaller products itself
-    return not (torch.full(shape, tiny, dtype=torch.bfloat16) @ torch.full(shape, large, dtype=torch.bfloat16)).any()
 
 
 def _converts(a: Tensor) -> bool:
     """Whether a product whose first factor is a (m, k) is computed from fp32 copies."""
     return a.shape[0] >= FEWEST_ROWS and computes_in_fp32(a.device, a.dtype)
-
-
-def _multiply_in_fp32(
-    out: Tensor, a: Tensor, b: Tensor, addend: Tensor | None = None, beta: float = 1.0, alpha: float = 1.0
-) -> Tensor:
-    """out (m, n) = alpha a (m, k) b (k, n) + beta addend, (m, n) or (n,), in fp32, rounded once to the dtype of `out`.
-
-    The addend may be `out` itself. Only one block of each factor and of the result exists in fp32 at a time.
-    """
-    k = max(1, a.shape[1])
-    for columns in _parts(b.shape[1], k):
-        wide_b = b[:, columns].float()
-        for rows in _parts(a.shape[0], max(k, wide_b.shape[1])):
-            wide_a, target = a[rows].float(), out[rows, columns]
-            wide = target if out.dtype == torch.float32 else torch.empty_like(target, dtype=torch.float32)
-            if addend is None:
-                in_its_library(torch.mm, wide_a, wide_b.shape[1])(wide_a, wide_b, out=wide)
-            else:
-                part = target  # in fp32 the same tensor object, or torch copies the total first
-                if addend is not out:
-                    part = addend[columns] if addend.dim() == 1 else addend[rows, columns]
-                add = in_its_library(torch.addmm, wide_a, wide_b.shape[1])
-                add(part.float(), wide_a, wide_b, beta=beta, alpha=alpha, out=wide)
-            if wide is not target:
-                target.copy_(wide)
-            del wide_a, wide  # before the next ones are allocated
-    return out
-
-
-def _parts(length: int, other: int) -> Iterator[slice]:
-    """Split a dimension into slices whose blocks, `other` in the other dimension, are small temporaries."""
-    step = max(SMALLEST_BLOCK, temporary_rows(other))
-    return (slice(start, start + step) for start in range(0, length, step))
-
-
-# -- fp32 products on a CPU ------------------------------------------------------------------------------------------
-
-
-def in_its_library(operation: Callable[..., Any], factor: Tensor, columns: int) -> Callable[..., Any]:
-    """Return the operation that computes a product with the chosen library, if it is a large one in fp32 on a CPU.
-
-    Not a context: right after a product, which evicts everything from the caches, each call in Python costs several us.
-
-    Args:
-        operation: computes the product.
-        factor: one operand of the product.
-        columns: the product's dimension that this operand lacks.
-    """
-    if factor.numel() * columns < SMALLEST_ONEDNN_PRODUCT or not goes_through_onednn(factor.device, factor.dtype):
-        return operation
-    return functools.partial(through_onednn, operation)
 
 
 # -- products --------------------------------------------------------------------------------------------------------
@@ -129,7 +43,7 @@ def affine(x: Tensor, weight: Tensor, bias: Tensor | None = None, out: Tensor | 
     rows = x.reshape(-1, x.shape[-1])
     if _converts(rows):
         memory = x.new_empty(rows.shape[0], weight.shape[0]) if out is None else out
-        return _multiply_in_fp32(memory, rows, weight.t(), bias).view(*x.shape[:-1], -1)
+        return multiply_in_fp32(memory, rows, weight.t(), bias).view(*x.shape[:-1], -1)
     if out is None:
         return in_its_library(functional.linear, x, weight.shape[0])(x, weight, bias)
     if bias is None:
@@ -140,14 +54,14 @@ def affine(x: Tensor, weight: Tensor, bias: Tensor | None = None, out: Tensor | 
 def product(a: Tensor, b: Tensor, out: Tensor | None = None) -> Tensor:
     """Return a (m, k) b (n, k)^T, (m, n), in the memory of `out` if given."""
     if _converts(a):
-        return _multiply_in_fp32(a.new_empty(a.shape[0], b.shape[0]) if out is None else out, a, b.t())
+        return multiply_in_fp32(a.new_empty(a.shape[0], b.shape[0]) if out is None else out, a, b.t())
     return in_its_library(torch.mm, a, b.shape[0])(a, b.t(), out=out)
 
 
 def scaled_product(addend: Tensor, a: Tensor, b: Tensor, beta: float, alpha: float) -> Tensor:
     """Return beta addend (m, n) + alpha a (m, k) b (k, n)."""
     if _converts(a):
-        return _multiply_in_fp32(torch.empty_like(addend), a, b, addend, beta, alpha)
+        return multiply_in_fp32(torch.empty_like(addend), a, b, addend, beta, alpha)
     return torch.addmm(addend, a, b, beta=beta, alpha=alpha)
 
 
@@ -187,11 +101,6 @@ def _narrow_temporary(total: Tensor, a: Tensor, b: Tensor, first: bool) -> None:
         del temporary  # before the next one is allocated
 
 
-def temporary_rows(columns: int) -> int:
-    """Return the number of rows in a narrow temporary on a CPU."""
-    return max(1, TEMPORARY_ELEMENTS // columns)
-
-
 @functools.cache
 def product_accumulation(device: torch.device, dtype: torch.dtype, total_dtype: torch.dtype) -> ProductAccumulation:
     """Choose a device's best method to add products of `dtype` matrices to a total in `total_dtype`.
@@ -201,7 +110,7 @@ def product_accumulation(device: torch.device, dtype: torch.dtype, total_dtype: 
     if computes_in_fp32(device, dtype):
         return ProductAccumulation(
             "from fp32 copies of the factors",
-            lambda total, a, b, first: _multiply_in_fp32(total, a, b, None if first else total),
+            lambda total, a, b, first: multiply_in_fp32(total, a, b, None if first else total),
         )
     in_the_product = ProductAccumulation("by the product itself", _in_the_product)
     if dtype == total_dtype:

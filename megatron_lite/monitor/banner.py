@@ -15,8 +15,9 @@ from megatron_lite.config import Config
 from megatron_lite.distributed.process_group import Distributed
 from megatron_lite.distributed.startup import deterministic_ways
 from megatron_lite.kernels.choice import Kernels
+from megatron_lite.kernels.converted_products import computes_in_fp32
 from megatron_lite.kernels.cross_entropy import held_logits
-from megatron_lite.kernels.products import computes_in_fp32, describe_products
+from megatron_lite.kernels.products import describe_products
 from megatron_lite.model import parameter_patterns
 from megatron_lite.model.embedding_and_head import chunk_tokens
 from megatron_lite.model.gpt import parameters_of

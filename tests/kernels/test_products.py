@@ -17,9 +17,11 @@ import torch
 from torch import Tensor
 
 from megatron_lite.errors import UsageError
-from megatron_lite.kernels import matmul_library
+from megatron_lite.kernels import converted_products, matmul_library
 from megatron_lite.kernels import products as module
 from megatron_lite.kernels.attention import attention as attention_module
+from megatron_lite.kernels.converted_products import computes_in_fp32
+from megatron_lite.kernels.cpu_library import in_its_library
 from megatron_lite.kernels.linear import accumulate_product
 from megatron_lite.kernels.matmul_library import SMALLEST_ONEDNN_PRODUCT, library_for, onednn_is_exact, use_library
 from megatron_lite.kernels.products import (
@@ -27,8 +29,6 @@ from megatron_lite.kernels.products import (
     ProductAccumulation,
     add_product,
     affine,
-    computes_in_fp32,
-    in_its_library,
     product,
     product_accumulation,
     scaled_product,
@@ -237,7 +237,7 @@ def test_products_are_added_in_fp32_on_a_gpu(dtype: torch.dtype) -> None:
 
 def test_large_narrow_temporaries_come_in_parts(monkeypatch: pytest.MonkeyPatch) -> None:
     """On a CPU a few rows at a time are multiplied and added, with the values of one product."""
-    monkeypatch.setattr(module, "TEMPORARY_ELEMENTS", 50)  # 7 rows of 7
+    monkeypatch.setattr(converted_products, "TEMPORARY_ELEMENTS", 50)  # 7 rows of 7
     grad, input_ = randn(5, 24).bfloat16(), randn(5, 7).bfloat16()
     weight = empty_gradient(torch.empty(24, 7, dtype=torch.bfloat16))
     once = (grad.t() @ input_).float()
@@ -256,7 +256,7 @@ def whole(*shape: int, dtype: torch.dtype, seed: int = 0) -> Tensor:
 
 
 @halves
-@pytest.mark.parametrize("elements", [module.TEMPORARY_ELEMENTS, 100], ids=["one block", "many blocks"])
+@pytest.mark.parametrize("elements", [converted_products.TEMPORARY_ELEMENTS, 100], ids=["one block", "many blocks"])
 @pytest.mark.parametrize(("t", "i", "o"), [(9, 5, 3), (31, 64, 33), (8, 1, 70)])
 def test_products_from_fp32_copies_are_rounded_once(
     t: int, i: int, o: int, elements: int, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
@@ -265,8 +265,8 @@ def test_products_from_fp32_copies_are_rounded_once(
 
     Blocks, transposed and strided factors, biases and results in given memory change nothing.
     """
-    monkeypatch.setattr(module, "TEMPORARY_ELEMENTS", elements)
-    monkeypatch.setattr(module, "SMALLEST_BLOCK", 3)
+    monkeypatch.setattr(converted_products, "TEMPORARY_ELEMENTS", elements)
+    monkeypatch.setattr(converted_products, "SMALLEST_BLOCK", 3)
     x, weight, bias = whole(t, i, dtype=dtype), whole(o, i, dtype=dtype, seed=1), whole(o, dtype=dtype, seed=2)
     dy = whole(t, o + 4, dtype=dtype, seed=3)[:, 4:]
     forward, dx, dw = x.double() @ weight.double().t(), dy.double() @ weight.double(), dy.double().t() @ x.double()
@@ -302,7 +302,7 @@ def test_fp32_copies_take_three_blocks_at_most() -> None:
     out = torch.empty(3000, 4000, dtype=torch.bfloat16)
     with products_in_fp32(True), PeakMeter() as meter:
         product(x, weight, out=out)
-    assert 0 < meter.peak <= 3 * 4 * module.TEMPORARY_ELEMENTS
+    assert 0 < meter.peak <= 3 * 4 * converted_products.TEMPORARY_ELEMENTS
 
 
 def test_attention_multiplies_halves_in_fp32_on_every_cpu() -> None:
@@ -325,7 +325,8 @@ def test_attention_multiplies_halves_in_fp32_on_every_cpu() -> None:
 REPORT = """
 import json, torch
 from megatron_lite.kernels.matmul_library import library_for
-from megatron_lite.kernels.products import computes_in_fp32, product
+from megatron_lite.kernels.converted_products import computes_in_fp32
+from megatron_lite.kernels.products import product
 result = {"library": [library_for("auto")]}
 for name, dtype in (("bf16", torch.bfloat16), ("fp16", torch.float16), ("fp32", torch.float32)):
     a, b = (torch.randn(64, 96, generator=torch.Generator().manual_seed(seed)).to(dtype) for seed in (0, 1))

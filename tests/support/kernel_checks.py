@@ -12,6 +12,7 @@ from torch import Tensor
 from torch.autograd.graph import saved_tensors_hooks
 
 from megatron_lite.kernels import products
+from megatron_lite.kernels.converted_products import HALVES
 from megatron_lite.kernels.triton_support import runs_on
 from megatron_lite.parameter import Parameter
 
@@ -58,7 +59,7 @@ def products_in_fp32(in_fp32: bool) -> Iterator[None]:
     """Compute products of halves on a CPU from fp32 copies, or as torch does, whatever this processor can do."""
 
     def decide(device: torch.device, dtype: torch.dtype) -> bool:
-        return in_fp32 and device.type == "cpu" and dtype in products.HALVES
+        return in_fp32 and device.type == "cpu" and dtype in HALVES
 
     products.product_accumulation.cache_clear()
     try:

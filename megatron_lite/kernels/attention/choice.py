@@ -36,7 +36,7 @@ from dataclasses import dataclass
 import torch
 
 from megatron_lite.errors import UsageError
-from megatron_lite.kernels.products import computes_in_fp32
+from megatron_lite.kernels.converted_products import computes_in_fp32
 from megatron_lite.kernels.triton_support import triton
 
 AUTOMATIC = ("cudnn", "flash3", "flash", "varlen", "math")
