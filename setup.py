@@ -39,6 +39,7 @@ setup(
         "plot": ["matplotlib"],
         "data": ["pyarrow", "zstandard"],
         "tensorboard": ["tensorboard"],
+        "flash4": ["flash-attn-4>=4.0.0b36"],  # has only pre-releases so far
         "docs": ["mkdocs-material"],
         "test": [
             "pytest",

@@ -94,7 +94,7 @@ def test_the_same_run_twice_is_the_same(one_gpu: Distributed, triton: bool) -> N
 
 
 @pytest.mark.parametrize("kind", [dict(), dict(windowed=True), dict(documents=True)], ids=str)
-@pytest.mark.parametrize("backend", ["cudnn", "flash3", "flash", "varlen"])
+@pytest.mark.parametrize("backend", ["cudnn", "flash3", "flash4", "flash", "varlen"])
 def test_attention_passes_its_probe(backend: str, kind: dict[str, bool]) -> None:
     """Every backend that this device and its libraries have no known obstacle for, in the shape of a Mistral-7B."""
     device, work = torch.device("cuda", 0), Work(torch.bfloat16, 128, heads_per_group=4, **kind)

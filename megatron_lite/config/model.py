@@ -36,7 +36,7 @@ ACTIVATION_ALIASES = {
 }
 ROPE_TYPES = ("default", "linear", "llama3", "yarn")
 RECOMPUTE_LEVELS = ("none", "activation", "full")
-ATTENTION_BACKENDS = ("auto", "flash", "flash3", "cudnn", "varlen", "flex", "math")
+ATTENTION_BACKENDS = ("auto", "flash", "flash3", "flash4", "cudnn", "varlen", "flex", "math")
 
 ROTATED = (Rule("use_rotary_embeddings", "there are no rotary positions"),)
 

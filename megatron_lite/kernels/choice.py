@@ -141,7 +141,9 @@ def _attention(config: Config, device: torch.device, planned: bool, fails: Atten
     )
     wanted = "math" if model.attention_softmax_in_fp32 else config.performance.attention_backend
     if planned:
-        return choose_attention(wanted, device, work, PLANNED_GPU if device.type == "cuda" else None)
+        # A package named by the user counts as installed, whatever this machine has; the run itself looks.
+        gpu = PLANNED_GPU if wanted == "auto" else dataclasses.replace(PLANNED_GPU, flash3=True, flash4=True)
+        return choose_attention(wanted, device, work, gpu if device.type == "cuda" else None)
     return choose_attention(wanted, device, work, works=lambda backend: fails(backend, device, work) is None)
 
 

@@ -94,9 +94,9 @@ def attention(
     if query.is_meta and query.device.type != "cpu":
         return planned_attention(query, key, value)
     starts = documents.starts if documents is not None else None
-    if backend in ("varlen", "flash3"):
+    version = {"varlen": 2, "flash3": 3, "flash4": 4}.get(backend)
+    if version is not None:
         longest = max(documents.lengths) if documents is not None else s
-        version = 3 if backend == "flash3" else 2
         return varlen_attention(query, key, value, window, starts, longest, scale, version)
     if backend == "flex":
         return flex_attention(query, key, value, window, starts, scale)

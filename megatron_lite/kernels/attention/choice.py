@@ -4,6 +4,7 @@
 | --- | --- | --- | --- | --- | --- | --- |
 | cudnn | bf16, fp16 | multiples of 8 up to 128 | no | no | no | Hopper; cuDNN from 9.15.1 (4) |
 | flash3 | bf16, fp16 | multiples of 8 up to 256 | yes | yes | no (3) | Hopper; the package flash_attn_interface |
+| flash4 | bf16, fp16 | multiples of 8 up to 256 (5) | yes | yes | yes (2) | Hopper, B200; the package flash-attn-4 |
 | flash | bf16, fp16 | multiples of 8 up to 256 (1) | no | no | yes (2) | GPUs from Ampere |
 | flash | fp32 | all | no | no | yes | CPUs |
 | flash | bf16 | all | no | no | yes | CPUs with instructions for bf16; `auto`: from 1,024 positions on |
@@ -12,7 +13,8 @@
 | math | all | all | yes | yes | yes | everywhere; also --attention_dropout |
 
 flash3 is FlashAttention 3 from the package `flash_attn_interface`, which torch can use instead of its own
-version 2: 1.5 to 2 times as fast on H100 (Shah et al. 2024, section 4). cudnn and flash are
+version 2: 1.5 to 2 times as fast on H100 (Shah et al. 2024, section 4). flash4 is FlashAttention 4, called directly:
+torch's switch to it does not fit the package's later versions. cudnn and flash are
 `scaled_dot_product_attention` restricted to one backend, varlen is `torch.nn.attention.varlen` (the flash kernels with
 document borders), flex is `flex_attention` with a block mask, math is the formula in `blocks.py`.
 All read grouped keys without copies. math saves query, key and value for the backward pass; the others also save the
@@ -20,15 +22,17 @@ output and one fp32 number per row and head, and flex a block mask. None saves p
 
 (1) With gradients at most 192 on compute capability 8.6 to 8.9 and 12. (2) With torch's deterministic algorithms on.
 (3) Its backward pass has an untested option for it. (4) Not on B200, where it is wrong with fewer than 8 key heads
-(pytorch issue 193893, open).
-`auto` takes the first of cudnn, flash3, flash, varlen, math that can do the work: cuDNN is the fastest for full causal
-attention on Hopper. On a CPU, flash takes 0.6 to 1.1 times as long as math in fp32. In bf16 it takes, with instructions
-for bf16 (Zen 4), 0.77 to 0.83 at 1,024 positions and 0.52 to 0.61 at 2,048; without them, and in fp16, up to 11.
+(pytorch issue 193893, open). (5) At most 128 on B200.
+`auto` takes the first of cudnn, flash3, flash4, flash, varlen, math that can do the work: cuDNN is the fastest for full
+causal attention on Hopper. On a CPU, flash takes 0.6 to 1.1 times as long as math in fp32. In bf16 it takes, with
+instructions for bf16 (Zen 4), 0.77 to 0.83 at 1,024 positions and 0.52 to 0.61 at 2,048; without them, and in fp16, up
+to 11.
 """
 
 from __future__ import annotations
 
 import functools
+import importlib.metadata
 import importlib.util
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -39,10 +43,11 @@ from megatron_lite.errors import UsageError
 from megatron_lite.kernels.converted_products import computes_in_fp32
 from megatron_lite.kernels.triton_support import triton
 
-AUTOMATIC = ("cudnn", "flash3", "flash", "varlen", "math")
+AUTOMATIC = ("cudnn", "flash3", "flash4", "flash", "varlen", "math")
 DESCRIPTIONS = {
     "cudnn": "cuDNN's fused kernels",
     "flash3": "FlashAttention 3",
+    "flash4": "FlashAttention 4",
     "flash": "torch's flash kernels",
     "varlen": "torch's flash kernels for windows and packed documents",
     "flex": "flex_attention, compiled",
@@ -61,6 +66,7 @@ class Machine:
     capability: tuple[int, int] | None
     cudnn: int = 0  # 91501 is version 9.15.1
     flash3: bool = False  # FlashAttention 3 is installed
+    flash4: bool = False
     flex: bool = True  # Triton is installed, which compiles flex_attention
     has_bf16: bool = False  # a CPU with instructions for bf16
 
@@ -89,13 +95,19 @@ def machine_of(device: torch.device) -> Machine:
     if device.type != "cuda":
         return Machine(None, has_bf16=not computes_in_fp32(device, torch.bfloat16))
     cudnn = torch.backends.cudnn.version() if torch.backends.cudnn.is_available() else 0
-    return Machine(torch.cuda.get_device_capability(device), cudnn or 0, _has_flash3(), triton is not None)
+    capability = torch.cuda.get_device_capability(device)
+    return Machine(capability, cudnn or 0, _has_flash3(), _has_flash4(), triton is not None)
 
 
 def _has_flash3() -> bool:
     """Whether torch knows version 3 of the flash kernels and its package is installed."""
     installed = importlib.util.find_spec("flash_attn_interface") is not None
     return installed and "FA3" in torch.nn.attention.list_flash_attention_impls()
+
+
+def _has_flash4() -> bool:
+    """Whether the package of version 4 is installed; its folder `flash_attn` may also belong to another version."""
+    return any(importlib.metadata.distributions(name="flash-attn-4"))
 
 
 def obstacle(backend: str, machine: Machine, work: Work) -> str | None:
@@ -129,6 +141,9 @@ def _obstacles(backend: str, machine: Machine, work: Work) -> Iterator[tuple[boo
         yield capability[0] != 9, "needs compute capability 9 (Hopper)"
         yield not machine.flash3, "needs the package flash_attn_interface (FlashAttention 3)"
         yield work.deterministic, "is not known to be repeatable (--deterministic=1)"
+    elif backend == "flash4":
+        yield capability[0] not in (9, 10), "needs compute capability 9 or 10 (Hopper, B200)"
+        yield not machine.flash4, "needs the package flash-attn-4 (FlashAttention 4)"
     elif backend != "varlen":
         yield work.windowed, "takes no sliding window (--window_size)"
         yield work.documents, "takes no packed documents (--cross_document_attention=0)"
@@ -137,7 +152,7 @@ def _obstacles(backend: str, machine: Machine, work: Work) -> Iterator[tuple[boo
         yield capability[0] != 9, "needs compute capability 9 (Hopper)"
         yield machine.cudnn < CUDNN_WITH_ANY_LENGTH, f"needs cuDNN 9.15.1, and this machine has {machine.cudnn}"
         yield work.deterministic, "is not repeatable (--deterministic=1)"
-    limit = 128 if backend == "cudnn" else 256
+    limit = 128 if backend == "cudnn" or (backend == "flash4" and capability[0] == 10) else 256
     if backend in ("flash", "varlen") and ((8, 6) <= capability <= (8, 9) or capability[0] == 12):
         limit = 192
     size = f"needs heads of a multiple of 8 channels up to {limit} (--kv_channels), not of {work.head_size}"

@@ -1,4 +1,4 @@
-"""Attention by torch's and cuDNN's GPU kernels.
+"""Attention by the GPU kernels of torch, cuDNN and FlashAttention's packages.
 
 Every function takes query (b, n, s, d) and key and value (b, g, s, d) without copies, as views of one projection with
 stride 1 along d, and returns (b, n, s, d) with the memory layout (b, s, n, d). `scale` None means 1 / sqrt(d).
@@ -9,6 +9,7 @@ Nothing here waits for the device: document borders are a tensor, and the greate
 from __future__ import annotations
 
 import functools
+import importlib
 import inspect
 import warnings
 from collections.abc import Callable
@@ -76,13 +77,15 @@ def varlen_attention(
 ) -> Tensor:
     """Compute attention inside documents: `starts` (documents + 1,) int32 in the flattened (b s,); None: samples.
 
-    version: version of the flash kernels. The backward pass must run before a call with another version.
+    version: version of FlashAttention. After 2 or 3 the backward pass must run before a call with the other.
     """
-    use_flash(version)
     b, n, s, _ = query.shape
+    longest = s if starts is None else longest
+    if version == 4:
+        return _flash4(query, key, value, window, starts, longest, scale)
+    use_flash(version)
     if starts is None:
         starts = torch.arange(0, (b + 1) * s, s, dtype=torch.int32, device=query.device)
-        longest = s
     varlen_attn, has_enable_gqa = _varlen()
     grouped = {"enable_gqa": n != key.shape[1]} if has_enable_gqa else {}
     rows = [heads.transpose(1, 2).flatten(0, 1) for heads in (query, key, value)]  # (b s, heads, d), views
@@ -90,6 +93,33 @@ def varlen_attention(
     reach = (-1, 0) if window is None or window >= longest else (window - 1, 0)
     output: Tensor = varlen_attn(*rows, starts, starts, longest, longest, scale=scale, window_size=reach, **grouped)
     return output.unflatten(0, (b, s)).transpose(1, 2)
+
+
+def _flash4(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    window: int | None,
+    starts: Tensor | None,
+    longest: int,
+    scale: float | None,
+) -> Tensor:
+    """Compute what `varlen_attention` does by the functions of flash-attn-4, which also return the rows' sums."""
+    package = importlib.import_module("flash_attn.cute")
+    rows = [heads.transpose(1, 2) for heads in (query, key, value)]  # (b, s, heads, d), views
+    options: dict[str, Any] = {
+        "softmax_scale": scale,
+        "causal": True,
+        "window_size": (None if window is None or window >= longest else window - 1, 0),  # None: all keys before it
+        "deterministic": torch.are_deterministic_algorithms_enabled(),
+    }
+    if starts is None:
+        output: Tensor = package.flash_attn_func(*rows, **options)[0]
+    else:
+        borders = {"cu_seqlens_q": starts, "cu_seqlens_k": starts, "max_seqlen_q": longest, "max_seqlen_k": longest}
+        flat = (heads.flatten(0, 1) for heads in rows)
+        output = package.flash_attn_varlen_func(*flat, **borders, **options)[0].unflatten(0, rows[0].shape[:2])
+    return output.transpose(1, 2)
 
 
 def use_flash(version: int) -> None:

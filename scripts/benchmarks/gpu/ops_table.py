@@ -35,8 +35,8 @@ from megatron_lite.parameter import Parameter
 
 EPS = 1e-5
 RMS, LAYER = Kind(EPS, centered=False), Kind(EPS, centered=True)
-# flash3 only if installed; flex takes long to compile.
-FULL, WINDOWED = ("cudnn", "flash3", "flash", "varlen"), ("flash3", "varlen", "flex")
+# flash3 and flash4 only if installed; flex takes long to compile.
+FULL, WINDOWED = ("cudnn", "flash3", "flash4", "flash", "varlen"), ("flash3", "flash4", "varlen", "flex")
 LIBRARIES = {"cuBLAS": "cublas", "cuBLASLt": "cublaslt"}  # names in torch.backends.cuda.preferred_blas_library
 Call = Callable[[], Any]
 
@@ -222,8 +222,9 @@ def make_attention(
         output = attention(query, key, value, window, 0.0, None, backend=backend)
         return torch.autograd.grad(output, (query, key, value), grad) if with_backward else output
 
-    has_flash3 = machine_of(projection.device).flash3
-    return {name: partial(call, name) for name in backends if name != "flash3" or has_flash3}
+    machine = machine_of(projection.device)
+    installed = {"flash3": machine.flash3, "flash4": machine.flash4}
+    return {name: partial(call, name) for name in backends if installed.get(name, True)}
 
 
 def attention_flops(shape: Shape, window: int | None, factor: float = 1.0) -> int:
