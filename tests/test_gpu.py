@@ -298,5 +298,5 @@ def test_a_missing_wait_for_hidden_states_is_noticed_on_a_stream() -> None:
 
     for options in tensor_layouts():
         right = simulated_tensor_parallel(options, DELAY_CYCLES)
-        with mock.patch.object(Pending, "wait", lambda pending: pending._tensor):
+        with mock.patch.object(Pending, "wait", lambda pending, copies=True: pending._tensor):
             assert simulated_tensor_parallel(options, DELAY_CYCLES) != right

@@ -121,6 +121,12 @@ class DistributedConfig(Area):
     parallel_embeddings: bool = tensor_parallel_option(
         True, "split the vocabulary of embedding and head over the tensor-parallel ranks; 0: replicate both"
     )
+    overlap_tensor_reduce: bool = tensor_parallel_option(
+        False,
+        "compute products that are summed over the tensor-parallel ranks in two halves of the tokens: the first half's "
+        "sums overlap with the second product",
+        aliases="tp_comm_overlap",
+    )
     deterministic: bool = option(False, "use only deterministic GPU algorithms (slower)", aliases="deterministic_mode")
     check_replicas_interval: PositiveInt | None = optional(
         "iterations between checks that ranks agree on replicated state: weights in use, counters, schedule. A "

@@ -58,7 +58,7 @@ class _Linear(Function):
         if weight.requires_grad:
             ctx.save_for_backward(x)
         ctx.kept = weight, bias, before, after, x.shape
-        return after.start_reduce(before.start_gather(x).affine(weight, after.bias(bias))).wait()
+        return after.reduced_affine(before.start_gather(x), weight, bias)
 
     @staticmethod
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:

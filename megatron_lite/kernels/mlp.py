@@ -28,8 +28,8 @@ from torch import Tensor
 from torch.nn import functional
 
 from megatron_lite.kernels.linear import accumulate_bias, accumulate_product
-from megatron_lite.kernels.products import affine, product
-from megatron_lite.kernels.tensor_collectives import ONE_RANK, Collectives
+from megatron_lite.kernels.products import product
+from megatron_lite.kernels.tensor_collectives import ONE_RANK, Collectives, Pending
 from megatron_lite.kernels.triton_support import cdiv, jit, next_power_of_2, tanh, tl, turns
 from megatron_lite.parameter import Function, Parameter
 
@@ -222,7 +222,7 @@ class _MLP(Function):
             z if down.requires_grad and not recomputes_z else None,
         )
         ctx.shape = x.shape
-        return options.collectives.start_reduce(affine(z, down, options.collectives.bias(down_bias))).wait()
+        return options.collectives.reduced_affine(Pending(z), down, down_bias)
 
     @staticmethod
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:

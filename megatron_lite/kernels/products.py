@@ -31,8 +31,8 @@ NAMES = {torch.float32: "an fp32", torch.bfloat16: "a bf16", torch.float16: "an 
 
 
 def _converts(a: Tensor) -> bool:
-    """Whether a product whose first factor is a (m, k) is computed from fp32 copies."""
-    return a.shape[0] >= FEWEST_ROWS and computes_in_fp32(a.device, a.dtype)
+    """Whether a product whose first factor is a (..., k) is computed from fp32 copies."""
+    return a.shape[:-1].numel() >= FEWEST_ROWS and computes_in_fp32(a.device, a.dtype)
 
 
 # -- products --------------------------------------------------------------------------------------------------------
@@ -40,12 +40,16 @@ def _converts(a: Tensor) -> bool:
 
 def affine(x: Tensor, weight: Tensor, bias: Tensor | None = None, out: Tensor | None = None) -> Tensor:
     """x (..., i), weight (o, i), bias (o,) -> (..., o), without autograd; in the memory of `out` (t, o) if given."""
-    rows = x.reshape(-1, x.shape[-1])
-    if _converts(rows):
+    if _converts(x):
+        rows = x.reshape(-1, x.shape[-1])
         memory = x.new_empty(rows.shape[0], weight.shape[0]) if out is None else out
         return multiply_in_fp32(memory, rows, weight.t(), bias).view(*x.shape[:-1], -1)
     if out is None:
         return in_its_library(functional.linear, x, weight.shape[0])(x, weight, bias)
+    if x.dim() == 3 and not x.is_contiguous():  # reshaping would copy the rows
+        places, matrices = out.view(len(x), -1, len(weight)), weight.t().expand(len(x), -1, -1)
+        return torch.bmm(x, matrices, out=places) if bias is None else torch.baddbmm(bias, x, matrices, out=places)
+    rows = x.reshape(-1, x.shape[-1])
     if bias is None:
         return in_its_library(torch.mm, x, weight.shape[0])(rows, weight.t(), out=out)
     return in_its_library(torch.addmm, x, weight.shape[0])(bias, rows, weight.t(), out=out)

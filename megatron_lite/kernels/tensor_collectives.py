@@ -8,7 +8,7 @@ all channels. A product with split outputs (column-parallel) begins with a gathe
     reduce    partial sums of all tokens -> their sum, in the residual stream
 
 `start_gather` and `start_reduce` return while the collective is in flight. A product of gathered tokens begins with the
-rank's own tokens while the others are in flight.
+rank's own tokens while the others are in flight. A product that is reduced may be computed in two halves.
 
 With `Replicated` every rank has the whole residual stream (b, s, h): gathers do nothing, reductions are all-reduces.
 With `SequenceParallel` (Korthikanti et al. 2022, section 4.2.2) it has one of T equal slices of the flattened tokens,
@@ -37,10 +37,11 @@ from torch import Tensor
 from megatron_lite.distributed.rank_group import Group
 from megatron_lite.distributed.traffic import Handle
 from megatron_lite.kernels.products import affine, product
-from megatron_lite.parameter import Parameter
 from megatron_lite.seeds import derive_seed
 
 GATHER, REDUCE, SUM = "tensor gather", "tensor reduce", "tensor sum"  # kinds of traffic
+# Tokens from which halves pay: with fewer, products are slower and another collective takes longer than it hides.
+FEWEST_TOKENS = 256
 
 
 class Pending:
@@ -59,19 +60,22 @@ class Pending:
     ) -> None:
         self._tensor, self._work, self._own, self._is_slice = tensor, work, own, is_slice
 
-    def wait(self) -> Tensor:
-        """Return the complete tensor."""
+    def wait(self, copies: bool = True) -> Tensor:
+        """Return the complete tensor. copies: see `is_slice`."""
         if self._work is not None:
             self._work.wait()
             self._work = None
-            if self._is_slice:
+            if self._is_slice and copies:
                 self._tensor = self._tensor.clone()
         return self._tensor
 
-    def affine(self, weight: Tensor, bias: Tensor | None) -> Tensor:
-        """Return the product of (..., i) with weight (o, i)^T plus bias (o,), (..., o)."""
+    def affine(self, weight: Tensor, bias: Tensor | None, out: Tensor | None = None) -> Tensor:
+        """Return the product of (..., i) with weight (o, i)^T plus bias (o,), (..., o).
+
+        out: memory (t, o) for it, if all tokens are there.
+        """
         if self._own is None:
-            return affine(self.wait(), weight, bias)
+            return affine(self.wait(), weight, bias, out)
         return self._multiplied(lambda rows, out: affine(rows, weight, bias, out), weight.shape[0])
 
     def product(self, matrix: Tensor) -> Tensor:
@@ -104,6 +108,10 @@ class Collectives:
         """Start to sum `parts` (..., h) over ranks into the residual stream; may overwrite `parts`."""
         return Pending(parts)
 
+    def reduced_affine(self, x: Pending, weight: Tensor, bias: Tensor | None) -> Tensor:
+        """Return x (..., i) times weight (o, i)^T plus bias (o,), summed over ranks into the residual stream."""
+        return x.affine(weight, bias)
+
     def own(self, values: Tensor) -> Tensor:
         """Return the values, of (b, s), for the tokens of this rank's residual stream."""
         return values
@@ -116,10 +124,6 @@ class Collectives:
         """Return the loss over all tokens, (), given the loss over this rank's residual stream."""
         return loss
 
-    def bias(self, bias: Parameter | None) -> Parameter | None:
-        """Return the bias on the rank that adds it, else None."""
-        return bias
-
     def seed(self, seed: int | None) -> int | None:
         """Return the seed of a residual-stream dropout mask: equal on ranks with equal values."""
         return seed
@@ -129,21 +133,36 @@ ONE_RANK = Collectives()
 
 
 class Replicated(Collectives):
-    """Every rank of a group has the whole residual stream."""
+    """Every rank of a group has the whole residual stream. in_halves: see `reduced_affine`."""
 
-    def __init__(self, group: Group) -> None:
-        self._group = group
+    splits_tokens = False
+
+    def __init__(self, group: Group, in_halves: bool = False) -> None:
+        self._group, self._in_halves = group, in_halves
 
     def start_reduce(self, parts: Tensor) -> Pending:
         parts = parts.contiguous()
         return Pending(parts, self._group.all_reduce(parts, REDUCE))
 
-    def bias(self, bias: Parameter | None) -> Parameter | None:
-        return bias if self._group.rank == 0 else None
+    def reduced_affine(self, x: Pending, weight: Tensor, bias: Tensor | None) -> Tensor:
+        """See `Collectives`. With halves, the sums of the first are in flight while the second is multiplied."""
+        tokens, bias = x.wait(), bias if self._group.rank == 0 else None
+        if not self._in_halves or tokens[..., 0].numel() < FEWEST_TOKENS:
+            return self.start_reduce(x.affine(weight, bias)).wait()
+        slices = tokens.reshape(self._group.world_size if self.splits_tokens else 1, -1, tokens.shape[-1])
+        halves = slices.tensor_split(2, dim=1)  # of every rank's tokens
+        result = tokens.new_empty(*tokens.shape[:-1], weight.shape[0])
+        places = result.flatten(0, -2).split([half[..., 0].numel() for half in halves])
+        pairs = zip(halves, places, strict=True)
+        reducing = [self.start_reduce(Pending(half).affine(weight, bias, out)) for half, out in pairs]
+        reduced = [half.wait(copies=False) for half in reducing]
+        return result if len(slices) == 1 else torch.cat(reduced, dim=1)
 
 
 class SequenceParallel(Replicated):
     """Every rank of a group has one of T equal slices of the tokens."""
+
+    splits_tokens = True
 
     def start_gather(self, residual: Tensor) -> Pending:
         ranks, channels = self._group.world_size, residual.shape[-1]
@@ -179,11 +198,11 @@ class SequenceParallel(Replicated):
         return split_seed(seed, self._group.rank)
 
 
-def collectives_over(group: Group, splits_tokens: bool) -> Collectives:
-    """Return the collectives of a group. splits_tokens: use sequence parallelism."""
+def collectives_over(group: Group, splits_tokens: bool, in_halves: bool = False) -> Collectives:
+    """Return the collectives of a group. splits_tokens: use sequence parallelism. in_halves: reduce products so."""
     if group.world_size == 1:
         return ONE_RANK
-    return SequenceParallel(group) if splits_tokens else Replicated(group)
+    return (SequenceParallel if splits_tokens else Replicated)(group, in_halves)
 
 
 def split_seed(seed: int | None, rank: int) -> int | None:

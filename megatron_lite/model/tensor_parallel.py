@@ -18,15 +18,19 @@ from megatron_lite.tiles import Block, Split
 
 @dataclass(frozen=True)
 class TensorParallel:
-    """The group, and what it splits besides heads and channels: tokens (sequence parallelism), embedding rows."""
+    """The group, and what it splits besides heads and channels: tokens (sequence parallelism), embedding rows.
+
+    in_halves: see `tensor_collectives.py`.
+    """
 
     group: Group
     splits_tokens: bool = False
     splits_vocabulary: bool = True
+    in_halves: bool = False
 
     def collectives(self, any_length: bool = False) -> Collectives:
         """Return the collectives of a pass. any_length: allow any number of tokens, as in generation."""
-        return collectives_over(self.group, self.splits_tokens and not any_length)
+        return collectives_over(self.group, self.splits_tokens and not any_length, self.in_halves)
 
     def vocabulary(self, config: ModelConfig, any_length: bool = False) -> Vocabulary:
         """Return the vocabulary of a pass. any_length: see `collectives`."""
@@ -70,4 +74,6 @@ ALONE = TensorParallel(alone(torch.device("cpu")))
 def tensor_parallel(config: Config, group: Group) -> TensorParallel:
     """Return how the options split the model over a group."""
     options = config.distributed
-    return TensorParallel(group, options.sequence_tensor_parallel, options.parallel_embeddings)
+    return TensorParallel(
+        group, options.sequence_tensor_parallel, options.parallel_embeddings, options.overlap_tensor_reduce
+    )

@@ -153,19 +153,19 @@ def tensors_in(values: Iterable[Any]) -> Iterator[Tensor]:
 
 
 def product_of(function: Any, args: Iterable[Any]) -> Product | None:
-    """Classify the product a (m, k) b (k, n) as one of a linear layer's three, by the transposed factor.
+    """Classify the product a (..., k) b (k, n) as one of a linear layer's three, by the transposed factor.
 
-    None for other operations, and for a product with a vector, which is a sum.
+    None for other operations, and for a product with a vector, which is a sum. b may be the same for all of a batch.
     """
-    if function._opname not in ("mm", "addmm", "addmm_"):
+    if function._opname not in ("mm", "addmm", "addmm_", "bmm", "baddbmm"):
         return None
     a, b = [*tensors_in(args)][-2:]
-    (m, k), n = a.shape, b.shape[1]
-    if 1 in (m, k, n):
+    m, k, n = a.shape[:-1].numel(), a.shape[-1], b.shape[-1]
+    if 1 in (m, k, n) or (b.dim() == 3 and b.stride(0)):
         return None
-    if a.stride(0) < a.stride(1):
+    if a.stride(-2) < a.stride(-1):
         return Product("weight gradient", k, n, m)
-    return Product("forward", m, k, n) if b.stride(0) < b.stride(1) else Product("input gradient", m, n, k)
+    return Product("forward", m, k, n) if b.stride(-2) < b.stride(-1) else Product("input gradient", m, n, k)
 
 
 def moved_bytes(function: Any, operands: Sequence[Tensor], results: Sequence[Tensor]) -> int:

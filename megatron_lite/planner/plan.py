@@ -175,7 +175,8 @@ class Planner:
             (
                 vars(config.model),
                 choose_kernels(config, torch.device(self.device_type), planned=True),
-                (options.training_dtype, config.multi_stage.full_precision_gradients, layout),
+                (options.training_dtype, config.multi_stage.full_precision_gradients),
+                (layout, options.overlap_tensor_reduce),
                 (config.batch.sequence_length, config.data.reset_position_ids, config.training.logit_z_loss),
                 (optimizer.freeze, optimizer.lr_scales),
             )

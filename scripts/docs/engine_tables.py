@@ -140,14 +140,16 @@ def tensor_plan(ranks: int, splits: bool, **flags: Any) -> Plan:
 
 
 def tensor_memory_table() -> Rows:
-    """Show the memory of a tensor-parallel rank and the predicted step time."""
-    yield "T", "tokens", "state, GiB", "one block, MiB", "all layers, GiB", "needed, GiB", "s/step, predicted"
+    """Show the memory of a tensor-parallel rank and the predicted step times."""
+    times = "s/step, predicted", "in halves"
+    yield "T", "tokens", "state, GiB", "one block, MiB", "all layers, GiB", "needed, GiB", *times
     for ranks, splits in LAYOUTS:
-        made = tensor_plan(ranks, splits)
+        made, halves = (tensor_plan(ranks, splits, overlap_tensor_reduce=flag) for flag in (0, 1))
         memory, state = made.activations["none"], made.state_bytes / GIB
-        time = predict_step(made, data_sheet(made.config.distributed, "cuda", 8))
+        sheet = data_sheet(made.config.distributed, "cuda", 8)
+        seconds = [predict_step(each, sheet).seconds for each in (made, halves)]
         sizes = state, round(memory.saved[1].total() / MIB), memory.held / GIB
-        yield ranks, "split" if splits else "whole", *sizes, needed(made, "none"), time.seconds
+        yield ranks, "split" if splits else "whole", *sizes, needed(made, "none"), *seconds
 
 
 def tensor_traffic_table() -> Rows:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from typing import Any
 
 import pytest
@@ -9,24 +10,25 @@ import torch
 from torch import Tensor
 
 from megatron_lite.distributed.rank_group import alone
+from megatron_lite.distributed.traffic import FirstWait, Handle
 from megatron_lite.kernels import tensor_collectives as module
 from megatron_lite.kernels.products import affine, product
 from megatron_lite.kernels.tensor_collectives import (
     ONE_RANK,
     Collectives,
+    Pending,
     Replicated,
     SequenceParallel,
     collectives_over,
     split_seed,
 )
 from megatron_lite.model.layer import dropout
-from megatron_lite.parameter import Initializer, ParameterSpec, declare
+from tests.support.engine_runs import LateGroup
 from tests.support.thread_ranks import ThreadRank, on_threads
 
 B, S, H = 2, 12, 5
 RANKS = [2, 3, 4]
 TOKENS, SLOW_RANKS = 3, 4  # tokens of each rank
-BIAS = declare(ParameterSpec("bias", (H,), Initializer("constant", 0.0)))
 
 
 def randn(seed: int, *shape: int) -> Tensor:
@@ -76,18 +78,17 @@ def others_of_split(ranks: ThreadRank) -> tuple[Any, ...]:
     collectives = collectives_over(ranks.tensor, splits_tokens=True)
     labels = torch.arange(B * S).view(B, S)
     loss = torch.tensor(float(ranks.rank + 1), dtype=torch.float64)
-    return collectives.own(labels), collectives.total(loss), loss, collectives.bias(BIAS) is BIAS, collectives.seed(5)
+    return collectives.own(labels), collectives.total(loss), loss, collectives.seed(5)
 
 
 @pytest.mark.parametrize("ranks", RANKS)
-def test_runs_of_tokens_totals_biases_and_seeds(ranks: int) -> None:
-    """Runs are those of the residual stream; one rank adds a bias; the loss itself is not changed."""
+def test_runs_of_tokens_totals_and_seeds(ranks: int) -> None:
+    """Runs are those of the residual stream; the loss itself is not changed."""
     found = on_threads(1, ranks, others_of_split)
-    owns, totals, losses, adds, seeds = zip(*found, strict=True)
+    owns, totals, losses, seeds = zip(*found, strict=True)
     assert torch.equal(torch.cat(owns, dim=1), torch.arange(B * S)[None])
     assert [float(total) for total in totals] == [ranks * (ranks + 1) / 2] * ranks
     assert [float(loss) for loss in losses] == list(range(1, ranks + 1))
-    assert adds == (True, *[False] * (ranks - 1))
     assert len(set(seeds)) == ranks and seeds[0] == 5
 
 
@@ -160,6 +161,68 @@ def test_own_tokens_come_first(rank: int, biased: bool, monkeypatch: pytest.Monk
     assert torch.equal(gathering.wait(), x) and events[:2] == ["multiply", "wait"] and events.count("wait") == 1
 
 
+# -- products that are reduced in two halves --------------------------------------------------------------------------
+
+
+class Seen(threading.local):
+    """What a rank does: "multiply", "wait", and the bytes of the collectives that it starts."""
+
+    def __init__(self) -> None:
+        self.events: list[str | int] = []
+
+
+class Watched(LateGroup):
+    """Late reductions: until somebody waits, every rank has its own summands."""
+
+    def __init__(self, inner: Any, seen: Seen) -> None:
+        super().__init__(inner)
+        self._seen = seen
+
+    def reduce_scatter(self, buffer: Tensor, kind: str = "reduce") -> Any:
+        return self._watched(buffer, super().reduce_scatter(buffer, kind))
+
+    def all_reduce(self, buffer: Tensor, kind: str) -> Any:
+        return self._watched(buffer, super().all_reduce(buffer, kind))
+
+    def _watched(self, buffer: Tensor, late: Handle) -> Handle:
+        self._seen.events.append(buffer.nbytes)
+        return FirstWait(late, lambda: (self._seen.events.append("wait"), late.wait())[1])
+
+
+def reduced_product(
+    ranks: ThreadRank, seen: Seen, splits_tokens: bool, tokens: int, dtype: torch.dtype, biased: bool
+) -> tuple[Any, ...]:
+    """Return a rank's product, its part of the sums, and what it has done."""
+    group, generator = Watched(ranks.tensor, seen), torch.Generator().manual_seed(ranks.rank)
+    collectives = collectives_over(group, splits_tokens, in_halves=True)  # type: ignore[arg-type]
+    x, weight = (torch.randint(-2, 3, shape, generator=generator).to(dtype) for shape in ((1, tokens, 8), (H, 8)))
+    bias = torch.arange(H).to(dtype) if biased else None
+    reduced = collectives.reduced_affine(Pending(x), weight, bias)
+    return affine(x, weight, bias if ranks.rank == 0 else None), reduced, seen.events
+
+
+@pytest.mark.parametrize("splits_tokens", [False, True])
+@pytest.mark.parametrize(("ranks", "tokens"), [(2, 2), (2, 18), (3, 21), (4, 36)])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_halves_are_summed_while_the_others_are_multiplied(
+    ranks: int, tokens: int, splits_tokens: bool, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Sums of integers are exact; twice as many collectives send as many bytes; one rank adds the bias."""
+    seen = Seen()
+    monkeypatch.setattr(module, "affine", lambda *given: (seen.events.append("multiply"), affine(*given))[1])
+    for fewest, halves in ((tokens, 2), (tokens + 1, 1)):
+        monkeypatch.setattr(module, "FEWEST_TOKENS", fewest)
+        for biased in (False, True):
+            found = on_threads(1, ranks, reduced_product, seen, splits_tokens, tokens, dtype, biased)
+            total = torch.stack([product for product, *_ in found]).sum(dim=0)
+            parts = total.chunk(ranks, dim=1) if splits_tokens else [total] * ranks
+            for (_, reduced, events), part in zip(found, parts, strict=True):
+                assert torch.equal(reduced, part)
+                sizes = [event for event in events if isinstance(event, int)]
+                assert len(sizes) == halves and sum(sizes) == total.nbytes
+                assert events == [*(event for size in sizes for event in ("multiply", size)), *["wait"] * halves]
+
+
 @pytest.mark.parametrize("splits_tokens", [False, True])
 def test_a_group_of_one_does_not_communicate(splits_tokens: bool) -> None:
     collectives: Collectives = collectives_over(alone(torch.device("cpu")), splits_tokens)
@@ -167,7 +230,9 @@ def test_a_group_of_one_does_not_communicate(splits_tokens: bool) -> None:
     assert collectives is ONE_RANK
     for result in (collectives.start_gather(values).wait(), collectives.start_reduce(values).wait()):
         assert result is values
-    assert collectives.own(values) is values and collectives.total(values) is values and collectives.bias(BIAS) is BIAS
+    assert collectives.own(values) is values and collectives.total(values) is values
     assert collectives.seed(3) == split_seed(3, 0) == 3
     weight = randn(1, 4, H)
-    assert torch.equal(collectives.start_gather(values).affine(weight, None), affine(values, weight))
+    gathering, bias = collectives.start_gather(values), randn(2, 4)
+    assert torch.equal(gathering.affine(weight, None), affine(values, weight))
+    assert torch.equal(collectives.reduced_affine(gathering, weight, bias), affine(values, weight, bias))

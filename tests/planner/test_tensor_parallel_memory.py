@@ -77,6 +77,8 @@ PEAKS: list[Options] = [
     dict(vocab_size=100, num_attention_heads=32, head_groups=1, kv_channels=32),
     dict(vocab_size=100, ffn_hidden_size=64),
     dict(vocab_size=100, ffn_hidden_size=64, training_dtype="bf16"),
+    dict(vocab_size=100, ffn_hidden_size=64, overlap_tensor_reduce=True),
+    dict(vocab_size=100, overlap_tensor_reduce=True, training_dtype="bf16"),
 ]
 
 

@@ -34,6 +34,8 @@ CASES: list[Options] = [
     dict(zero_stage=2, parallel_embeddings=False, cross_entropy_splits=3, **SPLIT),
     dict(parallel_embeddings=False, qk_layernorm=True, **LLAMA),
     dict(recompute_layers=2, full_precision_residual=True, cross_entropy_splits=3, training_dtype="bf16", **SPLIT),
+    dict(overlap_tensor_reduce=True, recompute_layers=1, sequence_length=128, batch_size=12),
+    dict(overlap_tensor_reduce=True, sequence_length=128, batch_size=12, **SPLIT, **LLAMA),
     dict(mlp_recompute_level="none,full:1", breadth_first_micro_batches=2, **{**LLAMA, **SPLIT, "head_groups": 1}),
     dict(freeze=("embedding", "blocks.0", "blocks.1.mlp.up"), tie_word_embeddings=False, recompute_layers=2, **SPLIT),
     dict(freeze=("*.norm.*", "*.query_key_value.*", "*.mlp.*"), mlp_recompute_level="full", **SPLIT),
@@ -158,9 +160,11 @@ def test_ranks_that_share_layers_share_the_state() -> None:
 def test_a_planner_tells_layouts_apart() -> None:
     """Every answer of one planner is that of a whole plan."""
     planner = Planner(8, "cuda")
-    for ranks, options in itertools.product((1, 2, 4), ({}, SPLIT, dict(parallel_embeddings=False))):
+    layouts: tuple[Options, ...] = ({}, SPLIT, dict(parallel_embeddings=False), dict(overlap_tensor_reduce=True))
+    for ranks, options in itertools.product((1, 2, 4), layouts):
         config = mistral(ranks=8, num_layers=4, tensor_parallel=ranks, micro_batch_size=2, zero_stage=3, **options)
-        assert planner.plan(config).needed_bytes() == make_plan(config, 8, "cuda").needed_bytes(), (ranks, options)
+        found, expected = planner.plan(config), make_plan(config, 8, "cuda")
+        assert found.needed_bytes() == expected.needed_bytes() and found.traffic == expected.traffic, (ranks, options)
 
 
 def test_auto_counts_what_a_rank_holds() -> None:

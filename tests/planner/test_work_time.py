@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 
 from megatron_lite.errors import UsageError
+from megatron_lite.kernels import tensor_collectives
 from megatron_lite.kernels.tensor_collectives import GATHER, REDUCE, SUM
 from megatron_lite.monitor.metrics import hardware_flops
 from megatron_lite.planner.devices import LINK_SHARE, TENSOR_KINDS, data_sheet
@@ -61,9 +62,14 @@ def test_work_has_the_flops_that_the_log_counts(options: dict[str, Any]) -> None
     assert flops == pytest.approx(expected, rel=1e-9)
 
 
-@pytest.mark.parametrize("options", [{}, {**LLAMA, "parallel_embeddings": False}, dict(LLAMA, head_groups=4)], ids=str)
-def test_ranks_that_share_layers_share_the_flops(options: dict[str, Any]) -> None:
+@pytest.mark.parametrize(
+    "options",
+    [{}, {**LLAMA, "parallel_embeddings": False}, dict(LLAMA, head_groups=4, overlap_tensor_reduce=True)],
+    ids=str,
+)
+def test_ranks_that_share_layers_share_the_flops(options: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
     """2 and 4 ranks add up to one, but for copied key/value heads, and a whole head of whole tokens."""
+    monkeypatch.setattr(tensor_collectives, "FEWEST_TOKENS", 2)
     for splits in (False, True):
         flops = []
         for ranks in (1, 2, 4):
@@ -78,12 +84,14 @@ def test_ranks_that_share_layers_share_the_flops(options: dict[str, Any]) -> Non
 
 
 def test_exchanges_inside_of_passes_take_time() -> None:
-    """Eight of a block's ten sequence-parallel collectives overlap with products, two of its four all-reduces.
+    """Eight of a block's ten sequence-parallel collectives overlap with products, two of its four all-reduces; in two
+    halves, half of each of the others does.
 
     What a slower link adds is added to the step, but for what hides.
     """
-    for splits, share in ((True, 8 / 10), (False, 2 / 4)):
+    for splits, halves, share in ((True, 0, 8 / 10), (True, 1, 9 / 10), (False, 0, 2 / 4), (False, 1, 3 / 4)):
         options = dict(tensor_parallel=2, sequence_tensor_parallel=splits, num_layers=30, training_dtype="bf16")
+        options |= dict(overlap_tensor_reduce=halves, sequence_length=256, micro_batch_size=1)
         config = tiny_config(4, **options)
         plan = make_plan(config, 4, "cuda")
         overlaps = [(overlap, count) for cost in plan.costs for overlap, count in cost.overlaps.items()]

@@ -88,6 +88,8 @@ CASES: dict[str, Options] = {
     "bf16, narrow gradients": {**LLAMA, "training_dtype": "bf16", "full_precision_gradients": False},
     "bf16, split weights": {**LLAMA, "training_dtype": "bf16", "split_master_weights": True, "zero_stage": 1},
     "fp16": {**LLAMA, "training_dtype": "fp16", "initial_loss_scale": 2.0**10},
+    "in halves": {"sequence_length": 128, "overlap_tensor_reduce": True},
+    "in halves, bf16": {**LLAMA, "sequence_length": 128, "overlap_tensor_reduce": True, "training_dtype": "bf16"},
 }
 
 # (data ranks, tensor ranks, tokens are split)

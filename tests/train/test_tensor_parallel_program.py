@@ -26,6 +26,8 @@ SAME_BITS: list[tuple[str, Layout]] = [
     ("llama, multi-query", (2, 2, True)),
     ("whole embeddings, tied", (2, 2, True)),
     ("gpt2", (1, 4, False)),
+    ("in halves", (2, 2, True)),
+    ("in halves, bf16", (1, 4, False)),
 ]
 
 

@@ -16,6 +16,7 @@ import pytest
 from torch import Tensor
 
 from megatron_lite.distributed.traffic import Handle
+from megatron_lite.kernels import tensor_collectives
 from tests.support.engine_runs import Engine, Late, LateGroup, Outcome, simulated_tensor_ranks
 from tests.support.tensor_cases import CASES, LLAMA, QWEN3, CaseEngine, Layout, Options
 from tests.support.thread_ranks import on_threads
@@ -24,10 +25,10 @@ READ = "written while a collective still reads it"
 ZERO_3: Options = {"zero_stage": 3, "breadth_first_micro_batches": 2, "batch_size": None, "micro_batch_size": 2}
 # Together they wait for every collective of a training.
 RUNS: list[tuple[Options, Layout]] = [
-    ({**QWEN3, "zero_stage": 3, "mlp_recompute_level": "full"}, (1, 2, True)),
+    ({**QWEN3, "zero_stage": 3, "mlp_recompute_level": "full", "overlap_tensor_reduce": True}, (1, 2, True)),
     ({**CASES["whole embeddings, tied"], "recompute_layers": 1, "hidden_dropout": 0.1}, (1, 2, True)),
     ({**LLAMA, "head_groups": 1, "cross_entropy_splits": 2, "cross_entropy_block_size": 9}, (1, 2, False)),
-    ({**CASES["gpt2"], **ZERO_3}, (2, 2, False)),
+    ({**CASES["gpt2"], **ZERO_3, "overlap_tensor_reduce": True}, (2, 2, False)),
 ]
 Site = tuple[str, str, int, str]  # file, function, line, kind of collective
 
@@ -72,7 +73,8 @@ def run_rank(ranks: Any, options: Options, late: bool, steps: int) -> Outcome | 
 def outcomes(place: int, late: bool, steps: int) -> list[Outcome | str]:
     options, (data, ranks, tokens) = RUNS[place]
     options = {**options, "tensor_parallel": ranks, "sequence_tensor_parallel": tokens}
-    return on_threads(data, ranks, run_rank, options, late, steps)
+    with mock.patch.object(tensor_collectives, "FEWEST_TOKENS", 2):
+        return on_threads(data, ranks, run_rank, options, late, steps)
 
 
 @functools.cache
@@ -81,7 +83,10 @@ def right(place: int, steps: int) -> list[Outcome | str]:
 
 
 # Functions that wait on behalf of their caller.
-PASSING = ("wait", "affine", "product", "_multiplied", "gather", "reduce", "embedded", "of_residual")
+PASSING = (
+    *("wait", "affine", "reduced_affine", "<listcomp>", "product", "_multiplied"),
+    *("gather", "reduce", "embedded", "of_residual"),
+)
 
 
 class removed_wait:  # noqa: N801 - reads as a statement
@@ -163,8 +168,9 @@ def test_each_missing_wait_is_noticed() -> None:
 # -- ranks that are simulated, as tests/test_gpu.py does on a CUDA stream ---------------------------------------------
 
 SIMULATED: list[Options] = [
-    {**QWEN3, "tensor_parallel": 2, "sequence_tensor_parallel": tokens, "batch_size": 4, "vocab_size": 62}
+    {**QWEN3, "tensor_parallel": 2, "sequence_tensor_parallel": tokens, "batch_size": 4, "vocab_size": 62, **halves}
     for tokens in (False, True)
+    for halves in ({}, {"overlap_tensor_reduce": True, "sequence_length": 128})
 ]
 
 
