@@ -125,6 +125,7 @@ def build(
     together(distributed, lambda: check_memory(config, layers, distributed))
     distributed.progress.phase = "the loading"
     run.model = together(distributed, lambda: _allocate(run, layers))
+    together(distributed, run.model.memory.register)
     for line, short in stage_lines(run.model):
         _tell(run, line, short)
     if rule_of(config.optimizer).declared.whole_matrices and run.model.training:

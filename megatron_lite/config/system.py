@@ -128,6 +128,11 @@ class DistributedConfig(Area):
         aliases="tp_comm_overlap",
     )
     deterministic: bool = option(False, "use only deterministic GPU algorithms (slower)", aliases="deterministic_mode")
+    symmetric_memory: bool = gpu_option(
+        False,
+        "GPUs: gather by copy engines (zero-CTA collectives) from NCCL's symmetric memory (off until measured)",
+        excludes=(Rule("deterministic", "NCCL then sums in an order that nothing pins"),),
+    )
     check_replicas_interval: PositiveInt | None = optional(
         "iterations between checks that ranks agree on replicated state: weights in use, counters, schedule. A "
         "difference ends the run and names the ranks. Costs a pass over the weights, and gathers in ZeRO-3",

@@ -37,6 +37,8 @@ class Group:
     rank, world_size: within the group. group: NCCL's or gloo's. watch: enforces the step time-out on a GPU.
     """
 
+    symmetric_memory: Any = None  # torch's library for it, if the buffers of collectives are there
+
     def __init__(
         self,
         rank: int,

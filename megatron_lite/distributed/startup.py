@@ -18,6 +18,7 @@ from megatron_lite.config import DistributedConfig
 from megatron_lite.distributed.peer_watch import Meeting, MeetingPoint, open_store
 from megatron_lite.distributed.process_group import Distributed, peer_errors
 from megatron_lite.distributed.processes import Place, own_place, sharing_cores
+from megatron_lite.distributed.rank_group import Group
 from megatron_lite.distributed.step_watch import StepWatch
 from megatron_lite.distributed.traffic import Progress
 from megatron_lite.errors import UsageError
@@ -94,7 +95,7 @@ def join(
         meet: waits for all ranks and returns their store; None for a single rank.
 
     Raises:
-        UsageError: if the requested device does not exist, or the launcher's port is in use.
+        UsageError: if the requested device or --symmetric_memory is unavailable, or the launcher's port is in use.
         PeerError: if the peers do not join within --startup_timeout.
     """
     if config.deterministic:
@@ -104,13 +105,15 @@ def join(
     on_gpu = device.type == "cuda"
     if on_gpu and config.tf32:
         torch.set_float32_matmul_precision("high")
+    if config.symmetric_memory and not on_gpu:
+        raise UsageError(f"--symmetric_memory=1: needs GPUs, and this run is on {device.type}; leave it out")
     watch = StepWatch(config.distributed_timeout, first_s=config.startup_timeout) if on_gpu else None
     step_timeout = datetime.timedelta(seconds=watch.watchdog_timeout_s if watch else config.distributed_timeout)
     startup_timeout = datetime.timedelta(seconds=config.startup_timeout)
     store = dist.HashStore() if meet is None else meet()
     with peer_errors(), _quiet_loopback(world_size):
         dist.init_process_group("gloo", store=store, rank=rank, world_size=world_size, timeout=startup_timeout)
-        new_group = functools.partial(_new_group, on_gpu, step_timeout)
+        new_group = functools.partial(_new_group, on_gpu, step_timeout, config.symmetric_memory)
         distributed = Distributed(
             rank, world_size, local_world_size, device, dist.group.WORLD, new_group(), watch, progress
         )
@@ -120,16 +123,37 @@ def join(
         uuid = str(torch.cuda.get_device_properties(device).uuid)  # independent of its index in this process
         refuse_shared_gpus(config.device, distributed.gather_objects(uuid))
         warm_up(distributed)
+        if config.symmetric_memory:
+            _use_symmetric_memory(distributed.groups)
     return distributed
 
 
-def _new_group(on_gpu: bool, timeout: datetime.timedelta, ranks: Sequence[int] | None = None) -> Any:
+def _new_group(on_gpu: bool, timeout: datetime.timedelta, symmetric: bool, ranks: Sequence[int] | None = None) -> Any:
     """Create a group for the collectives of a step: on a GPU, their kernels go before the products that wait."""
     if not on_gpu:
         return dist.new_group(ranks, backend="gloo", timeout=timeout)
-    options = dist.ProcessGroupNCCL.Options(is_high_priority_stream=True)
+    options: Any = dist.ProcessGroupNCCL.Options(is_high_priority_stream=True)
     options._timeout = timeout  # torch warns if it differs
+    if symmetric:
+        if not hasattr(dist.ProcessGroupNCCL, "NCCL_CTA_POLICY_ZERO"):
+            raise UsageError(
+                f"--symmetric_memory=1: needs NCCL 2.28, and torch {torch.__version__} has less; leave it out"
+            )
+        options.config.cta_policy = dist.ProcessGroupNCCL.NCCL_CTA_POLICY_ZERO
     return dist.new_group(ranks, backend="nccl", timeout=timeout, pg_options=options)
+
+
+def _use_symmetric_memory(groups: Sequence[Group]) -> None:
+    """Let models put the buffers of collectives into NCCL's symmetric memory from now on.
+
+    With zero CTAs, copy engines instead of multiprocessors gather such buffers between GPUs with direct access to each
+    other; other kernels sum them. See "Copy Engine Collectives" in torch's manual.
+    """
+    import torch.distributed._symmetric_memory as library
+
+    library.set_backend("NCCL")
+    for group in groups:
+        group.symmetric_memory = library if group.world_size > 1 else None
 
 
 def _set_watchdogs(distributed: Distributed, timeout_s: float) -> None:

@@ -9,6 +9,7 @@ import torch
 
 from megatron_lite.config import MultiStageConfig
 from megatron_lite.distributed.rank_group import Group
+from megatron_lite.errors import UsageError
 from megatron_lite.zero.flat_shard import FlatShard, Precision
 from megatron_lite.zero.layout import BufferPlan, plan_buffers
 from megatron_lite.zero.schedule import StagePlan
@@ -65,6 +66,20 @@ class Memory:
             for part in self._parts():
                 part.allocate_average()
 
+    def register(self) -> None:
+        """Exchange the addresses of buffers in symmetric memory; all ranks call this together.
+
+        Raises:
+            UsageError: if NCCL refuses.
+        """
+        for buffer in (*self.weights, *self.gradients, *self.updates, *self.averages):
+            if self._group.symmetric_memory and buffer.data.numel():
+                try:
+                    self._group.symmetric_memory.rendezvous(buffer.data, self._group.group.group_name)
+                except RuntimeError as error:
+                    reason = str(error).splitlines()[0]
+                    raise UsageError(f"--symmetric_memory=1: NCCL refuses a buffer ({reason}); leave it out") from error
+
     def table(self) -> list[MemoryRow]:
         """Return this rank's memory by kind; a shard that is a view of a buffer counts as buffer."""
         parts = self._parts()
@@ -108,7 +123,11 @@ class Memory:
         return weights, every if alone else gradients
 
     def _buffers(self, plan: BufferPlan, dtype: torch.dtype) -> list[Buffer]:
-        return [Buffer(size, dtype, self._group.device) for size in plan.sizes]
+        library = self._group.symmetric_memory or torch
+        return [
+            Buffer((library if size else torch).empty(size, dtype=dtype, device=self._group.device).zero_())
+            for size in plan.sizes
+        ]
 
     def _parts(self) -> list[FlatShard]:
         return [part for stage in self._stages for part in stage.parts]

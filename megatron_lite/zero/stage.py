@@ -54,8 +54,8 @@ class Observer:
 class Buffer:
     """Flat memory for one stage's full weights or gradients at a time."""
 
-    def __init__(self, numel: int, dtype: torch.dtype, device: torch.device) -> None:
-        self.data = torch.zeros(numel, dtype=dtype, device=device)
+    def __init__(self, data: Tensor) -> None:
+        self.data = data
         self.holder: int | None = None  # the stage whose values are here, or are being gathered
         self._pending: Handle | None = None
 

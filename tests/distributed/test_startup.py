@@ -1,6 +1,7 @@
 """The start of a process on a GPU, with fakes: its device, NCCL's settings, and what happens before the first step."""
 
 import contextlib
+import datetime
 import os
 from types import SimpleNamespace
 from typing import Any
@@ -16,7 +17,7 @@ from megatron_lite.distributed.process_group import Distributed
 from megatron_lite.distributed.rank_group import Group
 from megatron_lite.distributed.startup import choose_device, deterministic_ways, join, refuse_shared_gpus
 from megatron_lite.errors import UsageError
-from tests.support.harness import run_distributed
+from tests.support.harness import run_distributed, tiny_config
 
 CUDA = torch.device("cuda", 0)
 
@@ -51,7 +52,12 @@ def test_ranks_that_share_a_gpu_are_refused() -> None:
         refuse_shared_gpus("auto", ["a", "b", "c", "b"])
 
 
-def joined(monkeypatch: pytest.MonkeyPatch, uuids: list[str], **options: Any) -> list[Any]:
+NCCL = SimpleNamespace(
+    Options=lambda **more: SimpleNamespace(config=SimpleNamespace(), **more), NCCL_CTA_POLICY_ZERO="zero"
+)
+
+
+def joined(monkeypatch: pytest.MonkeyPatch, uuids: list[str], nccl: Any = NCCL, **options: Any) -> list[Any]:
     """Join with fakes in place of the GPU and of every collective; return the calls in order."""
     calls: list[Any] = []
 
@@ -68,11 +74,12 @@ def joined(monkeypatch: pytest.MonkeyPatch, uuids: list[str], **options: Any) ->
     monkeypatch.setattr(
         dist, "init_process_group", lambda name, **more: calls.append((name, more["timeout"].total_seconds()))
     )
-    monkeypatch.setattr(dist, "ProcessGroupNCCL", SimpleNamespace(Options=SimpleNamespace), raising=False)
+    monkeypatch.setattr(dist, "ProcessGroupNCCL", nccl, raising=False)
 
     def new_group(ranks: Any, backend: str, timeout: Any, pg_options: Any) -> Any:
         assert pg_options.is_high_priority_stream and pg_options._timeout == timeout, "products must not delay it"
         assert all(pg_options is not other for other in given), "a group writes into its options"
+        assert vars(pg_options.config) == ({"cta_policy": "zero"} if options.get("symmetric_memory") else {})
         given.append(pg_options)
         calls.append((backend, timeout.total_seconds()))
         return f"group {len(given)}"
@@ -111,6 +118,32 @@ def test_nccl_connects_before_the_first_step(monkeypatch: pytest.MonkeyPatch) ->
         "joined",
         ("group 1", 2 * 3600.0 + 60.0),
     ]
+
+
+def test_symmetric_memory_is_used_where_there_are_several_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Groups ask for zero CTAs; buffers may be registered after the first collectives, and only then."""
+    from torch.distributed import _symmetric_memory as library
+
+    groups: list[Distributed] = []
+    real = startup.warm_up
+    monkeypatch.setattr(startup, "warm_up", lambda distributed: (groups.append(distributed), real(distributed)))
+    backends = list[str]()
+    monkeypatch.setattr(library, "set_backend", backends.append)
+    for uuids, options in ((["a"], True), (["a", "b"], False), (["a", "b"], True)):
+        assert joined(monkeypatch, uuids, symmetric_memory=options)[-2] == "joined"
+    assert [group.symmetric_memory for group in groups] == [None, None, library]
+    assert backends == ["NCCL", "NCCL"]
+
+
+def test_symmetric_memory_needs_gpus_and_a_new_nccl(monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(UsageError, match="^--symmetric_memory=1: needs GPUs, and this run is on cpu; leave it out$"):
+        join(DistributedConfig(device="cpu", symmetric_memory=True), 0, 1, 0)
+    old = SimpleNamespace(Options=NCCL.Options)
+    assert joined(monkeypatch, ["a", "b"], old, symmetric_memory=True) == [("gloo", 3600.0)], "it must not go on"
+    with pytest.raises(UsageError, match="^--symmetric_memory=1: needs NCCL 2.28, and torch .* has less; leave it out"):
+        startup._new_group(True, datetime.timedelta(1), True)
+    with pytest.raises(UsageError, match="^--symmetric_memory=1, --deterministic=1: "):
+        tiny_config(1, device="cuda", symmetric_memory=True, deterministic=True)
 
 
 def test_tf32_is_off_by_default(monkeypatch: pytest.MonkeyPatch) -> None:
