@@ -1,0 +1,209 @@
+"""Layouts, options and cases of both, all written as flags of the program."""
+
+from __future__ import annotations
+
+import contextlib
+import random
+import shlex
+from collections.abc import Mapping, Sequence
+from types import MappingProxyType
+from typing import NamedTuple
+
+from megatron_lite.cli.parse import parse
+from megatron_lite.config import Draft, flatten
+from megatron_lite.config.values import FLAGS
+from megatron_lite.errors import UsageError
+from megatron_lite.validation import resolve
+from megatron_lite.validation.rules import holds
+from megatron_lite.validation.sizes import check_passes
+from scripts.proof.ranks import MASK, RUN, TOKENS, Part
+
+Flags = Mapping[str, str]  # option -> value as typed
+STEPS, SWITCH = 3, 1  # iterations of a run, and those before it goes on in another layout
+
+
+class Dimension(NamedTuple):
+    """A way in which layouts differ: how a table shows it, and values of its option, the first as on one rank."""
+
+    label: str
+    values: tuple[str, ...]
+    keeps_bits: bool = False  # whether docs/parallelism.md promises the same bits at each value on the same ranks
+
+
+# All that a layout is, beside its number of ranks: a new kind of parallelism adds its dimensions here.
+LAYOUT: Mapping[str, Dimension] = MappingProxyType(
+    {
+        "tensor_parallel": Dimension("T={}", ("1", "2", "3", "4", "2", "3", "4")),
+        "sequence_tensor_parallel": Dimension("split tokens", ("0", "1")),
+        "parallel_embeddings": Dimension("whole embeddings", ("1", "0")),
+        "overlap_tensor_reduce": Dimension("halves", ("0", "1")),
+        "depth_first_micro_batches": Dimension("depth={}", ("1", "2", "3")),
+        "breadth_first_micro_batches": Dimension("breadth={}", ("1", "2", "3")),
+        "layers_per_stage": Dimension("stages of {}", ("1", "1.5", "2", "3")),
+        "zero_stage": Dimension("ZeRO-{}", ("1", "2", "3"), True),
+        "num_weight_buffers": Dimension("W={}", ("none", "1", "2", "3"), True),
+        "num_grad_buffers": Dimension("G={}", ("none", "1", "2", "3"), True),
+        "recompute_layers": Dimension("R={}", ("0", "1", "2"), True),
+        "mlp_recompute_level": Dimension("MLP={}", ("none", "activation", "full", "activation,full:1"), True),
+    }
+)
+MICRO_BATCHES = ("depth_first_micro_batches", "breadth_first_micro_batches")
+REDUCES = ("zero_stage", "num_grad_buffers")  # change the sums of gradients that accumulate depth-first
+
+
+def flags_of(text: str) -> Flags:
+    """Return the flags of a text of `--name=value` words."""
+    return {name: value for name, _, value in (word[2:].partition("=") for word in shlex.split(text))}
+
+
+def text_of(flags: Flags) -> str:
+    """Return flags as a text of words."""
+    return " ".join(f"--{name}={value}" for name, value in flags.items())
+
+
+SIZES = flags_of(
+    "--num_layers=3 --hidden_size=48 --num_attention_heads=12 --ffn_hidden_size=96 --vocab_size=61 "
+    "--sequence_length=24 --batch_size=12"
+)
+# A larger epsilon, as Adam would divide small gradients, and their rounding, by themselves.
+FIXED = flags_of(
+    f"--data_path={TOKENS} --split=1,0,0 --num_workers=0 --lr=1e-3 --train_iters={STEPS} --log_interval=1 "
+    "--adam_eps=1e-4 --distributed_timeout=60 --startup_timeout=60 --save_retries=0"
+)
+LLAMA = "--use_rotary_embeddings=1 --gated=1 --normalization_type=rms_norm --add_linear_biases=0"
+FAMILIES = (
+    "--random_bias_init=1",
+    "--random_bias_init=1 --use_rotary_embeddings=1 --head_groups=2",
+    f"{LLAMA} --head_groups=4 --tie_word_embeddings=0",
+    f"{LLAMA} --head_groups=1 --tie_word_embeddings=0",
+    f"{LLAMA} --head_groups=2 --qk_layernorm=1",
+)
+DTYPES = ("fp32", "fp32", "fp32", "bf16", "fp16")
+EXTRAS = (
+    "--num_attention_heads=4 | --num_attention_heads=6 | --num_attention_heads=8 | --kv_channels=6 | --num_layers=2 | "
+    "--num_layers=5 | --vocab_size=64 | --make_vocab_size_divisible_by=8 | --sequence_length=36 | --batch_size=24 | "
+    "--batch_size_schedule=0:12,1:24 | --batch_size=10 --allow_nondivisible_batch_size=1 | "
+    "--cross_document_attention=0 | --reset_position_ids=1 | --truncate_documents=0 | --mask_document_starts=1 | "
+    f"--loss_mask={MASK} | --loss_mask={MASK} --loss_reduction=micro_mean | --shuffle_documents=1 | --window_size=5 | "
+    "--logit_soft_cap=1 | --logit_z_loss=0.01 | --hybrid_norm=1 | --input_embedding_norm=1 | "
+    "--use_layer_norm_weight=0 | --zero_centered_normalization=1 | --scale_attn_by_inverse_layer_idx=1 | "
+    "--rotary_percent=0.5 | --tie_word_embeddings=1 | --add_qkv_biases=1 | --activation_type=squared_relu | "
+    "--optimizer=muon | --optimizer=lion | --optimizer=sgd | --adam_nesterov=1 | --adamc_weight_decay=1 | "
+    "--clip_grad=0 | --clip_grad=0.1 | --clip_grad_style=levanter | --update_rms_clip=0.5 | --skip_bad_steps=1 | "
+    "--clip_update_norm_sigma=1 --clip_update_norm_window=2 | --ema_type=ema --ema_beta=0.5 | --lr=1e-2 | "
+    "--freeze=embedding | --freeze=*.output.* | --freeze=*.down.* | --freeze=blocks.0.mlp,blocks.1.attention | "
+    "--lr_scales=blocks:0.25,*.down.*:0.5 | --cross_entropy_splits=3 | --cross_entropy_block_size=7 | "
+    "--full_precision_residual=1 | --full_precision_gradients=0 | --split_master_weights=1 | "
+    "--store_frozen_weights_in_optimization_precision=0 | --attention_softmax_in_fp32=1 | --async_checkpoint=1"
+).split(" | ")
+
+
+class Layout(NamedTuple):
+    """A number of ranks, and flags that are not as on one rank; a Case has its options among them."""
+
+    ranks: int
+    flags: Flags
+
+    def kept(self, names: Sequence[str]) -> Flags:
+        """Return the flags with these names."""
+        return {name: value for name, value in self.flags.items() if name in names}
+
+    def exact(self, depth_first: bool = False) -> Layout:
+        """Return the layout without what keeps its bits. depth_first: whether gradients accumulate."""
+        free = {name for name, dimension in LAYOUT.items() if dimension.keeps_bits}
+        free -= {*REDUCES} if depth_first or MICRO_BATCHES[0] in self.flags else set()
+        return Layout(self.ranks, self.kept([name for name in LAYOUT if name not in free]))
+
+    def __str__(self) -> str:
+        labels = (LAYOUT[name].label.format(value) for name, value in self.kept([*LAYOUT]).items())
+        return " ".join([f"{self.ranks} rank{'s' * (self.ranks > 1)}", *labels])
+
+
+class Case(NamedTuple):
+    """A run. then: the layout that goes on from a checkpoint, if any."""
+
+    options: Flags
+    layout: Layout
+    then: Layout | None = None
+
+    @property
+    def _averages(self) -> bool:
+        """Whether the loss depends on the micro-batches."""
+        return self.options.get("loss_reduction") == "micro_mean"
+
+    def parts(self, fixed: Flags) -> list[Part]:
+        """Return the parts of the run; raise UsageError if the program refuses it. fixed: flags of all runs."""
+        if self.then is None:
+            return [_part({**fixed, **self.options}, self.layout)]
+        if self._averages and self.then.kept(MICRO_BATCHES) != self.layout.kept(MICRO_BATCHES):
+            raise UsageError("means of other micro-batches are another loss")
+        options = {**fixed, **self.options, "experiment_dir": RUN}
+        return [_part(options, self.layout)._replace(last=SWITCH), _part(options, self.then)]
+
+    def reference(self) -> Case:
+        """Return the run on one rank to compare with."""
+        return Case(self.options, Layout(1, self.layout.kept(MICRO_BATCHES if self._averages else ())))
+
+    def twin(self, fixed: Flags) -> Case | None:
+        """Return the plainest run that must compute the same bits; None if it is this one, or there is none."""
+        depth_first = (self.parts(fixed)[0].config.batch.depth_first_micro_batches or 1) > 1
+        exact, last = self.layout.exact(depth_first), (self.then or self.layout).exact(depth_first)
+        if exact != last or (self.then is None and exact == self.layout):
+            return None
+        with contextlib.suppress(UsageError):  # ZeRO-3 may need a number of buffers
+            return Case(self.options, exact) if Case(self.options, exact).parts(fixed) else None
+        return None
+
+    def command(self) -> str:
+        """Return the command that runs this case alone."""
+        words = [f"--ranks={self.layout.ranks}", f"--case={text_of({**self.options, **self.layout.flags})}"]
+        if self.then is not None:
+            words.append(f"--then={self.then.ranks} {text_of(self.then.flags)}".strip())
+        return shlex.join(["python", "scripts/prove_layouts.py", *words])
+
+
+def case_of(flags: Flags, ranks: int, then: str | None) -> Case:
+    """Return the case of flags of options and layout. then: ranks and flags."""
+    layout = Layout(ranks, flags)
+    options = layout.kept([name for name in flags if name not in LAYOUT])
+    number, _, text = (then or "").partition(" ")
+    if then and not number.isdecimal():
+        raise UsageError(f"--then={then}: begin with the number of ranks, as in --then='2 --zero_stage=3'")
+    return Case(options, Layout(ranks, layout.kept([*LAYOUT])), Layout(int(number), flags_of(text)) if then else None)
+
+
+def draw(dice: random.Random, most_ranks: int, choices: Sequence[Flags], fixed: Flags) -> Case:
+    """Draw a case that the program accepts. choices: options to draw from; without any, they are drawn too."""
+    for _ in range(10_000):
+        case = Case(dice.choice(choices) if choices else _options(dice), _layout(dice, most_ranks))
+        if dice.random() < 0.3:
+            others = _layout(dice, most_ranks).kept([name for name in LAYOUT if LAYOUT[name].keeps_bits])
+            same = Layout(case.layout.ranks, {**case.layout.exact().flags, **others})
+            case = case._replace(then=dice.choice((same, _layout(dice, most_ranks))))
+        with contextlib.suppress(UsageError):
+            case.parts(fixed), case.reference().parts(fixed)
+            return case
+    raise UsageError("no layout of these options was found; give more --ranks, or fewer options")
+
+
+def _options(dice: random.Random) -> Flags:
+    extras = " ".join(dice.sample(EXTRAS, dice.randrange(7)))
+    return {"training_dtype": dice.choice(DTYPES), **flags_of(dice.choice(FAMILIES)), **flags_of(extras)}
+
+
+def _layout(dice: random.Random, most_ranks: int) -> Layout:
+    ranks = max(dice.randint(1, most_ranks), dice.randint(1, most_ranks))
+    drawn = {name: dice.choice(some.values) for name, some in LAYOUT.items() if dice.random() < 0.5}
+    return Layout(ranks, {name: value for name, value in drawn.items() if value != LAYOUT[name].values[0]})
+
+
+def _part(options: Flags, layout: Layout) -> Part:
+    flags = {**SIZES, **FIXED, **options, **layout.flags}
+    if "batch_size_schedule" in options:
+        del flags["batch_size"]
+    config = resolve(parse(shlex.split(text_of(flags))).config, layout.ranks)
+    check_passes(config)
+    draft = Draft(**flatten(config))
+    if any((needed := FLAGS[name].idle_unless) and not holds(needed, draft) for name in layout.flags):
+        raise UsageError("a flag of the layout has no effect")
+    return Part(config, layout.ranks, STEPS)

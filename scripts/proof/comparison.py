@@ -1,0 +1,192 @@
+"""Differences of runs, whether rounding explains them, and the smallest case with one that it does not."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import NamedTuple, TypeVar
+
+import torch
+from torch import Tensor
+
+from megatron_lite.errors import UsageError
+from scripts.proof.cases import Case, Flags, Layout
+from scripts.proof.ranks import BrokenRunError, Ranks, Step
+
+Unit = TypeVar("Unit")
+MOST_KEPT = 8  # runs to compare with
+
+
+class Limits(NamedTuple):
+    """Largest relative differences that rounding explains."""
+
+    loss: float
+    norm: float
+    gradient: float
+    update: float
+    certain: float  # updates count only where the gradient is above this part of its largest element
+
+
+EXACT = Limits(0.0, 0.0, 0.0, 0.0, 0.0)
+FP32 = Limits(1e-6, 1e-5, 1e-4, 2e-3, 1e-3)  # losses as docs/parallelism.md promises, and what follows
+FP16 = Limits(1e-3, 2e-2, 5e-2, 0.5, 0.1)  # one rank sums before it rounds, several round before they sum
+BF16 = Limits(5e-3, 5e-2, 0.3, 0.5, 0.3)
+MUON = Limits(1e-5, 3e-4, 1e-2, 0.2, 0.0)  # rounds to bf16
+SMALL = 1e-3  # of the largest gradient of all: a whole parameter with less has rounding alone
+
+
+def limits_of(options: Flags) -> tuple[str, Limits]:
+    """Return the limits of runs with these options, and what they depend on."""
+    dtype, rule = options.get("training_dtype", "fp32"), options.get("optimizer", "adamw")
+    limits = {"fp32": FP32, "fp16": FP16, "bf16": BF16}[dtype]
+    if rule == "muon":
+        limits = Limits(*map(max, limits, MUON))
+    if rule == "lion":  # signs, also of sums near zero
+        limits = limits._replace(update=0.5 if dtype == "fp32" else math.inf)
+    return f"{dtype}, {rule}", limits
+
+
+class Difference(NamedTuple):
+    """A relative difference of a number or parameter at a step."""
+
+    step: int
+    what: str  # loss, norm, gradient, update, or their kind
+    name: str  # of the parameter
+    error: float
+    limit: float
+
+    @property
+    def is_beyond(self) -> bool:
+        return not self.error <= self.limit  # NaN is
+
+    def __str__(self) -> str:
+        of = f" of {self.name}" if self.name else ""
+        return f"{self.what}{of} at step {self.step} differs by {self.error:.1e}, more than {self.limit:.0e}"
+
+
+def differences(steps: Sequence[Step], others: Sequence[Step], limits: Limits) -> Iterator[Difference]:
+    """Yield every difference of a run to another one, in order."""
+    before: tuple[Step, Step] | None = None
+    for step, other in zip(steps, others, strict=True):
+        yield Difference(step.iteration, "loss", "", _relative(step.loss, other.loss), limits.loss)
+        yield Difference(step.iteration, "norm", "", _relative(step.norm, other.norm), limits.norm)
+        largest = max((_size(value) for (kind, _), value in other.tensors.items() if kind == "gradients"), default=0.0)
+        assert step.tensors.keys() == other.tensors.keys(), "the same parameters"
+        for (kind, name), value in other.tensors.items():
+            found, gradient = step.tensors[kind, name], other.tensors.get(("gradients", name))
+            if limits == EXACT or before is None:
+                same = torch.equal(found.nan_to_num(7e9), value.nan_to_num(7e9))
+                yield Difference(step.iteration, kind, name, 0.0 if same else _error(found, value, 0.0), 0.0)
+            elif not math.isfinite(other.norm):
+                continue  # the update was dropped, as all ranks agree
+            elif gradient is None:
+                error = _error(found, before[0].tensors[kind, name], 0.0)
+                yield Difference(step.iteration, f"frozen {kind}", name, error, 0.0)
+            elif kind == "gradients":
+                error = _error(found, value, SMALL * largest)
+                yield Difference(step.iteration, "gradient", name, error, limits.gradient)
+            elif _size(gradient) > SMALL * largest:
+                certain = gradient.abs() > limits.certain * _size(gradient)
+                moved, wanted = (
+                    (after - run.tensors[kind, name])[certain]
+                    for after, run in zip((found, value), before, strict=True)
+                )
+                error = float((moved - wanted).abs().sum() / wanted.abs().sum().clamp(min=1e-30))
+                yield Difference(step.iteration, f"update of the {kind}", name, error, limits.update)
+        before = (step, other)
+
+
+def _size(value: Tensor) -> float:
+    return float(value.abs().max())
+
+
+def _error(found: Tensor, value: Tensor, small: float) -> float:
+    """Return the largest difference, relative to the largest element or `small`."""
+    return _size(found - value) / max(_size(value), small, 1e-30)
+
+
+def _relative(found: float, value: float) -> float:
+    same = found == value or not (math.isfinite(found) or math.isfinite(value))
+    return 0.0 if same else abs(found - value) / max(abs(value), 1e-30)
+
+
+@dataclass
+class Verdict:
+    """The result of a case. worst: the largest difference to one rank, of each kind of number."""
+
+    case: Case
+    problem: str = ""
+    worst: dict[str, Difference] = field(default_factory=dict)
+    twin: Case | None = None  # whose bits it has
+
+
+class Judge:
+    """Runs cases beside those that they must agree with, and keeps the newest of these. fixed: flags of all runs."""
+
+    def __init__(self, ranks: Ranks, fixed: Flags) -> None:
+        self._ranks, self._fixed = ranks, fixed
+        self._kept: dict[str, list[Step]] = {}
+
+    def __call__(self, case: Case) -> Verdict:
+        """Raises UsageError if the program refuses a run."""
+        verdict = Verdict(case)
+        try:
+            steps = self._ranks.train(case.parts(self._fixed))
+            for found in differences(steps, self._steps(case.reference()), limits_of(case.options)[1]):
+                verdict.worst[found.what] = max(verdict.worst.get(found.what, found), found, key=lambda one: one.error)
+                if found.is_beyond and not verdict.problem:
+                    verdict.problem = f"not the numbers of one rank: {found}"
+            if not verdict.problem and (twin := case.twin(self._fixed)) is not None:
+                beyond = (found for found in differences(steps, self._steps(twin), EXACT) if found.is_beyond)
+                if (first := next(beyond, None)) is not None:
+                    verdict.problem = f"not the bits of {twin.layout}: {first}"
+                verdict.twin = None if first else twin
+        except BrokenRunError as error:
+            verdict.problem = str(error)
+        return verdict
+
+    def _steps(self, case: Case) -> list[Step]:
+        key = repr(case)
+        if key not in self._kept:
+            self._kept[key] = self._ranks.train(case.parts(self._fixed))
+            if len(self._kept) > MOST_KEPT:
+                del self._kept[next(iter(self._kept))]
+        return self._kept[key]
+
+
+def reduced(verdict: Verdict, judge: Callable[[Case], Verdict]) -> Verdict:
+    """Return the verdict on a case that still fails, but without any rank, flag or restart fewer."""
+    case, last = verdict.case, verdict
+    flags = [("layout", *pair) for pair in case.layout.flags.items()]
+    flags += [("options", *pair) for pair in case.options.items()]
+    then = [("then", "", "")] if case.then is not None else []
+
+    def fails(units: Sequence[tuple[str, str, str]]) -> bool:
+        nonlocal last
+        options, layout = ({name: value for kind, name, value in units if kind == own} for own in ("options", "layout"))
+        ranks = 1 + sum(kind == "rank" for kind, _, _ in units)
+        try:
+            found = judge(Case(options, Layout(ranks, layout), case.then if {*then} & {*units} else None))
+        except UsageError:
+            return False
+        last = found if found.problem else last
+        return bool(found.problem)
+
+    smallest([*[("rank", "", "")] * (case.layout.ranks - 1), *then, *flags], fails)
+    return last
+
+
+def smallest(units: Sequence[Unit], fails: Callable[[Sequence[Unit]], bool]) -> list[Unit]:
+    """Return units none of which can be left out, or `fails` is no longer true (Zeller 1999, without complements)."""
+    kept, size = [*units], math.ceil(len(units) / 2)
+    while size and kept:
+        start, left_out = 0, False
+        while start < len(kept):
+            fewer = kept[:start] + kept[start + size :]
+            if fails(fewer):
+                kept, left_out = fewer, True
+            else:
+                start += size
+        size = size // 2 if size > 1 else int(left_out)
+    return kept

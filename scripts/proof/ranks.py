@@ -1,0 +1,202 @@
+"""Processes that live on, train one short run after the other as the program does, and tell every number of it."""
+
+from __future__ import annotations
+
+import functools
+import multiprocessing
+import os
+import shutil
+import tempfile
+import traceback
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ProcessPoolExecutor, wait
+from concurrent.futures.process import BrokenProcessPool
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from megatron_lite.config import Config
+from megatron_lite.data.indexed_dataset import IndexedDatasetWriter
+from megatron_lite.distributed.startup import join
+from megatron_lite.errors import PeerError, UsageError
+from megatron_lite.outputs.saving import finish_save, save
+from megatron_lite.run.experiment import Experiment
+from megatron_lite.run.stop_signal import StopSignal
+from megatron_lite.setup_run import Run, build
+from megatron_lite.tiles import Tile
+from megatron_lite.train import train_step
+
+TOKENS, MASK, RUN = "tokens", "mask", "run"  # files in the working directory of all ranks
+Prepare = Callable[[], None]
+Piece = tuple[str, str, int, Tile, Any]  # kind, parameter, elements of the whole, place of these, numpy array
+Told = tuple[int, float, float, list[Piece]]  # one rank's part of a Step
+
+
+class Part(NamedTuple):
+    """The iterations of a run up to `last` that are not in its checkpoint."""
+
+    config: Config  # resolved
+    ranks: int
+    last: int
+
+
+class Step(NamedTuple):
+    """Numbers of an iteration, or of a start: gradients before the update, weights and averages after it."""
+
+    iteration: int
+    loss: float
+    norm: float  # of the gradient
+    tensors: dict[tuple[str, str], Tensor]  # (kind, name) -> whole parameter, flat, fp32
+
+
+class BrokenRunError(Exception):
+    """A run that failed, or whose ranks do not agree."""
+
+
+class Ranks:
+    """Processes, started once; use them in a `with` block. prepare: called in each at its start, for tests."""
+
+    def __init__(self, count: int, prepare: Prepare | None = None) -> None:
+        self._folder, self._runs = tempfile.mkdtemp(prefix="prove_layouts_"), 0
+        _write_data(self._folder)
+        context = multiprocessing.get_context("forkserver")
+        context.set_forkserver_preload(["scripts.proof.ranks", "torch.fx.experimental.symbolic_shapes"])
+        begin = functools.partial(_begin, self._folder, prepare)
+        self._start = lambda: [ProcessPoolExecutor(1, context, begin) for _ in range(count)]
+        self._processes = self._start()
+
+    def __enter__(self) -> Ranks:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        for process in self._processes:
+            process.shutdown()
+        shutil.rmtree(self._folder)
+
+    def train(self, parts: Sequence[Part]) -> list[Step]:
+        """Train a run; return its numbers, with one start more than parts: what a part reads is compared.
+
+        Raises:
+            UsageError: if the program refuses the options.
+            BrokenRunError: if a rank fails, or two have different copies of what they hold alike.
+        """
+        shutil.rmtree(f"{self._folder}/{RUN}", ignore_errors=True)
+        steps: list[Step] = []
+        for part in parts:
+            start, *others = self._train(part)
+            for key in start.tensors if steps else ():
+                if not start.tensors[key].equal(steps[-1].tensors[key]):
+                    raise BrokenRunError(
+                        f"the {key[0]} of {key[1]} are not those that were saved at step {start.iteration}"
+                    )
+            steps += others if steps else [start, *others]
+        return steps
+
+    def _train(self, part: Part) -> list[Step]:
+        self._runs += 1
+        processes, store = self._processes[: part.ranks], f"{self._folder}/{self._runs}"
+        futures = [process.submit(_train, part, rank, store) for rank, process in enumerate(processes)]
+        wait(futures)
+        errors = [error for future in futures if (error := future.exception()) is not None]
+        for error in sorted(errors, key=lambda error: isinstance(error, PeerError)):  # which follows from another
+            if isinstance(error, BrokenProcessPool):
+                self._processes = self._start()
+            if isinstance(error, UsageError):
+                raise error
+            raise BrokenRunError("".join([f"{error}\n", *traceback.format_exception(error)])) from None
+        return [_together(told) for told in zip(*(future.result() for future in futures), strict=True)]
+
+
+def _together(ranks: Sequence[Told]) -> Step:
+    """Put the pieces of all ranks together; several ranks must hold the same copies."""
+    (number, loss, norm, _), *others = ranks
+    tensors: dict[tuple[str, str], Tensor] = {}
+    for kind, name, numel, tile, values in (piece for told in ranks for piece in told[3]):
+        whole = tensors.setdefault((kind, name), torch.full((numel,), torch.nan))
+        place, piece = tile.view(whole), torch.from_numpy(values).view(tile.rows, tile.width)
+        if not bool(((place == piece) | place.isnan()).all()):
+            raise BrokenRunError(f"ranks hold different {kind} of {name} at step {number}")
+        place.copy_(piece)
+    if any(repr(other[1:3]) != repr((loss, norm)) for other in others):
+        raise BrokenRunError(f"ranks have different losses or gradient norms at step {number}")
+    return Step(number, loss, norm, tensors)
+
+
+def _begin(folder: str, prepare: Prepare | None) -> None:
+    with open(os.devnull, "w") as nowhere:
+        os.dup2(nowhere.fileno(), 1)
+        os.dup2(nowhere.fileno(), 2)
+    os.chdir(folder)
+    torch.set_num_threads(1)
+    if prepare is not None:
+        prepare()
+
+
+@functools.cache
+def _stop() -> StopSignal:
+    return StopSignal()  # one a process, as each starts a thread
+
+
+def _train(part: Part, rank: int, store: str) -> list[Told]:
+    """Return this rank's numbers before the first iteration and of each."""
+    try:
+        meet = (lambda: dist.FileStore(store, part.ranks)) if part.ranks > 1 else None
+        distributed = join(part.config.distributed, rank, part.ranks, rank, meet=meet)
+        experiment = Experiment(part.config, distributed)
+        run = build(part.config, distributed, experiment, _stop(), ())
+        told = list(_iterations(run, part.last))
+        save(run)
+        finish_save(run)
+        run.data.close()
+        run.model.finish()
+        distributed.barrier()
+        experiment.release()
+        distributed.close()
+        return told
+    finally:
+        if dist.is_initialized():
+            dist.destroy_process_group()
+
+
+def _iterations(run: Run, last: int) -> Iterator[Told]:
+    kinds = ("weights", "average") if run.config.averaging.enabled else ("weights",)
+    yield run.iteration, 0.0, 0.0, [piece for kind in kinds for piece in _pieces(run, kind)]
+    step, gradients = run.optimizer.step, list[Piece]()
+
+    def with_gradients(*arguments: Any) -> Any:
+        gradients[:] = _pieces(run, "gradients")
+        return step(*arguments)
+
+    vars(run.optimizer)["step"] = with_gradients
+    for batches in run.data.batches("training", run.iteration, last - run.iteration):
+        done = train_step(run, batches, run.iteration + 1)
+        run.iteration += 1
+        run.window.add(done.loss, done.tokens, done.verdict.skipped, 0.0)
+        pieces = [*gradients, *(piece for kind in kinds for piece in _pieces(run, kind))]
+        yield run.iteration, float(done.loss) / max(done.tokens, 1), float(done.grad_norm), pieces
+
+
+def _pieces(run: Run, kind: str) -> Iterator[Piece]:
+    """Yield this rank's shards of weights, averages, or gradients without their scale, tile by tile."""
+    for _, part in run.model.parts():
+        if kind == "gradients" and part.has_state:
+            shard = part.grad_shard.float() / run.optimizer.loss_scale.scale
+        elif kind == "weights" or (kind == "average" and part.average is not None):
+            shard = part.read(kind).float()
+        else:
+            continue
+        for spec, tile in part.layout.tiles(part.group.rank):
+            yield kind, spec.name, spec.numel, tile, shard[tile.offset : tile.end].cpu().numpy().copy()
+
+
+def _write_data(folder: str) -> None:
+    """Write documents of random tokens, and a mask that leaves two fifths of them out of the loss."""
+    dice = np.random.default_rng(0)
+    tokens, mask = (IndexedDatasetWriter(f"{folder}/{name}", "<u2") for name in (TOKENS, MASK))
+    with tokens, mask:
+        for size in dice.integers(2, 40, 400):
+            tokens.add_document(dice.integers(0, 61, size))
+            mask.add_document(dice.integers(0, 5, size) > 1)

@@ -1,0 +1,166 @@
+#!/usr/bin/env python3
+"""Prove that every layout computes the same: train a tiny model in random layouts, and compare with one rank.
+
+    python scripts/prove_layouts.py [--ranks=4] [--count=N] [--minutes=M] [--seed=S] [--output=FILE]
+    python scripts/prove_layouts.py --like="$MODEL_ARGS $TRAINING_ARGS $PERFORMANCE_ARGS"
+
+Without --like, models and options are drawn as well. Each line of the table is a run in one layout, with the
+largest differences to one rank. docs/parallelism.md says what to expect.
+A difference beyond that is reduced to the fewest options, with the command that shows it again.
+Exit codes: 0 every layout computes the same, 5 one does not, 2 usage.
+"""
+
+from __future__ import annotations
+
+import argparse
+import itertools
+import math
+import random
+import shlex
+import sys
+import time
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # works without installation
+
+import scripts  # noqa: F401  names a missing package
+
+# isort: split
+from megatron_lite.cli.script_parser import ScriptParser, number
+from megatron_lite.errors import EXIT_DONE, NumericsError
+from megatron_lite.run.exit_status import print_failure
+from megatron_lite.run.host import prepare_libraries
+from megatron_lite.run.progress_line import ProgressLine, format_duration
+from scripts.benchmarks.results import write_json
+from scripts.proof.cases import Case, Flags, case_of, draw, flags_of, text_of
+from scripts.proof.comparison import Judge, Verdict, limits_of, reduced
+from scripts.proof.like import shrunk
+from scripts.proof.ranks import Prepare, Ranks
+
+DEFAULT_MINUTES = 2.5
+MOST_SHOWN = 90  # characters of the options
+SHOWN = ("loss", "norm", "gradient", "update of the weights")
+
+
+def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
+    """Parse the command line."""
+    about, _, more = (__doc__ or "").partition("\n\n")
+    parser = ScriptParser(description=about, epilog=more, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--seed", type=number(int, 0), default=1, help="of the draws (default 1)")
+    parser.add_argument("--count", type=number(int, 1), help="layouts (default: as many as --minutes allow)")
+    parser.add_argument(
+        "--minutes", type=number(float, 0, above=True), help=f"stop after (default {DEFAULT_MINUTES:g} without --count)"
+    )
+    parser.add_argument("--ranks", type=number(int, 1, 64), default=4, help="most ranks of a layout (default 4)")
+    parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu", help="(default cpu, with gloo)")
+    parser.add_argument("--like", metavar="FLAGS", help="flags of a run: prove layouts of this model, shrunk")
+    parser.add_argument("--case", metavar="FLAGS", help="run this case alone, in a layout of --ranks ranks")
+    parser.add_argument(
+        "--then", metavar="RANKS...", help="ranks, and flags, with which the case goes on after a restart"
+    )
+    parser.add_argument("--output", type=Path, help="also write all differences as JSON")
+    return parser.parse_args(arguments)
+
+
+def main(arguments: Sequence[str] | None = None, prepare: Prepare | None = None) -> int:
+    """Draw, run, compare and print; return the exit code. prepare: for tests, see `Ranks`."""
+    options = parse(arguments)
+    try:
+        prepare_libraries()
+        prove(options, prepare)
+    except Exception as error:
+        return print_failure(error, "give fewer --ranks")
+    return EXIT_DONE
+
+
+def prove(options: argparse.Namespace, prepare: Prepare | None) -> None:
+    """Run cases until one does not compute what it should (NumericsError), or enough do."""
+    fixed = {"device": options.device, "deterministic": str(int(options.device == "cuda"))}
+    minutes = options.minutes or (math.inf if options.count or options.case else DEFAULT_MINUTES)
+    count = options.count or (1 if options.case else math.inf)
+    start_s, verdicts, bar = time.monotonic(), list[Verdict](), ProgressLine()
+    with Ranks(options.ranks, prepare) as ranks:
+        judge = Judge(ranks, fixed)
+        for case, common in cases(options, fixed):
+            verdicts.append(judge(case))
+            bar.close()
+            print("\n".join(rows(verdicts[-1], common, head=len(verdicts) == 1)), flush=True)
+            if verdicts[-1].problem:
+                print(f"\nDIFFERENT: {verdicts[-1].problem}\nreducing the options ...", flush=True)
+                verdicts[-1] = reduced(verdicts[-1], judge)
+                break
+            minutes_so_far = (time.monotonic() - start_s) / 60
+            share = max(len(verdicts) / count, minutes_so_far / minutes)
+            if share >= 1:
+                break
+            bar.update(lambda s: f"[{'#' * round(20 * share):20}] {len(verdicts)} layouts, {format_duration(s)}")  # noqa: B023
+        bar.close()
+    write_json(options.output, {"command": shlex.join(sys.argv), "cases": [record(verdict) for verdict in verdicts]})
+    if problem := verdicts[-1].problem:
+        raise NumericsError(f"the smallest case: {problem}\nshown again by: {verdicts[-1].case.command()}")
+    print("\n".join(summary(verdicts, time.monotonic() - start_s)))
+
+
+def cases(options: argparse.Namespace, fixed: Flags) -> Iterator[tuple[Case, Flags]]:
+    """Yield cases, and the options that all have: --case, or that of --like, then drawn ones without end."""
+    if options.case is not None:
+        yield case_of(flags_of(options.case), options.ranks, options.then), {}
+        return
+    choices: list[Flags] = []
+    common: Flags = {}
+    if options.like is not None:
+        flags = shlex.split(options.like)
+        like, remarks = shrunk(flags, options.ranks)
+        choices = [like.options, shrunk(flags, options.ranks, training_dtype="fp32")[0].options]
+        common = dict(choices[0].items() & choices[1].items())
+        print("\n".join([f"model and options: {text_of(like.options)}", *remarks, ""]))
+        if like.layout.flags:
+            yield like, common
+    for place in itertools.count():
+        yield draw(random.Random(f"{options.seed}/{place}"), options.ranks, choices, fixed), common
+
+
+def line(layout: str, *cells: str) -> str:
+    """Return a line of the table."""
+    *numbers, text = cells
+    return f"{layout:<56} {' '.join(f'{cell:>8}' for cell in numbers)}  {text}".rstrip()
+
+
+def rows(verdict: Verdict, common: Flags, head: bool) -> Iterator[str]:
+    """Yield the lines of a case. common: options not to show. head: begin with the head of the table."""
+    if head:
+        yield line("layout", "loss", "norm", "gradient", "update", "bits", "options")
+    case, worst = verdict.case, verdict.worst
+    numbers = [f"{worst[what].error:.1e}" if what in worst else "" for what in SHOWN]
+    shown = " ".join(f"{name}={value}" for name, value in case.options.items() if name not in common)
+    then = "" if case.then is None else ", then"
+    yield line(f"{case.layout}{then}", *numbers, "same" if verdict.twin else "", shown[:MOST_SHOWN])
+    if case.then is not None:
+        yield f"  {case.then}"
+
+
+def record(verdict: Verdict) -> dict[str, object]:
+    """Return all of a case for JSON."""
+    worst = {what: found._asdict() for what, found in verdict.worst.items()}
+    twin = verdict.twin and str(verdict.twin.layout)
+    return {"command": verdict.case.command(), "same_bits_as": twin, "problem": verdict.problem, "worst": worst}
+
+
+def summary(verdicts: Sequence[Verdict], elapsed_s: float) -> Iterator[str]:
+    """Yield the lines below the table."""
+    yield f"\n{len(verdicts)} layouts in {format_duration(elapsed_s)}. Largest differences to one rank, and limits:"
+    for kind, limits in sorted({limits_of(verdict.case.options) for verdict in verdicts}):
+        some = [verdict for verdict in verdicts if limits_of(verdict.case.options)[0] == kind]
+        worst = [max((v.worst[what].error for v in some if what in v.worst), default=0.0) for what in SHOWN]
+        yield line(f"{len(some)} in {kind}", *(f"{error:.1e}" for error in worst), "", "")
+        yield line("", *(f"{limit:.0e}" for limit in limits[: len(SHOWN)]), "", "")
+    same, restarts = sum(v.twin is not None for v in verdicts), sum(v.case.then is not None for v in verdicts)
+    yield "to rounding: other ranks and micro-batches, because they sum in another order"
+    yield f"to the bit: initial weights, copies of a parameter, what {restarts} restarts read from a checkpoint;"
+    yield f"  {same} layouts (same) have the bits of ZeRO-1, without recomputation and restart, on the same ranks"
+    yield "every layout computes the same (docs/parallelism.md, What is equal)"
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,113 @@
+"""Layouts compute the same, and a planted mistake is found and reduced to what it needs."""
+
+import json
+import math
+import re
+import shlex
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor
+
+from megatron_lite.zero.replicas import Replicas
+from scripts import prove_layouts
+from scripts.proof.cases import LAYOUT, flags_of
+from scripts.proof.comparison import EXACT, FP32, differences, smallest
+from scripts.proof.like import shrunk
+from scripts.proof.ranks import Step
+from tests.support import harness  # noqa: F401  starts the server of ranks with more imported
+
+
+def test_drawn_layouts_compute_the_same(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """On up to two ranks; the JSON has a command for each."""
+    assert prove_layouts.main(["--count=3", "--ranks=2", "--seed=1", f"--output={tmp_path / 'proof.json'}"]) == 0
+    output = capsys.readouterr().out
+    assert "every layout computes the same" in output
+    cases = json.loads((tmp_path / "proof.json").read_text())["cases"]
+    assert len(cases) == 3 and not any(case["problem"] for case in cases)
+    assert all(case["command"].startswith("python scripts/prove_layouts.py --ranks=") for case in cases)
+    assert any(case["same_bits_as"] for case in cases)
+
+
+def forget_gradients() -> None:
+    """Plant a mistake into a rank: gradients of copied parameters are those of its own tokens."""
+
+    def nothing(self: Replicas, shard: Tensor) -> None:
+        pass
+
+    Replicas.sum_gradients = nothing  # type: ignore[method-assign]
+
+
+def test_a_planted_mistake_is_reduced_to_what_it_needs(capsys: pytest.CaptureFixture[str]) -> None:
+    """Exit 5, the first parameter and step, and a command with two flags of six."""
+    options = "--training_dtype=bf16 --optimizer=lion --window_size=5"
+    layout = "--tensor_parallel=2 --sequence_tensor_parallel=1 --zero_stage=2"
+    words = ["--ranks=2", f"--case={options} {layout}", "--then=2 --tensor_parallel=2"]
+    assert prove_layouts.main(words, forget_gradients) == 5
+    output = capsys.readouterr()
+    assert "DIFFERENT: ranks hold different gradients of embedding.position.weight at step 1" in output.out
+    command = output.err.strip().splitlines()[-1].removeprefix("shown again by: ")
+    assert shlex.split(command) == [
+        *("python", "scripts/prove_layouts.py", "--ranks=2"),
+        "--case=--tensor_parallel=2 --sequence_tensor_parallel=1",
+    ]
+
+
+def a_run(**changes: float) -> list[Step]:
+    """A start and two iterations of one parameter of 40 elements and a frozen one; changes: of the last iteration."""
+    ramp, ones = torch.linspace(0.1, 1, 40), torch.ones(40)
+    steps = [Step(0, 0.0, 0.0, {("weights", "w"): ramp, ("weights", "frozen"): ones})]
+    for number, more in ((1, dict[str, float]()), (2, changes)):
+        gradient, moved = ramp.clone(), (ramp * (1 + 0.01 * number)).clone()
+        gradient[7] *= 1 + more.get("gradient", 0.0)
+        moved *= 1 + more.get("update", 0.0)
+        tensors = {("gradients", "w"): gradient, ("weights", "w"): moved}
+        tensors["weights", "frozen"] = ones * (1 + more.get("frozen", 0.0))
+        steps.append(Step(number, 2.0 * (1 + more.get("loss", 0.0)), 1.0 + more.get("norm", 0.0), tensors))
+    return steps
+
+
+def test_every_number_is_compared() -> None:
+    """Rounding passes, and a little more does not; to the bit, nothing passes. NaN is a difference."""
+    small = {"loss": 8e-7, "norm": 8e-6, "gradient": 4e-5, "update": 1e-5}
+    assert not [found for found in differences(a_run(**small), a_run(), FP32) if found.is_beyond]
+    large = {"loss": 2e-6, "norm": 2e-5, "gradient": 1e-3, "update": 1e-4, "frozen": 1e-6}
+    for what, change in [*large.items(), ("loss", math.nan), ("gradient", math.nan)]:
+        beyond = [found for found in differences(a_run(**{what: change}), a_run(), FP32) if found.is_beyond]
+        assert [found.step for found in beyond] == [2] and beyond[0].what.startswith(what), (what, beyond)
+    for what, change in large.items():
+        assert any(found.is_beyond for found in differences(a_run(**{what: change}), a_run(), EXACT)), what
+
+
+def test_smallest_keeps_what_the_failure_needs() -> None:
+    """Any subset of the units, however they lie."""
+    for needed in ([], [0], [12], [3, 4], [0, 6, 12], [1, 3, 5, 7, 9, 11]):
+        tried: list[list[int]] = []
+
+        def fails(kept: list[int], needed: list[int] = needed, tried: list[list[int]] = tried) -> bool:
+            tried.append(kept)
+            return set(needed) <= set(kept)
+
+        assert smallest(range(13), fails) == needed  # type: ignore[arg-type]
+        assert len(tried) < 60
+
+
+def test_a_command_is_shrunk_with_its_options_and_layout() -> None:
+    """Sizes are small, ratios are kept, and what cannot be is named."""
+    flags = (
+        "--num_layers=32 --hidden_size=4096 --num_attention_heads=32 --head_groups=8 --ffn_hidden_size=14336 "
+        "--sequence_length=8192 --window_size=4096 --training_dtype=bf16 --hidden_dropout=0.1 --optimizer=muon "
+        "--freeze=blocks.17.mlp --tensor_parallel=8 --zero_stage=3 --mlp_recompute_level=activation,full:8"
+    )
+    case, remarks = shrunk(shlex.split(flags), 4)
+    assert case.options == {
+        **flags_of("--head_groups=4 --ffn_hidden_size=168 --window_size=12 --training_dtype=bf16 --optimizer=muon"),
+        "freeze": "blocks.2.mlp",
+    }
+    assert dict(case.layout.flags) == {"tensor_parallel": "4", "zero_stage": "3"} and case.layout.ranks == 4
+    assert re.findall(r"dropout is 0|left out --mlp_recompute_level", "\n".join(remarks)) == [
+        "dropout is 0",
+        "left out --mlp_recompute_level",
+    ]
+    assert case.layout.flags.keys() <= LAYOUT.keys()
