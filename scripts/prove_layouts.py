@@ -27,6 +27,8 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # works without
 import scripts  # noqa: F401  names a missing package
 
 # isort: split
+import torch
+
 from megatron_lite.cli.script_parser import ScriptParser, number
 from megatron_lite.errors import EXIT_DONE, NumericsError
 from megatron_lite.run.exit_status import print_failure
@@ -52,15 +54,20 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument(
         "--minutes", type=number(float, 0, above=True), help=f"stop after (default {DEFAULT_MINUTES:g} without --count)"
     )
-    parser.add_argument("--ranks", type=number(int, 1, 64), default=4, help="most ranks of a layout (default 4)")
+    parser.add_argument("--ranks", type=number(int, 1, 64), help="most ranks of a layout (default 4; one a GPU)")
     parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu", help="(default cpu, with gloo)")
-    parser.add_argument("--like", metavar="FLAGS", help="flags of a run: prove layouts of this model, shrunk")
-    parser.add_argument("--case", metavar="FLAGS", help="run this case alone, in a layout of --ranks ranks")
+    which = parser.add_mutually_exclusive_group()
+    which.add_argument("--like", metavar="FLAGS", help="flags of a run: prove layouts of this model, shrunk")
+    which.add_argument("--case", metavar="FLAGS", help="run this case alone, on --ranks ranks")
     parser.add_argument(
         "--then", metavar="RANKS...", help="ranks, and flags, with which the case goes on after a restart"
     )
     parser.add_argument("--output", type=Path, help="also write all differences as JSON")
-    return parser.parse_args(arguments)
+    options = parser.parse_args(arguments)
+    if options.then is not None and options.case is None:
+        parser.error("--then continues a --case; write both, or leave it out")
+    options.ranks = options.ranks or (4 if options.device == "cpu" else max(1, torch.cuda.device_count()))
+    return options
 
 
 def main(arguments: Sequence[str] | None = None, prepare: Prepare | None = None) -> int:

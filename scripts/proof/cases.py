@@ -53,7 +53,8 @@ REDUCES = ("zero_stage", "num_grad_buffers")  # change the sums of gradients tha
 
 def flags_of(text: str) -> Flags:
     """Return the flags of a text of `--name=value` words."""
-    return {name: value for name, _, value in (word[2:].partition("=") for word in shlex.split(text))}
+    pairs = (word.removeprefix("--").partition("=") for word in shlex.split(text))
+    return {name.replace("-", "_"): value for name, _, value in pairs}
 
 
 def text_of(flags: Flags) -> str:

@@ -32,7 +32,7 @@ EXACT = Limits(0.0, 0.0, 0.0, 0.0, 0.0)
 FP32 = Limits(1e-6, 1e-5, 1e-4, 2e-3, 1e-3)  # losses as docs/parallelism.md promises, and what follows
 FP16 = Limits(1e-3, 2e-2, 5e-2, 0.5, 0.1)  # one rank sums before it rounds, several round before they sum
 BF16 = Limits(5e-3, 5e-2, 0.3, 0.5, 0.3)
-MUON = Limits(1e-5, 3e-4, 1e-2, 0.2, 0.0)  # rounds to bf16
+MUON = Limits(2e-5, 1e-3, 5e-2, 0.2, 0.0)  # rounds to bf16, and a larger rate makes more of it
 SMALL = 1e-3  # of the largest gradient of all: a whole parameter with less has rounding alone
 
 

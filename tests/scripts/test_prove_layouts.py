@@ -54,6 +54,26 @@ def test_a_planted_mistake_is_reduced_to_what_it_needs(capsys: pytest.CaptureFix
     ]
 
 
+@pytest.mark.parametrize(
+    ("words", "error"),
+    [
+        (["--then=2"], "--then continues a --case"),
+        (["--case=--zero_stage=7"], "ERROR: --zero_stage=7: must be >= 1"),
+        (["--case=--zero_stage=2", "--then=--zero_stage=3"], "begin with the number of ranks"),
+        (["--like=--hidden_sise=64"], "did you mean --hidden_size?"),
+        (["--like=--tensor_parallel=2", "--case=--zero_stage=2"], "not allowed with"),
+    ],
+)
+def test_mistakes_are_named(words: list[str], error: str, capsys: pytest.CaptureFixture[str]) -> None:
+    """In one line, with exit code 2, before any process starts."""
+    try:
+        code = prove_layouts.main(words)
+    except SystemExit as end:
+        code = int(end.code or 0)
+    said = capsys.readouterr().err
+    assert code == 2 and error in said and said.count("\n") == 1, said
+
+
 def a_run(**changes: float) -> list[Step]:
     """A start and two iterations of one parameter of 40 elements and a frozen one; changes: of the last iteration."""
     ramp, ones = torch.linspace(0.1, 1, 40), torch.ones(40)
