@@ -127,6 +127,8 @@ def digest(tensors: Iterator[Tensor]) -> str:
 class Wrapped:
     """A group that passes everything on."""
 
+    symmetric_memory = None
+
     def __init__(self, inner: Any) -> None:
         self.inner, self.rank, self.world_size, self.device = inner, inner.rank, inner.world_size, inner.device
         self.data, self.tensor = self, getattr(inner, "tensor", None)
@@ -250,6 +252,7 @@ class SimulatedRanks:
     """
 
     rank, world_size = 0, 2
+    symmetric_memory = None
 
     def __init__(self, device: str = "cpu", delay_cycles: int = 0) -> None:
         self.device, self._delay_cycles = torch.device(device), delay_cycles

@@ -27,7 +27,7 @@ from tests.support.harness import layers_of
 class Alone:
     """The only rank, without a process group."""
 
-    rank, world_size, device = 0, 1, torch.device("cpu")
+    rank, world_size, device, symmetric_memory = 0, 1, torch.device("cpu"), None
 
     def all_gather(self, buffer: Tensor, kind: str = "") -> Any:
         raise AssertionError("nothing to gather")

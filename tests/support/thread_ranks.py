@@ -59,6 +59,7 @@ class ThreadGroup:
     """One rank's view of a group; see `distributed.rank_group.Group`."""
 
     device = torch.device("cpu")
+    symmetric_memory = None
 
     def __init__(self, rank: int, world_size: int, meeting: Meeting) -> None:
         self.rank, self.world_size, self._meeting, self.turn = rank, world_size, meeting, meeting.turn
