@@ -47,7 +47,10 @@ def jit(function: Callable[..., Any]) -> Any:
         def launch(*args: Any, **options: Any) -> Any:
             given = args[0] if isinstance(args[0], tuple) else args[:1]  # AdamW takes a shard's tensors as one argument
             is_meta = next(tensor.is_meta for tensor in given if tensor is not None)
-            return tell(function.__name__, *args) if is_meta else kind.__getitem__(self, grid)(*args, **options)
+            if is_meta:
+                return tell(function.__name__, *args)
+            # Explicit, because Triton 3.9 announces another default for 3.10, with other bits.
+            return kind.__getitem__(self, grid)(*args, enable_fp_fusion=True, **options)
 
         return launch
 

@@ -43,6 +43,15 @@ def _narrow_kernel(target_ptr, source_ptr, numel, BLOCK: tl.constexpr) -> None: 
     tl.store(target_ptr + offsets, narrow(values, target_ptr.dtype.element_ty), mask=mask)
 
 
+@needs_triton
+def test_kernels_fuse_products_and_sums_whatever_the_version_of_triton(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A changed default would change results."""
+    launched: list[dict[str, object]] = []
+    monkeypatch.setattr(type(_narrow_kernel), "run", lambda *_, **options: launched.append(options), raising=False)
+    narrowed(torch.ones(1, device=DEVICE), torch.bfloat16)
+    assert [options["enable_fp_fusion"] for options in launched] == [True]
+
+
 def narrowed(source: Tensor, dtype: torch.dtype) -> Tensor:
     """Return fp32 values in another dtype, converted by a kernel."""
     target = torch.empty(source.shape, dtype=dtype, device=source.device)
