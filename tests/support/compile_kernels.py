@@ -1,11 +1,11 @@
 """Compile every Triton kernel for a GPU on a machine without one; test_compilation.py runs this program.
 
-    python tests/support/compile_kernels.py [--dtype=bfloat16] [--all]
+    python tests/support/compile_kernels.py [--arch=90] [--dtype=bfloat16] [--all]
 
-The program calls the operations with meta tensors, which have shapes but no memory, and makes Triton compile for an
-H100 or H200 instead of launching. Every kernel is compiled to machine code with the types, block sizes and
-specializations that it has on that GPU, at the shapes of scripts/benchmarks/gpu/ops_table.py and, with --all, at odd
-shapes. Prints one JSON line per kernel.
+The program calls the operations with meta tensors, which have shapes but no memory, and makes Triton compile instead of
+launching: for an H100 or H200 (--arch=90), a B200 (--arch=100) or another GPU. Every kernel is compiled to machine code
+with the types, block sizes and specializations that it has on that GPU, at the shapes of
+scripts/benchmarks/gpu/ops_table.py and, with --all, at odd shapes. Prints one JSON line per kernel.
 """
 
 import argparse
@@ -45,11 +45,14 @@ from megatron_lite.kernels.rotary import rotary_table  # noqa: E402
 from scripts.benchmarks.gpu.ops_table import OPS, Op, Shape, backward  # noqa: E402
 
 
-class Hopper:
-    """Stands in for the driver of a device."""
+class Device:
+    """Stands in for the driver of a GPU. arch: 90 is compute capability 9.0."""
+
+    def __init__(self, arch: int) -> None:
+        self.arch = arch
 
     def get_current_target(self) -> GPUTarget:
-        return GPUTarget("cuda", 90, 32)
+        return GPUTarget("cuda", self.arch, 32)
 
     def get_current_device(self) -> int:
         return 0
@@ -91,10 +94,13 @@ class Recorder:
 
     def __call__(self, kernel: JITFunction, *args: Any, grid: Any, warmup: bool, **options: Any) -> Any:
         """Stand in for `JITFunction.run`."""
-        compiled = self._run(kernel, *args, grid=grid, warmup=True, **options)
+        compiled = self._run(
+            kernel, *args, grid=grid, warmup=True, enable_fp_fusion=True, **options
+        )  # as `jit` launches
         if compiled.hash not in self.launched:
             self.launched[compiled.hash] = {
                 "kernel": name_of(kernel),
+                "shapes": [list(tensor.shape) for tensor in args if isinstance(tensor, torch.Tensor)],
                 "common": self.common,
                 "warps": compiled.metadata.num_warps,
                 "shared_bytes": compiled.metadata.shared,
@@ -213,10 +219,11 @@ def attempt(calls: Iterable[tuple[str, Callable[[], Any]]], failures: dict[str, 
 def main() -> int:
     """Compile everything and print one line per kernel, then failures and kernels that nothing launched."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--arch", type=int, default=90)
     parser.add_argument("--dtype", default="bfloat16")
     parser.add_argument("--all", action="store_true")
     options = parser.parse_args()
-    driver.set_active(Hopper())
+    driver.set_active(Device(options.arch))
     recorder = Recorder()
     for kernel in all_kernels().values():
         del type(kernel).__getitem__  # which launches nothing on the meta device

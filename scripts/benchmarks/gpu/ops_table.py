@@ -374,7 +374,8 @@ def make_adamw(shape: Shape, split: bool) -> dict[str, Call]:
     numel, device = shape.shard, torch.device(shape.device)
     exp_avg, gradient, master = (shape.random(numel, dtype=torch.float32, scale=1e-3) for _ in range(3))
     exp_avg_sq = shape.random(numel, dtype=torch.float32, scale=1e-3).square_()
-    rounded = None if shape.dtype == torch.float32 else torch.empty(numel, dtype=shape.dtype, device=device)
+    dtype = torch.bfloat16 if split else shape.dtype  # only masters of bf16 weights are split
+    rounded = None if dtype == torch.float32 else torch.empty(numel, dtype=dtype, device=device)
     remainder = torch.empty(numel, dtype=torch.int16, device=device) if split else None
     if rounded is not None and remainder is not None:
         weight_shard.split(master, rounded, remainder)
