@@ -20,7 +20,7 @@ OTHERS = (
 )
 # Sizes, and choices for a device.
 LEFT_OUT = (
-    *(*SIZES, "kv_channels", "max_position_embeddings", "rope_original_max_position_embeddings", "rope_factor"),
+    *(*SIZES, "kv_channels", "max_position_embeddings", "rope_original_max_position_embeddings"),
     *("init_method_std", "adam_eps", "weight_decay_modules", "cross_entropy_splits", "throttle_cpu"),
     *("enable_triton_kernels", "cpu_matmul", "attention_backend", "cross_entropy_impl"),
 )
@@ -44,7 +44,7 @@ def shrunk(flags: Sequence[str], most_ranks: int, **more: Any) -> tuple[Case, li
     if "tensor_parallel" in layout:
         layout["tensor_parallel"] = min(layout["tensor_parallel"], most_ranks)
     remarks = ["dropout is 0, because its masks depend on the layout"] if {*DROPOUT} & {*changed} else []
-    small = {name: int(value) for name, value in SIZES.items()}
+    small = {name: int(value) for name, value in SIZES.items() if name != "batch_size"}
     for found, before, ranks in ((options, small, 1), (layout, {**small, **options}, most_ranks)):
         while problems := examine(unflatten({**before, **found}), ranks)[1]:
             wrong = next((name for name in problems[0].names if name in found), None)

@@ -2,6 +2,7 @@
 
 import json
 import math
+import random
 import re
 import shlex
 from pathlib import Path
@@ -10,22 +11,27 @@ import pytest
 import torch
 from torch import Tensor
 
+from megatron_lite.config.source import PRESETS
 from megatron_lite.zero.replicas import Replicas
 from scripts import prove_layouts
-from scripts.proof.cases import LAYOUT, flags_of
+from scripts.proof.cases import LAYOUT, draw, flags_of
 from scripts.proof.comparison import EXACT, FP32, differences, smallest
 from scripts.proof.like import shrunk
 from scripts.proof.ranks import Step
 from tests.support import harness  # noqa: F401  starts the server of ranks with more imported
 
 
-def test_drawn_layouts_compute_the_same(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """On up to two ranks; the JSON has a command for each."""
-    assert prove_layouts.main(["--count=3", "--ranks=2", "--seed=1", f"--output={tmp_path / 'proof.json'}"]) == 0
+@pytest.mark.parametrize(("count", "ranks"), [(3, 2), pytest.param(100, 4, marks=pytest.mark.slow)])
+def test_drawn_layouts_compute_the_same(
+    count: int, ranks: int, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The JSON has a command for each."""
+    words = [f"--count={count}", f"--ranks={ranks}", "--seed=1", f"--output={tmp_path / 'proof.json'}"]
+    assert prove_layouts.main(words) == 0
     output = capsys.readouterr().out
     assert "every layout computes the same" in output
     cases = json.loads((tmp_path / "proof.json").read_text())["cases"]
-    assert len(cases) == 3 and not any(case["problem"] for case in cases)
+    assert len(cases) == count and not any(case["problem"] for case in cases)
     assert all(case["command"].startswith("python scripts/prove_layouts.py --ranks=") for case in cases)
     assert any(case["same_bits_as"] for case in cases)
 
@@ -131,3 +137,12 @@ def test_a_command_is_shrunk_with_its_options_and_layout() -> None:
         "left out --mlp_recompute_level",
     ]
     assert case.layout.flags.keys() <= LAYOUT.keys()
+
+
+@pytest.mark.parametrize("preset", PRESETS)
+def test_layouts_of_each_published_model_can_be_drawn(preset: str) -> None:
+    """With tensor parallelism, also in fp32; nothing of the architecture is left out but dropout."""
+    case, remarks = shrunk([f"--model={preset}", "--training_dtype=bf16"], 4)
+    assert not [remark for remark in remarks if not remark.startswith("dropout")]
+    drawn = [draw(random.Random(seed), 4, [case.options], {"device": "cpu"}) for seed in range(8)]
+    assert any("tensor_parallel" in found.layout.flags for found in drawn)
