@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import math
 from dataclasses import dataclass, replace
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
@@ -130,6 +130,7 @@ class Parameter(torch.nn.Parameter):
     spec: ParameterSpec
     main_grad: Tensor
     gradient_is_empty: bool = False  # main_grad holds garbage, which the next contribution overwrites
+    casts: dict[str, Any]  # what layers derive from the weights in the stage's buffer; emptied by the next gather
 
     def begin_gradient(self) -> bool:
         """Return whether the next contribution is the first, which overwrites; later ones add."""

@@ -28,6 +28,7 @@ from megatron_lite.huggingface import load_pretrained
 from megatron_lite.huggingface.weight_source import WeightSource
 from megatron_lite.kernels import matmul_library
 from megatron_lite.kernels.choice import Kernels, agree_on_kernels
+from megatron_lite.kernels.eight_bit import eight_bit_of
 from megatron_lite.model.gpt import model_layers, shapes_of
 from megatron_lite.model.layer import Layer
 from megatron_lite.monitor.banner import choice_lines, derived_numbers, device_warnings, placement_warnings, stage_lines
@@ -150,7 +151,8 @@ def build(
     peak_tflops = config.run.peak_tflops
     if not peak_tflops and distributed.device.type == "cuda":
         peak_tflops = known_peak_tflops(torch.cuda.get_device_name(distributed.device))
-    run.timer = StepTimer(config, distributed.world_size, run.iteration, peak_tflops)
+    eight_bit_flops = sum(eight_bit.flops_per_token for eight_bit in eight_bit_of(layers))
+    run.timer = StepTimer(config, distributed.world_size, run.iteration, peak_tflops, eight_bit_flops)
     run.console = ConsoleLines(distributed.device.type)
     run.watch = open_watch(config, run.model, run.optimizer.loss_scale.scale, distributed, run.trackers.log)
     run.saved_s = time.monotonic()

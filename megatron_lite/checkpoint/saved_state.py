@@ -73,6 +73,7 @@ RUN_STATE = {
         },
         "rule?": {"clipping?": {"clipped?": Count, "norm?": NotNegative, "norms?": list[tuple[Finite]]}},
         "averaging?": {"type": EmaType, "updates": Count, "total": NotNegative},
+        "scales?": dict[str, list[tuple[Scale, list[tuple[Count, NotNegative]]]]],  # of input, weight and gradient
     },
     "window": {"loss": HexFloat, "tokens": Count},
     "evaluation_due?": bool,

@@ -204,6 +204,9 @@ def rotary_base(rotary_embedding_scale: float) -> float:
     return float(round(base)) if abs(base - round(base)) <= 1e-9 * base else base
 
 
+UNMEASURED = (Rule("machine_speeds", "its products were measured without rounding"),)
+
+
 @dataclass
 class PerformanceConfig(Area):
     """Performance"""
@@ -244,6 +247,33 @@ class PerformanceConfig(Area):
         "compute logits for this many vocabulary entries at a time; costs a second product with the head's weights",
         "the whole vocabulary",
     )
+
+    fp8: str = option(
+        "none",
+        "round the factors of products in the blocks' linear layers to 8-bit floats, scaled by tensor or by row; "
+        "delayed: by tensor, as of earlier iterations",
+        choices=("none", "tensorwise", "rowwise", "delayed"),
+        value_aliases={"hybrid": "delayed"},
+        excludes=UNMEASURED,
+    )
+    int8: bool = option(
+        False,
+        "round the factors of products in the blocks' linear layers to 8-bit integers; not those of weight gradients",
+        excludes=(Rule("fp8=tensorwise|rowwise|delayed", "a product has one format"), *UNMEASURED),
+    )
+    quantization_targets: tuple[str, ...] = idle_unless("fp8=tensorwise|rowwise|delayed or int8")(
+        (),
+        "linear layers of blocks to round: patterns as in --weight_decay_modules (mlp, *.attention.output, regex:...)",
+        unset="all",
+    )
+    amax_history_length: PositiveInt = idle_unless("fp8=delayed")(
+        1024, "iterations whose largest magnitudes give a scale", aliases="fp8_amax_history_len"
+    )
+
+    @property
+    def eight_bit(self) -> str:
+        """The format of rounded factors; empty without them."""
+        return "int8" if self.int8 else self.fp8 if self.fp8 != "none" else ""
 
     def mlp_levels(self, num_layers: int) -> tuple[str, ...]:
         """Return the level of MLP recomputation of each block."""

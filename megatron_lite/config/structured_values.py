@@ -167,22 +167,22 @@ def keep_rules(items: Sequence[str]) -> tuple[KeepRule, ...]:
     return tuple(rules)
 
 
-REGEX = "regex:"  # prefix of a regular expression in --weight_decay_modules
+REGEX = "regex:"  # prefix of a regular expression in a list of modules
 _ONLY_IN_EXPRESSIONS = re.compile(r"^[.^]|[\\|()$+{}]")  # never in a name or a wildcard pattern
 _LEVANTER_NAMES = MappingProxyType(  # parts of names there -> here
     {"attn": r"attention\.", "token_embeddings": r"embedding\.word", "position_embeddings": r"embedding\.position"}
 )
 
 
-def decay_expression(pattern: str) -> re.Pattern[str] | None:
-    """Return the regular expression of an item of `weight_decay_modules`, or None for a plain pattern.
+def module_expression(flag: str, pattern: str) -> re.Pattern[str] | None:
+    """Return the regular expression of an item of a list of modules, or None for a plain pattern.
 
     Raises:
         UsageError: for an empty pattern, an invalid regular expression, one without prefix or with Levanter's names.
     """
     text = pattern.removeprefix(REGEX)
     if not text:
-        raise UsageError(f"--weight_decay_modules={pattern}: the pattern is empty; write a name, or regex:<expression>")
+        raise UsageError(f"--{flag}={pattern}: the pattern is empty; write a name, or regex:<expression>")
     marked, theirs = pattern.startswith(REGEX), [name for name in _LEVANTER_NAMES if name in text]
     if not marked and not _ONLY_IN_EXPRESSIONS.search(text):
         return None
@@ -191,15 +191,15 @@ def decay_expression(pattern: str) -> re.Pattern[str] | None:
             text = text.replace(name, _LEVANTER_NAMES[name])
         text = re.sub(r"(?<!\w)mlp(?![\w\\])", r"mlp\\.", text)  # not mlp_norm, which has no mlp in its name there
         why = f"no name here has {theirs[0]}" if theirs else "a regular expression"
-        typed = f"--weight_decay_modules={_shortened([pattern])}: {why}"
-        raise UsageError(f"{typed}; write --weight_decay_modules='{REGEX}{text}'")
+        typed = f"--{flag}={_shortened([pattern])}: {why}"
+        raise UsageError(f"{typed}; write --{flag}='{REGEX}{text}'")
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("error")  # such an expression may soon mean something else
             return re.compile(text)
     except (re.error, Warning, RecursionError, OverflowError) as error:
         raise UsageError(
-            f"--weight_decay_modules={_shortened([pattern])}: not a regular expression: {error}; an item ends at a "
+            f"--{flag}={_shortened([pattern])}: not a regular expression: {error}; an item ends at a "
             "comma or space, so write the expression without them"
         ) from None
 

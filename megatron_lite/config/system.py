@@ -37,6 +37,8 @@ PLANNED_DEVICES = (
     *("h100", "h200", "b200", "a100", "a100-40", "v100", "l40s", "a6000", "rtx4090", "rtx5090", "mi300x", "cpu"),
 )
 
+WITHOUT_FP8_UNITS = ("a100", "a100-40", "v100", "a6000", "mi300x")  # mi300x has units for other formats
+
 # Options that have no effect unless another one has this value.
 plan_option = idle_unless("dry_run")
 gpu_option = idle_unless("device!=cpu")
@@ -125,6 +127,7 @@ class DistributedConfig(Area):
         False,
         "compute products that are summed over the tensor-parallel ranks in two halves of the tokens: the first half's "
         "sums overlap with the second product",
+        excludes=(Rule("fp8=tensorwise|rowwise|delayed or int8", "rounded factors have the scales of all tokens"),),
         aliases="tp_comm_overlap",
     )
     deterministic: bool = option(False, "use only deterministic GPU algorithms (slower)", aliases="deterministic_mode")

@@ -109,6 +109,10 @@ class Group:
         """Return the sum of a small vector over ranks, bit-identical on all ranks."""
         return values if self.world_size == 1 else self._gathered(values, "sum").sum(dim=0)
 
+    def largest(self, values: Tensor, kind: str) -> Tensor:
+        """Return the elementwise maximum of a small tensor over ranks; NaN if one is."""
+        return values if self.world_size == 1 else self._gathered(values, kind).amax(dim=0)
+
     def gather_tensors(self, tensor: Tensor) -> list[Tensor]:
         """Return every rank's tensor in rank order, on every rank; equal shapes and dtypes. For debugging."""
         return list(self._gathered(tensor.detach(), "debug"))

@@ -82,8 +82,8 @@ class Total:
 
 class Traffic:
     """Counts a rank's collectives over all its groups, by kind: "gather" (weights), "reduce" (gradients), "tensor
-    gather", "tensor reduce" and "tensor sum" (hidden states, and gradients of replicated parameters), "muon gather",
-    "muon reduce", "sum" (small sums) and "debug".
+    gather", "tensor reduce" and "tensor sum" (hidden states, and gradients of replicated parameters), "tensor
+    scale" and "scale" (of 8-bit factors), "muon gather", "muon reduce", "sum" (small sums) and "debug".
     """
 
     def __init__(self, progress: Progress | None = None, device_type: str = "cpu") -> None:

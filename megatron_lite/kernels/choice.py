@@ -11,11 +11,13 @@ import torch
 from torch import Tensor
 
 from megatron_lite.config import Config
+from megatron_lite.config.system import WITHOUT_FP8_UNITS
 from megatron_lite.distributed.agreement import together
 from megatron_lite.distributed.process_group import Distributed
 from megatron_lite.errors import UsageError
 from megatron_lite.kernels.attention.attention import Documents, attention
 from megatron_lite.kernels.attention.choice import AUTOMATIC, PLANNED_GPU, Work, choose_attention, describe_attention
+from megatron_lite.kernels.eight_bit import RECIPES, Units, units_of
 from megatron_lite.kernels.triton_support import runs_on
 from megatron_lite.parameter import DTYPES
 
@@ -35,6 +37,7 @@ class Kernels:
     cross_entropy: str = "torch"  # or "triton"
     cross_entropy_splits: int | None = None
     cross_entropy_block_size: int | None = None
+    eight_bit_units: Units = ()  # see `eight_bit.multiply`
     warnings: tuple[str, ...] = ()  # for the log: attention backends that fail unexpectedly
 
     def describe(self) -> str:
@@ -68,12 +71,15 @@ def agree_on_kernels(config: Config, distributed: Distributed) -> Kernels:
     while True:
         own: dict[str, str] = {}
         kernels = together(distributed, lambda: choose_kernels(config, distributed.device, fails=fails))
-        every = distributed.gather_objects([kernels.attention, own])
-        for known, (_, found) in zip(failures, every, strict=True):
+        units = kernels.eight_bit_units
+        every = distributed.gather_objects([kernels.attention, own, [str(dtype) for dtype in units]])
+        for known, (_, found, _) in zip(failures, every, strict=True):
             known.update(found)
-        names = {name for name, _ in every}
+        names = {name for name, *_ in every}
         if len(names) == 1:
-            return dataclasses.replace(kernels, warnings=tuple(_warnings(failures, kernels.attention)))
+            units = tuple(dtype for dtype in units if all(str(dtype) in written for *_, written in every))
+            warnings = tuple(_warnings(failures, kernels.attention))
+            return dataclasses.replace(kernels, eight_bit_units=units, warnings=warnings)
         excluded = AUTOMATIC[: max(map(AUTOMATIC.index, names))]  # all before the last chosen one
 
 
@@ -124,7 +130,17 @@ def choose_kernels(
         cross_entropy=automatic if wanted.cross_entropy_impl == "auto" else wanted.cross_entropy_impl,
         cross_entropy_splits=wanted.cross_entropy_splits,
         cross_entropy_block_size=wanted.cross_entropy_block_size,
+        eight_bit_units=_eight_bit_units(config, device, planned),
     )
+
+
+def _eight_bit_units(config: Config, device: torch.device, planned: bool) -> Units:
+    if not config.performance.eight_bit:
+        return ()
+    if planned:
+        has_units = device.type == "cuda" and config.distributed.gpu not in WITHOUT_FP8_UNITS
+        return (torch.bfloat16, torch.float16, torch.float32) if has_units else ()
+    return units_of(device, RECIPES[config.performance.eight_bit])
 
 
 def _attention(config: Config, device: torch.device, planned: bool, fails: AttentionTest) -> str:

@@ -6,6 +6,8 @@ The input is saved for the backward pass only if the weight is trained. Frozen p
 gradient of an accumulation overwrites `main_grad` and later ones add to it, so no buffer is zeroed first. See
 `products.py` for the products.
 
+Products are in the weight's dtype, or of rounded factors: see `eight_bit.py`.
+
 Tensor parallelism splits a layer's outputs or inputs; see `tensor_collectives.py`. With split outputs the input is
 gathered, and gathered again in the backward pass, overlapped with dy W; the reduction of dx overlaps with the weight
 gradient. With split inputs the product is reduced over ranks, and dy is gathered. While tokens are gathered, a rank
@@ -15,13 +17,14 @@ bias gradient.
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Callable
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from megatron_lite.kernels.products import add_product
-from megatron_lite.kernels.tensor_collectives import ONE_RANK, Collectives
+from megatron_lite.kernels.tensor_collectives import ONE_RANK, Affine, Collectives, Pending
 from megatron_lite.parameter import Function, Parameter
 
 
@@ -47,31 +50,48 @@ def accumulate_product(weight: Parameter, dy: Tensor, x: Tensor) -> None:
     add_product(weight.main_grad, dy.t(), x, weight.begin_gradient())
 
 
+class Products(NamedTuple):
+    """The three products of a linear layer; by default in the dtype of its weight."""
+
+    forward: Affine = Pending.affine  # (..., i) -> (..., o)
+    input_gradient: Callable[[Pending, Parameter], Tensor] = Pending.times  # (t, o) -> (t, i)
+    add_weight_gradient: Callable[[Parameter, Tensor, Tensor], None] = accumulate_product  # of dy (t, o) and x (t, i)
+
+
+PLAIN = Products()
+
+
 # -- the layer -------------------------------------------------------------------------------------------------------
 
 
 class _Linear(Function):
     @staticmethod
     def forward(
-        ctx: Any, x: Tensor, weight: Parameter, bias: Parameter | None, before: Collectives, after: Collectives
+        ctx: Any,
+        x: Tensor,
+        weight: Parameter,
+        bias: Parameter | None,
+        before: Collectives,
+        after: Collectives,
+        products: Products,
     ) -> Tensor:
         if weight.requires_grad:
             ctx.save_for_backward(x)
-        ctx.kept = weight, bias, before, after, x.shape
-        return after.reduced_affine(before.start_gather(x), weight, bias)
+        ctx.kept = weight, bias, before, after, products, x.shape
+        return after.reduced_affine(before.start_gather(x), weight, bias, products.forward)
 
     @staticmethod
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
-        weight, bias, before, after, shape = ctx.kept
+        weight, bias, before, after, products, shape = ctx.kept
         gathering, dx = after.start_gather(dy.reshape(-1, dy.shape[-1])), None
         x = before.start_gather(*ctx.saved_tensors) if weight.requires_grad else None
         if ctx.needs_input_grad[0]:
-            dx = before.start_reduce(gathering.product(weight.t()))
+            dx = before.start_reduce(products.input_gradient(gathering, weight))
         flat_dy = gathering.wait()
         if x is not None:
-            accumulate_product(weight, flat_dy, x.wait().flatten(0, -2))
+            products.add_weight_gradient(weight, flat_dy, x.wait().flatten(0, -2))
         accumulate_bias(bias, flat_dy)
-        return None if dx is None else dx.wait().view(shape), None, None, None, None
+        return None if dx is None else dx.wait().view(shape), *(None,) * 5
 
 
 def linear(
@@ -80,9 +100,10 @@ def linear(
     bias: Parameter | None = None,
     before: Collectives = ONE_RANK,
     after: Collectives = ONE_RANK,
+    products: Products = PLAIN,
 ) -> Tensor:
     """x (..., i), weight (o, i), bias (o,) -> (..., o).
 
     before: collectives of the input if outputs are split over ranks. after: of the output if inputs are split.
     """
-    return _Linear.apply(x, weight, bias, before, after)
+    return _Linear.apply(x, weight, bias, before, after, products)

@@ -27,8 +27,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from megatron_lite.kernels.linear import accumulate_bias, accumulate_product
-from megatron_lite.kernels.products import product
+from megatron_lite.kernels.linear import PLAIN, Products, accumulate_bias
 from megatron_lite.kernels.tensor_collectives import ONE_RANK, Collectives, Pending
 from megatron_lite.kernels.triton_support import cdiv, jit, next_power_of_2, tanh, tl, turns
 from megatron_lite.parameter import Function, Parameter
@@ -202,6 +201,8 @@ class _Options(NamedTuple):
     recompute_level: str
     triton: bool
     collectives: Collectives
+    of_up: Products
+    of_down: Products
 
 
 class _MLP(Function):
@@ -210,7 +211,7 @@ class _MLP(Function):
         ctx: Any, x: Tensor, up: Parameter, up_bias: Bias, down: Parameter, down_bias: Bias, options: _Options
     ) -> Tensor:
         ctx.up, ctx.up_bias, ctx.down, ctx.down_bias, ctx.options = up, up_bias, down, down_bias, options
-        u = options.collectives.start_gather(x).affine(up, up_bias)  # (..., f) or (..., 2 f)
+        u = options.of_up.forward(options.collectives.start_gather(x), up, up_bias)  # (..., f) or (..., 2 f)
         z = activate(u, options.activation, options.gated, options.triton)  # (..., f)
         ctx.needs_du = any(ctx.needs_input_grad[:3])  # for dx and the gradients of `up` and its bias
         recomputes_z = down.requires_grad and options.recompute_level != "none"
@@ -222,37 +223,37 @@ class _MLP(Function):
             z if down.requires_grad and not recomputes_z else None,
         )
         ctx.shape = x.shape
-        return options.collectives.reduced_affine(Pending(z), down, down_bias)
+        return options.collectives.reduced_affine(Pending(z), down, down_bias, options.of_down.forward)
 
     @staticmethod
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
         x, u, z = ctx.saved_tensors
-        up, down, (activation, gated, _, triton, collectives) = ctx.up, ctx.down, ctx.options
+        up, down, (activation, gated, _, triton, collectives, of_up, of_down) = ctx.up, ctx.down, ctx.options
         gathering_dy, du, recomputed_z = collectives.start_gather(dy.reshape(-1, dy.shape[-1])), None, None
         needs_z = down.requires_grad and z is None
         gathering = None if x is None else collectives.start_gather(x)  # overlaps the products until `up` needs it
         if gathering is not None and u is None and (ctx.needs_du or needs_z):
-            u = gathering.affine(up, ctx.up_bias)
+            u = of_up.forward(gathering, up, ctx.up_bias)
         flat: list[Any] = [None if saved is None else saved.flatten(0, -2) for saved in (u, z)]
         u, z = flat
         if ctx.needs_du:
-            dz = gathering_dy.product(down.t())
+            dz = of_down.input_gradient(gathering_dy, down)
             du, recomputed_z = activate_backward(dz, u, activation, gated, needs_z, triton)
             del dz
         elif needs_z:
             recomputed_z = activate(u, activation, gated, triton)
         flat_dy = gathering_dy.wait()
         if down.requires_grad:
-            accumulate_product(down, flat_dy, z if recomputed_z is None else recomputed_z)
+            of_down.add_weight_gradient(down, flat_dy, z if recomputed_z is None else recomputed_z)
         accumulate_bias(ctx.down_bias, flat_dy)
         del recomputed_z
         if du is None:
             return (None,) * 6
         dx = None
         if ctx.needs_input_grad[0]:
-            dx = collectives.start_reduce(product(du, up.t()))
+            dx = collectives.start_reduce(of_up.input_gradient(Pending(du), up))
         if gathering is not None and up.requires_grad:
-            accumulate_product(up, du, gathering.wait().flatten(0, -2))
+            of_up.add_weight_gradient(up, du, gathering.wait().flatten(0, -2))
         accumulate_bias(ctx.up_bias, du)
         return None if dx is None else dx.wait().view(ctx.shape), *(None,) * 5
 
@@ -268,12 +269,13 @@ def mlp(
     recompute_level: str = "none",
     triton: bool = False,
     collectives: Collectives = ONE_RANK,
+    products: tuple[Products, Products] = (PLAIN, PLAIN),
 ) -> Tensor:
     """x (..., h) -> y (..., h), with up (f, h) or, if gated, (2 f, h), the gate first, and down (h, f).
 
     activation: a name in `FUNCTIONS`. recompute_level: "none", "activation" or "full". collectives: of x and y, if f is
-    split over ranks.
+    split over ranks. products: of `up` and `down`.
     """
     return _MLP.apply(
-        x, up, up_bias, down, down_bias, _Options(activation, gated, recompute_level, triton, collectives)
+        x, up, up_bias, down, down_bias, _Options(activation, gated, recompute_level, triton, collectives, *products)
     )

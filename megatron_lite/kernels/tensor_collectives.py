@@ -30,6 +30,7 @@ Only these classes know how many ranks there are. A group of one does not commun
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -39,7 +40,8 @@ from megatron_lite.distributed.traffic import Handle
 from megatron_lite.kernels.products import affine, product
 from megatron_lite.seeds import derive_seed
 
-GATHER, REDUCE, SUM = "tensor gather", "tensor reduce", "tensor sum"  # kinds of traffic
+# Kinds of traffic.
+GATHER, REDUCE, SUM, SCALE = "tensor gather", "tensor reduce", "tensor sum", "tensor scale"
 # Tokens from which halves pay: with fewer, products are slower and another collective takes longer than it hides.
 FEWEST_TOKENS = 256
 
@@ -78,11 +80,11 @@ class Pending:
             return affine(self.wait(), weight, bias, out)
         return self._multiplied(lambda rows, out: affine(rows, weight, bias, out), weight.shape[0])
 
-    def product(self, matrix: Tensor) -> Tensor:
-        """Return the product of (t, i) with matrix (o, i)^T, (t, o)."""
+    def times(self, weight: Tensor) -> Tensor:
+        """Return the product of (t, o) with weight (o, i), (t, i)."""
         if self._own is None:
-            return product(self.wait(), matrix)
-        return self._multiplied(lambda rows, out: product(rows, matrix, out), matrix.shape[0])
+            return product(self.wait(), weight.t())
+        return self._multiplied(lambda rows, out: product(rows, weight.t(), out), weight.shape[1])
 
     def _multiplied(self, multiply: Callable[[Tensor, Tensor | None], Tensor], channels: int) -> Tensor:
         """Return `multiply(rows, out)` for all tokens, this rank's first."""
@@ -97,6 +99,9 @@ class Pending:
         return result.view(*self._tensor.shape[:-1], channels)
 
 
+Affine = Callable[[Pending, Any, Tensor | None], Tensor]  # as `Pending.affine`
+
+
 class Collectives:
     """The collectives before and after products; on a single rank, no communication."""
 
@@ -108,9 +113,9 @@ class Collectives:
         """Start to sum `parts` (..., h) over ranks into the residual stream; may overwrite `parts`."""
         return Pending(parts)
 
-    def reduced_affine(self, x: Pending, weight: Tensor, bias: Tensor | None) -> Tensor:
+    def reduced_affine(self, x: Pending, weight: Any, bias: Tensor | None, multiply: Affine = Pending.affine) -> Tensor:
         """Return x (..., i) times weight (o, i)^T plus bias (o,), summed over ranks into the residual stream."""
-        return x.affine(weight, bias)
+        return multiply(x, weight, bias)
 
     def own(self, values: Tensor) -> Tensor:
         """Return the values, of (b, s), for the tokens of this rank's residual stream."""
@@ -144,11 +149,11 @@ class Replicated(Collectives):
         parts = parts.contiguous()
         return Pending(parts, self._group.all_reduce(parts, REDUCE))
 
-    def reduced_affine(self, x: Pending, weight: Tensor, bias: Tensor | None) -> Tensor:
+    def reduced_affine(self, x: Pending, weight: Any, bias: Tensor | None, multiply: Affine = Pending.affine) -> Tensor:
         """See `Collectives`. With halves, the sums of the first are in flight while the second is multiplied."""
         tokens, bias = x.wait(), bias if self._group.rank == 0 else None
         if not self._in_halves or tokens[..., 0].numel() < FEWEST_TOKENS:
-            return self.start_reduce(x.affine(weight, bias)).wait()
+            return self.start_reduce(multiply(x, weight, bias)).wait()
         slices = tokens.reshape(self._group.world_size if self.splits_tokens else 1, -1, tokens.shape[-1])
         halves = slices.tensor_split(2, dim=1)  # of every rank's tokens
         result = tokens.new_empty(*tokens.shape[:-1], weight.shape[0])

@@ -77,7 +77,7 @@ class Attention(torch.nn.Module):
 
     def forward(self, hidden: Tensor, micro_batch: MicroBatch, collectives: Collectives = ONE_RANK) -> Tensor:
         """(b, s, h) -> (b, s, h), from the norm to the residual sum."""
-        projection = self.query_key_value(hidden, before=collectives)
+        projection = self.query_key_value(hidden, before=collectives, seed=micro_batch.dropout_seed)
         projection = projection.view(*micro_batch.tokens.shape, -1)  # (b, s, (n + 2 g) d)
         heads = self.heads(projection, self._angles(hidden, micro_batch))
         if micro_batch.cache is not None:
@@ -94,7 +94,8 @@ class Attention(torch.nn.Module):
                 scale=self.scale,
                 softmax_in_fp32=self.softmax_in_fp32,
             )
-        return self.output(context.transpose(1, 2).flatten(2), after=collectives)  # (b, s, n d) -> (b, s, h)
+        context = context.transpose(1, 2).flatten(2)  # (b, s, n d)
+        return self.output(context, after=collectives, seed=micro_batch.dropout_seed)  # (b, s, h)
 
     def _angles(self, hidden: Tensor, micro_batch: MicroBatch) -> Table | None:
         """Return the rotary table; with per-micro-batch positions, all blocks share one."""
@@ -137,8 +138,8 @@ class MLP(torch.nn.Module):
             parallel.split(1, channels),
         )
 
-    def forward(self, hidden: Tensor, collectives: Collectives = ONE_RANK) -> Tensor:
-        """(b, s, h) -> (b, s, h)."""
+    def forward(self, hidden: Tensor, collectives: Collectives = ONE_RANK, seed: int | None = None) -> Tensor:
+        """(b, s, h) -> (b, s, h). seed: see `Linear.products`."""
         return mlp(
             hidden,
             up=self.up.weight,
@@ -150,6 +151,7 @@ class MLP(torch.nn.Module):
             recompute_level=self.recompute_level,
             triton=self.kernels.triton,
             collectives=collectives,
+            products=(self.up.products(seed), self.down.products(seed)),
         )
 
 
@@ -197,7 +199,8 @@ class Block(Layer):
         )
         hidden, normalized = self.mlp_norm.add(hidden, branch, dtype)
         del branch
-        return hidden + self._branch(self.mlp(normalized, collectives), self.mlp_output_norm, micro_batch, "mlp_branch")
+        branch = self.mlp(normalized, collectives, micro_batch.dropout_seed)
+        return hidden + self._branch(branch, self.mlp_output_norm, micro_batch, "mlp_branch")
 
     def _branch(self, branch: Tensor, norm: Norm | None, micro_batch: MicroBatch, site: str) -> Tensor:
         """Return the branch, normalized and dropped out, as added to the residual stream."""

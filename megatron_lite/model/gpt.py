@@ -9,10 +9,11 @@ from megatron_lite.config import Config, ModelConfig, PerformanceConfig
 from megatron_lite.config.structured_values import lr_scale_patterns
 from megatron_lite.distributed.rank_group import Group
 from megatron_lite.kernels.choice import REFERENCES, Kernels
+from megatron_lite.kernels.eight_bit import RECIPES, EightBit
 from megatron_lite.model.block import Block
 from megatron_lite.model.embedding_and_head import Embedding, Head
-from megatron_lite.model.layer import Layer
-from megatron_lite.model.parameter_patterns import set_lr_scales, set_weight_decay
+from megatron_lite.model.layer import Layer, Linear
+from megatron_lite.model.parameter_patterns import selected, set_lr_scales, set_weight_decay
 from megatron_lite.model.rotary import Rotary
 from megatron_lite.model.tensor_parallel import ALONE, TensorParallel, tensor_parallel
 from megatron_lite.parameter import Parameter
@@ -45,8 +46,8 @@ def model_layers(config: Config, kernels: Kernels, tensor: Group | None = None) 
     tensor: the tensor-parallel group; None: this rank alone.
 
     Raises:
-        UsageError: if a pattern of --freeze, --lr_scales or --weight_decay_modules matches nothing, or everything
-            would be frozen.
+        UsageError: if a pattern of --freeze, --lr_scales, --weight_decay_modules or --quantization_targets matches
+            nothing, or everything would be frozen.
     """
     length, z_loss = config.batch.sequence_length, config.training.logit_z_loss
     parallel = ALONE if tensor is None else tensor_parallel(config, tensor)
@@ -54,7 +55,26 @@ def model_layers(config: Config, kernels: Kernels, tensor: Group | None = None) 
     optimizer, parameters = config.optimizer, parameters_of(layers)
     set_lr_scales(parameters, lr_scale_patterns(optimizer.freeze, optimizer.lr_scales))
     set_weight_decay(parameters, optimizer.weight_decay_default_mask, optimizer.weight_decay_modules)
+    if config.performance.eight_bit:
+        round_products(layers, config.performance, kernels, parallel.group)
     return layers
+
+
+def round_products(layers: Iterable[Layer], options: PerformanceConfig, kernels: Kernels, group: Group) -> None:
+    """Let the linear layers of blocks, or those that --quantization_targets select, round the factors of products.
+
+    Raises:
+        UsageError: if a pattern selects nothing.
+    """
+    blocks = (layer for layer in layers if isinstance(layer, Block))
+    linear = [module for block in blocks for module in block.modules() if isinstance(module, Linear)]
+    recipe, patterns = RECIPES[options.eight_bit], options.quantization_targets or ("*",)
+    made = {module: EightBit(recipe, module.weight.spec, group, kernels.eight_bit_units) for module in linear}
+    names = [eight_bit.name for eight_bit in made.values()]
+    chosen = {name for pattern in patterns for name in selected("quantization_targets", pattern, names)}
+    for module, eight_bit in made.items():
+        if eight_bit.name in chosen:
+            module.eight_bit = eight_bit
 
 
 def parameters_of(layers: Iterable[Layer]) -> list[Parameter]:

@@ -12,7 +12,8 @@ from torch import Tensor
 from megatron_lite.config import ModelConfig
 from megatron_lite.kernels.attention.attention import Documents
 from megatron_lite.kernels.choice import Kernels
-from megatron_lite.kernels.linear import linear
+from megatron_lite.kernels.eight_bit import EightBit
+from megatron_lite.kernels.linear import PLAIN, Products, linear
 from megatron_lite.kernels.normalization import Kind, Weights, add_norm
 from megatron_lite.kernels.tensor_collectives import ONE_RANK, Collectives
 from megatron_lite.kernels.triton_support import generator_for
@@ -75,6 +76,7 @@ class Linear(torch.nn.Module):
         split: Split = WHOLE,
     ) -> None:
         super().__init__()
+        self.eight_bit: EightBit | None = None  # set by `round_products`
         weights, out_size = Initializer("normal", std), sum(out_sizes)
         rows, shape = tuple(out_sizes), (out_size, in_size)
         self.weight = declare(ParameterSpec(f"{name}.weight", shape, weights, matrix_rows=rows, split=split))
@@ -84,9 +86,15 @@ class Linear(torch.nn.Module):
             of_bias = split if split.dim == 0 else Split(split.ranks, split.rank)
             self.bias = declare(ParameterSpec(f"{name}.bias", (out_size,), biases, weight_decay=False, split=of_bias))
 
-    def forward(self, input_: Tensor, before: Collectives = ONE_RANK, after: Collectives = ONE_RANK) -> Tensor:
-        """See `kernels.linear`."""
-        return linear(input_, self.weight, self.bias, before, after)
+    def products(self, seed: int | None) -> Products:
+        """Return how to multiply in the pass of a micro-batch with this dropout seed; None: without gradients."""
+        return PLAIN if self.eight_bit is None else self.eight_bit.at(seed)
+
+    def forward(
+        self, input_: Tensor, before: Collectives = ONE_RANK, after: Collectives = ONE_RANK, seed: int | None = None
+    ) -> Tensor:
+        """See `products` and `kernels.linear`."""
+        return linear(input_, self.weight, self.bias, before, after, self.products(seed))
 
 
 class Norm(torch.nn.Module):

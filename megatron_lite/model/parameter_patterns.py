@@ -12,7 +12,7 @@ import threading
 from collections.abc import Iterable, Sequence
 from typing import NoReturn
 
-from megatron_lite.config.structured_values import decay_expression
+from megatron_lite.config.structured_values import module_expression
 from megatron_lite.errors import UsageError
 from megatron_lite.parameter import Parameter, ParameterSpec
 
@@ -55,7 +55,7 @@ def set_weight_decay(parameters: Iterable[Parameter], mask: str | None, modules:
     assert mask is not None or modules
     parameters = list(parameters)
     names = [parameter.spec.name for parameter in parameters]
-    chosen = {name for pattern in modules for name in selected(pattern, names)}
+    chosen = {name for pattern in modules for name in selected("weight_decay_modules", pattern, names)}
     for parameter in parameters:
         spec = parameter.spec
         decays = spec.weight_decay
@@ -63,8 +63,8 @@ def set_weight_decay(parameters: Iterable[Parameter], mask: str | None, modules:
         parameter.spec = dataclasses.replace(spec, weight_decay=spec.name in chosen or masks[mask])
 
 
-def selected(pattern: str, names: Sequence[str]) -> list[str]:
-    """Return the names that one item of --weight_decay_modules selects.
+def selected(flag: str, pattern: str, names: Sequence[str]) -> list[str]:
+    """Return the names that one item of a list of modules, the value of a flag, selects.
 
     `regex:...` is a regular expression that matches from the start of a name, as in Levanter. Any other item is a name,
     a prefix of whole parts or a pattern with wildcards, as in --freeze; if none of these matches, the item selects
@@ -73,9 +73,9 @@ def selected(pattern: str, names: Sequence[str]) -> list[str]:
     Raises:
         UsageError: if the item selects nothing.
     """
-    expression = decay_expression(pattern)
+    expression = module_expression(flag, pattern)
     if expression is not None:
-        found = _matched(pattern, expression, names)
+        found = _matched(flag, pattern, expression, names)
     else:
         found = [name for name in names if matches(pattern, name)] or [name for name in names if pattern in name]
     if not found:
@@ -84,13 +84,11 @@ def selected(pattern: str, names: Sequence[str]) -> list[str]:
             if expression is not None
             else "a prefix selects everything below it (blocks.0), * and ? are wildcards, other text is part of a name"
         )
-        raise UsageError(
-            f"--weight_decay_modules: {pattern!r} matches no parameter; {similar_names(pattern, names)}; {rule}"
-        )
+        raise UsageError(f"--{flag}: {pattern!r} matches nothing; {similar_names(pattern, names)}; {rule}")
     return found
 
 
-def _matched(pattern: str, expression: re.Pattern[str], names: Sequence[str]) -> list[str]:
+def _matched(flag: str, pattern: str, expression: re.Pattern[str], names: Sequence[str]) -> list[str]:
     """Return the names that a regular expression matches.
 
     Nested repeats, as in (.+)+X, can take exponential time, and no check of the expression's text finds them all.
@@ -104,7 +102,7 @@ def _matched(pattern: str, expression: re.Pattern[str], names: Sequence[str]) ->
 
     def stop(*_: object) -> NoReturn:
         raise UsageError(
-            f"--weight_decay_modules: {pattern!r} takes more than {MATCHING_S:g} s to match parameter names; "
+            f"--{flag}: {pattern!r} takes more than {MATCHING_S:g} s to match parameter names; "
             "write it without repeats within repeats, as in (a+)+"
         )
 

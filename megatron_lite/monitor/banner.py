@@ -17,6 +17,7 @@ from megatron_lite.distributed.startup import deterministic_ways
 from megatron_lite.kernels.choice import Kernels
 from megatron_lite.kernels.converted_products import computes_in_fp32
 from megatron_lite.kernels.cross_entropy import held_logits
+from megatron_lite.kernels.eight_bit import eight_bit_of
 from megatron_lite.kernels.products import describe_products
 from megatron_lite.model import parameter_patterns
 from megatron_lite.model.embedding_and_head import chunk_tokens
@@ -70,6 +71,11 @@ def choice_lines(
 ) -> Iterator[tuple[str, str]]:
     """Yield pairs about choices: kernels, decayed parameters, deterministic algorithms."""
     yield kernels.describe(), kernels.describe()
+    if rounded := eight_bit_of(layers):
+        line = f"8-bit products ({config.performance.eight_bit}) in {len(rounded)} linear layers"
+        if not kernels.eight_bit_units:
+            line += "; this device has no units for them, so they are no faster"
+        yield line, line
     if config.training.train_iters > 0 and config.optimizer.weight_decay > 0:
         decay = parameter_patterns.describe(parameters_of(layers))
         yield decay, decay if config.optimizer.weight_decay_modules else decay.partition(": ")[0]

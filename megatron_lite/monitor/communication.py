@@ -18,9 +18,11 @@ TRAFFIC_KINDS = {
     "tensor gather": "tensor gathers",
     "tensor reduce": "tensor reductions",
     "tensor sum": "tensor sums",
+    "tensor scale": "tensor scales",
     "muon gather": "muon gathers",
     "muon reduce": "muon reductions",
     "sum": "sums",
+    "scale": "scales",
     "whole": "gathers of whole parameters",
     "debug": "gathers for debugging",
 }

@@ -197,17 +197,26 @@ class StepTimer:
     Args:
         config: resolved.
         iteration: iterations done before this start.
-        peak_tflops: dense peak of one device, or None if unknown (then no mfu).
+        peak_tflops: dense peak of one device in 16 bits, or None if unknown (then no mfu).
+        eight_bit_flops: of the model's FLOPs per token, those by units for 8 bits, whose peak is twice as high.
     """
 
     def __init__(
-        self, config: Config, world_size: int, iteration: int, peak_tflops: float | None, clock: Clock = perf_counter
+        self,
+        config: Config,
+        world_size: int,
+        iteration: int,
+        peak_tflops: float | None,
+        eight_bit_flops: float = 0.0,
+        clock: Clock = perf_counter,
     ) -> None:
         self._consumed_samples, length = batch_schedule(config.batch).consumed_samples, config.batch.sequence_length
         # Per sample and device.
         self._tokens = length / world_size
         self._model_tflop = model_flops(config.model, length, length) / world_size / 1e12
         self._hardware_tflop = hardware_flops(config.model, config.performance, length, length) / world_size / 1e12
+        # An 8-bit FLOP takes half of the time at the peak.
+        self._peak_tflop = self._model_tflop - eight_bit_flops * self._tokens / 2 / 1e12
         self._peak_tflops, self._world_size = peak_tflops, world_size
         self._clock, self._excluded_s = clock, 0.0
         # Where the step, the lap, the glance and the time of the mean step began.
@@ -294,7 +303,7 @@ class StepTimer:
             "hardware_tflops": self._hardware_tflop * samples_per_second,
         }
         if self._peak_tflops:
-            record["mfu"] = record["model_tflops"] / self._peak_tflops
+            record["mfu"] = self._peak_tflop * samples_per_second / self._peak_tflops
         return record
 
     def _remaining(self, iteration: int) -> dict[str, float]:

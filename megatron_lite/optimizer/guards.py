@@ -7,7 +7,6 @@ log line or a save reads it; checkpoints include it, so the log of a resumed run
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass
 from typing import Any
 
@@ -15,45 +14,10 @@ import torch
 from torch import Tensor
 
 from megatron_lite.config import OptimizerConfig
+from megatron_lite.optimizer.bad_steps import BadStep, Report, Words
 from megatron_lite.optimizer.rolling import RollingStatistics
 
 COUNTS = ("skipped", "nan", "new", "streak", "bad")
-
-
-@dataclass(frozen=True)
-class BadStep:
-    """A dropped step. Pairs are (loss, gradient norm)."""
-
-    iteration: int
-    numbers: tuple[float, float]
-    limits: tuple[float, float]  # of --skip_bad_steps; infinite: none
-
-    @classmethod
-    def read(cls, values: Tensor) -> BadStep:
-        """Read (loss, gradient norm, their limits, iteration), (5,), from the device."""
-        loss, norm, loss_limit, norm_limit, iteration = values.tolist()
-        return cls(int(iteration), (loss, norm), (loss_limit, norm_limit))
-
-    @property
-    def overflows(self) -> bool:
-        """Whether the square of the gradient norm is not finite in fp32."""
-        return not math.isfinite(float(torch.tensor(self.numbers[1], dtype=torch.float32).square()))
-
-    @property
-    def is_finite(self) -> bool:
-        """Whether only --skip_bad_steps dropped the step."""
-        return math.isfinite(self.numbers[0]) and not self.overflows
-
-
-@dataclass(frozen=True)
-class Report:
-    """Dropped steps as a log line reports them."""
-
-    skipped: int  # since the start of training
-    nan: int  # among these, with a NaN loss or gradient norm
-    new: int  # dropped since the last log line
-    reason: str | None  # for the last new one
-    stop: str | None  # why the run cannot continue
 
 
 class DroppedSteps:
@@ -62,7 +26,7 @@ class DroppedSteps:
     def __init__(
         self, config: OptimizerConfig, dynamic_loss_scale: bool, device: torch.device, train_iters: int
     ) -> None:
-        self._config, self._dynamic, self._train_iters = config, dynamic_loss_scale, train_iters
+        self._words = Words(config, dynamic_loss_scale, train_iters)
         # skipped, nan: since the start of training; new: since the last log line; streak: consecutive; bad: steps of
         # the streak that did not lower a dynamic loss scale
         self._counts = torch.zeros(len(COUNTS), dtype=torch.int64, device=device)
@@ -91,7 +55,7 @@ class DroppedSteps:
         """Return the report since the last call (reads the device)."""
         skipped, nan, new, *_ = self._counts.tolist()
         self._counts[2].zero_()
-        reason = self._describe(BadStep.read(self._last)) if new else None
+        reason = self._words.describe(BadStep.read(self._last)) if new else None
         return Report(skipped, nan, new, reason, self.stop_reason())
 
     def suspect(self) -> BadStep | None:
@@ -102,14 +66,14 @@ class DroppedSteps:
         if int(self._fatal):
             return BadStep.read(self._first_fatal)
         step = BadStep.read(self._last) if int(self._counts[2]) else None
-        return None if step is None or self._is_searching(step) else step
+        return None if step is None or self._words.is_searching(step) else step
 
     def stop_reason(self) -> str | None:
         """Return why the run must stop without saving, or None (reads the device)."""
         if count := int(self._fatal):
-            return self._stop(BadStep.read(self._first_fatal), count)
+            return self._words.stop(BadStep.read(self._first_fatal), count)
         *_, streak, bad = self._counts.tolist()
-        return self._hopeless(bad, streak, BadStep.read(self._last)) if bad else None
+        return self._words.hopeless(bad, streak, BadStep.read(self._last)) if bad else None
 
     def streak(self) -> int:
         """Return the number of consecutive dropped updates up to now (reads the device)."""
@@ -118,7 +82,7 @@ class DroppedSteps:
     def ending(self) -> str:
         """Return the addition to a run's last line if its last update was dropped (reads the device)."""
         streak = self.streak()
-        return self._ending(streak, BadStep.read(self._last)) if streak else ""
+        return self._words.ending(streak, BadStep.read(self._last)) if streak else ""
 
     def state(self) -> dict[str, Any]:
         """Return the counts for a checkpoint (reads the device); no run saves after a step that must stop it."""
@@ -131,67 +95,6 @@ class DroppedSteps:
         counts += [state["streak"]] * (len(COUNTS) - len(counts))  # "bad" was added later
         self._counts.copy_(torch.tensor(counts))
         self._last.copy_(torch.tensor([float.fromhex(value) for value in state["last"]], dtype=torch.float64))
-
-    def _describe(self, step: BadStep) -> str:
-        """Return text such as `iteration 123: gradient norm 41.2 above 3.1 (mean + 6 sd)`."""
-        problems = []
-        for name, number, limit in zip(("loss", "gradient norm"), step.numbers, step.limits, strict=True):
-            if not math.isfinite(number):
-                problems.append(f"{name} {number}")
-            elif number > limit:
-                sigma = self._config.skip_bad_steps_sigma
-                problems.append(f"{name} {number:.6g} above {limit:.6g} (mean + {sigma:g} sd)")
-            elif name == "gradient norm" and step.overflows:
-                problems.append(f"{name} {number:.6g}, too large to be squared")
-        follows = "; the loss scale follows" if self._is_searching(step) else ""
-        return f"iteration {step.iteration}: {', '.join(problems)}{follows}"
-
-    def _is_searching(self, step: BadStep) -> bool:
-        """Whether a step was dropped by an overflow that only lowers a dynamic loss scale."""
-        return self._dynamic and step.overflows and math.isfinite(step.numbers[0])
-
-    def _stop(self, step: BadStep, count: int) -> str:
-        """Return why the run stops. step: the first of `count` steps that must stop it."""
-        flag = "--on_bad_step=abort"
-        if self._config.on_bad_step != "abort":
-            flag = "--crash_on_nan=1" if any(map(math.isnan, step.numbers)) else "--crash_on_inf=1"
-        more = f" (and {count - 1} more since)" if count > 1 else ""
-        return (
-            f"stopped by {flag}: {self._describe(step)}{more}. The update was dropped, and nothing was saved since. "
-            "The same command would reach the same step again: resume with a lower --lr, or leave the flag out to drop "
-            "such updates and continue"
-        )
-
-    def _hopeless(self, bad: int, streak: int, last: BadStep) -> str | None:
-        """Return why a run cannot continue after `bad` bad updates among the last `streak`, or None if it can.
-
-        A short run ends before --max_consecutive_bad_steps; it has also failed if it dropped more than half of its
-        updates in a row.
-        """
-        most, half = self._config.max_consecutive_bad_steps, self._train_iters // 2
-        if bad < min(most, half + 1):
-            return None
-        limit = f"--max_consecutive_bad_steps={most}"
-        if half < most:
-            limit = f"more than half of --train_iters={self._train_iters}"
-        cause, fix = "because they were not finite", ""
-        if last.is_finite:
-            cause, fix = "by --skip_bad_steps", " or a larger --skip_bad_steps_sigma"
-        elif self._dynamic:
-            fix = " or --training_dtype=bf16"
-        made, again = last.iteration - streak, "start again"
-        if made > 0:
-            again = f"nothing was learned after iteration {made}: go back to an older checkpoint, or start again"
-        return (
-            f"the last {streak} updates were dropped {cause} ({limit}); the last, {self._describe(last)}; {again}, "
-            f"with a lower --lr{fix}"
-        )
-
-    def _ending(self, streak: int, last: BadStep) -> str:
-        """Return the end of the last line of a run whose last updates were dropped."""
-        updates = f"{streak} updates were" if streak > 1 else "update was"
-        weights = f"of iteration {last.iteration - streak}" if last.iteration > streak else "that it started with"
-        return f", but the last {updates} dropped ({self._describe(last)}): the weights are those {weights}"
 
 
 @dataclass(frozen=True)

@@ -19,6 +19,7 @@ from megatron_lite.kernels.adamw import StepNumbers
 from megatron_lite.kernels.choice import REFERENCES, Kernels
 from megatron_lite.kernels.gradient_norm import squared_norm
 from megatron_lite.optimizer.averaging import Averaging
+from megatron_lite.optimizer.delayed_scaling import DelayedScales
 from megatron_lite.optimizer.guards import Guard, Verdict
 from megatron_lite.optimizer.loss_scale import LossScale
 from megatron_lite.optimizer.rules.adamw import AdamW
@@ -52,6 +53,8 @@ class Optimizer:
         self.averaging = Averaging(config.averaging, [part for stage in stages for part in stage.parts])
         self.loss_scale = LossScale(config.optimizer, config.distributed.training_dtype, distributed.device)
         self.guard = Guard(config.optimizer, self.loss_scale.dynamic, distributed.device, config.training.train_iters)
+        length = config.performance.amax_history_length
+        self._scales = DelayedScales(stages, length, distributed) if config.performance.fp8 == "delayed" else None
         self._updates = torch.zeros((), dtype=torch.float32, device=distributed.device)  # Adam's t: good updates
 
     def step(
@@ -94,6 +97,8 @@ class Optimizer:
             updated(trained.stage)
         if self.loss_scale.dynamic:
             self.loss_scale.update(verdict.overflow)
+        if self._scales is not None:
+            self._scales.end_step()
         return Update(loss, tokens, grad_norm, verdict)
 
     def record(self) -> dict[str, Any]:
@@ -108,6 +113,7 @@ class Optimizer:
             "guard": self.guard.state(),
             "rule": self._rule.state(),
             "averaging": self.averaging.state(),
+            **({} if self._scales is None else {"scales": self._scales.state()}),
         }
 
     def load_state(self, state: dict[str, Any]) -> None:
@@ -116,6 +122,8 @@ class Optimizer:
         self.loss_scale.load_state(state["loss_scale"])
         self.guard.load_state(state.get("guard", {}))
         self.averaging.load_state(state.get("averaging", {}))
+        if self._scales is not None:
+            self._scales.load_state(state.get("scales", {}))
 
     def load_rule(self, state: dict[str, Any]) -> None:
         """Restore only Adam's count and the rule's state, which belong to the moments of another run.

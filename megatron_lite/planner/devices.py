@@ -12,10 +12,11 @@ from megatron_lite.config import DistributedConfig
 from megatron_lite.config.structured_values import Interconnect, interconnect
 from megatron_lite.config.values import shown
 from megatron_lite.errors import UsageError
-from megatron_lite.kernels.tensor_collectives import GATHER, REDUCE, SUM
+from megatron_lite.kernels.tensor_collectives import GATHER, REDUCE, SCALE, SUM
 from megatron_lite.planner.runtime import GIB, PLANNED_GPU_BYTES, counted
 from megatron_lite.planner.speeds import (
     ATTENTION_KINDS,
+    EIGHT_BITS,
     PRODUCT_KINDS,
     CollectiveSpeed,
     DtypeSpeeds,
@@ -90,7 +91,7 @@ NODE_LINKS_GB_S = {"ib": 50.0, "ethernet": 12.5 / GPUS_PER_NODE}
 MEMORY_SHARE, LINK_SHARE = 0.8, 0.8
 # Time in which the host issues a block's two passes; a GPU that computes faster waits for it.
 HOST_BLOCK_S = 1e-3
-TENSOR_KINDS = (GATHER, REDUCE, SUM)  # tensor-parallel traffic
+TENSOR_KINDS = (GATHER, REDUCE, SUM, SCALE)  # tensor-parallel traffic
 
 
 def planned_type(distributed: DistributedConfig) -> str:
@@ -176,8 +177,9 @@ def data_sheet(distributed: DistributedConfig, device_type: str, world_size: int
             f"tensor-parallel ranks are neighbours with {near:,.4g} GB/s; their collectives overlap with the matrix "
             "products that do not depend on them"
         )
+    rates = dict.fromkeys(PRODUCT_KINDS, tflops) | {EIGHT_BITS: 2 * gpu.tflops}
     speeds = DtypeSpeeds(
-        Grid([1], [1], [1], dict.fromkeys(PRODUCT_KINDS, [[[products * tflops * 1e12]]])),
+        Grid([1], [1], [1], {kind: [[[products * rate * 1e12]]] for kind, rate in rates.items()}),
         dict.fromkeys(ATTENTION_KINDS, [(1, attention * tflops * 1e12)]),
         {"copy_": 1 / (gpu.memory_gb_s * 1e9 * MEMORY_SHARE)},
     )

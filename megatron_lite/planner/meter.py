@@ -24,8 +24,9 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from megatron_lite.kernels.triton_support import tell
-from megatron_lite.planner.speeds import Attention, Product
+from megatron_lite.planner.speeds import EIGHT_BITS, Attention, Product
 
+EIGHT_BIT_PRODUCTS = ("_scaled_mm", "_int_mm")
 _COMPARISONS = ("eq", "ne", "lt", "le", "gt", "ge", "logical_and", "logical_or", "logical_not", "isnan", "isfinite")
 
 
@@ -153,14 +154,17 @@ def tensors_in(values: Iterable[Any]) -> Iterator[Tensor]:
 
 
 def product_of(function: Any, args: Iterable[Any]) -> Product | None:
-    """Classify the product a (..., k) b (k, n) as one of a linear layer's three, by the transposed factor.
+    """Classify the product a (..., k) b (k, n) by the transposed factor as one of a linear layer's three.
 
     None for other operations, and for a product with a vector, which is a sum. b may be the same for all of a batch.
     """
-    if function._opname not in ("mm", "addmm", "addmm_", "bmm", "baddbmm"):
+    if function._opname not in ("mm", "addmm", "addmm_", "bmm", "baddbmm", *EIGHT_BIT_PRODUCTS):
         return None
-    a, b = [*tensors_in(args)][-2:]
+    in_eight_bits = function._opname in EIGHT_BIT_PRODUCTS
+    a, b = [*tensors_in(args)][slice(2) if in_eight_bits else slice(-2, None)]
     m, k, n = a.shape[:-1].numel(), a.shape[-1], b.shape[-1]
+    if in_eight_bits:
+        return Product(EIGHT_BITS, m, k, n)
     if 1 in (m, k, n) or (b.dim() == 3 and b.stride(0)):
         return None
     if a.stride(-2) < a.stride(-1):

@@ -179,6 +179,7 @@ class Planner:
                 (layout, options.overlap_tensor_reduce),
                 (config.batch.sequence_length, config.data.reset_position_ids, config.training.logit_z_loss),
                 (optimizer.freeze, optimizer.lr_scales),
+                (config.performance.eight_bit, config.performance.quantization_targets),
             )
         )
         key = repr((computed, *map(vars, (config.multi_stage, optimizer, config.averaging))))

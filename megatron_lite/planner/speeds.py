@@ -20,6 +20,7 @@ from megatron_lite.errors import DamagedError, UsageError
 FORMAT, VERSION = "megatron_lite_machine_speeds", 2
 MAX_BYTES = 2**20
 PRODUCT_KINDS = ("forward", "input gradient", "weight gradient")
+EIGHT_BITS = "8 bits"  # a product of rounded factors, by units for 8 bits; only data sheets have its speed
 AXES = ("tokens", "inputs", "outputs")
 ATTENTION_KINDS = ("fused forward", "fused backward", "math forward", "math backward")
 
@@ -35,7 +36,7 @@ Name = Annotated[str, Rule("a name", lambda value: 0 < len(value) <= 200 and val
 class Product(NamedTuple):
     """One of a linear layer's three products, `times` times: x W^T, dy W or dy^T x."""
 
-    kind: str  # "forward", "input gradient" or "weight gradient"
+    kind: str  # "forward", "input gradient", "weight gradient" or EIGHT_BITS
     tokens: int
     inputs: int
     outputs: int
@@ -169,7 +170,8 @@ class Speeds:
             return item.flops / _interpolated(rates, [lengths], [item.length])
         sizes = tokens, inputs, outputs = item.tokens, item.inputs, item.outputs
         itemsize = 4 if dtype == "fp32" else 2
-        moved = itemsize * (tokens * inputs + inputs * outputs + tokens * outputs)
+        of_factors = 1 if item.kind == EIGHT_BITS else itemsize
+        moved = of_factors * (tokens * inputs + inputs * outputs) + itemsize * tokens * outputs
         if item.kind == "weight gradient":  # fp32 totals
             moved += (8 - itemsize) * inputs * outputs
         rate = _interpolated(speeds.products.flops_per_s[item.kind], speeds.products[:3], sizes)

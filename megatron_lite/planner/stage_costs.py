@@ -16,7 +16,7 @@ from torch import Tensor
 from megatron_lite.distributed.traffic import FirstWait, Handle, Total, Traffic
 from megatron_lite.optimizer.rules.muon import orthogonalize
 from megatron_lite.parameter import Parameter
-from megatron_lite.planner.meter import Meter, PlannedDevice, calling_frame
+from megatron_lite.planner.meter import Meter, PlannedDevice, calling_frame, tensors_in
 from megatron_lite.planner.speeds import Attention, Item, Pass, Product
 from megatron_lite.zero.stage import Observer, Stage
 
@@ -50,6 +50,7 @@ class StageCosts:
     forward: tuple[Cost, Cost]
     backward: tuple[Cost, Cost]
     saved: tuple[Saved, ...]  # by layer
+    cast_bytes: int  # of 8-bit copies of the weights
 
 
 class StageMeter:
@@ -78,6 +79,8 @@ class StageMeter:
                     hidden = stage.forward(hidden, micro_batch, 0)
                 stage.observer = None
                 forward, backward = self._end(meter), Cost()
+                if is_first:
+                    forward, cast_bytes = _without_casts(stage, forward)
                 if stage.runs_backward:
                     gradient = torch.empty_like(hidden) if hidden.dim() else None  # the loss has no gradient
                     del hidden
@@ -88,7 +91,7 @@ class StageMeter:
                 del kept
             both.append((forward, backward, saved.layers))
         (first, first_backward, layers), (later, later_backward, _) = both
-        return StageCosts((first, later), (first_backward, later_backward), tuple(layers))
+        return StageCosts((first, later), (first_backward, later_backward), tuple(layers), cast_bytes)
 
     def evaluation(self, stage: Stage, micro_batch: Any, stream: Tensor | None) -> tuple[Cost, Tensor]:
         """Run an evaluation; return its cost and the stage's output."""
@@ -97,7 +100,7 @@ class StageMeter:
             hidden = None if stream is None else torch.empty_like(stream)
             self._begin(meter)
             output = stage.evaluate(hidden, micro_batch)
-            return self._end(meter), output
+            return _without_casts(stage, self._end(meter))[0], output
 
     def orthogonalization(self, rows: int, columns: int) -> Cost:
         """Run one step of orthogonalizing a matrix."""
@@ -116,6 +119,8 @@ class StageMeter:
 
     def _prepare(self, stage: Stage, is_first: bool = True) -> None:
         stage.gather()
+        if is_first:
+            stage.weights.casts.clear()
         if stage.gradients is not None:
             stage.accumulate()
         for layer in stage.layers:
@@ -151,6 +156,15 @@ class StageMeter:
             work=Counter([*meter.items, *itertools.starmap(Pass, meter.passes.items())]),
             overlaps=self._overlaps,
         )
+
+
+def _without_casts(stage: Stage, cost: Cost) -> tuple[Cost, int]:
+    """Return the cost of a first forward pass without the 8-bit weights that it makes, and their bytes.
+
+    They stay until the next gather, as the weights in the buffer do.
+    """
+    cast_bytes = sum(tensor.nbytes for tensor in tensors_in(stage.weights.casts.values()))
+    return dataclasses.replace(cost, peak=cost.peak - cast_bytes, change=cost.change - cast_bytes), cast_bytes
 
 
 class _Saved(Observer):

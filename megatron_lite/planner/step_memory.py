@@ -17,6 +17,7 @@ from torch import Tensor
 
 from megatron_lite.config import Config
 from megatron_lite.config.model import by_block
+from megatron_lite.kernels.eight_bit import eight_bit_of
 from megatron_lite.model.block import Block
 from megatron_lite.model.layer import MicroBatch
 from megatron_lite.optimizer.rules.muon import matrices_of
@@ -118,7 +119,8 @@ class Partition:
 def _alike(layer: Any) -> tuple[Any, ...]:
     """Return a key that equal layers share, except for what they recompute."""
     parameters = ((name, parameter.shape, parameter.requires_grad) for name, parameter in layer.named_parameters())
-    return (type(layer), *parameters)
+    rounded = (eight_bit.name.rpartition(f"{layer.name}.")[2] for eight_bit in eight_bit_of([layer]))
+    return (type(layer), *parameters, *rounded)
 
 
 def _micro_batch(config: Config, samples: int) -> MicroBatch:
@@ -140,7 +142,7 @@ class ActivationMemory:
     level: str
     saved: list[Saved]  # per layer and micro-batch
     held: int  # in all layers and micro-batches when the backward pass begins
-    peak: int  # including temporary tensors
+    peak: int  # including temporary tensors and 8-bit weights
     peak_at: str  # stage and pass of the peak
 
 
@@ -150,7 +152,10 @@ def activation_memory(config: Config, partition: Partition, level: str) -> Activ
     held, needed = _walk(partition, partition.schedule(config), costs)
     needed += [(partition.update_bytes, "the update"), (partition.replica_bytes, "sums of gradients")]
     if config.training.validation_iters or config.training.test_iters:
-        needed += partition.evaluation(config)
+        casts: Counter[int] = Counter()  # 8-bit weights by weight buffer, at most
+        for plan, cost in zip(partition.model.memory.plans, costs, strict=True):
+            casts |= Counter({plan.weight_buffer: cost.cast_bytes})
+        needed += [(num_bytes + casts.total(), name) for num_bytes, name in partition.evaluation(config)]
     peak, peak_at = max(needed, key=lambda entry: entry[0])
     return ActivationMemory(level, [layer for stage in costs for layer in stage.saved], held, peak, peak_at)
 
@@ -161,12 +166,16 @@ def _walk(
     """Return the most bytes held after a forward step, and each step's peak with its name."""
     plans, names = partition.model.memory.plans, [_name(stage) for stage in partition.model.stages]
     holders: dict[int | None, int] = {}  # stage by gradient buffer
+    casts: dict[int, int] = {}  # 8-bit weights by weight buffer
     live = held = 0
     needed = []
     for step in schedule:
+        for stage in step.gather:
+            casts.pop(plans[stage].weight_buffer, None)
+        casts[plans[step.stage].weight_buffer] = costs[step.stage].cast_bytes
         adds = all(holders.get(plans[stage].grad_buffer) == stage for stage in step.accumulate)
         cost = getattr(costs[step.stage], step.kind)[adds]
-        needed.append((live + cost.peak, f"{names[step.stage]} {step.kind}"))
+        needed.append((live + sum(casts.values()) + cost.peak, f"{names[step.stage]} {step.kind}"))
         live += cost.change
         held = max(held, live) if step.kind == "forward" else held
         holders |= {plans[stage].grad_buffer: stage for stage in step.accumulate}

@@ -11,10 +11,10 @@ from megatron_lite.config import Draft
 from megatron_lite.config.model import numbered_blocks, rotary_base
 from megatron_lite.config.monitoring import default_trackers, is_run_id
 from megatron_lite.config.structured_values import (
-    decay_expression,
     interconnect,
     keep_rules,
     lr_scale_patterns,
+    module_expression,
     size_bytes,
     weight_stages,
 )
@@ -182,8 +182,9 @@ def update(draft: Draft) -> Iterator[Problem]:
         yield problem(draft, "initial_loss_scale min_loss_scale", rule, also="training_dtype loss_scale")
     elif not dynamic:
         fill(draft, loss_scale=1.0)
-    for pattern in draft.weight_decay_modules:
-        yield from parsing("weight_decay_modules", decay_expression, pattern)
+    for name in ("weight_decay_modules", "quantization_targets"):
+        for pattern in getattr(draft, name):
+            yield from parsing(name, module_expression, name, pattern)
     if not draft.weight_decay_modules:
         fill(draft, weight_decay_default_mask="fast_llm")
 

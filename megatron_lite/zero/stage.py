@@ -57,6 +57,7 @@ class Buffer:
     def __init__(self, data: Tensor) -> None:
         self.data = data
         self.holder: int | None = None  # the stage whose values are here, or are being gathered
+        self.casts: dict[str, Any] = {}  # see `Parameter.casts`
         self._pending: Handle | None = None
 
     def start(self, collective: Handle) -> None:
@@ -155,6 +156,7 @@ class Stage:
             part.placed, part.shows_average = placed, averages
         for (_, parameter), (part, slot) in zip(self._placed, self._places(), strict=True):
             parameter.data = part.placed[slot.offset : slot.end].view(slot.spec.local_shape)
+            parameter.casts = buffer.casts
 
     def initialize(self, seed: int) -> None:
         """Draw the initial weights."""
@@ -169,6 +171,7 @@ class Stage:
             return
         self.weights.wait()
         self.weights.holder = self.index
+        self.weights.casts.clear()
         for part in self.parts:
             part.place_weights()
         if shared := [part for part in self.parts if part.group.world_size > 1]:
@@ -329,7 +332,7 @@ class Stage:
                 parameter = Parameter(
                     part.full_weights[bounds].view(slot.spec.local_shape), requires_grad=part.has_state
                 )
-                parameter.spec = slot.spec
+                parameter.spec, parameter.casts = slot.spec, self.weights.casts
                 if part.has_state:
                     parameter.main_grad = part.full_gradients[bounds].view(slot.spec.local_shape)
                 setattr(module, attribute, parameter)

@@ -20,6 +20,8 @@ from megatron_lite.validation.warnings import warnings
 from tests.support.engine_runs import Engine
 from tests.support.harness import full_weights, layers_of, run_distributed, start_run, tiny_config
 
+DECAY = "weight_decay_modules"
+
 Options = dict[str, Any]
 MODELS: list[Options] = [
     {},
@@ -138,7 +140,7 @@ def test_a_pattern_selects_these_weights(pattern: str, expression: str) -> None:
     every = names({"num_layers": 12})
     expected = [name for name in every if re.match(expression, name)]
     assert 0 < len(expected) < len(every)
-    assert selected(pattern, every) == expected == decayed(num_layers=12, weight_decay_modules=(pattern,))
+    assert selected(DECAY, pattern, every) == expected == decayed(num_layers=12, weight_decay_modules=(pattern,))
 
 
 def test_the_expression_of_levanters_page() -> None:
@@ -146,10 +148,10 @@ def test_the_expression_of_levanters_page() -> None:
     page = ".*attn.*weight|.*mlp.*weight|.*token_embeddings|.*position_embeddings"
     for text in (page, f"regex:{page}"):
         with pytest.raises(UsageError) as caught:
-            selected(text, names({}))
+            selected(DECAY, text, names({}))
         (translated,) = re.findall("; write --weight_decay_modules='(.*)'$", str(caught.value))
         matrices = [name for name in names({}) if "norm" not in name and not name.endswith("bias")]
-        assert selected(translated, names({})) == matrices
+        assert selected(DECAY, translated, names({})) == matrices
 
 
 @pytest.mark.parametrize(
@@ -160,7 +162,7 @@ def test_an_expression_that_matches_for_ever_is_refused(text: str, monkeypatch: 
     monkeypatch.setattr(parameter_patterns, "MATCHING_S", 0.05)
     before = signal.getsignal(signal.SIGVTALRM)
     with pytest.raises(UsageError, match=r"--weight_decay_modules: .* takes more than 0.05 s"):
-        selected(f"regex:{text}", ["blocks.0.attention.query_key_value.weight"])
+        selected(DECAY, f"regex:{text}", ["blocks.0.attention.query_key_value.weight"])
     assert signal.getsignal(signal.SIGVTALRM) == before
     assert signal.getitimer(signal.ITIMER_VIRTUAL) == (0.0, 0.0)
 
@@ -168,11 +170,11 @@ def test_an_expression_that_matches_for_ever_is_refused(text: str, monkeypatch: 
 @pytest.mark.parametrize(
     ("pattern", "message"),
     [
-        ("block.0.mpl", "'block.0.mpl' matches no parameter; similar names: .*blocks.0"),
-        ("blocks.2", "'blocks.2' matches no parameter"),
-        ("*.gain", "'\\*.gain' matches no parameter"),
-        ("regex:mlp", "'regex:mlp' matches no parameter; .* it must match from the start of a name"),
-        ("regex:.*mlp$", "matches no parameter"),
+        ("block.0.mpl", "'block.0.mpl' matches nothing; similar names: .*blocks.0"),
+        ("blocks.2", "'blocks.2' matches nothing"),
+        ("*.gain", "'\\*.gain' matches nothing"),
+        ("regex:mlp", "'regex:mlp' matches nothing; .* it must match from the start of a name"),
+        ("regex:.*mlp$", "matches nothing"),
     ],
 )
 def test_patterns_that_select_nothing(pattern: str, message: str) -> None:

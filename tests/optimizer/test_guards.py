@@ -10,7 +10,8 @@ import pytest
 import torch
 
 from megatron_lite.config import OptimizerConfig
-from megatron_lite.optimizer.guards import Guard, Report, Verdict
+from megatron_lite.optimizer.bad_steps import Report
+from megatron_lite.optimizer.guards import Guard, Verdict
 from megatron_lite.optimizer.rolling import RollingStatistics
 from megatron_lite.validation import warnings
 from tests.support.harness import tiny_config

@@ -1,6 +1,7 @@
 """The plan against what torch's allocator hands out, for configurations that a seed draws: state exact, peak close."""
 
 import gc
+from typing import Any
 
 import pytest
 
@@ -49,3 +50,20 @@ def check(config: Config, ranks: int, in_fp32: bool) -> None:
         state, peak = allocated(config, ranks)
     assert plan.state_bytes - plan.model.memory.bytes_by_kind()["communication scratch"] == state
     assert plan.activations[config.performance.mlp_recompute_level].peak == pytest.approx(peak, rel=0.01), config
+
+
+@pytest.mark.parametrize(
+    ("drawn", "options"),
+    [
+        (DRAWN[place], options)
+        for place, options in zip(
+            (0, 3, 5, 8),
+            ({"fp8": "tensorwise"}, {"fp8": "rowwise"}, {"int8": True}, {"fp8": "tensorwise", "zero_stage": 3}),
+            strict=True,
+        )
+    ],
+    ids=["tensorwise", "rowwise", "int8", "ZeRO-3"],
+)
+def test_the_plan_counts_weights_in_eight_bits(drawn: Drawn, options: dict[str, Any]) -> None:
+    """They stay until the next gather, with every weight buffer; rounding takes temporaries."""
+    check(drawn.config(**options), drawn.ranks, in_fp32=True)

@@ -84,6 +84,9 @@ class ThreadGroup:
     def sum_in_rank_order(self, values: Tensor) -> Tensor:
         return torch.stack(self._meeting.exchange(self.rank, values)).sum(dim=0)
 
+    def largest(self, values: Tensor, kind: str) -> Tensor:
+        return torch.stack(self._meeting.exchange(self.rank, values)).amax(dim=0)
+
     def reduction_scratch_bytes(self, shard_numel: int, dtype: torch.dtype) -> int:
         return 0
 

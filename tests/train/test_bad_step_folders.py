@@ -14,7 +14,7 @@ import torch
 from megatron_lite.config import Config
 from megatron_lite.distributed.process_group import Distributed
 from megatron_lite.errors import NumericsError, UsageError
-from megatron_lite.optimizer.guards import BadStep
+from megatron_lite.optimizer.bad_steps import BadStep
 from megatron_lite.outputs.bad_steps import content
 from megatron_lite.seeds import derive_seed
 from megatron_lite.setup_run import Run

@@ -1,0 +1,219 @@
+"""Products with factors rounded to 8 bits: fp8 (--fp8) or integers (--int8).
+
+A factor v is rounded with a scale s, of the whole tensor or of each row, to q(v) = round(v / s) in 8 bits. Products are
+computed from these numbers, summed in fp32 or int32, and multiplied by the scales of both factors:
+
+    y = q(x) q(W)^T        dx = q(dy) q(W)        W.main_grad += q(dy)^T q(x)
+
+fp8 (Micikevicius et al. 2022): x and W in e4m3, dy in e5m2, s = largest magnitude / largest number of the format.
+"rowwise" has a scale for each row of a factor along the dimension that its product sums over, so each product rounds
+its own factors. "delayed" takes the magnitudes of earlier iterations: see `optimizer/delayed_scaling.py`.
+
+int8 (as AQT and Levanter): scales by row, s = largest magnitude / 127.5; dy is rounded up or down at random, without
+bias; the weight gradient is computed from unrounded factors.
+
+Weights are rounded once per gather. Tensor-parallel ranks that hold parts of a dimension agree on the magnitudes along
+it, so that T changes no scale. Where the device has no units for 8 bits, the same numbers are multiplied in 16 or 32
+bits, which is no faster.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import functools
+import math
+from collections.abc import Iterable
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from megatron_lite.distributed.rank_group import Group
+from megatron_lite.kernels.converted_products import multiply_in_fp32
+from megatron_lite.kernels.linear import Products, accumulate, accumulate_product
+from megatron_lite.kernels.tensor_collectives import SCALE, Pending
+from megatron_lite.kernels.triton_support import generator_for
+from megatron_lite.parameter import Parameter, ParameterSpec
+from megatron_lite.seeds import derive_seed
+
+E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
+LARGEST = {E4M3: 448.0, E5M2: 57344.0, torch.int8: 127.5}
+SMALLEST_SCALE = 2.0**-100  # of zeros
+UNIT_MULTIPLE = 16  # sizes that the units can multiply
+INPUT, WEIGHT, GRADIENT = 0, 1, 2
+DIMENSIONS = ("ti", "oi", "to")  # of the three
+
+
+Units = tuple[torch.dtype, ...]  # dtypes that a device's units for 8 bits write; empty: it has none
+
+
+class Recipe(NamedTuple):
+    """How factors are rounded."""
+
+    values: torch.dtype  # of inputs and weights
+    gradients: torch.dtype
+    by_row: bool = False  # a scale per row instead of one per tensor
+
+
+TENSORWISE = Recipe(E4M3, E5M2)
+RECIPES = {
+    "tensorwise": TENSORWISE,
+    "rowwise": Recipe(E4M3, E5M2, by_row=True),
+    "delayed": TENSORWISE,
+    "int8": Recipe(torch.int8, torch.int8, by_row=True),
+}
+
+
+class Rounded(NamedTuple):
+    """A rounded factor; its value is about `numbers * scale`."""
+
+    numbers: Tensor  # (m, k), 8 bits
+    scale: Tensor  # (m, 1) or (1, 1), fp32
+
+
+# -- the formulas ----------------------------------------------------------------------------------------------------
+
+
+def scale_for(largest: Tensor, dtype: torch.dtype) -> Tensor:
+    """Return the scales of values with these largest magnitudes, in fp32."""
+    return (largest.float() / LARGEST[dtype]).clamp_(min=SMALLEST_SCALE)
+
+
+def round_values(values: Tensor, scale: Tensor, dtype: torch.dtype, seed: int | None = None) -> Tensor:
+    """Return values / scale, rounded to the nearest number in 8 bits; integers up or down at random if seeded."""
+    numbers = values / scale  # fp32
+    if dtype != torch.int8:
+        return numbers.clamp_(-LARGEST[dtype], LARGEST[dtype]).to(dtype)
+    if seed is not None:
+        noise = torch.empty_like(numbers)
+        numbers.add_(noise.uniform_(-0.5, 0.5, generator=generator_for(values).manual_seed(seed)))
+    return numbers.round_().clamp_(-127, 127).to(dtype)
+
+
+def multiply(a: Rounded, b: Rounded, dtype: torch.dtype, units: Units = ()) -> Tensor:
+    """Return a (m, k) b (n, k)^T in `dtype`, (m, n), by the device's units for 8 bits where they take the sizes.
+
+    units: the dtypes that they write; none: multiply in 16 bits, or on a CPU in 32.
+    """
+    left, right = a.numbers, b.numbers.t()
+    (rows, inner), columns, in_integers = left.shape, right.shape[1], left.dtype == torch.int8
+    fits = inner % UNIT_MULTIPLE == columns % UNIT_MULTIPLE == 0 and (rows > UNIT_MULTIPLE or not in_integers)
+    if units and fits:
+        left, right = left.contiguous(), b.numbers.contiguous().t()  # the one layout that all of them take
+        if not in_integers:
+            written = dtype if dtype in units else units[0]
+            return torch._scaled_mm(left, right, a.scale, b.scale.t(), out_dtype=written).to(dtype)
+        total = torch._int_mm(left, right).float()
+    elif left.device.type == "cpu":
+        total = multiply_in_fp32(left.new_empty(rows, columns, dtype=torch.float32), left, right)
+    else:  # fp16 holds every number of the three formats
+        total = torch.mm(left.half(), right.half(), out_dtype=torch.float32)
+    return total.mul_(a.scale).mul_(b.scale.t()).to(dtype)
+
+
+@functools.cache
+def units_of(device: torch.device, recipe: Recipe) -> Units:
+    """Return the dtypes in which the device's units for 8 bits write correct products. Waits for the device."""
+    if device.type != "cuda":
+        return ()
+    generator, factors = torch.Generator(device).manual_seed(0), []
+    for rows, dtype in ((64, recipe.gradients), (32, recipe.values)):
+        values = torch.randn(rows, 48, device=device, generator=generator)
+        scale = scale_for(values.abs().amax(1 if recipe.by_row else (0, 1), keepdim=True), dtype)
+        factors.append(Rounded(round_values(values, scale, dtype), scale))
+    a, b = factors
+    expected, written = multiply(a, b, torch.float32), []
+    for dtype in (torch.bfloat16, torch.float16, torch.float32):
+        with contextlib.suppress(RuntimeError):  # not supported by this device or version
+            difference = multiply(a, b, dtype, (dtype,)).float() - expected
+            if difference.abs().max() < 0.02 * expected.abs().max():
+                written.append(dtype)
+    return tuple(written)
+
+
+# -- the products of a layer -----------------------------------------------------------------------------------------
+
+
+class EightBit:
+    """One linear layer's products of rounded factors.
+
+    spec: the weight's. group: tensor-parallel ranks. units: see `multiply`.
+    """
+
+    delayed: tuple[Tensor, Tensor] | None = None  # scales of x, W, dy, (3,), and this iteration's largest magnitudes
+
+    def __init__(self, recipe: Recipe, spec: ParameterSpec, group: Group, units: Units) -> None:
+        self.recipe, self.name, self.units, self._group = recipe, spec.name.removesuffix(".weight"), units, group
+        self._split = "oi"[spec.split.dim]  # the dimension that ranks split
+        in_units = 0 if not units else 2 if recipe.values == torch.int8 else 3
+        self.flops_per_token = 2.0 * in_units * spec.numel  # by the units, over all ranks
+        self._seed: int | None = None
+        self._gradient: Rounded | None = None
+
+    def at(self, seed: int | None) -> Products:
+        """Return the products of one micro-batch, whose dropout seed this is; without a seed, of an evaluation."""
+        of_pass = copy.copy(self)
+        of_pass._seed = None if seed is None else derive_seed(seed, self.name)
+        return Products(of_pass._forward, of_pass._input_gradient, of_pass._add_weight_gradient)
+
+    def _forward(self, x: Pending, weight: Parameter, bias: Tensor | None) -> Tensor:
+        """x (..., i), weight (o, i), bias (o,) -> (..., o)."""
+        whole = x.wait()
+        rounded = self._round(whole.flatten(0, -2), INPUT, "i")
+        y = multiply(rounded, self._weight(weight)[0], whole.dtype, self.units)
+        return (y if bias is None else y.add_(bias)).view(*whole.shape[:-1], -1)
+
+    def _input_gradient(self, dy: Pending, weight: Parameter) -> Tensor:
+        """dy (t, o), weight (o, i) -> (t, i)."""
+        whole = dy.wait()
+        rounded = self._round(whole, GRADIENT, "o")
+        if not self.recipe.by_row:
+            self._gradient = rounded  # for the weight gradient
+        return multiply(rounded, self._weight(weight)[1], whole.dtype, self.units)
+
+    def _add_weight_gradient(self, weight: Parameter, dy: Tensor, x: Tensor) -> None:
+        """Add dy (t, o)^T x (t, i) to the weight's gradient."""
+        if self.recipe.values == torch.int8:
+            return accumulate_product(weight, dy, x)
+        kept, self._gradient = self._gradient, None
+        gradient = self._round(dy.t(), GRADIENT, "t") if kept is None else kept._replace(numbers=kept.numbers.t())
+        rounded = self._round(x.t(), INPUT, "t")
+        accumulate(weight, multiply(gradient, rounded, weight.main_grad.dtype, self.units))
+
+    def _weight(self, weight: Parameter) -> tuple[Rounded, Rounded]:
+        """Return the weight (o, i) and its transpose (i, o), rounded at their first use after a gather."""
+        if (cast := weight.casts.get(self.name)) is None:
+            rows = self._round(weight.detach(), WEIGHT, "i")
+            columns = rows._replace(numbers=rows.numbers.t())
+            if self.recipe.by_row:
+                columns = self._round(weight.detach().t(), WEIGHT, "o")
+            cast = rows, columns._replace(numbers=columns.numbers.contiguous())
+            if self.delayed is None or self._seed is not None:  # else a training step must still see the magnitude
+                weight.casts[self.name] = cast
+        return cast
+
+    def _round(self, values: Tensor, kind: int, over: str) -> Rounded:
+        """Round a factor (m, k) of a product that sums over the dimension `over`, its last one."""
+        dtype = self.recipe.gradients if kind == GRADIENT else self.recipe.values
+        scale = self._scale(values, kind, over, dtype)
+        seed = self._seed if kind == GRADIENT and dtype == torch.int8 else None
+        return Rounded(round_values(values, scale, dtype, seed), scale)
+
+    def _scale(self, values: Tensor, kind: int, over: str, dtype: torch.dtype) -> Tensor:
+        by_row = self.recipe.by_row
+        largest = torch.linalg.vector_norm(values, math.inf, dim=1 if by_row else (0, 1), keepdim=True).float()
+        if self.delayed is not None:
+            scales, seen = self.delayed
+            if self._seed is not None:
+                torch.maximum(seen[kind], largest.view(()), out=seen[kind])
+            return scales[kind].view(1, 1)
+        if self._split in (over if by_row else DIMENSIONS[kind]):
+            largest = self._group.largest(largest, SCALE)
+        return scale_for(largest, dtype)
+
+
+def eight_bit_of(layers: Iterable[torch.nn.Module]) -> list[EightBit]:
+    """Return the products with rounded factors of these layers, in order."""
+    found = (getattr(module, "eight_bit", None) for layer in layers for module in layer.modules())
+    return [eight_bit for eight_bit in found if eight_bit is not None]

@@ -1,0 +1,115 @@
+"""What the host reads and says of dropped updates: `guards.py` drops them on the device."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from megatron_lite.config import OptimizerConfig
+
+
+@dataclass(frozen=True)
+class BadStep:
+    """A dropped step. Pairs are (loss, gradient norm)."""
+
+    iteration: int
+    numbers: tuple[float, float]
+    limits: tuple[float, float]  # of --skip_bad_steps; infinite: none
+
+    @classmethod
+    def read(cls, values: Tensor) -> BadStep:
+        """Read (loss, gradient norm, their limits, iteration), (5,), from the device."""
+        loss, norm, loss_limit, norm_limit, iteration = values.tolist()
+        return cls(int(iteration), (loss, norm), (loss_limit, norm_limit))
+
+    @property
+    def overflows(self) -> bool:
+        """Whether the square of the gradient norm is not finite in fp32."""
+        return not math.isfinite(float(torch.tensor(self.numbers[1], dtype=torch.float32).square()))
+
+    @property
+    def is_finite(self) -> bool:
+        """Whether only --skip_bad_steps dropped the step."""
+        return math.isfinite(self.numbers[0]) and not self.overflows
+
+
+@dataclass(frozen=True)
+class Report:
+    """Dropped steps as a log line reports them."""
+
+    skipped: int  # since the start of training
+    nan: int  # among these, with a NaN loss or gradient norm
+    new: int  # dropped since the last log line
+    reason: str | None  # for the last new one
+    stop: str | None  # why the run cannot continue
+
+
+class Words:
+    """Texts about dropped steps, for the log and the end of a run."""
+
+    def __init__(self, config: OptimizerConfig, dynamic_loss_scale: bool, train_iters: int) -> None:
+        self._config, self._dynamic, self._train_iters = config, dynamic_loss_scale, train_iters
+
+    def describe(self, step: BadStep) -> str:
+        """Return text such as `iteration 123: gradient norm 41.2 above 3.1 (mean + 6 sd)`."""
+        problems = []
+        for name, number, limit in zip(("loss", "gradient norm"), step.numbers, step.limits, strict=True):
+            if not math.isfinite(number):
+                problems.append(f"{name} {number}")
+            elif number > limit:
+                sigma = self._config.skip_bad_steps_sigma
+                problems.append(f"{name} {number:.6g} above {limit:.6g} (mean + {sigma:g} sd)")
+            elif name == "gradient norm" and step.overflows:
+                problems.append(f"{name} {number:.6g}, too large to be squared")
+        follows = "; the loss scale follows" if self.is_searching(step) else ""
+        return f"iteration {step.iteration}: {', '.join(problems)}{follows}"
+
+    def is_searching(self, step: BadStep) -> bool:
+        """Whether a step was dropped by an overflow that only lowers a dynamic loss scale."""
+        return self._dynamic and step.overflows and math.isfinite(step.numbers[0])
+
+    def stop(self, step: BadStep, count: int) -> str:
+        """Return why the run stops. step: the first of `count` steps that must stop it."""
+        flag = "--on_bad_step=abort"
+        if self._config.on_bad_step != "abort":
+            flag = "--crash_on_nan=1" if any(map(math.isnan, step.numbers)) else "--crash_on_inf=1"
+        more = f" (and {count - 1} more since)" if count > 1 else ""
+        return (
+            f"stopped by {flag}: {self.describe(step)}{more}. The update was dropped, and nothing was saved since. "
+            "The same command would reach the same step again: resume with a lower --lr, or leave the flag out to drop "
+            "such updates and continue"
+        )
+
+    def hopeless(self, bad: int, streak: int, last: BadStep) -> str | None:
+        """Return why a run cannot continue after `bad` bad updates among the last `streak`, or None if it can.
+
+        A short run ends before --max_consecutive_bad_steps; it has also failed if it dropped more than half of its
+        updates in a row.
+        """
+        most, half = self._config.max_consecutive_bad_steps, self._train_iters // 2
+        if bad < min(most, half + 1):
+            return None
+        limit = f"--max_consecutive_bad_steps={most}"
+        if half < most:
+            limit = f"more than half of --train_iters={self._train_iters}"
+        cause, fix = "because they were not finite", ""
+        if last.is_finite:
+            cause, fix = "by --skip_bad_steps", " or a larger --skip_bad_steps_sigma"
+        elif self._dynamic:
+            fix = " or --training_dtype=bf16"
+        made, again = last.iteration - streak, "start again"
+        if made > 0:
+            again = f"nothing was learned after iteration {made}: go back to an older checkpoint, or start again"
+        return (
+            f"the last {streak} updates were dropped {cause} ({limit}); the last, {self.describe(last)}; {again}, "
+            f"with a lower --lr{fix}"
+        )
+
+    def ending(self, streak: int, last: BadStep) -> str:
+        """Return the end of the last line of a run whose last updates were dropped."""
+        updates = f"{streak} updates were" if streak > 1 else "update was"
+        weights = f"of iteration {last.iteration - streak}" if last.iteration > streak else "that it started with"
+        return f", but the last {updates} dropped ({self.describe(last)}): the weights are those {weights}"

@@ -1,0 +1,77 @@
+"""Delayed scales of 8-bit factors (--fp8=delayed): from the largest magnitudes of earlier iterations.
+
+    scale = 1 / (largest number of the format / largest magnitude of the last --amax_history_length iterations)
+
+It is 1 in the first iteration, and stays as it is while all magnitudes are 0 (Micikevicius et al. 2022, section 4; as
+in Levanter). A magnitude is the largest of all ranks and micro-batches of an iteration, so no layout changes a scale.
+One that is not finite does not count.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, cast
+
+import numpy as np
+import torch
+
+from megatron_lite.distributed.rank_group import Group
+from megatron_lite.kernels.eight_bit import LARGEST, eight_bit_of
+from megatron_lite.zero.stage import Stage
+
+KINDS = 3  # input, weight, gradient
+
+
+class DelayedScales:
+    """The scales of all layers with 8-bit products, and the magnitudes that give them.
+
+    length: iterations that count. world: all ranks.
+    """
+
+    def __init__(self, stages: Sequence[Stage], length: int, world: Group) -> None:
+        layers = eight_bit_of(cast(Any, layer) for stage in stages for layer in stage.layers)
+        self._names, self._world, self._iterations = [layer.name for layer in layers], world, 0
+        self._scales = torch.ones(len(layers), KINDS, device=world.device)
+        self._seen = torch.zeros_like(self._scales)
+        self._history = self._scales.new_zeros(length, len(layers), KINDS)  # a ring of iterations
+        recipe = layers[0].recipe
+        numbers = (LARGEST[recipe.values], LARGEST[recipe.values], LARGEST[recipe.gradients])
+        self._numbers = torch.tensor(numbers, device=world.device)
+        for layer, scales, seen in zip(layers, self._scales, self._seen, strict=True):
+            layer.delayed = scales, seen
+
+    def end_step(self) -> None:
+        """Count this iteration's magnitudes, and compute the scales of the next one."""
+        seen = self._world.largest(self._seen, "scale")
+        self._history[self._iterations % len(self._history)] = seen.where(seen.isfinite(), torch.zeros_like(seen))
+        self._iterations += 1
+        largest = self._history.amax(dim=0)
+        self._scales.copy_(torch.where(largest > 0, 1.0 / (self._numbers / largest), self._scales))
+        self._seen.zero_()
+
+    def state(self) -> dict[str, Any]:
+        """Return scales and magnitudes by layer for a checkpoint (reads the device).
+
+        Only magnitudes that may still become the largest are kept, each with its age in iterations.
+        """
+        newest_first = np.roll(self._history.cpu().numpy()[::-1], self._iterations % len(self._history), axis=0)
+        kept = newest_first[1:] > np.maximum.accumulate(newest_first)[:-1]
+        kept = np.concatenate([newest_first[:1] > 0, kept])
+        return {
+            name: [
+                [float(self._scales[place, kind]), [[int(age), float(newest_first[age, place, kind])] for age in ages]]
+                for kind in range(KINDS)
+                for ages in [np.flatnonzero(kept[:, place, kind])]
+            ]
+            for place, name in enumerate(self._names)
+        }
+
+    def load_state(self, state: dict[str, Any]) -> None:
+        """Restore `state`; layers that it lacks start fresh."""
+        self._iterations = 0
+        for place, name in enumerate(self._names):
+            for kind, (scale, magnitudes) in enumerate(state.get(name, ())):
+                self._scales[place, kind] = scale
+                for age, magnitude in magnitudes:
+                    if age < len(self._history):
+                        self._history[-1 - age, place, kind] = magnitude
