@@ -1,4 +1,4 @@
-"""What the host reads and says of dropped updates: `guards.py` drops them on the device."""
+"""Texts about dropped updates, as the host reads them from the device; `guards.py` drops them there."""
 
 from __future__ import annotations
 

@@ -96,6 +96,7 @@ def steps(parallel_tests: int) -> list[Step]:
     alone, layers = "--one_at_a_time", "--num_layers=16"  # 16 layers fit with all activations; 32 need memory options
     variants = "ZeRO-1,ZeRO-1 recompute activation,ZeRO-1 recompute full,ZeRO-1 without Triton,ZeRO-1 window 4096"
     several, eight = "ZeRO-1,ZeRO-1 window 4096,ZeRO-1 without throttle", ("--micro_batches=8", "--steps_per_turn=1")
+    rounded = "ZeRO-1,ZeRO-1 fp8 tensorwise,ZeRO-1 fp8 rowwise,ZeRO-1 int8"
     few = (alone, "--num_layers=6", "--steps_per_turn=6")
     return [
         Step("sanity", pytest_sanity, 40, read_tests),
@@ -106,6 +107,7 @@ def steps(parallel_tests: int) -> list[Step]:
         Step("ceilings", (*OPS, "--ceilings", "--output={output}"), 40, read_output, PARTS[1]),
         Step("ops", (*OPS, "--output={output}"), 120, read_output, PARTS[1], resumes=True),
         table("variants", "mistral-7b", variants, 2, 85, *few, part=PARTS[1]),
+        table("fp8", "mistral-7b", rounded, 2, 70, *few, part=PARTS[1]),
         table("deterministic", "mistral-7b", "ZeRO-1,ZeRO-1 deterministic", 2, 50, *few, part=PARTS[1]),
         table("mistral-7b", "mistral-7b", f"{split} activation,{split} quarter,ZeRO-3 recompute full", 2, 130, alone),
         table("mistral-7b 16 layers", "mistral-7b", "ZeRO-1,ZeRO-3", 3, 50, alone, layers),

@@ -223,6 +223,9 @@ def _variants(options: argparse.Namespace, ranks: int, stage: int) -> Iterator[t
             yield f"split recompute {word}", {"mlp_recompute_level": level, "split_master_weights": True}
     if ranks == 1:
         yield "without throttle", {"throttle_cpu": False}
+        for scaling in ("tensorwise", "rowwise"):
+            yield f"fp8 {scaling}", {"fp8": scaling}
+        yield "int8", {"int8": True}
     if ranks == 1 and options.one_at_a_time:  # deterministic mode is process-wide
         yield "without Triton", {"enable_triton_kernels": False}
         yield "deterministic", {"deterministic": True}
