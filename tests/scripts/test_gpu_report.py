@@ -152,6 +152,7 @@ def test_training_tables_name_rows_that_exist() -> None:
             *("ZeRO-1", "ZeRO-1 recompute activation", "ZeRO-1 recompute full", "ZeRO-1 without Triton"),
             "ZeRO-1 window 4096",
         },
+        "fp8": {"ZeRO-1", "ZeRO-1 fp8 tensorwise", "ZeRO-1 fp8 rowwise", "ZeRO-1 int8"},
         "deterministic": {"ZeRO-1", "ZeRO-1 deterministic"},
         "gpt2-124m": {
             "ZeRO-1",
