@@ -258,3 +258,31 @@ def test_a_weight_is_rounded_once_per_gather(monkeypatch: pytest.MonkeyPatch) ->
     weight.casts.clear()  # as the next gather does
     linear(x, weight, None, ONE_RANK, ONE_RANK, eight_bit.at(None))
     assert rounded.count((O, I)) == 2
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
+@recipes
+def test_a_gpu_multiplies_the_numbers_of_a_cpu(name: str) -> None:
+    """Scales and rounded numbers to the bit, products within 1e-3, in fp32 and bf16; from Ada on, by its units."""
+    device, recipe, (x, values, dy) = torch.device("cuda"), RECIPES[name], problem()
+    units = units_of(device, recipe)
+    assert torch.bfloat16 in units or torch.cuda.get_device_capability(device) < (8, 9)
+    for dtype in (torch.float32, torch.bfloat16):
+        made = {}
+        for place, found in ((CPU, ()), (device, units)):
+            weight = weight_of(values.to(dtype).to(place))
+            source = x.to(dtype).to(place).requires_grad_()
+            y = linear(source, weight, products=EightBit(recipe, weight.spec, alone(place), found).at(7))
+            y.backward(dy.to(dtype).to(place))
+            assert source.grad is not None
+            gradients = (weight.main_grad,) if name == "int8" else (source.grad, weight.main_grad)
+            made[place.type] = (
+                [value.detach().cpu().double().numpy() for value in (y, *gradients)],
+                weight.casts["layer"],
+            )
+        for found_cast, cast in zip(made["cuda"][1], made["cpu"][1], strict=True):
+            assert torch.equal(found_cast.scale.cpu(), cast.scale)
+            assert torch.equal(found_cast.numbers.cpu().view(torch.uint8), cast.numbers.view(torch.uint8))
+        for on_gpu, expected in zip(made["cuda"][0], made["cpu"][0], strict=True):
+            close(torch.from_numpy(on_gpu), expected, 1e-3 if dtype == torch.float32 else 4e-3)

@@ -9,6 +9,9 @@ import torch
 from torch.utils.flop_counter import FlopCounterMode
 
 from megatron_lite.config import BatchConfig, Config, ModelConfig, PerformanceConfig, TrainingConfig
+from megatron_lite.kernels.choice import Kernels
+from megatron_lite.kernels.eight_bit import eight_bit_of
+from megatron_lite.model.gpt import model_layers, parameters_of
 from megatron_lite.monitor.metrics import Forecast, LogWindow, StepTimer, hardware_flops, known_peak_tflops, model_flops
 from tests.support.harness import layers_of, tiny_config
 from tests.support.memory_meters import a_model, micro_batches
@@ -336,3 +339,27 @@ def test_timer_without_an_iteration_says_nothing_and_survives_endless_runs():
     clock.now += 1e12
     _, console = timer.lap(1)
     assert "completion_date" not in console  # beyond the year 9999
+
+
+@pytest.mark.parametrize(("options", "share"), [({"fp8": "rowwise"}, 1), ({"int8": True}, 2 / 3)])
+def test_products_in_eight_bits_count_at_twice_the_peak(options, share):
+    """Those of all linear layers in blocks, which `model_flops` has without the layers; int8 rounds two of three.
+
+    Without units for 8 bits they count as the others.
+    """
+    config = tiny_config(**options, gated=True, head_groups=2)
+    layers = {found: model_layers(config, Kernels(eight_bit_units=found)) for found in ((), (torch.bfloat16,))}
+    flops = {found: sum(each.flops_per_token for each in eight_bit_of(made)) for found, made in layers.items()}
+    matrices = [parameter.spec.numel for parameter in parameters_of(layers[()]) if parameter.spec.matrix_rows]
+    rounded = share * 6.0 * sum(matrices)
+    assert list(flops.values()) == pytest.approx([0, rounded])
+    clocks = [Clock(), Clock()]
+    timers = [
+        StepTimer(config, 2, 0, 1e-3, eight_bit_flops=given, clock=clock)
+        for given, clock in zip(flops.values(), clocks, strict=True)
+    ]
+    for timer, clock in zip(timers, clocks, strict=True):
+        steps(timer, clock, 1, 1, 0.5)
+    plain, fast = (timer.lap(1)[0] for timer in timers)
+    assert fast["model_tflops"] == plain["model_tflops"]
+    assert fast["mfu"] / plain["mfu"] == pytest.approx(1 - 16 * rounded / 2 / model_flops(config.model, 16, 16))
