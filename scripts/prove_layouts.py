@@ -30,7 +30,7 @@ import scripts  # noqa: F401  names a missing package
 import torch
 
 from megatron_lite.cli.script_parser import ScriptParser, number
-from megatron_lite.errors import EXIT_DONE, NumericsError
+from megatron_lite.errors import EXIT_DONE, NumericsError, UsageError
 from megatron_lite.run.exit_status import print_failure
 from megatron_lite.run.host import prepare_libraries
 from megatron_lite.run.progress_line import ProgressLine, format_duration
@@ -121,9 +121,13 @@ def cases(options: argparse.Namespace, fixed: Flags) -> Iterator[tuple[Case, Fla
         like, remarks = shrunk(flags, options.ranks)
         choices = [like.options, shrunk(flags, options.ranks, training_dtype="fp32")[0].options]
         common = dict(choices[0].items() & choices[1].items())
+        first = [like] if like.layout.flags else []
+        try:
+            like.parts(fixed)
+        except UsageError as error:
+            remarks, first = [*remarks, f"not this layout itself, {text_of(like.layout.flags)}: {error}"], []
         print("\n".join([f"model and options: {text_of(like.options)}", *remarks, ""]))
-        if like.layout.flags:
-            yield like, common
+        yield from ((case, common) for case in first)
     for place in itertools.count():
         yield draw(random.Random(f"{options.seed}/{place}"), options.ranks, choices, fixed), common
 

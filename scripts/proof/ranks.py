@@ -7,6 +7,7 @@ import multiprocessing
 import os
 import shutil
 import tempfile
+import threading
 import traceback
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor, wait
@@ -130,9 +131,17 @@ def _begin(folder: str, prepare: Prepare | None) -> None:
         os.dup2(nowhere.fileno(), 1)
         os.dup2(nowhere.fileno(), 2)
     os.chdir(folder)
+    threading.Thread(target=_end_with_parent, daemon=True).start()
     torch.set_num_threads(1)
     if prepare is not None:
         prepare()
+
+
+def _end_with_parent() -> None:
+    parent = multiprocessing.parent_process()
+    assert parent is not None
+    parent.join()
+    os._exit(1)
 
 
 @functools.cache

@@ -2,9 +2,13 @@
 
 import json
 import math
+import os
 import random
 import re
 import shlex
+import tempfile
+import time
+from multiprocessing.connection import Connection
 from pathlib import Path
 
 import pytest
@@ -12,13 +16,14 @@ import torch
 from torch import Tensor
 
 from megatron_lite.config.source import PRESETS
+from megatron_lite.distributed.processes import has_ended
 from megatron_lite.zero.replicas import Replicas
 from scripts import prove_layouts
 from scripts.proof.cases import LAYOUT, draw, flags_of
 from scripts.proof.comparison import EXACT, FP32, differences, smallest
 from scripts.proof.like import shrunk
-from scripts.proof.ranks import Step
-from tests.support import harness  # noqa: F401  starts the server of ranks with more imported
+from scripts.proof.ranks import Ranks, Step
+from tests.support import harness
 
 
 @pytest.mark.parametrize(("count", "ranks"), [(3, 2), pytest.param(100, 4, marks=pytest.mark.slow)])
@@ -34,6 +39,28 @@ def test_drawn_layouts_compute_the_same(
     assert len(cases) == count and not any(case["problem"] for case in cases)
     assert all(case["command"].startswith("python scripts/prove_layouts.py --ranks=") for case in cases)
     assert any(case["same_bits_as"] for case in cases)
+
+
+def hold_ranks(folder: str, sender: Connection) -> None:
+    """Start two ranks, tell their processes, and wait to be killed."""
+    tempfile.tempdir = folder
+    with Ranks(2) as ranks:
+        sender.send([process.submit(os.getpid).result() for process in ranks._processes])
+        time.sleep(60)
+
+
+def test_ranks_end_with_a_killed_parent(tmp_path: Path) -> None:
+    """SIGKILL to the command leaves no process."""
+    receiver, sender = harness.FORKSERVER.Pipe(duplex=False)
+    parent = harness.FORKSERVER.Process(target=hold_ranks, args=(str(tmp_path), sender))
+    parent.start()
+    pids = receiver.recv()
+    parent.kill()
+    parent.join()
+    deadline = time.monotonic() + 30
+    while not all(has_ended(pid) for pid in pids):
+        assert time.monotonic() < deadline, pids
+        time.sleep(0.01)
 
 
 def forget_gradients() -> None:
