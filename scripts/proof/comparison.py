@@ -29,22 +29,25 @@ class Limits(NamedTuple):
 
 
 EXACT = Limits(0.0, 0.0, 0.0, 0.0, 0.0)
-FP32 = Limits(1e-6, 1e-5, 1e-4, 2e-3, 1e-3)  # losses as docs/parallelism.md promises, and what follows
-FP16 = Limits(1e-3, 2e-2, 5e-2, 0.5, 0.1)  # one rank sums before it rounds, several round before they sum
-BF16 = Limits(5e-3, 5e-2, 0.3, 0.5, 0.3)
-MUON = Limits(2e-5, 1e-3, 5e-2, 0.2, 0.0)  # rounds to bf16, and a larger rate makes more of it
+FP32 = Limits(1e-6, 1e-5, 1e-4, 5e-4, 1e-3)  # losses as docs/parallelism.md promises, and what follows
+FP16 = Limits(1e-3, 5e-3, 0.1, 0.1, 0.1)  # one rank sums before it rounds, several round before they sum
+BF16 = Limits(5e-3, 3e-2, 0.3, 0.4, 0.3)
+MUON = Limits(5e-5, 1e-3, 5e-2, 0.2, 0.0)  # rounds to bf16, and a larger rate makes more of it
+EIGHT_BITS = Limits(1e-2, 1e-1, 1.0, 0.5, 0.0)  # round to steps of a sixteenth, scaled by micro-batch
 SMALL = 1e-3  # of the largest gradient of all: a whole parameter with less has rounding alone
 
 
 def limits_of(options: Flags) -> tuple[str, Limits]:
     """Return the limits of runs with these options, and what they depend on."""
     dtype, rule = options.get("training_dtype", "fp32"), options.get("optimizer", "adamw")
-    limits = {"fp32": FP32, "fp16": FP16, "bf16": BF16}[dtype]
+    limits, kind = {"fp32": FP32, "fp16": FP16, "bf16": BF16}[dtype], f"{dtype}, {rule}"
     if rule == "muon":
         limits = Limits(*map(max, limits, MUON))
+    if options.get("fp8", "none") != "none" or options.get("int8", "0") != "0":
+        limits, kind = Limits(*map(max, limits, EIGHT_BITS)), f"{kind}, 8 bits"
     if rule == "lion":  # signs, also of sums near zero
-        limits = limits._replace(update=0.5 if dtype == "fp32" else math.inf)
-    return f"{dtype}, {rule}", limits
+        limits = limits._replace(update=0.5 if limits.certain <= SMALL else math.inf)
+    return kind, limits
 
 
 class Difference(NamedTuple):
