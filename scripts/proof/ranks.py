@@ -58,16 +58,16 @@ class BrokenRunError(Exception):
 
 
 class Ranks:
-    """Processes, started once; use them in a `with` block. prepare: called in each at its start, for tests."""
+    """Processes, each started once; use them in a `with` block. prepare: called in each at its start, for tests."""
 
-    def __init__(self, count: int, prepare: Prepare | None = None) -> None:
+    def __init__(self, prepare: Prepare | None = None) -> None:
         self._folder, self._runs = tempfile.mkdtemp(prefix="prove_layouts_"), 0
         _write_data(self._folder)
         context = multiprocessing.get_context("forkserver")
         context.set_forkserver_preload(["scripts.proof.ranks", "torch.fx.experimental.symbolic_shapes"])
         begin = functools.partial(_begin, self._folder, prepare)
-        self._start = lambda: [ProcessPoolExecutor(1, context, begin) for _ in range(count)]
-        self._processes = self._start()
+        self._new = functools.partial(ProcessPoolExecutor, 1, context, begin)
+        self._processes: list[ProcessPoolExecutor] = []
 
     def __enter__(self) -> Ranks:
         return self
@@ -98,13 +98,14 @@ class Ranks:
 
     def _train(self, part: Part) -> list[Step]:
         self._runs += 1
-        processes, store = self._processes[: part.ranks], f"{self._folder}/{self._runs}"
-        futures = [process.submit(_train, part, rank, store) for rank, process in enumerate(processes)]
+        self._processes += [self._new() for _ in range(len(self._processes), part.ranks)]
+        store = f"{self._folder}/{self._runs}"
+        futures = [self._processes[rank].submit(_train, part, rank, store) for rank in range(part.ranks)]
         wait(futures)
         errors = [error for future in futures if (error := future.exception()) is not None]
         for error in sorted(errors, key=lambda error: isinstance(error, PeerError)):  # which follows from another
             if isinstance(error, BrokenProcessPool):
-                self._processes = self._start()
+                self._processes = []  # a dead one serves no further run
             if isinstance(error, UsageError):
                 raise error
             raise BrokenRunError("".join([f"{error}\n", *traceback.format_exception(error)])) from None

@@ -19,7 +19,7 @@ from megatron_lite.config.source import PRESETS
 from megatron_lite.distributed.processes import has_ended
 from megatron_lite.zero.replicas import Replicas
 from scripts import prove_layouts
-from scripts.proof.cases import LAYOUT, draw, flags_of
+from scripts.proof.cases import LAYOUT, case_of, draw, flags_of
 from scripts.proof.comparison import EXACT, FP32, differences, smallest
 from scripts.proof.like import shrunk
 from scripts.proof.ranks import Ranks, Step
@@ -44,7 +44,8 @@ def test_drawn_layouts_compute_the_same(
 def hold_ranks(folder: str, sender: Connection) -> None:
     """Start two ranks, tell their processes, and wait to be killed."""
     tempfile.tempdir = folder
-    with Ranks(2) as ranks:
+    with Ranks() as ranks:
+        ranks.train(case_of({}, 2, None).parts({"device": "cpu"}))
         sender.send([process.submit(os.getpid).result() for process in ranks._processes])
         time.sleep(60)
 
@@ -76,7 +77,7 @@ def test_a_planted_mistake_is_reduced_to_what_it_needs(capsys: pytest.CaptureFix
     """Exit 5, the first parameter and step, and a command with two flags of six."""
     options = "--training_dtype=bf16 --optimizer=lion --window_size=5"
     layout = "--tensor_parallel=2 --sequence_tensor_parallel=1 --zero_stage=2"
-    words = ["--ranks=2", f"--case={options} {layout}", "--then=2 --tensor_parallel=2"]
+    words = ["--ranks=2", f"--case={options} {layout}", "--then=3"]
     assert prove_layouts.main(words, forget_gradients) == 5
     output = capsys.readouterr()
     assert "DIFFERENT: ranks hold different gradients of embedding.position.weight at step 1" in output.out
