@@ -33,7 +33,7 @@ from megatron_lite.distributed.rank_group import Group
 from megatron_lite.kernels.converted_products import multiply_in_fp32
 from megatron_lite.kernels.linear import Products, accumulate, accumulate_product
 from megatron_lite.kernels.tensor_collectives import SCALE, Pending
-from megatron_lite.kernels.triton_support import generator_for
+from megatron_lite.kernels.triton_support import cdiv, generator_for, jit, tl
 from megatron_lite.parameter import Parameter, ParameterSpec
 from megatron_lite.seeds import derive_seed
 
@@ -80,8 +80,67 @@ def scale_for(largest: Tensor, dtype: torch.dtype) -> Tensor:
     return (largest.float() / LARGEST[dtype]).clamp_(min=SMALLEST_SCALE)
 
 
-def round_values(values: Tensor, scale: Tensor, dtype: torch.dtype, seed: int | None = None) -> Tensor:
-    """Return values / scale, rounded to the nearest number in 8 bits; integers up or down at random if seeded."""
+@jit
+def _round_kernel(
+    values_ptr,
+    scale_ptr,
+    numbers_ptr,
+    rows,
+    columns,
+    row_stride,
+    column_stride,
+    BY_ROW: tl.constexpr,
+    LARGEST: tl.constexpr,
+    DROPPED: tl.constexpr,
+    SMALLEST_NORMAL: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    """One square tile of values (rows, columns), with any strides, per program: write their numbers, row by row.
+
+    DROPPED: bits that the format's mantissa lacks of fp32's; 0: integers. Rounding by hand costs nothing beside the
+    memory, and Triton's interpreter cannot round to 8 bits.
+    """
+    tiles = tl.cdiv(columns, BLOCK)
+    row = (tl.program_id(0) // tiles * BLOCK + tl.arange(0, BLOCK))[:, None].to(tl.int64)
+    column = (tl.program_id(0) % tiles * BLOCK + tl.arange(0, BLOCK))[None, :].to(tl.int64)
+    inside = (row < rows) & (column < columns)
+    x = tl.load(values_ptr + row * row_stride + column * column_stride, mask=inside, other=0.0).to(tl.float32)
+    if BY_ROW:
+        x = tl.div_rn(x, tl.load(scale_ptr + row, mask=row < rows, other=1.0))
+    else:
+        x = tl.div_rn(x, tl.load(scale_ptr))
+    is_nan = x != x
+    rounded = tl.minimum(tl.maximum(x, -LARGEST), LARGEST)
+    if DROPPED == 0:
+        rounded = (rounded + 12582912.0) - 12582912.0  # 1.5 * 2^23: to the nearest, ties to even
+    else:
+        bits = rounded.to(tl.int32, bitcast=True)
+        bits = (bits + ((1 << (DROPPED - 1)) - 1) + ((bits >> DROPPED) & 1)) >> DROPPED << DROPPED
+        shift = 12582912.0 * SMALLEST_NORMAL / (1 << (23 - DROPPED))
+        rounded = tl.where(
+            tl.abs(rounded) < SMALLEST_NORMAL, (rounded + shift) - shift, bits.to(tl.float32, bitcast=True)
+        )
+    rounded = tl.where(is_nan, x, rounded)
+    tl.store(numbers_ptr + row * columns + column, rounded.to(numbers_ptr.dtype.element_ty), mask=inside)
+
+
+TILE = 64  # 16 values a thread
+KERNEL_FORMATS = {E4M3: (448.0, 20, 2.0**-6), E5M2: (57344.0, 21, 2.0**-14), torch.int8: (127.0, 0, 1.0)}
+
+
+def round_values(
+    values: Tensor, scale: Tensor, dtype: torch.dtype, seed: int | None = None, triton: bool = False
+) -> Tensor:
+    """Return values (m, k) / scale (m, 1) or (1, 1), rounded to the nearest number in 8 bits.
+
+    seed: round integers up or down at random. triton: use the kernel, unless seeded.
+    """
+    if triton and seed is None:
+        numbers = torch.empty(values.shape, dtype=dtype, device=values.device)
+        (rows, columns), options = values.shape, KERNEL_FORMATS[dtype]
+        grid, sizes = (cdiv(rows, TILE) * cdiv(columns, TILE),), (rows, columns, *values.stride())
+        _round_kernel[grid](values, scale, numbers, *sizes, scale.numel() > 1, *options, TILE, num_warps=8)
+        return numbers
     numbers = values / scale  # fp32
     if dtype != torch.int8:
         return numbers.clamp_(-LARGEST[dtype], LARGEST[dtype]).to(dtype)
@@ -138,12 +197,15 @@ def units_of(device: torch.device, recipe: Recipe) -> Units:
 class EightBit:
     """One linear layer's products of rounded factors.
 
-    spec: the weight's. group: tensor-parallel ranks. units: see `multiply`.
+    spec: the weight's. group: tensor-parallel ranks. units: see `multiply`. triton: see `round_values`.
     """
 
     delayed: tuple[Tensor, Tensor] | None = None  # scales of x, W, dy, (3,), and this iteration's largest magnitudes
 
-    def __init__(self, recipe: Recipe, spec: ParameterSpec, group: Group, units: Units) -> None:
+    def __init__(
+        self, recipe: Recipe, spec: ParameterSpec, group: Group, units: Units = (), triton: bool = False
+    ) -> None:
+        self._triton = triton
         self.recipe, self.name, self.units, self._group = recipe, spec.name.removesuffix(".weight"), units, group
         self._split = "oi"[spec.split.dim]  # the dimension that ranks split
         in_units = 0 if not units else 2 if recipe.values == torch.int8 else 3
@@ -198,7 +260,7 @@ class EightBit:
         dtype = self.recipe.gradients if kind == GRADIENT else self.recipe.values
         scale = self._scale(values, kind, over, dtype)
         seed = self._seed if kind == GRADIENT and dtype == torch.int8 else None
-        return Rounded(round_values(values, scale, dtype, seed), scale)
+        return Rounded(round_values(values, scale, dtype, seed, self._triton), scale)
 
     def _scale(self, values: Tensor, kind: int, over: str, dtype: torch.dtype) -> Tensor:
         by_row = self.recipe.by_row

@@ -69,7 +69,9 @@ def round_products(layers: Iterable[Layer], options: PerformanceConfig, kernels:
     blocks = (layer for layer in layers if isinstance(layer, Block))
     linear = [module for block in blocks for module in block.modules() if isinstance(module, Linear)]
     recipe, patterns = RECIPES[options.eight_bit], options.quantization_targets or ("*",)
-    made = {module: EightBit(recipe, module.weight.spec, group, kernels.eight_bit_units) for module in linear}
+    units = kernels.eight_bit_units
+    triton = kernels.triton and bool(units)  # without units, Triton may not know the formats either
+    made = {module: EightBit(recipe, module.weight.spec, group, units, triton) for module in linear}
     names = [eight_bit.name for eight_bit in made.values()]
     chosen = {name for pattern in patterns for name in selected("quantization_targets", pattern, names)}
     for module, eight_bit in made.items():

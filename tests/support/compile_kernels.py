@@ -36,6 +36,7 @@ from megatron_lite.kernels import adamw as optimizer  # noqa: E402
 from megatron_lite.kernels import weight_shard  # noqa: E402
 from megatron_lite.kernels.adamw import adamw_moments, adamw_weights  # noqa: E402
 from megatron_lite.kernels.cross_entropy import Sums, sweep  # noqa: E402
+from megatron_lite.kernels.eight_bit import LARGEST, round_values  # noqa: E402
 from megatron_lite.kernels.embedding import embedding  # noqa: E402
 from megatron_lite.kernels.gradient_norm import squared_norm  # noqa: E402
 from megatron_lite.kernels.heads import split_heads  # noqa: E402
@@ -154,6 +155,14 @@ def capped_loss(shape: Shape) -> None:
     sweep(shape.random(4, 128256), labels, sums, scale, 1e-4, soft_cap=30.0, triton=True)
 
 
+def rounded(shape: Shape, rows: int, columns: int) -> None:
+    """Round a factor and its transpose to every format of 8 bits, with a scale per row and with one."""
+    values = shape.random(rows, columns)
+    for dtype, factor in itertools.product(LARGEST, (values, values.t())):
+        for scale in (shape.random(len(factor), 1, dtype=torch.float32), shape.random(1, 1, dtype=torch.float32)):
+            round_values(factor, scale, dtype, triton=True)
+
+
 def others(shape: Shape) -> Iterator[tuple[str, Callable[[], Any]]]:
     """Yield what the table of operations omits: all activations, biases, odd sizes, sizes of one, very wide rows."""
     for name in FUNCTIONS:
@@ -202,6 +211,7 @@ def others(shape: Shape) -> Iterator[tuple[str, Callable[[], Any]]]:
     for rows, split, nesterov, passes in itertools.product((1, 9, 300), (False, True), (False, True), (1, 2)):
         if rows < 300 or passes == 2:
             yield f"adamw {rows} {split} {nesterov} {passes}", partial(updates, shape, rows, split, nesterov, passes)
+    yield "8 bits", partial(rounded, shape, 5, 123)
     for numel in (1, 1000):
         some = [shape.random(numel, dtype=torch.float32), shape.random(numel)]
         yield f"squared norm {numel}", partial(squared_norm, some, triton=True)
@@ -232,6 +242,7 @@ def main() -> int:
     calls: dict[str, Callable[[], Any]] = {op.name: partial(run_triton, op, shape) for op in OPS}
     for split, nesterov in ((False, False), (True, True)):
         calls[f"clipped updates, {split}, {nesterov}"] = partial(updates, shape, 12, split, nesterov, 2)
+    calls["8 bits"] = partial(rounded, shape, 8192, 4096)
     calls["soft-capped cross-entropy"] = partial(capped_loss, shape)
     failures: dict[str, str] = {}
     attempt(calls.items(), failures)
