@@ -78,11 +78,12 @@ class Ranks:
         shutil.rmtree(self._folder)
 
     def train(self, parts: Sequence[Part]) -> list[Step]:
-        """Train a run; return its numbers, with one start more than parts: what a part reads is compared.
+        """Train a run in parts; return the numbers of its start and of each iteration.
 
         Raises:
             UsageError: if the program refuses the options.
-            BrokenRunError: if a rank fails, or two have different copies of what they hold alike.
+            BrokenRunError: if a rank fails, if two have different copies of what they hold alike, or if a part does
+                not start with what the part before has saved.
         """
         shutil.rmtree(f"{self._folder}/{RUN}", ignore_errors=True)
         steps: list[Step] = []
