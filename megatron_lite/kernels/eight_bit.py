@@ -163,8 +163,8 @@ def multiply(a: Rounded, b: Rounded, dtype: torch.dtype, units: Units = ()) -> T
         if not in_integers:
             written = dtype if dtype in units else units[0]
             return torch._scaled_mm(left, right, a.scale, b.scale.t(), out_dtype=written).to(dtype)
-        total = torch._int_mm(left, right).float()
-    elif left.device.type == "cpu":
+        return (torch._int_mm(left, right) * a.scale).mul_(b.scale.t()).to(dtype)
+    if left.device.type == "cpu":
         total = multiply_in_fp32(left.new_empty(rows, columns, dtype=torch.float32), left, right)
     else:  # fp16 holds every number of the three formats
         total = torch.mm(left.half(), right.half(), out_dtype=torch.float32)

@@ -231,7 +231,7 @@ def _shaped(function: Any) -> Callable[..., Any] | None:
         names = [argument.name for argument in function._schema.arguments]
         return lambda *args, **options: _reduced(**dict(zip(names, args, strict=False)), **options)
     if function._opname in ("mm", "addmm"):
-        return lambda *args, **_: torch.empty(len(args[-2]), args[-1].shape[1], dtype=args[-1].dtype, device="meta")
+        return lambda *args, **_: _product(args)
     if function._opname == "mv":
         return lambda matrix, vector: torch.empty(len(matrix), dtype=matrix.dtype, device="meta")
     if function._opname == "arange":
@@ -251,6 +251,12 @@ def _elementwise(args: tuple[Any, ...], dtype: torch.dtype | None) -> Tensor:
     if like is None or like.is_contiguous():
         return torch.empty(shape, dtype=dtype, device="meta")
     return torch.empty_like(like, dtype=dtype)
+
+
+def _product(args: tuple[Any, ...]) -> Tensor:
+    *_, a, b = tensors_in(args)
+    dtype = next((argument for argument in args if isinstance(argument, torch.dtype)), b.dtype)  # `out_dtype`
+    return torch.empty(len(a), b.shape[1], dtype=dtype, device="meta")
 
 
 def _reduced(

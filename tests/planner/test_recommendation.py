@@ -1,6 +1,7 @@
 """The end of a dry run: a table of layouts that fit, and a command that does."""
 
 import dataclasses
+import itertools
 import os
 import re
 import subprocess
@@ -216,6 +217,17 @@ def test_tf32_is_planned_at_half_the_speed_of_16_bits(gpu: str, capsys: pytest.C
     assert ("h100: tf32 494.7 TFLOP/s" in rounded) == (gpu == "h100") and ": tf32" not in plain
     times = [float(text.partition("a step of ")[2].split()[0]) for text in (plain, rounded)]
     assert times[0] > 2 * times[1] if gpu == "h100" else times[0] == times[1]
+
+
+def test_products_in_8_bits_are_planned_at_twice_the_speed_of_16(capsys: pytest.CaptureFixture[str]) -> None:
+    """Where the GPU has units for them; rounding costs passes over memory, and on others all is slower."""
+    times = {}
+    for gpu, fp8 in itertools.product(("h200", "a100"), ("none", "tensorwise")):
+        flags = f"--world_size=8 --zero_stage=3 --micro_batch_size=1 --training_dtype=bf16 --gpu={gpu} --fp8={fp8}"
+        text = page(capsys, "--model=mistral-7b", "--sequence_length=8192", *flags.split())
+        times[gpu, fp8] = float(text.partition("a step of ")[2].split()[0])
+    assert 1.2 < times["h200", "none"] / times["h200", "tensorwise"] < 2
+    assert times["a100", "none"] < times["a100", "tensorwise"]
 
 
 def test_rows_differ(capsys: pytest.CaptureFixture[str]) -> None:
