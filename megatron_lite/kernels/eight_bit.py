@@ -205,8 +205,8 @@ class EightBit:
     def __init__(
         self, recipe: Recipe, spec: ParameterSpec, group: Group, units: Units = (), triton: bool = False
     ) -> None:
-        self._triton = triton
-        self.recipe, self.name, self.units, self._group = recipe, spec.name.removesuffix(".weight"), units, group
+        self.recipe, self.name, self.units = recipe, spec.name.removesuffix(".weight"), units
+        self._group, self._triton = group, triton
         self._split = "oi"[spec.split.dim]  # the dimension that ranks split
         in_units = 0 if not units else 2 if recipe.values == torch.int8 else 3
         self.flops_per_token = 2.0 * in_units * spec.numel  # by the units, over all ranks

@@ -55,23 +55,24 @@ class DelayedScales:
         Only magnitudes that may still become the largest are kept, each with its age in iterations.
         """
         newest_first = np.roll(self._history.cpu().numpy()[::-1], self._iterations % len(self._history), axis=0)
-        kept = newest_first[1:] > np.maximum.accumulate(newest_first)[:-1]
-        kept = np.concatenate([newest_first[:1] > 0, kept])
-        return {
-            name: [
-                [float(self._scales[place, kind]), [[int(age), float(newest_first[age, place, kind])] for age in ages]]
-                for kind in range(KINDS)
-                for ages in [np.flatnonzero(kept[:, place, kind])]
-            ]
-            for place, name in enumerate(self._names)
+        newer = np.maximum.accumulate(np.concatenate([np.zeros_like(newest_first[:1]), newest_first[:-1]]))
+        state: dict[str, Any] = {
+            name: [[scale, []] for scale in scales]
+            for name, scales in zip(self._names, self._scales.tolist(), strict=True)
         }
+        for age, place, kind in np.argwhere(newest_first > newer).tolist():
+            state[self._names[place]][kind][1].append([age, float(newest_first[age, place, kind])])
+        return state
 
     def load_state(self, state: dict[str, Any]) -> None:
         """Restore `state`; layers that it lacks start fresh."""
         self._iterations = 0
+        scales, history = self._scales.tolist(), torch.zeros(self._history.shape)
         for place, name in enumerate(self._names):
             for kind, (scale, magnitudes) in enumerate(state.get(name, ())):
-                self._scales[place, kind] = scale
+                scales[place][kind] = scale
                 for age, magnitude in magnitudes:
-                    if age < len(self._history):
-                        self._history[-1 - age, place, kind] = magnitude
+                    if age < len(history):
+                        history[-1 - age, place, kind] = magnitude
+        self._scales.copy_(torch.tensor(scales))
+        self._history.copy_(history)
