@@ -47,6 +47,9 @@ NotNegative = Annotated[float, Rule("a finite number >= 0", lambda value: 0 <= v
 Scale = Annotated[
     float, Rule("a number > 0 that fits fp32", lambda value: 0 < value <= LARGEST_FP32 or value == math.inf)
 ]
+# A scale of 8-bit factors, and the ages and sizes of the magnitudes that it may come from.
+Magnitude = Annotated[float, Rule("a number >= 0 that fits fp32", lambda value: 0 <= value <= LARGEST_FP32)]
+DelayedScale = tuple[Scale, list[tuple[Count, Magnitude]]]
 HexFloat = Annotated[str, Rule("a hexadecimal float", _is_hex)]
 HexIteration = Annotated[str, Rule("a hexadecimal float that is an iteration", _is_iteration)]
 Digest = Annotated[str, Rule("16 hexadecimal digits", lambda value: re.fullmatch(r"[0-9a-f]{16}", value) is not None)]
@@ -73,7 +76,7 @@ RUN_STATE = {
         },
         "rule?": {"clipping?": {"clipped?": Count, "norm?": NotNegative, "norms?": list[tuple[Finite]]}},
         "averaging?": {"type": EmaType, "updates": Count, "total": NotNegative},
-        "scales?": dict[str, list[tuple[Scale, list[tuple[Count, NotNegative]]]]],  # of input, weight and gradient
+        "scales?": dict[str, tuple[DelayedScale, DelayedScale, DelayedScale]],  # of input, weight and gradient
     },
     "window": {"loss": HexFloat, "tokens": Count},
     "evaluation_due?": bool,

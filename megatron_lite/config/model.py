@@ -6,6 +6,7 @@ import math
 from dataclasses import dataclass
 
 from megatron_lite.config.option import (
+    LONGEST_WINDOW,
     Area,
     Fraction,
     NonNegativeFloat,
@@ -266,8 +267,12 @@ class PerformanceConfig(Area):
         "linear layers of blocks to round: patterns as in --weight_decay_modules (mlp, *.attention.output, regex:...)",
         unset="all",
     )
-    amax_history_length: PositiveInt = idle_unless("fp8=delayed")(
-        1024, "iterations whose largest magnitudes give a scale", aliases="fp8_amax_history_len"
+    amax_history_length: int = idle_unless("fp8=delayed")(
+        1024,
+        "iterations whose largest magnitudes give a scale",
+        minimum=1,
+        maximum=LONGEST_WINDOW,
+        aliases="fp8_amax_history_len",
     )
 
     @property
