@@ -84,7 +84,7 @@ def right(place: int, steps: int) -> list[Outcome | str]:
 
 # Functions that wait on behalf of their caller.
 PASSING = (
-    *("wait", "affine", "reduced_affine", "<listcomp>", "product", "_multiplied"),
+    *("wait", "affine", "reduced_affine", "<listcomp>", "times", "_multiplied"),
     *("gather", "reduce", "embedded", "of_residual"),
 )
 
