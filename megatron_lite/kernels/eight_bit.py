@@ -38,7 +38,7 @@ from megatron_lite.parameter import Parameter, ParameterSpec
 from megatron_lite.seeds import derive_seed
 
 E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
-LARGEST = {E4M3: 448.0, E5M2: 57344.0, torch.int8: 127.5}
+LARGEST = {E4M3: torch.finfo(E4M3).max, E5M2: torch.finfo(E5M2).max, torch.int8: 127.5}
 SMALLEST_SCALE = 2.0**-100  # of zeros
 UNIT_MULTIPLE = 16  # sizes that the units can multiply
 INPUT, WEIGHT, GRADIENT = 0, 1, 2
@@ -90,7 +90,7 @@ def _round_kernel(
     row_stride,
     column_stride,
     BY_ROW: tl.constexpr,
-    LARGEST: tl.constexpr,
+    MOST: tl.constexpr,
     DROPPED: tl.constexpr,
     SMALLEST_NORMAL: tl.constexpr,
     BLOCK: tl.constexpr,
@@ -110,7 +110,7 @@ def _round_kernel(
     else:
         x = tl.div_rn(x, tl.load(scale_ptr))
     is_nan = x != x
-    rounded = tl.minimum(tl.maximum(x, -LARGEST), LARGEST)
+    rounded = tl.minimum(tl.maximum(x, -MOST), MOST)
     if DROPPED == 0:
         rounded = (rounded + 12582912.0) - 12582912.0  # 1.5 * 2^23: to the nearest, ties to even
     else:
@@ -125,7 +125,14 @@ def _round_kernel(
 
 
 TILE = 64  # 16 values a thread
-KERNEL_FORMATS = {E4M3: (448.0, 20, 2.0**-6), E5M2: (57344.0, 21, 2.0**-14), torch.int8: (127.0, 0, 1.0)}
+
+
+def _format(dtype: torch.dtype) -> tuple[float, int, float]:
+    """Return MOST, DROPPED and SMALLEST_NORMAL for the kernel."""
+    if dtype == torch.int8:
+        return 127.0, 0, 1.0
+    numbers = torch.finfo(dtype)
+    return numbers.max, 23 + round(math.log2(numbers.eps)), numbers.smallest_normal
 
 
 def round_values(
@@ -137,9 +144,9 @@ def round_values(
     """
     if triton and seed is None:
         numbers = torch.empty(values.shape, dtype=dtype, device=values.device)
-        (rows, columns), options = values.shape, KERNEL_FORMATS[dtype]
+        rows, columns = values.shape
         grid, sizes = (cdiv(rows, TILE) * cdiv(columns, TILE),), (rows, columns, *values.stride())
-        _round_kernel[grid](values, scale, numbers, *sizes, scale.numel() > 1, *options, TILE, num_warps=8)
+        _round_kernel[grid](values, scale, numbers, *sizes, scale.numel() > 1, *_format(dtype), TILE, num_warps=8)
         return numbers
     numbers = values / scale  # fp32
     if dtype != torch.int8:
@@ -211,7 +218,9 @@ class EightBit:
         in_units = 0 if not units else 2 if recipe.values == torch.int8 else 3
         self.flops_per_token = 2.0 * in_units * spec.numel  # by the units, over all ranks
         self._seed: int | None = None
+        # Of one pass, for its weight gradient, if a tensor has one scale: the rounded dy, and the scale of x.
         self._gradient: Rounded | None = None
+        self._input_scale: Tensor | None = None
 
     def at(self, seed: int | None) -> Products:
         """Return the products of one micro-batch, whose dropout seed this is; without a seed, of an evaluation."""
@@ -231,7 +240,7 @@ class EightBit:
         whole = dy.wait()
         rounded = self._round(whole, GRADIENT, "o")
         if not self.recipe.by_row:
-            self._gradient = rounded  # for the weight gradient
+            self._gradient = rounded
         return multiply(rounded, self._weight(weight)[1], whole.dtype, self.units)
 
     def _add_weight_gradient(self, weight: Parameter, dy: Tensor, x: Tensor) -> None:
@@ -264,15 +273,22 @@ class EightBit:
 
     def _scale(self, values: Tensor, kind: int, over: str, dtype: torch.dtype) -> Tensor:
         by_row = self.recipe.by_row
+        if kind == INPUT and self._input_scale is not None:
+            return self._input_scale
+        if self.delayed is not None and self._seed is None:
+            return self.delayed[0][kind].view(1, 1)
         largest = torch.linalg.vector_norm(values, math.inf, dim=1 if by_row else (0, 1), keepdim=True).float()
         if self.delayed is not None:
             scales, seen = self.delayed
-            if self._seed is not None:
-                torch.maximum(seen[kind], largest.view(()), out=seen[kind])
-            return scales[kind].view(1, 1)
-        if self._split in (over if by_row else DIMENSIONS[kind]):
-            largest = self._group.largest(largest, SCALE)
-        return scale_for(largest, dtype)
+            torch.maximum(seen[kind], largest.view(()), out=seen[kind])
+            scale = scales[kind].view(1, 1)
+        else:
+            if self._split in (over if by_row else DIMENSIONS[kind]):
+                largest = self._group.largest(largest, SCALE)
+            scale = scale_for(largest, dtype)
+        if kind == INPUT and not by_row:
+            self._input_scale = scale
+        return scale
 
 
 def eight_bit_of(layers: Iterable[torch.nn.Module]) -> list[EightBit]:

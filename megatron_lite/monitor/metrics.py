@@ -216,7 +216,7 @@ class StepTimer:
         self._model_tflop = model_flops(config.model, length, length) / world_size / 1e12
         self._hardware_tflop = hardware_flops(config.model, config.performance, length, length) / world_size / 1e12
         # An 8-bit FLOP takes half of the time at the peak.
-        self._peak_tflop = self._model_tflop - eight_bit_flops * self._tokens / 2 / 1e12
+        self._tflop_at_peak = self._model_tflop - eight_bit_flops * self._tokens / 2 / 1e12
         self._peak_tflops, self._world_size = peak_tflops, world_size
         self._clock, self._excluded_s = clock, 0.0
         # Where the step, the lap, the glance and the time of the mean step began.
@@ -303,7 +303,7 @@ class StepTimer:
             "hardware_tflops": self._hardware_tflop * samples_per_second,
         }
         if self._peak_tflops:
-            record["mfu"] = self._peak_tflop * samples_per_second / self._peak_tflops
+            record["mfu"] = self._tflop_at_peak * samples_per_second / self._peak_tflops
         return record
 
     def _remaining(self, iteration: int) -> dict[str, float]:

@@ -81,16 +81,16 @@ def varlen_attention(
     """
     b, n, s, _ = query.shape
     longest = s if starts is None else longest
+    before = None if window is None or window >= longest else window - 1  # keys before a query's own; None: all
     if version == 4:
-        return _flash4(query, key, value, window, starts, longest, scale)
+        return _flash4(query, key, value, before, starts, longest, scale)
     use_flash(version)
     if starts is None:
         starts = torch.arange(0, (b + 1) * s, s, dtype=torch.int32, device=query.device)
     varlen_attn, has_enable_gqa = _varlen()
     grouped = {"enable_gqa": n != key.shape[1]} if has_enable_gqa else {}
     rows = [heads.transpose(1, 2).flatten(0, 1) for heads in (query, key, value)]  # (b s, heads, d), views
-    # (left, right) neighbours of a query; (-1, 0) means all keys before it.
-    reach = (-1, 0) if window is None or window >= longest else (window - 1, 0)
+    reach = (-1 if before is None else before, 0)  # keys before and after
     output: Tensor = varlen_attn(*rows, starts, starts, longest, longest, scale=scale, window_size=reach, **grouped)
     return output.unflatten(0, (b, s)).transpose(1, 2)
 
@@ -99,7 +99,7 @@ def _flash4(
     query: Tensor,
     key: Tensor,
     value: Tensor,
-    window: int | None,
+    before: int | None,
     starts: Tensor | None,
     longest: int,
     scale: float | None,
@@ -110,7 +110,7 @@ def _flash4(
     options: dict[str, Any] = {
         "softmax_scale": scale,
         "causal": True,
-        "window_size": (None if window is None or window >= longest else window - 1, 0),  # None: all keys before it
+        "window_size": (before, 0),
         "deterministic": torch.are_deterministic_algorithms_enabled(),
     }
     if starts is None:
