@@ -33,7 +33,7 @@ from megatron_lite.corpus.inputs import InputFile, check_packages, row_group_byt
 from megatron_lite.data.disk_array import replace_file
 from megatron_lite.data.indexed_dataset import IndexedDatasetWriter, smallest_dtype
 from megatron_lite.data.tokenizing import Tokenizer, load_tokenizer
-from megatron_lite.data.workers import how_it_ended, ignore_signals, signals_held
+from megatron_lite.data.workers import end_with_parent, how_it_ended, ignore_signals, signals_held
 from megatron_lite.errors import DataError, PeerError
 from megatron_lite.run.host import limit_tokenizer_threads
 
@@ -296,15 +296,8 @@ def _begin(folder: Path, recipe: Recipe, threads: int, messages: SimpleQueue[Mes
     """Set up a worker, which ends when the main process does, in the middle of a piece."""
     ignore_signals()
     limit_tokenizer_threads(threads)
-    threading.Thread(target=_end_with_parent, daemon=True).start()
+    threading.Thread(target=end_with_parent, daemon=True).start()
     _WORKER.set((PieceWriter(folder, recipe), messages))
-
-
-def _end_with_parent() -> None:
-    parent = multiprocessing.parent_process()
-    assert parent is not None, "not a worker"
-    parent.join()
-    os._exit(0)
 
 
 def _make(piece: Piece) -> Record:

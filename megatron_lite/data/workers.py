@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import itertools
 import multiprocessing
+import os
 import signal
 import traceback
 from collections.abc import Callable, Iterator
@@ -161,6 +162,14 @@ def ignore_signals() -> None:
         signal.signal(number, signal.SIG_IGN)
     if hasattr(signal, "pthread_sigmask"):
         signal.pthread_sigmask(signal.SIG_UNBLOCK, _IGNORED)
+
+
+def end_with_parent() -> None:
+    """Wait for the parent's end, and end this process at once; for a thread of a worker that is busy."""
+    parent = multiprocessing.parent_process()
+    assert parent is not None, "not a worker"
+    parent.join()
+    os._exit(0)
 
 
 def _work(connection: Connection, spare: Connection | None, reader: Reader) -> None:

@@ -21,6 +21,7 @@ from torch import Tensor
 
 from megatron_lite.config import Config
 from megatron_lite.data.indexed_dataset import IndexedDatasetWriter
+from megatron_lite.data.workers import end_with_parent
 from megatron_lite.distributed.startup import join
 from megatron_lite.errors import PeerError, UsageError
 from megatron_lite.outputs.saving import finish_save, save
@@ -133,17 +134,10 @@ def _begin(folder: str, prepare: Prepare | None) -> None:
         os.dup2(nowhere.fileno(), 1)
         os.dup2(nowhere.fileno(), 2)
     os.chdir(folder)
-    threading.Thread(target=_end_with_parent, daemon=True).start()
+    threading.Thread(target=end_with_parent, daemon=True).start()
     torch.set_num_threads(1)
     if prepare is not None:
         prepare()
-
-
-def _end_with_parent() -> None:
-    parent = multiprocessing.parent_process()
-    assert parent is not None
-    parent.join()
-    os._exit(1)
 
 
 @functools.cache
