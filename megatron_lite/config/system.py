@@ -85,7 +85,7 @@ class MultiStageConfig(Area):
         1, "stages per pipeline rank", minimum=1, maximum=1, why="there is no pipeline parallelism yet; leave it out"
     )
     pipeline_delay: float = option(0.0, "steps for data to go around the pipeline; unused, as there is no pipeline")
-    throttle_cpu: bool = gpu_option(True, "GPU: keep the host from queueing schedule steps far ahead of the device")
+    throttle_cpu: bool = gpu_option(True, "several GPUs: keep the host from queueing schedule steps far ahead")
     throttle_cpu_rate: PositiveInt = throttled_option(1, "record an event, and wait for one, every N schedule steps")
     throttle_cpu_delay: NonNegativeInt = throttled_option(3, "wait for the event recorded N recordings ago")
 

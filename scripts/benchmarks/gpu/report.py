@@ -90,12 +90,12 @@ def steps(parallel_tests: int) -> list[Step]:
         command = ("-m", "scripts.benchmarks.training", *flags, "--output={output}")
         return Step(name, command, budget_s, read_benchmark, part)
 
-    gpt2 = "ZeRO-1,ZeRO-1 without throttle,torch compiled*,FSDP2 compiled"
+    gpt2 = "ZeRO-1,torch compiled*,FSDP2 compiled"
     llama = "ZeRO-1,FSDP2 compiled,torch compiled"
     split, beside = "ZeRO-1 split recompute", "ZeRO-1,torch compiled full logits"
     alone, layers = "--one_at_a_time", "--num_layers=16"  # 16 layers fit with all activations; 32 need memory options
     variants = "ZeRO-1,ZeRO-1 recompute activation,ZeRO-1 recompute full,ZeRO-1 without Triton,ZeRO-1 window 4096"
-    several, eight = "ZeRO-1,ZeRO-1 window 4096,ZeRO-1 without throttle", ("--micro_batches=8", "--steps_per_turn=1")
+    several, eight = "ZeRO-1,ZeRO-1 window 4096", ("--micro_batches=8", "--steps_per_turn=1")
     rounded = "ZeRO-1,ZeRO-1 fp8 tensorwise,ZeRO-1 fp8 rowwise,ZeRO-1 int8"
     few = (alone, "--num_layers=6", "--steps_per_turn=6")
     return [

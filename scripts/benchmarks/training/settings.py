@@ -221,8 +221,9 @@ def _variants(options: argparse.Namespace, ranks: int, stage: int) -> Iterator[t
             yield f"recompute {word}", {"mlp_recompute_level": level}
         if stage < 3 and options.dtype == "bf16":  # needs a weight buffer per stage
             yield f"split recompute {word}", {"mlp_recompute_level": level, "split_master_weights": True}
-    if ranks == 1:
+    if ranks > 1 and options.device == "cuda":
         yield "without throttle", {"throttle_cpu": False}
+    if ranks == 1:
         for scaling in ("tensorwise", "rowwise"):
             yield f"fp8 {scaling}", {"fp8": scaling}
         yield "int8", {"int8": True}
