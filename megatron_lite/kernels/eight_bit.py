@@ -31,7 +31,7 @@ from torch import Tensor
 
 from megatron_lite.distributed.rank_group import Group
 from megatron_lite.kernels.converted_products import multiply_in_fp32
-from megatron_lite.kernels.linear import Products, accumulate, accumulate_product
+from megatron_lite.kernels.linear import Products, accumulate_product
 from megatron_lite.kernels.tensor_collectives import SCALE, Pending
 from megatron_lite.kernels.triton_support import cdiv, generator_for, jit, tl
 from megatron_lite.parameter import Parameter, ParameterSpec
@@ -77,7 +77,8 @@ class Rounded(NamedTuple):
 
 def scale_for(largest: Tensor, dtype: torch.dtype) -> Tensor:
     """Return the scales of values with these largest magnitudes, in fp32."""
-    return (largest.float() / LARGEST[dtype]).clamp_(min=SMALLEST_SCALE)
+    largest = largest.float()  # divided by a tensor: a GPU multiplies by the inverse of a Python number
+    return (largest / largest.new_full((), LARGEST[dtype])).clamp_(min=SMALLEST_SCALE)
 
 
 @jit
@@ -157,10 +158,11 @@ def round_values(
     return numbers.round_().clamp_(-127, 127).to(dtype)
 
 
-def multiply(a: Rounded, b: Rounded, dtype: torch.dtype, units: Units = ()) -> Tensor:
+def multiply(a: Rounded, b: Rounded, dtype: torch.dtype, units: Units = (), out: Tensor | None = None) -> Tensor:
     """Return a (m, k) b (n, k)^T in `dtype`, (m, n), by the device's units for 8 bits where they take the sizes.
 
-    units: the dtypes that they write; none: multiply in 16 bits, or on a CPU in 32.
+    units: the dtypes that they write; none: multiply in 16 bits, or on a CPU in 32. out: of this dtype; the result, if
+    they can write there, which saves a copy.
     """
     left, right = a.numbers, b.numbers.t()
     (rows, inner), columns, in_integers = left.shape, right.shape[1], left.dtype == torch.int8
@@ -168,8 +170,10 @@ def multiply(a: Rounded, b: Rounded, dtype: torch.dtype, units: Units = ()) -> T
     if units and fits:
         left, right = left.contiguous(), b.numbers.contiguous().t()  # the one layout that all of them take
         if not in_integers:
-            written = dtype if dtype in units else units[0]
-            return torch._scaled_mm(left, right, a.scale, b.scale.t(), out_dtype=written).to(dtype)
+            scales = a.scale, b.scale.t()
+            if out is not None and dtype in units:
+                return torch._scaled_mm(left, right, *scales, out_dtype=dtype, out=out)
+            return torch._scaled_mm(left, right, *scales, out_dtype=dtype if dtype in units else units[0]).to(dtype)
         return (torch._int_mm(left, right) * a.scale).mul_(b.scale.t()).to(dtype)
     if left.device.type == "cpu":
         total = multiply_in_fp32(left.new_empty(rows, columns, dtype=torch.float32), left, right)
@@ -218,14 +222,12 @@ class EightBit:
         in_units = 0 if not units else 2 if recipe.values == torch.int8 else 3
         self.flops_per_token = 2.0 * in_units * spec.numel  # by the units, over all ranks
         self._seed: int | None = None
-        # Of one pass, for its weight gradient, if a tensor has one scale: the rounded dy, and the scale of x.
-        self._gradient: Rounded | None = None
-        self._input_scale: Tensor | None = None
+        self._scales: dict[int, Tensor] = {}  # of one pass, if a tensor has one scale: of its factors so far
 
     def at(self, seed: int | None) -> Products:
         """Return the products of one micro-batch, whose dropout seed this is; without a seed, of an evaluation."""
         of_pass = copy.copy(self)
-        of_pass._seed = None if seed is None else derive_seed(seed, self.name)
+        of_pass._seed, of_pass._scales = None if seed is None else derive_seed(seed, self.name), {}
         return Products(of_pass._forward, of_pass._input_gradient, of_pass._add_weight_gradient)
 
     def _forward(self, x: Pending, weight: Parameter, bias: Tensor | None) -> Tensor:
@@ -238,27 +240,22 @@ class EightBit:
     def _input_gradient(self, dy: Pending, weight: Parameter) -> Tensor:
         """dy (t, o), weight (o, i) -> (t, i)."""
         whole = dy.wait()
-        rounded = self._round(whole, GRADIENT, "o")
-        if not self.recipe.by_row:
-            self._gradient = rounded
-        return multiply(rounded, self._weight(weight)[1], whole.dtype, self.units)
+        return multiply(self._round(whole, GRADIENT, "o"), self._weight(weight)[1], whole.dtype, self.units)
 
     def _add_weight_gradient(self, weight: Parameter, dy: Tensor, x: Tensor) -> None:
         """Add dy (t, o)^T x (t, i) to the weight's gradient."""
         if self.recipe.values == torch.int8:
             return accumulate_product(weight, dy, x)
-        kept, self._gradient = self._gradient, None
-        gradient = self._round(dy.t(), GRADIENT, "t") if kept is None else kept._replace(numbers=kept.numbers.t())
-        rounded = self._round(x.t(), INPUT, "t")
-        accumulate(weight, multiply(gradient, rounded, weight.main_grad.dtype, self.units))
+        first, total = weight.begin_gradient(), weight.main_grad
+        factors = self._round(dy.t(), GRADIENT, "t"), self._round(x.t(), INPUT, "t")
+        product = multiply(*factors, total.dtype, self.units, out=total if first else None)
+        if product is not total:
+            total.copy_(product) if first else total.add_(product)
 
     def _weight(self, weight: Parameter) -> tuple[Rounded, Rounded]:
         """Return the weight (o, i) and its transpose (i, o), rounded at their first use after a gather."""
         if (cast := weight.casts.get(self.name)) is None:
-            rows = self._round(weight.detach(), WEIGHT, "i")
-            columns = rows._replace(numbers=rows.numbers.t())
-            if self.recipe.by_row:
-                columns = self._round(weight.detach().t(), WEIGHT, "o")
+            rows, columns = (self._round(weight.detach(), WEIGHT, "i"), self._round(weight.detach().t(), WEIGHT, "o"))
             cast = rows, columns._replace(numbers=columns.numbers.contiguous())
             if self.delayed is None or self._seed is not None:  # else a training step must still see the magnitude
                 weight.casts[self.name] = cast
@@ -273,8 +270,8 @@ class EightBit:
 
     def _scale(self, values: Tensor, kind: int, over: str, dtype: torch.dtype) -> Tensor:
         by_row = self.recipe.by_row
-        if kind == INPUT and self._input_scale is not None:
-            return self._input_scale
+        if kind in self._scales:
+            return self._scales[kind]
         if self.delayed is not None and self._seed is None:
             return self.delayed[0][kind].view(1, 1)
         largest = torch.linalg.vector_norm(values, math.inf, dim=1 if by_row else (0, 1), keepdim=True).float()
@@ -286,8 +283,8 @@ class EightBit:
             if self._split in (over if by_row else DIMENSIONS[kind]):
                 largest = self._group.largest(largest, SCALE)
             scale = scale_for(largest, dtype)
-        if kind == INPUT and not by_row:
-            self._input_scale = scale
+        if not by_row:
+            self._scales[kind] = scale
         return scale
 
 

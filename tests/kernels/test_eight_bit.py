@@ -115,6 +115,8 @@ def test_products_and_gradients_are_those_of_float64(name: str, units: tuple[tor
     """
     recipe, (x, values, dy) = RECIPES[name], problem()
     by_row, weight, bias = recipe.by_row, weight_of(values), randn(O, seed=4)
+    if units and name == "rowwise" and torch.__version__ < "2.12":
+        pytest.skip("torch 2.11 has no 8-bit product by row for a CPU")
     eight_bit, source = EightBit(recipe, weight.spec, alone(CPU), units), x.clone().requires_grad_()
     y = linear(source, weight, Parameter(bias, requires_grad=False), products=eight_bit.at(7))
     q_x, q_w = dequantized(x, recipe.values, by_row), dequantized(values, recipe.values, by_row)
@@ -171,7 +173,7 @@ def test_sizes_that_the_units_refuse_take_the_formula(monkeypatch: pytest.Monkey
 
 def test_what_the_units_do_not_write_goes_through_16_bits() -> None:
     """As products by row on GPUs whose units write bf16 alone."""
-    a, b = (Rounded(round_values(randn(rows, 64), torch.ones(rows, 1), E4M3), torch.ones(rows, 1)) for rows in (32, 48))
+    a, b = (Rounded(round_values(randn(rows, 64), torch.ones(1, 1), E4M3), torch.ones(1, 1)) for rows in (32, 48))
     found, exact = multiply(a, b, torch.float32, (torch.bfloat16,)), multiply(a, b, torch.float32)
     assert found.dtype == torch.float32 and torch.equal(found, exact.bfloat16().float())
 
@@ -195,7 +197,7 @@ def test_units_are_tried_before_they_are_used(monkeypatch: pytest.MonkeyPatch) -
         patch.setattr(
             torch, "randn", lambda *size, device, generator, made=torch.randn: made(*size, generator=generator)
         )
-        assert units_of.__wrapped__(device, RECIPES["rowwise"]) == (torch.bfloat16,)
+        assert units_of.__wrapped__(device, RECIPES["tensorwise"]) == (torch.bfloat16,)
 
 
 # -- tensor parallelism ------------------------------------------------------------------------------------------------
@@ -254,7 +256,7 @@ def _placed(part: Tensor, place: int, ranks: int) -> Tensor:
 def test_tensor_parallel_ranks_have_the_scales_of_one_rank(name: str, dim: int) -> None:
     """To the bit, of every factor, with and without sequence parallelism."""
     (one,) = on_threads(1, 1, scales_of, name, dim, False)
-    assert len(one) == (4 if name == "int8" else 6 if RECIPES[name].by_row else 4)
+    assert len(one) == (4 if name == "int8" else 6)
     for splits_tokens in (False, True):
         for found in on_threads(1, 2, scales_of, name, dim, splits_tokens):
             assert len(found) == len(one)
@@ -289,7 +291,7 @@ def test_a_gpu_multiplies_the_numbers_of_a_cpu(name: str) -> None:
         made = {}
         for place, found in ((CPU, ()), (device, units)):
             weight = weight_of(values.to(dtype).to(place))
-            source = x.to(dtype).to(place).requires_grad_()
+            source = x.to(dtype).to(place).detach().requires_grad_()
             y = linear(source, weight, products=EightBit(recipe, weight.spec, alone(place), found).at(7))
             y.backward(dy.to(dtype).to(place))
             assert source.grad is not None
