@@ -87,7 +87,7 @@ def prove(options: argparse.Namespace, prepare: Prepare | None) -> None:
     minutes = options.minutes or (math.inf if options.count or options.case else DEFAULT_MINUTES)
     count = options.count or (1 if options.case else math.inf)
     start_s, verdicts, bar = time.monotonic(), list[Verdict](), ProgressLine()
-    with Ranks(prepare) as ranks:
+    with Ranks(options.device, prepare) as ranks:
         judge = Judge(ranks, fixed)
         for case, common in cases(options, fixed):
             verdicts.append(judge(case))

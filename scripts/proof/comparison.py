@@ -125,7 +125,10 @@ class Verdict:
 
 
 class Judge:
-    """Runs cases beside those that they must agree with, and keeps the newest of these. fixed: flags of all runs."""
+    """Runs cases beside those that they must agree with, and keeps the newest of these.
+
+    fixed: flags of all runs; one rank runs on the CPU whatever their device, so that a GPU is proved, too.
+    """
 
     def __init__(self, ranks: Ranks, fixed: Flags) -> None:
         self._ranks, self._fixed = ranks, fixed
@@ -136,7 +139,7 @@ class Judge:
         verdict = Verdict(case)
         try:
             steps = self._ranks.train(case.parts(self._fixed))
-            for found in differences(steps, self._steps(case.reference()), limits_of(case.options)[1]):
+            for found in differences(steps, self._steps(case.reference(), device="cpu"), limits_of(case.options)[1]):
                 verdict.worst[found.what] = max(verdict.worst.get(found.what, found), found, key=lambda one: one.error)
                 if found.is_beyond and not verdict.problem:
                     verdict.problem = f"not the numbers of one rank: {found}"
@@ -149,10 +152,10 @@ class Judge:
             verdict.problem = str(error)
         return verdict
 
-    def _steps(self, case: Case) -> list[Step]:
-        key = repr(case)
+    def _steps(self, case: Case, **more: str) -> list[Step]:
+        key = repr((case, more))
         if key not in self._kept:
-            self._kept[key] = self._ranks.train(case.parts(self._fixed))
+            self._kept[key] = self._ranks.train(case.parts({**self._fixed, **more}))
             if len(self._kept) > MOST_KEPT:
                 del self._kept[next(iter(self._kept))]
         return self._kept[key]

@@ -25,6 +25,7 @@ from megatron_lite.data.workers import end_with_parent
 from megatron_lite.distributed.startup import join
 from megatron_lite.errors import PeerError, UsageError
 from megatron_lite.outputs.saving import finish_save, save
+from megatron_lite.parameter import Initializer
 from megatron_lite.run.experiment import Experiment
 from megatron_lite.run.stop_signal import StopSignal
 from megatron_lite.setup_run import Run, build
@@ -61,10 +62,11 @@ class BrokenRunError(Exception):
 class Ranks:
     """Processes, each started once; use them in a `with` block. prepare: called in each at its start, for tests."""
 
-    def __init__(self, prepare: Prepare | None = None) -> None:
+    def __init__(self, device: str = "cpu", prepare: Prepare | None = None) -> None:
         self._folder, self._runs = tempfile.mkdtemp(prefix="prove_layouts_"), 0
         _write_data(self._folder)
-        context = multiprocessing.get_context("forkserver")
+        # Imports may look for GPUs, and then a fork cannot use them.
+        context = multiprocessing.get_context("forkserver" if device == "cpu" else "spawn")
         context.set_forkserver_preload(["scripts.proof.ranks", "torch.fx.experimental.symbolic_shapes"])
         begin = functools.partial(_begin, self._folder, prepare)
         self._new = functools.partial(ProcessPoolExecutor, 1, context, begin)
@@ -136,8 +138,21 @@ def _begin(folder: str, prepare: Prepare | None) -> None:
     os.chdir(folder)
     threading.Thread(target=end_with_parent, daemon=True).start()
     torch.set_num_threads(1)
+    _draw_on_the_cpu()
     if prepare is not None:
         prepare()
+
+
+def _draw_on_the_cpu() -> None:
+    """Draw the initial weights of a GPU with the generator of a CPU, whose numbers are others."""
+    fill = Initializer.fill
+
+    def fill_from_cpu(self: Initializer, tensor: Tensor, generator: torch.Generator) -> None:
+        values = torch.empty(tensor.shape)
+        fill(self, values, torch.Generator().manual_seed(generator.initial_seed()))
+        tensor.copy_(values)
+
+    Initializer.fill = fill_from_cpu  # type: ignore[method-assign]
 
 
 @functools.cache
