@@ -1,0 +1,42 @@
+"""Bugs that were published for other trainers are found when they are planted here."""
+
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from scripts import prove_layouts
+from scripts.docs.tables import with_tables
+from tests.support.planted_bugs import BUGS, GUIDE, ROOT, Bug, table
+
+FOUND_BY_COMMAND = [bug for bug in BUGS if not bug.test]
+FOUND_BY_TEST = [bug for bug in BUGS if bug.test]
+
+
+def test_every_bug_has_its_place_and_the_guide_names_it() -> None:
+    """`python -m tests.support.planted_bugs` writes the table."""
+    assert all(bug.mutated() != bug.function().__code__ for bug in BUGS)
+    text = GUIDE.read_text("utf-8")
+    assert with_tables(text, {"planted": table}) == text
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("bug", FOUND_BY_COMMAND, ids=[bug.name for bug in FOUND_BY_COMMAND])
+def test_the_command_finds_it_in_a_minute(bug: Bug) -> None:
+    words = ["--minutes=1", *([f"--like={bug.like}"] if bug.like else [])]
+    assert prove_layouts.main(words, bug.plant) == 5
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("bug", FOUND_BY_TEST, ids=[bug.name for bug in FOUND_BY_TEST])
+def test_a_default_test_finds_it(bug: Bug, tmp_path: Path) -> None:
+    checkout = tmp_path / "checkout"
+    shutil.copytree(ROOT, checkout, ignore=shutil.ignore_patterns(".*", "__pycache__"))
+    bug.write_into(checkout)
+    command = [sys.executable, "-m", "pytest", "-q", "-x", "-p", "no:cacheprovider", bug.test]
+    environment = {**os.environ, "PYTHONPATH": str(checkout)}
+    done = subprocess.run(command, cwd=checkout, env=environment, capture_output=True, text=True, timeout=300)
+    assert done.returncode == pytest.ExitCode.TESTS_FAILED, done.stdout[-2000:] + done.stderr[-2000:]
