@@ -68,8 +68,9 @@ SIZES = flags_of(
 )
 # A larger epsilon, as Adam would divide small gradients, and their rounding, by themselves.
 FIXED = flags_of(
-    f"--data_path={TOKENS} --split=1,0,0 --num_workers=0 --lr=1e-3 --train_iters={STEPS} --log_interval=1 "
-    "--adam_eps=1e-4 --distributed_timeout=60 --startup_timeout=60 --save_retries=0"
+    f"--data_path={TOKENS} --split=1,0,0 --num_workers=0 --train_iters={STEPS} --log_interval=1 --adam_eps=1e-4 "
+    "--lr=1e-3 --lr_decay_style=linear --lr_decay_iters=6 --distributed_timeout=60 --startup_timeout=60 "
+    "--save_retries=0"
 )
 LLAMA = "--use_rotary_embeddings=1 --gated=1 --normalization_type=rms_norm --add_linear_biases=0"
 FAMILIES = (
@@ -95,7 +96,8 @@ EXTRAS = (
     "--freeze=embedding | --freeze=*.output.* | --freeze=*.down.* | --freeze=blocks.0.mlp,blocks.1.attention | "
     "--lr_scales=blocks:0.25,*.down.*:0.5 | --cross_entropy_splits=3 | --cross_entropy_block_size=7 | "
     "--full_precision_residual=1 | --full_precision_gradients=0 | --split_master_weights=1 | "
-    "--store_frozen_weights_in_optimization_precision=0 | --attention_softmax_in_fp32=1 | --async_checkpoint=1"
+    "--store_frozen_weights_in_optimization_precision=0 | --attention_softmax_in_fp32=1 | --async_checkpoint=1 | "
+    "--fp8=tensorwise | --fp8=rowwise | --fp8=delayed | --int8=1"
 ).split(" | ")
 
 

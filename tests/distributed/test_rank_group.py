@@ -77,14 +77,15 @@ class Post:
 
 
 @pytest.fixture(autouse=True)
-def small_chunks_by_post(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+def small_chunks_by_post(monkeypatch: pytest.MonkeyPatch) -> Iterator[Post]:
     """Let messages take the post, in chunks so small that a ring of them is used several times."""
     post = Post()
     for module in (rank_group, cpu_collectives):
         monkeypatch.setattr(module, "dist", post)
     monkeypatch.setattr(rank_group, "REDUCTION_CHUNK_NUMEL", 16)
     monkeypatch.setattr(rank_group, "REDUCTION_SLOTS", 3)
-    yield
+    yield post
+    assert all(len(some) == 1 for some in post.transfers.values()), "two messages have one tag"
     assert all(transfer.is_done for some in post.transfers.values() for transfer in some), "nobody waited"
 
 
@@ -128,6 +129,12 @@ def test_all_reduce_sums_in_rank_order_for_any_size(ranks: int, dtype: torch.dty
     for place, shape in enumerate(SHAPES):
         expected = in_rank_order([values(rank, shape, dtype) for rank in range(ranks)])
         assert all(torch.equal(rank[place], expected) for rank in found), shape
+
+
+def test_two_ranks_exchange_whole_buffers(small_chunks_by_post: Post) -> None:
+    """In one message each, where more ranks send chunks and gather the sums."""
+    on_ranks(2, lambda group: group.all_reduce(torch.ones(100), "test").wait())
+    assert len(small_chunks_by_post.transfers) == 2
 
 
 @pytest.mark.parametrize("ranks", [2, 3, 4])
