@@ -103,9 +103,11 @@ def prove(options: argparse.Namespace, prepare: Prepare | None) -> None:
                 break
             bar.update(lambda s: f"[{'#' * round(20 * share):20}] {len(verdicts)} layouts, {format_duration(s)}")  # noqa: B023
         bar.close()
-    write_json(options.output, {"command": shlex.join(sys.argv), "cases": [record(verdict) for verdict in verdicts]})
+    write_json(
+        options.output, {"command": shlex.join(sys.argv), "cases": [record(verdict, fixed) for verdict in verdicts]}
+    )
     if problem := verdicts[-1].problem:
-        raise NumericsError(f"the smallest case: {problem}\nshown again by: {verdicts[-1].case.command()}")
+        raise NumericsError(f"the smallest case: {problem}\nshown again by: {verdicts[-1].case.command(fixed)}")
     print("\n".join(summary(verdicts, time.monotonic() - start_s)))
 
 
@@ -151,11 +153,11 @@ def rows(verdict: Verdict, common: Flags, head: bool) -> Iterator[str]:
         yield f"  {case.then}"
 
 
-def record(verdict: Verdict) -> dict[str, object]:
-    """Return all of a case for JSON."""
+def record(verdict: Verdict, fixed: Flags) -> dict[str, object]:
+    """Return all of a case for JSON. fixed: flags of all runs."""
     worst = {what: found._asdict() for what, found in verdict.worst.items()}
     twin = verdict.twin and str(verdict.twin.layout)
-    return {"command": verdict.case.command(), "same_bits_as": twin, "problem": verdict.problem, "worst": worst}
+    return {"command": verdict.case.command(fixed), "same_bits_as": twin, "problem": verdict.problem, "worst": worst}
 
 
 def summary(verdicts: Sequence[Verdict], elapsed_s: float) -> Iterator[str]:

@@ -157,9 +157,10 @@ class Case(NamedTuple):
             return Case(self.options, exact) if Case(self.options, exact).parts(fixed) else None
         return None
 
-    def command(self) -> str:
-        """Return the command that runs this case alone."""
-        words = [f"--ranks={self.layout.ranks}", f"--case={text_of({**self.options, **self.layout.flags})}"]
+    def command(self, fixed: Flags) -> str:
+        """Return the command that runs this case alone. fixed: see `parts`."""
+        words = [f"--device={fixed['device']}"] if fixed["device"] != "cpu" else []
+        words += [f"--ranks={self.layout.ranks}", f"--case={text_of({**self.options, **self.layout.flags})}"]
         if self.then is not None:
             words.append(f"--then={self.then.ranks} {text_of(self.then.flags)}".strip())
         return shlex.join(["python", "scripts/prove_layouts.py", *words])

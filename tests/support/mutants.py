@@ -1,4 +1,4 @@
-"""Mutation testing of the hot path: `python -m tests.support.mutants --count=50 --seed=1` (about an hour on two cores).
+"""Mutation testing of the hot path: `python -m tests.support.mutants --count=50 --seed=1` (some hours on two cores).
 
 Each mutant is a copy of the checkout with one mistake drawn at random: a sign, a factor, a missing wait, a rank or size
 of a group, an off-by-one. `scripts/prove_layouts.py` tries to catch it within a minute; then the default tests do,
