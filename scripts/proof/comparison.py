@@ -33,7 +33,8 @@ FP32 = Limits(1e-6, 1e-5, 1e-4, 5e-4, 1e-3)  # losses as docs/parallelism.md pro
 FP16 = Limits(1e-3, 5e-3, 0.1, 0.1, 0.1)  # one rank sums before it rounds, several round before they sum
 BF16 = Limits(5e-3, 3e-2, 0.3, 0.4, 0.3)
 MUON = Limits(5e-5, 1e-3, 5e-2, 0.2, 0.0)  # rounds to bf16, and a larger rate makes more of it
-EIGHT_BITS = Limits(1e-2, 0.5, 2.0, 1.0, 0.3)  # steps of a sixteenth, of which a norm over few channels makes much
+# Steps of a sixteenth, of which a norm over few channels makes much; Adam and Muon make all of a gradient's direction.
+EIGHT_BITS = Limits(1e-2, 0.5, 2.0, math.inf, 0.0)
 SMALL = 1e-3  # of the largest gradient of all: a whole parameter with less has rounding alone
 
 
