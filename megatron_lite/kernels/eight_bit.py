@@ -31,7 +31,7 @@ from torch import Tensor
 
 from megatron_lite.distributed.rank_group import Group
 from megatron_lite.kernels.converted_products import multiply_in_fp32
-from megatron_lite.kernels.linear import Products, accumulate_product
+from megatron_lite.kernels.linear import Products, accumulate, accumulate_product
 from megatron_lite.kernels.tensor_collectives import SCALE, Pending
 from megatron_lite.kernels.triton_support import cdiv, generator_for, jit, tl
 from megatron_lite.parameter import Parameter, ParameterSpec
@@ -246,16 +246,14 @@ class EightBit:
         """Add dy (t, o)^T x (t, i) to the weight's gradient."""
         if self.recipe.values == torch.int8:
             return accumulate_product(weight, dy, x)
-        first, total = weight.begin_gradient(), weight.main_grad
         factors = self._round(dy.t(), GRADIENT, "t"), self._round(x.t(), INPUT, "t")
-        product = multiply(*factors, total.dtype, self.units, out=total if first else None)
-        if product is not total:
-            total.copy_(product) if first else total.add_(product)
+        accumulate(weight, lambda out: multiply(*factors, weight.main_grad.dtype, self.units, out))
 
     def _weight(self, weight: Parameter) -> tuple[Rounded, Rounded]:
         """Return the weight (o, i) and its transpose (i, o), rounded at their first use after a gather."""
         if (cast := weight.casts.get(self.name)) is None:
-            rows, columns = (self._round(weight.detach(), WEIGHT, "i"), self._round(weight.detach().t(), WEIGHT, "o"))
+            values = weight.detach()
+            rows, columns = self._round(values, WEIGHT, "i"), self._round(values.t(), WEIGHT, "o")
             cast = rows, columns._replace(numbers=columns.numbers.contiguous())
             if self.delayed is None or self._seed is not None:  # else a training step must still see the magnitude
                 weight.casts[self.name] = cast

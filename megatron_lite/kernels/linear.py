@@ -28,21 +28,22 @@ from megatron_lite.kernels.tensor_collectives import ONE_RANK, Affine, Collectiv
 from megatron_lite.parameter import Function, Parameter
 
 
-def accumulate(parameter: Parameter, gradient: Tensor) -> None:
-    """Write the first gradient of an accumulation to `main_grad`, or add a later one. Dtypes may differ."""
-    if parameter.begin_gradient():
-        parameter.main_grad.copy_(gradient)
-    else:
-        parameter.main_grad.add_(gradient)
+def accumulate(parameter: Parameter, gradient: Tensor | Callable[[Tensor | None], Tensor]) -> None:
+    """Write the first gradient of an accumulation to `main_grad`, or add a later one. Dtypes may differ.
+
+    gradient: or a function of `out`, `main_grad` for the first gradient, which saves the copy if it writes there.
+    """
+    first, grad = parameter.begin_gradient(), parameter.main_grad
+    value = gradient if isinstance(gradient, Tensor) else gradient(grad if first else None)
+    if value is not grad:
+        grad.copy_(value) if first else grad.add_(value)
 
 
 def accumulate_bias(bias: Parameter | None, dy: Tensor) -> None:
     """Add the sum of dy (t, o) over tokens to the gradient of a trained bias; the first sum is not copied."""
     if bias is not None and bias.requires_grad:
-        first, grad = bias.begin_gradient(), bias.main_grad
-        total = torch.sum(dy, 0, dtype=grad.dtype, out=grad if first else None)
-        if not first:
-            grad.add_(total)
+        dtype = bias.main_grad.dtype
+        accumulate(bias, lambda out: torch.sum(dy, 0, dtype=dtype, out=out))
 
 
 def accumulate_product(weight: Parameter, dy: Tensor, x: Tensor) -> None:

@@ -74,7 +74,7 @@ class MultiStage:
         # The schedule of the largest batch; every schedule begins with the same gathers.
         self.training_schedule = self._schedule("training", batch.depth_first_micro_batches * self._breadth_first)
         self._throttle: Throttle | None = None
-        several = group.world_size * self.tensor.world_size > 1  # one rank frees and reuses memory on one stream
+        several = (world or group).world_size > 1  # one rank frees and reuses memory on one stream
         if config.throttle_cpu and several and group.device.type == "cuda":
             self._throttle = Throttle(config.throttle_cpu_rate, config.throttle_cpu_delay, group.wait_for)
 

@@ -1,7 +1,5 @@
 """Bugs that were published for other trainers are found when they are planted here."""
 
-import os
-import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -10,7 +8,8 @@ import pytest
 
 from scripts import prove_layouts
 from scripts.docs.tables import with_tables
-from tests.support.planted_bugs import BUGS, GUIDE, ROOT, Bug, table
+from tests.support.mutants import copy_checkout
+from tests.support.planted_bugs import BUGS, GUIDE, Bug, table
 
 FOUND_BY_COMMAND = [bug for bug in BUGS if not bug.test]
 FOUND_BY_TEST = [bug for bug in BUGS if bug.test]
@@ -34,9 +33,8 @@ def test_the_command_finds_it_in_a_minute(bug: Bug) -> None:
 @pytest.mark.parametrize("bug", FOUND_BY_TEST, ids=[bug.name for bug in FOUND_BY_TEST])
 def test_a_default_test_finds_it(bug: Bug, tmp_path: Path) -> None:
     checkout = tmp_path / "checkout"
-    shutil.copytree(ROOT, checkout, ignore=shutil.ignore_patterns(".*", "__pycache__"))
+    environment = copy_checkout(checkout)
     bug.write_into(checkout)
     command = [sys.executable, "-m", "pytest", "-q", "-x", "-p", "no:cacheprovider", bug.test]
-    environment = {**os.environ, "PYTHONPATH": str(checkout)}
     done = subprocess.run(command, cwd=checkout, env=environment, capture_output=True, text=True, timeout=300)
     assert done.returncode == pytest.ExitCode.TESTS_FAILED, done.stdout[-2000:] + done.stderr[-2000:]

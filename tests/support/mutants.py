@@ -104,12 +104,16 @@ def mutants(path: str) -> Iterator[Mutant]:
     yield from visit(ast.parse(source))
 
 
+def copy_checkout(folder: Path) -> dict[str, str]:
+    """Copy the checkout to a new folder; return the environment of programs that run there."""
+    shutil.copytree(ROOT, folder, ignore=shutil.ignore_patterns(".*", "__pycache__"))
+    return {**os.environ, "PYTHONPATH": str(folder), "OMP_NUM_THREADS": "1", "PYTHONDONTWRITEBYTECODE": "1"}
+
+
 def caught(mutant: Mutant, folder: Path, seed: int) -> str:
     """Return what catches a mutant, empty if nothing does. folder: for the copy."""
-    copied = shutil.ignore_patterns(".*", "__pycache__", "docs_site")
-    shutil.copytree(ROOT, folder, ignore=copied)
+    variables = copy_checkout(folder)
     mutant.plant(folder / PACKAGE.name)
-    variables = {**os.environ, "PYTHONPATH": str(folder), "OMP_NUM_THREADS": "1", "PYTHONDONTWRITEBYTECODE": "1"}
 
     def first_line(beginnings: tuple[str, ...], *command: str) -> str:
         """Return the first line of the output that begins so, and do not wait for the others."""
