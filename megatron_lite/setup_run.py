@@ -133,7 +133,7 @@ def build(
         run.logger.info(muon.describe(run.model.stages))
     run.collectives_alone_s = _time_collectives(run)
     run.profiles = _open_profiles(run)
-    run.optimizer = Optimizer(config, run.model.stages, distributed, kernels)
+    run.optimizer = Optimizer(config, run.model.stages, distributed, kernels, len(run.model.all_stages))
 
     run.window = LogWindow(distributed.device)
     run.resumed = _fill(run, choice, source)
@@ -252,7 +252,8 @@ def _allocate(run: Run, layers: list[Layer]) -> MultiStage:
         config.distributed.training_dtype,
         run.distributed.data,
         tensor=run.distributed.tensor,
-        world=run.distributed,
+        world=run.distributed.layers,
+        pipeline=run.distributed.pipeline,
         training=not config.training.inference,
         state=rule_of(config.optimizer).declared,
         averaged=config.averaging.enabled,

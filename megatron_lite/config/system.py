@@ -44,6 +44,8 @@ plan_option = idle_unless("dry_run")
 gpu_option = idle_unless("device!=cpu")
 throttled_option = idle_unless("throttle_cpu and device!=cpu")
 tensor_parallel_option = idle_unless("tensor_parallel!=1")
+pipeline_option = idle_unless("pipeline_parallel!=1")
+PIPELINE_SCHEDULES = ("breadth_first", "one_f_one_b", "interleaved", "zero_bubble_v")
 
 
 @dataclass
@@ -81,10 +83,28 @@ class MultiStageConfig(Area):
         "weight of a shard)",
         needs=(Rule("training_dtype=bf16", "only bf16 training can split masters"),),
     )
-    stages_per_pipeline_stage: int = option(
-        1, "stages per pipeline rank", minimum=1, maximum=1, why="there is no pipeline parallelism yet; leave it out"
+    pipeline_schedule: str = pipeline_option(
+        "auto",
+        "order of passes. breadth_first: all micro-batches through a stage, then the next (one gather and one "
+        "reduction a stage, most activations); one_f_one_b and interleaved: forward and backward passes in turn, with "
+        "one stretch of the model per rank or several; zero_bubble_v: gradients of weights fill the gaps, two "
+        "stretches per rank; auto: breadth_first for ZeRO-2 and 3, else the one with the least gaps",
+        choices=("auto", *PIPELINE_SCHEDULES),
     )
-    pipeline_delay: float = option(0.0, "steps for data to go around the pipeline; unused, as there is no pipeline")
+    pipeline_placement: str = pipeline_option(
+        "auto",
+        "loop: from the last pipeline rank on to the first again; v: there and back, with embedding and head on the "
+        "first rank, as tied weights need; auto: v for zero_bubble_v and tied weights, else loop",
+        choices=("auto", "loop", "v"),
+    )
+    stages_per_pipeline_stage: int = option(
+        1,
+        "stages that follow each other on a pipeline rank",
+        minimum=1,
+        maximum=1,
+        why="write more --layers_per_stage instead",
+    )
+    pipeline_delay: float = option(0.0, "steps for data to go around the pipeline; unused: plans compute it")
     throttle_cpu: bool = gpu_option(True, "several GPUs: keep the host from queueing schedule steps far ahead")
     throttle_cpu_rate: PositiveInt = throttled_option(1, "record an event, and wait for one, every N schedule steps")
     throttle_cpu_delay: NonNegativeInt = throttled_option(3, "wait for the event recorded N recordings ago")
@@ -114,6 +134,12 @@ class DistributedConfig(Area):
         "tensor-parallel ranks, which split heads, channels, vocabulary",
         basic=True,
         aliases="tensor_model_parallel_size",
+    )
+    pipeline_parallel: PositiveInt = option(
+        1, "pipeline-parallel ranks, which have different layers", basic=True, aliases="pipeline_model_parallel_size"
+    )
+    pipeline_first: bool = pipeline_option(
+        False, "neighbouring ranks are of one pipeline; 0: of one data-parallel group"
     )
     sequence_tensor_parallel: bool = tensor_parallel_option(
         False,
@@ -205,3 +231,15 @@ def number_of_stages(num_layers: int, layers_per_stage: float) -> int:
     while int((groups - 1) * layers_per_stage) >= num_layers:
         groups -= 1
     return groups + 2
+
+
+def number_of_chunks(ranks: int, blocks: int, schedule: str, placement: str) -> int:
+    """Return the number of stretches of stages of a pipeline, given its stages of blocks; 0 if they are too few.
+
+    See `zero/pipeline.py`.
+    """
+    if ranks == 1:
+        return 1
+    unit = ranks * (2 if placement == "v" else 1)
+    fixed = schedule in ("one_f_one_b", "zero_bubble_v")
+    return unit * min(blocks // unit, 1) if fixed else blocks // unit * unit

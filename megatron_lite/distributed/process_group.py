@@ -1,16 +1,10 @@
-"""The process groups of a rank, and agreement between all ranks. `startup.py` joins the groups.
-
-A run has data x tensor ranks. Tensor-parallel ranks are adjacent: rank r is rank r // T of its data-parallel group and
-rank r % T of its tensor-parallel group. torch's `init_device_mesh` would make the same groups, but without a time-out,
-and with references to them that `Distributed.close` could not drop.
-"""
+"""The process groups of a rank, and agreement between all ranks. `startup.py` joins the groups."""
 
 from __future__ import annotations
 
 import contextlib
 import datetime
 import json
-import math
 import time
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
@@ -18,6 +12,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from megatron_lite.distributed.pipeline_group import one_pipeline_rank
 from megatron_lite.distributed.rank_group import Group, alone
 from megatron_lite.distributed.step_watch import POLL_S, StepWatch
 from megatron_lite.distributed.traffic import Progress, Traffic
@@ -25,7 +20,7 @@ from megatron_lite.errors import is_lost_peer, lost_peer
 
 
 class Distributed(Group):
-    """The group of all ranks: rank, device, collectives, and the groups that divide it.
+    """The group of all ranks: rank, device, collectives, and the groups that divide it (see `grid.py`).
 
     Args:
         local_world_size: number of ranks on this machine.
@@ -51,29 +46,11 @@ class Distributed(Group):
         self.local_world_size = local_world_size
         self.sharing_cores = local_world_size  # ranks that may use this rank's cores, itself included
         self._cpu_group = cpu_group
+        self.pipeline = one_pipeline_rank(device)  # pipeline-parallel ranks
+        self.layers: Group = self  # data and tensor-parallel ranks: those with the same layers
         self.data: Group = self  # data-parallel ranks
         self.tensor: Group = alone(device)  # tensor-parallel ranks
         self.groups: list[Group] = [self]  # all groups of this rank
-
-    def divide(self, tensor_parallel: int, new_group: Callable[[Sequence[int]], Any]) -> None:
-        """Divide the ranks into data-parallel and tensor-parallel groups; all ranks call this together.
-
-        Collectives of both groups are in flight at the same time. NCCL may then deadlock unless all ranks start them in
-        the same order, which they do: the order depends on the options alone, never on data or timing.
-
-        new_group: creates a process group of the given ranks; all ranks call it.
-        """
-        if tensor_parallel == 1:
-            return
-        assert self.world_size % tensor_parallel == 0, "checked with the options"
-        sizes = (self.world_size // tensor_parallel, tensor_parallel)
-        for dimension in range(len(sizes)):
-            for ranks in groups_along(dimension, sizes):
-                group = new_group(ranks)
-                if self.rank in ranks:
-                    place = ranks.index(self.rank)
-                    self.groups.append(Group(place, len(ranks), self.device, group, self.traffic, self._watch))
-        *_, self.data, self.tensor = self.groups
 
     def close(self) -> None:
         """Destroy the process groups, after the last collective has finished.
@@ -84,6 +61,7 @@ class Distributed(Group):
         """
         for group in self.groups:
             group.group = None
+        self.pipeline.messages = ()
         del self._cpu_group
         dist.destroy_process_group()
 
@@ -95,19 +73,19 @@ class Distributed(Group):
         Raises:
             PeerError: if the previous step does not end in time (see `StepWatch`); the methods below raise it too.
         """
-        if self._watch is not None:
-            self._watch.end_step(compiles)
+        if self.watch is not None:
+            self.watch.end_step(compiles)
 
     def wait_for_device(self) -> None:
         """Wait for all queued work; call this before the host reads the device, because a read has no time-out."""
-        if self._watch is not None:
-            self._watch.end_step()
-            self._watch.finish()
+        if self.watch is not None:
+            self.watch.end_step()
+            self.watch.finish()
 
     def check_step(self) -> None:
         """Raise if the newest step is late; call this while the host waits for something else."""
-        if self._watch is not None:
-            self._watch.has_ended()
+        if self.watch is not None:
+            self.watch.has_ended()
 
     # -- agreement between hosts, over gloo, with the long time-out ----------------------------------------------
 
@@ -152,20 +130,10 @@ class Distributed(Group):
         self.progress.started("agreement", 0)
         with peer_errors():
             work = start()
-            while self._watch is not None and not work.is_completed():
+            while self.watch is not None and not work.is_completed():
                 self.check_step()
                 time.sleep(POLL_S)
             work.wait()
-
-
-def groups_along(dimension: int, sizes: Sequence[int]) -> list[list[int]]:
-    """Return the groups of ranks that differ only in one dimension of a grid with these sizes.
-
-    Ranks are numbered with the last dimension fastest. Along the first dimension of (2, 3): [0, 3], [1, 4], [2, 5].
-    """
-    ranks = torch.arange(math.prod(sizes)).view(*sizes)
-    groups: list[list[int]] = ranks.movedim(dimension, -1).reshape(-1, sizes[dimension]).tolist()
-    return groups
 
 
 @contextlib.contextmanager

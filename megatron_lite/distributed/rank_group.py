@@ -49,7 +49,7 @@ class Group:
         watch: StepWatch | None = None,
     ) -> None:
         self.rank, self.world_size, self.device, self.group = rank, world_size, device, group
-        self.traffic, self._watch = traffic, watch
+        self.traffic, self.watch = traffic, watch
         self._tag = 0
         self._scratch: Tensor | None = None
         self._reduction: Handle | None = None
@@ -126,8 +126,8 @@ class Group:
 
     def wait_for(self, event: Event) -> None:
         """Wait for a GPU event of the step that the host is queueing."""
-        assert self._watch is not None, f"no events on {self.device.type}"
-        self._watch.wait_for(event)
+        assert self.watch is not None, f"no events on {self.device.type}"
+        self.watch.wait_for(event)
 
     def reduction_scratch_bytes(self, shard_numel: int, dtype: torch.dtype) -> int:
         """Return the scratch bytes that `reduce_scatter` allocates for shards of this size."""
@@ -158,7 +158,9 @@ class Group:
         return tag
 
     def _started(self, kind: str, buffer: Tensor, work: Handle, passes: int = 1) -> Handle:
-        return self.traffic.started(kind, buffer, work, self.world_size, passes)
+        """Count a collective over a full buffer. passes: 2 for an all-reduce: a reduce-scatter and an all-gather."""
+        wire_bytes = passes * buffer.nbytes * (self.world_size - 1) // self.world_size
+        return self.traffic.started(kind, buffer, work, wire_bytes)
 
 
 def alone(device: torch.device) -> Group:

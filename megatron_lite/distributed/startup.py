@@ -15,6 +15,7 @@ import torch.distributed as dist
 
 from megatron_lite import __version__
 from megatron_lite.config import DistributedConfig
+from megatron_lite.distributed.grid import divide
 from megatron_lite.distributed.peer_watch import Meeting, MeetingPoint, open_store
 from megatron_lite.distributed.process_group import Distributed, peer_errors
 from megatron_lite.distributed.processes import Place, own_place, sharing_cores
@@ -117,7 +118,13 @@ def join(
         distributed = Distributed(
             rank, world_size, local_world_size, device, dist.group.WORLD, new_group(), watch, progress
         )
-        distributed.divide(config.tensor_parallel, new_group)
+        divide(
+            distributed,
+            new_group,
+            tensor=config.tensor_parallel,
+            pipeline=config.pipeline_parallel,
+            pipeline_first=config.pipeline_first,
+        )
     if watch is not None:
         watch.on_watchdog = functools.partial(_set_watchdogs, distributed)
         uuid = str(torch.cuda.get_device_properties(device).uuid)  # independent of its index in this process
@@ -160,6 +167,8 @@ def _set_watchdogs(distributed: Distributed, timeout_s: float) -> None:
     """Change the time-out of collectives from now on, which torch has no public name for."""
     for group in distributed.groups:
         dist.distributed_c10d._set_pg_timeout(datetime.timedelta(seconds=timeout_s), group.group)
+    for group in distributed.pipeline.messages:
+        dist.distributed_c10d._set_pg_timeout(datetime.timedelta(seconds=timeout_s), group)
 
 
 def warm_up(distributed: Distributed) -> None:
@@ -175,6 +184,7 @@ def warm_up(distributed: Distributed) -> None:
             group.all_gather(buffer).wait()
             if group is distributed.tensor:
                 group.all_reduce(buffer, "sum").wait()  # NCCL connects each algorithm at its first use
+        distributed.pipeline.connect()
     distributed.wait_for_device()
 
 

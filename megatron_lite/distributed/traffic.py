@@ -76,14 +76,15 @@ class Total:
     collectives: int = 0
     elements: int = 0  # of the full buffers
     bytes: int = 0  # of the full buffers
-    wire_bytes: int = 0  # sent by this rank: (N - 1) / N of the bytes, twice for an all-reduce over N ranks
+    wire_bytes: int = 0  # sent by this rank
     waited_s: float = 0.0  # exposed communication time; 0 unless timed
 
 
 class Traffic:
     """Counts a rank's collectives over all its groups, by kind: "gather" (weights), "reduce" (gradients), "tensor
     gather", "tensor reduce" and "tensor sum" (hidden states, and gradients of replicated parameters), "tensor
-    scale" and "scale" (of 8-bit factors), "muon gather", "muon reduce", "sum" (small sums) and "debug".
+    scale" and "scale" (of 8-bit factors), "send" and "receive" (hidden states and their gradients between pipeline
+    ranks), "muon gather", "muon reduce", "sum" (small sums) and "debug".
     """
 
     def __init__(self, progress: Progress | None = None, device_type: str = "cpu") -> None:
@@ -95,12 +96,12 @@ class Traffic:
         self.recorder: Recorder | None = None  # set by a profile: wraps the handle of each collective
         self._stalls: list[tuple[str, torch.cuda.Event, torch.cuda.Event]] = []  # on a GPU: before and after a wait
 
-    def started(self, kind: str, buffer: Tensor, work: Handle, ranks: int, passes: int = 1) -> Handle:
+    def started(self, kind: str, buffer: Tensor, work: Handle, wire_bytes: int) -> Handle:
         """Count a collective and return its handle, timed if `timed` is set.
 
         Args:
-            buffer: the full buffer, (ranks * n,).
-            passes: 2 for an all-reduce, which is a reduce-scatter and an all-gather.
+            buffer: the full buffer.
+            wire_bytes: what this rank sends.
         """
         self.progress.started(kind, buffer.nbytes)
         if self._paused:
@@ -109,7 +110,7 @@ class Traffic:
         total.collectives += 1
         total.elements += buffer.numel()
         total.bytes += buffer.nbytes
-        total.wire_bytes += passes * buffer.nbytes * (ranks - 1) // ranks
+        total.wire_bytes += wire_bytes
         if self.recorder is not None:
             work = self.recorder(kind, buffer.nbytes, work)
         return FirstWait(work, lambda: self._wait(kind, work)) if self.timed else work

@@ -15,6 +15,7 @@ from megatron_lite.distributed.agreement import together
 from megatron_lite.errors import CheckpointError, DamagedError, RunError, shorten
 from megatron_lite.huggingface.model_folder import source_folders
 from megatron_lite.huggingface.weight_source import ADVICE, CheckpointSource, HuggingFaceSource, WeightSource
+from megatron_lite.zero.finite import not_finite
 
 if TYPE_CHECKING:
     from megatron_lite.distributed.process_group import Distributed
@@ -176,7 +177,7 @@ def load_weights(
         model.invalidate()
 
     _together(distributed, fill)
-    if distributed.agree_max(int(model.not_finite() is not None)):
+    if distributed.agree_max(int(not_finite(model) is not None)):
         raise CheckpointError(
             f"{FLAG}: {source.folder}: some weights are not finite, so training cannot start from them; {ADVICE}"
         )

@@ -47,12 +47,20 @@ def _piece_kernel(shard_ptr, sums_ptr, numel, PIECE_NUMEL: tl.constexpr, BLOCK: 
 
 def squared_norm(shards: Sequence[Tensor], triton: bool = False) -> Tensor:
     """Return the sum of squares over flat tensors of any floating dtype: (), fp64."""
+    return squared_norms([shards], shards[0].device, triton)[0]
+
+
+def squared_norms(groups: Sequence[Sequence[Tensor]], device: torch.device, triton: bool = False) -> Tensor:
+    """Return the sum of squares over each group of flat tensors of any floating dtype: (groups,), fp64."""
     if not triton:
-        return torch.stack([_reference(shard) for shard in shards]).sum()
-    counts = [cdiv(shard.numel(), PIECE_NUMEL) for shard in shards]
-    sums = torch.empty(sum(counts), dtype=torch.float64, device=shards[0].device)
-    for shard, count, own_sums in zip(shards, counts, sums.split(counts), strict=True):
-        if count:
-            assert shard.is_contiguous()
-            _piece_kernel[(count,)](shard, own_sums, shard.numel(), PIECE_NUMEL, BLOCK, num_warps=4)
-    return sums.sum()
+        sums = [[_reference(shard) for shard in shards] for shards in groups]
+        none = torch.zeros((), dtype=torch.float64, device=device)
+        return torch.stack([torch.stack(own).sum() if own else none for own in sums])
+    counts = [[cdiv(shard.numel(), PIECE_NUMEL) for shard in shards] for shards in groups]
+    pieces = torch.zeros(len(groups), max(map(sum, counts)), dtype=torch.float64, device=device)
+    for shards, own, row in zip(groups, counts, pieces, strict=True):
+        for shard, count, sums in zip(shards, own, row[: sum(own)].split(own), strict=True):
+            if count:
+                assert shard.is_contiguous()
+                _piece_kernel[(count,)](shard, sums, shard.numel(), PIECE_NUMEL, BLOCK, num_warps=4)
+    return pieces.sum(dim=1)

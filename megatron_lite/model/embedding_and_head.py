@@ -56,6 +56,11 @@ class Embedding(Layer):
             hidden = self.norm(hidden)
         return dropout(hidden, self.dropout, collectives.seed(micro_batch.site_seed("embedding", self.dropout)))
 
+    def boundary(self, micro_batch: MicroBatch) -> tuple[tuple[int, ...], torch.dtype | None]:
+        """See `zero.stage.Layer`; (1, b s / T, h) with sequence parallelism."""
+        own = self.parallel.collectives(micro_batch.cache is not None).own(micro_batch.tokens)
+        return (*own.shape, self.word.shape[-1]), self.dtype
+
 
 class Head(Layer):
     """Final norm, output projection and summed cross-entropy: (b, s, h) -> ().

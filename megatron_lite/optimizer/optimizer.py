@@ -17,7 +17,7 @@ from megatron_lite.config import Config, OptimizerConfig
 from megatron_lite.distributed.process_group import Distributed
 from megatron_lite.kernels.adamw import StepNumbers
 from megatron_lite.kernels.choice import REFERENCES, Kernels
-from megatron_lite.kernels.gradient_norm import squared_norm
+from megatron_lite.kernels.gradient_norm import squared_norms
 from megatron_lite.optimizer.averaging import Averaging
 from megatron_lite.optimizer.delayed_scaling import DelayedScales
 from megatron_lite.optimizer.guards import Guard, Verdict
@@ -41,12 +41,19 @@ class Update:
 
 
 class Optimizer:
-    """Optimizer of all stages; updates their shards in place."""
+    """Optimizer of a rank's stages, by default all; updates their shards in place."""
 
     def __init__(
-        self, config: Config, stages: Sequence[Stage], distributed: Distributed, kernels: Kernels = REFERENCES
+        self,
+        config: Config,
+        stages: Sequence[Stage],
+        distributed: Distributed,
+        kernels: Kernels = REFERENCES,
+        num_stages: int | None = None,
     ) -> None:
         self._config, self._distributed, self._triton = config, distributed, kernels.triton
+        self._stages, self._num_stages = stages, num_stages or len(stages)
+        self._indices = torch.tensor([stage.index for stage in stages], device=distributed.device)
         self._trained = [Trained(stage, part) for stage in stages if (part := stage.trainable) is not None]
         self._rule = rule_of(config.optimizer)(config.optimizer, self._trained, distributed, kernels)
         self._averages = config.averaging.ema_type != "none"
@@ -54,7 +61,9 @@ class Optimizer:
         self.loss_scale = LossScale(config.optimizer, config.distributed.training_dtype, distributed.device)
         self.guard = Guard(config.optimizer, self.loss_scale.dynamic, distributed.device, config.training.train_iters)
         length = config.performance.amax_history_length
-        self._scales = DelayedScales(stages, length, distributed) if config.performance.fp8 == "delayed" else None
+        self._scales = (
+            DelayedScales(stages, length, distributed.layers) if config.performance.fp8 == "delayed" else None
+        )
         self._updates = torch.zeros((), dtype=torch.float32, device=distributed.device)  # Adam's t: good updates
 
     def step(
@@ -69,10 +78,7 @@ class Optimizer:
             tokens: tokens of the global batch that count in the loss.
             updated: called after each stage, in stage order, so that its gather overlaps later updates.
         """
-        shards = [part.grad_shard[start:end] for _, part in self._trained for start, end in part.counted()]
-        total = squared_norm(shards, self._triton)
-        own_loss = loss.double() if self._distributed.tensor.rank == 0 else torch.zeros_like(total)
-        norm_squared, loss = self._distributed.sum_in_rank_order(torch.stack([total, own_loss]))
+        norm_squared, loss = self._sums_over_ranks(loss.double())
         scale = self.loss_scale.scale
         grad_norm = (norm_squared.sqrt() / scale).float()
         can_shrink = self.loss_scale.can_shrink() if self.loss_scale.dynamic else None
@@ -100,6 +106,23 @@ class Optimizer:
         if self._scales is not None:
             self._scales.end_step()
         return Update(loss, tokens, grad_norm, verdict)
+
+    def _sums_over_ranks(self, loss: Tensor) -> tuple[Tensor, Tensor]:
+        """Return the gradient's squared norm and the loss, () fp64 each, equal on all ranks.
+
+        Sums over a stage's shards, the stages of all pipeline ranks, and the ranks of a stage: P changes no bit.
+        """
+        counted = [
+            [part.grad_shard[start:end] for start, end in part.counted()] if (part := stage.trainable) else []
+            for stage in self._stages
+        ]
+        own = loss.new_zeros(self._num_stages + 1)
+        own.index_copy_(0, self._indices, squared_norms(counted, loss.device, self._triton))
+        if self._distributed.tensor.rank == 0:
+            own[-1] = loss
+        every = self._distributed.pipeline.sum_in_rank_order(own)
+        norm_squared, total = self._distributed.layers.sum_in_rank_order(torch.stack([every[:-1].sum(), every[-1]]))
+        return norm_squared, total
 
     def record(self) -> dict[str, Any]:
         """Return the rule's entries of a log line (reads the device)."""

@@ -27,6 +27,7 @@ from megatron_lite.run.durable_files import replace_file
 from megatron_lite.schedules.batch_size import batch_schedule
 from megatron_lite.seeds import dropout_seed
 from megatron_lite.setup_run import Run
+from megatron_lite.zero.finite import not_finite
 from megatron_lite.zero.stage import Observer
 
 FILE_NAME = "bad_step.json"
@@ -136,7 +137,7 @@ def examine(run: Run, iteration: int) -> dict[str, Any]:
         for stage, observer in zip(run.model.stages, before, strict=True):
             stage.observer = observer
     distributed.wait_for_device()
-    mine = {"first": watch.first(), "squares": _squares(run), "state": run.model.not_finite()}
+    mine = {"first": watch.first(), "squares": _squares(run), "state": not_finite(run.model)}
     everyone = distributed.gather_objects(mine)
     found: dict[str, Any] = {}
     firsts = [(one["first"], rank) for rank, one in enumerate(everyone) if one["first"] is not None]

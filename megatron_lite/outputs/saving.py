@@ -20,6 +20,7 @@ from megatron_lite.huggingface.export import export_weights, save_huggingface
 from megatron_lite.huggingface.model_card import TrainingSummary
 from megatron_lite.outputs.bad_steps import held_checkpoints, leave_bad_step
 from megatron_lite.setup_run import Run
+from megatron_lite.zero.finite import not_finite
 
 T = TypeVar("T")
 _POLL_S = 0.25  # during pauses between attempts
@@ -64,7 +65,7 @@ def refuse_broken_weights(run: Run) -> None:
     Raises:
         NumericsError: on every rank, naming the first affected rank and tensor.
     """
-    broken = run.model.not_finite()
+    broken = not_finite(run.model)
     if not run.distributed.agree_max(int(broken is not None)):
         return
     rank, name = next((rank, name) for rank, name in enumerate(run.distributed.gather_objects(broken)) if name)

@@ -18,7 +18,7 @@ def counted_labels(run: Run, micro_batches: Sequence[HostBatch]) -> list[int]:
     Without masks every rank knows the numbers, and no communication is needed.
     """
     if any(batch.masked is not None for batch in micro_batches):
-        copies = run.distributed.tensor.world_size  # tensor-parallel ranks train on the same samples
+        copies = run.distributed.world_size // run.distributed.data.world_size  # other ranks train on the same samples
         return [total // copies for total in run.distributed.agree_sum([batch.counted for batch in micro_batches])]
     return [batch.real_samples * run.config.batch.sequence_length for batch in micro_batches]
 

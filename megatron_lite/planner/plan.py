@@ -19,6 +19,7 @@ from torch import Tensor
 
 from megatron_lite.config import RECOMPUTE_LEVELS, Config
 from megatron_lite.distributed.cpu_collectives import Works
+from megatron_lite.distributed.pipeline_group import one_pipeline_rank
 from megatron_lite.distributed.rank_group import Group, alone, reduction_scratch_bytes
 from megatron_lite.distributed.step_watch import Event
 from megatron_lite.distributed.traffic import Handle, Total, Traffic
@@ -27,10 +28,10 @@ from megatron_lite.model.gpt import model_layers
 from megatron_lite.optimizer.optimizer import rule_of
 from megatron_lite.planner.runtime import runtime_bytes
 from megatron_lite.planner.stage_costs import Cost, traffic_sum
-from megatron_lite.planner.step_memory import ActivationMemory, Measured, Partition, activation_memory
+from megatron_lite.planner.step_memory import ActivationMemory, Measured, Partition, activation_memory, training_steps
 from megatron_lite.zero.multi_stage import MultiStage
 from megatron_lite.zero.runner import forward_backward
-from megatron_lite.zero.schedule import Step, training_schedule
+from megatron_lite.zero.schedule import Step
 
 
 class SimulatedGroup(Group):
@@ -50,6 +51,8 @@ class SimulatedGroup(Group):
     ) -> None:
         super().__init__(rank, world_size, torch.device(device), None, traffic or Traffic())
         self._device_type = device_type
+        self.layers: SimulatedGroup = self
+        self.pipeline = one_pipeline_rank(self.device)
         self.data: SimulatedGroup = self
         self.tensor: Group = alone(self.device)
         if tensor_parallel > 1:
@@ -61,13 +64,13 @@ class SimulatedGroup(Group):
             self.tensor = SimulatedGroup(of_tensor, tensor_parallel, device_type, of_plan, traffic=self.traffic)
 
     def all_gather(self, buffer: Tensor, kind: str = "gather") -> Handle:
-        return self.traffic.started(kind, buffer, Works(), self.world_size)
+        return self._started(kind, buffer, Works())
 
     def reduce_scatter(self, buffer: Tensor, kind: str = "reduce") -> Handle:
-        return self.traffic.started(kind, buffer, Works(), self.world_size)
+        return self._started(kind, buffer, Works())
 
     def all_reduce(self, buffer: Tensor, kind: str) -> Handle:
-        return self.traffic.started(kind, buffer, Works(), self.world_size, passes=2)
+        return self._started(kind, buffer, Works(), passes=2)
 
     def reduction_scratch_bytes(self, shard_numel: int, dtype: torch.dtype) -> int:
         """Bytes on the planned device type."""
@@ -201,7 +204,7 @@ def _traffic_between_passes(config: Config, model: MultiStage) -> dict[str, Tota
     depth, breadth = batch.depth_first_micro_batches, batch.breadth_first_micro_batches
 
     def counted(depth: int) -> dict[str, Total]:
-        return count_traffic(model, training_schedule(model.memory.plans, depth, breadth))
+        return count_traffic(model, training_steps(model, depth, breadth))
 
     return counted(depth) if depth <= 3 else traffic_sum((counted(2), 3 - depth), (counted(3), depth - 2))
 
@@ -221,7 +224,7 @@ def count_traffic(model: MultiStage, schedule: Sequence[Step]) -> dict[str, Tota
     }
     for _ in range(2):
         traffic.take()
-        forward_backward(cast(Any, verbs), schedule, micro_batches, None)
+        forward_backward(cast(Any, verbs), schedule, micro_batches, model.messages, None)
         for stage in model.stages:
             if stage.update_buffer is not None:
                 for exchange in (stage.gather_update, stage.reduce_update):

@@ -24,8 +24,15 @@ from megatron_lite.optimizer.rules.muon import matrices_of
 from megatron_lite.planner.speeds import Product
 from megatron_lite.planner.stage_costs import Saved, StageCosts, StageMeter
 from megatron_lite.zero.multi_stage import MultiStage
-from megatron_lite.zero.schedule import Step, training_schedule
+from megatron_lite.zero.schedule import Step
 from megatron_lite.zero.stage import Stage
+
+
+def training_steps(model: MultiStage, depth_first: int, breadth_first: int) -> list[Step]:
+    """Return the steps of an iteration of depth_first times breadth_first micro-batches."""
+    passes = model.order.training(depth_first * breadth_first, breadth_first)
+    return model.order.steps(model.ranks.rank, model.memory.plans, passes)
+
 
 Measured = dict[Any, Any]  # costs, keyed by what they depend on
 
@@ -102,9 +109,9 @@ class Partition:
         """Return an iteration's steps, without the depth-first micro-batches that repeat the second."""
         batch = config.batch
         assert batch.depth_first_micro_batches and batch.breadth_first_micro_batches, "resolved"
-        key = min(batch.depth_first_micro_batches, 2), batch.breadth_first_micro_batches
+        depth, breadth = key = min(batch.depth_first_micro_batches, 2), batch.breadth_first_micro_batches
         if key not in self._schedules:
-            self._schedules[key] = training_schedule(self.model.memory.plans, *key)
+            self._schedules[key] = training_steps(self.model, depth, breadth)
         return self._schedules[key]
 
     def _stream(self, stage: Stage, micro_batch: MicroBatch) -> Tensor | None:

@@ -20,7 +20,7 @@ from megatron_lite.validation.batch import BATCH as BATCH
 from megatron_lite.validation.batch import batch
 from megatron_lite.validation.learning_rate import learning_rate
 from megatron_lite.validation.rules import Problem, declared, problem
-from megatron_lite.validation.sizes import data_ranks, sizes, tensor_parallel
+from megatron_lite.validation.sizes import data_ranks, pipeline_parallel, sizes, tensor_parallel
 from megatron_lite.validation.warnings import warnings as warnings
 
 
@@ -42,7 +42,8 @@ def planned_world_size(config: Config, launched: int) -> int:
     """Return the number of ranks to resolve a configuration for: launched, or planned by a dry run."""
     distributed = config.distributed
     planned = distributed.world_size if distributed.dry_run else None
-    return distributed.tensor_parallel if planned == "auto" else planned or launched
+    fewest = distributed.tensor_parallel * distributed.pipeline_parallel
+    return fewest if planned == "auto" else planned or launched
 
 
 def examine(config: Config, world_size: int) -> tuple[Config, list[Problem]]:
@@ -67,7 +68,7 @@ def defaults(config: Config) -> dict[str, Any]:
     for name, default in list(found.items()):
         if default is None and values[name] is not None:
             draft = Draft(**values | dict.fromkeys(order[order.index(name) :] if name in order else (name,)))
-            list(_cross_check(draft, ranks * values["tensor_parallel"]))
+            list(_cross_check(draft, ranks * values["tensor_parallel"] * values["pipeline_parallel"]))
             found[name] = getattr(draft, name)
     return found
 
@@ -87,6 +88,7 @@ def _cross_check(draft: Draft, world_size: int) -> Iterator[Problem]:
     yield from areas.model(draft)
     yield from areas.performance(draft)
     yield from tensor_parallel(draft, world_size)
+    yield from pipeline_parallel(draft, world_size)
     yield from batch(draft, data_ranks(draft, world_size))
     yield from learning_rate(draft)
     yield from areas.update(draft)

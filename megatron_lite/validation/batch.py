@@ -43,7 +43,7 @@ def batch(draft: Draft, world_size: int) -> Iterator[Problem]:
 
 def _problem(draft: Draft, names: Sequence[str], world_size: int, rule: str) -> Problem:
     """Report options that do not fit the number of data-parallel ranks."""
-    noun = "data-parallel rank" if draft.tensor_parallel > 1 else "rank"
+    noun = "data-parallel rank" if draft.tensor_parallel * draft.pipeline_parallel > 1 else "rank"
     return Problem((*_BATCH_RULE, *names), f"{typed(draft, *names)} on {_counted(world_size, noun)}: {rule}")
 
 
@@ -84,6 +84,8 @@ def _largest(draft: Draft, world_size: int) -> Problem | None:
     product, both = (depth or 1) * (breadth or 1), depth is not None and breadth is not None
     if sequential % product or (both and sequential != product):
         return _unsplit(draft, sequential, world_size)
+    if depth is None and breadth is None and draft.pipeline_parallel > 1:
+        depth, breadth = 1, sequential  # a group of micro-batches that fills the pipeline once
     if depth is None:
         depth = sequential // (breadth or 1)
     breadth = sequential // depth

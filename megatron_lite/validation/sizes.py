@@ -6,7 +6,7 @@ import math
 from collections.abc import Iterator
 
 from megatron_lite.config import Config, Draft
-from megatron_lite.config.system import number_of_stages
+from megatron_lite.config.system import number_of_chunks, number_of_stages
 from megatron_lite.config.values import typed
 from megatron_lite.errors import UsageError
 from megatron_lite.validation.rules import Problem, nearest_multiples, problem
@@ -16,7 +16,7 @@ CLIPPING_ALIGNMENT = 64  # elements: `kernels.adamw.ALIGNMENT`
 
 def data_ranks(draft: Draft, world_size: int) -> int:
     """Return the number of data-parallel ranks."""
-    return max(1, world_size // draft.tensor_parallel)
+    return max(1, world_size // (draft.tensor_parallel * draft.pipeline_parallel))
 
 
 def tensor_parallel(draft: Draft, world_size: int) -> Iterator[Problem]:
@@ -65,6 +65,52 @@ def tensor_parallel(draft: Draft, world_size: int) -> Iterator[Problem]:
         yield problem(
             draft, "tensor_parallel vocab_size", rule, also="make_vocab_size_divisible_by parallel_embeddings"
         )
+
+
+def pipeline_parallel(draft: Draft, world_size: int) -> Iterator[Problem]:
+    """Check that ranks and stages suffice for --pipeline_parallel; choose schedule and placement."""
+    ranks, tied = draft.pipeline_parallel, draft.tie_word_embeddings
+    if world_size % (ranks * draft.tensor_parallel) and world_size % draft.tensor_parallel == 0:
+        fitting = math.gcd(ranks, world_size // draft.tensor_parallel)
+        rule = (
+            f"the run has {world_size} rank{'s' * (world_size > 1)}, which must be a multiple of pipeline times tensor-"
+            f"parallel ranks; start more with torchrun, or write --pipeline_parallel={fitting}"
+        )
+        yield problem(draft, "pipeline_parallel", rule, also="tensor_parallel world_size dry_run")
+    if ranks == 1:
+        return
+    schedule, placement = draft.pipeline_schedule, draft.pipeline_placement = chosen_pipeline(draft)
+    if schedule != "breadth_first" and placement != ("v" if schedule == "zero_bubble_v" else "loop"):
+        other = "zero_bubble_v" if placement == "v" else "one_f_one_b or interleaved"
+        rule = f"this schedule needs the other placement; write --pipeline_schedule=breadth_first or {other}"
+        yield problem(draft, "pipeline_schedule pipeline_placement", rule)
+    elif tied and placement == "loop":
+        rule = (
+            "tied weights need embedding and head on one rank; write --pipeline_placement=v (with "
+            "--pipeline_schedule=breadth_first or zero_bubble_v), or --tie_word_embeddings=0"
+        )
+        yield problem(draft, "pipeline_placement tie_word_embeddings", rule, also="pipeline_schedule")
+    size = draft.layers_per_stage
+    stages = draft.num_layers if size == "auto" else number_of_stages(draft.num_layers, size) - 2
+    if not number_of_chunks(ranks, stages, schedule, placement):
+        least = ranks * (2 if placement == "v" else 1)
+        rule = (
+            f"--pipeline_placement={placement} takes at least {least} stages of blocks, and there "
+            f"{'are' if stages > 1 else 'is'} {stages}; write a smaller --pipeline_parallel or --layers_per_stage"
+        )
+        yield problem(draft, "pipeline_parallel num_layers layers_per_stage", rule, also="pipeline_placement")
+
+
+def chosen_pipeline(draft: Draft) -> tuple[str, str]:
+    """Return schedule and placement without `auto`."""
+    schedule, placement, tied = draft.pipeline_schedule, draft.pipeline_placement, draft.tie_word_embeddings
+    if schedule == "auto":
+        whole_gradients = (draft.zero_stage or 1) == 1
+        schedule = "one_f_one_b" if whole_gradients and placement != "v" and not tied else "breadth_first"
+    if placement == "auto":
+        in_v = schedule == "zero_bubble_v" or (schedule == "breadth_first" and tied)
+        placement = "v" if in_v else "loop"
+    return schedule, placement
 
 
 def _fitting(draft: Draft, world_size: int) -> int:

@@ -28,15 +28,22 @@ class MemoryRow:
 class Memory:
     """The buffers and shards of all stages.
 
-    averaged: also allocate running averages of the trainable weights.
+    averaged: also allocate running averages of the trainable weights. breadth_first: the schedule computes a stage's
+    micro-batches in a row; others would have to reduce their gradients one by one, so a stage keeps its own buffer.
     """
 
     def __init__(
-        self, stages: Sequence[Stage], config: MultiStageConfig, precision: Precision, group: Group, averaged: bool
+        self,
+        stages: Sequence[Stage],
+        config: MultiStageConfig,
+        precision: Precision,
+        group: Group,
+        averaged: bool,
+        breadth_first: bool = True,
     ) -> None:
         self._stages, self._precision, self._group = stages, precision, group
         tied = frozenset(lender for stage in stages for lender in self._lenders(stage))  # others use their parameters
-        weight_count, grad_count = self._counts(config)
+        weight_count, grad_count = self._counts(config, breadth_first)
         weight_plan = plan_buffers({stage.index: stage.numel for stage in stages}, weight_count, tied, every=True)
         grad_plan = plan_buffers({stage.index: stage.grad_numel for stage in stages}, grad_count, tied)
         # A single rank gathers nothing ahead; several fill or send one buffer while they use the other.
@@ -110,13 +117,13 @@ class Memory:
         """Return the numbers of weight buffers and gradient buffers."""
         return sum(buffer.data.numel() > 0 for buffer in self.weights), len(self.gradients)
 
-    def _counts(self, config: MultiStageConfig) -> tuple[int, int]:
+    def _counts(self, config: MultiStageConfig, breadth_first: bool) -> tuple[int, int]:
         """Return the numbers of weight and gradient buffers: explicit counts win over the ZeRO stage."""
         every, alone = len(self._stages), self._group.world_size == 1
         zero_stage = config.zero_stage or 1
         assert zero_stage != "auto", "resolved before"
         weights = config.num_weight_buffers or (2 if zero_stage == 3 else every)
-        gradients = config.num_grad_buffers or (2 if zero_stage >= 2 else every)
+        gradients = config.num_grad_buffers or (2 if zero_stage >= 2 and breadth_first else every)
         # On a single rank the shard is the full tensor: in the buffers' dtype, a buffer per stage costs nothing.
         if alone and self._precision.training == torch.float32:
             weights = every

@@ -10,14 +10,17 @@ import torch
 from torch import Tensor
 
 from megatron_lite.config import BatchConfig, MultiStageConfig
+from megatron_lite.distributed.pipeline_group import PipelineGroup, one_pipeline_rank
 from megatron_lite.distributed.rank_group import Group, alone
 from megatron_lite.parameter import DTYPES, Parameter, ParameterSpec
 from megatron_lite.zero import runner
 from megatron_lite.zero.flat_shard import ADAM_STATE, FlatShard, OptimizerState, Precision
 from megatron_lite.zero.layout import split_into_stages
 from megatron_lite.zero.memory import Memory
+from megatron_lite.zero.messages import Messages
+from megatron_lite.zero.pipeline import Durations, evaluation_passes, place
 from megatron_lite.zero.replicas import whole_parameter
-from megatron_lite.zero.schedule import Step, evaluation_schedule, training_schedule, with_backward
+from megatron_lite.zero.schedule import Order, Step
 from megatron_lite.zero.stage import Layer, Observer, Stage
 from megatron_lite.zero.throttle import Throttle
 
@@ -27,6 +30,7 @@ class MultiStage:
 
     tensor: the tensor-parallel group; by default this rank alone.
     world: all data and tensor-parallel ranks; by default `group`.
+    pipeline: the pipeline-parallel group; by default this rank alone, which then has all stages.
     training: False (inference) allocates no gradients and no moments.
     averaged: allocate a running average of the trainable weights, which `optimizer.Averaging` updates.
     state: the optimizer state, as the rule declares it.
@@ -43,10 +47,12 @@ class MultiStage:
         *,
         tensor: Group | None = None,
         world: Group | None = None,
+        pipeline: PipelineGroup | None = None,
         averaged: bool = False,
         state: OptimizerState = ADAM_STATE,
     ) -> None:
         self.group, self.tensor, self.training = group, tensor or alone(group.device), training
+        self.ranks = pipeline or one_pipeline_rank(group.device)
         dtype = DTYPES[training_dtype]
         self.precision = Precision(
             training=dtype,
@@ -56,20 +62,28 @@ class MultiStage:
         )
         assert config.layers_per_stage != "auto", "resolved before"
         self.split = split_into_stages(len(layers) - 2, config.layers_per_stage)
-        self.stages = [
+        self.all_stages = [  # those of other pipeline ranks have no memory
             Stage(i, [layers[j] for j in some], group, self.tensor, training, state, world)
             for i, some in enumerate(self.split)
         ]
+        name = config.pipeline_schedule if self.ranks.world_size > 1 else "breadth_first"
+        assert name != "auto", "resolved before"
+        self.pipeline = place(self.ranks.world_size, len(self.split), name, config.pipeline_placement)
+        own = self.pipeline.stages_of(self.ranks.rank)
+        self.stages = [self.all_stages[index] for index in own]
         self._by_index = {stage.index: stage for stage in self.stages}
         self._verbs: Mapping[int, Stage] = self._by_index
-        self.memory = Memory(self.stages, config, self.precision, group, averaged)
+        self.memory = Memory(self.stages, config, self.precision, group, averaged, name == "breadth_first")
         self._shows_average = False
-        trained = with_backward(self.memory.plans)
-        for stage in self.stages:
-            stage.runs_backward = training and stage.index in trained
-            stage.wants_input_gradient = stage.index in trained[1:]
+        first_trained = next((stage.index for stage in self.all_stages if stage.trainable), len(self.split))
+        for stage in self.all_stages:
+            stage.runs_backward = training and stage.index >= first_trained
+            stage.wants_input_gradient = stage.index > first_trained
+        ties = tuple((lender, plan.stage) for plan in self.memory.plans for lender in plan.borrows_from)
+        self.order = Order(self.pipeline, name, first_trained, ties, [Durations()] * len(self.split))
         assert batch.depth_first_micro_batches and batch.breadth_first_micro_batches
         self._breadth_first = batch.breadth_first_micro_batches
+        self.messages = Messages(self.ranks, layers[0].boundary, dtype)
         self._schedules: dict[tuple[str, int], list[Step]] = {}
         # The schedule of the largest batch; every schedule begins with the same gathers.
         self.training_schedule = self._schedule("training", batch.depth_first_micro_batches * self._breadth_first)
@@ -96,23 +110,24 @@ class MultiStage:
     # -- computing --------------------------------------------------------------------------------------------------
 
     def forward_backward(self, micro_batches: Sequence[Any]) -> Tensor:
-        """Compute one iteration's gradients into the shards and return this rank's summed loss."""
+        """Compute one iteration's gradients into the shards; return this rank's summed loss, 0 without the head."""
         assert self.training, "a model in inference mode has no gradients"
         assert not self._shows_average, "averages are not trained"
-        schedule = self._schedule("training", len(micro_batches))
-        return runner.forward_backward(self._verbs, schedule, micro_batches, self._throttle)
+        steps = self._schedule("training", len(micro_batches))
+        losses = runner.forward_backward(self._verbs, steps, micro_batches, self.messages, self._throttle)
+        return self._sum(losses)
 
     def evaluate(self, micro_batches: Sequence[Any]) -> Tensor:
-        """Return this rank's summed loss, without gradients."""
+        """Return this rank's summed loss, without gradients; 0 without the head."""
         kind = "average" if self._shows_average else "evaluation"
-        schedule = self._schedule(kind, len(micro_batches))
-        return torch.stack(runner.outputs(self._by_index, schedule, micro_batches)).sum()
+        steps = self._schedule(kind, len(micro_batches))
+        return self._sum(runner.outputs(self._by_index, steps, micro_batches, self.messages))
 
     def output(self, micro_batch: Any) -> Tensor:
-        """Return the last layer's output for one micro-batch, without gradients."""
+        """Return the last layer's output for one micro-batch, without gradients, on every rank."""
         assert not self._shows_average, "averages are only evaluated"
-        (result,) = runner.outputs(self._by_index, self._schedule("evaluation", 1), [micro_batch])
-        return result
+        found = runner.outputs(self._by_index, self._schedule("evaluation", 1), [micro_batch], self.messages)
+        return self.ranks.from_owner(found[0] if found else None, self.pipeline.rank_of[-1])
 
     @contextlib.contextmanager
     def averaged(self) -> Iterator[None]:
@@ -168,57 +183,52 @@ class MultiStage:
 
         Every rank must iterate to the end.
         """
-        for spec, local in self.local_weights():
-            yield spec.name, whole_parameter(spec, local, self.tensor)
+        for stage in self.all_stages:
+            owner = self.pipeline.rank_of[stage.index]
+            weights = self._weights_of(stage) if owner == self.ranks.rank else iter(())
+            for spec in stage.specs():
+                _, local = next(weights, (spec, None))
+                whole = None if local is None else whole_parameter(spec, local, self.tensor)
+                yield spec.name, self.ranks.from_owner(whole, owner)
 
     def local_weights(self) -> Iterator[tuple[ParameterSpec, Tensor]]:
         """As `full_weights`, but yield this rank's part with its spec, without tensor-parallel communication."""
         for stage in self.stages:
-            stage.gather()
-            stage.require_weights()
-            for _, parameter in stage.parameters():
-                yield parameter.spec, parameter.detach()
+            yield from self._weights_of(stage)
 
-    def not_finite(self) -> str | None:
-        """Return the first parameter on this rank with non-finite values, or its state ("exp_avg of <name>").
-
-        None: all are finite. Reads the device once, and a second time to find the name.
-        """
-        kinds = [(part, kind) for _, part in self.parts() for kind in part.kinds() if part.numel(kind)]
-        extremes = [torch.stack(torch.aminmax(part.read(kind))).float() for part, kind in kinds]
-        finite = torch.stack(extremes).isfinite().all(dim=1).tolist() if kinds else []
-        for (part, kind), is_finite in zip(kinds, finite, strict=True):
-            if not is_finite:
-                name = part.parameter_at(int(part.read(kind).isfinite().logical_not().nonzero()[0]))
-                return name if kind == "weights" else f"{kind} of {name}"
-        return None
+    def _weights_of(self, stage: Stage) -> Iterator[tuple[ParameterSpec, Tensor]]:
+        stage.gather()
+        stage.require_weights()
+        for _, parameter in stage.parameters():
+            yield parameter.spec, parameter.detach()
 
     def _schedule(self, kind: str, micro_batches: int) -> list[Step]:
         """Return the steps of an iteration, computed on the first request."""
         if (kind, micro_batches) not in self._schedules:
-            depth_first, rest = divmod(micro_batches, self._breadth_first)
+            plans = self.memory.average_plans if kind == "average" else self.memory.plans
             if kind == "training":
-                assert not rest, f"{micro_batches} micro-batches, not in {self._breadth_first}s"
-                steps = training_schedule(self.memory.plans, depth_first, self._breadth_first)
+                passes = self.order.training(micro_batches, self._breadth_first)
             else:
-                plans = self.memory.average_plans if kind == "average" else self.memory.plans
-                steps = evaluation_schedule(plans, micro_batches)
-            self._schedules[kind, micro_batches] = steps
+                passes = evaluation_passes(self.pipeline, micro_batches)
+            self._schedules[kind, micro_batches] = self.order.steps(self.ranks.rank, plans, passes)
         return self._schedules[kind, micro_batches]
+
+    def _sum(self, losses: Sequence[Tensor]) -> Tensor:
+        return torch.stack([*losses]).sum() if losses else torch.zeros((), device=self.group.device)
 
     # -- contents -----------------------------------------------------------------------------------------------------
 
     def parts(self) -> Iterator[tuple[int, FlatShard]]:
-        """Yield (stage index, flat shard) in order."""
+        """Yield (stage index, flat shard) of this rank in order."""
         for stage in self.stages:
             for part in stage.parts:
                 yield stage.index, part
 
     def parameters(self) -> Iterator[tuple[str, Parameter]]:
-        """Yield (global name, full parameter) for all stages."""
+        """Yield (global name, full parameter) of this rank's stages."""
         for stage in self.stages:
             yield from stage.parameters()
 
     @property
     def num_parameters(self) -> int:
-        return sum(slot.spec.numel for _, part in self.parts() for slot in part.layout.slots)
+        return sum(spec.numel for stage in self.all_stages for spec in stage.specs())

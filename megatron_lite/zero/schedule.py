@@ -1,19 +1,15 @@
-"""A training step as a list: when each stage computes a micro-batch, gathers its weights and reduces its gradients.
+"""A rank's step as a list: passes in their order, with the collectives and messages around each.
 
 Nothing here runs anything, so tests can check the order of all collectives.
-
-Micro-batches accumulate depth-first (forward and backward of one before the next) or breadth-first (all of them through
-a stage before the next stage, which takes one gather and one reduction per stage and step even in ZeRO-3, but keeps all
-their activations; Lamy-Poirier 2022, https://arxiv.org/abs/2211.05953).
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
-from typing import Literal
+from dataclasses import dataclass, replace
 
-Pass = tuple[Literal["forward", "backward"], int, int]  # kind, stage, micro-batch
+from megatron_lite.zero.pipeline import Durations, Kind, Pass, Pipeline, Ties, training_passes
+from megatron_lite.zero.simulation import Message, Timeline, Transfers, simulate, transfers
 
 
 @dataclass(frozen=True)
@@ -32,60 +28,41 @@ class StagePlan:
 class Step:
     """One pass of one micro-batch through one stage, and the collectives around it.
 
-    In order: start `gather`, wait for the weights in `needs`, take over the buffers in `accumulate`, compute, start
-    `reduce`.
+    In order: start `receive` and `gather`, wait for the weights in `needs`, take over the buffers in `accumulate`, wait
+    for the input from another pipeline rank, compute, send the result to another one, start `reduce`.
     """
 
-    kind: Literal["forward", "backward"]
+    kind: Kind
     stage: int
     micro_batch: int
     needs: tuple[int, ...]  # stages whose full weights the pass uses
     gather: tuple[int, ...]  # stages whose gather starts before the pass, for the pass or as a prefetch
     accumulate: tuple[int, ...]  # stages whose gradient buffers the pass writes
     reduce: tuple[tuple[int, bool], ...]  # (stage, add to its shard?) whose reduction starts after the pass
+    receive: tuple[Message, ...] = ()  # transfers that start before the pass
+    take: Message | None = None  # the input's
+    send: Message | None = None  # the result's
 
 
-def with_backward(stages: Sequence[StagePlan]) -> list[int]:
-    """Return the stages with a backward pass, in order: all from the first one with trainable parameters."""
-    first = next((i for i, stage in enumerate(stages) if stage.grad_buffer is not None), len(stages))
-    return [stage.stage for stage in stages[first:]]
-
-
-def training_schedule(stages: Sequence[StagePlan], depth_first: int, breadth_first: int) -> list[Step]:
-    """Return the steps of an iteration of depth_first groups of breadth_first micro-batches each."""
-    order: list[Pass] = []
-    backward_stages = with_backward(stages)[::-1]
-    for depth in range(depth_first):
-        micro_batches = range(depth * breadth_first, (depth + 1) * breadth_first)
-        order += [("forward", plan.stage, micro) for plan in stages for micro in micro_batches]
-        order += [("backward", stage, micro) for stage in backward_stages for micro in micro_batches]
-    return _with_collectives(stages, order)
-
-
-def evaluation_schedule(stages: Sequence[StagePlan], micro_batches: int) -> list[Step]:
-    """Return the steps of forward passes only, one micro-batch after another."""
-    order: list[Pass] = [("forward", plan.stage, micro) for micro in range(micro_batches) for plan in stages]
-    return _with_collectives(stages, order)
-
-
-def _with_collectives(plans: Sequence[StagePlan], order: Sequence[Pass]) -> list[Step]:
+def schedule(plans: Sequence[StagePlan], passes: Sequence[Pass], transfers: Transfers | None = None) -> list[Step]:
+    """Return the steps of a rank with these stages. transfers: with other pipeline ranks."""
     stages = {plan.stage: plan for plan in plans}
-    training = any(kind == "backward" for kind, _, _ in order)
+    training = any(kind != "forward" for kind, _, _ in passes)
     needs: list[tuple[int, ...]] = []  # stages whose weights each step uses
     writes: list[tuple[int, ...]] = []  # stages whose gradients it writes
-    for kind, stage, _ in order:
+    for kind, stage, _ in passes:
         plan = stages[stage]
         uses = (stage, *plan.borrows_from)
-        needs_weights = kind == "forward" or plan.backward_needs_weights
-        writes_gradients = kind == "backward" or (training and plan.gradients_in_forward)
+        needs_weights = kind == "forward" or (plan.backward_needs_weights and kind != "weights")
+        writes_gradients = kind != "forward" or (training and plan.gradients_in_forward)
         needs.append(uses if needs_weights else ())
         writes.append(tuple(used for used in uses if writes_gradients and stages[used].grad_buffer is not None))
     gathers = _place_gathers(stages, needs)
     reduces = _place_reduces(stages, writes)
-    return [
-        Step(kind, stage, micro, needs[i], gathers[i], writes[i], reduces[i])
-        for i, (kind, stage, micro) in enumerate(order)
-    ]
+    steps = [Step(*each, needs[i], gathers[i], writes[i], reduces[i]) for i, each in enumerate(passes)]
+    if transfers is None:
+        return steps
+    return [replace(step, receive=i, take=t, send=o) for step, i, t, o in zip(steps, *transfers, strict=True)]
 
 
 def _place_gathers(stages: Mapping[int, StagePlan], needs: Sequence[tuple[int, ...]]) -> list[tuple[int, ...]]:
@@ -130,3 +107,31 @@ def _place_reduces(
     for buffer in sorted(last_write, key=lambda buffer: last_write[buffer][1]):
         reduce_holder(buffer)
     return [tuple(started) for started in reduces]
+
+
+@dataclass(frozen=True)
+class Order:
+    """The order of a model's steps; see `pipeline.training_passes`."""
+
+    pipeline: Pipeline
+    schedule: str
+    first_trained: int
+    ties: Ties
+    durations: Sequence[Durations]
+
+    def training(self, micro_batches: int, breadth_first: int) -> list[list[Pass]]:
+        """Return the passes of every pipeline rank. breadth_first: micro-batches of a group of this schedule."""
+        size = breadth_first if self.schedule == "breadth_first" else micro_batches
+        assert micro_batches % size == 0, f"{micro_batches} micro-batches, not in {size}s"
+        groups = [range(first, first + size) for first in range(0, micro_batches, size)]
+        return training_passes(self.pipeline, self.schedule, groups, self.durations, self.first_trained, self.ties)
+
+    def timeline(self, passes: Sequence[Sequence[Pass]]) -> Timeline:
+        """Simulate the passes of every pipeline rank."""
+        return simulate(passes, self.pipeline, self.durations, self.first_trained)
+
+    def steps(self, rank: int, plans: Sequence[StagePlan], passes: Sequence[Sequence[Pass]]) -> list[Step]:
+        """Return the steps of a pipeline rank with these stages. passes: of every rank."""
+        if self.pipeline.ranks == 1:
+            return schedule(plans, passes[rank])
+        return schedule(plans, passes[rank], transfers(passes, self.pipeline, self.timeline(passes), rank))

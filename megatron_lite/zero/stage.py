@@ -20,7 +20,7 @@ from torch import Tensor
 from megatron_lite.distributed.cpu_collectives import Works
 from megatron_lite.distributed.rank_group import Group
 from megatron_lite.distributed.traffic import Handle
-from megatron_lite.parameter import Function, Parameter
+from megatron_lite.parameter import Function, Parameter, ParameterSpec
 from megatron_lite.zero.flat_shard import ADAM_STATE, FlatShard, OptimizerState, Precision
 from megatron_lite.zero.layout import ParameterSlot
 
@@ -33,6 +33,10 @@ class Layer(Protocol):
     gradients_in_forward: bool  # the forward pass already writes parameter gradients (the loss does)
     backward_needs_weights: bool  # the backward pass reads parameters, so they must be gathered for it
     recomputed: bool
+
+    def boundary(self, micro_batch: Any, /) -> tuple[tuple[int, ...], torch.dtype | None]:
+        """Return shape and dtype (None: that of training) of the first layer's output, as of all but the last's."""
+        ...
 
     def __call__(self, hidden: Tensor | None, micro_batch: Any, /) -> Tensor: ...
 
@@ -290,6 +294,11 @@ class Stage:
     def parameters(self) -> Iterator[tuple[str, Parameter]]:
         """Yield (global name, full parameter); values are valid while the weights are gathered."""
         yield from self._placed
+
+    def specs(self) -> Iterator[ParameterSpec]:
+        """Yield the parameters in the order of `parameters`, for any pipeline rank's stage."""
+        for _, slot in self._places():
+            yield slot.spec
 
     def _run(self, hidden: Tensor | None, micro_batch: Any, slot: int | None) -> Tensor:
         """Run the layers. slot: index of the micro-batch in the step, for the observer; None: do not observe."""

@@ -97,8 +97,8 @@ def joined(monkeypatch: pytest.MonkeyPatch, uuids: list[str], nccl: Any = NCCL, 
     with contextlib.suppress(UsageError):
         distributed = join(DistributedConfig(device="cuda", **options), 0, len(uuids), 0)
         calls.append("joined")
-        assert distributed._watch is not None
-        distributed._watch.on_watchdog(distributed._watch.watchdog_timeout_s)
+        assert distributed.watch is not None
+        distributed.watch.on_watchdog(distributed.watch.watchdog_timeout_s)
     return calls
 
 

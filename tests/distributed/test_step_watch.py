@@ -140,12 +140,12 @@ def agree_while_a_peer_hangs(distributed: Distributed) -> tuple[str, float]:
         time.sleep(2)  # its host hangs between two steps, before it says a word
         distributed.agree_max(0)
         return "", 0.0
-    distributed._watch, began_s, message = late_watch(0.2), time.monotonic(), ""
+    distributed.watch, began_s, message = late_watch(0.2), time.monotonic(), ""
     try:
         distributed.agree_max(0)
     except PeerError as error:
         message = str(error)
-    seconds, distributed._watch = time.monotonic() - began_s, None
+    seconds, distributed.watch = time.monotonic() - began_s, None
     return message, seconds
 
 
@@ -156,8 +156,8 @@ def test_an_agreement_ends_when_the_newest_step_is_late() -> None:
 
 
 def agree_after_the_step(distributed: Distributed) -> list[Any]:
-    distributed._watch = StepWatch(0.2, Gpu(0.0).event)
-    distributed._watch.end_step()
+    distributed.watch = StepWatch(0.2, Gpu(0.0).event)
+    distributed.watch.end_step()
     time.sleep(0.4 * distributed.rank)
     return [distributed.agree_max(distributed.rank), distributed.gather_objects(f"rank {distributed.rank}")]
 

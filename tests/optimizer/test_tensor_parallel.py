@@ -8,6 +8,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from megatron_lite.distributed.grid import divide
 from megatron_lite.distributed.process_group import Distributed
 from megatron_lite.errors import UsageError
 from megatron_lite.kernels import adamw
@@ -101,7 +102,7 @@ def update_all(ranks: Distributed, layouts: tuple[int, ...]) -> tuple[dict[tuple
     """Every case in every layout: tensor-parallel ranks of four. And `overflow` in the last layout."""
     found = {}
     for tensor_parallel in layouts:
-        ranks.divide(tensor_parallel, dist.new_group)
+        divide(ranks, dist.new_group, tensor=tensor_parallel)
         found |= {(tensor_parallel, name): update(ranks, options) for name, options in CASES.items()}
     return found, overflow(ranks)
 
@@ -182,7 +183,7 @@ def test_an_overflow_on_one_rank_drops_the_update_on_all() -> None:
 def train_with_muon(ranks: Distributed, layouts: tuple[int, ...]) -> dict[int, Trajectory]:
     found = {}
     for size in layouts:
-        ranks.divide(size, dist.new_group)
+        divide(ranks, dist.new_group, tensor=size)
         options = {
             **LLAMA,
             "optimizer": "muon",

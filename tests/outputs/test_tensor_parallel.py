@@ -11,6 +11,7 @@ import pytest
 import torch.distributed as dist
 
 from megatron_lite.data.tokenizing import save_byte_tokenizer
+from megatron_lite.distributed.grid import divide
 from megatron_lite.distributed.process_group import Distributed
 from megatron_lite.monitor.trackers import read_metrics
 from tests.support.harness import run_distributed, tiny_config, train_whole
@@ -45,7 +46,7 @@ def options(folder: Path) -> Options:
 
 def train_all(ranks: Distributed, root: str, common: Options) -> None:
     for place, (size, layout) in enumerate(LAYOUTS.values()):
-        ranks.divide(size, dist.new_group)
+        divide(ranks, dist.new_group, tensor=size)
         directory = {"experiment_dir": f"{root}/{place}", "tensor_parallel": size}
         train_whole(ranks, tiny_config(ranks.world_size, **common | layout | directory))
 

@@ -24,8 +24,8 @@ from megatron_lite.planner.search import (
     recomputations,
     remedies,
 )
+from megatron_lite.planner.step_memory import training_steps
 from megatron_lite.validation import resolve
-from megatron_lite.zero.schedule import training_schedule
 from tests.planner.test_report import page
 from tests.support.launch import pretrain_after
 
@@ -162,7 +162,7 @@ def test_traffic_of_many_micro_batches() -> None:
         config = resolve(asked.asked, 4)
         assert config.batch.depth_first_micro_batches == 8
         model = Planner(4, "cuda").partition(config).model
-        assert make_plan(config, 4, "cuda").traffic == count_traffic(model, training_schedule(model.memory.plans, 8, 1))
+        assert make_plan(config, 4, "cuda").traffic == count_traffic(model, training_steps(model, 8, 1))
 
 
 # -- advice to a run that ran out of memory

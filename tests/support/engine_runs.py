@@ -16,6 +16,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from megatron_lite.config import Config
+from megatron_lite.distributed.pipeline_group import one_pipeline_rank
 from megatron_lite.distributed.rank_group import Group, alone
 from megatron_lite.distributed.traffic import Handle, Traffic
 from megatron_lite.kernels.choice import choose_kernels
@@ -56,13 +57,14 @@ class Engine:
             group or ranks.data,
             training,
             tensor=ranks.tensor,
-            world=group or ranks,
+            world=group or ranks.layers,
+            pipeline=ranks.pipeline,
             state=rule_of(self.config.optimizer).declared,
             averaged=self.config.averaging.enabled,
         )
         self.model.initialize(self.config.distributed.seed)
         kernels = choose_kernels(self.config, ranks.device)
-        self.optimizer = Optimizer(self.config, self.model.stages, ranks, kernels)
+        self.optimizer = Optimizer(self.config, self.model.stages, ranks, kernels, len(self.model.all_stages))
         self.optimizer.averaging.start()
 
     @property
@@ -132,6 +134,7 @@ class Wrapped:
     def __init__(self, inner: Any) -> None:
         self.inner, self.rank, self.world_size, self.device = inner, inner.rank, inner.world_size, inner.device
         self.data, self.tensor = self, getattr(inner, "tensor", None)
+        self.layers, self.pipeline = self, getattr(inner, "pipeline", one_pipeline_rank(inner.device))
 
     def sum_in_rank_order(self, values: Tensor) -> Tensor:
         return self.inner.sum_in_rank_order(values)  # type: ignore[no-any-return]
@@ -256,7 +259,12 @@ class SimulatedRanks:
 
     def __init__(self, device: str = "cpu", delay_cycles: int = 0) -> None:
         self.device, self._delay_cycles = torch.device(device), delay_cycles
-        self.data, self.tensor = self, alone(self.device)
+        self.layers, self.data, self.tensor, self.pipeline = (
+            self,
+            self,
+            alone(self.device),
+            one_pipeline_rank(self.device),
+        )
         self._stream = torch.cuda.Stream(self.device) if self.device.type == "cuda" else None
 
     def all_gather(self, buffer: Tensor, kind: str = "gather") -> Handle:

@@ -1,4 +1,4 @@
-"""Ranks that are threads of this process: data x tensor ranks without gloo, sockets or processes.
+"""Ranks that are threads of this process: pipeline x data x tensor ranks without gloo, sockets or processes.
 
 One rank runs at a time, until it waits for others: threads that run together fight for Python's lock, which takes five
 times as long. Collectives sum in the order of the ranks, as `Group` does on CPU, so both give the same bits. They
@@ -7,6 +7,7 @@ are complete when they return; `engine_runs.LateGroup` makes them late.
 
 from __future__ import annotations
 
+import itertools
 import json
 import threading
 from collections.abc import Callable, Sequence
@@ -16,7 +17,8 @@ import torch
 from torch import Tensor
 
 from megatron_lite.distributed.cpu_collectives import Works
-from megatron_lite.distributed.traffic import Handle
+from megatron_lite.distributed.pipeline_group import PipelineGroup
+from megatron_lite.distributed.traffic import FirstWait, Handle
 from tests.support.threads import THREADS
 
 TIMEOUT_S = 20.0
@@ -24,6 +26,35 @@ TIMEOUT_S = 20.0
 
 class AbandonedError(RuntimeError):
     """Another rank has failed, or does not take part in a collective."""
+
+
+class Mail:
+    """Messages of pipeline ranks to each other, in the order in which they were sent."""
+
+    def __init__(self, turn: threading.Condition) -> None:
+        self.turn, self.is_broken = turn, False
+        self._sent: dict[tuple[int, int], list[Tensor]] = {}  # (from, to)
+        self._received: dict[tuple[int, int], int] = {}
+
+    def send(self, tensor: Tensor, sender: int, receiver: int) -> Handle:
+        self._sent.setdefault((sender, receiver), []).append(tensor.detach().clone())
+        self.turn.notify_all()
+        return Works()
+
+    def receive(self, tensor: Tensor, sender: int, receiver: int) -> Handle:
+        pair = sender, receiver
+        number = self._received.get(pair, 0)
+        self._received[pair] = number + 1
+        tensor.fill_(float("nan") if tensor.is_floating_point() else -1)  # garbage
+
+        def wait() -> None:
+            sent = self._sent.setdefault(pair, [])
+            if not self.turn.wait_for(lambda: len(sent) > number or self.is_broken, TIMEOUT_S) or self.is_broken:
+                raise AbandonedError(f"message {number} of rank {sender} to {receiver} did not come")
+            assert tensor.shape == sent[number].shape and tensor.dtype == sent[number].dtype, (tensor, sent[number])
+            tensor.copy_(sent[number])
+
+        return FirstWait(Works(), wait)
 
 
 class Meeting:
@@ -61,8 +92,19 @@ class ThreadGroup:
     device = torch.device("cpu")
     symmetric_memory = None
 
-    def __init__(self, rank: int, world_size: int, meeting: Meeting) -> None:
+    def __init__(self, rank: int, world_size: int, meeting: Meeting, mail: Mail | None = None) -> None:
         self.rank, self.world_size, self._meeting, self.turn = rank, world_size, meeting, meeting.turn
+        self._mail = mail
+
+    from_owner = PipelineGroup.from_owner
+
+    def send(self, tensor: Tensor, peer: int) -> Handle:
+        assert self._mail is not None
+        return self._mail.send(tensor, self.rank, peer)
+
+    def receive(self, tensor: Tensor, peer: int) -> Handle:
+        assert self._mail is not None
+        return self._mail.receive(tensor, peer, self.rank)
 
     def all_gather(self, buffer: Tensor, kind: str = "gather") -> Handle:
         slices = buffer.view(self.world_size, -1)
@@ -100,10 +142,14 @@ class ThreadRank(ThreadGroup):
     local_world_size = sharing_cores = 1
 
     def __init__(self, rank: int, meetings: Meetings) -> None:
-        super().__init__(rank, meetings.data * meetings.tensor, meetings.of_all)
-        data_rank, tensor_rank = divmod(rank, meetings.tensor)
-        self.data = ThreadGroup(data_rank, meetings.data, meetings.of_data[tensor_rank])
-        self.tensor = ThreadGroup(tensor_rank, meetings.tensor, meetings.of_tensor[data_rank])
+        data, tensor, pipeline = meetings.data, meetings.tensor, meetings.pipeline
+        super().__init__(rank, data * tensor * pipeline, meetings.of_all)
+        of_pipeline, of_layers = divmod(rank, data * tensor)
+        of_data, of_tensor = divmod(of_layers, tensor)
+        self.layers = ThreadGroup(of_layers, data * tensor, meetings.of_layers[of_pipeline])
+        self.data = ThreadGroup(of_data, data, meetings.of_data[of_pipeline, of_tensor])
+        self.tensor = ThreadGroup(of_tensor, tensor, meetings.of_tensor[of_pipeline, of_data])
+        self.pipeline = ThreadGroup(of_pipeline, pipeline, meetings.of_pipeline[of_layers], meetings.mail[of_layers])
 
     def gather_objects(self, value: Any) -> list[Any]:
         data = torch.tensor(list(json.dumps(value).encode()), dtype=torch.uint8)
@@ -120,25 +166,32 @@ class ThreadRank(ThreadGroup):
 
 
 class Meetings:
-    """Those of all groups of data x tensor ranks."""
+    """Those of all groups of pipeline x data x tensor ranks."""
 
-    def __init__(self, data: int, tensor: int) -> None:
-        self.data, self.tensor, self.turn = data, tensor, threading.Condition()
-        self.of_all = Meeting(data * tensor, self.turn)
-        self.of_data = [Meeting(data, self.turn) for _ in range(tensor)]
-        self.of_tensor = [Meeting(tensor, self.turn) for _ in range(data)]
+    def __init__(self, data: int, tensor: int, pipeline: int = 1) -> None:
+        self.data, self.tensor, self.pipeline, self.turn = data, tensor, pipeline, threading.Condition()
+        turn, places = self.turn, itertools.product
+        self.of_all = Meeting(pipeline * data * tensor, turn)
+        self.of_layers = [Meeting(data * tensor, turn) for _ in range(pipeline)]
+        self.of_data = {place: Meeting(data, turn) for place in places(range(pipeline), range(tensor))}
+        self.of_tensor = {place: Meeting(tensor, turn) for place in places(range(pipeline), range(data))}
+        self.of_pipeline = [Meeting(pipeline, turn) for _ in range(data * tensor)]
+        self.mail = [Mail(turn) for _ in range(data * tensor)]
 
     def abandon(self) -> None:
         """Wake all ranks after a failure of one, which holds the lock."""
-        for meeting in (self.of_all, *self.of_data, *self.of_tensor):
+        of_some = (*self.of_data.values(), *self.of_tensor.values(), *self.of_pipeline)
+        for meeting in (self.of_all, *self.of_layers, *of_some):
             meeting.abandon()
+        for mail in self.mail:
+            mail.is_broken = True
         self.turn.notify_all()
 
 
-def on_threads(data: int, tensor: int, function: Callable[..., Any], *args: Any) -> list[Any]:
-    """Call function(rank, *args) on data x tensor ranks; return the results in rank order."""
-    meetings = Meetings(data, tensor)
-    results: list[Any] = [None] * (data * tensor)
+def on_threads(data: int, tensor: int, function: Callable[..., Any], *args: Any, pipeline: int = 1) -> list[Any]:
+    """Call function(rank, *args) on pipeline x data x tensor ranks; return the results in rank order."""
+    meetings = Meetings(data, tensor, pipeline)
+    results: list[Any] = [None] * (pipeline * data * tensor)
     errors: list[Exception] = []
 
     def run(rank: int) -> None:
@@ -150,7 +203,7 @@ def on_threads(data: int, tensor: int, function: Callable[..., Any], *args: Any)
                 errors.append(error)
                 meetings.abandon()
 
-    threads = [threading.Thread(target=run, args=(rank,)) for rank in range(data * tensor)]
+    threads = [threading.Thread(target=run, args=(rank,)) for rank in range(len(results))]
     for thread in threads:
         thread.start()
     for thread in threads:

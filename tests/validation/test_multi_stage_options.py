@@ -65,7 +65,7 @@ BAD: dict[str, dict[str, str]] = {
         "aut": "did you mean --zero_stage=auto?",
         "optim": "not an integer",
     },
-    "stages_per_pipeline_stage": {"2": "must be 1: there is no pipeline parallelism"},
+    "stages_per_pipeline_stage": {"2": "must be 1: write more --layers_per_stage"},
     "freeze": {"blocks.0:0": "no name has a colon; write scales as --lr_scales=blocks.0:0", "a,,b": "empty"},
     "lr_scales": {
         "embedding": "--lr_scales=embedding: write <pattern of the names>:<scale>",

@@ -9,6 +9,7 @@ import pytest
 from megatron_lite.errors import NumericsError
 from megatron_lite.outputs.saving import refuse_broken_weights
 from megatron_lite.planner.plan import SimulatedGroup
+from megatron_lite.zero.finite import not_finite
 from tests.support.engine_runs import Engine
 
 NAME = "blocks.1.mlp.down.weight"
@@ -38,11 +39,11 @@ def test_every_kind_is_looked_at(kind: str, value: float) -> None:
     found = []
     for rank in range(2):
         made = engine(rank, ema_type="ema", batch_size=4)
-        assert made.model.not_finite() is None
+        assert not_finite(made.model) is None
         if spoil(made, kind, value):
-            found.append(made.model.not_finite())
+            found.append(not_finite(made.model))
         else:
-            assert made.model.not_finite() is None
+            assert not_finite(made.model) is None
     assert found and set(found) == {NAME if kind == "weights" else f"{kind} of {NAME}"}
 
 
@@ -53,8 +54,8 @@ def test_state_of_other_optimizers(options: dict[str, Any]) -> None:
     for kind in ("weights", "exp_avg"):
         for rank in range(2):
             made = engine(rank, batch_size=4, **options, **dtype)
-            assert made.model.not_finite() is None
-            assert spoil(made, kind, math.nan) == (made.model.not_finite() is not None)
+            assert not_finite(made.model) is None
+            assert spoil(made, kind, math.nan) == (not_finite(made.model) is not None)
 
 
 def test_nothing_is_published() -> None:

@@ -5,7 +5,8 @@ import itertools
 
 import pytest
 
-from megatron_lite.zero.schedule import StagePlan, Step, evaluation_schedule, training_schedule
+from megatron_lite.zero.pipeline import Durations, Pass, Pipeline, evaluation_passes, training_passes
+from megatron_lite.zero.schedule import StagePlan, Step, schedule
 
 
 def plans(stages: int, weight_buffers: int, grad_buffers: int) -> list[StagePlan]:
@@ -13,6 +14,18 @@ def plans(stages: int, weight_buffers: int, grad_buffers: int) -> list[StagePlan
         StagePlan(stage, stage % weight_buffers, stage % grad_buffers, gradients_in_forward=stage == stages - 1)
         for stage in range(stages)
     ]
+
+
+def training_schedule(stages: list[StagePlan], depth: int, breadth: int) -> list[Step]:
+    """The steps of one pipeline rank."""
+    first = next((stage.stage for stage in stages if stage.grad_buffer is not None), len(stages))
+    groups = [range(group * breadth, (group + 1) * breadth) for group in range(depth)]
+    pipeline, durations = Pipeline(1, (range(len(stages)),)), [Durations()] * len(stages)
+    return schedule(stages, *training_passes(pipeline, "breadth_first", groups, durations, first))
+
+
+def evaluation_schedule(stages: list[StagePlan], micro_batches: int) -> list[Step]:
+    return schedule(stages, *evaluation_passes(Pipeline(1, (range(len(stages)),)), micro_batches))
 
 
 def gathers(schedule: list[Step]) -> list[int]:
@@ -126,8 +139,10 @@ def test_a_tied_embedding_is_gathered_once_and_reduced_once_at_the_end() -> None
 
 def test_a_stage_has_its_number_in_the_model() -> None:
     """The schedule of stages 3 to 6 is that of stages 0 to 3 with other numbers."""
+    first = training_schedule(plans(4, 2, 2), 2, 1)
     later = [dataclasses.replace(plan, stage=plan.stage + 3) for plan in plans(4, 2, 2)]
-    for own, same in zip(training_schedule(later, 2, 1), training_schedule(plans(4, 2, 2), 2, 1), strict=True):
+    passes = [Pass(step.kind, step.stage + 3, step.micro_batch) for step in first]
+    for own, same in zip(schedule(later, passes), first, strict=True):
         moved = [tuple(stage + 3 for stage in stages) for stages in (same.needs, same.gather, same.accumulate)]
         assert (own.stage, own.needs, own.gather, own.accumulate) == (same.stage + 3, *moved)
         assert own.reduce == tuple((stage + 3, again) for stage, again in same.reduce)

@@ -193,7 +193,7 @@ class _Plan:
         assert stage.update_buffer is not None and stage.trainable is not None
         self.stage, self.part, self.buffer = stage, stage.trainable, stage.update_buffer
         layout, full = self.part.layout, stage.full_update
-        rank, numel = distributed.rank, layout.shard_numel
+        rank, numel = distributed.layers.rank, layout.shard_numel
         self.own = full[rank * numel : (rank + 1) * numel]
         low = distributed.data.rank * numel
         # Matrices come last: every element from the first matrix on belongs to a matrix or is padding.
@@ -226,7 +226,7 @@ class Muon(AdamW):
         self._rounds: list[list[_Plan]] = []
         for stages in rounds_of([stage for stage, _ in trained]):
             matrices = [matrices_of(stage) for stage in stages]
-            ranks = iter(assign(list(itertools.chain(*matrices)), distributed.world_size))
+            ranks = iter(assign(list(itertools.chain(*matrices)), distributed.layers.world_size))
             of_stages = [list(itertools.islice(ranks, len(some))) for some in matrices]
             self._rounds.append(
                 [

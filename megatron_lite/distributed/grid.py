@@ -1,0 +1,74 @@
+"""The ranks of a run as a grid of pipeline x data x tensor ranks, and the groups along its dimensions.
+
+Tensor-parallel ranks are adjacent. torch's `init_device_mesh` would make the same groups, but without a time-out, and
+with references to them that `Distributed.close` could not drop.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+
+from megatron_lite.distributed.pipeline_group import PipelineGroup
+from megatron_lite.distributed.process_group import Distributed
+from megatron_lite.distributed.rank_group import Group
+from megatron_lite.distributed.step_watch import StepWatch
+from megatron_lite.distributed.traffic import Traffic
+
+
+def rank_grid(world_size: int, pipeline: int, tensor: int, pipeline_first: bool = False) -> torch.Tensor:
+    """Return the ranks by pipeline, data and tensor-parallel rank, (P, N, T); the last changes fastest.
+
+    pipeline_first: the pipeline ranks change faster than the data-parallel ones.
+    """
+    assert world_size % (pipeline * tensor) == 0, "checked with the options"
+    ranks = torch.arange(world_size)
+    if pipeline_first:
+        return ranks.view(-1, pipeline, tensor).transpose(0, 1)
+    return ranks.view(pipeline, -1, tensor)
+
+
+def groups_along(dimensions: Sequence[int], grid: torch.Tensor) -> list[list[int]]:
+    """Return the groups of ranks of a grid that differ only in these dimensions, each in ascending order."""
+    others = [dim for dim in range(grid.dim()) if dim not in dimensions]
+    size = math.prod(grid.shape[dim] for dim in dimensions)
+    groups: list[list[int]] = grid.permute(*others, *dimensions).reshape(-1, size).tolist()
+    return groups
+
+
+def divide(
+    world: Distributed,
+    new_group: Callable[[Sequence[int]], Any],
+    *,
+    tensor: int,
+    pipeline: int = 1,
+    pipeline_first: bool = False,
+) -> None:
+    """Divide the ranks into groups; all ranks call this together.
+
+    Collectives of several groups are in flight at the same time. NCCL may then deadlock unless all ranks start them in
+    the same order, which they do: the order depends on the options alone, never on data or timing.
+
+    new_group: creates a process group of the given ranks; all ranks call it.
+    """
+    grid = rank_grid(world.world_size, pipeline, tensor, pipeline_first)
+
+    def process_group(dimensions: Sequence[int]) -> tuple[list[int], Any]:
+        made = [(ranks, new_group(ranks)) for ranks in groups_along(dimensions, grid)]
+        return next((ranks, group) for ranks, group in made if world.rank in ranks)
+
+    def own(dimensions: Sequence[int]) -> tuple[int, int, torch.device, Any, Traffic, StepWatch | None]:
+        ranks, group = process_group(dimensions)
+        return ranks.index(world.rank), len(ranks), world.device, group, world.traffic, world.watch
+
+    if pipeline > 1:
+        world.pipeline = PipelineGroup(*own((0,)), (process_group((0,))[1], process_group((0,))[1]))
+        world.layers = Group(*own((1, 2)))
+        world.groups += [world.pipeline, world.layers]
+    world.data = world.layers
+    if tensor > 1:
+        world.data, world.tensor = Group(*own((1,))), Group(*own((2,)))
+        world.groups += [world.data, world.tensor]

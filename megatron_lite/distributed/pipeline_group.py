@@ -1,0 +1,86 @@
+"""A pipeline's group of ranks, which also send tensors to each other."""
+
+from __future__ import annotations
+
+import itertools
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from megatron_lite.distributed.rank_group import Group
+from megatron_lite.distributed.step_watch import StepWatch
+from megatron_lite.distributed.traffic import Handle, Traffic
+
+_DTYPES, _HEAD = (torch.float32, torch.bfloat16, torch.float16, torch.float64, torch.int64), 8  # see `from_owner`
+
+
+class PipelineGroup(Group):
+    """A group whose ranks send each other tensors.
+
+    messages: process groups for tensors to lower and to higher ranks. A pair of ranks sends in both directions at once,
+    which NCCL can only do in two groups.
+    """
+
+    def __init__(
+        self,
+        rank: int,
+        world_size: int,
+        device: torch.device,
+        group: Any,
+        traffic: Traffic,
+        watch: StepWatch | None = None,
+        messages: tuple[Any, ...] = (),
+    ) -> None:
+        super().__init__(rank, world_size, device, group, traffic, watch)
+        self.messages = messages
+        self._messages: dict[tuple[str, int], int] = {}  # sent and received so far, by peer
+
+    def send(self, tensor: Tensor, peer: int) -> Handle:
+        """Start sending a contiguous tensor, which must not change before `wait`."""
+        group, tag = self.messages[peer > self.rank], self._next_message("send", peer)
+        work: Any = dist.isend(tensor, group=group, group_dst=peer, tag=tag)
+        return self.traffic.started("send", tensor, work, tensor.nbytes)
+
+    def receive(self, tensor: Tensor, peer: int) -> Handle:
+        """Start receiving into a contiguous tensor. A pair's messages arrive in the order in which they are sent."""
+        group, tag = self.messages[peer < self.rank], self._next_message("receive", peer)
+        work: Any = dist.irecv(tensor, group=group, group_src=peer, tag=tag)
+        return self.traffic.started("receive", tensor, work, 0)
+
+    def from_owner(self, tensor: Tensor | None, owner: int) -> Tensor:
+        """Return rank `owner`'s tensor on every rank; the others pass None. Reads the device."""
+        if self.rank == owner:
+            assert tensor is not None
+            head = torch.tensor([_DTYPES.index(tensor.dtype), tensor.dim(), *tensor.shape], device=self.device)
+            peers = [peer for peer in range(self.world_size) if peer != owner]
+            head = torch.nn.functional.pad(head, (0, _HEAD - len(head)))
+            for handle in [self.send(it.contiguous(), peer) for peer in peers for it in (head, tensor)]:
+                handle.wait()
+            return tensor
+        head = torch.empty(_HEAD, dtype=torch.int64, device=self.device)
+        self.receive(head, owner).wait()
+        dtype, dims, *shape = head.tolist()
+        received = torch.empty(shape[:dims], dtype=_DTYPES[dtype], device=self.device)
+        self.receive(received, owner).wait()
+        return received
+
+    def connect(self) -> None:
+        """Let each pair of ranks send something both ways, in the same order on both ranks."""
+        one = torch.zeros(1, device=self.device)
+        for low, high in itertools.combinations(range(self.world_size), 2):
+            if self.rank in (low, high):
+                first, second = (self.send, self.receive) if self.rank == low else (self.receive, self.send)
+                first(one, high + low - self.rank).wait()
+                second(one, high + low - self.rank).wait()
+
+    def _next_message(self, kind: str, peer: int) -> int:
+        number = self._messages.get((kind, peer), 0)
+        self._messages[kind, peer] = (number + 1) % 2**30
+        return number
+
+
+def one_pipeline_rank(device: torch.device) -> PipelineGroup:
+    """Return a pipeline of one rank."""
+    return PipelineGroup(0, 1, device, None, Traffic())

@@ -1,0 +1,49 @@
+"""Hidden states and their gradients on the way between pipeline ranks."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from megatron_lite.distributed.pipeline_group import PipelineGroup
+from megatron_lite.distributed.traffic import Handle
+from megatron_lite.zero.simulation import Message
+
+MOST_SENT = 2  # messages that may be on the way; the next one frees the memory of the oldest
+
+
+class Messages:
+    """The messages of a rank. boundary: see `stage.Layer`. dtype: of training."""
+
+    def __init__(
+        self,
+        group: PipelineGroup,
+        boundary: Callable[[Any], tuple[Sequence[int], torch.dtype | None]],
+        dtype: torch.dtype,
+    ) -> None:
+        self._group, self._boundary, self._dtype = group, boundary, dtype
+        self._coming: dict[Message, tuple[Handle, Tensor]] = {}
+        self.sent: deque[tuple[Handle, Tensor]] = deque()  # on the way
+
+    def receive(self, message: Message, micro_batch: Any) -> None:
+        """Start a transfer to this rank."""
+        shape, dtype = self._boundary(micro_batch)
+        tensor = torch.empty(shape, dtype=dtype or self._dtype, device=self._group.device)
+        self._coming[message] = self._group.receive(tensor, message.peer), tensor
+
+    def take(self, message: Message) -> Tensor:
+        """Wait for a transfer to this rank."""
+        transfer, tensor = self._coming.pop(message)
+        transfer.wait()
+        return tensor
+
+    def send(self, message: Message, tensor: Tensor) -> None:
+        """Start a transfer to another rank."""
+        if len(self.sent) == MOST_SENT:
+            self.sent.popleft()[0].wait()
+        tensor = tensor.contiguous()
+        self.sent.append((self._group.send(tensor, message.peer), tensor))

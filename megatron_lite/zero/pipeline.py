@@ -1,0 +1,254 @@
+"""Pipeline schedules as data: which stages a rank has, and the passes of every rank in their order.
+
+Consecutive stages that a micro-batch passes on one rank are a *chunk*; the embedding is in the first, the head in the
+last. Chunk c of C is on pipeline rank c % P ("loop") or goes there and back ("v": 0, 1, ..., P - 1, P - 1, ..., 0), so
+that with "v" embedding and head are on the first rank. Each schedule computes a stage's micro-batches in ascending
+order, so that P changes no sum.
+
+    breadth_first  every micro-batch through a chunk before the next chunk: one gather and one reduction a stage and
+                   step in ZeRO-3, activations of all micro-batches (Lamy-Poirier 2022, arXiv:2211.05953)
+    one_f_one_b    forward and backward passes in turn after a warm-up (Narayanan et al. 2021, arXiv:2104.04473)
+    interleaved    the same with several chunks a rank, and groups of P micro-batches through each (section 2.2)
+    zero_bubble_v  two chunks a rank, and backward passes in two parts: gradients of inputs as early as possible, those
+                   of weights where a rank would wait; at most the activations of 2 P chunks a rank (Qi et al. 2024,
+                   arXiv:2405.15362)
+"""
+
+from __future__ import annotations
+
+import functools
+import itertools
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Literal, NamedTuple
+
+from megatron_lite.config.system import number_of_chunks
+
+Kind = Literal["forward", "backward", "input", "weights"]  # a backward pass is whole, or one of its two parts
+
+
+class Pass(NamedTuple):
+    """A micro-batch through a stage or chunk."""
+
+    kind: Kind
+    stage: int
+    micro_batch: int
+
+
+class Durations(NamedTuple):
+    """Time of a micro-batch's passes through a stage, in any unit."""
+
+    forward: float = 1.0
+    input: float = 1.0
+    weights: float = 1.0
+
+    def of(self, kind: Kind) -> float:
+        """Return the duration of a pass."""
+        return self.input + self.weights if kind == "backward" else float(getattr(self, kind))
+
+
+@dataclass(frozen=True)
+class Pipeline:
+    """The ranks of a pipeline and the stages of each. chunks: ranges of stage numbers."""
+
+    ranks: int
+    chunks: tuple[range, ...]
+    placement: str = "loop"
+
+    def rank_of_chunk(self, chunk: int) -> int:
+        """Return the pipeline rank of a chunk."""
+        turn, place = divmod(chunk, self.ranks)
+        return self.ranks - 1 - place if self.placement == "v" and turn % 2 else place
+
+    def chunks_of(self, rank: int) -> list[int]:
+        """Return the chunks of a pipeline rank, ascending."""
+        return [chunk for chunk in range(len(self.chunks)) if self.rank_of_chunk(chunk) == rank]
+
+    @functools.cached_property
+    def rank_of(self) -> list[int]:
+        """The pipeline rank of each stage."""
+        return [self.rank_of_chunk(chunk) for chunk, stages in enumerate(self.chunks) for _ in stages]
+
+    def stages_of(self, rank: int) -> list[int]:
+        """Return the stages of a pipeline rank, ascending."""
+        return [stage for stage, owner in enumerate(self.rank_of) if owner == rank]
+
+    @property
+    def num_stages(self) -> int:
+        """Stages of the model."""
+        return self.chunks[-1].stop
+
+
+def place(ranks: int, num_stages: int, schedule: str, placement: str) -> Pipeline:
+    """Divide the stages, of which the first is the embedding and the last the head, into chunks of a pipeline."""
+    blocks = num_stages - 2
+    count = number_of_chunks(ranks, blocks, schedule, placement)
+    assert count, "checked with the options"
+    ends = [1 + blocks * chunk // count for chunk in range(1, count)]
+    borders = [0, *ends, num_stages]
+    return Pipeline(ranks, tuple(range(*pair) for pair in itertools.pairwise(borders)), placement)
+
+
+# -- the schedules: passes of every rank through chunks ----------------------------------------------------------------
+
+
+def breadth_first(pipeline: Pipeline, micro_batches: int, durations: Sequence[Durations]) -> list[list[Pass]]:
+    """Return the passes of every rank. durations: of a pass through each chunk."""
+    batches = range(micro_batches)
+    return [
+        [Pass("forward", chunk, micro) for chunk in own for micro in batches]
+        + [Pass("backward", chunk, micro) for chunk in reversed(own) for micro in batches]
+        for own in map(pipeline.chunks_of, range(pipeline.ranks))
+    ]
+
+
+def one_f_one_b(pipeline: Pipeline, micro_batches: int, durations: Sequence[Durations]) -> list[list[Pass]]:
+    """Return the passes of every rank; see `breadth_first`. With several chunks a rank, they are interleaved."""
+    ranks, loops = pipeline.ranks, len(pipeline.chunks) // pipeline.ranks
+    groups = max(1, micro_batches // ranks)
+    borders = [micro_batches * group // groups for group in range(groups + 1)]
+    pairs = [*itertools.pairwise(borders)]
+    turns = [(loop, micro) for first, end in pairs for loop in range(loops) for micro in range(first, end)]
+    largest = max(end - first for first, end in pairs)
+    found = []
+    for rank in range(ranks):
+        own, after = pipeline.chunks_of(rank), ranks - rank - 1
+        forward = [Pass("forward", own[loop], micro) for loop, micro in turns]
+        backward = [Pass("backward", own[-1 - loop], micro) for loop, micro in turns]
+        warm_up = min(after if loops == 1 else 2 * after + (loops - 1) * largest, len(forward))
+        in_turn = [each for pair in zip(forward[warm_up:], backward, strict=False) for each in pair]
+        found.append(forward[:warm_up] + in_turn + backward[len(forward) - warm_up :])
+    return found
+
+
+def zero_bubble_v(pipeline: Pipeline, micro_batches: int, durations: Sequence[Durations]) -> list[list[Pass]]:
+    """Return the passes of every rank; see `breadth_first`.
+
+    Takes again and again the pass that can start first. Of several that can start at nearly the same time: input
+    gradients before forward passes before weight gradients, the oldest micro-batch's gradient, and the forward pass
+    that is nearest to the loss.
+    """
+    most, count = 2 * pipeline.ranks, len(pipeline.chunks)
+    own = [pipeline.chunks_of(rank) for rank in range(pipeline.ranks)]
+    rank_of = [pipeline.rank_of_chunk(chunk) for chunk in range(count)]
+    found: list[list[Pass]] = [[] for _ in own]
+    end, free = dict[Pass, float](), [0.0] * pipeline.ranks
+    held, back = ([0] * pipeline.ranks for _ in range(2))  # activations, and those of the rank's last chunk
+    coming: dict[Kind, list[int]] = {kind: [0] * count for kind in ("input", "forward", "weights")}  # by priority
+
+    nearly = 0.05 * sum(map(sum, durations)) / count / 3
+
+    def choices() -> Iterator[tuple[float, tuple[int, ...], int, Pass]]:
+        for priority, kind in enumerate(coming):
+            for chunk, micro in enumerate(coming[kind]):
+                each, rank = Pass(kind, chunk, micro), rank_of[chunk]
+                # The last place is for a micro-batch on its way back, unless another one that is frees a place.
+                room = most - (chunk != own[rank][-1] and back[rank] == 0)
+                if micro == micro_batches or (kind == "forward" and held[rank] >= room):
+                    continue
+                start = max([free[rank], *(end.get(needed, math.inf) for needed in needed_by(each, count))])
+                if start < math.inf:
+                    yield start, (priority, *((micro, -chunk) if kind == "input" else (-chunk, micro))), rank, each
+
+    while True:
+        possible = [*choices()]
+        if not possible:
+            assert all(of == [micro_batches] * count for of in coming.values()), (pipeline, coming)
+            return found
+        latest = min(possible)[0] + nearly
+        start, _, rank, each = min((it for it in possible if it[0] <= latest), key=lambda it: (it[1], it[0]))
+        end[each] = free[rank] = start + durations[each.stage].of(each.kind)
+        more = (each.kind == "forward") - (each.kind == "weights")
+        held[rank] += more
+        back[rank] += more * (each.stage == own[rank][-1])
+        coming[each.kind][each.stage] += 1
+        found[rank].append(each)
+
+
+def needed_by(each: Pass, count: int) -> Iterator[Pass]:
+    """Yield the passes whose results a pass needs, of `count` stages or chunks; "input" also stands for "backward"."""
+    if each.kind == "weights":
+        yield each._replace(kind="input")
+    elif each.kind != "forward":
+        yield each._replace(kind="forward")
+        if each.stage + 1 < count:
+            yield each._replace(kind="input", stage=each.stage + 1)
+    elif each.stage > 0:
+        yield each._replace(stage=each.stage - 1)
+
+
+Schedule = Callable[[Pipeline, int, Sequence[Durations]], list[list[Pass]]]
+SCHEDULES: Mapping[str, Schedule] = {
+    "breadth_first": breadth_first,
+    "one_f_one_b": one_f_one_b,
+    "interleaved": one_f_one_b,
+    "zero_bubble_v": zero_bubble_v,
+}
+
+
+# -- from chunks to stages ---------------------------------------------------------------------------------------------
+
+
+Ties = Sequence[tuple[int, int]]  # (stage, another one of its rank that uses its parameters)
+
+
+def training_passes(
+    pipeline: Pipeline,
+    schedule: str,
+    groups: Sequence[range],
+    durations: Sequence[Durations],
+    first_trained: int = 0,
+    ties: Ties = (),
+) -> list[list[Pass]]:
+    """Return the passes of every rank through stages.
+
+    Args:
+        groups: micro-batches that are computed together.
+        durations: of each stage.
+        first_trained: the first stage with a backward pass.
+        ties: both stages write one gradient: the backward passes of the first follow all passes of the second.
+    """
+    chunks = [Durations(*map(sum, zip(*durations[some.start : some.stop], strict=True))) for some in pipeline.chunks]
+    found: list[list[Pass]] = [[] for _ in range(pipeline.ranks)]
+    for group in groups:
+        for own, passes in zip(found, SCHEDULES[schedule](pipeline, len(group), chunks), strict=True):
+            shifted = [each._replace(micro_batch=group.start + each.micro_batch) for each in passes]
+            through = _through_stages(pipeline, shifted, schedule == "breadth_first")
+            trained = (each for each in through if each.kind == "forward" or each.stage >= first_trained)
+            own += _after_ties(trained, ties, len(group))
+    return found
+
+
+def _through_stages(pipeline: Pipeline, passes: Sequence[Pass], by_stage: bool) -> Iterator[Pass]:
+    """Yield the passes through the stages of each chunk. by_stage: a whole row of micro-batches first."""
+    for (kind, chunk), run in itertools.groupby(passes, key=lambda each: each[:2]):
+        batches = [each.micro_batch for each in run]
+        for some in [batches] if by_stage else [[micro] for micro in batches]:
+            stages = pipeline.chunks[chunk]
+            for stage in stages if kind == "forward" else reversed(stages):
+                yield from (Pass(kind, stage, micro) for micro in some)
+
+
+def _after_ties(passes: Iterator[Pass], ties: Ties, micro_batches: int) -> Iterator[Pass]:
+    """Move the backward passes of a tied stage behind the passes of the stage that uses its parameters."""
+    missing = {lender: micro_batches for lender, _ in ties}
+    kept: dict[int, list[Pass]] = {lender: [] for lender, _ in ties}
+    for each in passes:
+        if each.kind != "forward" and missing.get(each.stage):
+            kept[each.stage].append(each)
+            continue
+        yield each
+        for lender, borrower in ties:
+            if each.kind == "forward" and each.stage == borrower:
+                missing[lender] -= 1
+                if not missing[lender]:
+                    yield from kept[lender]
+
+
+def evaluation_passes(pipeline: Pipeline, micro_batches: int) -> list[list[Pass]]:
+    """Return the forward passes of every rank; a pipeline has no gaps if each stage computes all of them in a row."""
+    ranks, batches = [pipeline.stages_of(rank) for rank in range(pipeline.ranks)], range(micro_batches)
+    if pipeline.ranks == 1:
+        return [[Pass("forward", stage, micro) for micro in batches for stage in ranks[0]]]
+    return [[Pass("forward", stage, micro) for stage in own for micro in batches] for own in ranks]

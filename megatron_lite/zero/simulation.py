@@ -1,0 +1,159 @@
+"""A pipeline's step on paper: when each pass of each rank runs, and which results travel between ranks."""
+
+from __future__ import annotations
+
+import bisect
+import itertools
+import math
+from collections.abc import Mapping, Sequence
+from typing import NamedTuple
+
+from megatron_lite.errors import UsageError
+from megatron_lite.zero.pipeline import Durations, Kind, Pass, Pipeline, needed_by
+
+
+class Message(NamedTuple):
+    """A pass's result for another rank: hidden states or their gradient, (b, s, h), of one micro-batch.
+
+    kind, stage: of the pass that needs it. peer: the pipeline rank at the other end.
+    """
+
+    kind: Kind
+    stage: int
+    micro_batch: int
+    peer: int
+
+
+class Timeline(NamedTuple):
+    """A simulated step. bubble: its duration over that of the busiest rank's passes, minus 1.
+
+    spans: (start, end) of each pass of each rank. held: the most micro-batches of a stage for whose backward pass a
+    rank keeps activations, summed over its stages.
+    """
+
+    duration: float
+    bubble: float
+    spans: list[list[tuple[float, float]]]
+    held: list[int]
+
+
+def simulate(
+    ranks: Sequence[Sequence[Pass]],
+    pipeline: Pipeline,
+    durations: Sequence[Durations],
+    first_trained: int = 0,
+    message: float = 0.0,
+) -> Timeline:
+    """Run the passes of all ranks on paper. durations: by stage. message: the duration of a transfer.
+
+    Raises:
+        UsageError: if a rank waits for ever, or computes a pass twice, not at all, on the wrong rank, or the
+            micro-batches of a stage out of order.
+    """
+    count, rank_of = pipeline.num_stages, pipeline.rank_of
+    ends: dict[Pass, float] = {}
+    last: dict[tuple[Kind, int], int] = {}
+    spans: list[list[tuple[float, float]]] = [[] for _ in ranks]
+    held, most = ([0] * len(ranks) for _ in range(2))
+    moved = True
+    while moved:
+        moved = False
+        for rank, passes in enumerate(ranks):
+            while len(spans[rank]) < len(passes):
+                each = passes[len(spans[rank])]
+                start = spans[rank][-1][1] if spans[rank] else 0.0
+                for needed in needed_by(each, count):
+                    away = message if rank_of[needed.stage] != rank else 0.0
+                    start = max(start, ends.get(needed, math.inf) + away)
+                if start == math.inf:
+                    break
+                for kind in _parts(each.kind):
+                    if each.micro_batch != last.get((kind, each.stage), -1) + 1 or rank_of[each.stage] != rank:
+                        raise UsageError(f"pipeline rank {rank}: {each} is not its next pass")
+                    last[kind, each.stage] = each.micro_batch
+                    ends[each._replace(kind=kind)] = start + durations[each.stage].of(each.kind)
+                spans[rank].append((start, start + durations[each.stage].of(each.kind)))
+                if each.stage >= first_trained:
+                    held[rank] += each.kind == "forward"
+                    most[rank] = max(most[rank], held[rank])
+                    held[rank] -= each.kind in ("backward", "weights")
+                moved = True
+    _check_complete(ranks, spans, last, count, first_trained)
+    duration = max(own[-1][1] for own in spans if own)
+    busiest = max(sum(end - start for start, end in own) for own in spans)
+    return Timeline(duration, duration / busiest - 1 if busiest else 0.0, spans, most)
+
+
+def _parts(kind: Kind) -> tuple[Kind, ...]:
+    return ("input", "weights") if kind == "backward" else (kind,)
+
+
+def _check_complete(
+    ranks: Sequence[Sequence[Pass]],
+    spans: Sequence[Sequence[tuple[float, float]]],
+    last: Mapping[tuple[Kind, int], int],
+    count: int,
+    first_trained: int,
+) -> None:
+    for rank, (passes, own) in enumerate(zip(ranks, spans, strict=True)):
+        if len(own) < len(passes):
+            raise UsageError(f"pipeline rank {rank} waits for ever before {passes[len(own)]}")
+    trains = any(each.kind != "forward" for passes in ranks for each in passes)
+    expected = {("forward", stage) for stage in range(count)}
+    if trains:
+        expected |= {(kind, stage) for kind in ("input", "weights") for stage in range(first_trained, count)}
+    if set(last) != expected or len(set(last.values())) > 1:
+        raise UsageError("a pass of a micro-batch is missing")
+
+
+class Transfers(NamedTuple):
+    """The messages of one rank's passes, by the pass's place in the list.
+
+    receive: transfers to start before a pass, in the order in which their senders send. take: what a pass waits for.
+    send: what leaves after it.
+    """
+
+    receive: list[tuple[Message, ...]]
+    take: list[Message | None]
+    send: list[Message | None]
+
+
+def transfers(ranks: Sequence[Sequence[Pass]], pipeline: Pipeline, timeline: Timeline, rank: int) -> Transfers:
+    """Return when a rank sends and receives. A receive starts before the pass that runs while its result is sent.
+
+    By then its rank has needed nothing that is sent later, so no send waits for a receive that waits for the send: the
+    order of the simulation holds for any real durations.
+    """
+    chains = itertools.chain.from_iterable
+    ends = {each: end for each, (_, end) in zip(chains(ranks), chains(timeline.spans), strict=True)}
+    passes, own_ends = ranks[rank], [end for _, end in timeline.spans[rank]]
+    receive: list[list[tuple[float, Message]]] = [[] for _ in passes]
+    take: list[Message | None] = []
+    send: list[Message | None] = []
+    for each in passes:
+        forward = each.kind == "forward"
+        before, after = each.stage + (-1 if forward else 1), each.stage + (1 if forward else -1)
+        own = each._replace(kind="backward") if each.kind == "input" else each
+        if _is_away(pipeline, before, rank) and each.kind != "weights":
+            found = Message(own.kind, each.stage, each.micro_batch, pipeline.rank_of[before])
+            sent = next(ends[it] for it in _senders(each, before) if it in ends)
+            receive[bisect.bisect_right(own_ends, sent)].append((sent, found))
+            take.append(found)
+        else:
+            take.append(None)
+        wanted = forward or any(it in ends for it in _senders(each, after))
+        if _is_away(pipeline, after, rank) and each.kind != "weights" and wanted:
+            send.append(Message(own.kind, after, each.micro_batch, pipeline.rank_of[after]))
+        else:
+            send.append(None)
+    return Transfers([tuple(found for _, found in sorted(each)) for each in receive], take, send)
+
+
+def _is_away(pipeline: Pipeline, stage: int, rank: int) -> bool:
+    return 0 <= stage < pipeline.num_stages and pipeline.rank_of[stage] != rank
+
+
+def _senders(each: Pass, stage: int) -> tuple[Pass, ...]:
+    """Return the passes of a neighbouring stage that may produce (or use) what `each` takes (or makes)."""
+    moved = each._replace(stage=stage)
+    return (moved,) if each.kind == "forward" else (moved._replace(kind="backward"), moved._replace(kind="input"))
