@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import math
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any, Literal
 
@@ -130,6 +131,7 @@ class Parameter(torch.nn.Parameter):
     spec: ParameterSpec
     main_grad: Tensor
     gradient_is_empty: bool = False  # main_grad holds garbage, which the next contribution overwrites
+    later: list[Callable[[], None]] | None = None  # collects products for weight gradients; None: compute them at once
     casts: dict[str, Any]  # what layers derive from the weights in the stage's buffer; emptied by the next gather
 
     def begin_gradient(self) -> bool:

@@ -17,6 +17,7 @@ bias gradient.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -56,7 +57,14 @@ class Products(NamedTuple):
 
     forward: Affine = Pending.affine  # (..., i) -> (..., o)
     input_gradient: Callable[[Pending, Parameter], Tensor] = Pending.times  # (t, o) -> (t, i)
-    add_weight_gradient: Callable[[Parameter, Tensor, Tensor], None] = accumulate_product  # of dy (t, o) and x (t, i)
+    of_weight: Callable[[Parameter, Tensor, Tensor], None] = accumulate_product  # of dy (t, o) and x (t, i)
+
+    def add_weight_gradient(self, weight: Parameter, dy: Tensor, x: Tensor) -> None:
+        """Add dy^T x to the weight's gradient, now or, in a pass for the gradient of the input, in a later pass."""
+        if weight.later is None:
+            self.of_weight(weight, dy, x)
+        else:
+            weight.later.append(functools.partial(self.of_weight, weight, dy, x))
 
 
 PLAIN = Products()

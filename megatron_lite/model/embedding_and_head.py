@@ -57,7 +57,7 @@ class Embedding(Layer):
         return dropout(hidden, self.dropout, collectives.seed(micro_batch.site_seed("embedding", self.dropout)))
 
     def boundary(self, micro_batch: MicroBatch) -> tuple[tuple[int, ...], torch.dtype | None]:
-        """See `zero.stage.Layer`; (1, b s / T, h) with sequence parallelism."""
+        """See `zero.messages.FirstLayer`; (1, b s / T, h) with sequence parallelism."""
         own = self.parallel.collectives(micro_batch.cache is not None).own(micro_batch.tokens)
         return (*own.shape, self.word.shape[-1]), self.dtype
 

@@ -57,10 +57,6 @@ class Layer(torch.nn.Module):
     def forward(self, hidden: Tensor | None, micro_batch: MicroBatch) -> Tensor:
         raise NotImplementedError
 
-    def boundary(self, micro_batch: MicroBatch) -> tuple[tuple[int, ...], torch.dtype | None]:
-        """See `zero.stage.Layer`."""
-        raise NotImplementedError
-
 
 class Linear(torch.nn.Module):
     """A linear layer with weight (o, i) and, if `biased`, bias (o,).

@@ -79,7 +79,9 @@ def pipeline_parallel(draft: Draft, world_size: int) -> Iterator[Problem]:
         yield problem(draft, "pipeline_parallel", rule, also="tensor_parallel world_size dry_run")
     if ranks == 1:
         return
-    schedule, placement = draft.pipeline_schedule, draft.pipeline_placement = chosen_pipeline(draft)
+    size = draft.layers_per_stage
+    stages = draft.num_layers if size == "auto" else number_of_stages(draft.num_layers, size) - 2
+    schedule, placement = draft.pipeline_schedule, draft.pipeline_placement = _chosen_pipeline(draft, stages)
     if schedule != "breadth_first" and placement != ("v" if schedule == "zero_bubble_v" else "loop"):
         other = "zero_bubble_v" if placement == "v" else "one_f_one_b or interleaved"
         rule = f"this schedule needs the other placement; write --pipeline_schedule=breadth_first or {other}"
@@ -90,8 +92,6 @@ def pipeline_parallel(draft: Draft, world_size: int) -> Iterator[Problem]:
             "--pipeline_schedule=breadth_first or zero_bubble_v), or --tie_word_embeddings=0"
         )
         yield problem(draft, "pipeline_placement tie_word_embeddings", rule, also="pipeline_schedule")
-    size = draft.layers_per_stage
-    stages = draft.num_layers if size == "auto" else number_of_stages(draft.num_layers, size) - 2
     if not number_of_chunks(ranks, stages, schedule, placement):
         least = ranks * (2 if placement == "v" else 1)
         rule = (
@@ -101,12 +101,20 @@ def pipeline_parallel(draft: Draft, world_size: int) -> Iterator[Problem]:
         yield problem(draft, "pipeline_parallel num_layers layers_per_stage", rule, also="pipeline_placement")
 
 
-def chosen_pipeline(draft: Draft) -> tuple[str, str]:
-    """Return schedule and placement without `auto`."""
+def _chosen_pipeline(draft: Draft, stages: int) -> tuple[str, str]:
+    """Return schedule and placement without `auto`. stages: of blocks."""
     schedule, placement, tied = draft.pipeline_schedule, draft.pipeline_placement, draft.tie_word_embeddings
+    ranks = draft.pipeline_parallel
     if schedule == "auto":
-        whole_gradients = (draft.zero_stage or 1) == 1
-        schedule = "one_f_one_b" if whole_gradients and placement != "v" and not tied else "breadth_first"
+        schedule = "breadth_first"
+        if (
+            (draft.zero_stage or 1) == 1
+            and placement != "loop"
+            and number_of_chunks(ranks, stages, "zero_bubble_v", "v")
+        ):
+            schedule = "zero_bubble_v"
+        elif (draft.zero_stage or 1) == 1 and placement != "v" and not tied:
+            schedule = "one_f_one_b"
     if placement == "auto":
         in_v = schedule == "zero_bubble_v" or (schedule == "breadth_first" and tied)
         placement = "v" if in_v else "loop"

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
@@ -16,22 +15,26 @@ from megatron_lite.zero.simulation import Message
 MOST_SENT = 2  # messages that may be on the way; the next one frees the memory of the oldest
 
 
-class Messages:
-    """The messages of a rank. boundary: see `stage.Layer`. dtype: of training."""
+class FirstLayer(Protocol):
+    """What the messages ask the first layer."""
 
-    def __init__(
-        self,
-        group: PipelineGroup,
-        boundary: Callable[[Any], tuple[Sequence[int], torch.dtype | None]],
-        dtype: torch.dtype,
-    ) -> None:
-        self._group, self._boundary, self._dtype = group, boundary, dtype
+    def boundary(self, micro_batch: Any, /) -> tuple[tuple[int, ...], torch.dtype | None]:
+        """Return shape and dtype (None: that of training) of a micro-batch's hidden states between layers."""
+        ...
+
+
+class Messages:
+    """The messages of a rank. first_layer: knows the shape of hidden states. dtype: of training."""
+
+    def __init__(self, group: PipelineGroup, first_layer: Any, dtype: torch.dtype) -> None:
+        self._group, self._dtype = group, dtype
+        self._first_layer: FirstLayer = first_layer
         self._coming: dict[Message, tuple[Handle, Tensor]] = {}
         self.sent: deque[tuple[Handle, Tensor]] = deque()  # on the way
 
     def receive(self, message: Message, micro_batch: Any) -> None:
         """Start a transfer to this rank."""
-        shape, dtype = self._boundary(micro_batch)
+        shape, dtype = self._first_layer.boundary(micro_batch)
         tensor = torch.empty(shape, dtype=dtype or self._dtype, device=self._group.device)
         self._coming[message] = self._group.receive(tensor, message.peer), tensor
 

@@ -83,7 +83,7 @@ class MultiStage:
         self.order = Order(self.pipeline, name, first_trained, ties, [Durations()] * len(self.split))
         assert batch.depth_first_micro_batches and batch.breadth_first_micro_batches
         self._breadth_first = batch.breadth_first_micro_batches
-        self.messages = Messages(self.ranks, layers[0].boundary, dtype)
+        self.messages = Messages(self.ranks, layers[0], dtype)
         self._schedules: dict[tuple[str, int], list[Step]] = {}
         # The schedule of the largest batch; every schedule begins with the same gathers.
         self.training_schedule = self._schedule("training", batch.depth_first_micro_batches * self._breadth_first)

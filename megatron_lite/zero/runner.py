@@ -42,8 +42,12 @@ def forward_backward(
             results[micro] = messages.take(step.take)
         if step.kind == "forward":
             hidden[micro] = stage.forward(hidden.get(micro), micro_batches[micro], micro)
-        else:
+        elif step.kind == "backward":
             grad[micro] = stage.backward(grad.get(micro), micro)
+        elif step.kind == "input":
+            grad[micro] = stage.backward_input(grad.get(micro), micro)
+        else:
+            stage.backward_weights(micro)
         if step.send:
             messages.send(step.send, results.pop(micro))
         for index, again in step.reduce:

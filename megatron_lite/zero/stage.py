@@ -11,7 +11,7 @@ A recomputed layer saves only its input; its backward pass runs the forward pass
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, Protocol, cast
 
 import torch
@@ -33,10 +33,6 @@ class Layer(Protocol):
     gradients_in_forward: bool  # the forward pass already writes parameter gradients (the loss does)
     backward_needs_weights: bool  # the backward pass reads parameters, so they must be gathered for it
     recomputed: bool
-
-    def boundary(self, micro_batch: Any, /) -> tuple[tuple[int, ...], torch.dtype | None]:
-        """Return shape and dtype (None: that of training) of the first layer's output, as of all but the last's."""
-        ...
 
     def __call__(self, hidden: Tensor | None, micro_batch: Any, /) -> Tensor: ...
 
@@ -119,6 +115,7 @@ class Stage:
         # An embedding's gradient needs only the tokens, so its backward pass gathers no weights.
         self.backward_needs_weights = any(layer.backward_needs_weights for layer in layers)
         self._tape: dict[int, tuple[Tensor | None, Tensor]] = {}  # micro-batch -> (input, output) of the forward pass
+        self._later: dict[int, list[Callable[[], None]]] = {}  # micro-batch -> products of `backward_weights`
 
     @property
     def numel(self) -> int:
@@ -196,6 +193,24 @@ class Stage:
         """Run the layers without saving anything for a backward pass."""
         with torch.no_grad():
             return self._run(hidden, micro_batch, None)
+
+    def backward_input(self, grad: Tensor | None, slot: int) -> Tensor | None:
+        """As `backward`, but leave the products for weight gradients to `backward_weights`."""
+        later = self._later[slot] = list[Callable[[], None]]()
+        for parameter in self._trained:
+            parameter.later = later
+        result = self.backward(grad, slot)
+        for parameter in self._trained:
+            parameter.later = None
+        return result
+
+    def backward_weights(self, slot: int) -> None:
+        """Add the products that `backward_input` has left; they read no weights."""
+        if self.gradients is not None:
+            self.require_gradients()
+        with torch.no_grad():
+            for add in self._later.pop(slot):
+                add()
 
     def backward(self, grad: Tensor | None, slot: int) -> Tensor | None:
         """Return the input's gradient from the output's; parameter gradients accumulate in the gradient buffer."""

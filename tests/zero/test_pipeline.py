@@ -9,6 +9,7 @@ from tests.support.thread_ranks import ThreadRank, on_threads
 
 OPTIONS = {"num_layers": 8, "batch_size": 8, "micro_batch_size": 1}
 WAYS = [("breadth_first", "loop"), ("breadth_first", "v"), ("one_f_one_b", "loop"), ("interleaved", "loop")]
+WAYS += [("zero_bubble_v", "v")]
 
 
 def run(rank: ThreadRank, options: dict[str, Any]) -> Outcome:
