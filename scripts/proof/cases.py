@@ -10,7 +10,8 @@ from types import MappingProxyType
 from typing import NamedTuple
 
 from megatron_lite.cli.parse import parse
-from megatron_lite.config import Draft, flatten
+from megatron_lite.config import Config, Draft, flatten
+from megatron_lite.config.system import PIPELINE_SCHEDULES
 from megatron_lite.config.values import FLAGS
 from megatron_lite.errors import UsageError
 from megatron_lite.validation import resolve
@@ -33,6 +34,10 @@ class Dimension(NamedTuple):
 # All that a layout is, beside its number of ranks: a new kind of parallelism adds its dimensions here.
 LAYOUT: Mapping[str, Dimension] = MappingProxyType(
     {
+        "pipeline_parallel": Dimension("P={}", ("1", "2", "2", "3", "4"), True),
+        "pipeline_schedule": Dimension("{}", ("auto", *PIPELINE_SCHEDULES), True),
+        "pipeline_placement": Dimension("{}", ("auto", "loop", "v"), True),
+        "pipeline_first": Dimension("pipeline first", ("0", "1"), True),
         "tensor_parallel": Dimension("T={}", ("1", "2", "3", "4", "2", "3", "4")),
         "sequence_tensor_parallel": Dimension("split tokens", ("0", "1")),
         "parallel_embeddings": Dimension("whole embeddings", ("1", "0")),
@@ -63,7 +68,7 @@ def text_of(flags: Flags) -> str:
 
 
 SIZES = flags_of(
-    "--num_layers=3 --hidden_size=48 --num_attention_heads=12 --ffn_hidden_size=96 --vocab_size=61 "
+    "--num_layers=4 --hidden_size=48 --num_attention_heads=12 --ffn_hidden_size=96 --vocab_size=61 "
     "--sequence_length=24 --batch_size=12"
 )
 # A larger epsilon, as Adam would divide small gradients, and their rounding, by themselves.
@@ -83,7 +88,7 @@ FAMILIES = (
 DTYPES = ("fp32", "fp32", "fp32", "bf16", "fp16")
 EXTRAS = (
     "--num_attention_heads=4 | --num_attention_heads=6 | --num_attention_heads=8 | --kv_channels=6 | --num_layers=2 | "
-    "--num_layers=5 | --vocab_size=64 | --make_vocab_size_divisible_by=8 | --sequence_length=36 | --batch_size=24 | "
+    "--num_layers=3 | --num_layers=5 | --vocab_size=64 | --make_vocab_size_divisible_by=8 | --sequence_length=36 | --batch_size=24 | "
     "--batch_size_schedule=0:12,1:24 | --batch_size=10 --allow_nondivisible_batch_size=1 | "
     "--cross_document_attention=0 | --reset_position_ids=1 | --truncate_documents=0 | --mask_document_starts=1 | "
     f"--loss_mask={MASK} | --loss_mask={MASK} --loss_reduction=micro_mean | --shuffle_documents=1 | --window_size=5 | "
@@ -114,8 +119,9 @@ class Layout(NamedTuple):
     def exact(self, depth_first: bool = False) -> Layout:
         """Return the layout without what keeps its bits. depth_first: whether gradients accumulate."""
         free = {name for name, dimension in LAYOUT.items() if dimension.keeps_bits}
-        free -= {*REDUCES} if depth_first or MICRO_BATCHES[0] in self.flags else set()
-        return Layout(self.ranks, self.kept([name for name in LAYOUT if name not in free]))
+        free -= {*REDUCES} if depth_first else set()
+        ranks = self.ranks // int(self.flags.get("pipeline_parallel", 1))
+        return Layout(ranks, self.kept([name for name in LAYOUT if name not in free]))
 
     def __str__(self) -> str:
         labels = (LAYOUT[name].label.format(value) for name, value in self.kept([*LAYOUT]).items())
@@ -136,6 +142,8 @@ class Case(NamedTuple):
 
     def parts(self, fixed: Flags) -> list[Part]:
         """Return the parts of the run; raise UsageError if the program refuses it. fixed: flags of all runs."""
+        if self._averages and "allow_nondivisible_batch_size" in self.options and self.layout.kept(MICRO_BATCHES):
+            raise UsageError("the samples of a micro-batch depend on the ranks, and so do means of micro-batches")
         if self.then is None:
             return [_part({**fixed, **self.options}, self.layout)]
         if self._averages and self.then.kept(MICRO_BATCHES) != self.layout.kept(MICRO_BATCHES):
@@ -149,9 +157,11 @@ class Case(NamedTuple):
 
     def twin(self, fixed: Flags) -> Case | None:
         """Return the plainest run that must compute the same bits; None if it is this one, or there is none."""
-        depth_first = (self.parts(fixed)[0].config.batch.depth_first_micro_batches or 1) > 1
-        exact, last = self.layout.exact(depth_first), (self.then or self.layout).exact(depth_first)
-        if exact != last or (self.then is None and exact == self.layout):
+        parts = self.parts(fixed)
+        exact, last = (
+            _exact(parts[i].config, layout) for i, layout in ((0, self.layout), (-1, self.then or self.layout))
+        )
+        if exact is None or exact != last or (self.then is None and exact == self.layout):
             return None
         with contextlib.suppress(UsageError):  # ZeRO-3 may need a number of buffers
             return Case(self.options, exact) if Case(self.options, exact).parts(fixed) else None
@@ -164,6 +174,26 @@ class Case(NamedTuple):
         if self.then is not None:
             words.append(f"--then={self.then.ranks} {text_of(self.then.flags)}".strip())
         return shlex.join(["python", "scripts/prove_layouts.py", *words])
+
+
+def _exact(config: Config, layout: Layout) -> Layout | None:
+    """Return the plain layout with the same bits; None if none has them.
+
+    All schedules of a pipeline but breadth-first add up the gradients of all micro-batches before they reduce them,
+    and the head's part of a tied gradient before the embedding's.
+    """
+    depth, breadth = config.batch.depth_first_micro_batches or 1, config.batch.breadth_first_micro_batches or 1
+    exact = layout.exact(depth > 1)
+    if config.distributed.pipeline_parallel == 1:
+        return exact
+    if config.multi_stage.pipeline_schedule != "breadth_first":
+        if config.multi_stage.num_grad_buffers is not None:
+            return None
+        depth, breadth, exact = 1, depth * breadth, layout.exact()
+    elif depth > 1 and exact.kept(REDUCES):  # a stage that shares no buffer adds up all its micro-batches first
+        return None
+    numbers = {name: str(number) for name, number in zip(MICRO_BATCHES, (depth, breadth), strict=True) if number > 1}
+    return Layout(exact.ranks, exact.kept([name for name in LAYOUT if name not in MICRO_BATCHES]) | numbers)
 
 
 def case_of(flags: Flags, ranks: int, then: str | None) -> Case:
@@ -182,8 +212,11 @@ def draw(dice: random.Random, most_ranks: int, choices: Sequence[Flags], fixed: 
         case = Case(dice.choice(choices) if choices else _options(dice), _layout(dice, most_ranks))
         if dice.random() < 0.3:
             others = _layout(dice, most_ranks).kept([name for name in LAYOUT if LAYOUT[name].keeps_bits])
-            same = Layout(case.layout.ranks, {**case.layout.exact().flags, **others})
+            exact = case.layout.exact()
+            same = Layout(exact.ranks * int(others.get("pipeline_parallel", 1)), {**exact.flags, **others})
             case = case._replace(then=dice.choice((same, _layout(dice, most_ranks))))
+            if same.ranks > most_ranks:
+                continue
         with contextlib.suppress(UsageError):
             case.parts(fixed), case.reference().parts(fixed)
             return case
