@@ -88,7 +88,8 @@ FAMILIES = (
 DTYPES = ("fp32", "fp32", "fp32", "bf16", "fp16")
 EXTRAS = (
     "--num_attention_heads=4 | --num_attention_heads=6 | --num_attention_heads=8 | --kv_channels=6 | --num_layers=2 | "
-    "--num_layers=3 | --num_layers=5 | --vocab_size=64 | --make_vocab_size_divisible_by=8 | --sequence_length=36 | --batch_size=24 | "
+    "--num_layers=3 | --num_layers=5 | --vocab_size=64 | --make_vocab_size_divisible_by=8 | --sequence_length=36 | "
+    "--batch_size=24 | "
     "--batch_size_schedule=0:12,1:24 | --batch_size=10 --allow_nondivisible_batch_size=1 | "
     "--cross_document_attention=0 | --reset_position_ids=1 | --truncate_documents=0 | --mask_document_starts=1 | "
     f"--loss_mask={MASK} | --loss_mask={MASK} --loss_reduction=micro_mean | --shuffle_documents=1 | --window_size=5 | "
@@ -193,7 +194,7 @@ def _exact(config: Config, layout: Layout) -> Layout | None:
     elif depth > 1 and exact.kept(REDUCES):  # a stage that shares no buffer adds up all its micro-batches first
         return None
     numbers = {name: str(number) for name, number in zip(MICRO_BATCHES, (depth, breadth), strict=True) if number > 1}
-    return Layout(exact.ranks, exact.kept([name for name in LAYOUT if name not in MICRO_BATCHES]) | numbers)
+    return Layout(exact.ranks, {**exact.kept([name for name in LAYOUT if name not in MICRO_BATCHES]), **numbers})
 
 
 def case_of(flags: Flags, ranks: int, then: str | None) -> Case:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Sequence
 from typing import Any
@@ -41,8 +42,9 @@ def shrunk(flags: Sequence[str], most_ranks: int, **more: Any) -> tuple[Case, li
     options = {name: values[name] for name in names if name not in (*LEFT_OUT, *DROPOUT, *LAYOUT)}
     options |= _sizes(Draft(**values))
     layout = {name: values[name] for name in LAYOUT if name in changed and values[name] != "auto"}
-    if "tensor_parallel" in layout:
-        layout["tensor_parallel"] = min(layout["tensor_parallel"], most_ranks)
+    several = [name for name in ("pipeline_parallel", "tensor_parallel") if name in layout]
+    for name in several:
+        layout[name] = min(layout[name], most_ranks if len(several) == 1 else math.isqrt(most_ranks))
     remarks = ["dropout is 0, because its masks depend on the layout"] if {*DROPOUT} & {*changed} else []
     small = {name: int(value) for name, value in SIZES.items() if name != "batch_size"}
     for found, before, ranks in ((options, small, 1), (layout, {**small, **options}, most_ranks)):

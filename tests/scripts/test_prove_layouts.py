@@ -157,7 +157,7 @@ def test_a_command_is_shrunk_with_its_options_and_layout() -> None:
     case, remarks = shrunk(shlex.split(flags), 4)
     assert case.options == {
         **flags_of("--head_groups=4 --ffn_hidden_size=168 --window_size=12 --training_dtype=bf16 --optimizer=muon"),
-        "freeze": "blocks.2.mlp",
+        "freeze": "blocks.1.mlp",
     }
     assert dict(case.layout.flags) == {"tensor_parallel": "4", "zero_stage": "3"} and case.layout.ranks == 4
     assert re.findall(r"dropout is 0|left out --mlp_recompute_level", "\n".join(remarks)) == [
