@@ -1,39 +1,185 @@
 """Runs on a pipeline of thread ranks: the bits of one pipeline rank, whatever the schedule."""
 
+import functools
+import itertools
+from collections.abc import Mapping
 from typing import Any
+from unittest import mock
 
 import pytest
+import torch
+from torch import Tensor
 
+from megatron_lite.zero.messages import Messages
+from megatron_lite.zero.pipeline import Pass
 from tests.support.engine_runs import Engine, Outcome
+from tests.support.harness import LLAMA
 from tests.support.thread_ranks import ThreadRank, on_threads
 
-OPTIONS = {"num_layers": 8, "batch_size": 8, "micro_batch_size": 1}
-WAYS = [("breadth_first", "loop"), ("breadth_first", "v"), ("one_f_one_b", "loop"), ("interleaved", "loop")]
-WAYS += [("zero_bubble_v", "v")]
+Options = Mapping[str, Any]
+OPTIONS: Options = {"num_layers": 4, "batch_size": 8, "micro_batch_size": 1}
+SCHEDULES = ("breadth_first", "one_f_one_b", "interleaved", "zero_bubble_v")
+WAYS = [("breadth_first", "loop"), ("breadth_first", "v"), ("zero_bubble_v", "v")]
+WAYS += [("one_f_one_b", "loop"), ("interleaved", "loop")]
 
 
-def run(rank: ThreadRank, options: dict[str, Any]) -> Outcome:
-    return Engine(rank, options).run(3, evaluate_every=2)
+def run(rank: ThreadRank, options: dict[str, Any], steps: int) -> Outcome:
+    return Engine(rank, options).run(steps, evaluate_every=2)
 
 
-def outcome(options: dict[str, Any], data: int = 1, tensor: int = 1, pipeline: int = 1) -> Outcome:
+def outcome(options: Options, data: int = 1, tensor: int = 1, pipeline: int = 1, steps: int = 3) -> tuple[Any, ...]:
+    """What all ranks agree on: losses, gradient norms, evaluations (of all data ranks), weights."""
     options = {**OPTIONS, "pipeline_parallel": pipeline, "tensor_parallel": tensor, **options}
-    results = on_threads(data, tensor, run, options, pipeline=pipeline)
+    results: list[Outcome] = on_threads(data, tensor, run, options, steps, pipeline=pipeline)
     for result in results[1:]:
-        assert (result.losses, result.grad_norms, result.weights) == (
-            results[0].losses,
-            results[0].grad_norms,
-            results[0].weights,
-        )
-    return results[0]
+        assert (result.losses, result.grad_norms) == (results[0].losses, results[0].grad_norms)
+        assert result.weights == results[0].weights
+    evaluated = [
+        [sum(result.evaluated[i] for result in results[rank :: data * tensor]) for i in range(steps // 2)]
+        for rank in range(data * tensor)
+    ]
+    return results[0].losses, results[0].grad_norms, evaluated, results[0].weights
 
 
-@pytest.mark.parametrize("zero_stage", [1, 3])
+def micro_batches(data: int) -> Options:
+    """All in one group, as a pipeline has them."""
+    return {"breadth_first_micro_batches": 8 // data}
+
+
+CASES: list[tuple[Options, int, int, int]] = [  # options, data, tensor, pipeline ranks
+    ({"zero_stage": 1}, 2, 1, 2),
+    ({"zero_stage": 3, **LLAMA, "num_layers": 8}, 2, 1, 4),
+    ({"zero_stage": 2, "training_dtype": "bf16", "recompute_layers": 2, "mlp_recompute_level": "full"}, 1, 2, 2),
+]
+MORE: list[Options] = [
+    {"optimizer": "muon", "zero_stage": 3},
+    {"ema_type": "ema", "ema_beta": 0.5, "training_dtype": "fp16"},
+    {"freeze": ("embedding", "blocks.0", "blocks.1")},  # the first pipeline rank trains nothing before the way back
+    {"num_layers": 5, "full_precision_residual": True, "training_dtype": "bf16", "zero_stage": 3},
+]
+
+
+@pytest.mark.parametrize(
+    ("schedule", "placement", "case"),
+    [*((*way, 0) for way in WAYS), *((*way, case) for way in WAYS[1:3] for case in range(1, len(CASES)))],
+)
+def test_the_number_of_pipeline_ranks_changes_no_bit(schedule: str, placement: str, case: int) -> None:
+    """Tied weights where embedding and head are on one rank."""
+    options, data, tensor, pipeline = CASES[case]
+    options = {"tie_word_embeddings": placement == "v", **options}
+    split = {**options, "pipeline_schedule": schedule, "pipeline_placement": placement}
+    assert outcome(split, data, tensor, pipeline) == alone(case, placement == "v")
+
+
+@functools.cache
+def alone(case: int, tied: bool) -> tuple[Any, ...]:
+    options, data, tensor, _ = CASES[case]
+    return outcome({"tie_word_embeddings": tied, **options, **micro_batches(data)}, data, tensor)
+
+
+@pytest.mark.parametrize("options", MORE)
+def test_nor_with_other_options(options: Options) -> None:
+    assert outcome(options, 2, 1, 2) == outcome({**options, **micro_batches(2)}, 2)
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize(("schedule", "placement"), WAYS)
-def test_the_number_of_pipeline_ranks_changes_no_bit(schedule: str, placement: str, zero_stage: int) -> None:
-    way = {"pipeline_schedule": schedule, "pipeline_placement": placement}
-    tied = placement == "v"
-    options = {"zero_stage": zero_stage, "tie_word_embeddings": tied, "breadth_first_micro_batches": 4}
-    alone = outcome({**options}, data=2)
-    split = outcome({**options, **way}, data=2, pipeline=2)
-    assert (split.losses, split.grad_norms, split.weights) == (alone.losses, alone.grad_norms, alone.weights)
+@pytest.mark.parametrize("pipeline", [2, 4])
+def test_twenty_steps_in_every_layout(schedule: str, placement: str, pipeline: int) -> None:
+    """ZeRO 1, 2, 3 on one or two tensor-parallel and one or two data-parallel ranks."""
+    for zero_stage, tensor, data, tied in itertools.product((1, 2, 3), (1, 2), (1, 2), {False, placement == "v"}):
+        options = {"num_layers": 8, "zero_stage": zero_stage, "tie_word_embeddings": tied}
+        split = {**options, "pipeline_schedule": schedule, "pipeline_placement": placement}
+        same = outcome({**options, **micro_batches(data)}, data, tensor, steps=20)
+        assert outcome(split, data, tensor, pipeline, steps=20) == same, (options, data, tensor)
+
+
+# -- messages ------------------------------------------------------------------------------------------------------
+
+
+def late(rank: ThreadRank, options: dict[str, Any], steps: int) -> Outcome:
+    """As `run`, with messages that leave only when their sender waits for them, or is about to overwrite them."""
+    engine, pipeline = Engine(rank, options), rank.pipeline
+    sent: list[tuple[Tensor, Tensor]] = []
+    send = Messages.send
+
+    def remember(self: Messages, message: Any, tensor: Tensor) -> None:
+        send(self, message, tensor)
+        sent.append((self.sent[-1][1], self.sent[-1][1].clone()))
+
+    with mock.patch.object(Messages, "send", remember):
+        found = engine.run(steps, evaluate_every=2)
+    assert pipeline.world_size == 1 or sent
+    assert all(torch.equal(tensor, before) for tensor, before in sent), "a tensor changed on its way"
+    return found
+
+
+@pytest.mark.parametrize("schedule", SCHEDULES)
+def test_what_is_on_its_way_is_not_written(schedule: str) -> None:
+    on_threads(
+        1,
+        1,
+        late,
+        {
+            **OPTIONS,
+            "pipeline_parallel": 2,
+            "pipeline_schedule": schedule,
+            "batch_size": 4,
+            "tie_word_embeddings": False,
+        },
+        2,
+        pipeline=2,
+    )
+
+
+def without_wait(rank: ThreadRank, options: dict[str, Any], steps: int) -> Any:
+    with mock.patch.object(Messages, "take", lambda self, message: self._coming.pop(message)[1]):
+        return Engine(rank, options).run(steps).losses
+
+
+def test_a_missing_wait_is_noticed() -> None:
+    """Memory for a message holds no numbers before it has come."""
+    options = {**OPTIONS, "pipeline_parallel": 2, "tie_word_embeddings": False}
+    losses = on_threads(1, 1, without_wait, options, 1, pipeline=2)[0]
+    assert not torch.tensor(losses).isfinite().any()
+
+
+def recorded(rank: ThreadRank, options: dict[str, Any]) -> tuple[list[Pass], list[Pass]]:
+    """The passes of a step as they run, and those of the simulated schedule."""
+    engine, passes = Engine(rank, options), list[Pass]()
+
+    def recording(stage: Any) -> Any:
+        class Recorded:
+            def __getattr__(self, name: str) -> Any:
+                return getattr(stage, name)
+
+            def forward(self, hidden: Any, batch: Any, slot: int) -> Any:
+                passes.append(Pass("forward", stage.index, slot))
+                return stage.forward(hidden, batch, slot)
+
+            def backward(self, grad: Any, slot: int) -> Any:
+                passes.append(Pass("backward", stage.index, slot))
+                return stage.backward(grad, slot)
+
+            def backward_input(self, grad: Any, slot: int) -> Any:
+                passes.append(Pass("input", stage.index, slot))
+                return stage.backward_input(grad, slot)
+
+            def backward_weights(self, slot: int) -> None:
+                passes.append(Pass("weights", stage.index, slot))
+                stage.backward_weights(slot)
+
+        return Recorded()
+
+    engine.model.wrap(recording)
+    engine.model.gather_ahead()
+    engine.gradients(1)
+    count = engine.config.batch.sequential_micro_batches or 1
+    return passes, engine.model.order.training(count, count)[rank.pipeline.rank]
+
+
+@pytest.mark.parametrize("schedule", SCHEDULES)
+def test_a_run_follows_the_simulated_order(schedule: str) -> None:
+    options = {**OPTIONS, "pipeline_parallel": 2, "pipeline_schedule": schedule, "tie_word_embeddings": False}
+    for passes, simulated in on_threads(1, 1, recorded, options, pipeline=2):
+        assert passes == simulated
