@@ -149,7 +149,7 @@ class OptimizerConfig(Area):
         value_aliases={"adam": "adamw"},
     )
     weight_decay: NonNegativeFloat = option(
-        0.01, "decoupled weight decay of every optimizer: shrinks weights by lr * this", basic=True
+        0.01, "decoupled weight decay: shrinks weights by lr * this", basic=True
     )
     weight_decay_modules: tuple[str, ...] = decay_option(
         (),

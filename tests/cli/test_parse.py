@@ -345,8 +345,8 @@ def test_home_directory() -> None:
 
 def test_all_problems_at_once() -> None:
     """Bad values, refusals and contradictions between the other flags come in one error, one line each."""
-    typed = ["--lr=nan", "--pipeline_parallel=2", "--num_attention_heads=7", "--train_iters=5e5"]
-    lines, names = problem(typed).splitlines(), ["--lr", "--pipeline_parallel", "--train_iters", "--hidden_size"]
+    typed = ["--lr=nan", "--sequence_data_parallel=2", "--num_attention_heads=7", "--train_iters=5e5"]
+    lines, names = problem(typed).splitlines(), ["--lr", "--sequence_data_parallel", "--train_iters", "--hidden_size"]
     assert [line.partition("=")[0] for line in lines] == names
 
 
@@ -471,7 +471,7 @@ def test_refused_flags() -> None:
 def test_accepted_values_in_other_notations() -> None:
     """1, 1.0 and true are the same, and so are an empty value and none."""
     for text in (
-        "pipeline_parallel=1.0",
+        "sequence_data_parallel=1.0",
         "expert_z_loss_coefficient=0.0",
         "imported_model_type=",
         "micro_sequence_length=[]",
