@@ -44,6 +44,7 @@ from megatron_lite.monitor.watch import Watch, open_watch
 from megatron_lite.optimizer.optimizer import Optimizer, rule_of
 from megatron_lite.optimizer.rules import muon
 from megatron_lite.planner.auto import check_memory, device_memory_bytes, resolve_auto
+from megatron_lite.planner.plan import planned_durations
 from megatron_lite.run.ending import Ending
 from megatron_lite.run.experiment import Experiment
 from megatron_lite.run.launch import environment_with
@@ -257,6 +258,7 @@ def _allocate(run: Run, layers: list[Layer]) -> MultiStage:
         training=not config.training.inference,
         state=rule_of(config.optimizer).declared,
         averaged=config.averaging.enabled,
+        durations=planned_durations(config, run.distributed.world_size, run.distributed.device.type),
     )
 
 

@@ -19,17 +19,26 @@ from torch import Tensor
 
 from megatron_lite.config import RECOMPUTE_LEVELS, Config
 from megatron_lite.distributed.cpu_collectives import Works
-from megatron_lite.distributed.pipeline_group import one_pipeline_rank
+from megatron_lite.distributed.pipeline_group import PipelineGroup, one_pipeline_rank
 from megatron_lite.distributed.rank_group import Group, alone, reduction_scratch_bytes
 from megatron_lite.distributed.step_watch import Event
 from megatron_lite.distributed.traffic import Handle, Total, Traffic
 from megatron_lite.kernels.choice import choose_kernels
 from megatron_lite.model.gpt import model_layers
+from megatron_lite.model.layer import MicroBatch
 from megatron_lite.optimizer.optimizer import rule_of
 from megatron_lite.planner.runtime import runtime_bytes
 from megatron_lite.planner.stage_costs import Cost, traffic_sum
-from megatron_lite.planner.step_memory import ActivationMemory, Measured, Partition, activation_memory, training_steps
+from megatron_lite.planner.step_memory import (
+    ActivationMemory,
+    Measured,
+    Partition,
+    activation_memory,
+    planned_micro_batch,
+)
+from megatron_lite.zero.messages import FirstLayer
 from megatron_lite.zero.multi_stage import MultiStage
+from megatron_lite.zero.pipeline import Durations
 from megatron_lite.zero.runner import forward_backward
 from megatron_lite.zero.schedule import Step
 
@@ -37,7 +46,7 @@ from megatron_lite.zero.schedule import Step
 class SimulatedGroup(Group):
     """One rank of a simulated group: counts collectives and moves nothing.
 
-    Like `Distributed`, it has a data-parallel and a tensor-parallel group, which share its counts.
+    Like `Distributed`, it has groups along each dimension of the grid of ranks, which share its counts.
     """
 
     def __init__(
@@ -48,17 +57,27 @@ class SimulatedGroup(Group):
         device: str = "meta",
         tensor_parallel: int = 1,
         traffic: Traffic | None = None,
+        pipeline_parallel: int = 1,
+        pipeline_first: bool = False,
     ) -> None:
         super().__init__(rank, world_size, torch.device(device), None, traffic or Traffic())
         self._device_type = device_type
         self.layers: SimulatedGroup = self
-        self.pipeline = one_pipeline_rank(self.device)
+        self.pipeline: PipelineGroup = one_pipeline_rank(self.device)
         self.data: SimulatedGroup = self
         self.tensor: Group = alone(self.device)
-        if tensor_parallel > 1:
-            of_data, of_tensor = divmod(rank, tensor_parallel)
-            ranks = world_size // tensor_parallel
-            self.data = SimulatedGroup(of_data, ranks, device_type, device, traffic=self.traffic)
+        (of_others, of_tensor), ranks = divmod(rank, tensor_parallel), world_size // tensor_parallel
+        if pipeline_parallel > 1:
+            ranks //= pipeline_parallel
+            of_pipeline, of_data = divmod(of_others, ranks)
+            if pipeline_first:
+                of_data, of_pipeline = divmod(of_others, pipeline_parallel)
+            self.pipeline = SimulatedPipeline(of_pipeline, pipeline_parallel, self.device, None, self.traffic)
+            size, place = ranks * tensor_parallel, of_data * tensor_parallel + of_tensor
+            self.layers = SimulatedGroup(place, size, device_type, device, tensor_parallel, self.traffic)
+            self.data, self.tensor = self.layers.data, self.layers.tensor
+        elif tensor_parallel > 1:
+            self.data = SimulatedGroup(of_others, ranks, device_type, device, traffic=self.traffic)
             # Allocates nothing itself; its traffic depends on the planned device type (`zero/replicas.py`).
             of_plan = device_type if device == "meta" else device
             self.tensor = SimulatedGroup(of_tensor, tensor_parallel, device_type, of_plan, traffic=self.traffic)
@@ -80,9 +99,26 @@ class SimulatedGroup(Group):
         """Return immediately: a plan queues nothing."""
 
 
+class SimulatedPipeline(PipelineGroup):
+    """One rank of a simulated pipeline: counts messages and moves nothing."""
+
+    def send(self, tensor: Tensor, peer: int) -> Handle:
+        return self.traffic.started("send", tensor, Works(), tensor.nbytes)
+
+    def receive(self, tensor: Tensor, peer: int) -> Handle:
+        return self.traffic.started("receive", tensor, Works(), 0)
+
+
+def group_of(config: Config, rank: int, world_size: int, device_type: str, device: str = "meta") -> SimulatedGroup:
+    """Return a rank's simulated groups in the layout of `config`."""
+    options = config.distributed
+    pipeline = options.pipeline_parallel, options.pipeline_first
+    return SimulatedGroup(rank, world_size, device_type, device, options.tensor_parallel, None, *pipeline)
+
+
 @dataclass(frozen=True)
 class Plan:
-    """Memory and traffic of one rank of a run."""
+    """Memory and traffic of one rank of a run: of a pipeline's ranks, the one that needs the most memory."""
 
     config: Config  # without `auto`
     world_size: int
@@ -97,16 +133,16 @@ class Plan:
 
     @property
     def costs(self) -> list[Cost]:
-        """Costs of a micro-batch's two passes in each stage."""
-        stages = self.partition.training(self.config, self.config.performance.mlp_recompute_level)
-        return [cost for stage in stages for cost in (stage.forward[1], stage.backward[1])]
+        """Costs of a micro-batch's passes in each of the rank's stages."""
+        costs = self.partition.training(self.config, self.config.performance.mlp_recompute_level)
+        return [pair[1] for stage in self.model.stages for pair in costs[stage.index].passes]
 
     @functools.cached_property
     def traffic(self) -> dict[str, Total]:
         """Traffic of one step after the first, by kind, over all of the rank's groups."""
         micro_batches = self.config.batch.sequential_micro_batches
         assert micro_batches, "resolved"
-        between = _traffic_between_passes(self.config, self.model)
+        between = _traffic_between_passes(self.config, self.partition)
         return traffic_sum((between, 1), *((cost.traffic, micro_batches) for cost in self.costs))
 
     @property
@@ -128,13 +164,23 @@ class Plan:
         return self.peak_bytes(level) + sum(self.runtime.values())
 
 
-def make_plan(config: Config, world_size: int, device_type: str, rank: int = 0) -> Plan:
-    """Plan one of `world_size` ranks on `device_type`. `config`: resolved, without `auto`."""
+def make_plan(config: Config, world_size: int, device_type: str, rank: int | None = None) -> Plan:
+    """Plan one of `world_size` ranks on `device_type`; see `Planner`. `config`: resolved, without `auto`."""
     return Planner(world_size, device_type, rank).plan(config, RECOMPUTE_LEVELS)
 
 
-def planned_model(config: Config, group: SimulatedGroup, device_type: str) -> MultiStage:
-    """The engine's own model for one rank of `group`, on the meta device."""
+def planned_durations(config: Config, world_size: int, device_type: str) -> Sequence[Durations] | None:
+    """Return the durations of stages that a run's schedule is made with; None without a pipeline."""
+    if config.distributed.pipeline_parallel == 1:
+        return None
+    partition = Planner(world_size, device_type).partition(config)
+    return partition.order(config, config.performance.mlp_recompute_level).durations
+
+
+def planned_model(
+    config: Config, group: SimulatedGroup, device_type: str, durations: Sequence[Durations] | None = None
+) -> MultiStage:
+    """The engine's own model for one rank of `group`, on the meta device. durations: see `MultiStage`."""
     return MultiStage(
         model_layers(config, choose_kernels(config, torch.device(device_type), planned=True), group.tensor),
         config.multi_stage,
@@ -142,36 +188,47 @@ def planned_model(config: Config, group: SimulatedGroup, device_type: str) -> Mu
         config.distributed.training_dtype,
         group.data,
         tensor=group.tensor,
-        world=group,
+        world=group.layers,
+        pipeline=group.pipeline,
         state=rule_of(config.optimizer).declared,
         averaged=config.averaging.enabled,
+        durations=durations,
     )
 
 
 class Planner:
-    """Plans many configurations of a run for one rank, most in a few milliseconds.
+    """Plans many configurations of a run, most in a few milliseconds.
+
+    rank: None: of all pipeline ranks the one that needs the most memory, which data- and tensor-parallel ranks share.
 
     A `MultiStage` of 32 blocks takes 20 ms to build, and its stages 100 ms to measure. The planner caches one per
     partition: configurations that differ only in recomputation, micro-batches and the like share it. Models that
     compute the same but partition differently share measurements.
     """
 
-    def __init__(self, world_size: int, device_type: str, rank: int = 0) -> None:
+    def __init__(self, world_size: int, device_type: str, rank: int | None = None) -> None:
         self.world_size, self.device_type, self.rank = world_size, device_type, rank
-        self._partitions: dict[str, Partition] = {}
+        self._partitions: dict[tuple[int, str], Partition] = {}
         self._measured: dict[str, Measured] = {}
+        self._whole: dict[str, tuple[MultiStage, Traffic]] = {}  # all stages of a pipeline, to be measured
 
     def plan(self, config: Config, levels: Sequence[str] = ()) -> Plan:
         """Return the plan of `config`, resolved and without `auto`.
 
         levels: recompute levels to plan activations for, in addition to that of `config`.
         """
-        partition, chosen = self.partition(config), config.performance.mlp_recompute_level
+        options, pipeline = config.distributed, config.distributed.pipeline_parallel
+        step = options.tensor_parallel if options.pipeline_first else self.world_size // pipeline
+        ranks = range(0, pipeline * step, step) if self.rank is None else [self.rank]
+        return max((self._plan(config, rank, levels) for rank in ranks), key=Plan.needed_bytes)
+
+    def _plan(self, config: Config, rank: int, levels: Sequence[str]) -> Plan:
+        partition, chosen = self.partition(config, rank), config.performance.mlp_recompute_level
         activations = {level: activation_memory(config, partition, level) for level in dict.fromkeys((*levels, chosen))}
         return Plan(config, self.world_size, self.device_type, partition, activations)
 
-    def partition(self, config: Config) -> Partition:
-        """Return the model's partition, shared by configurations that differ only in their steps."""
+    def partition(self, config: Config, rank: int = 0) -> Partition:
+        """Return a rank's partition of the model, shared by configurations that differ only in their steps."""
         options, optimizer = config.distributed, config.optimizer
         layout = options.tensor_parallel, options.sequence_tensor_parallel, options.parallel_embeddings
         computed = repr(
@@ -185,41 +242,54 @@ class Planner:
                 (config.performance.eight_bit, config.performance.quantization_targets),
             )
         )
-        key = repr((computed, *map(vars, (config.multi_stage, optimizer, config.averaging))))
+        pipeline = options.pipeline_parallel, options.pipeline_first
+        key = rank, repr((computed, pipeline, *map(vars, (config.multi_stage, optimizer, config.averaging))))
         if key not in self._partitions:
             one = dataclasses.replace(config.batch, depth_first_micro_batches=1, breadth_first_micro_batches=1)
-            group = SimulatedGroup(
-                self.rank, self.world_size, self.device_type, tensor_parallel=options.tensor_parallel
-            )
-            model = planned_model(dataclasses.replace(config, batch=one), group, self.device_type)
+            group = group_of(config, rank, self.world_size, self.device_type)
+            one_micro_batch = dataclasses.replace(config, batch=one)
+            model = planned_model(one_micro_batch, group, self.device_type)
+            whole, traffic = model, group.traffic
+            if model.ranks.world_size > 1:
+                stages = repr((computed, config.multi_stage.layers_per_stage))
+                if stages not in self._whole:
+                    layers = SimulatedGroup(
+                        0, group.layers.world_size, self.device_type, tensor_parallel=options.tensor_parallel
+                    )
+                    self._whole[stages] = planned_model(one_micro_batch, layers, self.device_type), layers.traffic
+                whole, traffic = self._whole[stages]
             measured = self._measured.setdefault(computed, {})
-            self._partitions[key] = Partition(model, group.traffic, self.device_type, measured)
+            self._partitions[key] = Partition(model, whole, traffic, self.device_type, measured)
         return self._partitions[key]
 
 
-def _traffic_between_passes(config: Config, model: MultiStage) -> dict[str, Total]:
-    """Return the whole step's traffic. Depth-first micro-batches after the second repeat its communication."""
-    batch = config.batch
-    assert batch.depth_first_micro_batches and batch.breadth_first_micro_batches, "resolved"
-    depth, breadth = batch.depth_first_micro_batches, batch.breadth_first_micro_batches
+def _traffic_between_passes(config: Config, partition: Partition) -> dict[str, Total]:
+    """Return the whole step's traffic; most micro-batches repeat the communication of those before them."""
+    few, more, periods = partition.periods(config)
+    micro_batch, level = planned_micro_batch(config), config.performance.mlp_recompute_level
 
-    def counted(depth: int) -> dict[str, Total]:
-        return count_traffic(model, training_steps(model, depth, breadth))
+    def counted(size: tuple[int, int]) -> dict[str, Total]:
+        return count_traffic(partition.model, partition.steps(config, level, size), micro_batch)
 
-    return counted(depth) if depth <= 3 else traffic_sum((counted(2), 3 - depth), (counted(3), depth - 2))
+    return traffic_sum((counted(few), 1 - periods), (counted(more), periods)) if periods else counted(few)
 
 
-def count_traffic(model: MultiStage, schedule: Sequence[Step]) -> dict[str, Total]:
+def count_traffic(model: MultiStage, schedule: Sequence[Step], micro_batch: MicroBatch) -> dict[str, Total]:
     """Replay the schedule of a step without computing; return its collectives by kind, as `Traffic` counts them.
 
     Excludes collectives inside the passes. Counts the second of two steps, which does not gather again what a buffer
     still holds.
     """
-    traffic, micro_batches = model.group.traffic, range(1 + max(step.micro_batch for step in schedule))
-    no_passes: dict[str, Any] = {"forward": lambda *_: torch.zeros(()), "backward": lambda *_: None}
-    names = "gather", "require_weights", "accumulate", "reduce", "finish_reduction"
+    traffic, micro_batches = model.group.traffic, [micro_batch] * (1 + max(step.micro_batch for step in schedule))
+    result, names = torch.empty(()), ("gather", "require_weights", "accumulate", "reduce", "finish_reduction")
+    if model.ranks.world_size > 1:
+        shape, dtype = cast(FirstLayer, model.all_stages[0].layers[0]).boundary(micro_batch)
+        result = torch.empty(shape, dtype=dtype or model.precision.training, device="meta")
+    passes = "forward", "backward", "backward_input", "backward_weights"
     verbs = {
-        stage.index: SimpleNamespace(**{name: getattr(stage, name) for name in names}, **no_passes)
+        stage.index: SimpleNamespace(
+            **{name: getattr(stage, name) for name in names}, **dict.fromkeys(passes, lambda *_: result)
+        )
         for stage in model.stages
     }
     for _ in range(2):

@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 from megatron_lite.checkpoint.writing import host_copy_bytes
 from megatron_lite.config import Config
 from megatron_lite.distributed.rank_group import reduction_scratch_bytes
-from megatron_lite.planner.step_memory import Partition
 from megatron_lite.zero.multi_stage import MultiStage
+
+if TYPE_CHECKING:
+    from megatron_lite.planner.step_memory import Partition
 
 FP32_BYTES = 4
 MIB, GIB = 2**20, 2**30
@@ -53,12 +57,15 @@ def counted(number: int, noun: str) -> str:
 def runtime_bytes(config: Config, partition: Partition) -> dict[str, int]:
     """Return the bytes that a rank needs in addition to its tensors, by name."""
     model, needs = partition.model, dict[str, int]()
-    data, tensor = model.group.world_size, model.tensor.world_size
+    data, tensor, pipeline = model.group.world_size, model.tensor.world_size, model.ranks.world_size
     costs = partition.training(config, config.performance.mlp_recompute_level)
-    largest = max(cost.largest for stage in costs for cost in (*stage.forward, *stage.backward))
+    own = (costs[stage.index].passes for stage in model.stages)
+    largest = max(cost.largest for passes in own for pair in passes for cost in pair)
     if partition.device_type == "cuda":
-        # The group of all ranks, which is also the data-parallel one without tensor parallelism.
+        # The group of all ranks, which is also the data-parallel one without tensor and pipeline parallelism; a
+        # pipeline has a group for sums, and one for messages in each direction.
         groups = sum(ranks > 1 for ranks in (data * tensor, *((data, tensor) if tensor > 1 else ())))
+        groups += 4 - (data * tensor == 1) if pipeline > 1 else 0
         needs["CUDA context, kernels"] = CUDA_CONTEXT_BYTES
         if groups:
             needs["NCCL channels"] = groups * (NCCL_CHANNELS * 2 * NCCL_CONNECTION_BYTES + NVLS_BYTES)

@@ -8,13 +8,14 @@ import itertools
 import json
 import math
 import operator
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any, NamedTuple, cast
 
 from megatron_lite.checkpoint.decoding import PositiveCount, Rule, decode
 from megatron_lite.config.values import shown
+from megatron_lite.distributed.traffic import Total
 from megatron_lite.errors import DamagedError, UsageError
 
 FORMAT, VERSION = "megatron_lite_machine_speeds", 2
@@ -181,6 +182,10 @@ class Speeds:
         """Return the time of collectives that send these bytes in all."""
         speed = self.collectives.get(kind) or next(iter(self.collectives.values()))
         return collectives * speed.latency_s + wire_bytes / speed.bytes_per_s
+
+    def traffic_s(self, traffic: Mapping[str, Total]) -> float:
+        """Return the time of all collectives."""
+        return sum(self.collective_s(kind, total.collectives, total.wire_bytes) for kind, total in traffic.items())
 
 
 # -- the file ----------------------------------------------------------------------------------------------------------

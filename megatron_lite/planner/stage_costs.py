@@ -18,6 +18,7 @@ from megatron_lite.optimizer.rules.muon import orthogonalize
 from megatron_lite.parameter import Parameter
 from megatron_lite.planner.meter import Meter, PlannedDevice, calling_frame, tensors_in
 from megatron_lite.planner.speeds import Attention, Item, Pass, Product
+from megatron_lite.zero.pipeline import Kind
 from megatron_lite.zero.stage import Observer, Stage
 
 Saved = Counter[str]  # bytes by the function that saves them for the backward pass
@@ -45,12 +46,25 @@ class Cost:
 
 @dataclass(frozen=True)
 class StageCosts:
-    """Costs of a stage's passes, each for the first micro-batch and for one that accumulates gradients."""
+    """Costs of a stage's passes, each for the first micro-batch and for one that accumulates gradients.
 
-    forward: tuple[Cost, Cost]
-    backward: tuple[Cost, Cost]
+    weights: the second part of a backward pass in two parts, of which `backward` is the first.
+    """
+
+    forward: tuple[Cost, ...]
+    backward: tuple[Cost, ...]
+    weights: tuple[Cost, ...]
     saved: tuple[Saved, ...]  # by layer
     cast_bytes: int  # of 8-bit copies of the weights
+
+    @property
+    def passes(self) -> tuple[tuple[Cost, ...], ...]:
+        """All passes."""
+        return self.forward, self.backward, self.weights
+
+    def of(self, kind: Kind) -> tuple[Cost, ...]:
+        """Return the costs of a pass."""
+        return self.forward if kind == "forward" else self.weights if kind == "weights" else self.backward
 
 
 class StageMeter:
@@ -59,14 +73,17 @@ class StageMeter:
     def __init__(self, device: torch.device, traffic: Traffic) -> None:
         self._device, self._traffic = device, traffic
 
-    def training(self, stage: Stage, micro_batch: Any, stream: Tensor | None, keeps_input: bool) -> StageCosts:
+    def training(
+        self, stage: Stage, micro_batch: Any, stream: Tensor | None, keeps_input: bool, in_parts: bool = False
+    ) -> StageCosts:
         """Run two micro-batches, one after the other.
 
         Args:
             stream: shaped as the stage's input; None: the first stage.
             keeps_input: the previous stage holds this input, its output, until its own backward pass.
+            in_parts: run a backward pass in two parts.
         """
-        both = []
+        both, layers = [], list[Saved]()
         for is_first in (True, False):
             with self._on_device() as meter:
                 saved = _Saved(meter)
@@ -78,20 +95,25 @@ class StageMeter:
                 with torch.autograd.graph.saved_tensors_hooks(saved.saves, lambda tensor: tensor):
                     hidden = stage.forward(hidden, micro_batch, 0)
                 stage.observer = None
-                forward, backward = self._end(meter), Cost()
+                forward, backward, weights = self._end(meter), Cost(), Cost()
                 if is_first:
                     forward, cast_bytes = _without_casts(stage, forward)
                 if stage.runs_backward:
                     gradient = torch.empty_like(hidden) if hidden.dim() else None  # the loss has no gradient
                     del hidden
                     self._begin(meter)
-                    gradient = stage.backward(gradient, 0)
+                    gradient = (stage.backward_input if in_parts else stage.backward)(gradient, 0)
                     backward = self._end(meter)
                     del gradient
+                    if in_parts:
+                        self._begin(meter)
+                        stage.backward_weights(0)
+                        weights = self._end(meter)
                 del kept
-            both.append((forward, backward, saved.layers))
-        (first, first_backward, layers), (later, later_backward, _) = both
-        return StageCosts((first, later), (first_backward, later_backward), tuple(layers), cast_bytes)
+            both.append((forward, backward, weights))
+            layers = saved.layers if is_first else layers
+        forward_costs, backward_costs, weights_costs = zip(*both, strict=True)
+        return StageCosts(forward_costs, backward_costs, weights_costs, tuple(layers), cast_bytes)
 
     def evaluation(self, stage: Stage, micro_batch: Any, stream: Tensor | None) -> tuple[Cost, Tensor]:
         """Run an evaluation; return its cost and the stage's output."""

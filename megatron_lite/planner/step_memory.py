@@ -7,7 +7,7 @@ recompute the same, with the same micro-batch size. Depth-first micro-batches af
 from __future__ import annotations
 
 import dataclasses
-from collections import Counter
+from collections import Counter, deque
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -21,34 +21,36 @@ from megatron_lite.kernels.eight_bit import eight_bit_of
 from megatron_lite.model.block import Block
 from megatron_lite.model.layer import MicroBatch
 from megatron_lite.optimizer.rules.muon import matrices_of
+from megatron_lite.planner.durations import scheduled_durations
 from megatron_lite.planner.speeds import Product
-from megatron_lite.planner.stage_costs import Saved, StageCosts, StageMeter
+from megatron_lite.planner.stage_costs import Cost, Saved, StageCosts, StageMeter
+from megatron_lite.schedules.batch_size import Split
+from megatron_lite.zero.messages import MOST_SENT
 from megatron_lite.zero.multi_stage import MultiStage
-from megatron_lite.zero.schedule import Step
+from megatron_lite.zero.pipeline import evaluation_passes
+from megatron_lite.zero.schedule import Order, Step
 from megatron_lite.zero.stage import Stage
 
-
-def training_steps(model: MultiStage, depth_first: int, breadth_first: int) -> list[Step]:
-    """Return the steps of an iteration of depth_first times breadth_first micro-batches."""
-    passes = model.order.training(depth_first * breadth_first, breadth_first)
-    return model.order.steps(model.ranks.rank, model.memory.plans, passes)
-
-
 Measured = dict[Any, Any]  # costs, keyed by what they depend on
+Size = tuple[int, int]  # of an iteration: depth-first and breadth-first micro-batches
 
 
 class Partition:
     """A rank's model for plans, shared by configurations that differ only in their steps.
 
+    whole: a model with all stages, which are measured, and the traffic of its groups; without a pipeline, `model`.
     measured: costs of equal stages; models that compute the same may share it.
     """
 
-    def __init__(self, model: MultiStage, traffic: Any, device_type: str, measured: Measured | None = None) -> None:
-        self.model, self.device_type = model, device_type
+    def __init__(
+        self, model: MultiStage, whole: MultiStage, traffic: Any, device_type: str, measured: Measured | None = None
+    ) -> None:
+        self.model, self.whole, self.device_type = model, whole, device_type
         self._meter = StageMeter(torch.device(device_type), traffic)
         self._measured: Measured = {} if measured is None else measured
         self._streams: dict[int, Tensor] = {}
-        self._schedules: dict[tuple[int, int], list[Step]] = {}
+        self._orders: dict[Any, Order] = {}
+        self._steps: dict[Any, list[Step]] = {}
         self.state_bytes = sum(row.bytes for row in model.memory.table())
         trained = [stage.trainable for stage in model.stages if stage.trainable is not None]
         self.largest_shard = max((part.layout.shard_numel for part in trained), default=0)  # elements
@@ -62,64 +64,108 @@ class Partition:
             self.update_products.update({product: count * cost.work[product] for product in products})
         gathered = max((part.replicas.gathered_numel for part in trained if part.replicas), default=0)
         self.replica_bytes = gathered * model.precision.gradients.itemsize  # for summing gradients over ranks
-        self._alike = [[_alike(layer) for layer in stage.layers] for stage in model.stages]
+        self._alike = [[_alike(layer) for layer in stage.layers] for stage in whole.stages]
 
     def training(self, config: Config, level: str) -> list[StageCosts]:
-        """Return each stage's costs in training. level: one recompute level for all MLPs, or levels by block."""
+        """Return the costs of each stage in training, on the pipeline rank that has it.
+
+        level: one recompute level for all MLPs, or levels by block.
+        """
         assert config.batch.micro_batch_size, "resolved"
         levels, whole = by_block(level, config.model.num_layers), config.performance.recompute_layers
-        micro_batch, costs, blocks = _micro_batch(config, config.batch.micro_batch_size), [], 0
-        for stage, alike in zip(self.model.stages, self._alike, strict=True):
+        micro_batch, costs, blocks = planned_micro_batch(config), [], 0
+        rank_of, in_parts = self.model.pipeline.rank_of, self.model.order.schedule == "zero_bubble_v"
+        for stage, alike in zip(self.whole.stages, self._alike, strict=True):
             recomputation = []
             for layer in stage.layers:
                 if isinstance(layer, Block):
                     recomputation.append((levels[blocks], blocks < whole))
                     layer.recompute(*recomputation[-1])
                     blocks += 1
-            makes_angles = stage.index == 1 and micro_batch.positions is not None
-            keeps_input = stage.index > 0 and self.model.stages[stage.index - 1].runs_backward
+            is_first = rank_of[stage.index] not in rank_of[1 : stage.index]  # of its rank, but for an embedding
+            makes_angles = stage.index > 0 and is_first and micro_batch.positions is not None
+            before = self.whole.stages[stage.index - 1] if stage.index > 0 else None
+            keeps_input = before is not None and before.runs_backward and rank_of[before.index] == rank_of[stage.index]
             key = (*alike, *recomputation, stage.runs_backward, stage.wants_input_gradient, keeps_input, makes_angles)
-            key = (len(micro_batch.tokens), key)
+            key = (len(micro_batch.tokens), key, in_parts)
             if key not in self._measured:
                 stream = self._stream(stage, micro_batch)
                 shared = {} if makes_angles else micro_batch.shared
                 batch = dataclasses.replace(micro_batch, shared=shared)
-                self._measured[key] = self._meter.training(stage, batch, stream, keeps_input)
+                self._measured[key] = self._meter.training(stage, batch, stream, keeps_input, in_parts)
             costs.append(self._measured[key])
         return costs
 
-    def evaluation(self, config: Config) -> list[tuple[int, str]]:
-        """Return the bytes that each stage needs in an evaluation, excluding the state, and its name."""
-        samples = config.batch.eval_micro_batch_size or config.batch.micro_batch_size
-        assert samples, "resolved"
-        micro_batch, needed = (
-            dataclasses.replace(_micro_batch(config, samples), gradient_scale=None, dropout_seed=None),
-            [],
-        )
-        for stage, alike in zip(self.model.stages, self._alike, strict=True):
+    def evaluation(self, config: Config) -> list[StageCosts]:
+        """Return the costs of each stage in an evaluation."""
+        micro_batch, costs = planned_micro_batch(config, evaluates=True), []
+        for stage, alike in zip(self.whole.stages, self._alike, strict=True):
             key = ("evaluation", len(micro_batch.tokens), *alike)
             if key not in self._measured:
                 stream = self._stream(stage, micro_batch)
                 cost, _ = self._meter.evaluation(stage, micro_batch, stream)
-                self._measured[key] = cost.peak + (0 if stream is None else stream.nbytes)
-            needed.append((self._measured[key], f"{_name(stage)} evaluation"))
-        return needed
+                cost = dataclasses.replace(cost, change=cost.change - (0 if stream is None else stream.nbytes))
+                self._measured[key] = StageCosts((cost, cost), (Cost(), Cost()), (Cost(), Cost()), (), 0)
+            costs.append(self._measured[key])
+        return costs
 
-    def schedule(self, config: Config) -> list[Step]:
-        """Return an iteration's steps, without the depth-first micro-batches that repeat the second."""
-        batch = config.batch
+    def evaluation_steps(self, config: Config) -> list[Step]:
+        """Return an evaluation's steps; one rank computes its micro-batches one by one."""
+        batch, model = config.batch, self.model
+        assert batch.batch_size and batch.micro_batch_size, "resolved"
+        size = batch.eval_micro_batch_size or batch.micro_batch_size
+        count = Split(batch.batch_size, size, model.group.world_size).micro_steps if model.ranks.world_size > 1 else 1
+        return model.order.steps(model.ranks.rank, model.memory.plans, evaluation_passes(model.pipeline, count))
+
+    def periods(self, config: Config) -> tuple[Size, Size, int]:
+        """Return two smaller iterations, and how many times their difference is to be added to the first.
+
+        Micro-batches repeat the passes of those before them, once a pipeline is full.
+        """
+        batch, ranks = config.batch, self.model.ranks.world_size
         assert batch.depth_first_micro_batches and batch.breadth_first_micro_batches, "resolved"
-        depth, breadth = key = min(batch.depth_first_micro_batches, 2), batch.breadth_first_micro_batches
-        if key not in self._schedules:
-            self._schedules[key] = training_steps(self.model, depth, breadth)
-        return self._schedules[key]
+        depth, breadth = batch.depth_first_micro_batches, batch.breadth_first_micro_batches
+        if self.model.order.schedule == "breadth_first":
+            few = min(depth, 2)
+            return (few, breadth), (few + 1, breadth), depth - few
+        periods = max(0, depth * breadth // ranks - 3)
+        few = depth * breadth - periods * ranks
+        return (1, few), (1, few + ranks), periods
+
+    def order(self, config: Config, level: str) -> Order:
+        """Return the order of the model's steps in a run."""
+        assert config.batch.micro_batch_size, "resolved"
+        key = level, config.batch.micro_batch_size, config.performance.recompute_layers
+        if key not in self._orders:
+            order = self.model.order
+            if self.model.ranks.world_size > 1:
+                durations = scheduled_durations(config, self.whole.stages, self.training(config, level))
+                order = dataclasses.replace(order, durations=durations)
+            self._orders[key] = order
+        return self._orders[key]
+
+    def steps(self, config: Config, level: str, size: Size | None = None) -> list[Step]:
+        """Return this rank's steps of an iteration, by default without the micro-batches that repeat others."""
+        (depth, breadth), order = size or self.periods(config)[0], self.order(config, level)
+        key = depth, breadth, tuple(order.durations)
+        if key not in self._steps:
+            passes = order.training(depth * breadth, breadth)
+            self._steps[key] = order.steps(self.model.ranks.rank, self.model.memory.plans, passes)
+        return self._steps[key]
+
+    def message_bytes(self, config: Config, evaluates: bool = False) -> int:
+        """Return the bytes of a micro-batch's hidden states between layers; 0 without a pipeline."""
+        if self.model.ranks.world_size == 1:
+            return 0
+        stream = self._stream(self.whole.stages[1], planned_micro_batch(config, evaluates))
+        return 0 if stream is None else stream.nbytes
 
     def _stream(self, stage: Stage, micro_batch: MicroBatch) -> Tensor | None:
         """Return a tensor shaped as a stage's input, after the first block has made what all blocks share."""
         samples = len(micro_batch.tokens)
         if samples not in self._streams or (micro_batch.positions is not None and not micro_batch.shared):
-            _, self._streams[samples] = self._meter.evaluation(self.model.stages[0], micro_batch, None)
-            self._meter.evaluation(self.model.stages[1], micro_batch, self._streams[samples])
+            _, self._streams[samples] = self._meter.evaluation(self.whole.stages[0], micro_batch, None)
+            self._meter.evaluation(self.whole.stages[1], micro_batch, self._streams[samples])
         return self._streams[samples] if stage.index else None
 
 
@@ -130,11 +176,15 @@ def _alike(layer: Any) -> tuple[Any, ...]:
     return (type(layer), *parameters, *rounded)
 
 
-def _micro_batch(config: Config, samples: int) -> MicroBatch:
+def planned_micro_batch(config: Config, evaluates: bool = False) -> MicroBatch:
     """Return a micro-batch without values."""
-    tokens = torch.empty(samples, config.batch.sequence_length, dtype=torch.int64, device="meta")
+    batch = config.batch
+    samples = (batch.eval_micro_batch_size if evaluates else None) or batch.micro_batch_size
+    assert samples, "resolved"
+    tokens = torch.empty(samples, batch.sequence_length, dtype=torch.int64, device="meta")
     positions = tokens if config.data.reset_position_ids else None
-    return MicroBatch(tokens, tokens, torch.empty((), device="meta"), dropout_seed=0, positions=positions)
+    scale, seed = (None, None) if evaluates else (torch.empty((), device="meta"), 0)
+    return MicroBatch(tokens, tokens, scale, dropout_seed=seed, positions=positions)
 
 
 def _name(stage: Stage) -> str:
@@ -147,8 +197,8 @@ class ActivationMemory:
     """Bytes of activations at one recompute level, uniform or by block."""
 
     level: str
-    saved: list[Saved]  # per layer and micro-batch
-    held: int  # in all layers and micro-batches when the backward pass begins
+    saved: list[Saved]  # per layer of the whole model and micro-batch
+    held: int  # in all of the rank's layers and micro-batches when the backward pass begins
     peak: int  # including temporary tensors and 8-bit weights
     peak_at: str  # stage and pass of the peak
 
@@ -156,24 +206,27 @@ class ActivationMemory:
 def activation_memory(config: Config, partition: Partition, level: str) -> ActivationMemory:
     """Walk through a step and any evaluation to find the saved activations and the peak."""
     costs = partition.training(config, level)
-    held, needed = _walk(partition, partition.schedule(config), costs)
+    held, needed = _walk(config, partition, partition.steps(config, level), costs)
     needed += [(partition.update_bytes, "the update"), (partition.replica_bytes, "sums of gradients")]
     if config.training.validation_iters or config.training.test_iters:
         casts: Counter[int] = Counter()  # 8-bit weights by weight buffer, at most
-        for plan, cost in zip(partition.model.memory.plans, costs, strict=True):
-            casts |= Counter({plan.weight_buffer: cost.cast_bytes})
-        needed += [(num_bytes + casts.total(), name) for num_bytes, name in partition.evaluation(config)]
+        for plan in partition.model.memory.plans:
+            casts |= Counter({plan.weight_buffer: costs[plan.stage].cast_bytes})
+        _, evaluated = _walk(config, partition, partition.evaluation_steps(config), partition.evaluation(config), True)
+        needed += [(num_bytes + casts.total(), name) for num_bytes, name in evaluated]
     peak, peak_at = max(needed, key=lambda entry: entry[0])
     return ActivationMemory(level, [layer for stage in costs for layer in stage.saved], held, peak, peak_at)
 
 
 def _walk(
-    partition: Partition, schedule: Sequence[Step], costs: Sequence[StageCosts]
+    config: Config, partition: Partition, schedule: Sequence[Step], costs: Sequence[StageCosts], evaluates: bool = False
 ) -> tuple[int, list[tuple[int, str]]]:
     """Return the most bytes held after a forward step, and each step's peak with its name."""
-    plans, names = partition.model.memory.plans, [_name(stage) for stage in partition.model.stages]
+    plans = {plan.stage: plan for plan in partition.model.memory.plans}
+    names = [_name(stage) for stage in partition.whole.stages]
     holders: dict[int | None, int] = {}  # stage by gradient buffer
     casts: dict[int, int] = {}  # 8-bit weights by weight buffer
+    message_bytes, sent = partition.message_bytes(config, evaluates), deque[Any]()
     live = held = 0
     needed = []
     for step in schedule:
@@ -181,10 +234,23 @@ def _walk(
             casts.pop(plans[stage].weight_buffer, None)
         casts[plans[step.stage].weight_buffer] = costs[step.stage].cast_bytes
         adds = all(holders.get(plans[stage].grad_buffer) == stage for stage in step.accumulate)
-        cost = getattr(costs[step.stage], step.kind)[adds]
-        needed.append((live + sum(casts.values()) + cost.peak, f"{names[step.stage]} {step.kind}"))
+        cost = costs[step.stage].of(step.kind)[adds]
+        live += len(step.receive) * message_bytes
+        needed.append(
+            (live + sum(casts.values()) + cost.peak, f"{names[step.stage]} {'evaluation' if evaluates else step.kind}")
+        )
         live += cost.change
         held = max(held, live) if step.kind == "forward" else held
+        # A result on its way stays although its stage has let go of it.
+        holder = (step.stage, step.micro_batch)
+        if step.kind in ("backward", "input") and holder in sent:
+            sent[sent.index(holder)] = None
+            live += message_bytes
+        if step.send:
+            if len(sent) == MOST_SENT:
+                live -= message_bytes * (sent.popleft() is None)
+            keeps = step.kind == "forward" and not evaluates and partition.whole.stages[step.stage].runs_backward
+            sent.append(holder if keeps else None)
         holders |= {plans[stage].grad_buffer: stage for stage in step.accumulate}
         for stage, _ in step.reduce:
             holders.pop(plans[stage].grad_buffer, None)

@@ -8,7 +8,6 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
 from megatron_lite.config import Config
-from megatron_lite.distributed.traffic import Total
 from megatron_lite.parameter import DTYPES
 from megatron_lite.planner.devices import TENSOR_KINDS
 from megatron_lite.planner.plan import Plan
@@ -79,17 +78,13 @@ def predict_step(plan: Plan, speeds: Speeds) -> StepTime:
     parts["host"] += max(0.0, host - busy) if speeds.waits_for_host else host
     inside = {kind: total for kind, total in plan.traffic.items() if kind in TENSOR_KINDS}
     between = {kind: total for kind, total in plan.traffic.items() if kind not in TENSOR_KINDS}
-    of_data, of_tensor = (_seconds(part, speeds) for part in (between, inside))
+    of_data, of_tensor = (speeds.traffic_s(part) for part in (between, inside))
     exposed = _exposed(config, of_data, sum(parts.values()), len(plan.model.stages), speeds.overlap) + of_tensor
     for overlap, count in sum((cost.overlaps for cost in plan.costs), Counter[Overlap]()).items():
         computing = sum(speeds.item_s(item, dtype) for item in overlap.items)
         sending = speeds.collective_s(overlap.kind, 1, overlap.wire_bytes)
         exposed -= micro_batches * count * min(sending * speeds.overlap, computing)
     return StepTime(parts, of_data + of_tensor, exposed, config.batch.batch_size * config.batch.sequence_length)
-
-
-def _seconds(traffic: Mapping[str, Total], speeds: Speeds) -> float:
-    return sum(speeds.collective_s(kind, total.collectives, total.wire_bytes) for kind, total in traffic.items())
 
 
 def _exposed(config: Config, communication: float, compute: float, stages: int, overlap: float) -> float:

@@ -34,6 +34,7 @@ class MultiStage:
     training: False (inference) allocates no gradients and no moments.
     averaged: allocate a running average of the trainable weights, which `optimizer.Averaging` updates.
     state: the optimizer state, as the rule declares it.
+    durations: of a micro-batch's passes through each stage, for the schedule, the same on all ranks; by default equal.
     """
 
     def __init__(
@@ -50,6 +51,7 @@ class MultiStage:
         pipeline: PipelineGroup | None = None,
         averaged: bool = False,
         state: OptimizerState = ADAM_STATE,
+        durations: Sequence[Durations] | None = None,
     ) -> None:
         self.group, self.tensor, self.training = group, tensor or alone(group.device), training
         self.ranks = pipeline or one_pipeline_rank(group.device)
@@ -69,8 +71,7 @@ class MultiStage:
         name = config.pipeline_schedule if self.ranks.world_size > 1 else "breadth_first"
         assert name != "auto", "resolved before"
         self.pipeline = place(self.ranks.world_size, len(self.split), name, config.pipeline_placement)
-        own = self.pipeline.stages_of(self.ranks.rank)
-        self.stages = [self.all_stages[index] for index in own]
+        self.stages = [self.all_stages[index] for index in self.pipeline.stages_of(self.ranks.rank)]
         self._by_index = {stage.index: stage for stage in self.stages}
         self._verbs: Mapping[int, Stage] = self._by_index
         self.memory = Memory(self.stages, config, self.precision, group, averaged, name == "breadth_first")
@@ -80,7 +81,7 @@ class MultiStage:
             stage.runs_backward = training and stage.index >= first_trained
             stage.wants_input_gradient = stage.index > first_trained
         ties = tuple((lender, plan.stage) for plan in self.memory.plans for lender in plan.borrows_from)
-        self.order = Order(self.pipeline, name, first_trained, ties, [Durations()] * len(self.split))
+        self.order = Order(self.pipeline, name, first_trained, ties, durations or [Durations()] * len(self.split))
         assert batch.depth_first_micro_batches and batch.breadth_first_micro_batches
         self._breadth_first = batch.breadth_first_micro_batches
         self.messages = Messages(self.ranks, layers[0], dtype)

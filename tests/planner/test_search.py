@@ -24,7 +24,7 @@ from megatron_lite.planner.search import (
     recomputations,
     remedies,
 )
-from megatron_lite.planner.step_memory import training_steps
+from megatron_lite.planner.step_memory import planned_micro_batch
 from megatron_lite.validation import resolve
 from tests.planner.test_report import page
 from tests.support.launch import pretrain_after
@@ -161,8 +161,9 @@ def test_traffic_of_many_micro_batches() -> None:
         asked = search(500, 4, f"--zero_stage={stage} --micro_batch_size=2")
         config = resolve(asked.asked, 4)
         assert config.batch.depth_first_micro_batches == 8
-        model = Planner(4, "cuda").partition(config).model
-        assert make_plan(config, 4, "cuda").traffic == count_traffic(model, training_steps(model, 8, 1))
+        partition = Planner(4, "cuda").partition(config)
+        steps, micro_batch = partition.steps(config, "none", (8, 1)), planned_micro_batch(config)
+        assert make_plan(config, 4, "cuda").traffic == count_traffic(partition.model, steps, micro_batch)
 
 
 # -- advice to a run that ran out of memory

@@ -55,7 +55,12 @@ def layers_of(config: Config, tensor: Group | None = None) -> list[Layer]:
 
 
 def run_distributed(
-    world_size: int, function: Callable[..., Any], *args: Any, deterministic: bool = False, tensor_parallel: int = 1
+    world_size: int,
+    function: Callable[..., Any],
+    *args: Any,
+    deterministic: bool = False,
+    tensor_parallel: int = 1,
+    pipeline_parallel: int = 1,
 ) -> list[Any]:
     """Call function(distributed, *args) on `world_size` ranks; returns their results in rank order."""
     config = DistributedConfig(
@@ -64,6 +69,7 @@ def run_distributed(
         startup_timeout=60.0,
         deterministic=deterministic,
         tensor_parallel=tensor_parallel,
+        pipeline_parallel=pipeline_parallel,
     )
     with tempfile.TemporaryDirectory() as directory:
         pipes = [FORKSERVER.Pipe(duplex=False) for _ in range(world_size)]

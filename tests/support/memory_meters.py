@@ -17,7 +17,7 @@ from torch.utils._pytree import tree_leaves
 
 from megatron_lite.config import Config
 from megatron_lite.model.layer import Layer, MicroBatch
-from megatron_lite.planner.plan import Planner, SimulatedGroup, planned_model
+from megatron_lite.planner.plan import Planner, group_of, planned_durations, planned_model
 from megatron_lite.planner.step_memory import ActivationMemory
 from megatron_lite.zero.multi_stage import MultiStage
 from megatron_lite.zero.stage import Observer
@@ -51,8 +51,8 @@ def a_model(config: Config, layers: list[Layer] | None = None) -> MultiStage:
 
 def simulated_rank(config: Config, ranks: int, rank: int = 0, device_type: str = "cpu") -> MultiStage:
     """The model of one rank with memory on CPU; its groups do not exist: their collectives leave garbage."""
-    group = SimulatedGroup(rank, ranks, device_type, "cpu", config.distributed.tensor_parallel)
-    return planned_model(config, group, "cpu")
+    group = group_of(config, rank, ranks, device_type, "cpu")
+    return planned_model(config, group, "cpu", planned_durations(config, ranks, "cpu"))
 
 
 def micro_batches(config: Config) -> list[MicroBatch]:

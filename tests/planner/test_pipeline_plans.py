@@ -1,0 +1,120 @@
+"""Plans of pipeline ranks against the memory of a step and the messages of real runs."""
+
+import itertools
+from typing import Any
+
+import pytest
+import torch
+
+from megatron_lite.config import Config
+from megatron_lite.distributed.grid import rank_grid
+from megatron_lite.distributed.process_group import Distributed
+from megatron_lite.model.layer import MicroBatch
+from megatron_lite.planner.plan import Planner, SimulatedGroup, make_plan
+from tests.planner.test_plan import SIZES
+from tests.support.harness import run_distributed, start_run, tiny_config
+from tests.support.kernel_checks import products_in_fp32
+from tests.support.memory_meters import AllocatorMeter, micro_batches, simulated_rank
+
+Options = dict[str, Any]
+WAYS = [("breadth_first", "loop"), ("breadth_first", "v"), ("one_f_one_b", "loop"), ("interleaved", "loop")]
+OPTIONS: Options = {"num_layers": 8, "batch_size": 8, "micro_batch_size": 1, "pipeline_parallel": 2}
+
+
+def configured(schedule: str, placement: str, ranks: int = 2, **options: Any) -> Config:
+    way = {"pipeline_schedule": schedule, "pipeline_placement": placement, "tie_word_embeddings": placement == "v"}
+    return tiny_config(ranks, **{**OPTIONS, **way, **options})
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+@pytest.mark.parametrize(("schedule", "placement"), WAYS)
+def test_peaks_are_those_of_a_step(schedule: str, placement: str, rank: int) -> None:
+    """The planned peak of every pipeline rank is within 1 percent of its step, whose messages are memory only."""
+    sizes = dict(SIZES, num_layers=6, batch_size=6, sequence_length=128, zero_stage=3 if rank else 1)
+    config = configured(schedule, placement, **sizes)
+    model, batches = simulated_rank(config, 2, rank), micro_batches(config)
+    model.initialize(1)
+    with products_in_fp32(False):
+        planned = make_plan(config, 2, "cpu", rank).activations["none"]
+        for _ in range(2):
+            with AllocatorMeter() as meter:
+                model.forward_backward(batches)
+    assert planned.peak == pytest.approx(meter.peak, rel=0.01), planned.peak_at
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_peaks_of_an_evaluation(rank: int) -> None:
+    """With larger micro-batches an evaluation sets the peak: a rank has the hidden states of all of them at once."""
+    sizes = dict(SIZES, batch_size=32, validation_iters=1, eval_micro_batch_size=8, num_layers=4, sequence_length=64)
+    config = configured("one_f_one_b", "loop", **sizes)
+    model, tokens = simulated_rank(config, 2, rank), torch.zeros(8, 64, dtype=torch.int64)
+    planned = make_plan(config, 2, "cpu", rank).activations["none"]
+    for _ in range(2):
+        with AllocatorMeter() as meter:
+            model.evaluate([MicroBatch(tokens, tokens) for _ in range(4)])
+    assert planned.peak_at.endswith("evaluation")
+    assert planned.peak == pytest.approx(meter.peak, rel=0.01), planned.peak_at
+
+
+def run_steps(distributed: Distributed, cases: list[Options]) -> list[dict[str, tuple[int, int, int, int]]]:
+    """Run two real steps; return the traffic of the second and the stages' memory."""
+    from megatron_lite.train import train_step
+
+    found = []
+    for options in cases:
+        run = start_run(distributed, configured(ranks=distributed.world_size, **options))
+        for iteration, batch in enumerate(run.data.batches("training", 0, 2), start=1):
+            distributed.traffic.take()
+            train_step(run, batch, iteration)
+        totals = distributed.traffic.take()
+        found.append({kind: counts(total) for kind, total in totals.items() if kind != "sum"})
+        run.data.close()
+    return found
+
+
+def counts(total: Any) -> tuple[int, int, int, int]:
+    return total.collectives, total.elements, total.bytes, total.wire_bytes
+
+
+def test_messages_are_those_of_real_runs_and_of_the_formula() -> None:
+    """Of each micro-batch a message of b s h numbers passes each border between ranks twice, as planned and sent."""
+    borders = {("breadth_first", "loop", 3): 3, ("one_f_one_b", "loop", 1): 1, ("zero_bubble_v", "v", 1): 2}
+    names = "schedule", "placement", "zero_stage"
+    cases: list[Options] = [dict(zip(names, case, strict=True), num_layers=4) for case in borders]
+    real = run_distributed(4, run_steps, cases, pipeline_parallel=2)
+    for place, (options, crossed) in enumerate(zip(cases, borders.values(), strict=True)):
+        config, sent = configured(ranks=4, **options), 0
+        for rank in range(4):
+            planned = make_plan(config, 4, "cpu", rank).traffic
+            assert {kind: counts(total) for kind, total in planned.items()} == real[rank][place], (options, rank)
+            sent += planned["send"].wire_bytes
+        assert sent == crossed * 8 * 2 * config.batch.sequence_length * config.model.hidden_size * 4
+
+
+@pytest.mark.parametrize(("tensor", "pipeline", "first"), itertools.product((1, 2), (1, 2, 4), (False, True)))
+def test_simulated_ranks_have_the_places_of_the_grid(tensor: int, pipeline: int, first: bool) -> None:
+    grid = rank_grid(16, pipeline, tensor, first)
+    for place in itertools.product(*map(range, grid.shape)):
+        group = SimulatedGroup(int(grid[place]), 16, "cpu", "meta", tensor, None, pipeline, first)
+        assert (group.pipeline.rank, group.data.rank, group.tensor.rank) == place
+        assert (group.pipeline.world_size, group.data.world_size, group.tensor.world_size) == grid.shape
+
+
+def test_the_plan_is_that_of_the_rank_that_needs_most() -> None:
+    """1F1B holds most on the first rank; with a large vocabulary the last rank needs more."""
+    for options, expected in (({}, 0), ({"vocab_size": 20000, "training_dtype": "bf16"}, 1)):
+        config = configured("one_f_one_b", "loop", 4, **options)
+        needed = [make_plan(config, 4, "cpu", rank).needed_bytes() for rank in range(4)]
+        plan = Planner(4, "cpu").plan(config)
+        assert plan.model.ranks.rank == expected
+        assert plan.needed_bytes() == max(needed), needed
+
+
+def test_many_micro_batches_repeat_the_first() -> None:
+    """Extrapolating gives the traffic of the whole schedule, whose peak the first micro-batches reach."""
+    for schedule in ("one_f_one_b", "interleaved"):
+        few, many = (configured(schedule, "loop", zero_stage=3, batch_size=size) for size in (13, 41))
+        plan = make_plan(many, 2, "cpu", 1)
+        assert plan.activations["none"].peak == make_plan(few, 2, "cpu", 1).activations["none"].peak
+        steps = plan.partition.steps(many, "none", (1, 41))
+        assert plan.traffic["send"].collectives == sum(step.send is not None for step in steps)
