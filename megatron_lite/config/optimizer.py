@@ -148,9 +148,7 @@ class OptimizerConfig(Area):
         choices=OPTIMIZERS,
         value_aliases={"adam": "adamw"},
     )
-    weight_decay: NonNegativeFloat = option(
-        0.01, "decoupled weight decay: shrinks weights by lr * this", basic=True
-    )
+    weight_decay: NonNegativeFloat = option(0.01, "decoupled weight decay: shrinks weights by lr * this", basic=True)
     weight_decay_modules: tuple[str, ...] = decay_option(
         (),
         "decay only these weights (and those of weight_decay_default_mask if given): patterns as in --freeze, any "

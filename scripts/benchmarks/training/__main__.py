@@ -57,7 +57,8 @@ FLOPS = ("causal", "full")  # attention
 def main(argv: Sequence[str]) -> int:
     """Measure, print and write; return the exit code."""
     options = parse(argv, __doc__)
-    flags = {"device": options.device, "tensor_parallel": options.tensor_parallel}
+    sizes = {name: getattr(options, name) for name in ("tensor_parallel", "pipeline_parallel")}
+    flags = {"device": options.device, **sizes}
     distributed = launch.initialize(unflatten(flags).distributed)
     options.device = distributed.device.type
     measure.set_switches(options.threads, options.fp32_matmul)

@@ -18,12 +18,16 @@ import tempfile
 from collections.abc import Sequence
 from pathlib import Path
 
+from megatron_lite.config.system import PIPELINE_SCHEDULES
 from scripts.benchmarks.results import MIB, ROOT, TORCHRUN, Result, argument_parser, names_in, read_json, spread_of
 from scripts.benchmarks.tables import Goal, number, over, publish, table
 from scripts.benchmarks.training.settings import catalogue, parse
 
 BARE = "bare"
-REFERENCES = ("torch", "DDP", "FSDP2", "FSDP2 all resharded", "torch TP", "torch TP+SP")
+REFERENCES = (
+    *("torch", "DDP", "FSDP2", "FSDP2 all resharded", "torch TP", "torch TP+SP"),
+    *(f"torch {schedule}" for schedule in PIPELINE_SCHEDULES),
+)
 GOALS = (
     Goal("ZeRO-1", "/ torch", 1.0),
     Goal("ZeRO-1", "/ DDP", 1.0),
@@ -33,6 +37,7 @@ GOALS = (
     *(Goal("plain ZeRO-3", f"/ {peer}", 0.7) for peer in REFERENCES[2:4]),
     Goal("TP", "/ torch TP", 1.0),
     Goal("TP+SP", "/ torch TP+SP", 1.0),
+    *(Goal(schedule, f"/ torch {schedule}", 1.0) for schedule in PIPELINE_SCHEDULES),
 )
 COLUMNS = (
     number("peak above bare, MiB", "peak_bytes", ".0f", 1 / MIB),

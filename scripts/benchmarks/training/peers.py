@@ -39,7 +39,7 @@ PRODUCTS = "products"  # the row without training
 class Row:
     """One row of the table: a model, its trainer, and whether it is compiled."""
 
-    trainer: str  # "engine", "torch" (one process), "DDP", "FSDP2", "torch TP" or "products"
+    trainer: str  # "engine", "torch" (one process), "DDP", "FSDP2", "torch TP", "torch PP" or "products"
     model: str = "plain"  # "engine" (its own layers), "plain", "HF" or "HF Liger"
     compiled: bool = False
     changes: Mapping[str, Any] = field(default_factory=dict)  # engine options of our rows, and of their peers

@@ -44,6 +44,7 @@ import statistics
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
+from megatron_lite.config.system import PIPELINE_SCHEDULES
 from scripts.benchmarks.results import MIB, Result, Rows, spread_of
 from scripts.benchmarks.tables import Column, Goal, number, over, remarks, spread, table
 from scripts.benchmarks.turns import Turns
@@ -61,6 +62,7 @@ REFERENCES = (
     "FSDP2 compiled",
     "torch TP",
     "torch TP+SP",
+    *(f"torch {schedule}" for schedule in PIPELINE_SCHEDULES),
     "ZeRO-1",
     "ZeRO-3",
 )
@@ -136,6 +138,7 @@ GOALS = (
     *_goals("plain ZeRO-3", _FSDP, 0.60),
     *_goals("plain ZeRO-3", _FSDP, 0.66, accumulates=True),
     *_goals(f"plain {_BREADTH}", _FSDP, 0.58, accumulates=True),
+    *(goal for name in PIPELINE_SCHEDULES for goal in _goals(name, (f"torch {name}",), 0.85, accumulates=True)),
 )
 
 

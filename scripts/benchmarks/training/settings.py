@@ -13,6 +13,7 @@ import torch
 
 from megatron_lite.cli import parse as command_line
 from megatron_lite.config import Config, unflatten
+from megatron_lite.config.system import PIPELINE_SCHEDULES
 from megatron_lite.distributed.process_group import Distributed
 from megatron_lite.distributed.startup import make_deterministic
 from megatron_lite.validation import resolve
@@ -22,6 +23,7 @@ from scripts.benchmarks.training.engine import Engine, PlainEngine
 from scripts.benchmarks.training.measure import Contestant
 from scripts.benchmarks.training.model import LOSSES, PlainGPT
 from scripts.benchmarks.training.peers import PRODUCTS, Products, Row, peer
+from scripts.benchmarks.training.pipeline_peer import PipelinePeer
 from scripts.benchmarks.training.tensor_peer import parallelized
 
 # Adam turns rounding errors into a full step where a gradient is nearly zero, so a high rate makes losses diverge: at
@@ -84,6 +86,7 @@ def parse(argv: Sequence[str], description: str | None = None) -> argparse.Names
     for name, default in MEASURING.items():
         add(f"--{name}", type=int, default=default, help=f"default {default}")
     add("--tensor_parallel", type=int, default=1, help="tensor-parallel ranks (default 1); if more, all ranks")
+    add("--pipeline_parallel", type=int, default=1, help="pipeline ranks (default 1); if more, all ranks")
     add("--threads", type=int, default=1, help="threads per rank (default 1); 0: as many as this process has cores")
     add("--dtype", choices=("fp32", "bf16"), default="fp32", help="bf16 has fp32 weights, gradients and moments")
     add(
@@ -151,6 +154,7 @@ def engine_config(options: argparse.Namespace, world_size: int, **changes: Any) 
         "seed": options.seed,
         "max_position_embeddings": options.sequence_length,
         "tensor_parallel": options.tensor_parallel,
+        "pipeline_parallel": options.pipeline_parallel,
         "depth_first_micro_batches": options.micro_batches,
         "train_iters": (options.turns + options.warmup_turns) * options.steps_per_turn,
     }
@@ -161,8 +165,24 @@ def catalogue(options: argparse.Namespace, ranks: int) -> dict[str, Row]:
     """Return every row that exists for this number of ranks, in the order of turns.
 
     Raises:
-        SystemExit: if --tensor_parallel does not fit the ranks.
+        SystemExit: if --tensor_parallel or --pipeline_parallel does not fit the ranks.
     """
+    if options.pipeline_parallel > 1:
+        if options.pipeline_parallel != ranks:
+            raise SystemExit(
+                f"benchmark: --pipeline_parallel={options.pipeline_parallel}: start as many ranks, not {ranks}"
+            )
+        together = {"breadth_first_micro_batches": options.micro_batches, "depth_first_micro_batches": 1}
+        return {
+            f"{prefix}{schedule}": Row(
+                trainer,
+                model,
+                changes=together
+                | {"pipeline_schedule": schedule, "pipeline_placement": "v" if schedule == "zero_bubble_v" else "loop"},
+            )
+            for schedule in PIPELINE_SCHEDULES
+            for prefix, trainer, model in (("torch ", "torch PP", "plain"), ("", "engine", "engine"))
+        }
     if options.tensor_parallel > 1:
         if options.tensor_parallel != ranks:
             raise SystemExit(
@@ -263,6 +283,8 @@ def unavailable(rows: dict[str, Row], options: argparse.Namespace, device: torch
             reason = "liger_kernel is not installed"
         elif row.model == "HF Liger" and (device.type == "cpu" or "gpt2" in options.model):
             reason = "Liger's kernels need a GPU, and Liger has none for GPT-2"
+        elif row.trainer == "torch PP" and tied:
+            reason = "tied weights on two ranks have two gradients"
         elif row.trainer == "torch TP" and tied:
             reason = "loss_parallel needs a head of its own"
         elif row.separate_ends and tied:
@@ -313,6 +335,8 @@ def make(row: Row, options: argparse.Namespace, distributed: Distributed) -> Con
             return Engine(config, distributed)
         return PlainEngine(config, distributed, PlainGPT(config, options.loss, device))
     config = engine_config(options, ranks)
+    if row.trainer == "torch PP":
+        return PipelinePeer(config, distributed, row.changes["pipeline_schedule"], row.changes["pipeline_placement"])
     if row.trainer == "torch TP":
         return parallelized(config, distributed, row.changes["sequence_tensor_parallel"])
     if row.trainer == PRODUCTS:
