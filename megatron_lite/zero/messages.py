@@ -16,7 +16,7 @@ MOST_SENT = 2  # messages that may be on the way; the next one frees the memory 
 
 
 class FirstLayer(Protocol):
-    """What the messages ask the first layer."""
+    """The first layer, as messages know it."""
 
     def boundary(self, micro_batch: Any, /) -> tuple[tuple[int, ...], torch.dtype | None]:
         """Return shape and dtype (None: that of training) of a micro-batch's hidden states between layers."""

@@ -18,6 +18,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from megatron_lite.config import Config, unflatten
+from megatron_lite.distributed.pipeline_group import one_pipeline_rank
 from megatron_lite.distributed.rank_group import Group
 from megatron_lite.distributed.traffic import Traffic
 from megatron_lite.model.layer import MicroBatch
@@ -57,7 +58,8 @@ class OneRank(Group):
 
     def __init__(self, device: torch.device) -> None:
         super().__init__(0, 1, device, None, Traffic())
-        self.data = self.tensor = self
+        self.data = self.tensor = self.layers = self
+        self.pipeline = one_pipeline_rank(device)
 
 
 def single_rank_model(options: dict[str, Any], device: torch.device) -> tuple[Config, MultiStage, Optimizer]:
