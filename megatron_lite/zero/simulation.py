@@ -8,7 +8,6 @@ import math
 from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
-from megatron_lite.errors import UsageError
 from megatron_lite.zero.pipeline import Durations, Kind, Pass, Pipeline, needed_by
 
 
@@ -27,14 +26,12 @@ class Message(NamedTuple):
 class Timeline(NamedTuple):
     """A simulated step. bubble: its duration over that of the busiest rank's passes, minus 1.
 
-    spans: (start, end) of each pass of each rank. held: the most micro-batches of a stage for whose backward pass a
-    rank keeps activations, summed over its stages.
+    spans: (start, end) of each pass of each rank.
     """
 
     duration: float
     bubble: float
     spans: list[list[tuple[float, float]]]
-    held: list[int]
 
 
 def simulate(
@@ -47,14 +44,13 @@ def simulate(
     """Run the passes of all ranks on paper. durations: by stage. message: the duration of a transfer.
 
     Raises:
-        UsageError: if a rank waits for ever, or computes a pass twice, not at all, on the wrong rank, or the
+        AssertionError: if a rank waits for ever, or computes a pass twice, not at all, on the wrong rank, or the
             micro-batches of a stage out of order.
     """
     count, rank_of = pipeline.num_stages, pipeline.rank_of
     ends: dict[Pass, float] = {}
     last: dict[tuple[Kind, int], int] = {}
     spans: list[list[tuple[float, float]]] = [[] for _ in ranks]
-    held, most = ([0] * len(ranks) for _ in range(2))
     moved = True
     while moved:
         moved = False
@@ -69,19 +65,15 @@ def simulate(
                     break
                 for kind in _parts(each.kind):
                     if each.micro_batch != last.get((kind, each.stage), -1) + 1 or rank_of[each.stage] != rank:
-                        raise UsageError(f"pipeline rank {rank}: {each} is not its next pass")
+                        raise AssertionError(f"pipeline rank {rank}: {each} is not its next pass")
                     last[kind, each.stage] = each.micro_batch
                     ends[each._replace(kind=kind)] = start + durations[each.stage].of(each.kind)
                 spans[rank].append((start, start + durations[each.stage].of(each.kind)))
-                if each.stage >= first_trained:
-                    held[rank] += each.kind == "forward"
-                    most[rank] = max(most[rank], held[rank])
-                    held[rank] -= each.kind in ("backward", "weights")
                 moved = True
     _check_complete(ranks, spans, last, count, first_trained)
     duration = max(own[-1][1] for own in spans if own)
     busiest = max(sum(end - start for start, end in own) for own in spans)
-    return Timeline(duration, duration / busiest - 1 if busiest else 0.0, spans, most)
+    return Timeline(duration, duration / busiest - 1 if busiest else 0.0, spans)
 
 
 def _parts(kind: Kind) -> tuple[Kind, ...]:
@@ -97,13 +89,13 @@ def _check_complete(
 ) -> None:
     for rank, (passes, own) in enumerate(zip(ranks, spans, strict=True)):
         if len(own) < len(passes):
-            raise UsageError(f"pipeline rank {rank} waits for ever before {passes[len(own)]}")
+            raise AssertionError(f"pipeline rank {rank} waits for ever before {passes[len(own)]}")
     trains = any(each.kind != "forward" for passes in ranks for each in passes)
     expected = {("forward", stage) for stage in range(count)}
     if trains:
         expected |= {(kind, stage) for kind in ("input", "weights") for stage in range(first_trained, count)}
     if set(last) != expected or len(set(last.values())) > 1:
-        raise UsageError("a pass of a micro-batch is missing")
+        raise AssertionError("a pass of a micro-batch is missing")
 
 
 class Transfers(NamedTuple):
