@@ -12,7 +12,7 @@ import torch
 
 from megatron_lite.checkpoint.resume import Choice, Resumed, check_early, choose_together, resume
 from megatron_lite.checkpoint.retention import lack_at_start
-from megatron_lite.checkpoint.writing import BackgroundSaves, open_background, shard_bytes
+from megatron_lite.checkpoint.writing import BackgroundSaves, open_background, shards_bytes
 from megatron_lite.cli.help import banners
 from megatron_lite.config import Config
 from megatron_lite.config.structured_values import weighted_paths
@@ -131,10 +131,10 @@ def build(
     for line, short in stage_lines(run.model):
         _tell(run, line, short)
     if rule_of(config.optimizer).declared.whole_matrices and run.model.training:
-        run.logger.info(muon.describe(run.model.stages))
+        run.logger.info(muon.describe(run.model.all_stages))
     run.collectives_alone_s = _time_collectives(run)
     run.profiles = _open_profiles(run)
-    run.optimizer = Optimizer(config, run.model.stages, distributed, kernels, len(run.model.all_stages))
+    run.optimizer = Optimizer(config, run.model.all_stages, distributed, kernels)
 
     run.window = LogWindow(distributed.device)
     run.resumed = _fill(run, choice, source)
@@ -142,7 +142,7 @@ def build(
     run.debugger = _debug(run)
     with distributed.traffic.paused():
         run.model.gather_ahead()  # every iteration ends with this
-    num_bytes = shard_bytes(run.model) * distributed.world_size
+    num_bytes = shards_bytes(run.model, distributed.layers.world_size)
     if reports and (lack := lack_at_start(experiment.checkpoints, num_bytes, config, run.iteration)):
         run.logger.warning(lack)
     run.background = open_background(config, run.model, distributed)

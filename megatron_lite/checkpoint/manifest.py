@@ -50,6 +50,7 @@ from megatron_lite.parameter import DTYPES
 from megatron_lite.tiles import Tile
 
 if TYPE_CHECKING:
+    from megatron_lite.distributed.grid import Place
     from megatron_lite.zero.flat_shard import FlatShard
 
 FORMAT = "megatron_lite_checkpoint"
@@ -103,10 +104,12 @@ class Manifest:
     parameters: dict[str, SavedParameter]
 
     @property
-    def tensor_parallel(self) -> int:
-        """Tensor-parallel size of the run that saved the checkpoint; 1 after a conversion."""
-        ranks = int(self.config.get("tensor_parallel", 1))
-        return 1 if self.world_size % ranks else ranks
+    def grid(self) -> dict[str, int]:
+        """Pipeline, data and tensor-parallel ranks of the run that saved the checkpoint; all 1 after a conversion."""
+        pipeline, tensor = (int(self.config.get(f"{name}_parallel", 1)) for name in ("pipeline", "tensor"))
+        data, rest = divmod(self.world_size, pipeline * tensor)
+        pipeline, data, tensor = (1, self.world_size, 1) if rest else (pipeline, data, tensor)
+        return {"pipeline": pipeline, "data": data, "tensor": tensor}
 
     def places(self) -> dict[str, list[tuple[Slice, str]]]:
         """Return each file's slices by offset, with names for messages."""
@@ -142,22 +145,26 @@ def file_metadata(save_id: str, iteration: int, rank: int) -> dict[str, str]:
     return {"format": FORMAT, "save_id": save_id, "iteration": str(iteration), "rank": str(rank)}
 
 
-def locate_parameters(ranks: Sequence[tuple[Sequence[FlatShard], WrittenFile]]) -> dict[str, SavedParameter]:
-    """Return every parameter's slices, given each rank's parts and file.
+def locate_parameters(
+    parts: Sequence[tuple[int, FlatShard]], ranks: Sequence[tuple[Place, WrittenFile]]
+) -> dict[str, SavedParameter]:
+    """Return every parameter's slices, in the order of the model.
 
     A file holds the shards part by part, kind by kind. Replicated elements are those of their first holder.
+
+    parts: of the whole model, each with its pipeline rank. ranks: each rank's place and file.
     """
     parameters: dict[str, SavedParameter] = {}
-    for rank, (parts, file) in enumerate(ranks):
+    for _, part in parts:
+        for slot in part.layout.slots:
+            empty: dict[str, list[Slice]] = {kind: [] for kind in part.kinds() if part.has(kind, slot.spec)}
+            parameters[slot.spec.name] = SavedParameter(part.kinds()["weights"], tuple(slot.spec.shape), empty)
+    for rank, (place, file) in enumerate(ranks):
         offset = file.data_start
-        for part in parts:
-            kinds, (data_rank, tensor_rank) = part.kinds(), divmod(rank, part.layout.tensor_ranks)
-            for slot in part.layout.slots:
-                empty: dict[str, list[Slice]] = {kind: [] for kind in kinds if part.has(kind, slot.spec)}
-                parameters.setdefault(slot.spec.name, SavedParameter(kinds["weights"], tuple(slot.spec.shape), empty))
-            for kind, dtype in kinds.items():
-                for spec, tile in part.layout.tiles(data_rank, tensor_rank):
-                    if part.has(kind, spec) and tile.holders[0] == tensor_rank:
+        for part in [part for pipeline_rank, part in parts if pipeline_rank == place.pipeline]:
+            for kind, dtype in part.kinds().items():
+                for spec, tile in part.layout.tiles(place.data, place.tensor):
+                    if part.has(kind, spec) and tile.holders[0] == place.tensor:
                         start, num_bytes = (count * dtype.itemsize for count in (tile.offset, tile.numel))
                         piece = Slice(rank_file(rank), offset + start, num_bytes, tile.first, tile.width)
                         parameters[spec.name].slices[kind].append(piece)

@@ -69,7 +69,7 @@ def load_first_good(
     for iteration, folder in found:
         content, problem = open_checkpoint(folder, iteration, distributed)
         if content is not None:
-            specs = [slot.spec for _, part in model.parts() for slot in part.layout.slots]
+            specs = [slot.spec for _, part in model.all_parts() for slot in part.layout.slots]
             if misfits := content.misfits({spec.name: spec.shape for spec in specs}):
                 raise CheckpointError(
                     f"checkpoint {folder} does not fit the model: {shorten(misfits)}. Give the flags it was trained "
@@ -144,7 +144,7 @@ def changes(content: Manifest, model: MultiStage, optimizer: str) -> list[str]:
     has_averages = any("average" in saved.slices for saved in content.parameters.values())
     num_other_rule = num_without_average = 0
     without_moments, rounded = Counter[str](), Counter[str]()
-    for _, part in model.parts():
+    for _, part in model.all_parts():
         kinds = part.kinds()
         for slot in part.layout.slots:
             saved = content.parameters[slot.spec.name]
@@ -173,7 +173,7 @@ def changes(content: Manifest, model: MultiStage, optimizer: str) -> list[str]:
             f"{num_without_average} of {total} parameter tensors have no average there (they were frozen): averages "
             "start from the weights"
         )
-    if has_averages and not any("average" in part.kinds() for _, part in model.parts()):
+    if has_averages and not any("average" in part.kinds() for _, part in model.all_parts()):
         lines.append("it holds averaged weights, which a run without --ema_type neither uses nor saves again")
     if rounded:
         dtypes = ", ".join(sorted(rounded))
@@ -249,7 +249,7 @@ class Inspection(NamedTuple):
     """Findings about one checkpoint, which is good if there are no problems."""
 
     num_bytes: int | None  # total file size by the manifest; None: no usable manifest
-    ranks: str | None  # saved by: "8", or "4x2" with tensor-parallel size 2
+    ranks: str | None  # saved by: "8", "4x2" (data x tensor-parallel), or "2x4x1" with 2 pipeline ranks
     problems: list[str]
     remarks: list[str]  # harmless
 
@@ -275,8 +275,8 @@ def inspect(folder: Path, values: bool = False) -> Inspection:
         problems += _not_finite(folder, content)
     others = sorted(path.name for path in folder.iterdir() if not OUR_FILE.fullmatch(path.name))
     remarks = [f"other files: {', '.join(map(ascii, others[:5]))}"] if others else []
-    tensor = content.tensor_parallel
-    ranks = str(content.world_size) if tensor == 1 else f"{content.world_size // tensor}x{tensor}"
+    pipeline, data, tensor = content.grid.values()
+    ranks = f"{pipeline}x{data}x{tensor}" if pipeline > 1 else str(data) if tensor == 1 else f"{data}x{tensor}"
     return Inspection(sum(file.size for file in content.files.values()), ranks, problems, remarks)
 
 

@@ -243,11 +243,12 @@ def resume(
 
 def _other_ranks(loaded: Manifest, distributed: Distributed) -> str:
     """Return a line ending that names the ranks that saved a checkpoint; empty if the layout is the same."""
-    saved, current = loaded.tensor_parallel, distributed.tensor.world_size
-    if (loaded.world_size, saved) == (distributed.world_size, current):
+    saved, current = loaded.grid, {"pipeline": distributed.pipeline, "tensor": distributed.tensor}
+    flags = [f"--{name}_parallel={saved[name]}" for name in current if saved[name] != current[name].world_size]
+    if loaded.world_size == distributed.world_size and not flags:
         return ""
-    divided = "" if saved == current else f" with --tensor_parallel={saved}"
-    return f", saved by {loaded.world_size} rank{'s' * (loaded.world_size > 1)}{divided}"
+    ranks = f"{loaded.world_size} rank{'s' * (loaded.world_size > 1)}"
+    return f", saved by {ranks}{' with ' * bool(flags)}{' '.join(flags)}"
 
 
 def _log_changes(loaded: Manifest, config: Config, logger: logging.Logger) -> None:

@@ -19,7 +19,7 @@ import threading
 import time
 import weakref
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import partial
@@ -44,6 +44,7 @@ from megatron_lite.zero.layout import round_up
 
 if TYPE_CHECKING:
     from megatron_lite.distributed.process_group import Distributed
+    from megatron_lite.zero.flat_shard import FlatShard
     from megatron_lite.zero.multi_stage import MultiStage
 
 _GIB = 2**30
@@ -72,7 +73,7 @@ class Save:
         check: Callable[[], None] = lambda: None,
     ) -> None:
         self.root, self.iteration, self.folder = root, iteration, root / str(iteration)
-        self.tensors = tensors_of(model)
+        self.tensors = tensors_of(model.parts())
         self._model, self._state, self._config, self._distributed = model, state, config, distributed
         self._check, self._what = check, f"the checkpoint of iteration {iteration}"
         self._save_id = distributed.broadcast_object(new_nonce())
@@ -114,8 +115,7 @@ class Save:
         Raises:
             StorageError: on every rank, if any rank cannot write; older checkpoints are untouched.
         """
-        own_bytes = sum(tensor.num_bytes for tensor in self.tensors)
-        gathered = write_together(self._distributed, self._what, self._own_path, write, own_bytes)
+        gathered = write_together(self._distributed, self._what, self._own_path, write, _num_bytes(self.tensors))
         return [WrittenFile(SavedFile(*saved), data_start) for saved, data_start in gathered]
 
     def confirm(self, complete: Callable[[], None]) -> None:
@@ -131,7 +131,7 @@ class Save:
         """
         if self._distributed.rank != 0 or self._is_published():
             return
-        parts = [part for _, part in self._model.parts()]  # every rank has these
+        rank_of, parts = self._model.pipeline.rank_of, self._model.all_parts()
         content = Manifest(
             save_id=self._save_id,
             iteration=self.iteration,
@@ -139,7 +139,10 @@ class Save:
             config=flatten(self._config),
             state=self._state,
             files={rank_file(rank): file.saved for rank, file in enumerate(written)},
-            parameters=manifest.locate_parameters([(parts, file) for file in written]),
+            parameters=manifest.locate_parameters(
+                [(rank_of[stage], part) for stage, part in parts],
+                list(zip(self._distributed.places, written, strict=True)),
+            ),
         )
         path = self._temporary / MANIFEST_NAME
         path.unlink(missing_ok=True)
@@ -176,15 +179,18 @@ def write_now(save: Save) -> int:
         raise
 
 
-def tensors_of(model: MultiStage) -> list[TensorToWrite]:
-    """List a rank's shards in the order of `manifest.locate_parameters`; writing reads them one at a time."""
-    for index, part in model.parts():
+def tensors_of(parts: Iterable[tuple[int, FlatShard]]) -> list[TensorToWrite]:
+    """List a rank's shards in the order of `manifest.locate_parameters`; writing reads them one at a time.
+
+    parts: with their stages.
+    """
+    found = []
+    for index, part in parts:
         assert part.frozen or part.has_state, f"stage {index}: a checkpoint needs moments, this model is for inference"
-    return [
-        TensorToWrite(tensor_name(index, part.frozen, kind), dtype, (part.numel(kind),), partial(part.read, kind))
-        for index, part in model.parts()
-        for kind, dtype in part.kinds().items()
-    ]
+        for kind, dtype in part.kinds().items():
+            name, read = tensor_name(index, part.frozen, kind), partial(part.read, kind)
+            found.append(TensorToWrite(name, dtype, (part.numel(kind),), read))
+    return found
 
 
 def good_manifest(folder: Path, with_files: bool = False) -> Manifest | None:
@@ -205,17 +211,28 @@ def good_manifest(folder: Path, with_files: bool = False) -> Manifest | None:
 
 
 def shard_bytes(model: MultiStage) -> int:
-    """Return the bytes that each rank writes for a checkpoint, 0 for inference; headers and manifest add little."""
-    return sum(tensor.num_bytes for tensor in tensors_of(model)) if model.training else 0
+    """Return the bytes that this rank writes for a checkpoint, 0 for inference; headers and manifest add little."""
+    return _num_bytes(tensors_of(model.parts())) if model.training else 0
+
+
+def shards_bytes(model: MultiStage, ranks: int) -> int:
+    """Return those of all ranks. ranks: with the same layers."""
+    return ranks * _num_bytes(tensors_of(model.all_parts())) if model.training else 0
+
+
+def _num_bytes(tensors: Iterable[TensorToWrite]) -> int:
+    return sum(tensor.num_bytes for tensor in tensors)
 
 
 def files_bytes(model: MultiStage, world_size: int, iteration: int) -> int:
-    """Return the bytes of all ranks' files in a checkpoint, including headers."""
-    tensors = {tensor.name: (tensor.dtype, tensor.shape) for tensor in tensors_of(model)}
-    total = 0
-    for digits, ranks in Counter(len(str(rank)) for rank in range(world_size)).items():  # of the rank in the header
+    """Return the bytes of all ranks' files in a checkpoint, including headers; without --pipeline_first."""
+    total, peers, rank_of = 0, world_size // model.ranks.world_size, model.pipeline.rank_of
+    kinds = Counter((rank // peers, len(str(rank))) for rank in range(world_size))  # digits of the rank in the header
+    for (pipeline_rank, digits), ranks in kinds.items():
+        tensors = tensors_of(part for part in model.all_parts() if rank_of[part[0]] == pipeline_rank)
+        shapes = {tensor.name: (tensor.dtype, tensor.shape) for tensor in tensors}
         metadata = manifest.file_metadata(new_nonce(), iteration, 10**digits - 1)
-        total += ranks * (len(files.safetensors_header(tensors, metadata)) + shard_bytes(model))
+        total += ranks * (len(files.safetensors_header(shapes, metadata)) + _num_bytes(tensors))
     return total
 
 
@@ -229,7 +246,7 @@ def host_copy_bytes(config: Config, model: MultiStage) -> int:
 
 
 def _stored(model: MultiStage) -> list[tuple[Tensor, ...]]:
-    """List the tensors that hold each of `tensors_of(model)`: the two halves of split weights, of others the shard.
+    """List the tensors that hold each of a rank's `tensors_of`: the two halves of split weights, of others the shard.
 
     Joining the halves on the GPU would take memory there, which a side stream's pool never gives back to training.
     """

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -17,6 +17,14 @@ from megatron_lite.distributed.process_group import Distributed
 from megatron_lite.distributed.rank_group import Group
 from megatron_lite.distributed.step_watch import StepWatch
 from megatron_lite.distributed.traffic import Traffic
+
+
+class Place(NamedTuple):
+    """A rank's place among the pipeline, data and tensor-parallel ranks."""
+
+    pipeline: int
+    data: int
+    tensor: int
 
 
 def rank_grid(world_size: int, pipeline: int, tensor: int, pipeline_first: bool = False) -> torch.Tensor:
@@ -29,6 +37,12 @@ def rank_grid(world_size: int, pipeline: int, tensor: int, pipeline_first: bool 
     if pipeline_first:
         return ranks.view(-1, pipeline, tensor).transpose(0, 1)
     return ranks.view(pipeline, -1, tensor)
+
+
+def places_of(grid: torch.Tensor) -> list[Place]:
+    """Return each rank's place in a grid of ranks, (P, N, T)."""
+    places = torch.unravel_index(grid.reshape(-1).argsort(), grid.shape)
+    return [Place(*place) for place in torch.stack(places, 1).tolist()]
 
 
 def groups_along(dimensions: Sequence[int], grid: torch.Tensor) -> list[list[int]]:
@@ -55,6 +69,7 @@ def divide(
     new_group: creates a process group of the given ranks; all ranks call it.
     """
     grid = rank_grid(world.world_size, pipeline, tensor, pipeline_first)
+    world.places = places_of(grid)
 
     def process_group(dimensions: Sequence[int]) -> tuple[list[int], Any]:
         made = [(ranks, new_group(ranks)) for ranks in groups_along(dimensions, grid)]

@@ -51,6 +51,7 @@ class Distributed(Group):
         self.data: Group = self  # data-parallel ranks
         self.tensor: Group = alone(device)  # tensor-parallel ranks
         self.groups: list[Group] = [self]  # all groups of this rank
+        self.places: Any = None  # of all ranks: see `grid.Place`
 
     def close(self) -> None:
         """Destroy the process groups, after the last collective has finished.

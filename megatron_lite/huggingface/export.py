@@ -57,29 +57,34 @@ def master_weights(model: MultiStage, distributed: Distributed, average: bool = 
 
     average: yield running averages, for parameters that have one.
     """
-    for _, part in model.parts():
-        ranges = _gather(part, distributed, average)
+    for stage, part in model.all_parts():
+        ranges = _gather(part, model.pipeline.rank_of[stage], distributed, average)
         for slot in part.layout.slots:
             parts = [flat[slot.offset : slot.offset + slot.spec.padded_numel] for flat in ranges]
             yield slot.spec.name, assembled(slot.spec, parts) if distributed.rank == 0 else ranges.view(-1)
 
 
-def _gather(part: FlatShard, distributed: Distributed, average: bool) -> Tensor:
-    """Return all tensor-parallel ranks' flat ranges, (ranks, numel), on the host of rank 0; (1, 0) elsewhere."""
-    world_size, shard_numel = distributed.world_size, part.layout.shard_numel
-    ranks = world_size // part.layout.world_size
+def _gather(part: FlatShard, owner: int, distributed: Distributed, average: bool) -> Tensor:
+    """Return all tensor-parallel ranks' flat ranges, (ranks, numel), on the host of rank 0; (1, 0) elsewhere.
+
+    owner: the part's pipeline rank.
+    """
+    group, pipeline, shard_numel = distributed.layers, distributed.pipeline, part.layout.shard_numel
+    world_size, ranks = group.world_size, group.world_size // part.layout.world_size
     whole = torch.empty((ranks, part.layout.numel) if distributed.rank == 0 else (1, 0))
     step = max(1, min(shard_numel, WINDOW_NUMEL // world_size))
     gathered = torch.empty(world_size, step, device=distributed.device)
     for start in range(0, shard_numel, step):
-        end = min(start + step, shard_numel)
-        own = part.average[start:end] if average and part.average is not None else part.weights.read(slice(start, end))
-        if world_size > 1:
-            gathered[distributed.rank, : end - start] = own
-            distributed.all_gather(gathered.view(-1), "export").wait()
-        else:
-            gathered[0, : end - start] = own
+        end, bounds = min(start + step, shard_numel), slice(start, min(start + step, shard_numel))
+        if pipeline.rank == owner:
+            values = part.average[bounds] if average and part.average is not None else part.weights.read(bounds)
+            gathered[group.rank, : end - start] = values
+            group.all_gather(gathered.view(-1), "export").wait()
+        if owner != 0 and pipeline.rank == owner and group.rank == 0:
+            pipeline.send(gathered, 0).wait()
         if distributed.rank == 0:
+            if owner != 0:
+                pipeline.receive(gathered, owner).wait()
             distributed.wait_for_device()
             shards = whole.view(ranks, -1, shard_numel).transpose(0, 1)  # tensor-parallel ranks are adjacent
             shards[:, :, start:end].copy_(gathered[:, : end - start].view(-1, ranks, end - start))
@@ -110,7 +115,7 @@ def save_huggingface(
         NumericsError: on every rank, if a weight is too large for --export_dtype; no folder appears.
         StorageError: on every rank, if the folder cannot be written.
     """
-    specs = [slot.spec for _, part in model.parts() for slot in part.layout.slots]
+    specs = [slot.spec for _, part in model.all_parts() for slot in part.layout.slots]
     shapes = [(spec.name, tuple(spec.shape)) for spec in specs]
     folder = ExportFolder(shapes, config, size_bytes(config.training.export_shard_size))
     temporary = work_path(directory, "tmp", distributed.broadcast_object(new_nonce()))

@@ -187,7 +187,7 @@ def partly(source: WeightSource, model: MultiStage) -> tuple[frozenset[str], str
     """Return the model's parameters that a source lacks, and a line that names these and the source's unused ones."""
     if not isinstance(source, CheckpointSource):
         return frozenset(), None
-    ours = [slot.spec.name for _, part in model.parts() for slot in part.layout.slots]
+    ours = [slot.spec.name for _, part in model.all_parts() for slot in part.layout.slots]
     missing = [name for name in ours if name not in source.content.parameters]
     others = sorted(source.content.parameters.keys() - set(ours))
     if not missing and not others:
@@ -226,7 +226,13 @@ def load_moments(
                     source.read_state(spec.name, kind, tile, part.read(kind)[tile.offset : tile.end])
 
     _together(distributed, fill)
-    wanted = [(kind, slot.spec) for part, kind in moments for slot in part.layout.slots if part.has(kind, slot.spec)]
+    wanted = [
+        (kind, slot.spec)
+        for _, part in model.all_parts()
+        for kind in part.kinds()
+        for slot in part.layout.slots
+        if kind in MOMENTS and part.has(kind, slot.spec)
+    ]
     num_kept = sum(is_kept(kind, spec) for kind, spec in wanted)
     num_lost = len(wanted) - num_kept
     if num_lost and not num_kept:

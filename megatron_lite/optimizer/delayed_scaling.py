@@ -23,9 +23,9 @@ KINDS = 3  # input, weight, gradient
 
 
 class DelayedScales:
-    """The scales of all layers with 8-bit products, and the magnitudes that give them.
+    """The scales of all layers with 8-bit products, and the magnitudes that give them; every rank has those of all.
 
-    length: iterations that count. world: all ranks.
+    stages: of all pipeline ranks. length: iterations that count. world: all ranks.
     """
 
     def __init__(self, stages: Sequence[Stage], length: int, world: Group) -> None:

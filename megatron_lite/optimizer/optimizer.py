@@ -41,29 +41,24 @@ class Update:
 
 
 class Optimizer:
-    """Optimizer of a rank's stages, by default all; updates their shards in place."""
+    """Optimizer of a rank's stages; updates their shards in place. all_stages: also of other pipeline ranks."""
 
     def __init__(
-        self,
-        config: Config,
-        stages: Sequence[Stage],
-        distributed: Distributed,
-        kernels: Kernels = REFERENCES,
-        num_stages: int | None = None,
+        self, config: Config, all_stages: Sequence[Stage], distributed: Distributed, kernels: Kernels = REFERENCES
     ) -> None:
         self._config, self._distributed, self._triton = config, distributed, kernels.triton
-        self._stages, self._num_stages = stages, num_stages or len(stages)
+        self._num_stages = len(all_stages)
+        self._stages = stages = [stage for stage in all_stages if any(part.has_memory for part in stage.parts)]
         self._indices = torch.tensor([stage.index for stage in stages], device=distributed.device)
-        self._trained = [Trained(stage, part) for stage in stages if (part := stage.trainable) is not None]
-        self._rule = rule_of(config.optimizer)(config.optimizer, self._trained, distributed, kernels)
+        trained = [Trained(stage, part) for stage in all_stages if (part := stage.trainable) is not None]
+        self._trained = [each for each in trained if each.part.has_memory]
+        self._rule = rule_of(config.optimizer)(config.optimizer, trained, distributed, kernels)
         self._averages = config.averaging.ema_type != "none"
         self.averaging = Averaging(config.averaging, [part for stage in stages for part in stage.parts])
         self.loss_scale = LossScale(config.optimizer, config.distributed.training_dtype, distributed.device)
         self.guard = Guard(config.optimizer, self.loss_scale.dynamic, distributed.device, config.training.train_iters)
         length = config.performance.amax_history_length
-        self._scales = (
-            DelayedScales(stages, length, distributed.layers) if config.performance.fp8 == "delayed" else None
-        )
+        self._scales = DelayedScales(all_stages, length, distributed) if config.performance.fp8 == "delayed" else None
         self._updates = torch.zeros((), dtype=torch.float32, device=distributed.device)  # Adam's t: good updates
 
     def step(

@@ -12,7 +12,7 @@ from typing import TypeVar
 
 from megatron_lite.checkpoint.retention import is_permanent, lack_now, prune
 from megatron_lite.checkpoint.saved_state import training_facts
-from megatron_lite.checkpoint.writing import Finished, Save, pause_s, shard_bytes, write_now
+from megatron_lite.checkpoint.writing import Finished, Save, pause_s, shards_bytes, write_now
 from megatron_lite.config.structured_values import keep_rules
 from megatron_lite.distributed.agreement import together
 from megatron_lite.errors import EXIT_PREEMPTED, FolderLostError, NumericsError, StorageError
@@ -102,7 +102,7 @@ def save(run: Run, evaluation_due: bool = False, stopping: bool = False) -> None
     refuse_broken_weights(run)
     run.distributed.progress.phase = "the save"
     finish_save(run, stopping)
-    num_bytes = shard_bytes(run.model) * run.distributed.world_size
+    num_bytes = shards_bytes(run.model, run.distributed.layers.world_size)
     if run.distributed.rank == 0 and (lack := lack_now(root, num_bytes)) is not None:
         run.logger.warning(lack)
     start_s = time.perf_counter()

@@ -59,6 +59,7 @@ class FlatShard:
     weights: WeightShard
     placed: Tensor  # the full range that layers compute with, (numel,): a view of the weight or the average buffer
     average: Tensor | None = None  # running average of the weights, (shard_numel,) fp32; None: no averaging
+    dtype, keeps_average, has_memory = torch.float32, False, False  # no memory: the shard is another pipeline rank's
     shows_average = False  # whether `placed` holds the averages instead of the weights
     grad_shard: Tensor
     moments: dict[str, Tensor]  # optimizer state by name, (numel(name),) fp32
@@ -94,15 +95,14 @@ class FlatShard:
         """
         self.full_weights = self.placed = full_weights
         self._own_weights = self._own(full_weights)
-        dtype = precision.frozen_weights if self.frozen else torch.float32
-        self.shares_weights = owns_weights and full_weights.dtype == dtype
+        self.has_memory, self.shares_weights = True, owns_weights and full_weights.dtype == self.dtype
         if precision.split_master and self.has_state:
             assert owns_weights, "split master weights need a weight buffer per stage"
             self.weights = WeightShard.split_into(self._own_weights)
         elif self.shares_weights:
             self.weights = WeightShard(self._own_weights)
         else:
-            self.weights = WeightShard(self._zeros(dtype), self._own_weights if owns_weights else None)
+            self.weights = WeightShard(self._zeros(self.dtype), self._own_weights if owns_weights else None)
         self.moments = {name: self._zeros(torch.float32, self.numel(name)) for name in self._moments}
         if self.has_state:
             assert full_gradients is not None
@@ -126,8 +126,8 @@ class FlatShard:
         self.write("weights", shard)
 
     def allocate_average(self) -> None:
-        """Allocate the average of the trainable weights."""
-        if not self.frozen:
+        """Allocate the average, if it is to be kept."""
+        if self.keeps_average:
             self.average = self._zeros(torch.float32)
 
     def place_weights(self) -> None:
@@ -141,8 +141,8 @@ class FlatShard:
 
     def kinds(self) -> dict[str, torch.dtype]:
         """Return the tensors to save by name, with their dtypes; each is (numel(name),)."""
-        averages = () if self.average is None else ("average",)
-        return {"weights": self.weights.dtype, **dict.fromkeys((*self._moments, *averages), torch.float32)}
+        names = [*self._moments, *["average"] * self.keeps_average]
+        return {"weights": self.dtype, **dict.fromkeys(names, torch.float32)}
 
     def numel(self, kind: str) -> int:
         """Return the elements saved per rank."""

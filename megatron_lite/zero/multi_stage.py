@@ -68,6 +68,9 @@ class MultiStage:
             Stage(i, [layers[j] for j in some], group, self.tensor, training, state, world)
             for i, some in enumerate(self.split)
         ]
+        for _, part in self.all_parts():
+            part.dtype = self.precision.frozen_weights if part.frozen else torch.float32
+            part.keeps_average = averaged and not part.frozen
         name = config.pipeline_schedule if self.ranks.world_size > 1 else "breadth_first"
         assert name != "auto", "resolved before"
         self.pipeline = place(self.ranks.world_size, len(self.split), name, config.pipeline_placement)
@@ -220,10 +223,12 @@ class MultiStage:
     # -- contents -----------------------------------------------------------------------------------------------------
 
     def parts(self) -> Iterator[tuple[int, FlatShard]]:
-        """Yield (stage index, flat shard) of this rank in order."""
-        for stage in self.stages:
-            for part in stage.parts:
-                yield stage.index, part
+        """Return (stage index, flat shard) of this rank in order."""
+        return ((stage.index, part) for stage in self.stages for part in stage.parts)
+
+    def all_parts(self) -> Iterator[tuple[int, FlatShard]]:
+        """Return those of all stages; the parts of other pipeline ranks have layouts and kinds, but no memory."""
+        return ((stage.index, part) for stage in self.all_stages for part in stage.parts)
 
     def parameters(self) -> Iterator[tuple[str, Parameter]]:
         """Yield (global name, full parameter) of this rank's stages."""

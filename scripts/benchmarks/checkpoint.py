@@ -64,7 +64,7 @@ class Bench:
         self.model, optimizer, _ = built(config, distributed)
         window = LogWindow(distributed.device)
         self.state = {"optimizer": optimizer.state(), "window": window.state(), "evaluation_due": False}
-        self.tensors = tensors_of(self.model)
+        self.tensors = tensors_of(self.model.parts())
         # One tensor per shard and rank: cheaper for DCP to plan than DTensors, which it cannot copy without a GPU
         # (torch 2.13).
         self.dcp_state = {f"rank_{distributed.rank}.{tensor.name}": tensor.read() for tensor in self.tensors}

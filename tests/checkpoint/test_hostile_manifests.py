@@ -14,6 +14,7 @@ import shutil
 import time
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -25,6 +26,7 @@ from megatron_lite.checkpoint.saved_state import RUN_STATE, check_options
 from megatron_lite.config import AveragingConfig, Config, OptimizerConfig, flatten
 from megatron_lite.errors import CheckpointError, DamagedError
 from megatron_lite.huggingface import convert, model_folder
+from megatron_lite.kernels.adamw import Range, Ranges
 from megatron_lite.monitor.metrics import LogWindow
 from megatron_lite.optimizer.averaging import Averaging
 from megatron_lite.optimizer.guards import Guard
@@ -46,7 +48,9 @@ class State:
         self.guard = Guard(options, True, CPU, 100)
         self.scale = LossScale(options, "fp16", CPU)
         distributed: Any = one_rank()
-        self.clipping: UpdateClipping = NormClipping(6.0, 4, [], distributed)
+        trained: Any = (None, SimpleNamespace(has_memory=True))
+        ranges = Ranges([Range(64 * i, 64 * i + 64, 1.0, 1.0) for i in range(3)], CPU)
+        self.clipping: UpdateClipping = NormClipping(6.0, 4, [trained], [ranges], distributed)
         self.averaging = Averaging(AveragingConfig(ema_type="ema"), [])
         self.window = LogWindow(CPU)
         self.updates = torch.zeros(())

@@ -7,6 +7,7 @@ The engine trains, saves, loads and exports on ranks that are threads; a batch h
 import contextlib
 import functools
 import hashlib
+import math
 import tempfile
 from pathlib import Path
 from types import SimpleNamespace
@@ -18,7 +19,7 @@ import pytest
 import torch
 
 from megatron_lite.checkpoint import files, reading, resume
-from megatron_lite.checkpoint.manifest import MOMENTS
+from megatron_lite.checkpoint.manifest import MOMENTS, Manifest
 from megatron_lite.checkpoint.reading import inspect
 from megatron_lite.checkpoint.writing import Save, files_bytes, write_now
 from megatron_lite.huggingface import export, load_pretrained
@@ -117,7 +118,9 @@ def start_from(ranks: Any, options: dict[str, Any], folder: Path, kind: str) -> 
     """Start from pretrained weights; digests of the full weights, and of this rank's share of the moments."""
     run = Run(ranks, options)
     with open_source(folder, kind, run.config.model, state=kind == "distributed") as source:
-        source.check({slot.spec.name: slot.spec.shape for _, part in run.model.parts() for slot in part.layout.slots})
+        source.check(
+            {slot.spec.name: slot.spec.shape for _, part in run.model.all_parts() for slot in part.layout.slots}
+        )
         load_pretrained.load_weights(source, run.model, ranks)
         found = [digest(weight for _, weight in run.model.full_weights())]
         if kind == "distributed":
@@ -211,14 +214,19 @@ def test_pretrained_weights_at_any_layout(model: str) -> None:
 @pytest.mark.parametrize(
     ("saved", "current", "words"),
     [
-        ((4, 2), (4, 2), ""),
-        ((4, 1), (2, 1), ", saved by 4 ranks"),
-        ((4, 2), (2, 2), ", saved by 4 ranks"),
-        ((4, 2), (4, 1), ", saved by 4 ranks with --tensor_parallel=2"),
-        ((1, 1), (4, 4), ", saved by 1 rank with --tensor_parallel=1"),
+        ((1, 2, 2), (1, 2, 2), ""),
+        ((1, 4, 1), (1, 2, 1), ", saved by 4 ranks"),
+        ((2, 2, 2), (2, 1, 2), ", saved by 8 ranks"),
+        ((1, 2, 2), (1, 4, 1), ", saved by 4 ranks with --tensor_parallel=2"),
+        ((1, 1, 1), (1, 1, 4), ", saved by 1 rank with --tensor_parallel=1"),
+        ((2, 1, 1), (1, 2, 1), ", saved by 2 ranks with --pipeline_parallel=2"),
+        ((2, 1, 2), (4, 1, 1), ", saved by 4 ranks with --pipeline_parallel=2 --tensor_parallel=2"),
     ],
 )
-def test_the_log_names_other_ranks(saved: tuple[int, int], current: tuple[int, int], words: str) -> None:
-    content: Any = SimpleNamespace(world_size=saved[0], tensor_parallel=saved[1])
-    ranks: Any = SimpleNamespace(world_size=current[0], tensor=SimpleNamespace(world_size=current[1]))
+def test_the_log_names_other_ranks(saved: tuple[int, int, int], current: tuple[int, int, int], words: str) -> None:
+    """Pipeline, data and tensor-parallel ranks."""
+    config = {"pipeline_parallel": saved[0], "tensor_parallel": saved[2]}
+    content = Manifest("id", 1, math.prod(saved), config, {}, {}, {})
+    pipeline, _, tensor = (SimpleNamespace(world_size=size) for size in current)
+    ranks: Any = SimpleNamespace(world_size=math.prod(current), pipeline=pipeline, tensor=tensor)
     assert resume._other_ranks(content, ranks) == words

@@ -24,7 +24,7 @@ def poisoned_update(distributed: Distributed, poison: float, options: dict[str, 
     model = MultiStage(layers, config.multi_stage, config.batch, config.distributed.training_dtype, distributed)
     model.initialize(1)
     kernels = choose_kernels(config, distributed.device)
-    optimizer = Optimizer(config, model.stages, distributed, kernels)
+    optimizer = Optimizer(config, model.all_stages, distributed, kernels)
 
     def update(bad: bool) -> tuple[bool, float]:
         for stage in model.stages:

@@ -87,7 +87,7 @@ class Run:
         self.part = self.model.stages[0].trainable
         assert self.part is not None
         self.place(self.part.read("weights"), ABOUT["params0"])
-        self.optimizer = Optimizer(self.config, self.model.stages, distributed)
+        self.optimizer = Optimizer(self.config, self.model.all_stages, distributed)
 
     def place(self, shard: Tensor, values: dict[str, Any]) -> None:
         """Write this rank's slices of whole parameters."""

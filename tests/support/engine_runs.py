@@ -64,7 +64,7 @@ class Engine:
         )
         self.model.initialize(self.config.distributed.seed)
         kernels = choose_kernels(self.config, ranks.device)
-        self.optimizer = Optimizer(self.config, self.model.stages, ranks, kernels, len(self.model.all_stages))
+        self.optimizer = Optimizer(self.config, self.model.all_stages, ranks, kernels)
         self.optimizer.averaging.start()
 
     @property

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -96,6 +97,12 @@ class FakeModel:
         for index, stage in enumerate(self.stages):
             for part in stage:
                 yield index, part
+
+    all_parts = parts
+
+    @property
+    def pipeline(self) -> Any:
+        return SimpleNamespace(rank_of=[0] * len(self.stages))
 
 
 @dataclass(frozen=True)

@@ -61,6 +61,7 @@ def run_distributed(
     deterministic: bool = False,
     tensor_parallel: int = 1,
     pipeline_parallel: int = 1,
+    pipeline_first: bool = False,
 ) -> list[Any]:
     """Call function(distributed, *args) on `world_size` ranks; returns their results in rank order."""
     config = DistributedConfig(
@@ -70,6 +71,7 @@ def run_distributed(
         deterministic=deterministic,
         tensor_parallel=tensor_parallel,
         pipeline_parallel=pipeline_parallel,
+        pipeline_first=pipeline_first,
     )
     with tempfile.TemporaryDirectory() as directory:
         pipes = [FORKSERVER.Pipe(duplex=False) for _ in range(world_size)]

@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 from megatron_lite.distributed.cpu_collectives import Works
+from megatron_lite.distributed.grid import places_of, rank_grid
 from megatron_lite.distributed.pipeline_group import PipelineGroup
 from megatron_lite.distributed.traffic import FirstWait, Handle
 from tests.support.threads import THREADS
@@ -144,8 +145,9 @@ class ThreadRank(ThreadGroup):
     def __init__(self, rank: int, meetings: Meetings) -> None:
         data, tensor, pipeline = meetings.data, meetings.tensor, meetings.pipeline
         super().__init__(rank, data * tensor * pipeline, meetings.of_all)
-        of_pipeline, of_layers = divmod(rank, data * tensor)
-        of_data, of_tensor = divmod(of_layers, tensor)
+        self.places = places_of(rank_grid(self.world_size, pipeline, tensor))
+        of_pipeline, of_data, of_tensor = self.places[rank]
+        of_layers = rank % (data * tensor)
         self.layers = ThreadGroup(of_layers, data * tensor, meetings.of_layers[of_pipeline])
         self.data = ThreadGroup(of_data, data, meetings.of_data[of_pipeline, of_tensor])
         self.tensor = ThreadGroup(of_tensor, tensor, meetings.of_tensor[of_pipeline, of_data])

@@ -40,15 +40,15 @@ class AdamW(Rule):
         self._shards: dict[int, Shard] = {}  # by index of the stage
         self._ranges: dict[int, Ranges] = {}
         for stage, part in trained:
-            moments = part.moments
-            self._shards[stage.index] = Shard(part.weights, part.grad_shard, moments["exp_avg"], moments["exp_avg_sq"])
             self._ranges[stage.index] = ranges_of(part, distributed, clips, separate)
+            if part.has_memory:
+                self._shards[stage.index] = Shard(part.weights, part.grad_shard, *part.moments.values())
         self._clipping: UpdateClipping | None = None
         if config.update_rms_clip is not None:
-            self._clipping = RmsClipping(config.update_rms_clip, trained, list(self._ranges.values()), distributed)
+            self._clipping = RmsClipping(config.update_rms_clip, trained, self._ranges.values(), distributed)
         elif sigma is not None:
             window = config.clip_update_norm_window
-            self._clipping = NormClipping(sigma, window, list(self._ranges.values()), distributed)
+            self._clipping = NormClipping(sigma, window, trained, self._ranges.values(), distributed)
 
     def begin(self, trained: Sequence[Trained], numbers: StepNumbers) -> None:
         """See `Rule`."""

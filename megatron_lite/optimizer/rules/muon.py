@@ -161,11 +161,14 @@ def rounds_of(stages: Sequence[Stage]) -> list[list[Stage]]:
 
 
 def describe(stages: Sequence[Stage]) -> str:
-    """Return a log line: the weights that Muon updates, and the number of ranks that share the work."""
+    """Return a log line: the weights that Muon updates, and the number of ranks that share the work.
+
+    stages: of all pipeline ranks.
+    """
     rounds = [[m for stage in some for m in matrices_of(stage)] for some in rounds_of(stages)]
-    every = [matrix.rows * matrix.columns for matrices in rounds for matrix in matrices]
-    parts = [stage.trainable for stage in stages if stage.trainable is not None]
-    total = sum(slot.spec.numel for part in parts for slot in part.layout.slots)
+    parts = {stage: stage.trainable for stage in stages if stage.trainable is not None}
+    every = [matrix.rows * matrix.columns for stage in parts for matrix in matrices_of(stage)]
+    total = sum(slot.spec.numel for part in parts.values() for slot in part.layout.slots)
     text = (
         f"muon: {len(every)} matrices ({sum(every):,} of {total:,} trained weights) are orthogonalized, "
         "AdamW updates everything else"

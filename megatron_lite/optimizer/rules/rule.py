@@ -14,7 +14,7 @@ from megatron_lite.zero.stage import Stage
 
 
 class Trained(NamedTuple):
-    """The trainable part of one stage."""
+    """The trainable part of one stage, which may be of another pipeline rank."""
 
     stage: Stage
     part: FlatShard

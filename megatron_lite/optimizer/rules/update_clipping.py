@@ -1,14 +1,14 @@
 """Clipping of updates: each parameter's by its root mean square, or all of them by their global norm.
 
 Both use sums of squares of u, the update before the learning rate, including weight decay, over the ranges of each
-rank's shards (see `kernels/adamw.py`). One collective sums them over all ranks, so every rank has the same factors.
-Replicated elements count once. The rules are Levanter's: config.py (update_rms_clipping) and clip_update_norm.py.
+rank's shards (see `kernels/adamw.py`). One collective joins the ranges of all stages, another one sums over the ranks
+with the same layers, so every rank has the same factors, and P changes no bit. Replicated elements count once. The
+rules are Levanter's: config.py (update_rms_clipping) and clip_update_norm.py.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from itertools import chain
+from collections.abc import Collection, Sequence
 from typing import Any
 
 import torch
@@ -23,17 +23,21 @@ from megatron_lite.optimizer.rules.rule import Trained
 class UpdateClipping:
     """Base class: statistics for the log and checkpoints."""
 
-    def __init__(self, ranges: Sequence[Ranges], distributed: Distributed) -> None:
-        """ranges: for each shard of this rank."""
+    def __init__(self, trained: Sequence[Trained], ranges: Collection[Ranges], distributed: Distributed) -> None:
+        """trained: all stages. ranges: of each one's shard on this data and tensor-parallel rank."""
         self._distributed = distributed
-        rows = chain.from_iterable(some.rows for some in ranges)
-        counted = [place for place, row in enumerate(rows) if row.counts]
+        shards = zip(trained, ranges, strict=True)
+        rows = [(row, part.has_memory) for (_, part), some in shards for row in some.rows]
+        counted = [place for place, (row, _) in enumerate(rows) if row.counts]
+        own = [place for place, (_, is_own) in enumerate(rows) if is_own]
+        self._num_rows = len(rows)
         self._counted = torch.tensor(counted, dtype=torch.int64, device=distributed.device)
+        self._mine = torch.tensor(own, dtype=torch.int64, device=distributed.device)
         self._norm = torch.zeros((), dtype=torch.float64, device=distributed.device)  # of the last u, before clipping
         self._clipped = torch.zeros((), dtype=torch.int64, device=distributed.device)  # updates, since training began
 
     def factors(self, sums: Sequence[Tensor], skipped: Tensor) -> list[Tensor]:
-        """Return a factor for each range of each shard, (ranges,) fp32.
+        """Return a factor for each range of each shard of this rank, (ranges,) fp32.
 
         sums: of squares of u, for each shard of this rank, (ranges,) fp64. skipped: 1 or 0, ().
         """
@@ -52,9 +56,12 @@ class UpdateClipping:
         self._clipped.fill_(state.get("clipped", 0))
         self._norm.fill_(state.get("norm", 0.0))
 
-    def _own(self, sums: Sequence[Tensor]) -> Tensor:
-        """Return the sums of the ranges that count on this rank, in order."""
-        return torch.cat(list(sums))[self._counted]
+    def _all(self, sums: Sequence[Tensor]) -> Tensor:
+        """Return the sums of the model's ranges that count on this data and tensor-parallel rank, in order."""
+        every = torch.zeros(self._num_rows, dtype=torch.float64, device=self._mine.device)
+        if sums:
+            every[self._mine] = torch.cat(list(sums))
+        return self._distributed.pipeline.sum_in_rank_order(every)[self._counted]
 
     def _note(self, norm: Tensor, clipped: Tensor, skipped: Tensor) -> None:
         self._norm = torch.where((skipped == 0) & norm.isfinite(), norm, self._norm)
@@ -68,12 +75,12 @@ class RmsClipping(UpdateClipping):
     """
 
     def __init__(
-        self, limit: float, trained: Sequence[Trained], ranges: Sequence[Ranges], distributed: Distributed
+        self, limit: float, trained: Sequence[Trained], ranges: Collection[Ranges], distributed: Distributed
     ) -> None:
-        super().__init__(ranges, distributed)
+        super().__init__(trained, ranges, distributed)
         self._limit = limit
         sizes: list[int] = []  # elements of each parameter
-        places: list[int] = []  # parameter index of each range on this rank
+        places: list[int] = []  # parameter index of each range
         for (_, part), some in zip(trained, ranges, strict=True):
             places += [len(sizes) + row.slot for row in some.rows]
             sizes += [slot.spec.numel for slot in part.layout.slots]
@@ -83,11 +90,12 @@ class RmsClipping(UpdateClipping):
 
     def factors(self, sums: Sequence[Tensor], skipped: Tensor) -> list[Tensor]:
         """See `UpdateClipping`."""
-        own = torch.zeros_like(self._sizes).index_copy_(0, self._counted_places, self._own(sums))
-        total = self._distributed.sum_in_rank_order(own)
+        own = torch.zeros_like(self._sizes).index_copy_(0, self._counted_places, self._all(sums))
+        total = self._distributed.layers.sum_in_rank_order(own)
         factors = self._limit / (total / self._sizes).sqrt_()
         self._note(total.sum().sqrt_(), (factors < 1.0).any(), skipped)
-        return list(factors.clamp_(max=1.0).float()[self._places].split([len(some) for some in sums]))
+        own_places = self._places[self._mine]
+        return list(factors.clamp_(max=1.0).float()[own_places].split([len(some) for some in sums]))
 
 
 class NormClipping(UpdateClipping):
@@ -96,13 +104,20 @@ class NormClipping(UpdateClipping):
     The history holds norms before clipping, so that clipping does not reinforce itself, without dropped updates.
     """
 
-    def __init__(self, sigma: float, window: int, ranges: Sequence[Ranges], distributed: Distributed) -> None:
-        super().__init__(ranges, distributed)
+    def __init__(
+        self,
+        sigma: float,
+        window: int,
+        trained: Sequence[Trained],
+        ranges: Collection[Ranges],
+        distributed: Distributed,
+    ) -> None:
+        super().__init__(trained, ranges, distributed)
         self._usual = RollingStatistics(window, sigma, distributed.device)
 
     def factors(self, sums: Sequence[Tensor], skipped: Tensor) -> list[Tensor]:
         """See `UpdateClipping`."""
-        norm = self._distributed.sum_in_rank_order(self._own(sums).sum(0, keepdim=True)).sqrt_()
+        norm = self._distributed.layers.sum_in_rank_order(self._all(sums).sum(0, keepdim=True)).sqrt_()
         limit = self._usual.threshold()
         factor = torch.where(norm > limit, limit / norm.clamp(min=1e-6), 1.0).float()
         self._usual.add(norm, ((skipped == 0) & norm.isfinite()).squeeze())
