@@ -96,7 +96,7 @@ def stage_lines(model: MultiStage) -> Iterator[tuple[str, str]]:
         f"{len(model.stages)} stages: {names}; {buffers}",
         f"{len(model.stages)} stages, {buffers}; {total.bytes / MIB:,.2f} MiB of {total.kind}",
     )
-    frozen = sum(slot.spec.numel for _, part in model.parts() if part.frozen for slot in part.layout.slots)
+    frozen = sum(slot.spec.numel for _, part in model.all_parts() if part.frozen for slot in part.layout.slots)
     if frozen:
         line = f"{frozen:,} of {model.num_parameters:,} parameters are frozen"
         yield line, line

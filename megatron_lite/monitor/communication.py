@@ -21,6 +21,8 @@ TRAFFIC_KINDS = {
     "tensor scale": "tensor scales",
     "muon gather": "muon gathers",
     "muon reduce": "muon reductions",
+    "send": "messages to other pipeline ranks",
+    "receive": "messages from other pipeline ranks",
     "sum": "sums",
     "scale": "scales",
     "whole": "gathers of whole parameters",

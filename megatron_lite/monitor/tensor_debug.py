@@ -1,6 +1,7 @@
 """Tensors in the log, to find where a run goes wrong: --debug_layer_outputs and its siblings.
 
-Every rank takes part, in the same order, because collectives assemble global tensors, which rank 0 alone logs.
+Every rank takes part, in the same order, because collectives assemble global tensors, which rank 0 alone logs; with a
+pipeline, the first rank of each pipeline rank logs those of its stages.
 Everything here reads the device and is slow. With every level at 0 there is no debugger, and steps cost nothing extra.
 """
 
@@ -68,9 +69,10 @@ class CopyCheck:
         """Log the differences since the last report, on rank 0."""
         found, compared = self._found, self._compared
         self._found, self._compared = [], 0
-        everyone = self._distributed.gather_objects(found)
+        everyone, counts = zip(*self._distributed.gather_objects([found, compared]), strict=True)
         if self._distributed.rank != 0:
             return
+        compared = sum(counts[rank] for rank, place in enumerate(self._distributed.places) if place[1:] == (0, 0))
         for rank, lines in enumerate(everyone):
             for line in lines:
                 self._logger.error("%s | MISMATCH %s, between rank %d and its group", phase, line, rank)
@@ -183,11 +185,11 @@ class TensorDebugger:
             self.copies.layer(name, tensor)
         if level and tensor is not None:
             if self.config.debug_global_tensors:
-                tensor = self._joined(self.distributed.gather_tensors(tensor.detach().contiguous()))
+                tensor = self._joined(self.distributed.layers.gather_tensors(tensor.detach().contiguous()))
             self._log(name, tensor, level)
 
     def _joined(self, tensors: list[Tensor]) -> Tensor:
-        """Join the tensors of all ranks, in rank order: the ranks of a tensor-parallel group are neighbours."""
+        """Join the tensors of all ranks of a stage, in rank order: those of a tensor-parallel group are neighbours."""
         size = self.distributed.tensor.world_size
         if self.split_length is None or not tensors[0].dim():  # equal within a group
             return join_ranks(tensors[::size])
@@ -232,12 +234,13 @@ class TensorDebugger:
     def _pieces(self, layout: Any, shard: Tensor) -> Iterator[tuple[str, Tensor]]:
         """Yield (name, values) of the parameters in a flat shard, (shard_numel,).
 
-        Global: full parameters, on rank 0 only. Otherwise this rank's pieces, named by the indices of the
+        Global: full parameters, on the first rank only. Otherwise this rank's pieces, named by the indices of the
         tensor-parallel rank and, if they are partial, by their bounds in its flattened part.
         """
         if self.config.debug_global_tensors:
-            shards, size = self.distributed.gather_tensors(shard.detach()), self.distributed.tensor.world_size
-            flats = [torch.cat(shards[rank::size]) for rank in range(size)] if self.distributed.rank == 0 else []
+            ranks, size = self.distributed.layers, self.distributed.tensor.world_size
+            shards = ranks.gather_tensors(shard.detach())
+            flats = [torch.cat(shards[rank::size]) for rank in range(size)] if ranks.rank == 0 else []
             for slot in layout.slots if flats else ():
                 place = slice(slot.offset, slot.offset + slot.spec.padded_numel)
                 yield slot.spec.name, assembled(slot.spec, [flat[place] for flat in flats])
@@ -252,7 +255,7 @@ class TensorDebugger:
                 yield f"{name}[{start}:{end}]", piece
 
     def _log(self, name: str, tensor: Tensor, level: int) -> None:
-        if self.distributed.rank != 0 and self.config.debug_global_tensors:
+        if self.distributed.layers.rank != 0 and self.config.debug_global_tensors:
             return
         entry = summarize(name, tensor, level)
         if self.config.show_tensor_logs:

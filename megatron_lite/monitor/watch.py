@@ -152,7 +152,7 @@ def open_watch(
     """
     if not config.tracking.watch or not model.training:
         return None
-    return Watch(config.tracking, config.training.train_iters, model.stages, loss_scale, distributed, log)
+    return Watch(config.tracking, config.training.train_iters, model, loss_scale, distributed, log)
 
 
 class Watch:
@@ -162,14 +162,15 @@ class Watch:
         self,
         options: TrackingConfig,
         train_iters: int,
-        stages: Sequence[Stage],
+        model: MultiStage,
         loss_scale: Tensor,
         distributed: Distributed,
         log: Log,
     ) -> None:
         self._options, self._train_iters, self._loss_scale = options, train_iters, loss_scale
         self._distributed, self._log = distributed, log
-        self._parts = {stage: stage.trainable for stage in stages if stage.trainable is not None}
+        self._all_parts = {stage: stage.trainable for stage in model.all_stages if stage.trainable is not None}
+        self._parts = {stage: part for stage, part in self._all_parts.items() if stage in model.stages}
         self._bins = bin_places(distributed.device) if options.watch_histograms else None
         largest = max((part.layout.shard_numel for part in self._parts.values()), default=0)
         old = largest if "updates" in options.watch else 0
@@ -181,9 +182,12 @@ class Watch:
 
         Call between the gradients and the update.
         """
-        if iteration % self._options.watch_interval or not self._parts:
+        if iteration % self._options.watch_interval or not self._all_parts:
             return updated
         self._tables = {target: self._new_table(target) for target in self._targets()}
+        if not self._parts:  # other pipeline ranks have something to say
+            self._send(iteration)
+            return updated
         if "grads" in self._tables:
             for part in self._parts.values():
                 self._measure("grads", part, part.grad_shard.__getitem__)
@@ -213,13 +217,14 @@ class Watch:
         """Yield the names of the targets; `opt_state` stands for every kind of optimizer state."""
         for target in self._options.watch:
             if target == "opt_state":
-                yield from dict.fromkeys(kind for part in self._parts.values() for kind in part.moments)
+                kinds = dict.fromkeys(kind for part in self._all_parts.values() for kind in part.kinds())
+                yield from (kind for kind in kinds if kind not in ("weights", "average"))
             else:
                 yield target
 
     def _new_table(self, target: str) -> TargetTable:
         rows: dict[str, Row] = {}
-        for stage, part in self._parts.items():
+        for stage, part in self._all_parts.items():
             layers = {
                 cast(Parameter, parameter).spec.name: layer.name
                 for layer in stage.layers

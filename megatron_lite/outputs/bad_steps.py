@@ -12,6 +12,8 @@ import json
 import logging
 import math
 from collections import defaultdict
+from collections.abc import Sequence
+from operator import itemgetter
 from pathlib import Path
 from typing import Any
 
@@ -37,26 +39,32 @@ logger = logging.getLogger("megatron_lite")
 
 
 class Watch(Observer):
-    """Records on the device whether each tensor of a step is finite, in order of computation."""
+    """Records on the device whether each tensor of a step is finite, in order of computation.
 
-    def __init__(self) -> None:
-        self.tensors: list[tuple[str, int]] = []  # name, micro-batch
+    layers: names in the order of the model.
+    """
+
+    def __init__(self, layers: Sequence[str]) -> None:
+        self._layers = layers
+        self._tensors: list[tuple[bool, int, int, str]] = []  # gradient?, micro-batch, place on its way, name
         self._finite: list[Tensor] = []
 
     def layer_output(self, name: str, output: Tensor, micro_batch: int) -> None:
-        self._add(f"the output of {name}", output, micro_batch)
+        place = self._layers.index(name)
+        self._add((False, micro_batch, place, f"the output of {name}"), output)
 
     def layer_gradient(self, name: str, gradient: Tensor | None, micro_batch: int) -> None:
         if gradient is not None:
-            self._add(f"the gradient of the input of {name}", gradient, micro_batch)
+            place = -self._layers.index(name)
+            self._add((True, micro_batch, place, f"the gradient of the input of {name}"), gradient)
 
-    def first(self) -> int | None:
-        """Return the index of the first non-finite tensor, or None (reads the device)."""
+    def first(self) -> tuple[int, tuple[bool, int, int, str]] | None:
+        """Return index and description of the first non-finite tensor, or None (reads the device)."""
         finite = torch.stack(self._finite).tolist() if self._finite else []
-        return finite.index(False) if False in finite else None
+        return (finite.index(False), self._tensors[finite.index(False)]) if False in finite else None
 
-    def _add(self, name: str, tensor: Tensor, micro_batch: int) -> None:
-        self.tensors.append((name, micro_batch))
+    def _add(self, described: tuple[bool, int, int, str], tensor: Tensor) -> None:
+        self._tensors.append(described)
         self._finite.append(tensor.isfinite().all())
 
 
@@ -126,7 +134,8 @@ def examine(run: Run, iteration: int) -> dict[str, Any]:
 
     All ranks call this together and get the same answer. No weight, moment or counter changes.
     """
-    watch, distributed = Watch(), run.distributed
+    watch = Watch([layer.name for stage in run.model.all_stages for layer in stage.layers])
+    distributed = run.distributed
     before = [stage.observer for stage in run.model.stages]
     run.model.observe(watch)
     try:
@@ -140,11 +149,15 @@ def examine(run: Run, iteration: int) -> dict[str, Any]:
     mine = {"first": watch.first(), "squares": _squares(run), "state": not_finite(run.model)}
     everyone = distributed.gather_objects(mine)
     found: dict[str, Any] = {}
-    firsts = [(one["first"], rank) for rank, one in enumerate(everyone) if one["first"] is not None]
-    if firsts:
-        index, rank = min(firsts)
-        name, micro_batch = watch.tensors[index]
-        data_rank = rank // distributed.tensor.world_size
+    firsts: dict[int, tuple[int, int, Any]] = {}  # the lowest index of each pipeline rank, with rank and description
+    for rank, one in enumerate(everyone):
+        if one["first"] is not None:
+            index, described = one["first"]
+            pipeline_rank = distributed.places[rank].pipeline
+            firsts[pipeline_rank] = min(firsts.get(pipeline_rank, (index, rank, described)), (index, rank, described))
+    if firsts:  # of several pipeline ranks, the one that the others follow
+        _, rank, (_, micro_batch, _, name) = min(firsts.values(), key=itemgetter(2))
+        data_rank = distributed.places[rank].data
         first, count = run.data.split("training", iteration).piece(micro_batch, data_rank)
         found |= {
             "tensor": name,
@@ -157,7 +170,8 @@ def examine(run: Run, iteration: int) -> dict[str, Any]:
     squares: dict[str, float] = defaultdict(float)
     for name, square in (pair for one in everyone for pair in one["squares"].items()):
         squares[name] += square
-    broken = [name for name, _ in run.model.parameters() if not math.isfinite(squares.get(name, 0.0))]
+    names = [spec.name for stage in run.model.all_stages for spec in stage.specs()]
+    broken = [name for name in names if not math.isfinite(squares.get(name, 0.0))]
     states = [f"{one['state']} on rank {rank}" for rank, one in enumerate(everyone) if one["state"]]
     found |= {"parameters_not_finite": broken[:20], "state_not_finite": states[:20]}
     if not broken and squares:

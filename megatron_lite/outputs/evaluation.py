@@ -84,7 +84,7 @@ def _losses(run: Run, phase: str) -> dict[str, float | None]:
         run.distributed.end_step(compiles=not run.model.training)
     if run.distributed.tensor.rank != 0:  # as in a step: see `Optimizer.step`
         losses.zero_()
-    summed = run.distributed.sum_in_rank_order(losses)
+    summed = run.distributed.layers.sum_in_rank_order(run.distributed.pipeline.sum_in_rank_order(losses))
     run.distributed.wait_for_device()
     watch_labels(run, phase, tokens)
     return {kind: total / tokens if tokens else None for kind, total in zip(kinds, summed.tolist(), strict=True)}

@@ -1,7 +1,7 @@
 """--check_replicas_interval: compare replicated state between ranks and end the run if it differs.
 
-Ranks with the same tensor-parallel rank hold the same weights, and norms and some other parameters are replicated over
-a tensor-parallel group.
+Ranks with the same pipeline and tensor-parallel rank hold the same weights, and norms and some other parameters are
+replicated over a tensor-parallel group.
 """
 
 from __future__ import annotations
@@ -38,10 +38,10 @@ def check_replicas(run: Run, iteration: int) -> None:
         start_s = time.perf_counter()
         found = weight_hashes(run.model.local_weights())
         counters = {name: digest(value) for name, value in _counters(run, iteration).items()}
-        found.setdefault(tuple(range(run.distributed.tensor.world_size)), {}).update(counters)
-        digests = {str(holders): digest(fingerprint) for holders, fingerprint in found.items()}
-        if describe_differences(run.distributed.gather_objects(digests)):
-            everything = {name: value for fingerprint in found.values() for name, value in fingerprint.items()}
+        stages = run.distributed.pipeline.rank
+        digests = {f"{stages} {holders}": digest(fingerprint) for holders, fingerprint in found.items()}
+        if describe_differences(run.distributed.gather_objects({**digests, "counters": digest(counters)})):
+            everything = {name: value for some in (*found.values(), counters) for name, value in some.items()}
             raise NumericsError(_message(run, iteration, run.distributed.gather_objects(everything)))
     if run.agreed_at is None:
         ms = 1e3 * (time.perf_counter() - start_s)

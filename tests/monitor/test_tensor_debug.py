@@ -100,7 +100,8 @@ def make_logger(rank: int = 0) -> tuple[logging.Logger, list[str]]:
 def fake_ranks(rank: int, world_size: int, gather: Callable[[Tensor], list[Tensor]]) -> Any:
     """Return what the debugger needs of `Distributed`."""
     data, tensor = SimpleNamespace(rank=rank), SimpleNamespace(rank=0, world_size=1)
-    return SimpleNamespace(rank=rank, world_size=world_size, gather_tensors=gather, data=data, tensor=tensor)
+    layers = SimpleNamespace(rank=rank, gather_tensors=gather)
+    return SimpleNamespace(rank=rank, world_size=world_size, layers=layers, data=data, tensor=tensor)
 
 
 def open_alone(artifacts: Path | None = None, **options: Any) -> tuple[TensorDebugger | None, list[str]]:

@@ -36,7 +36,7 @@ class Recorder:
 def watch(engine: Engine, options: TrackingConfig = EVERYTHING) -> tuple[Watch, Recorder]:
     recorder = Recorder()
     scale = engine.optimizer.loss_scale.scale
-    return Watch(options, 20, engine.model.stages, scale, engine.ranks, recorder.log), recorder  # type: ignore[arg-type]
+    return Watch(options, 20, engine.model, scale, engine.ranks, recorder.log), recorder  # type: ignore[arg-type]
 
 
 def full(engine: Engine, kind: str) -> dict[str, Tensor]:

@@ -47,7 +47,8 @@ def story(distributed: Distributed, root: str, zero_stage: int) -> dict[str, Any
     """Train until the bad step, then repeat it with the fault and without."""
     options = dict(batch_size=8, micro_batch_size=2, train_iters=8, checkpoint_interval=4, hidden_dropout=0.1)
     options |= dict(on_bad_step="abort", experiment_dir=root, zero_stage=zero_stage)
-    options |= dict(tensor_parallel=distributed.tensor.world_size)
+    options |= dict(tensor_parallel=distributed.tensor.world_size, tie_word_embeddings=False)
+    options |= dict(pipeline_parallel=distributed.pipeline.world_size)
     run, told = opened(distributed, tiny_config(distributed.world_size, **options), fault=True), {}
     with pytest.raises(NumericsError) as caught:
         train(run)
@@ -65,18 +66,21 @@ def story(distributed: Distributed, root: str, zero_stage: int) -> dict[str, Any
     return told
 
 
-@pytest.mark.parametrize("tensor_parallel", [1, pytest.param(2, marks=pytest.mark.slow)])
-def test_a_bad_step_is_found_and_repeated(tmp_path: Path, tensor_parallel: int) -> None:
+@pytest.mark.parametrize(
+    ("tensor", "pipeline"), [(1, 1), pytest.param(2, 1, marks=pytest.mark.slow), pytest.param(1, 2)]
+)
+def test_a_bad_step_is_found_and_repeated(tmp_path: Path, tensor: int, pipeline: int) -> None:
     """One micro-batch of one data-parallel rank goes wrong: it is named with layer, parameter, rank and samples; with
     the same fault the replay takes the same step, bit for bit, and says that a step without it differs."""
-    results = run_distributed(2 * tensor_parallel, story, str(tmp_path), 3, tensor_parallel=tensor_parallel)
+    groups = dict(tensor_parallel=tensor, pipeline_parallel=pipeline)
+    results = run_distributed(2 * tensor * pipeline, story, str(tmp_path), 3, **groups)
     assert all(result == results[0] for result in results)
     told = results[0]
     assert told["last"] == BAD and "stopped by --on_bad_step=abort" in told["error"]
     folder = tmp_path / "runs" / "0" / "artifacts" / f"bad_step_{BAD}"
     written = json.loads((folder / "bad_step.json").read_text())
     found = written["found"]
-    assert (found["rank"], found["micro_batch"]) == (tensor_parallel, 1)
+    assert (found["rank"], found["micro_batch"]) == (2 * (pipeline - 1) + tensor, 1), "the rank with the head"
     assert found["tensor"] == "the gradient of the input of head"
     assert (found["first_sample"], found["samples"]) == ((BAD - 1) * 8 + 6, 2)
     assert found["parameters_not_finite"][0] == "embedding.word.weight" and not found["state_not_finite"]
@@ -87,7 +91,7 @@ def test_a_bad_step_is_found_and_repeated(tmp_path: Path, tensor_parallel: int) 
     code, words = told["healthy"]
     assert code == 1 and "its update is not dropped" in words
     logs = sorted(path.name for path in (folder / "again").iterdir())
-    assert logs == [f"tensor_logs_train_{BAD:05d}_rank_{rank:03d}.safetensors" for rank in range(1)]
+    assert logs == [f"tensor_logs_train_{BAD:05d}_rank_{rank:03d}.safetensors" for rank in range(0, 2 * pipeline, 2)]
 
 
 def spikes(distributed: Distributed, root: str) -> list[str]:

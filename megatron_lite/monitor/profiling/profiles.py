@@ -168,8 +168,9 @@ def open_profiles(
     alone_s: dict[tuple[str, int | None], float] = {}
     if options.profile_schedule and distributed.device.type == "cpu" and distributed.world_size > 1:
         with distributed.traffic.paused():
-            for stage in model.stages:
-                for kind, seconds in time_collectives([stage], model.group, distributed.barrier).items():
+            for stage in model.all_stages:  # the ranks time the same number, so that they meet at the barriers
+                own = [stage] if stage in model.stages else []
+                for kind, seconds in time_collectives(own, model.group, distributed.barrier).items():
                     alone_s[kind, stage.index] = seconds
     if options.profile_ranks and distributed.rank not in options.profile_ranks:
         return None
