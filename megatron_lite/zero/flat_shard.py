@@ -104,6 +104,7 @@ class FlatShard:
         else:
             self.weights = WeightShard(self._zeros(self.dtype), self._own_weights if owns_weights else None)
         self.moments = {name: self._zeros(torch.float32, self.numel(name)) for name in self._moments}
+        self.average = self._zeros(torch.float32) if self.keeps_average else None
         if self.has_state:
             assert full_gradients is not None
             self.full_gradients = full_gradients
@@ -124,11 +125,6 @@ class FlatShard:
             for _, tile in tiles:
                 shard[tile.offset : tile.end].view(tile.rows, tile.width).copy_(tile.view(value.view(-1)))
         self.write("weights", shard)
-
-    def allocate_average(self) -> None:
-        """Allocate the average, if it is to be kept."""
-        if self.keeps_average:
-            self.average = self._zeros(torch.float32)
 
     def place_weights(self) -> None:
         """Round the shard to the training dtype into this rank's slice of `placed`, unless the slice is up to date."""

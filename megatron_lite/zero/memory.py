@@ -70,8 +70,6 @@ class Memory:
             average_plan = plan_buffers({stage.index: stage.numel for stage in stages}, ahead, tied, every=True)
             self.averages = self._buffers(average_plan, precision.training)
             self.average_plans = [self._plan(stage, average_plan, grad_plan) for stage in stages]
-            for part in self._parts():
-                part.allocate_average()
 
     def register(self) -> None:
         """Exchange the addresses of buffers in symmetric memory; all ranks call this together.
