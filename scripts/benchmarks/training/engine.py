@@ -44,6 +44,8 @@ def built(
         state=rule_of(config.optimizer).declared,
         averaged=config.averaging.ema_type != "none",
         tensor=distributed.tensor,
+        world=distributed.layers,
+        pipeline=distributed.pipeline,
     )
     optimizer = Optimizer(config, model.all_stages, distributed, kernels)
     model.initialize(config.distributed.seed)
