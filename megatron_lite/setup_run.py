@@ -128,7 +128,7 @@ def build(
     distributed.progress.phase = "the loading"
     run.model = together(distributed, lambda: _allocate(run, layers))
     together(distributed, run.model.memory.register)
-    for line, short in stage_lines(run.model):
+    for line, short in stage_lines(run.model, config.batch):
         _tell(run, line, short)
     if rule_of(config.optimizer).declared.whole_matrices and run.model.training:
         run.logger.info(muon.describe(run.model.all_stages))

@@ -11,7 +11,7 @@ from collections.abc import Iterator, Mapping, Sequence
 
 import torch
 
-from megatron_lite.config import Config
+from megatron_lite.config import BatchConfig, Config
 from megatron_lite.distributed.process_group import Distributed
 from megatron_lite.distributed.startup import deterministic_ways
 from megatron_lite.kernels.choice import Kernels
@@ -57,9 +57,11 @@ def derived_numbers(
 
 
 def describe_ranks(distributed: Distributed) -> str:
-    """Return the number of ranks, with their groups if there are several kinds: "4 (2 data x 2 tensor)"."""
-    data, tensor = distributed.data.world_size, distributed.tensor.world_size
-    return f"{distributed.world_size}" + (f" ({data} data x {tensor} tensor)" if tensor > 1 else "")
+    """Return the number of ranks, with their groups if there are several: "8 (2 pipeline x 2 data x 2 tensor)"."""
+    groups = {"pipeline": distributed.pipeline, "data": distributed.data, "tensor": distributed.tensor}
+    sizes = {name: group.world_size for name, group in groups.items() if name == "data" or group.world_size > 1}
+    grid = " x ".join(f"{size} {name}" for name, size in sizes.items())
+    return f"{distributed.world_size}" + (f" ({grid})" if len(sizes) > 1 else "")
 
 
 def _smallest_to_largest(numbers: Sequence[int]) -> str:
@@ -83,7 +85,7 @@ def choice_lines(
         yield (ways := deterministic_ways(device, kernels.triton)), ways
 
 
-def stage_lines(model: MultiStage) -> Iterator[tuple[str, str]]:
+def stage_lines(model: MultiStage, batch: BatchConfig) -> Iterator[tuple[str, str]]:
     """Yield pairs: stages, frozen parameters, this rank's state memory by kind, and how products are computed."""
     blocks = [len(stage) for stage in model.split[1:-1]]
     shown = ", ".join(map(str, blocks)) if len(set(blocks)) > 1 else f"{blocks[0]} each"
@@ -93,9 +95,11 @@ def stage_lines(model: MultiStage) -> Iterator[tuple[str, str]]:
     rows = [row for row in model.memory.table() if row.bytes]
     total = MemoryRow("state memory per rank", sum(row.count for row in rows), sum(row.bytes for row in rows))
     yield (
-        f"{len(model.stages)} stages: {names}; {buffers}",
-        f"{len(model.stages)} stages, {buffers}; {total.bytes / MIB:,.2f} MiB of {total.kind}",
+        f"{len(model.all_stages)} stages: {names}; {buffers}",
+        f"{len(model.all_stages)} stages, {buffers}; {total.bytes / MIB:,.2f} MiB of {total.kind}",
     )
+    if model.ranks.world_size > 1:
+        yield (line := model.order.describe(batch)), line
     frozen = sum(slot.spec.numel for _, part in model.all_parts() if part.frozen for slot in part.layout.slots)
     if frozen:
         line = f"{frozen:,} of {model.num_parameters:,} parameters are frozen"

@@ -161,7 +161,9 @@ def data_sheet(distributed: DistributedConfig, device_type: str, world_size: int
         f"products reach {products:.0%} of the peak, attention {attention:.0%} ({source}); passes over memory "
         f"{MEMORY_SHARE:.0%}",
     ]
-    link, link_name = link_gb_s(chosen, gpu, world_size, tensor) if is_gpu else (gpu.link_gb_s, "gloo")
+    pipeline, first = distributed.pipeline_parallel, distributed.pipeline_first
+    ring = world_size if first else world_size // pipeline
+    link, link_name = link_gb_s(chosen, gpu, ring, tensor) if is_gpu else (gpu.link_gb_s, "gloo")
     if world_size > 1:
         hidden = "they overlap with computation where there is a second buffer" if gpu.overlap else "none overlap"
         lines.append(
@@ -177,6 +179,10 @@ def data_sheet(distributed: DistributedConfig, device_type: str, world_size: int
             f"tensor-parallel ranks are neighbours with {near:,.4g} GB/s; their collectives overlap with the matrix "
             "products that do not depend on them"
         )
+    if pipeline > 1 and is_gpu:  # a GPU sends its messages alone
+        link, _ = link_gb_s(chosen, gpu, pipeline * tensor if first else world_size, GPUS_PER_NODE)
+        collectives["send"] = CollectiveSpeed(gpu.latency_s, link * 1e9 * LINK_SHARE)
+        lines.append(f"messages between pipeline ranks take {link:,.4g} GB/s; a receive overlaps with other passes")
     rates = dict.fromkeys(PRODUCT_KINDS, tflops) | {EIGHT_BITS: 2 * gpu.tflops}
     speeds = DtypeSpeeds(
         Grid([1], [1], [1], {kind: [[[products * rate * 1e12]]] for kind, rate in rates.items()}),

@@ -16,6 +16,16 @@ from megatron_lite.zero.stage import Stage
 LEAST_S = 1e-6  # of a pass
 
 
+def hidden_s(cost: Cost, speeds: Speeds, dtype: str) -> float:
+    """Return the time of tensor-parallel collectives beside products of the same pass."""
+    hidden = 0.0
+    for overlap, count in cost.overlaps.items():
+        computing = sum(speeds.item_s(item, dtype) for item in overlap.items)
+        sending = speeds.collective_s(overlap.kind, 1, overlap.wire_bytes)
+        hidden += count * min(sending * speeds.overlap, computing)
+    return hidden
+
+
 def stage_durations(
     stages: Sequence[Stage], costs: Sequence[StageCosts], speeds: Speeds, dtype: str
 ) -> tuple[Durations, ...]:
@@ -23,11 +33,7 @@ def stage_durations(
 
     def seconds(cost: Cost, host_s: float) -> float:
         computing = sum(count * speeds.item_s(item, dtype) for item, count in cost.work.items())
-        exposed = speeds.traffic_s(cost.traffic)
-        for overlap, count in cost.overlaps.items():
-            beside = sum(speeds.item_s(item, dtype) for item in overlap.items)
-            sending = speeds.collective_s(overlap.kind, 1, overlap.wire_bytes)
-            exposed -= count * min(sending * speeds.overlap, beside)
+        exposed = speeds.traffic_s(cost.traffic) - hidden_s(cost, speeds, dtype)
         return max(LEAST_S, exposed + (max(computing, host_s) if speeds.waits_for_host else computing + host_s))
 
     found: dict[int, Durations] = {}  # equal stages share their costs

@@ -137,7 +137,8 @@ def _table(search: Search, layouts: Sequence[Layout], best: Layout) -> Iterator[
     ranks = counted(search.world_size, "rank" if search.device_type == "cpu" else "GPU")
     if search.device_type == "cuda" and not search.speeds.path:
         ranks += f" ({search.speeds.device})"
-    tensor = f"TP {search.tensor_parallel}, " if search.tensor_parallel > 1 else ""
+    sizes = {"TP": search.tensor_parallel, "PP": search.pipeline_parallel}
+    tensor = "".join(f"{name} {size}, " for name, size in sizes.items() if size > 1)
     yield (f"layouts that fit {ranks}, {tensor}predicted, the fastest of {len(layouts)} (*: recommended):")
     rows = [("", *TITLES, "s/step", "tokens/s"), *(("*" * (layout is best), *_cells(layout)) for layout in shown)]
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
@@ -200,7 +201,8 @@ def _epochs(config: Config, world_size: int) -> Iterator[str]:
     if config.data.dataset_source == "random" or not (config.data.data_path and config.training.train_iters):
         return
     try:
-        source = open_data(config, 0, world_size // config.distributed.tensor_parallel)
+        options = config.distributed
+        source = open_data(config, 0, world_size // (options.tensor_parallel * options.pipeline_parallel))
     except (RunError, OSError) as error:
         yield from wrapped([Note(f"epochs over the data: unknown; {str(error).partition(';')[0]}")])
         return

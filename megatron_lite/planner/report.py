@@ -48,7 +48,7 @@ def dry_run(
     search, changes = Search(asked, config.batch.batch_size, world_size, device_type, memory), Changes()
     try:
         if asked.distributed.world_size == "auto":
-            search = smallest_world(dataclasses.replace(search, world_size=config.distributed.tensor_parallel))
+            search = smallest_world(dataclasses.replace(search, world_size=search.together))
             config, changes = _asked_or_recommended(search, config)
         multi_stage, choices = resolve_auto(config, search.world_size, device_type, memory)
         plan = make_plan(dataclasses.replace(config, multi_stage=multi_stage), search.world_size, device_type)
@@ -117,7 +117,7 @@ def _mib(size: float) -> str:
 def _model(plan: Plan) -> Iterator[str]:
     """Yield parameter counts and one row per series of equal stages."""
     model, options = plan.model, plan.config.multi_stage
-    frozen = sum(slot.spec.numel for _, part in model.parts() if part.frozen for slot in part.layout.slots)
+    frozen = sum(slot.spec.numel for _, part in model.all_parts() if part.frozen for slot in part.layout.slots)
     total = model.num_parameters
     yield f"parameters: {total:,} ({total - frozen:,} trainable, {frozen:,} frozen)"
     weights, gradients = model.memory.buffer_counts()
@@ -126,6 +126,9 @@ def _model(plan: Plan) -> Iterator[str]:
         f"{counted(gradients, 'gradient buffer')} (zero_stage {options.zero_stage}, "
         f"layers_per_stage {options.layers_per_stage:g})"
     )
+    if model.ranks.world_size > 1:
+        order = plan.partition.order(plan.config, plan.config.performance.mlp_recompute_level)
+        yield f"of pipeline rank {model.ranks.rank}, which needs the most memory; {order.describe(plan.config.batch)}"
     yield _title("stages", "layers each", "elements each", "with padding", "weights each, MiB")
     for _, run in itertools.groupby(model.stages, key=functools.partial(_shape, plan)):
         yield _stage_row(plan, list(run))
@@ -133,8 +136,9 @@ def _model(plan: Plan) -> Iterator[str]:
 
 def _shape(plan: Plan, stage: Stage) -> tuple[int, ...]:
     """Return a key: consecutive stages with equal keys share a row; the two ends stay separate."""
-    in_the_middle = 0 < stage.index < len(plan.model.stages) - 1
-    return in_the_middle, len(stage.layers), _elements(stage), stage.numel, stage.grad_numel
+    in_the_middle = 0 < stage.index < len(plan.model.all_stages) - 1
+    place = plan.model.stages.index(stage) - stage.index  # differs between stretches of a pipeline rank
+    return in_the_middle, place, len(stage.layers), _elements(stage), stage.numel, stage.grad_numel
 
 
 def _elements(stage: Stage) -> int:

@@ -35,6 +35,7 @@ MOST_MICRO_BATCHES = 7  # micro-batch sizes to try
 MOST_BREADTH = 64  # breadth-first micro-batches, whose activations are all held
 MOST_RANKS = 2**24  # the limit of --world_size
 TENSOR_PARALLEL = (2, 4, 8)  # sizes of tensor-parallel groups within a node
+PIPELINE_PARALLEL = (2, 4, 8)  # ranks of a pipeline of the largest such groups
 LEAST_GAIN = 0.02  # share of the time; below it the layout that leaves the most memory is preferred
 SPARE = 0.03  # share of the memory that a layout leaves free
 SMALLEST_SAVING = 0.002  # share of the plan's memory; an option that saves less is not suggested
@@ -53,7 +54,7 @@ SEARCHED = (
 )
 FOLLOWING = ("sequential_micro_batches", "num_weight_buffers", "num_grad_buffers")
 # Options that only a wider search sets.
-TENSOR = ("tensor_parallel", "sequence_tensor_parallel")
+TENSOR = ("tensor_parallel", "sequence_tensor_parallel", "pipeline_parallel")
 
 Changes = dict[str, Any]  # options and their new values
 
@@ -147,8 +148,8 @@ class Search:
             SearchTooLongError: if the search runs out of time.
         """
         yield self
-        for search in itertools.islice(self._with_tensor_parallelism(), 1, None):
-            if self.world_size % search.tensor_parallel == 0 and search.least_bytes <= self.usable_bytes:
+        for search in itertools.islice(self._wider_groups(), 1, None):
+            if self.world_size % search.together == 0 and search.least_bytes <= self.usable_bytes:
                 yield search
 
     def on_fewest_ranks(self) -> Search | None:
@@ -157,18 +158,17 @@ class Search:
         Raises:
             SearchTooLongError: if the search runs out of time.
         """
-        for search in self._with_tensor_parallelism():
+        for search in self._wider_groups():
             sizes = [dataclasses.replace(search, world_size=size) for size in search.larger_sizes()]
-            first = bisect.bisect_left(sizes, True, key=lambda search: search.least_bytes <= self.usable_bytes)
-            if first < len(sizes):
-                return sizes[first]
+            if sizes and sizes[-1].least_bytes <= self.usable_bytes:
+                return sizes[bisect.bisect_left(sizes, True, key=lambda it: it.least_bytes <= self.usable_bytes)]
         return None
 
     def larger_sizes(self) -> list[int]:
         """Return the larger GPU counts that divide the batch, ascending. On a CPU, more ranks add no memory."""
         if self.device_type != "cuda":
             return []
-        sizes = (size * self.tensor_parallel for size in divisors(self.batch_size))
+        sizes = (size * self.together for size in divisors(self.batch_size))
         return [size for size in sizes if self.world_size < size <= MOST_RANKS]
 
     def resolved(self, changes: Changes) -> Config | None:
@@ -184,7 +184,8 @@ class Search:
     @functools.cached_property
     def speeds(self) -> Speeds:
         """Speeds of the devices and links."""
-        options = dataclasses.replace(self.asked.distributed, tensor_parallel=self.tensor_parallel)
+        options, pipeline = self.asked.distributed, self.pipeline_parallel
+        options = dataclasses.replace(options, tensor_parallel=self.tensor_parallel, pipeline_parallel=pipeline)
         return planned_speeds(options, self.device_type, self.world_size)
 
     @property
@@ -193,9 +194,19 @@ class Search:
         return int(self.tensor.get("tensor_parallel", self.asked.distributed.tensor_parallel))
 
     @property
+    def pipeline_parallel(self) -> int:
+        """Pipeline-parallel size."""
+        return int(self.tensor.get("pipeline_parallel", self.asked.distributed.pipeline_parallel))
+
+    @property
+    def together(self) -> int:
+        """Ranks that share the samples of a data-parallel rank."""
+        return self.tensor_parallel * self.pipeline_parallel
+
+    @property
     def share(self) -> int:
         """Samples per data-parallel rank and iteration."""
-        return max(self.batch_size * self.tensor_parallel // self.world_size, 1)
+        return max(self.batch_size * self.together // self.world_size, 1)
 
     @property
     def _can_split(self) -> bool:
@@ -210,22 +221,27 @@ class Search:
     def _planner(self) -> Planner:
         return Planner(self.world_size, self.device_type)
 
-    def _with_tensor_parallelism(self) -> Iterator[Search]:
-        """Yield this search, then those with more tensor parallelism."""
+    def _wider_groups(self) -> Iterator[Search]:
+        """Yield this search, those with more tensor parallelism, then those with pipelines of such groups, too."""
         yield self
-        for size in TENSOR_PARALLEL:
-            if size > self.tensor_parallel:
-                yield dataclasses.replace(self, tensor=dict(zip(TENSOR, (size, True), strict=True)))
+        blocks, most = self.asked.model.num_layers, TENSOR_PARALLEL[-1]
+        pipelines = [(most, size) for size in PIPELINE_PARALLEL if blocks % size == 0]
+        for tensor, pipeline in [*((size, self.pipeline_parallel) for size in TENSOR_PARALLEL), *pipelines]:
+            if tensor >= self.tensor_parallel and tensor * pipeline > self.together:
+                yield dataclasses.replace(self, tensor=dict(zip(TENSOR, (tensor, True, pipeline), strict=True)))
 
     def _candidates(self) -> Iterator[list[Changes]]:
         """Yield layouts without recomputation, each with variants to try if it needs recomputation to fit."""
         evaluates = self.asked.batch.eval_micro_batch_size is not None
         sizes = [size for size in divisors(self.share) if size <= LARGEST_MICRO_BATCH][:MOST_MICRO_BATCHES]
-        for zero_stage in (1, 2, 3) if self.world_size > self.tensor_parallel else (1, 3):
+        for zero_stage in (1, 2, 3) if self.world_size > self.together else (1, 3):
             for size in reversed(sizes):
-                accumulated = -(-self.batch_size * self.tensor_parallel // (size * self.world_size))
-                breadths = (1, accumulated) if 1 < accumulated <= MOST_BREADTH and zero_stage > 1 else (1,)
-                for breadth in breadths:
+                accumulated = -(-self.batch_size * self.together // (size * self.world_size))
+                breadths = {1, accumulated} if accumulated <= MOST_BREADTH and zero_stage > 1 else {1}
+                if self.pipeline_parallel > 1:  # groups of micro-batches fill the pipeline
+                    breadths = {max(part for part in divisors(accumulated) if part <= 4 * self.pipeline_parallel)}
+                    breadths |= {accumulated} if zero_stage > 1 else set()
+                for breadth in sorted(breadths):
                     splits = (False, True) if self._can_split and zero_stage < 3 else (False,)
                     variants = [self._changes(zero_stage, size, breadth, split) for split in splits]
                     yield [
@@ -378,8 +394,8 @@ def _single_options(search: Search, config: Config) -> Iterator[tuple[str, Chang
     for zero_stage in range(config.multi_stage.zero_stage + 1, 4):
         yield "zero_stage", {"zero_stage": zero_stage, **buffers}
     for size in TENSOR_PARALLEL:
-        if size > search.tensor_parallel and search.world_size % size == 0:
-            tensor = dict(zip(TENSOR, (size, True), strict=True))
+        if size > search.tensor_parallel and search.world_size % (size * search.pipeline_parallel) == 0:
+            tensor = dict(zip(TENSOR, (size, True), strict=False))
             yield "tensor_parallel", {**tensor, **same_batch, "micro_batch_size": batch.micro_batch_size}
             break
     if config.distributed.training_dtype == "bf16" and not stages.split_master_weights:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import math
 from collections import Counter
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
@@ -10,9 +11,10 @@ from dataclasses import dataclass
 from megatron_lite.config import Config
 from megatron_lite.parameter import DTYPES
 from megatron_lite.planner.devices import TENSOR_KINDS
+from megatron_lite.planner.durations import hidden_s, stage_durations
 from megatron_lite.planner.plan import Plan
 from megatron_lite.planner.speeds import Attention, Item, Pass, Product, Speeds
-from megatron_lite.planner.stage_costs import Overlap
+from megatron_lite.zero.simulation import simulate
 
 # Bytes that an update reads and writes per element of a shard: gradient, weight and moments, without rounded weights.
 UPDATE_BYTES = {"adamw": 28, "muon": 20, "lion": 20, "sgd": 20}
@@ -25,7 +27,7 @@ PARTS = {Product: "products", Pass: "passes", Attention: "attention"}
 class StepTime:
     """Seconds of a step on one rank."""
 
-    parts: Mapping[str, float]  # "products", "attention", "passes", "host"
+    parts: Mapping[str, float]  # "products", "attention", "passes", "host"; "bubble": waits for other pipeline ranks
     communication_s: float  # all collectives
     exposed_s: float  # communication not overlapped with computation
     tokens: int  # per global batch
@@ -73,18 +75,36 @@ def predict_step(plan: Plan, speeds: Speeds) -> StepTime:
         for item, count in items.items():
             parts[PARTS[type(item)]] += times * count * speeds.item_s(item, dtype)
     blocks = config.model.num_layers + config.performance.recompute_layers // 3  # one recomputed is a third more
-    host = micro_batches * blocks * speeds.block_s + speeds.step_s
+    host = micro_batches * blocks / plan.model.ranks.world_size * speeds.block_s + speeds.step_s
     busy = sum(parts.values())
     parts["host"] += max(0.0, host - busy) if speeds.waits_for_host else host
     inside = {kind: total for kind, total in plan.traffic.items() if kind in TENSOR_KINDS}
-    between = {kind: total for kind, total in plan.traffic.items() if kind not in TENSOR_KINDS}
+    apart = (*TENSOR_KINDS, "send", "receive")
+    between = {kind: total for kind, total in plan.traffic.items() if kind not in apart}
     of_data, of_tensor = (speeds.traffic_s(part) for part in (between, inside))
     exposed = _exposed(config, of_data, sum(parts.values()), len(plan.model.stages), speeds.overlap) + of_tensor
-    for overlap, count in sum((cost.overlaps for cost in plan.costs), Counter[Overlap]()).items():
-        computing = sum(speeds.item_s(item, dtype) for item in overlap.items)
-        sending = speeds.collective_s(overlap.kind, 1, overlap.wire_bytes)
-        exposed -= micro_batches * count * min(sending * speeds.overlap, computing)
+    exposed -= micro_batches * sum(hidden_s(cost, speeds, dtype) for cost in plan.costs)
+    if plan.model.ranks.world_size > 1:
+        parts["bubble"] = _bubble_s(plan, speeds)
     return StepTime(parts, of_data + of_tensor, exposed, config.batch.batch_size * config.batch.sequence_length)
+
+
+def _bubble_s(plan: Plan, speeds: Speeds) -> float:
+    """Return the time in which the planned rank waits for other pipeline ranks and messages."""
+    config, partition, model = plan.config, plan.partition, plan.model
+    level, (few, more, periods) = config.performance.mlp_recompute_level, partition.periods(config)
+    costs, message_s = (
+        partition.training(config, level),
+        speeds.collective_s("send", 1, partition.message_bytes(config)),
+    )
+    durations = stage_durations(partition.whole.stages, costs, speeds, config.distributed.training_dtype)
+
+    def waits(size: tuple[int, int]) -> float:
+        passes = partition.order(config, level).training(math.prod(size), size[1])
+        timeline = simulate(passes, model.pipeline, durations, model.order.first_trained, message_s)
+        return timeline.duration - sum(end - start for start, end in timeline.spans[model.ranks.rank])
+
+    return waits(few) + (periods * (waits(more) - waits(few)) if periods else 0.0)
 
 
 def _exposed(config: Config, communication: float, compute: float, stages: int, overlap: float) -> float:

@@ -1,5 +1,6 @@
 """Plans of pipeline ranks against the memory of a step and the messages of real runs."""
 
+import dataclasses
 import itertools
 from typing import Any
 
@@ -10,7 +11,11 @@ from megatron_lite.config import Config
 from megatron_lite.distributed.grid import rank_grid
 from megatron_lite.distributed.process_group import Distributed
 from megatron_lite.model.layer import MicroBatch
-from megatron_lite.planner.plan import Planner, SimulatedGroup, make_plan
+from megatron_lite.planner.devices import data_sheet
+from megatron_lite.planner.plan import Planner, SimulatedGroup, make_plan, planned_durations
+from megatron_lite.planner.search import Search
+from megatron_lite.planner.work_time import predict_step
+from pretrain_gpt import main
 from tests.planner.test_plan import SIZES
 from tests.support.harness import run_distributed, start_run, tiny_config
 from tests.support.kernel_checks import products_in_fp32
@@ -118,3 +123,39 @@ def test_many_micro_batches_repeat_the_first() -> None:
         assert plan.activations["none"].peak == make_plan(few, 2, "cpu", 1).activations["none"].peak
         steps = plan.partition.steps(many, "none", (1, 41))
         assert plan.traffic["send"].collectives == sum(step.send is not None for step in steps)
+
+
+def test_the_predicted_bubble_is_that_of_the_formula() -> None:
+    """1F1B waits (P - 1) / m of its work, of m micro-batches; only embedding and head make ranks unequal."""
+    sizes = dict(hidden_size=4096, num_attention_heads=32, sequence_length=2048, max_position_embeddings=2048)
+    config = configured("one_f_one_b", "loop", **sizes, training_dtype="bf16", tie_word_embeddings=False)
+    time = predict_step(make_plan(config, 2, "cuda", 0), data_sheet(config.distributed, "cuda", 2))
+    work = time.compute_s - time.parts["bubble"]
+    assert time.parts["bubble"] / work == pytest.approx(1 / 8, rel=0.2)
+    assert all(min(of) > 0 for of in planned_durations(config, 2, "cuda") or ())
+
+
+def test_a_dry_run_says_what_the_pipeline_does(capsys: pytest.CaptureFixture[str]) -> None:
+    """Rank, schedule, bubble, messages and the size of the pipeline, which the command keeps."""
+    flags = "--num_layers=8 --hidden_size=64 --num_attention_heads=4 --vocab_size=100 --sequence_length=64"
+    flags += " --dataset_source=random --tie_word_embeddings=0 --batch_size=8 --micro_batch_size=1"
+    assert main(["--dry_run=1", "--world_size=4", "--pipeline_parallel=2", *flags.split()]) == 0
+    page = capsys.readouterr().out
+    for text in (
+        "of pipeline rank ",
+        "--pipeline_schedule=zero_bubble_v",
+        "bubble",
+        "messages sent",
+        "PP 2, predicted",
+    ):
+        assert text in page, page
+    assert page.rpartition("run this")[2].count("--pipeline_parallel=2") == 1
+
+
+def test_pipelines_are_tried_after_tensor_parallelism() -> None:
+    """A search on the same ranks, or for the fewest, tries groups of 8 in pipelines last; a pipeline as asked stays."""
+    asked = configured("one_f_one_b", "loop")
+    for pipeline, expected in ((1, [(1, 1), (2, 1), (4, 1), (8, 1), (8, 2), (8, 4), (8, 8)]), (2, [(1, 2), (2, 2)])):
+        run = dataclasses.replace(asked, distributed=dataclasses.replace(asked.distributed, pipeline_parallel=pipeline))
+        tried = [(it.tensor_parallel, it.pipeline_parallel) for it in Search(run, 8, 64, "cuda", 1)._wider_groups()]
+        assert tried[: len(expected)] == expected
