@@ -2,10 +2,6 @@
 
 A stage always holds shards (this rank's 1/N of weights, gradients and optimizer state). While it computes, it borrows
 a buffer for its full weights and one for its full gradients. ZeRO 1, 2 and 3 differ only in the number of buffers.
-
-A recomputed layer saves only its input; its backward pass runs the forward pass again with the same seeds.
-
-    forward: y = f(x), saving x        backward: y = f(x) again, saving what f saves, then dx from dy
 """
 
 from __future__ import annotations
@@ -20,9 +16,10 @@ from torch import Tensor
 from megatron_lite.distributed.cpu_collectives import Works
 from megatron_lite.distributed.rank_group import Group
 from megatron_lite.distributed.traffic import Handle
-from megatron_lite.parameter import Function, Parameter, ParameterSpec
+from megatron_lite.parameter import Parameter, ParameterSpec, backward
 from megatron_lite.zero.flat_shard import ADAM_STATE, FlatShard, OptimizerState, Precision
 from megatron_lite.zero.layout import ParameterSlot
+from megatron_lite.zero.recompute import recompute
 
 
 class Layer(Protocol):
@@ -366,41 +363,3 @@ class Stage:
 
 def _observe_gradient(observer: Observer, name: str, slot: int, gradient: Tensor) -> None:
     observer.layer_gradient(name, gradient, slot)
-
-
-# -- passes of layers -------------------------------------------------------------------------------------------------
-
-
-class _Recomputed(Function):
-    """Takes trained parameters as arguments so that the output requires a gradient even if the input does not."""
-
-    @staticmethod
-    def forward(ctx: Any, layer: Layer, hidden: Tensor, micro_batch: Any, *trained: Tensor) -> Tensor:
-        ctx.layer, ctx.micro_batch = layer, micro_batch
-        ctx.save_for_backward(hidden)
-        return layer(hidden, micro_batch)
-
-    @staticmethod
-    def backward(ctx: Any, grad_output: Tensor) -> tuple[Tensor | None, ...]:
-        (hidden,) = ctx.saved_tensors
-        hidden = hidden.detach().requires_grad_(ctx.needs_input_grad[1])
-        with torch.enable_grad():
-            backward(ctx.layer(hidden, ctx.micro_batch), grad_output)
-        return None, hidden.grad, *(None for _ in ctx.needs_input_grad[2:])
-
-
-def backward(output: Tensor, grad: Tensor | None) -> None:
-    """Run the backward pass of `output` from its gradient; None: `output` is the loss. Gradients must be enabled.
-
-    Calls the engine as `torch.autograd.backward` does, which would first import a library for symbolic shapes: 0.4 s
-    before the first step.
-    """
-    torch.autograd.Variable._execution_engine.run_backward(
-        (output,), (torch.ones_like(output) if grad is None else grad,), False, False, (), True, True
-    )
-
-
-def recompute(layer: Layer, hidden: Tensor, micro_batch: Any) -> Tensor:
-    """Return `layer(hidden, micro_batch)`, saving only `hidden`; the layer accumulates its parameters' gradients."""
-    trained = [parameter for parameter in layer.parameters() if parameter.requires_grad]
-    return _Recomputed.apply(layer, hidden, micro_batch, *trained)

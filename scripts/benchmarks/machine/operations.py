@@ -18,9 +18,9 @@ from torch import Tensor
 from megatron_lite.distributed.process_group import Distributed
 from megatron_lite.kernels.attention.attention import attention
 from megatron_lite.kernels.products import add_product, affine, product
+from megatron_lite.parameter import backward
 from megatron_lite.planner.speeds import AXES, PRODUCT_KINDS, Attention
 from megatron_lite.planner.work_time import UPDATE_BYTES
-from megatron_lite.zero.stage import backward
 from scripts.benchmarks.gpu.ops_table import Shape, make_adamw, make_gradient_norm
 
 POOL_BYTES = 96 * 2**20
