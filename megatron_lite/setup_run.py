@@ -255,6 +255,8 @@ def _allocate(run: Run, layers: list[Layer]) -> MultiStage:
         tensor=run.distributed.tensor,
         world=run.distributed.layers,
         pipeline=run.distributed.pipeline,
+        shard=run.distributed.shard,
+        replicate=run.distributed.replicate,
         training=not config.training.inference,
         state=rule_of(config.optimizer).declared,
         averaged=config.averaging.enabled,

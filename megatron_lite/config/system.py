@@ -138,6 +138,12 @@ class DistributedConfig(Area):
     pipeline_parallel: PositiveInt = option(
         1, "pipeline-parallel ranks, which have different layers", basic=True, aliases="pipeline_model_parallel_size"
     )
+    data_parallel_shard: NonNegativeInt = option(
+        0,
+        "hybrid shards: neighbouring data-parallel ranks that share weights and gradients; further groups "
+        "of as many are replicas; 0: all",
+        aliases="data_parallel_shard_degree",
+    )
     pipeline_first: bool = pipeline_option(
         False, "neighbouring ranks are of one pipeline; 0: of one data-parallel group"
     )

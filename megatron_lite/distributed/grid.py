@@ -1,4 +1,4 @@
-"""The ranks of a run as a grid of pipeline x data x tensor ranks, and the groups along its dimensions.
+"""The ranks of a run as a grid of pipeline x replica x shard x tensor ranks, and the groups along its dimensions.
 
 Tensor-parallel ranks are adjacent. torch's `init_device_mesh` would make the same groups, but without a time-out, and
 with references to them that `Distributed.close` could not drop.
@@ -60,16 +60,19 @@ def divide(
     tensor: int,
     pipeline: int = 1,
     pipeline_first: bool = False,
+    shard: int = 0,
 ) -> None:
     """Divide the ranks into groups; all ranks call this together.
 
     Collectives of several groups are in flight at the same time. NCCL may then deadlock unless all ranks start them in
     the same order, which they do: the order depends on the options alone, never on data or timing.
 
-    new_group: creates a process group of the given ranks; all ranks call it.
+    new_group: creates a process group of the given ranks; all ranks call it. shard: data-parallel ranks in a group of
+        hybrid shards; 0: all.
     """
     grid = rank_grid(world.world_size, pipeline, tensor, pipeline_first)
     world.places = places_of(grid)
+    grid = grid.reshape(pipeline, -1, shard or grid.shape[1], tensor)
 
     def process_group(dimensions: Sequence[int]) -> tuple[list[int], Any]:
         made = [(ranks, new_group(ranks)) for ranks in groups_along(dimensions, grid)]
@@ -81,9 +84,13 @@ def divide(
 
     if pipeline > 1:
         world.pipeline = PipelineGroup(*own((0,)), (process_group((0,))[1], process_group((0,))[1]))
-        world.layers = Group(*own((1, 2)))
+        world.layers = Group(*own((1, 2, 3)))
         world.groups += [world.pipeline, world.layers]
     world.data = world.layers
     if tensor > 1:
-        world.data, world.tensor = Group(*own((1,))), Group(*own((2,)))
+        world.data, world.tensor = Group(*own((1, 2))), Group(*own((3,)))
         world.groups += [world.data, world.tensor]
+    world.shard = world.data
+    if grid.shape[1] > 1:
+        world.shard, world.replicate = Group(*own((2,))), Group(*own((1,)))
+        world.groups += [world.shard, world.replicate]

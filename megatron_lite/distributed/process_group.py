@@ -49,6 +49,8 @@ class Distributed(Group):
         self.pipeline = one_pipeline_rank(device)  # pipeline-parallel ranks
         self.layers: Group = self  # data and tensor-parallel ranks: those with the same layers
         self.data: Group = self  # data-parallel ranks
+        self.shard: Group = self  # those of them that share full weights and gradients
+        self.replicate: Group = alone(device)  # those with the same place in other such groups
         self.tensor: Group = alone(device)  # tensor-parallel ranks
         self.groups: list[Group] = [self]  # all groups of this rank
         self.places: Any = None  # of all ranks: see `grid.Place`

@@ -124,6 +124,7 @@ def join(
             tensor=config.tensor_parallel,
             pipeline=config.pipeline_parallel,
             pipeline_first=config.pipeline_first,
+            shard=config.data_parallel_shard,
         )
     if watch is not None:
         watch.on_watchdog = functools.partial(_set_watchdogs, distributed)

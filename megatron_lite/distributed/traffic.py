@@ -84,7 +84,8 @@ class Traffic:
     """Counts a rank's collectives over all its groups, by kind: "gather" (weights), "reduce" (gradients), "tensor
     gather", "tensor reduce" and "tensor sum" (hidden states, and gradients of replicated parameters), "tensor
     scale" and "scale" (of 8-bit factors), "send" and "receive" (hidden states and their gradients between pipeline
-    ranks), "muon gather", "muon reduce", "sum" (small sums) and "debug".
+    ranks), "replica gather" and "replica reduce" (of hybrid shards), "muon gather", "muon reduce", "sum" (small sums)
+    and "debug".
     """
 
     def __init__(self, progress: Progress | None = None, device_type: str = "cpu") -> None:

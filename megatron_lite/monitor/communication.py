@@ -15,6 +15,8 @@ from megatron_lite.zero.stage import Stage
 TRAFFIC_KINDS = {
     "gather": "gathers",
     "reduce": "reductions",
+    "replica gather": "gathers across replicas",
+    "replica reduce": "reductions across replicas",
     "tensor gather": "tensor gathers",
     "tensor reduce": "tensor reductions",
     "tensor sum": "tensor sums",
@@ -48,8 +50,8 @@ def time_collectives(
                     stage.weights.holder = None
                     stage.gather()
                     stage.weights.wait()
-                elif stage.trainable is not None and group.world_size > 1:
-                    group.reduce_scatter(stage.trainable.full_gradients).wait()
+                elif (part := stage.trainable) is not None and part.group.world_size > 1:
+                    part.group.reduce_scatter(part.full_gradients).wait()
             if group.device.type == "cuda":
                 torch.cuda.synchronize(group.device)
             runs.append(time.perf_counter() - start_s)

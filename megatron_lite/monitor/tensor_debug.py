@@ -240,13 +240,14 @@ class TensorDebugger:
         if self.config.debug_global_tensors:
             ranks, size = self.distributed.layers, self.distributed.tensor.world_size
             shards = ranks.gather_tensors(shard.detach())
-            flats = [torch.cat(shards[rank::size]) for rank in range(size)] if ranks.rank == 0 else []
+            firsts = [size * layout.holder(number) for number in range(layout.world_size if ranks.rank == 0 else 0)]
+            flats = [torch.cat([shards[first + rank] for first in firsts]) for rank in range(size if firsts else 0)]
             for slot in layout.slots if flats else ():
                 place = slice(slot.offset, slot.offset + slot.spec.padded_numel)
                 yield slot.spec.name, assembled(slot.spec, [flat[place] for flat in flats])
             return
         rank = self.distributed.data.rank
-        low = rank * layout.shard_numel
+        low = layout.start(rank)
         for slot, start, end in layout.pieces(rank):
             piece, name = shard[slot.offset + start - low : slot.offset + end - low], slot.spec.local_name
             if end - start == slot.numel:

@@ -239,7 +239,7 @@ class Watch:
         """Summarize this rank's pieces of a part's parameters; `read` returns the elements of the shard in a slice."""
         table, rank = self._tables[target], self._distributed.data.rank
         for slot, start, end in part.layout.pieces(rank):
-            first = slot.offset + start - rank * part.layout.shard_numel
+            first = slot.offset + start - part.layout.start(rank)
             counted = part.counted(first, first + end - start)
             if counted and (row := table.rows.get(slot.spec.name)) is not None:
                 cut = (bounds for low, high in counted for bounds in chunk_bounds(table.values, low, high))

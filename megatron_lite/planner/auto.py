@@ -16,7 +16,7 @@ from megatron_lite.kernels.choice import REFERENCES
 from megatron_lite.model.gpt import model_layers
 from megatron_lite.model.layer import Layer
 from megatron_lite.parameter import DTYPES, Parameter
-from megatron_lite.planner.plan import Planner, SimulatedGroup
+from megatron_lite.planner.plan import Planner, group_of
 from megatron_lite.planner.runtime import GIB, MIB
 from megatron_lite.run.host import available_bytes
 from megatron_lite.validation.rules import Note
@@ -77,10 +77,10 @@ def blocks_per_stage(config: Config, world_size: int, device_type: str) -> tuple
     """Choose the number of blocks per stage, and give the reason: enough to make a gather worth its latency.
 
     At most a quarter of the blocks, so that the two ZeRO-3 buffers hold at most half of them and some are left to
-    overlap. A data-parallel group of one rank gathers nothing and gets 1.
+    overlap. A group of one rank gathers nothing and gets 1.
     """
-    group = SimulatedGroup(0, world_size, device_type, tensor_parallel=config.distributed.tensor_parallel)
-    ranks = group.data.world_size
+    group = group_of(config, 0, world_size, device_type)
+    ranks = group.shard.world_size
     if ranks == 1:
         return 1, Note("--layers_per_stage=auto is 1: one rank gathers nothing")
     block = model_layers(config, REFERENCES, group.tensor)[1]

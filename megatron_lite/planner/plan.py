@@ -59,6 +59,7 @@ class SimulatedGroup(Group):
         traffic: Traffic | None = None,
         pipeline_parallel: int = 1,
         pipeline_first: bool = False,
+        shard: int = 0,
     ) -> None:
         super().__init__(rank, world_size, torch.device(device), None, traffic or Traffic())
         self._device_type = device_type
@@ -74,13 +75,21 @@ class SimulatedGroup(Group):
                 of_data, of_pipeline = divmod(of_others, pipeline_parallel)
             self.pipeline = SimulatedPipeline(of_pipeline, pipeline_parallel, self.device, None, self.traffic)
             size, place = ranks * tensor_parallel, of_data * tensor_parallel + of_tensor
-            self.layers = SimulatedGroup(place, size, device_type, device, tensor_parallel, self.traffic)
+            self.layers = SimulatedGroup(place, size, device_type, device, tensor_parallel, self.traffic, shard=shard)
             self.data, self.tensor = self.layers.data, self.layers.tensor
         elif tensor_parallel > 1:
             self.data = SimulatedGroup(of_others, ranks, device_type, device, traffic=self.traffic)
             # Allocates nothing itself; its traffic depends on the planned device type (`zero/replicas.py`).
             of_plan = device_type if device == "meta" else device
             self.tensor = SimulatedGroup(of_tensor, tensor_parallel, device_type, of_plan, traffic=self.traffic)
+
+        self.shard: Group = self.data
+        self.replicate: Group = alone(self.device)
+        if shard and shard < self.data.world_size:
+            replica, place = divmod(self.data.rank, shard)
+            replicas = self.data.world_size // shard
+            self.shard = SimulatedGroup(place, shard, device_type, device, traffic=self.traffic)
+            self.replicate = SimulatedGroup(replica, replicas, device_type, device, traffic=self.traffic)
 
     def all_gather(self, buffer: Tensor, kind: str = "gather") -> Handle:
         return self._started(kind, buffer, Works())
@@ -112,7 +121,7 @@ class SimulatedPipeline(PipelineGroup):
 def group_of(config: Config, rank: int, world_size: int, device_type: str, device: str = "meta") -> SimulatedGroup:
     """Return a rank's simulated groups in the layout of `config`."""
     options = config.distributed
-    pipeline = options.pipeline_parallel, options.pipeline_first
+    pipeline = options.pipeline_parallel, options.pipeline_first, options.data_parallel_shard
     return SimulatedGroup(rank, world_size, device_type, device, options.tensor_parallel, None, *pipeline)
 
 
@@ -190,6 +199,8 @@ def planned_model(
         tensor=group.tensor,
         world=group.layers,
         pipeline=group.pipeline,
+        shard=group.shard,
+        replicate=group.replicate,
         state=rule_of(config.optimizer).declared,
         averaged=config.averaging.enabled,
         durations=durations,
@@ -242,7 +253,7 @@ class Planner:
                 (config.performance.eight_bit, config.performance.quantization_targets),
             )
         )
-        pipeline = options.pipeline_parallel, options.pipeline_first
+        pipeline = options.pipeline_parallel, options.pipeline_first, options.data_parallel_shard
         key = rank, repr((computed, pipeline, *map(vars, (config.multi_stage, optimizer, config.averaging))))
         if key not in self._partitions:
             one = dataclasses.replace(config.batch, depth_first_micro_batches=1, breadth_first_micro_batches=1)
@@ -253,8 +264,9 @@ class Planner:
             if model.ranks.world_size > 1:
                 stages = repr((computed, config.multi_stage.layers_per_stage))
                 if stages not in self._whole:
+                    size, parts = group.layers.world_size, (options.tensor_parallel, None, 1, False)
                     layers = SimulatedGroup(
-                        0, group.layers.world_size, self.device_type, tensor_parallel=options.tensor_parallel
+                        0, size, self.device_type, "meta", *parts, shard=options.data_parallel_shard
                     )
                     self._whole[stages] = planned_model(one_micro_batch, layers, self.device_type), layers.traffic
                 whole, traffic = self._whole[stages]

@@ -20,7 +20,7 @@ from megatron_lite.validation.batch import BATCH as BATCH
 from megatron_lite.validation.batch import batch
 from megatron_lite.validation.learning_rate import learning_rate
 from megatron_lite.validation.rules import Problem, declared, problem
-from megatron_lite.validation.sizes import data_ranks, pipeline_parallel, sizes, tensor_parallel
+from megatron_lite.validation.sizes import data_parallel_shard, data_ranks, pipeline_parallel, sizes, tensor_parallel
 from megatron_lite.validation.warnings import warnings as warnings
 
 
@@ -89,6 +89,7 @@ def _cross_check(draft: Draft, world_size: int) -> Iterator[Problem]:
     yield from areas.performance(draft)
     yield from tensor_parallel(draft, world_size)
     yield from pipeline_parallel(draft, world_size)
+    yield from data_parallel_shard(draft, world_size)
     yield from batch(draft, data_ranks(draft, world_size))
     yield from learning_rate(draft)
     yield from areas.update(draft)

@@ -101,6 +101,17 @@ def pipeline_parallel(draft: Draft, world_size: int) -> Iterator[Problem]:
         yield problem(draft, "pipeline_parallel num_layers layers_per_stage", rule, also="pipeline_placement")
 
 
+def data_parallel_shard(draft: Draft, world_size: int) -> Iterator[Problem]:
+    """Check that the data-parallel ranks divide into groups of --data_parallel_shard."""
+    ranks, size = data_ranks(draft, world_size), draft.data_parallel_shard
+    if size and ranks % size:
+        rule = (
+            f"the {ranks} data-parallel rank{'s' * (ranks > 1)} must be a multiple; start more with torchrun, or write "
+            f"--data_parallel_shard={math.gcd(size, ranks)}"
+        )
+        yield problem(draft, "data_parallel_shard", rule, also="tensor_parallel pipeline_parallel world_size dry_run")
+
+
 def _chosen_pipeline(draft: Draft, stages: int) -> tuple[str, str]:
     """Return schedule and placement without `auto`. stages: of blocks."""
     schedule, placement, tied = draft.pipeline_schedule, draft.pipeline_placement, draft.tie_word_embeddings

@@ -14,7 +14,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from megatron_lite.distributed.rank_group import Group
+from megatron_lite.distributed.rank_group import Group, alone
 from megatron_lite.kernels.weight_shard import WeightShard
 from megatron_lite.parameter import ParameterSpec
 from megatron_lite.seeds import derive_seed
@@ -53,6 +53,7 @@ class Precision:
 class FlatShard:
     """This rank's weights, gradients and optimizer state of one flat range.
 
+    group: the ranks among which full weights are gathered; replicate: those that repeat their work, by default none.
     has_state: whether the shard has gradients and moments.
     """
 
@@ -62,6 +63,7 @@ class FlatShard:
     dtype, keeps_average, has_memory = torch.float32, False, False  # no memory: the shard is another pipeline rank's
     shows_average = False  # whether `placed` holds the averages instead of the weights
     grad_shard: Tensor
+    sums: Tensor  # to which reductions in the group add: `grad_shard` or, with replicas, a range around it
     moments: dict[str, Tensor]  # optimizer state by name, (numel(name),) fp32
 
     def __init__(
@@ -72,10 +74,13 @@ class FlatShard:
         group: Group,
         tensor: Group,
         state: OptimizerState,
+        replicate: Group | None = None,
     ) -> None:
-        self.group, self.layout = group, lay_out(specs, group.world_size)
+        self.group, self.replicate = group, replicate or alone(group.device)
+        self.rank = self.replicate.rank * group.world_size + group.rank  # of all data-parallel ranks
+        self.layout = lay_out(specs, group.world_size, self.replicate.world_size)
         # None: no tensor parallelism, so no rank holds copies of these parameters.
-        self.replicas = Replicas(self.layout, group.rank, tensor) if tensor.world_size > 1 else None
+        self.replicas = Replicas(self.layout, self.rank, tensor) if tensor.world_size > 1 else None
         self.frozen, self.has_state = frozen, training and not frozen
         self._moments = {moment.name: moment for moment in state.moments if self.has_state}
         self.whole_matrices = state.whole_matrices
@@ -110,7 +115,7 @@ class FlatShard:
             self.full_gradients = full_gradients
             self.own_gradients = self._own(full_gradients)
             self.shares_gradients = owns_gradients
-            self.grad_shard = self.own_gradients if owns_gradients else self._zeros(precision.gradients)
+            self.sums = self.grad_shard = self.own_gradients if owns_gradients else self._zeros(precision.gradients)
 
     def initialize(self, seed: int) -> None:
         """Draw the initial weights, which depend only on seed, parameter name and device type, not on the layout.
@@ -119,7 +124,7 @@ class FlatShard:
         """
         generator = torch.Generator(device=self.group.device)
         shard = self.read("weights").zero_()
-        for spec, tiles in itertools.groupby(self.layout.tiles(self.group.rank), key=itemgetter(0)):
+        for spec, tiles in itertools.groupby(self.layout.tiles(self.rank), key=itemgetter(0)):
             value = torch.empty(spec.shape, dtype=torch.float32, device=self.group.device)
             spec.initializer.fill(value, generator.manual_seed(derive_seed(seed, spec.name)))
             for _, tile in tiles:
@@ -159,7 +164,7 @@ class FlatShard:
 
     def parameter_at(self, index: int) -> str:
         """Return the name of the parameter at element `index` of this rank's shard, or before it in padding."""
-        place = self.group.rank * self.layout.shard_numel + index
+        place = self.layout.start(self.rank) + index
         return [slot.spec.name for slot in self.layout.slots if slot.offset <= place][-1]
 
     def read(self, kind: str) -> Tensor:

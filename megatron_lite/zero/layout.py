@@ -50,15 +50,29 @@ class UpdateRange:
 
 @dataclass(frozen=True)
 class FlatLayout:
-    """A flat range of (tensor-parallel parts of) parameters: world_size shards of shard_numel elements each."""
+    """A flat range of (tensor-parallel parts of) parameters: world_size shards of shard_numel elements each.
+
+    Their order is that of the data-parallel ranks or, with replicas, s * R + r for rank s in the group of replica r.
+    """
 
     slots: tuple[ParameterSlot, ...]
     world_size: int
     shard_numel: int
+    replicas: int = 1  # R; see `replica_shards.py`
 
     @property
     def numel(self) -> int:
         return self.world_size * self.shard_numel
+
+    def start(self, rank: int) -> int:
+        """Return the offset of a data-parallel rank's shard."""
+        replica, place = divmod(rank, self.world_size // self.replicas)
+        return (place * self.replicas + replica) * self.shard_numel
+
+    def holder(self, shard: int) -> int:
+        """Return the data-parallel rank that has the shard of this number."""
+        place, replica = divmod(shard, self.replicas)
+        return replica * (self.world_size // self.replicas) + place
 
     @functools.cached_property
     def tensor_ranks(self) -> int:
@@ -92,7 +106,7 @@ class FlatLayout:
             if separate or not firsts or _update_kind(self.slots[firsts[-1]].spec) != _update_kind(slot.spec):
                 firsts.append(index)
         starts = [self.slots[index].offset for index in firsts]
-        low, ends = rank * self.shard_numel, starts[1:] + [self.numel]
+        low, ends = self.start(rank), starts[1:] + [self.numel]
         ranges = [
             UpdateRange(
                 max(start - low, 0), min(end - low, self.shard_numel), *_update_kind(self.slots[index].spec), index
@@ -103,7 +117,8 @@ class FlatLayout:
 
     def pieces(self, rank: int) -> Iterator[tuple[ParameterSlot, int, int]]:
         """Yield the parameters in a rank's shard: (slot, start, end), bounds in elements of the parameter."""
-        low, high = rank * self.shard_numel, (rank + 1) * self.shard_numel
+        low = self.start(rank)
+        high = low + self.shard_numel
         for slot in self.slots:
             start, end = max(slot.offset, low), min(slot.end, high)
             if start < end:
@@ -111,7 +126,7 @@ class FlatLayout:
 
     def tiles(self, rank: int, tensor_rank: int | None = None) -> Iterator[tuple[ParameterSpec, Tile]]:
         """Yield the tiles in a data-parallel rank's shard. tensor_rank: by default this rank's."""
-        low = rank * self.shard_numel
+        low = self.start(rank)
         for slot in self.slots:
             spec, start = slot.spec if tensor_rank is None else slot.spec.on(tensor_rank), slot.offset - low
             if start < self.shard_numel and start + spec.local_numel > 0:
@@ -124,16 +139,17 @@ def _update_kind(spec: ParameterSpec) -> tuple[bool, bool, float]:
     return bool(spec.matrix_rows), spec.weight_decay, spec.lr_scale
 
 
-def lay_out(specs: Sequence[ParameterSpec], world_size: int) -> FlatLayout:
-    """Place parameters in a flat range at aligned offsets, grouped by update rule.
+def lay_out(specs: Sequence[ParameterSpec], ranks: int, replicas: int = 1) -> FlatLayout:
+    """Place parameters in a flat range at aligned offsets, grouped by update rule; for `ranks` in each replica.
 
     Hidden matrices come last, and parameters without weight decay before those with it.
     """
-    slots, offset = [], 0
+    slots, offset, world_size = [], 0, ranks * replicas
     for spec in sorted(specs, key=_update_kind):  # stable: in declared order within a group
         slots.append(ParameterSlot(spec, offset))
         offset = round_up(offset + spec.padded_numel, ALIGNMENT)
-    return FlatLayout(tuple(slots), world_size, round_up(offset, world_size * ALIGNMENT) // world_size)
+    shard_numel = round_up(offset, world_size * ALIGNMENT) // world_size
+    return FlatLayout(tuple(slots), world_size, shard_numel, replicas)
 
 
 def split_into_stages(num_layers: int, layers_per_stage: float) -> list[range]:

@@ -12,6 +12,7 @@ from megatron_lite.distributed.rank_group import Group
 from megatron_lite.errors import UsageError
 from megatron_lite.zero.flat_shard import FlatShard, Precision
 from megatron_lite.zero.layout import BufferPlan, plan_buffers
+from megatron_lite.zero.replica_shards import HybridShard
 from megatron_lite.zero.schedule import StagePlan
 from megatron_lite.zero.stage import Buffer, Stage
 
@@ -42,6 +43,7 @@ class Memory:
         breadth_first: bool = True,
     ) -> None:
         self._stages, self._precision, self._group = stages, precision, group
+        self._replicate = stages[0].parts[0].replicate
         tied = frozenset(lender for stage in stages for lender in self._lenders(stage))  # others use their parameters
         weight_count, grad_count = self._counts(config, breadth_first)
         weight_plan = plan_buffers({stage.index: stage.numel for stage in stages}, weight_count, tied, every=True)
@@ -91,12 +93,14 @@ class Memory:
         trained, frozen = [p for p in parts if not p.frozen], [p for p in parts if p.frozen]
         stateful = [part for part in parts if part.has_state]
         largest = max((part.layout.shard_numel for part in stateful), default=0)
-        scratch = self._group.reduction_scratch_bytes(largest, self._precision.gradients)
+        replicate, dtype = self._replicate, self._precision.gradients
+        scratch = self._group.reduction_scratch_bytes(replicate.world_size * largest, dtype)
+        scratch += replicate.reduction_scratch_bytes(largest, dtype)
         trained_kind = "weight remainders" if self._precision.split_master else "weight shards"
         sizes = {
             trained_kind: [_weight_bytes(part) for part in trained],
             "frozen weight shards": [_weight_bytes(part) for part in frozen],
-            "gradient shards": [0 if part.shares_gradients else part.grad_shard.nbytes for part in stateful],
+            "gradient shards": [0 if part.shares_gradients else part.sums.nbytes for part in stateful],
             "optimizer moments": [moment.nbytes for part in stateful for moment in part.moments.values()],
             "averages": [0 if part.average is None else part.average.nbytes for part in parts],
             "weight buffers": [buffer.data.nbytes for buffer in self.weights],
@@ -122,8 +126,9 @@ class Memory:
         assert zero_stage != "auto", "resolved before"
         weights = config.num_weight_buffers or (2 if zero_stage == 3 else every)
         gradients = config.num_grad_buffers or (2 if zero_stage >= 2 and breadth_first else every)
-        # On a single rank the shard is the full tensor: in the buffers' dtype, a buffer per stage costs nothing.
-        if alone and self._precision.training == torch.float32:
+        # On a single rank the shard is the full tensor: in the buffers' dtype, which replicas hold, a buffer per
+        # stage costs nothing.
+        if alone and (self._precision.training == torch.float32 or self._replicate.world_size > 1):
             weights = every
         return weights, every if alone else gradients
 
@@ -158,5 +163,6 @@ class Memory:
 
 
 def _weight_bytes(part: FlatShard) -> int:
-    """Return the bytes of a weight shard outside the weight buffer."""
-    return 0 if part.shares_weights else part.weights.nbytes
+    """Return the bytes of weights outside the weight buffer."""
+    held = part.held_bytes if isinstance(part, HybridShard) else 0
+    return held + (0 if part.shares_weights else part.weights.nbytes)

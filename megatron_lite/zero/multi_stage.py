@@ -19,6 +19,7 @@ from megatron_lite.zero.layout import split_into_stages
 from megatron_lite.zero.memory import Memory
 from megatron_lite.zero.messages import Messages
 from megatron_lite.zero.pipeline import Durations, evaluation_passes, place
+from megatron_lite.zero.replica_shards import HybridStage, begin_reductions
 from megatron_lite.zero.replicas import whole_parameter
 from megatron_lite.zero.schedule import Order, Step
 from megatron_lite.zero.stage import Layer, Observer, Stage
@@ -31,6 +32,7 @@ class MultiStage:
     tensor: the tensor-parallel group; by default this rank alone.
     world: all data and tensor-parallel ranks; by default `group`.
     pipeline: the pipeline-parallel group; by default this rank alone, which then has all stages.
+    shard, replicate: the groups of hybrid shards (see `replica_shards.py`); by default `group` and this rank alone.
     training: False (inference) allocates no gradients and no moments.
     averaged: allocate a running average of the trainable weights, which `optimizer.Averaging` updates.
     state: the optimizer state, as the rule declares it.
@@ -49,6 +51,8 @@ class MultiStage:
         tensor: Group | None = None,
         world: Group | None = None,
         pipeline: PipelineGroup | None = None,
+        shard: Group | None = None,
+        replicate: Group | None = None,
         averaged: bool = False,
         state: OptimizerState = ADAM_STATE,
         durations: Sequence[Durations] | None = None,
@@ -64,8 +68,9 @@ class MultiStage:
         )
         assert config.layers_per_stage != "auto", "resolved before"
         self.split = split_into_stages(len(layers) - 2, config.layers_per_stage)
+        shard, of_type = shard or group, HybridStage if replicate and replicate.world_size > 1 else Stage
         self.all_stages = [  # those of other pipeline ranks have no memory
-            Stage(i, [layers[j] for j in some], group, self.tensor, training, state, world)
+            of_type(i, [layers[j] for j in some], shard, self.tensor, training, state, world or group, replicate)
             for i, some in enumerate(self.split)
         ]
         for _, part in self.all_parts():
@@ -77,7 +82,7 @@ class MultiStage:
         self.stages = [self.all_stages[index] for index in self.pipeline.stages_of(self.ranks.rank)]
         self._by_index = {stage.index: stage for stage in self.stages}
         self._verbs: Mapping[int, Stage] = self._by_index
-        self.memory = Memory(self.stages, config, self.precision, group, averaged, name == "breadth_first")
+        self.memory = Memory(self.stages, config, self.precision, shard, averaged, name == "breadth_first")
         self._shows_average = False
         first_trained = next((stage.index for stage in self.all_stages if stage.trainable), len(self.split))
         for stage in self.all_stages:
@@ -118,6 +123,8 @@ class MultiStage:
         assert self.training, "a model in inference mode has no gradients"
         assert not self._shows_average, "averages are not trained"
         steps = self._schedule("training", len(micro_batches))
+        if isinstance(self.stages[0], HybridStage):
+            begin_reductions(self.stages, steps)
         losses = runner.forward_backward(self._verbs, steps, micro_batches, self.messages, self._throttle)
         return self._sum(losses)
 
@@ -164,7 +171,9 @@ class MultiStage:
         """
         if stage.weights.holder == stage.index:
             stage.weights.holder = None
-        if stage.index in self.training_schedule[0].gather:
+        if isinstance(stage, HybridStage):
+            stage.updated()
+        elif stage.index in self.training_schedule[0].gather:
             self._verbs[stage.index].gather()
 
     def gather_ahead(self) -> None:
@@ -175,12 +184,14 @@ class MultiStage:
     def finish(self) -> None:
         """Wait for pending gathers; call before ranks leave the group."""
         for stage in self.stages:
-            stage.weights.wait()
+            stage.begin_update()
 
     def invalidate(self) -> None:
         """Mark all full weights as stale after a change of the shards."""
         for stage in self.stages:
             stage.weights.holder = None
+            if isinstance(stage, HybridStage):
+                stage.invalidate()
 
     def full_weights(self) -> Iterator[tuple[str, Tensor]]:
         """Gather stage by stage and yield (name, full weight in the training dtype), valid until the next is requested.

@@ -86,6 +86,7 @@ class ShardUpdate:
 class Stage:
     """Layers, shards and the verbs of a training step: gather, forward, backward, reduce."""
 
+    shard_type = FlatShard
     observer: Observer | None = None
     update_buffer: Buffer | None = None  # for an optimizer of whole matrices
     # `MultiStage` clears these if neither this stage nor (for the input) an earlier one has trainable parameters.
@@ -101,13 +102,16 @@ class Stage:
         training: bool = True,
         state: OptimizerState = ADAM_STATE,
         world: Group | None = None,
+        replicate: Group | None = None,
     ) -> None:
         """index: the stage's number in the model, which may differ from its index in a list."""
         self.index, self.layers, self.world = index, layers, world or group
         specs = [parameter.spec for parameter in self._declared()]
         trained, frozen = [s for s in specs if s.trainable], [s for s in specs if not s.trainable]
         kinds = [(some, is_frozen) for some, is_frozen in ((trained, False), (frozen, True)) if some]
-        self.parts = tuple(FlatShard(some, is_frozen, training, group, tensor, state) for some, is_frozen in kinds)
+        self.parts = tuple(
+            self.shard_type(some, is_frozen, training, group, tensor, state, replicate) for some, is_frozen in kinds
+        )
         self.trainable = next((part for part in self.parts if part.has_state), None)
         # An embedding's gradient needs only the tokens, so its backward pass gathers no weights.
         self.backward_needs_weights = any(layer.backward_needs_weights for layer in layers)
@@ -249,7 +253,7 @@ class Stage:
             assert not again, f"stage {self.index} has the only copy of its gradients, and reduces it twice"
             return
         reduction = part.group.reduce_scatter(part.full_gradients)
-        self.gradients.start(ShardUpdate(reduction, part.own_gradients, part.grad_shard, again))
+        self.gradients.start(ShardUpdate(reduction, part.own_gradients, part.sums, again))
 
     def finish_reduction(self) -> None:
         """Wait for the pending reduction, and complete the gradients of parameters with several copies."""

@@ -59,6 +59,8 @@ class Engine:
             tensor=ranks.tensor,
             world=group or ranks.layers,
             pipeline=ranks.pipeline,
+            shard=None if group else getattr(ranks, "shard", None),
+            replicate=None if group else getattr(ranks, "replicate", None),
             state=rule_of(self.config.optimizer).declared,
             averaged=self.config.averaging.enabled,
         )

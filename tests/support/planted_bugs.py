@@ -101,8 +101,8 @@ BUGS = (
         "gradients of earlier micro-batches lost where stages share a gradient buffer",
         "Fast-LLM#551",
         "zero.stage:Stage.reduce",
-        "part.grad_shard, again)",
-        "part.grad_shard, False)",
+        "part.sums, again)",
+        "part.sums, False)",
     ),
     Bug(
         "overwritten gradients",

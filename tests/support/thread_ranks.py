@@ -151,6 +151,10 @@ class ThreadRank(ThreadGroup):
         self.layers = ThreadGroup(of_layers, data * tensor, meetings.of_layers[of_pipeline])
         self.data = ThreadGroup(of_data, data, meetings.of_data[of_pipeline, of_tensor])
         self.tensor = ThreadGroup(of_tensor, tensor, meetings.of_tensor[of_pipeline, of_data])
+        replica, place = divmod(of_data, meetings.shard)
+        self.shard = ThreadGroup(place, meetings.shard, meetings.of_shard[of_pipeline, of_tensor, replica])
+        of_replicate = meetings.of_replicate[of_pipeline, of_tensor, place]
+        self.replicate = ThreadGroup(replica, data // meetings.shard, of_replicate)
         self.pipeline = ThreadGroup(of_pipeline, pipeline, meetings.of_pipeline[of_layers], meetings.mail[of_layers])
 
     def gather_objects(self, value: Any) -> list[Any]:
@@ -170,19 +174,28 @@ class ThreadRank(ThreadGroup):
 class Meetings:
     """Those of all groups of pipeline x data x tensor ranks."""
 
-    def __init__(self, data: int, tensor: int, pipeline: int = 1) -> None:
+    def __init__(self, data: int, tensor: int, pipeline: int = 1, shard: int = 0) -> None:
+        self.shard = shard or data
+        replicas = data // self.shard
         self.data, self.tensor, self.pipeline, self.turn = data, tensor, pipeline, threading.Condition()
         turn, places = self.turn, itertools.product
         self.of_all = Meeting(pipeline * data * tensor, turn)
         self.of_layers = [Meeting(data * tensor, turn) for _ in range(pipeline)]
         self.of_data = {place: Meeting(data, turn) for place in places(range(pipeline), range(tensor))}
         self.of_tensor = {place: Meeting(tensor, turn) for place in places(range(pipeline), range(data))}
+        self.of_shard = {
+            place: Meeting(self.shard, turn) for place in places(range(pipeline), range(tensor), range(replicas))
+        }
+        self.of_replicate = {
+            place: Meeting(replicas, turn) for place in places(range(pipeline), range(tensor), range(self.shard))
+        }
         self.of_pipeline = [Meeting(pipeline, turn) for _ in range(data * tensor)]
         self.mail = [Mail(turn) for _ in range(data * tensor)]
 
     def abandon(self) -> None:
         """Wake all ranks after a failure of one, which holds the lock."""
-        of_some = (*self.of_data.values(), *self.of_tensor.values(), *self.of_pipeline)
+        of_some = (*self.of_data.values(), *self.of_tensor.values(), *self.of_pipeline, *self.of_shard.values())
+        of_some = (*of_some, *self.of_replicate.values())
         for meeting in (self.of_all, *self.of_layers, *of_some):
             meeting.abandon()
         for mail in self.mail:
@@ -190,9 +203,14 @@ class Meetings:
         self.turn.notify_all()
 
 
-def on_threads(data: int, tensor: int, function: Callable[..., Any], *args: Any, pipeline: int = 1) -> list[Any]:
-    """Call function(rank, *args) on pipeline x data x tensor ranks; return the results in rank order."""
-    meetings = Meetings(data, tensor, pipeline)
+def on_threads(
+    data: int, tensor: int, function: Callable[..., Any], *args: Any, pipeline: int = 1, shard: int = 0
+) -> list[Any]:
+    """Call function(rank, *args) on pipeline x data x tensor ranks; return the results in rank order.
+
+    shard: data-parallel ranks in a group of hybrid shards; 0: all.
+    """
+    meetings = Meetings(data, tensor, pipeline, shard)
     results: list[Any] = [None] * (pipeline * data * tensor)
     errors: list[Exception] = []
 

@@ -116,10 +116,11 @@ class GatheredMatrix:
         self.tiles: list[Tile] = []  # their offsets are in `full`
         self._firsts: list[Tile] = []  # of copies, those on the first rank
         ranks = full.numel() // layout.numel  # of a tensor-parallel group
-        numel = layout.shard_numel if ranks > 1 else layout.numel  # alone, a rank's shards follow each other
+        in_order = ranks == layout.replicas == 1  # the shards follow each other
+        numel = layout.numel if in_order else layout.shard_numel
         for rank, tile in matrix.tiles:
             for shard in range(tile.offset // numel, -(-tile.end // numel)):
-                moved = (shard * (ranks - 1) + rank) * numel
+                moved = (layout.holder(shard) * ranks + rank - shard) * numel
                 parts = tile.cut(shard * numel, (shard + 1) * numel)
                 self.tiles += (found := [part._replace(offset=part.offset + moved) for part in parts])
                 self._firsts += found if tile.holders[0] == rank else []
@@ -198,7 +199,7 @@ class _Plan:
         layout, full = self.part.layout, stage.full_update
         rank, numel = distributed.layers.rank, layout.shard_numel
         self.own = full[rank * numel : (rank + 1) * numel]
-        low = distributed.data.rank * numel
+        low = layout.start(distributed.data.rank)
         # Matrices come last: every element from the first matrix on belongs to a matrix or is padding.
         self.bounds = slice(min(max(layout.first_matrix - low, 0), numel), numel)
         mine = [matrix for matrix, assigned in zip(matrices, ranks, strict=True) if assigned == rank]

@@ -1,0 +1,172 @@
+"""Hybrid shards: ZeRO inside groups of S neighbouring data-parallel ranks, composed with ZeRO-1 across R replicas.
+
+Every rank owns 1/N of the master weights and optimizer state, N = S R. It also holds the 1/S of weights in the training
+dtype and of gradients that its group needs of it: the shards of the R ranks with its place, one after another. A step
+gathers and reduces inside the group, which may be a node, and across replicas once:
+
+    backward of stages i, i - 1, ...    reduce in the group, and once done across replicas, while later passes run
+    update of stage i                   gather its new weights across replicas, while the next stage is updated
+    gather of stage i                   wait for that; gather in the group
+
+Both collectives across replicas work in place: on contiguous memory, as the layout numbers shards s * R + r.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections import Counter, deque
+from collections.abc import Sequence
+from contextlib import AbstractContextManager
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from megatron_lite.distributed.traffic import Handle
+from megatron_lite.zero.flat_shard import FlatShard, Precision
+from megatron_lite.zero.schedule import Step
+from megatron_lite.zero.stage import Stage
+
+
+class HybridShard(FlatShard):
+    """As `FlatShard`; its weights and gradients are views of those that this rank holds for its group."""
+
+    def allocate(
+        self,
+        full_weights: Tensor,
+        owns_weights: bool,
+        full_gradients: Tensor | None,
+        owns_gradients: bool,
+        precision: Precision,
+    ) -> None:
+        """See `FlatShard`."""
+        held_numel = self.layout.numel // self.group.world_size
+        # This rank's part of its group's weights, (R * shard_numel,) in the training dtype; `is_stale`: the other
+        # replicas' shards in it are older than theirs.
+        self.held = self._of_group(full_weights) if owns_weights else self._zeros(full_weights.dtype, held_numel)
+        self.is_stale, self._gathering = True, None
+        self.held_bytes = 0 if owns_weights else self.held.nbytes
+        sums = None
+        if full_gradients is not None:
+            own = self._of_group(full_gradients)
+            sums = own if owns_gradients else self._zeros(precision.gradients, held_numel)
+        super().allocate(self.held, True, sums, True, precision)
+        self.full_weights = self.placed = full_weights
+        if full_gradients is not None and sums is not None:
+            self.full_gradients, self.own_gradients, self.sums = full_gradients, own, sums
+            self.shares_gradients = owns_gradients
+
+    _gathering: Handle | None
+
+    def place_weights(self) -> None:
+        """Place this rank's part of its group's weights, or averages, in `placed`, after a gather across replicas."""
+        placed = self._of_group(self.placed)
+        if self.shows_average:
+            self._own(placed).copy_(self.weights.read() if self.average is None else self.average)
+            self.replicate.all_gather(placed, "replica gather").wait()
+            return
+        if self.is_stale:
+            self.start_gather()
+        self.finish_gather()
+        if placed.data_ptr() != self.held.data_ptr():
+            placed.copy_(self.held)
+
+    def start_gather(self) -> None:
+        """Start gathering the other replicas' weights."""
+        self.finish_gather()
+        self.is_stale, self._gathering = False, self.replicate.all_gather(self.held, "replica gather")
+
+    def finish_gather(self) -> None:
+        """Wait for a pending `start_gather`."""
+        if self._gathering is not None:
+            self._gathering.wait()
+            self._gathering = None
+
+    def _of_group(self, full: Tensor) -> Tensor:
+        return full.view(self.group.world_size, -1)[self.group.rank]
+
+    def _own(self, full: Tensor) -> Tensor:
+        """Return this rank's shard in its part of the group's range."""
+        return full.view(self.replicate.world_size, -1)[self.replicate.rank]
+
+
+class HybridStage(Stage):
+    """As `Stage`, with replicas."""
+
+    shard_type = HybridShard
+    parts: tuple[HybridShard, ...]
+    trainable: HybridShard | None
+
+    def __init__(self, *args: Any) -> None:
+        super().__init__(*args)
+        self.reductions = 0  # in the group, until the step's last
+        self.reduced: deque[HybridStage] = deque()  # stages of this rank whose last reduction is under way
+        self._reduction: Handle | None = None  # across replicas
+        group = self.parts[0].group
+        on_gpu = group.device.type == "cuda" and group.world_size > 1
+        self._stream = torch.cuda.Stream(group.device) if on_gpu else None
+
+    def gather(self) -> None:
+        """See `Stage`. On a GPU, another stream waits for the replicas, so that computing goes on."""
+        if self.weights.holder != self.index:
+            self.weights.wait()
+            with self._aside():
+                super().gather()
+
+    def reduce(self, again: bool) -> None:
+        """See `Stage`. Stages that were reduced before, during a stage's backward pass, go on across replicas."""
+        self._go_on()
+        super().reduce(again)
+        self.reductions -= 1
+        if self.reductions == 0:
+            self.reduced.append(self)
+
+    def finish_reduction(self) -> None:
+        """See `Stage`."""
+        if self.gradients is not None and self.trainable is not None:
+            self._go_on()
+            if self._reduction is None:
+                self._reduce_across()
+            assert self._reduction is not None
+            self._reduction.wait()
+            self._reduction = None
+        super().finish_reduction()
+
+    def begin_update(self) -> None:
+        """See `Stage`."""
+        super().begin_update()
+        for part in self.parts:
+            part.finish_gather()
+
+    def updated(self) -> None:
+        """Start gathering the updated weights across replicas."""
+        if self.trainable is not None:
+            self.trainable.start_gather()
+
+    def invalidate(self) -> None:
+        """Gather all weights across replicas again, after a change of the shards."""
+        for part in self.parts:
+            part.is_stale = True
+
+    def _go_on(self) -> None:
+        while self.reduced:
+            self.reduced.popleft()._reduce_across()
+
+    def _reduce_across(self) -> None:
+        assert self.gradients is not None and self.trainable is not None
+        self.gradients.wait()
+        self._reduction = self.trainable.replicate.reduce_scatter(self.trainable.sums, "replica reduce")
+
+    def _aside(self) -> AbstractContextManager[Any]:
+        if self._stream is None:
+            return contextlib.nullcontext()
+        self._stream.wait_stream(torch.cuda.current_stream())
+        return torch.cuda.stream(self._stream)
+
+
+def begin_reductions(stages: Sequence[Stage], steps: Sequence[Step]) -> None:
+    """Count the reductions of each stage in a step, so that its last one goes on across replicas at once."""
+    counts, reduced = Counter(index for step in steps for index, _ in step.reduce), deque[HybridStage]()
+    for stage in stages:
+        assert isinstance(stage, HybridStage)
+        stage.reductions, stage.reduced = counts[stage.index], reduced
