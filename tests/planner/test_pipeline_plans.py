@@ -145,7 +145,7 @@ def test_a_dry_run_says_what_the_pipeline_does(capsys: pytest.CaptureFixture[str
         "of pipeline rank ",
         "--pipeline_schedule=zero_bubble_v",
         "bubble",
-        "messages sent",
+        "messages to other",
         "PP 2, predicted",
     ):
         assert text in page, page
