@@ -97,9 +97,9 @@ def test_twenty_steps_in_every_layout(schedule: str, placement: str, pipeline: i
 # -- messages ------------------------------------------------------------------------------------------------------
 
 
-def late(rank: ThreadRank, options: dict[str, Any], steps: int) -> Outcome:
-    """As `run`, with messages that leave only when their sender waits for them, or is about to overwrite them."""
-    engine, pipeline = Engine(rank, options), rank.pipeline
+@pytest.mark.parametrize("schedule", SCHEDULES)
+def test_what_is_on_its_way_is_not_written(schedule: str) -> None:
+    """A transfer may take until its sender waits for it."""
     sent: list[tuple[Tensor, Tensor]] = []
     send = Messages.send
 
@@ -107,40 +107,17 @@ def late(rank: ThreadRank, options: dict[str, Any], steps: int) -> Outcome:
         send(self, message, tensor)
         sent.append((self.sent[-1][1], self.sent[-1][1].clone()))
 
-    with mock.patch.object(Messages, "send", remember):
-        found = engine.run(steps, evaluate_every=2)
-    assert pipeline.world_size == 1 or sent
-    assert all(torch.equal(tensor, before) for tensor, before in sent), "a tensor changed on its way"
-    return found
-
-
-@pytest.mark.parametrize("schedule", SCHEDULES)
-def test_what_is_on_its_way_is_not_written(schedule: str) -> None:
-    on_threads(
-        1,
-        1,
-        late,
-        {
-            **OPTIONS,
-            "pipeline_parallel": 2,
-            "pipeline_schedule": schedule,
-            "batch_size": 4,
-            "tie_word_embeddings": False,
-        },
-        2,
-        pipeline=2,
-    )
-
-
-def without_wait(rank: ThreadRank, options: dict[str, Any], steps: int) -> Any:
-    with mock.patch.object(Messages, "take", lambda self, message: self._coming.pop(message)[1]):
-        return Engine(rank, options).run(steps).losses
+    options = {**OPTIONS, "pipeline_parallel": 2, "pipeline_schedule": schedule, "tie_word_embeddings": False}
+    with mock.patch.object(Messages, "send", remember):  # here, as threads would take back each other's patches
+        on_threads(1, 1, run, options, 2, pipeline=2)
+    assert sent and all(torch.equal(tensor, before) for tensor, before in sent)
 
 
 def test_a_missing_wait_is_noticed() -> None:
     """Memory for a message holds no numbers before it has come."""
     options = {**OPTIONS, "pipeline_parallel": 2, "tie_word_embeddings": False}
-    losses = on_threads(1, 1, without_wait, options, 1, pipeline=2)[0]
+    with mock.patch.object(Messages, "take", lambda self, message: self._coming.pop(message)[1]):
+        losses = on_threads(1, 1, run, options, 1, pipeline=2)[0].losses
     assert not torch.tensor(losses).isfinite().any()
 
 
