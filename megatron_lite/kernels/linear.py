@@ -64,7 +64,7 @@ class Products(NamedTuple):
         if weight.later is None:
             self.of_weight(weight, dy, x)
         else:
-            weight.later.append(functools.partial(self.of_weight, weight, dy, x))
+            weight.later.append(functools.partial(self.of_weight, weight, dy.detach(), x.detach()))  # without the graph
 
 
 PLAIN = Products()

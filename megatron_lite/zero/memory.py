@@ -44,7 +44,7 @@ class Memory:
     ) -> None:
         self._stages, self._precision, self._group = stages, precision, group
         self._replicate = stages[0].parts[0].replicate
-        tied = frozenset(lender for stage in stages for lender in self._lenders(stage))  # others use their parameters
+        tied = frozenset(lender for stage in stages for lender in lenders(stage, stages))  # others use their parameters
         weight_count, grad_count = self._counts(config, breadth_first)
         weight_plan = plan_buffers({stage.index: stage.numel for stage in stages}, weight_count, tied, every=True)
         grad_plan = plan_buffers({stage.index: stage.grad_numel for stage in stages}, grad_count, tied)
@@ -147,18 +147,9 @@ class Memory:
             stage=stage.index,
             weight_buffer=weight_plan.placement[stage.index],
             grad_buffer=grad_plan.placement.get(stage.index),
-            borrows_from=self._lenders(stage),
+            borrows_from=lenders(stage, self._stages),
             gradients_in_forward=any(layer.gradients_in_forward for layer in stage.layers),
             backward_needs_weights=stage.backward_needs_weights,
-        )
-
-    def _lenders(self, stage: Stage) -> tuple[int, ...]:
-        """Return the other stages whose parameters this one uses."""
-        borrowed = [lender for layer in stage.layers for lender in layer.borrows_from]
-        return tuple(
-            other.index
-            for other in self._stages
-            if other is not stage and any(layer is lender for layer in other.layers for lender in borrowed)
         )
 
 
@@ -166,3 +157,13 @@ def _weight_bytes(part: FlatShard) -> int:
     """Return the bytes of weights outside the weight buffer."""
     held = part.held_bytes if isinstance(part, HybridShard) else 0
     return held + (0 if part.shares_weights else part.weights.nbytes)
+
+
+def lenders(stage: Stage, stages: Sequence[Stage]) -> tuple[int, ...]:
+    """Return the other stages whose parameters this one uses."""
+    borrowed = [lender for layer in stage.layers for lender in layer.borrows_from]
+    return tuple(
+        other.index
+        for other in stages
+        if other is not stage and any(layer is lender for layer in other.layers for lender in borrowed)
+    )

@@ -16,7 +16,7 @@ from megatron_lite.parameter import DTYPES, Parameter, ParameterSpec
 from megatron_lite.zero import runner
 from megatron_lite.zero.flat_shard import ADAM_STATE, FlatShard, OptimizerState, Precision
 from megatron_lite.zero.layout import split_into_stages
-from megatron_lite.zero.memory import Memory
+from megatron_lite.zero.memory import Memory, lenders
 from megatron_lite.zero.messages import Messages
 from megatron_lite.zero.pipeline import Durations, evaluation_passes, place
 from megatron_lite.zero.replica_shards import HybridStage, begin_reductions
@@ -88,7 +88,8 @@ class MultiStage:
         for stage in self.all_stages:
             stage.runs_backward = training and stage.index >= first_trained
             stage.wants_input_gradient = stage.index > first_trained
-        ties = tuple((lender, plan.stage) for plan in self.memory.plans for lender in plan.borrows_from)
+        every = self.all_stages
+        ties = tuple((lender, stage.index) for stage in every for lender in lenders(stage, every))
         self.order = Order(self.pipeline, name, first_trained, ties, durations or [Durations()] * len(self.split))
         assert batch.depth_first_micro_batches and batch.breadth_first_micro_batches
         self._breadth_first = batch.breadth_first_micro_batches

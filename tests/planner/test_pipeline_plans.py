@@ -22,7 +22,10 @@ from tests.support.kernel_checks import products_in_fp32
 from tests.support.memory_meters import AllocatorMeter, micro_batches, simulated_rank
 
 Options = dict[str, Any]
-WAYS = [("breadth_first", "loop"), ("breadth_first", "v"), ("one_f_one_b", "loop"), ("interleaved", "loop")]
+WAYS = [
+    *(("breadth_first", "loop"), ("breadth_first", "v"), ("one_f_one_b", "loop"), ("interleaved", "loop")),
+    ("zero_bubble_v", "v"),
+]
 OPTIONS: Options = {"num_layers": 8, "batch_size": 8, "micro_batch_size": 1, "pipeline_parallel": 2}
 
 
