@@ -50,7 +50,7 @@ from megatron_lite.parameter import DTYPES
 from megatron_lite.tiles import Tile
 
 if TYPE_CHECKING:
-    from megatron_lite.distributed.grid import Place
+    from megatron_lite.distributed.grid import Coordinates
     from megatron_lite.zero.flat_shard import FlatShard
 
 FORMAT = "megatron_lite_checkpoint"
@@ -146,7 +146,7 @@ def file_metadata(save_id: str, iteration: int, rank: int) -> dict[str, str]:
 
 
 def locate_parameters(
-    parts: Sequence[tuple[int, FlatShard]], ranks: Sequence[tuple[Place, WrittenFile]]
+    parts: Sequence[tuple[int, FlatShard]], ranks: Sequence[tuple[Coordinates, WrittenFile]]
 ) -> dict[str, SavedParameter]:
     """Return every parameter's slices, in the order of the model.
 

@@ -19,7 +19,7 @@ from megatron_lite.distributed.step_watch import StepWatch
 from megatron_lite.distributed.traffic import Traffic
 
 
-class Place(NamedTuple):
+class Coordinates(NamedTuple):
     """A rank's place among the pipeline, data and tensor-parallel ranks."""
 
     pipeline: int
@@ -39,10 +39,15 @@ def rank_grid(world_size: int, pipeline: int, tensor: int, pipeline_first: bool 
     return ranks.view(pipeline, -1, tensor)
 
 
-def places_of(grid: torch.Tensor) -> list[Place]:
+def places_of(grid: torch.Tensor) -> list[Coordinates]:
     """Return each rank's place in a grid of ranks, (P, N, T)."""
-    places = torch.unravel_index(grid.reshape(-1).argsort(), grid.shape)
-    return [Place(*place) for place in torch.stack(places, 1).tolist()]
+    places = {
+        rank: Coordinates(pipeline, data, tensor)
+        for pipeline, plane in enumerate(grid.tolist())
+        for data, row in enumerate(plane)
+        for tensor, rank in enumerate(row)
+    }
+    return [places[rank] for rank in sorted(places)]
 
 
 def groups_along(dimensions: Sequence[int], grid: torch.Tensor) -> list[list[int]]:

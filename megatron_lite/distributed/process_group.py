@@ -53,7 +53,7 @@ class Distributed(Group):
         self.replicate: Group = alone(device)  # those with the same place in other such groups
         self.tensor: Group = alone(device)  # tensor-parallel ranks
         self.groups: list[Group] = [self]  # all groups of this rank
-        self.places: Any = None  # of all ranks: see `grid.Place`
+        self.places: Any = None  # of all ranks: see `grid.Coordinates`
 
     def close(self) -> None:
         """Destroy the process groups, after the last collective has finished.

@@ -38,6 +38,7 @@ LAYOUT: Mapping[str, Dimension] = MappingProxyType(
         "pipeline_schedule": Dimension("{}", ("auto", *PIPELINE_SCHEDULES), True),
         "pipeline_placement": Dimension("{}", ("auto", "loop", "v"), True),
         "pipeline_first": Dimension("pipeline first", ("0", "1"), True),
+        "data_parallel_shard": Dimension("S={}", ("0", "1", "2")),
         "tensor_parallel": Dimension("T={}", ("1", "2", "3", "4", "2", "3", "4")),
         "sequence_tensor_parallel": Dimension("split tokens", ("0", "1")),
         "parallel_embeddings": Dimension("whole embeddings", ("1", "0")),

@@ -99,7 +99,7 @@ def test_messages_are_those_of_real_runs_and_of_the_formula() -> None:
         assert sent == crossed * 8 * 2 * config.batch.sequence_length * config.model.hidden_size * 4
 
 
-@pytest.mark.parametrize(("tensor", "pipeline", "first"), itertools.product((1, 2), (1, 2, 4), (False, True)))
+@pytest.mark.parametrize(("tensor", "pipeline", "first"), [*itertools.product((1, 2), (1, 2, 4), (False, True))])
 def test_simulated_ranks_have_the_places_of_the_grid(tensor: int, pipeline: int, first: bool) -> None:
     grid = rank_grid(16, pipeline, tensor, first)
     for place in itertools.product(*map(range, grid.shape)):

@@ -180,6 +180,25 @@ BUGS = (
         "1",
         like="--loss_mask=mask",
     ),
+    # -- hybrid shards --
+    Bug(
+        "norm times replicas",
+        "the gradient norm counts what each replica holds",
+        "torchtitan#2318",
+        "optimizer.optimizer:Optimizer._sums_over_ranks",
+        "part.grad_shard[start:end]",
+        "part.sums[start:end]",
+        like="--data_parallel_shard=2",
+    ),
+    Bug(
+        "replicas drift",
+        "gradients are not summed over replicas",
+        "Automodel#3135",
+        "zero.replica_shards:HybridStage._reduce_across",
+        'self.trainable.replicate.reduce_scatter(self.trainable.sums, "replica reduce")',
+        "self.gradients",
+        like="--data_parallel_shard=2",
+    ),
     # -- tensor parallelism --
     Bug(
         "copies drift",
