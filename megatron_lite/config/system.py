@@ -87,8 +87,8 @@ class MultiStageConfig(Area):
         "auto",
         "order of passes. breadth_first: all micro-batches through a stage, then the next (one gather and one "
         "reduction a stage, most activations); one_f_one_b and interleaved: forward and backward passes in turn, with "
-        "one stretch of the model per rank or several; zero_bubble_v: gradients of weights fill the gaps, two "
-        "stretches per rank; auto: breadth_first for ZeRO-2 and 3, else the one with the least gaps",
+        "one chunk of the model per rank or several; zero_bubble_v: gradients of weights fill the gaps, two chunks "
+        "per rank; auto: breadth_first for ZeRO-2 and 3, else zero_bubble_v if there are stages for two chunks",
         choices=("auto", *PIPELINE_SCHEDULES),
     )
     pipeline_placement: str = pipeline_option(
@@ -240,10 +240,7 @@ def number_of_stages(num_layers: int, layers_per_stage: float) -> int:
 
 
 def number_of_chunks(ranks: int, blocks: int, schedule: str, placement: str) -> int:
-    """Return the number of stretches of stages of a pipeline, given its stages of blocks; 0 if they are too few.
-
-    See `zero/pipeline.py`.
-    """
+    """Return the number of chunks of a pipeline (see `zero/pipeline.py`); 0 if it has too few stages of blocks."""
     if ranks == 1:
         return 1
     unit = ranks * (2 if placement == "v" else 1)

@@ -37,7 +37,8 @@ RISKS = {
         "--ema_type={ema_type}: the averages are only saved; evaluate them with --validation_iters, or export them "
         "with --export_interval and --export_weights=average"
     ),
-    "pipeline_delay!=0": "--pipeline_delay={pipeline_delay:g} is unused: there is no pipeline",
+    "pipeline_delay!=0 and pipeline_parallel=1": "--pipeline_delay={pipeline_delay:g} is unused: there is no pipeline",
+    "pipeline_delay!=0 and pipeline_parallel!=1": "--pipeline_delay={pipeline_delay:g} is unused: plans compute it",
     "experiment_dir=none and train_iters and dry_run=0": "--experiment_dir is not set: nothing is saved",
 }
 
