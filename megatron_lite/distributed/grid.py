@@ -88,7 +88,8 @@ def divide(
         return ranks.index(world.rank), len(ranks), world.device, group, world.traffic, world.watch
 
     if pipeline > 1:
-        world.pipeline = PipelineGroup(*own((0,)), (process_group((0,))[1], process_group((0,))[1]))
+        world.pipeline = PipelineGroup(*own((0,)))
+        world.pipeline.messages = process_group((0,))[1], process_group((0,))[1]
         world.layers = Group(*own((1, 2, 3)))
         world.groups += [world.pipeline, world.layers]
     world.data = world.layers

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import functools
 import itertools
+from collections import Counter
 from typing import Any
 
 import torch
@@ -10,7 +12,6 @@ import torch.distributed as dist
 from torch import Tensor
 
 from megatron_lite.distributed.rank_group import Group
-from megatron_lite.distributed.step_watch import StepWatch
 from megatron_lite.distributed.traffic import Handle, Traffic
 
 _DTYPES, _HEAD = (torch.float32, torch.bfloat16, torch.float16, torch.float64, torch.int64), 8  # see `from_owner`
@@ -23,19 +24,7 @@ class PipelineGroup(Group):
     which NCCL can only do in two groups.
     """
 
-    def __init__(
-        self,
-        rank: int,
-        world_size: int,
-        device: torch.device,
-        group: Any,
-        traffic: Traffic,
-        watch: StepWatch | None = None,
-        messages: tuple[Any, ...] = (),
-    ) -> None:
-        super().__init__(rank, world_size, device, group, traffic, watch)
-        self.messages = messages
-        self._messages: dict[tuple[str, int], int] = {}  # sent and received so far, by peer
+    messages: tuple[Any, ...] = ()
 
     def send(self, tensor: Tensor, peer: int) -> Handle:
         """Start sending a contiguous tensor, which must not change before `wait`."""
@@ -50,14 +39,14 @@ class PipelineGroup(Group):
         return self.traffic.started("receive", tensor, work, 0)
 
     def from_owner(self, tensor: Tensor | None, owner: int) -> Tensor:
-        """Return rank `owner`'s tensor on every rank; the others pass None. Reads the device."""
+        """Return rank `owner`'s tensor on every rank; the others pass None. Several ranks read the device."""
         if self.rank == owner:
             assert tensor is not None
-            head = torch.tensor([_DTYPES.index(tensor.dtype), tensor.dim(), *tensor.shape], device=self.device)
-            peers = [peer for peer in range(self.world_size) if peer != owner]
-            head = torch.nn.functional.pad(head, (0, _HEAD - len(head)))
-            for handle in [self.send(it.contiguous(), peer) for peer in peers for it in (head, tensor)]:
-                handle.wait()
+            if peers := [peer for peer in range(self.world_size) if peer != owner]:
+                head = torch.tensor([_DTYPES.index(tensor.dtype), tensor.dim(), *tensor.shape], device=self.device)
+                head = torch.nn.functional.pad(head, (0, _HEAD - len(head)))
+                for handle in [self.send(it.contiguous(), peer) for peer in peers for it in (head, tensor)]:
+                    handle.wait()
             return tensor
         head = torch.empty(_HEAD, dtype=torch.int64, device=self.device)
         self.receive(head, owner).wait()
@@ -75,10 +64,14 @@ class PipelineGroup(Group):
                 first(one, high + low - self.rank).wait()
                 second(one, high + low - self.rank).wait()
 
+    @functools.cached_property
+    def _numbers(self) -> Counter[tuple[str, int]]:
+        """Messages sent and received so far, by peer."""
+        return Counter()
+
     def _next_message(self, kind: str, peer: int) -> int:
-        number = self._messages.get((kind, peer), 0)
-        self._messages[kind, peer] = (number + 1) % 2**30
-        return number
+        self._numbers[kind, peer] += 1
+        return self._numbers[kind, peer] % 2**30
 
 
 def one_pipeline_rank(device: torch.device) -> PipelineGroup:
