@@ -73,12 +73,12 @@ def _gather(part: FlatShard, owner: int, distributed: Distributed, average: bool
     world_size, ranks = group.world_size, group.world_size // part.layout.world_size
     whole = torch.empty((ranks, part.layout.numel) if distributed.rank == 0 else (1, 0))
     step = max(1, min(shard_numel, WINDOW_NUMEL // world_size))
-    gathered = torch.empty(world_size, step, device=distributed.device)
+    gathered, averages = torch.empty(world_size, step, device=distributed.device), part.average if average else None
     for start in range(0, shard_numel, step):
-        end, bounds = min(start + step, shard_numel), slice(start, min(start + step, shard_numel))
+        end = min(start + step, shard_numel)
         if pipeline.rank == owner:
-            values = part.average[bounds] if average and part.average is not None else part.weights.read(bounds)
-            gathered[group.rank, : end - start] = values
+            own = part.weights.read(slice(start, end)) if averages is None else averages[start:end]
+            gathered[group.rank, : end - start] = own
             group.all_gather(gathered.view(-1), "export").wait()
         if owner != 0 and pipeline.rank == owner and group.rank == 0:
             pipeline.send(gathered, 0).wait()
