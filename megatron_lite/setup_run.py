@@ -42,6 +42,7 @@ from megatron_lite.monitor.tensor_debug import TensorDebugger, open_debugger
 from megatron_lite.monitor.trackers import Trackers, check_trackers, open_trackers
 from megatron_lite.monitor.watch import Watch, open_watch
 from megatron_lite.optimizer.optimizer import Optimizer, rule_of
+from megatron_lite.optimizer.partition import partitioned
 from megatron_lite.optimizer.rules import muon
 from megatron_lite.planner.auto import check_memory, device_memory_bytes, resolve_auto
 from megatron_lite.planner.plan import planned_durations
@@ -245,23 +246,9 @@ def _tell(run: Run, full: str, short: str) -> None:
 
 
 def _allocate(run: Run, layers: list[Layer]) -> MultiStage:
-    config = run.config
-    return MultiStage(
-        layers,
-        config.multi_stage,
-        config.batch,
-        config.distributed.training_dtype,
-        run.distributed.data,
-        tensor=run.distributed.tensor,
-        world=run.distributed.layers,
-        pipeline=run.distributed.pipeline,
-        shard=run.distributed.shard,
-        replicate=run.distributed.replicate,
-        training=not config.training.inference,
-        state=rule_of(config.optimizer).declared,
-        averaged=config.averaging.enabled,
-        durations=planned_durations(config, run.distributed.world_size, run.distributed.device.type),
-    )
+    config, distributed = run.config, run.distributed
+    durations = planned_durations(config, distributed.world_size, distributed.device.type)
+    return partitioned(config, layers, distributed, not config.training.inference, durations)
 
 
 def _time_collectives(run: Run) -> dict[str, float]:

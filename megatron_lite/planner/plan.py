@@ -26,7 +26,7 @@ from megatron_lite.distributed.traffic import Handle, Total, Traffic
 from megatron_lite.kernels.choice import choose_kernels
 from megatron_lite.model.gpt import model_layers
 from megatron_lite.model.layer import MicroBatch
-from megatron_lite.optimizer.optimizer import rule_of
+from megatron_lite.optimizer.partition import partitioned
 from megatron_lite.planner.runtime import runtime_bytes
 from megatron_lite.planner.stage_costs import Cost, traffic_sum
 from megatron_lite.planner.step_memory import (
@@ -186,25 +186,10 @@ def planned_durations(config: Config, world_size: int, device_type: str) -> Sequ
     return partition.order(config, config.performance.mlp_recompute_level).durations
 
 
-def planned_model(
-    config: Config, group: SimulatedGroup, device_type: str, durations: Sequence[Durations] | None = None
-) -> MultiStage:
-    """The engine's own model for one rank of `group`, on the meta device. durations: see `MultiStage`."""
-    return MultiStage(
-        model_layers(config, choose_kernels(config, torch.device(device_type), planned=True), group.tensor),
-        config.multi_stage,
-        config.batch,
-        config.distributed.training_dtype,
-        group.data,
-        tensor=group.tensor,
-        world=group.layers,
-        pipeline=group.pipeline,
-        shard=group.shard,
-        replicate=group.replicate,
-        state=rule_of(config.optimizer).declared,
-        averaged=config.averaging.enabled,
-        durations=durations,
-    )
+def planned_model(config: Config, group: SimulatedGroup, device_type: str) -> MultiStage:
+    """The engine's own model for one rank of `group`, on the meta device."""
+    kernels = choose_kernels(config, torch.device(device_type), planned=True)
+    return partitioned(config, model_layers(config, kernels, group.tensor), group)
 
 
 class Planner:
@@ -264,10 +249,8 @@ class Planner:
             if model.ranks.world_size > 1:
                 stages = repr((computed, config.multi_stage.layers_per_stage))
                 if stages not in self._whole:
-                    size, parts = group.layers.world_size, (options.tensor_parallel, None, 1, False)
-                    layers = SimulatedGroup(
-                        0, size, self.device_type, "meta", *parts, shard=options.data_parallel_shard
-                    )
+                    size = group.layers.world_size
+                    layers = SimulatedGroup(0, size, self.device_type, tensor_parallel=options.tensor_parallel)
                     self._whole[stages] = planned_model(one_micro_batch, layers, self.device_type), layers.traffic
                 whole, traffic = self._whole[stages]
             measured = self._measured.setdefault(computed, {})

@@ -58,7 +58,7 @@ class OneRank(Group):
 
     def __init__(self, device: torch.device) -> None:
         super().__init__(0, 1, device, None, Traffic())
-        self.data = self.tensor = self.layers = self
+        self.data = self.tensor = self.layers = self.shard = self.replicate = self
         self.pipeline = one_pipeline_rank(device)
 
 

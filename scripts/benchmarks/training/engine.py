@@ -21,7 +21,8 @@ from megatron_lite.kernels.linear import accumulate
 from megatron_lite.kernels.matmul_library import library_for, use_library
 from megatron_lite.model.gpt import model_layers
 from megatron_lite.model.layer import Layer, MicroBatch
-from megatron_lite.optimizer.optimizer import Optimizer, rule_of
+from megatron_lite.optimizer.optimizer import Optimizer
+from megatron_lite.optimizer.partition import partitioned
 from megatron_lite.parameter import Parameter, declare
 from megatron_lite.setup_run import Run
 from megatron_lite.train import train_step
@@ -35,18 +36,7 @@ def built(
 ) -> tuple[MultiStage, Optimizer, Kernels]:
     """Return the engine of a configuration with initial weights. layers: replace the model's own."""
     kernels = choose_kernels(config, distributed.device)
-    model = MultiStage(
-        layers or model_layers(config, kernels, distributed.tensor),
-        config.multi_stage,
-        config.batch,
-        config.distributed.training_dtype,
-        distributed.data,
-        state=rule_of(config.optimizer).declared,
-        averaged=config.averaging.ema_type != "none",
-        tensor=distributed.tensor,
-        world=distributed.layers,
-        pipeline=distributed.pipeline,
-    )
+    model = partitioned(config, layers or model_layers(config, kernels, distributed.tensor), distributed)
     optimizer = Optimizer(config, model.all_stages, distributed, kernels)
     model.initialize(config.distributed.seed)
     return model, optimizer, kernels

@@ -1,0 +1,38 @@
+"""The model of a run, partitioned over its ranks, with the state that its optimizer declares."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from megatron_lite.config import Config
+from megatron_lite.optimizer.optimizer import rule_of
+from megatron_lite.zero.multi_stage import MultiStage
+from megatron_lite.zero.pipeline import Durations
+from megatron_lite.zero.stage import Layer
+
+
+def partitioned(
+    config: Config,
+    layers: Sequence[Layer],
+    ranks: Any,
+    training: bool = True,
+    durations: Sequence[Durations] | None = None,
+) -> MultiStage:
+    """Return the model. ranks: a `Distributed`, or what stands for one in a plan. durations: see `MultiStage`."""
+    return MultiStage(
+        layers,
+        config.multi_stage,
+        config.batch,
+        config.distributed.training_dtype,
+        ranks.data,
+        training,
+        tensor=ranks.tensor,
+        world=ranks.layers,
+        pipeline=ranks.pipeline,
+        shard=ranks.shard,
+        replicate=ranks.replicate,
+        state=rule_of(config.optimizer).declared,
+        averaged=config.averaging.enabled,
+        durations=durations,
+    )
