@@ -208,7 +208,7 @@ def _pieces(run: Run, kind: str) -> Iterator[Piece]:
             shard = part.read(kind).float()
         else:
             continue
-        for spec, tile in part.layout.tiles(part.group.rank):
+        for spec, tile in part.layout.tiles(part.rank):
             yield kind, spec.name, spec.numel, tile, shard[tile.offset : tile.end].cpu().numpy().copy()
 
 
