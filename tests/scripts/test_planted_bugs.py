@@ -1,5 +1,6 @@
 """Bugs that were published for other trainers are found when they are planted here."""
 
+import shlex
 import subprocess
 import sys
 from pathlib import Path
@@ -24,9 +25,13 @@ def test_every_bug_has_its_place_and_the_guide_names_it() -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("bug", FOUND_BY_COMMAND, ids=[bug.name for bug in FOUND_BY_COMMAND])
-def test_the_command_finds_it_in_a_minute(bug: Bug) -> None:
+def test_the_command_finds_it_in_a_minute(bug: Bug, capsys: pytest.CaptureFixture[str]) -> None:
+    """And without the bug, the smallest case that shows it passes."""
     words = ["--minutes=1", *([f"--like={bug.like}"] if bug.like else [])]
     assert prove_layouts.main(words, bug.plant) == 5
+    output = capsys.readouterr()
+    _, _, command = (output.out + output.err).rpartition("shown again by: python scripts/prove_layouts.py ")
+    assert prove_layouts.main(shlex.split(command)) == 0
 
 
 @pytest.mark.slow
