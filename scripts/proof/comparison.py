@@ -32,7 +32,8 @@ EXACT = Limits(0.0, 0.0, 0.0, 0.0, 0.0)
 FP32 = Limits(1e-6, 1e-5, 1e-4, 5e-4, 1e-3)  # losses as docs/parallelism.md promises, and what follows
 FP16 = Limits(1e-3, 5e-3, 0.1, 0.1, 0.1)  # one rank sums before it rounds, several round before they sum
 BF16 = Limits(5e-3, 3e-2, 0.3, 0.4, 0.3)
-MUON = Limits(5e-5, 1e-3, 5e-2, 0.2, 0.0)  # rounds to bf16, and a larger rate makes more of it
+# Muon rounds to bf16, and a larger rate makes more of it; Lion makes a whole step of the sign of a sum near zero.
+MUON_OR_LION = Limits(5e-5, 1e-3, 5e-2, 0.2, 0.0)
 # Steps of a sixteenth, of which a norm over few channels makes much; Adam and Muon make all of a gradient's direction.
 EIGHT_BITS = Limits(1e-2, 0.5, 2.0, math.inf, 0.0)
 SMALL = 1e-3  # of the largest gradient of all: a whole parameter with less has rounding alone
@@ -42,11 +43,11 @@ def limits_of(options: Flags) -> tuple[str, Limits]:
     """Return the limits of runs with these options, and what they depend on."""
     dtype, rule = options.get("training_dtype", "fp32"), options.get("optimizer", "adamw")
     limits, kind = {"fp32": FP32, "fp16": FP16, "bf16": BF16}[dtype], f"{dtype}, {rule}"
-    if rule == "muon":
-        limits = Limits(*map(max, limits, MUON))
+    if rule in ("muon", "lion"):
+        limits = Limits(*map(max, limits, MUON_OR_LION))
     if options.get("fp8", "none") != "none" or options.get("int8", "0") != "0":
         limits, kind = Limits(*map(max, limits, EIGHT_BITS)), f"{kind}, 8 bits"
-    if rule == "lion":  # signs, also of sums near zero
+    if rule == "lion":
         limits = limits._replace(update=0.5 if limits.certain <= SMALL else math.inf)
     return kind, limits
 
