@@ -31,6 +31,7 @@ from megatron_lite.kernels.choice import Kernels, agree_on_kernels
 from megatron_lite.kernels.eight_bit import eight_bit_of
 from megatron_lite.model.gpt import model_layers, shapes_of
 from megatron_lite.model.layer import Layer
+from megatron_lite.monitor import schedule_picture
 from megatron_lite.monitor.banner import choice_lines, derived_numbers, device_warnings, placement_warnings, stage_lines
 from megatron_lite.monitor.communication import time_collectives
 from megatron_lite.monitor.export_callback import ExportCallback, open_callback
@@ -131,6 +132,8 @@ def build(
     together(distributed, run.model.memory.register)
     for line, short in stage_lines(run.model, config.batch):
         _tell(run, line, short)
+    if config.run.debug_schedule and reports:
+        schedule_picture.draw(run.model.order, config.batch, run.logger, experiment.artifacts)
     if rule_of(config.optimizer).declared.whole_matrices and run.model.training:
         run.logger.info(muon.describe(run.model.all_stages))
     run.collectives_alone_s = _time_collectives(run)

@@ -61,6 +61,11 @@ class RunConfig(Area):
     debug_param_update: int = debug_level("each parameter after the update", training=True)
     debug_global_tensors: bool = option(True, "gather tensors from all ranks before logging them (slow)")
     debug_activation_memory: bool = option(False, "log the memory in use after each layer")
+    debug_schedule: bool = option(
+        False,
+        "draw the passes of all pipeline ranks in a step, and the waits between them: as text in the log or dry run, "
+        "as schedule.svg in runs/<k>/artifacts of experiment_dir",
+    )
     debug_tensor_parallel: bool = option(
         False,
         "check that tensor-parallel ranks agree on replicated weights, gradients and layer outputs (slow)",

@@ -40,7 +40,7 @@ from megatron_lite.zero.messages import FirstLayer
 from megatron_lite.zero.multi_stage import MultiStage
 from megatron_lite.zero.pipeline import Durations
 from megatron_lite.zero.runner import forward_backward
-from megatron_lite.zero.schedule import Step
+from megatron_lite.zero.schedule import Order, Step
 
 
 class SimulatedGroup(Group):
@@ -139,6 +139,11 @@ class Plan:
     def model(self) -> MultiStage:
         """The model, on the meta device."""
         return self.partition.model
+
+    @property
+    def order(self) -> Order:
+        """The order of the steps of all pipeline ranks."""
+        return self.partition.order(self.config, self.config.performance.mlp_recompute_level)
 
     @property
     def costs(self) -> list[Cost]:

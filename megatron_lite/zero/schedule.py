@@ -8,7 +8,6 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
-from megatron_lite.config import BatchConfig
 from megatron_lite.zero.pipeline import Durations, Kind, Pass, Pipeline, Ties, training_passes
 from megatron_lite.zero.simulation import Message, Timeline, Transfers, simulate, transfers
 
@@ -130,16 +129,6 @@ class Order:
     def timeline(self, passes: Sequence[Sequence[Pass]]) -> Timeline:
         """Simulate the passes of every pipeline rank."""
         return simulate(passes, self.pipeline, self.durations, self.first_trained)
-
-    def describe(self, batch: BatchConfig) -> str:
-        """Return a line about ranks, schedule and waits."""
-        depth, breadth = batch.depth_first_micro_batches, batch.breadth_first_micro_batches
-        assert depth and breadth, "resolved"
-        bubble = self.timeline(self.training(depth * breadth, breadth)).bubble
-        return (
-            f"{self.pipeline.ranks} pipeline ranks, --pipeline_schedule={self.schedule} "
-            f"--pipeline_placement={self.pipeline.placement}: bubble {bubble:.1%} of the busiest rank's work"
-        )
 
     def steps(self, rank: int, plans: Sequence[StagePlan], passes: Sequence[Sequence[Pass]]) -> list[Step]:
         """Return the steps of a pipeline rank with these stages. passes: of every rank."""

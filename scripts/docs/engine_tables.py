@@ -17,14 +17,18 @@ from typing import Any
 
 from megatron_lite.cli.parse import parse as parse_flags
 from megatron_lite.cli.parse import read_words
+from megatron_lite.config import BatchConfig
 from megatron_lite.distributed.traffic import Total
 from megatron_lite.kernels.tensor_collectives import GATHER, REDUCE
+from megatron_lite.monitor import schedule_picture
 from megatron_lite.planner.devices import data_sheet
 from megatron_lite.planner.plan import Plan, Planner
 from megatron_lite.planner.runtime import PLANNED_GPU_BYTES
 from megatron_lite.planner.work_time import predict_step
 from megatron_lite.validation import resolve
 from megatron_lite.zero.multi_stage import MultiStage
+from megatron_lite.zero.pipeline import Durations, place
+from megatron_lite.zero.schedule import Order
 from scripts.benchmarks.results import ROOT
 from scripts.docs.tables import markdown_table, with_tables, write_documents
 
@@ -181,8 +185,25 @@ TABLES: dict[str, Callable[[], Rows]] = {
 }
 
 
+PICTURES = {"breadth_first": 4, "one_f_one_b": 2, "interleaved": 4, "zero_bubble_v": 4}  # chunks
+
+
+def schedules() -> Iterator[str]:
+    """Draw the schedules of a pipeline of two ranks."""
+    batch = BatchConfig(depth_first_micro_batches=1, breadth_first_micro_batches=4)
+    yield "```"
+    for name, chunks in PICTURES.items():
+        pipeline = place(2, chunks + 2, name, "v" if name == "zero_bubble_v" else "loop")
+        durations = [Durations(0, 0, 0), *[Durations()] * chunks, Durations(0, 0, 0)]
+        yield name
+        yield from list(schedule_picture.lines(Order(pipeline, name, 0, (), durations), batch))[1:]
+    yield "```"
+
+
 def render(name: str) -> list[str]:
-    """Return the lines of one Markdown table."""
+    """Return the lines of one Markdown table, or of the pictures of schedules."""
+    if name == "schedules":
+        return [*schedules()]
     form = {float: "{:,.1f}", int: "{:,}", str: "{}"}
     header, *lines = [[form[type(cell)].format(cell) for cell in row] for row in TABLES[name]()]
     return markdown_table(header, lines)

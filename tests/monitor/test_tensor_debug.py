@@ -270,7 +270,8 @@ EXPECTED = {
 
 def test_every_level_option_is_tested() -> None:
     names = {field.name for field in dataclasses.fields(RunConfig) if field.name.startswith("debug_")}
-    assert names == {*LEVELS, "debug_global_tensors", "debug_activation_memory", "debug_tensor_parallel"}
+    others = {"debug_global_tensors", "debug_activation_memory", "debug_tensor_parallel", "debug_schedule"}
+    assert names == {*LEVELS, *others}
     assert set(LEVELS) == set(EXPECTED)
 
 

@@ -1,0 +1,117 @@
+"""A step's order as a line, as text and as a picture: ranks of the pipeline as rows, time to the right, bubbles empty.
+
+Times are those that the schedule was made with (`planner/durations.py`); without a pipeline, all passes take equally
+long. Upper and lower case tell the chunks of a rank apart.
+"""
+
+from __future__ import annotations
+
+import bisect
+import itertools
+import logging
+import math
+import statistics
+from collections.abc import Iterator
+from pathlib import Path
+from typing import NamedTuple
+
+from megatron_lite.config import BatchConfig
+from megatron_lite.zero.pipeline import Kind, Pass
+from megatron_lite.zero.schedule import Order
+from megatron_lite.zero.simulation import Timeline
+
+LETTERS: dict[Kind, str] = {"forward": "F", "backward": "B", "input": "I", "weights": "W"}
+LEGEND = "F: forward pass of a micro-batch, B: backward, I: its gradients of inputs, W: its gradients of weights"
+COLUMNS, UNIT = 108, 3  # of text: at most, and for a forward pass if there is room
+PIXELS, MOST_PIXELS, ROW, LEFT = 24, 20_000, 28, 60  # for a forward pass, of all, of a row, and left of them
+STYLE = (
+    "text{font:12px monospace}.F{fill:#93c5fd}.f{fill:#dbeafe}.B,.I{fill:#fdba74}.b,.i{fill:#ffedd5}.W{fill:#c4b5fd}"
+    ".w{fill:#ede9fe}"
+)
+
+
+class Bar(NamedTuple):
+    """Passes of a micro-batch through stages of a chunk, one right after the other."""
+
+    label: str
+    start: float
+    end: float
+
+
+def describe(order: Order, batch: BatchConfig) -> str:
+    """Return a line about ranks, schedule and waits."""
+    _, timeline = _step(order, batch)
+    return (
+        f"{order.pipeline.ranks} pipeline ranks, --pipeline_schedule={order.schedule} "
+        f"--pipeline_placement={order.pipeline.placement}: bubble {timeline.bubble:.1%} of the busiest rank's work"
+    )
+
+
+def draw(order: Order, batch: BatchConfig, logger: logging.Logger, artifacts: Path | None) -> None:
+    """Log the text; write the picture to schedule.svg in `artifacts`, if there is this folder."""
+    for line in lines(order, batch):
+        logger.info(line)
+    if artifacts is not None:
+        (artifacts / "schedule.svg").write_text(svg(order, batch), "utf-8")
+
+
+def lines(order: Order, batch: BatchConfig) -> Iterator[str]:
+    """Yield the text of the largest batch's step, `COLUMNS` wide at most."""
+    duration, unit, rows = _rows(order, batch)
+    columns = min(COLUMNS, math.ceil(UNIT * duration / unit - 1e-6))
+    yield f"schedule of a step ({LEGEND}; dots: bubble)"
+    for rank, bars in enumerate(rows):
+        row = "." * columns
+        for label, start, end in bars:
+            first, last = (round(time / duration * columns) for time in (start, end))
+            room = last - first
+            text = label if len(label) <= room else label[:1]  # half a number is another number
+            row = row[:first] + (text.ljust(room - 1, "-") + " ")[:room] + row[last:]
+        yield f"  rank {rank:<4}{row.rstrip()}"
+
+
+def svg(order: Order, batch: BatchConfig) -> str:
+    """Return the picture of the largest batch's step."""
+    duration, unit, rows = _rows(order, batch)
+    width = min(MOST_PIXELS, PIXELS * duration / unit)
+    shapes = [f'<text x="4" y="18">{describe(order, batch)}; {LEGEND}</text>']
+    for rank, bars in enumerate(rows):
+        top = ROW * (rank + 1)
+        shapes.append(f'<text x="4" y="{top + 17}">rank {rank}</text>')
+        for label, start, end in bars:
+            x, long = LEFT + start / duration * width, (end - start) / duration * width
+            shapes.append(
+                f'<rect class="{label[0]}" x="{x:.2f}" y="{top + 2}" width="{max(long - 1, 0.2):.2f}" '
+                f'height="{ROW - 4}"><title>{label}</title></rect>'
+            )
+            if long >= 9 * len(label):
+                shapes.append(f'<text x="{x + 2:.2f}" y="{top + 17}">{label}</text>')
+    size = f"{LEFT + max(width, 900):.0f} {ROW * (len(rows) + 1)}"
+    return f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {size}"><style>{STYLE}</style>\n' + "\n".join(
+        [*shapes, "</svg>\n"]
+    )
+
+
+def _step(order: Order, batch: BatchConfig) -> tuple[list[list[Pass]], Timeline]:
+    depth, breadth = batch.depth_first_micro_batches, batch.breadth_first_micro_batches
+    assert depth and breadth, "resolved"
+    passes = order.training(depth * breadth, breadth)
+    return passes, order.timeline(passes)
+
+
+def _rows(order: Order, batch: BatchConfig) -> tuple[float, float, list[list[Bar]]]:
+    """Return the duration of the step, that of most forward passes, and the bars of each rank."""
+    passes, timeline = _step(order, batch)
+    starts = [stages.start for stages in order.pipeline.chunks]
+    rows = []
+    for rank, (own, spans) in enumerate(zip(passes, timeline.spans, strict=True)):
+        chunks, row = order.pipeline.chunks_of(rank), list[Bar]()
+        for (kind, stage, micro_batch), (start, end) in zip(own, spans, strict=True):
+            chunk = chunks.index(bisect.bisect_right(starts, stage) - 1)
+            label = f"{LETTERS[kind].lower() if chunk % 2 else LETTERS[kind]}{micro_batch}"
+            if row and row[-1].label == label and row[-1].end == start:
+                start = row.pop().start
+            row.append(Bar(label, start, end))
+        rows.append(row)
+    forward = [end - start for label, start, end in itertools.chain(*rows) if label[0] in "Ff"]
+    return timeline.duration, statistics.median(forward), rows
