@@ -45,10 +45,10 @@ def limits_of(options: Flags) -> tuple[str, Limits]:
     limits, kind = {"fp32": FP32, "fp16": FP16, "bf16": BF16}[dtype], f"{dtype}, {rule}"
     if rule in ("muon", "lion"):
         limits = Limits(*map(max, limits, MUON_OR_LION))
-    if options.get("fp8", "none") != "none" or options.get("int8", "0") != "0":
-        limits, kind = Limits(*map(max, limits, EIGHT_BITS)), f"{kind}, 8 bits"
     if rule == "lion":
         limits = limits._replace(update=0.5 if limits.certain <= SMALL else math.inf)
+    if options.get("fp8", "none") != "none" or options.get("int8", "0") != "0":
+        limits, kind = Limits(*map(max, limits, EIGHT_BITS)), f"{kind}, 8 bits"
     return kind, limits
 
 
