@@ -104,7 +104,8 @@ def _bubble_s(plan: Plan, speeds: Speeds) -> float:
         timeline = simulate(passes, model.pipeline, durations, model.order.first_trained, message_s)
         return timeline.duration - sum(end - start for start, end in timeline.spans[model.ranks.rank])
 
-    return waits(few) + (periods * (waits(more) - waits(few)) if periods else 0.0)
+    # A few micro-batches more may wait less, where a list of passes has no period.
+    return max(0.0, waits(few) + (periods * (waits(more) - waits(few)) if periods else 0.0))
 
 
 def _exposed(config: Config, communication: float, compute: float, stages: int, overlap: float) -> float:

@@ -138,6 +138,22 @@ def test_the_predicted_bubble_is_that_of_the_formula() -> None:
     assert all(min(of) > 0 for of in planned_durations(config, 2, "cuda") or ())
 
 
+@pytest.mark.parametrize("ranks", [2, 4])
+def test_the_automatic_schedule_is_as_fast_as_any_that_needs_no_more_memory(ranks: int) -> None:
+    """By their plans, with ZeRO-1: within 3 percent in time of all that need at most 5 percent more memory."""
+    sizes = dict(hidden_size=4096, num_attention_heads=32, sequence_length=2048, max_position_embeddings=2048)
+    sizes |= dict(num_layers=8, batch_size=16, pipeline_parallel=ranks, vocab_size=32000)
+    planner, options = Planner(ranks, "cuda"), {**sizes, "training_dtype": "bf16", "tie_word_embeddings": False}
+    found = {}
+    for schedule, placement in (("auto", "auto"), *WAYS):
+        plan = planner.plan(configured(schedule, placement, ranks, **options))
+        time = predict_step(plan, data_sheet(plan.config.distributed, "cuda", ranks))
+        found[schedule, placement] = time.seconds, plan.needed_bytes()
+    automatic_s, automatic_bytes = found["auto", "auto"]
+    others = [seconds for seconds, size in found.values() if size <= 1.05 * automatic_bytes]
+    assert automatic_s <= 1.03 * min(others), found
+
+
 def test_a_dry_run_says_what_the_pipeline_does(capsys: pytest.CaptureFixture[str]) -> None:
     """Rank, schedule, bubble, messages and the size of the pipeline, which the command keeps."""
     flags = "--num_layers=8 --hidden_size=64 --num_attention_heads=4 --vocab_size=100 --sequence_length=64"
