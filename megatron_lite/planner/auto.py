@@ -76,8 +76,8 @@ def _lowest_zero_stage(
 def blocks_per_stage(config: Config, world_size: int, device_type: str) -> tuple[int, Note]:
     """Choose the number of blocks per stage, and give the reason: enough to make a gather worth its latency.
 
-    At most a quarter of the blocks, so that the two ZeRO-3 buffers hold at most half of them and some are left to
-    overlap. A group of one rank gathers nothing and gets 1.
+    At most a quarter of a rank's blocks, so that the two ZeRO-3 buffers hold at most half of them, some are left to
+    overlap, and every pipeline schedule has its chunks. A group of one rank gathers nothing and gets 1.
     """
     group = group_of(config, 0, world_size, device_type)
     ranks = group.shard.world_size
@@ -86,9 +86,10 @@ def blocks_per_stage(config: Config, world_size: int, device_type: str) -> tuple
     block = model_layers(config, REFERENCES, group.tensor)[1]
     numel = sum(parameter.spec.local_numel for parameter in block.parameters() if isinstance(parameter, Parameter))
     block_bytes = numel * DTYPES[config.distributed.training_dtype].itemsize
-    wanted, most = worthwhile_bytes(ranks, device_type), max(1, config.model.num_layers // 4)
+    own = config.model.num_layers // config.distributed.pipeline_parallel
+    wanted, most = worthwhile_bytes(ranks, device_type), max(1, own // 4)
     blocks = min(most, math.ceil(wanted / block_bytes))
-    capped = f"; {most} is a quarter of the blocks" if blocks * block_bytes < wanted else ""
+    capped = f"; {most} is a quarter of a rank's blocks" if blocks * block_bytes < wanted else ""
     return blocks, Note(
         f"--layers_per_stage=auto is {blocks}: the weights of a block take {block_bytes / MIB:,.1f} MiB, and with "
         f"{ranks} ranks a gather is worth its latency from {wanted / MIB:,.1f} MiB on{capped}"

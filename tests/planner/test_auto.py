@@ -78,12 +78,13 @@ def test_nothing_automatic_changes_nothing() -> None:
         (64, "cuda", dict(hidden_size=768, num_attention_heads=12), 4),  # 63 MiB would be five: a quarter of 16
         (64, "cuda", dict(hidden_size=768, num_attention_heads=12, num_layers=48), 5),
         (8, "cuda", dict(num_layers=3), 1),
+        (8, "cuda", dict(hidden_size=768, num_attention_heads=12, pipeline_parallel=2), 2),  # of 8 on a rank
         (2, "cpu", dict(), 1),
         (4, "cpu", dict(hidden_size=128), 4),
     ],
 )
 def test_blocks_per_stage(ranks: int, device_type: str, sizes: dict[str, Any], expected: int) -> None:
-    """Blocks per stage make a gather worth its latency, up to a quarter of all blocks, and end up in the options."""
+    """Blocks per stage make a gather worth its latency, up to a quarter of a rank's blocks, and end up in the options."""
     config = a_config(ranks, **{"zero_stage": 1, "layers_per_stage": "auto", **sizes})
     blocks, note = blocks_per_stage(config, ranks, device_type)
     assert blocks == expected, note.text
