@@ -84,7 +84,7 @@ def test_nothing_automatic_changes_nothing() -> None:
     ],
 )
 def test_blocks_per_stage(ranks: int, device_type: str, sizes: dict[str, Any], expected: int) -> None:
-    """Blocks per stage make a gather worth its latency, up to a quarter of a rank's blocks, and end up in the options."""
+    """They make a gather worth its latency, are at most a quarter of a rank's blocks, and end up in the options."""
     config = a_config(ranks, **{"zero_stage": 1, "layers_per_stage": "auto", **sizes})
     blocks, note = blocks_per_stage(config, ranks, device_type)
     assert blocks == expected, note.text
