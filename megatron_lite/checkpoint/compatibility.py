@@ -25,14 +25,15 @@ if TYPE_CHECKING:
 
 _MOST_LINES = 20  # data changes listed in a message
 ARCHITECTURE, DATA = "architecture", "data"
-# Options of the model that change neither its parameters nor the function that they compute, by their first letters.
-_FREE = (
-    *("attention_dropout", "attention_softmax", "embedding_dropout", "full_precision_residual", "hidden_dropout"),
-    *("init_method", "layer_norm_init", "make_vocab_size", "random_bias"),
+# Options that do not change the meaning of weights: noise, initial values, precision, padding.
+FREE = frozenset(
+    "attention_dropout hidden_dropout embedding_dropout init_method_std init_method_std_embed init_method_std_qkv "
+    "init_method_std_attn_proj init_method_std_mlp_1 init_method_std_mlp_2 layer_norm_init_range random_bias_init "
+    "full_precision_residual attention_softmax_in_fp32 make_vocab_size_divisible_by".split()
 )
 # Option -> kind of change; changes of other options are only logged.
 KINDS = {
-    **{field.name: ARCHITECTURE for field in fields(ModelConfig) if not field.name.startswith(_FREE)},
+    **{field.name: ARCHITECTURE for field in fields(ModelConfig) if field.name not in FREE},
     # The samples, or their order.
     **dict.fromkeys(
         "dataset_source seed shuffle shuffle_era shuffle_documents truncate_documents max_epochs".split(), DATA

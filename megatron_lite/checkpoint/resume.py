@@ -8,9 +8,10 @@ deleted.
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import os
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -45,7 +46,10 @@ class Choice:
     @cached_property
     def newest(self) -> tuple[Path, Manifest] | None:
         """Folder and manifest of the newest checkpoint with a good manifest; read from the disk once."""
-        return next(((folder, content) for _, folder, content in _good(self.found)), None)
+        for iteration, folder in self.found:
+            with contextlib.suppress(DamagedError):
+                return folder, read(folder, iteration)
+        return None
 
 
 def find(root: Path) -> list[tuple[int, Path]]:
@@ -59,10 +63,8 @@ def find(root: Path) -> list[tuple[int, Path]]:
 def choose_together(root: Path | None, options: CheckpointConfig, distributed: Distributed) -> Choice:
     """Choose on rank 0, for all ranks; see `choose`."""
     choice = together(distributed, lambda: choose(root, options) if distributed.rank == 0 else Choice())
-    if distributed.rank == 0:
-        distributed.broadcast_object([[(i, str(p)) for i, p in choice.found], choice.goes_back, choice.note])
-        return choice
-    found, goes_back, note = distributed.broadcast_object(None)
+    paths = [(iteration, str(folder)) for iteration, folder in choice.found]
+    found, goes_back, note = distributed.broadcast_object((paths, choice.goes_back, choice.note))
     return Choice(tuple((iteration, Path(folder)) for iteration, folder in found), goes_back, note)
 
 
@@ -81,10 +83,10 @@ def choose(root: Path | None, options: CheckpointConfig) -> Choice:
     if own:
         if wanted is None or own[0][0] <= wanted:
             return Choice(_only(own, wanted, root))
-        newest = next(_good(own), None)
-        if newest is not None and newest[0] > wanted and newest[2].config.get("resume_iteration") == wanted:
+        newest = Choice(tuple(own)).newest
+        if newest and newest[1].iteration > wanted and newest[1].config.get("resume_iteration") == wanted:
             note = (
-                f"--resume_iteration={wanted} was followed by an earlier start: the run continues from {newest[1]}; "
+                f"--resume_iteration={wanted} was followed by an earlier start: the run continues from {newest[0]}; "
                 "to go back again, move that folder away"
             )
             return Choice(tuple(own), note=note)
@@ -157,14 +159,6 @@ def _elsewhere(folder: Path) -> list[tuple[int, Path]]:
             "directory"
         )
     return found
-
-
-def _good(found: Sequence[tuple[int, Path]]) -> Iterator[tuple[int, Path, Manifest]]:
-    for iteration, folder in found:
-        try:
-            yield iteration, folder, read(folder, iteration)
-        except DamagedError:
-            continue
 
 
 # -- resuming ---------------------------------------------------------------------------------------------------------

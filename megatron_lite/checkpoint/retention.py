@@ -46,7 +46,7 @@ def num_permanent(first: int, last: int, rules: Sequence[KeepRule]) -> int:
 
 def checkpoints_to_delete(
     saved: Mapping[int, bool],
-    keep: int | None,
+    keep: int,
     newest: int | None = None,
     after: int | None = None,
     held: Collection[int] = (),
@@ -55,19 +55,13 @@ def checkpoints_to_delete(
 
     Args:
         saved: the iteration of every complete checkpoint, and whether it is permanent.
-        keep: --max_checkpoints; None keeps all.
+        keep: --max_checkpoints.
         newest: the iteration just saved. Later ones belong to an abandoned or damaged continuation and are neither
             counted nor deleted, so that the newest save always stays.
         after: keep all iterations up to this one, saved by earlier starts; None: delete these as well.
         held: iterations that also stay, to replay a bad step.
-
-    Raises:
-        ValueError: if `keep` is below 1.
     """
-    if keep is None:
-        return []
-    if keep < 1:
-        raise ValueError(f"max_checkpoints must be at least 1, not {keep}: a run without a checkpoint cannot resume")
+    assert keep >= 1, f"{keep}: a run without a checkpoint cannot resume"
     counted = sorted(iteration for iteration in saved if newest is None or iteration <= newest)
     stays = {*counted[-keep:], *held, *(iteration for iteration, permanent in saved.items() if permanent)}
     return [iteration for iteration in counted if iteration not in stays and (after is None or iteration > after)]
@@ -81,7 +75,7 @@ def prune(
     after: int | None = None,
     held: Collection[int] = (),
 ) -> None:
-    """Delete the temporary checkpoints beyond the newest `keep`; rank 0 calls this after a successful save.
+    """Delete the temporary checkpoints beyond the newest `keep` (None: keep all) after a successful save, on rank 0.
 
     Only complete checkpoints of this program count; damaged ones, links and everything else stay. A failed deletion
     only logs a warning. See `checkpoints_to_delete`; `rules`: those of --keep_checkpoints.
@@ -122,8 +116,7 @@ def lack_at_start(root: Path | None, num_bytes: int, config: Config, done: int) 
 
     num_bytes: size of one checkpoint. done: iterations done. Saves by time are not counted.
     """
-    free = None if root is None else free_bytes(root)
-    if root is None or free is None:
+    if root is None or (free := free_bytes(root)) is None:
         return None
     options, train_iters = config.checkpoint, config.training.train_iters
     left, there = max(0, train_iters - done), len(names.find_checkpoints(root))

@@ -199,8 +199,8 @@ def good_manifest(folder: Path, with_files: bool = False) -> Manifest | None:
     with_files: None also if a file is missing or has another size.
     """
     try:
-        content = manifest.read(folder, int(folder.name)) if is_folder(folder) else None
-        if content is not None and with_files:
+        content = manifest.read(folder, int(folder.name))
+        if with_files:
             check_sizes(folder, content)
         return content
     except DamagedError:

@@ -8,8 +8,8 @@ With pretrained weights, two flags decide whether the checkpoint or the command 
     0                        0       flags and defaults set the options; a difference from the checkpoint is an error
     0                        1       flags and defaults set the options; the shapes must fit
 
-Options that do not change the meaning of the weights may always differ: see `FREE`. Once the experiment directory has
-a checkpoint, that model is used, and a resumed run no longer needs the pretrained folder.
+Options that do not change the meaning of the weights may always differ: see `compatibility.FREE`. Once the experiment
+directory has a checkpoint, that model is used, and a resumed run no longer needs the pretrained folder.
 
 This happens during parsing, so that validation, banner and dry run see the model. Reading a Hugging Face folder imports
 no torch.
@@ -25,7 +25,7 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any, NamedTuple
 
-from megatron_lite.checkpoint.compatibility import Difference
+from megatron_lite.checkpoint.compatibility import FREE, Difference
 from megatron_lite.config import unflatten
 from megatron_lite.config.source import PRESETS
 from megatron_lite.config.values import FLAGS, parse_value, written
@@ -35,12 +35,6 @@ from megatron_lite.huggingface.architectures import check_exportable
 from megatron_lite.validation import examine
 from megatron_lite.validation.rules import Note
 
-# Options that do not change the meaning of weights: noise, initial values, precision, padding.
-FREE = frozenset(
-    "attention_dropout hidden_dropout embedding_dropout init_method_std init_method_std_embed init_method_std_qkv "
-    "init_method_std_attn_proj init_method_std_mlp_1 init_method_std_mlp_2 layer_norm_init_range random_bias_init "
-    "full_precision_residual attention_softmax_in_fp32 make_vocab_size_divisible_by".split()
-)
 # Options that only affect initial weights.
 INITIAL = frozenset(name for name in FREE if "init" in name)
 # Option -> options that depend on its value: if a flag changes it, their values from the model are dropped.
