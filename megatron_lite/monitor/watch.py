@@ -24,7 +24,7 @@ from typing import Any, NamedTuple, cast
 import torch
 from torch import Tensor
 
-from megatron_lite.config import Config, TrackingConfig
+from megatron_lite.config import Config
 from megatron_lite.distributed.process_group import Distributed
 from megatron_lite.kernels.gradient_norm import squared_norm
 from megatron_lite.kernels.weight_shard import chunk_bounds
@@ -150,25 +150,18 @@ def open_watch(
 
     loss_scale: the factor on all gradients of the current step, (). log: `Trackers.log`.
     """
-    if not config.tracking.watch or not model.training:
-        return None
-    return Watch(config.tracking, config.training.train_iters, model, loss_scale, distributed, log)
+    is_wanted = config.tracking.watch and model.training
+    return Watch(config, model, loss_scale, distributed, log) if is_wanted else None
 
 
 class Watch:
     """The statistics of every `watch_interval`-th step. All ranks call `follow` at every step."""
 
     def __init__(
-        self,
-        options: TrackingConfig,
-        train_iters: int,
-        model: MultiStage,
-        loss_scale: Tensor,
-        distributed: Distributed,
-        log: Log,
+        self, config: Config, model: MultiStage, loss_scale: Tensor, distributed: Distributed, log: Log
     ) -> None:
-        self._options, self._train_iters, self._loss_scale = options, train_iters, loss_scale
-        self._distributed, self._log = distributed, log
+        options, self._train_iters = config.tracking, config.training.train_iters
+        self._options, self._loss_scale, self._distributed, self._log = options, loss_scale, distributed, log
         self._all_parts = {stage: stage.trainable for stage in model.all_stages if stage.trainable is not None}
         self._parts = {stage: part for stage, part in self._all_parts.items() if stage in model.stages}
         self._bins = bin_places(distributed.device) if options.watch_histograms else None

@@ -74,7 +74,7 @@ class StopSignal:
     @property
     def received(self) -> int:
         """The newest signal, or the number of a time limit that has passed; 0 if the run may continue."""
-        return self.signal or passed(self.limits)
+        return self.signal or max((limit.number for limit in self.limits if limit.left_s() <= 0), default=0)
 
     @property
     def is_saving(self) -> bool:
@@ -145,8 +145,3 @@ def idle_limit(config: Config) -> str | None:
     if config.training.stop_before_end_s is None or job_end_s() is not None:
         return None
     return "--stop_before_end_s has no effect: there is no SLURM_JOB_END_TIME, which Slurm sets since version 22.05"
-
-
-def passed(limits: Sequence[TimeLimit]) -> int:
-    """Return the number of a limit that has passed; 0 if none has."""
-    return max((limit.number for limit in limits if limit.left_s() <= 0), default=0)

@@ -2,6 +2,7 @@
 
 import json
 import math
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -10,11 +11,12 @@ from torch import Tensor
 
 from megatron_lite.config import Config, TrackingConfig
 from megatron_lite.distributed.process_group import Distributed
-from megatron_lite.monitor.trackers import open_trackers, read_metrics
+from megatron_lite.monitor.trackers.opening import open_trackers
 from megatron_lite.monitor.watch import BINS, EDGES, Histogram, Summary, Watch, Watched, bin_places, summarize
 from tests.support import launch
 from tests.support.engine_runs import Engine
-from tests.support.harness import run_distributed
+from tests.support.harness import run_distributed, tiny_config
+from tests.support.metrics import read_metrics
 from tests.support.whole_parameters import fill_gradients
 
 EVERYTHING = TrackingConfig(
@@ -36,7 +38,8 @@ class Recorder:
 def watch(engine: Engine, options: TrackingConfig = EVERYTHING) -> tuple[Watch, Recorder]:
     recorder = Recorder()
     scale = engine.optimizer.loss_scale.scale
-    return Watch(options, 20, engine.model, scale, engine.ranks, recorder.log), recorder  # type: ignore[arg-type]
+    config = replace(tiny_config(train_iters=20), tracking=options)
+    return Watch(config, engine.model, scale, engine.ranks, recorder.log), recorder  # type: ignore[arg-type]
 
 
 def full(engine: Engine, kind: str) -> dict[str, Tensor]:

@@ -3,6 +3,8 @@
 import signal
 import subprocess
 import sys
+from collections.abc import Sequence
+from types import SimpleNamespace
 from unittest.mock import MagicMock
 
 import pytest
@@ -13,8 +15,8 @@ from megatron_lite.run.stop_signal import (
     MAX_MINUTES,
     StopRequested,
     StopSignal,
+    TimeLimit,
     idle_limit,
-    passed,
     time_limits,
 )
 from tests.support.harness import tiny_config, usual_signals
@@ -68,6 +70,11 @@ def test_signals_are_ignored_as_soon_as_a_peer_may_end() -> None:
 # -- limits on the time ---------------------------------------------------------------------------------------------
 
 NOW_S = 1_800_000_000.0
+
+
+def passed(limits: Sequence[TimeLimit]) -> int:
+    """Return what a process has received from its limits alone."""
+    return StopSignal.received.fget(SimpleNamespace(signal=0, limits=limits))  # type: ignore[attr-defined]
 
 
 def test_limits_and_when_they_have_passed(monkeypatch: pytest.MonkeyPatch) -> None:
