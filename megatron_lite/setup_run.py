@@ -40,7 +40,7 @@ from megatron_lite.monitor.memory_history import MemoryHistory, open_history
 from megatron_lite.monitor.metric_lines import ConsoleLines
 from megatron_lite.monitor.metrics import LogWindow, StepTimer, known_peak_tflops
 from megatron_lite.monitor.tensor_debug import TensorDebugger, open_debugger
-from megatron_lite.monitor.trackers import Trackers, check_trackers, open_trackers
+from megatron_lite.monitor.trackers.opening import Trackers, check_trackers, open_trackers
 from megatron_lite.monitor.watch import Watch, open_watch
 from megatron_lite.optimizer.optimizer import Optimizer, rule_of
 from megatron_lite.optimizer.partition import partitioned

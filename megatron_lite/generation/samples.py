@@ -28,7 +28,8 @@ from megatron_lite.errors import DataError, NumericsError
 from megatron_lite.generation.continuation import Limits, SamplingOptions, Text, TokenSampler, continue_texts
 from megatron_lite.generation.prompts import Continuations, encode_prompt, numbered, read_prompts
 from megatron_lite.model.layer import MicroBatch
-from megatron_lite.monitor.trackers import MetricsFile, Trackers
+from megatron_lite.monitor.trackers.metrics_file import MetricsFile
+from megatron_lite.monitor.trackers.opening import Trackers
 from megatron_lite.run.experiment import Experiment
 from megatron_lite.run.stop_signal import StopRequested, StopSignal
 from megatron_lite.seeds import derive_seed

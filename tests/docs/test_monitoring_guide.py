@@ -7,9 +7,9 @@ from pathlib import Path
 import pytest
 
 from megatron_lite.config.monitoring import TRACKERS, WATCHED
-from megatron_lite.monitor.trackers import read_metrics
 from scripts import watch_run
 from tests.support import documents, launch
+from tests.support.metrics import read_metrics
 
 pytestmark = pytest.mark.guides
 

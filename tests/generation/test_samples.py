@@ -15,7 +15,8 @@ from megatron_lite.distributed.process_group import Distributed
 from megatron_lite.errors import DataError, UsageError
 from megatron_lite.generation.samples import Samples, load_prompts
 from megatron_lite.model.kv_cache import KeyValueCache
-from megatron_lite.monitor.trackers import MetricsFile, Trackers
+from megatron_lite.monitor.trackers.metrics_file import MetricsFile
+from megatron_lite.monitor.trackers.opening import Trackers
 from megatron_lite.run.stop_signal import StopRequested
 from tests.support.harness import full_weights, run_distributed, same_weights, tiny_config, train_whole
 

@@ -20,10 +20,10 @@ from megatron_lite.distributed.process_group import Distributed
 from megatron_lite.errors import NumericsError
 from megatron_lite.monitor.tensor_debug import LEVELS
 from megatron_lite.monitor.tensor_log import TensorEntry, read_tensor_log
-from megatron_lite.monitor.trackers import read_metrics
 from megatron_lite.setup_run import Run
 from megatron_lite.train import train
 from tests.support.harness import run_distributed, start_run, tiny_config
+from tests.support.metrics import read_metrics
 
 Options = dict[str, Any]
 

@@ -10,9 +10,10 @@ import pytest
 from megatron_lite.config import Config, TrackingConfig
 from megatron_lite.errors import EXIT_PREEMPTED, UsageError
 from megatron_lite.monitor.logging import start_logging, stop_logging
-from megatron_lite.monitor.trackers import check_trackers, open_trackers, read_metrics
+from megatron_lite.monitor.trackers.opening import check_trackers, open_trackers
 from megatron_lite.monitor.trackers.queued_tracker import TensorBoardTracker
 from megatron_lite.monitor.watch import Histogram, Summary, Watched
+from tests.support.metrics import read_metrics
 
 pytestmark = pytest.mark.skipif(find_spec("tensorboard") is None, reason="tensorboard is not installed")
 CONFIG = Config(tracking=TrackingConfig(trackers=("jsonl", "tensorboard")))

@@ -10,7 +10,9 @@ from megatron_lite.config import Config, TrackingConfig
 from megatron_lite.errors import StorageError
 from megatron_lite.monitor import logging as our_logging
 from megatron_lite.monitor.logging import start_logging, stop_logging
-from megatron_lite.monitor.trackers import MetricsFile, Trackers, open_trackers, read_metrics
+from megatron_lite.monitor.trackers.metrics_file import MetricsFile
+from megatron_lite.monitor.trackers.opening import Trackers, open_trackers
+from tests.support.metrics import read_metrics
 
 LINES = Config(tracking=TrackingConfig(trackers=("jsonl",)))
 

@@ -10,7 +10,8 @@ import pytest
 from megatron_lite.config import Config, RunConfig, TrackingConfig, flatten
 from megatron_lite.errors import EXIT_PREEMPTED, UsageError
 from megatron_lite.monitor.logging import start_logging, stop_logging
-from megatron_lite.monitor.trackers import open_trackers, read_metrics
+from megatron_lite.monitor.trackers.opening import open_trackers
+from tests.support.metrics import read_metrics
 
 CANARY = "c0ffee00" * 5
 OPTIONS = TrackingConfig(

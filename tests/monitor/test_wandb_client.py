@@ -15,9 +15,11 @@ import pytest
 
 from megatron_lite.config import Config, RunConfig, TrackingConfig
 from megatron_lite.monitor.logging import start_logging, stop_logging
-from megatron_lite.monitor.trackers import open_trackers, read_metrics, wandb_tracker
+from megatron_lite.monitor.trackers import wandb_tracker
+from megatron_lite.monitor.trackers.opening import open_trackers
 from megatron_lite.monitor.watch import Histogram, Summary, Watched
 from tests.support import launch
+from tests.support.metrics import read_metrics
 from tests.support.wandb_server import WandbServer
 
 pytestmark = pytest.mark.skipif(find_spec("wandb") is None, reason="wandb is not installed")

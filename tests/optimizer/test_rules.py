@@ -11,10 +11,10 @@ import torch
 from megatron_lite.config import Config
 from megatron_lite.data.open_data import open_data
 from megatron_lite.distributed.process_group import Distributed
-from megatron_lite.monitor.trackers import read_metrics
 from tests.support.engine_runs import DelayedGroup, Engine, LateGroup, Outcome
 from tests.support.harness import LLAMA, run_distributed, tiny_config, train_tiny
 from tests.support.launch import TINY, run
+from tests.support.metrics import read_metrics
 from tests.support.plain_gpt import PlainGPT
 from tests.support.token_files import write_documents
 

@@ -13,8 +13,8 @@ import torch.distributed as dist
 from megatron_lite.data.tokenizing import save_byte_tokenizer
 from megatron_lite.distributed.grid import divide
 from megatron_lite.distributed.process_group import Distributed
-from megatron_lite.monitor.trackers import read_metrics
 from tests.support.harness import run_distributed, tiny_config, train_whole
+from tests.support.metrics import read_metrics
 from tests.support.token_files import write_documents
 
 Options = dict[str, Any]

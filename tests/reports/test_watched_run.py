@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from megatron_lite.errors import DataError
-from megatron_lite.monitor.trackers import MetricsFile
+from megatron_lite.monitor.trackers.metrics_file import MetricsFile
 from megatron_lite.reports.watched_run import LONGEST_LINE_BYTES, Curve, Metrics, RunStart, read_run, sparkline
 
 

@@ -18,9 +18,9 @@ from megatron_lite.data.indexed_dataset import IndexedDatasetWriter
 from megatron_lite.data.tokenizing import ByteTokenizer, JsonTokenizer, save_byte_tokenizer, train_tokenizer
 from megatron_lite.distributed.process_group import Distributed
 from megatron_lite.generation.model import text_batches
-from megatron_lite.monitor.trackers import read_metrics
 from scripts import evaluate as script
 from tests.support.harness import run_distributed, tiny_config, train_whole
+from tests.support.metrics import read_metrics
 
 TEXTS = ("the cats' café\n", "a second one, of zoë", "日本語 🎉", "x" * 40)
 MODEL: dict[str, Any] = dict(vocab_size=300, sequence_length=16, max_position_embeddings=32, init_method_std=0.3)

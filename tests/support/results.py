@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 
 from megatron_lite.checkpoint import files, manifest
-from megatron_lite.monitor.trackers import read_metrics
+from tests.support.metrics import read_metrics
 
 # What metrics.jsonl must have in common with an uninterrupted run; the rest of a line is about time.
 SAME = (

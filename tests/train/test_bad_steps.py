@@ -18,7 +18,6 @@ import torch
 
 from megatron_lite.distributed.process_group import Distributed
 from megatron_lite.errors import NumericsError
-from megatron_lite.monitor.trackers import read_metrics
 from megatron_lite.outputs.session import log_ending
 from megatron_lite.setup_run import Run
 from megatron_lite.train import train
@@ -26,6 +25,7 @@ from tests.support.engine_runs import digest
 from tests.support.harness import run_distributed, start_run, tiny_config
 from tests.support.launch import TINY, read_exit
 from tests.support.launch import run as start_program
+from tests.support.metrics import read_metrics
 
 RANKS = 2
 NAN, INF = math.nan, math.inf

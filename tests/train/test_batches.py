@@ -15,7 +15,6 @@ from megatron_lite.data.host_batch import HostBatch, micro_batch
 from megatron_lite.data.open_data import open_data
 from megatron_lite.model.layer import MASKED
 from megatron_lite.monitor.metrics import LogWindow
-from megatron_lite.monitor.trackers import read_metrics
 from tests.support import documents
 from tests.support.harness import (
     Trajectory,
@@ -29,6 +28,7 @@ from tests.support.harness import (
 )
 from tests.support.launch import TINY, run, succeed
 from tests.support.memory_meters import a_model
+from tests.support.metrics import read_metrics
 from tests.support.plain_gpt import PlainGPT, plain_adamw
 from tests.support.results import weights
 from tests.support.token_files import write_documents

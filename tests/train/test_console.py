@@ -7,8 +7,8 @@ import numpy as np
 import pytest
 
 from megatron_lite.config import Config, flatten
-from megatron_lite.monitor.trackers import read_metrics
 from tests.support.launch import TINY, read_exit, run, succeed
+from tests.support.metrics import read_metrics
 from tests.support.token_files import write_documents
 
 LINE = re.compile(

@@ -10,9 +10,9 @@ import pytest
 from megatron_lite.checkpoint import manifest
 from megatron_lite.cli.parse import parse
 from megatron_lite.errors import UsageError
-from megatron_lite.monitor.trackers import read_metrics
 from tests.support.harness import run_distributed, same_weights, train_several
 from tests.support.launch import ROOT, TINY, run, succeed
+from tests.support.metrics import read_metrics
 from tests.support.results import assert_same_run, curve
 from tests.support.token_files import write_documents
 

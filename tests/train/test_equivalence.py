@@ -10,9 +10,9 @@ import torch
 
 from megatron_lite.distributed.process_group import Distributed
 from megatron_lite.distributed.startup import deterministic_ways
-from megatron_lite.monitor.trackers import read_metrics
 from tests.support.harness import Trajectory, run_distributed, same_weights, train_several, train_tiny
 from tests.support.launch import run
+from tests.support.metrics import read_metrics
 
 BUFFERS = [
     {"zero_stage": 1},

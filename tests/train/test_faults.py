@@ -19,7 +19,6 @@ import pytest
 from megatron_lite.checkpoint import files, manifest
 from megatron_lite.distributed import peer_watch
 from megatron_lite.distributed.peer_watch import MeetingPoint, connect
-from megatron_lite.monitor.trackers import read_metrics
 from tests.support.launch import (
     TINY,
     Outcome,
@@ -32,6 +31,7 @@ from tests.support.launch import (
     run,
     succeed,
 )
+from tests.support.metrics import read_metrics
 from tests.support.results import digests
 from tests.support.token_files import write_documents
 

@@ -13,7 +13,6 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from megatron_lite.monitor.trackers import read_metrics
 from tests.support import warm_python
 from tests.support.launch import (
     MARKER,
@@ -30,6 +29,7 @@ from tests.support.launch import (
     read_exit,
     run,
 )
+from tests.support.metrics import read_metrics
 from tests.support.token_files import write_documents
 
 # The README's command that needs no file, with fewer iterations and lines to compare.

@@ -9,9 +9,9 @@ import torch
 
 from megatron_lite.data.open_data import open_data
 from megatron_lite.distributed.process_group import Distributed
-from megatron_lite.monitor.trackers import read_metrics
 from megatron_lite.outputs.step_inputs import PATIENCE
 from tests.support.harness import run_distributed, tiny_config, train_tiny, train_whole
+from tests.support.metrics import read_metrics
 from tests.support.plain_gpt import PlainGPT, plain_adamw
 from tests.support.token_files import write_documents
 

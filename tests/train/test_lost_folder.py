@@ -5,8 +5,8 @@ from pathlib import Path
 
 import pytest
 
-from megatron_lite.monitor.trackers import read_metrics
 from tests.support.launch import TINY, Start, read_exit, run
+from tests.support.metrics import read_metrics
 from tests.support.results import digests
 
 ENDLESS = (*TINY, "--train_iters=100000", "--log_interval=10", "--checkpoint_interval=20", "--max_checkpoints=2")

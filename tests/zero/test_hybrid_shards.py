@@ -12,13 +12,13 @@ from torch import Tensor
 from megatron_lite.distributed.traffic import Handle
 from megatron_lite.errors import UsageError
 from megatron_lite.model.layer import MicroBatch
-from megatron_lite.monitor.trackers import read_metrics
 from megatron_lite.planner.plan import make_plan
 from tests.checkpoint.test_engine import assert_same, read_all
 from tests.checkpoint.test_tensor_layouts import begin, go_on
 from tests.support.engine_runs import Engine, LateGroup, Outcome, Wrapped
 from tests.support.harness import LLAMA, tiny_config
 from tests.support.launch import TINY, succeed
+from tests.support.metrics import read_metrics
 from tests.support.thread_ranks import ThreadRank, on_threads
 
 Options = Mapping[str, Any]

@@ -16,7 +16,6 @@ from typing import Any
 
 from megatron_lite.monitor.logging import AppendFile, get_logger
 from megatron_lite.monitor.watch import Watched
-from megatron_lite.run.exit_status import METRICS_FILE as METRICS_FILE
 
 WATCH_FILE = "watch.jsonl"
 _REPAIR_BYTES = 1 << 20  # far longer than any line
@@ -41,9 +40,11 @@ class MetricsFile(AppendFile):
         size = os.fstat(self._fd).st_size
         tail = os.pread(self._fd, _REPAIR_BYTES, max(size - _REPAIR_BYTES, 0))
         torn = tail[tail.rfind(b"\n") + 1 :]
-        if torn and _parse_line(torn) is not None:
-            self.append(b"\n")
-        elif torn:
+        try:
+            if torn:
+                json.loads(torn)  # the beginning of an object is no JSON
+                self.append(b"\n")
+        except ValueError:
             os.ftruncate(self._fd, size - len(torn))
 
     def log(self, record: Mapping[str, Any], watched: Watched | None = None) -> None:
@@ -66,28 +67,3 @@ class WatchFile(MetricsFile):
         if watched is not None:
             kept = {key: record[key] for key in ("phase", "iteration", "run", "time")}
             self.write_line(json.dumps({**kept, **watched.as_json()}, allow_nan=False))
-
-
-def _parse_line(line: bytes) -> dict[str, Any] | None:
-    try:
-        record = json.loads(line)
-    except ValueError:
-        return None
-    return record if isinstance(record, dict) else None
-
-
-def read_metrics(path: Path) -> list[dict[str, Any]]:
-    """Return the records of a metrics.jsonl in the order of their iterations.
-
-    The last line of a phase and iteration counts (a resumed run repeats some). Numbers that were not finite are None.
-    Lines that are not JSON objects (a torn last line, a damaged disk) are left out.
-
-    Raises:
-        OSError: if the file cannot be read.
-    """
-    records: dict[tuple[Any, Any], dict[str, Any]] = {}
-    for line in path.read_bytes().split(b"\n"):
-        record = _parse_line(line) if line.strip() else None
-        if record is not None:
-            records[record.get("phase"), record.get("iteration")] = record
-    return sorted(records.values(), key=lambda record: record.get("iteration") or 0)

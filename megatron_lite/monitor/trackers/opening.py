@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 import importlib.util
+import os
 import pkgutil
 import time
 from collections.abc import Mapping, Sequence
@@ -13,10 +14,11 @@ from typing import Any
 
 from megatron_lite.config import Config, flatten
 from megatron_lite.errors import UsageError
-from megatron_lite.monitor.trackers.metrics_file import METRICS_FILE, WATCH_FILE, MetricsFile, WatchFile
+from megatron_lite.monitor.trackers.metrics_file import WATCH_FILE, MetricsFile, WatchFile
 from megatron_lite.monitor.trackers.queued_tracker import OwnTracker, QueuedTracker, TensorBoardTracker
-from megatron_lite.monitor.trackers.wandb_tracker import WandbTracker, read_key, send_no_error_reports, why_offline
+from megatron_lite.monitor.trackers.wandb_tracker import WandbTracker, read_key
 from megatron_lite.monitor.watch import Watched
+from megatron_lite.run.exit_status import METRICS_FILE
 
 TENSORBOARD_FOLDER = "tensorboard"
 _PACKAGES = ("wandb", "tensorboard")  # trackers that are packages of this name
@@ -88,10 +90,10 @@ def open_trackers(
         folder = options.tensorboard_dir or str((experiment_dir or Path()) / TENSORBOARD_FOLDER)
         destinations.append(TensorBoardTracker(writer, folder, iteration, keeps_lines))
     if "wandb" in names:
-        send_no_error_reports()
-        wandb, key = _import("wandb", "wandb", config), read_key()
-        offline = why_offline(options.wandb_mode, key)
-        destinations.append(WandbTracker(wandb, config, key, offline, experiment_dir, run, keeps_lines))
+        # The library would wait for its error reports when the process ends.
+        os.environ.setdefault("WANDB_ERROR_REPORTING", "false")
+        wandb = _import("wandb", "wandb", config)
+        destinations.append(WandbTracker(wandb, config, experiment_dir, run, keeps_lines))
     own = (name for name in names if ":" in name)
     destinations += (OwnTracker(name, own_class(name), flatten(config), keeps_lines) for name in own)
     return Trackers(destinations, run)

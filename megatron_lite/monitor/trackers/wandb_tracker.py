@@ -83,35 +83,22 @@ def why_offline(mode: str | None, key: str | None) -> str | None:
     return None
 
 
-def send_no_error_reports() -> None:
-    """Keep the library from sending error reports, for which it would wait when the process ends."""
-    os.environ.setdefault("WANDB_ERROR_REPORTING", "false")
-
-
 class WandbTracker(QueuedTracker):
     """A Weights & Biases run.
 
     Args:
         wandb: the module.
-        key: goes to the library only; None lets the library use the key of `wandb login`.
-        offline: reason to record the run on disk only, or None to go online.
         keeps_lines: see `QueuedTracker`.
     """
 
     title = "Weights & Biases"
 
-    def __init__(
-        self,
-        wandb: Any,
-        config: Config,
-        key: str | None,
-        offline: str | None,
-        experiment_dir: Path | None,
-        run: int,
-        keeps_lines: bool = True,
-    ) -> None:
+    def __init__(self, wandb: Any, config: Config, experiment_dir: Path | None, run: int, keeps_lines: bool) -> None:
+        """Begin or continue the run. Raises: UsageError if the key file is unusable."""
         super().__init__(keeps_lines, INIT_TIMEOUT_S + FINISH_TIMEOUT_S)
-        self._options, self._wandb, self._key, self._offline = config.tracking, wandb, key, offline
+        self._options, self._wandb = config.tracking, wandb
+        self._key = read_key()  # None: the library uses the key of `wandb login`
+        self._offline = why_offline(config.tracking.wandb_mode, self._key)
         self._name = config.run.experiment_name or (experiment_dir.absolute().name if experiment_dir else None)
         folder = experiment_dir / "runs" / str(run) if experiment_dir else Path(tempfile.mkdtemp(prefix="wandb-"))
         self._directory = folder.absolute()
