@@ -210,13 +210,11 @@ def good_manifest(folder: Path, with_files: bool = False) -> Manifest | None:
 # -- sizes ------------------------------------------------------------------------------------------------------------
 
 
-def shard_bytes(model: MultiStage) -> int:
-    """Return the bytes that this rank writes for a checkpoint, 0 for inference; headers and manifest add little."""
-    return _num_bytes(tensors_of(model.parts())) if model.training else 0
-
-
 def shards_bytes(model: MultiStage, ranks: int) -> int:
-    """Return those of all ranks. ranks: with the same layers."""
+    """Return the bytes of all ranks' shards in a checkpoint, 0 for inference; headers and manifest add little.
+
+    ranks: with the same layers.
+    """
     return ranks * _num_bytes(tensors_of(model.all_parts())) if model.training else 0
 
 

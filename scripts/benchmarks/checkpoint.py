@@ -31,7 +31,7 @@ from torch.distributed.checkpoint.staging import BlockingAsyncStager
 from megatron_lite.checkpoint import reading
 from megatron_lite.checkpoint.files import chunks
 from megatron_lite.checkpoint.resume import find
-from megatron_lite.checkpoint.writing import BackgroundSaves, Save, shard_bytes, tensors_of, write_now
+from megatron_lite.checkpoint.writing import BackgroundSaves, Save, shards_bytes, tensors_of, write_now
 from megatron_lite.config import Config, DistributedConfig, unflatten
 from megatron_lite.distributed import startup
 from megatron_lite.distributed.process_group import Distributed
@@ -215,7 +215,7 @@ def main(argv: Sequence[str]) -> int:
     if distributed.rank == 0:
         rows = {name: row for one in turns for name, row in measured_rows(one).items()}
         ranks = distributed.world_size
-        num_bytes = shard_bytes(bench.model) * ranks
+        num_bytes = shards_bytes(bench.model, ranks)
         command = f"torchrun --nproc-per-node={ranks} -m scripts.benchmarks.checkpoint"
         more: Any = {"about": f"{num_bytes / MIB:,.0f} MiB, {ranks} ranks; ", "bytes": num_bytes, "ranks": ranks}
         publish(command, argv, options, rows, table(rows, COLUMNS), goals=GOALS, **more)

@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from megatron_lite.checkpoint import files, manifest, writing
-from megatron_lite.checkpoint.writing import BackgroundSaves, Save, open_background, shard_bytes
+from megatron_lite.checkpoint.writing import BackgroundSaves, Save, open_background, shards_bytes
 from megatron_lite.config import CheckpointConfig, Config, RunConfig
 from megatron_lite.errors import OutOfMemoryError, StorageError
 from tests.checkpoint.test_writing import SPECS, fail_to_write, load, names, newest, save
@@ -113,7 +113,7 @@ def test_exactly_the_copy_is_pinned(monkeypatch: pytest.MonkeyPatch) -> None:
     model: Any = empty_model(SPECS, Layout(), 0)
     saves = BackgroundSaves(model, distributed, 0)
     ((start, size),) = cuda.pinned.items()
-    assert size == shard_bytes(model)
+    assert size == shards_bytes(model, 1)
     places = sorted((copy.data_ptr(), copy.nbytes) for (copy,) in saves._copies)
     ends = [place + num_bytes for place, num_bytes in places]
     assert [place for place, _ in places] == [start, *ends[:-1]] and ends[-1] == start + size
@@ -142,7 +142,7 @@ def test_a_copy_that_cannot_be_pinned_is_still_one(
     (record,) = caplog.records
     assert "cannot pin" in record.getMessage() and "(error 2)" in record.getMessage()
     assert kernels == ["cuda"] and cuda.attempts == 1
-    assert sum(copy.nbytes for (copy,) in saves._copies) == shard_bytes(model)
+    assert sum(copy.nbytes for (copy,) in saves._copies) == shards_bytes(model, 1)
 
 
 def test_training_goes_on_until_the_update(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -237,7 +237,7 @@ def test_the_copy_must_fit_into_the_host(tmp_path: Path, monkeypatch: pytest.Mon
     distributed: Any = one_rank()
     distributed.local_world_size = 4
     model: Any = empty_model(SPECS, Layout(), 0)
-    own = shard_bytes(model)
+    own = shards_bytes(model, 1)
     run_config = RunConfig(experiment_dir=str(tmp_path))
     wanted = Config(checkpoint=CheckpointConfig(async_checkpoint=True), run=run_config)
     monkeypatch.setattr(writing, "available_bytes", lambda: 4 * own - 1)
@@ -253,7 +253,7 @@ def test_the_copy_must_fit_into_the_host(tmp_path: Path, monkeypatch: pytest.Mon
 
 def test_no_rank_counts_the_copy_of_another_one_twice(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A rank that comes late looks at the free memory before the first one takes its part of it."""
-    own, taken = shard_bytes(empty_model(SPECS, LAYOUT, 0)), threading.Event()  # type: ignore[arg-type]
+    own, taken = shards_bytes(empty_model(SPECS, LAYOUT, 0), 1), threading.Event()  # type: ignore[arg-type]
     run_config = RunConfig(experiment_dir=str(tmp_path))
     wanted = Config(checkpoint=CheckpointConfig(async_checkpoint=True), run=run_config)
     monkeypatch.setattr(writing, "available_bytes", lambda: 2 * own - own * taken.is_set())
