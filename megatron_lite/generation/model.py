@@ -37,6 +37,7 @@ from megatron_lite.model.gpt import build_gpt, shapes_of
 from megatron_lite.model.layer import Layer, MicroBatch
 from megatron_lite.parameter import DTYPES, Parameter
 from megatron_lite.run.launch import thread_limit
+from megatron_lite.tiles import Tile
 
 
 class LocalModel:
@@ -87,7 +88,7 @@ def fill(layer: Layer, source: WeightSource, memory: Callable[[int], Tensor]) ->
         for attribute, declared in list(module.named_parameters(recurse=False)):
             spec = cast(Parameter, declared).spec
             values = memory(spec.numel)
-            source.read(spec.name, 0, values)
+            source.read(spec.name, Tile.run(0, spec.numel), values)
             parameter = Parameter(values.view(spec.shape), requires_grad=False)
             parameter.spec = spec
             setattr(module, attribute, parameter)

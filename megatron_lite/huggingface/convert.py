@@ -77,7 +77,7 @@ def write_huggingface(
 def read_whole(source: WeightSource, name: str, shape: tuple[int, ...]) -> Tensor:
     """Read a full parameter in fp32."""
     values = torch.empty(shape)
-    source.read(name, 0, values.view(-1))
+    source.read(name, Tile.run(0, values.numel()), values.view(-1))
     return values
 
 

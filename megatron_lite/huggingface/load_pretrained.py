@@ -172,7 +172,7 @@ def load_weights(
                 shard.zero_()
             for spec, tile in part.layout.tiles(distributed.data.rank):
                 if spec.name not in missing:
-                    source.read_tile(spec.name, tile, shard[tile.offset : tile.end])
+                    source.read(spec.name, tile, shard[tile.offset : tile.end])
             part.write("weights", shard)
         model.invalidate()
 

@@ -77,22 +77,18 @@ class WeightSource(contextlib.AbstractContextManager["WeightSource"]):
         if (problem := self.damage()) is not None:
             raise CheckpointError(f"{self.folder}: {problem}; {ADVICE}")
 
-    def read(self, name: str, first: int, target: Tensor) -> None:
-        """Fill `target` (n,), on any device and of any dtype, with elements of a flattened parameter from `first` on.
+    def read(self, name: str, tile: Tile, target: Tensor) -> None:
+        """Fill `target` (n,), on any device and of any dtype, with the elements of a tile of a parameter.
 
         Raises:
             CheckpointError: if a file can no longer be read.
         """
-        self.read_tile(name, Tile.run(first, target.numel()), target)
-
-    def read_tile(self, name: str, tile: Tile, target: Tensor) -> None:
-        """Like `read`, for any tile of a parameter."""
         with self._reported():
             self._read(name, tile, target)
 
     @abc.abstractmethod
     def _read(self, name: str, tile: Tile, target: Tensor) -> None:
-        """Implement `read_tile`; may raise OSError and DamagedError."""
+        """Implement `read`; may raise OSError and DamagedError."""
 
     def close(self) -> None:
         self._files.close()
@@ -181,7 +177,7 @@ class CheckpointSource(WeightSource):
         read_elements(self._files, saved, self._weights_kind(saved), tile, target)
 
     def read_state(self, name: str, kind: str, tile: Tile, target: Tensor) -> None:
-        """Read one of `manifest.KINDS`, which the checkpoint must hold, like `read_tile`."""
+        """Read one of `manifest.KINDS`, which the checkpoint must hold, like `read`."""
         assert self._state, "it was not verified"
         with self._reported():
             read_elements(self._files, self.content.parameters[name], kind, tile, target)

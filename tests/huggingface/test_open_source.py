@@ -17,6 +17,7 @@ from safetensors.torch import load_file, save_file
 from megatron_lite.checkpoint import files
 from megatron_lite.errors import CheckpointError
 from megatron_lite.huggingface.load_pretrained import open_source
+from megatron_lite.tiles import Tile
 from tests.support.families import write_folder
 from tests.support.folder_checks import checked, expected, read_whole
 
@@ -36,7 +37,7 @@ def test_every_slice_is_read_from_its_place(name: str, tmp_path: Path, monkeypat
         numel = value.numel()
         for first, last in [(0, numel), *torch.randint(numel + 1, (4, 2), generator=generator).sort().values.tolist()]:
             target = torch.full((last - first,), float("nan"))
-            source.read(parameter, first, target)
+            source.read(parameter, Tile.run(first, last - first), target)
             assert torch.equal(target, value.flatten()[first:last]), (parameter, first, last)
 
 
@@ -48,7 +49,7 @@ def test_dtypes_of_files(dtype: torch.dtype, tmp_path: Path) -> None:
     save_file(tensors, folder / "model.safetensors")
     source, shapes = checked(folder)
     target = torch.empty(shapes["embedding.word.weight"], dtype=torch.bfloat16)
-    source.read("embedding.word.weight", 0, target.view(-1))
+    source.read("embedding.word.weight", Tile.run(0, target.numel()), target.view(-1))
     assert torch.equal(target, tensors["model.embed_tokens.weight"].bfloat16())
 
 
@@ -87,7 +88,7 @@ def test_memory_is_bounded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> N
     targets = {name: torch.zeros(shape, dtype=torch.float64).view(-1) for name, shape in shapes.items()}
     monkeypatch.setattr(torch, "empty", counting)
     for name, target in targets.items():
-        source.read(name, 0, target)
+        source.read(name, Tile.run(0, target.numel()), target)
     assert made and max(made) <= 1000
 
 

@@ -13,6 +13,7 @@ from megatron_lite.huggingface.config_file import model_values
 from megatron_lite.huggingface.load_pretrained import open_source
 from megatron_lite.huggingface.weight_source import WeightSource
 from megatron_lite.model.gpt import build_gpt, shapes_of
+from megatron_lite.tiles import Tile
 from megatron_lite.validation import resolve
 from tests.support.families import SEQUENCE_LENGTH, load_model, make_config
 
@@ -46,7 +47,7 @@ def read_whole(source: WeightSource, shapes: Shapes) -> Weights:
     """Read all parameters."""
     values = {name: torch.full(shape, float("nan")) for name, shape in shapes.items()}
     for name, value in values.items():
-        source.read(name, 0, value.view(-1))
+        source.read(name, Tile.run(0, value.numel()), value.view(-1))
     return values
 
 
