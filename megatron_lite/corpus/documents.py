@@ -243,31 +243,26 @@ class Faults:
             print("skipped more: from here on they are only counted", file=sys.stderr)
 
 
-class CorpusProgress:
+class CorpusProgress(ProgressLine):
     """The progress of one pass over the input, on standard error."""
 
     def __init__(self, purpose: str, total_bytes: int) -> None:
+        super().__init__()
         self.purpose, self.total_bytes = purpose, total_bytes
         self.read_bytes = self.documents = self.tokens = 0
-        self._line = ProgressLine()
-        self._bar = sys.stderr.isatty()
 
     def add(self, read_bytes: int, documents: int = 0, tokens: int = 0) -> None:
         """Count what was done since the last call."""
         self.read_bytes += read_bytes
         self.documents += documents
         self.tokens += tokens
-        self._line.update(self.in_words)
-
-    def close(self) -> None:
-        """Erase the bar."""
-        self._line.close()
+        self.update(self.in_words)
 
     def in_words(self, seconds: float) -> str:
         """Describe the pass: `tokenizing: 4.5 of 10.0 MB (45%), 2 documents, 9 tokens, 5.2 MB/s, 0:00:01 left`."""
         share = min(1.0, self.read_bytes / self.total_bytes) if self.total_bytes else 0.0
         words = [f"{self.purpose}: "]
-        if self._bar and share:
+        if self._terminal and share:
             filled = round(BAR_WIDTH * share)
             words.append(f"[{'#' * filled}{'.' * (BAR_WIDTH - filled)}] ")
         words.append(f"{self.read_bytes / 1e6:,.1f}")

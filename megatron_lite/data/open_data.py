@@ -10,7 +10,7 @@ import numpy as np
 
 from megatron_lite.config import Config
 from megatron_lite.config.option import All
-from megatron_lite.config.structured_values import short_names, weight_stages
+from megatron_lite.config.structured_values import short_names, weight_stages, weighted_paths
 from megatron_lite.data.blending import MAX_SAMPLES, Blend, Concatenation
 from megatron_lite.data.disk_array import allow_open_files
 from megatron_lite.data.fill_in_the_middle import FillInTheMiddle
@@ -31,7 +31,6 @@ from megatron_lite.data.tokenizing import read_tokenizer_file
 from megatron_lite.errors import DataError, UsageError
 from megatron_lite.schedules.batch_size import BatchSchedule, Segment, batch_schedule, once_through
 from megatron_lite.seeds import derive_seed
-from megatron_lite.validation import weighted_paths
 
 FILES_OF_A_SET = 3  # tokens, index, loss mask
 OTHER_FILES = 1024

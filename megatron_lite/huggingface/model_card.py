@@ -15,6 +15,7 @@ from typing import Any
 from megatron_lite.config import Config, flatten
 from megatron_lite.config.structured_values import weighted_paths
 from megatron_lite.config.values import FLAGS, written
+from megatron_lite.run.progress_line import format_count
 from megatron_lite.schedules.batch_size import consumed_tokens
 
 FILE_NAME = "README.md"
@@ -66,7 +67,7 @@ def model_card(config: Config, model_type: str, parameters: int, trained: Traini
         model_type: the architecture's name in transformers.
     """
     return TEXT.format(
-        title=f"A {model_type} model with {_short(parameters)} parameters",
+        title=f"A {model_type} model with {format_count(parameters)} parameters",
         model=_table(_model_rows(config, model_type, parameters)),
         training="" if trained is None else "\n".join(_training(config, trained)) + "\n",
     )
@@ -122,11 +123,3 @@ def _table(rows: Iterator[tuple[str, str]]) -> str:
 def _plain(text: str) -> str:
     """Return a name without characters that are special in Markdown, YAML or a terminal."""
     return "".join(letter if letter.isprintable() and letter not in "`|<>\\" else "?" for letter in text)[:200]
-
-
-def _short(parameters: int) -> str:
-    """Format 7241732096 as 7.24B."""
-    for size, letter in ((1e9, "B"), (1e6, "M"), (1e3, "k")):
-        if parameters >= size:
-            return f"{parameters / size:.3g}{letter}"
-    return str(parameters)

@@ -21,6 +21,7 @@ from torch import Tensor
 
 from megatron_lite.config import Config, RunConfig
 from megatron_lite.distributed.process_group import Distributed
+from megatron_lite.distributed.processes import proc_file
 from megatron_lite.monitor.hashes import BITS
 from megatron_lite.monitor.logging import MIB
 from megatron_lite.monitor.tensor_log import TensorEntry, summarize, write_tensor_log
@@ -277,12 +278,9 @@ def memory_in_use(device: torch.device) -> str:
     if device.type == "cuda":
         allocated, reserved = torch.cuda.memory_allocated(device), torch.cuda.memory_reserved(device)
         return f"allocated {allocated / MIB:,.1f} MiB, reserved {reserved / MIB:,.1f} MiB"
-    try:
-        with open("/proc/self/statm", encoding="ascii") as file:
-            resident = int(file.read().split()[1]) * os.sysconf("SC_PAGE_SIZE")
-        return f"resident set of the process {resident / MIB:,.1f} MiB"
-    except OSError:  # not Linux
-        import resource
+    if pages := proc_file("self", "statm").split()[1:]:
+        return f"resident set of the process {int(pages[0]) * os.sysconf('SC_PAGE_SIZE') / MIB:,.1f} MiB"
+    import resource  # not on Windows
 
-        peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)
-        return f"largest resident set of the process so far {peak / MIB:,.1f} MiB"
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)
+    return f"largest resident set of the process so far {peak / MIB:,.1f} MiB"

@@ -10,7 +10,8 @@ from typing import Any, NamedTuple
 
 from megatron_lite.errors import DataError, UsageError
 from megatron_lite.reports.charts import LEARNING_RATE, LOSSES, Drawn, draw_chart
-from megatron_lite.reports.watched_run import Curve, WatchedRun, format_tokens, printable, read_runs, title_of
+from megatron_lite.reports.watched_run import Curve, WatchedRun, printable, read_runs, title_of
+from megatron_lite.run.progress_line import format_count
 
 MUTED_COLOR, GRID_COLOR, TITLE_COLOR, RATE_COLOR = "#64748b", "#e2e8f0", "#0f172a", "#0d9488"
 PALETTE = ("#2563eb", "#ea580c", "#16a34a", "#9333ea", "#dc2626", "#0891b2", "#ca8a04", "#475569")
@@ -204,7 +205,7 @@ def describe(losses: Sequence[Drawn], last: int) -> str:
         return " · ".join(f"{metric.short} {look}" for metric, look in looks if metric in shown)
     parts = " · ".join(f"{drawn.metric.short} {drawn.curve.values[-1]:.3f}" for drawn in losses)
     consumed = run.metrics.curve("training", "consumed_tokens").finite().values
-    tokens = f" ({format_tokens(int(consumed[-1]))} tokens)" if len(consumed) else ""
+    tokens = f" ({format_count(int(consumed[-1]))} tokens)" if len(consumed) else ""
     return f"{parts} at iteration {last:,}{tokens}"
 
 

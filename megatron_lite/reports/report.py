@@ -17,9 +17,9 @@ from megatron_lite.checkpoint.names import find_checkpoints
 from megatron_lite.errors import DataError, StorageError
 from megatron_lite.reports.charts import COLORS, page_data
 from megatron_lite.reports.comparison import SPEED, SPEEDS, option_text, usual_values
-from megatron_lite.reports.watched_run import Curve, GrowingFile, WatchedRun, format_tokens, read_runs, title_of
+from megatron_lite.reports.watched_run import Curve, GrowingFile, WatchedRun, read_runs, title_of
 from megatron_lite.run.durable_files import replace_file
-from megatron_lite.run.progress_line import format_duration
+from megatron_lite.run.progress_line import format_count, format_duration
 
 REPORT_FILE = "report.html"
 SAMPLES_FILE = "samples.jsonl"
@@ -115,7 +115,7 @@ def _tiles(run: WatchedRun) -> Iterator[_Tile]:
     metrics, last = run.metrics, run.metrics.last.get("training", {})
     yield _Tile("iterations", f"{last.get('iteration', 0):,} of {_number(last.get('train_iters'))}")
     if isinstance(last.get("consumed_tokens"), int):
-        yield _Tile("tokens", format_tokens(last["consumed_tokens"]))
+        yield _Tile("tokens", format_count(last["consumed_tokens"]))
     for phase in ("training", "validation", "test"):
         curve = metrics.curve(phase, "loss").finite()
         if len(curve):

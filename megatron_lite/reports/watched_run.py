@@ -360,11 +360,3 @@ def read_runs(folders: Sequence[Path]) -> list[WatchedRun]:
 def title_of(runs: Sequence[WatchedRun]) -> str:
     """Return the title of a page or picture of these runs."""
     return runs[0].name if len(runs) == 1 else f"{len(runs)} runs"
-
-
-def format_tokens(tokens: int) -> str:
-    """Format 1234567 as 1.23M."""
-    for size, letter in ((1e12, "T"), (1e9, "B"), (1e6, "M"), (1e3, "k")):
-        if tokens >= size:
-            return f"{tokens / size:.3g}{letter}"
-    return str(tokens)

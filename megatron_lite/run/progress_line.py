@@ -16,6 +16,14 @@ def format_duration(seconds: float) -> str:
     return f"{minutes // 60}:{minutes % 60:02d}:{rest:02d}"
 
 
+def format_count(number: int) -> str:
+    """Format 1234567 as 1.23M."""
+    for size, letter in ((1e12, "T"), (1e9, "B"), (1e6, "M"), (1e3, "k")):
+        if number >= size:
+            return f"{number / size:.3g}{letter}"
+    return str(number)
+
+
 class ProgressLine:
     """Progress on standard error: one updated line on a terminal; otherwise new lines, every 10 seconds at first."""
 

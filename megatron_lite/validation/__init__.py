@@ -11,8 +11,6 @@ from typing import Any
 
 from megatron_lite.config import Config, Draft, flatten, unflatten
 from megatron_lite.config.other_programs import refused_value
-from megatron_lite.config.structured_values import lr_scale_patterns as lr_scale_patterns
-from megatron_lite.config.structured_values import weighted_paths as weighted_paths
 from megatron_lite.config.values import FLAGS, BadValueError, check_bounds, written
 from megatron_lite.errors import UsageError
 from megatron_lite.validation import areas

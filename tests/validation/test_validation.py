@@ -10,9 +10,10 @@ import pytest
 
 from megatron_lite.cli.parse import parse
 from megatron_lite.config import AREAS, Config, flatten, unflatten
+from megatron_lite.config.structured_values import weighted_paths
 from megatron_lite.config.values import FLAGS
 from megatron_lite.errors import UsageError
-from megatron_lite.validation import BATCH, resolve, warnings, weighted_paths
+from megatron_lite.validation import BATCH, resolve, warnings
 from tests.support.tables import rows
 
 
