@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 from megatron_lite.corpus.pieces import digest_of
 from megatron_lite.data.disk_array import reading
 from megatron_lite.data.indexed_dataset import IndexedDataset
-from megatron_lite.data.tokenizing import JsonTokenizer, read_tokenizer_file
+from megatron_lite.data.tokenizing import JsonTokenizer, read_object, read_tokenizer_file
 from megatron_lite.errors import DataError
 
 TOKENS_PER_READ = 1 << 22
@@ -28,21 +28,12 @@ BAR_WIDTH = 40
 _PART = re.compile(r"(.+?)(-[0-9]{5}-of-[0-9]{5}|_validation)")
 
 
-def read_summary(prefix: str) -> dict[str, Any] | None:
-    """Return the summary of a corpus; None if it cannot be read."""
-    try:
-        values = json.loads(Path(prefix + SUMMARY).read_bytes())
-    except (OSError, ValueError):
-        return None
-    return values if isinstance(values, dict) else None
-
-
-def _summary_of(prefix: str) -> tuple[str, dict[str, Any] | None]:
-    """Return the prefix of the corpus that a pair belongs to, and its summary."""
+def _summary_of(prefix: str) -> tuple[str, dict[str, Any]]:
+    """Return the prefix of the corpus that a pair belongs to, and its summary; {} if it cannot be read."""
     part = _PART.fullmatch(prefix)
     candidates = [prefix, *([part[1]] if part else [])]
     base = next((base for base in candidates if Path(base + SUMMARY).exists()), prefix)
-    return base, read_summary(base)
+    return base, read_object(Path(base + SUMMARY))
 
 
 class KnownTokenizer(NamedTuple):
@@ -78,7 +69,7 @@ def check_tokenizer(
     for prefix in dict.fromkeys(prefixes):
         base, summary = _summary_of(prefix)
         try:
-            digest, size = str((summary or {})["tokenizer_sha256"]), int((summary or {})["vocab_size"])
+            digest, size = str(summary["tokenizer_sha256"]), int(summary["vocab_size"])
         except (KeyError, TypeError, ValueError):
             unknown.append(prefix)
             continue
@@ -94,8 +85,8 @@ def check_tokenizer(
 
 def is_complete(prefix: str, fingerprint: str) -> dict[str, Any] | None:
     """Return the summary of a corpus that was prepared with this fingerprint, if all its files are there, else None."""
-    summary = read_summary(prefix)
-    if summary is None or summary.get("fingerprint") != fingerprint:
+    summary = read_object(Path(prefix + SUMMARY))
+    if summary.get("fingerprint") != fingerprint:
         return None
     try:
         for name, described in summary["files"].items():
@@ -106,36 +97,18 @@ def is_complete(prefix: str, fingerprint: str) -> dict[str, Any] | None:
     return summary
 
 
-class PreparedPair:
-    """One pair of a corpus, open.
-
-    Attributes: `sizes` (n,) int32 of the documents; `base`, the prefix of the whole corpus; `summary`, None if there is
-    none; `tokenizer_file`.
-    """
-
-    def __init__(self, prefix: str) -> None:
-        """Open a pair.
-
-        Raises: DataError if it is damaged.
-        """
-        self.prefix, self.dataset = prefix, IndexedDataset(prefix)
-        self.sizes = self.dataset.sizes.read(0, self.dataset.num_documents)
-        self.base, self.summary = _summary_of(prefix)
-        self.tokenizer_file = Path(self.base + TOKENIZER)
-
-
 def inspect(prefix: str) -> Iterator[str]:
     """Yield lines about a pair.
 
     Raises: DataError if it is damaged.
     """
-    pair = PreparedPair(prefix)
-    dataset, sizes, file = pair.dataset, pair.sizes, pair.tokenizer_file
+    dataset, (base, summary) = IndexedDataset(prefix), _summary_of(prefix)
+    sizes, file = dataset.sizes.read(0, dataset.num_documents), Path(base + TOKENIZER)
     tokenizer = JsonTokenizer(str(file), needs_end=False) if file.is_file() else None
     yield f"documents         {dataset.num_documents:,}"
     yield f"tokens            {dataset.num_tokens:,} ({dataset.tokens.dtype.name})"
-    if pair.summary is not None and pair.base == prefix and "bytes_per_token" in pair.summary:
-        yield f"bytes per token   {pair.summary['bytes_per_token']:.3f}"
+    if base == prefix and "bytes_per_token" in summary:
+        yield f"bytes per token   {summary['bytes_per_token']:.3f}"
     if len(sizes):
         quarters = ", ".join(f"{q:,}" for q in np.quantile(sizes, [0, 0.25, 0.5, 0.75, 1], method="nearest").tolist())
         yield f"tokens/document   {quarters} (least, quarter, half, three quarters, most)"
@@ -195,22 +168,22 @@ def verify(prefix: str) -> str:
 
     Raises: DataError at the first fact that is not as it should be.
     """
-    pair = PreparedPair(prefix)
-    dataset, summary, sizes = pair.dataset, pair.summary, pair.sizes
+    dataset, (base, summary) = IndexedDataset(prefix), _summary_of(prefix)
+    sizes = dataset.sizes.read(0, dataset.num_documents)
     starts = np.cumsum(sizes, dtype=np.int64) - sizes
     # Opening a large index checks a sample of its entries.
     wrong = (sizes < 0) | (dataset.pointers.read(0, len(sizes)) != starts * dataset.tokens.dtype.itemsize)
     for document in np.flatnonzero(wrong)[:1].tolist():
         raise DataError(f"{prefix}.idx: document {document} does not begin where the one before it ends")
-    if summary is None or "files" not in summary:
-        return f"{prefix}: sizes and index fit; no {pair.base}.summary.json holds digests"
+    if "files" not in summary:
+        return f"{prefix}: sizes and index fit; no {base}.summary.json holds digests"
     try:
         described = {ending: summary["files"][Path(prefix).name + ending] for ending in (".bin", ".idx")}
         vocab_size, begin, end = summary["vocab_size"], summary["begin_of_document"], summary["end_of_document"]
         digests = {prefix + ending: str(entry["sha256"]) for ending, entry in described.items()}
-        digests[str(pair.tokenizer_file)] = str(summary["tokenizer_sha256"])
+        digests[base + TOKENIZER] = str(summary["tokenizer_sha256"])
     except (KeyError, TypeError) as error:
-        raise DataError(f"{pair.base}.summary.json: does not describe {prefix}: {error!r} is missing") from error
+        raise DataError(f"{base}.summary.json: does not describe {prefix}: {error!r} is missing") from error
     for path, expected in digests.items():
         with reading(path):
             digest = digest_of(Path(path))

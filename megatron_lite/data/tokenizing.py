@@ -204,7 +204,7 @@ def copy_tokenizer(tokenizer_file: str | Path, directory: str | Path) -> dict[st
     copied = {"tokenizer.json": source}
     if source.name == "tokenizer.json":
         copied |= {name: source.parent / name for name in BESIDE if (source.parent / name).is_file()}
-        tokens, config = _special_tokens(source, BESIDE[0]) | tokens, _read_object(source.parent / CONFIG_NAME)
+        tokens, config = _special_tokens(source, BESIDE[0]) | tokens, read_object(source.parent / CONFIG_NAME)
     if tokenizer.token_to_id(tokens.get("eos_token", "")) is None:
         if (token := _find_end_of_document(tokenizer, source)) is not None:
             tokens["eos_token"] = token
@@ -247,7 +247,7 @@ def _find_end_of_document(tokenizer: Any, path: str | Path) -> str | None:
     return next((name for name in names if name is not None and tokenizer.token_to_id(name) is not None), None)
 
 
-def _read_object(path: Path) -> dict[str, Any]:
+def read_object(path: Path) -> dict[str, Any]:
     """Read a JSON object; empty if the file holds none or cannot be read."""
     try:
         values = json.loads(path.read_text(encoding="utf-8"))
@@ -258,7 +258,7 @@ def _read_object(path: Path) -> dict[str, Any]:
 
 def _special_tokens(tokenizer_file: Path, name: str = CONFIG_NAME) -> dict[str, str]:
     """Read the special tokens from a file beside a tokenizer.json; empty if it cannot be read."""
-    values = _read_object(tokenizer_file.parent / name)
+    values = read_object(tokenizer_file.parent / name)
     found = {key: values.get(key) for key in _SPECIAL_KEYS}
     tokens = {key: value.get("content") if isinstance(value, dict) else value for key, value in found.items()}
     return {key: value for key, value in tokens.items() if isinstance(value, str)}

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import json
 from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
@@ -11,7 +10,7 @@ from typing import Any
 
 from megatron_lite.checkpoint import manifest
 from megatron_lite.checkpoint.names import MANIFEST_NAME, find_checkpoints
-from megatron_lite.data.tokenizing import Tokenizer, load_tokenizer
+from megatron_lite.data.tokenizing import Tokenizer, load_tokenizer, read_object
 from megatron_lite.errors import DamagedError, DataError
 from megatron_lite.generation.continuation import Text
 from megatron_lite.huggingface.model_folder import source_folders
@@ -56,10 +55,7 @@ def end_tokens(model: Path, tokenizer: Tokenizer) -> frozenset[int]:
     generation_config.json comes before config.json; `eos_token_id` is a number or a list.
     """
     for name in ("generation_config.json", "config.json"):
-        try:
-            found = json.loads((model / name).read_text(encoding="utf-8")).get("eos_token_id")
-        except (OSError, ValueError, AttributeError, RecursionError):
-            continue
+        found = read_object(model / name).get("eos_token_id")
         ids = [token for token in (found if isinstance(found, list) else [found]) if isinstance(token, int)]
         if ids:
             return frozenset((tokenizer.end_of_document, *ids))
