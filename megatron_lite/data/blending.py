@@ -7,7 +7,7 @@ table, and keeps the proportions in every prefix of the run, not only at its end
 
 Weights may change at given samples. The left side's share of i samples is then not p * i but a line with a bend at each
 change: it bends where the node's own samples come to the change if all proportions are exact. A later change leaves
-the samples before it as they are, but for the last `max_error` samples of a data set.
+the samples before it as they are, but for the last few samples of a data set.
 """
 
 from __future__ import annotations
@@ -38,11 +38,11 @@ class _Segment(NamedTuple):
 class Blend:
     """A weighted mix of data sets: the data set of every sample, and the index in it.
 
-    Error bound: a data set gets its weight times the samples with that weight, give or take `max_error`, in every
-    prefix. The error of a child is at most its largest share times the error of its node, plus c = 1/2 + i / 2**33 for
-    rounding (the second term from the 32 bits of the share). `_build` gives every child that is not a leaf a share of
-    at most 3/4 of the first weights, so that without changes the errors of inner nodes stay below c / (1 - 3/4) = 4 c,
-    and those of leaves, which may have any share, below 5 c: 2.5 samples, for any number of data sets.
+    Error bound: in every prefix a data set gets its weight times the samples with that weight, give or take a few. The
+    error of a child is at most its largest share times the error of its node, plus c = 1/2 + i / 2**33 for rounding
+    (the second term from the 32 bits of the share). `_build` gives every child that is not a leaf a share of at most
+    3/4 of the first weights, so that without changes the errors of inner nodes stay below c / (1 - 3/4) = 4 c, and
+    those of leaves, which may have any share, below 5 c: 2.5 samples, for any number of data sets.
     """
 
     def __init__(self, weights: Sequence[float], changes: Sequence[Change] = ()) -> None:
@@ -60,10 +60,9 @@ class Blend:
         self._due = [self.due(first) for first in self.firsts]
         lines: list[list[_Segment]] = []  # per inner node
         children: list[tuple[int, int]] = []  # per inner node: (left, right); -1 - d stands for data set d
-        self._roundings = 0.0  # error of the worst leaf, in units of c
         # Heaviest first, as the error bound requires.
         order = sorted(range(len(weights)), key=lambda dataset: (-weights[dataset], dataset))
-        self._root = self._build(order, 0.0, lines, children)
+        self._root = self._build(order, lines, children)
         most = max(map(len, lines), default=1)
         padded = [[*line, *[_Segment(_NEVER, 0, 0)] * (most - len(line))] for line in lines]
         table = np.array(padded, dtype=np.uint64).reshape(-1, most, 3)
@@ -80,19 +79,9 @@ class Blend:
             for dataset in range(self.num_datasets)
         ]
 
-    def max_error(self, num_samples: int) -> float:
-        """Bound the distance of a data set's count from `due`, in samples, in every prefix of `num_samples`."""
-        return self._roundings * (0.5 + num_samples / 2 ** (_BITS + 1) + len(self.stages) / 2**16)
-
-    def _build(
-        self, datasets: list[int], roundings: float, lines: list[list[_Segment]], children: list[tuple[int, int]]
-    ) -> int:
-        """Build the subtree of `datasets` (sorted by falling weight) and return its node.
-
-        roundings: error of the node, in units of c.
-        """
+    def _build(self, datasets: list[int], lines: list[list[_Segment]], children: list[tuple[int, int]]) -> int:
+        """Build the subtree of `datasets` (sorted by falling weight) and return its node."""
         if len(datasets) == 1:
-            self._roundings = max(self._roundings, roundings)
             return -1 - datasets[0]
         weights = [self.weights[dataset] for dataset in datasets]
         total = sum(weights)
@@ -102,18 +91,10 @@ class Blend:
         if total == 0:
             cut = len(datasets) // 2
         sides = datasets[:cut], datasets[cut:]
-        left, right = (
-            self._build(side, 1.0 + roundings * max(self._shares(side, datasets), default=0.0), lines, children)
-            for side in sides
-        )
+        left, right = (self._build(side, lines, children) for side in sides)
         lines.append(self._line(sides[0], datasets, round((running / total if total > 0 else 1.0) * 2**_BITS)))
         children.append((left, right))
         return len(lines) - 1
-
-    def _shares(self, side: list[int], datasets: list[int]) -> list[float]:
-        """Return the share of a side in its node, in each stage in which the node has any weight."""
-        weights = [(_total(stage, side), _total(stage, datasets)) for stage in self.stages]
-        return [min(part / whole, 1.0) for part, whole in weights if whole > 0]
 
     def _line(self, left: list[int], datasets: list[int], first_share: int) -> list[_Segment]:
         """Return the line of a node: steps of 0 or 1 only, whatever is rounded."""

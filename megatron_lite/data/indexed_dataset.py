@@ -21,7 +21,7 @@ import struct
 from array import array
 from collections.abc import Iterator
 from pathlib import Path
-from typing import IO, Any, NamedTuple
+from typing import IO, Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -41,13 +41,6 @@ CHECKED = 1 << 17  # entries that are all checked when a data set is opened; of 
 CHECKED_PIECES = 128
 
 Run = tuple[int, int]  # first token in the file, and number of tokens, all of one document
-
-
-class Header(NamedTuple):
-    dtype: np.dtype[Any]  # of the tokens
-    num_sequences: int
-    num_entries: int  # of the document index
-    size: int  # bytes of the header
 
 
 class IndexedDataset:
@@ -221,8 +214,8 @@ def _pieces(count: int) -> Iterator[tuple[int, int]]:
         yield start, start + length
 
 
-def _read_header(file: DataFile) -> Header:
-    """Read the header, checked against the size of the file."""
+def _read_header(file: DataFile) -> tuple[np.dtype[Any], int, int, int]:
+    """Return dtype of the tokens, sequences, entries of the document index and bytes of the header, all checked."""
     path, size = file.path, file.size
     header = file.read(0, min(size, HEADER.size + len(SPANS)))
     if not MAGIC.startswith(header[: len(MAGIC)]):
@@ -248,7 +241,7 @@ def _read_header(file: DataFile) -> Header:
         raise DataError(f"{path}: has a mode for each sequence, as data sets of text and images do; only text is read")
     if described != size:
         raise DataError(f"{path}: {size:,} bytes, but its header describes {described:,}; copy it again")
-    return Header(np.dtype(TOKEN_DTYPES[code]), num_sequences, num_entries, bytes_needed)
+    return np.dtype(TOKEN_DTYPES[code]), num_sequences, num_entries, bytes_needed
 
 
 def _open(path: str, prefix: str) -> DataFile:
