@@ -40,7 +40,6 @@ FIELDS: dict[str, tuple[Show | None, Show | None]] = {
     "max_allocated_mib": ("max allocated: {:,.0f} MiB".format, None),
     "reserved_mib": ("reserved: {:,.0f} MiB".format, None),
     "max_reserved_mib": ("max reserved: {:,.0f} MiB".format, "memory {:,.0f} MiB".format),
-    "global_max_reserved_mib": ("global max reserved: {:,.0f} MiB".format, None),
     "learning_rate": ("learning rate: {:.3e}".format, "lr {:.2e}".format),
     "loss_scale": ("loss scale: {:g}".format, "loss scale {:g}".format),
     "grad_norm": ("grad norm: {:.4f}".format, _three_digits("grad norm {}")),
@@ -70,18 +69,17 @@ def format_record(record: Mapping[str, Any], more: Mapping[str, Any] | None = No
 
     Args:
         record: keys of metrics.jsonl; absent fields are not shown.
-        more: values for the log file only: `allocated_mib`, `reserved_mib`, `global_max_reserved_mib`,
-            `average_step_time_ms`, `remaining_seconds`, `completion_date`.
+        more: values for the log file only: `allocated_mib`, `reserved_mib`, `average_step_time_ms`,
+            `remaining_seconds`, `completion_date`.
     """
     values = {**record, **(more or {})}
-    iteration, total = values.get("iteration"), values.get("train_iters")
     parts = [f"{values['phase']} @ {_head(values)}"]
     for key, (show, _) in FIELDS.items():
         if (value := values.get(key)) is None or show is None:
             continue
         part = show(value)
-        if key == "completion_date" and total and iteration is not None:
-            part += f" ({iteration / total:.2%})"
+        if key == "completion_date":
+            part += f" ({values['iteration'] / values['train_iters']:.2%})"
         parts.append(part)
     return " | ".join([*parts, *dataset_losses(values)])
 
@@ -151,7 +149,5 @@ def _shown(keys: Iterable[str], values: Mapping[str, Any]) -> list[str]:
 
 
 def _head(values: Mapping[str, Any]) -> str:
-    iteration, total = values.get("iteration"), values.get("train_iters")
-    if iteration is None:
-        return "iteration"
+    iteration, total = values["iteration"], values["train_iters"]
     return f"iteration {iteration:{len(str(total))}d}/{total}" if total else f"iteration {iteration}"
