@@ -27,7 +27,7 @@ from megatron_lite.errors import DamagedError, RunError
 from megatron_lite.schedules.batch_size import parse_schedule
 from megatron_lite.schedules.stages import parse_stages
 
-LARGEST_FP32, INF = (2 - 2**-23) * 2.0**127, math.inf
+LARGEST_FP32 = (2 - 2**-23) * 2.0**127
 
 
 def _is_hex(value: str) -> bool:

@@ -19,11 +19,8 @@ from megatron_lite.setup_run import Run
 
 def progress_bar(run: Run) -> ProgressBar:
     """Return rank 0's progress bar: latest logged loss, speed and time left."""
-
-    def words(iteration: int) -> str:
-        return run.console.bar(run.timer.pace(iteration))
-
-    return ProgressBar(run.config.training.train_iters, run.iteration, words, shown=run.distributed.rank == 0)
+    total, shown = run.config.training.train_iters, run.distributed.rank == 0
+    return ProgressBar(total, run.iteration, lambda iteration: run.console.bar(run.timer.pace(iteration)), shown)
 
 
 def log_training(run: Run, update: Update) -> None:

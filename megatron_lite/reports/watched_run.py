@@ -243,19 +243,6 @@ def _number(value: Any) -> float | None:
         return math.nan
 
 
-def read_run(experiment_dir: Path) -> Metrics:
-    """Return all numbers of a run so far.
-
-    Raises:
-        DataError: if there are none.
-    """
-    metrics = Metrics(experiment_dir)
-    metrics.update(ended=True)
-    if not metrics.phases():
-        raise DataError(f"{metrics.path} has no record yet; wait for the first log line of the run")
-    return metrics
-
-
 class SavedFolder(NamedTuple):
     """A checkpoint or an export."""
 
@@ -342,7 +329,9 @@ def watched(folder: Path, name: str = "") -> WatchedRun:
         DataError: if it has no numbers.
     """
     run = WatchedRun(folder, name)
-    run.metrics = read_run(folder)
+    run.metrics.update(ended=True)
+    if not run.metrics.phases():
+        raise DataError(f"{run.metrics.path} has no record yet; wait for the first log line of the run")
     run.update(0.0)
     return run
 

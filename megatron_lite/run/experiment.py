@@ -44,7 +44,6 @@ DEAD_AFTER_S = 60.0  # an owner without a heartbeat for this long counts as dead
 VISIBLE_WITHIN_S = 5.0  # time for other machines to see a new file
 _POLL_S = 0.1
 _LOCK_BYTES = 4096
-_NO_SUCH_PATH = (errno.ENOENT, errno.ENOTDIR)
 
 OnLoss = Callable[[FolderLostError], None]
 
@@ -271,9 +270,7 @@ class FolderLock:
                 if os.path.samestat(os.fstat(file.fileno()), os.fstat(self._descriptor)):
                     return
                 where = f"another directory has its place, of {read_holder(file.fileno())}"
-        except OSError as error:
-            if error.errno not in _NO_SUCH_PATH:
-                raise
+        except (FileNotFoundError, NotADirectoryError):
             where = f"{path} is gone"
         raise FolderLostError(
             f"--experiment_dir={self.root} was moved or removed while the run used it: {where}; nothing more is "

@@ -11,7 +11,7 @@ import pytest
 
 from megatron_lite.errors import DataError
 from megatron_lite.monitor.trackers.metrics_file import MetricsFile
-from megatron_lite.reports.watched_run import LONGEST_LINE_BYTES, Curve, Metrics, RunStart, read_run, sparkline
+from megatron_lite.reports.watched_run import LONGEST_LINE_BYTES, Curve, Metrics, RunStart, sparkline, watched
 
 
 def line(iteration: Any, loss: Any = 1.0, phase: Any = "training", run: int = 0, **more: Any) -> str:
@@ -41,7 +41,7 @@ def test_what_the_tracker_writes(tmp_path: Path) -> None:
     file.log({"phase": "training", "iteration": 2, "loss": math.inf, "skip_reason": "iteration 2: loss inf"})
     file.log({"phase": "validation", "iteration": 2, "loss": 2.5, "loss/books": 2.25})
     file.close()
-    run = read_run(tmp_path)
+    run = watched(tmp_path).metrics
     assert run.phases() == ["training", "validation"] and run.names("validation") == ["iteration", "loss", "loss/books"]
     assert losses(run)[1] == 3.0 and math.isnan(losses(run)[2])
     assert losses(run, "validation") == {2: 2.5} and len(run.curve("test", "loss")) == 0
@@ -56,7 +56,7 @@ def test_a_later_start_replaces_what_it_repeats(tmp_path: Path) -> None:
         line(40, 4.0, "validation"),
     ]
     second = [line(25, 1.0, run=1), line(50, 2.0, run=1)]
-    run = read_run(write(tmp_path, *first, *second))
+    run = watched(write(tmp_path, *first, *second)).metrics
     assert losses(run) == {10: 20.0, 20: 30.0, 25: 1.0, 50: 2.0}
     assert losses(run, "validation") == {20: 5.0}
     assert run.starts == [RunStart(0, 10), RunStart(1, 25)]
@@ -64,14 +64,14 @@ def test_a_later_start_replaces_what_it_repeats(tmp_path: Path) -> None:
 
 def test_a_start_that_begins_with_an_evaluation_keeps_its_iteration(tmp_path: Path) -> None:
     """A stop came before the validation of iteration 20, so the next start makes up for it."""
-    run = read_run(write(tmp_path, line(20), line(30), line(20, 5.0, "validation", run=1), line(30, 2.0, run=1)))
+    run = watched(write(tmp_path, line(20), line(30), line(20, 5.0, "validation", run=1), line(30, 2.0, run=1))).metrics
     assert losses(run) == {20: 1.0, 30: 2.0} and losses(run, "validation") == {20: 5.0}
 
 
 def test_a_last_line_without_its_break(tmp_path: Path) -> None:
     """A whole record at the end of a finished run counts, a torn one does not."""
-    assert losses(read_run(write(tmp_path, line(1), line(2).rstrip()))) == {1: 1.0, 2: 1.0}
-    assert losses(read_run(write(tmp_path, line(1), line(2)[:-3]))) == {1: 1.0}
+    assert losses(watched(write(tmp_path, line(1), line(2).rstrip())).metrics) == {1: 1.0, 2: 1.0}
+    assert losses(watched(write(tmp_path, line(1), line(2)[:-3])).metrics) == {1: 1.0}
 
 
 DAMAGES = (
@@ -97,32 +97,32 @@ DAMAGES = (
 def test_damaged_lines_are_left_out(tmp_path: Path) -> None:
     """No line keeps the others from being read."""
     for damage in DAMAGES:
-        assert losses(read_run(write(tmp_path, line(1), damage, line(2)))) == {1: 1.0, 2: 1.0}, damage[:50]
+        assert losses(watched(write(tmp_path, line(1), damage, line(2))).metrics) == {1: 1.0, 2: 1.0}, damage[:50]
 
 
 def test_numbers_that_json_allows(tmp_path: Path) -> None:
     """An integer beyond a float, NaN and infinities become NaN."""
     texts = ("1" + "0" * 400, "NaN", "Infinity", "-1e999", "null")
     lines = [f'{{"phase": "training", "iteration": {at}, "loss": {text}}}\n' for at, text in enumerate(texts)]
-    assert all(math.isnan(loss) for loss in losses(read_run(write(tmp_path, *lines))).values())
+    assert all(math.isnan(loss) for loss in losses(watched(write(tmp_path, *lines)).metrics).values())
 
 
 def test_runs_without_numbers(tmp_path: Path) -> None:
     """A missing file, a folder in its place and an empty file are one line."""
     with pytest.raises(DataError, match=r"metrics.jsonl: No such file or directory; give the --experiment_dir"):
-        read_run(tmp_path)
+        watched(tmp_path)
     with pytest.raises(DataError, match="has no record yet; wait"):
-        read_run(write(tmp_path, "\n"))
+        watched(write(tmp_path, "\n"))
     (tmp_path / "other" / "metrics.jsonl").mkdir(parents=True)
     with pytest.raises(DataError, match="Is a directory"):
-        read_run(tmp_path / "other")
+        watched(tmp_path / "other")
 
 
 def test_too_many_names(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A file that would fill the memory with columns is refused."""
     monkeypatch.setattr("megatron_lite.reports.watched_run.MOST_NAMES", 10)
     with pytest.raises(DataError, match="more than 10 names"):
-        read_run(write(tmp_path, *(line(at, **{f"x{at}": 1}) for at in range(20))))
+        watched(write(tmp_path, *(line(at, **{f"x{at}": 1}) for at in range(20))))
 
 
 @pytest.mark.slow
@@ -136,7 +136,7 @@ def test_a_million_lines(tmp_path: Path) -> None:
     pid = os.fork()
     if pid == 0:
         before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-        run = read_run(tmp_path)
+        run = watched(tmp_path).metrics
         grown_kib = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before
         os._exit(0 if len(run.curve("training", "loss")) == 10**6 and grown_kib < 400 * 1024 else 1)
     assert os.waitpid(pid, 0)[1] == 0

@@ -21,7 +21,7 @@ from megatron_lite.reports.comparison import (
     median_speed,
     peak,
 )
-from megatron_lite.reports.watched_run import read_run
+from megatron_lite.reports.watched_run import watched
 from megatron_lite.validation import resolve
 from scripts import compare_runs as script
 from tests.support import documents
@@ -110,14 +110,14 @@ def test_losses_are_compared_at_common_iterations(tmp_path: Path) -> None:
             tmp_path / name, records=[{"phase": "training", "iteration": i, "loss": x} for i, x in losses.items()]
         )
 
-    one = read_run(run("one", {5: 9.0, 10: 4.0, 20: 2.0, 30: 1.0, 40: None}))
-    other = read_run(run("two", {10: 4.0, 20: 2.2, 25: 9.0, 30: 1.3, 40: None, 50: 0.5}))
+    one = watched(run("one", {5: 9.0, 10: 4.0, 20: 2.0, 30: 1.0, 40: None})).metrics
+    other = watched(run("two", {10: 4.0, 20: 2.2, 25: 9.0, 30: 1.3, 40: None, 50: 0.5})).metrics
     (loss,) = compare_losses(one, other)
     assert loss.differences.iterations.tolist() == [10, 20, 30, 40]
     assert loss.differences.values == pytest.approx([0, 0.1, 0.3, 0]) and loss.largest == (pytest.approx(0.3), 30)
     ends = [float(cell.split()[0]) for cell in script.loss_row(loss)[1:3]]
     assert math.isnan(ends[0]) and ends[1] == 0.5 and script.loss_row(loss)[4] == "5.00e-02"
-    lost = read_run(run("three", {10: 4.0, 20: None}))
+    lost = watched(run("three", {10: 4.0, 20: None})).metrics
     (loss,) = compare_losses(one, lost)
     assert loss.largest == (math.inf, 20)
 
@@ -142,8 +142,11 @@ def test_the_first_line_of_a_start_is_no_speed(tmp_path: Path) -> None:
         {"phase": "training", "iteration": at, "run": int(at > 20), "tokens_per_sec_per_gpu": speed}
         for at, speed in speeds.items()
     ]
-    assert median_speed(read_run(write(tmp_path / "two_starts", records=records)), "tokens_per_sec_per_gpu") == 101.0
-    run = read_run(write(tmp_path / "one_line", records=records[:1]))
+    assert (
+        median_speed(watched(write(tmp_path / "two_starts", records=records)).metrics, "tokens_per_sec_per_gpu")
+        == 101.0
+    )
+    run = watched(write(tmp_path / "one_line", records=records[:1])).metrics
     assert median_speed(run, "tokens_per_sec_per_gpu") == 1.0 and math.isnan(median_speed(run, "mfu"))
     assert [row.label for row in compare_numbers(SPEEDS, median_speed, run, run)] == ["tokens/s per rank"]
     assert not [*compare_numbers(MEMORY, peak, run, run)]
