@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import importlib
 import importlib.util
-import os
 import pkgutil
 import time
 from collections.abc import Mapping, Sequence
@@ -16,7 +15,7 @@ from megatron_lite.config import Config, flatten
 from megatron_lite.errors import UsageError
 from megatron_lite.monitor.trackers.metrics_file import WATCH_FILE, MetricsFile, WatchFile
 from megatron_lite.monitor.trackers.queued_tracker import OwnTracker, QueuedTracker, TensorBoardTracker
-from megatron_lite.monitor.trackers.wandb_tracker import WandbTracker, read_key
+from megatron_lite.monitor.trackers.wandb_tracker import WandbTracker, read_key, send_no_error_reports
 from megatron_lite.monitor.watch import Watched
 from megatron_lite.run.exit_status import METRICS_FILE
 
@@ -90,8 +89,7 @@ def open_trackers(
         folder = options.tensorboard_dir or str((experiment_dir or Path()) / TENSORBOARD_FOLDER)
         destinations.append(TensorBoardTracker(writer, folder, iteration, keeps_lines))
     if "wandb" in names:
-        # The library would wait for its error reports when the process ends.
-        os.environ.setdefault("WANDB_ERROR_REPORTING", "false")
+        send_no_error_reports()
         wandb = _import("wandb", "wandb", config)
         destinations.append(WandbTracker(wandb, config, experiment_dir, run, keeps_lines))
     own = (name for name in names if ":" in name)

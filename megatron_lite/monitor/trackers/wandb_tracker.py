@@ -83,6 +83,11 @@ def why_offline(mode: str | None, key: str | None) -> str | None:
     return None
 
 
+def send_no_error_reports() -> None:
+    """Keep the library from sending error reports, for which it would wait when the process ends."""
+    os.environ.setdefault("WANDB_ERROR_REPORTING", "false")
+
+
 class WandbTracker(QueuedTracker):
     """A Weights & Biases run.
 
