@@ -195,7 +195,7 @@ def _exact(config: Config, layout: Layout) -> Layout | None:
         depth, breadth, exact = 1, depth * breadth, layout.exact()
     elif depth > 1 and exact.kept(REDUCES):  # a stage that shares no buffer adds up all its micro-batches first
         return None
-    numbers = {name: str(number) for name, number in zip(MICRO_BATCHES, (depth, breadth), strict=True) if number > 1}
+    numbers = dict(zip(MICRO_BATCHES, map(str, (depth, breadth)), strict=True))  # both: else a schedule changes sizes
     return Layout(exact.ranks, {**exact.kept([name for name in LAYOUT if name not in MICRO_BATCHES]), **numbers})
 
 
