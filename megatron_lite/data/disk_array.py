@@ -10,6 +10,7 @@ import contextlib
 import errno
 import hashlib
 import os
+import resource
 import stat
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -21,11 +22,6 @@ from numpy.typing import NDArray
 
 from megatron_lite.errors import DataError, StorageError
 from megatron_lite.run import durable_files
-
-try:
-    import resource
-except ImportError:  # on Windows, which has another limit
-    resource = None  # type: ignore[assignment]
 
 BLOCKS = 8  # of a file, from its first to its last byte, by which its content is known
 BLOCK_BYTES = 4096
@@ -162,8 +158,6 @@ def allow_open_files(count: int) -> None:
 
     A blend keeps the files of its data sets open; many systems begin with a limit of 1,024, which a program may raise.
     """
-    if resource is None:
-        return
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     wanted = count if hard == resource.RLIM_INFINITY else min(count, hard)
     if soft != resource.RLIM_INFINITY and wanted > soft:

@@ -28,9 +28,7 @@ POLL_S = 0.1  # a worker that answers or dies ends the wait immediately
 
 # Terminals, torchrun and Slurm send these to a whole process group. The parent decides what to do (usually save, then
 # stop) and needs its workers until then; a worker ends when its parent closes the pipe, kills it, or dies.
-_IGNORED = tuple(
-    getattr(signal, name) for name in ("SIGINT", "SIGTERM", "SIGHUP", "SIGUSR1", "SIGUSR2") if hasattr(signal, name)
-)
+_IGNORED = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2)
 
 
 class Workers:
@@ -145,9 +143,6 @@ def how_it_ended(process: BaseProcess, flag: str) -> str:
 @contextlib.contextmanager
 def signals_held() -> Iterator[None]:
     """Block signals while workers start: a child inherits the mask and is safe until it ignores them itself."""
-    if not hasattr(signal, "pthread_sigmask"):
-        yield
-        return
     resource_tracker.ensure_running()  # starting it later would unblock signals
     before = signal.pthread_sigmask(signal.SIG_BLOCK, _IGNORED)
     try:
@@ -160,8 +155,7 @@ def ignore_signals() -> None:
     """Leave the signals of `signals_held` to the parent; call in a worker."""
     for number in _IGNORED:
         signal.signal(number, signal.SIG_IGN)
-    if hasattr(signal, "pthread_sigmask"):
-        signal.pthread_sigmask(signal.SIG_UNBLOCK, _IGNORED)
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, _IGNORED)
 
 
 def end_with_parent() -> None:

@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import logging
 import os
+import resource
 import sys
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
@@ -280,7 +281,5 @@ def memory_in_use(device: torch.device) -> str:
         return f"allocated {allocated / MIB:,.1f} MiB, reserved {reserved / MIB:,.1f} MiB"
     if pages := proc_file("self", "statm").split()[1:]:
         return f"resident set of the process {int(pages[0]) * os.sysconf('SC_PAGE_SIZE') / MIB:,.1f} MiB"
-    import resource  # not on Windows
-
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)
     return f"largest resident set of the process so far {peak / MIB:,.1f} MiB"

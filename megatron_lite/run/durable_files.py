@@ -4,13 +4,9 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import fcntl
 import os
 from pathlib import Path
-
-try:
-    import fcntl
-except ImportError:  # Windows: no locking
-    fcntl = None  # type: ignore[assignment]
 
 
 def lock_file(descriptor: int, path: Path | None = None) -> bool:
@@ -22,8 +18,7 @@ def lock_file(descriptor: int, path: Path | None = None) -> bool:
         renamed or removed it between our `open` and our lock.
     """
     try:
-        if fcntl is not None:
-            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
         return False
     except OSError:
