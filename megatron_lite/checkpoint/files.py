@@ -190,12 +190,6 @@ def new_file(path: Path) -> Iterator[Callable[[memoryview], None]]:
         os.close(descriptor)
 
 
-def sync_file(path: Path) -> None:
-    """Make the content of an existing file durable."""
-    with open_regular(path) as file:
-        os.fsync(file.fileno())
-
-
 # -- reading -----------------------------------------------------------------------------------------------------------
 
 

@@ -115,7 +115,7 @@ def _with_stated_model(given: dict[str, Any], folder: Path) -> tuple[dict[str, A
     kind, weights = given.get("pretrained_checkpoint_type"), given.get("load_pretrained_weights", True)
     found = own or _stated(folder, kind, weights)
     where, values, _ = found
-    theirs = model_folder.as_values(model_folder.resolved_model(values, where))
+    theirs = vars(model_folder.resolved_model(values, where))
     # A model without this value does not say how norm weights are stored, so the flag may choose.
     free = FREE | ({"zero_centered_normalization"} - values.keys())
     typed = {name: given[name] for name in model_folder.MODEL_OPTIONS if name in given}
@@ -146,7 +146,7 @@ def _stated(folder: Path, kind: str | None, weights: bool) -> Stated:
         from megatron_lite.huggingface.load_pretrained import open_source
 
         with open_source(folder, "distributed") as source:
-            return Stated(str(source.folder), model_folder.as_values(source.model), source.model_type)
+            return Stated(str(source.folder), vars(source.model), source.model_type)
     except CheckpointError as error:
         raise CheckpointError(f"--pretrained_checkpoint_path: {error}") from None
 
@@ -177,7 +177,7 @@ def _differences(ours: Mapping[str, Any], theirs: dict[str, Any], names: Collect
     """Return the differences in the options `names`; invalid values in `ours` are reported elsewhere."""
     resolved, problems = examine(unflatten(dict(ours)), 1)
     wrong = {name for problem in problems for name in problem.names}
-    values = model_folder.as_values(resolved.model)
+    values = vars(resolved.model)
     positions = values["use_position_embeddings"] or theirs["use_position_embeddings"]
     found = []
     for name in (name for name in theirs if name in names and (positions or name != "max_position_embeddings")):

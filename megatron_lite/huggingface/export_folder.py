@@ -23,6 +23,7 @@ import torch
 from torch import Tensor
 
 from megatron_lite.checkpoint import files
+from megatron_lite.checkpoint.names import open_regular
 from megatron_lite.config import Config
 from megatron_lite.data.tokenizing import CONFIG_NAME as TOKENIZER_CONFIG
 from megatron_lite.data.tokenizing import copy_tokenizer
@@ -168,7 +169,8 @@ class ExportFolder:
         card = model_card(self.config, content["model_type"], parameters, trained)
         files.write_text(self._folder / FILE_NAME, card)
         for path in self._folder.iterdir():
-            files.sync_file(path)
+            with open_regular(path) as file:
+                os.fsync(file.fileno())
         sync_folder(self._folder)
 
 

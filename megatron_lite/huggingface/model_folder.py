@@ -223,8 +223,3 @@ def resolved_model(values: dict[str, Any], where: str) -> ModelConfig:
         if not set(MODEL_OPTIONS).isdisjoint(problem.names):
             raise CheckpointError(f"{where}: it describes a model that cannot be built: {problem.message}")
     return resolved.model
-
-
-def as_values(model: ModelConfig) -> dict[str, Any]:
-    """Return a model as {option: value}."""
-    return {name: getattr(model, name) for name in MODEL_OPTIONS}

@@ -23,6 +23,7 @@ from typing import Any, NamedTuple, cast
 
 import torch
 from torch import Tensor
+from torch.linalg import vector_norm
 
 from megatron_lite.config import Config
 from megatron_lite.distributed.process_group import Distributed
@@ -280,7 +281,9 @@ def summarize(chunks: Iterable[Tensor], wide: bool, bins: Tensor | None) -> Tens
     squares, largest, zeros, counts = [], [], [], []
     for chunk in chunks:
         on_cpu = chunk.device.type == "cpu"
-        squares.append(squared_norm([chunk]) if on_cpu and not wide else _squared_norm_fp64(chunk))
+        squares.append(
+            squared_norm([chunk]) if on_cpu and not wide else vector_norm(chunk, dtype=torch.float64).square()
+        )
         largest.append(torch.stack(torch.aminmax(chunk)).abs().amax())
         zeros.append(chunk.numel() - torch.count_nonzero(chunk))
         if bins is not None:
@@ -294,10 +297,6 @@ def summarize(chunks: Iterable[Tensor], wide: bool, bins: Tensor | None) -> Tens
         return summary
     histogram = summary.new_zeros(BINS).index_add_(0, bins, torch.stack(counts).sum(0).double())
     return torch.cat([summary, histogram])
-
-
-def _squared_norm_fp64(chunk: Tensor) -> Tensor:
-    return torch.linalg.vector_norm(chunk, dtype=torch.float64).square()
 
 
 def bin_places(device: torch.device) -> Tensor:
