@@ -61,14 +61,8 @@ def decode(kind: Any, value: Any, where: str = "") -> Any:
 def _decoder(kind: Any) -> Decoder:
     if not isinstance(kind, dict):
         return _type_decoder(kind)
-    fields, optional = {}, set()
-    for key, inner in kind.items():
-        name = key.removesuffix("?")
-        fields[name] = _decoder(inner)
-        if name != key:
-            optional.add(name)
-            if isinstance(inner, dict):
-                fields[name] = functools.partial(_unless_empty, fields[name])
+    fields = {key.removesuffix("?"): _decoder(inner) for key, inner in kind.items()}
+    optional = {key.removesuffix("?"): isinstance(inner, dict) for key, inner in kind.items() if key.endswith("?")}
     return functools.partial(_object, fields, optional)
 
 
@@ -91,10 +85,6 @@ def _type_decoder(kind: Any) -> Decoder:
         return lambda value: None if value is None else inner(value)
     decoded = _decoder(get_type_hints(kind, include_extras=True))
     return lambda value: kind(**decoded(value))
-
-
-def _unless_empty(decoder: Decoder, value: Any) -> Any:
-    return value if value == {} else decoder(value)
 
 
 def _scalar(words: str, holds: Callable[[Any], bool], value: Any) -> Any:
@@ -130,11 +120,13 @@ def _dict(decoder: Decoder, value: Any) -> dict[str, Any]:
     return {key: _inside(key, decoder, item) for key, item in value.items()}
 
 
-def _object(fields: dict[str, Decoder], optional: set[str], value: Any) -> dict[str, Any]:
+def _object(fields: dict[str, Decoder], optional: dict[str, bool], value: Any) -> dict[str, Any]:
+    """Decode an object. optional: keys that may be absent, and whether their value may be an empty object."""
     if type(value) is not dict:
         raise _WrongError("is not an object")
     if unknown := [key for key in value if key not in fields]:
         raise _WrongError(f"has the unknown key {ascii(unknown[0][:40])}")
     if missing := [name for name in fields if name not in value and name not in optional]:
         raise _WrongError(f"has no {missing[0]}")
-    return {key: _inside(key, fields[key], item) for key, item in value.items()}
+    empty = {key for key, item in value.items() if item == {} and optional.get(key)}
+    return {key: {} if key in empty else _inside(key, fields[key], item) for key, item in value.items()}
