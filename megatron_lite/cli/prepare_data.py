@@ -170,12 +170,10 @@ def main(argv: Sequence[str], program: str = "prepare_data") -> int:
 
         options = read_options(words)
         report(options, *prepare(options))
-    except RunError as error:
+    except (RunError, OSError) as raised:
+        error = raised if isinstance(raised, RunError) else StorageError(raised)
         print(f"error: {error}", file=sys.stderr)
         return error.exit_code
-    except OSError as error:
-        print(f"error: {StorageError(error)}", file=sys.stderr)
-        return StorageError.exit_code
     except KeyboardInterrupt:
         print("interrupted; the same command continues where it stopped", file=sys.stderr)
         return 130

@@ -47,7 +47,6 @@ def open_data(config: Config, rank: int, world_size: int) -> DataSource:
     """Open and check the data of a resolved configuration: headers, sizes, splits and masks, but no tokens.
 
     Raises:
-        UsageError: without --data_path.
         DataError: one line that names the file, if a file is missing or damaged, or if a phase that the run needs
             (training, validation or test iterations above zero) has less than one sample.
     """
@@ -68,10 +67,7 @@ def open_data(config: Config, rank: int, world_size: int) -> DataSource:
             phases[phase] = Phase(random, _schedule(config, phase), count)
         return DataSource(config, rank, world_size, phases, {"data": "random tokens"}, identity([], tokenizer))
     prefixes = [prefix for _, prefix in weighted_paths(config.data.data_path)] if needed else []
-    if needed and not prefixes:
-        raise UsageError(
-            "--data_path: names no data set; give the prefix of a .bin/.idx pair, or use --dataset_source=random"
-        )
+    assert prefixes or not needed, "validated"
     allow_open_files(FILES_OF_A_SET * len(prefixes) + OTHER_FILES)
     open_once = functools.cache(IndexedDataset)
     datasets = [open_once(prefix) for prefix in prefixes]

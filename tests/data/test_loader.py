@@ -27,7 +27,7 @@ from megatron_lite.data.loader import DataSource
 from megatron_lite.data.open_data import open_data
 from megatron_lite.data.reading import search
 from megatron_lite.data.workers import Workers
-from megatron_lite.errors import DataError, RunError, UsageError
+from megatron_lite.errors import DataError, RunError
 from megatron_lite.validation import resolve
 from megatron_lite.validation.rules import problem
 from tests.support.token_files import data_config, write_counting, write_documents
@@ -355,7 +355,6 @@ FAULTS: list[tuple[str, dict[str, Any], type[Exception], str]] = [  # sizes of t
         r"x\.bin: 16 tokens for training \(3 of 3 documents, --split=1\), but one sample needs 17 \(--sequence_length",
     ),
     ("0 0 0", ALL_FOR_TRAINING, DataError, r"x\.bin: 0 tokens for training"),
-    ("100", {"data_path": ()}, UsageError, r"--data_path: names no data set"),
     ("100", {"tokenizer_file": "/nonexistent.json"}, DataError, r"/nonexistent.json: cannot be read"),
 ]
 
