@@ -102,9 +102,9 @@ class HybridStage(Stage):
         self.reductions = 0  # in the group, until the step's last
         self.reduced: deque[HybridStage] = deque()  # stages of this rank whose last reduction is under way
         self._reduction: Handle | None = None  # across replicas
-        group = self.parts[0].group
-        on_gpu = group.device.type == "cuda" and group.world_size > 1
-        self._stream = torch.cuda.Stream(group.device) if on_gpu else None
+        groups = [part.group for part in self.parts]  # a tied head without a norm's weight has no parts
+        on_gpu = any(group.device.type == "cuda" and group.world_size > 1 for group in groups)
+        self._stream = torch.cuda.Stream() if on_gpu else None
 
     def gather(self) -> None:
         """See `Stage`. On a GPU, another stream waits for the replicas, so that computing goes on."""

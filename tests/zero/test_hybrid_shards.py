@@ -30,6 +30,7 @@ FLAVOURS: dict[str, Options] = {
     "fp16": {"training_dtype": "fp16", "full_precision_gradients": False, **LLAMA},
     "frozen": {"freeze": ("embedding", "blocks.0.mlp"), "training_dtype": "bf16", "tie_word_embeddings": False},
     "muon": {"optimizer": "muon", "training_dtype": "bf16"},
+    "bare head": {"use_layer_norm_weight": False},  # a stage without parameters
 }
 
 
