@@ -160,6 +160,24 @@ def test_tensor_parallel_rows_agree(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
+def test_rows_of_hybrid_shards_agree(tmp_path: Path) -> None:
+    """Two pairs of ranks, with two micro-batches: equal losses, state that shows who shards over what, traffic of ours
+    to the formula."""
+    names = {"DDP", "ZeRO-2 breadth-first", "plain ZeRO-3", "FSDP2", "FSDP2 no reshard"}
+    options = ("--data_parallel_shard=2", "--micro_batches=2", f"--only={','.join(names)}")
+    result = run_on_ranks(4, tmp_path / "results.json", *options)
+    rows, parameters = result["rows"], result["parameters"]
+    assert set(rows) == names and result["largest_loss_difference"] <= result["loss_tolerance"] == 1e-5
+    assert len(set(rows["FSDP2"]["losses"])) == 6
+    for name in ("plain ZeRO-3", "FSDP2", "FSDP2 no reshard"):
+        assert rows[name]["weights_difference"] < 1e-6
+    # In both directions each pair exchanges halves of all parameters, and ranks of equal places halves of their halves.
+    counted = rows["ZeRO-2 breadth-first"]["wire_counted_bytes"]
+    assert 1 <= counted / (2 * 4 * 4 * parameters * (1 / 2 + 1 / 4)) < 1.01
+    assert 1 <= rows["FSDP2"]["state_bytes"] / (16 / 2 * parameters) < 1.01  # of one pair's two
+
+
+@pytest.mark.slow
 def test_compiled_rows_train(tmp_path: Path) -> None:
     """Through the compiler itself, where there is one: the same losses again."""
     result = run_on_ranks(1, tmp_path / "results.json", "--compile_backend=inductor", "--only=torch*,FSDP2*,HF*")
@@ -198,7 +216,7 @@ def test_every_command_of_the_document_is_checked() -> None:
     """Three tables of training, three of memory, two of the optimizer, one each of checkpoints, data, preparing and
     programs; reports and other races have tests of their own."""
     text = (ROOT / "docs" / "benchmarks.md").read_text("utf-8")
-    assert len(COMMANDS) == 12 and text.count("```bash\n") == 16
+    assert len(COMMANDS) == 12 and text.count("```bash\n") == 17
     assert "bash scripts/gpu_report.sh --output=docs/gpu_report.json\n" in text
 
 

@@ -30,10 +30,11 @@ REPORT = ROOT / "docs" / "cpu_report.json"
 # Long lists that no table shows, and paths of this machine.
 DROPPED = {"losses", "values", "command", "settings"}
 CORES, THREAD, RANKS, BF16 = "all cores", "one thread", "two ranks", "bf16"
-TENSOR = "tensor parallelism"  # on two ranks
+TENSOR, HYBRID = "tensor parallelism", "hybrid shards"  # on two ranks, on four
 GPT2, LLAMA = "gpt2-11m", "llama-39m"
 PLACES = (CORES, THREAD, RANKS)
 _ONE_PROCESS = "torch,torch compiled,ZeRO-1,products,HF,HF compiled"
+_HYBRID = "ZeRO-2,ZeRO-3,FSDP2,FSDP2 all resharded,FSDP2 no reshard"
 _TWO_RANKS = "DDP,DDP compiled,ZeRO-?,FSDP2,FSDP2 all resharded,FSDP2 compiled,HF DDP,HF DDP compiled"
 
 
@@ -54,7 +55,7 @@ class Run:
     @property
     def ranks(self) -> int:
         """Number of training processes."""
-        return 2 if self.place in (RANKS, TENSOR) else 1
+        return {RANKS: 2, TENSOR: 2, HYBRID: 4}.get(self.place, 1)
 
     def arguments(self, isa: str = "all") -> list[str]:
         """Return the arguments of the benchmark, except paths.
@@ -69,6 +70,8 @@ class Run:
         words += ["--device=cpu", "--micro_batch_size=2", f"--threads={0 if self.place == CORES else 1}"]
         if self.place == TENSOR:
             return [*words, "--tensor_parallel=2", "--steps_per_turn=4"]
+        if self.place == HYBRID:
+            return [*words, "--data_parallel_shard=2", "--steps_per_turn=2", f"--only={_HYBRID}"]
         if self.place == BF16:
             return [*words, "--dtype=bf16", "--steps_per_turn=2", "--only=ZeRO-1,ZeRO-1 fp32"]
         rows = (_ONE_PROCESS if self.ranks == 1 else _TWO_RANKS).split(",")
@@ -93,6 +96,7 @@ RUNS = (
     *(Run("steps", place, model) for place in (CORES, THREAD) for model in (GPT2, LLAMA)),
     Run("steps", RANKS, LLAMA),
     Run("steps", TENSOR, LLAMA, isa="all"),
+    Run("steps", HYBRID, LLAMA, isa="all"),
     Run("steps", BF16, GPT2, isa="avx2"),
 )
 

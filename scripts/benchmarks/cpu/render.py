@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from typing import NamedTuple
 
-from scripts.benchmarks.cpu.__main__ import BF16, CORES, GPT2, LLAMA, RANKS, REPORT, RUNS, TENSOR, THREAD, Run
+from scripts.benchmarks.cpu.__main__ import BF16, CORES, GPT2, HYBRID, LLAMA, RANKS, REPORT, RUNS, TENSOR, THREAD, Run
 from scripts.benchmarks.results import MIB, Result, Rows, compared_with
 from scripts.benchmarks.tables import NOT_MEASURED, Column, Goal, compared, number, over, render, spread, surroundings
 from scripts.benchmarks.training.report import profile_table
@@ -31,11 +31,13 @@ PROGRAM_COLUMNS = (
     number("first step, s", "start_s", ".1f"),
 )
 STEP_COLUMNS = (Column("ours / it", lambda rows, name: "" if name == OURS else over("", name).cell(rows, OURS)), STEP)
-TENSOR_COLUMNS = (
+WIRE = (number("sent, MiB", "wire_bytes", ".1f", 1 / MIB), number("counted, MiB", "wire_counted_bytes", ".1f", 1 / MIB))
+TENSOR_COLUMNS = (STEP, Column("ours / torch", lambda rows, name: over("", f"torch {name}").cell(rows, name)), *WIRE)
+HYBRID_COLUMNS = (
     STEP,
-    Column("ours / torch", lambda rows, name: over("", f"torch {name}").cell(rows, name)),
-    number("sent, MiB", "wire_bytes", ".1f", 1 / MIB),
-    number("counted, MiB", "wire_counted_bytes", ".1f", 1 / MIB),
+    *(over(f"/ {name}", name) for name in ("FSDP2", "FSDP2 all resharded", "FSDP2 no reshard")),
+    *WIRE,
+    number("state, MiB", "state_bytes", ",.0f", 1 / MIB),
 )
 
 
@@ -178,6 +180,7 @@ TABLES: dict[str, Callable[[Report], list[str]]] = {
     "goals": goals,
     "profiles": profiles,
     "tensor_parallel": partial(alone, place=TENSOR, columns=TENSOR_COLUMNS),
+    "hybrid_shards": partial(alone, place=HYBRID, columns=HYBRID_COLUMNS),
     "bf16_without_instructions": partial(alone, place=BF16, columns=BF16_COLUMNS, shown={OURS: MODELS[GPT2]}),
     **{
         f"{kind}_{name}": partial(side_by_side, kind=kind, place=place, columns=columns)

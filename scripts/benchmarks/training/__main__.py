@@ -24,7 +24,6 @@ from typing import Any
 
 import torch
 
-from megatron_lite.config import unflatten
 from megatron_lite.distributed import startup as launch
 from megatron_lite.distributed.process_group import Distributed
 from megatron_lite.monitor.metrics import known_peak_tflops, model_flops
@@ -57,12 +56,10 @@ FLOPS = ("causal", "full")  # attention
 def main(argv: Sequence[str]) -> int:
     """Measure, print and write; return the exit code."""
     options = parse(argv, __doc__)
-    sizes = {name: getattr(options, name) for name in ("tensor_parallel", "pipeline_parallel")}
-    flags = {"device": options.device, **sizes}
-    distributed = launch.initialize(unflatten(flags).distributed)
+    config = engine_config(options, int(os.environ.get("WORLD_SIZE", 1)))
+    distributed = launch.initialize(config.distributed)
     options.device = distributed.device.type
     measure.set_switches(options.threads, options.fp32_matmul)
-    config = engine_config(options, distributed.world_size)
     rows = {} if options.only == BARE else chosen(options, distributed.world_size)
     if any(row.changes.get("deterministic") for row in rows.values()):
         os.environ["CUBLAS_WORKSPACE_CONFIG"] = ":4096:8"  # for all rows, before cuBLAS is first used

@@ -114,8 +114,10 @@ class Peer(Contestant):
             with self._module.no_sync():
                 yield
             return
-        if isinstance(self._module, FSDPModule) and self._keep_gradients:
-            self._module.set_requires_gradient_sync(last)
+        if isinstance(self._module, FSDPModule):
+            self._module.set_requires_all_reduce(last)  # across the replicas of hybrid shards
+            if self._keep_gradients:
+                self._module.set_requires_gradient_sync(last)
         yield
 
     def full_weights(self) -> Iterator[tuple[str, Tensor]]:
@@ -250,12 +252,21 @@ def compile_model(model: PlainGPT | HuggingFace, whole: bool, mode: str, backend
         model.head.function = torch.compile(model.head.function, fullgraph=True, **options)
 
 
+def shard_mesh(distributed: Distributed) -> DeviceMesh:
+    """Return the mesh that FSDP2 shards over: all ranks, (N,), or those of hybrid shards, (R, S)."""
+    shard, replicate, kind = distributed.shard, distributed.replicate, distributed.device.type
+    if replicate.world_size == 1:
+        return DeviceMesh.from_group(distributed.group, kind)
+    ranks = torch.arange(distributed.world_size).view(replicate.world_size, shard.world_size)
+    return DeviceMesh.from_group([replicate.group, shard.group], kind, ranks, mesh_dim_names=("replicate", "shard"))
+
+
 def peer(row: Row, options: argparse.Namespace, config: Config, distributed: Distributed) -> Peer:
     """Build a row of PyTorch's: a plain or Hugging Face model in one process, under DDP or under FSDP2.
 
     DDP has gradients as bucket views. FSDP2 is used as documented: one group per block; the rest is in the root's
     group, which stays gathered. With `separate_ends` embedding and head are separate groups, so that every weight is
-    freed after its forward pass.
+    freed after its forward pass. With --data_parallel_shard its mesh has two dimensions (HSDP).
     """
     device = distributed.device
     model: PlainGPT | HuggingFace
@@ -269,7 +280,7 @@ def peer(row: Row, options: argparse.Namespace, config: Config, distributed: Dis
     if row.compiled:
         compile_model(model, row.trainer == "torch", options.compile_mode, options.compile_backend)
     if row.trainer == "FSDP2":
-        mesh = DeviceMesh.from_group(distributed.group, device.type)
+        mesh = shard_mesh(distributed)
         policy = MixedPrecisionPolicy()
         if config.distributed.training_dtype == "bf16":
             policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)

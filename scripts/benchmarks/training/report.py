@@ -59,6 +59,7 @@ REFERENCES = (
     "DDP compiled",
     "FSDP2",
     "FSDP2 all resharded",
+    "FSDP2 no reshard",
     "FSDP2 compiled",
     "torch TP",
     "torch TP+SP",
@@ -120,6 +121,7 @@ def summarize(
 
 def _goals(row: str, peers: Sequence[str], goal: float, moonshot: float | None = None, **where: Any) -> list[Goal]:
     known = {"device": "cpu", "model": "llama-39m", "dtype": "fp32", "accumulates": False, "ranks": "several"}
+    known["data_parallel_shard"] = 0
     return [Goal(row, f"/ {peer}", goal, moonshot, where=known | where) for peer in peers]
 
 

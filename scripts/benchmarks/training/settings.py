@@ -87,6 +87,7 @@ def parse(argv: Sequence[str], description: str | None = None) -> argparse.Names
         add(f"--{name}", type=int, default=default, help=f"default {default}")
     add("--tensor_parallel", type=int, default=1, help="tensor-parallel ranks (default 1); if more, all ranks")
     add("--pipeline_parallel", type=int, default=1, help="pipeline ranks (default 1); if more, all ranks")
+    add("--data_parallel_shard", type=int, default=0, help="ranks of a hybrid shard, of FSDP2's too (default 0: all)")
     add("--threads", type=int, default=1, help="threads per rank (default 1); 0: as many as this process has cores")
     add("--dtype", choices=("fp32", "bf16"), default="fp32", help="bf16 has fp32 weights, gradients and moments")
     add(
@@ -155,6 +156,7 @@ def engine_config(options: argparse.Namespace, world_size: int, **changes: Any) 
         "max_position_embeddings": options.sequence_length,
         "tensor_parallel": options.tensor_parallel,
         "pipeline_parallel": options.pipeline_parallel,
+        "data_parallel_shard": options.data_parallel_shard,
         "depth_first_micro_batches": options.micro_batches,
         "train_iters": (options.turns + options.warmup_turns) * options.steps_per_turn,
     }
