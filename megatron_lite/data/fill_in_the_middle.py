@@ -103,14 +103,12 @@ class FillInTheMiddle:
 
         Returns: (s + 1,) tokens, the lengths of their pieces, and which tokens are padding, (s + 1,).
         """
-        draws, parts, lengths = Draws(self.key, index), [], []
-        for piece in np.split(tokens, np.cumsum(pieces)[:-1]):
-            parts.append(self.document(piece.tolist(), draws))
-            lengths.append(len(parts[-1]))
+        draws = Draws(self.key, index)
+        parts = [self.document(piece.tolist(), draws) for piece in np.split(tokens, np.cumsum(pieces)[:-1])]
         pad, size = self.sentinels.pad, len(tokens)
         filled = np.array([token for part in parts for token in part][:size], dtype=np.int64)
         result = np.pad(filled, (0, size - len(filled)), constant_values=pad)
-        ends = np.unique([*np.minimum(np.cumsum(lengths), size).tolist(), size])
+        ends = np.unique([*np.minimum(np.cumsum([len(part) for part in parts]), size).tolist(), size])
         return result, np.diff(ends, prepend=0).astype(np.int32), result == pad
 
     def document(self, ids: list[int], draws: Draws) -> list[int]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import bisect
 import functools
+import itertools
 from collections.abc import Sequence
 
 import numpy as np
@@ -177,11 +178,8 @@ def split_documents(num_documents: int, split: Sequence[float]) -> list[tuple[in
     assert 1 <= len(split) <= len(PHASES) and sum(split) > 0 and min(split) >= 0, split
     weights = np.array([*split, *[0.0] * (len(PHASES) - len(split))], dtype=np.float64)
     weights /= weights.sum()
-    bounds, total = [0], 0.0
-    for weight in weights.tolist():
-        total += weight
-        bounds.append(min(int(round(total * num_documents)), num_documents))
-    return list(zip(bounds[:-1], bounds[1:], strict=True))
+    bounds = [0, *(min(round(share * num_documents), num_documents) for share in np.cumsum(weights).tolist())]
+    return list(itertools.pairwise(bounds))
 
 
 def _stream(config: Config, phase: str, number: int, dataset: IndexedDataset, mask: IndexedDataset | None) -> Stream:

@@ -35,8 +35,7 @@ Shapes = Iterable[tuple[str, tuple[int, ...]]]
 
 def described_config(source: WeightSource, dtype: str) -> Config:
     """Return a configuration for the model of a source, with the options saved in it. `dtype`: the training dtype."""
-    positions = source.model.max_position_embeddings or BatchConfig.sequence_length
-    length = min(positions, BatchConfig.sequence_length)
+    length = min(source.model.max_position_embeddings, BatchConfig.sequence_length)
     if isinstance(source, CheckpointSource):
         length = source.content.config.get("sequence_length", length)
     training = TrainingConfig(export_model_type=source.model_type)
