@@ -11,6 +11,7 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from megatron_lite.config.values import shown
+from megatron_lite.distributed.processes import proc_file
 from megatron_lite.errors import LauncherError
 
 _WHOLE_NUMBER = re.compile(r"[0-9]{1,9}")
@@ -124,12 +125,9 @@ def requested_threads() -> int | None:
             "number of threads of each rank, or unset it"
         )
     if text == "1" and "TORCHELASTIC_RUN_ID" in os.environ and os.environ.get("LOCAL_WORLD_SIZE", "1") != "1":
-        try:
-            with open(f"/proc/{os.getppid()}/environ", "rb") as file:
-                given = any(line.startswith(b"OMP_NUM_THREADS=") for line in file.read().split(b"\0"))
-        except OSError:  # not Linux: believe the variable
-            given = True
-        return 1 if given else None
+        environment = proc_file(os.getppid(), "environ")  # empty if not on Linux: believe the variable
+        given = any(line.startswith(b"OMP_NUM_THREADS=") for line in environment.split(b"\0"))
+        return 1 if given or not environment else None
     return number
 
 
