@@ -39,7 +39,7 @@ from megatron_lite.run.durable_files import sync_folder
 class TensorPlace(NamedTuple):
     """The place of a Hugging Face tensor."""
 
-    file: int  # index
+    file: str
     offset: int  # bytes after the start of the file's values
     shape: tuple[int, ...]
 
@@ -70,37 +70,27 @@ class ExportFolder:
             assert shapes.setdefault(piece.name, piece.their_shape) == piece.their_shape, piece.name
         sizes = {name: math.prod(shapes[name]) * self.dtype.itemsize for name in sorted(shapes, key=_natural)}
         self.total_bytes = sum(sizes.values())
-        self.names = split(sizes, limit_bytes)
+        cut = split(sizes, limit_bytes)
+        self.names: dict[str, list[str]] = {}  # of the tensors in each file
         self.places: dict[str, TensorPlace] = {}
-        for index, names in enumerate(self.names):
-            offset = 0
+        for number, names in enumerate(cut, start=1):
+            file = WEIGHTS_NAME if len(cut) == 1 else f"model-{number:05d}-of-{len(cut):05d}.safetensors"
+            self.names[file], offset = names, 0
             for name in names:
-                self.places[name] = TensorPlace(index, offset, shapes[name])
+                self.places[name] = TensorPlace(file, offset, shapes[name])
                 offset += sizes[name]
-
-    def file_name(self, index: int) -> str:
-        if len(self.names) == 1:
-            return WEIGHTS_NAME
-        return f"model-{index + 1:05d}-of-{len(self.names):05d}.safetensors"
-
-    def index(self) -> dict[str, Any] | None:
-        """Return the content of the index file; None for a single file of weights."""
-        if len(self.names) == 1:
-            return None
-        weight_map = {name: self.file_name(self.places[name].file) for name in sorted(self.places)}
-        return {"metadata": {"total_size": self.total_bytes}, "weight_map": weight_map}
 
     def create(self, folder: Path) -> None:
         """Make the folder, and the files with their headers and constants."""
         self._folder = folder
         folder.mkdir()
-        self._starts: list[int] = []  # of the values in each file
-        for index, names in enumerate(self.names):
+        self._starts: dict[str, int] = {}  # of the values in each file
+        for file, names in self.names.items():
             shapes = {name: (self.dtype, self.places[name].shape) for name in names}
             header = files.safetensors_header(shapes, {"format": "pt"})
-            with files.new_file(folder / self.file_name(index)) as write:
+            with files.new_file(folder / file) as write:
                 write(memoryview(header))
-            self._starts.append(len(header))
+            self._starts[file] = len(header)
         for constant in self._constants:
             self._write(constant.name, torch.full((math.prod(constant.shape),), constant.value), 0.0)
 
@@ -120,7 +110,7 @@ class ExportFolder:
     def _write(self, name: str, flat: Tensor, plus: float) -> None:
         place, dtype = self.places[name], self.dtype
         assert flat.numel() == math.prod(place.shape), (name, flat.numel(), place.shape)
-        descriptor = os.open(self._folder / self.file_name(place.file), os.O_WRONLY | os.O_CLOEXEC)
+        descriptor = os.open(self._folder / place.file, os.O_WRONLY | os.O_CLOEXEC)
         try:
             offset = self._starts[place.file] + place.offset
             for chunk in flat.detach().split(files.CHUNK_BYTES // 4):
@@ -149,8 +139,11 @@ class ExportFolder:
         """
         assert not self._missing, f"missing weights: {sorted(self._missing)[:5]}"
         assert not self.overflow, self.overflow
-        if (index := self.index()) is not None:
-            _write_json(self._folder / INDEX_NAME, index)
+        if len(self.names) > 1:
+            weight_map = {name: self.places[name].file for name in sorted(self.places)}
+            _write_json(
+                self._folder / INDEX_NAME, {"metadata": {"total_size": self.total_bytes}, "weight_map": weight_map}
+            )
         tokens = dict(special_tokens or {})
         if tokenizer_file is not None:
             found = copy_tokenizer(tokenizer_file, self._folder)
