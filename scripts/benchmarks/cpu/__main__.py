@@ -30,7 +30,7 @@ REPORT = ROOT / "docs" / "cpu_report.json"
 # Long lists that no table shows, and paths of this machine.
 DROPPED = {"losses", "values", "command", "settings"}
 CORES, THREAD, RANKS, BF16 = "all cores", "one thread", "two ranks", "bf16"
-TENSOR, HYBRID = "tensor parallelism", "hybrid shards"  # on two ranks, on four
+TENSOR, PIPELINE, HYBRID = "tensor parallelism", "pipelines", "hybrid shards"  # on two ranks, two, and four
 GPT2, LLAMA = "gpt2-11m", "llama-39m"
 PLACES = (CORES, THREAD, RANKS)
 _ONE_PROCESS = "torch,torch compiled,ZeRO-1,products,HF,HF compiled"
@@ -55,7 +55,7 @@ class Run:
     @property
     def ranks(self) -> int:
         """Number of training processes."""
-        return {RANKS: 2, TENSOR: 2, HYBRID: 4}.get(self.place, 1)
+        return {RANKS: 2, TENSOR: 2, PIPELINE: 2, HYBRID: 4}.get(self.place, 1)
 
     def arguments(self, isa: str = "all") -> list[str]:
         """Return the arguments of the benchmark, except paths.
@@ -70,6 +70,8 @@ class Run:
         words += ["--device=cpu", "--micro_batch_size=2", f"--threads={0 if self.place == CORES else 1}"]
         if self.place == TENSOR:
             return [*words, "--tensor_parallel=2", "--steps_per_turn=4"]
+        if self.place == PIPELINE:
+            return [*words, "--pipeline_parallel=2", "--micro_batches=8", "--steps_per_turn=1"]
         if self.place == HYBRID:
             return [*words, "--data_parallel_shard=2", "--steps_per_turn=2", f"--only={_HYBRID}"]
         if self.place == BF16:
@@ -96,6 +98,7 @@ RUNS = (
     *(Run("steps", place, model) for place in (CORES, THREAD) for model in (GPT2, LLAMA)),
     Run("steps", RANKS, LLAMA),
     Run("steps", TENSOR, LLAMA, isa="all"),
+    Run("steps", PIPELINE, LLAMA, isa="all"),
     Run("steps", HYBRID, LLAMA, isa="all"),
     Run("steps", BF16, GPT2, isa="avx2"),
 )

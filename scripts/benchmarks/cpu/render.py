@@ -12,7 +12,21 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from typing import NamedTuple
 
-from scripts.benchmarks.cpu.__main__ import BF16, CORES, GPT2, HYBRID, LLAMA, RANKS, REPORT, RUNS, TENSOR, THREAD, Run
+from megatron_lite.config.system import PIPELINE_SCHEDULES
+from scripts.benchmarks.cpu.__main__ import (
+    BF16,
+    CORES,
+    GPT2,
+    HYBRID,
+    LLAMA,
+    PIPELINE,
+    RANKS,
+    REPORT,
+    RUNS,
+    TENSOR,
+    THREAD,
+    Run,
+)
 from scripts.benchmarks.results import MIB, Result, Rows, compared_with
 from scripts.benchmarks.tables import NOT_MEASURED, Column, Goal, compared, number, over, render, spread, surroundings
 from scripts.benchmarks.training.report import profile_table
@@ -98,6 +112,14 @@ LINES = (
     GoalLine(f"{_RANKS}: step of ZeRO-3 / FSDP2", "steps", RANKS, Goal("ZeRO-3", "/ FSDP2", 0.65, 0.55)),
     GoalLine("tensor parallelism: step / torch", "steps", TENSOR, Goal("TP", "/ torch TP", 0.80)),
     GoalLine("tensor and sequence parallelism: step / torch", "steps", TENSOR, Goal("TP+SP", "/ torch TP+SP", 0.80)),
+    *(
+        GoalLine(f"pipeline, {name}: step / torch", "steps", PIPELINE, Goal(name, f"/ torch {name}", 0.85))
+        for name in PIPELINE_SCHEDULES
+    ),
+    *(
+        GoalLine(f"hybrid shards: step of {ours} / {peer}", "steps", HYBRID, Goal(ours, f"/ {peer}", 0.7))
+        for ours, peer in (("ZeRO-2", "FSDP2 no reshard"), ("ZeRO-3", "FSDP2"), ("ZeRO-3", "FSDP2 all resharded"))
+    ),
     GoalLine("bf16 without instructions for it: step / fp32", "steps", BF16, Goal(OURS, f"/ {OURS} fp32", 1.3, 1.0)),
     GoalLine(f"{_CORES}: command to first step, s", "programs", CORES, Goal(PROGRAM, "start_s", 4.0)),
     GoalLine(f"{_RANKS}: command to first step, s", "programs", RANKS, Goal(PROGRAM, "start_s", 6.0)),
@@ -180,6 +202,7 @@ TABLES: dict[str, Callable[[Report], list[str]]] = {
     "goals": goals,
     "profiles": profiles,
     "tensor_parallel": partial(alone, place=TENSOR, columns=TENSOR_COLUMNS),
+    "pipelines": partial(alone, place=PIPELINE, columns=TENSOR_COLUMNS),
     "hybrid_shards": partial(alone, place=HYBRID, columns=HYBRID_COLUMNS),
     "bf16_without_instructions": partial(alone, place=BF16, columns=BF16_COLUMNS, shown={OURS: MODELS[GPT2]}),
     **{

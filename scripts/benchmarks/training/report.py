@@ -140,7 +140,6 @@ GOALS = (
     *_goals("plain ZeRO-3", _FSDP, 0.60),
     *_goals("plain ZeRO-3", _FSDP, 0.66, accumulates=True),
     *_goals(f"plain {_BREADTH}", _FSDP, 0.58, accumulates=True),
-    *(goal for name in PIPELINE_SCHEDULES for goal in _goals(name, (f"torch {name}",), 0.85, accumulates=True)),
 )
 
 
