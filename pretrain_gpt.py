@@ -37,7 +37,7 @@ def main(argv: list[str], launcher: LauncherWatch | None = None) -> int:
         arguments = parse(argv)
         experiment_dir = folder_of(arguments.config)
         world_size = planned_world_size(arguments.config, launch_world_size())
-        config = resolve(arguments.config, world_size)
+        config = resolve(arguments.config, world_size, nodes=0)
         check_passes(config)
         check_exports(config)
         if config.distributed.dry_run:

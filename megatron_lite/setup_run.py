@@ -186,10 +186,8 @@ def _resolve_auto(config: Config, distributed: Distributed) -> tuple[Config, tup
     """Replace `auto` by values that fit the smallest device, equal on all ranks."""
     memory_bytes = device_memory_bytes(distributed.device, distributed.local_world_size)
     smallest, device_type = -distributed.agree_max(-memory_bytes), distributed.device.type
-    multi_stage, choices = together(
-        distributed, lambda: resolve_auto(config, distributed.world_size, device_type, smallest)
-    )
-    return dataclasses.replace(config, multi_stage=multi_stage), choices
+    ranks, nodes = distributed.world_size, distributed.nodes
+    return together(distributed, lambda: resolve_auto(config, ranks, device_type, smallest, nodes))
 
 
 def _choose_products(config: Config, distributed: Distributed) -> Config:

@@ -138,12 +138,18 @@ class DistributedConfig(Area):
     pipeline_parallel: PositiveInt = option(
         1, "pipeline-parallel ranks, which have different layers", basic=True, aliases="pipeline_model_parallel_size"
     )
-    data_parallel_shard: NonNegativeInt = option(
-        0,
+    data_parallel_shard: NonNegativeInt | None = optional(
         "hybrid shards: neighbouring data-parallel ranks that share weights and gradients; further groups "
         "of as many are replicas; 0: all",
+        "those of a node for zero_stage 3 on several nodes, if so many divide all; else 0",
         aliases="data_parallel_shard_degree",
     )
+    replica_dcn_axis_size: PositiveInt = option(
+        1,
+        "replicas of hybrid shards: sets --data_parallel_shard to the data-parallel ranks of each",
+        aliases="data_parallel_replicate_degree num_distributed_optimizer_instances",
+    )
+    replica_ici_axis_size: PositiveInt = option(1, "times as many replicas (in Levanter those in a slice)")
     pipeline_first: bool = pipeline_option(
         False, "neighbouring ranks are of one pipeline; 0: of one data-parallel group"
     )
@@ -237,6 +243,14 @@ def number_of_stages(num_layers: int, layers_per_stage: float) -> int:
     while int((groups - 1) * layers_per_stage) >= num_layers:
         groups -= 1
     return groups + 2
+
+
+def shard_of_node(options: DistributedConfig, world_size: int, nodes: int) -> int:
+    """Return the data-parallel ranks of a node, of nodes with equally many, if they are side by side; else 0 (all)."""
+    ranks = world_size // (options.tensor_parallel * options.pipeline_parallel)
+    together = options.tensor_parallel * (options.pipeline_parallel if options.pipeline_first else 1)
+    size, rest = divmod(world_size, nodes * together)
+    return size if rest == 0 and 1 < size < ranks and ranks % size == 0 else 0
 
 
 def number_of_chunks(ranks: int, blocks: int, schedule: str, placement: str) -> int:

@@ -53,6 +53,7 @@ class Distributed(Group):
         self.replicate: Group = alone(device)  # those with the same place in other such groups
         self.tensor: Group = alone(device)  # tensor-parallel ranks
         self.groups: list[Group] = [self]  # all groups of this rank
+        self.nodes = 1  # machines with equally many ranks each, where --data_parallel_shard rests on them
         self.places: Any = None  # of all ranks: see `grid.Coordinates`
 
     def close(self) -> None:

@@ -15,6 +15,7 @@ import torch.distributed as dist
 
 from megatron_lite import __version__
 from megatron_lite.config import DistributedConfig
+from megatron_lite.config.system import shard_of_node
 from megatron_lite.distributed.grid import divide
 from megatron_lite.distributed.peer_watch import Meeting, MeetingPoint, open_store
 from megatron_lite.distributed.process_group import Distributed, peer_errors
@@ -118,13 +119,17 @@ def join(
         distributed = Distributed(
             rank, world_size, local_world_size, device, dist.group.WORLD, new_group(), watch, progress
         )
+        shard = config.data_parallel_shard
+        if shard is None:
+            distributed.nodes = _equal_nodes(distributed, local_rank)
+            shard = shard_of_node(config, world_size, distributed.nodes)
         divide(
             distributed,
             new_group,
             tensor=config.tensor_parallel,
             pipeline=config.pipeline_parallel,
             pipeline_first=config.pipeline_first,
-            shard=config.data_parallel_shard,
+            shard=shard,
         )
     if watch is not None:
         watch.on_watchdog = functools.partial(_set_watchdogs, distributed)
@@ -134,6 +139,13 @@ def join(
         if config.symmetric_memory:
             _use_symmetric_memory(distributed.groups)
     return distributed
+
+
+def _equal_nodes(distributed: Distributed, local_rank: int) -> int:
+    """Return the number of machines if each has equally many ranks, numbered machine by machine; else 1."""
+    size = distributed.local_world_size
+    found = distributed.gather_objects(size if distributed.rank % size == local_rank else 0)
+    return distributed.world_size // size if {*found} == {size} else 1
 
 
 def _new_group(on_gpu: bool, timeout: datetime.timedelta, symmetric: bool, ranks: Sequence[int] | None = None) -> Any:

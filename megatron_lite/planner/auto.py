@@ -10,6 +10,7 @@ from collections.abc import Sequence
 import torch
 
 from megatron_lite.config import Config, MultiStageConfig
+from megatron_lite.config.system import shard_of_node
 from megatron_lite.distributed.process_group import Distributed
 from megatron_lite.errors import LESS_MEMORY, OUT_OF_MEMORY, OutOfMemoryError
 from megatron_lite.kernels.choice import REFERENCES
@@ -31,15 +32,22 @@ MOST_STATE_BYTES, MOST_TOKEN_BYTES = 32, 16
 
 
 def resolve_auto(
-    config: Config, world_size: int, device_type: str, device_bytes: int
-) -> tuple[MultiStageConfig, tuple[Note, ...]]:
-    """Replace `auto` in the stage options by numbers; return the options and, per choice, a note with the reason.
+    config: Config, world_size: int, device_type: str, device_bytes: int, nodes: int = 1
+) -> tuple[Config, tuple[Note, ...]]:
+    """Replace what rests on the devices by numbers; return the options and, per choice, a note with the reason.
 
-    --zero_stage becomes the lowest stage whose predicted memory (`plan.py`) fits `device_bytes`; if none does, the
-    highest, with a warning. --layers_per_stage: see `blocks_per_stage`. All ranks must pass the same numbers.
+    --zero_stage=auto becomes the lowest stage whose predicted memory (`plan.py`) fits `device_bytes`; if none does, the
+    highest, with a warning. --layers_per_stage=auto: see `blocks_per_stage`. An unset --data_parallel_shard: see
+    `shard_of_node`. All ranks must pass the same numbers.
     """
     notes: list[Note] = []
-    multi_stage = config.multi_stage
+    multi_stage, options = config.multi_stage, config.distributed
+    if options.data_parallel_shard is None:
+        size = shard_of_node(options, world_size, nodes)
+        config = dataclasses.replace(config, distributed=dataclasses.replace(options, data_parallel_shard=size))
+        if size:
+            reason = f"the data-parallel ranks of each of {nodes} nodes, so that ZeRO-3 gathers weights inside of them"
+            notes.append(Note(f"--data_parallel_shard is {size}: {reason} (0: all ranks, for the least memory)"))
     if multi_stage.layers_per_stage == "auto":
         blocks, note = blocks_per_stage(config, world_size, device_type)
         multi_stage = dataclasses.replace(multi_stage, layers_per_stage=float(blocks))
@@ -48,7 +56,7 @@ def resolve_auto(
         zero_stage, note = _lowest_zero_stage(config, multi_stage, world_size, device_type, device_bytes)
         multi_stage = dataclasses.replace(multi_stage, zero_stage=zero_stage)
         notes.append(note)
-    return multi_stage, tuple(notes)
+    return dataclasses.replace(config, multi_stage=multi_stage), tuple(notes)
 
 
 def _lowest_zero_stage(

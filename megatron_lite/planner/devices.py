@@ -13,6 +13,7 @@ from megatron_lite.config.structured_values import Interconnect, interconnect
 from megatron_lite.config.values import shown
 from megatron_lite.errors import UsageError
 from megatron_lite.kernels.tensor_collectives import GATHER, REDUCE, SCALE, SUM
+from megatron_lite.planner.command import layout_of_nodes
 from megatron_lite.planner.runtime import GIB, PLANNED_GPU_BYTES, counted
 from megatron_lite.planner.speeds import (
     ATTENTION_KINDS,
@@ -99,6 +100,11 @@ def planned_type(distributed: DistributedConfig) -> str:
     return "cpu" if "cpu" in (distributed.device, distributed.gpu) else "cuda"
 
 
+def planned_nodes(device_type: str, world_size: int, tensor: int) -> int:
+    """Return the number of nodes of a plan; ranks on CPUs share one."""
+    return layout_of_nodes(world_size, GPUS_PER_NODE, tensor)[0] if device_type == "cuda" else 1
+
+
 def gpu_of(distributed: DistributedConfig) -> Device:
     """Return the GPU that a dry run plans for."""
     return GPUS[distributed.gpu or DEFAULT_GPU]
@@ -170,10 +176,17 @@ def data_sheet(distributed: DistributedConfig, device_type: str, world_size: int
             f"{link_name} {link:,.4g} GB/s in a ring of ranks, of which collectives reach {LINK_SHARE:.0%}; "
             f"{gpu.latency_s * 1e6:,.0f} us each; {hidden}"
         )
-    collectives = {"gather": CollectiveSpeed(gpu.latency_s, link * 1e9 * LINK_SHARE)}
+    collectives = {"all": CollectiveSpeed(gpu.latency_s, link * 1e9 * LINK_SHARE)}
+    in_node = gpu.link_gb_s if chosen.kind != "nvlink" or chosen.gb_s is None else chosen.gb_s
+    if (shard := distributed.data_parallel_shard or 0) and is_gpu:
+        together = shard * tensor * (pipeline if first else 1)
+        near = in_node if world_size // planned_nodes(device_type, world_size, tensor) % together == 0 else link
+        far, _ = link_gb_s(chosen, gpu, ring, tensor * shard)
+        for kind, gb_s in {"gather": near, "reduce": near, "replica gather": far, "replica reduce": far}.items():
+            collectives[kind] = CollectiveSpeed(gpu.latency_s, gb_s * 1e9 * LINK_SHARE)
+        lines.append(f"hybrid shards gather and reduce at {near:,.4g} GB/s, and across replicas at {far:,.4g} GB/s")
     if tensor > 1 and is_gpu:
-        near = gpu.link_gb_s if chosen.kind != "nvlink" or chosen.gb_s is None else chosen.gb_s
-        near = near if tensor <= GPUS_PER_NODE else link_gb_s(chosen, gpu, tensor)[0]
+        near = in_node if tensor <= GPUS_PER_NODE else link_gb_s(chosen, gpu, tensor)[0]
         collectives |= dict.fromkeys(TENSOR_KINDS, CollectiveSpeed(gpu.latency_s, near * 1e9 * LINK_SHARE))
         lines.append(
             f"tensor-parallel ranks are neighbours with {near:,.4g} GB/s; their collectives overlap with the matrix "

@@ -121,7 +121,7 @@ class SimulatedPipeline(PipelineGroup):
 def group_of(config: Config, rank: int, world_size: int, device_type: str, device: str = "meta") -> SimulatedGroup:
     """Return a rank's simulated groups in the layout of `config`."""
     options = config.distributed
-    pipeline = options.pipeline_parallel, options.pipeline_first, options.data_parallel_shard
+    pipeline = options.pipeline_parallel, options.pipeline_first, options.data_parallel_shard or 0
     return SimulatedGroup(rank, world_size, device_type, device, options.tensor_parallel, None, *pipeline)
 
 

@@ -144,7 +144,7 @@ def _table(search: Search, layouts: Sequence[Layout], best: Layout) -> Iterator[
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     for row in rows:
         yield "  ".join(map(str.rjust, row, widths))
-    for line in [*search.speeds.assumptions, *_other_threads(search, best.config)]:
+    for line in [*search.speeds_of(best.config).assumptions, *_other_threads(search, best.config)]:
         yield from wrapped([Note(f"  {line}")])
 
 
@@ -164,7 +164,7 @@ def _cells(layout: Layout) -> Iterator[str]:
     assert batch.depth_first_micro_batches and batch.breadth_first_micro_batches
     order = "breadth" if batch.breadth_first_micro_batches > 1 else "depth"
     count = batch.depth_first_micro_batches * batch.breadth_first_micro_batches
-    yield str(stages.zero_stage)
+    yield f"{stages.zero_stage}" + (f", S={shard}" if (shard := config.distributed.data_parallel_shard) else "")
     yield f"{batch.micro_batch_size} x {count:,} {order}" if count > 1 else f"{batch.micro_batch_size} x 1"
     yield recompute.mlp_recompute_level
     yield f"{recompute.recompute_layers} of {config.model.num_layers}"

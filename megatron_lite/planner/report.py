@@ -51,8 +51,8 @@ def dry_run(
         if asked.distributed.world_size == "auto":
             search = smallest_world(dataclasses.replace(search, world_size=search.together))
             config, changes = _asked_or_recommended(search, config)
-        multi_stage, choices = resolve_auto(config, search.world_size, device_type, memory)
-        plan = make_plan(dataclasses.replace(config, multi_stage=multi_stage), search.world_size, device_type)
+        config, choices = resolve_auto(config, search.world_size, device_type, memory, search.nodes)
+        plan = make_plan(config, search.world_size, device_type)
         answer = recommendation(plan, changes, search, argv)
     except (RuntimeError, OverflowError) as error:  # a tensor above 2**63 bytes, even on the meta device
         raise UsageError(f"--dry_run=1: {error}; write smaller sizes (--hidden_size, --vocab_size ...)") from error
@@ -69,7 +69,7 @@ def _asked_or_recommended(search: Search, config: Config) -> tuple[Config, Chang
     """
     changes = {**search.tensor, "batch_size": search.batch_size}
     if (search.needed_bytes(changes) or math.inf) <= search.usable_bytes:
-        return resolve(changed(search.asked, changes), search.world_size), changes
+        return resolve(changed(search.asked, changes), search.world_size, nodes=0), changes
     best = recommended(search.layouts, search.resolved(changes) or config, search.usable_bytes)
     return best.config, best.changes
 

@@ -21,7 +21,7 @@ from megatron_lite.config import RECOMPUTE_LEVELS, Config, flatten, unflatten
 from megatron_lite.config.values import written
 from megatron_lite.errors import Remedy, UsageError
 from megatron_lite.planner.auto import resolve_auto
-from megatron_lite.planner.devices import planned_speeds
+from megatron_lite.planner.devices import planned_nodes, planned_speeds
 from megatron_lite.planner.plan import Plan, Planner
 from megatron_lite.planner.runtime import GIB
 from megatron_lite.planner.speeds import Speeds
@@ -44,6 +44,7 @@ ADVISED_SHARE = 0.9  # share of the plan's memory that a layout may need when su
 SEARCHED = (
     "batch_size",
     "zero_stage",
+    "data_parallel_shard",
     "micro_batch_size",
     "depth_first_micro_batches",
     "breadth_first_micro_batches",
@@ -53,6 +54,8 @@ SEARCHED = (
     "recompute_layers",
 )
 FOLLOWING = ("sequential_micro_batches", "num_weight_buffers", "num_grad_buffers")
+# A single group of hybrid shards, of all ranks.
+WHOLE = {"data_parallel_shard": 0, "replica_dcn_axis_size": 1, "replica_ici_axis_size": 1}
 # Options that only a wider search sets.
 TENSOR = ("tensor_parallel", "sequence_tensor_parallel", "pipeline_parallel")
 
@@ -113,7 +116,12 @@ class Search:
     def layout(self, config: Config, changes: Changes) -> Layout:
         """Return the layout of `config`, resolved and without `auto`, even if it does not fit."""
         plan = self._planner.plan(config)
-        return Layout(plan, predict_step(plan, self.speeds), changes)
+        return Layout(plan, predict_step(plan, self.speeds_of(config)), changes)
+
+    def speeds_of(self, config: Config) -> Speeds:
+        """Return the speeds of the devices and of the links that a layout uses."""
+        options = config.distributed
+        return self.speeds if self.speeds.path else planned_speeds(options, self.device_type, self.world_size)
 
     def needed_bytes(self, changes: Changes) -> int | None:
         """Return the memory that a rank needs with `changes`; None if they contradict other options."""
@@ -133,7 +141,7 @@ class Search:
             raise SearchTooLongError
         least = math.inf
         for zero_stage, split in ((3, False), (2, self._can_split)):  # ZeRO-3 cannot split master weights
-            changes = {**self._changes(zero_stage, 1, 1, split), "eval_micro_batch_size": None}
+            changes = {**self._changes(zero_stage, 1, 1, split), **WHOLE, "eval_micro_batch_size": None}
             for recomputed in (0, self.asked.model.num_layers):  # recomputation may need more memory than it saves
                 step = {"mlp_recompute_level": "full", "recompute_layers": recomputed}
                 least = min(least, self.needed_bytes({**changes, **step}) or math.inf)
@@ -174,12 +182,11 @@ class Search:
     def resolved(self, changes: Changes) -> Config | None:
         """Return the options with `changes`, resolved and without `auto`; None if they conflict."""
         try:
-            config = resolve(changed(self.asked, {**self.tensor, **changes}), self.world_size)
+            config = resolve(changed(self.asked, {**self.tensor, **changes}), self.world_size, self.nodes)
             check_passes(config)
         except UsageError:
             return None
-        stages, _ = resolve_auto(config, self.world_size, self.device_type, self.device_bytes)
-        return dataclasses.replace(config, multi_stage=stages)
+        return resolve_auto(config, self.world_size, self.device_type, self.device_bytes)[0]
 
     @functools.cached_property
     def speeds(self) -> Speeds:
@@ -187,6 +194,11 @@ class Search:
         options, pipeline = self.asked.distributed, self.pipeline_parallel
         options = dataclasses.replace(options, tensor_parallel=self.tensor_parallel, pipeline_parallel=pipeline)
         return planned_speeds(options, self.device_type, self.world_size)
+
+    @property
+    def nodes(self) -> int:
+        """Number of nodes."""
+        return planned_nodes(self.device_type, self.world_size, self.tensor_parallel)
 
     @property
     def tensor_parallel(self) -> int:
@@ -244,6 +256,7 @@ class Search:
                 for breadth in sorted(breadths):
                     splits = (False, True) if self._can_split and zero_stage < 3 else (False,)
                     variants = [self._changes(zero_stage, size, breadth, split) for split in splits]
+                    variants += [{**variants[0], **WHOLE}] * (zero_stage == 3 and self.nodes > 1)
                     yield [
                         {**changes, **evaluation}
                         for changes in variants
@@ -302,13 +315,14 @@ def changed(config: Config, changes: Changes) -> Config:
 
 def fewest_changes(asked: Config, layout: Layout) -> Changes:
     """Return a minimal set of changes that turns the options as asked into a layout; None unsets an option."""
-    typed, wanted = flatten(asked), flatten(layout.config)
+    typed, wanted, plan = flatten(asked), flatten(layout.config), layout.plan
+    nodes = planned_nodes(plan.device_type, plan.world_size, layout.config.distributed.tensor_parallel)
     needed = {name: value for name, value in layout.changes.items() if typed[name] != value}
     # The ZeRO stage and the micro-batch size come last, because other options follow from them.
     for name in sorted(needed.keys() - TENSOR, key=lambda name: (name in ("zero_stage", "micro_batch_size"), name)):
         fewer = {other: value for other, value in needed.items() if other != name}
         try:
-            resolved = flatten(resolve(unflatten({**typed, **fewer}), layout.plan.world_size))
+            resolved = flatten(resolve(unflatten({**typed, **fewer}), plan.world_size, nodes))
         except UsageError:
             continue
         if all(resolved[other] == wanted[other] for other in (*SEARCHED, *FOLLOWING)):
@@ -393,6 +407,8 @@ def _single_options(search: Search, config: Config) -> Iterator[tuple[str, Chang
     buffers = {name: None for name in ("num_weight_buffers", "num_grad_buffers") if (getattr(stages, name) or 0) > 2}
     for zero_stage in range(config.multi_stage.zero_stage + 1, 4):
         yield "zero_stage", {"zero_stage": zero_stage, **buffers}
+    if config.distributed.data_parallel_shard:
+        yield "data_parallel_shard", {"data_parallel_shard": 0}
     for size in TENSOR_PARALLEL:
         if size > search.tensor_parallel and search.world_size % (size * search.pipeline_parallel) == 0:
             tensor = dict(zip(TENSOR, (size, True), strict=False))

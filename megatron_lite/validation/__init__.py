@@ -22,15 +22,15 @@ from megatron_lite.validation.sizes import data_parallel_shard, data_ranks, pipe
 from megatron_lite.validation.warnings import warnings as warnings
 
 
-def resolve(config: Config, world_size: int) -> Config:
+def resolve(config: Config, world_size: int, nodes: int = 1) -> Config:
     """Check every option, individually and against the others, and fill in every derived value.
 
-    Resolving a resolved configuration again for the same world size changes nothing.
+    Resolving a resolved configuration again for the same world size changes nothing. nodes: machines; 0: unknown.
 
     Raises:
         UsageError: with one line per problem.
     """
-    resolved, problems = examine(config, world_size)
+    resolved, problems = examine(config, world_size, nodes)
     if problems:
         raise UsageError("\n".join(problem.message for problem in problems))
     return resolved
@@ -44,13 +44,13 @@ def planned_world_size(config: Config, launched: int) -> int:
     return fewest if planned == "auto" else planned or launched
 
 
-def examine(config: Config, world_size: int) -> tuple[Config, list[Problem]]:
+def examine(config: Config, world_size: int, nodes: int = 1) -> tuple[Config, list[Problem]]:
     """Like `resolve`, but return the problems; if there are any, the configuration is only partly resolved."""
     assert world_size >= 1, world_size
     draft = Draft(**flatten(config))
     problems = [*_check_each(draft)]
     if not problems:  # the rules rely on each value being sound
-        problems = [*_cross_check(draft, world_size)]
+        problems = [*_cross_check(draft, world_size, nodes)]
     return unflatten(vars(draft)), problems
 
 
@@ -80,14 +80,14 @@ def _check_each(draft: Draft) -> Iterator[Problem]:
             yield problem(draft, name, refused_value(name, written(getattr(draft, name))) or str(error))
 
 
-def _cross_check(draft: Draft, world_size: int) -> Iterator[Problem]:
+def _cross_check(draft: Draft, world_size: int, nodes: int = 1) -> Iterator[Problem]:
     """Apply every rule, and derive values. Buffer counts and loss chunks depend on the device, and come later."""
     yield from areas.source(draft)
     yield from areas.model(draft)
     yield from areas.performance(draft)
     yield from tensor_parallel(draft, world_size)
     yield from pipeline_parallel(draft, world_size)
-    yield from data_parallel_shard(draft, world_size)
+    yield from data_parallel_shard(draft, world_size, nodes)
     yield from batch(draft, data_ranks(draft, world_size))
     yield from learning_rate(draft)
     yield from areas.update(draft)

@@ -6,7 +6,7 @@ import math
 from collections.abc import Iterator
 
 from megatron_lite.config import Config, Draft
-from megatron_lite.config.system import number_of_chunks, number_of_stages
+from megatron_lite.config.system import number_of_chunks, number_of_stages, shard_of_node
 from megatron_lite.config.values import typed
 from megatron_lite.errors import UsageError
 from megatron_lite.validation.rules import Problem, nearest_multiples, problem
@@ -101,10 +101,19 @@ def pipeline_parallel(draft: Draft, world_size: int) -> Iterator[Problem]:
         yield problem(draft, "pipeline_parallel num_layers layers_per_stage", rule, also="pipeline_placement")
 
 
-def data_parallel_shard(draft: Draft, world_size: int) -> Iterator[Problem]:
-    """Check that the data-parallel ranks divide into groups of --data_parallel_shard."""
+def data_parallel_shard(draft: Draft, world_size: int, nodes: int) -> Iterator[Problem]:
+    """Derive --data_parallel_shard; check that so many divide the data-parallel ranks. nodes: see `resolve`."""
     ranks, size = data_ranks(draft, world_size), draft.data_parallel_shard
-    if size and ranks % size:
+    replicas = draft.replica_dcn_axis_size * draft.replica_ici_axis_size
+    if replicas > 1 and (ranks % replicas or size not in (None, ranks // replicas)):
+        names = draft.changed("replica_dcn_axis_size", "replica_ici_axis_size", "data_parallel_shard")
+        many = "equally many" if size is None else f"{size}"
+        rule = f"{ranks} data-parallel ranks are not {replicas} replicas of {many}; write only --data_parallel_shard"
+        yield problem(draft, " ".join(names), rule, also="tensor_parallel pipeline_parallel world_size dry_run")
+    elif size is None and (replicas > 1 or nodes or draft.zero_stage != 3):
+        of_node = shard_of_node(draft, world_size, nodes) if draft.zero_stage == 3 and nodes else 0
+        draft.data_parallel_shard = ranks // replicas if replicas > 1 else of_node
+    elif size and ranks % size:
         rule = (
             f"the {ranks} data-parallel rank{'s' * (ranks > 1)} must be a multiple; start more with torchrun, or write "
             f"--data_parallel_shard={math.gcd(size, ranks)}"

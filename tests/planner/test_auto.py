@@ -37,8 +37,8 @@ def test_the_lowest_stage_that_fits(ranks: int) -> None:
     assert first > second > third
 
     def chosen(device_bytes: int) -> tuple[Any, bool, str]:
-        multi_stage, (note,) = resolve_auto(config, ranks, "cuda", device_bytes)
-        return multi_stage.zero_stage, note.is_warning, note.text
+        resolved, (note,) = resolve_auto(config, ranks, "cuda", device_bytes)
+        return resolved.multi_stage.zero_stage, note.is_warning, note.text
 
     assert chosen(first)[:2] == (1, False)
     assert chosen(first - 2)[:2] == chosen(second)[:2] == (2, False)
@@ -49,8 +49,8 @@ def test_the_lowest_stage_that_fits(ranks: int) -> None:
 
 def test_split_master_weights_leave_two_stages() -> None:
     """Split master weights need one weight buffer per stage, which ZeRO-3 does not have."""
-    multi_stage, (note,) = resolve_auto(a_config(8, split_master_weights=True), 8, "cuda", MIB)
-    assert multi_stage.zero_stage == 2 and note.is_warning
+    resolved, (note,) = resolve_auto(a_config(8, split_master_weights=True), 8, "cuda", MIB)
+    assert resolved.multi_stage.zero_stage == 2 and note.is_warning
 
 
 def test_recomputation_and_micro_batches_count() -> None:
@@ -59,13 +59,13 @@ def test_recomputation_and_micro_batches_count() -> None:
     less = a_config(8, sequence_length=4096, batch_size=32, vocab_size=4096, mlp_recompute_level="full")
     least = a_config(8, sequence_length=4096, batch_size=32, vocab_size=4096, micro_batch_size=1)
     memory = needed(less, 8)[0]
-    stages = [resolve_auto(config, 8, "cuda", memory)[0].zero_stage for config in (much, less, least)]
+    stages = [resolve_auto(config, 8, "cuda", memory)[0].multi_stage.zero_stage for config in (much, less, least)]
     assert stages == [3, 1, 1]
 
 
 def test_nothing_automatic_changes_nothing() -> None:
     config = tiny_config(4, zero_stage=2, layers_per_stage=1.5)
-    assert resolve_auto(config, 4, "cpu", 1) == (config.multi_stage, ())
+    assert resolve_auto(config, 4, "cpu", 1) == (config, ())
 
 
 @pytest.mark.parametrize(
@@ -88,8 +88,8 @@ def test_blocks_per_stage(ranks: int, device_type: str, sizes: dict[str, Any], e
     config = a_config(ranks, **{"zero_stage": 1, "layers_per_stage": "auto", **sizes})
     blocks, note = blocks_per_stage(config, ranks, device_type)
     assert blocks == expected, note.text
-    multi_stage, notes = resolve_auto(config, ranks, device_type, 80 * 2**30)
-    assert multi_stage.layers_per_stage == float(expected) and notes == (note,)
+    resolved, notes = resolve_auto(config, ranks, device_type, 80 * 2**30)
+    assert resolved.multi_stage.layers_per_stage == float(expected) and notes == (note,)
 
 
 def test_latency_is_a_tenth_of_a_gather() -> None:

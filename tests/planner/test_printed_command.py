@@ -41,7 +41,7 @@ def resolved(flags: list[str], ranks: int, device_bytes: int) -> Config:
     """Return the options of a run, without `auto`."""
     config = resolve(parse(flags).config, ranks)
     assert not config.distributed.dry_run
-    assert resolve_auto(config, ranks, "cpu", device_bytes)[0] == config.multi_stage
+    assert resolve_auto(config, ranks, "cpu", device_bytes)[0] == config
     return config
 
 

@@ -1,6 +1,5 @@
 """The end of a dry run: a table of layouts that fit, and a command that does."""
 
-import dataclasses
 import itertools
 import os
 import re
@@ -50,8 +49,8 @@ def fits(text: str) -> bool:
 def planned_bytes(flags: list[str], ranks: int, device_type: str = "cuda") -> int:
     """Return the memory that a rank needs with these flags on GPUs of 80 GB, or on a CPU."""
     config = resolve(parse([*flags, "--dry_run=1"]).config, ranks)  # which needs no data
-    stages, _ = resolve_auto(config, ranks, device_type, PLANNED_GPU_BYTES)
-    return Planner(ranks, device_type).plan(dataclasses.replace(config, multi_stage=stages)).needed_bytes()
+    config, _ = resolve_auto(config, ranks, device_type, PLANNED_GPU_BYTES)
+    return Planner(ranks, device_type).plan(config).needed_bytes()
 
 
 def check_recommendation(text: str) -> list[str]:

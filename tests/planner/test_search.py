@@ -16,6 +16,7 @@ from megatron_lite.planner.recommendation import recommendation
 from megatron_lite.planner.runtime import GIB
 from megatron_lite.planner.search import (
     SMALLEST_SAVING,
+    SPARE,
     Layout,
     Search,
     changed,
@@ -164,6 +165,20 @@ def test_traffic_of_many_micro_batches() -> None:
         partition = Planner(4, "cuda").partition(config)
         steps, micro_batch = partition.steps(config, "none", (8, 1)), planned_micro_batch(config)
         assert make_plan(config, 4, "cuda").traffic == count_traffic(partition.model, steps, micro_batch)
+
+
+def test_shards_of_a_node_if_they_fit() -> None:
+    """Plans of two nodes take them by default, the search one group where memory is short, and its flags say so."""
+    asked = search(80, 16, "--zero_stage=3")
+    whole, by_node = (asked.needed_bytes({"data_parallel_shard": size}) or 0 for size in (0, 8))
+    assert whole < by_node == asked.needed_bytes({}) and search(80, 8).nodes == 1 < asked.nodes
+    tight = dataclasses.replace(asked, device_bytes=int(asked.least_bytes / (1 - SPARE)) + 2**26)
+    for either, expected, flag in ((asked, 8, None), (tight, 0, 0)):
+        found = next(layout for layout in either.layouts if layout.config.multi_stage.zero_stage == 3)
+        assert found.config.distributed.data_parallel_shard == expected
+        assert fewest_changes(either.asked, found).get("data_parallel_shard") == flag
+    (remedy,) = (remedy for remedy in remedies(asked) if remedy.flag == "data_parallel_shard")
+    assert (remedy.append, remedy.saving_bytes) == ("--data_parallel_shard=0", by_node - whole)
 
 
 # -- advice to a run that ran out of memory

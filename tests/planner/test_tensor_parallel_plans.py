@@ -172,13 +172,13 @@ def test_auto_counts_what_a_rank_holds() -> None:
     chosen = []
     for ranks in (1, 4):
         config = mistral(ranks=8, tensor_parallel=ranks, zero_stage="auto", layers_per_stage="auto", batch_size=8)
-        stages, _ = resolve_auto(config, 8, "cuda", 70 * 2**30)
+        stages = resolve_auto(config, 8, "cuda", 70 * 2**30)[0].multi_stage
         chosen.append((stages.zero_stage, stages.layers_per_stage))
     (alone, blocks), (shared, more_blocks) = chosen
     assert alone > shared and blocks == 1 and more_blocks >= 1
     config = mistral(ranks=4, tensor_parallel=4, zero_stage=3, layers_per_stage="auto")
-    stages, (note,) = resolve_auto(config, 4, "cuda", 70 * 2**30)
-    assert stages.layers_per_stage == 1 and "gathers nothing" in note.text
+    resolved, (note,) = resolve_auto(config, 4, "cuda", 70 * 2**30)
+    assert resolved.multi_stage.layers_per_stage == 1 and "gathers nothing" in note.text
 
 
 @pytest.mark.slow

@@ -123,6 +123,22 @@ def test_neighbours_share_the_links_of_a_node() -> None:
     assert sheets[1].collective_s("tensor reduce", 0, 1e9) < sheets[1].collective_s("reduce", 0, 1e9)
 
 
+def test_hybrid_shards_have_the_links_of_a_node() -> None:
+    """On 4 nodes of 8 H100 a group inside a node has NVLink, and each of the S rings between nodes its part of 8
+    adapters; larger groups have the whole ring, as all other traffic."""
+    for shard, tensor, near, far in ((8, 1, 450, 50), (4, 1, 450, 100), (4, 2, 450, 50), (16, 1, 400, 50)):
+        options = dict(data_parallel_shard=shard, tensor_parallel=tensor, zero_stage=3, batch_size=32, device="cuda")
+        config = tiny_config(32, **options)
+        sheet, ring = data_sheet(config.distributed, "cuda", 32), 400 / tensor
+        kinds = {"gather": near, "reduce": near, "replica gather": far, "replica reduce": far, "muon gather": ring}
+        for kind, gb_s in kinds.items():
+            assert sheet.collective_s(kind, 0, 1e9) == pytest.approx(1 / gb_s / LINK_SHARE), (shard, tensor, kind)
+        times = [predict_step(make_plan(config, 32, "cuda"), sheet).communication_s]
+        plan = make_plan(tiny_config(32, **{**options, "data_parallel_shard": 0}), 32, "cuda")
+        times.append(predict_step(plan, data_sheet(plan.config.distributed, "cuda", 32)).communication_s)
+        assert times[0] != times[1]
+
+
 def test_frozen_parameters_make_no_weight_gradients() -> None:
     """A frozen embedding and first block leave their three products a layer to the forward pass alone."""
     whole = tiny_config(1, num_layers=2, tie_word_embeddings=False)

@@ -99,9 +99,11 @@ class Start:
         faults: Mapping[int, Fault] | None = None,
         launcher: Sequence[str] = (),
         flags_of: Mapping[int, Sequence[str]] | None = None,
+        per_node: int | None = None,
     ) -> None:
         """`variables` are added to the environment, `launcher` to torchrun's own flags, `flags_of` to those of one rank
-        (not with torchrun). Forked ranks only: `mounts_of`, a process whose file systems they see; `faults` by rank."""
+        (not with torchrun); `per_node` ranks believe to be alone on a machine (default: all). Forked ranks only:
+        `mounts_of`, a process whose file systems they see; `faults` by rank."""
         self.marker = uuid.uuid4().hex
         self._folder = tempfile.TemporaryDirectory(prefix="megatron_lite_test_")
         self._port: socket.socket | None = None
@@ -126,9 +128,9 @@ class Start:
         for rank in range(ranks):
             place = {
                 "RANK": str(rank),
-                "LOCAL_RANK": str(rank),
+                "LOCAL_RANK": str(rank % (per_node or ranks)),
                 "WORLD_SIZE": str(ranks),
-                "LOCAL_WORLD_SIZE": str(ranks),
+                "LOCAL_WORLD_SIZE": str(per_node or ranks),
                 "MASTER_ADDR": "localhost",
                 "MASTER_PORT": port,
             }
@@ -227,9 +229,10 @@ def run(
     faults: Mapping[int, Fault] | None = None,
     timeout_s: float = TIMEOUT_S,
     flags_of: Mapping[int, Sequence[str]] | None = None,
+    per_node: int | None = None,
 ) -> Outcome:
     """Start, wait for the end, and see that nothing is left behind."""
-    with Start(flags, ranks, how, variables, mounts_of, faults, flags_of=flags_of) as start:
+    with Start(flags, ranks, how, variables, mounts_of, faults, flags_of=flags_of, per_node=per_node) as start:
         outcome = start.wait(timeout_s)
         start.assert_nothing_left()
         return outcome

@@ -1,18 +1,26 @@
 """Hybrid shards on four thread ranks: the bits, sizes and collectives of ZeRO inside groups, with replicas of them."""
 
-from collections.abc import Mapping
+import itertools
+import json
+from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, cast
 
 import numpy as np
 import pytest
 import torch
 from torch import Tensor
 
+from megatron_lite.config import DistributedConfig, flatten, unflatten
+from megatron_lite.config.system import shard_of_node
+from megatron_lite.distributed import startup
+from megatron_lite.distributed.grid import rank_grid
 from megatron_lite.distributed.traffic import Handle
 from megatron_lite.errors import UsageError
 from megatron_lite.model.layer import MicroBatch
 from megatron_lite.planner.plan import make_plan
+from megatron_lite.validation import resolve
 from tests.checkpoint.test_engine import assert_same, read_all
 from tests.checkpoint.test_tensor_layouts import begin, go_on
 from tests.support.engine_runs import Engine, LateGroup, Outcome, Wrapped
@@ -178,17 +186,23 @@ def test_a_checkpoint_of_any_groups_serves_any_others(tmp_path: Path) -> None:
 
 
 def test_the_program_trains_in_replicas_and_resumes_without(tmp_path: Path) -> None:
-    """On four processes, as on one rank; with everything that looks into shards."""
+    """On four processes of two nodes by default, as on one rank; with everything that looks into shards."""
     flags = [*TINY, "--batch_size=8", "--checkpoint_interval=3", "--log_interval=1", "--validation_iters=1"]
     flags += ["--validation_interval=3", "--log_communication=1", "--check_replicas_interval=2"]
     flags += ["--watch_targets=grads,params,updates", "--watch_interval=2"]
     curves = []
-    for name, ranks, starts in (("alone", 1, ["0"]), ("replicas", RANKS, ["2", "4"])):
+    for name, ranks, starts in (("alone", 1, ["none"]), ("replicas", RANKS, ["none", "4"])):
         experiment = tmp_path / name
         for iterations, shard in zip((6,) if ranks == 1 else (3, 6), starts, strict=True):
             more = [f"--experiment_dir={experiment}", f"--train_iters={iterations}", f"--data_parallel_shard={shard}"]
-            output = succeed([*flags, "--lr_decay_iters=6", "--zero_stage=2", *more], ranks).output
-            assert ("reductions across replicas per iteration" in output) == (shard == "2")
+            more += ["--lr_decay_iters=6", "--zero_stage=3"]
+            nodes = {"per_node": 2, "variables": {"GLOO_SOCKET_IFNAME": "lo"}} if ranks > 1 else {}
+            output = succeed([*flags, *more], ranks, **nodes).output
+            by_node = ranks > 1 and shard == "none"
+            assert ("reductions across replicas per iteration" in output) == by_node
+            assert ("--data_parallel_shard is 2: the data-parallel ranks of each of 2 nodes" in output) == by_node
+            saved = json.loads((experiment / "config.json").read_text("utf-8"))
+            assert saved["data_parallel_shard"] == (2 if by_node else int(shard) if shard != "none" else 0)
         curves.append([record["loss"] for record in read_metrics(experiment / "metrics.jsonl") if "loss" in record])
     np.testing.assert_allclose(curves[1][: len(curves[0])], curves[0], rtol=1e-6)
 
@@ -204,6 +218,73 @@ def test_a_plan_counts_a_real_step() -> None:
     for kind in {kind for kind, _ in found}:
         sizes = [size for name, size in found if name == kind]
         assert (plan.traffic[kind].collectives, plan.traffic[kind].elements) == (len(sizes), sum(sizes))
+
+
+@pytest.mark.parametrize("tensor", [1, 2, 4])
+@pytest.mark.parametrize(("pipeline", "first"), [(1, False), (2, False), (2, True)])
+def test_the_default_is_the_ranks_of_a_node(tensor: int, pipeline: int, first: bool) -> None:
+    """Compared with the grid: all data-parallel ranks of a node that it has besides those of other stages, or none."""
+    options = DistributedConfig(tensor_parallel=tensor, pipeline_parallel=pipeline, pipeline_first=first)
+    found = set()
+    for nodes, of_node in itertools.product((1, 2, 3, 4), (1, 2, 4, 6, 8, 16)):
+        world_size = nodes * of_node
+        if world_size % (tensor * pipeline):
+            continue
+        grid = rank_grid(world_size, pipeline, tensor, first)
+        groups = [row for plane in grid.transpose(1, 2) for row in plane.tolist()]  # data-parallel ranks
+        places = [[rank // of_node for rank in group] for group in groups]
+        sizes = {places_of_group.count(node) for places_of_group in places for node in places_of_group}
+        sizes |= {0} if any({*place} == {place[0]} for place in places) else set()  # one node is no reason to divide
+        size = sizes.pop() if len(sizes) == 1 else 0
+        chosen = shard_of_node(options, world_size, nodes)
+        assert chosen == (size if size > 1 else 0), (nodes, of_node, places)
+        found.add(chosen)
+        if chosen:
+            starts = range(0, len(places[0]), chosen)
+            assert all(len({*place[start : start + chosen]}) == 1 for place in places for start in starts)
+    assert len(found) > 1
+
+
+def test_only_equal_nodes_are_a_default() -> None:
+    """Machines of other sizes, and ranks that are numbered across machines, leave one group on every rank alike."""
+
+    def nodes(places: Sequence[tuple[int, int]]) -> list[int]:
+        """Return what each rank concludes. places: its place on its machine, and how many ranks that has."""
+        said: list[int] = []
+        ranks = [SimpleNamespace(rank=rank, world_size=len(places)) for rank in range(len(places))]
+        for answer in (lambda value: [said.append(value)], lambda _: said):
+            found = []
+            for rank, (local, rank.local_world_size) in zip(ranks, places, strict=True):
+                rank.gather_objects = answer
+                found.append(startup._equal_nodes(cast(Any, rank), local))
+        return found
+
+    by_node = [(place, 2) for place in (0, 1)]
+    assert nodes(by_node * 3) == [3] * 6
+    assert nodes([(0, 2), (0, 2), (1, 2), (1, 2)]) == [1] * 4
+    assert nodes([*by_node, *((place, 4) for place in range(4)), *((place, 6) for place in range(6))]) == [1] * 12
+
+
+def test_only_zero_3_divides_by_default() -> None:
+    cases = ((1, None, 0), (2, None, 0), ("auto", None, 0), (3, None, 4), (3, 0, 0), (3, 8, 8))
+    for zero_stage, typed, expected in cases:
+        options = {**flatten(tiny_config(16, batch_size=16)), "zero_stage": zero_stage, "data_parallel_shard": typed}
+        assert resolve(unflatten(options), 16, nodes=4).distributed.data_parallel_shard == expected
+    unknown = resolve(unflatten({**options, "data_parallel_shard": None}), 16, nodes=0)
+    assert unknown.distributed.data_parallel_shard is None
+    assert resolve(unknown, 16, nodes=4).distributed.data_parallel_shard == 4
+
+
+def test_replicas_may_be_counted_as_in_levanter() -> None:
+    """The data axis is what both replica axes and tensor parallelism leave of the ranks."""
+    for ici, dcn, tensor, expected in ((1, 2, 1, 8), (2, 2, 1, 4), (2, 1, 2, 4), (4, 4, 1, 1), (1, 1, 2, 0)):
+        replicas = {"replica_ici_axis_size": ici, "replica_dcn_axis_size": dcn, "tensor_parallel": tensor}
+        config = tiny_config(16, **replicas, batch_size=16, num_attention_heads=2, ffn_hidden_size=64)
+        assert config.distributed.data_parallel_shard == expected and resolve(config, 16) == config
+    with pytest.raises(UsageError, match="replica_dcn_axis_size=3: 4 data-parallel ranks are not 3 replicas of equ"):
+        tiny_config(RANKS, replica_dcn_axis_size=3)
+    with pytest.raises(UsageError, match="=4, --data_parallel_shard=2: 4 data-parallel ranks are not 4 replicas of 2"):
+        tiny_config(RANKS, replica_dcn_axis_size=4, data_parallel_shard=2)
 
 
 def test_ranks_must_divide_into_groups() -> None:
