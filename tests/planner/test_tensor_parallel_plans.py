@@ -4,10 +4,6 @@ Most tests run one rank of groups that do not exist: collectives are counted and
 """
 
 import itertools
-import json
-import shutil
-import subprocess
-import sys
 from typing import Any
 
 import pytest
@@ -19,7 +15,6 @@ from pretrain_gpt import main
 from tests.planner.test_plan import Books, configured, mistral, planned, run_steps
 from tests.support.engine_runs import Engine
 from tests.support.harness import run_distributed
-from tests.support.launch import ROOT
 from tests.support.memory_meters import micro_batches, simulated_rank, some
 from tests.support.wire import sent_bytes
 
@@ -129,20 +124,6 @@ def test_sockets_send_what_the_plan_counts() -> None:
         for sent, counted in steps[1:]:
             assert 0 <= counted - expected < 100, "the gradient's norm"
             assert 1 <= sent / expected < 1.01, options
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(("ranks", "shared"), [(2, 2), *LAYOUTS])
-def test_the_loopback_device_carries_what_the_plans_count(ranks: int, shared: int) -> None:
-    """In a network namespace of their own, all ranks together send the bytes of their plans and 0.4 percent at most."""
-    program = f"ip link set lo up && exec {sys.executable} -m tests.support.loopback {ranks} {shared}"
-    alone = ["unshare", "--map-root-user", "--net", "sh", "-c"]
-    if shutil.which("unshare") is None or subprocess.run([*alone, "ip link set lo up"], capture_output=True).returncode:
-        pytest.skip("no network namespaces")
-    done = subprocess.run([*alone, program], cwd=ROOT, capture_output=True, text=True, timeout=120)
-    assert done.returncode == 0, done.stderr
-    for planned_bytes, sent in json.loads(done.stdout):
-        assert 1 <= sent / planned_bytes < 1.004
 
 
 def test_ranks_that_share_layers_share_the_state() -> None:

@@ -62,6 +62,7 @@ def run_distributed(
     tensor_parallel: int = 1,
     pipeline_parallel: int = 1,
     pipeline_first: bool = False,
+    data_parallel_shard: int = 0,
 ) -> list[Any]:
     """Call function(distributed, *args) on `world_size` ranks; returns their results in rank order."""
     config = DistributedConfig(
@@ -72,6 +73,7 @@ def run_distributed(
         tensor_parallel=tensor_parallel,
         pipeline_parallel=pipeline_parallel,
         pipeline_first=pipeline_first,
+        data_parallel_shard=data_parallel_shard,
     )
     with tempfile.TemporaryDirectory() as directory:
         pipes = [FORKSERVER.Pipe(duplex=False) for _ in range(world_size)]
