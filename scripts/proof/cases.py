@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import random
 import shlex
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from types import MappingProxyType
 from typing import NamedTuple
 
@@ -211,19 +211,23 @@ def case_of(flags: Flags, ranks: int, then: str | None) -> Case:
 
 def draw(dice: random.Random, most_ranks: int, choices: Sequence[Flags], fixed: Flags) -> Case:
     """Draw a case that the program accepts. choices: options to draw from; without any, they are drawn too."""
-    for _ in range(10_000):
-        case = Case(dice.choice(choices) if choices else _options(dice), _layout(dice, most_ranks))
-        if dice.random() < 0.3:
-            others = _layout(dice, most_ranks).kept([name for name in LAYOUT if LAYOUT[name].keeps_bits])
-            exact = case.layout.exact()
-            same = Layout(exact.ranks * int(others.get("pipeline_parallel", 1)), {**exact.flags, **others})
-            case = case._replace(then=dice.choice((same, _layout(dice, most_ranks))))
-            if same.ranks > most_ranks:
-                continue
-        with contextlib.suppress(UsageError):
-            case.parts(fixed), case.reference().parts(fixed)
-            return case
-    raise UsageError("no layout of these options was found; give more --ranks, or fewer options")
+
+    def accepted(make: Callable[[], Case]) -> Case:
+        for _ in range(10_000):
+            case = make()
+            with contextlib.suppress(UsageError):
+                case.parts(fixed), case.reference().parts(fixed)
+                return case
+        raise UsageError("no layout of these options was found; give more --ranks, or fewer options")
+
+    def restarted() -> Case:
+        others = _layout(dice, most_ranks).kept([name for name in LAYOUT if LAYOUT[name].keeps_bits])
+        exact, other = case.layout.exact(), _layout(dice, most_ranks)
+        same = Layout(exact.ranks * int(others.get("pipeline_parallel", 1)), {**exact.flags, **others})
+        return case._replace(then=dice.choice((same if same.ranks <= most_ranks else other, other)))
+
+    case = accepted(lambda: Case(dice.choice(choices) if choices else _options(dice), _layout(dice, most_ranks)))
+    return accepted(restarted) if dice.random() < 0.3 else case
 
 
 def _options(dice: random.Random) -> Flags:
