@@ -86,6 +86,7 @@ class Head(Layer):
         self.output: Parameter | None = None
         if config.tie_word_embeddings:
             self.borrows_from = (embedding,)  # a tuple, so that torch does not count it as part of this module
+            self.borrowed = (embedding.word.spec.name,)
         else:
             self.output = declare(_vocabulary("head.output.weight", config, parallel, embedding=False))
         self.kernels, self.logit_z_loss, self.soft_cap = kernels, logit_z_loss, config.logit_soft_cap

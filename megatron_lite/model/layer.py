@@ -50,6 +50,7 @@ class Layer(torch.nn.Module):
     name: str  # unique in the model, and the prefix of its parameters' names: "embedding", "blocks.3", "head"
     # See `zero.stage.Layer`.
     borrows_from: tuple[torch.nn.Module, ...] = ()
+    borrowed: tuple[str, ...] = ()
     gradients_in_forward: bool = False
     backward_needs_weights: bool = True
     recomputed: bool = False

@@ -69,7 +69,7 @@ def tensor_parallel(draft: Draft, world_size: int) -> Iterator[Problem]:
 
 def pipeline_parallel(draft: Draft, world_size: int) -> Iterator[Problem]:
     """Check that ranks and stages suffice for --pipeline_parallel; choose schedule and placement."""
-    ranks, tied = draft.pipeline_parallel, draft.tie_word_embeddings
+    ranks = draft.pipeline_parallel
     if world_size % (ranks * draft.tensor_parallel) and world_size % draft.tensor_parallel == 0:
         fitting = math.gcd(ranks, world_size // draft.tensor_parallel)
         rule = (
@@ -86,12 +86,6 @@ def pipeline_parallel(draft: Draft, world_size: int) -> Iterator[Problem]:
         other = "zero_bubble_v" if placement == "v" else "one_f_one_b or interleaved"
         rule = f"this schedule needs the other placement; write --pipeline_schedule=breadth_first or {other}"
         yield problem(draft, "pipeline_schedule pipeline_placement", rule)
-    elif tied and placement == "loop":
-        rule = (
-            "tied weights need embedding and head on one rank; write --pipeline_placement=v (with "
-            "--pipeline_schedule=breadth_first or zero_bubble_v), or --tie_word_embeddings=0"
-        )
-        yield problem(draft, "pipeline_placement tie_word_embeddings", rule, also="pipeline_schedule")
     if not number_of_chunks(ranks, stages, schedule, placement):
         least = ranks * (2 if placement == "v" else 1)
         rule = (
@@ -133,10 +127,11 @@ def _chosen_pipeline(draft: Draft, stages: int) -> tuple[str, str]:
             and number_of_chunks(ranks, stages, "zero_bubble_v", "v")
         ):
             schedule = "zero_bubble_v"
-        elif (draft.zero_stage or 1) == 1 and placement != "v" and not tied:
+        elif (draft.zero_stage or 1) == 1 and placement != "v":
             schedule = "one_f_one_b"
     if placement == "auto":
-        in_v = schedule == "zero_bubble_v" or (schedule == "breadth_first" and tied)
+        fits = tied and number_of_chunks(ranks, stages, schedule, "v")
+        in_v = schedule == "zero_bubble_v" or (schedule == "breadth_first" and fits)
         placement = "v" if in_v else "loop"
     return schedule, placement
 

@@ -12,6 +12,7 @@ from megatron_lite.distributed.rank_group import Group
 from megatron_lite.errors import UsageError
 from megatron_lite.zero.flat_shard import FlatShard, Precision
 from megatron_lite.zero.layout import BufferPlan, plan_buffers
+from megatron_lite.zero.pipeline import Ties
 from megatron_lite.zero.replica_shards import HybridShard
 from megatron_lite.zero.schedule import StagePlan
 from megatron_lite.zero.stage import Buffer, Stage
@@ -41,10 +42,11 @@ class Memory:
         group: Group,
         averaged: bool,
         breadth_first: bool = True,
+        ties: Ties = (),
     ) -> None:
-        self._stages, self._precision, self._group = stages, precision, group
+        self.stages, self._precision, self._group = stages, precision, group
         self._replicate = stages[0].parts[0].replicate
-        tied = frozenset(lender for stage in stages for lender in lenders(stage, stages))  # others use their parameters
+        tied = frozenset(lender for lender, _ in ties)
         weight_count, grad_count = self._counts(config, breadth_first)
         weight_plan = plan_buffers({stage.index: stage.numel for stage in stages}, weight_count, tied, every=True)
         grad_plan = plan_buffers({stage.index: stage.grad_numel for stage in stages}, grad_count, tied)
@@ -121,7 +123,7 @@ class Memory:
 
     def _counts(self, config: MultiStageConfig, breadth_first: bool) -> tuple[int, int]:
         """Return the numbers of weight and gradient buffers: explicit counts win over the ZeRO stage."""
-        every, alone = len(self._stages), self._group.world_size == 1
+        every, alone = len(self.stages), self._group.world_size == 1
         zero_stage = config.zero_stage or 1
         assert zero_stage != "auto", "resolved before"
         weights = config.num_weight_buffers or (2 if zero_stage == 3 else every)
@@ -140,14 +142,14 @@ class Memory:
         ]
 
     def _parts(self) -> list[FlatShard]:
-        return [part for stage in self._stages for part in stage.parts]
+        return [part for stage in self.stages for part in stage.parts if part.has_memory]
 
     def _plan(self, stage: Stage, weight_plan: BufferPlan, grad_plan: BufferPlan) -> StagePlan:
         return StagePlan(
             stage=stage.index,
             weight_buffer=weight_plan.placement[stage.index],
             grad_buffer=grad_plan.placement.get(stage.index),
-            borrows_from=lenders(stage, self._stages),
+            borrows_from=lenders(stage, self.stages),
             gradients_in_forward=any(layer.gradients_in_forward for layer in stage.layers),
             backward_needs_weights=stage.backward_needs_weights,
         )

@@ -16,8 +16,8 @@ from megatron_lite.parameter import DTYPES, Parameter, ParameterSpec
 from megatron_lite.zero import runner
 from megatron_lite.zero.flat_shard import ADAM_STATE, FlatShard, OptimizerState, Precision
 from megatron_lite.zero.layout import split_into_stages
+from megatron_lite.zero.loans import borrowed_stages, messages_of
 from megatron_lite.zero.memory import Memory, lenders
-from megatron_lite.zero.messages import Messages
 from megatron_lite.zero.pipeline import Durations, evaluation_passes, place
 from megatron_lite.zero.replica_shards import HybridStage, begin_reductions
 from megatron_lite.zero.replicas import whole_parameter
@@ -69,9 +69,9 @@ class MultiStage:
         assert config.layers_per_stage != "auto", "resolved before"
         self.split = split_into_stages(len(layers) - 2, config.layers_per_stage)
         shard, of_type = shard or group, HybridStage if replicate and replicate.world_size > 1 else Stage
+        of_all = shard, self.tensor, training, state, world or group, replicate
         self.all_stages = [  # those of other pipeline ranks have no memory
-            of_type(i, [layers[j] for j in some], shard, self.tensor, training, state, world or group, replicate)
-            for i, some in enumerate(self.split)
+            of_type(i, [layers[j] for j in some], *of_all) for i, some in enumerate(self.split)
         ]
         for _, part in self.all_parts():
             part.dtype = self.precision.frozen_weights if part.frozen else torch.float32
@@ -80,20 +80,21 @@ class MultiStage:
         assert name != "auto", "resolved before"
         self.pipeline = place(self.ranks.world_size, len(self.split), name, config.pipeline_placement)
         self.stages = [self.all_stages[index] for index in self.pipeline.stages_of(self.ranks.rank)]
-        self._by_index = {stage.index: stage for stage in self.stages}
+        every = self.all_stages
+        ties = tuple((lender, stage.index) for stage in every for lender in lenders(stage, every))
+        used = [*self.stages, *borrowed_stages(every, self.pipeline, ties, self.ranks, *of_all)]
+        self._by_index = {stage.index: stage for stage in used}
         self._verbs: Mapping[int, Stage] = self._by_index
-        self.memory = Memory(self.stages, config, self.precision, shard, averaged, name == "breadth_first")
+        self.memory = Memory(used, config, self.precision, shard, averaged, name == "breadth_first", ties)
         self._shows_average = False
         first_trained = next((stage.index for stage in self.all_stages if stage.trainable), len(self.split))
         for stage in self.all_stages:
             stage.runs_backward = training and stage.index >= first_trained
             stage.wants_input_gradient = stage.index > first_trained
-        every = self.all_stages
-        ties = tuple((lender, stage.index) for stage in every for lender in lenders(stage, every))
         self.order = Order(self.pipeline, name, first_trained, ties, durations or [Durations()] * len(self.split))
         assert batch.depth_first_micro_batches and batch.breadth_first_micro_batches
         self._breadth_first = batch.breadth_first_micro_batches
-        self.messages = Messages(self.ranks, layers[0], dtype)
+        self.messages = messages_of(layers, dtype, self.ranks, self._by_index, self.pipeline.apart(ties))
         self._schedules: dict[tuple[str, int], list[Step]] = {}
         # The schedule of the largest batch; every schedule begins with the same gathers.
         self.training_schedule = self._schedule("training", batch.depth_first_micro_batches * self._breadth_first)
@@ -162,7 +163,7 @@ class MultiStage:
         plans, buffers = self.memory.plans, self.memory.weights
         if shown:
             plans, buffers = self.memory.average_plans, self.memory.averages
-        for stage, plan in zip(self.stages, plans, strict=True):
+        for stage, plan in zip(self.memory.stages, plans, strict=True):
             stage.compute_with(buffers[plan.weight_buffer], averages=shown)
 
     def updated(self, stage: Stage) -> None:

@@ -28,6 +28,9 @@ from megatron_lite.config.system import number_of_chunks
 Kind = Literal["forward", "backward", "input", "weights"]  # a backward pass is whole, or one of its two parts
 
 
+Ties = Sequence[tuple[int, int]]  # (stage, another one that uses its parameters)
+
+
 class Pass(NamedTuple):
     """A micro-batch through a stage or chunk."""
 
@@ -73,6 +76,10 @@ class Pipeline:
     def stages_of(self, rank: int) -> list[int]:
         """Return the stages of a pipeline rank, ascending."""
         return [stage for stage, owner in enumerate(self.rank_of) if owner == rank]
+
+    def apart(self, ties: Ties) -> Ties:
+        """Return the ties between stages of different ranks."""
+        return [tie for tie in ties if self.rank_of[tie[0]] != self.rank_of[tie[1]]]
 
     @property
     def num_stages(self) -> int:
@@ -190,9 +197,6 @@ SCHEDULES: Mapping[str, Schedule] = {
 # -- from chunks to stages ---------------------------------------------------------------------------------------------
 
 
-Ties = Sequence[tuple[int, int]]  # (stage, another one of its rank that uses its parameters)
-
-
 def training_passes(
     pipeline: Pipeline,
     schedule: str,
@@ -207,16 +211,25 @@ def training_passes(
         groups: micro-batches that are computed together.
         durations: of each stage.
         first_trained: the first stage with a backward pass.
-        ties: both stages write one gradient: the backward passes of the first follow all passes of the second.
+        ties: both stages write one gradient: the backward passes of the first follow all passes of the second, of the
+            group or, if they are on different ranks, of the step.
     """
     chunks = [Durations(*map(sum, zip(*durations[some.start : some.stop], strict=True))) for some in pipeline.chunks]
     found: list[list[Pass]] = [[] for _ in range(pipeline.ranks)]
+    apart = pipeline.apart(ties)
+    near = [tie for tie in ties if tie not in apart]
     for group in groups:
         for own, passes in zip(found, SCHEDULES[schedule](pipeline, len(group), chunks), strict=True):
             shifted = [each._replace(micro_batch=group.start + each.micro_batch) for each in passes]
             through = _through_stages(pipeline, shifted, schedule == "breadth_first")
             trained = (each for each in through if each.kind == "forward" or each.stage >= first_trained)
-            own += _after_ties(trained, ties, len(group))
+            own += _after_ties(trained, near, len(group))
+    for lender, _ in apart:  # its last backward pass needs that of the borrower, on the way of the micro-batch
+        own = found[pipeline.rank_of[lender]]
+        late = [each for each in own if each.kind != "forward" and each.stage == lender]
+        if late:
+            before = own[: own.index(late[-1])]
+            own[: len(before) + 1] = [each for each in before if each.kind == "forward" or each.stage != lender] + late
     return found
 
 

@@ -128,10 +128,10 @@ class Order:
 
     def timeline(self, passes: Sequence[Sequence[Pass]]) -> Timeline:
         """Simulate the passes of every pipeline rank."""
-        return simulate(passes, self.pipeline, self.durations, self.first_trained)
+        return simulate(passes, self.pipeline, self.durations, self.first_trained, ties=self.ties)
 
     def steps(self, rank: int, plans: Sequence[StagePlan], passes: Sequence[Sequence[Pass]]) -> list[Step]:
         """Return the steps of a pipeline rank with these stages. passes: of every rank."""
         if self.pipeline.ranks == 1:
             return schedule(plans, passes[rank])
-        return schedule(plans, passes[rank], transfers(passes, self.pipeline, self.timeline(passes), rank))
+        return schedule(plans, passes[rank], transfers(passes, self.pipeline, self.timeline(passes), rank, self.ties))

@@ -5,19 +5,22 @@ from __future__ import annotations
 import bisect
 import itertools
 import math
-from collections.abc import Mapping, Sequence
-from typing import NamedTuple
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Literal, NamedTuple
 
-from megatron_lite.zero.pipeline import Durations, Kind, Pass, Pipeline, needed_by
+from megatron_lite.zero.pipeline import Durations, Kind, Pass, Pipeline, Ties, needed_by
+
+LOANS = ("lend", "return")
 
 
 class Message(NamedTuple):
     """A pass's result for another rank: hidden states or their gradient, (b, s, h), of one micro-batch.
 
-    kind, stage: of the pass that needs it. peer: the pipeline rank at the other end.
+    kind, stage: of the pass that needs it. peer: the pipeline rank at the other end. Or a loan between ranks: "lend" a
+    stage's weights (on both ranks), and "return" what the borrower adds to its gradients (see `loans.py`).
     """
 
-    kind: Kind
+    kind: Kind | Literal["lend", "return"]
     stage: int
     micro_batch: int
     peer: int
@@ -40,8 +43,11 @@ def simulate(
     durations: Sequence[Durations],
     first_trained: int = 0,
     message: float = 0.0,
+    ties: Ties = (),
 ) -> Timeline:
     """Run the passes of all ranks on paper. durations: by stage. message: the duration of a transfer.
+
+    ties: between ranks, the first stage's backward passes need the last one of the second.
 
     Raises:
         AssertionError: if a rank waits for ever, or computes a pass twice, not at all, on the wrong rank, or the
@@ -51,6 +57,8 @@ def simulate(
     ends: dict[Pass, float] = {}
     last: dict[tuple[Kind, int], int] = {}
     spans: list[list[tuple[float, float]]] = [[] for _ in ranks]
+    final = max((each.micro_batch for own in ranks for each in own), default=0)
+    late = {lender: [Pass("input", borrower, final)] for lender, borrower in pipeline.apart(ties)}
     moved = True
     while moved:
         moved = False
@@ -58,7 +66,7 @@ def simulate(
             while len(spans[rank]) < len(passes):
                 each = passes[len(spans[rank])]
                 start = spans[rank][-1][1] if spans[rank] else 0.0
-                for needed in needed_by(each, count):
+                for needed in (*needed_by(each, count), *(late.get(each.stage, ()) if each.kind != "forward" else ())):
                     away = message if rank_of[needed.stage] != rank else 0.0
                     start = max(start, ends.get(needed, math.inf) + away)
                 if start == math.inf:
@@ -110,7 +118,9 @@ class Transfers(NamedTuple):
     send: list[Message | None]
 
 
-def transfers(ranks: Sequence[Sequence[Pass]], pipeline: Pipeline, timeline: Timeline, rank: int) -> Transfers:
+def transfers(
+    ranks: Sequence[Sequence[Pass]], pipeline: Pipeline, timeline: Timeline, rank: int, ties: Ties = ()
+) -> Transfers:
     """Return when a rank sends and receives. A receive starts before the pass that runs while its result is sent.
 
     By then its rank has needed nothing that is sent later, so no send waits for a receive that waits for the send: the
@@ -120,6 +130,8 @@ def transfers(ranks: Sequence[Sequence[Pass]], pipeline: Pipeline, timeline: Tim
     ends = {each: end for each, (_, end) in zip(chains(ranks), chains(timeline.spans), strict=True)}
     passes, own_ends = ranks[rank], [end for _, end in timeline.spans[rank]]
     receive: list[list[tuple[float, Message]]] = [[] for _ in passes]
+    for sent, loan in _loans(ranks, pipeline, timeline, rank, ties):
+        receive[bisect.bisect_right(own_ends, sent)].append((sent, loan))
     take: list[Message | None] = []
     send: list[Message | None] = []
     for each in passes:
@@ -139,6 +151,19 @@ def transfers(ranks: Sequence[Sequence[Pass]], pipeline: Pipeline, timeline: Tim
         else:
             send.append(None)
     return Transfers([tuple(found for _, found in sorted(each)) for each in receive], take, send)
+
+
+def _loans(
+    ranks: Sequence[Sequence[Pass]], pipeline: Pipeline, timeline: Timeline, rank: int, ties: Ties
+) -> Iterator[tuple[float, Message]]:
+    """Yield the loans that a rank starts, with the time from which they can be under way."""
+    for lender, borrower in pipeline.apart(ties):
+        owner, other = pipeline.rank_of[lender], pipeline.rank_of[borrower]
+        if rank in (owner, other):
+            yield -1.0, Message("lend", lender, 0, other if rank == owner else owner)
+        if rank == owner and any(each.stage == lender and each.kind != "forward" for each in ranks[owner]):
+            spans = zip(ranks[other], timeline.spans[other], strict=True)
+            yield max(end for each, (_, end) in spans if each.stage == borrower), Message("return", lender, 0, other)
 
 
 def _is_away(pipeline: Pipeline, stage: int, rank: int) -> bool:

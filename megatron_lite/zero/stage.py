@@ -27,6 +27,7 @@ class Layer(Protocol):
 
     name: str  # unique in the model
     borrows_from: tuple[torch.nn.Module, ...]  # layers whose parameters this one also uses (a tied head: the embedding)
+    borrowed: tuple[str, ...]  # the names of these parameters
     gradients_in_forward: bool  # the forward pass already writes parameter gradients (the loss does)
     backward_needs_weights: bool  # the backward pass reads parameters, so they must be gathered for it
     recomputed: bool
@@ -146,7 +147,7 @@ class Stage:
         self._placed = self._materialize()
         trainable = self.trainable
         self._gradient_gaps = [trainable.full_gradients[a:b] for a, b in trainable.layout.gaps] if trainable else []
-        self._trained = [parameter for _, parameter in self._placed if parameter.requires_grad]
+        self.trained = [parameter for _, parameter in self._placed if parameter.requires_grad]
 
     def compute_with(self, buffer: Buffer, averages: bool) -> None:
         """Make parameters views of this buffer, which `gather` fills with weights or averages from now on.
@@ -198,10 +199,10 @@ class Stage:
     def backward_input(self, grad: Tensor | None, slot: int) -> Tensor | None:
         """As `backward`, but leave the products for weight gradients to `backward_weights`."""
         later = self._later[slot] = list[Callable[[], None]]()
-        for parameter in self._trained:
+        for parameter in self.trained:
             parameter.later = later
         result = self.backward(grad, slot)
-        for parameter in self._trained:
+        for parameter in self.trained:
             parameter.later = None
         return result
 
@@ -235,7 +236,7 @@ class Stage:
             return
         self.gradients.wait()
         self.gradients.holder = self.index
-        for parameter in self._trained:
+        for parameter in self.trained:
             parameter.gradient_is_empty = True
         if self._gradient_gaps:
             torch._foreach_zero_(self._gradient_gaps)
@@ -244,7 +245,7 @@ class Stage:
         """Start summing the full gradients of all ranks into the shards; `again`: add to the shards."""
         self.require_gradients()
         assert self.gradients is not None and self.trainable is not None
-        for parameter in self._trained:
+        for parameter in self.trained:
             if parameter.begin_gradient():  # not used in this iteration
                 parameter.main_grad.zero_()
         self.gradients.holder = None
