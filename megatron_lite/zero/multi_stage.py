@@ -16,8 +16,9 @@ from megatron_lite.parameter import DTYPES, Parameter, ParameterSpec
 from megatron_lite.zero import runner
 from megatron_lite.zero.flat_shard import ADAM_STATE, FlatShard, OptimizerState, Precision
 from megatron_lite.zero.layout import split_into_stages
-from megatron_lite.zero.loans import borrowed_stages, messages_of
+from megatron_lite.zero.loans import BorrowedStage, Loans
 from megatron_lite.zero.memory import Memory, lenders
+from megatron_lite.zero.messages import Messages
 from megatron_lite.zero.pipeline import Durations, evaluation_passes, place
 from megatron_lite.zero.replica_shards import HybridStage, begin_reductions
 from megatron_lite.zero.replicas import whole_parameter
@@ -82,9 +83,11 @@ class MultiStage:
         self.stages = [self.all_stages[index] for index in self.pipeline.stages_of(self.ranks.rank)]
         every = self.all_stages
         ties = tuple((lender, stage.index) for stage in every for lender in lenders(stage, every))
-        used = [*self.stages, *borrowed_stages(every, self.pipeline, ties, self.ranks, *of_all)]
-        self._by_index = {stage.index: stage for stage in used}
+        apart, rank_of = self.pipeline.apart(ties), self.pipeline.rank_of
+        copies = [BorrowedStage(i, every[i].layers, *of_all) for i, j in apart if rank_of[j] == self.ranks.rank]
+        self._by_index = {stage.index: stage for stage in (*self.stages, *copies)}
         self._verbs: Mapping[int, Stage] = self._by_index
+        used = [*self._by_index.values()]
         self.memory = Memory(used, config, self.precision, shard, averaged, name == "breadth_first", ties)
         self._shows_average = False
         first_trained = next((stage.index for stage in self.all_stages if stage.trainable), len(self.split))
@@ -94,7 +97,9 @@ class MultiStage:
         self.order = Order(self.pipeline, name, first_trained, ties, durations or [Durations()] * len(self.split))
         assert batch.depth_first_micro_batches and batch.breadth_first_micro_batches
         self._breadth_first = batch.breadth_first_micro_batches
-        self.messages = messages_of(layers, dtype, self.ranks, self._by_index, self.pipeline.apart(ties))
+        self.messages = Messages(self.ranks, layers[0], dtype)
+        if apart:
+            self.messages = Loans(self.ranks, layers, dtype, self._by_index)
         self._schedules: dict[tuple[str, int], list[Step]] = {}
         # The schedule of the largest batch; every schedule begins with the same gathers.
         self.training_schedule = self._schedule("training", batch.depth_first_micro_batches * self._breadth_first)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import bisect
 import itertools
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Literal, NamedTuple
 
 from megatron_lite.zero.pipeline import Durations, Kind, Pass, Pipeline, Ties, needed_by
@@ -130,8 +130,13 @@ def transfers(
     ends = {each: end for each, (_, end) in zip(chains(ranks), chains(timeline.spans), strict=True)}
     passes, own_ends = ranks[rank], [end for _, end in timeline.spans[rank]]
     receive: list[list[tuple[float, Message]]] = [[] for _ in passes]
-    for sent, loan in _loans(ranks, pipeline, timeline, rank, ties):
-        receive[bisect.bisect_right(own_ends, sent)].append((sent, loan))
+    for lender, borrower in pipeline.apart(ties):
+        owner, other = pipeline.rank_of[lender], pipeline.rank_of[borrower]
+        if rank in (owner, other):
+            receive[0].append((-1.0, Message("lend", lender, 0, owner + other - rank)))
+        if rank == owner and any(each.stage == lender and each.kind != "forward" for each in passes):
+            sent = max(ends[each] for each in ranks[other] if each.stage == borrower)
+            receive[bisect.bisect_right(own_ends, sent)].append((sent, Message("return", lender, 0, other)))
     take: list[Message | None] = []
     send: list[Message | None] = []
     for each in passes:
@@ -151,19 +156,6 @@ def transfers(
         else:
             send.append(None)
     return Transfers([tuple(found for _, found in sorted(each)) for each in receive], take, send)
-
-
-def _loans(
-    ranks: Sequence[Sequence[Pass]], pipeline: Pipeline, timeline: Timeline, rank: int, ties: Ties
-) -> Iterator[tuple[float, Message]]:
-    """Yield the loans that a rank starts, with the time from which they can be under way."""
-    for lender, borrower in pipeline.apart(ties):
-        owner, other = pipeline.rank_of[lender], pipeline.rank_of[borrower]
-        if rank in (owner, other):
-            yield -1.0, Message("lend", lender, 0, other if rank == owner else owner)
-        if rank == owner and any(each.stage == lender and each.kind != "forward" for each in ranks[owner]):
-            spans = zip(ranks[other], timeline.spans[other], strict=True)
-            yield max(end for each, (_, end) in spans if each.stage == borrower), Message("return", lender, 0, other)
 
 
 def _is_away(pipeline: Pipeline, stage: int, rank: int) -> bool:
