@@ -290,7 +290,7 @@ def count_traffic(model: MultiStage, schedule: Sequence[Step], micro_batch: Micr
         stage.index: SimpleNamespace(
             **{name: getattr(stage, name) for name in names}, **dict.fromkeys(passes, lambda *_: result)
         )
-        for stage in model.stages
+        for stage in model.memory.stages
     }
     for _ in range(2):
         traffic.take()

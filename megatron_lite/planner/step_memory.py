@@ -29,6 +29,7 @@ from megatron_lite.zero.messages import MOST_SENT
 from megatron_lite.zero.multi_stage import MultiStage
 from megatron_lite.zero.pipeline import evaluation_passes
 from megatron_lite.zero.schedule import Order, Step
+from megatron_lite.zero.simulation import LOANS
 from megatron_lite.zero.stage import Stage
 
 Measured = dict[Any, Any]  # costs, keyed by what they depend on
@@ -144,9 +145,9 @@ class Partition:
             self._orders[key] = order
         return self._orders[key]
 
-    def steps(self, config: Config, level: str, size: Size | None = None) -> list[Step]:
-        """Return this rank's steps of an iteration, by default without the micro-batches that repeat others."""
-        (depth, breadth), order = size or self.periods(config)[0], self.order(config, level)
+    def steps(self, config: Config, level: str, size: Size) -> list[Step]:
+        """Return this rank's steps of an iteration."""
+        (depth, breadth), order = size, self.order(config, level)
         key = depth, breadth, tuple(order.durations)
         if key not in self._steps:
             passes = order.training(depth * breadth, breadth)
@@ -206,7 +207,12 @@ class ActivationMemory:
 def activation_memory(config: Config, partition: Partition, level: str) -> ActivationMemory:
     """Walk through a step and any evaluation to find the saved activations and the peak."""
     costs = partition.training(config, level)
-    held, needed = _walk(config, partition, partition.steps(config, level), costs)
+    few, more, periods = partition.periods(config)
+    held, needed = _walk(config, partition, partition.steps(config, level, few), costs)
+    if partition.model.order.ties and partition.model.ranks.world_size > 1 and periods:
+        # A tied embedding keeps outputs and their gradients of all micro-batches for its backward passes.
+        grown = max(_walk(config, partition, partition.steps(config, level, more), costs)[1])[0] - max(needed)[0]
+        needed = [(num_bytes + periods * grown, name) for num_bytes, name in needed]
     needed += [(partition.update_bytes, "the update"), (partition.replica_bytes, "sums of gradients")]
     if config.training.validation_iters or config.training.test_iters:
         casts: Counter[int] = Counter()  # 8-bit weights by weight buffer, at most
@@ -233,9 +239,11 @@ def _walk(
         for stage in step.gather:
             casts.pop(plans[stage].weight_buffer, None)
         casts[plans[step.stage].weight_buffer] = costs[step.stage].cast_bytes
+        loans = [loan for loan in step.receive if loan.kind in LOANS]
+        holders |= {plans[loan.stage].grad_buffer: loan.stage for loan in loans if loan.kind == "return"}
         adds = all(holders.get(plans[stage].grad_buffer) == stage for stage in step.accumulate)
         cost = costs[step.stage].of(step.kind)[adds]
-        live += len(step.receive) * message_bytes
+        live += (len(step.receive) - len(loans)) * message_bytes
         needed.append(
             (live + sum(casts.values()) + cost.peak, f"{names[step.stage]} {'evaluation' if evaluates else step.kind}")
         )

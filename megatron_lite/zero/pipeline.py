@@ -223,14 +223,8 @@ def training_passes(
             shifted = [each._replace(micro_batch=group.start + each.micro_batch) for each in passes]
             through = _through_stages(pipeline, shifted, schedule == "breadth_first")
             trained = (each for each in through if each.kind == "forward" or each.stage >= first_trained)
-            own += _after_ties(trained, near, len(group))
-    for lender, _ in apart:  # its last backward pass needs that of the borrower, on the way of the micro-batch
-        own = found[pipeline.rank_of[lender]]
-        late = [each for each in own if each.kind != "forward" and each.stage == lender]
-        if late:
-            before = own[: own.index(late[-1])]
-            own[: len(before) + 1] = [each for each in before if each.kind == "forward" or each.stage != lender] + late
-    return found
+            own += _at_last([*trained], near)
+    return [[*_at_last(own, apart)] for own in found]
 
 
 def _through_stages(pipeline: Pipeline, passes: Sequence[Pass], by_stage: bool) -> Iterator[Pass]:
@@ -243,20 +237,15 @@ def _through_stages(pipeline: Pipeline, passes: Sequence[Pass], by_stage: bool) 
                 yield from (Pass(kind, stage, micro) for micro in some)
 
 
-def _after_ties(passes: Iterator[Pass], ties: Ties, micro_batches: int) -> Iterator[Pass]:
-    """Move the backward passes of a tied stage behind the passes of the stage that uses its parameters."""
-    missing = {lender: micro_batches for lender, _ in ties}
-    kept: dict[int, list[Pass]] = {lender: [] for lender, _ in ties}
+def _at_last(passes: Sequence[Pass], ties: Ties) -> Iterator[Pass]:
+    """Move the backward passes of tied stages to the last one, which needs the borrower's last one."""
+    lenders = {lender for lender, _ in ties}
+    late = [each for each in passes if each.kind != "forward" and each.stage in lenders]
     for each in passes:
-        if each.kind != "forward" and missing.get(each.stage):
-            kept[each.stage].append(each)
-            continue
-        yield each
-        for lender, borrower in ties:
-            if each.kind == "forward" and each.stage == borrower:
-                missing[lender] -= 1
-                if not missing[lender]:
-                    yield from kept[lender]
+        if each.kind == "forward" or each.stage not in lenders:
+            yield each
+        elif each == late[-1]:
+            yield from late
 
 
 def evaluation_passes(pipeline: Pipeline, micro_batches: int) -> list[list[Pass]]:

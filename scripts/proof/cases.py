@@ -195,6 +195,8 @@ def _exact(config: Config, layout: Layout) -> Layout | None:
         depth, breadth, exact = 1, depth * breadth, layout.exact()
     elif depth > 1 and exact.kept(REDUCES):  # a stage that shares no buffer adds up all its micro-batches first
         return None
+    elif config.model.tie_word_embeddings and config.multi_stage.pipeline_placement == "loop":
+        depth, breadth = 1, depth * breadth  # the embedding's part of a tied gradient comes last
     numbers = dict(zip(MICRO_BATCHES, map(str, (depth, breadth)), strict=True))  # both: else a schedule changes sizes
     return Layout(exact.ranks, {**exact.kept([name for name in LAYOUT if name not in MICRO_BATCHES]), **numbers})
 

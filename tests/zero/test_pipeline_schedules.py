@@ -5,7 +5,7 @@ import random
 import pytest
 
 from megatron_lite.config.system import PIPELINE_SCHEDULES
-from megatron_lite.zero.pipeline import Durations, Pass, Pipeline, needed_by, place, training_passes
+from megatron_lite.zero.pipeline import Durations, Pass, Pipeline, Ties, needed_by, place, training_passes
 from megatron_lite.zero.simulation import simulate, transfers
 
 UNIT = Durations()
@@ -47,7 +47,7 @@ def most_held(passes: list[Pass]) -> int:
     return most
 
 
-Drawn = tuple[Pipeline, int, list[Durations], list[list[Pass]]]
+Drawn = tuple[Pipeline, int, list[Durations], list[list[Pass]], Ties]
 
 
 def draw(dice: random.Random) -> Drawn:
@@ -57,13 +57,13 @@ def draw(dice: random.Random) -> Drawn:
     stages = ranks * (2 if placement == "v" else 1) + dice.randint(0, 7)
     pipeline = place(ranks, stages + 2, name, placement)
     first_trained = dice.choice((0, 0, 0, dice.randint(0, stages + 2)))
-    tied = pipeline.rank_of[0] == pipeline.rank_of[-1] and first_trained == 0 and dice.random() < 0.5
+    tied = dice.random() < 0.5
     durations = [Durations(*(dice.uniform(0.1, 2.0) for _ in range(3))) for _ in range(stages + 2)]
     group, groups = dice.randint(1, 6), dice.randint(1, 2)
     ties = ((0, stages + 1),) if tied else ()
     batches = [range(i * group, (i + 1) * group) for i in range(groups)]
     passes = training_passes(pipeline, name, batches, durations, first_trained, ties)
-    return pipeline, first_trained, durations, passes
+    return pipeline, first_trained, durations, passes, ties
 
 
 @pytest.mark.parametrize("count", [60, pytest.param(10_000, marks=pytest.mark.slow)])
@@ -74,17 +74,21 @@ def test_no_schedule_waits_for_ever(count: int) -> None:
     """
     dice = random.Random(1)
     for _ in range(count):
-        pipeline, first_trained, durations, passes = draw(dice)
-        timeline = simulate(passes, pipeline, durations, first_trained, message=dice.choice((0.0, 0.3)))
+        pipeline, first_trained, durations, passes, ties = draw(dice)
+        timeline = simulate(passes, pipeline, durations, first_trained, message=dice.choice((0.0, 0.3)), ties=ties)
         assert timeline.bubble > -1e-9
         others = [Durations(*(dice.uniform(0.01, 9.0) for _ in range(3))) for _ in durations]
-        simulate(passes, pipeline, others, first_trained)
-        own = simulate(passes, pipeline, durations, first_trained)
-        replay(pipeline, passes, [transfers(passes, pipeline, own, rank) for rank in range(pipeline.ranks)])
+        simulate(passes, pipeline, others, first_trained, ties=ties)
+        own = simulate(passes, pipeline, durations, first_trained, ties=ties)
+        moved = [transfers(passes, pipeline, own, rank, ties) for rank in range(pipeline.ranks)]
+        replay(pipeline, passes, moved, pipeline.apart(ties))
 
 
-def replay(pipeline: Pipeline, passes: list[list[Pass]], moved: list) -> None:  # type: ignore[type-arg]
-    """Run all ranks with transfers that begin only once both sides have started them; each send waits for its end."""
+def replay(pipeline: Pipeline, passes: list[list[Pass]], moved: list, apart: Ties) -> None:  # type: ignore[type-arg]
+    """Run all ranks with transfers that begin only once both sides have started them; each send waits for its end.
+
+    A borrower returns gradients after its last pass, if the lender is trained, and does not wait for them.
+    """
     sent: dict[tuple[int, int], list] = {}  # type: ignore[type-arg]
     started: dict[tuple[int, int], list] = {}  # type: ignore[type-arg]
     place, waits = [0] * pipeline.ranks, [0] * pipeline.ranks
@@ -97,8 +101,14 @@ def replay(pipeline: Pipeline, passes: list[list[Pass]], moved: list) -> None:  
                 if posted[rank] < step:
                     posted[rank] = step
                     for message in moved[rank].receive[step]:
-                        started.setdefault((message.peer, rank), []).append(message[:3])
+                        lends = message.kind == "lend" and pipeline.rank_of[message.stage] == rank
+                        some, pair = (sent, (rank, message.peer)) if lends else (started, (message.peer, rank))
+                        some.setdefault(pair, []).append(message[:3])
                     progress = True
+                if any(stage == own[step].stage and own[step].kind != "forward" for stage, _ in apart):
+                    pair = (pipeline.rank_of[apart[0][1]], rank)
+                    if not all(("return", 0, 0) in some.get(pair, []) for some in (sent, started)):
+                        break
                 take, send = moved[rank].take[step], moved[rank].send[step]
                 if waits[rank] == 0 and take is not None:
                     pair = (take.peer, rank)
@@ -111,6 +121,11 @@ def replay(pipeline: Pipeline, passes: list[list[Pass]], moved: list) -> None:  
                 if send is not None and send[:3] not in started.get((rank, send.peer), []):
                     break  # the strictest sender: it waits until its message has arrived
                 waits[rank], place[rank], progress = 0, step + 1, True
+                for lender, borrower in apart:
+                    owner = pipeline.rank_of[lender]
+                    trained = any(each.kind != "forward" and each.stage == lender for each in passes[owner])
+                    if own[step].stage == borrower and trained and borrower not in [it.stage for it in own[step + 1 :]]:
+                        sent.setdefault((rank, owner), []).append(("return", lender, 0))
         assert progress, "deadlock"
     assert sent == started, "a pair's messages arrive in another order than they are sent"
 
@@ -119,7 +134,7 @@ def test_every_wrong_order_is_found() -> None:
     """Two passes of a rank that depend on each other, or are of the same stage and kind, swapped: 200 times."""
     dice, found = random.Random(2), 0
     while found < 200:
-        pipeline, first_trained, durations, passes = draw(dice)
+        pipeline, first_trained, durations, passes, ties = draw(dice)
         rank = dice.randrange(pipeline.ranks)
         first, second = sorted(dice.choices(range(len(passes[rank])), k=2)) if passes[rank] else (0, 0)
         if first == second:
@@ -130,7 +145,7 @@ def test_every_wrong_order_is_found() -> None:
             continue
         passes[rank][first], passes[rank][second] = other, one
         with pytest.raises(AssertionError):
-            simulate(passes, pipeline, durations, first_trained)
+            simulate(passes, pipeline, durations, first_trained, ties=ties)
         found += 1
 
 
