@@ -27,14 +27,13 @@ Layout = tuple[int, int, int, int]  # pipeline, data and tensor-parallel ranks, 
 LAYOUTS: tuple[Layout, ...] = ((1, 2, 1, 2), (2, 2, 1, 3), (1, 2, 1, 3), (4, 2, 1, 1))
 OTHERS: tuple[Layout, ...] = ((2, 1, 1, 3), (1, 1, 2, 1), (2, 1, 2, 2))  # load that of the first
 SIZES = {"num_layers": 4, "vocab_size": 61, "batch_size": 8}
+TIED = {"tie_word_embeddings": True, "num_layers": 8, "hidden_size": 16, "update_rms_clip": 0.5, "ema_type": "ema"}
 MODELS: dict[str, dict[str, Any]] = {
-    "tied, averaged, clipped by RMS": {
-        **{"tie_word_embeddings": True, "num_layers": 8, "hidden_size": 16},
-        **{"update_rms_clip": 0.5, "ema_type": "ema", "pipeline_placement": "v"},
-    },
+    "tied, averaged, clipped by RMS": {**TIED, "pipeline_placement": "loop"},
     "frozen, clipped by the norm": {**LLAMA, **FROZEN, "clip_update_norm_sigma": 0.1, "clip_update_norm_window": 2},
     "muon": {**LLAMA, "optimizer": "muon"},
     "8 bits": {**LLAMA, "fp8": "delayed", "training_dtype": "bf16", "num_attention_heads": 2},
+    "tied on one rank": {**TIED, "pipeline_placement": "v"},
     "frozen whole pipeline rank": {**LLAMA, "freeze": ("blocks.0", "blocks.1", "embedding"), "update_rms_clip": 0.5},
 }
 NAMES = [pytest.param(name, marks=() if place < 2 else pytest.mark.slow) for place, name in enumerate(MODELS)]

@@ -35,11 +35,13 @@ def configured(schedule: str, placement: str, ranks: int = 2, **options: Any) ->
 
 
 @pytest.mark.parametrize("rank", [0, 1])
-@pytest.mark.parametrize(("schedule", "placement"), WAYS)
-def test_peaks_are_those_of_a_step(schedule: str, placement: str, rank: int) -> None:
+@pytest.mark.parametrize(
+    ("schedule", "placement", "tied"), [*((*way, way[1] == "v") for way in WAYS), *((*way, True) for way in WAYS[2:4])]
+)
+def test_peaks_are_those_of_a_step(schedule: str, placement: str, tied: bool, rank: int) -> None:
     """The planned peak of every pipeline rank is within 1 percent of its step, whose messages are memory only."""
     sizes = dict(SIZES, num_layers=6, batch_size=6, sequence_length=128, zero_stage=3 if rank else 1)
-    config = configured(schedule, placement, **sizes)
+    config = configured(schedule, placement, **sizes, tie_word_embeddings=tied)
     model, batches = simulated_rank(config, 2, rank), micro_batches(config)
     model.initialize(1)
     with products_in_fp32(False):
@@ -85,9 +87,13 @@ def counts(total: Any) -> tuple[int, int, int, int]:
 
 
 def test_messages_are_those_of_real_runs_and_of_the_formula() -> None:
-    """Of each micro-batch a message of b s h numbers passes each border between ranks twice, as planned and sent."""
-    borders = {("breadth_first", "loop", 3): 3, ("one_f_one_b", "loop", 1): 1, ("zero_bubble_v", "v", 1): 2}
-    names = "schedule", "placement", "zero_stage"
+    """Of each micro-batch a message of b s h numbers passes each border between ranks twice, as planned and sent.
+
+    With a tied head on another rank, a step also moves the padded embedding once there and its words' gradients back.
+    """
+    borders = {("breadth_first", "loop", 3, False): 3, ("zero_bubble_v", "v", 1, True): 2}
+    borders |= {("one_f_one_b", "loop", 1, False): 1, ("one_f_one_b", "loop", 3, True): 1}
+    names = "schedule", "placement", "zero_stage", "tie_word_embeddings"
     cases: list[Options] = [dict(zip(names, case, strict=True), num_layers=4) for case in borders]
     real = run_distributed(4, run_steps, cases, pipeline_parallel=2)
     for place, (options, crossed) in enumerate(zip(cases, borders.values(), strict=True)):
@@ -96,7 +102,12 @@ def test_messages_are_those_of_real_runs_and_of_the_formula() -> None:
             planned = make_plan(config, 4, "cpu", rank).traffic
             assert {kind: counts(total) for kind, total in planned.items()} == real[rank][place], (options, rank)
             sent += planned["send"].wire_bytes
-        assert sent == crossed * 8 * 2 * config.batch.sequence_length * config.model.hidden_size * 4
+        model = make_plan(config, 4, "cpu", 0).model
+        lent = 0
+        if options["tie_word_embeddings"] and options["placement"] == "loop":
+            words = config.model.vocab_size * config.model.hidden_size
+            lent = model.stages[0].numel + 2 * words  # from 2 data-parallel ranks
+        assert sent == 4 * (crossed * 8 * 2 * config.batch.sequence_length * config.model.hidden_size + lent)
 
 
 @pytest.mark.parametrize(("tensor", "pipeline", "first"), [*itertools.product((1, 2), (1, 2, 4), (False, True))])
@@ -126,6 +137,21 @@ def test_many_micro_batches_repeat_the_first() -> None:
         assert plan.activations["none"].peak == make_plan(few, 2, "cpu", 1).activations["none"].peak
         steps = plan.partition.steps(many, "none", (1, 41))
         assert plan.traffic["send"].collectives == sum(step.send is not None for step in steps)
+
+
+@pytest.mark.parametrize(("schedule", "placement"), [("one_f_one_b", "loop"), ("zero_bubble_v", "v")])
+def test_a_tied_embedding_keeps_something_of_every_micro_batch(schedule: str, placement: str) -> None:
+    """Extrapolating adds what its late backward passes need: an output and its gradient of each micro-batch."""
+    few, many = (configured(schedule, placement, batch_size=size, tie_word_embeddings=True) for size in (13, 29))
+    plan, model, batches = make_plan(many, 2, "cpu", 0), simulated_rank(many, 2), micro_batches(many)
+    model.initialize(1)
+    for _ in range(2):
+        with AllocatorMeter() as meter:
+            model.forward_backward(batches)
+    peak = plan.activations["none"].peak
+    assert peak == pytest.approx(meter.peak, rel=0.01)
+    grown = peak - make_plan(few, 2, "cpu", 0).activations["none"].peak
+    assert grown == 16 * 2 * plan.partition.message_bytes(many)
 
 
 def test_the_predicted_bubble_is_that_of_the_formula() -> None:

@@ -149,6 +149,17 @@ def test_every_wrong_order_is_found() -> None:
         found += 1
 
 
+def test_an_embedding_waits_for_the_head_on_another_rank() -> None:
+    """Without the tie its backward passes come at once, which the simulation of a tied model refuses."""
+    pipeline, durations = place(2, 6, "one_f_one_b", "loop"), [UNIT] * 6
+    ties = ((0, 5),)
+    untied, tied = (training_passes(pipeline, "one_f_one_b", [range(4)], durations, 0, some) for some in ((), ties))
+    assert tied[0][-4:] == [Pass("backward", 0, micro_batch) for micro_batch in range(4)]
+    simulate(untied, pipeline, durations)
+    with pytest.raises(AssertionError, match="waits for ever before .*backward"):
+        simulate(untied, pipeline, durations, ties=ties)
+
+
 def test_breadth_first_gathers_and_reduces_once_a_stage() -> None:
     """ZeRO-3 with two weight buffers, 8 stages a rank, P = 4, M = 16: 14 gathers a step, and many more interleaved."""
     from megatron_lite.zero.schedule import StagePlan, schedule
