@@ -94,7 +94,7 @@ class MultiStageConfig(Area):
     pipeline_placement: str = pipeline_option(
         "auto",
         "loop: from the last pipeline rank on to the first again; v: there and back, with embedding and head on the "
-        "first rank, as tied weights need; auto: v for zero_bubble_v and tied weights, else loop",
+        "first rank; auto: v for zero_bubble_v, and with breadth_first for tied weights if there are stages, else loop",
         choices=("auto", "loop", "v"),
     )
     stages_per_pipeline_stage: int = option(

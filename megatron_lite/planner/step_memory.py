@@ -239,11 +239,9 @@ def _walk(
         for stage in step.gather:
             casts.pop(plans[stage].weight_buffer, None)
         casts[plans[step.stage].weight_buffer] = costs[step.stage].cast_bytes
-        loans = [loan for loan in step.receive if loan.kind in LOANS]
-        holders |= {plans[loan.stage].grad_buffer: loan.stage for loan in loans if loan.kind == "return"}
         adds = all(holders.get(plans[stage].grad_buffer) == stage for stage in step.accumulate)
         cost = costs[step.stage].of(step.kind)[adds]
-        live += (len(step.receive) - len(loans)) * message_bytes
+        live += sum(message.kind not in LOANS for message in step.receive) * message_bytes
         needed.append(
             (live + sum(casts.values()) + cost.peak, f"{names[step.stage]} {'evaluation' if evaluates else step.kind}")
         )

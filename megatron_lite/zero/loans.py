@@ -12,7 +12,7 @@ So a gradient sums in the order of one pipeline rank. A copy has no part in upda
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -55,9 +55,7 @@ class BorrowedStage(Stage):
 class Loans(Messages):
     """The messages of a rank if ranks borrow stages. stages: of this rank, by number, copies included."""
 
-    def __init__(
-        self, group: PipelineGroup, layers: Sequence[Any], dtype: torch.dtype, stages: Mapping[int, Stage]
-    ) -> None:
+    def __init__(self, group: PipelineGroup, layers: Any, dtype: torch.dtype, stages: Mapping[int, Stage]) -> None:
         super().__init__(group, layers[0], dtype)
         self._stages, self._gradients = stages, dict[int, list[Tensor]]()
         lent = {name for layer in layers for name in layer.borrowed}
@@ -66,7 +64,8 @@ class Loans(Messages):
             if isinstance(stage, BorrowedStage):
                 stage.weights.holder = stage.index  # gathers nothing before something has come
             else:
-                stage.trained = [each for each in stage.trained if each.spec.name not in lent]  # never empty
+                # What is lent is never empty: the borrower's contributions come first.
+                stage.trained = [each for each in stage.trained if each.spec.name not in lent]
 
     def receive(self, message: Message, micro_batch: Any) -> None:
         """Start a transfer to this rank, or one of a loan."""

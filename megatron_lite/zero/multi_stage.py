@@ -85,9 +85,9 @@ class MultiStage:
         ties = tuple((lender, stage.index) for stage in every for lender in lenders(stage, every))
         apart, rank_of = self.pipeline.apart(ties), self.pipeline.rank_of
         copies = [BorrowedStage(i, every[i].layers, *of_all) for i, j in apart if rank_of[j] == self.ranks.rank]
-        self._by_index = {stage.index: stage for stage in (*self.stages, *copies)}
+        used = [*self.stages, *copies]
+        self._by_index = {stage.index: stage for stage in used}
         self._verbs: Mapping[int, Stage] = self._by_index
-        used = [*self._by_index.values()]
         self.memory = Memory(used, config, self.precision, shard, averaged, name == "breadth_first", ties)
         self._shows_average = False
         first_trained = next((stage.index for stage in self.all_stages if stage.trainable), len(self.split))
@@ -97,9 +97,8 @@ class MultiStage:
         self.order = Order(self.pipeline, name, first_trained, ties, durations or [Durations()] * len(self.split))
         assert batch.depth_first_micro_batches and batch.breadth_first_micro_batches
         self._breadth_first = batch.breadth_first_micro_batches
-        self.messages = Messages(self.ranks, layers[0], dtype)
-        if apart:
-            self.messages = Loans(self.ranks, layers, dtype, self._by_index)
+        loans = Loans(self.ranks, layers, dtype, self._by_index) if apart else None
+        self.messages = loans or Messages(self.ranks, layers[0], dtype)
         self._schedules: dict[tuple[str, int], list[Step]] = {}
         # The schedule of the largest batch; every schedule begins with the same gathers.
         self.training_schedule = self._schedule("training", batch.depth_first_micro_batches * self._breadth_first)

@@ -26,8 +26,6 @@ from typing import Literal, NamedTuple
 from megatron_lite.config.system import number_of_chunks
 
 Kind = Literal["forward", "backward", "input", "weights"]  # a backward pass is whole, or one of its two parts
-
-
 Ties = Sequence[tuple[int, int]]  # (stage, another one that uses its parameters)
 
 

@@ -45,9 +45,9 @@ def simulate(
     message: float = 0.0,
     ties: Ties = (),
 ) -> Timeline:
-    """Run the passes of all ranks on paper. durations: by stage. message: the duration of a transfer.
+    """Run the passes of all ranks on paper.
 
-    ties: between ranks, the first stage's backward passes need the last one of the second.
+    durations: by stage. message: the duration of a transfer. ties: of which those between ranks delay backward passes.
 
     Raises:
         AssertionError: if a rank waits for ever, or computes a pass twice, not at all, on the wrong rank, or the

@@ -199,3 +199,22 @@ def test_ranks_report_before_they_meet() -> None:
     (report,) = first[1].splitlines()
     assert "--tensor_parallel=4: the run has 6 ranks" in report
     assert not first[0] + second[0] + second[1]
+
+
+@pytest.mark.parametrize(
+    ("flags", "chosen"),
+    [
+        ("", ("zero_bubble_v", "v")),
+        ("--zero_stage=3", ("breadth_first", "v")),
+        ("--layers_per_stage=2", ("one_f_one_b", "loop")),
+        ("--layers_per_stage=2 --zero_stage=3", ("breadth_first", "loop")),
+        ("--pipeline_placement=loop", ("one_f_one_b", "loop")),
+        ("--pipeline_schedule=interleaved", ("interleaved", "loop")),
+    ],
+)
+def test_tied_weights_take_the_placement_without_a_copy_if_there_are_stages(
+    flags: str, chosen: tuple[str, str]
+) -> None:
+    options = {**TINY, "num_layers": 4, "pipeline_parallel": 2, **parse(flags.split()).given}
+    config = resolve(unflatten(options), 2).multi_stage
+    assert (config.pipeline_schedule, config.pipeline_placement) == chosen
