@@ -6,12 +6,12 @@ with references to them that `Distributed.close` could not drop.
 
 from __future__ import annotations
 
-import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, NamedTuple
 
 import torch
 
+from megatron_lite.config import DistributedConfig
 from megatron_lite.distributed.pipeline_group import PipelineGroup
 from megatron_lite.distributed.process_group import Distributed
 from megatron_lite.distributed.rank_group import Group
@@ -27,57 +27,39 @@ class Coordinates(NamedTuple):
     tensor: int
 
 
-def rank_grid(world_size: int, pipeline: int, tensor: int, pipeline_first: bool = False) -> torch.Tensor:
-    """Return the ranks by pipeline, data and tensor-parallel rank, (P, N, T); the last changes fastest.
-
-    pipeline_first: the pipeline ranks change faster than the data-parallel ones.
-    """
-    assert world_size % (pipeline * tensor) == 0, "checked with the options"
-    ranks = torch.arange(world_size)
-    if pipeline_first:
-        return ranks.view(-1, pipeline, tensor).transpose(0, 1)
-    return ranks.view(pipeline, -1, tensor)
+def place_of(rank: int, world_size: int, options: DistributedConfig) -> Coordinates:
+    """Return a rank's place: along the ranks the tensor coordinate changes fastest, then by default the data one."""
+    others, tensor = divmod(rank, options.tensor_parallel)
+    if options.pipeline_first:
+        data, pipeline = divmod(others, options.pipeline_parallel)
+    else:
+        pipeline, data = divmod(others, world_size // (options.pipeline_parallel * options.tensor_parallel))
+    return Coordinates(pipeline, data, tensor)
 
 
-def places_of(grid: torch.Tensor) -> list[Coordinates]:
-    """Return each rank's place in a grid of ranks, (P, N, T)."""
-    places = {
-        rank: Coordinates(pipeline, data, tensor)
-        for pipeline, plane in enumerate(grid.tolist())
-        for data, row in enumerate(plane)
-        for tensor, rank in enumerate(row)
-    }
-    return [places[rank] for rank in sorted(places)]
+def groups_along(dimensions: Sequence[int], places: Iterable[Sequence[int]]) -> list[list[int]]:
+    """Return the groups of ranks whose places differ only in these dimensions, each in ascending order."""
+    groups: dict[tuple[int, ...], list[int]] = {}
+    for rank, place in enumerate(places):
+        others = tuple(index for dimension, index in enumerate(place) if dimension not in dimensions)
+        groups.setdefault(others, []).append(rank)
+    return [*groups.values()]
 
 
-def groups_along(dimensions: Sequence[int], grid: torch.Tensor) -> list[list[int]]:
-    """Return the groups of ranks of a grid that differ only in these dimensions, each in ascending order."""
-    others = [dim for dim in range(grid.dim()) if dim not in dimensions]
-    size = math.prod(grid.shape[dim] for dim in dimensions)
-    groups: list[list[int]] = grid.permute(*others, *dimensions).reshape(-1, size).tolist()
-    return groups
-
-
-def divide(
-    world: Distributed,
-    new_group: Callable[[Sequence[int]], Any],
-    *,
-    tensor: int,
-    pipeline: int = 1,
-    pipeline_first: bool = False,
-    shard: int = 0,
-) -> None:
+def divide(world: Distributed, new_group: Callable[[Sequence[int]], Any], options: DistributedConfig) -> None:
     """Divide the ranks into groups; all ranks call this together.
 
     Collectives of several groups are in flight at the same time. NCCL may then deadlock unless all ranks start them in
     the same order, which they do: the order depends on the options alone, never on data or timing.
 
-    new_group: creates a process group of the given ranks; all ranks call it. shard: data-parallel ranks in a group of
-        hybrid shards; 0: all.
+    new_group: creates a process group of the given ranks; all ranks call it. options: with an unset
+        --data_parallel_shard, all data-parallel ranks share shards.
     """
-    grid = rank_grid(world.world_size, pipeline, tensor, pipeline_first)
-    world.places = places_of(grid)
-    grid = grid.reshape(pipeline, -1, shard or grid.shape[1], tensor)
+    tensor, pipeline = options.tensor_parallel, options.pipeline_parallel
+    ranks = world.world_size // (pipeline * tensor)  # data-parallel
+    shard = options.data_parallel_shard or ranks
+    world.places = [place_of(rank, world.world_size, options) for rank in range(world.world_size)]
+    grid = [(place.pipeline, *divmod(place.data, shard), place.tensor) for place in world.places]
 
     def process_group(dimensions: Sequence[int]) -> tuple[list[int], Any]:
         made = [(ranks, new_group(ranks)) for ranks in groups_along(dimensions, grid)]
@@ -97,6 +79,6 @@ def divide(
         world.data, world.tensor = Group(*own((1, 2))), Group(*own((3,)))
         world.groups += [world.data, world.tensor]
     world.shard = world.data
-    if grid.shape[1] > 1:
+    if shard < ranks:
         world.shard, world.replicate = Group(*own((2,))), Group(*own((1,)))
         world.groups += [world.shard, world.replicate]

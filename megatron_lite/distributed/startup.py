@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import datetime
 import functools
 import os
@@ -119,18 +120,11 @@ def join(
         distributed = Distributed(
             rank, world_size, local_world_size, device, dist.group.WORLD, new_group(), watch, progress
         )
-        shard = config.data_parallel_shard
-        if shard is None:
+        if config.data_parallel_shard is None:
             distributed.nodes = _equal_nodes(distributed, local_rank)
             shard = shard_of_node(config, world_size, distributed.nodes)
-        divide(
-            distributed,
-            new_group,
-            tensor=config.tensor_parallel,
-            pipeline=config.pipeline_parallel,
-            pipeline_first=config.pipeline_first,
-            shard=shard,
-        )
+            config = dataclasses.replace(config, data_parallel_shard=shard)
+        divide(distributed, new_group, config)
     if watch is not None:
         watch.on_watchdog = functools.partial(_set_watchdogs, distributed)
         uuid = str(torch.cuda.get_device_properties(device).uuid)  # independent of its index in this process

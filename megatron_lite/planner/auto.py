@@ -17,7 +17,7 @@ from megatron_lite.kernels.choice import REFERENCES
 from megatron_lite.model.gpt import model_layers
 from megatron_lite.model.layer import Layer
 from megatron_lite.parameter import DTYPES, Parameter
-from megatron_lite.planner.plan import Planner, group_of
+from megatron_lite.planner.plan import Planner, SimulatedGroup
 from megatron_lite.planner.runtime import GIB, MIB
 from megatron_lite.run.host import available_bytes
 from megatron_lite.validation.rules import Note
@@ -87,7 +87,7 @@ def blocks_per_stage(config: Config, world_size: int, device_type: str) -> tuple
     At most a quarter of a rank's blocks, so that the two ZeRO-3 buffers hold at most half of them, some are left to
     overlap, and every pipeline schedule has its chunks. A group of one rank gathers nothing and gets 1.
     """
-    group = group_of(config, 0, world_size, device_type)
+    group = SimulatedGroup(0, world_size, device_type, options=config.distributed)
     ranks = group.shard.world_size
     if ranks == 1:
         return 1, Note("--layers_per_stage=auto is 1: one rank gathers nothing")

@@ -17,8 +17,9 @@ from typing import Any, cast
 import torch
 from torch import Tensor
 
-from megatron_lite.config import RECOMPUTE_LEVELS, Config
+from megatron_lite.config import RECOMPUTE_LEVELS, Config, DistributedConfig
 from megatron_lite.distributed.cpu_collectives import Works
+from megatron_lite.distributed.grid import place_of
 from megatron_lite.distributed.pipeline_group import PipelineGroup, one_pipeline_rank
 from megatron_lite.distributed.rank_group import Group, alone, reduction_scratch_bytes
 from megatron_lite.distributed.step_watch import Event
@@ -42,6 +43,8 @@ from megatron_lite.zero.pipeline import Durations
 from megatron_lite.zero.runner import forward_backward
 from megatron_lite.zero.schedule import Order, Step
 
+UNDIVIDED = DistributedConfig()  # one group of all ranks
+
 
 class SimulatedGroup(Group):
     """One rank of a simulated group: counts collectives and moves nothing.
@@ -55,41 +58,30 @@ class SimulatedGroup(Group):
         world_size: int,
         device_type: str,
         device: str = "meta",
-        tensor_parallel: int = 1,
+        options: DistributedConfig = UNDIVIDED,
         traffic: Traffic | None = None,
-        pipeline_parallel: int = 1,
-        pipeline_first: bool = False,
-        shard: int = 0,
     ) -> None:
         super().__init__(rank, world_size, torch.device(device), None, traffic or Traffic())
         self._device_type = device_type
-        self.layers: SimulatedGroup = self
-        self.pipeline: PipelineGroup = one_pipeline_rank(self.device)
-        self.data: SimulatedGroup = self
-        self.tensor: Group = alone(self.device)
-        (of_others, of_tensor), ranks = divmod(rank, tensor_parallel), world_size // tensor_parallel
-        if pipeline_parallel > 1:
-            ranks //= pipeline_parallel
-            of_pipeline, of_data = divmod(of_others, ranks)
-            if pipeline_first:
-                of_data, of_pipeline = divmod(of_others, pipeline_parallel)
-            self.pipeline = SimulatedPipeline(of_pipeline, pipeline_parallel, self.device, None, self.traffic)
-            size, place = ranks * tensor_parallel, of_data * tensor_parallel + of_tensor
-            self.layers = SimulatedGroup(place, size, device_type, device, tensor_parallel, self.traffic, shard=shard)
-            self.data, self.tensor = self.layers.data, self.layers.tensor
-        elif tensor_parallel > 1:
-            self.data = SimulatedGroup(of_others, ranks, device_type, device, traffic=self.traffic)
-            # Allocates nothing itself; its traffic depends on the planned device type (`zero/replicas.py`).
-            of_plan = device_type if device == "meta" else device
-            self.tensor = SimulatedGroup(of_tensor, tensor_parallel, device_type, of_plan, traffic=self.traffic)
+        tensor, pipeline, shard = options.tensor_parallel, options.pipeline_parallel, options.data_parallel_shard
+        place, ranks = place_of(rank, world_size, options), world_size // (tensor * pipeline)
 
-        self.shard: Group = self.data
-        self.replicate: Group = alone(self.device)
-        if shard and shard < self.data.world_size:
-            replica, place = divmod(self.data.rank, shard)
-            replicas = self.data.world_size // shard
-            self.shard = SimulatedGroup(place, shard, device_type, device, traffic=self.traffic)
-            self.replicate = SimulatedGroup(replica, replicas, device_type, device, traffic=self.traffic)
+        def group(rank: int, size: int, device: str = device) -> SimulatedGroup:
+            return SimulatedGroup(rank, size, device_type, device, traffic=self.traffic)
+
+        self.pipeline: PipelineGroup = one_pipeline_rank(self.device)
+        self.layers: Group = self
+        if pipeline > 1:
+            self.pipeline = SimulatedPipeline(place.pipeline, pipeline, self.device, None, self.traffic)
+            self.layers = group(place.data * tensor + place.tensor, ranks * tensor)
+        self.data, self.tensor = self.layers, alone(self.device)
+        if tensor > 1:
+            self.data = group(place.data, ranks)
+            # Allocates nothing itself; its traffic depends on the planned device type (`zero/replicas.py`).
+            self.tensor = group(place.tensor, tensor, device_type if device == "meta" else device)
+        self.shard, self.replicate = self.data, alone(self.device)
+        if shard and shard < ranks:
+            self.shard, self.replicate = group(place.data % shard, shard), group(place.data // shard, ranks // shard)
 
     def all_gather(self, buffer: Tensor, kind: str = "gather") -> Handle:
         return self._started(kind, buffer, Works())
@@ -116,13 +108,6 @@ class SimulatedPipeline(PipelineGroup):
 
     def receive(self, tensor: Tensor, peer: int) -> Handle:
         return self.traffic.started("receive", tensor, Works(), 0)
-
-
-def group_of(config: Config, rank: int, world_size: int, device_type: str, device: str = "meta") -> SimulatedGroup:
-    """Return a rank's simulated groups in the layout of `config`."""
-    options = config.distributed
-    pipeline = options.pipeline_parallel, options.pipeline_first, options.data_parallel_shard or 0
-    return SimulatedGroup(rank, world_size, device_type, device, options.tensor_parallel, None, *pipeline)
 
 
 @dataclass(frozen=True)
@@ -247,15 +232,16 @@ class Planner:
         key = rank, repr((computed, pipeline, *map(vars, (config.multi_stage, optimizer, config.averaging))))
         if key not in self._partitions:
             one = dataclasses.replace(config.batch, depth_first_micro_batches=1, breadth_first_micro_batches=1)
-            group = group_of(config, rank, self.world_size, self.device_type)
+            group = SimulatedGroup(rank, self.world_size, self.device_type, options=options)
             one_micro_batch = dataclasses.replace(config, batch=one)
             model = planned_model(one_micro_batch, group, self.device_type)
             whole, traffic = model, group.traffic
             if model.ranks.world_size > 1:
                 stages = repr((computed, config.multi_stage.layers_per_stage))
                 if stages not in self._whole:
+                    undivided = dataclasses.replace(UNDIVIDED, tensor_parallel=options.tensor_parallel)
                     size = group.layers.world_size
-                    layers = SimulatedGroup(0, size, self.device_type, tensor_parallel=options.tensor_parallel)
+                    layers = SimulatedGroup(0, size, self.device_type, options=undivided)
                     self._whole[stages] = planned_model(one_micro_batch, layers, self.device_type), layers.traffic
                 whole, traffic = self._whole[stages]
             measured = self._measured.setdefault(computed, {})

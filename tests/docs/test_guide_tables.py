@@ -8,6 +8,7 @@ from typing import Any, cast
 import pytest
 
 from megatron_lite.cli.parse import parse
+from megatron_lite.config import DistributedConfig
 from megatron_lite.config.optimizer import DECAY_STYLES
 from megatron_lite.config.values import SPELLINGS
 from megatron_lite.errors import UsageError
@@ -101,7 +102,8 @@ def test_ranks_are_numbered_so() -> None:
     """The three rows of the page, by the groups of each rank."""
     lines = re.findall(r"^\| (?:ranks|---|data-p|tensor-p).*$", PARALLELISM, re.M)[:4]
     header, _, of_data, of_tensor = (line.strip("| ").split(" | ") for line in lines)
-    groups = [SimulatedGroup(int(rank), 8, "cpu", tensor_parallel=2) for rank in header[1:]]
+    options = DistributedConfig(tensor_parallel=2)
+    groups = [SimulatedGroup(int(rank), 8, "cpu", options=options) for rank in header[1:]]
     assert [str(group.data.rank) for group in groups] == of_data[1:]
     assert [str(group.tensor.rank) for group in groups] == of_tensor[1:]
     assert f"`ranks: {describe_ranks(cast(Any, groups[0]))}`" in PARALLELISM

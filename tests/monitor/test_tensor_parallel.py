@@ -15,6 +15,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from megatron_lite.config import DistributedConfig
 from megatron_lite.distributed.grid import divide
 from megatron_lite.distributed.process_group import Distributed
 from megatron_lite.errors import NumericsError
@@ -109,7 +110,7 @@ def story(ranks: Distributed, root: str) -> dict[str, tuple[str, list[str]]]:
     """Error and messages of each layout with all logs, on this rank."""
     found = {}
     for place, (name, (size, options)) in enumerate(LAYOUTS.items()):
-        divide(ranks, dist.new_group, tensor=size)
+        divide(ranks, dist.new_group, DistributedConfig(tensor_parallel=size))
         with started(ranks, {**LOGS, **options, "experiment_dir": f"{root}/{place}"}) as (run, lines):
             found[name] = train_with_fault(run, ranks), lines
     return found
@@ -207,7 +208,7 @@ EQUAL: list[Options] = [
 def all_equal(ranks: Distributed) -> list[list[str]]:
     found = []
     for size, splits_tokens, options in itertools.product((2, 4), (False, True), EQUAL):
-        divide(ranks, dist.new_group, tensor=size)
+        divide(ranks, dist.new_group, DistributedConfig(tensor_parallel=size))
         checks: Options = {"debug_tensor_parallel": True, "check_replicas_interval": 1, "lr": 1e-2}
         with started(ranks, {**checks, **options, "sequence_tensor_parallel": splits_tokens}) as (run, lines):
             train(run)

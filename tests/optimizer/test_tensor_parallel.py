@@ -8,6 +8,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from megatron_lite.config import DistributedConfig
 from megatron_lite.distributed.grid import divide
 from megatron_lite.distributed.process_group import Distributed
 from megatron_lite.errors import UsageError
@@ -102,7 +103,7 @@ def update_all(ranks: Distributed, layouts: tuple[int, ...]) -> tuple[dict[tuple
     """Every case in every layout: tensor-parallel ranks of four. And `overflow` in the last layout."""
     found = {}
     for tensor_parallel in layouts:
-        divide(ranks, dist.new_group, tensor=tensor_parallel)
+        divide(ranks, dist.new_group, DistributedConfig(tensor_parallel=tensor_parallel))
         found |= {(tensor_parallel, name): update(ranks, options) for name, options in CASES.items()}
     return found, overflow(ranks)
 
@@ -183,7 +184,7 @@ def test_an_overflow_on_one_rank_drops_the_update_on_all() -> None:
 def train_with_muon(ranks: Distributed, layouts: tuple[int, ...]) -> dict[int, Trajectory]:
     found = {}
     for size in layouts:
-        divide(ranks, dist.new_group, tensor=size)
+        divide(ranks, dist.new_group, DistributedConfig(tensor_parallel=size))
         options = {
             **LLAMA,
             "optimizer": "muon",

@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 import torch.distributed as dist
 
+from megatron_lite.config import DistributedConfig
 from megatron_lite.data.tokenizing import save_byte_tokenizer
 from megatron_lite.distributed.grid import divide
 from megatron_lite.distributed.process_group import Distributed
@@ -46,7 +47,7 @@ def options(folder: Path) -> Options:
 
 def train_all(ranks: Distributed, root: str, common: Options) -> None:
     for place, (size, layout) in enumerate(LAYOUTS.values()):
-        divide(ranks, dist.new_group, tensor=size)
+        divide(ranks, dist.new_group, DistributedConfig(tensor_parallel=size))
         directory = {"experiment_dir": f"{root}/{place}", "tensor_parallel": size}
         train_whole(ranks, tiny_config(ranks.world_size, **common | layout | directory))
 

@@ -7,8 +7,7 @@ from typing import Any
 import pytest
 import torch
 
-from megatron_lite.config import Config
-from megatron_lite.distributed.grid import rank_grid
+from megatron_lite.config import Config, DistributedConfig
 from megatron_lite.distributed.process_group import Distributed
 from megatron_lite.model.layer import MicroBatch
 from megatron_lite.planner.devices import data_sheet
@@ -20,6 +19,7 @@ from tests.planner.test_plan import SIZES
 from tests.support.harness import run_distributed, start_run, tiny_config
 from tests.support.kernel_checks import products_in_fp32
 from tests.support.memory_meters import AllocatorMeter, micro_batches, simulated_rank
+from tests.support.thread_ranks import rank_grid
 
 Options = dict[str, Any]
 WAYS = [
@@ -112,9 +112,10 @@ def test_messages_are_those_of_real_runs_and_of_the_formula() -> None:
 
 @pytest.mark.parametrize(("tensor", "pipeline", "first"), [*itertools.product((1, 2), (1, 2, 4), (False, True))])
 def test_simulated_ranks_have_the_places_of_the_grid(tensor: int, pipeline: int, first: bool) -> None:
-    grid = rank_grid(16, pipeline, tensor, first)
+    options = DistributedConfig(tensor_parallel=tensor, pipeline_parallel=pipeline, pipeline_first=first)
+    grid = rank_grid(16, options)
     for place in itertools.product(*map(range, grid.shape)):
-        group = SimulatedGroup(int(grid[place]), 16, "cpu", "meta", tensor, None, pipeline, first)
+        group = SimulatedGroup(int(grid[place]), 16, "cpu", options=options)
         assert (group.pipeline.rank, group.data.rank, group.tensor.rank) == place
         assert (group.pipeline.world_size, group.data.world_size, group.tensor.world_size) == grid.shape
 

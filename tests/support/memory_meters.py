@@ -20,7 +20,7 @@ from megatron_lite.kernels.choice import choose_kernels
 from megatron_lite.model.gpt import model_layers
 from megatron_lite.model.layer import Layer, MicroBatch
 from megatron_lite.optimizer.partition import partitioned
-from megatron_lite.planner.plan import Planner, group_of, planned_durations
+from megatron_lite.planner.plan import Planner, SimulatedGroup, planned_durations
 from megatron_lite.planner.step_memory import ActivationMemory
 from megatron_lite.zero.multi_stage import MultiStage
 from megatron_lite.zero.stage import Observer
@@ -54,7 +54,7 @@ def a_model(config: Config, layers: list[Layer] | None = None) -> MultiStage:
 
 def simulated_rank(config: Config, ranks: int, rank: int = 0, device_type: str = "cpu") -> MultiStage:
     """The model of one rank with memory on CPU; its groups do not exist: their collectives leave garbage."""
-    group = group_of(config, rank, ranks, device_type, "cpu")
+    group = SimulatedGroup(rank, ranks, device_type, "cpu", config.distributed)
     kernels = choose_kernels(config, torch.device("cpu"), planned=True)
     durations = planned_durations(config, ranks, "cpu")
     return partitioned(config, model_layers(config, kernels, group.tensor), group, durations=durations)

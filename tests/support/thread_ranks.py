@@ -16,13 +16,20 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from megatron_lite.config import DistributedConfig
 from megatron_lite.distributed.cpu_collectives import Works
-from megatron_lite.distributed.grid import places_of, rank_grid
+from megatron_lite.distributed.grid import place_of
 from megatron_lite.distributed.pipeline_group import PipelineGroup
 from megatron_lite.distributed.traffic import FirstWait, Handle
 from tests.support.threads import THREADS
 
 TIMEOUT_S = 20.0
+
+
+def rank_grid(world_size: int, options: DistributedConfig) -> Tensor:
+    """The ranks by pipeline, data and tensor-parallel rank, (P, N, T)."""
+    ranks, sizes = torch.arange(world_size), (options.pipeline_parallel, options.tensor_parallel)
+    return ranks.view(-1, *sizes).transpose(0, 1) if options.pipeline_first else ranks.view(sizes[0], -1, sizes[1])
 
 
 class AbandonedError(RuntimeError):
@@ -145,7 +152,8 @@ class ThreadRank(ThreadGroup):
     def __init__(self, rank: int, meetings: Meetings) -> None:
         data, tensor, pipeline = meetings.data, meetings.tensor, meetings.pipeline
         super().__init__(rank, data * tensor * pipeline, meetings.of_all)
-        self.places = places_of(rank_grid(self.world_size, pipeline, tensor))
+        options = DistributedConfig(tensor_parallel=tensor, pipeline_parallel=pipeline)
+        self.places = [place_of(rank, self.world_size, options) for rank in range(self.world_size)]
         of_pipeline, of_data, of_tensor = self.places[rank]
         of_layers = rank % (data * tensor)
         self.layers = ThreadGroup(of_layers, data * tensor, meetings.of_layers[of_pipeline])

@@ -12,6 +12,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from megatron_lite.config import DistributedConfig
 from megatron_lite.distributed.grid import divide
 from megatron_lite.distributed.process_group import Distributed
 from megatron_lite.outputs.evaluation import evaluate
@@ -35,7 +36,8 @@ SAME_BITS: list[tuple[str, Layout]] = [
 def divided(distributed: Distributed, tensor_parallel: int) -> Distributed:
     """Return the same ranks in other groups."""
     other = copy.copy(distributed)
-    divide(other, lambda ranks: dist.new_group(list(ranks), backend="gloo"), tensor=tensor_parallel)
+    options = DistributedConfig(tensor_parallel=tensor_parallel)
+    divide(other, lambda ranks: dist.new_group(list(ranks), backend="gloo"), options)
     return other
 
 

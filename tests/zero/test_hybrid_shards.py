@@ -15,7 +15,6 @@ from torch import Tensor
 from megatron_lite.config import DistributedConfig, flatten, unflatten
 from megatron_lite.config.system import shard_of_node
 from megatron_lite.distributed import startup
-from megatron_lite.distributed.grid import rank_grid
 from megatron_lite.distributed.traffic import Handle
 from megatron_lite.errors import UsageError
 from megatron_lite.model.layer import MicroBatch
@@ -27,7 +26,7 @@ from tests.support.engine_runs import Engine, LateGroup, Outcome, Wrapped
 from tests.support.harness import LLAMA, tiny_config
 from tests.support.launch import TINY, succeed
 from tests.support.metrics import read_metrics
-from tests.support.thread_ranks import ThreadRank, on_threads
+from tests.support.thread_ranks import ThreadRank, on_threads, rank_grid
 
 Options = Mapping[str, Any]
 RANKS = 4
@@ -230,7 +229,7 @@ def test_the_default_is_the_ranks_of_a_node(tensor: int, pipeline: int, first: b
         world_size = nodes * of_node
         if world_size % (tensor * pipeline):
             continue
-        grid = rank_grid(world_size, pipeline, tensor, first)
+        grid = rank_grid(world_size, options)
         groups = [row for plane in grid.transpose(1, 2) for row in plane.tolist()]  # data-parallel ranks
         places = [[rank // of_node for rank in group] for group in groups]
         sizes = {places_of_group.count(node) for places_of_group in places for node in places_of_group}

@@ -8,6 +8,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn import functional
 
+from megatron_lite.config import DistributedConfig
 from megatron_lite.distributed.grid import divide
 from megatron_lite.distributed.process_group import Distributed
 from megatron_lite.model.layer import MicroBatch
@@ -83,7 +84,7 @@ def ours(engine: Engine, batches: list[MicroBatch]) -> Gradients:
 
 def both(ranks: Distributed) -> list[Any]:
     warnings.simplefilter("ignore")  # of torch's own calls to functions that it deprecates
-    divide(ranks, dist.new_group, tensor=1, pipeline=2)
+    divide(ranks, dist.new_group, DistributedConfig(pipeline_parallel=2))
     found = []
     for name in SCHEDULES:
         engine = Engine(ranks, {**OPTIONS, "pipeline_parallel": 2, "pipeline_schedule": name})
