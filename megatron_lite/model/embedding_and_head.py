@@ -103,17 +103,12 @@ class Head(Layer):
 
     def forward(self, hidden: Tensor | None, micro_batch: MicroBatch) -> Tensor:
         """Return the summed loss or, with a cache, logits (t, v). Computes no gradients without a gradient scale."""
-        if micro_batch.cache is not None:
-            assert hidden is not None
-            return self.logits(hidden[:, micro_batch.cache.answered])[0]
-        loss = self._summed_loss(hidden, micro_batch)
-        return loss if micro_batch.loss_weight == 1.0 else loss * micro_batch.loss_weight
-
-    def _summed_loss(self, hidden: Tensor | None, micro_batch: MicroBatch) -> Tensor:
         assert hidden is not None
+        if micro_batch.cache is not None:
+            return self.logits(hidden[:, micro_batch.cache.answered])[0]
         normalized = self.norm(hidden, self.weight.dtype)
         kernels, tokens = self.kernels, micro_batch.labels.numel()
-        return linear_cross_entropy(
+        loss = linear_cross_entropy(
             normalized,
             self.weight,
             micro_batch.labels,
@@ -126,6 +121,7 @@ class Head(Layer):
             padding_rows=self.padding_rows,
             vocabulary=self.vocabulary,
         )
+        return loss if micro_batch.loss_weight == 1.0 else loss * micro_batch.loss_weight
 
     def logits(self, hidden: Tensor) -> Tensor:
         """(b, s, h) -> (b, s, v) for generation, without vocabulary padding."""

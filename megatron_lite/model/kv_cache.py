@@ -38,10 +38,6 @@ class KeyValueCache:
             self._blocks[block] = [(like.new_zeros(shape), like.new_zeros(shape)) for _ in range(self.rows)]
         return self._blocks[block]
 
-    def nbytes(self) -> int:
-        """Return the bytes in all blocks."""
-        return sum(tensor.nbytes for rows in self._blocks.values() for pair in rows for tensor in pair)
-
 
 class Beginning:
     """The pass over the whole prompt of one text, (1, t), which fills `row` of the cache."""

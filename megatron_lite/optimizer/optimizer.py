@@ -53,7 +53,7 @@ class Optimizer:
         trained = [Trained(stage, part) for stage in all_stages if (part := stage.trainable) is not None]
         self._trained = [each for each in trained if each.part.has_memory]
         self._rule = rule_of(config.optimizer)(config.optimizer, trained, distributed, kernels)
-        self._averages = config.averaging.ema_type != "none"
+        self._averages = config.averaging.enabled
         self.averaging = Averaging(config.averaging, [part for stage in stages for part in stage.parts])
         self.loss_scale = LossScale(config.optimizer, config.distributed.training_dtype, distributed.device)
         self.guard = Guard(config.optimizer, self.loss_scale.dynamic, distributed.device, config.training.train_iters)

@@ -116,22 +116,14 @@ def cpu_of(threads: int) -> Device:
 
 
 def planned_speeds(distributed: DistributedConfig, device_type: str, world_size: int) -> Speeds:
-    """Return the speeds in --machine_speeds or, without it, of a data sheet.
-
-    Raises:
-        UsageError: if the file of --machine_speeds cannot be read or does not match the plan.
-    """
-    if distributed.machine_speeds is not None:
-        return measured_speeds(Path(distributed.machine_speeds), device_type, distributed.training_dtype, world_size)
-    return data_sheet(distributed, device_type, world_size)
-
-
-def measured_speeds(path: Path, device_type: str, dtype: str, world_size: int) -> Speeds:
-    """Read the measured speeds of a machine.
+    """Return the measured speeds in --machine_speeds or, without it, those of a data sheet.
 
     Raises:
         UsageError: if the file cannot be read, the device type or dtype differs, or collectives are missing.
     """
+    if distributed.machine_speeds is None:
+        return data_sheet(distributed, device_type, world_size)
+    path, dtype = Path(distributed.machine_speeds), distributed.training_dtype
     speeds, where = read_speeds(path), f"--machine_speeds={shown(str(path))}"
     if device_type != speeds.device_type:
         other = "--gpu=cpu" if speeds.device_type == "cpu" else "--device=cuda"
@@ -176,26 +168,26 @@ def data_sheet(distributed: DistributedConfig, device_type: str, world_size: int
             f"{link_name} {link:,.4g} GB/s in a ring of ranks, of which collectives reach {LINK_SHARE:.0%}; "
             f"{gpu.latency_s * 1e6:,.0f} us each; {hidden}"
         )
-    collectives = {"all": CollectiveSpeed(gpu.latency_s, link * 1e9 * LINK_SHARE)}
+    links = {"all": link}  # GB/s by kind of collective
     in_node = gpu.link_gb_s if chosen.kind != "nvlink" or chosen.gb_s is None else chosen.gb_s
     if (shard := distributed.data_parallel_shard or 0) and is_gpu:
         together = shard * tensor * (pipeline if first else 1)
         near = in_node if world_size // planned_nodes(device_type, world_size, tensor) % together == 0 else link
         far, _ = link_gb_s(chosen, gpu, ring, tensor * shard)
-        for kind, gb_s in {"gather": near, "reduce": near, "replica gather": far, "replica reduce": far}.items():
-            collectives[kind] = CollectiveSpeed(gpu.latency_s, gb_s * 1e9 * LINK_SHARE)
+        links |= {"gather": near, "reduce": near, "replica gather": far, "replica reduce": far}
         lines.append(f"hybrid shards gather and reduce at {near:,.4g} GB/s, and across replicas at {far:,.4g} GB/s")
     if tensor > 1 and is_gpu:
         near = in_node if tensor <= GPUS_PER_NODE else link_gb_s(chosen, gpu, tensor)[0]
-        collectives |= dict.fromkeys(TENSOR_KINDS, CollectiveSpeed(gpu.latency_s, near * 1e9 * LINK_SHARE))
+        links |= dict.fromkeys(TENSOR_KINDS, near)
         lines.append(
             f"tensor-parallel ranks are neighbours with {near:,.4g} GB/s; their collectives overlap with the matrix "
             "products that do not depend on them"
         )
     if pipeline > 1 and is_gpu:  # a GPU sends its messages alone
         link, _ = link_gb_s(chosen, gpu, pipeline * tensor if first else world_size, GPUS_PER_NODE)
-        collectives["send"] = CollectiveSpeed(gpu.latency_s, link * 1e9 * LINK_SHARE)
+        links["send"] = link
         lines.append(f"messages between pipeline ranks take {link:,.4g} GB/s; a receive overlaps with other passes")
+    collectives = {kind: CollectiveSpeed(gpu.latency_s, gb_s * 1e9 * LINK_SHARE) for kind, gb_s in links.items()}
     rates = dict.fromkeys(PRODUCT_KINDS, tflops) | {EIGHT_BITS: 2 * gpu.tflops}
     speeds = DtypeSpeeds(
         Grid([1], [1], [1], {kind: [[[products * rate * 1e12]]] for kind, rate in rates.items()}),

@@ -33,14 +33,9 @@ class StepTime:
     tokens: int  # per global batch
 
     @property
-    def compute_s(self) -> float:
-        """Time without communication."""
-        return sum(self.parts.values())
-
-    @property
     def seconds(self) -> float:
         """Step time."""
-        return self.compute_s + self.exposed_s
+        return sum(self.parts.values()) + self.exposed_s
 
     @property
     def tokens_per_s(self) -> float:

@@ -31,6 +31,7 @@ from megatron_lite.monitor.metrics import LogWindow
 from megatron_lite.optimizer.averaging import Averaging
 from megatron_lite.optimizer.guards import Guard
 from megatron_lite.optimizer.loss_scale import LossScale
+from megatron_lite.optimizer.rolling import RollingStatistics
 from megatron_lite.optimizer.rules.update_clipping import NormClipping, UpdateClipping
 from tests.checkpoint.test_damage import AVERAGED, FROZEN, TENSOR, as_version, expect_fallback, seal
 from tests.checkpoint.test_writing import load, names, save
@@ -50,7 +51,7 @@ class State:
         distributed: Any = one_rank()
         trained: Any = (None, SimpleNamespace(has_memory=True))
         ranges = Ranges([Range(64 * i, 64 * i + 64, 1.0, 1.0) for i in range(3)], CPU)
-        self.clipping: UpdateClipping = NormClipping(6.0, 4, [trained], [ranges], distributed)
+        self.clipping: UpdateClipping = NormClipping(RollingStatistics(4, 6.0, CPU), [trained], [ranges], distributed)
         self.averaging = Averaging(AveragingConfig(ema_type="ema"), [])
         self.window = LogWindow(CPU)
         self.updates = torch.zeros(())

@@ -18,6 +18,7 @@ from megatron_lite.kernels.adamw import (
     adamw_weights,
 )
 from megatron_lite.kernels.choice import Kernels
+from megatron_lite.optimizer.rolling import RollingStatistics
 from megatron_lite.optimizer.rules.rule import Rule, Trained, ranges_of
 from megatron_lite.optimizer.rules.update_clipping import NormClipping, RmsClipping, UpdateClipping
 from megatron_lite.zero.flat_shard import ADAM_STATE
@@ -47,8 +48,8 @@ class AdamW(Rule):
         if config.update_rms_clip is not None:
             self._clipping = RmsClipping(config.update_rms_clip, trained, self._ranges.values(), distributed)
         elif sigma is not None:
-            window = config.clip_update_norm_window
-            self._clipping = NormClipping(sigma, window, trained, self._ranges.values(), distributed)
+            usual = RollingStatistics(config.clip_update_norm_window, sigma, distributed.device)
+            self._clipping = NormClipping(usual, trained, self._ranges.values(), distributed)
 
     def begin(self, trained: Sequence[Trained], numbers: StepNumbers) -> None:
         """See `Rule`."""

@@ -105,15 +105,10 @@ class NormClipping(UpdateClipping):
     """
 
     def __init__(
-        self,
-        sigma: float,
-        window: int,
-        trained: Sequence[Trained],
-        ranges: Collection[Ranges],
-        distributed: Distributed,
+        self, usual: RollingStatistics, trained: Sequence[Trained], ranges: Collection[Ranges], distributed: Distributed
     ) -> None:
         super().__init__(trained, ranges, distributed)
-        self._usual = RollingStatistics(window, sigma, distributed.device)
+        self._usual = usual
 
     def factors(self, sums: Sequence[Tensor], skipped: Tensor) -> list[Tensor]:
         """See `UpdateClipping`."""
