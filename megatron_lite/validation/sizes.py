@@ -117,21 +117,14 @@ def data_parallel_shard(draft: Draft, world_size: int, nodes: int) -> Iterator[P
 
 def _chosen_pipeline(draft: Draft, stages: int) -> tuple[str, str]:
     """Return schedule and placement without `auto`. stages: of blocks."""
-    schedule, placement, tied = draft.pipeline_schedule, draft.pipeline_placement, draft.tie_word_embeddings
-    ranks = draft.pipeline_parallel
+    schedule, placement = draft.pipeline_schedule, draft.pipeline_placement
+    fits_v = placement != "loop" and number_of_chunks(draft.pipeline_parallel, stages, "zero_bubble_v", "v")
     if schedule == "auto":
         schedule = "breadth_first"
-        if (
-            (draft.zero_stage or 1) == 1
-            and placement != "loop"
-            and number_of_chunks(ranks, stages, "zero_bubble_v", "v")
-        ):
-            schedule = "zero_bubble_v"
-        elif (draft.zero_stage or 1) == 1 and placement != "v":
-            schedule = "one_f_one_b"
+        if (draft.zero_stage or 1) == 1 and (fits_v or placement != "v"):
+            schedule = "zero_bubble_v" if fits_v else "one_f_one_b"
     if placement == "auto":
-        fits = tied and number_of_chunks(ranks, stages, schedule, "v")
-        in_v = schedule == "zero_bubble_v" or (schedule == "breadth_first" and fits)
+        in_v = schedule == "zero_bubble_v" or (schedule == "breadth_first" and draft.tie_word_embeddings and fits_v)
         placement = "v" if in_v else "loop"
     return schedule, placement
 

@@ -50,6 +50,13 @@ class Precision:
     split_master: bool = False  # store trainable fp32 weights as bf16 weights and remainders
 
 
+class BufferRange(NamedTuple):
+    """A shard's whole range of a buffer, (numel,). is_owned: no other stage uses the buffer."""
+
+    full: Tensor
+    is_owned: bool
+
+
 class FlatShard:
     """This rank's weights, gradients and optimizer state of one flat range.
 
@@ -85,37 +92,26 @@ class FlatShard:
         self._moments = {moment.name: moment for moment in state.moments if self.has_state}
         self.whole_matrices = state.whole_matrices
 
-    def allocate(
-        self,
-        full_weights: Tensor,
-        owns_weights: bool,
-        full_gradients: Tensor | None,
-        owns_gradients: bool,
-        precision: Precision,
-    ) -> None:
-        """Allocate memory. A shard is a view of its slice of a buffer wherever no other stage uses that buffer.
-
-        full_weights, full_gradients: this range of the buffers, (numel,). owns_weights, owns_gradients: whether no
-        other stage uses the buffer.
-        """
-        self.full_weights = self.placed = full_weights
-        self._own_weights = self._own(full_weights)
-        self.has_memory, self.shares_weights = True, owns_weights and full_weights.dtype == self.dtype
+    def allocate(self, weights: BufferRange, gradients: BufferRange | None, precision: Precision) -> None:
+        """Allocate memory. A shard is a view of its slice of a buffer wherever no other stage uses that buffer."""
+        self.full_weights = self.placed = weights.full
+        self._own_weights = self._own(weights.full)
+        self.has_memory, self.shares_weights = True, weights.is_owned and weights.full.dtype == self.dtype
         if precision.split_master and self.has_state:
-            assert owns_weights, "split master weights need a weight buffer per stage"
+            assert weights.is_owned, "split master weights need a weight buffer per stage"
             self.weights = WeightShard.split_into(self._own_weights)
         elif self.shares_weights:
             self.weights = WeightShard(self._own_weights)
         else:
-            self.weights = WeightShard(self._zeros(self.dtype), self._own_weights if owns_weights else None)
+            self.weights = WeightShard(self._zeros(self.dtype), self._own_weights if weights.is_owned else None)
         self.moments = {name: self._zeros(torch.float32, self.numel(name)) for name in self._moments}
         self.average = self._zeros(torch.float32) if self.keeps_average else None
         if self.has_state:
-            assert full_gradients is not None
-            self.full_gradients = full_gradients
-            self.own_gradients = self._own(full_gradients)
-            self.shares_gradients = owns_gradients
-            self.sums = self.grad_shard = self.own_gradients if owns_gradients else self._zeros(precision.gradients)
+            assert gradients is not None
+            self.full_gradients, self.shares_gradients = gradients
+            self.own_gradients = self._own(gradients.full)
+            shares = gradients.is_owned
+            self.sums = self.grad_shard = self.own_gradients if shares else self._zeros(precision.gradients)
 
     def initialize(self, seed: int) -> None:
         """Draw the initial weights, which depend only on seed, parameter name and device type, not on the layout.

@@ -169,7 +169,7 @@ class BufferPlan:
 
     placement: dict[int, int]  # stage -> buffer; absent: not needed
     sizes: tuple[int, ...]  # elements
-    own: frozenset[int]  # stages whose buffer no other stage uses
+    owned: tuple[bool, ...]  # whether a single stage uses the buffer
 
 
 def plan_buffers(
@@ -189,4 +189,4 @@ def plan_buffers(
     placement |= {stage: count + position for position, stage in enumerate(apart)}
     users = [[stage for stage in needy if placement[stage] == buffer] for buffer in range(count + len(apart))]
     sizes = tuple(max(stage_sizes[stage] for stage in stages) for stages in users)
-    return BufferPlan(placement, sizes, frozenset(stages[0] for stages in users if len(stages) == 1))
+    return BufferPlan(placement, sizes, tuple(len(stages) == 1 for stages in users))

@@ -20,7 +20,7 @@ from torch import Tensor
 
 from megatron_lite.distributed.cpu_collectives import Works
 from megatron_lite.distributed.pipeline_group import PipelineGroup
-from megatron_lite.zero.flat_shard import FlatShard
+from megatron_lite.zero.flat_shard import BufferRange, FlatShard, Precision
 from megatron_lite.zero.messages import Messages
 from megatron_lite.zero.simulation import LOANS, Message
 from megatron_lite.zero.stage import Stage
@@ -29,10 +29,12 @@ from megatron_lite.zero.stage import Stage
 class BorrowedShard(FlatShard):
     """A slice of buffers, and nothing else."""
 
-    def allocate(self, full_weights: Tensor, *args: Any) -> None:
+    def allocate(self, weights: BufferRange, gradients: BufferRange | None, precision: Precision) -> None:
         """See `FlatShard`."""
-        self.full_weights = self.placed = full_weights
-        self.full_gradients, self.replicas = args[1], None
+        self.full_weights = self.placed = weights.full
+        if gradients is not None:
+            self.full_gradients = gradients.full
+        self.replicas = None
 
     def place_weights(self) -> None:
         """Leave the slice of `placed` as it has come."""

@@ -59,13 +59,8 @@ class Memory:
         for stage in stages:
             update, gradients = (plan.placement.get(stage.index) for plan in (update_plan, grad_plan))
             stage.update_buffer = None if update is None else self.updates[update]
-            stage.allocate(
-                weights=self.weights[weight_plan.placement[stage.index]],
-                owns_weights=stage.index in weight_plan.own,
-                gradients=None if gradients is None else self.gradients[gradients],
-                owns_gradients=stage.index in grad_plan.own,
-                precision=precision,
-            )
+            weights, sums = weight_plan.placement[stage.index], None if gradients is None else self.gradients[gradients]
+            stage.allocate(self.weights[weights], sums, precision)
         self.plans = [self._plan(stage, weight_plan, grad_plan) for stage in stages]
         self.averages: list[Buffer] = []
         self.average_plans: list[StagePlan] = []
@@ -137,8 +132,8 @@ class Memory:
     def _buffers(self, plan: BufferPlan, dtype: torch.dtype) -> list[Buffer]:
         library = self._group.symmetric_memory or torch
         return [
-            Buffer((library if size else torch).empty(size, dtype=dtype, device=self._group.device).zero_())
-            for size in plan.sizes
+            Buffer((library if size else torch).empty(size, dtype=dtype, device=self._group.device).zero_(), is_owned)
+            for size, is_owned in zip(plan.sizes, plan.owned, strict=True)
         ]
 
     def _parts(self) -> list[FlatShard]:

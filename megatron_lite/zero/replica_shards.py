@@ -23,7 +23,7 @@ import torch
 from torch import Tensor
 
 from megatron_lite.distributed.traffic import Handle
-from megatron_lite.zero.flat_shard import FlatShard, Precision
+from megatron_lite.zero.flat_shard import BufferRange, FlatShard, Precision
 from megatron_lite.zero.schedule import Step
 from megatron_lite.zero.stage import Stage
 
@@ -31,32 +31,26 @@ from megatron_lite.zero.stage import Stage
 class HybridShard(FlatShard):
     """As `FlatShard`; its weights and gradients are views of those that this rank holds for its group."""
 
-    def allocate(
-        self,
-        full_weights: Tensor,
-        owns_weights: bool,
-        full_gradients: Tensor | None,
-        owns_gradients: bool,
-        precision: Precision,
-    ) -> None:
+    def allocate(self, weights: BufferRange, gradients: BufferRange | None, precision: Precision) -> None:
         """See `FlatShard`."""
         held_numel = self.layout.numel // self.group.world_size
         # This rank's part of its group's weights, (R * shard_numel,) in the training dtype; `is_stale`: the other
         # replicas' shards in it are older than theirs.
-        self.held = self._of_group(full_weights) if owns_weights else self._zeros(full_weights.dtype, held_numel)
-        self.is_stale, self._gathering = True, None
-        self.held_bytes = 0 if owns_weights else self.held.nbytes
+        self.held = self._of_group(weights.full)
+        if not weights.is_owned:
+            self.held = self._zeros(weights.full.dtype, held_numel)
+        self.is_stale = True
+        self._gathering: Handle | None = None
+        self.held_bytes = 0 if weights.is_owned else self.held.nbytes
         sums = None
-        if full_gradients is not None:
-            own = self._of_group(full_gradients)
-            sums = own if owns_gradients else self._zeros(precision.gradients, held_numel)
-        super().allocate(self.held, True, sums, True, precision)
-        self.full_weights = self.placed = full_weights
-        if full_gradients is not None and sums is not None:
-            self.full_gradients, self.own_gradients, self.sums = full_gradients, own, sums
-            self.shares_gradients = owns_gradients
-
-    _gathering: Handle | None
+        if gradients is not None:
+            own = self._of_group(gradients.full)
+            sums = BufferRange(own if gradients.is_owned else self._zeros(precision.gradients, held_numel), True)
+        super().allocate(BufferRange(self.held, True), sums, precision)
+        self.full_weights = self.placed = weights.full
+        if gradients is not None and sums is not None:
+            self.full_gradients, self.shares_gradients = gradients
+            self.own_gradients, self.sums = own, sums.full
 
     def place_weights(self) -> None:
         """Place this rank's part of its group's weights, or averages, in `placed`, after a gather across replicas."""

@@ -17,7 +17,7 @@ from megatron_lite.distributed.cpu_collectives import Works
 from megatron_lite.distributed.rank_group import Group
 from megatron_lite.distributed.traffic import Handle
 from megatron_lite.parameter import Parameter, ParameterSpec, backward
-from megatron_lite.zero.flat_shard import ADAM_STATE, FlatShard, OptimizerState, Precision
+from megatron_lite.zero.flat_shard import ADAM_STATE, BufferRange, FlatShard, OptimizerState, Precision
 from megatron_lite.zero.layout import ParameterSlot
 from megatron_lite.zero.recompute import recompute
 
@@ -52,8 +52,8 @@ class Observer:
 class Buffer:
     """Flat memory for one stage's full weights or gradients at a time."""
 
-    def __init__(self, data: Tensor) -> None:
-        self.data = data
+    def __init__(self, data: Tensor, is_owned: bool) -> None:
+        self.data, self.is_owned = data, is_owned  # by a single stage
         self.holder: int | None = None  # the stage whose values are here, or are being gathered
         self.casts: dict[str, Any] = {}  # see `Parameter.casts`
         self._pending: Handle | None = None
@@ -136,14 +136,14 @@ class Stage:
         gathers = part and part.whole_matrices and part.layout.has_matrices
         return self.world.world_size * part.layout.shard_numel if part and gathers else 0
 
-    def allocate(
-        self, weights: Buffer, owns_weights: bool, gradients: Buffer | None, owns_gradients: bool, precision: Precision
-    ) -> None:
+    def allocate(self, weights: Buffer, gradients: Buffer | None, precision: Precision) -> None:
         """Allocate the shards (views of a buffer that no other stage uses) and place the parameters in the buffers."""
         self.weights, self.gradients = weights, gradients
         for part, full_weights in zip(self.parts, self._ranges(weights), strict=True):
-            full_gradients = gradients.data[: part.layout.numel] if gradients and part.has_state else None
-            part.allocate(full_weights, owns_weights, full_gradients, owns_gradients, precision)
+            sums = None
+            if gradients and part.has_state:
+                sums = BufferRange(gradients.data[: part.layout.numel], gradients.is_owned)
+            part.allocate(BufferRange(full_weights, weights.is_owned), sums, precision)
         self._placed = self._materialize()
         trainable = self.trainable
         self._gradient_gaps = [trainable.full_gradients[a:b] for a, b in trainable.layout.gaps] if trainable else []

@@ -89,8 +89,10 @@ def test_blocks_per_stage(num_layers: int, layers_per_stage: float, sizes: list[
 def test_stages_share_buffers_round_robin() -> None:
     """A buffer is as large as its largest stage; more buffers than stages is one each, a tied embedding's its own."""
     plan = plan_buffers({2: 10, 3: 40, 4: 20, 5: 30}, num_buffers=2, keep_apart=frozenset())
-    assert plan.placement == {2: 0, 3: 1, 4: 0, 5: 1} and plan.sizes == (20, 40) and not plan.own
+    assert plan.placement == {2: 0, 3: 1, 4: 0, 5: 1} and plan.sizes == (20, 40) and plan.owned == (False, False)
     plan = plan_buffers({0: 50, 1: 10, 2: 10, 3: 20}, num_buffers=2, keep_apart=frozenset({0}))
-    assert plan.placement == {0: 2, 1: 0, 2: 1, 3: 0} and plan.sizes == (20, 10, 50) and plan.own == {0, 2}
+    assert (
+        plan.placement == {0: 2, 1: 0, 2: 1, 3: 0} and plan.sizes == (20, 10, 50) and plan.owned == (False, True, True)
+    )
     plan = plan_buffers({0: 10, 1: 20}, num_buffers=9, keep_apart=frozenset())
-    assert plan.placement == {0: 0, 1: 1} and plan.own == {0, 1}
+    assert plan.placement == {0: 0, 1: 1} and plan.owned == (True, True)
