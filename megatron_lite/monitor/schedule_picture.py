@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from megatron_lite.config import BatchConfig
-from megatron_lite.zero.pipeline import Kind, Pass
+from megatron_lite.zero.pipeline import Kind
 from megatron_lite.zero.schedule import Order
 from megatron_lite.zero.simulation import Timeline
 
@@ -40,7 +40,7 @@ class Bar(NamedTuple):
 
 def describe(order: Order, batch: BatchConfig) -> str:
     """Return a line about ranks, schedule and waits."""
-    _, timeline = _step(order, batch)
+    timeline, *_ = _drawn(order, batch)
     return (
         f"{order.pipeline.ranks} pipeline ranks, --pipeline_schedule={order.schedule} "
         f"--pipeline_placement={order.pipeline.placement}: bubble {timeline.bubble:.1%} of the busiest rank's work"
@@ -57,7 +57,7 @@ def draw(order: Order, batch: BatchConfig, logger: logging.Logger, artifacts: Pa
 
 def lines(order: Order, batch: BatchConfig) -> Iterator[str]:
     """Yield the text of the largest batch's step, `COLUMNS` wide at most."""
-    duration, unit, rows = _rows(order, batch)
+    (duration, *_), unit, rows = _drawn(order, batch)
     columns = min(COLUMNS, math.ceil(UNIT * duration / unit - 1e-6))
     yield f"schedule of a step ({LEGEND}; dots: bubble)"
     for rank, bars in enumerate(rows):
@@ -72,9 +72,11 @@ def lines(order: Order, batch: BatchConfig) -> Iterator[str]:
 
 def svg(order: Order, batch: BatchConfig) -> str:
     """Return the picture of the largest batch's step."""
-    duration, unit, rows = _rows(order, batch)
+    (duration, *_), unit, rows = _drawn(order, batch)
     width = min(MOST_PIXELS, PIXELS * duration / unit)
-    shapes = [f'<text x="4" y="18">{describe(order, batch)}; {LEGEND}</text>']
+    size = f"{LEFT + max(width, 900):.0f} {ROW * (len(rows) + 1)}"
+    shapes = [f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {size}"><style>{STYLE}</style>']
+    shapes.append(f'<text x="4" y="18">{describe(order, batch)}; {LEGEND}</text>')
     for rank, bars in enumerate(rows):
         top = ROW * (rank + 1)
         shapes.append(f'<text x="4" y="{top + 17}">rank {rank}</text>')
@@ -86,22 +88,15 @@ def svg(order: Order, batch: BatchConfig) -> str:
             )
             if long >= 9 * len(label):
                 shapes.append(f'<text x="{x + 2:.2f}" y="{top + 17}">{label}</text>')
-    size = f"{LEFT + max(width, 900):.0f} {ROW * (len(rows) + 1)}"
-    return f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {size}"><style>{STYLE}</style>\n' + "\n".join(
-        [*shapes, "</svg>\n"]
-    )
+    return "\n".join([*shapes, "</svg>\n"])
 
 
-def _step(order: Order, batch: BatchConfig) -> tuple[list[list[Pass]], Timeline]:
+def _drawn(order: Order, batch: BatchConfig) -> tuple[Timeline, float, list[list[Bar]]]:
+    """Return the largest batch's step, the duration of most forward passes, and the bars of each rank."""
     depth, breadth = batch.depth_first_micro_batches, batch.breadth_first_micro_batches
     assert depth and breadth, "resolved"
     passes = order.training(depth * breadth, breadth)
-    return passes, order.timeline(passes)
-
-
-def _rows(order: Order, batch: BatchConfig) -> tuple[float, float, list[list[Bar]]]:
-    """Return the duration of the step, that of most forward passes, and the bars of each rank."""
-    passes, timeline = _step(order, batch)
+    timeline = order.timeline(passes)
     starts = [stages.start for stages in order.pipeline.chunks]
     rows = []
     for rank, (own, spans) in enumerate(zip(passes, timeline.spans, strict=True)):
@@ -114,4 +109,4 @@ def _rows(order: Order, batch: BatchConfig) -> tuple[float, float, list[list[Bar
             row.append(Bar(label, start, end))
         rows.append(row)
     forward = [end - start for label, start, end in itertools.chain(*rows) if label[0] in "Ff"]
-    return timeline.duration, statistics.median(forward), rows
+    return timeline, statistics.median(forward), rows

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 
 import torch
 
-from megatron_lite.config import Config, MultiStageConfig
+from megatron_lite.config import Config
 from megatron_lite.config.system import shard_of_node
 from megatron_lite.distributed.process_group import Distributed
 from megatron_lite.errors import LESS_MEMORY, OUT_OF_MEMORY, OutOfMemoryError
@@ -41,32 +41,31 @@ def resolve_auto(
     `shard_of_node`. All ranks must pass the same numbers.
     """
     notes: list[Note] = []
-    multi_stage, options = config.multi_stage, config.distributed
+    stages, options = config.multi_stage, config.distributed
     if options.data_parallel_shard is None:
         size = shard_of_node(options, world_size, nodes)
         config = dataclasses.replace(config, distributed=dataclasses.replace(options, data_parallel_shard=size))
         if size:
             reason = f"the data-parallel ranks of each of {nodes} nodes, so that ZeRO-3 gathers weights inside of them"
             notes.append(Note(f"--data_parallel_shard is {size}: {reason} (0: all ranks, for the least memory)"))
-    if multi_stage.layers_per_stage == "auto":
+    if stages.layers_per_stage == "auto":
         blocks, note = blocks_per_stage(config, world_size, device_type)
-        multi_stage = dataclasses.replace(multi_stage, layers_per_stage=float(blocks))
+        stages = dataclasses.replace(stages, layers_per_stage=float(blocks))
         notes.append(note)
-    if multi_stage.zero_stage == "auto":
-        zero_stage, note = _lowest_zero_stage(config, multi_stage, world_size, device_type, device_bytes)
-        multi_stage = dataclasses.replace(multi_stage, zero_stage=zero_stage)
+    config = dataclasses.replace(config, multi_stage=stages)
+    if stages.zero_stage == "auto":
+        zero_stage, note = _lowest_zero_stage(config, world_size, device_type, device_bytes)
+        config = dataclasses.replace(config, multi_stage=dataclasses.replace(stages, zero_stage=zero_stage))
         notes.append(note)
-    return dataclasses.replace(config, multi_stage=multi_stage), tuple(notes)
+    return config, tuple(notes)
 
 
-def _lowest_zero_stage(
-    config: Config, multi_stage: MultiStageConfig, world_size: int, device_type: str, device_bytes: int
-) -> tuple[int, Note]:
+def _lowest_zero_stage(config: Config, world_size: int, device_type: str, device_bytes: int) -> tuple[int, Note]:
     predicted: list[str] = []
     planner, zero_stage, needed = Planner(world_size, device_type), 0, 0
     # Half of a split master weight lives in the weight buffer of its own stage, which ZeRO-3 does not have.
-    for zero_stage in (1, 2) if multi_stage.split_master_weights else (1, 2, 3):
-        candidate = dataclasses.replace(multi_stage, zero_stage=zero_stage)
+    for zero_stage in (1, 2) if config.multi_stage.split_master_weights else (1, 2, 3):
+        candidate = dataclasses.replace(config.multi_stage, zero_stage=zero_stage)
         needed = planner.plan(dataclasses.replace(config, multi_stage=candidate)).needed_bytes()
         predicted.append(f"ZeRO-{zero_stage} {needed / GIB:.1f} GiB")
         if needed <= device_bytes:

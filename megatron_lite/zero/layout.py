@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import itertools
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -73,11 +72,6 @@ class FlatLayout:
         """Return the data-parallel rank that has the shard of this number."""
         place, replica = divmod(shard, self.replicas)
         return replica * (self.world_size // self.replicas) + place
-
-    @functools.cached_property
-    def tensor_ranks(self) -> int:
-        """Size of the tensor-parallel group; all its ranks have the same offsets."""
-        return max((slot.spec.split.ranks for slot in self.slots), default=1)
 
     @property
     def gaps(self) -> list[tuple[int, int]]:

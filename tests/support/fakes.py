@@ -186,6 +186,11 @@ def held(values: Values, layout: Layout) -> Values:
     }
 
 
+def tensor_ranks_of(layout: FlatLayout) -> int:
+    """Size of the tensor-parallel group, whose ranks have the same offsets."""
+    return max((slot.spec.split.ranks for slot in layout.slots), default=1)
+
+
 def put(model: FakeModel, values: Values, rank: int) -> FakeModel:
     """Write a rank's pieces of the values, through full flat ranges (not through the code under test)."""
     for _, part in model.parts():
@@ -193,7 +198,7 @@ def put(model: FakeModel, values: Values, rank: int) -> FakeModel:
             flat = torch.zeros(part.layout.numel, dtype=tensor.dtype)
             for slot in part.layout.slots:
                 flat[slot.offset : slot.end] = slot.spec.local(values[kind][slot.spec.name]).flatten()
-            start = rank // part.layout.tensor_ranks * part.layout.shard_numel
+            start = rank // tensor_ranks_of(part.layout) * part.layout.shard_numel
             tensor.copy_(flat[start : start + part.layout.shard_numel])
     return model
 
@@ -201,7 +206,7 @@ def put(model: FakeModel, values: Values, rank: int) -> FakeModel:
 def take(models: Sequence[FakeModel]) -> tuple[Values, bool]:
     """Return the values of all ranks' shards, and whether all between the parameters is zero and all copies equal."""
     values: Values = {kind: {} for kind in KINDS}
-    ranks, clean = next(models[0].parts())[1].layout.tensor_ranks, True
+    ranks, clean = tensor_ranks_of(next(models[0].parts())[1].layout), True
     found = [item for rank in range(ranks) for item in _of_tensor_rank(models[rank::ranks])]
     for kind, spec, local, rest in found:
         spec.place(local, values[kind].setdefault(spec.name, local.new_empty(spec.shape)))
