@@ -23,8 +23,8 @@ from megatron_lite.model import parameter_patterns
 from megatron_lite.model.embedding_and_head import chunk_tokens
 from megatron_lite.model.gpt import parameters_of
 from megatron_lite.model.layer import Layer
-from megatron_lite.monitor import schedule_picture
 from megatron_lite.monitor.logging import MIB
+from megatron_lite.monitor.schedule_picture import DrawnStep
 from megatron_lite.parameter import DTYPES
 from megatron_lite.run.host import available_bytes, available_cores, choose_threads
 from megatron_lite.schedules.batch_size import Split, batch_schedule, consumed_tokens
@@ -100,7 +100,7 @@ def stage_lines(model: MultiStage, batch: BatchConfig) -> Iterator[tuple[str, st
         f"{len(model.all_stages)} stages, {buffers}; {total.bytes / MIB:,.2f} MiB of {total.kind}",
     )
     if model.ranks.world_size > 1:
-        yield (line := schedule_picture.describe(model.order, batch)), line
+        yield (line := DrawnStep(model.order, batch).describe()), line
     frozen = sum(slot.spec.numel for _, part in model.all_parts() if part.frozen for slot in part.layout.slots)
     if frozen:
         line = f"{frozen:,} of {model.num_parameters:,} parameters are frozen"

@@ -18,7 +18,6 @@ from typing import NamedTuple
 from megatron_lite.config import BatchConfig
 from megatron_lite.zero.pipeline import Kind
 from megatron_lite.zero.schedule import Order
-from megatron_lite.zero.simulation import Timeline
 
 LETTERS: dict[Kind, str] = {"forward": "F", "backward": "B", "input": "I", "weights": "W"}
 LEGEND = "F: forward pass of a micro-batch, B: backward, I: its gradients of inputs, W: its gradients of weights"
@@ -38,75 +37,74 @@ class Bar(NamedTuple):
     end: float
 
 
-def describe(order: Order, batch: BatchConfig) -> str:
-    """Return a line about ranks, schedule and waits."""
-    timeline, *_ = _drawn(order, batch)
-    return (
-        f"{order.pipeline.ranks} pipeline ranks, --pipeline_schedule={order.schedule} "
-        f"--pipeline_placement={order.pipeline.placement}: bubble {timeline.bubble:.1%} of the busiest rank's work"
-    )
-
-
 def draw(order: Order, batch: BatchConfig, logger: logging.Logger, artifacts: Path | None) -> None:
     """Log the text; write the picture to schedule.svg in `artifacts`, if there is this folder."""
-    for line in lines(order, batch):
+    step = DrawnStep(order, batch)
+    for line in step.lines():
         logger.info(line)
     if artifacts is not None:
-        (artifacts / "schedule.svg").write_text(svg(order, batch), "utf-8")
+        (artifacts / "schedule.svg").write_text(step.svg(), "utf-8")
 
 
-def lines(order: Order, batch: BatchConfig) -> Iterator[str]:
-    """Yield the text of the largest batch's step, `COLUMNS` wide at most."""
-    (duration, *_), unit, rows = _drawn(order, batch)
-    columns = min(COLUMNS, math.ceil(UNIT * duration / unit - 1e-6))
-    yield f"schedule of a step ({LEGEND}; dots: bubble)"
-    for rank, bars in enumerate(rows):
-        row = "." * columns
-        for label, start, end in bars:
-            first, last = (round(time / duration * columns) for time in (start, end))
-            room = last - first
-            text = label if len(label) <= room else label[:1]  # half a number is another number
-            row = row[:first] + (text.ljust(room - 1, "-") + " ")[:room] + row[last:]
-        yield f"  rank {rank:<4}{row.rstrip()}"
+class DrawnStep:
+    """The largest batch's step, simulated once. rows: the bars of each rank. unit: duration of most forward passes."""
 
+    def __init__(self, order: Order, batch: BatchConfig) -> None:
+        depth, breadth = batch.depth_first_micro_batches, batch.breadth_first_micro_batches
+        assert depth and breadth, "resolved"
+        passes = order.training(depth * breadth, breadth)
+        self.order, self.timeline, self.rows = order, order.timeline(passes), list[list[Bar]]()
+        starts = [stages.start for stages in order.pipeline.chunks]
+        for rank, (own, spans) in enumerate(zip(passes, self.timeline.spans, strict=True)):
+            chunks, row = order.pipeline.chunks_of(rank), list[Bar]()
+            for (kind, stage, micro_batch), (start, end) in zip(own, spans, strict=True):
+                chunk = chunks.index(bisect.bisect_right(starts, stage) - 1)
+                label = f"{LETTERS[kind].lower() if chunk % 2 else LETTERS[kind]}{micro_batch}"
+                if row and row[-1].label == label and row[-1].end == start:
+                    start = row.pop().start
+                row.append(Bar(label, start, end))
+            self.rows.append(row)
+        bars = itertools.chain(*self.rows)
+        self.unit = statistics.median(end - start for label, start, end in bars if label[0] in "Ff")
 
-def svg(order: Order, batch: BatchConfig) -> str:
-    """Return the picture of the largest batch's step."""
-    (duration, *_), unit, rows = _drawn(order, batch)
-    width = min(MOST_PIXELS, PIXELS * duration / unit)
-    size = f"{LEFT + max(width, 900):.0f} {ROW * (len(rows) + 1)}"
-    shapes = [f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {size}"><style>{STYLE}</style>']
-    shapes.append(f'<text x="4" y="18">{describe(order, batch)}; {LEGEND}</text>')
-    for rank, bars in enumerate(rows):
-        top = ROW * (rank + 1)
-        shapes.append(f'<text x="4" y="{top + 17}">rank {rank}</text>')
-        for label, start, end in bars:
-            x, long = LEFT + start / duration * width, (end - start) / duration * width
-            shapes.append(
-                f'<rect class="{label[0]}" x="{x:.2f}" y="{top + 2}" width="{max(long - 1, 0.2):.2f}" '
-                f'height="{ROW - 4}"><title>{label}</title></rect>'
-            )
-            if long >= 9 * len(label):
-                shapes.append(f'<text x="{x + 2:.2f}" y="{top + 17}">{label}</text>')
-    return "\n".join([*shapes, "</svg>\n"])
+    def describe(self) -> str:
+        """Return a line about ranks, schedule and waits."""
+        pipeline = self.order.pipeline
+        return (
+            f"{pipeline.ranks} pipeline ranks, --pipeline_schedule={self.order.schedule} --pipeline_placement="
+            f"{pipeline.placement}: bubble {self.timeline.bubble:.1%} of the busiest rank's work"
+        )
 
+    def lines(self) -> Iterator[str]:
+        """Yield the text, `COLUMNS` wide at most."""
+        duration = self.timeline.duration
+        columns = min(COLUMNS, math.ceil(UNIT * duration / self.unit - 1e-6))
+        yield f"schedule of a step ({LEGEND}; dots: bubble)"
+        for rank, bars in enumerate(self.rows):
+            row = "." * columns
+            for label, start, end in bars:
+                first, last = (round(time / duration * columns) for time in (start, end))
+                room = last - first
+                text = label if len(label) <= room else label[:1]  # half a number is another number
+                row = row[:first] + (text.ljust(room - 1, "-") + " ")[:room] + row[last:]
+            yield f"  rank {rank:<4}{row.rstrip()}"
 
-def _drawn(order: Order, batch: BatchConfig) -> tuple[Timeline, float, list[list[Bar]]]:
-    """Return the largest batch's step, the duration of most forward passes, and the bars of each rank."""
-    depth, breadth = batch.depth_first_micro_batches, batch.breadth_first_micro_batches
-    assert depth and breadth, "resolved"
-    passes = order.training(depth * breadth, breadth)
-    timeline = order.timeline(passes)
-    starts = [stages.start for stages in order.pipeline.chunks]
-    rows = []
-    for rank, (own, spans) in enumerate(zip(passes, timeline.spans, strict=True)):
-        chunks, row = order.pipeline.chunks_of(rank), list[Bar]()
-        for (kind, stage, micro_batch), (start, end) in zip(own, spans, strict=True):
-            chunk = chunks.index(bisect.bisect_right(starts, stage) - 1)
-            label = f"{LETTERS[kind].lower() if chunk % 2 else LETTERS[kind]}{micro_batch}"
-            if row and row[-1].label == label and row[-1].end == start:
-                start = row.pop().start
-            row.append(Bar(label, start, end))
-        rows.append(row)
-    forward = [end - start for label, start, end in itertools.chain(*rows) if label[0] in "Ff"]
-    return timeline, statistics.median(forward), rows
+    def svg(self) -> str:
+        """Return the picture."""
+        duration = self.timeline.duration
+        width = min(MOST_PIXELS, PIXELS * duration / self.unit)
+        size = f"{LEFT + max(width, 900):.0f} {ROW * (len(self.rows) + 1)}"
+        shapes = [f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {size}"><style>{STYLE}</style>']
+        shapes.append(f'<text x="4" y="18">{self.describe()}; {LEGEND}</text>')
+        for rank, bars in enumerate(self.rows):
+            top = ROW * (rank + 1)
+            shapes.append(f'<text x="4" y="{top + 17}">rank {rank}</text>')
+            for label, start, end in bars:
+                x, long = LEFT + start / duration * width, (end - start) / duration * width
+                shapes.append(
+                    f'<rect class="{label[0]}" x="{x:.2f}" y="{top + 2}" width="{max(long - 1, 0.2):.2f}" '
+                    f'height="{ROW - 4}"><title>{label}</title></rect>'
+                )
+                if long >= 9 * len(label):
+                    shapes.append(f'<text x="{x + 2:.2f}" y="{top + 17}">{label}</text>')
+        return "\n".join([*shapes, "</svg>\n"])

@@ -13,8 +13,8 @@ import torch
 from megatron_lite.checkpoint.writing import host_copy_bytes
 from megatron_lite.config import Config, DistributedConfig
 from megatron_lite.errors import EXIT_DONE, UsageError
-from megatron_lite.monitor import schedule_picture
 from megatron_lite.monitor.communication import TRAFFIC_KINDS
+from megatron_lite.monitor.schedule_picture import DrawnStep
 from megatron_lite.parameter import DTYPES
 from megatron_lite.planner.auto import device_memory_bytes, resolve_auto
 from megatron_lite.planner.devices import DEFAULT_GPU, GPUS, gpu_of, planned_type
@@ -127,11 +127,12 @@ def _model(plan: Plan) -> Iterator[str]:
         f"{counted(gradients, 'gradient buffer')} (zero_stage {options.zero_stage}, "
         f"layers_per_stage {options.layers_per_stage:g})"
     )
-    if model.ranks.world_size > 1:
-        described = schedule_picture.describe(plan.order, plan.config.batch)
-        yield f"of pipeline rank {model.ranks.rank}, which needs the most memory; {described}"
-    if plan.config.run.debug_schedule:
-        yield from schedule_picture.lines(plan.order, plan.config.batch)
+    several, drawn = model.ranks.world_size > 1, plan.config.run.debug_schedule
+    if several or drawn:
+        step = DrawnStep(plan.order, plan.config.batch)
+        if several:
+            yield f"of pipeline rank {model.ranks.rank}, which needs the most memory; {step.describe()}"
+        yield from step.lines() if drawn else ()
     yield _title("stages", "layers each", "elements each", "with padding", "weights each, MiB")
     for _, run in itertools.groupby(model.stages, key=functools.partial(_shape, plan)):
         yield _stage_row(plan, list(run))

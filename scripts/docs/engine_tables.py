@@ -20,7 +20,7 @@ from megatron_lite.cli.parse import read_words
 from megatron_lite.config import BatchConfig
 from megatron_lite.distributed.traffic import Total
 from megatron_lite.kernels.tensor_collectives import GATHER, REDUCE
-from megatron_lite.monitor import schedule_picture
+from megatron_lite.monitor.schedule_picture import DrawnStep
 from megatron_lite.planner.devices import data_sheet
 from megatron_lite.planner.plan import Plan, Planner
 from megatron_lite.planner.runtime import PLANNED_GPU_BYTES
@@ -196,7 +196,7 @@ def schedules() -> Iterator[str]:
         pipeline = place(2, chunks + 2, name, "v" if name == "zero_bubble_v" else "loop")
         durations = [Durations(0, 0, 0), *[Durations()] * chunks, Durations(0, 0, 0)]
         yield name
-        yield from list(schedule_picture.lines(Order(pipeline, name, 0, (), durations), batch))[1:]
+        yield from [*DrawnStep(Order(pipeline, name, 0, (), durations), batch).lines()][1:]
     yield "```"
 
 

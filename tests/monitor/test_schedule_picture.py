@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from megatron_lite.config import BatchConfig
-from megatron_lite.monitor import schedule_picture
+from megatron_lite.monitor.schedule_picture import PIXELS, DrawnStep
 from megatron_lite.zero.pipeline import Durations, place
 from megatron_lite.zero.schedule import Order
 from tests.support.launch import succeed
@@ -28,7 +28,7 @@ def batch(micro_batches: int) -> BatchConfig:
 
 def test_rows_are_those_of_the_paper() -> None:
     """1F1B as in figure 4 of Narayanan et al. 2021, with a backward pass of twice the forward pass's time."""
-    _, *rows = schedule_picture.lines(order(4, 4, "one_f_one_b"), batch(4))
+    _, *rows = DrawnStep(order(4, 4, "one_f_one_b"), batch(4)).lines()
     assert rows == [
         "  rank 0   F0 F1 F2 F3 ..................B0--- ...B1--- ...B2--- ...B3---",
         "  rank 1   ...F0 F1 F2 ............B0--- F3 B1--- ...B2--- ...B3--- ......",
@@ -43,7 +43,7 @@ def test_rows_are_those_of_the_paper() -> None:
 def test_the_picture_has_every_pass_and_the_bubble_between_them(ranks: int, chunks: int, name: str) -> None:
     """Each pass has a bar with its name; the widths of a row's bars add up to the step without the bubble."""
     made, micro_batches = order(ranks, chunks, name), 2 * ranks
-    root = ElementTree.fromstring(schedule_picture.svg(made, batch(micro_batches)))
+    root = ElementTree.fromstring(DrawnStep(made, batch(micro_batches)).svg())
     timeline = made.timeline(made.training(micro_batches, micro_batches))
     rows: dict[str, list[tuple[str, float, float]]] = {}
     for bar in root.iter(f"{SVG}rect"):
@@ -57,13 +57,13 @@ def test_the_picture_has_every_pass_and_the_bubble_between_them(ranks: int, chun
         letters = [letter for kind in kinds for letter in (kind, kind.lower())[: chunks // ranks]]
         assert sorted(names) == sorted(f"{letter}{micro}" for letter in letters for micro in range(micro_batches))
         assert all(end <= start + 0.1 for (_, _, end), (_, start, _) in zip(bars, bars[1:], strict=False))
-        drawn = sum(end - start for _, start, end in bars) / schedule_picture.PIXELS
+        drawn = sum(end - start for _, start, end in bars) / PIXELS
         assert drawn == pytest.approx(timeline.duration / (1 + timeline.bubble), rel=1e-2)
 
 
 def test_long_steps_show_no_part_of_a_number() -> None:
     """Where a number does not fit, its letter stands alone; every line has the width of a terminal at most."""
-    _, *rows = schedule_picture.lines(order(4, 8, "interleaved"), batch(96))
+    _, *rows = DrawnStep(order(4, 8, "interleaved"), batch(96)).lines()
     assert all(len(row) <= 120 for row in rows)
     assert not {word for row in rows for word in re.findall(r"\d+", row.partition("   ")[2])} - set(map(str, range(96)))
     assert all("F9 " not in row and "B9" not in row for row in rows)
@@ -71,7 +71,7 @@ def test_long_steps_show_no_part_of_a_number() -> None:
 
 def test_stages_of_a_chunk_make_one_bar() -> None:
     """A micro-batch through eight stages of a rank is one bar, eight times as long."""
-    small, large = (schedule_picture.svg(order(2, 2, "one_f_one_b", blocks), batch(4)) for blocks in (2, 16))
+    small, large = (DrawnStep(order(2, 2, "one_f_one_b", blocks), batch(4)).svg() for blocks in (2, 16))
     assert small == large
 
 
