@@ -21,6 +21,7 @@ setup(
     py_modules=["pretrain_gpt"],
     entry_points={
         "console_scripts": [
+            "megatron_lite = megatron_lite.commands:command",
             "pretrain_gpt = pretrain_gpt:command",
             "prepare_data = megatron_lite.cli.prepare_data:command",
         ]

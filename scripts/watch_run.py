@@ -1,105 +1,17 @@
-"""Follow a run on a page that updates itself, from another terminal or any machine that sees the run's folder.
+"""Follow a run on a page that updates itself, from any machine that sees the folder of the run.
 
-    python scripts/watch_run.py EXPERIMENT_DIR [--interval_s=2] [--once]
-
-Ctrl-C ends it. The run is not affected.
+This is the command `megatron_lite watch_run` without installation: python scripts/watch_run.py --help
 """
 
-from __future__ import annotations
-
-import argparse
-import contextlib
-import os
-import shutil
-import signal
 import sys
-import time
-from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # works without installation
 
-import scripts  # noqa: F401, I001  names a missing package
-from megatron_lite.cli.script_parser import ScriptParser
-from megatron_lite.errors import UsageError
-from megatron_lite.reports.watch_page import page
-from megatron_lite.reports.watched_run import WatchedRun
-from megatron_lite.run.exit_status import print_page
+import scripts  # noqa: F401  names a missing package
 
-# Terminal sequences: alternate screen without cursor, and back; home; clear to the end of the line and of the screen.
-ENTER, LEAVE = "\033[?1049h\033[?25l", "\033[?25h\033[?1049l"
-HOME, CLEAR_LINE, CLEAR_BELOW = "\033[H", "\033[K", "\033[J"
-SHORTEST_S, LONGEST_S = 0.1, 3600.0
-WIDEST = 160  # columns
-
-
-def main(arguments: Sequence[str] | None = None) -> int:
-    """Show the page until Ctrl-C, or once; return the exit code."""
-    parser = ScriptParser(description="Follow a run: curves, rates, checkpoints, time left, warnings.")
-    parser.add_argument("experiment_dir", type=Path, help="the --experiment_dir of the run")
-    parser.add_argument("--interval_s", type=_seconds, default=2.0, help="seconds between updates (default: 2)")
-    parser.add_argument("--once", action="store_true", help="print one page and exit, as when stdout is not a terminal")
-    options = parser.parse_args(arguments)
-    root: Path = options.experiment_dir
-    if not root.is_dir():
-        error = UsageError(f"there is no folder {root}; give the --experiment_dir of a run")
-        print(f"ERROR: {error}", file=sys.stderr)
-        return error.exit_code
-    run = WatchedRun(root)
-    with contextlib.suppress(KeyboardInterrupt, OSError):  # OSError: the terminal is gone
-        if options.once or not sys.stdout.isatty():
-            print_page("\n".join(_page(run)))
-        else:
-            for number in (signal.SIGINT, signal.SIGTERM):  # a parent may have made its children ignore SIGINT
-                signal.signal(number, signal.default_int_handler)
-            with _other_screen():
-                while True:
-                    _show(_page(run))
-                    time.sleep(options.interval_s)
-    return 0
-
-
-def _page(run: WatchedRun) -> list[str]:
-    now_s = time.time()
-    run.update(now_s)
-    unicode = (sys.stdout.encoding or "").lower().replace("-", "") == "utf8"
-    return page(run, now_s, min(_size().columns, WIDEST), unicode)
-
-
-def _show(lines: Sequence[str]) -> None:
-    """Overwrite the screen with as many lines as fit."""
-    rows = lines[: max(_size().lines, 1)]
-    sys.stdout.write(HOME + "\r\n".join(row + CLEAR_LINE for row in rows) + CLEAR_BELOW)
-    sys.stdout.flush()
-
-
-def _size() -> os.terminal_size:
-    """Return the current size of the terminal, ignoring COLUMNS; without a terminal, the size from the environment."""
-    if sys.stdout.isatty():
-        return os.get_terminal_size(sys.stdout.fileno())
-    return shutil.get_terminal_size()
-
-
-@contextlib.contextmanager
-def _other_screen() -> Iterator[None]:
-    """Use the alternate screen inside the block, and restore the terminal afterwards."""
-    sys.stdout.write(ENTER)
-    try:
-        yield
-    finally:
-        sys.stdout.write(LEAVE)
-        sys.stdout.flush()
-
-
-def _seconds(text: str) -> float:
-    try:
-        value = float(text)
-    except ValueError:
-        value = 0.0
-    if not SHORTEST_S <= value <= LONGEST_S:
-        raise argparse.ArgumentTypeError(f"{text!r} is not between {SHORTEST_S} and {LONGEST_S:,.0f} seconds")
-    return value
-
+# isort: split
+from megatron_lite.commands import start
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(start("watch_run", sys.argv[1:]))

@@ -1,4 +1,4 @@
-"""The command `prepare_data`, and scripts/prepare_data.py: tokenize text into token files.
+"""Tokenize text into token files: the command `prepare_data`, and scripts/prepare_data.py.
 
 Heavy modules are imported only after the command line is validated.
 """

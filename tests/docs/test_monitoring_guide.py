@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
+from megatron_lite.commands import watch_run
 from megatron_lite.config.monitoring import TRACKERS, WATCHED
-from scripts import watch_run
 from tests.support import documents, launch
 from tests.support.metrics import read_metrics
 

@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 
 from megatron_lite.cli.parse import parse
+from megatron_lite.commands import report_run
 from megatron_lite.config import flatten
 from megatron_lite.errors import DataError, StorageError
 from megatron_lite.reports import charts
@@ -19,7 +20,6 @@ from megatron_lite.reports.picture import Stroke, draw, read_losses
 from megatron_lite.reports.report import MOST_FOLDERS, REPORT_FILE, page, write_report
 from megatron_lite.reports.watched_run import read_runs
 from megatron_lite.validation import resolve
-from scripts import report_run
 from tests.support.launch import TINY, run
 
 NODE = shutil.which("node")

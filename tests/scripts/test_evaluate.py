@@ -13,12 +13,12 @@ import numpy as np
 import pytest
 import torch
 
+from megatron_lite.commands import evaluate as script
 from megatron_lite.corpus.pieces import digest_of
 from megatron_lite.data.indexed_dataset import IndexedDatasetWriter
 from megatron_lite.data.tokenizing import ByteTokenizer, JsonTokenizer, save_byte_tokenizer, train_tokenizer
 from megatron_lite.distributed.process_group import Distributed
 from megatron_lite.generation.model import text_batches
-from scripts import evaluate as script
 from tests.support.harness import run_distributed, tiny_config, train_whole
 from tests.support.metrics import read_metrics
 

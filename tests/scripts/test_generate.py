@@ -11,9 +11,9 @@ from typing import Any
 import pytest
 import torch
 
+from megatron_lite.commands import generate as script
 from megatron_lite.data.tokenizing import save_byte_tokenizer
 from megatron_lite.distributed.process_group import Distributed
-from scripts import generate as script
 from tests.support.harness import run_distributed, tiny_config, train_whole
 
 PROMPTS = ("def f(", "a", "the quick brown fox", "a")

@@ -1,4 +1,4 @@
-"""What pip makes of the project: an sdist, a wheel, and two commands that work without the checkout."""
+"""What pip makes of the project: an sdist, a wheel, and commands that work without the checkout."""
 
 import importlib
 import os
@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 
+from megatron_lite.commands import VERBS
 from scripts import fresh_environment
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -31,8 +32,8 @@ def call(*command: str | Path, cwd: Path) -> str:
 
 
 def test_commands_exist() -> None:
-    """Both commands name a function that returns an exit code."""
-    assert set(COMMANDS) == {"pretrain_gpt", "prepare_data"}
+    """Each command names a function that returns an exit code."""
+    assert set(COMMANDS) == {"megatron_lite", "pretrain_gpt", "prepare_data"}
     for place in COMMANDS.values():
         module, function = place.split(":")
         assert getattr(importlib.import_module(module), function).__annotations__["return"] == "int"
@@ -86,6 +87,28 @@ def test_commands_work_in_any_folder(fresh: Path, tmp_path: Path) -> None:
     assert "2,101 tokens" in call(programs / "prepare_data", "text.txt", "--output_prefix", "data/mine", cwd=tmp_path)
     assert "peak with state" in call(programs / "pretrain_gpt", *TINY.split(), "--dry_run=1", cwd=tmp_path)
     assert "-m pretrain_gpt" in call(programs / "python", "-m", "pretrain_gpt", "--help", cwd=tmp_path)
+
+
+@pytest.mark.slow
+def test_every_verb_works_in_any_folder(fresh: Path, tmp_path: Path) -> None:
+    """Each verb explains its flags; a run trained with the installed commands is read back by all of them."""
+    program, python = (fresh / "environment" / "bin" / name for name in ("megatron_lite", "python"))
+    for verb in VERBS:
+        assert call(program, verb, "--help", cwd=tmp_path).startswith(
+            "usage: torchrun" if verb == "pretrain_gpt" else f"usage: megatron_lite {verb} "
+        )
+    assert call(python, "-m", "megatron_lite", "--help", cwd=tmp_path) == call(program, "--help", cwd=tmp_path)
+    (tmp_path / "text.txt").write_text("To be, or not to be. " * 100)
+    call(program, "prepare_data", "text.txt", "--output_prefix", "data/mine", cwd=tmp_path)
+    call(program, "pretrain_gpt", *TINY.split(), "--experiment_dir=run", "--device=cpu", cwd=tmp_path)
+    model = ("--model=run/checkpoints", "--device=cpu", "--tokenizer_file=data/mine.tokenizer.json")
+    assert call(program, "generate", *model, "--prompt=To be", "--max_new_tokens=3", cwd=tmp_path).startswith("To be")
+    assert call(program, "evaluate", *model, "--text=text.txt", cwd=tmp_path).startswith("loss ")
+    source = ("--from=run/checkpoints", "--to=mine", "--format=huggingface")
+    assert "a Hugging Face folder" in call(program, "convert_checkpoint", *source, cwd=tmp_path)
+    assert "2 iterations" in call(program, "watch_run", "run", "--once", cwd=tmp_path)
+    for verb, said in (("report_run", "report: "), ("plot_run", "loss curve: ")):
+        assert said in call(program, verb, "run", cwd=tmp_path)
 
 
 @pytest.mark.slow

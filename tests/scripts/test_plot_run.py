@@ -6,9 +6,9 @@ import xml.etree.ElementTree as ElementTree
 
 import pytest
 
+from megatron_lite.commands import plot_run as script
 from megatron_lite.reports.charts import LOSSES, POINTS, draw_chart
 from megatron_lite.reports.picture import PALETTE, Stroke, Words, draw, read_losses, round_ticks, to_figure, to_svg
-from scripts import plot_run as script
 
 pytestmark = pytest.mark.guides
 

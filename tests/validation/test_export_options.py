@@ -13,10 +13,10 @@ import torch
 from safetensors.torch import load_file
 from torch import Tensor
 
+from megatron_lite.commands import convert_checkpoint
 from megatron_lite.distributed.process_group import Distributed
 from megatron_lite.huggingface.load_pretrained import open_source
 from megatron_lite.parameter import DTYPES
-from scripts import convert_checkpoint
 from tests.support import harness
 from tests.support.harness import run_distributed, tiny_config, train_whole
 from tests.support.launch import TINY, read_exit, run

@@ -1,0 +1,162 @@
+"""Continue texts with a model: an export, any Hugging Face folder, a checkpoint, or a folder of checkpoints.
+
+    megatron_lite generate --model experiments/mine/export/1000 --prompt "Once upon a time" --temperature 0.8
+    megatron_lite generate --model experiments/mine/checkpoints --prompts_file prompts.txt --json_lines
+
+Generation runs the training model (`megatron_lite/model/gpt.py`) and does not need transformers. The prompt takes one
+forward pass and each new token another, with cached keys and values. Texts are independent: each has its own seed, and
+its tokens do not depend on how many texts are generated at a time.
+
+A text ends at the end of its document, at a --stop string, after --max_new_tokens, or when it is as long as the samples
+of the training (--sequence_length; a note says so).
+
+Exit codes: 0 done, 2 usage, 3 data (prompt or tokenizer), 4 model, 5 numerics, 7 memory.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+from megatron_lite.cli.script_parser import LARGEST_COUNT, ScriptParser, number
+from megatron_lite.errors import EXIT_DONE, DataError
+from megatron_lite.generation.continuation import Limits, SamplingOptions, Text, TokenSampler, continue_texts
+from megatron_lite.generation.model import choose_device, load_model, model_arguments
+from megatron_lite.generation.prompts import (
+    Continuations,
+    as_json,
+    encode_prompt,
+    end_tokens,
+    numbered,
+    open_tokenizer,
+    read_prompts,
+)
+from megatron_lite.run.exit_status import print_failure, print_page
+from megatron_lite.seeds import derive_seed
+
+GPU_BATCH_SIZE = 8
+
+
+def parse_options(arguments: Sequence[str] | None, program: str | None = None) -> argparse.Namespace:
+    """Parse the command line; argparse exits with code 2 if it is wrong."""
+    parser = ScriptParser(prog=program, description="Continue texts with a model.", parents=[model_arguments()])
+    add = parser.add_argument
+    add("--prompt", action="append", default=[], help="a text to continue; may be repeated")
+    add("--prompts_file", help="a file with one prompt per line, without blank lines; -: standard input")
+    add(
+        "--add_special_tokens",
+        type=int,
+        choices=(0, 1),
+        default=1,
+        help="add the special tokens of the tokenizer's template, such as <s>, to prompts (default: 1)",
+    )
+    add("--max_new_tokens", type=number(int, 1), default=64, help="maximum length of the continuation (default: 64)")
+    add(
+        "--sequence_length",
+        type=number(int, 2, LARGEST_COUNT),
+        help="maximum length of prompt and continuation (default: as in training, or the model's context)",
+    )
+    add("--temperature", type=number(float, 0), default=1.0, help="0: always take the most probable token (default: 1)")
+    add("--top_k", type=number(int, 1), help="sample from this many most probable tokens (default: all)")
+    add(
+        "--top_p",
+        type=number(float, 0, 1, above=True),
+        default=1.0,
+        help="sample from the most probable tokens with this total probability (default: all)",
+    )
+    add("--seed", type=number(int, 0), default=1234, help="sampling seed (default: 1234)")
+    add("--stop", action="append", default=[], help="end a text before this string; may be repeated")
+    add(
+        "--batch_size",
+        type=number(int, 1, 4096),
+        help=f"texts to generate at a time (default: 1 on a CPU, {GPU_BATCH_SIZE} on a GPU)",
+    )
+    add(
+        "--json_lines",
+        action="store_true",
+        help="print a JSON object per text: index, prompt, text (continuation), finish (end, stop, length, context), "
+        "prompt_tokens, tokens",
+    )
+    options = parser.parse_args(arguments)
+    if "" in options.stop:
+        parser.error("argument --stop: an empty string ends every text immediately; leave it out")
+    if not options.prompt and options.prompts_file is None:
+        parser.error("one of the arguments --prompt --prompts_file is required")
+    if options.temperature == 0 and (options.top_k or options.top_p < 1):
+        parser.error("arguments --top_k, --top_p: --temperature=0 does not sample; leave them out")
+    return options
+
+
+def all_prompts(options: argparse.Namespace) -> list[str]:
+    """Return the prompts of the command line, then those of the file.
+
+    Raises:
+        DataError: if the file cannot be read or holds no prompt.
+    """
+    # Command-line bytes that are not UTF-8 become U+FFFD.
+    prompts = [prompt.encode("utf-8", "surrogateescape").decode("utf-8", "replace") for prompt in options.prompt]
+    name = options.prompts_file
+    if name is None:
+        return prompts
+    try:
+        content = sys.stdin.buffer.read() if name == "-" else Path(name).read_bytes()
+    except OSError as error:
+        raise DataError(f"--prompts_file={name}: cannot be read: {error.strerror}") from None
+    return [*prompts, *read_prompts(content, f"--prompts_file={name}")]
+
+
+def continued(options: argparse.Namespace) -> Iterator[tuple[int, str, Text, str, int]]:
+    """Yield number, prompt, tokens, continuation and longest length of each text, in the order of the prompts.
+
+    Raises:
+        RunError: if the model, a prompt or the tokenizer cannot be used.
+    """
+    prompts = all_prompts(options)
+    device = choose_device(options.device)
+    # The user writes the prompts, so special tokens spelled out in them are intended.
+    tokenizer = open_tokenizer(options.model, options.tokenizer_file, special_tokens=True)
+    template = bool(options.add_special_tokens)
+    model = load_model(options.model, options.sequence_length, options.dtype, device, options.weights)
+    vocab_size, longest = model.config.vocab_size, model.longest
+    sampling = SamplingOptions(options.temperature, options.top_k, options.top_p)
+    texts = [
+        Text(
+            encode_prompt(tokenizer, prompt, template, vocab_size, longest),
+            TokenSampler(sampling, derive_seed("text", options.seed, prompt, repetition)),
+        )
+        for prompt, repetition in numbered(prompts)
+    ]
+    continuations = Continuations(tokenizer, options.stop)
+    ends = end_tokens(options.model, tokenizer)
+    limits = Limits(options.max_new_tokens, longest, ends, continuations.stopped)
+    rows = options.batch_size or (1 if device.type == "cpu" else GPU_BATCH_SIZE)
+    shown = 0
+    for _ in continue_texts(model.run, device, texts, limits, rows, backend=model.prompt_attention()):
+        while shown < len(texts) and texts[shown].finish is not None:
+            yield shown, prompts[shown], texts[shown], continuations.text(texts[shown]), longest
+            shown += 1
+
+
+def main(arguments: Sequence[str] | None = None, program: str | None = None) -> int:
+    """Print the texts as they finish; return the exit code."""
+    options = parse_options(arguments, program)
+    if hasattr(sys.stdout, "reconfigure"):
+        sys.stdout.reconfigure(errors="backslashreplace")
+    many = len(options.prompt) > 1 or options.prompts_file is not None
+    try:
+        for index, prompt, text, continuation, longest in continued(options):
+            if options.json_lines:
+                print_page(json.dumps(as_json(index, prompt, text, continuation), ensure_ascii=False))
+            else:
+                print_page((f"--- {index + 1} ---\n" if many else "") + prompt + continuation)
+            if text.finish == "context":
+                note = (
+                    f"NOTE: text {index + 1} ends at {longest:,} tokens (--sequence_length; by default, as in training)"
+                )
+                print(note, file=sys.stderr)
+    except Exception as error:
+        return print_failure(error, "write a smaller --batch_size or --max_new_tokens, or --dtype=bf16")
+    return EXIT_DONE

@@ -1,0 +1,36 @@
+"""Write one HTML page about one or several runs: curves, samples, times, checkpoints, configuration.
+
+    megatron_lite report_run EXPERIMENT_DIR... [--output=report.html]
+
+The page needs no network. A run with an experiment directory writes its own page when it ends, unless --report=0.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+from megatron_lite.cli.script_parser import ScriptParser
+from megatron_lite.errors import RunError
+from megatron_lite.reports.report import REPORT_FILE, write_report
+
+
+def main(arguments: Sequence[str] | None = None, program: str | None = None) -> int:
+    """Write the page; return the exit code."""
+    parser = ScriptParser(
+        prog=program,
+        description="Write a page about one or several runs.",
+        epilog="Exit codes: 0 done, 2 usage, 3 a run has no numbers, 8 the page cannot be written.",
+    )
+    parser.add_argument("runs", nargs="+", type=Path, metavar="EXPERIMENT_DIR", help="the --experiment_dir of a run")
+    parser.add_argument("--output", type=Path, help=f"file to write (default: {REPORT_FILE} in the first directory)")
+    options = parser.parse_args(arguments)
+    output = options.output or options.runs[0] / REPORT_FILE
+    try:
+        write_report(options.runs, output)
+    except RunError as error:
+        print(f"ERROR: {error}", file=sys.stderr)
+        return error.exit_code
+    print(f"report: {output}")
+    return 0

@@ -1,0 +1,66 @@
+"""`megatron_lite <verb>`: the list of verbs, a mistyped one, and the scripts that are the same commands."""
+
+import importlib
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from megatron_lite.commands import VERBS, command
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+def test_help_lists_every_verb(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    """With one line of its module's docstring each; so does the bare command."""
+    pages = []
+    for words in (["--help"], []):
+        monkeypatch.setattr(sys, "argv", ["megatron_lite", *words])
+        assert command() == 0
+        pages.append(capsys.readouterr().out)
+    assert pages[0] == pages[1]
+    lines = pages[0].splitlines()[2:]
+    assert [line.split()[0] for line in lines] == list(VERBS)
+    for line in lines:
+        verb, summary = line.split(maxsplit=1)
+        assert (importlib.import_module(VERBS[verb]).__doc__ or "").startswith(summary) and len(line) <= 120
+
+
+@pytest.mark.parametrize(
+    ("verb", "said"),
+    [
+        ("genrate", "unknown command genrate; did you mean generate?"),
+        ("watch", "unknown command watch; did you mean watch_run?"),
+        ("zzz", f"unknown command zzz; the commands are {', '.join(VERBS)}"),
+    ],
+)
+def test_an_unknown_verb_is_one_line(
+    verb: str, said: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(sys, "argv", ["megatron_lite", verb])
+    assert command() == 2
+    assert capsys.readouterr() == ("", f"megatron_lite: error: {said}\n")
+
+
+def test_help_imports_nothing_heavy() -> None:
+    """`--help` answers at once."""
+    code = (
+        "import runpy, sys; sys.argv = ['megatron_lite', '--help']\n"
+        "try: runpy.run_module('megatron_lite', run_name='__main__')\n"
+        "except SystemExit: print([name for name in ('torch', 'numpy', 'matplotlib') if name in sys.modules])"
+    )
+    result = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=True)
+    assert result.stdout.endswith("\n[]\n")
+
+
+@pytest.mark.parametrize("verb", [verb for verb in VERBS if verb != "pretrain_gpt"])
+def test_a_script_is_its_verb(verb: str) -> None:
+    """Both run the same function; only the command in their messages differs."""
+    module = importlib.import_module(VERBS[verb])
+    source = (ROOT / "scripts" / f"{verb}.py").read_text("utf-8")
+    assert f'start("{verb}", ' in source or f"from {module.__name__} import main" in source
+    for program in (None, f"megatron_lite {verb}"):
+        with pytest.raises(SystemExit) as end:
+            module.main(["--no_such_flag"], program)
+        assert end.value.code == 2
