@@ -216,9 +216,10 @@ def _open_inputs(run: Run, variables: Mapping[str, str], kernels: Kernels) -> li
 def _check_tokenizer(run: Run) -> None:
     """Compare --tokenizer_file and --vocab_size with the data; remember the tokenizer for checkpoints and exports."""
     config, file = run.config, run.config.data.tokenizer_file
-    paths = weighted_paths(config.data.data_path) if config.data.dataset_source != "random" else []
+    flags = ("data_path", "valid_data_path", "test_data_path") if config.data.dataset_source != "random" else ()
+    paths = [path for flag in flags for _, path in weighted_paths(getattr(config.data, flag))]
     own = None if file is None else known_tokenizer(file, f"--tokenizer_file={file}")
-    found, unknown = check_tokenizer([path for _, path in paths], config.model.vocab_size, own)
+    found, unknown = check_tokenizer(paths, config.model.vocab_size, own)
     if (tokenizer := found or own) is not None:
         run.data.identity |= {"tokenizer_sha256": tokenizer.sha256, "tokenizer_size": tokenizer.size}
     if unknown and run.distributed.rank == 0:

@@ -253,9 +253,11 @@ def data_changes(loaded: Manifest, config: Config, identity: dict[str, Any]) -> 
     before = loaded.state.get("data")
     if not before or not before["sets"] or not identity["sets"]:
         return  # random tokens, or a checkpoint of an older version
-    split = tuple(saved.get("split", config.data.split))
-    if not _same_shares(split, config.data.split):
-        yield f"--{Difference('split', split, config.data.split)}"
+    split, now = tuple(saved.get("split", config.data.split)), config.data.split
+    if not _same_shares(split, now, 1):  # training reads the first documents
+        kept = ",".join(f"{share:g}" for share in (split[0], 0, sum(split[1:])))
+        hint = f"; --split={kept} leaves training its documents" if now == (1.0, 0.0, 0.0) else ""
+        yield f"--{Difference('split', split, now)}{hint}"
     old_schedule = tuple(saved.get("data_weights_schedule", ()))
     old, old_weights = _data_sets(saved.get("data_path", ()), old_schedule, before, loaded.iteration)
     new_schedule = config.data.data_weights_schedule
@@ -309,7 +311,18 @@ def _data_sets(
     return list(map(_DataSet, map(list, identity["sets"]), weights, paths)), later
 
 
-def _same_shares(left: Sequence[float], right: Sequence[float]) -> bool:
-    """Whether two values of --split give every phase the same share."""
-    pairs = itertools.zip_longest(left, right, fillvalue=0.0)
+def other_evaluations(loaded: Manifest, config: Config, identity: dict[str, Any]) -> Iterator[str]:
+    """Yield a warning for each phase that now evaluates other data than before the checkpoint; training goes on."""
+    shares = _same_shares(loaded.config.get("split", config.data.split), config.data.split)
+    for phase, iterations in (("validation", "validation_iters"), ("test", "test_iters")):
+        old, new = ((data or {}).get("evaluated", {}).get(phase) for data in (loaded.state.get("data"), identity))
+        is_other = old != new or (new is None and not shares and config.data.dataset_source != "random")
+        if is_other and loaded.config.get(iterations) and getattr(config.training, iterations):
+            flag = config.data.path_flag(phase) if new or shares else "split"
+            yield f"--{flag}: other {phase} data than before: losses of the {phase} do not compare with earlier ones"
+
+
+def _same_shares(left: Sequence[float], right: Sequence[float], phases: int = 3) -> bool:
+    """Whether two values of --split give each of the first phases the same share."""
+    pairs = itertools.islice(itertools.zip_longest(left, right, fillvalue=0.0), phases)
     return all(math.isclose(a * sum(right), b * sum(left)) for a, b in pairs)

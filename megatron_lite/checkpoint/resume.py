@@ -231,7 +231,7 @@ def resume(
         logger.info("  averaging (--ema_type=%s) begins now, from these weights", config.averaging.ema_type)
     for change in other_data:
         logger.warning("  allowed by --allow_data_change=1: %s", change)
-    _log_changes(loaded, config, logger)
+    _log_changes(loaded, config, data, logger)
     return Resumed(loaded.iteration, loaded.state.get("evaluation_due", False), folder)
 
 
@@ -245,10 +245,12 @@ def _other_ranks(loaded: Manifest, distributed: Distributed) -> str:
     return f", saved by {ranks}{' with ' * bool(flags)}{' '.join(flags)}"
 
 
-def _log_changes(loaded: Manifest, config: Config, logger: logging.Logger) -> None:
+def _log_changes(loaded: Manifest, config: Config, data: dict[str, Any], logger: logging.Logger) -> None:
     """Log how the configuration differs from the checkpoint's."""
     for difference in compatibility.differences(loaded.config, config, compatibility.DATA, None):
         logger.info("  changed since that checkpoint (the command line wins): %s", difference)
+    for line in compatibility.other_evaluations(loaded, config, data):
+        logger.warning(line)
     for moved in (compatibility.moved_samples, compatibility.moved_rate):
         if (warning := moved(loaded.config, config, loaded.iteration)) is not None:
             logger.warning(warning)

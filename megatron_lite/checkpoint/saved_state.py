@@ -84,6 +84,7 @@ RUN_STATE = {
         "sets": list[tuple[Count, Count, TokenDtype, Digest]],
         "tokenizer": Digest | None,
         "masks?": list[Digest | None],
+        "evaluated?": dict[str, Digest],
         **_TOKENIZER,
     },
 }

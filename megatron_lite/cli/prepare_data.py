@@ -89,6 +89,10 @@ def report(options: CorpusOptions, summary: dict[str, Any], is_new: bool) -> Non
         print(f"duplicates        {summary['duplicates']:,} left out")
     for kind, count in summary["skipped"].items():
         print(f"skipped           {count:,}: {kind}")
+    if options.validation_documents:
+        *training, validation = options.outputs
+        of_data = f"--data_path {' '.join(training)} --valid_data_path={validation}"
+        print(f"to train          {of_data} --validation_iters=all")
 
 
 def parse(argv: Sequence[str], program: str) -> argparse.Namespace:

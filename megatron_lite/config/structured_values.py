@@ -24,8 +24,10 @@ LINKS = ("auto", "nvlink", "ib", "ethernet")
 _VARIABLE = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
 
 
-def weighted_paths(data_path: Sequence[str]) -> list[tuple[float, str]]:
+def weighted_paths(data_path: Sequence[str], flag: str = "data_path") -> list[tuple[float, str]]:
     """Return the data sets of `data_path` with their weights, which sum to 1; without weights all are equal.
+
+    flag: for messages.
 
     Every prefix has a weight before it (`0.3 a 0.7 b`), or none does. A prefix that looks like a number needs its
     folder (`./7`).
@@ -34,7 +36,7 @@ def weighted_paths(data_path: Sequence[str]) -> list[tuple[float, str]]:
         UsageError: if weights and prefixes do not alternate, or a weight is not a positive finite number.
     """
     words = tuple(data_path)
-    typed = f"--data_path={_shortened(words)}"
+    typed = f"--{flag}={_shortened(words)}"
     if not any(is_number(word) for word in words):
         return [(1.0 / len(words), word) for word in words]
     if len(words) % 2 or any(is_number(word) == bool(place % 2) for place, word in enumerate(words)):

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from types import MappingProxyType
+from typing import Any
 
 from megatron_lite.config.option import (
     SAVED,
@@ -39,6 +41,14 @@ LISTED = Rule(
     fix="write --dataset_source=list",
 )
 validation_option = idle_unless("validation_iters")
+
+
+OWN_DATA = MappingProxyType({"validation": "valid_data_path", "test": "test_data_path"})  # phase -> its own data
+
+
+def own_data_option(phase: str, help: str, **details: Any) -> Any:
+    """Declare the data of a phase that reads nothing of data_path."""
+    return option((), help, idle_unless=f"dataset_source!=random and {phase}_iters", **details)
 
 
 @dataclass
@@ -88,10 +98,17 @@ class DataConfig(Area):
         ".bin/.idx prefixes, or text to prepare once (folders, .jsonl, parquet, patterns), each optionally after a "
         "weight",
         basic=True,
+        aliases="train_data_path",
     )
+    valid_data_path: tuple[str, ...] = own_data_option(
+        "validation",
+        "validation data of its own, in the words of data_path, which is then all for training unless split is given; "
+        "of several sets, each also has a loss of its own",
+    )
+    test_data_path: tuple[str, ...] = own_data_option("test", "test data of its own, as valid_data_path")
     dataset_cache: str = file_option(
         "",
-        "folder for the tokens of text in data_path, which runs may share (default: experiment_dir/dataset_cache)",
+        "folder for the tokens of text, which runs may share (default: experiment_dir/dataset_cache)",
         may_differ=True,
     )
     split: tuple[NonNegativeFloat, ...] = file_option(
@@ -148,8 +165,8 @@ class DataConfig(Area):
     )
     loss_mask: tuple[str, ...] = file_option(
         (),
-        "prefixes of .bin/.idx pairs, one per data set in the order of data_path, with 1 for tokens that count in the "
-        "loss and 0 for others; none: every token of that data set counts",
+        "prefixes of .bin/.idx pairs, one per data set in the order of data_path, valid_data_path and test_data_path, "
+        "with 1 for tokens that count in the loss and 0 for others; none: every token of that data set counts",
         excludes=(LISTED,),
     )
     fim_rate: Fraction = file_option(
@@ -195,6 +212,11 @@ class DataConfig(Area):
     )
     data_sample_warn_time_ms: PositiveFloat = file_option(1000.0, "warn if reading a sample takes longer (ms)")
     data_batch_warn_time_ms: PositiveFloat = option(1000.0, "warn if waiting for a batch takes longer than this (ms)")
+
+    def path_flag(self, phase: str) -> str:
+        """Return the option that names the data of a phase: its own if that is given, else data_path."""
+        own = OWN_DATA.get(phase, "data_path")
+        return own if getattr(self, own) else "data_path"
 
     @property
     def needs_borders(self) -> bool:
@@ -243,7 +265,7 @@ class TrainingConfig(Area):
         1000, "iterations between validations", basic=True, aliases="eval_interval steps_per_eval"
     )
     validation_by_dataset: bool = validation_option(
-        False, "also validate on each data set of a blend separately, with validation_iters batches each"
+        False, "also validate on each data set of data_path separately, with validation_iters batches each"
     )
     test_iters: NonNegativeInt = option(0, "batches in the test after training")
     export_interval: PositiveInt | None = optional("iterations between exports", "no exports", basic=True, needs=SAVED)

@@ -22,8 +22,9 @@ from megatron_lite.config.option import All, Auto, Flag
 LARGEST_INTEGER = 2**63 - 1
 DASHES = "-\u2010\u2011\u2012\u2013\u2014\u2212"  # ASCII, and those of word processors and web pages
 PATHS = frozenset(  # options that name files and folders
-    "experiment_dir data_path dataset_cache loss_mask tokenizer_file pretrained_checkpoint_path load_checkpoint_path "
-    "sample_prompts export_callback_script tensorboard_dir machine_speeds write_sbatch".split()
+    "experiment_dir data_path valid_data_path test_data_path dataset_cache loss_mask tokenizer_file "
+    "pretrained_checkpoint_path load_checkpoint_path sample_prompts export_callback_script tensorboard_dir "
+    "machine_speeds write_sbatch".split()
 )
 URL, LOCAL = r"[A-Za-z][\w+.-]*://", "a URL is neither read nor written"
 QUOTES = "'\"\u2018\u2019\u201c\u201d"

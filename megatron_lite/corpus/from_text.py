@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import logging
 from pathlib import Path
+from typing import Any
 
 from megatron_lite.config import Config
 from megatron_lite.config.structured_values import weighted_paths
@@ -23,17 +24,17 @@ FINGERPRINT_DIGITS = 16  # of a folder's name
 
 
 def resolve_data(config: Config, distributed: Distributed, root: Path | None, logger: logging.Logger) -> Config:
-    """Replace text and lists in --data_path by prefixes of pairs; rank 0 prepares what is not prepared yet.
+    """Replace text and lists in the paths of data by prefixes of pairs; rank 0 prepares what is not prepared yet.
 
     All ranks call this and wait as long as it takes. root: the experiment directory.
 
     Raises: RunError on every rank: usage, data, storage, or a worker that died.
     """
-    data = config.data
-    if data.dataset_source == "random" or not data.data_path:
+    if config.data.dataset_source == "random":
         return config
     words = rank_0_works(distributed, lambda: _resolved(config, root, logger))
-    return dataclasses.replace(config, data=dataclasses.replace(data, dataset_source="list", data_path=tuple(words)))
+    paths: dict[str, Any] = {flag: tuple(found) for flag, found in words.items()}
+    return dataclasses.replace(config, data=dataclasses.replace(config.data, dataset_source="list", **paths))
 
 
 def is_text(path: str) -> bool:
@@ -45,23 +46,30 @@ def is_text(path: str) -> bool:
     return Path(path).is_dir() or is_file or any(sign in path for sign in "*?[{")
 
 
-def _resolved(config: Config, root: Path | None, logger: logging.Logger) -> list[str]:
-    words = list(config.data.data_path)
-    if config.data.dataset_source == "file":
-        words = read_list(Path(words[0]))
-    texts = [path for _, path in weighted_paths(words) if is_text(path)]
-    prepared = {path: _prepared(path, config, root, logger) for path in dict.fromkeys(texts)}
-    return [prepared.get(word, word) for word in words]
+def _resolved(config: Config, root: Path | None, logger: logging.Logger) -> dict[str, list[str]]:
+    """Return the words of each path of data that the run reads."""
+    training, data = config.training, config.data
+    found = {"data_path": list(data.data_path)}
+    if data.dataset_source == "file" and data.data_path:
+        found["data_path"] = read_list(Path(data.data_path[0]))
+    for phase, count in (("validation", training.validation_iters), ("test", training.test_iters)):
+        if count != 0:
+            found.setdefault(flag := data.path_flag(phase), list(getattr(data, flag)))
+    for flag, words in found.items():
+        texts = [path for _, path in weighted_paths(words, flag) if is_text(path)]
+        prepared = {path: _prepared(path, flag, config, root, logger) for path in dict.fromkeys(texts)}
+        found[flag] = [prepared.get(word, word) for word in words]
+    return found
 
 
-def _prepared(path: str, config: Config, root: Path | None, logger: logging.Logger) -> str:
+def _prepared(path: str, flag: str, config: Config, root: Path | None, logger: logging.Logger) -> str:
     """Return the prefix of a text's pair, which is made unless it is there."""
     if config.data.tokenizer_file is None:
-        raise UsageError(f"--data_path={path}: is text; name its tokenizer with --tokenizer_file=<tokenizer.json>")
+        raise UsageError(f"--{flag}={path}: is text; name its tokenizer with --tokenizer_file=<tokenizer.json>")
     folder = config.data.dataset_cache or (str(root / CACHE) if root is not None else None)
     if folder is None:
         raise UsageError(
-            f"--data_path={path}: is text, and there is no place for its tokens; give --dataset_cache or "
+            f"--{flag}={path}: is text, and there is no place for its tokens; give --dataset_cache or "
             "--experiment_dir, or prepare it with scripts/prepare_data.py"
         )
     vocab_size = load_tokenizer(config.data.tokenizer_file).vocab_size

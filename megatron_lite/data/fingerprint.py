@@ -30,6 +30,11 @@ def fingerprint(dataset: IndexedDataset) -> str:
         raise unreadable(error.filename or dataset.prefix, error) from error
 
 
+def digest(value: Any) -> str:
+    """Return 16 hexadecimal digits that depend on a value of JSON."""
+    return hashlib.blake2b(json.dumps(value).encode(), digest_size=8).hexdigest()
+
+
 def identity(
     datasets: list[IndexedDataset], tokenizer_file: str | None, masks: Sequence[IndexedDataset | None] = ()
 ) -> dict[str, Any]:
@@ -37,7 +42,7 @@ def identity(
 
     `sets`: [documents, tokens, dtype, fingerprint] of each data set, in the order of --data_path. `tokenizer`: a
     digest of the tokenizer's file, or None. `masks`: the fingerprint of each data set's loss mask, or None; left out
-    if there is no mask.
+    if there is no mask. `open_data` adds `evaluated`: a digest for each phase with data of its own.
 
     Raises: DataError if a file cannot be read.
     """
@@ -60,13 +65,12 @@ def check_same(own: dict[str, Any], distributed: Distributed) -> None:
 
     Raises: DataError on every rank, if the identity of any differs from that of rank 0.
     """
-    digest = hashlib.blake2b(json.dumps(own).encode(), digest_size=8).hexdigest()
-    digests = distributed.gather_objects(digest)
+    digests = distributed.gather_objects(digest(own))
     others = [rank for rank, other in enumerate(digests) if other != digests[0]]
     if others:
         error = DataError(
-            f"rank {others[0]} reads other files than rank 0 under the same --data_path, --loss_mask or "
-            "--tokenizer_file; every rank needs the same data"
+            f"rank {others[0]} reads other files than rank 0 under the same --data_path, --valid_data_path, "
+            "--test_data_path, --loss_mask or --tokenizer_file; every rank needs the same data"
         )
         error.agreed = True
         raise error

@@ -180,9 +180,9 @@ class DataSource:
         """Read one iteration's micro-batches of this rank in place."""
         return next(self.batches(phase, iteration - 1, 1))
 
-    def validations(self) -> dict[str, str]:
-        """Return the phases that validate one data set of a blend each: name of the data set -> phase."""
-        return {phase.partition("/")[2]: phase for phase in self.phases if phase.startswith("validation/")}
+    def alone(self, phase: str) -> dict[str, str]:
+        """Return the phases that evaluate one data set of a phase's blend each: name of the data set -> phase."""
+        return {name.partition("/")[2]: name for name in self.phases if name.startswith(f"{phase}/")}
 
     def close(self) -> None:
         """End all workers, including those of generators that were never closed, and the search in the background."""

@@ -5,7 +5,9 @@ from __future__ import annotations
 import bisect
 import functools
 import itertools
-from collections.abc import Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from types import MappingProxyType
+from typing import NamedTuple
 
 import numpy as np
 
@@ -15,7 +17,7 @@ from megatron_lite.config.structured_values import short_names, weight_stages, w
 from megatron_lite.data.blending import MAX_SAMPLES, Blend, Concatenation
 from megatron_lite.data.disk_array import allow_open_files
 from megatron_lite.data.fill_in_the_middle import FillInTheMiddle
-from megatron_lite.data.fingerprint import identity
+from megatron_lite.data.fingerprint import digest, identity
 from megatron_lite.data.indexed_dataset import IndexedDataset
 from megatron_lite.data.loader import DataSource, Phase
 from megatron_lite.data.reading import RandomReader, Stream, StreamReader, masked_labels
@@ -39,6 +41,8 @@ MOST_DESCRIBED = 20  # data sets with a line of their own in the banner
 # Up to four epochs, repeated tokens are worth nearly as much as new ones; then their value falls fast. Source:
 # Muennighoff et al. 2023, "Scaling Data-Constrained Language Models".
 MANY_EPOCHS = 4
+# Option -> the name of its data sets in the banner.
+PATH_FLAGS = MappingProxyType({"data_path": "data", "valid_data_path": "valid", "test_data_path": "test"})
 NO_MASK = "none"  # in --loss_mask: every token of that data set counts
 # Entries of a mask in which a token that counts is looked for when a run starts, and entries read at a time.
 SEARCHED, READ_AT_A_TIME = 2**24, 2**16
@@ -67,30 +71,55 @@ def open_data(config: Config, rank: int, world_size: int) -> DataSource:
             random = RandomReader(sampler_key(config.distributed.seed, phase, 0), *sizes)
             phases[phase] = Phase(random, _schedule(config, phase), count)
         return DataSource(config, rank, world_size, phases, {"data": "random tokens"}, identity([], tokenizer))
-    prefixes = [prefix for _, prefix in weighted_paths(config.data.data_path)] if needed else []
-    assert prefixes or not needed, "validated"
-    allow_open_files(FILES_OF_A_SET * len(prefixes) + OTHER_FILES)
-    open_once = functools.cache(IndexedDataset)
-    datasets = [open_once(prefix) for prefix in prefixes]
-    masks: list[IndexedDataset | None] = [None] * len(datasets)
-    for number, prefix in enumerate(config.data.loss_mask if needed else ()):
-        if prefix != NO_MASK:
-            masks[number] = open_once(prefix)
-            _check_same_documents(open_once(prefix), datasets[number])
+    sets = _open_sets(config, {config.data.path_flag(phase) for phase in needed})
+    shared = sets.get("data_path", Sets([], [], []))
+    found, own = identity(shared.datasets, tokenizer, shared.masks), dict[str, str]()
+    for phase in needed:
+        if (flag := config.data.path_flag(phase)) != "data_path":
+            own[phase] = digest([identity(sets[flag].datasets, None, sets[flag].masks), sets[flag].weights])
+            found["evaluated"] = own
     fill = None
     if needed and config.data.fim_rate > 0:
         key = derive_seed("fill in the middle", config.distributed.seed)
         fill = FillInTheMiddle(config.data, config.model.vocab_size, key)
     for phase, count in needed.items():
-        pairs = zip(datasets, masks, strict=True)
+        pairs = sets[config.data.path_flag(phase)].pairs()
         streams = [_stream(config, phase, number, *pair) for number, pair in enumerate(pairs)]
         phases[phase] = _phase(config, phase, count, streams, fill)
         alone = {stream.dataset.prefix: stream for stream in streams}  # of a data set named twice, the last
-        if phase == "validation" and training.validation_by_dataset and len(alone) > 1:
+        if len(alone) > 1 and (phase in own or (phase == "validation" and training.validation_by_dataset)):
             for prefix, name in short_names(list(alone)).items():
-                phases[f"validation/{name}"] = _phase(config, phase, count, [alone[prefix]], fill)
-    described, warnings = describe(config, datasets, phases), (*repeats(phases), *left_out(phases))
-    return DataSource(config, rank, world_size, phases, described, identity(datasets, tokenizer, masks), warnings)
+                phases[f"{phase}/{name}"] = _phase(config, phase, count, [alone[prefix]], fill)
+    described, warnings = describe(config, sets, phases), (*repeats(phases), *left_out(phases))
+    return DataSource(config, rank, world_size, phases, described, found, warnings)
+
+
+class Sets(NamedTuple):
+    """The data sets of --data_path, --valid_data_path or --test_data_path, each with its loss mask, if any."""
+
+    datasets: list[IndexedDataset]
+    masks: list[IndexedDataset | None]
+    weights: list[float]
+
+    def pairs(self) -> Iterator[tuple[IndexedDataset, IndexedDataset | None]]:
+        return zip(self.datasets, self.masks, strict=True)
+
+
+def _open_sets(config: Config, flags: Collection[str]) -> dict[str, Sets]:
+    """Open the data sets of these options; --loss_mask has a word for each data set of all three."""
+    paths = {flag: weighted_paths(getattr(config.data, flag), flag) for flag in PATH_FLAGS}
+    allow_open_files(FILES_OF_A_SET * sum(len(paths[flag]) for flag in flags) + OTHER_FILES)
+    open_once, found, words = functools.cache(IndexedDataset), dict[str, Sets](), iter(config.data.loss_mask)
+    for flag, weighted in paths.items():
+        names = [next(words, NO_MASK) for _ in weighted]
+        if flag in flags:
+            datasets = [open_once(prefix) for _, prefix in weighted]
+            masks = [None if name == NO_MASK else open_once(name) for name in names]
+            found[flag] = Sets(datasets, masks, [weight for weight, _ in weighted])
+            for dataset, mask in found[flag].pairs():
+                if mask is not None:
+                    _check_same_documents(mask, dataset)
+    return found
 
 
 def _check_same_documents(mask: IndexedDataset, dataset: IndexedDataset) -> None:
@@ -150,9 +179,11 @@ def _phase(config: Config, phase: str, count: int | All, streams: list[Stream], 
         schedule, iterations = _schedule(config, phase), count
         order = Blend([1.0])
         if len(streams) > 1:
+            flag = config.data.path_flag(phase)
             if (samples := schedule.consumed_samples(count)) > MAX_SAMPLES:
-                raise UsageError(f"--data_path: a blend gives at most {MAX_SAMPLES:,} samples, not {samples:,}")
-            first, *later = weight_stages(config.data.data_path, config.data.data_weights_schedule)
+                raise UsageError(f"--{flag}: a blend gives at most {MAX_SAMPLES:,} samples, not {samples:,}")
+            scheduled = config.data.data_weights_schedule if flag == "data_path" else ()
+            first, *later = weight_stages(getattr(config.data, flag), scheduled)
             changes = [(schedule.consumed_samples(start), weights) for start, weights in later]
             order = Blend(first.weights, changes if phase == "training" else ())
     reader = StreamReader(
@@ -183,11 +214,14 @@ def split_documents(num_documents: int, split: Sequence[float]) -> list[tuple[in
 
 
 def _stream(config: Config, phase: str, number: int, dataset: IndexedDataset, mask: IndexedDataset | None) -> Stream:
-    """Cut the split of `phase` out of a data set."""
+    """Cut the split of `phase` out of a data set, or take all of its own."""
     if dataset.num_documents == 0:
         raise DataError(f"{dataset.index_path}: an empty data set: it holds no documents")
-    first, end = split_documents(dataset.num_documents, config.data.split)[PHASES.index(phase)]
-    split = ",".join(f"{share:g}" for share in config.data.split)
+    first, end, documents_of = 0, dataset.num_documents, f"{dataset.num_documents:,} documents"
+    if config.data.path_flag(phase) == "data_path":
+        first, end = split_documents(dataset.num_documents, config.data.split)[PHASES.index(phase)]
+        split = ",".join(f"{share:g}" for share in config.data.split)
+        documents_of = f"{end - first:,} of {documents_of}, --split={split}"
     if first == end:
         flag = "train_iters" if phase == "training" else f"{phase}_iters"
         raise DataError(
@@ -210,9 +244,8 @@ def _stream(config: Config, phase: str, number: int, dataset: IndexedDataset, ma
     order = FileOrder(dataset, documents, config.data.needs_borders)
     if order.num_tokens <= length:
         raise DataError(
-            f"{dataset.tokens.path}: {order.num_tokens:,} tokens for {phase} ({end - first:,} of "
-            f"{dataset.num_documents:,} documents, --split={split}), but one sample needs {length + 1:,} "
-            "(--sequence_length + 1)"
+            f"{dataset.tokens.path}: {order.num_tokens:,} tokens for {phase} ({documents_of}), but one sample needs "
+            f"{length + 1:,} (--sequence_length + 1)"
         )
     if phase == "training" and config.data.shuffle_documents and sample_order.shuffle != "none":
         # Tables of an epoch and the next one, or of all that are shuffled together.
@@ -260,21 +293,25 @@ def check_epochs(config: Config, reader: StreamReader, schedule: BatchSchedule) 
     )
 
 
-def describe(config: Config, datasets: Sequence[IndexedDataset], phases: dict[str, Phase]) -> dict[str, str]:
-    """Return lines for the banner: one per data set, in the order of --data_path, and one per phase."""
-    described, weights, epochs = {}, _weights(phases, len(datasets)), _training_epochs(phases)
-    for number, dataset in enumerate(datasets[:MOST_DESCRIBED]):
-        parts = [f"{dataset.num_documents:,} documents", f"{dataset.num_tokens:,} tokens"]
-        if config.data.loss_mask:
-            parts.append(f"loss mask {config.data.loss_mask[number]}")
-        if len(datasets) > 1:
-            parts.append(f"{100 * weights[number]:.4g}% of the samples")
-            parts += [f"{epochs[number]:.3g} epochs"] if epochs else []
-        described[f"data {number}"] = f"{dataset.prefix}: {', '.join(parts)}"
-    if others := datasets[MOST_DESCRIBED:]:
-        percent = 100 * sum(weights[MOST_DESCRIBED:])
-        tokens = sum(dataset.num_tokens for dataset in others)
-        described["other data"] = f"{len(others):,} data sets: {tokens:,} tokens, {percent:.4g}% of the samples"
+def describe(config: Config, sets: Mapping[str, Sets], phases: dict[str, Phase]) -> dict[str, str]:
+    """Return lines for the banner: one per data set, in the order of the options, and one per phase."""
+    described = {}
+    for flag, (datasets, masks, _) in sets.items():
+        readers = {name: phase for name, phase in phases.items() if config.data.path_flag(name.split("/")[0]) == flag}
+        weights, epochs = _weights(readers, len(datasets)), _training_epochs(readers)
+        name = PATH_FLAGS[flag]
+        for number, dataset in enumerate(datasets[:MOST_DESCRIBED]):
+            parts = [f"{dataset.num_documents:,} documents", f"{dataset.num_tokens:,} tokens"]
+            if config.data.loss_mask:
+                parts.append(f"loss mask {NO_MASK if (mask := masks[number]) is None else mask.prefix}")
+            if len(datasets) > 1:
+                parts.append(f"{100 * weights[number]:.4g}% of the samples")
+                parts += [f"{epochs[number]:.3g} epochs"] if epochs else []
+            described[f"{name} {number}"] = f"{dataset.prefix}: {', '.join(parts)}"
+        if others := datasets[MOST_DESCRIBED:]:
+            percent = 100 * sum(weights[MOST_DESCRIBED:])
+            tokens = sum(dataset.num_tokens for dataset in others)
+            described[f"other {name}"] = f"{len(others):,} data sets: {tokens:,} tokens, {percent:.4g}% of the samples"
     if changes := config.data.data_weights_schedule:
         described["data weights"] = f"change as in {' '.join(changes[:MOST_DESCRIBED])}"
     for name, phase in phases.items():

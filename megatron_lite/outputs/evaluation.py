@@ -51,12 +51,12 @@ def evaluate_and_export(run: Run, last: bool) -> None:
 def evaluate(run: Run, phase: str) -> None:
     """Log the mean loss per token of the weights and of their averages; a phase always uses the same batches.
 
-    With --validation_by_dataset, do the same for each data set of a blend.
+    With --validation_by_dataset, or several data sets of --valid_data_path or --test_data_path, do so for each alone.
     """
     refuse_bad_steps(run)
     losses = _losses(run, phase)
     record = {"phase": phase, "iteration": run.iteration, "train_iters": run.config.training.train_iters, **losses}
-    for name, alone in run.data.validations().items() if phase == "validation" else ():
+    for name, alone in run.data.alone(phase).items():
         record |= {f"{kind}/{name}": loss for kind, loss in _losses(run, alone).items()}
     named = {f"{phase} {kind.replace('_', ' ')}": loss for kind, loss in losses.items() if loss is not None}
     run.evaluated = {run.iteration: {**run.evaluated.get(run.iteration, {}), **named}}

@@ -17,8 +17,10 @@ from megatron_lite.config.structured_values import (
     module_expression,
     size_bytes,
     weight_stages,
+    weighted_paths,
 )
 from megatron_lite.config.system import number_of_stages
+from megatron_lite.config.training import OWN_DATA
 from megatron_lite.config.values import is_number, written
 from megatron_lite.validation.rules import Problem, default, fill, nearest_multiples, parsing, problem
 
@@ -226,10 +228,18 @@ def data(draft: Draft) -> Iterator[Problem]:
         rule = "takes up to three proportions (training, validation, test) with a positive sum, as in --split=969,30,1"
         yield problem(draft, "split", rule)
         return
+    is_default = not draft.changed("split")
     draft.split += (0.0,) * (3 - len(draft.split))
     if draft.dataset_source == "random":
         return
-    if not draft.data_path:
+    own = {phase: flag for phase, flag in OWN_DATA.items() if getattr(draft, flag)}
+    if is_default and own:  # as in Megatron-LM, a validation set of its own leaves the rest to training
+        draft.split = (1.0, 0.0, 0.0) if "validation" in own else (*draft.split[:2], 0.0)
+    for flag in own.values():
+        yield from parsing(flag, weighted_paths, getattr(draft, flag), flag)
+    phases = {"train_iters": "training", "validation_iters": "validation", "test_iters": "test"}
+    needed = [phase for name, phase in phases.items() if getattr(draft, name) != 0]
+    if not draft.data_path and (not own or not {*needed} <= {*own}):
         if draft.dry_run:  # a dry run reads no data
             return
         yield Problem(
@@ -243,15 +253,21 @@ def data(draft: Draft) -> Iterator[Problem]:
     else:
         names = "data_path data_weights_schedule"
         yield from parsing(names, weight_stages, draft.data_path, draft.data_weights_schedule)
-        masks, sets = len(draft.loss_mask), sum(not is_number(word) for word in draft.data_path)
+        words = (*draft.data_path, *draft.valid_data_path, *draft.test_data_path)
+        masks, sets = len(draft.loss_mask), sum(not is_number(word) for word in words)
         if masks and masks != sets:
-            rule = f"{masks} for {sets} data sets; write one for each, in the order of --data_path, or the word none"
-            yield problem(draft, "loss_mask", rule, also="data_path")
-    phases = {"train_iters": "training", "validation_iters": "validation", "test_iters": "test"}
-    for share, (name, phase) in zip(draft.split, phases.items(), strict=True):
-        if getattr(draft, name) != 0 and share == 0:
-            rule = f"no documents are left for {phase}; give it a share in --split or write --{name}=0"
-            yield problem(draft, f"split {name}", rule)
+            order = ", then ".join(f"--{flag}" for flag in ("data_path", *own.values()))
+            rule = f"{masks} for {sets} data sets; write one for each, in the order of {order}, or the word none"
+            yield problem(draft, "loss_mask", rule, also=f"data_path {' '.join(own.values())}")
+    for number, (share, (name, phase)) in enumerate(zip(draft.split, phases.items(), strict=True)):
+        if phase in own and share > 0:
+            rest = written((*draft.split[:number], 0.0, *draft.split[number + 1 :]))
+            rule = f"nothing would read that share of --data_path; write --split={rest}, or leave one of the two out"
+            yield problem(draft, f"split {own[phase]}", rule)
+        elif phase not in own and phase in needed and share == 0:
+            other = f", data of its own with --{OWN_DATA[phase]}," if phase in OWN_DATA else ""
+            rule = f"no documents are left for {phase}; give it a share in --split{other} or write --{name}=0"
+            yield problem(draft, f"{own['validation'] if is_default else 'split'} {name}", rule, also="split")
 
 
 def files(draft: Draft) -> Iterator[Problem]:

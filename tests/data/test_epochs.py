@@ -129,12 +129,12 @@ def test_each_data_set_alone(prefixes: tuple[str, str]) -> None:
     whole, plain = (
         open_data(config(*prefixes, prefixes[0], **options, validation_by_dataset=by), 0, 1) for by in (True, False)
     )
-    assert whole.validations() == {"a": "validation/a", "b": "validation/b"} and plain.validations() == {}
-    for name, phase in whole.validations().items():
+    assert whole.alone("validation") == {"a": "validation/a", "b": "validation/b"} and plain.alone("validation") == {}
+    for name, phase in whole.alone("validation").items():
         batches = [batch for (batch,) in whole.batches(phase)]
         assert len(batches) == 2
         assert all(((batch.tokens >= 10_000) == (name == "b")).all() for batch in batches)
     for (one,), (other,) in zip(whole.batches("validation"), plain.batches("validation"), strict=True):
         assert torch.equal(one.tokens, other.tokens)
     alone = open_data(config(prefixes[0], **options, validation_by_dataset=True), 0, 1)
-    assert alone.validations() == {}
+    assert alone.alone("validation") == {}
