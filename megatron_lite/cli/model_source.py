@@ -139,13 +139,15 @@ def _with_export_type(values: dict[str, Any], model_type: str | None) -> dict[st
 def _stated(folder: Path, kind: str | None, weights: bool) -> Stated:
     """Return the model of the pretrained checkpoint. weights: whether its weights are needed too."""
     try:
-        if model_folder.source_folders(folder, kind)[0] == "huggingface":
+        if model_folder.source_folders(folder, kind) == [("huggingface", folder)]:
             if weights:
                 model_folder.weight_files(folder)  # refuse adapters and pickles now
             return Stated(str(folder), *model_folder.hugging_face_values(folder))
         from megatron_lite.huggingface.load_pretrained import open_source
 
-        with open_source(folder, "distributed") as source:
+        with open_source(folder, kind) as source:
+            if source.kind == "huggingface":
+                return Stated(str(source.folder), *model_folder.hugging_face_values(source.folder))
             return Stated(str(source.folder), vars(source.model), source.model_type)
     except CheckpointError as error:
         raise CheckpointError(f"--pretrained_checkpoint_path: {error}") from None

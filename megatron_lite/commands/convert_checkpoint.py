@@ -3,7 +3,7 @@
     megatron_lite convert_checkpoint --from=mine/checkpoints --to=exports/mine --format=huggingface --dtype=bf16
     megatron_lite convert_checkpoint --from=models/Mistral-7B --to=start/0 --format=distributed --verify
 
---from is a Hugging Face folder, a checkpoint, or a folder of checkpoints (the newest good one is used). --to is written
+--from is a Hugging Face folder, a checkpoint, or the folder of a run (the newest good one is used). --to is written
 under a temporary name and renamed when complete. --exist_ok replaces an existing folder that holds only files of a
 checkpoint or an export. A Hugging Face folder becomes a checkpoint of iteration 0 with fp32 weights and no optimizer
 state; use it with --pretrained_checkpoint_path, or resume it as <experiment_dir>/checkpoints/0. A checkpoint converted
@@ -28,6 +28,7 @@ from megatron_lite.checkpoint import files, names
 from megatron_lite.cli.script_parser import ScriptParser
 from megatron_lite.config import Config
 from megatron_lite.config.structured_values import size_bytes
+from megatron_lite.data.tokenizing import has_tokenizer
 from megatron_lite.errors import EXIT_DONE, CheckpointError, RunError, StorageError, UsageError
 from megatron_lite.generation.model import fill
 from megatron_lite.huggingface import convert as conversion
@@ -53,9 +54,9 @@ def tokenizer_of(options: argparse.Namespace, source: WeightSource) -> Path | No
         return given
     if isinstance(source, CheckpointSource):
         named = source.content.config.get("tokenizer_file")
-        if named is not None and not Path(named).is_file():
+        if named is not None and not has_tokenizer(named):
             print(f"WARNING: the tokenizer {named} is missing; set --tokenizer_file to include one")
-        return Path(named) if named is not None and Path(named).is_file() else None
+        return Path(named) if named is not None and has_tokenizer(named) else None
     own = source.folder / "tokenizer.json"
     return own if own.is_file() else None
 
@@ -216,7 +217,7 @@ def parse(arguments: Sequence[str] | None, program: str | None = None) -> argpar
         description=(__doc__ or "").split("\n")[0],
         epilog="Exit codes: 0 done, 2 usage, 3 data, 4 checkpoint, 5 numerics, 8 storage.",
     )
-    source = "Hugging Face folder, checkpoint, or folder of checkpoints"
+    source = "Hugging Face folder, checkpoint, folder of checkpoints, or experiment directory"
     parser.add_argument("--from", dest="source", type=folder, required=True, help=source)
     parser.add_argument("--to", type=folder, required=True, help="folder to write")
     parser.add_argument("--format", choices=KINDS, required=True, help="what to write")
@@ -228,7 +229,9 @@ def parse(arguments: Sequence[str] | None, program: str | None = None) -> argpar
     parser.add_argument(
         "--weights", choices=("raw", "average"), default="raw", help="weights to convert (default: raw)"
     )
-    parser.add_argument("--tokenizer_file", type=folder, help="tokenizer.json to include (default: the model's own)")
+    parser.add_argument(
+        "--tokenizer_file", type=folder, help="tokenizer.json to include, or byte (default: the model's)"
+    )
     parser.add_argument("--exist_ok", action="store_true", help="replace --to if it is a checkpoint or an export")
     parser.add_argument("--verify", action="store_true", help="compare the logits of both folders")
     return parser.parse_args(arguments)

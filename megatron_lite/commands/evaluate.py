@@ -1,9 +1,9 @@
 """Measure loss, perplexity and bits per byte of a model on a data set.
 
     megatron_lite evaluate --model experiments/mine/export/1000 --data_path data/mine --split 969,30,1
-    megatron_lite evaluate --model experiments/mine/checkpoints --text held_out.txt more.jsonl --json
+    megatron_lite evaluate --model experiments/mine --text held_out.txt more.jsonl --json
 
-The model is an export, any Hugging Face folder, a checkpoint, or a folder of checkpoints (the newest is used).
+The model is an export, any Hugging Face folder, a checkpoint, or the folder of a run (the newest good one is used).
 
 --data_path reads the validation split of token files with the samples and order of --validation_iters=all, or its
 first --samples. The loss equals the one that training logs for the same weights, split, sequence length and seed.
@@ -203,12 +203,12 @@ def _check_tokenizer(options: argparse.Namespace, model: LocalModel, tokenizer: 
     Raises:
         DataError: names both if they differ.
     """
-    file, recorded, known = options.model / "tokenizer.json", model.training, None
+    file, recorded, known = model.folder / "tokenizer.json", model.training, None
     if file.is_file():
-        known = known_tokenizer(str(file), f"of {options.model}")
+        known = known_tokenizer(str(file), f"of {model.folder}")
     elif "tokenizer_sha256" in recorded:
         digest, size = recorded["tokenizer_sha256"], recorded.get("tokenizer_size", 0)
-        known = KnownTokenizer(f"in the training of {options.model}", digest, size, file)
+        known = KnownTokenizer(f"in the training of {model.folder}", digest, size, file)
     elif isinstance(tokenizer, JsonTokenizer):
         known = known_tokenizer(tokenizer.path, f"{tokenizer.path}")
     check_tokenizer((path for _, path in weighted_paths(options.data_path)), model.config.vocab_size, known)

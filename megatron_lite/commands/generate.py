@@ -1,7 +1,7 @@
-"""Continue texts with a model: an export, any Hugging Face folder, a checkpoint, or a folder of checkpoints.
+"""Continue texts with a model: an export, any Hugging Face folder, a checkpoint, or the folder of a run.
 
     megatron_lite generate --model experiments/mine/export/1000 --prompt "Once upon a time" --temperature 0.8
-    megatron_lite generate --model experiments/mine/checkpoints --prompts_file prompts.txt --json_lines
+    megatron_lite generate --model experiments/mine --prompts_file prompts.txt --json_lines
 
 Generation runs the training model (`megatron_lite/model/gpt.py`) and does not need transformers. The prompt takes one
 forward pass and each new token another, with cached keys and values. Texts are independent: each has its own seed, and
@@ -130,7 +130,7 @@ def continued(options: argparse.Namespace) -> Iterator[tuple[int, str, Text, str
         for prompt, repetition in numbered(prompts)
     ]
     continuations = Continuations(tokenizer, options.stop)
-    ends = end_tokens(options.model, tokenizer)
+    ends = end_tokens(model.folder, tokenizer)
     limits = Limits(options.max_new_tokens, longest, ends, continuations.stopped)
     rows = options.batch_size or (1 if device.type == "cpu" else GPU_BATCH_SIZE)
     shown = 0

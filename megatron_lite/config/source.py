@@ -83,7 +83,7 @@ class SourceConfig(Area):
         "set the flags of a known architecture; other flags override them", "none", choices=tuple(PRESETS), basic=True
     )
     pretrained_checkpoint_path: str | None = optional(
-        "start from this folder: a Hugging Face model, a checkpoint, or a folder of checkpoints (the newest)",
+        "start from this folder: a Hugging Face model, a checkpoint, or the newest in another run's experiment_dir",
         "none",
         never_empty=True,
         basic=True,

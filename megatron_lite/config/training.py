@@ -196,7 +196,7 @@ class DataConfig(Area):
         False, "keep the length of each rearranged document: cut its suffix, or pad it"
     )
     tokenizer_file: str | None = optional(
-        "tokenizer.json for text in data_path, samples and fill-in-the-middle; exports get a copy",
+        "tokenizer.json, or byte, for text in data_path, samples and fill-in-the-middle; exports get a copy",
         "none",
         idle_unless="dataset_source!=random or export_interval or sample_interval",
         basic=True,

@@ -65,7 +65,7 @@ def _resolved(config: Config, root: Path | None, logger: logging.Logger) -> dict
 def _prepared(path: str, flag: str, config: Config, root: Path | None, logger: logging.Logger) -> str:
     """Return the prefix of a text's pair, which is made unless it is there."""
     if config.data.tokenizer_file is None:
-        raise UsageError(f"--{flag}={path}: is text; name its tokenizer with --tokenizer_file=<tokenizer.json>")
+        raise UsageError(f"--{flag}={path}: is text; name its tokenizer: --tokenizer_file=<tokenizer.json>, or byte")
     folder = config.data.dataset_cache or (str(root / CACHE) if root is not None else None)
     if folder is None:
         raise UsageError(

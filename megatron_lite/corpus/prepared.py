@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 import re
 from collections.abc import Iterable, Iterator
@@ -14,7 +15,13 @@ from numpy.typing import NDArray
 from megatron_lite.corpus.pieces import digest_of
 from megatron_lite.data.disk_array import reading
 from megatron_lite.data.indexed_dataset import IndexedDataset
-from megatron_lite.data.tokenizing import JsonTokenizer, read_object, read_tokenizer_file
+from megatron_lite.data.tokenizing import (
+    JsonTokenizer,
+    has_tokenizer,
+    read_object,
+    read_tokenizer_file,
+    tokenizer_content,
+)
 from megatron_lite.errors import DataError
 
 TOKENS_PER_READ = 1 << 22
@@ -47,15 +54,16 @@ class KnownTokenizer(NamedTuple):
 
     def encodes_like(self, other: KnownTokenizer) -> bool:
         """Whether both give a text the same ids; files that differ in form are compared by what they say."""
-        if self.sha256 == other.sha256 or not (self.file.is_file() and other.file.is_file()):
+        if self.sha256 == other.sha256 or not (has_tokenizer(self.file) and has_tokenizer(other.file)):
             return self.sha256 == other.sha256
         own, others = (json.loads(read_tokenizer_file(file).to_str()) for file in (self.file, other.file))
         return all(own[part] == others[part] for part in ("normalizer", "pre_tokenizer", "model"))
 
 
 def known_tokenizer(file: str, name: str) -> KnownTokenizer:
-    """Describe a tokenizer.json. Raises: DataError if it cannot be read."""
-    return KnownTokenizer(name, digest_of(Path(file)), JsonTokenizer(file, needs_end=False).vocab_size, Path(file))
+    """Describe a tokenizer.json, or `byte`. Raises: DataError if it cannot be read."""
+    digest = hashlib.sha256(tokenizer_content(file)).hexdigest()
+    return KnownTokenizer(name, digest, JsonTokenizer(file, needs_end=False).vocab_size, Path(file))
 
 
 def check_tokenizer(

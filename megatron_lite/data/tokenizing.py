@@ -21,6 +21,7 @@ from megatron_lite.data.disk_array import reading, replace_file, unreadable
 from megatron_lite.errors import DataError, UsageError
 
 LARGEST_VOCABULARY = 2**24  # of a tokenizer trained here; more than any text can fill
+BYTE = "byte"  # names the byte tokenizer wherever a tokenizer.json may be given
 END_OF_DOCUMENT = "<|endoftext|>"
 # Tokens that end a document in common tokenizers, in the order of preference.
 END_OF_DOCUMENT_NAMES = (END_OF_DOCUMENT, "<|end_of_text|>", "</s>", "<eos>", "<|eos|>", "<|eot_id|>", "<EOT>")
@@ -145,7 +146,7 @@ def load_tokenizer(path: str, special_tokens: bool = False, needs_end: bool = Tr
 
     Raises: the errors of JsonTokenizer.
     """
-    if path == "byte":
+    if path == BYTE:
         return ByteTokenizer()
     if Path(path).is_dir():
         path = str(Path(path) / "tokenizer.json")
@@ -182,10 +183,7 @@ def save_byte_tokenizer(path: str) -> None:
 
     Raises: StorageError if `path` cannot be written.
     """
-    tokenizer = _byte_level_bpe({symbol: byte for byte, symbol in enumerate(_byte_symbols())}, use_regex=False)
-    tokenizer.add_special_tokens([END_OF_DOCUMENT])
-    assert tokenizer.token_to_id(END_OF_DOCUMENT) == ByteTokenizer.end_of_document
-    replace_file(Path(path), tokenizer.to_str(pretty=True).encode())
+    replace_file(Path(path), tokenizer_content(BYTE))
 
 
 def copy_tokenizer(tokenizer_file: str | Path, directory: str | Path) -> dict[str, int | None]:
@@ -217,24 +215,41 @@ def copy_tokenizer(tokenizer_file: str | Path, directory: str | Path) -> dict[st
         text = json.dumps({**missing, **config}, indent=2, sort_keys=True, ensure_ascii=False) + "\n"
         replace_file(directory / CONFIG_NAME, text.encode())
     for name, path in copied.items():
-        with reading(path):
-            content = path.read_bytes()
-        replace_file(directory / name, content)
+        replace_file(directory / name, tokenizer_content(path))
     return {
         f"{key}_id": tokenizer.token_to_id(tokens[key]) if key in tokens else None for key in ("bos_token", "eos_token")
     }
 
 
+def has_tokenizer(path: str | Path) -> bool:
+    """Return whether a path is that of a file, or `byte`."""
+    return str(path) == BYTE or Path(path).is_file()
+
+
+def tokenizer_content(path: str | Path) -> bytes:
+    """Return the bytes of a tokenizer's file; for `byte`, those that `save_byte_tokenizer` writes.
+
+    Raises: DataError if it cannot be read.
+    """
+    if str(path) != BYTE:
+        with reading(path):
+            return Path(path).read_bytes()
+    tokenizer = _byte_level_bpe({symbol: byte for byte, symbol in enumerate(_byte_symbols())}, use_regex=False)
+    tokenizer.add_special_tokens([END_OF_DOCUMENT])
+    assert tokenizer.token_to_id(END_OF_DOCUMENT) == ByteTokenizer.end_of_document
+    return bytes(tokenizer.to_str(pretty=True).encode())
+
+
 def read_tokenizer_file(path: str | Path) -> Any:
-    """Load a `tokenizers.Tokenizer` from a file.
+    """Load a `tokenizers.Tokenizer` from a file, or that of `byte`.
 
     Raises: DataError if it cannot be read or is not a tokenizer.
     """
     from tokenizers import Tokenizer as LibraryTokenizer
 
     try:
-        text = Path(path).read_text(encoding="utf-8")
-    except (OSError, ValueError) as error:
+        text = tokenizer_content(path).decode()
+    except ValueError as error:
         raise unreadable(path, error) from error
     try:
         return LibraryTokenizer.from_str(text)
@@ -258,7 +273,7 @@ def read_object(path: Path) -> dict[str, Any]:
 
 def _special_tokens(tokenizer_file: Path, name: str = CONFIG_NAME) -> dict[str, str]:
     """Read the special tokens from a file beside a tokenizer.json; empty if it cannot be read."""
-    values = read_object(tokenizer_file.parent / name)
+    values = {} if str(tokenizer_file) == BYTE else read_object(tokenizer_file.parent / name)
     found = {key: values.get(key) for key in _SPECIAL_KEYS}
     tokens = {key: value.get("content") if isinstance(value, dict) else value for key, value in found.items()}
     return {key: value for key, value in tokens.items() if isinstance(value, str)}

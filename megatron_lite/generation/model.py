@@ -14,6 +14,7 @@ import argparse
 import dataclasses
 import itertools
 import math
+import sys
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -53,6 +54,7 @@ class LocalModel:
         model = dataclasses.replace(source.model, attention_dropout=0.0, hidden_dropout=0.0, embedding_dropout=0.0)
         self.config = dataclasses.replace(model, make_vocab_size_divisible_by=1)
         self.device, self.dtype, self.longest, self.training = device, dtype, length, source.training
+        self.folder = source.folder
         self.layers = build_gpt(self.config, length, REFERENCES)
         source.check(shapes_of(self.layers))
         source.verify()
@@ -114,6 +116,8 @@ def load_model(
 ) -> LocalModel:
     """Load the model of a folder for texts of up to `length` tokens; warn if it was trained with shorter ones.
 
+    Of several in the folder, print on stderr which one is taken.
+
     Args:
         length: None: the length of training, or where that is unknown the number of positions, up to `most`.
         dtype: fp32, bf16 or fp16; None: fp32 on a CPU, bf16 on a GPU.
@@ -124,6 +128,8 @@ def load_model(
         UsageError: if there are fewer learned positions.
     """
     with open_source(folder, weights=weights, whole=True) as source:
+        if source.folder != folder:
+            print(f"model: {source.folder}, {source.description}", file=sys.stderr)
         positions = source.model.max_position_embeddings
         trained = source.training.get("sequence_length", positions)
         if length is not None and length > trained:
@@ -143,8 +149,13 @@ def model_arguments() -> argparse.ArgumentParser:
 
     parser = argparse.ArgumentParser(add_help=False)
     add = parser.add_argument
-    add("--model", type=folder, required=True, help="export, Hugging Face folder, checkpoint, or folder of checkpoints")
-    add("--tokenizer_file", help="tokenizer.json (default: from the model's folder, or the one used in training)")
+    add(
+        "--model",
+        type=folder,
+        required=True,
+        help="a run's --experiment_dir, an export, a Hugging Face folder, a checkpoint",
+    )
+    add("--tokenizer_file", help="tokenizer.json, or byte (default: the model's own, or that of its training)")
     add(
         "--weights",
         choices=("raw", "average"),

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import contextlib
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 from megatron_lite.checkpoint import manifest
-from megatron_lite.checkpoint.names import MANIFEST_NAME, find_checkpoints
-from megatron_lite.data.tokenizing import Tokenizer, load_tokenizer, read_object
+from megatron_lite.checkpoint.names import MANIFEST_NAME
+from megatron_lite.data.tokenizing import Tokenizer, has_tokenizer, load_tokenizer, read_object
 from megatron_lite.errors import DamagedError, DataError
 from megatron_lite.generation.continuation import Text
 from megatron_lite.huggingface.model_folder import source_folders
@@ -25,14 +25,12 @@ def open_tokenizer(model: Path, tokenizer_file: str | None, special_tokens: bool
         CheckpointError: if there is none, because the folder holds no model.
         DataError: if there is none, or it cannot be read.
     """
-    if tokenizer_file is None and (model / "tokenizer.json").is_file():
-        tokenizer_file = str(model / "tokenizer.json")
     if tokenizer_file is None:
-        tokenizer_file = _trained_with(model)
-        if tokenizer_file is None:
-            source_folders(model)
+        named = list(_tokenizers_of(model))
+        if not named:
             raise DataError(f"{model} has no tokenizer.json; name one with --tokenizer_file")
-        if not Path(tokenizer_file).exists():
+        tokenizer_file = next(filter(has_tokenizer, named), named[0])
+        if not has_tokenizer(tokenizer_file):
             raise DataError(
                 f"{model} was trained with --tokenizer_file={tokenizer_file}, which no longer exists; name one "
                 "with --tokenizer_file"
@@ -40,13 +38,15 @@ def open_tokenizer(model: Path, tokenizer_file: str | None, special_tokens: bool
     return load_tokenizer(tokenizer_file, special_tokens=special_tokens)
 
 
-def _trained_with(model: Path) -> str | None:
-    """Return --tokenizer_file of the run that wrote a checkpoint, or the newest one in a folder of checkpoints."""
-    for folder in (model, *(folder for _, folder in find_checkpoints(model))):
-        if (folder / MANIFEST_NAME).is_file():
+def _tokenizers_of(model: Path) -> Iterator[str]:
+    """Yield the tokenizer.json of each model of a folder, newest first, or else --tokenizer_file of its training."""
+    for folder in (model, *(folder for _, folder in source_folders(model))):
+        if (folder / "tokenizer.json").is_file():
+            yield str(folder / "tokenizer.json")
+        elif (folder / MANIFEST_NAME).is_file():
             with contextlib.suppress(DamagedError):
-                return manifest.read(folder).config.get("tokenizer_file")
-    return None
+                if (named := manifest.read(folder).config.get("tokenizer_file")) is not None:
+                    yield named
 
 
 def end_tokens(model: Path, tokenizer: Tokenizer) -> frozenset[int]:

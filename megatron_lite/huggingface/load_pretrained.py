@@ -24,19 +24,29 @@ if TYPE_CHECKING:
 
 
 def open_one(
-    folder: Path, kind: str, model: ModelConfig | None = None, weights: str = "raw", state: bool = False
+    folder: Path,
+    kind: str,
+    model: ModelConfig | None = None,
+    weights: str = "raw",
+    state: bool = False,
+    is_only: bool = True,
 ) -> WeightSource:
-    """Open exactly this folder; see `open_source`.
+    """Open exactly this folder; see `open_source`. is_only: whether there is no other to take instead.
 
     Raises:
-        DamagedError: if the folder is a damaged checkpoint.
+        DamagedError: if the folder is a damaged checkpoint, or an unusable export that is not the only one.
         CheckpointError: if it cannot be used.
     """
     if kind == "distributed":
         return CheckpointSource(folder, weights == "average", state)
     if weights == "average":
         raise CheckpointError(f"{folder}: a Hugging Face folder has one set of weights; leave --weights=average out")
-    return HuggingFaceSource(folder, model)
+    try:
+        return HuggingFaceSource(folder, model)
+    except CheckpointError as error:
+        if is_only:
+            raise
+        raise DamagedError(str(error).removeprefix(f"{folder}: ")) from None
 
 
 def open_source(
@@ -47,32 +57,37 @@ def open_source(
     whole: bool = False,
     state: bool = False,
 ) -> WeightSource:
-    """Open a Hugging Face folder, a checkpoint, or the newest good one in a folder of checkpoints.
+    """Open a Hugging Face folder, a checkpoint, or the newest good one in a folder of them or an experiment directory.
 
     Args:
         kind: one of model_folder.KINDS; None: whichever the folder holds.
         model: the resolved model to fill; None: the model that the files describe.
         weights: raw, or average: the running averages in a checkpoint.
-        whole: with several checkpoints, also read the values: damaged ones are skipped with a warning, as on resume.
+        whole: of several, also read the values: damaged checkpoints are skipped with a warning, as on resume.
         state: moments and averages will also be read; see `CheckpointSource`.
 
     Raises:
         CheckpointError: if there is none; suggests a fix.
     """
-    found, paths = source_folders(folder, kind)
-    problems = []
-    for path in paths:
+    found, problems = with_state(source_folders(folder, kind), state or weights == "average"), []
+    for own_kind, path in found:
         try:
-            source = open_one(path, found, model, weights, state)
-            if len(paths) == 1 or not whole or (problem := source.damage()) is None:
+            source = open_one(path, own_kind, model, weights, state, is_only=len(found) == 1)
+            if len(found) == 1 or not whole or (problem := source.damage()) is None:
                 return source
             source.close()
         except DamagedError as error:
             problem = str(error)
-        problems.append(f"{path.name}: {problem}" if len(paths) > 1 else problem)
-        if len(paths) > 1:
-            files.logger.warning("checkpoint %s: %s; skipped, looking for an older one", path, RunError(problem))
+        problems.append(f"{path.relative_to(folder)}: {problem}" if len(found) > 1 else problem)
+        if len(found) > 1:
+            what = "checkpoint" if own_kind == "distributed" else "export"
+            files.logger.warning("%s %s: %s; skipped, looking for an older one", what, path, RunError(problem))
     raise unusable(folder, problems)
+
+
+def with_state(found: list[tuple[str, Path]], needed: bool) -> list[tuple[str, Path]]:
+    """Return the checkpoints among several folders if what only they hold is needed, else all."""
+    return [pair for pair in found if pair[0] == "distributed" or not needed] or found
 
 
 def unusable(folder: Path, problems: list[str]) -> CheckpointError:
@@ -98,8 +113,11 @@ def open_pretrained(
     """
     assert config.source.pretrained_checkpoint_path is not None
     folder, wanted = Path(config.source.pretrained_checkpoint_path), config.source.pretrained_checkpoint_type
-    found = _together(distributed, lambda: source_folders(folder, wanted))
-    kind, names = distributed.broadcast_object([found[0], [str(path) for path in found[1]]])
+    flags = config.source
+    needs_state = flags.load_pretrained_optimizer or flags.allow_partial_checkpoint or "step" in flags.load_parts
+    found = with_state(_together(distributed, lambda: source_folders(folder, wanted)), needs_state)
+    found = [(kind, Path(path)) for kind, path in distributed.broadcast_object([(k, str(p)) for k, p in found])]
+    kind = found[0][0]
     if kind != "distributed" and config.source.load_pretrained_optimizer:
         raise CheckpointError(
             f"--load_pretrained_optimizer=1: {folder} is a Hugging Face folder, which holds no optimizer state; leave "
@@ -109,26 +127,31 @@ def open_pretrained(
         flag = "--load_parts" if "step" in config.source.load_parts else "--allow_partial_checkpoint"
         raise CheckpointError(f"{flag}: {folder} is a Hugging Face folder, not a checkpoint; leave the flag out")
     problems = []
-    for path in map(Path, names):
-        look = functools.partial(_open_and_look, path, kind, config, shapes, distributed)
+    for kind, path in found:
+        look = functools.partial(_open_and_look, path, kind, len(found) == 1, config, shapes, distributed)
         source, own_problem = _together(distributed, look)
         problem = next((text for text in distributed.gather_objects(own_problem) if text is not None), None)
         if source is not None and problem is None:
             return source
         if source is not None:
             source.close()
-        problems.append(f"{path.name}: {problem}" if len(names) > 1 else str(problem))
-        if len(names) > 1:
-            report(f"{FLAG}: checkpoint {path}: {problem}; skipped, looking for an older one")
+        problems.append(f"{path.relative_to(folder)}: {problem}" if len(found) > 1 else str(problem))
+        if len(found) > 1:
+            report(f"{FLAG}: {path}: {problem}; skipped, looking for an older one")
     raise CheckpointError(f"{FLAG}: {unusable(folder, problems)}")
 
 
 def _open_and_look(
-    path: Path, kind: str, config: Config, shapes: Mapping[str, tuple[int, ...]], distributed: Distributed
+    path: Path,
+    kind: str,
+    is_only: bool,
+    config: Config,
+    shapes: Mapping[str, tuple[int, ...]],
+    distributed: Distributed,
 ) -> tuple[WeightSource | None, str | None]:
     """Return the source, or None if its manifest is damaged, and the damage that this rank found, if any."""
     try:
-        source = open_one(path, kind, config.model, state=config.source.load_pretrained_optimizer)
+        source = open_one(path, kind, config.model, state=config.source.load_pretrained_optimizer, is_only=is_only)
     except DamagedError as error:
         return None, str(error)
     theirs, ours = source.model.zero_centered_normalization, config.model.zero_centered_normalization

@@ -1,9 +1,10 @@
 """A folder of weights: its kind, and the model that it describes. Imports no torch.
 
-The kind is `huggingface` (config.json and safetensors files) or `distributed` (checkpoints); anything else is rejected
-by name, with a fix. A folder is untrusted input: its files may be links, as in the cache of the Hugging Face hub, but
-an index may only name files in the folder itself, JSON size is limited, and pickles are never opened. The model is
-checked like a command line, against the types, bounds and rules of our options. Messages begin with the folder.
+The kind is `huggingface` (config.json and safetensors files) or `distributed` (checkpoints). A folder of several, or an
+experiment directory, stands for the newest good one in it; anything else is rejected by name, with a fix. A folder is
+untrusted input: its files may be links, as in the cache of the Hugging Face hub, but an index may only name files in
+the folder itself, JSON size is limited, and pickles are never opened. The model is checked like a command line, against
+the types, bounds and rules of our options. Messages begin with the folder.
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ import dataclasses
 import errno
 import os
 import re
+from collections.abc import Collection
 from pathlib import Path
 from typing import Any
 
@@ -34,8 +36,10 @@ _PLAIN = re.compile(r"(?!\.)[A-Za-z0-9_.-]{1,200}\.safetensors")
 _SHOWN = 100  # characters of a name shown in a message
 
 
-def source_folders(folder: Path, kind: str | None = None) -> tuple[str, list[Path]]:
-    """Return which of KINDS a folder holds, and the folders to read: several checkpoints come newest first.
+def source_folders(folder: Path, kind: str | None = None) -> list[tuple[str, Path]]:
+    """Return the folder or the folders in it to read, each with its kind, one of KINDS.
+
+    Several come newest first; of one iteration the checkpoint comes before the export.
 
     kind: the expected one; None: any.
 
@@ -44,10 +48,10 @@ def source_folders(folder: Path, kind: str | None = None) -> tuple[str, list[Pat
     """
     names = _names(folder)
     try:
-        found, paths = _found(folder, names)
-        if found is not None and kind in (None, found):
-            return found, paths
-        raise CheckpointError(f"{folder}: {_why_not(folder, names, kind, found)}")
+        found = _found(folder, names)
+        if fitting := [pair for pair in found if kind in (None, pair[0])]:
+            return fitting
+        raise CheckpointError(f"{folder}: {_why_not(folder, names, kind, found[0][0] if found else None)}")
     except OSError as error:
         raise CheckpointError(f"{folder}: {_unreadable(folder, error)}") from None
 
@@ -72,20 +76,22 @@ def _unreadable(folder: Path, error: OSError) -> str:
     return f"{reason(error)}; give a folder that can be read"
 
 
-def _found(folder: Path, names: set[str]) -> tuple[str | None, list[Path]]:
+def _found(folder: Path, names: set[str]) -> list[tuple[str, Path]]:
     if MANIFEST_NAME in names:
-        return "distributed", [folder]
-    if _is_experiment(names):
-        return None, []
-    if names & {CONFIG_NAME, WEIGHTS_NAME, INDEX_NAME} or any(_PICKLE.fullmatch(name) for name in names):
-        return "huggingface", [folder]
-    paths = [path for _, path in find_checkpoints(folder)]
-    return "distributed" if paths and not any((path / CONFIG_NAME).exists() for path in paths) else None, paths
+        return [("distributed", folder)]
+    is_run = is_experiment(names)
+    if not is_run and (names & {CONFIG_NAME, WEIGHTS_NAME, INDEX_NAME} or any(map(_PICKLE.fullmatch, names))):
+        return [("huggingface", folder)]
+    parents = [folder / "checkpoints", folder / "export"] if is_run else [folder]
+    found = [item for parent in parents for item in find_checkpoints(parent)]
+    paths = [path for _, path in sorted(found, key=lambda item: -item[0])]
+    return [("huggingface" if (path / CONFIG_NAME).exists() else "distributed", path) for path in paths]
 
 
-def _is_experiment(names: set[str]) -> bool:
+def is_experiment(names: Collection[str]) -> bool:
     """Whether these are the names in an experiment directory, whose config.json is our own."""
-    return "runs" in names and bool(names & {"checkpoints", "exit.json"}) and not names & {WEIGHTS_NAME, INDEX_NAME}
+    ours = {"checkpoints", "metrics.jsonl"}.intersection(names) or {"runs", "exit.json"}.issubset(names)
+    return bool(ours) and not {WEIGHTS_NAME, INDEX_NAME}.intersection(names)
 
 
 def _why_not(folder: Path, names: set[str], kind: str | None, found: str | None) -> str:
@@ -94,13 +100,10 @@ def _why_not(folder: Path, names: set[str], kind: str | None, found: str | None)
         return f"it holds {found} weights, not {kind} ones; write {found} as its type, or leave the type out"
     if not names:
         return "the folder is empty; give one that holds a model"
-    if _is_experiment(names):
-        return f"this is an experiment directory; give {folder / 'checkpoints'}"
+    if is_experiment(names):
+        return "this is an experiment directory without a checkpoint or an export yet; give another, or let it save one"
     if "snapshots" in names:
         return f"this is a model in the cache of the hub; give one of the folders in {folder / 'snapshots'}"
-    inside = sorted((int(name) for name in names if name.isdecimal() and (folder / name).is_dir()), reverse=True)
-    if inside:
-        return f"this is a folder of exports; give one of them, such as {folder / str(inside[0])}"
     return (
         f"it holds neither {CONFIG_NAME} with {WEIGHTS_NAME} (a Hugging Face model) nor {MANIFEST_NAME} (a checkpoint "
         "of this program); give the folder that directly holds one of them"

@@ -86,8 +86,8 @@ def test_a_checkpoint_gives_the_texts_of_its_export(run: Path, export: Path, cal
     first = call("--model", export, *options)
     assert first[0] == 0
     for folder in (run / "checkpoints", run / "checkpoints" / "1"):
-        assert call("--model", folder, *options) == first
-        assert call("--model", folder, *options, "--tokenizer_file", export / "tokenizer.json") == first
+        assert call("--model", folder, *options)[:2] == first[:2]
+        assert call("--model", folder, *options, "--tokenizer_file", export / "tokenizer.json")[:2] == first[:2]
 
 
 def test_a_checkpoint_whose_tokenizer_is_gone_asks_for_one(run: Path, call: Callable[..., Any]) -> None:
