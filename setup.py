@@ -39,6 +39,7 @@ setup(
     extras_require={
         "plot": ["matplotlib"],
         "data": ["pyarrow", "zstandard"],
+        "remote": ["fsspec", "s3fs", "gcsfs"],
         "tensorboard": ["tensorboard"],
         "flash4": ["flash-attn-4>=4.0.0b36"],  # has only pre-releases so far
         "docs": ["mkdocs-material"],
@@ -51,6 +52,8 @@ setup(
             "build",
             "setuptools",
             "pyyaml",
+            "moto[server]",
+            "s3fs",
         ],
         "dev": ["ruff", "mypy"],
     },

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from megatron_lite.checkpoint.mirror import Mirror
 from megatron_lite.checkpoint.resume import Choice, Resumed, check_early, choose_together, resume
 from megatron_lite.checkpoint.retention import lack_at_start
 from megatron_lite.checkpoint.writing import BackgroundSaves, open_background, shards_bytes
@@ -21,7 +22,7 @@ from megatron_lite.corpus.prepared import check_tokenizer, known_tokenizer
 from megatron_lite.data.fingerprint import check_same
 from megatron_lite.data.loader import DataSource
 from megatron_lite.data.open_data import open_data
-from megatron_lite.distributed.agreement import together
+from megatron_lite.distributed.agreement import rank_0_works, together
 from megatron_lite.distributed.process_group import Distributed
 from megatron_lite.generation.samples import Samples, open_samples
 from megatron_lite.huggingface import load_pretrained
@@ -85,6 +86,7 @@ class Run:
     timer: StepTimer
     console: ConsoleLines
     watch: Watch | None  # None without --watch
+    mirror: Mirror | None = None  # of rank 0; None without --mirror
     saved_s: float  # time.monotonic() of the last save, or of the start
     save_requested: bool = False  # by rank 0's clock, after the next iteration
     ending: Ending | None = None  # None for a run that was set up without `opened`
@@ -160,6 +162,8 @@ def build(
     run.timer = StepTimer(config, distributed.world_size, run.iteration, peak_tflops, eight_bit_flops)
     run.console = ConsoleLines(distributed.device.type)
     run.watch = open_watch(config, run.model, run.optimizer.loss_scale.scale, distributed, run.trackers.log)
+    if run.mirror is not None:
+        run.mirror.update()
     run.saved_s = time.monotonic()
     return run
 
@@ -177,6 +181,10 @@ def _resolve(run: Run) -> tuple[Choice, tuple[Note, ...]]:
     )
     config, sizes = _resolve_auto(config, distributed)
     config = resolve_data(config, distributed, experiment.root, run.logger)
+    if (root := experiment.root) is not None and (options := config.checkpoint).mirror is not None:
+        distributed.progress.phase = "the restore from the mirror"
+        mirror = run.mirror = together(distributed, lambda: Mirror(root, options) if rank == 0 else None)
+        rank_0_works(distributed, lambda: mirror.restore() if mirror else None)
     choice = choose_together(experiment.checkpoints, config.checkpoint, distributed)
     run.config = _choose_products(config, distributed)
     return choice, sizes

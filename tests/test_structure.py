@@ -46,6 +46,7 @@ READS_ENVIRONMENT = {
     "run/launch.py",
     "run/launcher_watch.py",
     "run/host.py",
+    "run/remote_storage.py",
     "monitor/trackers/wandb_tracker.py",
 }
 

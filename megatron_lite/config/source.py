@@ -183,6 +183,13 @@ class CheckpointConfig(Area):
     save_retries: NonNegativeInt = option(
         3, "retries of a save after a storage failure, after pauses of 1, 4, 16, 60 ... s", idle_unless="experiment_dir"
     )
+    mirror: str | None = optional(
+        "copy each finished checkpoint and export, and metrics.jsonl, to this remote folder in the background, as in "
+        "s3://bucket/run; a start without a checkpoint restores from there",
+        "off",
+        never_empty=True,
+        needs=SAVED,
+    )
     async_checkpoint: bool = option(
         False,
         "write checkpoints in the background, from a copy in host memory made during the next iteration",

@@ -21,6 +21,7 @@ _SIZE = re.compile(r"([0-9]{1,18}(?:\.[0-9]{1,18})?) ?([A-Za-z]{0,3})")
 _KEEP_RULE = re.compile(r"([0-9]{1,18})(?::([0-9]{1,18}))?")
 _WEIGHT_CHANGE = re.compile(r"([0-9]{1,18}):([^:]+)")
 LINKS = ("auto", "nvlink", "ib", "ethernet")
+_SCHEME = re.compile(r"[a-z][a-z0-9+.-]*")
 _VARIABLE = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
 
 
@@ -225,6 +226,23 @@ def size_bytes(text: str, name: str = "export_shard_size") -> int:
     if not 0 < size < 2**63:
         raise UsageError(f"{typed}: must be at least one byte, and less than 2**63; write 5GB")
     return size
+
+
+def storage_address(text: str, name: str) -> None:
+    """Check the address of a folder: a path, or scheme://bucket/path. `name`: the flag, for messages.
+
+    Raises:
+        UsageError: for any other text, or one with credentials, which logs and checkpoints would keep; it shows none.
+    """
+    scheme, separator, rest = text.partition("://")
+    if separator and re.search("[@?#]", rest):
+        raise UsageError(
+            f"--{name}: an address is logged and saved, so it must hold no user, password or query (no @, ? or #); put "
+            "credentials where the library of the store looks for them, as in AWS_ACCESS_KEY_ID"
+        )
+    if "::" in text or (separator and (not _SCHEME.fullmatch(scheme) or not rest.strip("/"))):
+        rule = "must be the address of a folder, as in s3://bucket/run, gs://bucket/run or /mnt/run"
+        raise UsageError(f"--{name}={shown(text)}: {rule}")
 
 
 class Interconnect(NamedTuple):

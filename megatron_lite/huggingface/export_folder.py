@@ -23,7 +23,6 @@ import torch
 from torch import Tensor
 
 from megatron_lite.checkpoint import files
-from megatron_lite.checkpoint.names import open_regular
 from megatron_lite.config import Config
 from megatron_lite.data.tokenizing import CONFIG_NAME as TOKENIZER_CONFIG
 from megatron_lite.data.tokenizing import copy_tokenizer
@@ -33,7 +32,7 @@ from megatron_lite.huggingface.model_card import FILE_NAME, TrainingSummary, mod
 from megatron_lite.huggingface.model_folder import CONFIG_NAME, INDEX_NAME, WEIGHTS_NAME
 from megatron_lite.huggingface.weight_map import MappedRows, by_tensor, constants, pieces
 from megatron_lite.parameter import DTYPES
-from megatron_lite.run.durable_files import sync_folder
+from megatron_lite.run.durable_files import sync_files
 
 
 class TensorPlace(NamedTuple):
@@ -161,10 +160,7 @@ class ExportFolder:
         parameters = sum(self.num_bytes.values()) // self.dtype.itemsize
         card = model_card(self.config, content["model_type"], parameters, trained)
         files.write_text(self._folder / FILE_NAME, card)
-        for path in self._folder.iterdir():
-            with open_regular(path) as file:
-                os.fsync(file.fileno())
-        sync_folder(self._folder)
+        sync_files(self._folder)
 
 
 def split(sizes: Mapping[str, int], limit_bytes: int) -> list[list[str]]:

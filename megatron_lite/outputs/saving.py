@@ -149,7 +149,12 @@ def _settle(run: Run, finished: Finished, waited_s: float = 0.0) -> None:
     if run.distributed.rank == 0 and not run.optimizer.guard.dropped.streak():
         rules = keep_rules(checkpoint.keep_checkpoints)
         after = None if checkpoint.delete_old_temp_checkpoints else run.resumed.iteration
-        prune(root, checkpoint.max_checkpoints, finished.iteration, rules, after, held_checkpoints(root.parent))
+        held = held_checkpoints(root.parent) | (run.mirror.held() if run.mirror else set())
+        prune(root, checkpoint.max_checkpoints, finished.iteration, rules, after, held)
+        if run.mirror:
+            run.mirror.rotate(finished.iteration, after, held)
+    if run.mirror:
+        run.mirror.update()
     blocked = f", training waited {finished.blocked_s + waited_s:.2f} s" if run.background is not None else ""
     size = f"{finished.num_bytes / 1e6:,.1f} MB"
     run.logger.info("saved %s (%s, %.1f s%s)", finished.folder, size, finished.seconds, blocked)
@@ -215,6 +220,8 @@ def export(run: Run) -> None:
             return
     run.logger.info("exported %s%s", directory, " (averaged weights)" if averaged else "")
     run.callback.start(directory)
+    if run.mirror:
+        run.mirror.update()
 
 
 def save_and_stop(run: Run, reason: str) -> tuple[int, str]:

@@ -11,11 +11,12 @@ from collections.abc import Iterator, Mapping
 
 import torch
 
+from megatron_lite.checkpoint.mirror import PATIENCE_S
 from megatron_lite.checkpoint.names import newest_checkpoint
 from megatron_lite.config import Config
 from megatron_lite.config.values import alike
 from megatron_lite.distributed import startup
-from megatron_lite.distributed.agreement import together
+from megatron_lite.distributed.agreement import rank_0_works, together
 from megatron_lite.distributed.process_group import Distributed
 from megatron_lite.errors import (
     EXIT_DONE,
@@ -165,8 +166,12 @@ def close(run: Run, code: int, message: str) -> None:
     run.model.finish()
     if run.memory_history is not None:
         run.memory_history.finish()
-    limit_s = STOPPED_WAIT_S if code == EXIT_PREEMPTED else run.config.distributed.startup_timeout / 2
-    run.callback.close(limit_s, lambda: code != EXIT_PREEMPTED and bool(run.stop.received))
+    preempted, limit_s = code == EXIT_PREEMPTED, run.config.distributed.startup_timeout / 2
+
+    def stopped() -> bool:
+        return not preempted and bool(run.stop.received)
+
+    run.callback.close(STOPPED_WAIT_S if preempted else limit_s, stopped)
     run.trackers.close(code)
     together(distributed, run.experiment.check)
     if run.ending is not None:
@@ -175,6 +180,9 @@ def close(run: Run, code: int, message: str) -> None:
         status = "done" if code == EXIT_DONE else "stopped"
         exit_status.write_exit(run.config.run.experiment_dir, code, status, message, run.experiment.run)
     leave_report(run, in_a_hurry=code != EXIT_DONE)
+    if run.config.checkpoint.mirror is not None:  # after exit.json, as the launcher may not wait for so long
+        patience_s, mirror = STOPPED_WAIT_S if preempted else PATIENCE_S, run.mirror
+        rank_0_works(distributed, lambda: mirror.close(limit_s, patience_s, stopped) if mirror else None)
     if run.profiles is not None:  # now, as a trace may take longer to write than a stopped run has left
         run.profiles.close()
     log_ending(run, message)

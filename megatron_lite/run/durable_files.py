@@ -81,3 +81,11 @@ def sync_folder(path: Path) -> None:
             raise
     finally:
         os.close(descriptor)
+
+
+def sync_files(folder: Path) -> None:
+    """Flush the files of a folder, and the folder itself, to disk."""
+    for path in folder.iterdir():
+        with open(path, "rb") as file:
+            os.fsync(file.fileno())
+    sync_folder(folder)

@@ -16,6 +16,7 @@ from megatron_lite.config.structured_values import (
     lr_scale_patterns,
     module_expression,
     size_bytes,
+    storage_address,
     weight_stages,
     weighted_paths,
 )
@@ -275,6 +276,8 @@ def files(draft: Draft) -> Iterator[Problem]:
     fill(draft, export_dtype=draft.training_dtype)
     yield from parsing("keep_checkpoints", keep_rules, draft.keep_checkpoints)
     yield from parsing("export_shard_size", size_bytes, draft.export_shard_size)
+    if draft.mirror is not None:
+        yield from parsing("mirror", storage_address, draft.mirror, "mirror")
     if draft.export_dtype != draft.training_dtype and draft.export_format == "distributed":
         rule = "a resumable checkpoint holds the fp32 masters; leave one of the two out"
         yield problem(draft, "export_dtype export_format", rule)

@@ -1,0 +1,119 @@
+"""Folders in remote storage through fsspec, which is imported only when one is opened.
+
+Credentials come from where the library of a store looks for them: the environment, its files, the machine's role.
+"""
+
+from __future__ import annotations
+
+import base64
+import contextlib
+import hashlib
+import os
+import re
+from collections.abc import Callable
+from pathlib import Path
+from types import MappingProxyType
+from typing import Any
+
+from megatron_lite.errors import UsageError
+from megatron_lite.run.secrets import masked
+
+# Others change a store too, so no listing is cached. s3fs itself tries five times.
+_S3: Any = {"use_listings_cache": False, "config_kwargs": {"connect_timeout": 10, "retries": {"total_max_attempts": 1}}}
+_OPTIONS = MappingProxyType({"s3": _S3, "s3a": _S3, "gs": {"use_listings_cache": False}})
+_SECRET_NAME = re.compile(r"(?i).*(secret|token|passw|credential|(access|api|private)_?key).*(?<!path|file)")
+_IN_ADDRESS = re.compile(r"(?<=//)[^/\s@]*@|\?[^\s'\"]*")  # user and password, or a signed query
+_PART_BYTES = 50 * 2**20  # s3fs sends larger files in such parts
+
+
+def open_storage(address: str, flag: str) -> tuple[Any, str]:
+    """Return the fsspec file system of an address and the path there; nothing is sent yet. flag: for messages.
+
+    Raises:
+        UsageError: if a package is missing, or none knows the address.
+    """
+    try:
+        from fsspec.core import url_to_fs
+
+        return url_to_fs(address, **_OPTIONS.get(address.partition("://")[0], {}))
+    except (ImportError, ValueError, TypeError) as error:
+        fix = "pip install '.[remote]'" if isinstance(error, ImportError) else "give s3://..., gs://... or a folder"
+        raise UsageError(f"--{flag}={_IN_ADDRESS.sub('', address)}: {failure(error)}; {fix}") from None
+
+
+def failure(error: BaseException) -> str:
+    """Describe any error of a store in one line without credentials."""
+    reason = (error.strerror if isinstance(error, OSError) else None) or str(error) or type(error).__name__
+    secrets = [value for name, value in os.environ.items() if _SECRET_NAME.fullmatch(name)]
+    return masked(_IN_ADDRESS.sub("", " ".join(reason.split())), secrets)[:300]
+
+
+class RemoteFolder:
+    """A folder in remote storage; names in it are relative. Methods raise whatever the library of the store raises."""
+
+    def __init__(self, address: str, flag: str) -> None:
+        self.storage, self._path = open_storage(address, flag)
+
+    def at(self, name: str) -> str:
+        """Return the path of a name for the methods of `storage`."""
+        return f"{self._path.rstrip('/')}/{name}"
+
+    def read(self, name: str) -> bytes | None:
+        """Return the content of a file; None if there is none."""
+        with contextlib.suppress(FileNotFoundError):
+            return bytes(self.storage.cat_file(self.at(name)))
+        return None
+
+    def write(self, name: str, data: bytes) -> None:
+        """Write a file, whole or not at all."""
+        self._put(name, lambda there: self.storage.pipe_file(there, data))
+
+    def upload(self, path: Path, name: str) -> int:
+        """Copy a file there unless it is there, compare what arrived, and return the bytes sent."""
+        if self._has(path, name):
+            return 0
+        self._put(name, lambda there: self.storage.put_file(str(path), there))
+        if not self._has(path, name):
+            raise OSError(f"{name} is not what was sent")
+        return path.stat().st_size
+
+    def delete(self, folder: str, mark: str) -> None:
+        """Delete a folder, but first its mark, without which it does not count."""
+        with contextlib.suppress(FileNotFoundError):
+            self.storage.rm_file(self.at(f"{folder}/{mark}"))
+        with contextlib.suppress(FileNotFoundError):
+            self.storage.rm(self.at(folder), recursive=True)
+
+    def _put(self, name: str, put: Callable[[str], None]) -> None:
+        there = self.at(name)
+        if self.storage.async_impl:  # an object store: it has no folders, and an object is whole or absent
+            return put(there)
+        self.storage.makedirs(there.rpartition("/")[0], exist_ok=True)
+        put(f"{there}.part")
+        self.storage.mv(f"{there}.part", there)
+
+    def _has(self, path: Path, name: str) -> bool:
+        """Return whether a file is there: by the MD5 that S3 and GCS tell, of other stores by reading it back."""
+        try:
+            info = self.storage.info(self.at(name))
+        except FileNotFoundError:
+            return False
+        if info["size"] != path.stat().st_size:
+            return False
+        told = str(info.get("ETag") or base64.b64decode(info.get("md5Hash", "")).hex()).strip('"')
+        if told and told == _md5(path, in_parts="-" in told):
+            return True
+        with self.storage.open(self.at(name), "rb") as theirs, open(path, "rb") as ours:
+            while (block := ours.read(_PART_BYTES)) == theirs.read(_PART_BYTES) and block:
+                pass
+        return not block
+
+
+def _md5(path: Path, in_parts: bool) -> str:
+    """Return the MD5 of a file. in_parts: as S3 does of a file sent in parts, that of the parts' MD5s."""
+    total, count = hashlib.md5(usedforsecurity=False), 0
+    with open(path, "rb") as file:
+        while part := file.read(_PART_BYTES):
+            total.update(hashlib.md5(part, usedforsecurity=False).digest() if in_parts else part)
+            count += 1
+    return total.hexdigest() + f"-{count}" * in_parts
