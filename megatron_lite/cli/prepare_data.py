@@ -30,6 +30,7 @@ Tokenize text files, folders, .jsonl, parquet and arrow files into <output_prefi
     %(prog)s ~/code --suffix .py,.md --output_prefix data/code --tokenizer some/tokenizer.json
 
 A document is a text file, a line of a .jsonl file, or a row of a parquet or arrow file, with its text under --json_key.
+With --chat_template it is a conversation, with messages, or with prompt and completion.
 Text and .jsonl may be compressed (.gz, .zst, .bz2, .xz). Folders, including those saved by Hugging Face datasets, are
 read recursively in path order. An end-of-document token follows each document.
 
@@ -59,17 +60,23 @@ def read_options(options: argparse.Namespace) -> CorpusOptions:
     keys = parse_keys(options.json_key)
     if not keys:
         raise UsageError("--json_key: no key given; write for example --json_key=text")
+    tokenizer = TokenizerChoice(
+        options.tokenizer,
+        options.train_tokenizer,
+        options.begin_of_document,
+        options.end_of_document,
+        options.special_tokens,
+    )
+    fields = TextFields(keys, options.separator.replace("\\n", "\n"))
+    if options.chat_template is not None:
+        from megatron_lite.corpus.conversations import conversation_fields
+
+        fields = conversation_fields(options.chat_template, fields, tokenizer)
     same = "output_prefix strict overwrite max_documents validation_documents shards deduplicate"
     return CorpusOptions(
         inputs=tuple(options.inputs),
-        tokenizer=TokenizerChoice(
-            options.tokenizer,
-            options.train_tokenizer,
-            options.begin_of_document,
-            options.end_of_document,
-            options.special_tokens,
-        ),
-        fields=TextFields(keys, options.separator.replace("\\n", "\n")),
+        tokenizer=tokenizer,
+        fields=fields,
         suffixes=suffixes,
         num_processes=options.num_processes or available_cores(),
         **{name: getattr(options, name) for name in same.split()},
@@ -87,6 +94,8 @@ def report(options: CorpusOptions, summary: dict[str, Any], is_new: bool) -> Non
     print(f"unigram entropy   {summary['unigram_entropy_nats']:.4f} nats per token")
     if options.deduplicate:
         print(f"duplicates        {summary['duplicates']:,} left out")
+    if masks := " ".join(options.masks):
+        print(f"loss mask         --loss_mask {masks}; {summary['without_answer']:,} documents without an answer")
     for kind, count in summary["skipped"].items():
         print(f"skipped           {count:,}: {kind}")
     if options.validation_documents:
@@ -130,6 +139,12 @@ def parse(argv: Sequence[str], program: str) -> argparse.Namespace:
         metavar="KEY",
         help="key of the text in .jsonl lines, column in tables; a.b for a key in an object, a,b for several that are "
         "joined (default: text)",
+    )
+    add(
+        "--chat_template",
+        metavar="NAME",
+        help="read conversations and write <PREFIX>_mask for --loss_mask; the tokenizer's own template (own), chatml, "
+        "llama3, zephyr, or a file",
     )
     add("--separator", default="\\n\\n", help="between the texts of several keys (default: %(default)s)")
     add("--num_processes", type=number(int, 1, LARGEST_COUNT), metavar="N", help="processes (default: one per core)")

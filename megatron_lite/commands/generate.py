@@ -28,6 +28,7 @@ from megatron_lite.generation.model import choose_device, load_model, model_argu
 from megatron_lite.generation.prompts import (
     Continuations,
     as_json,
+    chat_prompts,
     encode_prompt,
     end_tokens,
     numbered,
@@ -53,6 +54,7 @@ def parse_options(arguments: Sequence[str] | None, program: str | None = None) -
         default=1,
         help="add the special tokens of the tokenizer's template, such as <s>, to prompts (default: 1)",
     )
+    add("--chat", action="store_true", help="answer each prompt as a user's message, by the tokenizer's chat template")
     add("--max_new_tokens", type=number(int, 1), default=64, help="maximum length of the continuation (default: 64)")
     add(
         "--sequence_length",
@@ -118,7 +120,10 @@ def continued(options: argparse.Namespace) -> Iterator[tuple[int, str, Text, str
     device = choose_device(options.device)
     # The user writes the prompts, so special tokens spelled out in them are intended.
     tokenizer = open_tokenizer(options.model, options.tokenizer_file, special_tokens=True)
-    template = bool(options.add_special_tokens)
+    template, written, stops = bool(options.add_special_tokens), prompts, list(options.stop)
+    if options.chat:  # a chat template writes special tokens itself
+        template, (written, own_stops) = False, chat_prompts(tokenizer, prompts)
+        stops += own_stops
     model = load_model(options.model, options.sequence_length, options.dtype, device, options.weights)
     vocab_size, longest = model.config.vocab_size, model.longest
     sampling = SamplingOptions(options.temperature, options.top_k, options.top_p)
@@ -127,9 +132,9 @@ def continued(options: argparse.Namespace) -> Iterator[tuple[int, str, Text, str
             encode_prompt(tokenizer, prompt, template, vocab_size, longest),
             TokenSampler(sampling, derive_seed("text", options.seed, prompt, repetition)),
         )
-        for prompt, repetition in numbered(prompts)
+        for prompt, repetition in numbered(written)
     ]
-    continuations = Continuations(tokenizer, options.stop)
+    continuations = Continuations(tokenizer, stops)
     ends = end_tokens(model.folder, tokenizer)
     limits = Limits(options.max_new_tokens, longest, ends, continuations.stopped)
     rows = options.batch_size or (1 if device.type == "cpu" else GPU_BATCH_SIZE)
@@ -151,7 +156,7 @@ def main(arguments: Sequence[str] | None = None, program: str | None = None) -> 
             if options.json_lines:
                 print_page(json.dumps(as_json(index, prompt, text, continuation), ensure_ascii=False))
             else:
-                print_page((f"--- {index + 1} ---\n" if many else "") + prompt + continuation)
+                print_page((f"--- {index + 1} ---\n" if many else "") + ("" if options.chat else prompt) + continuation)
             if text.finish == "context":
                 note = (
                     f"NOTE: text {index + 1} ends at {longest:,} tokens (--sequence_length; by default, as in training)"

@@ -20,7 +20,8 @@ from megatron_lite.errors import DataError
 def find_pairs(names: Sequence[str]) -> list[str]:
     """Return the prefixes of the pairs of all names; a folder stands for the pairs in it, sorted by path.
 
-    Of a folder, pairs of validation documents (`..._validation`) are left out: to train on them must be asked for.
+    Of a folder, pairs of validation documents (`..._validation`) are left out: to train on them must be asked for; so
+    are the loss masks of others (`..._mask`).
 
     Raises: DataError if a folder holds no pair.
     """
@@ -28,7 +29,8 @@ def find_pairs(names: Sequence[str]) -> list[str]:
     for name in names:
         if Path(name).is_dir():
             found = sorted(str(path)[:-4] for path in Path(name).rglob("*.idx"))
-            kept = [prefix for prefix in found if not prefix.endswith("_validation")]
+            masks = {prefix + "_mask" for prefix in found}
+            kept = [prefix for prefix in found if not prefix.endswith("_validation") and prefix not in masks]
             if not kept:
                 raise DataError(f"{name}: no .bin/.idx pair in this folder")
             prefixes += kept

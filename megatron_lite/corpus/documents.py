@@ -12,7 +12,7 @@ import sys
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import IO, Any
+from typing import IO, Any, ClassVar
 
 from megatron_lite.corpus.inputs import InputFile, opened, table_rows
 from megatron_lite.data.disk_array import reading
@@ -30,6 +30,8 @@ class TextFields:
 
     keys: tuple[str, ...]  # each a key, or a path of keys such as `a.b`
     separator: str = "\n\n"
+
+    marked: ClassVar[bool] = False  # whether documents are conversations, of the class MarkedText
 
     def text_of(self, value: Any) -> str | None:
         """Return the text of a decoded JSON value; None if it has none."""
@@ -149,7 +151,7 @@ class Reading:
 
     def _texts(self, span: Span, file: IO[bytes]) -> Iterator[str]:
         """Yield the texts of a span, blank ones too."""
-        if span.file.kind == "text":
+        if span.file.kind == "text" and not self.fields.marked:
             with opened(file, span.file) as stream:
                 data = stream.read()
             if not span.file.regular:
@@ -157,8 +159,13 @@ class Reading:
             if (text := self._decoded(data)) is not None:
                 yield text
             return
-        for value in self._json_lines(span, file) if span.file.kind == "jsonl" else self._rows(span, file):
-            text = self.fields.text_of(value)
+        lines = span.file.kind in ("jsonl", "text")
+        for value in self._json_lines(span, file) if lines else self._rows(span, file):
+            try:
+                text = self.fields.text_of(value)
+            except ValueError as error:
+                self._add_fault("not a conversation", " ".join(str(error).split()))
+                continue
             if text is None:
                 self._add_fault(self.fields.complaint)
             else:

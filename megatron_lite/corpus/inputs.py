@@ -57,7 +57,7 @@ class InputFile:
         """Name a line or row of the file, counted from 1; 0 stands for the whole file."""
         if number == 0:
             return self.path
-        return f"{self.path}: {'line' if self.kind == 'jsonl' else 'row'} {number}"
+        return f"{self.path}: {'row' if self.kind in ('parquet', 'arrow') else 'line'} {number}"
 
 
 def find_inputs(names: Sequence[str], suffixes: Sequence[str] = DEFAULT_SUFFIXES) -> list[InputFile]:

@@ -32,7 +32,7 @@ from megatron_lite.corpus.documents import BadDocument, Fault, Findings, Reading
 from megatron_lite.corpus.inputs import InputFile, check_packages, row_group_bytes
 from megatron_lite.data.disk_array import replace_file
 from megatron_lite.data.indexed_dataset import IndexedDatasetWriter, smallest_dtype
-from megatron_lite.data.tokenizing import Tokenizer, load_tokenizer
+from megatron_lite.data.tokenizing import JsonTokenizer, MarkedText, Tokenizer, load_tokenizer
 from megatron_lite.data.workers import end_with_parent, how_it_ended, ignore_signals, signals_held
 from megatron_lite.errors import DataError, PeerError
 from megatron_lite.run.host import limit_tokenizer_threads
@@ -115,6 +115,7 @@ class Record:
     found: Findings
     digests: dict[str, str]  # of the files, by their ending
     stopped: bool = False
+    silent: int = 0  # conversations without an answer
 
 
 def plan_pieces(files: Sequence[InputFile], recipe: Recipe, piece_bytes: int | None = None) -> list[Piece]:
@@ -185,6 +186,7 @@ class PieceWriter:
 
     def __init__(self, folder: Path, recipe: Recipe) -> None:
         self.folder, self.recipe = folder, recipe
+        self._dtype = "<i4" if recipe.fields.marked else recipe.encoding.dtype  # see `JsonTokenizer.encode_marked`
 
     @functools.cached_property
     def _tokenizer(self) -> Tokenizer:
@@ -213,9 +215,9 @@ class PieceWriter:
 
     def _write(self, prefix: str, reading: Reading, on_progress: Progress) -> Record:
         """Write the files of a piece; return its record."""
-        text_bytes, read_bytes, hashes = 0, 0, list[bytes]()
+        text_bytes, read_bytes, silent, hashes = 0, 0, 0, list[bytes]()
         most = self.recipe.most_documents
-        with IndexedDatasetWriter(prefix, self.recipe.encoding.dtype) as writer:
+        with IndexedDatasetWriter(prefix, self._dtype) as writer:
             for texts in batches(reading.documents()):
                 if most is not None:
                     texts = texts[: most - writer.num_documents]
@@ -226,6 +228,7 @@ class PieceWriter:
                 writer.add_documents(tokens, sizes.astype(np.int32))
                 encoded = [text.encode() for text in texts]
                 text_bytes += sum(map(len, encoded))
+                silent += sum(isinstance(text, MarkedText) and not text.spans for text in texts)
                 if self.recipe.hashes:
                     hashes += [hashlib.blake2b(text, digest_size=HASH_BYTES).digest() for text in encoded]
                 on_progress(reading.read_bytes - read_bytes, len(texts), len(tokens))
@@ -238,16 +241,19 @@ class PieceWriter:
             digests[".hashes"] = digest_of(Path(prefix + ".hashes"))
         total = sum(span.size_bytes for span in reading.spans)
         on_progress(total - read_bytes, 0, 0)  # trailing faults, and what --max_documents leaves out
-        return Record(writer.num_documents, writer.num_tokens, text_bytes, reading.findings, digests)
+        return Record(writer.num_documents, writer.num_tokens, text_bytes, reading.findings, digests, silent=silent)
 
     def _encode(self, texts: Sequence[str]) -> tuple[NDArray[Any], NDArray[np.int64]]:
         """Return the tokens of documents in one array, and the size of each document, (len(texts),)."""
         encoding = self.recipe.encoding
         begin, end = (np.array([] if t is None else [t], dtype=np.uint32) for t in (encoding.begin, encoding.end))
-        encoded = self._tokenizer.encode_batch(texts)
+        if isinstance(self._tokenizer, JsonTokenizer) and self.recipe.fields.marked:
+            encoded = list(self._tokenizer.encode_marked(texts))
+        else:
+            encoded = self._tokenizer.encode_batch(texts)
         sizes = np.array([len(begin) + len(ids) + len(end) for ids in encoded], dtype=np.int64)
         parts = [part for ids in encoded for part in (begin, ids, end)]
-        return np.concatenate([begin[:0], *parts]).astype(encoding.dtype), sizes
+        return np.concatenate([begin[:0], *parts]).astype(self._dtype), sizes
 
 
 def make_pieces(

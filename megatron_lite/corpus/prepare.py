@@ -75,6 +75,11 @@ class CorpusOptions:
         shards = [prefix] if count == 1 else [f"{prefix}-{n:05d}-of-{count:05d}" for n in range(count)]
         return [*shards, *([prefix + "_validation"] if self.validation_documents else [])]
 
+    @property
+    def masks(self) -> list[str]:
+        """The prefix of the loss mask of each pair."""
+        return [prefix + "_mask" for prefix in self.outputs] if self.fields.marked else []
+
 
 def prepare(options: CorpusOptions) -> tuple[dict[str, Any], bool]:
     """Write the pairs of a corpus; return its summary, and whether there was anything to do.
@@ -120,6 +125,8 @@ def _write(options: CorpusOptions, files: Sequence[InputFile], folder: Path, fin
         raise DataError(f"{', '.join(options.inputs)}: no documents left to write ({skipped} skipped)")
     with contextlib.ExitStack() as stack:
         writers = [stack.enter_context(IndexedDatasetWriter(prefix, encoding.dtype)) for prefix in options.outputs]
+        for writer, prefix in zip(writers, options.masks, strict=False):
+            writer.mask = stack.enter_context(IndexedDatasetWriter(prefix, "|u1"))
         counts, duplicates = _assemble(options, folder, pieces, records, writers, encoding.vocab_size)
         tokens = int(counts.sum())
         shares = counts[counts > 0] / max(tokens, 1)
@@ -131,6 +138,7 @@ def _write(options: CorpusOptions, files: Sequence[InputFile], folder: Path, fin
             "bytes_per_token": text_bytes / max(tokens, 1),
             "unigram_entropy_nats": float(-(shares * np.log(shares)).sum()),
             "duplicates": duplicates,
+            **({"without_answer": sum(record.silent for record in records)} if options.masks else {}),
             "skipped": dict(sorted(faults.counts.items())),
             "first_skipped": faults.first,
             "vocab_size": encoding.vocab_size,
@@ -245,6 +253,9 @@ def write_pairs(
                 for number in np.unique(pairs[pairs >= 0]).tolist():
                     chosen = pairs == number
                     part = tokens if chosen.all() else tokens[np.repeat(chosen, sizes)]
+                    if (mask := writers[number].mask) is not None:  # see `JsonTokenizer.encode_marked`
+                        mask.add_documents((part >= 0).astype(np.uint8), sizes[chosen])
+                        part = np.where(part >= 0, part, ~part).astype(writers[number].dtype)
                     writers[number].add_documents(part, sizes[chosen])
                     for start in range(0, len(part), COUNTED):
                         frequencies += np.bincount(part[start : start + COUNTED], minlength=vocab_size)
@@ -262,6 +273,7 @@ def _damaged(path: str) -> StorageError:
 def _publish(prefix: str, writers: Sequence[IndexedDatasetWriter], summary: dict[str, Any], tokenizer: bytes) -> None:
     """Give all files their names: each .idx after its .bin, and all after the summary and the tokenizer."""
     files = summary["files"] = {}
+    writers = [*writers, *(writer.mask for writer in writers if writer.mask is not None)]
     for writer in writers:
         index, name = writer.write_index(), Path(writer.prefix).name
         files[name + ".bin"] = {"bytes": writer.num_tokens * writer.dtype.itemsize, "sha256": writer.digest}
@@ -270,6 +282,10 @@ def _publish(prefix: str, writers: Sequence[IndexedDatasetWriter], summary: dict
         with writing(writer.prefix + ".idx"):
             Path(writer.prefix + ".idx").unlink(missing_ok=True)
     replace_file(Path(prefix + ".tokenizer.json"), tokenizer)
+    Path(prefix + ".tokenizer_config.json").unlink(missing_ok=True)  # of another tokenizer
+    if conversations := summary["options"].get("conversations"):
+        config = json.dumps(conversations["template"].config, indent=2) + "\n"
+        replace_file(Path(prefix + ".tokenizer_config.json"), config.encode())
     replace_file(Path(prefix + SUMMARY), (json.dumps(summary, indent=2) + "\n").encode())
     for writer in writers:
         writer.commit()
@@ -354,6 +370,7 @@ def _options_of_the_result(options: CorpusOptions) -> dict[str, Any]:
         "validation_documents": options.validation_documents,
         "shards": options.shards,
         "deduplicate": options.deduplicate,
+        **({"conversations": asdict(options.fields)} if options.fields.marked else {}),
     }
 
 
@@ -374,7 +391,7 @@ def _check_free(options: CorpusOptions, folder: Path, fingerprint: str) -> None:
     with contextlib.suppress(OSError):
         if (folder / PUBLISHED).read_text("utf-8") == fingerprint:
             return
-    for prefix in options.outputs:
+    for prefix in [*options.outputs, *options.masks]:
         for path in (prefix + ".idx", prefix + ".bin"):
             if os.path.lexists(path):
                 raise UsageError(f"{path}: exists; choose another --output_prefix, or replace it with --overwrite")

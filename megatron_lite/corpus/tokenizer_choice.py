@@ -16,6 +16,7 @@ from megatron_lite.data.tokenizing import (
     ByteTokenizer,
     JsonTokenizer,
     Tokenizer,
+    config_beside,
     load_tokenizer,
     save_byte_tokenizer,
     train_tokenizer,
@@ -56,7 +57,7 @@ class TokenizerChoice:
         if not self.source.is_file():
             load_tokenizer(self.name)  # the error that names it
         # Its configuration may name the end of a document.
-        beside = self.source.with_name("tokenizer_config.json")
+        beside = config_beside(self.source)
         return digest_of(self.source) + (digest_of(beside) if beside.is_file() else "")
 
     def open(self, folder: Path, files: Sequence[InputFile], fields: TextFields, strict: bool) -> Encoding:
@@ -80,10 +81,13 @@ class TokenizerChoice:
             save_byte_tokenizer(str(path))
             given = ByteTokenizer()
         else:
-            given = load_tokenizer(self.name, special_tokens=self.special_tokens, needs_end=self.end is None)
+            needs_end = self.end is None and not fields.marked
+            given = load_tokenizer(self.name, special_tokens=self.special_tokens, needs_end=needs_end)
             replace_file(path, self.source.read_bytes())
         end = given.end_of_document if self.end is None else self._token(given, "end_of_document", self.end)
         begin = self._token(given, "begin_of_document", self.begin or ABSENT)
+        if fields.marked:  # the texts spell their special tokens, the last one too
+            return Encoding(path.name, False, digest_of(path), given.vocab_size, begin, None, True)
         is_byte = isinstance(given, ByteTokenizer)
         return Encoding(path.name, is_byte, digest_of(path), given.vocab_size, begin, end, self.special_tokens)
 

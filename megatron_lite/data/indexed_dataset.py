@@ -286,6 +286,7 @@ class IndexedDatasetWriter:
         self.num_tokens = 0
         self._digest = hashlib.sha256()
         self._is_written = False
+        self.mask: IndexedDatasetWriter | None = None  # of the loss mask of the same documents
         self._bin_tmp, self._index_tmp = Path(prefix + ".bin.tmp"), Path(prefix + ".idx.tmp")
         with writing(self._bin_tmp):
             self._bin: IO[bytes] = open(self._bin_tmp, "ab")

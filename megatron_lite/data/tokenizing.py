@@ -39,6 +39,17 @@ BESIDE = (
 _SPECIAL_KEYS = ("bos_token", "eos_token", "pad_token", "unk_token")
 
 
+class MarkedText(str):
+    """A text with the characters [start, end) of it that count in the loss."""
+
+    def __new__(cls, text: str, spans: Sequence[tuple[int, int]]) -> MarkedText:
+        marked = super().__new__(cls, text)
+        marked.spans = spans
+        return marked
+
+    spans: Sequence[tuple[int, int]]
+
+
 class ByteTokenizer:
     """The bytes of UTF-8 as token ids, and 256 for the end of a document; methods as of `JsonTokenizer`."""
 
@@ -83,8 +94,9 @@ class JsonTokenizer:
         token = _find_end_of_document(self._tokenizer, path)
         if token is None and needs_end:
             raise DataError(f"{path}: has no usual end-of-document token like {END_OF_DOCUMENT}; name the one to take")
+        self.named_tokens = _special_tokens(config_beside(Path(path))) | ({"eos_token": token} if token else {})
         self.end_of_document = -1 if token is None else int(self._tokenizer.token_to_id(token))
-        begin = self.token_id(_special_tokens(Path(path)).get("bos_token", ""))
+        begin = self.token_id(self.named_tokens.get("bos_token", ""))
         self.begin_of_document = -1 if begin is None else begin  # -1: its files name none
         added = self._tokenizer.get_added_tokens_decoder()
         special = (number for number, token in added.items() if token.special)
@@ -107,6 +119,16 @@ class JsonTokenizer:
         encodings = self._tokenizer.encode_batch_fast(list(texts), add_special_tokens=False)
         # The array takes a quarter of the time that NumPy takes to read a list.
         return [np.asarray(array("I", encoding.ids)) for encoding in encodings]
+
+    def encode_marked(self, texts: Sequence[Any]) -> Iterator[NDArray[Any]]:
+        """Yield the ids of each MarkedText, with ~id in the place of a token that does not count in the loss."""
+        for encoding, text in zip(self._tokenizer.encode_batch(texts, add_special_tokens=False), texts, strict=True):
+            ids, (starts, ends) = (
+                np.array(encoding.ids, np.int64),
+                np.array(encoding.offsets, np.int64).reshape(-1, 2).T,
+            )
+            inside = [(starts < end) & (ends > start) for start, end in text.spans]
+            yield np.where(np.logical_or.reduce([ids < 0, *inside]), ids, ~ids)
 
     def decode(self, ids: Iterable[int], with_end: bool = False) -> str:
         """Decode ids; bytes that are not UTF-8 become U+FFFD. with_end: show end-of-document tokens."""
@@ -192,17 +214,21 @@ def copy_tokenizer(tokenizer_file: str | Path, directory: str | Path) -> dict[st
     Writes `tokenizer.json`, `tokenizer_config.json`, and the files of BESIDE in the folder of the source. A
     tokenizer_config.json in that folder is copied, with a class and an end of document added if it names none. If
     the source is not called tokenizer.json, the other files may belong to another tokenizer: only the special tokens of
-    the tokenizer_config.json are used. A tokenizer without an end of document is copied without one.
+    the tokenizer_config.json are used, unless it is named after the source (see `config_beside`). A tokenizer without
+    an end of document is copied without one.
 
     Returns: bos_token_id and eos_token_id, None where unknown.
     Raises: DataError if `tokenizer_file` is not a tokenizer; StorageError if `directory` cannot be written.
     """
     source, directory = Path(tokenizer_file), Path(directory)
-    tokenizer, tokens, config = read_tokenizer_file(source), _special_tokens(source), dict[str, Any]()
+    tokenizer, beside, config = read_tokenizer_file(source), config_beside(source), dict[str, Any]()
+    tokens = _special_tokens(beside)
     copied = {"tokenizer.json": source}
     if source.name == "tokenizer.json":
         copied |= {name: source.parent / name for name in BESIDE if (source.parent / name).is_file()}
-        tokens, config = _special_tokens(source, BESIDE[0]) | tokens, read_object(source.parent / CONFIG_NAME)
+        tokens = _special_tokens(source.parent / BESIDE[0]) | tokens
+    if source.name == "tokenizer.json" or beside.name != CONFIG_NAME:
+        config = read_object(beside)
     if tokenizer.token_to_id(tokens.get("eos_token", "")) is None:
         if (token := _find_end_of_document(tokenizer, source)) is not None:
             tokens["eos_token"] = token
@@ -210,7 +236,7 @@ def copy_tokenizer(tokenizer_file: str | Path, directory: str | Path) -> dict[st
     if not config:
         missing["clean_up_tokenization_spaces"] = False
     if missing.keys() <= config.keys():
-        copied[CONFIG_NAME] = source.parent / CONFIG_NAME
+        copied[CONFIG_NAME] = beside
     else:
         text = json.dumps({**missing, **config}, indent=2, sort_keys=True, ensure_ascii=False) + "\n"
         replace_file(directory / CONFIG_NAME, text.encode())
@@ -258,7 +284,7 @@ def read_tokenizer_file(path: str | Path) -> Any:
 
 
 def _find_end_of_document(tokenizer: Any, path: str | Path) -> str | None:
-    names = [_special_tokens(Path(path)).get("eos_token"), *END_OF_DOCUMENT_NAMES]
+    names = [_special_tokens(config_beside(Path(path))).get("eos_token"), *END_OF_DOCUMENT_NAMES]
     return next((name for name in names if name is not None and tokenizer.token_to_id(name) is not None), None)
 
 
@@ -271,9 +297,15 @@ def read_object(path: Path) -> dict[str, Any]:
     return values if isinstance(values, dict) else {}
 
 
-def _special_tokens(tokenizer_file: Path, name: str = CONFIG_NAME) -> dict[str, str]:
-    """Read the special tokens from a file beside a tokenizer.json; empty if it cannot be read."""
-    values = {} if str(tokenizer_file) == BYTE else read_object(tokenizer_file.parent / name)
+def config_beside(tokenizer_file: Path) -> Path:
+    """Return the place of a tokenizer's configuration; `x.tokenizer_config.json` of `x.tokenizer.json` comes first."""
+    own = tokenizer_file.with_name(tokenizer_file.name.removesuffix("tokenizer.json") + CONFIG_NAME)
+    return own if own.is_file() or str(tokenizer_file) == BYTE else tokenizer_file.with_name(CONFIG_NAME)
+
+
+def _special_tokens(config_file: Path) -> dict[str, str]:
+    """Read the special tokens of a tokenizer_config.json; empty if it cannot be read."""
+    values = read_object(config_file)
     found = {key: values.get(key) for key in _SPECIAL_KEYS}
     tokens = {key: value.get("content") if isinstance(value, dict) else value for key, value in found.items()}
     return {key: value for key, value in tokens.items() if isinstance(value, str)}

@@ -7,19 +7,12 @@ from pathlib import Path
 
 import pytest
 
-from megatron_lite.data.indexed_dataset import IndexedDataset
 from megatron_lite.data.tokenizing import JsonTokenizer, save_byte_tokenizer
 from tests.support import documents
 
 pytestmark = pytest.mark.guides
 
 GUIDE = documents.read("data")
-SMALLER = {
-    "--model=gpt2": "--num_layers=1 --hidden_size=16 --num_attention_heads=2 --batch_size=2",
-    "--sequence_length=1024": "--sequence_length=64",
-    "--train_iters=1000": "--train_iters=2 --split=1",
-}
-
 QUICKER = {"--train_iters=400": "--train_iters=2", "--hidden_size=128": "--hidden_size=32"}
 PREPARING = (
     "From a folder to a model in two commands",
@@ -46,18 +39,22 @@ def checkout(tmp_path: Path) -> Path:
     return documents.make_checkout(tmp_path)
 
 
-def test_masks_of_conversations(checkout: Path) -> None:
-    """The program writes two pairs with the same documents; training starts with both."""
-    messages = [{"role": "user", "content": "2 + 2?"}, {"role": "assistant", "content": "4"}]
-    (checkout / "chats.jsonl").write_text(f"{json.dumps(messages)}\n" * 40)
-    command = program("Loss masks", "bash")
-    run_program(program("Loss masks"), checkout)
-    tokens, mask = (IndexedDataset(str(checkout / "data" / name)) for name in ("chats", "chats_mask"))
-    said = bytes(tokens.document(3)[mask.document(3) == 1][:-1].tolist()).decode()
-    assert said == "assistant: 4\n" and tokens.num_documents == mask.num_documents == 40
-    assert all(written in command for written in SMALLER)
-    printed = documents.run(documents.smaller(command, SMALLER), checkout)
-    assert "loss mask data/chats_mask" in printed and "whole documents" in printed
+def test_conversations(checkout: Path) -> None:
+    """The four commands, as written, end with a model that answers; so does its export in transformers."""
+    title = "Conversations"
+    printed = [documents.run(text, checkout) for text in documents.blocks(documents.section(GUIDE, f"{title}\n"))]
+    assert len(printed) == 4 and printed[-1].splitlines()[-1] == "Paris."
+    assert "loss mask data/chats_mask" in printed[2] and "whole documents" in printed[2]
+    transformers = pytest.importorskip("transformers")
+    export = checkout / "experiments" / "chat" / "export" / "150"
+    tokenizer, model = (
+        getattr(transformers, name).from_pretrained(export) for name in ("AutoTokenizer", "AutoModelForCausalLM")
+    )
+    for question, answer in (("What is the capital of Spain?", "Madrid."), ("Who wrote Hamlet?", "Shakespeare.")):
+        messages = [{"role": "user", "content": question}]
+        prompt = tokenizer.apply_chat_template(messages, add_generation_prompt=True, return_tensors="pt")
+        tokens = model.generate(**prompt, max_new_tokens=20, do_sample=False)[0, prompt["input_ids"].shape[1] :]
+        assert tokenizer.decode(tokens, skip_special_tokens=True) == answer
 
 
 def test_sentinels_for_a_tokenizer(checkout: Path) -> None:

@@ -1,0 +1,167 @@
+"""Conversations as texts, by a chat template, with what counts in the loss: what the assistant says.
+
+Templates are untrusted. They run in Jinja's sandbox, set up as in transformers, so that both render the same text.
+"""
+
+from __future__ import annotations
+
+import functools
+import itertools
+import json
+import re
+import uuid
+from collections.abc import Mapping, Sequence
+from dataclasses import KW_ONLY, dataclass
+from datetime import datetime
+from pathlib import Path
+from typing import Any, NamedTuple, NoReturn
+
+import jinja2
+from jinja2.ext import loopcontrols
+from jinja2.sandbox import ImmutableSandboxedEnvironment
+
+from megatron_lite.corpus.documents import TextFields, look_up
+from megatron_lite.corpus.pieces import ABSENT
+from megatron_lite.corpus.tokenizer_choice import TokenizerChoice
+from megatron_lite.data.disk_array import reading
+from megatron_lite.data.tokenizing import END_OF_DOCUMENT, JsonTokenizer, MarkedText, config_beside, read_object
+from megatron_lite.errors import DataError, UsageError
+
+NAMED = Path(__file__).with_name("chat_templates")  # <name>.jinja
+KEYS = ("messages", "conversations", "prompt", "completion", "tools")  # of a record
+ROLES = {"human": "user", "gpt": "assistant"}  # ShareGPT's names
+BLOCK_END = re.compile(r"\{%([-+]?)\s*(?:end)?generation\s*([-+]?)%\}")
+MARK = uuid.uuid4().hex  # printed at both ends of a `{% generation %}` block; random: no text holds it
+Span = tuple[int, int]  # characters [start, end) of a text
+Messages = Sequence[Mapping[str, Any]]
+
+
+class ChatTemplate(NamedTuple):
+    """A template; config: the tokenizer_config.json, whose special tokens the template may name."""
+
+    text: str
+    config: dict[str, Any]
+
+    def render(self, messages: Messages, tools: Any, prompt: bool) -> tuple[str, list[Span]]:
+        """Return the text, and its parts in `{% generation %}` blocks. prompt: with the beginning of an answer.
+
+        Raises: DataError if the template refuses the messages.
+        """
+        context = {key: value for key, value in self.config.items() if key.endswith("_token")}
+        context |= {"messages": messages, "tools": tools, "documents": None, "add_generation_prompt": prompt}
+        try:
+            parts = _compiled(self.text).render(context).split(MARK)
+        except Exception as error:  # whatever the program of a stranger raises
+            raise DataError(f"the chat template refuses it: {error}") from error
+        ends = [0, *itertools.accumulate(map(len, parts))]
+        return "".join(parts), list(zip(ends[1::2], ends[2::2], strict=False))
+
+    def spoken(self, messages: Messages, tools: Any = None, first: int = 0) -> MarkedText:
+        """Return the text. What counts is what the assistant says from message `first` on, with the end of each turn.
+
+        Without blocks, that is what a message adds to the text of those before it and the beginning of an answer.
+        """
+        whole, spans = self.render(messages, tools, False)
+        if BLOCK_END.search(self.text):
+            begin = len(self.render(messages[:first], tools, False)[0]) if first else 0
+            return MarkedText(whole, [span for span in spans if span[0] >= begin])
+        for number, message in enumerate(messages[first:], first):
+            content = message.get("content") or message.get("tool_calls")
+            if message["role"] != "assistant" or not content:
+                continue
+            before, after = (self.render(messages[: number + k], tools, not k)[0] for k in (0, 1))
+            if not (after.startswith(before) and whole.startswith(after)):
+                raise DataError(
+                    f"the chat template writes messages[{number}] in another way once more messages follow; end the "
+                    "record there, or give a template with {% generation %} blocks (--chat_template)"
+                )
+            said = after[len(before) :]
+            if not said.rstrip().endswith(str(content).strip() or MARK):
+                said = said.rstrip()  # white space follows the end of the turn; else it is the end
+            spans.append((len(before), len(before) + len(said)))
+        return MarkedText(whole, spans)
+
+    def turn_end(self) -> str:
+        """Return what ends the assistant's turn, such as `<|im_end|>`; empty if only white space does."""
+        text = self.spoken([{"role": "user", "content": "x"}, {"role": "assistant", "content": "y"}])
+        return text[slice(*text.spans[-1])].partition("y")[2].strip() if text.spans else ""
+
+
+@functools.lru_cache(maxsize=4)
+def _compiled(text: str) -> jinja2.Template:
+    def refuse(message: str) -> NoReturn:
+        raise jinja2.TemplateError(message)
+
+    def tojson(value: Any, ensure_ascii: bool = False, **options: Any) -> str:
+        return json.dumps(value, ensure_ascii=ensure_ascii, **options)
+
+    environment = ImmutableSandboxedEnvironment(trim_blocks=True, lstrip_blocks=True, extensions=[loopcontrols])
+    environment.filters["tojson"] = tojson
+    environment.globals |= {"raise_exception": refuse, "strftime_now": lambda form: datetime.now().strftime(form)}
+    return environment.from_string(BLOCK_END.sub(rf"{{%\1 if true %}}{MARK}{{% endif \2%}}", text))
+
+
+@dataclass(frozen=True)
+class ConversationFields(TextFields):
+    """How a record becomes a text. end: the token after a completion without roles. The keys are as `KEYS`."""
+
+    _: KW_ONLY
+    template: ChatTemplate
+    end: str
+
+    marked = True
+
+    def text_of(self, value: Any) -> MarkedText:
+        """Return the text of a record. Raises: DataError, which names the key and the rule."""
+        messages, shared, prompt, completion, tools = (look_up(value, key) for key in self.keys)
+        if messages is None and isinstance(prompt, str) and isinstance(completion, str):
+            text = prompt + completion.removesuffix(self.end) + self.end
+            return MarkedText(text, [(len(prompt), len(text))] if completion else [])
+        first = 0
+        if messages is None and isinstance(shared, list):
+            turns = [turn if isinstance(turn, dict) else {} for turn in shared]
+            roles = [ROLES.get(str(turn.get("from")), turn.get("from")) for turn in turns]
+            messages = [{"role": role, "content": turn.get("value")} for role, turn in zip(roles, turns, strict=True)]
+        elif messages is None and isinstance(prompt, list) and isinstance(completion, list):
+            messages, first = prompt + completion, len(prompt)
+        if not isinstance(messages, list) or not messages:
+            raise DataError(f"needs {self.keys[0]} (a list), conversations, or prompt and completion")
+        for number, message in enumerate(messages):
+            found = [message.get("role"), message.get("content", "")] if isinstance(message, dict) else [None]
+            if not isinstance(found[0], str) or not isinstance(found[-1], str | list | None):
+                raise DataError(f"messages[{number}] needs a role and a content, both texts")
+        messages = [{key: part for key, part in message.items() if part is not None} for message in messages]
+        return self.template.spoken(messages, tools, first)
+
+
+def find_template(tokenizer_file: Path | None, name: str = "own") -> ChatTemplate:
+    """Return the template of a tokenizer.json (own; None: one made here has none), a known one, or that of a file.
+
+    Raises: UsageError if there is none; DataError if a file cannot be read.
+    """
+    config: dict[str, Any] = {"eos_token": END_OF_DOCUMENT}
+    files = {path.stem: path for path in sorted(NAMED.iterdir())}
+    if tokenizer_file is not None:
+        tokens = JsonTokenizer(str(tokenizer_file), needs_end=False).named_tokens
+        config = read_object(config_beside(tokenizer_file)) | tokens
+        files["own"] = tokenizer_file.with_name(
+            tokenizer_file.name.removesuffix("tokenizer.json") + "chat_template.jinja"
+        )
+    if name != "own" or (name in files and files[name].is_file()):
+        with reading(files.get(name, name)):
+            config["chat_template"] = files.get(name, Path(name)).read_text("utf-8")
+    if not isinstance(config.get("chat_template"), str):
+        raise UsageError(
+            f"this tokenizer has no chat template of its own; --chat_template is {', '.join(files)} or a file"
+        )
+    return ChatTemplate(config["chat_template"], config)
+
+
+def conversation_fields(name: str, given: TextFields, tokenizer: TokenizerChoice) -> ConversationFields:
+    """Return the fields for --chat_template=<name>, --json_key and the tokenizer. Raises: as `find_template`."""
+    if given.separator != TextFields.separator or len(given.keys) > 1 or tokenizer.begin is not None:
+        raise UsageError("--chat_template: leave out --separator, --begin_of_document and a second --json_key")
+    made_here = tokenizer.train is not None or tokenizer.name == "byte"
+    template = find_template(None if made_here else tokenizer.source, name)
+    end = template.config.get("eos_token", "") if tokenizer.end is None else tokenizer.end.replace(ABSENT, "")
+    return ConversationFields(KEYS if given.keys == ("text",) else (*given.keys, *KEYS[1:]), template=template, end=end)
