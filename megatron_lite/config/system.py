@@ -46,6 +46,7 @@ throttled_option = idle_unless("throttle_cpu and device!=cpu")
 tensor_parallel_option = idle_unless("tensor_parallel!=1")
 pipeline_option = idle_unless("pipeline_parallel!=1")
 PIPELINE_SCHEDULES = ("breadth_first", "one_f_one_b", "interleaved", "zero_bubble_v")
+ONE_LOOP = ("one_f_one_b", "zero_bubble_v")  # there and back, with placement v; the others have as many as fit
 
 
 @dataclass
@@ -258,5 +259,4 @@ def number_of_chunks(ranks: int, blocks: int, schedule: str, placement: str) -> 
     if ranks == 1:
         return 1
     unit = ranks * (2 if placement == "v" else 1)
-    fixed = schedule in ("one_f_one_b", "zero_bubble_v")
-    return unit * min(blocks // unit, 1) if fixed else blocks // unit * unit
+    return unit * min(blocks // unit, 1) if schedule in ONE_LOOP else blocks // unit * unit

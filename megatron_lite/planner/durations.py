@@ -50,4 +50,5 @@ def scheduled_durations(config: Config, stages: Sequence[Stage], costs: Sequence
     """Return the durations that schedules are made with: on one device, so that all ranks and plans have the same."""
     dtype, tensor = config.distributed.training_dtype, config.distributed.tensor_parallel
     options = dataclasses.replace(DistributedConfig(), training_dtype=dtype, tensor_parallel=tensor)
-    return stage_durations(stages, costs, data_sheet(options, "cuda", tensor), dtype)
+    speeds = dataclasses.replace(data_sheet(options, "cuda", tensor), block_s=0.0)  # the host's
+    return stage_durations(stages, costs, speeds, dtype)

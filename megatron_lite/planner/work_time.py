@@ -88,11 +88,9 @@ def _bubble_s(plan: Plan, speeds: Speeds) -> float:
     """Return the time in which the planned rank waits for other pipeline ranks and messages."""
     config, partition, model = plan.config, plan.partition, plan.model
     level, (few, more, periods) = config.performance.mlp_recompute_level, partition.periods(config)
-    costs, message_s = (
-        partition.training(config, level),
-        speeds.collective_s("send", 1, partition.message_bytes(config)),
-    )
-    durations = stage_durations(partition.whole.stages, costs, speeds, config.distributed.training_dtype)
+    message_s = speeds.collective_s("send", 1, partition.message_bytes(config))
+    costs, dtype = partition.training(config, level), config.distributed.training_dtype
+    durations = stage_durations(partition.whole.stages, costs, speeds, dtype)
 
     def waits(size: tuple[int, int]) -> float:
         passes = partition.order(config, level).training(math.prod(size), size[1])

@@ -79,10 +79,12 @@ class MultiStage:
             part.keeps_average = averaged and not part.frozen
         name = config.pipeline_schedule if self.ranks.world_size > 1 else "breadth_first"
         assert name != "auto", "resolved before"
-        self.pipeline = place(self.ranks.world_size, len(self.split), name, config.pipeline_placement)
-        self.stages = [self.all_stages[index] for index in self.pipeline.stages_of(self.ranks.rank)]
         every = self.all_stages
         ties = tuple((lender, stage.index) for stage in every for lender in lenders(stage, every))
+        head = every[-1].numel + sum(every[lender].numel for lender, borrower in ties if borrower == every[-1].index)
+        work = head * len(every[1:-1]) / sum(stage.numel for stage in every[1:-1])  # products grow with the weights
+        self.pipeline = place(self.ranks.world_size, len(every), name, config.pipeline_placement, work)
+        self.stages = [every[index] for index in self.pipeline.stages_of(self.ranks.rank)]
         apart, rank_of = self.pipeline.apart(ties), self.pipeline.rank_of
         copies = [BorrowedStage(i, every[i].layers, *of_all) for i, j in apart if rank_of[j] == self.ranks.rank]
         used = [*self.stages, *copies]

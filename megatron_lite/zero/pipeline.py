@@ -23,7 +23,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal, NamedTuple
 
-from megatron_lite.config.system import number_of_chunks
+from megatron_lite.config.system import ONE_LOOP, number_of_chunks
 
 Kind = Literal["forward", "backward", "input", "weights"]  # a backward pass is whole, or one of its two parts
 Ties = Sequence[tuple[int, int]]  # (stage, another one that uses its parameters)
@@ -79,19 +79,23 @@ class Pipeline:
         """Return the ties between stages of different ranks."""
         return [tie for tie in ties if self.rank_of[tie[0]] != self.rank_of[tie[1]]]
 
-    @property
-    def num_stages(self) -> int:
-        """Stages of the model."""
-        return self.chunks[-1].stop
 
+def place(ranks: int, num_stages: int, schedule: str, placement: str, head: float = 0.0) -> Pipeline:
+    """Divide the stages, of which the first is the embedding and the last the head, into chunks of a pipeline.
 
-def place(ranks: int, num_stages: int, schedule: str, placement: str) -> Pipeline:
-    """Divide the stages, of which the first is the embedding and the last the head, into chunks of a pipeline."""
+    head: its work in that of a stage of blocks. With one loop its rank has fewer of these; loops need equal chunks.
+    """
     blocks = num_stages - 2
     count = number_of_chunks(ranks, blocks, schedule, placement)
     assert count, "checked with the options"
-    ends = [1 + blocks * chunk // count for chunk in range(1, count)]
-    borders = [0, *ends, num_stages]
+    owners = [Pipeline(ranks, (), placement).rank_of_chunk(chunk) for chunk in range(count)]
+    sizes, work = [1] * count, [float(owners.count(rank)) for rank in range(ranks)]
+    work[owners[-1]] += head if schedule in ONE_LOOP else 0.0
+    for _ in range(blocks - count):  # to the least work; of equals to the last, which holds fewer activations
+        rank = min(range(ranks), key=lambda rank: (work[rank], -rank))
+        chunk = min((chunk for chunk in range(count) if owners[chunk] == rank), key=lambda c: (sizes[c], -c))
+        work[rank], sizes[chunk] = work[rank] + 1, sizes[chunk] + 1
+    borders = [0, *(1 + end for end in itertools.accumulate(sizes[:-1])), num_stages]
     return Pipeline(ranks, tuple(range(*pair) for pair in itertools.pairwise(borders)), placement)
 
 

@@ -53,7 +53,7 @@ def simulate(
         AssertionError: if a rank waits for ever, or computes a pass twice, not at all, on the wrong rank, or the
             micro-batches of a stage out of order.
     """
-    count, rank_of = pipeline.num_stages, pipeline.rank_of
+    count, rank_of = len(pipeline.rank_of), pipeline.rank_of
     ends: dict[Pass, float] = {}
     last: dict[tuple[Kind, int], int] = {}
     spans: list[list[tuple[float, float]]] = [[] for _ in ranks]
@@ -143,23 +143,20 @@ def transfers(
         forward = each.kind == "forward"
         before, after = each.stage + (-1 if forward else 1), each.stage + (1 if forward else -1)
         own = each._replace(kind="backward") if each.kind == "input" else each
+        found = None
         if _is_away(pipeline, before, rank) and each.kind != "weights":
             found = Message(own.kind, each.stage, each.micro_batch, pipeline.rank_of[before])
             sent = next(ends[it] for it in _senders(each, before) if it in ends)
             receive[bisect.bisect_right(own_ends, sent)].append((sent, found))
-            take.append(found)
-        else:
-            take.append(None)
+        take.append(found)
         wanted = forward or any(it in ends for it in _senders(each, after))
-        if _is_away(pipeline, after, rank) and each.kind != "weights" and wanted:
-            send.append(Message(own.kind, after, each.micro_batch, pipeline.rank_of[after]))
-        else:
-            send.append(None)
+        leaves = _is_away(pipeline, after, rank) and each.kind != "weights" and wanted
+        send.append(Message(own.kind, after, each.micro_batch, pipeline.rank_of[after]) if leaves else None)
     return Transfers([tuple(found for _, found in sorted(each)) for each in receive], take, send)
 
 
 def _is_away(pipeline: Pipeline, stage: int, rank: int) -> bool:
-    return 0 <= stage < pipeline.num_stages and pipeline.rank_of[stage] != rank
+    return 0 <= stage < len(pipeline.rank_of) and pipeline.rank_of[stage] != rank
 
 
 def _senders(each: Pass, stage: int) -> tuple[Pass, ...]:

@@ -55,7 +55,7 @@ def draw(dice: random.Random) -> Drawn:
     placement = "v" if name == "zero_bubble_v" or (name == "breadth_first" and dice.random() < 0.5) else "loop"
     ranks = dice.randint(2, 5)
     stages = ranks * (2 if placement == "v" else 1) + dice.randint(0, 7)
-    pipeline = place(ranks, stages + 2, name, placement)
+    pipeline = place(ranks, stages + 2, name, placement, dice.choice((0.0, dice.uniform(0.1, 6.0))))
     first_trained = dice.choice((0, 0, 0, dice.randint(0, stages + 2)))
     tied = dice.random() < 0.5
     durations = [Durations(*(dice.uniform(0.1, 2.0) for _ in range(3))) for _ in range(stages + 2)]
@@ -158,6 +158,25 @@ def test_an_embedding_waits_for_the_head_on_another_rank() -> None:
     simulate(untied, pipeline, durations)
     with pytest.raises(AssertionError, match="waits for ever before .*backward"):
         simulate(untied, pipeline, durations, ties=ties)
+
+
+def test_the_rank_of_the_head_has_fewer_blocks() -> None:
+    """With one loop a rank that could give a block away has at most one more than others; steps get shorter."""
+    dice, ratios = random.Random(2), []
+    for name, placement in (("one_f_one_b", "loop"), ("zero_bubble_v", "v")) * 6:
+        ranks, blocks, head = dice.randint(2, 5), dice.randint(12, 30), dice.uniform(0.5, 6.0)
+        even, pipeline = (place(ranks, blocks + 2, name, placement, it) for it in (0.0, head))
+        assert [stage for chunk in pipeline.chunks for stage in chunk] == [*range(blocks + 2)]
+        durations = [NOTHING, *[UNIT] * blocks, Durations(head, head, head)]
+        groups, chunks = [range(4 * ranks)], len(pipeline.chunks) // ranks
+        of_blocks = [len({*pipeline.stages_of(rank)} - {0, blocks + 1}) for rank in range(ranks)]
+        work = [count + head * (blocks + 1 in pipeline.stages_of(rank)) for rank, count in enumerate(of_blocks)]
+        assert all(of <= min(work) + 1 for of, count in zip(work, of_blocks, strict=True) if count > chunks)
+        both = [
+            simulate(training_passes(it, name, groups, durations), it, durations).duration for it in (even, pipeline)
+        ]
+        ratios.append(both[1] / both[0])
+    assert max(ratios) <= 1.01 and sorted(ratios)[len(ratios) // 2] < 0.9, sorted(ratios)
 
 
 def test_breadth_first_gathers_and_reduces_once_a_stage() -> None:
