@@ -22,13 +22,13 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from megatron_lite.cli.script_parser import LARGEST_COUNT, ScriptParser, number
+from megatron_lite.corpus.conversations import find_template
 from megatron_lite.errors import EXIT_DONE, DataError
 from megatron_lite.generation.continuation import Limits, SamplingOptions, Text, TokenSampler, continue_texts
 from megatron_lite.generation.model import choose_device, load_model, model_arguments
 from megatron_lite.generation.prompts import (
     Continuations,
     as_json,
-    chat_prompts,
     encode_prompt,
     end_tokens,
     numbered,
@@ -121,9 +121,10 @@ def continued(options: argparse.Namespace) -> Iterator[tuple[int, str, Text, str
     # The user writes the prompts, so special tokens spelled out in them are intended.
     tokenizer = open_tokenizer(options.model, options.tokenizer_file, special_tokens=True)
     template, written, stops = bool(options.add_special_tokens), prompts, list(options.stop)
-    if options.chat:  # a chat template writes special tokens itself
-        template, (written, own_stops) = False, chat_prompts(tokenizer, prompts)
-        stops += own_stops
+    if options.chat:
+        chat, template = find_template(tokenizer.path), False  # which writes special tokens itself
+        written = [chat.render([{"role": "user", "content": prompt}], None, True)[0] for prompt in prompts]
+        stops += filter(None, [chat.turn_end()])
     model = load_model(options.model, options.sequence_length, options.dtype, device, options.weights)
     vocab_size, longest = model.config.vocab_size, model.longest
     sampling = SamplingOptions(options.temperature, options.top_k, options.top_p)

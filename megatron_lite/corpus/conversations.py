@@ -24,7 +24,7 @@ from megatron_lite.corpus.documents import TextFields, look_up
 from megatron_lite.corpus.pieces import ABSENT
 from megatron_lite.corpus.tokenizer_choice import TokenizerChoice
 from megatron_lite.data.disk_array import reading
-from megatron_lite.data.tokenizing import END_OF_DOCUMENT, JsonTokenizer, MarkedText, config_beside, read_object
+from megatron_lite.data.tokenizing import BYTE, MarkedText, config_beside, load_tokenizer, read_object
 from megatron_lite.errors import DataError, UsageError
 
 NAMED = Path(__file__).with_name("chat_templates")  # <name>.jinja
@@ -32,7 +32,6 @@ KEYS = ("messages", "conversations", "prompt", "completion", "tools")  # of a re
 ROLES = {"human": "user", "gpt": "assistant"}  # ShareGPT's names
 BLOCK_END = re.compile(r"\{%([-+]?)\s*(?:end)?generation\s*([-+]?)%\}")
 MARK = uuid.uuid4().hex  # printed at both ends of a `{% generation %}` block; random: no text holds it
-Span = tuple[int, int]  # characters [start, end) of a text
 Messages = Sequence[Mapping[str, Any]]
 
 
@@ -42,7 +41,7 @@ class ChatTemplate(NamedTuple):
     text: str
     config: dict[str, Any]
 
-    def render(self, messages: Messages, tools: Any, prompt: bool) -> tuple[str, list[Span]]:
+    def render(self, messages: Messages, tools: Any, prompt: bool) -> tuple[str, list[tuple[int, int]]]:
         """Return the text, and its parts in `{% generation %}` blocks. prompt: with the beginning of an answer.
 
         Raises: DataError if the template refuses the messages.
@@ -92,11 +91,8 @@ def _compiled(text: str) -> jinja2.Template:
     def refuse(message: str) -> NoReturn:
         raise jinja2.TemplateError(message)
 
-    def tojson(value: Any, ensure_ascii: bool = False, **options: Any) -> str:
-        return json.dumps(value, ensure_ascii=ensure_ascii, **options)
-
     environment = ImmutableSandboxedEnvironment(trim_blocks=True, lstrip_blocks=True, extensions=[loopcontrols])
-    environment.filters["tojson"] = tojson
+    environment.filters["tojson"] = functools.partial(json.dumps, ensure_ascii=False)
     environment.globals |= {"raise_exception": refuse, "strftime_now": lambda form: datetime.now().strftime(form)}
     return environment.from_string(BLOCK_END.sub(rf"{{%\1 if true %}}{MARK}{{% endif \2%}}", text))
 
@@ -134,26 +130,20 @@ class ConversationFields(TextFields):
         return self.template.spoken(messages, tools, first)
 
 
-def find_template(tokenizer_file: Path | None, name: str = "own") -> ChatTemplate:
-    """Return the template of a tokenizer.json (own; None: one made here has none), a known one, or that of a file.
+def find_template(tokenizer: str, name: str = "own") -> ChatTemplate:
+    """Return the template of a tokenizer.json (own; `byte` has none), a known one, or that of a file.
 
     Raises: UsageError if there is none; DataError if a file cannot be read.
     """
-    config: dict[str, Any] = {"eos_token": END_OF_DOCUMENT}
+    config = read_object(config_beside(Path(tokenizer))) | load_tokenizer(tokenizer, needs_end=False).named_tokens
     files = {path.stem: path for path in sorted(NAMED.iterdir())}
-    if tokenizer_file is not None:
-        tokens = JsonTokenizer(str(tokenizer_file), needs_end=False).named_tokens
-        config = read_object(config_beside(tokenizer_file)) | tokens
-        files["own"] = tokenizer_file.with_name(
-            tokenizer_file.name.removesuffix("tokenizer.json") + "chat_template.jinja"
-        )
-    if name != "own" or (name in files and files[name].is_file()):
-        with reading(files.get(name, name)):
-            config["chat_template"] = files.get(name, Path(name)).read_text("utf-8")
+    files["own"] = Path(tokenizer.removesuffix("tokenizer.json") + "chat_template.jinja")
+    file = files.get(name, Path(name))
+    if name != "own" or file.is_file():
+        with reading(file):
+            config["chat_template"] = file.read_text("utf-8")
     if not isinstance(config.get("chat_template"), str):
-        raise UsageError(
-            f"this tokenizer has no chat template of its own; --chat_template is {', '.join(files)} or a file"
-        )
+        raise UsageError(f"this tokenizer has no chat template; --chat_template is {', '.join(files)}, or a file")
     return ChatTemplate(config["chat_template"], config)
 
 
@@ -161,7 +151,6 @@ def conversation_fields(name: str, given: TextFields, tokenizer: TokenizerChoice
     """Return the fields for --chat_template=<name>, --json_key and the tokenizer. Raises: as `find_template`."""
     if given.separator != TextFields.separator or len(given.keys) > 1 or tokenizer.begin is not None:
         raise UsageError("--chat_template: leave out --separator, --begin_of_document and a second --json_key")
-    made_here = tokenizer.train is not None or tokenizer.name == "byte"
-    template = find_template(None if made_here else tokenizer.source, name)
+    template = find_template(BYTE if tokenizer.train or tokenizer.name == BYTE else str(tokenizer.source), name)
     end = template.config.get("eos_token", "") if tokenizer.end is None else tokenizer.end.replace(ABSENT, "")
     return ConversationFields(KEYS if given.keys == ("text",) else (*given.keys, *KEYS[1:]), template=template, end=end)

@@ -12,6 +12,7 @@ import re
 from array import array
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import numpy as np
@@ -53,6 +54,7 @@ class MarkedText(str):
 class ByteTokenizer:
     """The bytes of UTF-8 as token ids, and 256 for the end of a document; methods as of `JsonTokenizer`."""
 
+    path, named_tokens = BYTE, MappingProxyType({"eos_token": END_OF_DOCUMENT})
     vocab_size = 257
     end_of_document = 256
 

@@ -10,8 +10,7 @@ from typing import Any
 
 from megatron_lite.checkpoint import manifest
 from megatron_lite.checkpoint.names import MANIFEST_NAME
-from megatron_lite.corpus.conversations import find_template
-from megatron_lite.data.tokenizing import JsonTokenizer, Tokenizer, has_tokenizer, load_tokenizer, read_object
+from megatron_lite.data.tokenizing import Tokenizer, has_tokenizer, load_tokenizer, read_object
 from megatron_lite.errors import DamagedError, DataError
 from megatron_lite.generation.continuation import Text
 from megatron_lite.huggingface.model_folder import source_folders
@@ -77,16 +76,6 @@ def read_prompts(content: bytes, name: str) -> list[str]:
     if not found:
         raise DataError(f"{name}: holds no prompt; write one per line")
     return found
-
-
-def chat_prompts(tokenizer: Tokenizer, prompts: Sequence[str]) -> tuple[list[str], list[str]]:
-    """Return users' messages as the tokenizer's chat template writes them, and the stop strings of an answer.
-
-    Raises: UsageError if the tokenizer has no template that can be used.
-    """
-    template = find_template(Path(tokenizer.path) if isinstance(tokenizer, JsonTokenizer) else None)
-    texts = [template.render([{"role": "user", "content": prompt}], None, True)[0] for prompt in prompts]
-    return texts, [end] if (end := template.turn_end()) else []
 
 
 def encode_prompt(tokenizer: Tokenizer, prompt: str, template: bool, vocab_size: int, longest: int) -> list[int]:
