@@ -51,7 +51,7 @@ class ChatTemplate(NamedTuple):
         try:
             parts = _compiled(self.text).render(context).split(MARK)
         except Exception as error:  # whatever the program of a stranger raises
-            raise DataError(f"the chat template refuses it: {error}") from error
+            raise DataError(f"the chat template (--chat_template) refuses it: {error}") from error
         ends = [0, *itertools.accumulate(map(len, parts))]
         return "".join(parts), list(zip(ends[1::2], ends[2::2], strict=False))
 
@@ -133,9 +133,10 @@ class ConversationFields(TextFields):
 def find_template(tokenizer: str, name: str = "own") -> ChatTemplate:
     """Return the template of a tokenizer.json (own; `byte` has none), a known one, or that of a file.
 
-    Raises: UsageError if there is none; DataError if a file cannot be read.
+    Raises: UsageError if there is none; DataError if a file cannot be read or is none.
     """
-    config = read_object(config_beside(Path(tokenizer))) | load_tokenizer(tokenizer, needs_end=False).named_tokens
+    opened = load_tokenizer(tokenizer, needs_end=False)
+    config = read_object(config_beside(Path(tokenizer))) | opened.named_tokens
     files = {path.stem: path for path in sorted(NAMED.iterdir())}
     files["own"] = Path(tokenizer.removesuffix("tokenizer.json") + "chat_template.jinja")
     file = files.get(name, Path(name))
@@ -144,7 +145,11 @@ def find_template(tokenizer: str, name: str = "own") -> ChatTemplate:
             config["chat_template"] = file.read_text("utf-8")
     if not isinstance(config.get("chat_template"), str):
         raise UsageError(f"this tokenizer has no chat template; --chat_template is {', '.join(files)}, or a file")
-    return ChatTemplate(config["chat_template"], config)
+    template = ChatTemplate(config["chat_template"], config)
+    end = template.turn_end()
+    if "eos_token" not in template.text and opened.token_id(end) is not None:
+        config["eos_token"] = end  # generation ends there, in transformers too
+    return template
 
 
 def conversation_fields(name: str, given: TextFields, tokenizer: TokenizerChoice) -> ConversationFields:

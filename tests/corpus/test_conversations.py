@@ -288,6 +288,19 @@ def test_other_records(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> No
     assert len(pairs(tmp_path / "z")) == 1
 
 
+def test_tables(tmp_path: Path) -> None:
+    """Rows of parquet files are records; keys that other rows have are null in them."""
+    arrow, parquet = pytest.importorskip("pyarrow"), pytest.importorskip("pyarrow.parquet")
+    records = [{"messages": [user("a"), {**assistant("b"), "name": "x"}]}, {"prompt": "c", "completion": "d"}]
+    parquet.write_table(arrow.Table.from_pylist(records[:1]), tmp_path / "a.parquet")
+    empty = {"messages": None, "prompt": None, "completion": None, "text": "t"}
+    parquet.write_table(arrow.Table.from_pylist([empty | record for record in records]), tmp_path / "b.parquet")
+    source = write_lines(tmp_path / "chats.jsonl", [records[0], *records])
+    prepare(source, tmp_path / "lines", "--chat_template=chatml")
+    prepare(tmp_path / "*.parquet", tmp_path / "rows", "--chat_template=chatml")
+    assert pairs(tmp_path / "rows") == pairs(tmp_path / "lines")
+
+
 def test_bad_records_are_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """By line, key and rule; with --strict the first one ends the work."""
     thinks = tmp_path / "thinks.jinja"  # drops what was thought before the last question, as Qwen 3 does
@@ -304,7 +317,7 @@ def test_bad_records_are_named(tmp_path: Path, capsys: pytest.CaptureFixture[str
         ],
         "the chat template writes messages[1] in another way once more messages follow; end the record there, or give "
         "a template with {% generation %} blocks (--chat_template)": [{"messages": [*good, user("d"), assistant("e")]}],
-        "the chat template refuses it: ": [
+        "the chat template (--chat_template) refuses it: ": [
             {"messages": [{"role": "user", "content": [{"text": "x"}]}, assistant("b")]}
         ],
     }
@@ -327,13 +340,9 @@ def test_bad_templates_are_named(tmp_path: Path, capsys: pytest.CaptureFixture[s
     escape.write_text("{{ messages.__class__.__mro__[1].__subclasses__() }}")
     (tmp_path / "wrong.jinja").write_text("{% for %}")
     for words, code, message in (
-        (
-            ["--chat_template=own"],
-            2,
-            "this tokenizer has no chat template of its own; --chat_template is chatml, llama3",
-        ),
+        (["--chat_template=own"], 2, "this tokenizer has no chat template; --chat_template is chatml, llama3"),
         (["--chat_template=absent"], 3, "absent: "),
-        ([f"--chat_template={tmp_path / 'wrong.jinja'}"], 3, "the chat template refuses it: "),
+        ([f"--chat_template={tmp_path / 'wrong.jinja'}"], 3, "the chat template (--chat_template) refuses it: "),
         ([f"--chat_template={escape}"], 3, "access to attribute '__class__' of 'list' object is unsafe"),
         (["--chat_template=chatml", "--separator=x"], 2, "--chat_template: leave out --separator"),
     ):
@@ -428,4 +437,10 @@ def test_an_export_carries_the_template(tmp_path: Path) -> None:
         copy_tokenizer(tmp_path / f"{name}.tokenizer.json", tmp_path / f"{name}_export")
         theirs = AutoTokenizer.from_pretrained(tmp_path / f"{name}_export")
         ids = theirs.apply_chat_template(messages, tokenize=True, return_dict=True)["input_ids"]
-        assert ids == pairs(tmp_path / name)[0][0], name
+        assert ids == pairs(tmp_path / name)[0][0] and theirs.eos_token == "<|endoftext|>", name
+    # A base model's tokenizer has the token that ends a turn, and ends documents with another.
+    byte_level(["<|endoftext|>", "<|im_start|>", "<|im_end|>"]).save(str(tmp_path / "base.json"))
+    prepare(source, tmp_path / "x", "--tokenizer", tmp_path / "base.json", "--chat_template=chatml")
+    copied = copy_tokenizer(tmp_path / "x.tokenizer.json", tmp_path / "zephyr_export")
+    assert copied["eos_token_id"] == JsonTokenizer(str(tmp_path / "base.json")).token_id("<|im_end|>")
+    assert AutoTokenizer.from_pretrained(tmp_path / "zephyr_export").eos_token == "<|im_end|>"

@@ -104,8 +104,8 @@ def test_flags_of_guides_exist(guide: str) -> None:
     """No guide names an option that neither the program has nor a script of ours or another program that it shows."""
     known = {*SPELLINGS, "nproc", "local"}  # of torchrun --nproc-per-node, hf download --local-dir
     known |= {"model", "model_args", "tasks", "include_path", "device"}  # of lm_eval
-    names = ("generate", "evaluate", "convert_checkpoint", "concatenate_dataset", "plot_schedule")
-    scripts = [ROOT / "scripts" / f"{name}.py" for name in names]
+    scripts = [ROOT / "scripts" / f"{name}.py" for name in ("concatenate_dataset", "plot_schedule")]
+    scripts += (ROOT / "megatron_lite" / "commands").glob("*.py")
     modules = [ROOT / "megatron_lite" / name for name in ("generation/model.py", "cli/prepare_data.py")]
     for path in (*scripts, *modules):
         known |= set(re.findall(r'"--(\w+)"', path.read_text("utf-8")))

@@ -100,6 +100,26 @@ def test_a_checkpoint_whose_tokenizer_is_gone_asks_for_one(run: Path, call: Call
     assert code == 3 and f"--tokenizer_file={kept}, which no longer exists" in error and error.count("\n") == 1
 
 
+def test_chat_writes_prompts_by_the_template(export: Path, call: Callable[..., Any], tmp_path: Path) -> None:
+    """The text is that of the prompt as the template writes it, up to what ends the assistant's turn there."""
+    folder = tmp_path / "model"
+    shutil.copytree(export, folder)
+    options = ("--temperature=0", "--max_new_tokens=30", "--json_lines")
+    code, _, error = call("--model", folder, "--chat", "--prompt=hi", *options)
+    assert code == 2 and "this tokenizer has no chat template" in error and error.count("\n") == 1
+    (plain,) = objects(call("--model", folder, "--prompt=U:hi;A:", *options)[1])
+    end = plain["text"][7:9]
+    template = (
+        "{% for m in messages %}{{ m.role[0] | upper + ':' + m.content + (';' if loop.first else END) }}{% endfor %}"
+    )
+    template += "{% if add_generation_prompt %}{{ 'A:' }}{% endif %}"
+    (folder / "chat_template.jinja").write_text(template.replace("END", repr(end)))
+    (answer,) = objects(call("--model", folder, "--chat", "--prompt=hi", *options)[1])
+    assert answer["text"] == plain["text"].partition(end)[0] and answer["finish"] == "stop"
+    assert (answer["prompt"], answer["prompt_tokens"]) == ("hi", len("U:hi;A:"))
+    assert call("--model", folder, "--chat", "--prompt=hi", *options[:2])[1] == answer["text"] + "\n"
+
+
 def test_a_text_does_not_depend_on_other_prompts(export: Path, call: Callable[..., Any]) -> None:
     """Draws, too: in any order, at any place in the batch. A prompt that comes twice draws twice."""
     options = ("--max_new_tokens=15", "--temperature=0.9", "--top_k=40", "--top_p=0.95", "--json_lines")
