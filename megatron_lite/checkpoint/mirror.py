@@ -22,7 +22,7 @@ from megatron_lite.checkpoint.retention import checkpoints_to_delete, is_permane
 from megatron_lite.checkpoint.writing import good_manifest, pause_s
 from megatron_lite.config.source import CheckpointConfig
 from megatron_lite.config.structured_values import keep_rules
-from megatron_lite.errors import CheckpointError, DamagedError, RunError, StorageError
+from megatron_lite.errors import CheckpointError, DamagedError, StorageError
 from megatron_lite.run.durable_files import replace_file, sync_files
 from megatron_lite.run.remote_storage import RemoteFolder, failure
 
@@ -60,58 +60,51 @@ class Mirror:
             StorageError: if the mirror cannot be read, or an empty one written: no run may begin beside its mirror.
         """
         try:
-            if not find_checkpoints(self._checkpoints):
-                self._restore()
-        except RunError:
-            raise
+            damaged = [] if find_checkpoints(self._checkpoints) else self._restore()
         except Exception as error:
-            raise StorageError(
-                f"{self._flag}: {failure(error)}; a start without checkpoints needs its mirror: make it reachable, or "
-                "leave the flag out"
-            ) from None
-
-    def _restore(self) -> None:
-        damaged, wanted = list[str](), self._options.resume_iteration
-        for iteration in self._iterations():
-            name, start_s = f"checkpoints/{iteration}", time.perf_counter()
-            if (content := self._remote.read(f"{name}/{MANIFEST_NAME}")) is None:
-                logger.warning("%s: %s is not complete; skipped", self._flag, name)
-                continue
-            if wanted is not None and iteration > wanted != _config(content).get("resume_iteration"):
-                continue  # --resume_iteration goes back
-            try:
-                self._fetch(iteration, content)
-            except DamagedError as error:
-                damaged.append(f"{name}: {error}")
-                logger.warning("%s: %s; skipped, looking for an older one", self._flag, damaged[-1])
-                continue
-            for record in RECORDS:
-                if not (self._root / record).exists() and (data := self._remote.read(record)) is not None:
-                    replace_file(self._root / record, data)
-            logger.info("restored %s from %s (%.1f s)", name, self._flag, time.perf_counter() - start_s)
-            return
+            fix = "a start without checkpoints needs its mirror: make it reachable, or leave the flag out"
+            raise StorageError(f"{self._flag}: {failure(error)}; {fix}") from None
         if damaged:
             raise CheckpointError(f"{self._flag}: no usable checkpoint is there: {'; '.join(damaged)}")
-        self._remote.write(MARK_NAME, b"{}\n")  # refused now rather than at the first save
-        logger.info("%s holds no checkpoint", self._flag)
 
-    def _fetch(self, iteration: int, content: bytes) -> None:
-        """Download a checkpoint, verify every byte and publish it. Raises: DamagedError, or an error of the store."""
-        folder = self._checkpoints / str(iteration)
+    def _restore(self) -> list[str]:
+        """Restore, or return the damaged checkpoints if there is nothing else."""
+        damaged, wanted = list[str](), self._options.resume_iteration
+        for iteration in self._iterations():
+            name = f"checkpoints/{iteration}"
+            if (content := self._remote.read(f"{name}/{MANIFEST_NAME}")) is None:
+                logger.warning("%s: %s is not complete; skipped", self._flag, name)
+            elif wanted is None or iteration <= wanted or _config(content).get("resume_iteration") == wanted:
+                try:
+                    self._fetch(name, content)
+                    return []
+                except DamagedError as error:
+                    damaged.append(f"{name}: {error}")
+                    logger.warning("%s: %s; skipped, looking for an older one", self._flag, damaged[-1])
+        if not damaged:
+            self._remote.write(MARK_NAME, b"{}\n")  # refused now rather than at the first save
+            logger.info("%s holds no checkpoint", self._flag)
+        return damaged
+
+    def _fetch(self, name: str, content: bytes) -> None:
+        """Download a checkpoint, verify every byte and publish it; also the records. Raises: DamagedError."""
+        start_s, folder = time.perf_counter(), self._root / name
         temporary = work_path(folder, "tmp", new_nonce())
         temporary.mkdir(parents=True)
         try:
             (temporary / MANIFEST_NAME).write_bytes(content)
-            for name, file in manifest.read(temporary).files.items():
+            for file_name, file in manifest.read(temporary).files.items():
                 with contextlib.suppress(FileNotFoundError):  # which `check_blocks` reports
-                    self._remote.storage.get_file(
-                        self._remote.at(f"checkpoints/{iteration}/{name}"), str(temporary / name)
-                    )
-                files.check_blocks(temporary, name, file)
+                    self._remote.storage.get_file(self._remote.at(f"{name}/{file_name}"), str(temporary / file_name))
+                files.check_blocks(temporary, file_name, file)
+            for record in RECORDS:
+                if not (self._root / record).exists() and (data := self._remote.read(record)) is not None:
+                    replace_file(self._root / record, data)
             sync_files(temporary)
             files.publish(temporary, folder, lambda folder: False)
         finally:
             files.remove_folder(temporary)
+        logger.info("restored %s from %s (%.1f s)", name, self._flag, time.perf_counter() - start_s)
 
     # -- while the run trains --------------------------------------------------------------------------------------
 
@@ -224,18 +217,16 @@ class Mirror:
 
     def _rotate(self) -> None:
         """Delete there what is rotated here, also checkpoints that were never here, and what was set aside here."""
-        here = {iteration for iteration, _ in find_checkpoints(self._checkpoints)}
-        there, saved = self._iterations(), dict[int, bool]()
+        here, there = {iteration for iteration, _ in find_checkpoints(self._checkpoints)}, self._iterations()
         away = [one for one in there if one not in here and any(self._checkpoints.glob(f"{SET_ASIDE}/*/{one}"))]
-        for iteration in there if self._rotation is not None else ():
-            saved[iteration] = iteration in here or is_permanent(iteration, keep_rules(self._options.keep_checkpoints))
-            if not saved[iteration]:
-                content = self._remote.read(f"checkpoints/{iteration}/{MANIFEST_NAME}")
-                saved[iteration] = was_permanent(iteration, _config(content))
         if self._rotation is not None:
+            saved, rules = dict.fromkeys(there, True), keep_rules(self._options.keep_checkpoints)
+            for one in (one for one in there if one not in here and not is_permanent(one, rules)):
+                content = self._remote.read(f"checkpoints/{one}/{MANIFEST_NAME}")
+                saved[one] = was_permanent(one, _config(content))
             away += checkpoints_to_delete(saved, *self._rotation)
-        for iteration in away:
-            self._remote.delete(f"checkpoints/{iteration}", MANIFEST_NAME)
+        for one in away:
+            self._remote.delete(f"checkpoints/{one}", MANIFEST_NAME)
 
 
 def _identity(path: Path) -> tuple[Path, int, int]:

@@ -26,12 +26,14 @@ from megatron_lite.config.structured_values import storage_address
 from megatron_lite.errors import CheckpointError, StorageError, UsageError
 from megatron_lite.run.remote_storage import failure
 from tests.checkpoint.test_writing import save
+from tests.support.harness import FORKSERVER
 from tests.support.launch import TINY, succeed
 from tests.support.results import checkpoints, curve, digests, weights
 from tests.support.s3_server import VARIABLES, Proxy, S3Server
 
 CANARIES = [VARIABLES[name] for name in ("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY", "AWS_SESSION_TOKEN")]
 WITHIN_S = 60.0
+LAST_SAVE = 12
 
 
 @pytest.fixture(scope="module")
@@ -60,8 +62,8 @@ def make(root: Path, address: str, **options: Any) -> Mirror:
 
 def finish(made: Mirror) -> None:
     """Wait until everything is there."""
-    made.close(WITHIN_S, WITHIN_S)
-    assert made._done == made._asked, "not everything was copied"
+    made.update()
+    wait_until(lambda: made._done == made._asked)
 
 
 def run_folder(root: Path, *iterations: int, ranks: int = 2) -> Path:
@@ -395,3 +397,55 @@ def test_a_run_goes_on_elsewhere_bit_for_bit(bucket: Any, server: S3Server, tmp_
     assert {"run/export/3/mirror.json", "run/export/6/mirror.json", "run/metrics.jsonl"} <= keys
     texts += [outcome.output, resumed.output]
     assert not [canary for canary in CANARIES for text in texts if canary in text]
+
+
+@pytest.mark.slow
+def test_fifty_kills_leave_whole_checkpoints_or_none(bucket: Any, server: S3Server, tmp_path: Path) -> None:
+    """SIGKILL at drawn moments while saves are mirrored and rotated: a start elsewhere gets a whole one, or none.
+
+    Every kill ends a process of its own, which went on from what the one before had left. No restore goes back.
+    """
+    environment = {**VARIABLES, "AWS_ENDPOINT_URL": server.url}
+    saves, generator, newest, outcomes = tmp_path / "saves", random.Random(time.time_ns()), 0, list[int]()
+    saves.mkdir()
+    for iteration in range(1, LAST_SAVE + 1):
+        save(saves, iteration, iteration, 4)
+    address = f"s3://{bucket.name}/run"
+    for kill in range(50):
+        root, elsewhere = tmp_path / f"run-{kill}", tmp_path / f"elsewhere-{kill}"
+        seen, changes = len(server.requests), generator.randrange(80)  # requests after which it dies
+        process = FORKSERVER.Process(target=mirror_saves, args=(environment, saves, root, address))
+        process.start()
+        wait_until(lambda: len(server.requests) >= seen + changes or not process.is_alive())  # noqa: B023
+        time.sleep(generator.random() * 0.01)
+        process.kill()
+        process.join()
+        make(elsewhere, address).restore()
+        found = checkpoints(elsewhere)
+        assert len(found) == 1 or (not found and newest == 0), f"kill {kill}: {newest} was there before"
+        for iteration in found:
+            assert digests(elsewhere / "checkpoints" / str(iteration)) == digests(saves / str(iteration))
+            assert iteration >= newest, f"kill {kill}: {newest} was there before"
+            newest = iteration
+        outcomes.append(newest)
+        if newest == LAST_SAVE:
+            address, newest = f"s3://{bucket.name}/run-{kill}", 0
+    assert len(set(outcomes)) > 4, f"the kills did not fall into the uploads: {outcomes}"
+
+
+def mirror_saves(environment: dict[str, str], saves: Path, root: Path, address: str) -> None:
+    """Publish saves one after the other, from the one that the mirror restores on, and rotate both."""
+    os.environ.update(environment)
+    made = make(root, address, max_checkpoints=2)
+    made.restore()
+    folder = root / "checkpoints"
+    folder.mkdir(parents=True, exist_ok=True)
+    for iteration in range(max(checkpoints(root), default=0) + 1, LAST_SAVE + 1):
+        shutil.copytree(saves / str(iteration), folder / ".tmp")
+        os.rename(folder / ".tmp", folder / str(iteration))
+        held = made.held()
+        retention.prune(folder, 2, iteration, held=held)
+        made.rotate(iteration, None, held)
+        made.update()
+        time.sleep(0.1)
+    finish(made)

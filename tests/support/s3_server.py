@@ -60,7 +60,7 @@ class Proxy:
     """
 
     def __init__(self, port: int, cut_after: int | None = None) -> None:
-        self._target, self.left = port, cut_after
+        self._target, self.left, self._lock = port, cut_after, threading.Lock()
         self.open = threading.Event()
         self.open.set()
         self._listener = socket.socket()
@@ -97,8 +97,9 @@ class Proxy:
             while data := source.recv(2**14):
                 self.open.wait()
                 if to_server and self.left is not None:
-                    data = data[: self.left]
-                    self.left -= len(data)
+                    with self._lock:
+                        data = data[: self.left]
+                        self.left -= len(data)
                 target.sendall(data)
                 if self.left == 0:
                     break
