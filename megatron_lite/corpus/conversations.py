@@ -136,7 +136,8 @@ def find_template(tokenizer: str, name: str = "own") -> ChatTemplate:
     Raises: UsageError if there is none; DataError if a file cannot be read or is none.
     """
     opened = load_tokenizer(tokenizer, needs_end=False)
-    config = read_object(config_beside(Path(tokenizer))) | opened.named_tokens
+    config = read_object(config_beside(Path(tokenizer))) or {"clean_up_tokenization_spaces": False}
+    config |= opened.named_tokens
     files = {path.stem: path for path in sorted(NAMED.iterdir())}
     files["own"] = Path(tokenizer.removesuffix("tokenizer.json") + "chat_template.jinja")
     file = files.get(name, Path(name))

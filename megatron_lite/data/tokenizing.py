@@ -125,10 +125,8 @@ class JsonTokenizer:
     def encode_marked(self, texts: Sequence[Any]) -> Iterator[NDArray[Any]]:
         """Yield the ids of each MarkedText, with ~id in the place of a token that does not count in the loss."""
         for encoding, text in zip(self._tokenizer.encode_batch(texts, add_special_tokens=False), texts, strict=True):
-            ids, (starts, ends) = (
-                np.array(encoding.ids, np.int64),
-                np.array(encoding.offsets, np.int64).reshape(-1, 2).T,
-            )
+            ids, places = np.array(encoding.ids, np.int64), np.array(encoding.offsets, np.int64).reshape(-1, 2)
+            starts, ends = places.T
             inside = [(starts < end) & (ends > start) for start, end in text.spans]
             yield np.where(np.logical_or.reduce([ids < 0, *inside]), ids, ~ids)
 

@@ -2,6 +2,7 @@
 
 import json
 import random
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -10,7 +11,9 @@ import pytest
 from tokenizers import AddedToken, Tokenizer, decoders, models, normalizers, pre_tokenizers, processors, trainers
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
-from megatron_lite.cli.prepare_data import main
+from megatron_lite.cli.prepare_data import main, parse, read_options
+from megatron_lite.corpus.dataset_list import find_pairs
+from megatron_lite.corpus.prepare import prepare as prepare_corpus
 from megatron_lite.data.indexed_dataset import IndexedDataset
 from megatron_lite.data.tokenizing import JsonTokenizer, copy_tokenizer, train_tokenizer
 from tests.support.token_files import data_config, read_batches
@@ -383,7 +386,8 @@ def test_random_records_end_no_run(tmp_path: Path) -> None:
 
 
 def test_every_pair_has_its_mask(tmp_path: Path) -> None:
-    """Shards, validation documents and duplicates; the same bytes in any number of pieces; --verify and folders."""
+    """Of shards and validation documents, without duplicates; --verify and folders know the masks. Two processes with
+    many pieces write the same bytes."""
     records = [{"messages": [user(f"{n % 37}?"), assistant("x" * (n % 37))]} for n in range(60)]
     source = write_lines(tmp_path / "chats.jsonl", records)
     words = ("--chat_template=chatml", "--shards=2", "--validation_documents=7", "--deduplicate")
@@ -394,11 +398,13 @@ def test_every_pair_has_its_mask(tmp_path: Path) -> None:
     assert len(found) == 30 and len(held_out) == 7 and len({*found, *held_out}) == 37
     assert all(text in ("", *("x" * n + "<|im_end|>" for n in range(1, 37))) for text in found)
     assert all(main(["--verify", f"{prefix}{part}"]) == 0 for prefix in prefixes for part in ("", "_mask"))
-    from megatron_lite.corpus.dataset_list import find_pairs
-
     assert find_pairs([str(tmp_path / "data")]) == list(map(str, prefixes[:2]))
-    # In the place of data of another kind, nothing of the old tokenizer is left.
-    main([str(source), "--output_prefix", str(tmp_path / "data" / "x"), "--json_key=messages", "--overwrite"])
+    again = parse([str(source), "--output_prefix", str(tmp_path / "again" / "x"), "--num_processes=2", *words], "")
+    prepare_corpus(replace(read_options(again), piece_bytes=1500))
+    names = sorted(path.name for path in (tmp_path / "data").iterdir() if path.suffix in (".bin", ".idx"))
+    assert len(names) == 12
+    assert all((tmp_path / "again" / x).read_bytes() == (tmp_path / "data" / x).read_bytes() for x in names)
+    # Data of another kind in this place leave nothing of the old tokenizer.
     (tmp_path / "a.txt").write_text("text")
     prepare(tmp_path / "a.txt", tmp_path / "data" / "x", "--overwrite")
     assert not (tmp_path / "data" / "x.tokenizer_config.json").exists()
