@@ -8,8 +8,11 @@ from __future__ import annotations
 import re
 from collections.abc import Sequence
 from errno import EACCES, EDQUOT, EFBIG, EIO, EISDIR, ENAMETOOLONG, ENOSPC, ENOTDIR, EPERM, EROFS
+from pathlib import Path
 from typing import Any, NamedTuple
 
+# Commands that are also scripts of a checkout.
+SCRIPTS = ("prepare_data", "generate", "evaluate", "convert_checkpoint", "watch_run", "report_run", "plot_run")
 LONGEST_WORD = 1000  # characters that a message shows
 EXIT_DONE = 0
 EXIT_PREEMPTED = 75
@@ -21,6 +24,13 @@ OUT_OF_MEMORY = "out of memory: "  # before the words of whatever could not allo
 LESS_MEMORY = (
     "try a smaller --micro_batch_size, then --zero_stage=2 or 3, more ranks, or a larger --cross_entropy_splits"
 )
+
+
+def as_installed(text: str) -> str:
+    """Return a text with the command that pip installs for each script that it names, unless there is a checkout."""
+    if (Path(__file__).resolve().parents[1] / "scripts" / "prepare_data.py").is_file():
+        return text
+    return re.sub(rf"(?:python )?scripts/({'|'.join(SCRIPTS)})\.py", r"megatron_lite \1", text)
 
 
 class RunError(ValueError):
@@ -36,7 +46,7 @@ class RunError(ValueError):
 
         A word that would fill a screen is cut.
         """
-        text = re.sub(rf"\S{{{LONGEST_WORD + 1},}}", _beginning, super().__str__())
+        text = re.sub(rf"\S{{{LONGEST_WORD + 1},}}", _beginning, as_installed(super().__str__()))
         return "".join(c if c.isprintable() or c == "\n" else repr(c)[1:-1] for c in text)
 
 

@@ -22,7 +22,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # works without
 import scripts  # noqa: F401  names a missing package
 
 # isort: split
-from megatron_lite.checkpoint.names import MANIFEST_NAME, find_checkpoints, reason
+from megatron_lite.checkpoint.names import MANIFEST_NAME, find_checkpoints, no_folder, reason
 from megatron_lite.checkpoint.reading import Inspection, inspect
 from megatron_lite.cli.script_parser import ScriptParser
 from megatron_lite.errors import EXIT_DONE, CheckpointError, RunError, UsageError
@@ -37,8 +37,8 @@ def checkpoints_of(path: Path) -> list[Path]:
         UsageError: if there is no checkpoint.
     """
     try:
-        if not path.is_dir():
-            raise UsageError(f"{path}: no such folder; give a checkpoint or the directory of a run")
+        if problem := no_folder(path):
+            raise UsageError(f"{problem}; give a checkpoint or the directory of a run")
         if (path / MANIFEST_NAME).exists() or (path / MANIFEST_NAME).is_symlink():
             return [path]
         folders = [path, path / "checkpoints", path / "export"]

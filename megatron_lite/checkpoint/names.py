@@ -79,6 +79,13 @@ def newest_checkpoint(root: Path | None) -> tuple[int, Path] | None:
     return None
 
 
+def no_folder(path: Path) -> str | None:
+    """Return in words that a path is no folder; None if it is one."""
+    if path.is_dir():
+        return None
+    return f"{path} is a file, not a folder" if path.exists() else f"there is no folder {path}"
+
+
 def is_folder(path: Path) -> bool:
     """Whether a path is a directory and not a symbolic link."""
     try:

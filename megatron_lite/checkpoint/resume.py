@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from megatron_lite.checkpoint import compatibility, reading
 from megatron_lite.checkpoint.manifest import Manifest, read
-from megatron_lite.checkpoint.names import MANIFEST_NAME, find_checkpoints, reason
+from megatron_lite.checkpoint.names import MANIFEST_NAME, find_checkpoints, no_folder, reason
 from megatron_lite.config import Config
 from megatron_lite.config.source import CheckpointConfig
 from megatron_lite.distributed.agreement import together
@@ -155,8 +155,8 @@ def _elsewhere(folder: Path) -> list[tuple[int, Path]]:
     found = find(folder) or find(folder / "checkpoints")
     if not found:
         raise CheckpointError(
-            f"{_FLAG}={folder}: no checkpoint is there; give a checkpoint, a folder of checkpoints or an experiment "
-            "directory"
+            f"{_FLAG}={folder}: {no_folder(folder) or 'no checkpoint is there'}; give a checkpoint, a folder of "
+            "checkpoints or an experiment directory"
         )
     return found
 

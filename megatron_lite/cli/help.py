@@ -11,6 +11,7 @@ from megatron_lite.cli.unknown_flags import answers_for, refused
 from megatron_lite.config import AREAS, Config, flatten
 from megatron_lite.config.other_programs import table
 from megatron_lite.config.values import FLAGS, Flag, abridged, limits, written
+from megatron_lite.errors import as_installed
 from megatron_lite.validation import defaults
 
 WIDTH = 118
@@ -55,7 +56,7 @@ def help_text(everything: bool) -> str:
                 lines += _two_columns(", ".join(f"--{name}" for name in names), text)
     else:
         lines += ["", EXAMPLE]
-    return "\n".join(lines)
+    return as_installed("\n".join(lines))
 
 
 def value_words(flag: Flag) -> str:

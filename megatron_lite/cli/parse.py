@@ -268,6 +268,9 @@ class _Parser:
             _check_shell(text, item)
         if reason := refused_value(flag.name, values[0]):
             raise BadValueError(reason)
+        for text in values if flag.is_list and flag.name in PATHS else ():
+            if " " in text and any(map(os.path.exists, (os.path.expanduser(text), f"{os.path.expanduser(text)}.idx"))):
+                raise BadValueError("spaces separate words here, not parts of a path; rename it, or make a link to it")
         if not flag.is_list:
             value = parse_value(flag, values[0])
             # The shell does not expand the ~ in --flag=~/folder.

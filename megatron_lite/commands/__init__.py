@@ -11,18 +11,15 @@ from types import MappingProxyType
 
 from megatron_lite import __version__
 from megatron_lite.config.values import shown, similar
-from megatron_lite.errors import EXIT_DONE, UsageError
+from megatron_lite.errors import EXIT_DONE, SCRIPTS, UsageError
 from megatron_lite.run.exit_status import name_missing_package, print_page
 from megatron_lite.run.host import prepare_libraries
 from megatron_lite.run.launcher_watch import LauncherWatch
 
-# Verb -> the module with its `main(words, program)`.
+# Verb -> its module, which has `main(words, program)`.
 VERBS: Mapping[str, str] = MappingProxyType(
-    {"pretrain_gpt": "pretrain_gpt", "prepare_data": "megatron_lite.cli.prepare_data"}
-    | {
-        verb: f"megatron_lite.commands.{verb}"
-        for verb in ("generate", "evaluate", "convert_checkpoint", "watch_run", "report_run", "plot_run")
-    }
+    {"pretrain_gpt": "pretrain_gpt"}
+    | {verb: f"megatron_lite.{'cli' if verb == 'prepare_data' else 'commands'}.{verb}" for verb in SCRIPTS}
 )
 
 
@@ -30,8 +27,7 @@ def start(verb: str, words: Sequence[str], program: str | None = None) -> int:
     """Run a verb other than pretrain_gpt; return the exit code. program: as a user types it (default: the script)."""
     LauncherWatch()  # before anything that takes time
     prepare_libraries()  # before torch is imported
-    code: int = importlib.import_module(VERBS[verb]).main(words, program)
-    return code
+    return int(importlib.import_module(VERBS[verb]).main(words, program))
 
 
 def command() -> int:
@@ -48,10 +44,8 @@ def command() -> int:
         print(f"megatron_lite: error: {UsageError(f'unknown command {shown(verb)}; {advice}')}", file=sys.stderr)
         return UsageError.exit_code
     if name == "pretrain_gpt":
-        import pretrain_gpt
-
         del sys.argv[1]
-        return pretrain_gpt.command()
+        return int(importlib.import_module(name).command())
     return start(name, sys.argv[2:], f"megatron_lite {name}")
 
 

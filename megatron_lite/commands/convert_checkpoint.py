@@ -246,7 +246,8 @@ def main(arguments: Sequence[str] | None = None, program: str | None = None) -> 
         print(f"ERROR: {error}", file=sys.stderr)
         return error.exit_code
     except OSError as error:
-        reason = f"{error.filename or options.to}: {error.strerror or error}"
+        why = "this is a file, not a folder" if isinstance(error, FileExistsError) else error.strerror or error
+        reason = f"{error.filename or options.to}: {why}"
         print(f"ERROR: {StorageError(reason)}; free some space or choose another --to", file=sys.stderr)
         return StorageError.exit_code
     return EXIT_DONE

@@ -17,6 +17,7 @@ import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
+from megatron_lite.checkpoint.names import no_folder
 from megatron_lite.cli.script_parser import ScriptParser
 from megatron_lite.errors import UsageError
 from megatron_lite.reports.watch_page import page
@@ -38,8 +39,8 @@ def main(arguments: Sequence[str] | None = None, program: str | None = None) -> 
     parser.add_argument("--once", action="store_true", help="print one page and exit, as when stdout is not a terminal")
     options = parser.parse_args(arguments)
     root: Path = options.experiment_dir
-    if not root.is_dir():
-        error = UsageError(f"there is no folder {root}; give the --experiment_dir of a run")
+    if problem := no_folder(root):
+        error = UsageError(f"{problem}; give the --experiment_dir of a run")
         print(f"ERROR: {error}", file=sys.stderr)
         return error.exit_code
     run = WatchedRun(root)

@@ -18,7 +18,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from megatron_lite.data.disk_array import reading, replace_file, unreadable
+from megatron_lite.data.disk_array import reading, replace_file
 from megatron_lite.errors import DataError, UsageError
 
 LARGEST_VOCABULARY = 2**24  # of a tokenizer trained here; more than any text can fill
@@ -273,12 +273,9 @@ def read_tokenizer_file(path: str | Path) -> Any:
     """
     from tokenizers import Tokenizer as LibraryTokenizer
 
+    content = tokenizer_content(path)
     try:
-        text = tokenizer_content(path).decode()
-    except ValueError as error:
-        raise unreadable(path, error) from error
-    try:
-        return LibraryTokenizer.from_str(text)
+        return LibraryTokenizer.from_str(content.decode())
     except Exception as error:  # the library raises plain Exception
         raise DataError(f"{path}: not a tokenizer.json: {error}") from error
 

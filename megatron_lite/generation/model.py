@@ -116,8 +116,6 @@ def load_model(
 ) -> LocalModel:
     """Load the model of a folder for texts of up to `length` tokens; warn if it was trained with shorter ones.
 
-    Of several in the folder, print on stderr which one is taken.
-
     Args:
         length: None: the length of training, or where that is unknown the number of positions, up to `most`.
         dtype: fp32, bf16 or fp16; None: fp32 on a CPU, bf16 on a GPU.
@@ -149,12 +147,7 @@ def model_arguments() -> argparse.ArgumentParser:
 
     parser = argparse.ArgumentParser(add_help=False)
     add = parser.add_argument
-    add(
-        "--model",
-        type=folder,
-        required=True,
-        help="a run's --experiment_dir, an export, a Hugging Face folder, a checkpoint",
-    )
+    add("--model", type=folder, required=True, help="export, checkpoint, Hugging Face folder, or folder of a run")
     add("--tokenizer_file", help="tokenizer.json, or byte (default: the model's own, or that of its training)")
     add(
         "--weights",

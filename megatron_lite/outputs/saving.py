@@ -15,7 +15,7 @@ from megatron_lite.checkpoint.saved_state import training_facts
 from megatron_lite.checkpoint.writing import Finished, Save, pause_s, shards_bytes, write_now
 from megatron_lite.config.structured_values import keep_rules
 from megatron_lite.distributed.agreement import together
-from megatron_lite.errors import EXIT_PREEMPTED, FolderLostError, NumericsError, StorageError
+from megatron_lite.errors import EXIT_PREEMPTED, FolderLostError, NumericsError, StorageError, as_installed
 from megatron_lite.huggingface.export import export_weights, save_huggingface
 from megatron_lite.huggingface.model_card import TrainingSummary
 from megatron_lite.outputs.bad_steps import held_checkpoints, leave_bad_step
@@ -247,7 +247,7 @@ def nothing_to_do(run: Run) -> str:
     is_more = run.iteration > training.train_iters
     done = f"iteration {run.iteration}" + (", more than --train_iters=" if is_more else " of ")
     lacks_export = training.export_interval is not None and export is not None and not export.exists()
-    convert = "; scripts/convert_checkpoint.py exports its checkpoint" if lacks_export else ""
+    convert = as_installed("; scripts/convert_checkpoint.py exports its checkpoint") if lacks_export else ""
     return f"the run is complete: {done}{training.train_iters}; nothing to do{convert}"
 
 

@@ -28,6 +28,7 @@ from megatron_lite.errors import (
     Remedy,
     RunError,
     StorageError,
+    as_installed,
     as_run_error,
 )
 from megatron_lite.monitor.export_callback import STOPPED_WAIT_S
@@ -207,7 +208,8 @@ def leave_report(run: Run, in_a_hurry: bool, failed: bool = False) -> None:
     root = run.experiment.root
     if root is None or not run.config.run.report or run.distributed.rank != 0:
         return
-    limit, later = LARGEST_IN_A_HURRY_BYTES if in_a_hurry else LARGEST_BYTES, f"python scripts/report_run.py {root}"
+    limit = LARGEST_IN_A_HURRY_BYTES if in_a_hurry else LARGEST_BYTES
+    later = as_installed(f"python scripts/report_run.py {root}")
     try:
         if run.experiment.is_lost() or not (root / METRICS_FILE).exists():
             return

@@ -21,7 +21,7 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from megatron_lite.checkpoint.names import MANIFEST_NAME, find_checkpoints, parse_json, read_bytes
+from megatron_lite.checkpoint.names import MANIFEST_NAME, find_checkpoints, no_folder, parse_json, read_bytes
 from megatron_lite.errors import DataError
 from megatron_lite.run.exit_status import EXIT_FILE, METRICS_FILE
 from megatron_lite.run.experiment import LOCK_FILE, newest_run
@@ -168,7 +168,8 @@ class Metrics:
                 self._add_line(self._file.rest)
         except OSError as error:
             fix = "give the --experiment_dir of a run that has started training"
-            raise DataError(f"cannot read {self.path}: {error.strerror}; {fix}") from None
+            problem = no_folder(self.path.parent) or f"cannot read {self.path}: {error.strerror}"
+            raise DataError(f"{problem}; {fix}") from None
 
     def _add_line(self, line: bytes) -> None:
         """Take a line, unless it is not a record, such as a torn line."""

@@ -139,7 +139,7 @@ def _prepare(lock: FolderLock, directory: str) -> None:
                 raise NotADirectoryError(errno.ENOTDIR, f"{path} is not a directory")
         lock.take()
     except OSError as error:
-        reason = error.strerror or error
+        reason = "this is a file" if isinstance(error, FileExistsError) else error.strerror or error
         raise StorageError(f"--experiment_dir={directory}: {reason}; choose a writable directory") from error
 
 

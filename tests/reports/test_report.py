@@ -148,7 +148,7 @@ def test_long_runs_make_short_pages(tmp_path: Path) -> None:
 
 def test_errors_are_one_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """No run, no numbers, no place for the page."""
-    with pytest.raises(DataError, match="No such file"):
+    with pytest.raises(DataError, match="there is no folder"):
         read_runs([tmp_path / "nowhere"])
     assert report_run.main([str(tmp_path)]) == 3
     with pytest.raises(StorageError, match="choose another --output"):

@@ -109,7 +109,7 @@ def test_no_run_and_no_loss_yet_are_clear(tmp_path, capsys):
     (tmp_path / "metrics.jsonl").write_text("")
     assert script.main([str(tmp_path)]) == 3
     first, second = capsys.readouterr().err.splitlines()
-    assert "nowhere" in first and "No such file" in first and "no record yet" in second
+    assert "there is no folder" in first and "nowhere" in first and "no record yet" in second
 
 
 def test_an_unwritable_output_is_one_clear_line(tmp_path, capsys):
