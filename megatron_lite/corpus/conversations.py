@@ -71,8 +71,9 @@ class ChatTemplate(NamedTuple):
             before, after = (self.render(messages[: number + k], tools, not k)[0] for k in (0, 1))
             if not (after.startswith(before) and whole.startswith(after)):
                 raise DataError(
-                    f"the chat template writes messages[{number}] in another way once more messages follow; end the "
-                    "record there, or give a template with {% generation %} blocks (--chat_template)"
+                    f"what the chat template writes up to messages[{number}] changes with what follows (thoughts left "
+                    "out, another beginning of an answer); end the record there, or give a template with "
+                    "{% generation %} blocks (--chat_template)"
                 )
             said = after[len(before) :]
             if not said.rstrip().endswith(str(content).strip() or MARK):
@@ -99,11 +100,12 @@ def _compiled(text: str) -> jinja2.Template:
 
 @dataclass(frozen=True)
 class ConversationFields(TextFields):
-    """How a record becomes a text. end: the token after a completion without roles. The keys are as `KEYS`."""
+    """How a record becomes a text. The keys are as `KEYS`."""
 
     _: KW_ONLY
     template: ChatTemplate
-    end: str
+    end: str  # token after a conversation, unless it is there; empty: none
+    end_of_completion: str  # the same without roles
 
     marked = True
 
@@ -111,8 +113,8 @@ class ConversationFields(TextFields):
         """Return the text of a record. Raises: DataError, which names the key and the rule."""
         messages, shared, prompt, completion, tools = (look_up(value, key) for key in self.keys)
         if messages is None and isinstance(prompt, str) and isinstance(completion, str):
-            text = prompt + completion.removesuffix(self.end) + self.end
-            return MarkedText(text, [(len(prompt), len(text))] if completion else [])
+            span = (len(prompt), len(prompt + completion))
+            return _ended(MarkedText(prompt + completion, [span] if completion else []), self.end_of_completion)
         first = 0
         if messages is None and isinstance(shared, list):
             turns = [turn if isinstance(turn, dict) else {} for turn in shared]
@@ -127,7 +129,15 @@ class ConversationFields(TextFields):
             if not isinstance(found[0], str) or not isinstance(found[-1], str | list | None):
                 raise DataError(f"messages[{number}] needs a role and a content, both texts")
         messages = [{key: part for key, part in message.items() if part is not None} for message in messages]
-        return self.template.spoken(messages, tools, first)
+        return _ended(self.template.spoken(messages, tools, first), self.end)
+
+
+def _ended(text: MarkedText, end: str) -> MarkedText:
+    """Add a token that ends a text, unless it is there; it counts if the assistant spoke last."""
+    if text.endswith(end):
+        return text
+    last = text.spans and text.spans[-1][1] >= len(text.rstrip())
+    return MarkedText(text + end, [*text.spans, (len(text), len(text + end))] if last else text.spans)
 
 
 def find_template(tokenizer: str, name: str = "own") -> ChatTemplate:
@@ -158,5 +168,7 @@ def conversation_fields(name: str, given: TextFields, tokenizer: TokenizerChoice
     if given.separator != TextFields.separator or len(given.keys) > 1 or tokenizer.begin is not None:
         raise UsageError("--chat_template: leave out --separator, --begin_of_document and a second --json_key")
     template = find_template(BYTE if tokenizer.train or tokenizer.name == BYTE else str(tokenizer.source), name)
-    end = template.config.get("eos_token", "") if tokenizer.end is None else tokenizer.end.replace(ABSENT, "")
-    return ConversationFields(KEYS if given.keys == ("text",) else (*given.keys, *KEYS[1:]), template=template, end=end)
+    end = "" if tokenizer.end in (None, ABSENT) else str(tokenizer.end)
+    of_completion = template.config.get("eos_token", "") if tokenizer.end is None else end
+    keys = KEYS if given.keys == ("text",) else (*given.keys, *KEYS[1:])
+    return ConversationFields(keys, template=template, end=end, end_of_completion=of_completion)

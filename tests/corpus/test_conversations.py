@@ -286,6 +286,11 @@ def test_other_records(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> No
         assert "2 documents without an answer" in capsys.readouterr().out
     prepare(source, tmp_path / "y", "--chat_template=zephyr", "--end_of_document=none")
     assert said(tmp_path / "y")[0] == " 4"
+    prepare(source, tmp_path / "w", "--chat_template=chatml", "--end_of_document=<|endoftext|>")
+    assert said(tmp_path / "w") == [
+        f" 4{end}", f" 4{end}", "", f"d 😀<|im_end|>{end}", f"ho<|im_end|>{end}", ""
+    ]  # fmt: skip
+    assert all(tokens.count(256) == 1 and tokens[-1] == 256 for tokens, _ in pairs(tmp_path / "w"))
     prepare(write_lines(tmp_path / "k.jsonl", [{"a": {"b": records[5]["messages"]}}]), tmp_path / "z",
             "--chat_template=chatml", "--json_key=a.b")  # fmt: skip
     assert len(pairs(tmp_path / "z")) == 1
@@ -318,8 +323,10 @@ def test_bad_records_are_named(tmp_path: Path, capsys: pytest.CaptureFixture[str
             {"messages": [user("a"), message]}
             for message in ({"content": "x"}, {"role": 1}, 7, assistant(8))  # type: ignore[arg-type]
         ],
-        "the chat template writes messages[1] in another way once more messages follow; end the record there, or give "
-        "a template with {% generation %} blocks (--chat_template)": [{"messages": [*good, user("d"), assistant("e")]}],
+        "what the chat template writes up to messages[1] changes with what follows (thoughts left out, another "
+        "beginning of an answer); end the record there, or give a template with {% generation %} blocks": [
+            {"messages": [*good, user("d"), assistant("e")]}
+        ],
         "the chat template (--chat_template) refuses it: ": [
             {"messages": [{"role": "user", "content": [{"text": "x"}]}, assistant("b")]}
         ],
