@@ -24,6 +24,7 @@ from megatron_lite.data.loader import DataSource
 from megatron_lite.data.open_data import open_data
 from megatron_lite.distributed.agreement import rank_0_works, together
 from megatron_lite.distributed.process_group import Distributed
+from megatron_lite.errors import UsageError
 from megatron_lite.generation.samples import Samples, open_samples
 from megatron_lite.huggingface import load_pretrained
 from megatron_lite.huggingface.weight_source import WeightSource
@@ -34,6 +35,7 @@ from megatron_lite.model.gpt import model_layers, shapes_of
 from megatron_lite.model.layer import Layer
 from megatron_lite.monitor import schedule_picture
 from megatron_lite.monitor.banner import choice_lines, derived_numbers, device_warnings, placement_warnings, stage_lines
+from megatron_lite.monitor.best_evaluation import BestEvaluation
 from megatron_lite.monitor.communication import time_collectives
 from megatron_lite.monitor.export_callback import ExportCallback, open_callback
 from megatron_lite.monitor.logging import log_both, start_logging
@@ -79,6 +81,7 @@ class Run:
     window: LogWindow
     resumed: Resumed  # where this start began
     iteration: int  # completed iterations
+    best: BestEvaluation  # so far, for --keep_best
     evaluation_due: bool  # a stop request preempted the evaluations and exports due after `iteration`
     debugger: TensorDebugger | None  # None without debug options
     background: BackgroundSaves | None  # None without --async_checkpoint
@@ -145,6 +148,8 @@ def build(
     run.window = LogWindow(distributed.device)
     run.resumed = _fill(run, choice, source)
     run.iteration, run.evaluation_due = run.resumed.iteration, run.resumed.evaluation_due
+    run.best = BestEvaluation(config, run.data.identity, run.resumed.best)
+    run.best.warn(experiment.checkpoints, run.logger)
     run.debugger = _debug(run)
     with distributed.traffic.paused():
         run.model.gather_ahead()  # every iteration ends with this
@@ -217,6 +222,9 @@ def _open_inputs(run: Run, variables: Mapping[str, str], kernels: Kernels) -> li
     run.callback = open_callback(script, environment_with(variables), variables)
     run.data = open_data(config, distributed.data.rank, distributed.data.world_size)
     run.data.while_waiting = distributed.check_step
+    metric, _, name = (config.checkpoint.keep_best or "").partition("/")
+    if name and name not in (names := run.data.alone("validation")):
+        raise UsageError(f"--keep_best={metric}/{name}: write {metric}, or after / one of {', '.join(names) or 'none'}")
     _check_tokenizer(run)
     return model_layers(config, kernels, distributed.tensor)
 

@@ -15,6 +15,7 @@ from megatron_lite.outputs.replicas import check_replicas
 from megatron_lite.outputs.saving import (
     advance_save,
     completion,
+    early_end,
     is_due,
     is_save_due,
     is_time_to_save,
@@ -61,6 +62,8 @@ def train(run: Run) -> tuple[int, str]:
         evaluate_first(run)
         if first > training.train_iters:
             return EXIT_DONE, nothing_to_do(run)
+        if run.best.ends:
+            return EXIT_DONE, early_end(run)
         batches = run.data.batches("training", run.iteration, training.train_iters - run.iteration)
         waiting = Waiting(config.data)
         if run.profiles is not None:
@@ -96,6 +99,8 @@ def train(run: Run) -> tuple[int, str]:
                             save(run)
                     if run.profiles is not None:
                         run.profiles.iteration_done(iteration)
+                if run.best.ends and not last:
+                    return EXIT_DONE, early_end(run)
                 if not last and is_due(iteration, training.stop_interval, training.stop_offset):
                     return EXIT_DONE, planned_stop(run)
         return EXIT_DONE, completion(run)

@@ -11,7 +11,7 @@ from __future__ import annotations
 import contextlib
 import logging
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -170,6 +170,7 @@ class Resumed(NamedTuple):
     iteration: int  # iterations done
     evaluation_due: bool = False  # whether their evaluation is still due
     folder: Path | None = None  # the checkpoint; None: the initial or pretrained weights
+    best: Mapping[str, Any] | None = None  # see `BestEvaluation`
 
 
 def check_early(choice: Choice, config: Config, data: dict[str, Any]) -> None:
@@ -232,7 +233,7 @@ def resume(
     for change in other_data:
         logger.warning("  allowed by --allow_data_change=1: %s", change)
     _log_changes(loaded, config, data, logger)
-    return Resumed(loaded.iteration, loaded.state.get("evaluation_due", False), folder)
+    return Resumed(loaded.iteration, loaded.state.get("evaluation_due", False), folder, loaded.state.get("best"))
 
 
 def _other_ranks(loaded: Manifest, distributed: Distributed) -> str:

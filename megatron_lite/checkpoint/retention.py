@@ -102,6 +102,12 @@ def prune(
         files.remove_folder(trash)
 
 
+def best_of(folder: Path) -> set[int]:
+    """Return the best iteration so far according to a checkpoint, from which a resume goes on; the set may be empty."""
+    content = good_manifest(folder)
+    return {content.state["best"]["iteration"]} if content is not None and "best" in content.state else set()
+
+
 def free_bytes(path: Path) -> int | None:
     """Return the free bytes for this user at a path, or at its nearest existing parent; None if unknown."""
     try:
@@ -125,7 +131,7 @@ def lack_at_start(root: Path | None, num_bytes: int, config: Config, done: int) 
     if options.max_checkpoints is None:
         more = max(saves, permanent)
     else:
-        more = additional(there, saves, options.max_checkpoints) + permanent
+        more = additional(there, saves, options.max_checkpoints + (options.keep_best is not None)) + permanent
     if more * num_bytes <= free:
         return None
     return (

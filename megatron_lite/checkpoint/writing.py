@@ -90,7 +90,7 @@ class Save:
         def prepare() -> None:
             if self._distributed.rank == 0:
                 self._check()
-                self.root.mkdir(exist_ok=True)
+                self.root.mkdir(parents=True, exist_ok=True)
                 files.recover(self.root)
                 self._temporary.mkdir()
 

@@ -145,6 +145,16 @@ class CheckpointConfig(Area):
     max_checkpoints: PositiveInt | None = optional(
         "keep the newest N checkpoints, and those of keep_checkpoints", "all", basic=True, idle_unless="experiment_dir"
     )
+    keep_best: str | None = optional(
+        "save after each validation with the lowest value so far of this metric, never delete the best checkpoint, and "
+        "keep its weights in export/best: validation_loss, or validation_loss/<name> of one data set",
+        "off",
+        choices=("validation_loss", "validation_averaged_loss"),
+        also=r"validation_(averaged_)?loss/.+",
+        value_aliases={"loss": "validation_loss", "val_loss": "validation_loss", "eval_loss": "validation_loss"},
+        needs=(*SAVED, Rule("validation_iters", "nothing is validated")),
+        idle_unless="train_iters",
+    )
     keep_checkpoints: tuple[str, ...] = option(
         (),
         'save, and never delete, checkpoints at these iterations: "1000:10000 5000" is every multiple of 1000 up to '

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from types import MappingProxyType
-from typing import Any
 
 from megatron_lite.config.option import (
     SAVED,
@@ -31,7 +30,7 @@ file_option = idle_unless("dataset_source!=random")
 shuffled_option = idle_unless("dataset_source!=random and shuffle!=none and truncate_documents")
 worker_option = idle_unless("dataset_source!=random and num_workers")
 fim_option = idle_unless("fim_rate")
-export_option = idle_unless("export_interval")
+export_option, interval_option = idle_unless("export_interval or keep_best"), idle_unless("export_interval")
 SAMPLED = Rule("sample_interval", "no samples are written")
 TEMPERED = Rule("sample_temperature", "temperature 0 draws nothing at random", when="sample_interval")
 LISTED = Rule(
@@ -44,11 +43,6 @@ validation_option = idle_unless("validation_iters")
 
 
 OWN_DATA = MappingProxyType({"validation": "valid_data_path", "test": "test_data_path"})  # phase -> its own data
-
-
-def own_data_option(phase: str, help: str, **details: Any) -> Any:
-    """Declare the data of a phase that reads nothing of data_path."""
-    return option((), help, idle_unless=f"dataset_source!=random and {phase}_iters", **details)
 
 
 @dataclass
@@ -100,12 +94,15 @@ class DataConfig(Area):
         basic=True,
         aliases="train_data_path",
     )
-    valid_data_path: tuple[str, ...] = own_data_option(
-        "validation",
+    valid_data_path: tuple[str, ...] = option(
+        (),
         "validation data of its own, in the words of data_path, which is then all for training unless split is given; "
         "of several sets, each also has a loss of its own",
+        idle_unless="dataset_source!=random and validation_iters",
     )
-    test_data_path: tuple[str, ...] = own_data_option("test", "test data of its own, as valid_data_path")
+    test_data_path: tuple[str, ...] = option(
+        (), "test data of its own, as valid_data_path", idle_unless="dataset_source!=random and test_iters"
+    )
     dataset_cache: str = file_option(
         "",
         "folder for the tokens of text, which runs may share (default: experiment_dir/dataset_cache)",
@@ -198,7 +195,7 @@ class DataConfig(Area):
     tokenizer_file: str | None = optional(
         "tokenizer.json, or byte, for text in data_path, samples and fill-in-the-middle; exports get a copy",
         "none",
-        idle_unless="dataset_source!=random or export_interval or sample_interval",
+        idle_unless="dataset_source!=random or export_interval or sample_interval or keep_best",
         basic=True,
     )
     num_workers: int = file_option(
@@ -272,9 +269,9 @@ class TrainingConfig(Area):
     export_format: str = export_option(
         "huggingface", "a model folder, or a resumable checkpoint (distributed)", choices=("huggingface", "distributed")
     )
-    export_weights: str = export_option(
+    export_weights: str = interval_option(
         "raw",
-        "weights of a Hugging Face export: as trained (raw) or averaged",
+        "weights of a Hugging Face export: as trained (raw) or averaged; export/best has those that keep_best measures",
         choices=("raw", "average"),
         needs=(Rule("ema_type=ema|ema_decay_sqrt", "no average is kept"),),
         excludes=(Rule("export_format=distributed", "a resumable checkpoint always holds weights and averages"),),
@@ -290,9 +287,9 @@ class TrainingConfig(Area):
     export_shard_size: str = option(
         "5GB",
         "largest file of a Hugging Face export: 5GB, 500MB, 2GiB, or a number of bytes",
-        idle_unless="export_interval and export_format=huggingface",
+        idle_unless="export_interval or keep_best and export_format=huggingface",
     )
-    export_callback_script: str = export_option("", "program to run after each export, with its folder as argument")
+    export_callback_script: str = interval_option("", "program to run after each export, with its folder as argument")
     export_callback_env: str = option(
         "",
         "environment variables for the callback, a JSON object of strings; only their names are recorded",
@@ -324,6 +321,11 @@ class TrainingConfig(Area):
         "save and stop every N iterations", "no stop", aliases="exit_interval", needs=SAVED
     )
     stop_offset: NonNegativeInt = option(0, "iteration from which stop_interval counts", idle_unless="stop_interval")
+    early_stopping_patience: PositiveInt | None = optional(
+        "save and end the run (exit 0) after this many validations in a row that do not improve on keep_best",
+        "no early end",
+        needs=(Rule("keep_best", "it says what to improve", fix="write --keep_best=validation_loss"),),
+    )
     max_minutes: PositiveFloat | None = optional(
         "save and stop this many minutes after the start", "no limit", aliases="exit_duration_in_mins", needs=SAVED
     )

@@ -9,6 +9,7 @@ from typing import Any
 
 from megatron_lite.config import Config
 from megatron_lite.config.structured_values import weighted_paths
+from megatron_lite.config.training import OWN_DATA
 from megatron_lite.corpus.dataset_list import read_list
 from megatron_lite.corpus.inputs import DEFAULT_SUFFIXES, bare_name, find_inputs
 from megatron_lite.corpus.prepare import CorpusOptions, fingerprint_of, prepare
@@ -47,14 +48,11 @@ def is_text(path: str) -> bool:
 
 
 def _resolved(config: Config, root: Path | None, logger: logging.Logger) -> dict[str, list[str]]:
-    """Return the words of each path of data that the run reads."""
-    training, data = config.training, config.data
-    found = {"data_path": list(data.data_path)}
+    """Return the words of each path of data."""
+    data = config.data
+    found = {flag: list(getattr(data, flag)) for flag in ("data_path", *OWN_DATA.values())}
     if data.dataset_source == "file" and data.data_path:
         found["data_path"] = read_list(Path(data.data_path[0]))
-    for phase, count in (("validation", training.validation_iters), ("test", training.test_iters)):
-        if count != 0:
-            found.setdefault(flag := data.path_flag(phase), list(getattr(data, flag)))
     for flag, words in found.items():
         texts = [path for _, path in weighted_paths(words, flag) if is_text(path)]
         prepared = {path: _prepared(path, flag, config, root, logger) for path in dict.fromkeys(texts)}

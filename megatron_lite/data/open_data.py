@@ -5,7 +5,7 @@ from __future__ import annotations
 import bisect
 import functools
 import itertools
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from types import MappingProxyType
 from typing import NamedTuple
 
@@ -83,7 +83,7 @@ def open_data(config: Config, rank: int, world_size: int) -> DataSource:
         key = derive_seed("fill in the middle", config.distributed.seed)
         fill = FillInTheMiddle(config.data, config.model.vocab_size, key)
     for phase, count in needed.items():
-        pairs = sets[config.data.path_flag(phase)].pairs()
+        pairs = zip(*sets[config.data.path_flag(phase)][:2], strict=True)
         streams = [_stream(config, phase, number, *pair) for number, pair in enumerate(pairs)]
         phases[phase] = _phase(config, phase, count, streams, fill)
         alone = {stream.dataset.prefix: stream for stream in streams}  # of a data set named twice, the last
@@ -101,9 +101,6 @@ class Sets(NamedTuple):
     masks: list[IndexedDataset | None]
     weights: list[float]
 
-    def pairs(self) -> Iterator[tuple[IndexedDataset, IndexedDataset | None]]:
-        return zip(self.datasets, self.masks, strict=True)
-
 
 def _open_sets(config: Config, flags: Collection[str]) -> dict[str, Sets]:
     """Open the data sets of these options; --loss_mask has a word for each data set of all three."""
@@ -116,7 +113,7 @@ def _open_sets(config: Config, flags: Collection[str]) -> dict[str, Sets]:
             datasets = [open_once(prefix) for _, prefix in weighted]
             masks = [None if name == NO_MASK else open_once(name) for name in names]
             found[flag] = Sets(datasets, masks, [weight for weight, _ in weighted])
-            for dataset, mask in found[flag].pairs():
+            for dataset, mask in zip(datasets, masks, strict=True):
                 if mask is not None:
                     _check_same_documents(mask, dataset)
     return found

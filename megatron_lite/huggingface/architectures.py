@@ -233,8 +233,8 @@ def check_exports(config: Config) -> None:
         UsageError: as `check_exportable`.
     """
     training = config.training
-    exports = training.export_interval is not None and training.export_format == "huggingface"
-    if exports or training.export_model_type is not None:
+    exports = training.export_interval is not None or config.checkpoint.keep_best is not None
+    if (exports and training.export_format == "huggingface") or training.export_model_type is not None:
         check_exportable(config.model, training.export_model_type)
 
 

@@ -19,14 +19,14 @@ def evaluate_first(run: Run) -> None:
     with run.timer.excluded(), run.distributed.traffic.paused():
         if run.evaluation_due:
             evaluate_and_export(run, last)
-            if last:
+            if last or run.best.saves(run.iteration):
                 save(run)
         if run.iteration == 0 and training.validation_at_start and training.validation_iters:
             evaluate(run, "validation")
 
 
 def evaluate_and_export(run: Run, last: bool) -> None:
-    """Evaluate, sample and export as due after an iteration.
+    """Evaluate, sample and export as due after an iteration, and export new best weights.
 
     Call this before saving the checkpoint, so that a resumed run does not repeat it. A stop request during the call
     leaves `run.evaluation_due` set, and the next start repeats all of it.
@@ -35,7 +35,14 @@ def evaluate_and_export(run: Run, last: bool) -> None:
     run.evaluation_due = True
     if training.validation_iters and (last or iteration % training.validation_interval == 0):
         with run.timer.pause("validation"):
-            evaluate(run, "validation")
+            record = evaluate(run, "validation")
+        if run.best.metric is not None:
+            run.best.add(iteration, record)
+            run.logger.info("%s", run.best)
+        if run.best.is_best(iteration):
+            with run.timer.pause("export"):
+                export(run, best=True)
+        last = last or run.best.ends
     if training.test_iters and last:
         evaluate(run, "test")
     if run.samples is not None and (last or is_due(iteration, training.sample_interval)):
@@ -48,8 +55,8 @@ def evaluate_and_export(run: Run, last: bool) -> None:
     run.evaluation_due = False
 
 
-def evaluate(run: Run, phase: str) -> None:
-    """Log the mean loss per token of the weights and of their averages; a phase always uses the same batches.
+def evaluate(run: Run, phase: str) -> dict[str, str | float | None]:
+    """Log and return the mean loss per token of weights and of their averages; a phase always uses the same batches.
 
     With --validation_by_dataset, or several data sets of --valid_data_path or --test_data_path, do so for each alone.
     """
@@ -62,6 +69,7 @@ def evaluate(run: Run, phase: str) -> None:
     run.evaluated = {run.iteration: {**run.evaluated.get(run.iteration, {}), **named}}
     run.trackers.log(record)
     log_both(run.logger, console=run.console.evaluation(record), file=format_record(record))
+    return record
 
 
 def _losses(run: Run, phase: str) -> dict[str, float | None]:

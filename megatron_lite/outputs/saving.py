@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import itertools
 import math
 import time
@@ -10,7 +11,9 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import TypeVar
 
-from megatron_lite.checkpoint.retention import is_permanent, lack_now, prune
+from megatron_lite.checkpoint.files import remove_folder
+from megatron_lite.checkpoint.names import find_checkpoints
+from megatron_lite.checkpoint.retention import best_of, is_permanent, lack_now, prune
 from megatron_lite.checkpoint.saved_state import training_facts
 from megatron_lite.checkpoint.writing import Finished, Save, pause_s, shards_bytes, write_now
 from megatron_lite.config.structured_values import keep_rules
@@ -33,12 +36,12 @@ def is_due(iteration: int, interval: int | None, offset: int = 0) -> bool:
 
 
 def is_save_due(run: Run, last: bool) -> bool:
-    """Return whether to save now: last iteration, planned stop, interval, retention rule, or rank 0's clock."""
+    """Return whether to save now: last iteration, planned stop, interval, rule, best weights, or rank 0's clock."""
     training, checkpoint, iteration = run.config.training, run.config.checkpoint, run.iteration
     stopping = is_due(iteration, training.stop_interval, training.stop_offset)
     regular = is_due(iteration, checkpoint.checkpoint_interval, checkpoint.checkpoint_offset)
     permanent = is_permanent(iteration, keep_rules(checkpoint.keep_checkpoints))
-    return last or stopping or regular or permanent or run.save_requested
+    return last or stopping or regular or permanent or run.best.saves(iteration) or run.save_requested
 
 
 def is_time_to_save(run: Run) -> bool:
@@ -83,6 +86,7 @@ def _new_save(run: Run, root: Path, evaluation_due: bool = False) -> Save:
         "window": run.window.state(),
         "evaluation_due": evaluation_due,
         "data": run.data.identity,
+        **run.best.state(),
     }
     return Save(root, run.iteration, run.model, state, run.config, run.distributed, run.experiment.check)
 
@@ -107,7 +111,7 @@ def save(run: Run, evaluation_due: bool = False, stopping: bool = False) -> None
         run.logger.warning(lack)
     start_s = time.perf_counter()
     training, done = run.config.training, run.iteration
-    ends = done >= training.train_iters or is_due(done, training.stop_interval, training.stop_offset)
+    ends = done >= training.train_iters or run.best.ends or is_due(done, training.stop_interval, training.stop_offset)
     if run.background is not None and not stopping and not ends:
         run.background.begin(with_retries(run, lambda: _new_save(run, root, evaluation_due).prepare()))
         run.saved_s = time.monotonic()
@@ -149,7 +153,7 @@ def _settle(run: Run, finished: Finished, waited_s: float = 0.0) -> None:
     if run.distributed.rank == 0 and not run.optimizer.guard.dropped.streak():
         rules = keep_rules(checkpoint.keep_checkpoints)
         after = None if checkpoint.delete_old_temp_checkpoints else run.resumed.iteration
-        held = held_checkpoints(root.parent) | (run.mirror.held() if run.mirror else set())
+        held = held_checkpoints(root.parent) | best_of(finished.folder) | (run.mirror.held() if run.mirror else set())
         prune(root, checkpoint.max_checkpoints, finished.iteration, rules, after, held)
         if run.mirror:
             run.mirror.rotate(finished.iteration, after, held)
@@ -198,28 +202,35 @@ def _refuse_lost_folder(run: Run) -> None:
     together(run.distributed, look)
 
 
-def export(run: Run) -> None:
-    """Write a permanent export of the current weights."""
+def export(run: Run, best: bool = False) -> None:
+    """Write a permanent export of the current weights, or export/best, of the weights that --keep_best measures."""
     refuse_bad_steps(run)
-    directory = run.experiment.export(run.iteration)
+    directory, config = run.experiment.export(None if best else run.iteration), run.config
     if directory is None:
         return
     refuse_broken_weights(run)
     run.distributed.progress.phase = "the export"
-    averaged = run.config.training.export_weights == "average"
-    if run.config.training.export_format == "distributed":
-        write_now(_new_save(run, directory.parent))
+    if best:
+        measured = "average" if "averaged" in (run.best.metric or "") else "raw"
+        config = dataclasses.replace(config, training=dataclasses.replace(config.training, export_weights=measured))
+    averaged = config.training.export_weights == "average"
+    if config.training.export_format == "distributed":
+        write_now(_new_save(run, directory if best else directory.parent))
+        for _, older in find_checkpoints(directory) if best and run.distributed.rank == 0 else ():
+            if older.name != str(run.iteration):
+                remove_folder(older)
     else:
-        weights = export_weights(run.model, run.config, run.distributed)
+        weights = export_weights(run.model, config, run.distributed)
         try:
-            facts = training_facts(run.config.batch.sequence_length, run.data.identity) if run.iteration else {}
+            facts = training_facts(config.batch.sequence_length, run.data.identity) if run.iteration else {}
             trained = TrainingSummary(run.iteration, run.evaluated.get(run.iteration, {}), facts)
-            save_huggingface(directory, run.model, run.config, run.distributed, weights, run.experiment.check, trained)
+            save_huggingface(directory, run.model, config, run.distributed, weights, run.experiment.check, trained)
         except NumericsError as error:  # the trained weights are fine, and saved
             run.logger.warning("no export of iteration %d: %s", run.iteration, error)
             return
     run.logger.info("exported %s%s", directory, " (averaged weights)" if averaged else "")
-    run.callback.start(directory)
+    if not best:  # the next best one replaces it, even while a program reads it
+        run.callback.start(directory)
     if run.mirror:
         run.mirror.update()
 
@@ -237,8 +248,17 @@ def save_and_stop(run: Run, reason: str) -> tuple[int, str]:
 
 def completion(run: Run) -> str:
     """Return the closing message of a run that completed all iterations."""
-    plural = "s" * (run.iteration != 1)
-    return f"training complete: {run.iteration} iteration{plural}{run.optimizer.guard.dropped.ending()}"
+    plural, best = "s" * (run.iteration != 1), f"; {run.best}" * (run.best.metric is not None)
+    return f"training complete: {run.iteration} iteration{plural}{run.optimizer.guard.dropped.ending()}{best}"
+
+
+def early_end(run: Run) -> str:
+    """Return the closing message of a run that --early_stopping_patience has ended, now or in an earlier start."""
+    stopped = f"stopped early at iteration {run.iteration} of {run.config.training.train_iters}"
+    ending = f"{stopped}{run.optimizer.guard.dropped.ending()}; {run.best} (--early_stopping_patience)"
+    if run.iteration > run.resumed.iteration:
+        return ending
+    return f"the run is complete: {ending}; nothing to do, unless the patience grows or is left out"
 
 
 def nothing_to_do(run: Run) -> str:

@@ -191,9 +191,9 @@ def _costs(search: Search, best: Layout) -> Iterator[str]:
     yield f"the run: {iterations:,} iterations, {tokens:,} tokens, {hours(seconds)} of training{gpu_hours}"
     yield from _epochs(config, best.plan.world_size)
     size = files_bytes(best.plan.model, best.plan.world_size, iterations)
-    kept = config.checkpoint.max_checkpoints or 1
+    kept = f"{config.checkpoint.max_checkpoints or 1} kept{', the best one' * bool(config.checkpoint.keep_best)}"
     gb = f"{size / 1e9:,.2f} GB"
-    yield f"disk: {size:,} bytes a checkpoint ({gb}) and its manifest, {kept} kept and one more during a save"
+    yield f"disk: {size:,} bytes a checkpoint ({gb}) and its manifest, {kept} and one more during a save"
 
 
 def _epochs(config: Config, world_size: int) -> Iterator[str]:

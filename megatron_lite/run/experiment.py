@@ -109,9 +109,9 @@ class Experiment:
         """The folder for the tensor logs, stacks and bad steps of this start."""
         return self._path("runs", str(self.run), "artifacts")
 
-    def export(self, iteration: int) -> Path | None:
-        """Return the folder for the export of an iteration."""
-        return self._path("export", str(iteration))
+    def export(self, iteration: int | None) -> Path | None:
+        """Return the folder for the export of an iteration; None: of the best one so far."""
+        return self._path("export", "best" if iteration is None else str(iteration))
 
     def log_file(self, rank: int) -> Path | None:
         """Return the log file of one rank of this start."""

@@ -257,9 +257,9 @@ def data(draft: Draft) -> Iterator[Problem]:
         words = (*draft.data_path, *draft.valid_data_path, *draft.test_data_path)
         masks, sets = len(draft.loss_mask), sum(not is_number(word) for word in words)
         if masks and masks != sets:
-            order = ", then ".join(f"--{flag}" for flag in ("data_path", *own.values()))
+            order = " and ".join(f"--{flag}" for flag in ("data_path", *own.values()))
             rule = f"{masks} for {sets} data sets; write one for each, in the order of {order}, or the word none"
-            yield problem(draft, "loss_mask", rule, also=f"data_path {' '.join(own.values())}")
+            yield problem(draft, "loss_mask", rule, also="data_path")
     for number, (share, (name, phase)) in enumerate(zip(draft.split, phases.items(), strict=True)):
         if phase in own and share > 0:
             rest = written((*draft.split[:number], 0.0, *draft.split[number + 1 :]))
@@ -281,6 +281,8 @@ def files(draft: Draft) -> Iterator[Problem]:
     if draft.export_dtype != draft.training_dtype and draft.export_format == "distributed":
         rule = "a resumable checkpoint holds the fp32 masters; leave one of the two out"
         yield problem(draft, "export_dtype export_format", rule)
+    if "averaged" in (draft.keep_best or "") and draft.ema_type == "none":
+        yield problem(draft, "keep_best", "no average is kept; set --ema_type=ema or write validation_loss", "ema_type")
     if draft.sample_interval is not None and draft.sample_tokens >= draft.sequence_length:
         rule = f"a sample and its prompt must fit into sequence_length; write at most {draft.sequence_length - 1}"
         yield problem(draft, "sample_tokens sequence_length", rule)

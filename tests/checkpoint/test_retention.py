@@ -12,6 +12,7 @@ from megatron_lite.config import CheckpointConfig, Config, TrainingConfig
 from megatron_lite.config.structured_values import keep_rules
 from megatron_lite.errors import DamagedError, UsageError
 from tests.checkpoint.test_writing import save
+from tests.support.fakes import run_state
 
 hypothesis = pytest.importorskip("hypothesis")
 st = hypothesis.strategies
@@ -136,6 +137,20 @@ def test_permanent_checkpoints_stay_on_the_disk(tmp_path: Path) -> None:
     save(tmp_path, 16, 1)
     retention.prune(tmp_path, 1, 16, after=14)
     assert (tmp_path / "14").exists()
+
+
+def test_the_best_checkpoint_stays_on_the_disk(tmp_path: Path) -> None:
+    """The checkpoint that was just published says which, whatever is newer; one that cannot be read names none."""
+    save(tmp_path, 12, 1)
+    for iteration, best in ((2, 2), (4, 4), (6, 4), (8, 4), (10, 10)):
+        counts = {"measured": "0" * 16, "value": (1.0).hex(), "iteration": best, "seen": iteration, "bad": 0}
+        save(tmp_path, iteration, 1, state={**run_state(), "best": counts})
+        folder = tmp_path / str(iteration)
+        assert retention.best_of(folder) == {best}
+        retention.prune(tmp_path, 1, iteration, held=retention.best_of(folder))
+        assert {path.name for path in tmp_path.iterdir()} == {"12", str(iteration), str(best)}
+    (folder / "manifest.json").write_text("damaged")
+    assert retention.best_of(folder) == retention.best_of(tmp_path / "12") == set()
 
 
 # -- room for those to come -------------------------------------------------------------------------------------------

@@ -90,7 +90,7 @@ def test_masks_follow_the_order_of_the_options(sets: dict[str, str], tmp_path: P
     counts = (np.arange(960) % 3 == 0).astype(np.uint8)
     mask = write_documents(tmp_path / "mask", np.split(counts, range(LENGTH, 960, LENGTH)), "|u1")
     own = {"valid_data_path": (sets["b"],), "validation_iters": "all"}
-    with pytest.raises(UsageError, match="1 for 2 data sets; write .* the order of --data_path, then --valid_data"):
+    with pytest.raises(UsageError, match="1 for 2 data sets; write .* the order of --data_path and --valid_data"):
         resolved(sets["a"], **own, loss_mask=(mask,))
     whole = resolved(sets["a"], **own, loss_mask=("none", mask))
     for step in read_batches(whole, phase="validation"):

@@ -6,7 +6,7 @@ import pytest
 
 from megatron_lite.cli import prepare_data
 from megatron_lite.data.tokenizing import save_byte_tokenizer
-from tests.support.launch import TINY, succeed
+from tests.support.launch import TINY, run, succeed
 from tests.support.metrics import read_metrics
 
 
@@ -26,11 +26,16 @@ def test_from_prepared_text_to_named_losses(tmp_path: Path, capsys: pytest.Captu
     outcome = succeed([*first, *printed[2:], "--train_iters=2"], 2)
     assert f"{prefix}_validation: 40 documents" in outcome.output
     both = [f"--valid_data_path={prefix}_validation {other}", "--test_iters=1", f"--test_data_path={other}"]
-    outcome = succeed([*first, "--data_path", prefix, *both, "--validation_iters=all", "--train_iters=4"])
+    second = [*first, "--data_path", prefix, *both, "--validation_iters=all", "--train_iters=4"]
+    (refused,) = run([*second, "--keep_best=validation_loss/x"]).stderrs[0].splitlines()
+    assert "--keep_best=validation_loss/x: write validation_loss, or after / one of data_validation, other" in refused
+    outcome = succeed([*second, "--keep_best=validation_loss/other", "--export_format=distributed"])
     assert outcome.stdouts[0].count("do not compare with earlier ones") == 1  # the test is new
-    assert f"prepared {other}" in outcome.output and "resumed from" in outcome.output
+    assert f"found {other}" in outcome.output and "resumed from" in outcome.output
     lines = {(line["phase"], line["iteration"]): line for line in read_metrics(tmp_path / "run" / "metrics.jsonl")}
     assert "loss/data_validation" not in lines["validation", 2]  # one set has no name
     last = lines["validation", 4]
     assert last["loss/data_validation"] < last["loss"] < last["loss/other"] and "loss/other" not in lines["test", 4]
     assert f" | other: {last['loss/other']:.5f}" in outcome.output
+    assert f"best validation_loss/other: {last['loss/other']:.5f} at iteration 4, 0 validations" in outcome.output
+    assert [path.name for path in (tmp_path / "run" / "export" / "best").iterdir()] == ["4"]

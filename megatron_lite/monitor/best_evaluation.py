@@ -1,0 +1,74 @@
+"""The best validation so far, for --keep_best, and whether --early_stopping_patience ends the training.
+
+All ranks hold the same, because they agree on each loss, and every checkpoint holds it, so that a resumed run decides
+as one that was never stopped. Values compare only while they measure the same; otherwise the count starts anew.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import logging
+import math
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from megatron_lite.config import Config
+
+
+class BestEvaluation:
+    """The best value of --keep_best so far; without that option no evaluation counts.
+
+    config: resolved. data: see `data.fingerprint.identity`. saved: `state()` of the checkpoint that a start resumes.
+    """
+
+    def __init__(self, config: Config, data: Mapping[str, Any], saved: Mapping[str, Any] | None) -> None:
+        self.metric, self.patience = config.checkpoint.keep_best, config.training.early_stopping_patience
+        samples = config.training.validation_iters, config.batch.batch_size, config.batch.sequence_length
+        own = data.get("evaluated", {}).get("validation")
+        measured = json.dumps([self.metric, *samples, own or [data["sets"], config.data.split]])
+        digest = hashlib.blake2b(measured.encode(), digest_size=8).hexdigest()
+        self.is_anew = self.metric is not None and saved is not None and saved["measured"] != digest
+        # seen: the newest iteration counted. bad: evaluations since the best one.
+        self._state: dict[str, Any] = {"measured": digest, "value": math.inf.hex(), "iteration": 0, "seen": 0, "bad": 0}
+        self._state |= saved if saved is not None and saved["measured"] == digest else {}
+
+    def add(self, iteration: int, record: Mapping[str, Any]) -> None:
+        """Count an evaluation, unless a start repeats one. record: as logged."""
+        if self.metric is None or iteration <= self._state["seen"]:
+            return
+        value = record[self.metric.removeprefix("validation_")]
+        is_better = value is not None and math.isfinite(value) and value < float.fromhex(self._state["value"])
+        self._state |= {"seen": iteration, "bad": 0 if is_better else self._state["bad"] + 1}
+        self._state |= {"iteration": iteration, "value": value.hex()} if is_better else {}
+
+    def is_best(self, iteration: int) -> bool:
+        """Return whether the weights of an iteration are the best so far."""
+        return 0 < iteration == self._state["iteration"]
+
+    def saves(self, iteration: int) -> bool:
+        """Return whether a checkpoint is due after an iteration."""
+        return self.is_best(iteration) or self.ends
+
+    @property
+    def ends(self) -> bool:
+        """Whether so many evaluations in a row were no better that the run ends."""
+        return self.metric is not None and self.patience is not None and self._state["bad"] >= self.patience
+
+    def state(self) -> dict[str, Any]:
+        """Return the part of a checkpoint's state; see `saved_state.RUN_STATE`."""
+        return {} if self.metric is None else {"best": self._state.copy()}
+
+    def __str__(self) -> str:
+        value, iteration, bad = float.fromhex(self._state["value"]), self._state["iteration"], self._state["bad"]
+        best = f"{value:.5f} at iteration {iteration}" if iteration else "none"
+        of_patience = f" of {self.patience}" if self.patience is not None else ""
+        return f"best {self.metric}: {best}, {bad}{of_patience} validations since"
+
+    def warn(self, root: Path | None, logger: logging.Logger) -> None:
+        """Say at a start that the count starts anew, or that the best checkpoint is not in `root`, the run's own."""
+        if self.is_anew:
+            logger.warning("--keep_best=%s: the checkpoint's measures something else; it starts anew", self.metric)
+        elif self._state["iteration"] and root is not None and not (root / str(self._state["iteration"])).exists():
+            logger.warning("%s: its checkpoint is not in %s; only a better one is kept", self, root)
