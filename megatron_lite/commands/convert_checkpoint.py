@@ -30,7 +30,7 @@ from megatron_lite.config import Config
 from megatron_lite.config.structured_values import size_bytes
 from megatron_lite.data.tokenizing import has_tokenizer
 from megatron_lite.errors import EXIT_DONE, CheckpointError, RunError, StorageError, UsageError
-from megatron_lite.generation.model import fill
+from megatron_lite.generation.model import fill, folder
 from megatron_lite.huggingface import convert as conversion
 from megatron_lite.huggingface.architectures import ARCHITECTURES
 from megatron_lite.huggingface.load_pretrained import open_source
@@ -203,11 +203,6 @@ def logits_of(source: WeightSource, tokens: torch.Tensor) -> torch.Tensor:
     fill(head, source, memory)
     assert isinstance(head, Head) and hidden is not None
     return head.logits(hidden)
-
-
-def folder(text: str) -> Path:
-    """Parse a path; the shell does not expand the ~ in --to=~/folder."""
-    return Path(text).expanduser()
 
 
 def parse(arguments: Sequence[str] | None, program: str | None = None) -> argparse.Namespace:

@@ -15,13 +15,7 @@ from numpy.typing import NDArray
 from megatron_lite.corpus.pieces import digest_of
 from megatron_lite.data.disk_array import reading
 from megatron_lite.data.indexed_dataset import IndexedDataset
-from megatron_lite.data.tokenizing import (
-    JsonTokenizer,
-    has_tokenizer,
-    read_object,
-    read_tokenizer_file,
-    tokenizer_content,
-)
+from megatron_lite.data.tokenizing import JsonTokenizer, has_tokenizer, read_object, read_tokenizer_file, tokenizer_json
 from megatron_lite.errors import DataError
 
 TOKENS_PER_READ = 1 << 22
@@ -62,7 +56,7 @@ class KnownTokenizer(NamedTuple):
 
 def known_tokenizer(file: str, name: str) -> KnownTokenizer:
     """Describe a tokenizer.json, or `byte`. Raises: DataError if it cannot be read."""
-    digest = hashlib.sha256(tokenizer_content(file)).hexdigest()
+    digest = hashlib.sha256(tokenizer_json(file)).hexdigest()
     return KnownTokenizer(name, digest, JsonTokenizer(file, needs_end=False).vocab_size, Path(file))
 
 

@@ -14,7 +14,7 @@ from typing import Any
 
 from megatron_lite.data.disk_array import sample_of, unreadable
 from megatron_lite.data.indexed_dataset import IndexedDataset
-from megatron_lite.data.tokenizing import tokenizer_content
+from megatron_lite.data.tokenizing import tokenizer_json
 from megatron_lite.distributed.process_group import Distributed
 from megatron_lite.errors import DataError
 
@@ -52,7 +52,7 @@ def identity(
     }
     tokenizer = None
     if tokenizer_file is not None:
-        tokenizer = hashlib.blake2b(tokenizer_content(tokenizer_file), digest_size=8).hexdigest()
+        tokenizer = hashlib.blake2b(tokenizer_json(tokenizer_file), digest_size=8).hexdigest()
     found: dict[str, Any] = {"sets": [known[dataset] for dataset in datasets], "tokenizer": tokenizer}
     if any(mask is not None for mask in masks):
         found["masks"] = [None if mask is None else fingerprint(mask) for mask in masks]

@@ -205,7 +205,7 @@ def save_byte_tokenizer(path: str) -> None:
 
     Raises: StorageError if `path` cannot be written.
     """
-    replace_file(Path(path), tokenizer_content(BYTE))
+    replace_file(Path(path), tokenizer_json(BYTE))
 
 
 def copy_tokenizer(tokenizer_file: str | Path, directory: str | Path) -> dict[str, int | None]:
@@ -241,7 +241,7 @@ def copy_tokenizer(tokenizer_file: str | Path, directory: str | Path) -> dict[st
         text = json.dumps({**missing, **config}, indent=2, sort_keys=True, ensure_ascii=False) + "\n"
         replace_file(directory / CONFIG_NAME, text.encode())
     for name, path in copied.items():
-        replace_file(directory / name, tokenizer_content(path))
+        replace_file(directory / name, tokenizer_json(path))
     return {
         f"{key}_id": tokenizer.token_to_id(tokens[key]) if key in tokens else None for key in ("bos_token", "eos_token")
     }
@@ -252,7 +252,7 @@ def has_tokenizer(path: str | Path) -> bool:
     return str(path) == BYTE or Path(path).is_file()
 
 
-def tokenizer_content(path: str | Path) -> bytes:
+def tokenizer_json(path: str | Path) -> bytes:
     """Return the bytes of a tokenizer's file; for `byte`, those that `save_byte_tokenizer` writes.
 
     Raises: DataError if it cannot be read.
@@ -273,7 +273,7 @@ def read_tokenizer_file(path: str | Path) -> Any:
     """
     from tokenizers import Tokenizer as LibraryTokenizer
 
-    content = tokenizer_content(path)
+    content = tokenizer_json(path)
     try:
         return LibraryTokenizer.from_str(content.decode())
     except Exception as error:  # the library raises plain Exception

@@ -139,11 +139,13 @@ def load_model(
         return LocalModel(source, length or default, chosen, device)
 
 
+def folder(text: str) -> Path:
+    """Parse a path; the shell does not expand the ~ in --model=~/folder."""
+    return Path(text).expanduser()
+
+
 def model_arguments() -> argparse.ArgumentParser:
     """Return a parser of the shared options, for `parents=[...]`."""
-
-    def folder(text: str) -> Path:
-        return Path(text).expanduser()  # the shell does not expand the ~ in --model=~/folder
 
     parser = argparse.ArgumentParser(add_help=False)
     add = parser.add_argument

@@ -24,17 +24,12 @@ if TYPE_CHECKING:
 
 
 def open_one(
-    folder: Path,
-    kind: str,
-    model: ModelConfig | None = None,
-    weights: str = "raw",
-    state: bool = False,
-    is_only: bool = True,
+    folder: Path, kind: str, model: ModelConfig | None = None, weights: str = "raw", state: bool = False
 ) -> WeightSource:
-    """Open exactly this folder; see `open_source`. is_only: whether there is no other to take instead.
+    """Open exactly this folder; see `open_source`.
 
     Raises:
-        DamagedError: if the folder is a damaged checkpoint, or an unusable export that is not the only one.
+        DamagedError: if the folder is a damaged checkpoint, or a Hugging Face folder that cannot be used.
         CheckpointError: if it cannot be used.
     """
     if kind == "distributed":
@@ -44,8 +39,6 @@ def open_one(
     try:
         return HuggingFaceSource(folder, model)
     except CheckpointError as error:
-        if is_only:
-            raise
         raise DamagedError(str(error).removeprefix(f"{folder}: ")) from None
 
 
@@ -72,7 +65,7 @@ def open_source(
     found, problems = with_state(source_folders(folder, kind), state or weights == "average"), []
     for own_kind, path in found:
         try:
-            source = open_one(path, own_kind, model, weights, state, is_only=len(found) == 1)
+            source = open_one(path, own_kind, model, weights, state)
             if len(found) == 1 or not whole or (problem := source.damage()) is None:
                 return source
             source.close()
@@ -82,7 +75,7 @@ def open_source(
         if len(found) > 1:
             what = "checkpoint" if own_kind == "distributed" else "export"
             files.logger.warning("%s %s: %s; skipped, looking for an older one", what, path, RunError(problem))
-    raise unusable(folder, problems)
+    raise unusable(folder, found, problems)
 
 
 def with_state(found: list[tuple[str, Path]], needed: bool) -> list[tuple[str, Path]]:
@@ -90,8 +83,10 @@ def with_state(found: list[tuple[str, Path]], needed: bool) -> list[tuple[str, P
     return [pair for pair in found if pair[0] == "distributed" or not needed] or found
 
 
-def unusable(folder: Path, problems: list[str]) -> CheckpointError:
-    """Return the error for a folder in which all checkpoints are damaged."""
+def unusable(folder: Path, found: list[tuple[str, Path]], problems: list[str]) -> CheckpointError:
+    """Return the error for a folder in which all checkpoints and exports are damaged."""
+    if len(found) == 1 and found[0][0] == "huggingface":
+        return CheckpointError(f"{found[0][1]}: {problems[0]}")
     return CheckpointError(f"{folder}: no usable checkpoint: {shorten(problems)}; restore one")
 
 
@@ -128,7 +123,7 @@ def open_pretrained(
         raise CheckpointError(f"{flag}: {folder} is a Hugging Face folder, not a checkpoint; leave the flag out")
     problems = []
     for kind, path in found:
-        look = functools.partial(_open_and_look, path, kind, len(found) == 1, config, shapes, distributed)
+        look = functools.partial(_open_and_look, path, kind, config, shapes, distributed)
         source, own_problem = _together(distributed, look)
         problem = next((text for text in distributed.gather_objects(own_problem) if text is not None), None)
         if source is not None and problem is None:
@@ -138,20 +133,15 @@ def open_pretrained(
         problems.append(f"{path.relative_to(folder)}: {problem}" if len(found) > 1 else str(problem))
         if len(found) > 1:
             report(f"{FLAG}: {path}: {problem}; skipped, looking for an older one")
-    raise CheckpointError(f"{FLAG}: {unusable(folder, problems)}")
+    raise CheckpointError(f"{FLAG}: {unusable(folder, found, problems)}")
 
 
 def _open_and_look(
-    path: Path,
-    kind: str,
-    is_only: bool,
-    config: Config,
-    shapes: Mapping[str, tuple[int, ...]],
-    distributed: Distributed,
+    path: Path, kind: str, config: Config, shapes: Mapping[str, tuple[int, ...]], distributed: Distributed
 ) -> tuple[WeightSource | None, str | None]:
     """Return the source, or None if its manifest is damaged, and the damage that this rank found, if any."""
     try:
-        source = open_one(path, kind, config.model, state=config.source.load_pretrained_optimizer, is_only=is_only)
+        source = open_one(path, kind, config.model, state=config.source.load_pretrained_optimizer)
     except DamagedError as error:
         return None, str(error)
     theirs, ours = source.model.zero_centered_normalization, config.model.zero_centered_normalization

@@ -8,8 +8,10 @@ from pathlib import Path
 import pytest
 
 from megatron_lite.commands import VERBS, command
+from megatron_lite.config.values import FLAGS
 
 ROOT = Path(__file__).resolve().parents[2]
+PROGRAMS = {"megatron_lite": "-m megatron_lite", "pretrain_gpt": "pretrain_gpt.py"}
 
 
 def test_help_lists_every_verb(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
@@ -64,3 +66,15 @@ def test_a_script_is_its_verb(verb: str) -> None:
         with pytest.raises(SystemExit) as end:
             module.main(["--no_such_flag"], program)
         assert end.value.code == 2
+
+
+def test_the_documented_lines_complete_commands_and_flags() -> None:
+    """The two lines of docs/installation.md, with this checkout's programs under the names of the installed ones."""
+    page = (ROOT / "docs" / "installation.md").read_text("utf-8")
+    lines = [line for line in page.splitlines() if line.startswith("complete ")]
+    programs = [f"{name}() {{ {sys.executable} {where} $@; }}" for name, where in PROGRAMS.items()]
+    script = "\n".join([*programs, *lines, *(f"complete -p {name}" for name in PROGRAMS)])
+    result = subprocess.run(["bash", "-c", script], cwd=ROOT, capture_output=True, text=True, check=True)
+    words = result.stdout.replace("'", " ").split()
+    assert not result.stderr and words[0] == "complete"
+    assert {*VERBS, "--zero_stage", "--lr"} <= {*words} and {f"--{name}" for name in FLAGS} <= {*words}
