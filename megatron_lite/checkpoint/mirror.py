@@ -11,7 +11,7 @@ import contextlib
 import json
 import threading
 import time
-from collections.abc import Callable, Collection
+from collections.abc import Collection
 from pathlib import Path
 
 from megatron_lite.checkpoint import files, manifest
@@ -25,10 +25,12 @@ from megatron_lite.config.structured_values import keep_rules
 from megatron_lite.errors import CheckpointError, DamagedError, StorageError
 from megatron_lite.run.durable_files import replace_file, sync_files
 from megatron_lite.run.remote_storage import RemoteFolder, failure
+from megatron_lite.run.stop_signal import StopSignal
 
 MARK_NAME = "mirror.json"
+Rotation = tuple[int, int | None, Collection[int]]  # newest, after, held: see `checkpoints_to_delete`
 RECORDS = ("config.json", "metrics.jsonl", "samples.jsonl", "wandb.json")  # a run elsewhere continues them
-PATIENCE_S = 60.0  # at the end of a run, with a store that fails
+PATIENCE_S, STOPPED_PATIENCE_S = 60.0, 10.0  # at the end of a run, with a store that fails
 _POLL_S = 0.05
 
 
@@ -45,7 +47,7 @@ class Mirror:
         self._checkpoints, self._remote = root / "checkpoints", RemoteFolder(options.mirror, "mirror")
         self._sent = set[tuple[Path, int, int]]()  # what is there, see `_identity`
         self._current = root  # under upload; root: nothing
-        self._rotation: tuple[int, int | None, int | None, Collection[int]] | None = None
+        self._rotation: tuple[int, int, int | None, Collection[int]] | None = None
         self._wake, self._asked, self._done, self._ended = threading.Event(), 0, 0, False
         self._failed_s: float | None = None  # since when every attempt fails
         threading.Thread(target=self._work, daemon=True, name="mirror").start()
@@ -108,34 +110,36 @@ class Mirror:
 
     # -- while the run trains --------------------------------------------------------------------------------------
 
-    def update(self) -> None:
-        """Let the thread copy what is new; return at once."""
+    def update(self, rotation: Rotation | None = None) -> None:
+        """Let the thread copy what is new, then rotate the checkpoints there like those here; return at once."""
+        if rotation is not None and self._options.max_checkpoints is not None:
+            self._rotation = (self._options.max_checkpoints, *rotation)
         self._asked += 1
         self._wake.set()
-
-    def rotate(self, newest: int, after: int | None, held: Collection[int]) -> None:
-        """Rotate the checkpoints there like those here, after the next upload; see `checkpoints_to_delete`."""
-        if self._options.max_checkpoints is not None:
-            self._rotation = (self._options.max_checkpoints, newest, after, held)
 
     def held(self) -> set[int]:
         """Return the iteration under upload, which must stay: a slow store would never get a whole checkpoint."""
         current = self._current
         return {int(current.name)} if current.parent == self._checkpoints else set()
 
-    def close(self, limit_s: float, patience_s: float, stopped: Callable[[], bool] = lambda: False) -> None:
-        """Wait until all is there: up to a limit, until `stopped`, or until the store has failed for `patience_s`."""
+    def close(self, limit_s: float, stop: StopSignal | None) -> None:
+        """Wait until all is there: up to a limit, or until the store has failed for a minute or a signal arrives.
+
+        stop: None after a signal; then wait as long, but hardly for a store that fails.
+        """
         self.update()
-        asked, start_s = self._asked, time.monotonic()
-        if unsent := self._unsent():
-            logger.info("waiting up to %.0f s for %s: %s", limit_s, self._flag, self._names(unsent))
-        while self._done < asked and not stopped() and (waited_s := time.monotonic() - start_s) < limit_s:
+        asked, start_s, patience_s = self._asked, time.monotonic(), PATIENCE_S if stop else STOPPED_PATIENCE_S
+        if unsent := self._names():
+            logger.info("waiting up to %.0f s for %s: %s", limit_s, self._flag, unsent)
+        while (
+            self._done < asked and (waited_s := time.monotonic() - start_s) < limit_s and not (stop and stop.received)
+        ):
             if self._failed_s is not None and min(waited_s, time.monotonic() - self._failed_s) > patience_s:
                 break
             time.sleep(_POLL_S)
         self._ended = True
         if self._done < asked:
-            what = self._names(self._unsent()) or "the newest records"
+            what = self._names() or "the newest records"
             logger.warning("%s lacks %s; the next start with the same command continues", self._flag, what)
 
     def _work(self) -> None:
@@ -157,17 +161,16 @@ class Mirror:
                     logger.warning(text, self._flag, failure(error), pause)
 
     def _copy(self) -> None:
-        """Copy until nothing is left."""
+        """Copy until nothing is left; a folder whose upload has begun comes first."""
         self._send_records()
         while unsent := self._unsent():
-            folder = self._current = unsent[0]
+            self._current = folder = self._current if self._current in unsent else unsent[0]
             try:
                 self._send(folder)
             except OSError:
                 if folder.is_dir():
                     raise  # otherwise it was rotated away meanwhile
-            finally:
-                self._current = self._root
+            self._current = self._root
             self._rotate()
             self._send_records()
 
@@ -180,24 +183,25 @@ class Mirror:
                     found += [folder] if folder.parent != self._checkpoints or good_manifest(folder) else []
         return found
 
-    def _names(self, folders: Collection[Path]) -> str:
-        return ", ".join(str(folder.relative_to(self._root)) for folder in folders)
+    def _names(self) -> str:
+        return ", ".join(str(folder.relative_to(self._root)) for folder in self._unsent())
 
     def _send(self, folder: Path) -> None:
-        start_s, identity, target = time.perf_counter(), _identity(folder), self._names([folder])
+        start_s, identity, target = time.perf_counter(), _identity(folder), str(folder.relative_to(self._root))
         found = {path.name: path.stat() for path in sorted(folder.iterdir()) if OUR_FILE.fullmatch(path.name)}
         if found.pop(MANIFEST_NAME, None):
-            mark, content = MANIFEST_NAME, (folder / MANIFEST_NAME).read_bytes()
+            mark, content = f"{target}/{MANIFEST_NAME}", (folder / MANIFEST_NAME).read_bytes()
         else:  # sizes and times tell an export from a later one of the same iteration
             sizes = {name: [one.st_size, one.st_mtime_ns] for name, one in found.items()}
-            mark, content = MARK_NAME, json.dumps(sizes).encode()
-        if (there := self._remote.read(f"{target}/{mark}")) != content:
+            mark, content = f"{target}/{MARK_NAME}", json.dumps(sizes).encode()
+        if (there := self._remote.read(mark)) != content:
             if there is not None:
                 self._remote.delete(target, mark)
-            num_bytes = sum(self._remote.upload(folder / name, f"{target}/{name}") for name in found)
-            self._remote.write(f"{target}/{mark}", content)
+            told = self._remote.listing(target)
+            sent = [self._remote.upload(folder / name, f"{target}/{name}", told.get(name, {})) for name in found]
+            self._remote.write(mark, content)
             seconds = time.perf_counter() - start_s
-            logger.info("mirrored %s to %s (%.1f MB sent, %.1f s)", target, self._flag, num_bytes / 1e6, seconds)
+            logger.info("mirrored %s to %s (%.1f MB sent, %.1f s)", target, self._flag, sum(sent) / 1e6, seconds)
         self._sent.add(identity)
 
     def _send_records(self) -> None:
@@ -209,11 +213,7 @@ class Mirror:
 
     def _iterations(self) -> list[int]:
         """List the iterations of checkpoints there, whole or not, newest first."""
-        with contextlib.suppress(FileNotFoundError):
-            paths = self._remote.storage.ls(self._remote.at("checkpoints"), detail=False)
-            names = (path.rstrip("/").rpartition("/")[2] for path in paths)
-            return sorted((int(name) for name in names if name.isdecimal()), reverse=True)
-        return []
+        return sorted((int(name) for name in self._remote.listing("checkpoints") if name.isdecimal()), reverse=True)
 
     def _rotate(self) -> None:
         """Delete there what is rotated here, also checkpoints that were never here, and what was set aside here."""
@@ -226,7 +226,7 @@ class Mirror:
                 saved[one] = was_permanent(one, _config(content))
             away += checkpoints_to_delete(saved, *self._rotation)
         for one in away:
-            self._remote.delete(f"checkpoints/{one}", MANIFEST_NAME)
+            self._remote.delete(f"checkpoints/{one}", f"checkpoints/{one}/{MANIFEST_NAME}")
 
 
 def _identity(path: Path) -> tuple[Path, int, int]:

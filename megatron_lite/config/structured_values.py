@@ -21,7 +21,7 @@ _SIZE = re.compile(r"([0-9]{1,18}(?:\.[0-9]{1,18})?) ?([A-Za-z]{0,3})")
 _KEEP_RULE = re.compile(r"([0-9]{1,18})(?::([0-9]{1,18}))?")
 _WEIGHT_CHANGE = re.compile(r"([0-9]{1,18}):([^:]+)")
 LINKS = ("auto", "nvlink", "ib", "ethernet")
-_SCHEME = re.compile(r"[a-z][a-z0-9+.-]*")
+_ADDRESS = re.compile(r"(?!.*::)([a-z][a-z0-9+.-]*://[^@?#/][^@?#]*|file://[^@?#]+|(?!.*://).+)")
 _VARIABLE = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
 
 
@@ -230,17 +230,13 @@ def storage_address(text: str, name: str) -> None:
     """Check the address of a folder: a path, or scheme://bucket/path. `name`: the flag, for messages.
 
     Raises:
-        UsageError: for any other text, or one with credentials, which logs and checkpoints would keep; it shows none.
+        UsageError: for any other text; credentials in it are not shown.
     """
-    scheme, separator, rest = text.partition("://")
-    if separator and re.search("[@?#]", rest):
+    if not _ADDRESS.fullmatch(text):
         raise UsageError(
-            f"--{name}: an address is logged and saved, so it must hold no user, password or query (no @, ? or #); put "
-            "credentials where the library of the store looks for them, as in AWS_ACCESS_KEY_ID"
+            f"--{name}: must be the address of a folder, as in s3://bucket/run or /mnt/run, without user, password or "
+            "query (no @, ? or #), because it is logged and saved; libraries find credentials in the environment"
         )
-    if "::" in text or (separator and (not _SCHEME.fullmatch(scheme) or not rest.strip("/"))):
-        rule = "must be the address of a folder, as in s3://bucket/run, gs://bucket/run or /mnt/run"
-        raise UsageError(f"--{name}={shown(text)}: {rule}")
 
 
 class Interconnect(NamedTuple):

@@ -149,16 +149,15 @@ def advance_save(run: Run) -> None:
 
 def _settle(run: Run, finished: Finished, waited_s: float = 0.0) -> None:
     """Delete old checkpoints after a new one is published, and log the new one."""
-    root, checkpoint = finished.folder.parent, run.config.checkpoint
+    root, checkpoint, rotation = finished.folder.parent, run.config.checkpoint, None
     if run.distributed.rank == 0 and not run.optimizer.guard.dropped.streak():
         rules = keep_rules(checkpoint.keep_checkpoints)
         after = None if checkpoint.delete_old_temp_checkpoints else run.resumed.iteration
         held = held_checkpoints(root.parent) | best_of(finished.folder) | (run.mirror.held() if run.mirror else set())
         prune(root, checkpoint.max_checkpoints, finished.iteration, rules, after, held)
-        if run.mirror:
-            run.mirror.rotate(finished.iteration, after, held)
+        rotation = (finished.iteration, after, held)
     if run.mirror:
-        run.mirror.update()
+        run.mirror.update(rotation)
     blocked = f", training waited {finished.blocked_s + waited_s:.2f} s" if run.background is not None else ""
     size = f"{finished.num_bytes / 1e6:,.1f} MB"
     run.logger.info("saved %s (%s, %.1f s%s)", finished.folder, size, finished.seconds, blocked)

@@ -11,7 +11,6 @@ from collections.abc import Iterator, Mapping
 
 import torch
 
-from megatron_lite.checkpoint.mirror import PATIENCE_S
 from megatron_lite.checkpoint.names import newest_checkpoint
 from megatron_lite.config import Config
 from megatron_lite.config.values import alike
@@ -167,12 +166,8 @@ def close(run: Run, code: int, message: str) -> None:
     run.model.finish()
     if run.memory_history is not None:
         run.memory_history.finish()
-    preempted, limit_s = code == EXIT_PREEMPTED, run.config.distributed.startup_timeout / 2
-
-    def stopped() -> bool:
-        return not preempted and bool(run.stop.received)
-
-    run.callback.close(STOPPED_WAIT_S if preempted else limit_s, stopped)
+    limit_s = STOPPED_WAIT_S if code == EXIT_PREEMPTED else run.config.distributed.startup_timeout / 2
+    run.callback.close(limit_s, lambda: code != EXIT_PREEMPTED and bool(run.stop.received))
     run.trackers.close(code)
     together(distributed, run.experiment.check)
     if run.ending is not None:
@@ -182,8 +177,9 @@ def close(run: Run, code: int, message: str) -> None:
         exit_status.write_exit(run.config.run.experiment_dir, code, status, message, run.experiment.run)
     leave_report(run, in_a_hurry=code != EXIT_DONE)
     if run.config.checkpoint.mirror is not None:  # after exit.json, as the launcher may not wait for so long
-        patience_s, mirror = STOPPED_WAIT_S if preempted else PATIENCE_S, run.mirror
-        rank_0_works(distributed, lambda: mirror.close(limit_s, patience_s, stopped) if mirror else None)
+        mirror, limit_s = run.mirror, run.config.distributed.startup_timeout / 2
+        stop = None if code == EXIT_PREEMPTED else run.stop
+        rank_0_works(distributed, lambda: mirror.close(limit_s, stop) if mirror else None)
     if run.profiles is not None:  # now, as a trace may take longer to write than a stopped run has left
         run.profiles.close()
     log_ending(run, message)

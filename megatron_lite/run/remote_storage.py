@@ -10,7 +10,7 @@ import contextlib
 import hashlib
 import os
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
@@ -68,13 +68,21 @@ class RemoteFolder:
         """Write a file, whole or not at all."""
         self._put(name, lambda there: self.storage.pipe_file(there, data))
 
-    def upload(self, path: Path, name: str) -> int:
-        """Copy a file there, unless S3 or GCS tells its MD5; return the bytes sent. S3 checks what arrives."""
+    def listing(self, folder: str) -> dict[str, dict[str, Any]]:
+        """Return what the store tells of each file and folder in a folder, by name; {} if there is none."""
         with contextlib.suppress(FileNotFoundError):
-            info = self.storage.info(self.at(name))
-            told = str(info.get("ETag") or base64.b64decode(info.get("md5Hash", "")).hex()).strip('"')
-            if info["size"] == path.stat().st_size and told and told == _md5(path, in_parts="-" in told):
-                return 0
+            found = self.storage.ls(self.at(folder), detail=True)
+            return {info["name"].rstrip("/").rpartition("/")[2]: info for info in found}
+        return {}
+
+    def upload(self, path: Path, name: str, told: Mapping[str, Any]) -> int:
+        """Copy a file there and return the bytes sent: 0 if the store has told its size and, as S3 and GCS do, its MD5.
+
+        S3 compares what arrives with a checksum that is sent along. told: see `listing`; {} if it is not there.
+        """
+        md5 = str(told.get("ETag") or base64.b64decode(told.get("md5Hash", "")).hex()).strip('"')
+        if told.get("size") == path.stat().st_size and md5 and md5 == _md5(path, in_parts="-" in md5):
+            return 0
         self._put(name, lambda there: self.storage.put_file(str(path), there))
         return path.stat().st_size
 
@@ -87,9 +95,9 @@ class RemoteFolder:
         self.storage.mv(f"{there}.part", there)
 
     def delete(self, folder: str, mark: str) -> None:
-        """Delete a folder, but first its mark, without which it does not count."""
+        """Delete a folder, but first the file without which it does not count."""
         with contextlib.suppress(FileNotFoundError):
-            self.storage.rm_file(self.at(f"{folder}/{mark}"))
+            self.storage.rm_file(self.at(mark))
         with contextlib.suppress(FileNotFoundError):
             self.storage.rm(self.at(folder), recursive=True)
 
