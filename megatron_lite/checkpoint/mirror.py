@@ -176,11 +176,13 @@ class Mirror:
 
     def _unsent(self) -> list[Path]:
         """List the folders that may not be there: first the newest checkpoint, then exports, then other checkpoints."""
-        own, exports, found = find_checkpoints(self._checkpoints), find_checkpoints(self._root / "export"), []
-        for iteration, folder in (*own[:1], *exports, *own[1:]):
+        best, found = self._root / "export" / "best", list[Path]()
+        own, *others = ([path for _, path in find_checkpoints(one)] for one in (self._checkpoints, best.parent, best))
+        exports = [*others[0], *others[1], *([best] if (best / "config.json").exists() else [])]
+        for folder in (*own[:1], *exports, *own[1:]):
             with contextlib.suppress(FileNotFoundError):
-                if folder.name == str(iteration) and _identity(folder) not in self._sent:
-                    found += [folder] if folder.parent != self._checkpoints or good_manifest(folder) else []
+                if not folder.name.startswith(".") and _identity(folder) not in self._sent:
+                    found += [folder] if folder in exports or good_manifest(folder) else []
         return found
 
     def _names(self) -> str:
@@ -199,6 +201,8 @@ class Mirror:
                 self._remote.delete(target, mark)
             told = self._remote.listing(target)
             sent = [self._remote.upload(folder / name, f"{target}/{name}", told.get(name, {})) for name in found]
+            if _identity(folder) != identity:
+                return  # another save has replaced it meanwhile
             self._remote.write(mark, content)
             seconds = time.perf_counter() - start_s
             logger.info("mirrored %s to %s (%.1f MB sent, %.1f s)", target, self._flag, sum(sent) / 1e6, seconds)

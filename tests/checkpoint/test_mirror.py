@@ -129,9 +129,10 @@ def same_checkpoint(one: Path, other: Path, iteration: int) -> bool:
 def test_s3_gets_the_layout_of_the_folder_and_each_mark_last(bucket: Any, server: S3Server, tmp_path: Path) -> None:
     """Keys and bytes below the address are those of the folder; a mark is the last file; nothing goes twice."""
     root = run_folder(tmp_path / "a", 10, 20)
+    shutil.copytree(root / "export" / "10", root / "export" / "best")
     finish(make(root, f"s3://{bucket.name}/run"))
     found = content(bucket)
-    assert found.pop("run/export/10/mirror.json")
+    assert found.pop("run/export/10/mirror.json") and found.pop("run/export/best/mirror.json")
     assert found == copied(root)
     puts = [path.removeprefix(f"/{bucket.name}/run/") for path in server.take("PUT")]
     assert len(puts) == len(set(puts))
@@ -379,6 +380,31 @@ def test_another_save_of_an_iteration_replaces_the_first(bucket: Any, server: S3
     found = content(bucket)
     assert found.pop("run/export/10/mirror.json")
     assert found == copied(root)
+
+
+def test_a_folder_replaced_during_its_upload_does_not_count(
+    bucket: Any, server: S3Server, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Files of two exports never count as one: the mark comes after the files of the second."""
+    root, address = run_folder(tmp_path / "a"), f"s3://{bucket.name}/run"
+    folder, later = root / "export" / "10", root / "export" / ".later"
+    made = make(root, address)
+    upload = made._remote.upload
+
+    def replacing(path: Path, name: str, told: Any) -> int:
+        if path.name == "model.safetensors" and not later.exists():
+            shutil.copytree(folder, later)
+            (later / "model.safetensors").write_text("of the second")
+            os.rename(folder, root / "export" / ".old")
+            os.rename(later, folder)
+            later.mkdir()
+        return upload(path, name, told)
+
+    monkeypatch.setattr(made._remote, "upload", replacing)
+    finish(made)
+    changes = [(method, path.rpartition("/")[2]) for method, path in server.requests if "export/10/" in path]
+    assert [name for method, name in changes if method == "PUT"].count("mirror.json") == 1
+    assert content(bucket)["run/export/10/model.safetensors"] == b"of the second"
 
 
 # -- whole runs --------------------------------------------------------------------------------------------------------
