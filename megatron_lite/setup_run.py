@@ -91,6 +91,8 @@ class Run:
     watch: Watch | None  # None without --watch
     mirror: Mirror | None = None  # of rank 0; None without --mirror
     saved_s: float  # time.monotonic() of the last save, or of the start
+    logs_early: bool = False  # the first iterations, too, as --log_interval is not given
+    saves_by_default: bool = False  # every 15 minutes, as no flag says when; the newest two of a start are kept
     save_requested: bool = False  # by rank 0's clock, after the next iteration
     ending: Ending | None = None  # None for a run that was set up without `opened`
     agreed_at: int | None = None  # newest iteration at which --check_replicas_interval found no difference

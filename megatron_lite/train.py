@@ -26,7 +26,7 @@ from megatron_lite.outputs.saving import (
 )
 from megatron_lite.outputs.session import close, opened
 from megatron_lite.outputs.step_inputs import counted_labels, step_inputs, watch_labels
-from megatron_lite.outputs.training_log import is_early, log_training, progress_bar, show_early
+from megatron_lite.outputs.training_log import is_early, is_log_due, log_training, progress_bar, show_early
 from megatron_lite.run.launcher_watch import LauncherWatch
 from megatron_lite.run.stop_signal import StopRequested
 from megatron_lite.schedules.learning_rate import learning_rate
@@ -84,7 +84,7 @@ def train(run: Run) -> tuple[int, str]:
                 run.iteration = iteration
                 last = iteration == training.train_iters
                 run.timer.end_step(iteration)
-                if last or is_due(iteration, config.run.log_interval, config.run.log_offset):
+                if last or is_log_due(run):
                     log_training(run, update)
                 elif is_early(iteration - first + 1, config.run.log_interval):
                     show_early(run, update)

@@ -28,7 +28,7 @@ from megatron_lite.run.remote_storage import RemoteFolder, failure
 from megatron_lite.run.stop_signal import StopSignal
 
 MARK_NAME = "mirror.json"
-Rotation = tuple[int, int | None, Collection[int]]  # newest, after, held: see `checkpoints_to_delete`
+Rotation = tuple[int, int, int | None, Collection[int]]  # see `checkpoints_to_delete`
 RECORDS = ("config.json", "metrics.jsonl", "samples.jsonl", "wandb.json")  # a run elsewhere continues them
 PATIENCE_S, STOPPED_PATIENCE_S = 60.0, 10.0  # at the end of a run, with a store that fails
 _POLL_S = 0.05
@@ -47,7 +47,7 @@ class Mirror:
         self._checkpoints, self._remote = root / "checkpoints", RemoteFolder(options.mirror, "mirror")
         self._sent = set[tuple[Path, int, int]]()  # what is there, see `_identity`
         self._current = root  # under upload; root: nothing
-        self._rotation: tuple[int, int, int | None, Collection[int]] | None = None
+        self._rotation: Rotation | None = None
         self._wake, self._asked, self._done, self._ended = threading.Event(), 0, 0, False
         self._failed_s: float | None = None  # since when every attempt fails
         threading.Thread(target=self._work, daemon=True, name="mirror").start()
@@ -112,8 +112,7 @@ class Mirror:
 
     def update(self, rotation: Rotation | None = None) -> None:
         """Let the thread copy what is new, then rotate the checkpoints there like those here; return at once."""
-        if rotation is not None and self._options.max_checkpoints is not None:
-            self._rotation = (self._options.max_checkpoints, *rotation)
+        self._rotation = rotation or self._rotation
         self._asked += 1
         self._wake.set()
 

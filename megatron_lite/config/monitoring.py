@@ -45,7 +45,9 @@ class RunConfig(Area):
     report: bool = idle_unless("experiment_dir")(
         True, "write report.html, a page about the run, into experiment_dir at the end of each start"
     )
-    log_interval: PositiveInt = option(100, "iterations between log lines", basic=True)
+    log_interval: PositiveInt | None = optional(
+        "iterations between log lines", "100, or a fiftieth of train_iters", basic=True
+    )
     log_offset: NonNegativeInt = option(1, "first logged iteration (0: only multiples of log_interval)")
     log_timestamps: bool = option(False, "prefix log lines with the time", may_differ=True)
     show_all_options: bool = option(

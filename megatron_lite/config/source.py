@@ -140,7 +140,9 @@ class CheckpointConfig(Area):
         0, "iteration from which checkpoint_interval counts", idle_unless="checkpoint_interval"
     )
     checkpoint_minutes: PositiveFloat | None = optional(
-        "also save this many minutes after the last save, by rank 0's clock", "off", needs=SAVED
+        "also save this many minutes after the last save, by rank 0's clock",
+        "15 without checkpoint_interval and keep_checkpoints",
+        needs=SAVED,
     )
     max_checkpoints: PositiveInt | None = optional(
         "keep the newest N checkpoints, and those of keep_checkpoints", "all", basic=True, idle_unless="experiment_dir"

@@ -26,6 +26,7 @@ from megatron_lite.setup_run import Run
 from megatron_lite.zero.finite import not_finite
 
 T = TypeVar("T")
+DEFAULT_CHECKPOINTS = 2  # of a start that saves by the clock because nothing else is asked for
 _POLL_S = 0.25  # during pauses between attempts
 _LOOK_S = 0.01  # while waiting for a background save
 
@@ -152,10 +153,11 @@ def _settle(run: Run, finished: Finished, waited_s: float = 0.0) -> None:
     root, checkpoint, rotation = finished.folder.parent, run.config.checkpoint, None
     if run.distributed.rank == 0 and not run.optimizer.guard.dropped.streak():
         rules = keep_rules(checkpoint.keep_checkpoints)
-        after = None if checkpoint.delete_old_temp_checkpoints else run.resumed.iteration
+        after = None if checkpoint.delete_old_temp_checkpoints and not run.saves_by_default else run.resumed.iteration
+        most = DEFAULT_CHECKPOINTS if run.saves_by_default else checkpoint.max_checkpoints
         held = held_checkpoints(root.parent) | best_of(finished.folder) | (run.mirror.held() if run.mirror else set())
-        prune(root, checkpoint.max_checkpoints, finished.iteration, rules, after, held)
-        rotation = (finished.iteration, after, held)
+        prune(root, most, finished.iteration, rules, after, held)
+        rotation = None if most is None else (most, finished.iteration, after, held)
     if run.mirror:
         run.mirror.update(rotation)
     blocked = f", training waited {finished.blocked_s + waited_s:.2f} s" if run.background is not None else ""

@@ -84,6 +84,11 @@ def opened(
             ending.newest = lambda: newest_checkpoint(checkpoints)
         run = build(config, distributed, experiment, stop, notes, environment)
         ending.kill_children, run.ending = run.callback.kill, ending
+        run.logs_early = (asked or config).run.log_interval is None
+        minutes, saving = config.checkpoint.checkpoint_minutes, (asked or config).checkpoint
+        if minutes is not None and saving.checkpoint_minutes is None:
+            run.saves_by_default = saving.max_checkpoints is None
+            run.logger.info("without --checkpoint_interval it saves every %g minutes (--checkpoint_minutes)", minutes)
         stop.saves = True
         for limit in stop.limits:
             run.logger.info(limit.describe())

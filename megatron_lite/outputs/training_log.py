@@ -12,6 +12,7 @@ from megatron_lite.monitor.logging import MIB, ProgressBar, log_both
 from megatron_lite.monitor.metric_lines import format_record
 from megatron_lite.optimizer.optimizer import Update
 from megatron_lite.outputs.bad_steps import leave_bad_step
+from megatron_lite.outputs.saving import is_due
 from megatron_lite.schedules.batch_size import batch_schedule, consumed_tokens
 from megatron_lite.schedules.learning_rate import learning_rate
 from megatron_lite.setup_run import Run
@@ -68,8 +69,16 @@ def log_training(run: Run, update: Update) -> None:
         raise NumericsError(dropped.stop)
 
 
-def is_early(iterations: int, log_interval: int) -> bool:
-    """Return whether to show progress after N iterations of this start: powers of 2 within the first log interval."""
+def is_log_due(run: Run) -> bool:
+    """Return whether to log this iteration; with the default interval, also the first ones whose number is early."""
+    options = run.config.run
+    due = is_due(run.iteration, options.log_interval, options.log_offset)
+    return due or (run.logs_early and is_early(run.iteration, options.log_interval))
+
+
+def is_early(iterations: int, log_interval: int | None) -> bool:
+    """Return whether to show progress after N iterations: powers of 2 within the first log interval."""
+    assert log_interval, "resolved"
     return iterations < log_interval and iterations & (iterations - 1) == 0
 
 

@@ -25,6 +25,8 @@ from megatron_lite.config.training import OWN_DATA
 from megatron_lite.config.values import is_number, written
 from megatron_lite.validation.rules import Problem, default, fill, nearest_multiples, parsing, problem
 
+DEFAULT_MINUTES = 15.0  # between checkpoints, where no flag says when
+
 
 def model(draft: Draft) -> Iterator[Problem]:
     """Check and derive the shape of the model and its initial weights."""
@@ -287,11 +289,14 @@ def files(draft: Draft) -> Iterator[Problem]:
         rule = f"a sample and its prompt must fit into sequence_length; write at most {draft.sequence_length - 1}"
         yield problem(draft, "sample_tokens sequence_length", rule)
     if draft.experiment_dir is not None:
+        if draft.train_iters and not (draft.checkpoint_interval or draft.checkpoint_minutes or draft.keep_checkpoints):
+            draft.checkpoint_minutes = DEFAULT_MINUTES
         fill(draft, experiment_name=folder_name(draft.experiment_dir))
 
 
 def tracking(draft: Draft) -> Iterator[Problem]:
     """Choose the trackers and alerts."""
+    fill(draft, log_interval=max(1, min(100, draft.train_iters // 50)))
     fill(draft, wandb_post_alerts=draft.wandb_status_interval is not None)
     if draft.wandb_id is not None and not is_run_id(draft.wandb_id):
         yield problem(draft, "wandb_id", "takes up to 128 letters, digits, - and _")

@@ -327,7 +327,7 @@ def test_a_slow_store_holds_up_nothing_and_gets_whole_checkpoints(
         for iteration in (20, 30, 40):
             save(root / "checkpoints", iteration, iteration, 2)
             retention.prune(root / "checkpoints", 1, iteration, held=made.held())
-            made.update((iteration, None, made.held()))
+            made.update((1, iteration, None, made.held()))
         assert checkpoints(root) == [10, 40] and made.held() == {10}
         proxy.open.set()
         finish(made)
@@ -350,7 +350,7 @@ def test_rotation_follows_after_the_newer_one_is_there(bucket: Any, server: S3Se
     finish(made)
     assert not server.take("DELETE"), "nothing is deleted before this run has saved"
     save(elsewhere / "checkpoints", 50, 50)
-    made.update((50, None, set()))
+    made.update((2, 50, None, set()))
     finish(made)
     there = sorted({int(key.split("/")[2]) for key in content(bucket) if "/checkpoints/" in key})
     assert there == [20, 40, 50]
@@ -484,6 +484,6 @@ def mirror_saves(environment: dict[str, str], saves: Path, root: Path, address: 
         os.rename(folder / ".tmp", folder / str(iteration))
         held = made.held()
         retention.prune(folder, 2, iteration, held=held)
-        made.update((iteration, None, held))
+        made.update((2, iteration, None, held))
         time.sleep(0.1)
     finish(made)

@@ -140,7 +140,7 @@ def test_none_and_empty_values() -> None:
             assert value([f"--{flag.name}=none"], flag.name) is None
         elif not flag.is_text and not flag.is_list and "none" not in flag.choices:
             assert problem([f"--{flag.name}=none"]).startswith(f"--{flag.name}=none: ")
-        starts_from = ("pretrained_checkpoint_path", "load_checkpoint_path")  # without them, weeks from scratch
+        starts_from = ("pretrained_checkpoint_path", "load_checkpoint_path", "mirror")  # else weeks from scratch
         if flag.is_text and flag.name not in starts_from:
             assert value([f"--{flag.name}="], flag.name) == flag.default
             assert value([f"--{flag.name}", ""], flag.name) == flag.default

@@ -1,10 +1,13 @@
 """When a run saves, what it keeps and what it loads, as flags of whole runs."""
 
+import subprocess
+import sys
 from pathlib import Path
 
 import numpy as np
 
-from tests.support.launch import TINY, run, succeed
+from tests.support.launch import ROOT, TINY, run, succeed
+from tests.support.metrics import read_metrics
 from tests.support.results import assert_all_good, checkpoints, weights
 from tests.support.token_files import write_documents
 
@@ -16,6 +19,35 @@ def test_by_time_and_by_rules(tmp_path: Path) -> None:
     assert outcome.output.count("saved ") == 7, outcome.output
     assert checkpoints(tmp_path) == [3, 4, 7]
     assert_all_good(tmp_path)
+
+
+def test_a_long_run_saves_by_itself(tmp_path: Path) -> None:
+    """Without a flag that says when, it saves by the clock, says so once, and keeps two of its own checkpoints.
+
+    The fifteen minutes are none here. An earlier start's checkpoint stays.
+    """
+    program = "from megatron_lite.validation import areas; areas.DEFAULT_MINUTES = 1e-9; import pretrain_gpt as program"
+    flags = [*TINY, f"--experiment_dir={tmp_path}"]
+    for iterations, kept in ((3, [2, 3]), (7, [2, 3, 6, 7])):
+        words = [sys.executable, "-c", f"{program}; program.command()", *flags, f"--train_iters={iterations}"]
+        done = subprocess.run(words, capture_output=True, text=True, timeout=120, cwd=ROOT)
+        assert done.returncode == 0 and (done.stdout + done.stderr).count("saves every 1e-09 minutes") == 1, done
+        assert checkpoints(tmp_path) == kept
+    assert_all_good(tmp_path)
+
+
+def test_the_default_interval_gives_a_curve(tmp_path: Path) -> None:
+    """At least 50 points of a run, and its early iterations, in metrics.jsonl; a restart logs the same ones."""
+    words = [word for word in TINY if not word.startswith("--log_interval")]
+    flags = [*words, "--train_iters=299", "--checkpoint_interval=1000", "--num_layers=1", "--lr_warmup_iters=0"]
+    succeed([*flags, f"--experiment_dir={tmp_path / 'whole'}"])
+    for _ in range(2):
+        succeed([*flags, f"--experiment_dir={tmp_path / 'two'}", "--stop_interval=151"])
+    iterations = [
+        [record["iteration"] for record in read_metrics(tmp_path / name / "metrics.jsonl")] for name in ("whole", "two")
+    ]
+    assert {1, 2, 4, 6, 11, 299} <= {*iterations[0]} and len(iterations[0]) > 50
+    assert iterations[0] == iterations[1]
 
 
 def test_by_time_in_the_background(tmp_path: Path) -> None:

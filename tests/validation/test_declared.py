@@ -12,7 +12,7 @@ from megatron_lite.validation import resolve, warnings
 from megatron_lite.validation.rules import declared
 
 RUN = {"dataset_source": "random", "train_iters": 10, "experiment_dir": "/run", "lr_decay_style": "cosine"}
-BASE = flatten(resolve(unflatten(RUN), 1))
+BASE = flatten(resolve(unflatten(RUN), 1)) | {"checkpoint_minutes": None}  # 15 only with --experiment_dir
 FALSY: list[Any] = [None, False, 0, "", ()]
 
 
