@@ -18,7 +18,7 @@ from megatron_lite.checkpoint import files, manifest
 from megatron_lite.checkpoint.files import logger
 from megatron_lite.checkpoint.names import MANIFEST_NAME, OUR_FILE, find_checkpoints, new_nonce, parse_json, work_path
 from megatron_lite.checkpoint.resume import SET_ASIDE
-from megatron_lite.checkpoint.retention import checkpoints_to_delete, is_permanent, was_permanent
+from megatron_lite.checkpoint.retention import best_of, checkpoints_to_delete, is_permanent, was_permanent
 from megatron_lite.checkpoint.writing import good_manifest, pause_s
 from megatron_lite.config.source import CheckpointConfig
 from megatron_lite.config.structured_values import keep_rules
@@ -79,6 +79,10 @@ class Mirror:
             elif wanted is None or iteration <= wanted or _config(content).get("resume_iteration") == wanted:
                 try:
                     self._fetch(name, content)
+                    for best in best_of(self._root / name) - {iteration}:
+                        older = f"checkpoints/{best}"
+                        with contextlib.suppress(DamagedError):  # the run goes on without, and says so
+                            self._fetch(older, self._remote.read(f"{older}/{MANIFEST_NAME}") or b"")
                     return []
                 except DamagedError as error:
                     damaged.append(f"{name}: {error}")

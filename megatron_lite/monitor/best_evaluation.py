@@ -1,7 +1,6 @@
 """The best validation so far, for --keep_best, and whether --early_stopping_patience ends the training.
 
-All ranks hold the same, because they agree on each loss, and every checkpoint holds it, so that a resumed run decides
-as one that was never stopped. Values compare only while they measure the same; otherwise the count starts anew.
+Ranks agree on each loss, and every checkpoint holds this, so that a resumed run decides as one that never stopped.
 """
 
 from __future__ import annotations
@@ -46,10 +45,6 @@ class BestEvaluation:
     def is_best(self, iteration: int) -> bool:
         """Return whether the weights of an iteration are the best so far."""
         return 0 < iteration == self._state["iteration"]
-
-    def saves(self, iteration: int) -> bool:
-        """Return whether a checkpoint is due after an iteration."""
-        return self.is_best(iteration) or self.ends
 
     @property
     def ends(self) -> bool:

@@ -19,7 +19,7 @@ def evaluate_first(run: Run) -> None:
     with run.timer.excluded(), run.distributed.traffic.paused():
         if run.evaluation_due:
             evaluate_and_export(run, last)
-            if last or run.best.saves(run.iteration):
+            if last or run.best.ends or run.best.is_best(run.iteration):
                 save(run)
         if run.iteration == 0 and training.validation_at_start and training.validation_iters:
             evaluate(run, "validation")

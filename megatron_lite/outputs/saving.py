@@ -42,7 +42,8 @@ def is_save_due(run: Run, last: bool) -> bool:
     stopping = is_due(iteration, training.stop_interval, training.stop_offset)
     regular = is_due(iteration, checkpoint.checkpoint_interval, checkpoint.checkpoint_offset)
     permanent = is_permanent(iteration, keep_rules(checkpoint.keep_checkpoints))
-    return last or stopping or regular or permanent or run.best.saves(iteration) or run.save_requested
+    best = run.best.is_best(iteration) or run.best.ends
+    return last or stopping or regular or permanent or best or run.save_requested
 
 
 def is_time_to_save(run: Run) -> bool:

@@ -27,6 +27,7 @@ from megatron_lite.config.structured_values import storage_address
 from megatron_lite.errors import CheckpointError, StorageError, UsageError
 from megatron_lite.run.remote_storage import failure
 from tests.checkpoint.test_writing import save
+from tests.support.fakes import run_state
 from tests.support.harness import FORKSERVER
 from tests.support.launch import TINY, succeed
 from tests.support.results import checkpoints, curve, digests, weights
@@ -333,6 +334,27 @@ def test_a_slow_store_holds_up_nothing_and_gets_whole_checkpoints(
         finish(made)
     puts = [path for path in server.take("PUT") if path.endswith("manifest.json")]
     assert [path.split("/")[-2] for path in puts] == ["10", "40"]
+
+
+def test_the_best_checkpoint_and_its_export_are_there_too(tmp_path: Path) -> None:
+    """A restore brings the checkpoint that the newest one names as the best; a replaced export/best is sent again."""
+    root, store, elsewhere = run_folder(tmp_path / "a", 10, 20), tmp_path / "store", tmp_path / "b"
+    counts = {"measured": "0" * 16, "value": (1.0).hex(), "iteration": 10, "seen": 30, "bad": 1}
+    save(root / "checkpoints", 30, 30, state={**run_state(), "best": counts})
+    made = make(root, str(store), max_checkpoints=1)
+    for text in ("first", "a better one"):
+        (root / "export" / "new").mkdir()
+        (root / "export" / "new" / "config.json").write_text(text)
+        shutil.rmtree(root / "export" / "best", ignore_errors=True)
+        (root / "export" / "new").rename(root / "export" / "best")
+        finish(made)
+        assert (store / "export" / "best" / "config.json").read_text() == text
+    make(elsewhere, str(store)).restore()
+    assert checkpoints(elsewhere) == [10, 30] and same_checkpoint(root, elsewhere, 10)
+    shutil.rmtree(elsewhere)
+    (store / "checkpoints" / "10" / "manifest.json").unlink()
+    make(elsewhere, str(store)).restore()
+    assert checkpoints(elsewhere) == [30]
 
 
 def test_rotation_follows_after_the_newer_one_is_there(bucket: Any, server: S3Server, tmp_path: Path) -> None:
