@@ -69,6 +69,11 @@ def with_source(given: Mapping[str, Any]) -> tuple[dict[str, Any], tuple[Note, .
     path = typed.get("pretrained_checkpoint_path")
     if path is None:
         return _with_own_positions(typed), notes
+    if "://" in path:
+        from megatron_lite.corpus.remote_copy import cache_of, local_copy
+
+        cache = cache_of(typed.get("dataset_cache"), typed.get("experiment_dir"))
+        path = typed["pretrained_checkpoint_path"] = local_copy(path, "pretrained_checkpoint_path", cache)
     if given.get("load_pretrained_weights", True):
         # Only typed options: the folder's own values are no reason to warn.
         reason = "has no effect with --pretrained_checkpoint_path, because no weight is initialized"

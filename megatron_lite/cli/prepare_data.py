@@ -14,6 +14,7 @@ from megatron_lite import __version__
 from megatron_lite.cli.script_parser import LARGEST_COUNT, ScriptParser, number
 from megatron_lite.corpus.documents import TextFields, parse_keys
 from megatron_lite.corpus.inputs import DEFAULT_SUFFIXES
+from megatron_lite.corpus.remote_copy import local_copy
 from megatron_lite.errors import EXIT_DONE, RunError, StorageError, UsageError
 from megatron_lite.run.exit_status import name_missing_package
 from megatron_lite.run.host import available_cores
@@ -74,7 +75,7 @@ def read_options(options: argparse.Namespace) -> CorpusOptions:
         fields = conversation_fields(options.chat_template, fields, tokenizer)
     same = "output_prefix strict overwrite max_documents validation_documents shards deduplicate"
     return CorpusOptions(
-        inputs=tuple(options.inputs),
+        inputs=tuple(local_copy(name, "inputs", f"{options.output_prefix}.copies") for name in options.inputs),
         tokenizer=tokenizer,
         fields=fields,
         suffixes=suffixes,

@@ -33,7 +33,7 @@ class ScriptParser(argparse.ArgumentParser):
         return super().parse_known_args([*map(self._spelled, words[:end]), *words[end:]], namespace)
 
     def _get_value(self, action: argparse.Action, arg_string: str) -> Any:
-        if action.dest not in ("prompt", "stop") and re.match(URL, arg_string):  # these name no file
+        if action.dest not in ("prompt", "stop", "inputs") and re.match(URL, arg_string):  # no file, or copied
             raise argparse.ArgumentError(action, f"{shown(arg_string)}: {LOCAL}; write a local or mounted path")
         return super()._get_value(action, arg_string)
 

@@ -26,6 +26,9 @@ PATHS = frozenset(  # options that name files and folders
     "pretrained_checkpoint_path load_checkpoint_path sample_prompts export_callback_script tensorboard_dir "
     "machine_speeds write_sbatch".split()
 )
+REMOTE = frozenset(  # those that may name remote storage, of which a run makes a copy
+    "data_path valid_data_path test_data_path loss_mask tokenizer_file pretrained_checkpoint_path".split()
+)
 URL, LOCAL = r"[A-Za-z][\w+.-]*://", "a URL is neither read nor written"
 QUOTES = "'\"\u2018\u2019\u201c\u201d"
 LONGEST_NUMBER = 64  # characters
@@ -184,7 +187,7 @@ def parse_text(text: str, name: str = "") -> str:
         raise BadValueError("contains a control character (a line break or tab?); remove it")
     if any("\ud800" <= c <= "\udfff" for c in text):
         raise BadValueError("is not valid UTF-8; rename it")
-    if name in PATHS and re.match(URL, text):
+    if name in PATHS - REMOTE and re.match(URL, text):
         raise BadValueError(LOCAL, "<local or mounted path>")
     return text
 

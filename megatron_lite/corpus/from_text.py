@@ -13,6 +13,7 @@ from megatron_lite.config.training import OWN_DATA
 from megatron_lite.corpus.dataset_list import read_list
 from megatron_lite.corpus.inputs import DEFAULT_SUFFIXES, bare_name, find_inputs
 from megatron_lite.corpus.prepare import CorpusOptions, fingerprint_of, prepare
+from megatron_lite.corpus.remote_copy import cache_of, local_copy
 from megatron_lite.corpus.tokenizer_choice import TokenizerChoice
 from megatron_lite.data.tokenizing import load_tokenizer
 from megatron_lite.distributed.agreement import rank_0_works
@@ -20,7 +21,6 @@ from megatron_lite.distributed.process_group import Distributed
 from megatron_lite.errors import DataError, UsageError
 from megatron_lite.run.host import available_cores
 
-CACHE = "dataset_cache"  # in the experiment directory
 FINGERPRINT_DIGITS = 16  # of a folder's name
 
 
@@ -33,8 +33,8 @@ def resolve_data(config: Config, distributed: Distributed, root: Path | None, lo
     """
     if config.data.dataset_source == "random":
         return config
-    words = rank_0_works(distributed, lambda: _resolved(config, root, logger))
-    paths: dict[str, Any] = {flag: tuple(found) for flag, found in words.items()}
+    cache = cache_of(config.data.dataset_cache, root)
+    paths = rank_0_works(distributed, lambda: _resolved(config, cache, logger))
     return dataclasses.replace(config, data=dataclasses.replace(config.data, dataset_source="list", **paths))
 
 
@@ -47,36 +47,40 @@ def is_text(path: str) -> bool:
     return Path(path).is_dir() or is_file or any(sign in path for sign in "*?[{")
 
 
-def _resolved(config: Config, root: Path | None, logger: logging.Logger) -> dict[str, list[str]]:
-    """Return the words of each path of data."""
-    data = config.data
-    found = {flag: list(getattr(data, flag)) for flag in ("data_path", *OWN_DATA.values())}
+def _resolved(config: Config, cache: str | None, logger: logging.Logger) -> dict[str, Any]:
+    """Return the words of each path of data, and the tokenizer's file, as local paths."""
+    data, flags = config.data, ("data_path", *OWN_DATA.values(), "loss_mask")
+    found: dict[str, Any] = {flag: [local_copy(word, flag, cache) for word in getattr(data, flag)] for flag in flags}
+    if data.tokenizer_file is not None:
+        found["tokenizer_file"] = local_copy(data.tokenizer_file, "tokenizer_file", cache)
     if data.dataset_source == "file" and data.data_path:
-        found["data_path"] = read_list(Path(data.data_path[0]))
-    for flag, words in found.items():
-        texts = [path for _, path in weighted_paths(words, flag) if is_text(path)]
-        prepared = {path: _prepared(path, flag, config, root, logger) for path in dict.fromkeys(texts)}
-        found[flag] = [prepared.get(word, word) for word in words]
-    return found
+        found["data_path"] = [local_copy(word, "data_path", cache) for word in read_list(Path(found["data_path"][0]))]
+    for flag in flags[:-1]:
+        texts = [path for _, path in weighted_paths(found[flag], flag) if is_text(path)]
+        tokenizer = found.get("tokenizer_file")
+        prepared = {path: _prepared(path, flag, config, tokenizer, cache, logger) for path in dict.fromkeys(texts)}
+        found[flag] = [prepared.get(word, word) for word in found[flag]]
+    return {name: tuple(value) if isinstance(value, list) else value for name, value in found.items()}
 
 
-def _prepared(path: str, flag: str, config: Config, root: Path | None, logger: logging.Logger) -> str:
-    """Return the prefix of a text's pair, which is made unless it is there."""
-    if config.data.tokenizer_file is None:
+def _prepared(
+    path: str, flag: str, config: Config, tokenizer: str | None, folder: str | None, logger: logging.Logger
+) -> str:
+    """Return the prefix of a text's pair in the folder of prepared text, which is made unless it is there."""
+    if tokenizer is None:
         raise UsageError(f"--{flag}={path}: is text; name its tokenizer: --tokenizer_file=<tokenizer.json>, or byte")
-    folder = config.data.dataset_cache or (str(root / CACHE) if root is not None else None)
     if folder is None:
         raise UsageError(
             f"--{flag}={path}: is text, and there is no place for its tokens; give --dataset_cache or "
             "--experiment_dir, or prepare it with scripts/prepare_data.py"
         )
-    vocab_size = load_tokenizer(config.data.tokenizer_file).vocab_size
+    vocab_size = load_tokenizer(tokenizer).vocab_size
     if vocab_size > config.model.vocab_size:
         raise DataError(
-            f"--tokenizer_file={config.data.tokenizer_file}: has {vocab_size:,} tokens, more than "
+            f"--tokenizer_file={tokenizer}: has {vocab_size:,} tokens, more than "
             f"--vocab_size={config.model.vocab_size:,}"
         )
-    options = CorpusOptions((path,), "", TokenizerChoice(config.data.tokenizer_file))
+    options = CorpusOptions((path,), "", TokenizerChoice(tokenizer))
     name = bare_name(Path(path).name).partition(".")[0].strip("*?[]{},") or "text"
     prefix = str(Path(folder, fingerprint_of(options, find_inputs(options.inputs))[:FINGERPRINT_DIGITS], name))
     options = dataclasses.replace(

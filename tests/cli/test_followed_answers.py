@@ -16,7 +16,7 @@ import pytest
 from megatron_lite.cli.parse import parse
 from megatron_lite.cli.script_parser import ScriptParser
 from megatron_lite.config import flatten
-from megatron_lite.config.values import PATHS, written
+from megatron_lite.config.values import PATHS, REMOTE, written
 from megatron_lite.errors import CheckpointError, UsageError
 from megatron_lite.validation import resolve
 
@@ -166,26 +166,25 @@ def test_the_last_part_alone_is_no_other_option() -> None:
     assert parse([*RUN, "--checkpoint_interval=15"]).notes == ()
 
 
-@pytest.mark.parametrize("name", sorted(PATHS))
+@pytest.mark.parametrize("name", sorted(PATHS - REMOTE))
 def test_urls_are_refused(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """No file or folder is a URL: one line, and nothing is written below a folder `gs:`."""
+    """Only data and pretrained models may be remote: one line, and nothing is written below a folder `gs:`."""
     monkeypatch.chdir(tmp_path)
     for url in ("gs://bucket/run", "s3://bucket/a", "hf://datasets/a", "https://host/a.json"):
-        for value in (url, f"0.3 a 0.7 {url}") if name == "data_path" else (url,):
-            said = outcome([f"--{name}={value}"])
-            assert isinstance(said, str) and "\n" not in said
-            assert "a URL is neither read nor written; write --" in said
+        said = outcome([f"--{name}={url}"])
+        assert isinstance(said, str) and "\n" not in said
+        assert "a URL is neither read nor written; write --" in said
     assert not list(tmp_path.iterdir())
 
 
 def test_urls_of_scripts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    """Scripts refuse them, too, except in a prompt."""
+    """Scripts refuse them, too, except in a prompt and as inputs, which are copied."""
     monkeypatch.chdir(tmp_path)
     parser = ScriptParser(prog="script")
     for name in ("inputs", "--output_prefix", "--prompt"):
         parser.add_argument(name)
-    assert parser.parse_args(["a.txt", "--prompt=https://host"]).prompt == "https://host"
-    for words in (["gs://bucket/a.txt"], ["a.txt", "--output_prefix=s3://bucket/a"]):
+    assert parser.parse_args(["s3://bucket/a.txt", "--prompt=https://host"]).prompt == "https://host"
+    for words in (["a.txt", "--output_prefix=s3://bucket/a"],):
         with pytest.raises(SystemExit):
             parser.parse_args(words)
         said = capsys.readouterr().err

@@ -56,7 +56,7 @@ def test_text_needs_a_tokenizer_and_a_place(text: Path, tmp_path: Path) -> None:
     (tmp_path / "t.json").write_bytes((tmp_path / "tokenizer.json").read_bytes())
     tokenizer = f"--tokenizer_file={tmp_path / 't.json'}"
     cases = [
-        (2, "is text; name its tokenizer with --tokenizer_file", flags("list", tmp_path / "x")),
+        (2, "is text; name its tokenizer: --tokenizer_file", flags("list", tmp_path / "x")),
         (2, "no place for its tokens", [*FLAGS, tokenizer]),
         (3, "has 257 tokens, more than --vocab_size=256", flags("list", tmp_path / "y", tokenizer, "--vocab_size=256")),
     ]

@@ -1,0 +1,97 @@
+"""Data and models in remote storage: copied into a cache, and found there while they are unchanged at their source."""
+
+from __future__ import annotations
+
+import glob
+import hashlib
+import json
+import os
+import re
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from megatron_lite.config.structured_values import storage_address
+from megatron_lite.corpus.inputs import expand_braces
+from megatron_lite.corpus.prepare import held
+from megatron_lite.errors import DataError, RunError, UsageError
+from megatron_lite.monitor.logging import get_logger
+from megatron_lite.run.durable_files import replace_file
+from megatron_lite.run.remote_storage import failure, open_storage
+
+RECORD = "copied.json"  # in a copy's folder: what the store told of each whole file
+
+
+def cache_of(chosen: str | None, experiment_dir: Path | str | None) -> str | None:
+    """Return the folder of copies and of prepared text: --dataset_cache, or one in the experiment directory, if any."""
+    return chosen or (str(Path(experiment_dir, "dataset_cache")) if experiment_dir is not None else None)
+
+
+def local_copy(address: str, flag: str, cache: str | None) -> str:
+    """Return the path of a copy of what an address names: a file, a folder, a pattern's files, or a prefix's pair.
+
+    A path without `://` is returned as it is. A copy that was cut goes on with the files that are missing.
+
+    Raises:
+        UsageError: for an address with credentials, without a place (cache), or without the package of the store.
+        DataError: if nothing is there, or it cannot be read.
+        StorageError: if the cache cannot be written.
+    """
+    if "://" not in address:
+        return address
+    storage_address(address, flag)
+    if cache is None:
+        raise UsageError(f"--{flag}={address}: there is no place for a copy; give --dataset_cache or --experiment_dir")
+    storage, there = open_storage(address, flag)
+    folder = Path(cache, hashlib.blake2b(address.encode(), digest_size=8).hexdigest())
+    pattern = re.search(r"[*\[{]", there)
+    base, _, name = (there[: pattern.start()] if pattern else there.rstrip("/")).rpartition("/")
+    try:
+        with held(folder, lambda: get_logger().info("waiting for another process, which copies %s", address)):
+            paths = (path for full in expand_braces(there) for path in _paths(storage, full))
+            files = {path.removeprefix(f"{base}/"): storage.info(path) for path in paths}
+            if not files:
+                raise DataError(f"--{flag}={address}: there is no such file or folder, and no pair with this prefix")
+            num_bytes = _copy(storage, base, files, folder)
+    except RunError:
+        raise
+    except Exception as error:
+        raise DataError(f"--{flag}={address}: {failure(error)}") from None
+    get_logger().info("copied %s to %s: %.1f MB of %d files", address, folder, num_bytes / 1e6, len(files))
+    return str(folder if pattern else folder / name)
+
+
+def _paths(storage: Any, there: str) -> Sequence[str]:
+    """List the files of an address in their order."""
+    if glob.has_magic(there):
+        return sorted(storage.glob(there))
+    if storage.exists(f"{there}.idx"):
+        return [f"{there}.idx", f"{there}.bin"]
+    return [there] if storage.isfile(there) else sorted(storage.find(there))
+
+
+def _copy(storage: Any, base: str, files: Mapping[str, Mapping[str, Any]], folder: Path) -> int:
+    """Bring the folder up to date with its source; return the bytes copied. files: what the store tells of each."""
+    try:
+        record = json.loads((folder / RECORD).read_bytes())
+    except (FileNotFoundError, ValueError):
+        record = {}
+    num_bytes = 0
+    for name, told in files.items():
+        path, there, part = folder / name, f"{base}/{name}", folder / f"{name}.part"
+        if record.get(name) == [path.stat().st_size if path.is_file() else None, _version(told)]:
+            continue
+        path.parent.mkdir(parents=True, exist_ok=True)
+        storage.get_file(there, str(part))
+        size = part.stat().st_size
+        if _version(storage.info(there)) != _version(told) or told.get("size") not in (None, size):
+            raise OSError(f"{name} changed while it was copied, or only {size:,} bytes arrived")
+        os.replace(part, path)
+        record[name], num_bytes = [size, _version(told)], num_bytes + size
+        replace_file(folder / RECORD, json.dumps(record).encode())
+    return num_bytes
+
+
+def _version(told: Mapping[str, Any]) -> str:
+    """Return what a store changes with a file."""
+    return " ".join(str(told[key]) for key in ("size", "ETag", "md5Hash", "LastModified", "mtime") if key in told)

@@ -1,0 +1,134 @@
+"""Data in remote storage, from moto's S3 server and a web server: copied once, whole, and again if it changed."""
+
+import functools
+import http.server
+import random
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import boto3
+import pytest
+import s3fs
+
+from megatron_lite.corpus.remote_copy import local_copy
+from megatron_lite.errors import DataError, UsageError
+from tests.support.launch import TINY, succeed
+from tests.support.results import weights
+from tests.support.s3_server import VARIABLES, S3Server
+from tests.support.token_files import write_documents
+
+
+@pytest.fixture(scope="module")
+def server() -> Iterator[S3Server]:
+    """Yield a server at which the environment points."""
+    with S3Server() as server, pytest.MonkeyPatch.context() as patch:
+        for name, value in {**VARIABLES, "AWS_ENDPOINT_URL": server.url}.items():
+            patch.setenv(name, value)
+        patch.setattr(s3fs.S3FileSystem, "retries", 1)
+        s3fs.S3FileSystem.clear_instance_cache()
+        yield server
+    s3fs.S3FileSystem.clear_instance_cache()
+
+
+@pytest.fixture
+def bucket(server: S3Server) -> Any:
+    """Return a bucket with two texts in a folder, one of them deeper, and a pair."""
+    bucket = boto3.resource("s3").Bucket(f"bucket-{random.randrange(10**12)}")
+    bucket.create()
+    for name, data in {"a/one.txt": b"one", "a/b/two.txt": b"two", "a/pair.idx": b"i", "a/pair.bin": b"tokens"}.items():
+        bucket.put_object(Key=name, Body=data)
+    return bucket
+
+
+def content(path: str) -> dict[str, bytes]:
+    """The files of a copy, by their path in it."""
+    found = [file for file in Path(path).rglob("*") if file.is_file()]
+    return {str(file.relative_to(path)): file.read_bytes() for file in found if file.suffix in (".txt", ".bin", ".idx")}
+
+
+def test_what_an_address_names(bucket: Any, tmp_path: Path) -> None:
+    """A file, a folder, a pattern and a prefix each become what a local path may be; local paths stay."""
+    address, cache = f"s3://{bucket.name}/a", str(tmp_path)
+    assert local_copy("a/one.txt", "data_path", None) == "a/one.txt"
+    one = local_copy(f"{address}/one.txt", "data_path", cache)
+    assert one.endswith("/one.txt") and Path(one).read_bytes() == b"one"
+    everything = {"one.txt": b"one", "b/two.txt": b"two", "pair.idx": b"i", "pair.bin": b"tokens"}
+    assert content(local_copy(address, "data_path", cache)) == content(local_copy(f"{address}/", "data_path", cache))
+    assert content(local_copy(address, "data_path", cache)) == everything
+    assert content(local_copy(f"{address}/*.txt", "data_path", cache)) == {"one.txt": b"one"}
+    assert content(local_copy(f"{address}/**/*.txt", "data_path", cache)) == {"one.txt": b"one", "b/two.txt": b"two"}
+    assert content(local_copy(f"{address}/{{one,none}}.txt", "data_path", cache)) == {"one.txt": b"one"}
+    prefix = local_copy(f"{address}/pair", "data_path", cache)
+    assert [Path(prefix + ending).read_bytes() for ending in (".idx", ".bin")] == [b"i", b"tokens"]
+
+
+def test_only_what_has_changed_is_copied_again(bucket: Any, server: S3Server, tmp_path: Path) -> None:
+    """A second start reads nothing; a changed, a lost and a cut file are read again, and no other."""
+    address, cache = f"s3://{bucket.name}/a", str(tmp_path)
+
+    def read() -> list[str]:
+        server.take("GET")
+        local_copy(address, "data_path", cache)
+        return sorted({path.rpartition("/")[2] for path in server.take("GET") if path.count("/") > 2})
+
+    assert read() == ["one.txt", "pair.bin", "pair.idx", "two.txt"] and read() == []
+    bucket.put_object(Key="a/one.txt", Body=b"eno")
+    assert read() == ["one.txt"]
+    copy = Path(local_copy(address, "data_path", cache))
+    (copy / "pair.idx").unlink()
+    (copy / "pair.bin").write_bytes(b"tok")
+    assert read() == ["pair.bin", "pair.idx"] and content(str(copy))["one.txt"] == b"eno"
+
+
+def test_errors_are_one_line_without_secrets(
+    bucket: Any, server: S3Server, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Nothing there, no place, a password in the address, a store that is gone."""
+    cases: list[tuple[str, str | None, type[Exception], str]] = [
+        (f"s3://{bucket.name}/nothing", str(tmp_path), DataError, "there is no such file or folder, and no pair"),
+        (f"s3://{bucket.name}/a", None, UsageError, "give --dataset_cache or --experiment_dir"),
+        ("https://me:canary-password@host/a", str(tmp_path), UsageError, "without user, password"),
+        ("gibberish://a/b", str(tmp_path), UsageError, "give s3://"),
+    ]
+    for address, cache, kind, words in cases:
+        with pytest.raises(kind) as caught:
+            local_copy(address, "data_path", cache)
+        assert words in str(caught.value) and "\n" not in str(caught.value) and "canary" not in str(caught.value)
+    monkeypatch.setenv("AWS_ENDPOINT_URL", "http://127.0.0.1:9")
+    s3fs.S3FileSystem.clear_instance_cache()
+    with pytest.raises(DataError) as caught:
+        local_copy(f"s3://{bucket.name}/a", "data_path", str(tmp_path))
+    assert "\n" not in str(caught.value) and not any(it in str(caught.value) for it in list(VARIABLES.values())[:3])
+    s3fs.S3FileSystem.clear_instance_cache()
+
+
+def test_a_run_reads_what_is_there(bucket: Any, tmp_path: Path) -> None:
+    """Tokens in S3 and a validation text on a web server train two ranks as local files do; a restart goes on."""
+    write_documents(tmp_path / "tokens", [list(range(20))] * 40)
+    (tmp_path / "web").mkdir()
+    (tmp_path / "web" / "valid.txt").write_text("words " * 200)
+    for ending in (".idx", ".bin"):
+        bucket.upload_file(str(tmp_path / f"tokens{ending}"), f"tokens{ending}")
+    handler = functools.partial(http.server.SimpleHTTPRequestHandler, directory=str(tmp_path / "web"))
+    with http.server.ThreadingHTTPServer(("127.0.0.1", 0), handler) as web:
+        threading.Thread(target=web.serve_forever, daemon=True).start()
+        there = f"s3://{bucket.name}/tokens", f"http://127.0.0.1:{web.server_address[1]}/valid.txt"
+        here = str(tmp_path / "tokens"), str(tmp_path / "web" / "valid.txt")
+        kept = [word for word in TINY if not word.startswith(("--dataset_source", "--vocab_size"))]
+        for name, (data, valid), stops in (
+            ("there", there, ["--stop_interval=3"]),
+            ("there", there, []),
+            ("here", here, []),
+        ):
+            flags = [
+                f"--data_path={data}",
+                f"--valid_data_path={valid}",
+                "--validation_iters=1",
+                "--tokenizer_file=byte",
+            ]
+            flags += ["--vocab_size=257", f"--experiment_dir={tmp_path / name}", *stops]
+            succeed([*kept, *flags], ranks=2)
+        web.shutdown()
+    assert weights(tmp_path / "there") == weights(tmp_path / "here")
