@@ -82,7 +82,7 @@ class MultiStage:
         every = self.all_stages
         ties = tuple((lender, stage.index) for stage in every for lender in lenders(stage, every))
         head = every[-1].numel + sum(every[lender].numel for lender, borrower in ties if borrower == every[-1].index)
-        work = head * len(every[1:-1]) / sum(stage.numel for stage in every[1:-1])  # products grow with the weights
+        work = head * len(every[1:-1]) / max(1, sum(stage.numel for stage in every[1:-1]))  # products: as the weights
         self.pipeline = place(self.ranks.world_size, len(every), name, config.pipeline_placement, work)
         self.stages = [every[index] for index in self.pipeline.stages_of(self.ranks.rank)]
         apart, rank_of = self.pipeline.apart(ties), self.pipeline.rank_of

@@ -142,7 +142,7 @@ def test_exporting_again_replaces_the_folder_and_keeps_foreign_ones(tmp_path: Pa
     assert (aside / "notes.txt").read_text() == "mine"
 
 
-@pytest.mark.parametrize("fails", ["new_file", "pwrite", "write_text", "publish", "sync_folder"])
+@pytest.mark.parametrize("fails", ["new_file", "pwrite", "write_text", "publish", "sync_files"])
 def test_a_full_disk_is_a_storage_error_on_every_rank(
     fails: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -151,7 +151,7 @@ def test_a_full_disk_is_a_storage_error_on_every_rank(
     def full(*_: Any) -> None:
         raise OSError(28, "No space left on device")
 
-    owners = {"sync_folder": export_folder, "pwrite": os}
+    owners = {"sync_files": export_folder, "pwrite": os}
     monkeypatch.setattr(owners.get(fails, files), fails, full)
     monkeypatch.setattr(huggingface, "AGREE_BYTES", 1000)  # noticed in between
     config = our_config("llama")

@@ -17,10 +17,10 @@ from typing import Any
 
 import pytest
 
+from megatron_lite.commands import watch_run
 from megatron_lite.reports.watch_page import page
 from megatron_lite.reports.watched_run import LARGEST_READ_BYTES, WatchedRun
 from tests.support.launch import TINY, run
-from tests.support.loading import loaded
 
 ROOT = Path(__file__).resolve().parents[2]
 NOW_S = 1_000_000.0
@@ -197,11 +197,10 @@ def test_once_on_a_real_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) 
     """The page of a whole run, without a terminal; a folder that is not there is one line."""
     flags = [f"--experiment_dir={tmp_path / 'real'}", "--validation_iters=1", "--lr_warmup_iters=20"]
     assert run([*TINY, *flags]).codes == [0]
-    with loaded("watch_run") as script:
-        assert script.main([str(tmp_path / "real"), "--once"]) == 0
-        shown = capsys.readouterr().out
-        assert script.main([str(tmp_path / "nothing")]) == 2
-        refused = capsys.readouterr()
+    assert watch_run.main([str(tmp_path / "real"), "--once"]) == 0
+    shown = capsys.readouterr().out
+    assert watch_run.main([str(tmp_path / "nothing")]) == 2
+    refused = capsys.readouterr()
     assert shown.startswith("real | start 1 | done 0:00:0")
     assert "\ntraining complete: 6 iterations\n" in shown and "iteration 6 of 6  100%\n" in shown
     for label in ("training loss", "validation loss", "gradient norm", "learning rate", "tokens/s"):

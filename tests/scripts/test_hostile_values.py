@@ -12,6 +12,7 @@ from types import ModuleType
 
 import pytest
 
+from megatron_lite.commands import VERBS
 from megatron_lite.data.tokenizing import save_byte_tokenizer
 from tests.cli.test_parse import HOSTILE
 from tests.scripts.test_generate import save_model
@@ -34,6 +35,11 @@ COMMANDS = {
 }
 CODES = {0, 1, 2, 3, 4, 8}
 LIMIT_S = 10
+
+
+def of(name: str) -> ModuleType:
+    """The module of a script or of a command."""
+    return importlib.import_module(VERBS.get(name, f"scripts.{name}"))
 
 
 def call(script: ModuleType, *words: str) -> tuple[int, str]:
@@ -94,7 +100,7 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
 @pytest.mark.parametrize("name", COMMANDS)
 def test_some_flags_survive_some_values(name: str, folder: Path) -> None:
     """Pairs drawn at random; but for prepare_data, without the run that the script asks for."""
-    script = importlib.import_module(f"scripts.{name}")
+    script = of(name)
     for case in random.Random(name).sample(cases(script), 30):
         survives(script, COMMANDS[name].replace("RUN", "absent").split(), case)
 
@@ -103,7 +109,7 @@ def test_some_flags_survive_some_values(name: str, folder: Path) -> None:
 @pytest.mark.parametrize("name", COMMANDS)
 def test_every_flag_survives_every_value(name: str, folder: Path, run: Path) -> None:
     """The full table, with everything that the script asks for."""
-    script = importlib.import_module(f"scripts.{name}")
+    script = of(name)
     for case in cases(script):
         survives(script, COMMANDS[name].replace("RUN", str(run)).split(), case)
 
@@ -157,6 +163,6 @@ USAGE = [
 def test_usage_errors_name_the_flag(folder: Path) -> None:
     """Exit code 2 before anything runs, and the flag or the rule in the last line."""
     for name, words, fact in USAGE:
-        code, said = call(importlib.import_module(f"scripts.{name}"), *words.split(" ") if words else ())
+        code, said = call(of(name), *words.split(" ") if words else ())
         assert code == 2 and fact in said.splitlines()[-1], (name, words, said)
         assert "benchmarks" in name or said.count("\n") == 1, (name, words, said)

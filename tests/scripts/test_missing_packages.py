@@ -26,7 +26,7 @@ NEED_NO_PACKAGE = {"scripts/build_corpus.py", "scripts/check_installed.py", "scr
 NEED_NO_PACKAGE |= {"scripts.docs.flags", "scripts.benchmarks.gpu.render", "scripts.benchmarks.gpu.report"}
 NEED_NO_PACKAGE |= {"scripts.benchmarks.cpu", "scripts.benchmarks.cpu.render", "scripts.docs.reliability"}
 NEED_NO_PACKAGE |= {"scripts.benchmarks.preparing", "scripts/fresh_environment.py"}
-LACKS = re.compile(r"lacks the package (torch|numpy); \w+ .* and repeat the command: (.*)")
+LACKS = re.compile(r"lacks the package (torch|numpy|jinja2); \w+ .* and repeat the command: (.*)")
 
 
 def start(*words: str, cwd: Path, **environment: str) -> subprocess.CompletedProcess[str]:
