@@ -24,6 +24,7 @@ from megatron_lite.model.layer import Layer, MicroBatch
 from megatron_lite.optimizer.optimizer import Optimizer
 from megatron_lite.optimizer.partition import partitioned
 from megatron_lite.parameter import Parameter, declare
+from megatron_lite.planner.plan import planned_durations
 from megatron_lite.setup_run import Run
 from megatron_lite.train import train_step
 from megatron_lite.zero.multi_stage import MultiStage
@@ -36,7 +37,9 @@ def built(
 ) -> tuple[MultiStage, Optimizer, Kernels]:
     """Return the engine of a configuration with initial weights. layers: replace the model's own."""
     kernels = choose_kernels(config, distributed.device)
-    model = partitioned(config, layers or model_layers(config, kernels, distributed.tensor), distributed)
+    layers = layers or model_layers(config, kernels, distributed.tensor)
+    durations = planned_durations(config, distributed.world_size, distributed.device.type)
+    model = partitioned(config, layers, distributed, durations=durations)
     optimizer = Optimizer(config, model.all_stages, distributed, kernels)
     model.initialize(config.distributed.seed)
     return model, optimizer, kernels
