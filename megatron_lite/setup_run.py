@@ -21,7 +21,7 @@ from megatron_lite.corpus.from_text import resolve_data
 from megatron_lite.corpus.prepared import check_tokenizer, known_tokenizer
 from megatron_lite.data.fingerprint import check_same
 from megatron_lite.data.loader import DataSource
-from megatron_lite.data.open_data import open_data
+from megatron_lite.data.open_data import PATH_FLAGS, open_data
 from megatron_lite.distributed.agreement import rank_0_works, together
 from megatron_lite.distributed.process_group import Distributed
 from megatron_lite.errors import UsageError
@@ -234,7 +234,7 @@ def _open_inputs(run: Run, variables: Mapping[str, str], kernels: Kernels) -> li
 def _check_tokenizer(run: Run) -> None:
     """Compare --tokenizer_file and --vocab_size with the data; remember the tokenizer for checkpoints and exports."""
     config, file = run.config, run.config.data.tokenizer_file
-    flags = ("data_path", "valid_data_path", "test_data_path") if config.data.dataset_source != "random" else ()
+    flags = PATH_FLAGS if config.data.dataset_source != "random" else ()
     paths = [path for flag in flags for _, path in weighted_paths(getattr(config.data, flag))]
     own = None if file is None else known_tokenizer(file, f"--tokenizer_file={file}")
     found, unknown = check_tokenizer(paths, config.model.vocab_size, own)

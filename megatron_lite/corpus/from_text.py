@@ -9,12 +9,12 @@ from typing import Any
 
 from megatron_lite.config import Config
 from megatron_lite.config.structured_values import weighted_paths
-from megatron_lite.config.training import OWN_DATA
 from megatron_lite.corpus.dataset_list import read_list
 from megatron_lite.corpus.inputs import DEFAULT_SUFFIXES, bare_name, find_inputs
 from megatron_lite.corpus.prepare import CorpusOptions, fingerprint_of, prepare
 from megatron_lite.corpus.remote_copy import cache_of, local_copy
 from megatron_lite.corpus.tokenizer_choice import TokenizerChoice
+from megatron_lite.data.open_data import PATH_FLAGS
 from megatron_lite.data.tokenizing import load_tokenizer
 from megatron_lite.distributed.agreement import rank_0_works
 from megatron_lite.distributed.process_group import Distributed
@@ -49,13 +49,13 @@ def is_text(path: str) -> bool:
 
 def _resolved(config: Config, cache: str | None, logger: logging.Logger) -> dict[str, Any]:
     """Return the words of each path of data, and the tokenizer's file, as local paths."""
-    data, flags = config.data, ("data_path", *OWN_DATA.values(), "loss_mask")
+    data, flags = config.data, (*PATH_FLAGS, "loss_mask")
     found: dict[str, Any] = {flag: [local_copy(word, flag, cache) for word in getattr(data, flag)] for flag in flags}
     if data.tokenizer_file is not None:
         found["tokenizer_file"] = local_copy(data.tokenizer_file, "tokenizer_file", cache)
     if data.dataset_source == "file" and data.data_path:
         found["data_path"] = [local_copy(word, "data_path", cache) for word in read_list(Path(found["data_path"][0]))]
-    for flag in flags[:-1]:
+    for flag in PATH_FLAGS:
         texts = [path for _, path in weighted_paths(found[flag], flag) if is_text(path)]
         tokenizer = found.get("tokenizer_file")
         prepared = {path: _prepared(path, flag, config, tokenizer, cache, logger) for path in dict.fromkeys(texts)}

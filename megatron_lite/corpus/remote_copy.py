@@ -7,7 +7,7 @@ import hashlib
 import json
 import os
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -48,8 +48,8 @@ def local_copy(address: str, flag: str, cache: str | None) -> str:
     base, _, name = (there[: pattern.start()] if pattern else there.rstrip("/")).rpartition("/")
     try:
         with held(folder, lambda: get_logger().info("waiting for another process, which copies %s", address)):
-            paths = (path for full in expand_braces(there) for path in _paths(storage, full))
-            files = {path.removeprefix(f"{base}/"): storage.info(path) for path in paths}
+            found = (item for full in expand_braces(there) for item in _found(storage, full).items())
+            files = {path.removeprefix(f"{base}/"): told for path, told in found if told["type"] == "file"}
             if not files:
                 raise DataError(f"--{flag}={address}: there is no such file or folder, and no pair with this prefix")
             num_bytes = _copy(storage, base, files, folder)
@@ -61,13 +61,13 @@ def local_copy(address: str, flag: str, cache: str | None) -> str:
     return str(folder if pattern else folder / name)
 
 
-def _paths(storage: Any, there: str) -> Sequence[str]:
-    """List the files of an address in their order."""
+def _found(storage: Any, there: str) -> dict[str, Mapping[str, Any]]:
+    """Return what the store tells of the files of an address, of many with one question."""
     if glob.has_magic(there):
-        return sorted(storage.glob(there))
+        return dict(storage.glob(there, detail=True))
     if storage.exists(f"{there}.idx"):
-        return [f"{there}.idx", f"{there}.bin"]
-    return [there] if storage.isfile(there) else sorted(storage.find(there))
+        return {path: storage.info(path) for path in (f"{there}.idx", f"{there}.bin")}
+    return {there: storage.info(there)} if storage.isfile(there) else dict(storage.find(there, detail=True))
 
 
 def _copy(storage: Any, base: str, files: Mapping[str, Mapping[str, Any]], folder: Path) -> int:
@@ -93,5 +93,6 @@ def _copy(storage: Any, base: str, files: Mapping[str, Mapping[str, Any]], folde
 
 
 def _version(told: Mapping[str, Any]) -> str:
-    """Return what a store changes with a file."""
-    return " ".join(str(told[key]) for key in ("size", "ETag", "md5Hash", "LastModified", "mtime") if key in told)
+    """Return what a store changes with a file: of several facts the first, as listings round times differently."""
+    version = next((told[key] for key in ("ETag", "md5Hash", "LastModified", "mtime") if told.get(key)), "")
+    return f"{told.get('size')} {version}"
