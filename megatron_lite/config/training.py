@@ -105,7 +105,7 @@ class DataConfig(Area):
     )
     dataset_cache: str = file_option(
         "",
-        "folder for tokens of text and copies of remote files; runs may share it (default: experiment_dir/dataset_cache)",
+        "folder for tokens of text and copies of remote files, shared by runs (default: experiment_dir/dataset_cache)",
         may_differ=True,
     )
     split: tuple[NonNegativeFloat, ...] = file_option(
