@@ -12,7 +12,9 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 from safetensors.numpy import load_file
+from transformers import AutoModelForCausalLM
 
 from megatron_lite.checkpoint import manifest
 from megatron_lite.distributed.process_group import Distributed
@@ -83,10 +85,19 @@ def decisions(experiment: Path) -> tuple[Any, ...]:
 DECIDED = ([BEST, END], BEST, 3, ["best"], 0)
 
 
+def validation_tokens(distributed: Distributed, root: Path, paths: dict[str, Any]) -> np.ndarray:
+    """Return the (b, s + 1) tokens that a validation of the run reads."""
+    started = start_run(distributed, tiny_config(**{**RUN, **paths, "experiment_dir": str(root)}))
+    tokens = [batch.tokens.numpy() for batches in started.data.batches("validation") for batch in batches]
+    started.data.close()
+    started.experiment.release()
+    return np.concatenate(tokens)
+
+
 @pytest.mark.parametrize("ranks", [1, *(pytest.param(ranks, marks=pytest.mark.slow) for ranks in (2, 4))])
 def test_the_best_is_kept_and_the_run_ends(ranks: int, data: dict[str, Any], tmp_path: Path) -> None:
     """Three worse validations end the run; again it is complete; with more patience it goes on to a better one. The
-    best checkpoint and its export are those of the lowest loss.
+    best checkpoint and its export are those of the lowest loss, which transformers measures, too.
     """
     paths = {name: (path,) for name, path in data.items()}
     starts = [paths, paths, {**paths, "early_stopping_patience": 5}]
@@ -104,6 +115,11 @@ def test_the_best_is_kept_and_the_run_ends(ranks: int, data: dict[str, Any], tmp
     embedding = next(values for name, kind, values in saved if (name, kind) == ("embedding.word.weight", "weights"))
     exported = load_file(tmp_path / "export" / "best" / "model.safetensors")["transformer.wte.weight"]
     assert np.array_equal(exported.ravel(), embedding.view("<f4"))
+    tokens = torch.from_numpy(run_distributed(1, validation_tokens, tmp_path, paths)[0])
+    with torch.no_grad():
+        logits = AutoModelForCausalLM.from_pretrained(tmp_path / "export" / "best")(tokens[:, :-1]).logits
+    measured = torch.nn.functional.cross_entropy(logits.flatten(0, 1), tokens[:, 1:].flatten())
+    assert measured.item() == pytest.approx(losses[20], rel=1e-6)
 
 
 @pytest.fixture(scope="module")
