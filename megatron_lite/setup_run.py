@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import dataclasses
 import logging
+import shlex
+import sys
 import time
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING
@@ -247,6 +249,7 @@ def _check_tokenizer(run: Run) -> None:
 def _log_banner(run: Run, kernels: Kernels, layers: list[Layer], notes: Sequence[Note]) -> None:
     config, distributed, logger = run.config, run.distributed, run.logger
     derived = derived_numbers(config, layers, distributed, run.data.description)
+    _tell(run, f"command: {shlex.join(sys.argv)}", "")
     _tell(run, *banners(config, derived))
     for line, short in choice_lines(config, kernels, layers, distributed.device):
         _tell(run, line, short)

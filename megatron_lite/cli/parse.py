@@ -187,7 +187,7 @@ class _Parser:
 
     def group(self, words: Iterator[Word]) -> list[Item]:
         """Return each flag with the words that follow it."""
-        items: list[Item] = []
+        items, stray = list[Item](), list[Word]()
         for word in words:
             if is_flag(word.text):
                 spelling, equals, value = word.text.partition("=")
@@ -196,7 +196,9 @@ class _Parser:
             elif items:
                 items[-1].words.append(word)
             else:
-                self._stray([word], None)
+                stray.append(word)
+        if stray:
+            self._stray(stray, None)
         return items
 
     def _stray(self, words: Sequence[Word], after: str | None) -> None:
@@ -333,6 +335,8 @@ def _stray_hint(text: str) -> str:
     name, equals, value = text.partition("=")
     if not text.strip():
         return f"an empty word; {NO_QUOTES}"
+    if text == "{":
+        return "an @file holds flags as a shell has them (--lr=1e-3), not JSON; a run's log has its command"
     if re.search(r"(^|\s)--[A-Za-z]", text):
         return f"several flags in one word; {NO_QUOTES}"
     if (equals or name.replace("-", "_") in SPELLINGS) and (answer := answer_of_any(name, value)):

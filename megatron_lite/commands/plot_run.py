@@ -76,9 +76,7 @@ def main(arguments: Sequence[str] | None = None, program: str | None = None) -> 
         "experiment_dirs", nargs="+", type=Path, metavar="EXPERIMENT_DIR", help="the --experiment_dir of a run"
     )
     parser.add_argument(
-        "--output",
-        type=Path,
-        help="picture to write (default: EXPERIMENT_DIR/loss.png, or losses.png in the first of several)",
+        "--output", type=Path, help="picture to write, or a folder for it (default: the first EXPERIMENT_DIR)"
     )
     parser.add_argument(
         "--baseline",
@@ -90,10 +88,12 @@ def main(arguments: Sequence[str] | None = None, program: str | None = None) -> 
     )
     options = parser.parse_args(arguments)
     folders: list[Path] = options.experiment_dirs
-    default = folders[0] / ("loss.png" if len(folders) == 1 else "losses.png")
+    output: Path = options.output or folders[0]
+    if not output.suffix or output.is_dir():
+        output /= "loss.png" if len(folders) == 1 else "losses.png"
     try:
         runs = read_losses(folders)
-        output = write_picture(draw(runs, options.baseline), options.output or default)
+        output = write_picture(draw(runs, options.baseline), output)
     except RunError as error:
         print(f"ERROR: {error}", file=sys.stderr)
         return error.exit_code

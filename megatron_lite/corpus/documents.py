@@ -41,7 +41,8 @@ class TextFields:
     @property
     def complaint(self) -> str:
         """The kind of fault of a document without text."""
-        return f"no text under the key{'s' * (len(self.keys) > 1)} {', '.join(map(repr, self.keys))} (--json_key)"
+        keys = f"key{'s' * (len(self.keys) > 1)} {', '.join(map(repr, self.keys))}"
+        return f"no text under the {keys} (prepare_data has --json_key, and --chat_template for conversations)"
 
 
 def look_up(value: Any, path: str) -> Any:

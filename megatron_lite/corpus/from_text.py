@@ -34,7 +34,8 @@ def resolve_data(config: Config, distributed: Distributed, root: Path | None, lo
     if config.data.dataset_source == "random":
         return config
     cache = cache_of(config.data.dataset_cache, root)
-    paths = rank_0_works(distributed, lambda: _resolved(config, cache, logger))
+    found = rank_0_works(distributed, lambda: _resolved(config, cache, logger))
+    paths: dict[str, Any] = {name: tuple(value) if isinstance(value, list) else value for name, value in found.items()}
     return dataclasses.replace(config, data=dataclasses.replace(config.data, dataset_source="list", **paths))
 
 
@@ -60,7 +61,7 @@ def _resolved(config: Config, cache: str | None, logger: logging.Logger) -> dict
         tokenizer = found.get("tokenizer_file")
         prepared = {path: _prepared(path, flag, config, tokenizer, cache, logger) for path in dict.fromkeys(texts)}
         found[flag] = [prepared.get(word, word) for word in found[flag]]
-    return {name: tuple(value) if isinstance(value, list) else value for name, value in found.items()}
+    return found
 
 
 def _prepared(

@@ -249,6 +249,8 @@ def _open(path: str, prefix: str) -> DataFile:
         return DataFile(path)
     except FileNotFoundError as error:
         hint = "; give the prefix of a .bin/.idx pair, which scripts/prepare_data.py writes"
+        if Path(prefix).is_file():
+            hint = f"; {prefix} is a file: prepare_data writes the pair of a text, and evaluate --text reads a text"
         if Path(prefix).is_dir():
             hint = f"; {prefix} is a folder: give the prefix of the .bin/.idx pair in it"
         if prefix.endswith((".bin", ".idx")):

@@ -14,6 +14,7 @@ import numpy as np
 from megatron_lite.config import Config
 from megatron_lite.config.option import All
 from megatron_lite.config.structured_values import short_names, weight_stages, weighted_paths
+from megatron_lite.config.training import OWN_DATA
 from megatron_lite.data.blending import MAX_SAMPLES, Blend, Concatenation
 from megatron_lite.data.disk_array import allow_open_files
 from megatron_lite.data.fill_in_the_middle import FillInTheMiddle
@@ -220,10 +221,10 @@ def _stream(config: Config, phase: str, number: int, dataset: IndexedDataset, ma
         split = ",".join(f"{share:g}" for share in config.data.split)
         documents_of = f"{end - first:,} of {documents_of}, --split={split}"
     if first == end:
-        flag = "train_iters" if phase == "training" else f"{phase}_iters"
+        flag, own = ("train_iters", "") if phase == "training" else (f"{phase}_iters", f"--{OWN_DATA[phase]}, ")
         raise DataError(
             f"{dataset.index_path}: --split={split} leaves none of its {dataset.num_documents:,} documents for "
-            f"{phase}; give {phase} a larger share, or set --{flag}=0"
+            f"{phase} (a text file is one document); give {phase} a larger share, {own}or set --{flag}=0"
         )
     if mask is not None:
         _check_some_count(mask, phase, first, end)

@@ -246,6 +246,8 @@ def test_missing_files_and_folders(tmp_path: Path) -> None:
     assert "x.idx: no such file" in open_error(str(tmp_path / "x"))
     write_pair(tmp_path, *megatron_bytes(DOCUMENTS, 8, "H"))
     assert f"without its ending: {tmp_path / 'x'}" in open_error(str(tmp_path / "x.bin"))
+    (tmp_path / "text.txt").write_text("words")
+    assert "evaluate --text reads a text" in open_error(str(tmp_path / "text.txt"))
     (tmp_path / "x.bin").unlink()
     assert "x.bin: no such file" in open_error(str(tmp_path / "x"))
     (tmp_path / "y.idx").mkdir()

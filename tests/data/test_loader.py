@@ -346,7 +346,12 @@ def test_slow_sample_is_reported(prefixes: tuple[str, str], caplog: pytest.LogCa
 
 FAULTS: list[tuple[str, dict[str, Any], type[Exception], str]] = [  # sizes of the documents, options, error, message
     ("", {}, DataError, r"x\.idx: an empty data set: it holds no documents"),
-    ("100", {}, DataError, r"--split=80,10,10 leaves none of its 1 documents for validation; .*--validation_iters="),
+    (
+        "100",
+        {},
+        DataError,
+        r"=80,10,10 leaves none of its 1 documents for validation .*--valid_data_path, or set --validation_iters=",
+    ),
     ("100", {"split": (0.0, 1.0), "test_iters": 0}, DataError, r"leaves none of its 1 documents for training"),
     (
         "10 0 6",

@@ -80,7 +80,7 @@ def test_matplotlib_draws_what_the_svg_shows(num_lines, tmp_path):
 @pytest.mark.parametrize(("num_lines", "validation"), [(1, True), (2, True), (40, False), (400, True)])
 def test_svg_without_matplotlib(num_lines, validation, tmp_path, capsys, no_matplotlib):
     run = write_run(tmp_path / "a & <b>", num_lines, validation)
-    assert script.main([str(run), "--output", str(tmp_path / "new/loss.png"), "--baseline", "x<y=5.5"]) == 0
+    assert script.main([str(run), "--output", str(tmp_path / "new"), "--baseline", "x<y=5.5"]) == 0
     out = capsys.readouterr().out
     assert "; for a PNG: python -m pip install matplotlib" in out and f"loss curve: {tmp_path / 'new/loss.svg'}" in out
     root = ElementTree.fromstring((tmp_path / "new/loss.svg").read_text(encoding="utf-8"))

@@ -1,6 +1,7 @@
 """A run straight from text, and one from a list of data sets."""
 
 import json
+import re
 from pathlib import Path
 
 import pytest
@@ -36,7 +37,10 @@ def losses(experiment: Path) -> list[float]:
 
 
 def test_text_is_prepared_once(text: Path, tmp_path: Path) -> None:
-    """Two ranks train on a folder of text; another run finds the tokens again, and a list of the pair is the same."""
+    """Two ranks train on a folder of text; another run finds the tokens again, and a list of the pair is the same.
+
+    A start that goes on names what has changed, and nothing else.
+    """
     tokenizer, cache = f"--tokenizer_file={tmp_path / 'tokenizer.json'}", tmp_path / "cache"
     data = [f"--data_path={text}", tokenizer, f"--dataset_cache={cache}"]
     outcome = succeed(flags("list", tmp_path / "a", *data), ranks=2)
@@ -49,6 +53,9 @@ def test_text_is_prepared_once(text: Path, tmp_path: Path) -> None:
     succeed(flags("file", tmp_path / "c", f"--data_path={tmp_path / 'all.json'}"))
     assert losses(tmp_path / "a") == pytest.approx(losses(tmp_path / "b"), rel=1e-5)
     assert losses(tmp_path / "b") == losses(tmp_path / "c") and len(losses(tmp_path / "c")) == 3
+    goes_on = succeed(flags("list", tmp_path / "b", *data, "--train_iters=4")).output
+    changed = re.findall(r"changed since that checkpoint .*?: (\w+):", goes_on)
+    assert changed == ["lr_decay_iters", "train_iters"] and "has no effect" not in goes_on
 
 
 def test_text_needs_a_tokenizer_and_a_place(text: Path, tmp_path: Path) -> None:
