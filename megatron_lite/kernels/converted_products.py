@@ -38,9 +38,9 @@ def _has_bf16_dot_product() -> bool:
     oneDNN also emulates bf16 (AVX-512 without its bf16 extension), four times slower than fp32. The real instructions,
     on x86 and Arm, flush subnormal factors to zero; fp32 arithmetic does not.
     """
-    tiny, large = 2.0**-130, 2.0**40
-    shape = (256, 256)  # PyTorch computes smaller products itself
-    return not (torch.full(shape, tiny, dtype=torch.bfloat16) @ torch.full(shape, large, dtype=torch.bfloat16)).any()
+    tiny, large = (torch.full((256, 256), number, dtype=torch.bfloat16) for number in (0.0, 2.0**40))
+    tiny[0] = 2.0**-130  # a row: all of them take 60 ms. PyTorch computes smaller products itself
+    return not (tiny @ large).any()
 
 
 def multiply_in_fp32(

@@ -234,6 +234,10 @@ def _shaped(function: Any) -> Callable[..., Any] | None:
         return lambda *args, **_: _product(args)
     if function._opname == "mv":
         return lambda matrix, vector: torch.empty(len(matrix), dtype=matrix.dtype, device="meta")
+    if function._opname == "native_layer_norm":
+        return _normalized
+    if function._opname == "native_layer_norm_backward":
+        return _normalized_backward
     if function._opname == "arange":
         return lambda *args, dtype=torch.int64, **_: torch.empty(len(range(*args)), dtype=dtype, device="meta")
     return None
@@ -251,6 +255,19 @@ def _elementwise(args: tuple[Any, ...], dtype: torch.dtype | None) -> Tensor:
     if like is None or like.is_contiguous():
         return torch.empty(shape, dtype=dtype, device="meta")
     return torch.empty_like(like, dtype=dtype)
+
+
+def _normalized(x: Tensor, shape: Sequence[int], *_: Any) -> tuple[Tensor, Tensor, Tensor]:
+    y = torch.empty(x.shape, dtype=x.dtype, device="meta")
+    rows = (*x.shape[: x.dim() - len(shape)], *([1] * len(shape)))
+    return y, y.new_empty(rows), y.new_empty(rows)
+
+
+def _normalized_backward(
+    dy: Tensor, x: Tensor, shape: Any, mean: Tensor, r: Tensor, weight: Any, bias: Any, wanted: Sequence[bool]
+) -> tuple[Tensor | None, ...]:
+    sizes = zip((x.shape, shape, shape), wanted, strict=True)
+    return tuple(torch.empty(size, dtype=x.dtype, device="meta") if is_wanted else None for size, is_wanted in sizes)
 
 
 def _product(args: tuple[Any, ...]) -> Tensor:

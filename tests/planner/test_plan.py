@@ -1,6 +1,7 @@
 """The plan against real runs: state, traffic and what autograd keeps to the byte, peaks within half a percent."""
 
 import contextlib
+import sys
 import time
 from typing import Any, cast
 
@@ -425,6 +426,22 @@ def test_a_planner_builds_a_model_once(monkeypatch: pytest.MonkeyPatch) -> None:
             needed = planner.plan(config).needed_bytes()
             assert len(built) == before + (values == (1, "none", 0))
             assert needed == make_plan(config, 8, "cuda").needed_bytes(), options
+
+
+def plan_alone(distributed: Distributed, cases: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """The cases whose plans, in a new process, import torch's compiler."""
+    slow = []
+    for options in cases:
+        make_plan(tiny_config(1, **options), 1, "cpu")
+        slow += [options] * ("torch._dynamo" in sys.modules)
+    return slow
+
+
+def test_a_plan_imports_no_compiler() -> None:
+    """Which takes two seconds, of each dry run and of each rank of a pipeline."""
+    dropout = dict(hidden_dropout=0.1, attention_dropout=0.1, mlp_recompute_level="full", window_size=5)
+    cases = [{}, KEPT_NORMS[1], {**dropout, "recompute_layers": 1}, dict(optimizer="muon", validation_iters=1), RMS]
+    assert run_distributed(1, plan_alone, cases) == [[]]
 
 
 class _Doubled(torch.autograd.Function):
