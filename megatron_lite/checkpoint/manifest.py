@@ -37,7 +37,7 @@ import zlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, NamedTuple
+from typing import Annotated, Any, NamedTuple
 
 import torch
 
@@ -45,13 +45,11 @@ from megatron_lite.checkpoint.decoding import Count, PositiveCount, Rule, decode
 from megatron_lite.checkpoint.files import SavedFile, WrittenFile
 from megatron_lite.checkpoint.names import A_LINK, MANIFEST_NAME, RANK_FILE, parse_json, rank_file, read_bytes, reason
 from megatron_lite.checkpoint.saved_state import RUN_STATE, check_options
+from megatron_lite.distributed.grid import Coordinates
 from megatron_lite.errors import DamagedError
 from megatron_lite.parameter import DTYPES
 from megatron_lite.tiles import Tile
-
-if TYPE_CHECKING:
-    from megatron_lite.distributed.grid import Coordinates
-    from megatron_lite.zero.flat_shard import FlatShard
+from megatron_lite.zero.flat_shard import FlatShard
 
 FORMAT = "megatron_lite_checkpoint"
 VERSION = 6

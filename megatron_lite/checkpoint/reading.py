@@ -17,7 +17,7 @@ import contextlib
 from collections import Counter
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -28,13 +28,11 @@ from megatron_lite.checkpoint.files import Files
 from megatron_lite.checkpoint.manifest import MOMENTS, Manifest, SavedParameter, Slice, dtype_name
 from megatron_lite.checkpoint.names import MANIFEST_NAME, OUR_FILE, open_regular, parse_json, rank_file, reason
 from megatron_lite.distributed.agreement import first_problem
+from megatron_lite.distributed.process_group import Distributed
 from megatron_lite.errors import CheckpointError, DamagedError, shorten
 from megatron_lite.tiles import Overlap, Tile, overlaps
-
-if TYPE_CHECKING:
-    from megatron_lite.distributed.process_group import Distributed
-    from megatron_lite.zero.flat_shard import FlatShard
-    from megatron_lite.zero.multi_stage import MultiStage
+from megatron_lite.zero.flat_shard import FlatShard
+from megatron_lite.zero.multi_stage import MultiStage
 
 LARGEST_HEADER_BYTES = 2**27  # of a rank's file
 

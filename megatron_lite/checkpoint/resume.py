@@ -15,7 +15,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 from megatron_lite.checkpoint import compatibility, reading
 from megatron_lite.checkpoint.manifest import Manifest, read
@@ -23,13 +23,11 @@ from megatron_lite.checkpoint.names import MANIFEST_NAME, find_checkpoints, no_f
 from megatron_lite.config import Config
 from megatron_lite.config.source import CheckpointConfig
 from megatron_lite.distributed.agreement import together
+from megatron_lite.distributed.process_group import Distributed
 from megatron_lite.errors import CheckpointError, DamagedError, StorageError
 from megatron_lite.optimizer.optimizer import Optimizer
 from megatron_lite.run.durable_files import sync_folder
-
-if TYPE_CHECKING:
-    from megatron_lite.distributed.process_group import Distributed
-    from megatron_lite.zero.multi_stage import MultiStage
+from megatron_lite.zero.multi_stage import MultiStage
 
 SET_ASIDE = "set_aside"
 _FLAG = "--load_checkpoint_path"

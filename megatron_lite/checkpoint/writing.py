@@ -25,7 +25,7 @@ from dataclasses import dataclass
 from functools import partial
 from itertools import chain
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor
@@ -36,16 +36,14 @@ from megatron_lite.checkpoint.manifest import Manifest, tensor_name
 from megatron_lite.checkpoint.names import MANIFEST_NAME, is_folder, new_nonce, rank_file, reason, work_path
 from megatron_lite.config import Config, flatten
 from megatron_lite.distributed.agreement import together, write_together
+from megatron_lite.distributed.process_group import Distributed
 from megatron_lite.errors import DamagedError, OutOfMemoryError
 from megatron_lite.kernels.weight_shard import weights_of
 from megatron_lite.run.durable_files import sync_folder
 from megatron_lite.run.host import available_bytes
+from megatron_lite.zero.flat_shard import FlatShard
 from megatron_lite.zero.layout import round_up
-
-if TYPE_CHECKING:
-    from megatron_lite.distributed.process_group import Distributed
-    from megatron_lite.zero.flat_shard import FlatShard
-    from megatron_lite.zero.multi_stage import MultiStage
+from megatron_lite.zero.multi_stage import MultiStage
 
 _GIB = 2**30
 _ALIGNMENT = 128  # bytes: the tensors of a copy start where a GPU copies fast

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
@@ -18,15 +17,13 @@ from megatron_lite.checkpoint.names import has_only_our_files, new_nonce, work_p
 from megatron_lite.config import Config
 from megatron_lite.config.structured_values import size_bytes
 from megatron_lite.distributed.agreement import write_together
+from megatron_lite.distributed.process_group import Distributed
 from megatron_lite.errors import NumericsError
 from megatron_lite.huggingface.export_folder import ExportFolder
 from megatron_lite.huggingface.model_card import TrainingSummary
+from megatron_lite.zero.flat_shard import FlatShard
+from megatron_lite.zero.multi_stage import MultiStage
 from megatron_lite.zero.replicas import assembled
-
-if TYPE_CHECKING:
-    from megatron_lite.distributed.process_group import Distributed
-    from megatron_lite.zero.flat_shard import FlatShard
-    from megatron_lite.zero.multi_stage import MultiStage
 
 # Ranks wait for rank 0 after this many bytes; otherwise the next gather could time out while a slow disk catches up.
 AGREE_BYTES = 2**28

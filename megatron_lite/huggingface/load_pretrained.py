@@ -5,22 +5,20 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import Any, TypeVar
 
 from megatron_lite.checkpoint import files
 from megatron_lite.checkpoint.compatibility import keeps_moments, optimizer_state, saved_optimizer
 from megatron_lite.checkpoint.manifest import MOMENTS
 from megatron_lite.config import Config, ModelConfig
 from megatron_lite.distributed.agreement import together
+from megatron_lite.distributed.process_group import Distributed
 from megatron_lite.errors import CheckpointError, DamagedError, RunError, shorten
 from megatron_lite.huggingface.model_folder import source_folders
 from megatron_lite.huggingface.weight_source import ADVICE, CheckpointSource, HuggingFaceSource, WeightSource
+from megatron_lite.parameter import ParameterSpec
 from megatron_lite.zero.finite import not_finite
-
-if TYPE_CHECKING:
-    from megatron_lite.distributed.process_group import Distributed
-    from megatron_lite.parameter import ParameterSpec
-    from megatron_lite.zero.multi_stage import MultiStage
+from megatron_lite.zero.multi_stage import MultiStage
 
 
 def open_one(
