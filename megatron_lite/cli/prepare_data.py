@@ -1,26 +1,23 @@
-"""Tokenize text into token files: the command `prepare_data`, and scripts/prepare_data.py.
-
-Heavy modules are imported only after the command line is validated.
-"""
+"""Tokenize text into token files: the command `prepare_data`, and scripts/prepare_data.py."""
 
 from __future__ import annotations
 
 import argparse
 import sys
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from megatron_lite import __version__
 from megatron_lite.cli.script_parser import LARGEST_COUNT, ScriptParser, number
 from megatron_lite.corpus.documents import TextFields, parse_keys
 from megatron_lite.corpus.inputs import DEFAULT_SUFFIXES
+from megatron_lite.corpus.prepare import CorpusOptions, prepare
+from megatron_lite.corpus.prepared import inspect, verify
 from megatron_lite.corpus.remote_copy import local_copy
+from megatron_lite.corpus.tokenizer_choice import TokenizerChoice
 from megatron_lite.errors import EXIT_DONE, RunError, StorageError, UsageError
 from megatron_lite.run.exit_status import name_missing_package
 from megatron_lite.run.host import available_cores
-
-if TYPE_CHECKING:
-    from megatron_lite.corpus.prepare import CorpusOptions
 
 MOST_SHARDS = 99_999  # their names have five digits
 DESCRIPTION = """\
@@ -52,9 +49,6 @@ def read_options(options: argparse.Namespace) -> CorpusOptions:
 
     Raises: UsageError if a value makes no sense.
     """
-    from megatron_lite.corpus.prepare import CorpusOptions
-    from megatron_lite.corpus.tokenizer_choice import TokenizerChoice
-
     suffixes = tuple(part if part.startswith(".") else "." + part for part in options.suffix.split(",") if part)
     if not suffixes:
         raise UsageError("--suffix: no file ending given; write for example --suffix=.txt,.md")
@@ -70,7 +64,7 @@ def read_options(options: argparse.Namespace) -> CorpusOptions:
     )
     fields = TextFields(keys, options.separator.replace("\\n", "\n"))
     if options.chat_template is not None:
-        from megatron_lite.corpus.conversations import conversation_fields
+        from megatron_lite.corpus.conversations import conversation_fields  # the only one to need jinja2
 
         fields = conversation_fields(options.chat_template, fields, tokenizer)
     same = "output_prefix strict overwrite max_documents validation_documents shards deduplicate"
@@ -182,12 +176,8 @@ def main(argv: Sequence[str], program: str = "prepare_data") -> int:
     words = parse(argv, program)
     try:
         if words.verify is not None or words.inspect is not None:
-            from megatron_lite.corpus.prepared import inspect, verify
-
             print(*([verify(words.verify)] if words.verify is not None else inspect(words.inspect)), sep="\n")
             return EXIT_DONE
-        from megatron_lite.corpus.prepare import prepare
-
         options = read_options(words)
         report(options, *prepare(options))
     except (RunError, OSError) as raised:
