@@ -7,7 +7,6 @@ Ctrl-C ends it. The run is not affected.
 
 from __future__ import annotations
 
-import argparse
 import contextlib
 import os
 import shutil
@@ -18,7 +17,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from megatron_lite.checkpoint.names import no_folder
-from megatron_lite.cli.script_parser import ScriptParser
+from megatron_lite.cli.script_parser import ScriptParser, number
 from megatron_lite.errors import UsageError
 from megatron_lite.reports.watch_page import page
 from megatron_lite.reports.watched_run import WatchedRun
@@ -35,7 +34,8 @@ def main(arguments: Sequence[str] | None = None, program: str | None = None) -> 
     """Show the page until Ctrl-C, or once; return the exit code."""
     parser = ScriptParser(prog=program, description="Follow a run: curves, rates, checkpoints, time left, warnings.")
     parser.add_argument("experiment_dir", type=Path, help="the --experiment_dir of the run")
-    parser.add_argument("--interval_s", type=_seconds, default=2.0, help="seconds between updates (default: 2)")
+    seconds = number(float, SHORTEST_S, LONGEST_S)
+    parser.add_argument("--interval_s", type=seconds, default=2.0, help="seconds between updates (default: 2)")
     parser.add_argument("--once", action="store_true", help="print one page and exit, as when stdout is not a terminal")
     options = parser.parse_args(arguments)
     root: Path = options.experiment_dir
@@ -48,8 +48,8 @@ def main(arguments: Sequence[str] | None = None, program: str | None = None) -> 
         if options.once or not sys.stdout.isatty():
             print_page("\n".join(_page(run)))
         else:
-            for number in (signal.SIGINT, signal.SIGTERM):  # a parent may have made its children ignore SIGINT
-                signal.signal(number, signal.default_int_handler)
+            for caught in (signal.SIGINT, signal.SIGTERM):  # a parent may have made its children ignore SIGINT
+                signal.signal(caught, signal.default_int_handler)
             with _other_screen():
                 while True:
                     _show(_page(run))
@@ -87,13 +87,3 @@ def _other_screen() -> Iterator[None]:
     finally:
         sys.stdout.write(LEAVE)
         sys.stdout.flush()
-
-
-def _seconds(text: str) -> float:
-    try:
-        value = float(text)
-    except ValueError:
-        value = 0.0
-    if not SHORTEST_S <= value <= LONGEST_S:
-        raise argparse.ArgumentTypeError(f"{text!r} is not between {SHORTEST_S} and {LONGEST_S:,.0f} seconds")
-    return value
