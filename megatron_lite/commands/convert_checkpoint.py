@@ -108,13 +108,7 @@ def convert(options: argparse.Namespace) -> str:
         source.verify()
         averages = " (its averages)" if options.weights == "average" else ""
         print(f"from {source.folder}: {source.description}{averages}", flush=True)
-        used = source.dtype
-        config = conversion.described_config(source, used)
-        model_type = options.export_model_type or config.training.export_model_type
-        training = dataclasses.replace(
-            config.training, export_dtype=options.dtype or used, export_model_type=model_type
-        )
-        config = dataclasses.replace(config, training=training)
+        config = conversion.described_config(source, options.dtype, options.export_model_type)
         options.to.parent.mkdir(parents=True, exist_ok=True)
         files.recover(options.to.parent, options.to.name)
         temporary = names.work_path(options.to, "tmp", names.new_nonce())
@@ -185,9 +179,8 @@ def logits_of(source: WeightSource, tokens: torch.Tensor) -> torch.Tensor:
     """Return fp32 logits (b, s, v) of tokens (b, s), with one layer's weights (and a tied head's) in memory."""
     model = dataclasses.replace(source.model, make_vocab_size_divisible_by=1)
     hidden, micro_batch = None, MicroBatch(tokens, tokens)
-    spare: dict[
-        int, list[torch.Tensor]
-    ] = {}  # memory of earlier layers by size, reused because the allocator might not
+    # Memory of earlier layers by size, reused because the allocator might not.
+    spare: dict[int, list[torch.Tensor]] = {}
 
     def memory(numel: int) -> torch.Tensor:
         return spare[numel].pop() if spare.get(numel) else torch.empty(numel)

@@ -27,7 +27,7 @@ from functools import partial
 from pathlib import Path
 
 from megatron_lite.cli.script_parser import LARGEST_COUNT, ScriptParser, number
-from megatron_lite.config import BatchConfig, Config, DataConfig, DistributedConfig, TrainingConfig
+from megatron_lite.config import DistributedConfig, unflatten
 from megatron_lite.config.structured_values import weighted_paths
 from megatron_lite.corpus.prepared import KnownTokenizer, check_tokenizer, known_tokenizer
 from megatron_lite.data.host_batch import micro_batch
@@ -89,27 +89,20 @@ def indexed_batches(options: argparse.Namespace, model: LocalModel, length: int)
     except ValueError:
         raise UsageError(f"--split={options.split}: expected numbers separated by commas, such as 969,30,1") from None
     batch_size = options.samples or options.micro_batch_size
-    batch = BatchConfig(
-        batch_size=batch_size,
-        micro_batch_size=min(batch_size, options.micro_batch_size),
-        sequence_length=length,
-        allow_nondivisible_batch_size=True,
-    )
-    data = DataConfig(
-        data_path=tuple(options.data_path),
-        split=split,
-        num_workers=0,
-        cross_document_attention=bool(options.cross_document_attention),
-    )
-    seed = DistributedConfig().seed if options.seed is None else options.seed
-    whole = Config(
-        model=model.config,
-        batch=batch,
-        data=data,
-        distributed=DistributedConfig(seed=seed, device=model.device.type),
-        training=TrainingConfig(validation_iters=1 if options.samples else "all"),
-    )
-    source = open_data(resolve(whole, 1), 0, 1)
+    values = vars(model.config) | {
+        "batch_size": batch_size,
+        "micro_batch_size": min(batch_size, options.micro_batch_size),
+        "sequence_length": length,
+        "allow_nondivisible_batch_size": True,
+        "data_path": tuple(options.data_path),
+        "split": split,
+        "num_workers": 0,
+        "cross_document_attention": bool(options.cross_document_attention),
+        "seed": DistributedConfig.seed if options.seed is None else options.seed,
+        "device": model.device.type,
+        "validation_iters": 1 if options.samples else "all",
+    }
+    source = open_data(resolve(unflatten(values), 1), 0, 1)
     for host_batches in source.batches("validation"):
         for host_batch in host_batches:
             yield micro_batch(host_batch, model.device, None, None)

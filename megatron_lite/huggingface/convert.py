@@ -7,7 +7,6 @@ weights, moments and state are dropped, because they belong to other weights.
 
 from __future__ import annotations
 
-import dataclasses
 import functools
 import math
 from collections.abc import Iterable, Iterator
@@ -21,7 +20,7 @@ from megatron_lite.checkpoint import files, manifest
 from megatron_lite.checkpoint.files import SavedFile
 from megatron_lite.checkpoint.manifest import Manifest, SavedParameter, Slice
 from megatron_lite.checkpoint.names import MANIFEST_NAME, new_nonce, rank_file
-from megatron_lite.config import BatchConfig, Config, DataConfig, TrainingConfig, flatten
+from megatron_lite.config import BatchConfig, Config, flatten, unflatten
 from megatron_lite.errors import NumericsError
 from megatron_lite.huggingface import model_folder
 from megatron_lite.huggingface.export_folder import ExportFolder, split
@@ -33,15 +32,20 @@ from megatron_lite.validation import resolve
 Shapes = Iterable[tuple[str, tuple[int, ...]]]
 
 
-def described_config(source: WeightSource, dtype: str) -> Config:
-    """Return a configuration for the model of a source, with the options saved in it. `dtype`: the training dtype."""
+def described_config(source: WeightSource, export_dtype: str | None, model_type: str | None) -> Config:
+    """Return a configuration for the model of a source, with the options saved in it; None: as trained or read."""
     length = min(source.model.max_position_embeddings, BatchConfig.sequence_length)
     if isinstance(source, CheckpointSource):
         length = source.content.config.get("sequence_length", length)
-    training = TrainingConfig(export_model_type=source.model_type)
-    config = Config(model=source.model, batch=BatchConfig(sequence_length=length, batch_size=1), training=training)
-    distributed = dataclasses.replace(config.distributed, training_dtype=dtype)
-    return resolve(dataclasses.replace(config, distributed=distributed, data=DataConfig(dataset_source="random")), 1)
+    values = vars(source.model) | {
+        "sequence_length": length,
+        "batch_size": 1,
+        "dataset_source": "random",
+        "training_dtype": source.dtype,
+        "export_dtype": export_dtype,
+        "export_model_type": model_type or source.model_type,
+    }
+    return resolve(unflatten(values), 1)
 
 
 def write_huggingface(
