@@ -9,7 +9,7 @@ from typing import Any
 
 from megatron_lite import __version__
 from megatron_lite.cli.script_parser import LARGEST_COUNT, ScriptParser, number
-from megatron_lite.corpus.documents import TextFields, parse_keys
+from megatron_lite.corpus.documents import TextFields
 from megatron_lite.corpus.inputs import DEFAULT_SUFFIXES
 from megatron_lite.corpus.prepare import CorpusOptions, prepare
 from megatron_lite.corpus.prepared import inspect, verify
@@ -52,7 +52,7 @@ def read_options(options: argparse.Namespace) -> CorpusOptions:
     suffixes = tuple(part if part.startswith(".") else "." + part for part in options.suffix.split(",") if part)
     if not suffixes:
         raise UsageError("--suffix: no file ending given; write for example --suffix=.txt,.md")
-    keys = parse_keys(options.json_key)
+    keys = tuple(key.strip() for key in options.json_key.split(",") if key.strip())
     if not keys:
         raise UsageError("--json_key: no key given; write for example --json_key=text")
     tokenizer = TokenizerChoice(

@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from megatron_lite.data.disk_array import replace_file
+from megatron_lite.data.disk_array import reading, replace_file
 from megatron_lite.data.indexed_dataset import IndexedDataset
 from megatron_lite.errors import DataError
 
@@ -67,11 +67,10 @@ def read_list(path: Path) -> list[str]:
 
     Raises: DataError if the file is not such a list.
     """
+    with reading(f"--data_path={path}"):
+        content = path.read_bytes()
     try:
-        entries = json.loads(path.read_bytes())["datasets"]
-        pairs = [(entry["weight"], entry["prefix"]) for entry in entries]
-    except OSError as error:
-        raise DataError(f"--data_path={path}: cannot be read: {error.strerror}") from error
+        pairs = [(entry["weight"], entry["prefix"]) for entry in json.loads(content)["datasets"]]
     except (ValueError, TypeError, KeyError, RecursionError) as error:
         raise DataError(
             f"--data_path={path}: is not a list of data sets: {error!r}; scripts/concatenate_dataset.py writes one"

@@ -56,11 +56,6 @@ def look_up(value: Any, path: str) -> Any:
     return value
 
 
-def parse_keys(text: str) -> tuple[str, ...]:
-    """Split `title,body` into keys."""
-    return tuple(key.strip() for key in text.split(",") if key.strip())
-
-
 @dataclass(frozen=True)
 class Span:
     """A part of an input file.

@@ -18,7 +18,7 @@ from megatron_lite.data.tokenizing import (
     Tokenizer,
     config_beside,
     load_tokenizer,
-    save_byte_tokenizer,
+    tokenizer_json,
     train_tokenizer,
 )
 from megatron_lite.errors import DataError, UsageError
@@ -54,11 +54,8 @@ class TokenizerChoice:
         """Return text that identifies this tokenizer, without training it."""
         if self.train is not None or self.name == "byte":
             return str(self.described()["kind"])
-        if not self.source.is_file():
-            load_tokenizer(self.name)  # the error that names it
-        # Its configuration may name the end of a document.
-        beside = config_beside(self.source)
-        return digest_of(self.source) + (digest_of(beside) if beside.is_file() else "")
+        own, beside = hashlib.sha256(tokenizer_json(self.source)).hexdigest(), config_beside(self.source)
+        return own + (digest_of(beside) if beside.is_file() else "")  # which may name the end of a document
 
     def open(self, folder: Path, files: Sequence[InputFile], fields: TextFields, strict: bool) -> Encoding:
         """Train the tokenizer if necessary, put its file into the work folder, and find its tokens.
@@ -77,13 +74,10 @@ class TokenizerChoice:
                 if trained.vocab_size < self.train:
                     print(f"the texts are too small for a vocabulary of {self.train}", file=sys.stderr)
             given = JsonTokenizer(str(path), self.special_tokens)
-        elif self.name == "byte":
-            save_byte_tokenizer(str(path))
-            given = ByteTokenizer()
         else:
             needs_end = self.end is None and not fields.marked
             given = load_tokenizer(self.name, special_tokens=self.special_tokens, needs_end=needs_end)
-            replace_file(path, self.source.read_bytes())
+            replace_file(path, tokenizer_json(given.path))
         end = given.end_of_document if self.end is None else self._token(given, "end_of_document", self.end)
         begin = self._token(given, "begin_of_document", self.begin or ABSENT)
         if fields.marked:  # the texts spell their special tokens, the last one too

@@ -1,7 +1,7 @@
 """Tokenizers: bytes, built in, and any `tokenizer.json` of the `tokenizers` library, which can also train one.
 
-The byte tokenizer has ids 0 to 255 for the bytes of UTF-8 and 256 for the end of a document. `save_byte_tokenizer`
-writes it as a `tokenizer.json` (a byte-level BPE without merges), which exports carry and other programs load.
+The byte tokenizer has ids 0 to 255 for the bytes of UTF-8 and 256 for the end of a document. `tokenizer_json` describes
+it as a byte-level BPE without merges with the same ids, which exports carry and other programs load.
 `tokenizers` is imported where it is used: reading token files does not need it.
 """
 
@@ -200,14 +200,6 @@ def train_tokenizer(texts: Iterator[str], vocab_size: int, path: str) -> JsonTok
     return JsonTokenizer(path)
 
 
-def save_byte_tokenizer(path: str) -> None:
-    """Write the byte tokenizer as a `tokenizer.json` with the same ids.
-
-    Raises: StorageError if `path` cannot be written.
-    """
-    replace_file(Path(path), tokenizer_json(BYTE))
-
-
 def copy_tokenizer(tokenizer_file: str | Path, directory: str | Path) -> dict[str, int | None]:
     """Copy a tokenizer into an export so that transformers loads it.
 
@@ -253,7 +245,7 @@ def has_tokenizer(path: str | Path) -> bool:
 
 
 def tokenizer_json(path: str | Path) -> bytes:
-    """Return the bytes of a tokenizer's file; for `byte`, those that `save_byte_tokenizer` writes.
+    """Return the bytes of a tokenizer's file; for `byte`, those of a file with the same ids.
 
     Raises: DataError if it cannot be read.
     """

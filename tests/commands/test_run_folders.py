@@ -10,12 +10,12 @@ from megatron_lite.cli.model_source import with_source
 from megatron_lite.commands import convert_checkpoint, evaluate, generate
 from megatron_lite.corpus.prepared import known_tokenizer
 from megatron_lite.data.fingerprint import identity
-from megatron_lite.data.tokenizing import save_byte_tokenizer
 from megatron_lite.distributed.process_group import Distributed
 from megatron_lite.errors import CheckpointError
 from megatron_lite.huggingface.load_pretrained import open_pretrained, open_source
 from megatron_lite.model.gpt import build_gpt, shapes_of
 from tests.support.harness import run_distributed, tiny_config, train_whole
+from tests.support.token_files import save_byte_tokenizer
 
 OPTIONS = dict(vocab_size=257, sequence_length=32, use_rotary_embeddings=True, lr_warmup_iters=0)
 PROMPT = ("--device=cpu", "--prompt=the", "--temperature=0", "--max_new_tokens=4")

@@ -11,10 +11,10 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from megatron_lite.config import Config
 from megatron_lite.config.training import DataConfig
 from megatron_lite.data.fill_in_the_middle import Draws, FillInTheMiddle
-from megatron_lite.data.tokenizing import JsonTokenizer, save_byte_tokenizer, train_tokenizer
+from megatron_lite.data.tokenizing import JsonTokenizer, train_tokenizer
 from megatron_lite.errors import DataError, UsageError
 from megatron_lite.validation import resolve
-from tests.support.token_files import data_config, read_batches, write_documents
+from tests.support.token_files import data_config, read_batches, save_byte_tokenizer, write_documents
 
 SENTINELS = ["<fim_prefix>", "<fim_middle>", "<fim_suffix>", "<fim_pad>"]
 TEXTS = [

@@ -11,10 +11,10 @@ from megatron_lite.data.tokenizing import (
     JsonTokenizer,
     copy_tokenizer,
     load_tokenizer,
-    save_byte_tokenizer,
     train_tokenizer,
 )
 from megatron_lite.errors import DataError, StorageError, UsageError
+from tests.support.token_files import save_byte_tokenizer
 
 TEXTS = [
     "",

@@ -7,8 +7,9 @@ from pathlib import Path
 
 import pytest
 
-from megatron_lite.data.tokenizing import JsonTokenizer, save_byte_tokenizer
+from megatron_lite.data.tokenizing import JsonTokenizer
 from tests.support import documents
+from tests.support.token_files import save_byte_tokenizer
 
 pytestmark = pytest.mark.guides
 

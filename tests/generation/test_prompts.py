@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from megatron_lite.data.tokenizing import ByteTokenizer, JsonTokenizer, Tokenizer, save_byte_tokenizer, train_tokenizer
+from megatron_lite.data.tokenizing import ByteTokenizer, JsonTokenizer, Tokenizer, train_tokenizer
 from megatron_lite.errors import DataError, NumericsError
 from megatron_lite.generation.continuation import (
     NOT_FINITE,
@@ -25,6 +25,7 @@ from megatron_lite.generation.prompts import (
     open_tokenizer,
     read_prompts,
 )
+from tests.support.token_files import save_byte_tokenizer
 
 SAMPLER = TokenSampler(SamplingOptions(), 0)
 

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 
-from megatron_lite.data.tokenizing import ByteTokenizer, save_byte_tokenizer
+from megatron_lite.data.tokenizing import ByteTokenizer
 from megatron_lite.distributed.process_group import Distributed
 from megatron_lite.errors import DataError, UsageError
 from megatron_lite.generation.samples import Samples, load_prompts
@@ -19,6 +19,7 @@ from megatron_lite.monitor.trackers.metrics_file import MetricsFile
 from megatron_lite.monitor.trackers.opening import Trackers
 from megatron_lite.run.stop_signal import StopRequested
 from tests.support.harness import full_weights, run_distributed, same_weights, tiny_config, train_whole
+from tests.support.token_files import save_byte_tokenizer
 
 PROMPTS = ("the", "a longer one", "", "the")
 KEPT = ("the", "a longer one", "the")

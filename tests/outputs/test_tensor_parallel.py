@@ -11,12 +11,11 @@ import pytest
 import torch.distributed as dist
 
 from megatron_lite.config import DistributedConfig
-from megatron_lite.data.tokenizing import save_byte_tokenizer
 from megatron_lite.distributed.grid import divide
 from megatron_lite.distributed.process_group import Distributed
 from tests.support.harness import run_distributed, tiny_config, train_whole
 from tests.support.metrics import read_metrics
-from tests.support.token_files import write_documents
+from tests.support.token_files import save_byte_tokenizer, write_documents
 
 Options = dict[str, Any]
 LAYOUTS: dict[str, tuple[int, Options]] = {

@@ -20,9 +20,9 @@ from torch import Tensor
 
 from megatron_lite.checkpoint import files, manifest
 from megatron_lite.commands import convert_checkpoint as script
-from megatron_lite.data.tokenizing import save_byte_tokenizer
 from megatron_lite.huggingface.load_pretrained import open_source
 from tests.support.families import FAMILIES, load_model, logits_of, random_tokens, write_folder
+from tests.support.token_files import save_byte_tokenizer
 
 FAST = "mistral, yarn, tied"
 DEFAULT = (

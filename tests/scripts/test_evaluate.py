@@ -16,11 +16,12 @@ import torch
 from megatron_lite.commands import evaluate as script
 from megatron_lite.corpus.pieces import digest_of
 from megatron_lite.data.indexed_dataset import IndexedDatasetWriter
-from megatron_lite.data.tokenizing import ByteTokenizer, JsonTokenizer, save_byte_tokenizer, train_tokenizer
+from megatron_lite.data.tokenizing import ByteTokenizer, JsonTokenizer, train_tokenizer
 from megatron_lite.distributed.process_group import Distributed
 from megatron_lite.generation.model import text_batches
 from tests.support.harness import run_distributed, tiny_config, train_whole
 from tests.support.metrics import read_metrics
+from tests.support.token_files import save_byte_tokenizer
 
 TEXTS = ("the cats' café\n", "a second one, of zoë", "日本語 🎉", "x" * 40)
 MODEL: dict[str, Any] = dict(vocab_size=300, sequence_length=16, max_position_embeddings=32, init_method_std=0.3)

@@ -12,9 +12,9 @@ import pytest
 import torch
 
 from megatron_lite.commands import generate as script
-from megatron_lite.data.tokenizing import save_byte_tokenizer
 from megatron_lite.distributed.process_group import Distributed
 from tests.support.harness import run_distributed, tiny_config, train_whole
+from tests.support.token_files import save_byte_tokenizer
 
 PROMPTS = ("def f(", "a", "the quick brown fox", "a")
 MODEL = dict(

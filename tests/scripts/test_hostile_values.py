@@ -13,10 +13,10 @@ from types import ModuleType
 import pytest
 
 from megatron_lite.commands import VERBS
-from megatron_lite.data.tokenizing import save_byte_tokenizer
 from tests.cli.test_parse import HOSTILE
 from tests.scripts.test_generate import save_model
 from tests.support.harness import run_distributed
+from tests.support.token_files import save_byte_tokenizer
 
 # A command of each script that works, but for its flags: RUN is a finished run.
 COMMANDS = {

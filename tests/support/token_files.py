@@ -10,6 +10,12 @@ from megatron_lite.config import Config, unflatten
 from megatron_lite.data.host_batch import HostBatch
 from megatron_lite.data.indexed_dataset import IndexedDatasetWriter
 from megatron_lite.data.open_data import open_data
+from megatron_lite.data.tokenizing import BYTE, tokenizer_json
+
+
+def save_byte_tokenizer(path: Path | str) -> None:
+    """Write the byte tokenizer as a `tokenizer.json`."""
+    Path(path).write_bytes(tokenizer_json(BYTE))
 
 
 def write_documents(prefix: Path | str, documents: Iterable[Any], dtype: str = "<u2") -> str:

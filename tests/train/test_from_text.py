@@ -9,10 +9,10 @@ import pytest
 from megatron_lite.corpus.dataset_list import read_list
 from megatron_lite.corpus.from_text import is_text
 from megatron_lite.data.indexed_dataset import IndexedDataset
-from megatron_lite.data.tokenizing import save_byte_tokenizer
 from megatron_lite.errors import DataError
 from tests.support.launch import TINY, run, succeed
 from tests.support.loading import loaded
+from tests.support.token_files import save_byte_tokenizer
 
 FLAGS = [*TINY, "--num_workers=0", "--split=1,0,0", "--train_iters=3", "--vocab_size=320"]
 

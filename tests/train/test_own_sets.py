@@ -5,9 +5,9 @@ from pathlib import Path
 import pytest
 
 from megatron_lite.cli import prepare_data
-from megatron_lite.data.tokenizing import save_byte_tokenizer
 from tests.support.launch import TINY, run, succeed
 from tests.support.metrics import read_metrics
+from tests.support.token_files import save_byte_tokenizer
 
 
 def test_from_prepared_text_to_named_losses(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

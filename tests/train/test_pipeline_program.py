@@ -7,11 +7,11 @@ from pathlib import Path
 from typing import Any
 
 from megatron_lite.checkpoint.reading import inspect
-from megatron_lite.data.tokenizing import save_byte_tokenizer
 from megatron_lite.distributed.process_group import Distributed
 from megatron_lite.monitor.tensor_log import read_tensor_log
 from tests.checkpoint.test_engine import assert_same, read_all
 from tests.support.harness import run_distributed, tiny_config, train_whole
+from tests.support.token_files import save_byte_tokenizer
 
 TIMES = ("time", "_ms", "_s", "per_sec", "tflops", "mfu", "remaining", "mib", "run")
 ITERATIONS = 3
