@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from types import MappingProxyType
 from typing import Any, NamedTuple
 
-from megatron_lite.config.values import QUOTES, BadValueError, is_number, parse_float, shown
+from megatron_lite.config.values import QUOTES, BadValueError, abridged, is_number, parse_float, shown
 from megatron_lite.errors import UsageError
 
 # As in transformers: KB is 1,000 bytes, KiB is 1,024. The B is upper case, because b would mean bits.
@@ -35,7 +35,7 @@ def weighted_paths(data_path: Sequence[str], flag: str = "data_path") -> list[tu
         UsageError: if weights and prefixes do not alternate, or a weight is not a positive finite number.
     """
     words = tuple(data_path)
-    typed = f"--{flag}={_shortened(words)}"
+    typed = f"--{flag}={abridged(words)}"
     if not any(is_number(word) for word in words):
         return [(1.0 / len(words), word) for word in words]
     if len(words) % 2 or any(is_number(word) == bool(place % 2) for place, word in enumerate(words)):
@@ -83,7 +83,7 @@ def weight_stages(data_path: Sequence[str], schedule: Sequence[str]) -> tuple[We
     first = tuple(weight for weight, _ in weighted_paths(data_path))
     stages = [WeightStage(0, first)]
     for item in schedule:
-        typed = f"--data_weights_schedule={_shortened(tuple(schedule))}: {shown(item)}"
+        typed = f"--data_weights_schedule={abridged(tuple(schedule))}: {shown(item)}"
         match = _WEIGHT_CHANGE.fullmatch(item)
         if match is None:
             raise UsageError(f"{typed}: write <iteration>:<weight>/<weight>, as in 1000:0.5/0.5")
@@ -111,11 +111,6 @@ def _number(text: str, where: str) -> float:
         raise UsageError(f"{where}: {error}") from None
 
 
-def _shortened(words: Sequence[str]) -> str:
-    text = " ".join(words)
-    return text if len(text) <= 120 else text[:100] + f"... ({len(words)} words)"
-
-
 def lr_scale_patterns(freeze: Sequence[str], lr_scales: Sequence[str]) -> list[tuple[str, float]]:
     """Return (pattern, learning-rate scale) pairs; the last pair that matches a name counts.
 
@@ -127,7 +122,7 @@ def lr_scale_patterns(freeze: Sequence[str], lr_scales: Sequence[str]) -> list[t
     scales = []
     for item in lr_scales:
         pattern, _, text = item.rpartition(":")
-        typed = f"--lr_scales={_shortened([item])}"
+        typed = f"--lr_scales={abridged(item)}"
         if not pattern or not text:
             raise UsageError(f"{typed}: write <pattern of the names>:<scale>, as in embedding:0.1 or *.bias:2")
         scales.append((pattern, _number(text, f"{typed}: scale {shown(text)}")))
@@ -135,7 +130,7 @@ def lr_scale_patterns(freeze: Sequence[str], lr_scales: Sequence[str]) -> list[t
             raise UsageError(f"{typed}: scale {shown(text)} must be >= 0; 0 freezes")
     for item in freeze:
         if ":" in item or not item:
-            typed = _shortened([item])
+            typed = abridged(item)
             raise UsageError(f"--freeze={typed}: no name has a colon; write scales as --lr_scales={typed}")
     return scales + [(pattern, 0.0) for pattern in freeze]
 
@@ -155,7 +150,7 @@ def keep_rules(items: Sequence[str]) -> tuple[KeepRule, ...]:
     """
     rules: list[KeepRule] = []
     for item in items:
-        typed, match = f"--keep_checkpoints={_shortened(tuple(items))}", _KEEP_RULE.fullmatch(item)
+        typed, match = f"--keep_checkpoints={abridged(tuple(items))}", _KEEP_RULE.fullmatch(item)
         if match is None or int(match[1]) == 0:
             raise UsageError(f"{typed}: {shown(item)}: write <every>:<until>, as in 1000:10000, and <every> at the end")
         rule = KeepRule(int(match[1]), int(match[2]) if match[2] else None)
@@ -192,7 +187,7 @@ def module_expression(flag: str, pattern: str) -> re.Pattern[str] | None:
             text = text.replace(name, _LEVANTER_NAMES[name])
         text = re.sub(r"(?<!\w)mlp(?![\w\\])", r"mlp\\.", text)  # not mlp_norm, which has no mlp in its name there
         why = f"no name here has {theirs[0]}" if theirs else "a regular expression"
-        typed = f"--{flag}={_shortened([pattern])}: {why}"
+        typed = f"--{flag}={abridged(pattern)}: {why}"
         raise UsageError(f"{typed}; write --{flag}='{REGEX}{text}'")
     try:
         with warnings.catch_warnings():
@@ -200,7 +195,7 @@ def module_expression(flag: str, pattern: str) -> re.Pattern[str] | None:
             return re.compile(text)
     except (re.error, Warning, RecursionError, OverflowError) as error:
         raise UsageError(
-            f"--{flag}={_shortened([pattern])}: not a regular expression: {error}; an item ends at a "
+            f"--{flag}={abridged(pattern)}: not a regular expression: {error}; an item ends at a "
             "comma or space, so write the expression without them"
         ) from None
 
