@@ -55,8 +55,7 @@ def tensor_parallel(draft: Draft, world_size: int) -> Iterator[Problem]:
             "sequence_tensor_parallel out"
         )
         yield problem(draft, "sequence_tensor_parallel tensor_parallel sequence_length", rule)
-    unit = draft.make_vocab_size_divisible_by
-    rows = -(-draft.vocab_size // (unit * ranks)) * unit
+    rows = draft.vocabulary_rows(ranks)
     if draft.parallel_embeddings and rows * (ranks - 1) >= draft.vocab_size:
         rule = (
             f"with {rows} rows of the vocabulary per rank, some of the {ranks} ranks would have none; write a smaller "
