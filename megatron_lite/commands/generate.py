@@ -23,7 +23,8 @@ from pathlib import Path
 
 from megatron_lite.cli.script_parser import LARGEST_COUNT, ScriptParser, number
 from megatron_lite.corpus.conversations import find_template
-from megatron_lite.errors import EXIT_DONE, DataError
+from megatron_lite.data.disk_array import reading
+from megatron_lite.errors import EXIT_DONE
 from megatron_lite.generation.continuation import Limits, SamplingOptions, Text, TokenSampler, continue_texts
 from megatron_lite.generation.model import choose_device, load_model, model_arguments
 from megatron_lite.generation.prompts import (
@@ -103,10 +104,8 @@ def all_prompts(options: argparse.Namespace) -> list[str]:
     name = options.prompts_file
     if name is None:
         return prompts
-    try:
+    with reading(f"--prompts_file={name}"):
         content = sys.stdin.buffer.read() if name == "-" else Path(name).read_bytes()
-    except OSError as error:
-        raise DataError(f"--prompts_file={name}: cannot be read: {error.strerror}") from None
     return [*prompts, *read_prompts(content, f"--prompts_file={name}")]
 
 

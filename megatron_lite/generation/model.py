@@ -264,14 +264,12 @@ def _micro_batch(
 ) -> MicroBatch:
     """Pad short samples at their end, where padding affects no prediction that counts."""
     tokens = torch.zeros(len(samples), length + 1, dtype=torch.int64)
-    masked = torch.ones(len(samples), length, dtype=torch.bool)
     owners = torch.full((len(samples), length), -1)
     for row, (ids, documents) in enumerate(samples):
         tokens[row, : len(ids)] = torch.tensor(ids)
-        masked[row, : len(ids) - 1] = False
         owners[row, : len(ids) - 1] = torch.tensor(documents[:-1])
     starts = _starts(owners) if separate else None
-    return micro_batch(HostBatch(tokens, len(samples), starts, masked=masked), device, None, None)
+    return micro_batch(HostBatch(tokens, len(samples), starts, masked=owners < 0), device, None, None)
 
 
 def _starts(owners: Tensor) -> Tensor:
