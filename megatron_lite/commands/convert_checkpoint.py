@@ -149,7 +149,7 @@ def write(
         dtype = config.training.export_dtype
         own = config.distributed.training_dtype if source.kind == "huggingface" else "fp32"  # dtype of the source
         is_rounded = options.format == "huggingface" and dtype not in ("fp32", own)
-        verify(source, temporary, DTYPES[dtype if is_rounded and dtype else "fp32"])
+        verify(source, temporary, DTYPES[dtype if is_rounded else "fp32"])
     return f"{options.to}: {said}"
 
 

@@ -281,7 +281,7 @@ class TrainingConfig(Area):
         "that of the pretrained folder, else the simplest that can express the model",
         choices=MODEL_TYPES,
     )
-    export_dtype: str | None = export_option(
+    export_dtype: str = export_option(
         None, "dtype of exported weights", choices=tuple(DTYPES), value_aliases=DTYPE_ALIASES, unset="training_dtype"
     )
     export_shard_size: str = option(

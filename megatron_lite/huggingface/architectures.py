@@ -79,28 +79,21 @@ _GPT2_KEYS: dict[str, tuple[str, Any]] = {
     "reorder_and_upcast_attn": ("attention_softmax_in_fp32", False),
 }
 _GPT2_ONLY = ("scale_attn_by_inverse_layer_idx", "reorder_and_upcast_attn")
-_BIGCODE_KEYS = {key: value for key, value in _GPT2_KEYS.items() if key not in _GPT2_ONLY} | {
-    "activation_function": ("activation_type", "gelu_pytorch_tanh")
-}
+_BIGCODE_KEYS = {key: value for key, value in _GPT2_KEYS.items() if key not in _GPT2_ONLY}
 _STARCODER2_KEYS = {key: value for key, value in _LLAMA_KEYS.items() if key != "rms_norm_eps"} | {
-    "vocab_size": ("vocab_size", 49152),
-    "hidden_size": ("hidden_size", 3072),
-    "num_hidden_layers": ("num_layers", 30),
-    "num_attention_heads": ("num_attention_heads", 24),
-    "num_key_value_heads": ("head_groups", 2),
-    "intermediate_size": ("ffn_hidden_size", 12288),
-    "hidden_act": ("activation_type", "gelu_pytorch_tanh"),
-    "max_position_embeddings": ("max_position_embeddings", 4096),
-    "initializer_range": ("init_method_std", 0.018042),
-    "tie_word_embeddings": ("tie_word_embeddings", True),
     "norm_epsilon": ("layer_norm_eps", 1e-5),
     "residual_dropout": ("hidden_dropout", 0.0),
     "embedding_dropout": ("embedding_dropout", 0.0),
 }
 
-# Other defaults: values that differ from Llama's, and keys that are not one option.
+# Other defaults: values that differ from Llama's or GPT-2's, and keys that are not one option.
 _MISTRAL_DEFAULTS = dict(
     num_key_value_heads=8, intermediate_size=14336, max_position_embeddings=131072, sliding_window=4096
+)
+_STARCODER2_DEFAULTS: dict[str, Any] = (
+    dict(vocab_size=49152, hidden_size=3072, num_hidden_layers=30, num_attention_heads=24, num_key_value_heads=2)
+    | dict(intermediate_size=12288, hidden_act="gelu_pytorch_tanh", max_position_embeddings=4096)
+    | dict(initializer_range=0.018042, tie_word_embeddings=True, use_bias=True, sliding_window=None)
 )
 _QWEN_DEFAULTS: dict[str, Any] = dict(
     vocab_size=151936, intermediate_size=22016, num_key_value_heads=32, max_position_embeddings=32768
@@ -156,7 +149,7 @@ ARCHITECTURES: Mapping[str, Architecture] = MappingProxyType(
             "GPTBigCodeForCausalLM",
             _LEARNED,
             _BIGCODE_KEYS,
-            {"multi_query": True},
+            {"multi_query": True, "activation_function": "gelu_pytorch_tanh"},
             _GPT_CONSTANTS,
             always_biased=_BIASES,
         ),
@@ -164,7 +157,7 @@ ARCHITECTURES: Mapping[str, Architecture] = MappingProxyType(
             "Starcoder2ForCausalLM",
             _ROTARY | {"normalization_type": "layer_norm", "gated": False},
             _STARCODER2_KEYS,
-            {"use_bias": True, "sliding_window": None},
+            _STARCODER2_DEFAULTS,
             {"norm_type": "layer_norm", "mlp_type": "default"},
             {"use_bias": _BIASES},
         ),

@@ -333,7 +333,7 @@ def hugging_face_config(config: Config, special_tokens: dict[str, int | None]) -
     model = config.model
     name = check_exportable(model, config.training.export_model_type)
     architecture = ARCHITECTURES[name]
-    dtype = DTYPES[config.training.export_dtype or config.distributed.training_dtype].torch
+    dtype = DTYPES[config.training.export_dtype].torch
     content: dict[str, Any] = {
         "architectures": [architecture.class_name],
         "model_type": name,

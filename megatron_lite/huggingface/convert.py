@@ -66,7 +66,7 @@ def write_huggingface(
     for name, shape in shapes:
         written.write(name, read_whole(source, name, shape))
         if written.overflow:
-            dtype = config.training.export_dtype or config.distributed.training_dtype
+            dtype = config.training.export_dtype
             raise NumericsError(f"{written.overflow}, too large for {dtype}: nothing is written; choose bf16 or fp32")
     content: dict[str, Any] = {}
     if not isinstance(source, CheckpointSource):

@@ -37,7 +37,7 @@ def export_weights(model: MultiStage, config: Config, distributed: Distributed) 
     the fp32 masters (or averages), to be rounded once.
     """
     averaged, training_dtype = config.training.export_weights == "average", config.distributed.training_dtype
-    if training_dtype not in ("fp32", config.training.export_dtype or training_dtype):
+    if training_dtype not in ("fp32", config.training.export_dtype):
         yield from master_weights(model, distributed, averaged)
     elif averaged:
         with model.averaged():

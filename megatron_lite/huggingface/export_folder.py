@@ -59,7 +59,7 @@ class ExportFolder:
     def __init__(self, parameters: Collection[tuple[str, tuple[int, ...]]], config: Config, limit_bytes: int) -> None:
         self.config, self.overflow = config, ""
         architecture = check_exportable(config.model, config.training.export_model_type)
-        self.dtype = DTYPES[config.training.export_dtype or config.distributed.training_dtype]
+        self.dtype = DTYPES[config.training.export_dtype]
         self._pieces = {name: pieces(name, shape, architecture, config.model) for name, shape in parameters}
         self._missing = set(self._pieces)
         self.num_bytes = {name: math.prod(shape) * self.dtype.itemsize for name, shape in parameters}  # of ours

@@ -80,7 +80,7 @@ def _model_rows(config: Config, model_type: str, parameters: int) -> Iterator[tu
     yield "blocks, hidden size, MLP size", f"{model.num_layers:,}, {model.hidden_size:,}, {model.ffn_hidden_size:,}"
     yield "attention heads, groups, channels", f"{model.num_attention_heads}, {model.head_groups}, {model.kv_channels}"
     yield "vocabulary", f"{model.vocab_size:,}"
-    yield "dtype of the weights", config.training.export_dtype or config.distributed.training_dtype
+    yield "dtype of the weights", config.training.export_dtype
 
 
 def _training(config: Config, trained: TrainingSummary) -> Iterator[str]:
