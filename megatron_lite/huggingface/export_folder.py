@@ -91,7 +91,7 @@ class ExportFolder:
                 write(memoryview(header))
             self._starts[file] = len(header)
         for constant in self._constants:
-            self._write(constant.name, torch.full((math.prod(constant.shape),), constant.value), 0.0)
+            self._write(constant.name, torch.full((math.prod(constant.shape),), constant.value))
 
     def write(self, name: str, values: Tensor) -> None:
         """Write one of our full parameters, on any device and of any dtype, rounding to nearest."""
@@ -100,20 +100,17 @@ class ExportFolder:
         for their_name, parts in by_tensor(self._pieces[name]).items():
             if self.overflow:
                 return
-            if len(parts) == 1 and not parts[0].transposed:  # without a copy, in chunks
-                ours = values[parts[0].first_row : parts[0].first_row + parts[0].rows]
-                self._write(their_name, ours.reshape(-1), parts[0].plus)
-            else:
-                self._write(their_name, their_tensor(values, parts).reshape(-1), 0.0)
+            self._write(their_name, their_tensor(values, parts).reshape(-1))
 
-    def _write(self, name: str, flat: Tensor, plus: float) -> None:
+    def _write(self, name: str, flat: Tensor) -> None:
+        """Write the values of a tensor, rounded, in chunks."""
         place, dtype = self.places[name], self.dtype
         assert flat.numel() == math.prod(place.shape), (name, flat.numel(), place.shape)
         descriptor = os.open(self._folder / place.file, os.O_WRONLY | os.O_CLOEXEC)
         try:
             offset = self._starts[place.file] + place.offset
             for chunk in flat.detach().split(files.CHUNK_BYTES // 4):
-                rounded = (chunk.float() + plus if plus else chunk).to(dtype)
+                rounded = chunk.to(dtype)
                 if dtype != torch.float32 and not bool(torch.isfinite(rounded).all()):
                     self.overflow = f"{name} has a weight of {float(chunk.abs().max()):g}"
                     return
@@ -140,9 +137,8 @@ class ExportFolder:
         assert not self.overflow, self.overflow
         if len(self.names) > 1:
             weight_map = {name: self.places[name].file for name in sorted(self.places)}
-            _write_json(
-                self._folder / INDEX_NAME, {"metadata": {"total_size": self.total_bytes}, "weight_map": weight_map}
-            )
+            index = {"metadata": {"total_size": self.total_bytes}, "weight_map": weight_map}
+            _write_json(self._folder / INDEX_NAME, index)
         tokens = dict(special_tokens or {})
         if tokenizer_file is not None:
             found = copy_tokenizer(tokenizer_file, self._folder)
