@@ -42,6 +42,8 @@ LISTED = Rule(
 validation_option = idle_unless("validation_iters")
 
 
+# Phase -> the option of its batches, in the order of --split.
+ITERATIONS = MappingProxyType({"training": "train_iters", "validation": "validation_iters", "test": "test_iters"})
 OWN_DATA = MappingProxyType({"validation": "valid_data_path", "test": "test_data_path"})  # phase -> its own data
 
 

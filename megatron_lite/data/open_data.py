@@ -14,7 +14,7 @@ import numpy as np
 from megatron_lite.config import Config
 from megatron_lite.config.option import All
 from megatron_lite.config.structured_values import short_names, weight_stages, weighted_paths
-from megatron_lite.config.training import OWN_DATA
+from megatron_lite.config.training import ITERATIONS, OWN_DATA
 from megatron_lite.data.blending import MAX_SAMPLES, Blend, Concatenation
 from megatron_lite.data.disk_array import allow_open_files
 from megatron_lite.data.fill_in_the_middle import FillInTheMiddle
@@ -57,8 +57,7 @@ def open_data(config: Config, rank: int, world_size: int) -> DataSource:
             (training, validation or test iterations above zero) has less than one sample.
     """
     training, tokenizer = config.training, config.data.tokenizer_file
-    iterations = zip(PHASES, (training.train_iters, training.validation_iters, training.test_iters), strict=True)
-    needed = {phase: count for phase, count in iterations if count != 0}
+    needed = {phase: count for phase, name in ITERATIONS.items() if (count := getattr(training, name)) != 0}
     if tokenizer is not None:
         try:
             read_tokenizer_file(tokenizer)  # now, not at the first export
@@ -221,10 +220,10 @@ def _stream(config: Config, phase: str, number: int, dataset: IndexedDataset, ma
         split = ",".join(f"{share:g}" for share in config.data.split)
         documents_of = f"{end - first:,} of {documents_of}, --split={split}"
     if first == end:
-        flag, own = ("train_iters", "") if phase == "training" else (f"{phase}_iters", f"--{OWN_DATA[phase]}, ")
+        own = "" if phase == "training" else f"--{OWN_DATA[phase]}, "
         raise DataError(
             f"{dataset.index_path}: --split={split} leaves none of its {dataset.num_documents:,} documents for "
-            f"{phase} (a text file is one document); give {phase} a larger share, {own}or set --{flag}=0"
+            f"{phase} (a text file is one document); give {phase} a larger share, {own}or set --{ITERATIONS[phase]}=0"
         )
     if mask is not None:
         _check_some_count(mask, phase, first, end)

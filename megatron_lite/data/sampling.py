@@ -27,11 +27,12 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
+from megatron_lite.config.training import ITERATIONS
 from megatron_lite.data.indexed_dataset import IndexedDataset, Run
 from megatron_lite.seeds import derive_seed
 
 SHUFFLES = ("epoch", "full", "skip_first_epoch", "none")
-PHASES = ("training", "validation", "test")  # in the order of --split
+PHASES = tuple(ITERATIONS)
 
 _GOLDEN = np.uint64(0x9E3779B97F4A7C15)  # 2**64 / golden ratio, odd: consecutive counters land far apart
 _ROUNDS = 8

@@ -21,7 +21,7 @@ from megatron_lite.config.structured_values import (
     weighted_paths,
 )
 from megatron_lite.config.system import number_of_stages
-from megatron_lite.config.training import OWN_DATA
+from megatron_lite.config.training import ITERATIONS, OWN_DATA
 from megatron_lite.config.values import is_number, written
 from megatron_lite.validation.rules import Problem, default, fill, nearest_multiples, parsing, problem
 
@@ -240,8 +240,7 @@ def data(draft: Draft) -> Iterator[Problem]:
         draft.split = (1.0, 0.0, 0.0) if "validation" in own else (*draft.split[:2], 0.0)
     for flag in own.values():
         yield from parsing(flag, weighted_paths, getattr(draft, flag), flag)
-    phases = {"train_iters": "training", "validation_iters": "validation", "test_iters": "test"}
-    needed = [phase for name, phase in phases.items() if getattr(draft, name) != 0]
+    needed = [phase for phase, name in ITERATIONS.items() if getattr(draft, name) != 0]
     if not draft.data_path and (not own or not {*needed} <= {*own}):
         if draft.dry_run:  # a dry run reads no data
             return
@@ -262,7 +261,7 @@ def data(draft: Draft) -> Iterator[Problem]:
             order = " and ".join(f"--{flag}" for flag in ("data_path", *own.values()))
             rule = f"{masks} for {sets} data sets; write one for each, in the order of {order}, or the word none"
             yield problem(draft, "loss_mask", rule, also="data_path")
-    for number, (share, (name, phase)) in enumerate(zip(draft.split, phases.items(), strict=True)):
+    for number, (share, (phase, name)) in enumerate(zip(draft.split, ITERATIONS.items(), strict=True)):
         if phase in own and share > 0:
             rest = written((*draft.split[:number], 0.0, *draft.split[number + 1 :]))
             rule = f"nothing would read that share of --data_path; write --split={rest}, or leave one of the two out"

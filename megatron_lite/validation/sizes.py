@@ -7,6 +7,7 @@ from collections.abc import Iterator
 
 from megatron_lite.config import Config, Draft
 from megatron_lite.config.system import number_of_chunks, number_of_stages, shard_of_node
+from megatron_lite.config.training import ITERATIONS
 from megatron_lite.config.values import typed
 from megatron_lite.errors import UsageError
 from megatron_lite.validation.rules import Problem, nearest_multiples, problem
@@ -184,7 +185,7 @@ def sizes(draft: Draft) -> Iterator[Problem]:
         rule = f"a tensor of a micro-batch would have {elements:.1e} elements; write smaller sizes"
         yield problem(draft, "micro_batch_size sequence_length", rule)
         return
-    for name in ("train_iters", "validation_iters", "test_iters"):
+    for name in ITERATIONS.values():
         iterations = getattr(draft, name)
         if iterations != "all" and iterations * (draft.batch_size or 1) > MOST_SAMPLES:
             yield problem(draft, f"{name} batch_size", "more than 2**62 samples; write smaller numbers")
