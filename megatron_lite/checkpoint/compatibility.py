@@ -6,7 +6,6 @@ import itertools
 import math
 import shlex
 from collections.abc import Iterator, Sequence
-from dataclasses import fields
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from megatron_lite.config import BatchConfig, Config, Draft, ModelConfig, flatten, unflatten
@@ -33,7 +32,7 @@ FREE = frozenset(
 )
 # Option -> kind of change; changes of other options are only logged.
 KINDS = {
-    **{field.name: ARCHITECTURE for field in fields(ModelConfig) if field.name not in FREE},
+    **{name: ARCHITECTURE for name in vars(ModelConfig()) if name not in FREE},
     # The samples, or their order.
     **dict.fromkeys(
         "dataset_source seed shuffle shuffle_era shuffle_documents truncate_documents max_epochs".split(), DATA
@@ -216,7 +215,7 @@ def _with_schedule_of(saved: dict[str, Any], config: Config) -> Config | None:
 
 def _saved_values(kind: type[Area], saved: dict[str, Any]) -> dict[str, Any]:
     """Return the saved values of an area; an option that was not saved has its default."""
-    return _with_tuples({field.name: saved.get(field.name, field.default) for field in fields(kind)})
+    return _with_tuples({name: saved.get(name, default) for name, default in vars(kind()).items()})
 
 
 def check_data(loaded: Manifest, config: Config, identity: dict[str, Any], where: str) -> list[str]:

@@ -32,6 +32,7 @@ from megatron_lite.config.values import FLAGS, parse_value, written
 from megatron_lite.errors import CheckpointError, UsageError
 from megatron_lite.huggingface import model_folder
 from megatron_lite.huggingface.architectures import check_exportable
+from megatron_lite.huggingface.config_file import ROPE_OPTIONS
 from megatron_lite.validation import examine
 from megatron_lite.validation.rules import Note
 
@@ -44,9 +45,7 @@ FOLLOW: Mapping[str, tuple[str, ...]] = MappingProxyType(
         "init_method_std": tuple(sorted(name for name in FREE if name.startswith("init_method_std_"))),
         "rotary_base": ("rotary_embedding_scale",),
         "rotary_embedding_scale": ("rotary_base",),
-        "rope_type": tuple(
-            name for name in model_folder.MODEL_OPTIONS if name.startswith("rope_") and name != "rope_type"
-        ),
+        "rope_type": ROPE_OPTIONS,
     }
 )
 

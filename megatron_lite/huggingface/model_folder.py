@@ -9,7 +9,6 @@ the types, bounds and rules of our options. Messages begin with the folder.
 
 from __future__ import annotations
 
-import dataclasses
 import errno
 import os
 import re
@@ -175,7 +174,7 @@ def read_object(folder: Path, name: str) -> dict[str, Any]:
     return values
 
 
-MODEL_OPTIONS = tuple(field.name for field in dataclasses.fields(ModelConfig))
+MODEL_OPTIONS = tuple(vars(ModelConfig()))
 
 
 def hugging_face_values(folder: Path) -> tuple[dict[str, Any], str]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import math
 from collections.abc import Iterator
 
@@ -40,8 +39,7 @@ def learning_rate(draft: Draft) -> Iterator[Problem]:
 
 
 def _stages(draft: Draft, text: str) -> Iterator[Problem]:
-    names = (field.name for field in dataclasses.fields(LearningRateConfig))
-    others = draft.changed(*(name for name in names if name not in WITH_STAGES))
+    others = draft.changed(*(name for name in vars(LearningRateConfig()) if name not in WITH_STAGES))
     if others:
         rule = "its stages are the whole schedule; leave out either lr_schedule or the others"
         yield Problem(("lr_schedule", *others), f"--lr_schedule, {typed(draft, *others)}: {rule}")
