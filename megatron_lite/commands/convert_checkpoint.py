@@ -205,23 +205,18 @@ def parse(arguments: Sequence[str] | None, program: str | None = None) -> argpar
         description=(__doc__ or "").split("\n")[0],
         epilog="Exit codes: 0 done, 2 usage, 3 data, 4 checkpoint, 5 numerics, 8 storage.",
     )
+    add = parser.add_argument
     source = "Hugging Face folder, checkpoint, folder of checkpoints, or experiment directory"
-    parser.add_argument("--from", dest="source", type=folder, required=True, help=source)
-    parser.add_argument("--to", type=folder, required=True, help="folder to write")
-    parser.add_argument("--format", choices=KINDS, required=True, help="what to write")
-    parser.add_argument("--dtype", choices=tuple(DTYPES), help="of exported weights (default: as trained or read)")
-    parser.add_argument(
-        "--export_model_type", choices=tuple(ARCHITECTURES), help="architecture (default: as saved, or one that fits)"
-    )
-    parser.add_argument("--shard_size", default="5GB", help="largest file: 5GB, 500MB, 2GiB or bytes (default: 5GB)")
-    parser.add_argument(
-        "--weights", choices=("raw", "average"), default="raw", help="weights to convert (default: raw)"
-    )
-    parser.add_argument(
-        "--tokenizer_file", type=folder, help="tokenizer.json to include, or byte (default: the model's)"
-    )
-    parser.add_argument("--exist_ok", action="store_true", help="replace --to if it is a checkpoint or an export")
-    parser.add_argument("--verify", action="store_true", help="compare the logits of both folders")
+    add("--from", dest="source", type=folder, required=True, help=source)
+    add("--to", type=folder, required=True, help="folder to write")
+    add("--format", choices=KINDS, required=True, help="what to write")
+    add("--dtype", choices=tuple(DTYPES), help="of exported weights (default: as trained or read)")
+    add("--export_model_type", choices=tuple(ARCHITECTURES), help="architecture (default: as saved, or one that fits)")
+    add("--shard_size", default="5GB", help="largest file: 5GB, 500MB, 2GiB or bytes (default: 5GB)")
+    add("--weights", choices=("raw", "average"), default="raw", help="weights to convert (default: raw)")
+    add("--tokenizer_file", type=folder, help="tokenizer.json to include, or byte (default: the model's)")
+    add("--exist_ok", action="store_true", help="replace --to if it is a checkpoint or an export")
+    add("--verify", action="store_true", help="compare the logits of both folders")
     return parser.parse_args(arguments)
 
 

@@ -72,13 +72,10 @@ def parse_baseline(text: str) -> tuple[str, float]:
 def main(arguments: Sequence[str] | None = None, program: str | None = None) -> int:
     """Draw; return the exit code."""
     parser = ScriptParser(prog=program, description="Plot the losses of one or several runs.")
-    parser.add_argument(
-        "experiment_dirs", nargs="+", type=Path, metavar="EXPERIMENT_DIR", help="the --experiment_dir of a run"
-    )
-    parser.add_argument(
-        "--output", type=Path, help="picture to write, or a folder for it (default: the first EXPERIMENT_DIR)"
-    )
-    parser.add_argument(
+    add = parser.add_argument
+    add("experiment_dirs", nargs="+", type=Path, metavar="EXPERIMENT_DIR", help="the --experiment_dir of a run")
+    add("--output", type=Path, help="picture to write, or a folder for it (default: the first EXPERIMENT_DIR)")
+    add(
         "--baseline",
         type=parse_baseline,
         action="append",
