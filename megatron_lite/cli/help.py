@@ -5,7 +5,6 @@ from __future__ import annotations
 import shlex
 import textwrap
 from collections.abc import Iterable, Iterator, Mapping
-from typing import Any
 
 from megatron_lite.cli.unknown_flags import answers_for, refused
 from megatron_lite.config import AREAS, Config, flatten
@@ -106,33 +105,21 @@ def banners(config: Config, derived: Mapping[str, str]) -> tuple[str, str]:
     config: resolved. The first list is dotted, and `*` marks options that differ from their default, which may be
     derived; the second has those alone, as typed.
     """
-    usual = defaults(config)
-    return _long_banner(config, derived, usual), _short_banner(config, derived, usual)
-
-
-def _long_banner(config: Config, derived: Mapping[str, str], usual: Mapping[str, Any]) -> str:
-    lines = [" arguments (* differs from the default) ".center(72, "-")]
+    usual, every, typed = defaults(config), list[str](), list[str]()
     for name, value in sorted(flatten(config).items()):
-        text = f"({FLAGS[name].unset})" if value is None else abridged(value) or "none"
-        lines.append(_dotted(name, text, " " if value == usual[name] else "*"))
-    if derived:
-        lines.append(" derived ".center(72, "-"))
-        lines += [_dotted(name, text, " ") for name, text in derived.items()]
-    return "\n".join([*lines, " end of arguments ".center(72, "-")])
-
-
-def _short_banner(config: Config, derived: Mapping[str, str], usual: Mapping[str, Any]) -> str:
-    flags = []
-    for name, value in sorted(flatten(config).items()):
+        text, whole = abridged(value), written(value)
+        stated = f"({FLAGS[name].unset})" if value is None else text or "none"
+        every.append(_dotted(name, stated, " " if value == usual[name] else "*"))
         if value != usual[name]:
-            text, whole = abridged(value), written(value)
-            flags.append(f"--{name}={text if text != whole else shlex.quote(whole)}")
-    every = "--show_all_options=1 prints all"
+            typed.append(f"--{name}={text if text != whole else shlex.quote(whole)}")
+    others = [_dotted(name, text, " ") for name, text in derived.items()]
+    every += [" derived ".center(72, "-"), *others] if others else []
+    dotted = [" arguments (* differs from the default) ".center(72, "-"), *every, " end of arguments ".center(72, "-")]
+    where = "--show_all_options=1 prints all"
     if config.run.experiment_dir is not None:
-        every = f"all are in {config.run.experiment_dir}/config.json; {every}"
-    lines = [f"arguments that differ from the default ({every}):"]
-    lines += _wrapped(flags, "  ")
-    return "\n".join([*lines, *(_dotted(name, text, " ") for name, text in derived.items())])
+        where = f"all are in {config.run.experiment_dir}/config.json; {where}"
+    short = [f"arguments that differ from the default ({where}):", *_wrapped(typed, "  "), *others]
+    return "\n".join(dotted), "\n".join(short)
 
 
 def _wrapped(words: Iterable[str], indent: str) -> list[str]:
