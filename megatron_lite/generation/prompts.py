@@ -108,8 +108,7 @@ class Continuations:
     def text(self, text: Text) -> str:
         """Decode the continuation of a prompt, without the stop string that ended it."""
         whole = self._decode(text)
-        end = self._end(whole)
-        return whole if end is None else whole[:end]
+        return whole[: self._end(whole)]
 
     def stopped(self, text: Text) -> bool:
         """Return whether the continuation contains a stop string, which may lie across tokens."""

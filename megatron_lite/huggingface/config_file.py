@@ -104,8 +104,7 @@ def write_rope(model: ModelConfig) -> dict[str, Any]:
     Versions before 4.43 know only linear, as {"type", "factor"}; later versions also read this form.
     """
     kind, base = model.rope_type, model.rotary_base
-    values = {name: getattr(model, f"rope_{name}") for name in _NAMES[kind]}
-    values = {name: value for name, value in values.items() if value is not None}
+    values = {name: value for name in _NAMES[kind] if (value := getattr(model, f"rope_{name}")) is not None}
     scaling = None if kind == "default" else {"type" if kind == "linear" else "rope_type": kind, **values}
     parameters = {"rope_type": kind, "rope_theta": base, **values}
     return {"rope_theta": base, "rope_scaling": scaling, "rope_parameters": parameters}

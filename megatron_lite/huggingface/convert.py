@@ -102,9 +102,8 @@ def write_checkpoint(folder: Path, source: WeightSource, shapes: Shapes, config:
     for index, names in enumerate(cut):
         file = rank_file(index)
         some = [tensors[name] for name in names]
-        saved[file], offset = files.write_tensors(
-            folder / file, some, manifest.file_metadata(save_id, iteration, index)
-        )
+        metadata = manifest.file_metadata(save_id, iteration, index)
+        saved[file], offset = files.write_tensors(folder / file, some, metadata)
         for tensor in some:
             name, kind = tensor.name.split("/")
             entry = parameters.setdefault(name, SavedParameter(tensor.dtype, tensor.shape, {}))

@@ -6,6 +6,7 @@ name only when it is complete.
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -39,11 +40,9 @@ def export_weights(model: MultiStage, config: Config, distributed: Distributed) 
     averaged, training_dtype = config.training.export_weights == "average", config.distributed.training_dtype
     if training_dtype not in ("fp32", config.training.export_dtype):
         yield from master_weights(model, distributed, averaged)
-    elif averaged:
-        with model.averaged():
-            yield from model.full_weights()
     else:
-        yield from model.full_weights()
+        with model.averaged() if averaged else contextlib.nullcontext():
+            yield from model.full_weights()
 
 
 def master_weights(model: MultiStage, distributed: Distributed, average: bool = False) -> Iterator[tuple[str, Tensor]]:
