@@ -11,9 +11,12 @@ Exit codes: 0 done, 2 usage, 3 data, 8 storage.
 from __future__ import annotations
 
 import argparse
+import json
+import os
 import sys
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # works without installation
 
@@ -21,8 +24,54 @@ import scripts  # noqa: F401  names a missing package
 
 # isort: split
 from megatron_lite.cli.script_parser import ScriptParser
-from megatron_lite.corpus.dataset_list import find_pairs, write_list
-from megatron_lite.errors import EXIT_DONE, RunError, StorageError
+from megatron_lite.data.disk_array import replace_file
+from megatron_lite.data.indexed_dataset import IndexedDataset
+from megatron_lite.errors import EXIT_DONE, DataError, RunError, StorageError
+
+
+def find_pairs(names: Sequence[str]) -> list[str]:
+    """Return the prefixes of the pairs of all names; a folder stands for the pairs in it, sorted by path.
+
+    Of a folder, pairs of validation documents (`..._validation`) are left out: to train on them must be asked for; so
+    are the loss masks of others (`..._mask`).
+
+    Raises: DataError if a folder holds no pair.
+    """
+    prefixes: list[str] = []
+    for name in names:
+        if Path(name).is_dir():
+            found = sorted(str(path)[:-4] for path in Path(name).rglob("*.idx"))
+            masks = {prefix + "_mask" for prefix in found}
+            kept = [prefix for prefix in found if not prefix.endswith("_validation") and prefix not in masks]
+            if not kept:
+                raise DataError(f"{name}: no .bin/.idx pair in this folder")
+            prefixes += kept
+        else:
+            prefixes.append(name[:-4] if name.endswith((".bin", ".idx")) else name)
+    return prefixes
+
+
+def write_list(prefixes: Sequence[str], path: Path) -> list[dict[str, Any]]:
+    """Write the list of these pairs, each weighted by its tokens; return its entries.
+
+    Raises: DataError if a pair is damaged, or all are empty.
+    """
+    opened = [IndexedDataset(prefix) for prefix in prefixes]
+    total = sum(dataset.num_tokens for dataset in opened)
+    if not total:
+        raise DataError(f"{', '.join(prefixes[:3])}: no tokens")
+    entries = [
+        {
+            "prefix": os.path.relpath(dataset.prefix, path.parent),
+            "weight": dataset.num_tokens / total,
+            "num_documents": dataset.num_documents,
+            "num_tokens": dataset.num_tokens,
+        }
+        for dataset in opened
+    ]
+    path.parent.mkdir(parents=True, exist_ok=True)
+    replace_file(path, (json.dumps({"datasets": entries}, indent=2) + "\n").encode())
+    return entries
 
 
 def main(argv: Sequence[str]) -> int:

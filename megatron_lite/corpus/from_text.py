@@ -1,19 +1,21 @@
-"""The data of a run straight from text: prepared once into a cache, and found again by its fingerprint."""
+"""The data of a run from text, prepared once into a cache and found again by its fingerprint, or from a list."""
 
 from __future__ import annotations
 
 import dataclasses
+import json
 import logging
+import math
 from pathlib import Path
 from typing import Any
 
 from megatron_lite.config import Config
 from megatron_lite.config.structured_values import weighted_paths
-from megatron_lite.corpus.dataset_list import read_list
 from megatron_lite.corpus.inputs import DEFAULT_SUFFIXES, bare_name, find_inputs
 from megatron_lite.corpus.prepare import CorpusOptions, fingerprint_of, prepare
 from megatron_lite.corpus.remote_copy import cache_of, local_copy
 from megatron_lite.corpus.tokenizer_choice import TokenizerChoice
+from megatron_lite.data.disk_array import reading
 from megatron_lite.data.open_data import PATH_FLAGS
 from megatron_lite.data.tokenizing import load_tokenizer
 from megatron_lite.distributed.agreement import rank_0_works
@@ -62,6 +64,31 @@ def _resolved(config: Config, cache: str | None, logger: logging.Logger) -> dict
         prepared = {path: _prepared(path, flag, config, tokenizer, cache, logger) for path in dict.fromkeys(texts)}
         found[flag] = [prepared.get(word, word) for word in found[flag]]
     return found
+
+
+def read_list(path: Path) -> list[str]:
+    """Return the words of --data_path that a list of data sets stands for: weight, prefix, ...; without weight 0.
+
+    A list is JSON, as Fast-LLM's: `{"datasets": [{"prefix", "weight", "num_documents", "num_tokens"}]}`. Prefixes are
+    relative to its folder, so that a folder with its list can be moved.
+
+    Raises: DataError if the file is not such a list.
+    """
+    with reading(f"--data_path={path}"):
+        content = path.read_bytes()
+    try:
+        pairs = [(entry["weight"], entry["prefix"]) for entry in json.loads(content)["datasets"]]
+    except (ValueError, TypeError, KeyError, RecursionError) as error:
+        raise DataError(
+            f"--data_path={path}: is not a list of data sets: {error!r}; scripts/concatenate_dataset.py writes one"
+        ) from error
+    for weight, prefix in pairs:
+        valid = type(weight) in (int, float) and math.isfinite(weight) and weight >= 0
+        if not valid or not isinstance(prefix, str):
+            raise DataError(f"--data_path={path}: weight {weight!r} of {prefix!r} is not a number >= 0")
+    if not any(weight for weight, _ in pairs):
+        raise DataError(f"--data_path={path}: names no data set with a weight")
+    return [word for weight, prefix in pairs if weight for word in (repr(float(weight)), str(path.parent / prefix))]
 
 
 def _prepared(

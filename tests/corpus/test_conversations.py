@@ -12,10 +12,10 @@ from tokenizers import AddedToken, Tokenizer, decoders, models, normalizers, pre
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
 from megatron_lite.cli.prepare_data import main, parse, read_options
-from megatron_lite.corpus.dataset_list import find_pairs
 from megatron_lite.corpus.prepare import prepare as prepare_corpus
 from megatron_lite.data.indexed_dataset import IndexedDataset
 from megatron_lite.data.tokenizing import JsonTokenizer, copy_tokenizer, train_tokenizer
+from scripts.concatenate_dataset import find_pairs
 from tests.support.token_files import data_config, read_batches
 
 TEXTS = [

@@ -6,8 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from megatron_lite.corpus.dataset_list import read_list
-from megatron_lite.corpus.from_text import is_text
+from megatron_lite.corpus.from_text import is_text, read_list
 from megatron_lite.data.indexed_dataset import IndexedDataset
 from megatron_lite.errors import DataError
 from tests.support.launch import TINY, run, succeed
