@@ -71,7 +71,7 @@ def check_target(options: argparse.Namespace, source: WeightSource) -> None:
     typed = f"--to={options.to}"
     if target == origin or origin in target.parents or target in origin.parents:
         raise UsageError(f"{typed}: this folder and {source.folder} must not contain each other; choose another")
-    iteration = source.content.iteration if isinstance(source, CheckpointSource) else 0
+    iteration = source.iteration or 0
     if options.format == "distributed" and options.to.name.isdecimal() and options.to.name != str(iteration):
         raise UsageError(
             f"{typed}: a checkpoint must be named after its iteration, {iteration}; write "

@@ -65,7 +65,7 @@ def open_data(config: Config, rank: int, world_size: int) -> DataSource:
             raise DataError(f"--tokenizer_file: {error}") from error
     phases: dict[str, Phase] = {}
     if config.data.dataset_source == "random":
-        sizes = config.batch.sequence_length, config.model.vocab_size, config.data.needs_borders
+        sizes = config.batch.sequence_length, config.model.vocab_size
         for phase, count in needed.items():
             assert count != "all", "refused by validation: random tokens have no end"
             random = RandomReader(sampler_key(config.distributed.seed, phase, 0), *sizes)

@@ -44,14 +44,12 @@ class RandomReader:
     key: int
     sequence_length: int
     vocab_size: int
-    documents: bool = False  # whether to return `Samples.lengths`
 
     def read(self, first: int, count: int) -> Samples:
         """Make up samples first, first + 1, ..., first + count - 1."""
         indices = np.arange(first, first + count, dtype=np.int64)
         tokens = random_tokens(indices, self.sequence_length + 1, self.vocab_size, self.key)
-        lengths = np.full(count, self.sequence_length, dtype=np.int32) if self.documents else None
-        return Samples(tokens, lengths=lengths)
+        return Samples(tokens, lengths=np.full(count, self.sequence_length, dtype=np.int32))
 
 
 @dataclass(eq=False)

@@ -95,7 +95,7 @@ def write_checkpoint(folder: Path, source: WeightSource, shapes: Shapes, config:
     kept = source if isinstance(source, CheckpointSource) and not source.averaged else None
     tensors = {tensor.name: tensor for tensor in _tensors(source, kept, shapes)}
     cut = split({name: tensor.num_bytes for name, tensor in tensors.items()}, limit_bytes)
-    save_id, iteration = new_nonce(), source.content.iteration if isinstance(source, CheckpointSource) else 0
+    save_id, iteration = new_nonce(), source.iteration or 0
     folder.mkdir()
     saved: dict[str, SavedFile] = {}
     parameters: dict[str, SavedParameter] = {}
