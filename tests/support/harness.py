@@ -43,6 +43,8 @@ FORKSERVER.set_forkserver_preload(
         "pytest",
         "torch.fx.experimental.symbolic_shapes",
         "tests.support.engine_runs",
+        "tests.support.launch",
+        "megatron_lite.cli.parse",
     ]
 )
 

@@ -26,29 +26,23 @@ SLOW = ("tensorwise", "rowwise")  # have no state, and no seeds
 formats = pytest.mark.parametrize("name", [pytest.param(n, marks=[pytest.mark.slow] * (n in SLOW)) for n in FORMATS])
 
 
-def test_zero_stages_change_no_bit_and_tensor_parallelism_only_rounding() -> None:
+@formats
+def test_zero_stages_change_no_bit_and_tensor_parallelism_only_rounding(name: str) -> None:
     """Two ranks: so scales are the same, too. Losses differ from those in fp32."""
-    stages = [{"zero_stage": stage} for stage in (1, 2, 3)]
-    cases = [dict(options, **stage) for options in ({}, *FORMATS.values()) for stage in stages]
     common: dict[str, Any] = {"num_layers": 3, "lr": 1e-2, "lr_warmup_iters": 0, "breadth_first_micro_batches": 2}
-    results, _ = run_distributed(2, train_several, [common | case for case in cases], 3)
-    split, _ = run_distributed(
-        2,
-        train_several,
-        [common | options | {"tensor_parallel": 2, "sequence_tensor_parallel": True} for options in FORMATS.values()],
-        3,
-        tensor_parallel=2,
-    )
-    plain, one = results[0].losses, run_distributed(1, train_several, [common | o for o in FORMATS.values()], 3)[0]
-    for place, (name, of_tensor) in enumerate(zip(FORMATS, split, strict=True), start=1):
-        first, *others = results[3 * place : 3 * place + 3]
-        assert first.losses != plain, name
-        np.testing.assert_allclose(first.losses, plain, rtol=0.01, err_msg=name)
-        np.testing.assert_allclose(of_tensor.losses[0], one[place - 1].losses[0], rtol=1e-4, err_msg=name)
-        np.testing.assert_allclose(of_tensor.losses, one[place - 1].losses, rtol=1e-3, err_msg=name)
-        for other in others:
-            assert other.losses == first.losses and other.grad_norms == first.grad_norms, name
-            assert same_weights(other.weights, first.weights), name
+    rounded = common | FORMATS[name]
+    cases = [common, *({**rounded, "zero_stage": stage} for stage in (1, 2, 3))]
+    (plain, first, *others), _ = run_distributed(2, train_several, cases, 3)
+    split = {**rounded, "tensor_parallel": 2, "sequence_tensor_parallel": True}
+    (of_tensor,), _ = run_distributed(2, train_several, [split], 3, tensor_parallel=2)
+    ((one,),) = run_distributed(1, train_several, [rounded], 3)
+    assert first.losses != plain.losses
+    np.testing.assert_allclose(first.losses, plain.losses, rtol=0.01)
+    np.testing.assert_allclose(of_tensor.losses[0], one.losses[0], rtol=1e-4)
+    np.testing.assert_allclose(of_tensor.losses, one.losses, rtol=1e-3)
+    for other in others:
+        assert other.losses == first.losses and other.grad_norms == first.grad_norms
+        assert same_weights(other.weights, first.weights)
 
 
 def flags(folder: Path, name: str, *more: str) -> list[str]:

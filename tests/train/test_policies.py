@@ -1,12 +1,10 @@
 """When a run saves, what it keeps and what it loads, as flags of whole runs."""
 
-import subprocess
-import sys
 from pathlib import Path
 
 import numpy as np
 
-from tests.support.launch import ROOT, TINY, run, succeed
+from tests.support.launch import TINY, pretrain_after, run, succeed
 from tests.support.metrics import read_metrics
 from tests.support.results import assert_all_good, checkpoints, weights
 from tests.support.token_files import write_documents
@@ -26,11 +24,10 @@ def test_a_long_run_saves_by_itself(tmp_path: Path) -> None:
 
     The fifteen minutes are none here. An earlier start's checkpoint stays.
     """
-    program = "from megatron_lite.validation import areas; areas.DEFAULT_MINUTES = 1e-9; import pretrain_gpt as program"
+    minutes = "from megatron_lite.validation import areas; areas.DEFAULT_MINUTES = 1e-9"
     flags = [*TINY, f"--experiment_dir={tmp_path}"]
     for iterations, kept in ((3, [2, 3]), (7, [2, 3, 6, 7])):
-        words = [sys.executable, "-c", f"{program}; program.command()", *flags, f"--train_iters={iterations}"]
-        done = subprocess.run(words, capture_output=True, text=True, timeout=120, cwd=ROOT)
+        done = pretrain_after(minutes, [*flags, f"--train_iters={iterations}"])
         assert done.returncode == 0 and (done.stdout + done.stderr).count("saves every 1e-09 minutes") == 1, done
         assert checkpoints(tmp_path) == kept
     assert_all_good(tmp_path)

@@ -206,7 +206,14 @@ def test_signal_to_one_rank_or_to_all(reference: Path, corpus: str, tmp_path: Pa
 def test_signal_during_a_long_validation(tmp_path: Path) -> None:
     """A validation that was told to stop does: the ranks save, and the next start validates what it has loaded, before
     anything else, also when the run was at its end. In the log nothing is missing, and nothing differs."""
-    more = ("--train_iters=4", "--validation_iters=60", "--validation_interval=2", "--test_iters=1", "--ema_type=ema")
+    more = (
+        "--num_layers=1",
+        "--train_iters=4",
+        "--validation_iters=60",
+        "--validation_interval=2",
+        "--test_iters=1",
+        "--ema_type=ema",
+    )
     whole, stopped = tmp_path / "whole", tmp_path / "stopped"
     succeed([*TINY, *more, f"--experiment_dir={whole}"], RANKS)
 
