@@ -112,7 +112,7 @@ def planned(ranks: int, options: dict[str, Any], rank: int = 0) -> Books:
     ("ranks", "cases"),
     [
         (1, STATE_CASES[::8]),
-        (2, STATE_CASES[1::4]),
+        (2, STATE_CASES[1::8]),
         (3, STATE_CASES[2::8]),
         *(pytest.param(ranks, STATE_CASES, marks=pytest.mark.slow) for ranks in (1, 2, 3)),
     ],
@@ -218,7 +218,7 @@ KEPT_CASES: list[dict[str, Any]] = [
 ]
 
 
-@pytest.mark.parametrize(("micro_batch_size", "options"), some(KEPT_CASES, (1, 2), each=2), ids=str)
+@pytest.mark.parametrize(("micro_batch_size", "options"), some(KEPT_CASES, (1, 2), each=4), ids=str)
 def test_activations_are_what_autograd_keeps(options: dict[str, Any], micro_batch_size: int) -> None:
     """The planned activations of each layer equal to the byte what autograd saves."""
     config = tiny_config(1, **{"batch_size": micro_batch_size, **options})
@@ -302,7 +302,7 @@ SIZES: dict[str, Any] = dict(num_layers=4, batch_size=2, hidden_size=128, sequen
 SIZES |= dict(max_position_embeddings=256)
 
 
-@pytest.mark.parametrize(("level", "options"), some(PEAK_CASES, LEVELS, each=6), ids=str)
+@pytest.mark.parametrize(("level", "options"), some(PEAK_CASES, LEVELS, each=9), ids=str)
 def test_peaks_are_those_of_a_step(options: dict[str, Any], level: str) -> None:
     """The planned peak of forward and backward passes, beyond the state, is within half a percent of a real step."""
     planned, measured = peaks(tiny_config(1, **{**SIZES, "mlp_recompute_level": level, **options}))
@@ -342,7 +342,7 @@ EVALUATION_CASES: list[dict[str, Any]] = [
 ]
 
 
-@pytest.mark.parametrize("options", EVALUATION_CASES, ids=str)
+@pytest.mark.parametrize("options", some(EVALUATION_CASES, each=2), ids=str)
 def test_peaks_of_an_evaluation(options: dict[str, Any]) -> None:
     """With much larger micro-batches an evaluation sets the peak; the plan is within half a percent."""
     sizes = dict(num_layers=4, batch_size=16, hidden_size=128, sequence_length=128, vocab_size=512, micro_batch_size=1)
@@ -357,20 +357,18 @@ def test_peaks_of_an_evaluation(options: dict[str, Any]) -> None:
     assert planned.peak == pytest.approx(meter.peak, rel=0.005)
 
 
-@pytest.mark.parametrize(
-    "options",
-    [
-        {},
-        dict(qk_layernorm=True, **RMS),
-        dict(window_size=20, head_groups=2),
-        dict(sequence_length=600, window_size=130),
-        dict(attention_dropout=0.1),
-        dict(attention_softmax_in_fp32=True),
-        dict(attention_softmax_in_fp32=True, attention_dropout=0.1),
-    ],
-    ids=str,
-)
-@pytest.mark.parametrize("training_dtype", ["fp32", "bf16"])
+ATTENTION_CASES: list[dict[str, Any]] = [
+    {},
+    dict(qk_layernorm=True, **RMS),
+    dict(window_size=20, head_groups=2),
+    dict(sequence_length=600, window_size=130),
+    dict(attention_dropout=0.1),
+    dict(attention_softmax_in_fp32=True),
+    dict(attention_softmax_in_fp32=True, attention_dropout=0.1),
+]
+
+
+@pytest.mark.parametrize(("training_dtype", "options"), some(ATTENTION_CASES, ("fp32", "bf16"), each=2), ids=str)
 def test_peaks_of_attention(options: dict[str, Any], training_dtype: str) -> None:
     """Where attention dominates, the plan is within 3 percent: windows and probabilities are freed bit by bit."""
     sizes = dict(num_layers=2, batch_size=2, hidden_size=128, sequence_length=256, vocab_size=100, ffn_hidden_size=64)

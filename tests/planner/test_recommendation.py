@@ -114,7 +114,9 @@ LARGE = (
     [
         "256 --zero_stage=auto --layers_per_stage=auto",
         pytest.param("256 --num_grad_buffers=4 --gated=1", marks=pytest.mark.slow),
-        "256 --validation_iters=1 --eval_micro_batch_size=32 --micro_batch_size=8",
+        pytest.param(
+            "256 --validation_iters=1 --eval_micro_batch_size=32 --micro_batch_size=8", marks=pytest.mark.slow
+        ),
         pytest.param("250 --allow_nondivisible_batch_size=1 --micro_batch_size=7", marks=pytest.mark.slow),
         "none --batch_size_schedule 0:128 100:256 --micro_batch_size=8",
         pytest.param("256 --freeze=embedding", marks=pytest.mark.slow),
@@ -190,10 +192,13 @@ def test_devices_and_links(capsys: pytest.CaptureFixture[str]) -> None:
     assert "30.0 GiB each" in slow and "data sheet of h100 (as no --gpu is named)" in slow
 
 
-@pytest.mark.parametrize("gpu", sorted(GPUS))
+@pytest.mark.parametrize(
+    "gpu",
+    [gpu if gpu in ("h100", "mi300x", "v100") else pytest.param(gpu, marks=pytest.mark.slow) for gpu in sorted(GPUS)],
+)
 def test_speeds_are_labelled(gpu: str, capsys: pytest.CaptureFixture[str]) -> None:
     """Every card has a plan that names it; shares that no run has confirmed are called assumed."""
-    text = " ".join(small_page(capsys, "--world_size=4", f"--gpu={gpu}").split())
+    text = " ".join(small_page(capsys, "--world_size=4", "--batch_size=4", f"--gpu={gpu}").split())
     assert f"layouts that fit 4 GPUs ({gpu}), predicted" in text and f"data sheet of {gpu}:" in text
     known = {"a100", "a100-40", "h100", "h200"}
     assert ("assumed, as no run on this device has been measured" in text) == (gpu not in known)
@@ -212,7 +217,9 @@ def test_a_gpu_without_bf16_is_slow_in_bf16(capsys: pytest.CaptureFixture[str]) 
 def test_tf32_is_planned_at_half_the_speed_of_16_bits(gpu: str, capsys: pytest.CaptureFixture[str]) -> None:
     """Where the GPU has TF32."""
     plain, rounded = (
-        small_page(capsys, "--world_size=4", f"--gpu={gpu}", "--training_dtype=fp32", f"--tf32={tf32}")
+        small_page(
+            capsys, "--world_size=4", "--batch_size=4", f"--gpu={gpu}", "--training_dtype=fp32", f"--tf32={tf32}"
+        )
         for tf32 in (0, 1)
     )
     assert ("h100: tf32 494.7 TFLOP/s" in rounded) == (gpu == "h100") and ": tf32" not in plain
@@ -265,7 +272,7 @@ def test_the_smallest_number_of_gpus(capsys: pytest.CaptureFixture[str]) -> None
 def test_nothing_fits_any_number(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
     """The error says so in one line, once everything was tried, however slow the processor is."""
     monkeypatch.setattr(search, "SEARCH_S", 600.0)
-    assert main(["--dry_run=1", *SMALL, "--world_size=auto", "--device_memory_gib=0.9"]) == 2
+    assert main(["--dry_run=1", *SMALL, "--batch_size=4", "--world_size=auto", "--device_memory_gib=0.9"]) == 2
     (line,) = capsys.readouterr().err.splitlines()
     assert "--world_size=auto: " in line and "no flags fit" in line
 

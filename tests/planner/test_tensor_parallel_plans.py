@@ -80,9 +80,10 @@ def test_state_and_traffic_are_those_of_real_ranks(ranks: int, shared: int) -> N
 
 def test_gpus_exchange_all_copied_gradients() -> None:
     """With whole tokens a CPU sums none of a Llama's; NCCL's sums may differ, so GPUs take one rank's of every norm."""
-    config = mistral(ranks=2, num_layers=4, tensor_parallel=2, micro_batch_size=1)
+    sizes = dict(num_layers=4, batch_size=4, micro_batch_size=1, sequence_length=1024)
+    config = mistral(ranks=2, tensor_parallel=2, **sizes)
     on_cpu, on_gpu = (make_plan(config, 2, device).traffic["tensor sum"] for device in ("cpu", "cuda"))
-    numbers_of_the_loss = 128 * 2 * 8192  # of micro-batches, each with two numbers of a token
+    numbers_of_the_loss = 4 * 2 * 1024  # of micro-batches, each with two numbers of a token
     assert on_cpu.elements == 2 * numbers_of_the_loss
     assert on_gpu.elements - on_cpu.elements == 2 * (2 * 4 + 1) * 4096
 
