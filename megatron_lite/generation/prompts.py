@@ -94,7 +94,7 @@ def encode_prompt(tokenizer: Tokenizer, prompt: str, template: bool, vocab_size:
     if len(tokens) >= longest:
         raise DataError(
             f"the prompt {shown} has {len(tokens):,} tokens, but prompt and continuation together have at most "
-            f"{longest:,} (--sequence_length); shorten the prompt"
+            f"{longest:,} (--sequence_length); shorten the prompt or the conversation"
         )
     return tokens
 

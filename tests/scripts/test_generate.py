@@ -100,8 +100,13 @@ def test_a_checkpoint_whose_tokenizer_is_gone_asks_for_one(run: Path, call: Call
     assert code == 3 and f"--tokenizer_file={kept}, which no longer exists" in error and error.count("\n") == 1
 
 
-def test_chat_writes_prompts_by_the_template(export: Path, call: Callable[..., Any], tmp_path: Path) -> None:
-    """The text is that of the prompt as the template writes it, up to what ends the assistant's turn there."""
+def test_chat_writes_prompts_by_the_template(
+    export: Path, call: Callable[..., Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The text is that of the prompt as the template writes it, up to what ends the assistant's turn there.
+
+    Without a prompt each line of standard input follows the messages and answers before.
+    """
     folder = tmp_path / "model"
     shutil.copytree(export, folder)
     options = ("--temperature=0", "--max_new_tokens=30", "--json_lines")
@@ -118,6 +123,12 @@ def test_chat_writes_prompts_by_the_template(export: Path, call: Callable[..., A
     assert answer["text"] == plain["text"].partition(end)[0] and answer["finish"] == "stop"
     assert (answer["prompt"], answer["prompt_tokens"]) == ("hi", len("U:hi;A:"))
     assert call("--model", folder, "--chat", "--prompt=hi", *options[:2])[1] == answer["text"] + "\n"
+    monkeypatch.setattr("sys.stdin", io.StringIO("hi\n\nho\n"))
+    first, second = objects(call("--model", folder, "--chat", *options)[1])
+    assert first == answer and (second["index"], second["prompt"]) == (1, "ho")
+    written = f"U:hi;A:{answer['text']}{end}U:ho{end}A:"
+    (plain,) = objects(call("--model", folder, f"--prompt={written}", *options)[1])
+    assert second["text"] == plain["text"].partition(end)[0] and second["prompt_tokens"] == len(written.encode())
 
 
 def test_a_text_does_not_depend_on_other_prompts(export: Path, call: Callable[..., Any]) -> None:
