@@ -242,6 +242,9 @@ def _check_tokenizer(run: Run) -> None:
     found, unknown = check_tokenizer(paths, config.model.vocab_size, own)
     if (tokenizer := found or own) is not None:
         run.data.identity |= {"tokenizer_sha256": tokenizer.sha256, "tokenizer_size": tokenizer.size}
+        if 2 * tokenizer.size < config.model.vocab_size:
+            fix = f"the tokenizer has {tokenizer.size} tokens; --vocab_size={tokenizer.size} is smaller and faster"
+            run.data.warnings = (*run.data.warnings, f"--vocab_size={config.model.vocab_size}: {fix}")
     if unknown and run.distributed.rank == 0:
         run.data.search_in_background(unknown, run.stop.fail)
 

@@ -13,7 +13,7 @@ from tests.support.launch import TINY, run, succeed
 from tests.support.loading import loaded
 from tests.support.token_files import save_byte_tokenizer
 
-FLAGS = [*TINY, "--num_workers=0", "--split=1,0,0", "--train_iters=3", "--vocab_size=320"]
+FLAGS = [*TINY, "--num_workers=0", "--split=1,0,0", "--train_iters=3", "--vocab_size=515"]
 
 
 @pytest.fixture
@@ -45,6 +45,7 @@ def test_text_is_prepared_once(text: Path, tmp_path: Path) -> None:
     outcome = succeed(flags("list", tmp_path / "a", *data), ranks=2)
     (index,) = cache.glob("*/text.idx")
     assert f"prepared {text} as {cache}" in outcome.output and "skipped documents: 1 not JSON" in outcome.output
+    assert "--vocab_size=515: the tokenizer has 257 tokens; --vocab_size=257 is smaller" in outcome.output
     assert IndexedDataset(str(index)[:-4]).num_documents == 201
     assert f"found {text} as {cache}" in succeed(flags("list", tmp_path / "b", *data)).output
     with loaded("concatenate_dataset") as module:
