@@ -16,7 +16,6 @@ from megatron_lite.distributed.process_group import Distributed
 from megatron_lite.errors import CheckpointError, DamagedError, RunError, shorten
 from megatron_lite.huggingface.model_folder import source_folders
 from megatron_lite.huggingface.weight_source import ADVICE, CheckpointSource, HuggingFaceSource, WeightSource
-from megatron_lite.parameter import ParameterSpec
 from megatron_lite.zero.finite import not_finite
 from megatron_lite.zero.multi_stage import MultiStage
 
@@ -220,23 +219,7 @@ def load_moments(
         CheckpointError: on every rank, if no moments can be used or a file can no longer be read.
     """
     assert isinstance(source, CheckpointSource), "open_pretrained refuses other sources"
-    content = source.content
-    before = saved_optimizer(content.config)
-
-    def is_kept(kind: str, spec: ParameterSpec) -> bool:
-        saved = content.parameters.get(spec.name)
-        fits = keeps_moments(before, optimizer, bool(spec.matrix_rows))
-        return fits and saved is not None and kind in saved.slices
-
-    moments = [(part, kind) for _, part in model.parts() for kind in part.kinds() if kind in MOMENTS]
-
-    def fill() -> None:
-        for part, kind in moments:
-            for spec, tile in part.layout.tiles(distributed.data.rank):
-                if part.has(kind, spec) and is_kept(kind, spec):
-                    source.read_state(spec.name, kind, tile, part.read(kind)[tile.offset : tile.end])
-
-    _together(distributed, fill)
+    content, before = source.content, saved_optimizer(source.content.config)
     wanted = [
         (kind, slot.spec)
         for _, part in model.all_parts()
@@ -244,9 +227,19 @@ def load_moments(
         for slot in part.layout.slots
         if kind in MOMENTS and part.has(kind, slot.spec)
     ]
-    num_kept = sum(is_kept(kind, spec) for kind, spec in wanted)
-    num_lost = len(wanted) - num_kept
-    if num_lost and not num_kept:
+    fitting = {(kind, spec.name) for kind, spec in wanted if keeps_moments(before, optimizer, bool(spec.matrix_rows))}
+    kept = fitting & {(kind, name) for name, saved in content.parameters.items() for kind in saved.slices}
+
+    def fill() -> None:
+        for _, part in model.parts():
+            for kind in part.kinds():
+                for spec, tile in part.layout.tiles(distributed.data.rank):
+                    if (kind, spec.name) in kept:
+                        source.read_state(spec.name, kind, tile, part.read(kind)[tile.offset : tile.end])
+
+    _together(distributed, fill)
+    num_lost = len(wanted) - len(kept)
+    if num_lost and not kept:
         raise CheckpointError(
             f"--load_pretrained_optimizer=1: --optimizer={optimizer} cannot use any moments of {source.folder} "
             f"(--optimizer={before}); leave --load_pretrained_optimizer out"
