@@ -40,7 +40,7 @@ from megatron_lite.planner.step_memory import (
 from megatron_lite.zero.messages import FirstLayer
 from megatron_lite.zero.multi_stage import MultiStage
 from megatron_lite.zero.pipeline import Durations
-from megatron_lite.zero.runner import forward_backward
+from megatron_lite.zero.runner import execute
 from megatron_lite.zero.schedule import Order, Step
 
 UNDIVIDED = DistributedConfig()  # one group of all ranks
@@ -280,7 +280,7 @@ def count_traffic(model: MultiStage, schedule: Sequence[Step], micro_batch: Micr
     }
     for _ in range(2):
         traffic.take()
-        forward_backward(cast(Any, verbs), schedule, micro_batches, model.messages, None)
+        execute(cast(Any, verbs), schedule, micro_batches, model.messages)
         for stage in model.stages:
             if stage.update_buffer is not None:
                 for exchange in (stage.gather_update, stage.reduce_update):

@@ -133,19 +133,20 @@ class MultiStage:
         steps = self._schedule("training", len(micro_batches))
         if isinstance(self.stages[0], HybridStage):
             begin_reductions(self.stages, steps)
-        losses = runner.forward_backward(self._verbs, steps, micro_batches, self.messages, self._throttle)
+        losses = runner.execute(self._verbs, steps, micro_batches, self.messages, self._throttle)
         return self._sum(losses)
 
     def evaluate(self, micro_batches: Sequence[Any]) -> Tensor:
         """Return this rank's summed loss, without gradients; 0 without the head."""
         kind = "average" if self._shows_average else "evaluation"
         steps = self._schedule(kind, len(micro_batches))
-        return self._sum(runner.outputs(self._by_index, steps, micro_batches, self.messages))
+        return self._sum(runner.execute(self._by_index, steps, micro_batches, self.messages, trains=False))
 
     def output(self, micro_batch: Any) -> Tensor:
         """Return the last layer's output for one micro-batch, without gradients, on every rank."""
         assert not self._shows_average, "averages are only evaluated"
-        found = runner.outputs(self._by_index, self._schedule("evaluation", 1), [micro_batch], self.messages)
+        steps = self._schedule("evaluation", 1)
+        found = runner.execute(self._by_index, steps, [micro_batch], self.messages, trains=False)
         return self.ranks.from_owner(found[0] if found else None, self.pipeline.rank_of[-1])
 
     @contextlib.contextmanager

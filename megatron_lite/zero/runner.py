@@ -13,17 +13,19 @@ from megatron_lite.zero.stage import Stage
 from megatron_lite.zero.throttle import Throttle
 
 
-def forward_backward(
+def execute(
     stages: Mapping[int, Stage],
     schedule: Sequence[Step],
     micro_batches: Sequence[Any],
     messages: Messages,
-    throttle: Throttle | None,
+    throttle: Throttle | None = None,
+    trains: bool = True,
 ) -> list[Tensor]:
-    """Run one iteration's micro-batches; return the loss of each, (), on the pipeline rank of the last stage.
+    """Run one iteration's micro-batches; return the last stage's output for each, on its pipeline rank.
 
-    stages: by number in the model. Afterwards every `grad_shard` holds this rank's slice of the gradient, summed over
-    micro-batches and ranks.
+    The outputs are losses, (), or logits of a model without a loss. stages: by number in the model. trains: afterwards
+    every `grad_shard` holds this rank's slice of the gradient, summed over micro-batches and ranks; otherwise the
+    schedule has forward passes only, and no gradient is touched.
     """
     hidden: dict[int, Any] = {}  # (b, s, h) between stages; after the last one the loss, ()
     grad: dict[int, Any] = {}  # d loss / d hidden, (b, s, h)
@@ -40,7 +42,9 @@ def forward_backward(
         results = hidden if step.kind == "forward" else grad
         if step.take:
             results[micro] = messages.take(step.take)
-        if step.kind == "forward":
+        if not trains:
+            hidden[micro] = stage.evaluate(hidden.get(micro), micro_batches[micro])
+        elif step.kind == "forward":
             hidden[micro] = stage.forward(hidden.get(micro), micro_batches[micro], micro)
         elif step.kind == "backward":
             grad[micro] = stage.backward(grad.get(micro), micro)
@@ -54,36 +58,8 @@ def forward_backward(
             stages[index].reduce(again)  # reduce_scatter: full gradients -> shard
         if throttle is not None:
             throttle.step()
-    for stage in stages.values():
+    for stage in stages.values() if trains else ():
         stage.finish_reduction()
     while messages.sent:
         messages.sent.popleft()[0].wait()
-    return _in_order(hidden)
-
-
-def outputs(
-    stages: Mapping[int, Stage], schedule: Sequence[Step], micro_batches: Sequence[Any], messages: Messages
-) -> list[Tensor]:
-    """Run forward passes only, touching no gradients; return the last stage's output for each micro-batch."""
-    hidden: dict[int, Tensor] = {}
-    for step in schedule:
-        for message in step.receive:
-            messages.receive(message, micro_batches[message.micro_batch])
-        for index in step.gather:
-            stages[index].gather()
-        for index in step.needs:
-            stages[index].require_weights()
-        micro = step.micro_batch
-        if step.take:
-            hidden[micro] = messages.take(step.take)
-        hidden[micro] = stages[step.stage].evaluate(hidden.get(micro), micro_batches[micro])
-        if step.send:
-            messages.send(step.send, hidden.pop(micro))
-    while messages.sent:
-        messages.sent.popleft()[0].wait()
-    return _in_order(hidden)
-
-
-def _in_order(last: Mapping[int, Tensor]) -> list[Tensor]:
-    """Return the last stage's outputs (losses, or logits of a model without a loss) by micro-batch."""
-    return [last[micro] for micro in sorted(last)]
+    return [hidden[micro] for micro in sorted(hidden)]
