@@ -80,11 +80,6 @@ class FlatLayout:
         return [(slot.end, start) for slot, start in zip(self.slots, starts, strict=True) if slot.end < start]
 
     @property
-    def has_matrices(self) -> bool:
-        """Whether the range holds hidden matrices."""
-        return any(slot.spec.matrix_rows for slot in self.slots)
-
-    @property
     def first_matrix(self) -> int:
         """Offset of the first hidden matrix; without any, the end of the range."""
         return next((slot.offset for slot in self.slots if slot.spec.matrix_rows), self.numel)

@@ -86,7 +86,7 @@ class Memory:
 
     def table(self) -> list[MemoryRow]:
         """Return this rank's memory by kind; a shard that is a view of a buffer counts as buffer."""
-        parts = self._parts()
+        parts = [part for stage in self.stages for part in stage.parts if part.has_memory]
         trained, frozen = [p for p in parts if not p.frozen], [p for p in parts if p.frozen]
         stateful = [part for part in parts if part.has_state]
         largest = max((part.layout.shard_numel for part in stateful), default=0)
@@ -135,9 +135,6 @@ class Memory:
             Buffer((library if size else torch).empty(size, dtype=dtype, device=self._group.device).zero_(), is_owned)
             for size, is_owned in zip(plan.sizes, plan.owned, strict=True)
         ]
-
-    def _parts(self) -> list[FlatShard]:
-        return [part for stage in self.stages for part in stage.parts if part.has_memory]
 
     def _plan(self, stage: Stage, weight_plan: BufferPlan, grad_plan: BufferPlan) -> StagePlan:
         return StagePlan(

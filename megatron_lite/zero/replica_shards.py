@@ -36,7 +36,7 @@ class HybridShard(FlatShard):
         held_numel = self.layout.numel // self.group.world_size
         # This rank's part of its group's weights, (R * shard_numel,) in the training dtype; `is_stale`: the other
         # replicas' shards in it are older than theirs.
-        self.held = self._of_group(weights.full)
+        self.held = super()._own(weights.full)
         if not weights.is_owned:
             self.held = self._zeros(weights.full.dtype, held_numel)
         self.is_stale = True
@@ -44,7 +44,7 @@ class HybridShard(FlatShard):
         self.held_bytes = 0 if weights.is_owned else self.held.nbytes
         sums = None
         if gradients is not None:
-            own = self._of_group(gradients.full)
+            own = super()._own(gradients.full)
             sums = BufferRange(own if gradients.is_owned else self._zeros(precision.gradients, held_numel), True)
         super().allocate(BufferRange(self.held, True), sums, precision)
         self.full_weights = self.placed = weights.full
@@ -54,7 +54,7 @@ class HybridShard(FlatShard):
 
     def place_weights(self) -> None:
         """Place this rank's part of its group's weights, or averages, in `placed`, after a gather across replicas."""
-        placed = self._of_group(self.placed)
+        placed = super()._own(self.placed)
         if self.shows_average:
             self._own(placed).copy_(self.weights.read() if self.average is None else self.average)
             self.replicate.all_gather(placed, "replica gather").wait()
@@ -76,11 +76,8 @@ class HybridShard(FlatShard):
             self._gathering.wait()
             self._gathering = None
 
-    def _of_group(self, full: Tensor) -> Tensor:
-        return full.view(self.group.world_size, -1)[self.group.rank]
-
     def _own(self, full: Tensor) -> Tensor:
-        """Return this rank's shard in its part of the group's range."""
+        """Return this rank's shard in its part of the group's range, which `FlatShard._own` returns."""
         return full.view(self.replicate.world_size, -1)[self.replicate.rank]
 
 

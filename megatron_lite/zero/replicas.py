@@ -37,9 +37,8 @@ class Replicas:
         self._tensor = tensor
         held = list(layout.tiles(rank))
         tiles = [tile for _, tile in held]
-        others = [(tile.offset, tile.end) for tile in tiles if tile.holders[0] != tensor.rank]
-        self.counted = _without(others, layout.shard_numel)
         self.segments = _segments([(tile.offset, tile.holders[0] == tensor.rank) for tile in tiles], layout.shard_numel)
+        self.counted = [(start, end) for start, end, counts in self.segments if counts]
         self.copied = [tile for tile in tiles if len(tile.holders) > 1]
         may_differ = tensor.device.type == "cuda"
         # Each tile with the ranks whose values are summed. Copies have the same offsets in all shards, so all ranks
@@ -100,9 +99,3 @@ def _segments(starts: list[tuple[int, bool]], end: int) -> list[Segment]:
     firsts += [(start, counts) for (_, before), (start, counts) in itertools.pairwise(starts) if counts != before]
     ends = [start for start, _ in firsts[1:]] + [end]
     return [Segment(start, last, counts) for (start, counts), last in zip(firsts, ends, strict=True)]
-
-
-def _without(runs: list[tuple[int, int]], end: int) -> list[tuple[int, int]]:
-    """Return 0 to `end` without these ranges, which are sorted."""
-    borders = [0, *(border for run in runs for border in run), end]
-    return [(low, high) for low, high in zip(borders[::2], borders[1::2], strict=True) if low < high]

@@ -107,7 +107,7 @@ class Stage:
     ) -> None:
         """index: the stage's number in the model, which may differ from its index in a list."""
         self.index, self.layers, self.world = index, layers, world or group
-        specs = [parameter.spec for parameter in self._declared()]
+        specs = [cast(Parameter, declared).spec for layer in layers for declared in layer.parameters()]
         trained, frozen = [s for s in specs if s.trainable], [s for s in specs if not s.trainable]
         kinds = [(some, is_frozen) for some, is_frozen in ((trained, False), (frozen, True)) if some]
         self.parts = tuple(
@@ -133,7 +133,7 @@ class Stage:
     def update_numel(self) -> int:
         """Elements that the optimizer gathers: all shards of a stage with matrices that it updates as a whole."""
         part = self.trainable
-        gathers = part and part.whole_matrices and part.layout.has_matrices
+        gathers = part and part.whole_matrices and part.layout.first_matrix < part.layout.numel
         return self.world.world_size * part.layout.shard_numel if part and gathers else 0
 
     def allocate(self, weights: Buffer, gradients: Buffer | None, precision: Precision) -> None:
@@ -322,7 +322,7 @@ class Stage:
         self.require_weights()
         for layer in self.layers:
             if self.observer is not None and slot is not None and hidden is not None and hidden.requires_grad:
-                hidden.register_hook(functools.partial(_observe_gradient, self.observer, layer.name, slot))
+                hidden.register_hook(functools.partial(self.observer.layer_gradient, layer.name, micro_batch=slot))
             if layer.recomputed:
                 assert hidden is not None, "the first layer of a model is not recomputed"
                 hidden = recompute(layer, hidden, micro_batch)
@@ -332,10 +332,6 @@ class Stage:
                 self.observer.layer_output(layer.name, hidden.detach(), slot)
         assert hidden is not None
         return hidden
-
-    def _declared(self) -> Iterator[Parameter]:
-        for layer in self.layers:
-            yield from cast(Iterator[Parameter], layer.parameters())
 
     def _ranges(self, weights: Buffer) -> tuple[Tensor, ...]:
         """Split a weight buffer into the flat ranges of the parts."""
@@ -364,7 +360,3 @@ class Stage:
                 setattr(module, attribute, parameter)
                 placed[slot.spec.name] = parameter
         return [(name, placed[name]) for name in places]
-
-
-def _observe_gradient(observer: Observer, name: str, slot: int, gradient: Tensor) -> None:
-    observer.layer_gradient(name, gradient, slot)
