@@ -50,6 +50,7 @@ class Group:
     ) -> None:
         self.rank, self.world_size, self.device, self.group = rank, world_size, device, group
         self.traffic, self.watch = traffic, watch
+        self.device_type = device.type  # in a plan, that of the planned device
         self._tag = 0
         self._scratch: Tensor | None = None
         self._reduction: Handle | None = None
@@ -107,18 +108,14 @@ class Group:
 
     def sum_in_rank_order(self, values: Tensor) -> Tensor:
         """Return the sum of a small vector over ranks, bit-identical on all ranks."""
-        return values if self.world_size == 1 else self._gathered(values, "sum").sum(dim=0)
+        return values if self.world_size == 1 else self.gathered(values, "sum").sum(dim=0)
 
     def largest(self, values: Tensor, kind: str) -> Tensor:
         """Return the elementwise maximum of a small tensor over ranks; NaN if one is."""
-        return values if self.world_size == 1 else self._gathered(values, kind).amax(dim=0)
+        return values if self.world_size == 1 else self.gathered(values, kind).amax(dim=0)
 
-    def gather_tensors(self, tensor: Tensor) -> list[Tensor]:
-        """Return every rank's tensor in rank order, on every rank; equal shapes and dtypes. For debugging."""
-        return list(self._gathered(tensor.detach(), "debug"))
-
-    def _gathered(self, tensor: Tensor, kind: str) -> Tensor:
-        """Return the tensors of all ranks, (world_size, *shape)."""
+    def gathered(self, tensor: Tensor, kind: str) -> Tensor:
+        """Return the tensors of all ranks, (world_size, *shape), on every rank; equal shapes and dtypes."""
         gathered = tensor.new_empty(self.world_size, *tensor.shape)
         gathered[self.rank] = tensor
         self.all_gather(gathered.view(-1), kind).wait()
@@ -131,7 +128,7 @@ class Group:
 
     def reduction_scratch_bytes(self, shard_numel: int, dtype: torch.dtype) -> int:
         """Return the scratch bytes that `reduce_scatter` allocates for shards of this size."""
-        return reduction_scratch_bytes(self.device.type, self.world_size, shard_numel, dtype)
+        return reduction_scratch_bytes(self.device_type, self.world_size, shard_numel, dtype)
 
     # -- point to point, on CPU ----------------------------------------------------------------------------------------
 

@@ -25,7 +25,8 @@ ROW_NUMEL = 2**12  # elements that the reference sums in fp32
 BLOCK = 4096  # on an H200 at the speed of a copy; 2,048 reach 0.8 of it
 
 
-def _reference(shard: Tensor) -> Tensor:
+def squared_norm(shard: Tensor) -> Tensor:
+    """Return the sum of squares of a flat tensor of any floating dtype, by the reference: (), fp64."""
     rows = shard.numel() // ROW_NUMEL * ROW_NUMEL
     norms = torch.linalg.vector_norm(shard[:rows].view(-1, ROW_NUMEL), dim=1, dtype=torch.float32)
     rest = torch.linalg.vector_norm(shard[rows:], dtype=torch.float32)
@@ -45,15 +46,10 @@ def _piece_kernel(shard_ptr, sums_ptr, numel, PIECE_NUMEL: tl.constexpr, BLOCK: 
     tl.store(sums_ptr + piece, tl.sum(total, axis=0))
 
 
-def squared_norm(shards: Sequence[Tensor], triton: bool = False) -> Tensor:
-    """Return the sum of squares over flat tensors of any floating dtype: (), fp64."""
-    return squared_norms([shards], shards[0].device, triton)[0]
-
-
 def squared_norms(groups: Sequence[Sequence[Tensor]], device: torch.device, triton: bool = False) -> Tensor:
     """Return the sum of squares over each group of flat tensors of any floating dtype: (groups,), fp64."""
     if not triton:
-        sums = [[_reference(shard) for shard in shards] for shards in groups]
+        sums = [[squared_norm(shard) for shard in shards] for shards in groups]
         none = torch.zeros((), dtype=torch.float64, device=device)
         return torch.stack([torch.stack(own).sum() if own else none for own in sums])
     counts = [[cdiv(shard.numel(), PIECE_NUMEL) for shard in shards] for shards in groups]

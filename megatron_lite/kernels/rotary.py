@@ -33,11 +33,6 @@ def angle_table(frequencies: Tensor, length: int) -> Table:
     return angles.cos(), angles.sin()
 
 
-def rotary_table(length: int, channels: int, base: float, device: torch.device) -> Table:
-    """Return the angle table of the plain frequencies base^(-2 j / r)."""
-    return angle_table(1.0 / wavelengths(channels, base, device), length)
-
-
 # -- by torch --------------------------------------------------------------------------------------------------------
 
 

@@ -37,11 +37,6 @@ class WeightShard:
         return cls(None, rounded, torch.zeros_like(rounded, dtype=torch.int16))
 
     @property
-    def dtype(self) -> torch.dtype:
-        """Dtype of the values that `read` returns."""
-        return torch.float32 if self.master is None else self.master.dtype
-
-    @property
     def nbytes(self) -> int:
         """Bytes of `master` or `remainder`, without `rounded`."""
         return sum(tensor.nbytes for tensor in (self.master, self.remainder) if tensor is not None)

@@ -54,7 +54,7 @@ class CopyCheck:
         """Compare the output of a layer or the gradient of its input."""
         if tensor.dim() and self._splits_tokens:
             return
-        copies = torch.stack(self._distributed.tensor.gather_tensors(tensor.detach().contiguous()))
+        copies = self._distributed.tensor.gathered(tensor.detach().contiguous(), "debug")
         self._compare(name, copies, tuple(range(len(copies))))
 
     def shard(self, what: str, replicas: Replicas | None, shard: Tensor) -> None:
@@ -62,7 +62,7 @@ class CopyCheck:
         if replicas is None or not replicas.copied:
             return
         own = torch.cat([shard[tile.offset : tile.end] for tile in replicas.copied])
-        gathered = torch.stack(self._distributed.tensor.gather_tensors(own))
+        gathered = self._distributed.tensor.gathered(own, "debug")
         sizes = [tile.numel for tile in replicas.copied]
         for tile, copies in zip(replicas.copied, gathered.split(sizes, dim=1), strict=True):
             self._compare(f"{tile.name} {what}", copies, tile.holders)
@@ -187,7 +187,7 @@ class TensorDebugger:
             self.copies.layer(name, tensor)
         if level and tensor is not None:
             if self.config.debug_global_tensors:
-                tensor = self._joined(self.distributed.layers.gather_tensors(tensor.detach().contiguous()))
+                tensor = self._joined([*self.distributed.layers.gathered(tensor.detach().contiguous(), "debug")])
             self._log(name, tensor, level)
 
     def _joined(self, tensors: list[Tensor]) -> Tensor:
@@ -241,7 +241,7 @@ class TensorDebugger:
         """
         if self.config.debug_global_tensors:
             ranks, size = self.distributed.layers, self.distributed.tensor.world_size
-            shards = ranks.gather_tensors(shard.detach())
+            shards = ranks.gathered(shard.detach(), "debug")
             firsts = [size * layout.holder(number) for number in range(layout.world_size if ranks.rank == 0 else 0)]
             flats = [torch.cat([shards[first + rank] for first in firsts]) for rank in range(size if firsts else 0)]
             for slot in layout.slots if flats else ():

@@ -257,7 +257,7 @@ class Watch:
         tables, self._tables = self._tables, {}
         flat = torch.cat([table.values.view(-1) for table in tables.values()])
         with self._distributed.traffic.paused():
-            ranks = torch.stack(self._distributed.gather_tensors(flat))
+            ranks = self._distributed.gathered(flat, "debug")
         if self._distributed.rank != 0:
             return
         self._distributed.wait_for_device()
@@ -281,9 +281,8 @@ def summarize(chunks: Iterable[Tensor], wide: bool, bins: Tensor | None) -> Tens
     squares, largest, zeros, counts = [], [], [], []
     for chunk in chunks:
         on_cpu = chunk.device.type == "cpu"
-        squares.append(
-            squared_norm([chunk]) if on_cpu and not wide else vector_norm(chunk, dtype=torch.float64).square()
-        )
+        in_fp32 = on_cpu and not wide  # rows at a time
+        squares.append(squared_norm(chunk) if in_fp32 else vector_norm(chunk, dtype=torch.float64).square())
         largest.append(torch.stack(torch.aminmax(chunk)).abs().amax())
         zeros.append(chunk.numel() - torch.count_nonzero(chunk))
         if bins is not None:

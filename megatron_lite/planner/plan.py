@@ -21,7 +21,7 @@ from megatron_lite.config import RECOMPUTE_LEVELS, Config, DistributedConfig
 from megatron_lite.distributed.cpu_collectives import Works
 from megatron_lite.distributed.grid import place_of
 from megatron_lite.distributed.pipeline_group import PipelineGroup, one_pipeline_rank
-from megatron_lite.distributed.rank_group import Group, alone, reduction_scratch_bytes
+from megatron_lite.distributed.rank_group import Group, alone
 from megatron_lite.distributed.step_watch import Event
 from megatron_lite.distributed.traffic import Handle, Total, Traffic
 from megatron_lite.kernels.choice import choose_kernels
@@ -62,7 +62,7 @@ class SimulatedGroup(Group):
         traffic: Traffic | None = None,
     ) -> None:
         super().__init__(rank, world_size, torch.device(device), None, traffic or Traffic())
-        self._device_type = device_type
+        self.device_type = device_type
         tensor, pipeline, shard = options.tensor_parallel, options.pipeline_parallel, options.data_parallel_shard
         place, ranks = place_of(rank, world_size, options), world_size // (tensor * pipeline)
 
@@ -91,10 +91,6 @@ class SimulatedGroup(Group):
 
     def all_reduce(self, buffer: Tensor, kind: str) -> Handle:
         return self._started(kind, buffer, Works(), passes=2)
-
-    def reduction_scratch_bytes(self, shard_numel: int, dtype: torch.dtype) -> int:
-        """Bytes on the planned device type."""
-        return reduction_scratch_bytes(self._device_type, self.world_size, shard_numel, dtype)
 
     def wait_for(self, event: Event) -> None:
         """Return immediately: a plan queues nothing."""

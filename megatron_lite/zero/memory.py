@@ -108,10 +108,6 @@ class Memory:
         }
         return [MemoryRow(kind, sum(size > 0 for size in every), sum(every)) for kind, every in sizes.items()]
 
-    def bytes_by_kind(self) -> dict[str, int]:
-        """Return the bytes of `table` by kind."""
-        return {row.kind: row.bytes for row in self.table()}
-
     def buffer_counts(self) -> tuple[int, int]:
         """Return the numbers of weight buffers and gradient buffers."""
         return sum(buffer.data.numel() > 0 for buffer in self.weights), len(self.gradients)

@@ -12,7 +12,7 @@ from torch import Tensor
 from megatron_lite.config import BatchConfig, MultiStageConfig
 from megatron_lite.distributed.pipeline_group import PipelineGroup, one_pipeline_rank
 from megatron_lite.distributed.rank_group import Group, alone
-from megatron_lite.parameter import DTYPES, Parameter, ParameterSpec
+from megatron_lite.parameter import DTYPES, ParameterSpec
 from megatron_lite.zero import runner
 from megatron_lite.zero.flat_shard import ADAM_STATE, FlatShard, OptimizerState, Precision
 from megatron_lite.zero.layout import split_into_stages
@@ -249,11 +249,6 @@ class MultiStage:
     def all_parts(self) -> Iterator[tuple[int, FlatShard]]:
         """Return those of all stages; the parts of other pipeline ranks have layouts and kinds, but no memory."""
         return ((stage.index, part) for stage in self.all_stages for part in stage.parts)
-
-    def parameters(self) -> Iterator[tuple[str, Parameter]]:
-        """Yield (global name, full parameter) of this rank's stages."""
-        for stage in self.stages:
-            yield from stage.parameters()
 
     @property
     def num_parameters(self) -> int:

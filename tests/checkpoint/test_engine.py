@@ -19,7 +19,7 @@ from torch import Tensor
 from megatron_lite.checkpoint import manifest
 from megatron_lite.checkpoint.writing import Save, write_now
 from megatron_lite.distributed.process_group import Distributed
-from tests.support.harness import run_distributed, start_run, tiny_config
+from tests.support.harness import bytes_by_kind, run_distributed, start_run, tiny_config
 from tests.support.results import curve, digests, saved_values
 
 Contents = dict[tuple[str, str], Tensor]  # (parameter, kind) -> values
@@ -313,7 +313,7 @@ def weights_for_inference(distributed: Distributed, options: dict[str, Any]) -> 
 
     run = open_run(distributed, {**options, "train_iters": 0})
     assert not run.model.training
-    return full_weights(run.model), run.model.memory.bytes_by_kind()
+    return full_weights(run.model), bytes_by_kind(run.model)
 
 
 @pytest.mark.parametrize("case", [LION, AVERAGES])
@@ -373,7 +373,7 @@ def evaluated_alone(distributed: Distributed, options: dict[str, Any]) -> int:
         Path(options["experiment_dir"], "export", str(LAST)).rename(Path(options["experiment_dir"], "first"))
     run = finished_run(distributed, {**options, "train_iters": 0})
     assert not run.model.training
-    return int(run.model.memory.bytes_by_kind()["averages"])
+    return int(bytes_by_kind(run.model)["averages"])
 
 
 @pytest.mark.parametrize(

@@ -16,7 +16,7 @@ from megatron_lite.optimizer.guards import Guard
 from megatron_lite.optimizer.rules.muon import orthogonalize_flops
 from megatron_lite.planner.plan import make_plan
 from tests.support import documents
-from tests.support.harness import layers_of, tiny_config
+from tests.support.harness import bytes_by_kind, layers_of, tiny_config
 
 pytestmark = pytest.mark.guides
 
@@ -47,7 +47,7 @@ def memory(ranks: int, **options: Any) -> tuple[dict[str, int], dict[str, int]]:
             numbers["in blocks"] += slot.numel if in_block and not is_matrix else 0
             numbers["block"] += slot.numel if index == 1 else 0
             numbers["embedding"] += slot.numel if index == 0 else 0
-    return plan.model.memory.bytes_by_kind(), numbers
+    return bytes_by_kind(plan.model), numbers
 
 
 @pytest.mark.parametrize("ranks", [1, 2, 4])

@@ -24,7 +24,7 @@ from megatron_lite.kernels.triton_support import runs_on
 from megatron_lite.model.embedding_and_head import chunk_tokens
 from megatron_lite.model.gpt import build_gpt
 from megatron_lite.parameter import Parameter, padded
-from tests.support.harness import tiny_config
+from tests.support.harness import parameters_of, tiny_config
 from tests.support.kernel_checks import (
     DEVICE,
     DTYPES,
@@ -370,7 +370,7 @@ def test_head_uses_the_chosen_kernels() -> None:
     ):
         model = a_model(config, build_gpt(config.model, config.batch.sequence_length, kernels))
         loss = model.forward_backward(micro_batches(config))
-        grads = [p.main_grad.clone() for _, p in model.parameters()]
+        grads = [p.main_grad.clone() for _, p in parameters_of(model)]
         results.append((torch.as_tensor(loss), grads))
     (loss, grads), *others = results
     for other, other_grads in others:

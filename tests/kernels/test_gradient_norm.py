@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from megatron_lite.kernels.gradient_norm import BLOCK, PIECE_NUMEL, squared_norm
+from megatron_lite.kernels.gradient_norm import BLOCK, PIECE_NUMEL, squared_norms
 from tests.support.kernel_checks import DEVICE, DTYPES, IMPLEMENTATIONS, covering, dtypes
 
 SIZES = [(1,), (63, BLOCK), (PIECE_NUMEL,), (PIECE_NUMEL + 1, 5, 2 * PIECE_NUMEL - 3)]
@@ -24,10 +24,12 @@ def test_the_kernel_loses_nothing_and_overflows_nowhere(sizes: tuple[int, ...], 
     """As exact as fp64, even where fp32 squares would be zero or infinite, and for mixed shards."""
     tiny, huge = (1e-6, 1e4) if dtype == torch.float16 else (1e-38, 1e30)
     tensors = [*shards(sizes, {"usual": 1.0, "tiny": tiny, "huge": huge}[scale], dtype), *shards((3,), 1.0, dtype)]
-    total = squared_norm(tensors, triton=True)
+    (total,) = squared_norms([tensors], tensors[0].device, triton=True)
     assert total.shape == () and total.dtype == torch.float64
     assert float(total) == pytest.approx(exact(tensors), rel=1e-13)
-    assert torch.equal(squared_norm(tensors, triton=True), total), "different bits the second time"
+    assert torch.equal(squared_norms([tensors], tensors[0].device, triton=True)[0], total), (
+        "different bits the second time"
+    )
 
 
 @dtypes
@@ -36,7 +38,7 @@ def test_the_reference_is_exact_to_fp32_and_survives_loss_scales(dtype: torch.dt
     for scale in (1.0, 1e-6, 1e4) if dtype == torch.float16 else (1.0, 1e-15, 1e15):
         tensors = shards((2**20 + 77, 1000), scale, dtype)
         tensors[0][:PIECE_NUMEL] *= 5.0
-        assert float(squared_norm(tensors)) == pytest.approx(exact(tensors), rel=1e-6)
+        assert float(squared_norms([tensors], tensors[0].device)) == pytest.approx(exact(tensors), rel=1e-6)
 
 
 @pytest.mark.parametrize(
@@ -45,10 +47,10 @@ def test_the_reference_is_exact_to_fp32_and_survives_loss_scales(dtype: torch.dt
 def test_one_bad_element_shows(dtype: torch.dtype, poison: float, triton: bool) -> None:
     tensors = shards((100, PIECE_NUMEL + 10), 1.0, dtype)
     tensors[1][-1] = poison
-    assert not torch.isfinite(squared_norm(tensors, triton))
+    assert not torch.isfinite(squared_norms([tensors], tensors[0].device, triton))
 
 
 def test_memory_behind_a_shard_is_not_read() -> None:
     memory = torch.full((2 * PIECE_NUMEL,), torch.nan, device=DEVICE)
     shard = memory[: PIECE_NUMEL + 3].fill_(2.0)
-    assert float(squared_norm([shard], triton=True)) == 4.0 * (PIECE_NUMEL + 3)
+    assert float(squared_norms([[shard]], shard.device, triton=True)) == 4.0 * (PIECE_NUMEL + 3)

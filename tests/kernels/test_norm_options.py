@@ -9,7 +9,6 @@ from torch.nn import functional
 
 from megatron_lite.kernels.heads import split_heads
 from megatron_lite.kernels.normalization import Kind, Weights, add_norm
-from megatron_lite.kernels.rotary import rotary_table
 from megatron_lite.parameter import Parameter
 from tests.support.kernel_checks import (
     DEVICE,
@@ -20,6 +19,7 @@ from tests.support.kernel_checks import (
     empty_gradient,
     implementations,
     randn,
+    rotary_table,
     saved_tensors,
 )
 

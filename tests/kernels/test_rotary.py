@@ -5,7 +5,7 @@ import torch
 from torch import Tensor
 
 from megatron_lite.kernels.heads import split_heads
-from megatron_lite.kernels.rotary import Table, angle_table, rotary_table
+from megatron_lite.kernels.rotary import Table, angle_table
 from tests.support.kernel_checks import (
     DEVICE,
     DTYPES,
@@ -15,6 +15,7 @@ from tests.support.kernel_checks import (
     covering,
     implementations,
     randn,
+    rotary_table,
 )
 
 B, S = 2, 3

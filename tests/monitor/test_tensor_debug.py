@@ -101,7 +101,7 @@ def make_logger(rank: int = 0) -> tuple[logging.Logger, list[str]]:
 def fake_ranks(rank: int, world_size: int, gather: Callable[[Tensor], list[Tensor]]) -> Any:
     """Return what the debugger needs of `Distributed`."""
     data, tensor = SimpleNamespace(rank=rank), SimpleNamespace(rank=0, world_size=1)
-    layers = SimpleNamespace(rank=rank, gather_tensors=gather)
+    layers = SimpleNamespace(rank=rank, gathered=lambda tensor, _: gather(tensor))
     return SimpleNamespace(rank=rank, world_size=world_size, layers=layers, data=data, tensor=tensor)
 
 

@@ -23,7 +23,7 @@ from megatron_lite.monitor.tensor_debug import LEVELS
 from megatron_lite.monitor.tensor_log import TensorEntry, read_tensor_log
 from megatron_lite.setup_run import Run
 from megatron_lite.train import train
-from tests.support.harness import run_distributed, start_run, tiny_config
+from tests.support.harness import parameters_of, run_distributed, start_run, tiny_config
 from tests.support.metrics import read_metrics
 
 Options = dict[str, Any]
@@ -90,7 +90,7 @@ def train_with_fault(run: Run, ranks: Distributed) -> str:
         loss = forward_backward(micro_batches)
         if run.iteration == 1 and ranks.rank == 1 and config.distributed.check_replicas_interval:
             for name in (NORM, UP):
-                dict(run.model.parameters())[name].data.view(torch.int32).view(-1)[-1] ^= 1
+                dict(parameters_of(run.model))[name].data.view(torch.int32).view(-1)[-1] ^= 1
         if run.iteration == 1 and ranks.rank == 0 and config.run.debug_tensor_parallel:
             for _, part in run.model.parts():
                 for copies in part.replicas.copied:

@@ -48,7 +48,7 @@ def full(engine: Engine, kind: str) -> dict[str, Tensor]:
     for _, part in engine.model.parts():
         if part.has_state and (kind in ("weights", "gradients") or kind in part.moments):
             shard = part.grad_shard if kind == "gradients" else part.read(kind)
-            flat = torch.cat(engine.ranks.gather_tensors(shard.clone()))
+            flat = engine.ranks.gathered(shard.clone(), "debug").flatten()
             for slot in part.layout.slots:
                 if part.has(kind, slot.spec):
                     found[slot.spec.name] = flat[slot.offset : slot.end].double()

@@ -11,7 +11,7 @@ from megatron_lite.distributed.process_group import Distributed
 from megatron_lite.parameter import ParameterSpec
 from megatron_lite.validation import warnings
 from tests.support.engine_runs import Engine, SimulatedRanks
-from tests.support.harness import run_distributed, tiny_config
+from tests.support.harness import parameters_of, run_distributed, tiny_config
 from tests.support.whole_parameters import Weights, fill_gradients, gradient, masters, together
 
 Options = dict[str, Any]
@@ -48,7 +48,7 @@ def updated(distributed: Distributed, cases: list[Options]) -> list[Any]:
             make_step(engine, options, step)
             after.append(masters(engine))
         engine.model.finish()
-        specs = [parameter.spec for _, parameter in engine.model.parameters() if parameter.spec.trainable]
+        specs = [parameter.spec for _, parameter in parameters_of(engine.model) if parameter.spec.trainable]
         results.append((before, after, specs, engine.optimizer.record()))
     return results
 

@@ -26,7 +26,7 @@ from megatron_lite.planner.report import describe
 from megatron_lite.validation.warnings import warnings
 from megatron_lite.zero.stage import Buffer, Stage
 from tests.support.engine_runs import Engine, LateGroup, Outcome, SimulatedRanks
-from tests.support.harness import run_distributed, tiny_config
+from tests.support.harness import parameters_of, run_distributed, tiny_config
 
 Options = dict[str, Any]
 
@@ -352,12 +352,12 @@ def test_the_weight_buffers_still_hold_their_stages_afterwards() -> None:
     engine = Engine(SimulatedRanks(), {**EMA, "zero_stage": 1})
     engine.step(1)
     engine.model.evaluate(engine.batches(0))
-    before = {name: (parameter.data_ptr(), parameter.clone()) for name, parameter in engine.model.parameters()}
+    before = {name: (parameter.data_ptr(), parameter.clone()) for name, parameter in parameters_of(engine.model)}
     with pytest.raises(KeyError), engine.model.averaged():
         engine.model.evaluate(engine.batches(0))
-        inside = {parameter.data_ptr() for _, parameter in engine.model.parameters()}
+        inside = {parameter.data_ptr() for _, parameter in parameters_of(engine.model)}
         raise KeyError  # also where an evaluation fails
-    for name, parameter in engine.model.parameters():
+    for name, parameter in parameters_of(engine.model):
         address, values = before[name]
         assert parameter.data_ptr() == address not in inside and torch.equal(parameter, values)
     for stage in engine.model.stages:

@@ -25,7 +25,7 @@ from megatron_lite.parameter import ParameterSpec
 from megatron_lite.planner.plan import make_plan
 from megatron_lite.zero.stage import Stage
 from tests.support.engine_runs import Engine
-from tests.support.harness import LLAMA, run_distributed, tiny_config
+from tests.support.harness import LLAMA, parameters_of, run_distributed, tiny_config
 from tests.support.kernel_checks import products_in_fp32
 from tests.support.memory_meters import PeakMeter
 from tests.support.whole_parameters import Weights, fill_gradients, gradient, masters, together
@@ -62,7 +62,7 @@ def update(distributed: Distributed, cases: list[Options]) -> list[tuple[Weights
                 engine.optimizer.step(step, rate, torch.tensor(1.0), engine.tokens, engine.model.updated)
             engine.model.gather_ahead()
         engine.model.finish()
-        specs = [parameter.spec for _, parameter in engine.model.parameters()]
+        specs = [parameter.spec for _, parameter in parameters_of(engine.model)]
         results.append((before, masters(engine), specs))
     return results
 

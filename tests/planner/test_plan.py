@@ -21,7 +21,7 @@ from megatron_lite.planner import plan
 from megatron_lite.planner.plan import SimulatedGroup, make_plan, planned_model
 from megatron_lite.validation import resolve
 from megatron_lite.zero.multi_stage import MultiStage
-from tests.support.harness import layers_of, run_distributed, start_run, tiny_config
+from tests.support.harness import bytes_by_kind, layers_of, run_distributed, start_run, tiny_config
 from tests.support.kernel_checks import products_in_fp32
 from tests.support.memory_meters import (
     AllocatorMeter,
@@ -95,7 +95,7 @@ def run_steps(distributed: Distributed, cases: list[dict[str, Any]]) -> list[Boo
             for kind, total in totals.items()
             if kind != "sum"
         }
-        books.append((run.model.memory.bytes_by_kind(), traffic))
+        books.append((bytes_by_kind(run.model), traffic))
         run.data.close()
     return books
 
@@ -105,7 +105,7 @@ def planned(ranks: int, options: dict[str, Any], rank: int = 0) -> Books:
     traffic = {
         kind: (total.collectives, total.elements, total.bytes, total.wire_bytes) for kind, total in plan.traffic.items()
     }
-    return plan.model.memory.bytes_by_kind(), traffic
+    return bytes_by_kind(plan.model), traffic
 
 
 @pytest.mark.parametrize(

@@ -7,7 +7,7 @@ import pytest
 
 from megatron_lite.config import Config
 from megatron_lite.planner.plan import Planner
-from tests.support.harness import tiny_config
+from tests.support.harness import bytes_by_kind, tiny_config
 from tests.support.kernel_checks import products_in_fp32
 from tests.support.memory_meters import AllocatorMeter, measured_peak, micro_batches, simulated_rank, some
 from tests.support.random_configurations import Drawn, draw_configurations
@@ -48,7 +48,7 @@ def check(config: Config, ranks: int, in_fp32: bool) -> None:
     with products_in_fp32(in_fp32):
         plan = Planner(ranks, "cpu").plan(config)
         state, peak = allocated(config, ranks)
-    assert plan.state_bytes - plan.model.memory.bytes_by_kind()["communication scratch"] == state
+    assert plan.state_bytes - bytes_by_kind(plan.model)["communication scratch"] == state
     assert plan.activations[config.performance.mlp_recompute_level].peak == pytest.approx(peak, rel=0.01), config
 
 

@@ -14,7 +14,7 @@ from megatron_lite.planner.plan import Planner, make_plan
 from pretrain_gpt import main
 from tests.planner.test_plan import Books, configured, mistral, planned, run_steps
 from tests.support.engine_runs import Engine
-from tests.support.harness import run_distributed
+from tests.support.harness import bytes_by_kind, run_distributed
 from tests.support.memory_meters import micro_batches, simulated_rank, some
 from tests.support.wire import sent_bytes
 
@@ -53,7 +53,7 @@ def one_rank(rank: int, ranks: int, options: Options) -> Books:
         model.gather_ahead()
     totals = traffic.take().items()
     sent = {kind: (total.collectives, total.elements, total.bytes, total.wire_bytes) for kind, total in totals}
-    return model.memory.bytes_by_kind(), sent
+    return bytes_by_kind(model), sent
 
 
 @pytest.mark.parametrize(("layout", "options"), some(CASES, LAYOUTS, each=2), ids=str)
@@ -130,7 +130,7 @@ def test_sockets_send_what_the_plan_counts() -> None:
 def test_ranks_that_share_layers_share_the_state() -> None:
     """Of a Mistral-7B, 8 ranks hold as much in all whether they split layers, states, or both; norms are copied."""
     states = [
-        make_plan(mistral(ranks=8, tensor_parallel=ranks, zero_stage=1), 8, "cuda").model.memory.bytes_by_kind()
+        bytes_by_kind(make_plan(mistral(ranks=8, tensor_parallel=ranks, zero_stage=1), 8, "cuda").model)
         for ranks in (1, 2, 8)
     ]
     shards = [sum(memory[kind] for kind in ("weight shards", "optimizer moments")) for memory in states]

@@ -38,11 +38,11 @@ from megatron_lite.kernels.adamw import adamw_moments, adamw_weights  # noqa: E4
 from megatron_lite.kernels.cross_entropy import Sums, sweep  # noqa: E402
 from megatron_lite.kernels.eight_bit import LARGEST, round_values  # noqa: E402
 from megatron_lite.kernels.embedding import embedding  # noqa: E402
-from megatron_lite.kernels.gradient_norm import squared_norm  # noqa: E402
+from megatron_lite.kernels.gradient_norm import squared_norms  # noqa: E402
 from megatron_lite.kernels.heads import split_heads  # noqa: E402
 from megatron_lite.kernels.mlp import FUNCTIONS, activate, activate_backward  # noqa: E402
 from megatron_lite.kernels.normalization import Kind, Weights, add_norm  # noqa: E402
-from megatron_lite.kernels.rotary import rotary_table  # noqa: E402
+from megatron_lite.kernels.rotary import angle_table, wavelengths  # noqa: E402
 from scripts.benchmarks.gpu.ops_table import OPS, Op, Shape, backward  # noqa: E402
 
 
@@ -199,7 +199,7 @@ def others(shape: Shape) -> Iterator[tuple[str, Callable[[], Any]]]:
         yield f"embedding {vocab}", embedding(rows, tokens, triton=True).sum().backward
     for length, heads, channels, turned in ((1, 1, 2, 2), (5, 3, 6, 6), (9, 4, 80, 80), (5, 3, 7, 4), (9, 4, 80, 32)):
         projection = shape.input(1, length, 3 * heads * channels)
-        table = rotary_table(length, turned, 1e4, projection.device)
+        table = angle_table(1.0 / wavelengths(turned, 1e4, projection.device), length)
         parts = split_heads(projection * 1, heads, heads, table, triton=True)
         grads = tuple(shape.random(*part.shape) for part in parts)
         yield f"rotary {length} {channels} {turned}", backward(parts, (projection,), grads)
@@ -214,7 +214,7 @@ def others(shape: Shape) -> Iterator[tuple[str, Callable[[], Any]]]:
     yield "8 bits", partial(rounded, shape, 5, 123)
     for numel in (1, 1000):
         some = [shape.random(numel, dtype=torch.float32), shape.random(numel)]
-        yield f"squared norm {numel}", partial(squared_norm, some, triton=True)
+        yield f"squared norm {numel}", partial(squared_norms, [some], some[0].device, triton=True)
 
 
 def attempt(calls: Iterable[tuple[str, Callable[[], Any]]], failures: dict[str, str]) -> None:

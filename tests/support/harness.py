@@ -24,6 +24,7 @@ from megatron_lite.distributed.startup import join
 from megatron_lite.kernels.choice import choose_kernels
 from megatron_lite.model.gpt import model_layers
 from megatron_lite.model.layer import Layer
+from megatron_lite.parameter import Parameter
 from megatron_lite.run.stop_signal import SIGNALS, StopSignal
 from megatron_lite.validation import resolve
 from megatron_lite.zero.multi_stage import MultiStage
@@ -200,7 +201,7 @@ def train_tiny(distributed: Distributed, options: dict[str, Any], iterations: in
         grad_norms=[float(update.grad_norm) for update in updates],
         initial=initial,
         weights=full_weights(run.model),
-        memory_bytes=run.model.memory.bytes_by_kind(),
+        memory_bytes=bytes_by_kind(run.model),
     )
 
 
@@ -220,6 +221,17 @@ def train_whole(distributed: Distributed, config: Config) -> Run:
     run.model.finish()
     run.trackers.close(0)
     return run
+
+
+def parameters_of(model: MultiStage) -> Iterator[tuple[str, Parameter]]:
+    """(global name, full parameter) of this rank's stages."""
+    for stage in model.stages:
+        yield from stage.parameters()
+
+
+def bytes_by_kind(model: MultiStage) -> dict[str, int]:
+    """The table of a model's memory."""
+    return {row.kind: row.bytes for row in model.memory.table()}
 
 
 def full_weights(model: MultiStage) -> dict[str, np.ndarray]:

@@ -13,6 +13,7 @@ from torch.autograd.graph import saved_tensors_hooks
 
 from megatron_lite.kernels import products
 from megatron_lite.kernels.converted_products import HALVES
+from megatron_lite.kernels.rotary import Table, angle_table, wavelengths
 from megatron_lite.kernels.triton_support import runs_on
 from megatron_lite.parameter import Parameter
 
@@ -101,6 +102,11 @@ def close(ours: Tensor, exact: Tensor, dtype: torch.dtype) -> None:
     exact = exact.detach()
     largest = max(float(exact.abs().max()), 0.1)  # exact zeros are met up to rounding
     assert float((ours.detach().to(exact.device).double() - exact).abs().max()) <= TOLERANCE[dtype] * largest
+
+
+def rotary_table(length: int, channels: int, base: float, device: torch.device) -> Table:
+    """The table of the plain frequencies base^(-2 j / r)."""
+    return angle_table(1.0 / wavelengths(channels, base, device), length)
 
 
 def randn(*shape: int, seed: int = 0) -> Tensor:

@@ -8,7 +8,7 @@ import torch
 from megatron_lite.distributed.process_group import Distributed
 from megatron_lite.errors import NumericsError
 from megatron_lite.train import train
-from tests.support.harness import run_distributed, start_run, tiny_config
+from tests.support.harness import parameters_of, run_distributed, start_run, tiny_config
 
 OPTIONS = dict(batch_size=6, train_iters=8, check_replicas_interval=2, checkpoint_interval=1)
 
@@ -22,7 +22,7 @@ def start(distributed: Distributed, options: dict[str, Any], fault: str) -> str:
         loss = forward_backward(micro_batches)
         if distributed.rank == 1 and run.iteration + 1 == 6:
             if fault == "weight":
-                dict(run.model.parameters())["blocks.0.mlp.up.weight"].data.view(torch.int32)[-1, -1] ^= 1
+                dict(parameters_of(run.model))["blocks.0.mlp.up.weight"].data.view(torch.int32)[-1, -1] ^= 1
             elif fault == "counter":
                 run.optimizer._updates.add_(1)
         return loss

@@ -12,7 +12,7 @@ from megatron_lite.distributed.process_group import Distributed
 from megatron_lite.model.layer import MicroBatch
 from megatron_lite.zero.throttle import Throttle
 from tests.support.engine_runs import Engine, Outcome, SimulatedRanks
-from tests.support.harness import run_distributed
+from tests.support.harness import bytes_by_kind, parameters_of, run_distributed
 
 Options = dict[str, Any]
 LAYOUTS: list[Options] = [
@@ -110,9 +110,9 @@ def inference(distributed: Distributed) -> list[tuple[str, float, float, dict[st
         for training in (True, False):
             engine = Engine(distributed, options | layout, training=training)
             losses.append(float(engine.model.evaluate(engine.batches(1))))
-        results.append((dtype, *losses, engine.model.memory.bytes_by_kind()))
+        results.append((dtype, *losses, bytes_by_kind(engine.model)))
         assert not any(part.has_state or hasattr(part, "grad_shard") for _, part in engine.model.parts())
-        assert not any(parameter.requires_grad for _, parameter in engine.model.parameters())
+        assert not any(parameter.requires_grad for _, parameter in parameters_of(engine.model))
         try:
             engine.model.forward_backward(engine.batches(1))
         except AssertionError as error:

@@ -16,7 +16,7 @@ from megatron_lite.optimizer.optimizer import rule_of
 from megatron_lite.zero.layout import round_up
 from megatron_lite.zero.multi_stage import MultiStage
 from tests.support.engine_runs import Engine, SimulatedRanks
-from tests.support.harness import layers_of, run_distributed, tiny_config
+from tests.support.harness import bytes_by_kind, layers_of, run_distributed, tiny_config
 
 Options = dict[str, Any]
 
@@ -172,7 +172,7 @@ def measure(ranks: Any, cases: list[Options], training: bool) -> list[tuple[int,
     results = []
     for options in cases:
         model, found = allocated(ranks, options, training)
-        kinds = model.memory.bytes_by_kind()
+        kinds = bytes_by_kind(model)
         largest = max(sizes(model)[1]) // ranks.world_size if training else 0
         gradient = 2 if options["training_dtype"] == "bf16" and not options.get("full_precision_gradients", True) else 4
         assert kinds["communication scratch"] == (ranks.world_size - 1) * largest * gradient, "one chunk, one slot"
@@ -267,7 +267,7 @@ def test_parts_of_a_split_shard_are_read_and_written() -> None:
     assert torch.equal(others, before)
     assert torch.equal(shard.read(), torch.cat([values[:100], others[100:300], values[300:]]))
     assert torch.equal(shard.read(slice(250, 350)), torch.cat([others[250:300], values[300:350]]))
-    assert shard.nbytes == 2000 and shard.dtype == torch.float32
+    assert shard.nbytes == 2000 and shard.read().dtype == torch.float32
 
 
 def round_half_up(shard: WeightShard, weights: Tensor) -> None:

@@ -11,7 +11,15 @@ from megatron_lite.data.open_data import open_data
 from megatron_lite.distributed.process_group import Distributed
 from megatron_lite.errors import UsageError
 from tests.support.engine_runs import Engine, SimulatedRanks
-from tests.support.harness import Trajectory, layers_of, run_distributed, same_weights, tiny_config, train_tiny
+from tests.support.harness import (
+    Trajectory,
+    layers_of,
+    parameters_of,
+    run_distributed,
+    same_weights,
+    tiny_config,
+    train_tiny,
+)
 from tests.support.plain_gpt import PlainGPT, plain_adamw
 
 Options = dict[str, Any]
@@ -175,7 +183,7 @@ def test_nothing_remains_of_a_frozen_forward_pass() -> None:
         assert hasattr(part, "grad_shard") == (not part.frozen)
         assert set(part.moments) == (set() if part.frozen else {"exp_avg", "exp_avg_sq"})
         assert set(part.kinds()) == ({"weights"} if part.frozen else {"weights", "exp_avg", "exp_avg_sq"})
-    for name, parameter in model.parameters():
+    for name, parameter in parameters_of(model):
         assert parameter.requires_grad == hasattr(parameter, "main_grad") == name.startswith("head."), name
 
 

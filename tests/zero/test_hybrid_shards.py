@@ -23,7 +23,7 @@ from megatron_lite.validation import resolve
 from tests.checkpoint.test_engine import assert_same, read_all
 from tests.checkpoint.test_tensor_layouts import begin, go_on
 from tests.support.engine_runs import Engine, LateGroup, Outcome, Wrapped
-from tests.support.harness import LLAMA, tiny_config
+from tests.support.harness import LLAMA, bytes_by_kind, tiny_config
 from tests.support.launch import TINY, succeed
 from tests.support.metrics import read_metrics
 from tests.support.thread_ranks import ThreadRank, on_threads, rank_grid
@@ -138,7 +138,7 @@ def counted(rank: ThreadRank, options: dict[str, Any]) -> tuple[list[tuple[str, 
     engine.step(1)
     found.clear()
     engine.step(2)
-    return found, [stage.numel for stage in engine.model.stages], engine.model.memory.bytes_by_kind()
+    return found, [stage.numel for stage in engine.model.stages], bytes_by_kind(engine.model)
 
 
 @pytest.mark.parametrize("stage", [1, 3])
@@ -211,7 +211,7 @@ def test_a_plan_counts_a_real_step() -> None:
     options = {**OPTIONS, "zero_stage": 3, "training_dtype": "bf16", "tie_word_embeddings": False}
     found, _, memory = on_threads(RANKS, 1, counted, options, shard=2)[0]
     plan = make_plan(tiny_config(RANKS, **options, data_parallel_shard=2), RANKS, "cpu")
-    planned = plan.model.memory.bytes_by_kind()
+    planned = bytes_by_kind(plan.model)
     assert planned.pop("communication scratch") > memory.pop("communication scratch") == 0  # threads need none
     assert planned == memory
     for kind in {kind for kind, _ in found}:

@@ -24,13 +24,13 @@ from megatron_lite.kernels.attention.attention import attention
 from megatron_lite.kernels.attention.choice import machine_of
 from megatron_lite.kernels.cross_entropy import Sums, linear_cross_entropy, sweep
 from megatron_lite.kernels.embedding import embedding
-from megatron_lite.kernels.gradient_norm import squared_norm
+from megatron_lite.kernels.gradient_norm import squared_norms
 from megatron_lite.kernels.heads import split_heads
 from megatron_lite.kernels.linear import accumulate_product
 from megatron_lite.kernels.mlp import activate, activate_backward
 from megatron_lite.kernels.normalization import Kind, Weights, add_norm, triton_backward, triton_forward
 from megatron_lite.kernels.products import affine, product
-from megatron_lite.kernels.rotary import rotary_table
+from megatron_lite.kernels.rotary import angle_table, wavelengths
 from megatron_lite.parameter import Parameter
 
 EPS = 1e-5
@@ -190,14 +190,14 @@ def rows(count: int) -> Callable[[Shape], int]:
 def make_rotary(shape: Shape) -> dict[str, Call]:
     """Rotate queries and keys in place; values stay unchanged."""
     projection = shape.random(1, shape.tokens, (shape.heads + 2 * shape.groups) * shape.head_size)
-    table = rotary_table(shape.tokens, shape.head_size, 1e4, projection.device)
+    table = angle_table(1.0 / wavelengths(shape.head_size, 1e4, projection.device), shape.tokens)
     return both(lambda triton: split_heads(projection, shape.heads, shape.groups, table, triton=triton))
 
 
 def make_rotary_backward(shape: Shape) -> dict[str, Call]:
     """Rotate the gradients of queries and keys back and join them with the values' in one tensor."""
     projection = shape.input(1, shape.tokens, (shape.heads + 2 * shape.groups) * shape.head_size)
-    table = rotary_table(shape.tokens, shape.head_size, 1e4, projection.device)
+    table = angle_table(1.0 / wavelengths(shape.head_size, 1e4, projection.device), shape.tokens)
     counts = (shape.heads, shape.groups, shape.groups)
     grads = tuple(shape.random(1, shape.tokens, count, shape.head_size).transpose(1, 2) for count in counts)
 
@@ -392,7 +392,7 @@ def make_adamw(shape: Shape, split: bool) -> dict[str, Call]:
 def make_gradient_norm(shape: Shape) -> dict[str, Call]:
     """The gradient norm of one shard."""
     gradient = shape.random(shape.shard, dtype=torch.float32, scale=1e-3)
-    return both(lambda triton: squared_norm([gradient], triton=triton))
+    return both(lambda triton: squared_norms([[gradient]], gradient.device, triton))
 
 
 HIDDEN, HEADS, FFN = "{tokens} x {hidden}", "{tokens} x ({heads} + 2 x {groups}) x {head_size}", "{tokens} x {ffn}"

@@ -84,7 +84,7 @@ class Engine(Contestant):
 
     def books(self) -> dict[str, Any]:
         """Return state memory by kind, as printed at startup, the attention backend and the last step's traffic."""
-        kinds = self.model.memory.bytes_by_kind()
+        kinds = {row.kind: row.bytes for row in self.model.memory.table()}
         return {"state_bytes_by_kind": kinds, "attention": self._attention, "wire_counted_bytes": self._counted_bytes}
 
 

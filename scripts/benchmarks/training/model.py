@@ -15,7 +15,7 @@ from torch.distributed.tensor import DTensor, distribute_tensor
 from torch.nn import functional
 
 from megatron_lite.config import Config, ModelConfig
-from megatron_lite.kernels.rotary import rotary_table
+from megatron_lite.kernels.rotary import angle_table, wavelengths
 from megatron_lite.model.gpt import build_gpt
 from megatron_lite.model.tensor_parallel import ALONE, TensorParallel
 from megatron_lite.parameter import Parameter, ParameterSpec
@@ -198,7 +198,7 @@ class PlainGPT(nn.Module):
         super().__init__()
         model, length = config.model, config.batch.sequence_length
         assert model.kv_channels and model.rotary_base
-        table = rotary_table(length, model.kv_channels, model.rotary_base, device)
+        table = angle_table(1.0 / wavelengths(model.kv_channels, model.rotary_base, device), length)
         self.scale = 1.0 / tokens_per_rank(config)
         with torch.device("meta"):
             self.embedding = Embedding(model)

@@ -103,7 +103,8 @@ def ours(row: Row, options: argparse.Namespace, distributed: Distributed) -> Con
     model, optimizer, _ = built(resolve(unflatten(values), 1), distributed)
     optimizer.averaging.start()
     iterations, loss = itertools.count(1), torch.tensor(1.0)
-    gradients = [parameter.main_grad for _, parameter in sorted(model.parameters())]
+    named = sorted(pair for stage in model.stages for pair in stage.parameters())
+    gradients = [parameter.main_grad for _, parameter in named]
     update = lambda: optimizer.step(next(iterations), RATE, loss, 1, model.updated)  # noqa: E731
     return Contestant(gradients, dict(model.full_weights()), update)
 

@@ -24,12 +24,11 @@ from megatron_lite.kernels.attention.choice import Machine, Work, choose_attenti
 from megatron_lite.kernels.choice import failure
 from megatron_lite.kernels.heads import split_heads
 from megatron_lite.kernels.linear import linear
-from megatron_lite.kernels.rotary import rotary_table
 from megatron_lite.monitor import banner
 from megatron_lite.monitor.banner import device_warnings
 from megatron_lite.parameter import Parameter
 from tests.support.harness import tiny_config
-from tests.support.kernel_checks import close, dtypes, randn, saved_tensors
+from tests.support.kernel_checks import close, dtypes, randn, rotary_table, saved_tensors
 from tests.support.memory_meters import PeakMeter
 
 gpu = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")]
