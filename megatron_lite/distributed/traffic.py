@@ -17,6 +17,25 @@ import torch
 from torch import Tensor
 
 RECENT = 64  # collectives to remember
+# Kinds of collectives, in words.
+KINDS = {
+    "gather": "gathers",  # of weights
+    "reduce": "reductions",  # of gradients
+    "replica gather": "gathers across replicas",  # of hybrid shards
+    "replica reduce": "reductions across replicas",
+    "tensor gather": "tensor gathers",  # of hidden states
+    "tensor reduce": "tensor reductions",
+    "tensor sum": "tensor sums",  # of hidden states, and of gradients of replicated parameters
+    "tensor scale": "tensor scales",  # of 8-bit factors
+    "muon gather": "muon gathers",
+    "muon reduce": "muon reductions",
+    "send": "messages to other pipeline ranks",  # hidden states and their gradients
+    "receive": "messages from other pipeline ranks",
+    "sum": "sums",  # of a few numbers
+    "scale": "scales",  # of 8-bit factors
+    "whole": "gathers of whole parameters",
+    "debug": "gathers for debugging",
+}
 
 
 class Handle(Protocol):
@@ -81,12 +100,7 @@ class Total:
 
 
 class Traffic:
-    """Counts a rank's collectives over all its groups, by kind: "gather" (weights), "reduce" (gradients), "tensor
-    gather", "tensor reduce" and "tensor sum" (hidden states, and gradients of replicated parameters), "tensor
-    scale" and "scale" (of 8-bit factors), "send" and "receive" (hidden states and their gradients between pipeline
-    ranks), "replica gather" and "replica reduce" (of hybrid shards), "muon gather", "muon reduce", "sum" (small sums)
-    and "debug".
-    """
+    """Counts a rank's collectives over all its groups, by kind: see `KINDS`."""
 
     def __init__(self, progress: Progress | None = None, device_type: str = "cpu") -> None:
         self.progress = progress or Progress()

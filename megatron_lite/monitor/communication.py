@@ -8,28 +8,9 @@ from collections.abc import Callable, Mapping, Sequence
 import torch
 
 from megatron_lite.distributed.rank_group import Group
-from megatron_lite.distributed.traffic import Total
+from megatron_lite.distributed.traffic import KINDS, Total
 from megatron_lite.monitor.logging import MIB
 from megatron_lite.zero.stage import Stage
-
-TRAFFIC_KINDS = {
-    "gather": "gathers",
-    "reduce": "reductions",
-    "replica gather": "gathers across replicas",
-    "replica reduce": "reductions across replicas",
-    "tensor gather": "tensor gathers",
-    "tensor reduce": "tensor reductions",
-    "tensor sum": "tensor sums",
-    "tensor scale": "tensor scales",
-    "muon gather": "muon gathers",
-    "muon reduce": "muon reductions",
-    "send": "messages to other pipeline ranks",
-    "receive": "messages from other pipeline ranks",
-    "sum": "sums",
-    "scale": "scales",
-    "whole": "gathers of whole parameters",
-    "debug": "gathers for debugging",
-}
 
 
 def time_collectives(
@@ -65,7 +46,7 @@ def communication_lines(totals: Mapping[str, Total], iterations: int, alone_s: M
     totals: this rank's traffic. alone_s: seconds to gather, or reduce, all stages once with nothing else running.
     """
     lines = []
-    for kind, name in TRAFFIC_KINDS.items():
+    for kind, name in KINDS.items():
         if (total := totals.get(kind)) is None:
             continue
         line = (

@@ -12,12 +12,12 @@ import torch
 
 from megatron_lite.checkpoint.writing import host_copy_bytes
 from megatron_lite.config import Config, DistributedConfig
+from megatron_lite.distributed.traffic import KINDS
 from megatron_lite.errors import EXIT_DONE, UsageError
-from megatron_lite.monitor.communication import TRAFFIC_KINDS
 from megatron_lite.monitor.schedule_picture import DrawnStep
 from megatron_lite.parameter import DTYPES
 from megatron_lite.planner.auto import device_memory_bytes, resolve_auto
-from megatron_lite.planner.devices import DEFAULT_GPU, GPUS, gpu_of, planned_type
+from megatron_lite.planner.devices import DEFAULT_GPU, gpu_of, planned_type
 from megatron_lite.planner.plan import Plan, make_plan
 from megatron_lite.planner.recommendation import recommendation, smallest_world, wrapped
 from megatron_lite.planner.runtime import GIB, MIB, PLANNED_GPU_BYTES, counted
@@ -44,7 +44,7 @@ def dry_run(
         UsageError: if a pattern of --freeze or --lr_scales matches nothing, or a tensor is too large to address.
     """
     device_type = planned_type(config.distributed)
-    memory = planned_bytes(config.distributed, world_size)
+    memory, _ = planned_memory(config.distributed, world_size)
     assert config.batch.batch_size, "resolved"
     search, changes = Search(asked, config.batch.batch_size, world_size, device_type, memory), Changes()
     try:
@@ -74,13 +74,14 @@ def _asked_or_recommended(search: Search, config: Config) -> tuple[Config, Chang
     return best.config, best.changes
 
 
-def planned_bytes(distributed: DistributedConfig, world_size: int) -> int:
-    """Return the memory of the planned device."""
+def planned_memory(distributed: DistributedConfig, world_size: int) -> tuple[int, str]:
+    """Return the bytes of the planned device, and where the number comes from."""
     if distributed.device_memory_gib is not None:
-        return int(distributed.device_memory_gib * GIB)
+        return int(distributed.device_memory_gib * GIB), "--device_memory_gib"
     if planned_type(distributed) == "cpu":
-        return device_memory_bytes(torch.device("cpu"), world_size)
-    return gpu_of(distributed).memory_bytes
+        return device_memory_bytes(torch.device("cpu"), world_size), "a rank's share of this machine's memory"
+    size, name = gpu_of(distributed).memory_bytes, distributed.gpu or DEFAULT_GPU
+    return size, "what torch reports of a GPU of 80 GB" if size == PLANNED_GPU_BYTES else f"those of {name}"
 
 
 def describe(plan: Plan, device_bytes: int, choices: Sequence[Note]) -> list[str]:
@@ -220,19 +221,8 @@ def _activations(plan: Plan, device_bytes: int) -> Iterator[str]:
     yield _row("needed", *map(_mib, needed))
     fits = ("fits" if size <= device_bytes else f"{(size - device_bytes) / GIB:,.1f} GiB too much" for size in needed)
     yield _row(f"of {_mib(device_bytes)}", *fits)
-    yield f"  * --mlp_recompute_level={chosen}; {device_bytes / GIB:.1f} GiB are {_offered(plan.config.distributed)}"
-
-
-def _offered(distributed: DistributedConfig) -> str:
-    """Say where the memory limit comes from."""
-    if distributed.device_memory_gib is not None:
-        return "--device_memory_gib"
-    if planned_type(distributed) == "cpu":
-        return "a rank's share of this machine's memory"
-    name = distributed.gpu or DEFAULT_GPU
-    return (
-        "what torch reports of a GPU of 80 GB" if GPUS[name].memory_bytes == PLANNED_GPU_BYTES else f"those of {name}"
-    )
+    _, origin = planned_memory(plan.config.distributed, plan.world_size)
+    yield f"  * --mlp_recompute_level={chosen}; {device_bytes / GIB:.1f} GiB are {origin}"
 
 
 def _level_title(level: str, chosen: str) -> str:
@@ -256,4 +246,4 @@ def _traffic(plan: Plan) -> Iterator[str]:
     yield _title("traffic per step", "collectives", "elements", "MiB", "sent per rank, MiB")
     for kind, total in sorted(plan.traffic.items()):
         sizes = (_mib(total.bytes), _mib(total.wire_bytes))
-        yield _row(TRAFFIC_KINDS[kind], f"{total.collectives:,}", f"{total.elements:,}", *sizes)
+        yield _row(KINDS[kind], f"{total.collectives:,}", f"{total.elements:,}", *sizes)
