@@ -46,7 +46,7 @@ from megatron_lite.monitor.metric_lines import ConsoleLines
 from megatron_lite.monitor.metrics import LogWindow, StepTimer, known_peak_tflops
 from megatron_lite.monitor.tensor_debug import TensorDebugger, open_debugger
 from megatron_lite.monitor.trackers.opening import Trackers, check_trackers, open_trackers
-from megatron_lite.monitor.watch import Watch, open_watch
+from megatron_lite.monitor.watch import Watch
 from megatron_lite.optimizer.optimizer import Optimizer, rule_of
 from megatron_lite.optimizer.partition import partitioned
 from megatron_lite.optimizer.rules import muon
@@ -170,7 +170,9 @@ def build(
     eight_bit_flops = sum(eight_bit.flops_per_token for eight_bit in eight_bit_of(layers))
     run.timer = StepTimer(config, distributed.world_size, run.iteration, peak_tflops, eight_bit_flops)
     run.console = ConsoleLines(distributed.device.type)
-    run.watch = open_watch(config, run.model, run.optimizer.loss_scale.scale, distributed, run.trackers.log)
+    run.watch = None
+    if config.tracking.watch and run.model.training:
+        run.watch = Watch(config, run.model, run.optimizer.loss_scale.scale, distributed, run.trackers.log)
     if run.mirror is not None:
         run.mirror.update()
     run.saved_s = time.monotonic()

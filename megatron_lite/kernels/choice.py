@@ -16,7 +16,7 @@ from megatron_lite.distributed.agreement import together
 from megatron_lite.distributed.process_group import Distributed
 from megatron_lite.errors import UsageError
 from megatron_lite.kernels.attention.attention import Documents, attention
-from megatron_lite.kernels.attention.choice import AUTOMATIC, PLANNED_GPU, Work, choose_attention, describe_attention
+from megatron_lite.kernels.attention.choice import AUTOMATIC, DESCRIPTIONS, PLANNED_GPU, Work, choose_attention
 from megatron_lite.kernels.eight_bit import RECIPES, Units, units_of
 from megatron_lite.kernels.triton_support import runs_on
 from megatron_lite.parameter import DTYPES
@@ -42,8 +42,9 @@ class Kernels:
 
     def describe(self) -> str:
         """Return one line for the log."""
+        attention = f"{self.attention} ({DESCRIPTIONS[self.attention]})"
         return (
-            f"kernels: {'Triton' if self.triton else 'torch'}; attention: {describe_attention(self.attention)}; "
+            f"kernels: {'Triton' if self.triton else 'torch'}; attention: {attention}; "
             f"cross-entropy: {'Triton' if self.cross_entropy == 'triton' else 'torch'}"
         )
 

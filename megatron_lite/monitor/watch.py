@@ -144,19 +144,11 @@ class TargetTable:
     values: Tensor  # (rows, 3 or 3 + bins) fp64; zeros where another rank has the parameter
 
 
-def open_watch(
-    config: Config, model: MultiStage, loss_scale: Tensor, distributed: Distributed, log: Log
-) -> Watch | None:
-    """Return what --watch asks for, or None.
+class Watch:
+    """The statistics of every `watch_interval`-th step. All ranks call `follow` at every step.
 
     loss_scale: the factor on all gradients of the current step, (). log: `Trackers.log`.
     """
-    is_wanted = config.tracking.watch and model.training
-    return Watch(config, model, loss_scale, distributed, log) if is_wanted else None
-
-
-class Watch:
-    """The statistics of every `watch_interval`-th step. All ranks call `follow` at every step."""
 
     def __init__(
         self, config: Config, model: MultiStage, loss_scale: Tensor, distributed: Distributed, log: Log

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import contextlib
 import json
-import logging
 import math
 from collections import defaultdict
 from collections.abc import Sequence
@@ -35,7 +34,6 @@ from megatron_lite.zero.stage import Observer
 FILE_NAME = "bad_step.json"
 LARGEST_FILE_BYTES = 2**24
 MOST_FOLDERS = 3  # per start; each takes some 10 KB and costs a step
-logger = logging.getLogger("megatron_lite")
 
 
 class Watch(Observer):
@@ -87,9 +85,9 @@ def leave_bad_step(run: Run, step: BadStep | None) -> None:
         folder.mkdir(parents=True, exist_ok=True)
         replace_file(folder / FILE_NAME, (json.dumps(content(run, step, found), indent=2) + "\n").encode())
     except OSError as error:
-        logger.warning("cannot write %s: %s; the run continues without it", folder, error.strerror or error)
+        run.logger.warning("cannot write %s: %s; the run continues without it", folder, error.strerror or error)
         return
-    logger.warning(
+    run.logger.warning(
         "bad step %d: %s; to replay it: python scripts/replay_step.py %s", step.iteration, found["in_words"], folder
     )
 

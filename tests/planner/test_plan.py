@@ -15,7 +15,7 @@ from megatron_lite.kernels.choice import choose_kernels
 from megatron_lite.model.block import Block
 from megatron_lite.model.gpt import model_layers
 from megatron_lite.model.layer import MicroBatch
-from megatron_lite.monitor.watch import open_watch
+from megatron_lite.monitor.watch import Watch
 from megatron_lite.optimizer.rules.muon import orthogonalize
 from megatron_lite.planner import plan
 from megatron_lite.planner.plan import SimulatedGroup, make_plan, planned_model
@@ -497,8 +497,7 @@ def test_the_plan_counts_what_watching_updates_keeps() -> None:
     for watch, zero_stage in (("updates", 1), ("updates", 3), ("grads", 1)):
         config = tiny_config(2, watch=(watch,), zero_stage=zero_stage, training_dtype="bf16")
         model, scale = planned_model(config, SimulatedGroup(0, 2, "cpu", "cpu"), "cpu"), torch.ones(())
-        watched = open_watch(config, model, scale, cast(Any, Alone()), cast(Any, None))
-        assert watched is not None
+        watched = Watch(config, model, scale, cast(Any, Alone()), cast(Any, None))
         assert make_plan(config, 2, "cpu").runtime.get("old weights for watch", 0) == watched._old.nbytes
 
 

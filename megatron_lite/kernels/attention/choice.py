@@ -186,8 +186,3 @@ def choose_attention(
     if reason is not None:
         raise UsageError(f"--attention_backend={wanted}: {wanted} {reason}; {FIX}")
     return wanted
-
-
-def describe_attention(backend: str) -> str:
-    """Describe a backend for the log."""
-    return f"{backend} ({DESCRIPTIONS[backend]})"
