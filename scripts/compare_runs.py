@@ -5,6 +5,8 @@
 Each run is an --experiment_dir with a metrics.jsonl and may still be training. Differences are relative to RUN_A.
 --loss_tolerance bounds the relative difference of every loss at each iteration that both runs logged (0: equal).
 --speed_tolerance bounds how much slower RUN_B may be, by the median tokens per second and device; a faster run passes.
+Losses are compared where both runs logged the same iteration, speeds by their medians, because a stall of the machine
+says nothing about the program.
 Exit codes: 0 within the tolerances, 1 beyond one, 2 usage, 3 a run has no numbers to compare.
 """
 
@@ -12,8 +14,9 @@ from __future__ import annotations
 
 import math
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
+from typing import Any, NamedTuple
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # works without installation
 
@@ -24,22 +27,123 @@ import numpy as np
 
 from megatron_lite.cli.script_parser import ScriptParser, number
 from megatron_lite.errors import DataError, RunError
-from megatron_lite.reports.comparison import (
-    MEMORY,
-    SPEED,
-    SPEEDS,
-    LossDifference,
-    NumberDifference,
-    compare_losses,
-    compare_numbers,
-    compare_options,
-    median_speed,
-    peak,
-)
-from megatron_lite.reports.watched_run import WatchedRun, printable, watched
+from megatron_lite.reports.charts import SPEED, SPEEDS
+from megatron_lite.reports.report import option_text, usual_values
+from megatron_lite.reports.watched_run import Curve, Metrics, WatchedRun, printable, watched
 
 LONGEST_CELL = 40  # characters
 Row = Sequence[str]
+# Options that name a run; they differ between any two.
+NAMES_OF_A_RUN = ("experiment_dir", "experiment_name", "wandb_id")
+LOSSES = ("loss", "averaged_loss")
+LOSS_OF_A_DATA_SET = "loss/"
+MEMORY = {"max_allocated_mib": "allocated, MiB", "max_reserved_mib": "reserved, MiB"}
+
+
+# -- the differences as numbers --------------------------------------------------------------------------------------
+
+
+class OptionDifference(NamedTuple):
+    """An option that differs between two runs, with both values as text."""
+
+    name: str
+    first: str
+    second: str
+
+
+class LossDifference(NamedTuple):
+    """A loss of two runs, and |second - first| / |first| where both logged an iteration.
+
+    A difference is infinite where only one loss is a number.
+    """
+
+    label: str  # training loss, validation averaged_loss
+    first: Curve
+    second: Curve
+    differences: Curve
+
+    @property
+    def largest(self) -> tuple[float, int]:
+        """Return the largest difference and its iteration; NaN and 0 without an iteration in common."""
+        if not len(self.differences):
+            return math.nan, 0
+        place = int(self.differences.values.argmax())
+        return float(self.differences.values[place]), int(self.differences.iterations[place])
+
+
+class NumberDifference(NamedTuple):
+    """A metric of two runs; NaN if a run lacks it."""
+
+    label: str
+    first: float
+    second: float
+
+    @property
+    def change(self) -> float:
+        """Return the relative increase from first to second; NaN if a run lacks the metric."""
+        return self.second / self.first - 1 if self.first else math.nan
+
+
+def compare_options(first: dict[str, Any], second: dict[str, Any]) -> list[OptionDifference]:
+    """Return the options that differ between two config.json files, in file order."""
+    one, other = usual_values(first), usual_values(second)
+    return [
+        OptionDifference(name, option_text(first, one, name), option_text(second, other, name))
+        for name in dict.fromkeys([*first, *second])
+        if name not in NAMES_OF_A_RUN
+        if (first.get(name), name in first) != (second.get(name), name in second)
+    ]
+
+
+def compare_losses(first: Metrics, second: Metrics) -> Iterator[LossDifference]:
+    """Yield every loss that both runs logged."""
+    for phase in first.phases():
+        for name in first.names(phase):
+            one, other = first.curve(phase, name), second.curve(phase, name)
+            if (name in LOSSES or name.startswith(LOSS_OF_A_DATA_SET)) and len(one) and len(other):
+                common, *places = np.intersect1d(one.iterations, other.iterations, return_indices=True)
+                relative = relative_differences(one.values[places[0]], other.values[places[1]])
+                yield LossDifference(f"{phase} {name}", one, other, Curve(common, relative))
+
+
+def relative_differences(first: Any, second: Any) -> Any:
+    """Return |second - first| / |first|, (n,): 0 if both are equal or not finite, infinity if only one is finite."""
+    both_lost = ~np.isfinite(first) & ~np.isfinite(second)
+    with np.errstate(divide="ignore", invalid="ignore"):
+        relative = np.abs(second - first) / np.abs(first)
+    return np.where((first == second) | both_lost, 0.0, np.where(np.isfinite(relative), relative, np.inf))
+
+
+def compare_numbers(
+    labels: Mapping[str, str], measure: Callable[[Metrics, str], float], *runs: Metrics
+) -> Iterator[NumberDifference]:
+    """Yield the metrics that a run has. labels: by name in metrics.jsonl."""
+    for name, label in labels.items():
+        first, second = (measure(run, name) for run in runs)
+        if not (math.isnan(first) and math.isnan(second)):
+            yield NumberDifference(label, first, second)
+
+
+def peak(run: Metrics, name: str) -> float:
+    """Return the largest value of a training metric; NaN if absent."""
+    values = run.curve("training", name).finite().values
+    return float(values.max()) if len(values) else math.nan
+
+
+def median_speed(run: Metrics, name: str) -> float:
+    """Return the median of a training metric, without the first line of each start if there are others; NaN if absent.
+
+    The first line includes compilation and first allocations.
+    """
+    curve = run.curve("training", name).finite()
+    # The first line of a start may be an evaluation.
+    firsts = [int(curve.iterations.searchsorted(start.iteration)) for start in run.starts]
+    steady = np.delete(curve.values, [place for place in firsts if place < len(curve)])
+    values = steady if len(steady) else curve.values
+    return float(np.median(values)) if len(values) else math.nan
+
+
+# -- the report ------------------------------------------------------------------------------------------------------
 
 
 def table(title: str, head: Row, rows: Sequence[Row]) -> list[str]:

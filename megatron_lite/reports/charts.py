@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
 
-from megatron_lite.reports.comparison import SPEED
 from megatron_lite.reports.watched_run import Curve, WatchedRun
 
 POINTS = 2000  # of one line; on a page, divided among the runs
@@ -14,6 +13,9 @@ MOST_MARKS = 200  # starts and dropped updates of a run
 SMOOTHED_FROM = 150  # points; longer curves of noisy metrics have a smooth line in front of the raw one
 NOISY = ("loss", "grad_norm")  # of training
 COLORS = 8
+SPEED = "tokens_per_sec_per_gpu"
+SPEEDS = {"tokens_per_sec": "tokens/s", SPEED: "tokens/s per rank"}
+SPEEDS |= {"step_time_ms": "step, ms", "data_wait_ms": "data wait, ms", "mfu": "MFU"}
 
 
 class Metric(NamedTuple):

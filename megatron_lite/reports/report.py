@@ -14,12 +14,14 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from megatron_lite.checkpoint.names import find_checkpoints
+from megatron_lite.config import unflatten
+from megatron_lite.config.values import FLAGS, abridged
 from megatron_lite.errors import DataError, StorageError
-from megatron_lite.reports.charts import COLORS, page_data
-from megatron_lite.reports.comparison import SPEED, SPEEDS, option_text, usual_values
+from megatron_lite.reports.charts import COLORS, SPEED, SPEEDS, page_data
 from megatron_lite.reports.watched_run import Curve, GrowingFile, WatchedRun, read_runs, title_of
 from megatron_lite.run.durable_files import replace_file
 from megatron_lite.run.progress_line import format_count, format_duration
+from megatron_lite.validation import defaults
 
 REPORT_FILE = "report.html"
 SAMPLES_FILE = "samples.jsonl"
@@ -272,6 +274,27 @@ def _configuration(config: dict[str, Any]) -> str:
     ]
     shown = _table(["differs from the default", "value", "default"], differing)
     return f"{shown}<details><summary>all {len(rows)} options</summary>{_table(['option', 'value'], rows)}</details>"
+
+
+def usual_values(config: dict[str, Any]) -> dict[str, Any]:
+    """Return what each option of a config.json would be if it had not been given, as in JSON; nothing if damaged."""
+    read = {name: tuple(value) if isinstance(value, list) else value for name, value in config.items() if name in FLAGS}
+    try:
+        usual = defaults(unflatten(read)).items()
+    except Exception:  # the file may hold anything
+        return {}
+    return {name: [*value] if isinstance(value, tuple) else value for name, value in usual}
+
+
+def option_text(config: dict[str, Any], usual: dict[str, Any], name: str) -> str:
+    """Return the value of an option as text; "(derived)" follows one that the other options imply."""
+    if name not in config:
+        return "(absent)"
+    value = config[name]
+    if value is None or value == []:
+        return "(none)"
+    derived = name in FLAGS and FLAGS[name].default is None and value == usual.get(name)
+    return abridged(tuple(map(str, value)) if isinstance(value, list) else value) + " (derived)" * derived
 
 
 def _number(value: Any) -> str:
