@@ -15,23 +15,18 @@ from megatron_lite.zero.stage import Layer
 def partitioned(
     config: Config,
     layers: Sequence[Layer],
-    ranks: Any,
+    groups: Any,
     training: bool = True,
     durations: Sequence[Durations] | None = None,
 ) -> MultiStage:
-    """Return the model. ranks: a `Distributed`, or what stands for one in a plan. durations: see `MultiStage`."""
+    """Return the model. groups, durations: see `MultiStage`."""
     return MultiStage(
         layers,
         config.multi_stage,
         config.batch,
         config.distributed.training_dtype,
-        ranks.data,
+        groups,
         training,
-        tensor=ranks.tensor,
-        world=ranks.layers,
-        pipeline=ranks.pipeline,
-        shard=ranks.shard,
-        replicate=ranks.replicate,
         state=rule_of(config.optimizer).declared,
         averaged=config.averaging.enabled,
         durations=durations,

@@ -10,8 +10,8 @@ import torch
 from torch import Tensor
 
 from megatron_lite.config import BatchConfig, MultiStageConfig
-from megatron_lite.distributed.pipeline_group import PipelineGroup, one_pipeline_rank
-from megatron_lite.distributed.rank_group import Group, alone
+from megatron_lite.distributed.pipeline_group import PipelineGroup
+from megatron_lite.distributed.rank_group import Group
 from megatron_lite.parameter import DTYPES, ParameterSpec
 from megatron_lite.zero import runner
 from megatron_lite.zero.flat_shard import ADAM_STATE, FlatShard, OptimizerState, Precision
@@ -28,12 +28,9 @@ from megatron_lite.zero.throttle import Throttle
 
 
 class MultiStage:
-    """A chain of layers, partitioned over the data-parallel ranks of `group`.
+    """A chain of layers, partitioned over ranks.
 
-    tensor: the tensor-parallel group; by default this rank alone.
-    world: all data and tensor-parallel ranks; by default `group`.
-    pipeline: the pipeline-parallel group; by default this rank alone, which then has all stages.
-    shard, replicate: the groups of hybrid shards (see `replica_shards.py`); by default `group` and this rank alone.
+    groups: this rank's: a `Distributed`, or what stands for one in a plan.
     training: False (inference) allocates no gradients and no moments.
     averaged: allocate a running average of the trainable weights, which `optimizer.Averaging` updates.
     state: the optimizer state, as the rule declares it.
@@ -46,21 +43,17 @@ class MultiStage:
         config: MultiStageConfig,
         batch: BatchConfig,
         training_dtype: str,
-        group: Group,
+        groups: Any,
         training: bool = True,
         *,
-        tensor: Group | None = None,
-        world: Group | None = None,
-        pipeline: PipelineGroup | None = None,
-        shard: Group | None = None,
-        replicate: Group | None = None,
         averaged: bool = False,
         state: OptimizerState = ADAM_STATE,
         durations: Sequence[Durations] | None = None,
     ) -> None:
-        self.group, self.tensor, self.training = group, tensor or alone(group.device), training
-        self.ranks = pipeline or one_pipeline_rank(group.device)
-        dtype = DTYPES[training_dtype]
+        self.group: Group = groups.data
+        self.tensor: Group = groups.tensor
+        self.ranks: PipelineGroup = groups.pipeline
+        self.training, dtype = training, DTYPES[training_dtype]
         self.precision = Precision(
             training=dtype,
             gradients=torch.float32 if config.full_precision_gradients else dtype,
@@ -69,8 +62,8 @@ class MultiStage:
         )
         assert config.layers_per_stage != "auto", "resolved before"
         self.split = split_into_stages(len(layers) - 2, config.layers_per_stage)
-        shard, of_type = shard or group, HybridStage if replicate and replicate.world_size > 1 else Stage
-        of_all = shard, self.tensor, training, state, world or group, replicate
+        of_type = HybridStage if groups.replicate.world_size > 1 else Stage
+        of_all = groups.shard, self.tensor, training, state, groups.layers, groups.replicate
         self.all_stages = [  # those of other pipeline ranks have no memory
             of_type(i, [layers[j] for j in some], *of_all) for i, some in enumerate(self.split)
         ]
@@ -90,7 +83,7 @@ class MultiStage:
         used = [*self.stages, *copies]
         self._by_index = {stage.index: stage for stage in used}
         self._verbs: Mapping[int, Stage] = self._by_index
-        self.memory = Memory(used, config, self.precision, shard, averaged, name == "breadth_first", ties)
+        self.memory = Memory(used, config, self.precision, groups.shard, averaged, name == "breadth_first", ties)
         self._shows_average = False
         first_trained = next((stage.index for stage in self.all_stages if stage.trainable), len(self.split))
         for stage in self.all_stages:
@@ -105,9 +98,9 @@ class MultiStage:
         # The schedule of the largest batch; every schedule begins with the same gathers.
         self.training_schedule = self._schedule("training", batch.depth_first_micro_batches * self._breadth_first)
         self._throttle: Throttle | None = None
-        several = (world or group).world_size > 1  # one rank frees and reuses memory on one stream
-        if config.throttle_cpu and several and group.device.type == "cuda":
-            self._throttle = Throttle(config.throttle_cpu_rate, config.throttle_cpu_delay, group.wait_for)
+        several = groups.layers.world_size > 1  # one rank frees and reuses memory on one stream
+        if config.throttle_cpu and several and self.group.device.type == "cuda":
+            self._throttle = Throttle(config.throttle_cpu_rate, config.throttle_cpu_delay, self.group.wait_for)
 
     def initialize(self, seed: int) -> None:
         """Draw the initial weights."""

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from megatron_lite.config import Config
 from megatron_lite.distributed.pipeline_group import one_pipeline_rank
-from megatron_lite.distributed.rank_group import Group, alone
+from megatron_lite.distributed.rank_group import alone
 from megatron_lite.distributed.traffic import Handle, Traffic
 from megatron_lite.kernels.choice import choose_kernels
 from megatron_lite.model.layer import MicroBatch
@@ -46,7 +46,7 @@ class Engine:
     `ranks` does what the optimizer needs (`sum_in_rank_order`); `group`, by default the same, what the stages need.
     """
 
-    def __init__(self, ranks: Any, options: dict[str, Any], group: Group | None = None, training: bool = True) -> None:
+    def __init__(self, ranks: Any, options: dict[str, Any], group: Any = None, training: bool = True) -> None:
         self.config: Config = tiny_config(ranks.world_size, **options)
         self.ranks, dtype = ranks, self.config.distributed.training_dtype
         self.model = MultiStage(
@@ -54,13 +54,8 @@ class Engine:
             self.config.multi_stage,
             self.config.batch,
             dtype,
-            group or ranks.data,
+            group or ranks,
             training,
-            tensor=ranks.tensor,
-            world=group or ranks.layers,
-            pipeline=ranks.pipeline,
-            shard=None if group else getattr(ranks, "shard", None),
-            replicate=None if group else getattr(ranks, "replicate", None),
             state=rule_of(self.config.optimizer).declared,
             averaged=self.config.averaging.enabled,
         )
@@ -135,7 +130,8 @@ class Wrapped:
 
     def __init__(self, inner: Any) -> None:
         self.inner, self.rank, self.world_size, self.device = inner, inner.rank, inner.world_size, inner.device
-        self.data, self.tensor = self, getattr(inner, "tensor", None)
+        self.data = self.shard = self
+        self.tensor, self.replicate = getattr(inner, "tensor", None) or alone(inner.device), alone(inner.device)
         self.layers, self.pipeline = self, getattr(inner, "pipeline", one_pipeline_rank(inner.device))
 
     def sum_in_rank_order(self, values: Tensor) -> Tensor:
@@ -261,12 +257,9 @@ class SimulatedRanks:
 
     def __init__(self, device: str = "cpu", delay_cycles: int = 0) -> None:
         self.device, self._delay_cycles = torch.device(device), delay_cycles
-        self.layers, self.data, self.tensor, self.pipeline = (
-            self,
-            self,
-            alone(self.device),
-            one_pipeline_rank(self.device),
-        )
+        self.layers = self.data = self.shard = self
+        self.tensor = self.replicate = alone(self.device)
+        self.pipeline = one_pipeline_rank(self.device)
         self._stream = torch.cuda.Stream(self.device) if self.device.type == "cuda" else None
 
     def all_gather(self, buffer: Tensor, kind: str = "gather") -> Handle:
@@ -315,7 +308,8 @@ class _OneRank(SimulatedRanks):
 def simulated_tensor_ranks(device: str = "cpu", delay_cycles: int = 0) -> SimulatedRanks:
     """Rank 0 of two that share each layer, and hold the same parts of everything."""
     ranks = SimulatedRanks(device)
-    ranks.data, ranks.tensor = _OneRank(device), SimulatedRanks(device, delay_cycles)
+    ranks.data = ranks.shard = _OneRank(device)
+    ranks.tensor = SimulatedRanks(device, delay_cycles)
     return ranks
 
 

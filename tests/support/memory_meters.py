@@ -16,6 +16,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from megatron_lite.config import Config
+from megatron_lite.distributed.pipeline_group import one_pipeline_rank
+from megatron_lite.distributed.rank_group import alone
 from megatron_lite.kernels.choice import choose_kernels
 from megatron_lite.model.gpt import model_layers
 from megatron_lite.model.layer import Layer, MicroBatch
@@ -31,6 +33,11 @@ class Alone:
     """The only rank, without a process group."""
 
     rank, world_size, device, symmetric_memory = 0, 1, torch.device("cpu"), None
+    pipeline, tensor = one_pipeline_rank(device), alone(device)
+    replicate = tensor
+
+    def __init__(self) -> None:
+        self.data = self.layers = self.shard = self
 
     def all_gather(self, buffer: Tensor, kind: str = "") -> Any:
         raise AssertionError("nothing to gather")

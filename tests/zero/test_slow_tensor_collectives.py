@@ -61,6 +61,7 @@ class LateRank:
         self.rank, self.world_size, self.device = inner.rank, inner.world_size, inner.device
         self.sum_in_rank_order, self.inner = inner.sum_in_rank_order, inner
         self.data, self.tensor = LateGroup(inner.data), LateTensorGroup(inner.tensor)
+        self.shard, self.replicate = self.data, inner.replicate
         self.layers, self.pipeline = self, inner.pipeline
 
 
