@@ -45,10 +45,8 @@ class Attention(torch.nn.Module):
         if config.scale_attn_by_inverse_layer_idx:
             self.scale = config.kv_channels**-0.5 / (index + 1)
         self.kernels = kernels
-        query_size, group_size = (
-            config.num_attention_heads * config.kv_channels,
-            config.head_groups * config.kv_channels,
-        )
+        channels = config.kv_channels
+        query_size, group_size = config.num_attention_heads * channels, config.head_groups * channels
         queries, keys = parallel.parts(query_size), parallel.parts(group_size, most=config.head_groups)
         self.query_key_value = Linear(
             f"{name}.query_key_value",
@@ -62,7 +60,7 @@ class Attention(torch.nn.Module):
         self.query_norm: Norm | None = None
         self.key_norm: Norm | None = None
         if config.qk_layernorm:
-            split, channels = parallel.replicated(inside=True), config.kv_channels
+            split = parallel.replicated(inside=True)
             self.query_norm = Norm(f"{name}.query_norm", config, kernels, split, channels)
             self.key_norm = Norm(f"{name}.key_norm", config, kernels, split, channels)
         self.output = Linear(

@@ -187,16 +187,14 @@ class TensorDebugger:
             self.copies.layer(name, tensor)
         if level and tensor is not None:
             if self.config.debug_global_tensors:
-                tensor = self._joined([*self.distributed.layers.gathered(tensor.detach().contiguous(), "debug")])
+                tensor = self._joined(self.distributed.layers.gathered(tensor.detach().contiguous(), "debug"))
             self._log(name, tensor, level)
 
-    def _joined(self, tensors: list[Tensor]) -> Tensor:
-        """Join the tensors of all ranks of a stage, in rank order: those of a tensor-parallel group are neighbours."""
-        size = self.distributed.tensor.world_size
-        if self.split_length is None or not tensors[0].dim():  # equal within a group
-            return join_ranks(tensors[::size])
-        groups = [torch.cat(tensors[first : first + size], dim=1) for first in range(0, len(tensors), size)]
-        return join_ranks([tokens.view(-1, self.split_length, tokens.shape[-1]) for tokens in groups])
+    def _joined(self, tensors: Tensor) -> Tensor:
+        """Join the tensors of all ranks of a stage, (ranks, ...): those of a tensor-parallel group are neighbours."""
+        if self.split_length is not None and tensors.dim() > 1:
+            return tensors.view(-1, self.split_length, tensors.shape[-1])
+        return join_ranks(tensors[:: self.distributed.tensor.world_size])  # equal within a group
 
     # -- parameters and their gradients ---------------------------------------------------------------------------
 
@@ -267,11 +265,9 @@ class TensorDebugger:
             self._entries.append(entry)
 
 
-def join_ranks(tensors: list[Tensor]) -> Tensor:
-    """Join (b, ...) of each rank to (ranks * b, ...), or add up scalars, which are sums over tokens (the loss)."""
-    if tensors[0].dim():
-        return torch.cat(tensors)
-    return torch.stack(tensors).double().sum().to(tensors[0].dtype)
+def join_ranks(tensors: Tensor) -> Tensor:
+    """(ranks, b, ...) -> (ranks * b, ...), or add up scalars, (ranks,), which are sums over tokens (the loss)."""
+    return tensors.flatten(0, 1) if tensors.dim() > 1 else tensors.double().sum().to(tensors.dtype)
 
 
 def memory_in_use(device: torch.device) -> str:

@@ -23,10 +23,8 @@ COUNTS = ("skipped", "nan", "new", "streak", "bad")
 class DroppedSteps:
     """Counts of dropped steps on the device, the last dropped step, and the first one that must stop the run."""
 
-    def __init__(
-        self, config: OptimizerConfig, dynamic_loss_scale: bool, device: torch.device, train_iters: int
-    ) -> None:
-        self._words = Words(config, dynamic_loss_scale, train_iters)
+    def __init__(self, words: Words, device: torch.device) -> None:
+        self._words = words
         # skipped, nan: since the start of training; new: since the last log line; streak: consecutive; bad: steps of
         # the streak that did not lower a dynamic loss scale
         self._counts = torch.zeros(len(COUNTS), dtype=torch.int64, device=device)
@@ -121,7 +119,7 @@ class Guard:
         if config.skip_bad_steps:
             self._usual = RollingStatistics(config.skip_bad_steps_window, config.skip_bad_steps_sigma, device, width=2)
         self._no_limits = torch.full((2,), torch.inf, dtype=torch.float64, device=device)
-        self.dropped = DroppedSteps(config, dynamic_loss_scale, device, train_iters)
+        self.dropped = DroppedSteps(Words(config, dynamic_loss_scale, train_iters), device)
 
     def judge(self, iteration: int, loss: Tensor, grad_norm: Tensor, scale_can_shrink: Tensor | None = None) -> Verdict:
         """Judge a step and add it to the history.

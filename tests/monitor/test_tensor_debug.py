@@ -101,7 +101,7 @@ def make_logger(rank: int = 0) -> tuple[logging.Logger, list[str]]:
 def fake_ranks(rank: int, world_size: int, gather: Callable[[Tensor], list[Tensor]]) -> Any:
     """Return what the debugger needs of `Distributed`."""
     data, tensor = SimpleNamespace(rank=rank), SimpleNamespace(rank=0, world_size=1)
-    layers = SimpleNamespace(rank=rank, gathered=lambda tensor, _: gather(tensor))
+    layers = SimpleNamespace(rank=rank, gathered=lambda tensor, _: torch.stack(gather(tensor)))
     return SimpleNamespace(rank=rank, world_size=world_size, layers=layers, data=data, tensor=tensor)
 
 
@@ -338,7 +338,7 @@ def test_local_tensors_are_each_ranks_own(tmp_path: Path) -> None:
 
 def test_join_ranks_keeps_the_dtype_of_a_loss() -> None:
     tensors = [torch.tensor(1.5, dtype=torch.bfloat16), torch.tensor(2.0, dtype=torch.bfloat16)]
-    joined = join_ranks(tensors)
+    joined = join_ranks(torch.stack(tensors))
     assert joined.shape == () and joined.dtype == torch.bfloat16 and float(joined) == 3.5
 
 
