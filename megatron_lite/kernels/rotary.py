@@ -21,8 +21,7 @@ Table = tuple[Tensor, Tensor]
 def wavelengths(channels: int, base: float, device: torch.device) -> Tensor:
     """Return base^(2 j / r), (r / 2,) in fp32: positions per radian."""
     exponents = torch.arange(0, channels, 2, dtype=torch.float32, device=device) / channels
-    waves: Tensor = base**exponents
-    return waves
+    return base**exponents
 
 
 def angle_table(frequencies: Tensor, length: int) -> Table:

@@ -101,8 +101,7 @@ class Attention(torch.nn.Module):
             return None if self.rotary is None else self.rotary.table(hidden)
         if "angles" not in micro_batch.shared:
             micro_batch.shared["angles"] = self.rotary.at(micro_batch.positions)
-        angles: Table = micro_batch.shared["angles"]
-        return angles
+        return micro_batch.shared["angles"]
 
     def heads(self, projection: Tensor, table: Table | None) -> tuple[Tensor, Tensor, Tensor]:
         """(b, s, (n + 2 g) d) -> query (b, n, s, d), key and value (b, g, s, d), with optional norms and rotation."""

@@ -19,7 +19,7 @@ from megatron_lite.parameter import Parameter, ParameterSpec
 MATCHING_S = 1.0  # processor time for one regular expression; sound ones take a millisecond
 
 
-def set_lr_scales(parameters: Iterable[Parameter], scales: Sequence[tuple[str, float]]) -> None:
+def set_lr_scales(parameters: Sequence[Parameter], scales: Sequence[tuple[str, float]]) -> None:
     """Set the learning-rate scale of every parameter that a pattern matches; the last matching pattern wins.
 
     A pattern is a name, a prefix of whole parts of a name (`blocks.0`), or has wildcards (`*.norm.*`).
@@ -27,7 +27,6 @@ def set_lr_scales(parameters: Iterable[Parameter], scales: Sequence[tuple[str, f
     Raises:
         UsageError: if a pattern matches nothing or nothing is left to train.
     """
-    parameters = list(parameters)
     names = [parameter.spec.name for parameter in parameters]
     for pattern, _ in scales:
         if not any(matches(pattern, name) for name in names):
@@ -43,7 +42,7 @@ def set_lr_scales(parameters: Iterable[Parameter], scales: Sequence[tuple[str, f
         raise UsageError("--freeze, --lr_scales: every parameter is frozen; freeze fewer")
 
 
-def set_weight_decay(parameters: Iterable[Parameter], mask: str | None, modules: Sequence[str]) -> None:
+def set_weight_decay(parameters: Sequence[Parameter], mask: str | None, modules: Sequence[str]) -> None:
     """Set which parameters decay: those selected by a pattern of `modules` or by the mask.
 
     mask: "fast_llm": all but norms and biases, as declared by the layers. "levanter": all but norms, biases and
@@ -53,7 +52,6 @@ def set_weight_decay(parameters: Iterable[Parameter], mask: str | None, modules:
         UsageError: if a pattern selects nothing.
     """
     assert mask is not None or modules
-    parameters = list(parameters)
     names = [parameter.spec.name for parameter in parameters]
     chosen = {name for pattern in modules for name in selected("weight_decay_modules", pattern, names)}
     for parameter in parameters:

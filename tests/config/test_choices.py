@@ -47,7 +47,7 @@ BRANCHES: dict[str, Callable[[], Any]] = {
     "rope_type": lambda: rope(NEW),
     "attention_backend": lambda: fused_attention(*torch.ones(3, 1, 1, 2, 8), NEW),
     "muon_adjust_lr": lambda: shape_factor(2, 3, NEW),
-    "weight_decay_default_mask": lambda: set_weight_decay(layers_of(tiny_config(1))[0].parameters(), NEW, ()),
+    "weight_decay_default_mask": lambda: set_weight_decay([*layers_of(tiny_config(1))[0].parameters()], NEW, ()),
 }
 
 

@@ -103,5 +103,4 @@ def flash_attention(query: Tensor, key: Tensor, value: Tensor, scale: float | No
     Calls the kernel of `scaled_dot_product_attention` directly, because dispatch takes as long as a small problem.
     Results repeat bit for bit with the same number of threads.
     """
-    output: Tensor = _FlashAttention.apply(query, key, value, scale)
-    return output  # laid out in memory as (b, s, n, d)
+    return _FlashAttention.apply(query, key, value, scale)  # laid out in memory as (b, s, n, d)

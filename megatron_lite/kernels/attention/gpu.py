@@ -61,8 +61,7 @@ def planned_attention(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
     Forward: the output and one fp32 number per row. Backward: also the query gradient in fp32 and, if query heads share
     keys, key and value gradients per query head.
     """
-    output: Tensor = _Planned.apply(query, key, value)
-    return output
+    return _Planned.apply(query, key, value)
 
 
 def varlen_attention(
