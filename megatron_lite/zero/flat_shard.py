@@ -9,12 +9,12 @@ import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass
 from operator import itemgetter
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from megatron_lite.distributed.rank_group import Group, alone
+from megatron_lite.distributed.rank_group import Group
 from megatron_lite.kernels.weight_shard import WeightShard
 from megatron_lite.parameter import ParameterSpec
 from megatron_lite.seeds import derive_seed
@@ -58,12 +58,11 @@ class BufferRange(NamedTuple):
 
 
 class FlatShard:
-    """This rank's weights, gradients and optimizer state of one flat range.
+    """This rank's weights, gradients and optimizer state of one flat range."""
 
-    group: the ranks among which full weights are gathered; replicate: those that repeat their work, by default none.
-    has_state: whether the shard has gradients and moments.
-    """
-
+    group: Group  # the ranks among which full weights are gathered
+    replicate: Group  # those that repeat their work
+    has_state: bool  # whether the shard has gradients and moments
     weights: WeightShard
     placed: Tensor  # the full range that layers compute with, (numel,): a view of the weight or the average buffer
     average: Tensor | None = None  # running average of the weights, (shard_numel,) fp32; None: no averaging
@@ -74,20 +73,13 @@ class FlatShard:
     moments: dict[str, Tensor]  # optimizer state by name, (numel(name),) fp32
 
     def __init__(
-        self,
-        specs: Sequence[ParameterSpec],
-        frozen: bool,
-        training: bool,
-        group: Group,
-        tensor: Group,
-        state: OptimizerState,
-        replicate: Group | None = None,
+        self, specs: Sequence[ParameterSpec], frozen: bool, training: bool, groups: Any, state: OptimizerState
     ) -> None:
-        self.group, self.replicate = group, replicate or alone(group.device)
-        self.rank = self.replicate.rank * group.world_size + group.rank  # of all data-parallel ranks
-        self.layout = lay_out(specs, group.world_size, self.replicate.world_size)
+        self.group, self.replicate = groups.shard, groups.replicate
+        self.rank = self.replicate.rank * self.group.world_size + self.group.rank  # of all data-parallel ranks
+        self.layout = lay_out(specs, self.group.world_size, self.replicate.world_size)
         # None: no tensor parallelism, so no rank holds copies of these parameters.
-        self.replicas = Replicas(self.layout, self.rank, tensor) if tensor.world_size > 1 else None
+        self.replicas = Replicas(self.layout, self.rank, groups.tensor) if groups.tensor.world_size > 1 else None
         self.frozen, self.has_state = frozen, training and not frozen
         self._moments = {moment.name: moment for moment in state.moments if self.has_state}
         self.whole_matrices = state.whole_matrices

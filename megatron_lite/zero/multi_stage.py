@@ -63,7 +63,7 @@ class MultiStage:
         assert config.layers_per_stage != "auto", "resolved before"
         self.split = split_into_stages(len(layers) - 2, config.layers_per_stage)
         of_type = HybridStage if groups.replicate.world_size > 1 else Stage
-        of_all = groups.shard, self.tensor, training, state, groups.layers, groups.replicate
+        of_all = groups, training, state
         self.all_stages = [  # those of other pipeline ranks have no memory
             of_type(i, [layers[j] for j in some], *of_all) for i, some in enumerate(self.split)
         ]

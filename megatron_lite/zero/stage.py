@@ -17,7 +17,7 @@ from megatron_lite.distributed.cpu_collectives import Works
 from megatron_lite.distributed.rank_group import Group
 from megatron_lite.distributed.traffic import Handle
 from megatron_lite.parameter import Parameter, ParameterSpec, backward
-from megatron_lite.zero.flat_shard import ADAM_STATE, BufferRange, FlatShard, OptimizerState, Precision
+from megatron_lite.zero.flat_shard import BufferRange, FlatShard, OptimizerState, Precision
 from megatron_lite.zero.layout import ParameterSlot
 from megatron_lite.zero.recompute import recompute
 
@@ -94,25 +94,14 @@ class Stage:
     runs_backward = True
     wants_input_gradient = True
 
-    def __init__(
-        self,
-        index: int,
-        layers: Sequence[Layer],
-        group: Group,
-        tensor: Group,
-        training: bool = True,
-        state: OptimizerState = ADAM_STATE,
-        world: Group | None = None,
-        replicate: Group | None = None,
-    ) -> None:
-        """index: the stage's number in the model, which may differ from its index in a list."""
-        self.index, self.layers, self.world = index, layers, world or group
+    def __init__(self, index: int, layers: Sequence[Layer], groups: Any, training: bool, state: OptimizerState) -> None:
+        """index: the stage's number in the model, which may differ from its index in a list. Else see `MultiStage`."""
+        self.index, self.layers = index, layers
+        self.world: Group = groups.layers
         specs = [cast(Parameter, declared).spec for layer in layers for declared in layer.parameters()]
         trained, frozen = [s for s in specs if s.trainable], [s for s in specs if not s.trainable]
         kinds = [(some, is_frozen) for some, is_frozen in ((trained, False), (frozen, True)) if some]
-        self.parts = tuple(
-            self.shard_type(some, is_frozen, training, group, tensor, state, replicate) for some, is_frozen in kinds
-        )
+        self.parts = tuple(self.shard_type(some, is_frozen, training, groups, state) for some, is_frozen in kinds)
         self.trainable = next((part for part in self.parts if part.has_state), None)
         # An embedding's gradient needs only the tokens, so its backward pass gathers no weights.
         self.backward_needs_weights = any(layer.backward_needs_weights for layer in layers)

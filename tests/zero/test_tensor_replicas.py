@@ -6,12 +6,12 @@ import pytest
 import torch
 from torch import Tensor
 
-from megatron_lite.distributed.rank_group import alone
 from megatron_lite.parameter import Initializer, ParameterSpec
 from megatron_lite.tiles import Block, Split
 from megatron_lite.zero.flat_shard import ADAM_STATE, FlatShard
 from megatron_lite.zero.layout import FlatLayout, lay_out
 from megatron_lite.zero.replicas import Replicas, whole_parameter
+from tests.support.memory_meters import Alone
 from tests.support.thread_ranks import ThreadRank, on_threads
 
 ZEROS = Initializer("constant", 0.0)
@@ -152,6 +152,5 @@ def test_parts_are_gathered_to_the_whole(ranks: int) -> None:
 
 
 def test_one_rank_has_no_copies() -> None:
-    group = alone(torch.device("cpu"))
-    part = FlatShard(specs_of(1, 0), False, True, group, group, ADAM_STATE)
+    part = FlatShard(specs_of(1, 0), False, True, Alone(), ADAM_STATE)
     assert part.replicas is None and part.counted() == [(0, part.layout.shard_numel)] and part.counted(3, 5) == [(3, 5)]
