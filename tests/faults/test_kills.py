@@ -1,10 +1,11 @@
 """SIGKILL at random moments to ranks and launchers: see tests/faults/kills.py, which also runs by itself."""
 
 import subprocess
-import sys
 from pathlib import Path
 
 import pytest
+
+from tests.support import warm_python
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -19,7 +20,8 @@ ROOT = Path(__file__).resolve().parents[2]
 )
 def test_random_kills(more: str) -> None:
     """Nothing published is lost or damaged, the end has the bits of an undisturbed run, and nothing is left over."""
-    command = [sys.executable, "-m", "tests.faults", *more.split()]
-    outcome = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=1200)
+    command = [str(warm_python.folder() / "python"), "-m", "tests.faults", *more.split()]
+    environment = warm_python.environment()
+    outcome = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=1200)
     assert outcome.returncode == 0, outcome.stdout + outcome.stderr
     assert " 0 bad outcomes" in outcome.stdout, outcome.stdout

@@ -155,12 +155,15 @@ def capped_loss(shape: Shape) -> None:
     sweep(shape.random(4, 128256), labels, sums, scale, 1e-4, soft_cap=30.0, triton=True)
 
 
-def rounded(shape: Shape, rows: int, columns: int) -> None:
-    """Round a factor and its transpose to every format of 8 bits, with a scale per row and with one."""
+def rounded(shape: Shape, rows: int, columns: int, every: bool) -> None:
+    """Round a factor and its transpose to formats of 8 bits, with a scale per row and with one: every one or some."""
     values = shape.random(rows, columns)
-    for dtype, factor in itertools.product(LARGEST, (values, values.t())):
-        for scale in (shape.random(len(factor), 1, dtype=torch.float32), shape.random(1, 1, dtype=torch.float32)):
-            round_values(factor, scale, dtype, triton=True)
+    for number, dtype in enumerate(LARGEST):
+        for transposed, is_whole in itertools.product((False, True), repeat=2):
+            if every or (transposed, is_whole) == (number % 2 == 1, number < 2):
+                factor = values.t() if transposed else values
+                scale = shape.random(1 if is_whole else len(factor), 1, dtype=torch.float32)
+                round_values(factor, scale, dtype, triton=True)
 
 
 def others(shape: Shape) -> Iterator[tuple[str, Callable[[], Any]]]:
@@ -211,7 +214,7 @@ def others(shape: Shape) -> Iterator[tuple[str, Callable[[], Any]]]:
     for rows, split, nesterov, passes in itertools.product((1, 9, 300), (False, True), (False, True), (1, 2)):
         if rows < 300 or passes == 2:
             yield f"adamw {rows} {split} {nesterov} {passes}", partial(updates, shape, rows, split, nesterov, passes)
-    yield "8 bits", partial(rounded, shape, 5, 123)
+    yield "8 bits", partial(rounded, shape, 5, 123, True)
     for numel in (1, 1000):
         some = [shape.random(numel, dtype=torch.float32), shape.random(numel)]
         yield f"squared norm {numel}", partial(squared_norms, [some], some[0].device, triton=True)
@@ -242,7 +245,7 @@ def main() -> int:
     calls: dict[str, Callable[[], Any]] = {op.name: partial(run_triton, op, shape) for op in OPS}
     for split, nesterov in ((False, False), (True, True)):
         calls[f"clipped updates, {split}, {nesterov}"] = partial(updates, shape, 12, split, nesterov, 2)
-    calls["8 bits"] = partial(rounded, shape, 8192, 4096)
+    calls["8 bits"] = partial(rounded, shape, 8192, 4096, options.all)
     calls["soft-capped cross-entropy"] = partial(capped_loss, shape)
     failures: dict[str, str] = {}
     attempt(calls.items(), failures)

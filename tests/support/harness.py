@@ -46,6 +46,7 @@ FORKSERVER.set_forkserver_preload(
         "tests.support.engine_runs",
         "tests.support.launch",
         "megatron_lite.cli.parse",
+        "hypothesis",
     ]
 )
 

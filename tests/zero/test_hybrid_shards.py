@@ -76,7 +76,13 @@ def outcome(shard: int, options: Options, *args: Any, data: int = RANKS, **ranks
     return Outcome(first.losses, first.grad_norms, evaluated, averaged, first.weights, "")
 
 
-@pytest.mark.parametrize(("flavour", "shard"), [("plain", 1), ("bf16", 1), *((flavour, 2) for flavour in FLAVOURS)])
+@pytest.mark.parametrize(
+    ("flavour", "shard"),
+    [
+        *(("plain", 1), ("bf16", 1), ("plain", 2), ("frozen", 2), ("muon", 2), ("bare head", 2)),
+        *(pytest.param(flavour, 2, marks=pytest.mark.slow) for flavour in ("bf16", "fp16")),
+    ],
+)
 def test_zero_stages_have_the_same_bits(flavour: str, shard: int) -> None:
     """And nearly the losses and norms of a single group."""
     options = FLAVOURS[flavour]
