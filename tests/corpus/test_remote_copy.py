@@ -82,6 +82,25 @@ def test_only_what_has_changed_is_copied_again(bucket: Any, server: S3Server, tm
     assert read() == ["pair.bin", "pair.idx"] and content(str(copy))["one.txt"] == b"eno"
 
 
+def test_a_file_that_changes_under_its_copy_is_refused_then_copied(
+    bucket: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Another writes while it is read: nothing of that copy is used, and the next start has the new content."""
+    whole = s3fs.S3FileSystem._get_file
+
+    async def changed(*arguments: Any, **options: Any) -> None:
+        await whole(*arguments, **options)
+        bucket.put_object(Key="a/one.txt", Body=b"two")
+
+    with monkeypatch.context() as patch, pytest.raises(DataError, match=r"one\.txt changed while it was copied"):
+        patch.setattr(s3fs.S3FileSystem, "_get_file", changed)
+        s3fs.S3FileSystem.clear_instance_cache()
+        local_copy(f"s3://{bucket.name}/a/one.txt", "data_path", str(tmp_path))
+    s3fs.S3FileSystem.clear_instance_cache()
+    assert not list(tmp_path.rglob("one.txt"))
+    assert Path(local_copy(f"s3://{bucket.name}/a/one.txt", "data_path", str(tmp_path))).read_bytes() == b"two"
+
+
 def test_errors_are_one_line_without_secrets(
     bucket: Any, server: S3Server, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
