@@ -8,6 +8,7 @@ from __future__ import annotations
 import base64
 import contextlib
 import hashlib
+import logging
 import os
 import re
 from collections.abc import Callable, Mapping
@@ -32,6 +33,7 @@ def open_storage(address: str, flag: str) -> tuple[Any, str]:
     Raises:
         UsageError: if a package is missing, or none knows the address.
     """
+    logging.getLogger("gcsfs").setLevel(logging.CRITICAL)  # it logs tracebacks of what it also raises
     try:
         from fsspec.core import url_to_fs
 

@@ -69,7 +69,7 @@ def render(cells: Mapping[int, str]) -> list[str]:
     words = collections.Counter(cells[row.number].split(" ")[0].rstrip(":") for row in rows)
     tested = sum(bool(row.tests) for row in rows)
     lines = [
-        f"{tested} of {len(rows)} faults have a promise and tests. In the last run, tests of {words['pass']} passed "
+        f"{tested} of {len(rows)} faults have a promise and tests. In their last run, tests of {words['pass']} passed "
         f"and those of {words['FAILED']} failed."
     ]
     for group, members in itertools.groupby(rows, key=lambda row: row.group):
