@@ -17,7 +17,7 @@ PROGRAMS = [ROOT / "pretrain_gpt.py", *sorted((ROOT / "scripts").rglob("*.py"))]
 MAXIMUM_LINES = 500
 MAXIMUM_LINES_WITHOUT_DOCSTRING = 8
 # What a reader of one training step passes.
-MAXIMUM_STEP_FILES, MAXIMUM_STEP_LINES = 34, 5800
+MAXIMUM_STEP_FILES, MAXIMUM_STEP_LINES = 34, 5720
 
 # The rooms of the package from the top floor to the bottom, as drawn in CONTRIBUTING.md. A module imports
 # its own room and those on lower floors.
