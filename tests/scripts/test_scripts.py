@@ -153,8 +153,8 @@ def test_readme_commands_on_own_text(tmp_path: Path) -> None:
         (tmp_path / name).symlink_to(ROOT / name)
     commands = block("README.md", "prepare_data.py")
     assert "--train_iters=400 " in commands
-    output = succeeds(shell("set -e\n" + commands.replace("400", "20"), tmp_path, PATH=warm_python.search_path()))
-    assert (tmp_path / "experiments" / "mine" / "export" / "20" / "config.json").is_file()
+    output = succeeds(shell("set -e\n" + commands.replace("400", "4"), tmp_path, PATH=warm_python.search_path()))
+    assert (tmp_path / "experiments" / "mine" / "export" / "4" / "config.json").is_file()
     assert "\nThe learning rate" in output
     ignored = {line.strip("/") for line in (ROOT / ".gitignore").read_text().splitlines()}
     assert {path.name for path in tmp_path.iterdir() if not path.is_symlink()} == {"data", "experiments"} <= ignored

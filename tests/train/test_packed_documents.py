@@ -96,8 +96,13 @@ def test_training_equals_plain_torch(corpus: tuple[str, Tensor], model: str) -> 
     assert np.abs(np.array(crossing.losses) / np.array(one.losses) - 1).min() > 1e-5
 
 
-@pytest.mark.parametrize("model", MODELS)
-@pytest.mark.parametrize("crossing", [True, False])
+@pytest.mark.parametrize(
+    ("crossing", "model"),
+    [
+        *((True, "gpt2"), (False, "mistral")),
+        *(pytest.param(*case, marks=pytest.mark.slow) for case in ((True, "mistral"), (False, "gpt2"))),
+    ],
+)
 def test_positions_and_labels_by_document_equal_plain_torch(
     corpus: tuple[str, Tensor], model: str, crossing: bool
 ) -> None:
