@@ -25,10 +25,10 @@ from megatron_lite.checkpoint.writing import Save, files_bytes, write_now
 from megatron_lite.huggingface import export, load_pretrained
 from megatron_lite.huggingface.load_pretrained import open_source
 from megatron_lite.model.layer import MicroBatch
-from megatron_lite.planner.plan import make_plan
 from tests.checkpoint.test_engine import Contents, assert_same, read_all
 from tests.support.engine_runs import Engine, digest
 from tests.support.harness import tiny_config
+from tests.support.memory_meters import one_plan
 from tests.support.thread_ranks import on_threads
 
 Layout = tuple[int, int, int]  # tensor-parallel ranks, data-parallel ranks, ZeRO stage
@@ -152,7 +152,7 @@ def planned_bytes(name: str, layout: Layout, iteration: int) -> int:
     """Return the bytes of the files of a checkpoint, as a dry run says."""
     tensor, data, zero_stage = layout
     config = tiny_config(tensor * data, **MODELS[name], tensor_parallel=tensor, zero_stage=zero_stage)
-    return files_bytes(make_plan(config, tensor * data, "cpu").model, tensor * data, iteration)
+    return files_bytes(one_plan(config, tensor * data, "cpu").model, tensor * data, iteration)
 
 
 @functools.cache

@@ -22,12 +22,11 @@ from megatron_lite.optimizer.rules.muon import (
     shape_factor,
 )
 from megatron_lite.parameter import ParameterSpec
-from megatron_lite.planner.plan import make_plan
 from megatron_lite.zero.stage import Stage
 from tests.support.engine_runs import Engine
 from tests.support.harness import LLAMA, parameters_of, run_distributed, tiny_config
 from tests.support.kernel_checks import products_in_fp32
-from tests.support.memory_meters import PeakMeter
+from tests.support.memory_meters import PeakMeter, one_plan
 from tests.support.whole_parameters import Weights, fill_gradients, gradient, masters, together
 
 Options = dict[str, Any]
@@ -159,7 +158,7 @@ def test_updates_are_torchs_on_any_number_of_ranks(updates: Any, case: int) -> N
 def planned_stages(world_size: int, options: Options) -> list[Stage]:
     """Without memory."""
     config = tiny_config(world_size, **SMALL | {"batch_size": None} | options)
-    return make_plan(config, world_size, "cuda").model.stages
+    return one_plan(config, world_size, "cuda").model.stages
 
 
 def test_the_matrices_of_a_stage_are_where_the_parameters_are() -> None:

@@ -7,9 +7,8 @@ import pytest
 
 from megatron_lite.checkpoint.writing import files_bytes
 from megatron_lite.distributed.process_group import Distributed
-from megatron_lite.planner.plan import make_plan
 from tests.support.harness import run_distributed, start_run, tiny_config
-from tests.support.memory_meters import some
+from tests.support.memory_meters import one_plan, some
 from tests.support.random_configurations import Drawn, draw_configurations
 
 DRAWN = draw_configurations(12)
@@ -45,7 +44,7 @@ def files_are_as_planned(ranks: int, options: dict[str, Any], folder: Path, most
     """Save on ranks that are processes, and compare the bytes of the files."""
     run_distributed(ranks, save, options, str(folder), tensor_parallel=options.get("tensor_parallel", 1))
     config = tiny_config(ranks, **options, experiment_dir=str(folder))
-    plan = make_plan(config, ranks, "cpu")
+    plan = one_plan(config, ranks, "cpu")
     sizes = {path.name: path.stat().st_size for path in (folder / "checkpoints" / "0").iterdir()}
     manifest, whole = sizes.pop("manifest.json"), sum(sizes.values())
     assert len(sizes) == ranks and files_bytes(plan.model, ranks, 0) == whole

@@ -11,14 +11,14 @@ from megatron_lite.config import Config, DistributedConfig
 from megatron_lite.distributed.process_group import Distributed
 from megatron_lite.model.layer import MicroBatch
 from megatron_lite.planner.devices import data_sheet
-from megatron_lite.planner.plan import Planner, SimulatedGroup, make_plan, planned_durations
+from megatron_lite.planner.plan import Planner, SimulatedGroup, planned_durations
 from megatron_lite.planner.search import Search
 from megatron_lite.planner.work_time import predict_step
 from pretrain_gpt import main
 from tests.planner.test_plan import SIZES
 from tests.support.harness import run_distributed, start_run, tiny_config
 from tests.support.kernel_checks import products_in_fp32
-from tests.support.memory_meters import AllocatorMeter, micro_batches, simulated_rank, some
+from tests.support.memory_meters import AllocatorMeter, micro_batches, one_plan, simulated_rank, some
 from tests.support.thread_ranks import rank_grid
 
 Options = dict[str, Any]
@@ -47,7 +47,7 @@ def test_peaks_are_those_of_a_step(way: tuple[str, str, bool], rank: int) -> Non
     model, batches = simulated_rank(config, 2, rank), micro_batches(config)
     model.initialize(1)
     with products_in_fp32(False):
-        planned = make_plan(config, 2, "cpu", rank).activations["none"]
+        planned = one_plan(config, 2, "cpu", rank).activations["none"]
         for _ in range(2):
             with AllocatorMeter() as meter:
                 model.forward_backward(batches)
@@ -60,7 +60,7 @@ def test_peaks_of_an_evaluation(rank: int) -> None:
     sizes = dict(SIZES, batch_size=32, validation_iters=1, eval_micro_batch_size=8, num_layers=4, sequence_length=64)
     config = configured("one_f_one_b", "loop", **sizes)
     model, tokens = simulated_rank(config, 2, rank), torch.zeros(8, 64, dtype=torch.int64)
-    planned = make_plan(config, 2, "cpu", rank).activations["none"]
+    planned = one_plan(config, 2, "cpu", rank).activations["none"]
     for _ in range(2):
         with AllocatorMeter() as meter:
             model.evaluate([MicroBatch(tokens, tokens) for _ in range(4)])
@@ -101,10 +101,10 @@ def test_messages_are_those_of_real_runs_and_of_the_formula() -> None:
     for place, (options, crossed) in enumerate(zip(cases, borders.values(), strict=True)):
         config, sent = configured(ranks=4, **options), 0
         for rank in range(4):
-            planned = make_plan(config, 4, "cpu", rank).traffic
+            planned = one_plan(config, 4, "cpu", rank).traffic
             assert {kind: counts(total) for kind, total in planned.items()} == real[rank][place], (options, rank)
             sent += planned["send"].wire_bytes
-        model = make_plan(config, 4, "cpu", 0).model
+        model = one_plan(config, 4, "cpu", 0).model
         lent = 0
         if options["tie_word_embeddings"] and options["placement"] == "loop":
             words = config.model.vocab_size * config.model.hidden_size
@@ -126,7 +126,7 @@ def test_the_plan_is_that_of_the_rank_that_needs_most() -> None:
     """1F1B holds most on the first rank; with a large vocabulary the last rank needs more."""
     for options, expected in (({}, 0), ({"vocab_size": 20000, "training_dtype": "bf16"}, 1)):
         config = configured("one_f_one_b", "loop", 4, **options)
-        needed = [make_plan(config, 4, "cpu", rank).needed_bytes() for rank in range(4)]
+        needed = [one_plan(config, 4, "cpu", rank).needed_bytes() for rank in range(4)]
         plan = Planner(4, "cpu").plan(config)
         assert plan.model.ranks.rank == expected
         assert plan.needed_bytes() == max(needed), needed
@@ -136,8 +136,8 @@ def test_many_micro_batches_repeat_the_first() -> None:
     """Extrapolating gives the traffic of the whole schedule, whose peak the first micro-batches reach."""
     for schedule in ("one_f_one_b", "interleaved"):
         few, many = (configured(schedule, "loop", zero_stage=3, batch_size=size) for size in (13, 41))
-        plan = make_plan(many, 2, "cpu", 1)
-        assert plan.activations["none"].peak == make_plan(few, 2, "cpu", 1).activations["none"].peak
+        plan = one_plan(many, 2, "cpu", 1)
+        assert plan.activations["none"].peak == one_plan(few, 2, "cpu", 1).activations["none"].peak
         steps = plan.partition.steps(many, "none", (1, 41))
         assert plan.traffic["send"].collectives == sum(step.send is not None for step in steps)
 
@@ -146,14 +146,14 @@ def test_many_micro_batches_repeat_the_first() -> None:
 def test_a_tied_embedding_keeps_something_of_every_micro_batch(schedule: str, placement: str) -> None:
     """Extrapolating adds what its late backward passes need: an output and its gradient of each micro-batch."""
     few, many = (configured(schedule, placement, batch_size=size, tie_word_embeddings=True) for size in (13, 29))
-    plan, model, batches = make_plan(many, 2, "cpu", 0), simulated_rank(many, 2), micro_batches(many)
+    plan, model, batches = one_plan(many, 2, "cpu", 0), simulated_rank(many, 2), micro_batches(many)
     model.initialize(1)
     for _ in range(2):
         with AllocatorMeter() as meter:
             model.forward_backward(batches)
     peak = plan.activations["none"].peak
     assert peak == pytest.approx(meter.peak, rel=0.01)
-    grown = peak - make_plan(few, 2, "cpu", 0).activations["none"].peak
+    grown = peak - one_plan(few, 2, "cpu", 0).activations["none"].peak
     assert grown == 16 * 2 * plan.partition.message_bytes(many)
 
 
@@ -161,7 +161,7 @@ def test_the_predicted_bubble_is_that_of_the_formula() -> None:
     """1F1B waits (P - 1) / m of its work, of m micro-batches; only embedding and head make ranks unequal."""
     sizes = dict(hidden_size=4096, num_attention_heads=32, sequence_length=2048, max_position_embeddings=2048)
     config = configured("one_f_one_b", "loop", **sizes, training_dtype="bf16", tie_word_embeddings=False)
-    time = predict_step(make_plan(config, 2, "cuda", 0), data_sheet(config.distributed, "cuda", 2))
+    time = predict_step(one_plan(config, 2, "cuda", 0), data_sheet(config.distributed, "cuda", 2))
     work = sum(time.parts.values()) - time.parts["bubble"]
     assert time.parts["bubble"] / work == pytest.approx(1 / 8, rel=0.2)
     assert all(min(of) > 0 for of in planned_durations(config, 2, "cuda") or ())

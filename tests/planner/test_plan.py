@@ -30,6 +30,7 @@ from tests.support.memory_meters import (
     measure_kept,
     measured_peak,
     micro_batches,
+    one_plan,
     planned_memory,
     simulated_rank,
     some,
@@ -101,7 +102,7 @@ def run_steps(distributed: Distributed, cases: list[dict[str, Any]]) -> list[Boo
 
 
 def planned(ranks: int, options: dict[str, Any], rank: int = 0) -> Books:
-    plan = make_plan(configured(ranks, options), ranks, "cpu", rank)
+    plan = one_plan(configured(ranks, options), ranks, "cpu", rank)
     traffic = {
         kind: (total.collectives, total.elements, total.bytes, total.wire_bytes) for kind, total in plan.traffic.items()
     }
@@ -153,7 +154,7 @@ def test_state_of_many_ranks(world_size: int, zero_stage: int, optimizer: str) -
     options = dict(zero_stage=zero_stage, training_dtype="bf16", batch_size=world_size, tie_word_embeddings=False)
     options |= dict(optimizer=optimizer, ema_type="ema" if zero_stage > 1 else "none")
     config = tiny_config(world_size, **options)
-    plan = make_plan(config, world_size, "cuda")
+    plan = one_plan(config, world_size, "cuda")
     for rank in (0, world_size // 2, world_size - 1):
         model = simulated_rank(config, world_size, rank, "cuda")
         assert allocated_bytes(model) == plan.state_bytes, rank
@@ -244,14 +245,14 @@ def test_recomputation_saves_what_theory_says() -> None:
 def test_norms_keep_what_the_guide_says() -> None:
     """Bytes per token in all 32 blocks, and in embedding and head, of a Mistral-7B are those in docs/models.md."""
     h, n, g, d = 4096, 32, 8, 128
-    plain = make_plan(mistral(), 1, "cuda").activations["none"].held
+    plain = one_plan(mistral(), 1, "cuda").activations["none"].held
     for option, expected in {
         "qk_layernorm": 32 * (2 * d + 4) * (n + g),
         "hybrid_norm": 32 * (4 * h + 8),
         "input_embedding_norm": 2 * h + 4,
         "full_precision_residual": 32 * 4 * h + 2 * h,
     }.items():
-        held = make_plan(mistral(**{option: True}), 1, "cuda").activations["none"].held
+        held = one_plan(mistral(**{option: True}), 1, "cuda").activations["none"].held
         assert held - plain == 8192 * expected, option
 
 
@@ -423,7 +424,7 @@ def test_a_planner_builds_a_model_once(monkeypatch: pytest.MonkeyPatch) -> None:
             before = len(built)
             needed = planner.plan(config).needed_bytes()
             assert len(built) == before + (values == (1, "none", 0))
-            assert needed == make_plan(config, 8, "cuda").needed_bytes(), options
+            assert needed == one_plan(config, 8, "cuda").needed_bytes(), options
 
 
 def plan_alone(distributed: Distributed, cases: list[dict[str, Any]]) -> list[dict[str, Any]]:
@@ -484,7 +485,7 @@ def test_an_update_can_need_more_than_the_passes() -> None:
     matrix, needed = torch.ones(256, 1024, dtype=torch.bfloat16), []
     for in_fp32 in (False, True):
         with products_in_fp32(in_fp32):
-            memory = make_plan(tiny_config(1, **options), 1, "cpu").activations["none"]
+            memory = one_plan(tiny_config(1, **options), 1, "cpu").activations["none"]
             with AllocatorMeter() as meter:
                 orthogonalize(matrix, steps=2)
         assert (memory.peak, memory.peak_at) == (meter.peak, "the update")
@@ -498,7 +499,7 @@ def test_the_plan_counts_what_watching_updates_keeps() -> None:
         config = tiny_config(2, watch=(watch,), zero_stage=zero_stage, training_dtype="bf16")
         model, scale = planned_model(config, SimulatedGroup(0, 2, "cpu", "cpu"), "cpu"), torch.ones(())
         watched = Watch(config, model, scale, cast(Any, Alone()), cast(Any, None))
-        assert make_plan(config, 2, "cpu").runtime.get("old weights for watch", 0) == watched._old.nbytes
+        assert one_plan(config, 2, "cpu").runtime.get("old weights for watch", 0) == watched._old.nbytes
 
 
 def test_a_plan_of_long_samples_takes_seconds() -> None:

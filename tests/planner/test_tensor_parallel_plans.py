@@ -10,12 +10,12 @@ import pytest
 
 from megatron_lite.distributed.process_group import Distributed
 from megatron_lite.planner.auto import resolve_auto
-from megatron_lite.planner.plan import Planner, make_plan
+from megatron_lite.planner.plan import Planner
 from pretrain_gpt import main
 from tests.planner.test_plan import Books, configured, mistral, planned, run_steps
 from tests.support.engine_runs import Engine
 from tests.support.harness import bytes_by_kind, run_distributed
-from tests.support.memory_meters import micro_batches, simulated_rank, some
+from tests.support.memory_meters import micro_batches, one_plan, simulated_rank, some
 from tests.support.wire import sent_bytes
 
 Options = dict[str, Any]
@@ -82,7 +82,7 @@ def test_gpus_exchange_all_copied_gradients() -> None:
     """With whole tokens a CPU sums none of a Llama's; NCCL's sums may differ, so GPUs take one rank's of every norm."""
     sizes = dict(num_layers=4, batch_size=4, micro_batch_size=1, sequence_length=1024)
     config = mistral(ranks=2, tensor_parallel=2, **sizes)
-    on_cpu, on_gpu = (make_plan(config, 2, device).traffic["tensor sum"] for device in ("cpu", "cuda"))
+    on_cpu, on_gpu = (one_plan(config, 2, device).traffic["tensor sum"] for device in ("cpu", "cuda"))
     numbers_of_the_loss = 4 * 2 * 1024  # of micro-batches, each with two numbers of a token
     assert on_cpu.elements == 2 * numbers_of_the_loss
     assert on_gpu.elements - on_cpu.elements == 2 * (2 * 4 + 1) * 4096
@@ -119,7 +119,7 @@ def test_sockets_send_what_the_plan_counts() -> None:
     cases = [dict(WIRE, **options, tensor_parallel=2) for options in ({}, SPLIT, {**LLAMA, **SPLIT})]
     found = run_distributed(2, wire_bytes, cases, tensor_parallel=2)[0]
     for options, (steps, scratch) in zip(cases, found, strict=True):
-        plan = make_plan(configured(2, options), 2, "cpu")
+        plan = one_plan(configured(2, options), 2, "cpu")
         assert plan.runtime["tensor-parallel scratch"] == scratch
         expected = sum(total.wire_bytes for total in plan.traffic.values())
         for sent, counted in steps[1:]:
@@ -130,7 +130,7 @@ def test_sockets_send_what_the_plan_counts() -> None:
 def test_ranks_that_share_layers_share_the_state() -> None:
     """Of a Mistral-7B, 8 ranks hold as much in all whether they split layers, states, or both; norms are copied."""
     states = [
-        bytes_by_kind(make_plan(mistral(ranks=8, tensor_parallel=ranks, zero_stage=1), 8, "cuda").model)
+        bytes_by_kind(one_plan(mistral(ranks=8, tensor_parallel=ranks, zero_stage=1), 8, "cuda").model)
         for ranks in (1, 2, 8)
     ]
     shards = [sum(memory[kind] for kind in ("weight shards", "optimizer moments")) for memory in states]
@@ -145,7 +145,7 @@ def test_a_planner_tells_layouts_apart() -> None:
     layouts: tuple[Options, ...] = ({}, SPLIT, dict(parallel_embeddings=False), dict(overlap_tensor_reduce=True))
     for ranks, options in itertools.product((1, 2, 4), layouts):
         config = mistral(ranks=8, num_layers=4, tensor_parallel=ranks, micro_batch_size=2, zero_stage=3, **options)
-        found, expected = planner.plan(config), make_plan(config, 8, "cuda")
+        found, expected = planner.plan(config), one_plan(config, 8, "cuda")
         assert found.needed_bytes() == expected.needed_bytes() and found.traffic == expected.traffic, (ranks, options)
 
 

@@ -12,7 +12,7 @@ from megatron_lite.kernels import tensor_collectives
 from megatron_lite.kernels.tensor_collectives import GATHER, REDUCE, SUM
 from megatron_lite.monitor.metrics import hardware_flops
 from megatron_lite.planner.devices import LINK_SHARE, TENSOR_KINDS, data_sheet
-from megatron_lite.planner.plan import Plan, make_plan
+from megatron_lite.planner.plan import Plan
 from megatron_lite.planner.speeds import (
     ATTENTION_KINDS,
     PRODUCT_KINDS,
@@ -27,6 +27,7 @@ from pretrain_gpt import main
 from scripts.docs.dry_runs import PUBLISHED_SPEEDS, planned_step
 from tests.support.harness import tiny_config
 from tests.support.launch import TINY
+from tests.support.memory_meters import one_plan
 
 LLAMA: dict[str, Any] = dict(
     use_rotary_embeddings=True, gated=True, normalization_type="rms_norm", add_linear_biases=False, head_groups=2
@@ -55,7 +56,7 @@ def flops_of(plan: Plan) -> float:
 def test_work_has_the_flops_that_the_log_counts(options: dict[str, Any]) -> None:
     """Products and attention of all micro-batches add up to `hardware_tflops` times the step's time, for one rank."""
     config = tiny_config(1, **options)
-    flops = flops_of(make_plan(config, 1, "cpu"))
+    flops = flops_of(one_plan(config, 1, "cpu"))
     assert config.batch.batch_size
     tokens = config.batch.batch_size * config.batch.sequence_length
     expected = hardware_flops(config.model, config.performance, config.batch.sequence_length, tokens)
@@ -79,7 +80,7 @@ def test_ranks_that_share_layers_share_the_flops(options: dict[str, Any], monkey
             copies = 2 * 6 * tokens * h * 2 * (2 * 8) if has_copies else 0  # of keys and values, in two blocks
             if not config.distributed.parallel_embeddings and not splits:
                 copies += (ranks - 1) * 6 * tokens * h * config.model.vocab_size
-            flops.append(ranks * flops_of(make_plan(config, ranks, "cpu")) - copies)
+            flops.append(ranks * flops_of(one_plan(config, ranks, "cpu")) - copies)
         assert flops == pytest.approx([flops[0]] * 3, rel=1e-9), splits
 
 
@@ -93,7 +94,7 @@ def test_exchanges_inside_of_passes_take_time() -> None:
         options = dict(tensor_parallel=2, sequence_tensor_parallel=splits, num_layers=30, training_dtype="bf16")
         options |= dict(overlap_tensor_reduce=halves, sequence_length=256, micro_batch_size=1)
         config = tiny_config(4, **options)
-        plan = make_plan(config, 4, "cuda")
+        plan = one_plan(config, 4, "cuda")
         overlaps = [(overlap, count) for cost in plan.costs for overlap, count in cost.overlaps.items()]
         overlapped = sum(overlap.wire_bytes * count for overlap, count in overlaps)
         micro_batches = config.batch.sequential_micro_batches or 0
@@ -133,8 +134,8 @@ def test_hybrid_shards_have_the_links_of_a_node() -> None:
         kinds = {"gather": near, "reduce": near, "replica gather": far, "replica reduce": far, "muon gather": ring}
         for kind, gb_s in kinds.items():
             assert sheet.collective_s(kind, 0, 1e9) == pytest.approx(1 / gb_s / LINK_SHARE), (shard, tensor, kind)
-        times = [predict_step(make_plan(config, 32, "cuda"), sheet).communication_s]
-        plan = make_plan(tiny_config(32, **{**options, "data_parallel_shard": 0}), 32, "cuda")
+        times = [predict_step(one_plan(config, 32, "cuda"), sheet).communication_s]
+        plan = one_plan(tiny_config(32, **{**options, "data_parallel_shard": 0}), 32, "cuda")
         times.append(predict_step(plan, data_sheet(plan.config.distributed, "cuda", 32)).communication_s)
         assert times[0] != times[1]
 
@@ -143,7 +144,7 @@ def test_frozen_parameters_make_no_weight_gradients() -> None:
     """A frozen embedding and first block leave their three products a layer to the forward pass alone."""
     whole = tiny_config(1, num_layers=2, tie_word_embeddings=False)
     part = tiny_config(1, num_layers=2, tie_word_embeddings=False, freeze=("embedding", "blocks.0"))
-    flops = [flops_of(make_plan(config, 1, "cpu")) for config in (whole, part)]
+    flops = [flops_of(one_plan(config, 1, "cpu")) for config in (whole, part)]
     block = hardware_flops(whole.model, whole.performance, 16, 64) - hardware_flops(
         tiny_config(1, num_layers=1, tie_word_embeddings=False).model, whole.performance, 16, 64
     )
@@ -157,7 +158,7 @@ def test_more_ranks_expose_more_of_the_link() -> None:
     for ranks, link, options in ((1, 450, {}), (2, 450, {}), (2, 1, {}), (2, 1, dict(num_weight_buffers=1))):
         links = dict(device="cuda", interconnect=f"nvlink:{link}")
         config = tiny_config(ranks, zero_stage=3, training_dtype="bf16", batch_size=4 * ranks, **links, **options)
-        time = predict_step(make_plan(config, ranks, "cuda"), data_sheet(config.distributed, "cuda", ranks))
+        time = predict_step(one_plan(config, ranks, "cuda"), data_sheet(config.distributed, "cuda", ranks))
         assert time.tokens == 4 * ranks * 16 and (time.communication_s > 0) == (ranks > 1)
         seconds.append(time.exposed_s)
     assert seconds[0] == 0 < seconds[1] < seconds[2] < seconds[3]
@@ -167,7 +168,7 @@ def test_passes_count_every_tensor_once() -> None:
     """On a CPU silu reads the gate and writes as much; on a GPU SwiGLU's kernel also reads the other half."""
     config = tiny_config(1, **LLAMA, ffn_hidden_size=96, num_layers=1)
     for device, kind, tensors in (("cpu", "silu", 2), ("cuda", "_activate_kernel", 3)):
-        assert Pass(kind, tensors * 64 * 96 * 4) in micro_batch_work(make_plan(config, 1, device)), device
+        assert Pass(kind, tensors * 64 * 96 * 4) in micro_batch_work(one_plan(config, 1, device)), device
 
 
 @pytest.mark.parametrize(("gpu", "ranks", "flags", "published"), PUBLISHED_SPEEDS)
@@ -221,7 +222,7 @@ def test_measured_speeds_add_up(tmp_path: Path) -> None:
     for kind, seconds in (("sum", 2e-6), ("unknown", 1e-6)):  # the latter as a copy
         assert speeds.item_s(Pass(kind, 1000), "fp32") == pytest.approx(seconds)
     config = tiny_config(2, num_layers=3, batch_size=8, micro_batch_size=2)
-    plan = make_plan(config, 2, "cpu")
+    plan = one_plan(config, 2, "cpu")
     time = predict_step(plan, speeds)
     assert time.parts["host"] == pytest.approx(0.5 + 2 * 3 * 1e-3)
     wire_bytes, count = (

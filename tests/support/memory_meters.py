@@ -22,7 +22,7 @@ from megatron_lite.kernels.choice import choose_kernels
 from megatron_lite.model.gpt import model_layers
 from megatron_lite.model.layer import Layer, MicroBatch
 from megatron_lite.optimizer.partition import partitioned
-from megatron_lite.planner.plan import Planner, SimulatedGroup, planned_durations
+from megatron_lite.planner.plan import Plan, Planner, SimulatedGroup, planned_durations
 from megatron_lite.planner.step_memory import ActivationMemory
 from megatron_lite.zero.multi_stage import MultiStage
 from megatron_lite.zero.stage import Observer
@@ -85,9 +85,14 @@ def micro_batches(config: Config) -> list[MicroBatch]:
     ]
 
 
+def one_plan(config: Config, ranks: int, device_type: str = "cpu", rank: int | None = None) -> Plan:
+    """Plan as `make_plan` does, at the recompute level of the configuration, and no others."""
+    return Planner(ranks, device_type, rank).plan(config)
+
+
 def planned_memory(config: Config, ranks: int = 1) -> ActivationMemory:
-    """Return the planned activations of a rank on a CPU at the recompute level of the configuration, and no others."""
-    return Planner(ranks, "cpu").plan(config).activations[config.performance.mlp_recompute_level]
+    """Return the planned activations of a rank on a CPU."""
+    return one_plan(config, ranks).activations[config.performance.mlp_recompute_level]
 
 
 def measured_peak(model: MultiStage, batches: list[MicroBatch]) -> int:

@@ -18,13 +18,13 @@ from megatron_lite.distributed import startup
 from megatron_lite.distributed.traffic import Handle
 from megatron_lite.errors import UsageError
 from megatron_lite.model.layer import MicroBatch
-from megatron_lite.planner.plan import make_plan
 from megatron_lite.validation import resolve
 from tests.checkpoint.test_engine import assert_same, read_all
 from tests.checkpoint.test_tensor_layouts import begin, go_on
 from tests.support.engine_runs import Engine, LateGroup, Outcome, Wrapped
 from tests.support.harness import LLAMA, bytes_by_kind, tiny_config
 from tests.support.launch import TINY, succeed
+from tests.support.memory_meters import one_plan
 from tests.support.metrics import read_metrics
 from tests.support.thread_ranks import ThreadRank, on_threads, rank_grid
 
@@ -216,7 +216,7 @@ def test_a_plan_counts_a_real_step() -> None:
     """Memory and the collectives of weights and gradients, of the engine on simulated groups."""
     options = {**OPTIONS, "zero_stage": 3, "training_dtype": "bf16", "tie_word_embeddings": False}
     found, _, memory = on_threads(RANKS, 1, counted, options, shard=2)[0]
-    plan = make_plan(tiny_config(RANKS, **options, data_parallel_shard=2), RANKS, "cpu")
+    plan = one_plan(tiny_config(RANKS, **options, data_parallel_shard=2), RANKS, "cpu")
     planned = bytes_by_kind(plan.model)
     assert planned.pop("communication scratch") > memory.pop("communication scratch") == 0  # threads need none
     assert planned == memory
