@@ -27,7 +27,11 @@ def start(verb: str, words: Sequence[str], program: str | None = None) -> int:
     """Run a verb other than pretrain_gpt; return the exit code. program: as a user types it (default: the script)."""
     LauncherWatch()  # before anything that takes time
     prepare_libraries()  # before torch is imported
-    return int(importlib.import_module(VERBS[verb]).main(words, program))
+    try:
+        return int(importlib.import_module(VERBS[verb]).main(words, program))
+    except KeyboardInterrupt:
+        print("interrupted", file=sys.stderr)
+        return 130
 
 
 def command() -> int:

@@ -118,7 +118,7 @@ def all_prompts(options: argparse.Namespace) -> list[str]:
 
 def typed() -> Iterator[str]:
     """Yield the lines of standard input that are not blank, each as soon as it is there."""
-    with contextlib.suppress(EOFError, KeyboardInterrupt):
+    with contextlib.suppress(EOFError):
         while True:
             if (line := input("> " if sys.stdin.isatty() else "")).strip():
                 yield _as_text(line)

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from megatron_lite.commands import VERBS, command
+from megatron_lite.commands import VERBS, command, generate, start
 from megatron_lite.config.values import FLAGS
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -66,6 +66,16 @@ def test_a_script_is_its_verb(verb: str) -> None:
         with pytest.raises(SystemExit) as end:
             module.main(["--no_such_flag"], program)
         assert end.value.code == 2
+
+
+def test_an_interrupt_is_one_line(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    """Ctrl-C ends a command without a traceback."""
+
+    def interrupted(*_: object) -> int:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(generate, "main", interrupted)
+    assert start("generate", ["--chat"]) == 130 and capsys.readouterr() == ("", "interrupted\n")
 
 
 def test_the_documented_lines_complete_commands_and_flags() -> None:
