@@ -9,6 +9,7 @@ Tests that the catalogue of faults names get the marker `faults`.
 
 import os
 
+import hypothesis
 import pytest
 
 from tests.faults.catalogue import read_catalogue
@@ -20,6 +21,9 @@ if not torch.cuda.is_available():
 else:
     os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
 torch.set_num_threads(THREADS)
+# However long a busy machine takes for an example or for drawing one, no test fails.
+hypothesis.settings.register_profile("busy", deadline=None, suppress_health_check=[hypothesis.HealthCheck.too_slow])
+hypothesis.settings.load_profile("busy")
 
 
 @pytest.hookimpl(tryfirst=True)

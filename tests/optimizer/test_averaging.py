@@ -11,7 +11,7 @@ from unittest import mock
 
 import pytest
 import torch
-from hypothesis import HealthCheck, given, settings
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
@@ -97,7 +97,7 @@ def exact_average(options: AveragingConfig, start: Any, iterates: Sequence[Any])
     return average
 
 
-@settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.too_slow])  # of a busy machine
+@settings(max_examples=60)
 @given(
     st.floats(0.0, 0.9999),
     st.integers(0, 12),

@@ -35,7 +35,7 @@ def counted(schedule: BatchSchedule, iterations: int) -> list[int]:
 
 
 @given(schedules())
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 def test_offsets_are_sums_of_the_sizes_before(schedule: BatchSchedule) -> None:
     """No sample is repeated or skipped, at a change of the size or elsewhere."""
     sizes = counted(schedule, 80)

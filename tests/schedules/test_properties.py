@@ -20,7 +20,7 @@ REACH_MINIMUM = ("linear", "cosine", "power", "inv")
 END_ELSEWHERE = ("constant", "inv_sqrt", "power_tokens")
 FAR = (10**5, 10**9, 2**53 + 1, 2**62)
 
-cheap = settings(max_examples=60, derandomize=True, deadline=None)
+cheap = settings(max_examples=60, derandomize=True)
 
 
 @st.composite

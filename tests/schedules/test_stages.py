@@ -141,7 +141,7 @@ stages = st.tuples(
 )
 
 
-@settings(max_examples=60, derandomize=True, deadline=None)
+@settings(max_examples=60, derandomize=True)
 @given(st.lists(stages, min_size=1, max_size=5), st.booleans())
 def test_random_stages(drawn: list[tuple[str, int, float, float, float]], for_ever: bool) -> None:
     """Within a stage the rate starts at lr and stays between lr and end_lr; the last rate holds."""
