@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from megatron_lite.distributed.traffic import FirstWait, Handle, Total, Traffic
+from megatron_lite.model.layer import MicroBatch
 from megatron_lite.optimizer.rules.muon import orthogonalize
 from megatron_lite.parameter import Parameter
 from megatron_lite.planner.meter import Meter, PlannedDevice, calling_frame, tensors_in
@@ -74,7 +75,7 @@ class StageMeter:
         self._device, self._traffic = device, traffic
 
     def training(
-        self, stage: Stage, micro_batch: Any, stream: Tensor | None, keeps_input: bool, in_parts: bool = False
+        self, stage: Stage, micro_batch: MicroBatch, stream: Tensor | None, keeps_input: bool, in_parts: bool = False
     ) -> StageCosts:
         """Run two micro-batches, one after the other.
 
@@ -88,12 +89,13 @@ class StageMeter:
             with self._on_device() as meter:
                 saved = _Saved(meter)
                 self._prepare(stage, is_first)
+                batch = dataclasses.replace(micro_batch, shared={**micro_batch.shared})  # to which a stage may add
                 hidden = None if stream is None else torch.empty_like(stream)
                 kept = hidden if keeps_input else None
                 self._begin(meter)
                 stage.observer = saved
                 with torch.autograd.graph.saved_tensors_hooks(saved.saves, lambda tensor: tensor):
-                    hidden = stage.forward(hidden, micro_batch, 0)
+                    hidden = stage.forward(hidden, batch, 0)
                 stage.observer = None
                 forward, backward, weights = self._end(meter), Cost(), Cost()
                 if is_first:

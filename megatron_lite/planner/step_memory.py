@@ -91,8 +91,7 @@ class Partition:
             key = (len(micro_batch.tokens), key, in_parts)
             if key not in self._measured:
                 stream = self._stream(stage, micro_batch)
-                shared = {} if makes_angles else micro_batch.shared
-                batch = dataclasses.replace(micro_batch, shared=shared)
+                batch = dataclasses.replace(micro_batch, shared={} if makes_angles else micro_batch.shared)
                 self._measured[key] = self._meter.training(stage, batch, stream, keeps_input, in_parts)
             costs.append(self._measured[key])
         return costs

@@ -310,6 +310,13 @@ def test_peaks_are_those_of_a_step(options: dict[str, Any], level: str) -> None:
     assert planned == pytest.approx(measured, rel=0.005)
 
 
+def test_each_micro_batch_has_angles_of_its_own() -> None:
+    """With positions that restart, the angle tables of all micro-batches of a step, 64 KiB each, are in its peak."""
+    several = dict(batch_size=4, breadth_first_micro_batches=2, use_rotary_embeddings=True, reset_position_ids=True)
+    planned, measured = peaks(tiny_config(1, **{**SIZES, **several}))
+    assert planned == pytest.approx(measured, abs=1024)
+
+
 @pytest.mark.parametrize(
     ("level", "options"),
     some(
