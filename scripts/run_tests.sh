@@ -12,6 +12,7 @@ source "$(dirname "${BASH_SOURCE[0]}")/common.sh"
 enter_environment
 install_project plot,data,test
 cd "$ROOT"
+unset PYTHONDONTWRITEBYTECODE # else each of the hundreds of programs that tests start compiles the package again, in 0.4 s
 if [ "$#" -gt 0 ]; then
     say "running the tests"
     run_pytest "$@"
