@@ -303,7 +303,7 @@ SIZES: dict[str, Any] = dict(num_layers=4, batch_size=2, hidden_size=128, sequen
 SIZES |= dict(max_position_embeddings=256)
 
 
-@pytest.mark.parametrize(("level", "options"), some(PEAK_CASES, LEVELS, each=9), ids=str)
+@pytest.mark.parametrize(("level", "options"), some(PEAK_CASES, LEVELS, each=13), ids=str)
 def test_peaks_are_those_of_a_step(options: dict[str, Any], level: str) -> None:
     """The planned peak of forward and backward passes, beyond the state, is within half a percent of a real step."""
     planned, measured = peaks(tiny_config(1, **{**SIZES, "mlp_recompute_level": level, **options}))
@@ -350,7 +350,7 @@ EVALUATION_CASES: list[dict[str, Any]] = [
 ]
 
 
-@pytest.mark.parametrize("options", some(EVALUATION_CASES, each=2), ids=str)
+@pytest.mark.parametrize("options", some(EVALUATION_CASES, each=3), ids=str)
 def test_peaks_of_an_evaluation(options: dict[str, Any]) -> None:
     """With much larger micro-batches an evaluation sets the peak; the plan is within half a percent."""
     sizes = dict(num_layers=4, batch_size=16, hidden_size=128, sequence_length=128, vocab_size=512, micro_batch_size=1)
@@ -376,7 +376,7 @@ ATTENTION_CASES: list[dict[str, Any]] = [
 ]
 
 
-@pytest.mark.parametrize(("training_dtype", "options"), some(ATTENTION_CASES, ("fp32", "bf16"), each=2), ids=str)
+@pytest.mark.parametrize(("training_dtype", "options"), some(ATTENTION_CASES, ("fp32", "bf16"), each=3), ids=str)
 def test_peaks_of_attention(options: dict[str, Any], training_dtype: str) -> None:
     """Where attention dominates, the plan is within 3 percent: windows and probabilities are freed bit by bit."""
     sizes = dict(num_layers=2, batch_size=2, hidden_size=128, sequence_length=256, vocab_size=100, ffn_hidden_size=64)

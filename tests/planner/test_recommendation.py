@@ -103,7 +103,7 @@ def test_a_quarter_of_the_cluster_ends_with_a_command(capsys: pytest.CaptureFixt
 
 
 LARGE = (
-    "--num_layers=24 --hidden_size=2048 --num_attention_heads=16 --vocab_size=50000 --sequence_length=16384 "
+    "--num_layers=12 --hidden_size=2048 --num_attention_heads=16 --vocab_size=50000 --sequence_length=16384 "
     "--training_dtype=bf16 --dataset_source=random --world_size=8 --tie_word_embeddings=0 --batch_size"
 ).split()
 
@@ -131,7 +131,7 @@ def test_the_recommended_command_fits(more: str, capsys: pytest.CaptureFixture[s
 
 def test_a_batch_that_was_not_typed_stays(capsys: pytest.CaptureFixture[str]) -> None:
     """Where the batch follows from micro-batches and ranks, the advice writes it down."""
-    flags = "--num_layers=24 --hidden_size=2048 --micro_batch_size=16 --sequence_length=4096 --world_size=2"
+    flags = "--num_layers=12 --hidden_size=2048 --micro_batch_size=16 --sequence_length=4096 --world_size=2"
     text = page(capsys, *flags.split())
     assert "--batch_size=32" in check_recommendation(text)
 
@@ -154,7 +154,7 @@ LONG = ["@scripts/examples/mistral_7b.flags", "--dataset_source=random", "--micr
     [
         pytest.param(["--world_size=8", "--sequence_length=131072", "--batch_size=8"], marks=pytest.mark.slow),
         pytest.param(["--world_size=1", "--sequence_length=262144", "--batch_size=1"], marks=pytest.mark.slow),
-        ["--world_size=auto", "--sequence_length=262144", "--batch_size=2"],
+        ["--num_layers=16", "--world_size=auto", "--sequence_length=262144", "--batch_size=2"],
     ],
     ids=str,
 )
@@ -171,7 +171,7 @@ def test_ranks_share_layers_where_nothing_else_fits(flags: list[str], capsys: py
 
 
 SMALL = (
-    "--num_layers=8 --hidden_size=2048 --num_attention_heads=16 --vocab_size=32000 --sequence_length=4096 "
+    "--num_layers=4 --hidden_size=2048 --num_attention_heads=16 --vocab_size=32000 --sequence_length=4096 "
     "--batch_size=16 --training_dtype=bf16 --dataset_source=random --device=cuda"
 ).split()
 
@@ -232,7 +232,7 @@ def test_products_in_8_bits_are_planned_at_twice_the_speed_of_16(capsys: pytest.
     times = {}
     for gpu, fp8 in itertools.product(("h200", "a100"), ("none", "tensorwise")):
         flags = f"--world_size=8 --zero_stage=3 --micro_batch_size=1 --training_dtype=bf16 --gpu={gpu} --fp8={fp8}"
-        text = page(capsys, "--model=mistral-7b", "--sequence_length=8192", *flags.split())
+        text = page(capsys, "--model=mistral-7b", "--num_layers=4", "--sequence_length=8192", *flags.split())
         times[gpu, fp8] = float(text.partition("a step of ")[2].split()[0])
     assert 1.2 < times["h200", "none"] / times["h200", "tensorwise"] < 2
     assert times["a100", "none"] < times["a100", "tensorwise"]
@@ -259,10 +259,10 @@ def test_epochs_over_the_data(capsys: pytest.CaptureFixture[str], tmp_path: Path
 
 def test_the_smallest_number_of_gpus(capsys: pytest.CaptureFixture[str]) -> None:
     """--world_size=auto plans for the fewest GPUs that fit: fewer do not."""
-    text = small_page(capsys, "--world_size=auto", "--device_memory_gib=6")
+    text = small_page(capsys, "--num_layers=8", "--world_size=auto", "--device_memory_gib=6")
     ranks = int(text.split("dry run for ")[1].split()[0])
     assert ranks > 1 and "\nfits: " in text and f"--nproc-per-node={ranks}" in text
-    fewer = small_page(capsys, f"--world_size={ranks // 2}", "--device_memory_gib=6")
+    fewer = small_page(capsys, "--num_layers=8", f"--world_size={ranks // 2}", "--device_memory_gib=6")
     assert f"and {ranks} GPUs are the fewest that fit: plan for them with --world_size={ranks}" in " ".join(
         fewer.split()
     )
@@ -272,7 +272,7 @@ def test_the_smallest_number_of_gpus(capsys: pytest.CaptureFixture[str]) -> None
 def test_nothing_fits_any_number(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
     """The error says so in one line, once everything was tried, however slow the processor is."""
     monkeypatch.setattr(search, "SEARCH_S", 600.0)
-    assert main(["--dry_run=1", *SMALL, "--batch_size=4", "--world_size=auto", "--device_memory_gib=0.9"]) == 2
+    assert main(["--dry_run=1", *SMALL, "--batch_size=2", "--world_size=auto", "--device_memory_gib=0.9"]) == 2
     (line,) = capsys.readouterr().err.splitlines()
     assert "--world_size=auto: " in line and "no flags fit" in line
 

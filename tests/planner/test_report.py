@@ -86,7 +86,7 @@ def check_mistral(text: str, ranks: int) -> None:
 
 
 def test_auto_says_what_and_why(capsys: pytest.CaptureFixture[str]) -> None:
-    flags = [*MISTRAL, "--dataset_source=random", "--num_workers=0", "--micro_batch_size=1"]
+    flags = [*MISTRAL, "--num_layers=8", "--dataset_source=random", "--num_workers=0", "--micro_batch_size=1"]
     text = page(capsys, *flags, "--world_size=8", "--zero_stage=auto", "--layers_per_stage=auto")
     assert re.search(
         r"^--zero_stage=auto is \d, the lowest stage whose predicted memory fits: ZeRO-1 [\d.]+ GiB", text, re.M
@@ -132,9 +132,9 @@ def test_batches_that_change_or_do_not_divide(capsys: pytest.CaptureFixture[str]
     assert " - 3 padding" in text and "416 tokens per iteration" in text
     assert f"{32 * (10 * 4 + 10 * 13):,} tokens in 20 iterations" in text
     assert "schedule (iterations done:samples per iteration from there on): 0:4 10:13" in text
-    small = ["--micro_batch_size=1", "--batch_size=64", "--validation_iters=2"]
-    large = page(capsys, *TINY, *small, "--eval_micro_batch_size=64")
-    assert "64 samples per micro-batch of a validation" in large and "evaluation" in large
+    small = ["--micro_batch_size=1", "--batch_size=32", "--validation_iters=2"]
+    large = page(capsys, *TINY, *small, "--eval_micro_batch_size=32")
+    assert "32 samples per micro-batch of a validation" in large and "evaluation" in large
     peaks = [float(numbers(text, "peak  ")[0].replace(",", "")) for text in (page(capsys, *TINY, *small), large)]
     assert peaks[0] < peaks[1] / 2
 

@@ -24,7 +24,7 @@ SMALL |= dict(ffn_hidden_size=448, kv_channels=64, window_size=None, batch_size=
     [
         {},
         pytest.param(dict(mlp_recompute_level="full"), marks=pytest.mark.slow),
-        dict(mlp_recompute_level="full", vocab_size=8000),
+        pytest.param(dict(mlp_recompute_level="full", vocab_size=8000), marks=pytest.mark.slow),
         dict(mlp_recompute_level="activation", batch_size=3, micro_batch_size=1, breadth_first_micro_batches=3),
         pytest.param(dict(mlp_recompute_level="full", recompute_layers=4), marks=pytest.mark.slow),
         dict(mlp_recompute_level="full", gated=False, normalization_type="layer_norm", use_rotary_embeddings=False),

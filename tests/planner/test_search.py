@@ -136,7 +136,7 @@ def test_a_smaller_evaluation_comes_before_recomputation() -> None:
 
 def test_more_ranks_are_the_last_resort() -> None:
     """If no layout fits, the smallest number of GPUs that shares the batch is found, if any fits."""
-    one = search(0, 1)
+    one = search(0, 1, "--num_layers=4")
     least = {ranks: dataclasses.replace(one, world_size=ranks).least_bytes for ranks in (1, 2, 4, 8, 64)}
     assert sorted(least.values(), reverse=True) == list(least.values())
     alone = dataclasses.replace(one, device_bytes=math.ceil(least[4] / 0.97))
@@ -183,7 +183,7 @@ def test_shards_of_a_node_if_they_fit() -> None:
 
 # -- advice to a run that ran out of memory
 
-MODEL = "--num_layers=12 --hidden_size=2048 --num_attention_heads=16 --vocab_size=32000 --sequence_length=4096"
+MODEL = "--num_layers=6 --hidden_size=2048 --num_attention_heads=16 --vocab_size=32000 --sequence_length=4096"
 RUN = f"{MODEL} --dataset_source=random --training_dtype=bf16 --tie_word_embeddings=0"
 
 
@@ -205,7 +205,7 @@ def needed(words: str, ranks: int) -> int:
             "breadth_first_micro_batches mlp_recompute_level",
         ),
         (
-            f"{RUN} --batch_size=64 --micro_batch_size=1 --mlp_recompute_level=full --recompute_layers=12"
+            f"{RUN} --batch_size=64 --micro_batch_size=1 --mlp_recompute_level=full --recompute_layers=6"
             " --validation_iters=1 --eval_micro_batch_size=16",
             "eval_micro_batch_size",
         ),
