@@ -10,12 +10,13 @@ from tests.support import warm_python
 ROOT = Path(__file__).resolve().parents[2]
 
 
+@pytest.mark.slow  # by default tests/train/test_resume.py kills ranks, and tests/run/test_launcher_watch.py a launcher
 @pytest.mark.parametrize(
     "more",
     [
         "--kills=1 --seed=4 --iterations=8",  # of the launcher, and a start beside the ranks that it leaves
-        pytest.param("--kills=150", marks=pytest.mark.slow),
-        pytest.param("--kills=8 --torchrun", marks=pytest.mark.slow),
+        "--kills=150",
+        "--kills=8 --torchrun",
     ],
 )
 def test_random_kills(more: str) -> None:

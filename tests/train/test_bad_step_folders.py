@@ -67,7 +67,7 @@ def story(distributed: Distributed, root: str, zero_stage: int) -> dict[str, Any
 
 
 @pytest.mark.parametrize(
-    ("tensor", "pipeline"), [(1, 1), pytest.param(2, 1, marks=pytest.mark.slow), pytest.param(1, 2)]
+    ("tensor", "pipeline"), [*(pytest.param(*groups, marks=pytest.mark.slow) for groups in ((1, 1), (2, 1))), (1, 2)]
 )
 def test_a_bad_step_is_found_and_repeated(tmp_path: Path, tensor: int, pipeline: int) -> None:
     """One micro-batch of one data-parallel rank goes wrong: it is named with layer, parameter, rank and samples; with

@@ -221,7 +221,13 @@ STOPPED_BY: dict[str, tuple[dict[str, Any], int]] = {
 }
 
 
-@pytest.mark.parametrize("what", STOPPED_BY)
+@pytest.mark.parametrize(
+    "what",
+    [
+        pytest.param(what, marks=[pytest.mark.slow] * (what in ("export", "signal, nowhere to save")))
+        for what in STOPPED_BY
+    ],
+)
 def test_nothing_is_published_after_a_step_that_stops_the_run(tmp_path: Path, what: str) -> None:
     """The update is dropped at once; whatever comes first of a line, a save, an export, a validation or a stop ends the
     run with exit code 5, and everything that was published is from before."""
@@ -236,7 +242,7 @@ def test_nothing_is_published_after_a_step_that_stops_the_run(tmp_path: Path, wh
         assert [line["iteration"] for line in lines(tmp_path, 0) if line["phase"] == "validation"] == [5, 10]
 
 
-@pytest.mark.parametrize("stopped_at", [None, 8])
+@pytest.mark.parametrize("stopped_at", [pytest.param(None, marks=pytest.mark.slow), 8])
 def test_a_streak_of_bad_steps_ends_the_run(tmp_path: Path, stopped_at: int | None) -> None:
     """Six dropped updates in a row: the next save is refused on both ranks, at the same iteration and with the same
     words if the run was stopped and resumed amid them."""
@@ -267,7 +273,9 @@ def test_a_save_after_dropped_updates_deletes_no_older_checkpoint(tmp_path: Path
     assert kept == {6: [4, 6], 14: [4, 6, 8, 10, 12, 14], 16: [6, 8, 14, 16]}
 
 
-@pytest.mark.parametrize("dropped, words", [(1, "the last update was"), (3, "the last 3 updates were")])
+@pytest.mark.parametrize(
+    "dropped, words", [pytest.param(1, "the last update was", marks=pytest.mark.slow), (3, "the last 3 updates were")]
+)
 def test_a_run_that_drops_its_last_updates_says_so_in_its_last_line(tmp_path: Path, dropped: int, words: str) -> None:
     """On the console, in the log file and in exit.json, with the reason and the iteration of the weights it saved."""
     options = {"train_iters": 12, "experiment_dir": str(tmp_path)}
@@ -284,18 +292,18 @@ def test_a_run_that_drops_its_last_updates_says_so_in_its_last_line(tmp_path: Pa
 def test_the_search_of_a_loss_scale_stops_no_run() -> None:
     """Overflows in fp16, on one rank alone too, are dropped on both; with every flag that stops a run it goes on. A
     loss that is not finite is no overflow."""
-    stopping = {"on_bad_step": "abort", "crash_on_nan": True, "crash_on_inf": True, "train_iters": 24}
+    stopping = {"on_bad_step": "abort", "crash_on_nan": True, "crash_on_inf": True, "train_iters": 18}
     options = {**stopping, "training_dtype": "fp16", "initial_loss_scale": 2.0**22}
-    for story in run_distributed(RANKS, start, options, {20: Fault(1, gradient=INF)}):
-        assert story.code == 0 and 1 in story.dropped and story.dropped[-1] == 20
-        assert story.changed == {20: False}
+    for story in run_distributed(RANKS, start, options, {14: Fault(1, gradient=INF)}):
+        assert story.code == 0 and 1 in story.dropped and story.dropped[-1] == 14
+        assert story.changed == {14: False}
         assert story.optimizer["loss_scale"]["good"] == 4
     short = {"train_iters": 3, "training_dtype": "fp16", "initial_loss_scale": 2.0**40}
     (story,) = run_distributed(1, start, short, {})
     assert story.code == 0 and story.dropped == [1, 2, 3]
     assert "the last 3 updates were dropped" in story.message and "the weights are those that it" in story.message
-    for story in run_distributed(RANKS, start, options, {20: Fault(1, loss=INF)}):
-        assert story.code == 5 and "iteration 20: loss inf. " in story.message
+    for story in run_distributed(RANKS, start, options, {14: Fault(1, loss=INF)}):
+        assert story.code == 5 and "iteration 14: loss inf. " in story.message
 
 
 DIVERGED = {
@@ -309,7 +317,9 @@ DIVERGED = {
 }
 
 
-@pytest.mark.parametrize("flags", DIVERGED)
+@pytest.mark.parametrize(
+    "flags", [pytest.param(flags, marks=[pytest.mark.slow] * (i == 1)) for i, flags in enumerate(DIVERGED)]
+)
 def test_a_diverged_run_fails(tmp_path: Path, flags: str) -> None:
     """A learning rate that breaks a run, from the command line: exit code 5 with cause and fix, once for two ranks and
     in exit.json; never "complete", no checkpoint."""

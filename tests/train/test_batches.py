@@ -69,7 +69,7 @@ def plain_loop(options: dict[str, Any], initial: dict[str, np.ndarray], together
 
 
 @pytest.mark.parametrize("loss_reduction", ["token", "micro_mean"])
-@pytest.mark.parametrize("ranks", [1, 2])
+@pytest.mark.parametrize("ranks", [pytest.param(1, marks=pytest.mark.slow), 2])
 def test_uneven_batches_train_as_in_plain_torch(ranks: int, loss_reduction: str) -> None:
     """Losses to 1e-6 and weights to 1e-5 of a loop on the real samples alone, with a z-loss; the two ways of averaging
     are told apart.
@@ -193,7 +193,7 @@ def corpus(tmp_path_factory: pytest.TempPathFactory) -> str:
     return prefix
 
 
-@pytest.mark.parametrize("ranks", [1, 2])
+@pytest.mark.parametrize("ranks", [pytest.param(1, marks=pytest.mark.slow), 2])
 def test_the_whole_validation_split_counts_once(ranks: int, corpus: str, tmp_path: Path) -> None:
     """The loss at iteration 0 is plain torch's over every sample of an epoch, without z-loss, whatever the batches; it
     comes before the first iteration, and not again on resume.

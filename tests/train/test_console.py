@@ -23,7 +23,7 @@ def log_of(experiment: Path, start: int = 0) -> str:
     return (experiment / "runs" / str(start) / "logs" / "logs_rank_000.txt").read_text("utf-8")
 
 
-@pytest.mark.parametrize("ranks", [1, 2])
+@pytest.mark.parametrize("ranks", [pytest.param(1, marks=pytest.mark.slow), 2])
 def test_console_is_short_and_the_log_file_complete(tmp_path: Path, ranks: int) -> None:
     """The console has what differs and lines at 1, 2, 4, 8, 16, 20; the file has all options and the seed's lines."""
     outcome = run([*RUN, f"--experiment_dir={tmp_path}"], ranks)
@@ -48,7 +48,7 @@ def test_early_lines_change_no_number(tmp_path: Path) -> None:
     """metrics.jsonl has the lines of --log_interval only, each the mean of its iterations, as without early lines."""
     records = {}
     for interval in (1, 20):  # an interval of 1 leaves no room for early lines
-        run([*RUN, f"--log_interval={interval}", f"--experiment_dir={tmp_path / str(interval)}"], 2)
+        run([*RUN, f"--log_interval={interval}", f"--experiment_dir={tmp_path / str(interval)}"])
         records[interval] = [
             record
             for record in read_metrics(tmp_path / str(interval) / "metrics.jsonl")

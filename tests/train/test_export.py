@@ -89,7 +89,8 @@ def options_for(folder: Path, architecture: str) -> dict[str, Any]:
 
 @pytest.mark.parametrize(
     "architecture",
-    [pytest.param(name, marks=[pytest.mark.slow] if name in ("llama", "starcoder2") else []) for name in ARCHITECTURES],
+    # By default the logits and losses of mistral are those of the tests of averages and of frozen models.
+    [pytest.param(name, marks=[] if name == "gpt2" else [pytest.mark.slow]) for name in ARCHITECTURES],
 )
 def test_transformers_computes_the_same_logits_and_validation_loss(
     transformers: Any, tmp_path: Path, architecture: str
@@ -155,9 +156,10 @@ def test_exports_are_the_same_bits_for_every_zero_stage(tmp_path: Path) -> None:
         folder = tmp_path / str(zero_stage)
         folder.mkdir()
         options = {"zero_stage": zero_stage, "hidden_dropout": 0.0, "attention_dropout": 0.0}
+        options |= {"train_iters": 3, "lr_warmup_iters": 1, "export_interval": 3, "validation_iters": 1}
         runs.append({**options_for(folder, "llama"), **options})
     run_distributed(2, train_and_export_several, runs)
-    first, *others = (load_file(tmp_path / name / "run/export/12/model.safetensors") for name in ("1", "2", "3"))
+    first, *others = (load_file(tmp_path / name / "run/export/3/model.safetensors") for name in ("1", "2", "3"))
     assert all(same_weights(first, other) for other in others)
 
 

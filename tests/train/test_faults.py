@@ -234,7 +234,7 @@ WRECK: dict[str, Callable[[Path], None]] = {
 }
 
 
-@pytest.mark.parametrize("wreck", WRECK)
+@pytest.mark.parametrize("wreck", [*list(WRECK)[:2], pytest.param("missing manifest", marks=pytest.mark.slow)])
 def test_only_checkpoint_damaged(trained: Path, tmp_path: Path, wreck: str) -> None:
     """Exit 4, the file is named, no file is touched, and training does not restart from zero."""
     experiment = copy(trained, tmp_path, 4)
@@ -429,7 +429,7 @@ def endless(experiment: Path, *more: str) -> list[str]:
     return train(experiment, "--train_iters=1000000", "--checkpoint_interval=1000000", *more)
 
 
-@pytest.mark.parametrize("victim", [0, 1])
+@pytest.mark.parametrize("victim", [0, pytest.param(1, marks=pytest.mark.slow)])
 def test_killed_rank(tmp_path: Path, victim: int) -> None:
     """The other rank names the lost one, its process and host, the likely cause, and the checkpoint that the same
     command resumes from, and ends with exit 6 within seconds; so does exit.json, with gloo's words apart."""

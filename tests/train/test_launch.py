@@ -160,7 +160,7 @@ def test_no_console_at_all(tmp_path: Path) -> None:
     assert sorted(os.listdir(experiment / "checkpoints")) == ["6"]
 
 
-@pytest.mark.parametrize("flag", ["--help", "--help_all"])
+@pytest.mark.parametrize("flag", ["--help", pytest.param("--help_all", marks=pytest.mark.slow)])
 def test_reader_of_the_help_that_goes_away(flag: str) -> None:
     """`--help | head -1` prints a line and no traceback."""
     result = shell(f"{typed(flag)} | head -1; echo code ${{PIPESTATUS[0]}}", "help")
