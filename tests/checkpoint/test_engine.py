@@ -218,7 +218,8 @@ OTHERS: tuple[tuple[int, dict[str, Any]], ...] = (
 )
 
 
-@pytest.mark.parametrize("case", [AVERAGES, pytest.param("frozen embedding, fp32, zero 1", marks=pytest.mark.slow)])
+@pytest.mark.slow  # by default on one other layout: the test above
+@pytest.mark.parametrize("case", [AVERAGES, "frozen embedding, fp32, zero 1"])
 def test_any_layout_reads_the_engines_checkpoints(case: str, trained: Trained, tmp_path: Path) -> None:
     """Loading and saving with other world sizes, ZeRO stages, layers per stage and padding changes no bit."""
     for world_size, layout in OTHERS:
@@ -316,7 +317,7 @@ def weights_for_inference(distributed: Distributed, options: dict[str, Any]) -> 
     return full_weights(run.model), bytes_by_kind(run.model)
 
 
-@pytest.mark.parametrize("case", [LION, AVERAGES])
+@pytest.mark.parametrize("case", [pytest.param(LION, marks=pytest.mark.slow), AVERAGES])
 def test_inference_reads_the_weights_alone(case: str, trained: Trained, tmp_path: Path) -> None:
     """A model without moments computes with the weights of the checkpoint, in the training dtype."""
     copy_checkpoint(trained(case) / "whole", LAST, tmp_path)

@@ -233,7 +233,7 @@ def fuzz(values: dict[str, Any], folder: Path, cases: int, layout: dict[str, Any
     return accepted, refused
 
 
-@pytest.mark.parametrize("version", [3, 4, 5, 6])
+@pytest.mark.parametrize("version", [3, *(pytest.param(version, marks=pytest.mark.slow) for version in (4, 5)), 6])
 @pytest.mark.parametrize("cases", [60, pytest.param(5000, marks=pytest.mark.slow)])
 def test_random_content_is_refused_or_means_what_it_says(
     saved: Path, values: dict[str, Any], version: int, cases: int, tmp_path: Path

@@ -270,8 +270,18 @@ def every_point(action: Callable[[Path], Any], prepare: Callable[[Path], Any], t
             return
 
 
-@pytest.mark.parametrize("error", [Killed(), OSError(errno.ENOSPC, "No space left on device")], ids=["kill", "disk"])
-@pytest.mark.parametrize("iteration", [20, 10], ids=["new", "again"])
+FULL = OSError(errno.ENOSPC, "No space left on device")
+
+
+@pytest.mark.parametrize(
+    ("iteration", "error"),
+    [
+        pytest.param(20, Killed(), id="new-kill"),
+        pytest.param(10, FULL, id="again-disk"),
+        pytest.param(20, FULL, id="new-disk", marks=pytest.mark.slow),
+        pytest.param(10, Killed(), id="again-kill", marks=pytest.mark.slow),
+    ],
+)
 def test_every_crash_point_of_a_save(iteration: int, error: BaseException, tmp_path: Path) -> None:
     """Whatever call fails, the old or the new checkpoint loads; the next save works and leaves nothing behind."""
     old, new = random_values(SPECS, 1), random_values(SPECS, 2)
@@ -293,7 +303,13 @@ def test_every_crash_point_of_a_save(iteration: int, error: BaseException, tmp_p
         assert outcomes[0] is False and outcomes == sorted(outcomes), "once it is visible it stays"
 
 
-@pytest.mark.parametrize("error", [Killed(), OSError(errno.EIO, "Input/output error")], ids=["kill", "disk"])
+@pytest.mark.parametrize(
+    "error",
+    [
+        pytest.param(Killed(), id="kill"),
+        pytest.param(OSError(errno.EIO, "Input/output error"), id="disk", marks=pytest.mark.slow),
+    ],
+)
 def test_every_crash_point_of_pruning(error: BaseException, tmp_path: Path) -> None:
     """The newest survives whatever call fails, and a half-deleted folder is never loaded."""
 
