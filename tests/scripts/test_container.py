@@ -74,6 +74,7 @@ def test_documented_docker_command_is_understood() -> None:
     assert parse.parse(words[words.index("megatron_lite") + 1 :]).config.training.train_iters == 100
 
 
+@pytest.mark.slow  # by default test_installation.py builds and installs the same sources
 @pytest.mark.guides
 def test_steps_of_the_image(tmp_path: Path) -> None:
     """COPY and pip's RUN lines of the Dockerfile, one after the other in an empty folder: the entry point answers."""

@@ -151,8 +151,13 @@ class Impatient(subprocess.Popen[bytes]):
     [
         ("crash", "exit code -6", ["Fatal Python error: Aborted", "in device_fails"]),
         ("hang", "did not end before its deadline", ["hangs", "Fatal Python error: Aborted", "in device_fails"]),
-        ("memory", "exit code 1", ["Traceback (most recent", "in device_fails", "MemoryError: CUDA out of memory"]),
-        ("killed", "exit code -9", []),
+        pytest.param(
+            "memory",
+            "exit code 1",
+            ["Traceback (most recent", "in device_fails", "MemoryError: CUDA out of memory"],
+            marks=pytest.mark.slow,
+        ),
+        pytest.param("killed", "exit code -9", [], marks=pytest.mark.slow),
     ],
 )
 def test_every_step_may_fail(
