@@ -180,7 +180,7 @@ def saved(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return directory / "run" / "checkpoints"
 
 
-@pytest.mark.parametrize("ranks", [1, 2])
+@pytest.mark.parametrize("ranks", [pytest.param(1, marks=pytest.mark.slow), 2])
 def test_a_checkpoint_of_another_layout(ranks: int, saved: Path) -> None:
     """The newest weights load bit for bit; iterations and averages start over, Adam too unless its state is loaded."""
     source, shapes = checked(saved, state=True)

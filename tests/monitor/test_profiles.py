@@ -311,7 +311,10 @@ def test_the_clock_of_a_gpu_sees_arrivals_from_the_side(monkeypatch: pytest.Monk
     assert transfer.ran_s == (0.0, 0.005) and transfer.hidden_s == 0.002
 
 
-@pytest.mark.parametrize("options", [{"zero_stage": 3, "depth_first_micro_batches": 2}, {"zero_stage": 1}])
+@pytest.mark.parametrize(
+    "options",
+    [{"zero_stage": 3, "depth_first_micro_batches": 2}, pytest.param({"zero_stage": 1}, marks=pytest.mark.slow)],
+)
 def test_every_step_of_the_schedule_is_timed_once(options: dict[str, Any]) -> None:
     """One simulated rank of two: the verbs come in the order of the schedule, and the numbers stay the same."""
     options = {"batch_size": None, "micro_batch_size": 1, "num_layers": 3, **options}

@@ -175,8 +175,9 @@ def start_with_everything(experiment: Path, ranks: int) -> None:
     assert files == [f"tensor_logs_{phase}_rank_000.safetensors" for phase in ("init", "train_00001", "train_00002")]
 
 
+@pytest.mark.slow  # by default on two ranks: the next test looks
 def test_every_option_shows_itself(tmp_path: Path) -> None:
-    """On one rank; on two, the next test looks."""
+    """On one rank."""
     start_with_everything(tmp_path, 1)
 
 

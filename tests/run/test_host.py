@@ -225,7 +225,13 @@ def test_one_thread_by_torchrun_is_not_the_users(given: bool) -> None:
     assert said(torchrun, ("OMP_NUM_THREADS",), **variables) == ("1\n" if given else "None\n")
 
 
-@pytest.mark.parametrize("name", [None, "OMP_WAIT_POLICY", "GOMP_SPINCOUNT", "KMP_BLOCKTIME"])
+@pytest.mark.parametrize(
+    "name",
+    [
+        *(None, "OMP_WAIT_POLICY"),
+        *(pytest.param(name, marks=pytest.mark.slow) for name in ("GOMP_SPINCOUNT", "KMP_BLOCKTIME")),
+    ],
+)
 def test_threads_sleep_after_a_short_wait_unless_the_user_says_otherwise(
     name: str | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
