@@ -51,7 +51,7 @@ MODELS: dict[str, dict[str, Any]] = {
     "muon": {**LLAMA, "head_groups": 2, "vocab_size": 61, "optimizer": "muon"},
 }
 LAYOUTS = {name: OTHERS[:2] if name == "gpt2" else OTHERS for name in MODELS}
-NAMES = [pytest.param(name, marks=() if name in ("gpt2", "multi-query") else pytest.mark.slow) for name in MODELS]
+NAMES = [pytest.param(name, marks=() if name == "multi-query" else pytest.mark.slow) for name in MODELS]
 STEPS = 2  # after the save
 
 
