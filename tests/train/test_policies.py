@@ -37,6 +37,7 @@ def test_the_default_interval_gives_a_curve(tmp_path: Path) -> None:
     """At least 50 points of a run, and its early iterations, in metrics.jsonl; a restart logs the same ones."""
     words = [word for word in TINY if not word.startswith("--log_interval")]
     flags = [*words, "--train_iters=299", "--checkpoint_interval=1000", "--num_layers=1", "--lr_warmup_iters=0"]
+    flags += ["--hidden_size=8", "--num_attention_heads=1", "--sequence_length=4", "--batch_size=1"]
     succeed([*flags, f"--experiment_dir={tmp_path / 'whole'}"])
     for _ in range(2):
         succeed([*flags, f"--experiment_dir={tmp_path / 'two'}", "--stop_interval=151"])
