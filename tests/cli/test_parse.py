@@ -261,15 +261,15 @@ OTHERS = [name for name in (*SPELLINGS, *REFUSED, *[*INSTEAD][::20]) if name not
 
 
 def test_every_flag_survives_hostile_values() -> None:
-    """Each flag gets a sixth of the values behind `=`, and each value goes to a sixth of the flags; a twelfth also come
-    as the next word, and to other spellings, which are refused or mean a flag.
+    """Each flag gets a twelfth of the values behind `=`, and each value goes to a twelfth of the flags; half as many
+    also come as the next word, and to other spellings, which are refused or mean a flag.
     """
     for place, hostile in enumerate(HOSTILE):
-        for name in [*FLAGS][place % 6 :: 6]:
-            survives(name, f"--{name}={hostile}")
         for name in [*FLAGS][place % 12 :: 12]:
+            survives(name, f"--{name}={hostile}")
+        for name in [*FLAGS][place % 24 :: 24]:
             survives(name, f"--{name}", hostile)
-        for name in OTHERS[place % 12 :: 12]:
+        for name in OTHERS[place % 24 :: 24]:
             survives(name, f"--{name}={hostile}")
 
 

@@ -73,7 +73,9 @@ FORGOTTEN: dict[str, Callable[[Event], bool]] = {
 }
 
 
-@pytest.mark.parametrize("sync", FORGOTTEN)
+@pytest.mark.parametrize(
+    "sync", [pytest.param(sync, marks=[pytest.mark.slow] * (sync in ("manifest", "new folder"))) for sync in FORGOTTEN]
+)
 def test_a_forgotten_sync_is_noticed(events: Sequence[Event], sync: str, tmp_path: Path) -> None:
     """Without any one kind of sync, some image is bad: the test above needs them all."""
     forgetful = without(events, FORGOTTEN[sync])

@@ -275,7 +275,7 @@ def test_the_log_says_how_many_of_the_cores_this_process_may_use(monkeypatch: py
 
 
 @pytest.mark.skipif(not sys.platform.startswith("linux"), reason="glibc is Linux's")
-@pytest.mark.parametrize("variable", [None, "MALLOC_ARENA_MAX"])
+@pytest.mark.parametrize("variable", [None, pytest.param("MALLOC_ARENA_MAX", marks=pytest.mark.slow)])
 def test_freed_memory_is_used_again(variable: str | None) -> None:
     """Blocks of 2 to 20 MiB take new pages once and not a hundred times, unless the user has set glibc's variables."""
     code = (
