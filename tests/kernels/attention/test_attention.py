@@ -363,7 +363,7 @@ def test_softmax_in_fp32_changes_nothing_in_fp32() -> None:
 
 def test_gradients_of_float64_are_derivatives() -> None:
     """Forward and backward must draw the same dropout mask for that."""
-    case = Case(2, 4, 2, 5, 3, window=3, lengths=(4, 1, 5))
+    case = Case(1, 4, 2, 5, 3, window=3, lengths=(4, 1))
     inputs = [tensor.requires_grad_() for tensor in case.inputs(torch.float64)[:3]]
     for dropout_p, seed in ((0.0, None), (0.4, 7)):
         assert torch.autograd.gradcheck(
