@@ -95,7 +95,7 @@ def solutions(options: dict[str, int], world_size: int) -> Iterator[tuple[int, i
                 yield full
 
 
-@pytest.mark.parametrize("world_size", [1, 2, 3])
+@pytest.mark.parametrize("world_size", [1, pytest.param(2, marks=pytest.mark.slow), 3])
 def test_batch_arithmetic_against_search(world_size: int) -> None:
     """All small combinations give the one solution if there is one, else an error with the flags."""
     choices = ((None, 1, 4, 6, 12), (None, 1, 2, 3), (None, 1, 2, 3), (None, 1, 2), (None, 1, 2, 4))
