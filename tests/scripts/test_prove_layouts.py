@@ -167,7 +167,9 @@ def test_a_command_is_shrunk_with_its_options_and_layout() -> None:
     assert case.layout.flags.keys() <= LAYOUT.keys()
 
 
-@pytest.mark.parametrize("preset", PRESETS)
+@pytest.mark.parametrize(
+    "preset", [pytest.param(name, marks=[pytest.mark.slow] * (place % 4 > 0)) for place, name in enumerate(PRESETS)]
+)
 def test_layouts_of_each_published_model_can_be_drawn(preset: str) -> None:
     """With tensor parallelism, also in fp32; nothing of the architecture is left out but dropout."""
     case, remarks = shrunk([f"--model={preset}", "--training_dtype=bf16"], 4)
