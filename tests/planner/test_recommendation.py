@@ -152,8 +152,8 @@ LONG = ["@scripts/examples/mistral_7b.flags", "--dataset_source=random", "--micr
 @pytest.mark.parametrize(
     "flags",
     [
-        pytest.param(["--world_size=8", "--sequence_length=131072", "--batch_size=8"], marks=pytest.mark.slow),
-        pytest.param(["--world_size=1", "--sequence_length=262144", "--batch_size=1"], marks=pytest.mark.slow),
+        pytest.param(["--world_size=8", "--sequence_length=262144", "--batch_size=8"], marks=pytest.mark.slow),
+        pytest.param(["--world_size=4", "--sequence_length=262144", "--batch_size=4"], marks=pytest.mark.slow),
         ["--num_layers=16", "--world_size=auto", "--sequence_length=262144", "--batch_size=2"],
     ],
     ids=str,
