@@ -48,6 +48,7 @@ class Mirror:
         self._sent = set[tuple[Path, int, int]]()  # what is there, see `_identity`
         self._current = root  # under upload; root: nothing
         self._rotation: Rotation | None = None
+        self._rotated: Rotation | None = None  # the last one that was carried out
         self._wake, self._asked, self._done, self._ended = threading.Event(), 0, 0, False
         self._failed_s: float | None = None  # since when every attempt fails
         threading.Thread(target=self._work, daemon=True, name="mirror").start()
@@ -108,6 +109,7 @@ class Mirror:
                     replace_file(self._root / record, data)
             sync_files(temporary)
             files.publish(temporary, folder, lambda folder: False)
+            self._sent.add(_identity(folder))
         finally:
             files.remove_folder(temporary)
         logger.info("restored %s from %s (%.1f s)", name, self._flag, time.perf_counter() - start_s)
@@ -164,7 +166,7 @@ class Mirror:
                     logger.warning(text, self._flag, failure(error), pause)
 
     def _copy(self) -> None:
-        """Copy until nothing is left; a folder whose upload has begun comes first."""
+        """Copy until nothing is left, a folder whose upload has begun first; rotate what is there."""
         self._send_records()
         while unsent := self._unsent():
             self._current = folder = self._current if self._current in unsent else unsent[0]
@@ -176,6 +178,8 @@ class Mirror:
             self._current = self._root
             self._rotate()
             self._send_records()
+        if self._rotation != self._rotated:  # told after the upload
+            self._rotate()
 
     def _unsent(self) -> list[Path]:
         """List the folders that may not be there: first the newest checkpoint, then exports, then other checkpoints."""
@@ -224,16 +228,18 @@ class Mirror:
 
     def _rotate(self) -> None:
         """Delete there what is rotated here, also checkpoints that were never here, and what was set aside here."""
+        rotation = self._rotation
         here, there = {iteration for iteration, _ in find_checkpoints(self._checkpoints)}, self._iterations()
         away = [one for one in there if one not in here and any(self._checkpoints.glob(f"{SET_ASIDE}/*/{one}"))]
-        if self._rotation is not None:
+        if rotation is not None:
             saved, rules = dict.fromkeys(there, True), keep_rules(self._options.keep_checkpoints)
             for one in (one for one in there if one not in here and not is_permanent(one, rules)):
                 content = self._remote.read(f"checkpoints/{one}/{MANIFEST_NAME}")
                 saved[one] = was_permanent(one, _config(content))
-            away += checkpoints_to_delete(saved, *self._rotation)
+            away += checkpoints_to_delete(saved, *rotation)
         for one in away:
             self._remote.delete(f"checkpoints/{one}", f"checkpoints/{one}/{MANIFEST_NAME}")
+        self._rotated = rotation
 
 
 def _identity(path: Path) -> tuple[Path, int, int]:

@@ -380,6 +380,12 @@ def test_rotation_follows_after_the_newer_one_is_there(bucket: Any, server: S3Se
     first = next(index for index, (method, _) in enumerate(order) if method == "DELETE")
     assert ("PUT", f"/{bucket.name}/run/checkpoints/50/manifest.json") in order[:first]
     assert order[first][1].endswith("/manifest.json")
+    save(elsewhere / "checkpoints", 60, 60)
+    finish(made)  # the thread has found and sent it before the run deletes another and tells what is to stay
+    shutil.rmtree(elsewhere / "checkpoints" / "40")
+    made.update((2, 60, None, set()))
+    finish(made)
+    assert sorted({int(key.split("/")[2]) for key in content(bucket) if "/checkpoints/" in key}) == [20, 50, 60]
 
 
 def test_another_save_of_an_iteration_replaces_the_first(bucket: Any, server: S3Server, tmp_path: Path) -> None:
