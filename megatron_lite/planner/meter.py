@@ -264,7 +264,7 @@ def _normalized(x: Tensor, shape: Sequence[int], *_: Any) -> tuple[Tensor, Tenso
 
 
 def _normalized_backward(
-    dy: Tensor, x: Tensor, shape: Any, mean: Tensor, r: Tensor, weight: Any, bias: Any, wanted: Sequence[bool]
+    dy: Tensor, x: Tensor, shape: Any, mean: Tensor, rstd: Tensor, weight: Any, bias: Any, wanted: Sequence[bool]
 ) -> tuple[Tensor | None, ...]:
     sizes = zip((x.shape, shape, shape), wanted, strict=True)
     return tuple(torch.empty(size, dtype=x.dtype, device="meta") if is_wanted else None for size, is_wanted in sizes)

@@ -98,8 +98,9 @@ def main(argv: list[str]) -> int:
             return 1
     else:
         results = read_results(options.files)
-        new = [row for row in rows if {row.number} - cells.keys() or not row.tests or results.keys() & set(row.tests)]
-        cells |= {row.number: outcome(row, results) for row in new}
+        for row in rows:
+            if row.number not in cells or not row.tests or any(name in results for name in row.tests):
+                cells[row.number] = outcome(row, results)
     writers = {"faults": lambda: render(cells)}
     code = write_documents({TARGET: lambda page: with_tables(page, writers)}, options.check, COMMAND)
     return code or int(any(cell.startswith("FAILED") for cell in cells.values()) and not options.check)

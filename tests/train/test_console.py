@@ -48,7 +48,7 @@ def test_early_lines_change_no_number(tmp_path: Path) -> None:
     """metrics.jsonl has the lines of --log_interval only, each the mean of its iterations, as without early lines."""
     records = {}
     for interval in (1, 20):  # an interval of 1 leaves no room for early lines
-        run([*RUN, f"--log_interval={interval}", f"--experiment_dir={tmp_path / str(interval)}"])
+        run([*RUN, f"--log_interval={interval}", f"--experiment_dir={tmp_path / str(interval)}"], 2)
         records[interval] = [
             record
             for record in read_metrics(tmp_path / str(interval) / "metrics.jsonl")
