@@ -7,12 +7,14 @@ import logging
 import shlex
 import sys
 import time
-from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING
+from collections.abc import Callable, Mapping, Sequence
+from typing import TYPE_CHECKING, TypeVar
 
 import torch
 
+from megatron_lite.checkpoint.history import History
 from megatron_lite.checkpoint.mirror import Mirror
+from megatron_lite.checkpoint.names import new_nonce
 from megatron_lite.checkpoint.resume import Choice, Resumed, check_early, choose_together, resume
 from megatron_lite.checkpoint.retention import lack_at_start
 from megatron_lite.checkpoint.writing import BackgroundSaves, open_background, shards_bytes
@@ -63,6 +65,8 @@ from megatron_lite.zero.multi_stage import MultiStage
 if TYPE_CHECKING:
     from megatron_lite.monitor.profiling.profiles import Profiles
 
+T = TypeVar("T")
+
 
 class Run:
     """One start of a run. `build` sets the fields from top to bottom; then it is ready to train from `iteration`."""
@@ -92,6 +96,7 @@ class Run:
     console: ConsoleLines
     watch: Watch | None  # None without --watch
     mirror: Mirror | None = None  # of rank 0; None without --mirror
+    history: History  # of the run
     saved_s: float  # time.monotonic() of the last save, or of the start
     logs_early: bool = False  # the first iterations, too, as --log_interval is not given
     saves_by_default: bool = False  # every 15 minutes, as no flag says when; the newest two of a start are kept
@@ -152,6 +157,8 @@ def build(
     run.window = LogWindow(distributed.device)
     run.resumed = _fill(run, choice, source)
     run.iteration, run.evaluation_due = run.resumed.iteration, run.resumed.evaluation_due
+    begun = History(distributed.broadcast_object(new_nonce()), ())
+    run.history = (run.resumed.history or begun).continued(run.iteration, config)
     run.best = BestEvaluation(config, run.data.identity, run.resumed.best)
     run.best.warn(experiment.checkpoints, run.logger)
     run.debugger = _debug(run)
@@ -174,6 +181,7 @@ def build(
     if config.tracking.watch and run.model.training:
         run.watch = Watch(config, run.model, run.optimizer.loss_scale.scale, distributed, run.trackers.log)
     if run.mirror is not None:
+        run.mirror.begin(run.history.run)
         run.mirror.update()
     run.saved_s = time.monotonic()
     return run
@@ -194,11 +202,20 @@ def _resolve(run: Run) -> tuple[Choice, tuple[Note, ...]]:
     config = resolve_data(config, distributed, experiment.root, run.logger)
     if (root := experiment.root) is not None and (options := config.checkpoint).mirror is not None:
         distributed.progress.phase = "the restore from the mirror"
-        mirror = run.mirror = together(distributed, lambda: Mirror(root, options) if rank == 0 else None)
-        rank_0_works(distributed, lambda: mirror.restore() if mirror else None)
-    choice = choose_together(experiment.checkpoints, config.checkpoint, distributed)
+        run.mirror = together(distributed, lambda: Mirror(root, options, run.stop.fail) if rank == 0 else None)
+    _on_mirror(run, Mirror.compare)
+    usable = {} if run.mirror is None else run.mirror.usable
+    choice = choose_together(experiment.checkpoints, config.checkpoint, distributed, usable)
     run.config = _choose_products(config, distributed)
     return choice, sizes
+
+
+def _on_mirror(run: Run, action: Callable[[Mirror], T]) -> T | None:
+    """Let rank 0 do something with the mirror while the others wait; return the result, None without --mirror."""
+    if run.config.checkpoint.mirror is None:
+        return None
+    mirror = run.mirror
+    return rank_0_works(run.distributed, lambda: None if mirror is None else action(mirror))
 
 
 def _resolve_auto(config: Config, distributed: Distributed) -> tuple[Config, tuple[Note, ...]]:
@@ -304,8 +321,18 @@ def _open_profiles(run: Run) -> Profiles | None:
 def _fill(run: Run, choice: Choice, source: WeightSource | None) -> Resumed:
     """Load the newest good checkpoint or the pretrained weights, or else initialize the weights."""
     model, optimizer, data = run.model, run.optimizer, run.data.identity
-    root, check, load_window = run.experiment.checkpoints, run.experiment.check, run.window.load_state
-    resumed = resume(choice, root, run.config, model, optimizer, load_window, data, run.distributed, run.logger, check)
+    root, load_window = run.experiment.checkpoints, run.window.load_state
+
+    def leave(iteration: int) -> None:
+        run.experiment.check()
+        if run.mirror is not None:  # first: a checkpoint that is only there would be restored by the next start
+            run.mirror.set_aside(iteration)
+
+    def repair(iteration: int) -> bool | None:
+        return _on_mirror(run, lambda mirror: mirror.fetch(iteration))
+
+    arguments = (choice, root, run.config, model, optimizer, load_window, data, run.distributed, run.logger)
+    resumed = resume(*arguments, leave, repair)
     if resumed is not None:
         return resumed
     iteration = 0

@@ -211,8 +211,7 @@ def read(folder: Path, iteration: int | None = None) -> Manifest:
     if iteration is not None and folder.is_symlink():
         raise DamagedError(A_LINK)
     try:
-        text = read_bytes(folder / MANIFEST_NAME, MAX_BYTES)
-        manifest = _decoded(parse_json(text), text)
+        manifest = parse(read_bytes(folder / MANIFEST_NAME, MAX_BYTES))
         if iteration not in (None, manifest.iteration):
             raise DamagedError(f"it is of iteration {manifest.iteration}")
         return manifest
@@ -249,8 +248,13 @@ _MANIFEST = {
 }
 
 
-def _decoded(values: Any, text: bytes) -> Manifest:
-    """Verify a manifest's checksum, then decode it."""
+def parse(text: bytes) -> Manifest:
+    """Verify a manifest's checksum, then decode it.
+
+    Raises:
+        DamagedError, ValueError: if it is damaged.
+    """
+    values = parse_json(text)
     if not isinstance(values, dict) or values.get("format") != FORMAT:
         raise DamagedError(f"not of the format {FORMAT}")
     version = decode(Count, values.get("version"), "version")

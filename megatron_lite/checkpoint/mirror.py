@@ -3,49 +3,77 @@
 The layout is that of the experiment directory. A folder there counts once its mark is there, which is written last:
 manifest.json of a checkpoint, mirror.json of a Hugging Face export. A folder of another save loses its mark first. Each
 pass of the thread compares and completes, also what an earlier start has left.
+
+A mirror belongs to one run, and one start at a time writes there: its own mirror.json names both. Stores without
+conditional writes let two starts write it at once, so a start reads it back after a pause, and again before each pass.
 """
 
 from __future__ import annotations
 
 import contextlib
 import json
+import socket
 import threading
 import time
-from collections.abc import Collection
+from collections.abc import Callable, Collection, Iterator, Sequence
 from pathlib import Path
+from typing import Any
 
 from megatron_lite.checkpoint import files, manifest
 from megatron_lite.checkpoint.files import logger
+from megatron_lite.checkpoint.history import history_of, shared_iterations
+from megatron_lite.checkpoint.manifest import Manifest
 from megatron_lite.checkpoint.names import MANIFEST_NAME, OUR_FILE, find_checkpoints, new_nonce, parse_json, work_path
-from megatron_lite.checkpoint.resume import SET_ASIDE
+from megatron_lite.checkpoint.resume import SET_ASIDE, set_aside
 from megatron_lite.checkpoint.retention import best_of, checkpoints_to_delete, is_permanent, was_permanent
 from megatron_lite.checkpoint.writing import good_manifest, pause_s
 from megatron_lite.config.source import CheckpointConfig
 from megatron_lite.config.structured_values import keep_rules
-from megatron_lite.errors import CheckpointError, DamagedError, StorageError
+from megatron_lite.errors import CheckpointError, DamagedError, RunError, StorageError, UsageError
 from megatron_lite.run.durable_files import replace_file, sync_files
 from megatron_lite.run.remote_storage import RemoteFolder, failure
 from megatron_lite.run.stop_signal import StopSignal
 
-MARK_NAME = "mirror.json"
+MARK_NAME = "mirror.json"  # of an export; in the folder of the mirror itself, whose it is
+PROBE_NAME = "write_test"
 Rotation = tuple[int, int, int | None, Collection[int]]  # see `checkpoints_to_delete`
 RECORDS = ("config.json", "metrics.jsonl", "samples.jsonl", "wandb.json")  # a run elsewhere continues them
 PATIENCE_S, STOPPED_PATIENCE_S = 60.0, 10.0  # at the end of a run, with a store that fails
+CLAIM_S = 2.0  # until a start that has claimed the mirror reads whether another one has, too
 _POLL_S = 0.05
 
 
 class Mirror:
-    """The mirror of the experiment directory `root`. Call `restore`, then `update` whenever there is something new.
+    """The mirror of the experiment directory `root`.
+
+    Call `compare` and `fetch` to find and restore what is there, `begin` once the run is known, then `update` whenever
+    there is something new.
+
+    on_loss: called once, from the thread, when another run or start has claimed the mirror.
+
+    Attributes:
+        usable: iterations there that this start may use, with the manifests that were read to find this out.
 
     Raises:
-        UsageError: see `open_storage`.
+        UsageError: if the mirror overlaps the directory; also see `open_storage`.
     """
 
-    def __init__(self, root: Path, options: CheckpointConfig) -> None:
+    def __init__(
+        self, root: Path, options: CheckpointConfig, on_loss: Callable[[RunError], None] = lambda error: None
+    ) -> None:
         assert options.mirror is not None
         self._root, self._options, self._flag = root, options, f"--mirror={options.mirror}"
         self._checkpoints, self._remote = root / "checkpoints", RemoteFolder(options.mirror, "mirror")
+        if self._remote.overlaps(root):
+            raise UsageError(f"{self._flag}: it is, contains or lies in --experiment_dir={root}; choose another folder")
+        self.usable: dict[int, Manifest | None] = {}
+        self._manifests: dict[int, Manifest] = {}  # of checkpoints there
+        self._claim = {"run": "", "start": new_nonce(), "host": socket.gethostname()}
+        self._expected: dict[str, Any] | None = None  # the claim there, unless another start has written its own
+        self._on_loss = on_loss
+        self._lost: StorageError | None = None  # once another run or start has claimed the mirror
         self._sent = set[tuple[Path, int, int]]()  # what is there, see `_identity`
+        self._permanent: dict[int, bool] = {}  # see `_rotate`
         self._current = root  # under upload; root: nothing
         self._rotation: Rotation | None = None
         self._rotated: Rotation | None = None  # the last one that was carried out
@@ -55,64 +83,202 @@ class Mirror:
 
     # -- at the start ----------------------------------------------------------------------------------------------
 
-    def restore(self) -> None:
-        """Restore the newest whole checkpoint and the records into a directory without a checkpoint.
+    def compare(self) -> None:
+        """Find the checkpoints there that this start may use.
+
+        Where the options of iterations differ between here and there, --mirror_ahead says which side goes on, and the
+        checkpoints of the other one are set aside.
 
         Raises:
-            CheckpointError: if all checkpoints there are damaged.
-            StorageError: if the mirror cannot be read, or an empty one written: no run may begin beside its mirror.
+            StorageError: if the mirror cannot be read, or an empty one written: no run may begin beside its mirror. Or
+                if it belongs to another run.
+            CheckpointError: if only --mirror_ahead could decide which side goes on.
         """
+        with self._needed():
+            claim, iterations = self._read_claim(), self._iterations()
+            self._expected = claim
+            newest, there = self._newest(iterations, self._read_manifest)
+            found = [iteration for iteration, _ in find_checkpoints(self._checkpoints)]
+            newest_here, here = self._newest(found, self._own_manifest)
+            if newest is None:
+                logger.info("%s holds no checkpoint", self._flag)
+            if newest is None and claim is None:
+                self._remote.write(PROBE_NAME, b"")  # refused now rather than at the first save
+                self._remote.delete(PROBE_NAME, PROBE_NAME)
+            if not self._options.adopt_mirror:
+                self._refuse_another_run(newest_here, newest, claim)
+            if here is not None and there is not None:
+                self._choose_side(here, there)
+            if newest is not None:
+                there_now = (one for one in self._iterations() if one <= newest.iteration)
+                self.usable = {one: self._manifests.get(one) for one in there_now}
+
+    def _newest(
+        self, iterations: Sequence[int], read: Callable[[int], Manifest | None]
+    ) -> tuple[Manifest | None, Manifest | None]:
+        """Return the newest whole checkpoint, and the one to go on from: another one to follow --resume_iteration."""
+        wanted = self._options.resume_iteration
+        newest = next((content for content in map(read, iterations) if content is not None), None)
+        if wanted is None or newest is None or _followed(newest) == wanted:
+            return newest, newest
+        return newest, read(wanted) if wanted in iterations else None
+
+    def _own_manifest(self, iteration: int) -> Manifest | None:
+        return good_manifest(self._checkpoints / str(iteration))
+
+    def _read_manifest(self, iteration: int) -> Manifest | None:
+        """Return the manifest of a checkpoint there; None, with a warning, if it is not whole."""
+        name = f"checkpoints/{iteration}"
+        if (content := self._remote.read(f"{name}/{MANIFEST_NAME}")) is None:
+            logger.warning("%s: %s is not complete; skipped", self._flag, name)
+            return None
         try:
-            damaged = [] if find_checkpoints(self._checkpoints) else self._restore()
-        except Exception as error:
-            fix = "a start without checkpoints needs its mirror: make it reachable, or leave the flag out"
-            raise StorageError(f"{self._flag}: {failure(error)}; {fix}") from None
-        if damaged:
-            raise CheckpointError(f"{self._flag}: no usable checkpoint is there: {'; '.join(damaged)}")
+            self._manifests[iteration] = manifest.parse(content)
+        except (DamagedError, ValueError) as error:
+            logger.warning("%s: %s: %s: %s; skipped", self._flag, name, MANIFEST_NAME, error)
+        return self._manifests.get(iteration)
 
-    def _restore(self) -> list[str]:
-        """Restore, or return the damaged checkpoints if there is nothing else."""
-        damaged, wanted = list[str](), self._options.resume_iteration
-        for iteration in self._iterations():
-            name = f"checkpoints/{iteration}"
-            if (content := self._remote.read(f"{name}/{MANIFEST_NAME}")) is None:
-                logger.warning("%s: %s is not complete; skipped", self._flag, name)
-            elif wanted is None or iteration <= wanted or _config(content).get("resume_iteration") == wanted:
-                try:
-                    self._fetch(name, content)
-                    for best in best_of(self._root / name) - {iteration}:
-                        older = f"checkpoints/{best}"
-                        with contextlib.suppress(DamagedError):  # the run goes on without, and says so
-                            self._fetch(older, self._remote.read(f"{older}/{MANIFEST_NAME}") or b"")
-                    return []
-                except DamagedError as error:
-                    damaged.append(f"{name}: {error}")
-                    logger.warning("%s: %s; skipped, looking for an older one", self._flag, damaged[-1])
-        if not damaged:
-            self._remote.write(MARK_NAME, b"{}\n")  # refused now rather than at the first save
-            logger.info("%s holds no checkpoint", self._flag)
-        return damaged
+    def _refuse_another_run(self, here: Manifest | None, there: Manifest | None, claim: dict[str, Any] | None) -> None:
+        """Refuse a mirror that is not of this run. One of an older version names no run: compare the checkpoints."""
+        if here is None:
+            is_other = there is None and claim is not None
+        else:
+            theirs = claim["run"] if claim is not None else there and history_of(there).run
+            is_other = theirs not in (None, history_of(here).run)
+            if is_other and there is not None:
+                own, copy = self._own_manifest(there.iteration), self._manifests.get(here.iteration)
+                is_other = there.save_id != (own and own.save_id) and here.save_id != (copy and copy.save_id)
+        if is_other:
+            raise StorageError(
+                f"{self._flag}: it belongs to another run{_host(claim)}; give each run its own, or write "
+                "--adopt_mirror=1 if that run is this one"
+            )
 
-    def _fetch(self, name: str, content: bytes) -> None:
-        """Download a checkpoint, verify every byte and publish it; also the records. Raises: DamagedError."""
-        start_s, folder = time.perf_counter(), self._root / name
+    def _choose_side(self, here: Manifest, there: Manifest) -> None:
+        shared, ahead = shared_iterations(here, there), self._options.mirror_ahead
+        places = f"iteration {there.iteration} there, {here.iteration} here"
+        if shared < min(here.iteration, there.iteration) and ahead is None:
+            raise CheckpointError(
+                f"{self._flag}: {places}, but after iteration {shared} the two were trained with different options; "
+                "write --mirror_ahead=restore to go on from there, or --mirror_ahead=set_aside to go on from here: the "
+                "other checkpoints are set aside"
+            )
+        if shared < there.iteration and ahead == "set_aside":
+            self.set_aside(shared)
+        elif shared < here.iteration and shared < there.iteration:
+            logger.warning("%s: %s; moved those here to %s", self._flag, places, set_aside(self._checkpoints, shared))
+        elif shared < there.iteration:
+            logger.warning("%s is ahead: %s; the run goes on from there", self._flag, places)
+
+    def fetch(self, iteration: int) -> bool:
+        """Restore one checkpoint, the best one that it names, and the records; return whether it is whole there.
+
+        Raises:
+            StorageError: if the mirror cannot be read.
+        """
+        if iteration not in self.usable:
+            return False
+        with self._needed():
+            try:
+                self._fetch(iteration)
+                return True
+            except DamagedError as error:
+                logger.warning("%s: checkpoints/%d: %s", self._flag, iteration, error)
+                return False
+
+    def _fetch(self, iteration: int) -> None:
+        """Download a checkpoint, verify every byte and publish it. Raises: DamagedError."""
+        start_s, name = time.perf_counter(), f"checkpoints/{iteration}"
+        folder = self._root / name
         temporary = work_path(folder, "tmp", new_nonce())
         temporary.mkdir(parents=True)
         try:
-            (temporary / MANIFEST_NAME).write_bytes(content)
+            (temporary / MANIFEST_NAME).write_bytes(self._remote.read(f"{name}/{MANIFEST_NAME}") or b"")
             for file_name, file in manifest.read(temporary).files.items():
                 with contextlib.suppress(FileNotFoundError):  # which `check_blocks` reports
                     self._remote.storage.get_file(self._remote.at(f"{name}/{file_name}"), str(temporary / file_name))
                 files.check_blocks(temporary, file_name, file)
-            for record in RECORDS:
-                if not (self._root / record).exists() and (data := self._remote.read(record)) is not None:
-                    replace_file(self._root / record, data)
+            self._restore_records()
             sync_files(temporary)
             files.publish(temporary, folder, lambda folder: False)
             self._sent.add(_identity(folder))
         finally:
             files.remove_folder(temporary)
         logger.info("restored %s from %s (%.1f s)", name, self._flag, time.perf_counter() - start_s)
+        for best in best_of(folder):
+            if not (self._checkpoints / str(best)).exists():
+                self.fetch(best)  # the run goes on without, and says so
+
+    def _restore_records(self) -> None:
+        """Restore the records; add the lines there to those here, of which a later one of an iteration counts."""
+        for name in RECORDS:
+            path, there = self._root / name, self._remote.read(name)
+            here = path.read_bytes() if path.exists() else b""
+            if there is None or (here and not name.endswith(".jsonl")) or here.startswith(there):
+                continue
+            replace_file(path, there if there.startswith(here) else here[: here.rfind(b"\n") + 1] + there)
+
+    def set_aside(self, after: int) -> None:
+        """Move the checkpoints there after an iteration to a new folder there, with a copy of the records.
+
+        Raises:
+            StorageError: if the mirror cannot be changed.
+        """
+        with self._needed():
+            if not (newer := [iteration for iteration in self._iterations() if iteration > after]):
+                return
+            parent = f"checkpoints/{SET_ASIDE}"
+            numbers = [int(name) for name in self._remote.listing(parent) if name.isdecimal()]
+            target = f"{parent}/{max(numbers, default=0) + 1}"
+            for name in RECORDS:
+                self._remote.copy(name, f"{target}/{name}")
+            for iteration in newer:
+                self._remote.move(f"checkpoints/{iteration}", f"{target}/{iteration}", MANIFEST_NAME)
+                self._manifests.pop(iteration, None)
+        logger.warning("%s: newer checkpoints there were moved to %s", self._flag, target)
+
+    @contextlib.contextmanager
+    def _needed(self) -> Iterator[None]:
+        """Turn any error of the store into one of a start, which must not go on without its mirror."""
+        try:
+            yield
+        except RunError:
+            raise
+        except Exception as error:
+            fix = "a start compares its directory with the mirror: make it reachable, or leave the flag out"
+            raise StorageError(f"{self._flag}: {failure(error)}; {fix}") from None
+
+    # -- one run, one start ----------------------------------------------------------------------------------------
+
+    def begin(self, run: str) -> None:
+        """Copy for this run from now on; see `History`."""
+        self._claim["run"] = run
+
+    def _read_claim(self) -> dict[str, Any] | None:
+        """Return whose the mirror is; None if it is nobody's, or has no id as one of an older version."""
+        with contextlib.suppress(ValueError):
+            claim = parse_json(self._remote.read(MARK_NAME) or b"{}")
+            return claim if isinstance(claim, dict) and "run" in claim else None
+        return None
+
+    def _check_claim(self) -> None:
+        """Claim the mirror at the first call, and find out at each one whether the claim still holds.
+
+        Raises:
+            StorageError: if another run or start has claimed it since this start has looked.
+        """
+        if (there := self._read_claim()) == self._claim:
+            return
+        if there not in (None, self._expected):
+            who = "another start of this run" if there["run"] == self._claim["run"] else "another run"
+            raise StorageError(
+                f"{self._flag}: {who} uses it{_host(there)}; this one ends, and copies nothing more there. Give each "
+                "run its own mirror"
+            )
+        self._remote.write(MARK_NAME, json.dumps(self._claim).encode())
+        self._expected = self._claim
+        time.sleep(CLAIM_S)
+        self._check_claim()
 
     # -- while the run trains --------------------------------------------------------------------------------------
 
@@ -131,18 +297,26 @@ class Mirror:
         """Wait until all is there: up to a limit, or until the store has failed for a minute or a signal arrives.
 
         stop: None after a signal; then wait as long, but hardly for a store that fails.
+
+        Raises:
+            StorageError: if another run or start has claimed the mirror.
         """
         self.update()
         asked, start_s, patience_s = self._asked, time.monotonic(), PATIENCE_S if stop else STOPPED_PATIENCE_S
         if unsent := self._names():
             logger.info("waiting up to %.0f s for %s: %s", limit_s, self._flag, unsent)
         while (
-            self._done < asked and (waited_s := time.monotonic() - start_s) < limit_s and not (stop and stop.received)
+            self._done < asked
+            and self._lost is None
+            and (waited_s := time.monotonic() - start_s) < limit_s
+            and not (stop and stop.received)
         ):
             if self._failed_s is not None and min(waited_s, time.monotonic() - self._failed_s) > patience_s:
                 break
             time.sleep(_POLL_S)
         self._ended = True
+        if self._lost is not None:
+            raise self._lost
         if self._done < asked:
             what = self._names() or "the newest records"
             logger.warning("%s lacks %s; the next start with the same command continues", self._flag, what)
@@ -158,6 +332,9 @@ class Mirror:
                 if attempt:
                     logger.info("%s works again", self._flag)
                 attempt, pause, self._failed_s, self._done = 0, None, None, asked
+            except StorageError as error:
+                self._lost = error
+                return self._on_loss(error)
             except Exception as error:
                 attempt, pause = attempt + 1, pause_s(attempt + 1)
                 self._failed_s = self._failed_s or time.monotonic()
@@ -166,7 +343,13 @@ class Mirror:
                     logger.warning(text, self._flag, failure(error), pause)
 
     def _copy(self) -> None:
-        """Copy until nothing is left, a folder whose upload has begun first; rotate what is there."""
+        """Copy until nothing is left, a folder whose upload has begun first; rotate what is there.
+
+        Before the first save the run has no id that another start could know, so nothing is copied.
+        """
+        if not find_checkpoints(self._checkpoints):
+            return
+        self._check_claim()
         self._send_records()
         while unsent := self._unsent():
             self._current = folder = self._current if self._current in unsent else unsent[0]
@@ -176,6 +359,7 @@ class Mirror:
                 if folder.is_dir():
                     raise  # otherwise it was rotated away meanwhile
             self._current = self._root
+            self._check_claim()
             self._rotate()
             self._send_records()
         if self._rotation != self._rotated:  # told after the upload
@@ -200,6 +384,7 @@ class Mirror:
         found = {path.name: path.stat() for path in sorted(folder.iterdir()) if OUR_FILE.fullmatch(path.name)}
         if found.pop(MANIFEST_NAME, None):
             mark, content = f"{target}/{MANIFEST_NAME}", (folder / MANIFEST_NAME).read_bytes()
+            self._permanent.pop(int(folder.name), None)
         else:  # sizes and times tell an export from a later one of the same iteration
             sizes = {name: [one.st_size, one.st_mtime_ns] for name, one in found.items()}
             mark, content = f"{target}/{MARK_NAME}", json.dumps(sizes).encode()
@@ -227,18 +412,18 @@ class Mirror:
         return sorted((int(name) for name in self._remote.listing("checkpoints") if name.isdecimal()), reverse=True)
 
     def _rotate(self) -> None:
-        """Delete there what is rotated here, also checkpoints that were never here, and what was set aside here."""
+        """Delete there what is rotated here, also checkpoints that were never here."""
         rotation = self._rotation
-        here, there = {iteration for iteration, _ in find_checkpoints(self._checkpoints)}, self._iterations()
-        away = [one for one in there if one not in here and any(self._checkpoints.glob(f"{SET_ASIDE}/*/{one}"))]
         if rotation is not None:
+            here, there = {iteration for iteration, _ in find_checkpoints(self._checkpoints)}, self._iterations()
             saved, rules = dict.fromkeys(there, True), keep_rules(self._options.keep_checkpoints)
             for one in (one for one in there if one not in here and not is_permanent(one, rules)):
-                content = self._remote.read(f"checkpoints/{one}/{MANIFEST_NAME}")
-                saved[one] = was_permanent(one, _config(content))
-            away += checkpoints_to_delete(saved, *rotation)
-        for one in away:
-            self._remote.delete(f"checkpoints/{one}", f"checkpoints/{one}/{MANIFEST_NAME}")
+                if one not in self._permanent:
+                    content = self._remote.read(f"checkpoints/{one}/{MANIFEST_NAME}")
+                    self._permanent[one] = was_permanent(one, _config(content))
+                saved[one] = self._permanent[one]
+            for one in checkpoints_to_delete(saved, *rotation):
+                self._remote.delete(f"checkpoints/{one}", f"checkpoints/{one}/{MANIFEST_NAME}")
         self._rotated = rotation
 
 
@@ -246,6 +431,15 @@ def _identity(path: Path) -> tuple[Path, int, int]:
     """Return what changes when a file grows, or another file or folder gets its name."""
     found = path.stat()
     return path, found.st_ino, found.st_mtime_ns
+
+
+def _followed(content: Manifest) -> object:
+    """Return the --resume_iteration of the start that saved a checkpoint."""
+    return content.config.get("resume_iteration")
+
+
+def _host(claim: dict[str, Any] | None) -> str:
+    return f", started on {claim['host']}" if claim is not None and "host" in claim else ""
 
 
 def _config(content: bytes | None) -> dict[str, object]:

@@ -44,6 +44,7 @@ def load_first_good(
     distributed: Distributed,
     report: Callable[[str], None],
     optimizer: str = "adamw",
+    repair: Callable[[int], object] = lambda iteration: False,
 ) -> tuple[Path, Manifest] | None:
     """Fill the model's shards from the first good checkpoint; all ranks call this together.
 
@@ -55,6 +56,7 @@ def load_first_good(
         report: gets a line on every rank for each newer checkpoint that is damaged, and for each kind of state that
             cannot be restored unchanged (see `changes`).
         optimizer: the current --optimizer.
+        repair: restores a damaged or missing checkpoint and returns whether it could; all ranks call it.
 
     Returns:
         The checkpoint's folder and manifest; None if there is none.
@@ -65,19 +67,14 @@ def load_first_good(
     """
     problems = []
     for iteration, folder in found:
-        content, problem = open_checkpoint(folder, iteration, distributed)
-        if content is not None:
-            specs = [slot.spec for _, part in model.all_parts() for slot in part.layout.slots]
-            if misfits := content.misfits({spec.name: spec.shape for spec in specs}):
-                raise CheckpointError(
-                    f"checkpoint {folder} does not fit the model: {shorten(misfits)}. Give the flags it was trained "
-                    "with, or choose another --experiment_dir"
-                )
-            problem = fill_verified(folder, content, model, distributed, optimizer)
-            if problem is None:
-                for line in changes(content, model, optimizer):
-                    report(f"checkpoint {folder}: {line}")
-                return folder, content
+        content, problem = _load(folder, iteration, model, distributed, optimizer)
+        if problem is not None and repair(iteration):
+            report(f"checkpoint {folder}: {problem}; the mirror's is used")
+            content, problem = _load(folder, iteration, model, distributed, optimizer)
+        if content is not None and problem is None:
+            for line in changes(content, model, optimizer):
+                report(f"checkpoint {folder}: {line}")
+            return folder, content
         problems.append(f"{folder}: {problem}")
         report(f"checkpoint {problems[-1]}; skipped, looking for an older one")
     if not problems:
@@ -86,6 +83,22 @@ def load_first_good(
         f"no usable checkpoint in {where}; nothing was changed, and training does not restart from zero by itself. "
         "Restore one of these or choose another --experiment_dir:\n  " + "\n  ".join(problems)
     )
+
+
+def _load(
+    folder: Path, iteration: int, model: MultiStage, distributed: Distributed, optimizer: str
+) -> tuple[Manifest | None, str | None]:
+    """Fill the shards from one checkpoint; return its manifest and the problem, as far as there is one."""
+    content, problem = open_checkpoint(folder, iteration, distributed)
+    if content is None:
+        return None, problem
+    specs = [slot.spec for _, part in model.all_parts() for slot in part.layout.slots]
+    if misfits := content.misfits({spec.name: spec.shape for spec in specs}):
+        raise CheckpointError(
+            f"checkpoint {folder} does not fit the model: {shorten(misfits)}. Give the flags it was trained with, or "
+            "choose another --experiment_dir"
+        )
+    return content, fill_verified(folder, content, model, distributed, optimizer)
 
 
 def open_checkpoint(folder: Path, iteration: int, distributed: Distributed) -> tuple[Manifest | None, str | None]:

@@ -12,17 +12,19 @@ import contextlib
 import logging
 import os
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any, NamedTuple
 
 from megatron_lite.checkpoint import compatibility, reading
+from megatron_lite.checkpoint.history import History, history_of
 from megatron_lite.checkpoint.manifest import Manifest, read
 from megatron_lite.checkpoint.names import MANIFEST_NAME, find_checkpoints, no_folder, reason
 from megatron_lite.config import Config
 from megatron_lite.config.source import CheckpointConfig
-from megatron_lite.distributed.agreement import together
+from megatron_lite.distributed.agreement import rank_0_works, together
 from megatron_lite.distributed.process_group import Distributed
 from megatron_lite.errors import CheckpointError, DamagedError, StorageError
 from megatron_lite.optimizer.optimizer import Optimizer
@@ -31,6 +33,8 @@ from megatron_lite.zero.multi_stage import MultiStage
 
 SET_ASIDE = "set_aside"
 _FLAG = "--load_checkpoint_path"
+# Iterations in the mirror that a start may use, with the manifests that were read to find this out; see `Mirror`.
+Mirrored = Mapping[int, Manifest | None]
 
 
 @dataclass(frozen=True)
@@ -40,13 +44,16 @@ class Choice:
     found: tuple[tuple[int, Path], ...] = ()
     goes_back: bool = False  # whether --resume_iteration returns to an older checkpoint of the run
     note: str = ""  # for the log
+    mirrored: Mirrored = field(default_factory=dict)  # on rank 0
 
     @cached_property
     def newest(self) -> tuple[Path, Manifest] | None:
-        """Folder and manifest of the newest checkpoint with a good manifest; read from the disk once."""
+        """Folder and manifest of the newest checkpoint with a good manifest, here or in the mirror; read once."""
         for iteration, folder in self.found:
             with contextlib.suppress(DamagedError):
                 return folder, read(folder, iteration)
+            if (content := self.mirrored.get(iteration)) is not None:
+                return folder, content
         return None
 
 
@@ -58,30 +65,35 @@ def find(root: Path) -> list[tuple[int, Path]]:
         raise CheckpointError(f"cannot read the checkpoints in {root}: {reason(error)}") from None
 
 
-def choose_together(root: Path | None, options: CheckpointConfig, distributed: Distributed) -> Choice:
+def choose_together(
+    root: Path | None, options: CheckpointConfig, distributed: Distributed, mirrored: Mirrored = MappingProxyType({})
+) -> Choice:
     """Choose on rank 0, for all ranks; see `choose`."""
-    choice = together(distributed, lambda: choose(root, options) if distributed.rank == 0 else Choice())
+    choice = together(distributed, lambda: choose(root, options, mirrored) if distributed.rank == 0 else Choice())
     paths = [(iteration, str(folder)) for iteration, folder in choice.found]
     found, goes_back, note = distributed.broadcast_object((paths, choice.goes_back, choice.note))
-    return Choice(tuple((iteration, Path(folder)) for iteration, folder in found), goes_back, note)
+    return Choice(tuple((iteration, Path(folder)) for iteration, folder in found), goes_back, note, mirrored)
 
 
-def choose(root: Path | None, options: CheckpointConfig) -> Choice:
-    """Choose the checkpoints for a start; `root` holds the run's own.
+def choose(root: Path | None, options: CheckpointConfig, mirrored: Mirrored = MappingProxyType({})) -> Choice:
+    """Choose the checkpoints for a start; `root` holds the run's own, or gets them from the mirror.
 
     Raises:
         CheckpointError: if the options require one that does not exist, or forbid existing ones.
     """
-    own, wanted = [] if root is None else find(root), options.resume_iteration
+    here, wanted = [] if root is None else find(root), options.resume_iteration
+    missing = [] if root is None else [(one, root / str(one)) for one in mirrored.keys() - {one for one, _ in here}]
+    own = sorted([*here, *missing], key=lambda item: item[0], reverse=True)
     if own and options.load_policy == "never":
+        place = root if here else f"--mirror={options.mirror}"
         raise CheckpointError(
-            f"--load_policy=never: {root} has checkpoints, the newest of iteration {own[0][0]:,}, and a run that "
+            f"--load_policy=never: {place} has checkpoints, the newest of iteration {own[0][0]:,}, and a run that "
             "starts from scratch there would mix two runs; choose another --experiment_dir, or move that folder away"
         )
     if own:
         if wanted is None or own[0][0] <= wanted:
             return Choice(_only(own, wanted, root))
-        newest = Choice(tuple(own)).newest
+        newest = Choice(tuple(own), mirrored=mirrored).newest
         if newest and newest[1].iteration > wanted and newest[1].config.get("resume_iteration") == wanted:
             note = (
                 f"--resume_iteration={wanted} was followed by an earlier start: the run continues from {newest[0]}; "
@@ -124,8 +136,8 @@ def set_aside(root: Path, iteration: int) -> Path | None:
             sync_folder(changed)
     except OSError as error:
         raise StorageError(
-            f"--resume_iteration={iteration}: cannot move newer checkpoints to {parent}: {reason(error)}; make the "
-            "folder writable, or move them yourself"
+            f"cannot move the checkpoints after iteration {iteration} to {parent}: {reason(error)}; make the folder "
+            "writable, or move them yourself"
         ) from error
     return target
 
@@ -169,6 +181,7 @@ class Resumed(NamedTuple):
     evaluation_due: bool = False  # whether their evaluation is still due
     folder: Path | None = None  # the checkpoint; None: the initial or pretrained weights
     best: Mapping[str, Any] | None = None  # see `BestEvaluation`
+    history: History | None = None  # None: a new run begins
 
 
 def check_early(choice: Choice, config: Config, data: dict[str, Any]) -> None:
@@ -195,15 +208,17 @@ def resume(
     data: dict[str, Any],
     distributed: Distributed,
     logger: logging.Logger,
-    check: Callable[[], None] = lambda: None,
+    leave: Callable[[int], None] = lambda iteration: None,
+    repair: Callable[[int], object] = lambda iteration: False,
 ) -> Resumed | None:
     """Load the newest good checkpoint of a choice; all ranks call this together. None: there is no checkpoint.
 
     root: the folder of the run's own checkpoints. load_sums: restores the running sums of the log. data: see
-    `data.fingerprint.identity`. check: rank 0 calls it before it moves anything; see `writing.Save`.
+    `data.fingerprint.identity`. leave: rank 0 calls it before it sets newer checkpoints aside, with the iteration to
+    go back to. repair: see `reading.load_first_good`.
     """
     where, rule = choice.found[0][1].parent if choice.found else None, config.optimizer.optimizer
-    found = reading.load_first_good(choice.found, where, model, distributed, logger.warning, rule)
+    found = reading.load_first_good(choice.found, where, model, distributed, logger.warning, rule, repair)
     if found is None:
         return None
     folder, loaded = found
@@ -218,20 +233,21 @@ def resume(
         logger.warning(choice.note)
     if choice.goes_back and root is not None:
 
-        def move() -> Path | None:
-            if distributed.rank != 0:
-                return None
-            check()
-            return set_aside(root, loaded.iteration)
+        def move() -> str | None:
+            leave(loaded.iteration)
+            moved = set_aside(root, loaded.iteration)
+            return None if moved is None else str(moved)
 
-        if (moved := together(distributed, move)) is not None:
+        if (moved := rank_0_works(distributed, move)) is not None:
             logger.warning("  newer checkpoints were moved to %s; delete them when they are not needed", moved)
     if config.averaging.enabled and optimizer.averaging.updates == 0:
         logger.info("  averaging (--ema_type=%s) begins now, from these weights", config.averaging.ema_type)
     for change in other_data:
         logger.warning("  allowed by --allow_data_change=1: %s", change)
     _log_changes(loaded, config, data, logger)
-    return Resumed(loaded.iteration, loaded.state.get("evaluation_due", False), folder, loaded.state.get("best"))
+    state, is_own = loaded.state, folder.parent == root
+    history = history_of(loaded) if is_own else None
+    return Resumed(loaded.iteration, state.get("evaluation_due", False), folder, state.get("best"), history)
 
 
 def _other_ranks(loaded: Manifest, distributed: Distributed) -> str:

@@ -62,7 +62,8 @@ _TOKENIZER = {"tokenizer_sha256?": Sha256, "tokenizer_size?": Count}  # of the d
 
 
 # A run's state outside its shards. `state` of each class returns its part: `LossScale`, `Guard`, the clipping of
-# the optimizer's rule, `Averaging`, `LogWindow`, `BestEvaluation`; that of the data is `data.fingerprint.identity`.
+# the optimizer's rule, `Averaging`, `LogWindow`, `BestEvaluation`, `History`; that of the data is
+# `data.fingerprint.identity`.
 RUN_STATE = {
     "optimizer": {
         "updates": Count,
@@ -80,6 +81,7 @@ RUN_STATE = {
     },
     "window": {"loss": HexFloat, "tokens": Count},
     "evaluation_due?": bool,
+    "history?": {"run": Digest, "changes": list[tuple[Count, Digest]]},
     "best?": {"measured": Digest, "value": HexFloat, "iteration": Count, "seen": Count, "bad": Count},
     "data?": {
         "sets": list[tuple[Count, Count, TokenDtype, Digest]],

@@ -197,10 +197,20 @@ class CheckpointConfig(Area):
     )
     mirror: str | None = optional(
         "copy each finished checkpoint and export, and metrics.jsonl, to this remote folder in the background, as in "
-        "s3://bucket/run; a start without a checkpoint restores from there",
+        "s3://bucket/run; a start restores from there what is missing, damaged or older here",
         "off",
         never_empty=True,
         needs=SAVED,
+    )
+    mirror_ahead: str | None = optional(
+        "if experiment_dir and the mirror have iterations with different options, restore: go on from the mirror; "
+        "set_aside: go on from experiment_dir, also if the mirror is merely ahead. The other checkpoints are set aside",
+        "refuse the start (exit 4)",
+        choices=("restore", "set_aside"),
+        idle_unless="mirror",
+    )
+    adopt_mirror: bool = option(
+        False, "use the mirror of another run, or of an older version, as that of this one", idle_unless="mirror"
     )
     async_checkpoint: bool = option(
         False,

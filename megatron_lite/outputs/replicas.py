@@ -66,7 +66,7 @@ def _message(run: Run, iteration: int, by_rank: list[dict[str, str]]) -> str:
     if run.agreed_at is not None:
         last = f"the last check without a difference was at iteration {run.agreed_at}"
         if (safe := newest_before(run.experiment.checkpoints, run.agreed_at)) is not None:
-            trust = f"{safe} is the newest checkpoint from before it; move newer ones away before you resume"
+            trust = f"{safe} is the newest checkpoint from before it; resume with --resume_iteration={safe.name}"
     return (
         f"the ranks no longer hold the same state in iteration {iteration}: {describe_differences(by_rank)}. Memory, a "
         f"network or a device has changed bits, or the ranks run different programs. This update was not made; {last}; "

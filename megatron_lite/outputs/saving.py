@@ -89,6 +89,7 @@ def _new_save(run: Run, root: Path, evaluation_due: bool = False) -> Save:
         "evaluation_due": evaluation_due,
         "data": run.data.identity,
         **run.best.state(),
+        **run.history.state(),
     }
     return Save(root, run.iteration, run.model, state, run.config, run.distributed, run.experiment.check)
 

@@ -233,7 +233,7 @@ def _level_title(level: str, chosen: str) -> str:
 def _host(plan: Plan) -> Iterator[str]:
     """Yield the mirror, and on a GPU the host memory of asynchronous checkpoints (on a CPU a row of another table)."""
     if (mirror := plan.config.checkpoint.mirror) is not None:
-        yield f"mirror: {mirror} gets checkpoints and exports; a start without a checkpoint restores from there"
+        yield f"mirror: {mirror} gets checkpoints and exports; a start restores from there what is missing here"
     copy = host_copy_bytes(plan.config, plan.model)
     if copy and plan.device_type == "cuda":
         yield f"host memory of each rank for --async_checkpoint=1: {copy:,} bytes, {copy / GIB:,.2f} GiB"

@@ -56,6 +56,14 @@ class RemoteFolder:
     def __init__(self, address: str, flag: str) -> None:
         self.storage, self._path = open_storage(address, flag)
 
+    def overlaps(self, folder: Path) -> bool:
+        """Return whether this is a local folder that is another one, contains it or lies in it, also through links."""
+        if "file" not in self.storage.protocol:
+            return False
+        one, other = Path(self._path).resolve(), folder.resolve()
+        lines = ((one, (other, *other.parents)), (other, (one, *one.parents)))
+        return any(path.exists() and above.exists() and path.samefile(above) for path, line in lines for above in line)
+
     def at(self, name: str) -> str:
         """Return the path of a name for the methods of `storage`."""
         return f"{self._path.rstrip('/')}/{name}"
@@ -95,6 +103,18 @@ class RemoteFolder:
         self.storage.makedirs(there.rpartition("/")[0], exist_ok=True)
         put(f"{there}.part")
         self.storage.mv(f"{there}.part", there)
+
+    def move(self, folder: str, target: str, mark: str) -> None:
+        """Move the files of a folder; at each moment, one of both has its mark, without which it does not count."""
+        names = [name for name in self.listing(folder) if name != mark]
+        for name in (*names, mark):
+            self.copy(f"{folder}/{name}", f"{target}/{name}")
+        self.delete(folder, f"{folder}/{mark}")
+
+    def copy(self, name: str, target: str) -> None:
+        """Copy a file inside the store, if there is one."""
+        with contextlib.suppress(FileNotFoundError):
+            self._put(target, lambda there: self.storage.cp_file(self.at(name), there))
 
     def delete(self, folder: str, mark: str) -> None:
         """Delete a folder, but first the file without which it does not count."""

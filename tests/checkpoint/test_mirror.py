@@ -4,6 +4,7 @@ The server is refused, cut, held up and given wrong keys, as real ones are; only
 """
 
 import contextlib
+import json
 import logging
 import os
 import random
@@ -12,57 +13,27 @@ import subprocess
 import sys
 import time
 import urllib.request
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-import boto3
 import pytest
 import s3fs
 
 from megatron_lite.checkpoint import mirror, retention
-from megatron_lite.checkpoint.mirror import Mirror
+from megatron_lite.checkpoint.resume import set_aside
 from megatron_lite.config import CheckpointConfig, Config
 from megatron_lite.config.structured_values import storage_address
 from megatron_lite.errors import CheckpointError, StorageError, UsageError
 from megatron_lite.run.remote_storage import failure
-from tests.checkpoint.test_writing import save
-from tests.support.fakes import run_state
 from tests.support.harness import FORKSERVER
 from tests.support.launch import TINY, succeed
+from tests.support.mirrors import RUN, WITHIN_S, finish, make, restore, save, wait_until
 from tests.support.results import checkpoints, curve, digests, weights
 from tests.support.s3_server import VARIABLES, Proxy, S3Server
 
 CANARIES = [VARIABLES[name] for name in ("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY", "AWS_SESSION_TOKEN")]
-WITHIN_S = 60.0
 LAST_SAVE = 12
-
-
-@pytest.fixture(scope="module")
-def server() -> Iterator[S3Server]:
-    """Yield a server at which the environment points; pauses, patience and retries are short."""
-    with S3Server() as server, pytest.MonkeyPatch.context() as patch:
-        for name, value in {**VARIABLES, "AWS_ENDPOINT_URL": server.url}.items():
-            patch.setenv(name, value)
-        patch.setattr(mirror, "STOPPED_PATIENCE_S", 0.1)
-        patch.setattr(mirror, "pause_s", lambda attempt: 0.02)
-        patch.setattr(s3fs.S3FileSystem, "retries", 1)
-        s3fs.S3FileSystem.clear_instance_cache()
-        yield server
-
-
-@pytest.fixture(scope="module")
-def s3(server: S3Server) -> Any:
-    return boto3.resource("s3")
-
-
-@pytest.fixture
-def bucket(s3: Any, server: S3Server) -> Any:
-    """Return an empty bucket."""
-    bucket = s3.Bucket(f"bucket-{random.randrange(10**12)}")
-    bucket.create()
-    server.requests.clear()
-    return bucket
 
 
 @contextlib.contextmanager
@@ -73,16 +44,6 @@ def through(proxy: Proxy) -> Iterator[None]:
         s3fs.S3FileSystem.clear_instance_cache()
         yield
     s3fs.S3FileSystem.clear_instance_cache()
-
-
-def make(root: Path, address: str, **options: Any) -> Mirror:
-    return Mirror(root, CheckpointConfig(mirror=address, **options))
-
-
-def finish(made: Mirror) -> None:
-    """Wait until everything is there."""
-    made.update()
-    wait_until(lambda: made._done == made._asked)
 
 
 def run_folder(root: Path, *iterations: int, ranks: int = 2) -> Path:
@@ -110,13 +71,6 @@ def copied(root: Path) -> dict[str, bytes]:
     return {name: data[: data.rfind(b"\n") + 1] if name.endswith(".jsonl") else data for name, data in found.items()}
 
 
-def wait_until(condition: Callable[[], bool]) -> None:
-    deadline_s = time.monotonic() + WITHIN_S
-    while not condition():
-        assert time.monotonic() < deadline_s
-        time.sleep(0.005)
-
-
 def post(url: str, data: bytes) -> None:
     with urllib.request.urlopen(urllib.request.Request(url, data, {"Content-Type": "text/plain"}, method="POST")):
         pass
@@ -134,6 +88,7 @@ def test_s3_gets_the_layout_of_the_folder_and_each_mark_last(bucket: Any, server
     finish(make(root, f"s3://{bucket.name}/run"))
     found = content(bucket)
     assert found.pop("run/export/10/mirror.json") and found.pop("run/export/best/mirror.json")
+    assert json.loads(found.pop("run/mirror.json"))["run"] == RUN
     assert found == copied(root)
     puts = [path.removeprefix(f"/{bucket.name}/run/") for path in server.take("PUT")]
     assert len(puts) == len(set(puts))
@@ -158,21 +113,23 @@ def test_an_empty_folder_gets_the_newest_whole_checkpoint(
         damaged[-1] ^= 1
         bucket.Object("run/checkpoints/20/rank_001.safetensors").put(Body=bytes(damaged))
     else:
-        assert {f"run/{name}" for name in digests(place)} - {"run/export/10/mirror.json"} == set(copied(root))
+        assert {f"run/{name}" for name in digests(place)} - {"run/export/10/mirror.json", "run/mirror.json"} == set(
+            copied(root)
+        )
         (place / "checkpoints/30/manifest.json").unlink()
         with open(place / "checkpoints/20/rank_001.safetensors", "r+b") as file:
             file.truncate(100)
     with caplog.at_level(logging.INFO, "megatron_lite"):
-        make(tmp_path / "b", address).restore()
+        restore(make(tmp_path / "b", address))
     assert checkpoints(tmp_path / "b") == [10] and same_checkpoint(root, tmp_path / "b", 10)
     assert (tmp_path / "b" / "metrics.jsonl").read_text() == '{"iteration": 10}\n'
     assert (tmp_path / "b" / "wandb.json").read_text() == '{"id": "abc"}\n'
     half, bad, restored = (record.getMessage() for record in caplog.records[-3:])
     assert "checkpoints/30 is not complete; skipped" in half
-    assert "checkpoints/20: rank_001.safetensors: " in bad and "looking for an older one" in bad
+    assert "checkpoints/20: rank_001.safetensors: " in bad
     assert restored.startswith(f"restored checkpoints/10 from --mirror={address}")
-    make(root, address).restore()
-    assert checkpoints(root) == [10, 20, 30], "a directory with a checkpoint needs no other"
+    restore(make(root, address))
+    assert checkpoints(root) == [10, 20, 30], "a directory that is whole needs no other"
 
 
 def test_only_damaged_checkpoints_end_the_start_and_an_empty_store_does_not(
@@ -181,15 +138,15 @@ def test_only_damaged_checkpoints_end_the_start_and_an_empty_store_does_not(
     """With none usable a run does not restart from zero by itself; without any, one line says so."""
     address = f"s3://{bucket.name}/run"
     with caplog.at_level(logging.INFO, "megatron_lite"):
-        make(tmp_path / "b", address).restore()
+        restore(make(tmp_path / "b", address))
     assert caplog.records[-1].getMessage() == f"--mirror={address} holds no checkpoint"
     finish(make(run_folder(tmp_path / "a", 10), address))
     bucket.Object("run/checkpoints/10/rank_000.safetensors").delete()
-    with pytest.raises(CheckpointError, match="no usable checkpoint is there: checkpoints/10: rank_000"):
-        make(tmp_path / "b", address).restore()
-    assert checkpoints(tmp_path / "b") == []
+    with pytest.raises(CheckpointError, match=r"(?s)no usable checkpoint.*checkpoints/10: "):
+        restore(make(tmp_path / "b", address))
+    assert f"--mirror={address}: checkpoints/10: rank_000" in caplog.text and checkpoints(tmp_path / "b") == []
     with pytest.raises(StorageError, match="bucket does not exist; .*leave the flag out"):
-        make(tmp_path / "b", "s3://no-such-bucket/run").restore()
+        restore(make(tmp_path / "b", "s3://no-such-bucket/run"))
 
 
 def test_going_back_restores_what_the_flag_names(bucket: Any, tmp_path: Path) -> None:
@@ -197,13 +154,18 @@ def test_going_back_restores_what_the_flag_names(bucket: Any, tmp_path: Path) ->
     address = f"s3://{bucket.name}/run"
     root = run_folder(tmp_path / "a", 10, 40)
     finish(make(root, address))
-    make(tmp_path / "b", address, resume_iteration=10).restore()
+    restore(make(tmp_path / "b", address, resume_iteration=10))
     assert checkpoints(tmp_path / "b") == [10]
+    back = restore(make(root, address, resume_iteration=10))
+    before = {key: data for key, data in content(bucket).items() if "checkpoints/40/" in key}
+    back.set_aside(10)
+    set_aside(root / "checkpoints", 10)
     save(root / "checkpoints", 20, 1, config=Config(checkpoint=CheckpointConfig(resume_iteration=10)))
-    shutil.move(root / "checkpoints" / "40", root / "checkpoints" / "set_aside" / "1" / "40")
-    finish(make(root, address))
-    assert not [key for key in content(bucket) if "/40/" in key], "it was set aside here"
-    make(tmp_path / "c", address, resume_iteration=10).restore()
+    finish(back)
+    moved = {key.replace("checkpoints/", "checkpoints/set_aside/1/"): data for key, data in before.items()}
+    found = content(bucket)
+    assert {key: found[key] for key in found if "/40/" in key} == moved and len(moved) > 2
+    restore(make(tmp_path / "c", address, resume_iteration=10))
     assert checkpoints(tmp_path / "c") == [20]
 
 
@@ -225,8 +187,10 @@ def test_a_cut_upload_continues_with_what_is_missing(
     warning, lacks = (one.getMessage() for one in caplog.records if one.levelno >= logging.WARNING)
     assert "training goes on, the next attempt is in" in warning and "\n" not in warning
     assert "lacks checkpoints/10, export/10; the next start with the same command continues" in lacks
+    again = make(root, f"s3://{bucket.name}/run")
+    again.compare()
     server.requests.clear()
-    finish(make(root, f"s3://{bucket.name}/run"))
+    finish(again)
     sent = {path.removeprefix(f"/{bucket.name}/") for path in server.take("PUT")}
     assert {key for key in sent if "checkpoints" in key} == ranks - set(there) | {"run/checkpoints/10/manifest.json"}
     assert content(bucket).items() >= copied(root).items()
@@ -238,10 +202,8 @@ def test_a_store_that_refuses_is_tried_until_it_works(
     """One warning at the first failure, one line when it works again; a start that needs the store is refused."""
     root, address = run_folder(tmp_path / "a", 10), f"s3://{bucket.name}/run"
     with Proxy(server.port) as proxy, through(proxy), caplog.at_level(logging.INFO, "megatron_lite"):
-        with pytest.raises(
-            StorageError, match=r"Could not connect to the endpoint .*a start without checkpoints needs"
-        ):
-            make(tmp_path / "b", address).restore()
+        with pytest.raises(StorageError, match=r"Could not connect to the endpoint .*a start compares its directory"):
+            restore(make(tmp_path / "b", address))
         attempts: list[int] = []
         monkeypatch.setattr(mirror, "pause_s", lambda attempt: attempts.append(attempt) or 0.01)
         made = make(root, address)
@@ -264,7 +226,7 @@ def test_wrong_keys_are_one_line_without_them(
     post(f"{server.url}/moto-api/reset-auth", b"0")
     try:
         with pytest.raises(StorageError) as refused:
-            make(tmp_path / "b", address).restore()
+            restore(make(tmp_path / "b", address))
         make(root, address).close(WITHIN_S, None)
     finally:
         post(f"{server.url}/moto-api/reset-auth", b"inf")
@@ -314,7 +276,7 @@ def test_a_missing_package_or_scheme_is_a_usage_error(tmp_path: Path) -> None:
 
 
 def test_a_slow_store_holds_up_nothing_and_gets_whole_checkpoints(
-    bucket: Any, server: S3Server, tmp_path: Path
+    bucket: Any, server: S3Server, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """While the store stands still, a run saves on; what is under upload stays until it is there."""
     root = run_folder(tmp_path / "a", 10)
@@ -322,6 +284,7 @@ def test_a_slow_store_holds_up_nothing_and_gets_whole_checkpoints(
         made = make(root, f"s3://{bucket.name}/run", max_checkpoints=1)
         (root / "metrics.jsonl").unlink()  # so that the checkpoint comes first
         (root / "wandb.json").unlink()
+        monkeypatch.setattr(made, "_check_claim", lambda: None)  # the checkpoint meets the slow store
         proxy.open.clear()
         made.update()
         wait_until(lambda: made.held() == {10})
@@ -340,7 +303,7 @@ def test_the_best_checkpoint_and_its_export_are_there_too(tmp_path: Path) -> Non
     """A restore brings the checkpoint that the newest one names as the best; a replaced export/best is sent again."""
     root, store, elsewhere = run_folder(tmp_path / "a", 10, 20), tmp_path / "store", tmp_path / "b"
     counts = {"measured": "0" * 16, "value": (1.0).hex(), "iteration": 10, "seen": 30, "bad": 1}
-    save(root / "checkpoints", 30, 30, state={**run_state(), "best": counts})
+    save(root / "checkpoints", 30, 30, state={"best": counts})
     made = make(root, str(store), max_checkpoints=1)
     for text in ("first", "a better one"):
         (root / "export" / "new").mkdir()
@@ -349,11 +312,11 @@ def test_the_best_checkpoint_and_its_export_are_there_too(tmp_path: Path) -> Non
         (root / "export" / "new").rename(root / "export" / "best")
         finish(made)
         assert (store / "export" / "best" / "config.json").read_text() == text
-    make(elsewhere, str(store)).restore()
+    restore(make(elsewhere, str(store)))
     assert checkpoints(elsewhere) == [10, 30] and same_checkpoint(root, elsewhere, 10)
     shutil.rmtree(elsewhere)
     (store / "checkpoints" / "10" / "manifest.json").unlink()
-    make(elsewhere, str(store)).restore()
+    restore(make(elsewhere, str(store)))
     assert checkpoints(elsewhere) == [30]
 
 
@@ -367,7 +330,7 @@ def test_rotation_follows_after_the_newer_one_is_there(bucket: Any, server: S3Se
     finish(make(before, address))
     elsewhere = tmp_path / "b"
     made = make(elsewhere, address, max_checkpoints=2)
-    made.restore()
+    restore(made)
     assert checkpoints(elsewhere) == [40]
     finish(made)
     assert not server.take("DELETE"), "nothing is deleted before this run has saved"
@@ -406,7 +369,7 @@ def test_another_save_of_an_iteration_replaces_the_first(bucket: Any, server: S3
     assert inside[0] == ("DELETE", f"/{bucket.name}/run/checkpoints/10/manifest.json")
     assert inside[-1] == ("PUT", f"/{bucket.name}/run/checkpoints/10/manifest.json")
     found = content(bucket)
-    assert found.pop("run/export/10/mirror.json")
+    assert found.pop("run/export/10/mirror.json") and found.pop("run/mirror.json")
     assert found == copied(root)
 
 
@@ -414,7 +377,7 @@ def test_a_folder_replaced_during_its_upload_does_not_count(
     bucket: Any, server: S3Server, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Files of two exports never count as one: the mark comes after the files of the second."""
-    root, address = run_folder(tmp_path / "a"), f"s3://{bucket.name}/run"
+    root, address = run_folder(tmp_path / "a", 10), f"s3://{bucket.name}/run"
     folder, later = root / "export" / "10", root / "export" / ".later"
     made = make(root, address)
     upload = made._remote.upload
@@ -487,7 +450,7 @@ def test_fifty_kills_leave_whole_checkpoints_or_none(bucket: Any, server: S3Serv
         time.sleep(generator.random() * 0.01)
         process.kill()
         process.join()
-        make(elsewhere, address).restore()
+        restore(make(elsewhere, address))
         found = checkpoints(elsewhere)
         assert len(found) == 1 or (not found and newest == 0), f"kill {kill}: {newest} was there before"
         for iteration in found:
@@ -504,7 +467,7 @@ def mirror_saves(environment: dict[str, str], saves: Path, root: Path, address: 
     """Publish saves one after the other, from the one that the mirror restores on, and rotate both."""
     os.environ.update(environment)
     made = make(root, address, max_checkpoints=2)
-    made.restore()
+    restore(made)
     folder = root / "checkpoints"
     folder.mkdir(parents=True, exist_ok=True)
     for iteration in range(max(checkpoints(root), default=0) + 1, LAST_SAVE + 1):

@@ -1,0 +1,65 @@
+"""Which run a checkpoint belongs to, and which options its iterations had.
+
+Every checkpoint holds both. Iterations of one run with the same options are interchangeable, whoever computed them: a
+machine whose disk is older than the mirror goes on from the mirror. Where the options differ, the histories fork, and
+only the user can say which of the two goes on.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+from megatron_lite.checkpoint.manifest import Manifest
+from megatron_lite.config import Config
+
+_AREAS = ("model", "batch", "learning_rate", "optimizer", "averaging")
+_OTHER_OPTIONS = (
+    "seed training_dtype fp8 int8 quantization_targets amax_history_length train_iters loss_reduction logit_z_loss"
+).split()
+
+
+class History(NamedTuple):
+    """The history of a run up to some iteration."""
+
+    run: str  # 16 hexadecimal digits
+    changes: Sequence[tuple[int, str]]  # iterations done, and a digest of the options from then on
+
+    def continued(self, iteration: int, config: Config) -> History:
+        """Return the history of a start that goes on after `iteration` with these options."""
+        options = [vars(getattr(config, area)) for area in _AREAS]
+        others = {**vars(config.distributed), **vars(config.performance), **vars(config.training)}
+        digest = _digest([*options, [others[name] for name in _OTHER_OPTIONS]])
+        if self.changes and self.changes[-1][1] == digest:
+            return self
+        return History(self.run, (*self.changes, (iteration, digest)))
+
+    def state(self) -> dict[str, Any]:
+        """Return the part of a checkpoint's state; see `saved_state.RUN_STATE`."""
+        return {"history": self._asdict()}
+
+    def options_after(self, iteration: int) -> str | None:
+        """Return the digest of the options after `iteration`; None if unknown, as an older version saved no history."""
+        return next((digest for start, digest in reversed(self.changes) if start <= iteration), None)
+
+
+def history_of(content: Manifest) -> History:
+    """Return the history of a checkpoint. One of an older version names its run by itself."""
+    saved = content.state.get("history")
+    if saved is None:
+        return History(_digest(content.save_id), ())
+    return History(**saved)
+
+
+def shared_iterations(one: Manifest, other: Manifest) -> int:
+    """Return the number of iterations, from the first one on, that two checkpoints of one run have in common."""
+    left, right = history_of(one), history_of(other)
+    starts = sorted({0, *(start for start, _ in (*left.changes, *right.changes))})
+    end = min(one.iteration, other.iteration)
+    return next((at for at in starts if at < end and left.options_after(at) != right.options_after(at)), end)
+
+
+def _digest(value: Any) -> str:
+    return hashlib.blake2b(json.dumps(value).encode(), digest_size=8).hexdigest()
