@@ -7,7 +7,8 @@ computed from these numbers, summed in fp32 or int32, and multiplied by the scal
 
 fp8 (Micikevicius et al. 2022): x and W in e4m3, dy in e5m2, s = largest magnitude / largest number of the format.
 "rowwise" has a scale for each row of a factor along the dimension that its product sums over, so each product rounds
-its own factors. "delayed" takes the magnitudes of earlier iterations: see `optimizer/delayed_scaling.py`.
+its own factors. "delayed" takes the magnitudes of earlier iterations: see `optimizer/delayed_scaling.py`; a frozen
+weight, which is not rounded in each of them, has the scale of "tensorwise".
 
 int8 (as AQT and Levanter): scales by row, s = largest magnitude / 127.5; dy is rounded up or down at random, without
 bias; the weight gradient is computed from unrounded factors.
@@ -217,6 +218,7 @@ class EightBit:
         self, recipe: Recipe, spec: ParameterSpec, group: Group, units: Units = (), triton: bool = False
     ) -> None:
         self.recipe, self.name, self.units = recipe, spec.name.removesuffix(".weight"), units
+        self.frozen = not spec.trainable  # the weight
         self._group, self._triton = group, triton
         self._split = "oi"[spec.split.dim]  # the dimension that ranks split
         in_units = 0 if not units else 2 if recipe.values == torch.int8 else 3
@@ -255,7 +257,8 @@ class EightBit:
             values = weight.detach()
             rows, columns = self._round(values, WEIGHT, "i"), self._round(values.t(), WEIGHT, "o")
             cast = rows, columns._replace(numbers=columns.numbers.contiguous())
-            if self.delayed is None or self._seed is not None:  # else a training step must still see the magnitude
+            # An evaluation does not keep what a training step must still round, to see its magnitude.
+            if self._seed is not None or self._delayed_scale(WEIGHT) is None:
                 weight.casts[self.name] = cast
         return cast
 
@@ -270,20 +273,29 @@ class EightBit:
         by_row = self.recipe.by_row
         if kind in self._scales:
             return self._scales[kind]
-        if self.delayed is not None and self._seed is None:
-            return self.delayed[0][kind].view(1, 1)
+        scale = self._delayed_scale(kind)
+        if scale is not None and self._seed is None:
+            return scale
         largest = torch.linalg.vector_norm(values, math.inf, dim=1 if by_row else (0, 1), keepdim=True).float()
         if self.delayed is not None:
-            scales, seen = self.delayed
-            torch.maximum(seen[kind], largest.view(()), out=seen[kind])
-            scale = scales[kind].view(1, 1)
-        else:
+            seen = self.delayed[1][kind]
+            torch.maximum(seen, largest.view(()), out=seen)
+        if scale is None:
             if self._split in (over if by_row else DIMENSIONS[kind]):
                 largest = self._group.largest(largest, SCALE)
             scale = scale_for(largest, dtype)
         if not by_row:
             self._scales[kind] = scale
         return scale
+
+    def _delayed_scale(self, kind: int) -> Tensor | None:
+        """Return the scale that earlier iterations give, (1, 1); None: the factor itself gives it.
+
+        A frozen weight does: its 8-bit form follows from the weight alone, however often a layout rounds it.
+        """
+        if self.delayed is None or (kind == WEIGHT and self.frozen):
+            return None
+        return self.delayed[0][kind].view(1, 1)
 
 
 def eight_bit_of(layers: Iterable[torch.nn.Module]) -> list[EightBit]:

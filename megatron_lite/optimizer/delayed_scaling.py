@@ -4,7 +4,8 @@
 
 It is 1 in the first iteration, and stays as it is while all magnitudes are 0 (Micikevicius et al. 2022, section 4; as
 in Levanter). A magnitude is the largest of all ranks and micro-batches of an iteration, so no layout changes a scale.
-One that is not finite does not count.
+One that is not finite does not count. A frozen weight's counts in each iteration, though its products do not use this
+scale, and only some layouts round it again: so the scale is there when the layer is thawed.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ from typing import Any, cast
 
 import numpy as np
 import torch
+from torch import Tensor
 
 from megatron_lite.distributed.rank_group import Group
 from megatron_lite.kernels.eight_bit import LARGEST, eight_bit_of
@@ -29,16 +31,16 @@ class DelayedScales:
     """
 
     def __init__(self, stages: Sequence[Stage], length: int, world: Group) -> None:
-        layers = eight_bit_of(cast(Any, layer) for stage in stages for layer in stage.layers)
-        self._names, self._world, self._iterations = [layer.name for layer in layers], world, 0
+        self._layers = layers = eight_bit_of(cast(Any, layer) for stage in stages for layer in stage.layers)
+        self._world, self._iterations = world, 0
         self._scales = torch.ones(len(layers), KINDS, device=world.device)
         self._seen = torch.zeros_like(self._scales)
         self._history = self._scales.new_zeros(length, len(layers), KINDS)  # a ring of iterations
         recipe = layers[0].recipe
         numbers = (LARGEST[recipe.values], LARGEST[recipe.values], LARGEST[recipe.gradients])
         self._numbers = torch.tensor(numbers, device=world.device)
-        for layer, scales, seen in zip(layers, self._scales, self._seen, strict=True):
-            layer.delayed = scales, seen
+        self._changing = torch.tensor([[True, not layer.frozen, True] for layer in layers], device=world.device)
+        self._use(self._scales)
 
     def end_step(self) -> None:
         """Count this iteration's magnitudes, and compute the scales of the next one."""
@@ -46,8 +48,8 @@ class DelayedScales:
         self._history[self._iterations % len(self._history)] = seen.where(seen.isfinite(), torch.zeros_like(seen))
         self._iterations += 1
         largest = self._history.amax(dim=0)
-        self._scales.copy_(torch.where(largest > 0, 1.0 / (self._numbers / largest), self._scales))
-        self._seen.zero_()
+        self._use(torch.where(largest > 0, 1.0 / (self._numbers / largest), self._scales))
+        self._seen.masked_fill_(self._changing, 0.0)
 
     def state(self) -> dict[str, Any]:
         """Return scales and magnitudes by layer for a checkpoint (reads the device).
@@ -57,22 +59,28 @@ class DelayedScales:
         newest_first = np.roll(self._history.cpu().numpy()[::-1], self._iterations % len(self._history), axis=0)
         newer = np.maximum.accumulate(np.concatenate([np.zeros_like(newest_first[:1]), newest_first[:-1]]))
         state: dict[str, Any] = {
-            name: [[scale, []] for scale in scales]
-            for name, scales in zip(self._names, self._scales.tolist(), strict=True)
+            layer.name: [[scale, []] for scale in scales]
+            for layer, scales in zip(self._layers, self._scales.tolist(), strict=True)
         }
         for age, place, kind in np.argwhere(newest_first > newer).tolist():
-            state[self._names[place]][kind][1].append([age, float(newest_first[age, place, kind])])
+            state[self._layers[place].name][kind][1].append([age, float(newest_first[age, place, kind])])
         return state
 
     def load_state(self, state: dict[str, Any]) -> None:
         """Restore `state`; layers that it lacks start fresh."""
         self._iterations = 0
         scales, history = self._scales.tolist(), torch.zeros(self._history.shape)
-        for place, name in enumerate(self._names):
-            for kind, (scale, magnitudes) in enumerate(state.get(name, ())):
+        for place, layer in enumerate(self._layers):
+            for kind, (scale, magnitudes) in enumerate(state.get(layer.name, ())):
                 scales[place][kind] = scale
                 for age, magnitude in magnitudes:
                     if age < len(history):
                         history[-1 - age, place, kind] = magnitude
-        self._scales.copy_(torch.tensor(scales))
+        self._use(self._scales.new_tensor(scales))
         self._history.copy_(history)
+
+    def _use(self, scales: Tensor) -> None:
+        """Give layers their scales, (layers, KINDS): a new tensor, as what a layer has rounded keeps its scale."""
+        self._scales = scales
+        for layer, own, seen in zip(self._layers, scales, self._seen, strict=True):
+            layer.delayed = own, seen

@@ -1,5 +1,6 @@
 """Delayed scales against a plain re-implementation of Levanter's (haliax), and what a checkpoint keeps of them."""
 
+import dataclasses
 import json
 from typing import Any, cast
 
@@ -9,11 +10,13 @@ import torch
 from numpy.typing import NDArray
 
 from megatron_lite.distributed.rank_group import alone
-from megatron_lite.kernels.eight_bit import E4M3, E5M2, RECIPES, EightBit
+from megatron_lite.kernels.eight_bit import E4M3, E5M2, RECIPES, WEIGHT, EightBit
 from megatron_lite.kernels.linear import linear
 from megatron_lite.optimizer.delayed_scaling import DelayedScales
+from megatron_lite.parameter import Parameter
 from megatron_lite.zero.stage import Stage
-from tests.kernels.test_eight_bit import nearest, weight_of
+from tests.kernels.test_eight_bit import dequantized, nearest, weight_of
+from tests.kernels.test_eight_bit import scales as scales_of
 from tests.support.kernel_checks import randn
 
 CPU = torch.device("cpu")
@@ -148,3 +151,75 @@ def test_a_checkpoint_keeps_only_magnitudes_that_may_become_the_largest() -> Non
         scales.end_step()
     ((name, ((scale, magnitudes), *_)),) = scales.state().items()
     assert name == "layer" and magnitudes == [[0, 10.0]] and np.isclose(scale, 10 / 448)
+
+
+# -- weights that do not change ---------------------------------------------------------------------------------------
+
+
+def frozen(values: torch.Tensor) -> Parameter:
+    weight = weight_of(values).requires_grad_(False)
+    weight.spec = dataclasses.replace(weight.spec, lr_scale=0.0)
+    return cast(Parameter, weight)
+
+
+@pytest.mark.parametrize("gathered", ["never again", "in each iteration", "after an evaluation"])
+def test_a_frozen_weight_has_its_own_scale_in_all_iterations(gathered: str) -> None:
+    """To the bit, for longer than the history, and also for an evaluation; what is saved is the weight's magnitude.
+
+    A layer that is thawed begins with that scale, whatever the layout; one that was always trained has the same.
+    """
+    values = 0.05 * randn(32, 48)
+    weight, largest = frozen(values), np.float32(values.abs().max())
+    eight_bit, scales = a_layer(2, weight)
+    x_state, forms = LevanterState(E4M3, 2), list[Any]()
+    q_w, x = dequantized(values, E4M3, False), randn(16, 48)
+    for step in range(6):
+        if gathered == "in each iteration":
+            weight.casts.clear()
+        if gathered == "after an evaluation":
+            linear(x, weight, products=eight_bit.at(None))
+        y = linear(x.clone().requires_grad_(), weight, products=eight_bit.at(step))
+        y.sum().backward()
+        np.testing.assert_allclose(
+            y.detach().numpy(), x_state.rounded(x.double().numpy()) @ q_w.T, rtol=1e-5, atol=1e-5
+        )
+        forms.append(weight.casts["layer"])
+        for form in forms:
+            assert float(form[0].scale) == float(form[1].scale) == scales_of(values.double().numpy(), E4M3, False), step
+        scales.end_step()
+    assert len({id(form) for form in forms}) == (6 if gathered == "in each iteration" else 1)
+    expected = float(np.float32(1) / (np.float32(448) / largest))
+    state = json.loads(json.dumps(scales.state()))
+    assert state["layer"][WEIGHT] == [expected, [[0, float(largest)]]]
+    thawed, restored = a_layer(2, weight_of(values))
+    restored.load_state(state)
+    assert thawed.delayed is not None and float(thawed.delayed[0][WEIGHT]) == expected
+
+
+def test_a_form_that_is_kept_keeps_its_scale() -> None:
+    """A trained weight's form, which the next gather drops, has the scale that it was rounded with until then."""
+    values = 0.05 * randn(32, 48)
+    weight = weight_of(values)
+    eight_bit, scales = a_layer(4, weight)
+    linear(randn(16, 48), weight, products=eight_bit.at(1))
+    scales.end_step()
+    scales.load_state(scales.state())
+    kept = weight.casts["layer"][0]
+    assert float(kept.scale) == 1.0 != float(eight_bit.delayed[0][WEIGHT])  # type: ignore[index]
+    assert np.array_equal(kept.numbers.double().numpy(), nearest(values.double().numpy(), E4M3))
+
+
+def test_other_recipes_are_pure_functions_of_a_weight() -> None:
+    """Of its values alone, whether it is frozen and whatever was multiplied before: kept forms are made anew alike."""
+    values = 0.05 * randn(32, 48)
+    for name in ("tensorwise", "rowwise", "int8"):
+        for weight in (weight_of(values), frozen(values)):
+            eight_bit, forms = EightBit(RECIPES[name], weight.spec, alone(CPU), ()), list[Any]()
+            for seed in (None, 1, 2):
+                weight.casts.clear()
+                linear(randn(16, 48, seed=seed or 0), weight, products=eight_bit.at(seed))
+                forms.append(weight.casts["layer"])
+            for form, transposed in forms:
+                for found, source in ((form, values), (transposed, values.t())):
+                    exact = found.numbers.double().numpy() * found.scale.double().numpy()
+                    assert np.array_equal(exact, dequantized(source, RECIPES[name].values, RECIPES[name].by_row))

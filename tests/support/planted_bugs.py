@@ -330,10 +330,19 @@ BUGS = (
         "an evaluation changes what training counts",
         "Megatron-LM#4148",
         "kernels.eight_bit:EightBit._scale",
-        "if self.delayed is not None and self._seed is None:",
+        "if scale is not None and self._seed is None:",
         "if False:",
         test="tests/optimizer/test_delayed_scaling.py::"
         "test_an_iteration_counts_the_largest_of_its_micro_batches_and_no_evaluation",
+    ),
+    Bug(
+        "frozen weights with moving scales",
+        "a frozen weight that stays rounded takes the scale of another iteration",
+        "TransformerEngine#1047",
+        "kernels.eight_bit:EightBit._delayed_scale",
+        "if self.delayed is None or (kind == WEIGHT and self.frozen):",
+        "if self.delayed is None:",
+        test="tests/optimizer/test_delayed_scaling.py::test_a_frozen_weight_has_its_own_scale_in_all_iterations",
     ),
     Bug(
         "recomputed from elsewhere",
