@@ -321,6 +321,23 @@ def other_evaluations(loaded: Manifest, config: Config, identity: dict[str, Any]
             yield f"--{flag}: other {phase} data than before: losses of the {phase} do not compare with earlier ones"
 
 
+def wrong_frozen_layers(loaded: Manifest) -> Iterator[str]:
+    """Yield a warning if the version that saved a checkpoint computed frozen layers with wrong weights.
+
+    It kept a frozen weight's 8-bit form, but not the form's delayed scale, until a gather; then it also missed the
+    weight's magnitude, which now counts in each iteration, as a trained weight's does.
+    """
+    scales = loaded.state["optimizer"].get("scales", {})
+    wrong = [name for name, (_, (scale, seen), _) in scales.items() if scale != 1 and all(age for age, _ in seen)]
+    if wrong:
+        yield (
+            "--fp8=delayed: an earlier version computed with wrong weights in frozen layers "
+            f"({abridged(tuple(wrong))}), from the second iteration in which they were frozen: iteration 2, if they "
+            "always were. From here on these weights are right, but the others were trained with the wrong ones; to "
+            "undo that, start again, or resume a checkpoint from before that iteration"
+        )
+
+
 def _same_shares(left: Sequence[float], right: Sequence[float], phases: int = 3) -> bool:
     """Whether two values of --split give each of the first phases the same share."""
     pairs = itertools.islice(itertools.zip_longest(left, right, fillvalue=0.0), phases)

@@ -264,7 +264,8 @@ def _log_changes(loaded: Manifest, config: Config, data: dict[str, Any], logger:
     """Log how the configuration differs from the checkpoint's."""
     for difference in compatibility.differences(loaded.config, config, compatibility.DATA, None):
         logger.info("  changed since that checkpoint (the command line wins): %s", difference)
-    for line in compatibility.other_evaluations(loaded, config, data):
+    other_evaluations = compatibility.other_evaluations(loaded, config, data)
+    for line in (*other_evaluations, *compatibility.wrong_frozen_layers(loaded)):
         logger.warning(line)
     for moved in (compatibility.moved_samples, compatibility.moved_rate):
         if (warning := moved(loaded.config, config, loaded.iteration)) is not None:

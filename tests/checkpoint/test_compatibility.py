@@ -17,6 +17,7 @@ from megatron_lite.checkpoint.compatibility import (
     moved_rate,
     moved_samples,
     schedule_table,
+    wrong_frozen_layers,
 )
 from megatron_lite.checkpoint.decoding import decode
 from megatron_lite.checkpoint.manifest import Manifest
@@ -313,3 +314,24 @@ def test_checkpoints_of_older_versions_and_strange_ones() -> None:
     with pytest.raises(CheckpointError) as caught:
         check_data(loaded(many, data_path=path), with_data(data_path=path), {**many, "sets": [OTHER] * 1000}, "here")
     assert len(str(caught.value)) < 6000 and "and 980 more" in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("weight", "is_wrong"),
+    [
+        ([0.002, [[3, 0.9]]], True),  # not rounded since the first iteration
+        ([0.002, []], True),  # for longer than the history
+        ([0.002, [[0, 0.7], [2, 0.9]]], False),  # trained, or gathered in each iteration
+        ([1.0, []], False),  # zeros, or never rounded
+    ],
+)
+def test_frozen_layers_of_a_version_that_computed_them_wrongly(weight: Any, is_wrong: bool) -> None:
+    """A checkpoint says so itself: the magnitude of a layer's weight was not seen in the last iteration."""
+    other = [0.1, [[0, 9.0]]]
+    scales = {"blocks.0.mlp.up": [other, weight, [1.0, []]], "blocks.1.mlp.up": [other, other, other]}
+    state = {**run_state(), "optimizer": {**run_state()["optimizer"], "scales": scales}}
+    decode(RUN_STATE, state, "state")
+    warnings = list(wrong_frozen_layers(dataclasses.replace(loaded(), state=state)))
+    assert len(warnings) == is_wrong and list(wrong_frozen_layers(loaded())) == []
+    if is_wrong:
+        assert "wrong weights in frozen layers (blocks.0.mlp.up), from" in warnings[0] and "iteration 2" in warnings[0]
