@@ -4,8 +4,6 @@ Runs are longer than --amax_history_length, and have evaluations and averages be
 compared with those that `test_eight_bit.py` computes from the gathered weights, to the bit.
 """
 
-import itertools
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -22,11 +20,14 @@ from tests.checkpoint.test_engine import copy_checkpoint, finished_run, frozen_n
 from tests.kernels.test_eight_bit import dequantized
 from tests.support.harness import run_distributed
 from tests.support.results import curve, weights
+from tests.train.test_eight_bit_training import FORMATS
 
-MIDDLE, LAST = 3, 6
-COMMON: dict[str, Any] = dict(
-    num_layers=3, train_iters=LAST, checkpoint_interval=MIDDLE, lr=1e-2, amax_history_length=2, recompute_layers=1
-) | dict(validation_iters=1, validation_interval=2, ema_type="ema", ema_beta=0.8, breadth_first_micro_batches=2)
+MIDDLE, LAST = 3, 6  # iterations of the checkpoints
+COMMON: dict[str, Any] = {
+    **{"num_layers": 3, "train_iters": LAST, "checkpoint_interval": MIDDLE, "lr": 1e-2, "amax_history_length": 2},
+    **{"validation_iters": 1, "validation_interval": 2, "ema_type": "ema", "ema_beta": 0.8},
+    **{"breadth_first_micro_batches": 2, "recompute_layers": 1},
+}
 # A whole block, which needs no gather after the first in ZeRO 1 and 2; a part of one with all biases; a scale of 0.
 FROZEN: dict[str, Any] = {"freeze": ("blocks.0", "blocks.1.attention", "*.bias"), "lr_scales": ("blocks.2.mlp.up:0",)}
 STORIES: dict[str, tuple[str, dict[str, Any]]] = {  # the run in whose middle it begins, and what is frozen from then on
@@ -35,9 +36,6 @@ STORIES: dict[str, tuple[str, dict[str, Any]]] = {  # the run in whose middle it
     "thawed": ("frozen", {}),
     "trained": ("", {}),
     "frozen late": ("trained", FROZEN),
-}
-FORMATS: dict[str, dict[str, Any]] = {name: {"fp8": name} for name in RECIPES if name != "int8"} | {
-    "int8": {"int8": True}
 }
 LAYOUTS: dict[str, dict[str, Any]] = {
     "zero 1": {"zero_stage": 1},
@@ -49,7 +47,6 @@ LAYOUTS: dict[str, dict[str, Any]] = {
     "zero 2, 2 buffers": {"zero_stage": 2, "num_weight_buffers": 2},
     "zero 3, 2 buffers": {"zero_stage": 3, "num_weight_buffers": 2},
 }
-DEFAULT = ("zero 1", "zero 3, 1 buffer")
 LOW: dict[str, Any] = {"training_dtype": "bf16", "store_frozen_weights_in_optimization_precision": False}
 
 
@@ -86,23 +83,19 @@ def value(form: Any) -> NDArray[np.float64]:
     return form.numbers.double().numpy() * form.scale.double().numpy()  # type: ignore[no-any-return]
 
 
-def tell(distributed: Distributed, options: dict[str, Any], root: str, stories: Sequence[str]) -> list[str]:
-    """Train each story in root/<story>; return the frozen layers that computed with wrong weights."""
+def tell(distributed: Distributed, options: dict[str, Any], root: str, layouts: dict[str, str]) -> list[str]:
+    """Train each story in root/<story>, in its layout; return the frozen layers that computed with wrong weights."""
     wrong = []
-    for story in stories:
+    for story, layout in layouts.items():
         (source, frozen), folder = STORIES[story], Path(root, story)
         if source and distributed.rank == 0:
             copy_checkpoint(Path(root, source), MIDDLE, folder)
         distributed.barrier()
-        run = finished_run(distributed, {**COMMON, **options, **frozen, "experiment_dir": str(folder)})
+        place = {**LAYOUTS[layout], "experiment_dir": str(folder)}
+        run = finished_run(distributed, {**COMMON, **options, **frozen, **place})
         if run.config.performance.eight_bit:
             wrong += [f"{story}: {name}" for name in wrong_forms(run)]
     return wrong
-
-
-def tell_all(distributed: Distributed, runs: dict[str, dict[str, Any]], stories: Sequence[str]) -> list[str]:
-    """As `tell`, with each of several sets of options, by the folder."""
-    return [line for root, options in runs.items() for line in tell(distributed, options, root, stories)]
 
 
 def scales(folder: Path) -> Any:
@@ -123,58 +116,66 @@ def losses(folder: Path) -> list[float]:
     return [float.fromhex(line["loss"]) for line in curve(folder).values()]
 
 
-SLOW = [(name, more, tuple(LAYOUTS), tuple(STORIES)) for name in FORMATS for more in ({}, LOW)]
-ROWS = [("delayed", {}, ("zero 1", "zero 3, 1 buffer"), ("frozen", "resumed", "thawed"))]
-
-
-@pytest.mark.parametrize(
-    ("name", "more", "layouts", "stories"), ROWS + [pytest.param(*row, marks=pytest.mark.slow) for row in SLOW], ids=str
-)
-def test_neither_layout_nor_restart_changes_a_bit(
-    name: str, more: dict[str, Any], layouts: Sequence[str], stories: Sequence[str], tmp_path: Path
-) -> None:
-    """On two ranks. The state of delayed scales is the same, too, and that of a frozen weight is its magnitude."""
-    runs = {str(tmp_path / layout): {**FORMATS[name], **more, **LAYOUTS[layout]} for layout in layouts}
-    assert run_distributed(2, tell_all, runs, stories) == [[], []]
-    first, *others = (tmp_path / layout for layout in layouts)
-    for other, story in itertools.product(others, stories):
-        assert curve(other / story) == curve(first / story), (other.name, story)
-        assert weights(other / story) == weights(first / story), (other.name, story)
-        assert scales(other / story) == scales(first / story), (other.name, story)
-    whole, resumed = first / "frozen", first / "resumed"
-    assert curve(resumed).items() <= curve(whole).items()
+def assert_goes_on(resumed: Path, whole: Path) -> None:
+    """Check that a resumed run has the bits of one that never stopped, delayed scales included."""
+    assert len(curve(resumed)) > LAST - MIDDLE and curve(resumed).items() <= curve(whole).items()
     assert weights(resumed) == weights(whole) and scales(resumed) == scales(whole)
-    assert ("delayed" == name) == bool(scales(whole))
     assert_scales_of_frozen_weights(whole)
+
+
+def test_a_run_goes_on_or_is_thawed_in_another_layout(tmp_path: Path) -> None:
+    """From one that keeps frozen weights rounded to one that rounds them at each use."""
+    layouts = dict(zip(("frozen", "resumed", "thawed"), ("zero 1", *["zero 3, 1 buffer"] * 2), strict=True))
+    assert run_distributed(2, tell, FORMATS["delayed"], str(tmp_path), layouts) == [[], []]
+    assert_goes_on(tmp_path / "resumed", tmp_path / "frozen")
+    assert scales(tmp_path / "frozen")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("more", [{}, LOW], ids=["32 bits", "16 bits"])
+@pytest.mark.parametrize("name", FORMATS)
+def test_neither_layout_nor_restart_changes_a_bit(name: str, more: dict[str, Any], tmp_path: Path) -> None:
+    """Of losses, weights and delayed scales, in each story, on two ranks."""
+    for layout in LAYOUTS:
+        options = FORMATS[name] | more
+        assert run_distributed(2, tell, options, str(tmp_path / layout), dict.fromkeys(STORIES, layout)) == [[], []]
+        assert_goes_on(tmp_path / layout / "resumed", tmp_path / layout / "frozen")
+        for story in STORIES:
+            found, expected = tmp_path / layout / story, tmp_path / "zero 1" / story
+            assert curve(found) == curve(expected), (layout, story)
+            assert weights(found) == weights(expected), (layout, story)
+            assert scales(found) == scales(expected), (layout, story)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", FORMATS)
 def test_losses_are_close_to_those_without_8_bits(name: str, tmp_path: Path) -> None:
     """Of every story; runs differ by 0.7 percent at most, and by 3.5 with frozen weights near zero."""
-    runs = {str(tmp_path / kind): options for kind, options in (("rounded", FORMATS[name]), ("plain", {}))}
-    run_distributed(1, tell_all, runs, tuple(STORIES))
+    for kind, options in (("rounded", FORMATS[name]), ("plain", {})):
+        run_distributed(1, tell, options, str(tmp_path / kind), dict.fromkeys(STORIES, "zero 1"))
     for story in STORIES:
         rounded, plain = (losses(tmp_path / kind / story) for kind in ("rounded", "plain"))
         np.testing.assert_allclose(rounded, plain, rtol=0.01)
 
 
 @pytest.mark.parametrize(
-    "more", [{"tensor_parallel": 2}, {"pipeline_parallel": 2, "pipeline_schedule": "zero_bubble_v"}], ids=str
+    "more",
+    [{"tensor_parallel": 2}, {"pipeline_parallel": 2, "pipeline_schedule": "zero_bubble_v"}],
+    ids=["tensor", "pipeline"],
 )
 def test_ranks_that_share_layers_and_pipelines(more: dict[str, Any], tmp_path: Path) -> None:
     """As one rank: with the scales of whole weights, and weight gradients computed later."""
     alone, shared = tmp_path / "alone", tmp_path / "shared"
     options = {**FORMATS["delayed"], "num_layers": 4, "ema_type": "none", "recompute_layers": 0}
-    assert run_distributed(1, tell_all, {str(alone): options}, ["frozen"]) == [[]]
+    assert run_distributed(1, tell, options, str(alone), {"frozen": "zero 1"}) == [[]]
     ranks = {name: size for name, size in more.items() if name.endswith("_parallel")}
-    assert run_distributed(2, tell_all, {str(shared): {**options, **more}}, ["frozen"], **ranks) == [[], []]
+    assert run_distributed(2, tell, {**options, **more}, str(shared), {"frozen": "zero 1"}, **ranks) == [[], []]
     assert_scales_of_frozen_weights(shared / "frozen")
     if "pipeline_parallel" in more:
         assert curve(shared / "frozen") == curve(alone / "frozen")
         assert weights(shared / "frozen") == weights(alone / "frozen")
         assert scales(shared / "frozen") == scales(alone / "frozen")
-    np.testing.assert_allclose(losses(shared / "frozen"), losses(alone / "frozen"), rtol=1e-3)
+    np.testing.assert_allclose(losses(shared / "frozen"), losses(alone / "frozen"), rtol=0.01)
 
 
 def test_a_checkpoint_with_wrong_numbers_is_named(tmp_path: Path) -> None:
