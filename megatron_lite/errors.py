@@ -80,6 +80,10 @@ class CheckpointError(RunError):
     agreed = True
 
 
+class RotatedError(CheckpointError):
+    """A checkpoint that its run deleted or replaced while it was read."""
+
+
 class NumericsError(RunError):
     """Training has diverged: every recent update was dropped."""
 

@@ -17,6 +17,7 @@ from megatron_lite.checkpoint.mirror import Mirror
 from megatron_lite.checkpoint.names import new_nonce
 from megatron_lite.checkpoint.resume import Choice, Resumed, check_early, choose_together, resume
 from megatron_lite.checkpoint.retention import lack_at_start
+from megatron_lite.checkpoint.rotation import again
 from megatron_lite.checkpoint.writing import BackgroundSaves, open_background, shards_bytes
 from megatron_lite.cli.help import banners
 from megatron_lite.config import Config
@@ -128,7 +129,7 @@ def build(
     """
     run, reports = Run(config, distributed, experiment, stop), distributed.rank == 0
     choice, found = _resolve(run)
-    config, options = run.config, run.config.source
+    config = run.config
     kernels = agree_on_kernels(config, distributed)
     layers = together(distributed, lambda: _open_inputs(run, environment or {}, kernels))
     check_same(run.data.identity, distributed)
@@ -136,9 +137,7 @@ def build(
     _log_banner(run, kernels, layers, (*found, *notes))
     run.memory_history = open_history(config, experiment.root, distributed, run.logger)
     together(distributed, lambda: check_early(choice, config, run.data.identity) if reports else None)
-    source = None
-    if options.pretrained_checkpoint_path is not None and options.load_pretrained_weights and not choice.found:
-        source = load_pretrained.open_pretrained(config, shapes_of(layers), distributed, run.logger.warning)
+    opened = [again(lambda: _sources(run, layers))]
 
     together(distributed, lambda: check_memory(config, layers, distributed))
     distributed.progress.phase = "the loading"
@@ -155,7 +154,8 @@ def build(
     run.optimizer = Optimizer(config, run.model.all_stages, distributed, kernels)
 
     run.window = LogWindow(distributed.device)
-    run.resumed = _fill(run, choice, source)
+    # If a live run deletes what is loaded, again from its newest checkpoint by then.
+    run.resumed = again(lambda: _fill(run, *(opened.pop() if opened else _sources(run, layers))))
     run.iteration, run.evaluation_due = run.resumed.iteration, run.resumed.evaluation_due
     begun = History(distributed.broadcast_object(new_nonce()), ())
     run.history = (run.resumed.history or begun).continued(run.iteration, config)
@@ -316,6 +316,15 @@ def _open_profiles(run: Run) -> Profiles | None:
 
 
 # -- fill ---------------------------------------------------------------------------------------------------------
+
+
+def _sources(run: Run, layers: list[Layer]) -> tuple[Choice, WeightSource | None]:
+    """Choose the checkpoints to resume from; if there are none, open the pretrained weights, if any."""
+    options = run.config.source
+    choice = choose_together(run.experiment.checkpoints, run.config.checkpoint, run.distributed)
+    if options.pretrained_checkpoint_path is None or not options.load_pretrained_weights or choice.found:
+        return choice, None
+    return choice, load_pretrained.open_pretrained(run.config, shapes_of(layers), run.distributed, run.logger.warning)
 
 
 def _fill(run: Run, choice: Choice, source: WeightSource | None) -> Resumed:

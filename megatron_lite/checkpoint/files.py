@@ -26,6 +26,7 @@ from torch import Tensor
 
 from megatron_lite.checkpoint.decoding import PositiveCount, Rule
 from megatron_lite.checkpoint.names import OUR_FILE, open_regular, reason, work_folders, work_path
+from megatron_lite.checkpoint.rotation import pinned
 from megatron_lite.errors import DamagedError, shorten
 from megatron_lite.parameter import SAFETENSORS_NAMES
 from megatron_lite.run.durable_files import sync_folder
@@ -194,7 +195,7 @@ def new_file(path: Path) -> Iterator[Callable[[memoryview], None]]:
 
 
 class Files:
-    """The files of a folder; caches the latest open file and the latest partially read block.
+    """The files of a folder as it is now; caches the latest open file and the latest partially read block.
 
     saved: files whose blocks are checked when they are read.
     follow_links: see `open_regular`.
@@ -204,6 +205,7 @@ class Files:
         self, folder: Path, saved: Mapping[str, SavedFile] = MappingProxyType({}), follow_links: bool = False
     ) -> None:
         self._folder, self._saved, self._follow_links = folder, saved, follow_links
+        self.check = pinned(folder)
         self._name = ""
         self._file: io.FileIO | None = None
         self._block, self._block_number = memoryview(b""), -1
@@ -216,10 +218,14 @@ class Files:
 
         Raises:
             DamagedError, OSError: if a checksum differs, the file is too short or it cannot be opened.
+            RotatedError: if the folder is gone, or another has its name: two checkpoints are never mixed.
         """
         if self._file is None or name != self._name:
             self.close()
-            self._name, self._file = name, open_regular(self._folder / name, self._follow_links)
+            try:
+                self._name, self._file = name, open_regular(self._folder / name, self._follow_links)
+            finally:
+                self.check()
             self._start = self._end = self._asked = 0
         for part in target.split(CHUNK_BYTES // dtype.itemsize):
             is_direct = part.dtype == dtype and part.device.type == "cpu"

@@ -170,14 +170,17 @@ class Mirror:
         elif shared < there.iteration:
             logger.warning("%s is ahead: %s; the run goes on from there", self._flag, places)
 
-    def fetch(self, iteration: int) -> bool:
-        """Restore one checkpoint, the best one that it names, and the records; return whether it is whole there.
+    def fetch(self, iteration: int) -> bool | None:
+        """Restore a checkpoint, the best one that it names, and the records.
+
+        Returns:
+            Whether it is whole there; None if this start may use no such checkpoint.
 
         Raises:
             StorageError: if the mirror cannot be read.
         """
         if iteration not in self.usable:
-            return False
+            return None
         with self._needed():
             try:
                 self._fetch(iteration)

@@ -57,11 +57,12 @@ def find_checkpoints(root: Path) -> list[tuple[int, Path]]:
 
     A `.ready-` folder is a complete checkpoint whose save was killed while replacing an older one. Symbolic links are
     listed, too, to be rejected like damaged checkpoints instead of silently ignored. `root` itself may be a link.
+    So is what a live run deletes meanwhile: its newest may have come too late for the list. See `rotation`.
     """
     if not root.is_dir():
         return []
-    named = (path for path in root.iterdir() if _ITERATION.fullmatch(path.name))
-    found = [(int(path.name), 1, path) for path in named if path.is_dir() or path.is_symlink()]
+    named = (entry for entry in os.scandir(root) if _ITERATION.fullmatch(entry.name))
+    found = [(int(entry.name), 1, root / entry.name) for entry in named if entry.is_dir() or entry.is_symlink()]
     found += [(int(name), 0, path) for path, name in work_folders(root, "ready") if _ITERATION.fullmatch(name)]
     return [(iteration, path) for iteration, _, path in sorted(found, reverse=True)]
 

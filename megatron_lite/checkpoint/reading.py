@@ -27,7 +27,8 @@ from megatron_lite.checkpoint.compatibility import keeps_moments, saved_optimize
 from megatron_lite.checkpoint.files import Files
 from megatron_lite.checkpoint.manifest import MOMENTS, Manifest, SavedParameter, Slice, dtype_name
 from megatron_lite.checkpoint.names import MANIFEST_NAME, OUR_FILE, open_regular, parse_json, rank_file, reason
-from megatron_lite.distributed.agreement import first_problem
+from megatron_lite.checkpoint.rotation import pinned
+from megatron_lite.distributed.agreement import first_problem, together
 from megatron_lite.distributed.process_group import Distributed
 from megatron_lite.errors import CheckpointError, DamagedError, shorten
 from megatron_lite.tiles import Overlap, Tile, overlaps
@@ -44,7 +45,7 @@ def load_first_good(
     distributed: Distributed,
     report: Callable[[str], None],
     optimizer: str = "adamw",
-    repair: Callable[[int], object] = lambda iteration: False,
+    repair: Callable[[int], bool | None] = lambda iteration: None,
 ) -> tuple[Path, Manifest] | None:
     """Fill the model's shards from the first good checkpoint; all ranks call this together.
 
@@ -56,7 +57,8 @@ def load_first_good(
         report: gets a line on every rank for each newer checkpoint that is damaged, and for each kind of state that
             cannot be restored unchanged (see `changes`).
         optimizer: the current --optimizer.
-        repair: restores a damaged or missing checkpoint and returns whether it could; all ranks call it.
+        repair: restores a damaged or missing checkpoint and returns whether it could, None if it knows of none; all
+            ranks call it.
 
     Returns:
         The checkpoint's folder and manifest; None if there is none.
@@ -64,17 +66,21 @@ def load_first_good(
     Raises:
         CheckpointError: on every rank, if no checkpoint is usable, or if the newest good one has other parameters than
             the model. No file is changed.
+        RotatedError: on every rank, if a live run, whose checkpoints these are, deletes one that is read.
     """
     problems = []
     for iteration, folder in found:
+        check, repaired = pinned(folder), None
         content, problem = _load(folder, iteration, model, distributed, optimizer)
-        if problem is not None and repair(iteration):
+        if problem is not None and (repaired := repair(iteration)):
             report(f"checkpoint {folder}: {problem}; the mirror's is used")
             content, problem = _load(folder, iteration, model, distributed, optimizer)
         if content is not None and problem is None:
             for line in changes(content, model, optimizer):
                 report(f"checkpoint {folder}: {line}")
             return folder, content
+        if repaired is None:
+            together(distributed, check)
         problems.append(f"{folder}: {problem}")
         report(f"checkpoint {problems[-1]}; skipped, looking for an older one")
     if not problems:

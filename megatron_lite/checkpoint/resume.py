@@ -209,7 +209,7 @@ def resume(
     distributed: Distributed,
     logger: logging.Logger,
     leave: Callable[[int], None] = lambda iteration: None,
-    repair: Callable[[int], object] = lambda iteration: False,
+    repair: Callable[[int], bool | None] = lambda iteration: None,
 ) -> Resumed | None:
     """Load the newest good checkpoint of a choice; all ranks call this together. None: there is no checkpoint.
 

@@ -26,6 +26,7 @@ from types import MappingProxyType
 from typing import Any, NamedTuple
 
 from megatron_lite.checkpoint.compatibility import FREE, Difference
+from megatron_lite.checkpoint.rotation import again
 from megatron_lite.config import unflatten
 from megatron_lite.config.source import PRESETS
 from megatron_lite.config.values import FLAGS, parse_value, written
@@ -149,7 +150,7 @@ def _stated(folder: Path, kind: str | None, weights: bool) -> Stated:
             return Stated(str(folder), *model_folder.hugging_face_values(folder))
         from megatron_lite.huggingface.load_pretrained import open_source
 
-        with open_source(folder, kind) as source:
+        with again(lambda: open_source(folder, kind)) as source:
             if source.kind == "huggingface":
                 return Stated(str(source.folder), *model_folder.hugging_face_values(source.folder))
             return Stated(str(source.folder), vars(source.model), source.model_type)

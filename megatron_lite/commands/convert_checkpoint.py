@@ -25,6 +25,7 @@ from pathlib import Path
 import torch
 
 from megatron_lite.checkpoint import files, names
+from megatron_lite.checkpoint.rotation import again
 from megatron_lite.cli.script_parser import ScriptParser
 from megatron_lite.config import Config
 from megatron_lite.config.structured_values import size_bytes
@@ -224,7 +225,7 @@ def main(arguments: Sequence[str] | None = None, program: str | None = None) -> 
     """Convert; return the exit code."""
     options = parse(arguments, program)
     try:
-        print(convert(options))
+        print(again(lambda: convert(options)))
     except RunError as error:
         print(f"ERROR: {error}", file=sys.stderr)
         return error.exit_code

@@ -26,6 +26,7 @@ from collections.abc import Iterator, Sequence
 from functools import partial
 from pathlib import Path
 
+from megatron_lite.checkpoint.rotation import again
 from megatron_lite.cli.script_parser import LARGEST_COUNT, ScriptParser, number
 from megatron_lite.config import DistributedConfig, unflatten
 from megatron_lite.config.structured_values import weighted_paths
@@ -226,7 +227,7 @@ def main(arguments: Sequence[str] | None = None, program: str | None = None) -> 
     """Evaluate and print; return the exit code."""
     options = parse_options(arguments, program)
     try:
-        record = result(options)
+        record = again(lambda: result(options))
     except Exception as error:
         return print_failure(error, "write a smaller --micro_batch_size or --sequence_length, or --dtype=bf16")
     print_page(json.dumps(record) if options.json else in_words(record))

@@ -24,6 +24,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from megatron_lite.checkpoint.rotation import again
 from megatron_lite.cli.script_parser import LARGEST_COUNT, ScriptParser, number
 from megatron_lite.corpus.conversations import Messages, find_template
 from megatron_lite.data.disk_array import reading
@@ -190,7 +191,7 @@ def main(arguments: Sequence[str] | None = None, program: str | None = None) -> 
         sys.stdout.reconfigure(errors="backslashreplace")
     many = len(options.prompt) > 1 or options.prompts_file is not None
     try:
-        prompts, writer = all_prompts(options), Writer(options)
+        prompts, writer = all_prompts(options), again(lambda: Writer(options))
         found = writer.continued(prompts) if prompts else writer.conversed(typed())
         for index, (prompt, text, continuation) in enumerate(found):
             if options.json_lines:

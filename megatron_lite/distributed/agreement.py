@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar, cast
 
 from megatron_lite import errors
-from megatron_lite.errors import DamagedError, RunError, StorageError, as_run_error
+from megatron_lite.errors import DamagedError, RotatedError, RunError, StorageError, as_run_error
 
 if TYPE_CHECKING:
     from megatron_lite.distributed.process_group import Distributed
@@ -130,6 +130,6 @@ def _describe_write(error: Exception, path: Path, bytes_needed: int) -> str:
 
 
 def _describe_read(error: Exception) -> str | None:
-    if isinstance(error, DamagedError):
+    if isinstance(error, DamagedError | RotatedError):
         return str(error)
     return f"{error.filename or ''}: {error.strerror or error}" if isinstance(error, OSError) else None

@@ -124,6 +124,7 @@ def load_model(
     Raises:
         CheckpointError: if the folder holds no complete, supported model.
         UsageError: if there are fewer learned positions.
+        RotatedError: if a live run deletes what is read; see `rotation.again`.
     """
     with open_source(folder, weights=weights, whole=True) as source:
         if source.folder != folder:

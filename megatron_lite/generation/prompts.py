@@ -10,6 +10,7 @@ from typing import Any
 
 from megatron_lite.checkpoint import manifest
 from megatron_lite.checkpoint.names import MANIFEST_NAME
+from megatron_lite.checkpoint.rotation import pinned
 from megatron_lite.data.tokenizing import Tokenizer, has_tokenizer, load_tokenizer, read_object
 from megatron_lite.errors import DamagedError, DataError
 from megatron_lite.generation.continuation import Text
@@ -24,6 +25,7 @@ def open_tokenizer(model: Path, tokenizer_file: str | None, special_tokens: bool
     Raises:
         CheckpointError: if there is none, because the folder holds no model.
         DataError: if there is none, or it cannot be read.
+        RotatedError: if a live run deletes what is read; see `rotation.again`.
     """
     if tokenizer_file is None:
         named = list(_tokenizers_of(model))
@@ -41,12 +43,14 @@ def open_tokenizer(model: Path, tokenizer_file: str | None, special_tokens: bool
 def _tokenizers_of(model: Path) -> Iterator[str]:
     """Yield the tokenizer.json of each model of a folder, newest first, or else --tokenizer_file of its training."""
     for folder in (model, *(folder for _, folder in source_folders(model))):
+        check = pinned(folder)
         if (folder / "tokenizer.json").is_file():
             yield str(folder / "tokenizer.json")
         elif (folder / MANIFEST_NAME).is_file():
             with contextlib.suppress(DamagedError):
                 if (named := manifest.read(folder).config.get("tokenizer_file")) is not None:
                     yield named
+        check()
 
 
 def end_tokens(model: Path, tokenizer: Tokenizer) -> frozenset[int]:

@@ -8,8 +8,9 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from megatron_lite.checkpoint import files
-from megatron_lite.checkpoint.compatibility import keeps_moments, optimizer_state, saved_optimizer
+from megatron_lite.checkpoint.compatibility import check_architecture, keeps_moments, optimizer_state, saved_optimizer
 from megatron_lite.checkpoint.manifest import MOMENTS
+from megatron_lite.checkpoint.rotation import pinned
 from megatron_lite.config import Config, ModelConfig
 from megatron_lite.distributed.agreement import together
 from megatron_lite.distributed.process_group import Distributed
@@ -58,9 +59,11 @@ def open_source(
 
     Raises:
         CheckpointError: if there is none; suggests a fix.
+        RotatedError: if a live run deletes what is read; see `rotation.again`.
     """
     found, problems = with_state(source_folders(folder, kind), state or weights == "average"), []
     for own_kind, path in found:
+        check = pinned(path)
         try:
             source = open_one(path, own_kind, model, weights, state)
             if len(found) == 1 or not whole or (problem := source.damage()) is None:
@@ -68,6 +71,7 @@ def open_source(
             source.close()
         except DamagedError as error:
             problem = str(error)
+        check()
         problems.append(f"{path.relative_to(folder)}: {problem}" if len(found) > 1 else problem)
         if len(found) > 1:
             what = "checkpoint" if own_kind == "distributed" else "export"
@@ -102,6 +106,7 @@ def open_pretrained(
 
     Raises:
         CheckpointError: on every rank, if the source cannot be used or does not fit the model.
+        RotatedError: on every rank, if a live run deletes what is read; see `rotation.again`.
     """
     assert config.source.pretrained_checkpoint_path is not None
     folder, wanted = Path(config.source.pretrained_checkpoint_path), config.source.pretrained_checkpoint_type
@@ -120,6 +125,7 @@ def open_pretrained(
         raise CheckpointError(f"{flag}: {folder} is a Hugging Face folder, not a checkpoint; leave the flag out")
     problems = []
     for kind, path in found:
+        check = pinned(path)
         look = functools.partial(_open_and_look, path, kind, config, shapes, distributed)
         source, own_problem = _together(distributed, look)
         problem = next((text for text in distributed.gather_objects(own_problem) if text is not None), None)
@@ -127,6 +133,7 @@ def open_pretrained(
             return source
         if source is not None:
             source.close()
+        _together(distributed, check)
         problems.append(f"{path.relative_to(folder)}: {problem}" if len(found) > 1 else str(problem))
         if len(found) > 1:
             report(f"{FLAG}: {path}: {problem}; skipped, looking for an older one")
@@ -141,12 +148,12 @@ def _open_and_look(
         source = open_one(path, kind, config.model, state=config.source.load_pretrained_optimizer)
     except DamagedError as error:
         return None, str(error)
-    theirs, ours = source.model.zero_centered_normalization, config.model.zero_centered_normalization
-    if kind == "distributed" and theirs != ours:
-        raise CheckpointError(
-            f"--zero_centered_normalization={int(ours)}: {source.folder} was trained with {int(theirs)}, and its norm "
-            f"weights are stored that way; write --zero_centered_normalization={int(theirs)}"
-        )
+    if kind == "distributed":
+        # The newest checkpoint completed the command line, and another may be the newest now.
+        theirs, own = vars(source.model), vars(config.model)
+        if config.source.ignore_pretrained_config:  # but norm weights are stored that way
+            theirs = {**own, "zero_centered_normalization": theirs["zero_centered_normalization"]}
+        check_architecture(theirs, config, str(source.folder))
     if isinstance(source, CheckpointSource) and config.source.allow_partial_checkpoint:
         source.check({name: shape for name, shape in shapes.items() if name in source.content.parameters}, partial=True)
     else:
@@ -161,7 +168,7 @@ def _together(distributed: Distributed, action: Callable[[], T]) -> T:
         try:
             return action()
         except CheckpointError as error:
-            raise CheckpointError(f"{FLAG}: {error}") from None
+            raise type(error)(f"{FLAG}: {error}") from None
 
     return together(distributed, named)
 

@@ -66,7 +66,11 @@ class WeightSource(contextlib.AbstractContextManager["WeightSource"]):
 
     @abc.abstractmethod
     def damage(self, rank: int = 0, world_size: int = 1) -> str | None:
-        """Return any damage in this rank's share of the values to read. Call `check` first."""
+        """Return any damage in this rank's share of the values to read. Call `check` first.
+
+        Raises:
+            RotatedError: if a live run deletes what is read.
+        """
 
     def verify(self) -> None:
         """Check the files for damage, reading all values once.
@@ -165,6 +169,7 @@ class CheckpointSource(WeightSource):
                 numbers = {number for piece, _ in slices for number in file.blocks_around(piece.offset, piece.end)}
                 files.check_blocks(self.folder, name, file, sorted(numbers), slices)
         except DamagedError as error:
+            self._files.check()
             return str(error)
         self._good_share = rank, world_size
         return None
