@@ -16,7 +16,7 @@ from megatron_lite.checkpoint.history import History
 from megatron_lite.checkpoint.mirror import Mirror
 from megatron_lite.checkpoint.names import new_nonce
 from megatron_lite.checkpoint.resume import Choice, Resumed, check_early, choose_together, resume
-from megatron_lite.checkpoint.retention import lack_at_start
+from megatron_lite.checkpoint.retention import Known, lack_at_start
 from megatron_lite.checkpoint.rotation import again
 from megatron_lite.checkpoint.writing import BackgroundSaves, open_background, shards_bytes
 from megatron_lite.cli.help import banners
@@ -107,6 +107,7 @@ class Run:
 
     def __init__(self, config: Config, distributed: Distributed, experiment: Experiment, stop: StopSignal) -> None:
         self.config, self.distributed, self.experiment, self.stop = config, distributed, experiment, stop
+        self.known_checkpoints: Known = {}  # what rank 0 has read of them
         self.bad_steps: list[int] = []  # iterations that `leave_bad_step` has examined
         self.evaluated: dict[int, dict[str, float]] = {}  # newest losses, by name
         self.without_labels: dict[str, int] = {}  # by phase: evaluations or updates in a row in which no label counts

@@ -13,10 +13,13 @@ from typing import Any
 
 from megatron_lite.checkpoint import files, names
 from megatron_lite.checkpoint.names import new_nonce, reason, work_path
+from megatron_lite.checkpoint.rotation import Identity, identity
 from megatron_lite.checkpoint.writing import good_manifest
 from megatron_lite.config import Config
 from megatron_lite.config.structured_values import KeepRule, keep_rules
 from megatron_lite.errors import UsageError
+
+Known = dict[Identity | None, bool]  # complete checkpoints, and whether each was permanent when it was saved
 
 
 def is_permanent(iteration: int, rules: Sequence[KeepRule]) -> bool:
@@ -74,11 +77,15 @@ def prune(
     rules: Sequence[KeepRule] = (),
     after: int | None = None,
     held: Collection[int] = (),
+    known: Known | None = None,
 ) -> None:
     """Delete the temporary checkpoints beyond the newest `keep` (None: keep all) after a successful save, on rank 0.
 
     Only complete checkpoints of this program count; damaged ones, links and everything else stay. A failed deletion
     only logs a warning. See `checkpoints_to_delete`; `rules`: those of --keep_checkpoints.
+
+    known: what earlier calls of this start have read, so that a save costs the same with any number of
+    checkpoints: only new ones are read, and those to delete once more. Permanent ones beyond the newest never are.
     """
     if keep is None:
         return
@@ -87,12 +94,21 @@ def prune(
     except OSError as error:
         files.logger.warning("no old checkpoint is deleted: cannot read %s: %s", root, reason(error))
         return
-    saved = {}
+    saved, known = dict[int, bool](), {} if known is None else known
     for iteration, folder in found:
-        if folder.name == str(iteration) and (content := good_manifest(folder, with_files=True)) is not None:
-            saved[iteration] = is_permanent(iteration, rules) or was_permanent(iteration, content.config)
+        by_rule, now = is_permanent(iteration, rules), identity(folder)
+        if folder.name != str(iteration) or (by_rule and len(saved) >= keep):
+            continue
+        if now not in known:
+            if (content := good_manifest(folder, with_files=True)) is None:
+                continue
+            known[now] = was_permanent(iteration, content.config)
+        saved[iteration] = by_rule or known[now]
     for iteration in checkpoints_to_delete(saved, keep, newest, after, held):
         folder = root / str(iteration)
+        known.pop(identity(folder), None)
+        if good_manifest(folder, with_files=True) is None:
+            continue  # damaged since it was read
         trash = work_path(folder, "trash", new_nonce())
         try:
             os.rename(folder, trash)

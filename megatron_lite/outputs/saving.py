@@ -158,7 +158,7 @@ def _settle(run: Run, finished: Finished, waited_s: float = 0.0) -> None:
         after = None if checkpoint.delete_old_temp_checkpoints and not run.saves_by_default else run.resumed.iteration
         most = DEFAULT_CHECKPOINTS if run.saves_by_default else checkpoint.max_checkpoints
         held = held_checkpoints(root.parent) | best_of(finished.folder) | (run.mirror.held() if run.mirror else set())
-        prune(root, most, finished.iteration, rules, after, held)
+        prune(root, most, finished.iteration, rules, after, held, run.known_checkpoints)
         rotation = None if most is None else (most, finished.iteration, after, held)
     if run.mirror:
         run.mirror.update(rotation)

@@ -1,14 +1,17 @@
 """Which checkpoints stay, whatever happened before: the newest good one and the permanent ones; room for the next."""
 
+import dataclasses
 import os
 import types
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from megatron_lite.checkpoint import manifest, retention
 from megatron_lite.checkpoint.retention import checkpoints_to_delete, is_permanent, num_permanent, was_permanent
-from megatron_lite.config import CheckpointConfig, Config, TrainingConfig
+from megatron_lite.config import CheckpointConfig, Config, TrainingConfig, flatten
 from megatron_lite.config.structured_values import keep_rules
 from megatron_lite.errors import DamagedError, UsageError
 from tests.checkpoint.test_writing import save
@@ -151,6 +154,101 @@ def test_the_best_checkpoint_stays_on_the_disk(tmp_path: Path) -> None:
         assert {path.name for path in tmp_path.iterdir()} == {"12", str(iteration), str(best)}
     (folder / "manifest.json").write_text("damaged")
     assert retention.best_of(folder) == retention.best_of(tmp_path / "12") == set()
+
+
+def kept(folder: Path, number: int, base: Path, config: Config) -> Path:
+    """Write that many good checkpoints, which share the file of `base`."""
+    content = manifest.read(base)
+    for iteration in range(1, number + 1):
+        target = folder / str(iteration)
+        target.mkdir(parents=True)
+        os.link(base / "rank_000.safetensors", target / "rank_000.safetensors")
+        text = manifest.dump(dataclasses.replace(content, iteration=iteration, config=flatten(config)))
+        (target / "manifest.json").write_text(text)
+    return folder
+
+
+def reads_of(action: Callable[[], object], monkeypatch: pytest.MonkeyPatch) -> tuple[int, int]:
+    """Return how many files an action opens, and the bytes of the manifests among them."""
+    opened: list[int] = []
+    original = os.open
+
+    def counting(path: Any, *args: Any, **options: Any) -> int:
+        if not os.path.isdir(path):
+            opened.append(os.path.getsize(path) if os.path.basename(path) == "manifest.json" else 0)
+        return original(path, *args, **options)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "open", counting)
+        action()
+    return len(opened), sum(opened)
+
+
+# Rules of the configuration that saved them, current rules, and --max_checkpoints.
+KEPT: dict[str, tuple[tuple[str, ...], tuple[str, ...], int]] = {
+    "by --max_checkpoints": ((), (), 2000),
+    "by the rules": (("1",), ("1",), 1),
+    "by earlier rules": (("1",), (), 1),
+}
+
+
+@pytest.mark.parametrize("how", KEPT)
+@pytest.mark.parametrize("many", [40, pytest.param(1000, marks=pytest.mark.slow)])
+def test_a_save_costs_the_same_with_any_number(
+    how: str, many: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A save reads its own checkpoint, and the one that it deletes, if any, but none of those that are kept."""
+    earlier, current, keep = KEPT[how]
+    save(tmp_path / "base", 1, 1)
+    costs = []
+    for number in (10, many):
+        root = kept(tmp_path / str(number), number, tmp_path / "base" / "1", keeping(*earlier))
+        known: retention.Known = {}
+
+        def prune(iteration: int, root: Path = root, known: retention.Known = known) -> None:
+            retention.prune(root, keep, iteration, keep_rules(current), known=known)
+
+        found = []
+        for iteration in (number + 1, number + 2, number + 3):
+            save(root, iteration, 1)
+            found.append(reads_of(lambda iteration=iteration: prune(iteration), monkeypatch))
+        files, num_bytes = found[-1]
+        assert files <= 4 and num_bytes <= 2.1 * (root / f"{number + 3}" / "manifest.json").stat().st_size
+        costs.append(found[1:] if how != "by the rules" else found)  # the first save of a start may read each once
+        there = {int(path.name) for path in root.iterdir()}
+        assert there >= set(range(1, number + 1)) and (number + 2 in there) == (how != "by earlier rules")
+    few, more = ([files for files, _ in found] for found in costs)
+    assert few == more
+
+
+def keeping(*rules: str) -> Config:
+    return Config(checkpoint=CheckpointConfig(keep_checkpoints=rules))
+
+
+def test_what_was_read_once_is_read_again_before_it_is_deleted(tmp_path: Path) -> None:
+    """A checkpoint damaged since then stays, and one whose files changed, or that another save replaced, is new."""
+    known: retention.Known = {}
+    for iteration in (1, 2):
+        save(tmp_path, iteration, 1)
+        retention.prune(tmp_path, 2, iteration, known=known)
+    os.truncate(tmp_path / "1" / "rank_000.safetensors", 100)
+    save(tmp_path, 3, 1)
+    retention.prune(tmp_path, 2, 3, known=known)
+    assert {path.name for path in tmp_path.iterdir()} == {"1", "2", "3"}
+    save(tmp_path, 2, 1, config=keeping("2"))  # permanent now
+    (tmp_path / "3" / "rank_000.safetensors").unlink()
+    save(tmp_path, 4, 1)
+    retention.prune(tmp_path, 1, 4, known=known)
+    assert {path.name for path in tmp_path.iterdir()} == {"1", "2", "3", "4"}
+
+
+def test_the_memory_of_a_long_run_does_not_grow(tmp_path: Path) -> None:
+    """What is deleted is forgotten."""
+    known: retention.Known = {}
+    for iteration in range(1, 8):
+        save(tmp_path, iteration, 1)
+        retention.prune(tmp_path, 2, iteration, known=known)
+    assert len(known) == 2
 
 
 # -- room for those to come -------------------------------------------------------------------------------------------

@@ -2,7 +2,9 @@
 
 import errno
 import logging
+import os
 import time
+from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
@@ -164,3 +166,27 @@ def test_an_update_waits_for_the_copy(tmp_path: Path) -> None:
         data = (folder / "rank_000.safetensors").read_bytes()
         contents.append(data.replace(manifest.read(folder, 2).save_id.encode(), b""))
     assert contents[0] == contents[1]
+
+
+def test_a_run_reads_each_of_its_checkpoints_a_few_times(tmp_path: Path) -> None:
+    """However many saves follow: a save costs the same with any number of kept checkpoints."""
+    ((most, saves),) = run_distributed(1, count_reads, str(tmp_path))
+    assert saves == 12 and most <= 2  # which is the best one, and is it good?
+
+
+def count_reads(distributed: Distributed, folder: str) -> tuple[int, int]:
+    """Return how often a run opens the same manifest, and how many it has."""
+    opened, original = Counter[str](), os.open
+
+    def counting(path: Any, *args: Any, **options: Any) -> int:
+        if os.fspath(path).endswith("manifest.json") and not args[0] & os.O_CREAT:
+            opened[os.fspath(path)] += 1
+        return original(path, *args, **options)
+
+    os.open = counting
+    try:
+        options = {"checkpoint_interval": 1, "max_checkpoints": 100, "train_iters": 12, "experiment_dir": folder}
+        train_whole(distributed, tiny_config(**options))
+    finally:
+        os.open = original
+    return max(opened.values()), len(opened)
