@@ -132,7 +132,8 @@ def build(
     choice, found = _resolve(run)
     config = run.config
     kernels = agree_on_kernels(config, distributed)
-    layers = together(distributed, lambda: _open_inputs(run, environment or {}, kernels))
+    order = distributed.broadcast_object(choice.evaluation_order)
+    layers = together(distributed, lambda: _open_inputs(run, environment or {}, kernels, order))
     check_same(run.data.identity, distributed)
     run.samples = open_samples(config, distributed, experiment, stop)
     _log_banner(run, kernels, layers, (*found, *notes))
@@ -237,14 +238,15 @@ def _choose_products(config: Config, distributed: Distributed) -> Config:
     return dataclasses.replace(config, performance=dataclasses.replace(config.performance, cpu_matmul=name))
 
 
-def _open_inputs(run: Run, variables: Mapping[str, str], kernels: Kernels) -> list[Layer]:
+def _open_inputs(run: Run, variables: Mapping[str, str], kernels: Kernels, evaluation_order: str) -> list[Layer]:
     """Open everything that needs no communication; return the layers to train."""
     config, distributed = run.config, run.distributed
     if distributed.rank == 0:
         check_trackers(config)
     script = config.training.export_callback_script if distributed.rank == 0 else ""
     run.callback = open_callback(script, environment_with(variables), variables)
-    run.data = open_data(config, distributed.data.rank, distributed.data.world_size)
+    run.data = open_data(config, distributed.data.rank, distributed.data.world_size, evaluation_order)
+    run.data.identity["evaluation_order"] = evaluation_order
     run.data.while_waiting = distributed.check_step
     metric, _, name = (config.checkpoint.keep_best or "").partition("/")
     if name and name not in (names := run.data.alone("validation")):

@@ -56,6 +56,14 @@ class Choice:
                 return folder, content
         return None
 
+    @property
+    def evaluation_order(self) -> str:
+        """The order of a run's evaluations, see `data.open_data`: what an earlier version began keeps its own."""
+        if self.newest is None:
+            return "data"
+        content = self.newest[1]
+        return str(content.state.get("data", {}).get("evaluation_order", "seed" if content.iteration else "data"))
+
 
 def find(root: Path) -> list[tuple[int, Path]]:
     """List (iteration, folder) as `names.find_checkpoints`, but raise CheckpointError if `root` cannot be read."""

@@ -88,6 +88,7 @@ RUN_STATE = {
         "tokenizer": Digest | None,
         "masks?": list[Digest | None],
         "evaluated?": dict[str, Digest],
+        "evaluation_order?": str,  # see `data.open_data`
         **_TOKENIZER,
     },
 }

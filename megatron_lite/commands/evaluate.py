@@ -6,7 +6,8 @@
 The model is an export, any Hugging Face folder, a checkpoint, or the folder of a run (the newest good one is used).
 
 --data_path reads the validation split of token files with the samples and order of --validation_iters=all, or its
-first --samples. The loss equals the one that training logs for the same weights, split, sequence length and seed.
+first --samples. The loss equals the one that training logs for the same weights, split and sequence length. With
+--seed it is that of a run whose metrics do not say `"evaluation_order": "data"`, as an earlier version began it.
 --text reads text files (one document each) and .jsonl files (one document per line), tokenizes them like
 scripts/prepare_data.py, and predicts every token except the first exactly once.
 
@@ -28,7 +29,7 @@ from pathlib import Path
 
 from megatron_lite.checkpoint.rotation import again
 from megatron_lite.cli.script_parser import LARGEST_COUNT, ScriptParser, number
-from megatron_lite.config import DistributedConfig, unflatten
+from megatron_lite.config import unflatten
 from megatron_lite.config.structured_values import weighted_paths
 from megatron_lite.corpus.prepared import KnownTokenizer, check_tokenizer, known_tokenizer
 from megatron_lite.data.host_batch import micro_batch
@@ -66,7 +67,7 @@ def parse_options(arguments: Sequence[str] | None, program: str | None = None) -
     add("--split", help="--split of training; its second part is read; 0,1,0 reads everything (default: 969,30,1)")
     count = number(int, 1, LARGEST_COUNT)
     add("--samples", type=count, help="number of samples of --data_path (default: all)")
-    add("--seed", type=int, help="--seed of training, which determines where samples begin (default: 1234)")
+    add("--seed", type=int, help="--seed of a run that an earlier version began: its validation depends on it")
     add("--sequence_length", type=count, help="tokens per sample (default: as in training)")
     add("--micro_batch_size", type=count, default=1, help="samples per forward pass (default: 1)")
     add("--cross_document_attention", type=int, choices=(0, 1), default=1, help="as in training (default: 1)")
@@ -99,11 +100,11 @@ def indexed_batches(options: argparse.Namespace, model: LocalModel, length: int)
         "split": split,
         "num_workers": 0,
         "cross_document_attention": bool(options.cross_document_attention),
-        "seed": DistributedConfig.seed if options.seed is None else options.seed,
+        "seed": options.seed or 0,
         "device": model.device.type,
         "validation_iters": 1 if options.samples else "all",
     }
-    source = open_data(resolve(unflatten(values), 1), 0, 1)
+    source = open_data(resolve(unflatten(values), 1), 0, 1, "data" if options.seed is None else "seed")
     for host_batches in source.batches("validation"):
         for host_batch in host_batches:
             yield micro_batch(host_batch, model.device, None, None)

@@ -23,6 +23,7 @@ from megatron_lite.data.indexed_dataset import IndexedDataset
 from megatron_lite.data.loader import DataSource, Phase
 from megatron_lite.data.reading import RandomReader, Stream, StreamReader, masked_labels
 from megatron_lite.data.sampling import (
+    EVALUATION,
     PHASES,
     FileOrder,
     PackedDocuments,
@@ -49,8 +50,11 @@ NO_MASK = "none"  # in --loss_mask: every token of that data set counts
 SEARCHED, READ_AT_A_TIME = 2**24, 2**16
 
 
-def open_data(config: Config, rank: int, world_size: int) -> DataSource:
+def open_data(config: Config, rank: int, world_size: int, evaluation_order: str = "data") -> DataSource:
     """Open and check the data of a resolved configuration: headers, sizes, splits and masks, but no tokens.
+
+    evaluation_order: what the samples of an evaluation follow from: data, the data set alone; seed, also --seed, the
+    phase and the data set's place in the blend, as in runs that an earlier version began.
 
     Raises:
         DataError: one line that names the file, if a file is missing or damaged, or if a phase that the run needs
@@ -58,6 +62,11 @@ def open_data(config: Config, rank: int, world_size: int) -> DataSource:
     """
     training, tokenizer = config.training, config.data.tokenizer_file
     needed = {phase: count for phase, name in ITERATIONS.items() if (count := getattr(training, name)) != 0}
+
+    def origin(phase: str, number: int) -> tuple[int, str, int]:
+        is_own = phase == "training" or evaluation_order == "seed"
+        return (config.distributed.seed, phase, number) if is_own else EVALUATION
+
     if tokenizer is not None:
         try:
             read_tokenizer_file(tokenizer)  # now, not at the first export
@@ -68,7 +77,7 @@ def open_data(config: Config, rank: int, world_size: int) -> DataSource:
         sizes = config.batch.sequence_length, config.model.vocab_size
         for phase, count in needed.items():
             assert count != "all", "refused by validation: random tokens have no end"
-            random = RandomReader(sampler_key(config.distributed.seed, phase, 0), *sizes)
+            random = RandomReader(sampler_key(*origin(phase, 0)), *sizes)
             phases[phase] = Phase(random, _schedule(config, phase), count)
         return DataSource(config, rank, world_size, phases, {"data": "random tokens"}, identity([], tokenizer))
     sets = _open_sets(config, {config.data.path_flag(phase) for phase in needed})
@@ -78,13 +87,13 @@ def open_data(config: Config, rank: int, world_size: int) -> DataSource:
         if (flag := config.data.path_flag(phase)) != "data_path":
             own[phase] = digest([identity(sets[flag].datasets, None, sets[flag].masks), sets[flag].weights])
             found["evaluated"] = own
-    fill = None
-    if needed and config.data.fim_rate > 0:
-        key = derive_seed("fill in the middle", config.distributed.seed)
-        fill = FillInTheMiddle(config.data, config.model.vocab_size, key)
     for phase, count in needed.items():
+        fill = None
+        if config.data.fim_rate > 0:
+            key = derive_seed("fill in the middle", origin(phase, 0)[0])
+            fill = FillInTheMiddle(config.data, config.model.vocab_size, key)
         pairs = zip(*sets[config.data.path_flag(phase)][:2], strict=True)
-        streams = [_stream(config, phase, number, *pair) for number, pair in enumerate(pairs)]
+        streams = [_stream(config, phase, sampler_key(*origin(phase, n)), *pair) for n, pair in enumerate(pairs)]
         phases[phase] = _phase(config, phase, count, streams, fill)
         alone = {stream.dataset.prefix: stream for stream in streams}  # of a data set named twice, the last
         if len(alone) > 1 and (phase in own or (phase == "validation" and training.validation_by_dataset)):
@@ -210,8 +219,8 @@ def split_documents(num_documents: int, split: Sequence[float]) -> list[tuple[in
     return list(itertools.pairwise(bounds))
 
 
-def _stream(config: Config, phase: str, number: int, dataset: IndexedDataset, mask: IndexedDataset | None) -> Stream:
-    """Cut the split of `phase` out of a data set, or take all of its own."""
+def _stream(config: Config, phase: str, key: int, dataset: IndexedDataset, mask: IndexedDataset | None) -> Stream:
+    """Cut the split of `phase` out of a data set, or take all of its own. key: of the order of its samples."""
     if dataset.num_documents == 0:
         raise DataError(f"{dataset.index_path}: an empty data set: it holds no documents")
     first, end, documents_of = 0, dataset.num_documents, f"{dataset.num_documents:,} documents"
@@ -228,7 +237,7 @@ def _stream(config: Config, phase: str, number: int, dataset: IndexedDataset, ma
     if mask is not None:
         _check_some_count(mask, phase, first, end)
     documents, length, sample_order = range(first, end), config.batch.sequence_length, _order(config, phase)
-    key, entries = sampler_key(config.distributed.seed, phase, number), None if mask is None else mask.tokens
+    entries = None if mask is None else mask.tokens
     if not config.data.truncate_documents:
         packed = PackedDocuments(dataset, documents, length + 1, key)
         if not packed.samples_per_epoch:

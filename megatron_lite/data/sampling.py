@@ -33,6 +33,8 @@ from megatron_lite.seeds import derive_seed
 
 SHUFFLES = ("epoch", "full", "skip_first_epoch", "none")
 PHASES = tuple(ITERATIONS)
+# Every evaluation reads a data set as the validation of a run with these seed, phase and place did in earlier versions.
+EVALUATION = 1234, "validation", 0
 
 _GOLDEN = np.uint64(0x9E3779B97F4A7C15)  # 2**64 / golden ratio, odd: consecutive counters land far apart
 _ROUNDS = 8

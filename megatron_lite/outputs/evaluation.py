@@ -63,6 +63,7 @@ def evaluate(run: Run, phase: str) -> dict[str, str | float | None]:
     refuse_bad_steps(run)
     losses = _losses(run, phase)
     record = {"phase": phase, "iteration": run.iteration, "train_iters": run.config.training.train_iters, **losses}
+    record |= {"evaluation_order": run.data.identity["evaluation_order"]}
     for name, alone in run.data.alone(phase).items():
         record |= {f"{kind}/{name}": loss for kind, loss in _losses(run, alone).items()}
     named = {f"{phase} {kind.replace('_', ' ')}": loss for kind, loss in losses.items() if loss is not None}

@@ -11,6 +11,7 @@ from megatron_lite.checkpoint.resume import choose, set_aside
 from megatron_lite.config import CheckpointConfig, Config
 from megatron_lite.errors import CheckpointError
 from tests.checkpoint import test_writing
+from tests.support.fakes import run_state
 
 OPTIONS = CheckpointConfig()
 
@@ -104,3 +105,18 @@ def test_a_list_that_cannot_be_read_is_one_line(tmp_path: Path, monkeypatch: pyt
         set_aside(own, 2)
     with pytest.raises(CheckpointError, match="cannot read the checkpoints in .*own: Stale file handle"):
         chosen(own)
+
+
+def test_the_order_of_evaluations(tmp_path: Path) -> None:
+    """A run goes on with its own, which an earlier version did not write down; new ones follow the data set alone."""
+    assert choose(tmp_path, OPTIONS).evaluation_order == "data"
+    data = {"sets": [], "tokenizer": None}
+    for iteration, known, order in (
+        (0, {}, "data"),  # a converted model
+        (1, {}, "seed"),
+        (2, {"data": data}, "seed"),
+        (3, {"data": {**data, "evaluation_order": "data"}}, "data"),
+        (4, {"data": {**data, "evaluation_order": "seed"}}, "seed"),
+    ):
+        test_writing.save(tmp_path, iteration, 1, state={**run_state(), **known})
+        assert choose(tmp_path, OPTIONS).evaluation_order == order

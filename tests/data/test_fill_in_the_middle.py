@@ -212,6 +212,16 @@ def test_samples_depend_on_seed_and_index_only(prefix: str, tokenizers: dict[str
     assert not np.array_equal(other[0][0].tokens, plain[0][0].tokens)
 
 
+def test_an_evaluation_depends_on_no_seed(prefix: str, tokenizers: dict[str, str]) -> None:
+    """The same documents are cut at the same places in every run."""
+    values = {"train_iters": 0, "validation_iters": 2, "split": (0.0, 1.0, 0.0)}
+    first, second = (
+        read_batches(config(prefix, tokenizers["bytes"], seed=seed, **values), phase="validation") for seed in (1234, 5)
+    )
+    tokens = [[batch.tokens for step in steps for batch in step] for steps in (first, second)]
+    assert all(np.array_equal(*pair) for pair in zip(*tokens, strict=True))
+
+
 def test_borders_and_padding_follow_the_tokens(prefix: str, tokenizers: dict[str, str]) -> None:
     """Pieces begin after each end of a document, and the last one is cut; the labels that begin one, and padding, do
     not count. With a rate of 0 a sample is what it is without these options."""
