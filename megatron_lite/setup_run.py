@@ -206,10 +206,14 @@ def _resolve(run: Run) -> tuple[Choice, tuple[Note, ...]]:
         distributed.progress.phase = "the restore from the mirror"
         run.mirror = together(distributed, lambda: Mirror(root, options, run.stop.fail) if rank == 0 else None)
     _on_mirror(run, Mirror.compare)
-    usable = {} if run.mirror is None else run.mirror.usable
-    choice = choose_together(experiment.checkpoints, config.checkpoint, distributed, usable)
     run.config = _choose_products(config, distributed)
-    return choice, sizes
+    return _choose(run), sizes
+
+
+def _choose(run: Run) -> Choice:
+    """Choose the checkpoints to resume from."""
+    usable = {} if run.mirror is None else run.mirror.usable
+    return choose_together(run.experiment.checkpoints, run.config.checkpoint, run.distributed, usable)
 
 
 def _on_mirror(run: Run, action: Callable[[Mirror], T]) -> T | None:
@@ -323,8 +327,7 @@ def _open_profiles(run: Run) -> Profiles | None:
 
 def _sources(run: Run, layers: list[Layer]) -> tuple[Choice, WeightSource | None]:
     """Choose the checkpoints to resume from; if there are none, open the pretrained weights, if any."""
-    options = run.config.source
-    choice = choose_together(run.experiment.checkpoints, run.config.checkpoint, run.distributed)
+    options, choice = run.config.source, _choose(run)
     if options.pretrained_checkpoint_path is None or not options.load_pretrained_weights or choice.found:
         return choice, None
     return choice, load_pretrained.open_pretrained(run.config, shapes_of(layers), run.distributed, run.logger.warning)
