@@ -24,6 +24,7 @@ import scripts  # noqa: F401  names a missing package
 
 # isort: split
 from megatron_lite.cli.script_parser import ScriptParser
+from megatron_lite.corpus.inputs import inside
 from megatron_lite.data.disk_array import replace_file
 from megatron_lite.data.indexed_dataset import IndexedDataset
 from megatron_lite.errors import EXIT_DONE, DataError, RunError, StorageError
@@ -35,12 +36,15 @@ def find_pairs(names: Sequence[str]) -> list[str]:
     Of a folder, pairs of validation documents (`..._validation`) are left out: to train on them must be asked for; so
     are the loss masks of others (`..._mask`).
 
-    Raises: DataError if a folder holds no pair.
+    Raises: DataError if a folder holds no pair, or a link out of it.
     """
     prefixes: list[str] = []
     for name in names:
         if Path(name).is_dir():
             found = sorted(str(path)[:-4] for path in Path(name).rglob("*.idx"))
+            for prefix in found:
+                for ending in (".idx", ".bin"):
+                    inside(Path(name), Path(prefix + ending))
             masks = {prefix + "_mask" for prefix in found}
             kept = [prefix for prefix in found if not prefix.endswith("_validation") and prefix not in masks]
             if not kept:

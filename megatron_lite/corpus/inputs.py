@@ -75,9 +75,25 @@ def find_inputs(names: Sequence[str], suffixes: Sequence[str] = DEFAULT_SUFFIXES
             matches = sorted(glob.glob(alternative, recursive=True))
             if not matches:
                 raise DataError(f"{alternative}: no file matches this pattern")
+            base = Path(re.split(r"[*?[]", alternative)[0] + "_").parent
+            matches = [str(inside(base, Path(match))) for match in matches]
         for match in matches:
             files += [_described(path) for path in _files_of(Path(match), suffixes)]
     return files
+
+
+def inside(folder: Path, path: Path) -> Path:
+    """Return a path that a listing of a folder gives: names in a store, in a file, or of links.
+
+    A folder in the cache of the Hugging Face hub consists of links to the blobs beside its snapshots.
+
+    Raises: DataError if the path leads out of the folder.
+    """
+    root, target = (Path(os.path.realpath(place)) for place in (folder, path))
+    blobs = [above.parent / "blobs" for above in root.parents if above.name == "snapshots"]
+    if not any(map(target.is_relative_to, (root, *blobs))):
+        raise DataError(f"{path}: leads out of the folder {folder}; remove it there, or give the file itself")
+    return path
 
 
 def expand_braces(name: str) -> list[str]:
@@ -123,16 +139,16 @@ def _files_of(path: Path, suffixes: Sequence[str]) -> Iterator[Path]:
         kept = sorted(file for file in found if bare_name(file.name).endswith(tuple(suffixes)) and file.is_file())
         if not kept:
             raise DataError(f"{path}: no file in this folder ends in {' or '.join(suffixes)} (--suffix)")
-        yield from kept
+        yield from (inside(path, file) for file in kept)
 
 
 def _saved_dataset(folder: Path) -> list[Path]:
     """Return the data files of a folder that `datasets.Dataset.save_to_disk` wrote, in the order of their rows."""
     try:
-        names = [entry["filename"] for entry in json.loads((folder / "state.json").read_bytes())["_data_files"]]
-        return [folder / str(name) for name in names]
+        names = [str(entry["filename"]) for entry in json.loads((folder / "state.json").read_bytes())["_data_files"]]
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise DataError(f"{folder / 'state.json'}: is not what Hugging Face datasets saves: {error!r}") from error
+    return [inside(folder, folder / name) for name in names]
 
 
 def bare_name(name: str) -> str:

@@ -12,8 +12,8 @@ from pathlib import Path
 from typing import Any
 
 from megatron_lite.config.structured_values import storage_address
-from megatron_lite.corpus.inputs import expand_braces
-from megatron_lite.corpus.prepare import held
+from megatron_lite.corpus.inputs import expand_braces, inside
+from megatron_lite.corpus.prepare import LOCK, held
 from megatron_lite.errors import DataError, RunError, UsageError
 from megatron_lite.monitor.logging import get_logger
 from megatron_lite.run.durable_files import replace_file
@@ -30,13 +30,14 @@ def cache_of(chosen: str | None, experiment_dir: Path | str | None) -> str | Non
 def local_copy(address: str, flag: str, cache: str | None) -> str:
     """Return the path of a copy of what an address names: a file, a folder, a pattern's files, or a prefix's pair.
 
-    A path without `://` is returned as it is. A copy that was cut goes on with the files that are missing.
+    A local path is returned, without `file://`. A copy that was cut goes on with the files that are missing.
 
     Raises:
-        UsageError: for an address with credentials, without a place (cache), or without the package of the store.
-        DataError: if nothing is there, or it cannot be read.
+        UsageError: for an address without a place (cache), or without the package of the store.
+        DataError: if nothing is there, it cannot be read, or a name in the store leads out of the copy.
         StorageError: if the cache cannot be written.
     """
+    address = re.sub("^(file|local)://", "", address)
     if "://" not in address:
         return address
     storage_address(address, flag)
@@ -44,7 +45,7 @@ def local_copy(address: str, flag: str, cache: str | None) -> str:
         raise UsageError(f"--{flag}={address}: there is no place for a copy; give --dataset_cache or --experiment_dir")
     storage, there = open_storage(address, flag)
     folder = Path(cache, hashlib.blake2b(address.encode(), digest_size=8).hexdigest())
-    pattern = re.search(r"[*\[{]", there)
+    pattern = re.search(r"[*?\[{]", there)
     base, _, name = (there[: pattern.start()] if pattern else there.rstrip("/")).rpartition("/")
     try:
         with held(folder, lambda: get_logger().info("waiting for another process, which copies %s", address)):
@@ -78,7 +79,9 @@ def _copy(storage: Any, base: str, files: Mapping[str, Mapping[str, Any]], folde
         record = {}
     num_bytes = 0
     for name, told in files.items():
-        path, there, part = folder / name, f"{base}/{name}", folder / f"{name}.part"
+        path, there, part = inside(folder, folder / name), f"{base}/{name}", folder / f"{name}.part"
+        if name in (RECORD, LOCK):
+            raise DataError(f"{there}: a copy has a file of its own with this name; rename it there")
         if record.get(name) == [path.stat().st_size if path.is_file() else None, _version(told)]:
             continue
         path.parent.mkdir(parents=True, exist_ok=True)
