@@ -20,10 +20,32 @@ EXIT_PREEMPTED = 75
 STORAGE_ERRORS = (EACCES, EDQUOT, EFBIG, EIO, EISDIR, ENOSPC, ENOTDIR, EPERM, EROFS)
 # Words of CUDA, cuBLAS and NCCL, which allocate memory outside torch's allocator.
 _CUDA_WITHOUT_MEMORY = ("CUDA error: out of memory", "CUBLAS_STATUS_ALLOC_FAILED", "Cuda failure 2 'out of memory'")
+# The rest of a word after :// with user or password, or after the name of a key in a query.
+_CREDENTIALS = re.compile(
+    r"(?i)(:/+)[^/\s@:]*(?::\S*)?@\S*|(:/\S*?[?&#][^=&/\s]*(?:sig|token|key|secret|passw|pwd|cred|auth)[^=&\s]*=)\S+"
+)
 OUT_OF_MEMORY = "out of memory: "  # before the words of whatever could not allocate
 LESS_MEMORY = (
     "try a smaller --micro_batch_size, then --zero_stage=2 or 3, more ranks, or a larger --cross_entropy_splits"
 )
+
+
+def without_credentials(text: str) -> str:
+    """Return a text in which `...` hides the rest of each address from its user, password or key on."""
+    return _CREDENTIALS.sub(lambda match: f"{match[1] or match[2]}...", text)
+
+
+def check_addresses(words: Sequence[str]) -> None:
+    """Check that no word of a command line brings a secret in an address, which would be logged and saved.
+
+    Raises: UsageError for the first that does; the message hides the secret.
+    """
+    for word in words:
+        if (text := without_credentials(word)) != word:
+            raise UsageError(
+                f"{text}: write addresses without user, password or key, because they are logged and saved; libraries "
+                "find credentials in the environment, in their own files or by the role of the machine"
+            )
 
 
 def as_installed(text: str) -> str:
@@ -44,9 +66,9 @@ class RunError(ValueError):
     def __str__(self) -> str:
         """Return the message with control characters escaped: a name in a downloaded file must not steer a terminal.
 
-        A word that would fill a screen is cut.
+        A word that would fill a screen is cut, and a secret in an address is hidden: a file may hold one.
         """
-        text = re.sub(rf"\S{{{LONGEST_WORD + 1},}}", _beginning, as_installed(super().__str__()))
+        text = re.sub(rf"\S{{{LONGEST_WORD + 1},}}", _beginning, without_credentials(as_installed(super().__str__())))
         return "".join(c if c.isprintable() or c == "\n" else repr(c)[1:-1] for c in text)
 
 

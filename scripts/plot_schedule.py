@@ -22,7 +22,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # works without
 import scripts  # noqa: F401  names a missing package
 from megatron_lite.cli.parse import HelpRequested, parse
 from megatron_lite.config import Config
-from megatron_lite.errors import EXIT_DONE, RunError, StorageError, UsageError
+from megatron_lite.errors import EXIT_DONE, RunError, StorageError, UsageError, check_addresses
 from megatron_lite.run.exit_status import print_page
 from megatron_lite.run.launch import launch_world_size
 from megatron_lite.schedules.batch_size import batch_schedule
@@ -69,6 +69,7 @@ def take_files(argv: Sequence[str]) -> tuple[dict[str, Path], list[str]]:
         file = file if equals else next(words, "")
         if not file or file.startswith("--"):
             raise UsageError(f"{flag}: needs a file; write {flag}=schedule.{flag[2:]}")
+        check_addresses([word, file])
         files[flag] = Path(file).expanduser()
     if "--png" in files and importlib.util.find_spec("matplotlib") is None:
         raise UsageError("--png: matplotlib is not installed (pip install matplotlib); --csv works without it")

@@ -35,8 +35,9 @@ from megatron_lite.config.values import (
     shown,
     written,
 )
-from megatron_lite.errors import CheckpointError, UsageError
+from megatron_lite.errors import CheckpointError, UsageError, check_addresses
 from megatron_lite.run.launch import launch_world_size
+from megatron_lite.run.secrets import without_secrets
 from megatron_lite.validation import examine, planned_world_size
 from megatron_lite.validation.rules import Note
 
@@ -103,7 +104,8 @@ def parse(argv: Sequence[str]) -> Arguments:
         HelpRequested: for --help, --help_all and --version.
     """
     parser = _Parser()
-    items = parser.group(word for text in argv for word in parser.expand(Word(text)))
+    words = [word for text in argv for word in parser.expand(Word(text))]
+    items = parser.group(iter(words))
     for item in items:
         if item.name in ("help", "help_all", "-h"):
             raise HelpRequested(help_text(everything=item.name == "help_all"))
@@ -116,6 +118,7 @@ def parse(argv: Sequence[str]) -> Arguments:
     if parser.problems and not parser.guesswork and config.source.pretrained_checkpoint_path is None:
         parser.problems += _contradictions(config, parser.wrong)
     try:
+        check_addresses(without_secrets([word.text for word in words]))
         if parser.problems:
             raise UsageError("\n".join(parser.problems))
         values, notes = with_source(parser.given)

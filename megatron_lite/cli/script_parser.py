@@ -11,7 +11,7 @@ from typing import Any, NoReturn
 
 from megatron_lite.cli.unknown_flags import is_one_edit
 from megatron_lite.config.values import LOCAL, URL, shown, similar
-from megatron_lite.errors import UsageError
+from megatron_lite.errors import UsageError, check_addresses
 
 LARGEST_COUNT = 2**31 - 1
 
@@ -29,6 +29,10 @@ class ScriptParser(argparse.ArgumentParser):
         words = list(sys.argv[1:] if args is None else args)
         if any("\0" in word for word in words):
             self.error("a word of the command line has a NUL character")
+        try:
+            check_addresses(words)
+        except UsageError as error:
+            self.error(str(error))
         end = words.index("--") if "--" in words else len(words)
         return super().parse_known_args([*map(self._spelled, words[:end]), *words[end:]], namespace)
 

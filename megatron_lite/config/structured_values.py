@@ -21,7 +21,7 @@ _SIZE = re.compile(r"([0-9]{1,18}(?:\.[0-9]{1,18})?) ?([A-Za-z]{0,3})")
 _KEEP_RULE = re.compile(r"([0-9]{1,18})(?::([0-9]{1,18}))?")
 _WEIGHT_CHANGE = re.compile(r"([0-9]{1,18}):([^:]+)")
 LINKS = ("auto", "nvlink", "ib", "ethernet")
-_ADDRESS = re.compile(r"(?!.*::)([a-z][a-z0-9+.-]*://[^@?#/][^@?#]*|file://[^@?#]+|(?!.*://).+)")
+_ADDRESS = re.compile(r"(?!.*::)([a-z][a-z0-9+.-]*://[^/].*|file://.+|(?!.*://).+)")
 _VARIABLE = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
 
 
@@ -225,13 +225,10 @@ def storage_address(text: str, name: str) -> None:
     """Check the address of a folder: a path, or scheme://bucket/path. `name`: the flag, for messages.
 
     Raises:
-        UsageError: for any other text; credentials in it are not shown.
+        UsageError: for any other text.
     """
     if not _ADDRESS.fullmatch(text):
-        raise UsageError(
-            f"--{name}: must be the address of a folder, as in s3://bucket/run or /mnt/run, without user, password or "
-            "query (no @, ? or #), because it is logged and saved; libraries find credentials in the environment"
-        )
+        raise UsageError(f"--{name}={shown(text)}: must be the address of a folder, as in s3://bucket/run or /mnt/run")
 
 
 class Interconnect(NamedTuple):

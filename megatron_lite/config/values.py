@@ -18,6 +18,7 @@ from megatron_lite.config import AREAS, Config, flatten
 from megatron_lite.config import option as declarations
 from megatron_lite.config.model import block_parts, join_block_parts
 from megatron_lite.config.option import All, Auto, Flag
+from megatron_lite.errors import without_credentials
 
 LARGEST_INTEGER = 2**63 - 1
 DASHES = "-\u2010\u2011\u2012\u2013\u2014\u2212"  # ASCII, and those of word processors and web pages
@@ -93,7 +94,11 @@ _NUMBER_LIKE = re.compile(r"[+-]?(?:nan|inf(?:inity)?)|[+-]?\.?\d[\d_.,]*(?:e[+-
 
 
 def shown(value: str) -> str:
-    """Return `value` for an error message: shortened if long, and quoted and escaped unless it is plain ASCII."""
+    """Return `value` for an error message: shortened if long, and quoted and escaped unless it is plain ASCII.
+
+    A secret in an address is hidden.
+    """
+    value = without_credentials(value)
     text = value if len(value) <= 60 else value[:50] + "..."
     text = text if re.fullmatch(r"[!-~]+", text) else ascii(text)
     return text if len(value) <= 60 else f"{text} ({len(value)} characters)"
@@ -381,15 +386,15 @@ def number(value: float) -> str:
 
 
 def written(value: Any) -> str:
-    """Return a value as a user would type it after its flag."""
+    """Return a value as a user would type it after its flag, without a secret in an address of an older run."""
     if value is None:
         return "none"
     if isinstance(value, bool):
         return str(int(value))
     if isinstance(value, tuple):
         numbers = all(isinstance(item, (int, float)) for item in value)
-        return ",".join(number(item) for item in value) if numbers else " ".join(value)
-    return number(value) if isinstance(value, float) else str(value)
+        return ",".join(number(item) for item in value) if numbers else without_credentials(" ".join(value))
+    return number(value) if isinstance(value, float) else without_credentials(str(value))
 
 
 def abridged(value: Any) -> str:

@@ -16,14 +16,13 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
-from megatron_lite.errors import UsageError
+from megatron_lite.errors import UsageError, without_credentials
 from megatron_lite.run.secrets import masked
 
 # Others change a store too, so no listing is cached. s3fs itself tries five times.
 _S3: Any = {"use_listings_cache": False, "config_kwargs": {"connect_timeout": 10, "retries": {"total_max_attempts": 1}}}
 _OPTIONS = MappingProxyType({"s3": _S3, "s3a": _S3, "gs": {"use_listings_cache": False}})
 _SECRET_NAME = re.compile(r"(?i).*(secret|token|passw|credential|(access|api|private)_?key).*(?<!path|file)")
-_IN_ADDRESS = re.compile(r"(?<=//)[^/\s@]*@|\?[^\s'\"]*")  # user and password, or a signed query
 _PART_BYTES = 50 * 2**20  # s3fs sends larger files in such parts
 
 
@@ -40,14 +39,14 @@ def open_storage(address: str, flag: str) -> tuple[Any, str]:
         return url_to_fs(address, **_OPTIONS.get(address.partition("://")[0], {}))
     except (ImportError, ValueError, TypeError) as error:
         fix = "pip install '.[remote]'" if isinstance(error, ImportError) else "give s3://..., gs://... or a folder"
-        raise UsageError(f"--{flag}={_IN_ADDRESS.sub('', address)}: {failure(error)}; {fix}") from None
+        raise UsageError(f"--{flag}={address}: {failure(error)}; {fix}") from None
 
 
 def failure(error: BaseException) -> str:
     """Describe any error of a store in one line without credentials."""
     reason = (error.strerror if isinstance(error, OSError) else None) or str(error) or type(error).__name__
     secrets = [value for name, value in os.environ.items() if _SECRET_NAME.fullmatch(name)]
-    return masked(_IN_ADDRESS.sub("", " ".join(reason.split())), secrets)[:300]
+    return masked(without_credentials(" ".join(reason.split())), secrets)[:300]
 
 
 class RemoteFolder:
