@@ -26,7 +26,8 @@ from typing import Any
 
 from megatron_lite.checkpoint.rotation import again
 from megatron_lite.cli.script_parser import LARGEST_COUNT, ScriptParser, number
-from megatron_lite.corpus.conversations import Messages, find_template
+from megatron_lite.corpus.conversations import find_template
+from megatron_lite.corpus.rendering import Messages
 from megatron_lite.data.disk_array import reading
 from megatron_lite.errors import EXIT_DONE
 from megatron_lite.generation.continuation import Limits, SamplingOptions, Text, TokenSampler, continue_texts
@@ -153,7 +154,7 @@ class Writer:
         """
         options, model, written, template = self._options, self.model, prompts, bool(self._options.add_special_tokens)
         if self._chat is not None:
-            written = [self._chat.render([*before, _message("user", prompt)], None, True)[0] for prompt in prompts]
+            written = [self._chat.render([*before, _message("user", prompt)], None, True) for prompt in prompts]
             template = False  # the chat template writes special tokens itself
         sampling = SamplingOptions(options.temperature, options.top_k, options.top_p)
         texts = [

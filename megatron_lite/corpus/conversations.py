@@ -1,27 +1,19 @@
 """Conversations as texts, by a chat template, with what counts in the loss: what the assistant says.
 
-Templates are untrusted. They run in Jinja's sandbox, set up as in transformers, so that both render the same text.
+Templates are programs of strangers: they run in a sandbox, in a process with limits of time, memory and output.
 """
 
 from __future__ import annotations
 
-import functools
-import itertools
-import json
-import re
-import uuid
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable
 from dataclasses import KW_ONLY, dataclass
-from datetime import datetime
 from pathlib import Path
-from typing import Any, NamedTuple, NoReturn
+from typing import Any, NamedTuple
 
-import jinja2
-from jinja2.ext import loopcontrols
-from jinja2.sandbox import ImmutableSandboxedEnvironment
-
+from megatron_lite.corpus.confined import Limits, confined
 from megatron_lite.corpus.documents import TextFields, look_up
 from megatron_lite.corpus.pieces import ABSENT
+from megatron_lite.corpus.rendering import Messages, rendered, spoken
 from megatron_lite.corpus.tokenizer_choice import TokenizerChoice
 from megatron_lite.data.disk_array import reading
 from megatron_lite.data.tokenizing import BYTE, MarkedText, config_beside, load_tokenizer, read_object
@@ -29,10 +21,8 @@ from megatron_lite.errors import DataError, UsageError
 
 NAMED = Path(__file__).with_name("chat_templates")  # <name>.jinja
 KEYS = ("messages", "conversations", "prompt", "completion", "tools")  # of a record
+LIMITS = Limits()  # for one conversation
 ROLES = {"human": "user", "gpt": "assistant"}  # ShareGPT's names
-BLOCK_END = re.compile(r"\{%([-+]?)\s*(?:end)?generation\s*([-+]?)%\}")
-MARK = uuid.uuid4().hex  # printed at both ends of a `{% generation %}` block; random: no text holds it
-Messages = Sequence[Mapping[str, Any]]
 
 
 class ChatTemplate(NamedTuple):
@@ -41,61 +31,25 @@ class ChatTemplate(NamedTuple):
     text: str
     config: dict[str, Any]
 
-    def render(self, messages: Messages, tools: Any, prompt: bool) -> tuple[str, list[tuple[int, int]]]:
-        """Return the text, and its parts in `{% generation %}` blocks. prompt: with the beginning of an answer.
+    def render(self, messages: Messages, tools: Any, prompt: bool) -> str:
+        """Return the text. prompt: with the beginning of an answer.
 
-        Raises: DataError if the template refuses the messages.
+        Raises: DataError if the template refuses the messages, or goes beyond a limit for them.
         """
-        context = {key: value for key, value in self.config.items() if key.endswith("_token")}
-        context |= {"messages": messages, "tools": tools, "documents": None, "add_generation_prompt": prompt}
-        try:
-            parts = _compiled(self.text).render(context).split(MARK)
-        except Exception as error:  # whatever the program of a stranger raises
-            raise DataError(f"the chat template (--chat_template) refuses it: {error}") from error
-        ends = [0, *itertools.accumulate(map(len, parts))]
-        return "".join(parts), list(zip(ends[1::2], ends[2::2], strict=False))
+        return str(self._confined(rendered, messages, tools, prompt)[0])
 
     def spoken(self, messages: Messages, tools: Any = None, first: int = 0) -> MarkedText:
-        """Return the text. What counts is what the assistant says from message `first` on, with the end of each turn.
+        """Return the text, marked as `rendering.spoken` does. Raises: as `render`."""
+        return MarkedText(*self._confined(spoken, messages, tools, first))
 
-        Without blocks, that is what a message adds to the text of those before it and the beginning of an answer.
-        """
-        whole, spans = self.render(messages, tools, False)
-        if BLOCK_END.search(self.text):
-            begin = len(self.render(messages[:first], tools, False)[0]) if first else 0
-            return MarkedText(whole, [span for span in spans if span[0] >= begin])
-        for number, message in enumerate(messages[first:], first):
-            content = message.get("content") or message.get("tool_calls")
-            if message["role"] != "assistant" or not content:
-                continue
-            before, after = (self.render(messages[: number + k], tools, not k)[0] for k in (0, 1))
-            if not (after.startswith(before) and whole.startswith(after)):
-                raise DataError(
-                    f"what the chat template writes up to messages[{number}] changes with what follows (thoughts left "
-                    "out, another beginning of an answer); end the record there, or give a template with "
-                    "{% generation %} blocks (--chat_template)"
-                )
-            said = after[len(before) :]
-            if not said.rstrip().endswith(str(content).strip() or MARK):
-                said = said.rstrip()  # white space follows the end of the turn; else it is the end
-            spans.append((len(before), len(before) + len(said)))
-        return MarkedText(whole, spans)
+    def _confined(self, function: Callable[..., Any], *arguments: Any) -> Any:
+        tokens = {key: value for key, value in self.config.items() if key.endswith("_token")}
+        return confined(LIMITS, function, self.text, tokens, *arguments)
 
     def turn_end(self) -> str:
         """Return what ends the assistant's turn, such as `<|im_end|>`; empty if only white space does."""
         text = self.spoken([{"role": "user", "content": "x"}, {"role": "assistant", "content": "y"}])
         return text[slice(*text.spans[-1])].partition("y")[2].strip() if text.spans else ""
-
-
-@functools.lru_cache(maxsize=4)
-def _compiled(text: str) -> jinja2.Template:
-    def refuse(message: str) -> NoReturn:
-        raise jinja2.TemplateError(message)
-
-    environment = ImmutableSandboxedEnvironment(trim_blocks=True, lstrip_blocks=True, extensions=[loopcontrols])
-    environment.filters["tojson"] = functools.partial(json.dumps, ensure_ascii=False)
-    environment.globals |= {"raise_exception": refuse, "strftime_now": lambda form: datetime.now().strftime(form)}
-    return environment.from_string(BLOCK_END.sub(rf"{{%\1 if true %}}{MARK}{{% endif \2%}}", text))
 
 
 @dataclass(frozen=True)
