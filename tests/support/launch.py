@@ -393,15 +393,21 @@ def find_marked(marker: str, sessions: Sequence[int] = ()) -> list[int]:
     return found
 
 
-def listening(process: int) -> list[str]:
-    """Return the addresses, as in /proc/net/tcp, of the sockets on which a process waits for connections."""
+def listening_at(process: int) -> list[tuple[str, int]]:
+    """Return address, as in /proc/net/tcp, and port of the sockets on which a process waits for connections."""
     own = set()
     for path in Path(f"/proc/{process}/fd").iterdir():
         with contextlib.suppress(OSError):
             own.add(os.readlink(path).removeprefix("socket:[").removesuffix("]"))
     tables = (Path(f"/proc/{process}/net/{kind}").read_text() for kind in ("tcp", "tcp6"))
     rows = [line.split() for table in tables for line in table.splitlines()]
-    return [row[1].partition(":")[0] for row in rows if row[3] == "0A" and row[9] in own]
+    places = [row[1].split(":") for row in rows if row[3] == "0A" and row[9] in own]
+    return [(address, int(port, 16)) for address, port in places]
+
+
+def listening(process: int) -> list[str]:
+    """Return the addresses of `listening_at`."""
+    return [address for address, _ in listening_at(process)]
 
 
 def is_loopback(address: str) -> bool:
