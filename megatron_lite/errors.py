@@ -20,9 +20,10 @@ EXIT_PREEMPTED = 75
 STORAGE_ERRORS = (EACCES, EDQUOT, EFBIG, EIO, EISDIR, ENOSPC, ENOTDIR, EPERM, EROFS)
 # Words of CUDA, cuBLAS and NCCL, which allocate memory outside torch's allocator.
 _CUDA_WITHOUT_MEMORY = ("CUDA error: out of memory", "CUBLAS_STATUS_ALLOC_FAILED", "Cuda failure 2 'out of memory'")
-# The rest of a word after :// with user or password, or after the name of a key in a query.
+# The rest of a word after :// with user or password, or after the name of a key in a query; bounds keep it quick.
 _CREDENTIALS = re.compile(
-    r"(?i)(:/+)[^/\s@:]*(?::\S*)?@\S*|(:/\S*?[?&#][^=&/\s]*(?:sig|token|key|secret|passw|pwd|cred|auth)[^=&\s]*=)\S+"
+    r"(?i)(:/+)[^/\s@:]{0,500}(?::\S{0,1000})?@\S*"
+    r"|(:/\S{0,1500}?[?&#][^=&/\s]{0,50}(?:sig|token|key|secret|passw|pwd|cred|auth)[^=&\s]{0,50}=)\S+"
 )
 OUT_OF_MEMORY = "out of memory: "  # before the words of whatever could not allocate
 LESS_MEMORY = (
