@@ -45,7 +45,7 @@ class RunConfig(Area):
     report: bool = idle_unless("experiment_dir")(
         True, "write report.html, a page about the run, into experiment_dir at the end of each start"
     )
-    log_interval: PositiveInt | None = optional(
+    log_interval: PositiveInt = optional(
         "iterations between log lines", "100, or a fiftieth of train_iters", basic=True
     )
     log_offset: NonNegativeInt = option(1, "first logged iteration (0: only multiples of log_interval)")
@@ -134,7 +134,7 @@ class TrackingConfig(Area):
     wandb_status_interval: PositiveInt | None = wandb_option(
         None, "iterations between Weights & Biases alerts with metrics", unset="none"
     )
-    wandb_post_alerts: bool | None = wandb_option(
+    wandb_post_alerts: bool = wandb_option(
         None, "post Weights & Biases alerts when the run starts, ends or fails", unset="on with wandb_status_interval"
     )
     watch: tuple[str, ...] = idle_unless("trackers and train_iters")(

@@ -53,7 +53,7 @@ class LearningRateConfig(Area):
     lr_decay_style: str = option(
         "constant", "shape of the decay (power_tokens is Levanter's power)", choices=DECAY_STYLES, basic=True
     )
-    lr_decay_iters: PositiveInt | None = optional(
+    lr_decay_iters: PositiveInt = optional(
         "iteration at which the last decay or the cooldown ends; the learning rate is constant from then on",
         "train_iters (+ lr_schedule_offset)",
         basic=True,

@@ -53,7 +53,7 @@ ONE_LOOP = ("one_f_one_b", "zero_bubble_v")  # there and back, with placement v;
 class MultiStageConfig(Area):
     """ZeRO and stages"""
 
-    zero_stage: int | Auto | None = optional(
+    zero_stage: int | Auto = optional(
         "1: shard optimizer state; 2: also gradients; 3: also weights; auto: the lowest that fits the device",
         "1",
         minimum=1,

@@ -51,19 +51,19 @@ OWN_DATA = MappingProxyType({"validation": "valid_data_path", "test": "test_data
 class BatchConfig(Area):
     """Batch"""
 
-    batch_size: PositiveInt | None = optional(
+    batch_size: PositiveInt = optional(
         "samples per iteration, over all ranks", "derived", basic=True, aliases="global_batch_size train_batch_size"
     )
-    micro_batch_size: PositiveInt | None = optional(
+    micro_batch_size: PositiveInt = optional(
         "samples per rank in one forward pass", "derived", basic=True, aliases="per_device_train_batch_size"
     )
-    depth_first_micro_batches: PositiveInt | None = optional(
+    depth_first_micro_batches: PositiveInt = optional(
         "depth-first micro-batches: forward and backward of one before the next", "sequential_micro_batches"
     )
-    breadth_first_micro_batches: PositiveInt | None = optional(
+    breadth_first_micro_batches: PositiveInt = optional(
         "breadth-first micro-batches: all of them pass one stage before the next", "1"
     )
-    sequential_micro_batches: PositiveInt | None = optional("depth-first * breadth-first micro-batches", "derived")
+    sequential_micro_batches: PositiveInt = optional("depth-first * breadth-first micro-batches", "derived")
     batch_size_schedule: tuple[str, ...] = option(
         (),
         'batch sizes by iteration, instead of batch_size: "0:32 1000:64" is 32 samples in each of the first 1000 '

@@ -152,7 +152,6 @@ class DataSource:
     def split(self, phase: str, iteration: int) -> Split:
         """Return how ranks and micro-batches share the samples of an iteration, counted from 1."""
         batch, samples = self.config.batch, self.phases[phase].schedule.batch_size(iteration)
-        assert batch.micro_batch_size is not None, "resolved"
         if phase == "training":
             return Split(samples, batch.micro_batch_size, self.world_size, batch.breadth_first_micro_batches or 1)
         return Split(samples, batch.eval_micro_batch_size or batch.micro_batch_size, self.world_size)

@@ -169,7 +169,6 @@ def _schedule(config: Config, phase: str) -> BatchSchedule:
     """Return the batch sizes of a phase: an evaluation keeps one size, so that its results compare over the run."""
     if phase == "training":
         return batch_schedule(config.batch)
-    assert config.batch.batch_size is not None, "resolved"
     return BatchSchedule((Segment(0, config.batch.batch_size),))
 
 
@@ -177,7 +176,6 @@ def _phase(config: Config, phase: str, count: int | All, streams: list[Stream], 
     """Blend `count` batches of all data sets by their weights, or read each data set once from end to end."""
     order: Blend | Concatenation
     if count == "all":
-        assert config.batch.batch_size is not None, "resolved"
         streams = list({(stream.dataset, stream.mask and stream.mask.path): stream for stream in streams}.values())
         order = Concatenation([stream.sampler.samples_per_epoch for stream in streams])
         schedule, iterations = once_through(order.num_samples, config.batch.batch_size)

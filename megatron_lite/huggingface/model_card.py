@@ -85,7 +85,6 @@ def _model_rows(config: Config, model_type: str, parameters: int) -> Iterator[tu
 
 def _training(config: Config, trained: TrainingSummary) -> Iterator[str]:
     batch, data = config.batch, config.data
-    assert batch.batch_size, "resolved"
     paths = weighted_paths(data.data_path) if data.dataset_source != "random" else []
     shares = [f" ({weight:.1%})" if len(paths) > 1 else "" for weight, _ in paths]
     names = [f"`{_plain(PurePath(path).name)}`{share}" for (_, path), share in zip(paths, shares, strict=True)]

@@ -37,7 +37,6 @@ def derived_numbers(
 ) -> dict[str, str]:
     """Return derived numbers of the run by name; `data` describes the data sets."""
     batch, sizes = config.batch, batch_schedule(config.batch).sizes
-    assert batch.micro_batch_size and batch.breadth_first_micro_batches
     shape = (batch.micro_batch_size, distributed.data.world_size, batch.breadth_first_micro_batches)
     micro_batches = _smallest_to_largest([Split(size, *shape).micro_steps for size in sizes])
     parameters = sum(parameter.spec.numel for parameter in parameters_of(layers))
@@ -146,7 +145,6 @@ def device_warnings(config: Config, device: torch.device) -> Iterator[str]:
     batch, performance, options = config.batch, config.performance, config.distributed
     columns = config.model.vocabulary_rows(options.tensor_parallel if options.parallel_embeddings else 1)
     vocab_size = min(columns, config.model.vocab_size)  # of this rank
-    assert batch.micro_batch_size is not None
     samples = batch.micro_batch_size
     if config.training.validation_iters and batch.eval_micro_batch_size is not None:
         samples = max(samples, batch.eval_micro_batch_size)

@@ -51,7 +51,6 @@ class DrawnStep:
 
     def __init__(self, order: Order, batch: BatchConfig) -> None:
         depth, breadth = batch.depth_first_micro_batches, batch.breadth_first_micro_batches
-        assert depth and breadth, "resolved"
         passes = order.training(depth * breadth, breadth)
         self.order, self.timeline, self.rows = order, order.timeline(passes), list[list[Bar]]()
         starts = [stages.start for stages in order.pipeline.chunks]

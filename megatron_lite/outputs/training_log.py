@@ -76,9 +76,8 @@ def is_log_due(run: Run) -> bool:
     return due or (run.logs_early and is_early(run.iteration, options.log_interval))
 
 
-def is_early(iterations: int, log_interval: int | None) -> bool:
+def is_early(iterations: int, log_interval: int) -> bool:
     """Return whether to show progress after N iterations: powers of 2 within the first log interval."""
-    assert log_interval, "resolved"
     return iterations < log_interval and iterations & (iterations - 1) == 0
 
 

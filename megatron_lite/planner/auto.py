@@ -120,7 +120,6 @@ def worthwhile_bytes(world_size: int, device_type: str) -> int:
 def most_bytes(config: Config, layers: Sequence[Layer]) -> float:
     """Return an upper bound of a rank's tensors: each weight has state, and products make activations of each token."""
     batch = config.batch
-    assert batch.micro_batch_size and batch.breadth_first_micro_batches, "resolved"
     tokens = batch.micro_batch_size * batch.breadth_first_micro_batches * batch.sequence_length
     weights = sum(parameter.numel() for layer in layers for parameter in layer.parameters())
     return weights * (MOST_STATE_BYTES + MOST_TOKEN_BYTES * tokens / config.model.hidden_size)

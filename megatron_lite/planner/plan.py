@@ -136,7 +136,6 @@ class Plan:
     def traffic(self) -> dict[str, Total]:
         """Traffic of one step after the first, by kind, over all of the rank's groups."""
         micro_batches = self.config.batch.sequential_micro_batches
-        assert micro_batches, "resolved"
         between = _traffic_between_passes(self.config, self.partition)
         return traffic_sum((between, 1), *((cost.traffic, micro_batches) for cost in self.costs))
 

@@ -45,7 +45,6 @@ def dry_run(
     """
     device_type = planned_type(config.distributed)
     memory, _ = planned_memory(config.distributed, world_size)
-    assert config.batch.batch_size, "resolved"
     search, changes = Search(asked, config.batch.batch_size, world_size, device_type, memory), Changes()
     try:
         if asked.distributed.world_size == "auto":
@@ -160,7 +159,6 @@ def _stage_row(plan: Plan, run: Sequence[Stage]) -> str:
 def _batch(plan: Plan) -> Iterator[str]:
     """Describe the planned batch: the largest of a schedule."""
     batch, training = plan.config.batch, plan.config.training
-    assert batch.batch_size and batch.micro_batch_size and batch.sequential_micro_batches
     iterations, tokens = training.train_iters, batch.batch_size * batch.sequence_length
     ranks, tensor = plan.model.group.world_size, plan.model.tensor.world_size
     padding = batch.micro_batch_size * batch.sequential_micro_batches * ranks - batch.batch_size

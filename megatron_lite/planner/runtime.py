@@ -87,7 +87,6 @@ def runtime_bytes(config: Config, partition: Partition) -> dict[str, int]:
 
 def _tensor_parallel_scratch_bytes(config: Config, model: MultiStage) -> int:
     """Return the receive buffer of tensor-parallel collectives on a CPU; two ranks swap whole hidden states."""
-    assert config.batch.micro_batch_size, "resolved"
     ranks, dtype = model.tensor.world_size, model.precision.training
     numel = config.batch.micro_batch_size * config.batch.sequence_length * config.model.hidden_size
     if ranks == 2 and not config.distributed.sequence_tensor_parallel:

@@ -386,7 +386,7 @@ def _flags(changes: Changes) -> str:
 def _single_options(search: Search, config: Config) -> Iterator[tuple[str, Changes]]:
     """Yield each memory-saving option with all changes that it requires. config: the run's, resolved."""
     asked, batch, stages = search.asked, config.batch, search.asked.multi_stage
-    assert batch.micro_batch_size and isinstance(config.multi_stage.zero_stage, int), "resolved"
+    assert isinstance(config.multi_stage.zero_stage, int), "resolved"
     # Keep the batch size, even if derived from the micro-batches; derive their order again.
     given = asked.batch.batch_size or asked.batch.batch_size_schedule
     order = ("depth_first_micro_batches", "sequential_micro_batches")

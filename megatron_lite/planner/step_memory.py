@@ -72,7 +72,6 @@ class Partition:
 
         level: one recompute level for all MLPs, or levels by block.
         """
-        assert config.batch.micro_batch_size, "resolved"
         levels, whole = by_block(level, config.model.num_layers), config.performance.recompute_layers
         micro_batch, costs, blocks = planned_micro_batch(config), [], 0
         rank_of, in_parts = self.model.pipeline.rank_of, self.model.order.schedule == "zero_bubble_v"
@@ -112,7 +111,6 @@ class Partition:
     def evaluation_steps(self, config: Config) -> list[Step]:
         """Return an evaluation's steps; one rank computes its micro-batches one by one."""
         batch, model = config.batch, self.model
-        assert batch.batch_size and batch.micro_batch_size, "resolved"
         size = batch.eval_micro_batch_size or batch.micro_batch_size
         count = Split(batch.batch_size, size, model.group.world_size).micro_steps if model.ranks.world_size > 1 else 1
         return model.order.steps(model.ranks.rank, model.memory.plans, evaluation_passes(model.pipeline, count))
@@ -123,7 +121,6 @@ class Partition:
         Micro-batches repeat the passes of those before them, once a pipeline is full.
         """
         batch, ranks = config.batch, self.model.ranks.world_size
-        assert batch.depth_first_micro_batches and batch.breadth_first_micro_batches, "resolved"
         depth, breadth = batch.depth_first_micro_batches, batch.breadth_first_micro_batches
         if self.model.order.schedule == "breadth_first":
             few = min(depth, 2)
@@ -134,7 +131,6 @@ class Partition:
 
     def order(self, config: Config, level: str) -> Order:
         """Return the order of the model's steps in a run."""
-        assert config.batch.micro_batch_size, "resolved"
         key = level, config.batch.micro_batch_size, config.performance.recompute_layers
         if key not in self._orders:
             order = self.model.order
@@ -180,7 +176,6 @@ def planned_micro_batch(config: Config, evaluates: bool = False) -> MicroBatch:
     """Return a micro-batch without values."""
     batch = config.batch
     samples = (batch.eval_micro_batch_size if evaluates else None) or batch.micro_batch_size
-    assert samples, "resolved"
     tokens = torch.empty(samples, batch.sequence_length, dtype=torch.int64, device="meta")
     positions = tokens if config.data.reset_position_ids else None
     scale, seed = (None, None) if evaluates else (torch.empty((), device="meta"), 0)

@@ -64,7 +64,6 @@ def predict_step(plan: Plan, speeds: Speeds) -> StepTime:
     """Predict the time of a step with the largest batch."""
     config, dtype = plan.config, plan.config.distributed.training_dtype
     micro_batches = config.batch.sequential_micro_batches
-    assert micro_batches and config.batch.batch_size, "resolved"
     parts = dict.fromkeys((*PARTS.values(), "host"), 0.0)
     for times, items in ((micro_batches, micro_batch_work(plan)), (1, Counter(update_work(plan)))):
         for item, count in items.items():

@@ -126,7 +126,6 @@ def batch_schedule(batch: BatchConfig) -> BatchSchedule:
     """Return the batch sizes of a resolved configuration: constant, or by --batch_size_schedule."""
     if batch.batch_size_schedule:
         return parse_schedule(batch.batch_size_schedule)
-    assert batch.batch_size is not None, "resolved before"
     return BatchSchedule((Segment(0, batch.batch_size),))
 
 

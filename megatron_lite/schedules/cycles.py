@@ -38,17 +38,12 @@ def steps_of(iters: int | None, fraction: float | None, whole: int) -> int | Non
 
 def cooldown_steps(options: LearningRateConfig) -> int:
     """Return the length of the cooldown at the end of the schedule; 0 if there is none."""
-    return steps_of(options.lr_cooldown_iters, options.lr_cooldown_fraction, _end(options)) or 0
+    return steps_of(options.lr_cooldown_iters, options.lr_cooldown_fraction, options.lr_decay_iters) or 0
 
 
 def cycle_steps(options: LearningRateConfig) -> int:
     """Return the total length of all cycles: the schedule without the cooldown."""
-    return _end(options) - cooldown_steps(options)
-
-
-def _end(options: LearningRateConfig) -> int:
-    assert options.lr_decay_iters is not None, "resolved before"
-    return options.lr_decay_iters
+    return options.lr_decay_iters - cooldown_steps(options)
 
 
 def boundaries(options: LearningRateConfig) -> tuple[int, Callable[[int], int]]:

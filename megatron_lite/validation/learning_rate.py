@@ -212,7 +212,6 @@ def idle_schedule_options(options: Draft) -> Iterator[tuple[str, str]]:
 
 def _end_matters(options: Draft, one_cycle: bool) -> bool:
     """Return whether the rate depends on where the schedule ends."""
-    assert options.lr_decay_iters is not None, "resolved before"
     if options.changed(*COOLDOWN, "lr_warmup_fraction") or options.lr_warmup_iters > options.lr_decay_iters:
         return True
     endless = options.lr_decay_style in ("inv_sqrt", "power_tokens") and one_cycle

@@ -84,7 +84,6 @@ def _positions(options: Draft) -> Iterator[str]:
 
 def _buffers(options: Draft) -> Iterator[str]:
     """Warn about numbers of buffers that differ from the ZeRO stage's own, exceed the stages or have no effect."""
-    assert options.batch_size and options.micro_batch_size and options.sequential_micro_batches, "resolved before"
     one_rank = options.batch_size <= options.micro_batch_size * options.sequential_micro_batches
     zero_stage, size = options.zero_stage, options.layers_per_stage
     stages = math.inf if size == "auto" else number_of_stages(options.num_layers, size)
@@ -101,7 +100,7 @@ def _buffers(options: Draft) -> Iterator[str]:
         if count > stages:
             used = f"--{name}={count}: only {stages} are allocated, one per stage"
         instead = ""
-        if zero_stage is None or zero_stage == "auto":
+        if zero_stage == "auto":
             instead = ", whatever --zero_stage=auto chooses"
         elif zero_stage >= shared_from and count != 2:
             instead = f"; --zero_stage={zero_stage} by itself would set 2"

@@ -90,7 +90,6 @@ class MultiStage:
             stage.runs_backward = training and stage.index >= first_trained
             stage.wants_input_gradient = stage.index > first_trained
         self.order = Order(self.pipeline, name, first_trained, ties, durations or [Durations()] * len(self.split))
-        assert batch.depth_first_micro_batches and batch.breadth_first_micro_batches
         self._breadth_first = batch.breadth_first_micro_batches
         loans = Loans(self.ranks, layers, dtype, self._by_index) if apart else None
         self.messages = loans or Messages(self.ranks, layers[0], dtype)

@@ -31,6 +31,7 @@ OPTIONS = TrackingConfig(
     wandb_group_name="v1",
     wandb_tags=("a", "b"),
     wandb_status_interval=2,
+    wandb_post_alerts=True,
 )
 
 

@@ -130,9 +130,8 @@ class WandbTracker(QueuedTracker):
         self._last_status = status
 
     def alert(self, title: str, text: str, is_status: bool = False) -> None:
-        """Post an alert: status alerts always, others with --wandb_post_alerts, by default with status alerts."""
-        posts = self._options.wandb_post_alerts
-        if is_status or (posts is None and self._options.wandb_status_interval is not None) or posts:
+        """Post an alert: status alerts always, others with --wandb_post_alerts."""
+        if is_status or self._options.wandb_post_alerts:
             self._put(lambda: self._run.alert(title, text))
 
     def close(self, exit_code: int) -> None:
