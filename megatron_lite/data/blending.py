@@ -24,6 +24,7 @@ _BITS = 32  # of fixed-point shares and of sample indices, whose product then fi
 MAX_SAMPLES = 2**_BITS - 2
 _NEVER = 2**64 - 1  # begins a segment that is not there
 
+Integers = NDArray[np.int64]
 Change = tuple[int, Sequence[float]]  # first sample, and the weights from it on
 
 
@@ -113,25 +114,25 @@ class Blend:
             line.append(_Segment(first, value, round(share * 2**_BITS)))
         return line
 
-    def locate(self, indices: NDArray[np.int64]) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+    def locate(self, indices: Integers) -> tuple[Integers, Integers]:
         """Return the data set of each sample, and the sample's index in it, which runs 0, 1, 2, ... per data set.
 
         indices: (k,) below MAX_SAMPLES; returns two arrays (k,).
         """
         assert not indices.size or 0 <= indices.min() <= indices.max() < MAX_SAMPLES, indices
         position = indices.astype(np.uint64)
-        node = np.full(indices.shape, self._root, dtype=np.int64)
+        node = np.full(indices.shape, self._root)
         inner = np.flatnonzero(node >= 0)
         while inner.size:
             here, at = node[inner], position[inner]
-            before, after = self._left_count(here, at), self._left_count(here, at + np.uint64(1))
+            before, after = self._left_count(here, at), self._left_count(here, at + 1)
             goes_left = after > before
             position[inner] = np.where(goes_left, before, at - before)
             node[inner] = self._child_table[here, np.where(goes_left, 0, 1)]
             inner = inner[node[inner] >= 0]
         return -1 - node, position.astype(np.int64)
 
-    def _left_count(self, node: NDArray[np.int64], count: NDArray[np.uint64]) -> NDArray[np.uint64]:
+    def _left_count(self, node: Integers, count: NDArray[np.uint64]) -> NDArray[np.uint64]:
         """Return how many of the first `count` samples of a node go left: its line at `count`, rounded."""
         if self._first_table.shape[1] == 1:
             exact = self._share_table[node, 0] * count
@@ -139,7 +140,7 @@ class Blend:
             segment = (self._first_table[node] <= count[:, None]).sum(axis=1) - 1
             first, value = self._first_table[node, segment], self._value_table[node, segment]
             exact = value + self._share_table[node, segment] * (count - first)
-        return (exact + np.uint64(2 ** (_BITS - 1))) >> np.uint64(_BITS)
+        return (exact + 2 ** (_BITS - 1)) >> _BITS
 
 
 def _total(values: Sequence[float], datasets: Sequence[int]) -> float:
@@ -156,7 +157,7 @@ class Concatenation:
         self._starts = self._ends - np.array(sizes, dtype=np.int64)
         self.num_samples = int(self._ends[-1])
 
-    def locate(self, indices: NDArray[np.int64]) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+    def locate(self, indices: Integers) -> tuple[Integers, Integers]:
         """Return the data set of each sample, and the sample's index in it: (k,) below `num_samples` -> two (k,)."""
         assert not indices.size or 0 <= indices.min() <= indices.max() < self.num_samples, indices
         datasets = np.searchsorted(self._ends, indices, side="right")

@@ -10,6 +10,7 @@ Source: Bavarian et al. 2022, "Efficient Training of Language Models to Fill in 
 from __future__ import annotations
 
 import bisect
+import itertools
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
 
@@ -158,7 +159,7 @@ class FillInTheMiddle:
         special = np.isin(ids, list(tokenizer.special_ids)) | (np.array(ids) >= tokenizer.vocab_size)
         borders = (np.flatnonzero(special[1:] | special[:-1]) + 1).tolist()
         runs: list[_Run] = []
-        for first, last in zip([0, *borders], [*borders, len(ids)], strict=True):
+        for first, last in itertools.pairwise([0, *borders, len(ids)]):
             text = tokenizer.decode(ids[first:last])
             runs.append(_Run(ids[first:last], text, 1 if special[first] else len(text)))
         return runs
@@ -181,7 +182,7 @@ class FillInTheMiddle:
         if not places:
             return [run.ids]
         tokenizer = self.tokenizer
-        texts = [run.text[first:last] for first, last in zip([0, *places], [*places, None], strict=True)]
+        texts = [run.text[first:last] for first, last in itertools.pairwise([0, *places, None])]
         if _LOST not in run.text:
             parts = [tokenizer.encode(text) for text in texts]
             before = run.ids[-1:]  # some token: what begins a text may be decoded without a space before it
@@ -191,7 +192,7 @@ class FillInTheMiddle:
         borders = [
             bisect.bisect_right(counts, place, key=lambda n: len(tokenizer.decode(run.ids[:n]))) for place in places
         ]
-        return [run.ids[first:last] for first, last in zip([0, *borders], [*borders, None], strict=True)]
+        return [run.ids[first:last] for first, last in itertools.pairwise([0, *borders, None])]
 
 
 def _each_part(ids: list[int], border: int, change: Callable[[list[int]], list[int]]) -> list[int]:

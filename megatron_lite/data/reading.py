@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from megatron_lite.data.blending import Blend, Concatenation
+from megatron_lite.data.blending import Blend, Concatenation, Integers
 from megatron_lite.data.disk_array import DiskArray
 from megatron_lite.data.fill_in_the_middle import FillInTheMiddle
 from megatron_lite.data.indexed_dataset import IndexedDataset, Run
@@ -47,7 +47,7 @@ class RandomReader:
 
     def read(self, first: int, count: int) -> Samples:
         """Make up samples first, first + 1, ..., first + count - 1."""
-        indices = np.arange(first, first + count, dtype=np.int64)
+        indices = np.arange(first, first + count)
         tokens = random_tokens(indices, self.sequence_length + 1, self.vocab_size, self.key)
         return Samples(tokens, lengths=np.full(count, self.sequence_length, dtype=np.int32))
 
@@ -97,7 +97,7 @@ class StreamReader:
 
         Raises: DataError if a file has changed, cannot be read any more or holds a token id outside the vocabulary.
         """
-        places = self._locate(np.arange(first, first + count, dtype=np.int64))
+        places = self._locate(np.arange(first, first + count))
         tokens = np.zeros((count, self.sequence_length + 1), dtype=self.dtype)
         masked = np.zeros((count, self.sequence_length), dtype=np.bool_)
         warnings, pieces = [], dict[int, NDArray[np.int32]]()
@@ -148,7 +148,7 @@ class StreamReader:
         inputs[-1] -= 1  # the last token is only a label
         return inputs[inputs > 0]
 
-    def _locate(self, indices: NDArray[np.int64]) -> tuple[NDArray[np.int64], NDArray[np.int64], NDArray[np.int64]]:
+    def _locate(self, indices: Integers) -> tuple[Integers, Integers, Integers]:
         """Return the data set of each sample, and the epoch and the position of its first token in that stream."""
         if len(self.streams) == 1:
             return np.zeros_like(indices), *self.streams[0].sampler.places(indices)
@@ -159,9 +159,7 @@ class StreamReader:
             epochs[rows], starts[rows] = self.streams[dataset].sampler.places(own[rows])
         return datasets, epochs, starts
 
-    def _bad_token(
-        self, tokens: NDArray[Any], datasets: NDArray[np.int64], epochs: NDArray[np.int64], starts: NDArray[np.int64]
-    ) -> DataError:
+    def _bad_token(self, tokens: NDArray[Any], datasets: Integers, epochs: Integers, starts: Integers) -> DataError:
         """Make the error that names the first token id outside the vocabulary."""
         row, column = np.argwhere((tokens < 0) | (tokens.astype(np.int64) >= self.vocab_size))[0].tolist()
         stream = self.streams[int(datasets[row])]

@@ -28,9 +28,11 @@ import numpy as np
 from numpy.typing import NDArray
 
 from megatron_lite.config.training import ITERATIONS
+from megatron_lite.data.blending import Integers
 from megatron_lite.data.indexed_dataset import IndexedDataset, Run
 from megatron_lite.seeds import derive_seed
 
+Words = NDArray[np.uint64]
 SHUFFLES = ("epoch", "full", "skip_first_epoch", "none")
 PHASES = tuple(ITERATIONS)
 # Every evaluation reads a data set as the validation of a run with these seed, phase and place did in earlier versions.
@@ -49,7 +51,7 @@ _DOCUMENT_SALT = np.uint64(0xA24BAED4963EE407)  # arbitrary: documents must not 
 _EPOCH_SALT = np.uint64(0xC6A4A7935BD1E995)  # arbitrary, odd: other words than those of the order of samples
 
 
-def mix(values: NDArray[np.uint64]) -> NDArray[np.uint64]:
+def mix(values: Words) -> Words:
     """A bijection of 64-bit words in which every input bit flips every output bit with probability near 1/2.
 
     Source: the output function of SplitMix64 (Steele, Lea & Flood 2014, constants: Stafford's variant 13).
@@ -61,7 +63,7 @@ def mix(values: NDArray[np.uint64]) -> NDArray[np.uint64]:
     return values ^ (values >> _31)
 
 
-def permute(slots: NDArray[np.uint64], keys: NDArray[np.uint64], size: int) -> NDArray[np.uint64]:
+def permute(slots: Words, keys: Words, size: int) -> Words:
     """Element-wise pseudo-random permutation of range(size); each element has its own key.
 
     slots: (k,) values below `size`; keys: (k,); returns (k,) values below `size`. For one key it is a bijection.
@@ -82,7 +84,7 @@ def permute(slots: NDArray[np.uint64], keys: NDArray[np.uint64], size: int) -> N
     return result
 
 
-def _encrypt(values: NDArray[np.uint64], schedule: NDArray[np.uint64], size: int) -> NDArray[np.uint64]:
+def _encrypt(values: Words, schedule: Words, size: int) -> Words:
     """One pass of the network of `permute`: a bijection of range(a * b). schedule: (rounds, k), or (rounds, 1)."""
     a = math.isqrt(size - 1) + 1  # ceil(sqrt(size)) for size >= 1
     b = -(-size // a)
@@ -107,7 +109,7 @@ class SampleOrder:
     def __post_init__(self) -> None:
         assert self.shuffle in SHUFFLES and self.epochs >= 1 and (self.era is None or self.era >= 1), self
 
-    def shuffled(self, epochs: NDArray[np.uint64]) -> NDArray[np.bool_]:
+    def shuffled(self, epochs: Words) -> NDArray[np.bool_]:
         """Return which of these epochs are not in file order."""
         return (epochs > 0) if self.shuffle == "skip_first_epoch" else np.full(epochs.shape, self.shuffle != "none")
 
@@ -133,7 +135,7 @@ class StreamSampler:
     def samples_per_epoch(self) -> int:
         return (self.num_tokens - 1) // self.sequence_length
 
-    def places(self, indices: NDArray[np.int64]) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+    def places(self, indices: Integers) -> tuple[Integers, Integers]:
         """Return the epoch of each sample, and the position of its first token in the stream of that epoch.
 
         A sample is the s + 1 tokens from there. indices: (k,) sample indices, from zero without bound; returns two
@@ -143,35 +145,35 @@ class StreamSampler:
         if order.shuffle == "full":
             epochs, slots = self._of_all_epochs(indices.astype(np.uint64))
         else:
-            epochs, slots = np.divmod(indices.astype(np.uint64), np.uint64(size))
-        keys = mix(np.uint64(self.key) + epochs * _GOLDEN)
+            epochs, slots = np.divmod(indices.astype(np.uint64), size)
+        keys = mix(self.key + epochs * _GOLDEN)
         left_over = (self.num_tokens - 1) % self.sequence_length
-        shifts = mix(keys ^ _SHIFT_SALT) % np.uint64(left_over + 1)
+        shifts = mix(keys ^ _SHIFT_SALT) % (left_over + 1)
         if order.shuffle != "full":
             shuffled = order.shuffled(epochs)
             shifts[(epochs == 0) & ~shuffled] = 0
             slots[shuffled] = permute_within(slots[shuffled], keys[shuffled], size, order.era or size)
-        return epochs.astype(np.int64), (slots * np.uint64(self.sequence_length) + shifts).astype(np.int64)
+        return epochs.astype(np.int64), (slots * self.sequence_length + shifts).astype(np.int64)
 
-    def _of_all_epochs(self, indices: NDArray[np.uint64]) -> tuple[NDArray[np.uint64], NDArray[np.uint64]]:
+    def _of_all_epochs(self, indices: Words) -> tuple[Words, Words]:
         """Return epochs and slots of samples that are shuffled over `order.epochs` epochs at a time."""
         size, together = self.samples_per_epoch, self.order.epochs
-        rounds, slots = np.divmod(indices, np.uint64(size * together))
+        rounds, slots = np.divmod(indices, size * together)
         keys = mix((np.uint64(self.key) ^ _ALL_SALT) + rounds * _GOLDEN)
-        epochs, slots = np.divmod(permute(slots, keys, size * together), np.uint64(size))
-        return epochs + rounds * np.uint64(together), slots
+        epochs, slots = np.divmod(permute(slots, keys, size * together), size)
+        return epochs + rounds * together, slots
 
 
-def permute_within(slots: NDArray[np.uint64], keys: NDArray[np.uint64], size: int, window: int) -> NDArray[np.uint64]:
+def permute_within(slots: Words, keys: Words, size: int, window: int) -> Words:
     """Permute range(size) as `permute`, but only within windows of `window` slots; the last one may be smaller."""
     if window >= size:
         return permute(slots, keys, size)
-    windows, places = np.divmod(slots, np.uint64(window))
-    keys = mix(keys + (windows + np.uint64(1)) * _GOLDEN)
-    last = windows == np.uint64((size - 1) // window)
+    windows, places = np.divmod(slots, window)
+    keys = mix(keys + (windows + 1) * _GOLDEN)
+    last = windows == (size - 1) // window
     for chosen, length in ((~last, window), (last, (size - 1) % window + 1)):
         places[chosen] = permute(places[chosen], keys[chosen], length)
-    return windows * np.uint64(window) + places
+    return windows * window + places
 
 
 def sampler_key(seed: int, phase: str, position: int) -> int:
@@ -180,20 +182,20 @@ def sampler_key(seed: int, phase: str, position: int) -> int:
     return derive_seed("sample order", seed, phase, position)
 
 
-def sample_words(indices: NDArray[np.int64], length: int, key: int) -> NDArray[np.uint64]:
+def sample_words(indices: Integers, length: int, key: int) -> Words:
     """Return pseudo-random words for samples: (k,) indices -> (k, length). Word j is a function of (key, index, j)."""
-    rows = mix(np.uint64(key) + indices.astype(np.uint64) * _GOLDEN)
+    rows = mix(key + indices.astype(np.uint64) * _GOLDEN)
     return mix(rows[:, None] + np.arange(1, length + 1, dtype=np.uint64)[None, :] * _GOLDEN)
 
 
-def random_tokens(indices: NDArray[np.int64], length: int, vocab_size: int, key: int) -> NDArray[np.int64]:
+def random_tokens(indices: Integers, length: int, vocab_size: int, key: int) -> Integers:
     """Make up samples, uniform over the vocabulary: (k,) indices -> (k, length).
 
     Token j of a sample is a pure function of (key, index, j).
     """
-    words = sample_words(indices, length, key) >> np.uint64(32)
+    words = sample_words(indices, length, key) >> 32
     # Multiply and shift maps 32 bits onto range(vocab_size); its bias, below vocab_size / 2**32, does not matter here.
-    return ((words * np.uint64(vocab_size)) >> np.uint64(32)).astype(np.int64)
+    return (words * vocab_size >> 32).astype(np.int64)
 
 
 class FileOrder:
@@ -225,7 +227,7 @@ class ShuffledDocuments(FileOrder):
         """keep: how many tables to remember, one per epoch. skip_first_epoch: read it in the order of the file."""
         super().__init__(dataset, documents, by_document=True)
         self._key, self._keep, self._skip_first_epoch = key, keep, skip_first_epoch
-        self._tables: dict[int, NDArray[np.int64]] = {}
+        self._tables: dict[int, Integers] = {}
 
     def runs(self, epoch: int, start: int, length: int) -> list[Run]:
         """Return the runs as `FileOrder.runs`."""
@@ -245,7 +247,7 @@ class ShuffledDocuments(FileOrder):
             entry += 1
         return found
 
-    def _order(self, epoch: int, first: int, count: int) -> NDArray[np.int64]:
+    def _order(self, epoch: int, first: int, count: int) -> Integers:
         """Return documents [first, first + count) of an epoch's order; fewer at the end."""
         slots = np.arange(first, min(first + count, len(self.documents)), dtype=np.uint64)
         epochs = np.array([epoch], dtype=np.uint64)  # an array, since a product of scalars would warn
@@ -253,7 +255,7 @@ class ShuffledDocuments(FileOrder):
         keys = np.broadcast_to(key, slots.shape)
         return permute(slots, keys, len(self.documents)).astype(np.int64) + self.documents.start
 
-    def _table(self, epoch: int) -> NDArray[np.int64]:
+    def _table(self, epoch: int) -> Integers:
         """Return the tokens before each STRIDE-th document of an epoch."""
         if epoch not in self._tables:
             while len(self._tables) >= self._keep:
@@ -275,7 +277,7 @@ class Pattern:
     count: int
 
 
-def pack(counts: NDArray[np.int64], capacity: int) -> list[Pattern]:
+def pack(counts: Integers, capacity: int) -> list[Pattern]:
     """Pack documents into samples: best fit, the longest first.
 
     counts: (capacity + 1,) documents of each length; those without tokens are left out.
@@ -377,7 +379,7 @@ class PackedDocuments:
         order = np.argsort(self._mixed(epoch, self.capacity + 1 + np.array(found)))
         return [found[index] for index in order]
 
-    def _mixed(self, epoch: int, values: NDArray[np.int64]) -> NDArray[np.uint64]:
+    def _mixed(self, epoch: int, values: Integers) -> Words:
         """Return pseudo-random words that depend on key, epoch and values."""
         start = mix(np.array([self.key], np.uint64) + np.array([epoch], np.uint64) * _EPOCH_SALT)
         return mix(start + values.astype(np.uint64))

@@ -15,6 +15,7 @@ as the largest shard (4 bytes per element), which is allocated once.
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -74,7 +75,7 @@ class Histogram:
         """Return the fields of TensorBoard's HistogramProto, without empty bins at both ends."""
         first, counts = self.trimmed()
         edges = self.edges[first : first + len(counts) + 1]
-        middles = ((low + high) / 2 for low, high in zip(edges, edges[1:], strict=False))
+        middles = ((low + high) / 2 for low, high in itertools.pairwise(edges))
         return {
             "min": edges[0],
             "max": edges[-1],

@@ -7,6 +7,7 @@ takes a lock, maps a file or waits for the kernel to report changes: see `Growin
 from __future__ import annotations
 
 import contextlib
+import itertools
 import json
 import math
 import os
@@ -60,7 +61,7 @@ class Curve:
         parts = max(most // 2 - 1, 1)
         borders = np.linspace(0, len(self), parts + 1).astype(np.int64)
         keep = {0, len(self) - 1}
-        for start, end in zip(borders[:-1], borders[1:], strict=True):
+        for start, end in itertools.pairwise(borders):
             keep |= {int(start + self.values[start:end].argmin()), int(start + self.values[start:end].argmax())}
         chosen = np.array(sorted(keep))
         return Curve(self.iterations[chosen], self.values[chosen])

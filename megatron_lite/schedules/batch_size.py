@@ -7,6 +7,7 @@ nor skips samples, and the iteration number determines where a run continues.
 from __future__ import annotations
 
 import functools
+import itertools
 from dataclasses import dataclass
 
 from megatron_lite.config import BatchConfig
@@ -116,7 +117,7 @@ def parse_schedule(items: tuple[str, ...]) -> BatchSchedule:
             raise UsageError(f"{typed}: {shown(item)}: a batch needs at least one sample; write a size >= 1")
     if not segments or segments[0].start != 0:
         raise UsageError(f"{typed}: the first size must start at iteration 0; write 0:<size> first")
-    for before, after in zip(segments, segments[1:], strict=False):
+    for before, after in itertools.pairwise(segments):
         if after.start <= before.start:
             raise UsageError(f"{typed}: {after.start} follows {before.start}; sort the iterations")
     return BatchSchedule(tuple(segments))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Iterator
 
@@ -99,7 +100,7 @@ def _cycles(draft: Draft, end: int) -> Iterator[Problem]:
         rule = f"a cycle would be shorter than one iteration, because {length}; write at least {number(1 / total)}"
         yield problem(draft, "lr_cycle_fraction", rule, also=_END)
     minima = draft.lr_cycle_minima
-    for before, after in zip(minima, minima[1:], strict=False):
+    for before, after in itertools.pairwise(minima):
         if after <= before:
             yield problem(draft, "lr_cycle_minima", f"{after} follows {before}; sort the iterations")
             return
