@@ -17,7 +17,7 @@ from megatron_lite.validation import areas
 from megatron_lite.validation.batch import BATCH as BATCH
 from megatron_lite.validation.batch import batch
 from megatron_lite.validation.learning_rate import learning_rate
-from megatron_lite.validation.rules import Problem, declared, problem
+from megatron_lite.validation.rules import Problem, Problems, declared, problem
 from megatron_lite.validation.sizes import data_parallel_shard, data_ranks, pipeline_parallel, sizes, tensor_parallel
 from megatron_lite.validation.warnings import warnings as warnings
 
@@ -71,7 +71,7 @@ def defaults(config: Config) -> dict[str, Any]:
     return found
 
 
-def _check_each(draft: Draft) -> Iterator[Problem]:
+def _check_each(draft: Draft) -> Problems:
     """Check bounds and choices, because a configuration made in Python bypasses the command line."""
     for name in draft.changed(*FLAGS):
         try:
@@ -80,7 +80,7 @@ def _check_each(draft: Draft) -> Iterator[Problem]:
             yield problem(draft, name, refused_value(name, written(getattr(draft, name))) or str(error))
 
 
-def _cross_check(draft: Draft, world_size: int, nodes: int = 1) -> Iterator[Problem]:
+def _cross_check(draft: Draft, world_size: int, nodes: int = 1) -> Problems:
     """Apply every rule, and derive values. Buffer counts and loss chunks depend on the device, and come later."""
     yield from areas.source(draft)
     yield from areas.model(draft)

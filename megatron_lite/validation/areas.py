@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import math
 import os
-from collections.abc import Iterator
 
 from megatron_lite.config import Draft
 from megatron_lite.config.model import numbered_blocks, rotary_base
@@ -23,12 +22,12 @@ from megatron_lite.config.structured_values import (
 from megatron_lite.config.system import number_of_stages
 from megatron_lite.config.training import ITERATIONS, OWN_DATA
 from megatron_lite.config.values import is_number, written
-from megatron_lite.validation.rules import Problem, default, fill, nearest_multiples, parsing, problem
+from megatron_lite.validation.rules import Problem, Problems, default, fill, nearest_multiples, parsing, problem
 
 DEFAULT_MINUTES = 15.0  # between checkpoints, where no flag says when
 
 
-def model(draft: Draft) -> Iterator[Problem]:
+def model(draft: Draft) -> Problems:
     """Check and derive the shape of the model and its initial weights."""
     heads, hidden = draft.num_attention_heads, draft.hidden_size
     fill(draft, head_groups=heads)
@@ -59,7 +58,7 @@ def model(draft: Draft) -> Iterator[Problem]:
     fill(draft, init_method_std_attn_proj=residual_std, init_method_std_mlp_2=residual_std)
 
 
-def performance(draft: Draft) -> Iterator[Problem]:
+def performance(draft: Draft) -> Problems:
     """Check the recomputation and loss block options against the model."""
     if draft.recompute_layers > draft.num_layers:
         yield problem(draft, "recompute_layers num_layers", f"write at most {draft.num_layers}")
@@ -73,7 +72,7 @@ def performance(draft: Draft) -> Iterator[Problem]:
 # --- Rotary positions
 
 
-def _rotary(draft: Draft) -> Iterator[Problem]:
+def _rotary(draft: Draft) -> Problems:
     """Derive the base from minus its logarithm or vice versa, and check the options of the RoPE type."""
     scale = draft.rotary_embedding_scale
     base = draft.rotary_base = default(draft.rotary_base, 10000.0 if scale is None else rotary_base(scale))
@@ -92,7 +91,7 @@ def _rotary(draft: Draft) -> Iterator[Problem]:
         yield from _scaling(draft)
 
 
-def _rotated_channels(draft: Draft) -> Iterator[Problem]:
+def _rotated_channels(draft: Draft) -> Problems:
     """Check that the number of rotated channels is even."""
     part, channels, rotated = draft.rotary_percent, draft.kv_channels, draft.rotated_channels
     if part == 1.0 and channels % 2:
@@ -117,7 +116,7 @@ def _percent(rotated: int, channels: int) -> str:
     return f"{rotated} / {channels}"
 
 
-def _llama3(draft: Draft) -> Iterator[Problem]:
+def _llama3(draft: Draft) -> Problems:
     low = draft.rope_low_freq_factor = default(draft.rope_low_freq_factor, 1.0)
     high = draft.rope_high_freq_factor = default(draft.rope_high_freq_factor, 4.0)
     if high <= low:
@@ -125,7 +124,7 @@ def _llama3(draft: Draft) -> Iterator[Problem]:
         yield problem(draft, "rope_high_freq_factor rope_low_freq_factor", rule)
 
 
-def _yarn(draft: Draft) -> Iterator[Problem]:
+def _yarn(draft: Draft) -> Problems:
     fill(draft, rope_truncate=True)
     fast = draft.rope_beta_fast = default(draft.rope_beta_fast, 32.0)
     slow = draft.rope_beta_slow = default(draft.rope_beta_slow, 1.0)
@@ -142,7 +141,7 @@ def _yarn(draft: Draft) -> Iterator[Problem]:
         yield problem(draft, " ".join(("rope_attention_factor", *scales)), rule)
 
 
-def _scaling(draft: Draft) -> Iterator[Problem]:
+def _scaling(draft: Draft) -> Problems:
     """Derive the original length and YaRN's factor as Hugging Face does: max_position_embeddings, and the quotient."""
     longest, original = draft.max_position_embeddings, draft.rope_original_max_position_embeddings
     if draft.rope_factor is None and draft.rope_type == "yarn" and original is not None:
@@ -163,7 +162,7 @@ def _scaling(draft: Draft) -> Iterator[Problem]:
 PREFETCH_FACTOR = 2
 
 
-def source(draft: Draft) -> Iterator[Problem]:
+def source(draft: Draft) -> Problems:
     """Check what to load from a pretrained checkpoint. Without a checkpoint, a warning is enough."""
     if draft.pretrained_checkpoint_path is None:
         return
@@ -179,7 +178,7 @@ def source(draft: Draft) -> Iterator[Problem]:
         yield problem(draft, names, rule, also="pretrained_checkpoint_path")
 
 
-def update(draft: Draft) -> Iterator[Problem]:
+def update(draft: Draft) -> Problems:
     """Check and derive the loss scale and the weight-decay patterns and mask."""
     dynamic = draft.training_dtype == "fp16" and draft.loss_scale is None
     if dynamic and draft.initial_loss_scale < draft.min_loss_scale:
@@ -194,7 +193,7 @@ def update(draft: Draft) -> Iterator[Problem]:
         fill(draft, weight_decay_default_mask="fast_llm")
 
 
-def multi_stage(draft: Draft) -> Iterator[Problem]:
+def multi_stage(draft: Draft) -> Problems:
     """Check stages, buffers, learning-rate scales and the planned link; derive the ZeRO stage."""
     yield from parsing("interconnect", interconnect, draft.interconnect)
     yield from parsing("freeze lr_scales", lr_scale_patterns, draft.freeze, draft.lr_scales)
@@ -216,14 +215,14 @@ def multi_stage(draft: Draft) -> Iterator[Problem]:
     yield problem(draft, f"split_master_weights {name}", rule, also="num_layers layers_per_stage tie_word_embeddings")
 
 
-def profiles(draft: Draft, world_size: int) -> Iterator[Problem]:
+def profiles(draft: Draft, world_size: int) -> Problems:
     """Check that the ranks to profile exist."""
     if max(draft.profile_ranks, default=0) >= world_size:
         ranks = f"the ranks are 0 to {world_size - 1}" if world_size > 1 else "the only rank is 0"
         yield problem(draft, "profile_ranks", f"{ranks}; leave out profile_ranks to profile all")
 
 
-def data(draft: Draft) -> Iterator[Problem]:
+def data(draft: Draft) -> Problems:
     """Check the data, and that every phase has a share of the split."""
     if draft.num_workers > 0:
         fill(draft, prefetch_factor=PREFETCH_FACTOR)
@@ -272,7 +271,7 @@ def data(draft: Draft) -> Iterator[Problem]:
             yield problem(draft, f"{own['validation'] if is_default else 'split'} {name}", rule, also="split")
 
 
-def files(draft: Draft) -> Iterator[Problem]:
+def files(draft: Draft) -> Problems:
     """Check checkpoints, exports and samples."""
     fill(draft, export_dtype=draft.training_dtype)
     yield from parsing("keep_checkpoints", keep_rules, draft.keep_checkpoints)
@@ -293,7 +292,7 @@ def files(draft: Draft) -> Iterator[Problem]:
         fill(draft, experiment_name=folder_name(draft.experiment_dir))
 
 
-def tracking(draft: Draft) -> Iterator[Problem]:
+def tracking(draft: Draft) -> Problems:
     """Choose the trackers and alerts."""
     fill(draft, log_interval=max(1, min(100, draft.train_iters // 50)))
     fill(draft, wandb_post_alerts=draft.wandb_status_interval is not None)

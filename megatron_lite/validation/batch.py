@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 
 from megatron_lite.config import Draft
 from megatron_lite.config.values import typed
 from megatron_lite.schedules.batch_size import Split, parse_schedule
-from megatron_lite.validation.rules import Problem, nearest_multiples, parsing, problem
+from megatron_lite.validation.rules import Problem, Problems, nearest_multiples, parsing, problem
 
 _ACCUMULATION = ("depth_first_micro_batches", "breadth_first_micro_batches", "sequential_micro_batches")
 BATCH = ("batch_size", "micro_batch_size", *_ACCUMULATION)
@@ -16,7 +16,7 @@ BATCH = ("batch_size", "micro_batch_size", *_ACCUMULATION)
 _BATCH_RULE = (*BATCH, "batch_size_schedule", "allow_nondivisible_batch_size", "dry_run", "world_size")
 
 
-def batch(draft: Draft, world_size: int) -> Iterator[Problem]:
+def batch(draft: Draft, world_size: int) -> Problems:
     """Derive missing sizes from batch_size = micro_batch_size * depth_first * breadth_first * world_size.
 
     With a schedule the equation holds for the largest batch; smaller batches have fewer depth-first micro-batches.
@@ -109,7 +109,7 @@ def _largest(draft: Draft, world_size: int) -> Problem | None:
     return None
 
 
-def _smaller(draft: Draft, sizes: Sequence[int], world_size: int) -> Iterator[Problem]:
+def _smaller(draft: Draft, sizes: Sequence[int], world_size: int) -> Problems:
     """Check the smaller batches of a schedule, whose micro-batches have the same size."""
     micro, breadth = draft.micro_batch_size or 1, draft.breadth_first_micro_batches or 1
     unit = micro * breadth * world_size
@@ -124,7 +124,7 @@ def _smaller(draft: Draft, sizes: Sequence[int], world_size: int) -> Iterator[Pr
         yield _problem(draft, ["batch_size_schedule", "micro_batch_size"], world_size, rule)
 
 
-def _limits(draft: Draft, world_size: int) -> Iterator[Problem]:
+def _limits(draft: Draft, world_size: int) -> Problems:
     """Check options that are limited by the size of a micro-batch or a rank's share of the batch."""
     batch, micro, evaluated = draft.batch_size or 1, draft.micro_batch_size or 1, draft.eval_micro_batch_size
     tokens, splits, share = micro * draft.sequence_length, draft.cross_entropy_splits, -(-batch // world_size)

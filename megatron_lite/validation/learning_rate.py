@@ -11,7 +11,7 @@ from megatron_lite.config.values import number, typed
 from megatron_lite.schedules.cycles import Cycle, boundaries, cooldown_steps, cycle, cycle_steps, steps_of, warmup_steps
 from megatron_lite.schedules.learning_rate import is_constant
 from megatron_lite.schedules.stages import parse_stages
-from megatron_lite.validation.rules import Problem, default, parsing, problem
+from megatron_lite.validation.rules import Problem, Problems, default, parsing, problem
 
 CYCLES = ("lr_num_cycles", "lr_cycle_minima", "lr_cycle_iters", "lr_cycle_fraction", "lr_cycle_lengths")
 COOLDOWN = ("lr_cooldown_iters", "lr_cooldown_fraction")
@@ -23,7 +23,7 @@ WITH_STAGES = ("lr_schedule", "lr_schedule_offset", "lr_step_offset", "default_l
 _END = "train_iters lr_decay_iters lr_schedule_offset lr_cooldown_iters lr_cooldown_fraction"
 
 
-def learning_rate(draft: Draft) -> Iterator[Problem]:
+def learning_rate(draft: Draft) -> Problems:
     """Check the stages of lr_schedule, or lr and its decay, and derive the minimum and the end of the decay."""
     if draft.lr_schedule is not None:
         yield from _stages(draft, draft.lr_schedule)
@@ -39,7 +39,7 @@ def learning_rate(draft: Draft) -> Iterator[Problem]:
         yield from _cycles(draft, draft.lr_decay_iters)
 
 
-def _stages(draft: Draft, text: str) -> Iterator[Problem]:
+def _stages(draft: Draft, text: str) -> Problems:
     others = draft.changed(*(name for name in vars(LearningRateConfig()) if name not in WITH_STAGES))
     if others:
         rule = "its stages are the whole schedule; leave out either lr_schedule or the others"
@@ -50,13 +50,13 @@ def _stages(draft: Draft, text: str) -> Iterator[Problem]:
         yield from _finite(draft, "lr_schedule", max(max(stage.rate, stage.end_rate) for stage in parse_stages(text)))
 
 
-def _finite(draft: Draft, name: str, highest: float) -> Iterator[Problem]:
+def _finite(draft: Draft, name: str, highest: float) -> Problems:
     """Check the highest learning rate that the option `name` sets, once multiplied by --default_lr_scale."""
     if not math.isfinite(highest * draft.default_lr_scale):
         yield problem(draft, f"{name} default_lr_scale", "the product overflows; write a smaller factor")
 
 
-def _minimum(draft: Draft) -> Iterator[Problem]:
+def _minimum(draft: Draft) -> Problems:
     """Derive the minimum from its ratio. In a resolved configuration both are set and agree."""
     ratio, names = draft.min_lr_ratio, "min_lr lr"
     derived = 0.0
@@ -79,7 +79,7 @@ def _minimum(draft: Draft) -> Iterator[Problem]:
         yield problem(draft, "lr_decay_style", rule, also="min_lr min_lr_ratio lr")
 
 
-def _cycles(draft: Draft, end: int) -> Iterator[Problem]:
+def _cycles(draft: Draft, end: int) -> Problems:
     """Check that the cooldown is shorter than the schedule and that the cycles fit into the rest."""
     cooldown = cooldown_steps(draft)
     total, length = end - cooldown, f"the schedule has {end} iterations"

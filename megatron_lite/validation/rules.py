@@ -31,6 +31,9 @@ class Problem(NamedTuple):
     message: str
 
 
+Problems = Iterator[Problem]
+
+
 def problem(draft: Draft, names: str, rule: str, also: str = "") -> Problem:
     """Report options that break a rule, as `--a=1, --b=2: <rule>; <fix>`.
 
@@ -39,7 +42,7 @@ def problem(draft: Draft, names: str, rule: str, also: str = "") -> Problem:
     return Problem((*names.split(), *also.split()), f"{typed(draft, *names.split())}: {rule}")
 
 
-def parsing(names: str, parse: Callable[..., object], *values: object) -> Iterator[Problem]:
+def parsing(names: str, parse: Callable[..., object], *values: object) -> Problems:
     """Report the error that `parse` raises for the values of these options, if any."""
     try:
         parse(*values)
@@ -64,7 +67,7 @@ def nearest_multiples(value: int, unit: int) -> str:
     return " or ".join(str(multiple) for multiple in (below, below + unit) if multiple > 0)
 
 
-def declared(draft: Draft) -> Iterator[Problem]:
+def declared(draft: Draft) -> Problems:
     """Check `needs` and `excludes` of each option that differs from its default."""
     for name in draft.changed(*FLAGS):
         option = FLAGS[name]

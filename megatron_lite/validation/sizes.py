@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
 
 from megatron_lite.config import Config, Draft
 from megatron_lite.config.system import number_of_chunks, number_of_stages, shard_of_node
 from megatron_lite.config.training import ITERATIONS
 from megatron_lite.config.values import typed
 from megatron_lite.errors import UsageError
-from megatron_lite.validation.rules import Problem, nearest_multiples, problem
+from megatron_lite.validation.rules import Problems, nearest_multiples, problem
 
 CLIPPING_ALIGNMENT = 64  # elements: `kernels.adamw.ALIGNMENT`
 
@@ -20,7 +19,7 @@ def data_ranks(draft: Draft, world_size: int) -> int:
     return max(1, world_size // (draft.tensor_parallel * draft.pipeline_parallel))
 
 
-def tensor_parallel(draft: Draft, world_size: int) -> Iterator[Problem]:
+def tensor_parallel(draft: Draft, world_size: int) -> Problems:
     """Check that heads, channels, vocabulary, tokens and ranks divide by --tensor_parallel."""
     ranks = draft.tensor_parallel
     fitting = _fitting(draft, world_size)
@@ -67,7 +66,7 @@ def tensor_parallel(draft: Draft, world_size: int) -> Iterator[Problem]:
         )
 
 
-def pipeline_parallel(draft: Draft, world_size: int) -> Iterator[Problem]:
+def pipeline_parallel(draft: Draft, world_size: int) -> Problems:
     """Check that ranks and stages suffice for --pipeline_parallel; choose schedule and placement."""
     ranks = draft.pipeline_parallel
     if world_size % (ranks * draft.tensor_parallel) and world_size % draft.tensor_parallel == 0:
@@ -95,7 +94,7 @@ def pipeline_parallel(draft: Draft, world_size: int) -> Iterator[Problem]:
         yield problem(draft, "pipeline_parallel num_layers layers_per_stage", rule, also="pipeline_placement")
 
 
-def data_parallel_shard(draft: Draft, world_size: int, nodes: int) -> Iterator[Problem]:
+def data_parallel_shard(draft: Draft, world_size: int, nodes: int) -> Problems:
     """Derive --data_parallel_shard; check that so many divide the data-parallel ranks. nodes: see `resolve`."""
     ranks, size = data_ranks(draft, world_size), draft.data_parallel_shard
     replicas = draft.replica_dcn_axis_size * draft.replica_ici_axis_size
@@ -137,7 +136,7 @@ def _fitting(draft: Draft, world_size: int) -> int:
     return fitting if groups % fitting == 0 or fitting % groups == 0 else math.gcd(fitting, groups)
 
 
-def _clipped_updates(draft: Draft, heads: int) -> Iterator[Problem]:
+def _clipped_updates(draft: Draft, heads: int) -> Problems:
     """Check that replicated key/value heads start at an optimizer block boundary. heads: query heads per rank."""
     if draft.kv_channels is None:  # the heads are wrong
         return
@@ -160,7 +159,7 @@ MOST_LISTED_SAMPLES = 2**18  # per micro-batch; attention and data readers list 
 MOST_PASSES = 2**20
 
 
-def sizes(draft: Draft) -> Iterator[Problem]:
+def sizes(draft: Draft) -> Problems:
     """Check that products of sizes do not overflow, once all sizes are derived."""
     if None in (draft.kv_channels, draft.ffn_hidden_size):
         return
