@@ -8,7 +8,8 @@ import shlex
 from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from megatron_lite.config import BatchConfig, Config, Draft, ModelConfig, flatten, unflatten
+from megatron_lite.checkpoint.names import JsonObject
+from megatron_lite.config import BatchConfig, Config, Draft, ModelConfig, Options, flatten, unflatten
 from megatron_lite.config.model import rotary_base
 from megatron_lite.config.optimizer import LearningRateConfig
 from megatron_lite.config.option import Area
@@ -47,7 +48,7 @@ _FOLLOWED = {
 }
 
 
-def saved_optimizer(saved: dict[str, Any]) -> str:
+def saved_optimizer(saved: Options) -> str:
     """Return the --optimizer of a flat saved configuration."""
     return str(saved.get("optimizer", "adamw"))
 
@@ -63,12 +64,12 @@ def keeps_moments(before: str, now: str, is_matrix: bool) -> bool:
     return before == now or ((before, now) == ("adamw", "muon") and not is_matrix)
 
 
-def optimizer_state(state: dict[str, Any], before: str, now: str) -> dict[str, Any]:
+def optimizer_state(state: JsonObject, before: str, now: str) -> JsonObject:
     """Return the saved optimizer state (without moments) that --optimizer=`now` can use.
 
     After a change of --optimizer, drop the rule's state, and AdamW's update count unless some moments are kept.
     """
-    saved: dict[str, Any] = state["optimizer"]
+    saved: JsonObject = state["optimizer"]
     if before == now:
         return saved
     return {**saved, "updates": saved["updates"] if keeps_moments(before, now, False) else 0, "rule": {}}
@@ -86,7 +87,7 @@ class Difference(NamedTuple):
         return f"{self.name}: {saved} in the checkpoint, {current} now"
 
 
-def differences(saved: dict[str, Any], config: Config, *kinds: str | None) -> list[Difference]:
+def differences(saved: Options, config: Config, *kinds: str | None) -> list[Difference]:
     """List the differing options of these kinds, in the order of `config/`; None: options without a kind.
 
     Options newer than the checkpoint have their defaults there. `saved` is flat; both are resolved.
@@ -102,12 +103,12 @@ def differences(saved: dict[str, Any], config: Config, *kinds: str | None) -> li
     ]
 
 
-def _with_tuples(saved: dict[str, Any]) -> dict[str, Any]:
+def _with_tuples(saved: Options) -> Options:
     """Convert lists of saved values to tuples, as in a configuration: JSON has no tuples."""
     return {name: tuple(value) if isinstance(value, list) else value for name, value in saved.items()}
 
 
-def check_architecture(saved: dict[str, Any], config: Config, where: str) -> None:
+def check_architecture(saved: Options, config: Config, where: str) -> None:
     """Refuse to resume the checkpoint in folder `where` with another architecture.
 
     `max_position_embeddings` counts only with a table of learned positions.
@@ -125,7 +126,7 @@ def check_architecture(saved: dict[str, Any], config: Config, where: str) -> Non
         )
 
 
-def moved_samples(saved: dict[str, Any], config: Config, iterations: int) -> str | None:
+def moved_samples(saved: Options, config: Config, iterations: int) -> str | None:
     """Warn that a changed batch size or sequence length repeats or skips samples after N iterations, with a fix.
 
     The samples of an iteration follow from the current schedule, not from the samples read so far. None: no change.
@@ -152,7 +153,7 @@ def moved_samples(saved: dict[str, Any], config: Config, iterations: int) -> str
     return f"the first {iterations:,} iterations read {read:,} {unit}, but {counted:,} with {cause}: {moved}{effect}"
 
 
-def moved_rate(saved: dict[str, Any], config: Config, iterations: int) -> str | None:
+def moved_rate(saved: Options, config: Config, iterations: int) -> str | None:
     """Warn that a changed schedule changes the learning rate after N iterations, and how to keep the old one.
 
     None: the rate is the same, or no iteration is left.
@@ -177,7 +178,7 @@ def moved_rate(saved: dict[str, Any], config: Config, iterations: int) -> str | 
     )
 
 
-def schedule_table(saved: dict[str, Any], config: Config, iterations: int) -> list[str]:
+def schedule_table(saved: Options, config: Config, iterations: int) -> list[str]:
     """Return the lines of a table of a schedule changed after N iterations: old and new rate and batch size.
 
     Rows: the next iteration, the quarters of the remaining ones, and the last. Empty if both schedules agree there.
@@ -205,7 +206,7 @@ def schedule_table(saved: dict[str, Any], config: Config, iterations: int) -> li
     return [unchanged, "".join(f"{name:>16}" for name in names), *rows]
 
 
-def _with_schedule_of(saved: dict[str, Any], config: Config) -> Config | None:
+def _with_schedule_of(saved: Options, config: Config) -> Config | None:
     """Return `config` with saved learning rate and batch options; None if these are not a valid schedule."""
     draft = Draft(**flatten(config) | _saved_values(LearningRateConfig, saved) | _saved_values(BatchConfig, saved))
     if draft.batch_size is None or any(schedule_problems(draft)):
@@ -213,12 +214,12 @@ def _with_schedule_of(saved: dict[str, Any], config: Config) -> Config | None:
     return unflatten(vars(draft))
 
 
-def _saved_values(kind: type[Area], saved: dict[str, Any]) -> dict[str, Any]:
+def _saved_values(kind: type[Area], saved: Options) -> Options:
     """Return the saved values of an area; an option that was not saved has its default."""
     return _with_tuples({name: saved.get(name, default) for name, default in vars(kind()).items()})
 
 
-def check_data(loaded: Manifest, config: Config, identity: dict[str, Any], where: str) -> list[str]:
+def check_data(loaded: Manifest, config: Config, identity: JsonObject, where: str) -> list[str]:
     """Return the changes of data, tokenizer and seed, one per line, if --allow_data_change=1 allows them.
 
     Args:
@@ -240,7 +241,7 @@ def check_data(loaded: Manifest, config: Config, identity: dict[str, Any], where
     return changes
 
 
-def data_changes(loaded: Manifest, config: Config, identity: dict[str, Any]) -> Iterator[str]:
+def data_changes(loaded: Manifest, config: Config, identity: JsonObject) -> Iterator[str]:
     """Yield each difference in the samples that a run reads, with both values. Paths may change."""
     saved = loaded.config
     for difference in differences(saved, config, DATA):
@@ -292,7 +293,7 @@ class _DataSet(NamedTuple):
 
 
 def _data_sets(
-    data_path: Sequence[str], schedule: Sequence[str], identity: dict[str, Any], iterations: int
+    data_path: Sequence[str], schedule: Sequence[str], identity: JsonObject, iterations: int
 ) -> tuple[list[_DataSet], list[float]]:
     """Return the data sets of a run, and later starts and weights within the iterations done.
 
@@ -310,7 +311,7 @@ def _data_sets(
     return list(map(_DataSet, map(list, identity["sets"]), weights, paths)), later
 
 
-def other_evaluations(loaded: Manifest, config: Config, identity: dict[str, Any]) -> Iterator[str]:
+def other_evaluations(loaded: Manifest, config: Config, identity: JsonObject) -> Iterator[str]:
     """Yield a warning for each phase that now evaluates other data than before the checkpoint; training goes on."""
     shares = _same_shares(loaded.config.get("split", config.data.split), config.data.split)
     for phase, iterations in (("validation", "validation_iters"), ("test", "test_iters")):

@@ -27,7 +27,7 @@ from typing import Any, NamedTuple
 
 from megatron_lite.checkpoint.compatibility import FREE, Difference
 from megatron_lite.checkpoint.rotation import again
-from megatron_lite.config import unflatten
+from megatron_lite.config import Options, unflatten
 from megatron_lite.config.source import PRESETS
 from megatron_lite.config.values import FLAGS, parse_value, written
 from megatron_lite.errors import CheckpointError, UsageError
@@ -55,11 +55,11 @@ class Stated(NamedTuple):
     """The model that a checkpoint describes."""
 
     where: str  # path of the checkpoint
-    values: dict[str, Any]  # model options by name
+    values: Options  # model options by name
     model_type: str | None  # Hugging Face's name of the architecture, if it has one
 
 
-def with_source(given: Mapping[str, Any]) -> tuple[dict[str, Any], tuple[Note, ...]]:
+def with_source(given: Mapping[str, Any]) -> tuple[Options, tuple[Note, ...]]:
     """Return the given options plus those of the preset or the pretrained checkpoint, and notes on their source.
 
     Raises:
@@ -90,7 +90,7 @@ def with_source(given: Mapping[str, Any]) -> tuple[dict[str, Any], tuple[Note, .
     return values, notes
 
 
-def with_preset(given: Mapping[str, Any]) -> tuple[dict[str, Any], tuple[Note, ...]]:
+def with_preset(given: Mapping[str, Any]) -> tuple[Options, tuple[Note, ...]]:
     """Return the given options plus those of their --model preset, and a note that lists the preset."""
     name = given.get("model")
     if name is None:
@@ -104,14 +104,14 @@ def with_preset(given: Mapping[str, Any]) -> tuple[dict[str, Any], tuple[Note, .
     return {**preset, **given}, (Note(f"--model={name} stands for {flags}{others}"),)
 
 
-def _brought_along(values: Mapping[str, Any], typed: Mapping[str, Any]) -> dict[str, Any]:
+def _brought_along(values: Mapping[str, Any], typed: Mapping[str, Any]) -> Options:
     """Return a model's options without those that depend on a typed option with another value."""
     changed = {first for first in FOLLOW if first in typed and typed[first] != values.get(first)}
     dropped = {name for first in changed for name in FOLLOW[first]}
     return {name: value for name, value in values.items() if name not in dropped}
 
 
-def _with_stated_model(given: dict[str, Any], folder: Path) -> tuple[dict[str, Any], Stated | None]:
+def _with_stated_model(given: Options, folder: Path) -> tuple[Options, Stated | None]:
     """Add the pretrained checkpoint's model to the options; return both (no model if only flags set the options)."""
     use, ignore = given.get("use_pretrained_config", True), given.get("ignore_pretrained_config", False)
     own = _own_values(given)
@@ -130,7 +130,7 @@ def _with_stated_model(given: dict[str, Any], folder: Path) -> tuple[dict[str, A
     return filled, found if use else None
 
 
-def _with_export_type(values: dict[str, Any], model_type: str | None) -> dict[str, Any]:
+def _with_export_type(values: Options, model_type: str | None) -> Options:
     """Export to the model's own architecture, if it supports the options and none was typed."""
     if model_type is None or "export_model_type" in values:
         return values
@@ -172,7 +172,7 @@ def _own_values(given: Mapping[str, Any]) -> Stated | None:
     return Stated(where, model_folder.checkpoint_values(config, where), model_folder.saved_model_type(config))
 
 
-def _with_own_positions(given: dict[str, Any]) -> dict[str, Any]:
+def _with_own_positions(given: Options) -> Options:
     """Add the number of learned positions in the run's newest checkpoint: by default, older versions had 2,048."""
     is_learned = given.get("use_position_embeddings", not given.get("use_rotary_embeddings", False))
     if not is_learned or "max_position_embeddings" in given or (own := _own_values(given)) is None:
@@ -180,7 +180,7 @@ def _with_own_positions(given: dict[str, Any]) -> dict[str, Any]:
     return {"max_position_embeddings": own.values.get("max_position_embeddings"), **given}
 
 
-def _differences(ours: Mapping[str, Any], theirs: dict[str, Any], names: Collection[str]) -> list[Difference]:
+def _differences(ours: Mapping[str, Any], theirs: Options, names: Collection[str]) -> list[Difference]:
     """Return the differences in the options `names`; invalid values in `ours` are reported elsewhere."""
     resolved, problems = examine(unflatten(dict(ours)), 1)
     wrong = {name for problem in problems for name in problem.names}

@@ -20,6 +20,8 @@ from megatron_lite.config.source import CheckpointConfig, SourceConfig
 from megatron_lite.config.system import DistributedConfig, MultiStageConfig
 from megatron_lite.config.training import BatchConfig, DataConfig, TrainingConfig
 
+Options = dict[str, Any]  # values by name
+
 
 @dataclass(frozen=True)
 class Config:
@@ -79,12 +81,12 @@ class Draft(
         return [name for name in names if values[name] != _DEFAULTS[name]]
 
 
-def flatten(config: Config) -> dict[str, Any]:
+def flatten(config: Config) -> Options:
     """Return all options as one flat {name: value}, in the order of this file."""
     return {name: value for area in AREAS for name, value in vars(getattr(config, area)).items()}
 
 
-def unflatten(values: dict[str, Any]) -> Config:
+def unflatten(values: Options) -> Config:
     """Make a configuration from flat {name: value}; missing names take their defaults.
 
     Raises:

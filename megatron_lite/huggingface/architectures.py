@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from types import MappingProxyType
 from typing import Any
 
-from megatron_lite.config import Config, ModelConfig
+from megatron_lite.config import Config, ModelConfig, Options
 from megatron_lite.config.values import written
 from megatron_lite.errors import UsageError
 
@@ -29,7 +29,7 @@ ACTIVATIONS = MappingProxyType({theirs: ours for ours, names in _SPELLINGS.items
 _BIASES = ("add_linear_biases", "add_qkv_biases", "add_mlp_biases")
 _ATTENTION_BIAS = {"attention_bias": _BIASES[:2]}
 # Our options that no architecture supports.
-_PLAIN: dict[str, Any] = {
+_PLAIN: Options = {
     "hybrid_norm": False,
     "input_embedding_norm": False,
     "qk_layernorm": False,
@@ -38,7 +38,7 @@ _PLAIN: dict[str, Any] = {
 }
 _ROTARY = _PLAIN | {"use_rotary_embeddings": True, "use_position_embeddings": False, "rotary_percent": 1.0}
 _LLAMA = _ROTARY | {"normalization_type": "rms_norm", "gated": True}
-_LEARNED: dict[str, Any] = (
+_LEARNED: Options = (
     _PLAIN
     | dict(use_rotary_embeddings=False, use_position_embeddings=True, normalization_type="layer_norm", gated=False)
     | {"window_size": None}
@@ -180,7 +180,7 @@ ARCHITECTURES: Mapping[str, Architecture] = MappingProxyType(
 )
 
 
-def biases_of(architecture: str, model: ModelConfig) -> dict[str, Any]:
+def biases_of(architecture: str, model: ModelConfig) -> Options:
     """Return the options of biases of a model exported as this architecture: its own, and biases written as zeros."""
     table = ARCHITECTURES[architecture]
     found = {option: option in table.always_biased for option in _BIASES}

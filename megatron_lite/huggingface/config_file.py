@@ -10,8 +10,9 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+from megatron_lite.checkpoint.names import JsonObject
 from megatron_lite.checkpoint.saved_state import check_value
-from megatron_lite.config import Config, ModelConfig
+from megatron_lite.config import Config, ModelConfig, Options
 from megatron_lite.config.system import DTYPES
 from megatron_lite.config.values import FLAGS, LARGEST_INTEGER, BadValueError
 from megatron_lite.errors import CheckpointError
@@ -31,13 +32,13 @@ ROPE_OPTIONS = tuple(dict.fromkeys(f"rope_{name}" for names in _NAMES.values() f
 _REQUIRED = {"linear": ("factor",), "llama3": ("factor", "low_freq_factor", "high_freq_factor")}
 
 
-def read_rope(content: Mapping[str, Any], max_position_embeddings: Any) -> tuple[dict[str, Any], list[str]]:
+def read_rope(content: Mapping[str, Any], max_position_embeddings: Any) -> tuple[Options, list[str]]:
     """Return the options of rotary positions, and a list of problems.
 
     As in transformers 5, rope_scaling takes precedence over rope_parameters, and a base in either over rope_theta.
     Values given twice must agree, because another version of transformers would use the other one.
     """
-    found: list[dict[str, Any]] = []
+    found: list[Options] = []
     problems: list[str] = []
     for key in ("rope_scaling", "rope_parameters"):
         given = content.get(key)
@@ -58,7 +59,7 @@ def read_rope(content: Mapping[str, Any], max_position_embeddings: Any) -> tuple
     return found[0], problems
 
 
-def _read_rope_object(key: str, given: dict[str, Any], theta: Any, length: Any) -> tuple[dict[str, Any], list[str]]:
+def _read_rope_object(key: str, given: JsonObject, theta: Any, length: Any) -> tuple[Options, list[str]]:
     """Read one of the two objects; `theta` and `length` are rope_theta and max_position_embeddings."""
     given = {name: value for name, value in given.items() if value is not None}
     kind = given.pop("rope_type", given.get("type", "default"))
@@ -70,7 +71,7 @@ def _read_rope_object(key: str, given: dict[str, Any], theta: Any, length: Any) 
         problems.append(f"rope_theta is {shown(theta)}, but {shown(base)} in {key}")
     if given.pop("partial_rotary_factor", 1.0) != 1.0:
         problems.append(f"{key}: partial_rotary_factor: this architecture rotates whole heads")
-    values: dict[str, Any] = {"rope_type": kind, "rotary_base": base, "rotary_percent": 1.0}
+    values: Options = {"rope_type": kind, "rotary_base": base, "rotary_percent": 1.0}
     values |= dict.fromkeys(ROPE_OPTIONS)
     if not isinstance(kind, str) or kind not in _NAMES:
         problems.append(f"{key}: rope_type {shown(kind)} is not known; known: {', '.join(_NAMES)}")
@@ -85,7 +86,7 @@ def _read_rope_object(key: str, given: dict[str, Any], theta: Any, length: Any) 
     return values, problems
 
 
-def _derive_yarn(given: dict[str, Any], length: Any) -> None:
+def _derive_yarn(given: JsonObject, length: Any) -> None:
     """Fill in the values that transformers derives, and drop those that it ignores."""
     original = given[_ORIGINAL]
     if "factor" not in given and all(isinstance(n, int) and 0 < n <= LARGEST_INTEGER for n in (length, original)):
@@ -98,7 +99,7 @@ def _derive_yarn(given: dict[str, Any], length: Any) -> None:
         given["mscale"], given["mscale_all_dim"] = scales
 
 
-def write_rope(model: ModelConfig) -> dict[str, Any]:
+def write_rope(model: ModelConfig) -> JsonObject:
     """Return the keys for both versions of transformers.
 
     Versions before 4.43 know only linear, as {"type", "factor"}; later versions also read this form.
@@ -154,7 +155,7 @@ _SECOND_NAMES = {
 _WINDOW_KEYS = ("use_sliding_window", "sliding_window", "max_window_layers", "layer_types")
 
 
-def model_values(content: Mapping[str, Any]) -> dict[str, Any]:
+def model_values(content: Mapping[str, Any]) -> Options:
     """Return the options in a config.json: architecture, dropouts and initialization.
 
     None is a value: no window, or no such rotary parameter.
@@ -209,7 +210,7 @@ class _Reading:
             self.problems.append(f"{key} is {shown(value)}; it must be true or false")
         return bool(value)
 
-    def named(self) -> dict[str, Any]:
+    def named(self) -> Options:
         """Return the options that have a key, deriving those that are null."""
         values = {option: self.get(key) for key, option in self.architecture.keys.items()}
         if self.name == "gpt_bigcode":
@@ -231,14 +232,14 @@ class _Reading:
             del values["attention_softmax_in_fp32"]
         return values
 
-    def _multi_query(self, values: dict[str, Any]) -> None:
+    def _multi_query(self, values: Options) -> None:
         groups = 1 if self.flag("multi_query") else values["num_attention_heads"]
         stated = self.get("num_key_value_heads")  # transformers 5 writes the number derived from multi_query
         if stated not in (None, groups):
             self.problems.append(f"num_key_value_heads is {shown(stated)}; multi_query makes it {groups}")
         values["head_groups"] = groups
 
-    def positions(self) -> dict[str, Any]:
+    def positions(self) -> Options:
         """Return the options of rotary positions."""
         if not self.architecture.fixed["use_rotary_embeddings"]:
             return {}
@@ -247,7 +248,7 @@ class _Reading:
         self.problems += problems
         return values
 
-    def biases(self) -> dict[str, Any]:
+    def biases(self) -> Options:
         """Return the options of biases that files of the architecture always have or state by a key."""
         found = dict.fromkeys(self.architecture.always_biased, True)
         for key, options in self.architecture.biases.items():
@@ -317,7 +318,7 @@ def _is_count(value: Any) -> bool:
     return isinstance(value, int) and not isinstance(value, bool) and value >= 1
 
 
-def hugging_face_config(config: Config, special_tokens: dict[str, int | None]) -> dict[str, Any]:
+def hugging_face_config(config: Config, special_tokens: dict[str, int | None]) -> JsonObject:
     """Return config.json for a resolved configuration.
 
     Has both spellings of the dtype and of rotary positions: transformers 5 reads `dtype` and `rope_parameters`, older
@@ -333,7 +334,7 @@ def hugging_face_config(config: Config, special_tokens: dict[str, int | None]) -
     name = check_exportable(model, config.training.export_model_type)
     architecture = ARCHITECTURES[name]
     dtype = DTYPES[config.training.export_dtype].torch
-    content: dict[str, Any] = {
+    content: JsonObject = {
         "architectures": [architecture.class_name],
         "model_type": name,
         "dtype": dtype,
@@ -359,7 +360,7 @@ def hugging_face_config(config: Config, special_tokens: dict[str, int | None]) -
     return content
 
 
-def _window(name: str, model: ModelConfig) -> dict[str, Any]:
+def _window(name: str, model: ModelConfig) -> JsonObject:
     """Return the keys for a window in every layer or in none."""
     defaults, window = ARCHITECTURES[name].defaults, model.window_size
     if "sliding_window" not in defaults:

@@ -14,10 +14,9 @@ import os
 import re
 from collections.abc import Collection
 from pathlib import Path
-from typing import Any
 
-from megatron_lite.checkpoint.names import MANIFEST_NAME, find_checkpoints, parse_json, read_bytes, reason
-from megatron_lite.config import BatchConfig, Config, ModelConfig
+from megatron_lite.checkpoint.names import MANIFEST_NAME, JsonObject, find_checkpoints, parse_json, read_bytes, reason
+from megatron_lite.config import BatchConfig, Config, ModelConfig, Options
 from megatron_lite.config.training import MODEL_TYPES
 from megatron_lite.config.values import FLAGS
 from megatron_lite.errors import CheckpointError, shorten
@@ -157,7 +156,7 @@ def _indexed(folder: Path) -> tuple[list[str], dict[str, str]]:
     return sorted(set(weight_map.values())), weight_map
 
 
-def read_object(folder: Path, name: str) -> dict[str, Any]:
+def read_object(folder: Path, name: str) -> JsonObject:
     """Read a JSON object from a regular file of at most `LIMIT_BYTES[name]`.
 
     Raises:
@@ -177,7 +176,7 @@ def read_object(folder: Path, name: str) -> dict[str, Any]:
 MODEL_OPTIONS = tuple(vars(ModelConfig()))
 
 
-def hugging_face_values(folder: Path) -> tuple[dict[str, Any], str]:
+def hugging_face_values(folder: Path) -> tuple[Options, str]:
     """Return the model options in config.json, unresolved, and its model_type.
 
     Raises:
@@ -190,7 +189,7 @@ def hugging_face_values(folder: Path) -> tuple[dict[str, Any], str]:
         raise CheckpointError(f"{folder}: {shorten(str(error).splitlines(), 6)}") from None
 
 
-def checkpoint_values(config: dict[str, Any], where: str) -> dict[str, Any]:
+def checkpoint_values(config: Options, where: str) -> Options:
     """Return the model options in a manifest's flat configuration, whose values are already checked.
 
     Raises:
@@ -205,13 +204,13 @@ def checkpoint_values(config: dict[str, Any], where: str) -> dict[str, Any]:
     return {name: config[name] for name in MODEL_OPTIONS if name in config}
 
 
-def saved_model_type(config: dict[str, Any]) -> str | None:
+def saved_model_type(config: Options) -> str | None:
     """Return the --export_model_type of a checkpoint's flat configuration, if this version knows it."""
     name = config.get("export_model_type")
     return name if name in MODEL_TYPES else None
 
 
-def resolved_model(values: dict[str, Any], where: str) -> ModelConfig:
+def resolved_model(values: Options, where: str) -> ModelConfig:
     """Return the model with these options and all derived ones.
 
     Raises:

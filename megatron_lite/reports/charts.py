@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
+from megatron_lite.checkpoint.names import JsonObject
 from megatron_lite.reports.watched_run import Curve, WatchedRun
 
 POINTS = 2000  # of one line; on a page, divided among the runs
@@ -107,22 +108,22 @@ def draw_chart(chart: Chart, runs: Sequence[WatchedRun], points: int = POINTS) -
         yield drawn._replace(widen=1 + 1.5 * sum(equal))
 
 
-def page_data(runs: Sequence[WatchedRun]) -> dict[str, Any]:
+def page_data(runs: Sequence[WatchedRun]) -> JsonObject:
     """Return the charts that have data, and the marks of each run, as JSON."""
     charts = [drawn for chart in CHARTS if (drawn := _chart_data(chart, runs))["series"]]
     return {"runs": [_marks(run) for run in runs], "charts": charts}
 
 
-def _marks(run: WatchedRun) -> dict[str, Any]:
+def _marks(run: WatchedRun) -> JsonObject:
     starts = run.metrics.starts[1:]
     named = [[start.iteration, f"start {start.number}, iteration {start.iteration:,}"] for start in starts]
     dropped = [[iteration, reason[:200]] for iteration, reason in run.metrics.dropped.items()]
     return {"starts": named[-MOST_MARKS:], "dropped": dropped[-MOST_MARKS:]}
 
 
-def _chart_data(chart: Chart, runs: Sequence[WatchedRun]) -> dict[str, Any]:
-    series: list[dict[str, Any]] = []
-    legend: list[dict[str, Any]] = []
+def _chart_data(chart: Chart, runs: Sequence[WatchedRun]) -> JsonObject:
+    series: list[JsonObject] = []
+    legend: list[JsonObject] = []
     for drawn in draw_chart(chart, runs, max(POINTS // len(runs), FEWEST_POINTS)):
         name = drawn.metric.label if len(runs) == 1 else f"{drawn.run.name}: {drawn.metric.label}"
         style = {"color": drawn.color, "dash": " ".join(map(str, drawn.dashes)), "widen": drawn.widen}

@@ -13,8 +13,8 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from megatron_lite.checkpoint.names import find_checkpoints
-from megatron_lite.config import unflatten
+from megatron_lite.checkpoint.names import JsonObject, find_checkpoints
+from megatron_lite.config import Options, unflatten
 from megatron_lite.config.values import FLAGS, abridged
 from megatron_lite.errors import DataError, StorageError
 from megatron_lite.reports.charts import COLORS, SPEED, SPEEDS, page_data
@@ -148,7 +148,7 @@ def _comparison(runs: Sequence[WatchedRun]) -> str:
 # -- charts --------------------------------------------------------------------------------------------------------
 
 
-def _figures(data: dict[str, Any]) -> Iterator[str]:
+def _figures(data: JsonObject) -> Iterator[str]:
     yield '<div class="charts">'
     for chart in data["charts"]:
         unit = f" <small>{escape(chart['unit'])}</small>" if chart["unit"] else ""
@@ -261,7 +261,7 @@ def _warnings(run: WatchedRun) -> str:
     return f'<div class="card"><pre>{escape(lines)}</pre></div>' if lines else ""
 
 
-def _configuration(config: dict[str, Any]) -> str:
+def _configuration(config: Options) -> str:
     """Show the options that differ from their defaults, then all."""
     if not config:
         return ""
@@ -276,7 +276,7 @@ def _configuration(config: dict[str, Any]) -> str:
     return f"{shown}<details><summary>all {len(rows)} options</summary>{_table(['option', 'value'], rows)}</details>"
 
 
-def usual_values(config: dict[str, Any]) -> dict[str, Any]:
+def usual_values(config: Options) -> Options:
     """Return what each option of a config.json would be if it had not been given, as in JSON; nothing if damaged."""
     read = {name: tuple(value) if isinstance(value, list) else value for name, value in config.items() if name in FLAGS}
     try:
@@ -286,7 +286,7 @@ def usual_values(config: dict[str, Any]) -> dict[str, Any]:
     return {name: [*value] if isinstance(value, tuple) else value for name, value in usual}
 
 
-def option_text(config: dict[str, Any], usual: dict[str, Any], name: str) -> str:
+def option_text(config: Options, usual: Options, name: str) -> str:
     """Return the value of an option as text; "(derived)" follows one that the other options imply."""
     if name not in config:
         return "(absent)"

@@ -22,7 +22,14 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from megatron_lite.checkpoint.names import MANIFEST_NAME, find_checkpoints, no_folder, parse_json, read_bytes
+from megatron_lite.checkpoint.names import (
+    MANIFEST_NAME,
+    JsonObject,
+    find_checkpoints,
+    no_folder,
+    parse_json,
+    read_bytes,
+)
 from megatron_lite.errors import DataError
 from megatron_lite.run.exit_status import EXIT_FILE, METRICS_FILE
 from megatron_lite.run.experiment import LOCK_FILE, newest_run
@@ -152,7 +159,7 @@ class Metrics:
     def _clear(self) -> None:
         self.starts: list[RunStart] = []
         self.dropped: dict[int, str] = {}  # why updates up to an iteration were dropped
-        self.last: dict[str, dict[str, Any]] = {}  # newest record of each phase
+        self.last: dict[str, JsonObject] = {}  # newest record of each phase
         self._columns: dict[tuple[str, str], tuple[array[int], array[float]]]  # 16 bytes a number
         self._columns = defaultdict(lambda: (array("q"), array("d")))
 
@@ -183,7 +190,7 @@ class Metrics:
         if isinstance(record, dict):
             self.add(record)
 
-    def add(self, record: dict[str, Any]) -> None:
+    def add(self, record: JsonObject) -> None:
         """Take one record; leave out one without phase or iteration.
 
         Raises:
@@ -204,7 +211,7 @@ class Metrics:
         if len(self._columns) > MOST_NAMES:
             raise DataError(f"{self.path} has more than {MOST_NAMES:,} names of numbers; it is no {METRICS_FILE}")
 
-    def _begin(self, record: dict[str, Any], phase: str, iteration: int) -> None:
+    def _begin(self, record: JsonObject, phase: str, iteration: int) -> None:
         """Note a new start of the run, and drop what it repeats."""
         number = record.get("run", 0)
         if type(number) is not int or (self.starts and number == self.starts[-1].number):
@@ -259,8 +266,8 @@ class WatchedRun:
         self.root, self.name, self.metrics = root, name or root.absolute().name, Metrics(root)
         self.problem: str | None = None  # why there are no metrics
         self.start: int | None = None  # number of the newest start
-        self.ending: dict[str, Any] = {}  # exit.json
-        self.config: dict[str, Any] = {}
+        self.ending: JsonObject = {}  # exit.json
+        self.config: JsonObject = {}
         self.heartbeat_s: float | None = None  # the last heartbeat; None: the run has left the folder
         self._heartbeat: tuple[int, float] | None = None  # start and time of the file
         self.checkpoints: list[SavedFolder] = []  # newest first
@@ -307,7 +314,7 @@ class WatchedRun:
     def _of_start(self, name: str) -> Path:
         return self.root / "runs" / str(self.start) / name
 
-    def _json(self, name: str) -> dict[str, Any]:
+    def _json(self, name: str) -> JsonObject:
         with contextlib.suppress(OSError, ValueError):
             value = parse_json(read_bytes(self.root / name, LARGEST_JSON_BYTES))
             return value if isinstance(value, dict) else {}

@@ -6,10 +6,7 @@ with the flags, their values, the rule and the fix.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from typing import Any
-
-from megatron_lite.config import Config, Draft, flatten, unflatten
+from megatron_lite.config import Config, Draft, Options, flatten, unflatten
 from megatron_lite.config.other_programs import refused_value
 from megatron_lite.config.values import FLAGS, BadValueError, check_bounds, written
 from megatron_lite.errors import UsageError
@@ -54,7 +51,7 @@ def examine(config: Config, world_size: int, nodes: int = 1) -> tuple[Config, li
     return unflatten(vars(draft)), problems
 
 
-def defaults(config: Config) -> dict[str, Any]:
+def defaults(config: Config) -> Options:
     """Return the value that each option of a resolved configuration would have if only that option were unset.
 
     The options of the batch arithmetic depend on each other, so each is derived from those before it.
