@@ -10,6 +10,7 @@ from typing import Any
 
 from megatron_lite.run.progress_line import format_duration
 
+Record = Mapping[str, Any]  # a line of metrics.jsonl
 Show = Callable[[Any], str]
 MOST_DATASETS = 20  # whose losses are shown
 WAITING = 0.1  # share of the step time from which the console shows the wait for data
@@ -64,7 +65,7 @@ BAR = ("loss", "tokens_per_sec", "mfu", "remaining_seconds")  # all ranks' token
 RARELY_CHANGING = ("batch_size", "loss_scale", "max_reserved_mib", "skipped_iters", "nan_iters")
 
 
-def format_record(record: Mapping[str, Any], more: Mapping[str, Any] | None = None) -> str:
+def format_record(record: Record, more: Record | None = None) -> str:
     """Return the log line of a record: `training @ iteration 20/1000 | step time: ... | language model loss: ...`.
 
     Args:
@@ -97,7 +98,7 @@ class ConsoleLines:
         self._last_loss: float | None = None
         self._forecasts = False  # not in the first line: compilation and allocation would spoil it
 
-    def training(self, values: Mapping[str, Any]) -> str:
+    def training(self, values: Record) -> str:
         """Return the line of a training record and its values for the console; absent values are left out.
 
         `iteration 20/1000 | loss 3.1235 | lr 3.00e-04 | grad norm 1.25 | 12.3 ms/step | 12,346 tokens/s | 0:01:05 left`
@@ -123,13 +124,13 @@ class ConsoleLines:
         """
         return ", ".join(_shown(BAR, {"loss": self._last_loss, **pace}))
 
-    def evaluation(self, values: Mapping[str, Any]) -> str:
+    def evaluation(self, values: Record) -> str:
         """Return the line of a validation or test: `validation @ iteration 20/1000 | loss 3.1235`."""
         head = [f"{values['phase']} @ {_head(values)}", *_no_loss(values)]
         return " | ".join([*head, *_shown(LOSSES, values), *dataset_losses(values)])
 
 
-def dataset_losses(values: Mapping[str, Any]) -> list[str]:
+def dataset_losses(values: Record) -> list[str]:
     """Show the losses of up to 20 data sets, `loss/<name>`; metrics.jsonl has all of them."""
     names = [key for key in values if key.startswith("loss/")]
     found = [(key.removeprefix("loss/"), values[key]) for key in names[:MOST_DATASETS]]
@@ -137,17 +138,17 @@ def dataset_losses(values: Mapping[str, Any]) -> list[str]:
     return [*shown, *([f"{len(names) - MOST_DATASETS:,} more data sets"] if len(names) > MOST_DATASETS else [])]
 
 
-def _no_loss(values: Mapping[str, Any]) -> list[str]:
+def _no_loss(values: Record) -> list[str]:
     """Return "loss -" if there is no loss: every update was dropped, or no label counted."""
     return ["loss -"] * (values.get("loss") is None)
 
 
-def _shown(keys: Iterable[str], values: Mapping[str, Any]) -> list[str]:
+def _shown(keys: Iterable[str], values: Record) -> list[str]:
     """Show values on the console; absent ones are left out."""
     shows = ((FIELDS[key][1], values.get(key)) for key in keys)
     return [show(value) for show, value in shows if show is not None and value is not None]
 
 
-def _head(values: Mapping[str, Any]) -> str:
+def _head(values: Record) -> str:
     iteration, total = values["iteration"], values["train_iters"]
     return f"iteration {iteration:{len(str(total))}d}/{total}" if total else f"iteration {iteration}"

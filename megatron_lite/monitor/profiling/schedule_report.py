@@ -5,6 +5,7 @@ The page is one file that needs no network: a timeline to zoom, and the tables.
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Iterable, Iterator, Sequence
 from html import escape
 from typing import Any
@@ -21,6 +22,7 @@ from megatron_lite.monitor.profiling.schedule_times import (
     range_name,
 )
 
+Profile = Sequence[IterationTimes]  # its iterations, in order
 SHOWN_BEHIND = 2  # computations that overlap with a collective, in its row
 MOST_BARS = 20_000  # further iterations are left out
 ROW, BAR = 24, 20  # heights, in pixels
@@ -63,16 +65,16 @@ words.dataset.ready = "1";
 """
 
 
-def mean_parts(profile: Sequence[IterationTimes]) -> dict[str, float]:
+def mean_parts(profile: Profile) -> dict[str, float]:
     """Return the seconds that each part of an iteration takes, as means over the iterations."""
-    total: dict[str, float] = {}
+    total = defaultdict[str, float](float)
     for times in profile:
         for name, seconds in parts(times).items():
-            total[name] = total.get(name, 0.0) + seconds / len(profile)
+            total[name] += seconds / len(profile)
     return total
 
 
-def summary(profile: Sequence[IterationTimes]) -> str:
+def summary(profile: Profile) -> str:
     """Return the line of the log: `schedule of iterations 3-4: 812.4 ms each: backward 55 %, forward 30 %, ...`."""
     shares = mean_parts(profile)
     wall_s = sum(shares.values())
@@ -81,12 +83,12 @@ def summary(profile: Sequence[IterationTimes]) -> str:
     return f"schedule of {iterations_of(profile)}: {wall_s * 1e3:.2f} ms each: {listed}"
 
 
-def iterations_of(profile: Sequence[IterationTimes]) -> str:
+def iterations_of(profile: Profile) -> str:
     """Return the iterations of a profile in words."""
     return iterations_in_words(profile[0].iteration, profile[-1].iteration)
 
 
-def tables(profile: Sequence[IterationTimes], rank: int, world_size: int) -> str:
+def tables(profile: Profile, rank: int, world_size: int) -> str:
     """Return three tables: parts of an iteration, steps by stage, collectives by stage; means over the iterations."""
     shares = mean_parts(profile)
     shares["total"] = sum(shares.values())
@@ -103,7 +105,7 @@ def tables(profile: Sequence[IterationTimes], rank: int, world_size: int) -> str
     )
 
 
-def _step_rows(profile: Sequence[IterationTimes]) -> Iterator[list[str]]:
+def _step_rows(profile: Profile) -> Iterator[list[str]]:
     steps = [step for times in profile for step in times.steps if step.verb in COMPUTING]
     groups: dict[tuple[str, int], list[TimedVerb]] = {}
     for step in sorted(steps, key=lambda step: COMPUTING.index(step.verb)):
@@ -113,7 +115,7 @@ def _step_rows(profile: Sequence[IterationTimes]) -> Iterator[list[str]]:
         yield [range_name(*key), f"{len(group) / number:g}", _ms(seconds, number), _ms(seconds, len(group))]
 
 
-def _transfer_rows(profile: Sequence[IterationTimes]) -> Iterator[list[str]]:
+def _transfer_rows(profile: Profile) -> Iterator[list[str]]:
     groups: dict[tuple[str, int], list[tuple[Transfer, IterationTimes]]] = {}
     for times in profile:
         for transfer in times.transfers:
@@ -135,10 +137,10 @@ def _transfer_rows(profile: Sequence[IterationTimes]) -> Iterator[list[str]]:
 def _behind(group: Sequence[tuple[Transfer, IterationTimes]]) -> str:
     """Name the computations that overlap longest with the collectives, each with its share of the time."""
     window_s = sum(transfer.window_s for transfer, _ in group)
-    behind: dict[tuple[str, int], float] = {}
+    behind = defaultdict[tuple[str, int], float](float)
     for transfer, times in group:
         for name, seconds in hid_behind(transfer, times.steps).items():
-            behind[name] = behind.get(name, 0.0) + seconds
+            behind[name] += seconds
     longest = sorted(behind.items(), key=lambda item: -item[1])[:SHOWN_BEHIND]
     return ", ".join(
         f"{range_name(*key)} {seconds / window_s:.0%}" for key, seconds in longest if seconds >= 0.01 * window_s
@@ -168,7 +170,7 @@ def _aligned(rows: Sequence[Sequence[str]]) -> str:
     return "\n".join(line.rstrip() for line in lines)
 
 
-def trace_events(profile: Sequence[IterationTimes], rank: int) -> dict[str, Any]:
+def trace_events(profile: Profile, rank: int) -> dict[str, Any]:
     """Return a trace in the Trace Event Format, in microseconds from its first event.
 
     One process per rank; thread 0 has the steps, with waits inside them, and the others the collectives under way,
@@ -204,7 +206,7 @@ def trace_events(profile: Sequence[IterationTimes], rank: int) -> dict[str, Any]
     return {"displayTimeUnit": "ms", "traceEvents": [*names, *events]}
 
 
-def page(profile: Sequence[IterationTimes], rank: int, world_size: int) -> str:
+def page(profile: Profile, rank: int, world_size: int) -> str:
     """Return the HTML page."""
     title = f"Schedule of {iterations_of(profile)}, rank {rank} of {world_size}"
     shown = list(_shown(profile))
@@ -225,7 +227,7 @@ move; double click: everything.<br>{legend}</p>
 """
 
 
-def _shown(profile: Sequence[IterationTimes]) -> Iterator[IterationTimes]:
+def _shown(profile: Profile) -> Iterator[IterationTimes]:
     """Yield the first iterations: at least one, and as many as the page can hold."""
     bars = 0
     for times in profile:
@@ -235,7 +237,7 @@ def _shown(profile: Sequence[IterationTimes]) -> Iterator[IterationTimes]:
         yield times
 
 
-def _timeline(profile: Sequence[IterationTimes], rank: int) -> str:
+def _timeline(profile: Profile, rank: int) -> str:
     """Return the picture; its unit across is a microsecond."""
     events = [event for event in trace_events(profile, rank)["traceEvents"] if event["ph"] == "X"]
     width = max(event["ts"] + event["dur"] for event in events)

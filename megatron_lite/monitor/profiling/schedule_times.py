@@ -20,6 +20,7 @@ import contextlib
 import itertools
 import math
 import time
+from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -132,11 +133,11 @@ def hid_behind(transfer: Transfer, steps: Sequence[TimedVerb]) -> dict[tuple[str
     """Return the seconds that each computation, by (verb, stage), overlaps with a collective before the wait."""
     start_s = transfer.under_way_s[0]
     end_s = start_s + transfer.window_s
-    behind: dict[tuple[str, int], float] = {}
+    behind = defaultdict[tuple[str, int], float](float)
     for step in steps:
         seconds = min(step.end_s, end_s) - max(step.start_s, start_s)
         if step.verb in COMPUTING and seconds > 0:
-            behind[step.verb, step.stage] = behind.get((step.verb, step.stage), 0.0) + seconds
+            behind[step.verb, step.stage] += seconds
     return behind
 
 
@@ -152,9 +153,9 @@ def parts(times: IterationTimes) -> dict[str, float]:
     updated = max(times.steps[-1].end_s, ends)
     spent = [(s.start_s, s.own_s, s.verb if s.verb in COMPUTING else STARTING) for s in times.steps]
     spent += [(t.waits_s, t.exposed_s, f"waits for {t.kind}s") for t in times.transfers]
-    result = dict.fromkeys((*COMPUTING, STARTING), 0.0)
+    result = defaultdict(float, dict.fromkeys((*COMPUTING, STARTING), 0.0))
     for _, seconds, name in spent:
-        result[name] = result.get(name, 0.0) + seconds
+        result[name] += seconds
     names = ("data and inputs", "gaps", "optimizer", "log, evaluation, saves")
     borders = itertools.pairwise((times.start_s, begins, ends, updated, times.end_s))
     for name, (start_s, end_s) in zip(names, borders, strict=True):

@@ -10,11 +10,10 @@ from __future__ import annotations
 import json
 import math
 import os
-from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
 
 from megatron_lite.monitor.logging import AppendFile, get_logger
+from megatron_lite.monitor.metric_lines import Record
 from megatron_lite.monitor.watch import Watched
 
 WATCH_FILE = "watch.jsonl"
@@ -47,7 +46,7 @@ class MetricsFile(AppendFile):
         except ValueError:
             os.ftruncate(self._fd, size - len(torn))
 
-    def log(self, record: Mapping[str, Any], watched: Watched | None = None) -> None:
+    def log(self, record: Record, watched: Watched | None = None) -> None:
         """Append one record, without the statistics of --watch, which would make long lines."""
         broken = {key: None for key, value in record.items() if isinstance(value, float) and not math.isfinite(value)}
         self.write_line(json.dumps({**record, **broken}, allow_nan=False))
@@ -62,7 +61,7 @@ class MetricsFile(AppendFile):
 class WatchFile(MetricsFile):
     """watch.jsonl, the statistics of each parameter that --watch asks for; see docs/monitoring.md."""
 
-    def log(self, record: Mapping[str, Any], watched: Watched | None = None) -> None:
+    def log(self, record: Record, watched: Watched | None = None) -> None:
         """Append the statistics that a record comes with, if any."""
         if watched is not None:
             kept = {key: record[key] for key in ("phase", "iteration", "run", "time")}

@@ -6,13 +6,14 @@ import importlib
 import importlib.util
 import pkgutil
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from operator import attrgetter
 from pathlib import Path
 from typing import Any
 
 from megatron_lite.config import Config, flatten
 from megatron_lite.errors import UsageError
+from megatron_lite.monitor.metric_lines import Record
 from megatron_lite.monitor.trackers.metrics_file import WATCH_FILE, MetricsFile, WatchFile
 from megatron_lite.monitor.trackers.queued_tracker import OwnTracker, QueuedTracker, TensorBoardTracker
 from megatron_lite.monitor.trackers.wandb_tracker import WandbTracker, read_key, send_no_error_reports
@@ -30,7 +31,7 @@ class Trackers:
     def __init__(self, destinations: Sequence[Destination] = (), run: int = 0) -> None:
         self._destinations, self._run = destinations, run
 
-    def log(self, record: Mapping[str, Any], watched: Watched | None = None) -> None:
+    def log(self, record: Record, watched: Watched | None = None) -> None:
         """Record metrics, at least `phase` and `iteration`; adds `run` and `time`, in seconds since 1970.
 
         Values are plain numbers or text, never tensors. watched: the statistics of --watch that the record comes with.

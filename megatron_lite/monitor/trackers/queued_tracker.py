@@ -7,11 +7,12 @@ from __future__ import annotations
 
 import queue
 import threading
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from typing import Any
 
 from megatron_lite.errors import EXIT_PREEMPTED
 from megatron_lite.monitor.logging import get_logger
+from megatron_lite.monitor.metric_lines import Record
 from megatron_lite.monitor.watch import Watched
 
 STOPPED_LIMIT_S = 5.0
@@ -38,7 +39,7 @@ class QueuedTracker:
         self._dropped = self._failed = 0  # records
         self._thread = threading.Thread(target=self._work, name=self.title, daemon=True)
 
-    def log(self, record: Mapping[str, Any], watched: Watched | None = None) -> None:
+    def log(self, record: Record, watched: Watched | None = None) -> None:
         """Queue a record, and the statistics of --watch that it comes with, for the thread."""
         if self._queue.qsize() > MAX_QUEUED_WATCHED:
             watched = None  # statistics and histograms of a large model take megabytes
@@ -101,7 +102,7 @@ class QueuedTracker:
         """Open the destination."""
         raise NotImplementedError
 
-    def _send(self, record: Mapping[str, Any], watched: Watched | None) -> None:
+    def _send(self, record: Record, watched: Watched | None) -> None:
         """Send one record."""
         raise NotImplementedError
 
@@ -116,7 +117,7 @@ class QueuedTracker:
         return " ".join(f"{type(error).__name__}: {error}".split())[:200]
 
 
-def numbers_of(record: Mapping[str, Any]) -> dict[str, float]:
+def numbers_of(record: Record) -> dict[str, float]:
     """Return the numbers of a record as {"<phase>/<key>": value}, without the iteration, which is the axis."""
     return {
         f"{record['phase']}/{key}": value
@@ -158,7 +159,7 @@ class TensorBoardTracker(QueuedTracker):
         start = event_pb2.SessionLog(status=event_pb2.SessionLog.START)
         self._writer.add_event(self._event(step=self._first, session_log=start))
 
-    def _send(self, record: Mapping[str, Any], watched: Watched | None) -> None:
+    def _send(self, record: Record, watched: Watched | None) -> None:
         numbers = numbers_of(record)
         del numbers[f"{record['phase']}/time"]  # every event has its time
         value = self._summary.Value
@@ -185,7 +186,7 @@ class OwnTracker(QueuedTracker):
     def _begin(self) -> None:
         self._tracker = self._make()
 
-    def _send(self, record: Mapping[str, Any], watched: Watched | None) -> None:
+    def _send(self, record: Record, watched: Watched | None) -> None:
         self._tracker.log({**record, **dict(watched.numbers() if watched else ())})
 
     def _end(self, exit_code: int) -> None:

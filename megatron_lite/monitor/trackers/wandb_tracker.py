@@ -15,7 +15,6 @@ import secrets
 import shlex
 import tempfile
 import threading
-from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
@@ -26,7 +25,7 @@ from megatron_lite.config.monitoring import is_run_id
 from megatron_lite.distributed.processes import kill_children
 from megatron_lite.errors import EXIT_PREEMPTED, UsageError
 from megatron_lite.monitor.logging import get_logger
-from megatron_lite.monitor.metric_lines import format_record
+from megatron_lite.monitor.metric_lines import Record, format_record
 from megatron_lite.monitor.trackers.queued_tracker import QueuedTracker, numbers_of
 from megatron_lite.monitor.watch import Watched
 from megatron_lite.run.durable_files import replace_file
@@ -113,7 +112,7 @@ class WandbTracker(QueuedTracker):
         self._thread.start()
         self.alert(f"{self._name} started", f"run {run}")
 
-    def log(self, record: Mapping[str, Any], watched: Watched | None = None) -> None:
+    def log(self, record: Record, watched: Watched | None = None) -> None:
         """Send a record: numbers as `<phase>/<key>` over `iteration`, and an alert at each status interval.
 
         The loss of each phase is also `<phase>/language_model_loss`.
@@ -166,7 +165,7 @@ class WandbTracker(QueuedTracker):
         )
         self._run = self._init("offline")
 
-    def _send(self, record: Mapping[str, Any], watched: Watched | None) -> None:
+    def _send(self, record: Record, watched: Watched | None) -> None:
         values: dict[str, Any] = {**numbers_of(record), _STEP: record[_STEP]}
         if watched is not None:
             values |= dict(watched.numbers())
