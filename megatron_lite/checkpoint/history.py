@@ -7,13 +7,12 @@ only the user can say which of the two goes on.
 
 from __future__ import annotations
 
-import hashlib
-import json
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 from megatron_lite.checkpoint.manifest import Manifest
 from megatron_lite.config import Config
+from megatron_lite.config.values import digest
 
 _AREAS = ("model", "batch", "learning_rate", "optimizer", "averaging")
 _OTHER_OPTIONS = (
@@ -31,10 +30,10 @@ class History(NamedTuple):
         """Return the history of a start that goes on after `iteration` with these options."""
         options = [vars(getattr(config, area)) for area in _AREAS]
         others = {**vars(config.distributed), **vars(config.performance), **vars(config.training)}
-        digest = _digest([*options, [others[name] for name in _OTHER_OPTIONS]])
-        if self.changes and self.changes[-1][1] == digest:
+        found = digest([*options, [others[name] for name in _OTHER_OPTIONS]])
+        if self.changes and self.changes[-1][1] == found:
             return self
-        return History(self.run, (*self.changes, (iteration, digest)))
+        return History(self.run, (*self.changes, (iteration, found)))
 
     def state(self) -> dict[str, Any]:
         """Return the part of a checkpoint's state; see `saved_state.RUN_STATE`."""
@@ -42,14 +41,14 @@ class History(NamedTuple):
 
     def options_after(self, iteration: int) -> str | None:
         """Return the digest of the options after `iteration`; None if unknown, as an older version saved no history."""
-        return next((digest for start, digest in reversed(self.changes) if start <= iteration), None)
+        return next((found for start, found in reversed(self.changes) if start <= iteration), None)
 
 
 def history_of(content: Manifest) -> History:
     """Return the history of a checkpoint. One of an older version names its run by itself."""
     saved = content.state.get("history")
     if saved is None:
-        return History(_digest(content.save_id), ())
+        return History(digest(content.save_id), ())
     return History(**saved)
 
 
@@ -59,7 +58,3 @@ def shared_iterations(one: Manifest, other: Manifest) -> int:
     starts = sorted({0, *(start for start, _ in (*left.changes, *right.changes))})
     end = min(one.iteration, other.iteration)
     return next((at for at in starts if at < end and left.options_after(at) != right.options_after(at)), end)
-
-
-def _digest(value: Any) -> str:
-    return hashlib.blake2b(json.dumps(value).encode(), digest_size=8).hexdigest()

@@ -8,6 +8,8 @@ are plain ASCII digits, because Python's `int` and `float` also accept `nan`, `1
 from __future__ import annotations
 
 import dataclasses
+import hashlib
+import json
 import math
 import re
 from collections.abc import Iterable, Mapping, Sequence
@@ -413,6 +415,11 @@ def alike(config: Config, asked: Config) -> dict[str, list[str]]:
     given = flatten(asked)
     values = {name: value for name, value in flatten(config).items() if not FLAGS[name].may_differ}
     return {f"--{name}": [written(value), written(given[name])] for name, value in values.items()}
+
+
+def digest(value: Any) -> str:
+    """Return 16 hexadecimal digits that depend on a value of JSON, to compare it with that of another rank or start."""
+    return hashlib.blake2b(json.dumps(value).encode(), digest_size=8).hexdigest()
 
 
 def typed(options: object, *names: str) -> str:

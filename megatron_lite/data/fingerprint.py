@@ -8,10 +8,10 @@ another path. It does not find an edit of a few tokens that changes no size.
 from __future__ import annotations
 
 import hashlib
-import json
 from collections.abc import Sequence
 from typing import Any
 
+from megatron_lite.config.values import digest
 from megatron_lite.data.disk_array import sample_of, unreadable
 from megatron_lite.data.indexed_dataset import IndexedDataset
 from megatron_lite.data.tokenizing import tokenizer_json
@@ -28,11 +28,6 @@ def fingerprint(dataset: IndexedDataset) -> str:
         return sample_of(dataset.index_path, dataset.tokens.path)
     except OSError as error:
         raise unreadable(error.filename or dataset.prefix, error) from error
-
-
-def digest(value: Any) -> str:
-    """Return 16 hexadecimal digits that depend on a value of JSON."""
-    return hashlib.blake2b(json.dumps(value).encode(), digest_size=8).hexdigest()
 
 
 def identity(

@@ -15,10 +15,11 @@ from megatron_lite.config import Config
 from megatron_lite.config.option import All
 from megatron_lite.config.structured_values import short_names, weight_stages, weighted_paths
 from megatron_lite.config.training import ITERATIONS, OWN_DATA
+from megatron_lite.config.values import digest
 from megatron_lite.data.blending import MAX_SAMPLES, Blend, Concatenation
 from megatron_lite.data.disk_array import allow_open_files
 from megatron_lite.data.fill_in_the_middle import FillInTheMiddle
-from megatron_lite.data.fingerprint import digest, identity
+from megatron_lite.data.fingerprint import identity
 from megatron_lite.data.indexed_dataset import IndexedDataset
 from megatron_lite.data.loader import DataSource, Phase
 from megatron_lite.data.reading import RandomReader, Stream, StreamReader, masked_labels

@@ -5,8 +5,6 @@ Ranks agree on each loss, and every checkpoint holds this, so that a resumed run
 
 from __future__ import annotations
 
-import hashlib
-import json
 import logging
 import math
 from collections.abc import Mapping
@@ -14,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from megatron_lite.config import Config
+from megatron_lite.config.values import digest
 
 
 class BestEvaluation:
@@ -26,12 +25,17 @@ class BestEvaluation:
         self.metric, self.patience = config.checkpoint.keep_best, config.training.early_stopping_patience
         samples = config.training.validation_iters, config.batch.batch_size, config.batch.sequence_length
         own = data.get("evaluated", {}).get("validation")
-        measured = json.dumps([self.metric, *samples, own or [data["sets"], config.data.split]])
-        digest = hashlib.blake2b(measured.encode(), digest_size=8).hexdigest()
-        self.is_anew = self.metric is not None and saved is not None and saved["measured"] != digest
+        measured = digest([self.metric, *samples, own or [data["sets"], config.data.split]])
+        self.is_anew = self.metric is not None and saved is not None and saved["measured"] != measured
         # seen: the newest iteration counted. bad: evaluations since the best one.
-        self._state: dict[str, Any] = {"measured": digest, "value": math.inf.hex(), "iteration": 0, "seen": 0, "bad": 0}
-        self._state |= saved if saved is not None and saved["measured"] == digest else {}
+        self._state: dict[str, Any] = {
+            "measured": measured,
+            "value": math.inf.hex(),
+            "iteration": 0,
+            "seen": 0,
+            "bad": 0,
+        }
+        self._state |= saved if saved is not None and saved["measured"] == measured else {}
 
     def add(self, iteration: int, record: Mapping[str, Any]) -> None:
         """Count an evaluation, unless a start repeats one. record: as logged."""
