@@ -130,17 +130,15 @@ class Continuations:
         return min(found)[1] if found else None
 
 
-def numbered(prompts: Sequence[str]) -> list[tuple[str, int]]:
+def numbered(prompts: Sequence[str]) -> Iterator[tuple[str, int]]:
     """Pair each prompt with the number of equal prompts before it.
 
     Seeds are made from these pairs, so that a prompt's place and the other prompts do not matter.
     """
-    seen: Counter[str] = Counter()
-    result: list[tuple[str, int]] = []
+    seen = Counter[str]()
     for prompt in prompts:
-        result.append((prompt, seen[prompt]))
+        yield prompt, seen[prompt]
         seen[prompt] += 1
-    return result
 
 
 def as_json(index: int, prompt: str, text: Text, continuation: str) -> dict[str, Any]:

@@ -115,7 +115,7 @@ def test_end_tokens_are_those_of_the_folder_too(tmp_path: Path) -> None:
 
 def test_prompts_are_lines_and_equal_ones_are_numbered() -> None:
     assert read_prompts("\ufeffa\r\n\n \nb c\n\u2028d".encode(), "--x") == ["a", "b c", "\u2028d"]
-    assert numbered(["a", "b", "a", "a"]) == [("a", 0), ("b", 0), ("a", 1), ("a", 2)]
+    assert [*numbered(["a", "b", "a", "a"])] == [("a", 0), ("b", 0), ("a", 1), ("a", 2)]
 
 
 def test_prompts_fit_the_model_or_are_refused() -> None:
