@@ -98,8 +98,7 @@ def _load(
     content, problem = open_checkpoint(folder, iteration, distributed)
     if content is None:
         return None, problem
-    specs = [slot.spec for _, part in model.all_parts() for slot in part.layout.slots]
-    if misfits := content.misfits({spec.name: spec.shape for spec in specs}):
+    if misfits := content.misfits({spec.name: spec.shape for spec in model.specs()}):
         raise CheckpointError(
             f"checkpoint {folder} does not fit the model: {shorten(misfits)}. Give the flags it was trained with, or "
             "choose another --experiment_dir"

@@ -113,8 +113,7 @@ def save_huggingface(
         NumericsError: on every rank, if a weight is too large for --export_dtype; no folder appears.
         StorageError: on every rank, if the folder cannot be written.
     """
-    specs = [slot.spec for _, part in model.all_parts() for slot in part.layout.slots]
-    shapes = [(spec.name, tuple(spec.shape)) for spec in specs]
+    shapes = [(spec.name, tuple(spec.shape)) for spec in model.specs()]
     folder = ExportFolder(shapes, config, size_bytes(config.training.export_shard_size))
     temporary = work_path(directory, "tmp", distributed.broadcast_object(new_nonce()))
     what, is_writer = f"the export {directory}", distributed.rank == 0

@@ -204,7 +204,7 @@ def partly(source: WeightSource, model: MultiStage) -> tuple[frozenset[str], str
     """Return the model's parameters that a source lacks, and a line that names these and the source's unused ones."""
     if not isinstance(source, CheckpointSource):
         return frozenset(), None
-    ours = [slot.spec.name for _, part in model.all_parts() for slot in part.layout.slots]
+    ours = [spec.name for spec in model.specs()]
     missing = [name for name in ours if name not in source.content.parameters]
     others = sorted(source.content.parameters.keys() - set(ours))
     if not missing and not others:

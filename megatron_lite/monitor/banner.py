@@ -100,8 +100,7 @@ def stage_lines(model: MultiStage, batch: BatchConfig) -> Iterator[tuple[str, st
     )
     if model.ranks.world_size > 1:
         yield (line := DrawnStep(model.order, batch).describe()), line
-    frozen = sum(slot.spec.numel for _, part in model.all_parts() if part.frozen for slot in part.layout.slots)
-    if frozen:
+    if frozen := sum(spec.numel for spec in model.specs() if not spec.trainable):
         line = f"{frozen:,} of {model.num_parameters:,} parameters are frozen"
         yield line, line
     for row in (*rows, total):

@@ -118,8 +118,8 @@ def _mib(size: float) -> str:
 def _model(plan: Plan) -> Iterator[str]:
     """Yield parameter counts and one row per series of equal stages."""
     model, options = plan.model, plan.config.multi_stage
-    frozen = sum(slot.spec.numel for _, part in model.all_parts() if part.frozen for slot in part.layout.slots)
     total = model.num_parameters
+    frozen = sum(spec.numel for spec in model.specs() if not spec.trainable)
     yield f"parameters: {total:,} ({total - frozen:,} trainable, {frozen:,} frozen)"
     weights, gradients = model.memory.buffer_counts()
     yield (

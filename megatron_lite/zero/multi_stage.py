@@ -242,6 +242,9 @@ class MultiStage:
         """Return those of all stages; the parts of other pipeline ranks have layouts and kinds, but no memory."""
         return ((stage.index, part) for stage in self.all_stages for part in stage.parts)
 
+    def specs(self) -> Iterator[ParameterSpec]:
+        return (spec for stage in self.all_stages for spec in stage.specs())
+
     @property
     def num_parameters(self) -> int:
-        return sum(spec.numel for stage in self.all_stages for spec in stage.specs())
+        return sum(spec.numel for spec in self.specs())

@@ -100,6 +100,9 @@ class FakeModel:
 
     all_parts = parts
 
+    def specs(self) -> Iterator[ParameterSpec]:
+        return (slot.spec for _, part in self.parts() for slot in part.layout.slots)
+
     @property
     def pipeline(self) -> Any:
         return SimpleNamespace(rank_of=[0] * len(self.stages))
