@@ -8,7 +8,7 @@ torch, so that `--help` answers fast. `other_programs.txt` lists the names and v
 from __future__ import annotations
 
 import dataclasses
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from megatron_lite.config.model import RECOMPUTE_LEVELS as RECOMPUTE_LEVELS
@@ -27,21 +27,21 @@ Options = dict[str, Any]  # values by name
 class Config:
     """All options of one run, as `config.<area>.<name>`; names are unique across areas."""
 
-    source: SourceConfig = dataclasses.field(default_factory=SourceConfig)
-    model: ModelConfig = dataclasses.field(default_factory=ModelConfig)
-    batch: BatchConfig = dataclasses.field(default_factory=BatchConfig)
-    learning_rate: LearningRateConfig = dataclasses.field(default_factory=LearningRateConfig)
-    optimizer: OptimizerConfig = dataclasses.field(default_factory=OptimizerConfig)
-    averaging: AveragingConfig = dataclasses.field(default_factory=AveragingConfig)
-    performance: PerformanceConfig = dataclasses.field(default_factory=PerformanceConfig)
-    multi_stage: MultiStageConfig = dataclasses.field(default_factory=MultiStageConfig)
-    distributed: DistributedConfig = dataclasses.field(default_factory=DistributedConfig)
-    data: DataConfig = dataclasses.field(default_factory=DataConfig)
-    training: TrainingConfig = dataclasses.field(default_factory=TrainingConfig)
-    checkpoint: CheckpointConfig = dataclasses.field(default_factory=CheckpointConfig)
-    run: RunConfig = dataclasses.field(default_factory=RunConfig)
-    tracking: TrackingConfig = dataclasses.field(default_factory=TrackingConfig)
-    profiling: ProfilingConfig = dataclasses.field(default_factory=ProfilingConfig)
+    source: SourceConfig = field(default_factory=SourceConfig)
+    model: ModelConfig = field(default_factory=ModelConfig)
+    batch: BatchConfig = field(default_factory=BatchConfig)
+    learning_rate: LearningRateConfig = field(default_factory=LearningRateConfig)
+    optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
+    averaging: AveragingConfig = field(default_factory=AveragingConfig)
+    performance: PerformanceConfig = field(default_factory=PerformanceConfig)
+    multi_stage: MultiStageConfig = field(default_factory=MultiStageConfig)
+    distributed: DistributedConfig = field(default_factory=DistributedConfig)
+    data: DataConfig = field(default_factory=DataConfig)
+    training: TrainingConfig = field(default_factory=TrainingConfig)
+    checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
+    run: RunConfig = field(default_factory=RunConfig)
+    tracking: TrackingConfig = field(default_factory=TrackingConfig)
+    profiling: ProfilingConfig = field(default_factory=ProfilingConfig)
 
 
 AREAS: dict[str, type[Area]] = {field.name: type(getattr(Config(), field.name)) for field in dataclasses.fields(Config)}
@@ -100,3 +100,8 @@ def unflatten(values: Options) -> Config:
     if unknown := values.keys() - _DEFAULTS.keys():
         raise KeyError(f"not options: {sorted(unknown)}")
     return Config(**areas)
+
+
+def changed(config: Config, changes: Options) -> Config:
+    """Return the options with `changes` applied, without resolving them."""
+    return unflatten({**flatten(config), **changes})

@@ -9,7 +9,7 @@ import math
 from pathlib import Path
 from typing import Any
 
-from megatron_lite.config import Config
+from megatron_lite.config import Config, changed
 from megatron_lite.config.structured_values import weighted_paths
 from megatron_lite.corpus.inputs import DEFAULT_SUFFIXES, bare_name, find_inputs
 from megatron_lite.corpus.prepare import CorpusOptions, fingerprint_of, prepare
@@ -37,8 +37,8 @@ def resolve_data(config: Config, distributed: Distributed, root: Path | None, lo
         return config
     cache = cache_of(config.data.dataset_cache, root)
     found = rank_0_works(distributed, lambda: _resolved(config, cache, logger))
-    paths: dict[str, Any] = {name: tuple(value) if isinstance(value, list) else value for name, value in found.items()}
-    return dataclasses.replace(config, data=dataclasses.replace(config.data, dataset_source="list", **paths))
+    paths = {name: tuple(value) if isinstance(value, list) else value for name, value in found.items()}
+    return changed(config, {"dataset_source": "list", **paths})
 
 
 def is_text(path: str) -> bool:

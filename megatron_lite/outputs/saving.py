@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 import itertools
 import math
 import time
@@ -16,6 +15,7 @@ from megatron_lite.checkpoint.names import find_checkpoints
 from megatron_lite.checkpoint.retention import best_of, is_permanent, lack_now, prune
 from megatron_lite.checkpoint.saved_state import training_facts
 from megatron_lite.checkpoint.writing import Finished, Save, pause_s, shards_bytes, write_now
+from megatron_lite.config import changed
 from megatron_lite.config.structured_values import keep_rules
 from megatron_lite.distributed.agreement import together
 from megatron_lite.errors import EXIT_PREEMPTED, FolderLostError, NumericsError, StorageError, as_installed
@@ -215,7 +215,7 @@ def export(run: Run, best: bool = False) -> None:
     run.distributed.progress.phase = "the export"
     if best:
         measured = "average" if "averaged" in (run.best.metric or "") else "raw"
-        config = dataclasses.replace(config, training=dataclasses.replace(config.training, export_weights=measured))
+        config = changed(config, {"export_weights": measured})
     averaged = config.training.export_weights == "average"
     if config.training.export_format == "distributed":
         write_now(_new_save(run, directory if best else directory.parent))

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import dataclasses
 import math
 import os
 from collections.abc import Sequence
 
 import torch
 
-from megatron_lite.config import Config
+from megatron_lite.config import Config, changed
 from megatron_lite.config.system import shard_of_node
 from megatron_lite.distributed.process_group import Distributed
 from megatron_lite.errors import LESS_MEMORY, OUT_OF_MEMORY, OutOfMemoryError
@@ -41,21 +40,19 @@ def resolve_auto(
     `shard_of_node`. All ranks must pass the same numbers.
     """
     notes: list[Note] = []
-    stages, options = config.multi_stage, config.distributed
-    if options.data_parallel_shard is None:
-        size = shard_of_node(options, world_size, nodes)
-        config = dataclasses.replace(config, distributed=dataclasses.replace(options, data_parallel_shard=size))
+    if config.distributed.data_parallel_shard is None:
+        size = shard_of_node(config.distributed, world_size, nodes)
+        config = changed(config, {"data_parallel_shard": size})
         if size:
             reason = f"the data-parallel ranks of each of {nodes} nodes, so that ZeRO-3 gathers weights inside of them"
             notes.append(Note(f"--data_parallel_shard is {size}: {reason} (0: all ranks, for the least memory)"))
-    if stages.layers_per_stage == "auto":
+    if config.multi_stage.layers_per_stage == "auto":
         blocks, note = blocks_per_stage(config, world_size, device_type)
-        stages = dataclasses.replace(stages, layers_per_stage=float(blocks))
+        config = changed(config, {"layers_per_stage": float(blocks)})
         notes.append(note)
-    config = dataclasses.replace(config, multi_stage=stages)
-    if stages.zero_stage == "auto":
+    if config.multi_stage.zero_stage == "auto":
         zero_stage, note = _lowest_zero_stage(config, world_size, device_type, device_bytes)
-        config = dataclasses.replace(config, multi_stage=dataclasses.replace(stages, zero_stage=zero_stage))
+        config = changed(config, {"zero_stage": zero_stage})
         notes.append(note)
     return config, tuple(notes)
 
@@ -65,8 +62,7 @@ def _lowest_zero_stage(config: Config, world_size: int, device_type: str, device
     planner, zero_stage, needed = Planner(world_size, device_type), 0, 0
     # Half of a split master weight lives in the weight buffer of its own stage, which ZeRO-3 does not have.
     for zero_stage in (1, 2) if config.multi_stage.split_master_weights else (1, 2, 3):
-        candidate = dataclasses.replace(config.multi_stage, zero_stage=zero_stage)
-        needed = planner.plan(dataclasses.replace(config, multi_stage=candidate)).needed_bytes()
+        needed = planner.plan(changed(config, {"zero_stage": zero_stage})).needed_bytes()
         predicted.append(f"ZeRO-{zero_stage} {needed / GIB:.1f} GiB")
         if needed <= device_bytes:
             break

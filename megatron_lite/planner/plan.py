@@ -17,7 +17,7 @@ from typing import Any, cast
 import torch
 from torch import Tensor
 
-from megatron_lite.config import RECOMPUTE_LEVELS, Config, DistributedConfig
+from megatron_lite.config import RECOMPUTE_LEVELS, Config, DistributedConfig, changed
 from megatron_lite.distributed.cpu_collectives import Works
 from megatron_lite.distributed.grid import place_of
 from megatron_lite.distributed.pipeline_group import PipelineGroup, one_pipeline_rank
@@ -226,9 +226,9 @@ class Planner:
         pipeline = options.pipeline_parallel, options.pipeline_first, options.data_parallel_shard
         key = rank, repr((computed, pipeline, *map(vars, (config.multi_stage, optimizer, config.averaging))))
         if key not in self._partitions:
-            one = dataclasses.replace(config.batch, depth_first_micro_batches=1, breadth_first_micro_batches=1)
             group = SimulatedGroup(rank, self.world_size, self.device_type, options=options)
-            one_micro_batch = dataclasses.replace(config, batch=one)
+            one = {"depth_first_micro_batches": 1, "breadth_first_micro_batches": 1}
+            one_micro_batch = changed(config, one)
             model = planned_model(one_micro_batch, group, self.device_type)
             whole, traffic = model, group.traffic
             if model.ranks.world_size > 1:

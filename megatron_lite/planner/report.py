@@ -11,7 +11,7 @@ from collections.abc import Iterator, Sequence
 import torch
 
 from megatron_lite.checkpoint.writing import host_copy_bytes
-from megatron_lite.config import Config, DistributedConfig
+from megatron_lite.config import Config, DistributedConfig, changed
 from megatron_lite.distributed.traffic import KINDS
 from megatron_lite.errors import EXIT_DONE, UsageError
 from megatron_lite.monitor.schedule_picture import DrawnStep
@@ -21,7 +21,7 @@ from megatron_lite.planner.devices import DEFAULT_GPU, gpu_of, planned_type
 from megatron_lite.planner.plan import Plan, make_plan
 from megatron_lite.planner.recommendation import recommendation, smallest_world, wrapped
 from megatron_lite.planner.runtime import GIB, MIB, PLANNED_GPU_BYTES, counted
-from megatron_lite.planner.search import Changes, Search, changed, recommended
+from megatron_lite.planner.search import Changes, Search, recommended
 from megatron_lite.planner.stage_costs import Saved
 from megatron_lite.run import exit_status
 from megatron_lite.schedules.batch_size import consumed_tokens

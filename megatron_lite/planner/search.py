@@ -15,9 +15,8 @@ import math
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any
 
-from megatron_lite.config import RECOMPUTE_LEVELS, Config, flatten, unflatten
+from megatron_lite.config import RECOMPUTE_LEVELS, Config, DistributedConfig, Options, changed, flatten
 from megatron_lite.config.values import written
 from megatron_lite.errors import Remedy, UsageError
 from megatron_lite.planner.auto import resolve_auto
@@ -59,7 +58,7 @@ WHOLE = {"data_parallel_shard": 0, "replica_dcn_axis_size": 1, "replica_ici_axis
 # Options that only a wider search sets.
 TENSOR = ("tensor_parallel", "sequence_tensor_parallel", "pipeline_parallel")
 
-Changes = dict[str, Any]  # options and their new values
+Changes = Options  # only those that change, with their new values
 
 
 class SearchTooLongError(Exception):
@@ -191,9 +190,11 @@ class Search:
     @functools.cached_property
     def speeds(self) -> Speeds:
         """Speeds of the devices and links."""
-        options, pipeline = self.asked.distributed, self.pipeline_parallel
-        options = dataclasses.replace(options, tensor_parallel=self.tensor_parallel, pipeline_parallel=pipeline)
-        return planned_speeds(options, self.device_type, self.world_size)
+        return planned_speeds(self._grid, self.device_type, self.world_size)
+
+    @functools.cached_property
+    def _grid(self) -> DistributedConfig:
+        return dataclasses.replace(self.asked.distributed, **self.tensor)
 
     @property
     def nodes(self) -> int:
@@ -203,12 +204,12 @@ class Search:
     @property
     def tensor_parallel(self) -> int:
         """Tensor-parallel size."""
-        return int(self.tensor.get("tensor_parallel", self.asked.distributed.tensor_parallel))
+        return self._grid.tensor_parallel
 
     @property
     def pipeline_parallel(self) -> int:
         """Pipeline-parallel size."""
-        return int(self.tensor.get("pipeline_parallel", self.asked.distributed.pipeline_parallel))
+        return self._grid.pipeline_parallel
 
     @property
     def together(self) -> int:
@@ -308,11 +309,6 @@ def divisors(number: int) -> list[int]:
     return small + ([number // size for size in reversed(small) if size * size != number] if root <= 10**6 else [])
 
 
-def changed(config: Config, changes: Changes) -> Config:
-    """Return the options with `changes` applied, without resolving them."""
-    return unflatten({**flatten(config), **changes})
-
-
 def fewest_changes(asked: Config, layout: Layout) -> Changes:
     """Return a minimal set of changes that turns the options as asked into a layout; None unsets an option."""
     typed, wanted, plan = flatten(asked), flatten(layout.config), layout.plan
@@ -322,7 +318,7 @@ def fewest_changes(asked: Config, layout: Layout) -> Changes:
     for name in sorted(needed.keys() - TENSOR, key=lambda name: (name in ("zero_stage", "micro_batch_size"), name)):
         fewer = {other: value for other, value in needed.items() if other != name}
         try:
-            resolved = flatten(resolve(unflatten({**typed, **fewer}), plan.world_size, nodes))
+            resolved = flatten(resolve(changed(asked, fewer), plan.world_size, nodes))
         except UsageError:
             continue
         if all(resolved[other] == wanted[other] for other in (*SEARCHED, *FOLLOWING)):
