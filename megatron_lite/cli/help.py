@@ -118,18 +118,18 @@ def banners(config: Config, derived: Mapping[str, str]) -> tuple[str, str]:
     where = "--show_all_options=1 prints all"
     if config.run.experiment_dir is not None:
         where = f"all are in {config.run.experiment_dir}/config.json; {where}"
-    short = [f"arguments that differ from the default ({where}):", *_wrapped(typed, "  "), *others]
+    short = [f"arguments that differ from the default ({where}):", *_wrapped(typed), *others]
     return "\n".join(dotted), "\n".join(short)
 
 
-def _wrapped(words: Iterable[str], indent: str) -> list[str]:
-    """Return lines of at most WIDTH columns, or of one longer word."""
+def _wrapped(words: Iterable[str]) -> list[str]:
+    """Return indented lines of at most WIDTH columns, or of one longer word."""
     lines: list[str] = []
     for word in words:
         if lines and len(lines[-1]) + 1 + len(word) <= WIDTH:
             lines[-1] += f" {word}"
         else:
-            lines.append(indent + word)
+            lines.append(f"  {word}")
     return lines
 
 

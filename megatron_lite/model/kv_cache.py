@@ -9,6 +9,8 @@ has the same number of tokens, some of which may belong to no text.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import ClassVar
 
 import torch
 from torch import Tensor
@@ -39,13 +41,14 @@ class KeyValueCache:
         return self._blocks[block]
 
 
+@dataclass(frozen=True)
 class Beginning:
     """The pass over the whole prompt of one text, (1, t), which fills `row` of the cache."""
 
-    answered = slice(-1, None)  # tokens whose logits are computed
-
-    def __init__(self, cache: KeyValueCache, row: int, backend: str = "math") -> None:
-        self._cache, self._row, self._backend = cache, row, backend
+    cache: KeyValueCache
+    row: int
+    backend: str = "math"
+    answered: ClassVar = slice(-1, None)  # tokens whose logits are computed
 
     def attend(
         self, block: str, heads: Heads, window: int | None, scale: float | None, softmax_in_fp32: bool
@@ -53,15 +56,15 @@ class Beginning:
         """Store a block's keys and values, and return its attention output (1, n, t, d)."""
         query, key, value = heads
         length = key.shape[2]
-        assert length <= self._cache.capacity, (length, self._cache.capacity)
-        for saved, new in zip(self._cache.of(block, key, window)[self._row], (key, value), strict=True):
+        assert length <= self.cache.capacity, (length, self.cache.capacity)
+        for saved, new in zip(self.cache.of(block, key, window)[self.row], (key, value), strict=True):
             slots = saved.shape[1]
             first = max(0, length - slots)
             # Store the newest keys from the slot of position `first` on, wrapping around to slot 0.
             count = min(length - first, slots - first % slots)
             saved[:, first % slots : first % slots + count] = new[0, :, first : first + count]
             saved[:, : length - first - count] = new[0, :, first + count :]
-        backend = "math" if softmax_in_fp32 else self._backend
+        backend = "math" if softmax_in_fp32 else self.backend
         return attention(
             query, key, value, window, 0.0, None, backend=backend, scale=scale, softmax_in_fp32=softmax_in_fp32
         )

@@ -47,11 +47,13 @@ class Report:
     stop: str | None  # why the run cannot continue
 
 
+@dataclass(frozen=True)
 class Words:
     """Texts about dropped steps, for the log and the end of a run."""
 
-    def __init__(self, config: OptimizerConfig, dynamic_loss_scale: bool, train_iters: int) -> None:
-        self._config, self._dynamic, self._train_iters = config, dynamic_loss_scale, train_iters
+    config: OptimizerConfig
+    dynamic_loss_scale: bool
+    train_iters: int
 
     def describe(self, step: BadStep) -> str:
         """Return text such as `iteration 123: gradient norm 41.2 above 3.1 (mean + 6 sd)`."""
@@ -60,7 +62,7 @@ class Words:
             if not math.isfinite(number):
                 problems.append(f"{name} {number}")
             elif number > limit:
-                sigma = self._config.skip_bad_steps_sigma
+                sigma = self.config.skip_bad_steps_sigma
                 problems.append(f"{name} {number:.6g} above {limit:.6g} (mean + {sigma:g} sd)")
             elif name == "gradient norm" and step.overflows:
                 problems.append(f"{name} {number:.6g}, too large to be squared")
@@ -69,12 +71,12 @@ class Words:
 
     def is_searching(self, step: BadStep) -> bool:
         """Whether a step was dropped by an overflow that only lowers a dynamic loss scale."""
-        return self._dynamic and step.overflows and math.isfinite(step.numbers[0])
+        return self.dynamic_loss_scale and step.overflows and math.isfinite(step.numbers[0])
 
     def stop(self, step: BadStep, count: int) -> str:
         """Return why the run stops. step: the first of `count` steps that must stop it."""
         flag = "--on_bad_step=abort"
-        if self._config.on_bad_step != "abort":
+        if self.config.on_bad_step != "abort":
             flag = "--crash_on_nan=1" if any(map(math.isnan, step.numbers)) else "--crash_on_inf=1"
         more = f" (and {count - 1} more since)" if count > 1 else ""
         return (
@@ -89,16 +91,16 @@ class Words:
         A short run ends before --max_consecutive_bad_steps; it has also failed if it dropped more than half of its
         updates in a row.
         """
-        most, half = self._config.max_consecutive_bad_steps, self._train_iters // 2
+        most, half = self.config.max_consecutive_bad_steps, self.train_iters // 2
         if bad < min(most, half + 1):
             return None
         limit = f"--max_consecutive_bad_steps={most}"
         if half < most:
-            limit = f"more than half of --train_iters={self._train_iters}"
+            limit = f"more than half of --train_iters={self.train_iters}"
         cause, fix = "because they were not finite", ""
         if last.is_finite:
             cause, fix = "by --skip_bad_steps", " or a larger --skip_bad_steps_sigma"
-        elif self._dynamic:
+        elif self.dynamic_loss_scale:
             fix = " or --training_dtype=bf16"
         made, again = last.iteration - streak, "start again"
         if made > 0:

@@ -134,7 +134,7 @@ class FakeModel:
     def output(self, micro_batch: Any) -> torch.Tensor:
         self.passes += 1
         # Samples use no attention library that might be missing: an error would end the training.
-        assert getattr(micro_batch.cache, "_backend", "math") == "math"
+        assert getattr(micro_batch.cache, "backend", "math") == "math"
         return torch.full((micro_batch.tokens.shape[1], 257), self.value)
 
 
