@@ -36,7 +36,7 @@ from megatron_lite.huggingface import convert as conversion
 from megatron_lite.huggingface.architectures import ARCHITECTURES
 from megatron_lite.huggingface.load_pretrained import open_source
 from megatron_lite.huggingface.model_folder import KINDS
-from megatron_lite.huggingface.weight_source import CheckpointSource, WeightSource
+from megatron_lite.huggingface.weight_source import CheckpointSource, Shapes, WeightSource
 from megatron_lite.kernels.choice import Kernels
 from megatron_lite.model.embedding_and_head import Head
 from megatron_lite.model.gpt import build_gpt, shapes_of
@@ -114,7 +114,7 @@ def convert(options: argparse.Namespace) -> str:
         files.recover(options.to.parent, options.to.name)
         temporary = names.work_path(options.to, "tmp", names.new_nonce())
         try:
-            said = write(options, temporary, source, shapes.items(), config, limit_bytes)
+            said = write(options, temporary, source, shapes, config, limit_bytes)
             files.publish(temporary, options.to, names.has_only_our_files)
         except BaseException:
             files.remove_folder(temporary)
@@ -123,12 +123,7 @@ def convert(options: argparse.Namespace) -> str:
 
 
 def write(
-    options: argparse.Namespace,
-    temporary: Path,
-    source: WeightSource,
-    shapes: conversion.Shapes,
-    config: Config,
-    limit_bytes: int,
+    options: argparse.Namespace, temporary: Path, source: WeightSource, shapes: Shapes, config: Config, limit_bytes: int
 ) -> str:
     """Write and verify the folder under its temporary name; return a description.
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -24,12 +24,10 @@ from megatron_lite.config import BatchConfig, Config, flatten, unflatten
 from megatron_lite.errors import NumericsError
 from megatron_lite.huggingface import model_folder
 from megatron_lite.huggingface.export_folder import ExportFolder, split
-from megatron_lite.huggingface.weight_source import CheckpointSource, WeightSource
+from megatron_lite.huggingface.weight_source import CheckpointSource, Shapes, WeightSource
 from megatron_lite.run.durable_files import sync_folder
 from megatron_lite.tiles import Tile
 from megatron_lite.validation import resolve
-
-Shapes = Iterable[tuple[str, tuple[int, ...]]]
 
 
 def described_config(source: WeightSource, export_dtype: str | None, model_type: str | None) -> Config:
@@ -60,10 +58,9 @@ def write_huggingface(
         NumericsError: if a weight is too large for the dtype.
         OSError: if the folder cannot be written.
     """
-    shapes = list(shapes)
-    written = ExportFolder(shapes, config, limit_bytes)
+    written = ExportFolder(shapes.items(), config, limit_bytes)
     written.create(folder)
-    for name, shape in shapes:
+    for name, shape in shapes.items():
         written.write(name, read_whole(source, name, shape))
         if written.overflow:
             dtype = config.training.export_dtype
@@ -125,7 +122,7 @@ def write_checkpoint(folder: Path, source: WeightSource, shapes: Shapes, config:
 
 def _tensors(source: WeightSource, kept: CheckpointSource | None, shapes: Shapes) -> Iterator[files.TensorToWrite]:
     """Yield the tensors "parameter/kind" of a checkpoint. kept: the source, if its moments and averages are copied."""
-    for name, shape in shapes:
+    for name, shape in shapes.items():
         if kept is None:
             read = functools.partial(read_whole, source, name, shape)
             yield files.TensorToWrite(f"{name}/weights", torch.float32, tuple(shape), read)

@@ -26,12 +26,13 @@ from megatron_lite.zero.flat_shard import FlatShard
 from megatron_lite.zero.multi_stage import MultiStage
 from megatron_lite.zero.replicas import assembled
 
+Weights = Iterator[tuple[str, Tensor]]  # names and full tensors
 # Ranks wait for rank 0 after this many bytes; otherwise the next gather could time out while a slow disk catches up.
 AGREE_BYTES = 2**28
 WINDOW_NUMEL = 2**24  # fp32 elements gathered at a time on every rank: 64 MiB
 
 
-def export_weights(model: MultiStage, config: Config, distributed: Distributed) -> Iterator[tuple[str, Tensor]]:
+def export_weights(model: MultiStage, config: Config, distributed: Distributed) -> Weights:
     """Yield (name, full weight), trained or averaged, for `save_huggingface`; every rank must iterate to the end.
 
     In the training dtype these are the weights that the model computes with. For another --export_dtype they come from
@@ -45,7 +46,7 @@ def export_weights(model: MultiStage, config: Config, distributed: Distributed) 
             yield from model.full_weights()
 
 
-def master_weights(model: MultiStage, distributed: Distributed, average: bool = False) -> Iterator[tuple[str, Tensor]]:
+def master_weights(model: MultiStage, distributed: Distributed, average: bool = False) -> Weights:
     """Yield (name, full fp32 weight) gathered from the master shards, on the host of rank 0; other ranks get (0,).
 
     Every rank must iterate to the end. A tensor is valid until the next one is requested. Rank 0 assembles one stage's
@@ -94,7 +95,7 @@ def save_huggingface(
     model: MultiStage,
     config: Config,
     distributed: Distributed,
-    weights: Iterator[tuple[str, Tensor]],
+    weights: Weights,
     check: Callable[[], None] = lambda: None,
     trained: TrainingSummary | None = None,
 ) -> None:
@@ -141,9 +142,7 @@ def save_huggingface(
         raise
 
 
-def _write_all(
-    distributed: Distributed, what: str, path: Path, folder: ExportFolder, weights: Iterator[tuple[str, Tensor]]
-) -> None:
+def _write_all(distributed: Distributed, what: str, path: Path, folder: ExportFolder, weights: Weights) -> None:
     """Write every weight on rank 0. If that fails, all ranks raise at the next agreement."""
     failure: Exception | None = None
     waiting_bytes, total_bytes = 0, sum(folder.num_bytes.values())

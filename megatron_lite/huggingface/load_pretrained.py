@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -16,7 +16,7 @@ from megatron_lite.distributed.agreement import together
 from megatron_lite.distributed.process_group import Distributed
 from megatron_lite.errors import CheckpointError, DamagedError, RunError, shorten
 from megatron_lite.huggingface.model_folder import source_folders
-from megatron_lite.huggingface.weight_source import ADVICE, CheckpointSource, HuggingFaceSource, WeightSource
+from megatron_lite.huggingface.weight_source import ADVICE, CheckpointSource, HuggingFaceSource, Shapes, WeightSource
 from megatron_lite.zero.finite import not_finite
 from megatron_lite.zero.multi_stage import MultiStage
 
@@ -96,7 +96,7 @@ FLAG = "--pretrained_checkpoint_path"
 
 
 def open_pretrained(
-    config: Config, shapes: Mapping[str, tuple[int, ...]], distributed: Distributed, report: Callable[[str], None]
+    config: Config, shapes: Shapes, distributed: Distributed, report: Callable[[str], None]
 ) -> WeightSource:
     """Open and check the source named by the flags; all ranks call this together, before memory is allocated.
 
@@ -141,7 +141,7 @@ def open_pretrained(
 
 
 def _open_and_look(
-    path: Path, kind: str, config: Config, shapes: Mapping[str, tuple[int, ...]], distributed: Distributed
+    path: Path, kind: str, config: Config, shapes: Shapes, distributed: Distributed
 ) -> tuple[WeightSource | None, str | None]:
     """Return the source, or None if its manifest is damaged, and the damage that this rank found, if any."""
     try:

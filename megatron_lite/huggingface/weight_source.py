@@ -35,6 +35,7 @@ from megatron_lite.huggingface.weight_map import MappedRows, known_name, pieces
 from megatron_lite.parameter import DTYPES, SAFETENSORS_NAMES
 from megatron_lite.tiles import Tile, overlaps, rectangles
 
+Shapes = Mapping[str, tuple[int, ...]]  # of parameters, by name
 ADVICE = "restore it or download it again"
 
 
@@ -57,7 +58,7 @@ class WeightSource(contextlib.AbstractContextManager["WeightSource"]):
         self._files = Files(folder, follow_links=self.kind == "huggingface")
 
     @abc.abstractmethod
-    def check(self, shapes: Mapping[str, tuple[int, ...]]) -> None:
+    def check(self, shapes: Shapes) -> None:
         """Check that the files hold exactly the weights of a model with these parameters.
 
         Raises:
@@ -145,7 +146,7 @@ class CheckpointSource(WeightSource):
         if average and not any("average" in saved.slices for saved in self.content.parameters.values()):
             raise CheckpointError(f"{folder}: it holds no averaged weights (it was trained without --ema_type)")
 
-    def check(self, shapes: Mapping[str, tuple[int, ...]], partial: bool = False) -> None:
+    def check(self, shapes: Shapes, partial: bool = False) -> None:
         """See `WeightSource.check`. partial: ignore the checkpoint's other parameters."""
         self._refuse(
             self.content.misfits(shapes, partial), "give the flags it was trained with, or no flags of the model"
@@ -249,7 +250,7 @@ class HuggingFaceSource(WeightSource):
                 tensors[full] = tensor
         return tensors
 
-    def check(self, shapes: Mapping[str, tuple[int, ...]]) -> None:
+    def check(self, shapes: Shapes) -> None:
         """See `WeightSource.check`; finds the pieces of every parameter."""
         problems = []
         left = set(self._tensors)

@@ -37,6 +37,9 @@ class Pass(NamedTuple):
     micro_batch: int
 
 
+Passes = list[list[Pass]]  # of every rank, in order
+
+
 class Durations(NamedTuple):
     """Time of a micro-batch's passes through a stage, in any unit."""
 
@@ -102,7 +105,7 @@ def place(ranks: int, num_stages: int, schedule: str, placement: str, head: floa
 # -- the schedules: passes of every rank through chunks ----------------------------------------------------------------
 
 
-def breadth_first(pipeline: Pipeline, micro_batches: int, durations: Sequence[Durations]) -> list[list[Pass]]:
+def breadth_first(pipeline: Pipeline, micro_batches: int, durations: Sequence[Durations]) -> Passes:
     """Return the passes of every rank. durations: of a pass through each chunk."""
     batches = range(micro_batches)
     return [
@@ -112,7 +115,7 @@ def breadth_first(pipeline: Pipeline, micro_batches: int, durations: Sequence[Du
     ]
 
 
-def one_f_one_b(pipeline: Pipeline, micro_batches: int, durations: Sequence[Durations]) -> list[list[Pass]]:
+def one_f_one_b(pipeline: Pipeline, micro_batches: int, durations: Sequence[Durations]) -> Passes:
     """Return the passes of every rank; see `breadth_first`. With several chunks a rank, they are interleaved."""
     ranks, loops = pipeline.ranks, len(pipeline.chunks) // pipeline.ranks
     groups = max(1, micro_batches // ranks)
@@ -131,7 +134,7 @@ def one_f_one_b(pipeline: Pipeline, micro_batches: int, durations: Sequence[Dura
     return found
 
 
-def zero_bubble_v(pipeline: Pipeline, micro_batches: int, durations: Sequence[Durations]) -> list[list[Pass]]:
+def zero_bubble_v(pipeline: Pipeline, micro_batches: int, durations: Sequence[Durations]) -> Passes:
     """Return the passes of every rank; see `breadth_first`.
 
     Takes again and again the pass that can start first. Of several that can start at nearly the same time: input
@@ -141,7 +144,7 @@ def zero_bubble_v(pipeline: Pipeline, micro_batches: int, durations: Sequence[Du
     most, count = 2 * pipeline.ranks, len(pipeline.chunks)
     own = [pipeline.chunks_of(rank) for rank in range(pipeline.ranks)]
     rank_of = [pipeline.rank_of_chunk(chunk) for chunk in range(count)]
-    found: list[list[Pass]] = [[] for _ in own]
+    found: Passes = [[] for _ in own]
     end, free = dict[Pass, float](), [0.0] * pipeline.ranks
     held, back = ([0] * pipeline.ranks for _ in range(2))  # activations, and those of the rank's last chunk
     coming: dict[Kind, list[int]] = {kind: [0] * count for kind in ("input", "forward", "weights")}  # by priority
@@ -187,7 +190,7 @@ def needed_by(each: Pass, count: int) -> Iterator[Pass]:
         yield each._replace(stage=each.stage - 1)
 
 
-Schedule = Callable[[Pipeline, int, Sequence[Durations]], list[list[Pass]]]
+Schedule = Callable[[Pipeline, int, Sequence[Durations]], Passes]
 SCHEDULES: Mapping[str, Schedule] = {
     "breadth_first": breadth_first,
     "one_f_one_b": one_f_one_b,
@@ -206,7 +209,7 @@ def training_passes(
     durations: Sequence[Durations],
     first_trained: int = 0,
     ties: Ties = (),
-) -> list[list[Pass]]:
+) -> Passes:
     """Return the passes of every rank through stages.
 
     Args:
@@ -217,7 +220,7 @@ def training_passes(
             group or, if they are on different ranks, of the step.
     """
     chunks = [Durations(*map(sum, zip(*durations[some.start : some.stop], strict=True))) for some in pipeline.chunks]
-    found: list[list[Pass]] = [[] for _ in range(pipeline.ranks)]
+    found: Passes = [[] for _ in range(pipeline.ranks)]
     apart = pipeline.apart(ties)
     near = [tie for tie in ties if tie not in apart]
     for group in groups:
@@ -250,7 +253,7 @@ def _at_last(passes: Sequence[Pass], ties: Ties) -> Iterator[Pass]:
             yield from late
 
 
-def evaluation_passes(pipeline: Pipeline, micro_batches: int) -> list[list[Pass]]:
+def evaluation_passes(pipeline: Pipeline, micro_batches: int) -> Passes:
     """Return the forward passes of every rank; a pipeline has no gaps if each stage computes all of them in a row."""
     ranks, batches = [pipeline.stages_of(rank) for rank in range(pipeline.ranks)], range(micro_batches)
     if pipeline.ranks == 1:

@@ -8,8 +8,10 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
-from megatron_lite.zero.pipeline import Durations, Kind, Pass, Pipeline, Ties, training_passes
+from megatron_lite.zero.pipeline import Durations, Kind, Pass, Passes, Pipeline, Ties, training_passes
 from megatron_lite.zero.simulation import Message, Timeline, Transfers, simulate, transfers
+
+Stages = tuple[int, ...]  # their numbers in the model
 
 
 @dataclass(frozen=True)
@@ -19,7 +21,7 @@ class StagePlan:
     stage: int  # number in the model, which may differ from the index in a list
     weight_buffer: int
     grad_buffer: int | None  # None: nothing to train
-    borrows_from: tuple[int, ...] = ()  # other stages whose parameters this one uses
+    borrows_from: Stages = ()  # other stages whose parameters this one uses
     gradients_in_forward: bool = False
     backward_needs_weights: bool = True
 
@@ -35,9 +37,9 @@ class Step:
     kind: Kind
     stage: int
     micro_batch: int
-    needs: tuple[int, ...]  # stages whose full weights the pass uses
-    gather: tuple[int, ...]  # stages whose gather starts before the pass, for the pass or as a prefetch
-    accumulate: tuple[int, ...]  # stages whose gradient buffers the pass writes
+    needs: Stages  # stages whose full weights the pass uses
+    gather: Stages  # stages whose gather starts before the pass, for the pass or as a prefetch
+    accumulate: Stages  # stages whose gradient buffers the pass writes
     reduce: tuple[tuple[int, bool], ...]  # (stage, add to its shard?) whose reduction starts after the pass
     receive: tuple[Message, ...] = ()  # transfers that start before the pass
     take: Message | None = None  # the input's
@@ -48,8 +50,8 @@ def schedule(plans: Sequence[StagePlan], passes: Sequence[Pass], transfers: Tran
     """Return the steps of a rank with these stages. transfers: with other pipeline ranks."""
     stages = {plan.stage: plan for plan in plans}
     training = any(kind != "forward" for kind, _, _ in passes)
-    needs: list[tuple[int, ...]] = []  # stages whose weights each step uses
-    writes: list[tuple[int, ...]] = []  # stages whose gradients it writes
+    needs: list[Stages] = []  # stages whose weights each step uses
+    writes: list[Stages] = []  # stages whose gradients it writes
     for kind, stage, _ in passes:
         plan = stages[stage]
         uses = (stage, *plan.borrows_from)
@@ -65,7 +67,7 @@ def schedule(plans: Sequence[StagePlan], passes: Sequence[Pass], transfers: Tran
     return [replace(step, receive=i, take=t, send=o) for step, i, t, o in zip(steps, *transfers, strict=True)]
 
 
-def _place_gathers(stages: Mapping[int, StagePlan], needs: Sequence[tuple[int, ...]]) -> list[tuple[int, ...]]:
+def _place_gathers(stages: Mapping[int, StagePlan], needs: Sequence[Stages]) -> list[Stages]:
     """Start each gather as soon as its buffer is free: right after the last step that uses the buffer's contents.
 
     With two buffers, a gather starts one stage ahead of its use; with one buffer, just before; with a buffer per stage,
@@ -84,9 +86,7 @@ def _place_gathers(stages: Mapping[int, StagePlan], needs: Sequence[tuple[int, .
     return [tuple(started) for started in gathers]
 
 
-def _place_reduces(
-    stages: Mapping[int, StagePlan], writes: Sequence[tuple[int, ...]]
-) -> list[tuple[tuple[int, bool], ...]]:
+def _place_reduces(stages: Mapping[int, StagePlan], writes: Sequence[Stages]) -> list[tuple[tuple[int, bool], ...]]:
     """Start each reduction after the stage's last write before another stage takes its buffer or the iteration ends."""
     reduces: list[list[tuple[int, bool]]] = [[] for _ in writes]
     last_write: dict[int, tuple[int, int]] = {}  # buffer -> (stage, step)
@@ -119,7 +119,7 @@ class Order:
     ties: Ties
     durations: Sequence[Durations]
 
-    def training(self, micro_batches: int, breadth_first: int) -> list[list[Pass]]:
+    def training(self, micro_batches: int, breadth_first: int) -> Passes:
         """Return the passes of every pipeline rank. breadth_first: micro-batches of a group of this schedule."""
         size = breadth_first if self.schedule == "breadth_first" else micro_batches
         assert micro_batches % size == 0, f"{micro_batches} micro-batches, not in {size}s"
