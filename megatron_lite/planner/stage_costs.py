@@ -68,11 +68,12 @@ class StageCosts:
         return self.forward if kind == "forward" else self.weights if kind == "weights" else self.backward
 
 
+@dataclass
 class StageMeter:
     """Runs a model's stages on the meta device as they would run on `device`."""
 
-    def __init__(self, device: torch.device, traffic: Traffic) -> None:
-        self._device, self._traffic = device, traffic
+    device: torch.device
+    traffic: Traffic
 
     def training(
         self, stage: Stage, micro_batch: MicroBatch, stream: Tensor | None, keeps_input: bool, in_parts: bool = False
@@ -129,7 +130,7 @@ class StageMeter:
     def orthogonalization(self, rows: int, columns: int) -> Cost:
         """Run one step of orthogonalizing a matrix."""
         with self._on_device() as meter:
-            matrix = torch.empty(rows, columns, dtype=torch.bfloat16, device=self._device)
+            matrix = torch.empty(rows, columns, dtype=torch.bfloat16, device=self.device)
             self._begin(meter)
             orthogonalize(matrix, steps=1)
             return self._end(meter)
@@ -137,8 +138,8 @@ class StageMeter:
     @contextmanager
     def _on_device(self) -> Iterator[Meter]:
         """Run the code in the `with` block as on the device."""
-        meter = Meter(self._device)
-        with PlannedDevice(self._device, meter), meter:
+        meter = Meter(self.device)
+        with PlannedDevice(self.device, meter), meter:
             yield meter
 
     def _prepare(self, stage: Stage, is_first: bool = True) -> None:
@@ -153,13 +154,13 @@ class StageMeter:
                 cast(Parameter, parameter).gradient_is_empty = is_first
 
     def _begin(self, meter: Meter) -> None:
-        self._traffic.take()
+        self.traffic.take()
         meter.restart()
         self._sent: dict[str, Total] = {}
         self._before, self._overlaps = meter.live, Counter[Overlap]()
 
         def record(kind: str, _: int, work: Handle) -> Handle:
-            taken, start = self._traffic.take(), len(meter.items)
+            taken, start = self.traffic.take(), len(meter.items)
             self._sent = traffic_sum((self._sent, 1), (taken, meter.times))
 
             def wait() -> None:
@@ -168,10 +169,10 @@ class StageMeter:
 
             return FirstWait(work, wait)
 
-        self._traffic.recorder = record
+        self.traffic.recorder = record
 
     def _end(self, meter: Meter) -> Cost:
-        self._traffic.recorder = None
+        self.traffic.recorder = None
         return Cost(
             peak=meter.peak - self._before,
             change=meter.live - self._before,
