@@ -204,8 +204,8 @@ def _with_a_flag(answer: str) -> str:
     return answer if "--" in answer else f"{answer} (--help_all lists all flags)"
 
 
-def nearest_flags(name: str, count: int = 3) -> list[str]:
-    """Return the names that may be meant by `name`, likeliest first.
+def nearest_flags(name: str) -> list[str]:
+    """Return up to three names that may be meant by `name`, likeliest first.
 
     First names at one edit (ours before other programs', common before rare), then our names that begin with `name` or
     contain all its words, then similar names.
@@ -221,7 +221,7 @@ def nearest_flags(name: str, count: int = 3) -> list[str]:
         found = [other for other in ours if words <= {*other.split("_")}]
     if not found:
         found = [*similar(name, ours, 3, 0.8), *similar(name, foreign_names(), 3, 0.85)]
-    return list(dict.fromkeys(found))[:count]
+    return list(dict.fromkeys(found))[:3]
 
 
 def is_one_edit(one: str, other: str) -> bool:

@@ -204,7 +204,7 @@ class FileOrder:
     by_document: whether to cut runs where documents end, which reads the index.
     """
 
-    def __init__(self, dataset: IndexedDataset, documents: range, by_document: bool = False) -> None:
+    def __init__(self, dataset: IndexedDataset, documents: range, by_document: bool) -> None:
         self.dataset, self.documents, self.by_document = dataset, documents, by_document
         self._first_token = dataset.first_token(documents.start)
         self.num_tokens = dataset.first_token(documents.stop) - self._first_token

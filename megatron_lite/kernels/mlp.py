@@ -151,7 +151,7 @@ def _launch(u: Tensor, dz: Tensor | None, z: Tensor | None, width: int, name: st
 # -- the activation --------------------------------------------------------------------------------------------------
 
 
-def activate(u: Tensor, name: str, gated: bool, triton: bool = False) -> Tensor:
+def activate(u: Tensor, name: str, gated: bool, triton: bool) -> Tensor:
     """u (..., f), or (..., 2 f) if gated, -> z (..., f) in new memory; without autograd."""
     if triton:
         u = u.contiguous()
@@ -166,7 +166,7 @@ def activate(u: Tensor, name: str, gated: bool, triton: bool = False) -> Tensor:
 
 
 def activate_backward(
-    dz: Tensor, u: Tensor, name: str, gated: bool, needs_z: bool, triton: bool = False
+    dz: Tensor, u: Tensor, name: str, gated: bool, needs_z: bool, triton: bool
 ) -> tuple[Tensor, Tensor | None]:
     """Return du in the memory of u, and, if `needs_z`, the same z as `activate`, bit for bit.
 

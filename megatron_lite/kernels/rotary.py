@@ -178,7 +178,7 @@ def _launch(
 # -- both ------------------------------------------------------------------------------------------------------------
 
 
-def rotate_in_place(heads: Tensor, rotated_heads: int, table: Table | None, triton: bool = False) -> None:
+def rotate_in_place(heads: Tensor, rotated_heads: int, table: Table | None, triton: bool) -> None:
     """Rotate the first `rotated_heads` heads of a contiguous (b, s, c, d); no-op without a table."""
     if table is None:
         return
@@ -189,7 +189,7 @@ def rotate_in_place(heads: Tensor, rotated_heads: int, table: Table | None, trit
         _rotate(x[..., :r], x[..., :r], *_for_heads(table, heads.shape[1]))
 
 
-def join_gradients(grads: tuple[Tensor, ...], target: Tensor, table: Table | None, triton: bool = False) -> None:
+def join_gradients(grads: tuple[Tensor, ...], target: Tensor, table: Table | None, triton: bool) -> None:
     """Write gradients of query, key and value (b, n or g, s, d), rotated back, to target (b, s, n + 2 g, d)."""
     if table is None:
         torch.cat([grad.transpose(1, 2) for grad in grads], dim=2, out=target)  # one launch

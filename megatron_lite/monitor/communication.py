@@ -13,17 +13,15 @@ from megatron_lite.monitor.logging import MIB
 from megatron_lite.zero.stage import Stage
 
 
-def time_collectives(
-    stages: Sequence[Stage], group: Group, barrier: Callable[[], None], repeats: int = 3
-) -> dict[str, float]:
+def time_collectives(stages: Sequence[Stage], group: Group, barrier: Callable[[], None]) -> dict[str, float]:
     """Return the seconds to gather and to reduce the stages once with nothing else running, by kind.
 
-    The fastest of a few repetitions counts. Call before training: gradient buffers hold garbage afterwards.
+    The fastest of three repetitions counts. Call before training: gradient buffers hold garbage afterwards.
     """
     best = {}
     for kind in ("gather", "reduce"):
         runs = []
-        for _ in range(repeats):
+        for _ in range(3):
             barrier()
             start_s = time.perf_counter()
             for stage in stages:

@@ -44,11 +44,11 @@ class Partition:
     """
 
     def __init__(
-        self, model: MultiStage, whole: MultiStage, traffic: Any, device_type: str, measured: Measured | None = None
+        self, model: MultiStage, whole: MultiStage, traffic: Any, device_type: str, measured: Measured
     ) -> None:
         self.model, self.whole, self.device_type = model, whole, device_type
         self._meter = StageMeter(torch.device(device_type), traffic)
-        self._measured: Measured = {} if measured is None else measured
+        self._measured = measured
         self._streams: dict[int, Tensor] = {}
         self._orders: dict[Any, Order] = {}
         self._steps: dict[Any, list[Step]] = {}

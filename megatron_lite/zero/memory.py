@@ -41,8 +41,8 @@ class Memory:
         precision: Precision,
         group: Group,
         averaged: bool,
-        breadth_first: bool = True,
-        ties: Ties = (),
+        breadth_first: bool,
+        ties: Ties,
     ) -> None:
         self.stages, self._precision, self._group = stages, precision, group
         self._replicate = stages[0].parts[0].replicate

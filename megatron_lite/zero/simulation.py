@@ -119,7 +119,7 @@ class Transfers(NamedTuple):
 
 
 def transfers(
-    ranks: Sequence[Sequence[Pass]], pipeline: Pipeline, timeline: Timeline, rank: int, ties: Ties = ()
+    ranks: Sequence[Sequence[Pass]], pipeline: Pipeline, timeline: Timeline, rank: int, ties: Ties
 ) -> Transfers:
     """Return when a rank sends and receives. A receive starts before the pass that runs while its result is sent.
 

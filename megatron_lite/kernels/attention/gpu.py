@@ -71,8 +71,8 @@ def varlen_attention(
     window: int | None,
     starts: Tensor | None,
     longest: int,
-    scale: float | None = None,
-    version: int = 2,
+    scale: float | None,
+    version: int,
 ) -> Tensor:
     """Compute attention inside documents: `starts` (documents + 1,) int32 in the flattened (b s,); None: samples.
 
@@ -145,7 +145,7 @@ def _varlen() -> tuple[Callable[..., Any], bool]:
 
 
 def flex_attention(
-    query: Tensor, key: Tensor, value: Tensor, window: int | None, starts: Tensor | None, scale: float | None = None
+    query: Tensor, key: Tensor, value: Tensor, window: int | None, starts: Tensor | None, scale: float | None
 ) -> Tensor:
     """Compute what `varlen_attention` does with torch's compiled flex_attention."""
     b, n, s, _ = query.shape
