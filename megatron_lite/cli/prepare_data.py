@@ -40,7 +40,7 @@ does not depend on the number of processes.
     %(prog)s --inspect data/mine    counts, lengths, frequent tokens, some documents
     %(prog)s --verify data/mine     everything that can be checked; exit code 0 or 3
 
-Exit codes: 0 done, 2 usage, 3 data, 6 a worker died, 8 storage.
+Exit codes: 0 done, 2 usage, 3 data, 6 a worker died, 7 memory, 8 storage.
 """
 
 

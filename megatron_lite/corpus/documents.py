@@ -185,7 +185,8 @@ class Reading:
                 try:
                     value = json.loads(text)
                 except (ValueError, RecursionError) as error:
-                    kind, detail = ("not JSON", str(error)) if text.strip() else ("blank", "")
+                    # After a semicolon stands advice about the interpreter: numbers of thousands of digits.
+                    kind, detail = ("not JSON", str(error).partition(";")[0]) if text.strip() else ("blank", "")
                     self._add_fault(kind, detail)
                     continue
                 yield value

@@ -95,6 +95,10 @@ def _prepared(
     path: str, flag: str, config: Config, tokenizer: str | None, folder: str | None, logger: logging.Logger
 ) -> str:
     """Return the prefix of a text's pair in the folder of prepared text, which is made unless it is there."""
+    pairs = sorted(Path(path).glob("*.idx"))
+    if pairs and (tokenizer is None or not any(is_text(str(file)) for file in Path(path).rglob("*"))):
+        fix = f"give the prefix of a pair: --{flag}={pairs[0].with_suffix('')}"
+        raise UsageError(f"--{flag}={path}: is a folder of token files; {fix}")
     if tokenizer is None:
         raise UsageError(f"--{flag}={path}: is text; name its tokenizer: --tokenizer_file=<tokenizer.json>, or byte")
     if folder is None:

@@ -37,7 +37,7 @@ from megatron_lite.corpus.prepared import SUMMARY, is_complete
 from megatron_lite.corpus.tokenizer_choice import TokenizerChoice
 from megatron_lite.data.disk_array import replace_file, writing
 from megatron_lite.data.indexed_dataset import IndexedDataset, IndexedDatasetWriter
-from megatron_lite.errors import DataError, StorageError, UsageError
+from megatron_lite.errors import DataError, OutOfMemoryError, StorageError, UsageError
 from megatron_lite.run.durable_files import lock_file
 
 UNFINISHED = ".partial"  # after a prefix: the work folder
@@ -105,6 +105,11 @@ def prepare(options: CorpusOptions) -> tuple[dict[str, Any], bool]:
             if not _has_pieces(folder):
                 remove(folder)
             raise
+        except MemoryError as error:
+            names = ", ".join(options.inputs)
+            raise OutOfMemoryError(
+                f"{names}: out of memory while documents were read; split large ones, or give fewer --num_processes"
+            ) from error
         remove(folder)
         return summary, True
 

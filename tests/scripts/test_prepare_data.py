@@ -1,5 +1,6 @@
 """scripts/prepare_data.py: inputs of every kind, damaged lines, statistics, refusals and exit codes."""
 
+import gzip
 import json
 import math
 import os
@@ -11,6 +12,7 @@ from pathlib import Path
 
 import pytest
 
+from megatron_lite.corpus.pieces import PieceWriter
 from megatron_lite.data.indexed_dataset import IndexedDataset
 from megatron_lite.data.tokenizing import ByteTokenizer, JsonTokenizer
 from megatron_lite.run.progress_line import ProgressLine
@@ -121,8 +123,38 @@ def test_bad_lines_are_skipped_and_counted(tmp_path: Path, capsys: pytest.Captur
     skipped = summary(tmp_path / "x")["skipped"]
     assert isinstance(skipped, dict) and sum(skipped.values()) == len(BAD_LINES) and skipped["not UTF-8"] == 1
     errors = capsys.readouterr().err.splitlines()
+    assert "4300 digits" in errors[3] and "sys." not in errors[3], "advice about the interpreter"
     assert errors[4].startswith(f"skipped {path}: line 9: not UTF-8: byte 10 is 0xff")
     assert errors[10] == "skipped more: from here on they are only counted" and len(errors) == 11
+
+
+def test_too_little_memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    """As for a run: exit code 7 and one line, which names the input and what to change."""
+
+    def no_room(*words: object) -> None:
+        raise MemoryError("Unable to allocate 1 GiB")
+
+    (tmp_path / "x.txt").write_text("text")
+    monkeypatch.setattr(PieceWriter, "_encode", no_room)
+    assert main(tmp_path / "x.txt", "--output_prefix", tmp_path / "x") == 7
+    message = capsys.readouterr().err
+    assert message.startswith(f"error: {tmp_path / 'x.txt'}: out of memory") and "--num_processes" in message
+    assert message.count("\n") == 1
+
+
+@pytest.mark.slow
+def test_a_compressed_file_that_does_not_fit_into_memory(tmp_path: Path) -> None:
+    """A small file of one huge document, under a limit of memory: exit code 7 and one line."""
+    with gzip.open(tmp_path / "x.txt.gz", "wb") as file:
+        for _ in range(150):
+            file.write(bytes(10**6))
+    limit = 700 * 2**20
+    code = f"import resource; resource.setrlimit(resource.RLIMIT_AS, ({limit}, {limit}))"
+    start = f"{code}; import sys; from megatron_lite.cli.prepare_data import main; sys.exit(main(sys.argv[1:]))"
+    words = [sys.executable, "-c", start, str(tmp_path / "x.txt.gz"), f"--output_prefix={tmp_path / 'x'}"]
+    ended = subprocess.run(words, capture_output=True, text=True, timeout=300)
+    assert ended.returncode == 7, ended.stderr[-2000:]
+    assert "out of memory" in ended.stderr and ended.stderr.count("\n") == 1
 
 
 def test_strict_refuses_bad_lines(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

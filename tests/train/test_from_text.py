@@ -11,7 +11,7 @@ from megatron_lite.data.indexed_dataset import IndexedDataset
 from megatron_lite.errors import DataError
 from tests.support.launch import TINY, run, succeed
 from tests.support.loading import loaded
-from tests.support.token_files import save_byte_tokenizer
+from tests.support.token_files import save_byte_tokenizer, write_documents
 
 FLAGS = [*TINY, "--num_workers=0", "--split=1,0,0", "--train_iters=3", "--vocab_size=515"]
 
@@ -70,6 +70,23 @@ def test_text_needs_a_tokenizer_and_a_place(text: Path, tmp_path: Path) -> None:
     for code, words, command in cases:
         outcome = run([*command, "--dataset_source=list", f"--data_path={text}"])
         assert outcome.codes == [code] and words in outcome.output, outcome.output
+
+
+def test_a_folder_of_pairs_is_no_text(tmp_path: Path) -> None:
+    """The message names a pair, with a tokenizer and without; text beside pairs is text, as before."""
+    folder = tmp_path / "pairs"
+    folder.mkdir()
+    write_documents(folder / "mine", [[1, 2, 3]] * 20)
+    for more in ([], [f"--tokenizer_file={tmp_path / 'tokenizer.json'}"]):
+        outcome = run([*FLAGS, *more, "--dataset_source=list", f"--data_path={folder}"])
+        assert outcome.codes == [2], outcome.output
+        assert (
+            f"--data_path={folder}: is a folder of token files; give the prefix of a pair: --data_path={folder}/mine"
+            in (outcome.output)
+        )
+    (folder / "a.txt").write_text("text")
+    outcome = run([*FLAGS, *more, "--dataset_source=list", f"--data_path={folder}"])
+    assert "no place for its tokens" in outcome.output, outcome.output
 
 
 def test_text_and_prefixes_are_told_apart(text: Path, tmp_path: Path) -> None:
