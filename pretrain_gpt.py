@@ -9,8 +9,10 @@ from __future__ import annotations
 
 import gc
 import os
+import signal
 import sys
-from typing import TYPE_CHECKING
+from types import FrameType
+from typing import TYPE_CHECKING, NoReturn
 
 if TYPE_CHECKING:
     from megatron_lite.run.launcher_watch import LauncherWatch
@@ -61,8 +63,18 @@ def main(argv: list[str], launcher: LauncherWatch | None = None) -> int:
     return pretrain(config, arguments.notes, arguments.environment, launcher, arguments.config)
 
 
+def leave(number: int, frame: FrameType | None) -> NoReturn:
+    """End the process after a stop signal, as nothing was begun."""
+    from megatron_lite.errors import EXIT_PREEMPTED
+
+    os._exit(EXIT_PREEMPTED)
+
+
 def command() -> int:
     """Run the program on the words of the command line; the command that pip installs."""
+    for number in (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1):  # until the run handles them
+        signal.signal(number, leave)
+
     from megatron_lite.run.launcher_watch import LauncherWatch
 
     launcher_watch = LauncherWatch()  # before anything that takes time

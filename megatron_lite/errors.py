@@ -122,6 +122,13 @@ class PeerError(RunError):
     names_rank = False  # whether the message says which rank it was
 
 
+class StoppedError(PeerError):
+    """A stop signal to this rank or another one, before there was anything to save."""
+
+    exit_code = EXIT_PREEMPTED
+    agreed = True
+
+
 class Remedy(NamedTuple):
     """An option that saves memory, and how much it saves on its own."""
 

@@ -142,7 +142,7 @@ def build(
     opened = [again(lambda: _sources(run, layers))]
 
     together(distributed, lambda: check_memory(config, layers, distributed))
-    distributed.progress.phase = "the loading"
+    distributed.progress.enter("the loading")
     run.model = together(distributed, lambda: _allocate(run, layers))
     together(distributed, run.model.memory.register)
     for line, short in stage_lines(run.model, config.batch):
@@ -201,11 +201,13 @@ def _resolve(run: Run) -> tuple[Choice, tuple[Note, ...]]:
         log_file, rank, distributed.world_size, to_console, config.run.log_timestamps, all_ranks=all_ranks
     )
     config, sizes = _resolve_auto(config, distributed)
+    distributed.progress.enter("the preparation of the data")
     config = resolve_data(config, distributed, experiment.root, run.logger)
     if (root := experiment.root) is not None and (options := config.checkpoint).mirror is not None:
-        distributed.progress.phase = "the restore from the mirror"
+        distributed.progress.enter("the comparison with the mirror")
         run.mirror = together(distributed, lambda: Mirror(root, options, run.stop.fail) if rank == 0 else None)
     _on_mirror(run, Mirror.compare)
+    distributed.progress.enter("the choice of a checkpoint")
     run.config = _choose_products(config, distributed)
     return _choose(run), sizes
 

@@ -6,8 +6,8 @@ noticed within seconds.
 
 After the meeting a thread watches, because a collective notices a lost peer only when it reaches that peer, and inside
 a library only after the time-out. Once a second the thread checks the local processes, reads from the store whether
-another machine has lost a rank, and writes there what this rank is doing. It never gives up a remote rank that is
-merely silent: a file system may hang for minutes, and time-outs handle that.
+another machine has lost a rank or was told to stop, and writes there what this rank is doing. It never gives up a
+remote rank that is merely silent: a file system may hang for minutes, and time-outs handle that.
 """
 
 from __future__ import annotations
@@ -28,18 +28,20 @@ from typing import Any
 
 import torch.distributed as dist
 
+from megatron_lite import errors
 from megatron_lite.config.values import abridged
 from megatron_lite.distributed import processes
 from megatron_lite.distributed.processes import Place
 from megatron_lite.distributed.traffic import Collective, Progress
-from megatron_lite.errors import PeerError, UsageError, is_lost_peer, lost_peer, shorten
+from megatron_lite.errors import PeerError, RunError, UsageError, is_lost_peer, lost_peer, shorten
 
 POLL_S = 0.1  # between polls of the store while the ranks meet
 LOOK_S = 1.0  # between checks of the local processes
 # A collective may notice too, with the library's message, and a rank that failed by itself writes its reason.
 GRACE_S = 2.0
 READ_S = 2.0  # limit on reading the store while reporting a failure: the store's process may be the one that hangs
-END_S = 5.0  # limit on joining the thread
+END_S = 5.0  # limit on joining the thread, and on one attempt to connect
+PART_S = 5.0  # limit on waiting for the others before the store goes; one that died does not come
 READ_OPTIONS_S = 30.0  # limit on reading the options of a rank whose options differ
 
 
@@ -56,10 +58,24 @@ class MeetingPoint:
     def __str__(self) -> str:
         return f"{self.host}:{self.port}"
 
+    @property
+    def owner(self) -> str:
+        """The process that opens the store, in words."""
+        return "rank 0" if self.hosted else "torchrun on the first node"
+
     def lost(self, error: RuntimeError) -> PeerError:
         """Return the error to report when the store does not answer."""
-        owner = "rank 0" if self.hosted else "torchrun on the first node"
-        return lost_peer(error, f"lost {owner}, where the ranks meet ({self}); see its own message")
+        return lost_peer(error, f"lost {self.owner}, where the ranks meet ({self}); see its own message")
+
+    @contextlib.contextmanager
+    def errors(self) -> Iterator[None]:
+        """Turn a backend's error in a block into the one to report when the store does not answer."""
+        try:
+            yield
+        except RuntimeError as error:
+            if not is_lost_peer(error):
+                raise
+            raise self.lost(error) from error
 
 
 def open_store(point: MeetingPoint, rank: int, world_size: int, timeout_s: float) -> Any:
@@ -71,6 +87,7 @@ def open_store(point: MeetingPoint, rank: int, world_size: int, timeout_s: float
     """
     try:
         if not point.hosted or rank != 0:
+            _wait_for_listener(point, timeout_s)
             return connect(point, world_size, timeout_s)
         with _listening(point) as server:
             descriptor = None if server is None else server.fileno()
@@ -89,8 +106,25 @@ def open_store(point: MeetingPoint, rank: int, world_size: int, timeout_s: float
         raise lost_peer(
             error,
             f"nobody answered at {point} within --startup_timeout={timeout_s:g} s, where {world_size} ranks were to "
-            "meet: see the messages of the others, or start them",
+            f"meet; missing: {point.owner}. See the messages of the others, or start them",
         ) from error
+
+
+def _wait_for_listener(point: MeetingPoint, timeout_s: float) -> None:
+    """Wait until somebody listens at the point: torch would wait up to three times as long.
+
+    Raises:
+        RuntimeError: if nobody does within the time-out.
+    """
+    deadline_s = time.monotonic() + timeout_s
+    while True:
+        try:
+            socket.create_connection((point.host, point.port), END_S).close()
+            return
+        except OSError as error:
+            if time.monotonic() > deadline_s:
+                raise RuntimeError(f"Timed out: {error}") from error
+        time.sleep(POLL_S)
 
 
 def connect(
@@ -141,14 +175,12 @@ def _listening(point: MeetingPoint) -> Iterator[socket.socket | None]:
 
 
 class Meeting:
-    """The rendezvous of all ranks of a start; the constructor returns when all have joined.
+    """The rendezvous of all ranks of a start, and what they tell each other about its end.
 
     store: this rank's connection. local_ranks: ranks that may be on this machine. options: what all ranks must have
-    alike, by name: [value, value as typed].
+    alike, by name: [value, value as typed]. places: the processes of all ranks; empty before they have met. talk:
+    another connection, for any thread, whose calls do not block.
 
-    Raises:
-        PeerError: if a rank does not join within the time-out, or dies meanwhile.
-        UsageError: if another process joined as this rank; on every rank, if the options of two differ.
     """
 
     def __init__(
@@ -164,18 +196,71 @@ class Meeting:
         self.point, self.store, self.world_size, self.rank = point, store, world_size, own.rank
         values = json.dumps({name: value for name, (value, _) in options.items()}).encode()
         self._own = own._replace(options=hashlib.blake2b(values, digest_size=8).hexdigest() if options else "")
-        self._local_ranks, self.timeout_s = local_ranks, timeout_s
-        try:
-            self._enter()
-            self._wait()
-            self.places = self._came(range(world_size))
-            self._compare(options)
-        except RuntimeError as error:
-            if not is_lost_peer(error):
-                raise
-            raise point.lost(error) from error
+        self._local_ranks, self.timeout_s, self._options = local_ranks, timeout_s, options
+        self.places: Sequence[Place] = ()
+        self._entered = False  # before that, the store may be another run's, which must not hear of this rank
+        with point.errors():
+            self.talk = connect(point, world_size, timeout_s)
 
-    def _enter(self) -> None:
+    def wait(self) -> None:
+        """Return when all ranks have joined.
+
+        Raises:
+            PeerError: if a rank does not join within the time-out, or dies meanwhile.
+            UsageError: on every rank, if the options of two differ.
+            RunError: what another rank has announced.
+        """
+        with self.point.errors():
+            self._wait()
+            self.places = self._came(range(self.world_size))
+            self._compare(self._options)
+
+    def announce(self, error: RunError) -> RunError:
+        """Tell all ranks why the start ends; return the first reason that any rank has given."""
+        if not self._entered:
+            return error
+        is_common = isinstance(error, PeerError) or self.places
+        message = str(error) if is_common else f"rank {self.rank}: {error}"
+        said = json.dumps([type(error).__name__, message])
+        return error if self.talk.compare_set("end", "", said).decode() == said else self.announced() or error
+
+    def announced(self) -> RunError | None:
+        """Return why the start ends, as a rank has announced; None while it goes on. Rank 0 records it."""
+        if not self.talk.check(["end"]):
+            return None
+        kind, message = json.loads(self.talk.get("end"))
+        error: RunError = getattr(errors, kind)(message)
+        error.agreed, error.recorded = True, self.rank == 0
+        return error
+
+    def part(self) -> None:
+        """Let the others end first where the end of this rank is the store's."""
+        self.talk.add("parted", 1)
+        deadline_s = time.monotonic() + PART_S
+        while self.rank == 0 and self.point.hosted and time.monotonic() < deadline_s:
+            time.sleep(LOOK_S)  # also for a rank that comes just now
+            if self.talk.add("parted", 0) >= self.talk.add("came", 0):
+                return
+
+    def bounded(self, action: Callable[[], Any], limit_s: float = READ_S) -> Any:
+        """Call an action on the store in a thread; return None if the store fails, or does not answer in time."""
+        results: list[Any] = []
+
+        def work() -> None:
+            with contextlib.suppress(RuntimeError):
+                results.append(action())
+
+        thread = threading.Thread(target=work, daemon=True)
+        thread.start()
+        thread.join(limit_s)
+        return results[0] if results else None
+
+    def enter(self) -> None:
+        """Join as this rank.
+
+        Raises:
+            UsageError: if another process joined as this rank.
+        """
         entered = json.loads(self.store.compare_set(f"came/{self.rank}", "", json.dumps(self._own)))
         if (other := Place(*entered)) != self._own:
             question = "does another run use the same MASTER_PORT?"
@@ -187,11 +272,12 @@ class Meeting:
             )
             error.agreed = False
             raise error
+        self._entered = True
         self.store.add("came", 1)
 
     def _wait(self) -> None:
         deadline_s, look_s = time.monotonic() + self.timeout_s, 0.0
-        while (came := self.store.add("came", 0)) < self.world_size:
+        while (end := self.announced()) is None and (came := self.store.add("came", 0)) < self.world_size:
             now_s = time.monotonic()
             if now_s > deadline_s:
                 here = {place.rank for place in self._came(range(self.world_size))}
@@ -208,6 +294,8 @@ class Meeting:
                     raise PeerError(f"lost {processes.names(lost)} while the ranks were meeting; see its own message")
                 look_s = now_s + LOOK_S
             time.sleep(POLL_S)
+        if end is not None:
+            raise end
 
     def _compare(self, options: Mapping[str, Sequence[str]]) -> None:
         """Refuse options that differ between ranks: a hang, a wrong update or a crash inside a library would follow."""
@@ -226,10 +314,6 @@ class Meeting:
         shown = [
             f"{name}={abridged(a)} on {other}, but {abridged(b)} on {first}" for name, ((a, _), (b, _)) in pairs.items()
         ]
-        came, deadline_s = self.store.add("compared", 1), time.monotonic() + READ_OPTIONS_S
-        while self.rank == 0 and came < self.world_size and time.monotonic() < deadline_s:  # its end may be the store's
-            time.sleep(POLL_S)
-            came = self.store.add("compared", 0)
         raise UsageError(f"{shorten(shown, limit=3)}; start every rank with the same options and versions")
 
     def _came(self, ranks: Sequence[int]) -> list[Place]:
@@ -243,17 +327,17 @@ class Meeting:
 class PeerWatch:
     """The watching thread. Every rank must call `finish` before the first rank exits.
 
-    on_lost: called in the thread when a rank is lost; ends the process. on_request: called in the thread when a rank
-    requests all ranks' stacks.
+    on_lost: called in the thread when a rank is lost or has announced the end; ends the process. on_request: called in
+    the thread when a rank requests all ranks' stacks.
     """
 
     def __init__(
-        self, meeting: Meeting, progress: Progress, on_lost: Callable[[PeerError], None], on_request: Callable[[], None]
+        self, meeting: Meeting, progress: Progress, on_lost: Callable[[RunError], None], on_request: Callable[[], None]
     ) -> None:
         self._meeting, self._progress, self._on_lost, self._on_request = meeting, progress, on_lost, on_request
         self._neighbors = processes.neighbors(meeting.places, meeting.places[meeting.rank])
         self._requests = 0
-        self._store = connect(meeting.point, meeting.world_size, meeting.timeout_s)
+        self._store = meeting.talk
         self._done = threading.Event()
         self._thread = threading.Thread(target=self._run, daemon=True, name="peer-watch")
         self._thread.start()
@@ -266,29 +350,17 @@ class PeerWatch:
 
     def request_stacks(self) -> None:
         """Request the stacks of all ranks; return within READ_S."""
-        self._bounded(lambda store: store.add("requests", 1))
+        self._meeting.bounded(lambda: self._meeting.store.add("requests", 1))
 
     def statuses(self) -> list[Collective]:
         """Return what every rank was doing up to a second ago, in rank order; empty if the store does not answer."""
         keys = [f"at/{rank}" for rank in range(self._meeting.world_size)]
-        rows = self._bounded(lambda store: store.multi_get(keys) if store.check(keys) else [])
+        store = self._meeting.store
+        rows = self._meeting.bounded(lambda: store.multi_get(keys) if store.check(keys) else [])
         return [Collective(*json.loads(row)) for row in rows or []]
 
-    def _bounded(self, action: Callable[[Any], Any]) -> Any:
-        """Call the action in a thread with the groups' connection; return None after READ_S."""
-        results: list[Any] = []
-
-        def work() -> None:
-            with contextlib.suppress(RuntimeError):
-                results.append(action(self._meeting.store))
-
-        thread = threading.Thread(target=work, daemon=True)
-        thread.start()
-        thread.join(READ_S)
-        return results[0] if results else None
-
     def _run(self) -> None:
-        lost: PeerError | None = None
+        lost: RunError | None = None
         try:
             while lost is None:
                 self._store.set(f"at/{self._meeting.rank}", json.dumps(self._progress.status()))
@@ -299,18 +371,17 @@ class PeerWatch:
             if self._done.wait(GRACE_S):
                 return
             lost = self._meeting.point.lost(error)
-        lost.names_rank = True
+        if isinstance(lost, PeerError):
+            lost.names_rank = True
         self._on_lost(lost)
 
-    def _look(self) -> PeerError | None:
-        """Return the error about a lost rank, or None; share local losses through the store and read remote ones."""
+    def _look(self) -> RunError | None:
+        """Return why the start ends, or None; announce local losses and read remote ones."""
         requests = self._store.add("requests", 0)
         if requests != self._requests:
             self._requests = requests
             self._on_request()
-        if lost := processes.gone(self._neighbors):
-            self._store.set("lost", f"lost {processes.names(lost)}")
-            self._store.add("losses", 1)
-        elif not self._store.add("losses", 0):
-            return None
-        return PeerError(self._store.get("lost").decode())
+        end = self._meeting.announced()
+        if end is None and (lost := processes.gone(self._neighbors)):
+            return self._meeting.announce(PeerError(f"lost {processes.names(lost)}"))
+        return end

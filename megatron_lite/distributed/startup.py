@@ -20,7 +20,7 @@ from megatron_lite.config.system import shard_of_node
 from megatron_lite.distributed.grid import divide
 from megatron_lite.distributed.peer_watch import Meeting, MeetingPoint, open_store
 from megatron_lite.distributed.process_group import Distributed, peer_errors
-from megatron_lite.distributed.processes import Place, own_place, sharing_cores
+from megatron_lite.distributed.processes import own_place, sharing_cores
 from megatron_lite.distributed.rank_group import Group
 from megatron_lite.distributed.step_watch import StepWatch
 from megatron_lite.distributed.traffic import Progress
@@ -41,8 +41,9 @@ def initialize(
 ) -> Distributed:
     """Join the process group that torchrun describes in the environment; without torchrun, a group of one rank.
 
-    on_met: called once all ranks have met, before they connect to each other; not called for a group of one. options:
-    what all ranks must have alike, see `config.values.alike`; versions are added.
+    on_met: called as soon as this rank can talk to the others, and again once all ranks have met, before they connect
+    to each other; not called for a group of one. options: what all ranks must have alike, see `config.values.alike`;
+    versions are added.
     """
     environment = os.environ
     rank, world_size = int(environment.get("RANK") or 0), int(environment.get("WORLD_SIZE") or 1)
@@ -50,23 +51,22 @@ def initialize(
     local_world_size = int(environment.get("LOCAL_WORLD_SIZE") or world_size)
     first = rank - local_rank  # on this machine, if the launcher numbers ranks machine by machine
     local_ranks = range(max(0, first), min(first + local_world_size, world_size))
-    places: list[Place] = []
+    if world_size == 1:
+        return join(config, rank, world_size, local_rank, local_world_size, progress=progress)
+    point, timeout_s = meeting_point(), config.startup_timeout
+    store = open_store(point, rank, world_size, timeout_s)
+    versions = {"megatron_lite": [__version__] * 2, "torch": [str(torch.__version__)] * 2}
+    meeting = Meeting(point, store, own_place(rank), world_size, local_ranks, timeout_s, {**versions, **options})
+    on_met(meeting)
+    meeting.enter()
 
     def meet() -> Any:
-        point, timeout_s = meeting_point(), config.startup_timeout
-        store = open_store(point, rank, world_size, timeout_s)
-        versions = {"megatron_lite": [__version__] * 2, "torch": [str(torch.__version__)] * 2}
-        own = own_place(rank)
-        meeting = Meeting(point, store, own, world_size, local_ranks, timeout_s, {**versions, **options})
-        places.extend(meeting.places)
+        meeting.wait()
         on_met(meeting)
         return store
 
-    distributed = join(
-        config, rank, world_size, local_rank, local_world_size, meet=meet if world_size > 1 else None, progress=progress
-    )
-    if places:
-        distributed.sharing_cores = sharing_cores(places, rank, local_ranks)
+    distributed = join(config, rank, world_size, local_rank, local_world_size, meet, progress)
+    distributed.sharing_cores = sharing_cores(meeting.places, rank, local_ranks)
     return distributed
 
 
@@ -75,7 +75,7 @@ def meeting_point() -> MeetingPoint:
     environment = os.environ
     hosted = environment.get("TORCHELASTIC_USE_AGENT_STORE") != "True"
     # A single torchrun may keep its store when it restarts its ranks; several torchruns count restarts separately.
-    alone = environment.get("GROUP_WORLD_SIZE", "1") == "1"
+    alone = (environment.get("GROUP_WORLD_SIZE") or "1") == "1"
     attempt = environment.get("TORCHELASTIC_RESTART_COUNT", "0") if alone else "0"
     host, port = environment["MASTER_ADDR"], int(environment["MASTER_PORT"])
     one_machine = environment.get("LOCAL_WORLD_SIZE") == environment.get("WORLD_SIZE")
@@ -114,7 +114,7 @@ def join(
     step_timeout = datetime.timedelta(seconds=watch.watchdog_timeout_s if watch else config.distributed_timeout)
     startup_timeout = datetime.timedelta(seconds=config.startup_timeout)
     store = dist.HashStore() if meet is None else meet()
-    with peer_errors(), _quiet_loopback(world_size):
+    with peer_errors(), _quiet_loopback(local_world_size == world_size):
         dist.init_process_group("gloo", store=store, rank=rank, world_size=world_size, timeout=startup_timeout)
         new_group = functools.partial(_new_group, on_gpu, step_timeout, config.symmetric_memory)
         distributed = Distributed(
@@ -263,10 +263,9 @@ def kernels_can_run() -> bool:
 
 
 @contextlib.contextmanager
-def _quiet_loopback(world_size: int) -> Iterator[None]:
+def _quiet_loopback(one_machine: bool) -> Iterator[None]:
     """Let gloo on one machine use the loopback device: resolving the host's name may fail."""
-    local = int(os.environ.get("LOCAL_WORLD_SIZE", str(world_size))) == world_size
-    if not local or "GLOO_SOCKET_IFNAME" in os.environ or not os.path.isdir("/sys/class/net/lo"):
+    if not one_machine or "GLOO_SOCKET_IFNAME" in os.environ or not os.path.isdir("/sys/class/net/lo"):
         yield
         return
     os.environ["GLOO_SOCKET_IFNAME"] = "lo"

@@ -71,7 +71,13 @@ class Progress:
 
     def __init__(self) -> None:
         self.phase, self.iteration = "the start", 0
+        self.on_phase: Callable[[str], None] = lambda phase: None
         self.recent: deque[Collective] = deque(maxlen=RECENT)
+
+    def enter(self, phase: str) -> None:
+        """Record a phase of the set-up, and tell `on_phase`."""
+        self.phase = phase
+        self.on_phase(phase)
 
     def at(self, phase: str, iteration: int) -> None:
         """Record the beginning of a phase. iteration: from 1."""

@@ -74,14 +74,16 @@ def opened(
         launcher.on_gone = ending.launcher_gone
     try:
         options = alike(config, asked or config)
+        experiment = ending.experiment = Experiment(config, rank, stop.fail)
+        checkpoints = experiment.checkpoints
+        ending.newest = lambda: newest_checkpoint(checkpoints)
+        ending.progress.enter("the rendezvous")
         distributed = startup.initialize(config.distributed, ending.progress, ending.met, options)
         if distributed.device.type == "cpu":
             local_world_size, sharing = distributed.local_world_size, distributed.sharing_cores
             torch.set_num_threads(choose_threads(config, local_world_size, sharing).number)
-        experiment = Experiment(config, distributed, stop.fail)
-        ending.opened(experiment)
-        if (checkpoints := experiment.checkpoints) is not None:
-            ending.newest = lambda: newest_checkpoint(checkpoints)
+        experiment.share(distributed)
+        ending.stacks.open(experiment.artifacts)
         run = build(config, distributed, experiment, stop, notes, environment)
         ending.kill_children, run.ending = run.callback.kill, ending
         run.logs_early = (asked or config).run.log_interval is None
@@ -95,8 +97,7 @@ def opened(
         if (warning := idle_limit(config)) is not None:
             run.logger.warning(warning)
         together(distributed, lambda: experiment.record(run.config) if rank == 0 else None)
-        if rank == 0:
-            exit_status.write_exit(config.run.experiment_dir, None, "running", "", experiment.run)
+        ending.tell("running")
         yield run
     except BaseException as raised:
         code, error = ending.report(with_remedies(raised, config, asked, distributed, experiment))

@@ -86,7 +86,7 @@ def _state(run: WatchedRun, now_s: float) -> str:
         silent_s = now_s - run.heartbeat_s
         if silent_s > DEAD_AFTER_S:
             return f"no heartbeat for {format_duration(silent_s)}: the process or its machine is gone"
-        return RUNNING
+        return "starting" if status == "starting" else RUNNING
     return "not running" if status is None else "killed: it left no ending"
 
 

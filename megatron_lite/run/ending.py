@@ -18,15 +18,16 @@ from pathlib import Path
 from typing import NoReturn
 
 from megatron_lite.distributed import processes
-from megatron_lite.distributed.peer_watch import Meeting, PeerWatch
+from megatron_lite.distributed.peer_watch import PART_S, Meeting, PeerWatch
 from megatron_lite.distributed.processes import Place
 from megatron_lite.distributed.traffic import Collective, Progress
-from megatron_lite.errors import EXIT_PREEMPTED, PeerError, as_run_error, shorten
+from megatron_lite.errors import EXIT_PREEMPTED, PeerError, RunError, StoppedError, as_run_error, shorten
 from megatron_lite.run import exit_status
 from megatron_lite.run.experiment import Experiment
-from megatron_lite.run.launch import is_first_on_machine, tell_torchrun
+from megatron_lite.run.launch import is_first_on_machine
 
 REPORT_S = 10.0  # limit on waiting for another thread's report
+TELL_S = 1.0  # limit on waiting for another thread that writes exit.json while the start goes on
 LAUNCHER_S = 3.0  # the same after the launcher's death, which leaves five seconds
 SAME_SIGNAL_S = 1.0  # between a scheduler's signals to torchrun, which dies of SIGUSR1, and to the ranks
 SAVING_S = 1800.0  # limit on a save after a signal that killed torchrun
@@ -41,6 +42,7 @@ class Ending:
     Attributes:
         progress: what this rank is doing.
         places: processes of all ranks; empty before they have met.
+        experiment: the directory of this start; None before rank 0 has taken it.
         newest: finds the iteration and folder of the newest checkpoint.
         kill_children: kills child processes that must not outlive this one.
         is_saving: whether a stop signal has arrived, after which the ranks save and end.
@@ -48,28 +50,32 @@ class Ending:
 
     def __init__(self, experiment_dir: str | None, rank: int) -> None:
         self.progress = Progress()
+        self.progress.on_phase = lambda phase: self.tell("starting", f"in {phase}")
         self.stacks = Stacks(rank, self.progress)
         self.places: Sequence[Place] = ()
         self.newest: Callable[[], tuple[int, Path] | None] = lambda: None
         self.kill_children: Callable[[], None] = lambda: None
         self.is_saving: Callable[[], bool] = lambda: False
-        self._run = -1  # until this start has a number
         self._directory, self._rank = experiment_dir, rank
-        self._experiment: Experiment | None = None
+        self.experiment: Experiment | None = None
+        self._meeting: Meeting | None = None
         self._watch: PeerWatch | None = None
         self._hanging: list[Place] = []  # ranks of this machine, after a time-out
         self._reporting = threading.Lock()
         self._done = threading.Event()  # nothing is left but the end of the process
 
     def met(self, meeting: Meeting) -> None:
-        """Watch the other ranks from now on."""
-        self.places = meeting.places
-        self._watch = PeerWatch(meeting, self.progress, self._lost, lambda: self.stacks.write("as another rank asked"))
+        """Talk to the other ranks from now on, and watch them once all have met."""
+        self._meeting, self.places = meeting, meeting.places
+        if self.places:
+            asked = "as another rank asked"
+            self._watch = PeerWatch(meeting, self.progress, self._end, lambda: self.stacks.write(asked))
 
-    def opened(self, experiment: Experiment) -> None:
-        """Use the files of this start from now on."""
-        self._experiment, self._run = experiment, experiment.run
-        self.stacks.open(experiment.artifacts)
+    def tell(self, status: str, message: str = "") -> None:
+        """Write on rank 0 into exit.json that the start goes on; wait for the end if another thread reports it."""
+        with self._reporting:
+            if self._rank == 0 and self._is_recorded():
+                exit_status.write_exit(self._own_directory(), None, status, message, self._run)
 
     def finish(self) -> None:
         """Stop watching; call this on every rank before the first rank ends, and before the last exit.json."""
@@ -86,37 +92,35 @@ class Ending:
 
     def report(self, error: BaseException) -> tuple[int, BaseException]:
         """Report an error, unless another thread is reporting one; return the exit code and the explained error."""
-        if not self._reporting.acquire(blocking=False):
+        if not self._reporting.acquire(timeout=TELL_S):
             time.sleep(REPORT_S)  # the other thread ends the process
             os._exit(PeerError.exit_code)
         if self._watch is not None:
             self._watch.finish()
-        lost = as_run_error(error)
-        if isinstance(lost, PeerError) and self.places:
-            error = self._explained(lost)
+        meeting, own = self._meeting, as_run_error(error)
+        announces = not self.places or isinstance(own, StoppedError)
+        error = own or error
+        if meeting is not None and own is not None:
+            first = meeting.bounded(lambda: meeting.announce(own) if announces else meeting.announced())
+            if announces or isinstance(first, StoppedError):
+                error = first or own
+        if isinstance(error, PeerError) and not isinstance(error, StoppedError) and self.places:
+            error = self._explained(error)
         directory = self._own_directory()
         prints = self._rank == 0 or (not self.places and is_first_on_machine())  # machines may differ until ranks meet
-        return exit_status.report(error, directory, prints=prints, rank=self._rank, run=self._run), error
+        code = exit_status.report(error, directory, prints=prints, rank=self._rank, run=self._run)
+        if meeting is not None and (announces or isinstance(error, StoppedError)):
+            meeting.bounded(meeting.part, PART_S)
+        return code, error
 
     def stopped(self, number: int) -> NoReturn:
         """Handle a stop signal before there is anything to save."""
-        code = 128 + number
-        if not self._reporting.acquire(timeout=REPORT_S):
-            os._exit(code)
+        where = f"stopped by {signal.Signals(number).name} in {self.progress.phase}"
+        error: PeerError = StoppedError(f"{where}: nothing to save; {self._resumes()}")
         if lost := processes.gone(self._near()):
             # torchrun signals the remaining ranks when one has died.
-            self._reporting.release()
-            code, _ = self.report(PeerError(f"lost {lost[0]}"))
-        elif self._is_recorded():
-            code = EXIT_PREEMPTED
-            reason = f"stopped by {signal.Signals(number).name} during the set-up"
-            message = f"{reason}: nothing to save; the same command starts again"
-            if exit_status.failure_of_peer(self._directory, self._run) is None:
-                exit_status.write_exit(self._own_directory(), code, "stopped", message, self._run)
-            tell_torchrun(message)
-            if self._rank == 0:
-                exit_status.print_page(message)
-        exit_status.leave(code)
+            error = PeerError(f"lost {lost[0]}")
+        self._end(error)
 
     def launcher_gone(self, message: str) -> None:
         """Report the launcher's death, after which this process ends; let a save finish first."""
@@ -138,24 +142,29 @@ class Ending:
 
     def _is_recorded(self) -> bool:
         """Return whether exit.json belongs to this start and the start has not ended."""
-        return self._experiment is not None and self._experiment.root is not None and not self._done.is_set()
+        return self._run >= 0 and not self._done.is_set()
+
+    @property
+    def _run(self) -> int:
+        """The number of this start; negative before this rank knows it."""
+        return -1 if self.experiment is None else self.experiment.run
 
     def _own_directory(self) -> str | None:
         """Return the directory for exit.json; None if another start owns it by now."""
-        return None if self._experiment is not None and self._experiment.is_lost() else self._directory
+        return None if self.experiment is not None and self.experiment.is_lost() else self._directory
 
     def _near(self) -> list[Place]:
         """Return the other ranks of this machine; empty before the ranks have met."""
         return processes.neighbors(self.places, self.places[self._rank]) if self.places else []
 
-    def _lost(self, error: PeerError) -> None:
-        """End this process: a rank is gone, and the main thread could wait for it for an hour."""
+    def _end(self, error: RunError) -> NoReturn:
+        """End this process: the main thread could wait for an hour for a rank that is gone."""
         self._let_it_save()  # torchrun and its store may be gone; a save that lacks a rank fails by itself
         code, _ = self.report(error)
         with contextlib.suppress(Exception):
             self.kill_children()
         self.end_hanging()
-        exit_status.leave(code)
+        exit_status.leave(code)  # and leave the lock: others would take the directory for lost
 
     def _let_it_save(self) -> None:
         """Wait for this process to end if it is saving after a stop signal; return if it is not, or the save fails."""
@@ -168,9 +177,10 @@ class Ending:
     # -- a lost rank ---------------------------------------------------------------------------------------------
 
     def _explained(self, lost: PeerError) -> PeerError:
-        """Return the error about a lost peer with an explanation for the user."""
-        is_silent = "imed out" in lost.detail or "did not end within" in str(lost)  # rather than a closed connection
+        """Return the error about a lost peer with an explanation for the user, or that the peer was stopped."""
         near, machine, directory = self._near(), self.places[self._rank].machine, self._own_directory()
+        is_silent = "imed out" in lost.detail or "did not end within" in str(lost)  # rather than a closed connection
+        is_silent = is_silent and not processes.gone(near)  # gloo's attempts to connect to a dead rank time out, too
         statuses = [] if self._watch is None else self._watch.statuses()
         stopped = processes.stopped(near)
         hung = stopped or _furthest_behind(self.places, statuses)
@@ -183,6 +193,8 @@ class Ending:
             time.sleep(processes.POLL_S)
         if said is not None and said[0] == PeerError.exit_code:
             message = said[1]
+        elif said is not None and said[0] == EXIT_PREEMPTED:
+            return StoppedError(said[1])
         elif said is not None:
             first_line, _, _ = said[1].partition("\n")
             message = f"lost {processes.names(found) or 'a rank'}, which failed by itself: {first_line}"
@@ -239,7 +251,7 @@ class Ending:
 
     def _resumes(self) -> str:
         if (newest := self.newest()) is None:
-            return "no checkpoint was saved yet: the same command starts again"
+            return "the same command starts again"
         iteration, folder = newest
         return f"the same command resumes from the newest checkpoint, iteration {iteration} ({folder})"
 

@@ -17,7 +17,7 @@ from pathlib import Path
 from types import MappingProxyType, TracebackType
 from typing import Any, NoReturn
 
-from megatron_lite.errors import OutOfMemoryError, PeerError, RunError, UsageError, as_run_error
+from megatron_lite.errors import OutOfMemoryError, PeerError, RunError, StoppedError, UsageError, as_run_error
 from megatron_lite.run.durable_files import overwrite_file, replace_file
 from megatron_lite.run.experiment import is_in_use
 from megatron_lite.run.launch import is_first_on_machine, launch_rank, tell_torchrun
@@ -49,7 +49,7 @@ def report(error: BaseException, directory: str | None, *, prints: bool, rank: i
         traceback.print_exception(error)
     lost_peer = isinstance(expected, PeerError)
     if not prints and (expected.agreed or (lost_peer and not _must_report_lost_peer(directory, rank, run))):
-        if not tell_torchrun(str(expected)) or lost_peer or run >= 0:
+        if not tell_torchrun(str(expected)) or lost_peer or run >= 0 or not expected.recorded:
             return expected.exit_code
         # Once a rank has ended, torchrun ends all others, and the one that prints may still be importing. So wait for
         # torchrun to end this rank; if it does not, nothing was printed, for example because only this rank has failed.
@@ -58,12 +58,16 @@ def report(error: BaseException, directory: str | None, *, prints: bool, rank: i
         rank = launch_rank()
     message, peer_wrote = str(expected), failure_of_peer(directory, run) is not None
     tell_torchrun(message)
-    print_error(message, rank)
+    if isinstance(expected, StoppedError):
+        print_page(message)
+    else:
+        print_error(message, rank)
     if isinstance(expected, OutOfMemoryError) and (rank == 0 or not peer_wrote):
         with contextlib.suppress(OSError):
             print("".join(f"{line}\n" for line in expected.lines()), end="", file=sys.stderr, flush=True)
     if expected.recorded and not (lost_peer and peer_wrote):
-        write_exit(directory, expected.exit_code, "failed", message, run, _details(expected))
+        status = "stopped" if isinstance(expected, StoppedError) else "failed"
+        write_exit(directory, expected.exit_code, status, message, run, _details(expected))
     return expected.exit_code
 
 
@@ -124,7 +128,7 @@ def write_exit(
 ) -> None:
     """Replace exit.json; never fails, because a second error would hide the one being reported.
 
-    While a run continues (code None), exit.json is padded to the space that its final content may need.
+    While a start continues (code None), exit.json is padded to the space that its final content may need.
 
     details: further entries, which must fit into the reserved space.
     """

@@ -30,7 +30,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
 from megatron_lite.config import Config, flatten
-from megatron_lite.distributed.agreement import together
+from megatron_lite.distributed.agreement import raise_first, together
 from megatron_lite.distributed.processes import has_ended, machine_name, start_ticks
 from megatron_lite.errors import FolderLostError, StorageError
 from megatron_lite.run.durable_files import lock_file, replace_file
@@ -53,25 +53,41 @@ class Experiment:
 
     <root>/config.json, metrics.jsonl, checkpoints/<iteration>/, export/<iteration>/, runs/<run>/{logs,artifacts}/
 
-    Raises:
-        StorageError: on every rank, if rank 0 cannot write there, another run is using the directory, or a rank does
-            not see what rank 0 has written.
+    Rank 0 takes the directory before it meets the others; `share` then tells them, or raises why it could not.
     """
 
     root: Path | None = None
-    run = 0
-    _lock: FolderLock | None = None
+    run = 0  # the number of the start; negative before this rank knows it
+    _lock: FolderLock | None = None  # None without a directory
+    _refusal: StorageError | None = None
 
-    def __init__(self, config: Config, distributed: Distributed, on_loss: OnLoss = lambda error: None) -> None:
+    def __init__(self, config: Config, rank: int, on_loss: OnLoss = lambda error: None) -> None:
         """on_loss: called once, from another thread, when rank 0 finds that the directory is lost."""
         if (directory := config.run.experiment_dir) is None:
             return
-        self.root = together(distributed, lambda: absolute_path(directory))
-        lock, rank = FolderLock(self.root, on_loss), distributed.rank
-        self._lock = lock
-        together(distributed, lambda: _prepare(lock, directory) if rank == 0 else None)
-        self.run, nonce = distributed.broadcast_object((lock.run, lock.nonce))
-        together(distributed, lambda: lock.see(self.run, nonce) if rank != 0 else None)
+        self.run = -1
+        try:
+            self.root = absolute_path(directory)
+            lock = FolderLock(self.root, on_loss)
+            if rank == 0:
+                _prepare(lock, directory)
+                self.run = lock.run
+            self._lock = lock
+        except StorageError as refusal:
+            self._refusal = refusal
+
+    def share(self, distributed: Distributed) -> None:
+        """Let all ranks use the directory that rank 0 has taken.
+
+        Raises:
+            StorageError: on every rank, if rank 0 cannot write there, another run is using the directory, or a rank
+                does not see what rank 0 has written.
+        """
+        raise_first(distributed, self._refusal)
+        if (lock := self._lock) is not None:
+            run, nonce = distributed.broadcast_object((lock.run, lock.nonce))
+            together(distributed, lambda: lock.see(run, nonce) if distributed.rank != 0 else None)
+            self.run = run
 
     def check(self) -> None:
         """Check that the directory still belongs to this start; call this before writing there by path.
@@ -79,11 +95,13 @@ class Experiment:
         Raises:
             FolderLostError: if the directory was moved or removed, or another start has taken it over.
         """
-        if self._lock is not None:
+        if self._lock is not None and self.run >= 0:
             self._lock.check()
 
     def is_lost(self) -> bool:
-        """Return whether the directory no longer belongs to this start."""
+        """Return whether the directory belongs to another start, or was moved or removed."""
+        if self._refusal is not None:
+            return not self._refusal.recorded
         try:
             self.check()
         except (FolderLostError, OSError) as error:  # OSError: the file system does not answer
@@ -341,7 +359,9 @@ def is_in_use(root: Path) -> bool:
     """Return whether another process seems to hold a directory: enough to spare exit.json, not to refuse a start."""
     with contextlib.suppress(OSError):
         if (run := newest_run(root)) is not None and (look := _look(root, run)) is not None:
-            return look.is_locked or look.lives or (look.lives is None and time.time() - look.beat_s < DEAD_AFTER_S)
+            lives = look.lives or (look.lives is None and time.time() - look.beat_s < DEAD_AFTER_S)
+            is_own = (look.holder.machine, look.holder.pid) == (machine_name(), os.getpid())
+            return not is_own and (look.is_locked or lives)
     return False
 
 

@@ -164,8 +164,8 @@ def prepare_libraries() -> None:
     # Of a GPU's memory less is left in holes: see `planner/runtime.py`.
     if not {"PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_HIP_ALLOC_CONF"} & os.environ.keys():
         os.environ["PYTORCH_ALLOC_CONF"] = "expandable_segments:True"
-    # As warnings, torch's C++ prints a 40-line stack for every connection that a lost rank closes.
-    os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
+    # As warnings and errors, torch's C++ prints 40-line stacks for connections that a lost rank closes or never opens.
+    os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "FATAL")
 
 
 def limit_spinning() -> None:

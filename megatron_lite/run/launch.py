@@ -124,7 +124,7 @@ def requested_threads() -> int | None:
             f"the environment variable OMP_NUM_THREADS={shown(text)} is too large for {cores} cores; write the "
             "number of threads of each rank, or unset it"
         )
-    if text == "1" and "TORCHELASTIC_RUN_ID" in os.environ and os.environ.get("LOCAL_WORLD_SIZE", "1") != "1":
+    if text == "1" and "TORCHELASTIC_RUN_ID" in os.environ and (os.environ.get("LOCAL_WORLD_SIZE") or "1") != "1":
         environment = proc_file(os.getppid(), "environ")  # empty if not on Linux: believe the variable
         given = any(line.startswith(b"OMP_NUM_THREADS=") for line in environment.split(b"\0"))
         return 1 if given or not environment else None

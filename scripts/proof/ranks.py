@@ -165,7 +165,8 @@ def _train(part: Part, rank: int, store: str) -> list[Told]:
     try:
         meet = (lambda: dist.FileStore(store, part.ranks)) if part.ranks > 1 else None
         distributed = join(part.config.distributed, rank, part.ranks, rank, meet=meet)
-        experiment = Experiment(part.config, distributed)
+        experiment = Experiment(part.config, rank)
+        experiment.share(distributed)
         run = build(part.config, distributed, experiment, _stop(), ())
         told = list(_iterations(run, part.last))
         save(run)

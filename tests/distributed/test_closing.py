@@ -39,7 +39,7 @@ else:
 torch.set_num_threads(1)
 group = join(DistributedConfig(device="cpu"), rank, 2, rank, meet=lambda: dist.FileStore(store, 2))
 config = tiny_config(2, zero_stage=2, depth_first_micro_batches=2, batch_size=8, micro_batch_size=2)
-run = build(config, group, Experiment(config, group), StopSignal(), ())
+run = build(config, group, Experiment(config, rank), StopSignal(), ())
 for iteration, batch in enumerate(run.data.batches("training", 0, 2), start=1):
     train_step(run, batch, iteration)
 run.data.close()

@@ -8,7 +8,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from types import MappingProxyType, SimpleNamespace
+from types import MappingProxyType
 from typing import Any
 
 import pytest
@@ -17,7 +17,7 @@ from megatron_lite.distributed import peer_watch
 from megatron_lite.distributed.peer_watch import Meeting, MeetingPoint, PeerWatch, connect, open_store
 from megatron_lite.distributed.processes import Place, own_place
 from megatron_lite.distributed.traffic import Progress
-from megatron_lite.errors import PeerError, UsageError
+from megatron_lite.errors import PeerError, RunError, StoppedError, UsageError
 from tests.support.launch import ended_process, free_port
 
 TIMEOUT_S, THREAD = 30.0, "meeting of a rank"
@@ -58,7 +58,10 @@ def meet(
 
     def work() -> None:
         try:
-            results.append(Meeting(point, store, place, world_size, range(world_size), timeout_s, options))
+            meeting = Meeting(point, store, place, world_size, range(world_size), timeout_s, options)
+            meeting.enter()
+            meeting.wait()
+            results.append(meeting)
         except Exception as error:
             results.append(error)
 
@@ -160,6 +163,50 @@ def test_ranks_that_do_not_come_are_named(point: MeetingPoint) -> None:
         meet(point, store, own_place(0), 3, timeout_s=0.2)()
 
 
+def test_a_store_that_nobody_opens_is_rank_0(point: MeetingPoint) -> None:
+    """It never came; the limit holds once, not once for each of torch's attempts."""
+    begun_s = time.monotonic()
+    with pytest.raises(PeerError, match=r"nobody answered .* within --startup_timeout=0.5 s, .*; missing: rank 0\."):
+        open_store(point, 1, 3, 0.5)
+    assert time.monotonic() - begun_s < 10
+
+
+def test_the_first_announced_reason_ends_all(point: MeetingPoint) -> None:
+    """Of any class; a rank that comes later hears it too. Rank 0 records it, and is the last to leave its store."""
+    store = open_store(point, 0, 3, TIMEOUT_S)
+    first, second = (Meeting(point, store, own_place(rank), 3, range(3), TIMEOUT_S) for rank in (0, 1))
+    first.enter()
+    second.enter()
+    own = UsageError("no GPU")
+    assert second.announced() is None
+    assert second.announce(own) is own
+    heard = first.announce(StoppedError("stopped"))
+    assert (type(heard), str(heard), heard.recorded, heard.agreed) == (UsageError, "rank 1: no GPU", True, True)
+    with pytest.raises(UsageError, match="rank 1: no GPU") as caught:
+        meet(point, store, own_place(2), 3)()
+    assert not caught.value.recorded
+    leaving = threading.Thread(target=first.part, daemon=True)
+    leaving.start()
+    for _ in range(2):  # ranks 1 and 2
+        leaving.join(0.1)
+        assert leaving.is_alive()
+        second.part()
+    leaving.join(10)
+    assert not leaving.is_alive()
+
+
+def test_a_stranger_ends_nobody(point: MeetingPoint) -> None:
+    """The rank of another run with the same MASTER_PORT is refused before it can announce anything."""
+    store = open_store(point, 0, 2, TIMEOUT_S)
+    first = Meeting(point, store, own_place(0), 2, range(2), TIMEOUT_S)
+    first.enter()
+    stranger = Meeting(point, store, Place(0, "elsewhere", "b", 1), 2, range(2), TIMEOUT_S)
+    with pytest.raises(UsageError, match="two processes say that they are rank 0") as caught:
+        stranger.enter()
+    assert stranger.announce(caught.value) is caught.value
+    assert first.announced() is None
+
+
 def test_a_second_process_of_one_rank_is_refused(point: MeetingPoint) -> None:
     """Two jobs with one MASTER_PORT would otherwise train with each other's ranks, or wait for each other. The store
     of a torchrun on several nodes still knows the ranks that it started first."""
@@ -186,19 +233,21 @@ class Watched:
         point = MeetingPoint("localhost", free_port(), hosted=True, prefix="test")
         self._store = open_store(point, 0, 3, 10.0)
         self.progress = [Progress() for _ in places]
-        self.lost: list[PeerError | None] = [None] * 3
+        self.lost: list[RunError | None] = [None] * 3
         self.asked = [threading.Event() for _ in places]
         self.known = [threading.Event() for _ in places]
         self.watches: dict[int, PeerWatch] = {}
+        self.meetings: dict[int, Meeting] = {}
         for rank in (0, 2):
-            meeting: Any = SimpleNamespace(
-                point=point, store=self._store, rank=rank, world_size=3, places=places, timeout_s=10.0
-            )
+            meeting = Meeting(point, self._store, places[rank], 3, range(3), 10.0)
+            meeting.enter()
+            meeting.places = places
+            self.meetings[rank] = meeting
             self.watches[rank] = PeerWatch(meeting, self.progress[rank], self._knows(rank), self.asked[rank].set)
         self._store.set("at/1", '[7, 0.0, "reduce", 8, "the step", 3]')
 
     def _knows(self, rank: int) -> Any:
-        def knows(error: PeerError) -> None:
+        def knows(error: RunError) -> None:
             self.lost[rank] = error
             self.known[rank].set()
 
@@ -221,8 +270,15 @@ def test_a_rank_that_died_is_known_on_all_machines(watched: Watched) -> None:
     for rank in (0, 2):
         assert watched.known[rank].wait(10)
         error = watched.lost[rank]
-        assert error is not None and error.names_rank
+        assert isinstance(error, PeerError) and error.names_rank
         assert str(error).startswith(f"lost rank 1 (process {watched.child.pid} on ")
+
+
+def test_a_stop_is_known_on_all_machines(watched: Watched) -> None:
+    """Before there is anything to save, a signal to one rank ends all."""
+    watched.meetings[2].announce(StoppedError("stopped by SIGTERM in the loading"))
+    assert watched.known[0].wait(10)
+    assert isinstance(watched.lost[0], StoppedError) and str(watched.lost[0]).startswith("stopped by SIGTERM")
 
 
 def test_after_the_end_nobody_is_missed(watched: Watched) -> None:

@@ -93,6 +93,8 @@ ENDINGS: tuple[tuple[float | None, Any, str], ...] = (
     (NOW_S - 10, {"status": "running"}, "running"),
     (NOW_S - 300, {"status": "running"}, "no heartbeat for 0:05:00: the process or its machine is gone"),
     (None, {"status": "running"}, "killed: it left no ending"),
+    (NOW_S - 5, {"status": "starting", "message": "in the rendezvous"}, "starting\nin the rendezvous"),
+    (None, {"status": "starting", "message": "in the loading"}, "killed: it left no ending\nin the loading"),
     (None, None, "not running"),
     (None, DONE, "done 2:00:00 ago, exit code 0\ntraining complete"),
     (NOW_S - 5, FAILED, "failed 0:00:05 ago, exit code 5\nloss nan"),

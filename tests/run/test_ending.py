@@ -3,7 +3,8 @@
 import json
 import os
 import signal
-from collections.abc import Iterator, Sequence
+import threading
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -14,7 +15,7 @@ import pytest
 from megatron_lite.distributed import processes
 from megatron_lite.distributed.processes import Place, own_place
 from megatron_lite.distributed.traffic import Collective
-from megatron_lite.errors import UsageError, lost_peer
+from megatron_lite.errors import RunError, StoppedError, UsageError, lost_peer
 from megatron_lite.run import ending, exit_status
 from megatron_lite.run.ending import Ending
 from tests.support.launch import ended_process
@@ -38,8 +39,8 @@ def start(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Ending]:
         monkeypatch.setattr(ending, name, 0.0)
     before = signal.getsignal(signal.SIGUSR2)
     one = Ending(str(tmp_path), 0)
-    experiment: Any = SimpleNamespace(run=3, root=tmp_path, artifacts=None, is_lost=lambda: False)
-    one.opened(experiment)
+    experiment: Any = SimpleNamespace(run=3, is_lost=lambda: False)
+    one.experiment = experiment
     yield one
     one.finish()
     signal.signal(signal.SIGUSR2, before)
@@ -58,8 +59,101 @@ def test_a_stop_signal_during_the_set_up(start: Ending, tmp_path: Path) -> None:
     assert ended(tmp_path) == (
         75,
         "stopped",
-        "stopped by SIGTERM during the set-up: nothing to save; the same command starts again",
+        "stopped by SIGTERM in the start: nothing to save; the same command starts again",
     )
+
+
+def test_a_stop_signal_names_the_checkpoint(start: Ending, tmp_path: Path) -> None:
+    """And the phase; nothing claims that there is no checkpoint."""
+    start.newest, start.progress.phase = lambda: NEWEST, "the rendezvous"
+    with pytest.raises(LeaveError, match="75"):
+        start.stopped(signal.SIGUSR1)
+    resumes = "the same command resumes from the newest checkpoint, iteration 400 (/run/checkpoints/400)"
+    assert ended(tmp_path)[2] == f"stopped by SIGUSR1 in the rendezvous: nothing to save; {resumes}"
+
+
+def test_a_stop_signal_without_a_directory() -> None:
+    """Nothing was begun: 75, as with a directory."""
+    before = signal.getsignal(signal.SIGUSR2)
+    one = Ending(None, 0)
+    assert one.report(StoppedError("stopped"))[0] == 75
+    one.finish()
+    signal.signal(signal.SIGUSR2, before)
+
+
+def test_exit_json_has_the_phase_of_a_start(start: Ending, tmp_path: Path) -> None:
+    """From the first phase on, with the space for any ending; what was said at the end stays."""
+    start.progress.enter("the rendezvous")
+    assert ended(tmp_path) == (None, "starting", "in the rendezvous")
+    assert (tmp_path / "exit.json").stat().st_size == exit_status.RESERVED_BYTES
+    start.progress.enter("the loading")
+    assert ended(tmp_path) == (None, "starting", "in the loading")
+    start.tell("running")
+    assert ended(tmp_path) == (None, "running", "")
+    start.report(UsageError("no"))
+    late = threading.Thread(target=start.progress.enter, args=("the loading",), daemon=True)
+    late.start()
+    late.join(0.1)
+    assert ended(tmp_path) == (2, "failed", "no")
+    start._reporting.release()  # for the thread
+    late.join(10)
+
+
+@pytest.mark.parametrize(("rank", "number"), [(1, 3), (0, -1)])
+def test_only_the_owner_says_that_it_starts(start: Ending, tmp_path: Path, rank: int, number: int) -> None:
+    """Rank 0, and not before it has the directory."""
+    start._rank, start.experiment.run = rank, number  # type: ignore[union-attr]
+    start.progress.enter("the rendezvous")
+    assert not (tmp_path / "exit.json").exists()
+
+
+def test_a_stop_signal_after_a_peer_was_stopped(start: Ending, tmp_path: Path) -> None:
+    """A scheduler signals all processes, and torchrun, which kept the store, has died of it."""
+    exit_status.write_exit(str(tmp_path), 75, "stopped", "stopped by SIGUSR1", run=3)
+    start.places = [own_place(0), Place(1, own_place(1).host, own_place(1).machine, ended_process())]
+    with pytest.raises(LeaveError, match="75"):
+        start.stopped(signal.SIGUSR1)
+    assert ended(tmp_path) == (75, "stopped", "stopped by SIGUSR1")
+
+
+class FakeMeeting:
+    """What ranks tell each other, with what another rank has announced already."""
+
+    places: Sequence[Place] = ()
+
+    def __init__(self, said: RunError | None = None) -> None:
+        self.said, self.parted = said, False
+
+    def bounded(self, action: Callable[[], Any], limit_s: float = 0.0) -> Any:
+        return action()
+
+    def announce(self, error: RunError) -> RunError:
+        self.said = self.said or error
+        return self.said
+
+    def announced(self) -> RunError | None:
+        return self.said
+
+    def part(self) -> None:
+        self.parted = True
+
+
+def test_while_the_ranks_meet_the_first_reason_is_that_of_all(start: Ending, tmp_path: Path) -> None:
+    """torchrun signals the others when a rank has ended because of its own error."""
+    meeting: Any = FakeMeeting(UsageError("rank 8: no GPU"))
+    start.met(meeting)
+    with pytest.raises(LeaveError, match="2"):
+        start.stopped(signal.SIGTERM)
+    assert ended(tmp_path) == (2, "failed", "rank 8: no GPU") and meeting.parted
+
+
+def test_a_rank_that_loses_a_stopped_peer_was_stopped_too(start: Ending, tmp_path: Path) -> None:
+    """The backend reports a closed connection before this rank looks at the store."""
+    meeting: Any = FakeMeeting(StoppedError("stopped by SIGTERM in the loading"))
+    start.met(meeting)
+    start.places = [own_place(0), Place(1, own_place(1).host, own_place(1).machine, ended_process())]
+    assert start.report(GLOO)[0] == 75
+    assert ended(tmp_path) == (75, "stopped", "stopped by SIGTERM in the loading") and meeting.parted
 
 
 def test_a_stop_signal_after_the_death_of_a_peer(start: Ending, tmp_path: Path) -> None:

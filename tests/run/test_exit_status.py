@@ -10,10 +10,11 @@ from pathlib import Path
 
 import pytest
 
-from megatron_lite.errors import OutOfMemoryError, Remedy, UsageError
-from megatron_lite.run import exit_status
+from megatron_lite.distributed.processes import machine_name, start_ticks
+from megatron_lite.errors import OutOfMemoryError, Remedy, StoppedError, UsageError
+from megatron_lite.run import exit_status, experiment
 from megatron_lite.run.exit_status import name_missing_package
-from megatron_lite.run.experiment import FolderLock
+from megatron_lite.run.experiment import FolderLock, Holder
 from tests.support.launch import read_exit
 
 
@@ -69,8 +70,13 @@ def test_an_exit_file_that_cannot_be_written_is_named(tmp_path: Path, capsys: py
     )
 
 
-def test_a_wrong_command_leaves_the_exit_file_of_a_running_start_alone(tmp_path: Path) -> None:
+def test_a_wrong_command_leaves_the_exit_file_of_a_running_start_alone(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Once that start has ended, the next ending is recorded."""
+    parent = os.getppid()
+    other = Holder("here", machine_name(), parent, start_ticks(parent))
+    monkeypatch.setattr(experiment, "_this_process", lambda nonce: other._replace(nonce=nonce))
     lock = FolderLock(tmp_path)
     lock.take()
     exit_status.write_exit(str(tmp_path), None, "running", "", run=0)
@@ -79,6 +85,15 @@ def test_a_wrong_command_leaves_the_exit_file_of_a_running_start_alone(tmp_path:
     lock.release()
     assert exit_status.report(UsageError("no"), str(tmp_path), prints=True) == 2
     assert read_exit(tmp_path)["exit_code"] == 2
+
+
+def test_a_signal_while_this_start_takes_the_directory(tmp_path: Path) -> None:
+    """Its own lock does not keep it from telling how it ended."""
+    lock = FolderLock(tmp_path)
+    lock.take()
+    assert exit_status.report(StoppedError("stopped"), str(tmp_path), prints=True) == 75
+    assert read_exit(tmp_path)["status"] == "stopped"
+    lock.release()
 
 
 # -- ranks that leave the printing to another one ---------------------------------------------------------------------

@@ -7,13 +7,15 @@ import shutil
 import threading
 import time
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
 from megatron_lite.errors import FolderLostError, StorageError
 from megatron_lite.run import experiment
-from megatron_lite.run.experiment import LOCK_FILE, FolderLock, Holder, is_in_use
+from megatron_lite.run.experiment import LOCK_FILE, Experiment, FolderLock, Holder, is_in_use
+from tests.support.harness import tiny_config
 from tests.support.launch import ended_process
 
 
@@ -61,6 +63,22 @@ def test_a_second_start_is_told_who_has_the_directory(root: Path) -> None:
     assert taken(root).run == 1
 
 
+def test_rank_0_has_the_directory_before_the_ranks_meet(root: Path) -> None:
+    """A refusal waits until all ranks can hear it, and such a start does not own exit.json even once it is free."""
+    config = tiny_config(1, experiment_dir=str(root))
+    alone: Any = SimpleNamespace(rank=0, gather_objects=lambda value: [value], broadcast_object=lambda value: value)
+    first, other_rank, second = (Experiment(config, rank) for rank in (0, 1, 0))
+    assert (first.run, other_rank.run, second.run) == (0, -1, -1)
+    assert first.checkpoints == other_rank.checkpoints == root / "checkpoints"
+    assert [one.is_lost() for one in (first, other_rank, second)] == [False, False, True]
+    first.share(alone)
+    with pytest.raises(StorageError, match="another run is using it") as caught:
+        second.share(alone)
+    assert not caught.value.recorded
+    first.release()
+    assert second.is_lost()
+
+
 def test_a_dead_process_of_this_machine_holds_nothing(root: Path) -> None:
     """Neither a process number that is free, however fresh the heartbeat, nor one that another process has got."""
     here = experiment.machine_name()
@@ -75,8 +93,8 @@ def test_a_dead_process_of_this_machine_holds_nothing(root: Path) -> None:
 
 def test_a_living_process_without_a_flock_keeps_the_directory(root: Path) -> None:
     """A file system may have no flock, and a stopped process (SIGSTOP) no heartbeat: no reasons to take over."""
-    here, ticks = experiment.machine_name(), experiment.start_ticks(os.getpid())
-    abandoned(root, 3600.0, machine=here, pid=os.getpid(), start_ticks=ticks)
+    here, ticks = experiment.machine_name(), experiment.start_ticks(os.getppid())
+    abandoned(root, 3600.0, machine=here, pid=os.getppid(), start_ticks=ticks)
     with pytest.raises(StorageError, match="another run is using it"):
         taken(root)
     assert is_in_use(root)

@@ -35,7 +35,7 @@ if TYPE_CHECKING:
 
 # A server process that has imported torch, and what test modules import, forks each rank in milliseconds. The first
 # backward pass of a process imports symbolic_shapes, which takes a second.
-os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")  # as the program does before it imports torch
+os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "FATAL")  # as the program does before it imports torch
 FORKSERVER = multiprocessing.get_context("forkserver")
 FORKSERVER.set_forkserver_preload(
     [
@@ -183,8 +183,10 @@ def start_run(distributed: Distributed, config: Config) -> Run:
     from megatron_lite.run.experiment import Experiment
     from megatron_lite.setup_run import build
 
+    experiment = Experiment(config, distributed.rank)
+    experiment.share(distributed)
     with usual_signals():
-        return build(config, distributed, Experiment(config, distributed), StopSignal(), ())
+        return build(config, distributed, experiment, StopSignal(), ())
 
 
 def train_tiny(distributed: Distributed, options: dict[str, Any], iterations: int = 20) -> Trajectory:

@@ -429,6 +429,11 @@ def read_exit(experiment: Path) -> dict[str, Any]:
     return content
 
 
+def trains(experiment: Path) -> bool:
+    """Whether the set-up of the newest start is over."""
+    return (experiment / "exit.json").exists() and read_exit(experiment)["status"] == "running"
+
+
 def python_warnings(output: str) -> list[str]:
     """Return the lines of Python's warnings: `file.py:12: UserWarning: ...`.
 

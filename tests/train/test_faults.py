@@ -30,6 +30,7 @@ from tests.support.launch import (
     read_exit,
     run,
     succeed,
+    trains,
 )
 from tests.support.metrics import read_metrics
 from tests.support.results import digests
@@ -410,7 +411,7 @@ def test_two_runs_in_one_directory(tmp_path: Path) -> None:
     experiment = tmp_path / "run"
     command = train(experiment, "--train_iters=100000", "--checkpoint_interval=100000", "--log_interval=10")
     with Start(command, RANKS) as first:
-        first.wait_until((experiment / "exit.json").exists, "exit.json")  # written once training begins
+        assert first.wait_until(lambda: trains(experiment), "the first iteration")
         before = read_exit(experiment), (experiment / "config.json").read_text()
         assert before[0]["status"] == "running"
         outcome = run([*command, "--lr=1"], RANKS)
@@ -476,7 +477,7 @@ def test_rank_that_hangs(tmp_path: Path) -> None:
         assert cause.startswith(f"ERROR: no answer from rank 1 (process {start.processes[1].pid} on "), cause
         doing = r"stopped by a signal \(SIGSTOP\) or a debugger in the [a-z ]+, iteration \d+, after collective [\d,]+ "
         assert re.search(doing, cause), cause
-        assert "no checkpoint was saved" in resumes
+        assert resumes.endswith("the same command starts again")
     stacks = (experiment / "runs" / "0" / "artifacts" / "stacks_rank_000.txt").read_text()
     assert "most recent call first" in stacks and "after a time-out" in stacks and " agreement, " in stacks
 
@@ -500,11 +501,54 @@ def test_rank_that_dies_while_the_ranks_meet(tmp_path: Path, victim: int) -> Non
     assert_one_error(outcome, lost, codes=[6], experiment=experiment)
 
 
-def test_rank_that_never_comes(tmp_path: Path) -> None:
-    """A start without one of its ranks says so after --startup_timeout."""
-    place = {"RANK": "0", "WORLD_SIZE": "2", "MASTER_ADDR": "localhost", "MASTER_PORT": str(free_port())}
-    outcome = run([*TINY, "--startup_timeout=1"], variables=place, timeout_s=30)
-    assert_one_error(outcome, "1 of 2 ranks met at localhost:", "within --startup_timeout=1 s", codes=[6])
+@pytest.mark.parametrize("missing", [0, 2])
+def test_rank_that_never_comes(tmp_path: Path, missing: int) -> None:
+    """All others name it after --startup_timeout, also if it keeps the meeting point; so does exit.json."""
+    place = {"WORLD_SIZE": "3", "LOCAL_WORLD_SIZE": "3", "MASTER_ADDR": "localhost", "MASTER_PORT": str(free_port())}
+    experiment = tmp_path / "run"
+    flags = [*TINY, f"--experiment_dir={experiment}", "--batch_size=6", "--startup_timeout=1"]
+    come = [str(rank) for rank in range(3) if rank != missing]
+    starts = [Start(flags, variables={**place, "RANK": rank, "LOCAL_RANK": rank}) for rank in come]
+    with starts[0], starts[1]:
+        outcomes = [start.wait(30) for start in starts]
+    message = str(read_exit(experiment)["message"])
+    met = "nobody answered at localhost:" if missing == 0 else "2 of 3 ranks met at localhost:"
+    assert (
+        message.startswith(met) and "within --startup_timeout=1 s" in message and f"missing: rank {missing}." in message
+    )
+    for outcome in outcomes:
+        assert outcome.codes == [6] and "lost rank" not in outcome.output and "Traceback" not in outcome.output
+        assert all(message in line for line in outcome.error_lines()), outcome.stderrs
+
+
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGTERM])
+def test_end_while_the_ranks_meet(tmp_path: Path, number: signal.Signals) -> None:
+    """A start that waits for another rank has left the phase in exit.json, in place of the end of the start before; a
+    signal ends it with 75."""
+    place = {"RANK": "0", "WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2", "MASTER_ADDR": "localhost"}
+    experiment = tmp_path / "run"
+    experiment.mkdir()
+    (experiment / "exit.json").write_text('{"exit_code": 0, "status": "done", "message": "", "run": 0}')
+    variables = {**place, "MASTER_PORT": str(free_port())}
+    with Start([*TINY, f"--experiment_dir={experiment}"], variables=variables) as start:
+        assert start.wait_until(lambda: read_exit(experiment)["status"] == "starting", "the rendezvous")
+        starting = read_exit(experiment)
+        assert (starting["exit_code"], starting["message"], starting["run"]) == (None, "in the rendezvous", 0)
+        start.signal(number)
+        outcome = start.wait(30)
+    ended = read_exit(experiment)
+    if number == signal.SIGKILL:
+        assert outcome.codes == [-signal.SIGKILL] and ended == starting
+        return
+    assert outcome.codes == [75] and outcome.output == f"{ended['message']}\n"
+    assert (ended["exit_code"], ended["status"]) == (75, "stopped")
+    assert ended["message"] == "stopped by SIGTERM in the rendezvous: nothing to save; the same command starts again"
+
+
+def test_a_launcher_variable_without_a_value() -> None:
+    """Empty is unset."""
+    empty = dict.fromkeys(("LOCAL_WORLD_SIZE", "LOCAL_RANK", "RANK", "WORLD_SIZE", "GROUP_WORLD_SIZE"), "")
+    succeed([*TINY, "--train_iters=1"], variables=empty)
 
 
 def test_port_in_use() -> None:

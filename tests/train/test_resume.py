@@ -19,7 +19,7 @@ import numpy as np
 import pytest
 
 from megatron_lite.checkpoint import manifest
-from tests.support.launch import TINY, Start, command_line, read_exit, run, succeed
+from tests.support.launch import TINY, Start, command_line, read_exit, run, succeed, trains
 from tests.support.results import assert_all_good, assert_same_run, checkpoints, curve, weights
 from tests.support.token_files import write_documents
 
@@ -388,7 +388,7 @@ def test_signal_during_start_up_saves_at_once(corpus: str, tmp_path: Path) -> No
     experiment = tmp_path / "early"
     command = flags(corpus, experiment)
     with Start(command, RANKS) as start:
-        assert start.wait_until((experiment / "exit.json").exists, "exit.json")
+        assert start.wait_until(lambda: trains(experiment), "the end of the set-up")
         start.signal(signal.SIGTERM, 1, workers=False)
         outcome = start.wait()
     assert outcome.codes == [75, 75], outcome.output
