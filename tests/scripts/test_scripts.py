@@ -258,7 +258,7 @@ class Preemptible:
         code: in exit.json; None: killed. checkpoint: that the start has saved.
         """
         save = f"mkdir -p {self.experiment}/checkpoints/{checkpoint}" if checkpoint is not None else ":"
-        content = json.dumps({"exit_code": code, "status": "any"}, indent=2)
+        content = json.dumps({"exit_code": code, "status": "starting" if code is None else "any"}, indent=2).ljust(8192)
         ends = f"printf '%s\\n' '{content}' >{self.experiment}/exit.json\nexit {137 if code is None else min(code, 1)}"
         executable(self._bin / "srun", f"#!/usr/bin/env bash\n{save}\n{ends}\n")
         self._requeued.unlink(missing_ok=True)
@@ -269,7 +269,7 @@ class Preemptible:
 
 
 def test_preemptible_job_comes_back_until_the_run_is_complete(tmp_path: Path) -> None:
-    """Preempted and saved, a lost node, killed without a word: into the queue again. Complete: not."""
+    """Preempted and saved, a lost node, killed in the set-up: into the queue again. Complete: not."""
     job = Preemptible(tmp_path)
     assert job.start(0, 75, checkpoint=100)[:2] == (0, True)
     assert job.start(1, 6, checkpoint=200)[:2] == (0, True)
