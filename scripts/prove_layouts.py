@@ -15,11 +15,10 @@ from __future__ import annotations
 import argparse
 import itertools
 import math
-import random
 import shlex
 import sys
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # works without installation
@@ -35,9 +34,10 @@ from megatron_lite.run.exit_status import print_failure
 from megatron_lite.run.host import prepare_libraries
 from megatron_lite.run.progress_line import ProgressLine, format_duration
 from scripts.benchmarks.results import write_json
-from scripts.proof.cases import Case, Flags, case_of, draw, flags_of, text_of
+from scripts.proof.cases import Case, Flags, case_of, flags_of, text_of
 from scripts.proof.comparison import Judge, Verdict, limits_of, reduced
 from scripts.proof.like import shrunk
+from scripts.proof.pairs import Draws
 from scripts.proof.ranks import Prepare, Ranks
 
 DEFAULT_MINUTES = 2.5
@@ -88,8 +88,8 @@ def prove(options: argparse.Namespace, prepare: Prepare | None) -> None:
     count = options.count or (1 if options.case else math.inf)
     start_s, verdicts, bar = time.monotonic(), list[Verdict](), ProgressLine()
     with Ranks(options.device, prepare) as ranks:
-        judge = Judge(ranks, fixed)
-        for case, common in cases(options, fixed):
+        judge, (cases, common, draws) = Judge(ranks, fixed), chosen(options, fixed)
+        for case in cases:
             verdicts.append(judge(case))
             bar.close()
             print("\n".join(rows(verdicts[-1], common, head=len(verdicts) == 1)), flush=True)
@@ -103,35 +103,38 @@ def prove(options: argparse.Namespace, prepare: Prepare | None) -> None:
                 break
             bar.update(lambda s: f"[{'#' * round(20 * share):20}] {len(verdicts)} layouts, {format_duration(s)}")  # noqa: B023
         bar.close()
-    write_json(
-        options.output, {"command": shlex.join(sys.argv), "cases": [record(verdict, fixed) for verdict in verdicts]}
-    )
-    if problem := verdicts[-1].problem:
+    report: dict[str, object] = {"command": shlex.join(sys.argv)}
+    report["cases"] = [record(verdict, fixed) for verdict in verdicts]
+    problem, coverage = verdicts[-1].problem, draws and not verdicts[-1].problem and draws.coverage()
+    if coverage:
+        report["pairs"] = coverage.record()
+    write_json(options.output, report)
+    if problem:
         raise NumericsError(f"the smallest case: {problem}\nshown again by: {verdicts[-1].case.command(fixed)}")
     print("\n".join(summary(verdicts, time.monotonic() - start_s)))
+    if coverage:
+        print(coverage)
+    print("every layout computes the same (docs/parallelism.md, What is equal)")
 
 
-def cases(options: argparse.Namespace, fixed: Flags) -> Iterator[tuple[Case, Flags]]:
-    """Yield cases, and the options that all have: --case, or that of --like, then drawn ones without end."""
+def chosen(options: argparse.Namespace, fixed: Flags) -> tuple[Iterable[Case], Flags, Draws | None]:
+    """Return the cases to run, options that all have, and what draws them: --case, or that of --like and drawn ones."""
     if options.case is not None:
-        yield case_of(flags_of(options.case), options.ranks, options.then), {}
-        return
-    choices: list[Flags] = []
-    common: Flags = {}
-    if options.like is not None:
-        flags = shlex.split(options.like)
-        like, remarks = shrunk(flags, options.ranks)
-        choices = [like.options, shrunk(flags, options.ranks, training_dtype="fp32")[0].options]
-        common = dict(choices[0].items() & choices[1].items())
-        first = [like] if like.layout.flags else []
-        try:
-            like.parts(fixed)
-        except UsageError as error:
-            remarks, first = [*remarks, f"not this layout itself, {text_of(like.layout.flags)}: {error}"], []
-        print("\n".join([f"model and options: {text_of(like.options)}", *remarks, ""]))
-        yield from ((case, common) for case in first)
-    for place in itertools.count():
-        yield draw(random.Random(f"{options.seed}/{place}"), options.ranks, choices, fixed), common
+        return [case_of(flags_of(options.case), options.ranks, options.then)], {}, None
+    if options.like is None:
+        draws = Draws(options.seed, options.ranks, [], fixed)
+        return draws, {}, draws
+    flags = shlex.split(options.like)
+    like, remarks = shrunk(flags, options.ranks)
+    choices = [like.options, shrunk(flags, options.ranks, training_dtype="fp32")[0].options]
+    first = [like] if like.layout.flags else []
+    try:
+        like.parts(fixed)
+    except UsageError as error:
+        remarks, first = [*remarks, f"not this layout itself, {text_of(like.layout.flags)}: {error}"], []
+    print("\n".join([f"model and options: {text_of(like.options)}", *remarks, ""]))
+    draws = Draws(options.seed, options.ranks, choices, fixed)
+    return itertools.chain(first, draws), dict(choices[0].items() & choices[1].items()), draws
 
 
 def line(layout: str, *cells: str) -> str:
@@ -172,7 +175,6 @@ def summary(verdicts: Sequence[Verdict], elapsed_s: float) -> Iterator[str]:
     yield "to rounding: other ranks and micro-batches, because they sum in another order"
     yield f"to the bit: initial weights, copies of a parameter, what {restarts} restarts read from a checkpoint;"
     yield f"  {same} layouts (same) have the bits of ZeRO-1, without recomputation and restart, on the same ranks"
-    yield "every layout computes the same (docs/parallelism.md, What is equal)"
 
 
 if __name__ == "__main__":

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import contextlib
-import random
+import functools
 import shlex
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from types import MappingProxyType
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from megatron_lite.cli.parse import parse
-from megatron_lite.config import Config, Draft, flatten
+from megatron_lite.config import Config, Draft, flatten, unflatten
 from megatron_lite.config.system import PIPELINE_SCHEDULES
 from megatron_lite.config.values import FLAGS
 from megatron_lite.errors import UsageError
@@ -20,7 +20,7 @@ from megatron_lite.validation.sizes import check_passes
 from scripts.proof.ranks import MASK, RUN, TOKENS, Part
 
 Flags = Mapping[str, str]  # option -> value as typed
-STEPS, SWITCH = 3, 1  # iterations of a run, and those before it goes on in another layout
+STEPS, SWITCH = 4, 2  # iterations of a run, and those before it goes on in another layout
 
 
 class Dimension(NamedTuple):
@@ -34,12 +34,12 @@ class Dimension(NamedTuple):
 # All that a layout is, beside its number of ranks: a new kind of parallelism adds its dimensions here.
 LAYOUT: Mapping[str, Dimension] = MappingProxyType(
     {
-        "pipeline_parallel": Dimension("P={}", ("1", "2", "2", "3", "4"), True),
+        "pipeline_parallel": Dimension("P={}", ("1", "2", "3", "4"), True),
         "pipeline_schedule": Dimension("{}", ("auto", *PIPELINE_SCHEDULES), True),
         "pipeline_placement": Dimension("{}", ("auto", "loop", "v"), True),
         "pipeline_first": Dimension("pipeline first", ("0", "1"), True),
         "data_parallel_shard": Dimension("S={}", ("0", "1", "2")),
-        "tensor_parallel": Dimension("T={}", ("1", "2", "3", "4", "2", "3", "4")),
+        "tensor_parallel": Dimension("T={}", ("1", "2", "3", "4")),
         "sequence_tensor_parallel": Dimension("split tokens", ("0", "1")),
         "parallel_embeddings": Dimension("whole embeddings", ("1", "0")),
         "overlap_tensor_reduce": Dimension("halves", ("0", "1")),
@@ -54,6 +54,8 @@ LAYOUT: Mapping[str, Dimension] = MappingProxyType(
     }
 )
 MICRO_BATCHES = ("depth_first_micro_batches", "breadth_first_micro_batches")
+OTHERS = ("freeze",)  # options that a restart may leave out
+EIGHT_BIT_OPTIONS = {"fp8", "int8"}
 REDUCES = ("zero_stage", "num_grad_buffers")  # change the sums of gradients that accumulate depth-first
 
 
@@ -74,39 +76,70 @@ SIZES = flags_of(
 )
 # A larger epsilon, as Adam would divide small gradients, and their rounding, by themselves.
 FIXED = flags_of(
-    f"--data_path={TOKENS} --split=1,0,0 --num_workers=0 --train_iters={STEPS} --log_interval=1 --adam_eps=1e-4 "
-    "--lr=1e-3 --lr_decay_style=linear --lr_decay_iters=6 --distributed_timeout=60 --startup_timeout=60 "
-    "--save_retries=0"
+    f"--data_path={TOKENS} --split=3,1,0 --validation_iters=0 --num_workers=0 --train_iters={STEPS} --log_interval=1 "
+    "--adam_eps=1e-4 --lr=1e-3 --lr_decay_style=linear --lr_decay_iters=8 --distributed_timeout=60 "
+    "--startup_timeout=60 --save_retries=0"
 )
 LLAMA = "--use_rotary_embeddings=1 --gated=1 --normalization_type=rms_norm --add_linear_biases=0"
-FAMILIES = (
-    "--random_bias_init=1",
-    "--random_bias_init=1 --use_rotary_embeddings=1 --head_groups=2",
-    f"{LLAMA} --head_groups=4 --tie_word_embeddings=0",
-    f"{LLAMA} --head_groups=1 --tie_word_embeddings=0",
-    # Norms of queries and keys over 12 channels: one over 4 may divide by almost nothing, and so would any rounding.
-    f"{LLAMA} --head_groups=2 --qk_layernorm=1 --num_attention_heads=4",
+# All that runs may have beside a layout; of each line a run has one, the first with less than the others.
+OPTIONS: Mapping[str, tuple[str, ...]] = MappingProxyType(
+    {
+        "family": (
+            "--random_bias_init=1",
+            "--random_bias_init=1 --use_rotary_embeddings=1 --head_groups=2",
+            f"{LLAMA} --head_groups=4 --tie_word_embeddings=0",
+            f"{LLAMA} --head_groups=1 --tie_word_embeddings=0",
+            # Norms of queries and keys over 12 channels: over 4 they may divide by almost nothing, and so any rounding.
+            f"{LLAMA} --head_groups=2 --qk_layernorm=1 --num_attention_heads=4",
+        ),
+        "dtype": ("--training_dtype=fp32", "--training_dtype=bf16", "--training_dtype=fp16"),
+        "eight bits": (
+            *("", "--fp8=tensorwise", "--fp8=rowwise", "--fp8=delayed", "--int8=1"),
+            *("--fp8=delayed --amax_history_length=1", "--fp8=delayed --amax_history_length=2"),
+        ),
+        "optimizer": ("", "--optimizer=muon", "--optimizer=lion", "--optimizer=sgd"),
+        "frozen": (
+            *("", "--freeze=embedding", "--freeze=*.output.*", "--freeze=*.down.*", "--freeze=blocks.0,blocks.1"),
+            "--freeze=blocks.0.mlp,blocks.1.attention",
+        ),
+        "rates": ("", "--lr_scales=blocks:0.25,*.down.*:0.5", "--lr_scales=blocks.0:0,blocks.1:2"),
+        "average": (
+            *("", "--ema_type=ema --ema_beta=0.5"),
+            "--ema_type=ema_decay_sqrt --ema_beta=0.5 --ema_switch_iter=2 --ema_decay_iters=3",
+        ),
+        "evaluation": ("", "--validation_iters=1 --validation_interval=1"),
+        "heads": ("", "--num_attention_heads=4", "--num_attention_heads=6", "--num_attention_heads=8"),
+        "head size": ("", "--kv_channels=6"),
+        "layers": ("", "--num_layers=2", "--num_layers=3", "--num_layers=5"),
+        "vocabulary": ("", "--vocab_size=64", "--make_vocab_size_divisible_by=8"),
+        "sequence": ("", "--sequence_length=36"),
+        "batch": (
+            *("", "--batch_size=24", "--batch_size_schedule=0:12,1:24"),
+            "--batch_size=10 --allow_nondivisible_batch_size=1",
+        ),
+        "loss": ("", f"--loss_mask={MASK}", f"--loss_mask={MASK} --loss_reduction=micro_mean"),
+        "tied": ("", "--tie_word_embeddings=1"),
+        "clipping": (
+            *("", "--clip_grad=0", "--clip_grad=0.1", "--clip_grad_style=levanter", "--update_rms_clip=0.5"),
+            "--clip_update_norm_sigma=1 --clip_update_norm_window=2",
+        ),
+        "moments": ("", "--adam_nesterov=1", "--adamc_weight_decay=1"),
+        "loss in parts": ("", "--cross_entropy_splits=3", "--cross_entropy_block_size=7"),
+        "documents": ("", "--cross_document_attention=0", "--reset_position_ids=1"),
+        **{
+            flag.strip("-"): ("", flag)
+            for flag in (
+                *("--truncate_documents=0", "--mask_document_starts=1", "--shuffle_documents=1", "--window_size=5"),
+                *("--logit_soft_cap=1", "--logit_z_loss=0.01", "--hybrid_norm=1", "--input_embedding_norm=1"),
+                *("--use_layer_norm_weight=0", "--zero_centered_normalization=1", "--rotary_percent=0.5"),
+                *("--scale_attn_by_inverse_layer_idx=1", "--add_qkv_biases=1", "--activation_type=squared_relu"),
+                *("--skip_bad_steps=1", "--lr=1e-2", "--full_precision_residual=1", "--full_precision_gradients=0"),
+                *("--split_master_weights=1", "--store_frozen_weights_in_optimization_precision=0"),
+                *("--attention_softmax_in_fp32=1", "--async_checkpoint=1"),
+            )
+        },
+    }
 )
-DTYPES = ("fp32", "fp32", "fp32", "bf16", "fp16")
-EXTRAS = (
-    "--num_attention_heads=4 | --num_attention_heads=6 | --num_attention_heads=8 | --kv_channels=6 | --num_layers=2 | "
-    "--num_layers=3 | --num_layers=5 | --vocab_size=64 | --make_vocab_size_divisible_by=8 | --sequence_length=36 | "
-    "--batch_size=24 | "
-    "--batch_size_schedule=0:12,1:24 | --batch_size=10 --allow_nondivisible_batch_size=1 | "
-    "--cross_document_attention=0 | --reset_position_ids=1 | --truncate_documents=0 | --mask_document_starts=1 | "
-    f"--loss_mask={MASK} | --loss_mask={MASK} --loss_reduction=micro_mean | --shuffle_documents=1 | --window_size=5 | "
-    "--logit_soft_cap=1 | --logit_z_loss=0.01 | --hybrid_norm=1 | --input_embedding_norm=1 | "
-    "--use_layer_norm_weight=0 | --zero_centered_normalization=1 | --scale_attn_by_inverse_layer_idx=1 | "
-    "--rotary_percent=0.5 | --tie_word_embeddings=1 | --add_qkv_biases=1 | --activation_type=squared_relu | "
-    "--optimizer=muon | --optimizer=lion | --optimizer=sgd | --adam_nesterov=1 | --adamc_weight_decay=1 | "
-    "--clip_grad=0 | --clip_grad=0.1 | --clip_grad_style=levanter | --update_rms_clip=0.5 | --skip_bad_steps=1 | "
-    "--clip_update_norm_sigma=1 --clip_update_norm_window=2 | --ema_type=ema --ema_beta=0.5 | --lr=1e-2 | "
-    "--freeze=embedding | --freeze=*.output.* | --freeze=*.down.* | --freeze=blocks.0.mlp,blocks.1.attention | "
-    "--lr_scales=blocks:0.25,*.down.*:0.5 | --cross_entropy_splits=3 | --cross_entropy_block_size=7 | "
-    "--full_precision_residual=1 | --full_precision_gradients=0 | --split_master_weights=1 | "
-    "--store_frozen_weights_in_optimization_precision=0 | --attention_softmax_in_fp32=1 | --async_checkpoint=1 | "
-    "--fp8=tensorwise | --fp8=rowwise | --fp8=delayed | --int8=1"
-).split(" | ")
 
 
 class Layout(NamedTuple):
@@ -127,7 +160,8 @@ class Layout(NamedTuple):
         return Layout(ranks, self.kept([name for name in LAYOUT if name not in free]))
 
     def __str__(self) -> str:
-        labels = (LAYOUT[name].label.format(value) for name, value in self.kept([*LAYOUT]).items())
+        labels = [LAYOUT[name].label.format(value) for name, value in self.kept([*LAYOUT]).items()]
+        labels += ["thawed"] * ("freeze" in self.flags)
         return " ".join([f"{self.ranks} rank{'s' * (self.ranks > 1)}", *labels])
 
 
@@ -154,9 +188,21 @@ class Case(NamedTuple):
         options = {**fixed, **self.options, "experiment_dir": RUN}
         return [_part(options, self.layout)._replace(last=SWITCH), _part(options, self.then)]
 
-    def reference(self) -> Case:
-        """Return the run on one rank to compare with."""
-        return Case(self.options, Layout(1, self.layout.kept(MICRO_BATCHES if self._averages else ())))
+    def reference(self, fixed: Flags) -> Case:
+        """Return the run on one rank to compare with.
+
+        It evaluates at its end only, as evaluations change nothing. With 8 bits it has the same micro-batches, whose
+        magnitudes are scales. It restarts only if another layer trains then, or if micro-batches change.
+        """
+        options = dict(self.options)
+        if "validation_interval" in options:
+            options["validation_interval"] = str(STEPS)
+        layouts = [self.layout] if self.then is None else [self.layout, self.then]
+        ones = [Layout(1, layout.kept((*MICRO_BATCHES, *OTHERS) if self._averages else OTHERS)) for layout in layouts]
+        if EIGHT_BIT_OPTIONS & {*options}:
+            sizes = [str(part.config.batch.micro_batch_size) for part in self.parts(fixed)]
+            ones = [Layout(1, {**one.flags, "micro_batch_size": size}) for one, size in zip(ones, sizes, strict=True)]
+        return Case(options, ones[0], None if ones[-1] == ones[0] else ones[-1])
 
     def twin(self, fixed: Flags) -> Case | None:
         """Return the plainest run that must compute the same bits; None if it is this one, or there is none."""
@@ -166,8 +212,10 @@ class Case(NamedTuple):
         )
         if exact is None or exact != last or (self.then is None and exact == self.layout):
             return None
+        other = self.then.kept(OTHERS) if self.then else {}
+        twin = Case(self.options, exact, Layout(exact.ranks, {**exact.flags, **other}) if other else None)
         with contextlib.suppress(UsageError):  # ZeRO-3 may need a number of buffers
-            return Case(self.options, exact) if Case(self.options, exact).parts(fixed) else None
+            return twin if twin != self and twin.parts(fixed) else None
         return None
 
     def command(self, fixed: Flags) -> str:
@@ -211,45 +259,20 @@ def case_of(flags: Flags, ranks: int, then: str | None) -> Case:
     return Case(options, Layout(ranks, layout.kept([*LAYOUT])), Layout(int(number), flags_of(text)) if then else None)
 
 
-def draw(dice: random.Random, most_ranks: int, choices: Sequence[Flags], fixed: Flags) -> Case:
-    """Draw a case that the program accepts. choices: options to draw from; without any, they are drawn too."""
-
-    def accepted(make: Callable[[], Case]) -> Case:
-        for _ in range(10_000):
-            case = make()
-            with contextlib.suppress(UsageError):
-                case.parts(fixed), case.reference().parts(fixed)
-                return case
-        raise UsageError("no layout of these options was found; give more --ranks, or fewer options")
-
-    def restarted() -> Case:
-        others = _layout(dice, most_ranks).kept([name for name in LAYOUT if LAYOUT[name].keeps_bits])
-        exact, other = case.layout.exact(), _layout(dice, most_ranks)
-        same = Layout(exact.ranks * int(others.get("pipeline_parallel", 1)), {**exact.flags, **others})
-        return case._replace(then=dice.choice((same if same.ranks <= most_ranks else other, other)))
-
-    case = accepted(lambda: Case(dice.choice(choices) if choices else _options(dice), _layout(dice, most_ranks)))
-    return accepted(restarted) if dice.random() < 0.3 else case
-
-
-def _options(dice: random.Random) -> Flags:
-    extras = " ".join(dice.sample(EXTRAS, dice.randrange(7)))
-    return {"training_dtype": dice.choice(DTYPES), **flags_of(dice.choice(FAMILIES)), **flags_of(extras)}
-
-
-def _layout(dice: random.Random, most_ranks: int) -> Layout:
-    ranks = max(dice.randint(1, most_ranks), dice.randint(1, most_ranks))
-    drawn = {name: dice.choice(some.values) for name, some in LAYOUT.items() if dice.random() < 0.5}
-    return Layout(ranks, {name: value for name, value in drawn.items() if value != LAYOUT[name].values[0]})
-
-
 def _part(options: Flags, layout: Layout) -> Part:
     flags = {**SIZES, **FIXED, **options, **layout.flags}
     if "batch_size_schedule" in options:
         del flags["batch_size"]
-    config = resolve(parse(shlex.split(text_of(flags))).config, layout.ranks)
+    values = {name: _value(name, text) for name, text in flags.items() if text}
+    config = resolve(unflatten(values), layout.ranks)
     check_passes(config)
     draft = Draft(**flatten(config))
-    if any((needed := FLAGS[name].idle_unless) and not holds(needed, draft) for name in layout.flags):
+    if any((needed := FLAGS[name].idle_unless) and not holds(needed, draft) for name in layout.flags if name in LAYOUT):
         raise UsageError("a flag of the layout has no effect")
     return Part(config, layout.ranks, STEPS)
+
+
+@functools.cache
+def _value(name: str, text: str) -> Any:
+    """Return the value of a flag as the command line reads it."""
+    return flatten(parse([f"--data_path={TOKENS}", f"--{name}={text}"]).config)[name]

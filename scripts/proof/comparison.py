@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from megatron_lite.errors import UsageError
-from scripts.proof.cases import Case, Flags, Layout
+from scripts.proof.cases import EIGHT_BIT_OPTIONS, Case, Flags, Layout
 from scripts.proof.ranks import BrokenRunError, Ranks, Step
 
 Unit = TypeVar("Unit")
@@ -34,8 +34,9 @@ FP16 = Limits(1e-3, 5e-3, 0.1, 0.1, 0.1)  # one rank sums before it rounds, seve
 BF16 = Limits(5e-3, 3e-2, 0.3, 0.4, 0.3)
 # Muon rounds to bf16, and a larger rate makes more of it; Lion makes a whole step of the sign of a sum near zero.
 MUON_OR_LION = Limits(5e-5, 1e-3, 5e-2, 0.2, 0.0)
-# Steps of a sixteenth, of which a norm over few channels makes much; Adam and Muon make all of a gradient's direction.
-EIGHT_BITS = Limits(1e-2, 0.5, 2.0, math.inf, 0.0)
+# With 8 bits a sum in another order moves a few factors over the middle between two numbers, by up to a quarter, and
+# what follows moves others. Rounding itself is compared to the bit: see `eight_bits.py`.
+EIGHT_BITS = Limits(5e-3, 0.1, 1.0, 1.0, 0.0)
 SMALL = 1e-3  # of the largest gradient of all: a whole parameter with less has rounding alone
 
 
@@ -47,9 +48,24 @@ def limits_of(options: Flags) -> tuple[str, Limits]:
         limits = Limits(*map(max, limits, MUON_OR_LION))
     if rule == "lion":
         limits = limits._replace(update=0.5 if limits.certain <= SMALL else math.inf)
-    if options.get("fp8", "none") != "none" or options.get("int8", "0") != "0":
+    if EIGHT_BIT_OPTIONS & {*options}:
         limits, kind = Limits(*map(max, limits, EIGHT_BITS)), f"{kind}, 8 bits"
     return kind, limits
+
+
+def first_limits(case: Case) -> Limits:
+    """Return the limits of the first iteration, until which both runs have the same weights.
+
+    With 8 bits they also have the same micro-batches: without tensor parallelism every factor has the same bits, and
+    only sums over micro-batches and ranks may differ.
+    """
+    _, limits = limits_of(case.options)
+    if not EIGHT_BIT_OPTIONS & {*case.options} or "tensor_parallel" in case.layout.flags:
+        return limits
+    options = {name: value for name, value in case.options.items() if name not in EIGHT_BIT_OPTIONS}
+    if case.options.get("full_precision_gradients", "1") == "1":
+        options["training_dtype"] = "fp32"
+    return limits_of(options)[1]
 
 
 class Difference(NamedTuple):
@@ -70,12 +86,17 @@ class Difference(NamedTuple):
         return f"{self.what}{of} at step {self.step} differs by {self.error:.1e}, more than {self.limit:.0e}"
 
 
-def differences(steps: Sequence[Step], others: Sequence[Step], limits: Limits) -> Iterator[Difference]:
-    """Yield every difference of a run to another one, in order."""
+def differences(
+    steps: Sequence[Step], others: Sequence[Step], limits: Limits, first: Limits | None = None
+) -> Iterator[Difference]:
+    """Yield every difference of a run to another one, in order. first: limits of the first iteration."""
     before: tuple[Step, Step] | None = None
+    later, first = limits, first or limits
     for step, other in zip(steps, others, strict=True):
-        yield Difference(step.iteration, "loss", "", _relative(step.loss, other.loss), limits.loss)
-        yield Difference(step.iteration, "norm", "", _relative(step.norm, other.norm), limits.norm)
+        limits = first if step.iteration == 1 else later
+        for what in step.numbers.keys() & other.numbers.keys():
+            limit = limits.norm if what == "norm" else limits.loss
+            yield Difference(step.iteration, what, "", _relative(step.numbers[what], other.numbers[what]), limit)
         largest = max((_size(value) for (kind, _), value in other.tensors.items() if kind == "gradients"), default=0.0)
         assert step.tensors.keys() == other.tensors.keys(), "the same parameters"
         for (kind, name), value in other.tensors.items():
@@ -83,10 +104,10 @@ def differences(steps: Sequence[Step], others: Sequence[Step], limits: Limits) -
             if limits == EXACT or before is None:
                 same = torch.equal(found.nan_to_num(7e9), value.nan_to_num(7e9))
                 yield Difference(step.iteration, kind, name, 0.0 if same else _error(found, value, 0.0), 0.0)
-            elif not math.isfinite(other.norm):
+            elif not math.isfinite(other.numbers["norm"]):
                 continue  # the update was dropped, as all ranks agree
             elif gradient is None:
-                error = _error(found, before[0].tensors[kind, name], 0.0)
+                error = _error(found, before[0].before(kind, name), 0.0)
                 yield Difference(step.iteration, f"frozen {kind}", name, error, 0.0)
             elif kind == "gradients":
                 error = _error(found, value, SMALL * largest)
@@ -94,8 +115,7 @@ def differences(steps: Sequence[Step], others: Sequence[Step], limits: Limits) -
             elif _size(gradient) > SMALL * largest:
                 certain = gradient.abs() > limits.certain * _size(gradient)
                 moved, wanted = (
-                    (after - run.tensors[kind, name])[certain]
-                    for after, run in zip((found, value), before, strict=True)
+                    (after - run.before(kind, name))[certain] for after, run in zip((found, value), before, strict=True)
                 )
                 error = float((moved - wanted).abs().sum() / wanted.abs().sum().clamp(min=1e-30))
                 yield Difference(step.iteration, f"update of the {kind}", name, error, limits.update)
@@ -141,7 +161,8 @@ class Judge:
         verdict = Verdict(case)
         try:
             steps = self._ranks.train(case.parts(self._fixed))
-            for found in differences(steps, self._steps(case.reference(), device="cpu"), limits_of(case.options)[1]):
+            others, limits = self._steps(case.reference(self._fixed), device="cpu"), limits_of(case.options)[1]
+            for found in differences(steps, others, limits, first_limits(case)):
                 verdict.worst[found.what] = max(verdict.worst.get(found.what, found), found, key=lambda one: one.error)
                 if found.is_beyond and not verdict.problem:
                     verdict.problem = f"not the numbers of one rank: {found}"

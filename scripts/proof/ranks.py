@@ -24,6 +24,7 @@ from megatron_lite.data.indexed_dataset import IndexedDatasetWriter
 from megatron_lite.data.workers import end_with_parent
 from megatron_lite.distributed.startup import join
 from megatron_lite.errors import PeerError, UsageError
+from megatron_lite.outputs.evaluation import evaluate
 from megatron_lite.outputs.saving import finish_save, save
 from megatron_lite.parameter import Initializer
 from megatron_lite.run.experiment import Experiment
@@ -31,11 +32,21 @@ from megatron_lite.run.stop_signal import StopSignal
 from megatron_lite.setup_run import Run, build
 from megatron_lite.tiles import Tile
 from megatron_lite.train import train_step
+from scripts.proof.eight_bits import Recorder, Scales, Use
 
 TOKENS, MASK, RUN = "tokens", "mask", "run"  # files in the working directory of all ranks
 Prepare = Callable[[], None]
 Piece = tuple[str, str, int, Tile, Any]  # kind, parameter, elements of the whole, place of these, numpy array
-Told = tuple[int, float, float, list[Piece]]  # one rank's part of a Step
+
+
+class Told(NamedTuple):
+    """One rank's part of a Step."""
+
+    iteration: int
+    numbers: dict[str, float]
+    pieces: list[Piece]
+    uses: list[Use]  # of rounded factors, in the iteration
+    evaluated: list[Use]  # and in the evaluation after it
 
 
 class Part(NamedTuple):
@@ -50,9 +61,12 @@ class Step(NamedTuple):
     """Numbers of an iteration, or of a start: gradients before the update, weights and averages after it."""
 
     iteration: int
-    loss: float
-    norm: float  # of the gradient
+    numbers: dict[str, float]  # loss, norm of the gradient, and losses of an evaluation after it
     tensors: dict[tuple[str, str], Tensor]  # (kind, name) -> whole parameter, flat, fp32
+
+    def before(self, kind: str, name: str) -> Tensor:
+        """Return what an update changes: of an average that begins when a layer is thawed, the weights."""
+        return self.tensors.get((kind, name), self.tensors["weights", name])
 
 
 class BrokenRunError(Exception):
@@ -90,17 +104,18 @@ class Ranks:
         """
         shutil.rmtree(f"{self._folder}/{RUN}", ignore_errors=True)
         steps: list[Step] = []
+        scales = Scales()
         for part in parts:
-            start, *others = self._train(part)
+            start, *others = self._train(part, scales)
             for key in start.tensors if steps else ():
-                if not start.tensors[key].equal(steps[-1].tensors[key]):
+                if not start.tensors[key].equal(steps[-1].before(*key)):
                     raise BrokenRunError(
                         f"the {key[0]} of {key[1]} are not those that were saved at step {start.iteration}"
                     )
             steps += others if steps else [start, *others]
         return steps
 
-    def _train(self, part: Part) -> list[Step]:
+    def _train(self, part: Part, scales: Scales) -> list[Step]:
         self._runs += 1
         self._processes += [self._new() for _ in range(len(self._processes), part.ranks)]
         store = f"{self._folder}/{self._runs}"
@@ -113,22 +128,33 @@ class Ranks:
             if isinstance(error, UsageError):
                 raise error
             raise BrokenRunError("".join([f"{error}\n", *traceback.format_exception(error)])) from None
-        return [_together(told) for told in zip(*(future.result() for future in futures), strict=True)]
+        told = [*zip(*(future.result() for future in futures), strict=True)]
+        if part.config.performance.eight_bit:
+            _check_scales(scales, part.config, told)
+        return [_together(of_ranks) for of_ranks in told]
+
+
+def _check_scales(scales: Scales, config: Config, told: Sequence[Sequence[Told]]) -> None:
+    for ranks in told:
+        fault = scales.fault(config, [each.uses for each in ranks], ends_iteration=True)
+        fault = fault or scales.fault(config, [each.evaluated for each in ranks], ends_iteration=False)
+        if fault:
+            raise BrokenRunError(f"at step {ranks[0].iteration}, {fault}")
 
 
 def _together(ranks: Sequence[Told]) -> Step:
     """Put the pieces of all ranks together; several ranks must hold the same copies."""
-    (number, loss, norm, _), *others = ranks
+    number, numbers = ranks[0].iteration, ranks[0].numbers
     tensors: dict[tuple[str, str], Tensor] = {}
-    for kind, name, numel, tile, values in (piece for told in ranks for piece in told[3]):
+    for kind, name, numel, tile, values in (piece for told in ranks for piece in told.pieces):
         whole = tensors.setdefault((kind, name), torch.full((numel,), torch.nan))
         place, piece = tile.view(whole), torch.from_numpy(values).view(tile.rows, tile.width)
         if not bool(((place == piece) | place.isnan()).all()):
             raise BrokenRunError(f"ranks hold different {kind} of {name} at step {number}")
         place.copy_(piece)
-    if any(repr(other[1:3]) != repr((loss, norm)) for other in others):
+    if any(repr(other.numbers) != repr(numbers) for other in ranks):
         raise BrokenRunError(f"ranks have different losses or gradient norms at step {number}")
-    return Step(number, loss, norm, tensors)
+    return Step(number, numbers, tensors)
 
 
 def _begin(folder: str, prepare: Prepare | None) -> None:
@@ -141,6 +167,12 @@ def _begin(folder: str, prepare: Prepare | None) -> None:
     _draw_on_the_cpu()
     if prepare is not None:
         prepare()
+    _recorder()
+
+
+@functools.cache
+def _recorder() -> Recorder:
+    return Recorder()  # one a process, after all mistakes are planted
 
 
 def _draw_on_the_cpu() -> None:
@@ -184,7 +216,7 @@ def _train(part: Part, rank: int, store: str) -> list[Told]:
 
 def _iterations(run: Run, last: int) -> Iterator[Told]:
     kinds = ("weights", "average") if run.config.averaging.enabled else ("weights",)
-    yield run.iteration, 0.0, 0.0, [piece for kind in kinds for piece in _pieces(run, kind)]
+    yield Told(run.iteration, {}, [piece for kind in kinds for piece in _pieces(run, kind)], [], [])
     step, gradients = run.optimizer.step, list[Piece]()
 
     def with_gradients(*arguments: Any) -> Any:
@@ -196,8 +228,17 @@ def _iterations(run: Run, last: int) -> Iterator[Told]:
         done = train_step(run, batches, run.iteration + 1)
         run.iteration += 1
         run.window.add(done.loss, done.tokens, done.verdict.skipped, 0.0)
-        pieces = [*gradients, *(piece for kind in kinds for piece in _pieces(run, kind))]
-        yield run.iteration, float(done.loss) / max(done.tokens, 1), float(done.grad_norm), pieces
+        numbers = {"loss": float(done.loss) / max(done.tokens, 1), "norm": float(done.grad_norm)}
+        pieces, uses = [*gradients, *(piece for kind in kinds for piece in _pieces(run, kind))], _recorder().taken()
+        training = run.config.training
+        if training.validation_iters and run.iteration % training.validation_interval == 0:
+            found = evaluate(run, "validation")
+            numbers |= {
+                f"{name} of the validation": float(found[name] or 0.0)
+                for name in ("loss", "averaged_loss")
+                if name in found
+            }
+        yield Told(run.iteration, numbers, pieces, uses, _recorder().taken())
 
 
 def _pieces(run: Run, kind: str) -> Iterator[Piece]:
