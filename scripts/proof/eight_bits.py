@@ -1,4 +1,4 @@
-"""What holds to the bit with 8 bits, in every layout and without one to compare with: scales, rounding, products.
+"""Checks of 8-bit scales, rounding and products that hold to the bit in every layout, without one to compare with.
 
 In each rank, every product of rounded factors is computed again: each factor is rounded by a search among the numbers
 of its format, and the result lies within the rounding of a sum in fp32. A *use* tells the largest magnitudes of a
