@@ -170,7 +170,7 @@ def summary(verdicts: Sequence[Verdict], elapsed_s: float) -> Iterator[str]:
         some = [verdict for verdict in verdicts if limits_of(verdict.case.options)[0] == kind]
         worst = [max((v.worst[what].error for v in some if what in v.worst), default=0.0) for what in SHOWN]
         yield line(f"{len(some)} in {kind}", *(f"{error:.1e}" for error in worst), "", "")
-        yield line("", *(f"{limit:.0e}" for limit in limits[: len(SHOWN)]), "", "")
+        yield line("", *(f"{limit:.0e}" for limit in limits[: len(SHOWN)]), "", "or measured" * kind.endswith("8 bits"))
     same, restarts = sum(v.twin is not None for v in verdicts), sum(v.case.then is not None for v in verdicts)
     yield "to rounding: other ranks and micro-batches, because they sum in another order"
     yield f"to the bit: initial weights, copies of a parameter, what {restarts} restarts read from a checkpoint;"

@@ -34,38 +34,35 @@ FP16 = Limits(1e-3, 5e-3, 0.1, 0.1, 0.1)  # one rank sums before it rounds, seve
 BF16 = Limits(5e-3, 3e-2, 0.3, 0.4, 0.3)
 # Muon rounds to bf16, and a larger rate makes more of it; Lion makes a whole step of the sign of a sum near zero.
 MUON_OR_LION = Limits(5e-5, 1e-3, 5e-2, 0.2, 0.0)
-# With 8 bits a sum in another order moves a few factors over the middle between two numbers, by up to a quarter, and
-# what follows moves others. Rounding itself is compared to the bit: see `eight_bits.py`.
-EIGHT_BITS = Limits(5e-3, 0.1, 1.0, 1.0, 0.0)
+# With 8 bits, a sum in another order moves a few factors to the next number, and what follows moves others. How far is
+# measured: a second run on one rank has factors disturbed by this part of the largest, more than such a sum does.
+DISTURBANCES = {"fp32": 2.0**-16, "fp16": 2.0**-11, "bf16": 2.0**-8}
+OF_DISTURBED = 6.0  # times what the disturbance changes: limits of numbers with 8 bits
 SMALL = 1e-3  # of the largest gradient of all: a whole parameter with less has rounding alone
 
 
 def limits_of(options: Flags) -> tuple[str, Limits]:
-    """Return the limits of runs with these options, and what they depend on."""
+    """Return the limits of runs with these options, and what they depend on; with 8 bits, those that always hold."""
     dtype, rule = options.get("training_dtype", "fp32"), options.get("optimizer", "adamw")
     limits, kind = {"fp32": FP32, "fp16": FP16, "bf16": BF16}[dtype], f"{dtype}, {rule}"
     if rule in ("muon", "lion"):
         limits = Limits(*map(max, limits, MUON_OR_LION))
     if rule == "lion":
         limits = limits._replace(update=0.5 if limits.certain <= SMALL else math.inf)
-    if EIGHT_BIT_OPTIONS & {*options}:
-        limits, kind = Limits(*map(max, limits, EIGHT_BITS)), f"{kind}, 8 bits"
-    return kind, limits
+    return f"{kind}, 8 bits" if EIGHT_BIT_OPTIONS & {*options} else kind, limits
 
 
-def first_limits(case: Case) -> Limits:
-    """Return the limits of the first iteration, until which both runs have the same weights.
+def first_limits(case: Case) -> Limits | None:
+    """Return the limits of the first iteration with 8 bits and without tensor parallelism; None of another case.
 
-    With 8 bits they also have the same micro-batches: without tensor parallelism every factor has the same bits, and
-    only sums over micro-batches and ranks may differ.
+    Until then both runs have the same weights and micro-batches, so every factor has the same bits, and only sums over
+    micro-batches and ranks may differ.
     """
-    _, limits = limits_of(case.options)
-    if not EIGHT_BIT_OPTIONS & {*case.options} or "tensor_parallel" in case.layout.flags:
-        return limits
-    options = {name: value for name, value in case.options.items() if name not in EIGHT_BIT_OPTIONS}
-    if case.options.get("full_precision_gradients", "1") == "1":
-        options["training_dtype"] = "fp32"
-    return limits_of(options)[1]
+    options = case.options
+    if not EIGHT_BIT_OPTIONS & {*options} or "tensor_parallel" in case.layout.flags:
+        return None
+    in_fp32 = options.get("full_precision_gradients", "1") == "1"
+    return limits_of({**options, "training_dtype": "fp32"} if in_fp32 else options)[1]
 
 
 class Difference(NamedTuple):
@@ -122,6 +119,33 @@ def differences(
         before = (step, other)
 
 
+def moved_by(disturbed: Sequence[Step], others: Sequence[Step], limits: Limits) -> Callable[[Difference], float]:
+    """Return how far a disturbance has moved the number of a difference; 0 where nothing is known.
+
+    A single number may come back by chance: of a loss the iteration that moved most counts, and a norm may move as far
+    as the gradients, taken as one vector.
+    """
+    parameters, numbers = dict[tuple[int, str, str], float](), dict[tuple[int, str], float]()
+    for found in differences(disturbed, others, limits):
+        if math.isfinite(found.error):
+            parameters[found.step, found.what, found.name] = found.error
+            numbers[0, found.what] = max(numbers.get((0, found.what), 0.0), found.error)
+    for step, other in zip(disturbed, others, strict=True):
+        pairs = [(step.tensors[key], value) for key, value in other.tensors.items() if key[0] == "gradients"]
+        apart, whole = (
+            math.sqrt(sum(float(each.square().sum()) for each in some))
+            for some in ([found - value for found, value in pairs], [value for _, value in pairs])
+        )
+        numbers[step.iteration, "norm"] = apart / whole if 0 < whole < math.inf and apart < math.inf else 0.0
+
+    def measured(found: Difference) -> float:
+        if found.name:
+            return parameters.get((found.step, found.what, found.name), 0.0)
+        return numbers.get((found.step if found.what == "norm" else 0, found.what), 0.0)
+
+    return measured
+
+
 def _size(value: Tensor) -> float:
     return float(value.abs().max())
 
@@ -161,8 +185,7 @@ class Judge:
         verdict = Verdict(case)
         try:
             steps = self._ranks.train(case.parts(self._fixed))
-            others, limits = self._steps(case.reference(self._fixed), device="cpu"), limits_of(case.options)[1]
-            for found in differences(steps, others, limits, first_limits(case)):
+            for found in self._from_one_rank(case, steps):
                 verdict.worst[found.what] = max(verdict.worst.get(found.what, found), found, key=lambda one: one.error)
                 if found.is_beyond and not verdict.problem:
                     verdict.problem = f"not the numbers of one rank: {found}"
@@ -175,10 +198,25 @@ class Judge:
             verdict.problem = str(error)
         return verdict
 
-    def _steps(self, case: Case, **more: str) -> list[Step]:
-        key = repr((case, more))
+    def _from_one_rank(self, case: Case, steps: Sequence[Step]) -> Iterator[Difference]:
+        reference, limits = case.reference(self._fixed), limits_of(case.options)[1]
+        others = self._steps(reference, device="cpu")
+        if not EIGHT_BIT_OPTIONS & {*case.options}:
+            yield from differences(steps, others, limits)
+            return
+        disturbance, first = DISTURBANCES[case.options.get("training_dtype", "fp32")], first_limits(case)
+        disturbed = self._steps(reference, disturbance, device="cpu")
+        measured = moved_by(disturbed, others, limits)
+        for found in differences(steps, others, limits, first):
+            if first is None or found.step > 1:
+                found = found._replace(limit=max(found.limit, OF_DISTURBED * measured(found)))
+            yield found
+
+    def _steps(self, case: Case, disturbance: float = 0.0, **more: str) -> list[Step]:
+        key = repr((case, disturbance, more))
         if key not in self._kept:
-            self._kept[key] = self._ranks.train(case.parts({**self._fixed, **more}))
+            parts = case.parts({**self._fixed, **more})
+            self._kept[key] = self._ranks.train([part._replace(disturbance=disturbance) for part in parts])
             if len(self._kept) > MOST_KEPT:
                 del self._kept[next(iter(self._kept))]
         return self._kept[key]

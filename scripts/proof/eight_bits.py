@@ -63,10 +63,15 @@ def _of_weight_gradient(weight: Any, dy: Tensor, x: Tensor) -> Factors:
 
 
 class Recorder:
-    """Uses of this process since the last `taken`; changes the functions of 8-bit products when it is made."""
+    """Uses of this process since the last `taken`; changes the functions of 8-bit products when it is made.
+
+    disturbance: noise in factors before they are rounded, by their largest magnitude; uses then tell nothing.
+    """
+
+    disturbance = 0.0
 
     def __init__(self) -> None:
-        self._uses: list[Use] = []
+        self._uses, self._dice = list[Use](), torch.Generator().manual_seed(0)
         self._factors: list[tuple[EightBit, bool, Tensor, int, str]] = []  # of the product that runs now
         self._record("_forward", _of_forward)
         self._record("_input_gradient", _of_input_gradient)
@@ -74,6 +79,9 @@ class Recorder:
         round_values, multiply = eight_bit.round_values, eight_bit.multiply
 
         def to_nearest(values: Tensor, scale: Tensor, dtype: torch.dtype, seed: Any = None, *more: Any) -> Tensor:
+            if self.disturbance and not values.is_meta:
+                noise = torch.empty_like(values).uniform_(-1, 1, generator=self._dice)
+                values = values + noise * values.abs().amax() * self.disturbance
             return round_values(values, scale, dtype, None, *more)
 
         def recorded(a: Rounded, b: Rounded, *more: Any, **named: Any) -> Tensor:
@@ -103,7 +111,7 @@ class Recorder:
     def _end(self, a: Rounded, b: Rounded, result: Tensor) -> None:
         """Check a product, and note how its factors were rounded."""
         factors, self._factors = self._factors, []
-        if not factors or result.is_meta:
+        if not factors or result.is_meta or self.disturbance:
             return  # of no layer, or of a plan, which computes nothing
         of_product = _fault_of_product(a, b, result)
         for rounded, (layer, frozen, values, kind, over) in zip((a, b), factors, strict=True):

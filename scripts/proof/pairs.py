@@ -156,7 +156,7 @@ class Pairs:
         starts = [fixed, {**self._with(pair[0]), **self._with(pair[1]), **fixed}]
         reason = ""
         for row in starts:
-            row, reason = self._changed(row, fixed, self._factors.get(RANKS, ("",)))
+            row, reason = self._changed(row, fixed, self._factors[RANKS])
             if not reason:
                 return self._shown(row, fixed)
         for row in starts if RANKS not in fixed else ():
@@ -179,7 +179,7 @@ class Pairs:
         if value not in self._fitting:
             self._fitting[value] = {}
             for _ in range(5):
-                row, reason = self._changed(dict([value]), dict([value]), self._factors.get(RANKS, ("",)))
+                row, reason = self._changed(dict([value]), dict([value]), self._factors[RANKS])
                 if not reason:
                     self._fitting[value] = self._plainest(row, dict([value]))
                     break
@@ -187,7 +187,7 @@ class Pairs:
 
     def _plainest(self, row: Row, fixed: Row) -> Row:
         """Return the row with the first values that do, but the fixed ones: they leave most room for others."""
-        numbers = [row[RANKS]] if RANKS in fixed else [*self._factors.get(RANKS, ("",)), row.get(RANKS, "")]
+        numbers = [row[RANKS]] if RANKS in fixed else [*self._factors[RANKS], row.get(RANKS, "1")]
         for name in sorted(row.keys() - {*fixed, RANKS}):
             values = (*self._factors[name], row[name])
             plainer = ({**row, RANKS: number, name: value} for value in values for number in numbers)
@@ -206,7 +206,7 @@ class Pairs:
                 if not (refusal := self._refusal(tried)):
                     return tried, ""
                 found += refusal
-            reason = reason or found
+            reason = reason or refusal  # on the most ranks
             named = [name for name in others if any(flag in found for flag in self._flags[name])]
             layout = [name for name in others if name in LAYOUT]
             row = row if attempt % 4 else first

@@ -55,6 +55,7 @@ class Part(NamedTuple):
     config: Config  # resolved
     ranks: int
     last: int
+    disturbance: float = 0.0  # of rounded factors: see `Recorder`
 
 
 class Step(NamedTuple):
@@ -129,7 +130,7 @@ class Ranks:
                 raise error
             raise BrokenRunError("".join([f"{error}\n", *traceback.format_exception(error)])) from None
         told = [*zip(*(future.result() for future in futures), strict=True)]
-        if part.config.performance.eight_bit:
+        if part.config.performance.eight_bit and not part.disturbance:
             _check_scales(scales, part.config, told)
         return [_together(of_ranks) for of_ranks in told]
 
@@ -194,6 +195,7 @@ def _stop() -> StopSignal:
 
 def _train(part: Part, rank: int, store: str) -> list[Told]:
     """Return this rank's numbers before the first iteration and of each."""
+    _recorder().disturbance = part.disturbance
     try:
         meet = (lambda: dist.FileStore(store, part.ranks)) if part.ranks > 1 else None
         distributed = join(part.config.distributed, rank, part.ranks, rank, meet=meet)

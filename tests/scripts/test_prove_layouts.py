@@ -19,7 +19,7 @@ from megatron_lite.distributed.processes import has_ended
 from megatron_lite.zero.replicas import Replicas
 from scripts import prove_layouts
 from scripts.proof.cases import LAYOUT, case_of, flags_of
-from scripts.proof.comparison import EXACT, FP32, Judge, differences, smallest
+from scripts.proof.comparison import BF16, EXACT, FP32, Judge, differences, first_limits, moved_by, smallest
 from scripts.proof.like import shrunk
 from scripts.proof.pairs import Draws
 from scripts.proof.ranks import Ranks, Step
@@ -161,6 +161,26 @@ def test_every_number_is_compared() -> None:
         assert [found.step for found in beyond] == [2] and beyond[0].what.startswith(what), (what, beyond)
     for what, change in large.items():
         assert any(found.is_beyond for found in differences(a_run(**{what: change}), a_run(), EXACT)), what
+
+
+def test_limits_with_8_bits_follow_from_a_disturbance() -> None:
+    """A parameter's, of its step; a loss's, of the step that moved most; a norm's, of all gradients as one vector."""
+    measured = moved_by(a_run(loss=-0.02, gradient=0.5, update=0.01), a_run(), FP32)
+    worst = {found.what: measured(found) for found in differences(a_run(), a_run(), FP32) if found.step == 2}
+    assert worst["loss"] == pytest.approx(0.02) and worst["gradient"] == pytest.approx(0.5 * (0.1 + 0.9 * 7 / 39))
+    ramp = torch.linspace(0.1, 1, 40)
+    assert worst["norm"] == pytest.approx(0.5 * float(ramp[7] / ramp.norm()))
+    first = [measured(found) for found in differences(a_run(), a_run(), FP32) if found.step == 1]
+    assert max(first) == pytest.approx(0.02)  # the loss
+
+
+def test_the_first_iteration_with_8_bits_has_the_limits_of_fp32() -> None:
+    """Without tensor parallelism, unless gradients are summed in 16 bits."""
+    bits = "--fp8=rowwise --training_dtype=bf16"
+    assert first_limits(case_of(flags_of(bits), 2, None)) == FP32
+    assert first_limits(case_of(flags_of(f"{bits} --full_precision_gradients=0"), 2, None)) == BF16
+    for flags in ("--training_dtype=bf16", f"{bits} --tensor_parallel=2"):
+        assert first_limits(case_of(flags_of(flags), 2, None)) is None
 
 
 def test_smallest_keeps_what_the_failure_needs() -> None:
