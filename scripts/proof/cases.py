@@ -267,8 +267,9 @@ def _part(options: Flags, layout: Layout) -> Part:
     config = resolve(unflatten(values), layout.ranks)
     check_passes(config)
     draft = Draft(**flatten(config))
-    if any((needed := FLAGS[name].idle_unless) and not holds(needed, draft) for name in layout.flags if name in LAYOUT):
-        raise UsageError("a flag of the layout has no effect")
+    for name in layout.flags:
+        if (needed := FLAGS[name].idle_unless) and name in LAYOUT and not holds(needed, draft):
+            raise UsageError(f"--{name} has no effect, unless --{needed}")
     return Part(config, layout.ranks, STEPS)
 
 

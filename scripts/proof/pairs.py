@@ -199,7 +199,8 @@ class Pairs:
         """Change a row at random, but not the fixed values, until it is not refused; return it, and why it still is."""
         first, numbers, reason = row, [""] if RANKS in fixed else [*ranks], ""
         others = [name for name in self._factors if name not in (*fixed, RANKS)]
-        for attempt in range(tries):
+        steps = list[Value]()  # one change of what the first refusals name, each once before changes at random
+        for attempt in itertools.count():
             found = ""
             for number in numbers:
                 tried = {**row, RANKS: number} if number else row
@@ -208,6 +209,14 @@ class Pairs:
                 found += refusal
             reason = reason or refusal  # on the most ranks
             named = [name for name in others if any(flag in found for flag in self._flags[name])]
+            if attempt == 0:
+                steps = [(name, value) for name in named for value in self._factors[name]]
+            if steps:
+                row = {**first, **dict([steps.pop()])}
+                continue
+            tries -= 1
+            if tries < 0:
+                break
             layout = [name for name in others if name in LAYOUT]
             row = row if attempt % 4 else first
             name = self._dice.choice((named if self._dice.random() < 0.7 else layout) or others)

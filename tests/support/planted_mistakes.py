@@ -46,7 +46,7 @@ def keep_frozen_weights_with_moving_scales() -> None:
 class Mistake(NamedTuple):
     """A mistake, and how to plant it into a process.
 
-    needs: names of options of which a run has one if it runs the changed code; none: every run may.
+    needs: options of which a run has one if it runs the changed code; none: every run may.
     test: the default test that finds it if the command does not.
     """
 
