@@ -28,7 +28,7 @@ from tests.support import harness
 FIXED = {"device": "cpu", "deterministic": "0"}
 
 
-@pytest.mark.parametrize(("count", "ranks"), [(3, 2), pytest.param(300, 4, marks=pytest.mark.slow)])
+@pytest.mark.parametrize(("count", "ranks"), [(2, 2), pytest.param(300, 4, marks=pytest.mark.slow)])
 def test_drawn_layouts_compute_the_same(
     count: int, ranks: int, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -39,6 +39,7 @@ def test_drawn_layouts_compute_the_same(
     assert "every layout computes the same" in output
     report = json.loads((tmp_path / "proof.json").read_text())
     cases, pairs = report["cases"], report["pairs"]
+    assert count < 300 or any(case["same_bits_as"] for case in cases)
     assert f"{pairs['met']:,} met" in output and (count < 300 or not pairs["missed"])
     assert len(cases) == count and not any(case["problem"] for case in cases)
     assert all(case["command"].startswith("python scripts/prove_layouts.py --ranks=") for case in cases)
@@ -46,9 +47,9 @@ def test_drawn_layouts_compute_the_same(
 
 def test_the_same_seed_draws_the_same_layouts() -> None:
     """Another one draws others."""
-    one, same, other = (Draws(seed, 4, [], FIXED) for seed in (1, 1, 2))
-    drawn = [one.case() for _ in range(4)]
-    assert drawn == [same.case() for _ in range(4)] != [other.case() for _ in range(4)]
+    one, same, other = (Draws(seed, 2, [flags_of("--optimizer=sgd")], FIXED) for seed in (1, 1, 2))
+    drawn = [one.case() for _ in range(3)]
+    assert drawn == [same.case() for _ in range(3)] != [other.case() for _ in range(3)]
 
 
 def test_a_frozen_weight_keeps_its_own_scale_in_8_bits() -> None:
@@ -224,5 +225,5 @@ def test_layouts_of_each_published_model_can_be_drawn(preset: str) -> None:
     case, remarks = shrunk([f"--model={preset}", "--training_dtype=bf16"], 4)
     assert not [remark for remark in remarks if not remark.startswith("dropout")]
     draws = Draws(1, 4, [case.options], FIXED)
-    drawn = [draws.case() for _ in range(8)]
+    drawn = [draws.case() for _ in range(4)]
     assert any("tensor_parallel" in found.layout.flags for found in drawn)
