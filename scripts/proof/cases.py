@@ -177,10 +177,22 @@ class Case(NamedTuple):
         """Whether the loss depends on the micro-batches."""
         return self.options.get("loss_reduction") == "micro_mean"
 
+    @property
+    def in_8_bits(self) -> bool:
+        """Whether factors of products are rounded."""
+        return bool(EIGHT_BIT_OPTIONS & {*self.options})
+
     def parts(self, fixed: Flags) -> list[Part]:
         """Return the parts of the run; raise UsageError if the program refuses it. fixed: flags of all runs."""
         if self._averages and "allow_nondivisible_batch_size" in self.options and self.layout.kept(MICRO_BATCHES):
             raise UsageError("the samples of a micro-batch depend on the ranks, and so do means of micro-batches")
+        parts = self._parts(fixed)
+        if self._averages and self.in_8_bits and any(_data_ranks(part) > 1 for part in parts):
+            rule = "a mean is of the micro-batches of all data-parallel ranks, and 8 bits round by those of each"
+            raise UsageError(f"--loss_reduction=micro_mean: {rule}; fewer are with --tensor_parallel")
+        return parts
+
+    def _parts(self, fixed: Flags) -> list[Part]:
         if self.then is None:
             return [_part({**fixed, **self.options}, self.layout)]
         if self._averages and self.then.kept(MICRO_BATCHES) != self.layout.kept(MICRO_BATCHES):
@@ -199,7 +211,7 @@ class Case(NamedTuple):
             options["validation_interval"] = str(STEPS)
         layouts = [self.layout] if self.then is None else [self.layout, self.then]
         ones = [Layout(1, layout.kept((*MICRO_BATCHES, *OTHERS) if self._averages else OTHERS)) for layout in layouts]
-        if EIGHT_BIT_OPTIONS & {*options}:
+        if self.in_8_bits:
             sizes = [str(part.config.batch.micro_batch_size) for part in self.parts(fixed)]
             ones = [Layout(1, {**one.flags, "micro_batch_size": size}) for one, size in zip(ones, sizes, strict=True)]
         return Case(options, ones[0], None if ones[-1] == ones[0] else ones[-1])
@@ -271,6 +283,10 @@ def _part(options: Flags, layout: Layout) -> Part:
         if (needed := FLAGS[name].idle_unless) and name in LAYOUT and not holds(needed, draft):
             raise UsageError(f"--{name} has no effect, unless --{needed}")
     return Part(config, layout.ranks, STEPS)
+
+
+def _data_ranks(part: Part) -> int:
+    return part.ranks // (part.config.distributed.pipeline_parallel * part.config.distributed.tensor_parallel)
 
 
 @functools.cache

@@ -59,7 +59,7 @@ def first_limits(case: Case) -> Limits | None:
     micro-batches and ranks may differ.
     """
     options = case.options
-    if not EIGHT_BIT_OPTIONS & {*options} or "tensor_parallel" in case.layout.flags:
+    if not case.in_8_bits or "tensor_parallel" in case.layout.flags:
         return None
     in_fp32 = options.get("full_precision_gradients", "1") == "1"
     return limits_of({**options, "training_dtype": "fp32"} if in_fp32 else options)[1]
@@ -122,28 +122,28 @@ def differences(
 def moved_by(disturbed: Sequence[Step], others: Sequence[Step], limits: Limits) -> Callable[[Difference], float]:
     """Return how far a disturbance has moved the number of a difference; 0 where nothing is known.
 
-    A single number may come back by chance: of a loss the iteration that moved most counts, and a norm may move as far
-    as the gradients, taken as one vector.
+    A single number may come back by chance: of losses the one that moved most counts, of all iterations, and a norm may
+    move as far as the gradients, taken as one vector.
     """
-    parameters, numbers = dict[tuple[int, str, str], float](), dict[tuple[int, str], float]()
-    for found in differences(disturbed, others, limits):
-        if math.isfinite(found.error):
-            parameters[found.step, found.what, found.name] = found.error
-            numbers[0, found.what] = max(numbers.get((0, found.what), 0.0), found.error)
-    for step, other in zip(disturbed, others, strict=True):
-        pairs = [(step.tensors[key], value) for key, value in other.tensors.items() if key[0] == "gradients"]
-        apart, whole = (
-            math.sqrt(sum(float(each.square().sum()) for each in some))
-            for some in ([found - value for found, value in pairs], [value for _, value in pairs])
-        )
-        numbers[step.iteration, "norm"] = apart / whole if 0 < whole < math.inf and apart < math.inf else 0.0
+    every = [found for found in differences(disturbed, others, limits) if math.isfinite(found.error)]
+    parameters = {(found.step, found.what, found.name): found.error for found in every if found.name}
+    of_losses = max((found.error for found in every if not found.name and found.what != "norm"), default=0.0)
+    vectors = {step.iteration: _apart(step, other) for step, other in zip(disturbed, others, strict=True)}
 
     def measured(found: Difference) -> float:
         if found.name:
             return parameters.get((found.step, found.what, found.name), 0.0)
-        return numbers.get((found.step if found.what == "norm" else 0, found.what), 0.0)
+        return vectors[found.step] if found.what == "norm" else of_losses
 
     return measured
+
+
+def _apart(step: Step, other: Step) -> float:
+    """Return the distance of all gradients to those of another run, relative to these; 0 if it is not finite."""
+    gradients = {key: value for key, value in other.tensors.items() if key[0] == "gradients"}
+    apart = math.sqrt(sum(float((step.tensors[key] - value).square().sum()) for key, value in gradients.items()))
+    whole = math.sqrt(sum(float(value.square().sum()) for value in gradients.values()))
+    return apart / whole if 0 < whole < math.inf and apart < math.inf else 0.0
 
 
 def _size(value: Tensor) -> float:
@@ -201,7 +201,7 @@ class Judge:
     def _from_one_rank(self, case: Case, steps: Sequence[Step]) -> Iterator[Difference]:
         reference, limits = case.reference(self._fixed), limits_of(case.options)[1]
         others = self._steps(reference, device="cpu")
-        if not EIGHT_BIT_OPTIONS & {*case.options}:
+        if not case.in_8_bits:
             yield from differences(steps, others, limits)
             return
         disturbance, first = DISTURBANCES[case.options.get("training_dtype", "fp32")], first_limits(case)

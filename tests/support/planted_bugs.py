@@ -51,11 +51,14 @@ class Bug(NamedTuple):
     def mutated(self) -> types.CodeType:
         """Return the function's code with the bug."""
         function = self.function()
-        code = self._replaced(textwrap.dedent(inspect.getsource(function)))
+        source = self._replaced(textwrap.dedent(inspect.getsource(function)))
+        if "__class__" in function.__code__.co_freevars:  # it calls super()
+            source = f"class Owner:\n{textwrap.indent(source, '    ')}"
         flags = __future__.annotations.compiler_flag
-        module = compile(code, function.__code__.co_filename, "exec", flags=flags, dont_inherit=True)
-        codes = (code for code in module.co_consts if isinstance(code, types.CodeType))
-        return next(code for code in codes if code.co_name == function.__name__)
+        code = compile(source, function.__code__.co_filename, "exec", flags=flags, dont_inherit=True)
+        while code.co_name != function.__name__:
+            code = next(each for each in code.co_consts if isinstance(each, types.CodeType))
+        return code
 
     def write_into(self, checkout: Path) -> None:
         """Write the bug into a copy of the checkout."""

@@ -271,11 +271,11 @@ MISTAKES = (
         'Pass("backward", own[loop], micro) for loop, micro in reversed(turns)',
     ),
     _changed(
-        "stale loan",
-        "the head of another rank keeps the first weights of the embedding",
-        "zero.loans:Loans.receive",
-        "stage.weights.holder = None",
-        "pass",
+        "no loan",
+        "the head of another rank never gets the embedding's weights",
+        "zero.simulation:transfers",
+        "if rank in (owner, other):",
+        "if False:",
     ),
     _changed(
         "lost return",
