@@ -11,6 +11,7 @@ from __future__ import annotations
 import itertools
 import random
 import re
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -24,6 +25,17 @@ Pair = tuple[Value, Value]
 Refusal = Callable[[Row], str]  # why a row is refused; empty: it is not
 
 RANKS, RESTART, THAWED = "ranks", "restart", "thawed"
+REPLICAS, TWO, AGAIN = "replicas", "of two ranks", "of two ranks that reduce again"
+# What three or four values make together, as a value that meets all others, and a row that has it.
+MADE: Mapping[Value, Row] = {
+    (REPLICAS, TWO): {RANKS: "4", "data_parallel_shard": "--data_parallel_shard=2"},
+    (REPLICAS, AGAIN): {
+        RANKS: "4",
+        "data_parallel_shard": "--data_parallel_shard=2",
+        "depth_first_micro_batches": "--depth_first_micro_batches=2",
+        "zero_stage": "--zero_stage=2",
+    },
+}
 # Values of one step of a row: rounding hides least in the first, and rows of one rank have no layout.
 WEIGHTS: Mapping[str, Sequence[float]] = {
     RANKS: (1, 2, 2, 5),
@@ -32,7 +44,8 @@ WEIGHTS: Mapping[str, Sequence[float]] = {
     "optimizer": (5, 1, 2, 2),
 }
 TRIES = 40  # to make two values fit together by other changes
-FEW = 500
+FEW = 500  # pairs left, of which each is tried at the end
+CANDIDATES = 100  # pairs, of which the one with the rarest value begins a row
 MORE_TRIES = 8  # with more ranks
 MORE_RANKS = (6, 8, 12, 16)  # on which layouts are tried that do not fit
 
@@ -47,6 +60,7 @@ def factors_of(most_ranks: int, choices: Sequence[Flags]) -> dict[str, tuple[str
         RANKS: tuple(map(str, range(1, most_ranks + 1))),
         **{name: ("", *(f"--{name}={value}" for value in values[1:])) for name, values in dimensions.items()},
         "order": ("", *orders),
+        REPLICAS: ("", TWO, AGAIN),
         RESTART: ("", "same bits", "other layout", *([] if choices else [THAWED])),
         **({"options": tuple(map(text_of, choices))} if choices else OPTIONS),
     }
@@ -91,7 +105,9 @@ class Pairs:
             for another in factors[other]
         }
         self._met = 0
-        self._fitting = dict[Value, Row]()  # the plainest row found with a value
+        # The plainest row found with a value.
+        self._fitting = {value: {**row, **dict([value])} for value, row in MADE.items() if value[0] in factors}
+        self._rows = Counter[Value]()  # so far, with a value
         self._refused = dict[Pair, str]()
         self._needs_ranks = list[Pair]()
 
@@ -99,7 +115,7 @@ class Pairs:
         """Return the next row."""
         given = self._seed()
         first = [name for name in WEIGHTS if name in self._factors]
-        layout = [name for name in self._factors if name in LAYOUT or name in ("order", RESTART)]
+        layout = [name for name in self._factors if name in LAYOUT or name in ("order", REPLICAS, RESTART)]
         others = [name for name in self._factors if name not in (*first, *layout)]
         for some in (layout, others):
             self._dice.shuffle(some)
@@ -117,7 +133,9 @@ class Pairs:
 
     def meet(self, row: Row) -> None:
         """Count the pairs of a row as met."""
-        for pair in itertools.combinations([(name, row.get(name, self._first(name))) for name in self._factors], 2):
+        values = [(name, row.get(name, self._first(name))) for name in self._factors]
+        self._rows.update(values)
+        for pair in itertools.combinations(values, 2):
             if pair in self._unmet:
                 del self._unmet[pair]
                 self._met += 1
@@ -130,9 +148,9 @@ class Pairs:
 
     def _seed(self) -> Row:
         """Return the values of a row with a pair that has not met, if any is left."""
-        left = [*self._unmet]
-        while left:
-            pair = left.pop(self._dice.randrange(len(left)))
+        while self._unmet:
+            some = self._dice.sample([*self._unmet], min(len(self._unmet), CANDIDATES))
+            pair = min(some, key=lambda pair: sorted(self._rows[value] for value in pair))
             if (row := self._joined(pair)) is not None:
                 return row
         return {}
@@ -283,10 +301,11 @@ class Draws:
         """Return the case of a row; one that restarts does so in the same layout."""
         options, flags = dict[str, str](), dict[str, str]()
         for name, values in self._factors.items():
-            if name not in (RANKS, RESTART):
+            if name not in (RANKS, REPLICAS, RESTART):
                 some = flags if name in LAYOUT or name == "order" else options
                 some |= flags_of(row.get(name, values[0]))
         layout = Layout(int(row.get(RANKS, "1")), flags)
+        _check_replicas(row.get(REPLICAS, ""), layout)
         if not (restart := row.get(RESTART)):
             return Case(options, layout)
         if restart == THAWED and "freeze" not in options:
@@ -308,3 +327,13 @@ class Draws:
             if other.ranks <= self._most_ranks and self._accepts(changed):
                 return changed
         return case
+
+
+def _check_replicas(wanted: str, layout: Layout) -> None:
+    """Raise UsageError unless the layout has several replicas of several ranks, and if wanted several reductions."""
+    number = {name: int(layout.flags.get(name, "1")) for name in LAYOUT if layout.flags.get(name, "1").isdecimal()}
+    replicas = layout.ranks // (number["pipeline_parallel"] * number["tensor_parallel"]) // 2
+    if wanted and not (number["data_parallel_shard"] == 2 and replicas > 1):
+        raise UsageError("--data_parallel_shard=2: there are no two replicas")
+    if wanted == AGAIN and not (number["depth_first_micro_batches"] > 1 and number["zero_stage"] > 1):
+        raise UsageError("--depth_first_micro_batches, --zero_stage: each stage is reduced once")
