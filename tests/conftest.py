@@ -7,7 +7,10 @@ first product of the process.
 Tests that the catalogue of faults names get the marker `faults`.
 """
 
+import multiprocessing
 import os
+import sys
+from collections.abc import Iterator
 
 import hypothesis
 import pytest
@@ -24,6 +27,18 @@ torch.set_num_threads(THREADS)
 # However long a busy machine takes for an example or for drawing one, no test fails.
 hypothesis.settings.register_profile("busy", deadline=None, suppress_health_check=[hypothesis.HealthCheck.too_slow])
 hypothesis.settings.load_profile("busy")
+
+
+@pytest.fixture(autouse=True, scope="module")
+def no_process_of_templates() -> Iterator[None]:
+    """End the process that a program keeps for chat templates: later tests look for processes that are left."""
+    yield
+    confined = sys.modules.get("megatron_lite.corpus.confined")
+    if confined is not None and confined._process.cache_info().currsize:
+        for child in multiprocessing.active_children():
+            child.kill()
+            child.join()
+        confined._process.cache_clear()
 
 
 @pytest.hookimpl(tryfirst=True)
