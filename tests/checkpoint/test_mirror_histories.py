@@ -307,6 +307,9 @@ def expected(here: str, there: str, side: str | None) -> str | None:
     return {None: None, "restore": there, "set_aside": here}[side]
 
 
+REQUESTS = ("read", "write", "upload", "delete", "listing")  # to a store
+
+
 class Killed(BaseException):
     """The process is gone, at this request to the store."""
 
@@ -373,7 +376,10 @@ class World:
                 made.update((3, len(word), None, set()))
         if draw.random() < 0.6:
             wait_until(lambda: made._done == made._asked or not thread.is_alive())
-            self.idle += [made] if thread.is_alive() else []
+            if thread.is_alive():
+                for name in REQUESTS:
+                    vars(made._remote).pop(name, None)  # nobody kills it any more
+                self.idle.append(made)
         else:
             kill_after(made, 0)
             made.update()
@@ -429,7 +435,7 @@ def kill_after(made: Mirror, requests: int) -> None:
 
         return call
 
-    for name in ("read", "write", "upload", "delete", "listing"):
+    for name in REQUESTS:
         setattr(remote, name, dying(getattr(remote, name)))
 
 
