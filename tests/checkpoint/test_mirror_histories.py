@@ -388,7 +388,8 @@ class World:
     def wake(self, made: Mirror) -> None:
         """Let a machine that was thought dead save: after another start it ends, and writes nothing."""
         before = store_content(self.address)
-        if json.loads(before["mirror.json"])["start"] == made._claim["start"] or not checkpoints(made._root):
+        claimed_by = json.loads(before.get("mirror.json", b"{}")).get("start")
+        if claimed_by in (None, made._claim["start"]) or not checkpoints(made._root):
             return finish(made)
         made.update()
         with pytest.raises(StorageError, match="another start of this run uses it"):
