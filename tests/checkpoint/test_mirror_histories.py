@@ -321,6 +321,7 @@ class World:
         self.draw, self.address, self.roots = random.Random(seed), address, [root / "one", root / "two"]
         self.idle: list[Mirror] = []  # of starts that nobody has killed
         self.saves: dict[str, str] = {}  # save id -> history
+        self.begun: list[str] = []  # starts in order
 
     def whole(self, checkpoints_there: dict[str, bytes]) -> dict[int, str]:
         """Return the histories of the whole checkpoints in a store or folder, by iteration."""
@@ -349,6 +350,7 @@ class World:
             assert store_content(self.address) == before and folder_content(root) == own
             return
         loaded = load_chosen(made)
+        self.begun.append(made._claim["start"])
         word = "" if loaded is None else self.saves[manifest.read(loaded[0]).save_id]
         assert word == wanted, (here, there, side)
         self.assert_kept(before, store_content(self.address))
@@ -389,7 +391,8 @@ class World:
         """Let a machine that was thought dead save: after another start it ends, and writes nothing."""
         before = store_content(self.address)
         claimed_by = json.loads(before.get("mirror.json", b"{}")).get("start")
-        if claimed_by in (None, made._claim["start"]) or not checkpoints(made._root):
+        later = self.begun[self.begun.index(made._claim["start"]) + 1 :]
+        if claimed_by not in later or not checkpoints(made._root):
             return finish(made)
         made.update()
         with pytest.raises(StorageError, match="another start of this run uses it"):
