@@ -444,7 +444,7 @@ def kill_after(made: Mirror, requests: int) -> None:
 
 
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
-@pytest.mark.parametrize("seed", [0, *(pytest.param(seed, marks=pytest.mark.slow) for seed in range(1, 10))])
+@pytest.mark.parametrize("seed", [0, *(pytest.param(seed, marks=pytest.mark.slow) for seed in range(1, 11))])
 def test_random_histories(seed: int, bucket: Any, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     """Whatever happens, the side that goes on is the one that was said, and no whole checkpoint disappears.
 
