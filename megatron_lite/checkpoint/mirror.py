@@ -237,7 +237,6 @@ class Mirror:
                 self._remote.copy(name, f"{target}/{name}")
             for iteration in newer:
                 self._remote.move(f"checkpoints/{iteration}", f"{target}/{iteration}", MANIFEST_NAME)
-                self._manifests.pop(iteration, None)
         logger.warning("%s: newer checkpoints there were moved to %s", self._flag, target)
 
     @contextlib.contextmanager
