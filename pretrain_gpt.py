@@ -24,7 +24,7 @@ def main(argv: list[str], launcher: LauncherWatch | None = None) -> int:
     launcher: ends this process if torchrun dies.
     """
     from megatron_lite.cli.parse import HelpRequested, folder_of, parse
-    from megatron_lite.errors import EXIT_DONE, CheckpointError, UsageError
+    from megatron_lite.errors import EXIT_DONE, RunError
     from megatron_lite.huggingface.architectures import check_exports
     from megatron_lite.run import exit_status
     from megatron_lite.run.host import prepare_libraries
@@ -51,7 +51,7 @@ def main(argv: list[str], launcher: LauncherWatch | None = None) -> int:
         if launch_rank() == 0:
             exit_status.print_page(str(request))
         return EXIT_DONE
-    except (CheckpointError, UsageError) as error:
+    except RunError as error:
         return exit_status.report(error, error.experiment_dir or experiment_dir, prints=is_first_on_machine())
 
     prepare_libraries()

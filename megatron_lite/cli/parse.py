@@ -35,7 +35,7 @@ from megatron_lite.config.values import (
     shown,
     written,
 )
-from megatron_lite.errors import CheckpointError, UsageError, check_addresses
+from megatron_lite.errors import RunError, UsageError, check_addresses
 from megatron_lite.run.launch import launch_world_size
 from megatron_lite.run.secrets import without_secrets
 from megatron_lite.validation import examine, planned_world_size
@@ -100,7 +100,7 @@ def parse(argv: Sequence[str]) -> Arguments:
 
     Raises:
         UsageError: with all problems, one per line.
-        CheckpointError: if --pretrained_checkpoint_path cannot be used.
+        RunError: if --pretrained_checkpoint_path cannot be used, or copied.
         HelpRequested: for --help, --help_all and --version.
     """
     parser = _Parser()
@@ -122,7 +122,7 @@ def parse(argv: Sequence[str]) -> Arguments:
         if parser.problems:
             raise UsageError("\n".join(parser.problems))
         values, notes = with_source(parser.given)
-    except (CheckpointError, UsageError) as error:
+    except RunError as error:
         error.experiment_dir = folder_of(config)  # for exit.json
         raise
     return Arguments(unflatten(values), parser.given, (*parser.notes, *notes), parser.environment)

@@ -2,6 +2,7 @@
 
 import functools
 import http.server
+import json
 import random
 import threading
 from pathlib import Path
@@ -11,6 +12,7 @@ import boto3
 import pytest
 import s3fs
 
+import pretrain_gpt
 from megatron_lite.corpus.remote_copy import local_copy
 from megatron_lite.errors import DataError, UsageError
 from tests.support.launch import TINY, succeed
@@ -108,6 +110,21 @@ def test_errors_are_one_line_without_secrets(
         local_copy(f"s3://{bucket.name}/a", "data_path", str(tmp_path))
     assert "\n" not in str(caught.value) and not any(it in str(caught.value) for it in list(VARIABLES.values())[:3])
     s3fs.S3FileSystem.clear_instance_cache()
+
+
+def test_a_pretrained_model_that_cannot_be_copied_ends_a_start(
+    bucket: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """One line, exit code and exit.json, as for other data: the copy is made while the command line is read."""
+    address = f"s3://{bucket.name}/nothing"
+    flags = [*TINY, f"--pretrained_checkpoint_path={address}", f"--experiment_dir={tmp_path / 'run'}"]
+    assert pretrain_gpt.main(flags) == DataError.exit_code
+    said = capsys.readouterr().err
+    assert (
+        said.startswith(f"ERROR: --pretrained_checkpoint_path={address}: there is no such file")
+        and said.count("\n") == 1
+    )
+    assert json.loads((tmp_path / "run" / "exit.json").read_text())["exit_code"] == DataError.exit_code
 
 
 def test_a_run_reads_what_is_there(bucket: Any, tmp_path: Path) -> None:
