@@ -44,6 +44,7 @@ PROGRAMS = (
         (f"https://account.blob/a?sv=1&sig={SECRET}", "https://account.blob/a?sv=1&sig=..."),
         (f"https://h/a#access_token={SECRET}", "https://h/a#access_token=..."),
         (f"https://h/a?api-key={SECRET}", "https://h/a?api-key=..."),
+        (f"https://h/a?user=me&pass={SECRET}", "https://h/a?user=me&pass=..."),
     ],
 )
 def test_what_is_a_secret_in_an_address(typed: str, shown: str) -> None:
