@@ -97,9 +97,16 @@ class Mirror:
         with self._needed():
             claim, iterations = self._read_claim(), self._iterations()
             self._expected = claim
-            newest, there = self._newest(iterations, self._read_manifest)
             found = [iteration for iteration, _ in find_checkpoints(self._checkpoints)]
-            newest_here, here = self._newest(found, self._own_manifest)
+            newest = there = _first(iterations, self._read_manifest)
+            newest_here = here = _first(found, self._own_manifest)
+            wanted = self._options.resume_iteration
+            # Once a side has followed it, the newest ones tell whether the other side is on the branch that was left.
+            if wanted is not None and wanted not in map(_followed, (here, there)):
+                here, there = (
+                    _first([one for one in side if one == wanted], read)
+                    for side, read in ((found, self._own_manifest), (iterations, self._read_manifest))
+                )
             if newest is None:
                 logger.info("%s holds no checkpoint", self._flag)
             if newest is None and claim is None:
@@ -112,16 +119,6 @@ class Mirror:
             if newest is not None:
                 there_now = (one for one in self._iterations() if one <= newest.iteration)
                 self.usable = {one: self._manifests.get(one) for one in there_now}
-
-    def _newest(
-        self, iterations: Sequence[int], read: Callable[[int], Manifest | None]
-    ) -> tuple[Manifest | None, Manifest | None]:
-        """Return the newest whole checkpoint, and the one to go on from: another one to follow --resume_iteration."""
-        wanted = self._options.resume_iteration
-        newest = next((content for content in map(read, iterations) if content is not None), None)
-        if wanted is None or newest is None or _followed(newest) == wanted:
-            return newest, newest
-        return newest, read(wanted) if wanted in iterations else None
 
     def _own_manifest(self, iteration: int) -> Manifest | None:
         return good_manifest(self._checkpoints / str(iteration))
@@ -435,9 +432,14 @@ def _identity(path: Path) -> tuple[Path, int, int]:
     return path, found.st_ino, found.st_mtime_ns
 
 
-def _followed(content: Manifest) -> object:
+def _first(iterations: Sequence[int], read: Callable[[int], Manifest | None]) -> Manifest | None:
+    """Return the first whole checkpoint."""
+    return next((content for content in map(read, iterations) if content is not None), None)
+
+
+def _followed(content: Manifest | None) -> object:
     """Return the --resume_iteration of the start that saved a checkpoint."""
-    return content.config.get("resume_iteration")
+    return content and content.config.get("resume_iteration")
 
 
 def _host(claim: dict[str, Any] | None) -> str:

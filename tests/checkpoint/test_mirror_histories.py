@@ -259,6 +259,28 @@ def test_after_a_fork_only_the_user_decides(side: str | None, tmp_path: Path) ->
     make(here, str(address)).compare()
 
 
+@pytest.mark.parametrize("followed", ["here", "there"])
+def test_the_branch_that_a_return_has_left_is_a_fork(followed: str, tmp_path: Path) -> None:
+    """Where one side has followed --resume_iteration, and the other one still holds the branch that was left.
+
+    As on a stale disk: checkpoint 2 of the branch that was left took the place of the newer one in the mirror.
+    """
+    left, back, address = folder(tmp_path / "a", "a", "ab"), folder(tmp_path / "b", "a"), tmp_path / "m"
+    flag = CheckpointConfig(resume_iteration=1)
+    for word in ("ac", "acc"):
+        save(back / "checkpoints", len(word), 0, changes=changes_of(word), config=Config(checkpoint=flag))
+    here, there = (back, left) if followed == "here" else (left, back)
+    finish(made := make(there, str(address)))
+    made.close(1.0, None)
+    with pytest.raises(CheckpointError, match="after iteration 1 "):
+        make(here, str(address), resume_iteration=1).compare()
+    ahead = "set_aside" if followed == "here" else "restore"
+    finish(restore(make(here, str(address), resume_iteration=1, mirror_ahead=ahead)))
+    assert newest_word(here) == newest_word(address) == "acc"
+    aside = (address if followed == "here" else here) / "checkpoints/set_aside/1/2"
+    assert word_of(aside) == "ab"
+
+
 def test_nothing_is_restored_before_the_choice_is_known_to_work(tmp_path: Path) -> None:
     """A mistyped --resume_iteration names the checkpoints there; --load_policy=never restores nothing."""
     address = str(tmp_path / "m")
