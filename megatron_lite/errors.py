@@ -23,7 +23,7 @@ _CUDA_WITHOUT_MEMORY = ("CUDA error: out of memory", "CUBLAS_STATUS_ALLOC_FAILED
 # The rest of a word after :// with user or password, or after the name of a key in a query; bounds keep it quick.
 _CREDENTIALS = re.compile(
     r"(?i)(:/+)[^/\s@:]{0,500}(?::\S{0,1000})?@\S*"
-    r"|(:/\S{0,1500}?[?&#][^=&/\s]{0,50}(?:sig|token|key|secret|pass|pwd|cred|auth)[^=&\s]{0,50}=)\S+"
+    r"|(:/\S{0,1500}?[?&#;][^=&/\s]{0,50}(?:sig|token|key|secret|pass|pw|cred|auth|jwt|bearer)[^=&\s]{0,50}=)\S+"
 )
 OUT_OF_MEMORY = "out of memory: "  # before the words of whatever could not allocate
 LESS_MEMORY = (

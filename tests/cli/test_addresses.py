@@ -45,6 +45,8 @@ PROGRAMS = (
         (f"https://h/a#access_token={SECRET}", "https://h/a#access_token=..."),
         (f"https://h/a?api-key={SECRET}", "https://h/a?api-key=..."),
         (f"https://h/a?user=me&pass={SECRET}", "https://h/a?user=me&pass=..."),
+        (f"https://h/a?user=me;pw={SECRET}", "https://h/a?user=me;pw=..."),
+        (f"https://h/a?jwt={SECRET}", "https://h/a?jwt=..."),
     ],
 )
 def test_what_is_a_secret_in_an_address(typed: str, shown: str) -> None:
