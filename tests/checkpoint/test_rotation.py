@@ -14,13 +14,12 @@ import torch
 from megatron_lite.checkpoint.names import find_checkpoints
 from megatron_lite.checkpoint.rotation import ATTEMPTS, again
 from megatron_lite.cli.model_source import with_source
-from megatron_lite.commands import convert_checkpoint, evaluate, generate
+from megatron_lite.commands import convert_checkpoint, evaluate, generate, verify_checkpoint
 from megatron_lite.config import unflatten
 from megatron_lite.distributed.process_group import Distributed
 from megatron_lite.errors import CheckpointError, RotatedError
 from megatron_lite.generation.model import load_model
 from megatron_lite.validation import resolve
-from scripts import verify_checkpoint
 from tests.checkpoint.test_damage import flip, seal
 from tests.support.harness import full_weights, run_distributed, start_run, tiny_config, train_whole
 from tests.support.launch import TINY, Start

@@ -21,10 +21,10 @@ SECRET = "s3cr3t"
 ADDRESS = f"https://me:{SECRET}@host/a"
 RULE = "write addresses without user, password or key"
 OPTIONS = [spelling for spelling, flag in SPELLINGS.items() if not flag.secret]
-SCRIPTS = ("compare_runs", "compare_tensor_logs", "concatenate_dataset", "prove_layouts", "replay_step")
+SCRIPTS = ("compare_tensor_logs", "concatenate_dataset", "prove_layouts", "replay_step")
 PROGRAMS = (
     *(module for verb, module in VERBS.items() if verb != "pretrain_gpt"),
-    *(f"scripts.{name}" for name in (*SCRIPTS, "verify_checkpoint")),
+    *(f"scripts.{name}" for name in SCRIPTS),
 )
 
 

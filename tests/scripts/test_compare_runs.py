@@ -11,12 +11,19 @@ from typing import Any
 import pytest
 
 from megatron_lite.cli.parse import parse
+from megatron_lite.commands import compare_runs as script
+from megatron_lite.commands.compare_runs import (
+    MEMORY,
+    compare_losses,
+    compare_numbers,
+    compare_options,
+    median_speed,
+    peak,
+)
 from megatron_lite.config import flatten
 from megatron_lite.reports.charts import SPEEDS
 from megatron_lite.reports.watched_run import watched
 from megatron_lite.validation import resolve
-from scripts import compare_runs as script
-from scripts.compare_runs import MEMORY, compare_losses, compare_numbers, compare_options, median_speed, peak
 from tests.support import documents
 
 CONFIG = {"lr": 3e-4, "zero_stage": 1, "gated": False, "data_path": ["a", "b"], "experiment_dir": "one"}

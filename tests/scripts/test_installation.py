@@ -110,6 +110,8 @@ def test_every_verb_works_in_any_folder(fresh: Path, tmp_path: Path) -> None:
     assert "2 iterations" in call(program, "watch_run", "run", "--once", cwd=tmp_path)
     for verb, said in (("report_run", "report: "), ("plot_run", "loss curve: ")):
         assert said in call(program, verb, "run", cwd=tmp_path)
+    assert "yes" in call(program, "verify_checkpoint", "run", cwd=tmp_path)
+    assert "all losses are equal" in call(program, "compare_runs", "run", "run", "--loss_tolerance=0", cwd=tmp_path)
 
 
 @pytest.mark.slow

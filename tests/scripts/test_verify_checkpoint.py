@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 from megatron_lite.checkpoint import manifest
-from scripts import verify_checkpoint
+from megatron_lite.commands import verify_checkpoint
 from tests.checkpoint.test_damage import flip, seal
 from tests.checkpoint.test_writing import save
 

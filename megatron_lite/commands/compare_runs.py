@@ -1,0 +1,275 @@
+"""Compare two runs: configuration, losses, speed, memory.
+
+    megatron_lite compare_runs RUN_A RUN_B [--loss_tolerance=1e-4] [--speed_tolerance=0.05]
+
+Each run is an --experiment_dir with a metrics.jsonl and may still be training. Differences are relative to RUN_A.
+--loss_tolerance bounds the relative difference of every loss at each iteration that both runs logged (0: equal).
+--speed_tolerance bounds how much slower RUN_B may be, by the median tokens per second and device; a faster run passes.
+Losses are compared where both runs logged the same iteration, speeds by their medians, because a stall of the machine
+says nothing about the program.
+Exit codes: 0 within the tolerances, 1 beyond one, 2 usage, 3 a run has no numbers to compare.
+"""
+
+from __future__ import annotations
+
+import math
+import sys
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from megatron_lite.cli.script_parser import ScriptParser, number
+from megatron_lite.errors import DataError, RunError
+from megatron_lite.reports.charts import SPEED, SPEEDS
+from megatron_lite.reports.report import option_text, usual_values
+from megatron_lite.reports.watched_run import Curve, Metrics, WatchedRun, printable, watched
+
+LONGEST_CELL = 40  # characters
+Row = Sequence[str]
+# Options that name a run; they differ between any two.
+NAMES_OF_A_RUN = ("experiment_dir", "experiment_name", "wandb_id")
+LOSSES = ("loss", "averaged_loss")
+LOSS_OF_A_DATA_SET = "loss/"
+MEMORY = {"max_allocated_mib": "allocated, MiB", "max_reserved_mib": "reserved, MiB"}
+
+
+# -- the differences as numbers --------------------------------------------------------------------------------------
+
+
+class OptionDifference(NamedTuple):
+    """An option that differs between two runs, with both values as text."""
+
+    name: str
+    first: str
+    second: str
+
+
+class LossDifference(NamedTuple):
+    """A loss of two runs, and |second - first| / |first| where both logged an iteration.
+
+    A difference is infinite where only one loss is a number.
+    """
+
+    label: str  # training loss, validation averaged_loss
+    first: Curve
+    second: Curve
+    differences: Curve
+
+    @property
+    def largest(self) -> tuple[float, int]:
+        """Return the largest difference and its iteration; NaN and 0 without an iteration in common."""
+        if not len(self.differences):
+            return math.nan, 0
+        place = int(self.differences.values.argmax())
+        return float(self.differences.values[place]), int(self.differences.iterations[place])
+
+
+class NumberDifference(NamedTuple):
+    """A metric of two runs; NaN if a run lacks it."""
+
+    label: str
+    first: float
+    second: float
+
+    @property
+    def change(self) -> float:
+        """Return the relative increase from first to second; NaN if a run lacks the metric."""
+        return self.second / self.first - 1 if self.first else math.nan
+
+
+def compare_options(first: dict[str, Any], second: dict[str, Any]) -> list[OptionDifference]:
+    """Return the options that differ between two config.json files, in file order."""
+    one, other = usual_values(first), usual_values(second)
+    return [
+        OptionDifference(name, option_text(first, one, name), option_text(second, other, name))
+        for name in dict.fromkeys([*first, *second])
+        if name not in NAMES_OF_A_RUN
+        if (first.get(name), name in first) != (second.get(name), name in second)
+    ]
+
+
+def compare_losses(first: Metrics, second: Metrics) -> Iterator[LossDifference]:
+    """Yield every loss that both runs logged."""
+    for phase in first.phases():
+        for name in first.names(phase):
+            one, other = first.curve(phase, name), second.curve(phase, name)
+            if (name in LOSSES or name.startswith(LOSS_OF_A_DATA_SET)) and len(one) and len(other):
+                common, *places = np.intersect1d(one.iterations, other.iterations, return_indices=True)
+                relative = relative_differences(one.values[places[0]], other.values[places[1]])
+                yield LossDifference(f"{phase} {name}", one, other, Curve(common, relative))
+
+
+def relative_differences(first: Any, second: Any) -> Any:
+    """Return |second - first| / |first|, (n,): 0 if both are equal or not finite, infinity if only one is finite."""
+    both_lost = ~np.isfinite(first) & ~np.isfinite(second)
+    with np.errstate(divide="ignore", invalid="ignore"):
+        relative = np.abs(second - first) / np.abs(first)
+    return np.where((first == second) | both_lost, 0.0, np.where(np.isfinite(relative), relative, np.inf))
+
+
+def compare_numbers(
+    labels: Mapping[str, str], measure: Callable[[Metrics, str], float], *runs: Metrics
+) -> Iterator[NumberDifference]:
+    """Yield the metrics that a run has. labels: by name in metrics.jsonl."""
+    for name, label in labels.items():
+        first, second = (measure(run, name) for run in runs)
+        if not (math.isnan(first) and math.isnan(second)):
+            yield NumberDifference(label, first, second)
+
+
+def peak(run: Metrics, name: str) -> float:
+    """Return the largest value of a training metric; NaN if absent."""
+    values = run.curve("training", name).finite().values
+    return float(values.max()) if len(values) else math.nan
+
+
+def median_speed(run: Metrics, name: str) -> float:
+    """Return the median of a training metric, without the first line of each start if there are others; NaN if absent.
+
+    The first line includes compilation and first allocations.
+    """
+    curve = run.curve("training", name).finite()
+    # The first line of a start may be an evaluation.
+    firsts = [int(curve.iterations.searchsorted(start.iteration)) for start in run.starts]
+    steady = np.delete(curve.values, [place for place in firsts if place < len(curve)])
+    values = steady if len(steady) else curve.values
+    return float(np.median(values)) if len(values) else math.nan
+
+
+# -- the report ------------------------------------------------------------------------------------------------------
+
+
+def table(title: str, head: Row, rows: Sequence[Row]) -> list[str]:
+    """Return the lines of a table; the first column is left-aligned, the others are right-aligned."""
+    if not rows:
+        return []
+    cells = [[_printable(cell) for cell in row] for row in ((title, *head), *rows)]
+    widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
+    lines = [
+        "  ".join([row[0].ljust(widths[0]), *(c.rjust(w) for c, w in zip(row[1:], widths[1:], strict=True))]).rstrip()
+        for row in cells
+    ]
+    return ["", *lines]
+
+
+def _printable(text: str) -> str:
+    """Replace control characters and cut long text in the middle, because paths differ at their ends."""
+    text = printable(text)
+    half = (LONGEST_CELL - 3) // 2
+    return text if len(text) <= LONGEST_CELL else f"{text[:half]}...{text[-half:]}"
+
+
+def describe(letter: str, run: WatchedRun) -> Row:
+    """Return the table row of a run."""
+    metrics = run.metrics
+    last = metrics.last.get("training", {}).get("iteration", 0)
+    status = str(run.ending.get("status", "no ending yet"))
+    return letter, f"{last:,}", str(len(metrics.starts)), str(len(metrics.dropped)), status, str(run.root)
+
+
+def loss_row(loss: LossDifference) -> Row:
+    """Return the table row of a loss."""
+    ends = [f"{curve.values[-1]:.5f} at {curve.iterations[-1]:,}" for curve in (loss.first, loss.second)]
+    if not (common := len(loss.differences)):
+        return loss.label, *ends, "0", "-", "-"
+    median, (largest, iteration) = np.median(loss.differences.values), loss.largest
+    shown = f"{largest:.2e} at {iteration:,}" if largest else "0"
+    return loss.label, *ends, f"{common:,}", f"{median:.2e}" if median else "0", shown
+
+
+def number_row(row: NumberDifference) -> Row:
+    """Return the table row of a speed or a memory size."""
+    first, second = ("-" if math.isnan(value) else _number(value) for value in (row.first, row.second))
+    return row.label, first, second, "-" if math.isnan(row.change) else f"{row.change:+.1%}"
+
+
+def _number(value: float) -> str:
+    return f"{value:,.0f}" if 1000 <= abs(value) < 1e12 else f"{value:.4g}"
+
+
+def report(runs: tuple[WatchedRun, WatchedRun]) -> Iterator[str]:
+    """Yield the lines of the report."""
+    first, second = (run.metrics for run in runs)
+    head = ("iterations", "starts", "dropped", "ending", "folder")
+    yield from table("run", head, [describe(letter, run) for letter, run in zip("AB", runs, strict=True)])[1:]
+    if missing := [str(run.root) for run in runs if not run.config]:
+        yield from ("", f"configuration: no config.json in {_printable(' and '.join(missing))}")
+    elif options := compare_options(runs[0].config, runs[1].config):
+        yield from table("configuration", ("A", "B"), [(f"--{name}", *values) for name, *values in options])
+    else:
+        yield from ("", "configuration: the same")
+    head = ("A, last", "B, last", "in common", "median difference", "largest difference")
+    yield from table("loss", head, [loss_row(loss) for loss in compare_losses(first, second)])
+    for title, labels, measure in (("speed, median", SPEEDS, median_speed), ("memory, largest", MEMORY, peak)):
+        rows = [number_row(row) for row in compare_numbers(labels, measure, first, second)]
+        yield from table(title, ("A", "B", "B to A"), rows)
+
+
+def check_losses(runs: tuple[WatchedRun, WatchedRun], tolerance: float) -> tuple[bool, str]:
+    """Return whether all losses are within the tolerance, and a description of the largest difference.
+
+    Raises:
+        DataError: if there is nothing to compare.
+    """
+    losses = [loss for loss in compare_losses(runs[0].metrics, runs[1].metrics) if len(loss.differences)]
+    if not losses:
+        raise DataError("the runs have no iteration with a loss in common; give both the same --log_interval")
+    worst = max(losses, key=lambda loss: loss.largest[0])
+    largest, iteration = worst.largest
+    if not largest:
+        return True, "all losses are equal"
+    return largest <= tolerance, f"{_printable(worst.label)} differs by {largest:.3g} at iteration {iteration:,}"
+
+
+def check_speed(runs: tuple[WatchedRun, WatchedRun], tolerance: float) -> tuple[bool, str]:
+    """Return whether the second run is at most `tolerance` slower, and a description of the difference.
+
+    Raises:
+        DataError: if a run logged no speed.
+    """
+    change = NumberDifference(SPEED, *(median_speed(run.metrics, SPEED) for run in runs)).change
+    if math.isnan(change):
+        raise DataError(f"a run has no {SPEED} in its metrics.jsonl, which --speed_tolerance compares")
+    words = f"RUN_B is {abs(change):.1%} {'slower' if change < 0 else 'faster'}" if change else "both are as fast"
+    return change >= -tolerance, words
+
+
+def main(arguments: Sequence[str] | None = None, program: str | None = None) -> int:
+    """Compare and print; return the exit code."""
+    parser = ScriptParser(
+        prog=program,
+        description="Compare two runs: configuration, losses, speed, memory.",
+        epilog="Exit codes: 0 within the tolerances, 1 beyond one, 2 usage, 3 a run has no numbers to compare.",
+    )
+    parser.add_argument("run_a", type=Path, help="the --experiment_dir of a run")
+    parser.add_argument("run_b", type=Path, help="the run to compare with it")
+    share = number(float, 0)
+    parser.add_argument(
+        "--loss_tolerance", type=share, help="largest relative loss difference at a common iteration; 0: equal"
+    )
+    parser.add_argument("--speed_tolerance", type=share, help="fraction by which RUN_B may be slower, such as 0.05")
+    options = parser.parse_args(arguments)
+    try:
+        runs = watched(options.run_a), watched(options.run_b)
+        for line in report(runs):
+            print(line)
+        return _check(runs, options.loss_tolerance, options.speed_tolerance)
+    except RunError as error:
+        print(f"ERROR: {error}", file=sys.stderr)
+        return error.exit_code
+
+
+def _check(runs: tuple[WatchedRun, WatchedRun], loss: float | None, speed: float | None) -> int:
+    """Check the runs against the given tolerances; return the exit code."""
+    checks = (("loss_tolerance", loss, check_losses), ("speed_tolerance", speed, check_speed))
+    given = [(name, tolerance, check) for name, tolerance, check in checks if tolerance is not None]
+    if given:
+        print()
+    all_passed = True
+    for name, tolerance, check in given:
+        passed, words = check(runs, tolerance)
+        print(f"--{name}={tolerance:g}: {'kept' if passed else 'EXCEEDED'}: {words}")
+        all_passed &= passed
+    return 0 if all_passed else 1
