@@ -1,15 +1,19 @@
-"""Measure loss, perplexity and bits per byte of a model on a data set.
+"""Measure loss, perplexity and bits per byte of one or several models on a data set.
 
     megatron_lite evaluate --model experiments/mine/export/1000 --data_path data/mine --split 969,30,1
     megatron_lite evaluate --model experiments/mine --text held_out.txt more.jsonl --json
+    megatron_lite evaluate --model models/base experiments/mine --text held_out
 
-The model is an export, any Hugging Face folder, a checkpoint, or the folder of a run (the newest good one is used).
+A model is an export, any Hugging Face folder, a checkpoint, or the folder of a run (the newest good one is used).
+Several are measured one after the other, all in samples of one length: a longer context predicts better. It is the
+shortest of their trainings, unless --sequence_length sets another.
 
 --data_path reads the validation split of token files with the samples and order of --validation_iters=all, or its
-first --samples. The loss equals the one that training logs for the same weights, split and sequence length. With
---seed it is that of a run whose metrics do not say `"evaluation_order": "data"`, as an earlier version began it.
---text reads text files (one document each) and .jsonl files (one document per line), tokenizes them like
-scripts/prepare_data.py, and predicts every token except the first exactly once.
+first --samples; text there is first made into such files. The loss equals the one that training logs for the same
+weights, split and sequence length. With --seed it is that of a run whose metrics do not say `"evaluation_order":
+"data"`, as an earlier version began it.
+--text reads files, folders and patterns as scripts/prepare_data.py does, tokenizes them in the same way, and predicts
+every token except the first exactly once.
 
 `loss` is the mean over predicted tokens in nats. Bits per byte is the sum of their losses in bits, divided by the UTF-8
 bytes of their text; special tokens such as the end of a document cost bits and have no bytes. It needs a tokenizer,
@@ -23,14 +27,22 @@ from __future__ import annotations
 import argparse
 import json
 import math
+import os
+import tempfile
 from collections.abc import Iterator, Sequence
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 from megatron_lite.checkpoint.rotation import again
 from megatron_lite.cli.script_parser import LARGEST_COUNT, ScriptParser, number
+from megatron_lite.commands.compare_runs import table
 from megatron_lite.config import unflatten
 from megatron_lite.config.structured_values import weighted_paths
+from megatron_lite.corpus.documents import Fault, Reading, TextFields
+from megatron_lite.corpus.from_text import local_paths, with_paths
+from megatron_lite.corpus.inputs import check_packages, find_inputs
+from megatron_lite.corpus.pieces import cut_file
 from megatron_lite.corpus.prepared import KnownTokenizer, check_tokenizer, known_tokenizer
 from megatron_lite.data.host_batch import micro_batch
 from megatron_lite.data.open_data import open_data
@@ -40,6 +52,7 @@ from megatron_lite.generation.model import (
     LocalModel,
     Totals,
     choose_device,
+    common_length,
     evaluate,
     load_model,
     model_arguments,
@@ -47,6 +60,7 @@ from megatron_lite.generation.model import (
 )
 from megatron_lite.generation.prompts import open_tokenizer
 from megatron_lite.model.layer import MicroBatch
+from megatron_lite.monitor.logging import get_logger
 from megatron_lite.run.exit_status import print_failure, print_page
 from megatron_lite.run.progress_line import ProgressLine
 from megatron_lite.validation import resolve
@@ -57,34 +71,42 @@ UNKNOWN_LENGTH = 2048  # of samples, at most, for a folder that does not say how
 def parse_options(arguments: Sequence[str] | None, program: str | None = None) -> argparse.Namespace:
     """Parse the command line; argparse exits with code 2 if it is wrong."""
     parser = ScriptParser(
-        prog=program, description="Measure loss, perplexity and bits per byte of a model.", parents=[model_arguments()]
+        prog=program,
+        description="Measure loss, perplexity and bits per byte of models.",
+        parents=[model_arguments("+")],
     )
     add = parser.add_argument
     data = parser.add_mutually_exclusive_group(required=True)
-    data.add_argument("--data_path", nargs="+", help="prefix of .bin/.idx files, or weight prefix weight prefix ...")
-    data.add_argument("--text", nargs="+", type=Path, help="text files, and .jsonl files with one text per line")
+    data.add_argument(
+        "--data_path", nargs="+", help="as in training: prefixes of .bin/.idx files, or text, perhaps with weights"
+    )
+    data.add_argument("--text", nargs="+", help="files or folders to read whole: text, .jsonl, .parquet, .arrow")
     add("--json_key", help='key of the text in .jsonl lines (default: "text")')
     add("--split", help="--split of training; its second part is read; 0,1,0 reads everything (default: 969,30,1)")
+    add("--dataset_cache", help="folder that keeps the tokens of text in --data_path (default: none does)")
     count = number(int, 1, LARGEST_COUNT)
     add("--samples", type=count, help="number of samples of --data_path (default: all)")
     add("--seed", type=int, help="--seed of a run that an earlier version began: its validation depends on it")
-    add("--sequence_length", type=count, help="tokens per sample (default: as in training)")
+    add("--sequence_length", type=count, help="tokens per sample (default: as in the shortest training)")
     add("--micro_batch_size", type=count, default=1, help="samples per forward pass (default: 1)")
     add("--cross_document_attention", type=int, choices=(0, 1), default=1, help="as in training (default: 1)")
-    add("--json", action="store_true", help="print one JSON object")
+    add("--json", action="store_true", help="print a JSON object per model, each on a line")
     options = parser.parse_args(arguments)
-    others = ("json_key",) if options.data_path else ("split", "samples", "seed")
+    others = ("json_key",) if options.data_path else ("split", "samples", "seed", "dataset_cache")
     for name in others:
         if getattr(options, name) is not None:
             parser.error(f"argument --{name}: has no effect with {'--data_path' if options.data_path else '--text'}")
     return options
 
 
-def indexed_batches(options: argparse.Namespace, model: LocalModel, length: int) -> Iterator[MicroBatch]:
-    """Yield the validation samples of token files as training reads them.
+def indexed_batches(
+    options: argparse.Namespace, model: LocalModel, length: int, tokenizer: Tokenizer | None, cache: str
+) -> Iterator[MicroBatch]:
+    """Yield the validation samples of token files, or of text that is made into such in `cache`, as training does.
 
     Raises:
-        UsageError, DataError: if the options contradict each other, or the files cannot be read.
+        UsageError, DataError: if the options contradict each other, or the files cannot be read or are of another
+            tokenizer.
     """
     try:
         split = tuple(float(share) for share in (options.split or "969,30,1").split(","))
@@ -97,6 +119,7 @@ def indexed_batches(options: argparse.Namespace, model: LocalModel, length: int)
         "sequence_length": length,
         "allow_nondivisible_batch_size": True,
         "data_path": tuple(options.data_path),
+        "tokenizer_file": None if tokenizer is None else getattr(tokenizer, "path", "byte"),
         "split": split,
         "num_workers": 0,
         "cross_document_attention": bool(options.cross_document_attention),
@@ -104,68 +127,63 @@ def indexed_batches(options: argparse.Namespace, model: LocalModel, length: int)
         "device": model.device.type,
         "validation_iters": 1 if options.samples else "all",
     }
-    source = open_data(resolve(unflatten(values), 1), 0, 1, "data" if options.seed is None else "seed")
+    config = resolve(unflatten(values), 1)
+    config = with_paths(config, local_paths(config, options.dataset_cache or cache, get_logger()))
+    _check_tokenizer(config.data.data_path, model, tokenizer)
+    source = open_data(config, 0, 1, "data" if options.seed is None else "seed")
     for host_batches in source.batches("validation"):
         for host_batch in host_batches:
             yield micro_batch(host_batch, model.device, None, None)
 
 
-def texts(paths: Sequence[Path], key: str) -> Iterator[str]:
-    """Yield the text of every text file and .jsonl line, except empty texts.
+class _Texts(Reading):
+    """Documents of which only blank ones are left out."""
+
+    def _add_fault(self, kind: str, detail: str = "") -> None:
+        super()._add_fault(kind, detail)
+        if kind != "blank":
+            place = self.spans[0].file.place(self.findings.lines[0])
+            raise DataError(Fault(0, 0, kind, detail).message(place))
+
+
+def texts(names: Sequence[str], key: str) -> Iterator[str]:
+    """Yield the texts of files, folders and patterns, as prepare_data finds and reads them, except blank ones.
 
     Raises:
-        DataError: if a file or line cannot be read; names both.
+        UsageError, DataError: if a name, file or line cannot be read; names it.
     """
-    for path in paths:
-        try:
-            if not path.name.endswith(".jsonl"):
-                whole = path.read_text(encoding="utf-8")
-                if whole.strip():
-                    yield whole
-                continue
-            with path.open("rb") as file:
-                for number, line in enumerate(file, start=1):
-                    if line.strip():
-                        yield _text_of(line, key, f"{path}: line {number}")
-        except OSError as error:
-            raise DataError(f"{path}: cannot be read: {error.strerror}") from None
-        except UnicodeDecodeError as error:
-            raise DataError(f"{path}: not UTF-8: {error}") from None
+    if pair := next((name for name in names if os.path.exists(f"{name}.idx") and not os.path.exists(name)), None):
+        raise UsageError(f"--text={pair}: is a pair of token files; write --data_path={pair}")
+    files = find_inputs(names)
+    check_packages(files)
+    for file in files:
+        for span in cut_file(file, file.size_bytes + 1):  # whole
+            yield from _Texts([span], TextFields((key,))).documents()
 
 
-def _text_of(line: bytes, key: str, place: str) -> str:
-    try:
-        text = json.loads(line)[key]
-    except (ValueError, KeyError, TypeError, RecursionError):
-        raise DataError(f"{place}: not a JSON object with {key!r} (--json_key)") from None
-    if not isinstance(text, str):
-        raise DataError(f"{place}: {key!r} is not text (--json_key)")
-    return text
-
-
-def find_tokenizer(options: argparse.Namespace) -> Tokenizer | None:
+def find_tokenizer(options: argparse.Namespace, folder: Path) -> Tokenizer | None:
     """Return the tokenizer, which is optional for token files.
 
     Raises:
         DataError: if --text or --tokenizer_file is given and the tokenizer is missing or damaged.
     """
     try:
-        return open_tokenizer(options.model, options.tokenizer_file, special_tokens=False)
+        return open_tokenizer(folder, options.tokenizer_file, special_tokens=False)
     except DataError:
         if options.text or options.tokenizer_file is not None:
             raise
     return None
 
 
-def result(options: argparse.Namespace) -> dict[str, object]:
-    """Evaluate the model and return the record.
+def result(options: argparse.Namespace, folder: Path, length: int | None, cache: str) -> dict[str, object]:
+    """Evaluate one model and return its record. length: of samples; None: as in its training.
 
     Raises:
         RunError: if the model, the data or the tokenizer cannot be used.
     """
     device = choose_device(options.device)
-    tokenizer = find_tokenizer(options)
-    model = load_model(options.model, options.sequence_length, options.dtype, device, options.weights, UNKNOWN_LENGTH)
+    tokenizer = find_tokenizer(options, folder)
+    model = load_model(folder, length, options.dtype, device, options.weights, UNKNOWN_LENGTH)
     length = model.longest
     if options.text:
         assert tokenizer is not None
@@ -179,8 +197,7 @@ def result(options: argparse.Namespace) -> dict[str, object]:
             separate=not options.cross_document_attention,
         )
     else:
-        _check_tokenizer(options, model, tokenizer)
-        micro_batches = indexed_batches(options, model, length)
+        micro_batches = indexed_batches(options, model, length, tokenizer, cache)
     table = None if tokenizer is None else tokenizer.token_bytes()
     progress = ProgressLine()
     try:
@@ -189,10 +206,10 @@ def result(options: argparse.Namespace) -> dict[str, object]:
         progress.close()
     if not math.isfinite(totals.nats):
         raise NumericsError("the loss is not finite: the weights are broken, or too large for the dtype")
-    return totals.record() | {"sequence_length": length, "model": str(options.model)}
+    return totals.record() | {"sequence_length": length, "model": str(folder)}
 
 
-def _check_tokenizer(options: argparse.Namespace, model: LocalModel, tokenizer: Tokenizer | None) -> None:
+def _check_tokenizer(data_path: Sequence[str], model: LocalModel, tokenizer: Tokenizer | None) -> None:
     """Compare the model's tokenizer with that of the data: its own file, what its training recorded, or the one in use.
 
     Raises:
@@ -206,7 +223,7 @@ def _check_tokenizer(options: argparse.Namespace, model: LocalModel, tokenizer: 
         known = KnownTokenizer(f"in the training of {model.folder}", digest, size, file)
     elif isinstance(tokenizer, JsonTokenizer):
         known = known_tokenizer(tokenizer.path, f"{tokenizer.path}")
-    check_tokenizer((path for _, path in weighted_paths(options.data_path)), model.config.vocab_size, known)
+    check_tokenizer((path for _, path in weighted_paths(data_path)), model.config.vocab_size, known)
 
 
 def so_far(totals: Totals, seconds: float) -> str:
@@ -224,12 +241,36 @@ def in_words(record: dict[str, object]) -> str:
     return f"{' | '.join(parts)} | {record['tokens']:,} tokens{bytes_}, in samples of {record['sequence_length']:,}"
 
 
+def in_a_table(records: Sequence[dict[str, Any]], chosen: bool) -> Iterator[str]:
+    """Yield the lines of a table of several models, and how to read it. chosen: whether --sequence_length is given."""
+    forms = {"loss": ".6f", "perplexity": ".4f", "bits_per_byte": ".6f", "tokens": ",", "bytes": ","}
+    rows = [
+        [record["model"], *("-" if record[name] is None else f"{record[name]:{form}}" for name, form in forms.items())]
+        for record in records
+    ]
+    yield from table("model", [name.replace("_", " ") for name in forms], rows)[1:]
+    why = "" if chosen else ", the shortest of the trainings (--sequence_length)"
+    yield f"all in samples of {records[0]['sequence_length']:,} tokens{why}"
+    if len({record["tokens"] for record in records}) > 1:
+        yield "the tokenizers differ: only bits per byte compare"
+
+
 def main(arguments: Sequence[str] | None = None, program: str | None = None) -> int:
-    """Evaluate and print; return the exit code."""
+    """Evaluate and print, also what was done before an error; return the exit code."""
     options = parse_options(arguments, program)
+    several, length, code = len(options.model) > 1, options.sequence_length, EXIT_DONE
+    records = list[dict[str, Any]]()
     try:
-        record = again(lambda: result(options))
+        if several and length is None:
+            length = again(lambda: common_length(options.model, options.weights, UNKNOWN_LENGTH))
+        with tempfile.TemporaryDirectory() as cache:
+            for folder in options.model:
+                records.append(again(partial(result, options, folder, length, cache)))
     except Exception as error:
-        return print_failure(error, "write a smaller --micro_batch_size or --sequence_length, or --dtype=bf16")
-    print_page(json.dumps(record) if options.json else in_words(record))
-    return EXIT_DONE
+        code = print_failure(error, "write a smaller --micro_batch_size or --sequence_length, or --dtype=bf16")
+    if several and records and not options.json:
+        print_page("\n".join(in_a_table(records, options.sequence_length is not None)))
+        return code
+    for record in records:
+        print_page(json.dumps(record) if options.json else in_words(record))
+    return code

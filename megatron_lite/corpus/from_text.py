@@ -6,6 +6,7 @@ import dataclasses
 import json
 import logging
 import math
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -36,7 +37,11 @@ def resolve_data(config: Config, distributed: Distributed, root: Path | None, lo
     if config.data.dataset_source == "random":
         return config
     cache = cache_of(config.data.dataset_cache, root)
-    found = rank_0_works(distributed, lambda: _resolved(config, cache, logger))
+    return with_paths(config, rank_0_works(distributed, lambda: local_paths(config, cache, logger)))
+
+
+def with_paths(config: Config, found: Mapping[str, Any]) -> Config:
+    """Return a configuration with the paths of `local_paths`."""
     paths = {name: tuple(value) if isinstance(value, list) else value for name, value in found.items()}
     return changed(config, {"dataset_source": "list", **paths})
 
@@ -50,8 +55,8 @@ def is_text(path: str) -> bool:
     return Path(path).is_dir() or is_file or any(sign in path for sign in "*?[{")
 
 
-def _resolved(config: Config, cache: str | None, logger: logging.Logger) -> dict[str, Any]:
-    """Return the words of each path of data, and the tokenizer's file, as local paths."""
+def local_paths(config: Config, cache: str | None, logger: logging.Logger) -> dict[str, Any]:
+    """Return the words of each path of data, and the tokenizer's file, as local paths; prepare text into the cache."""
     data, flags = config.data, (*PATH_FLAGS, "loss_mask")
     found: dict[str, Any] = {flag: [local_copy(word, flag, cache) for word in getattr(data, flag)] for flag in flags}
     if data.tokenizer_file is not None:

@@ -15,7 +15,7 @@ import dataclasses
 import itertools
 import math
 import sys
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, cast
@@ -130,14 +130,24 @@ def load_model(
         if source.folder != folder:
             print(f"model: {source.folder}, {source.description}", file=sys.stderr)
         positions = source.model.max_position_embeddings
-        trained = source.training.get("sequence_length", positions)
+        own_length = source.training.get("sequence_length")
+        trained = own_length or positions
         if length is not None and length > trained:
             if source.model.use_position_embeddings and length > positions:
                 raise UsageError(f"--sequence_length={length}: the model has {positions:,} learned positions")
             files.logger.warning("--sequence_length=%d: the model was trained with at most %d tokens", length, trained)
-        default = trained if "sequence_length" in source.training else min(positions, most)
         chosen = DTYPES[dtype or ("fp32" if device.type == "cpu" else "bf16")]
-        return LocalModel(source, length or default, chosen, device)
+        return LocalModel(source, length or own_length or min(positions, most), chosen, device)
+
+
+def common_length(folders: Sequence[Path], weights: str, most: int) -> int:
+    """Return the shortest length of the trainings of models, or `most` if all have more positions and none says it."""
+    found = []
+    for folder in folders:
+        with open_source(folder, weights=weights) as source:
+            found.append((source.training.get("sequence_length"), source.model.max_position_embeddings))
+    shortest = min(length or positions for length, positions in found)
+    return shortest if any(length for length, _ in found) else min(shortest, most)
 
 
 def folder(text: str) -> Path:
@@ -145,12 +155,18 @@ def folder(text: str) -> Path:
     return Path(text).expanduser()
 
 
-def model_arguments() -> argparse.ArgumentParser:
-    """Return a parser of the shared options, for `parents=[...]`."""
+def model_arguments(count: str | None = None) -> argparse.ArgumentParser:
+    """Return a parser of the shared options, for `parents=[...]`. count: of models, as `nargs` of argparse."""
 
     parser = argparse.ArgumentParser(add_help=False)
     add = parser.add_argument
-    add("--model", type=folder, required=True, help="export, checkpoint, Hugging Face folder, or folder of a run")
+    add(
+        "--model",
+        type=folder,
+        nargs=count,
+        required=True,
+        help="export, checkpoint, Hugging Face folder, or folder of a run",
+    )
     add("--tokenizer_file", help="tokenizer.json, or byte (default: the model's own, or that of its training)")
     add(
         "--weights",

@@ -2,6 +2,7 @@
 byte by their definition.
 """
 
+import gzip
 import json
 import math
 import shutil
@@ -15,6 +16,8 @@ import torch
 
 from megatron_lite.commands import evaluate as script
 from megatron_lite.corpus.pieces import digest_of
+from megatron_lite.corpus.prepare import CorpusOptions, prepare
+from megatron_lite.corpus.tokenizer_choice import TokenizerChoice
 from megatron_lite.data.indexed_dataset import IndexedDatasetWriter
 from megatron_lite.data.tokenizing import ByteTokenizer, JsonTokenizer, train_tokenizer
 from megatron_lite.distributed.process_group import Distributed
@@ -23,6 +26,7 @@ from tests.support.harness import run_distributed, tiny_config, train_whole
 from tests.support.metrics import read_metrics
 from tests.support.token_files import save_byte_tokenizer
 
+OTHERS = [f"{word} quick brown foxes jump over the lazy dogs" for word in ("some", "many", "few", "no")]
 TEXTS = ("the cats' café\n", "a second one, of zoë", "日本語 🎉", "x" * 40)
 MODEL: dict[str, Any] = dict(vocab_size=300, sequence_length=16, max_position_embeddings=32, init_method_std=0.3)
 MODEL |= dict(batch_size=4, train_iters=2, lr=1e-2, lr_warmup_iters=0, ema_type="ema", ema_beta=0.5)
@@ -181,6 +185,55 @@ def test_without_a_tokenizer_there_are_no_bytes(
     assert (record["tokens"], record["bytes"]) == (4, 3)
 
 
+def test_several_models_at_one_length(
+    folder: Path, call: Callable[..., dict[str, Any]], capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    """That of the shortest training, which the table says; one that says nothing of its training has 32 positions."""
+    base = shutil.copytree(folder / "run" / "export" / "2", tmp_path / "base")
+    content = json.loads((base / "config.json").read_text())
+    (base / "config.json").write_text(json.dumps({k: v for k, v in content.items() if k != "megatron_lite"}))
+    (tmp_path / "text.txt").write_text("".join(OTHERS))
+    models, text = (base, folder / "run"), ("--text", tmp_path / "text.txt")
+    alone = [call("--model", model, *text, "--sequence_length=16") for model in models]
+    assert call("--model", base, *text)["loss"] != alone[0]["loss"]
+    words = [str(word) for word in ("--model", *models, *text)]
+    assert script.main([*words, "--json"]) == 0
+    assert [json.loads(line) for line in capsys.readouterr().out.splitlines()] == alone
+    assert script.main(words) == 0
+    head, *rows, length = capsys.readouterr().out.splitlines()
+    assert head.split() == ["model", "loss", "perplexity", "bits", "per", "byte", "tokens", "bytes"]
+    assert [row.split()[1] for row in rows] == [f"{record['loss']:.6f}" for record in alone]
+    assert length == "all in samples of 16 tokens, the shortest of the trainings (--sequence_length)"
+    assert script.main([*words, "--sequence_length=8"]) == 0 and "samples of 8 tokens\n" in capsys.readouterr().out
+    assert script.main(["--model", str(base), str(tmp_path), *words[3:]]) == 4
+    assert capsys.readouterr().out == "", "nothing was measured: the length is unknown"
+    assert script.main(["--model", str(base), str(tmp_path), *words[3:], "--sequence_length=16"]) == 4
+    assert f"{alone[0]['loss']:.6f}" in capsys.readouterr().out, "what was measured before the error"
+    other = alone[0] | {"tokens": 9, "bytes": None, "bits_per_byte": None}
+    assert "only bits per byte compare" in list(script.in_a_table([alone[0], other], True))[-1]
+
+
+def test_folders_and_compressed_files(folder: Path, call: Callable[..., dict[str, Any]], tmp_path: Path) -> None:
+    """--text reads what prepare_data does, in its order; --data_path prepares text and reads its split."""
+    held_out = tmp_path / "held_out"
+    held_out.mkdir()
+    lines = "".join(json.dumps({"text": text}) + "\n\n" for text in OTHERS[1:])
+    (held_out / "a.txt").write_text(OTHERS[0])
+    (held_out / "b.jsonl.gz").write_bytes(gzip.compress(lines.encode()))
+    (tmp_path / "all.jsonl").write_text(json.dumps({"text": OTHERS[0]}) + "\n" + lines)
+    model = ("--model", folder / "run" / "export" / "2")
+    assert call(*model, "--text", held_out) == call(*model, "--text", tmp_path / "all.jsonl")
+    prefix, split = str(tmp_path / "pair"), "--split=50,50,0"
+    prepare(CorpusOptions((str(held_out),), prefix, TokenizerChoice(str(folder / "tokenizer.json"))))
+    expected = call(*model, "--data_path", prefix, split)
+    assert call(*model, "--data_path", held_out, split) == expected
+    cache = f"--dataset_cache={tmp_path / 'cache'}"
+    assert call(*model, "--data_path", 0.5, held_out, 0.5, prefix, split, cache)["loss"] == pytest.approx(
+        expected["loss"], rel=1e-6
+    )
+    assert len([*(tmp_path / "cache").glob("*/held_out.bin")]) == 1
+
+
 def test_errors_are_one_clear_line(folder: Path, capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     (tmp_path / "LINES.jsonl").write_text('{"text": "a"}\n{"words": "b"}\n')
     (tmp_path / "EMPTY.txt").write_text(" \n")
@@ -191,6 +244,7 @@ def test_errors_are_one_clear_line(folder: Path, capsys: pytest.CaptureFixture[s
         (["--data_path", data, "--split=x"], 2, "--split=x"),
         (["--data_path", data, "--sequence_length=33"], 2, "--sequence_length=33"),
         (["--text", "nowhere.txt"], 3, "nowhere.txt"),
+        (["--text", data], 2, f"--data_path={data}"),
         (["--text", f"{data}.bin"], 3, "not UTF-8"),
         (["--text", str(tmp_path / "LINES.jsonl")], 3, "line 2"),
         (["--text", str(tmp_path / "EMPTY.txt")], 3, "nothing to predict"),
