@@ -119,8 +119,13 @@ def chunks(tensor: Tensor) -> Iterator[memoryview]:
         yield flat[start : start + step].cpu().view(torch.uint8).numpy().data
 
 
-def write_tensors(path: Path, tensors: Sequence[TensorToWrite], metadata: dict[str, str]) -> WrittenFile:
-    """Write a new safetensors file and sync it; holds one tensor at a time.
+def write_tensors(
+    path: Path,
+    tensors: Sequence[TensorToWrite],
+    metadata: dict[str, str],
+    progress: Callable[[int], None] = lambda num_bytes: None,
+) -> WrittenFile:
+    """Write a new safetensors file and sync it; holds one tensor at a time. progress: gets the bytes of each tensor.
 
     Raises:
         OSError: if the file exists or cannot be written.
@@ -136,6 +141,7 @@ def write_tensors(path: Path, tensors: Sequence[TensorToWrite], metadata: dict[s
         write(memoryview(header))
         for tensor in tensors:
             _write_tensor(tensor, write)
+            progress(tensor.num_bytes)
     return WrittenFile(sums.file(), len(header))
 
 
@@ -313,10 +319,12 @@ def check_blocks(
     file: SavedFile,
     numbers: Iterable[int] | None = None,
     slices: Sequence[tuple[Slice, str]] = (),
+    progress: Callable[[int], None] = lambda num_bytes: None,
 ) -> None:
     """Check a file's size and the given blocks, by default all; read nothing else.
 
-    slices: the file's, each with its name for the message; see `Manifest.places`.
+    slices: the file's, each with its name for the message; see `Manifest.places`. progress: gets the bytes of each
+    block.
 
     Raises:
         DamagedError: if any differs or cannot be read.
@@ -334,6 +342,7 @@ def check_blocks(
             if found != crc32:
                 inside = [what for piece, what in slices if piece.offset < end and start < piece.end]
                 raise DamagedError(f"{name}: {_DIFFERS}" + (f" ({shorten(inside, 1)})" if inside else ""))
+            progress(end - start)
 
 
 @contextlib.contextmanager

@@ -31,6 +31,7 @@ from megatron_lite.checkpoint.rotation import pinned
 from megatron_lite.distributed.agreement import first_problem, together
 from megatron_lite.distributed.process_group import Distributed
 from megatron_lite.errors import CheckpointError, DamagedError, shorten
+from megatron_lite.run.progress_line import ByteProgress
 from megatron_lite.tiles import Overlap, Tile, overlaps
 from megatron_lite.zero.flat_shard import FlatShard
 from megatron_lite.zero.multi_stage import MultiStage
@@ -280,20 +281,22 @@ def inspect(folder: Path, values: bool = False) -> Inspection:
     except DamagedError as error:
         return Inspection(None, None, [str(error)], [])
     problems, places = [], content.places()
-    for rank, (name, file) in enumerate(content.files.items()):
-        slices = places.get(name, [])
-        try:
-            files.check_blocks(folder, name, file, slices=slices)
-            _check_header(folder, rank, name, content, slices)
-        except DamagedError as error:
-            problems.append(str(error))
-    if values and not problems:
-        problems += _not_finite(folder, content)
+    num_bytes = sum(file.size for file in content.files.values())
+    with contextlib.closing(ByteProgress(f"verifying {folder}", num_bytes * (1 + values))) as progress:
+        for rank, (name, file) in enumerate(content.files.items()):
+            slices = places.get(name, [])
+            try:
+                files.check_blocks(folder, name, file, slices=slices, progress=progress.add)
+                _check_header(folder, rank, name, content, slices)
+            except DamagedError as error:
+                problems.append(str(error))
+        if values and not problems:
+            problems += _not_finite(folder, content, progress)
     others = sorted(path.name for path in folder.iterdir() if not OUR_FILE.fullmatch(path.name))
     remarks = [f"other files: {', '.join(map(ascii, others[:5]))}"] if others else []
     pipeline, data, tensor = content.grid.values()
     ranks = f"{pipeline}x{data}x{tensor}" if pipeline > 1 else str(data) if tensor == 1 else f"{data}x{tensor}"
-    return Inspection(sum(file.size for file in content.files.values()), ranks, problems, remarks)
+    return Inspection(num_bytes, ranks, problems, remarks)
 
 
 def _check_header(folder: Path, rank: int, name: str, content: Manifest, slices: Sequence[tuple[Slice, str]]) -> None:
@@ -318,7 +321,7 @@ def _check_header(folder: Path, rank: int, name: str, content: Manifest, slices:
         raise DamagedError(f"{name}: a slice of the manifest reaches into its header")
 
 
-def _not_finite(folder: Path, content: Manifest) -> list[str]:
+def _not_finite(folder: Path, content: Manifest, progress: ByteProgress) -> list[str]:
     """List the parameters with infinite or NaN values."""
     problems = []
     with contextlib.closing(Files(folder)) as opened:
@@ -330,6 +333,7 @@ def _not_finite(folder: Path, content: Manifest) -> list[str]:
                         num_bytes = min(files.CHUNK_BYTES, piece.end - offset)
                         chunk = torch.empty(num_bytes // dtype.itemsize, dtype=dtype)
                         opened.read(piece.file, offset, dtype, chunk)
+                        progress.add(num_bytes)
                         if not bool(chunk.isfinite().all()):
                             problems.append(f"{kind} of {name!r} holds numbers that are not finite")
     return list(dict.fromkeys(problems))

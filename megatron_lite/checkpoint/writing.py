@@ -41,6 +41,7 @@ from megatron_lite.errors import DamagedError, OutOfMemoryError
 from megatron_lite.kernels.weight_shard import weights_of
 from megatron_lite.run.durable_files import sync_folder
 from megatron_lite.run.host import available_bytes
+from megatron_lite.run.progress_line import ByteProgress
 from megatron_lite.zero.flat_shard import FlatShard
 from megatron_lite.zero.layout import round_up
 from megatron_lite.zero.multi_stage import MultiStage
@@ -95,8 +96,10 @@ class Save:
         write_together(self._distributed, self._what, self.root, prepare)
         return self
 
-    def write(self) -> WrittenFile:
+    def write(self, shown: bool = False) -> WrittenFile:
         """Write and sync this rank's file; any thread may call this, and retry after a failure.
+
+        shown: whether rank 0 shows its progress.
 
         Raises:
             OSError: if it cannot be written.
@@ -105,7 +108,9 @@ class Save:
             raise OSError(errno.ENOENT, "the folder is not visible here, all ranks need the same file system")
         self._own_path.unlink(missing_ok=True)
         metadata = manifest.file_metadata(self._save_id, self.iteration, self._distributed.rank)
-        return files.write_tensors(self._own_path, self.tensors, metadata)
+        shown = shown and self._distributed.rank == 0
+        with contextlib.closing(ByteProgress(f"saving {self.folder}", _num_bytes(self.tensors), shown)) as progress:
+            return files.write_tensors(self._own_path, self.tensors, metadata, progress.add)
 
     def gather(self, write: Callable[[], WrittenFile]) -> list[WrittenFile]:
         """Gather the files of all ranks; `write` returns this rank's.
@@ -169,7 +174,7 @@ class Save:
 def write_now(save: Save) -> int:
     """Write and publish a checkpoint; return the bytes of all ranks' files. See `Save`."""
     try:
-        written = save.prepare().gather(save.write)
+        written = save.prepare().gather(partial(save.write, shown=True))
         save.confirm(lambda: save.complete(written))
         return sum(file.saved.size for file in written)
     except Exception:

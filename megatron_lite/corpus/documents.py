@@ -17,10 +17,8 @@ from typing import IO, Any, ClassVar
 from megatron_lite.corpus.inputs import InputFile, opened, table_rows
 from megatron_lite.data.disk_array import reading
 from megatron_lite.errors import DataError
-from megatron_lite.run.progress_line import ProgressLine, format_duration
 
 SHOWN_FAULTS = 10
-BAR_WIDTH = 20
 SURROGATE = "contains half of a surrogate pair, which is not a character"
 
 
@@ -245,35 +243,3 @@ class Faults:
         self.counts.update(found.fault_counts)
         if before <= SHOWN_FAULTS < self.counts.total():
             print("skipped more: from here on they are only counted", file=sys.stderr)
-
-
-class CorpusProgress(ProgressLine):
-    """The progress of one pass over the input, on standard error."""
-
-    def __init__(self, purpose: str, total_bytes: int) -> None:
-        super().__init__()
-        self.purpose, self.total_bytes = purpose, total_bytes
-        self.read_bytes = self.documents = self.tokens = 0
-
-    def add(self, read_bytes: int, documents: int = 0, tokens: int = 0) -> None:
-        """Count what was done since the last call."""
-        self.read_bytes += read_bytes
-        self.documents += documents
-        self.tokens += tokens
-        self.update(self.in_words)
-
-    def in_words(self, seconds: float) -> str:
-        """Describe the pass: `tokenizing: 4.5 of 10.0 MB (45%), 2 documents, 9 tokens, 5.2 MB/s, 0:00:01 left`."""
-        share = min(1.0, self.read_bytes / self.total_bytes) if self.total_bytes else 0.0
-        words = [f"{self.purpose}: "]
-        if self._terminal and share:
-            filled = round(BAR_WIDTH * share)
-            words.append(f"[{'#' * filled}{'.' * (BAR_WIDTH - filled)}] ")
-        words.append(f"{self.read_bytes / 1e6:,.1f}")
-        words.append(f" of {self.total_bytes / 1e6:,.1f} MB ({share:.0%})" if share else " MB")
-        if self.documents:
-            words.append(f", {self.documents:,} documents, {self.tokens:,} tokens")
-        words.append(f", {self.read_bytes / 1e6 / max(seconds, 1e-9):,.1f} MB/s")
-        if share:
-            words.append(f", {format_duration(seconds * (1 / share - 1))} left")
-        return "".join(words)

@@ -20,7 +20,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from megatron_lite import __version__
-from megatron_lite.corpus.documents import CorpusProgress, Faults, TextFields
+from megatron_lite.corpus.documents import Faults, TextFields
 from megatron_lite.corpus.inputs import DEFAULT_SUFFIXES, InputFile, find_inputs
 from megatron_lite.corpus.pieces import (
     CHUNK_BYTES,
@@ -39,6 +39,7 @@ from megatron_lite.data.disk_array import replace_file, writing
 from megatron_lite.data.indexed_dataset import IndexedDataset, IndexedDatasetWriter
 from megatron_lite.errors import DataError, OutOfMemoryError, StorageError, UsageError
 from megatron_lite.run.durable_files import lock_file
+from megatron_lite.run.progress_line import ByteProgress
 
 UNFINISHED = ".partial"  # after a prefix: the work folder
 LOCK = "lock"  # in the work folder, as the next
@@ -165,7 +166,7 @@ def _make(pieces: Sequence[Piece], folder: Path, recipe: Recipe, num_processes: 
     """Make the pieces, as many as the limit of documents needs; return their records."""
     records, documents = list[Record](), 0
     total_bytes = sum(span.size_bytes for piece in pieces for span in piece.spans)
-    with contextlib.closing(CorpusProgress("tokenizing", total_bytes)) as progress:
+    with contextlib.closing(ByteProgress("tokenizing", total_bytes)) as progress:
         made = make_pieces(pieces, folder, recipe, num_processes, progress.add)
         with contextlib.closing(made):  # type: ignore[type-var]
             for piece, record in zip(pieces, made, strict=False):
@@ -247,7 +248,7 @@ def write_pairs(
     """
     frequencies, done, itemsize = np.zeros(vocab_size, np.int64), 0, writers[0].dtype.itemsize
     total_bytes = sum(record.tokens for record in records) * itemsize
-    with contextlib.closing(CorpusProgress("writing", total_bytes)) as progress:
+    with contextlib.closing(ByteProgress("writing", total_bytes)) as progress:
         for piece, record in zip(pieces, records, strict=True):
             prefix, digest = str(folder / piece.key), hashlib.sha256()
             if digest_of(Path(prefix + ".idx")) != record.digests[".idx"]:

@@ -8,7 +8,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from megatron_lite.corpus.documents import BadDocument, CorpusProgress, Reading, TextFields
+from megatron_lite.corpus.documents import BadDocument, Reading, TextFields
 from megatron_lite.corpus.inputs import InputFile
 from megatron_lite.corpus.pieces import ABSENT, Encoding, cut_file, digest_of
 from megatron_lite.data.disk_array import replace_file
@@ -22,6 +22,7 @@ from megatron_lite.data.tokenizing import (
     train_tokenizer,
 )
 from megatron_lite.errors import DataError, UsageError
+from megatron_lite.run.progress_line import ByteProgress
 
 
 @dataclass(frozen=True)
@@ -99,11 +100,11 @@ class TokenizerChoice:
 def _all_texts(files: Sequence[InputFile], fields: TextFields, strict: bool) -> Iterator[str]:
     """Yield all documents in one pass. Faults are counted in the second pass; with --strict the first one ends this."""
     spans = [span for file in files for span in cut_file(file, max(1, file.size_bytes))]
-    progress = CorpusProgress("reading for the tokenizer", sum(span.size_bytes for span in spans))
+    progress = ByteProgress("reading for the tokenizer", sum(span.size_bytes for span in spans))
     reading = Reading(spans, fields, strict)
     try:
         for text in reading.documents():
-            progress.add(reading.read_bytes - progress.read_bytes)
+            progress.add(reading.read_bytes - progress.done_bytes)
             yield text
     except BadDocument:
         fault = reading.findings.first_faults[-1]

@@ -7,6 +7,7 @@ weights, moments and state are dropped, because they belong to other weights.
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import math
 from collections.abc import Iterator
@@ -26,6 +27,7 @@ from megatron_lite.huggingface import model_folder
 from megatron_lite.huggingface.export_folder import ExportFolder, split
 from megatron_lite.huggingface.weight_source import CheckpointSource, Shapes, WeightSource
 from megatron_lite.run.durable_files import sync_folder
+from megatron_lite.run.progress_line import ByteProgress
 from megatron_lite.tiles import Tile
 from megatron_lite.validation import resolve
 
@@ -60,11 +62,12 @@ def write_huggingface(
     """
     written = ExportFolder(shapes.items(), config, limit_bytes)
     written.create(folder)
-    for name, shape in shapes.items():
-        written.write(name, read_whole(source, name, shape))
-        if written.overflow:
-            dtype = config.training.export_dtype
-            raise NumericsError(f"{written.overflow}, too large for {dtype}: nothing is written; choose bf16 or fp32")
+    with contextlib.closing(written.progress):
+        for name, shape in shapes.items():
+            written.write(name, read_whole(source, name, shape))
+            if written.overflow:
+                kept = "nothing is written; choose bf16 or fp32"
+                raise NumericsError(f"{written.overflow}, too large for {config.training.export_dtype}: {kept}")
     content: dict[str, Any] = {}
     if not isinstance(source, CheckpointSource):
         content = model_folder.read_object(source.folder, model_folder.CONFIG_NAME)
@@ -96,11 +99,12 @@ def write_checkpoint(folder: Path, source: WeightSource, shapes: Shapes, config:
     folder.mkdir()
     saved: dict[str, SavedFile] = {}
     parameters: dict[str, SavedParameter] = {}
+    progress = ByteProgress(f"writing {folder}", sum(tensor.num_bytes for tensor in tensors.values()))
     for index, names in enumerate(cut):
         file = rank_file(index)
         some = [tensors[name] for name in names]
         metadata = manifest.file_metadata(save_id, iteration, index)
-        saved[file], offset = files.write_tensors(folder / file, some, metadata)
+        saved[file], offset = files.write_tensors(folder / file, some, metadata, progress.add)
         for tensor in some:
             name, kind = tensor.name.split("/")
             entry = parameters.setdefault(name, SavedParameter(tensor.dtype, tensor.shape, {}))
@@ -115,6 +119,7 @@ def write_checkpoint(folder: Path, source: WeightSource, shapes: Shapes, config:
         files=saved,
         parameters=parameters,
     )
+    progress.close()
     files.write_text(folder / MANIFEST_NAME, manifest.dump(content))
     sync_folder(folder)
     return content

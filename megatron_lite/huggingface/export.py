@@ -134,7 +134,8 @@ def save_huggingface(
 
     try:
         write_together(distributed, what, directory.parent, prepare)
-        _write_all(distributed, what, temporary, folder, weights)
+        with contextlib.closing(folder.progress):
+            _write_all(distributed, what, temporary, folder, weights)
         write_together(distributed, what, directory, finish)
     except BaseException:
         if is_writer:

@@ -33,6 +33,7 @@ from megatron_lite.huggingface.model_folder import CONFIG_NAME, INDEX_NAME, WEIG
 from megatron_lite.huggingface.weight_map import MappedRows, by_tensor, constants, pieces
 from megatron_lite.parameter import DTYPES
 from megatron_lite.run.durable_files import sync_files
+from megatron_lite.run.progress_line import ByteProgress
 
 
 class TensorPlace(NamedTuple):
@@ -47,7 +48,7 @@ class ExportFolder:
     """The files of an export, with the place of each Hugging Face tensor, and, after `create`, a folder being written.
 
     `overflow` describes the first value that the dtype cannot hold, if any; after that nothing more is written, and the
-    folder must not be published.
+    folder must not be published. `progress` is to be closed after the last `write`.
 
     parameters: (name, shape) of ours. limit_bytes: for the tensors of one file.
 
@@ -63,6 +64,7 @@ class ExportFolder:
         self._pieces = {name: pieces(name, shape, architecture, config.model) for name, shape in parameters}
         self._missing = set(self._pieces)
         self.num_bytes = {name: math.prod(shape) * self.dtype.itemsize for name, shape in parameters}  # of ours
+        self.progress = ByteProgress("writing the export", sum(self.num_bytes.values()))
         self._constants = list(constants(architecture, config.model))
         shapes = {constant.name: constant.shape for constant in self._constants}
         for piece in (piece for every in self._pieces.values() for piece in every):
@@ -101,6 +103,7 @@ class ExportFolder:
             if self.overflow:
                 return
             self._write(their_name, their_tensor(values, parts).reshape(-1))
+        self.progress.add(self.num_bytes[name])
 
     def _write(self, name: str, flat: Tensor) -> None:
         """Write the values of a tensor, rounded, in chunks."""

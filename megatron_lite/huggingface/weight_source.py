@@ -33,6 +33,7 @@ from megatron_lite.huggingface import model_folder
 from megatron_lite.huggingface.config_file import TRAINING_KEY
 from megatron_lite.huggingface.weight_map import MappedRows, known_name, pieces
 from megatron_lite.parameter import DTYPES, SAFETENSORS_NAMES
+from megatron_lite.run.progress_line import ByteProgress
 from megatron_lite.tiles import Tile, overlaps, rectangles
 
 Shapes = Mapping[str, tuple[int, ...]]  # of parameters, by name
@@ -163,12 +164,14 @@ class CheckpointSource(WeightSource):
                 parameters[name] = replace(saved, slices={kind: saved.slices[kind]})
         places = replace(self.content, parameters=parameters).places()
         wanted = [item for name in self.content.files for item in places.get(name, ())]
-        first, end = (len(wanted) * share // world_size for share in (rank, rank + 1))
+        share = wanted[slice(*(len(wanted) * number // world_size for number in (rank, rank + 1)))]
+        num_bytes = sum(piece.num_bytes for piece, _ in share)
         try:
-            for name, group in itertools.groupby(wanted[first:end], key=lambda item: item[0].file):
-                file, slices = self.content.files[name], list(group)
-                numbers = {number for piece, _ in slices for number in file.blocks_around(piece.offset, piece.end)}
-                files.check_blocks(self.folder, name, file, sorted(numbers), slices)
+            with contextlib.closing(ByteProgress(f"checking {self.folder}", num_bytes, rank == 0)) as progress:
+                for name, group in itertools.groupby(share, key=lambda item: item[0].file):
+                    file, slices = self.content.files[name], list(group)
+                    numbers = {number for piece, _ in slices for number in file.blocks_around(piece.offset, piece.end)}
+                    files.check_blocks(self.folder, name, file, sorted(numbers), slices, progress.add)
         except DamagedError as error:
             self._files.check()
             return str(error)

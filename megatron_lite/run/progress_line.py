@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import math
 import sys
 import time
 from collections.abc import Callable
 
 TERMINAL_INTERVAL_S = 0.5
+BAR_WIDTH = 20
 LINE_INTERVAL_S, LINES_PER_TIME = 10.0, 20  # less often as time passes, so that long jobs do not fill a log
 
 
@@ -25,11 +27,15 @@ def format_count(number: int) -> str:
 
 
 class ProgressLine:
-    """Progress on standard error: one updated line on a terminal; otherwise new lines, every 10 seconds at first."""
+    """Progress on standard error: one updated line on a terminal; otherwise new lines, every 10 seconds at first.
 
-    def __init__(self) -> None:
-        self._terminal = sys.stderr.isatty()
-        self._start_s = self._shown_s = time.monotonic()
+    shown: off for a process that must stay silent.
+    """
+
+    def __init__(self, shown: bool = True) -> None:
+        self._terminal = shown and sys.stderr.isatty()
+        self._start_s = time.monotonic()
+        self._shown_s = self._start_s if shown else math.inf
 
     def update(self, words: Callable[[float], str]) -> None:
         """Show `words(seconds since the start)`, unless the last line is recent."""
@@ -42,6 +48,38 @@ class ProgressLine:
             print(line, end="", file=sys.stderr, flush=True)
 
     def close(self) -> None:
-        """Erase the line on a terminal."""
-        if self._terminal:
+        """Erase the line on a terminal, unless none was shown: another program's line may stand there."""
+        if self._terminal and self._shown_s > self._start_s:
             print("\r\033[K", end="", file=sys.stderr, flush=True)
+
+
+class ByteProgress(ProgressLine):
+    """The progress of one pass over files."""
+
+    def __init__(self, purpose: str, total_bytes: int, shown: bool = True) -> None:
+        super().__init__(shown)
+        self.purpose, self.total_bytes = purpose, total_bytes
+        self.done_bytes = self.documents = self.tokens = 0
+
+    def add(self, num_bytes: int, documents: int = 0, tokens: int = 0) -> None:
+        """Count what was done since the last call."""
+        self.done_bytes += num_bytes
+        self.documents += documents
+        self.tokens += tokens
+        self.update(self.in_words)
+
+    def in_words(self, seconds: float) -> str:
+        """Describe the pass: `tokenizing: 4.5 of 10.0 MB (45%), 2 documents, 9 tokens, 5.2 MB/s, 0:00:01 left`."""
+        share = min(1.0, self.done_bytes / self.total_bytes) if self.total_bytes else 0.0
+        words = [f"{self.purpose}: "]
+        if self._terminal and share:
+            filled = round(BAR_WIDTH * share)
+            words.append(f"[{'#' * filled}{'.' * (BAR_WIDTH - filled)}] ")
+        words.append(f"{self.done_bytes / 1e6:,.1f}")
+        words.append(f" of {self.total_bytes / 1e6:,.1f} MB ({share:.0%})" if share else " MB")
+        if self.documents:
+            words.append(f", {self.documents:,} documents, {self.tokens:,} tokens")
+        words.append(f", {self.done_bytes / 1e6 / max(seconds, 1e-9):,.1f} MB/s")
+        if share:
+            words.append(f", {format_duration(seconds * (1 / share - 1))} left")
+        return "".join(words)

@@ -19,12 +19,13 @@ from typing import Any
 
 import pytest
 
-from megatron_lite.corpus.documents import CorpusProgress, TextFields
+from megatron_lite.corpus.documents import TextFields
 from megatron_lite.corpus.inputs import InputFile, find_inputs
 from megatron_lite.corpus.prepare import UNFINISHED, CorpusOptions, held, prepare
 from megatron_lite.corpus.tokenizer_choice import TokenizerChoice
 from megatron_lite.data.indexed_dataset import IndexedDataset
 from megatron_lite.errors import DataError, PeerError, StorageError, UsageError
+from megatron_lite.run.progress_line import ByteProgress
 from tests.support.loading import loaded
 
 SPAWN = BaseProcess.start
@@ -281,7 +282,7 @@ def test_an_interrupt_ends_the_workers(
     inputs = write_inputs(tmp_path / "in")
     started: list[BaseProcess] = []
     monkeypatch.setattr(BaseProcess, "start", lambda process: (started.append(process), SPAWN(process)))
-    monkeypatch.setattr(CorpusProgress, "add", interrupt)
+    monkeypatch.setattr(ByteProgress, "add", interrupt)
     monkeypatch.setattr("megatron_lite.corpus.pieces.SMALLEST_PIECE_BYTES", 700)
     with loaded("prepare_data") as module:
         assert module.main([str(inputs), "--output_prefix", str(tmp_path / "x"), "--num_processes=2"]) == 130
