@@ -13,7 +13,6 @@ Exit codes: 0 within the tolerances, 1 beyond one, 2 usage, 3 a run has no numbe
 from __future__ import annotations
 
 import math
-import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -25,6 +24,7 @@ from megatron_lite.errors import DataError, RunError
 from megatron_lite.reports.charts import SPEED, SPEEDS
 from megatron_lite.reports.report import option_text, usual_values
 from megatron_lite.reports.watched_run import Curve, Metrics, WatchedRun, printable, watched
+from megatron_lite.run.exit_status import print_failure
 
 LONGEST_CELL = 40  # characters
 Row = Sequence[str]
@@ -257,8 +257,7 @@ def main(arguments: Sequence[str] | None = None, program: str | None = None) -> 
             print(line)
         return _check(runs, options.loss_tolerance, options.speed_tolerance)
     except RunError as error:
-        print(f"ERROR: {error}", file=sys.stderr)
-        return error.exit_code
+        return print_failure(error)
 
 
 def _check(runs: tuple[WatchedRun, WatchedRun], loss: float | None, speed: float | None) -> int:

@@ -3,7 +3,7 @@
     megatron_lite plot_run EXPERIMENT_DIR... [--output=loss.png] [--baseline=NAME=VALUE ...]
 
 The picture shows the learning rate and the losses of training, validation, test and averaged weights; several runs are
-overlaid. The default file is loss.png in the experiment directory (losses.png in the first of several); the suffix of
+overlaid. The default file is loss.png in the experiment directory, or losses.png here for several; the suffix of
 --output sets the format. Without matplotlib the picture is an SVG.
 """
 
@@ -20,6 +20,7 @@ from megatron_lite.errors import RunError, StorageError, UsageError
 from megatron_lite.reports.charts import LOSSES, draw_chart
 from megatron_lite.reports.picture import Drawing, draw, read_losses, to_figure, to_svg
 from megatron_lite.reports.watched_run import WatchedRun, sparkline
+from megatron_lite.run.exit_status import print_failure
 
 SPARKLINE_WIDTH = 60
 NO_MATPLOTLIB = "matplotlib is not installed, so the picture is an SVG; for a PNG: python -m pip install matplotlib"
@@ -74,7 +75,7 @@ def main(arguments: Sequence[str] | None = None, program: str | None = None) -> 
     parser = ScriptParser(prog=program, description="Plot the losses of one or several runs.")
     add = parser.add_argument
     add("experiment_dirs", nargs="+", type=Path, metavar="EXPERIMENT_DIR", help="the --experiment_dir of a run")
-    add("--output", type=Path, help="picture to write, or a folder for it (default: the first EXPERIMENT_DIR)")
+    add("--output", type=Path, help="picture to write, or a folder for it (default: EXPERIMENT_DIR; here for several)")
     add(
         "--baseline",
         type=parse_baseline,
@@ -85,15 +86,15 @@ def main(arguments: Sequence[str] | None = None, program: str | None = None) -> 
     )
     options = parser.parse_args(arguments)
     folders: list[Path] = options.experiment_dirs
-    output: Path = options.output or folders[0]
+    home, name = (folders[0], "loss.png") if len(folders) == 1 else (Path(), "losses.png")
+    output: Path = options.output or home
     if not output.suffix or output.is_dir():
-        output /= "loss.png" if len(folders) == 1 else "losses.png"
+        output /= name
     try:
         runs = read_losses(folders)
         output = write_picture(draw(runs, options.baseline), output)
     except RunError as error:
-        print(f"ERROR: {error}", file=sys.stderr)
-        return error.exit_code
+        return print_failure(error)
     unicode = (sys.stdout.encoding or "").lower().replace("-", "") == "utf8"
     for line in sparklines(runs, unicode):
         print(line)

@@ -21,7 +21,7 @@ from megatron_lite.cli.script_parser import ScriptParser, number
 from megatron_lite.errors import UsageError
 from megatron_lite.reports.watch_page import page
 from megatron_lite.reports.watched_run import WatchedRun
-from megatron_lite.run.exit_status import print_page
+from megatron_lite.run.exit_status import print_failure, print_page
 
 # Terminal sequences: alternate screen without cursor, and back; home; clear to the end of the line and of the screen.
 ENTER, LEAVE = "\033[?1049h\033[?25l", "\033[?25h\033[?1049l"
@@ -40,9 +40,7 @@ def main(arguments: Sequence[str] | None = None, program: str | None = None) -> 
     options = parser.parse_args(arguments)
     root: Path = options.experiment_dir
     if problem := no_folder(root):
-        error = UsageError(f"{problem}; give the --experiment_dir of a run")
-        print(f"ERROR: {error}", file=sys.stderr)
-        return error.exit_code
+        return print_failure(UsageError(f"{problem}; give the --experiment_dir of a run"))
     run = WatchedRun(root)
     with contextlib.suppress(KeyboardInterrupt, OSError):  # OSError: the terminal is gone
         if options.once or not sys.stdout.isatty():

@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from megatron_lite.checkpoint.names import JsonObject, find_checkpoints
+from megatron_lite.checkpoint.names import JsonObject
 from megatron_lite.config import Options, unflatten
 from megatron_lite.config.values import FLAGS, abridged
 from megatron_lite.errors import DataError, StorageError
@@ -237,14 +237,11 @@ def _timing(run: WatchedRun) -> str:
 
 def _folders(run: WatchedRun) -> str:
     """Show checkpoints and exports with their sizes."""
-    rows = []
-    for kind, folder in (("checkpoint", "checkpoints"), ("export", "export")):
-        try:
-            found = [*find_checkpoints(run.root / folder)]
-        except OSError:
-            continue
-        for iteration, path in found[:MOST_FOLDERS]:
-            rows.append([kind, f"{iteration:,}", _size(path), f"{folder}/{path.name}"])
+    rows = [
+        [kind, one.name, _size(one.path), str(one.path.relative_to(run.root))]
+        for kind, saved in (("checkpoint", run.checkpoints), ("export", run.exports))
+        for one in saved[:MOST_FOLDERS]
+    ]
     return _table(["", "iteration", "size", "folder"], rows)
 
 

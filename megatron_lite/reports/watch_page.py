@@ -143,8 +143,8 @@ def _updates(run: WatchedRun) -> Iterator[str]:
 
 
 def _folders(name: str, saved: Sequence[SavedFolder], now_s: float) -> Iterator[str]:
-    ages = [(one.iteration, format_duration(max(now_s - one.time_s, 0.0))) for one in saved]
-    shown = [f"{iteration:,} ({age} ago)" for iteration, age in ages[:SHOWN_CHECKPOINTS]]
+    newest = saved[:SHOWN_CHECKPOINTS]
+    shown = [f"{one.name} ({format_duration(max(now_s - one.time_s, 0.0))} ago)" for one in newest]
     if len(saved) > SHOWN_CHECKPOINTS:
         shown.append(f"{len(saved) - SHOWN_CHECKPOINTS} more")
     if shown:

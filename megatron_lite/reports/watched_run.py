@@ -255,7 +255,8 @@ def _number(value: Any) -> float | None:
 class SavedFolder(NamedTuple):
     """A checkpoint or an export."""
 
-    iteration: int
+    name: str  # its iteration, or best
+    path: Path
     time_s: float  # since 1970
 
 
@@ -270,7 +271,7 @@ class WatchedRun:
         self.config: JsonObject = {}
         self.heartbeat_s: float | None = None  # the last heartbeat; None: the run has left the folder
         self._heartbeat: tuple[int, float] | None = None  # start and time of the file
-        self.checkpoints: list[SavedFolder] = []  # newest first
+        self.checkpoints: list[SavedFolder] = []  # as `_saved` lists them
         self.exports: list[SavedFolder] = []
         self.warnings: deque[str] = deque(maxlen=MOST_WARNINGS)  # of the newest start
         self._log = GrowingFile(self._of_start(RANK_0_LOG), LARGEST_READ_BYTES)
@@ -322,12 +323,14 @@ class WatchedRun:
 
 
 def _saved(root: Path, file: str) -> list[SavedFolder]:
-    """Return the folders named after iterations, with the modification time of a file in them, newest first."""
-    found = []
+    """Return the best folder and those named after iterations, newest first, with the modification time of a file."""
+    found, best = [], root / "best"
     with contextlib.suppress(OSError):
-        for iteration, folder in find_checkpoints(root):
+        # The best export is the folder itself, or a checkpoint in it.
+        named = [("best", folder) for _, folder in find_checkpoints(best)] or [("best", best)]
+        for name, folder in (*named, *((f"{iteration:,}", folder) for iteration, folder in find_checkpoints(root))):
             with contextlib.suppress(OSError):
-                found.append(SavedFolder(iteration, (folder / file).stat().st_mtime))
+                found.append(SavedFolder(name, folder, (folder / file).stat().st_mtime))
     return found
 
 

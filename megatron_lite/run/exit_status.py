@@ -77,7 +77,7 @@ def print_error(message: str, rank: int) -> None:
         print(f"ERROR{'' if rank == 0 else f' on rank {rank}'}: {message}", file=sys.stderr, flush=True)
 
 
-def print_failure(error: Exception, less_memory: str) -> int:
+def print_failure(error: Exception, less_memory: str = "") -> int:
     """Print why a script failed and return its exit code; re-raise `error` if it is a bug."""
     expected = as_run_error(error, less_memory) or missing_package(error)
     if expected is None:

@@ -15,7 +15,7 @@ from megatron_lite.cli.parse import parse
 from megatron_lite.commands import report_run
 from megatron_lite.config import flatten
 from megatron_lite.errors import DataError, StorageError
-from megatron_lite.reports import charts
+from megatron_lite.reports import charts, watch_page
 from megatron_lite.reports.picture import Stroke, draw, read_losses
 from megatron_lite.reports.report import MOST_FOLDERS, REPORT_FILE, page, write_report
 from megatron_lite.reports.watched_run import read_runs
@@ -130,10 +130,34 @@ def test_the_newest_checkpoints_and_samples_are_shown(tmp_path: Path) -> None:
     sample = {"prompt": "la ", "text": "la la land"}
     (folder / "samples.jsonl").write_text(json.dumps({"iteration": 1, "samples": [sample]}))
     for iteration in range(1000, 1000 + MOST_FOLDERS):
-        (folder / "checkpoints" / str(iteration)).mkdir()
+        shutil.copytree(folder / "checkpoints" / "400", folder / "checkpoints" / str(iteration))
     text = page(read_runs([folder]))
     shown = {iteration: f"checkpoints/{iteration}<" in text for iteration in (999 + MOST_FOLDERS, 1000, 400)}
     assert list(shown.values()) == [True, True, False] and "<b>la </b>la la land</div>" in text
+
+
+@pytest.mark.parametrize("inside", ["config.json", "400/manifest.json"])
+def test_the_best_export_is_shown(tmp_path: Path, inside: str) -> None:
+    """First, in the page and in watch_run, in either format of exports."""
+    folder = make_run(tmp_path / "run")
+    for path in ("best/" + inside, "200/config.json"):
+        (folder / "export" / path).parent.mkdir(parents=True)
+        (folder / "export" / path).write_text("{}")
+    (run,) = read_runs([folder])
+    rows = re.findall(r"<td>export</td><td>([^<]*)</td><td>0.0 MB</td><td>([^<]*)</td>", page([run]))
+    assert rows == [("best", str(Path("export/best", inside).parent)), ("200", "export/200")]
+    (line,) = (line for line in watch_page.page(run, run.exports[0].time_s, 80, True) if line.startswith("exports"))
+    assert line == "exports: best (0:00:00 ago), 200 (0:00:00 ago)"
+
+
+def test_several_runs_leave_their_folders_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Their page stands where the command runs, under a name that no run uses; that of one run is in its folder."""
+    folders = [make_run(tmp_path / name) for name in ("a", "b")]
+    monkeypatch.chdir(folders[0])
+    assert report_run.main(["../b"]) == 0 and "<h1>b</h1>" in (folders[1] / REPORT_FILE).read_text()
+    assert report_run.main([".", "../b"]) == 0
+    assert "<h1>2 runs</h1>" in Path("reports.html").read_text() and not Path(REPORT_FILE).exists()
+    assert "<h1>b</h1>" in (folders[1] / REPORT_FILE).read_text()
 
 
 def test_long_runs_make_short_pages(tmp_path: Path) -> None:
@@ -219,6 +243,16 @@ def test_charts_on_a_phone(tmp_path: Path, lines: int, every: int) -> None:
     heights = sorted(tick["y"] for tick in norm["down"])
     assert len(heights) >= 2 and all(after - y >= 14 for y, after in pairwise(heights)), norm["down"]
     assert loss["readout"].startswith(f"iteration {lines * every:,}: training 4"), loss["readout"]
+
+
+@pytest.mark.skipif(NODE is None, reason="no node here")
+def test_zero_has_no_sign(tmp_path: Path) -> None:
+    """The first tick of a run whose first validation is before the first iteration, and of rates that end at 0."""
+    folder = make_run(tmp_path / "run", learning_rate=0.0)
+    with (folder / "metrics.jsonl").open("a") as file:
+        file.write('{"phase": "validation", "iteration": 0, "loss": 6.0, "run": 1}\n')
+    for drawn in drawn_on_a_phone([folder]):
+        assert drawn["across"][0]["words"] == "0" and all(tick["words"] != "-0" for tick in drawn["down"]), drawn
 
 
 def test_equal_curves_show_beside_each_other(tmp_path: Path) -> None:

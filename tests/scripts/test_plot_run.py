@@ -3,6 +3,7 @@
 import importlib.util
 import json
 import xml.etree.ElementTree as ElementTree
+from pathlib import Path
 
 import pytest
 
@@ -154,10 +155,16 @@ def test_runs_are_laid_over_each_other(with_matplotlib, tmp_path, capsys, reques
     second = write_run(tmp_path / "b" / "$x^2$_run", 400)
     third = write_run(tmp_path / "_<c>\x1b", 3, validation=False)
     runs = [str(run) for run in (first, second, third)]
+    request.getfixturevalue("monkeypatch").chdir(tmp_path)
     assert script.main(runs) == 0
     out = capsys.readouterr().out
-    output = first / ("losses.png" if with_matplotlib else "losses.svg")
-    assert output.is_file() and f"loss curve: {output}" in out and "\x1b" not in out
+    output = Path("losses.png" if with_matplotlib else "losses.svg")
+    assert (
+        output.is_file()
+        and not any(path.match("loss*") for path in first.iterdir())
+        and f"loss curve: {output}" in out
+        and "\x1b" not in out
+    )
     names = ["a/$x^2$_run", "b/$x^2$_run", "_<c>?"]
     assert [line for line in out.splitlines() if "loss" not in line and "matplotlib" not in line] == names
     shapes = draw(read_losses([first, second, third]), []).shapes

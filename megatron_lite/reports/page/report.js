@@ -31,7 +31,7 @@
     const rough = (high - low) / wanted, power = 10 ** Math.floor(Math.log10(rough));
     const step = [1, 2, 5, 10].map((factor) => factor * power).find((size) => size >= rough * 0.999);
     const found = [];
-    for (let tick = Math.ceil(low / step - 1e-9); tick * step <= high + step * 1e-9; tick++) found.push(tick * step);
+    for (let tick = Math.ceil(low / step - 1e-9); tick * step <= high + step * 1e-9; tick++) found.push(tick * step + 0);  // -0 becomes 0
     return found;
   }
 
