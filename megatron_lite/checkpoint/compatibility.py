@@ -31,6 +31,8 @@ FREE = frozenset(
     "init_method_std_attn_proj init_method_std_mlp_1 init_method_std_mlp_2 layer_norm_init_range random_bias_init "
     "full_precision_residual attention_softmax_in_fp32 make_vocab_size_divisible_by".split()
 )
+# Options that only name a run.
+NAMES_OF_A_RUN = ("experiment_dir", "experiment_name", "wandb_id")
 # Option -> kind of change; changes of other options are only logged.
 KINDS = {
     **{name: ARCHITECTURE for name in vars(ModelConfig()) if name not in FREE},

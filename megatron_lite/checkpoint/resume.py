@@ -271,7 +271,8 @@ def _other_ranks(loaded: Manifest, distributed: Distributed) -> str:
 def _log_changes(loaded: Manifest, config: Config, data: dict[str, Any], logger: logging.Logger) -> None:
     """Log how the configuration differs from the checkpoint's."""
     for difference in compatibility.differences(loaded.config, config, compatibility.DATA, None):
-        logger.info("  changed since that checkpoint (the command line wins): %s", difference)
+        if difference.name not in compatibility.NAMES_OF_A_RUN:
+            logger.info("  changed since that checkpoint (the command line wins): %s", difference)
     other_evaluations = compatibility.other_evaluations(loaded, config, data)
     for line in (*other_evaluations, *compatibility.wrong_frozen_layers(loaded)):
         logger.warning(line)

@@ -338,8 +338,8 @@ def _stray_hint(text: str) -> str:
     name, equals, value = text.partition("=")
     if not text.strip():
         return f"an empty word; {NO_QUOTES}"
-    if text == "{":
-        return "an @file holds flags as a shell has them (--lr=1e-3), not JSON; a run's log has its command"
+    if text == "{" or text.endswith(":"):
+        return "an @file holds flags as a shell has them (--lr=1e-3), not JSON or YAML; a run's log has its command"
     if re.search(r"(^|\s)--[A-Za-z]", text):
         return f"several flags in one word; {NO_QUOTES}"
     if (equals or name.replace("-", "_") in SPELLINGS) and (answer := answer_of_any(name, value)):

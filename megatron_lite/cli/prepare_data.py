@@ -16,7 +16,7 @@ from megatron_lite.corpus.prepared import inspect, verify
 from megatron_lite.corpus.remote_copy import local_copy
 from megatron_lite.corpus.tokenizer_choice import TokenizerChoice
 from megatron_lite.errors import EXIT_DONE, RunError, StorageError, UsageError
-from megatron_lite.run.exit_status import name_missing_package
+from megatron_lite.run.exit_status import name_missing_package, print_failure
 from megatron_lite.run.host import available_cores
 
 MOST_SHARDS = 99_999  # their names have five digits
@@ -180,10 +180,8 @@ def main(argv: Sequence[str], program: str = "prepare_data") -> int:
             return EXIT_DONE
         options = read_options(words)
         report(options, *prepare(options))
-    except (RunError, OSError) as raised:
-        error = raised if isinstance(raised, RunError) else StorageError(raised)
-        print(f"error: {error}", file=sys.stderr)
-        return error.exit_code
+    except (RunError, OSError) as error:
+        return print_failure(error if isinstance(error, RunError) else StorageError(error))
     except KeyboardInterrupt:
         print("interrupted; the same command continues where it stopped", file=sys.stderr)
         return 130

@@ -6,7 +6,8 @@ import argparse
 import math
 import re
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from types import MappingProxyType
 from typing import Any, NoReturn
 
 from megatron_lite.cli.unknown_flags import is_one_edit
@@ -14,6 +15,19 @@ from megatron_lite.config.values import LOCAL, URL, shown, similar
 from megatron_lite.errors import UsageError, check_addresses
 
 LARGEST_COUNT = 2**31 - 1
+# What other programs call our flags, where the names are not similar.
+ELSEWHERE: Mapping[str, str] = MappingProxyType(
+    {
+        "model": "checkpoint checkpoint_path ckpt hf_path load out_dir pretrained",
+        "from": "checkpoint input load model source",
+        "to": "output save",
+        "max_new_tokens": "max_length n_predict num_tokens out_seq_length",
+        "prompt": "input start text",
+        "prompts_file": "file input_file",
+        "text": "file input input_file tasks",
+        "num_processes": "workers num_workers",
+    }
+)
 
 
 class ScriptParser(argparse.ArgumentParser):
@@ -25,7 +39,7 @@ class ScriptParser(argparse.ArgumentParser):
     def parse_known_args(  # type: ignore[override]
         self, args: Sequence[str] | None = None, namespace: Any = None
     ) -> tuple[Any, list[str]]:
-        """Parse the words of a command line; exit with code 2 at the first flag that does not exist."""
+        """Parse the words of a command line; exit with code 2 and a line for each flag that does not exist."""
         words = list(sys.argv[1:] if args is None else args)
         if any("\0" in word for word in words):
             self.error("a word of the command line has a NUL character")
@@ -34,7 +48,11 @@ class ScriptParser(argparse.ArgumentParser):
         except UsageError as error:
             self.error(str(error))
         end = words.index("--") if "--" in words else len(words)
-        return super().parse_known_args([*map(self._spelled, words[:end]), *words[end:]], namespace)
+        unknown = list[str]()
+        spelled = [self._spelled(word, unknown) for word in words[:end]]
+        if unknown:
+            self.error("\n".join(unknown))
+        return super().parse_known_args([*spelled, *words[end:]], namespace)
 
     def _get_value(self, action: argparse.Action, arg_string: str) -> Any:
         if action.dest not in ("prompt", "stop", "inputs") and re.match(URL, arg_string):  # no file, or copied
@@ -42,11 +60,11 @@ class ScriptParser(argparse.ArgumentParser):
         return super()._get_value(action, arg_string)
 
     def error(self, message: str) -> NoReturn:
-        """Print one line and exit; the usage would fill the screen."""
-        self.exit(2, f"{self.prog}: error: {UsageError(message)} (--help explains)\n")
+        """Print the message and exit; the usage would fill the screen."""
+        self.exit(2, f"ERROR: {UsageError(message)} (--help explains)\n")
 
-    def _spelled(self, word: str) -> str:
-        """Return a flag with underscores, as argparse expects it; anything else unchanged."""
+    def _spelled(self, word: str, unknown: list[str]) -> str:
+        """Return a flag with underscores, as argparse expects it, and anything else unchanged; note an unknown one."""
         flag, equals, value = word.partition("=")
         if not flag.startswith("--") or " " in flag:
             return word
@@ -59,8 +77,10 @@ class ScriptParser(argparse.ArgumentParser):
         near = [other for other in names if is_one_edit(name, other)]
         near = near or [other for other in names if len(name) > 1 and other.startswith(name)]
         near = near or similar(name, names, 3, 0.7)
+        near = near or [ours for ours, theirs in ELSEWHERE.items() if ours in names and name in theirs.split()]
         meant = f"did you mean {' or '.join(f'--{other}' for other in near)}?" if near else "no flag has a similar name"
-        self.error(f"unknown flag {shown(flag)}; {meant}")
+        unknown.append(f"unknown flag {shown(flag)}; {meant}")
+        return word
 
 
 def number(kind: Callable[[str], Any], minimum: float, maximum: float = math.inf, above: bool = False) -> Any:

@@ -12,7 +12,7 @@ from types import MappingProxyType
 from megatron_lite import __version__
 from megatron_lite.config.values import shown, similar
 from megatron_lite.errors import EXIT_DONE, SCRIPTS, UsageError
-from megatron_lite.run.exit_status import name_missing_package, print_page
+from megatron_lite.run.exit_status import name_missing_package, print_failure, print_page
 from megatron_lite.run.host import prepare_libraries
 from megatron_lite.run.launcher_watch import LauncherWatch
 
@@ -45,8 +45,7 @@ def command() -> int:
     if name not in VERBS:
         near = similar(name, VERBS, 3, 0.6)
         advice = f"did you mean {' or '.join(near)}?" if near else f"the commands are {', '.join(VERBS)}"
-        print(f"megatron_lite: error: {UsageError(f'unknown command {shown(verb)}; {advice}')}", file=sys.stderr)
-        return UsageError.exit_code
+        return print_failure(UsageError(f"unknown command {shown(verb)}; {advice}"))
     if name == "pretrain_gpt":
         del sys.argv[1]
         return int(importlib.import_module(name).command())

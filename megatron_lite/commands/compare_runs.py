@@ -19,6 +19,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from megatron_lite.checkpoint.compatibility import NAMES_OF_A_RUN
 from megatron_lite.cli.script_parser import ScriptParser, number
 from megatron_lite.errors import DataError, RunError
 from megatron_lite.reports.charts import SPEED, SPEEDS
@@ -28,8 +29,6 @@ from megatron_lite.run.exit_status import print_failure
 
 LONGEST_CELL = 40  # characters
 Row = Sequence[str]
-# Options that name a run; they differ between any two.
-NAMES_OF_A_RUN = ("experiment_dir", "experiment_name", "wandb_id")
 LOSSES = ("loss", "averaged_loss")
 LOSS_OF_A_DATA_SET = "loss/"
 MEMORY = {"max_allocated_mib": "allocated, MiB", "max_reserved_mib": "reserved, MiB"}

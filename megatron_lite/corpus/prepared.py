@@ -75,11 +75,11 @@ def check_tokenizer(
         except (KeyError, TypeError, ValueError):
             unknown.append(prefix)
             continue
-        found = KnownTokenizer(f"that of the data {prefix}", digest, size, Path(base + TOKENIZER))
+        found = KnownTokenizer(f"of the data {prefix}", digest, size, Path(base + TOKENIZER))
         first = first or found
         if not (expected or first).encodes_like(found):
             fix = f"which is {found.file}; use data and a model of one tokenizer"
-            raise DataError(f"the tokenizer {expected or first} is not {found}, {fix}")
+            raise DataError(f"the tokenizer {expected or first} is not that {found}, {fix}")
         if found.size > vocab_size:
             raise DataError(f"the tokenizer {found} has more tokens than --vocab_size={vocab_size}")
     return first, unknown

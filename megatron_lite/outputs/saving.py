@@ -252,7 +252,8 @@ def save_and_stop(run: Run, reason: str) -> tuple[int, str]:
 def completion(run: Run) -> str:
     """Return the closing message of a run that completed all iterations."""
     plural, best = "s" * (run.iteration != 1), f"; {run.best}" * (run.best.metric is not None)
-    return f"training complete: {run.iteration} iteration{plural}{run.optimizer.guard.dropped.ending()}{best}"
+    lost = "; nothing is saved without --experiment_dir" * (run.experiment.root is None)
+    return f"training complete: {run.iteration} iteration{plural}{run.optimizer.guard.dropped.ending()}{best}{lost}"
 
 
 def early_end(run: Run) -> str:

@@ -42,7 +42,7 @@ def test_an_unknown_verb_is_one_line(
 ) -> None:
     monkeypatch.setattr(sys, "argv", ["megatron_lite", verb])
     assert command() == 2
-    assert capsys.readouterr() == ("", f"megatron_lite: error: {said}\n")
+    assert capsys.readouterr() == ("", f"ERROR: {said}\n")
 
 
 def test_help_imports_nothing_heavy() -> None:

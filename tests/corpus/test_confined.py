@@ -93,7 +93,7 @@ def test_a_template_that_is_always_slow_is_refused_at_once(
     (tmp_path / "slow.jinja").write_text(LOOPS + TALK)
     source = write_lines(tmp_path / "chats.jsonl", [{"messages": [user("a"), assistant("b")]}])
     prepare(source, tmp_path / "x", f"--chat_template={tmp_path / 'slow.jinja'}", code=3)
-    assert capsys.readouterr().err == f"error: {SUBJECT} takes more than 0.3 s\n"
+    assert capsys.readouterr().err == f"ERROR: {SUBJECT} takes more than 0.3 s\n"
     with pytest.raises(DataError, match="takes more than 0.3 s"):
         ChatTemplate(LOOPS, {}).render([user("a")], None, True)
     assert ChatTemplate(TALK, {}).render([user("a")], None, True) == "user: a\nassistant: "

@@ -340,7 +340,7 @@ def test_bad_records_are_named(tmp_path: Path, capsys: pytest.CaptureFixture[str
         assert printed[number - 1].startswith(f"skipped {source}: line {number}: not a conversation: {rule}"), number
     assert said(tmp_path / "x") == ["<think>b</think>c\n"]
     prepare(source, tmp_path / "y", f"--chat_template={thinks}", "--strict", code=3)
-    assert f"error: {source}: line 1: not a conversation: needs messages" in capsys.readouterr().err
+    assert f"ERROR: {source}: line 1: not a conversation: needs messages" in capsys.readouterr().err
 
 
 def test_bad_templates_are_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

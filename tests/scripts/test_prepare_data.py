@@ -138,7 +138,7 @@ def test_too_little_memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caps
     monkeypatch.setattr(PieceWriter, "_encode", no_room)
     assert main(tmp_path / "x.txt", "--output_prefix", tmp_path / "x") == 7
     message = capsys.readouterr().err
-    assert message.startswith(f"error: {tmp_path / 'x.txt'}: out of memory") and "--num_processes" in message
+    assert message.startswith(f"ERROR: {tmp_path / 'x.txt'}: out of memory") and "--num_processes" in message
     assert message.count("\n") == 1
 
 
@@ -164,7 +164,7 @@ def test_strict_refuses_bad_lines(tmp_path: Path, capsys: pytest.CaptureFixture[
         path.write_bytes(b'{"text": "good"}\n' + line + b'\n{"text": "good"}\n')
         assert main(path, "--strict", "--output_prefix", tmp_path / "x") == 3, kind
         message = capsys.readouterr().err
-        assert message.startswith(f"error: {path}: line 2: {kind}") and message.count("\n") == 1, (line[:20], message)
+        assert message.startswith(f"ERROR: {path}: line 2: {kind}") and message.count("\n") == 1, (line[:20], message)
         assert os.listdir(tmp_path) == ["x.jsonl"], kind
 
 
@@ -225,7 +225,7 @@ def test_refusals_have_codes_and_one_line(folder: Path, tmp_path: Path, capsys: 
     for code, fact, arguments in cases:
         assert main(*arguments) == code, fact
         errors = [line for line in capsys.readouterr().err.splitlines() if not line.startswith("skipped ")]
-        assert len(errors) == 1 and errors[0].startswith("error: ") and fact in errors[0]
+        assert len(errors) == 1 and errors[0].startswith("ERROR: ") and fact in errors[0]
     for flags in ((), (*prefix, "--over"), (*prefix, "--tokenizer=byte", "--train_tokenizer=300")):
         assert main(folder, *flags) == 2
     assert not list(tmp_path.glob("x.*"))

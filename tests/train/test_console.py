@@ -84,7 +84,7 @@ def test_planned_stop_says_why_and_what_continues(tmp_path: Path) -> None:
 def test_every_end_has_a_last_line(tmp_path: Path) -> None:
     """One iteration is singular; nothing to train and nothing to do are said."""
     for flags, end in (
-        (["--train_iters=1"], "training complete: 1 iteration"),
+        (["--train_iters=1"], "training complete: 1 iteration; nothing is saved without --experiment_dir"),
         (["--train_iters=0"], "nothing to train: --train_iters=0"),
     ):
         assert run([*RUN, *flags]).stdouts[0].splitlines()[-1] == end

@@ -56,6 +56,9 @@ def test_text_is_prepared_once(text: Path, tmp_path: Path) -> None:
     goes_on = succeed(flags("list", tmp_path / "b", *data, "--train_iters=4")).output
     changed = re.findall(r"changed since that checkpoint .*?: (\w+):", goes_on)
     assert changed == ["lr_decay_iters", "train_iters"] and "has no effect" not in goes_on
+    (tmp_path / "b").rename(tmp_path / "copied")
+    renamed = succeed(flags("list", tmp_path / "copied", *data, "--train_iters=5")).output
+    assert re.findall(r"changed since that checkpoint .*?: (\w+):", renamed) == changed
 
 
 def test_text_needs_a_tokenizer_and_a_place(text: Path, tmp_path: Path) -> None:
