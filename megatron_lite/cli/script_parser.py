@@ -6,8 +6,7 @@ import argparse
 import math
 import re
 import sys
-from collections.abc import Callable, Mapping, Sequence
-from types import MappingProxyType
+from collections.abc import Callable, Sequence
 from typing import Any, NoReturn
 
 from megatron_lite.cli.unknown_flags import is_one_edit
@@ -16,18 +15,16 @@ from megatron_lite.errors import UsageError, check_addresses
 
 LARGEST_COUNT = 2**31 - 1
 # What other programs call our flags, where the names are not similar.
-ELSEWHERE: Mapping[str, str] = MappingProxyType(
-    {
-        "model": "checkpoint checkpoint_path ckpt hf_path load out_dir pretrained",
-        "from": "checkpoint input load model source",
-        "to": "output save",
-        "max_new_tokens": "max_length n_predict num_tokens out_seq_length",
-        "prompt": "input start text",
-        "prompts_file": "file input_file",
-        "text": "file input input_file tasks",
-        "num_processes": "workers num_workers",
-    }
-)
+ELSEWHERE = """\
+model           checkpoint checkpoint_path ckpt hf_path load out_dir pretrained
+from            checkpoint input load model source
+to              output save
+max_new_tokens  max_length n_predict num_tokens out_seq_length
+prompt          input start text
+prompts_file    file input_file
+text            file input input_file
+num_processes   workers num_workers
+"""
 
 
 class ScriptParser(argparse.ArgumentParser):
@@ -77,7 +74,9 @@ class ScriptParser(argparse.ArgumentParser):
         near = [other for other in names if is_one_edit(name, other)]
         near = near or [other for other in names if len(name) > 1 and other.startswith(name)]
         near = near or similar(name, names, 3, 0.7)
-        near = near or [ours for ours, theirs in ELSEWHERE.items() if ours in names and name in theirs.split()]
+        near = near or [
+            ours for ours, *theirs in map(str.split, ELSEWHERE.splitlines()) if ours in names and name in theirs
+        ]
         meant = f"did you mean {' or '.join(f'--{other}' for other in near)}?" if near else "no flag has a similar name"
         unknown.append(f"unknown flag {shown(flag)}; {meant}")
         return word

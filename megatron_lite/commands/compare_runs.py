@@ -24,6 +24,7 @@ from megatron_lite.cli.script_parser import ScriptParser, number
 from megatron_lite.errors import DataError, RunError
 from megatron_lite.reports.charts import SPEED, SPEEDS
 from megatron_lite.reports.report import option_text, usual_values
+from megatron_lite.reports.watch_page import short
 from megatron_lite.reports.watched_run import Curve, Metrics, WatchedRun, printable, watched
 from megatron_lite.run.exit_status import print_failure
 
@@ -180,12 +181,8 @@ def loss_row(loss: LossDifference) -> Row:
 
 def number_row(row: NumberDifference) -> Row:
     """Return the table row of a speed or a memory size."""
-    first, second = ("-" if math.isnan(value) else _number(value) for value in (row.first, row.second))
+    first, second = ("-" if math.isnan(value) else short(value) for value in (row.first, row.second))
     return row.label, first, second, "-" if math.isnan(row.change) else f"{row.change:+.1%}"
-
-
-def _number(value: float) -> str:
-    return f"{value:,.0f}" if 1000 <= abs(value) < 1e12 else f"{value:.4g}"
 
 
 def report(runs: tuple[WatchedRun, WatchedRun]) -> Iterator[str]:

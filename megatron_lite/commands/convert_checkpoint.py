@@ -18,7 +18,6 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
-import sys
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -42,6 +41,7 @@ from megatron_lite.model.embedding_and_head import Head
 from megatron_lite.model.gpt import build_gpt, shapes_of
 from megatron_lite.model.layer import MicroBatch
 from megatron_lite.parameter import DTYPES
+from megatron_lite.run.exit_status import print_failure
 
 VERIFIED_ROWS, VERIFIED_TOKENS = 4, 64
 # Largest difference of logits over the largest logit; for rounded weights, 16 times the spacing of the dtype.
@@ -222,11 +222,9 @@ def main(arguments: Sequence[str] | None = None, program: str | None = None) -> 
     try:
         print(again(lambda: convert(options)))
     except RunError as error:
-        print(f"ERROR: {error}", file=sys.stderr)
-        return error.exit_code
+        return print_failure(error)
     except OSError as error:
         why = "this is a file, not a folder" if isinstance(error, FileExistsError) else error.strerror or error
-        reason = f"{error.filename or options.to}: {why}"
-        print(f"ERROR: {StorageError(reason)}; free some space or choose another --to", file=sys.stderr)
-        return StorageError.exit_code
+        reason = f"{error.filename or options.to}: {why}; free some space or choose another --to"
+        return print_failure(StorageError(reason))
     return EXIT_DONE

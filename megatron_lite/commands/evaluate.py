@@ -83,7 +83,6 @@ def parse_options(arguments: Sequence[str] | None, program: str | None = None) -
     data.add_argument("--text", nargs="+", help="files or folders to read whole: text, .jsonl, .parquet, .arrow")
     add("--json_key", help='key of the text in .jsonl lines (default: "text")')
     add("--split", help="--split of training; its second part is read; 0,1,0 reads everything (default: 969,30,1)")
-    add("--dataset_cache", help="folder that keeps the tokens of text in --data_path (default: none does)")
     count = number(int, 1, LARGEST_COUNT)
     add("--samples", type=count, help="number of samples of --data_path (default: all)")
     add("--seed", type=int, help="--seed of a run that an earlier version began: its validation depends on it")
@@ -92,7 +91,7 @@ def parse_options(arguments: Sequence[str] | None, program: str | None = None) -
     add("--cross_document_attention", type=int, choices=(0, 1), default=1, help="as in training (default: 1)")
     add("--json", action="store_true", help="print a JSON object per model, each on a line")
     options = parser.parse_args(arguments)
-    others = ("json_key",) if options.data_path else ("split", "samples", "seed", "dataset_cache")
+    others = ("json_key",) if options.data_path else ("split", "samples", "seed")
     for name in others:
         if getattr(options, name) is not None:
             parser.error(f"argument --{name}: has no effect with {'--data_path' if options.data_path else '--text'}")
@@ -100,9 +99,9 @@ def parse_options(arguments: Sequence[str] | None, program: str | None = None) -
 
 
 def indexed_batches(
-    options: argparse.Namespace, model: LocalModel, length: int, tokenizer: Tokenizer | None, cache: str
+    options: argparse.Namespace, model: LocalModel, tokenizer: Tokenizer | None
 ) -> Iterator[MicroBatch]:
-    """Yield the validation samples of token files, or of text that is made into such in `cache`, as training does.
+    """Yield the validation samples of token files, or of text that becomes such for this call, as training does.
 
     Raises:
         UsageError, DataError: if the options contradict each other, or the files cannot be read or are of another
@@ -116,7 +115,7 @@ def indexed_batches(
     values = vars(model.config) | {
         "batch_size": batch_size,
         "micro_batch_size": min(batch_size, options.micro_batch_size),
-        "sequence_length": length,
+        "sequence_length": model.longest,
         "allow_nondivisible_batch_size": True,
         "data_path": tuple(options.data_path),
         "tokenizer_file": None if tokenizer is None else getattr(tokenizer, "path", "byte"),
@@ -128,7 +127,7 @@ def indexed_batches(
         "validation_iters": 1 if options.samples else "all",
     }
     config = resolve(unflatten(values), 1)
-    config = with_paths(config, local_paths(config, options.dataset_cache or cache, get_logger()))
+    config = with_paths(config, local_paths(config, options.cache, get_logger()))
     _check_tokenizer(config.data.data_path, model, tokenizer)
     source = open_data(config, 0, 1, "data" if options.seed is None else "seed")
     for host_batches in source.batches("validation"):
@@ -175,29 +174,28 @@ def find_tokenizer(options: argparse.Namespace, folder: Path) -> Tokenizer | Non
     return None
 
 
-def result(options: argparse.Namespace, folder: Path, length: int | None, cache: str) -> dict[str, object]:
-    """Evaluate one model and return its record. length: of samples; None: as in its training.
+def result(options: argparse.Namespace, folder: Path) -> dict[str, Any]:
+    """Evaluate one model and return the record.
 
     Raises:
         RunError: if the model, the data or the tokenizer cannot be used.
     """
     device = choose_device(options.device)
     tokenizer = find_tokenizer(options, folder)
-    model = load_model(folder, length, options.dtype, device, options.weights, UNKNOWN_LENGTH)
-    length = model.longest
+    model = load_model(folder, options.sequence_length, options.dtype, device, options.weights, UNKNOWN_LENGTH)
     if options.text:
         assert tokenizer is not None
         micro_batches = text_batches(
             texts(options.text, options.json_key or "text"),
             tokenizer,
             model.config.vocab_size,
-            length,
+            model.longest,
             options.micro_batch_size,
             device,
             separate=not options.cross_document_attention,
         )
     else:
-        micro_batches = indexed_batches(options, model, length, tokenizer, cache)
+        micro_batches = indexed_batches(options, model, tokenizer)
     table = None if tokenizer is None else tokenizer.token_bytes()
     progress = ProgressLine()
     try:
@@ -206,7 +204,7 @@ def result(options: argparse.Namespace, folder: Path, length: int | None, cache:
         progress.close()
     if not math.isfinite(totals.nats):
         raise NumericsError("the loss is not finite: the weights are broken, or too large for the dtype")
-    return totals.record() | {"sequence_length": length, "model": str(folder)}
+    return totals.record() | {"sequence_length": model.longest, "model": str(folder)}
 
 
 def _check_tokenizer(data_path: Sequence[str], model: LocalModel, tokenizer: Tokenizer | None) -> None:
@@ -231,7 +229,7 @@ def so_far(totals: Totals, seconds: float) -> str:
     return f"{totals.tokens:,} tokens, loss {totals.loss:.4f}, {totals.tokens / seconds:,.0f} tokens/s"
 
 
-def in_words(record: dict[str, object]) -> str:
+def in_words(record: dict[str, Any]) -> str:
     """Format the record as one line."""
     perplexity, bits = record["perplexity"], record["bits_per_byte"]
     parts = [f"loss {record['loss']:.6f}"]
@@ -241,16 +239,16 @@ def in_words(record: dict[str, object]) -> str:
     return f"{' | '.join(parts)} | {record['tokens']:,} tokens{bytes_}, in samples of {record['sequence_length']:,}"
 
 
-def in_a_table(records: Sequence[dict[str, Any]], chosen: bool) -> Iterator[str]:
-    """Yield the lines of a table of several models, and how to read it. chosen: whether --sequence_length is given."""
+def in_a_table(records: Sequence[dict[str, Any]]) -> Iterator[str]:
+    """Yield the lines of a table of several models, and how to read it."""
     forms = {"loss": ".6f", "perplexity": ".4f", "bits_per_byte": ".6f", "tokens": ",", "bytes": ","}
     rows = [
         [record["model"], *("-" if record[name] is None else f"{record[name]:{form}}" for name, form in forms.items())]
         for record in records
     ]
     yield from table("model", [name.replace("_", " ") for name in forms], rows)[1:]
-    why = "" if chosen else ", the shortest of the trainings (--sequence_length)"
-    yield f"all in samples of {records[0]['sequence_length']:,} tokens{why}"
+    length = records[0]["sequence_length"]
+    yield f"all in samples of {length:,} tokens (--sequence_length; default: the shortest training)"
     if len({record["tokens"] for record in records}) > 1:
         yield "the tokenizers differ: only bits per byte compare"
 
@@ -258,19 +256,16 @@ def in_a_table(records: Sequence[dict[str, Any]], chosen: bool) -> Iterator[str]
 def main(arguments: Sequence[str] | None = None, program: str | None = None) -> int:
     """Evaluate and print, also what was done before an error; return the exit code."""
     options = parse_options(arguments, program)
-    several, length, code = len(options.model) > 1, options.sequence_length, EXIT_DONE
-    records = list[dict[str, Any]]()
+    code, records = EXIT_DONE, list[dict[str, Any]]()
     try:
-        if several and length is None:
-            length = again(lambda: common_length(options.model, options.weights, UNKNOWN_LENGTH))
-        with tempfile.TemporaryDirectory() as cache:
+        if len(options.model) > 1 and options.sequence_length is None:
+            options.sequence_length = again(lambda: common_length(options.model, options.weights, UNKNOWN_LENGTH))
+        with tempfile.TemporaryDirectory() as options.cache:
             for folder in options.model:
-                records.append(again(partial(result, options, folder, length, cache)))
+                records.append(again(partial(result, options, folder)))
     except Exception as error:
         code = print_failure(error, "write a smaller --micro_batch_size or --sequence_length, or --dtype=bf16")
-    if several and records and not options.json:
-        print_page("\n".join(in_a_table(records, options.sequence_length is not None)))
-        return code
-    for record in records:
-        print_page(json.dumps(record) if options.json else in_words(record))
+    form = json.dumps if options.json else in_words
+    for line in in_a_table(records) if len(records) > 1 and not options.json else map(form, records):
+        print_page(line)
     return code

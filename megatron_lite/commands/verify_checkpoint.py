@@ -13,7 +13,6 @@ Exit codes: 0 all checkpoints are good, 2 usage, 4 a checkpoint is damaged.
 
 from __future__ import annotations
 
-import argparse
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
@@ -97,8 +96,8 @@ def row(folder: Path, found: Inspection) -> str:
     return f"{folder.name:>10}  {size:>18}  {ranks:>5}  {RunError(verdict)}"  # its text has no control characters
 
 
-def parse(arguments: Sequence[str] | None, program: str | None = None) -> argparse.Namespace:
-    """Parse the command line."""
+def main(arguments: Sequence[str] | None = None, program: str | None = None) -> int:
+    """Print a table; return the exit code."""
     parser = ScriptParser(
         prog=program,
         description=(__doc__ or "").split("\n")[0],
@@ -106,12 +105,7 @@ def parse(arguments: Sequence[str] | None, program: str | None = None) -> argpar
     )
     parser.add_argument("paths", nargs="+", type=Path, metavar="PATH", help="checkpoint, or directory of a run")
     parser.add_argument("--values", action="store_true", help="also look for non-finite numbers")
-    return parser.parse_args(arguments)
-
-
-def main(arguments: Sequence[str] | None = None, program: str | None = None) -> int:
-    """Print a table; return the exit code."""
-    options = parse(arguments, program)
+    options = parser.parse_args(arguments)
     try:
         paths = [path.expanduser() for path in options.paths]
         for path in paths:

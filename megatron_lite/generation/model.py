@@ -141,13 +141,13 @@ def load_model(
 
 
 def common_length(folders: Sequence[Path], weights: str, most: int) -> int:
-    """Return the shortest length of the trainings of models, or `most` if all have more positions and none says it."""
+    """Return the shortest length of the trainings of models, or `most` if none says it; at most their positions."""
     found = []
     for folder in folders:
         with open_source(folder, weights=weights) as source:
             found.append((source.training.get("sequence_length"), source.model.max_position_embeddings))
-    shortest = min(length or positions for length, positions in found)
-    return shortest if any(length for length, _ in found) else min(shortest, most)
+    trained = [length for length, _ in found if length] or [most]
+    return min(*trained, *(positions for _, positions in found))
 
 
 def folder(text: str) -> Path:

@@ -19,7 +19,8 @@ LARGEST, LONGEST_S = 1e18, 1e10  # numbers and times that are shown
 LATE = 3.0  # times the usual time between two lines: a longer wait is pointed out
 
 
-def _number(value: float) -> str:
+def short(value: float) -> str:
+    """Return a number in few digits."""
     return f"{value:,.0f}" if 1000 <= abs(value) < 1e9 else f"{value:.4g}"
 
 
@@ -28,17 +29,17 @@ CURVES: tuple[tuple[str, str, str, Callable[[float], str]], ...] = (
     ("training loss", "training", "loss", "{:.4f}".format),
     ("validation loss", "validation", "loss", "{:.4f}".format),
     ("averaged weights", "validation", "averaged_loss", "{:.4f}".format),
-    ("gradient norm", "training", "grad_norm", _number),
+    ("gradient norm", "training", "grad_norm", short),
     ("learning rate", "training", "learning_rate", "{:.2e}".format),
-    ("tokens/s", "training", "tokens_per_sec", _number),
+    ("tokens/s", "training", "tokens_per_sec", short),
 )
 # Numbers of the newest record: (name, how to show it).
 NUMBERS: tuple[tuple[str, Callable[[float], str]], ...] = (
-    ("step_time_ms", lambda ms: f"{_number(ms)} ms/step"),
-    ("data_wait_ms", lambda ms: f"data wait {_number(ms)} ms"),
+    ("step_time_ms", lambda ms: f"{short(ms)} ms/step"),
+    ("data_wait_ms", lambda ms: f"data wait {short(ms)} ms"),
     ("mfu", "mfu {:.1%}".format),
     ("tokens_per_sec_per_gpu", "{:,.0f} tokens/s per rank".format),
-    ("model_tflops", lambda tflops: f"{_number(tflops)} TFLOP/s per device"),
+    ("model_tflops", lambda tflops: f"{short(tflops)} TFLOP/s per device"),
     ("max_reserved_mib", "memory {:,.0f} MiB".format),
     ("batch_size", "batch size {:,.0f}".format),
     ("consumed_tokens", "{:,.0f} tokens".format),
