@@ -120,10 +120,7 @@ def chunks(tensor: Tensor) -> Iterator[memoryview]:
 
 
 def write_tensors(
-    path: Path,
-    tensors: Sequence[TensorToWrite],
-    metadata: dict[str, str],
-    progress: Callable[[int], None] = lambda num_bytes: None,
+    path: Path, tensors: Sequence[TensorToWrite], metadata: dict[str, str], progress: Callable[[int], None]
 ) -> WrittenFile:
     """Write a new safetensors file and sync it; holds one tensor at a time. progress: gets the bytes of each tensor.
 

@@ -282,7 +282,7 @@ def inspect(folder: Path, values: bool = False) -> Inspection:
         return Inspection(None, None, [str(error)], [])
     problems, places = [], content.places()
     num_bytes = sum(file.size for file in content.files.values())
-    with contextlib.closing(ByteProgress(f"verifying {folder}", num_bytes * (1 + values))) as progress:
+    with ByteProgress(f"verifying {folder}", num_bytes * (1 + values)) as progress:
         for rank, (name, file) in enumerate(content.files.items()):
             slices = places.get(name, [])
             try:

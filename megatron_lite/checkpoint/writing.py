@@ -109,7 +109,7 @@ class Save:
         self._own_path.unlink(missing_ok=True)
         metadata = manifest.file_metadata(self._save_id, self.iteration, self._distributed.rank)
         shown = shown and self._distributed.rank == 0
-        with contextlib.closing(ByteProgress(f"saving {self.folder}", _num_bytes(self.tensors), shown)) as progress:
+        with ByteProgress(f"saving {self.folder}", _num_bytes(self.tensors), shown) as progress:
             return files.write_tensors(self._own_path, self.tensors, metadata, progress.add)
 
     def gather(self, write: Callable[[], WrittenFile]) -> list[WrittenFile]:

@@ -196,12 +196,9 @@ def result(options: argparse.Namespace, folder: Path) -> dict[str, Any]:
         )
     else:
         micro_batches = indexed_batches(options, model, tokenizer)
-    table = None if tokenizer is None else tokenizer.token_bytes()
-    progress = ProgressLine()
-    try:
-        totals = evaluate(model, micro_batches, table, lambda totals: progress.update(partial(so_far, totals)))
-    finally:
-        progress.close()
+    bytes_of = None if tokenizer is None else tokenizer.token_bytes()
+    with ProgressLine() as progress:
+        totals = evaluate(model, micro_batches, bytes_of, lambda totals: progress.update(partial(so_far, totals)))
     if not math.isfinite(totals.nats):
         raise NumericsError("the loss is not finite: the weights are broken, or too large for the dtype")
     return totals.record() | {"sequence_length": model.longest, "model": str(folder)}
@@ -229,28 +226,26 @@ def so_far(totals: Totals, seconds: float) -> str:
     return f"{totals.tokens:,} tokens, loss {totals.loss:.4f}, {totals.tokens / seconds:,.0f} tokens/s"
 
 
-def in_words(record: dict[str, Any]) -> str:
-    """Format the record as one line."""
+def in_words(record: dict[str, Any]) -> list[str]:
+    """Format the record in four parts."""
     perplexity, bits = record["perplexity"], record["bits_per_byte"]
-    parts = [f"loss {record['loss']:.6f}"]
-    parts += [] if perplexity is None else [f"perplexity {perplexity:.4f}"]
-    parts += ["bits per byte unknown (no tokenizer)" if bits is None else f"bits per byte {bits:.6f}"]
     bytes_ = "" if record["bytes"] is None else f", {record['bytes']:,} bytes"
-    return f"{' | '.join(parts)} | {record['tokens']:,} tokens{bytes_}, in samples of {record['sequence_length']:,}"
-
-
-def in_a_table(records: Sequence[dict[str, Any]]) -> Iterator[str]:
-    """Yield the lines of a table of several models, and how to read it."""
-    forms = {"loss": ".6f", "perplexity": ".4f", "bits_per_byte": ".6f", "tokens": ",", "bytes": ","}
-    rows = [
-        [record["model"], *("-" if record[name] is None else f"{record[name]:{form}}" for name, form in forms.items())]
-        for record in records
+    return [
+        f"loss {record['loss']:.6f}",
+        "perplexity beyond numbers" if perplexity is None else f"perplexity {perplexity:.4f}",
+        "bits per byte unknown (no tokenizer)" if bits is None else f"bits per byte {bits:.6f}",
+        f"{record['tokens']:,} tokens{bytes_}, in samples of {record['sequence_length']:,}",
     ]
-    yield from table("model", [name.replace("_", " ") for name in forms], rows)[1:]
-    length = records[0]["sequence_length"]
-    yield f"all in samples of {length:,} tokens (--sequence_length; default: the shortest training)"
-    if len({record["tokens"] for record in records}) > 1:
-        yield "the tokenizers differ: only bits per byte compare"
+
+
+def report(records: Sequence[dict[str, Any]]) -> Iterator[str]:
+    """Yield one line, or the lines of a table of several models."""
+    if len(records) == 1:
+        yield " | ".join(in_words(records[0]))
+    elif records:
+        yield from table("", [""] * 4, [[record["model"], *in_words(record)] for record in records])[2:]
+        if len({record["tokens"] for record in records}) > 1:
+            yield "the tokenizers differ: only bits per byte compare"
 
 
 def main(arguments: Sequence[str] | None = None, program: str | None = None) -> int:
@@ -265,7 +260,6 @@ def main(arguments: Sequence[str] | None = None, program: str | None = None) -> 
                 records.append(again(partial(result, options, folder)))
     except Exception as error:
         code = print_failure(error, "write a smaller --micro_batch_size or --sequence_length, or --dtype=bf16")
-    form = json.dumps if options.json else in_words
-    for line in in_a_table(records) if len(records) > 1 and not options.json else map(form, records):
+    for line in map(json.dumps, records) if options.json else report(records):
         print_page(line)
     return code

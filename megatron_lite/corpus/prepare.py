@@ -166,7 +166,7 @@ def _make(pieces: Sequence[Piece], folder: Path, recipe: Recipe, num_processes: 
     """Make the pieces, as many as the limit of documents needs; return their records."""
     records, documents = list[Record](), 0
     total_bytes = sum(span.size_bytes for piece in pieces for span in piece.spans)
-    with contextlib.closing(ByteProgress("tokenizing", total_bytes)) as progress:
+    with ByteProgress("tokenizing", total_bytes) as progress:
         made = make_pieces(pieces, folder, recipe, num_processes, progress.add)
         with contextlib.closing(made):  # type: ignore[type-var]
             for piece, record in zip(pieces, made, strict=False):
@@ -248,7 +248,7 @@ def write_pairs(
     """
     frequencies, done, itemsize = np.zeros(vocab_size, np.int64), 0, writers[0].dtype.itemsize
     total_bytes = sum(record.tokens for record in records) * itemsize
-    with contextlib.closing(ByteProgress("writing", total_bytes)) as progress:
+    with ByteProgress("writing", total_bytes) as progress:
         for piece, record in zip(pieces, records, strict=True):
             prefix, digest = str(folder / piece.key), hashlib.sha256()
             if digest_of(Path(prefix + ".idx")) != record.digests[".idx"]:

@@ -100,14 +100,12 @@ class TokenizerChoice:
 def _all_texts(files: Sequence[InputFile], fields: TextFields, strict: bool) -> Iterator[str]:
     """Yield all documents in one pass. Faults are counted in the second pass; with --strict the first one ends this."""
     spans = [span for file in files for span in cut_file(file, max(1, file.size_bytes))]
-    progress = ByteProgress("reading for the tokenizer", sum(span.size_bytes for span in spans))
     reading = Reading(spans, fields, strict)
-    try:
-        for text in reading.documents():
-            progress.add(reading.read_bytes - progress.done_bytes)
-            yield text
-    except BadDocument:
-        fault = reading.findings.first_faults[-1]
-        raise DataError(fault.message(spans[fault.span].file.place(fault.number))) from None
-    finally:
-        progress.close()
+    with ByteProgress("reading for the tokenizer", sum(span.size_bytes for span in spans)) as progress:
+        try:
+            for text in reading.documents():
+                progress.add(reading.read_bytes - progress.done_bytes)
+                yield text
+        except BadDocument:
+            fault = reading.findings.first_faults[-1]
+            raise DataError(fault.message(spans[fault.span].file.place(fault.number))) from None

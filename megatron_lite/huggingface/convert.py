@@ -7,7 +7,6 @@ weights, moments and state are dropped, because they belong to other weights.
 
 from __future__ import annotations
 
-import contextlib
 import functools
 import math
 from collections.abc import Iterator
@@ -62,7 +61,7 @@ def write_huggingface(
     """
     written = ExportFolder(shapes.items(), config, limit_bytes)
     written.create(folder)
-    with contextlib.closing(written.progress):
+    with written.progress:
         for name, shape in shapes.items():
             written.write(name, read_whole(source, name, shape))
             if written.overflow:
@@ -99,17 +98,17 @@ def write_checkpoint(folder: Path, source: WeightSource, shapes: Shapes, config:
     folder.mkdir()
     saved: dict[str, SavedFile] = {}
     parameters: dict[str, SavedParameter] = {}
-    progress = ByteProgress(f"writing {folder}", sum(tensor.num_bytes for tensor in tensors.values()))
-    for index, names in enumerate(cut):
-        file = rank_file(index)
-        some = [tensors[name] for name in names]
-        metadata = manifest.file_metadata(save_id, iteration, index)
-        saved[file], offset = files.write_tensors(folder / file, some, metadata, progress.add)
-        for tensor in some:
-            name, kind = tensor.name.split("/")
-            entry = parameters.setdefault(name, SavedParameter(tensor.dtype, tensor.shape, {}))
-            entry.slices[kind] = [Slice(file, offset, tensor.num_bytes, 0, math.prod(tensor.shape))]
-            offset += tensor.num_bytes
+    with ByteProgress("writing the checkpoint", sum(tensor.num_bytes for tensor in tensors.values())) as progress:
+        for index, names in enumerate(cut):
+            file = rank_file(index)
+            some = [tensors[name] for name in names]
+            metadata = manifest.file_metadata(save_id, iteration, index)
+            saved[file], offset = files.write_tensors(folder / file, some, metadata, progress.add)
+            for tensor in some:
+                name, kind = tensor.name.split("/")
+                entry = parameters.setdefault(name, SavedParameter(tensor.dtype, tensor.shape, {}))
+                entry.slices[kind] = [Slice(file, offset, tensor.num_bytes, 0, math.prod(tensor.shape))]
+                offset += tensor.num_bytes
     content = Manifest(
         save_id=save_id,
         iteration=iteration,
@@ -119,7 +118,6 @@ def write_checkpoint(folder: Path, source: WeightSource, shapes: Shapes, config:
         files=saved,
         parameters=parameters,
     )
-    progress.close()
     files.write_text(folder / MANIFEST_NAME, manifest.dump(content))
     sync_folder(folder)
     return content

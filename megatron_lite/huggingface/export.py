@@ -134,7 +134,7 @@ def save_huggingface(
 
     try:
         write_together(distributed, what, directory.parent, prepare)
-        with contextlib.closing(folder.progress):
+        with folder.progress:
             _write_all(distributed, what, temporary, folder, weights)
         write_together(distributed, what, directory, finish)
     except BaseException:

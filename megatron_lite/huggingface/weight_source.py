@@ -167,7 +167,7 @@ class CheckpointSource(WeightSource):
         share = wanted[slice(*(len(wanted) * number // world_size for number in (rank, rank + 1)))]
         num_bytes = sum(piece.num_bytes for piece, _ in share)
         try:
-            with contextlib.closing(ByteProgress(f"checking {self.folder}", num_bytes, rank == 0)) as progress:
+            with ByteProgress(f"checking {self.folder}", num_bytes, rank == 0) as progress:
                 for name, group in itertools.groupby(share, key=lambda item: item[0].file):
                     file, slices = self.content.files[name], list(group)
                     numbers = {number for piece, _ in slices for number in file.blocks_around(piece.offset, piece.end)}

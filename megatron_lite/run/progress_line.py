@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import math
 import sys
 import time
 from collections.abc import Callable
+from typing import Any
 
 TERMINAL_INTERVAL_S = 0.5
 BAR_WIDTH = 20
@@ -26,7 +28,7 @@ def format_count(number: int) -> str:
     return str(number)
 
 
-class ProgressLine:
+class ProgressLine(contextlib.AbstractContextManager[Any]):
     """Progress on standard error: one updated line on a terminal; otherwise new lines, every 10 seconds at first.
 
     shown: off for a process that must stay silent.
@@ -46,6 +48,9 @@ class ProgressLine:
             self._shown_s = now_s
             line = f"\r\033[K{words(elapsed_s)}" if self._terminal else f"{words(elapsed_s)}\n"
             print(line, end="", file=sys.stderr, flush=True)
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
 
     def close(self) -> None:
         """Erase the line on a terminal, unless none was shown: another program's line may stand there."""
