@@ -13,8 +13,15 @@ from typing import Any, NamedTuple
 
 # Commands that are also scripts of a checkout.
 SCRIPTS = (
-    *("prepare_data", "generate", "evaluate", "convert_checkpoint", "verify_checkpoint"),
-    *("watch_run", "report_run", "plot_run", "compare_runs"),
+    "prepare_data",
+    "generate",
+    "evaluate",
+    "convert_checkpoint",
+    "verify_checkpoint",
+    "watch_run",
+    "report_run",
+    "plot_run",
+    "compare_runs",
 )
 LONGEST_WORD = 1000  # characters that a message shows
 EXIT_DONE = 0

@@ -12,6 +12,7 @@ Exit codes: 0 within the tolerances, 1 beyond one, 2 usage, 3 a run has no numbe
 
 from __future__ import annotations
 
+import argparse
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
@@ -36,14 +37,6 @@ MEMORY = {"max_allocated_mib": "allocated, MiB", "max_reserved_mib": "reserved, 
 
 
 # -- the differences as numbers --------------------------------------------------------------------------------------
-
-
-class OptionDifference(NamedTuple):
-    """An option that differs between two runs, with both values as text."""
-
-    name: str
-    first: str
-    second: str
 
 
 class LossDifference(NamedTuple):
@@ -79,11 +72,11 @@ class NumberDifference(NamedTuple):
         return self.second / self.first - 1 if self.first else math.nan
 
 
-def compare_options(first: dict[str, Any], second: dict[str, Any]) -> list[OptionDifference]:
-    """Return the options that differ between two config.json files, in file order."""
+def compare_options(first: dict[str, Any], second: dict[str, Any]) -> list[tuple[str, str, str]]:
+    """Return the options that differ between two config.json files, in file order, with both values as text."""
     one, other = usual_values(first), usual_values(second)
     return [
-        OptionDifference(name, option_text(first, one, name), option_text(second, other, name))
+        (name, option_text(first, one, name), option_text(second, other, name))
         for name in dict.fromkeys([*first, *second])
         if name not in NAMES_OF_A_RUN
         if (first.get(name), name in first) != (second.get(name), name in second)
@@ -121,8 +114,7 @@ def compare_numbers(
 
 def peak(run: Metrics, name: str) -> float:
     """Return the largest value of a training metric; NaN if absent."""
-    values = run.curve("training", name).finite().values
-    return float(values.max()) if len(values) else math.nan
+    return max(run.curve("training", name).finite().values.tolist(), default=math.nan)
 
 
 def median_speed(run: Metrics, name: str) -> float:
@@ -251,20 +243,17 @@ def main(arguments: Sequence[str] | None = None, program: str | None = None) -> 
         runs = watched(options.run_a), watched(options.run_b)
         for line in report(runs):
             print(line)
-        return _check(runs, options.loss_tolerance, options.speed_tolerance)
+        return _check(runs, options)
     except RunError as error:
         return print_failure(error)
 
 
-def _check(runs: tuple[WatchedRun, WatchedRun], loss: float | None, speed: float | None) -> int:
+def _check(runs: tuple[WatchedRun, WatchedRun], options: argparse.Namespace) -> int:
     """Check the runs against the given tolerances; return the exit code."""
-    checks = (("loss_tolerance", loss, check_losses), ("speed_tolerance", speed, check_speed))
-    given = [(name, tolerance, check) for name, tolerance, check in checks if tolerance is not None]
-    if given:
-        print()
     all_passed = True
-    for name, tolerance, check in given:
-        passed, words = check(runs, tolerance)
-        print(f"--{name}={tolerance:g}: {'kept' if passed else 'EXCEEDED'}: {words}")
-        all_passed &= passed
+    for name, check in (("loss_tolerance", check_losses), ("speed_tolerance", check_speed)):
+        if (tolerance := getattr(options, name)) is not None:
+            passed, words = check(runs, tolerance)
+            print(f"\n--{name}={tolerance:g}: {'kept' if passed else 'EXCEEDED'}: {words}")
+            all_passed &= passed
     return 0 if all_passed else 1

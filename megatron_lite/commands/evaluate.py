@@ -27,7 +27,6 @@ from __future__ import annotations
 import argparse
 import json
 import math
-import os
 import tempfile
 from collections.abc import Iterator, Sequence
 from functools import partial
@@ -39,9 +38,9 @@ from megatron_lite.cli.script_parser import LARGEST_COUNT, ScriptParser, number
 from megatron_lite.commands.compare_runs import table
 from megatron_lite.config import unflatten
 from megatron_lite.config.structured_values import weighted_paths
-from megatron_lite.corpus.documents import Fault, Reading, TextFields
+from megatron_lite.corpus.documents import Reading, TextFields
 from megatron_lite.corpus.from_text import local_paths, with_paths
-from megatron_lite.corpus.inputs import check_packages, find_inputs
+from megatron_lite.corpus.inputs import find_inputs
 from megatron_lite.corpus.pieces import cut_file
 from megatron_lite.corpus.prepared import KnownTokenizer, check_tokenizer, known_tokenizer
 from megatron_lite.data.host_batch import micro_batch
@@ -64,8 +63,6 @@ from megatron_lite.monitor.logging import get_logger
 from megatron_lite.run.exit_status import print_failure, print_page
 from megatron_lite.run.progress_line import ProgressLine
 from megatron_lite.validation import resolve
-
-UNKNOWN_LENGTH = 2048  # of samples, at most, for a folder that does not say how it was trained
 
 
 def parse_options(arguments: Sequence[str] | None, program: str | None = None) -> argparse.Namespace:
@@ -118,7 +115,7 @@ def indexed_batches(
         "sequence_length": model.longest,
         "allow_nondivisible_batch_size": True,
         "data_path": tuple(options.data_path),
-        "tokenizer_file": None if tokenizer is None else getattr(tokenizer, "path", "byte"),
+        "tokenizer_file": tokenizer and tokenizer.path,
         "split": split,
         "num_workers": 0,
         "cross_document_attention": bool(options.cross_document_attention),
@@ -142,7 +139,7 @@ class _Texts(Reading):
         super()._add_fault(kind, detail)
         if kind != "blank":
             place = self.spans[0].file.place(self.findings.lines[0])
-            raise DataError(Fault(0, 0, kind, detail).message(place))
+            raise DataError(": ".join(filter(None, (place, kind, detail))))
 
 
 def texts(names: Sequence[str], key: str) -> Iterator[str]:
@@ -151,11 +148,7 @@ def texts(names: Sequence[str], key: str) -> Iterator[str]:
     Raises:
         UsageError, DataError: if a name, file or line cannot be read; names it.
     """
-    if pair := next((name for name in names if os.path.exists(f"{name}.idx") and not os.path.exists(name)), None):
-        raise UsageError(f"--text={pair}: is a pair of token files; write --data_path={pair}")
-    files = find_inputs(names)
-    check_packages(files)
-    for file in files:
+    for file in find_inputs(names):
         for span in cut_file(file, file.size_bytes + 1):  # whole
             yield from _Texts([span], TextFields((key,))).documents()
 
@@ -182,7 +175,7 @@ def result(options: argparse.Namespace, folder: Path) -> dict[str, Any]:
     """
     device = choose_device(options.device)
     tokenizer = find_tokenizer(options, folder)
-    model = load_model(folder, options.sequence_length, options.dtype, device, options.weights, UNKNOWN_LENGTH)
+    model = load_model(folder, options.sequence_length, options.dtype, device, options.weights)
     if options.text:
         assert tokenizer is not None
         micro_batches = text_batches(
@@ -227,14 +220,15 @@ def so_far(totals: Totals, seconds: float) -> str:
 
 
 def in_words(record: dict[str, Any]) -> list[str]:
-    """Format the record in four parts."""
-    perplexity, bits = record["perplexity"], record["bits_per_byte"]
-    bytes_ = "" if record["bytes"] is None else f", {record['bytes']:,} bytes"
+    """Format the record in six parts."""
+    perplexity, bits, num_bytes = record["perplexity"], record["bits_per_byte"], record["bytes"]
     return [
         f"loss {record['loss']:.6f}",
         "perplexity beyond numbers" if perplexity is None else f"perplexity {perplexity:.4f}",
         "bits per byte unknown (no tokenizer)" if bits is None else f"bits per byte {bits:.6f}",
-        f"{record['tokens']:,} tokens{bytes_}, in samples of {record['sequence_length']:,}",
+        f"{record['tokens']:,} tokens",
+        "-" if num_bytes is None else f"{num_bytes:,} bytes",
+        f"in samples of {record['sequence_length']:,}",
     ]
 
 
@@ -243,9 +237,7 @@ def report(records: Sequence[dict[str, Any]]) -> Iterator[str]:
     if len(records) == 1:
         yield " | ".join(in_words(records[0]))
     elif records:
-        yield from table("", [""] * 4, [[record["model"], *in_words(record)] for record in records])[2:]
-        if len({record["tokens"] for record in records}) > 1:
-            yield "the tokenizers differ: only bits per byte compare"
+        yield from table("", [""] * 6, [[record["model"], *in_words(record)] for record in records])[2:]
 
 
 def main(arguments: Sequence[str] | None = None, program: str | None = None) -> int:
@@ -253,8 +245,9 @@ def main(arguments: Sequence[str] | None = None, program: str | None = None) -> 
     options = parse_options(arguments, program)
     code, records = EXIT_DONE, list[dict[str, Any]]()
     try:
-        if len(options.model) > 1 and options.sequence_length is None:
-            options.sequence_length = again(lambda: common_length(options.model, options.weights, UNKNOWN_LENGTH))
+        options.sequence_length = options.sequence_length or again(
+            lambda: common_length(options.model, options.weights)
+        )
         with tempfile.TemporaryDirectory() as options.cache:
             for folder in options.model:
                 records.append(again(partial(result, options, folder)))

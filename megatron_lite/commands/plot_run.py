@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import importlib.util
 import math
-import sys
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
@@ -19,7 +18,7 @@ from megatron_lite.cli.script_parser import ScriptParser
 from megatron_lite.errors import RunError, StorageError, UsageError
 from megatron_lite.reports.charts import LOSSES, draw_chart
 from megatron_lite.reports.picture import Drawing, draw, read_losses, to_figure, to_svg
-from megatron_lite.reports.watched_run import WatchedRun, sparkline
+from megatron_lite.reports.watched_run import WatchedRun, shows_unicode, sparkline
 from megatron_lite.run.exit_status import print_failure
 
 SPARKLINE_WIDTH = 60
@@ -95,8 +94,7 @@ def main(arguments: Sequence[str] | None = None, program: str | None = None) -> 
         output = write_picture(draw(runs, options.baseline), output)
     except RunError as error:
         return print_failure(error)
-    unicode = (sys.stdout.encoding or "").lower().replace("-", "") == "utf8"
-    for line in sparklines(runs, unicode):
+    for line in sparklines(runs, shows_unicode()):
         print(line)
     print(f"loss curve: {output}")
     return 0

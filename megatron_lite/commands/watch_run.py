@@ -20,7 +20,7 @@ from megatron_lite.checkpoint.names import no_folder
 from megatron_lite.cli.script_parser import ScriptParser, number
 from megatron_lite.errors import UsageError
 from megatron_lite.reports.watch_page import page
-from megatron_lite.reports.watched_run import WatchedRun
+from megatron_lite.reports.watched_run import WatchedRun, shows_unicode
 from megatron_lite.run.exit_status import print_failure, print_page
 
 # Terminal sequences: alternate screen without cursor, and back; home; clear to the end of the line and of the screen.
@@ -58,8 +58,7 @@ def main(arguments: Sequence[str] | None = None, program: str | None = None) -> 
 def _page(run: WatchedRun) -> list[str]:
     now_s = time.time()
     run.update(now_s)
-    unicode = (sys.stdout.encoding or "").lower().replace("-", "") == "utf8"
-    return page(run, now_s, min(_size().columns, WIDEST), unicode)
+    return page(run, now_s, min(_size().columns, WIDEST), shows_unicode())
 
 
 def _show(lines: Sequence[str]) -> None:

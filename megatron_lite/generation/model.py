@@ -40,6 +40,8 @@ from megatron_lite.parameter import DTYPES, Parameter
 from megatron_lite.run.launch import thread_limit
 from megatron_lite.tiles import Tile
 
+UNKNOWN_LENGTH = 2048  # of samples of a model that does not say how it was trained
+
 
 class LocalModel:
     """All layers of a model with their weights, in one process."""
@@ -112,12 +114,12 @@ def choose_device(name: str) -> torch.device:
 
 
 def load_model(
-    folder: Path, length: int | None, dtype: str | None, device: torch.device, weights: str = "raw", most: int = 2**31
+    folder: Path, length: int | None, dtype: str | None, device: torch.device, weights: str = "raw"
 ) -> LocalModel:
     """Load the model of a folder for texts of up to `length` tokens; warn if it was trained with shorter ones.
 
     Args:
-        length: None: the length of training, or where that is unknown the number of positions, up to `most`.
+        length: None: the length of training, or where that is unknown the number of positions.
         dtype: fp32, bf16 or fp16; None: fp32 on a CPU, bf16 on a GPU.
         weights: raw, or average: the running averages in one of our checkpoints.
 
@@ -130,24 +132,23 @@ def load_model(
         if source.folder != folder:
             print(f"model: {source.folder}, {source.description}", file=sys.stderr)
         positions = source.model.max_position_embeddings
-        own_length = source.training.get("sequence_length")
-        trained = own_length or positions
+        trained = source.training.get("sequence_length", positions)
         if length is not None and length > trained:
             if source.model.use_position_embeddings and length > positions:
                 raise UsageError(f"--sequence_length={length}: the model has {positions:,} learned positions")
             files.logger.warning("--sequence_length=%d: the model was trained with at most %d tokens", length, trained)
         chosen = DTYPES[dtype or ("fp32" if device.type == "cpu" else "bf16")]
-        return LocalModel(source, length or own_length or min(positions, most), chosen, device)
+        return LocalModel(source, length or trained, chosen, device)
 
 
-def common_length(folders: Sequence[Path], weights: str, most: int) -> int:
-    """Return the shortest length of the trainings of models, or `most` if none says it; at most their positions."""
+def common_length(folders: Sequence[Path], weights: str) -> int:
+    """Return the shortest length of the trainings of models, or UNKNOWN_LENGTH; at most the positions of others."""
     found = []
     for folder in folders:
         with open_source(folder, weights=weights) as source:
             found.append((source.training.get("sequence_length"), source.model.max_position_embeddings))
-    trained = [length for length, _ in found if length] or [most]
-    return min(*trained, *(positions for _, positions in found))
+    most = [] if any(length for length, _ in found) else [UNKNOWN_LENGTH]
+    return min(most + [length or positions for length, positions in found])
 
 
 def folder(text: str) -> Path:

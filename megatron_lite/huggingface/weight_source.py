@@ -164,11 +164,10 @@ class CheckpointSource(WeightSource):
                 parameters[name] = replace(saved, slices={kind: saved.slices[kind]})
         places = replace(self.content, parameters=parameters).places()
         wanted = [item for name in self.content.files for item in places.get(name, ())]
-        share = wanted[slice(*(len(wanted) * number // world_size for number in (rank, rank + 1)))]
-        num_bytes = sum(piece.num_bytes for piece, _ in share)
+        first, end = (len(wanted) * share // world_size for share in (rank, rank + 1))
         try:
-            with ByteProgress(f"checking {self.folder}", num_bytes, rank == 0) as progress:
-                for name, group in itertools.groupby(share, key=lambda item: item[0].file):
+            with ByteProgress(f"checking {self.folder}", 0, rank == 0) as progress:
+                for name, group in itertools.groupby(wanted[first:end], key=lambda item: item[0].file):
                     file, slices = self.content.files[name], list(group)
                     numbers = {number for piece, _ in slices for number in file.blocks_around(piece.offset, piece.end)}
                     files.check_blocks(self.folder, name, file, sorted(numbers), slices, progress.add)

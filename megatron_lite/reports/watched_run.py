@@ -12,6 +12,7 @@ import json
 import math
 import os
 import re
+import sys
 from array import array
 from collections import defaultdict, deque
 from collections.abc import Callable, Iterator, Sequence
@@ -81,6 +82,11 @@ class Curve:
         low, high = np.maximum(index - radius, 0), np.minimum(index + radius, last)
         sums = np.concatenate([[0.0], np.cumsum(self.values)])
         return Curve(self.iterations, (sums[high + 1] - sums[low]) / (high + 1 - low))
+
+
+def shows_unicode() -> bool:
+    """Whether standard output takes all characters."""
+    return (sys.stdout.encoding or "").lower().replace("-", "") == "utf8"
 
 
 def sparkline(values: NDArray[np.float64], width: int, unicode: bool = True) -> str:
@@ -327,8 +333,8 @@ def _saved(root: Path, file: str) -> list[SavedFolder]:
     found, best = [], root / "best"
     with contextlib.suppress(OSError):
         # The best export is the folder itself, or a checkpoint in it.
-        named = [("best", folder) for _, folder in find_checkpoints(best)] or [("best", best)]
-        for name, folder in (*named, *((f"{iteration:,}", folder) for iteration, folder in find_checkpoints(root))):
+        for iteration, folder in (*(find_checkpoints(best) or [(0, best)]), *find_checkpoints(root)):
+            name = "best" if best in (folder, folder.parent) else f"{iteration:,}"
             with contextlib.suppress(OSError):
                 found.append(SavedFolder(name, folder, (folder / file).stat().st_mtime))
     return found

@@ -58,7 +58,7 @@ def shares(shown: list[str]) -> dict[str, list[str]]:
     """The shares of each purpose, in their order."""
     found: dict[str, list[str]] = {}
     for words in shown:
-        purpose, share = re.findall(r"^(.*): [\d.,]+ of [\d.,]+ MB \((\d+%)\)", words)[0]
+        purpose, share = re.findall(r"^(.*): [\d.,]+(?: of [\d.,]+)? MB(?: \((\d+%)\))?", words)[0]
         found.setdefault(purpose, []).append(share)
     shown.clear()
     return found
@@ -75,7 +75,7 @@ def train_two_ranks(distributed: Distributed, root: str) -> None:
 
 
 def test_saving_converting_and_verifying_say_how_far_they_are(tmp_path: Path, shown: list[str]) -> None:
-    """Up to 100 %, of the bytes that count; while training, rank 0 alone."""
+    """Up to 100 %; a conversion checks how much it will read, too, without a share. Of a run, rank 0 alone does."""
     run_distributed(2, train_two_ranks, str(tmp_path))
     first, second = ((tmp_path / f"rank_{rank}.txt").read_text() for rank in range(2))
     run = tmp_path / "run"
@@ -88,4 +88,4 @@ def test_saving_converting_and_verifying_say_how_far_they_are(tmp_path: Path, sh
         words = ["--from", str(run / "checkpoints"), "--to", str(tmp_path / str(number)), "--format", kind]
         assert convert_checkpoint.main(words) == 0
         checked, written = shares(shown).values()
-        assert checked[-1] == written[-1] == "100%" and len(written) > 5, kind
+        assert set(checked) == {""} and written[-1] == "100%" and len(written) > 5, kind

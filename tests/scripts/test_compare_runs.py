@@ -132,7 +132,7 @@ def test_derived_values_are_marked(tmp_path: Path) -> None:
     assert found["hidden_size"] == ["128", "256"] and found["ffn_hidden_size"] == ["512 (derived)", "999"]
     assert found["kv_channels"] == ["16 (derived)", "32 (derived)"]
     assert found["batch_size"] == ["1 (derived)", "4"]
-    assert compare_options({"batch_size": [{}]}, {"batch_size": 1})[0].first == "{}", "a damaged file"
+    assert compare_options({"batch_size": [{}]}, {"batch_size": 1})[0][1] == "{}", "a damaged file"
 
 
 def test_the_first_line_of_a_start_is_no_speed(tmp_path: Path) -> None:
