@@ -28,7 +28,7 @@ setup(
     },
     python_requires=">=3.10",
     install_requires=[
-        "torch>=2.11,<2.14",
+        "torch>=2.11,<2.15",
         "triton; platform_system == 'Linux'",
         "numpy",
         "safetensors",
