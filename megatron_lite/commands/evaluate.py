@@ -39,7 +39,7 @@ from megatron_lite.commands.compare_runs import table
 from megatron_lite.config import unflatten
 from megatron_lite.config.structured_values import weighted_paths
 from megatron_lite.corpus.documents import Reading, TextFields
-from megatron_lite.corpus.from_text import local_paths, with_paths
+from megatron_lite.corpus.from_text import resolve_data
 from megatron_lite.corpus.inputs import find_inputs
 from megatron_lite.corpus.pieces import cut_file
 from megatron_lite.corpus.prepared import KnownTokenizer, check_tokenizer, known_tokenizer
@@ -117,14 +117,14 @@ def indexed_batches(
         "data_path": tuple(options.data_path),
         "tokenizer_file": tokenizer and tokenizer.path,
         "split": split,
+        "dataset_cache": options.cache,
         "num_workers": 0,
         "cross_document_attention": bool(options.cross_document_attention),
         "seed": options.seed or 0,
         "device": model.device.type,
         "validation_iters": 1 if options.samples else "all",
     }
-    config = resolve(unflatten(values), 1)
-    config = with_paths(config, local_paths(config, options.cache, get_logger()))
+    config = resolve_data(resolve(unflatten(values), 1), None, None, get_logger())
     _check_tokenizer(config.data.data_path, model, tokenizer)
     source = open_data(config, 0, 1, "data" if options.seed is None else "seed")
     for host_batches in source.batches("validation"):

@@ -6,7 +6,6 @@ import dataclasses
 import json
 import logging
 import math
-from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -27,21 +26,18 @@ from megatron_lite.run.host import available_cores
 FINGERPRINT_DIGITS = 16  # of a folder's name
 
 
-def resolve_data(config: Config, distributed: Distributed, root: Path | None, logger: logging.Logger) -> Config:
+def resolve_data(config: Config, distributed: Distributed | None, root: Path | None, logger: logging.Logger) -> Config:
     """Replace text and lists in the paths of data by prefixes of pairs; rank 0 prepares what is not prepared yet.
 
     All ranks call this and wait as long as it takes. root: the experiment directory.
+    distributed: None in a command, which has no ranks.
 
     Raises: RunError on every rank: usage, data, storage, or a worker that died.
     """
     if config.data.dataset_source == "random":
         return config
     cache = cache_of(config.data.dataset_cache, root)
-    return with_paths(config, rank_0_works(distributed, lambda: local_paths(config, cache, logger)))
-
-
-def with_paths(config: Config, found: Mapping[str, Any]) -> Config:
-    """Return a configuration with the paths of `local_paths`."""
+    found = rank_0_works(distributed, lambda: _resolved(config, cache, logger))
     paths = {name: tuple(value) if isinstance(value, list) else value for name, value in found.items()}
     return changed(config, {"dataset_source": "list", **paths})
 
@@ -55,8 +51,8 @@ def is_text(path: str) -> bool:
     return Path(path).is_dir() or is_file or any(sign in path for sign in "*?[{")
 
 
-def local_paths(config: Config, cache: str | None, logger: logging.Logger) -> dict[str, Any]:
-    """Return the words of each path of data, and the tokenizer's file, as local paths; prepare text into the cache."""
+def _resolved(config: Config, cache: str | None, logger: logging.Logger) -> dict[str, Any]:
+    """Return the words of each path of data, and the tokenizer's file, as local paths."""
     data, flags = config.data, (*PATH_FLAGS, "loss_mask")
     found: dict[str, Any] = {flag: [local_copy(word, flag, cache) for word in getattr(data, flag)] for flag in flags}
     if data.tokenizer_file is not None:

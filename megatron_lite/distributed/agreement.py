@@ -28,11 +28,14 @@ def together(distributed: Distributed, action: Callable[[], T]) -> T:
     return cast(T, result)
 
 
-def rank_0_works(distributed: Distributed, action: Callable[[], T]) -> T:
+def rank_0_works(distributed: Distributed | None, action: Callable[[], T]) -> T:
     """Run a long action on rank 0 while the other ranks wait; return its JSON-able result on every rank.
 
     Agreeing every few seconds keeps the collective time-out from limiting the action, and detects a lost rank.
+    distributed: None in a command, which has no ranks.
     """
+    if distributed is None:
+        return action()
     job = ThreadPoolExecutor(1, "rank-0-works").submit(action) if distributed.rank == 0 else None
     while True:
         if job is not None:
