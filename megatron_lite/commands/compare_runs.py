@@ -27,7 +27,7 @@ from megatron_lite.reports.charts import SPEED, SPEEDS
 from megatron_lite.reports.report import option_text, usual_values
 from megatron_lite.reports.watch_page import short
 from megatron_lite.reports.watched_run import Curve, Metrics, WatchedRun, printable, watched
-from megatron_lite.run.exit_status import print_failure
+from megatron_lite.run.exit_status import print_failure, print_page
 
 LONGEST_CELL = 40  # characters
 Row = Sequence[str]
@@ -242,7 +242,7 @@ def main(arguments: Sequence[str] | None = None, program: str | None = None) -> 
     try:
         runs = watched(options.run_a), watched(options.run_b)
         for line in report(runs):
-            print(line)
+            print_page(line)
         return _check(runs, options)
     except RunError as error:
         return print_failure(error)
@@ -254,6 +254,6 @@ def _check(runs: tuple[WatchedRun, WatchedRun], options: argparse.Namespace) -> 
     for name, check in (("loss_tolerance", check_losses), ("speed_tolerance", check_speed)):
         if (tolerance := getattr(options, name)) is not None:
             passed, words = check(runs, tolerance)
-            print(f"\n--{name}={tolerance:g}: {'kept' if passed else 'EXCEEDED'}: {words}")
+            print_page(f"\n--{name}={tolerance:g}: {'kept' if passed else 'EXCEEDED'}: {words}")
             all_passed &= passed
     return 0 if all_passed else 1

@@ -238,6 +238,8 @@ def report(records: Sequence[dict[str, Any]]) -> Iterator[str]:
         yield " | ".join(in_words(records[0]))
     elif records:
         yield from table("", [""] * 6, [[record["model"], *in_words(record)] for record in records])[2:]
+        if len({record["tokens"] for record in records}) > 1:
+            yield "the tokenizers differ: only bits per byte compare"
 
 
 def main(arguments: Sequence[str] | None = None, program: str | None = None) -> int:
