@@ -46,14 +46,16 @@ def prepared(tmp_path_factory: pytest.TempPathFactory) -> Path:
     tmp_path = documents.make_checkout(tmp_path_factory.mktemp("guides"))
     texts = [{"text": f"Once upon a time there were {number} models. " * 40} for number in range(100)]
     (tmp_path / "more.jsonl").write_text("".join(json.dumps(text) + "\n" for text in texts))
-    (tmp_path / "held_out.txt").write_text("Then they were trained.\n")
+    (tmp_path / "held_out").mkdir()
+    for path in ("held_out.txt", "held_out/a.txt"):
+        (tmp_path / path).write_text("Then they were trained.\n")
     (tmp_path / "prompts.txt").write_text("Once\nThen\n")
     documents.run("python scripts/prepare_data.py more.jsonl --output_prefix data/mine", tmp_path)
     experiment = "--tokenizer_file=data/mine.tokenizer.json --experiment_dir=runs/mine --export_interval=2"
     documents.run(f"python {TRAIN} --max_position_embeddings=4096 {experiment}", tmp_path)
     export = tmp_path / "runs" / "mine" / "export"
     (export / "2").rename(export / "1000")
-    for name in ("mistral-7b", "Mistral-7B"):
+    for name in ("mistral-7b", "Mistral-7B", "models/base"):
         shutil.copytree(export / "1000", tmp_path / name)
     shutil.copy(tmp_path / "data" / "mine.tokenizer.json", tmp_path / "tokenizer.json")
     for ending in ("bin", "idx"):
@@ -67,7 +69,7 @@ def run_commands(guide: str, prepared: Path, folder: Path) -> None:
     if guide == "exports":
         shutil.copytree(folder / "runs" / "mine" / "checkpoints", folder / "run" / "checkpoints")
     found = commands(guide)
-    assert len(found) == {"pretrained": 1, "exports": 2, "generation": 7}[guide]
+    assert len(found) == {"pretrained": 1, "exports": 2, "generation": 8}[guide]
     for command in found:
         command = documents.smaller(command, SMALLER)
         assert "..." not in command
