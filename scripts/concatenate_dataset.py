@@ -28,6 +28,7 @@ from megatron_lite.corpus.inputs import inside
 from megatron_lite.data.disk_array import replace_file
 from megatron_lite.data.indexed_dataset import IndexedDataset
 from megatron_lite.errors import EXIT_DONE, DataError, RunError, StorageError
+from megatron_lite.run.exit_status import print_failure
 
 
 def find_pairs(names: Sequence[str]) -> list[str]:
@@ -86,12 +87,8 @@ def main(argv: Sequence[str]) -> int:
     options = parser.parse_args(argv)
     try:
         entries = write_list(find_pairs(options.inputs), options.output)
-    except RunError as error:
-        print(f"error: {error}", file=sys.stderr)
-        return error.exit_code
-    except OSError as error:
-        print(f"error: {StorageError(error)}", file=sys.stderr)
-        return StorageError.exit_code
+    except (RunError, OSError) as error:
+        return print_failure(error if isinstance(error, RunError) else StorageError(error))
     for entry in entries:
         print(f"{entry['weight']:>8.2%}  {entry['num_tokens']:>16,} tokens  {entry['prefix']}")
     return EXIT_DONE

@@ -284,3 +284,9 @@ def test_every_script_uses_it() -> None:
     """No script that users type has a parser of its own."""
     own = {path.name for path in SCRIPTS.glob("*.py") if "argparse.ArgumentParser(" in path.read_text("utf-8")}
     assert own <= OWN_PARSERS
+
+
+def test_no_program_has_a_form_of_its_own_for_errors() -> None:
+    """An error begins with ERROR wherever it is printed."""
+    sources = [*SCRIPTS.glob("*.py"), *(SCRIPTS.parent / "megatron_lite").rglob("*.py")]
+    assert not [path.name for path in sources if re.search(r'f?"(\{[^}]*\}: )?error: ', path.read_text("utf-8"))]
