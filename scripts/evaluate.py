@@ -1,4 +1,4 @@
-"""Measure loss, perplexity and bits per byte of a model on a data set.
+"""Measure loss, perplexity and bits per byte of one or several models on a data set.
 
 This is the command `megatron_lite evaluate` without installation: python scripts/evaluate.py --help
 """
