@@ -10,7 +10,6 @@ from __future__ import annotations
 import bz2
 import contextlib
 import glob
-import gzip
 import importlib
 import io
 import json
@@ -31,6 +30,8 @@ KINDS = {".jsonl": "jsonl", ".ndjson": "jsonl", ".parquet": "parquet", ".arrow":
 DEFAULT_SUFFIXES = (".txt", ".md", *KINDS)
 MOST_ALTERNATIVES = 1_000_000  # of one name with {a,b} lists
 CHUNK_BYTES = 1 << 17
+COMPRESSED_BYTES = 1 << 13  # decompressed at a time: of text that repeats, they become 60 MB
+LARGEST_WINDOW = 1 << 31  # of zstd, which `zstd --long=31` takes
 ROWS_PER_READ = 1024
 # By kind or compression of a file: the package that reads it, and why.
 PACKAGES = {
@@ -204,54 +205,74 @@ def opened(file: IO[bytes], described: InputFile) -> Iterator[Any]:
     Raises: DataError from the block too, if the compressed data are damaged or incomplete.
     """
     ending = described.compression
-    openers: dict[str, Callable[[IO[bytes]], Any]] = {".gz": gzip.open, ".bz2": bz2.open, ".xz": lzma.open}
-    damage: tuple[type[BaseException], ...] = (EOFError, zlib.error, lzma.LZMAError, gzip.BadGzipFile)
+    begins: dict[str, Callable[[], Any]] = {
+        ".gz": lambda: zlib.decompressobj(zlib.MAX_WBITS | 16),
+        ".bz2": bz2.BZ2Decompressor,
+        ".xz": lzma.LZMADecompressor,
+    }
+    damage: tuple[type[BaseException], ...] = (EOFError, zlib.error, lzma.LZMAError)
     if ending == ".zst":
-        zstandard = package_for(ending, described.path)
-        openers[ending] = lambda file: io.BufferedReader(_ZstdStream(file, zstandard), CHUNK_BYTES)
-        damage += (zstandard.ZstdError,)
+        library = package_for(ending, described.path)
+        begins[ending] = lambda: library.ZstdDecompressor(max_window_size=LARGEST_WINDOW).decompressobj()
+        damage += (library.ZstdError,)
     try:
-        yield openers[ending](file) if ending else file
+        yield io.BufferedReader(_Content(_parts(file, ending, begins[ending])), CHUNK_BYTES) if ending else file
     except Exception as error:
         # An OSError without a number is the only sign that bz2 gives.
         of_bz2 = ending == ".bz2" and isinstance(error, OSError) and error.errno is None
         if not of_bz2 and not isinstance(error, damage):
             raise
-        raise DataError(f"{described.path}: damaged or incomplete compressed data: {error}") from error
+        reason = f"damaged or incomplete compressed data: {error}"
+        if "Dictionary" in str(error):
+            reason = "was compressed with a dictionary, which is not read; decompress it first: zstd -d -D <dictionary>"
+        raise DataError(f"{described.path}: {reason}") from error
 
 
-class _ZstdStream(io.RawIOBase):
-    """The content of all frames of a zstd file; the library's own reader takes a cut file for a complete one."""
+class _Content(io.RawIOBase):
+    """A stream of parts of any size."""
 
-    def __init__(self, file: IO[bytes], library: Any) -> None:
-        self._parts, self._part = _zstd_parts(file, library), b""
+    def __init__(self, parts: Iterator[bytes]) -> None:
+        self._parts, self._part = parts, memoryview(b"")
 
     def readable(self) -> bool:
         return True
 
     def readinto(self, buffer: Any) -> int:
-        """Fill a buffer.
-
-        Raises: EOFError if the file ends inside a frame.
-        """
-        self._part = self._part or next(self._parts, b"")
+        self._part = self._part or memoryview(next(self._parts, b""))
         count = min(len(buffer), len(self._part))
         buffer[:count] = self._part[:count]
         self._part = self._part[count:]
         return count
 
 
-def _zstd_parts(file: IO[bytes], library: Any) -> Iterator[bytes]:
-    """Decompress frame after frame."""
-    frame = None
-    while data := file.read(CHUNK_BYTES):
+def _parts(file: IO[bytes], ending: str, begin: Callable[[], Any]) -> Iterator[bytes]:
+    """Decompress the streams of a file, one after the other. begin: returns a decompressor of one stream.
+
+    The libraries' own readers take a cut file for a complete one, or what they cannot read after a stream for garbage.
+
+    Raises: EOFError if the file ends inside a stream; errors of the libraries.
+    """
+    stream, has_ended, zeros = begin(), False, 0
+    while data := file.read(COMPRESSED_BYTES):
         while data:
-            frame = frame or library.ZstdDecompressor().decompressobj()
-            if part := frame.decompress(data):
+            if has_ended:
+                rest = data if ending == ".zst" else data.lstrip(b"\0")  # tools pad the others with zeros
+                zeros += len(data) - len(rest)
+                if not (data := rest):
+                    break
+                _check_padding(ending, zeros)
+                stream, has_ended, zeros = begin(), False, 0
+            if part := stream.decompress(data):
                 yield part
-            data, frame = (frame.unused_data, None) if frame.eof else (b"", frame)
-    if frame is not None:
-        raise EOFError("the file ends inside a frame")
+            data, has_ended = stream.unused_data, stream.eof
+    _check_padding(ending, zeros)
+    if not has_ended:
+        raise EOFError("the file ends inside a stream")
+
+
+def _check_padding(ending: str, zeros: int) -> None:
+    if ending == ".xz" and zeros % 4:  # as its specification says
+        raise EOFError(f"{zeros} zeros after a stream are no multiple of 4")
 
 
 def row_group_bytes(path: str) -> list[int]:
