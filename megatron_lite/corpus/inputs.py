@@ -1,7 +1,8 @@
 """The input files of a corpus in a stable order, from names, folders, glob patterns and {a,b} lists, and their content.
 
 The ending of a name tells the kind of a file: `.jsonl` and `.ndjson` hold one document per line, `.parquet` and
-`.arrow` one per row, and any other file is one document. Text and lines may be compressed: `.jsonl.zst`, `.txt.gz`. A
+`.arrow` one per row. A `.json` file holds lines or one array of records, and a file of any other name whose first two
+lines are objects holds lines; else, it is one document. Text and JSON may be compressed: `.jsonl.zst`, `.txt.gz`. A
 file that was cut short is an error, never a shorter text.
 """
 
@@ -18,7 +19,7 @@ import os
 import re
 import zlib
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import IO, Any, NoReturn
 
@@ -26,8 +27,14 @@ from megatron_lite.data.disk_array import reading, unreadable
 from megatron_lite.errors import DataError, UsageError
 
 COMPRESSIONS = (".gz", ".zst", ".bz2", ".xz")
-KINDS = {".jsonl": "jsonl", ".ndjson": "jsonl", ".parquet": "parquet", ".arrow": "arrow"}  # any other ending: text
-DEFAULT_SUFFIXES = (".txt", ".md", *KINDS)
+# Of files with other endings, the content tells the kind.
+KINDS = {".jsonl": "jsonl", ".ndjson": "jsonl", ".parquet": "parquet", ".arrow": "arrow"}
+JSON = ".json"
+DEFAULT_SUFFIXES = (".txt", ".md", JSON, *KINDS)
+# No documents of a folder: a work folder of ours, and files beside tokens, tokenizers and copies.
+UNFINISHED = ".partial"
+DESCRIPTIONS = (".summary.json", "tokenizer.json", "tokenizer_config.json", "copied.json")
+LONGEST_LINE = 1 << 24  # that is looked at to find the kind of a file
 MOST_ALTERNATIVES = 1_000_000  # of one name with {a,b} lists
 CHUNK_BYTES = 1 << 17
 COMPRESSED_BYTES = 1 << 13  # decompressed at a time: of text that repeats, they become 60 MB
@@ -48,7 +55,7 @@ class InputFile:
     """A file to read, as it was when the work was planned."""
 
     path: str
-    kind: str  # text, jsonl, parquet, arrow
+    kind: str  # text, jsonl, json (one value, an array of records or a record), parquet, arrow
     compression: str  # of COMPRESSIONS, or empty
     size_bytes: int  # 0 for a pipe
     mtime_ns: int
@@ -58,7 +65,8 @@ class InputFile:
         """Name a line or row of the file, counted from 1; 0 stands for the whole file."""
         if number == 0:
             return self.path
-        return f"{self.path}: {'row' if self.kind in ('parquet', 'arrow') else 'line'} {number}"
+        unit = {"json": "record", "parquet": "row", "arrow": "row"}.get(self.kind, "line")
+        return f"{self.path}: {unit} {number}"
 
 
 def find_inputs(names: Sequence[str], suffixes: Sequence[str] = DEFAULT_SUFFIXES) -> list[InputFile]:
@@ -136,7 +144,9 @@ def _files_of(path: Path, suffixes: Sequence[str]) -> Iterator[Path]:
     elif (path / "state.json").is_file():
         yield from _saved_dataset(path)
     else:
-        found = [Path(folder, file) for folder, _, files in os.walk(path, onerror=_refuse) for file in files]
+        walk = os.walk(path, onerror=_refuse)
+        names = (Path(folder, file) for folder, _, files in walk if not folder.endswith(UNFINISHED) for file in files)
+        found = (file for file in names if not file.name.endswith(DESCRIPTIONS))
         kept = sorted(file for file in found if bare_name(file.name).endswith(tuple(suffixes)) and file.is_file())
         if not kept:
             raise DataError(f"{path}: no file in this folder ends in {' or '.join(suffixes)} (--suffix)")
@@ -160,12 +170,36 @@ def bare_name(name: str) -> str:
 def _described(path: Path) -> InputFile:
     with reading(path):
         status = path.stat()
-    bare = bare_name(path.name)
-    kind = next((kind for ending, kind in KINDS.items() if bare.endswith(ending)), "text")
+    bare, kind = bare_name(path.name), kind_by_name(path.name)
     compression = path.name.removeprefix(bare)
     if compression and kind in ("parquet", "arrow"):
         raise DataError(f"{path}: decompress this file first; only text and .jsonl are read compressed")
-    return InputFile(str(path), kind, compression, status.st_size, status.st_mtime_ns, path.is_file())
+    file = InputFile(str(path), kind, compression, status.st_size, status.st_mtime_ns, path.is_file())
+    return replace(file, kind=_kind_by_content(file)) if kind == "text" else file
+
+
+def kind_by_name(name: str) -> str:
+    """Return the kind that the ending of a name tells; text if it tells none."""
+    return next((kind for ending, kind in KINDS.items() if bare_name(name).endswith(ending)), "text")
+
+
+def _kind_by_content(file: InputFile) -> str:
+    """Return the kind of a file whose name leaves it open; of a pipe, which is read once, nothing is known."""
+    is_json, lines = bare_name(file.path).endswith(JSON), list[bytes]()
+    if file.regular:
+        with reading(file.path), open(file.path, "rb") as source, opened(source, file) as content:
+            lines = [content.readline(LONGEST_LINE), content.readline(LONGEST_LINE)]
+    if is_json:
+        return "jsonl" if all(map(_is_object, filter(bytes.strip, lines[:1]))) else "json"
+    return "jsonl" if lines and all(map(_is_object, lines)) else "text"
+
+
+def _is_object(line: bytes) -> bool:
+    """Whether a line is a JSON object, or the beginning of one if it is too long to tell."""
+    try:
+        return len(line) == LONGEST_LINE and line.startswith(b"{") or isinstance(json.loads(line), dict)
+    except (ValueError, RecursionError):
+        return False
 
 
 def _refuse(error: OSError) -> NoReturn:

@@ -21,7 +21,7 @@ from numpy.typing import NDArray
 
 from megatron_lite import __version__
 from megatron_lite.corpus.documents import Faults, TextFields
-from megatron_lite.corpus.inputs import DEFAULT_SUFFIXES, InputFile, find_inputs
+from megatron_lite.corpus.inputs import DEFAULT_SUFFIXES, UNFINISHED, InputFile, find_inputs
 from megatron_lite.corpus.pieces import (
     CHUNK_BYTES,
     FORMAT,
@@ -41,8 +41,7 @@ from megatron_lite.errors import DataError, OutOfMemoryError, StorageError, Usag
 from megatron_lite.run.durable_files import lock_file
 from megatron_lite.run.progress_line import ByteProgress
 
-UNFINISHED = ".partial"  # after a prefix: the work folder
-LOCK = "lock"  # in the work folder, as the next
+LOCK = "lock"  # in the work folder, `<prefix>.partial`, as the next
 PUBLISHED = "publishing"  # from here on, files under the final names are this work's own
 
 # Tokens that are counted at a time: numpy converts them to 64 bits, which takes ten times as long beyond the caches.

@@ -13,6 +13,8 @@ import pytest
 from megatron_lite.corpus.documents import Reading, TextFields
 from megatron_lite.corpus.inputs import expand_braces, find_inputs
 from megatron_lite.corpus.pieces import Encoding, Recipe, cut_file, plan_pieces
+from megatron_lite.corpus.prepare import CorpusOptions, prepare
+from megatron_lite.corpus.tokenizer_choice import TokenizerChoice
 from megatron_lite.errors import DataError, UsageError
 
 TEXTS = [f"document {number} {'ü' * (number % 7)}" for number in range(100)]
@@ -149,3 +151,61 @@ def test_a_missing_package_is_named(name: str, package: str, tmp_path: Path, mon
         plan_pieces([file], RECIPE)  # before any work
     with pytest.raises(UsageError, match=rf"{name} is .*, which needs the package {package}: pip install '\.\[data\]'"):
         read(tmp_path / name)
+
+
+RECORDS = [json.loads(line) for line in LINES.splitlines()]
+PRETTY = json.dumps(RECORDS, indent=2).encode()
+
+
+@pytest.mark.parametrize("ending", ["", *COMPRESS])
+@pytest.mark.parametrize(
+    ("name", "data"),
+    [
+        ("c4.00000.json", LINES),
+        ("bom.json", b"\xef\xbb\xbf" + LINES),
+        ("array.json", json.dumps(RECORDS).encode()),
+        ("pretty.json", PRETTY),
+        ("part-00000", LINES),
+        ("lines.txt", LINES),
+        ("lines.jl", LINES),
+    ],
+)
+def test_json_under_other_endings(ending: str, name: str, data: bytes, tmp_path: Path) -> None:
+    """Lines of records and arrays of them, as files and, with the known ending, in a folder; `datasets` reads the same."""
+    path = tmp_path / (name + ending)
+    path.write_bytes(COMPRESS[ending](data) if ending else data)
+    assert read(path) == TEXTS
+    if name.endswith(".json"):
+        assert read(tmp_path) == TEXTS
+        if data == LINES and not ending:
+            assert read(path, cut=64) == TEXTS  # by all cores
+    if ending in ("", ".gz") and name.endswith(".json") and not name.startswith("bom"):
+        datasets = pytest.importorskip("datasets")
+        found = datasets.load_dataset("json", data_files=str(path), split="train", cache_dir=str(tmp_path / "cache"))
+        assert found["text"][:] == TEXTS
+
+
+def test_json_that_is_no_lines(tmp_path: Path) -> None:
+    """One object is one record; what is no JSON stops with its name; one line of JSON in a text is a text."""
+    for name, text in {"one.json": json.dumps(RECORDS[0], indent=1), "line.json": json.dumps(RECORDS[0])}.items():
+        (tmp_path / name).write_text(text)
+        assert read(tmp_path / name) == TEXTS[:1]
+    for text in ('{"text": "a"}', '{"text": "a"}\nprose\n', "[1]\n[2]\n", "{\n}\n", "", "\n\n"):
+        (tmp_path / "x.txt").write_text(text)
+        assert find_inputs([str(tmp_path / "x.txt")])[0].kind == "text"
+    (tmp_path / "empty.json").touch()
+    assert read(tmp_path / "empty.json") == []
+    (tmp_path / "array.json").write_bytes(PRETTY[:-9])
+    with pytest.raises(DataError, match=r"array\.json: damaged or not JSON: "):
+        read(tmp_path / "array.json")
+
+
+def test_files_that_describe_are_no_documents(tmp_path: Path) -> None:
+    """A folder that holds its own tokens: the same command finds its own result, even after it was interrupted."""
+    (tmp_path / "a.json").write_bytes(LINES)
+    options = CorpusOptions((str(tmp_path),), str(tmp_path / "x"), TokenizerChoice())
+    assert prepare(options)[1] and not prepare(options)[1]
+    for name in ("x.partial/1a.json", "x.partial/tokenizer.json", "b/copied.json", "tokenizer_config.json"):
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / name).write_text('{"documents": 1}')
+    assert not prepare(options)[1] and [Path(file.path).name for file in find_inputs([str(tmp_path)])] == ["a.json"]
