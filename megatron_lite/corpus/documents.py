@@ -36,9 +36,11 @@ class TextFields:
         parts = [part for key in self.keys if (part := look_up(value, key)) is not None]
         return self.separator.join(parts) if parts and all(isinstance(part, str) for part in parts) else None
 
-    @property
-    def complaint(self) -> str:
-        """The kind of fault of a document without text."""
+    def complaint(self, value: Any) -> str:
+        """Return the kind of fault of a decoded JSON value without text."""
+        for key in self.keys:
+            if not isinstance(part := look_up(value, key), str | None):
+                return f"the key {key!r} holds {type(part).__name__}, not text"
         keys = f"key{'s' * (len(self.keys) > 1)} {', '.join(map(repr, self.keys))}"
         return f"no text under the {keys} (prepare_data has --json_key, and --chat_template for conversations)"
 
@@ -161,7 +163,7 @@ class Reading:
                 self._add_fault("not a conversation", " ".join(str(error).split()))
                 continue
             if text is None:
-                self._add_fault(self.fields.complaint)
+                self._add_fault(self.fields.complaint(value))
             else:
                 yield text
 

@@ -348,7 +348,21 @@ def table_rows(file: IO[bytes], described: InputFile, keys: Sequence[str], start
             parts = ((batch.select(columns), range(0, batch.num_rows, ROWS_PER_READ)) for batch in whole)
             batches = (batch.slice(first, ROWS_PER_READ) for batch, starts in parts for first in starts)
         for batch in batches:
-            yield from batch.to_pylist()
+            yield from (_plain(batch.schema, row) for row in batch.to_pylist())
+
+
+def _plain(kind: Any, value: Any) -> Any:
+    """Return a value of an Arrow type as a line of JSON would hold it.
+
+    JSON is decoded. The keys of other records, which a table fills with null, are left out.
+    """
+    if getattr(kind, "extension_name", "") == "arrow.json" and value is not None:
+        return json.loads(value)
+    if isinstance(value, dict):
+        return {field.name: _plain(field.type, part) for field in kind if (part := value[field.name]) is not None}
+    if isinstance(value, list) and hasattr(kind, "item_type"):  # a map
+        return {key: _plain(kind.item_type, part) for key, part in value}
+    return [_plain(kind.value_type, part) for part in value] if isinstance(value, list) else value
 
 
 def _columns(path: str, keys: Sequence[str], columns: Sequence[str]) -> list[str]:
@@ -361,12 +375,12 @@ def _columns(path: str, keys: Sequence[str], columns: Sequence[str]) -> list[str
 
 @contextlib.contextmanager
 def _damage(path: str) -> Iterator[None]:
-    """Turn an error of pyarrow, which has many classes, into an error of the file."""
+    """Turn an error of pyarrow, which has many classes, or of a JSON column into an error of the file."""
     try:
         yield
     except Exception as error:
-        own = type(error).__module__.startswith("pyarrow") or (isinstance(error, OSError) and error.errno is None)
-        if not own:
+        own = type(error).__module__.startswith(("pyarrow", "json")) or type(error) in (ValueError, RecursionError)
+        if not own and not (isinstance(error, OSError) and error.errno is None):
             raise
         text = " ".join(str(error).split())
         raise DataError(f"{path}: damaged or not what its name says: {text}") from error

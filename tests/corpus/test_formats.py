@@ -171,7 +171,7 @@ PRETTY = json.dumps(RECORDS, indent=2).encode()
     ],
 )
 def test_json_under_other_endings(ending: str, name: str, data: bytes, tmp_path: Path) -> None:
-    """Lines of records and arrays of them, as files and, with the known ending, in a folder; `datasets` reads the same."""
+    """Lines of records and arrays of them, as files and, with a known ending, in a folder, as `datasets` reads them."""
     path = tmp_path / (name + ending)
     path.write_bytes(COMPRESS[ending](data) if ending else data)
     assert read(path) == TEXTS
