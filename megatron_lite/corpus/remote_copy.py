@@ -20,6 +20,8 @@ from megatron_lite.run.durable_files import replace_file
 from megatron_lite.run.remote_storage import failure, open_storage
 
 RECORD = "copied.json"  # in a copy's folder: what the store told of each whole file
+PAGES = (".html", ".htm")
+WEB_FOLDER = "of a folder in the web give files, {one,two}.txt, or a pattern, *.txt, if the server lists them"
 
 
 def cache_of(chosen: str | None, experiment_dir: Path | str | None) -> str | None:
@@ -52,7 +54,8 @@ def local_copy(address: str, flag: str, cache: str | None) -> str:
             found = (item for full in expand_braces(there) for item in _found(storage, full).items())
             files = {path.removeprefix(f"{base}/"): told for path, told in found if told["type"] == "file"}
             if not files:
-                raise DataError(f"--{flag}={address}: there is no such file or folder, and no pair with this prefix")
+                fact = "there is no such file or folder, and no pair with this prefix"
+                raise DataError(f"--{flag}={address}: {fact}; {WEB_FOLDER}")
             num_bytes = _copy(storage, base, files, folder)
     except RunError:
         raise
@@ -82,6 +85,9 @@ def _copy(storage: Any, base: str, files: Mapping[str, Mapping[str, Any]], folde
         path, there, part = inside(folder, folder / name), f"{base}/{name}", folder / f"{name}.part"
         if name in (RECORD, LOCK):
             raise DataError(f"{there}: a copy has a file of its own with this name; rename it there")
+        told = storage.info(there) if told.get("size") is None else told  # a page that lists files knows no sizes
+        if told.get("mimetype") == "text/html" and not name.endswith(PAGES):
+            raise DataError(f"{there}: the server sends a page, not a file; {WEB_FOLDER}")
         if record.get(name) == [path.stat().st_size if path.is_file() else None, _version(told)]:
             continue
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -97,5 +103,6 @@ def _copy(storage: Any, base: str, files: Mapping[str, Mapping[str, Any]], folde
 
 def _version(told: Mapping[str, Any]) -> str:
     """Return what a store changes with a file: of several facts the first, as listings round times differently."""
-    version = next((told[key] for key in ("ETag", "md5Hash", "LastModified", "mtime") if told.get(key)), "")
+    keys = ("ETag", "md5Hash", "LastModified", "Last-Modified", "mtime")
+    version = next((told[key] for key in keys if told.get(key)), "")
     return f"{told.get('size')} {version}"

@@ -3,6 +3,7 @@
 import functools
 import http.server
 import json
+import os
 import random
 import threading
 from pathlib import Path
@@ -125,6 +126,46 @@ def test_a_pretrained_model_that_cannot_be_copied_ends_a_start(
         and said.count("\n") == 1
     )
     assert json.loads((tmp_path / "run" / "exit.json").read_text())["exit_code"] == DataError.exit_code
+
+
+class Quiet(http.server.SimpleHTTPRequestHandler):
+    def log_message(self, *_: Any) -> None:
+        pass
+
+
+class WithoutList(Quiet):
+    """A server that refuses to list a folder."""
+
+    def list_directory(self, path: Any) -> None:
+        self.send_error(404)
+
+
+@pytest.mark.parametrize("handler", [Quiet, WithoutList])
+def test_a_page_of_a_web_server_is_never_a_text(handler: Any, tmp_path: Path) -> None:
+    """A folder is refused with the way; its files are read as a list, and as a pattern where the server lists them."""
+    web_folder, cache = tmp_path / "web" / "data", str(tmp_path / "cache")
+    (web_folder / "sub").mkdir(parents=True)
+    for name in ("one.txt", "two.txt", "sub/three.txt", "page.html"):
+        (web_folder / name).write_text(name)
+    serve = functools.partial(handler, directory=str(tmp_path / "web"))
+    with http.server.ThreadingHTTPServer(("127.0.0.1", 0), serve) as web:
+        threading.Thread(target=web.serve_forever, args=(0.01,), daemon=True).start()
+        address = f"http://127.0.0.1:{web.server_address[1]}/data"
+        for name in ("", "/", "/sub", "/nothing", "/nothing*"):
+            with pytest.raises(DataError, match=r"of a folder in the web give files, \{one,two\}.txt, or a p") as error:
+                local_copy(address + name, "data_path", cache)
+            assert address in str(error.value) and not list(tmp_path.glob("cache/**/data"))
+        both = {"one.txt": b"one.txt", "two.txt": b"two.txt"}
+        assert content(local_copy(address + "/{one,two}.txt", "data_path", cache)) == both
+        assert Path(local_copy(address + "/page.html", "data_path", cache)).read_bytes() == b"page.html"
+        if handler is Quiet:
+            assert content(local_copy(address + "/*.txt", "data_path", cache)) == both
+            found = content(local_copy(address + "/**/*.txt", "data_path", cache))
+            assert found == {**both, "sub/three.txt": b"sub/three.txt"}
+            (web_folder / "one.txt").write_text("one_txt")
+            os.utime(web_folder / "one.txt", (1, 1))
+            assert content(local_copy(address + "/*.txt", "data_path", cache))["one.txt"] == b"one_txt"
+        web.shutdown()
 
 
 def test_a_run_reads_what_is_there(bucket: Any, tmp_path: Path) -> None:
