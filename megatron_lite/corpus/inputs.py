@@ -34,7 +34,6 @@ DEFAULT_SUFFIXES = (".txt", ".md", JSON, *KINDS)
 # No documents of a folder: a work folder of ours, and files beside tokens, tokenizers and copies.
 UNFINISHED = ".partial"
 DESCRIPTIONS = (".summary.json", "tokenizer.json", "tokenizer_config.json", "copied.json")
-LONGEST_LINE = 1 << 24  # that is looked at to find the kind of a file
 MOST_ALTERNATIVES = 1_000_000  # of one name with {a,b} lists
 CHUNK_BYTES = 1 << 17
 COMPRESSED_BYTES = 1 << 13  # decompressed at a time: of text that repeats, they become 60 MB
@@ -188,16 +187,15 @@ def _kind_by_content(file: InputFile) -> str:
     is_json, lines = bare_name(file.path).endswith(JSON), list[bytes]()
     if file.regular:
         with reading(file.path), open(file.path, "rb") as source, opened(source, file) as content:
-            lines = [content.readline(LONGEST_LINE), content.readline(LONGEST_LINE)]
+            lines = [content.readline(), content.readline()]
     if is_json:
         return "jsonl" if all(map(_is_object, filter(bytes.strip, lines[:1]))) else "json"
     return "jsonl" if lines and all(map(_is_object, lines)) else "text"
 
 
 def _is_object(line: bytes) -> bool:
-    """Whether a line is a JSON object, or the beginning of one if it is too long to tell."""
     try:
-        return len(line) == LONGEST_LINE and line.startswith(b"{") or isinstance(json.loads(line), dict)
+        return isinstance(json.loads(line), dict)
     except (ValueError, RecursionError):
         return False
 
@@ -250,7 +248,7 @@ def opened(file: IO[bytes], described: InputFile) -> Iterator[Any]:
         begins[ending] = lambda: library.ZstdDecompressor(max_window_size=LARGEST_WINDOW).decompressobj()
         damage += (library.ZstdError,)
     try:
-        yield io.BufferedReader(_Content(_parts(file, ending, begins[ending])), CHUNK_BYTES) if ending else file
+        yield io.BufferedReader(_Content(_parts(file, begins[ending])), CHUNK_BYTES) if ending else file
     except Exception as error:
         # An OSError without a number is the only sign that bz2 gives.
         of_bz2 = ending == ".bz2" and isinstance(error, OSError) and error.errno is None
@@ -279,34 +277,22 @@ class _Content(io.RawIOBase):
         return count
 
 
-def _parts(file: IO[bytes], ending: str, begin: Callable[[], Any]) -> Iterator[bytes]:
-    """Decompress the streams of a file, one after the other. begin: returns a decompressor of one stream.
+def _parts(file: IO[bytes], begin: Callable[[], Any]) -> Iterator[bytes]:
+    """Decompress the streams of a file, between which zeros are padding. begin: returns a decompressor of one stream.
 
     The libraries' own readers take a cut file for a complete one, or what they cannot read after a stream for garbage.
 
     Raises: EOFError if the file ends inside a stream; errors of the libraries.
     """
-    stream, has_ended, zeros = begin(), False, 0
+    stream, has_ended = begin(), False
     while data := file.read(COMPRESSED_BYTES):
-        while data:
-            if has_ended:
-                rest = data if ending == ".zst" else data.lstrip(b"\0")  # tools pad the others with zeros
-                zeros += len(data) - len(rest)
-                if not (data := rest):
-                    break
-                _check_padding(ending, zeros)
-                stream, has_ended, zeros = begin(), False, 0
+        while data := data.lstrip(b"\0") if has_ended else data:
+            stream = begin() if has_ended else stream
             if part := stream.decompress(data):
                 yield part
             data, has_ended = stream.unused_data, stream.eof
-    _check_padding(ending, zeros)
     if not has_ended:
         raise EOFError("the file ends inside a stream")
-
-
-def _check_padding(ending: str, zeros: int) -> None:
-    if ending == ".xz" and zeros % 4:  # as its specification says
-        raise EOFError(f"{zeros} zeros after a stream are no multiple of 4")
 
 
 def row_group_bytes(path: str) -> list[int]:

@@ -11,7 +11,7 @@ import json
 import os
 import shutil
 import time
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -396,7 +396,12 @@ def _check_free(options: CorpusOptions, folder: Path, fingerprint: str) -> None:
     with contextlib.suppress(OSError):
         if (folder / PUBLISHED).read_text("utf-8") == fingerprint:
             return
-    for prefix in [*options.outputs, *options.masks]:
+    check_free([*options.outputs, *options.masks])
+
+
+def check_free(prefixes: Iterable[str]) -> None:
+    """Refuse to overwrite the files of pairs."""
+    for prefix in prefixes:
         for path in (prefix + ".idx", prefix + ".bin"):
             if os.path.lexists(path):
                 raise UsageError(f"{path}: exists; choose another --output_prefix, or replace it with --overwrite")

@@ -50,7 +50,10 @@ def by_tool(ending: str, data: bytes) -> bytes | None:
 
 
 def check(path: Path, ending: str, data: bytes, is_damaged: bool) -> None:
-    """Compare with the tool. bzip2 lets pass as garbage what begins no stream, and an older zstd some flipped bits."""
+    """Compare with the tool: what it prints, or all, since tools differ in the padding that they take, or an error.
+
+    bzip2 lets pass as garbage what begins no stream, and an older zstd some flipped bits.
+    """
     path.write_bytes(data)
     expected = by_tool(ending, data)
     try:
@@ -59,7 +62,7 @@ def check(path: Path, ending: str, data: bytes, is_damaged: bool) -> None:
         assert str(path) in str(error) and (expected is None or is_damaged)
         return
     printed = expected == b"".join(LINES[: len(found)])  # of a file that was cut between two streams, fewer
-    assert found == TEXTS[: len(found)] and (printed or (found == TEXTS and ending in (".gz", ".bz2")))
+    assert found == TEXTS or (printed and found == TEXTS[: len(found)])
 
 
 @pytest.mark.parametrize("ending", TOOLS)
@@ -71,11 +74,7 @@ def test_several_streams_with_padding(ending: str, tmp_path: Path) -> None:
         for data in (bytes(zeros).join(streams), b"".join(streams) + bytes(zeros)):
             check(path, ending, data, False)
     path.write_bytes(bytes(4).join(streams) + bytes(8))
-    if ending == ".zst":  # its format knows no padding
-        with pytest.raises(DataError, match="damaged"):
-            texts_of(path)
-    else:
-        assert texts_of(path) == TEXTS
+    assert texts_of(path) == TEXTS
     for data in (b"", bytes(8), bytes(4) + streams[0]):
         path.write_bytes(data)
         with pytest.raises(DataError, match="damaged or incomplete compressed data"):
