@@ -14,6 +14,7 @@ from megatron_lite.corpus.inputs import DEFAULT_SUFFIXES
 from megatron_lite.corpus.prepare import CorpusOptions, prepare
 from megatron_lite.corpus.prepared import inspect, verify
 from megatron_lite.corpus.remote_copy import local_copy
+from megatron_lite.corpus.token_files import TYPES, convert
 from megatron_lite.corpus.tokenizer_choice import TokenizerChoice
 from megatron_lite.errors import EXIT_DONE, RunError, StorageError, UsageError
 from megatron_lite.run.exit_status import name_missing_package, print_failure
@@ -159,6 +160,17 @@ def parse(argv: Sequence[str], program: str) -> argparse.Namespace:
         help="write N pairs of files, <PREFIX>-00000-of-0000N, ...",
     )
     add("--deduplicate", action="store_true", help="keep only the first of identical documents")
+    add(
+        "--from_tokens",
+        choices=TYPES,
+        help="read tokens, not text, integers of this type: x.ds of datatrove, .npy and .bin of other programs",
+    )
+    add(
+        "--split_documents_at",
+        type=number(int, 0, LARGEST_COUNT),
+        metavar="ID",
+        help="read tokens, also of pairs (give their prefix), and end a document after each token with this id",
+    )
     add("--strict", action="store_true", help="stop at a bad document instead of skipping it")
     add("--overwrite", action="store_true", help="replace existing token files")
     mode = parser.add_mutually_exclusive_group()
@@ -168,6 +180,11 @@ def parse(argv: Sequence[str], program: str) -> argparse.Namespace:
     options = parser.parse_args(argv)
     if options.inspect is None and options.verify is None and not (options.inputs and options.output_prefix):
         parser.error("give inputs and --output_prefix, or --inspect or --verify with the prefix of a pair")
+    options.reads_tokens = options.from_tokens is not None or options.split_documents_at is not None
+    used = ("inputs", "output_prefix", "from_tokens", "split_documents_at", "overwrite", "reads_tokens")
+    given = [name for name, value in vars(options).items() if value != parser.get_default(name) and name not in used]
+    if options.reads_tokens and given:
+        parser.error(f"--from_tokens, --split_documents_at: leave out {', '.join(given)}, which tokens do not need")
     return options
 
 
@@ -177,6 +194,10 @@ def main(argv: Sequence[str], program: str = "prepare_data") -> int:
     try:
         if words.verify is not None or words.inspect is not None:
             print(*([verify(words.verify)] if words.verify is not None else inspect(words.inspect)), sep="\n")
+            return EXIT_DONE
+        if words.reads_tokens:
+            found = words.inputs, words.output_prefix, words.from_tokens, words.split_documents_at, words.overwrite
+            print(convert(*found))
             return EXIT_DONE
         options = read_options(words)
         report(options, *prepare(options))

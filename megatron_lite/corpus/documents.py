@@ -38,11 +38,8 @@ class TextFields:
 
     def complaint(self, value: Any) -> str:
         """Return the kind of fault of a decoded JSON value without text."""
-        for key in self.keys:
-            if not isinstance(part := look_up(value, key), str | None):
-                return f"the key {key!r} holds {type(part).__name__}, not text"
-        keys = f"key{'s' * (len(self.keys) > 1)} {', '.join(map(repr, self.keys))}"
-        return f"no text under the {keys} (prepare_data has --json_key, and --chat_template for conversations)"
+        found = ", ".join(f"{key!r} ({type(look_up(value, key)).__name__})" for key in self.keys)
+        return f"no text under the key {found}; prepare_data has --json_key, and --chat_template for conversations"
 
 
 def look_up(value: Any, path: str) -> Any:
@@ -196,7 +193,7 @@ class Reading:
         with opened(file, span.file) as stream:
             data = stream.read()
         try:
-            found = json.loads(data)
+            found = json.loads(data or b"[]")
         except (ValueError, RecursionError) as error:
             raise DataError(f"{span.file.path}: damaged or not JSON: {str(error).partition(';')[0]}") from error
         for value in found if isinstance(found, list) else [found]:

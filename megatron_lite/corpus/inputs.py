@@ -169,28 +169,21 @@ def bare_name(name: str) -> str:
 def _described(path: Path) -> InputFile:
     with reading(path):
         status = path.stat()
-    bare, kind = bare_name(path.name), kind_by_name(path.name)
+    bare = bare_name(path.name)
+    kind = next((kind for ending, kind in KINDS.items() if bare.endswith(ending)), "text")
     compression = path.name.removeprefix(bare)
     if compression and kind in ("parquet", "arrow"):
         raise DataError(f"{path}: decompress this file first; only text and .jsonl are read compressed")
     file = InputFile(str(path), kind, compression, status.st_size, status.st_mtime_ns, path.is_file())
-    return replace(file, kind=_kind_by_content(file)) if kind == "text" else file
-
-
-def kind_by_name(name: str) -> str:
-    """Return the kind that the ending of a name tells; text if it tells none."""
-    return next((kind for ending, kind in KINDS.items() if bare_name(name).endswith(ending)), "text")
+    return replace(file, kind=_kind_by_content(file)) if kind == "text" and file.regular else file
 
 
 def _kind_by_content(file: InputFile) -> str:
-    """Return the kind of a file whose name leaves it open; of a pipe, which is read once, nothing is known."""
-    is_json, lines = bare_name(file.path).endswith(JSON), list[bytes]()
-    if file.regular:
-        with reading(file.path), open(file.path, "rb") as source, opened(source, file) as content:
-            lines = [content.readline(), content.readline()]
-    if is_json:
-        return "jsonl" if all(map(_is_object, filter(bytes.strip, lines[:1]))) else "json"
-    return "jsonl" if lines and all(map(_is_object, lines)) else "text"
+    with reading(file.path), open(file.path, "rb") as source, opened(source, file) as content:
+        lines = [content.readline(), content.readline()]
+    is_json = bare_name(file.path).endswith(JSON)
+    has_objects = all(map(_is_object, lines[:1] if is_json else lines))
+    return "jsonl" if has_objects else "json" if is_json else "text"
 
 
 def _is_object(line: bytes) -> bool:
