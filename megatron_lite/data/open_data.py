@@ -33,7 +33,7 @@ from megatron_lite.data.sampling import (
     StreamSampler,
     sampler_key,
 )
-from megatron_lite.data.tokenizing import read_tokenizer_file
+from megatron_lite.data.tokenizing import load_tokenizer, read_tokenizer_file
 from megatron_lite.errors import DataError, UsageError
 from megatron_lite.schedules.batch_size import BatchSchedule, Segment, batch_schedule, once_through
 from megatron_lite.seeds import derive_seed
@@ -100,7 +100,8 @@ def open_data(config: Config, rank: int, world_size: int, evaluation_order: str 
         if len(alone) > 1 and (phase in own or (phase == "validation" and training.validation_by_dataset)):
             for prefix, name in short_names(list(alone)).items():
                 phases[f"{phase}/{name}"] = _phase(config, phase, count, [alone[prefix]], fill)
-    described, warnings = describe(config, sets, phases), (*repeats(phases), *left_out(phases))
+    warnings = *repeats(phases), *left_out(phases), *borderless(config, phases)
+    described = describe(config, sets, phases)
     return DataSource(config, rank, world_size, phases, described, found, warnings)
 
 
@@ -349,6 +350,27 @@ def left_out(phases: dict[str, Phase]) -> list[str]:
         for stream in _reader(phase).streams
         if "/" not in name and isinstance(packed := stream.order, PackedDocuments) and packed.too_long
     ]
+
+
+def borderless(config: Config, phases: dict[str, Phase]) -> list[str]:
+    """Return warnings about data whose index seems to lack the borders that flags about documents need."""
+    data, warnings, end = config.data, list[str](), -1
+    if "training" not in phases or (data.truncate_documents and not data.needs_borders):
+        return []
+    if data.tokenizer_file is not None:
+        end = load_tokenizer(data.tokenizer_file, needs_end=False).end_of_document
+    for stream in _reader(phases["training"]).streams:
+        dataset = stream.dataset
+        count = min(READ_AT_A_TIME, dataset.num_tokens)
+        ends = np.count_nonzero(dataset.tokens.read(0, count) == end)
+        # The turns of a conversation, which has a mask, may end with that token, too.
+        if dataset.num_documents == 1 or (stream.mask is None and ends > len(dataset.runs(0, count))):
+            warnings.append(
+                f"{dataset.prefix}: flags about documents find no borders inside of its {dataset.num_documents:,} "
+                "documents; if a token ends others there, write a pair with all borders: "
+                f"prepare_data {dataset.prefix} --split_documents_at=<id> --output_prefix=<another>"
+            )
+    return warnings
 
 
 def _reader(phase: Phase) -> StreamReader:

@@ -15,8 +15,9 @@ import torch
 
 from megatron_lite.config import Config
 from megatron_lite.data.host_batch import HostBatch
+from megatron_lite.data.open_data import open_data
 from megatron_lite.data.reading import reads_of
-from tests.support.token_files import data_config, read_batches, write_counting
+from tests.support.token_files import data_config, read_batches, write_counting, write_documents
 
 LENGTH = 16
 
@@ -125,3 +126,25 @@ def test_the_flag_changes_no_token(tmp_path: Path, source: str) -> None:
     assert all(batch.starts is None for batch in crossing)
     whole = [list(range(0, 3 * LENGTH + 1, LENGTH))] * len(apart)
     assert ([starts(batch) for batch in apart] == whole) == (source == "random")
+
+
+def test_flags_that_find_no_borders_are_told(tmp_path: Path) -> None:
+    """One document, or ends of documents inside of them, with any such flag; a conversation may have them."""
+    documents = [[*range(10), 256] * 3, [*range(40), 256]] * 4
+    good, bad = [[*range(30), 256]] * 8, write_documents(tmp_path / "bad", documents)
+    one, good = write_documents(tmp_path / "one", [list(range(200))]), write_documents(tmp_path / "good", good)
+    mask = write_documents(tmp_path / "mask", [[1] * len(document) for document in documents], "|u1")
+
+    def told(*paths: str, **values: Any) -> list[str]:
+        fixed: dict[str, Any] = {"sequence_length": LENGTH, "batch_size": 1, "train_iters": 2, "vocab_size": 257}
+        source = open_data(data_config(*paths, **{**fixed, **values}), 0, 1)
+        source.close()
+        return [line.partition(":")[0] for line in source.warnings if "--split_documents_at" in line]
+
+    for flags in ({"cross_document_attention": False}, {"reset_position_ids": True}, {"mask_document_starts": True}):
+        assert told("1", one, "1", bad, "1", good, tokenizer_file="byte", **flags) == [one, bad]
+        assert told("1", one, "1", bad, **flags) == [one]
+        assert told(bad, loss_mask=(mask,), tokenizer_file="byte", **flags) == []
+    assert told("1", one, "1", bad, tokenizer_file="byte") == []
+    packed = {"truncate_documents": False, "tokenizer_file": "byte", "sequence_length": 64}
+    assert told("1", bad, "1", good, **packed) == [bad]
