@@ -23,7 +23,7 @@ from megatron_lite.cli.help import banners
 from megatron_lite.config import Config
 from megatron_lite.config.structured_values import weighted_paths
 from megatron_lite.corpus.from_text import resolve_data
-from megatron_lite.corpus.prepared import check_tokenizer, known_tokenizer
+from megatron_lite.corpus.prepared import check_tokenizer, known_tokenizer, outdated
 from megatron_lite.data.fingerprint import check_same
 from megatron_lite.data.loader import DataSource
 from megatron_lite.data.open_data import PATH_FLAGS, open_data
@@ -266,6 +266,7 @@ def _check_tokenizer(run: Run) -> None:
     config, file = run.config, run.config.data.tokenizer_file
     flags = PATH_FLAGS if config.data.dataset_source != "random" else ()
     paths = [path for flag in flags for _, path in weighted_paths(getattr(config.data, flag))]
+    run.data.warnings = (*run.data.warnings, *outdated(paths))
     own = None if file is None else known_tokenizer(file, f"--tokenizer_file={file}")
     found, unknown = check_tokenizer(paths, config.model.vocab_size, own)
     if (tokenizer := found or own) is not None:

@@ -12,12 +12,13 @@ from typing import Any
 from megatron_lite.config import Config, changed
 from megatron_lite.config.structured_values import weighted_paths
 from megatron_lite.corpus.inputs import DEFAULT_SUFFIXES, bare_name, find_inputs
-from megatron_lite.corpus.prepare import CorpusOptions, fingerprint_of, prepare
+from megatron_lite.corpus.prepare import CorpusOptions, describe_inputs, fingerprint_of, prepare
+from megatron_lite.corpus.prepared import older_summary
 from megatron_lite.corpus.remote_copy import cache_of, local_copy
 from megatron_lite.corpus.tokenizer_choice import TokenizerChoice
 from megatron_lite.data.disk_array import reading
 from megatron_lite.data.open_data import PATH_FLAGS
-from megatron_lite.data.tokenizing import load_tokenizer
+from megatron_lite.data.tokenizing import load_tokenizer, read_object
 from megatron_lite.distributed.agreement import rank_0_works
 from megatron_lite.distributed.process_group import Distributed
 from megatron_lite.errors import DataError, UsageError
@@ -37,7 +38,7 @@ def resolve_data(config: Config, distributed: Distributed | None, root: Path | N
     if config.data.dataset_source == "random":
         return config
     cache = cache_of(config.data.dataset_cache, root)
-    found = rank_0_works(distributed, lambda: _resolved(config, cache, logger))
+    found = rank_0_works(distributed, lambda: _resolved(config, root, cache, logger))
     paths = {name: tuple(value) if isinstance(value, list) else value for name, value in found.items()}
     return changed(config, {"dataset_source": "list", **paths})
 
@@ -51,8 +52,9 @@ def is_text(path: str) -> bool:
     return Path(path).is_dir() or is_file or any(sign in path for sign in "*?[{")
 
 
-def _resolved(config: Config, cache: str | None, logger: logging.Logger) -> dict[str, Any]:
+def _resolved(config: Config, root: Path | None, cache: str | None, logger: logging.Logger) -> dict[str, Any]:
     """Return the words of each path of data, and the tokenizer's file, as local paths."""
+    begun = {} if root is None else read_object(root / "config.json")  # of an earlier start
     data, flags = config.data, (*PATH_FLAGS, "loss_mask")
     found: dict[str, Any] = {flag: [local_copy(word, flag, cache) for word in getattr(data, flag)] for flag in flags}
     if data.tokenizer_file is not None:
@@ -61,8 +63,9 @@ def _resolved(config: Config, cache: str | None, logger: logging.Logger) -> dict
         found["data_path"] = [local_copy(word, "data_path", cache) for word in read_list(Path(found["data_path"][0]))]
     for flag in PATH_FLAGS:
         texts = [path for _, path in weighted_paths(found[flag], flag) if is_text(path)]
-        tokenizer = found.get("tokenizer_file")
-        prepared = {path: _prepared(path, flag, config, tokenizer, cache, logger) for path in dict.fromkeys(texts)}
+        arguments = flag, config, found.get("tokenizer_file"), cache, logger
+        before = dict(zip(found[flag], begun.get(flag, ()), strict=False))
+        prepared = {path: _prepared(path, before.get(path, ""), *arguments) for path in dict.fromkeys(texts)}
         found[flag] = [prepared.get(word, word) for word in found[flag]]
     return found
 
@@ -93,9 +96,12 @@ def read_list(path: Path) -> list[str]:
 
 
 def _prepared(
-    path: str, flag: str, config: Config, tokenizer: str | None, folder: str | None, logger: logging.Logger
+    path: str, before: str, flag: str, config: Config, tokenizer: str | None, folder: str | None, logger: logging.Logger
 ) -> str:
-    """Return the prefix of a text's pair in the folder of prepared text, which is made unless it is there."""
+    """Return the prefix of a text's pair in the folder of prepared text, which is made unless it is there.
+
+    before: the pair that an earlier start of the run read in its place; under older rules, the run keeps it.
+    """
     pairs = sorted(Path(path).glob("*.idx"))
     if pairs and (tokenizer is None or not any(is_text(str(file)) for file in Path(path).rglob("*"))):
         fix = f"give the prefix of a pair: --{flag}={pairs[0].with_suffix('')}"
@@ -114,8 +120,12 @@ def _prepared(
             f"--vocab_size={config.model.vocab_size:,}"
         )
     options = CorpusOptions((path,), "", TokenizerChoice(tokenizer))
+    files = find_inputs(options.inputs)
+    if older_summary(before).get("inputs") == describe_inputs(files):
+        logger.warning("%s: the run goes on with %s, which was prepared under older rules", path, before)
+        return before
     name = bare_name(Path(path).name).partition(".")[0].strip("*?[]{},") or "text"
-    prefix = str(Path(folder, fingerprint_of(options, find_inputs(options.inputs))[:FINGERPRINT_DIGITS], name))
+    prefix = str(Path(folder, fingerprint_of(options, files)[:FINGERPRINT_DIGITS], name))
     options = dataclasses.replace(
         options,
         output_prefix=prefix,

@@ -43,7 +43,9 @@ SMALLEST_PIECE_BYTES = 2 << 20
 LARGEST_PIECE_BYTES = 512 << 20
 USUAL_PIECES = 4096  # of a corpus between 8 GB and 2 TB
 MOST_SPANS = 4096  # of one piece
-FORMAT = 1  # of what is written; a change makes older pieces and results useless
+# Version of the rules by which files become documents and these become tokens. Raise it with every change that can give
+# other tokens: work and text caches of older rules are then not found, and their pairs are known by their summary.
+RULES = 2
 HASH_BYTES = 16
 CHUNK_BYTES = 1 << 24
 Progress = Callable[[int, int, int], None]  # bytes read, documents and tokens since the last call
@@ -156,7 +158,7 @@ def cut_file(file: InputFile, goal: int) -> list[Span]:
 
 
 def _piece(spans: list[Span], recipe: Recipe) -> Piece:
-    content = json.dumps([FORMAT, asdict(recipe), [asdict(span) for span in spans]], sort_keys=True)
+    content = json.dumps([RULES, asdict(recipe), [asdict(span) for span in spans]], sort_keys=True)
     return Piece(hashlib.sha256(content.encode()).hexdigest()[:32], tuple(spans))
 
 

@@ -24,8 +24,8 @@ from megatron_lite.corpus.documents import Faults, TextFields
 from megatron_lite.corpus.inputs import DEFAULT_SUFFIXES, UNFINISHED, InputFile, find_inputs
 from megatron_lite.corpus.pieces import (
     CHUNK_BYTES,
-    FORMAT,
     HASH_BYTES,
+    RULES,
     Piece,
     Recipe,
     Record,
@@ -150,10 +150,11 @@ def _write(options: CorpusOptions, files: Sequence[InputFile], folder: Path, fin
             "begin_of_document": encoding.begin,
             "end_of_document": encoding.end,
             "dtype": np.dtype(encoding.dtype).name,
-            "inputs": _describe_inputs(files),
+            "inputs": describe_inputs(files),
             "tokenizer_sha256": encoding.digest,
             "options": _options_of_the_result(options),
             "versions": _versions(),
+            "rules": RULES,
             "fingerprint": fingerprint,
         }
         replace_file(folder / PUBLISHED, fingerprint.encode())
@@ -358,7 +359,7 @@ def _versions() -> dict[str, str]:
     return {"megatron_lite": __version__, "tokenizers": tokenizers.__version__}
 
 
-def _describe_inputs(files: Sequence[InputFile]) -> dict[str, Any]:
+def describe_inputs(files: Sequence[InputFile]) -> dict[str, Any]:
     """Return the number and the bytes of the input files, and a digest of their names and sizes."""
     digest = hashlib.sha256()
     for file in files:
@@ -382,7 +383,7 @@ def _options_of_the_result(options: CorpusOptions) -> dict[str, Any]:
 def fingerprint_of(options: CorpusOptions, files: Sequence[InputFile]) -> str:
     """Return a digest of all that the result depends on: names, sizes and times of the inputs, tokenizer, options."""
     digest = hashlib.sha256()
-    content = [FORMAT, _versions(), options.tokenizer.identity(), _options_of_the_result(options)]
+    content = [RULES, _versions(), options.tokenizer.identity(), _options_of_the_result(options)]
     digest.update(json.dumps(content, sort_keys=True).encode())
     for file in files:
         digest.update(json.dumps(asdict(file), sort_keys=True).encode())

@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from megatron_lite.corpus.pieces import digest_of
+from megatron_lite.corpus.pieces import RULES, digest_of
 from megatron_lite.data.disk_array import reading
 from megatron_lite.data.indexed_dataset import IndexedDataset
 from megatron_lite.data.tokenizing import JsonTokenizer, has_tokenizer, read_object, read_tokenizer_file, tokenizer_json
@@ -35,6 +35,19 @@ def _summary_of(prefix: str) -> tuple[str, dict[str, Any]]:
     candidates = [prefix, *([part[1]] if part else [])]
     base = next((base for base in candidates if Path(base + SUMMARY).exists()), prefix)
     return base, read_object(Path(base + SUMMARY))
+
+
+def older_summary(prefix: str) -> dict[str, Any]:
+    """Return the summary of a pair that was prepared under other rules than today's; {} for any other pair."""
+    summary = _summary_of(prefix)[1]
+    return {} if summary.get("rules") == RULES else summary
+
+
+def outdated(prefixes: Iterable[str]) -> Iterator[str]:
+    """Yield warnings about pairs to which the rules that have changed since may have given other tokens."""
+    for prefix in dict.fromkeys(prefixes):
+        if "conversations" in older_summary(prefix).get("options", ()):
+            yield f"{prefix}: older rules prepared it, perhaps with other tokens; for a new run, prepare it again"
 
 
 class KnownTokenizer(NamedTuple):

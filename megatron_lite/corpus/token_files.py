@@ -61,14 +61,12 @@ def _opened(path: str, kind: str | None) -> tuple[NDArray[Any], NDArray[np.int64
         pair = IndexedDataset(path[:-4])
         kind, ends = kind or pair.tokens.dtype.str, np.cumsum(pair.sizes.read(0, pair.num_documents), dtype=np.int64)
     try:
-        if Path(path + ".loss").exists():
-            raise ValueError(f"loss masks are not read; to train on all tokens, move {path}.loss away")
         if Path(path + ".index").exists():
             ends = np.fromfile(path + ".index", "<i8")
         has_header = np.fromfile(path, "S6", 1).tolist() == [b"\x93NUMPY"]
         tokens = np.load(path, "r") if has_header else np.memmap(path, np.dtype(kind), "r")
-        if tokens.dtype.kind not in "iu" or ends[-1:].tolist() not in ([], [len(tokens)]):
-            raise ValueError(f"{len(tokens):,} tokens of type {tokens.dtype}, and documents that end at {ends[-1:]}")
+        if ends[-1:].tolist() not in ([], [len(tokens)]) or Path(path + ".loss").exists():
+            raise ValueError(f"{len(tokens):,} tokens, documents that end at {ends[-1:]}, no loss mask (.loss)")
     except ValueError as error:
         raise DataError(f"{path}: is not what its name, its index or --from_tokens say: {error}") from error
     return tokens.reshape(-1), ends

@@ -5,7 +5,7 @@ from __future__ import annotations
 import bisect
 import functools
 import itertools
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from types import MappingProxyType
 from typing import NamedTuple
 
@@ -352,11 +352,11 @@ def left_out(phases: dict[str, Phase]) -> list[str]:
     ]
 
 
-def borderless(config: Config, phases: dict[str, Phase]) -> list[str]:
-    """Return warnings about data whose index seems to lack the borders that flags about documents need."""
-    data, warnings, end = config.data, list[str](), -1
+def borderless(config: Config, phases: dict[str, Phase]) -> Iterator[str]:
+    """Yield warnings about data whose index seems to lack the borders that flags about documents need."""
+    data, end = config.data, -1
     if "training" not in phases or (data.truncate_documents and not data.needs_borders):
-        return []
+        return
     if data.tokenizer_file is not None:
         end = load_tokenizer(data.tokenizer_file, needs_end=False).end_of_document
     for stream in _reader(phases["training"]).streams:
@@ -365,12 +365,11 @@ def borderless(config: Config, phases: dict[str, Phase]) -> list[str]:
         ends = np.count_nonzero(dataset.tokens.read(0, count) == end)
         # The turns of a conversation, which has a mask, may end with that token, too.
         if dataset.num_documents == 1 or (stream.mask is None and ends > len(dataset.runs(0, count))):
-            warnings.append(
+            yield (
                 f"{dataset.prefix}: flags about documents find no borders inside of its {dataset.num_documents:,} "
                 "documents; if a token ends others there, write a pair with all borders: "
                 f"prepare_data {dataset.prefix} --split_documents_at=<id> --output_prefix=<another>"
             )
-    return warnings
 
 
 def _reader(phase: Phase) -> StreamReader:

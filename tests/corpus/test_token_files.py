@@ -75,7 +75,7 @@ def test_files_of_datatrove(size: int, tmp_path: Path, capsys: pytest.CaptureFix
     assert convert(tmp_path, tmp_path / "ds", f"--from_tokens={kind}") == DOCUMENTS
     assert "0_tokens.ds: is not what" in refused(capsys, tmp_path, tmp_path / "ds", f"--from_tokens={other}")
     (tmp_path / "ds" / "0_tokens.ds.loss").touch()
-    assert "loss masks are not read" in refused(capsys, tmp_path, tmp_path / "ds", f"--from_tokens={kind}")
+    assert "no loss mask (.loss)" in refused(capsys, tmp_path, tmp_path / "ds", f"--from_tokens={kind}")
 
 
 def test_a_pair_gets_its_borders(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -99,7 +99,6 @@ def test_what_is_no_such_file_is_refused(tmp_path: Path, capsys: pytest.CaptureF
     """Each wrong or missing word, other kinds of files, and flags that say nothing about tokens."""
     raw, typed, end = tmp_path / "raw.bin", "--from_tokens=uint16", "--split_documents_at=90"
     write_raw(raw, TOKENS, "uint16")
-    np.save(tmp_path / "float.npy", np.array(TOKENS, "f4"))
     np.save(tmp_path / "object.npy", np.array(["a", None], object))
     write_raw(tmp_path / "large.bin", [2**31, END], "uint32")
     (tmp_path / "odd.bin").write_bytes(raw.read_bytes() + b"1")
@@ -112,7 +111,6 @@ def test_what_is_no_such_file_is_refused(tmp_path: Path, capsys: pytest.CaptureF
         (raw, "--from_tokens=uint32", end): "raw.bin",
         (pair, "--split_documents_at=91"): "no document ends in it",
         (pair, "--from_tokens=int32", end): "pair.bin: is not what",
-        (tmp_path / "float.npy", end): "type float32",
         (tmp_path / "object.npy", end): "object.npy: is not what",
         (tmp_path / "large.bin", "--from_tokens=uint32", end): "does not fit int32",
         (tmp_path / "odd.bin", typed, end): "odd.bin: is not what",
