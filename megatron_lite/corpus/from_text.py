@@ -11,7 +11,7 @@ from typing import Any
 
 from megatron_lite.config import Config, changed
 from megatron_lite.config.structured_values import weighted_paths
-from megatron_lite.corpus.inputs import DEFAULT_SUFFIXES, bare_name, find_inputs
+from megatron_lite.corpus.inputs import DEFAULT_SUFFIXES, DESCRIPTIONS, bare_name, find_inputs
 from megatron_lite.corpus.prepare import CorpusOptions, describe_inputs, fingerprint_of, prepare
 from megatron_lite.corpus.prepared import older_summary
 from megatron_lite.corpus.remote_copy import cache_of, local_copy
@@ -48,7 +48,7 @@ def is_text(path: str) -> bool:
     if Path(path + ".idx").exists() or Path(path + ".bin").exists():
         return False
     name = bare_name(Path(path).name)
-    is_file = Path(path).is_file() and name.endswith(DEFAULT_SUFFIXES)
+    is_file = Path(path).is_file() and name.endswith(DEFAULT_SUFFIXES) and not name.endswith(DESCRIPTIONS)
     return Path(path).is_dir() or is_file or any(sign in path for sign in "*?[{")
 
 

@@ -7,9 +7,11 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from megatron_lite.corpus.pieces import digest_of
+from megatron_lite.corpus.conversations import conversation_fields
+from megatron_lite.corpus.documents import TextFields
+from megatron_lite.corpus.pieces import RULES, digest_of
 from megatron_lite.corpus.prepare import CorpusOptions, prepare
-from megatron_lite.corpus.prepared import check_tokenizer, inspect, known_tokenizer, verify
+from megatron_lite.corpus.prepared import check_tokenizer, inspect, known_tokenizer, outdated, verify
 from megatron_lite.corpus.tokenizer_choice import TokenizerChoice
 from megatron_lite.errors import DataError
 from tests.support.loading import loaded
@@ -94,3 +96,19 @@ def test_verify_checks_tokens_too(prefix: str) -> None:
         summary.write_text(json.dumps(values))
         with pytest.raises(DataError, match=complaint):
             verify(prefix)
+
+
+def test_conversations_of_older_rules_are_told(prefix: str, tmp_path: Path) -> None:
+    """The summary carries the version of the rules; of other pairs, and of those of today's rules, nothing is said."""
+    (tmp_path / "y.jsonl").write_text(json.dumps({"prompt": "question", "completion": "answer"}))
+    fields = conversation_fields("zephyr", TextFields(("text",)), TokenizerChoice())
+    chats = str(tmp_path / "y")
+    prepare(CorpusOptions((str(tmp_path / "y.jsonl"),), chats, TokenizerChoice(), fields))
+    assert not list(outdated([prefix, chats, "nothing"]))
+    for name in (prefix, chats):
+        summary = Path(name + ".summary.json")
+        values = json.loads(summary.read_text())
+        assert values.pop("rules") == RULES
+        summary.write_text(json.dumps(values))
+    (warning,) = outdated([prefix, chats, chats])
+    assert warning.startswith(f"{chats}: older rules prepared it")

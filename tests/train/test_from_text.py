@@ -61,6 +61,31 @@ def test_text_is_prepared_once(text: Path, tmp_path: Path) -> None:
     assert re.findall(r"changed since that checkpoint .*?: (\w+):", renamed) == changed
 
 
+def test_a_run_keeps_tokens_of_older_rules(text: Path, tmp_path: Path) -> None:
+    """A run that goes on reads the pair with which it began, and says so; a new one prepares the text again."""
+    data = [
+        f"--data_path={text}",
+        f"--tokenizer_file={tmp_path / 'tokenizer.json'}",
+        f"--dataset_cache={tmp_path / 'c'}",
+    ]
+    whole, stopped, new = (flags("list", tmp_path / name, *data) for name in ("whole", "stopped", "new"))
+    succeed(whole)
+    succeed([*stopped, "--stop_interval=2"])
+    (index,) = (tmp_path / "c").glob("*/text.idx")
+    index.parent.rename(tmp_path / "c" / "older")
+    summary, config = tmp_path / "c" / "older" / "text.summary.json", tmp_path / "stopped" / "config.json"
+    values = json.loads(summary.read_text()) | {"fingerprint": "another"}
+    del values["rules"]
+    summary.write_text(json.dumps(values))
+    config.write_text(config.read_text().replace(index.parent.name, "older"))
+    goes_on = succeed(stopped).output
+    assert f"{text}: the run goes on with {tmp_path}/c/older/text, which was prepared under older rules" in goes_on
+    assert losses(tmp_path / "stopped") == losses(tmp_path / "whole")
+    assert f"prepared {text} as {tmp_path}/c" in succeed(new).output
+    (text / "a.txt").write_text("other words " * 300)
+    assert "was trained with other data" in run([*stopped, "--train_iters=5"]).output
+
+
 def test_text_needs_a_tokenizer_and_a_place(text: Path, tmp_path: Path) -> None:
     """What is missing is named, with exit code 2; a vocabulary that is too small, with 3."""
     (tmp_path / "t.json").write_bytes((tmp_path / "tokenizer.json").read_bytes())
