@@ -22,21 +22,24 @@ from megatron_lite.run.host import available_cores
 
 MOST_SHARDS = 99_999  # their names have five digits
 DESCRIPTION = """\
-Tokenize text files, folders, .jsonl, parquet and arrow files into <output_prefix>.bin and .idx.
+Tokenize text files, folders, JSON, parquet and arrow files into <output_prefix>.bin and .idx.
 
     %(prog)s my_texts --output_prefix data/mine --tokenizer byte
     %(prog)s 'corpus/{web,books}/*.jsonl.zst' --output_prefix data/mine --train_tokenizer 4096
     %(prog)s ~/code --suffix .py,.md --output_prefix data/code --tokenizer some/tokenizer.json
 
-A document is a text file, a line of a .jsonl file, or a row of a parquet or arrow file, with its text under --json_key.
-With --chat_template it is a conversation, with messages, or with prompt and completion.
-Text and .jsonl may be compressed (.gz, .zst, .bz2, .xz). Folders, including those saved by Hugging Face datasets, are
-read recursively in path order. An end-of-document token follows each document.
+A document is a text file, a line of a .jsonl or .json file, an item of a .json array, or a row of a parquet or arrow
+file, with its text under --json_key. With --chat_template it is a conversation, with messages, or with prompt and
+completion. Text and JSON may be compressed (.gz, .zst, .bz2, .xz). Folders, including those saved by Hugging Face
+datasets, are read recursively in path order. An end-of-document token follows each document.
 
 <output_prefix>.tokenizer.json (for --tokenizer_file in training) and <output_prefix>.summary.json are written next to
 the token files. The .idx file is written last: without it the data are incomplete. Finished pieces of the work are
 stored in <output_prefix>.partial, so that after an interruption the same command continues where it stopped. The result
 does not depend on the number of processes.
+
+    %(prog)s train.bin --from_tokens uint16 --split_documents_at 50256 --output_prefix data/mine
+                                    token files of other programs, as a pair
 
     %(prog)s --inspect data/mine    counts, lengths, frequent tokens, some documents
     %(prog)s --verify data/mine     everything that can be checked; exit code 0 or 3

@@ -48,7 +48,14 @@ def write_raw(path: Path, tokens: Any, kind: str) -> None:
     array.flush()
 
 
-@pytest.mark.parametrize("write", [write_raw, write_numpy_header])
+def write_llm_c(path: Path, tokens: Any, kind: str) -> None:
+    """As dev/data/data_common.py of llm.c: 256 integers, of which three are used."""
+    magic = 20240520 if kind == "uint16" else 20240801
+    header = np.array([magic, 1, len(tokens), *[0] * 253], "<i4")
+    path.write_bytes(header.tobytes() + np.array(tokens, kind).tobytes())
+
+
+@pytest.mark.parametrize("write", [write_raw, write_numpy_header, write_llm_c])
 @pytest.mark.parametrize("kind", ["uint8", "uint16", "uint32", "int32", "int64"])
 @pytest.mark.parametrize("per_read", [1, 7, 1 << 22])
 def test_flat_files(write: Any, kind: str, per_read: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -5,6 +5,7 @@ import importlib.util
 import json
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 from megatron_lite.data.tokenizing import JsonTokenizer
@@ -19,6 +20,7 @@ PREPARING = (
     "From a folder to a model in two commands",
     "Tokens",
     "What is in a pair, and whether it is whole",
+    "Token files of other programs",
     "Several data sets",
 )
 
@@ -79,8 +81,10 @@ def test_preparing(checkout: Path) -> None:
     if importlib.util.find_spec("pyarrow") is not None:
         table = importlib.import_module("pyarrow").table({"text": texts})
         importlib.import_module("pyarrow.parquet").write_table(table, corpus / "d.parquet")
+    (checkout / "shards").mkdir()
+    np.array([*range(50256, 0, -1)] * 2, "uint16").tofile(checkout / "shards" / "a.npy")
     for title in PREPARING:
         for text in documents.blocks(documents.section(GUIDE, f"{title}\n")):
             documents.run(f"set -e\n{documents.smaller(text, QUICKER)}", checkout)
     assert len(list((checkout / "experiments").glob("*/checkpoints/2"))) == 3
-    assert len(list((checkout / "data").glob("*.idx"))) == 4
+    assert len(list((checkout / "data").glob("*.idx"))) == 6
