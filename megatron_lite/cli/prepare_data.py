@@ -73,7 +73,7 @@ def read_options(options: argparse.Namespace) -> CorpusOptions:
         fields = conversation_fields(options.chat_template, fields, tokenizer)
     same = "output_prefix strict overwrite max_documents validation_documents shards deduplicate"
     return CorpusOptions(
-        inputs=tuple(local_copy(name, "inputs", f"{options.output_prefix}.copies") for name in options.inputs),
+        inputs=options.inputs,
         tokenizer=tokenizer,
         fields=fields,
         suffixes=suffixes,
@@ -172,7 +172,7 @@ def parse(argv: Sequence[str], program: str) -> argparse.Namespace:
         "--split_documents_at",
         type=number(int, 0, LARGEST_COUNT),
         metavar="ID",
-        help="read tokens, also of pairs (give their prefix), and end a document after each token with this id",
+        help="read tokens, also of a pair (its .bin), and end a document after each token with this id",
     )
     add("--strict", action="store_true", help="stop at a bad document instead of skipping it")
     add("--overwrite", action="store_true", help="replace existing token files")
@@ -198,6 +198,7 @@ def main(argv: Sequence[str], program: str = "prepare_data") -> int:
         if words.verify is not None or words.inspect is not None:
             print(*([verify(words.verify)] if words.verify is not None else inspect(words.inspect)), sep="\n")
             return EXIT_DONE
+        words.inputs = tuple(local_copy(name, "inputs", f"{words.output_prefix}.copies") for name in words.inputs)
         if words.reads_tokens:
             found = words.inputs, words.output_prefix, words.from_tokens, words.split_documents_at, words.overwrite
             print(convert(*found))

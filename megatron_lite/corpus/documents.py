@@ -152,8 +152,8 @@ class Reading:
             if (text := self._decoded(data)) is not None:
                 yield text
             return
-        readers = {"jsonl": self._json_lines, "text": self._json_lines, "json": self._json_records}
-        for value in readers.get(span.file.kind, self._rows)(span, file):
+        lines = span.file.kind in ("jsonl", "text")
+        for value in self._json_lines(span, file) if lines else self._rows(span, file):
             try:
                 text = self.fields.text_of(value)
             except ValueError as error:
@@ -187,18 +187,6 @@ class Reading:
                     self._add_fault(kind, detail)
                     continue
                 yield value
-
-    def _json_records(self, span: Span, file: IO[bytes]) -> Iterator[Any]:
-        """Yield the records of a file that is one JSON value."""
-        with opened(file, span.file) as stream:
-            data = stream.read()
-        try:
-            found = json.loads(data or b"[]")
-        except (ValueError, RecursionError) as error:
-            raise DataError(f"{span.file.path}: damaged or not JSON: {str(error).partition(';')[0]}") from error
-        for value in found if isinstance(found, list) else [found]:
-            self.findings.lines[self._number] += 1
-            yield value
 
     def _rows(self, span: Span, file: IO[bytes]) -> Iterator[Any]:
         for row in table_rows(file, span.file, self.fields.keys, span.start, span.end):

@@ -64,8 +64,7 @@ class InputFile:
         """Name a line or row of the file, counted from 1; 0 stands for the whole file."""
         if number == 0:
             return self.path
-        unit = {"json": "record", "parquet": "row", "arrow": "row"}.get(self.kind, "line")
-        return f"{self.path}: {unit} {number}"
+        return f"{self.path}: {'line' if self.kind in ('text', 'jsonl') else 'row'} {number}"
 
 
 def find_inputs(names: Sequence[str], suffixes: Sequence[str] = DEFAULT_SUFFIXES) -> list[InputFile]:
@@ -303,16 +302,21 @@ def row_group_bytes(path: str) -> list[int]:
 
 
 def table_rows(file: IO[bytes], described: InputFile, keys: Sequence[str], start: int, end: int) -> Iterator[Any]:
-    """Yield the rows of row groups [start, end) of a parquet file, or of a whole arrow file.
+    """Yield the rows of row groups [start, end) of a parquet file, or of a whole arrow or JSON file.
 
     An arrow file is a stream of batches, as `datasets` writes it, or has a footer.
 
     Raises: DataError if the file is damaged or lacks the columns.
     """
     path = described.path
-    package = package_for(described.kind, path)
     with _damage(path):
+        if described.kind == "json":
+            with opened(file, described) as stream:
+                found = json.loads(stream.read() or "[]")
+            yield from found if isinstance(found, list) else [found]
+            return
         batches: Iterable[Any]
+        package = package_for(described.kind, path)
         if described.kind == "parquet":
             table = package.ParquetFile(file)
             columns, groups = _columns(path, keys, table.schema_arrow.names), list(range(start, end))

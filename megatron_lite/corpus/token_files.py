@@ -1,8 +1,8 @@
 """Token files of other programs, and pairs whose index lacks borders of documents, as a pair with these borders.
 
 Read are pairs; files of datatrove: `x.ds`, with the end of each document, in tokens, as 64-bit integers in
-`x.ds.index`; and flat files, whose documents end with a token: raw integers, as nanoGPT and OLMo-core write them, files
-of numpy's `save`, and files of llm.c, which begin with 256 integers.
+`x.ds.index`; and flat files, whose documents end with a token: raw integers, as nanoGPT and OLMo-core write them, and
+files of numpy's `save`.
 """
 
 from __future__ import annotations
@@ -24,8 +24,6 @@ from megatron_lite.errors import DataError, UsageError
 
 TYPES = ("uint8", "uint16", "int32", "uint32", "int64", "uint64")  # of tokens in files without a header
 SUFFIXES = (".ds", ".npy", ".bin")
-NUMPY = [0x4D554E93]  # the first four bytes as an integer
-LLM_C, LLM_C_BYTES = ([20240520], [20240801]), 1024  # the same, and the size of its header
 TOKENS_PER_READ = 1 << 22
 
 
@@ -36,7 +34,6 @@ def convert(names: Sequence[str], prefix: str, kind: str | None, end: int | None
 
     Raises: RunError: usage, data or storage.
     """
-    names = [name + ".bin" if Path(name + ".idx").exists() else name for name in names]
     files = [(file, *_opened(file.path, kind)) for file in find_inputs(names, SUFFIXES)]
     if not overwrite:
         check_free([prefix])
@@ -66,9 +63,8 @@ def _opened(path: str, kind: str | None) -> tuple[NDArray[Any], NDArray[np.int64
     try:
         if Path(path + ".index").exists():
             ends = np.fromfile(path + ".index", "<i8")
-        head = np.fromfile(path, "<u4", 1).tolist()
-        offset = LLM_C_BYTES if head in LLM_C else 0
-        tokens = open_memmap(path, mode="r") if head == NUMPY else np.memmap(path, np.dtype(kind), "r", offset)
+        has_header = np.fromfile(path, "S6", 1).tolist() == [b"\x93NUMPY"]
+        tokens = open_memmap(path, mode="r") if has_header else np.memmap(path, np.dtype(kind), "r")
         if ends[-1:].tolist() not in ([], [len(tokens)]) or Path(path + ".loss").exists():
             raise ValueError(f"{len(tokens):,} tokens, documents that end at {ends[-1:]}, no loss mask (.loss)")
     except ValueError as error:

@@ -368,7 +368,7 @@ def borderless(config: Config, phases: dict[str, Phase]) -> Iterator[str]:
             yield (
                 f"{dataset.prefix}: flags about documents find no borders inside of its {dataset.num_documents:,} "
                 "documents; if a token ends others there, write a pair with all borders: "
-                f"prepare_data {dataset.prefix} --split_documents_at=<id> --output_prefix=<another>"
+                f"prepare_data {dataset.prefix}.bin --split_documents_at=<id> --output_prefix=<another>"
             )
 
 

@@ -196,7 +196,7 @@ def test_json_that_is_no_lines(tmp_path: Path) -> None:
     (tmp_path / "empty.json").touch()
     assert read(tmp_path / "empty.json") == []
     (tmp_path / "array.json").write_bytes(PRETTY[:-9])
-    with pytest.raises(DataError, match=r"array\.json: damaged or not JSON: "):
+    with pytest.raises(DataError, match=r"array\.json: damaged or not what its name says: "):
         read(tmp_path / "array.json")
 
 

@@ -48,14 +48,7 @@ def write_raw(path: Path, tokens: Any, kind: str) -> None:
     array.flush()
 
 
-def write_llm_c(path: Path, tokens: Any, kind: str) -> None:
-    """As dev/data/data_common.py of llm.c: 256 integers, of which three are used."""
-    magic = 20240520 if kind == "uint16" else 20240801
-    header = np.array([magic, 1, len(tokens), *[0] * 253], "<i4")
-    path.write_bytes(header.tobytes() + np.array(tokens, kind).tobytes())
-
-
-@pytest.mark.parametrize("write", [write_raw, write_numpy_header, write_llm_c])
+@pytest.mark.parametrize("write", [write_raw, write_numpy_header])
 @pytest.mark.parametrize("kind", ["uint8", "uint16", "uint32", "int32", "int64"])
 @pytest.mark.parametrize("per_read", [1, 7, 1 << 22])
 def test_flat_files(write: Any, kind: str, per_read: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -93,12 +86,12 @@ def test_a_pair_gets_its_borders(tmp_path: Path, capsys: pytest.CaptureFixture[s
         write_documents(tmp_path / "x", np.split(TOKENS, cuts))
         borders = sorted({*cuts, *itertools.accumulate(map(len, DOCUMENTS))} - {len(TOKENS)})
         expected = [part.tolist() for part in np.split(TOKENS, borders)]
-        assert convert(tmp_path, tmp_path / "x", f"--split_documents_at={END}") == expected
+        assert convert(tmp_path, tmp_path / "x.bin", f"--split_documents_at={END}") == expected
     (tmp_path / "x.summary.json").touch()
-    assert main([str(tmp_path / "x"), "--split_documents_at=90", f"--output_prefix={tmp_path / 'x'}"]) == 2
+    assert main([str(tmp_path / "x.bin"), "--split_documents_at=90", f"--output_prefix={tmp_path / 'x'}"]) == 2
     assert "exists" in capsys.readouterr().err
     again = ["--split_documents_at=90", "--overwrite", f"--output_prefix={tmp_path / 'x'}"]
-    assert main([str(tmp_path / "x"), *again]) == 0 and IndexedDataset(str(tmp_path / "x")).num_documents >= 7
+    assert main([str(tmp_path / "x.bin"), *again]) == 0 and IndexedDataset(str(tmp_path / "x")).num_documents >= 7
     assert not (tmp_path / "x.summary.json").exists()
 
 
@@ -110,7 +103,7 @@ def test_what_is_no_such_file_is_refused(tmp_path: Path, capsys: pytest.CaptureF
     write_raw(tmp_path / "large.bin", [2**31, END], "uint32")
     (tmp_path / "odd.bin").write_bytes(raw.read_bytes() + b"1")
     (tmp_path / "packed.bin.gz").write_bytes(gzip.compress(raw.read_bytes()))
-    pair = write_documents(tmp_path / "pair", DOCUMENTS)
+    pair = write_documents(tmp_path / "pair", DOCUMENTS) + ".bin"
     for words, said in {
         (raw, typed): "--split_documents_at",
         (raw, end): "--from_tokens",
