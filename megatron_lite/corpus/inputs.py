@@ -24,7 +24,7 @@ from pathlib import Path
 from typing import IO, Any, NoReturn
 
 from megatron_lite.data.disk_array import reading, unreadable
-from megatron_lite.errors import DataError, UsageError
+from megatron_lite.errors import DataError, RunError, UsageError
 
 COMPRESSIONS = (".gz", ".zst", ".bz2", ".xz")
 # Of files with other endings, the content tells the kind.
@@ -143,9 +143,9 @@ def _files_of(path: Path, suffixes: Sequence[str]) -> Iterator[Path]:
         yield from _saved_dataset(path)
     else:
         walk = os.walk(path, onerror=_refuse)
-        names = (Path(folder, file) for folder, _, files in walk if not folder.endswith(UNFINISHED) for file in files)
-        found = (file for file in names if not file.name.endswith(DESCRIPTIONS))
-        kept = sorted(file for file in found if bare_name(file.name).endswith(tuple(suffixes)) and file.is_file())
+        found = (Path(folder, file) for folder, _, files in walk if not folder.endswith(UNFINISHED) for file in files)
+        wanted = (file for file in found if bare_name(file.name).endswith(tuple(suffixes)) and file.is_file())
+        kept = sorted(file for file in wanted if not file.name.endswith(DESCRIPTIONS))
         if not kept:
             raise DataError(f"{path}: no file in this folder ends in {' or '.join(suffixes)} (--suffix)")
         yield from (inside(path, file) for file in kept)
@@ -361,8 +361,10 @@ def _damage(path: str) -> Iterator[None]:
     """Turn an error of pyarrow, which has many classes, or of a JSON column into an error of the file."""
     try:
         yield
+    except RunError:
+        raise
     except Exception as error:
-        own = type(error).__module__.startswith(("pyarrow", "json")) or type(error) in (ValueError, RecursionError)
+        own = isinstance(error, ValueError | RecursionError) or type(error).__module__.startswith("pyarrow")
         if not own and not (isinstance(error, OSError) and error.errno is None):
             raise
         text = " ".join(str(error).split())

@@ -195,9 +195,10 @@ def test_json_that_is_no_lines(tmp_path: Path) -> None:
         assert find_inputs([str(tmp_path / "x.txt")])[0].kind == "text"
     (tmp_path / "empty.json").touch()
     assert read(tmp_path / "empty.json") == []
-    (tmp_path / "array.json").write_bytes(PRETTY[:-9])
-    with pytest.raises(DataError, match=r"array\.json: damaged or not what its name says: "):
-        read(tmp_path / "array.json")
+    for data in (PRETTY[:-9], PRETTY.replace(b"document 5", b"\xff"), b"[" * 100_000, b"prose"):
+        (tmp_path / "array.json").write_bytes(data)
+        with pytest.raises(DataError, match=r"array\.json: damaged or not what its name says: "):
+            read(tmp_path / "array.json")
 
 
 def test_files_that_describe_are_no_documents(tmp_path: Path) -> None:
