@@ -200,8 +200,8 @@ def main(argv: Sequence[str], program: str = "prepare_data") -> int:
             return EXIT_DONE
         words.inputs = tuple(local_copy(name, "inputs", f"{words.output_prefix}.copies") for name in words.inputs)
         if words.reads_tokens:
-            found = words.inputs, words.output_prefix, words.from_tokens, words.split_documents_at, words.overwrite
-            print(convert(*found))
+            kind, end = words.from_tokens, words.split_documents_at
+            print(convert(words.inputs, words.output_prefix, kind, end, words.overwrite))
             return EXIT_DONE
         options = read_options(words)
         report(options, *prepare(options))
