@@ -28,6 +28,8 @@ _NAMES: dict[str, tuple[str, ...]] = {
     "llama3": ("factor", "low_freq_factor", "high_freq_factor", _ORIGINAL),
     "yarn": ("factor", _ORIGINAL, "beta_fast", "beta_slow", "attention_factor", "mscale", "mscale_all_dim", "truncate"),
 }
+# transformers ignores names of another type, and the last one, which the first YaRN models have.
+_ROPE_NAMES = {**dict.fromkeys(name for names in _NAMES.values() for name in names), "finetuned": None}
 ROPE_OPTIONS = tuple(dict.fromkeys(f"rope_{name}" for names in _NAMES.values() for name in names))
 _REQUIRED = {"linear": ("factor",), "llama3": ("factor", "low_freq_factor", "high_freq_factor")}
 
@@ -61,7 +63,8 @@ def read_rope(content: Mapping[str, Any], max_position_embeddings: Any) -> tuple
 
 def _read_rope_object(key: str, given: JsonObject, theta: Any, length: Any) -> tuple[Options, list[str]]:
     """Read one of the two objects; `theta` and `length` are rope_theta and max_position_embeddings."""
-    given = {name: value for name, value in given.items() if value is not None}
+    # Null counts as absent, but transformers takes a null `truncate` for false and an absent one for true.
+    given = {name: value for name, value in given.items() if value is not None or name == "truncate"}
     kind = given.pop("rope_type", given.get("type", "default"))
     problems = []
     if given.pop("type", kind) != kind:
@@ -76,7 +79,7 @@ def _read_rope_object(key: str, given: JsonObject, theta: Any, length: Any) -> t
     if not isinstance(kind, str) or kind not in _NAMES:
         problems.append(f"{key}: rope_type {shown(kind)} is not known; known: {', '.join(_NAMES)}")
         return values, problems
-    problems += [f"{key}: {name} has no effect with rope_type {kind}" for name in given if name not in _NAMES[kind]]
+    problems += [f"{key}: {name} is not known" for name in given if name not in _ROPE_NAMES]
     problems += [f"{key}: rope_type {kind} needs {name}" for name in _REQUIRED.get(kind, ()) if name not in given]
     if _ORIGINAL in _NAMES[kind]:
         given.setdefault(_ORIGINAL, length)
@@ -93,7 +96,7 @@ def _derive_yarn(given: JsonObject, length: Any) -> None:
         given["factor"] = length / original
     for name, default in (("beta_fast", 32.0), ("beta_slow", 1.0)):
         given[name] = given.get(name) or default
-    given.setdefault("truncate", True)
+    given["truncate"] = given.get("truncate", True) or False
     scales = [given.pop(name, None) for name in ("mscale", "mscale_all_dim")]
     if "attention_factor" not in given and all(scales):  # else the two have no effect
         given["mscale"], given["mscale_all_dim"] = scales

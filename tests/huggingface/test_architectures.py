@@ -1,16 +1,20 @@
 """config.json of seven architectures, read and written, against transformers' own configuration classes."""
 
 import dataclasses
+import itertools
 import json
 from collections.abc import Callable
 from typing import Any
 
 import pytest
+import torch
 
 from megatron_lite.config import ModelConfig
 from megatron_lite.errors import CheckpointError, UsageError
 from megatron_lite.huggingface.architectures import ARCHITECTURES, check_exportable
-from megatron_lite.huggingface.config_file import hugging_face_config, model_values
+from megatron_lite.huggingface.config_file import ROPE_OPTIONS, hugging_face_config, model_values
+from megatron_lite.huggingface.model_folder import resolved_model
+from megatron_lite.model.rotary import attention_factor, rotary_frequencies
 from tests.support.families import FAMILIES, make_config
 from tests.support.folder_checks import our_config, resolved_config
 from tests.support.public_configs import BIGCODE, PUBLIC, public_config
@@ -158,7 +162,7 @@ REFUSED: list[tuple[str, dict[str, Any], str]] = [
     ("llama", {"auto_map": {"AutoConfig": "x.Y"}}, "auto_map"),
     ("llama", {"rope_parameters": {"rope_type": "dynamic", "factor": 2.0}}, "rope_type 'dynamic' is not known"),
     ("llama", {"rope_parameters": {"rope_type": "linear"}}, "rope_type linear needs factor"),
-    ("llama", {"rope_parameters": {"rope_type": "default", "factor": 2.0}}, "factor has no effect with rope_type"),
+    ("llama", {"rope_parameters": {"rope_type": "default", "factr": 2.0}}, "rope_parameters: factr is not known"),
     ("llama", {"rope_parameters": 5}, "rope_parameters is 5; it must be an object or null"),
     ("llama", {"rope_parameters": {"rope_theta": 5.0}, "rope_theta": 6.0}, "rope_theta is 6.0, but 5.0"),
     (
@@ -271,6 +275,38 @@ def test_rotary_parameters_that_transformers_derives(rope: dict[str, Any], expec
         values = model_values({"model_type": "llama", key: rope})
         assert {option: values[option] for option in expected} == expected
         assert not any(isinstance(value, int) for option, value in values.items() if option == "rope_factor")
+
+
+ROPES: dict[str, dict[str, Any]] = {
+    "default": {},
+    "linear": {"factor": 8.0},
+    "llama3": {"factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0},
+    "yarn": {"factor": 8.0},
+}
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_nulls_and_keys_of_other_types_mean_what_they_mean_in_transformers() -> None:
+    """The same angles and factor. Needed keys have no null, and some take no number."""
+    from transformers import LlamaConfig
+    from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
+
+    keys = sorted(option.removeprefix("rope_") for option in ROPE_OPTIONS)
+    sizes = dict(hidden_size=32, num_attention_heads=4, max_position_embeddings=64)
+    compared = 0
+    for (kind, needed), key, value in itertools.product(ROPES.items(), (*keys, "finetuned"), (None, 3.0)):
+        parameters = {"rope_type": kind, **needed, key: value}
+        try:
+            theirs = LlamaRotaryEmbedding(LlamaConfig(**sizes, rope_parameters=dict(parameters)))
+            options = model_values({"model_type": "llama", **sizes, "rope_parameters": parameters})
+        except Exception:  # of either
+            assert key in needed or "original" in key or (key, value) == ("truncate", 3.0), parameters
+            continue
+        model = resolved_model(options, "the file")
+        assert torch.equal(rotary_frequencies(model, 8, torch.device("cpu")), theirs.inv_freq), parameters
+        assert attention_factor(model) == theirs.attention_scaling, parameters
+        compared += 1
+    assert compared > 70
 
 
 def llama_model(**changes: Any) -> ModelConfig:
