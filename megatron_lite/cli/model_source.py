@@ -105,10 +105,16 @@ def with_preset(given: Mapping[str, Any]) -> tuple[Options, tuple[Note, ...]]:
 
 
 def _brought_along(values: Mapping[str, Any], typed: Mapping[str, Any]) -> Options:
-    """Return a model's options without those that depend on a typed option with another value."""
+    """Return a model's options without those that depend on a typed option with another value.
+
+    The length that typed rotary positions stretch is the model's own, not a longer one that is typed beside them.
+    """
     changed = {first for first in FOLLOW if first in typed and typed[first] != values.get(first)}
     dropped = {name for first in changed for name in FOLLOW[first]}
-    return {name: value for name, value in values.items() if name not in dropped}
+    kept = {name: value for name, value in values.items() if name not in dropped}
+    if "rope_type" in changed and typed["rope_type"] in ("llama3", "yarn") and "rope_factor" in typed:
+        kept["rope_original_max_position_embeddings"] = values["max_position_embeddings"]
+    return kept
 
 
 def _with_stated_model(given: Options, folder: Path) -> tuple[Options, Stated | None]:

@@ -11,6 +11,7 @@ import pytest
 
 from megatron_lite.cli.parse import parse
 from megatron_lite.config import flatten, unflatten
+from megatron_lite.config.source import PRESETS
 from megatron_lite.errors import CheckpointError, UsageError
 from megatron_lite.huggingface.architectures import check_exports
 from megatron_lite.huggingface.model_folder import MODEL_OPTIONS
@@ -173,6 +174,23 @@ def test_another_rope_type(tmp_path: Path) -> None:
     assert pretrained(folder, "--rope_type=yarn") == pretrained(folder)
     found = pretrained(folder, "--rope_type=linear", "--rope_factor=2", "--ignore_pretrained_config=1")
     assert found["rope_factor"] == 2.0 and found["rope_attention_factor"] is None and found["rotary_base"] == 500.0
+
+
+@pytest.mark.parametrize("source", ["folder", *(name for name in PRESETS if "gpt2" not in name)])
+def test_the_length_that_a_typed_rope_stretches_is_the_models_own(source: str, folder: Path) -> None:
+    """Not a longer one that is typed beside it; a typed original length wins, and other types have none."""
+    start = f"--pretrained_checkpoint_path={folder}" if source == "folder" else f"--model={source}"
+    own = model_of(start)["max_position_embeddings"]
+    for kind in ("llama3", "yarn"):
+        if model_of(start)["rope_type"] == kind:
+            continue
+        typed = [start, f"--rope_type={kind}", "--rope_factor=8", "--ignore_pretrained_config=1"]
+        found = model_of(*typed, f"--max_position_embeddings={8 * own}")
+        assert (found["rope_original_max_position_embeddings"], found["max_position_embeddings"]) == (own, 8 * own)
+        written = model_of(*typed, "--rope_original_max_position_embeddings=32")
+        assert written["rope_original_max_position_embeddings"] == 32
+    linear = model_of(start, "--rope_type=linear", "--rope_factor=2", "--ignore_pretrained_config=1")
+    assert linear["rope_original_max_position_embeddings"] is None
 
 
 def test_flags_alone(folder: Path) -> None:
