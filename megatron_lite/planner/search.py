@@ -25,6 +25,7 @@ from megatron_lite.planner.plan import Plan, Planner
 from megatron_lite.planner.runtime import GIB
 from megatron_lite.planner.speeds import Speeds
 from megatron_lite.planner.work_time import StepTime, predict_step
+from megatron_lite.schedules.batch_size import batch_schedule
 from megatron_lite.validation import resolve
 from megatron_lite.validation.sizes import check_passes
 
@@ -175,7 +176,7 @@ class Search:
         """Return the larger GPU counts that divide the batch, ascending. On a CPU, more ranks add no memory."""
         if self.device_type != "cuda":
             return []
-        sizes = (size * self.together for size in divisors(self.batch_size))
+        sizes = (size * self.together for size in divisors(self.divided))
         return [size for size in sizes if self.world_size < size <= MOST_RANKS]
 
     def resolved(self, changes: Changes) -> Config | None:
@@ -217,9 +218,18 @@ class Search:
         return self.tensor_parallel * self.pipeline_parallel
 
     @property
+    def divided(self) -> int:
+        """The samples to divide: the batch, or what divides each of a schedule; with padding, the smallest of them."""
+        batch = self.asked.batch
+        if not batch.batch_size_schedule:
+            return self.batch_size
+        sizes = batch_schedule(batch).sizes
+        return sizes[0] if batch.allow_nondivisible_batch_size else math.gcd(*sizes)
+
+    @property
     def share(self) -> int:
-        """Samples per data-parallel rank and iteration."""
-        return max(self.batch_size * self.together // self.world_size, 1)
+        """Samples of `divided` per data-parallel rank and iteration."""
+        return max(self.divided * self.together // self.world_size, 1)
 
     @property
     def _can_split(self) -> bool:
@@ -249,7 +259,7 @@ class Search:
         sizes = [size for size in divisors(self.share) if size <= LARGEST_MICRO_BATCH][:MOST_MICRO_BATCHES]
         for zero_stage in (1, 2, 3) if self.world_size > self.together else (1, 3):
             for size in reversed(sizes):
-                accumulated = -(-self.batch_size * self.together // (size * self.world_size))
+                accumulated = -(-self.divided * self.together // (size * self.world_size))
                 breadths = {1, accumulated} if accumulated <= MOST_BREADTH and zero_stage > 1 else {1}
                 if self.pipeline_parallel > 1:  # groups of micro-batches fill the pipeline
                     breadths = {max(part for part in divisors(accumulated) if part <= 4 * self.pipeline_parallel)}

@@ -34,10 +34,11 @@ def batch(draft: Draft, world_size: int) -> Problems:
             return
         draft.batch_size = sizes[-1]
         _fill_micro_batch_size(draft, sizes, world_size)
-    if unsolved := _largest(draft, world_size):
+    accumulation = draft.changed(*_ACCUMULATION)
+    if unsolved := _largest(draft, sizes, world_size):
         yield unsolved
     else:
-        yield from _smaller(draft, sizes[:-1], world_size)
+        yield from _smaller(draft, sizes, accumulation, world_size)
         yield from _limits(draft, world_size)
 
 
@@ -63,8 +64,8 @@ def _fill_micro_batch_size(draft: Draft, sizes: Sequence[int], world_size: int) 
         draft.micro_batch_size = -(-sizes[0] // unit) if draft.allow_nondivisible_batch_size else 1
 
 
-def _largest(draft: Draft, world_size: int) -> Problem | None:
-    """Solve the equation for the largest batch; return why there is no solution."""
+def _largest(draft: Draft, sizes: Sequence[int], world_size: int) -> Problem | None:
+    """Solve the equation for the largest batch; return why there is no solution. sizes: all those of a schedule."""
     batch, micro = draft.batch_size, draft.micro_batch_size
     depth, breadth = draft.depth_first_micro_batches, draft.breadth_first_micro_batches
     sequential, padded = draft.sequential_micro_batches, draft.allow_nondivisible_batch_size
@@ -73,10 +74,10 @@ def _largest(draft: Draft, world_size: int) -> Problem | None:
             return _indivisible(draft, batch, micro, world_size)
         total = Split(batch, micro, world_size, breadth or 1 if padded else 1).micro_steps
         if sequential is not None and sequential != total:
-            rule = (
-                f"batch_size / (micro_batch_size * ranks) is {total}, not {sequential}; leave sequential_micro_batches "
-                f"out or write --batch_size={micro * sequential * world_size}"
-            )
+            rule = f"batch_size / (micro_batch_size * ranks) is {total}, not {sequential}; "
+            rule += "leave sequential_micro_batches out"
+            if not draft.batch_size_schedule:
+                rule += f" or write --batch_size={micro * sequential * world_size}"
             return _problem(draft, draft.changed(*BATCH), world_size, rule)
         sequential = total
     elif sequential is None:
@@ -84,18 +85,20 @@ def _largest(draft: Draft, world_size: int) -> Problem | None:
     product, both = (depth or 1) * (breadth or 1), depth is not None and breadth is not None
     if sequential % product or (both and sequential != product):
         return _unsplit(draft, sequential, world_size)
-    if depth is None and breadth is None and draft.pipeline_parallel > 1:
-        depth, breadth = 1, sequential  # a group of micro-batches that fills the pipeline once
-    if depth is None:
-        depth = sequential // (breadth or 1)
-    breadth = sequential // depth
     unit = sequential * world_size
     if batch is None:
         batch = (micro or 1) * unit
     elif micro is None and batch % unit and not padded:
-        text = f"with {_counted(sequential, 'sequential micro-batch', 'es')}, batch_size must be a multiple of {unit}"
-        return _problem(draft, ["batch_size"], world_size, f"{text}; nearest: {nearest_multiples(batch, unit)}")
+        name, subject = _batch_name(draft)
+        text = f"with {_counted(sequential, 'sequential micro-batch', 'es')}, {subject} must be a multiple of {unit}"
+        return _problem(draft, [name], world_size, f"{text}; nearest: {nearest_multiples(batch, unit)}")
     micro = micro or -(-batch // unit)
+    if depth is None and breadth is None and draft.pipeline_parallel > 1:
+        # A group fills the pipeline once: the whole batch, or of a schedule the most micro-batches that divide each.
+        breadth = math.gcd(*(Split(size, micro, world_size).micro_steps for size in sizes or [batch]))
+    if depth is None:
+        depth = sequential // (breadth or 1)
+    breadth = sequential // depth
     filled = Split(batch, micro, world_size, breadth).micro_steps
     if filled != sequential:
         rule = (
@@ -109,17 +112,22 @@ def _largest(draft: Draft, world_size: int) -> Problem | None:
     return None
 
 
-def _smaller(draft: Draft, sizes: Sequence[int], world_size: int) -> Problems:
-    """Check the smaller batches of a schedule, whose micro-batches have the same size."""
+def _smaller(draft: Draft, sizes: Sequence[int], accumulation: Sequence[str], world_size: int) -> Problems:
+    """Check the batches of a schedule, whose micro-batches have the same size. accumulation: what is typed of it."""
     micro, breadth = draft.micro_batch_size or 1, draft.breadth_first_micro_batches or 1
     unit = micro * breadth * world_size
     wrong = [size for size in sizes if size % unit]
     if wrong and not draft.allow_nondivisible_batch_size:
         product = f"{micro} * {world_size}" + (f" * {breadth} breadth-first" if breadth > 1 else "")
-        smaller = "a smaller --micro_batch_size, or " if micro > 1 else ""
+        share, rest = divmod(math.gcd(*sizes), world_size)
+        keeps = "breadth_first_micro_batches" in accumulation and share % breadth == 0
+        share //= breadth if keeps else 1
+        others = " and ".join(name for name in accumulation if not (keeps and name.startswith("breadth")))
+        smaller = f"--micro_batch_size={share if share <= micro else math.gcd(share, micro)}"
+        smaller += f" and leave {others} out, or " if others else ", or "
         rule = (
-            f"every size must be a multiple of {product} = {unit}, and {wrong[0]} is not; write {smaller}"
-            f"--allow_nondivisible_batch_size=1; nearest: {nearest_multiples(wrong[0], unit)}"
+            f"every size must be a multiple of {product} = {unit}, and {wrong[0]} is not; write "
+            f"{'' if rest else smaller}--allow_nondivisible_batch_size=1; nearest: {nearest_multiples(wrong[0], unit)}"
         )
         yield _problem(draft, ["batch_size_schedule", "micro_batch_size"], world_size, rule)
 
@@ -143,9 +151,15 @@ def _counted(number: int, noun: str, plural: str = "s") -> str:
     return f"{number} {noun}{plural if number > 1 else ''}"
 
 
+def _batch_name(draft: Draft) -> tuple[str, str]:
+    """Return the option that sets the largest batch, and what that batch is called."""
+    if draft.batch_size_schedule:
+        return "batch_size_schedule", f"its largest size, {draft.batch_size},"
+    return "batch_size", "batch_size"
+
+
 def _indivisible(draft: Draft, batch: int, micro: int, world_size: int) -> Problem:
-    name = "batch_size_schedule" if draft.batch_size_schedule else "batch_size"
-    subject = f"its largest size, {batch}," if draft.batch_size_schedule else "batch_size"
+    name, subject = _batch_name(draft)
     unit = micro * world_size
     rule = (
         f"{subject} must be a multiple of {micro} * {world_size} = {unit} (or write "
@@ -166,5 +180,6 @@ def _unsplit(draft: Draft, sequential: int, world_size: int) -> Problem:
     else:
         per_unit = draft.micro_batch_size * unit * world_size
         possible = str(per_unit) if both else nearest_multiples(draft.batch_size, per_unit)
-        rule += f"; leave one of them out, or set --batch_size to {possible}"
+        rule += "; leave one of them out"
+        rule += "" if draft.batch_size_schedule else f", or set --batch_size to {possible}"
     return _problem(draft, draft.changed(*BATCH), world_size, rule)

@@ -69,6 +69,15 @@ def test_layouts_fit_and_are_sorted(gib: float, more: str) -> None:
         assert options == flatten(layout.config)
 
 
+def test_layouts_divide_every_batch_of_a_schedule() -> None:
+    """Not the largest alone: all micro-batches that divide each are tried, also in the groups of a pipeline."""
+    more = "--num_layers=2 --hidden_size=128 --batch_size=none --batch_size_schedule 0:4 9:6 --pipeline_parallel=2"
+    asked = search(60, 2, more)
+    assert {layout.config.batch.micro_batch_size for layout in asked.layouts} == {1, 2}
+    padded = search(60, 2, f"{more} --allow_nondivisible_batch_size=1")
+    assert {layout.config.batch.micro_batch_size for layout in padded.layouts} == {1, 2, 4}
+
+
 def test_less_memory_is_slower() -> None:
     """The best layout of a smaller device is never faster, and recomputation comes after smaller micro-batches."""
     best = [search(gib).layouts[0] for gib in (80, 12, 8, 6)]

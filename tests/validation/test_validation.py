@@ -3,6 +3,7 @@
 import dataclasses
 import itertools
 import random
+import re
 from collections.abc import Iterator
 from typing import Any
 
@@ -409,6 +410,17 @@ SCHEDULES: list[tuple[int, dict[str, Any], str]] = [
     (2, dict(batch_size_schedule=("0:32", "10:64"), sequential_micro_batches=8), "64 4 8 1 8"),
     (1, dict(batch_size_schedule=("0:32", "10:64"), batch_size=64), "64 32 2 1 2"),  # as resolved
     (2, dict(batch_size_schedule=("0:5", "10:13"), allow_nondivisible_batch_size=True), "13 3 3 1 3"),
+    # a group of a pipeline divides every size; with padding, it adds none
+    (2, dict(batch_size_schedule=("0:4", "6:8"), pipeline_parallel=2), "8 4 2 1 2"),
+    (2, dict(batch_size_schedule=("0:4", "6:8"), pipeline_parallel=2, micro_batch_size=1), "8 1 2 4 8"),
+    (4, dict(batch_size_schedule=("0:24", "6:36"), pipeline_parallel=2, micro_batch_size=2), "36 2 3 3 9"),
+    (2, dict(batch_size_schedule=("0:4", "6:8"), pipeline_parallel=2, sequential_micro_batches=4), "8 2 2 2 4"),
+    (
+        2,
+        dict(batch_size_schedule=("0:5", "6:9"), pipeline_parallel=2, micro_batch_size=2)
+        | dict(allow_nondivisible_batch_size=True),
+        "9 2 5 1 5",
+    ),
     (2, dict(batch_size=13, allow_nondivisible_batch_size=True), "13 7 1 1 1"),
     (2, dict(batch_size=13, micro_batch_size=2, allow_nondivisible_batch_size=True), "13 2 4 1 4"),
     (
@@ -437,7 +449,7 @@ IMPOSSIBLE = """
 2 --batch_size_schedule=0:32,9:40 --micro_batch_size=16
     its largest size, 40, must be a
 2 --batch_size_schedule=0:24,9:64 --micro_batch_size=16
-    every size must be a multiple of 16 * 2 = 32, and 24 is not; write a smaller --micro_batch_size, or
+    every size must be a multiple of 16 * 2 = 32, and 24 is not; write --micro_batch_size=4, or
     --allow_nondivisible_batch_size=1; nearest: 32
 2 --batch_size_schedule=0:32,9:64 --micro_batch_size=8 --breadth_first_micro_batches=4
     multiple of 8 * 2 * 4 breadth-first = 64, and 32 is not
@@ -452,6 +464,40 @@ IMPOSSIBLE = """
 1 --validation_iters=all
     random samples have no end; write a number of batches
 """
+
+
+def remedies(message: str) -> Iterator[dict[str, Any]]:
+    """Yield what the message says to write or leave out, one alternative after the other."""
+    for part in re.split(", or (?=write|--)|; nearest", message.split(": ", 1)[1]):
+        left_out = re.findall(r"leave ([\w ]+) out", part)
+        changes: dict[str, Any] = {name: None for names in left_out for name in names.split(" and ")}
+        if changes := changes | {name: int(value) for name, value in re.findall(r"--(\w+)=(\d+)", part)}:
+            yield changes
+
+
+def test_remedies_for_batches_of_a_schedule_lead_out() -> None:
+    """Whoever follows each message gets batches in a few steps, or one that says how large a size must be."""
+
+    def lead_out(options: dict[str, Any], ranks: int, steps: int) -> None:
+        try:
+            resolve(unflatten({"dataset_source": "random", "batch_size": None, **options}), ranks)
+        except UsageError as error:
+            found = list(remedies(str(error)))
+            if "leave one of them out" in str(error):
+                found = [{name: None} for name in BATCH if "first" in name and name in options]
+            assert steps and found or re.search("nearest: |write at most", str(error)), (options, ranks, str(error))
+            for changes in found:
+                later = {name: value for name, value in {**options, **changes}.items() if value is not None}
+                lead_out(later, ranks, steps - 1)
+
+    order = dict(micro_batch_size=(2, 4), depth_first_micro_batches=(2,), breadth_first_micro_batches=(2, 4))
+    choices = [(None, *numbers) for numbers in (*order.values(), (2, 3))]
+    for sizes, (ranks, pipeline) in itertools.product(((4, 8), (4, 6), (24, 6, 12)), ((1, 1), (2, 1), (4, 2))):
+        schedule = tuple(f"{start}:{size}" for start, size in enumerate(sizes))
+        for numbers in itertools.product(*choices):
+            typed = dict(zip((*order, "sequential_micro_batches"), numbers, strict=True))
+            options = {name: value for name, value in typed.items() if value is not None}
+            lead_out(dict(batch_size_schedule=schedule, pipeline_parallel=pipeline, **options), ranks, 4)
 
 
 @pytest.mark.parametrize(("case", "message"), rows(IMPOSSIBLE))
