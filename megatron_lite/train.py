@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 from megatron_lite.config import Config
 from megatron_lite.data.host_batch import HostBatch
 from megatron_lite.data.loader import Waiting, next_batch
-from megatron_lite.errors import EXIT_DONE
+from megatron_lite.errors import EXIT_DONE, DataError
 from megatron_lite.optimizer.optimizer import Update
 from megatron_lite.outputs.evaluation import evaluate_and_export, evaluate_first
 from megatron_lite.outputs.replicas import check_replicas
@@ -23,6 +23,7 @@ from megatron_lite.outputs.saving import (
     planned_stop,
     save,
     save_and_stop,
+    save_before_end,
 )
 from megatron_lite.outputs.session import close, opened
 from megatron_lite.outputs.step_inputs import counted_labels, step_inputs, watch_labels
@@ -106,6 +107,9 @@ def train(run: Run) -> tuple[int, str]:
         return EXIT_DONE, completion(run)
     except StopRequested as stop:
         return save_and_stop(run, stop.reason)
+    except DataError as error:
+        save_before_end(run, error)
+        raise
 
 
 def train_step(run: Run, micro_batches: Sequence[HostBatch], iteration: int) -> Update:

@@ -26,11 +26,11 @@ from megatron_lite.checkpoint.manifest import Manifest
 from megatron_lite.checkpoint.names import MANIFEST_NAME, OUR_FILE, find_checkpoints, new_nonce, parse_json, work_path
 from megatron_lite.checkpoint.resume import SET_ASIDE, set_aside
 from megatron_lite.checkpoint.retention import best_of, checkpoints_to_delete, is_permanent, was_permanent
-from megatron_lite.checkpoint.writing import good_manifest, pause_s
+from megatron_lite.checkpoint.writing import good_manifest
 from megatron_lite.config.source import CheckpointConfig
 from megatron_lite.config.structured_values import keep_rules
 from megatron_lite.errors import CheckpointError, DamagedError, RunError, StorageError, UsageError
-from megatron_lite.run.durable_files import replace_file, sync_files
+from megatron_lite.run.durable_files import pause_s, replace_file, sync_files
 from megatron_lite.run.remote_storage import RemoteFolder, failure
 from megatron_lite.run.stop_signal import StopSignal
 

@@ -39,7 +39,7 @@ from megatron_lite.distributed.agreement import together, write_together
 from megatron_lite.distributed.process_group import Distributed
 from megatron_lite.errors import DamagedError, OutOfMemoryError
 from megatron_lite.kernels.weight_shard import weights_of
-from megatron_lite.run.durable_files import sync_folder
+from megatron_lite.run.durable_files import pause_s, sync_folder
 from megatron_lite.run.host import available_bytes
 from megatron_lite.run.progress_line import ByteProgress
 from megatron_lite.zero.flat_shard import FlatShard
@@ -259,11 +259,6 @@ def _stored(model: MultiStage) -> list[tuple[Tensor, ...]]:
 
 
 # -- in a thread ------------------------------------------------------------------------------------------------------
-
-
-def pause_s(attempt: int) -> float:
-    """Return the pause after failed attempt 1, 2, 3, ...: 1, 4, 16, then 60 s."""
-    return float(min(4 ** (attempt - 1), 60))
 
 
 @dataclass

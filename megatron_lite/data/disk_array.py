@@ -12,10 +12,11 @@ import hashlib
 import os
 import resource
 import stat
-from collections.abc import Iterator
+import time
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import IO, Any
+from typing import IO, Any, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
@@ -23,6 +24,8 @@ from numpy.typing import NDArray
 from megatron_lite.errors import DataError, StorageError
 from megatron_lite.run import durable_files
 
+T = TypeVar("T")
+RETRIES = 3  # of a read that fails
 BLOCKS = 8  # of a file, from its first to its last byte, by which its content is known
 BLOCK_BYTES = 4096
 
@@ -37,6 +40,7 @@ class DataFile:
         """
         self.path = path
         self._file: IO[bytes] | None = None
+        self._passed: str | None = None  # a failure that has passed since the last check
         self._mark = self._look()
         self._digest = sample_of(path)
 
@@ -48,21 +52,42 @@ class DataFile:
     def read(self, offset: int, count: int) -> bytes:
         """Read `count` bytes from `offset`.
 
-        Raises: DataError if the file cannot be read, or is shorter than it was.
+        Raises: DataError if the file cannot be read, after `RETRIES` more tries, or is shorter than it was.
+        """
+        return self._patiently(lambda: self._read(offset, count))
+
+    def _read(self, offset: int, count: int) -> bytes:
+        if self._file is None:
+            self._file = open(self.path, "rb", buffering=0)
+        descriptor = self._file.fileno()
+        data = os.pread(descriptor, count, offset)
+        # One `pread` reads at most 2 GiB.
+        while len(data) < count and (more := os.pread(descriptor, count - len(data), offset + len(data))):
+            data += more
+        if len(data) < count:
+            raise self._resized(os.fstat(descriptor).st_size)
+        return data
+
+    def _patiently(self, action: Callable[[], T], number: int = 1) -> T:
+        """Return the result of an action on the file; after a failure try again, with the file opened anew.
+
+        A server that fails over or a handle that goes stale then costs a pause and not the run. number: of this try.
+
+        Raises: DataError if the file is gone, or after the last try.
         """
         try:
-            if self._file is None:
-                self._file = open(self.path, "rb", buffering=0)
-            descriptor = self._file.fileno()
-            data = os.pread(descriptor, count, offset)
-            # One `pread` reads at most 2 GiB.
-            while len(data) < count and (more := os.pread(descriptor, count - len(data), offset + len(data))):
-                data += more
-            if len(data) < count:
-                raise self._resized(os.fstat(descriptor).st_size)
+            return action()
+        except FileNotFoundError as error:
+            text = f"{self.path}: is gone: it was deleted or moved while the run reads it"
+            raise DataError(text) from error
         except OSError as error:
-            raise self._lost(error) from error
-        return data
+            problem = unreadable(self.path, error)
+            if number > RETRIES:
+                raise DataError(f"{problem}; tried {number} times, with pauses") from error
+        self.close()
+        time.sleep(durable_files.pause_s(number))
+        self._passed = f"{problem}; tried again after {durable_files.pause_s(number):.0f} s"
+        return self._patiently(action, number + 1)
 
     def check(self) -> str | None:
         """Check that the file under the path is still the one that was opened; call this after reading from it.
@@ -70,17 +95,14 @@ class DataFile:
         A file with another date or another place on the disk may hold the same data: `touch` keeps files alive where
         old ones are deleted, and a copy may be restored. The size and eight blocks decide.
 
-        Returns: a warning if only date or place differ, once for each change.
+        Returns: a warning if only date or place differ, once for each change, or if a read has failed and succeeded.
 
-        Raises: DataError if the file is gone or holds other data.
+        Raises: DataError if the file is gone, cannot be read or holds other data.
         """
-        try:
-            now = self._look()
-            if now == self._mark:
-                return None
-            same = sample_of(self.path) == self._digest
-        except OSError as error:
-            raise self._lost(error) from error
+        now, same = self._patiently(self._compare)
+        passed, self._passed = self._passed, None
+        if now == self._mark:
+            return passed
         if now[2] != self.size:
             raise self._resized(now[2])
         if not same:
@@ -96,13 +118,18 @@ class DataFile:
             "run continues"
         )
 
+    def _compare(self) -> tuple[tuple[int, ...], bool]:
+        """Return what `_look` finds now, and whether the blocks of the file are the same."""
+        now = self._look()
+        return now, now == self._mark or sample_of(self.path) == self._digest
+
     def close(self) -> None:
         """Close the file until the next read."""
         if self._file is not None:
             self._file.close()
             self._file = None
 
-    def _look(self) -> tuple[int, int, int, int]:
+    def _look(self) -> tuple[int, ...]:
         """Return device, inode, size and time, which differ once the file is written or replaced."""
         found = os.stat(self.path)
         if not stat.S_ISREG(found.st_mode):
@@ -113,11 +140,6 @@ class DataFile:
         return DataError(
             f"{self.path}: {now:,} bytes, but it had {self.size:,} when the run began: it was cut short or replaced"
         )
-
-    def _lost(self, error: OSError) -> DataError:
-        if isinstance(error, FileNotFoundError):
-            return DataError(f"{self.path}: is gone: it was deleted or moved while the run reads it")
-        return unreadable(self.path, error)
 
     def __getstate__(self) -> dict[str, Any]:
         return {**self.__dict__, "_file": None}  # an open file stays with its process

@@ -14,14 +14,23 @@ from megatron_lite.checkpoint.files import remove_folder
 from megatron_lite.checkpoint.names import find_checkpoints
 from megatron_lite.checkpoint.retention import best_of, is_permanent, lack_now, prune
 from megatron_lite.checkpoint.saved_state import training_facts
-from megatron_lite.checkpoint.writing import Finished, Save, pause_s, shards_bytes, write_now
+from megatron_lite.checkpoint.writing import Finished, Save, shards_bytes, write_now
 from megatron_lite.config import changed
 from megatron_lite.config.structured_values import keep_rules
 from megatron_lite.distributed.agreement import together
-from megatron_lite.errors import EXIT_PREEMPTED, FolderLostError, NumericsError, StorageError, as_installed
+from megatron_lite.errors import (
+    EXIT_PREEMPTED,
+    DataError,
+    FolderLostError,
+    NumericsError,
+    RunError,
+    StorageError,
+    as_installed,
+)
 from megatron_lite.huggingface.export import export_weights, save_huggingface
 from megatron_lite.huggingface.model_card import TrainingSummary
 from megatron_lite.outputs.bad_steps import held_checkpoints, leave_bad_step
+from megatron_lite.run.durable_files import pause_s
 from megatron_lite.setup_run import Run
 from megatron_lite.zero.finite import not_finite
 
@@ -247,6 +256,16 @@ def save_and_stop(run: Run, reason: str) -> tuple[int, str]:
         return 1, f"stopped by {reason} at iteration {run.iteration}; nothing was saved (no --experiment_dir)"
     save(run, run.evaluation_due, stopping=True)
     return EXIT_PREEMPTED, f"stopped by {reason}: saved at iteration {run.iteration}; the same command resumes"
+
+
+def save_before_end(run: Run, error: DataError) -> None:
+    """Save what was trained in this start before data that cannot be read end the run: the weights are good."""
+    if not error.agreed or run.iteration == run.resumed.iteration:
+        return
+    try:
+        save(run, run.evaluation_due, stopping=True)
+    except RunError as problem:  # the data remain the reason why the run ends
+        run.logger.warning("iteration %d is not saved: %s", run.iteration, problem)
 
 
 def completion(run: Run) -> str:

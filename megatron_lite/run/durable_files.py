@@ -89,3 +89,8 @@ def sync_files(folder: Path) -> None:
         with open(path, "rb") as file:
             os.fsync(file.fileno())
     sync_folder(folder)
+
+
+def pause_s(attempt: int) -> float:
+    """Return the pause after failed attempt 1, 2, 3, ... to write or read: 1, 4, 16, then 60 s."""
+    return float(min(4 ** (attempt - 1), 60))
