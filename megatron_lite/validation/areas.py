@@ -298,6 +298,11 @@ def tracking(draft: Draft) -> Problems:
     fill(draft, wandb_post_alerts=draft.wandb_status_interval is not None)
     if draft.wandb_id is not None and not is_run_id(draft.wandb_id):
         yield problem(draft, "wandb_id", "takes up to 128 letters, digits, - and _")
+    if len(draft.wandb_project_name) > 128 or {*draft.wandb_project_name} & {*"/\\#?%:"}:
+        rule = "takes up to 128 characters, and none of / \\ # ? % : (a team goes to --wandb_entity_name)"
+        yield problem(draft, "wandb_project_name", rule)
+    if not all(0 < len(tag) <= 64 for tag in draft.wandb_tags):
+        yield problem(draft, "wandb_tags", "each tag has 1 to 64 characters")
     draft.trackers = draft.trackers or default_trackers(draft)
 
 

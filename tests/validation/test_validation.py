@@ -4,6 +4,7 @@ import dataclasses
 import itertools
 import random
 import re
+import string
 from collections.abc import Iterator
 from typing import Any
 
@@ -498,6 +499,21 @@ def test_remedies_for_batches_of_a_schedule_lead_out() -> None:
             typed = dict(zip((*order, "sequential_micro_batches"), numbers, strict=True))
             options = {name: value for name, value in typed.items() if value is not None}
             lead_out(dict(batch_size_schedule=schedule, pipeline_parallel=pipeline, **options), ranks, 4)
+
+
+def test_names_that_the_tracker_refuses() -> None:
+    """Those that the library itself refuses, and no others."""
+    wandb = pytest.importorskip("wandb")
+    names = ["team/small", "a:b", "x" * 128, "x" * 129, " a ", "", *string.printable]
+    tags: list[tuple[str, ...]] = [("",), ("x" * 64,), ("x" * 65,), ("a", "x" * 65), ("a/b", "a/b"), ()]
+    cases: list[tuple[str, str, Any]] = [("wandb_project_name", "project", name) for name in names]
+    for option, theirs, value in [*cases, *(("wandb_tags", "run_tags", value) for value in tags)]:
+        try:
+            wandb.Settings(**{theirs: value})
+        except Exception:
+            assert only_problem(**{option: value}).startswith(f"--{option}="), (option, value)
+        else:
+            resolved(**{option: value})
 
 
 @pytest.mark.parametrize(("case", "message"), rows(IMPOSSIBLE))

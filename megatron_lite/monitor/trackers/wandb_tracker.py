@@ -160,10 +160,10 @@ class WandbTracker(QueuedTracker):
             except Exception as error:
                 self._offline = self._describe(error)
                 self._leave()  # its service still holds the run id
+        self._run = self._init("offline")
         logger.warning(
             "Weights & Biases is offline (%s); to send the run later: %s", self._offline, self._sync_command()
         )
-        self._run = self._init("offline")
 
     def _send(self, record: Record, watched: Watched | None) -> None:
         values: dict[str, Any] = {**numbers_of(record), _STEP: record[_STEP]}
