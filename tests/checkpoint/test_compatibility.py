@@ -142,6 +142,7 @@ COSINE = {"lr": 2e-3, "min_lr": 2e-4, "lr_decay_style": "cosine", "lr_warmup_ite
         ({"lr": 1e-3, "min_lr_ratio": 0.5, "min_lr": None, "train_iters": 801}, "write"),
         ({"train_iters": 900, "lr_step_offset": 0, "lr_decay_iters": 800, "lr": 4e-3, "min_lr": 4e-4}, "leave out"),
         ({"train_iters": 900, "lr_schedule": "constant,900,0.5"}, "leave out --lr_schedule"),
+        ({"min_lr": None, "min_lr_ratio": 0.1, "train_iters": 900}, "--min_lr=0.0002"),  # equal, by the ratio
         ({"train_iters": 900, "lr_decay_iters": 800}, None),
         ({"train_iters": 900, "lr_decay_iters": 800, "lr_warmup_iters": 10}, None),  # moves the past only
         ({}, None),  # nothing is left to train
