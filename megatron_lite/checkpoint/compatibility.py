@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import math
 import shlex
@@ -13,7 +14,7 @@ from megatron_lite.config import BatchConfig, Config, Draft, ModelConfig, Option
 from megatron_lite.config.model import rotary_base
 from megatron_lite.config.optimizer import LearningRateConfig
 from megatron_lite.config.option import Area
-from megatron_lite.config.structured_values import weight_stages, weighted_paths
+from megatron_lite.config.structured_values import WeightStage, weight_stages, weighted_paths
 from megatron_lite.config.values import abridged, written
 from megatron_lite.errors import CheckpointError, RunError
 from megatron_lite.schedules.batch_size import batch_schedule, continued
@@ -262,19 +263,31 @@ def data_changes(loaded: Manifest, config: Config, identity: JsonObject) -> Iter
         kept = ",".join(f"{share:g}" for share in (split[0], 0, sum(split[1:])))
         hint = f"; --split={kept} leaves training its documents" if now == (1.0, 0.0, 0.0) else ""
         yield f"--{Difference('split', split, now)}{hint}"
-    old_schedule = tuple(saved.get("data_weights_schedule", ()))
-    old, old_weights = _data_sets(saved.get("data_path", ()), old_schedule, before, loaded.iteration)
-    new_schedule = config.data.data_weights_schedule
-    new, new_weights = _data_sets(config.data.data_path, new_schedule, identity, loaded.iteration)
-    if len(old_weights) != len(new_weights) or not all(map(math.isclose, old_weights, new_weights)):
+    old_schedule, new_schedule = tuple(saved.get("data_weights_schedule", ())), config.data.data_weights_schedule
+    done, count = loaded.iteration, max(len(before["sets"]), len(identity["sets"]))
+    old, old_stages = _data_sets(saved.get("data_path", ()), old_schedule, before, done, count)
+    new, new_stages = _data_sets(config.data.data_path, new_schedule, identity, done, count)
+    lines = []
+    weights = [
+        [value for stage in stages[1:] if stage.start < done for value in (stage.start, *stage.weights)]
+        for stages in (old_stages, new_stages)
+    ]
+    if len(weights[0]) != len(weights[1]) or not all(map(math.isclose, *weights)):
         change = Difference("data_weights_schedule", old_schedule, new_schedule)
-        yield f"--{change}, in the iterations that are done"
-    for number, (ours, theirs) in enumerate(itertools.zip_longest(old, new)):
-        if not (ours and theirs and ours.row == theirs.row and math.isclose(ours.weight, theirs.weight)):
-            yield f"data set {number}: {ours or 'none'} in the checkpoint, {theirs or 'none'} now"
+        lines.append(f"--{change}, in the iterations that are done")
+    pairs = list(itertools.zip_longest(old, new))
+    # A place in the list that no sample came from may have another data set, or none.
+    read = [any(some and some.is_read for some in pair) for pair in pairs]
+    for number, (ours, theirs) in enumerate(pairs):
+        same = ours and theirs and ours.row == theirs.row and math.isclose(ours.weight, theirs.weight)
+        if read[number] and not same:
+            lines.append(f"data set {number}: {ours or 'none'} in the checkpoint, {theirs or 'none'} now")
+    yield from lines
+    if lines and all(ours.row == theirs.row for ours, theirs in zip(old, new, strict=False)):
+        yield _only_later([(theirs or ours).path for ours, theirs in pairs], old_stages, new_stages, done)
     masks = itertools.zip_longest(before.get("masks", ()), identity.get("masks", ()))
     for number, pair in enumerate(masks):
-        if pair[0] != pair[1]:
+        if read[number] and pair[0] != pair[1]:
             described = [f"fingerprint {mark}" if mark else "none" for mark in pair]
             yield f"--loss_mask of data set {number}: {described[0]} in the checkpoint, {described[1]} now"
     digests = before["tokenizer"], identity["tokenizer"]
@@ -283,12 +296,23 @@ def data_changes(loaded: Manifest, config: Config, identity: JsonObject) -> Iter
         yield f"--tokenizer_file: {files[0]} in the checkpoint, {files[1]} now"
 
 
+def _only_later(paths: Sequence[str], old: Sequence[WeightStage], new: Sequence[WeightStage], iterations: int) -> str:
+    """Return flags that keep the weights of the iterations done, and then have the new ones."""
+    stages = [stage for stage in old if stage.start < iterations]
+    for stage, following in itertools.zip_longest(new, new[1:]):
+        if following is None or following.start > iterations:
+            stages.append(WeightStage(max(stage.start, iterations), stage.weights))
+    schedule = " ".join(f"{start}:{'/'.join(map(written, weights))}" for start, weights in stages)
+    return f'to change only what follows, write --data_path {shlex.join(paths)} --data_weights_schedule="{schedule}"'
+
+
 class _DataSet(NamedTuple):
     """A data set of a run."""
 
     row: list[Any]  # of `data.fingerprint.identity`
     weight: float
     path: str
+    is_read: bool  # in the iterations done
 
     def __str__(self) -> str:
         documents, tokens, dtype, fingerprint = self.row
@@ -297,22 +321,23 @@ class _DataSet(NamedTuple):
 
 
 def _data_sets(
-    data_path: Sequence[str], schedule: Sequence[str], identity: JsonObject, iterations: int
-) -> tuple[list[_DataSet], list[float]]:
-    """Return the data sets of a run, and later starts and weights within the iterations done.
+    data_path: Sequence[str], schedule: Sequence[str], identity: JsonObject, iterations: int, count: int
+) -> tuple[list[_DataSet], list[WeightStage]]:
+    """Return the data sets of a run, and the stages of their weights, 0 for those up to `count` that it does not have.
 
     If a manifest contradicts itself, paths and weights are unknown.
     """
     number = len(identity["sets"])
-    weights, paths = [1.0 / number] * number, ["a data set"] * number
-    try:
-        stages = [stage for stage in weight_stages(data_path, schedule) if stage.start < max(iterations, 1)]
-    except RunError:
-        stages = []
-    if stages and len(stages[0].weights) == number:
-        weights, paths = list(stages[0].weights), [path for _, path in weighted_paths(data_path)]
-    later = [value for stage in stages[1:] for value in (stage.start, *stage.weights)]
-    return list(map(_DataSet, map(list, identity["sets"]), weights, paths)), later
+    paths = ["a data set"] * number
+    stages: Sequence[WeightStage] = [WeightStage(0, (1.0 / number,) * number)]
+    with contextlib.suppress(RunError):
+        found = weight_stages(data_path, schedule)
+        if len(found[0].weights) == number:
+            paths, stages = [path for _, path in weighted_paths(data_path)], found
+    padded = [WeightStage(start, (*weights, *[0.0] * (count - number))) for start, weights in stages]
+    past = [weights for start, weights in padded if start < max(iterations, 1)]
+    are_read = map(any, zip(*past, strict=True))
+    return list(map(_DataSet, map(list, identity["sets"]), past[0], paths, are_read)), padded
 
 
 def other_evaluations(loaded: Manifest, config: Config, identity: JsonObject) -> Iterator[str]:

@@ -3,8 +3,10 @@
 import dataclasses
 import json
 import re
+import shlex
 from typing import Any
 
+import numpy as np
 import pytest
 
 from megatron_lite.checkpoint.compatibility import (
@@ -23,6 +25,8 @@ from megatron_lite.checkpoint.decoding import decode
 from megatron_lite.checkpoint.manifest import Manifest
 from megatron_lite.checkpoint.saved_state import RUN_STATE
 from megatron_lite.config import Config, flatten, unflatten
+from megatron_lite.config.structured_values import weight_stages
+from megatron_lite.data.blending import Blend
 from megatron_lite.errors import CheckpointError, DamagedError
 from megatron_lite.schedules.batch_size import batch_schedule
 from megatron_lite.schedules.learning_rate import learning_rate
@@ -284,6 +288,61 @@ def test_changes(changes: dict[str, Any], identity: dict[str, Any], line: str) -
     assert line in str(caught.value) and "--allow_data_change=1" in str(caught.value) and caught.value.exit_code == 4
     lines = check_data(loaded(), with_data(**changes, allow_data_change=True), now, "here")
     assert any(item.startswith(line) for item in lines)
+
+
+THIRD = [7, 700, "uint16", "00000000000000dd"]
+
+
+@pytest.mark.parametrize(
+    ("before", "now", "rows"),
+    [
+        ({"data_path": ("0.5", "a", "0.5", "b")}, {"data_path": ("0.8", "a", "0.2", "b")}, [ROW, OTHER]),
+        ({}, {"data_path": ("0.3", "a", "0.2", "b", "0.5", "c d")}, [ROW, OTHER, THIRD]),
+        ({}, {"data_path": ("a",)}, [ROW]),
+        (
+            {"data_weights_schedule": ("2:1/1", "90:0/1")},
+            {"data_path": ("a", "b"), "data_weights_schedule": ("0:1/3", "3:2/1", "8:5/1")},
+            [ROW, OTHER],
+        ),
+    ],
+    ids=str,
+)
+def test_other_weights_from_now_on(before: dict[str, Any], now: dict[str, Any], rows: list[Any]) -> None:
+    """The message has flags with which the resume is allowed, what was read stays, and what follows is as asked."""
+    saved, identity = loaded(**before), {**IDENTITY, "sets": rows}
+    with pytest.raises(CheckpointError) as caught:
+        check_data(saved, with_data(**now), identity, "here")
+    words = shlex.split(str(caught.value).split("what follows, write ")[1])
+    mended = with_data(data_path=tuple(words[1:-1]), data_weights_schedule=tuple(words[-1].partition("=")[2].split()))
+    number = len(mended.data.data_path)
+    known = {**IDENTITY, "sets": [ROW, OTHER, THIRD][:number]}
+    assert check_data(saved, mended, known, "here") == []
+
+    def blend(config: Config) -> Blend:
+        first, *later = weight_stages(config.data.data_path, config.data.data_weights_schedule)
+        padded = [(10 * start, (*weights, *[0.0] * (number - len(weights)))) for start, weights in (first, *later)]
+        return Blend(padded[0][1], padded[1:])
+
+    old, asked, found = map(blend, (with_data(**before), with_data(**now), mended))
+    past = np.arange(10 * saved.iteration - 2)
+    assert all(np.array_equal(*pair) for pair in zip(old.locate(past), found.locate(past), strict=True))
+    for start in (50, 60, 70, 80, 90):
+        assert np.allclose(
+            np.subtract(asked.due(start + 10), asked.due(start)), np.subtract(found.due(start + 10), found.due(start))
+        )
+
+
+def test_a_data_set_without_weight_so_far_may_come_go_and_change() -> None:
+    """No sample came from it; once one did, it may not."""
+    third = {**IDENTITY, "sets": [ROW, OTHER, THIRD], "masks": [None, None, "00000000000000cc"]}
+    later = dict(data_path=("a", "b", "c"), data_weights_schedule=("0:1/3/0", "5:1/1/1"))
+    assert check_data(loaded(), with_data(**later), third, "here") == []
+    saved = loaded(third, **later)
+    assert check_data(saved, with_data(), IDENTITY, "here") == []
+    assert check_data(saved, with_data(**later), {**third, "sets": [ROW, OTHER, OTHER]}, "here") == []
+    early = {**later, "data_weights_schedule": ("0:1/3/0", "4:1/1/1")}
+    with pytest.raises(CheckpointError, match="data set 2: c .7 documents"):
+        check_data(loaded(third, **early), with_data(), IDENTITY, "here")
 
 
 def test_checkpoints_from_before_the_order_of_samples_was_an_option() -> None:
