@@ -370,9 +370,10 @@ def _load_pretrained(run: Run, source: WeightSource) -> int:
     config, model, logger = run.config, run.model, run.logger
     with source:
         missing, line = load_pretrained.partly(source, model)
-        if missing:
+        resize = config.source.resize_vocabulary
+        if missing or resize:
             model.initialize(config.distributed.seed)
-        load_pretrained.load_weights(source, model, run.distributed, missing)
+        load_pretrained.load_weights(source, model, run.distributed, missing, resize)
         if line is not None:
             logger.warning(line)
         logger.info("loaded the weights of %s (%s)", source.folder, source.description)

@@ -174,8 +174,11 @@ def moved_rate(saved: Options, config: Config, iterations: int) -> str | None:
     changed = [name for name in now if now[name] != old[name]]
     drop = [f"--{name}" for name in changed if old[name] == default[name]]
     # What is equal now may follow from a flag that is to be left out.
-    kept = [name for name in now if name in changed or drop and default[name] is None]
-    keep = [f"--{name}={shlex.quote(written(old[name]))}" for name in kept if old[name] != default[name]]
+    keep = [
+        f"--{name}={shlex.quote(written(value))}"
+        for name, value in old.items()
+        if value != default[name] and (name in changed or drop and default[name] is None)
+    ]
     ways = [f"write {' '.join(keep)}"] * bool(keep) + [f"leave out {' '.join(drop)}"] * bool(drop)
     return (
         f"the learning rate of iteration {following} is {rates[1]:.3e}, but {rates[0]:.3e} by the schedule of the "

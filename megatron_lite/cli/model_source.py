@@ -74,7 +74,7 @@ def with_source(given: Mapping[str, Any]) -> tuple[Options, tuple[Note, ...]]:
 
         cache = cache_of(typed.get("dataset_cache"), typed.get("experiment_dir"))
         path = typed["pretrained_checkpoint_path"] = local_copy(path, "pretrained_checkpoint_path", cache)
-    if given.get("load_pretrained_weights", True):
+    if given.get("load_pretrained_weights", True) and given.get("resize_vocabulary") != "random":
         # Only typed options: the folder's own values are no reason to warn.
         reason = "has no effect with --pretrained_checkpoint_path, because no weight is initialized"
         notes += tuple(Note(f"--{name} {reason}", is_warning=True) for name in sorted(INITIAL & given.keys()))
@@ -129,6 +129,8 @@ def _with_stated_model(given: Options, folder: Path) -> tuple[Options, Stated | 
     theirs = vars(model_folder.resolved_model(values, where))
     # A model without this value does not say how norm weights are stored, so the flag may choose.
     free = FREE | ({"zero_centered_normalization"} - values.keys())
+    if given.get("resize_vocabulary"):
+        free |= {"vocab_size"}
     typed = {name: given[name] for name in model_folder.MODEL_OPTIONS if name in given}
     filled = {**_brought_along(values, typed), **given} if use else given
     if not ignore:

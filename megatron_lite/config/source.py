@@ -115,6 +115,17 @@ class SourceConfig(Area):
         "and list both (with ignore_pretrained_config if model flags differ)",
         excludes=(Rule(IMPORTED, "only checkpoints of this program may be partial", when=PRETRAINED),),
     )
+    resize_vocabulary: str | None = pretrained_option(
+        None,
+        "give pretrained embedding and head vocab_size rows: new ones are the mean of the old ones, or random initial "
+        "weights",
+        choices=("mean", "random"),
+        excludes=(
+            Rule(UNLOADED, "all weights are new", when=PRETRAINED),
+            Rule("load_pretrained_optimizer=1", "the new rows have no moments", when=PRETRAINED),
+        ),
+        unset="none: the sizes must agree",
+    )
     load_pretrained_optimizer: bool = pretrained_option(
         False,
         "also load the optimizer's moments from a checkpoint; the run still starts at iteration 0",

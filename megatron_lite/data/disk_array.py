@@ -78,8 +78,7 @@ class DataFile:
         try:
             return action()
         except FileNotFoundError as error:
-            text = f"{self.path}: is gone: it was deleted or moved while the run reads it"
-            raise DataError(text) from error
+            raise DataError(f"{self.path}: is gone: it was deleted or moved while the run reads it") from error
         except OSError as error:
             problem = unreadable(self.path, error)
             if number > RETRIES:

@@ -28,8 +28,6 @@ _NAMES: dict[str, tuple[str, ...]] = {
     "llama3": ("factor", "low_freq_factor", "high_freq_factor", _ORIGINAL),
     "yarn": ("factor", _ORIGINAL, "beta_fast", "beta_slow", "attention_factor", "mscale", "mscale_all_dim", "truncate"),
 }
-# transformers ignores names of another type, and the last one, which the first YaRN models have.
-_ROPE_NAMES = {**dict.fromkeys(name for names in _NAMES.values() for name in names), "finetuned": None}
 ROPE_OPTIONS = tuple(dict.fromkeys(f"rope_{name}" for names in _NAMES.values() for name in names))
 _REQUIRED = {"linear": ("factor",), "llama3": ("factor", "low_freq_factor", "high_freq_factor")}
 
@@ -79,7 +77,9 @@ def _read_rope_object(key: str, given: JsonObject, theta: Any, length: Any) -> t
     if not isinstance(kind, str) or kind not in _NAMES:
         problems.append(f"{key}: rope_type {shown(kind)} is not known; known: {', '.join(_NAMES)}")
         return values, problems
-    problems += [f"{key}: {name} is not known" for name in given if name not in _ROPE_NAMES]
+    # transformers ignores names of another type, and one that the first YaRN models have.
+    known = (*ROPE_OPTIONS, "rope_finetuned")
+    problems += [f"{key}: {name} is not known" for name in given if f"rope_{name}" not in known]
     problems += [f"{key}: rope_type {kind} needs {name}" for name in _REQUIRED.get(kind, ()) if name not in given]
     if _ORIGINAL in _NAMES[kind]:
         given.setdefault(_ORIGINAL, length)

@@ -7,6 +7,9 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any, TypeVar
 
+import torch
+from torch import Tensor
+
 from megatron_lite.checkpoint import files
 from megatron_lite.checkpoint.compatibility import check_architecture, keeps_moments, optimizer_state, saved_optimizer
 from megatron_lite.checkpoint.manifest import MOMENTS
@@ -16,7 +19,16 @@ from megatron_lite.distributed.agreement import together
 from megatron_lite.distributed.process_group import Distributed
 from megatron_lite.errors import CheckpointError, DamagedError, RunError, shorten
 from megatron_lite.huggingface.model_folder import source_folders
-from megatron_lite.huggingface.weight_source import ADVICE, CheckpointSource, HuggingFaceSource, Shapes, WeightSource
+from megatron_lite.huggingface.weight_source import (
+    ADVICE,
+    VOCABULARY,
+    CheckpointSource,
+    HuggingFaceSource,
+    Shapes,
+    WeightSource,
+)
+from megatron_lite.parameter import ParameterSpec
+from megatron_lite.tiles import Tile
 from megatron_lite.zero.finite import not_finite
 from megatron_lite.zero.multi_stage import MultiStage
 
@@ -151,9 +163,16 @@ def _open_and_look(
     if kind == "distributed":
         # The newest checkpoint completed the command line, and another may be the newest now.
         theirs, own = vars(source.model), vars(config.model)
+        if config.source.resize_vocabulary:
+            theirs = {**theirs, "vocab_size": own["vocab_size"]}
         if config.source.ignore_pretrained_config:  # but norm weights are stored that way
             theirs = {**own, "zero_centered_normalization": theirs["zero_centered_normalization"]}
         check_architecture(theirs, config, str(source.folder))
+    if config.source.resize_vocabulary:
+        shapes = {
+            name: (source.model.vocab_size, *shape[1:]) if name in VOCABULARY else shape
+            for name, shape in shapes.items()
+        }
     if isinstance(source, CheckpointSource) and config.source.allow_partial_checkpoint:
         source.check({name: shape for name, shape in shapes.items() if name in source.content.parameters}, partial=True)
     else:
@@ -174,9 +193,15 @@ def _together(distributed: Distributed, action: Callable[[], T]) -> T:
 
 
 def load_weights(
-    source: WeightSource, model: MultiStage, distributed: Distributed, missing: frozenset[str] = frozenset()
+    source: WeightSource,
+    model: MultiStage,
+    distributed: Distributed,
+    missing: frozenset[str] = frozenset(),
+    resize: str | None = None,
 ) -> None:
     """Fill the weight shards one by one; padding becomes zero, and parameters that the source lacks do not change.
+
+    resize: of --resize_vocabulary; with `random`, rows that the source lacks do not change.
 
     Raises:
         CheckpointError: on every rank, if a file can no longer be read or holds a value that is not finite.
@@ -185,11 +210,16 @@ def load_weights(
     def fill() -> None:
         for _, part in model.parts():
             shard = part.read("weights")
-            if not missing:
+            if not (missing or resize):
                 shard.zero_()
             for spec, tile in part.layout.tiles(distributed.data.rank):
-                if spec.name not in missing:
-                    source.read(spec.name, tile, shard[tile.offset : tile.end])
+                target = shard[tile.offset : tile.end]
+                if spec.name in missing:
+                    continue
+                if resize and spec.name in VOCABULARY:
+                    _read_rows(source, spec, tile, target, resize == "mean")
+                else:
+                    source.read(spec.name, tile, target)
             part.write("weights", shard)
         model.invalidate()
 
@@ -198,6 +228,21 @@ def load_weights(
         raise CheckpointError(
             f"{FLAG}: {source.folder}: some weights are not finite, so training cannot start from them; {ADVICE}"
         )
+
+
+def _read_rows(source: WeightSource, spec: ParameterSpec, tile: Tile, target: Tensor, with_mean: bool) -> None:
+    """Read the rows of a vocabulary that a source has, and with `with_mean` fill the others with the mean of all those.
+
+    tile: a run, for tensor-parallel ranks have whole rows.
+    """
+    rows, width = source.model.vocab_size, spec.shape[1]
+    kept = min(max(rows * width - tile.first, 0), tile.numel)
+    source.read(spec.name, Tile.run(tile.first, kept), target[:kept])
+    if with_mean and kept < tile.numel:  # a few ranks
+        values = torch.empty(rows, width)
+        source.read(spec.name, Tile.run(0, values.numel()), values.view(-1))
+        columns = torch.arange(tile.first + kept, tile.first + tile.numel) % width
+        target[kept:].copy_(values.mean(0, dtype=torch.float64)[columns])
 
 
 def partly(source: WeightSource, model: MultiStage) -> tuple[frozenset[str], str | None]:

@@ -21,6 +21,7 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from megatron_lite.checkpoint import files, manifest
+from megatron_lite.checkpoint.compatibility import FREE
 from megatron_lite.checkpoint.decoding import decode
 from megatron_lite.checkpoint.files import Files
 from megatron_lite.checkpoint.manifest import SavedParameter, Slice
@@ -28,6 +29,7 @@ from megatron_lite.checkpoint.names import open_regular, parse_json, reason
 from megatron_lite.checkpoint.reading import read_elements, read_overlap
 from megatron_lite.checkpoint.saved_state import TRAINING, training_facts
 from megatron_lite.config import ModelConfig
+from megatron_lite.config.values import written
 from megatron_lite.errors import CheckpointError, DamagedError, shorten
 from megatron_lite.huggingface import model_folder
 from megatron_lite.huggingface.config_file import TRAINING_KEY
@@ -195,6 +197,7 @@ class CheckpointSource(WeightSource):
 FLOATING = {"F64": torch.float64} | {name: dtype for dtype, name in SAFETENSORS_NAMES.items()}
 _HEAD = "lm_head.weight"
 _EMBEDDING = "embedding.word.weight"  # ours
+VOCABULARY = (_EMBEDDING, "head.output.weight")  # with a row for each token
 
 
 class StoredTensor(NamedTuple):
@@ -270,7 +273,12 @@ class HuggingFaceSource(WeightSource):
             left.remove(_HEAD)
             problems += self._tie(self._pieces.get(_EMBEDDING))
         problems += [f"{name[:100]} is not a tensor of this model" for name in sorted(left)]
-        self._refuse(list(dict.fromkeys(problems)), "download the folder again, or check the flags of the model")
+        other = vars(self.model).items() - vars(self._filled).items()
+        stated = [f"--{name}={written(value)}" for name, value in sorted(other) if name not in FREE]
+        fix = "download the folder again, or check the flags of the model"
+        if stated:
+            fix = f"its config.json says {shorten(stated)}; write that, or --resize_vocabulary=mean for other tokens"
+        self._refuse(list(dict.fromkeys(problems)), fix)
 
     def _problems(self, piece: MappedRows) -> list[str]:
         """List the problems of a piece's tensor."""

@@ -120,11 +120,8 @@ def _smaller(draft: Draft, sizes: Sequence[int], accumulation: Sequence[str], wo
     if wrong and not draft.allow_nondivisible_batch_size:
         product = f"{micro} * {world_size}" + (f" * {breadth} breadth-first" if breadth > 1 else "")
         share, rest = divmod(math.gcd(*sizes), world_size)
-        keeps = "breadth_first_micro_batches" in accumulation and share % breadth == 0
-        share //= breadth if keeps else 1
-        others = " and ".join(name for name in accumulation if not (keeps and name.startswith("breadth")))
-        smaller = f"--micro_batch_size={share if share <= micro else math.gcd(share, micro)}"
-        smaller += f" and leave {others} out, or " if others else ", or "
+        smaller = f"--micro_batch_size={math.gcd(share, micro)}"
+        smaller += f" and leave {' and '.join(accumulation)} out, or " if accumulation else ", or "
         rule = (
             f"every size must be a multiple of {product} = {unit}, and {wrong[0]} is not; write "
             f"{'' if rest else smaller}--allow_nondivisible_batch_size=1; nearest: {nearest_multiples(wrong[0], unit)}"
