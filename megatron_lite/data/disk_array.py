@@ -84,8 +84,8 @@ class DataFile:
             if number > RETRIES:
                 raise DataError(f"{problem}; tried {number} times, with pauses") from error
         self.close()
-        time.sleep(durable_files.pause_s(number))
-        self._passed = f"{problem}; tried again after {durable_files.pause_s(number):.0f} s"
+        time.sleep(pause := durable_files.pause_s(number))
+        self._passed = f"{problem}; tried again after {pause:.0f} s"
         return self._patiently(action, number + 1)
 
     def check(self) -> str | None:
