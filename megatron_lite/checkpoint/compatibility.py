@@ -272,7 +272,7 @@ def data_changes(loaded: Manifest, config: Config, identity: JsonObject) -> Iter
     new, new_stages = _data_sets(config.data.data_path, new_schedule, identity, done, count)
     lines = []
     weights = [
-        [value for stage in stages[1:] if stage.start < done for value in (stage.start, *stage.weights)]
+        [value for start, shares in stages[1:] if start < done for value in (start, *shares)]
         for stages in (old_stages, new_stages)
     ]
     if len(weights[0]) != len(weights[1]) or not all(map(math.isclose, *weights)):
