@@ -33,13 +33,13 @@ setup(
         "numpy",
         "safetensors",
         "tokenizers",
-        "jinja2",
         "tqdm",
         "wandb",
     ],
     extras_require={
         "plot": ["matplotlib"],
         "data": ["pyarrow", "zstandard"],
+        "chat": ["transformers>=5", "jinja2>=3.1.6"],
         "remote": ["fsspec", "s3fs", "gcsfs"],
         "tensorboard": ["tensorboard"],
         "flash4": ["flash-attn-4>=4.0.0b36"],  # has only pre-releases so far
@@ -48,6 +48,7 @@ setup(
             "pytest",
             "pytest-xdist",
             "transformers",
+            "jinja2",
             "hypothesis",
             "tensorboard",
             "build",

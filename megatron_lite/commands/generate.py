@@ -26,8 +26,7 @@ from typing import Any
 
 from megatron_lite.checkpoint.rotation import again
 from megatron_lite.cli.script_parser import LARGEST_COUNT, ScriptParser, number
-from megatron_lite.corpus.conversations import find_template
-from megatron_lite.corpus.rendering import Messages
+from megatron_lite.corpus.conversations import Messages, find_template
 from megatron_lite.data.disk_array import reading
 from megatron_lite.errors import EXIT_DONE
 from megatron_lite.generation.continuation import Limits, SamplingOptions, Text, TokenSampler, continue_texts

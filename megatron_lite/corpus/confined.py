@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import importlib
 import json
 import multiprocessing
 import resource
@@ -19,7 +20,6 @@ from typing import Any, NamedTuple
 from megatron_lite.errors import DataError
 from megatron_lite.run.launcher_watch import end_with_parent
 
-PROGRAM = "the chat template (--chat_template)"
 LONGEST_REASON = 1000  # characters of an error, which a stranger may have written
 
 
@@ -29,6 +29,7 @@ class Limits(NamedTuple):
     seconds: float = 10.0  # of a processor, so that other programs do not count
     memory_bytes: int = 2**30  # more than the process has at its start
     answer_bytes: int = 2**26
+    program: str = "the chat template (--chat_template)"  # the subject of errors
 
 
 def confined(limits: Limits, function: Callable[..., Any], *arguments: Any) -> Any:
@@ -44,7 +45,7 @@ def confined(limits: Limits, function: Callable[..., Any], *arguments: Any) -> A
         process.join()
         _process.cache_clear()
         ended = f"takes more than {limits.seconds:g} s" if process.exitcode == -signal.SIGPROF else "ended its process"
-        raise DataError(f"{PROGRAM} {ended}") from None
+        raise DataError(f"{limits.program} {ended}") from None
     if reason:
         raise DataError(reason)
     return result
@@ -64,6 +65,8 @@ def _serve(connection: Connection, limits: Limits) -> None:
     """Answer calls until the other end is closed. The kernel ends this process at the limit of time."""
     end_with_parent()
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent's
+    with contextlib.suppress(ImportError):  # what renders counts for no limit
+        importlib.import_module("megatron_lite.corpus.rendering")
     with contextlib.suppress(OSError, ValueError):  # another system, or a lower limit
         pages = int(Path("/proc/self/statm").read_text("ascii").split()[0])
         most_bytes = pages * resource.getpagesize() + limits.memory_bytes
@@ -75,12 +78,12 @@ def _serve(connection: Connection, limits: Limits) -> None:
             try:
                 answer, reason = json.dumps([function(*arguments), ""]), ""
                 if len(answer) > limits.answer_bytes:
-                    reason = f"{PROGRAM} writes more than {limits.answer_bytes:,} bytes"
+                    reason = f"{limits.program} writes more than {limits.answer_bytes:,} bytes"
             except MemoryError:
-                reason = f"{PROGRAM} needs more than {limits.memory_bytes:,} bytes of memory"
+                reason = f"{limits.program} needs more than {limits.memory_bytes:,} bytes of memory"
             except DataError as error:
                 reason = str(error)
             except Exception as error:  # whatever the program of a stranger raises
-                reason = f"{PROGRAM} refuses it: {error}"
+                reason = f"{limits.program} refuses it: {error}"
             signal.setitimer(signal.ITIMER_PROF, 0)
             connection.send_bytes((json.dumps(["", reason[:LONGEST_REASON]]) if reason else answer).encode())

@@ -1,22 +1,23 @@
 """Conversations as texts, by a chat template, with what counts in the loss: what the assistant says.
 
-Templates are programs of strangers: they run in a sandbox, in a process with limits of time, memory and output.
+Templates are programs of strangers: transformers runs them in a sandbox, in a process with limits of time, memory and
+output.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Mapping, Sequence
 from dataclasses import KW_ONLY, dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from megatron_lite.corpus.confined import Limits, confined
+from megatron_lite.corpus.confined import Limits
 from megatron_lite.corpus.documents import TextFields, look_up
 from megatron_lite.corpus.pieces import ABSENT
-from megatron_lite.corpus.rendering import Messages, rendered, spoken
 from megatron_lite.corpus.tokenizer_choice import TokenizerChoice
+from megatron_lite.corpus.tokenizer_folder import effective, in_library
 from megatron_lite.data.disk_array import reading
-from megatron_lite.data.tokenizing import BYTE, MarkedText, config_beside, load_tokenizer, read_object
+from megatron_lite.data.tokenizing import BYTE, MarkedText
 from megatron_lite.errors import DataError, UsageError
 
 NAMED = Path(__file__).with_name("chat_templates")  # <name>.jinja
@@ -25,10 +26,13 @@ LIMITS = Limits()  # for one conversation
 ROLES = {"human": "user", "gpt": "assistant"}  # ShareGPT's names
 
 
+Messages = Sequence[Mapping[str, Any]]
+
+
 class ChatTemplate(NamedTuple):
     """A template; config: the tokenizer_config.json, whose special tokens the template may name."""
 
-    text: str
+    text: Any  # or several templates, as in a tokenizer_config.json
     config: dict[str, Any]
 
     def render(self, messages: Messages, tools: Any, prompt: bool) -> str:
@@ -36,15 +40,15 @@ class ChatTemplate(NamedTuple):
 
         Raises: DataError if the template refuses the messages, or goes beyond a limit for them.
         """
-        return str(self._confined(rendered, messages, tools, prompt)[0])
+        return str(self._confined("rendered", messages, tools, prompt)[0])
 
     def spoken(self, messages: Messages, tools: Any = None, first: int = 0) -> MarkedText:
         """Return the text, marked as `rendering.spoken` does. Raises: as `render`."""
-        return MarkedText(*self._confined(spoken, messages, tools, first))
+        return MarkedText(*self._confined("spoken", messages, tools, first))
 
-    def _confined(self, function: Callable[..., Any], *arguments: Any) -> Any:
-        tokens = {key: value for key, value in self.config.items() if key.endswith("_token")}
-        return confined(LIMITS, function, self.text, tokens, *arguments)
+    def _confined(self, function: str, *arguments: Any) -> Any:
+        tokens = {key: value for key, value in self.config.items() if key.endswith("_token") and isinstance(value, str)}
+        return in_library(function, self.text, tokens, *arguments, limits=LIMITS)
 
     def turn_end(self) -> str:
         """Return what ends the assistant's turn, such as `<|im_end|>`; empty if only white space does."""
@@ -99,20 +103,19 @@ def find_template(tokenizer: str, name: str = "own") -> ChatTemplate:
 
     Raises: UsageError if there is none; DataError if a file cannot be read or is none.
     """
-    opened = load_tokenizer(tokenizer, needs_end=False)
-    config = read_object(config_beside(Path(tokenizer))) or {"clean_up_tokenization_spaces": False}
-    config |= opened.named_tokens
+    found = effective(tokenizer, for_chat=True)
+    opened = found.open()
+    config = (found.config or {"clean_up_tokenization_spaces": False}) | opened.named_tokens
     files = {path.stem: path for path in sorted(NAMED.iterdir())}
-    files["own"] = Path(tokenizer.removesuffix("tokenizer.json") + "chat_template.jinja")
-    file = files.get(name, Path(name))
-    if name != "own" or file.is_file():
-        with reading(file):
-            config["chat_template"] = file.read_text("utf-8")
-    if not isinstance(config.get("chat_template"), str):
-        raise UsageError(f"this tokenizer has no chat template; --chat_template is {', '.join(files)}, or a file")
+    if name != "own":
+        with reading(files.get(name, name)):
+            config["chat_template"] = files.get(name, Path(name)).read_text("utf-8")
+    if not config.get("chat_template"):
+        known = ", ".join([*files, "own"])
+        raise UsageError(f"this tokenizer has no chat template; --chat_template is {known}, or a file")
     template = ChatTemplate(config["chat_template"], config)
     end = template.turn_end()
-    if "eos_token" not in template.text and opened.token_id(end) is not None:
+    if "eos_token" not in str(template.text) and opened.token_id(end) is not None:
         config["eos_token"] = end  # generation ends there, in transformers too
     return template
 

@@ -35,8 +35,10 @@ from megatron_lite.corpus.pieces import (
 )
 from megatron_lite.corpus.prepared import SUMMARY, is_complete
 from megatron_lite.corpus.tokenizer_choice import TokenizerChoice
+from megatron_lite.corpus.tokenizer_folder import as_json
 from megatron_lite.data.disk_array import replace_file, writing
 from megatron_lite.data.indexed_dataset import IndexedDataset, IndexedDatasetWriter
+from megatron_lite.data.tokenizing import config_beside, read_object
 from megatron_lite.errors import DataError, OutOfMemoryError, StorageError, UsageError
 from megatron_lite.run.durable_files import lock_file
 from megatron_lite.run.progress_line import ByteProgress
@@ -121,7 +123,7 @@ def _write(options: CorpusOptions, files: Sequence[InputFile], folder: Path, fin
     library = _versions()["tokenizers"]
     recipe = Recipe(encoding, library, options.fields, options.strict, options.deduplicate, limit)
     pieces = plan_pieces(files, recipe, options.piece_bytes)
-    _sweep(folder, {*(piece.key for piece in pieces), Path(encoding.file).stem, PUBLISHED})
+    _sweep(folder, {*(piece.key for piece in pieces), encoding.file.partition(".")[0], PUBLISHED})
     faults = Faults(options.strict)
     records = _make(pieces, folder, recipe, options.num_processes, faults)
     pieces = pieces[: len(records)]
@@ -158,7 +160,7 @@ def _write(options: CorpusOptions, files: Sequence[InputFile], folder: Path, fin
             "fingerprint": fingerprint,
         }
         replace_file(folder / PUBLISHED, fingerprint.encode())
-        _publish(options.output_prefix, writers, summary, (folder / encoding.file).read_bytes())
+        _publish(options.output_prefix, writers, summary, folder / encoding.file)
     return summary
 
 
@@ -276,7 +278,7 @@ def _damaged(path: str) -> StorageError:
     return StorageError(f"{path}: has changed since it was written; start the same command again to make it anew")
 
 
-def _publish(prefix: str, writers: Sequence[IndexedDatasetWriter], summary: dict[str, Any], tokenizer: bytes) -> None:
+def _publish(prefix: str, writers: Sequence[IndexedDatasetWriter], summary: dict[str, Any], tokenizer: Path) -> None:
     """Give all files their names: each .idx after its .bin, and all after the summary and the tokenizer."""
     files = summary["files"] = {}
     writers = [*writers, *(writer.mask for writer in writers if writer.mask is not None)]
@@ -287,11 +289,12 @@ def _publish(prefix: str, writers: Sequence[IndexedDatasetWriter], summary: dict
     for writer in writers:  # old tokens beside a new tokenizer must not be usable
         with writing(writer.prefix + ".idx"):
             Path(writer.prefix + ".idx").unlink(missing_ok=True)
-    replace_file(Path(prefix + ".tokenizer.json"), tokenizer)
+    replace_file(Path(prefix + ".tokenizer.json"), tokenizer.read_bytes())
+    config, conversations = read_object(config_beside(tokenizer)), summary["options"].get("conversations")
+    config = conversations["template"].config if conversations else config
     Path(prefix + ".tokenizer_config.json").unlink(missing_ok=True)  # of another tokenizer
-    if conversations := summary["options"].get("conversations"):
-        config = json.dumps(conversations["template"].config, indent=2) + "\n"
-        replace_file(Path(prefix + ".tokenizer_config.json"), config.encode())
+    if config:
+        replace_file(Path(prefix + ".tokenizer_config.json"), as_json(config))
     replace_file(Path(prefix + SUMMARY), (json.dumps(summary, indent=2) + "\n").encode())
     for writer in writers:
         writer.commit()

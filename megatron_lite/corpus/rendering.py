@@ -1,45 +1,85 @@
-"""Render conversations by Jinja's sandbox, set up as in transformers, so that both render the same text."""
+"""Ask transformers what it makes of tokenizers and conversations: its own special tokens, templates, texts and masks.
+
+Imported only by the process of `confined`, once, before any limit counts.
+"""
 
 from __future__ import annotations
 
-import functools
-import itertools
-import json
 import re
-import uuid
 from collections.abc import Mapping, Sequence
-from datetime import datetime
-from typing import Any, NoReturn
+from typing import Any
 
-import jinja2
-from jinja2.ext import loopcontrols
-from jinja2.sandbox import ImmutableSandboxedEnvironment
+from transformers.utils import chat_template_utils, logging
 
 from megatron_lite.errors import DataError
 
-BLOCK_END = re.compile(r"\{%([-+]?)\s*(?:end)?generation\s*([-+]?)%\}")
-MARK = uuid.uuid4().hex  # printed at both ends of a `{% generation %}` block; random: no text holds it
+logging.set_verbosity_error()  # what it says of a folder stands in our errors
+MARKS = re.compile(r"\{%[-+]?\s*generation\s*[-+]?%\}")  # the beginning of what the assistant says
+NO_MARK = "\0"
+TEXTS = ("Hello  world, it's 12345!\n\n", "größer ≥ 12 € 😀 こんにちは\t\n x")  # beside every added token
 Messages = Sequence[Mapping[str, Any]]
 Marked = tuple[str, list[tuple[int, int]]]  # a text, and the parts that count
 
 
-def rendered(template: str, tokens: Mapping[str, Any], messages: Messages, tools: Any, prompt: bool) -> Marked:
-    """Return the text, and its parts in `{% generation %}` blocks. prompt: with the beginning of an answer.
+def described(folder: str) -> dict[str, Any]:
+    """Return what AutoTokenizer makes of a folder, without code of its own and without a network.
 
-    tokens: special tokens by the names that a template uses.
+    Returns: the effective tokenizer.json (`tokenizer`), special tokens by name (`tokens`), its chat templates as in a
+    tokenizer_config.json (`template`), and some texts with their ids (`ids`).
+
+    Raises: DataError if it cannot be loaded.
+    """
+    import huggingface_hub.constants
+    from transformers import AutoTokenizer
+
+    huggingface_hub.constants.HF_HUB_OFFLINE = True
+    try:
+        loaded = AutoTokenizer.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
+        backend = loaded.backend_tokenizer
+    except Exception as error:  # whatever the files of a stranger lead to
+        own = "needs its own code, which is never run" if "trust_remote_code" in str(error) else "cannot be loaded"
+        raise DataError(f"{folder}: the tokenizer {own}: transformers says {type(error).__name__}: {error}") from error
+    backend.no_truncation()
+    backend.no_padding()
+    if hasattr(backend.model, "dropout"):
+        backend.model.dropout = None
+    templates = loaded.chat_template
+    if isinstance(templates, dict):
+        templates = [{"name": name, "template": template} for name, template in templates.items()]
+    added = "".join(f"a{token} b {token}" for token in map(str, loaded.added_tokens_decoder.values()))
+    ids = [(text, loaded(text)["input_ids"]) for text in (*TEXTS, added)]
+    tokens = {key: value for key, value in loaded.special_tokens_map.items() if isinstance(value, str)}
+    return {"tokenizer": backend.to_str(), "tokens": tokens, "template": templates, "ids": ids}
+
+
+def rendered(template: Any, tokens: Mapping[str, Any], messages: Messages, tools: Any, prompt: bool) -> Marked:
+    """Return the text, and the parts that the template marks as the assistant's. prompt: with the beginning of an
+    answer.
+
+    template: one, or several as in a tokenizer_config.json. tokens: special tokens by the names that a template uses.
 
     Raises: whatever the template does.
     """
-    context = {**tokens, "messages": messages, "tools": tools, "documents": None, "add_generation_prompt": prompt}
-    parts = _compiled(template).render(context).split(MARK)
-    ends = [0, *itertools.accumulate(map(len, parts))]
-    return "".join(parts), list(zip(ends[1::2], ends[2::2], strict=False))
+    chosen = _chosen(template, tools)
+    marks = MARKS.search(chosen) is not None
+    texts, spans = chat_template_utils.render_jinja_template(
+        [list(messages)], tools, None, chosen, marks, add_generation_prompt=prompt, **tokens
+    )
+    return texts[0], [*spans[0]] if marks else []
 
 
-def spoken(template: str, tokens: Mapping[str, Any], messages: Messages, tools: Any, first: int) -> Marked:
+def _chosen(template: Any, tools: Any) -> str:
+    """Choose among named templates as transformers does."""
+    if isinstance(template, str):
+        return template
+    named = {entry["name"]: entry["template"] for entry in template}
+    return str(named["tool_use" if tools is not None and "tool_use" in named else "default"])
+
+
+def spoken(template: Any, tokens: Mapping[str, Any], messages: Messages, tools: Any, first: int) -> Marked:
     """Return the text, and what the assistant says in it from message `first` on, with the end of each turn.
 
-    Without blocks, that is what a message adds to the text of those before it and the beginning of an answer.
+    Without marks, that is what a message adds to the text of those before it and the beginning of an answer.
 
     Raises: as `rendered`, or DataError if a message changes the text before it.
     """
@@ -48,7 +88,7 @@ def spoken(template: str, tokens: Mapping[str, Any], messages: Messages, tools: 
         return rendered(template, tokens, messages[:count], tools, prompt)[0]
 
     whole, spans = rendered(template, tokens, messages, tools, False)
-    if BLOCK_END.search(template):
+    if MARKS.search(_chosen(template, tools)):
         begin = len(text(first, False)) if first else 0
         return whole, [span for span in spans if span[0] >= begin]
     for number, message in enumerate(messages[first:], first):
@@ -63,18 +103,7 @@ def spoken(template: str, tokens: Mapping[str, Any], messages: Messages, tools: 
                 "{% generation %} blocks (--chat_template)"
             )
         said = after[len(before) :]
-        if not said.rstrip().endswith(str(content).strip() or MARK):
+        if not said.rstrip().endswith(str(content).strip() or NO_MARK):
             said = said.rstrip()  # white space follows the end of the turn; else it is the end
         spans.append((len(before), len(before) + len(said)))
     return whole, spans
-
-
-@functools.lru_cache(maxsize=4)
-def _compiled(text: str) -> jinja2.Template:
-    def refuse(message: str) -> NoReturn:
-        raise jinja2.TemplateError(message)
-
-    environment = ImmutableSandboxedEnvironment(trim_blocks=True, lstrip_blocks=True, extensions=[loopcontrols])
-    environment.filters["tojson"] = functools.partial(json.dumps, ensure_ascii=False)
-    environment.globals |= {"raise_exception": refuse, "strftime_now": lambda form: datetime.now().strftime(form)}
-    return environment.from_string(BLOCK_END.sub(rf"{{%\1 if true %}}{MARK}{{% endif \2%}}", text))

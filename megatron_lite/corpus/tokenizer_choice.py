@@ -11,13 +11,15 @@ from pathlib import Path
 from megatron_lite.corpus.documents import BadDocument, Reading, TextFields
 from megatron_lite.corpus.inputs import InputFile
 from megatron_lite.corpus.pieces import ABSENT, Encoding, cut_file, digest_of
-from megatron_lite.data.disk_array import replace_file
+from megatron_lite.corpus.tokenizer_folder import effective
 from megatron_lite.data.tokenizing import (
+    BESIDE,
+    BYTE,
     ByteTokenizer,
     JsonTokenizer,
     Tokenizer,
     config_beside,
-    load_tokenizer,
+    no_end,
     tokenizer_json,
     train_tokenizer,
 )
@@ -56,7 +58,10 @@ class TokenizerChoice:
         if self.train is not None or self.name == "byte":
             return str(self.described()["kind"])
         own, beside = hashlib.sha256(tokenizer_json(self.source)).hexdigest(), config_beside(self.source)
-        return own + (digest_of(beside) if beside.is_file() else "")  # which may name the end of a document
+        files = [beside]  # which may name the end of a document
+        if self.source.name == "tokenizer.json":  # and all that transformers reads
+            files += [beside.with_name(name) for name in (*BESIDE, "config.json")]
+        return "".join([own, *(digest_of(file) for file in files if file.is_file())])
 
     def open(self, folder: Path, files: Sequence[InputFile], fields: TextFields, strict: bool) -> Encoding:
         """Train the tokenizer if necessary, put its file into the work folder, and find its tokens.
@@ -65,7 +70,7 @@ class TokenizerChoice:
             DataError: if it cannot be read or has no end of documents.
             UsageError: if it lacks a token that the user names, or the vocabulary to train has no possible size.
         """
-        path = folder / "tokenizer.json"
+        path = folder / "given.tokenizer.json"
         given: Tokenizer
         if self.train is not None:
             key = hashlib.sha256(repr((self.train, files, fields)).encode(errors="surrogateescape")).hexdigest()
@@ -76,9 +81,12 @@ class TokenizerChoice:
                     print(f"the texts are too small for a vocabulary of {self.train}", file=sys.stderr)
             given = JsonTokenizer(str(path), self.special_tokens)
         else:
-            needs_end = self.end is None and not fields.marked
-            given = load_tokenizer(self.name, special_tokens=self.special_tokens, needs_end=needs_end)
-            replace_file(path, tokenizer_json(given.path))
+            found, given = effective(self.name), ByteTokenizer()
+            written = found.write(path, self.special_tokens)
+            if self.name != BYTE:
+                given = written
+                if self.end is None and not fields.marked and given.end_of_document < 0:
+                    raise no_end(self.source)
         end = given.end_of_document if self.end is None else self._token(given, "end_of_document", self.end)
         begin = self._token(given, "begin_of_document", self.begin or ABSENT)
         if fields.marked:  # the texts spell their special tokens, the last one too

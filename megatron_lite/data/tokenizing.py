@@ -26,18 +26,20 @@ BYTE = "byte"  # names the byte tokenizer wherever a tokenizer.json may be given
 END_OF_DOCUMENT = "<|endoftext|>"
 # Tokens that end a document in common tokenizers, in the order of preference.
 END_OF_DOCUMENT_NAMES = (END_OF_DOCUMENT, "<|end_of_text|>", "</s>", "<eos>", "<|eos|>", "<|eot_id|>", "<EOT>")
-CONFIG_NAME = "tokenizer_config.json"
+CONFIG_NAME, SPECIAL_MAP, ADDED = "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json"
 # Other files of a tokenizer that an export copies, if they exist; it copies nothing else.
 BESIDE = (
-    "special_tokens_map.json",
-    "added_tokens.json",
+    SPECIAL_MAP,
+    ADDED,
+    "tokenizer.model",
     "vocab.json",
     "vocab.txt",
     "merges.txt",
     "chat_template.jinja",
     "chat_template.json",
 )
-_SPECIAL_KEYS = ("bos_token", "eos_token", "pad_token", "unk_token")
+# transformers makes a tokenizer.json of these files and patterns.
+_SOURCES = ("*.model", "vocab.json", "vocab.txt", "tekken.json")
 
 
 class MarkedText(str):
@@ -80,8 +82,8 @@ class JsonTokenizer:
     def __init__(self, path: str, special_tokens: bool = False, needs_end: bool = True) -> None:
         """Load a tokenizer.
 
-        Documents end with the `eos_token` of a tokenizer_config.json in the same folder, or else with the first of
-        END_OF_DOCUMENT_NAMES in the vocabulary. Unless `needs_end`, a tokenizer without any has the id -1.
+        Documents end with the `eos_token` of `named_tokens`, or else with the first of END_OF_DOCUMENT_NAMES in the
+        vocabulary. Unless `needs_end`, a tokenizer without any has the id -1.
 
         Raises: DataError if the file cannot be read or has no such token.
         """
@@ -89,14 +91,16 @@ class JsonTokenizer:
         self._tokenizer = read_tokenizer_file(path)
         self._tokenizer.no_truncation()  # some files would cut or pad documents silently
         self._tokenizer.no_padding()
+        if hasattr(self._tokenizer.model, "dropout"):
+            self._tokenizer.model.dropout = None  # which would tokenize at random
         # Text must not forge the end of a document, unless the user declares its special tokens real.
         self._tokenizer.encode_special_tokens = not special_tokens
         # Not the number of tokens: ids may have gaps.
         self.vocab_size = max(self._tokenizer.get_vocab().values(), default=-1) + 1
         token = _find_end_of_document(self._tokenizer, path)
         if token is None and needs_end:
-            raise DataError(f"{path}: has no usual end-of-document token like {END_OF_DOCUMENT}; name the one to take")
-        self.named_tokens = _special_tokens(config_beside(Path(path))) | ({"eos_token": token} if token else {})
+            raise no_end(path)
+        self.named_tokens = named_tokens(path) | ({"eos_token": token} if token else {})
         self.end_of_document = -1 if token is None else int(self._tokenizer.token_to_id(token))
         begin = self.token_id(self.named_tokens.get("bos_token", ""))
         self.begin_of_document = -1 if begin is None else begin  # -1: its files name none
@@ -163,6 +167,11 @@ class JsonTokenizer:
 Tokenizer = ByteTokenizer | JsonTokenizer
 
 
+def no_end(path: str | Path) -> DataError:
+    """Return the error of a tokenizer without an end of documents."""
+    return DataError(f"{path}: has no usual end-of-document token like {END_OF_DOCUMENT}; name the one to take")
+
+
 def load_tokenizer(path: str, special_tokens: bool = False, needs_end: bool = True) -> Tokenizer:
     """Load the tokenizer named `byte`, a `tokenizer.json`, or the one in a folder.
 
@@ -214,11 +223,10 @@ def copy_tokenizer(tokenizer_file: str | Path, directory: str | Path) -> dict[st
     """
     source, directory = Path(tokenizer_file), Path(directory)
     tokenizer, beside, config = read_tokenizer_file(source), config_beside(source), dict[str, Any]()
-    tokens = _special_tokens(beside)
-    copied = {"tokenizer.json": source}
+    tokens = named_tokens(source)
+    copied = dict[str, Path]()
     if source.name == "tokenizer.json":
-        copied |= {name: source.parent / name for name in BESIDE if (source.parent / name).is_file()}
-        tokens = _special_tokens(source.parent / BESIDE[0]) | tokens
+        copied = {name: source.parent / name for name in BESIDE if (source.parent / name).is_file()}
     if source.name == "tokenizer.json" or beside.name != CONFIG_NAME:
         config = read_object(beside)
     if tokenizer.token_to_id(tokens.get("eos_token", "")) is None:
@@ -232,8 +240,10 @@ def copy_tokenizer(tokenizer_file: str | Path, directory: str | Path) -> dict[st
     else:
         text = json.dumps({**missing, **config}, indent=2, sort_keys=True, ensure_ascii=False) + "\n"
         replace_file(directory / CONFIG_NAME, text.encode())
+    replace_file(directory / "tokenizer.json", tokenizer_json(source))
     for name, path in copied.items():
-        replace_file(directory / name, tokenizer_json(path))
+        with reading(path):
+            replace_file(directory / name, path.read_bytes())
     return {
         f"{key}_id": tokenizer.token_to_id(tokens[key]) if key in tokens else None for key in ("bos_token", "eos_token")
     }
@@ -249,9 +259,17 @@ def tokenizer_json(path: str | Path) -> bytes:
 
     Raises: DataError if it cannot be read.
     """
+    path = Path(path)
     if str(path) != BYTE:
+        found = sorted(file.name for pattern in _SOURCES for file in path.parent.glob(pattern))
+        if found and (not path.exists() or path.name in found):
+            make = 'AutoTokenizer.from_pretrained("FOLDER").save_pretrained("NEW")'
+            raise DataError(
+                f"{path}: {', '.join(found)} without a tokenizer.json; make one with transformers and give NEW: "
+                f"python -c 'from transformers import AutoTokenizer; {make}'"
+            )
         with reading(path):
-            return Path(path).read_bytes()
+            return path.read_bytes()
     tokenizer = _byte_level_bpe({symbol: byte for byte, symbol in enumerate(_byte_symbols())}, use_regex=False)
     tokenizer.add_special_tokens([END_OF_DOCUMENT])
     assert tokenizer.token_to_id(END_OF_DOCUMENT) == ByteTokenizer.end_of_document
@@ -273,7 +291,7 @@ def read_tokenizer_file(path: str | Path) -> Any:
 
 
 def _find_end_of_document(tokenizer: Any, path: str | Path) -> str | None:
-    names = [_special_tokens(config_beside(Path(path))).get("eos_token"), *END_OF_DOCUMENT_NAMES]
+    names = [named_tokens(path).get("eos_token"), *END_OF_DOCUMENT_NAMES]
     return next((name for name in names if name is not None and tokenizer.token_to_id(name) is not None), None)
 
 
@@ -292,10 +310,16 @@ def config_beside(tokenizer_file: Path) -> Path:
     return own if own.is_file() or str(tokenizer_file) == BYTE else tokenizer_file.with_name(CONFIG_NAME)
 
 
-def _special_tokens(config_file: Path) -> dict[str, str]:
-    """Read the special tokens of a tokenizer_config.json; empty if it cannot be read."""
-    values = read_object(config_file)
-    found = {key: values.get(key) for key in _SPECIAL_KEYS}
+def named_tokens(tokenizer_file: str | Path) -> dict[str, str]:
+    """Return the special tokens that the files beside a tokenizer.json name; empty if they cannot be read.
+
+    As in transformers, a special_tokens_map.json comes first, unless the configuration lists all added tokens.
+    """
+    path = Path(tokenizer_file)
+    values = read_object(config_beside(path))
+    if path.name == "tokenizer.json" and "added_tokens_decoder" not in values:
+        values |= read_object(path.with_name(SPECIAL_MAP))
+    found = {key: value for key, value in values.items() if key.endswith("_token")}
     tokens = {key: value.get("content") if isinstance(value, dict) else value for key, value in found.items()}
     return {key: value for key, value in tokens.items() if isinstance(value, str)}
 

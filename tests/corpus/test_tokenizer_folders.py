@@ -1,0 +1,255 @@
+"""A tokenizer folder means what transformers says it means: ids, ends, masks and texts beside its own, or a refusal."""
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from tokenizers import Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers, processors
+
+from megatron_lite.corpus import tokenizer_folder
+from megatron_lite.corpus.tokenizer_folder import open_tokenizer
+from megatron_lite.data.tokenizing import JsonTokenizer
+from tests.corpus.test_conversations import TOOL, assistant, pairs, prepare, user, write_lines
+
+transformers = pytest.importorskip("transformers")
+
+TEXTS = [
+    "Hello<|endoftext|> world <|im_end|>\n<extra> it's 12345",
+    " <|im_start|>größer 😀 <|im_end|><s>x</s>[MASK] <think> y</think>",
+    "123 don't  we\n\n  <extra><extra> end",
+]
+CHATS: list[dict[str, Any]] = [
+    {"messages": [user("a"), assistant("b <extra>")]},
+    {"messages": [{"role": "system", "content": "s"}, user("größer"), assistant("c\n"), user("d"), assistant("e")]},
+    {"messages": [user("1 + 1?"), {**assistant("2"), "reasoning": "because"}], "tools": [TOOL]},
+    {"messages": [user("1 + 1?"), {**assistant("2"), "thinking": "so"}, user("x")], "tools": []},
+    {"messages": [user("1"), {**assistant("2"), "reasoning_content": "thus", "name": None}]},
+]
+TEMPLATE = (
+    "{{ bos_token }}{% if tools %}{{ tools | tojson }}{% endif %}{% for m in messages %}<|im_start|>{{ m.role }}\n"
+    "{% if m.role == 'assistant' %}BEGIN{% if m.reasoning_content %}<think>{{ m.reasoning_content }}</think>"
+    "{% endif %}{{ m.content }}<|im_end|>FINISH{% else %}{{ m.content }}<|im_end|>{% endif %}\n{% endfor %}"
+    "{% if pad_token is defined %}{{ pad_token }}{% endif %}"
+    "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+)
+PLAIN = TEMPLATE.replace("BEGIN", "").replace("FINISH", "")
+MARKED = TEMPLATE.replace("BEGIN", "{% generation %}").replace("FINISH", "{% endgeneration %}")
+OTHER = "T " + PLAIN.replace("m.reasoning_content", "m.thinking")
+FAST = {"tokenizer_class": "PreTrainedTokenizerFast"}
+TYPE = {"__type": "AddedToken"}
+EOS = {"eos_token": "<|endoftext|>"}
+SPLIT = r"\p{N}{1,3}|[^\s\p{N}]+|\s+"  # as no class of transformers
+
+
+def token(content: str, **flags: bool) -> dict[str, Any]:
+    return {"content": content, "lstrip": False, "rstrip": False, "normalized": False, "single_word": False, **flags}
+
+
+def bytes_and_pairs(pattern: str | None = None) -> Tokenizer:
+    letters = sorted(pre_tokenizers.ByteLevel.alphabet())
+    words = [*letters, "He", "ll", "12", "123", "Ġw", "'t", "nd"]
+    merges = [("H", "e"), ("l", "l"), ("1", "2"), ("12", "3"), ("Ġ", "w"), ("'", "t"), ("n", "d")]
+    made = Tokenizer(models.BPE(vocab={word: number for number, word in enumerate(words)}, merges=merges))
+    made.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    if pattern is not None:
+        made.pre_tokenizer = pre_tokenizers.Sequence(
+            [pre_tokenizers.Split(Regex(pattern), "isolated"),
+             pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)]
+        )  # fmt: skip
+    made.decoder = decoders.ByteLevel()
+    made.add_special_tokens(["<|endoftext|>", "<|im_start|>", "<|im_end|>"])
+    return made
+
+
+def with_prefix() -> Tokenizer:
+    """Like Llama 2's: a prefix, fallback to bytes, <s> before a text."""
+    words = ["<unk>", "<s>", "</s>", *(f"<0x{byte:02X}>" for byte in range(256)), "▁", "H", "e", "l", "o", "He", "<|"]
+    made = Tokenizer(models.BPE({word: n for n, word in enumerate(words)}, [("H", "e")], unk_token="<unk>",
+                                fuse_unk=True, byte_fallback=True))  # fmt: skip
+    made.normalizer = normalizers.Sequence([normalizers.Prepend("▁"), normalizers.Replace(" ", "▁")])
+    made.post_processor = processors.TemplateProcessing(single="<s> $A", special_tokens=[("<s>", 1)])
+    made.add_special_tokens(["<unk>", "<s>", "</s>"])
+    return made
+
+
+def words() -> Tokenizer:
+    made = Tokenizer(models.WordLevel({"not": 0, "Hello": 1, "world": 2, "end": 3}, unk_token="not"))
+    made.pre_tokenizer = pre_tokenizers.Whitespace()
+    made.add_special_tokens(["<|endoftext|>", "<|im_start|>", "<|im_end|>"])
+    return made
+
+
+def with_dropout() -> Tokenizer:
+    made = bytes_and_pairs()
+    made.model.dropout = 0.5
+    return made
+
+
+def with_limits() -> Tokenizer:
+    made = bytes_and_pairs()
+    made.enable_truncation(4)
+    made.enable_padding(length=50)
+    return made
+
+
+def case(build: Callable[[], Tokenizer] = bytes_and_pairs, says: bool | str = True, **files: Any) -> Any:
+    """A tokenizer and the files beside it. says: whether they say more than tokenizer.json; a text: the refusal."""
+    return build, files, says
+
+
+def config(*parts: dict[str, Any], **more: Any) -> dict[str, Any]:
+    return {key: value for part in parts for key, value in part.items()} | more
+
+
+# Where tokens stand: in the configuration, the map, the list of added tokens, with flags that differ, or null.
+CASES: dict[str, Any] = {
+    "bare": case(says=False),
+    "plain": case(config=config(FAST, EOS), says=False),
+    "null bos": case(config=config(FAST, EOS, bos_token=None, add_bos_token=True), says=False),
+    "object eos": case(config=config(FAST, eos_token=TYPE | token("<|im_end|>")), says=False),
+    "eos in the map": case(config=FAST, map={"eos_token": "<|im_end|>"}, says=False),
+    "eos in both, differing": case(config=config(FAST, EOS), map={"eos_token": "<|im_end|>"}, says=False),
+    "the map without a configuration": case(map={"eos_token": "<|im_end|>", "bos_token": "<|im_start|>"}, says=False),
+    "eos in both, tokens listed": case(
+        config=config(FAST, EOS, added_tokens_decoder={"263": token("<|endoftext|>", special=True)}),
+        map={"eos_token": "<|im_end|>"}, says=False,
+    ),
+    "bos only in the configuration": case(config=config(FAST, EOS, bos_token="<s>")),
+    "bos only in the map": case(config=config(FAST, EOS), map={"bos_token": "<s>"}),
+    "sep as an object": case(config=config(FAST, EOS, sep_token=TYPE | token("[SEP]"))),
+    "a list of extra tokens": case(config=config(FAST, EOS, extra_special_tokens=["<extra>", "[MASK]"])),
+    "additional special tokens": case(config=config(FAST, EOS, additional_special_tokens=["<extra>", "<think>"])),
+    "additional ones in the map": case(config=config(FAST, EOS), map={"additional_special_tokens": ["<extra>"]}),
+    "named extra tokens": case(config=config(FAST, EOS, extra_special_tokens={"image_token": "<extra>"})),
+    "a token of its own name": case(config=config(FAST, EOS, image_token="<extra>")),
+    "a list of added tokens": case(config=config(FAST, EOS), added={"<extra>": 270, "<think>": 271}),
+    "added tokens, one special": case(config=config(FAST, EOS, pad_token="<extra>"), added={"<extra>": 266}),
+    "an added decoder with more": case(
+        config=config(FAST, EOS, added_tokens_decoder={
+            "263": token("<|endoftext|>", special=True), "266": token("<extra>", special=True, lstrip=True),
+            "267": token("<think>", special=False, normalized=True)})  # fmt: skip
+    ),
+    "flags that differ": case(
+        config=config(FAST, EOS, added_tokens_decoder={"265": token("<|im_end|>", special=True, rstrip=True)})
+    ),
+    "flags that differ in the map": case(config=FAST, map={"eos_token": token("<|im_end|>", lstrip=True, rstrip=True)}),
+    "a special token of the vocabulary": case(config=config(FAST, EOS, pad_token="12")),
+    "special tokens are text": case(
+        config=config(FAST, EOS, split_special_tokens=True), says="in transformers and"
+    ),
+    # Classes: those that take the file as it is, and those that split anew.
+    "no class": case(config=EOS, says=False),
+    "class GPT2Tokenizer": case(lambda: bytes_and_pairs(SPLIT), config=config(EOS, tokenizer_class="GPT2Tokenizer")),
+    "class Qwen2Tokenizer": case(lambda: bytes_and_pairs(SPLIT), config=config(EOS, tokenizer_class="Qwen2Tokenizer")),
+    "class of the model, qwen2": case(
+        lambda: bytes_and_pairs(SPLIT), config=config(FAST, EOS), model={"model_type": "qwen2"}
+    ),
+    "no class, the model's": case(lambda: bytes_and_pairs(SPLIT), config=EOS, model={"model_type": "gpt2"}),
+    "class of another model": case(
+        lambda: bytes_and_pairs(SPLIT), config=config(FAST, EOS), model={"model_type": "llama"}, says=False
+    ),
+    "class LlamaTokenizer": case(
+        with_prefix, config={"tokenizer_class": "LlamaTokenizer", "bos_token": "<s>", "eos_token": "</s>"}
+    ),
+    "an unknown class": case(config=config(EOS, tokenizer_class="OwnTokenizer")),
+    "code of its own": case(
+        config=config(EOS, tokenizer_class="OwnTokenizer", auto_map={"AutoTokenizer": [None, "own.OwnTokenizer"]}),
+        says="needs its own code, which is never run",
+    ),
+    # Tokenizers: a prefix, words, options that change ids.
+    "prefix": case(with_prefix, config=config(FAST, bos_token="<s>", eos_token="</s>", unk_token="<unk>"), says=False),
+    "words": case(words, config=config(FAST, EOS, unk_token="not")),
+    "dropout": case(with_dropout, config=config(FAST, EOS, pad_token="<extra>")),
+    "truncation and padding": case(with_limits, config=config(FAST, EOS, bos_token="<s>")),
+    # Templates: in the configuration, as a list, in files.
+    "template": case(config=config(FAST, EOS, chat_template=PLAIN), says=False),
+    "marked template": case(config=config(FAST, EOS, chat_template=MARKED, bos_token="<s>")),
+    "template file": case(config=config(FAST, EOS, chat_template=OTHER), jinja=PLAIN, says=False),
+    "template file alone": case(jinja=MARKED, says=False),
+    "named templates": case(
+        config=config(FAST, EOS, chat_template=[{"name": "default", "template": PLAIN},
+                                                {"name": "tool_use", "template": OTHER}]), says=False,
+    ),  # fmt: skip
+    "further templates in a folder": case(config=config(FAST, EOS), jinja=PLAIN, further=OTHER, says=False),
+    "no default template": case(
+        config=config(FAST, EOS, chat_template=[{"name": "rag", "template": PLAIN}]), says=False
+    ),
+    "template with a null token": case(config=config(FAST, EOS, bos_token=None, chat_template=PLAIN), says=False),
+}  # fmt: skip
+THIN = ("eos in both, differing", "an added decoder with more", "class of the model, qwen2", "code of its own",
+        "named templates", "template with a null token", "marked template", "dropout")  # fmt: skip
+NAMES = {"config": "tokenizer_config.json", "map": "special_tokens_map.json", "added": "added_tokens.json",
+         "model": "config.json", "jinja": "chat_template.jinja",
+         "further": "additional_chat_templates/tool_use.jinja"}  # fmt: skip
+
+
+def write(folder: Path, name: str) -> Path:
+    build, files, _ = CASES[name]
+    (folder / "additional_chat_templates").mkdir(parents=True)
+    build().save(str(folder / "tokenizer.json"))
+    for key, content in files.items():
+        (folder / NAMES[key]).write_text(content if isinstance(content, str) else json.dumps(content))
+    if "further" not in files:
+        (folder / "additional_chat_templates").rmdir()
+    return folder
+
+
+@pytest.mark.parametrize(
+    "name", [name if name in THIN else pytest.param(name, marks=pytest.mark.slow) for name in CASES]
+)
+def test_ids_ends_and_masks(tmp_path: Path, name: str, monkeypatch: pytest.MonkeyPatch, capsys: Any) -> None:
+    """Documents and conversations as transformers encodes them, also by the files that are written beside the data."""
+    folder, (_, files, says) = write(tmp_path / "T", name), CASES[name]
+    source = write_lines(tmp_path / "texts.jsonl", [{"text": text} for text in TEXTS])
+    words = ["--tokenizer", folder, "--special_tokens", "--overwrite"]
+    if isinstance(says, str):
+        prepare(source, tmp_path / "x", *words, code=3)
+        printed = capsys.readouterr().err
+        assert str(folder) in printed and says in printed
+        return
+    theirs = transformers.AutoTokenizer.from_pretrained(folder, local_files_only=True)
+    theirs.backend_tokenizer.no_truncation()
+    theirs.backend_tokenizer.no_padding()
+    if hasattr(theirs.backend_tokenizer.model, "dropout"):
+        theirs.backend_tokenizer.model.dropout = None
+    expected = [theirs(text, add_special_tokens=False)["input_ids"] for text in TEXTS]
+    prepare(source, tmp_path / "x", *words)
+    own = JsonTokenizer(str(tmp_path / "x.tokenizer.json"), special_tokens=True)
+    if theirs.eos_token is not None:
+        assert own.end_of_document == theirs.eos_token_id
+        assert own.named_tokens.items() >= theirs.special_tokens_map.items()
+    written = tokens_of(tmp_path / "x")
+    assert written == [[*ids, own.end_of_document] for ids in expected]
+    assert [own.encode(text) for text in TEXTS] == expected
+    prompts = open_tokenizer(str(folder / "tokenizer.json"), True)
+    assert [prompts.encode(text, True) for text in TEXTS] == [theirs(text)["input_ids"] for text in TEXTS]
+    # Without transformers: a folder that says no more than its file is as before, any other is refused.
+    with monkeypatch.context() as patch:
+        patch.setattr(tokenizer_folder.importlib.util, "find_spec", lambda name: None)
+        prepare(source, tmp_path / "y", *words, code=2 if says else 0)
+        assert ("pip install -e '.[chat]'" in capsys.readouterr().err) == says
+        assert says or tokens_of(tmp_path / "y") == written
+    if theirs.chat_template is None:
+        return
+    source = write_lines(tmp_path / "chats.jsonl", CHATS)
+    words = ["--tokenizer", folder, "--chat_template=own"]
+    if name == "no default template":
+        prepare(source, tmp_path / "z", *words, code=3)
+        return
+    prepare(source, tmp_path / "z", *words)
+    marked = MARKED in str(files)
+    for chat, (ids, mask) in zip(CHATS, pairs(tmp_path / "z"), strict=True):
+        whole = theirs.apply_chat_template(
+            chat["messages"], tools=chat.get("tools"), return_dict=True, return_assistant_tokens_mask=marked
+        )
+        assert ids == whole["input_ids"]
+        assert sum(mask) and (not marked or mask == whole["assistant_masks"])
+
+
+def tokens_of(prefix: Path) -> list[list[int]]:
+    from megatron_lite.data.indexed_dataset import IndexedDataset
+
+    data = IndexedDataset(str(prefix))
+    return [data.document(number).tolist() for number in range(data.num_documents)]
