@@ -20,7 +20,7 @@ from megatron_lite.checkpoint.retention import Known, lack_at_start
 from megatron_lite.checkpoint.rotation import again
 from megatron_lite.checkpoint.writing import BackgroundSaves, open_background, shards_bytes
 from megatron_lite.cli.help import banners
-from megatron_lite.config import Config
+from megatron_lite.config import Config, changed
 from megatron_lite.config.structured_values import weighted_paths
 from megatron_lite.corpus.from_text import resolve_data
 from megatron_lite.corpus.prepared import check_tokenizer, known_tokenizer, outdated
@@ -134,6 +134,7 @@ def build(
     kernels = agree_on_kernels(config, distributed)
     order = distributed.broadcast_object(choice.evaluation_order)
     layers = together(distributed, lambda: _open_inputs(run, environment or {}, kernels, order))
+    config = run.config
     check_same(run.data.identity, distributed)
     run.samples = open_samples(config, distributed, experiment, stop)
     _log_banner(run, kernels, layers, (*found, *notes))
@@ -269,6 +270,8 @@ def _check_tokenizer(run: Run) -> None:
     run.data.warnings = (*run.data.warnings, *outdated(paths))
     own = None if file is None else known_tokenizer(file, f"--tokenizer_file={file}")
     found, unknown = check_tokenizer(paths, config.model.vocab_size, own)
+    if found is not None and own is not None and own.sha256 == found.source != found.sha256:  # the data decide
+        run.config = changed(config, {"tokenizer_file": str(found.file)})
     if (tokenizer := found or own) is not None:
         run.data.identity |= {"tokenizer_sha256": tokenizer.sha256, "tokenizer_size": tokenizer.size}
         if 2 * tokenizer.size < config.model.vocab_size:
@@ -359,7 +362,7 @@ def _fill(run: Run, choice: Choice, source: WeightSource | None) -> Resumed:
     else:
         iteration = _load_pretrained(run, source)
     optimizer.averaging.start()
-    return Resumed(iteration)
+    return Resumed(iteration, origin=source.origin if source else {})
 
 
 def _load_pretrained(run: Run, source: WeightSource) -> int:

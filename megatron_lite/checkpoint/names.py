@@ -25,7 +25,7 @@ OUR_FILE = re.compile(
     r"|(config|generation_config)\.json|README\.md"
     # Tokenizer files, which data/tokenizing.py copies.
     r"|(tokenizer|tokenizer_config|special_tokens_map|added_tokens|vocab|chat_template)\.json"
-    r"|(vocab|merges)\.txt|chat_template\.jinja"
+    r"|(vocab|merges)\.txt|chat_template\.jinja|tokenizer\.model"
 )
 JsonObject = dict[str, Any]
 A_LINK = "a symbolic link, which is not followed here"

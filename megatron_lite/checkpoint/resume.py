@@ -190,6 +190,7 @@ class Resumed(NamedTuple):
     folder: Path | None = None  # the checkpoint; None: the initial or pretrained weights
     best: Mapping[str, Any] | None = None  # see `BestEvaluation`
     history: History | None = None  # None: a new run begins
+    origin: Mapping[str, Any] = MappingProxyType({})  # see `huggingface.origin`
 
 
 def check_early(choice: Choice, config: Config, data: dict[str, Any]) -> None:
@@ -255,7 +256,8 @@ def resume(
     _log_changes(loaded, config, data, logger)
     state, is_own = loaded.state, folder.parent == root
     history = history_of(loaded) if is_own else None
-    return Resumed(loaded.iteration, state.get("evaluation_due", False), folder, state.get("best"), history)
+    due, origin = state.get("evaluation_due", False), state.get("origin", {})
+    return Resumed(loaded.iteration, due, folder, state.get("best"), history, origin)
 
 
 def _other_ranks(loaded: Manifest, distributed: Distributed) -> str:

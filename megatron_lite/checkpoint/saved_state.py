@@ -81,6 +81,7 @@ RUN_STATE = {
     },
     "window": {"loss": HexFloat, "tokens": Count},
     "evaluation_due?": bool,
+    "origin?": dict[str, Any],  # see `huggingface.origin`
     "history?": {"run": Digest, "changes": list[tuple[Count, Digest]]},
     "best?": {"measured": Digest, "value": HexFloat, "iteration": Count, "seen": Count, "bad": Count},
     "data?": {

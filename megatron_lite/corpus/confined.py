@@ -32,8 +32,10 @@ class Limits(NamedTuple):
     program: str = "the chat template (--chat_template)"  # the subject of errors
 
 
-def confined(limits: Limits, function: Callable[..., Any], *arguments: Any) -> Any:
+def confined(limits: Limits, function: Callable[..., Any] | str, *arguments: Any) -> Any:
     """Return the function's result as JSON holds it: a list for a tuple. Calls with the same limits share a process.
+
+    function: or the name of one in `rendering`.
 
     Raises: DataError with the reason if the function raises an error or goes beyond a limit.
     """
@@ -65,8 +67,7 @@ def _serve(connection: Connection, limits: Limits) -> None:
     """Answer calls until the other end is closed. The kernel ends this process at the limit of time."""
     end_with_parent()
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent's
-    with contextlib.suppress(ImportError):  # what renders counts for no limit
-        importlib.import_module("megatron_lite.corpus.rendering")
+    rendering = importlib.import_module("megatron_lite.corpus.rendering")  # before the limits
     with contextlib.suppress(OSError, ValueError):  # another system, or a lower limit
         pages = int(Path("/proc/self/statm").read_text("ascii").split()[0])
         most_bytes = pages * resource.getpagesize() + limits.memory_bytes
@@ -76,7 +77,8 @@ def _serve(connection: Connection, limits: Limits) -> None:
             function, arguments = connection.recv()
             signal.setitimer(signal.ITIMER_PROF, limits.seconds)
             try:
-                answer, reason = json.dumps([function(*arguments), ""]), ""
+                called = getattr(rendering, function) if isinstance(function, str) else function
+                answer, reason = json.dumps([called(*arguments), ""]), ""
                 if len(answer) > limits.answer_bytes:
                     reason = f"{limits.program} writes more than {limits.answer_bytes:,} bytes"
             except MemoryError:

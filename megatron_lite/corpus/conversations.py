@@ -17,7 +17,7 @@ from megatron_lite.corpus.pieces import ABSENT
 from megatron_lite.corpus.tokenizer_choice import TokenizerChoice
 from megatron_lite.corpus.tokenizer_folder import effective, in_library
 from megatron_lite.data.disk_array import reading
-from megatron_lite.data.tokenizing import BYTE, MarkedText
+from megatron_lite.data.tokenizing import BYTE, JsonTokenizer, MarkedText
 from megatron_lite.errors import DataError, UsageError
 
 NAMED = Path(__file__).with_name("chat_templates")  # <name>.jinja
@@ -103,9 +103,9 @@ def find_template(tokenizer: str, name: str = "own") -> ChatTemplate:
 
     Raises: UsageError if there is none; DataError if a file cannot be read or is none.
     """
-    found = effective(tokenizer, for_chat=True)
-    opened = found.open()
-    config = (found.config or {"clean_up_tokenization_spaces": False}) | opened.named_tokens
+    said = effective(tokenizer, for_chat=True)
+    opened = JsonTokenizer(tokenizer, needs_end=False, said=said)
+    config = (said.config or {"clean_up_tokenization_spaces": False}) | opened.named_tokens
     files = {path.stem: path for path in sorted(NAMED.iterdir())}
     if name != "own":
         with reading(files.get(name, name)):

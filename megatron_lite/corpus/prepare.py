@@ -35,7 +35,6 @@ from megatron_lite.corpus.pieces import (
 )
 from megatron_lite.corpus.prepared import SUMMARY, is_complete
 from megatron_lite.corpus.tokenizer_choice import TokenizerChoice
-from megatron_lite.corpus.tokenizer_folder import as_json
 from megatron_lite.data.disk_array import replace_file, writing
 from megatron_lite.data.indexed_dataset import IndexedDataset, IndexedDatasetWriter
 from megatron_lite.data.tokenizing import config_beside, read_object
@@ -154,6 +153,7 @@ def _write(options: CorpusOptions, files: Sequence[InputFile], folder: Path, fin
             "dtype": np.dtype(encoding.dtype).name,
             "inputs": describe_inputs(files),
             "tokenizer_sha256": encoding.digest,
+            "tokenizer_source": options.tokenizer.identity()[: len(encoding.digest)],
             "options": _options_of_the_result(options),
             "versions": _versions(),
             "rules": RULES,
@@ -294,7 +294,7 @@ def _publish(prefix: str, writers: Sequence[IndexedDatasetWriter], summary: dict
     config = conversations["template"].config if conversations else config
     Path(prefix + ".tokenizer_config.json").unlink(missing_ok=True)  # of another tokenizer
     if config:
-        replace_file(Path(prefix + ".tokenizer_config.json"), as_json(config))
+        replace_file(Path(prefix + ".tokenizer_config.json"), (json.dumps(config, indent=2) + "\n").encode())
     replace_file(Path(prefix + SUMMARY), (json.dumps(summary, indent=2) + "\n").encode())
     for writer in writers:
         writer.commit()

@@ -55,14 +55,16 @@ class KnownTokenizer(NamedTuple):
     sha256: str
     size: int  # of the vocabulary
     file: Path  # perhaps missing
+    source: str = ""  # digest of the tokenizer.json that this one was made from
 
     def __str__(self) -> str:
         return f"{self.name} ({self.size:,} tokens, SHA-256 {self.sha256[:8]})"
 
     def encodes_like(self, other: KnownTokenizer) -> bool:
         """Whether both give a text the same ids; files that differ in form are compared by what they say."""
-        if self.sha256 == other.sha256 or not (has_tokenizer(self.file) and has_tokenizer(other.file)):
-            return self.sha256 == other.sha256
+        same = self.sha256 in (other.sha256, other.source)
+        if same or not (has_tokenizer(self.file) and has_tokenizer(other.file)):
+            return same
         own, others = (json.loads(read_tokenizer_file(file).to_str()) for file in (self.file, other.file))
         return all(own[part] == others[part] for part in ("normalizer", "pre_tokenizer", "model"))
 
@@ -88,7 +90,8 @@ def check_tokenizer(
         except (KeyError, TypeError, ValueError):
             unknown.append(prefix)
             continue
-        found = KnownTokenizer(f"of the data {prefix}", digest, size, Path(base + TOKENIZER))
+        file, source = Path(base + TOKENIZER), str(summary.get("tokenizer_source"))
+        found = KnownTokenizer(f"of the data {prefix}", digest, size, file, source)
         first = first or found
         if not (expected or first).encodes_like(found):
             fix = f"which is {found.file}; use data and a model of one tokenizer"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import json
 import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -12,14 +13,12 @@ from megatron_lite.corpus.documents import BadDocument, Reading, TextFields
 from megatron_lite.corpus.inputs import InputFile
 from megatron_lite.corpus.pieces import ABSENT, Encoding, cut_file, digest_of
 from megatron_lite.corpus.tokenizer_folder import effective
+from megatron_lite.data.disk_array import replace_file
 from megatron_lite.data.tokenizing import (
     BESIDE,
-    BYTE,
-    ByteTokenizer,
+    CONFIG_NAME,
     JsonTokenizer,
-    Tokenizer,
     config_beside,
-    no_end,
     tokenizer_json,
     train_tokenizer,
 )
@@ -71,7 +70,6 @@ class TokenizerChoice:
             UsageError: if it lacks a token that the user names, or the vocabulary to train has no possible size.
         """
         path = folder / "given.tokenizer.json"
-        given: Tokenizer
         if self.train is not None:
             key = hashlib.sha256(repr((self.train, files, fields)).encode(errors="surrogateescape")).hexdigest()
             path = folder / f"trained-{key[:32]}.json"
@@ -81,20 +79,20 @@ class TokenizerChoice:
                     print(f"the texts are too small for a vocabulary of {self.train}", file=sys.stderr)
             given = JsonTokenizer(str(path), self.special_tokens)
         else:
-            found, given = effective(self.name), ByteTokenizer()
-            written = found.write(path, self.special_tokens)
-            if self.name != BYTE:
-                given = written
-                if self.end is None and not fields.marked and given.end_of_document < 0:
-                    raise no_end(self.source)
+            said = effective(str(self.source))
+            needs_end = self.end is None and not fields.marked
+            given = JsonTokenizer(str(self.source), self.special_tokens, needs_end, said)
+            replace_file(path, said.tokenizer)
+            if said.config:
+                replace_file(folder / f"given.{CONFIG_NAME}", (json.dumps(said.config, indent=2) + "\n").encode())
         end = given.end_of_document if self.end is None else self._token(given, "end_of_document", self.end)
         begin = self._token(given, "begin_of_document", self.begin or ABSENT)
         if fields.marked:  # the texts spell their special tokens, the last one too
             return Encoding(path.name, False, digest_of(path), given.vocab_size, begin, None, True)
-        is_byte = isinstance(given, ByteTokenizer)
+        is_byte = self.name == "byte" and self.train is None
         return Encoding(path.name, is_byte, digest_of(path), given.vocab_size, begin, end, self.special_tokens)
 
-    def _token(self, tokenizer: Tokenizer, flag: str, token: str) -> int | None:
+    def _token(self, tokenizer: JsonTokenizer, flag: str, token: str) -> int | None:
         if token == ABSENT:
             return None
         number = tokenizer.token_id(token)

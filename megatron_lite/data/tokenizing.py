@@ -10,10 +10,10 @@ from __future__ import annotations
 import json
 import re
 from array import array
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from types import MappingProxyType
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -38,6 +38,7 @@ BESIDE = (
     "chat_template.jinja",
     "chat_template.json",
 )
+PLAIN_CLASSES = ("PreTrainedTokenizerFast", "TokenizersBackend")  # which take tokenizer.json as it is
 # transformers makes a tokenizer.json of these files and patterns.
 _SOURCES = ("*.model", "vocab.json", "vocab.txt", "tekken.json")
 
@@ -76,19 +77,27 @@ class ByteTokenizer:
         return np.array([1] * 256 + [0])
 
 
+class TokenizerFiles(NamedTuple):
+    """A tokenizer, as the content of two files."""
+
+    tokenizer: bytes  # tokenizer.json
+    config: dict[str, Any]  # tokenizer_config.json; empty if there is none
+
+
 class JsonTokenizer:
     """A `tokenizer.json`; special tokens spelled out in a text are plain text unless `special_tokens` is set."""
 
-    def __init__(self, path: str, special_tokens: bool = False, needs_end: bool = True) -> None:
-        """Load a tokenizer.
+    def __init__(
+        self, path: str, special_tokens: bool = False, needs_end: bool = True, said: TokenizerFiles | None = None
+    ) -> None:
+        """Load a tokenizer. said: what its files say in effect; None: what they say.
 
-        Documents end with the `eos_token` of `named_tokens`, or else with the first of END_OF_DOCUMENT_NAMES in the
-        vocabulary. Unless `needs_end`, a tokenizer without any has the id -1.
+        Documents end with the `eos_token` of `named_tokens`. Unless `needs_end`, a tokenizer without any has the id -1.
 
         Raises: DataError if the file cannot be read or has no such token.
         """
-        self.path = path
-        self._tokenizer = read_tokenizer_file(path)
+        self.path, self._said = path, said or read_files(path)
+        self._tokenizer = read_tokenizer_file(path, self._said.tokenizer)
         self._tokenizer.no_truncation()  # some files would cut or pad documents silently
         self._tokenizer.no_padding()
         if hasattr(self._tokenizer.model, "dropout"):
@@ -97,10 +106,10 @@ class JsonTokenizer:
         self._tokenizer.encode_special_tokens = not special_tokens
         # Not the number of tokens: ids may have gaps.
         self.vocab_size = max(self._tokenizer.get_vocab().values(), default=-1) + 1
-        token = _find_end_of_document(self._tokenizer, path)
+        self.named_tokens = named_tokens(self._tokenizer, self._said.config)
+        token = self.named_tokens.get("eos_token")
         if token is None and needs_end:
-            raise no_end(path)
-        self.named_tokens = named_tokens(path) | ({"eos_token": token} if token else {})
+            raise DataError(f"{path}: has no usual end-of-document token like {END_OF_DOCUMENT}; name the one to take")
         self.end_of_document = -1 if token is None else int(self._tokenizer.token_to_id(token))
         begin = self.token_id(self.named_tokens.get("bos_token", ""))
         self.begin_of_document = -1 if begin is None else begin  # -1: its files name none
@@ -109,7 +118,7 @@ class JsonTokenizer:
         self.special_ids = frozenset((*special, self.begin_of_document, self.end_of_document)) - {-1}
 
     def __reduce__(self) -> Any:  # the library's tokenizer would lose its options on the way to a worker
-        return JsonTokenizer, (self.path, not self._tokenizer.encode_special_tokens, False)
+        return JsonTokenizer, (self.path, not self._tokenizer.encode_special_tokens, False, self._said)
 
     def token_id(self, token: str) -> int | None:
         """Return the id of a token; None if the vocabulary lacks it."""
@@ -167,11 +176,6 @@ class JsonTokenizer:
 Tokenizer = ByteTokenizer | JsonTokenizer
 
 
-def no_end(path: str | Path) -> DataError:
-    """Return the error of a tokenizer without an end of documents."""
-    return DataError(f"{path}: has no usual end-of-document token like {END_OF_DOCUMENT}; name the one to take")
-
-
 def load_tokenizer(path: str, special_tokens: bool = False, needs_end: bool = True) -> Tokenizer:
     """Load the tokenizer named `byte`, a `tokenizer.json`, or the one in a folder.
 
@@ -209,8 +213,12 @@ def train_tokenizer(texts: Iterator[str], vocab_size: int, path: str) -> JsonTok
     return JsonTokenizer(path)
 
 
-def copy_tokenizer(tokenizer_file: str | Path, directory: str | Path) -> dict[str, int | None]:
+def copy_tokenizer(
+    tokenizer_file: str | Path, directory: str | Path, keep_class: bool = False
+) -> dict[str, int | None]:
     """Copy a tokenizer into an export so that transformers loads it.
+
+    keep_class: of those that split text anew, too; else the class is one that gives the ids of tokenizer.json.
 
     Writes `tokenizer.json`, `tokenizer_config.json`, and the files of BESIDE in the folder of the source. A
     tokenizer_config.json in that folder is copied, with a class and an end of document added if it names none. If
@@ -222,25 +230,24 @@ def copy_tokenizer(tokenizer_file: str | Path, directory: str | Path) -> dict[st
     Raises: DataError if `tokenizer_file` is not a tokenizer; StorageError if `directory` cannot be written.
     """
     source, directory = Path(tokenizer_file), Path(directory)
-    tokenizer, beside, config = read_tokenizer_file(source), config_beside(source), dict[str, Any]()
-    tokens = named_tokens(source)
+    said, beside, config = read_files(source), config_beside(source), dict[str, Any]()
+    tokenizer = read_tokenizer_file(source, said.tokenizer)
+    tokens = named_tokens(tokenizer, said.config)
     copied = dict[str, Path]()
     if source.name == "tokenizer.json":
         copied = {name: source.parent / name for name in BESIDE if (source.parent / name).is_file()}
     if source.name == "tokenizer.json" or beside.name != CONFIG_NAME:
         config = read_object(beside)
-    if tokenizer.token_to_id(tokens.get("eos_token", "")) is None:
-        if (token := _find_end_of_document(tokenizer, source)) is not None:
-            tokens["eos_token"] = token
-    missing: dict[str, Any] = {"tokenizer_class": "PreTrainedTokenizerFast", **tokens}
+    missing: dict[str, Any] = {"tokenizer_class": PLAIN_CLASSES[0], **tokens}
     if not config:
         missing["clean_up_tokenization_spaces"] = False
-    if missing.keys() <= config.keys():
+    if missing.keys() <= config.keys() and (keep_class or config["tokenizer_class"] in PLAIN_CLASSES):
         copied[CONFIG_NAME] = beside
     else:
-        text = json.dumps({**missing, **config}, indent=2, sort_keys=True, ensure_ascii=False) + "\n"
+        config = missing | config | ({} if keep_class else {"tokenizer_class": PLAIN_CLASSES[0]})
+        text = json.dumps(config, indent=2, sort_keys=True, ensure_ascii=False) + "\n"
         replace_file(directory / CONFIG_NAME, text.encode())
-    replace_file(directory / "tokenizer.json", tokenizer_json(source))
+    replace_file(directory / "tokenizer.json", said.tokenizer)
     for name, path in copied.items():
         with reading(path):
             replace_file(directory / name, path.read_bytes())
@@ -276,23 +283,19 @@ def tokenizer_json(path: str | Path) -> bytes:
     return bytes(tokenizer.to_str(pretty=True).encode())
 
 
-def read_tokenizer_file(path: str | Path) -> Any:
-    """Load a `tokenizers.Tokenizer` from a file, or that of `byte`.
+def read_tokenizer_file(path: str | Path, content: bytes | None = None) -> Any:
+    """Load a `tokenizers.Tokenizer` from a file, or that of `byte`, or from its content.
 
     Raises: DataError if it cannot be read or is not a tokenizer.
     """
     from tokenizers import Tokenizer as LibraryTokenizer
 
-    content = tokenizer_json(path)
     try:
-        return LibraryTokenizer.from_str(content.decode())
+        return LibraryTokenizer.from_str((tokenizer_json(path) if content is None else content).decode())
+    except DataError:
+        raise
     except Exception as error:  # the library raises plain Exception
         raise DataError(f"{path}: not a tokenizer.json: {error}") from error
-
-
-def _find_end_of_document(tokenizer: Any, path: str | Path) -> str | None:
-    names = [named_tokens(path).get("eos_token"), *END_OF_DOCUMENT_NAMES]
-    return next((name for name in names if name is not None and tokenizer.token_to_id(name) is not None), None)
 
 
 def read_object(path: Path) -> dict[str, Any]:
@@ -310,18 +313,31 @@ def config_beside(tokenizer_file: Path) -> Path:
     return own if own.is_file() or str(tokenizer_file) == BYTE else tokenizer_file.with_name(CONFIG_NAME)
 
 
-def named_tokens(tokenizer_file: str | Path) -> dict[str, str]:
-    """Return the special tokens that the files beside a tokenizer.json name; empty if they cannot be read.
+def read_files(tokenizer_file: str | Path) -> TokenizerFiles:
+    """Read a tokenizer.json, or `byte`, and its configuration with the special tokens that the files beside it name.
 
     As in transformers, a special_tokens_map.json comes first, unless the configuration lists all added tokens.
+
+    Raises: DataError if the tokenizer.json cannot be read.
     """
     path = Path(tokenizer_file)
-    values = read_object(config_beside(path))
-    if path.name == "tokenizer.json" and "added_tokens_decoder" not in values:
-        values |= read_object(path.with_name(SPECIAL_MAP))
-    found = {key: value for key, value in values.items() if key.endswith("_token")}
+    config = read_object(config_beside(path))
+    if path.name == "tokenizer.json" and "added_tokens_decoder" not in config:
+        config |= read_object(path.with_name(SPECIAL_MAP))
+    return TokenizerFiles(tokenizer_json(path), config)
+
+
+def named_tokens(tokenizer: Any, config: Mapping[str, Any]) -> dict[str, str]:
+    """Return the special tokens that a configuration names.
+
+    `eos_token` is always one of the vocabulary: by default the first of END_OF_DOCUMENT_NAMES, if any.
+    """
+    found = {key: value for key, value in config.items() if key.endswith("_token")}
     tokens = {key: value.get("content") if isinstance(value, dict) else value for key, value in found.items()}
-    return {key: value for key, value in tokens.items() if isinstance(value, str)}
+    ends = [tokens.pop("eos_token", None), *END_OF_DOCUMENT_NAMES]
+    known = (end for end in ends if isinstance(end, str) and tokenizer.token_to_id(end) is not None)
+    named = tokens | {"eos_token": next(known, None)}
+    return {key: value for key, value in named.items() if isinstance(value, str)}
 
 
 def _byte_level_bpe(vocabulary: dict[str, int], use_regex: bool) -> Any:

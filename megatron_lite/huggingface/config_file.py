@@ -321,14 +321,14 @@ def _is_count(value: Any) -> bool:
     return isinstance(value, int) and not isinstance(value, bool) and value >= 1
 
 
-def hugging_face_config(config: Config, special_tokens: dict[str, int | None]) -> JsonObject:
+def hugging_face_config(config: Config, special_tokens: Mapping[str, Any]) -> JsonObject:
     """Return config.json for a resolved configuration.
 
     Has both spellings of the dtype and of rotary positions: transformers 5 reads `dtype` and `rope_parameters`, older
     versions `torch_dtype`, `rope_theta` and `rope_scaling`.
 
     Args:
-        special_tokens: bos_token_id and eos_token_id; None: unknown.
+        special_tokens: ids by name; an end may be a list.
 
     Raises:
         UsageError: if no architecture can express the model.
@@ -344,7 +344,7 @@ def hugging_face_config(config: Config, special_tokens: dict[str, int | None]) -
         "torch_dtype": dtype,
         "bos_token_id": special_tokens.get("bos_token_id"),
         "eos_token_id": special_tokens.get("eos_token_id"),
-        "pad_token_id": None,
+        "pad_token_id": special_tokens.get("pad_token_id"),
         "use_cache": True,
     }
     content |= {key: getattr(model, option) for key, option in architecture.keys.items()}

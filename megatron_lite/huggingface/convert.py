@@ -22,7 +22,6 @@ from megatron_lite.checkpoint.manifest import Manifest, SavedParameter, Slice
 from megatron_lite.checkpoint.names import MANIFEST_NAME, new_nonce, rank_file
 from megatron_lite.config import BatchConfig, Config, flatten, unflatten
 from megatron_lite.errors import NumericsError
-from megatron_lite.huggingface import model_folder
 from megatron_lite.huggingface.export_folder import ExportFolder, split
 from megatron_lite.huggingface.weight_source import CheckpointSource, Shapes, WeightSource
 from megatron_lite.run.durable_files import sync_folder
@@ -44,6 +43,8 @@ def described_config(source: WeightSource, export_dtype: str | None, model_type:
         "export_dtype": export_dtype,
         "export_model_type": model_type or source.model_type,
     }
+    if (source.folder / "tokenizer.json").is_file():
+        values["tokenizer_file"] = str((source.folder / "tokenizer.json").resolve())
     return resolve(unflatten(values), 1)
 
 
@@ -51,8 +52,6 @@ def write_huggingface(
     folder: Path, source: WeightSource, shapes: Shapes, config: Config, limit_bytes: int, tokenizer_file: Path | None
 ) -> ExportFolder:
     """Write a new Hugging Face folder in the --export_dtype of `config`, from a checked source.
-
-    Without a tokenizer, copy the special tokens of a Hugging Face source.
 
     Raises:
         UsageError: if no architecture can express the model.
@@ -67,12 +66,7 @@ def write_huggingface(
             if written.overflow:
                 kept = "nothing is written; choose bf16 or fp32"
                 raise NumericsError(f"{written.overflow}, too large for {config.training.export_dtype}: {kept}")
-    content: dict[str, Any] = {}
-    if not isinstance(source, CheckpointSource):
-        content = model_folder.read_object(source.folder, model_folder.CONFIG_NAME)
-    tokens = ("bos_token_id", "eos_token_id")
-    special = {key: content[key] for key in tokens if type(content.get(key)) is int}
-    written.finish(tokenizer_file, special, training=source.training)
+    written.finish(tokenizer_file, source.origin, training=source.training, keep_class=source.kind == "huggingface")
     return written
 
 
@@ -114,7 +108,7 @@ def write_checkpoint(folder: Path, source: WeightSource, shapes: Shapes, config:
         iteration=iteration,
         world_size=len(saved),
         config=source.content.config if isinstance(source, CheckpointSource) else flatten(config),
-        state=_fresh_state() if kept is None else kept.content.state,
+        state=_fresh_state() | {"origin": source.origin} if kept is None else kept.content.state,
         files=saved,
         parameters=parameters,
     )

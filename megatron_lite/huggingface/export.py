@@ -128,7 +128,8 @@ def save_huggingface(
 
     def finish() -> None:
         if is_writer:
-            folder.finish(config.data.tokenizer_file, trained=trained, training=trained.facts if trained else {})
+            facts, origin = (trained.facts, trained.origin) if trained else ({}, {})
+            folder.finish(config.data.tokenizer_file, origin, trained, facts)
             check()
             files.publish(temporary, directory, has_only_our_files)
 

@@ -14,6 +14,7 @@ import json
 import math
 import os
 import re
+import shutil
 from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 from types import MappingProxyType
@@ -24,16 +25,21 @@ from torch import Tensor
 
 from megatron_lite.checkpoint import files
 from megatron_lite.config import Config
-from megatron_lite.data.tokenizing import CONFIG_NAME as TOKENIZER_CONFIG
 from megatron_lite.data.tokenizing import copy_tokenizer
 from megatron_lite.huggingface.architectures import check_exportable
 from megatron_lite.huggingface.config_file import TRAINING_KEY, hugging_face_config
-from megatron_lite.huggingface.model_card import FILE_NAME, TrainingSummary, model_card
+from megatron_lite.huggingface.model_card import TrainingSummary, model_card
 from megatron_lite.huggingface.model_folder import CONFIG_NAME, INDEX_NAME, WEIGHTS_NAME
+from megatron_lite.huggingface.origin import CARD_NAME, GENERATION_NAME, special_ids
 from megatron_lite.huggingface.weight_map import MappedRows, by_tensor, constants, pieces
 from megatron_lite.parameter import DTYPES
 from megatron_lite.run.durable_files import sync_files
 from megatron_lite.run.progress_line import ByteProgress
+
+# How transformers splits text for every qwen2 model, whatever its tokenizer.json says.
+QWEN_PATTERN = (
+    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+)
 
 
 class TensorPlace(NamedTuple):
@@ -127,13 +133,14 @@ class ExportFolder:
     def finish(
         self,
         tokenizer_file: str | Path | None,
-        special_tokens: Mapping[str, int | None] | None = None,
+        origin: Mapping[str, Any] = MappingProxyType({}),
         trained: TrainingSummary | None = None,
         training: Mapping[str, Any] = MappingProxyType({}),
+        keep_class: bool = False,
     ) -> None:
         """Add index, configuration, tokenizer and model card, and sync everything before publishing.
 
-        special_tokens: ids by config.json name; the tokenizer's take precedence. trained: for the card. training: for
+        origin: see `read_origin`. keep_class: see `copy_tokenizer`. trained: for the card. training: for
         config.json, see `saved_state.TRAINING`.
         """
         assert not self._missing, f"missing weights: {sorted(self._missing)[:5]}"
@@ -142,23 +149,26 @@ class ExportFolder:
             weight_map = {name: self.places[name].file for name in sorted(self.places)}
             index = {"metadata": {"total_size": self.total_bytes}, "weight_map": weight_map}
             _write_json(self._folder / INDEX_NAME, index)
-        tokens = dict(special_tokens or {})
-        if tokenizer_file is not None:
-            found = copy_tokenizer(tokenizer_file, self._folder)
-            tokens |= {key: token for key, token in found.items() if token is not None}
-        content = hugging_face_config(self.config, tokens) | ({TRAINING_KEY: dict(training)} if training else {})
+        found = {} if tokenizer_file is None else copy_tokenizer(tokenizer_file, self._folder, keep_class)
+        model = Path(self.config.source.pretrained_checkpoint_path or "", "tokenizer.model")
+        if found and model.is_file():  # the data's tokenizer has none beside it
+            shutil.copyfile(model, self._folder / model.name)
+        ids = special_ids(origin.get("ids", {}), found, bool(training))
+        content = hugging_face_config(self.config, ids) | ({TRAINING_KEY: dict(training)} if training else {})
         _write_json(self._folder / CONFIG_NAME, content)
-        made_for = (self._folder / TOKENIZER_CONFIG).read_text(encoding="utf-8") if tokenizer_file is not None else ""
-        if made_for and content["model_type"] == "qwen2" and "Qwen2Tokenizer" not in made_for:
+        text = "" if tokenizer_file is None else (self._folder / "tokenizer.json").read_text("utf-8")
+        if content["model_type"] == "qwen2" and text and json.dumps(QWEN_PATTERN) not in text:
             files.logger.warning(
                 "AutoTokenizer splits text of every qwen2 model like Qwen's; load the tokenizer of this export with "
                 "transformers.PreTrainedTokenizerFast.from_pretrained(FOLDER)"
             )
-        generation = {key: content[key] for key in ("bos_token_id", "eos_token_id") if content[key] is not None}
-        _write_json(self._folder / "generation_config.json", {"_from_model_config": True, **generation})
+        stated = origin.get("generation") or {"_from_model_config": True, **ids}
+        stated = stated | special_ids(stated, found, bool(training))
+        generation = {key: value for key, value in stated.items() if value is not None}
+        _write_json(self._folder / GENERATION_NAME, generation)
         parameters = sum(self.num_bytes.values()) // self.dtype.itemsize
-        card = model_card(self.config, content["model_type"], parameters, trained)
-        files.write_text(self._folder / FILE_NAME, card)
+        card = model_card(self.config, content["model_type"], parameters, trained, origin.get("card"))
+        files.write_text(self._folder / CARD_NAME, card)
         sync_files(self._folder)
 
 

@@ -15,10 +15,10 @@ from typing import Any
 from megatron_lite.config import Config, flatten
 from megatron_lite.config.structured_values import weighted_paths
 from megatron_lite.config.values import FLAGS, written
+from megatron_lite.huggingface.origin import UNCHOSEN
 from megatron_lite.run.progress_line import format_count
 from megatron_lite.schedules.batch_size import consumed_tokens
 
-FILE_NAME = "README.md"
 # Areas whose options describe the training; those of other areas say where and how it ran and are left out.
 AREAS = ("model", "learning_rate", "optimizer", "averaging", "training")
 PRIVATE = ("path", "dir", "file", "script", "env", "folder", "prompts")  # in the names of options with paths
@@ -26,16 +26,14 @@ TEXT = """\
 ---
 library_name: transformers
 pipeline_tag: text-generation
-license: other
-license_name: choose-a-license
+{kept}
 tags:
 - megatron_lite
 ---
 
 # {title}
 
-> **License: not chosen yet.** Write the license of the weights into the first lines of this file before publishing.
-
+{license}
 ## Model
 
 {model}
@@ -48,6 +46,10 @@ from transformers import AutoModelForCausalLM
 model = AutoModelForCausalLM.from_pretrained("FOLDER")  # the folder of this file
 ```
 """
+UNCHOSEN_NOTE = """\
+> **License: not chosen yet.** Write the license of the weights into the first lines of this file before publishing.
+"""
+KEPT = "The first lines state what the card of the weights before this training or conversion stated.\n"
 
 
 @dataclass(frozen=True)
@@ -57,16 +59,22 @@ class TrainingSummary:
     iteration: int
     losses: dict[str, float]  # by name, in nats per token
     facts: Mapping[str, Any] = field(default_factory=dict)  # see `saved_state.TRAINING`
+    origin: Mapping[str, Any] = field(default_factory=dict)  # of the weights that it began with, see `read_origin`
 
 
-def model_card(config: Config, model_type: str, parameters: int, trained: TrainingSummary | None) -> str:
+def model_card(
+    config: Config, model_type: str, parameters: int, trained: TrainingSummary | None, kept: list[str] | None = None
+) -> str:
     """Return the text of README.md.
 
     Args:
         config: resolved; only its model is used if `trained` is None, as for weights of unknown origin.
         model_type: the architecture's name in transformers.
+        kept: lines of the card that the weights came with, such as the license; None or empty: none.
     """
     return TEXT.format(
+        kept="\n".join(kept or [UNCHOSEN]),
+        license=KEPT if kept else UNCHOSEN_NOTE,
         title=f"A {model_type} model with {format_count(parameters)} parameters",
         model=_table(_model_rows(config, model_type, parameters)),
         training="" if trained is None else "\n".join(_training(config, trained)) + "\n",

@@ -33,6 +33,7 @@ from megatron_lite.config.values import written
 from megatron_lite.errors import CheckpointError, DamagedError, shorten
 from megatron_lite.huggingface import model_folder
 from megatron_lite.huggingface.config_file import TRAINING_KEY
+from megatron_lite.huggingface.origin import read_origin
 from megatron_lite.huggingface.weight_map import MappedRows, known_name, pieces
 from megatron_lite.parameter import DTYPES, SAFETENSORS_NAMES
 from megatron_lite.run.progress_line import ByteProgress
@@ -54,6 +55,7 @@ class WeightSource(contextlib.AbstractContextManager["WeightSource"]):
     model_type: str | None  # its Hugging Face architecture, or the requested one for exports; None: any
     description: str  # a few words for the log
     dtype: str  # fp32, bf16 or fp16: the dtype intended for use
+    origin: Mapping[str, Any]  # of the weights that it began with, see `read_origin`; empty if unknown
     training: Mapping[str, Any]  # what is known of it, see `saved_state.TRAINING`
 
     def __init__(self, folder: Path) -> None:
@@ -142,7 +144,7 @@ class CheckpointSource(WeightSource):
         self.model_type = model_folder.saved_model_type(config)
         self.description = f"a checkpoint of iteration {self.iteration:,}"
         self.dtype = config.get("training_dtype", "fp32")
-        data = self.content.state.get("data", {})
+        data, self.origin = self.content.state.get("data", {}), self.content.state.get("origin", {})
         self.training = training_facts(config["sequence_length"], data) if self.iteration else {}
         self.averaged, self._state = average, state
         self._good_share: tuple[int, int] | None = None  # (rank, world size) whose share is verified
@@ -222,6 +224,7 @@ class HuggingFaceSource(WeightSource):
 
     def __init__(self, folder: Path, model: ModelConfig | None = None) -> None:
         super().__init__(folder)
+        self.origin = read_origin(folder)
         names, index = model_folder.weight_files(folder)
         values, self.model_type = model_folder.hugging_face_values(folder)
         self.model = model_folder.resolved_model(values, f"{folder}: {model_folder.CONFIG_NAME}")

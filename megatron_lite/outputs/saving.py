@@ -99,6 +99,7 @@ def _new_save(run: Run, root: Path, evaluation_due: bool = False) -> Save:
         "data": run.data.identity,
         **run.best.state(),
         **run.history.state(),
+        **({"origin": run.resumed.origin} if run.resumed.origin else {}),
     }
     return Save(root, run.iteration, run.model, state, run.config, run.distributed, run.experiment.check)
 
@@ -235,7 +236,8 @@ def export(run: Run, best: bool = False) -> None:
         weights = export_weights(run.model, config, run.distributed)
         try:
             facts = training_facts(config.batch.sequence_length, run.data.identity) if run.iteration else {}
-            trained = TrainingSummary(run.iteration, run.evaluated.get(run.iteration, {}), facts)
+            losses = run.evaluated.get(run.iteration, {})
+            trained = TrainingSummary(run.iteration, losses, facts, run.resumed.origin)
             save_huggingface(directory, run.model, config, run.distributed, weights, run.experiment.check, trained)
         except NumericsError as error:  # the trained weights are fine, and saved
             run.logger.warning("no export of iteration %d: %s", run.iteration, error)

@@ -296,7 +296,7 @@ def test_special_tokens_and_the_tokenizer_come_along(theirs: Path, tmp_path: Pat
     assert not (tmp_path / "1" / "tokenizer.json").exists()
     (tmp_path / "byte.json").rename(theirs / "tokenizer.json")
     assert convert(theirs, tmp_path / "2", "huggingface") == 0
-    for name, eos in (("1", 2), ("2", 256)):
+    for name, eos in (("1", 2), ("2", 2)):  # nothing was trained to end otherwise
         content = json.loads((tmp_path / name / "config.json").read_text())
         assert (content["bos_token_id"], content["eos_token_id"]) == (1, eos)
     assert (tmp_path / "2" / "tokenizer.json").read_bytes() == (theirs / "tokenizer.json").read_bytes()

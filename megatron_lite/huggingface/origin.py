@@ -1,0 +1,33 @@
+"""Keep what a model folder says and training does not change: ids of special tokens, generation settings, licence."""
+
+from __future__ import annotations
+
+import contextlib
+import re
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from megatron_lite.data.tokenizing import read_object
+
+GENERATION_NAME, CARD_NAME = "generation_config.json", "README.md"
+UNCHOSEN = "license: other\nlicense_name: choose-a-license"
+_IDS = ("bos_token_id", "eos_token_id", "pad_token_id")
+_KEPT = re.compile(r"^(?:license|license_name|license_link|base_model):.*(?:\n[ \t-].*)*", re.MULTILINE)
+
+
+def read_origin(folder: Path) -> dict[str, Any]:
+    """Return the `config.json` of a folder that concerns tokens (`ids`), `generation`, and lines of its `card`."""
+    content, header = read_object(folder / "config.json"), ""
+    with contextlib.suppress(OSError, ValueError, IndexError):
+        header = (folder / CARD_NAME).read_text("utf-8").split("---\n")[1].replace(UNCHOSEN, "")
+    ids = {key: content[key] for key in _IDS if key in content}
+    return {"ids": ids, "generation": read_object(folder / GENERATION_NAME), "card": _KEPT.findall(header)}
+
+
+def special_ids(stated: Mapping[str, Any], tokenizer: Mapping[str, int | None], is_trained: bool) -> dict[str, Any]:
+    """Return the ids of an export: as stated, or else the tokenizer's, whose end of a document ends trained texts."""
+    ids = {key: tokenizer.get(key) if stated.get(key) is None else stated[key] for key in _IDS}
+    ends, end = ids["eos_token_id"], tokenizer.get("eos_token_id")
+    ends = ends if isinstance(ends, list) else [ends]
+    return ids | {"eos_token_id": [*ends, end]} if is_trained and end not in (None, *ends) else ids
