@@ -9,9 +9,11 @@ import contextlib
 import functools
 import importlib
 import json
+import logging
 import multiprocessing
 import resource
 import signal
+import sys
 from collections.abc import Callable
 from multiprocessing.connection import Connection
 from pathlib import Path
@@ -24,24 +26,24 @@ LONGEST_REASON = 1000  # characters of an error, which a stranger may have writt
 
 
 class Limits(NamedTuple):
-    """Most that one call may take."""
+    """Most that one call may take. program: the subject of errors."""
 
     seconds: float = 10.0  # of a processor, so that other programs do not count
-    memory_bytes: int = 2**30  # more than the process has at its start
+    memory_bytes: int = 2**30  # more than the process has at its first call with these limits
     answer_bytes: int = 2**26
-    program: str = "the chat template (--chat_template)"  # the subject of errors
+    program: str = "the chat template (--chat_template)"
 
 
 def confined(limits: Limits, function: Callable[..., Any] | str, *arguments: Any) -> Any:
-    """Return the function's result as JSON holds it: a list for a tuple. Calls with the same limits share a process.
+    """Return the function's result as JSON holds it: a list for a tuple. Calls share a process.
 
     function: or the name of one in `rendering`.
 
     Raises: DataError with the reason if the function raises an error or goes beyond a limit.
     """
-    connection, process = _process(limits)
+    connection, process = _process()
     try:
-        connection.send((function, arguments))
+        connection.send((limits, function, arguments))
         result, reason = json.loads(connection.recv_bytes())
     except (EOFError, OSError):
         process.join()
@@ -54,27 +56,28 @@ def confined(limits: Limits, function: Callable[..., Any] | str, *arguments: Any
 
 
 @functools.cache
-def _process(limits: Limits) -> tuple[Connection, Any]:
+def _process() -> tuple[Connection, Any]:
     context = multiprocessing.get_context("spawn")
     connection, theirs = context.Pipe()
-    process = context.Process(target=_serve, args=(theirs, limits), daemon=True)
+    process = context.Process(target=_serve, args=(theirs,), daemon=True)
     process.start()
     theirs.close()
     return connection, process
 
 
-def _serve(connection: Connection, limits: Limits) -> None:
+def _serve(connection: Connection) -> None:
     """Answer calls until the other end is closed. The kernel ends this process at the limit of time."""
     end_with_parent()
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent's
-    rendering = importlib.import_module("megatron_lite.corpus.rendering")  # before the limits
-    with contextlib.suppress(OSError, ValueError):  # another system, or a lower limit
-        pages = int(Path("/proc/self/statm").read_text("ascii").split()[0])
-        most_bytes = pages * resource.getpagesize() + limits.memory_bytes
-        resource.setrlimit(resource.RLIMIT_AS, (most_bytes, most_bytes))
+    logging.disable(logging.WARNING)  # libraries tell of no torch, and of folders what our errors say
+    sys.modules.setdefault("torch", None)  # type: ignore[arg-type]  # rendering needs none, and loading takes seconds
+    rendering, last = importlib.import_module("megatron_lite.corpus.rendering"), None
     with contextlib.suppress(EOFError, OSError):
         while True:
-            function, arguments = connection.recv()
+            limits, function, arguments = connection.recv()
+            if limits != last:
+                _limit_memory(limits.memory_bytes)
+                last = limits
             signal.setitimer(signal.ITIMER_PROF, limits.seconds)
             try:
                 called = getattr(rendering, function) if isinstance(function, str) else function
@@ -89,3 +92,11 @@ def _serve(connection: Connection, limits: Limits) -> None:
                 reason = f"{limits.program} refuses it: {error}"
             signal.setitimer(signal.ITIMER_PROF, 0)
             connection.send_bytes((json.dumps(["", reason[:LONGEST_REASON]]) if reason else answer).encode())
+
+
+def _limit_memory(more_bytes: int) -> None:
+    """Limit what this process has to so much more than it has now."""
+    with contextlib.suppress(OSError, ValueError):  # another system, or a lower limit
+        pages = int(Path("/proc/self/statm").read_text("ascii").split()[0])
+        most_bytes = pages * resource.getpagesize() + more_bytes
+        resource.setrlimit(resource.RLIMIT_AS, (most_bytes, resource.getrlimit(resource.RLIMIT_AS)[1]))

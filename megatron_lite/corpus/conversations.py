@@ -11,11 +11,11 @@ from dataclasses import KW_ONLY, dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from megatron_lite.corpus.confined import Limits
+from megatron_lite.corpus.confined import Limits, confined
 from megatron_lite.corpus.documents import TextFields, look_up
 from megatron_lite.corpus.pieces import ABSENT
 from megatron_lite.corpus.tokenizer_choice import TokenizerChoice
-from megatron_lite.corpus.tokenizer_folder import effective, in_library
+from megatron_lite.corpus.tokenizer_folder import effective, need_library
 from megatron_lite.data.disk_array import reading
 from megatron_lite.data.tokenizing import BYTE, JsonTokenizer, MarkedText
 from megatron_lite.errors import DataError, UsageError
@@ -48,7 +48,7 @@ class ChatTemplate(NamedTuple):
 
     def _confined(self, function: str, *arguments: Any) -> Any:
         tokens = {key: value for key, value in self.config.items() if key.endswith("_token") and isinstance(value, str)}
-        return in_library(function, self.text, tokens, *arguments, limits=LIMITS)
+        return confined(LIMITS, function, self.text, tokens, *arguments)
 
     def turn_end(self) -> str:
         """Return what ends the assistant's turn, such as `<|im_end|>`; empty if only white space does."""
@@ -103,6 +103,7 @@ def find_template(tokenizer: str, name: str = "own") -> ChatTemplate:
 
     Raises: UsageError if there is none; DataError if a file cannot be read or is none.
     """
+    need_library()
     said = effective(tokenizer, for_chat=True)
     opened = JsonTokenizer(tokenizer, needs_end=False, said=said)
     config = (said.config or {"clean_up_tokenization_spaces": False}) | opened.named_tokens

@@ -5,16 +5,15 @@ Imported only by the process of `confined`, once, before any limit counts.
 
 from __future__ import annotations
 
+import functools
 import re
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from transformers.utils import chat_template_utils, logging
+from transformers.utils import chat_template_utils
 
 from megatron_lite.errors import DataError
 
-logging.set_verbosity_error()  # what it says of a folder stands in our errors
-MARKS = re.compile(r"\{%[-+]?\s*generation\s*[-+]?%\}")  # the beginning of what the assistant says
 NO_MARK = "\0"
 TEXTS = ("Hello  world, it's 12345!\n\n", "größer ≥ 12 € 😀 こんにちは\t\n x")  # beside every added token
 Messages = Sequence[Mapping[str, Any]]
@@ -61,11 +60,17 @@ def rendered(template: Any, tokens: Mapping[str, Any], messages: Messages, tools
     Raises: whatever the template does.
     """
     chosen = _chosen(template, tools)
-    marks = MARKS.search(chosen) is not None
+    marks = _marks(chosen)
     texts, spans = chat_template_utils.render_jinja_template(
         [list(messages)], tools, None, chosen, marks, add_generation_prompt=prompt, **tokens
     )
     return texts[0], [*spans[0]] if marks else []
+
+
+@functools.lru_cache(maxsize=4)
+def _marks(template: str) -> bool:
+    """Whether a template marks what the assistant says."""
+    return re.search(r"\{%[-+]?\s*generation\s*[-+]?%\}", template) is not None
 
 
 def _chosen(template: Any, tools: Any) -> str:
@@ -88,7 +93,7 @@ def spoken(template: Any, tokens: Mapping[str, Any], messages: Messages, tools: 
         return rendered(template, tokens, messages[:count], tools, prompt)[0]
 
     whole, spans = rendered(template, tokens, messages, tools, False)
-    if MARKS.search(_chosen(template, tools)):
+    if _marks(_chosen(template, tools)):
         begin = len(text(first, False)) if first else 0
         return whole, [span for span in spans if span[0] >= begin]
     for number, message in enumerate(messages[first:], first):

@@ -34,14 +34,13 @@ LOADING = Limits(seconds=300.0, memory_bytes=2**40, answer_bytes=2**29, program=
 FREE = ("llama", "mistral", "gpt2", "gpt_bigcode", "starcoder2", "qwen3")
 
 
-def in_library(name: str, *arguments: Any, limits: Limits = LOADING) -> Any:
-    """Return the result of a function of `rendering`, in its process. Raises: UsageError without transformers."""
+def need_library() -> None:
+    """Raise UsageError without transformers."""
     if importlib.util.find_spec("transformers") is None:
         raise UsageError(
             "chat templates, and a tokenizer of which other files say more than its tokenizer.json, need transformers: "
             "pip install 'megatron_lite[chat]' (in a checkout: pip install -e '.[chat]')"
         )
-    return confined(limits, name, *arguments)
 
 
 def open_tokenizer(path: str, special_tokens: bool) -> Tokenizer:
@@ -65,7 +64,8 @@ def effective(path: str, for_chat: bool = False) -> TokenizerFiles:
             )
     if Path(path).name != "tokenizer.json" or not (for_chat or _says_more(folder)):
         return said
-    found = in_library("described", str(folder))
+    need_library()
+    found = confined(LOADING, "described", str(folder))
     plain = {key: value for key, value in said.config.items() if not isinstance(value, dict | list)}
     config = {key: value for key, value in plain.items() if not key.endswith("_token")} | found["tokens"]
     config |= {"tokenizer_class": PLAIN_CLASSES[0], "chat_template": found["template"]}

@@ -1,4 +1,4 @@
-"""What a model folder says goes through a run, an export and a conversion: tokens that end a text, settings, licence."""
+"""What a model folder says goes through a run, an export and a conversion: ends of a text, settings, licence."""
 
 import json
 import shutil
@@ -6,7 +6,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 
 from megatron_lite.cli.prepare_data import main as prepare_data
 from megatron_lite.commands import convert_checkpoint, generate
