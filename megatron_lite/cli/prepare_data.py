@@ -20,6 +20,7 @@ from megatron_lite.errors import EXIT_DONE, RunError, StorageError, UsageError
 from megatron_lite.run.exit_status import name_missing_package, print_failure
 from megatron_lite.run.host import available_cores
 
+MOST_UNKNOWN = 0.01  # share of tokens without a warning
 MOST_SHARDS = 99_999  # their names have five digits
 DESCRIPTION = """\
 Tokenize text files, folders, JSON, parquet and arrow files into <output_prefix>.bin and .idx.
@@ -91,6 +92,11 @@ def report(options: CorpusOptions, summary: dict[str, Any], is_new: bool) -> Non
     print(f"vocabulary        {summary['vocab_size']} (--vocab_size)")
     print(f"bytes per token   {summary['bytes_per_token']:.3f}")
     print(f"unigram entropy   {summary['unigram_entropy_nats']:.4f} nats per token")
+    if unknown := summary.get("unknown_tokens", 0):
+        share = unknown / summary["tokens"]
+        print(f"unknown tokens    {unknown:,} ({share:.2%})")
+        if share > MOST_UNKNOWN:
+            print(f"WARNING: the tokenizer does not know {share:.2%} of the text; take another one", file=sys.stderr)
     if options.deduplicate:
         print(f"duplicates        {summary['duplicates']:,} left out")
     if masks := " ".join(options.masks):

@@ -66,6 +66,7 @@ class Encoding:
     begin: int | None
     end: int | None
     special_tokens: bool
+    unknown: int | None = None  # token for what the tokenizer does not know
 
     @property
     def dtype(self) -> str:

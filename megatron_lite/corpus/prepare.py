@@ -143,6 +143,7 @@ def _write(options: CorpusOptions, files: Sequence[InputFile], folder: Path, fin
             "text_bytes": text_bytes,
             "bytes_per_token": text_bytes / max(tokens, 1),
             "unigram_entropy_nats": float(-(shares * np.log(shares)).sum()),
+            "unknown_tokens": 0 if encoding.unknown is None else int(counts[encoding.unknown]),
             "duplicates": duplicates,
             **({"without_answer": sum(record.silent for record in records)} if options.masks else {}),
             "skipped": dict(sorted(faults.counts.items())),

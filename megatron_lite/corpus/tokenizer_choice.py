@@ -87,10 +87,13 @@ class TokenizerChoice:
                 replace_file(folder / f"given.{CONFIG_NAME}", (json.dumps(said.config, indent=2) + "\n").encode())
         end = given.end_of_document if self.end is None else self._token(given, "end_of_document", self.end)
         begin = self._token(given, "begin_of_document", self.begin or ABSENT)
+        model = json.loads(path.read_bytes())["model"]
+        unknown = model.get("unk_id", given.token_id(model.get("unk_token") or ""))
         if fields.marked:  # the texts spell their special tokens, the last one too
-            return Encoding(path.name, False, digest_of(path), given.vocab_size, begin, None, True)
+            return Encoding(path.name, False, digest_of(path), given.vocab_size, begin, None, True, unknown)
         is_byte = self.name == "byte" and self.train is None
-        return Encoding(path.name, is_byte, digest_of(path), given.vocab_size, begin, end, self.special_tokens)
+        kind = path.name, is_byte, digest_of(path)
+        return Encoding(*kind, given.vocab_size, begin, end, self.special_tokens, unknown)
 
     def _token(self, tokenizer: JsonTokenizer, flag: str, token: str) -> int | None:
         if token == ABSENT:

@@ -1,6 +1,10 @@
 """A tokenizer folder means what transformers says it means: ids, ends, masks and texts beside its own, or a refusal."""
 
 import json
+import os
+import shlex
+import subprocess
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -253,3 +257,71 @@ def tokens_of(prefix: Path) -> list[list[int]]:
 
     data = IndexedDataset(str(prefix))
     return [data.document(number).tolist() for number in range(data.num_documents)]
+
+
+def test_ids_that_the_library_does_not_give(tmp_path: Path, capsys: Any) -> None:
+    """A tokenizer.json may state other ids of added tokens than the library gives; exit code 3 names both."""
+    content = json.loads(bytes_and_pairs().to_str())
+    content["added_tokens"][-1]["id"] += 7
+    (tmp_path / "t.json").write_text(json.dumps(content))
+    prepare(
+        write_lines(tmp_path / "a.jsonl", [{"text": "x"}]), tmp_path / "x", f"--tokenizer={tmp_path / 't.json'}", code=3
+    )
+    assert "states the id 272 for <|im_end|>, which tokenizers gives 265" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("names", [["vocab.json", "merges.txt"], ["tokenizer.model"]])
+def test_the_line_that_makes_a_tokenizer_json(tmp_path: Path, names: list[str], capsys: Any) -> None:
+    """For a folder without one, and for the other file itself; for vocab.json and merges.txt the line is run."""
+    folder = tmp_path / "T"
+    folder.mkdir()
+    bytes_and_pairs().model.save(str(folder))
+    (folder / "tokenizer_config.json").write_text('{"tokenizer_class": "GPT2Tokenizer"}')
+    if names == ["tokenizer.model"]:
+        (folder / "vocab.json").unlink()
+        (folder / "tokenizer.model").write_bytes(b"\x0a\x0e")
+    source = write_lines(tmp_path / "a.jsonl", [{"text": "Hello"}])
+    for given in (folder, folder / names[0]):
+        prepare(source, tmp_path / "x", f"--tokenizer={given}", code=3)
+        line = capsys.readouterr().err
+        assert names[0] in line and line.count("\n") == 1
+    if names == ["tokenizer.model"]:
+        return
+    command = shlex.split(line[line.index("python -c") :].replace("FOLDER", str(folder)).replace("NEW", f"{folder}2"))
+    subprocess.run([sys.executable, *command[1:]], check=True)
+    prepare(source, tmp_path / "x", f"--tokenizer={folder}2")
+    assert (
+        tokens_of(tmp_path / "x")[0][:-1]
+        == transformers.AutoTokenizer.from_pretrained(f"{folder}2")("Hello")["input_ids"]
+    )
+
+
+def test_nothing_is_fetched(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A name of the hub in the configuration, a missing file and code elsewhere lead to no connection."""
+    (tmp_path / "sitecustomize.py").write_text(
+        "import socket\ndef refuse(*_, **__):\n    raise SystemExit('a connection')\n"
+        "socket.socket.connect = socket.getaddrinfo = refuse\n"
+    )
+    folder = write(tmp_path / "T", "bos only in the configuration")
+    said = {"_name_or_path": "some/model", "model_type": "mistral", "transformers_version": "4.40.0"}
+    (folder / "config.json").write_text(json.dumps(said))
+    source = write_lines(tmp_path / "a.jsonl", [{"text": "x"}])
+    words = [str(source), f"--output_prefix={tmp_path / 'x'}", f"--tokenizer={folder}", "--num_processes=1"]
+    monkeypatch.setenv("PYTHONPATH", f"{tmp_path}:{os.environ.get('PYTHONPATH', '')}")
+    code = (
+        f"from megatron_lite.cli.prepare_data import main\nif __name__ == '__main__': raise SystemExit(main({words}))"
+    )
+    (tmp_path / "start.py").write_text(code)
+    done = subprocess.run([sys.executable, str(tmp_path / "start.py")], capture_output=True, text=True)
+    assert (done.returncode, done.stderr) == (0, "")
+
+
+def test_unknown_tokens_are_counted(tmp_path: Path, capsys: Any) -> None:
+    """Their share is printed, and above 1 % a warning; a byte-level tokenizer knows everything."""
+    words().save(str(tmp_path / "words.json"))
+    for text, share in (("Hello world x end", "20.00%"), ("Hello world " * 200 + "x", "0.25%"), ("end", None)):
+        source = write_lines(tmp_path / "a.jsonl", [{"text": text}])
+        prepare(source, tmp_path / "x", f"--tokenizer={tmp_path / 'words.json'}", "--overwrite")
+        said = capsys.readouterr()
+        assert (f"unknown tokens    1 ({share})" in said.out) == (share is not None) == ("unknown tokens" in said.out)
+        assert ("WARNING: the tokenizer does not know 20.00%" in said.err) == (share == "20.00%")

@@ -9,7 +9,7 @@ import pytest
 
 from megatron_lite.cli.prepare_data import main as prepare_data
 from megatron_lite.commands import convert_checkpoint, generate
-from tests.corpus.test_tokenizer_folders import bytes_and_pairs
+from tests.corpus.test_tokenizer_folders import SPLIT, TEXTS, bytes_and_pairs, tokens_of
 from tests.support.families import load_model, make_model
 from tests.support.launch import succeed
 
@@ -108,3 +108,30 @@ def test_a_run_that_learns_nothing_changes_nothing(
         assert texts(export) == expected
         assert ours(export, capsys) == stops
     assert ours(tmp_path / "there", capsys) == stops
+
+
+@pytest.mark.parametrize("old", [False, pytest.param(True, marks=pytest.mark.slow)])
+def test_an_export_gives_the_ids_of_its_data(old: bool, tmp_path: Path) -> None:
+    """With a class that splits text anew: those of transformers, or, of a pair prepared by the file alone as earlier
+    versions did, those of the file. Samples are written by the same tokenizer."""
+    folder = tmp_path / "T"
+    folder.mkdir()
+    bytes_and_pairs(SPLIT).save(str(folder / "tokenizer.json"))
+    said = {"tokenizer_class": "GPT2Tokenizer", "eos_token": "<|endoftext|>", "bos_token": "<s>"}
+    (folder / "tokenizer_config.json").write_text(json.dumps(said | ({"bos_token": None} if old else {})))
+    shutil.copy(folder / "tokenizer.json", tmp_path / "alone.json")
+    (tmp_path / "a.jsonl").write_text("".join(json.dumps({"text": text}) + "\n" for text in TEXTS * 9))
+    (tmp_path / "prompts.txt").write_text("12345 don't\n")
+    given = tmp_path / "alone.json" if old else folder
+    prefix = tmp_path / "data" / "a"
+    assert prepare_data([str(tmp_path / "a.jsonl"), f"--output_prefix={prefix}", f"--tokenizer={given}"]) == 0
+    flags = [f"--data_path={prefix}", "--export_interval=1", f"--experiment_dir={tmp_path / 'run'}", "--batch_size=1"]
+    flags += ["--num_layers=1", "--hidden_size=16", "--num_attention_heads=2", "--vocab_size=267", "--device=cpu"]
+    flags += ["--sequence_length=32", "--train_iters=1", "--split=1,0,0", "--export_model_type=gpt2"]
+    flags += ["--sample_interval=1", f"--sample_prompts={tmp_path / 'prompts.txt'}", "--sample_tokens=2"]
+    succeed([*flags, f"--tokenizer_file={folder / 'tokenizer.json'}"])
+    theirs = transformers.AutoTokenizer.from_pretrained(tmp_path / "run" / "export" / "1")
+    plain = [theirs(text, split_special_tokens=True, add_special_tokens=False)["input_ids"] for text in TEXTS]
+    assert [ids[:-1] for ids in tokens_of(prefix)[:3]] == plain
+    whole = transformers.AutoTokenizer.from_pretrained(folder)
+    assert (whole(TEXTS[2])["input_ids"] == theirs(TEXTS[2])["input_ids"]) != old
