@@ -161,7 +161,7 @@ def find_tokenizer(options: argparse.Namespace, folder: Path) -> Tokenizer | Non
     """
     try:
         return open_tokenizer(folder, options.tokenizer_file, special_tokens=False)
-    except DataError:
+    except (DataError, UsageError):
         if options.text or options.tokenizer_file is not None:
             raise
     return None

@@ -47,7 +47,7 @@ def described(folder: str) -> dict[str, Any]:
         templates = [{"name": name, "template": template} for name, template in templates.items()]
     added = "".join(f"a{token} b {token}" for token in map(str, loaded.added_tokens_decoder.values()))
     ids = [(text, loaded(text)["input_ids"]) for text in (*TEXTS, added)]
-    tokens = {key: value for key, value in loaded.special_tokens_map.items() if isinstance(value, str)}
+    tokens = loaded.special_tokens_map
     return {"tokenizer": backend.to_str(), "tokens": tokens, "template": templates, "ids": ids}
 
 

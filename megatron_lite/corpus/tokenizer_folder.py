@@ -45,7 +45,7 @@ def need_library() -> None:
 
 def open_tokenizer(path: str, special_tokens: bool) -> Tokenizer:
     """Load a tokenizer by what it says in effect. special_tokens: see JsonTokenizer. Raises: as `effective`."""
-    return ByteTokenizer() if path == BYTE else JsonTokenizer(path, special_tokens, False, effective(path))
+    return ByteTokenizer() if path == BYTE else JsonTokenizer(path, special_tokens, said=effective(path))
 
 
 def effective(path: str, for_chat: bool = False) -> TokenizerFiles:
@@ -55,14 +55,15 @@ def effective(path: str, for_chat: bool = False) -> TokenizerFiles:
         that takes transformers, which is not installed.
     """
     said, folder = read_files(path), Path(path).parent
-    content, library = json.loads(said.tokenizer), read_tokenizer_file(path, said.tokenizer)
-    for entry in content["added_tokens"]:
+    library = read_tokenizer_file(path, said.tokenizer)
+    added = {entry["content"]: entry for entry in json.loads(said.tokenizer).get("added_tokens", [])}
+    for entry in added.values():
         if (given := library.token_to_id(entry["content"])) != entry["id"]:
             raise DataError(
                 f"{path}: states the id {entry['id']} for {entry['content']}, which tokenizers gives {given}; number "
                 "added tokens from the size of the vocabulary on"
             )
-    if Path(path).name != "tokenizer.json" or not (for_chat or _says_more(folder)):
+    if Path(path).name != "tokenizer.json" or not (for_chat or _says_more(folder, added)):
         return said
     need_library()
     found = confined(LOADING, "described", str(folder))
@@ -86,8 +87,11 @@ def difference(own: JsonTokenizer, stated: list[tuple[str, list[int]]]) -> str:
     return ""
 
 
-def _says_more(folder: Path) -> bool:
-    """Say whether the files beside a tokenizer.json state a class, a token, an id or a flag that it does not."""
+def _says_more(folder: Path, added: dict[str, Any]) -> bool:
+    """Say whether the files beside a tokenizer.json state a class, a token, an id or a flag that it does not.
+
+    added: its added tokens by their content.
+    """
     beside = [read_object(folder / name) for name in ("tokenizer_config.json", SPECIAL_MAP)]
     kind, model_type = beside[0].get("tokenizer_class"), read_object(folder / "config.json").get("model_type")
     if not (kind in PLAIN_CLASSES and model_type in (None, *FREE) or kind is None and model_type is None):
@@ -96,13 +100,12 @@ def _says_more(folder: Path) -> bool:
         return True
     ids = read_object(folder / ADDED)
     stated = [*_stated(beside, ""), *({"content": text, "id": number} for text, number in ids.items())]
-    added = {entry["content"]: entry for entry in read_object(folder / "tokenizer.json")["added_tokens"]}
     return not all(token.items() <= added.get(token["content"], {}).items() for token in stated)
 
 
 def _stated(part: Any, key: str) -> Iterator[dict[str, Any]]:
     """Yield the tokens in a part of a file, which stands under a key, with what it says of each."""
-    if isinstance(part, dict) and "content" in part:
+    if isinstance(part, dict) and isinstance(part.get("content"), str):
         flags = {name: value for name, value in part.items() if name != "__type"}
         yield flags | ({"id": int(key)} if key.isdecimal() else {"special": True})
     elif isinstance(part, dict):

@@ -122,6 +122,10 @@ CASES: dict[str, Any] = {
     ),
     "bos only in the configuration": case(config=config(FAST, EOS, bos_token="<s>")),
     "bos only in the map": case(config=config(FAST, EOS), map={"bos_token": "<s>"}),
+    "objects that are no tokens": case(
+        config=config(FAST, EOS, response_schema={"properties": {"content": {"type": "string"}}}, init_inputs=[]),
+        says=False,
+    ),
     "sep as an object": case(config=config(FAST, EOS, sep_token=TYPE | token("[SEP]"))),
     "a list of extra tokens": case(config=config(FAST, EOS, extra_special_tokens=["<extra>", "[MASK]"])),
     "additional special tokens": case(config=config(FAST, EOS, additional_special_tokens=["<extra>", "<think>"])),
@@ -141,7 +145,7 @@ CASES: dict[str, Any] = {
     "flags that differ in the map": case(config=FAST, map={"eos_token": token("<|im_end|>", lstrip=True, rstrip=True)}),
     "a special token of the vocabulary": case(config=config(FAST, EOS, pad_token="12")),
     "special tokens are text": case(
-        config=config(FAST, EOS, split_special_tokens=True), says="in transformers and"
+        config=config(FAST, EOS, split_special_tokens=True), says="in transformers,"
     ),
     # Classes: those that take the file as it is, and those that split anew.
     "no class": case(config=EOS, says=False),
