@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import shlex
 import subprocess
 import sys
@@ -274,7 +275,9 @@ def test_ids_that_the_library_does_not_give(tmp_path: Path, capsys: Any) -> None
     assert "states the id 272 for <|im_end|>, which tokenizers gives 265" in capsys.readouterr().err
 
 
-@pytest.mark.parametrize("names", [["vocab.json", "merges.txt"], ["tokenizer.model"]])
+@pytest.mark.parametrize(
+    "names", [pytest.param(["vocab.json", "merges.txt"], marks=pytest.mark.slow), ["tokenizer.model"]]
+)
 def test_the_line_that_makes_a_tokenizer_json(tmp_path: Path, names: list[str], capsys: Any) -> None:
     """For a folder without one, and for the other file itself; for vocab.json and merges.txt the line is run."""
     folder = tmp_path / "T"
@@ -329,3 +332,12 @@ def test_unknown_tokens_are_counted(tmp_path: Path, capsys: Any) -> None:
         said = capsys.readouterr()
         assert (f"unknown tokens    1 ({share})" in said.out) == (share is not None) == ("unknown tokens" in said.out)
         assert ("WARNING: the tokenizer does not know 20.00%" in said.err) == (share == "20.00%")
+
+
+def test_one_module_imports_transformers() -> None:
+    """The one that only a process of its own imports, so that no start of training does."""
+    package = Path(tokenizer_folder.__file__).parents[1]
+    lines = {path.name: path.read_text("utf-8").splitlines() for path in package.rglob("*.py")}
+    begin = re.compile(r"\s*(from|import) transformers")
+    importing = {name for name, each in lines.items() if any(map(begin.match, each))}
+    assert importing == {"rendering.py", "model_card.py"}  # the latter in the text that it writes
