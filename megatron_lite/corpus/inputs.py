@@ -147,7 +147,7 @@ def _files_of(path: Path, suffixes: Sequence[str]) -> Iterator[Path]:
         wanted = (file for file in found if bare_name(file.name).endswith(tuple(suffixes)) and file.is_file())
         kept = sorted(file for file in wanted if not file.name.endswith(DESCRIPTIONS))
         if not kept:
-            raise DataError(f"{path}: no file in this folder ends in {' or '.join(suffixes)} (--suffix)")
+            raise DataError(f"{path}: no file in this folder ends in {' or '.join(suffixes)} (prepare_data --suffix)")
         yield from (inside(path, file) for file in kept)
 
 

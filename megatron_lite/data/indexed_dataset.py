@@ -17,6 +17,7 @@ import bisect
 import hashlib
 import itertools
 import os
+import re
 import struct
 from array import array
 from collections.abc import Iterator
@@ -248,14 +249,21 @@ def _open(path: str, prefix: str) -> DataFile:
     try:
         return DataFile(path)
     except FileNotFoundError as error:
-        hint = "; give the prefix of a .bin/.idx pair, which scripts/prepare_data.py writes"
-        if Path(prefix).is_file():
-            hint = f"; {prefix} is a file: prepare_data writes the pair of a text, and evaluate --text reads a text"
-        if Path(prefix).is_dir():
-            hint = f"; {prefix} is a folder: give the prefix of the .bin/.idx pair in it"
+        said = f"{path}: no such file"
         if prefix.endswith((".bin", ".idx")):
-            hint = f"; give the prefix without its ending: {prefix[:-4]}"
-        raise DataError(f"{path}: no such file{hint}") from error
+            said += f"; give the prefix without its ending: {prefix[:-4]}"
+        elif Path(prefix).is_dir():
+            said += f"; {prefix} is a folder: give the prefix of the .bin/.idx pair in it"
+        elif Path(prefix).is_file():
+            said += f"; {prefix} is a file: prepare_data writes the pair of a text, and evaluate --text reads a text"
+        elif path.endswith(".idx"):
+            said = f"{prefix}: no such file, folder or pair (scripts/prepare_data.py writes pairs)"
+            if re.fullmatch(r"\w[\w.-]*(/[\w.-]+){1,2}", prefix):  # owner/name/configuration
+                said += (
+                    "; if this is the name of a data set on the hub, download it first (hf download "
+                    f"{'/'.join(prefix.split('/')[:2])} --repo-type dataset --local-dir FOLDER) and give that folder"
+                )
+        raise DataError(said) from error
     except DataError:
         raise
     except (OSError, ValueError) as error:

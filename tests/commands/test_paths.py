@@ -66,7 +66,7 @@ def test_folders_of_a_start(places: Path) -> None:
 
 
 def test_token_files(places: Path) -> None:
-    for path, said in (("nope", "nope.idx: no such file; give the prefix"), ("empty", "empty is a folder: give")):
+    for path, said in (("nope", "nope: no such file, folder or pair"), ("empty", "empty is a folder: give")):
         with pytest.raises(DataError, match=said):
             IndexedDataset(path)
 

@@ -243,7 +243,7 @@ def test_a_pipe_is_refused(tmp_path: Path) -> None:
 
 def test_missing_files_and_folders(tmp_path: Path) -> None:
     """Missing halves, folders, and prefixes with an ending are told apart."""
-    assert "x.idx: no such file" in open_error(str(tmp_path / "x"))
+    assert "x: no such file, folder or pair" in open_error(str(tmp_path / "x"))
     write_pair(tmp_path, *megatron_bytes(DOCUMENTS, 8, "H"))
     assert f"without its ending: {tmp_path / 'x'}" in open_error(str(tmp_path / "x.bin"))
     (tmp_path / "text.txt").write_text("words")
