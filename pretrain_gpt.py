@@ -24,7 +24,7 @@ def main(argv: list[str], launcher: LauncherWatch | None = None) -> int:
     launcher: ends this process if torchrun dies.
     """
     from megatron_lite.cli.parse import HelpRequested, folder_of, parse
-    from megatron_lite.errors import EXIT_DONE, RunError
+    from megatron_lite.errors import EXIT_DONE, RunError, UsageError
     from megatron_lite.huggingface.architectures import check_exports
     from megatron_lite.run import exit_status
     from megatron_lite.run.host import prepare_libraries
@@ -40,6 +40,8 @@ def main(argv: list[str], launcher: LauncherWatch | None = None) -> int:
         experiment_dir = folder_of(arguments.config)
         world_size = planned_world_size(arguments.config, launch_world_size())
         config = resolve(arguments.config, world_size, nodes=0)
+        if "train_iters" not in arguments.given and not config.distributed.dry_run:
+            raise UsageError("--train_iters is missing; write the iterations of the run (0: train nothing)")
         check_passes(config)
         check_exports(config)
         if config.distributed.dry_run:
