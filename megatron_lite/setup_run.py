@@ -8,7 +8,7 @@ import shlex
 import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
-from typing import TYPE_CHECKING, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 
@@ -129,11 +129,10 @@ def build(
         RunError: if the run cannot start; its class tells why.
     """
     run, reports = Run(config, distributed, experiment, stop), distributed.rank == 0
-    choice, found = _resolve(run)
+    choice, began, found = _resolve(run)
     config = run.config
     kernels = agree_on_kernels(config, distributed)
-    order = distributed.broadcast_object(choice.evaluation_order)
-    layers = together(distributed, lambda: _open_inputs(run, environment or {}, kernels, order))
+    layers = together(distributed, lambda: _open_inputs(run, environment or {}, kernels, began))
     config = run.config
     check_same(run.data.identity, distributed)
     run.samples = open_samples(config, distributed, experiment, stop)
@@ -160,6 +159,7 @@ def build(
     # If a live run deletes what is loaded, again from its newest checkpoint by then.
     run.resumed = again(lambda: _fill(run, *(opened.pop() if opened else _sources(run, layers))))
     run.iteration, run.evaluation_due = run.resumed.iteration, run.resumed.evaluation_due
+    run.data.counts.begin(run.resumed.counts, run.iteration)
     begun = History(distributed.broadcast_object(new_nonce()), ())
     run.history = (run.resumed.history or begun).continued(run.iteration, config)
     run.best = BestEvaluation(config, run.data.identity, run.resumed.best)
@@ -193,8 +193,11 @@ def build(
 # -- open the inputs ----------------------------------------------------------------------------------------------
 
 
-def _resolve(run: Run) -> tuple[Choice, tuple[Note, ...]]:
-    """Open the log, resolve `auto` and text data in the configuration, and choose the checkpoints to resume from."""
+def _resolve(run: Run) -> tuple[Choice, Mapping[str, Any] | None, tuple[Note, ...]]:
+    """Open the log, resolve `auto` and text data in the configuration, and choose the checkpoints to resume from.
+
+    Returns also the data of the newest one, see `open_data`, and notes.
+    """
     config, distributed, experiment = run.config, run.distributed, run.experiment
     rank, all_ranks = distributed.rank, config.run.enable_all_loggers
     log_file, to_console = experiment.log_file(rank), rank == 0 or all_ranks
@@ -202,15 +205,17 @@ def _resolve(run: Run) -> tuple[Choice, tuple[Note, ...]]:
         log_file, rank, distributed.world_size, to_console, config.run.log_timestamps, all_ranks=all_ranks
     )
     config, sizes = _resolve_auto(config, distributed)
-    distributed.progress.enter("the preparation of the data")
-    config = resolve_data(config, distributed, experiment.root, run.logger)
     if (root := experiment.root) is not None and (options := config.checkpoint).mirror is not None:
         distributed.progress.enter("the comparison with the mirror")
         run.mirror = together(distributed, lambda: Mirror(root, options, run.stop.fail) if rank == 0 else None)
     _on_mirror(run, Mirror.compare)
     distributed.progress.enter("the choice of a checkpoint")
+    choice = _choose(run)
+    began = distributed.broadcast_object(choice.began)
+    distributed.progress.enter("the preparation of the data")
+    config = resolve_data(config, distributed, experiment.root, run.logger, began)
     run.config = _choose_products(config, distributed)
-    return _choose(run), sizes
+    return choice, began, sizes
 
 
 def _choose(run: Run) -> Choice:
@@ -245,15 +250,16 @@ def _choose_products(config: Config, distributed: Distributed) -> Config:
     return dataclasses.replace(config, performance=dataclasses.replace(config.performance, cpu_matmul=name))
 
 
-def _open_inputs(run: Run, variables: Mapping[str, str], kernels: Kernels, evaluation_order: str) -> list[Layer]:
-    """Open everything that needs no communication; return the layers to train."""
+def _open_inputs(
+    run: Run, variables: Mapping[str, str], kernels: Kernels, began: Mapping[str, Any] | None
+) -> list[Layer]:
+    """Open everything that needs no communication; return the layers to train. began: see `open_data`."""
     config, distributed = run.config, run.distributed
     if distributed.rank == 0:
         check_trackers(config)
     script = config.training.export_callback_script if distributed.rank == 0 else ""
     run.callback = open_callback(script, environment_with(variables), variables)
-    run.data = open_data(config, distributed.data.rank, distributed.data.world_size, evaluation_order)
-    run.data.identity["evaluation_order"] = evaluation_order
+    run.data = open_data(config, distributed.data.rank, distributed.data.world_size, began)
     run.data.while_waiting = distributed.check_step
     metric, _, name = (config.checkpoint.keep_best or "").partition("/")
     if name and name not in (names := run.data.alone("validation")):
@@ -283,7 +289,7 @@ def _check_tokenizer(run: Run) -> None:
 
 def _log_banner(run: Run, kernels: Kernels, layers: list[Layer], notes: Sequence[Note]) -> None:
     config, distributed, logger = run.config, run.distributed, run.logger
-    derived = derived_numbers(config, layers, distributed, run.data.description)
+    derived = derived_numbers(config, layers, distributed, run.data.description, run.data.counts.schedule)
     _tell(run, f"command: {shlex.join(sys.argv)}", "")
     _tell(run, *banners(config, derived))
     for line, short in choice_lines(config, kernels, layers, distributed.device):
@@ -362,7 +368,8 @@ def _fill(run: Run, choice: Choice, source: WeightSource | None) -> Resumed:
     else:
         iteration = _load_pretrained(run, source)
     optimizer.averaging.start()
-    return Resumed(iteration, origin=source.origin if source else {})
+    origin = source.origin if source else {}
+    return Resumed(iteration, origin=origin, counts={"stages": [(0, 0, 0)], "sets": ()})
 
 
 def _load_pretrained(run: Run, source: WeightSource) -> int:

@@ -114,7 +114,7 @@ def train(run: Run) -> tuple[int, str]:
 
 def train_step(run: Run, micro_batches: Sequence[HostBatch], iteration: int) -> Update:
     """Update the weights once, from this rank's micro-batches."""
-    config, debugger = run.config, run.debugger
+    debugger = run.debugger
     counted = counted_labels(run, micro_batches)
     inputs = step_inputs(run, micro_batches, iteration, counted)
     with debugger.phase(f"train_{iteration:05d}", len(inputs)) if debugger else contextlib.nullcontext():
@@ -123,7 +123,7 @@ def train_step(run: Run, micro_batches: Sequence[HostBatch], iteration: int) -> 
             debugger.gradients_reduced(run.model)
         if run.distributed.world_size > 1:
             check_replicas(run, iteration)
-        rate = learning_rate(config, iteration)
+        rate = learning_rate(run.config, iteration, run.data.counts.schedule)
         if run.background is not None:
             run.background.wait_for_copy()
         updated = run.watch.follow(iteration, run.model.updated) if run.watch else run.model.updated

@@ -142,18 +142,17 @@ def moved_samples(saved: Options, config: Config, iterations: int) -> str | None
     old_length, length = saved.get("sequence_length", config.batch.sequence_length), config.batch.sequence_length
     if (read, old_length) == (counted, length) or not iterations:
         return None
-    if old_length == length:
-        unit, cause = "samples", "the current batch size"
-        effect = "; to continue after the last sample read, write "
-        effect += f'--batch_size_schedule="{continued(before, now, iterations)}" instead of --batch_size'
-    else:
-        read, counted = read * old_length, counted * length
-        unit, cause = "tokens", f"--sequence_length={length}"
-        effect = ", and samples are cut differently, in another order, so that some tokens are read again before all "
-        effect += f"were read; to continue after the last sample read, write --sequence_length={old_length}"
-    moved = f"{abs(read - counted):,} {unit} are {'read again' if counted < read else 'left out'}"
-    moved = moved if counted != read else "their number is the same"
-    return f"the first {iterations:,} iterations read {read:,} {unit}, but {counted:,} with {cause}: {moved}{effect}"
+    if old_length != length:
+        return (
+            f"--sequence_length={length}: samples are cut differently, in another order, so that some tokens are read "
+            f"again before all were read; to continue after the last sample read, write --sequence_length={old_length}"
+        )
+    moved = f"{abs(read - counted):,} samples are {'read again' if counted < read else 'left out'}"
+    return (
+        f"the first {iterations:,} iterations ended at sample {read:,}, but end at {counted:,} with the current batch "
+        f"size: {moved}; to continue after the last sample read, write "
+        f'--batch_size_schedule="{continued(before, now, iterations)}" instead of --batch_size'
+    )
 
 
 def moved_rate(saved: Options, config: Config, iterations: int) -> str | None:

@@ -58,3 +58,15 @@ def shared_iterations(one: Manifest, other: Manifest) -> int:
     starts = sorted({0, *(start for start, _ in (*left.changes, *right.changes))})
     end = min(one.iteration, other.iteration)
     return next((at for at in starts if at < end and left.options_after(at) != right.options_after(at)), end)
+
+
+def counts_of(content: Manifest) -> dict[str, Any]:
+    """Return what the iterations of a checkpoint have read, see `data.counts`.
+
+    An earlier version did not count. Its stage is known if the run always had the same options.
+    """
+    saved, stage = content.config, (0, 0, 0)
+    if [start for start, _ in history_of(content).changes] == [0] and not saved.get("batch_size_schedule"):
+        stage = (0, saved["batch_size"], saved["sequence_length"])
+    counts: dict[str, Any] = content.state.get("counts", {"stages": [stage], "sets": []})
+    return counts

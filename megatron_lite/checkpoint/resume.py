@@ -19,7 +19,7 @@ from types import MappingProxyType
 from typing import Any, NamedTuple
 
 from megatron_lite.checkpoint import compatibility, reading
-from megatron_lite.checkpoint.history import History, history_of
+from megatron_lite.checkpoint.history import History, counts_of, history_of
 from megatron_lite.checkpoint.manifest import Manifest, read
 from megatron_lite.checkpoint.names import MANIFEST_NAME, find_checkpoints, no_folder, reason
 from megatron_lite.config import Config
@@ -57,12 +57,14 @@ class Choice:
         return None
 
     @property
-    def evaluation_order(self) -> str:
-        """The order of a run's evaluations, see `data.open_data`: what an earlier version began keeps its own."""
-        if self.newest is None:
-            return "data"
+    def began(self) -> dict[str, Any] | None:
+        """The data that a run has trained on, None before the first iteration: that of the newest checkpoint, see
+        `data.fingerprint.identity`, and its `config`, `iteration` and `counts`."""
+        if self.newest is None or not self.newest[1].iteration:
+            return None
         content = self.newest[1]
-        return str(content.state.get("data", {}).get("evaluation_order", "seed" if content.iteration else "data"))
+        facts = {"config": content.config, "iteration": content.iteration, "counts": counts_of(content)}
+        return {**content.state.get("data", {}), **facts}
 
 
 def find(root: Path) -> list[tuple[int, Path]]:
@@ -191,6 +193,7 @@ class Resumed(NamedTuple):
     best: Mapping[str, Any] | None = None  # see `BestEvaluation`
     history: History | None = None  # None: a new run begins
     origin: Mapping[str, Any] = MappingProxyType({})  # see `huggingface.origin`
+    counts: Mapping[str, Any] = MappingProxyType({})  # see `data.counts`
 
 
 def check_early(choice: Choice, config: Config, data: dict[str, Any]) -> None:
@@ -257,7 +260,7 @@ def resume(
     state, is_own = loaded.state, folder.parent == root
     history = history_of(loaded) if is_own else None
     due, origin = state.get("evaluation_due", False), state.get("origin", {})
-    return Resumed(loaded.iteration, due, folder, state.get("best"), history, origin)
+    return Resumed(loaded.iteration, due, folder, state.get("best"), history, origin, counts_of(loaded))
 
 
 def _other_ranks(loaded: Manifest, distributed: Distributed) -> str:

@@ -83,6 +83,10 @@ RUN_STATE = {
     "evaluation_due?": bool,
     "origin?": dict[str, Any],  # see `huggingface.origin`
     "history?": {"run": Digest, "changes": list[tuple[Count, Digest]]},
+    "counts?": {
+        "stages?": list[tuple[Count, Count, Count]],  # start, size and length of `schedules.batch_size.Segment`
+        "sets?": list[tuple[Digest, str, PositiveCount, PositiveCount, Count]],
+    },
     "best?": {"measured": Digest, "value": HexFloat, "iteration": Count, "seen": Count, "bad": Count},
     "data?": {
         "sets": list[tuple[Count, Count, TokenDtype, Digest]],

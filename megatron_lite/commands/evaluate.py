@@ -115,7 +115,8 @@ def indexed_batches(
         "sequence_length": model.longest,
         "allow_nondivisible_batch_size": True,
         "data_path": tuple(options.data_path),
-        "tokenizer_file": tokenizer and tokenizer.path,
+        "tokenizer_file": tokenizer.path if tokenizer else "none",
+        "loss_mask": ("none",),
         "split": split,
         "dataset_cache": options.cache,
         "num_workers": 0,
@@ -124,9 +125,10 @@ def indexed_batches(
         "device": model.device.type,
         "validation_iters": 1 if options.samples else "all",
     }
-    config = resolve_data(resolve(unflatten(values), 1), None, None, get_logger())
+    began = None if options.seed is None else {"config": values}  # by an earlier version
+    config = resolve_data(resolve(unflatten(values), 1), None, None, get_logger(), began)
     _check_tokenizer(config.data.data_path, model, tokenizer)
-    source = open_data(config, 0, 1, "data" if options.seed is None else "seed")
+    source = open_data(config, 0, 1, began)
     for host_batches in source.batches("validation"):
         for host_batch in host_batches:
             yield micro_batch(host_batch, model.device, None, None)

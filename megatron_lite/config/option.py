@@ -57,7 +57,7 @@ class Flag:
     default: Any = None
     optional: bool = False  # takes `none`
     area: str = ""
-    words: tuple[str, ...] = ()  # accepted in place of a number: auto, all
+    words: tuple[str, ...] = ()  # accepted in place of a number: auto, all; none if it is not the default
     minimum: float | None = None  # inclusive
     above: float | None = None  # exclusive lower bound
     maximum: float | None = None  # inclusive

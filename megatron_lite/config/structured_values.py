@@ -28,6 +28,8 @@ _VARIABLE = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
 def weighted_paths(data_path: Sequence[str], flag: str = "data_path") -> list[tuple[float, str]]:
     """Return the data sets of `data_path`, the words of `flag`, with weights that sum to 1; without any all are equal.
 
+    A run adds weights, see `corpus.from_text`.
+
     Every prefix has a weight before it (`0.3 a 0.7 b`), or none does. A prefix that looks like a number needs its
     folder (`./7`).
 

@@ -44,6 +44,7 @@ validation_option = idle_unless("validation_iters")
 
 # Phase -> the option of its batches, in the order of --split.
 ITERATIONS = MappingProxyType({"training": "train_iters", "validation": "validation_iters", "test": "test_iters"})
+NO_MASK = "none"  # in --loss_mask: every token of that data set counts
 OWN_DATA = MappingProxyType({"validation": "valid_data_path", "test": "test_data_path"})  # phase -> its own data
 
 
@@ -165,15 +166,15 @@ class DataConfig(Area):
     loss_mask: tuple[str, ...] = file_option(
         (),
         "prefixes of .bin/.idx pairs, one per data set in the order of data_path, valid_data_path and test_data_path, "
-        "with 1 for tokens that count in the loss and 0 for others; none: every token of that data set counts",
+        "with 1 for tokens that count in the loss and 0 for others; none: every token of that data set counts, or of "
+        "all (default: those that prepare_data wrote beside the data)",
+        words=("none",),
         excludes=(LISTED,),
     )
     fim_rate: Fraction = file_option(
         0.0,
         "share of documents to rearrange for fill-in-the-middle: prefix, suffix, then the middle, each after its token "
         "in tokenizer_file",
-        needs=(Rule("tokenizer_file", "text is cut between characters", when="dataset_source!=random"),),
-        excludes=(Rule("loss_mask", "a mask does not fit rearranged documents", when="dataset_source!=random"),),
     )
     fim_max_middle_len: PositiveInt | None = optional(
         "longest middle in characters; its length is then drawn uniformly", "no limit", idle_unless="fim_rate"
@@ -196,7 +197,8 @@ class DataConfig(Area):
     )
     tokenizer_file: str | None = optional(
         "tokenizer.json, or byte, for text in data_path, samples and fill-in-the-middle; exports get a copy",
-        "none",
+        "that of prepared data",
+        words=("none",),
         idle_unless="dataset_source!=random or export_interval or sample_interval or keep_best",
         basic=True,
     )
@@ -302,7 +304,10 @@ class TrainingConfig(Area):
         "iterations between samples of the model's text; costs a pass through all stages for each prompt, and one for "
         "each further token of 8 samples together",
         "no samples",
-        needs=(Rule("sample_prompts", "samples follow prompts"), Rule("tokenizer_file", "samples are text")),
+        needs=(
+            Rule("sample_prompts", "samples follow prompts"),
+            Rule("tokenizer_file", "samples are text", when="dataset_source=random"),
+        ),
     )
     sample_prompts: str | None = optional(
         "text file with the prompts of samples, one per line", "none", needs=(SAMPLED,)

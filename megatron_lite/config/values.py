@@ -63,15 +63,16 @@ def _flags() -> dict[str, Flag]:
     for area, owner in AREAS.items():
         for field in dataclasses.fields(owner):
             annotation, *others = str(field.type).split(" | ")  # config/ keeps its annotations as text
+            declared = field.metadata["flag"]
             kind, bounds = _kind_and_bounds(annotation)
             flags[field.name] = dataclasses.replace(
-                field.metadata["flag"],
+                declared,
                 name=field.name,
                 kind=kind,
                 default=field.default,
                 optional=field.default is None,
                 area=area,
-                words=tuple(word for other in others if other != "None" for word in words[other]),
+                words=(*declared.words, *(word for other in others if other != "None" for word in words[other])),
                 **bounds,
             )
     return flags
@@ -268,7 +269,7 @@ def parse_list(flag: Flag, words: Sequence[str]) -> tuple[Any, ...] | None:
     if text.startswith("[") and text.endswith("]"):  # YAML's [a, "b"]
         text = re.sub(r"""[]["']""", "", text).strip() or "none"
     if not flag.default and text.lower() == "none":
-        return flag.default
+        return flag.words or flag.default
     items = re.split(r"[ \t\r\n]*,[ \t\r\n]*|[ \t\r\n]+", text)
     if any(not item for item in items):
         example = "969,30,1" if flag.kind == "list of float" else "one or more items"
@@ -288,7 +289,7 @@ def parse_value(flag: Flag, text: str) -> Any:
         if flag.is_text and not flag.never_empty:  # an unset variable in an env string
             return flag.default
         raise BadValueError("the value is empty (an unset variable?); write a value or leave the flag out")
-    if flag.optional and text.lower() == "none":
+    if flag.optional and text.lower() == "none" not in flag.words:
         return None
     if flag.kind == "bool":
         return parse_bool(text)

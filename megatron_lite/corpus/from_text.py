@@ -6,19 +6,23 @@ import dataclasses
 import json
 import logging
 import math
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 from megatron_lite.config import Config, changed
 from megatron_lite.config.structured_values import weighted_paths
+from megatron_lite.config.training import NO_MASK
+from megatron_lite.config.values import abridged, is_number
 from megatron_lite.corpus.inputs import DEFAULT_SUFFIXES, DESCRIPTIONS, bare_name, find_inputs
 from megatron_lite.corpus.prepare import CorpusOptions, describe_inputs, fingerprint_of, prepare
-from megatron_lite.corpus.prepared import older_summary
+from megatron_lite.corpus.prepared import older_summary, stated
 from megatron_lite.corpus.remote_copy import cache_of, local_copy
 from megatron_lite.corpus.tokenizer_choice import TokenizerChoice
 from megatron_lite.data.disk_array import reading
+from megatron_lite.data.indexed_dataset import IndexedDataset
 from megatron_lite.data.open_data import PATH_FLAGS
-from megatron_lite.data.tokenizing import load_tokenizer, read_object
+from megatron_lite.data.tokenizing import load_tokenizer
 from megatron_lite.distributed.agreement import rank_0_works
 from megatron_lite.distributed.process_group import Distributed
 from megatron_lite.errors import DataError, UsageError
@@ -27,18 +31,29 @@ from megatron_lite.run.host import available_cores
 FINGERPRINT_DIGITS = 16  # of a folder's name
 
 
-def resolve_data(config: Config, distributed: Distributed | None, root: Path | None, logger: logging.Logger) -> Config:
+def resolve_data(
+    config: Config,
+    distributed: Distributed | None,
+    root: Path | None,
+    logger: logging.Logger,
+    began: Mapping[str, Any] | None = None,
+) -> Config:
     """Replace text and lists in the paths of data by prefixes of pairs; rank 0 prepares what is not prepared yet.
 
-    All ranks call this and wait as long as it takes. root: the experiment directory.
-    distributed: None in a command, which has no ranks.
+    Add the loss masks and the tokenizer that the summaries of pairs name, unless options do, and the tokens of data
+    sets as their weights, unless any are given. All ranks call this and wait as long as it takes.
+
+    Args:
+        distributed: None in a command, which has no ranks.
+        root: the experiment directory.
+        began: see `Choice.began`; a run that began without masks or a tokenizer goes on without, and keeps its shares.
 
     Raises: RunError on every rank: usage, data, storage, or a worker that died.
     """
     if config.data.dataset_source == "random":
         return config
     cache = cache_of(config.data.dataset_cache, root)
-    found = rank_0_works(distributed, lambda: _resolved(config, root, cache, logger))
+    found = rank_0_works(distributed, lambda: _resolved(config, cache, logger, began))
     paths = {name: tuple(value) if isinstance(value, list) else value for name, value in found.items()}
     return changed(config, {"dataset_source": "list", **paths})
 
@@ -52,22 +67,60 @@ def is_text(path: str) -> bool:
     return Path(path).is_dir() or is_file or any(sign in path for sign in "*?[{")
 
 
-def _resolved(config: Config, root: Path | None, cache: str | None, logger: logging.Logger) -> dict[str, Any]:
-    """Return the words of each path of data, and the tokenizer's file, as local paths."""
-    begun = {} if root is None else read_object(root / "config.json")  # of an earlier start
+def _resolved(
+    config: Config, cache: str | None, logger: logging.Logger, began: Mapping[str, Any] | None
+) -> dict[str, Any]:
+    """Return the words of each path of data and mask, and the tokenizer's file, as local paths."""
+    begun = began["config"] if began else {}
     data, flags = config.data, (*PATH_FLAGS, "loss_mask")
     found: dict[str, Any] = {flag: [local_copy(word, flag, cache) for word in getattr(data, flag)] for flag in flags}
-    if data.tokenizer_file is not None:
+    if data.tokenizer_file not in (None, "none"):
         found["tokenizer_file"] = local_copy(data.tokenizer_file, "tokenizer_file", cache)
     if data.dataset_source == "file" and data.data_path:
         found["data_path"] = [local_copy(word, "data_path", cache) for word in read_list(Path(found["data_path"][0]))]
     for flag in PATH_FLAGS:
         texts = [path for _, path in weighted_paths(found[flag], flag) if is_text(path)]
         arguments = flag, config, found.get("tokenizer_file"), cache, logger
-        before = dict(zip(found[flag], begun.get(flag, ()), strict=False))
+        words = ([word for word in each if not is_number(word)] for each in (found[flag], begun.get(flag, ())))
+        before = dict(zip(*words, strict=False))
         prepared = {path: _prepared(path, before.get(path, ""), *arguments) for path in dict.fromkeys(texts)}
-        found[flag] = [prepared.get(word, word) for word in found[flag]]
+        found[flag] = _weighted([prepared.get(word, word) for word in found[flag]], flag, config, began, logger)
+    pairs = [path for flag in PATH_FLAGS for _, path in weighted_paths(found[flag], flag)]
+    for name, value in stated(pairs).items():
+        if not getattr(data, name):
+            way = f"--{name}=none leaves it out"
+            if began is None or began["config"].get(name):
+                found[name] = value
+            else:
+                way = "this run began and goes on without"
+            logger.info("--%s=%s: a summary of the data names it; %s", name, abridged(value), way)
+    if found.setdefault("tokenizer_file", None) is None and (data.fim_rate or config.training.sample_interval):
+        raise UsageError("--fim_rate and --sample_interval need a tokenizer; write --tokenizer_file")
+    if {*found["loss_mask"]} <= {NO_MASK}:
+        found["loss_mask"] = []
+    elif data.fim_rate:
+        raise UsageError("--fim_rate: loss masks do not fit rearranged documents; write --loss_mask=none")
     return found
+
+
+def _weighted(
+    words: list[str], flag: str, config: Config, began: Mapping[str, Any] | None, logger: logging.Logger
+) -> list[str]:
+    """Add weights to the data sets of a run if there are none: their tokens, so that all are read equally often.
+
+    A run that began keeps its weights, which are equal if an earlier version began it.
+    """
+    at_start = flag == "data_path" and (*config.data.data_weights_schedule, "")[0].startswith("0:")
+    if len(words) < 2 or at_start or any(map(is_number, words)):
+        return words
+    saved = began["config"].get(flag, ()) if began else ()
+    weights = [word for word in saved if is_number(word)]
+    if len(saved) == len(words) and not weights:
+        weights = ["1"] * len(words)
+        logger.info("--%s: this run keeps the equal shares with which an earlier version began it", flag)
+    elif len(weights) != len(words):
+        weights = [str(max(IndexedDataset(prefix).num_tokens, 1)) for prefix in words]
+    return [word for pair in zip(weights, words, strict=True) for word in pair]
 
 
 def read_list(path: Path) -> list[str]:

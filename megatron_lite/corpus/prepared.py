@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
+from megatron_lite.config.training import NO_MASK
 from megatron_lite.corpus.pieces import RULES, digest_of
 from megatron_lite.data.disk_array import reading
 from megatron_lite.data.indexed_dataset import IndexedDataset
@@ -99,6 +100,17 @@ def check_tokenizer(
         if found.size > vocab_size:
             raise DataError(f"the tokenizer {found} has more tokens than --vocab_size={vocab_size}")
     return first, unknown
+
+
+def stated(prefixes: Iterable[str]) -> dict[str, str | tuple[str, ...]]:
+    """Return --loss_mask and --tokenizer_file of these pairs, as far as their summaries name them."""
+    found, masks = dict[str, str | tuple[str, ...]](), list[str]()
+    for prefix in prefixes:
+        base, summary = _summary_of(prefix)
+        masks.append(f"{prefix}_mask" if f"{Path(prefix).name}_mask.bin" in summary.get("files", ()) else NO_MASK)
+        if "tokenizer_sha256" in summary:
+            found.setdefault("tokenizer_file", base + TOKENIZER)
+    return found | ({"loss_mask": tuple(masks)} if {*masks} - {NO_MASK} else {})
 
 
 def is_complete(prefix: str, fingerprint: str) -> dict[str, Any] | None:

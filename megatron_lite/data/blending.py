@@ -80,6 +80,16 @@ class Blend:
             for dataset in range(self.num_datasets)
         ]
 
+    def taken(self, num_samples: int) -> list[int]:
+        """Return how many of the first `num_samples` are of each data set."""
+        nodes = len(self._child_table)
+        counts = np.zeros(nodes + self.num_datasets, dtype=np.uint64)  # of -1 - d: data set d
+        counts[self._root] = num_samples
+        for node in reversed(range(nodes)):  # a node comes after its children
+            left = self._left_count(np.array([node]), counts[[node]])
+            counts[self._child_table[node]] = [*left, *(counts[[node]] - left)]
+        return [int(count) for count in counts[nodes:][::-1]]
+
     def _build(self, datasets: list[int], lines: list[list[_Segment]], children: list[tuple[int, int]]) -> int:
         """Build the subtree of `datasets` (sorted by falling weight) and return its node."""
         if len(datasets) == 1:

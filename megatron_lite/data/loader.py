@@ -24,6 +24,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from megatron_lite.config import Config, DataConfig
+from megatron_lite.data.counts import Counts
 from megatron_lite.data.host_batch import HostBatch
 from megatron_lite.data.reading import RandomReader, Reader, Samples, search
 from megatron_lite.data.workers import Request, Workers
@@ -140,6 +141,7 @@ class DataSource:
     phases: dict[str, Phase]  # those that the run needs
     description: dict[str, str]  # lines for the banner: files, documents, tokens, epochs
     identity: dict[str, Any]  # see `fingerprint.identity`
+    counts: Counts  # of training
     warnings: Sequence[str] = ()  # to be logged
     while_waiting: Callable[[], None] = lambda: None  # called now and then while the host waits for a worker; may raise
 

@@ -2,21 +2,22 @@
 
 from __future__ import annotations
 
-import bisect
 import functools
 import itertools
 from collections.abc import Collection, Iterator, Mapping, Sequence
+from pathlib import PurePath
 from types import MappingProxyType
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 
 from megatron_lite.config import Config
 from megatron_lite.config.option import All
 from megatron_lite.config.structured_values import short_names, weight_stages, weighted_paths
-from megatron_lite.config.training import ITERATIONS, OWN_DATA
+from megatron_lite.config.training import ITERATIONS, NO_MASK, OWN_DATA
 from megatron_lite.config.values import digest
 from megatron_lite.data.blending import MAX_SAMPLES, Blend, Concatenation
+from megatron_lite.data.counts import Counts
 from megatron_lite.data.disk_array import allow_open_files
 from megatron_lite.data.fill_in_the_middle import FillInTheMiddle
 from megatron_lite.data.fingerprint import identity
@@ -46,26 +47,27 @@ MOST_DESCRIBED = 20  # data sets with a line of their own in the banner
 MANY_EPOCHS = 4
 # Option -> the name of its data sets in the banner.
 PATH_FLAGS = MappingProxyType({"data_path": "data", "valid_data_path": "valid", "test_data_path": "test"})
-NO_MASK = "none"  # in --loss_mask: every token of that data set counts
 # Entries of a mask in which a token that counts is looked for when a run starts, and entries read at a time.
 SEARCHED, READ_AT_A_TIME = 2**24, 2**16
 
 
-def open_data(config: Config, rank: int, world_size: int, evaluation_order: str = "data") -> DataSource:
+def open_data(config: Config, rank: int, world_size: int, began: Mapping[str, Any] | None = None) -> DataSource:
     """Open and check the data of a resolved configuration: headers, sizes, splits and masks, but no tokens.
 
-    evaluation_order: what the samples of an evaluation follow from: data, the data set alone; seed, also --seed, the
-    phase and the data set's place in the blend, as in runs that an earlier version began.
+    began: what a checkpoint says of a run's data, see `Choice.began`; None for a new run. Its `evaluation_order` is
+    what the samples of an evaluation follow from: data, the data set alone; seed, also --seed, the phase and the data
+    set's place in the blend, as in runs that an earlier version began.
 
     Raises:
         DataError: one line that names the file, if a file is missing or damaged, or if a phase that the run needs
             (training, validation or test iterations above zero) has less than one sample.
     """
     training, tokenizer = config.training, config.data.tokenizer_file
+    order = "data" if began is None else str(began.get("evaluation_order", "seed"))
     needed = {phase: count for phase, name in ITERATIONS.items() if (count := getattr(training, name)) != 0}
 
     def origin(phase: str, number: int) -> tuple[int, str, int]:
-        is_own = phase == "training" or evaluation_order == "seed"
+        is_own = phase == "training" or order == "seed"
         return (config.distributed.seed, phase, number) if is_own else EVALUATION
 
     if tokenizer is not None:
@@ -73,36 +75,47 @@ def open_data(config: Config, rank: int, world_size: int, evaluation_order: str 
             read_tokenizer_file(tokenizer)  # now, not at the first export
         except DataError as error:
             raise DataError(f"--tokenizer_file: {error}") from error
-    phases: dict[str, Phase] = {}
+    phases, counts = dict[str, Phase](), Counts(config)
+    if began and "counts" in began:
+        counts.begin(began["counts"], began["iteration"])
     if config.data.dataset_source == "random":
         sizes = config.batch.sequence_length, config.model.vocab_size
         for phase, count in needed.items():
             assert count != "all", "refused by validation: random tokens have no end"
             random = RandomReader(sampler_key(*origin(phase, 0)), *sizes)
             phases[phase] = Phase(random, _schedule(config, phase), count)
-        return DataSource(config, rank, world_size, phases, {"data": "random tokens"}, identity([], tokenizer))
+        found = identity([], tokenizer) | {"evaluation_order": order}
+        return DataSource(config, rank, world_size, phases, {"data": "random tokens"}, found, counts)
     sets = _open_sets(config, {config.data.path_flag(phase) for phase in needed})
     shared = sets.get("data_path", Sets([], [], []))
     found, own = identity(shared.datasets, tokenizer, shared.masks), dict[str, str]()
-    for phase in needed:
-        if (flag := config.data.path_flag(phase)) != "data_path":
-            own[phase] = digest([identity(sets[flag].datasets, None, sets[flag].masks), sets[flag].weights])
-            found["evaluated"] = own
+    found["evaluation_order"] = order
     for phase, count in needed.items():
+        datasets, masks, weights = sets[flag := config.data.path_flag(phase)]
+        if flag != "data_path":
+            own[phase] = digest([identity(datasets, None, masks), weights])
+            found["evaluated"] = own
         fill = None
         if config.data.fim_rate > 0:
             key = derive_seed("fill in the middle", origin(phase, 0)[0])
             fill = FillInTheMiddle(config.data, config.model.vocab_size, key)
-        pairs = zip(*sets[config.data.path_flag(phase)][:2], strict=True)
+        pairs = zip(datasets, masks, strict=True)
         streams = [_stream(config, phase, sampler_key(*origin(phase, n)), *pair) for n, pair in enumerate(pairs)]
         phases[phase] = _phase(config, phase, count, streams, fill)
         alone = {stream.dataset.prefix: stream for stream in streams}  # of a data set named twice, the last
         if len(alone) > 1 and (phase in own or (phase == "validation" and training.validation_by_dataset)):
             for prefix, name in short_names(list(alone)).items():
                 phases[f"{phase}/{name}"] = _phase(config, phase, count, [alone[prefix]], fill)
-    warnings = *repeats(phases), *left_out(phases), *borderless(config, phases)
-    described = describe(config, sets, phases)
-    return DataSource(config, rank, world_size, phases, described, found, warnings)
+        if phase == "training":
+            counts.order = _reader(phases[phase]).blend
+            counts.sets = [
+                (row[3], PurePath(stream.dataset.prefix).name, stream.sampler.samples_per_epoch)
+                for row, stream in zip(found["sets"], streams, strict=True)
+            ]
+            counts.check_epochs([dataset.prefix for dataset in datasets])
+    described = describe(config, sets, phases, counts)
+    warnings = (*repeats(config, counts, shared.datasets), *left_out(phases), *borderless(config, phases))
+    return DataSource(config, rank, world_size, phases, described, found, counts, warnings)
 
 
 class Sets(NamedTuple):
@@ -201,8 +214,6 @@ def _phase(config: Config, phase: str, count: int | All, streams: list[Stream], 
         config.data.mask_document_starts,
         fill,
     )
-    if phase == "training":
-        check_epochs(config, reader, schedule)
     return Phase(reader, schedule, iterations)
 
 
@@ -271,40 +282,13 @@ def _order(config: Config, phase: str) -> SampleOrder:
     )
 
 
-def epochs_of(reader: StreamReader, samples: int) -> list[float]:
-    """Return how often the first `samples` of a blend read each data set."""
-    assert isinstance(reader.blend, Blend), reader.blend
-    sizes = (stream.sampler.samples_per_epoch for stream in reader.streams)
-    return [due / size for due, size in zip(reader.blend.due(samples), sizes, strict=True)]
-
-
-def check_epochs(config: Config, reader: StreamReader, schedule: BatchSchedule) -> None:
-    """Check --max_epochs.
-
-    Raises: UsageError, which names the data set that is read most often, and the number of iterations that is allowed.
-    """
-    limit, iterations = config.data.max_epochs, config.training.train_iters
-
-    def most_epochs(iterations: int) -> float:
-        return max(epochs_of(reader, schedule.consumed_samples(iterations)))
-
-    if limit is None or most_epochs(iterations) <= limit:
-        return
-    refused = bisect.bisect_right(range(iterations), float(limit), key=most_epochs)
-    epochs = epochs_of(reader, schedule.consumed_samples(iterations))
-    prefix = reader.streams[epochs.index(max(epochs))].dataset.prefix
-    raise UsageError(
-        f"--max_epochs={limit}, --train_iters={iterations}: {prefix} would be read {max(epochs):.4g} times; "
-        f"write --train_iters={refused - 1} or less, a larger --max_epochs, or add data"
-    )
-
-
-def describe(config: Config, sets: Mapping[str, Sets], phases: dict[str, Phase]) -> dict[str, str]:
+def describe(config: Config, sets: Mapping[str, Sets], phases: dict[str, Phase], counts: Counts) -> dict[str, str]:
     """Return lines for the banner: one per data set, in the order of the options, and one per phase."""
     described = {}
     for flag, (datasets, masks, _) in sets.items():
         readers = {name: phase for name, phase in phases.items() if config.data.path_flag(name.split("/")[0]) == flag}
-        weights, epochs = _weights(readers, len(datasets)), _training_epochs(readers)
+        weights = _weights(readers, len(datasets))
+        epochs = counts.epochs(config.training.train_iters) if flag == "data_path" else []
         name = PATH_FLAGS[flag]
         for number, dataset in enumerate(datasets[:MOST_DESCRIBED]):
             parts = [f"{dataset.num_documents:,} documents", f"{dataset.num_tokens:,} tokens"]
@@ -322,19 +306,19 @@ def describe(config: Config, sets: Mapping[str, Sets], phases: dict[str, Phase])
         described["data weights"] = f"change as in {' '.join(changes[:MOST_DESCRIBED])}"
     for name, phase in phases.items():
         if "/" not in name:
-            described[f"{name} data"] = _phase_line(phase)
+            described[f"{name} data"] = _phase_line(phase, counts if name == "training" else None)
     return described
 
 
-def repeats(phases: dict[str, Phase]) -> list[str]:
+def repeats(config: Config, counts: Counts, datasets: Sequence[IndexedDataset]) -> list[str]:
     """Return warnings about data sets that training reads more than four times."""
-    epochs = _training_epochs(phases)
+    epochs = counts.epochs(config.training.train_iters)
     many = [number for number, times in enumerate(epochs) if times > MANY_EPOCHS]
     if not many:
         return []
     worst = max(many, key=epochs.__getitem__)
     others = f" (and {len(many) - 1:,} other data sets more than {MANY_EPOCHS} times)" if len(many) > 1 else ""
-    prefix = _reader(phases["training"]).streams[worst].dataset.prefix
+    prefix = datasets[worst].prefix
     return [
         f"training reads {prefix} {epochs[worst]:.3g} times{others}: repeated tokens teach less after {MANY_EPOCHS} "
         "epochs; add data, lower its weight, or train fewer iterations (--max_epochs sets a limit)"
@@ -377,13 +361,6 @@ def _reader(phase: Phase) -> StreamReader:
     return phase.reader
 
 
-def _training_epochs(phases: dict[str, Phase]) -> list[float]:
-    """Return how often training reads each data set; empty if there is no training."""
-    if (training := phases.get("training")) is None:
-        return []
-    return epochs_of(_reader(training), training.schedule.consumed_samples(training.iterations))
-
-
 def _weights(phases: dict[str, Phase], count: int) -> list[float]:
     """Return the shares of the data sets in the samples of training, or of the first phase that blends them."""
     for phase in phases.values():
@@ -393,7 +370,8 @@ def _weights(phases: dict[str, Phase], count: int) -> list[float]:
     return [1 / max(1, count)] * count
 
 
-def _phase_line(phase: Phase) -> str:
+def _phase_line(phase: Phase, counts: Counts | None) -> str:
+    """Describe what a phase reads; counts: of training, over all starts."""
     reader, samples = _reader(phase), phase.schedule.consumed_samples(phase.iterations)
     tokens = sum(stream.order.num_tokens for stream in reader.streams)
     padded = ""
@@ -402,6 +380,11 @@ def _phase_line(phase: Phase) -> str:
         padded = f"; whole documents, {100 * (1 - tokens / capacity):.2g}% padding"
     if not isinstance(reader.blend, Blend):
         return f"{samples:,} samples out of {tokens:,} tokens: each sample once{padded}"
-    epochs = epochs_of(reader, samples)
+    if counts is not None:
+        samples = counts.schedule.consumed_samples(phase.iterations)
+        epochs = counts.epochs(phase.iterations)
+    else:
+        sizes = [stream.sampler.samples_per_epoch for stream in reader.streams]
+        epochs = [due / size for due, size in zip(reader.blend.due(samples), sizes, strict=True)]
     many = f"{min(epochs):.3g} to {max(epochs):.3g}" if len(set(epochs)) > 1 else f"{epochs[0]:.3g}"
     return f"{samples:,} samples out of {tokens:,} tokens: {many} epochs{padded}"

@@ -7,17 +7,16 @@ of a path, and omits options with private paths.
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
-from pathlib import PurePath
 from typing import Any
 
 from megatron_lite.config import Config, flatten
-from megatron_lite.config.structured_values import weighted_paths
 from megatron_lite.config.values import FLAGS, written
 from megatron_lite.huggingface.origin import UNCHOSEN
 from megatron_lite.run.progress_line import format_count
-from megatron_lite.schedules.batch_size import consumed_tokens
+from megatron_lite.schedules.batch_size import BatchSchedule, Segment
 
 # Areas whose options describe the training; those of other areas say where and how it ran and are left out.
 AREAS = ("model", "learning_rate", "optimizer", "averaging", "training")
@@ -58,6 +57,7 @@ class TrainingSummary:
 
     iteration: int
     losses: dict[str, float]  # by name, in nats per token
+    counts: Mapping[str, Any]  # see `data.counts`
     facts: Mapping[str, Any] = field(default_factory=dict)  # see `saved_state.TRAINING`
     origin: Mapping[str, Any] = field(default_factory=dict)  # of the weights that it began with, see `read_origin`
 
@@ -92,17 +92,25 @@ def _model_rows(config: Config, model_type: str, parameters: int) -> Iterator[tu
 
 
 def _training(config: Config, trained: TrainingSummary) -> Iterator[str]:
-    batch, data = config.batch, config.data
-    paths = weighted_paths(data.data_path) if data.dataset_source != "random" else []
-    shares = [f" ({weight:.1%})" if len(paths) > 1 else "" for weight, _ in paths]
-    names = [f"`{_plain(PurePath(path).name)}`{share}" for (_, path), share in zip(paths, shares, strict=True)]
+    batches = BatchSchedule(tuple(Segment(*row) for row in trained.counts["stages"]))
+    sizes = [
+        f"{part.size:,} samples of {part.length:,} tokens ({count:,} iterations)"
+        for part, count in batches.parts(trained.iteration)
+        if part.size
+    ]
+    tokens, known = batches.consumed_tokens(trained.iteration), Counter[str]()
+    for _, name, _, length, samples in trained.counts["sets"]:
+        known[name] += length * samples
+    other = "random tokens, a test" if config.data.dataset_source == "random" else "data that was not counted"
+    known[other] += tokens - known.total()
+    names = [f"`{_plain(name)}` ({count / tokens:.1%})" for name, count in known.items() if count]
     yield "\n## Training\n"
     rows = [
-        ("data", ", ".join(names) or "random tokens, a test"),
+        ("data", ", ".join(names) or "none"),
         ("iterations", f"{trained.iteration:,} of {config.training.train_iters:,}"),
-        ("tokens", f"{consumed_tokens(batch, trained.iteration):,}"),
-        ("batch", f"{batch.batch_size:,} samples of {batch.sequence_length:,} tokens"),
-        ("context", f"{batch.sequence_length:,} tokens, the length of a sample"),
+        ("tokens", f"{tokens:,}{batches.since}"),
+        ("batch", ", then ".join(sizes)),
+        ("context", f"{config.batch.sequence_length:,} tokens, the length of a sample"),
     ]
     for name, loss in trained.losses.items():
         perplexity = f"{math.exp(loss):,.2f}" if loss < 50 else "beyond 1e21"

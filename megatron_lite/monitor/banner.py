@@ -27,15 +27,15 @@ from megatron_lite.monitor.logging import MIB
 from megatron_lite.monitor.schedule_picture import DrawnStep
 from megatron_lite.parameter import DTYPES
 from megatron_lite.run.host import available_bytes, available_cores, choose_threads
-from megatron_lite.schedules.batch_size import Split, batch_schedule, consumed_tokens
+from megatron_lite.schedules.batch_size import BatchSchedule, Split, batch_schedule
 from megatron_lite.zero.memory import MemoryRow
 from megatron_lite.zero.multi_stage import MultiStage
 
 
 def derived_numbers(
-    config: Config, layers: Sequence[Layer], distributed: Distributed, data: Mapping[str, str]
+    config: Config, layers: Sequence[Layer], distributed: Distributed, data: Mapping[str, str], batches: BatchSchedule
 ) -> dict[str, str]:
-    """Return derived numbers of the run by name; `data` describes the data sets."""
+    """Return derived numbers of the run by name; `data` describes the data sets, `batches` are those of all starts."""
     batch, sizes = config.batch, batch_schedule(config.batch).sizes
     shape = (batch.micro_batch_size, distributed.data.world_size, batch.breadth_first_micro_batches)
     micro_batches = _smallest_to_largest([Split(size, *shape).micro_steps for size in sizes])
@@ -47,7 +47,7 @@ def derived_numbers(
     return {
         "parameters": f"{parameters:,}",
         "tokens per iteration": _smallest_to_largest([size * batch.sequence_length for size in sizes]),
-        "total tokens": f"{consumed_tokens(batch, config.training.train_iters):,}",
+        "total tokens": f"{batches.consumed_tokens(config.training.train_iters):,}{batches.since}",
         "micro-batches per rank": f"{micro_batches} of {batch.micro_batch_size} samples",
         "ranks": describe_ranks(distributed),
         "device": describe_device(distributed.device) + why_threads,

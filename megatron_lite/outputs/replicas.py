@@ -54,7 +54,7 @@ def _counters(run: Run, iteration: int) -> dict[str, Any]:
     options = {area: dataclasses.asdict(getattr(run.config, area)) for area in _AREAS}
     return {
         "the iteration": [run.iteration, iteration],
-        "the learning rate": learning_rate(run.config, iteration),
+        "the learning rate": learning_rate(run.config, iteration, run.data.counts.schedule),
         "the position in the data": batch_schedule(run.config.batch).consumed_samples(iteration),
         **{f"the optimizer's {name}": value for name, value in run.optimizer.state().items()},
         **{f"the options of {area}": values for area, values in options.items()},

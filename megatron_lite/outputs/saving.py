@@ -97,6 +97,7 @@ def _new_save(run: Run, root: Path, evaluation_due: bool = False) -> Save:
         "window": run.window.state(),
         "evaluation_due": evaluation_due,
         "data": run.data.identity,
+        "counts": run.data.counts.state(run.iteration),
         **run.best.state(),
         **run.history.state(),
         **({"origin": run.resumed.origin} if run.resumed.origin else {}),
@@ -235,9 +236,10 @@ def export(run: Run, best: bool = False) -> None:
     else:
         weights = export_weights(run.model, config, run.distributed)
         try:
+            counts = run.data.counts.state(run.iteration)
             facts = training_facts(config.batch.sequence_length, run.data.identity) if run.iteration else {}
             losses = run.evaluated.get(run.iteration, {})
-            trained = TrainingSummary(run.iteration, losses, facts, run.resumed.origin)
+            trained = TrainingSummary(run.iteration, losses, counts, facts, run.resumed.origin)
             save_huggingface(directory, run.model, config, run.distributed, weights, run.experiment.check, trained)
         except NumericsError as error:  # the trained weights are fine, and saved
             run.logger.warning("no export of iteration %d: %s", run.iteration, error)

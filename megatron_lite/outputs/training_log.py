@@ -13,7 +13,6 @@ from megatron_lite.monitor.metric_lines import format_record
 from megatron_lite.optimizer.optimizer import Update
 from megatron_lite.outputs.bad_steps import leave_bad_step
 from megatron_lite.outputs.saving import is_due
-from megatron_lite.schedules.batch_size import batch_schedule, consumed_tokens
 from megatron_lite.schedules.learning_rate import learning_rate
 from megatron_lite.setup_run import Run
 
@@ -27,7 +26,7 @@ def progress_bar(run: Run) -> ProgressBar:
 def log_training(run: Run, update: Update) -> None:
     """Log one line and one record of metrics.jsonl. Waits for the step, because it reads the device."""
     run.distributed.wait_for_device()
-    iterations, config = run.window.iterations, run.config
+    iterations, config, batches = run.window.iterations, run.config, run.data.counts.schedule
     suspect = run.optimizer.guard.dropped.suspect()
     dropped = run.optimizer.guard.dropped.close()
     record: dict[str, Any] = {
@@ -35,21 +34,23 @@ def log_training(run: Run, update: Update) -> None:
         "iteration": run.iteration,
         "train_iters": config.training.train_iters,
         **run.window.close(),
-        "learning_rate": learning_rate(config, run.iteration),
+        "learning_rate": learning_rate(config, run.iteration, batches),
         "grad_norm": float(update.grad_norm),
         "skipped_iters": dropped.skipped,
         "nan_iters": dropped.nan,
         "loss_scale": float(run.optimizer.loss_scale.scale),
         **run.optimizer.record(),
-        "batch_size": batch_schedule(config.batch).batch_size(run.iteration),
-        "consumed_samples": batch_schedule(config.batch).consumed_samples(run.iteration),
-        "consumed_tokens": consumed_tokens(config.batch, run.iteration),
+        "batch_size": batches.batch_size(run.iteration),
+        "consumed_samples": batches.consumed_samples(run.iteration),
+        "consumed_tokens": batches.consumed_tokens(run.iteration),
     }
     glance = run.timer.glance(run.iteration)
     timing, more = run.timer.lap(run.iteration)
     record |= timing
     if (remaining_s := more.get("remaining_seconds")) is not None:
         record["remaining_seconds"] = round(remaining_s, 1)
+    if batches.since:
+        record["counted_since"] = batches.segments[1].start
     if dropped.reason is not None:
         record["skip_reason"] = dropped.reason
     if run.distributed.device.type == "cuda":
@@ -93,7 +94,7 @@ def show_early(run: Run, update: Update) -> None:
         "iteration": run.iteration,
         "train_iters": run.config.training.train_iters,
         "loss": run.window.mean_loss(),  # since the last line of the log file
-        "learning_rate": learning_rate(run.config, run.iteration),
+        "learning_rate": learning_rate(run.config, run.iteration, run.data.counts.schedule),
         "grad_norm": float(update.grad_norm),
         **run.timer.glance(run.iteration),
     }

@@ -29,7 +29,7 @@ from megatron_lite.planner.search import (
     recommended,
 )
 from megatron_lite.run.host import choose_threads
-from megatron_lite.schedules.batch_size import consumed_tokens
+from megatron_lite.schedules.batch_size import batch_schedule
 from megatron_lite.validation.rules import Note
 
 WIDTH = 118
@@ -186,7 +186,7 @@ def _costs(search: Search, best: Layout) -> Iterator[str]:
     yield from wrapped([Note(f"a step of {time.seconds:,.3g} s: {shares}{hidden}")])
     seconds = time.seconds * iterations
     gpu_hours = "" if search.device_type == "cpu" else f", {seconds / 3600 * best.plan.world_size:,.1f} GPU-hours"
-    tokens = consumed_tokens(config.batch, iterations)
+    tokens = batch_schedule(config.batch).consumed_tokens(iterations)
     yield f"the run: {iterations:,} iterations, {tokens:,} tokens, {hours(seconds)} of training{gpu_hours}"
     yield from _epochs(config, best.plan.world_size)
     size = files_bytes(best.plan.model, best.plan.world_size, iterations)

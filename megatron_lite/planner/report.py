@@ -24,7 +24,7 @@ from megatron_lite.planner.runtime import GIB, MIB, PLANNED_GPU_BYTES, counted
 from megatron_lite.planner.search import Changes, Search, recommended
 from megatron_lite.planner.stage_costs import Saved
 from megatron_lite.run import exit_status
-from megatron_lite.schedules.batch_size import consumed_tokens
+from megatron_lite.schedules.batch_size import batch_schedule
 from megatron_lite.validation import resolve
 from megatron_lite.validation.rules import Note
 from megatron_lite.validation.warnings import warnings
@@ -169,7 +169,7 @@ def _batch(plan: Plan) -> Iterator[str]:
         f"{batch.breadth_first_micro_batches:,} breadth-first x {groups}"
         + (f" - {padding:,} padding" if padding else "")
     )
-    in_all = f"{consumed_tokens(batch, iterations):,} tokens in {counted(iterations, 'iteration')}"
+    in_all = f"{batch_schedule(batch).consumed_tokens(iterations):,} tokens in {counted(iterations, 'iteration')}"
     if not iterations:
         in_all = "--train_iters=0 trains nothing: the plan below is for a run that trains"
     yield f"  {tokens:,} tokens per iteration, {batch.sequence_length:,} per sample; {in_all}"

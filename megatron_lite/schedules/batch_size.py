@@ -6,8 +6,10 @@ nor skips samples, and the iteration number determines where a run continues.
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import itertools
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 from megatron_lite.config import BatchConfig
@@ -20,7 +22,8 @@ class Segment:
     """Batches of `size` samples over all ranks, after the first `start` iterations."""
 
     start: int
-    size: int
+    size: int  # 0: unknown
+    length: int = 0  # tokens of a sample
 
 
 @dataclass(frozen=True)
@@ -31,16 +34,31 @@ class BatchSchedule:
 
     def batch_size(self, iteration: int) -> int:
         """Return the number of samples of an iteration, counted from 1."""
+        return self.segment(iteration).size
+
+    def segment(self, iteration: int) -> Segment:
+        """Return the segment of an iteration, counted from 1."""
         assert iteration >= 1, iteration
-        return next(segment.size for segment in reversed(self.segments) if segment.start < iteration)
+        return next(segment for segment in reversed(self.segments) if segment.start < iteration)
 
     def consumed_samples(self, iterations: int) -> int:
         """Return the samples consumed by the first `iterations`, which is the index of the next sample."""
+        return sum(count * segment.size for segment, count in self.parts(iterations))
+
+    def consumed_tokens(self, iterations: int) -> int:
+        """Return the tokens consumed by the first `iterations`."""
+        return sum(count * segment.size * segment.length for segment, count in self.parts(iterations))
+
+    def parts(self, iterations: int) -> Iterator[tuple[Segment, int]]:
+        """Yield each segment with the number of its iterations among the first `iterations`."""
         ends = [segment.start for segment in self.segments[1:]] + [max(iterations, self.segments[-1].start)]
-        return sum(
-            max(0, min(iterations, end) - segment.start) * segment.size
-            for segment, end in zip(self.segments, ends, strict=True)
-        )
+        for segment, end in zip(self.segments, ends, strict=True):
+            yield segment, max(0, min(iterations, end) - segment.start)
+
+    @property
+    def since(self) -> str:
+        """The limit of the sums, to be written after them; empty if all segments are known."""
+        return "" if self.segments[0].size else f" since iteration {self.segments[1].start:,}"
 
     @property
     def sizes(self) -> list[int]:
@@ -55,7 +73,9 @@ def continued(before: BatchSchedule, now: BatchSchedule, iterations: int) -> Bat
     """Join two schedules: `before` for the first `iterations`, `now` after them."""
     past = tuple(segment for segment in before.segments if segment.start < iterations)
     coming = tuple(segment for segment in now.segments if segment.start > iterations)
-    return BatchSchedule((*past, Segment(iterations, now.batch_size(iterations + 1)), *coming))
+    next_ = dataclasses.replace(now.segment(iterations + 1), start=iterations)
+    is_other = not past or dataclasses.replace(past[-1], start=iterations) != next_
+    return BatchSchedule((*past, *[next_] * is_other, *coming))
 
 
 def once_through(samples: int, batch_size: int) -> tuple[BatchSchedule, int]:
@@ -95,7 +115,7 @@ class Split:
 
 
 @functools.cache  # called several times a step
-def parse_schedule(items: tuple[str, ...]) -> BatchSchedule:
+def parse_schedule(items: tuple[str, ...], length: int = 0) -> BatchSchedule:
     """Parse --batch_size_schedule: `0:32 1000:64` means 32 samples for iterations 1 to 1000, then 64.
 
     Raises:
@@ -110,7 +130,7 @@ def parse_schedule(items: tuple[str, ...]) -> BatchSchedule:
         if not start or not size or ":" in size:
             raise UsageError(f"{typed}: {shown(item)}: {fix}")
         try:
-            segments.append(Segment(parse_int(start), parse_int(size)))
+            segments.append(Segment(parse_int(start), parse_int(size), length))
         except BadValueError as error:
             raise UsageError(f"{typed}: {shown(item)}: {error}; {fix}") from None
         if segments[-1].size < 1:
@@ -126,10 +146,5 @@ def parse_schedule(items: tuple[str, ...]) -> BatchSchedule:
 def batch_schedule(batch: BatchConfig) -> BatchSchedule:
     """Return the batch sizes of a resolved configuration: constant, or by --batch_size_schedule."""
     if batch.batch_size_schedule:
-        return parse_schedule(batch.batch_size_schedule)
-    return BatchSchedule((Segment(0, batch.batch_size),))
-
-
-def consumed_tokens(batch: BatchConfig, iterations: int) -> int:
-    """Return the number of tokens of the first `iterations` of a resolved configuration."""
-    return batch_schedule(batch).consumed_samples(iterations) * batch.sequence_length
+        return parse_schedule(batch.batch_size_schedule, batch.sequence_length)
+    return BatchSchedule((Segment(0, batch.batch_size, batch.sequence_length),))

@@ -5,13 +5,13 @@ from __future__ import annotations
 import math
 
 from megatron_lite.config import Config, LearningRateConfig
-from megatron_lite.schedules.batch_size import batch_schedule, consumed_tokens
+from megatron_lite.schedules.batch_size import BatchSchedule, batch_schedule
 from megatron_lite.schedules.cycles import Cycle, cooldown_steps, cycle, cycle_at
 from megatron_lite.schedules.stages import parse_stages, stage_rate
 
 
-def learning_rate(config: Config, iteration: int) -> float:
-    """Return the learning rate of an iteration, counted from 1. config: resolved.
+def learning_rate(config: Config, iteration: int, batches: BatchSchedule | None = None) -> float:
+    """Return the learning rate of an iteration, counted from 1. config: resolved. batches: of all starts.
 
     The rate follows the stages of `lr_schedule`, or cycles of warmup, stable phase and decay (see `cycles`). The
     default is one cycle: a linear warmup from lr / lr_warmup_iters to lr, then a decay to min_lr at iteration
@@ -29,7 +29,7 @@ def learning_rate(config: Config, iteration: int) -> float:
     if cooldown and beyond >= 0:
         rate = _between(_at_end(config, current), _minimum(config), min(beyond, cooldown) / cooldown)
     else:
-        rate = _in_cycle(config, current, step)
+        rate = _in_cycle(config, current, step, batches)
     return rate * options.default_lr_scale
 
 
@@ -64,12 +64,12 @@ def _between(first: float, last: float, fraction: float) -> float:
     return last if fraction == 1.0 else first + (last - first) * fraction
 
 
-def _in_cycle(config: Config, current: Cycle, step: int) -> float:
+def _in_cycle(config: Config, current: Cycle, step: int, batches: BatchSchedule | None) -> float:
     options = config.learning_rate
     if step < current.start + current.warmup:
         before = _at_end(config, cycle(options, current.number - 1)) if current.number else 0.0
         return before + (options.lr - before) * (step - current.start) / current.warmup
-    return options.lr if step < current.decay_start else _decayed(config, current, step - current.decay_start)
+    return options.lr if step < current.decay_start else _decayed(config, current, step - current.decay_start, batches)
 
 
 def _at_end(config: Config, finished: Cycle) -> float:
@@ -77,7 +77,7 @@ def _at_end(config: Config, finished: Cycle) -> float:
     return _decayed(config, finished, finished.decay)
 
 
-def _decayed(config: Config, current: Cycle, elapsed: int) -> float:
+def _decayed(config: Config, current: Cycle, elapsed: int, batches: BatchSchedule | None = None) -> float:
     """Return the rate `elapsed` steps after the start of a cycle's decay, also beyond its end."""
     options, peak = config.learning_rate, config.learning_rate.lr
     style, floor = options.lr_decay_style, _minimum(config)
@@ -89,7 +89,8 @@ def _decayed(config: Config, current: Cycle, elapsed: int) -> float:
     if style == "inv":  # 0 steps count as 1, so the first step of the decay is already lower
         return max(floor, peak / ((peak / floor - 1.0) * max(elapsed, 1) / current.decay + 1.0))
     if style == "power_tokens":
-        return min(peak, _power_of_tokens(config, current.decay_start, elapsed))
+        batches = batch_schedule(config.batch) if batches is None or batches.since else batches
+        return min(peak, _power_of_tokens(config, current.decay_start, elapsed, batches))
     over = (min(elapsed, current.decay) / current.decay) ** options.lr_decay_power
     if style == "cosine":
         falling = 0.5 * (1.0 + math.cos(math.pi * over))
@@ -98,21 +99,21 @@ def _decayed(config: Config, current: Cycle, elapsed: int) -> float:
     return _between(peak, floor, over)
 
 
-def _power_of_tokens(config: Config, decay_start: int, elapsed: int) -> float:
+def _power_of_tokens(config: Config, decay_start: int, elapsed: int, batches: BatchSchedule) -> float:
     """Return batch_size * a * tokens ** b with this iteration's batch size and the tokens since the decay began.
 
     Source: Shen et al. 2024, Power Scheduler (arXiv 2408.13359).
     """
     iteration = decay_start + elapsed + _first_iteration(config)
-    tokens = _tokens_before(config, iteration) - _tokens_before(config, iteration - elapsed)
+    tokens = _tokens_before(batches, iteration) - _tokens_before(batches, iteration - elapsed)
     if tokens == 0:
         return math.inf
-    batch_size = batch_schedule(config.batch).batch_size(max(iteration, 1))
+    batch_size = batches.batch_size(max(iteration, 1))
     return batch_size * config.learning_rate.lr_power_a * float(tokens) ** config.learning_rate.lr_power_b
 
 
-def _tokens_before(config: Config, iteration: int) -> int:
+def _tokens_before(batches: BatchSchedule, iteration: int) -> int:
     """Return the tokens before an iteration; negative before the first iteration, with the first batch size."""
     if iteration < 1:
-        return (iteration - 1) * consumed_tokens(config.batch, 1)
-    return consumed_tokens(config.batch, iteration - 1)
+        return (iteration - 1) * batches.consumed_tokens(1)
+    return batches.consumed_tokens(iteration - 1)

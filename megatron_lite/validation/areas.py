@@ -20,7 +20,7 @@ from megatron_lite.config.structured_values import (
     weighted_paths,
 )
 from megatron_lite.config.system import number_of_stages
-from megatron_lite.config.training import ITERATIONS, OWN_DATA
+from megatron_lite.config.training import ITERATIONS, NO_MASK, OWN_DATA
 from megatron_lite.config.values import is_number, written
 from megatron_lite.validation.rules import Problem, Problems, default, fill, nearest_multiples, parsing, problem
 
@@ -233,6 +233,7 @@ def data(draft: Draft) -> Problems:
     is_default = not draft.changed("split")
     draft.split += (0.0,) * (3 - len(draft.split))
     if draft.dataset_source == "random":
+        draft.tokenizer_file = None if draft.tokenizer_file == "none" else draft.tokenizer_file
         return
     own = {phase: flag for phase, flag in OWN_DATA.items() if getattr(draft, flag)}
     if is_default and own:  # as in Megatron-LM, a validation set of its own leaves the rest to training
@@ -256,7 +257,7 @@ def data(draft: Draft) -> Problems:
         yield from parsing(names, weight_stages, draft.data_path, draft.data_weights_schedule)
         words = (*draft.data_path, *draft.valid_data_path, *draft.test_data_path)
         masks, sets = len(draft.loss_mask), sum(not is_number(word) for word in words)
-        if masks and masks != sets:
+        if masks not in (0, sets) and draft.loss_mask != (NO_MASK,):
             order = " and ".join(f"--{flag}" for flag in ("data_path", *own.values()))
             rule = f"{masks} for {sets} data sets; write one for each, in the order of {order}, or the word none"
             yield problem(draft, "loss_mask", rule, also="data_path")

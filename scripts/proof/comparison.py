@@ -12,7 +12,7 @@ from torch import Tensor
 
 from megatron_lite.errors import UsageError
 from scripts.proof.cases import EIGHT_BIT_OPTIONS, Case, Flags, Layout
-from scripts.proof.ranks import BrokenRunError, Ranks, Step
+from scripts.proof.ranks import COUNTED, BrokenRunError, Ranks, Step
 
 Unit = TypeVar("Unit")
 MOST_KEPT = 8  # runs to compare with
@@ -92,7 +92,7 @@ def differences(
     for step, other in zip(steps, others, strict=True):
         limits = first if step.iteration == 1 else later
         for what in step.numbers.keys() & other.numbers.keys():
-            limit = limits.norm if what == "norm" else limits.loss
+            limit = 0.0 if what.startswith(COUNTED) else limits.norm if what == "norm" else limits.loss
             yield Difference(step.iteration, what, "", _relative(step.numbers[what], other.numbers[what]), limit)
         largest = max((_size(value) for (kind, _), value in other.tensors.items() if kind == "gradients"), default=0.0)
         assert step.tensors.keys() == other.tensors.keys(), "the same parameters"

@@ -35,6 +35,7 @@ from megatron_lite.train import train_step
 from scripts.proof.eight_bits import Recorder, Scales, Use
 
 TOKENS, MASK, RUN = "tokens", "mask", "run"  # files in the working directory of all ranks
+COUNTED = "counted"  # begins the names of numbers that no rounding changes
 Prepare = Callable[[], None]
 Piece = tuple[str, str, int, Tile, Any]  # kind, parameter, elements of the whole, place of these, numpy array
 
@@ -62,7 +63,7 @@ class Step(NamedTuple):
     """Numbers of an iteration, or of a start: gradients before the update, weights and averages after it."""
 
     iteration: int
-    numbers: dict[str, float]  # loss, norm of the gradient, and losses of an evaluation after it
+    numbers: dict[str, float]  # loss, norm of the gradient, what is counted, and losses of an evaluation after it
     tensors: dict[tuple[str, str], Tensor]  # (kind, name) -> whole parameter, flat, fp32
 
     def before(self, kind: str, name: str) -> Tensor:
@@ -231,6 +232,12 @@ def _iterations(run: Run, last: int) -> Iterator[Told]:
         run.iteration += 1
         run.window.add(done.loss, done.tokens, done.verdict.skipped, 0.0)
         numbers = {"loss": float(done.loss) / max(done.tokens, 1), "norm": float(done.grad_norm)}
+        batches_so_far = run.data.counts.schedule
+        numbers |= {
+            f"{COUNTED} samples": batches_so_far.consumed_samples(run.iteration),
+            f"{COUNTED} tokens": batches_so_far.consumed_tokens(run.iteration),
+            f"{COUNTED} samples of data sets": sum(row[-1] for row in run.data.counts.read(run.iteration)),
+        }
         pieces, uses = [*gradients, *(piece for kind in kinds for piece in _pieces(run, kind))], _recorder().taken()
         training = run.config.training
         if training.validation_iters and run.iteration % training.validation_interval == 0:

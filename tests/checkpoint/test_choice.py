@@ -107,16 +107,20 @@ def test_a_list_that_cannot_be_read_is_one_line(tmp_path: Path, monkeypatch: pyt
         chosen(own)
 
 
-def test_the_order_of_evaluations(tmp_path: Path) -> None:
-    """A run goes on with its own, which an earlier version did not write down; new ones follow the data set alone."""
-    assert choose(tmp_path, OPTIONS).evaluation_order == "data"
+def test_the_data_with_which_a_run_began(tmp_path: Path) -> None:
+    """It is known from the first iteration on; of a checkpoint of an earlier version, nothing is."""
+    assert choose(tmp_path, OPTIONS).began is None
     data = {"sets": [], "tokenizer": None}
-    for iteration, known, order in (
-        (0, {}, "data"),  # a converted model
-        (1, {}, "seed"),
-        (2, {"data": data}, "seed"),
-        (3, {"data": {**data, "evaluation_order": "data"}}, "data"),
-        (4, {"data": {**data, "evaluation_order": "seed"}}, "seed"),
+    later = {**data, "evaluation_order": "data"}
+    for iteration, known, began in (
+        (0, {}, None),  # a converted model
+        (1, {}, {}),
+        (2, {"data": data}, data),
+        (3, {"data": later}, later),
     ):
         test_writing.save(tmp_path, iteration, 1, state={**run_state(), **known})
-        assert choose(tmp_path, OPTIONS).evaluation_order == order
+        found = choose(tmp_path, OPTIONS).began
+        if found is not None and began is not None:
+            assert found.pop("config")["num_layers"] >= 1
+            began |= {"counts": {"stages": [(0, 0, 0)], "sets": []}, "iteration": iteration}
+        assert found == began

@@ -70,7 +70,7 @@ BASES = {"a": 0, "b": 5000, "c": 10_000}
 
 def firsts(phase: str, options: dict[str, Any], order: str = "data") -> list[int]:
     """The first token of each sample that a phase reads."""
-    source = open_data(resolve(options.pop("config"), 1), 0, 1, order)
+    source = open_data(resolve(options.pop("config"), 1), 0, 1, None if order == "data" else {})
     try:
         return [
             int(row[0])

@@ -290,9 +290,3 @@ def test_what_is_missing_is_named(prefix: str, tokenizers: dict[str, str], tmp_p
     ):
         with pytest.raises(kind, match=message):
             read_batches(config(prefix, **{"tokenizer_file": path, **values}))
-    with pytest.raises(UsageError, match="--fim_rate=0.7: text is cut .*; set --tokenizer_file"):
-        config(prefix, None)
-    with pytest.raises(UsageError, match="set --tokenizer_file"):
-        config(prefix, None, dataset_source="file")
-    with pytest.raises(UsageError, match="--fim_rate=0.7, --loss_mask=mask: a mask does not fit"):
-        config(prefix, path, loss_mask=("mask",))

@@ -87,7 +87,7 @@ def test_names_in_a_run(tmp_path: Path) -> None:
         assert names <= names_of(record["phase"]), record
     on_a_cpu = set().union(*(record for record in records if record["phase"] == "training"))
     gpu_only = {"mfu", "max_allocated_mib", "max_reserved_mib"}
-    assert names_of("training") - on_a_cpu == gpu_only | {"skip_reason", "samples_s"}
+    assert names_of("training") - on_a_cpu == gpu_only | {"skip_reason", "samples_s", "counted_since"}
     (command,) = documents.blocks(GUIDE)
     printed = subprocess.run(["bash", "-c", command], cwd=tmp_path, capture_output=True, text=True, check=True).stdout
     losses = [record["loss"] for record in records if record["phase"] == "training"]

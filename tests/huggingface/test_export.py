@@ -283,13 +283,18 @@ def config(*flags: str) -> Config:
 
 
 def test_what_a_card_says() -> None:
-    """Model, data with shares, tokens, losses, options; the license is left open where nobody can overlook it."""
+    """Model, data with shares, tokens, losses, options; the license is left open where nobody can overlook it.
+
+    Batches and data are those that were counted, not those of the options.
+    """
+    sets = [("a" * 16, "books", 99, 16, 6), ("b" * 16, "web", 99, 16, 10), ("b" * 16, "web", 60, 32, 4)]
+    counts = {"stages": [(0, 4, 16), (2, 8, 16), (3, 4, 32)], "sets": sets}
     blend = "--data_path 0.25 /secret/place/books 0.75 /secret/place/web"
     options = config("--lr=0.02", "--dataset_source=list", *blend.split(), "--experiment_dir=/home/somebody/run")
-    card = model_card(options, "gpt2", 1_234_567, TrainingSummary(4, {"validation loss": 2.5}))
+    card = model_card(options, "gpt2", 1_234_567, TrainingSummary(4, {"validation loss": 2.5}, counts))
     assert "# A gpt2 model with 1.23M parameters" in card and "| parameters | 1,234,567 |" in card
-    assert "`books` (25.0%), `web` (75.0%)" in card and "| iterations | 4 of 6 |" in card
-    assert "| tokens | 256 |" in card and "2.5000 nats per token (perplexity 12.18)" in card
+    assert "`books` (25.0%), `web` (75.0%) |" in card and "| iterations | 4 of 6 |" in card
+    assert "| tokens | 384 |" in card and "2.5000 nats per token (perplexity 12.18)" in card
     assert "--lr=0.02" in card and "--zero_stage" not in card
     assert "license: other\nlicense_name: choose-a-license" in card and "License: not chosen yet" in card
     assert "/secret" not in card and "somebody" not in card
@@ -298,7 +303,8 @@ def test_what_a_card_says() -> None:
 def test_names_of_data_sets_stay_text() -> None:
     """Markdown and HTML in a file name end up as question marks."""
     options = config("--dataset_source=list", "--data_path=/d/---`|<script>")
-    card = model_card(options, "gpt2", 10, TrainingSummary(1, {}))
+    counts = {"stages": [(0, 4, 16)], "sets": [("f" * 16, "---`|<script>", 9, 16, 4)]}
+    card = model_card(options, "gpt2", 10, TrainingSummary(1, {}, counts))
     assert "`---???script?`" in card and "<script" not in card
 
 

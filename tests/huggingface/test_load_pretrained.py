@@ -266,7 +266,8 @@ def test_weights_that_are_not_finite(tmp_path: Path) -> None:
 
 
 def test_an_optimizer_from_a_hugging_face_folder(folder: Path) -> None:
-    outcome = run([*FLAGS, f"--pretrained_checkpoint_path={folder}", "--load_pretrained_optimizer=1"])
+    flags = [*FLAGS, "--train_iters=1", f"--pretrained_checkpoint_path={folder}", "--load_pretrained_optimizer=1"]
+    outcome = run(flags)
     assert outcome.codes == [4] and len(outcome.error_lines()) == 1
     assert "which holds no optimizer state; leave the flag out" in outcome.output
 

@@ -13,7 +13,6 @@ from megatron_lite.schedules.batch_size import (
     Segment,
     Split,
     batch_schedule,
-    consumed_tokens,
     once_through,
     parse_schedule,
 )
@@ -50,7 +49,8 @@ def test_the_example_of_levanter() -> None:
     schedule = parse_schedule(("0:32", "10:64"))
     assert [schedule.batch_size(iteration) for iteration in (1, 10, 11, 12, 10**9)] == [32, 32, 64, 64, 64]
     assert schedule.consumed_samples(11) == 384
-    assert consumed_tokens(BatchConfig(batch_size_schedule=("0:32", "10:64"), sequence_length=7), 11) == 384 * 7
+    batch = BatchConfig(batch_size_schedule=("0:32", "10:64"), sequence_length=7)
+    assert batch_schedule(batch).consumed_tokens(11) == 384 * 7
     assert schedule.consumed_samples(10**15) == 320 + 64 * (10**15 - 10)  # at once
 
 

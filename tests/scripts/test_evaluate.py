@@ -237,7 +237,7 @@ def test_errors_are_one_clear_line(folder: Path, capsys: pytest.CaptureFixture[s
     (tmp_path / "EMPTY.txt").write_text(" \n")
     data = str(folder / "data")
     cases = [
-        (["--data_path", "nowhere"], 3, "nowhere.idx"),
+        (["--data_path", "nowhere"], 3, "nowhere: no such file, folder or pair"),
         (["--data_path", data, "--split=1,0,0"], 2, "--split"),
         (["--data_path", data, "--split=x"], 2, "--split=x"),
         (["--data_path", data, "--sequence_length=33"], 2, "--sequence_length=33"),

@@ -148,6 +148,7 @@ def a_run(**changes: float) -> list[Step]:
         tensors = {("gradients", "w"): gradient, ("weights", "w"): moved}
         tensors["weights", "frozen"] = ones * (1 + more.get("frozen", 0.0))
         numbers = {"loss": 2.0 * (1 + more.get("loss", 0.0)), "norm": 1.0 + more.get("norm", 0.0)}
+        numbers["counted samples"] = 10**7 * number + more.get("counted", 0.0)
         steps.append(Step(number, numbers, tensors))
     return steps
 
@@ -156,7 +157,7 @@ def test_every_number_is_compared() -> None:
     """Rounding passes, and a little more does not; to the bit, nothing passes. NaN is a difference."""
     small = {"loss": 8e-7, "norm": 8e-6, "gradient": 4e-5, "update": 2e-6}
     assert not [found for found in differences(a_run(**small), a_run(), FP32) if found.is_beyond]
-    large = {"loss": 2e-6, "norm": 2e-5, "gradient": 1e-3, "update": 1e-4, "frozen": 1e-6}
+    large = {"loss": 2e-6, "norm": 2e-5, "gradient": 1e-3, "update": 1e-4, "frozen": 1e-6, "counted": 1}
     for what, change in [*large.items(), ("loss", math.nan), ("gradient", math.nan)]:
         beyond = [found for found in differences(a_run(**{what: change}), a_run(), FP32) if found.is_beyond]
         assert [found.step for found in beyond] == [2] and beyond[0].what.startswith(what), (what, beyond)

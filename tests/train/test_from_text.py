@@ -9,6 +9,7 @@ import pytest
 from megatron_lite.corpus.from_text import is_text, read_list
 from megatron_lite.data.indexed_dataset import IndexedDataset
 from megatron_lite.errors import DataError
+from tests.checkpoint.test_damage import seal
 from tests.support.launch import TINY, run, succeed
 from tests.support.loading import loaded
 from tests.support.token_files import save_byte_tokenizer, write_documents
@@ -73,11 +74,12 @@ def test_a_run_keeps_tokens_of_older_rules(text: Path, tmp_path: Path) -> None:
     succeed([*stopped, "--stop_interval=2"])
     (index,) = (tmp_path / "c").glob("*/text.idx")
     index.parent.rename(tmp_path / "c" / "older")
-    summary, config = tmp_path / "c" / "older" / "text.summary.json", tmp_path / "stopped" / "config.json"
+    summary, saved = tmp_path / "c" / "older" / "text.summary.json", tmp_path / "stopped" / "checkpoints" / "2"
     values = json.loads(summary.read_text()) | {"fingerprint": "another"}
     del values["rules"]
     summary.write_text(json.dumps(values))
-    config.write_text(config.read_text().replace(index.parent.name, "older"))
+    content = json.loads((saved / "manifest.json").read_text().replace(index.parent.name, "older"))
+    (saved / "manifest.json").write_bytes(seal(content))
     goes_on = succeed(stopped).output
     assert f"{text}: the run goes on with {tmp_path}/c/older/text, which was prepared under older rules" in goes_on
     assert losses(tmp_path / "stopped") == losses(tmp_path / "whole")

@@ -1,0 +1,83 @@
+"""The samples and tokens that a run has trained on, counted over all its starts, whatever options each of them had.
+
+Every checkpoint holds it: the sizes of all batches so far, and for each data set, by its fingerprint, the samples that
+were read. A start adds what it reads itself, from its first iteration on.
+"""
+
+from __future__ import annotations
+
+import bisect
+from collections import Counter, defaultdict
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from megatron_lite.config import Config
+from megatron_lite.data.blending import Blend, Concatenation
+from megatron_lite.errors import UsageError
+from megatron_lite.schedules.batch_size import BatchSchedule, Segment, batch_schedule, continued
+
+Read = tuple[str, str, int, int, int]  # fingerprint, name, samples of an epoch, tokens of a sample, samples read
+
+
+class Counts:
+    """The samples of training: of a start, after those that a checkpoint knows of earlier ones, see `begin`."""
+
+    order: Blend | Concatenation | None = None  # None: random tokens, or no training
+    sets: Sequence[tuple[str, str, int]] = ()  # of each data set: fingerprint, name, samples of an epoch
+
+    def __init__(self, config: Config) -> None:
+        """config: resolved."""
+        self._config, self._planned = config, batch_schedule(config.batch)
+        self.schedule = self._planned  # that of earlier starts, until this one begins
+        self._first, self._read = 0, list[Read]()
+
+    def begin(self, saved: Mapping[str, Any], iteration: int) -> None:
+        """Go on after the iterations of a checkpoint. saved: `state()` then."""
+        before = BatchSchedule(tuple(Segment(*row) for row in saved["stages"]))
+        self.schedule = continued(before, self._planned, iteration)
+        self._first, self._read = iteration, saved["sets"]
+
+    def read(self, iterations: int) -> list[Read]:
+        """Return what the first `iterations` read of each data set.
+
+        An earlier version did not count data sets. Its iterations count where they were as the current options say.
+        """
+        found: Counter[tuple[Any, ...]] = Counter({tuple(row[:-1]): row[-1] for row in self._read})
+        first = self._first if found or self.schedule != self._planned else 0
+        if isinstance(self.order, Blend):
+            ends = map(self._planned.consumed_samples, (first, max(first, iterations)))
+            for data_set, start, end in zip(self.sets, *map(self.order.taken, ends), strict=True):
+                key = (*data_set, self._config.batch.sequence_length)
+                found[key] += end - start
+        return [(*key, samples) for key, samples in found.items()]
+
+    def epochs(self, iterations: int) -> list[float]:
+        """Return how often the first `iterations` read each data set."""
+        times = defaultdict[str, float](float)
+        for name, _, epoch, _, samples in self.read(iterations):
+            times[name] += samples / epoch
+        return [times[name] for name, *_ in self.sets]
+
+    def check_epochs(self, prefixes: Sequence[str]) -> None:
+        """Check --max_epochs. prefixes: of the data sets.
+
+        Raises: UsageError, which names the data set that is read most often, and how many iterations are allowed.
+        """
+        limit, iterations = self._config.data.max_epochs, self._config.training.train_iters
+        epochs = self.epochs(iterations)
+        if limit is None or max(epochs) <= limit:
+            return
+        refused = bisect.bisect_right(range(iterations), float(limit), key=lambda count: max(self.epochs(count)))
+        raise UsageError(
+            f"--max_epochs={limit}, --train_iters={iterations}: {prefixes[epochs.index(max(epochs))]} would be read "
+            f"{max(epochs):.4g} times; write --train_iters={refused - 1} or less, a larger --max_epochs, or add data"
+        )
+
+    def state(self, iterations: int) -> dict[str, Any]:
+        """Return the part of a checkpoint's state; see `saved_state.RUN_STATE`."""
+        stages = [
+            (part.start, part.size, part.length)
+            for part, count in self.schedule.parts(iterations)
+            if count or not part.start
+        ]
+        return {"stages": stages, "sets": self.read(iterations)}
