@@ -18,6 +18,9 @@ if TYPE_CHECKING:
     from megatron_lite.run.launcher_watch import LauncherWatch
 
 
+LENGTHS = ("train_iters", "train_tokens", "epochs")  # options that say how long a run is
+
+
 def main(argv: list[str], launcher: LauncherWatch | None = None) -> int:
     """Parse, validate, train; return the exit code. Nothing heavy is imported before the flags are known to be good.
 
@@ -40,8 +43,10 @@ def main(argv: list[str], launcher: LauncherWatch | None = None) -> int:
         experiment_dir = folder_of(arguments.config)
         world_size = planned_world_size(arguments.config, launch_world_size())
         config = resolve(arguments.config, world_size, nodes=0)
-        if "train_iters" not in arguments.given and not config.distributed.dry_run:
-            raise UsageError("--train_iters is missing; write the iterations of the run (0: train nothing)")
+        lengths = [f"--{name}" for name in LENGTHS if arguments.given.get(name) is not None]
+        if len(lengths) > 1 or not (lengths or config.distributed.dry_run):
+            typed = " and ".join(lengths) or "--train_iters is missing"
+            raise UsageError(f"{typed}: write one of --train_iters (0: train nothing), --train_tokens and --epochs")
         check_passes(config)
         check_exports(config)
         if config.distributed.dry_run:

@@ -24,6 +24,7 @@ from megatron_lite.config import Config, changed
 from megatron_lite.config.structured_values import weighted_paths
 from megatron_lite.corpus.from_text import resolve_data
 from megatron_lite.corpus.prepared import check_tokenizer, known_tokenizer, outdated
+from megatron_lite.corpus.run_length import with_length
 from megatron_lite.data.fingerprint import check_same
 from megatron_lite.data.loader import DataSource
 from megatron_lite.data.open_data import PATH_FLAGS, open_data
@@ -120,16 +121,18 @@ def build(
     stop: StopSignal,
     notes: tuple[Note, ...],
     environment: Mapping[str, str] | None = None,
+    asked: Config | None = None,
 ) -> Run:
     """Set up a run. All ranks call this together; an error on any rank is raised on all.
 
-    notes: from the command line. environment: variables of --export_callback_env, which `config` does not hold.
+    notes: from the command line. environment: variables of --export_callback_env, which `config` does not hold. asked:
+    `config` as typed.
 
     Raises:
         RunError: if the run cannot start; its class tells why.
     """
     run, reports = Run(config, distributed, experiment, stop), distributed.rank == 0
-    choice, began, found = _resolve(run)
+    choice, began, found = _resolve(run, asked or config)
     config = run.config
     kernels = agree_on_kernels(config, distributed)
     layers = together(distributed, lambda: _open_inputs(run, environment or {}, kernels, began))
@@ -193,7 +196,7 @@ def build(
 # -- open the inputs ----------------------------------------------------------------------------------------------
 
 
-def _resolve(run: Run) -> tuple[Choice, Mapping[str, Any] | None, tuple[Note, ...]]:
+def _resolve(run: Run, asked: Config) -> tuple[Choice, Mapping[str, Any] | None, tuple[Note, ...]]:
     """Open the log, resolve `auto` and text data in the configuration, and choose the checkpoints to resume from.
 
     Returns also the data of the newest one, see `open_data`, and notes.
@@ -214,8 +217,9 @@ def _resolve(run: Run) -> tuple[Choice, Mapping[str, Any] | None, tuple[Note, ..
     began = distributed.broadcast_object(choice.began)
     distributed.progress.enter("the preparation of the data")
     config = resolve_data(config, distributed, experiment.root, run.logger, began)
-    run.config = _choose_products(config, distributed)
-    return choice, began, sizes
+    config = _choose_products(config, distributed)
+    run.config, length = together(distributed, lambda: with_length(config, asked, began, distributed.world_size))
+    return choice, began, (*sizes, *length)
 
 
 def _choose(run: Run) -> Choice:

@@ -233,6 +233,17 @@ class TrainingConfig(Area):
     train_iters: NonNegativeInt = option(
         0, "iterations of the whole run, including restarts", basic=True, aliases="num_train_steps"
     )
+    train_tokens: PositiveInt | None = optional(
+        "tokens of the whole run, instead of train_iters, which becomes the fewest iterations that read them", "no goal"
+    )
+    epochs: PositiveFloat | None = optional(
+        "epochs of the whole run, each of which reads every token of data_path once, instead of train_iters",
+        "no goal",
+        needs=(
+            Rule("dataset_source=list", "lists of data sets have weights, and random tokens no end"),
+            Rule("dry_run=0", "a dry run reads no data", fix="write --train_tokens"),
+        ),
+    )
     logit_z_loss: NonNegativeFloat = option(
         0.0, "weight of the z-loss, mean(logsumexp(logits)^2), in the loss", aliases="z_loss_weight"
     )

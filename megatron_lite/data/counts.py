@@ -7,6 +7,7 @@ were read. A start adds what it reads itself, from its first iteration on.
 from __future__ import annotations
 
 import bisect
+import math
 from collections import Counter, defaultdict
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -30,6 +31,10 @@ class Counts:
         self._config, self._planned = config, batch_schedule(config.batch)
         self.schedule = self._planned  # that of earlier starts, until this one begins
         self._first, self._read = 0, list[Read]()
+
+    def iterations_of(self, tokens: int) -> int:
+        """Return the fewest iterations that read so many tokens; by the options where earlier starts did not count."""
+        return (self._planned if self.schedule.since else self.schedule).iterations_of(tokens)
 
     def begin(self, saved: Mapping[str, Any], iteration: int) -> None:
         """Go on after the iterations of a checkpoint. saved: `state()` then."""
@@ -65,7 +70,7 @@ class Counts:
         """
         limit, iterations = self._config.data.max_epochs, self._config.training.train_iters
         epochs = self.epochs(iterations)
-        if limit is None or max(epochs) <= limit:
+        if limit is None or max(epochs) <= limit or (self._config.training.epochs or math.inf) <= limit:
             return
         refused = bisect.bisect_right(range(iterations), float(limit), key=lambda count: max(self.epochs(count)))
         raise UsageError(

@@ -180,6 +180,16 @@ def _check_some_count(mask: IndexedDataset, phase: str, first: int, end: int) ->
         )
 
 
+def samples_of_epoch(config: Config) -> int:
+    """Return the samples with which training reads every token of --data_path once.
+
+    Raises: DataError as `open_data`.
+    """
+    datasets, masks, _ = _open_sets(config, {"data_path"})["data_path"]
+    pairs = zip(datasets, masks, strict=True)
+    return sum(_stream(config, "training", 0, *pair).sampler.samples_per_epoch for pair in pairs)
+
+
 def _schedule(config: Config, phase: str) -> BatchSchedule:
     """Return the batch sizes of a phase: an evaluation keeps one size, so that its results compare over the run."""
     if phase == "training":

@@ -84,7 +84,7 @@ def opened(
             torch.set_num_threads(choose_threads(config, local_world_size, sharing).number)
         experiment.share(distributed)
         ending.stacks.open(experiment.artifacts)
-        run = build(config, distributed, experiment, stop, notes, environment)
+        run = build(config, distributed, experiment, stop, notes, environment, asked)
         ending.kill_children, run.ending = run.callback.kill, ending
         run.logs_early = (asked or config).run.log_interval is None
         minutes, saving = config.checkpoint.checkpoint_minutes, (asked or config).checkpoint

@@ -6,6 +6,7 @@ nor skips samples, and the iteration number determines where a run continues.
 
 from __future__ import annotations
 
+import bisect
 import dataclasses
 import functools
 import itertools
@@ -48,6 +49,10 @@ class BatchSchedule:
     def consumed_tokens(self, iterations: int) -> int:
         """Return the tokens consumed by the first `iterations`."""
         return sum(count * segment.size * segment.length for segment, count in self.parts(iterations))
+
+    def iterations_of(self, tokens: int) -> int:
+        """Return the fewest iterations that consume so many tokens."""
+        return bisect.bisect_left(range(2**62), tokens, key=self.consumed_tokens)
 
     def parts(self, iterations: int) -> Iterator[tuple[Segment, int]]:
         """Yield each segment with the number of its iterations among the first `iterations`."""

@@ -86,6 +86,7 @@ def _cross_check(draft: Draft, world_size: int, nodes: int = 1) -> Problems:
     yield from pipeline_parallel(draft, world_size)
     yield from data_parallel_shard(draft, world_size, nodes)
     yield from batch(draft, data_ranks(draft, world_size))
+    yield from areas.length(draft)
     yield from learning_rate(draft)
     yield from areas.update(draft)
     yield from areas.multi_stage(draft)

@@ -22,8 +22,10 @@ from megatron_lite.config.structured_values import (
 from megatron_lite.config.system import number_of_stages
 from megatron_lite.config.training import ITERATIONS, NO_MASK, OWN_DATA
 from megatron_lite.config.values import is_number, written
+from megatron_lite.schedules.batch_size import batch_schedule
 from megatron_lite.validation.rules import Problem, Problems, default, fill, nearest_multiples, parsing, problem
 
+MANY_TOKENS = 2**50  # until the tokens of an epoch are known
 DEFAULT_MINUTES = 15.0  # between checkpoints, where no flag says when
 
 
@@ -220,6 +222,20 @@ def profiles(draft: Draft, world_size: int) -> Problems:
     if max(draft.profile_ranks, default=0) >= world_size:
         ranks = f"the ranks are 0 to {world_size - 1}" if world_size > 1 else "the only rank is 0"
         yield problem(draft, "profile_ranks", f"{ranks}; leave out profile_ranks to profile all")
+
+
+def length(draft: Draft) -> Problems:
+    """Derive the iterations from other goals, as far as these are known before the data and earlier starts are."""
+    if (
+        not draft.train_iters
+        and draft.epochs is not None
+        and (any(map(is_number, draft.data_path)) or draft.data_weights_schedule)
+    ):
+        rule = "with weights, no iteration has read every token once; leave them out, or write --train_tokens"
+        yield problem(draft, "epochs data_path", rule, also="data_weights_schedule")
+    elif draft.batch_size is not None and not draft.train_iters:
+        tokens = MANY_TOKENS if draft.epochs is not None else draft.train_tokens or 0
+        draft.train_iters = batch_schedule(draft).iterations_of(tokens)
 
 
 def data(draft: Draft) -> Problems:

@@ -1,0 +1,38 @@
+"""The iterations of a run that is to read a number of tokens or epochs, from what it has read and its data."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from typing import Any
+
+from megatron_lite.config import Config, changed
+from megatron_lite.data.counts import Counts
+from megatron_lite.data.open_data import samples_of_epoch
+from megatron_lite.validation import resolve
+from megatron_lite.validation.rules import Note
+
+
+def with_length(
+    config: Config, asked: Config, began: Mapping[str, Any] | None, world_size: int
+) -> tuple[Config, tuple[Note, ...]]:
+    """Derive the iterations from --epochs or --train_tokens, and with them the schedule; say so in a note.
+
+    config: resolved, with pairs as data. asked: as typed. began: see `Choice.began`.
+
+    Raises: DataError as `open_data`; UsageError if the schedule does not fit the iterations.
+    """
+    training, counts = config.training, Counts(config)
+    tokens, goal = training.train_tokens, f"--train_tokens={training.train_tokens}"
+    if training.epochs is not None:
+        samples = samples_of_epoch(config)
+        tokens = math.ceil(training.epochs * samples) * config.batch.sequence_length
+        goal = f"--epochs={training.epochs:g}, of {samples:,} samples each"
+    if tokens is None:
+        return config, ()
+    if began is not None:
+        counts.begin(began["counts"], began["iteration"])
+    iterations = counts.iterations_of(tokens)
+    found = resolve(changed(asked, {"train_iters": iterations}), world_size, nodes=0)
+    derived = {**vars(found.learning_rate), "train_iters": iterations, "log_interval": found.run.log_interval}
+    return changed(config, derived), (Note(f"{goal}: --train_iters={iterations}, after {tokens:,} tokens or more"),)
