@@ -31,10 +31,11 @@ def format_count(number: int) -> str:
 class ProgressLine(contextlib.AbstractContextManager[Any]):
     """Progress on standard error: one updated line on a terminal; otherwise new lines, every 10 seconds at first.
 
-    shown: off for a process that must stay silent.
+    shown: off for a process that must stay silent, as one without standard error does.
     """
 
     def __init__(self, shown: bool = True) -> None:
+        shown = shown and sys.stderr is not None
         self._terminal = shown and sys.stderr.isatty()
         self._start_s = time.monotonic()
         self._shown_s = self._start_s if shown else math.inf
