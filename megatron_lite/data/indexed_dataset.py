@@ -141,6 +141,11 @@ class IndexedDataset:
             )
         return found
 
+    def check(self) -> None:
+        """Check the places of all documents. Raises: DataError if the index is damaged."""
+        if self.num_documents:
+            self._check_piece(0, self.num_documents, self.tokens.dtype.itemsize)
+
     def parts(self, num_tokens: int) -> Iterator[tuple[int, NDArray[np.int32], NDArray[Any]]]:
         """Read all documents in parts of about `num_tokens` tokens; a document stays whole.
 
@@ -225,14 +230,13 @@ def _read_header(file: DataFile) -> tuple[np.dtype[Any], int, int, int]:
     if len(header) >= len(MAGIC) + 8 and not VERSION <= version <= VERSION + len(SPANS):
         raise DataError(f"{path}: format version {version}, but only versions 1 to {1 + len(SPANS)} can be read")
     flags = header[len(MAGIC) + 8 :][: max(version - VERSION, 0)]
-    header = header[: len(MAGIC) + 8] + header[len(MAGIC) + 8 + len(flags) :]
     bytes_needed = HEADER.size + len(flags)
-    if len(header) < HEADER.size:
+    if len(header) < bytes_needed:
         raise DataError(f"{path}: {size:,} bytes, but its header alone takes {bytes_needed}; copy it again")
     for name, flag in zip(SPANS, flags, strict=False):
         if flag:
             raise DataError(f"{path}: has {name} (format version {version}), which cannot be read")
-    _, _, code, num_sequences, num_entries = HEADER.unpack_from(header)
+    code, num_sequences, num_entries = struct.unpack_from("<BQQ", header, len(MAGIC) + 8 + len(flags))
     if code in FLOAT_CODES:
         raise DataError(f"{path}: holds floating point numbers (dtype code {code}), which are not tokens")
     if code not in TOKEN_DTYPES:
