@@ -5,7 +5,6 @@ Imported only by the process of `confined`, once, before any limit counts.
 
 from __future__ import annotations
 
-import functools
 import re
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -17,7 +16,7 @@ from megatron_lite.errors import DataError
 NO_MARK = "\0"
 TEXTS = ("Hello  world, it's 12345!\n\n", "größer ≥ 12 € 😀 こんにちは\t\n x")  # beside every added token
 Messages = Sequence[Mapping[str, Any]]
-Marked = tuple[str, list[tuple[int, int]]]  # a text, and the parts that count
+Parts = list[tuple[int, int]]  # of a text, which count
 
 
 def described(folder: str) -> dict[str, Any]:
@@ -51,26 +50,23 @@ def described(folder: str) -> dict[str, Any]:
     return {"tokenizer": backend.to_str(), "tokens": tokens, "template": templates, "ids": ids}
 
 
-def rendered(template: Any, tokens: Mapping[str, Any], messages: Messages, tools: Any, prompt: bool) -> Marked:
-    """Return the text, and the parts that the template marks as the assistant's. prompt: with the beginning of an
-    answer.
+def rendered(
+    template: Any, tokens: Mapping[str, Any], messages: Messages, tools: Any, prompt: bool
+) -> tuple[str, Parts | None]:
+    """Return the text, and the parts that the template marks as the assistant's; None: it marks nothing.
+
+    prompt: with the beginning of an answer.
 
     template: one, or several as in a tokenizer_config.json. tokens: special tokens by the names that a template uses.
 
     Raises: whatever the template does.
     """
     chosen = _chosen(template, tools)
-    marks = _marks(chosen)
+    marks = re.search(r"\{%[-+]?\s*generation\s*[-+]?%\}", chosen) is not None
     texts, spans = chat_template_utils.render_jinja_template(
         [list(messages)], tools, None, chosen, marks, add_generation_prompt=prompt, **tokens
     )
-    return texts[0], [*spans[0]] if marks else []
-
-
-@functools.lru_cache(maxsize=4)
-def _marks(template: str) -> bool:
-    """Whether a template marks what the assistant says."""
-    return re.search(r"\{%[-+]?\s*generation\s*[-+]?%\}", template) is not None
+    return texts[0], [*spans[0]] if marks else None
 
 
 def _chosen(template: Any, tools: Any) -> str:
@@ -81,7 +77,7 @@ def _chosen(template: Any, tools: Any) -> str:
     return str(named["tool_use" if tools is not None and "tool_use" in named else "default"])
 
 
-def spoken(template: Any, tokens: Mapping[str, Any], messages: Messages, tools: Any, first: int) -> Marked:
+def spoken(template: Any, tokens: Mapping[str, Any], messages: Messages, tools: Any, first: int) -> tuple[str, Parts]:
     """Return the text, and what the assistant says in it from message `first` on, with the end of each turn.
 
     Without marks, that is what a message adds to the text of those before it and the beginning of an answer.
@@ -92,10 +88,11 @@ def spoken(template: Any, tokens: Mapping[str, Any], messages: Messages, tools: 
     def text(count: int, prompt: bool) -> str:
         return rendered(template, tokens, messages[:count], tools, prompt)[0]
 
-    whole, spans = rendered(template, tokens, messages, tools, False)
-    if _marks(_chosen(template, tools)):
+    whole, marked = rendered(template, tokens, messages, tools, False)
+    if marked is not None:
         begin = len(text(first, False)) if first else 0
-        return whole, [span for span in spans if span[0] >= begin]
+        return whole, [span for span in marked if span[0] >= begin]
+    spans = Parts()
     for number, message in enumerate(messages[first:], first):
         content = message.get("content") or message.get("tool_calls")
         if message["role"] != "assistant" or not content:
