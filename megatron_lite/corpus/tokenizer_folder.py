@@ -16,12 +16,9 @@ from typing import Any
 from megatron_lite.corpus.confined import Limits, confined
 from megatron_lite.data.tokenizing import (
     ADDED,
-    BYTE,
     PLAIN_CLASSES,
     SPECIAL_MAP,
-    ByteTokenizer,
     JsonTokenizer,
-    Tokenizer,
     TokenizerFiles,
     read_files,
     read_object,
@@ -43,11 +40,6 @@ def need_library() -> None:
         )
 
 
-def open_tokenizer(path: str, special_tokens: bool) -> Tokenizer:
-    """Load a tokenizer by what it says in effect. special_tokens: see JsonTokenizer. Raises: as `effective`."""
-    return ByteTokenizer() if path == BYTE else JsonTokenizer(path, special_tokens, said=effective(path))
-
-
 def effective(path: str, for_chat: bool = False) -> TokenizerFiles:
     """Read a tokenizer.json, or `byte`. for_chat: its chat templates are needed, too.
 
@@ -67,10 +59,13 @@ def effective(path: str, for_chat: bool = False) -> TokenizerFiles:
         return said
     need_library()
     found = confined(LOADING, "described", str(folder))
-    plain = {key: value for key, value in said.config.items() if not isinstance(value, dict | list)}
-    config = {key: value for key, value in plain.items() if not key.endswith("_token")} | found["tokens"]
-    config |= {"tokenizer_class": PLAIN_CLASSES[0], "chat_template": found["template"]}
-    said = TokenizerFiles(found["tokenizer"].encode(), config)
+    own = {"tokenizer_class": PLAIN_CLASSES[0], "chat_template": found["template"]}
+    plain = {
+        key: value
+        for key, value in said.config.items()
+        if not isinstance(value, dict | list) and not key.endswith("_token")
+    }
+    said = TokenizerFiles(found["tokenizer"].encode(), plain | found["tokens"] | own)
     if reason := difference(JsonTokenizer(path, True, False, said), found["ids"]):
         raise DataError(f"{folder}: {reason}; save the tokenizer anew by its save_pretrained")
     return said
@@ -79,9 +74,8 @@ def effective(path: str, for_chat: bool = False) -> TokenizerFiles:
 def difference(own: JsonTokenizer, stated: list[tuple[str, list[int]]]) -> str:
     """Compare ids of texts with those that transformers gives; return the first difference, empty if there is none."""
     for text, theirs in stated:
-        ours = own.encode(text, template=True)
-        first = len(os.path.commonprefix([ours, theirs]))
-        if ours != theirs:
+        if (ours := own.encode(text, template=True)) != theirs:
+            first = len(os.path.commonprefix([ours, theirs]))
             both = f"{theirs[first : first + 5]} ... in transformers, {ours[first : first + 5]} ... by tokenizer.json"
             return f"token {first} of {text[:40]!r} is {both}"
     return ""
@@ -94,9 +88,8 @@ def _says_more(folder: Path, added: dict[str, Any]) -> bool:
     """
     beside = [read_object(folder / name) for name in ("tokenizer_config.json", SPECIAL_MAP)]
     kind, model_type = beside[0].get("tokenizer_class"), read_object(folder / "config.json").get("model_type")
-    if not (kind in PLAIN_CLASSES and model_type in (None, *FREE) or kind is None and model_type is None):
-        return True
-    if beside[0].get("split_special_tokens"):
+    is_plain = model_type in (None, *FREE) if kind in PLAIN_CLASSES else (kind, model_type) == (None, None)
+    if not is_plain or beside[0].get("split_special_tokens"):
         return True
     ids = read_object(folder / ADDED)
     stated = [*_stated(beside, ""), *({"content": text, "id": number} for text, number in ids.items())]

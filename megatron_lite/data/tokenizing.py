@@ -122,8 +122,8 @@ class JsonTokenizer:
 
     def token_id(self, token: str) -> int | None:
         """Return the id of a token; None if the vocabulary lacks it."""
-        number = self._tokenizer.token_to_id(token)
-        return None if number is None else int(number)
+        found: int | None = self._tokenizer.token_to_id(token)
+        return found
 
     def encode(self, text: str, template: bool = False) -> list[int]:
         """Encode a text; `template` adds the tokens that the file puts around it, such as a leading <s>."""
@@ -176,16 +176,11 @@ class JsonTokenizer:
 Tokenizer = ByteTokenizer | JsonTokenizer
 
 
-def load_tokenizer(path: str, special_tokens: bool = False, needs_end: bool = True) -> Tokenizer:
-    """Load the tokenizer named `byte`, a `tokenizer.json`, or the one in a folder.
-
-    Raises: the errors of JsonTokenizer.
-    """
-    if path == BYTE:
-        return ByteTokenizer()
-    if Path(path).is_dir():
-        path = str(Path(path) / "tokenizer.json")
-    return JsonTokenizer(path, special_tokens, needs_end)
+def load_tokenizer(
+    path: str, special_tokens: bool = False, needs_end: bool = True, said: TokenizerFiles | None = None
+) -> Tokenizer:
+    """Load the tokenizer named `byte`, or a `tokenizer.json` as JsonTokenizer does. Raises: its errors."""
+    return ByteTokenizer() if path == BYTE else JsonTokenizer(path, special_tokens, needs_end, said)
 
 
 def train_tokenizer(texts: Iterator[str], vocab_size: int, path: str) -> JsonTokenizer:
@@ -230,14 +225,11 @@ def copy_tokenizer(
     Raises: DataError if `tokenizer_file` is not a tokenizer; StorageError if `directory` cannot be written.
     """
     source, directory = Path(tokenizer_file), Path(directory)
-    said, beside, config = read_files(source), config_beside(source), dict[str, Any]()
+    said, beside, is_whole = read_files(source), config_beside(source), source.name == "tokenizer.json"
     tokenizer = read_tokenizer_file(source, said.tokenizer)
     tokens = named_tokens(tokenizer, said.config)
-    copied = dict[str, Path]()
-    if source.name == "tokenizer.json":
-        copied = {name: source.parent / name for name in BESIDE if (source.parent / name).is_file()}
-    if source.name == "tokenizer.json" or beside.name != CONFIG_NAME:
-        config = read_object(beside)
+    copied = {name: source.with_name(name) for name in BESIDE if is_whole and source.with_name(name).is_file()}
+    config = read_object(beside) if is_whole or beside.name != CONFIG_NAME else {}
     missing: dict[str, Any] = {"tokenizer_class": PLAIN_CLASSES[0], **tokens}
     if not config:
         missing["clean_up_tokenization_spaces"] = False
@@ -251,9 +243,7 @@ def copy_tokenizer(
     for name, path in copied.items():
         with reading(path):
             replace_file(directory / name, path.read_bytes())
-    return {
-        f"{key}_id": tokenizer.token_to_id(tokens[key]) if key in tokens else None for key in ("bos_token", "eos_token")
-    }
+    return {f"{key}_id": tokenizer.token_to_id(tokens.get(key, "")) for key in ("bos_token", "eos_token")}
 
 
 def has_tokenizer(path: str | Path) -> bool:
@@ -290,10 +280,9 @@ def read_tokenizer_file(path: str | Path, content: bytes | None = None) -> Any:
     """
     from tokenizers import Tokenizer as LibraryTokenizer
 
+    content = tokenizer_json(path) if content is None else content
     try:
-        return LibraryTokenizer.from_str((tokenizer_json(path) if content is None else content).decode())
-    except DataError:
-        raise
+        return LibraryTokenizer.from_str(content.decode())
     except Exception as error:  # the library raises plain Exception
         raise DataError(f"{path}: not a tokenizer.json: {error}") from error
 

@@ -11,8 +11,8 @@ from typing import Any
 from megatron_lite.checkpoint import manifest
 from megatron_lite.checkpoint.names import MANIFEST_NAME
 from megatron_lite.checkpoint.rotation import pinned
-from megatron_lite.corpus import tokenizer_folder
-from megatron_lite.data.tokenizing import Tokenizer, has_tokenizer, read_object
+from megatron_lite.corpus.tokenizer_folder import effective
+from megatron_lite.data.tokenizing import Tokenizer, has_tokenizer, load_tokenizer, read_object
 from megatron_lite.errors import DamagedError, DataError
 from megatron_lite.generation.continuation import Text
 from megatron_lite.huggingface.model_folder import source_folders
@@ -38,7 +38,7 @@ def open_tokenizer(model: Path, tokenizer_file: str | None, special_tokens: bool
                 f"{model} was trained with --tokenizer_file={tokenizer_file}, which no longer exists; name one "
                 "with --tokenizer_file"
             )
-    return tokenizer_folder.open_tokenizer(tokenizer_file, special_tokens)
+    return load_tokenizer(tokenizer_file, special_tokens, said=effective(tokenizer_file))
 
 
 def _tokenizers_of(model: Path) -> Iterator[str]:

@@ -14,8 +14,8 @@ import pytest
 from tokenizers import Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers, processors
 
 from megatron_lite.corpus import tokenizer_folder
-from megatron_lite.corpus.tokenizer_folder import open_tokenizer
-from megatron_lite.data.tokenizing import JsonTokenizer
+from megatron_lite.corpus.tokenizer_folder import effective
+from megatron_lite.data.tokenizing import JsonTokenizer, load_tokenizer
 from tests.corpus.test_conversations import TOOL, assistant, pairs, prepare, user, write_lines
 
 transformers = pytest.importorskip("transformers")
@@ -232,7 +232,8 @@ def test_ids_ends_and_masks(tmp_path: Path, name: str, monkeypatch: pytest.Monke
     written = tokens_of(tmp_path / "x")
     assert written == [[*ids, own.end_of_document] for ids in expected]
     assert [own.encode(text) for text in TEXTS] == expected
-    prompts = open_tokenizer(str(folder / "tokenizer.json"), True)
+    path = str(folder / "tokenizer.json")
+    prompts = load_tokenizer(path, True, said=effective(path))
     assert [prompts.encode(text, True) for text in TEXTS] == [theirs(text)["input_ids"] for text in TEXTS]
     # Without transformers: a folder that says no more than its file is as before, any other is refused.
     with monkeypatch.context() as patch:

@@ -98,7 +98,7 @@ def test_end_of_document_is_found_or_asked_for(byte_file: str, tmp_path: Path) -
     for value in ("[STOP]", {"content": "[STOP]", "lstrip": False}):
         (tmp_path / "odd" / "tokenizer_config.json").write_text(json.dumps({"eos_token": value}))
         assert JsonTokenizer(str(odd)).end_of_document == 256
-        assert load_tokenizer(str(tmp_path / "odd")).end_of_document == 256
+        assert load_tokenizer(str(odd)).end_of_document == 256
 
 
 def test_broken_tokenizer_files_are_named(tmp_path: Path) -> None:
