@@ -30,7 +30,7 @@ from numpy.typing import NDArray
 
 from megatron_lite.corpus.documents import BadDocument, Fault, Findings, Reading, Span, TextFields
 from megatron_lite.corpus.inputs import InputFile, check_packages, row_group_bytes
-from megatron_lite.data.disk_array import replace_file
+from megatron_lite.data.disk_array import replace_file, replace_json
 from megatron_lite.data.indexed_dataset import IndexedDatasetWriter, smallest_dtype
 from megatron_lite.data.tokenizing import JsonTokenizer, MarkedText, Tokenizer, load_tokenizer
 from megatron_lite.data.workers import end_with_parent, how_it_ended, ignore_signals, signals_held
@@ -110,14 +110,13 @@ class Piece:
 
 @dataclass
 class Record:
-    """The result of a piece. `stopped`: at a fault with --strict, so that nothing was kept."""
+    """The result of a piece; of one that --strict stopped, only what was found."""
 
     documents: int
     tokens: int
     text_bytes: int
     found: Findings
     digests: dict[str, str]  # of the files, by their ending
-    stopped: bool = False
     silent: int = 0  # conversations without an answer
 
 
@@ -212,8 +211,8 @@ class PieceWriter:
         try:
             record = self._write(str(self.folder / piece.key), reading, on_progress)
         except BadDocument:
-            return Record(0, 0, 0, reading.findings, {}, stopped=True)
-        replace_file(self.folder / f"{piece.key}.json", json.dumps(asdict(record)).encode())
+            return Record(0, 0, 0, reading.findings, {})
+        replace_json(self.folder / f"{piece.key}.json", asdict(record))
         return record
 
     def _write(self, prefix: str, reading: Reading, on_progress: Progress) -> Record:

@@ -35,7 +35,7 @@ from megatron_lite.corpus.pieces import (
 )
 from megatron_lite.corpus.prepared import SUMMARY, is_complete
 from megatron_lite.corpus.tokenizer_choice import TokenizerChoice
-from megatron_lite.data.disk_array import replace_file, writing
+from megatron_lite.data.disk_array import replace_file, replace_json, writing
 from megatron_lite.data.indexed_dataset import IndexedDataset, IndexedDatasetWriter
 from megatron_lite.data.tokenizing import config_beside, read_object
 from megatron_lite.errors import DataError, OutOfMemoryError, StorageError, UsageError
@@ -293,10 +293,11 @@ def _publish(prefix: str, writers: Sequence[IndexedDatasetWriter], summary: dict
     replace_file(Path(prefix + ".tokenizer.json"), tokenizer.read_bytes())
     config, conversations = read_object(config_beside(tokenizer)), summary["options"].get("conversations")
     config = conversations["template"].config if conversations else config
-    Path(prefix + ".tokenizer_config.json").unlink(missing_ok=True)  # of another tokenizer
+    path = Path(prefix + ".tokenizer_config.json")
+    path.unlink(missing_ok=True)  # of another tokenizer
     if config:
-        replace_file(Path(prefix + ".tokenizer_config.json"), (json.dumps(config, indent=2) + "\n").encode())
-    replace_file(Path(prefix + SUMMARY), (json.dumps(summary, indent=2) + "\n").encode())
+        replace_json(path, config)
+    replace_json(Path(prefix + SUMMARY), summary)
     for writer in writers:
         writer.commit()
 

@@ -14,6 +14,7 @@ from typing import Any
 from megatron_lite.config.structured_values import storage_address
 from megatron_lite.corpus.inputs import expand_braces, inside
 from megatron_lite.corpus.prepare import LOCK, held
+from megatron_lite.data.tokenizing import read_object
 from megatron_lite.errors import DataError, RunError, UsageError
 from megatron_lite.monitor.logging import get_logger
 from megatron_lite.run.durable_files import replace_file
@@ -76,11 +77,7 @@ def _found(storage: Any, there: str) -> dict[str, Mapping[str, Any]]:
 
 def _copy(storage: Any, base: str, files: Mapping[str, Mapping[str, Any]], folder: Path) -> int:
     """Bring the folder up to date with its source; return the bytes copied. files: what the store tells of each."""
-    try:
-        record = json.loads((folder / RECORD).read_bytes())
-    except (FileNotFoundError, ValueError):
-        record = {}
-    num_bytes = 0
+    record, num_bytes = read_object(folder / RECORD), 0
     for name, told in files.items():
         path, there, part = inside(folder, folder / name), f"{base}/{name}", folder / f"{name}.part"
         if name in (RECORD, LOCK):

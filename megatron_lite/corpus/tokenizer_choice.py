@@ -13,9 +13,10 @@ from megatron_lite.corpus.documents import BadDocument, Reading, TextFields
 from megatron_lite.corpus.inputs import InputFile
 from megatron_lite.corpus.pieces import ABSENT, Encoding, cut_file, digest_of
 from megatron_lite.corpus.tokenizer_folder import effective
-from megatron_lite.data.disk_array import replace_file
+from megatron_lite.data.disk_array import replace_file, replace_json
 from megatron_lite.data.tokenizing import (
     BESIDE,
+    BYTE,
     CONFIG_NAME,
     JsonTokenizer,
     config_beside,
@@ -47,14 +48,14 @@ class TokenizerChoice:
 
     def described(self) -> dict[str, object]:
         """Return the choice for the summary."""
-        kind = "byte" if self.name == "byte" else "file"
+        kind = "byte" if self.name == BYTE else "file"
         if self.train is not None:
             kind = f"trained, {self.train}"
         return {"kind": kind, "begin": self.begin, "end": self.end, "special_tokens": self.special_tokens}
 
     def identity(self) -> str:
         """Return text that identifies this tokenizer, without training it."""
-        if self.train is not None or self.name == "byte":
+        if self.train is not None or self.name == BYTE:
             return str(self.described()["kind"])
         own, beside = hashlib.sha256(tokenizer_json(self.source)).hexdigest(), config_beside(self.source)
         files = [beside]  # which may name the end of a document
@@ -84,16 +85,15 @@ class TokenizerChoice:
             given = JsonTokenizer(str(self.source), self.special_tokens, needs_end, said)
             replace_file(path, said.tokenizer)
             if said.config:
-                replace_file(folder / f"given.{CONFIG_NAME}", (json.dumps(said.config, indent=2) + "\n").encode())
+                replace_json(folder / f"given.{CONFIG_NAME}", said.config)
         end = given.end_of_document if self.end is None else self._token(given, "end_of_document", self.end)
         begin = self._token(given, "begin_of_document", self.begin or ABSENT)
         model = json.loads(path.read_bytes())["model"]
         unknown = model.get("unk_id", given.token_id(model.get("unk_token") or ""))
+        is_byte, special_tokens = self.name == BYTE and self.train is None, self.special_tokens
         if fields.marked:  # the texts spell their special tokens, the last one too
-            return Encoding(path.name, False, digest_of(path), given.vocab_size, begin, None, True, unknown)
-        is_byte = self.name == "byte" and self.train is None
-        kind = path.name, is_byte, digest_of(path)
-        return Encoding(*kind, given.vocab_size, begin, end, self.special_tokens, unknown)
+            is_byte, end, special_tokens = False, None, True
+        return Encoding(path.name, is_byte, digest_of(path), given.vocab_size, begin, end, special_tokens, unknown)
 
     def _token(self, tokenizer: JsonTokenizer, flag: str, token: str) -> int | None:
         if token == ABSENT:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import errno
 import hashlib
+import json
 import os
 import resource
 import stat
@@ -233,3 +234,8 @@ def replace_file(path: Path, data: bytes) -> None:
     """
     with writing(path):
         durable_files.replace_file(path, data, sync=True)
+
+
+def replace_json(path: Path, values: Any) -> None:
+    """Write a small file of JSON as `replace_file` does."""
+    replace_file(path, (json.dumps(values, indent=2) + "\n").encode())
