@@ -14,7 +14,7 @@ from megatron_lite.config import Config, changed
 from megatron_lite.config.structured_values import weighted_paths
 from megatron_lite.config.training import NO_MASK
 from megatron_lite.config.values import abridged, is_number
-from megatron_lite.corpus.inputs import DEFAULT_SUFFIXES, DESCRIPTIONS, bare_name, find_inputs
+from megatron_lite.corpus.inputs import bare_name, find_inputs, is_input
 from megatron_lite.corpus.prepare import CorpusOptions, describe_inputs, fingerprint_of, prepare
 from megatron_lite.corpus.prepared import older_summary, stated
 from megatron_lite.corpus.remote_copy import cache_of, local_copy
@@ -62,9 +62,7 @@ def is_text(path: str) -> bool:
     """Whether a path of --data_path stands for text instead of the prefix of a pair."""
     if Path(path + ".idx").exists() or Path(path + ".bin").exists():
         return False
-    name = bare_name(Path(path).name)
-    is_file = Path(path).is_file() and name.endswith(DEFAULT_SUFFIXES) and not name.endswith(DESCRIPTIONS)
-    return Path(path).is_dir() or is_file or any(sign in path for sign in "*?[{")
+    return Path(path).is_dir() or is_input(Path(path)) or any(sign in path for sign in "*?[{")
 
 
 def _resolved(

@@ -77,15 +77,13 @@ def find_inputs(names: Sequence[str], suffixes: Sequence[str] = DEFAULT_SUFFIXES
     """
     files: list[InputFile] = []
     for alternative in (full for name in names for full in ([name] if os.path.lexists(name) else expand_braces(name))):
-        matches = [alternative]
+        matches = [Path(alternative)]
         if glob.has_magic(alternative) and not os.path.lexists(alternative):
-            matches = sorted(glob.glob(alternative, recursive=True))
+            base = Path(re.split(r"[*?[]", alternative)[0] + "_").parent
+            matches = [inside(base, Path(match)) for match in sorted(glob.glob(alternative, recursive=True))]
             if not matches:
                 raise DataError(f"{alternative}: no file matches this pattern")
-            base = Path(re.split(r"[*?[]", alternative)[0] + "_").parent
-            matches = [str(inside(base, Path(match))) for match in matches]
-        for match in matches:
-            files += [_described(path) for path in _files_of(Path(match), suffixes)]
+        files += [_described(path) for match in matches for path in _files_of(match, suffixes)]
     return files
 
 
@@ -144,8 +142,7 @@ def _files_of(path: Path, suffixes: Sequence[str]) -> Iterator[Path]:
     else:
         walk = os.walk(path, onerror=_refuse)
         found = (Path(folder, file) for folder, _, files in walk if not folder.endswith(UNFINISHED) for file in files)
-        wanted = (file for file in found if bare_name(file.name).endswith(tuple(suffixes)) and file.is_file())
-        kept = sorted(file for file in wanted if not file.name.endswith(DESCRIPTIONS))
+        kept = sorted(file for file in found if is_input(file, suffixes))
         if not kept:
             raise DataError(f"{path}: no file in this folder ends in {' or '.join(suffixes)} (prepare_data --suffix)")
         yield from (inside(path, file) for file in kept)
@@ -158,6 +155,12 @@ def _saved_dataset(folder: Path) -> list[Path]:
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise DataError(f"{folder / 'state.json'}: is not what Hugging Face datasets saves: {error!r}") from error
     return [inside(folder, folder / name) for name in names]
+
+
+def is_input(path: Path, suffixes: Sequence[str] = DEFAULT_SUFFIXES) -> bool:
+    """Whether a path in a folder is that of a file to read, by its name."""
+    is_wanted = bare_name(path.name).endswith(tuple(suffixes)) and not path.name.endswith(DESCRIPTIONS)
+    return is_wanted and path.is_file()
 
 
 def bare_name(name: str) -> str:
@@ -328,8 +331,11 @@ def table_rows(file: IO[bytes], described: InputFile, keys: Sequence[str], start
             whole = map(reader.get_batch, range(reader.num_record_batches)) if has_footer else reader
             columns = _columns(path, keys, reader.schema.names)
             # Rows become Python objects a few at a time.
-            parts = ((batch.select(columns), range(0, batch.num_rows, ROWS_PER_READ)) for batch in whole)
-            batches = (batch.slice(first, ROWS_PER_READ) for batch, starts in parts for first in starts)
+            batches = (
+                batch.select(columns).slice(first, ROWS_PER_READ)
+                for batch in whole
+                for first in range(0, batch.num_rows, ROWS_PER_READ)
+            )
         for batch in batches:
             yield from (_plain(batch.schema, row) for row in batch.to_pylist())
 
