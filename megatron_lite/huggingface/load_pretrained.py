@@ -122,19 +122,19 @@ def open_pretrained(
     """
     assert config.source.pretrained_checkpoint_path is not None
     folder, wanted = Path(config.source.pretrained_checkpoint_path), config.source.pretrained_checkpoint_type
-    flags = config.source
-    needs_state = flags.load_pretrained_optimizer or flags.allow_partial_checkpoint or "step" in flags.load_parts
-    found = with_state(_together(distributed, lambda: source_folders(folder, wanted)), needs_state)
+    flags = {
+        "--load_pretrained_optimizer": config.source.load_pretrained_optimizer,
+        "--load_parts": "step" in config.source.load_parts,
+        "--allow_partial_checkpoint": config.source.allow_partial_checkpoint,
+    }
+    need_state = [flag for flag, given in flags.items() if given]
+    found = with_state(_together(distributed, lambda: source_folders(folder, wanted)), bool(need_state))
     found = [(kind, Path(path)) for kind, path in distributed.broadcast_object([(k, str(p)) for k, p in found])]
-    kind = found[0][0]
-    if kind != "distributed" and config.source.load_pretrained_optimizer:
+    if need_state and found[0][0] != "distributed":
         raise CheckpointError(
-            f"--load_pretrained_optimizer=1: {folder} is a Hugging Face folder, which holds no optimizer state; leave "
-            "the flag out"
+            f"{need_state[0]}: {folder} is a Hugging Face folder, not a checkpoint, and holds no optimizer state; "
+            "leave the flag out"
         )
-    if kind != "distributed" and ("step" in config.source.load_parts or config.source.allow_partial_checkpoint):
-        flag = "--load_parts" if "step" in config.source.load_parts else "--allow_partial_checkpoint"
-        raise CheckpointError(f"{flag}: {folder} is a Hugging Face folder, not a checkpoint; leave the flag out")
     problems = []
     for kind, path in found:
         check = pinned(path)
