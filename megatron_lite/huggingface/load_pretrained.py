@@ -36,7 +36,7 @@ from megatron_lite.zero.multi_stage import MultiStage
 def open_one(
     folder: Path, kind: str, model: ModelConfig | None = None, weights: str = "raw", state: bool = False
 ) -> WeightSource:
-    """Open exactly this folder; see `open_source`.
+    """Open exactly this folder; see `open_source`. model: the resolved one to fill; None: what the files describe.
 
     Raises:
         DamagedError: if the folder is a damaged checkpoint, or a Hugging Face folder that cannot be used.
@@ -55,7 +55,6 @@ def open_one(
 def open_source(
     folder: Path,
     kind: str | None = None,
-    model: ModelConfig | None = None,
     weights: str = "raw",
     whole: bool = False,
     state: bool = False,
@@ -64,7 +63,6 @@ def open_source(
 
     Args:
         kind: one of model_folder.KINDS; None: whichever the folder holds.
-        model: the resolved model to fill; None: the model that the files describe.
         weights: raw, or average: the running averages in a checkpoint.
         whole: of several, also read the values: damaged checkpoints are skipped with a warning, as on resume.
         state: moments and averages will also be read; see `CheckpointSource`.
@@ -77,7 +75,7 @@ def open_source(
     for own_kind, path in found:
         check = pinned(path)
         try:
-            source = open_one(path, own_kind, model, weights, state)
+            source = open_one(path, own_kind, weights=weights, state=state)
             if len(found) == 1 or not whole or (problem := source.damage()) is None:
                 return source
             source.close()

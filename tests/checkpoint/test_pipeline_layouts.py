@@ -16,7 +16,7 @@ import torch
 from megatron_lite.checkpoint import manifest
 from megatron_lite.checkpoint.reading import inspect
 from megatron_lite.checkpoint.writing import files_bytes, shards_bytes
-from megatron_lite.huggingface.load_pretrained import open_source
+from megatron_lite.huggingface.load_pretrained import open_one
 from megatron_lite.model.layer import MicroBatch
 from tests.checkpoint.test_engine import assert_same, read_all
 from tests.checkpoint.test_tensor_layouts import FROZEN, LLAMA, Run, start_from
@@ -146,7 +146,7 @@ def test_parts_of_a_checkpoint_are_named_for_the_whole_model() -> None:
         from megatron_lite.huggingface.load_pretrained import partly
 
         run = PipelineRun(ranks, {**options, "num_layers": 6})
-        with open_source(folder, "distributed", run.config.model) as source:
+        with open_one(folder, "distributed", run.config.model) as source:
             return partly(source, run.model)
 
     with tempfile.TemporaryDirectory() as directory:

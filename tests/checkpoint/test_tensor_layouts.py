@@ -23,7 +23,7 @@ from megatron_lite.checkpoint.manifest import MOMENTS, Manifest
 from megatron_lite.checkpoint.reading import inspect
 from megatron_lite.checkpoint.writing import Save, files_bytes, write_now
 from megatron_lite.huggingface import export, load_pretrained
-from megatron_lite.huggingface.load_pretrained import open_source
+from megatron_lite.huggingface.load_pretrained import open_one
 from megatron_lite.model.layer import MicroBatch
 from tests.checkpoint.test_engine import Contents, assert_same, read_all
 from tests.support.engine_runs import Engine, digest
@@ -117,7 +117,7 @@ def go_on(ranks: Any, options: dict[str, Any], source: Path, target: Path) -> tu
 def start_from(ranks: Any, options: dict[str, Any], folder: Path, kind: str) -> list[str]:
     """Start from pretrained weights; digests of the full weights, and of this rank's share of the moments."""
     run = Run(ranks, options)
-    with open_source(folder, kind, run.config.model, state=kind == "distributed") as source:
+    with open_one(folder, kind, run.config.model, state=kind == "distributed") as source:
         source.check(
             {slot.spec.name: slot.spec.shape for _, part in run.model.all_parts() for slot in part.layout.slots}
         )
