@@ -109,8 +109,9 @@ def find_template(tokenizer: str, name: str = "own") -> ChatTemplate:
     config = (said.config or {"clean_up_tokenization_spaces": False}) | opened.named_tokens
     files = {path.stem: path for path in sorted(NAMED.iterdir())}
     if name != "own":
-        with reading(files.get(name, name)):
-            config["chat_template"] = files.get(name, Path(name)).read_text("utf-8")
+        file = files.get(name, Path(name))
+        with reading(file):
+            config["chat_template"] = file.read_text("utf-8")
     if not config.get("chat_template"):
         known = ", ".join([*files, "own"])
         raise UsageError(f"this tokenizer has no chat template; --chat_template is {known}, or a file")

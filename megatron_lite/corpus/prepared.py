@@ -27,13 +27,12 @@ LARGEST_TOKEN = 1 << 26
 SHOWN_CHARACTERS = 160
 SHOWN_TOKENS = 1000  # decoded at each end of a document
 BAR_WIDTH = 40
-_PART = re.compile(r"(.+?)(-[0-9]{5}-of-[0-9]{5}|_validation)?(_mask)?")
+_PART = re.compile(r"(-[0-9]{5}-of-[0-9]{5}|_validation)?(_mask)?\Z")  # of a corpus: the end of a prefix
 
 
 def _summary_of(prefix: str) -> tuple[str, dict[str, Any]]:
     """Return the prefix of the corpus that a pair belongs to, and its summary; {} if it cannot be read."""
-    part = _PART.fullmatch(prefix)
-    candidates = [prefix, *([part[1]] if part else [])]
+    candidates = prefix, _PART.sub("", prefix)
     base = next((base for base in candidates if Path(base + SUMMARY).exists()), prefix)
     return base, read_object(Path(base + SUMMARY))
 

@@ -323,14 +323,13 @@ def describe(config: Config, sets: Mapping[str, Sets], phases: dict[str, Phase],
 def repeats(config: Config, counts: Counts, datasets: Sequence[IndexedDataset]) -> list[str]:
     """Return warnings about data sets that training reads more than four times."""
     epochs = counts.epochs(config.training.train_iters)
-    many = [number for number, times in enumerate(epochs) if times > MANY_EPOCHS]
+    many = sum(times > MANY_EPOCHS for times in epochs)
     if not many:
         return []
-    worst = max(many, key=epochs.__getitem__)
-    others = f" (and {len(many) - 1:,} other data sets more than {MANY_EPOCHS} times)" if len(many) > 1 else ""
-    prefix = datasets[worst].prefix
+    others = f" (and {many - 1:,} other data sets more than {MANY_EPOCHS} times)" if many > 1 else ""
+    prefix = datasets[epochs.index(max(epochs))].prefix
     return [
-        f"training reads {prefix} {epochs[worst]:.3g} times{others}: repeated tokens teach less after {MANY_EPOCHS} "
+        f"training reads {prefix} {max(epochs):.3g} times{others}: repeated tokens teach less after {MANY_EPOCHS} "
         "epochs; add data, lower its weight, or train fewer iterations (--max_epochs sets a limit)"
     ]
 

@@ -43,8 +43,8 @@ def described_config(source: WeightSource, export_dtype: str | None, model_type:
         "export_dtype": export_dtype,
         "export_model_type": model_type or source.model_type,
     }
-    if (source.folder / "tokenizer.json").is_file():
-        values["tokenizer_file"] = str((source.folder / "tokenizer.json").resolve())
+    if (tokenizer := source.folder / "tokenizer.json").is_file():
+        values["tokenizer_file"] = str(tokenizer.resolve())
     return resolve(unflatten(values), 1)
 
 

@@ -153,8 +153,9 @@ class ExportFolder:
         model = Path(self.config.source.pretrained_checkpoint_path or "", "tokenizer.model")
         if found and model.is_file():  # the data's tokenizer has none beside it
             shutil.copyfile(model, self._folder / model.name)
-        ids = special_ids(origin.get("ids", {}), found, bool(training))
-        content = hugging_face_config(self.config, ids) | ({TRAINING_KEY: dict(training)} if training else {})
+        is_trained = bool(training)
+        ids = special_ids(origin.get("ids", {}), found, is_trained)
+        content = hugging_face_config(self.config, ids) | ({TRAINING_KEY: dict(training)} if is_trained else {})
         _write_json(self._folder / CONFIG_NAME, content)
         text = "" if tokenizer_file is None else (self._folder / "tokenizer.json").read_text("utf-8")
         if content["model_type"] == "qwen2" and text and json.dumps(QWEN_PATTERN) not in text:
@@ -163,7 +164,7 @@ class ExportFolder:
                 "transformers.PreTrainedTokenizerFast.from_pretrained(FOLDER)"
             )
         stated = origin.get("generation") or {"_from_model_config": True, **ids}
-        stated = stated | special_ids(stated, found, bool(training))
+        stated = stated | special_ids(stated, found, is_trained)
         generation = {key: value for key, value in stated.items() if value is not None}
         _write_json(self._folder / GENERATION_NAME, generation)
         parameters = sum(self.num_bytes.values()) // self.dtype.itemsize
