@@ -203,8 +203,8 @@ def sample_of(*paths: str) -> str:
     return digest.hexdigest()
 
 
-def unreadable(path: str | Path, error: OSError | ValueError) -> DataError:
-    """Return the error that names a file that cannot be read. ValueError: not UTF-8, or a zero byte in the name."""
+def unreadable(path: str | Path, error: Exception) -> DataError:
+    """Return the error that names a file that cannot be read; it is not UTF-8, or its name is none, for example."""
     hint = "; raise the limit with ulimit -n" if getattr(error, "errno", None) == errno.EMFILE else ""
     return DataError(f"{path}: cannot be read: {getattr(error, 'strerror', None) or error}{hint}")
 

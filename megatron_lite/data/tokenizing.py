@@ -243,7 +243,9 @@ def copy_tokenizer(
     for name, path in copied.items():
         with reading(path):
             replace_file(directory / name, path.read_bytes())
-    return {f"{key}_id": tokenizer.token_to_id(tokens.get(key, "")) for key in ("bos_token", "eos_token")}
+    return {
+        f"{key}_id": tokenizer.token_to_id(tokens[key]) if key in tokens else None for key in ("bos_token", "eos_token")
+    }
 
 
 def has_tokenizer(path: str | Path) -> bool:
@@ -321,8 +323,11 @@ def named_tokens(tokenizer: Any, config: Mapping[str, Any]) -> dict[str, str]:
 
     `eos_token` is always one of the vocabulary: by default the first of END_OF_DOCUMENT_NAMES, if any.
     """
-    found = {key: value for key, value in config.items() if key.endswith("_token")}
-    tokens = {key: value.get("content") if isinstance(value, dict) else value for key, value in found.items()}
+    tokens = {
+        key: value.get("content") if isinstance(value, dict) else value
+        for key, value in config.items()
+        if key.endswith("_token")
+    }
     ends = [tokens.pop("eos_token", None), *END_OF_DOCUMENT_NAMES]
     known = (end for end in ends if isinstance(end, str) and tokenizer.token_to_id(end) is not None)
     named = tokens | {"eos_token": next(known, None)}

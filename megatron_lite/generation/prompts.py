@@ -30,14 +30,10 @@ def open_tokenizer(model: Path, tokenizer_file: str | None, special_tokens: bool
     """
     if tokenizer_file is None:
         named = list(_tokenizers_of(model))
-        if not named:
-            raise DataError(f"{model} has no tokenizer.json; name one with --tokenizer_file")
-        tokenizer_file = next(filter(has_tokenizer, named), named[0])
-        if not has_tokenizer(tokenizer_file):
-            raise DataError(
-                f"{model} was trained with --tokenizer_file={tokenizer_file}, which no longer exists; name one "
-                "with --tokenizer_file"
-            )
+        tokenizer_file = next(filter(has_tokenizer, named), None)
+        if tokenizer_file is None:
+            gone = f"was trained with --tokenizer_file={named[0]}, which no longer exists" if named else ""
+            raise DataError(f"{model} {gone or 'has no tokenizer.json'}; name one with --tokenizer_file")
     return load_tokenizer(tokenizer_file, special_tokens, said=effective(tokenizer_file))
 
 

@@ -21,6 +21,7 @@ from typing import Any
 from torch import Tensor
 
 from megatron_lite.config import Config
+from megatron_lite.data.disk_array import unreadable
 from megatron_lite.data.tokenizing import Tokenizer, load_tokenizer
 from megatron_lite.distributed.agreement import together
 from megatron_lite.distributed.process_group import Distributed
@@ -116,7 +117,7 @@ def load_prompts(config: Config) -> list[tuple[str, int, list[int]]]:
     try:
         content = Path(training.sample_prompts).expanduser().read_bytes()
     except (OSError, ValueError, RuntimeError) as error:
-        raise DataError(f"{name}: cannot be read: {getattr(error, 'strerror', None) or error}") from None
+        raise unreadable(name, error) from None
     tokenizer = load_tokenizer(config.data.tokenizer_file)
     prompts = []
     for prompt, repetition in numbered(read_prompts(content, name)):

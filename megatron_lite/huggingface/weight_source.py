@@ -274,7 +274,7 @@ class HuggingFaceSource(WeightSource):
                 left.discard(piece.name)
         if _HEAD in left and "head.output.weight" not in shapes and _EMBEDDING in shapes:
             left.remove(_HEAD)
-            problems += self._tie(self._pieces.get(_EMBEDDING))
+            problems += self._tie()
         problems += [f"{name[:100]} is not a tensor of this model" for name in sorted(left)]
         other = vars(self.model).items() - vars(self._filled).items()
         stated = [f"--{name}={written(value)}" for name, value in sorted(other) if name not in FREE]
@@ -295,10 +295,10 @@ class HuggingFaceSource(WeightSource):
             return [f"{piece.name} is {tensor.dtype}; weights must be {kinds} (quantized weights are not supported)"]
         return []
 
-    def _tie(self, found: tuple[list[MappedRows], int] | None) -> list[str]:
+    def _tie(self) -> list[str]:
         """Check that a stored head may be a copy of the tied embedding; `verify` compares values."""
-        embedding = self._tensors.get(found[0][0].name) if found else None
-        self._tied_copy = self._tensors[_HEAD]
+        (first, *_), _ = self._pieces[_EMBEDDING]
+        embedding, self._tied_copy = self._tensors.get(first.name), self._tensors[_HEAD]
         if embedding is None or (self._tied_copy.shape, self._tied_copy.dtype) == (embedding.shape, embedding.dtype):
             return []
         return [f"{_HEAD} is not a copy of the embedding, although the model ties them"]
