@@ -23,7 +23,7 @@ from megatron_lite.checkpoint.names import MANIFEST_NAME, new_nonce, rank_file
 from megatron_lite.config import BatchConfig, Config, flatten, unflatten
 from megatron_lite.errors import NumericsError
 from megatron_lite.huggingface.export_folder import ExportFolder, split
-from megatron_lite.huggingface.weight_source import CheckpointSource, Shapes, WeightSource
+from megatron_lite.huggingface.weight_source import CheckpointSource, Shapes, WeightSource, read_whole
 from megatron_lite.run.durable_files import sync_folder
 from megatron_lite.run.progress_line import ByteProgress
 from megatron_lite.tiles import Tile
@@ -68,13 +68,6 @@ def write_huggingface(
                 raise NumericsError(f"{written.overflow}, too large for {config.training.export_dtype}: {kept}")
     written.finish(tokenizer_file, source.origin, training=source.training, keep_class=source.kind == "huggingface")
     return written
-
-
-def read_whole(source: WeightSource, name: str, shape: tuple[int, ...]) -> Tensor:
-    """Read a full parameter in fp32."""
-    values = torch.empty(shape)
-    source.read(name, Tile.run(0, values.numel()), values.view(-1))
-    return values
 
 
 def write_checkpoint(folder: Path, source: WeightSource, shapes: Shapes, config: Config, limit_bytes: int) -> Manifest:

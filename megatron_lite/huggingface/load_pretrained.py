@@ -26,6 +26,7 @@ from megatron_lite.huggingface.weight_source import (
     HuggingFaceSource,
     Shapes,
     WeightSource,
+    read_whole,
 )
 from megatron_lite.parameter import ParameterSpec
 from megatron_lite.tiles import Tile
@@ -53,11 +54,7 @@ def open_one(
 
 
 def open_source(
-    folder: Path,
-    kind: str | None = None,
-    weights: str = "raw",
-    whole: bool = False,
-    state: bool = False,
+    folder: Path, kind: str | None = None, weights: str = "raw", whole: bool = False, state: bool = False
 ) -> WeightSource:
     """Open a Hugging Face folder, a checkpoint, or the newest good one in a folder of them or an experiment directory.
 
@@ -237,8 +234,7 @@ def _read_rows(source: WeightSource, spec: ParameterSpec, tile: Tile, target: Te
     kept = min(max(rows * width - tile.first, 0), tile.numel)
     source.read(spec.name, Tile.run(tile.first, kept), target[:kept])
     if with_mean and kept < tile.numel:  # a few ranks
-        values = torch.empty(rows, width)
-        source.read(spec.name, Tile.run(0, values.numel()), values.view(-1))
+        values = read_whole(source, spec.name, (rows, width))
         columns = torch.arange(tile.first + kept, tile.first + tile.numel) % width
         target[kept:].copy_(values.mean(0, dtype=torch.float64)[columns])
 

@@ -123,6 +123,13 @@ class WeightSource(contextlib.AbstractContextManager["WeightSource"]):
             raise CheckpointError(f"{self.folder}: does not fit the model: {shorten(problems)}; {fix}")
 
 
+def read_whole(source: WeightSource, name: str, shape: tuple[int, ...]) -> Tensor:
+    """Read a full parameter in fp32."""
+    values = torch.empty(shape)
+    source.read(name, Tile.run(0, values.numel()), values.view(-1))
+    return values
+
+
 class CheckpointSource(WeightSource):
     """One of our checkpoints. With `average`, reads running averages instead of weights, except of frozen parameters.
 
