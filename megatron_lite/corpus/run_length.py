@@ -22,7 +22,7 @@ def with_length(
 
     Raises: DataError as `open_data`; UsageError if the schedule does not fit the iterations.
     """
-    training, counts = config.training, Counts(config)
+    training = config.training
     tokens, goal = training.train_tokens, f"--train_tokens={training.train_tokens}"
     if training.epochs is not None:
         samples = samples_of_epoch(config)
@@ -30,9 +30,7 @@ def with_length(
         goal = f"--epochs={training.epochs:g}, of {samples:,} samples each"
     if tokens is None:
         return config, ()
-    if began is not None:
-        counts.begin(began["counts"], began["iteration"])
-    iterations = counts.iterations_of(tokens)
+    iterations = Counts(config, began).iterations_of(tokens)
     found = resolve(changed(asked, {"train_iters": iterations}), world_size, nodes=0)
     derived = {**vars(found.learning_rate), "train_iters": iterations, "log_interval": found.run.log_interval}
     return changed(config, derived), (Note(f"{goal}: --train_iters={iterations}, after {tokens:,} tokens or more"),)

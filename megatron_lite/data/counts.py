@@ -26,11 +26,13 @@ class Counts:
     order: Blend | Concatenation | None = None  # None: random tokens, or no training
     sets: Sequence[tuple[str, str, int]] = ()  # of each data set: fingerprint, name, samples of an epoch
 
-    def __init__(self, config: Config) -> None:
-        """config: resolved."""
+    def __init__(self, config: Config, began: Mapping[str, Any] | None = None) -> None:
+        """config: resolved. began: see `Choice.began`; None for a new run."""
         self._config, self._planned = config, batch_schedule(config.batch)
         self.schedule = self._planned  # that of earlier starts, until this one begins
         self._first, self._read = 0, list[Read]()
+        if began and "counts" in began:
+            self.begin(began["counts"], began["iteration"])
 
     def iterations_of(self, tokens: int) -> int:
         """Return the fewest iterations that read so many tokens; by the options where earlier starts did not count."""

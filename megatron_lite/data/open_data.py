@@ -75,9 +75,7 @@ def open_data(config: Config, rank: int, world_size: int, began: Mapping[str, An
             read_tokenizer_file(tokenizer)  # now, not at the first export
         except DataError as error:
             raise DataError(f"--tokenizer_file: {error}") from error
-    phases, counts = dict[str, Phase](), Counts(config)
-    if began and "counts" in began:
-        counts.begin(began["counts"], began["iteration"])
+    phases, counts = dict[str, Phase](), Counts(config, began)
     if config.data.dataset_source == "random":
         sizes = config.batch.sequence_length, config.model.vocab_size
         for phase, count in needed.items():
