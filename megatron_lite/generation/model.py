@@ -53,8 +53,13 @@ class LocalModel:
             CheckpointError: if the source is incomplete, damaged or not supported.
         """
         # Without the options that only training uses.
-        model = dataclasses.replace(source.model, attention_dropout=0.0, hidden_dropout=0.0, embedding_dropout=0.0)
-        self.config = dataclasses.replace(model, make_vocab_size_divisible_by=1)
+        self.config = dataclasses.replace(
+            source.model,
+            attention_dropout=0.0,
+            hidden_dropout=0.0,
+            embedding_dropout=0.0,
+            make_vocab_size_divisible_by=1,
+        )
         self.device, self.dtype, self.longest, self.training = device, dtype, length, source.training
         self.folder = source.folder
         self.layers = build_gpt(self.config, length, REFERENCES)
