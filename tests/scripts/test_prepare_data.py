@@ -214,7 +214,7 @@ def test_refusals_have_codes_and_one_line(folder: Path, tmp_path: Path, capsys: 
     blocked.write_text(" ")
     cases = [
         (3, "missing: no such file or folder", (tmp_path / "missing", *prefix)),
-        (3, "ends in .rs (--suffix)", (folder, "--suffix", ".rs", *prefix)),
+        (3, "ends in .rs (prepare_data --suffix)", (folder, "--suffix", ".rs", *prefix)),
         (3, "no documents left to write (1 skipped)", (blocked, *prefix)),
         (3, "t.json: cannot be read", (folder, "--tokenizer", tmp_path / "t.json", *prefix)),
         (2, "vocabulary of 5 is too small", (folder, "--train_tokenizer", "5", *prefix)),
