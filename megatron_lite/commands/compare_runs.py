@@ -28,6 +28,7 @@ from megatron_lite.reports.report import option_text, usual_values
 from megatron_lite.reports.watch_page import short
 from megatron_lite.reports.watched_run import Curve, Metrics, WatchedRun, printable, watched
 from megatron_lite.run.exit_status import print_failure, print_page
+from megatron_lite.run.progress_line import aligned
 
 LONGEST_CELL = 40  # characters
 Row = Sequence[str]
@@ -137,16 +138,10 @@ def table(title: str, head: Row, rows: Sequence[Row]) -> list[str]:
     """Return the lines of a table; the first column is left-aligned, the others are right-aligned."""
     if not rows:
         return []
-    cells = [[_printable(cell) for cell in row] for row in ((title, *head), *rows)]
-    widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
-    lines = [
-        "  ".join([row[0].ljust(widths[0]), *(c.rjust(w) for c, w in zip(row[1:], widths[1:], strict=True))]).rstrip()
-        for row in cells
-    ]
-    return ["", *lines]
+    return ["", *aligned([[printed(cell) for cell in row] for row in ((title, *head), *rows)])]
 
 
-def _printable(text: str) -> str:
+def printed(text: str) -> str:
     """Replace control characters and cut long text in the middle, because paths differ at their ends."""
     text = printable(text)
     half = (LONGEST_CELL - 3) // 2
@@ -183,7 +178,7 @@ def report(runs: tuple[WatchedRun, WatchedRun]) -> Iterator[str]:
     head = ("iterations", "starts", "dropped", "ending", "folder")
     yield from table("run", head, [describe(letter, run) for letter, run in zip("AB", runs, strict=True)])[1:]
     if missing := [str(run.root) for run in runs if not run.config]:
-        yield from ("", f"configuration: no config.json in {_printable(' and '.join(missing))}")
+        yield from ("", f"configuration: no config.json in {printed(' and '.join(missing))}")
     elif options := compare_options(runs[0].config, runs[1].config):
         yield from table("configuration", ("A", "B"), [(f"--{name}", *values) for name, *values in options])
     else:
@@ -208,7 +203,7 @@ def check_losses(runs: tuple[WatchedRun, WatchedRun], tolerance: float) -> tuple
     largest, iteration = worst.largest
     if not largest:
         return True, "all losses are equal"
-    return largest <= tolerance, f"{_printable(worst.label)} differs by {largest:.3g} at iteration {iteration:,}"
+    return largest <= tolerance, f"{printed(worst.label)} differs by {largest:.3g} at iteration {iteration:,}"
 
 
 def check_speed(runs: tuple[WatchedRun, WatchedRun], tolerance: float) -> tuple[bool, str]:

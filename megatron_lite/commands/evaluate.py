@@ -35,7 +35,7 @@ from typing import Any
 
 from megatron_lite.checkpoint.rotation import again
 from megatron_lite.cli.script_parser import LARGEST_COUNT, ScriptParser, number
-from megatron_lite.commands.compare_runs import table
+from megatron_lite.commands.compare_runs import printed
 from megatron_lite.config import unflatten
 from megatron_lite.config.structured_values import weighted_paths
 from megatron_lite.corpus.documents import Reading, TextFields
@@ -61,7 +61,7 @@ from megatron_lite.generation.prompts import open_tokenizer
 from megatron_lite.model.layer import MicroBatch
 from megatron_lite.monitor.logging import get_logger
 from megatron_lite.run.exit_status import print_failure, print_page
-from megatron_lite.run.progress_line import ProgressLine
+from megatron_lite.run.progress_line import ProgressLine, aligned
 from megatron_lite.validation import resolve
 
 
@@ -239,7 +239,7 @@ def report(records: Sequence[dict[str, Any]]) -> Iterator[str]:
     if len(records) == 1:
         yield " | ".join(in_words(records[0]))
     elif records:
-        yield from table("", [""] * 6, [[record["model"], *in_words(record)] for record in records])[2:]
+        yield from aligned([[printed(record["model"]), *in_words(record)] for record in records])
         if len({record["tokens"] for record in records}) > 1:
             yield "the tokenizers differ: only bits per byte compare"
 

@@ -1,4 +1,4 @@
-"""Progress of a script on standard error."""
+"""Progress of a script on standard error, and the forms of numbers and tables."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import contextlib
 import math
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Collection, Sequence
 from typing import Any
 
 TERMINAL_INTERVAL_S = 0.5
@@ -26,6 +26,19 @@ def format_count(number: int) -> str:
         if number >= size:
             return f"{number / size:.3g}{letter}"
     return str(number)
+
+
+def aligned(rows: Sequence[Sequence[str]], words: Collection[int] = (0,)) -> list[str]:
+    """Return the rows in columns: those with these numbers, of words, to the left, the others to the right."""
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    lines = [
+        "  ".join(
+            cell.ljust(width) if index in words else cell.rjust(width)
+            for index, (cell, width) in enumerate(zip(row, widths, strict=True))
+        )
+        for row in rows
+    ]
+    return [line.rstrip() for line in lines]
 
 
 class ProgressLine(contextlib.AbstractContextManager[Any]):

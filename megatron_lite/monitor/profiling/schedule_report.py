@@ -21,6 +21,7 @@ from megatron_lite.monitor.profiling.schedule_times import (
     parts,
     range_name,
 )
+from megatron_lite.run.progress_line import aligned
 
 Profile = Sequence[IterationTimes]  # its iterations, in order
 SHOWN_BEHIND = 2  # computations that overlap with a collective, in its row
@@ -95,14 +96,13 @@ def tables(profile: Profile, rank: int, world_size: int) -> str:
     title = f"schedule of {iterations_of(profile)}, rank {rank} of {world_size}; numbers and times of one iteration"
     rows = [[name, _ms(seconds), f"{seconds / shares['total']:.1%}"] for name, seconds in shares.items()]
     collectives = ["collective", "number", "MiB", "takes ms", "exposed ms", "hidden ms", "while computing"]
-    return "\n\n".join(
-        [
-            title,
-            _aligned([["part", "ms", "share"], *rows]),
-            _aligned([["step", "number", "ms", "ms each"], *_step_rows(profile)]),
-            _aligned([collectives, *_transfer_rows(profile)]),
-        ]
+    found = (
+        [["part", "ms", "share"], *rows],
+        [["step", "number", "ms", "ms each"], *_step_rows(profile)],
+        [collectives, *_transfer_rows(profile)],
     )
+    words = (0, collectives.index("while computing"))
+    return "\n\n".join([title, *("\n".join(aligned(table, words)) for table in found)])
 
 
 def _step_rows(profile: Profile) -> Iterator[list[str]]:
@@ -154,20 +154,6 @@ def _total(values: Iterable[float | None]) -> float | None:
 
 def _ms(seconds: float | None, number: int = 1) -> str:
     return "-" if seconds is None else f"{seconds / number * 1e3:.3f}"
-
-
-def _aligned(rows: Sequence[Sequence[str]]) -> str:
-    """Return the rows in columns: the first one and a last one of words to the left, numbers to the right."""
-    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    words = {0} | ({len(widths) - 1} if rows[0][-1] == "while computing" else set())
-    lines = [
-        "  ".join(
-            cell.ljust(width) if index in words else cell.rjust(width)
-            for index, (cell, width) in enumerate(zip(row, widths, strict=True))
-        )
-        for row in rows
-    ]
-    return "\n".join(line.rstrip() for line in lines)
 
 
 def trace_events(profile: Profile, rank: int) -> dict[str, Any]:
