@@ -32,6 +32,7 @@ from megatron_lite.run.progress_line import aligned
 
 LONGEST_CELL = 40  # characters
 Row = Sequence[str]
+Runs = tuple[WatchedRun, WatchedRun]
 LOSSES = ("loss", "averaged_loss")
 LOSS_OF_A_DATA_SET = "loss/"
 MEMORY = {"max_allocated_mib": "allocated, MiB", "max_reserved_mib": "reserved, MiB"}
@@ -53,24 +54,9 @@ class LossDifference(NamedTuple):
 
     @property
     def largest(self) -> tuple[float, int]:
-        """Return the largest difference and its iteration; NaN and 0 without an iteration in common."""
-        if not len(self.differences):
-            return math.nan, 0
+        """Return the largest difference and its iteration, of at least one in common."""
         place = int(self.differences.values.argmax())
         return float(self.differences.values[place]), int(self.differences.iterations[place])
-
-
-class NumberDifference(NamedTuple):
-    """A metric of two runs; NaN if a run lacks it."""
-
-    label: str
-    first: float
-    second: float
-
-    @property
-    def change(self) -> float:
-        """Return the relative increase from first to second; NaN if a run lacks the metric."""
-        return self.second / self.first - 1 if self.first else math.nan
 
 
 def compare_options(first: dict[str, Any], second: dict[str, Any]) -> list[tuple[str, str, str]]:
@@ -103,14 +89,9 @@ def relative_differences(first: Any, second: Any) -> Any:
     return np.where((first == second) | both_lost, 0.0, np.where(np.isfinite(relative), relative, np.inf))
 
 
-def compare_numbers(
-    labels: Mapping[str, str], measure: Callable[[Metrics, str], float], *runs: Metrics
-) -> Iterator[NumberDifference]:
-    """Yield the metrics that a run has. labels: by name in metrics.jsonl."""
-    for name, label in labels.items():
-        first, second = (measure(run, name) for run in runs)
-        if not (math.isnan(first) and math.isnan(second)):
-            yield NumberDifference(label, first, second)
+def change(first: float, second: float) -> float:
+    """Return the relative increase from first to second; NaN if one of them is, or the first is 0."""
+    return second / first - 1 if first else math.nan
 
 
 def peak(run: Metrics, name: str) -> float:
@@ -166,13 +147,16 @@ def loss_row(loss: LossDifference) -> Row:
     return loss.label, *ends, f"{common:,}", f"{median:.2e}" if median else "0", shown
 
 
-def number_row(row: NumberDifference) -> Row:
-    """Return the table row of a speed or a memory size."""
-    first, second = ("-" if math.isnan(value) else short(value) for value in (row.first, row.second))
-    return row.label, first, second, "-" if math.isnan(row.change) else f"{row.change:+.1%}"
+def number_rows(labels: Mapping[str, str], measure: Callable[[Metrics, str], float], runs: Runs) -> Iterator[Row]:
+    """Yield a table row for each metric that a run has. labels: by name in metrics.jsonl."""
+    for name, label in labels.items():
+        values = [measure(run.metrics, name) for run in runs]
+        if not all(map(math.isnan, values)):
+            numbers = zip((short, short, "{:+.1%}".format), (*values, change(*values)), strict=True)
+            yield label, *("-" if math.isnan(value) else show(value) for show, value in numbers)
 
 
-def report(runs: tuple[WatchedRun, WatchedRun]) -> Iterator[str]:
+def report(runs: Runs) -> Iterator[str]:
     """Yield the lines of the report."""
     first, second = (run.metrics for run in runs)
     head = ("iterations", "starts", "dropped", "ending", "folder")
@@ -186,11 +170,10 @@ def report(runs: tuple[WatchedRun, WatchedRun]) -> Iterator[str]:
     head = ("A, last", "B, last", "in common", "median difference", "largest difference")
     yield from table("loss", head, [loss_row(loss) for loss in compare_losses(first, second)])
     for title, labels, measure in (("speed, median", SPEEDS, median_speed), ("memory, largest", MEMORY, peak)):
-        rows = [number_row(row) for row in compare_numbers(labels, measure, first, second)]
-        yield from table(title, ("A", "B", "B to A"), rows)
+        yield from table(title, ("A", "B", "B to A"), [*number_rows(labels, measure, runs)])
 
 
-def check_losses(runs: tuple[WatchedRun, WatchedRun], tolerance: float) -> tuple[bool, str]:
+def check_losses(runs: Runs, tolerance: float) -> tuple[bool, str]:
     """Return whether all losses are within the tolerance, and a description of the largest difference.
 
     Raises:
@@ -206,17 +189,17 @@ def check_losses(runs: tuple[WatchedRun, WatchedRun], tolerance: float) -> tuple
     return largest <= tolerance, f"{printed(worst.label)} differs by {largest:.3g} at iteration {iteration:,}"
 
 
-def check_speed(runs: tuple[WatchedRun, WatchedRun], tolerance: float) -> tuple[bool, str]:
+def check_speed(runs: Runs, tolerance: float) -> tuple[bool, str]:
     """Return whether the second run is at most `tolerance` slower, and a description of the difference.
 
     Raises:
         DataError: if a run logged no speed.
     """
-    change = NumberDifference(SPEED, *(median_speed(run.metrics, SPEED) for run in runs)).change
-    if math.isnan(change):
+    increase = change(*(median_speed(run.metrics, SPEED) for run in runs))
+    if math.isnan(increase):
         raise DataError(f"a run has no {SPEED} in its metrics.jsonl, which --speed_tolerance compares")
-    words = f"RUN_B is {abs(change):.1%} {'slower' if change < 0 else 'faster'}" if change else "both are as fast"
-    return change >= -tolerance, words
+    words = f"RUN_B is {abs(increase):.1%} {'slower' if increase < 0 else 'faster'}" if increase else "both are as fast"
+    return increase >= -tolerance, words
 
 
 def main(arguments: Sequence[str] | None = None, program: str | None = None) -> int:
@@ -243,7 +226,7 @@ def main(arguments: Sequence[str] | None = None, program: str | None = None) -> 
         return print_failure(error)
 
 
-def _check(runs: tuple[WatchedRun, WatchedRun], options: argparse.Namespace) -> int:
+def _check(runs: Runs, options: argparse.Namespace) -> int:
     """Check the runs against the given tolerances; return the exit code."""
     all_passed = True
     for name, check in (("loss_tolerance", check_losses), ("speed_tolerance", check_speed)):

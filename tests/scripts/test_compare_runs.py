@@ -12,14 +12,7 @@ import pytest
 
 from megatron_lite.cli.parse import parse
 from megatron_lite.commands import compare_runs as script
-from megatron_lite.commands.compare_runs import (
-    MEMORY,
-    compare_losses,
-    compare_numbers,
-    compare_options,
-    median_speed,
-    peak,
-)
+from megatron_lite.commands.compare_runs import MEMORY, compare_losses, compare_options, median_speed, number_rows, peak
 from megatron_lite.config import flatten
 from megatron_lite.reports.charts import SPEEDS
 from megatron_lite.reports.watched_run import watched
@@ -146,10 +139,10 @@ def test_the_first_line_of_a_start_is_no_speed(tmp_path: Path) -> None:
         median_speed(watched(write(tmp_path / "two_starts", records=records)).metrics, "tokens_per_sec_per_gpu")
         == 101.0
     )
-    run = watched(write(tmp_path / "one_line", records=records[:1])).metrics
-    assert median_speed(run, "tokens_per_sec_per_gpu") == 1.0 and math.isnan(median_speed(run, "mfu"))
-    assert [row.label for row in compare_numbers(SPEEDS, median_speed, run, run)] == ["tokens/s per rank"]
-    assert not [*compare_numbers(MEMORY, peak, run, run)]
+    run = watched(write(tmp_path / "one_line", records=records[:1]))
+    assert median_speed(run.metrics, "tokens_per_sec_per_gpu") == 1.0 and math.isnan(median_speed(run.metrics, "mfu"))
+    assert [*number_rows(SPEEDS, median_speed, (run, run))] == [("tokens/s per rank", "1", "1", "+0.0%")]
+    assert not [*number_rows(MEMORY, peak, (run, run))]
 
 
 def test_runs_that_cannot_be_compared_are_one_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
