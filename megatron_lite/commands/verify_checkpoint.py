@@ -32,8 +32,6 @@ def checkpoints_of(path: Path) -> list[Path]:
         UsageError: if there is no checkpoint.
     """
     try:
-        if problem := no_folder(path):
-            raise UsageError(f"{problem}; give a checkpoint or the directory of a run")
         if (path / MANIFEST_NAME).exists() or (path / MANIFEST_NAME).is_symlink():
             return [path]
         folders = [path, path / "checkpoints", path / "export"]
@@ -42,7 +40,8 @@ def checkpoints_of(path: Path) -> list[Path]:
     except OSError as error:
         raise UsageError(f"{path}: {reason(error)}; give a folder that can be read") from None
     if not found:
-        raise UsageError(f"{path}: holds no checkpoint; give a checkpoint or the directory of a run")
+        problem = no_folder(path) or f"{path}: holds no checkpoint"
+        raise UsageError(f"{problem}; give a checkpoint or the directory of a run")
     return found
 
 
