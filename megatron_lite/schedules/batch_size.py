@@ -7,19 +7,18 @@ nor skips samples, and the iteration number determines where a run continues.
 from __future__ import annotations
 
 import bisect
-import dataclasses
 import functools
 import itertools
 from collections.abc import Iterator
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from megatron_lite.config import BatchConfig
 from megatron_lite.config.values import BadValueError, parse_int, shown
 from megatron_lite.errors import UsageError
 
 
-@dataclass(frozen=True)
-class Segment:
+class Segment(NamedTuple):
     """Batches of `size` samples over all ranks, after the first `start` iterations."""
 
     start: int
@@ -78,9 +77,9 @@ def continued(before: BatchSchedule, now: BatchSchedule, iterations: int) -> Bat
     """Join two schedules: `before` for the first `iterations`, `now` after them."""
     past = tuple(segment for segment in before.segments if segment.start < iterations)
     coming = tuple(segment for segment in now.segments if segment.start > iterations)
-    next_ = dataclasses.replace(now.segment(iterations + 1), start=iterations)
-    is_other = not past or dataclasses.replace(past[-1], start=iterations) != next_
-    return BatchSchedule((*past, *[next_] * is_other, *coming))
+    following = now.segment(iterations + 1)._replace(start=iterations)
+    goes_on = past and past[-1]._replace(start=iterations) == following
+    return BatchSchedule((*past, *(() if goes_on else (following,)), *coming))
 
 
 def once_through(samples: int, batch_size: int) -> tuple[BatchSchedule, int]:
