@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import logging
 import shlex
 import sys
@@ -251,7 +250,7 @@ def _choose_products(config: Config, distributed: Distributed) -> Config:
     name = together(distributed, lambda: matmul_library.library_for(config.performance.cpu_matmul))
     name = "blas" if distributed.agree_max(name == "blas") else name
     matmul_library.use_library(name)
-    return dataclasses.replace(config, performance=dataclasses.replace(config.performance, cpu_matmul=name))
+    return changed(config, {"cpu_matmul": name})
 
 
 def _open_inputs(

@@ -226,14 +226,12 @@ def profiles(draft: Draft, world_size: int) -> Problems:
 
 def length(draft: Draft) -> Problems:
     """Derive the iterations from other goals, as far as these are known before the data and earlier starts are."""
-    if (
-        not draft.train_iters
-        and draft.epochs is not None
-        and (any(map(is_number, draft.data_path)) or draft.data_weights_schedule)
-    ):
+    if draft.train_iters:
+        return
+    if draft.epochs is not None and (any(map(is_number, draft.data_path)) or draft.data_weights_schedule):
         rule = "with weights, no iteration has read every token once; leave them out, or write --train_tokens"
         yield problem(draft, "epochs data_path", rule, also="data_weights_schedule")
-    elif draft.batch_size is not None and not draft.train_iters:
+    elif draft.batch_size is not None:
         tokens = MANY_TOKENS if draft.epochs is not None else draft.train_tokens or 0
         draft.train_iters = batch_schedule(draft).iterations_of(tokens)
 
@@ -249,7 +247,8 @@ def data(draft: Draft) -> Problems:
     is_default = not draft.changed("split")
     draft.split += (0.0,) * (3 - len(draft.split))
     if draft.dataset_source == "random":
-        draft.tokenizer_file = None if draft.tokenizer_file == "none" else draft.tokenizer_file
+        if draft.tokenizer_file == "none":
+            draft.tokenizer_file = None
         return
     own = {phase: flag for phase, flag in OWN_DATA.items() if getattr(draft, flag)}
     if is_default and own:  # as in Megatron-LM, a validation set of its own leaves the rest to training
