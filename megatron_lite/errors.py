@@ -180,7 +180,7 @@ class StorageError(RunError):
 
 
 class FolderLostError(StorageError):
-    """An experiment directory that was moved, removed or taken over: nothing may be written there."""
+    """An experiment directory that does not exist, or is not or no longer this run's: nothing may be written there."""
 
     recorded = False
 

@@ -101,7 +101,7 @@ class Experiment:
     def is_lost(self) -> bool:
         """Return whether the directory belongs to another start, or was moved or removed."""
         if self._refusal is not None:
-            return not self._refusal.recorded
+            return isinstance(self._refusal, FolderLostError)
         try:
             self.check()
         except (FolderLostError, OSError) as error:  # OSError: the file system does not answer
@@ -165,14 +165,12 @@ def absolute_path(directory: str) -> Path:
     """Return the directory as an absolute path, with ~ expanded.
 
     Raises:
-        StorageError: if the user after ~ does not exist, or the current directory is gone.
+        FolderLostError: if the user after ~ does not exist, or the current directory is gone.
     """
     try:
         return Path(directory).expanduser().absolute()
     except (OSError, RuntimeError) as error:
-        refusal = StorageError(f"--experiment_dir={directory}: {error}; give an absolute path")
-        refusal.recorded = False  # there is no directory to write to
-        raise refusal from error
+        raise FolderLostError(f"--experiment_dir={directory}: {error}; give an absolute path") from error
 
 
 # -- the lock --------------------------------------------------------------------------------------------------
@@ -211,7 +209,7 @@ class FolderLock:
         """Create the folder of a new start and hold the directory from then on.
 
         Raises:
-            StorageError: if another process holds the directory.
+            FolderLostError: if another process holds the directory.
             OSError: if the directory cannot be written to.
         """
         runs = self.root / "runs"
@@ -248,7 +246,7 @@ class FolderLock:
         """Find rank 0's lock from another rank.
 
         Raises:
-            StorageError: if the lock does not appear, because the ranks do not share a file system.
+            FolderLostError: if the lock does not appear, because the ranks do not share a file system.
         """
         self.run, self.nonce = run, nonce
         path, deadline_s = self.folder / LOCK_FILE, time.monotonic() + VISIBLE_WITHIN_S
@@ -259,12 +257,10 @@ class FolderLock:
                     return
                 os.close(self._descriptor)
             if time.monotonic() > deadline_s:
-                refusal = StorageError(
+                raise FolderLostError(
                     f"--experiment_dir={self.root}: {socket.gethostname()} does not see {path}, which rank 0 wrote; "
                     "all ranks need the same file system"
                 )
-                refusal.recorded = False
-                raise refusal
             time.sleep(_POLL_S)
 
     def check(self) -> None:
@@ -309,7 +305,7 @@ class FolderLock:
         """Return once the holder has released the directory, or is known to be dead.
 
         Raises:
-            StorageError: once the holder is known to be alive.
+            FolderLostError: once the holder is known to be alive.
         """
         first_beat_s, waits, begun_s = None, False, time.monotonic()
         while (look := _look(self.root, run)) is not None:
@@ -318,12 +314,10 @@ class FolderLock:
             if (look.lives or (look.lives is None and beats)) or (
                 look.is_locked and time.monotonic() - begun_s > BEAT_S
             ):
-                refusal = StorageError(
+                raise FolderLostError(
                     f"--experiment_dir={self.root}: another run is using it, {look.holder}; wait for that run or "
                     "choose another directory"
                 )
-                refusal.recorded = False  # exit.json belongs to the other run
-                raise refusal
             if not look.is_locked:
                 os.utime(self._descriptor)  # reads the file system's clock: another machine's may differ
                 silent_s = os.fstat(self._descriptor).st_mtime - look.beat_s
