@@ -5,11 +5,8 @@ Weights are hashed as the layers compute with them, in the memory of the step, o
 
 from __future__ import annotations
 
-import hashlib
-import json
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -52,11 +49,6 @@ def weight_hashes(weights: Iterator[tuple[ParameterSpec, Tensor]]) -> dict[Holde
     for (tile, _), value in zip(hashed, values, strict=True):
         found.setdefault(tile.holders, {})[tile.name] = f"{value:x}"
     return found
-
-
-def digest(value: Any) -> str:
-    """Return the hash of a JSON-able value, 16 hexadecimal digits."""
-    return hashlib.sha256(json.dumps(value, sort_keys=True).encode()).hexdigest()[:16]
 
 
 def describe_differences(by_rank: Sequence[Fingerprint]) -> str:

@@ -11,8 +11,9 @@ import time
 from typing import Any
 
 from megatron_lite.checkpoint.names import newest_before
+from megatron_lite.config.values import digest
 from megatron_lite.errors import NumericsError
-from megatron_lite.monitor.hashes import describe_differences, digest, weight_hashes
+from megatron_lite.monitor.hashes import describe_differences, weight_hashes
 from megatron_lite.outputs.saving import is_due
 from megatron_lite.schedules.batch_size import batch_schedule
 from megatron_lite.schedules.learning_rate import learning_rate

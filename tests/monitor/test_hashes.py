@@ -3,7 +3,8 @@
 import pytest
 import torch
 
-from megatron_lite.monitor.hashes import bit_hash, describe_differences, digest, weight_hashes
+from megatron_lite.config.values import digest
+from megatron_lite.monitor.hashes import bit_hash, describe_differences, weight_hashes
 from megatron_lite.parameter import Initializer, ParameterSpec
 from megatron_lite.tiles import WHOLE, Block, Split
 
