@@ -24,8 +24,8 @@ class Rule(NamedTuple):
     holds: Callable[[Any], bool]
 
 
-Count = Annotated[int, Rule("a count", lambda value: 0 <= value <= LARGEST_COUNT)]
-PositiveCount = Annotated[int, Rule("a positive count", lambda value: 1 <= value <= LARGEST_COUNT)]
+Count = Annotated[int, Rule("a count", lambda value: value >= 0)]
+PositiveCount = Annotated[int, Rule("a positive count", lambda value: value >= 1)]
 
 
 Decoder = Callable[[Any], Any]
