@@ -11,9 +11,14 @@ from typing import Any
 from megatron_lite.run.progress_line import format_duration
 
 Record = Mapping[str, Any]  # a line of metrics.jsonl
-Show = Callable[[Any], str]
+Show = str | Callable[[Any], str]  # a text with a place for the value, or what makes one
 MOST_DATASETS = 20  # whose losses are shown
 WAITING = 0.1  # share of the step time from which the console shows the wait for data
+
+
+def _text(show: Show, value: Any) -> str:
+    """Return a value as text."""
+    return show.format(value) if isinstance(show, str) else show(value)
 
 
 def _three_digits(text: str) -> Show:
@@ -27,36 +32,36 @@ def _tflops(text: str) -> Show:
 
 # How to show each value of a record in the log file, in this order, and on the console.
 FIELDS: dict[str, tuple[Show | None, Show | None]] = {
-    "consumed_samples": ("consumed samples: {:,}".format, None),
-    "consumed_tokens": ("consumed tokens: {:,}".format, None),
-    "batch_size": ("batch size: {}".format, "batch size {}".format),
-    "step_time_ms": ("step time: {:.2f} ms".format, _three_digits("{} ms/step")),
-    "data_wait_ms": ("data wait: {:.2f} ms".format, "data wait {:.3g} ms".format),
+    "consumed_samples": ("consumed samples: {:,}", None),
+    "consumed_tokens": ("consumed tokens: {:,}", None),
+    "batch_size": ("batch size: {}", "batch size {}"),
+    "step_time_ms": ("step time: {:.2f} ms", _three_digits("{} ms/step")),
+    "data_wait_ms": ("data wait: {:.2f} ms", "data wait {:.3g} ms"),
     "model_tflops": (_tflops("throughput: {} tflop/s (model)"), None),
     "hardware_tflops": (_tflops("{} tflop/s (hardware)"), None),
-    "mfu": ("mfu: {:.1%}".format, "mfu {:.0%}".format),
-    "tokens_per_sec": (None, "{:,.0f} tokens/s".format),
-    "tokens_per_sec_per_gpu": ("{:,.2f} tokens/s/gpu".format, "{:,.0f} tokens/s/gpu".format),
-    "allocated_mib": ("Memory allocated: {:,.0f} MiB".format, None),
-    "max_allocated_mib": ("max allocated: {:,.0f} MiB".format, None),
-    "reserved_mib": ("reserved: {:,.0f} MiB".format, None),
-    "max_reserved_mib": ("max reserved: {:,.0f} MiB".format, "memory {:,.0f} MiB".format),
-    "learning_rate": ("learning rate: {:.3e}".format, "lr {:.2e}".format),
-    "loss_scale": ("loss scale: {:g}".format, "loss scale {:g}".format),
-    "grad_norm": ("grad norm: {:.4f}".format, _three_digits("grad norm {}")),
-    "update_norm": ("update norm: {:.4f}".format, None),
-    "clipped_iters": ("clipped updates: {}".format, None),
-    "skipped_iters": ("skipped iterations: {}".format, "skipped iterations {}".format),
-    "nan_iters": ("nan iterations: {}".format, "nan iterations {}".format),
-    "skip_reason": ("skip reason: {}".format, None),
-    "average_step_time_ms": ("average step time: {:.2f} ms".format, None),
+    "mfu": ("mfu: {:.1%}", "mfu {:.0%}"),
+    "tokens_per_sec": (None, "{:,.0f} tokens/s"),
+    "tokens_per_sec_per_gpu": ("{:,.2f} tokens/s/gpu", "{:,.0f} tokens/s/gpu"),
+    "allocated_mib": ("Memory allocated: {:,.0f} MiB", None),
+    "max_allocated_mib": ("max allocated: {:,.0f} MiB", None),
+    "reserved_mib": ("reserved: {:,.0f} MiB", None),
+    "max_reserved_mib": ("max reserved: {:,.0f} MiB", "memory {:,.0f} MiB"),
+    "learning_rate": ("learning rate: {:.3e}", "lr {:.2e}"),
+    "loss_scale": ("loss scale: {:g}", "loss scale {:g}"),
+    "grad_norm": ("grad norm: {:.4f}", _three_digits("grad norm {}")),
+    "update_norm": ("update norm: {:.4f}", None),
+    "clipped_iters": ("clipped updates: {}", None),
+    "skipped_iters": ("skipped iterations: {}", "skipped iterations {}"),
+    "nan_iters": ("nan iterations: {}", "nan iterations {}"),
+    "skip_reason": ("skip reason: {}", None),
+    "average_step_time_ms": ("average step time: {:.2f} ms", None),
     "remaining_seconds": (
         lambda value: f"remaining: {format_duration(value)}",
         lambda value: f"{format_duration(value)} left",
     ),
-    "completion_date": ("completion: {:%Y-%m-%d %H:%M:%S}".format, None),
-    "averaged_loss": ("averaged weights loss: {:.5f}".format, "averaged weights {:.4f}".format),
-    "loss": ("language model loss: {:.5f}".format, "loss {:.4f}".format),
+    "completion_date": ("completion: {:%Y-%m-%d %H:%M:%S}", None),
+    "averaged_loss": ("averaged weights loss: {:.5f}", "averaged weights {:.4f}"),
+    "loss": ("language model loss: {:.5f}", "loss {:.4f}"),
 }
 LOSSES = ("loss", "averaged_loss")
 SPEED = {"cpu": ("tokens_per_sec",), "cuda": ("tokens_per_sec_per_gpu", "mfu")}  # by type of device
@@ -78,7 +83,7 @@ def format_record(record: Record, more: Record | None = None) -> str:
     for key, (show, _) in FIELDS.items():
         if (value := values.get(key)) is None or show is None:
             continue
-        part = show(value)
+        part = _text(show, value)
         if key == "completion_date":
             part += f" ({values['iteration'] / values['train_iters']:.2%})"
         parts.append(part)
@@ -146,7 +151,7 @@ def _no_loss(values: Record) -> list[str]:
 def _shown(keys: Iterable[str], values: Record) -> list[str]:
     """Show values on the console; absent ones are left out."""
     shows = ((FIELDS[key][1], values.get(key)) for key in keys)
-    return [show(value) for show, value in shows if show is not None and value is not None]
+    return [_text(show, value) for show, value in shows if show is not None and value is not None]
 
 
 def _head(values: Record) -> str:
