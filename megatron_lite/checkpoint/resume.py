@@ -76,7 +76,7 @@ def find(root: Path) -> list[tuple[int, Path]]:
 
 
 def choose_together(
-    root: Path | None, options: CheckpointConfig, distributed: Distributed, mirrored: Mirrored = MappingProxyType({})
+    root: Path | None, options: CheckpointConfig, distributed: Distributed, mirrored: Mirrored
 ) -> Choice:
     """Choose on rank 0, for all ranks; see `choose`."""
     choice = together(distributed, lambda: choose(root, options, mirrored) if distributed.rank == 0 else Choice())

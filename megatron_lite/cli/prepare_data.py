@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from megatron_lite import __version__
-from megatron_lite.cli.script_parser import LARGEST_COUNT, ScriptParser, number
+from megatron_lite.cli.script_parser import COUNT, LARGEST_COUNT, ScriptParser, number
 from megatron_lite.corpus.documents import TextFields
 from megatron_lite.corpus.inputs import DEFAULT_SUFFIXES
 from megatron_lite.corpus.prepare import CorpusOptions, prepare
@@ -72,9 +72,8 @@ def read_options(options: argparse.Namespace) -> CorpusOptions:
         from megatron_lite.corpus.conversations import conversation_fields  # the only one to need jinja2
 
         fields = conversation_fields(options.chat_template, fields, tokenizer)
-    same = "output_prefix strict overwrite max_documents validation_documents shards deduplicate"
+    same = "inputs output_prefix strict overwrite max_documents validation_documents shards deduplicate"
     return CorpusOptions(
-        inputs=options.inputs,
         tokenizer=tokenizer,
         fields=fields,
         suffixes=suffixes,
@@ -152,8 +151,8 @@ def parse(argv: Sequence[str], program: str) -> argparse.Namespace:
         "llama3, zephyr, or a file",
     )
     add("--separator", default="\\n\\n", help="between the texts of several keys (default: %(default)s)")
-    add("--num_processes", type=number(int, 1, LARGEST_COUNT), metavar="N", help="processes (default: one per core)")
-    add("--max_documents", type=number(int, 1, LARGEST_COUNT), metavar="N", help="stop after this many documents")
+    add("--num_processes", type=COUNT, metavar="N", help="processes (default: one per core)")
+    add("--max_documents", type=COUNT, metavar="N", help="stop after this many documents")
     add(
         "--validation_documents",
         type=number(int, 0, LARGEST_COUNT),
@@ -189,9 +188,9 @@ def parse(argv: Sequence[str], program: str) -> argparse.Namespace:
     options = parser.parse_args(argv)
     if options.inspect is None and options.verify is None and not (options.inputs and options.output_prefix):
         parser.error("give inputs and --output_prefix, or --inspect or --verify with the prefix of a pair")
-    options.reads_tokens = options.from_tokens is not None or options.split_documents_at is not None
-    used = ("inputs", "output_prefix", "from_tokens", "split_documents_at", "overwrite", "reads_tokens")
+    used = ("inputs", "output_prefix", "from_tokens", "split_documents_at", "overwrite")
     given = [name for name, value in vars(options).items() if value != parser.get_default(name) and name not in used]
+    options.reads_tokens = options.from_tokens is not None or options.split_documents_at is not None
     if options.reads_tokens and given:
         parser.error(f"--from_tokens, --split_documents_at: leave out {', '.join(given)}, which tokens do not need")
     return options
@@ -201,16 +200,18 @@ def main(argv: Sequence[str], program: str = "prepare_data") -> int:
     """Run the command; return the exit code."""
     words = parse(argv, program)
     try:
-        if words.verify is not None or words.inspect is not None:
-            print(*([verify(words.verify)] if words.verify is not None else inspect(words.inspect)), sep="\n")
-            return EXIT_DONE
-        words.inputs = tuple(local_copy(name, "inputs", f"{words.output_prefix}.copies") for name in words.inputs)
-        if words.reads_tokens:
-            kind, end = words.from_tokens, words.split_documents_at
-            print(convert(words.inputs, words.output_prefix, kind, end, words.overwrite))
-            return EXIT_DONE
-        options = read_options(words)
-        report(options, *prepare(options))
+        if words.verify is not None:
+            print(verify(words.verify))
+        elif words.inspect is not None:
+            print(*inspect(words.inspect), sep="\n")
+        else:
+            words.inputs = tuple(local_copy(name, "inputs", f"{words.output_prefix}.copies") for name in words.inputs)
+            if words.reads_tokens:
+                kind, end = words.from_tokens, words.split_documents_at
+                print(convert(words.inputs, words.output_prefix, kind, end, words.overwrite))
+            else:
+                options = read_options(words)
+                report(options, *prepare(options))
     except (RunError, OSError) as error:
         return print_failure(error if isinstance(error, RunError) else StorageError(error))
     except KeyboardInterrupt:

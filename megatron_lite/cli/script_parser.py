@@ -99,3 +99,6 @@ def number(kind: Callable[[str], Any], minimum: float, maximum: float = math.inf
         return value
 
     return parse
+
+
+COUNT = number(int, 1, LARGEST_COUNT)

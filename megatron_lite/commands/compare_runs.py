@@ -202,7 +202,7 @@ def check_speed(runs: Runs, tolerance: float) -> tuple[bool, str]:
     return increase >= -tolerance, words
 
 
-def main(arguments: Sequence[str] | None = None, program: str | None = None) -> int:
+def main(arguments: Sequence[str], program: str | None = None) -> int:
     """Compare and print; return the exit code."""
     parser = ScriptParser(
         prog=program,

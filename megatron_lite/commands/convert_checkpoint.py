@@ -194,7 +194,7 @@ def logits_of(source: WeightSource, tokens: torch.Tensor) -> torch.Tensor:
     return head.logits(hidden)
 
 
-def parse(arguments: Sequence[str] | None, program: str | None = None) -> argparse.Namespace:
+def parse(arguments: Sequence[str], program: str | None) -> argparse.Namespace:
     """Parse the command line."""
     parser = ScriptParser(
         prog=program,
@@ -216,7 +216,7 @@ def parse(arguments: Sequence[str] | None, program: str | None = None) -> argpar
     return parser.parse_args(arguments)
 
 
-def main(arguments: Sequence[str] | None = None, program: str | None = None) -> int:
+def main(arguments: Sequence[str], program: str | None = None) -> int:
     """Convert; return the exit code."""
     options = parse(arguments, program)
     try:

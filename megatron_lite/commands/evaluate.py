@@ -34,7 +34,7 @@ from pathlib import Path
 from typing import Any
 
 from megatron_lite.checkpoint.rotation import again
-from megatron_lite.cli.script_parser import LARGEST_COUNT, ScriptParser, number
+from megatron_lite.cli.script_parser import COUNT, ScriptParser
 from megatron_lite.commands.compare_runs import printed
 from megatron_lite.config import unflatten
 from megatron_lite.config.structured_values import weighted_paths
@@ -65,7 +65,7 @@ from megatron_lite.run.progress_line import ProgressLine, aligned
 from megatron_lite.validation import resolve
 
 
-def parse_options(arguments: Sequence[str] | None, program: str | None = None) -> argparse.Namespace:
+def parse_options(arguments: Sequence[str], program: str | None) -> argparse.Namespace:
     """Parse the command line; argparse exits with code 2 if it is wrong."""
     parser = ScriptParser(
         prog=program,
@@ -80,11 +80,10 @@ def parse_options(arguments: Sequence[str] | None, program: str | None = None) -
     data.add_argument("--text", nargs="+", help="files or folders to read whole: text, .jsonl, .parquet, .arrow")
     add("--json_key", help='key of the text in .jsonl lines (default: "text")')
     add("--split", help="--split of training; its second part is read; 0,1,0 reads everything (default: 969,30,1)")
-    count = number(int, 1, LARGEST_COUNT)
-    add("--samples", type=count, help="number of samples of --data_path (default: all)")
+    add("--samples", type=COUNT, help="number of samples of --data_path (default: all)")
     add("--seed", type=int, help="--seed of a run that an earlier version began: its validation depends on it")
-    add("--sequence_length", type=count, help="tokens per sample (default: as in the shortest training)")
-    add("--micro_batch_size", type=count, default=1, help="samples per forward pass (default: 1)")
+    add("--sequence_length", type=COUNT, help="tokens per sample (default: as in the shortest training)")
+    add("--micro_batch_size", type=COUNT, default=1, help="samples per forward pass (default: 1)")
     add("--cross_document_attention", type=int, choices=(0, 1), default=1, help="as in training (default: 1)")
     add("--json", action="store_true", help="print a JSON object per model, each on a line")
     options = parser.parse_args(arguments)
@@ -244,7 +243,7 @@ def report(records: Sequence[dict[str, Any]]) -> Iterator[str]:
             yield "the tokenizers differ: only bits per byte compare"
 
 
-def main(arguments: Sequence[str] | None = None, program: str | None = None) -> int:
+def main(arguments: Sequence[str], program: str | None = None) -> int:
     """Evaluate and print, also what was done before an error; return the exit code."""
     options = parse_options(arguments, program)
     code, records = EXIT_DONE, list[dict[str, Any]]()

@@ -46,7 +46,7 @@ from megatron_lite.seeds import derive_seed
 GPU_BATCH_SIZE = 8
 
 
-def parse_options(arguments: Sequence[str] | None, program: str | None = None) -> argparse.Namespace:
+def parse_options(arguments: Sequence[str], program: str | None) -> argparse.Namespace:
     """Parse the command line; argparse exits with code 2 if it is wrong."""
     parser = ScriptParser(prog=program, description="Continue texts with a model.", parents=[model_arguments()])
     add = parser.add_argument
@@ -184,7 +184,7 @@ def _message(role: str, content: str) -> Mapping[str, Any]:
     return {"role": role, "content": content}
 
 
-def main(arguments: Sequence[str] | None = None, program: str | None = None) -> int:
+def main(arguments: Sequence[str], program: str | None = None) -> int:
     """Print the texts as they finish; return the exit code."""
     options = parse_options(arguments, program)
     if hasattr(sys.stdout, "reconfigure"):

@@ -69,7 +69,7 @@ def parse_baseline(text: str) -> tuple[str, float]:
     return name, number
 
 
-def main(arguments: Sequence[str] | None = None, program: str | None = None) -> int:
+def main(arguments: Sequence[str], program: str | None = None) -> int:
     """Draw; return the exit code."""
     parser = ScriptParser(prog=program, description="Plot the losses of one or several runs.")
     add = parser.add_argument

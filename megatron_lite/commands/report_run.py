@@ -19,7 +19,7 @@ from megatron_lite.run.exit_status import print_failure
 SEVERAL = "reports.html"  # of several runs: a run's own page has another name
 
 
-def main(arguments: Sequence[str] | None = None, program: str | None = None) -> int:
+def main(arguments: Sequence[str], program: str | None = None) -> int:
     """Write the page; return the exit code."""
     parser = ScriptParser(
         prog=program,

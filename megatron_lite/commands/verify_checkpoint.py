@@ -95,7 +95,7 @@ def row(folder: Path, found: Inspection) -> str:
     return f"{folder.name:>10}  {size:>18}  {ranks:>5}  {RunError(verdict)}"  # its text has no control characters
 
 
-def main(arguments: Sequence[str] | None = None, program: str | None = None) -> int:
+def main(arguments: Sequence[str], program: str | None = None) -> int:
     """Print a table; return the exit code."""
     parser = ScriptParser(
         prog=program,

@@ -30,7 +30,7 @@ SHORTEST_S, LONGEST_S = 0.1, 3600.0
 WIDEST = 160  # columns
 
 
-def main(arguments: Sequence[str] | None = None, program: str | None = None) -> int:
+def main(arguments: Sequence[str], program: str | None = None) -> int:
     """Show the page until Ctrl-C, or once; return the exit code."""
     parser = ScriptParser(prog=program, description="Follow a run: curves, rates, checkpoints, time left, warnings.")
     parser.add_argument("experiment_dir", type=Path, help="the --experiment_dir of the run")
