@@ -32,6 +32,7 @@ class QueuedTracker:
     """
 
     title = ""  # in messages
+    _key: str | None = None  # a secret that no message shows
 
     def __init__(self, keeps_lines: bool, limit_s: float) -> None:
         self._keeps_lines, self._limit_s = keeps_lines, limit_s
@@ -114,7 +115,8 @@ class QueuedTracker:
         """Release what a failed start or end has left."""
 
     def _describe(self, error: Exception) -> str:
-        return " ".join(f"{type(error).__name__}: {error}".split())[:200]
+        text = " ".join(f"{type(error).__name__}: {error}".split())
+        return (text.replace(self._key, "<key>") if self._key else text)[:200]
 
 
 def numbers_of(record: Record) -> dict[str, float]:

@@ -220,10 +220,6 @@ class WandbTracker(QueuedTracker):
         runs = "run-*" if self._offline is None else "offline-run-*"
         return f"wandb sync {shlex.quote(str(self._directory))}/wandb/{runs}"
 
-    def _describe(self, error: Exception) -> str:
-        text = " ".join(f"{type(error).__name__}: {error}".split())
-        return (text.replace(self._key, "<key>") if self._key else text)[:200]
-
 
 def _run_id(experiment_dir: Path | None, chosen: str | None) -> str:
     """Return the id of the Weights & Biases run that every start of an experiment continues.
