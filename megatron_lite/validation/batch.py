@@ -71,7 +71,13 @@ def _largest(draft: Draft, sizes: Sequence[int], world_size: int) -> Problem | N
     sequential, padded = draft.sequential_micro_batches, draft.allow_nondivisible_batch_size
     if batch is not None and micro is not None:
         if batch % (micro * world_size) and not padded:
-            return _indivisible(draft, batch, micro, world_size)
+            name, subject = _batch_name(draft)
+            unit = micro * world_size
+            rule = (
+                f"{subject} must be a multiple of {micro} * {world_size} = {unit} (or write "
+                f"--allow_nondivisible_batch_size=1); nearest: {nearest_multiples(batch, unit)}"
+            )
+            return _problem(draft, [name, "micro_batch_size"], world_size, rule)
         total = Split(batch, micro, world_size, breadth or 1 if padded else 1).micro_steps
         if sequential is not None and sequential != total:
             rule = f"batch_size / (micro_batch_size * ranks) is {total}, not {sequential}; "
@@ -84,7 +90,7 @@ def _largest(draft: Draft, sizes: Sequence[int], world_size: int) -> Problem | N
         sequential = (depth or 1) * (breadth or 1)
     product, both = (depth or 1) * (breadth or 1), depth is not None and breadth is not None
     if sequential % product or (both and sequential != product):
-        return _unsplit(draft, sequential, world_size)
+        return _unsplit(draft, sequential, product, both, world_size)
     unit = sequential * world_size
     if batch is None:
         batch = (micro or 1) * unit
@@ -155,21 +161,11 @@ def _batch_name(draft: Draft) -> tuple[str, str]:
     return "batch_size", "batch_size"
 
 
-def _indivisible(draft: Draft, batch: int, micro: int, world_size: int) -> Problem:
-    name, subject = _batch_name(draft)
-    unit = micro * world_size
-    rule = (
-        f"{subject} must be a multiple of {micro} * {world_size} = {unit} (or write "
-        f"--allow_nondivisible_batch_size=1); nearest: {nearest_multiples(batch, unit)}"
-    )
-    return _problem(draft, [name, "micro_batch_size"], world_size, rule)
+def _unsplit(draft: Draft, sequential: int, unit: int, both: bool, world_size: int) -> Problem:
+    """Report that `sequential` is not depth_first * breadth_first, with batch sizes that would work.
 
-
-def _unsplit(draft: Draft, sequential: int, world_size: int) -> Problem:
-    """Report that `sequential` is not depth_first * breadth_first, with batch sizes that would work."""
-    depth, breadth = draft.depth_first_micro_batches, draft.breadth_first_micro_batches
-    unit = (depth or 1) * (breadth or 1)
-    both = depth is not None and breadth is not None
+    unit: their product, 1 for one that is not given. both: whether both are given.
+    """
     rule = "depth_first * breadth_first micro-batches "
     rule += f"are {unit}, not {sequential}" if both else f"are a multiple of {unit}, and {sequential} is not"
     if draft.batch_size is None or draft.micro_batch_size is None:
