@@ -30,7 +30,12 @@ num_processes   workers num_workers
 class ScriptParser(argparse.ArgumentParser):
     """An `ArgumentParser` that never abbreviates, reads `--max-tokens` as `--max_tokens`, and suggests flags."""
 
-    def __init__(self, **options: Any) -> None:
+    def __init__(self, about: str | None = None, **options: Any) -> None:
+        """about: the docstring of a command, of which the help shows the first line and the exit codes."""
+        if about:
+            summary, _, more = about.partition("\n")
+            _, title, codes = more.rpartition("Exit codes:")
+            options |= {"description": summary, "epilog": title and title + codes}
         super().__init__(allow_abbrev=False, **options)
 
     def parse_known_args(  # type: ignore[override]

@@ -204,11 +204,7 @@ def check_speed(runs: Runs, tolerance: float) -> tuple[bool, str]:
 
 def main(arguments: Sequence[str], program: str | None = None) -> int:
     """Compare and print; return the exit code."""
-    parser = ScriptParser(
-        prog=program,
-        description="Compare two runs: configuration, losses, speed, memory.",
-        epilog="Exit codes: 0 within the tolerances, 1 beyond one, 2 usage, 3 a run has no numbers to compare.",
-    )
+    parser = ScriptParser(__doc__, prog=program)
     parser.add_argument("run_a", type=Path, help="the --experiment_dir of a run")
     parser.add_argument("run_b", type=Path, help="the run to compare with it")
     share = number(float, 0)

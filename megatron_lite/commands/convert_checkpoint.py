@@ -55,9 +55,10 @@ def tokenizer_of(options: argparse.Namespace, source: WeightSource) -> Path | No
         return given
     if isinstance(source, CheckpointSource):
         named = source.content.config.get("tokenizer_file")
-        if named is not None and not has_tokenizer(named):
-            print(f"WARNING: the tokenizer {named} is missing; set --tokenizer_file to include one")
-        return Path(named) if named is not None and has_tokenizer(named) else None
+        if named is None or has_tokenizer(named):
+            return named and Path(named)
+        print(f"WARNING: the tokenizer {named} is missing; set --tokenizer_file to include one")
+        return None
     own = source.folder / "tokenizer.json"
     return own if own.is_file() else None
 
@@ -138,8 +139,8 @@ def write(
         num_files = len(plan.names)
     else:
         content = conversion.write_checkpoint(temporary, source, shapes, config, limit_bytes)
-        said = f"a checkpoint of iteration {content.iteration}, which resumes as checkpoints/{content.iteration} of an "
-        said, num_files = said + "--experiment_dir", len(content.files)
+        place = f"checkpoints/{content.iteration} of an --experiment_dir"
+        said, num_files = f"a checkpoint of iteration {content.iteration}, which resumes as {place}", len(content.files)
     print(f"written: {num_files} file{'' if num_files == 1 else 's'}", flush=True)
     if options.verify:
         dtype = config.training.export_dtype
@@ -196,11 +197,7 @@ def logits_of(source: WeightSource, tokens: torch.Tensor) -> torch.Tensor:
 
 def parse(arguments: Sequence[str], program: str | None) -> argparse.Namespace:
     """Parse the command line."""
-    parser = ScriptParser(
-        prog=program,
-        description=(__doc__ or "").split("\n")[0],
-        epilog="Exit codes: 0 done, 2 usage, 3 data, 4 checkpoint, 5 numerics, 8 storage.",
-    )
+    parser = ScriptParser(__doc__, prog=program)
     add = parser.add_argument
     source = "Hugging Face folder, checkpoint, folder of checkpoints, or experiment directory"
     add("--from", dest="source", type=folder, required=True, help=source)

@@ -67,11 +67,7 @@ from megatron_lite.validation import resolve
 
 def parse_options(arguments: Sequence[str], program: str | None) -> argparse.Namespace:
     """Parse the command line; argparse exits with code 2 if it is wrong."""
-    parser = ScriptParser(
-        prog=program,
-        description="Measure loss, perplexity and bits per byte of models.",
-        parents=[model_arguments("+")],
-    )
+    parser = ScriptParser(__doc__, prog=program, parents=[model_arguments("+")])
     add = parser.add_argument
     data = parser.add_mutually_exclusive_group(required=True)
     data.add_argument(
@@ -87,8 +83,7 @@ def parse_options(arguments: Sequence[str], program: str | None) -> argparse.Nam
     add("--cross_document_attention", type=int, choices=(0, 1), default=1, help="as in training (default: 1)")
     add("--json", action="store_true", help="print a JSON object per model, each on a line")
     options = parser.parse_args(arguments)
-    others = ("json_key",) if options.data_path else ("split", "samples", "seed")
-    for name in others:
+    for name in ("json_key",) if options.data_path else ("split", "samples", "seed"):
         if getattr(options, name) is not None:
             parser.error(f"argument --{name}: has no effect with {'--data_path' if options.data_path else '--text'}")
     return options
@@ -237,7 +232,7 @@ def report(records: Sequence[dict[str, Any]]) -> Iterator[str]:
     """Yield one line, or the lines of a table of several models."""
     if len(records) == 1:
         yield " | ".join(in_words(records[0]))
-    elif records:
+    else:
         yield from aligned([[printed(record["model"]), *in_words(record)] for record in records])
         if len({record["tokens"] for record in records}) > 1:
             yield "the tokenizers differ: only bits per byte compare"

@@ -48,7 +48,7 @@ GPU_BATCH_SIZE = 8
 
 def parse_options(arguments: Sequence[str], program: str | None) -> argparse.Namespace:
     """Parse the command line; argparse exits with code 2 if it is wrong."""
-    parser = ScriptParser(prog=program, description="Continue texts with a model.", parents=[model_arguments()])
+    parser = ScriptParser(__doc__, prog=program, parents=[model_arguments()])
     add = parser.add_argument
     add("--prompt", action="append", default=[], help="a text to continue; may be repeated")
     add("--prompts_file", help="a file with one prompt per line, without blank lines; -: standard input")

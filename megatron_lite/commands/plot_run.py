@@ -71,7 +71,7 @@ def parse_baseline(text: str) -> tuple[str, float]:
 
 def main(arguments: Sequence[str], program: str | None = None) -> int:
     """Draw; return the exit code."""
-    parser = ScriptParser(prog=program, description="Plot the losses of one or several runs.")
+    parser = ScriptParser(__doc__, prog=program)
     add = parser.add_argument
     add("experiment_dirs", nargs="+", type=Path, metavar="EXPERIMENT_DIR", help="the --experiment_dir of a run")
     add("--output", type=Path, help="picture to write, or a folder for it (default: EXPERIMENT_DIR; here for several)")

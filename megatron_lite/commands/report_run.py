@@ -4,6 +4,8 @@
 
 The page stands in the folder of the run, that of several runs where the command is given. It needs no network. A run
 with an experiment directory writes its own page when it ends, unless --report=0.
+
+Exit codes: 0 done, 2 usage, 3 a run has no numbers, 8 the page cannot be written.
 """
 
 from __future__ import annotations
@@ -21,11 +23,7 @@ SEVERAL = "reports.html"  # of several runs: a run's own page has another name
 
 def main(arguments: Sequence[str], program: str | None = None) -> int:
     """Write the page; return the exit code."""
-    parser = ScriptParser(
-        prog=program,
-        description="Write a page about one or several runs.",
-        epilog="Exit codes: 0 done, 2 usage, 3 a run has no numbers, 8 the page cannot be written.",
-    )
+    parser = ScriptParser(__doc__, prog=program)
     parser.add_argument("runs", nargs="+", type=Path, metavar="EXPERIMENT_DIR", help="the --experiment_dir of a run")
     parser.add_argument(
         "--output", type=Path, help=f"file to write (default: {REPORT_FILE} of the run, or {SEVERAL} here)"

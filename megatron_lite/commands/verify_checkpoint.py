@@ -97,11 +97,7 @@ def row(folder: Path, found: Inspection) -> str:
 
 def main(arguments: Sequence[str], program: str | None = None) -> int:
     """Print a table; return the exit code."""
-    parser = ScriptParser(
-        prog=program,
-        description=(__doc__ or "").split("\n")[0],
-        epilog="Exit codes: 0 all checkpoints are good, 2 usage, 4 a checkpoint is damaged.",
-    )
+    parser = ScriptParser(__doc__, prog=program)
     parser.add_argument("paths", nargs="+", type=Path, metavar="PATH", help="checkpoint, or directory of a run")
     parser.add_argument("--values", action="store_true", help="also look for non-finite numbers")
     options = parser.parse_args(arguments)

@@ -32,7 +32,7 @@ WIDEST = 160  # columns
 
 def main(arguments: Sequence[str], program: str | None = None) -> int:
     """Show the page until Ctrl-C, or once; return the exit code."""
-    parser = ScriptParser(prog=program, description="Follow a run: curves, rates, checkpoints, time left, warnings.")
+    parser = ScriptParser(__doc__, prog=program)
     parser.add_argument("experiment_dir", type=Path, help="the --experiment_dir of the run")
     seconds = number(float, SHORTEST_S, LONGEST_S)
     parser.add_argument("--interval_s", type=seconds, default=2.0, help="seconds between updates (default: 2)")
