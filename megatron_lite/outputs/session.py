@@ -66,6 +66,7 @@ def opened(
     An error here or in the block is reported and ends the process. asked: `config` as typed.
     """
     rank, run, distributed, experiment = launch_rank(), None, None, None
+    asked = asked or config
     ending = Ending(config.run.experiment_dir, rank)
     stop = StopSignal(ending.stopped, ending.on_request)
     stop.limits = time_limits(config)
@@ -73,7 +74,7 @@ def opened(
     if launcher is not None:
         launcher.on_gone = ending.launcher_gone
     try:
-        options = alike(config, asked or config)
+        options = alike(config, asked)
         experiment = ending.experiment = Experiment(config, rank, stop.fail)
         checkpoints = experiment.checkpoints
         ending.newest = lambda: newest_checkpoint(checkpoints)
@@ -86,8 +87,8 @@ def opened(
         ending.stacks.open(experiment.artifacts)
         run = build(config, distributed, experiment, stop, notes, environment, asked)
         ending.kill_children, run.ending = run.callback.kill, ending
-        run.logs_early = (asked or config).run.log_interval is None
-        minutes, saving = config.checkpoint.checkpoint_minutes, (asked or config).checkpoint
+        run.logs_early = asked.run.log_interval is None
+        minutes, saving = config.checkpoint.checkpoint_minutes, asked.checkpoint
         if minutes is not None and saving.checkpoint_minutes is None:
             run.saves_by_default = saving.max_checkpoints is None
             run.logger.info("without --checkpoint_interval it saves every %g minutes (--checkpoint_minutes)", minutes)
@@ -120,11 +121,7 @@ def opened(
 
 
 def with_remedies(
-    error: BaseException,
-    config: Config,
-    asked: Config | None,
-    distributed: Distributed | None,
-    experiment: Experiment | None,
+    error: BaseException, config: Config, asked: Config, distributed: Distributed | None, experiment: Experiment | None
 ) -> BaseException:
     """Return the error, or an out-of-memory error with remedies and a memory snapshot.
 
@@ -144,7 +141,7 @@ def with_remedies(
         with contextlib.suppress(Exception):  # memory is scarce: a failed search must not hide the error
             device_bytes = expected.free_bytes or device_memory_bytes(distributed.device, distributed.local_world_size)
             batch_size, device_type = config.batch.batch_size or 1, distributed.device.type
-            search = Search(asked or config, batch_size, distributed.world_size, device_type, device_bytes)
+            search = Search(asked, batch_size, distributed.world_size, device_type, device_bytes)
             found = remedies(search)
             advice = less_memory(search)
     explained = OutOfMemoryError(f"{reason}; {advice or LESS_MEMORY}")

@@ -100,7 +100,7 @@ def explain(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[Except
     config = tiny_config(8, batch_size=64, hidden_size=1024, sequence_length=2048, device="auto")
     rank: Any = FakeRank()
     experiment: Any = SimpleNamespace(root=tmp_path)
-    return lambda error: session.with_remedies(error, config, None, rank, experiment)
+    return lambda error: session.with_remedies(error, config, config, rank, experiment)
 
 
 @pytest.mark.parametrize(
