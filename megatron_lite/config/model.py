@@ -193,7 +193,7 @@ class ModelConfig(Area):
         """Number of rotated channels per head, counted from the first."""
         return int(self.kv_channels * self.rotary_percent)
 
-    def vocabulary_rows(self, ranks: int = 1) -> int:
+    def vocabulary_rows(self, ranks: int) -> int:
         """Rows of embedding and head per tensor-parallel rank: the vocabulary, padded with zeros."""
         unit = self.make_vocab_size_divisible_by
         return -(-self.vocab_size // (unit * ranks)) * unit

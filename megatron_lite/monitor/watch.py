@@ -43,10 +43,8 @@ _BIAS, _EXPONENTS = 127, 256  # of fp32
 LOWEST, HIGHEST = -64, 16  # exponents of the smallest and largest edges
 SIDE = HIGHEST - LOWEST  # bins on each side of the one around zero
 BINS = 2 * SIDE + 1
-EDGES = (
-    *(-(2.0**power) for power in range(HIGHEST, LOWEST - 1, -1)),
-    *(2.0**power for power in range(LOWEST, HIGHEST + 1)),
-)
+_POWERS = tuple(2.0**exponent for exponent in range(LOWEST, HIGHEST + 1))
+EDGES = (*(-power for power in reversed(_POWERS)), *_POWERS)
 
 
 class Summary(NamedTuple):

@@ -15,8 +15,13 @@ SMOOTHED_FROM = 150  # points; longer curves of noisy metrics have a smooth line
 NOISY = ("loss", "grad_norm")  # of training
 COLORS = 8
 SPEED = "tokens_per_sec_per_gpu"
-SPEEDS = {"tokens_per_sec": "tokens/s", SPEED: "tokens/s per rank"}
-SPEEDS |= {"step_time_ms": "step, ms", "data_wait_ms": "data wait, ms", "mfu": "MFU"}
+SPEEDS = {
+    "tokens_per_sec": "tokens/s",
+    SPEED: "tokens/s per rank",
+    "step_time_ms": "step, ms",
+    "data_wait_ms": "data wait, ms",
+    "mfu": "MFU",
+}
 
 
 class Metric(NamedTuple):

@@ -11,7 +11,7 @@ from megatron_lite.config.values import number, typed
 from megatron_lite.schedules.cycles import Cycle, boundaries, cooldown_steps, cycle, cycle_steps, steps_of, warmup_steps
 from megatron_lite.schedules.learning_rate import is_constant
 from megatron_lite.schedules.stages import parse_stages
-from megatron_lite.validation.rules import Problem, Problems, default, parsing, problem
+from megatron_lite.validation.rules import Problem, Problems, default, fill, parsing, problem
 
 CYCLES = ("lr_num_cycles", "lr_cycle_minima", "lr_cycle_iters", "lr_cycle_fraction", "lr_cycle_lengths")
 COOLDOWN = ("lr_cooldown_iters", "lr_cooldown_fraction")
@@ -34,7 +34,7 @@ def learning_rate(draft: Draft) -> Problems:
             yield problem(draft, " ".join(several), "exclude each other; write one of them")
     yield from _minimum(draft)
     yield from _finite(draft, "lr", draft.lr)
-    draft.lr_decay_iters = default(draft.lr_decay_iters, max(1, draft.train_iters) + draft.lr_schedule_offset)
+    fill(draft, lr_decay_iters=max(1, draft.train_iters) + draft.lr_schedule_offset)
     if draft.train_iters > 0:
         yield from _cycles(draft, draft.lr_decay_iters)
 
