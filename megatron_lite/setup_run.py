@@ -371,8 +371,7 @@ def _fill(run: Run, choice: Choice, source: WeightSource | None) -> Resumed:
     else:
         iteration = _load_pretrained(run, source)
     optimizer.averaging.start()
-    origin = source.origin if source else {}
-    return Resumed(iteration, origin=origin, counts={"stages": [(0, 0, 0)], "sets": ()})
+    return Resumed(iteration, origin=source.origin if source else {}, counts={"stages": [(0, 0, 0)], "sets": ()})
 
 
 def _load_pretrained(run: Run, source: WeightSource) -> int:

@@ -287,8 +287,7 @@ def data_changes(loaded: Manifest, config: Config, identity: JsonObject) -> Iter
     yield from lines
     if lines and all(ours.row == theirs.row for ours, theirs in zip(old, new, strict=False)):
         yield _only_later([(theirs or ours).path for ours, theirs in pairs], old_stages, new_stages, done)
-    masks = itertools.zip_longest(before.get("masks", ()), identity.get("masks", ()))
-    for number, pair in enumerate(masks):
+    for number, pair in enumerate(itertools.zip_longest(before.get("masks", ()), identity.get("masks", ()))):
         if read[number] and pair[0] != pair[1]:
             described = [f"fingerprint {mark}" if mark else "none" for mark in pair]
             yield f"--loss_mask of data set {number}: {described[0]} in the checkpoint, {described[1]} now"

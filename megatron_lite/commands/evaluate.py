@@ -122,8 +122,7 @@ def indexed_batches(
     began = None if options.seed is None else {"config": values}  # by an earlier version
     config = resolve_data(resolve(unflatten(values), 1), None, None, get_logger(), began)
     _check_tokenizer(config.data.data_path, model, tokenizer)
-    source = open_data(config, 0, 1, began)
-    for host_batches in source.batches("validation"):
+    for host_batches in open_data(config, 0, 1, began).batches("validation"):
         for host_batch in host_batches:
             yield micro_batch(host_batch, model.device, None, None)
 

@@ -151,8 +151,7 @@ def device_warnings(config: Config, device: torch.device) -> Iterator[str]:
     logits_bytes, free = tokens * vocab_size * itemsize, free_bytes(device)
     if logits_bytes > free:
         chunk = chunk_tokens(performance.cross_entropy_splits, tokens, device, itemsize)
-        block_size = performance.cross_entropy_block_size
-        rows, columns = held_logits(tokens, columns, chunk, block_size)
+        rows, columns = held_logits(tokens, columns, chunk, performance.cross_entropy_block_size)
         yield (
             f"the logits of one micro-batch ({tokens:,} tokens x {vocab_size:,} x {itemsize} bytes = "
             f"{logits_bytes / MIB:,.0f} MiB) exceed the free memory ({free / MIB:,.0f} MiB); only "

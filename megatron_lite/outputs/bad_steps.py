@@ -168,8 +168,7 @@ def examine(run: Run, iteration: int) -> dict[str, Any]:
     squares: dict[str, float] = defaultdict(float)
     for name, square in (pair for one in everyone for pair in one["squares"].items()):
         squares[name] += square
-    names = [spec.name for spec in run.model.specs()]
-    broken = [name for name in names if not math.isfinite(squares.get(name, 0.0))]
+    broken = [spec.name for spec in run.model.specs() if not math.isfinite(squares.get(spec.name, 0.0))]
     states = [f"{one['state']} on rank {rank}" for rank, one in enumerate(everyone) if one["state"]]
     found |= {"parameters_not_finite": broken[:20], "state_not_finite": states[:20]}
     if not broken and squares:

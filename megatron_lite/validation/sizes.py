@@ -30,10 +30,9 @@ def tensor_parallel(draft: Draft, world_size: int) -> Problems:
     heads, groups = draft.num_attention_heads, draft.head_groups or draft.num_attention_heads
     if heads % ranks:
         few = "there are more ranks than query heads, of which " if ranks > heads else ""
-        nearest = nearest_multiples(heads, ranks)
         rule = (
             f"{few}each rank takes equally many{'' if few else ' query heads'}; write --tensor_parallel={fitting}, or "
-            f"nearest heads: {nearest}"
+            f"nearest heads: {nearest_multiples(heads, ranks)}"
         )
         yield problem(draft, "tensor_parallel num_attention_heads", rule)
     elif groups % ranks and ranks % groups:
