@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass
 
 from megatron_lite.config.option import (
@@ -152,7 +153,7 @@ class TrackingConfig(Area):
 
 def is_run_id(text: str) -> bool:
     """Whether a text can be the id of a Weights & Biases run and the name of a folder."""
-    return 0 < len(text) <= 128 and text.replace("-", "").replace("_", "").isalnum() and text.isascii()
+    return re.fullmatch(r"(?=[_-]*[A-Za-z0-9])[A-Za-z0-9_-]{1,128}", text) is not None
 
 
 def default_trackers(options: object) -> tuple[str, ...]:

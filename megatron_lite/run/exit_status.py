@@ -123,7 +123,7 @@ def write_exit(
     code: int | None,
     status: str,
     message: str,
-    run: int = 0,
+    run: int,
     details: Mapping[str, Any] = MappingProxyType({}),
 ) -> None:
     """Replace exit.json; never fails, because a second error would hide the one being reported.

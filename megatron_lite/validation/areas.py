@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import math
 import os
+import re
 
 from megatron_lite.config import Draft
 from megatron_lite.config.model import numbered_blocks, rotary_base
@@ -314,7 +315,7 @@ def tracking(draft: Draft) -> Problems:
     fill(draft, wandb_post_alerts=draft.wandb_status_interval is not None)
     if draft.wandb_id is not None and not is_run_id(draft.wandb_id):
         yield problem(draft, "wandb_id", "takes up to 128 letters, digits, - and _")
-    if len(draft.wandb_project_name) > 128 or {*draft.wandb_project_name} & {*"/\\#?%:"}:
+    if not re.fullmatch(r"[^/\\#?%:]{0,128}", draft.wandb_project_name):
         rule = "takes up to 128 characters, and none of / \\ # ? % : (a team goes to --wandb_entity_name)"
         yield problem(draft, "wandb_project_name", rule)
     if not all(0 < len(tag) <= 64 for tag in draft.wandb_tags):
