@@ -164,12 +164,12 @@ class TensorBoardTracker(QueuedTracker):
     def _send(self, record: Record, watched: Watched | None) -> None:
         numbers = numbers_of(record)
         del numbers[f"{record['phase']}/time"]  # every event has its time
+        if watched is not None:
+            numbers |= watched.numbers()
         value = self._summary.Value
         values = [value(tag=tag, simple_value=number) for tag, number in numbers.items()]
-        if watched is not None:
-            values += [value(tag=tag, simple_value=number) for tag, number in watched.numbers()]
-            for tag, histogram in watched.histograms():
-                values.append(value(tag=tag, histo=self._histogram(**histogram.proto_fields())))
+        for tag, histogram in watched.histograms() if watched is not None else ():
+            values.append(value(tag=tag, histo=self._histogram(**histogram.proto_fields())))
         event = self._event(step=record["iteration"], wall_time=record["time"], summary=self._summary(value=values))
         self._writer.add_event(event)
 
