@@ -76,12 +76,11 @@ class ScriptParser(argparse.ArgumentParser):
             if value == "--":
                 self.error(f"--{name}=--: -- ends the flags, so it cannot be a value")
             return f"--{name}{equals}{value}"
-        elsewhere = map(str.split, ELSEWHERE.splitlines())
         near = (
             [other for other in names if is_one_edit(name, other)]
             or [other for other in names if len(name) > 1 and other.startswith(name)]
             or similar(name, names, 3, 0.7)
-            or [ours for ours, *theirs in elsewhere if ours in names and name in theirs]
+            or [ours for ours, *theirs in map(str.split, ELSEWHERE.splitlines()) if ours in names and name in theirs]
         )
         meant = f"did you mean {' or '.join(f'--{other}' for other in near)}?" if near else "no flag has a similar name"
         unknown.append(f"unknown flag {shown(flag)}; {meant}")

@@ -48,13 +48,11 @@ class Watch(Observer):
         self._finite: list[Tensor] = []
 
     def layer_output(self, name: str, output: Tensor, micro_batch: int) -> None:
-        place = self._layers.index(name)
-        self._add((False, micro_batch, place, f"the output of {name}"), output)
+        self._add((False, micro_batch, self._layers.index(name), f"the output of {name}"), output)
 
     def layer_gradient(self, name: str, gradient: Tensor | None, micro_batch: int) -> None:
         if gradient is not None:
-            place = -self._layers.index(name)
-            self._add((True, micro_batch, place, f"the gradient of the input of {name}"), gradient)
+            self._add((True, micro_batch, -self._layers.index(name), f"the gradient of the input of {name}"), gradient)
 
     def first(self) -> tuple[int, tuple[bool, int, int, str]] | None:
         """Return index and description of the first non-finite tensor, or None (reads the device)."""

@@ -211,8 +211,7 @@ def _remedy(name: str) -> str:
 
 def _typed(path: Path) -> str:
     """Return a path as a user would type it: relative in the checkout, absolute elsewhere."""
-    inside = Path.cwd() == CHECKOUT
-    return shlex.quote(os.path.relpath(path) if inside else str(path))
+    return shlex.quote(os.path.relpath(path) if Path.cwd() == CHECKOUT else str(path))
 
 
 def name_missing_package(kind: type[BaseException], error: BaseException, traceback: TracebackType | None) -> None:

@@ -91,8 +91,7 @@ def open_trackers(
         destinations.append(TensorBoardTracker(writer, folder, iteration, keeps_lines))
     if "wandb" in names:
         send_no_error_reports()
-        wandb = _import("wandb", "wandb", config)
-        destinations.append(WandbTracker(wandb, config, experiment_dir, run, keeps_lines))
+        destinations.append(WandbTracker(_import("wandb", "wandb", config), config, experiment_dir, run, keeps_lines))
     own = (name for name in names if ":" in name)
     destinations += (OwnTracker(name, own_class(name), flatten(config), keeps_lines) for name in own)
     return Trackers(destinations, run)
