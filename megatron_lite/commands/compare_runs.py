@@ -66,7 +66,7 @@ def compare_options(first: dict[str, Any], second: dict[str, Any]) -> list[tuple
         (name, option_text(first, one, name), option_text(second, other, name))
         for name in dict.fromkeys([*first, *second])
         if name not in NAMES_OF_A_RUN
-        if (first.get(name), name in first) != (second.get(name), name in second)
+        if first.get(name, ...) != second.get(name, ...)  # which no JSON has: the option is absent
     ]
 
 
