@@ -109,7 +109,9 @@ def stated(prefixes: Iterable[str]) -> dict[str, str | tuple[str, ...]]:
     found, masks = dict[str, str | tuple[str, ...]](), list[str]()
     for prefix in prefixes:
         base, summary = _summary_of(prefix)
-        masks.append(f"{prefix}_mask" if f"{Path(prefix).name}_mask.bin" in summary.get("files", ()) else NO_MASK)
+        files = summary.get("files", ())  # which may have had another name when they were written
+        masked = any(file.removesuffix(".bin") + "_mask.bin" in files for file in files)
+        masks.append(f"{prefix}_mask" if masked else NO_MASK)
         if "tokenizer_sha256" in summary:
             found.setdefault("tokenizer_file", base + TOKENIZER)
     return found | ({"loss_mask": tuple(masks)} if {*masks} - {NO_MASK} else {})

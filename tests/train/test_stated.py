@@ -58,6 +58,16 @@ def test_the_mask_and_the_tokenizer_of_the_summary(
     assert losses(none) == losses(tmp_path / "whole")
 
 
+def test_a_pair_of_another_name_keeps_its_mask(chats: str, tmp_path: Path) -> None:
+    """The summary lists the names at preparation; a pair that was renamed without its mask is refused."""
+    for file in Path(chats).parent.glob("chats[._]*"):
+        (tmp_path / file.name.replace("chats", "other")).write_bytes(file.read_bytes())
+    flags = [*FLAGS, f"--data_path={tmp_path / 'other'}", "--train_iters=1"]
+    assert f"--loss_mask={tmp_path / 'other'}_mask: a summary of the data names it" in succeed(flags).output
+    (tmp_path / "other_mask.idx").unlink()
+    assert run(flags).codes == [3]
+
+
 def test_masks_do_not_fit_rearranged_documents(chats: str, tmp_path: Path) -> None:
     """Refused with the remedy, which works as far as the tokenizer goes."""
     flags = [*FLAGS, f"--data_path={chats}", "--train_iters=1", "--fim_rate=0.5"]
