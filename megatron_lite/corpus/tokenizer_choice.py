@@ -83,6 +83,9 @@ class TokenizerChoice:
             said = effective(str(self.source))
             needs_end = self.end is None and not fields.marked
             given = JsonTokenizer(str(self.source), self.special_tokens, needs_end, said)
+            content = json.loads(said.tokenizer)
+            if content["model"].pop("dropout", None):  # exports of this file would tokenize at random
+                said = said._replace(tokenizer=json.dumps(content).encode())
             replace_file(path, said.tokenizer)
             if said.config:
                 replace_json(folder / f"given.{CONFIG_NAME}", said.config)

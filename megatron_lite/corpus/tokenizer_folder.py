@@ -16,6 +16,7 @@ from typing import Any
 from megatron_lite.corpus.confined import Limits, confined
 from megatron_lite.data.tokenizing import (
     ADDED,
+    CONFIG_NAME,
     PLAIN_CLASSES,
     SPECIAL_MAP,
     JsonTokenizer,
@@ -86,7 +87,10 @@ def _says_more(folder: Path, added: dict[str, Any]) -> bool:
 
     added: its added tokens by their content.
     """
-    beside = [read_object(folder / name) for name in ("tokenizer_config.json", SPECIAL_MAP)]
+    files = [folder / name for name in (CONFIG_NAME, SPECIAL_MAP)]
+    beside = [read_object(file) for file in files]
+    if any(file.is_file() and not read_object(file) and file.read_bytes().strip() != b"{}" for file in files):
+        return True  # damaged
     kind, model_type = beside[0].get("tokenizer_class"), read_object(folder / "config.json").get("model_type")
     is_plain = model_type in (None, *FREE) if kind in PLAIN_CLASSES else (kind, model_type) == (None, None)
     if not is_plain or beside[0].get("split_special_tokens"):

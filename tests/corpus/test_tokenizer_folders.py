@@ -15,7 +15,7 @@ from tokenizers import Regex, Tokenizer, decoders, models, normalizers, pre_toke
 
 from megatron_lite.corpus import tokenizer_folder
 from megatron_lite.corpus.tokenizer_folder import effective
-from megatron_lite.data.tokenizing import JsonTokenizer, load_tokenizer
+from megatron_lite.data.tokenizing import JsonTokenizer, copy_tokenizer, load_tokenizer
 from tests.corpus.test_conversations import TOOL, assistant, pairs, prepare, user, write_lines
 
 transformers = pytest.importorskip("transformers")
@@ -263,6 +263,34 @@ def tokens_of(prefix: Path) -> list[list[int]]:
 
     data = IndexedDataset(str(prefix))
     return [data.document(number).tolist() for number in range(data.num_documents)]
+
+
+@pytest.mark.parametrize("name", ["tokenizer_config.json", "special_tokens_map.json"])
+def test_a_damaged_file_beside_is_no_empty_one(tmp_path: Path, name: str, capsys: Any) -> None:
+    """A file that was cut may have named the end of documents: exit code 3. An empty object names nothing."""
+    bytes_and_pairs().save(str(tmp_path / "tokenizer.json"))
+    source = write_lines(tmp_path / "a.jsonl", [{"text": "x"}])
+    for content in ('{"eos_token": "<|im_end|>", ', "", "null"):
+        (tmp_path / name).write_text(content)
+        prepare(source, tmp_path / "x", f"--tokenizer={tmp_path}", code=3)
+        assert "transformers says" in capsys.readouterr().err
+    (tmp_path / name).write_text("{}\n")
+    prepare(source, tmp_path / "x", f"--tokenizer={tmp_path}")
+
+
+def test_exports_have_no_dropout_of_tokens(tmp_path: Path) -> None:
+    """The tokenizer beside the data, which exports carry, gives transformers the same ids each time."""
+    with_dropout().save(str(tmp_path / "given.json"))
+    prepare(
+        write_lines(tmp_path / "a.jsonl", [{"text": TEXTS[0]}]),
+        tmp_path / "x",
+        f"--tokenizer={tmp_path / 'given.json'}",
+    )
+    (tmp_path / "export").mkdir()
+    copy_tokenizer(tmp_path / "x.tokenizer.json", tmp_path / "export")
+    loaded = transformers.AutoTokenizer.from_pretrained(tmp_path / "export", local_files_only=True)
+    expected = JsonTokenizer(str(tmp_path / "given.json"), special_tokens=True).encode(TEXTS[0])
+    assert [loaded(TEXTS[0])["input_ids"] for _ in range(5)] == [expected] * 5
 
 
 def test_ids_that_the_library_does_not_give(tmp_path: Path, capsys: Any) -> None:
