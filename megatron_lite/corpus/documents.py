@@ -38,7 +38,8 @@ class TextFields:
 
     def complaint(self, value: Any) -> str:
         """Return the kind of fault of a decoded JSON value without text."""
-        found = ", ".join(f"{key!r} ({type(look_up(value, key)).__name__})" for key in self.keys)
+        parts = ((key, look_up(value, key)) for key in self.keys)
+        found = ", ".join(f"{key!r} ({'absent' if part is None else type(part).__name__})" for key, part in parts)
         return f"no text under the key {found}; prepare_data has --json_key, and --chat_template for conversations"
 
 
