@@ -254,7 +254,7 @@ def test_epochs_over_the_data(capsys: pytest.CaptureFixture[str], tmp_path: Path
     text = page(capsys, *flags, f"--data_path={tmp_path / 'corpus'}", "--split=1,0,0", "--train_iters=2")
     assert "training data: " in text and "epochs" in text.partition("training data: ")[2].splitlines()[0]
     missing = page(capsys, *flags, "--data_path=/missing/corpus", "--train_iters=2")
-    assert "epochs over the data: unknown; /missing/corpus.idx: no such file\n" in missing
+    assert "epochs over the data: unknown; /missing/corpus: no such file, folder or pair" in missing
 
 
 def test_the_smallest_number_of_gpus(capsys: pytest.CaptureFixture[str]) -> None:

@@ -248,7 +248,8 @@ def test_threads_sleep_after_a_short_wait_unless_the_user_says_otherwise(
 
 def test_every_command_that_computes_prepares_libraries_before_torch_is_imported() -> None:
     """OpenMP reads its variables when its library is loaded; `main` and what it imports come later."""
-    flags = "--num_layers=1 --hidden_size=16 --num_attention_heads=2 --vocab_size=16 --dataset_source=random"
+    flags = "--num_layers=1 --hidden_size=16 --num_attention_heads=2 --vocab_size=16 --train_iters=1"
+    flags += " --dataset_source=random"
     commands = [str(ROOT / name) for name in ("pretrain_gpt.py", "scripts/generate.py", "scripts/evaluate.py")]
     code = (
         "import runpy, sys, megatron_lite.run.host as host\n"

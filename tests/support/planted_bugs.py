@@ -369,8 +369,8 @@ BUGS = (
         "the learning rate of a resumed run starts over",
         "nanotron#233",
         "train:train_step",
-        "learning_rate(config, iteration)",
-        "learning_rate(config, iteration - run.resumed.iteration)",
+        "learning_rate(run.config, iteration,",
+        "learning_rate(run.config, iteration - run.resumed.iteration,",
     ),
     Bug(
         "count of updates",

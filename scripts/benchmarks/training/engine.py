@@ -14,6 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from megatron_lite.config import Config
+from megatron_lite.data.counts import Counts
 from megatron_lite.data.host_batch import HostBatch
 from megatron_lite.distributed.process_group import Distributed
 from megatron_lite.kernels.choice import Kernels, choose_kernels
@@ -58,7 +59,8 @@ class Engine(Contestant):
         assert batch.batch_size
         self._tokens = batch.batch_size * batch.sequence_length
         parts = dict(config=config, distributed=distributed, model=self.model, optimizer=optimizer, debugger=None)
-        self._run = cast(Run, SimpleNamespace(**parts, background=None, watch=None))
+        data = SimpleNamespace(counts=Counts(config))
+        self._run = cast(Run, SimpleNamespace(**parts, data=data, background=None, watch=None))
         self._iteration = 0
         self._counted_bytes = 0  # sent by all ranks in the last step, as counted by the engine
 
