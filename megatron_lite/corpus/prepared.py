@@ -46,8 +46,10 @@ def older_summary(prefix: str) -> dict[str, Any]:
 def outdated(prefixes: Iterable[str]) -> Iterator[str]:
     """Yield warnings about pairs to which the rules that have changed since may have given other tokens."""
     for prefix in dict.fromkeys(prefixes):
-        summary = older_summary(prefix)
-        model = read_object(Path(_summary_of(prefix)[0] + TOKENIZER)).get("model") if summary else None
+        base, summary = _summary_of(prefix)
+        if not summary or summary.get("rules") == RULES:
+            continue
+        model = read_object(Path(base + TOKENIZER)).get("model")
         is_random = isinstance(model, dict) and bool(model.get("dropout"))
         if is_random or "conversations" in summary.get("options", ()):
             yield f"{prefix}: older rules prepared it, perhaps with other tokens; for a new run, prepare it again"
