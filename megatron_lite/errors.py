@@ -132,6 +132,12 @@ class PeerError(RunError):
     names_rank = False  # whether the message says which rank it was
 
 
+class WorkerError(RunError):
+    """A process that reads data for this one was killed or has failed; training itself has not."""
+
+    exit_code = 6
+
+
 class StoppedError(PeerError):
     """A stop signal to this rank or another one, before there was anything to save."""
 

@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 from megatron_lite.config import Config
 from megatron_lite.data.host_batch import HostBatch
 from megatron_lite.data.loader import Waiting, next_batch
-from megatron_lite.errors import EXIT_DONE, DataError
+from megatron_lite.errors import EXIT_DONE, DataError, WorkerError
 from megatron_lite.optimizer.optimizer import Update
 from megatron_lite.outputs.evaluation import evaluate_and_export, evaluate_first
 from megatron_lite.outputs.replicas import check_replicas
@@ -107,7 +107,7 @@ def train(run: Run) -> tuple[int, str]:
         return EXIT_DONE, completion(run)
     except StopRequested as stop:
         return save_and_stop(run, stop.reason)
-    except DataError as error:
+    except (DataError, WorkerError) as error:
         save_before_end(run, error)
         raise
 

@@ -66,7 +66,7 @@ def next_batch(
 
     Raises:
         StopRequested: on every rank, if any rank received a signal.
-        DataError: on every rank, if any rank cannot read its data.
+        DataError, WorkerError: on every rank, if any rank cannot read its data.
         RunError: on every rank, if another thread of any rank has found a reason to end.
     """
     failure = stop.failure
@@ -167,7 +167,7 @@ class DataSource:
         read in place meanwhile, and end when the generator ends or is closed. Without `num_iterations`, the generator
         yields all iterations of the phase; an evaluation sees the same batches every time.
 
-        Raises: DataError for unreadable files and token ids outside the vocabulary; RunError if a worker dies.
+        Raises: DataError for unreadable files and token ids outside the vocabulary; WorkerError if a worker dies.
         """
         count = self.phases[phase].iterations - first_iteration if num_iterations is None else num_iterations
         iterations = range(first_iteration + 1, first_iteration + count + 1)

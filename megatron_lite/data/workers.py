@@ -20,7 +20,7 @@ from multiprocessing.process import BaseProcess
 from typing import cast
 
 from megatron_lite.data.reading import Reader, Samples
-from megatron_lite.errors import DataError, RunError
+from megatron_lite.errors import DataError, RunError, WorkerError
 
 Request = tuple[int, int]  # first index and number of samples (0 or more) of a micro-batch
 
@@ -47,7 +47,7 @@ class Workers:
 
         while_waiting: called every POLL_S while the parent waits for a worker; it may raise.
 
-        Raises: RunError if a worker dies immediately.
+        Raises: WorkerError if a worker dies immediately.
         """
         self._while_waiting = while_waiting
         first = list(itertools.islice(requests, num_workers))  # no more workers than there are requests
@@ -75,7 +75,7 @@ class Workers:
     def __iter__(self) -> Iterator[Samples]:
         """Yield the micro-batches in order.
 
-        Raises: the reader's DataError; RunError if a worker was killed or failed.
+        Raises: the reader's DataError; WorkerError if a worker was killed or failed.
         """
         for received in itertools.count():
             if not self._finalizer.still_active():
@@ -113,10 +113,10 @@ class Workers:
             raise answer
         return cast(Samples, answer)
 
-    def _death(self, worker: int) -> RunError:
+    def _death(self, worker: int) -> WorkerError:
         process, _ = self._workers[worker]
         process.join(timeout=5)
-        return RunError(f"data worker {worker} {how_it_ended(process, '--num_workers')}")
+        return WorkerError(f"data worker {worker} {how_it_ended(process, '--num_workers')}")
 
     def close(self) -> None:
         """Kill the workers; they only read, so nothing is lost."""
@@ -183,5 +183,5 @@ def _work(connection: Connection, spare: Connection | None, reader: Reader) -> N
             except Exception as error:  # report everything to the parent
                 place = traceback.extract_tb(error.__traceback__)[-1]
                 where = f"{place.filename}, line {place.lineno}"
-                answer = RunError(f"a data worker failed: {type(error).__name__}: {error} ({where})")
+                answer = WorkerError(f"a data worker failed: {type(error).__name__}: {error} ({where})")
             connection.send(answer)

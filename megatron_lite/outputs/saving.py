@@ -18,15 +18,7 @@ from megatron_lite.checkpoint.writing import Finished, Save, shards_bytes, write
 from megatron_lite.config import changed
 from megatron_lite.config.structured_values import keep_rules
 from megatron_lite.distributed.agreement import together
-from megatron_lite.errors import (
-    EXIT_PREEMPTED,
-    DataError,
-    FolderLostError,
-    NumericsError,
-    RunError,
-    StorageError,
-    as_installed,
-)
+from megatron_lite.errors import EXIT_PREEMPTED, FolderLostError, NumericsError, RunError, StorageError, as_installed
 from megatron_lite.huggingface.export import export_weights, save_huggingface
 from megatron_lite.huggingface.model_card import TrainingSummary
 from megatron_lite.outputs.bad_steps import held_checkpoints, leave_bad_step
@@ -262,7 +254,7 @@ def save_and_stop(run: Run, reason: str) -> tuple[int, str]:
     return EXIT_PREEMPTED, f"stopped by {reason}: saved at iteration {run.iteration}; the same command resumes"
 
 
-def save_before_end(run: Run, error: DataError) -> None:
+def save_before_end(run: Run, error: RunError) -> None:
     """Save what was trained in this start before data that cannot be read end the run: the weights are good."""
     if not error.agreed or run.iteration == run.resumed.iteration:
         return

@@ -27,7 +27,7 @@ from megatron_lite.data.loader import DataSource
 from megatron_lite.data.open_data import open_data
 from megatron_lite.data.reading import search
 from megatron_lite.data.workers import Workers
-from megatron_lite.errors import DataError, RunError
+from megatron_lite.errors import DataError, RunError, WorkerError
 from megatron_lite.validation import resolve
 from megatron_lite.validation.rules import problem
 from tests.support.token_files import data_config, write_counting, write_documents
@@ -268,7 +268,7 @@ def test_killed_worker_is_one_clear_line(prefixes: tuple[str, str]) -> None:
     victim = multiprocessing.active_children()[0]
     os.kill(victim.pid or 0, signal.SIGKILL)
     begun = time.monotonic()
-    with pytest.raises(RunError) as caught:
+    with pytest.raises(WorkerError) as caught:
         list(batches)
     message = r"data worker \d was killed by SIGKILL, often for memory: try fewer --num_workers.*"
     assert re.fullmatch(message, str(caught.value))

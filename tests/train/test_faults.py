@@ -183,16 +183,20 @@ def test_data_changed_during_a_run(tmp_path: Path, change: str) -> None:
 
 
 def test_killed_data_worker(tmp_path: Path) -> None:
-    """A data worker killed by the system ends the run with one line about it, and no process is left."""
+    """A data worker killed by the system ends the run with one line about it, saved, and no process is left."""
     prefix, experiment = tmp_path / "corpus", tmp_path / "run"
     corpus_with(prefix)
-    with Start(train_on(prefix, experiment, "--train_iters=100000", "--num_workers=2")) as start:
+    flags = ("--checkpoint_interval=100000", "--num_workers=2")
+    with Start(train_on(prefix, experiment, "--train_iters=100000", *flags), RANKS) as start:
         wait_for_metrics(start, experiment)
         worker = [pid for pid in start.left_over() if "spawn_main" in command_line(pid)][1]
         os.kill(worker, signal.SIGKILL)
         outcome = start.wait(30)
         start.assert_nothing_left()
-    assert_one_error(outcome, "data worker", "killed by SIGKILL", codes=[1], experiment=experiment)
+    assert_one_error(outcome, "data worker", "killed by SIGKILL", codes=[6], experiment=experiment)
+    (saved,) = os.listdir(experiment / "checkpoints")
+    goes_on = succeed(train_on(prefix, experiment, f"--train_iters={int(saved) + 1}", *flags), RANKS)
+    assert f"resumed from {experiment}/checkpoints/{saved}" in goes_on.output
 
 
 # -- checkpoints ----------------------------------------------------------------------------------------------------
