@@ -26,11 +26,10 @@ from megatron_lite.errors import DataError, RunError
 from megatron_lite.reports.charts import SPEED, SPEEDS
 from megatron_lite.reports.report import option_text, usual_values
 from megatron_lite.reports.watch_page import short
-from megatron_lite.reports.watched_run import Curve, Metrics, WatchedRun, printable, watched
+from megatron_lite.reports.watched_run import Curve, Metrics, WatchedRun, watched
 from megatron_lite.run.exit_status import print_failure, print_page
-from megatron_lite.run.progress_line import aligned
+from megatron_lite.run.progress_line import aligned, printed
 
-LONGEST_CELL = 40  # characters
 Row = Sequence[str]
 Runs = tuple[WatchedRun, WatchedRun]
 LOSSES = ("loss", "averaged_loss")
@@ -120,13 +119,6 @@ def table(title: str, head: Row, rows: Sequence[Row]) -> list[str]:
     if not rows:
         return []
     return ["", *aligned([[printed(cell) for cell in row] for row in ((title, *head), *rows)])]
-
-
-def printed(text: str) -> str:
-    """Replace control characters and cut long text in the middle, because paths differ at their ends."""
-    text = printable(text)
-    half = (LONGEST_CELL - 3) // 2
-    return text if len(text) <= LONGEST_CELL else f"{text[:half]}...{text[-half:]}"
 
 
 def describe(letter: str, run: WatchedRun) -> Row:

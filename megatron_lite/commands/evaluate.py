@@ -35,7 +35,6 @@ from typing import Any
 
 from megatron_lite.checkpoint.rotation import again
 from megatron_lite.cli.script_parser import COUNT, ScriptParser
-from megatron_lite.commands.compare_runs import printed
 from megatron_lite.config import unflatten
 from megatron_lite.config.structured_values import weighted_paths
 from megatron_lite.corpus.documents import Reading, TextFields
@@ -61,7 +60,7 @@ from megatron_lite.generation.prompts import open_tokenizer
 from megatron_lite.model.layer import MicroBatch
 from megatron_lite.monitor.logging import get_logger
 from megatron_lite.run.exit_status import print_failure, print_page
-from megatron_lite.run.progress_line import ProgressLine, aligned
+from megatron_lite.run.progress_line import ProgressLine, aligned, printed
 from megatron_lite.validation import resolve
 
 

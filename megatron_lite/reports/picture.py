@@ -10,8 +10,8 @@ from typing import Any, NamedTuple
 
 from megatron_lite.errors import DataError, UsageError
 from megatron_lite.reports.charts import LEARNING_RATE, LOSSES, Drawn, draw_chart
-from megatron_lite.reports.watched_run import Curve, WatchedRun, printable, read_runs, title_of
-from megatron_lite.run.progress_line import format_count
+from megatron_lite.reports.watched_run import Curve, WatchedRun, read_runs, title_of
+from megatron_lite.run.progress_line import format_count, printable
 
 MUTED_COLOR, GRID_COLOR, TITLE_COLOR, RATE_COLOR = "#64748b", "#e2e8f0", "#0f172a", "#0d9488"
 PALETTE = ("#2563eb", "#ea580c", "#16a34a", "#9333ea", "#dc2626", "#0891b2", "#ca8a04", "#475569")

@@ -8,9 +8,9 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
-from megatron_lite.reports.watched_run import SavedFolder, WatchedRun, printable, sparkline
+from megatron_lite.reports.watched_run import SavedFolder, WatchedRun, sparkline
 from megatron_lite.run.experiment import DEAD_AFTER_S
-from megatron_lite.run.progress_line import format_duration
+from megatron_lite.run.progress_line import format_duration, printable
 
 NARROWEST = 40
 RUNNING = "running"  # the state of a run that lives

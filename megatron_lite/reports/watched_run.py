@@ -34,6 +34,7 @@ from megatron_lite.checkpoint.names import (
 from megatron_lite.errors import DataError
 from megatron_lite.run.exit_status import EXIT_FILE, METRICS_FILE
 from megatron_lite.run.experiment import LOCK_FILE, newest_run
+from megatron_lite.run.progress_line import printable
 
 CHUNK_BYTES = 2**24
 LONGEST_LINE_BYTES = 2**20  # a longer one is no record of ours
@@ -100,11 +101,6 @@ def sparkline(values: NDArray[np.float64], width: int, unicode: bool = True) -> 
     low, high = min(known), max(known)
     scale = (len(blocks) - 1) / (high - low) if high > low else 0.0
     return "".join(" " if mean is None else blocks[round((mean - low) * scale)] for mean in means)
-
-
-def printable(text: str) -> str:
-    """Return the text with a question mark for each control character."""
-    return "".join(char if char.isprintable() else "?" for char in text)
 
 
 class GrowingFile:

@@ -11,6 +11,7 @@ from typing import Any
 
 TERMINAL_INTERVAL_S = 0.5
 BAR_WIDTH = 20
+LONGEST_CELL = 40  # of a table, in characters
 LINE_INTERVAL_S, LINES_PER_TIME = 10.0, 20  # less often as time passes, so that long jobs do not fill a log
 
 
@@ -26,6 +27,18 @@ def format_count(number: int) -> str:
         if number >= size:
             return f"{number / size:.3g}{letter}"
     return str(number)
+
+
+def printable(text: str) -> str:
+    """Return the text with a question mark for each control character."""
+    return "".join(char if char.isprintable() else "?" for char in text)
+
+
+def printed(text: str) -> str:
+    """Replace control characters and cut long text in the middle, because paths differ at their ends."""
+    text = printable(text)
+    half = (LONGEST_CELL - 3) // 2
+    return text if len(text) <= LONGEST_CELL else f"{text[:half]}...{text[-half:]}"
 
 
 def aligned(rows: Sequence[Sequence[str]], words: Collection[int] = (0,)) -> list[str]:
