@@ -20,13 +20,12 @@ from megatron_lite.checkpoint.rotation import again
 from megatron_lite.checkpoint.writing import BackgroundSaves, open_background, shards_bytes
 from megatron_lite.cli.help import banners
 from megatron_lite.config import Config, changed
-from megatron_lite.config.structured_values import weighted_paths
 from megatron_lite.corpus.from_text import resolve_data
 from megatron_lite.corpus.prepared import check_tokenizer, known_tokenizer, outdated
 from megatron_lite.corpus.run_length import with_length
 from megatron_lite.data.fingerprint import check_same
 from megatron_lite.data.loader import DataSource
-from megatron_lite.data.open_data import PATH_FLAGS, open_data
+from megatron_lite.data.open_data import open_data, prefixes
 from megatron_lite.distributed.agreement import rank_0_works, together
 from megatron_lite.distributed.process_group import Distributed
 from megatron_lite.errors import UsageError
@@ -274,8 +273,7 @@ def _open_inputs(
 def _check_tokenizer(run: Run) -> None:
     """Compare --tokenizer_file and --vocab_size with the data; remember the tokenizer for checkpoints and exports."""
     config, file = run.config, run.config.data.tokenizer_file
-    flags = PATH_FLAGS if config.data.dataset_source != "random" else ()
-    paths = [path for flag in flags for _, path in weighted_paths(getattr(config.data, flag))]
+    paths = [] if config.data.dataset_source == "random" else prefixes(vars(config.data))
     run.data.warnings = (*run.data.warnings, *outdated(paths))
     own = None if file is None else known_tokenizer(file, f"--tokenizer_file={file}")
     found, unknown = check_tokenizer(paths, config.model.vocab_size, own)

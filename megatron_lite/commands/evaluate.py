@@ -36,14 +36,13 @@ from typing import Any
 from megatron_lite.checkpoint.rotation import again
 from megatron_lite.cli.script_parser import COUNT, ScriptParser
 from megatron_lite.config import unflatten
-from megatron_lite.config.structured_values import weighted_paths
 from megatron_lite.corpus.documents import Reading, TextFields
 from megatron_lite.corpus.from_text import resolve_data
 from megatron_lite.corpus.inputs import find_inputs
 from megatron_lite.corpus.pieces import cut_file
 from megatron_lite.corpus.prepared import KnownTokenizer, check_tokenizer, known_tokenizer
 from megatron_lite.data.host_batch import micro_batch
-from megatron_lite.data.open_data import open_data
+from megatron_lite.data.open_data import open_data, prefixes
 from megatron_lite.data.tokenizing import JsonTokenizer, Tokenizer
 from megatron_lite.errors import EXIT_DONE, DataError, NumericsError, UsageError
 from megatron_lite.generation.model import (
@@ -120,7 +119,7 @@ def indexed_batches(
     }
     began = None if options.seed is None else {"config": values}  # by an earlier version
     config = resolve_data(resolve(unflatten(values), 1), None, None, get_logger(), began)
-    _check_tokenizer(config.data.data_path, model, tokenizer)
+    _check_tokenizer(prefixes(vars(config.data)), model, tokenizer)
     for host_batches in open_data(config, 0, 1, began).batches("validation"):
         for host_batch in host_batches:
             yield micro_batch(host_batch, model.device, None, None)
@@ -205,7 +204,7 @@ def _check_tokenizer(data_path: Sequence[str], model: LocalModel, tokenizer: Tok
         known = KnownTokenizer(f"in the training of {model.folder}", digest, size, file)
     elif isinstance(tokenizer, JsonTokenizer):
         known = known_tokenizer(tokenizer.path, f"{tokenizer.path}")
-    check_tokenizer((path for _, path in weighted_paths(data_path)), model.config.vocab_size, known)
+    check_tokenizer(data_path, model.config.vocab_size, known)
 
 
 def so_far(totals: Totals, seconds: float) -> str:

@@ -21,7 +21,7 @@ from megatron_lite.corpus.remote_copy import cache_of, local_copy
 from megatron_lite.corpus.tokenizer_choice import TokenizerChoice
 from megatron_lite.data.disk_array import reading
 from megatron_lite.data.indexed_dataset import IndexedDataset
-from megatron_lite.data.open_data import PATH_FLAGS
+from megatron_lite.data.open_data import PATH_FLAGS, prefixes
 from megatron_lite.data.tokenizing import load_tokenizer
 from megatron_lite.distributed.agreement import rank_0_works
 from megatron_lite.distributed.process_group import Distributed
@@ -83,8 +83,7 @@ def _resolved(
         before = dict(zip(*words, strict=False))
         prepared = {path: _prepared(path, before.get(path, ""), *arguments) for path in dict.fromkeys(texts)}
         found[flag] = _weighted([prepared.get(word, word) for word in found[flag]], flag, config, began, logger)
-    pairs = [path for flag in PATH_FLAGS for _, path in weighted_paths(found[flag], flag)]
-    for name, value in stated(pairs).items():
+    for name, value in stated(prefixes(found)).items():
         if not getattr(data, name):
             way = f"--{name}=none leaves it out"
             if began is None or began["config"].get(name):

@@ -116,6 +116,11 @@ def open_data(config: Config, rank: int, world_size: int, began: Mapping[str, An
     return DataSource(config, rank, world_size, phases, described, found, counts, warnings)
 
 
+def prefixes(words: Mapping[str, Any]) -> list[str]:
+    """Return the data sets of these options, by name, in the order of the words of --loss_mask."""
+    return [path for flag in PATH_FLAGS for _, path in weighted_paths(words[flag], flag)]
+
+
 class Sets(NamedTuple):
     """The data sets of --data_path, --valid_data_path or --test_data_path, each with its loss mask, if any."""
 
