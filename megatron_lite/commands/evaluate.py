@@ -36,10 +36,9 @@ from typing import Any
 from megatron_lite.checkpoint.rotation import again
 from megatron_lite.cli.script_parser import COUNT, ScriptParser
 from megatron_lite.config import unflatten
-from megatron_lite.corpus.documents import Reading, TextFields
+from megatron_lite.corpus.documents import BLANK, TextFields, whole_texts
 from megatron_lite.corpus.from_text import resolve_data
 from megatron_lite.corpus.inputs import find_inputs
-from megatron_lite.corpus.pieces import cut_file
 from megatron_lite.corpus.prepared import KnownTokenizer, check_tokenizer, known_tokenizer
 from megatron_lite.data.host_batch import micro_batch
 from megatron_lite.data.open_data import open_data, prefixes
@@ -125,27 +124,6 @@ def indexed_batches(
             yield micro_batch(host_batch, model.device, None, None)
 
 
-class _Texts(Reading):
-    """Documents of which only blank ones are left out."""
-
-    def _add_fault(self, kind: str, detail: str = "") -> None:
-        super()._add_fault(kind, detail)
-        if kind != "blank":
-            place = self.spans[0].file.place(self.findings.lines[0])
-            raise DataError(": ".join(filter(None, (place, kind, detail))))
-
-
-def texts(names: Sequence[str], key: str) -> Iterator[str]:
-    """Yield the texts of files, folders and patterns, as prepare_data finds and reads them, except blank ones.
-
-    Raises:
-        UsageError, DataError: if a name, file or line cannot be read; names it.
-    """
-    for file in find_inputs(names):
-        for span in cut_file(file, file.size_bytes + 1):  # whole
-            yield from _Texts([span], TextFields((key,))).documents()
-
-
 def find_tokenizer(options: argparse.Namespace, folder: Path) -> Tokenizer | None:
     """Return the tokenizer, which is optional for token files.
 
@@ -171,8 +149,9 @@ def result(options: argparse.Namespace, folder: Path) -> dict[str, Any]:
     model = load_model(folder, options.sequence_length, options.dtype, device, options.weights)
     if options.text:
         assert tokenizer is not None
+        fields = TextFields((options.json_key or "text",))
         micro_batches = text_batches(
-            texts(options.text, options.json_key or "text"),
+            whole_texts(find_inputs(options.text), fields, strict=True, allowed=BLANK),
             tokenizer,
             model.config.vocab_size,
             model.longest,

@@ -6,6 +6,7 @@ standard error, as is the progress.
 
 from __future__ import annotations
 
+import itertools
 import json
 import os
 import sys
@@ -14,11 +15,13 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import IO, Any, ClassVar
 
-from megatron_lite.corpus.inputs import InputFile, opened, table_rows
+from megatron_lite.corpus.inputs import InputFile, opened, row_group_bytes, table_rows
 from megatron_lite.data.disk_array import reading
 from megatron_lite.errors import DataError
+from megatron_lite.run.progress_line import ByteProgress
 
 SHOWN_FAULTS = 10
+BLANK = "blank"  # a kind of fault
 SURROGATE = "contains half of a surrogate pair, which is not a character"
 
 
@@ -68,6 +71,23 @@ class Span:
     size_bytes: int  # on disk
 
 
+def cut_file(file: InputFile, goal: int) -> list[Span]:
+    """Cut a file into spans of about `goal` bytes where its kind can be read from the middle."""
+    if file.kind == "jsonl" and not file.compression and file.regular:
+        cuts = [*range(0, max(file.size_bytes, 1), goal), file.size_bytes]
+        return [Span(file, start, end, end - start) for start, end in itertools.pairwise(cuts)]
+    if file.kind == "parquet":
+        spans, first, size = [], 0, 0
+        sizes = row_group_bytes(file.path)
+        for group, group_bytes in enumerate(sizes):
+            size += group_bytes
+            if size >= goal or group == len(sizes) - 1:
+                spans.append(Span(file, first, group + 1, size))
+                first, size = group + 1, 0
+        return spans
+    return [Span(file, 0, 0, file.size_bytes)]
+
+
 @dataclass(frozen=True)
 class Fault:
     """A document that was skipped. `number`: its line or row in its span, from 1; 0 for a whole file."""
@@ -92,7 +112,7 @@ class Findings:
 
 
 class BadDocument(Exception):  # noqa: N818 - the end of a piece with --strict
-    """A document that --strict refuses; the last one of `Findings.first_faults`."""
+    """A document that --strict refuses; its argument is the fault."""
 
 
 class Reading:
@@ -101,8 +121,11 @@ class Reading:
     Attributes: `read_bytes` and `findings` so far.
     """
 
-    def __init__(self, spans: Sequence[Span], fields: TextFields, strict: bool = False) -> None:
-        self.spans, self.fields, self.strict = spans, fields, strict
+    def __init__(
+        self, spans: Sequence[Span], fields: TextFields, strict: bool = False, allowed: str | None = None
+    ) -> None:
+        """allowed: a kind of fault that `strict` lets pass."""
+        self.spans, self.fields, self.strict, self.allowed = spans, fields, strict, allowed
         self.read_bytes, self.findings = 0, Findings([0] * len(spans))
         self._number = 0  # of the span that is being read
 
@@ -126,15 +149,16 @@ class Reading:
         """Count a fault at the line or row that was read last, or of a whole text file."""
         found = self.findings
         found.fault_counts[kind] = found.fault_counts.get(kind, 0) + 1
+        fault = Fault(self._number, found.lines[self._number], kind, detail)
         if len(found.first_faults) < SHOWN_FAULTS:
-            found.first_faults.append(Fault(self._number, found.lines[self._number], kind, detail))
-        if self.strict:
-            raise BadDocument
+            found.first_faults.append(fault)
+        if self.strict and kind != self.allowed:
+            raise BadDocument(fault)
 
     def _is_document(self, text: str) -> bool:
         """Whether a text is neither blank nor has half characters, which are faults."""
         if not text or text.isspace():
-            self._add_fault("blank")
+            self._add_fault(BLANK)
             return False
         try:
             text.encode()
@@ -184,7 +208,7 @@ class Reading:
                     value = json.loads(text)
                 except (ValueError, RecursionError) as error:
                     # After a semicolon stands advice about the interpreter: numbers of thousands of digits.
-                    kind, detail = ("not JSON", str(error).partition(";")[0]) if text.strip() else ("blank", "")
+                    kind, detail = ("not JSON", str(error).partition(";")[0]) if text.strip() else (BLANK, "")
                     self._add_fault(kind, detail)
                     continue
                 yield value
@@ -202,6 +226,27 @@ class Reading:
             # The position counts from after a byte order mark, in `error.object`.
             self._add_fault("not UTF-8", f"byte {error.start} is 0x{error.object[error.start]:02x}")
             return None
+
+
+def whole_texts(
+    files: Sequence[InputFile], fields: TextFields, strict: bool, allowed: str | None = None, purpose: str = ""
+) -> Iterator[str]:
+    """Yield all documents of files in one pass, without those with faults.
+
+    purpose: of the pass, for the progress that is then shown.
+
+    Raises: DataError as `Reading.documents`; with `strict`, at the first fault of another kind than `allowed`.
+    """
+    spans = [span for file in files for span in cut_file(file, file.size_bytes + 1)]
+    reading = Reading(spans, fields, strict, allowed)
+    with ByteProgress(purpose, sum(span.size_bytes for span in spans), shown=bool(purpose)) as progress:
+        try:
+            for text in reading.documents():
+                progress.add(reading.read_bytes - progress.done_bytes)
+                yield text
+        except BadDocument as found:
+            (fault,) = found.args
+            raise DataError(fault.message(spans[fault.span].file.place(fault.number))) from None
 
 
 def _check_unchanged(file: IO[bytes], expected: InputFile) -> None:

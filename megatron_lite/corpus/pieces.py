@@ -10,7 +10,6 @@ from __future__ import annotations
 import concurrent.futures
 import functools
 import hashlib
-import itertools
 import json
 import multiprocessing
 import os
@@ -28,8 +27,8 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from megatron_lite.corpus.documents import BadDocument, Fault, Findings, Reading, Span, TextFields
-from megatron_lite.corpus.inputs import InputFile, check_packages, row_group_bytes
+from megatron_lite.corpus.documents import BadDocument, Fault, Findings, Reading, Span, TextFields, cut_file
+from megatron_lite.corpus.inputs import InputFile, check_packages
 from megatron_lite.data.disk_array import replace_file, replace_json
 from megatron_lite.data.indexed_dataset import IndexedDatasetWriter, smallest_dtype
 from megatron_lite.data.tokenizing import JsonTokenizer, MarkedText, Tokenizer, load_tokenizer
@@ -138,23 +137,6 @@ def plan_pieces(files: Sequence[InputFile], recipe: Recipe, piece_bytes: int | N
         parts[-1].append(span)
         size += span.size_bytes
     return [_piece(spans, recipe) for spans in parts]
-
-
-def cut_file(file: InputFile, goal: int) -> list[Span]:
-    """Cut a file into spans of about `goal` bytes where its kind can be read from the middle."""
-    if file.kind == "jsonl" and not file.compression and file.regular:
-        cuts = [*range(0, max(file.size_bytes, 1), goal), file.size_bytes]
-        return [Span(file, start, end, end - start) for start, end in itertools.pairwise(cuts)]
-    if file.kind == "parquet":
-        spans, first, size = [], 0, 0
-        sizes = row_group_bytes(file.path)
-        for group, group_bytes in enumerate(sizes):
-            size += group_bytes
-            if size >= goal or group == len(sizes) - 1:
-                spans.append(Span(file, first, group + 1, size))
-                first, size = group + 1, 0
-        return spans
-    return [Span(file, 0, 0, file.size_bytes)]
 
 
 def _piece(spans: list[Span], recipe: Recipe) -> Piece:

@@ -5,13 +5,13 @@ from __future__ import annotations
 import hashlib
 import json
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from megatron_lite.corpus.documents import BadDocument, Reading, TextFields
+from megatron_lite.corpus.documents import TextFields, whole_texts
 from megatron_lite.corpus.inputs import InputFile
-from megatron_lite.corpus.pieces import ABSENT, Encoding, cut_file, digest_of
+from megatron_lite.corpus.pieces import ABSENT, Encoding, digest_of
 from megatron_lite.corpus.tokenizer_folder import effective
 from megatron_lite.data.disk_array import replace_file, replace_json
 from megatron_lite.data.tokenizing import (
@@ -23,8 +23,7 @@ from megatron_lite.data.tokenizing import (
     tokenizer_json,
     train_tokenizer,
 )
-from megatron_lite.errors import DataError, UsageError
-from megatron_lite.run.progress_line import ByteProgress
+from megatron_lite.errors import UsageError
 
 
 @dataclass(frozen=True)
@@ -75,7 +74,9 @@ class TokenizerChoice:
             key = hashlib.sha256(repr((self.train, files, fields)).encode(errors="surrogateescape")).hexdigest()
             path = folder / f"trained-{key[:32]}.json"
             if not path.is_file():
-                trained = train_tokenizer(_all_texts(files, fields, strict), self.train, str(path))
+                # Faults are counted in the second pass; with `strict` the first one ends this one.
+                texts = whole_texts(files, fields, strict, purpose="reading for the tokenizer")
+                trained = train_tokenizer(texts, self.train, str(path))
                 if trained.vocab_size < self.train:
                     print(f"the texts are too small for a vocabulary of {self.train}", file=sys.stderr)
             given = JsonTokenizer(str(path), self.special_tokens)
@@ -107,17 +108,3 @@ class TokenizerChoice:
                 f"--{flag}={token}: {self.name}: has no such token; name one of its vocabulary, or {ABSENT}"
             )
         return number
-
-
-def _all_texts(files: Sequence[InputFile], fields: TextFields, strict: bool) -> Iterator[str]:
-    """Yield all documents in one pass. Faults are counted in the second pass; with --strict the first one ends this."""
-    spans = [span for file in files for span in cut_file(file, max(1, file.size_bytes))]
-    reading = Reading(spans, fields, strict)
-    with ByteProgress("reading for the tokenizer", sum(span.size_bytes for span in spans)) as progress:
-        try:
-            for text in reading.documents():
-                progress.add(reading.read_bytes - progress.done_bytes)
-                yield text
-        except BadDocument:
-            fault = reading.findings.first_faults[-1]
-            raise DataError(fault.message(spans[fault.span].file.place(fault.number))) from None

@@ -12,9 +12,8 @@ from pathlib import Path
 
 import pytest
 
-from megatron_lite.corpus.documents import Reading, TextFields
+from megatron_lite.corpus.documents import Reading, TextFields, cut_file
 from megatron_lite.corpus.inputs import find_inputs
-from megatron_lite.corpus.pieces import cut_file
 from megatron_lite.errors import DataError
 
 TEXTS = [f"document {number} {'x' * number}" for number in range(9)]

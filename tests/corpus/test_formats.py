@@ -10,9 +10,9 @@ from typing import Any
 
 import pytest
 
-from megatron_lite.corpus.documents import Reading, TextFields
+from megatron_lite.corpus.documents import Reading, TextFields, cut_file
 from megatron_lite.corpus.inputs import expand_braces, find_inputs
-from megatron_lite.corpus.pieces import Encoding, Recipe, cut_file, plan_pieces
+from megatron_lite.corpus.pieces import Encoding, Recipe, plan_pieces
 from megatron_lite.corpus.prepare import CorpusOptions, prepare
 from megatron_lite.corpus.tokenizer_choice import TokenizerChoice
 from megatron_lite.errors import DataError, UsageError

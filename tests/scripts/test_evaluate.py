@@ -233,7 +233,7 @@ def test_folders_and_compressed_files(folder: Path, call: Callable[..., dict[str
 
 
 def test_errors_are_one_clear_line(folder: Path, capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
-    (tmp_path / "LINES.jsonl").write_text('{"text": "a"}\n{"words": "b"}\n')
+    (tmp_path / "LINES.jsonl").write_text('{"text": "a"}\n' + "\n" * 12 + '{"words": "b"}\n')
     (tmp_path / "EMPTY.txt").write_text(" \n")
     data = str(folder / "data")
     cases = [
@@ -244,7 +244,7 @@ def test_errors_are_one_clear_line(folder: Path, capsys: pytest.CaptureFixture[s
         (["--text", "nowhere.txt"], 3, "nowhere.txt"),
         (["--text", data], 3, f"{data}: no such file"),
         (["--text", f"{data}.bin"], 3, "not UTF-8"),
-        (["--text", str(tmp_path / "LINES.jsonl")], 3, "line 2"),
+        (["--text", str(tmp_path / "LINES.jsonl")], 3, "line 14: no text"),
         (["--text", str(tmp_path / "EMPTY.txt")], 3, "nothing to predict"),
     ]
     for options, code, fact in cases:
