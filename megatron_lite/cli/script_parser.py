@@ -14,6 +14,7 @@ from megatron_lite.config.values import LOCAL, URL, shown, similar
 from megatron_lite.errors import UsageError, check_addresses
 
 LARGEST_COUNT = 2**31 - 1
+MAY_BE_REMOTE = ("prompt", "stop", "inputs", "data_path", "loss_mask")  # no files, or copied ones
 # What other programs call our flags, where the names are not similar.
 ELSEWHERE = """\
 model           checkpoint checkpoint_path ckpt hf_path load out_dir pretrained
@@ -57,7 +58,7 @@ class ScriptParser(argparse.ArgumentParser):
         return super().parse_known_args([*spelled, *words[end:]], namespace)
 
     def _get_value(self, action: argparse.Action, arg_string: str) -> Any:
-        if action.dest not in ("prompt", "stop", "inputs") and re.match(URL, arg_string):  # no file, or copied
+        if action.dest not in MAY_BE_REMOTE and re.match(URL, arg_string):
             raise argparse.ArgumentError(action, f"{shown(arg_string)}: {LOCAL}; write a local or mounted path")
         return super()._get_value(action, arg_string)
 

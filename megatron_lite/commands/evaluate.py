@@ -9,9 +9,10 @@ Several are measured one after the other, all in samples of one length: a longer
 shortest of their trainings, unless --sequence_length sets another.
 
 --data_path reads the validation split of token files with the samples and order of --validation_iters=all, or its
-first --samples; text there is first made into such files. The loss equals the one that training logs for the same
-weights, split and sequence length. With --seed it is that of a run whose metrics do not say `"evaluation_order":
-"data"`, as an earlier version began it.
+first --samples; text there is first made into such files. As in training, the loss mask and the tokenizer are by
+default those that the summaries of the data name, and `none` leaves them out. The loss equals the one that training
+logs for the same weights, split and sequence length. With --seed it is that of a run whose metrics do not say
+`"evaluation_order": "data"`, as an earlier version began it.
 --text reads files, folders and patterns as scripts/prepare_data.py does, tokenizes them in the same way, and predicts
 every token except the first exactly once.
 
@@ -27,6 +28,7 @@ from __future__ import annotations
 import argparse
 import json
 import math
+import re
 import tempfile
 from collections.abc import Iterator, Sequence
 from functools import partial
@@ -41,6 +43,7 @@ from megatron_lite.corpus.from_text import resolve_data
 from megatron_lite.corpus.inputs import find_inputs
 from megatron_lite.corpus.prepared import KnownTokenizer, check_tokenizer, known_tokenizer
 from megatron_lite.data.host_batch import micro_batch
+from megatron_lite.data.loader import DataSource
 from megatron_lite.data.open_data import open_data, prefixes
 from megatron_lite.data.tokenizing import JsonTokenizer, Tokenizer
 from megatron_lite.errors import EXIT_DONE, DataError, NumericsError, UsageError
@@ -55,7 +58,6 @@ from megatron_lite.generation.model import (
     text_batches,
 )
 from megatron_lite.generation.prompts import open_tokenizer
-from megatron_lite.model.layer import MicroBatch
 from megatron_lite.monitor.logging import get_logger
 from megatron_lite.run.exit_status import print_failure, print_page
 from megatron_lite.run.progress_line import ProgressLine, aligned, printed
@@ -73,6 +75,9 @@ def parse_options(arguments: Sequence[str], program: str | None) -> argparse.Nam
     data.add_argument("--text", nargs="+", help="files or folders to read whole: text, .jsonl, .parquet, .arrow")
     add("--json_key", help='key of the text in .jsonl lines (default: "text")')
     add("--split", help="--split of training; its second part is read; 0,1,0 reads everything (default: 969,30,1)")
+    add(
+        "--loss_mask", nargs="+", help="as in training: a mask for each data set, or none (default: by their summaries)"
+    )
     add("--samples", type=COUNT, help="number of samples of --data_path (default: all)")
     add("--seed", type=int, help="--seed of a run that an earlier version began: its validation depends on it")
     add("--sequence_length", type=COUNT, help="tokens per sample (default: as in the shortest training)")
@@ -80,25 +85,29 @@ def parse_options(arguments: Sequence[str], program: str | None) -> argparse.Nam
     add("--cross_document_attention", type=int, choices=(0, 1), default=1, help="as in training (default: 1)")
     add("--json", action="store_true", help="print a JSON object per model, each on a line")
     options = parser.parse_args(arguments)
-    for name in ("json_key",) if options.data_path else ("split", "samples", "seed"):
+    for name in options.text or ():
+        if Path((prefix := re.sub(r"\.(bin|idx)$", "", name)) + ".idx").exists():
+            parser.error(f"argument --text: {name} is a pair of token files; write --data_path={prefix}")
+    for name in ("json_key",) if options.data_path else ("split", "samples", "seed", "loss_mask"):
         if getattr(options, name) is not None:
             parser.error(f"argument --{name}: has no effect with {'--data_path' if options.data_path else '--text'}")
     return options
 
 
-def indexed_batches(
-    options: argparse.Namespace, model: LocalModel, tokenizer: Tokenizer | None
-) -> Iterator[MicroBatch]:
-    """Yield the validation samples of token files, or of text that becomes such for this call, as training does.
+def open_samples(options: argparse.Namespace, model: LocalModel, tokenizer: Tokenizer | None) -> DataSource:
+    """Open the validation samples of token files, or of text that becomes such for this call, as training does.
 
     Raises:
         UsageError, DataError: if the options contradict each other, or the files cannot be read or are of another
             tokenizer.
     """
     try:
-        split = tuple(float(share) for share in (options.split or "969,30,1").split(","))
-    except ValueError:
-        raise UsageError(f"--split={options.split}: expected numbers separated by commas, such as 969,30,1") from None
+        split = tuple(map(float, (options.split or "969,30,1").split(",")))
+        if not split[1] > 0:
+            raise ValueError
+    except (ValueError, IndexError):
+        rule = "write numbers, such as 969,30,1, of which the second, above 0, is read; 0,1,0 reads everything"
+        raise UsageError(f"--split={options.split}: {rule}") from None
     batch_size = options.samples or options.micro_batch_size
     values = vars(model.config) | {
         "batch_size": batch_size,
@@ -106,8 +115,8 @@ def indexed_batches(
         "sequence_length": model.longest,
         "allow_nondivisible_batch_size": True,
         "data_path": tuple(options.data_path),
-        "tokenizer_file": tokenizer.path if tokenizer else "none",
-        "loss_mask": ("none",),
+        "tokenizer_file": tokenizer.path if tokenizer else options.tokenizer_file,
+        "loss_mask": tuple(options.loss_mask or ()),
         "split": split,
         "dataset_cache": options.cache,
         "num_workers": 0,
@@ -119,13 +128,11 @@ def indexed_batches(
     began = None if options.seed is None else {"config": values}  # by an earlier version
     config = resolve_data(resolve(unflatten(values), 1), None, None, get_logger(), began)
     _check_tokenizer(prefixes(vars(config.data)), model, tokenizer)
-    for host_batches in open_data(config, 0, 1, began).batches("validation"):
-        for host_batch in host_batches:
-            yield micro_batch(host_batch, model.device, None, None)
+    return open_data(config, 0, 1, began)
 
 
 def find_tokenizer(options: argparse.Namespace, folder: Path) -> Tokenizer | None:
-    """Return the tokenizer, which is optional for token files.
+    """Return the tokenizer, which is optional for token files: without one, that of the data is taken, unless `none`.
 
     Raises:
         DataError: if --text or --tokenizer_file is given and the tokenizer is missing or damaged.
@@ -133,7 +140,7 @@ def find_tokenizer(options: argparse.Namespace, folder: Path) -> Tokenizer | Non
     try:
         return open_tokenizer(folder, options.tokenizer_file, special_tokens=False)
     except (DataError, UsageError):
-        if options.text or options.tokenizer_file is not None:
+        if options.text or options.tokenizer_file not in (None, "none"):
             raise
     return None
 
@@ -147,6 +154,7 @@ def result(options: argparse.Namespace, folder: Path) -> dict[str, Any]:
     device = choose_device(options.device)
     tokenizer = find_tokenizer(options, folder)
     model = load_model(folder, options.sequence_length, options.dtype, device, options.weights)
+    about: dict[str, Any] = {"sequence_length": model.longest, "model": str(folder)}
     if options.text:
         assert tokenizer is not None
         fields = TextFields((options.json_key or "text",))
@@ -160,13 +168,22 @@ def result(options: argparse.Namespace, folder: Path) -> dict[str, Any]:
             separate=not options.cross_document_attention,
         )
     else:
-        micro_batches = indexed_batches(options, model, tokenizer)
+        source = open_samples(options, model, tokenizer)
+        if tokenizer is None and source.config.data.tokenizer_file is not None:
+            tokenizer = open_tokenizer(folder, source.config.data.tokenizer_file, special_tokens=False)
+        if source.config.data.loss_mask:
+            about["loss_mask"] = source.config.data.loss_mask
+        micro_batches = (
+            micro_batch(host_batch, device, None, None)
+            for host_batches in source.batches("validation")
+            for host_batch in host_batches
+        )
     bytes_of = None if tokenizer is None else tokenizer.token_bytes()
     with ProgressLine() as progress:
         totals = evaluate(model, micro_batches, bytes_of, lambda totals: progress.update(partial(so_far, totals)))
     if not math.isfinite(totals.nats):
         raise NumericsError("the loss is not finite: the weights are broken, or too large for the dtype")
-    return totals.record() | {"sequence_length": model.longest, "model": str(folder)}
+    return totals.record() | about
 
 
 def _check_tokenizer(data_path: Sequence[str], model: LocalModel, tokenizer: Tokenizer | None) -> None:
@@ -200,7 +217,7 @@ def in_words(record: dict[str, Any]) -> list[str]:
         "bits per byte unknown (no tokenizer)" if bits is None else f"bits per byte {bits:.6f}",
         f"{record['tokens']:,} tokens",
         "-" if num_bytes is None else f"{num_bytes:,} bytes",
-        f"in samples of {record['sequence_length']:,}",
+        f"in samples of {record['sequence_length']:,}{', with a loss mask' if 'loss_mask' in record else ''}",
     ]
 
 

@@ -37,6 +37,13 @@ def _summary_of(prefix: str) -> tuple[str, dict[str, Any]]:
     return base, read_object(Path(base + SUMMARY))
 
 
+def files_beside(prefix: str) -> list[str]:
+    """Return the files that a pair may have beside it: its loss mask, and its summary and tokenizer or its corpus's."""
+    ends = (SUMMARY, TOKENIZER, ".tokenizer_config.json")
+    corpora = dict.fromkeys([prefix, _PART.sub("", prefix)])
+    return [f"{prefix}_mask.idx", f"{prefix}_mask.bin", *(corpus + end for corpus in corpora for end in ends)]
+
+
 def older_summary(prefix: str) -> dict[str, Any]:
     """Return the summary of a pair that was prepared under other rules than today's; {} for any other pair."""
     summary = _summary_of(prefix)[1]

@@ -14,6 +14,7 @@ from typing import Any
 from megatron_lite.config.structured_values import storage_address
 from megatron_lite.corpus.inputs import expand_braces, inside
 from megatron_lite.corpus.prepare import LOCK, held
+from megatron_lite.corpus.prepared import files_beside
 from megatron_lite.data.tokenizing import read_object
 from megatron_lite.errors import DataError, RunError, UsageError
 from megatron_lite.monitor.logging import get_logger
@@ -31,7 +32,8 @@ def cache_of(chosen: str | None, experiment_dir: Path | str | None) -> str | Non
 
 
 def local_copy(address: str, flag: str, cache: str | None) -> str:
-    """Return the path of a copy of what an address names: a file, a folder, a pattern's files, or a prefix's pair.
+    """Return the path of a copy of what an address names: a file, a folder, a pattern's files, or a prefix's pair
+    with what is beside it.
 
     A local path is returned, without `file://`. A copy that was cut goes on with the files that are missing.
 
@@ -71,7 +73,8 @@ def _found(storage: Any, there: str) -> dict[str, Mapping[str, Any]]:
     if glob.has_magic(there):
         return dict(storage.glob(there, detail=True))
     if storage.exists(f"{there}.idx"):
-        return {path: storage.info(path) for path in (f"{there}.idx", f"{there}.bin")}
+        beside = filter(storage.exists, files_beside(there))
+        return {path: storage.info(path) for path in (f"{there}.idx", f"{there}.bin", *beside)}
     return {there: storage.info(there)} if storage.isfile(there) else dict(storage.find(there, detail=True))
 
 

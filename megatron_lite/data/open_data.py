@@ -253,10 +253,13 @@ def _stream(config: Config, phase: str, key: int, dataset: IndexedDataset, mask:
         split = ",".join(f"{share:g}" for share in config.data.split)
         documents_of = f"{end - first:,} of {documents_of}, --split={split}"
     if first == end:
-        own = "" if phase == "training" else f"--{OWN_DATA[phase]}, "
+        fix = f"give {phase} a larger share"
+        if config.training.train_iters:
+            own = "" if phase == "training" else f"--{OWN_DATA[phase]}, "
+            fix += f", {own}or set --{ITERATIONS[phase]}=0"
         raise DataError(
             f"{dataset.index_path}: --split={split} leaves none of its {dataset.num_documents:,} documents for "
-            f"{phase} (a text file is one document); give {phase} a larger share, {own}or set --{ITERATIONS[phase]}=0"
+            f"{phase} (a text file is one document); {fix}"
         )
     if mask is not None:
         _check_some_count(mask, phase, first, end)

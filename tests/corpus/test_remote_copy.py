@@ -14,6 +14,8 @@ import pytest
 import s3fs
 
 import pretrain_gpt
+from megatron_lite.cli import prepare_data
+from megatron_lite.corpus.prepared import stated, verify
 from megatron_lite.corpus.remote_copy import local_copy
 from megatron_lite.errors import DataError, UsageError
 from tests.support.launch import TINY, succeed
@@ -52,6 +54,35 @@ def test_what_an_address_names(bucket: Any, tmp_path: Path) -> None:
     assert content(local_copy(f"{address}/{{one,none}}.txt", "data_path", cache)) == {"one.txt": b"one"}
     prefix = local_copy(f"{address}/pair", "data_path", cache)
     assert [Path(prefix + ending).read_bytes() for ending in (".idx", ".bin")] == [b"i", b"tokens"]
+
+
+def test_a_pair_brings_what_is_beside_it(bucket: Any, tmp_path: Path) -> None:
+    """Mask and tokenizer that a summary names are the defaults, as of a local pair; a part has those of its corpus."""
+    turns = [{"role": "user", "content": "a question"}, {"role": "assistant", "content": "an answer"}]
+    (tmp_path / "chats.jsonl").write_text((json.dumps({"messages": turns}) + "\n") * 4)
+    words = [str(tmp_path / "chats.jsonl"), "--chat_template=chatml", "--shards=2", f"--output_prefix={tmp_path}/d/ok"]
+    (tmp_path / "d").mkdir()
+    assert prepare_data.main([*words, "--validation_documents=1"]) == 0
+    for file in (tmp_path / "d").iterdir():
+        bucket.upload_file(str(file), f"d/{file.name}")
+    handler = functools.partial(http.server.SimpleHTTPRequestHandler, directory=str(tmp_path))
+    with http.server.ThreadingHTTPServer(("127.0.0.1", 0), handler) as web:
+        threading.Thread(target=web.serve_forever, daemon=True).start()
+        for store in (f"s3://{bucket.name}", f"http://127.0.0.1:{web.server_address[1]}"):
+            for name in ("ok-00001-of-00002", "ok_validation"):
+                copy, here = (
+                    local_copy(f"{store}/d/{name}", "data_path", str(tmp_path / "cache")),
+                    tmp_path / "d" / name,
+                )
+                found = stated([copy])
+                assert found == {
+                    "loss_mask": (f"{copy}_mask",),
+                    "tokenizer_file": f"{Path(copy).parent}/ok.tokenizer.json",
+                }
+                assert "are as they were written" in verify(copy)
+                for end in ("_mask.bin", "_mask.idx"):
+                    assert Path(copy + end).read_bytes() == Path(f"{here}{end}").read_bytes()
+        web.shutdown()
 
 
 def test_only_what_has_changed_is_copied_again(bucket: Any, server: S3Server, tmp_path: Path) -> None:

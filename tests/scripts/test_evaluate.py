@@ -14,6 +14,7 @@ import numpy as np
 import pytest
 import torch
 
+from megatron_lite.cli import prepare_data
 from megatron_lite.commands import evaluate as script
 from megatron_lite.corpus.pieces import digest_of
 from megatron_lite.corpus.prepare import CorpusOptions, prepare
@@ -185,6 +186,34 @@ def test_without_a_tokenizer_there_are_no_bytes(
     assert (record["tokens"], record["bytes"]) == (4, 3)
 
 
+def test_the_mask_and_the_tokenizer_of_the_data(
+    folder: Path, call: Callable[..., dict[str, Any]], capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    """Are those that its summary names, as in training, unless typed; `none` leaves either out."""
+    turns = [{"role": "user", "content": "the cats"}, {"role": "assistant", "content": "a second one"}]
+    (tmp_path / "chats.jsonl").write_text((json.dumps({"messages": turns}) + "\n") * 12)
+    prefix, given = tmp_path / "chats", folder / "tokenizer.json"
+    words = [str(prefix) + ".jsonl", "--chat_template=chatml", f"--tokenizer={given}", f"--output_prefix={prefix}"]
+    assert prepare_data.main(words) == 0
+    mask, options = f"{prefix}_mask", {"data_path": (str(prefix),), "experiment_dir": str(tmp_path / "run")}
+    run_distributed(1, train_run, MODEL | options | {"loss_mask": (mask,), "tokenizer_file": str(given)})
+    (expected,) = (r for r in read_metrics(tmp_path / "run" / "metrics.jsonl") if r["phase"] == "validation")
+    capsys.readouterr()
+    words = ["--data_path", str(prefix), "--split=50,50,0", "--cross_document_attention=0"]
+    found = call("--model", tmp_path / "run", *words)
+    assert found["loss"] == pytest.approx(expected["loss"], rel=1e-6) and found["loss_mask"] == [mask]
+    assert found == call("--model", tmp_path / "run", *words, f"--loss_mask={mask}")
+    everything = call("--model", tmp_path / "run", *words, "--loss_mask=none")
+    assert everything["tokens"] > found["tokens"] and "loss_mask" not in everything
+    assert script.main(["--model", str(tmp_path / "run"), *words]) == 0
+    assert "in samples of 16, with a loss mask" in capsys.readouterr().out
+
+    export = shutil.copytree(tmp_path / "run" / "export" / "2", tmp_path / "export")
+    (export / "tokenizer.json").unlink()
+    assert call("--model", export, *words) == found | {"model": str(export)}
+    assert call("--model", export, *words, "--tokenizer_file=none")["bytes"] is None
+
+
 def test_several_models_at_one_length(
     folder: Path, call: Callable[..., dict[str, Any]], capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
@@ -235,6 +264,7 @@ def test_folders_and_compressed_files(folder: Path, call: Callable[..., dict[str
 def test_errors_are_one_clear_line(folder: Path, capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     (tmp_path / "LINES.jsonl").write_text('{"text": "a"}\n' + "\n" * 12 + '{"words": "b"}\n')
     (tmp_path / "EMPTY.txt").write_text(" \n")
+    (tmp_path / "ONE.txt").write_text("one text")
     data = str(folder / "data")
     cases = [
         (["--data_path", "nowhere"], 3, "nowhere: no such file, folder or pair"),
@@ -242,12 +272,19 @@ def test_errors_are_one_clear_line(folder: Path, capsys: pytest.CaptureFixture[s
         (["--data_path", data, "--split=x"], 2, "--split=x"),
         (["--data_path", data, "--sequence_length=33"], 2, "--sequence_length=33"),
         (["--text", "nowhere.txt"], 3, "nowhere.txt"),
-        (["--text", data], 3, f"{data}: no such file"),
-        (["--text", f"{data}.bin"], 3, "not UTF-8"),
+        (["--text", str(tmp_path / "EMPTY.txt"), "--loss_mask=none"], 2, "--loss_mask: has no effect with --text"),
+        (["--data_path", str(tmp_path / "ONE.txt")], 3, "is one document); give validation a larger share"),
+        (["--text", data], 2, f"{data} is a pair of token files; write --data_path={data}"),
+        (["--text", f"{data}.bin"], 2, f"{data}.bin is a pair of token files; write --data_path={data}"),
         (["--text", str(tmp_path / "LINES.jsonl")], 3, "line 14: no text"),
         (["--text", str(tmp_path / "EMPTY.txt")], 3, "nothing to predict"),
     ]
     for options, code, fact in cases:
-        assert script.main(["--model", str(folder / "run" / "export" / "2"), *options]) == code, options
+        try:
+            ended: Any = script.main(["--model", str(folder / "run" / "export" / "2"), *options])
+        except SystemExit as end:
+            ended = end.code
+        assert ended == code, options
         error = capsys.readouterr().err
         assert error.startswith("ERROR: ") and fact in error and error.count("\n") == 1, options
+        assert "_iters" not in error and "valid_data_path" not in error, "flags of training"
