@@ -2,17 +2,19 @@
 
 The ending of a name tells the kind of a file: `.jsonl` and `.ndjson` hold one document per line, `.parquet` and
 `.arrow` one per row. A `.json` file holds lines or one array of records, and a file of any other name whose first two
-lines are objects holds lines; else, it is one document. Text and JSON may be compressed: `.jsonl.zst`, `.txt.gz`. A
-file that was cut short is an error, never a shorter text.
+lines are objects (of up to 16 MiB) holds lines; else, it is one document. Text and JSON may be compressed:
+`.jsonl.zst`, `.txt.gz`. A file that was cut short is an error, never a shorter text.
 """
 
 from __future__ import annotations
 
 import bz2
+import codecs
 import contextlib
 import glob
 import importlib
 import io
+import itertools
 import json
 import lzma
 import os
@@ -36,6 +38,9 @@ UNFINISHED = ".partial"
 DESCRIPTIONS = (".summary.json", "tokenizer.json", "tokenizer_config.json", "copied.json")
 MOST_ALTERNATIVES = 1_000_000  # of one name with {a,b} lists
 CHUNK_BYTES = 1 << 17
+LONGEST_LINE_BYTES, LONGEST_OBJECT_BYTES = 1 << 16, 1 << 24  # of a first line that tells the kind of its file
+JSON_BYTES = 1 << 20  # of an array, decoded at a time unless a record is longer
+LONGEST_WORD = 16  # characters of JSON that an end may cut: -Infinity, two escapes
 COMPRESSED_BYTES = 1 << 13  # decompressed at a time: of text that repeats, they become 60 MB
 LARGEST_WINDOW = 1 << 31  # of zstd, which `zstd --long=31` takes
 ROWS_PER_READ = 1024
@@ -45,6 +50,7 @@ PACKAGES = {
     "parquet": ("pyarrow.parquet", "is a parquet file"),
     "arrow": ("pyarrow", "is an arrow file"),
 }
+_SPACE = re.compile(r"[ \t\n\r]*")  # of JSON
 _BRACES = re.compile(r"\{([^{}]*)\}")
 _RANGE = re.compile(r"([0-9]{1,9})\.\.([0-9]{1,9})")
 
@@ -181,16 +187,20 @@ def _described(path: Path) -> InputFile:
 
 
 def _kind_by_content(file: InputFile) -> str:
-    with reading(file.path), open(file.path, "rb") as source, opened(source, file) as content:
-        lines = [content.readline(), content.readline()]
     is_json = bare_name(file.path).endswith(JSON)
-    has_objects = all(map(_is_object, lines[:1] if is_json else lines))
+    with reading(file.path), open(file.path, "rb") as source, opened(source, file) as content:
+        has_objects = _begins_with_object(content) and (is_json or _begins_with_object(content))
     return "jsonl" if has_objects else "json" if is_json else "text"
 
 
-def _is_object(line: bytes) -> bool:
+def _begins_with_object(content: IO[bytes]) -> bool:
+    """Read the next line, of any length only if it begins as an object; return whether it is one."""
+    line = content.readline(LONGEST_LINE_BYTES)
+    if line.lstrip(b"\xef\xbb\xbf \t")[:1] != b"{":
+        return False
+    line += content.readline(LONGEST_OBJECT_BYTES) if len(line) == LONGEST_LINE_BYTES else b""
     try:
-        return isinstance(json.loads(line), dict)
+        return len(line) > LONGEST_OBJECT_BYTES or isinstance(json.loads(line), dict)
     except (ValueError, RecursionError):
         return False
 
@@ -315,8 +325,7 @@ def table_rows(file: IO[bytes], described: InputFile, keys: Sequence[str], start
     with _damage(path):
         if described.kind == "json":
             with opened(file, described) as stream:
-                found = json.loads(stream.read() or "[]")
-            yield from found if isinstance(found, list) else [found]
+                yield from _json_values(stream)
             return
         batches: Iterable[Any]
         package = package_for(described.kind, path)
@@ -338,6 +347,47 @@ def table_rows(file: IO[bytes], described: InputFile, keys: Sequence[str], start
             )
         for batch in batches:
             yield from (_plain(batch.schema, row) for row in batch.to_pylist())
+
+
+def _json_values(stream: Any) -> Iterator[Any]:
+    """Yield the items of a JSON array, of which few are in memory at a time, or the one other value of a file.
+
+    Raises: ValueError that names the place of the damage.
+    """
+    encoding = json.detect_encoding(stream.peek(4)[:4])
+    parts = codecs.iterdecode(iter(lambda: stream.read(JSON_BYTES), b""), encoding, "surrogatepass")
+    window = next(parts, "")
+    place = _after_space(window, 0)
+    if window[place : place + 1] != "[":
+        value = json.loads(window + "".join(parts) or "[]")
+        yield from value if isinstance(value, list) else [value]
+        return
+    decode, passed, place = json.JSONDecoder().raw_decode, 0, _after_space(window, place + 1)
+    is_open = window[place : place + 1] != "]"
+    place += not is_open
+    while is_open:
+        try:
+            value, end = decode(window, _after_space(window, place))
+            end = _after_space(window, end)
+            if window[end : end + 1] not in (",", "]"):
+                raise json.JSONDecodeError("Expecting ',' delimiter", window, end)
+        except json.JSONDecodeError as error:
+            is_cut = error.pos > len(window) - LONGEST_WORD or error.msg.startswith("Unterminated")
+            more = "".join(itertools.islice(parts, 1 + len(window) // JSON_BYTES)) if is_cut else ""
+            if not more:
+                raise ValueError(f"{error.msg}: character {passed + error.pos:,}") from None
+            window, passed, place = window[place:] + more, passed + place, 0
+        else:
+            yield value
+            is_open, place = window[end] == ",", end + 1
+    if any(map(str.split, itertools.chain([window[place:]], parts))):
+        raise ValueError(f"Extra data: character {passed + place:,}")
+
+
+def _after_space(text: str, place: int) -> int:
+    space = _SPACE.match(text, place)
+    assert space is not None
+    return space.end()
 
 
 def _plain(kind: Any, value: Any) -> Any:

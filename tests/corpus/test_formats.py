@@ -5,13 +5,18 @@ import gzip
 import importlib
 import json
 import lzma
+import random
+import re
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from megatron_lite.cli import prepare_data
+from megatron_lite.corpus import inputs
 from megatron_lite.corpus.documents import Reading, TextFields, cut_file
-from megatron_lite.corpus.inputs import expand_braces, find_inputs
+from megatron_lite.corpus.inputs import expand_braces, find_inputs, table_rows
 from megatron_lite.corpus.pieces import Encoding, Recipe, plan_pieces
 from megatron_lite.corpus.prepare import CorpusOptions, prepare
 from megatron_lite.corpus.tokenizer_choice import TokenizerChoice
@@ -199,6 +204,75 @@ def test_json_that_is_no_lines(tmp_path: Path) -> None:
         (tmp_path / "array.json").write_bytes(data)
         with pytest.raises(DataError, match=r"array\.json: damaged or not what its name says: "):
             read(tmp_path / "array.json")
+
+
+@pytest.mark.parametrize("size", [1, 7, 64])
+def test_an_array_is_read_a_few_records_at_a_time(size: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its items are those of `json.loads` wherever windows end, and damage is an error where it is one there."""
+    path, randomly = tmp_path / "array.json", random.Random(1)
+    path.write_bytes(PRETTY + b" " * (4 << 20))
+    with open(path, "rb") as file:
+        assert next(table_rows(file, find_inputs([str(path)])[0], ("text",), 0, 0)) == RECORDS[0]
+        assert file.tell() <= 2 << 20
+    monkeypatch.setattr(inputs, "JSON_BYTES", size)
+    odd = [{"text": 'a "\\\n\u00e9\ud83d'}, -1e300, float("-inf"), True, None, "", "\U0001f389" * 40, [[], {}], 123456]
+    for trial in range(120):
+        text = json.dumps(randomly.sample(odd, randomly.randrange(1, 9)), indent=trial % 3, ensure_ascii=trial % 2 == 0)
+        if trial % 4 > 1:
+            place = randomly.randrange(len(text))
+            text = text[:place] + randomly.choice(["", "]", '"', ",", "x"]) + text[place + randomly.randrange(2) :]
+        path.write_bytes(text.encode("utf-16" if trial % 5 == 0 else "utf-8", "surrogatepass"))
+        described, found = find_inputs([str(path)])[0], list[Any]()
+        try:
+            expected = json.loads(path.read_bytes())
+        except ValueError as error:
+            expected = error
+        with open(path, "rb") as file:
+            try:
+                found += table_rows(file, replace(described, kind="json"), (), 0, 0)
+            except DataError as error:
+                assert isinstance(expected, ValueError), (text, error)
+                continue
+        assert repr(found) == repr(expected if isinstance(expected, list) else [expected]), text
+
+
+def test_damage_in_an_array_has_its_place(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Far behind the first window, in characters of the file; exit code 3."""
+    path, text = tmp_path / "x.json", "[" + '{"text": "é"},\n' * 100_000
+    for damage, reason in (
+        ("{]", "Expecting property name enclosed in double quotes: "),
+        ('"', "Invalid control character at: "),
+    ):
+        path.write_text(text + damage + "\n" * 40)
+        assert prepare_data.main([str(path), f"--output_prefix={tmp_path / 'o'}"]) == 3
+        said = capsys.readouterr().err
+        assert f"{path}: damaged or not what its name says: {reason}" in said and "character 1,500,00" in said
+
+
+def bytes_read() -> int:
+    """Bytes that this process has read so far, by the kernel's count."""
+    return int(re.findall(r"rchar: (\d+)", Path("/proc/self/io").read_text())[0])
+
+
+@pytest.mark.parametrize(
+    ("name", "begin", "kind", "limit"),
+    [
+        ("x.txt", b"prose ", "text", 1 << 18),
+        ("x.json", b'["prose', "json", 1 << 18),
+        ("x.txt", b'{"text": "', "text", 1 << 25),
+        ("x.json", b'{"text": "', "jsonl", 1 << 25),
+    ],
+)
+def test_the_kind_of_one_long_line(name: str, begin: bytes, kind: str, limit: int, tmp_path: Path) -> None:
+    """200 MB without a line break are not read to find it; a record may be long."""
+    with open(tmp_path / name, "wb") as file:
+        file.write(begin)
+        file.truncate(200_000_000)
+    before = bytes_read()
+    assert find_inputs([str(tmp_path / name)])[0].kind == kind
+    assert bytes_read() - before < limit
+    (tmp_path / name).write_text((json.dumps({"text": "x" * 100_000}) + "\n") * 2)
+    assert find_inputs([str(tmp_path / name)])[0].kind == "jsonl"
 
 
 def test_files_that_describe_are_no_documents(tmp_path: Path) -> None:
