@@ -94,7 +94,7 @@ class Run:
     trackers: Trackers
     timer: StepTimer
     console: ConsoleLines
-    watch: Watch | None  # None without --watch
+    watch: Watch | None = None  # None without --watch
     mirror: Mirror | None = None  # of rank 0; None without --mirror
     history: History  # of the run
     saved_s: float  # time.monotonic() of the last save, or of the start
@@ -104,8 +104,11 @@ class Run:
     ending: Ending | None = None  # None for a run that was set up without `opened`
     agreed_at: int | None = None  # newest iteration at which --check_replicas_interval found no difference
 
-    def __init__(self, config: Config, distributed: Distributed, experiment: Experiment, stop: StopSignal) -> None:
+    def __init__(
+        self, config: Config, distributed: Distributed, experiment: Experiment, stop: StopSignal, asked: Config
+    ) -> None:
         self.config, self.distributed, self.experiment, self.stop = config, distributed, experiment, stop
+        self.asked = asked  # the configuration as typed
         self.known_checkpoints: Known = {}  # what rank 0 has read of them
         self.bad_steps: list[int] = []  # iterations that `leave_bad_step` has examined
         self.evaluated: dict[int, dict[str, float]] = {}  # newest losses, by name
@@ -129,81 +132,43 @@ def build(
     Raises:
         RunError: if the run cannot start; its class tells why.
     """
-    run, reports = Run(config, distributed, experiment, stop), distributed.rank == 0
-    choice, began, found = _resolve(run, asked or config)
-    config = run.config
-    kernels = agree_on_kernels(config, distributed)
+    run = Run(config, distributed, experiment, stop, asked or config)
+    choice, began, found = _resolve(run)
+    kernels = agree_on_kernels(run.config, distributed)
     layers = together(distributed, lambda: _open_inputs(run, environment or {}, kernels, began))
-    config = run.config
     check_same(run.data.identity, distributed)
-    run.samples = open_samples(config, distributed, experiment, stop)
+    run.samples = open_samples(run.config, distributed, experiment, stop)
     _log_banner(run, kernels, layers, (*found, *notes))
-    run.memory_history = open_history(config, experiment.root, distributed, run.logger)
-    together(distributed, lambda: check_early(choice, config, run.data.identity) if reports else None)
+    run.memory_history = open_history(run.config, experiment.root, distributed, run.logger)
+    together(distributed, lambda: check_early(choice, run.config, run.data.identity) if distributed.rank == 0 else None)
     opened = [again(lambda: _sources(run, layers))]
 
-    together(distributed, lambda: check_memory(config, layers, distributed))
-    distributed.progress.enter("the loading")
-    run.model = together(distributed, lambda: _allocate(run, layers))
-    together(distributed, run.model.memory.register)
-    for line, short in stage_lines(run.model, config.batch):
-        _tell(run, line, short)
-    if config.run.debug_schedule and reports:
-        schedule_picture.draw(run.model.order, config.batch, run.logger, experiment.artifacts)
-    if rule_of(config.optimizer).declared.whole_matrices and run.model.training:
-        run.logger.info(muon.describe(run.model.all_stages))
-    run.collectives_alone_s = _time_collectives(run)
-    run.profiles = _open_profiles(run)
-    run.optimizer = Optimizer(config, run.model.all_stages, distributed, kernels)
+    _allocate(run, layers, kernels)
 
-    run.window = LogWindow(distributed.device)
     # If a live run deletes what is loaded, again from its newest checkpoint by then.
     run.resumed = again(lambda: _fill(run, *(opened.pop() if opened else _sources(run, layers))))
-    run.iteration, run.evaluation_due = run.resumed.iteration, run.resumed.evaluation_due
-    run.data.counts.begin(run.resumed.counts, run.iteration)
-    begun = History(distributed.broadcast_object(new_nonce()), ())
-    run.history = (run.resumed.history or begun).continued(run.iteration, config)
-    run.best = BestEvaluation(config, run.data.identity, run.resumed.best)
-    run.best.warn(experiment.checkpoints, run.logger)
-    run.debugger = _debug(run)
-    with distributed.traffic.paused():
-        run.model.gather_ahead()  # every iteration ends with this
-    num_bytes = shards_bytes(run.model, distributed.layers.world_size)
-    if reports and (lack := lack_at_start(experiment.checkpoints, num_bytes, config, run.iteration)):
-        run.logger.warning(lack)
-    run.background = open_background(config, run.model, distributed)
-    run.trackers = together(
-        distributed, lambda: open_trackers(config, experiment.root, experiment.run, reports, run.iteration)
-    )
-    peak_tflops = config.run.peak_tflops
-    if not peak_tflops and distributed.device.type == "cuda":
-        peak_tflops = known_peak_tflops(torch.cuda.get_device_name(distributed.device))
-    eight_bit_flops = sum(eight_bit.flops_per_token for eight_bit in eight_bit_of(layers))
-    run.timer = StepTimer(config, distributed.world_size, run.iteration, peak_tflops, eight_bit_flops)
-    run.console = ConsoleLines(distributed.device.type)
-    run.watch = None
-    if config.tracking.watch and run.model.training:
-        run.watch = Watch(config, run.model, run.optimizer.loss_scale.scale, distributed, run.trackers.log)
-    if run.mirror is not None:
-        run.mirror.begin(run.history.run)
-        run.mirror.update()
-    run.saved_s = time.monotonic()
+    _go_on(run)
+    _open_outputs(run, layers)
     return run
 
 
 # -- open the inputs ----------------------------------------------------------------------------------------------
 
 
-def _resolve(run: Run, asked: Config) -> tuple[Choice, Mapping[str, Any] | None, tuple[Note, ...]]:
+def _resolve(run: Run) -> tuple[Choice, Mapping[str, Any] | None, tuple[Note, ...]]:
     """Open the log, resolve `auto` and text data in the configuration, and choose the checkpoints to resume from.
 
     Returns also the data of the newest one, see `open_data`, and notes.
     """
     config, distributed, experiment = run.config, run.distributed, run.experiment
     rank, all_ranks = distributed.rank, config.run.enable_all_loggers
-    log_file, to_console = experiment.log_file(rank), rank == 0 or all_ranks
     run.logger = start_logging(
-        log_file, rank, distributed.world_size, to_console, config.run.log_timestamps, all_ranks=all_ranks
+        experiment.log_file(rank),
+        rank,
+        distributed.world_size,
+        rank == 0 or all_ranks,
+        config.run.log_timestamps,
+        all_ranks=all_ranks,
     )
     config, sizes = _resolve_auto(config, distributed)
     if (root := experiment.root) is not None and (options := config.checkpoint).mirror is not None:
@@ -216,7 +181,7 @@ def _resolve(run: Run, asked: Config) -> tuple[Choice, Mapping[str, Any] | None,
     distributed.progress.enter("the preparation of the data")
     config = resolve_data(config, distributed, experiment.root, run.logger, began)
     config = _choose_products(config, distributed)
-    run.config, length = together(distributed, lambda: with_length(config, asked, began, distributed.world_size))
+    run.config, length = together(distributed, lambda: with_length(config, run.asked, began, distributed.world_size))
     return choice, began, (*sizes, *length)
 
 
@@ -257,9 +222,10 @@ def _open_inputs(
 ) -> list[Layer]:
     """Open everything that needs no communication; return the layers to train. began: see `open_data`."""
     config, distributed = run.config, run.distributed
+    script = ""
     if distributed.rank == 0:
         check_trackers(config)
-    script = config.training.export_callback_script if distributed.rank == 0 else ""
+        script = config.training.export_callback_script
     run.callback = open_callback(script, environment_with(variables), variables)
     run.data = open_data(config, distributed.data.rank, distributed.data.world_size, began)
     run.data.while_waiting = distributed.check_step
@@ -292,7 +258,7 @@ def _log_banner(run: Run, kernels: Kernels, layers: list[Layer], notes: Sequence
     config, distributed, logger = run.config, run.distributed, run.logger
     derived = derived_numbers(config, layers, distributed, run.data.description, run.data.counts.schedule)
     _tell(run, f"command: {shlex.join(sys.argv)}", "")
-    _tell(run, *banners(config, derived))
+    _tell(run, *banners(run.config, derived))
     for line, short in choice_lines(config, kernels, layers, distributed.device):
         _tell(run, line, short)
     for note in notes:
@@ -310,10 +276,27 @@ def _tell(run: Run, full: str, short: str) -> None:
 # -- allocate -----------------------------------------------------------------------------------------------------
 
 
-def _allocate(run: Run, layers: list[Layer]) -> MultiStage:
+def _allocate(run: Run, layers: list[Layer], kernels: Kernels) -> None:
+    """Make the model and its optimizer, which take most of the memory, and what measures them."""
     config, distributed = run.config, run.distributed
-    durations = planned_durations(config, distributed.world_size, distributed.device.type)
-    return partitioned(config, layers, distributed, not config.training.inference, durations)
+    together(distributed, lambda: check_memory(config, layers, distributed))
+    distributed.progress.enter("the loading")
+    planned = config, distributed.world_size, distributed.device.type
+    trains = not config.training.inference
+    run.model = together(
+        distributed, lambda: partitioned(config, layers, distributed, trains, planned_durations(*planned))
+    )
+    together(distributed, run.model.memory.register)
+    for line, short in stage_lines(run.model, config.batch):
+        _tell(run, line, short)
+    if config.run.debug_schedule and distributed.rank == 0:
+        schedule_picture.draw(run.model.order, config.batch, run.logger, run.experiment.artifacts)
+    if rule_of(config.optimizer).declared.whole_matrices and run.model.training:
+        run.logger.info(muon.describe(run.model.all_stages))
+    run.collectives_alone_s = _time_collectives(run)
+    run.profiles = _open_profiles(run)
+    run.optimizer = Optimizer(config, run.model.all_stages, distributed, kernels)
+    run.window = LogWindow(distributed.device)
 
 
 def _time_collectives(run: Run) -> dict[str, float]:
@@ -367,37 +350,26 @@ def _fill(run: Run, choice: Choice, source: WeightSource | None) -> Resumed:
     if source is None:
         model.initialize(run.config.distributed.seed)
     else:
-        iteration = _load_pretrained(run, source)
+        iteration = load_pretrained.start_from(source, run.config, model, optimizer, run.distributed, run.logger)
     optimizer.averaging.start()
     return Resumed(iteration, origin=source.origin if source else {}, counts={"stages": [(0, 0, 0)], "sets": ()})
 
 
-def _load_pretrained(run: Run, source: WeightSource) -> int:
-    """Load pretrained weights, with optimizer state if requested; return the number of completed iterations.
-
-    Without `step` in --load_parts, iterations, schedule and data start over.
-    """
-    config, model, logger = run.config, run.model, run.logger
-    with source:
-        missing, line = load_pretrained.partly(source, model)
-        resize = config.source.resize_vocabulary
-        if missing or resize:
-            model.initialize(config.distributed.seed)
-        load_pretrained.load_weights(source, model, run.distributed, missing, resize)
-        if line is not None:
-            logger.warning(line)
-        logger.info("loaded the weights of %s (%s)", source.folder, source.description)
-        if config.source.load_pretrained_optimizer and model.training:
-            name = config.optimizer.optimizer
-            state, note = load_pretrained.load_moments(source, model, run.distributed, name)
-            run.optimizer.load_rule(state)
-            logger.info("  with the state of its optimizer, after %s updates", f"{state['updates']:,}")
-            if note is not None:
-                logger.warning(note)
-        if "step" not in config.source.load_parts or source.iteration is None:
-            return 0
-        logger.info("  the run continues after its iteration %d", source.iteration)
-        return source.iteration
+def _go_on(run: Run) -> None:
+    """Take up the run where it stopped: its iteration, counts, history and best evaluation."""
+    config, distributed, checkpoints = run.config, run.distributed, run.experiment.checkpoints
+    run.iteration, run.evaluation_due = run.resumed.iteration, run.resumed.evaluation_due
+    run.data.counts.begin(run.resumed.counts, run.iteration)
+    begun = History(distributed.broadcast_object(new_nonce()), ())
+    run.history = (run.resumed.history or begun).continued(run.iteration, config)
+    run.best = BestEvaluation(config, run.data.identity, run.resumed.best)
+    run.best.warn(checkpoints, run.logger)
+    run.debugger = _debug(run)
+    with distributed.traffic.paused():
+        run.model.gather_ahead()  # every iteration ends with this
+    num_bytes = shards_bytes(run.model, distributed.layers.world_size)
+    if distributed.rank == 0 and (lack := lack_at_start(checkpoints, num_bytes, config, run.iteration)):
+        run.logger.warning(lack)
 
 
 def _debug(run: Run) -> TensorDebugger | None:
@@ -408,3 +380,25 @@ def _debug(run: Run) -> TensorDebugger | None:
         with debugger.phase("init"):
             debugger.parameters(run.model, "init")
     return debugger
+
+
+# -- open the outputs ---------------------------------------------------------------------------------------------
+
+
+def _open_outputs(run: Run, layers: list[Layer]) -> None:
+    config, distributed, experiment = run.config, run.distributed, run.experiment
+    run.background = open_background(config, run.model, distributed)
+    arguments = run.config, experiment.root, experiment.run, distributed.rank == 0, run.iteration
+    run.trackers = together(distributed, lambda: open_trackers(*arguments))
+    peak_tflops = config.run.peak_tflops
+    if peak_tflops is None and distributed.device.type == "cuda":
+        peak_tflops = known_peak_tflops(torch.cuda.get_device_name(distributed.device))
+    eight_bit_flops = sum(eight_bit.flops_per_token for eight_bit in eight_bit_of(layers))
+    run.timer = StepTimer(config, distributed.world_size, run.iteration, peak_tflops, eight_bit_flops)
+    run.console = ConsoleLines(distributed.device.type)
+    if config.tracking.watch and run.model.training:
+        run.watch = Watch(config, run.model, run.optimizer.loss_scale.scale, distributed, run.trackers.log)
+    if run.mirror is not None:
+        run.mirror.begin(run.history.run)
+        run.mirror.update()
+    run.saved_s = time.monotonic()

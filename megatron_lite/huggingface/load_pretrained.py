@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import logging
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, TypeVar
@@ -28,6 +29,7 @@ from megatron_lite.huggingface.weight_source import (
     WeightSource,
     read_whole,
 )
+from megatron_lite.optimizer.optimizer import Optimizer
 from megatron_lite.parameter import ParameterSpec
 from megatron_lite.tiles import Tile
 from megatron_lite.zero.finite import not_finite
@@ -295,3 +297,37 @@ def load_moments(
         f"(--optimizer={before}): they start at zero"
     )
     return optimizer_state(content.state, before, optimizer), note if num_lost else None
+
+
+def start_from(
+    source: WeightSource,
+    config: Config,
+    model: MultiStage,
+    optimizer: Optimizer,
+    distributed: Distributed,
+    logger: logging.Logger,
+) -> int:
+    """Load pretrained weights, with optimizer state if requested; return the number of completed iterations.
+
+    Without `step` in --load_parts, iterations, schedule and data start over.
+    """
+    with source:
+        missing, line = partly(source, model)
+        resize = config.source.resize_vocabulary
+        if missing or resize:
+            model.initialize(config.distributed.seed)
+        load_weights(source, model, distributed, missing, resize)
+        if line is not None:
+            logger.warning(line)
+        logger.info("loaded the weights of %s (%s)", source.folder, source.description)
+        if config.source.load_pretrained_optimizer and model.training:
+            name = config.optimizer.optimizer
+            state, note = load_moments(source, model, distributed, name)
+            optimizer.load_rule(state)
+            logger.info("  with the state of its optimizer, after %s updates", f"{state['updates']:,}")
+            if note is not None:
+                logger.warning(note)
+        if "step" not in config.source.load_parts or source.iteration is None:
+            return 0
+        logger.info("  the run continues after its iteration %d", source.iteration)
+        return source.iteration
