@@ -25,7 +25,7 @@ from megatron_lite.corpus.prepared import check_tokenizer, known_tokenizer, outd
 from megatron_lite.corpus.run_length import with_length
 from megatron_lite.data.fingerprint import check_same
 from megatron_lite.data.loader import DataSource
-from megatron_lite.data.open_data import open_data, prefixes
+from megatron_lite.data.open_data import PATH_FLAGS, open_data, prefixes
 from megatron_lite.distributed.agreement import rank_0_works, together
 from megatron_lite.distributed.process_group import Distributed
 from megatron_lite.errors import UsageError
@@ -113,6 +113,12 @@ class Run:
         self.bad_steps: list[int] = []  # iterations that `leave_bad_step` has examined
         self.evaluated: dict[int, dict[str, float]] = {}  # newest losses, by name
         self.without_labels: dict[str, int] = {}  # by phase: evaluations or updates in a row in which no label counts
+
+    @property
+    def shown_config(self) -> Config:
+        """The configuration for people: with the paths of data as typed, not where they are in the cache."""
+        names = ("dataset_source", *PATH_FLAGS, "loss_mask", "tokenizer_file")
+        return changed(self.config, {name: value for name in names if (value := getattr(self.asked.data, name))})
 
 
 def build(
@@ -258,7 +264,7 @@ def _log_banner(run: Run, kernels: Kernels, layers: list[Layer], notes: Sequence
     config, distributed, logger = run.config, run.distributed, run.logger
     derived = derived_numbers(config, layers, distributed, run.data.description, run.data.counts.schedule)
     _tell(run, f"command: {shlex.join(sys.argv)}", "")
-    _tell(run, *banners(run.config, derived))
+    _tell(run, *banners(run.shown_config, derived))
     for line, short in choice_lines(config, kernels, layers, distributed.device):
         _tell(run, line, short)
     for note in notes:
@@ -388,7 +394,7 @@ def _debug(run: Run) -> TensorDebugger | None:
 def _open_outputs(run: Run, layers: list[Layer]) -> None:
     config, distributed, experiment = run.config, run.distributed, run.experiment
     run.background = open_background(config, run.model, distributed)
-    arguments = run.config, experiment.root, experiment.run, distributed.rank == 0, run.iteration
+    arguments = run.shown_config, experiment.root, experiment.run, distributed.rank == 0, run.iteration
     run.trackers = together(distributed, lambda: open_trackers(*arguments))
     peak_tflops = config.run.peak_tflops
     if peak_tflops is None and distributed.device.type == "cuda":

@@ -97,7 +97,7 @@ def opened(
             run.logger.info(limit.describe())
         if (warning := idle_limit(config)) is not None:
             run.logger.warning(warning)
-        together(distributed, lambda: experiment.record(run.config) if rank == 0 else None)
+        together(distributed, lambda: experiment.record(run.shown_config) if rank == 0 else None)
         ending.tell("running")
         yield run
     except BaseException as raised:

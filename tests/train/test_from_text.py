@@ -49,6 +49,12 @@ def test_text_is_prepared_once(text: Path, tmp_path: Path) -> None:
     assert "--vocab_size=515: the tokenizer has 257 tokens; --vocab_size=257 is smaller" in outcome.output
     assert IndexedDataset(str(index)[:-4]).num_documents == 201
     assert f"found {text} as {cache}" in succeed(flags("list", tmp_path / "b", *data)).output
+    # People read what they typed.
+    shown = json.loads((tmp_path / "b" / "config.json").read_bytes())
+    assert shown["data_path"] == [str(text)] and shown["tokenizer_file"] == str(tmp_path / "tokenizer.json")
+    assert re.search(rf"\s--data_path={text}\s", outcome.output) and f"--data_path={cache}" not in outcome.output
+    page = (tmp_path / "b" / "report.html").read_text()
+    assert f"<td>{text}</td>" in page and str(cache / index.parent.name) not in page
     with loaded("concatenate_dataset") as module:
         assert module.main([str(cache), "--output", str(tmp_path / "all.json")]) == 0
     succeed(flags("file", tmp_path / "c", f"--data_path={tmp_path / 'all.json'}"))
