@@ -211,6 +211,8 @@ def _refuse(differences: list[Difference], where: str, filled: bool) -> None:
     fix = "write its values, or --ignore_pretrained_config=1 to compare only the shapes"
     if filled:
         fix = "leave these flags out, or write --ignore_pretrained_config=1 to let flags win if the weights fit"
+    if any(difference.name == "vocab_size" for difference in differences):
+        fix += ", or --resize_vocabulary=mean for other tokens"
     raise CheckpointError(
         f"the flags contradict the model of the pretrained checkpoint {where}; {fix}:\n  "
         + "\n  ".join(f"--{difference}" for difference in differences)

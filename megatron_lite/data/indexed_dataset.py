@@ -53,13 +53,15 @@ class IndexedDataset:
     `tokens`; `num_documents` = n; `num_tokens`.
     """
 
-    def __init__(self, prefix: str) -> None:
+    def __init__(self, prefix: str, is_mask: bool = False) -> None:
         """Open `<prefix>.idx` and `<prefix>.bin` and check the header, the index and the sizes of both files.
+
+        is_mask: whether it is a loss mask, for the message about a missing one.
 
         Raises: DataError, one line naming the file and the fact.
         """
         self.prefix = prefix
-        index, tokens = _open(prefix + ".idx", prefix), _open(prefix + ".bin", prefix)
+        index, tokens = _open(prefix + ".idx", prefix, is_mask), _open(prefix + ".bin", prefix, is_mask)
         self.index_path = index.path
         dtype, count, num_entries, offset = _read_header(index)
         self.sizes = DiskArray(index, np.dtype("<i4"), count, offset)
@@ -249,7 +251,7 @@ def _read_header(file: DataFile) -> tuple[np.dtype[Any], int, int, int]:
     return np.dtype(TOKEN_DTYPES[code]), num_sequences, num_entries, bytes_needed
 
 
-def _open(path: str, prefix: str) -> DataFile:
+def _open(path: str, prefix: str, is_mask: bool) -> DataFile:
     try:
         return DataFile(path)
     except FileNotFoundError as error:
@@ -260,6 +262,10 @@ def _open(path: str, prefix: str) -> DataFile:
             said += f"; {prefix} is a folder: give the prefix of the .bin/.idx pair in it"
         elif Path(prefix).is_file():
             said += f"; {prefix} is a file: prepare_data writes the pair of a text, and evaluate --text reads a text"
+        elif is_mask:
+            said += (
+                "; this loss mask is missing: prepare_data --chat_template writes one, --loss_mask=none does without"
+            )
         elif path.endswith(".idx"):
             said = f"{prefix}: no such file, folder or pair (scripts/prepare_data.py writes pairs)"
             if re.fullmatch(r"\w[\w.-]*(/[\w.-]+){1,2}", prefix):  # owner/name/configuration

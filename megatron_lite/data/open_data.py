@@ -138,7 +138,7 @@ def _open_sets(config: Config, flags: Collection[str]) -> dict[str, Sets]:
         names = [next(words, NO_MASK) for _ in weighted]
         if flag in flags:
             datasets = [open_once(prefix) for _, prefix in weighted]
-            masks = [None if name == NO_MASK else open_once(name) for name in names]
+            masks = [None if name == NO_MASK else open_once(name, is_mask=True) for name in names]
             found[flag] = Sets(datasets, masks, [weight for weight, _ in weighted])
             for dataset, mask in zip(datasets, masks, strict=True):
                 if mask is not None:

@@ -101,7 +101,7 @@ def test_a_mask_of_other_documents_is_refused(pair: tuple[str, str], tmp_path: P
         mask = write_documents(tmp_path / name, documents, "|u1")
         with pytest.raises(DataError, match=message):
             read_batches(config(tokens, loss_mask=(mask,)))
-    with pytest.raises(DataError, match="absent: no such file, folder or pair"):
+    with pytest.raises(DataError, match=r"absent\.idx: no such file; this loss mask is missing: .* --loss_mask=none"):
         open_data(config(tokens, loss_mask=(str(tmp_path / "absent"),)), 0, 1)
 
 

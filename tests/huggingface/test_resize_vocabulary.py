@@ -92,6 +92,11 @@ def test_sizes_that_differ_are_named(tmp_path: Path) -> None:
         outcome = run([*flags, flag, "--ignore_pretrained_config=1"])
         assert outcome.codes == [4] and f"its config.json says {stated}" in outcome.output
         assert "--resize_vocabulary=mean" in outcome.output and "download" not in outcome.output
-    with pytest.raises(CheckpointError, match="--vocab_size: .* in the checkpoint, 700 now"):
-        parse([*flags, "--vocab_size=700"])
+    for more in ([], ["--use_pretrained_config=0"]):
+        with pytest.raises(CheckpointError, match="--vocab_size: .* in the checkpoint, 700 now") as refused:
+            parse([*flags, "--vocab_size=700", *more])
+        assert "or --resize_vocabulary=mean for other tokens:\n" in str(refused.value)
+    with pytest.raises(CheckpointError) as refused:
+        parse([*flags, "--hidden_size=48"])
+    assert "resize_vocabulary" not in str(refused.value)
     assert resolve(parse([*flags, "--vocab_size=700", "--resize_vocabulary=mean"]).config, 1).model.vocab_size == 700

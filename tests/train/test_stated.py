@@ -65,7 +65,10 @@ def test_a_pair_of_another_name_keeps_its_mask(chats: str, tmp_path: Path) -> No
     flags = [*FLAGS, f"--data_path={tmp_path / 'other'}", "--train_iters=1"]
     assert f"--loss_mask={tmp_path / 'other'}_mask: a summary of the data names it" in succeed(flags).output
     (tmp_path / "other_mask.idx").unlink()
-    assert run(flags).codes == [3]
+    for mask in ([], ["--loss_mask=no/mask"]):
+        outcome = run([*flags, *mask])
+        assert outcome.codes == [3] and "this loss mask is missing: prepare_data --chat_template" in outcome.output
+        assert "hf download" not in outcome.output and "no such file, folder or pair" not in outcome.output
 
 
 def test_masks_do_not_fit_rearranged_documents(chats: str, tmp_path: Path) -> None:
