@@ -19,7 +19,7 @@ import zlib
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from types import MappingProxyType
-from typing import TYPE_CHECKING, Annotated, NamedTuple
+from typing import Annotated, NamedTuple
 
 import torch
 from torch import Tensor
@@ -30,9 +30,7 @@ from megatron_lite.checkpoint.rotation import pinned
 from megatron_lite.errors import DamagedError, shorten
 from megatron_lite.parameter import SAFETENSORS_NAMES
 from megatron_lite.run.durable_files import sync_folder
-
-if TYPE_CHECKING:
-    from megatron_lite.checkpoint.manifest import Manifest, Slice
+from megatron_lite.tiles import Tile
 
 logger = logging.getLogger("megatron_lite")
 
@@ -67,6 +65,25 @@ class SavedFile(NamedTuple):
         """Return a block's start, end and CRC-32."""
         start, crc32 = index * self.block_bytes, self.crc32[8 * index : 8 * index + 8]
         return start, min(start + self.block_bytes, self.size), int(crc32, 16)
+
+
+class Slice(NamedTuple):
+    """A tile of a parameter: `num_bytes` at byte `offset` of `file`, starting with element `first`."""
+
+    file: str
+    offset: int
+    num_bytes: int
+    first: int
+    run: int  # consecutive elements: the width of the tile
+
+    @property
+    def end(self) -> int:
+        """The end offset in `file`."""
+        return self.offset + self.num_bytes
+
+    def tile(self, dtype: torch.dtype, shape: Sequence[int]) -> Tile:
+        """Return the slice's tile in a parameter of this shape."""
+        return Tile(self.first, self.num_bytes // dtype.itemsize // self.run, self.run, math.prod(shape[1:]))
 
 
 class BlockSums:
@@ -299,13 +316,13 @@ class Files:
             self._file, self._block_number = None, -1
 
 
-def check_sizes(folder: Path, manifest: Manifest, rank: int = 0, world_size: int = 1) -> None:
-    """Check that this rank's share of a manifest's files exists with the right sizes.
+def check_sizes(folder: Path, saved: Mapping[str, SavedFile], rank: int = 0, world_size: int = 1) -> None:
+    """Check that this rank's share of a checkpoint's files exists with the right sizes.
 
     Raises:
         DamagedError: for the first file that is missing or has another size.
     """
-    for name, file in list(manifest.files.items())[rank::world_size]:
+    for name, file in list(saved.items())[rank::world_size]:
         with _open_file(folder, name, file):
             pass
 

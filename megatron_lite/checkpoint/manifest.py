@@ -37,18 +37,17 @@ import zlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Any, NamedTuple
+from typing import Annotated, Any
 
 import torch
 
 from megatron_lite.checkpoint.decoding import Count, PositiveCount, Rule, decode
-from megatron_lite.checkpoint.files import SavedFile, WrittenFile
+from megatron_lite.checkpoint.files import SavedFile, Slice, WrittenFile
 from megatron_lite.checkpoint.names import A_LINK, MANIFEST_NAME, RANK_FILE, parse_json, rank_file, read_bytes, reason
 from megatron_lite.checkpoint.saved_state import RUN_STATE, check_options
 from megatron_lite.distributed.grid import Coordinates
 from megatron_lite.errors import DamagedError
 from megatron_lite.parameter import DTYPES
-from megatron_lite.tiles import Tile
 from megatron_lite.zero.flat_shard import FlatShard
 
 FORMAT = "megatron_lite_checkpoint"
@@ -59,25 +58,6 @@ MOMENTS = KINDS[1:3]
 MAX_BYTES = 2**31  # largest manifest read into memory
 _RUN_KEYS = ("save_id", "iteration", "world_size", "config", "state")
 _CRC_LINE = re.compile(rb'"crc32": ([0-9]{1,10})\n\}\n')
-
-
-class Slice(NamedTuple):
-    """A tile of a parameter: `num_bytes` at byte `offset` of `file`, starting with element `first`."""
-
-    file: str
-    offset: int
-    num_bytes: int
-    first: int
-    run: int  # consecutive elements: the width of the tile
-
-    @property
-    def end(self) -> int:
-        """The end offset in `file`."""
-        return self.offset + self.num_bytes
-
-    def tile(self, dtype: torch.dtype, shape: Sequence[int]) -> Tile:
-        """Return the slice's tile in a parameter of this shape."""
-        return Tile(self.first, self.num_bytes // dtype.itemsize // self.run, self.run, math.prod(shape[1:]))
 
 
 @dataclass(frozen=True)

@@ -24,8 +24,8 @@ from torch import Tensor
 
 from megatron_lite.checkpoint import files, manifest
 from megatron_lite.checkpoint.compatibility import keeps_moments, saved_optimizer
-from megatron_lite.checkpoint.files import Files
-from megatron_lite.checkpoint.manifest import MOMENTS, Manifest, SavedParameter, Slice, dtype_name
+from megatron_lite.checkpoint.files import Files, Slice
+from megatron_lite.checkpoint.manifest import MOMENTS, Manifest, SavedParameter, dtype_name
 from megatron_lite.checkpoint.names import MANIFEST_NAME, OUR_FILE, open_regular, parse_json, rank_file, reason
 from megatron_lite.checkpoint.rotation import pinned
 from megatron_lite.distributed.agreement import first_problem, together
@@ -117,7 +117,7 @@ def open_checkpoint(folder: Path, iteration: int, distributed: Distributed) -> t
     def look() -> None:
         nonlocal content
         content = manifest.read(folder, iteration)
-        files.check_sizes(folder, content, distributed.rank, distributed.world_size)
+        files.check_sizes(folder, content.files, distributed.rank, distributed.world_size)
 
     problem = first_problem(distributed, look)
     if problem is None and len(set(distributed.gather_objects(content and content.save_id))) > 1:

@@ -204,7 +204,7 @@ def good_manifest(folder: Path, with_files: bool = False) -> Manifest | None:
     try:
         content = manifest.read(folder, int(folder.name))
         if with_files:
-            check_sizes(folder, content)
+            check_sizes(folder, content.files)
         return content
     except DamagedError:
         return None

@@ -388,6 +388,13 @@ def number(value: float) -> str:
     return str(int(value)) if float(value).is_integer() and abs(value) < 1e15 else repr(value)
 
 
+def counted(number: int, noun: str) -> str:
+    """Format a count: 1 stage, 2 stages, 3 micro-batches."""
+    if number == 1:
+        return f"1 {noun}"
+    return f"{number:,} {noun}{'es' if noun.endswith('ch') else 's'}"
+
+
 def written(value: Any) -> str:
     """Return a value as a user would type it after its flag, without a secret in an address of an older run."""
     if value is None:

@@ -17,8 +17,8 @@ import torch
 from torch import Tensor
 
 from megatron_lite.checkpoint import files, manifest
-from megatron_lite.checkpoint.files import SavedFile
-from megatron_lite.checkpoint.manifest import Manifest, SavedParameter, Slice
+from megatron_lite.checkpoint.files import SavedFile, Slice
+from megatron_lite.checkpoint.manifest import Manifest, SavedParameter
 from megatron_lite.checkpoint.names import MANIFEST_NAME, new_nonce, rank_file
 from megatron_lite.config import BatchConfig, Config, flatten, unflatten
 from megatron_lite.errors import NumericsError

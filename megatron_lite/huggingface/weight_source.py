@@ -23,8 +23,8 @@ from torch import Tensor
 from megatron_lite.checkpoint import files, manifest
 from megatron_lite.checkpoint.compatibility import FREE
 from megatron_lite.checkpoint.decoding import decode
-from megatron_lite.checkpoint.files import Files
-from megatron_lite.checkpoint.manifest import SavedParameter, Slice
+from megatron_lite.checkpoint.files import Files, Slice
+from megatron_lite.checkpoint.manifest import SavedParameter
 from megatron_lite.checkpoint.names import open_regular, parse_json, reason
 from megatron_lite.checkpoint.reading import read_elements, read_overlap
 from megatron_lite.checkpoint.saved_state import TRAINING, training_facts
@@ -145,7 +145,7 @@ class CheckpointSource(WeightSource):
     def __init__(self, folder: Path, average: bool = False, state: bool = False) -> None:
         super().__init__(folder)
         self.content = manifest.read(folder, int(folder.name) if folder.name.isdecimal() else None)
-        files.check_sizes(folder, self.content)
+        files.check_sizes(folder, self.content.files)
         self.iteration, config = self.content.iteration, self.content.config
         self.model = model_folder.resolved_model(model_folder.checkpoint_values(config, str(folder)), str(folder))
         self.model_type = model_folder.saved_model_type(config)

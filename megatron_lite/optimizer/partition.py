@@ -7,9 +7,9 @@ from typing import Any
 
 from megatron_lite.config import Config
 from megatron_lite.optimizer.optimizer import rule_of
+from megatron_lite.zero.layer import Layer
 from megatron_lite.zero.multi_stage import MultiStage
 from megatron_lite.zero.pipeline import Durations
-from megatron_lite.zero.stage import Layer
 
 
 def partitioned(

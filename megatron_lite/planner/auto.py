@@ -16,8 +16,8 @@ from megatron_lite.kernels.choice import REFERENCES
 from megatron_lite.model.gpt import model_layers
 from megatron_lite.model.layer import Layer
 from megatron_lite.parameter import DTYPES, Parameter
+from megatron_lite.planner.devices import GIB, MIB
 from megatron_lite.planner.plan import Planner, SimulatedGroup
-from megatron_lite.planner.runtime import GIB, MIB
 from megatron_lite.run.host import available_bytes
 from megatron_lite.validation.rules import Note
 

@@ -1,4 +1,4 @@
-"""Data sheets of the devices and links that a dry run plans for."""
+"""Data sheets of the devices and links that a dry run plans for; the memory of an 80 GB GPU."""
 
 from __future__ import annotations
 
@@ -10,11 +10,10 @@ from typing import NamedTuple
 
 from megatron_lite.config import DistributedConfig
 from megatron_lite.config.structured_values import Interconnect, interconnect
-from megatron_lite.config.values import shown
+from megatron_lite.config.values import counted, shown
 from megatron_lite.errors import UsageError
 from megatron_lite.kernels.tensor_collectives import GATHER, REDUCE, SCALE, SUM
 from megatron_lite.planner.command import layout_of_nodes
-from megatron_lite.planner.runtime import GIB, PLANNED_GPU_BYTES, counted
 from megatron_lite.planner.speeds import (
     ATTENTION_KINDS,
     EIGHT_BITS,
@@ -25,6 +24,13 @@ from megatron_lite.planner.speeds import (
     Speeds,
     read_speeds,
 )
+
+MIB, GIB = 2**20, 2**30
+
+# Memory that torch reports for an 80 GB GPU; a dry run queries no device. 79.10 GiB is the least of many logs of A100
+# and H100 cards ("GPU 3 has a total capacity of 79.10 GiB", github.com/stas00/ml-engineering, debug/pytorch.md); others
+# show up to 79.33 GiB. The driver keeps the rest of the 81,559 MiB (H100) or 81,920 MiB (A100) that nvidia-smi shows.
+PLANNED_GPU_BYTES = int(79.1 * GIB)
 
 GPUS_PER_NODE = 8
 DEFAULT_GPU = "h100"

@@ -10,12 +10,12 @@ from pathlib import Path
 
 from megatron_lite.checkpoint.writing import files_bytes
 from megatron_lite.config import Config
+from megatron_lite.config.values import counted
 from megatron_lite.data.open_data import open_data
 from megatron_lite.errors import RunError, UsageError
 from megatron_lite.planner.command import PROGRAM, changed_words, hours, launcher, layout_of_nodes, quoted, write_job
-from megatron_lite.planner.devices import GPUS_PER_NODE
+from megatron_lite.planner.devices import GIB, GPUS_PER_NODE
 from megatron_lite.planner.plan import Plan
-from megatron_lite.planner.runtime import GIB, counted
 from megatron_lite.planner.search import (
     SEARCH_S,
     SEARCHED,

@@ -12,15 +12,15 @@ import torch
 
 from megatron_lite.checkpoint.writing import host_copy_bytes
 from megatron_lite.config import Config, DistributedConfig, changed
+from megatron_lite.config.values import counted
 from megatron_lite.distributed.traffic import KINDS
 from megatron_lite.errors import EXIT_DONE, UsageError
 from megatron_lite.monitor.schedule_picture import DrawnStep
 from megatron_lite.parameter import DTYPES
 from megatron_lite.planner.auto import device_memory_bytes, resolve_auto
-from megatron_lite.planner.devices import DEFAULT_GPU, gpu_of, planned_type
+from megatron_lite.planner.devices import DEFAULT_GPU, GIB, MIB, PLANNED_GPU_BYTES, gpu_of, planned_type
 from megatron_lite.planner.plan import Plan, make_plan
 from megatron_lite.planner.recommendation import recommendation, smallest_world, wrapped
-from megatron_lite.planner.runtime import GIB, MIB, PLANNED_GPU_BYTES, counted
 from megatron_lite.planner.search import Changes, Search, recommended
 from megatron_lite.planner.stage_costs import Saved
 from megatron_lite.run import exit_status

@@ -1,24 +1,15 @@
-"""Memory that a rank needs in addition to its tensors, and that an 80 GB GPU offers: each number with its source."""
+"""Memory that a rank needs in addition to its tensors: each number with its source."""
 
 from __future__ import annotations
-
-from typing import TYPE_CHECKING
 
 from megatron_lite.checkpoint.writing import host_copy_bytes
 from megatron_lite.config import Config
 from megatron_lite.distributed.rank_group import reduction_scratch_bytes
+from megatron_lite.planner.devices import GIB, MIB
+from megatron_lite.planner.step_memory import Partition
 from megatron_lite.zero.multi_stage import MultiStage
 
-if TYPE_CHECKING:
-    from megatron_lite.planner.step_memory import Partition
-
 FP32_BYTES = 4
-MIB, GIB = 2**20, 2**30
-
-# Memory that torch reports for an 80 GB GPU; a dry run queries no device. 79.10 GiB is the least of many logs of A100
-# and H100 cards ("GPU 3 has a total capacity of 79.10 GiB", github.com/stas00/ml-engineering, debug/pytorch.md); others
-# show up to 79.33 GiB. The driver keeps the rest of the 81,559 MiB (H100) or 81,920 MiB (A100) that nvidia-smi shows.
-PLANNED_GPU_BYTES = int(79.1 * GIB)
 
 # The context of a process takes about 400 MB (github.com/pytorch/pytorch/issues/109888); 514 MiB in the log of a card
 # of 79.19 GiB. CUDA loads each kernel at its first launch: 0.59 GiB in logs of training on single H100 cards, the
@@ -45,13 +36,6 @@ HOLES, PAGE_BYTES, HOST_HOLES = 0.5, 20 * MIB, 2.5
 # oneDNN adds to larger ones. A process of the data loader imports no torch: 36 MiB.
 INTERPRETER_BYTES = 512 * MIB
 WORKER_BYTES = 40 * MIB
-
-
-def counted(number: int, noun: str) -> str:
-    """Format a count: 1 stage, 2 stages, 3 micro-batches."""
-    if number == 1:
-        return f"1 {noun}"
-    return f"{number:,} {noun}{'es' if noun.endswith('ch') else 's'}"
 
 
 def runtime_bytes(config: Config, partition: Partition) -> dict[str, int]:

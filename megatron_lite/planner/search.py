@@ -20,9 +20,8 @@ from megatron_lite.config import RECOMPUTE_LEVELS, Config, DistributedConfig, Op
 from megatron_lite.config.values import written
 from megatron_lite.errors import Remedy, UsageError
 from megatron_lite.planner.auto import resolve_auto
-from megatron_lite.planner.devices import planned_nodes, planned_speeds
+from megatron_lite.planner.devices import GIB, planned_nodes, planned_speeds
 from megatron_lite.planner.plan import Plan, Planner
-from megatron_lite.planner.runtime import GIB
 from megatron_lite.planner.speeds import Speeds
 from megatron_lite.planner.work_time import StepTime, predict_step
 from megatron_lite.schedules.batch_size import batch_schedule

@@ -15,6 +15,7 @@ from megatron_lite.distributed.rank_group import Group
 from megatron_lite.parameter import DTYPES, ParameterSpec
 from megatron_lite.zero import runner
 from megatron_lite.zero.flat_shard import ADAM_STATE, FlatShard, OptimizerState, Precision
+from megatron_lite.zero.layer import Layer
 from megatron_lite.zero.layout import split_into_stages
 from megatron_lite.zero.loans import BorrowedStage, Loans
 from megatron_lite.zero.memory import Memory, lenders
@@ -23,7 +24,7 @@ from megatron_lite.zero.pipeline import Durations, evaluation_passes, place
 from megatron_lite.zero.replica_shards import HybridStage, begin_reductions
 from megatron_lite.zero.replicas import whole_parameter
 from megatron_lite.zero.schedule import Order, Step
-from megatron_lite.zero.stage import Layer, Observer, Stage
+from megatron_lite.zero.stage import Observer, Stage
 from megatron_lite.zero.throttle import Throttle
 
 

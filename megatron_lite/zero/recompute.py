@@ -5,15 +5,13 @@ forward: y = f(x), saving x        backward: y = f(x) again, saving what f saves
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from megatron_lite.parameter import Function, backward
-
-if TYPE_CHECKING:
-    from megatron_lite.zero.stage import Layer
+from megatron_lite.zero.layer import Layer
 
 
 class _Recomputed(Function):

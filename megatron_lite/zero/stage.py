@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any, Protocol, cast
+from typing import Any, cast
 
 import torch
 from torch import Tensor
@@ -18,25 +18,9 @@ from megatron_lite.distributed.rank_group import Group
 from megatron_lite.distributed.traffic import Handle
 from megatron_lite.parameter import Parameter, ParameterSpec, backward
 from megatron_lite.zero.flat_shard import BufferRange, FlatShard, OptimizerState, Precision
+from megatron_lite.zero.layer import Layer
 from megatron_lite.zero.layout import ParameterSlot
 from megatron_lite.zero.recompute import recompute
-
-
-class Layer(Protocol):
-    """A module that maps hidden (b, s, h) to hidden (b, s, h); its parameters are `Parameter`s on the meta device."""
-
-    name: str  # unique in the model
-    borrows_from: tuple[torch.nn.Module, ...]  # layers whose parameters this one also uses (a tied head: the embedding)
-    borrowed: tuple[str, ...]  # the names of these parameters
-    gradients_in_forward: bool  # the forward pass already writes parameter gradients (the loss does)
-    backward_needs_weights: bool  # the backward pass reads parameters, so they must be gathered for it
-    recomputed: bool
-
-    def __call__(self, hidden: Tensor | None, micro_batch: Any, /) -> Tensor: ...
-
-    def parameters(self) -> Iterator[torch.nn.Parameter]: ...
-
-    def modules(self) -> Iterator[torch.nn.Module]: ...
 
 
 class Observer:

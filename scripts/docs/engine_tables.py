@@ -21,9 +21,8 @@ from megatron_lite.config import BatchConfig
 from megatron_lite.distributed.traffic import Total
 from megatron_lite.kernels.tensor_collectives import GATHER, REDUCE
 from megatron_lite.monitor.schedule_picture import DrawnStep
-from megatron_lite.planner.devices import data_sheet
+from megatron_lite.planner.devices import PLANNED_GPU_BYTES, data_sheet
 from megatron_lite.planner.plan import Plan, Planner
-from megatron_lite.planner.runtime import PLANNED_GPU_BYTES
 from megatron_lite.planner.work_time import predict_step
 from megatron_lite.validation import resolve
 from megatron_lite.zero.multi_stage import MultiStage

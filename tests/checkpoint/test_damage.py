@@ -5,6 +5,7 @@ import os
 import random
 import shutil
 import zlib
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -116,10 +117,10 @@ def test_a_file_that_shrinks_after_its_check_is_found(root: Path, monkeypatch: p
     """Every rank falls back, even if only one of them reads the end of the file."""
     real_check = files.check_sizes
 
-    def check(folder: Path, content: manifest.Manifest, rank: int, world_size: int) -> None:
-        real_check(folder, content, rank, world_size)
+    def check(folder: Path, saved: Mapping[str, files.SavedFile], rank: int, world_size: int) -> None:
+        real_check(folder, saved, rank, world_size)
         if folder.name == "20" and rank == 1:
-            os.truncate(folder / "rank_001.safetensors", content.files["rank_001.safetensors"].size - 4)
+            os.truncate(folder / "rank_001.safetensors", saved["rank_001.safetensors"].size - 4)
 
     monkeypatch.setattr(files, "check_sizes", check)
     expect_fallback(root, "it became shorter while it was read", world_size=3)

@@ -10,8 +10,8 @@ from megatron_lite.config import Config
 from megatron_lite.config.values import written
 from megatron_lite.planner.auto import resolve_auto
 from megatron_lite.planner.command import changed_words, launcher, layout_of_nodes, quoted
+from megatron_lite.planner.devices import GIB
 from megatron_lite.planner.plan import Planner
-from megatron_lite.planner.runtime import GIB
 from megatron_lite.validation import resolve
 from pretrain_gpt import main
 from tests.support.harness import TINY

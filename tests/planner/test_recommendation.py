@@ -13,9 +13,8 @@ from megatron_lite.cli.parse import parse
 from megatron_lite.data.indexed_dataset import IndexedDatasetWriter
 from megatron_lite.planner import search
 from megatron_lite.planner.auto import resolve_auto
-from megatron_lite.planner.devices import GPUS
+from megatron_lite.planner.devices import GPUS, PLANNED_GPU_BYTES
 from megatron_lite.planner.plan import Planner
-from megatron_lite.planner.runtime import PLANNED_GPU_BYTES
 from megatron_lite.validation import resolve
 from pretrain_gpt import main
 from tests.planner.test_printed_command import command_of

@@ -5,8 +5,9 @@ from typing import Any
 import pytest
 
 from megatron_lite.kernels.attention import blocks as attention_blocks
+from megatron_lite.planner.devices import GIB, MIB, PLANNED_GPU_BYTES
 from megatron_lite.planner.plan import Planner, make_plan
-from megatron_lite.planner.runtime import GIB, HOLES, MIB, PAGE_BYTES, PLANNED_GPU_BYTES
+from megatron_lite.planner.runtime import HOLES, PAGE_BYTES
 from tests.planner.test_plan import mistral
 from tests.support.caching_allocator import AllocationRecorder, CachingAllocator, replay
 from tests.support.harness import tiny_config

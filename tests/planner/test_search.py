@@ -11,9 +11,9 @@ import pytest
 from megatron_lite.cli.parse import parse
 from megatron_lite.config import flatten
 from megatron_lite.planner import search as searches
+from megatron_lite.planner.devices import GIB
 from megatron_lite.planner.plan import Planner, count_traffic, make_plan
 from megatron_lite.planner.recommendation import recommendation
-from megatron_lite.planner.runtime import GIB
 from megatron_lite.planner.search import (
     SMALLEST_SAVING,
     SPARE,
