@@ -24,6 +24,7 @@ from megatron_lite.checkpoint.manifest import Manifest, read
 from megatron_lite.checkpoint.names import MANIFEST_NAME, find_checkpoints, no_folder, reason
 from megatron_lite.config import Config
 from megatron_lite.config.source import CheckpointConfig
+from megatron_lite.config.values import counted
 from megatron_lite.distributed.agreement import rank_0_works, together
 from megatron_lite.distributed.process_group import Distributed
 from megatron_lite.errors import CheckpointError, DamagedError, StorageError
@@ -269,8 +270,7 @@ def _other_ranks(loaded: Manifest, distributed: Distributed) -> str:
     flags = [f"--{name}_parallel={saved[name]}" for name in current if saved[name] != current[name].world_size]
     if loaded.world_size == distributed.world_size and not flags:
         return ""
-    ranks = f"{loaded.world_size} rank{'s' * (loaded.world_size > 1)}"
-    return f", saved by {ranks}{' with ' * bool(flags)}{' '.join(flags)}"
+    return f", saved by {counted(loaded.world_size, 'rank')}{' with ' * bool(flags)}{' '.join(flags)}"
 
 
 def _log_changes(loaded: Manifest, config: Config, data: dict[str, Any], logger: logging.Logger) -> None:

@@ -12,6 +12,7 @@ from collections.abc import Iterator, Mapping, Sequence
 import torch
 
 from megatron_lite.config import BatchConfig, Config
+from megatron_lite.config.values import counted
 from megatron_lite.distributed.process_group import Distributed
 from megatron_lite.distributed.startup import deterministic_ways
 from megatron_lite.kernels.choice import Kernels
@@ -175,4 +176,4 @@ def describe_device(device: torch.device) -> str:
     threads, cores = torch.get_num_threads(), str(available_cores())
     if cores != str(os.cpu_count()):
         cores += f" of {os.cpu_count()}"
-    return f"cpu, {cores} cores, {threads} thread{'s' if threads > 1 else ''} per rank"
+    return f"cpu, {cores} cores, {counted(threads, 'thread')} per rank"

@@ -20,6 +20,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from megatron_lite.config import Config
+from megatron_lite.config.values import counted
 from megatron_lite.distributed.processes import own_cores
 from megatron_lite.run.launch import requested_threads, thread_limit
 
@@ -79,7 +80,7 @@ def threads_of(config: Config, cores: int, ranks: int) -> Threads:
     share = max(1, cores // ranks)
     if useful < share:
         return Threads(useful, f"of {share}: --hidden_size and the tokens of a micro-batch give no work to more")
-    shared = f"{cores} core{'s' if cores > 1 else ''} / {ranks} ranks"
+    shared = f"{counted(cores, 'core')} / {ranks} ranks"
     return Threads(share, shared if ranks > 1 else "all cores")
 
 

@@ -6,7 +6,7 @@ import math
 from collections.abc import Sequence
 
 from megatron_lite.config import Draft
-from megatron_lite.config.values import typed
+from megatron_lite.config.values import counted, typed
 from megatron_lite.schedules.batch_size import Split, parse_schedule
 from megatron_lite.validation.rules import Problem, Problems, nearest_multiples, parsing, problem
 
@@ -45,7 +45,7 @@ def batch(draft: Draft, world_size: int) -> Problems:
 def _problem(draft: Draft, names: Sequence[str], world_size: int, rule: str) -> Problem:
     """Report options that do not fit the number of data-parallel ranks."""
     noun = "data-parallel rank" if draft.tensor_parallel * draft.pipeline_parallel > 1 else "rank"
-    return Problem((*_BATCH_RULE, *names), f"{typed(draft, *names)} on {_counted(world_size, noun)}: {rule}")
+    return Problem((*_BATCH_RULE, *names), f"{typed(draft, *names)} on {counted(world_size, noun)}: {rule}")
 
 
 def _fill_micro_batch_size(draft: Draft, sizes: Sequence[int], world_size: int) -> None:
@@ -96,7 +96,7 @@ def _largest(draft: Draft, sizes: Sequence[int], world_size: int) -> Problem | N
         batch = (micro or 1) * unit
     elif micro is None and batch % unit and not padded:
         name, subject = _batch_name(draft)
-        text = f"with {_counted(sequential, 'sequential micro-batch', 'es')}, {subject} must be a multiple of {unit}"
+        text = f"with {counted(sequential, 'sequential micro-batch')}, {subject} must be a multiple of {unit}"
         return _problem(draft, [name], world_size, f"{text}; nearest: {nearest_multiples(batch, unit)}")
     micro = micro or -(-batch // unit)
     if depth is None and breadth is None and draft.pipeline_parallel > 1:
@@ -108,7 +108,7 @@ def _largest(draft: Draft, sizes: Sequence[int], world_size: int) -> Problem | N
     filled = Split(batch, micro, world_size, breadth).micro_steps
     if filled != sequential:
         rule = (
-            f"{_counted(filled, 'micro-batch', 'es')} of {micro} hold the whole batch, and {sequential - filled} more "
+            f"{counted(filled, 'micro-batch')} of {micro} hold the whole batch, and {sequential - filled} more "
             f"would be padding only; write --micro_batch_size={micro} and leave depth_first_micro_batches and "
             "sequential_micro_batches out"
         )
@@ -143,15 +143,11 @@ def _limits(draft: Draft, world_size: int) -> Problems:
         rule = f"a micro-batch has only {tokens} tokens; write at most {tokens}"
         yield problem(draft, "cross_entropy_splits", rule, also=" ".join(("sequence_length", *_BATCH_RULE)))
     if micro > share:
-        rule = f"a rank gets at most {_counted(share, 'sample')}, and the rest is padding; write at most {share}"
+        rule = f"a rank gets at most {counted(share, 'sample')}, and the rest is padding; write at most {share}"
         yield _problem(draft, ["micro_batch_size", "batch_size"], world_size, rule)
     if evaluated is not None and evaluated > share:
         rule = f"a validation batch has batch_size samples, {share} per rank; write at most {share}"
         yield _problem(draft, ["eval_micro_batch_size", "batch_size"], world_size, rule)
-
-
-def _counted(number: int, noun: str, plural: str = "s") -> str:
-    return f"{number} {noun}{plural if number > 1 else ''}"
 
 
 def _batch_name(draft: Draft) -> tuple[str, str]:

@@ -7,7 +7,7 @@ import math
 from megatron_lite.config import Config, Draft
 from megatron_lite.config.system import number_of_chunks, number_of_stages, shard_of_node
 from megatron_lite.config.training import ITERATIONS
-from megatron_lite.config.values import typed
+from megatron_lite.config.values import counted, typed
 from megatron_lite.errors import UsageError
 from megatron_lite.validation.rules import Problems, nearest_multiples, problem
 
@@ -24,7 +24,7 @@ def tensor_parallel(draft: Draft, world_size: int) -> Problems:
     ranks = draft.tensor_parallel
     fitting = _fitting(draft, world_size)
     if world_size % ranks:
-        have = f"the run has {world_size} rank{'s' * (world_size > 1)}"
+        have = f"the run has {counted(world_size, 'rank')}"
         rule = f"{have}, which must be a multiple; start more with torchrun, or write --tensor_parallel={fitting}"
         yield problem(draft, "tensor_parallel", rule, also="world_size dry_run")
     heads, groups = draft.num_attention_heads, draft.head_groups or draft.num_attention_heads
@@ -71,7 +71,7 @@ def pipeline_parallel(draft: Draft, world_size: int) -> Problems:
     if world_size % (ranks * draft.tensor_parallel) and world_size % draft.tensor_parallel == 0:
         fitting = math.gcd(ranks, world_size // draft.tensor_parallel)
         rule = (
-            f"the run has {world_size} rank{'s' * (world_size > 1)}, which must be a multiple of pipeline times tensor-"
+            f"the run has {counted(world_size, 'rank')}, which must be a multiple of pipeline times tensor-"
             f"parallel ranks; start more with torchrun, or write --pipeline_parallel={fitting}"
         )
         yield problem(draft, "pipeline_parallel", rule, also="tensor_parallel world_size dry_run")
@@ -107,7 +107,7 @@ def data_parallel_shard(draft: Draft, world_size: int, nodes: int) -> Problems:
         draft.data_parallel_shard = ranks // replicas if replicas > 1 else of_node
     elif size and ranks % size:
         rule = (
-            f"the {ranks} data-parallel rank{'s' * (ranks > 1)} must be a multiple; start more with torchrun, or write "
+            f"the {counted(ranks, 'data-parallel rank')} must be a multiple; start more with torchrun, or write "
             f"--data_parallel_shard={math.gcd(size, ranks)}"
         )
         yield problem(draft, "data_parallel_shard", rule, also="tensor_parallel pipeline_parallel world_size dry_run")
