@@ -63,7 +63,7 @@ def main(argv: list[str], launcher: LauncherWatch | None = None) -> int:
 
     prepare_libraries()
     gc.disable()  # imports leave no garbage, and looking for some takes a tenth of their time
-    from megatron_lite.train import pretrain
+    from megatron_lite.pretrain import pretrain
 
     gc.enable()
     sys.argv[1:] = without_secrets(argv)  # some libraries record the command line

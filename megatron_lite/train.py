@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 
-from megatron_lite.config import Config
 from megatron_lite.data.host_batch import HostBatch
 from megatron_lite.data.loader import Waiting, next_batch
 from megatron_lite.errors import EXIT_DONE, DataError, WorkerError
 from megatron_lite.optimizer.optimizer import Update
 from megatron_lite.outputs.evaluation import evaluate_and_export, evaluate_first
 from megatron_lite.outputs.replicas import check_replicas
+from megatron_lite.outputs.run import Run
 from megatron_lite.outputs.saving import (
     advance_save,
     completion,
@@ -25,32 +25,10 @@ from megatron_lite.outputs.saving import (
     save_and_stop,
     save_before_end,
 )
-from megatron_lite.outputs.session import close, opened
 from megatron_lite.outputs.step_inputs import counted_labels, step_inputs, watch_labels
 from megatron_lite.outputs.training_log import is_early, is_log_due, log_training, progress_bar, show_early
-from megatron_lite.run.launcher_watch import LauncherWatch
 from megatron_lite.run.stop_signal import StopRequested
 from megatron_lite.schedules.learning_rate import learning_rate
-from megatron_lite.setup_run import Run
-from megatron_lite.validation.rules import Note
-
-
-def pretrain(
-    config: Config,
-    notes: tuple[Note, ...],
-    environment: Mapping[str, str] | None = None,
-    launcher: LauncherWatch | None = None,
-    asked: Config | None = None,
-) -> int:
-    """Train as configured and return the exit code, which exit.json repeats.
-
-    notes: of the command line, logged below the banner. environment: variables of --export_callback_env. launcher: ends
-    this process if torchrun dies. asked: `config` as typed.
-    """
-    with opened(config, notes, environment, launcher, asked) as run:
-        code, message = train(run)
-        close(run, code, message)
-    return code
 
 
 def train(run: Run) -> tuple[int, str]:

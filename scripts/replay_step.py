@@ -37,11 +37,11 @@ from megatron_lite.distributed.agreement import together
 from megatron_lite.errors import DamagedError, RunError, UsageError
 from megatron_lite.monitor.tensor_debug import LEVELS, open_debugger
 from megatron_lite.outputs.bad_steps import FILE_NAME, LARGEST_FILE_BYTES, examine
-from megatron_lite.outputs.session import close, opened
+from megatron_lite.outputs.run import Run
+from megatron_lite.pretrain import close, opened
 from megatron_lite.run.exit_status import print_failure
 from megatron_lite.run.host import prepare_libraries
 from megatron_lite.run.launch import launch_rank, launch_world_size
-from megatron_lite.setup_run import Run
 from megatron_lite.train import train_step
 
 LEVEL = 6  # mean, deviation and 8 samples of each tensor

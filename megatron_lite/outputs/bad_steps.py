@@ -23,11 +23,11 @@ from megatron_lite.checkpoint.names import newest_before, parse_json, read_bytes
 from megatron_lite.config import flatten
 from megatron_lite.distributed.agreement import together
 from megatron_lite.optimizer.bad_steps import BadStep
+from megatron_lite.outputs.run import Run
 from megatron_lite.outputs.step_inputs import counted_labels, step_inputs
 from megatron_lite.run.durable_files import replace_file
 from megatron_lite.schedules.batch_size import batch_schedule
 from megatron_lite.seeds import dropout_seed
-from megatron_lite.setup_run import Run
 from megatron_lite.zero.finite import not_finite
 from megatron_lite.zero.stage import Observer
 

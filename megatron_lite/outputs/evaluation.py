@@ -8,9 +8,9 @@ from megatron_lite.data.host_batch import micro_batch
 from megatron_lite.data.loader import next_batch
 from megatron_lite.monitor.logging import log_both
 from megatron_lite.monitor.metric_lines import format_record
+from megatron_lite.outputs.run import Run
 from megatron_lite.outputs.saving import export, is_due, refuse_bad_steps, save
 from megatron_lite.outputs.step_inputs import counted_labels, watch_labels
-from megatron_lite.setup_run import Run
 
 
 def evaluate_first(run: Run) -> None:

@@ -14,10 +14,10 @@ from megatron_lite.checkpoint.names import newest_before
 from megatron_lite.config.values import digest
 from megatron_lite.errors import NumericsError
 from megatron_lite.monitor.hashes import describe_differences, weight_hashes
+from megatron_lite.outputs.run import Run
 from megatron_lite.outputs.saving import is_due
 from megatron_lite.schedules.batch_size import batch_schedule
 from megatron_lite.schedules.learning_rate import learning_rate
-from megatron_lite.setup_run import Run
 
 # Option areas that affect results; paths may differ between machines.
 _AREAS = ("model", "batch", "learning_rate", "optimizer", "averaging", "multi_stage")

@@ -22,8 +22,8 @@ from megatron_lite.errors import EXIT_PREEMPTED, FolderLostError, NumericsError,
 from megatron_lite.huggingface.export import export_weights, save_huggingface
 from megatron_lite.huggingface.model_card import TrainingSummary
 from megatron_lite.outputs.bad_steps import held_checkpoints, leave_bad_step
+from megatron_lite.outputs.run import Run
 from megatron_lite.run.durable_files import pause_s
-from megatron_lite.setup_run import Run
 from megatron_lite.zero.finite import not_finite
 
 T = TypeVar("T")

@@ -6,8 +6,8 @@ from collections.abc import Sequence
 
 from megatron_lite.data.host_batch import HostBatch, micro_batch
 from megatron_lite.model.layer import MicroBatch
+from megatron_lite.outputs.run import Run
 from megatron_lite.seeds import dropout_seed
-from megatron_lite.setup_run import Run
 
 PATIENCE = {"training": 100}  # updates in a row in which no label counts, after which a run warns; evaluations: 1
 

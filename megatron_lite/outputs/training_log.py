@@ -12,9 +12,9 @@ from megatron_lite.monitor.logging import MIB, ProgressBar, log_both
 from megatron_lite.monitor.metric_lines import format_record
 from megatron_lite.optimizer.optimizer import Update
 from megatron_lite.outputs.bad_steps import leave_bad_step
+from megatron_lite.outputs.run import Run
 from megatron_lite.outputs.saving import is_due
 from megatron_lite.schedules.learning_rate import learning_rate
-from megatron_lite.setup_run import Run
 
 
 def progress_bar(run: Run) -> ProgressBar:

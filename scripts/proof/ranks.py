@@ -25,11 +25,12 @@ from megatron_lite.data.workers import end_with_parent
 from megatron_lite.distributed.startup import join
 from megatron_lite.errors import PeerError, UsageError
 from megatron_lite.outputs.evaluation import evaluate
+from megatron_lite.outputs.run import Run
 from megatron_lite.outputs.saving import finish_save, save
 from megatron_lite.parameter import Initializer
 from megatron_lite.run.experiment import Experiment
 from megatron_lite.run.stop_signal import StopSignal
-from megatron_lite.setup_run import Run, build
+from megatron_lite.setup_run import build
 from megatron_lite.tiles import Tile
 from megatron_lite.train import train_step
 from scripts.proof.eight_bits import Recorder, Scales, Use

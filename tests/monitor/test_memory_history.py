@@ -10,9 +10,9 @@ from typing import Any, NamedTuple
 import pytest
 import torch
 
+from megatron_lite import pretrain
 from megatron_lite.errors import OutOfMemoryError, as_run_error
 from megatron_lite.monitor.memory_history import MAX_EVENTS, open_history, write_snapshot
-from megatron_lite.outputs import session
 from tests.support.harness import tiny_config
 
 LOGGER = logging.getLogger("test")
@@ -94,13 +94,13 @@ def once(name: str, find: Callable[[Any], Any], search: Any) -> Any:
 @pytest.fixture
 def explain(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[Exception], Any]:
     """Return what becomes of an error on one of eight GPUs of 16 GiB."""
-    monkeypatch.setattr(session, "device_memory_bytes", lambda *_: 2**34)
+    monkeypatch.setattr(pretrain, "device_memory_bytes", lambda *_: 2**34)
     for name in ("remedies", "less_memory"):
-        monkeypatch.setattr(session, name, partial(once, name, getattr(session, name)))
+        monkeypatch.setattr(pretrain, name, partial(once, name, getattr(pretrain, name)))
     config = tiny_config(8, batch_size=64, hidden_size=1024, sequence_length=2048, device="auto")
     rank: Any = FakeRank()
     experiment: Any = SimpleNamespace(root=tmp_path)
-    return lambda error: session.with_remedies(error, config, config, rank, experiment)
+    return lambda error: pretrain.with_remedies(error, config, config, rank, experiment)
 
 
 @pytest.mark.parametrize(

@@ -21,7 +21,7 @@ from megatron_lite.distributed.process_group import Distributed
 from megatron_lite.errors import NumericsError
 from megatron_lite.monitor.tensor_debug import LEVELS
 from megatron_lite.monitor.tensor_log import TensorEntry, read_tensor_log
-from megatron_lite.setup_run import Run
+from megatron_lite.outputs.run import Run
 from megatron_lite.train import train
 from tests.support.harness import parameters_of, run_distributed, start_run, tiny_config
 from tests.support.metrics import read_metrics

@@ -9,8 +9,8 @@ from typing import Any
 
 import pytest
 
-from megatron_lite.outputs import session
-from megatron_lite.outputs.session import leave_report
+from megatron_lite import pretrain
+from megatron_lite.pretrain import leave_report
 
 
 def fake_run(root: Path | None, rank: int = 0, report: bool = True, lost: bool = False) -> Any:
@@ -57,7 +57,7 @@ def test_a_failure_is_one_warning(
     if place == "is_lost":
         run.experiment.is_lost = fail
     else:
-        monkeypatch.setattr(session, "write_report", fail)
+        monkeypatch.setattr(pretrain, "write_report", fail)
     leave_report(run, in_a_hurry=True, failed=True)
     assert not caplog.records, "the lines about the failure stay the last"
     leave_report(run, in_a_hurry=False)
@@ -72,7 +72,7 @@ def test_a_stopped_run_leaves_a_long_page_for_later(
     in_a_hurry: bool, written: bool, root: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     """The time that a page takes follows from the size of metrics.jsonl."""
-    monkeypatch.setattr(session, "LARGEST_IN_A_HURRY_BYTES", 100)
+    monkeypatch.setattr(pretrain, "LARGEST_IN_A_HURRY_BYTES", 100)
     caplog.set_level(logging.INFO)
     leave_report(fake_run(root), in_a_hurry)
     assert (root / "report.html").exists() is written

@@ -9,7 +9,7 @@ from unittest.mock import MagicMock
 
 import pytest
 
-from megatron_lite.outputs.session import close
+from megatron_lite.pretrain import close
 from megatron_lite.run.stop_signal import (
     BEFORE_END,
     MAX_MINUTES,

@@ -31,7 +31,7 @@ from megatron_lite.zero.multi_stage import MultiStage
 from tests.support.threads import THREADS
 
 if TYPE_CHECKING:
-    from megatron_lite.setup_run import Run
+    from megatron_lite.outputs.run import Run
 
 # A server process that has imported torch, and what test modules import, forks each rank in milliseconds. The first
 # backward pass of a process imports symbolic_shapes, which takes a second.

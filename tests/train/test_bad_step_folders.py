@@ -16,8 +16,8 @@ from megatron_lite.distributed.process_group import Distributed
 from megatron_lite.errors import NumericsError, UsageError
 from megatron_lite.optimizer.bad_steps import BadStep
 from megatron_lite.outputs.bad_steps import content
+from megatron_lite.outputs.run import Run
 from megatron_lite.seeds import derive_seed
-from megatron_lite.setup_run import Run
 from megatron_lite.train import train
 from scripts.replay_step import checkpoint_of, configuration, read_folder, replay
 from tests.support.engine_runs import digest

@@ -18,8 +18,8 @@ import torch
 
 from megatron_lite.distributed.process_group import Distributed
 from megatron_lite.errors import NumericsError
-from megatron_lite.outputs.session import log_ending
-from megatron_lite.setup_run import Run
+from megatron_lite.outputs.run import Run
+from megatron_lite.pretrain import log_ending
 from megatron_lite.train import train
 from tests.support.engine_runs import digest
 from tests.support.harness import run_distributed, start_run, tiny_config

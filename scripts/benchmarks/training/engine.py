@@ -24,9 +24,9 @@ from megatron_lite.model.gpt import model_layers
 from megatron_lite.model.layer import Layer, MicroBatch
 from megatron_lite.optimizer.optimizer import Optimizer
 from megatron_lite.optimizer.partition import partitioned
+from megatron_lite.outputs.run import Run
 from megatron_lite.parameter import Parameter, declare
 from megatron_lite.planner.plan import planned_durations
-from megatron_lite.setup_run import Run
 from megatron_lite.train import train_step
 from megatron_lite.zero.multi_stage import MultiStage
 from scripts.benchmarks.training.measure import Contestant

@@ -1,4 +1,4 @@
-"""One start of a run: join the other ranks, set up, train in a `with` block, and close the run or report an error.
+"""Pretraining: join the other ranks, set up, train in a `with` block, and close the run or report an error.
 
 Either way, rank 0 leaves an HTML report.
 """
@@ -33,6 +33,7 @@ from megatron_lite.errors import (
 from megatron_lite.monitor.export_callback import STOPPED_WAIT_S
 from megatron_lite.monitor.logging import get_logger, log_both
 from megatron_lite.monitor.memory_history import write_snapshot
+from megatron_lite.outputs.run import Run
 from megatron_lite.planner.auto import device_memory_bytes
 from megatron_lite.planner.search import Search, less_memory, remedies
 from megatron_lite.reports.report import REPORT_FILE, write_report
@@ -44,13 +45,32 @@ from megatron_lite.run.host import choose_threads
 from megatron_lite.run.launch import launch_rank, tell_torchrun
 from megatron_lite.run.launcher_watch import LauncherWatch
 from megatron_lite.run.stop_signal import StopSignal, idle_limit, time_limits
-from megatron_lite.setup_run import Run, build
+from megatron_lite.setup_run import build
+from megatron_lite.train import train
 from megatron_lite.validation.rules import Note
 
 _LESS_HOST_MEMORY = "try fewer --num_workers, --async_checkpoint=0, or fewer ranks per machine"
 # Size limits of metrics.jsonl, which is read at 20 MB/s on a busy core: a stopped or failed run has seconds left.
 LARGEST_BYTES, LARGEST_IN_A_HURRY_BYTES = 2**27, 2**25
 LEAVE_TOGETHER_S = 5.0  # ranks that fail with one error wait this long for each other before they end
+
+
+def pretrain(
+    config: Config,
+    notes: tuple[Note, ...],
+    environment: Mapping[str, str] | None = None,
+    launcher: LauncherWatch | None = None,
+    asked: Config | None = None,
+) -> int:
+    """Train as configured and return the exit code, which exit.json repeats.
+
+    notes: of the command line, logged below the banner. environment: variables of --export_callback_env. launcher: ends
+    this process if torchrun dies. asked: `config` as typed.
+    """
+    with opened(config, notes, environment, launcher, asked) as run:
+        code, message = train(run)
+        close(run, code, message)
+    return code
 
 
 @contextlib.contextmanager

@@ -1,0 +1,88 @@
+"""The parts of one start of a run."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from megatron_lite.config import changed
+from megatron_lite.data.open_data import PATH_FLAGS
+
+if TYPE_CHECKING:
+    import logging
+
+    from megatron_lite.checkpoint.history import History
+    from megatron_lite.checkpoint.mirror import Mirror
+    from megatron_lite.checkpoint.resume import Resumed
+    from megatron_lite.checkpoint.retention import Known
+    from megatron_lite.checkpoint.writing import BackgroundSaves
+    from megatron_lite.config import Config
+    from megatron_lite.data.loader import DataSource
+    from megatron_lite.distributed.process_group import Distributed
+    from megatron_lite.generation.samples import Samples
+    from megatron_lite.monitor.best_evaluation import BestEvaluation
+    from megatron_lite.monitor.export_callback import ExportCallback
+    from megatron_lite.monitor.memory_history import MemoryHistory
+    from megatron_lite.monitor.metric_lines import ConsoleLines
+    from megatron_lite.monitor.metrics import LogWindow, StepTimer
+    from megatron_lite.monitor.profiling.profiles import Profiles
+    from megatron_lite.monitor.tensor_debug import TensorDebugger
+    from megatron_lite.monitor.trackers.opening import Trackers
+    from megatron_lite.monitor.watch import Watch
+    from megatron_lite.optimizer.optimizer import Optimizer
+    from megatron_lite.run.ending import Ending
+    from megatron_lite.run.experiment import Experiment
+    from megatron_lite.run.stop_signal import StopSignal
+    from megatron_lite.zero.multi_stage import MultiStage
+
+
+class Run:
+    """One start of a run. `build` sets the fields from top to bottom; then it is ready to train from `iteration`."""
+
+    config: Config  # `auto` is resolved
+    distributed: Distributed
+    experiment: Experiment
+    stop: StopSignal
+    logger: logging.Logger
+    data: DataSource
+    callback: ExportCallback
+    samples: Samples | None  # None without --sample_interval
+    memory_history: MemoryHistory | None  # None without --memory_snapshot
+    model: MultiStage
+    collectives_alone_s: dict[str, float]  # see `time_collectives`; empty without --log_communication
+    profiles: Profiles | None  # None without --profile_cpu, --profile_cuda and --profile_schedule
+    optimizer: Optimizer
+    window: LogWindow
+    resumed: Resumed  # where this start began
+    iteration: int  # completed iterations
+    best: BestEvaluation  # so far, for --keep_best
+    evaluation_due: bool  # a stop request preempted the evaluations and exports due after `iteration`
+    debugger: TensorDebugger | None  # None without debug options
+    background: BackgroundSaves | None  # None without --async_checkpoint
+    trackers: Trackers
+    timer: StepTimer
+    console: ConsoleLines
+    watch: Watch | None = None  # None without --watch
+    mirror: Mirror | None = None  # of rank 0; None without --mirror
+    history: History  # of the run
+    saved_s: float  # time.monotonic() of the last save, or of the start
+    logs_early: bool = False  # the first iterations, too, as --log_interval is not given
+    saves_by_default: bool = False  # every 15 minutes, as no flag says when; the newest two of a start are kept
+    save_requested: bool = False  # by rank 0's clock, after the next iteration
+    ending: Ending | None = None  # None for a run that was set up without `opened`
+    agreed_at: int | None = None  # newest iteration at which --check_replicas_interval found no difference
+
+    def __init__(
+        self, config: Config, distributed: Distributed, experiment: Experiment, stop: StopSignal, asked: Config
+    ) -> None:
+        self.config, self.distributed, self.experiment, self.stop = config, distributed, experiment, stop
+        self.asked = asked  # the configuration as typed
+        self.known_checkpoints: Known = {}  # what rank 0 has read of them
+        self.bad_steps: list[int] = []  # iterations that `leave_bad_step` has examined
+        self.evaluated: dict[int, dict[str, float]] = {}  # newest losses, by name
+        self.without_labels: dict[str, int] = {}  # by phase: evaluations or updates in a row in which no label counts
+
+    @property
+    def shown_config(self) -> Config:
+        """The configuration for people: with the paths of data as typed, not where they are in the cache."""
+        names = ("dataset_source", *PATH_FLAGS, "loss_mask", "tokenizer_file")
+        return changed(self.config, {name: value for name in names if (value := getattr(self.asked.data, name))})
