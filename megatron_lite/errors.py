@@ -145,6 +145,13 @@ class StoppedError(PeerError):
     agreed = True
 
 
+class LinkError(RunError):
+    """A link between ranks that is too slow, or clocks that disagree."""
+
+    exit_code = 6
+    agreed = True
+
+
 class Remedy(NamedTuple):
     """An option that saves memory, and how much it saves on its own."""
 

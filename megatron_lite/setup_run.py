@@ -45,6 +45,7 @@ from megatron_lite.monitor.logging import log_both, start_logging
 from megatron_lite.monitor.memory_history import open_history
 from megatron_lite.monitor.metric_lines import ConsoleLines
 from megatron_lite.monitor.metrics import LogWindow, StepTimer, known_peak_tflops
+from megatron_lite.monitor.preflight import preflight
 from megatron_lite.monitor.tensor_debug import TensorDebugger, open_debugger
 from megatron_lite.monitor.trackers.opening import check_trackers, open_trackers
 from megatron_lite.monitor.watch import Watch
@@ -95,6 +96,8 @@ def build(
     opened = [again(lambda: _sources(run, layers))]
 
     _allocate(run, layers, kernels)
+    if run.config.distributed.preflight != "0":
+        _preflight(run, next((iteration for iteration, _ in choice.found), 0))
 
     # If a live run deletes what is loaded, again from its newest checkpoint by then.
     run.resumed = again(lambda: _fill(run, *(opened.pop() if opened else _sources(run, layers))))
@@ -248,6 +251,13 @@ def _allocate(run: Run, layers: list[Layer], kernels: Kernels) -> None:
     run.profiles = _open_profiles(run)
     run.optimizer = Optimizer(config, run.model.all_stages, distributed, kernels)
     run.window = LogWindow(distributed.device)
+
+
+def _preflight(run: Run, done: int) -> None:
+    """Look at all machines and links. done: iterations of earlier starts."""
+    num_bytes = shards_bytes(run.model, run.distributed.layers.world_size)
+    lack = lack_at_start(run.experiment.checkpoints, num_bytes, run.config, done)
+    preflight(run.distributed, run.model.precision.training, run.experiment.artifacts, lack)
 
 
 def _time_collectives(run: Run) -> dict[str, float]:

@@ -35,6 +35,8 @@ def train(run: Run) -> tuple[int, str]:
     """Run the remaining iterations; return the exit code and how the run ended."""
     config, training, first = run.config, run.config.training, run.iteration + 1
     try:
+        if config.distributed.preflight == "only":
+            return EXIT_DONE, "nothing was trained: --preflight=only"
         if training.train_iters == 0:
             evaluate_and_export(run, last=True)
             return EXIT_DONE, "nothing to train: --train_iters=0"

@@ -191,6 +191,12 @@ class DistributedConfig(Area):
     ignore_memory_check: bool = idle_unless("device!=cuda")(
         False, "CPU: start a run although the plan of its memory is larger than what is free"
     )
+    preflight: str = option(
+        "0",
+        "before training, measure links, clocks, space, versions and products on all ranks, and end with the name of "
+        "what is odd; only: then end",
+        choices=("0", "1", "only"),
+    )
     dry_run: bool = option(False, "print memory, traffic, predicted speed and a command that fits", basic=True)
     world_size: int | Auto | None = optional(
         "number of ranks to plan for in a dry run; auto: the fewest GPUs that fit",

@@ -121,6 +121,14 @@ class Group:
         self.all_gather(gathered.view(-1), kind).wait()
         return gathered
 
+    def exchange(self, own: Tensor, other: Tensor, peer: int) -> None:
+        """Send a contiguous tensor to a peer while one of the same size arrives from it; wait for both."""
+        moves = [(dist.isend, own), (dist.irecv, other)]
+        for work in dist.batch_isend_irecv(
+            [dist.P2POp(move, tensor, group=self.group, group_peer=peer) for move, tensor in moves]
+        ):
+            work.wait()
+
     def wait_for(self, event: Event) -> None:
         """Wait for a GPU event of the step that the host is queueing."""
         assert self.watch is not None, f"no events on {self.device.type}"
