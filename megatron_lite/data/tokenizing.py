@@ -22,6 +22,7 @@ from megatron_lite.data.disk_array import reading, replace_file
 from megatron_lite.errors import DataError, UsageError
 
 LARGEST_VOCABULARY = 2**24  # of a tokenizer trained here; more than any text can fill
+LARGEST_OBJECT_BYTES = 2**28  # of a JSON file that is read whole; a tokenizer.json has up to some 40 MB
 BYTE = "byte"  # names the byte tokenizer wherever a tokenizer.json may be given
 END_OF_DOCUMENT = "<|endoftext|>"
 # Tokens that end a document in common tokenizers, in the order of preference.
@@ -290,8 +291,10 @@ def read_tokenizer_file(path: str | Path, content: bytes | None = None) -> Any:
 
 
 def read_object(path: Path) -> dict[str, Any]:
-    """Read a JSON object; empty if the file holds none or cannot be read."""
+    """Read a JSON object; empty if the file holds none, cannot be read or is larger than LARGEST_OBJECT_BYTES."""
     try:
+        if path.stat().st_size > LARGEST_OBJECT_BYTES:
+            return {}
         values = json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError, RecursionError):
         return {}

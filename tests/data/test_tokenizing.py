@@ -1,6 +1,7 @@
 """Tokenizers: exact round trips, equal ids everywhere, folders that transformers loads."""
 
 import json
+import os
 from pathlib import Path
 
 import pytest
@@ -11,6 +12,7 @@ from megatron_lite.data.tokenizing import (
     JsonTokenizer,
     copy_tokenizer,
     load_tokenizer,
+    read_object,
     train_tokenizer,
 )
 from megatron_lite.errors import DataError, StorageError, UsageError
@@ -186,3 +188,12 @@ def test_missing_entries_of_a_tokenizer_config_are_added(byte_file: str, tmp_pat
     assert config == {"model_max_length": 77, **added}
     (source / "special_tokens_map.json").write_text(json.dumps({"eos_token": {"content": "A"}, "bos_token": "B"}))
     assert copy_tokenizer(source / "tokenizer.json", tmp_path) == {"bos_token_id": 66, "eos_token_id": 65}
+
+
+def test_a_huge_object_is_not_read(tmp_path: Path) -> None:
+    """A sparse file of 2**40 bytes would not fit into memory."""
+    path = tmp_path / "config.json"
+    path.write_text('{"a": 1}')
+    assert read_object(path) == {"a": 1}
+    os.truncate(path, 2**40)
+    assert read_object(path) == {}
