@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import bisect
 import contextlib
 import itertools
 import math
@@ -129,10 +130,11 @@ def check_architecture(saved: Options, config: Config, where: str) -> None:
         )
 
 
-def moved_samples(saved: Options, config: Config, iterations: int) -> str | None:
+def moved_samples(saved: Options, config: Config, iterations: int, sets: Sequence[Sequence[Any]] = ()) -> str | None:
     """Warn that a changed batch size or sequence length repeats or skips samples after N iterations, with a fix.
 
     The samples of an iteration follow from the current schedule, not from the samples read so far. None: no change.
+    sets: what was read of each data set, see `data.counts`.
     """
     batch = BatchConfig(**_saved_values(BatchConfig, saved))
     if batch.batch_size is None:  # an older version may have saved it in another way
@@ -145,7 +147,8 @@ def moved_samples(saved: Options, config: Config, iterations: int) -> str | None
     if old_length != length:
         return (
             f"--sequence_length={length}: samples are cut differently, in another order, so that some tokens are read "
-            f"again before all were read; to continue after the last sample read, write --sequence_length={old_length}"
+            f"again before all were read{_lost(_epochs(sets, config, iterations))}; no schedule avoids that; to "
+            f"continue after the last sample read, write --sequence_length={old_length}"
         )
     moved = f"{abs(read - counted):,} samples are {'read again' if counted < read else 'left out'}"
     return (
@@ -248,15 +251,73 @@ def check_data(loaded: Manifest, config: Config, identity: JsonObject, where: st
     return changes
 
 
+class _Epoch(NamedTuple):
+    """The epoch of a data set in which a checkpoint stands, or several that are shuffled as one."""
+
+    number: int
+    read: int  # samples
+    size: int
+
+    @property
+    def left(self) -> int:
+        return self.size - self.read
+
+
+def _epochs(sets: Sequence[Sequence[Any]], config: Config, iterations: int, together: int = 1) -> list[_Epoch]:
+    """Return the epoch of each data set; nothing if not all samples were counted. sets: see `data.counts`."""
+    if not sets or sum(read for *_, read in sets) != batch_schedule(config.batch).consumed_samples(iterations):
+        return []
+    sizes = [(epoch * together, read) for _, _, epoch, _, read in sets]
+    return [_Epoch(read // size, read % size, size) for size, read in sizes]
+
+
+def _lost(epochs: Sequence[_Epoch]) -> str:
+    """Describe what other samples, or another order of them, repeat and leave out in the middle of epochs."""
+    again = sum(epoch.read * epoch.left / epoch.size for epoch in epochs)
+    if not again:
+        return ""
+    share = f"about {again / sum(epoch.left for epoch in epochs):.1%} of what comes until the epoch ends"
+    return f": {share} was read in it before, and as much that was not is left out"
+
+
+def _way_to_the_end(epochs: Sequence[_Epoch], config: Config, iterations: int) -> str:
+    """Return how to change the order of samples where next to nothing is lost, if the only data set comes to there."""
+    schedule, train_iters = batch_schedule(config.batch), config.training.train_iters
+    goal = schedule.consumed_samples(iterations) + epochs[0].left
+    end = bisect.bisect_left(range(train_iters + 1), goal, key=schedule.consumed_samples)
+    if len(epochs) > 1 or end > train_iters:
+        return ""
+    over = schedule.consumed_samples(end) - goal
+    lost = f"at most {over:,} samples" if over else "nothing"
+    return f"; to lose {lost}, keep the old value until iteration {end:,}, where the epoch ends (--stop_interval={end})"
+
+
+def _change_of_samples(difference: Difference, loaded: Manifest, config: Config) -> str | None:
+    """Describe a change of an option of samples, and what it costs; None if it loses nothing."""
+    name, line, both = difference.name, f"--{difference}", (loaded.config, vars(config.data))
+    if name in ("dataset_source", "seed"):
+        return line
+    shuffles = [some.get("shuffle") for some in both]
+    cycles = [some.get("max_epochs") or 1 for some in both if some.get("shuffle") == "full"]
+    if config.data.dataset_source == "random" or (name == "max_epochs" and not cycles):
+        return None
+    epochs = _epochs(loaded.state.get("counts", {"sets": ()})["sets"], config, loaded.iteration, math.lcm(*cycles))
+    if any(some.get("shuffle_era") for some in both):
+        return line  # an order within windows may repeat less
+    if not epochs or name == "truncate_documents":
+        return line + _lost(epochs)
+    orders = {"skip_first_epoch", *("epoch" if epoch.number else "none" for epoch in epochs)}  # one order, if two
+    if not _lost(epochs) or (name == "shuffle" and orders == {*shuffles}):
+        return None
+    return line + _lost(epochs) + _way_to_the_end(epochs, config, loaded.iteration)
+
+
 def data_changes(loaded: Manifest, config: Config, identity: JsonObject) -> Iterator[str]:
     """Yield each difference in the samples that a run reads, with both values. Paths may change."""
     saved = loaded.config
     for difference in differences(saved, config, DATA):
-        has_order = config.data.dataset_source != "random" and (
-            difference.name != "max_epochs" or "full" in (saved.get("shuffle"), config.data.shuffle)
-        )
-        if has_order or difference.name in ("dataset_source", "seed"):
-            yield f"--{difference}"
+        if (line := _change_of_samples(difference, loaded, config)) is not None:
+            yield line
     before = loaded.state.get("data")
     if not before or not before["sets"] or not identity["sets"]:
         return  # random tokens, or a checkpoint of an older version
@@ -287,6 +348,10 @@ def data_changes(loaded: Manifest, config: Config, identity: JsonObject) -> Iter
     yield from lines
     if lines and all(ours.row == theirs.row for ours, theirs in zip(old, new, strict=False)):
         yield _only_later([(theirs or ours).path for ours, theirs in pairs], old_stages, new_stages, done)
+    if len(old) == 1 < len(new) and [sum(some.row[place] for some in new) for place in (0, 1)] == old[0].row[:2]:
+        joined = shlex.join(f"{some.path}.bin" for some in new)
+        shards = f"if these {len(new)} are its shards, join them for the samples of before"
+        yield f"{shards}: prepare_data {joined} --from_tokens={new[0].row[2]} --output_prefix=<another>"
     for number, pair in enumerate(itertools.zip_longest(before.get("masks", ()), identity.get("masks", ()))):
         if read[number] and pair[0] != pair[1]:
             described = [f"fingerprint {mark}" if mark else "none" for mark in pair]

@@ -281,8 +281,9 @@ def _log_changes(loaded: Manifest, config: Config, data: dict[str, Any], logger:
     other_evaluations = compatibility.other_evaluations(loaded, config, data)
     for line in (*other_evaluations, *compatibility.wrong_frozen_layers(loaded)):
         logger.warning(line)
-    for moved in (compatibility.moved_samples, compatibility.moved_rate):
-        if (warning := moved(loaded.config, config, loaded.iteration)) is not None:
+    now = loaded.config, config, loaded.iteration
+    for warning in (compatibility.moved_samples(*now, counts_of(loaded)["sets"]), compatibility.moved_rate(*now)):
+        if warning is not None:
             logger.warning(warning)
     for line in compatibility.schedule_table(loaded.config, config, loaded.iteration):
         logger.info("  %s", line)
