@@ -108,15 +108,8 @@ def report(options: CorpusOptions, summary: dict[str, Any], is_new: bool) -> Non
         print(f"to train          {of_data} --validation_iters=all")
 
 
-def parse(argv: Sequence[str], program: str) -> argparse.Namespace:
-    """Parse the command line. program: the command as a user types it."""
-    parser = ScriptParser(prog=program, description=DESCRIPTION, formatter_class=argparse.RawDescriptionHelpFormatter)
-    add = parser.add_argument
-    add(
-        "inputs", nargs="*", help="files, folders, patterns such as 'x/**/*.txt', lists such as 'x/{a,b}{00..31}.jsonl'"
-    )
-    add("--output_prefix", metavar="PREFIX", help="write <PREFIX>.bin, <PREFIX>.idx, ...")
-    choice = parser.add_mutually_exclusive_group()
+def _add_tokenizer(parser: ScriptParser) -> None:
+    choice, add = parser.add_mutually_exclusive_group(), parser.add_argument
     choice.add_argument(
         "--tokenizer",
         default="byte",
@@ -136,6 +129,10 @@ def parse(argv: Sequence[str], program: str) -> argparse.Namespace:
         help="token after each document, or none for no token (default: the tokenizer's own)",
     )
     add("--special_tokens", action="store_true", help="treat special tokens spelled out in a text as special tokens")
+
+
+def _add_reading(parser: ScriptParser) -> None:
+    add = parser.add_argument
     add("--suffix", default=",".join(DEFAULT_SUFFIXES), help="file endings to read in folders (default: %(default)s)")
     add(
         "--json_key",
@@ -151,6 +148,22 @@ def parse(argv: Sequence[str], program: str) -> argparse.Namespace:
         "llama3, zephyr, or a file",
     )
     add("--separator", default="\\n\\n", help="between the texts of several keys (default: %(default)s)")
+    add("--strict", action="store_true", help="stop at a bad document instead of skipping it")
+    add(
+        "--from_tokens",
+        choices=TYPES,
+        help="read tokens, not text, integers of this type: x.ds of datatrove, .npy and .bin of other programs",
+    )
+    add(
+        "--split_documents_at",
+        type=number(int, 0, LARGEST_COUNT),
+        metavar="ID",
+        help="read tokens, also of a pair (its .bin), and end a document after each token with this id",
+    )
+
+
+def _add_writing(parser: ScriptParser) -> None:
+    add = parser.add_argument
     add("--num_processes", type=COUNT, metavar="N", help="processes (default: one per core)")
     add("--max_documents", type=COUNT, metavar="N", help="stop after this many documents")
     add(
@@ -168,23 +181,22 @@ def parse(argv: Sequence[str], program: str) -> argparse.Namespace:
         help="write N pairs of files, <PREFIX>-00000-of-0000N, ...",
     )
     add("--deduplicate", action="store_true", help="keep only the first of identical documents")
-    add(
-        "--from_tokens",
-        choices=TYPES,
-        help="read tokens, not text, integers of this type: x.ds of datatrove, .npy and .bin of other programs",
-    )
-    add(
-        "--split_documents_at",
-        type=number(int, 0, LARGEST_COUNT),
-        metavar="ID",
-        help="read tokens, also of a pair (its .bin), and end a document after each token with this id",
-    )
-    add("--strict", action="store_true", help="stop at a bad document instead of skipping it")
     add("--overwrite", action="store_true", help="replace existing token files")
+
+
+def parse(argv: Sequence[str], program: str) -> argparse.Namespace:
+    """Parse the command line. program: the command as a user types it."""
+    parser = ScriptParser(prog=program, description=DESCRIPTION, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument(
+        "inputs", nargs="*", help="files, folders, patterns such as 'x/**/*.txt', lists such as 'x/{a,b}{00..31}.jsonl'"
+    )
+    parser.add_argument("--output_prefix", metavar="PREFIX", help="write <PREFIX>.bin, <PREFIX>.idx, ...")
+    for add_options in (_add_tokenizer, _add_reading, _add_writing):
+        add_options(parser)
     mode = parser.add_mutually_exclusive_group()
     mode.add_argument("--inspect", metavar="PREFIX", help="show the content of a pair of files; write nothing")
     mode.add_argument("--verify", metavar="PREFIX", help="check a pair of files completely; write nothing")
-    add("--version", action="version", version=f"megatron_lite {__version__}")
+    parser.add_argument("--version", action="version", version=f"megatron_lite {__version__}")
     options = parser.parse_args(argv)
     if options.inspect is None and options.verify is None and not (options.inputs and options.output_prefix):
         parser.error("give inputs and --output_prefix, or --inspect or --verify with the prefix of a pair")
