@@ -66,6 +66,11 @@ def as_installed(text: str) -> str:
     return re.sub(rf"(?:python )?scripts/({'|'.join(SCRIPTS)})\.py", r"megatron_lite \1", text)
 
 
+def spelled(text: str, kept: str = "") -> str:
+    """Return a text with control characters spelled, but `kept`: a document must not steer a terminal."""
+    return "".join(c if c.isprintable() or c in kept else repr(c)[1:-1] for c in text)
+
+
 class RunError(ValueError):
     """An expected failure: printed as one clear message without a traceback."""
 
@@ -79,8 +84,8 @@ class RunError(ValueError):
 
         A word that would fill a screen is cut, and a secret in an address is hidden: a file may hold one.
         """
-        text = re.sub(rf"\S{{{LONGEST_WORD + 1},}}", _beginning, without_credentials(as_installed(super().__str__())))
-        return "".join(c if c.isprintable() or c == "\n" else repr(c)[1:-1] for c in text)
+        said = without_credentials(as_installed(super().__str__()))
+        return spelled(re.sub(rf"\S{{{LONGEST_WORD + 1},}}", _beginning, said), "\n")
 
 
 def _beginning(word: re.Match[str]) -> str:

@@ -82,14 +82,12 @@ def _resolved(
         words = ([word for word in each if not is_number(word)] for each in (found[flag], begun.get(flag, ())))
         before = dict(zip(*words, strict=False))
         prepared = {path: _prepared(path, before.get(path, ""), *arguments) for path in dict.fromkeys(texts)}
-        found[flag] = _weighted([prepared.get(word, word) for word in found[flag]], flag, config, began, logger)
+        found[flag] = _weighted([prepared.get(word, word) for word in found[flag]], flag, config, begun, logger)
     for name, value in stated(prefixes(found)).items():
         if not getattr(data, name):
-            way = f"--{name}=none leaves it out"
-            if began is None or began["config"].get(name):
-                found[name] = value
-            else:
-                way = "this run began and goes on without"
+            way = "this run began and goes on without"
+            if began is None or begun.get(name):
+                found[name], way = value, f"--{name}=none leaves it out"
             logger.info("--%s=%s: a summary of the data names it; %s", name, abridged(value), way)
     if found.setdefault("tokenizer_file", None) is None and (data.fim_rate or config.training.sample_interval):
         raise UsageError("--fim_rate and --sample_interval need a tokenizer; write --tokenizer_file")
@@ -101,16 +99,16 @@ def _resolved(
 
 
 def _weighted(
-    words: list[str], flag: str, config: Config, began: Mapping[str, Any] | None, logger: logging.Logger
+    words: list[str], flag: str, config: Config, begun: Mapping[str, Any], logger: logging.Logger
 ) -> list[str]:
     """Add weights to the data sets of a run if there are none: their tokens, so that all are read equally often.
 
-    A run that began keeps its weights, which are equal if an earlier version began it.
+    A run that began keeps its weights, which are equal if an earlier version began it. begun: its options, if any.
     """
     at_start = flag == "data_path" and (*config.data.data_weights_schedule, "")[0].startswith("0:")
     if len(words) < 2 or at_start or any(map(is_number, words)):
         return words
-    saved = began["config"].get(flag, ()) if began else ()
+    saved = begun.get(flag, ())
     weights = [word for word in saved if is_number(word)]
     if len(saved) == len(words) and not weights:
         weights = ["1"] * len(words)
@@ -137,8 +135,7 @@ def read_list(path: Path) -> list[str]:
             f"--data_path={path}: is not a list of data sets: {error!r}; scripts/concatenate_dataset.py writes one"
         ) from error
     for weight, prefix in pairs:
-        valid = type(weight) in (int, float) and math.isfinite(weight) and weight >= 0
-        if not valid or not isinstance(prefix, str):
+        if type(weight) not in (int, float) or not 0 <= weight < math.inf or not isinstance(prefix, str):
             raise DataError(f"--data_path={path}: weight {weight!r} of {prefix!r} is not a number >= 0")
     if not any(weight for weight, _ in pairs):
         raise DataError(f"--data_path={path}: names no data set with a weight")

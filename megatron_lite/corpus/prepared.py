@@ -17,7 +17,7 @@ from megatron_lite.corpus.pieces import RULES, digest_of
 from megatron_lite.data.disk_array import reading
 from megatron_lite.data.indexed_dataset import IndexedDataset
 from megatron_lite.data.tokenizing import JsonTokenizer, has_tokenizer, read_object, read_tokenizer_file, tokenizer_json
-from megatron_lite.errors import DataError
+from megatron_lite.errors import DataError, spelled
 
 TOKENS_PER_READ = 1 << 22
 SUMMARY, TOKENIZER = ".summary.json", ".tokenizer.json"  # after a prefix
@@ -182,7 +182,7 @@ def _frequent(dataset: IndexedDataset, tokenizer: JsonTokenizer | None) -> Itera
     yield f"\nmost frequent tokens{part}: {np.count_nonzero(counts):,} different ones"
     for number in np.argsort(-counts, kind="stable")[:FREQUENT].tolist():
         if counts[number]:
-            text = f"  '{_spelled(tokenizer.decode([number], with_end=True))}'" if tokenizer is not None else ""
+            text = f"  '{spelled(tokenizer.decode([number], with_end=True))}'" if tokenizer is not None else ""
             yield f"  {number:>8}  {counts[number] / max(seen, 1):>7.2%}{text}"
 
 
@@ -195,15 +195,10 @@ def _documents(dataset: IndexedDataset, tokenizer: JsonTokenizer | None) -> Iter
             yield f"  {tokens[:16]}"
             continue
         half = SHOWN_CHARACTERS // 2
-        text = _spelled(tokenizer.decode(tokens[:SHOWN_TOKENS], True))
-        last = text if len(tokens) <= SHOWN_TOKENS else _spelled(tokenizer.decode(tokens[-SHOWN_TOKENS:], True))
+        text = spelled(tokenizer.decode(tokens[:SHOWN_TOKENS], True))
+        last = text if len(tokens) <= SHOWN_TOKENS else spelled(tokenizer.decode(tokens[-SHOWN_TOKENS:], True))
         whole = last is text and len(text) <= SHOWN_CHARACTERS
         yield f"  {text}" if whole else f"  {text[:half]} ... {last[-half:]}"
-
-
-def _spelled(text: str) -> str:
-    """Return a text on one line, with control characters spelled: a document must not steer a terminal."""
-    return "".join(character if character.isprintable() else repr(character)[1:-1] for character in text)
 
 
 def verify(prefix: str) -> str:
