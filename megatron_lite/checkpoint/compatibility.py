@@ -25,6 +25,7 @@ from megatron_lite.validation.learning_rate import learning_rate as schedule_pro
 if TYPE_CHECKING:
     from megatron_lite.checkpoint.manifest import Manifest
 
+_Epoch = tuple[int, int, int]  # of a data set: its number, the samples read in it, and all samples of it
 _MOST_LINES = 20  # data changes listed in a message
 ARCHITECTURE, DATA = "architecture", "data"
 # Options that do not change the meaning of weights: noise, initial values, precision, padding.
@@ -207,13 +208,12 @@ def schedule_table(saved: Options, config: Config, iterations: int) -> list[str]
         rows.append("".join(f"{value:>16}" for value in values))
     if not changes:
         return []
-    names = ("iteration", "saved rate", "rate now", "saved batch", "batch now")
     optimizers, kept, gone = (saved_optimizer(saved), config.optimizer.optimizer), ", optimizer state", ""
     if optimizers[0] != optimizers[1]:
         matrices = " of matrices" if keeps_moments(*optimizers, is_matrix=False) else ""
         kept, gone = "", f"; gone: the moments{matrices} of --optimizer={optimizers[0]}"
-    unchanged = f"kept: weights{kept}, the number of iterations done ({iterations:,}){gone}; changed:"
-    return [unchanged, "".join(f"{name:>16}" for name in names), *rows]
+    names = f"{'iteration':>16}{'saved rate':>16}{'rate now':>16}{'saved batch':>16}{'batch now':>16}"
+    return [f"kept: weights{kept}, the number of iterations done ({iterations:,}){gone}; changed:", names, *rows]
 
 
 def _with_schedule_of(saved: Options, config: Config) -> Config | None:
@@ -251,45 +251,34 @@ def check_data(loaded: Manifest, config: Config, identity: JsonObject, where: st
     return changes
 
 
-class _Epoch(NamedTuple):
-    """The epoch of a data set in which a checkpoint stands, or several that are shuffled as one."""
-
-    number: int
-    read: int  # samples
-    size: int
-
-    @property
-    def left(self) -> int:
-        return self.size - self.read
-
-
 def _epochs(sets: Sequence[Sequence[Any]], config: Config, iterations: int, together: int = 1) -> list[_Epoch]:
-    """Return the epoch of each data set; nothing if not all samples were counted. sets: see `data.counts`."""
-    if not sets or sum(read for *_, read in sets) != batch_schedule(config.batch).consumed_samples(iterations):
+    """Return the epoch of each data set; nothing if not all samples were counted. sets: see `data.counts`.
+
+    together: epochs that are shuffled as one.
+    """
+    if sum(read for *_, read in sets) != batch_schedule(config.batch).consumed_samples(iterations):
         return []
-    sizes = [(epoch * together, read) for _, _, epoch, _, read in sets]
-    return [_Epoch(read // size, read % size, size) for size, read in sizes]
+    return [(read // size, read % size, size) for size, read in ((row[2] * together, row[-1]) for row in sets)]
 
 
 def _lost(epochs: Sequence[_Epoch]) -> str:
     """Describe what other samples, or another order of them, repeat and leave out in the middle of epochs."""
-    again = sum(epoch.read * epoch.left / epoch.size for epoch in epochs)
+    again = sum(read * (size - read) / size for _, read, size in epochs)
     if not again:
         return ""
-    share = f"about {again / sum(epoch.left for epoch in epochs):.1%} of what comes until the epoch ends"
-    return f": {share} was read in it before, and as much that was not is left out"
+    share = again / sum(size - read for _, read, size in epochs)
+    return f": about {share:.1%} of what comes until the epoch ends was read in it before, and as much is left out"
 
 
 def _way_to_the_end(epochs: Sequence[_Epoch], config: Config, iterations: int) -> str:
     """Return how to change the order of samples where next to nothing is lost, if the only data set comes to there."""
-    schedule, train_iters = batch_schedule(config.batch), config.training.train_iters
-    goal = schedule.consumed_samples(iterations) + epochs[0].left
-    end = bisect.bisect_left(range(train_iters + 1), goal, key=schedule.consumed_samples)
-    if len(epochs) > 1 or end > train_iters:
+    schedule, (_, read, size) = batch_schedule(config.batch), epochs[0]
+    goal = schedule.consumed_samples(iterations) + size - read
+    end = bisect.bisect_left(range(config.training.train_iters + 1), goal, key=schedule.consumed_samples)
+    if len(epochs) > 1 or end > config.training.train_iters:
         return ""
     over = schedule.consumed_samples(end) - goal
-    lost = f"at most {over:,} samples" if over else "nothing"
-    return f"; to lose {lost}, keep the old value until iteration {end:,}, where the epoch ends (--stop_interval={end})"
+    return f"; to lose at most {over} samples, keep the old value until the epoch ends (--stop_interval={end})"
 
 
 def _change_of_samples(difference: Difference, loaded: Manifest, config: Config) -> str | None:
@@ -297,17 +286,17 @@ def _change_of_samples(difference: Difference, loaded: Manifest, config: Config)
     name, line, both = difference.name, f"--{difference}", (loaded.config, vars(config.data))
     if name in ("dataset_source", "seed"):
         return line
-    shuffles = [some.get("shuffle") for some in both]
     cycles = [some.get("max_epochs") or 1 for some in both if some.get("shuffle") == "full"]
     if config.data.dataset_source == "random" or (name == "max_epochs" and not cycles):
         return None
-    epochs = _epochs(loaded.state.get("counts", {"sets": ()})["sets"], config, loaded.iteration, math.lcm(*cycles))
+    sets = loaded.state.get("counts", {"sets": ()})["sets"]
+    epochs = _epochs(sets, config, loaded.iteration, math.lcm(*cycles)) if sets else []
     if any(some.get("shuffle_era") for some in both):
         return line  # an order within windows may repeat less
     if not epochs or name == "truncate_documents":
         return line + _lost(epochs)
-    orders = {"skip_first_epoch", *("epoch" if epoch.number else "none" for epoch in epochs)}  # one order, if two
-    if not _lost(epochs) or (name == "shuffle" and orders == {*shuffles}):
+    orders = {"skip_first_epoch", *("epoch" if number else "none" for number, *_ in epochs)}  # one order, if two
+    if not _lost(epochs) or (name == "shuffle" and orders == {some.get("shuffle") for some in both}):
         return None
     return line + _lost(epochs) + _way_to_the_end(epochs, config, loaded.iteration)
 
@@ -336,26 +325,29 @@ def data_changes(loaded: Manifest, config: Config, identity: JsonObject) -> Iter
         for stages in (old_stages, new_stages)
     ]
     if len(weights[0]) != len(weights[1]) or not all(map(math.isclose, *weights)):
-        change = Difference("data_weights_schedule", old_schedule, new_schedule)
-        lines.append(f"--{change}, in the iterations that are done")
+        lines.append(
+            f"--{Difference('data_weights_schedule', old_schedule, new_schedule)}, in the iterations that are done"
+        )
     pairs = list(itertools.zip_longest(old, new))
     # A place in the list that no sample came from may have another data set, or none.
     read = [any(some and some.is_read for some in pair) for pair in pairs]
     for number, (ours, theirs) in enumerate(pairs):
-        same = ours and theirs and ours.row == theirs.row and math.isclose(ours.weight, theirs.weight)
-        if read[number] and not same:
+        if read[number] and not (
+            ours and theirs and ours.row == theirs.row and math.isclose(ours.weight, theirs.weight)
+        ):
             lines.append(f"data set {number}: {ours or 'none'} in the checkpoint, {theirs or 'none'} now")
     yield from lines
     if lines and all(ours.row == theirs.row for ours, theirs in zip(old, new, strict=False)):
         yield _only_later([(theirs or ours).path for ours, theirs in pairs], old_stages, new_stages, done)
     if len(old) == 1 < len(new) and [sum(some.row[place] for some in new) for place in (0, 1)] == old[0].row[:2]:
-        joined = shlex.join(f"{some.path}.bin" for some in new)
-        shards = f"if these {len(new)} are its shards, join them for the samples of before"
-        yield f"{shards}: prepare_data {joined} --from_tokens={new[0].row[2]} --output_prefix=<another>"
+        yield (
+            f"if these {len(new)} are its shards, join them for the samples of before: prepare_data "
+            f"{shlex.join(f'{some.path}.bin' for some in new)} --from_tokens={new[0].row[2]} --output_prefix=<another>"
+        )
     for number, pair in enumerate(itertools.zip_longest(before.get("masks", ()), identity.get("masks", ()))):
         if read[number] and pair[0] != pair[1]:
-            described = [f"fingerprint {mark}" if mark else "none" for mark in pair]
-            yield f"--loss_mask of data set {number}: {described[0]} in the checkpoint, {described[1]} now"
+            marks = (mark and f"fingerprint {mark}" for mark in pair)
+            yield f"--{Difference(f'loss_mask of data set {number}', *marks)}"
     digests = before["tokenizer"], identity["tokenizer"]
     if None not in digests and digests[0] != digests[1]:
         files = f"{saved.get('tokenizer_file')} (digest {digests[0]})", f"{config.data.tokenizer_file} ({digests[1]})"
@@ -436,5 +428,5 @@ def wrong_frozen_layers(loaded: Manifest) -> Iterator[str]:
 
 def _same_shares(left: Sequence[float], right: Sequence[float], phases: int = 3) -> bool:
     """Whether two values of --split give each of the first phases the same share."""
-    pairs = itertools.islice(itertools.zip_longest(left, right, fillvalue=0.0), phases)
-    return all(math.isclose(a * sum(right), b * sum(left)) for a, b in pairs)
+    pairs = itertools.zip_longest(left, right, fillvalue=0.0)
+    return all(math.isclose(a * sum(right), b * sum(left)) for a, b in itertools.islice(pairs, phases))

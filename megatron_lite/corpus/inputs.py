@@ -362,12 +362,12 @@ def _json_values(stream: Any) -> Iterator[Any]:
         value = json.loads(window + "".join(parts) or "[]")
         yield from value if isinstance(value, list) else [value]
         return
-    decode, passed, place = json.JSONDecoder().raw_decode, 0, _after_space(window, place + 1)
-    is_open = window[place : place + 1] != "]"
-    place += not is_open
-    while is_open:
+    decode, passed, first = json.JSONDecoder().raw_decode, 0, _after_space(window, place + 1)
+    if window[first : first + 1] == "]":
+        place = first
+    while window[place] != "]":  # but before an item
         try:
-            value, end = decode(window, _after_space(window, place))
+            value, end = decode(window, _after_space(window, place + 1))
             end = _after_space(window, end)
             if window[end : end + 1] not in (",", "]"):
                 raise json.JSONDecodeError("Expecting ',' delimiter", window, end)
@@ -379,9 +379,9 @@ def _json_values(stream: Any) -> Iterator[Any]:
             window, passed, place = window[place:] + more, passed + place, 0
         else:
             yield value
-            is_open, place = window[end] == ",", end + 1
-    if any(map(str.split, itertools.chain([window[place:]], parts))):
-        raise ValueError(f"Extra data: character {passed + place:,}")
+            place = end
+    if any(map(str.split, itertools.chain([window[place + 1 :]], parts))):
+        raise ValueError(f"Extra data: character {passed + place + 1:,}")
 
 
 def _after_space(text: str, place: int) -> int:

@@ -60,7 +60,9 @@ def test_the_price_is_that_of_the_samples(
     for line in lines:
         (said,) = re.findall(r"about ([0-9.]+)% of what comes until the epoch ends was read in it before", line)
         assert float(said) / 100 == pytest.approx(share, abs=0.05)
-        assert f"to lose nothing, keep the old value until iteration {end // 8:,}, where the epoch ends" in line
+        assert (
+            f"to lose at most 0 samples, keep the old value until the epoch ends (--stop_interval={end // 8})" in line
+        )
     for at, count, era, is_known in ((end, end, None, True), (end, end - 8, None, False), (end, end, 100, False)):
         sets = [["0" * 16, "a", 1000, 16, count]]
         saved = manifest.Manifest("0" * 16, at // 8, 1, options[0], {"data": data, "counts": {"sets": sets}}, {}, {})
@@ -79,7 +81,7 @@ def test_an_order_may_change_between_epochs(tmp_path: Path) -> None:
     succeed([*flags, "--checkpoint_interval=3", "--stop_interval=6"])
     refused = run([*flags, "--shuffle=none", "--truncate_documents=0", "--resume_iteration=3"])
     assert refused.codes == [4] and "--shuffle: epoch in the checkpoint, none now: about 50.0%" in refused.output
-    assert "to lose nothing, keep the old value until iteration 6, where the epoch ends (--stop_inter" in refused.output
+    assert "to lose at most 0 samples, keep the old value until the epoch ends (--stop_interval=6)" in refused.output
     assert "0 now: about 50.0% of what comes until the epoch ends was read in it before, and as" in refused.output
     succeed([*flags, "--shuffle=none", "--stop_interval=7"])
 
