@@ -7,7 +7,6 @@ first product of the process.
 Tests that the catalogue of faults names get the marker `faults`.
 """
 
-import multiprocessing
 import os
 import sys
 from collections.abc import Iterator
@@ -34,11 +33,8 @@ def no_process_of_templates() -> Iterator[None]:
     """End the process that a program keeps for chat templates: later tests look for processes that are left."""
     yield
     confined = sys.modules.get("megatron_lite.corpus.confined")
-    if confined is not None and confined._process.cache_info().currsize:
-        for child in multiprocessing.active_children():
-            child.kill()
-            child.join()
-        confined._process.cache_clear()
+    if confined is not None:
+        confined.shared().end()
 
 
 @pytest.hookimpl(tryfirst=True)

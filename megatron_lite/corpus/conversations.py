@@ -11,7 +11,7 @@ from dataclasses import KW_ONLY, dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from megatron_lite.corpus.confined import Limits, confined
+from megatron_lite.corpus.confined import Limits, shared
 from megatron_lite.corpus.documents import TextFields, look_up
 from megatron_lite.corpus.pieces import ABSENT
 from megatron_lite.corpus.tokenizer_choice import TokenizerChoice
@@ -48,7 +48,7 @@ class ChatTemplate(NamedTuple):
 
     def _confined(self, function: str, *arguments: Any) -> Any:
         tokens = {key: value for key, value in self.config.items() if key.endswith("_token") and isinstance(value, str)}
-        return confined(LIMITS, function, self.text, tokens, *arguments)
+        return shared().call(LIMITS, function, self.text, tokens, *arguments)
 
     def turn_end(self) -> str:
         """Return what ends the assistant's turn, such as `<|im_end|>`; empty if only white space does."""

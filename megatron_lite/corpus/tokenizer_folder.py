@@ -1,19 +1,19 @@
 """Read a tokenizer for what it says in effect.
 
-A folder means what transformers makes of it (`rendering.described`). A folder that says no more than its tokenizer.json
-and the names of its special tokens needs no transformers, nor does a file of another name.
+A folder means what transformers makes of it (`rendering.described`). A folder that seems to say no more than its
+tokenizer.json and the names of its special tokens needs no transformers, nor does a file of another name.
 """
 
 from __future__ import annotations
 
-import importlib.util
+import importlib.metadata
 import json
 import os
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from megatron_lite.corpus.confined import Limits, confined
+from megatron_lite.corpus.confined import Limits, shared
 from megatron_lite.data.tokenizing import (
     ADDED,
     CONFIG_NAME,
@@ -21,6 +21,7 @@ from megatron_lite.data.tokenizing import (
     SPECIAL_MAP,
     JsonTokenizer,
     TokenizerFiles,
+    named_tokens,
     read_files,
     read_object,
     read_tokenizer_file,
@@ -32,22 +33,35 @@ LOADING = Limits(seconds=300.0, memory_bytes=2**40, answer_bytes=2**29, program=
 FREE = ("llama", "mistral", "gpt2", "gpt_bigcode", "starcoder2", "qwen3")
 
 
+def has_library() -> bool:
+    """Return whether there is a transformers that we know, 5 or later."""
+    try:
+        return int(importlib.metadata.version("transformers").partition(".")[0]) >= 5
+    except importlib.metadata.PackageNotFoundError:
+        return False
+
+
 def need_library() -> None:
     """Raise UsageError without transformers."""
-    if importlib.util.find_spec("transformers") is None:
+    if not has_library():
         raise UsageError(
-            "chat templates, and a tokenizer of which other files say more than its tokenizer.json, need transformers: "
-            "pip install 'megatron_lite[chat]' (in a checkout: pip install -e '.[chat]')"
+            "chat templates, and a tokenizer of which other files say more than its tokenizer.json, need transformers "
+            "5 or later: pip install 'megatron_lite[chat]' (in a checkout: pip install -e '.[chat]')"
         )
 
 
 def effective(path: str, for_chat: bool = False) -> TokenizerFiles:
-    """Read a tokenizer.json, or `byte`. for_chat: its chat templates are needed, too.
+    """Read a tokenizer.json, or `byte`; for_chat: with its chat templates.
+
+    Transformers, if it is there, is asked about every folder, which takes a second of another process.
 
     Raises: DataError if it cannot be read, needs code of its own, or gives other ids than it states; UsageError if
         that takes transformers, which is not installed.
     """
     said, folder = read_files(path), Path(path).parent
+    is_folder = Path(path).name == "tokenizer.json"
+    if asks := is_folder and has_library():
+        shared().start()  # it imports transformers while this process reads
     library = read_tokenizer_file(path, said.tokenizer)
     added = {entry["content"]: entry for entry in json.loads(said.tokenizer).get("added_tokens", [])}
     for entry in added.values():
@@ -56,20 +70,29 @@ def effective(path: str, for_chat: bool = False) -> TokenizerFiles:
                 f"{path}: states the id {entry['id']} for {entry['content']}, which tokenizers gives {given}; number "
                 "added tokens from the size of the vocabulary on"
             )
-    if Path(path).name != "tokenizer.json" or not (for_chat or _says_more(folder, added)):
+    says_more = is_folder and (for_chat or _says_more(folder, added))
+    if not (says_more or asks):
         return said
     need_library()
-    found = confined(LOADING, "described", str(folder))
-    own = {"tokenizer_class": PLAIN_CLASSES[0], "chat_template": found["template"]}
-    plain = {
-        key: value
-        for key, value in said.config.items()
-        if not isinstance(value, dict | list) and not key.endswith("_token")
-    }
-    said = TokenizerFiles(found["tokenizer"].encode(), plain | found["tokens"] | own)
+    found = shared().call(LOADING, "described", str(folder))
+    names = (named_tokens(library, tokens) for tokens in (said.config, found["tokens"]))
+    if says_more or _core(library.to_str()) != _core(found["tokenizer"]) or next(names) != next(names):
+        own = {"tokenizer_class": PLAIN_CLASSES[0], "chat_template": found["template"]}
+        plain = {
+            key: value
+            for key, value in said.config.items()
+            if not isinstance(value, dict | list) and not key.endswith("_token")
+        }
+        said = TokenizerFiles(found["tokenizer"].encode(), plain | found["tokens"] | own)
     if reason := difference(JsonTokenizer(path, True, False, said), found["ids"]):
         raise DataError(f"{folder}: {reason}; save the tokenizer anew by its save_pretrained")
     return said
+
+
+def _core(tokenizer: str) -> dict[str, Any]:
+    """Return the parts of a tokenizer.json, as the library writes it, that decide the ids of any text."""
+    content = json.loads(tokenizer)
+    return {part: content[part] for part in ("added_tokens", "normalizer", "pre_tokenizer", "model")}
 
 
 def difference(own: JsonTokenizer, stated: list[tuple[str, list[int]]]) -> str:
@@ -91,7 +114,8 @@ def _says_more(folder: Path, added: dict[str, Any]) -> bool:
     beside = [read_object(file) for file in files]
     if any(file.is_file() and not read_object(file) and file.read_bytes().strip() != b"{}" for file in files):
         return True  # damaged
-    kind, model_type = beside[0].get("tokenizer_class"), read_object(folder / "config.json").get("model_type")
+    model = read_object(folder / "config.json")
+    kind, model_type = (model | beside[0]).get("tokenizer_class"), model.get("model_type")
     is_plain = model_type in (None, *FREE) if kind in PLAIN_CLASSES else (kind, model_type) == (None, None)
     if not is_plain or beside[0].get("split_special_tokens"):
         return True
@@ -107,9 +131,9 @@ def _stated(part: Any, key: str) -> Iterator[dict[str, Any]]:
         yield flags | ({"id": int(key)} if key.isdecimal() else {"special": True})
     elif isinstance(part, dict):
         for name, value in part.items():
-            yield from _stated(value, name)
-    elif isinstance(part, list):
+            yield from _stated(value, key if key.endswith("special_tokens") else name)
+    elif isinstance(part, list) and not key.endswith("_token"):
         for value in part:
             yield from _stated(value, key)
-    elif isinstance(part, str) and key.endswith(("_token", "special_tokens")):
-        yield {"content": part, "special": True}
+    elif not isinstance(part, bool | None) and key.endswith(("_token", "special_tokens")):
+        yield {"content": str(part), "special": True}  # a number or a list is none, whatever it means

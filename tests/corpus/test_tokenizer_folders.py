@@ -99,8 +99,11 @@ def with_limits() -> Tokenizer:
     return made
 
 
-def case(build: Callable[[], Tokenizer] = bytes_and_pairs, says: bool | str = True, **files: Any) -> Any:
-    """A tokenizer and the files beside it. says: whether they say more than tokenizer.json; a text: the refusal."""
+def case(build: Callable[[], Tokenizer] = bytes_and_pairs, says: bool | str | None = True, **files: Any) -> Any:
+    """A tokenizer and the files beside it. says: whether they say more than tokenizer.json; a text: the refusal.
+
+    None: they do, but only transformers knows.
+    """
     return build, files, says
 
 
@@ -148,6 +151,16 @@ CASES: dict[str, Any] = {
     "special tokens are text": case(
         config=config(FAST, EOS, split_special_tokens=True), says="in transformers,"
     ),
+    "eos null in the map": case(config=config(FAST, EOS), map={"eos_token": None}, says=False),
+    "another eos, and null in the map": case(
+        config=config(FAST, eos_token="<|im_end|>"), map={"eos_token": None}, says=False
+    ),
+    "eos is a number": case(config=config(FAST, eos_token=5), says="cannot be loaded"),
+    "eos is a list": case(config=config(FAST, eos_token=["<|im_end|>"]), says="cannot be loaded"),
+    "eos is a number in the map": case(config=config(FAST, EOS), map={"eos_token": 5}, says="cannot be loaded"),
+    "eos is an object without content": case(config=config(FAST, eos_token={"x": 1}), says="cannot be loaded"),
+    "named extra tokens of any name": case(config=config(FAST, EOS, extra_special_tokens={"image": "<extra>"})),
+    "tokens of the model": case(config=config(FAST, EOS, model_specific_special_tokens={"image": "<extra>"})),
     # Classes: those that take the file as it is, and those that split anew.
     "no class": case(config=EOS, says=False),
     "class GPT2Tokenizer": case(lambda: bytes_and_pairs(SPLIT), config=config(EOS, tokenizer_class="GPT2Tokenizer")),
@@ -158,6 +171,13 @@ CASES: dict[str, Any] = {
     "no class, the model's": case(lambda: bytes_and_pairs(SPLIT), config=EOS, model={"model_type": "gpt2"}),
     "class of another model": case(
         lambda: bytes_and_pairs(SPLIT), config=config(FAST, EOS), model={"model_type": "llama"}, says=False
+    ),
+    "class in the model's file": case(
+        lambda: bytes_and_pairs(SPLIT), config=EOS, model={"tokenizer_class": "GPT2Tokenizer"}
+    ),
+    "class by the name of a model": case(
+        lambda: bytes_and_pairs(SPLIT), config=config(FAST, EOS), says=None,
+        model={"model_type": "gpt2", "model_name": "qwen2"},
     ),
     "class LlamaTokenizer": case(
         with_prefix, config={"tokenizer_class": "LlamaTokenizer", "bos_token": "<s>", "eos_token": "</s>"}
@@ -187,7 +207,8 @@ CASES: dict[str, Any] = {
     ),
     "template with a null token": case(config=config(FAST, EOS, bos_token=None, chat_template=PLAIN), says=False),
 }  # fmt: skip
-THIN = ("eos in both, differing", "an added decoder with more", "class of the model, qwen2", "code of its own",
+THIN = ("eos in both, differing", "another eos, and null in the map", "eos is a list", "class by the name of a model",
+        "named extra tokens of any name", "an added decoder with more", "class of the model, qwen2", "code of its own",
         "named templates", "template with a null token", "marked template", "dropout")  # fmt: skip
 NAMES = {"config": "tokenizer_config.json", "map": "special_tokens_map.json", "added": "added_tokens.json",
          "model": "config.json", "jinja": "chat_template.jinja",
@@ -228,7 +249,8 @@ def test_ids_ends_and_masks(tmp_path: Path, name: str, monkeypatch: pytest.Monke
     own = JsonTokenizer(str(tmp_path / "x.tokenizer.json"), special_tokens=True)
     if theirs.eos_token is not None:
         assert own.end_of_document == theirs.eos_token_id
-        assert own.named_tokens.items() >= theirs.special_tokens_map.items()
+        names = {name: text for name, text in theirs.special_tokens_map.items() if name.endswith("_token")}
+        assert own.named_tokens.items() >= names.items()
     written = tokens_of(tmp_path / "x")
     assert written == [[*ids, own.end_of_document] for ids in expected]
     assert [own.encode(text) for text in TEXTS] == expected
@@ -237,10 +259,10 @@ def test_ids_ends_and_masks(tmp_path: Path, name: str, monkeypatch: pytest.Monke
     assert [prompts.encode(text, True) for text in TEXTS] == [theirs(text)["input_ids"] for text in TEXTS]
     # Without transformers: a folder that says no more than its file is as before, any other is refused.
     with monkeypatch.context() as patch:
-        patch.setattr(tokenizer_folder.importlib.util, "find_spec", lambda name: None)
+        patch.setattr(tokenizer_folder, "has_library", lambda: False)
         prepare(source, tmp_path / "y", *words, code=2 if says else 0)
-        assert ("pip install -e '.[chat]'" in capsys.readouterr().err) == says
-        assert says or tokens_of(tmp_path / "y") == written
+        assert ("pip install -e '.[chat]'" in capsys.readouterr().err) == bool(says)
+        assert says or (tokens_of(tmp_path / "y") == written) == (says is False)
     if theirs.chat_template is None:
         return
     source = write_lines(tmp_path / "chats.jsonl", CHATS)
