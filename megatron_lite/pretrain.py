@@ -14,6 +14,8 @@ import torch
 from megatron_lite.checkpoint.names import newest_checkpoint
 from megatron_lite.config import Config
 from megatron_lite.config.values import alike
+from megatron_lite.corpus.confined import end_process
+from megatron_lite.corpus.tokenizer_folder import compare_exports, has_library
 from megatron_lite.distributed import startup
 from megatron_lite.distributed.agreement import rank_0_works, together
 from megatron_lite.distributed.process_group import Distributed
@@ -30,6 +32,7 @@ from megatron_lite.errors import (
     as_installed,
     as_run_error,
 )
+from megatron_lite.huggingface.architectures import check_exports
 from megatron_lite.monitor.export_callback import STOPPED_WAIT_S
 from megatron_lite.monitor.logging import get_logger, log_both
 from megatron_lite.monitor.memory_history import write_snapshot
@@ -107,6 +110,9 @@ def opened(
         ending.stacks.open(experiment.artifacts)
         run = build(config, distributed, experiment, stop, notes, environment, asked)
         ending.kill_children, run.ending = run.callback.kill, ending
+        file, model_type = run.config.data.tokenizer_file, check_exports(run.config)
+        if rank == 0 and file and model_type and has_library():
+            run.comparison = compare_exports(file, model_type, run.logger.warning)
         run.logs_early = asked.run.log_interval is None
         minutes, saving = config.checkpoint.checkpoint_minutes, asked.checkpoint
         if minutes is not None and saving.checkpoint_minutes is None:
@@ -126,6 +132,7 @@ def opened(
             if run.memory_history is not None and not (isinstance(error, OutOfMemoryError) and error.snapshot):
                 run.memory_history.finish()  # a snapshot would have the history already
             run.callback.close(0.0)
+            end_process()
             run.data.close()  # workers that are still starting would outlive this process
             run.trackers.close(code)
             leave_report(run, in_a_hurry=True, failed=True)
@@ -191,6 +198,9 @@ def close(run: Run, code: int, message: str) -> None:
         run.memory_history.finish()
     limit_s = STOPPED_WAIT_S if code == EXIT_PREEMPTED else run.config.distributed.startup_timeout / 2
     run.callback.close(limit_s, lambda: code != EXIT_PREEMPTED and bool(run.stop.received))
+    if run.comparison is not None and code == EXIT_DONE:
+        run.comparison.join(STOPPED_WAIT_S)
+    end_process()
     run.trackers.close(code)
     together(distributed, run.experiment.check)
     if run.ending is not None:

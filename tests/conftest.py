@@ -34,7 +34,7 @@ def no_process_of_templates() -> Iterator[None]:
     yield
     confined = sys.modules.get("megatron_lite.corpus.confined")
     if confined is not None:
-        confined.shared().end()
+        confined.end_process()
 
 
 @pytest.hookimpl(tryfirst=True)

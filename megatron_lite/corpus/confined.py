@@ -34,52 +34,43 @@ class Limits(NamedTuple):
     program: str = "the chat template (--chat_template)"
 
 
-class Confined:
-    """A process for calls, one at a time."""
+def confined(limits: Limits, function: Callable[..., Any] | str, *arguments: Any) -> Any:
+    """Return the function's result as JSON holds it: a list for a tuple. Calls share a process.
 
-    _process: Any = None
+    function: or the name of one in `rendering`.
 
-    def start(self) -> None:
-        """Begin the process, which imports what calls need, unless it is there."""
-        if self._process is not None:
-            return
-        context = multiprocessing.get_context("spawn")
-        self._connection, theirs = context.Pipe()
-        self._process = context.Process(target=_serve, args=(theirs,), daemon=True)
-        self._process.start()
-        theirs.close()
-
-    def call(self, limits: Limits, function: Callable[..., Any] | str, *arguments: Any) -> Any:
-        """Return the function's result as JSON holds it: a list for a tuple. Start the process if it is not there.
-
-        function: or the name of one in `rendering`.
-
-        Raises: DataError with the reason if the function raises an error or goes beyond a limit.
-        """
-        self.start()
-        process = self._process
-        try:
-            self._connection.send((limits, function, arguments))
-            result, reason = json.loads(self._connection.recv_bytes())
-        except (EOFError, OSError):
-            self.end()
-            ended = (
-                f"takes more than {limits.seconds:g} s" if process.exitcode == -signal.SIGPROF else "ended its process"
-            )
-            raise DataError(f"{limits.program} {ended}") from None
-        if reason:
-            raise DataError(reason)
-        return result
-
-    def end(self) -> None:
-        """End the process; a later call starts another."""
-        if self._process is not None:
-            self._process.kill()
-            self._process.join()
-        self._process = None
+    Raises: DataError with the reason if the function raises an error or goes beyond a limit.
+    """
+    connection, process = _process()
+    try:
+        connection.send((limits, function, arguments))
+        result, reason = json.loads(connection.recv_bytes())
+    except (EOFError, OSError):
+        end_process()
+        ended = f"takes more than {limits.seconds:g} s" if process.exitcode == -signal.SIGPROF else "ended its process"
+        raise DataError(f"{limits.program} {ended}") from None
+    if reason:
+        raise DataError(reason)
+    return result
 
 
-shared = functools.cache(Confined)  # the one of this process
+def end_process() -> None:
+    """End the process, also during a call of another thread; the next call starts another."""
+    if _process.cache_info().currsize:
+        process = _process()[1]
+        process.kill()
+        process.join()
+        _process.cache_clear()
+
+
+@functools.cache
+def _process() -> tuple[Connection, Any]:
+    context = multiprocessing.get_context("spawn")
+    connection, theirs = context.Pipe()
+    process = context.Process(target=_serve, args=(theirs,), daemon=True)
+    process.start()
+    theirs.close()
+    return connection, process
 
 
 def _serve(connection: Connection) -> None:

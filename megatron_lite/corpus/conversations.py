@@ -11,7 +11,7 @@ from dataclasses import KW_ONLY, dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from megatron_lite.corpus.confined import Limits, shared
+from megatron_lite.corpus.confined import Limits, confined
 from megatron_lite.corpus.documents import TextFields, look_up
 from megatron_lite.corpus.pieces import ABSENT
 from megatron_lite.corpus.tokenizer_choice import TokenizerChoice
@@ -48,7 +48,7 @@ class ChatTemplate(NamedTuple):
 
     def _confined(self, function: str, *arguments: Any) -> Any:
         tokens = {key: value for key, value in self.config.items() if key.endswith("_token") and isinstance(value, str)}
-        return shared().call(LIMITS, function, self.text, tokens, *arguments)
+        return confined(LIMITS, function, self.text, tokens, *arguments)
 
     def turn_end(self) -> str:
         """Return what ends the assistant's turn, such as `<|im_end|>`; empty if only white space does."""
@@ -104,7 +104,7 @@ def find_template(tokenizer: str, name: str = "own") -> ChatTemplate:
     Raises: UsageError if there is none; DataError if a file cannot be read or is none.
     """
     need_library()
-    said = effective(tokenizer, for_chat=True)
+    said = effective(tokenizer)
     opened = JsonTokenizer(tokenizer, needs_end=False, said=said)
     config = (said.config or {"clean_up_tokenization_spaces": False}) | opened.named_tokens
     files = {path.stem: path for path in sorted(NAMED.iterdir())}

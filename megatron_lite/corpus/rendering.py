@@ -5,16 +5,26 @@ Imported only by the process of `confined`, once, before any limit counts.
 
 from __future__ import annotations
 
+import json
 import re
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 from transformers.utils import chat_template_utils
 
+from megatron_lite.corpus.tokenizer_folder import difference
+from megatron_lite.data.tokenizing import JsonTokenizer, copy_tokenizer
 from megatron_lite.errors import DataError
 
 NO_MARK = "\0"
-TEXTS = ("Hello  world, it's 12345!\n\n", "größer ≥ 12 € 😀 こんにちは\t\n x")  # beside every added token
+TEXTS = (
+    "Hello  world, it's 12345!\n\n",
+    "größer ≥ 12 € 😀 こんにちは\t\n x",
+    "\n\n  We'LL don't  Cafe\u0301 ŒUVRE x_1 += 3.14e-10; // ١٢٣ 12,345 \r\n\t\tif(a){ }  ",
+    "Привет мир Ελλάδα שלום مرحبا नमस्ते 你好世界 안녕 ไทย 👩‍👩‍👧 \u00a0\u200b ﬁ ﷺ",
+)
+PIECES = [text[at : at + size] for text in TEXTS for size in (1, 2, 3, 4, 99) for at in range(len(text))]
 Messages = Sequence[Mapping[str, Any]]
 Parts = list[tuple[int, int]]  # of a text, which count
 
@@ -23,7 +33,7 @@ def described(folder: str) -> dict[str, Any]:
     """Return what AutoTokenizer makes of a folder, without code of its own and without a network.
 
     Returns: the effective tokenizer.json (`tokenizer`), special tokens by name (`tokens`), its chat templates as in a
-    tokenizer_config.json (`template`), and some texts with their ids (`ids`).
+    tokenizer_config.json (`template`), and texts, among them every added token, with their ids (`ids`).
 
     Raises: DataError if it cannot be loaded.
     """
@@ -37,17 +47,29 @@ def described(folder: str) -> dict[str, Any]:
     except Exception as error:  # whatever the files of a stranger lead to
         own = "needs its own code, which is never run" if "trust_remote_code" in str(error) else "cannot be loaded"
         raise DataError(f"{folder}: the tokenizer {own}: transformers says {type(error).__name__}: {error}") from error
-    backend.no_truncation()
-    backend.no_padding()
     if hasattr(backend.model, "dropout"):
         backend.model.dropout = None
     templates = loaded.chat_template
     if isinstance(templates, dict):
         templates = [{"name": name, "template": template} for name, template in templates.items()]
-    added = "".join(f"a{token} b {token}" for token in map(str, loaded.added_tokens_decoder.values()))
-    ids = [(text, loaded(text)["input_ids"]) for text in (*TEXTS, added)]
+    added = [f"a{token} b {token}" for token in map(str, loaded.added_tokens_decoder.values())]
+    ids = [(text, loaded(text)["input_ids"]) for text in (*PIECES, *added)]
     tokens = loaded.special_tokens_map
     return {"tokenizer": backend.to_str(), "tokens": tokens, "template": templates, "ids": ids}
+
+
+def exported(file: str, model_type: str, folder: str) -> str:
+    """Return what differs between the ids of training and those that AutoTokenizer gives in an export, if anything.
+
+    folder: for the tokenizer as exports hold it.
+    """
+    copy_tokenizer(file, folder)
+    Path(folder, "config.json").write_text(json.dumps({"model_type": model_type}), "utf-8")
+    try:
+        found = described(folder)
+    except DataError as error:
+        return str(error)
+    return difference(JsonTokenizer(file, special_tokens=True, needs_end=False), found["ids"])
 
 
 def rendered(

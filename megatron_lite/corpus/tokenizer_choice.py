@@ -15,13 +15,14 @@ from megatron_lite.corpus.pieces import ABSENT, Encoding, digest_of
 from megatron_lite.corpus.tokenizer_folder import effective
 from megatron_lite.data.disk_array import replace_file, replace_json
 from megatron_lite.data.tokenizing import (
-    BESIDE,
     BYTE,
     CONFIG_NAME,
     JsonTokenizer,
     config_beside,
+    files_beside,
     tokenizer_json,
     train_tokenizer,
+    without_dropout,
 )
 from megatron_lite.errors import UsageError
 
@@ -59,7 +60,7 @@ class TokenizerChoice:
         own, beside = hashlib.sha256(tokenizer_json(self.source)).hexdigest(), config_beside(self.source)
         files = [beside]  # which may name the end of a document
         if self.source.name == "tokenizer.json":  # and all that transformers reads
-            files += [beside.with_name(name) for name in (*BESIDE, "config.json")]
+            files += [*files_beside(self.source), beside.with_name("config.json")]
         return "".join([own, *(digest_of(file) for file in files if file.is_file())])
 
     def open(self, folder: Path, files: Sequence[InputFile], fields: TextFields, strict: bool) -> Encoding:
@@ -84,10 +85,7 @@ class TokenizerChoice:
             said = effective(str(self.source))
             needs_end = self.end is None and not fields.marked
             given = JsonTokenizer(str(self.source), self.special_tokens, needs_end, said)
-            content = json.loads(said.tokenizer)
-            if content["model"].pop("dropout", None):  # exports of this file would tokenize at random
-                said = said._replace(tokenizer=json.dumps(content).encode())
-            replace_file(path, said.tokenizer)
+            replace_file(path, without_dropout(said.tokenizer))
             if said.config:
                 replace_json(folder / f"given.{CONFIG_NAME}", said.config)
         end = given.end_of_document if self.end is None else self._token(given, "end_of_document", self.end)

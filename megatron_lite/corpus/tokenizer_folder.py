@@ -1,19 +1,22 @@
 """Read a tokenizer for what it says in effect.
 
 A folder means what transformers makes of it (`rendering.described`). A folder that seems to say no more than its
-tokenizer.json and the names of its special tokens needs no transformers, nor does a file of another name.
+tokenizer.json and the names of its special tokens needs no transformers. A file of another name means what it says, and
+so does the tokenizer.json of our exports, as in their training.
 """
 
 from __future__ import annotations
 
+import contextlib
 import importlib.metadata
 import json
-import os
-from collections.abc import Iterator
+import tempfile
+import threading
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-from megatron_lite.corpus.confined import Limits, shared
+from megatron_lite.corpus.confined import Limits, confined, end_process
 from megatron_lite.data.tokenizing import (
     ADDED,
     CONFIG_NAME,
@@ -21,7 +24,6 @@ from megatron_lite.data.tokenizing import (
     SPECIAL_MAP,
     JsonTokenizer,
     TokenizerFiles,
-    named_tokens,
     read_files,
     read_object,
     read_tokenizer_file,
@@ -30,7 +32,14 @@ from megatron_lite.errors import DataError, UsageError
 
 LOADING = Limits(seconds=300.0, memory_bytes=2**40, answer_bytes=2**29, program="the tokenizer")
 # Architectures that leave the choice of the class to the folder.
+TRAINED = "megatron_lite"  # in the config.json of our exports, whose tokenizer.json gives the ids of the training
 FREE = ("llama", "mistral", "gpt2", "gpt_bigcode", "starcoder2", "qwen3")
+
+# For exports that AutoTokenizer reads by another class, or by special tokens that the training did not know.
+ADVICE = (
+    "load their tokenizer with transformers.PreTrainedTokenizerFast.from_pretrained(FOLDER), or prepare the data with "
+    "the tokenizer's folder"
+)
 
 
 def has_library() -> bool:
@@ -50,8 +59,8 @@ def need_library() -> None:
         )
 
 
-def effective(path: str, for_chat: bool = False) -> TokenizerFiles:
-    """Read a tokenizer.json, or `byte`; for_chat: with its chat templates.
+def effective(path: str) -> TokenizerFiles:
+    """Read a tokenizer.json, or `byte`.
 
     Transformers, if it is there, is asked about every folder, which takes a second of another process.
 
@@ -59,9 +68,6 @@ def effective(path: str, for_chat: bool = False) -> TokenizerFiles:
         that takes transformers, which is not installed.
     """
     said, folder = read_files(path), Path(path).parent
-    is_folder = Path(path).name == "tokenizer.json"
-    if asks := is_folder and has_library():
-        shared().start()  # it imports transformers while this process reads
     library = read_tokenizer_file(path, said.tokenizer)
     added = {entry["content"]: entry for entry in json.loads(said.tokenizer).get("added_tokens", [])}
     for entry in added.values():
@@ -70,39 +76,50 @@ def effective(path: str, for_chat: bool = False) -> TokenizerFiles:
                 f"{path}: states the id {entry['id']} for {entry['content']}, which tokenizers gives {given}; number "
                 "added tokens from the size of the vocabulary on"
             )
-    says_more = is_folder and (for_chat or _says_more(folder, added))
-    if not (says_more or asks):
+    is_own = Path(path).name != "tokenizer.json" or TRAINED in read_object(folder / "config.json")
+    if is_own or not (has_library() or _says_more(folder, added)):
         return said
     need_library()
-    found = shared().call(LOADING, "described", str(folder))
-    names = (named_tokens(library, tokens) for tokens in (said.config, found["tokens"]))
-    if says_more or _core(library.to_str()) != _core(found["tokenizer"]) or next(names) != next(names):
-        own = {"tokenizer_class": PLAIN_CLASSES[0], "chat_template": found["template"]}
-        plain = {
-            key: value
-            for key, value in said.config.items()
-            if not isinstance(value, dict | list) and not key.endswith("_token")
-        }
-        said = TokenizerFiles(found["tokenizer"].encode(), plain | found["tokens"] | own)
+    found = confined(LOADING, "described", str(folder))
+    ours, theirs = (json.loads(text) | {"post_processor": None} for text in (library.to_str(), found["tokenizer"]))
+    tokenizer = said.tokenizer if ours == theirs else found["tokenizer"].encode()
+    own = {"tokenizer_class": PLAIN_CLASSES[0], "chat_template": found["template"]}
+    plain = {
+        key: value
+        for key, value in said.config.items()
+        if not isinstance(value, dict | list) and not key.endswith("_token")
+    }
+    said = TokenizerFiles(tokenizer, plain | found["tokens"] | own)
     if reason := difference(JsonTokenizer(path, True, False, said), found["ids"]):
         raise DataError(f"{folder}: {reason}; save the tokenizer anew by its save_pretrained")
     return said
 
 
-def _core(tokenizer: str) -> dict[str, Any]:
-    """Return the parts of a tokenizer.json, as the library writes it, that decide the ids of any text."""
-    content = json.loads(tokenizer)
-    return {part: content[part] for part in ("added_tokens", "normalizer", "pre_tokenizer", "model")}
+def compare_exports(file: str, model_type: str, warn: Callable[[str], None]) -> threading.Thread:
+    """Begin to compare the tokenizer of a run's exports with the ids of its training; a difference is a warning.
+
+    Returns: a thread that waits for the comparison, which `end_process` ends.
+    """
+
+    def compare() -> None:
+        with contextlib.suppress(DataError), tempfile.TemporaryDirectory() as folder:  # the process was ended
+            if reason := confined(LOADING, "exported", file, model_type, folder):
+                warn(f"AutoTokenizer on exports of this run: {reason}; {ADVICE}")
+        end_process()  # it would keep memory
+
+    thread = threading.Thread(target=compare, daemon=True, name="exported-tokenizer")
+    thread.start()
+    return thread
 
 
 def difference(own: JsonTokenizer, stated: list[tuple[str, list[int]]]) -> str:
-    """Compare ids of texts with those that transformers gives; return the first difference, empty if there is none."""
-    for text, theirs in stated:
-        if (ours := own.encode(text, template=True)) != theirs:
-            first = len(os.path.commonprefix([ours, theirs]))
-            both = f"{theirs[first : first + 5]} ... in transformers, {ours[first : first + 5]} ... by tokenizer.json"
-            return f"token {first} of {text[:40]!r} is {both}"
-    return ""
+    """Compare ids of texts with those that transformers gives; return what differs in the shortest, if anything."""
+    different = (
+        f"{text!r} is {theirs} in transformers, {ours} by tokenizer.json"
+        for text, theirs in sorted(stated, key=lambda each: len(each[0]))
+        if (ours := own.encode(text, template=True)) != theirs
+    )
+    return next(different, "")
 
 
 def _says_more(folder: Path, added: dict[str, Any]) -> bool:

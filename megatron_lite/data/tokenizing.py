@@ -28,7 +28,7 @@ END_OF_DOCUMENT = "<|endoftext|>"
 # Tokens that end a document in common tokenizers, in the order of preference.
 END_OF_DOCUMENT_NAMES = (END_OF_DOCUMENT, "<|end_of_text|>", "</s>", "<eos>", "<|eos|>", "<|eot_id|>", "<EOT>")
 CONFIG_NAME, SPECIAL_MAP, ADDED = "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json"
-# Other files of a tokenizer that an export copies, if they exist; it copies nothing else.
+# Patterns of other files of a tokenizer that an export copies, if they exist; it copies nothing else.
 BESIDE = (
     SPECIAL_MAP,
     ADDED,
@@ -38,6 +38,7 @@ BESIDE = (
     "merges.txt",
     "chat_template.jinja",
     "chat_template.json",
+    "additional_chat_templates/*.jinja",
 )
 PLAIN_CLASSES = ("PreTrainedTokenizerFast", "TokenizersBackend")  # which take tokenizer.json as it is
 # transformers makes a tokenizer.json of these files and patterns.
@@ -209,6 +210,21 @@ def train_tokenizer(texts: Iterator[str], vocab_size: int, path: str) -> JsonTok
     return JsonTokenizer(path)
 
 
+def files_beside(tokenizer_file: Path) -> list[Path]:
+    """Return the files of BESIDE in the folder of a tokenizer.json.
+
+    Without a special_tokens_map.json that takes a token back: exports name the one that training takes.
+    """
+    found = (path for pattern in BESIDE for path in sorted(tokenizer_file.parent.glob(pattern)) if path.is_file())
+    return [path for path in found if path.name != SPECIAL_MAP or None not in read_object(path).values()]
+
+
+def without_dropout(content: bytes) -> bytes:
+    """Return a tokenizer.json without dropout, which would tokenize at random."""
+    said = json.loads(content)
+    return json.dumps(said).encode() if said["model"].pop("dropout", None) else content
+
+
 def copy_tokenizer(
     tokenizer_file: str | Path, directory: str | Path, keep_class: bool = False
 ) -> dict[str, int | None]:
@@ -229,21 +245,19 @@ def copy_tokenizer(
     said, beside, is_whole = read_files(source), config_beside(source), source.name == "tokenizer.json"
     tokenizer = read_tokenizer_file(source, said.tokenizer)
     tokens = named_tokens(tokenizer, said.config)
-    copied = {name: source.with_name(name) for name in BESIDE if is_whole and source.with_name(name).is_file()}
     config = read_object(beside) if is_whole or beside.name != CONFIG_NAME else {}
-    missing: dict[str, Any] = {"tokenizer_class": PLAIN_CLASSES[0], **tokens}
-    if not config:
-        missing["clean_up_tokenization_spaces"] = False
-    if missing.keys() <= config.keys() and (keep_class or config["tokenizer_class"] in PLAIN_CLASSES):
-        copied[CONFIG_NAME] = beside
-    else:
-        config = missing | config | ({} if keep_class else {"tokenizer_class": PLAIN_CLASSES[0]})
-        text = json.dumps(config, indent=2, sort_keys=True, ensure_ascii=False) + "\n"
-        replace_file(directory / CONFIG_NAME, text.encode())
-    replace_file(directory / "tokenizer.json", said.tokenizer)
-    for name, path in copied.items():
+    config = config or {"clean_up_tokenization_spaces": False}
+    kind = config.get("tokenizer_class")
+    own = {} if kind in PLAIN_CLASSES or (keep_class and kind) else {"tokenizer_class": PLAIN_CLASSES[0]}
+    changed = config | tokens | own
+    content = beside.read_bytes() if changed == config else json.dumps(changed, indent=2).encode()
+    replace_file(directory / CONFIG_NAME, content)
+    replace_file(directory / "tokenizer.json", without_dropout(said.tokenizer))
+    for path in files_beside(source) if is_whole else ():
+        target = directory / path.relative_to(source.parent)
+        target.parent.mkdir(exist_ok=True)
         with reading(path):
-            replace_file(directory / name, path.read_bytes())
+            replace_file(target, path.read_bytes())
     return {
         f"{key}_id": tokenizer.token_to_id(tokens[key]) if key in tokens else None for key in ("bos_token", "eos_token")
     }

@@ -217,8 +217,8 @@ def check_exportable(model: ModelConfig, model_type: str | None = None) -> str:
     )
 
 
-def check_exports(config: Config) -> None:
-    """Reject a resolved configuration whose exports cannot express its model.
+def check_exports(config: Config) -> str | None:
+    """Return the `model_type` of the Hugging Face exports of a resolved configuration; None if there are none.
 
     Checks --export_model_type even without exports, because checkpoints store it for later conversions.
 
@@ -227,8 +227,11 @@ def check_exports(config: Config) -> None:
     """
     training = config.training
     exports = training.export_interval is not None or config.checkpoint.keep_best is not None
-    if (exports and training.export_format == "huggingface") or training.export_model_type is not None:
-        check_exportable(config.model, training.export_model_type)
+    exports = exports and training.export_format == "huggingface"
+    if not exports and training.export_model_type is None:
+        return None
+    model_type = check_exportable(config.model, training.export_model_type)
+    return model_type if exports else None
 
 
 def _needs(architecture: str, model: ModelConfig) -> list[str]:

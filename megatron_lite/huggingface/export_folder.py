@@ -158,7 +158,8 @@ class ExportFolder:
         content = hugging_face_config(self.config, ids) | ({TRAINING_KEY: dict(training)} if is_trained else {})
         _write_json(self._folder / CONFIG_NAME, content)
         text = "" if tokenizer_file is None else (self._folder / "tokenizer.json").read_text("utf-8")
-        if content["model_type"] == "qwen2" and text and json.dumps(QWEN_PATTERN) not in text:
+        compared = trained is not None and trained.compared
+        if not compared and content["model_type"] == "qwen2" and text and json.dumps(QWEN_PATTERN) not in text:
             files.logger.warning(
                 "AutoTokenizer splits text of every qwen2 model like Qwen's; load the tokenizer of this export with "
                 "transformers.PreTrainedTokenizerFast.from_pretrained(FOLDER)"

@@ -60,6 +60,7 @@ class TrainingSummary:
     counts: Mapping[str, Any]  # see `data.counts`
     facts: Mapping[str, Any] = field(default_factory=dict)  # see `saved_state.TRAINING`
     origin: Mapping[str, Any] = field(default_factory=dict)  # of the weights that it began with, see `read_origin`
+    compared: bool = False  # whether the run itself says what AutoTokenizer makes of its exports
 
 
 def model_card(

@@ -9,6 +9,7 @@ from megatron_lite.data.open_data import PATH_FLAGS
 
 if TYPE_CHECKING:
     import logging
+    import threading
 
     from megatron_lite.checkpoint.history import History
     from megatron_lite.checkpoint.mirror import Mirror
@@ -69,6 +70,7 @@ class Run:
     saves_by_default: bool = False  # every 15 minutes, as no flag says when; the newest two of a start are kept
     save_requested: bool = False  # by rank 0's clock, after the next iteration
     ending: Ending | None = None  # None for a run that was set up without `opened`
+    comparison: threading.Thread | None = None  # see `compare_exports`
     agreed_at: int | None = None  # newest iteration at which --check_replicas_interval found no difference
 
     def __init__(

@@ -231,7 +231,9 @@ def export(run: Run, best: bool = False) -> None:
             counts = run.data.counts.state(run.iteration)
             facts = training_facts(config.batch.sequence_length, run.data.identity) if run.iteration else {}
             losses = run.evaluated.get(run.iteration, {})
-            trained = TrainingSummary(run.iteration, losses, counts, facts, run.resumed.origin)
+            trained = TrainingSummary(
+                run.iteration, losses, counts, facts, run.resumed.origin, run.comparison is not None
+            )
             save_huggingface(directory, run.model, config, run.distributed, weights, run.experiment.check, trained)
         except NumericsError as error:  # the trained weights are fine, and saved
             run.logger.warning("no export of iteration %d: %s", run.iteration, error)

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from megatron_lite.corpus import conversations
-from megatron_lite.corpus.confined import Limits, shared
+from megatron_lite.corpus.confined import Limits, confined
 from megatron_lite.corpus.conversations import ChatTemplate
 from megatron_lite.distributed.processes import has_ended
 from megatron_lite.errors import DataError
@@ -28,12 +28,12 @@ TALK = (
 
 def test_results_and_errors() -> None:
     """As JSON holds them; calls share a process, which is another one than this."""
-    assert shared().call(TINY, divmod, 7, 2) == [3, 1] and shared().call(TINY, str, "größe \ud800") == "größe \ud800"
-    assert shared().call(TINY, os.getpid) == shared().call(TINY, os.getpid) != os.getpid()
+    assert confined(TINY, divmod, 7, 2) == [3, 1] and confined(TINY, str, "größe \ud800") == "größe \ud800"
+    assert confined(TINY, os.getpid) == confined(TINY, os.getpid) != os.getpid()
     with pytest.raises(DataError, match=rf"^{re.escape(SUBJECT)} refuses it: invalid literal for int"):
-        shared().call(TINY, int, "x")
+        confined(TINY, int, "x")
     with pytest.raises(DataError, match=r"refuses it: .{,1000}$"):
-        shared().call(TINY, int, "x" * 9000)
+        confined(TINY, int, "x" * 9000)
 
 
 @pytest.mark.parametrize(
@@ -50,16 +50,16 @@ def test_a_limit_ends_a_call_and_not_the_next(call: tuple[Any, ...], reason: str
     """One line with the reason; the process, or a new one, answers what follows."""
     for _ in range(2):
         with pytest.raises(DataError) as ended:
-            shared().call(TINY, *call)
+            confined(TINY, *call)
         assert str(ended.value) == f"{SUBJECT} {reason}"
-        assert shared().call(TINY, divmod, 7, 2) == [3, 1]
+        assert confined(TINY, divmod, 7, 2) == [3, 1]
 
 
 def test_many_short_calls_have_a_limit_each() -> None:
     """The limit is one call's, not that of all calls."""
-    begun = shared().call(TINY, time.process_time)
-    while shared().call(TINY, time.process_time) < begun + 2 * TINY.seconds:
-        shared().call(TINY, sum, range(10**6))
+    begun = confined(TINY, time.process_time)
+    while confined(TINY, time.process_time) < begun + 2 * TINY.seconds:
+        confined(TINY, sum, range(10**6))
 
 
 def test_prepare_data_skips_what_is_too_slow(
@@ -102,8 +102,8 @@ def test_a_template_that_is_always_slow_is_refused_at_once(
 def test_no_orphan_stays() -> None:
     """The process ends with its parent, waiting or busy, even if the parent is killed."""
     for call in ("int", "sum, range(10**10)"):
-        code = "from megatron_lite.corpus.confined import Limits, shared; import os\n"
-        code += f"print(shared().call(Limits(60), os.getpid), flush=True); shared().call(Limits(60), {call}); input()"
+        code = "from megatron_lite.corpus.confined import Limits, confined; import os\n"
+        code += f"print(confined(Limits(60), os.getpid), flush=True); confined(Limits(60), {call}); input()"
         with subprocess.Popen([sys.executable, "-c", code], stdin=subprocess.PIPE, stdout=subprocess.PIPE) as parent:
             assert parent.stdout is not None
             child = int(parent.stdout.readline())

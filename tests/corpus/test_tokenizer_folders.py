@@ -257,6 +257,14 @@ def test_ids_ends_and_masks(tmp_path: Path, name: str, monkeypatch: pytest.Monke
     path = str(folder / "tokenizer.json")
     prompts = load_tokenizer(path, True, said=effective(path))
     assert [prompts.encode(text, True) for text in TEXTS] == [theirs(text)["input_ids"] for text in TEXTS]
+    # Exports of a run, by the tokenizer of its data or by the folder itself.
+    for number, file in enumerate((tmp_path / "x.tokenizer.json", folder / "tokenizer.json")):
+        (export := tmp_path / f"export{number}").mkdir()
+        copied = copy_tokenizer(file, export)
+        loaded = transformers.AutoTokenizer.from_pretrained(export, local_files_only=True)
+        assert loaded.chat_template == theirs.chat_template
+        assert loaded.eos_token_id == copied["eos_token_id"] and (number or loaded.eos_token_id == own.end_of_document)
+        assert number or [loaded(text, add_special_tokens=False)["input_ids"] for text in TEXTS] == expected
     # Without transformers: a folder that says no more than its file is as before, any other is refused.
     with monkeypatch.context() as patch:
         patch.setattr(tokenizer_folder, "has_library", lambda: False)
@@ -301,18 +309,21 @@ def test_a_damaged_file_beside_is_no_empty_one(tmp_path: Path, name: str, capsys
 
 
 def test_exports_have_no_dropout_of_tokens(tmp_path: Path) -> None:
-    """The tokenizer beside the data, which exports carry, gives transformers the same ids each time."""
+    """The tokenizer beside the data, or another that exports carry, gives transformers the same ids each time."""
     with_dropout().save(str(tmp_path / "given.json"))
+    (tmp_path / "T").mkdir()
+    with_dropout().save(str(tmp_path / "T" / "tokenizer.json"))
     prepare(
         write_lines(tmp_path / "a.jsonl", [{"text": TEXTS[0]}]),
         tmp_path / "x",
         f"--tokenizer={tmp_path / 'given.json'}",
     )
-    (tmp_path / "export").mkdir()
-    copy_tokenizer(tmp_path / "x.tokenizer.json", tmp_path / "export")
-    loaded = transformers.AutoTokenizer.from_pretrained(tmp_path / "export", local_files_only=True)
     expected = JsonTokenizer(str(tmp_path / "given.json"), special_tokens=True).encode(TEXTS[0])
-    assert [loaded(TEXTS[0])["input_ids"] for _ in range(5)] == [expected] * 5
+    for number, name in enumerate(("x.tokenizer.json", "given.json", "T/tokenizer.json")):
+        (export := tmp_path / f"export{number}").mkdir()
+        copy_tokenizer(tmp_path / name, export, keep_class=number == 2)
+        loaded = transformers.AutoTokenizer.from_pretrained(export, local_files_only=True)
+        assert [loaded(TEXTS[0])["input_ids"] for _ in range(5)] == [expected] * 5
 
 
 def test_ids_that_the_library_does_not_give(tmp_path: Path, capsys: Any) -> None:
