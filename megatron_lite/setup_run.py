@@ -127,7 +127,8 @@ def _resolve(run: Run) -> tuple[Choice, Mapping[str, Any] | None, tuple[Note, ..
     config, sizes = _resolve_auto(config, distributed)
     if (root := experiment.root) is not None and (options := config.checkpoint).mirror is not None:
         distributed.progress.enter("the comparison with the mirror")
-        run.mirror = together(distributed, lambda: Mirror(root, options, run.stop.fail) if rank == 0 else None)
+        arguments = (root, options, run.stop.fail, config.distributed.startup_timeout)
+        run.mirror = together(distributed, lambda: Mirror(*arguments) if rank == 0 else None)
     _on_mirror(run, Mirror.compare)
     distributed.progress.enter("the choice of a checkpoint")
     choice = _choose(run)

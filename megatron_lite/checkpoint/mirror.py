@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import math
 import socket
 import threading
 import time
@@ -59,11 +60,17 @@ class Mirror:
     """
 
     def __init__(
-        self, root: Path, options: CheckpointConfig, on_loss: Callable[[RunError], None] = lambda error: None
+        self,
+        root: Path,
+        options: CheckpointConfig,
+        on_loss: Callable[[RunError], None] = lambda error: None,
+        startup_timeout_s: float = math.inf,
     ) -> None:
         assert options.mirror is not None
         self._root, self._options, self._flag = root, options, f"--mirror={options.mirror}"
-        self._checkpoints, self._remote = root / "checkpoints", RemoteFolder(options.mirror, "mirror")
+        logger.info("asking %s what it holds", self._flag)
+        limit_s = min(options.mirror_timeout, startup_timeout_s)
+        self._checkpoints, self._remote = root / "checkpoints", RemoteFolder(options.mirror, "mirror", limit_s, False)
         if self._remote.overlaps(root):
             raise UsageError(f"{self._flag}: it is, contains or lies in --experiment_dir={root}; choose another folder")
         self.usable: dict[int, Manifest | None] = {}
@@ -196,7 +203,7 @@ class Mirror:
             (temporary / MANIFEST_NAME).write_bytes(self._remote.read(f"{name}/{MANIFEST_NAME}") or b"")
             for file_name, file in manifest.read(temporary).files.items():
                 with contextlib.suppress(FileNotFoundError):  # which `check_blocks` reports
-                    self._remote.storage.get_file(self._remote.at(f"{name}/{file_name}"), str(temporary / file_name))
+                    self._remote.download(f"{name}/{file_name}", temporary / file_name)
                 files.check_blocks(temporary, file_name, file)
             self._restore_records()
             sync_files(temporary)
@@ -295,7 +302,7 @@ class Mirror:
     def close(self, limit_s: float, stop: StopSignal | None) -> None:
         """Wait until all is there: up to a limit, or until the store has failed for a minute or a signal arrives.
 
-        stop: None after a signal; then wait as long, but hardly for a store that fails.
+        stop: None after a signal; then wait as long, but hardly for a store that fails or is silent.
 
         Raises:
             StorageError: if another run or start has claimed the mirror.
@@ -310,10 +317,12 @@ class Mirror:
             and (waited_s := time.monotonic() - start_s) < limit_s
             and not (stop and stop.received)
         ):
-            if self._failed_s is not None and min(waited_s, time.monotonic() - self._failed_s) > patience_s:
+            failing_s = self._remote.line.silent_s if self._failed_s is None else time.monotonic() - self._failed_s
+            if min(waited_s, failing_s) > patience_s:
                 break
             time.sleep(_POLL_S)
         self._ended = True
+        self._remote.line.close()
         if self._lost is not None:
             raise self._lost
         if self._done < asked:
@@ -335,6 +344,8 @@ class Mirror:
                 self._lost = error
                 return self._on_loss(error)
             except Exception as error:
+                if self._ended:
+                    return
                 attempt, pause = attempt + 1, pause_s(attempt + 1)
                 self._failed_s = self._failed_s or time.monotonic()
                 if attempt == 1:

@@ -213,6 +213,12 @@ class CheckpointConfig(Area):
         never_empty=True,
         needs=SAVED,
     )
+    mirror_timeout: PositiveFloat = option(
+        60.0,
+        "seconds in which no byte moves to or from a mirror that is asked for something, after which it is asked again "
+        "on a new connection",
+        idle_unless="mirror",
+    )
     mirror_ahead: str | None = optional(
         "if experiment_dir and the mirror have iterations with different options, restore: go on from the mirror; "
         "set_aside: go on from experiment_dir, also if the mirror is merely ahead. The other checkpoints are set aside",

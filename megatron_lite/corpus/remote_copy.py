@@ -19,7 +19,7 @@ from megatron_lite.data.tokenizing import read_object
 from megatron_lite.errors import DataError, RunError, UsageError
 from megatron_lite.monitor.logging import get_logger
 from megatron_lite.run.durable_files import replace_file
-from megatron_lite.run.remote_storage import failure, open_storage
+from megatron_lite.run.remote_storage import Storage, failure
 
 RECORD = "copied.json"  # in a copy's folder: what the store told of each whole file
 PAGES = (".html", ".htm")
@@ -35,7 +35,7 @@ def local_copy(address: str, flag: str, cache: str | None) -> str:
     """Return the path of a copy of what an address names: a file, a folder, a pattern's files, or a prefix's pair
     with what is beside it.
 
-    A local path is returned, without `file://`. A copy that was cut goes on with the files that are missing.
+    A local path is returned, without `file://`. A copy that was cut goes on at the byte where it was cut.
 
     Raises:
         UsageError: for an address without a place (cache), or without the package of the store.
@@ -48,7 +48,9 @@ def local_copy(address: str, flag: str, cache: str | None) -> str:
     storage_address(address, flag)
     if cache is None:
         raise UsageError(f"--{flag}={address}: there is no place for a copy; give --dataset_cache or --experiment_dir")
-    storage, there = open_storage(address, flag)
+    get_logger().info("asking for %s", address)
+    storage = Storage(address, flag)
+    there = storage.path
     folder = Path(cache, hashlib.blake2b(address.encode(), digest_size=8).hexdigest())
     pattern = re.search(r"[*?\[{]", there)
     base, _, name = (there[: pattern.start()] if pattern else there.rstrip("/")).rpartition("/")
@@ -68,37 +70,60 @@ def local_copy(address: str, flag: str, cache: str | None) -> str:
     return str(folder if pattern else folder / name)
 
 
-def _found(storage: Any, there: str) -> dict[str, Mapping[str, Any]]:
+def _found(storage: Storage, there: str) -> dict[str, Mapping[str, Any]]:
     """Return what the store tells of the files of an address, of many with one question."""
     if glob.has_magic(there):
-        return dict(storage.glob(there, detail=True))
-    if storage.exists(f"{there}.idx"):
-        beside = filter(storage.exists, files_beside(there))
-        return {path: storage.info(path) for path in (f"{there}.idx", f"{there}.bin", *beside)}
-    return {there: storage.info(there)} if storage.isfile(there) else dict(storage.find(there, detail=True))
+        return dict(storage.call("glob", there, detail=True))
+    if storage.call("exists", f"{there}.idx"):
+        beside = [path for path in files_beside(there) if storage.call("exists", path)]
+        return {path: storage.call("info", path) for path in (f"{there}.idx", f"{there}.bin", *beside)}
+    if storage.call("isfile", there):
+        return {there: storage.call("info", there)}
+    return dict(storage.call("find", there, detail=True))
 
 
-def _copy(storage: Any, base: str, files: Mapping[str, Mapping[str, Any]], folder: Path) -> int:
+def _copy(storage: Storage, base: str, files: Mapping[str, Mapping[str, Any]], folder: Path) -> int:
     """Bring the folder up to date with its source; return the bytes copied. files: what the store tells of each."""
     record, num_bytes = read_object(folder / RECORD), 0
     for name, told in files.items():
-        path, there, part = inside(folder, folder / name), f"{base}/{name}", folder / f"{name}.part"
+        path, there, part = inside(folder, folder / name), f"{base}/{name}", f"{name}.part"
         if name in (RECORD, LOCK):
             raise DataError(f"{there}: a copy has a file of its own with this name; rename it there")
-        told = storage.info(there) if told.get("size") is None else told  # a page that lists files knows no sizes
+        if told.get("size") is None:  # a page that lists files knows no sizes
+            told = storage.call("info", there)
         if told.get("mimetype") == "text/html" and not name.endswith(PAGES):
             raise DataError(f"{there}: the server sends a page, not a file; {WEB_FOLDER}")
-        if record.get(name) == [path.stat().st_size if path.is_file() else None, _version(told)]:
+        if record.get(name) == [path.stat().st_size if path.is_file() else None, version := _version(told)]:
             continue
         path.parent.mkdir(parents=True, exist_ok=True)
-        storage.get_file(there, str(part))
-        size = part.stat().st_size
-        if _version(storage.info(there)) != _version(told) or told.get("size") not in (None, size):
+        goes_on, record[part] = record.get(part) == version, version
+        replace_file(folder / RECORD, json.dumps(record).encode())
+        size = _append(storage, there, told, folder / part, goes_on)
+        if _version(storage.call("info", there)) != version or told.get("size") not in (None, size):
+            (folder / part).unlink()
             raise OSError(f"{name} changed while it was copied, or only {size:,} bytes arrived")
-        os.replace(part, path)
-        record[name], num_bytes = [size, _version(told)], num_bytes + size
+        os.replace(folder / part, path)
+        record[name], num_bytes = [size, record.pop(part)], num_bytes + size
         replace_file(folder / RECORD, json.dumps(record).encode())
     return num_bytes
+
+
+def _append(storage: Storage, there: str, told: Mapping[str, Any], part: Path, goes_on: bool) -> int:
+    """Append to a part of a file what is missing; return its length. told: what the store tells of the file.
+
+    A failure is tried again as long as each try brings bytes.
+    """
+    with open(part, "ab" if goes_on else "wb") as file:
+        while True:
+            begin = file.tell()
+            try:
+                storage.append(there, file, told)
+                os.fsync(file.fileno())
+                return file.tell()
+            except Exception as error:
+                if file.tell() <= begin:
+                    raise
+                get_logger().warning("%s: %s; the copy goes on at byte %s", there, failure(error), f"{file.tell():,}")
 
 
 def _version(told: Mapping[str, Any]) -> str:

@@ -9,37 +9,127 @@ import base64
 import contextlib
 import hashlib
 import logging
+import math
 import os
 import re
+import shutil
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from types import MappingProxyType
-from typing import Any
+from typing import IO, Any
 
 from megatron_lite.errors import UsageError, without_credentials
 from megatron_lite.run.secrets import masked
+from megatron_lite.run.silence import CONNECT_S, Line
 
-# Others change a store too, so no listing is cached. s3fs itself tries five times.
-_S3: Any = {"use_listings_cache": False, "config_kwargs": {"connect_timeout": 10, "retries": {"total_max_attempts": 1}}}
-_OPTIONS = MappingProxyType({"s3": _S3, "s3a": _S3, "gs": {"use_listings_cache": False}})
+SILENCE_S = 60.0  # less would end a slow line, on which megabytes wait in routers
 _SECRET_NAME = re.compile(r"(?i).*(secret|token|passw|credential|(access|api|private)_?key).*(?<!path|file)")
-_PART_BYTES = 50 * 2**20  # s3fs sends larger files in such parts
+_AT_A_TIME = 4  # parts under way, some of them held twice
+_PART_BYTES, _MOST_PARTS = 16 * 2**20, 10_000
+_RANGE_BYTES = 8 * 2**20  # a copy that is cut loses what is under way
 
 
-def open_storage(address: str, flag: str) -> tuple[Any, str]:
-    """Return the fsspec file system of an address and the path there; nothing is sent yet. flag: for messages.
+def _options(scheme: str, line: Line, anonymous: bool) -> dict[str, Any]:
+    """Return the options of a scheme's library: connections of `line`, and no limits of its own on a slow one."""
+    if scheme in ("s3", "s3a"):  # s3fs itself tries five times
+        config = {
+            "connector_args": {"socket_factory": line.open_socket},
+            "connect_timeout": CONNECT_S,
+            "read_timeout": None,
+            "retries": {"total_max_attempts": 1},
+        }
+        # Others change a store too, so no listing is cached.
+        return {"use_listings_cache": False, "config_kwargs": config, "max_concurrency": _AT_A_TIME}
+    if scheme in ("gs", "gcs"):
+        token = _google_account(anonymous)
+        return {"use_listings_cache": False, "token": token, "session_kwargs": line.session()}
+    if scheme in ("http", "https"):
+        return {"client_kwargs": line.session()}
+    return {}
+
+
+def _google_account(anonymous: bool) -> Any:
+    """Return the credentials for gcsfs, which would look for them for a minute itself; "anon" without an account.
 
     Raises:
-        UsageError: if a package is missing, or none knows the address.
+        LookupError: without an account, unless anonymous.
     """
-    logging.getLogger("gcsfs").setLevel(logging.CRITICAL)  # it logs tracebacks of what it also raises
-    try:
-        from fsspec.core import url_to_fs
+    import google.auth
 
-        return url_to_fs(address, **_OPTIONS.get(address.partition("://")[0], {}))
-    except (ImportError, ValueError, TypeError) as error:
-        fix = "pip install '.[remote]'" if isinstance(error, ImportError) else "give s3://..., gs://... or a folder"
-        raise UsageError(f"--{flag}={address}: {failure(error)}; {fix}") from None
+    try:
+        return google.auth.default(["https://www.googleapis.com/auth/devstorage.full_control"])[0]
+    except google.auth.exceptions.DefaultCredentialsError:
+        if not anonymous and "STORAGE_EMULATOR_HOST" not in os.environ:
+            raise LookupError("no Google account; name a key file in GOOGLE_APPLICATION_CREDENTIALS") from None
+        return "anon"
+
+
+class Storage:
+    """The store of an address; nothing is sent there before the first call. flag: for messages.
+
+    Each call raises TimeoutError once no byte has moved for `limit_s`, see `Line`. anonymous: whether to go on without
+    an account.
+
+    Attributes:
+        system, path: the fsspec file system, and the path there.
+
+    Raises:
+        UsageError: if a package is missing, none knows the address, or there is no account.
+    """
+
+    def __init__(self, address: str, flag: str, limit_s: float = SILENCE_S, anonymous: bool = True) -> None:
+        logging.getLogger("gcsfs").setLevel(logging.CRITICAL)  # it logs tracebacks of what it also raises
+        try:
+            from fsspec.core import url_to_fs
+
+            self.line = Line(limit_s)
+            options = _options(address.partition("://")[0], self.line, anonymous)
+            self.system, self.path = url_to_fs(address, **options)
+        except (ImportError, ValueError, TypeError) as error:
+            fix = "pip install '.[remote]'" if isinstance(error, ImportError) else "give s3://..., gs://... or a folder"
+            raise UsageError(f"--{flag}={address}: {failure(error)}; {fix}") from None
+        except LookupError as error:
+            raise UsageError(f"--{flag}={address}: {error}") from None
+
+    def call(self, method: str, *arguments: Any, **options: Any) -> Any:
+        """Call a method of the file system, and raise what it raises."""
+        if not self.system.async_impl:
+            return getattr(self.system, method)(*arguments, **options)
+        return self.line.wait_for(getattr(self.system, f"_{method}")(*arguments, **options))
+
+    def append(self, there: str, file: IO[bytes], told: Mapping[str, Any]) -> None:
+        """Append to a local file what it lacks of a file there. told: what the store tells of that one."""
+        if "https" in self.system.protocol:
+            return self.line.wait_for(self._stream(there, file))
+        if not self.system.async_impl:
+            with self.system.open(there, "rb") as source:
+                source.seek(file.tell())
+                return shutil.copyfileobj(source, file)
+        while (start := file.tell()) < told["size"]:  # `get_file` of s3fs would set the file to its full size first
+            begins = range(start, told["size"], _RANGE_BYTES)[:_AT_A_TIME]
+            ends = [min(begin + _RANGE_BYTES, told["size"]) for begin in begins]
+            pieces = self.call("cat_ranges", [there] * len(ends), begins, ends, on_error="raise")
+            if sum(map(len, pieces)) != ends[-1] - start:
+                raise OSError(f"{there}: a range has another length")
+            file.writelines(pieces)
+            os.fsync(file.fileno())
+
+    async def _stream(self, there: str, file: IO[bytes]) -> None:
+        """Append what a web server sends, which may know no ranges, or no size."""
+        headers = {"Accept-Encoding": "identity"}
+        if start := file.tell():
+            headers["Range"] = f"bytes={start}-"
+        session = await self.system.set_session()
+        async with session.get(self.system.encode_url(there), headers=headers, raise_for_status=True) as answer:
+            if answer.status != 206:
+                file.seek(0)
+                file.truncate()
+            async for piece in answer.content.iter_any():
+                file.write(piece)
+
+
+def _part_bytes(size: int) -> int:
+    """Return the size of the parts of a file, of which a store takes 10,000."""
+    return max(_PART_BYTES, math.ceil(size / _MOST_PARTS))
 
 
 def failure(error: BaseException) -> str:
@@ -49,38 +139,35 @@ def failure(error: BaseException) -> str:
     return masked(without_credentials(" ".join(reason.split())), secrets)[:300]
 
 
-class RemoteFolder:
+class RemoteFolder(Storage):
     """A folder in remote storage; names in it are relative. Methods raise whatever the library of the store raises."""
-
-    def __init__(self, address: str, flag: str) -> None:
-        self.storage, self._path = open_storage(address, flag)
 
     def overlaps(self, folder: Path) -> bool:
         """Return whether this is a local folder that is another one, contains it or lies in it, also through links."""
-        if "file" not in self.storage.protocol:
+        if "file" not in self.system.protocol:
             return False
-        one, other = Path(self._path).resolve(), folder.resolve()
+        one, other = Path(self.path).resolve(), folder.resolve()
         lines = ((one, (other, *other.parents)), (other, (one, *one.parents)))
         return any(path.exists() and above.exists() and path.samefile(above) for path, line in lines for above in line)
 
     def at(self, name: str) -> str:
         """Return the path of a name for the methods of `storage`."""
-        return f"{self._path.rstrip('/')}/{name}"
+        return f"{self.path.rstrip('/')}/{name}"
 
     def read(self, name: str) -> bytes | None:
         """Return the content of a file; None if there is none."""
         with contextlib.suppress(FileNotFoundError):
-            return bytes(self.storage.cat_file(self.at(name)))
+            return bytes(self.call("cat_file", self.at(name)))
         return None
 
     def write(self, name: str, data: bytes) -> None:
         """Write a file, whole or not at all."""
-        self._put(name, lambda there: self.storage.pipe_file(there, data))
+        self._put(name, lambda there: self.call("pipe_file", there, data))
 
     def listing(self, folder: str) -> dict[str, dict[str, Any]]:
         """Return what the store tells of each file and folder in a folder, by name; {} if there is none."""
         with contextlib.suppress(FileNotFoundError):
-            found = self.storage.ls(self.at(folder), detail=True)
+            found = self.call("ls", self.at(folder), detail=True)
             return {info["name"].rstrip("/").rpartition("/")[2]: info for info in found}
         return {}
 
@@ -90,18 +177,26 @@ class RemoteFolder:
         S3 compares what arrives with a checksum that is sent along. told: see `listing`; {} if it is not there.
         """
         md5 = str(told.get("ETag") or base64.b64decode(told.get("md5Hash", "")).hex()).strip('"')
-        if told.get("size") == path.stat().st_size and md5 and md5 == _md5(path, in_parts="-" in md5):
+        part_bytes = _part_bytes(size := path.stat().st_size)
+        if told.get("size") == size and md5 and md5 == _md5(path, part_bytes, in_parts="-" in md5):
             return 0
-        self._put(name, lambda there: self.storage.put_file(str(path), there))
-        return path.stat().st_size
+        options = {"chunksize": part_bytes} if {"s3", "gs"} & set(self.system.protocol) else {}
+        self._put(name, lambda there: self.call("put_file", str(path), there, **options))
+        return size
+
+    def download(self, name: str, path: Path) -> None:
+        """Copy a file from there."""
+        there = self.at(name)
+        with open(path, "wb") as file:
+            self.append(there, file, self.call("info", there))
 
     def _put(self, name: str, put: Callable[[str], None]) -> None:
         there = self.at(name)
-        if self.storage.async_impl:  # an object store: it has no folders, and an object is whole or absent
+        if self.system.async_impl:  # an object store: it has no folders, and an object is whole or absent
             return put(there)
-        self.storage.makedirs(there.rpartition("/")[0], exist_ok=True)
+        self.system.makedirs(there.rpartition("/")[0], exist_ok=True)
         put(f"{there}.part")
-        self.storage.mv(f"{there}.part", there)
+        self.system.mv(f"{there}.part", there)
 
     def move(self, folder: str, target: str, mark: str) -> None:
         """Move the files of a folder; at each moment, one of both has its mark, without which it does not count."""
@@ -113,21 +208,21 @@ class RemoteFolder:
     def copy(self, name: str, target: str) -> None:
         """Copy a file inside the store, if there is one."""
         with contextlib.suppress(FileNotFoundError):
-            self._put(target, lambda there: self.storage.cp_file(self.at(name), there))
+            self._put(target, lambda there: self.call("cp_file", self.at(name), there))
 
     def delete(self, folder: str, mark: str) -> None:
         """Delete a folder, but first the file without which it does not count."""
         with contextlib.suppress(FileNotFoundError):
-            self.storage.rm_file(self.at(mark))
+            self.call("rm_file", self.at(mark))
         with contextlib.suppress(FileNotFoundError):
-            self.storage.rm(self.at(folder), recursive=True)
+            self.call("rm", self.at(folder), recursive=True)
 
 
-def _md5(path: Path, in_parts: bool) -> str:
+def _md5(path: Path, part_bytes: int, in_parts: bool) -> str:
     """Return the MD5 of a file. in_parts: as S3 does of a file sent in parts, that of the parts' MD5s."""
     total, count = hashlib.md5(usedforsecurity=False), 0
     with open(path, "rb") as file:
-        while part := file.read(_PART_BYTES):
+        while part := file.read(part_bytes):
             total.update(hashlib.md5(part, usedforsecurity=False).digest() if in_parts else part)
             count += 1
     return total.hexdigest() + f"-{count}" * in_parts

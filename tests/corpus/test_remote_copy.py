@@ -15,9 +15,11 @@ import s3fs
 
 import pretrain_gpt
 from megatron_lite.cli import prepare_data
+from megatron_lite.corpus import remote_copy
 from megatron_lite.corpus.prepared import stated, verify
 from megatron_lite.corpus.remote_copy import local_copy
 from megatron_lite.errors import DataError, UsageError
+from megatron_lite.run import remote_storage
 from tests.support.launch import TINY, succeed
 from tests.support.results import weights
 from tests.support.s3_server import VARIABLES, S3Server
@@ -107,19 +109,113 @@ def test_a_file_that_changes_under_its_copy_is_refused_then_copied(
     bucket: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Another writes while it is read: nothing of that copy is used, and the next start has the new content."""
-    whole = s3fs.S3FileSystem._get_file
+    whole = s3fs.S3FileSystem._cat_file
 
-    async def changed(*arguments: Any, **options: Any) -> None:
-        await whole(*arguments, **options)
+    async def changed(*arguments: Any, **options: Any) -> Any:
+        found = await whole(*arguments, **options)
         bucket.put_object(Key="a/one.txt", Body=b"two")
+        return found
 
     with monkeypatch.context() as patch, pytest.raises(DataError, match=r"one\.txt changed while it was copied"):
-        patch.setattr(s3fs.S3FileSystem, "_get_file", changed)
+        patch.setattr(s3fs.S3FileSystem, "_cat_file", changed)
         s3fs.S3FileSystem.clear_instance_cache()
         local_copy(f"s3://{bucket.name}/a/one.txt", "data_path", str(tmp_path))
     s3fs.S3FileSystem.clear_instance_cache()
     assert not list(tmp_path.rglob("one.txt"))
     assert Path(local_copy(f"s3://{bucket.name}/a/one.txt", "data_path", str(tmp_path))).read_bytes() == b"two"
+
+
+class Ranges(http.server.BaseHTTPRequestHandler):
+    """A server of one file, `content`, with ranges; each answer ends after `most` bytes. `asked`: where they began."""
+
+    content, etag, most, asked = b"", '"1"', 10**9, list[int]()
+
+    def log_message(self, *_: Any) -> None:
+        pass
+
+    def do_HEAD(self) -> None:  # noqa: N802 - as the library names it
+        self.answer(0, 200)
+
+    def do_GET(self) -> None:  # noqa: N802 - the same
+        if not self.path.endswith("/mine.bin"):
+            return self.send_error(404)
+        ranged = "Range" in self.headers
+        start = int(self.headers["Range"].removeprefix("bytes=").rstrip("-")) if ranged else 0
+        self.asked.append(start)
+        self.answer(start, 206 if ranged else 200)
+        self.wfile.write(self.content[start:][: self.most])
+
+    def answer(self, start: int, status: int) -> None:
+        if not self.path.endswith("/mine.bin"):
+            return self.send_error(404)
+        self.send_response(status)
+        self.send_header("ETag", self.etag)
+        self.send_header("Content-Length", str(len(self.content) - start))
+        self.end_headers()
+
+
+def test_a_copy_goes_on_at_the_byte_where_it_was_cut(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """In the same start and in the next one, but never behind bytes of another version."""
+    ours = random.Random(0).randbytes(10_000_000)
+    handler: Any = type("Handler", (Ranges,), {"content": ours, "most": 3_000_000, "asked": []})
+    with http.server.ThreadingHTTPServer(("127.0.0.1", 0), handler) as web:
+        threading.Thread(target=web.serve_forever, args=(0.01,), daemon=True).start()
+        address = f"http://127.0.0.1:{web.server_address[1]}/mine.bin"
+        assert Path(local_copy(address, "data_path", str(tmp_path / "one"))).read_bytes() == ours
+        asked = handler.asked[1:]  # the first one asks whether it is a file
+        assert asked[0] == 0 and len(asked) > 3 and asked == sorted(set(asked)), "the library drops what it buffers"
+        for etag, later in (('"1"', ours), ('"2"', ours[::-1])):
+            handler.asked, cache = [], str(tmp_path / etag)
+            handler.etag, handler.content, handler.most = '"1"', ours, 3_000_000
+            with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+                patch.setattr(remote_copy, "get_logger", Interrupting)
+                local_copy(address, "data_path", cache)
+            handler.etag, handler.content, handler.most = etag, later, 10**9
+            assert Path(local_copy(address, "data_path", cache)).read_bytes() == later
+            assert len(handler.asked) == 4 and (handler.asked[-1] > 0) is (later is ours)
+        web.shutdown()
+
+
+class Interrupting:
+    """A logger whose user interrupts the program at the first warning."""
+
+    def info(self, *_: Any) -> None:
+        pass
+
+    def warning(self, *_: Any) -> None:
+        raise KeyboardInterrupt
+
+
+def test_a_copy_from_s3_goes_on_too(
+    bucket: Any, server: S3Server, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The store fails in the middle of a file: what is there is not read again, and has no holes."""
+    ours = random.Random(0).randbytes(1_000_000)
+    bucket.put_object(Key="a/large.bin", Body=ours)
+    address, whole, asked = f"s3://{bucket.name}/a/large.bin", s3fs.S3FileSystem._cat_file, list[int]()
+
+    async def fails(self: Any, path: str, start: int, end: int) -> bytes:
+        asked.append(start)
+        if start > 500_000:
+            raise OSError("cut")
+        return await whole(self, path, start=start, end=end)
+
+    monkeypatch.setattr(remote_storage, "_RANGE_BYTES", 100_000)
+    with monkeypatch.context() as patch, pytest.raises(DataError, match="cut"):
+        patch.setattr(s3fs.S3FileSystem, "_cat_file", fails)
+        local_copy(address, "data_path", str(tmp_path))
+    (part,) = tmp_path.rglob("large.bin.part")
+    kept = part.stat().st_size
+    assert 0 < kept <= 500_000 < max(asked)
+    read = list[int]()
+
+    async def reading(self: Any, path: str, start: int, end: int) -> bytes:
+        read.append(start)
+        return await whole(self, path, start=start, end=end)
+
+    monkeypatch.setattr(s3fs.S3FileSystem, "_cat_file", reading)
+    assert Path(local_copy(address, "data_path", str(tmp_path))).read_bytes() == ours
+    assert min(read) == kept and not list(tmp_path.rglob("*.part"))
 
 
 def test_errors_are_one_line_without_secrets(

@@ -56,11 +56,14 @@ class S3Server:
 class Proxy:
     """Passes connections on to a port while `open` is set; `cut_after` bytes to the server it closes all of them.
 
-    It listens from `listen` on. Before, its port refuses connections.
+    It listens from `listen` on. Before, its port refuses connections. A connection that was open while `open` was not
+    set is dead for good with `stay_dead`, as after a firewall has forgotten it. Each 2 kB wait for `pause_s`.
     """
 
-    def __init__(self, port: int, cut_after: int | None = None) -> None:
+    def __init__(self, port: int, cut_after: int | None = None, stay_dead: bool = False, pause_s: float = 0.0) -> None:
         self._target, self.left, self._lock = port, cut_after, threading.Lock()
+        self._stay_dead, self._pause_s = stay_dead, pause_s
+        self._over = threading.Event()
         self.open = threading.Event()
         self.open.set()
         self._listener = socket.socket()
@@ -78,6 +81,7 @@ class Proxy:
 
     def __exit__(self, *_: object) -> None:
         self.open.set()
+        self._over.set()
         for one in (self._listener, *self._pairs):
             with contextlib.suppress(OSError):
                 one.shutdown(socket.SHUT_RDWR)
@@ -95,12 +99,18 @@ class Proxy:
     def _pump(self, source: socket.socket, target: socket.socket, to_server: bool) -> None:
         with contextlib.suppress(OSError):
             while data := source.recv(2**14):
+                if not self.open.is_set() and self._stay_dead:
+                    self._over.wait()
                 self.open.wait()
                 if to_server and self.left is not None:
                     with self._lock:
                         data = data[: self.left]
                         self.left -= len(data)
-                target.sendall(data)
+                for place in range(0, len(data) if self._pause_s else 0, 2048):
+                    self._over.wait(self._pause_s)
+                    target.sendall(data[place : place + 2048])
+                if not self._pause_s:
+                    target.sendall(data)
                 if self.left == 0:
                     break
         for one in (source, target):

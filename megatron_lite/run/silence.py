@@ -1,0 +1,93 @@
+"""A limit on the silence of a store, whatever its library waits for.
+
+Libraries have limits on connecting and on reading, but none while they send: s3fs sends the head of an upload and waits
+for leave to send the body, and aiohttp waits until a body is gone, both forever. So this module asks the kernel about
+each connection: how many bytes the other side has acknowledged, and how many have arrived. A slow line moves.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import concurrent.futures
+import contextlib
+import socket
+import struct
+from collections.abc import Coroutine
+from typing import Any, TypeVar
+
+CONNECT_S = 10  # limit on an attempt to connect
+_LOOK_S = 1.0  # at most, between looks at the connections
+_COUNTS, _OFFSET = struct.Struct("@QQ"), 120  # tcpi_bytes_acked and tcpi_bytes_received of struct tcp_info
+_TCP_INFO: int = getattr(socket, "TCP_INFO", 0)  # 0: not Linux, and there is no limit
+
+T = TypeVar("T")
+
+
+class Line:
+    """The connections to a store.
+
+    limit_s: how long no byte may move while a call is under way. Time is counted in looks, so that a process that was
+    stopped meanwhile does not take its own pause for silence.
+    """
+
+    def __init__(self, limit_s: float) -> None:
+        import fsspec.asyn
+
+        self._loop = fsspec.asyn.get_loop()
+        self._limit_s, self._look_s = limit_s, min(_LOOK_S, limit_s / 4)
+        self._counts = dict[socket.socket, int]()
+        self.silent_s = 0.0  # how long the call under way has moved nothing
+        self._work: concurrent.futures.Future[Any] | None = None
+
+    def open_socket(self, address: Any) -> socket.socket:
+        """Open a socket as aiohttp asks for it. address: as `socket.getaddrinfo` returns it."""
+        opened = socket.socket(*address[:3])
+        self._counts[opened] = 0
+        return opened
+
+    def session(self) -> dict[str, Any]:
+        """Return options of an aiohttp session with these connections, in which a transfer may last while it moves."""
+        import aiohttp
+
+        connector = aiohttp.TCPConnector(loop=self._loop, socket_factory=self.open_socket)
+        return {"connector": connector, "timeout": aiohttp.ClientTimeout(total=None, sock_connect=CONNECT_S)}
+
+    def wait_for(self, work: Coroutine[Any, Any, T]) -> T:
+        """Return the result of a library's work.
+
+        Raises:
+            TimeoutError: if no byte has moved for too long. All connections are closed: the others may be dead as well.
+        """
+        self._work = future = asyncio.run_coroutine_threadsafe(work, self._loop)
+        try:
+            self._moved()
+            while not concurrent.futures.wait([future], self._look_s).done:
+                self.silent_s = 0.0 if self._moved() else self.silent_s + self._look_s
+                if self.silent_s >= self._limit_s:
+                    raise TimeoutError(f"no byte has moved for {self._limit_s:g} s")
+        except BaseException:
+            self.close()
+            raise
+        finally:
+            self.silent_s = 0.0
+        return future.result()
+
+    def _moved(self) -> bool:
+        """Return whether a byte has moved since the last look."""
+        moved = not _TCP_INFO
+        for one, before in list(self._counts.items()):
+            try:
+                count = sum(_COUNTS.unpack_from(one.getsockopt(socket.IPPROTO_TCP, _TCP_INFO, 256), _OFFSET))
+            except OSError:  # closed
+                del self._counts[one]
+            else:
+                moved, self._counts[one] = moved or count > before, count
+        return moved
+
+    def close(self) -> None:
+        """Close the connections, also from another thread than that of a call, which then raises an error."""
+        if self._work is not None:
+            self._work.cancel()
+        for one in list(self._counts):
+            with contextlib.suppress(OSError):
+                one.shutdown(socket.SHUT_RDWR)
