@@ -18,22 +18,22 @@ from megatron_lite.data.tokenizing import JsonTokenizer, copy_tokenizer
 from megatron_lite.errors import DataError
 
 NO_MARK = "\0"
-TEXTS = (
-    "Hello  world, it's 12345!\n\n",
-    "größer ≥ 12 € 😀 こんにちは\t\n x",
-    "\n\n  We'LL don't  Cafe\u0301 ŒUVRE x_1 += 3.14e-10; // ١٢٣ 12,345 \r\n\t\tif(a){ }  ",
-    "Привет мир Ελλάδα שלום مرحبا नमस्ते 你好世界 안녕 ไทย 👩‍👩‍👧 \u00a0\u200b ﬁ ﷺ",
+TEXT = (
+    "Hello  world, it's 12345!\n\n"
+    "größer ≥ 12 € 😀 こんにちは\t\n x"
+    "\n\n  We'LL don't  Cafe\u0301 ŒUVRE x_1 += 3.14e-10; // ١٢٣ 12,345 \r\n\t\tif(a){ }  "
+    "Привет мир Ελλάδα שלום مرحبا नमस्ते 你好世界 안녕 ไทย 👩‍👩‍👧 \u00a0\u200b ﬁ ﷺ"
 )
-PIECES = [text[at : at + size] for text in TEXTS for size in (1, 2, 3, 4, 99) for at in range(len(text))]
+PIECES = [TEXT[at : at + size] for size in (1, 2, 3, 4, len(TEXT)) for at in range(len(TEXT))]
 Messages = Sequence[Mapping[str, Any]]
 Parts = list[tuple[int, int]]  # of a text, which count
 
 
-def described(folder: str) -> dict[str, Any]:
+def described(folder: str) -> tuple[str, dict[str, str], Any, list[tuple[str, list[int]]]]:
     """Return what AutoTokenizer makes of a folder, without code of its own and without a network.
 
-    Returns: the effective tokenizer.json (`tokenizer`), special tokens by name (`tokens`), its chat templates as in a
-    tokenizer_config.json (`template`), and texts, among them every added token, with their ids (`ids`).
+    Returns: the effective tokenizer.json, special tokens by name, its chat templates as in a tokenizer_config.json, and
+    texts, among them every added token, with their ids.
 
     Raises: DataError if it cannot be loaded.
     """
@@ -54,8 +54,7 @@ def described(folder: str) -> dict[str, Any]:
         templates = [{"name": name, "template": template} for name, template in templates.items()]
     added = [f"a{token} b {token}" for token in map(str, loaded.added_tokens_decoder.values())]
     ids = [(text, loaded(text)["input_ids"]) for text in (*PIECES, *added)]
-    tokens = loaded.special_tokens_map
-    return {"tokenizer": backend.to_str(), "tokens": tokens, "template": templates, "ids": ids}
+    return backend.to_str(), loaded.special_tokens_map, templates, ids
 
 
 def exported(file: str, model_type: str, folder: str) -> str:
@@ -66,10 +65,10 @@ def exported(file: str, model_type: str, folder: str) -> str:
     copy_tokenizer(file, folder)
     Path(folder, "config.json").write_text(json.dumps({"model_type": model_type}), "utf-8")
     try:
-        found = described(folder)
+        *_, ids = described(folder)
     except DataError as error:
         return str(error)
-    return difference(JsonTokenizer(file, special_tokens=True, needs_end=False), found["ids"])
+    return difference(JsonTokenizer(file, special_tokens=True, needs_end=False), ids)
 
 
 def rendered(

@@ -76,21 +76,21 @@ def effective(path: str) -> TokenizerFiles:
                 f"{path}: states the id {entry['id']} for {entry['content']}, which tokenizers gives {given}; number "
                 "added tokens from the size of the vocabulary on"
             )
-    is_own = Path(path).name != "tokenizer.json" or TRAINED in read_object(folder / "config.json")
-    if is_own or not (has_library() or _says_more(folder, added)):
+    if Path(path).name != "tokenizer.json" or not (has_library() or _says_more(folder, added)):
         return said
     need_library()
-    found = confined(LOADING, "described", str(folder))
-    ours, theirs = (json.loads(text) | {"post_processor": None} for text in (library.to_str(), found["tokenizer"]))
-    tokenizer = said.tokenizer if ours == theirs else found["tokenizer"].encode()
-    own = {"tokenizer_class": PLAIN_CLASSES[0], "chat_template": found["template"]}
+    tokenizer, tokens, template, ids = confined(LOADING, "described", str(folder))
+    if TRAINED in read_object(folder / "config.json"):
+        return TokenizerFiles(said.tokenizer, said.config | {"chat_template": template})
+    ours, theirs = (json.loads(text) | {"post_processor": None} for text in (library.to_str(), tokenizer))
     plain = {
         key: value
         for key, value in said.config.items()
         if not isinstance(value, dict | list) and not key.endswith("_token")
     }
-    said = TokenizerFiles(tokenizer, plain | found["tokens"] | own)
-    if reason := difference(JsonTokenizer(path, True, False, said), found["ids"]):
+    config = plain | tokens | {"tokenizer_class": PLAIN_CLASSES[0], "chat_template": template}
+    said = TokenizerFiles(said.tokenizer if ours == theirs else tokenizer.encode(), config)
+    if reason := difference(JsonTokenizer(path, True, False, said), ids):
         raise DataError(f"{folder}: {reason}; save the tokenizer anew by its save_pretrained")
     return said
 
@@ -132,6 +132,8 @@ def _says_more(folder: Path, added: dict[str, Any]) -> bool:
     if any(file.is_file() and not read_object(file) and file.read_bytes().strip() != b"{}" for file in files):
         return True  # damaged
     model = read_object(folder / "config.json")
+    if TRAINED in model:
+        return False
     kind, model_type = (model | beside[0]).get("tokenizer_class"), model.get("model_type")
     is_plain = model_type in (None, *FREE) if kind in PLAIN_CLASSES else (kind, model_type) == (None, None)
     if not is_plain or beside[0].get("split_special_tokens"):

@@ -12,10 +12,11 @@ import pytest
 from tokenizers import Tokenizer, normalizers
 
 from megatron_lite.corpus.confined import confined
+from megatron_lite.corpus.conversations import find_template
 from megatron_lite.corpus.tokenizer_folder import LOADING, effective
 from megatron_lite.data.tokenizing import JsonTokenizer, copy_tokenizer
 from megatron_lite.huggingface.architectures import ARCHITECTURES
-from tests.corpus.test_tokenizer_folders import SPLIT, TEXTS, bytes_and_pairs, with_dropout, with_prefix
+from tests.corpus.test_tokenizer_folders import PLAIN, SPLIT, TEXTS, bytes_and_pairs, with_dropout, with_prefix
 from tests.support.launch import ROOT, TINY, Start, succeed, trains
 
 transformers = pytest.importorskip("transformers")
@@ -106,8 +107,12 @@ def test_no_class_keeps_the_ids_for_qwen2(tmp_path: Path) -> None:
 
 
 def test_a_run_warns_once(tmp_path: Path) -> None:
-    """Of two exports as qwen2; none as another architecture. Our own tools read the ids of training from both."""
+    """Of two exports as qwen2; none as another architecture. Our own tools read the ids of training from both.
+
+    They read the chat template of a file beside it, too.
+    """
     file = write(tmp_path / "F")
+    (tmp_path / "F" / "chat_template.jinja").write_text(PLAIN)
     for name, flags in (("qwen2", QWEN2.split()), ("llama", ["--export_model_type=gpt2"])):
         experiment = tmp_path / name
         words = [*FLAGS, f"--tokenizer_file={file}", f"--experiment_dir={experiment}", *flags]
@@ -117,6 +122,7 @@ def test_a_run_warns_once(tmp_path: Path) -> None:
         assert [JsonTokenizer(read, True, said=effective(read)).encode(text) for text in TEXTS] == [
             JsonTokenizer(file, True).encode(text) for text in TEXTS
         ]
+        assert find_template(read).text == PLAIN
 
 
 def hanging(folder: Path) -> dict[str, str]:
