@@ -7,7 +7,7 @@ import shlex
 import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, TypeVar
 
 import torch
 
@@ -19,7 +19,7 @@ from megatron_lite.checkpoint.retention import lack_at_start
 from megatron_lite.checkpoint.rotation import again
 from megatron_lite.checkpoint.writing import open_background, shards_bytes
 from megatron_lite.cli.help import banners
-from megatron_lite.config import Config, changed
+from megatron_lite.config import Config, JsonObject, changed
 from megatron_lite.corpus.from_text import resolve_data
 from megatron_lite.corpus.prepared import check_tokenizer, known_tokenizer, outdated
 from megatron_lite.corpus.run_length import with_length
@@ -109,7 +109,7 @@ def build(
 # -- open the inputs ----------------------------------------------------------------------------------------------
 
 
-def _resolve(run: Run) -> tuple[Choice, Mapping[str, Any] | None, tuple[Note, ...]]:
+def _resolve(run: Run) -> tuple[Choice, JsonObject | None, tuple[Note, ...]]:
     """Open the log, resolve `auto` and text data in the configuration, and choose the checkpoints to resume from.
 
     Returns also the data of the newest one, see `open_data`, and notes.
@@ -172,9 +172,7 @@ def _choose_products(config: Config, distributed: Distributed) -> Config:
     return changed(config, {"cpu_matmul": name})
 
 
-def _open_inputs(
-    run: Run, variables: Mapping[str, str], kernels: Kernels, began: Mapping[str, Any] | None
-) -> list[Layer]:
+def _open_inputs(run: Run, variables: Mapping[str, str], kernels: Kernels, began: JsonObject | None) -> list[Layer]:
     """Open everything that needs no communication; return the layers to train. began: see `open_data`."""
     config, distributed = run.config, run.distributed
     script = ""
@@ -314,7 +312,7 @@ def _fill(run: Run, choice: Choice, source: WeightSource | None) -> Resumed:
     else:
         iteration = load_pretrained.start_from(source, run.config, model, optimizer, run.distributed, run.logger)
     optimizer.averaging.start()
-    return Resumed(iteration, origin=source.origin if source else {}, counts={"stages": [(0, 0, 0)], "sets": ()})
+    return Resumed(iteration, source.origin if source else {}, {"stages": [(0, 0, 0)], "sets": ()})
 
 
 def _go_on(run: Run) -> None:

@@ -10,8 +10,7 @@ import shlex
 from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from megatron_lite.checkpoint.names import JsonObject
-from megatron_lite.config import BatchConfig, Config, Draft, ModelConfig, Options, flatten, unflatten
+from megatron_lite.config import BatchConfig, Config, Draft, JsonObject, ModelConfig, Options, flatten, unflatten
 from megatron_lite.config.model import rotary_base
 from megatron_lite.config.optimizer import LearningRateConfig
 from megatron_lite.config.option import Area

@@ -8,10 +8,10 @@ only the user can say which of the two goes on.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from megatron_lite.checkpoint.manifest import Manifest
-from megatron_lite.config import Config
+from megatron_lite.config import Config, JsonObject
 from megatron_lite.config.values import digest
 
 _AREAS = ("model", "batch", "learning_rate", "optimizer", "averaging")
@@ -35,7 +35,7 @@ class History(NamedTuple):
             return self
         return History(self.run, (*self.changes, (iteration, found)))
 
-    def state(self) -> dict[str, Any]:
+    def state(self) -> JsonObject:
         """Return the part of a checkpoint's state; see `saved_state.RUN_STATE`."""
         return {"history": self._asdict()}
 
@@ -60,7 +60,7 @@ def shared_iterations(one: Manifest, other: Manifest) -> int:
     return next((at for at in starts if at < end and left.options_after(at) != right.options_after(at)), end)
 
 
-def counts_of(content: Manifest) -> dict[str, Any]:
+def counts_of(content: Manifest) -> JsonObject:
     """Return what the iterations of a checkpoint have read, see `data.counts`.
 
     An earlier version did not count. Its stage is known if the run always had the same options.
@@ -68,5 +68,5 @@ def counts_of(content: Manifest) -> dict[str, Any]:
     saved, stage = content.config, (0, 0, 0)
     if [start for start, _ in history_of(content).changes] == [0] and not saved.get("batch_size_schedule"):
         stage = (0, saved["batch_size"], saved["sequence_length"])
-    counts: dict[str, Any] = content.state.get("counts", {"stages": [stage], "sets": []})
+    counts: JsonObject = content.state.get("counts", {"stages": [stage], "sets": []})
     return counts

@@ -45,6 +45,7 @@ from megatron_lite.checkpoint.decoding import Count, PositiveCount, Rule, decode
 from megatron_lite.checkpoint.files import SavedFile, Slice, WrittenFile
 from megatron_lite.checkpoint.names import A_LINK, MANIFEST_NAME, RANK_FILE, parse_json, rank_file, read_bytes, reason
 from megatron_lite.checkpoint.saved_state import RUN_STATE, check_options
+from megatron_lite.config import JsonObject
 from megatron_lite.distributed.grid import Coordinates
 from megatron_lite.errors import DamagedError
 from megatron_lite.parameter import DTYPES
@@ -76,8 +77,8 @@ class Manifest:
     save_id: str
     iteration: int
     world_size: int
-    config: dict[str, Any]
-    state: dict[str, Any]
+    config: JsonObject
+    state: JsonObject
     files: dict[str, SavedFile]
     parameters: dict[str, SavedParameter]
 
@@ -220,10 +221,10 @@ _MANIFEST = {
     "save_id": str,
     "iteration": Count,
     "world_size": PositiveCount,
-    "config": dict[str, Any],
+    "config": JsonObject,
     "state": RUN_STATE,
     "files": dict[str, SavedFile],
-    "parameters": dict[str, Any],
+    "parameters": JsonObject,
     "crc32": int,
 }
 
@@ -264,7 +265,7 @@ def parse(text: bytes) -> Manifest:
     return Manifest(**{key: entry[key] for key in (*_RUN_KEYS, "files")}, parameters=parameters)
 
 
-def _upgrade(values: dict[str, Any], version: int) -> None:
+def _upgrade(values: JsonObject, version: int) -> None:
     """Convert an older manifest to the current form."""
     for file in values["files"].values():
         file |= {"block_bytes": file["size"], "crc32": f"{file['crc32']:08x}"}

@@ -27,7 +27,6 @@ OUR_FILE = re.compile(
     r"|(tokenizer|tokenizer_config|special_tokens_map|added_tokens|vocab|chat_template)\.json"
     r"|(vocab|merges)\.txt|chat_template\.jinja|tokenizer\.model"
 )
-JsonObject = dict[str, Any]
 A_LINK = "a symbolic link, which is not followed here"
 _ITERATION = re.compile(r"0|[1-9][0-9]{0,17}")
 _WORK_NAME = re.compile(r"\.(tmp|ready|trash)-([^/]+)-([0-9a-f]{16})")

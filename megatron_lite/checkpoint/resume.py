@@ -16,13 +16,13 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
 from types import MappingProxyType
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from megatron_lite.checkpoint import compatibility, reading
 from megatron_lite.checkpoint.history import History, counts_of, history_of
 from megatron_lite.checkpoint.manifest import Manifest, read
 from megatron_lite.checkpoint.names import MANIFEST_NAME, find_checkpoints, no_folder, reason
-from megatron_lite.config import Config
+from megatron_lite.config import Config, JsonObject
 from megatron_lite.config.source import CheckpointConfig
 from megatron_lite.config.values import counted
 from megatron_lite.distributed.agreement import rank_0_works, together
@@ -58,7 +58,7 @@ class Choice:
         return None
 
     @property
-    def began(self) -> dict[str, Any] | None:
+    def began(self) -> JsonObject | None:
         """The data that a run has trained on, None before the first iteration: that of the newest checkpoint, see
         `data.fingerprint.identity`, and its `config`, `iteration` and `counts`."""
         if self.newest is None or not self.newest[1].iteration:
@@ -189,15 +189,15 @@ class Resumed(NamedTuple):
     """Where training starts."""
 
     iteration: int  # iterations done
+    origin: JsonObject  # see `huggingface.origin`
+    counts: JsonObject  # see `data.counts`
     evaluation_due: bool = False  # whether their evaluation is still due
     folder: Path | None = None  # the checkpoint; None: the initial or pretrained weights
-    best: Mapping[str, Any] | None = None  # see `BestEvaluation`
+    best: JsonObject | None = None  # see `BestEvaluation`
     history: History | None = None  # None: a new run begins
-    origin: Mapping[str, Any] = MappingProxyType({})  # see `huggingface.origin`
-    counts: Mapping[str, Any] = MappingProxyType({})  # see `data.counts`
 
 
-def check_early(choice: Choice, config: Config, data: dict[str, Any]) -> None:
+def check_early(choice: Choice, config: Config, data: JsonObject) -> None:
     """Reject a checkpoint of another architecture or other data before memory is allocated, on rank 0.
 
     data: see `data.fingerprint.identity`.
@@ -217,8 +217,8 @@ def resume(
     config: Config,
     model: MultiStage,
     optimizer: Optimizer,
-    load_sums: Callable[[dict[str, Any]], None],
-    data: dict[str, Any],
+    load_sums: Callable[[JsonObject], None],
+    data: JsonObject,
     distributed: Distributed,
     logger: logging.Logger,
     leave: Callable[[int], None] = lambda iteration: None,
@@ -261,7 +261,7 @@ def resume(
     state, is_own = loaded.state, folder.parent == root
     history = history_of(loaded) if is_own else None
     due, origin = state.get("evaluation_due", False), state.get("origin", {})
-    return Resumed(loaded.iteration, due, folder, state.get("best"), history, origin, counts_of(loaded))
+    return Resumed(loaded.iteration, origin, counts_of(loaded), due, folder, state.get("best"), history)
 
 
 def _other_ranks(loaded: Manifest, distributed: Distributed) -> str:
@@ -273,7 +273,7 @@ def _other_ranks(loaded: Manifest, distributed: Distributed) -> str:
     return f", saved by {counted(loaded.world_size, 'rank')}{' with ' * bool(flags)}{' '.join(flags)}"
 
 
-def _log_changes(loaded: Manifest, config: Config, data: dict[str, Any], logger: logging.Logger) -> None:
+def _log_changes(loaded: Manifest, config: Config, data: JsonObject, logger: logging.Logger) -> None:
     """Log how the configuration differs from the checkpoint's."""
     for difference in compatibility.differences(loaded.config, config, compatibility.DATA, None):
         if difference.name not in compatibility.NAMES_OF_A_RUN:

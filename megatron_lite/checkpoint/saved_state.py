@@ -8,10 +8,11 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from typing import Annotated, Any
 
 from megatron_lite.checkpoint.decoding import Count, PositiveCount, Rule
+from megatron_lite.config import JsonObject
 from megatron_lite.config.optimizer import EMA_TYPES
 from megatron_lite.config.structured_values import keep_rules
 from megatron_lite.config.values import (
@@ -81,7 +82,7 @@ RUN_STATE = {
     },
     "window": {"loss": HexFloat, "tokens": Count},
     "evaluation_due?": bool,
-    "origin?": dict[str, Any],  # see `huggingface.origin`
+    "origin?": JsonObject,  # see `huggingface.origin`
     "history?": {"run": Digest, "changes": list[tuple[Count, Digest]]},
     "counts?": {
         "stages?": list[tuple[Count, Count, Count]],  # start, size and length of `schedules.batch_size.Segment`
@@ -101,7 +102,7 @@ RUN_STATE = {
 TRAINING = {"sequence_length?": PositiveCount, **_TOKENIZER}
 
 
-def training_facts(sequence_length: int, data: Mapping[str, Any]) -> dict[str, Any]:
+def training_facts(sequence_length: int, data: JsonObject) -> JsonObject:
     """Return what is known of a training, see `TRAINING`. data: that of RUN_STATE."""
     return {"sequence_length": sequence_length} | {key: data[key] for key in data if f"{key}?" in _TOKENIZER}
 
@@ -114,7 +115,7 @@ _PARSERS: dict[str, Callable[[Any], Any]] = {
 }
 
 
-def check_options(config: dict[str, Any]) -> None:
+def check_options(config: JsonObject) -> None:
     """Check a flat saved configuration, with lists for tuples, by the types, bounds and choices of its flags.
 
     Ignore unknown options and use defaults for missing ones: another version of the program may have written the

@@ -23,7 +23,7 @@ import os
 from collections.abc import Collection, Mapping
 from pathlib import Path
 from types import MappingProxyType
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from megatron_lite.checkpoint.compatibility import FREE, Difference
 from megatron_lite.checkpoint.rotation import again
@@ -59,7 +59,7 @@ class Stated(NamedTuple):
     model_type: str | None  # Hugging Face's name of the architecture, if it has one
 
 
-def with_source(given: Mapping[str, Any]) -> tuple[Options, tuple[Note, ...]]:
+def with_source(given: Options) -> tuple[Options, tuple[Note, ...]]:
     """Return the given options plus those of the preset or the pretrained checkpoint, and notes on their source.
 
     Raises:
@@ -90,7 +90,7 @@ def with_source(given: Mapping[str, Any]) -> tuple[Options, tuple[Note, ...]]:
     return values, notes
 
 
-def with_preset(given: Mapping[str, Any]) -> tuple[Options, tuple[Note, ...]]:
+def with_preset(given: Options) -> tuple[Options, tuple[Note, ...]]:
     """Return the given options plus those of their --model preset, and a note that lists the preset."""
     name = given.get("model")
     if name is None:
@@ -104,7 +104,7 @@ def with_preset(given: Mapping[str, Any]) -> tuple[Options, tuple[Note, ...]]:
     return {**preset, **given}, (Note(f"--model={name} stands for {flags}{others}"),)
 
 
-def _brought_along(values: Mapping[str, Any], typed: Mapping[str, Any]) -> Options:
+def _brought_along(values: Options, typed: Options) -> Options:
     """Return a model's options without those that depend on a typed option with another value.
 
     The length that typed rotary positions stretch is the model's own, not a longer one that is typed beside them.
@@ -166,7 +166,7 @@ def _stated(folder: Path, kind: str | None, weights: bool) -> Stated:
         raise CheckpointError(f"--pretrained_checkpoint_path: {error}") from None
 
 
-def _own_values(given: Mapping[str, Any]) -> Stated | None:
+def _own_values(given: Options) -> Stated | None:
     """Return the model of the run's newest checkpoint, or None if no checkpoint is readable."""
     root = Path(given.get("experiment_dir") or "") / "checkpoints"
     if not given.get("experiment_dir") or not os.path.isdir(root):  # writing to the directory will report an error
@@ -188,7 +188,7 @@ def _with_own_positions(given: Options) -> Options:
     return {"max_position_embeddings": own.values.get("max_position_embeddings"), **given}
 
 
-def _differences(ours: Mapping[str, Any], theirs: Options, names: Collection[str]) -> list[Difference]:
+def _differences(ours: Options, theirs: Options, names: Collection[str]) -> list[Difference]:
     """Return the differences in the options `names`; invalid values in `ours` are reported elsewhere."""
     resolved, problems = examine(unflatten(dict(ours)), 1)
     wrong = {name for problem in problems for name in problem.names}

@@ -19,7 +19,7 @@ from megatron_lite import __version__
 from megatron_lite.cli.help import help_text
 from megatron_lite.cli.model_source import with_preset, with_source
 from megatron_lite.cli.unknown_flags import accepts, answer_of_any, answer_to_unknown, foreign_answer, refused_row
-from megatron_lite.config import Config, unflatten
+from megatron_lite.config import Config, JsonObject, unflatten
 from megatron_lite.config.other_programs import refused_value
 from megatron_lite.config.structured_values import environment_values
 from megatron_lite.config.values import (
@@ -53,7 +53,7 @@ class Arguments:
     """A valid command line."""
 
     config: Config
-    given: dict[str, Any]  # typed options, by name
+    given: JsonObject  # typed options, by name
     notes: tuple[Note, ...]  # warnings, and the sources of other options
     # Variables of --export_callback_env, perhaps secret: stored in no other object, and never printed.
     environment: dict[str, str] = field(default_factory=dict, repr=False)
@@ -146,7 +146,7 @@ class _Parser:
     """The state of one pass over a command line."""
 
     def __init__(self) -> None:
-        self.given: dict[str, Any] = {}
+        self.given: JsonObject = {}
         self.problems: list[str] = []
         self.notes: list[Note] = []
         self.environment: dict[str, str] = {}

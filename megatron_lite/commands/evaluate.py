@@ -33,11 +33,10 @@ import tempfile
 from collections.abc import Iterator, Sequence
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 from megatron_lite.checkpoint.rotation import again
 from megatron_lite.cli.script_parser import COUNT, ScriptParser
-from megatron_lite.config import unflatten
+from megatron_lite.config import JsonObject, unflatten
 from megatron_lite.corpus.documents import BLANK, TextFields, whole_texts
 from megatron_lite.corpus.from_text import resolve_data
 from megatron_lite.corpus.inputs import find_inputs
@@ -145,7 +144,7 @@ def find_tokenizer(options: argparse.Namespace, folder: Path) -> Tokenizer | Non
     return None
 
 
-def result(options: argparse.Namespace, folder: Path) -> dict[str, Any]:
+def result(options: argparse.Namespace, folder: Path) -> JsonObject:
     """Evaluate one model and return the record.
 
     Raises:
@@ -154,7 +153,7 @@ def result(options: argparse.Namespace, folder: Path) -> dict[str, Any]:
     device = choose_device(options.device)
     tokenizer = find_tokenizer(options, folder)
     model = load_model(folder, options.sequence_length, options.dtype, device, options.weights)
-    about: dict[str, Any] = {"sequence_length": model.longest, "model": str(folder)}
+    about: JsonObject = {"sequence_length": model.longest, "model": str(folder)}
     if options.text:
         assert tokenizer is not None
         fields = TextFields((options.json_key or "text",))
@@ -208,7 +207,7 @@ def so_far(totals: Totals, seconds: float) -> str:
     return f"{totals.tokens:,} tokens, loss {totals.loss:.4f}, {totals.tokens / seconds:,.0f} tokens/s"
 
 
-def in_words(record: dict[str, Any]) -> list[str]:
+def in_words(record: JsonObject) -> list[str]:
     """Format the record in six parts."""
     perplexity, bits, num_bytes = record["perplexity"], record["bits_per_byte"], record["bytes"]
     return [
@@ -221,7 +220,7 @@ def in_words(record: dict[str, Any]) -> list[str]:
     ]
 
 
-def report(records: Sequence[dict[str, Any]]) -> Iterator[str]:
+def report(records: Sequence[JsonObject]) -> Iterator[str]:
     """Yield one line, or the lines of a table of several models."""
     if len(records) == 1:
         yield " | ".join(in_words(records[0]))
@@ -234,7 +233,7 @@ def report(records: Sequence[dict[str, Any]]) -> Iterator[str]:
 def main(arguments: Sequence[str], program: str | None = None) -> int:
     """Evaluate and print, also what was done before an error; return the exit code."""
     options = parse_options(arguments, program)
-    code, records = EXIT_DONE, list[dict[str, Any]]()
+    code, records = EXIT_DONE, list[JsonObject]()
     try:
         options.sequence_length = options.sequence_length or again(
             lambda: common_length(options.model, options.weights)

@@ -21,6 +21,7 @@ from megatron_lite.config.system import DistributedConfig, MultiStageConfig
 from megatron_lite.config.training import BatchConfig, DataConfig, TrainingConfig
 
 Options = dict[str, Any]  # values by name
+JsonObject = dict[str, Any]  # decoded
 
 
 @dataclass(frozen=True)

@@ -6,11 +6,9 @@ import dataclasses
 import json
 import logging
 import math
-from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
 
-from megatron_lite.config import Config, changed
+from megatron_lite.config import Config, JsonObject, changed
 from megatron_lite.config.structured_values import weighted_paths
 from megatron_lite.config.training import NO_MASK
 from megatron_lite.config.values import abridged, is_number
@@ -36,7 +34,7 @@ def resolve_data(
     distributed: Distributed | None,
     root: Path | None,
     logger: logging.Logger,
-    began: Mapping[str, Any] | None = None,
+    began: JsonObject | None = None,
 ) -> Config:
     """Replace text and lists in the paths of data by prefixes of pairs; rank 0 prepares what is not prepared yet.
 
@@ -65,13 +63,11 @@ def is_text(path: str) -> bool:
     return Path(path).is_dir() or is_input(Path(path)) or any(sign in path for sign in "*?[{")
 
 
-def _resolved(
-    config: Config, cache: str | None, logger: logging.Logger, began: Mapping[str, Any] | None
-) -> dict[str, Any]:
+def _resolved(config: Config, cache: str | None, logger: logging.Logger, began: JsonObject | None) -> JsonObject:
     """Return the words of each path of data and mask, and the tokenizer's file, as local paths."""
     begun = began["config"] if began else {}
     data, flags = config.data, (*PATH_FLAGS, "loss_mask")
-    found: dict[str, Any] = {flag: [local_copy(word, flag, cache) for word in getattr(data, flag)] for flag in flags}
+    found: JsonObject = {flag: [local_copy(word, flag, cache) for word in getattr(data, flag)] for flag in flags}
     if data.tokenizer_file not in (None, "none"):
         found["tokenizer_file"] = local_copy(data.tokenizer_file, "tokenizer_file", cache)
     if data.dataset_source == "file" and data.data_path:
@@ -98,9 +94,7 @@ def _resolved(
     return found
 
 
-def _weighted(
-    words: list[str], flag: str, config: Config, begun: Mapping[str, Any], logger: logging.Logger
-) -> list[str]:
+def _weighted(words: list[str], flag: str, config: Config, begun: JsonObject, logger: logging.Logger) -> list[str]:
     """Add weights to the data sets of a run if there are none: their tokens, so that all are read equally often.
 
     A run that began keeps its weights, which are equal if an earlier version began it. begun: its options, if any.

@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
+from megatron_lite.config import JsonObject
 from megatron_lite.config.training import NO_MASK
 from megatron_lite.corpus.pieces import RULES, digest_of
 from megatron_lite.data.disk_array import reading
@@ -30,7 +31,7 @@ BAR_WIDTH = 40
 _PART = re.compile(r"(-[0-9]{5}-of-[0-9]{5}|_validation)?(_mask)?\Z")  # of a corpus: the end of a prefix
 
 
-def _summary_of(prefix: str) -> tuple[str, dict[str, Any]]:
+def _summary_of(prefix: str) -> tuple[str, JsonObject]:
     """Return the prefix of the corpus that a pair belongs to, and its summary; {} if it cannot be read."""
     candidates = prefix, _PART.sub("", prefix)
     base = next((base for base in candidates if Path(base + SUMMARY).exists()), prefix)
@@ -44,7 +45,7 @@ def files_beside(prefix: str) -> list[str]:
     return [f"{prefix}_mask.idx", f"{prefix}_mask.bin", *(corpus + end for corpus in corpora for end in ends)]
 
 
-def older_summary(prefix: str) -> dict[str, Any]:
+def older_summary(prefix: str) -> JsonObject:
     """Return the summary of a pair that was prepared under other rules than today's; {} for any other pair."""
     summary = _summary_of(prefix)[1]
     return {} if summary.get("rules") == RULES else summary
@@ -126,7 +127,7 @@ def stated(prefixes: Iterable[str]) -> dict[str, str | tuple[str, ...]]:
     return found | ({"loss_mask": tuple(masks)} if {*masks} - {NO_MASK} else {})
 
 
-def is_complete(prefix: str, fingerprint: str) -> dict[str, Any] | None:
+def is_complete(prefix: str, fingerprint: str) -> JsonObject | None:
     """Return the summary of a corpus that was prepared with this fingerprint, if all its files are there, else None."""
     summary = read_object(Path(prefix + SUMMARY))
     if summary.get("fingerprint") != fingerprint:

@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
-from typing import Any
 
-from megatron_lite.config import Config, changed
+from megatron_lite.config import Config, JsonObject, changed
 from megatron_lite.data.counts import Counts
 from megatron_lite.data.open_data import samples_of_epoch
 from megatron_lite.validation import resolve
@@ -14,7 +12,7 @@ from megatron_lite.validation.rules import Note
 
 
 def with_length(
-    config: Config, asked: Config, began: Mapping[str, Any] | None, world_size: int
+    config: Config, asked: Config, began: JsonObject | None, world_size: int
 ) -> tuple[Config, tuple[Note, ...]]:
     """Derive the iterations from --epochs or --train_tokens, and with them the schedule; say so in a note.
 

@@ -9,10 +9,10 @@ from __future__ import annotations
 import bisect
 import math
 from collections import Counter, defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any
 
-from megatron_lite.config import Config
+from megatron_lite.config import Config, JsonObject
 from megatron_lite.data.blending import Blend, Concatenation
 from megatron_lite.errors import UsageError
 from megatron_lite.schedules.batch_size import BatchSchedule, Segment, batch_schedule, continued
@@ -26,7 +26,7 @@ class Counts:
     order: Blend | Concatenation | None = None  # None: random tokens, or no training
     sets: Sequence[tuple[str, str, int]] = ()  # of each data set: fingerprint, name, samples of an epoch
 
-    def __init__(self, config: Config, began: Mapping[str, Any] | None = None) -> None:
+    def __init__(self, config: Config, began: JsonObject | None = None) -> None:
         """config: resolved. began: see `Choice.began`; None for a new run."""
         self._config, self._planned = config, batch_schedule(config.batch)
         self.schedule = self._planned  # that of earlier starts, until this one begins
@@ -38,7 +38,7 @@ class Counts:
         """Return the fewest iterations that read so many tokens; by the options where earlier starts did not count."""
         return (self._planned if self.schedule.since else self.schedule).iterations_of(tokens)
 
-    def begin(self, saved: Mapping[str, Any], iteration: int) -> None:
+    def begin(self, saved: JsonObject, iteration: int) -> None:
         """Go on after the iterations of a checkpoint. saved: `state()` then."""
         before = BatchSchedule(tuple(Segment(*row) for row in saved["stages"]))
         self.schedule = continued(before, self._planned, iteration)

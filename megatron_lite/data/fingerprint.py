@@ -9,8 +9,8 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Sequence
-from typing import Any
 
+from megatron_lite.config import JsonObject
 from megatron_lite.config.values import digest
 from megatron_lite.data.disk_array import sample_of, unreadable
 from megatron_lite.data.indexed_dataset import IndexedDataset
@@ -32,7 +32,7 @@ def fingerprint(dataset: IndexedDataset) -> str:
 
 def identity(
     datasets: list[IndexedDataset], tokenizer_file: str | None, masks: Sequence[IndexedDataset | None] = ()
-) -> dict[str, Any]:
+) -> JsonObject:
     """Return what a checkpoint holds about its data, as JSON.
 
     `sets`: [documents, tokens, dtype, fingerprint] of each data set, in the order of --data_path. `tokenizer`: a
@@ -48,13 +48,13 @@ def identity(
     tokenizer = None
     if tokenizer_file is not None:
         tokenizer = hashlib.blake2b(tokenizer_json(tokenizer_file), digest_size=8).hexdigest()
-    found: dict[str, Any] = {"sets": [known[dataset] for dataset in datasets], "tokenizer": tokenizer}
+    found: JsonObject = {"sets": [known[dataset] for dataset in datasets], "tokenizer": tokenizer}
     if any(mask is not None for mask in masks):
         found["masks"] = [None if mask is None else fingerprint(mask) for mask in masks]
     return found
 
 
-def check_same(own: dict[str, Any], distributed: Distributed) -> None:
+def check_same(own: JsonObject, distributed: Distributed) -> None:
     """Check that all ranks read the same data; all ranks call this together.
 
     Raises: DataError on every rank, if the identity of any differs from that of rank 0.

@@ -7,11 +7,11 @@ import itertools
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from pathlib import PurePath
 from types import MappingProxyType
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 
-from megatron_lite.config import Config
+from megatron_lite.config import Config, JsonObject
 from megatron_lite.config.option import All
 from megatron_lite.config.structured_values import short_names, weight_stages, weighted_paths
 from megatron_lite.config.training import ITERATIONS, NO_MASK, OWN_DATA
@@ -51,7 +51,7 @@ PATH_FLAGS = MappingProxyType({"data_path": "data", "valid_data_path": "valid", 
 SEARCHED, READ_AT_A_TIME = 2**24, 2**16
 
 
-def open_data(config: Config, rank: int, world_size: int, began: Mapping[str, Any] | None = None) -> DataSource:
+def open_data(config: Config, rank: int, world_size: int, began: JsonObject | None = None) -> DataSource:
     """Open and check the data of a resolved configuration: headers, sizes, splits and masks, but no tokens.
 
     began: what a checkpoint says of a run's data, see `Choice.began`; None for a new run. Its `evaluation_order` is
@@ -116,7 +116,7 @@ def open_data(config: Config, rank: int, world_size: int, began: Mapping[str, An
     return DataSource(config, rank, world_size, phases, described, found, counts, warnings)
 
 
-def prefixes(words: Mapping[str, Any]) -> list[str]:
+def prefixes(words: JsonObject) -> list[str]:
     """Return the data sets of these options, by name, in the order of the words of --loss_mask."""
     return [path for flag in PATH_FLAGS for _, path in weighted_paths(words[flag], flag)]
 

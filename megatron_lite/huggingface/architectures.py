@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from types import MappingProxyType
 from typing import Any
 
-from megatron_lite.config import Config, ModelConfig, Options
+from megatron_lite.config import Config, JsonObject, ModelConfig, Options
 from megatron_lite.config.values import written
 from megatron_lite.errors import UsageError
 
@@ -90,12 +90,12 @@ _STARCODER2_KEYS = {key: value for key, value in _LLAMA_KEYS.items() if key != "
 _MISTRAL_DEFAULTS = dict(
     num_key_value_heads=8, intermediate_size=14336, max_position_embeddings=131072, sliding_window=4096
 )
-_STARCODER2_DEFAULTS: dict[str, Any] = (
+_STARCODER2_DEFAULTS: JsonObject = (
     dict(vocab_size=49152, hidden_size=3072, num_hidden_layers=30, num_attention_heads=24, num_key_value_heads=2)
     | dict(intermediate_size=12288, hidden_act="gelu_pytorch_tanh", max_position_embeddings=4096)
     | dict(initializer_range=0.018042, tie_word_embeddings=True, use_bias=True, sliding_window=None)
 )
-_QWEN_DEFAULTS: dict[str, Any] = dict(
+_QWEN_DEFAULTS: JsonObject = dict(
     vocab_size=151936, intermediate_size=22016, num_key_value_heads=32, max_position_embeddings=32768
 ) | dict(sliding_window=4096, use_sliding_window=False, max_window_layers=28)
 
@@ -105,10 +105,10 @@ class Architecture:
     """One `model_type`."""
 
     class_name: str
-    fixed: Mapping[str, Any]  # our options that have only one value in this architecture
+    fixed: JsonObject  # our options that have only one value in this architecture
     options: Mapping[str, tuple[str, Any]]  # key of config.json -> our option, value if missing
-    other_defaults: Mapping[str, Any] = field(default_factory=dict)
-    constants: Mapping[str, Any] = field(default_factory=dict)  # other keys -> the only value we can express
+    other_defaults: JsonObject = field(default_factory=dict)
+    constants: JsonObject = field(default_factory=dict)  # other keys -> the only value we can express
     biases: Mapping[str, tuple[str, ...]] = field(default_factory=dict)  # key -> the options that it states
     always_biased: tuple[str, ...] = ()  # options of biases that every file has, perhaps as zeros
 
@@ -118,7 +118,7 @@ class Architecture:
         return {key: option for key, (option, _) in self.options.items()}
 
     @property
-    def defaults(self) -> dict[str, Any]:
+    def defaults(self) -> JsonObject:
         """Map keys of config.json to values if missing; includes keys that are not a single option."""
         return {key: default for key, (_, default) in self.options.items()} | dict(self.other_defaults)
 

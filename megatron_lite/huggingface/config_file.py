@@ -7,12 +7,10 @@ written as in transformers 4 (rope_theta, rope_scaling) and 5 (rope_parameters).
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from typing import Any
 
-from megatron_lite.checkpoint.names import JsonObject
 from megatron_lite.checkpoint.saved_state import check_value
-from megatron_lite.config import Config, ModelConfig, Options
+from megatron_lite.config import Config, JsonObject, ModelConfig, Options
 from megatron_lite.config.system import DTYPES
 from megatron_lite.config.values import FLAGS, LARGEST_INTEGER, BadValueError
 from megatron_lite.errors import CheckpointError
@@ -32,7 +30,7 @@ ROPE_OPTIONS = tuple(dict.fromkeys(f"rope_{name}" for names in _NAMES.values() f
 _REQUIRED = {"linear": ("factor",), "llama3": ("factor", "low_freq_factor", "high_freq_factor")}
 
 
-def read_rope(content: Mapping[str, Any], max_position_embeddings: Any) -> tuple[Options, list[str]]:
+def read_rope(content: JsonObject, max_position_embeddings: Any) -> tuple[Options, list[str]]:
     """Return the options of rotary positions, and a list of problems.
 
     As in transformers 5, rope_scaling takes precedence over rope_parameters, and a base in either over rope_theta.
@@ -158,7 +156,7 @@ _SECOND_NAMES = {
 _WINDOW_KEYS = ("use_sliding_window", "sliding_window", "max_window_layers", "layer_types")
 
 
-def model_values(content: Mapping[str, Any]) -> Options:
+def model_values(content: JsonObject) -> Options:
     """Return the options in a config.json: architecture, dropouts and initialization.
 
     None is a value: no window, or no such rotary parameter.
@@ -185,7 +183,7 @@ def model_values(content: Mapping[str, Any]) -> Options:
 class _Reading:
     """A config.json, with the keys used and problems found so far."""
 
-    def __init__(self, name: str, content: Mapping[str, Any]) -> None:
+    def __init__(self, name: str, content: JsonObject) -> None:
         self.name, self.content, self.architecture = name, content, ARCHITECTURES[name]
         self.used: set[str] = set()
         self.problems: list[str] = []
@@ -321,7 +319,7 @@ def _is_count(value: Any) -> bool:
     return isinstance(value, int) and not isinstance(value, bool) and value >= 1
 
 
-def hugging_face_config(config: Config, special_tokens: Mapping[str, Any]) -> JsonObject:
+def hugging_face_config(config: Config, special_tokens: JsonObject) -> JsonObject:
     """Return config.json for a resolved configuration.
 
     Has both spellings of the dtype and of rotary positions: transformers 5 reads `dtype` and `rope_parameters`, older

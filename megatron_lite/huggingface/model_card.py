@@ -8,11 +8,10 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from dataclasses import dataclass, field
-from typing import Any
 
-from megatron_lite.config import Config, flatten
+from megatron_lite.config import Config, JsonObject, flatten
 from megatron_lite.config.values import FLAGS, written
 from megatron_lite.huggingface.origin import UNCHOSEN
 from megatron_lite.run.progress_line import format_count
@@ -57,9 +56,9 @@ class TrainingSummary:
 
     iteration: int
     losses: dict[str, float]  # by name, in nats per token
-    counts: Mapping[str, Any]  # see `data.counts`
-    facts: Mapping[str, Any] = field(default_factory=dict)  # see `saved_state.TRAINING`
-    origin: Mapping[str, Any] = field(default_factory=dict)  # of the weights that it began with, see `read_origin`
+    counts: JsonObject  # see `data.counts`
+    facts: JsonObject = field(default_factory=dict)  # see `saved_state.TRAINING`
+    origin: JsonObject = field(default_factory=dict)  # of the weights that it began with, see `read_origin`
     compared: bool = False  # whether the run itself says what AutoTokenizer makes of its exports
 
 

@@ -15,8 +15,8 @@ import re
 from collections.abc import Collection
 from pathlib import Path
 
-from megatron_lite.checkpoint.names import MANIFEST_NAME, JsonObject, find_checkpoints, parse_json, read_bytes, reason
-from megatron_lite.config import BatchConfig, Config, ModelConfig, Options
+from megatron_lite.checkpoint.names import MANIFEST_NAME, find_checkpoints, parse_json, read_bytes, reason
+from megatron_lite.config import BatchConfig, Config, JsonObject, ModelConfig, Options
 from megatron_lite.config.training import MODEL_TYPES
 from megatron_lite.config.values import FLAGS
 from megatron_lite.errors import CheckpointError, shorten

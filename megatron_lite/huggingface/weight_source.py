@@ -14,7 +14,7 @@ import os
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from safetensors import SafetensorError, safe_open
@@ -28,7 +28,7 @@ from megatron_lite.checkpoint.manifest import SavedParameter
 from megatron_lite.checkpoint.names import open_regular, parse_json, reason
 from megatron_lite.checkpoint.reading import read_elements, read_overlap
 from megatron_lite.checkpoint.saved_state import TRAINING, training_facts
-from megatron_lite.config import ModelConfig
+from megatron_lite.config import JsonObject, ModelConfig
 from megatron_lite.config.values import written
 from megatron_lite.errors import CheckpointError, DamagedError, shorten
 from megatron_lite.huggingface import model_folder
@@ -55,8 +55,8 @@ class WeightSource(contextlib.AbstractContextManager["WeightSource"]):
     model_type: str | None  # its Hugging Face architecture, or the requested one for exports; None: any
     description: str  # a few words for the log
     dtype: str  # fp32, bf16 or fp16: the dtype intended for use
-    origin: Mapping[str, Any]  # of the weights that it began with, see `read_origin`; empty if unknown
-    training: Mapping[str, Any]  # what is known of it, see `saved_state.TRAINING`
+    origin: JsonObject  # of the weights that it began with, see `read_origin`; empty if unknown
+    training: JsonObject  # what is known of it, see `saved_state.TRAINING`
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder

@@ -7,11 +7,9 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
 
-from megatron_lite.config import Config
+from megatron_lite.config import Config, JsonObject
 from megatron_lite.config.values import digest
 
 
@@ -21,23 +19,17 @@ class BestEvaluation:
     config: resolved. data: see `data.fingerprint.identity`. saved: `state()` of the checkpoint that a start resumes.
     """
 
-    def __init__(self, config: Config, data: Mapping[str, Any], saved: Mapping[str, Any] | None) -> None:
+    def __init__(self, config: Config, data: JsonObject, saved: JsonObject | None) -> None:
         self.metric, self.patience = config.checkpoint.keep_best, config.training.early_stopping_patience
         samples = config.training.validation_iters, config.batch.batch_size, config.batch.sequence_length
         own = data.get("evaluated", {}).get("validation")
         measured = digest([self.metric, *samples, own or [data["sets"], config.data.split]])
         self.is_anew = self.metric is not None and saved is not None and saved["measured"] != measured
         # seen: the newest iteration counted. bad: evaluations since the best one.
-        self._state: dict[str, Any] = {
-            "measured": measured,
-            "value": math.inf.hex(),
-            "iteration": 0,
-            "seen": 0,
-            "bad": 0,
-        }
+        self._state: JsonObject = {"measured": measured, "value": math.inf.hex(), "iteration": 0, "seen": 0, "bad": 0}
         self._state |= saved if saved is not None and saved["measured"] == measured else {}
 
-    def add(self, iteration: int, record: Mapping[str, Any]) -> None:
+    def add(self, iteration: int, record: JsonObject) -> None:
         """Count an evaluation, unless a start repeats one. record: as logged."""
         if self.metric is None or iteration <= self._state["seen"]:
             return
@@ -55,7 +47,7 @@ class BestEvaluation:
         """Whether so many evaluations in a row were no better that the run ends."""
         return self.metric is not None and self.patience is not None and self._state["bad"] >= self.patience
 
-    def state(self) -> dict[str, Any]:
+    def state(self) -> JsonObject:
         """Return the part of a checkpoint's state; see `saved_state.RUN_STATE`."""
         return {} if self.metric is None else {"best": self._state.copy()}
 

@@ -9,12 +9,12 @@ from collections import deque
 from collections.abc import Callable, Iterator, Mapping
 from datetime import datetime, timedelta
 from time import perf_counter
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from megatron_lite.config import Config, ModelConfig, PerformanceConfig
+from megatron_lite.config import Config, JsonObject, ModelConfig, PerformanceConfig
 from megatron_lite.schedules.batch_size import batch_schedule
 
 Clock = Callable[[], float]  # seconds, monotonic
@@ -120,9 +120,9 @@ class LogWindow:
         tokens = int(self._tokens)
         return float(self._loss) / tokens if tokens else None
 
-    def close(self) -> dict[str, Any]:
+    def close(self) -> JsonObject:
         """Return the record of this window (reads the device) and start the next one."""
-        record: dict[str, Any] = {"loss": self.mean_loss()}
+        record: JsonObject = {"loss": self.mean_loss()}
         if self.iterations:
             record["data_wait_ms"] = 1e3 * self._data_wait_s / self.iterations
         self._loss.zero_()
@@ -130,11 +130,11 @@ class LogWindow:
         self._data_wait_s, self.iterations = 0.0, 0
         return record
 
-    def state(self) -> dict[str, Any]:
+    def state(self) -> JsonObject:
         """Return the sums for a checkpoint (reads the device)."""
         return {"loss": float(self._loss).hex(), "tokens": int(self._tokens)}
 
-    def load_state(self, state: dict[str, Any]) -> None:
+    def load_state(self, state: JsonObject) -> None:
         """Restore what `state` returned."""
         self._loss.fill_(float.fromhex(state["loss"]))
         self._tokens.fill_(state["tokens"])
@@ -260,7 +260,7 @@ class StepTimer:
         seconds = self._forecast.sample_s()
         return {**self._rates(1 / seconds), **self._remaining(iteration)} if seconds else {}
 
-    def lap(self, iteration: int, now: datetime | None = None) -> tuple[dict[str, float], dict[str, Any]]:
+    def lap(self, iteration: int, now: datetime | None = None) -> tuple[dict[str, float], JsonObject]:
         """End the lap that began at the last call.
 
         The caller has waited for the device (by reading the loss).
@@ -279,7 +279,7 @@ class StepTimer:
         record |= {f"{kind}_s": paused for kind, paused in self._lap_pauses_s.items()}
         self._lap, self._lap_pauses_s = end, {}
         average_s = (end.seconds - self._run.seconds) / (iteration - self._run.iteration)
-        more: dict[str, Any] = {"average_step_time_ms": average_s * 1e3, **self._remaining(iteration)}
+        more: JsonObject = {"average_step_time_ms": average_s * 1e3, **self._remaining(iteration)}
         with contextlib.suppress(OverflowError, KeyError):  # a completion date beyond the year 9999 is left out
             more["completion_date"] = (now or datetime.now()) + timedelta(seconds=more["remaining_seconds"])
         return record, more

@@ -26,7 +26,7 @@ import torch
 from torch import Tensor
 from torch.linalg import vector_norm
 
-from megatron_lite.config import Config
+from megatron_lite.config import Config, JsonObject
 from megatron_lite.distributed.process_group import Distributed
 from megatron_lite.kernels.gradient_norm import squared_norm
 from megatron_lite.kernels.weight_shard import chunk_bounds
@@ -69,7 +69,7 @@ class Histogram:
         used = [place for place, count in enumerate(self.counts) if count] or [0]
         return used[0], self.counts[used[0] : used[-1] + 1]
 
-    def proto_fields(self) -> dict[str, Any]:
+    def proto_fields(self) -> JsonObject:
         """Return the fields of TensorBoard's HistogramProto, without empty bins at both ends."""
         first, counts = self.trimmed()
         edges = self.edges[first : first + len(counts) + 1]
@@ -107,9 +107,9 @@ class Watched:
             for name, histogram in by_name.items():
                 yield f"watch/{target}/histogram/{name}", histogram
 
-    def as_json(self) -> dict[str, Any]:
+    def as_json(self) -> JsonObject:
         """Return the content of a line of watch.jsonl: statistics to six digits; null where JSON has no number."""
-        found: dict[str, Any] = {"statistics": Summary._fields}
+        found: JsonObject = {"statistics": Summary._fields}
         for key, targets in (("parameters", self.parameters), ("layers", self.layers)):
             for target, by_name in targets.items():
                 rows = {name: [_short(value) for value in summary] for name, summary in by_name.items()}

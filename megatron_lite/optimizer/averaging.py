@@ -18,11 +18,10 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Sequence
-from typing import Any
 
 from torch import Tensor
 
-from megatron_lite.config import AveragingConfig
+from megatron_lite.config import AveragingConfig, JsonObject
 from megatron_lite.kernels.weight_shard import ALL, chunk_bounds
 from megatron_lite.zero.flat_shard import FlatShard
 
@@ -61,11 +60,11 @@ class Averaging:
         for average, weights in _pieces(part):
             average.lerp_(weights, self._share)
 
-    def state(self) -> dict[str, Any]:
+    def state(self) -> JsonObject:
         """Return the counts for a checkpoint; the averages themselves are saved with the shards."""
         return {"type": self._config.ema_type, "updates": self.updates, "total": self._total}
 
-    def load_state(self, state: dict[str, Any]) -> None:
+    def load_state(self, state: JsonObject) -> None:
         """Restore `state`; restart if it is empty or belongs to another type of average."""
         if state.get("type") == self._config.ema_type:
             self.updates, self._total = state["updates"], state["total"]

@@ -17,6 +17,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from megatron_lite.config import JsonObject
 from megatron_lite.distributed.rank_group import Group
 from megatron_lite.kernels.eight_bit import LARGEST, eight_bit_of
 from megatron_lite.zero.stage import Stage
@@ -51,14 +52,14 @@ class DelayedScales:
         self._use(torch.where(largest > 0, 1.0 / (self._numbers / largest), self._scales))
         self._seen.masked_fill_(self._changing, 0.0)
 
-    def state(self) -> dict[str, Any]:
+    def state(self) -> JsonObject:
         """Return scales and magnitudes by layer for a checkpoint (reads the device).
 
         Only magnitudes that may still become the largest are kept, each with its age in iterations.
         """
         newest_first = np.roll(self._history.cpu().numpy()[::-1], self._iterations % len(self._history), axis=0)
         newer = np.maximum.accumulate(np.concatenate([np.zeros_like(newest_first[:1]), newest_first[:-1]]))
-        state: dict[str, Any] = {
+        state: JsonObject = {
             layer.name: [[scale, []] for scale in scales]
             for layer, scales in zip(self._layers, self._scales.tolist(), strict=True)
         }
@@ -66,7 +67,7 @@ class DelayedScales:
             state[self._layers[place].name][kind][1].append([age, float(newest_first[age, place, kind])])
         return state
 
-    def load_state(self, state: dict[str, Any]) -> None:
+    def load_state(self, state: JsonObject) -> None:
         """Restore `state`; layers that it lacks start fresh."""
         self._iterations = 0
         scales, history = self._scales.tolist(), torch.zeros(self._history.shape)

@@ -8,12 +8,11 @@ log line or a save reads it; checkpoints include it, so the log of a resumed run
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from torch import Tensor
 
-from megatron_lite.config import OptimizerConfig
+from megatron_lite.config import JsonObject, OptimizerConfig
 from megatron_lite.optimizer.bad_steps import BadStep, Report, Words
 from megatron_lite.optimizer.rolling import RollingStatistics
 
@@ -82,12 +81,12 @@ class DroppedSteps:
         streak = self.streak()
         return self._words.ending(streak, BadStep.read(self._last)) if streak else ""
 
-    def state(self) -> dict[str, Any]:
+    def state(self) -> JsonObject:
         """Return the counts for a checkpoint (reads the device); no run saves after a step that must stop it."""
         counts = dict(zip(COUNTS, self._counts.tolist(), strict=True))
         return {**counts, "last": [value.hex() for value in self._last.tolist()]}  # JSON has no NaN
 
-    def load_state(self, state: dict[str, Any]) -> None:
+    def load_state(self, state: JsonObject) -> None:
         """Restore `state`."""
         counts = [state[name] for name in COUNTS if name in state]
         counts += [state["streak"]] * (len(COUNTS) - len(counts))  # "bad" was added later
@@ -172,11 +171,11 @@ class Guard:
         margin = {"torch": 1e-6, "levanter": 0.0}[self._config.clip_grad_style]
         return (clip / (grad_norm + margin)).clamp(max=1.0)
 
-    def state(self) -> dict[str, Any]:
+    def state(self) -> JsonObject:
         """Return the history for a checkpoint (reads the device)."""
         return {"usual": self._usual.state() if self._usual else [], "dropped": self.dropped.state()}
 
-    def load_state(self, state: dict[str, Any]) -> None:
+    def load_state(self, state: JsonObject) -> None:
         """Restore `state`; an empty one restarts. From a longer window the newest values are kept."""
         if self._usual is not None:
             self._usual.load_state(state.get("usual", []))

@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 from torch import Tensor
 
-from megatron_lite.config import OptimizerConfig
+from megatron_lite.config import JsonObject, OptimizerConfig
 
 
 class LossScale:
@@ -42,12 +40,12 @@ class LossScale:
         self._good.mul_(~grow)
         self._patience.masked_fill_(grow, config.hysteresis)
 
-    def state(self) -> dict[str, Any]:
+    def state(self) -> JsonObject:
         """Return the scale and counts for a checkpoint (reads the device)."""
         counts = {"good": int(self._good), "patience": int(self._patience)}
         return {"dynamic": self.dynamic, "scale": float(self.scale), **counts}
 
-    def load_state(self, state: dict[str, Any]) -> None:
+    def load_state(self, state: JsonObject) -> None:
         """Restore `state` if both scales are dynamic."""
         if self.dynamic and state["dynamic"]:
             self.scale.fill_(state["scale"])

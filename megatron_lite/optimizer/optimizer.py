@@ -8,12 +8,11 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from torch import Tensor
 
-from megatron_lite.config import Config, OptimizerConfig
+from megatron_lite.config import Config, JsonObject, OptimizerConfig
 from megatron_lite.distributed.process_group import Distributed
 from megatron_lite.kernels.adamw import StepNumbers
 from megatron_lite.kernels.choice import REFERENCES, Kernels
@@ -119,11 +118,11 @@ class Optimizer:
         norm_squared, total = self._distributed.layers.sum_in_rank_order(torch.stack([every[:-1].sum(), every[-1]]))
         return norm_squared, total
 
-    def record(self) -> dict[str, Any]:
+    def record(self) -> JsonObject:
         """Return the rule's entries of a log line (reads the device)."""
         return self._rule.record()
 
-    def state(self) -> dict[str, Any]:
+    def state(self) -> JsonObject:
         """Return the state for a checkpoint, without the shards (reads the device)."""
         return {
             "updates": int(self._updates),
@@ -134,7 +133,7 @@ class Optimizer:
             **({} if self._scales is None else {"scales": self._scales.state()}),
         }
 
-    def load_state(self, state: dict[str, Any]) -> None:
+    def load_state(self, state: JsonObject) -> None:
         """Restore `state`; older checkpoints may lack guards, rules and averages."""
         self.load_rule(state)
         self.loss_scale.load_state(state["loss_scale"])
@@ -143,7 +142,7 @@ class Optimizer:
         if self._scales is not None:
             self._scales.load_state(state.get("scales", {}))
 
-    def load_rule(self, state: dict[str, Any]) -> None:
+    def load_rule(self, state: JsonObject) -> None:
         """Restore only Adam's count and the rule's state, which belong to the moments of another run.
 
         Loss scale and guards start fresh.

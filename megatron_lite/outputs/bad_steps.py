@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from megatron_lite.checkpoint.names import newest_before, parse_json, read_bytes
-from megatron_lite.config import flatten
+from megatron_lite.config import JsonObject, flatten
 from megatron_lite.distributed.agreement import together
 from megatron_lite.optimizer.bad_steps import BadStep
 from megatron_lite.outputs.run import Run
@@ -90,7 +90,7 @@ def leave_bad_step(run: Run, step: BadStep | None) -> None:
     )
 
 
-def content(run: Run, step: BadStep, found: dict[str, Any]) -> dict[str, Any]:
+def content(run: Run, step: BadStep, found: JsonObject) -> JsonObject:
     """Return the JSON content of the folder of a bad step."""
     schedule = batch_schedule(run.config.batch)
     older = newest_before(run.experiment.checkpoints, step.iteration)
@@ -125,7 +125,7 @@ def held_checkpoints(root: Path) -> set[int]:
     return held
 
 
-def examine(run: Run, iteration: int) -> dict[str, Any]:
+def examine(run: Run, iteration: int) -> JsonObject:
     """Repeat the passes of an iteration with the current weights and find the first non-finite tensor.
 
     All ranks call this together and get the same answer. No weight, moment or counter changes.
@@ -144,7 +144,7 @@ def examine(run: Run, iteration: int) -> dict[str, Any]:
     distributed.wait_for_device()
     mine = {"first": watch.first(), "squares": _squares(run), "state": not_finite(run.model)}
     everyone = distributed.gather_objects(mine)
-    found: dict[str, Any] = {}
+    found: JsonObject = {}
     firsts: dict[int, tuple[int, int, Any]] = {}  # the lowest index of each pipeline rank, with rank and description
     for rank, one in enumerate(everyone):
         if one["first"] is not None:
@@ -186,7 +186,7 @@ def _squares(run: Run) -> dict[str, float]:
     return dict(zip(sums, torch.stack(list(sums.values())).tolist() if sums else [], strict=True))
 
 
-def _in_words(found: dict[str, Any]) -> str:
+def _in_words(found: JsonObject) -> str:
     if found["state_not_finite"]:
         return f"not finite before the step: {found['state_not_finite'][0]}"
     if "tensor" in found:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
-from megatron_lite.checkpoint.names import JsonObject
+from megatron_lite.config import JsonObject
 from megatron_lite.reports.watched_run import Curve, WatchedRun
 
 POINTS = 2000  # of one line; on a page, divided among the runs

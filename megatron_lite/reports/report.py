@@ -13,8 +13,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from megatron_lite.checkpoint.names import JsonObject
-from megatron_lite.config import Options, unflatten
+from megatron_lite.config import JsonObject, Options, unflatten
 from megatron_lite.config.values import FLAGS, abridged
 from megatron_lite.errors import DataError, StorageError
 from megatron_lite.reports.charts import COLORS, SPEED, SPEEDS, page_data

@@ -23,14 +23,8 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from megatron_lite.checkpoint.names import (
-    MANIFEST_NAME,
-    JsonObject,
-    find_checkpoints,
-    no_folder,
-    parse_json,
-    read_bytes,
-)
+from megatron_lite.checkpoint.names import MANIFEST_NAME, find_checkpoints, no_folder, parse_json, read_bytes
+from megatron_lite.config import JsonObject
 from megatron_lite.errors import DataError
 from megatron_lite.run.exit_status import EXIT_FILE, METRICS_FILE
 from megatron_lite.run.experiment import LOCK_FILE, newest_run

@@ -10,6 +10,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from html import escape
 from typing import Any
 
+from megatron_lite.config import JsonObject
 from megatron_lite.monitor.logging import MIB
 from megatron_lite.monitor.profiling.schedule_times import (
     COMPUTING,
@@ -156,7 +157,7 @@ def _ms(seconds: float | None, number: int = 1) -> str:
     return "-" if seconds is None else f"{seconds / number * 1e3:.3f}"
 
 
-def trace_events(profile: Profile, rank: int) -> dict[str, Any]:
+def trace_events(profile: Profile, rank: int) -> JsonObject:
     """Return a trace in the Trace Event Format, in microseconds from its first event.
 
     One process per rank; thread 0 has the steps, with waits inside them, and the others the collectives under way,
@@ -165,7 +166,7 @@ def trace_events(profile: Profile, rank: int) -> dict[str, Any]:
     begun_s = [transfer.under_way_s[0] for times in profile for transfer in times.transfers]
     origin_s = min([times.start_s for times in profile] + begun_s)
 
-    def event(name: str, thread: int, start_s: float, end_s: float, **values: Any) -> dict[str, Any]:
+    def event(name: str, thread: int, start_s: float, end_s: float, **values: Any) -> JsonObject:
         start, end = round((start_s - origin_s) * 1e6, 3), round((end_s - origin_s) * 1e6, 3)
         return {"name": name, "ph": "X", "pid": rank, "tid": thread, "ts": start, "dur": end - start, "args": values}
 
@@ -182,7 +183,7 @@ def trace_events(profile: Profile, rank: int) -> dict[str, Any]:
             free = [lane for lane, until_s in enumerate(lanes_s) if until_s <= start_s]
             lane = free[0] if free else len(lanes_s)
             lanes_s[lane : lane + 1] = [end_s]
-            values: dict[str, Any] = {"bytes": transfer.bytes, "exposed_ms": transfer.exposed_s * 1e3}
+            values: JsonObject = {"bytes": transfer.bytes, "exposed_ms": transfer.exposed_s * 1e3}
             if transfer.takes_s is not None and transfer.hidden_s is not None:
                 values |= {"takes_ms": transfer.takes_s * 1e3, "hidden_ms": transfer.hidden_s * 1e3}
             events.append(event(name, lane + 1, start_s, end_s, **values))

@@ -20,7 +20,7 @@ from typing import Any
 from urllib.parse import urlsplit
 
 import megatron_lite
-from megatron_lite.config import Config, flatten
+from megatron_lite.config import Config, JsonObject, flatten
 from megatron_lite.config.monitoring import is_run_id
 from megatron_lite.distributed.processes import kill_children
 from megatron_lite.errors import EXIT_PREEMPTED, UsageError
@@ -166,7 +166,7 @@ class WandbTracker(QueuedTracker):
         )
 
     def _send(self, record: Record, watched: Watched | None) -> None:
-        values: dict[str, Any] = {**numbers_of(record), _STEP: record[_STEP]}
+        values: JsonObject = {**numbers_of(record), _STEP: record[_STEP]}
         if watched is not None:
             values |= dict(watched.numbers())
             for tag, histogram in watched.histograms():
@@ -182,7 +182,7 @@ class WandbTracker(QueuedTracker):
 
     def _init(self, mode: str | None) -> Any:
         options = self._options
-        settings: dict[str, Any] = {
+        settings: JsonObject = {
             "init_timeout": INIT_TIMEOUT_S,
             "finish_timeout": FINISH_TIMEOUT_S,
             "finish_timeout_raises": True,

@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
 
-from megatron_lite.config import OptimizerConfig
+from megatron_lite.config import JsonObject, OptimizerConfig
 from megatron_lite.distributed.process_group import Distributed
 from megatron_lite.kernels.adamw import (
     Control,
@@ -72,15 +71,15 @@ class AdamW(Rule):
         else:
             adamw_weights(shard, ranges, self._factors[stage], self._control, self._triton)
 
-    def record(self) -> dict[str, Any]:
+    def record(self) -> JsonObject:
         """See `Rule`."""
         return {} if self._clipping is None else self._clipping.record()
 
-    def state(self) -> dict[str, Any]:
+    def state(self) -> JsonObject:
         """See `Rule`."""
         return {} if self._clipping is None else {"clipping": self._clipping.state()}
 
-    def load_state(self, state: dict[str, Any]) -> None:
+    def load_state(self, state: JsonObject) -> None:
         """See `Rule`."""
         if self._clipping is not None:
             self._clipping.load_state(state.get("clipping", {}))

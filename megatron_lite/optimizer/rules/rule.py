@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
-from megatron_lite.config import OptimizerConfig
+from megatron_lite.config import JsonObject, OptimizerConfig
 from megatron_lite.distributed.process_group import Distributed
 from megatron_lite.kernels.adamw import Range, Ranges, StepNumbers
 from megatron_lite.kernels.choice import Kernels
@@ -37,15 +37,15 @@ class Rule:
         """Update one shard in place; called in the order of `trained`."""
         raise NotImplementedError
 
-    def record(self) -> dict[str, Any]:
+    def record(self) -> JsonObject:
         """Return entries of a log line (reads the device)."""
         return {}
 
-    def state(self) -> dict[str, Any]:
+    def state(self) -> JsonObject:
         """Return state beyond the moments for a checkpoint, as JSON (reads the device)."""
         return {}
 
-    def load_state(self, state: dict[str, Any]) -> None:
+    def load_state(self, state: JsonObject) -> None:
         """Restore `state`; an empty one restarts."""
 
 

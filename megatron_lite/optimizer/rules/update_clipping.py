@@ -9,11 +9,11 @@ rules are Levanter's: config.py (update_rms_clipping) and clip_update_norm.py.
 from __future__ import annotations
 
 from collections.abc import Collection, Sequence
-from typing import Any
 
 import torch
 from torch import Tensor
 
+from megatron_lite.config import JsonObject
 from megatron_lite.distributed.process_group import Distributed
 from megatron_lite.kernels.adamw import Ranges
 from megatron_lite.optimizer.rolling import RollingStatistics
@@ -43,15 +43,15 @@ class UpdateClipping:
         """
         raise NotImplementedError
 
-    def record(self) -> dict[str, Any]:
+    def record(self) -> JsonObject:
         """Return entries of a log line (reads the device)."""
         return {"update_norm": float(self._norm), "clipped_iters": int(self._clipped)}
 
-    def state(self) -> dict[str, Any]:
+    def state(self) -> JsonObject:
         """Return the state for a checkpoint (reads the device)."""
         return {"clipped": int(self._clipped), "norm": float(self._norm)}
 
-    def load_state(self, state: dict[str, Any]) -> None:
+    def load_state(self, state: JsonObject) -> None:
         """Restore `state`; an empty one restarts."""
         self._clipped.fill_(state.get("clipped", 0))
         self._norm.fill_(state.get("norm", 0.0))
@@ -119,11 +119,11 @@ class NormClipping(UpdateClipping):
         self._note(norm.squeeze(), (norm > limit).squeeze(), skipped)
         return [factor.expand(len(some)).contiguous() for some in sums]
 
-    def state(self) -> dict[str, Any]:
+    def state(self) -> JsonObject:
         """See `UpdateClipping`."""
         return {**super().state(), "norms": self._usual.state()}
 
-    def load_state(self, state: dict[str, Any]) -> None:
+    def load_state(self, state: JsonObject) -> None:
         """See `UpdateClipping`."""
         super().load_state(state)
         self._usual.load_state(state.get("norms", []))
