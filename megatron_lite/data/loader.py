@@ -122,8 +122,7 @@ class Waiting:
         return f"data is the bottleneck: the last {ITERATIONS} iterations waited {each} each for it; use {remedy}"
 
 
-@dataclass(frozen=True)
-class Phase:
+class Phase(NamedTuple):
     """Samples of training, validation or test."""
 
     reader: Reader

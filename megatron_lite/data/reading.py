@@ -10,7 +10,7 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from threading import Event
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -25,8 +25,7 @@ from megatron_lite.errors import DataError
 SEARCHED_TOKENS = 1 << 20  # at a time
 
 
-@dataclass(frozen=True)
-class Samples:
+class Samples(NamedTuple):
     """k samples."""
 
     tokens: NDArray[Any]  # (k, s + 1) in an integer dtype
@@ -37,8 +36,7 @@ class Samples:
     masked: NDArray[np.bool_] | None = None  # (k, s) labels that count in no loss; None: all count
 
 
-@dataclass(frozen=True)
-class RandomReader:
+class RandomReader(NamedTuple):
     """Random tokens, each sample one document; see `random_tokens`."""
 
     key: int

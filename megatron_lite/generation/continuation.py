@@ -13,6 +13,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -22,8 +23,7 @@ from megatron_lite.model.kv_cache import Beginning, KeyValueCache, NextTokens
 from megatron_lite.model.layer import MicroBatch
 
 
-@dataclass(frozen=True)
-class SamplingOptions:
+class SamplingOptions(NamedTuple):
     """Temperature and cuts; by default the most probable token."""
 
     temperature: float = 0.0  # 0: the most probable token
@@ -82,8 +82,7 @@ class Text:
         return len(self.prompt) + len(self.tokens)
 
 
-@dataclass(frozen=True)
-class Limits:
+class Limits(NamedTuple):
     """Conditions that end a text."""
 
     max_new_tokens: int

@@ -14,9 +14,8 @@ from __future__ import annotations
 import json
 import logging
 from collections.abc import Sequence
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from torch import Tensor
 
@@ -41,8 +40,7 @@ ROWS = 8  # samples that grow together
 SHOWN_CHARACTERS = 200  # of a sample in the log
 
 
-@dataclass(frozen=True)
-class Samples:
+class Samples(NamedTuple):
     """The prompts of a run, and the file for their continuations. Made by `open_samples`."""
 
     config: Config

@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
 from types import MappingProxyType
 from typing import NamedTuple
 
@@ -23,8 +22,7 @@ from megatron_lite.huggingface.architectures import biases_of
 from megatron_lite.model.gpt import build_gpt, shapes_of
 
 
-@dataclass(frozen=True)
-class MappedRows:
+class MappedRows(NamedTuple):
     """Rows of one of our parameters, and their place:
 
         theirs[their_first_row : their_first_row + rows] = ours[first_row : first_row + rows] + plus

@@ -56,8 +56,7 @@ class Summary(NamedTuple):
     zeros: float  # share of the elements
 
 
-@dataclass(frozen=True)
-class Histogram:
+class Histogram(NamedTuple):
     """Numbers of elements between fixed edges; the first and last bins include everything beyond the edges."""
 
     counts: Sequence[int]

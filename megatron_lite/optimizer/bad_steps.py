@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -11,8 +11,7 @@ from torch import Tensor
 from megatron_lite.config import OptimizerConfig
 
 
-@dataclass(frozen=True)
-class BadStep:
+class BadStep(NamedTuple):
     """A dropped step. Pairs are (loss, gradient norm)."""
 
     iteration: int
@@ -36,8 +35,7 @@ class BadStep:
         return math.isfinite(self.numbers[0]) and not self.overflows
 
 
-@dataclass(frozen=True)
-class Report:
+class Report(NamedTuple):
     """Dropped steps as a log line reports them."""
 
     skipped: int  # since the start of training
@@ -47,8 +45,7 @@ class Report:
     stop: str | None  # why the run cannot continue
 
 
-@dataclass(frozen=True)
-class Words:
+class Words(NamedTuple):
     """Texts about dropped steps, for the log and the end of a run."""
 
     config: OptimizerConfig

@@ -7,7 +7,7 @@ log line or a save reads it; checkpoints include it, so the log of a resumed run
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -94,8 +94,7 @@ class DroppedSteps:
         self._last.copy_(torch.tensor([float.fromhex(value) for value in state["last"]], dtype=torch.float64))
 
 
-@dataclass(frozen=True)
-class Verdict:
+class Verdict(NamedTuple):
     """Decision on an update; tensors on the device, ()."""
 
     skipped: Tensor  # bool: drop the update

@@ -7,7 +7,7 @@ the device.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -29,8 +29,7 @@ from megatron_lite.schedules.learning_rate import peak_learning_rate
 from megatron_lite.zero.stage import Stage
 
 
-@dataclass(frozen=True)
-class Update:
+class Update(NamedTuple):
     """Result of an optimizer step; tensors on the device, ()."""
 
     loss: Tensor  # summed over all ranks

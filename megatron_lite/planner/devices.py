@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import os
-from dataclasses import dataclass
 from pathlib import Path
 from typing import NamedTuple
 
@@ -54,8 +53,7 @@ ONE_H200 = Shares(0.67, 0.48, "measured on one H200")
 ASSUMED = Shares(0.65, 0.4, "assumed, as no run on this device has been measured")
 
 
-@dataclass(frozen=True)
-class Device:
+class Device(NamedTuple):
     """A kind of GPU, from the vendor's data sheet, or a CPU.
 
     memory_bytes: as torch reports, the least of several logs. tflops: dense products of 16-bit inputs (fp16 on V100)

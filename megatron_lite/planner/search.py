@@ -15,6 +15,7 @@ import math
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from megatron_lite.config import RECOMPUTE_LEVELS, Config, DistributedConfig, Options, changed, flatten
 from megatron_lite.config.values import written
@@ -65,8 +66,7 @@ class SearchTooLongError(Exception):
     """The search has taken `SEARCH_S`."""
 
 
-@dataclass(frozen=True)
-class Layout:
+class Layout(NamedTuple):
     """A layout with its plan and predicted speed."""
 
     plan: Plan

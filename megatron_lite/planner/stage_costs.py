@@ -45,8 +45,7 @@ class Cost:
     overlaps: Counter[Overlap] = field(default_factory=Counter)
 
 
-@dataclass(frozen=True)
-class StageCosts:
+class StageCosts(NamedTuple):
     """Costs of a stage's passes, each for the first micro-batch and for one that accumulates gradients.
 
     weights: the second part of a backward pass in two parts, of which `backward` is the first.

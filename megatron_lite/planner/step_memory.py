@@ -9,8 +9,7 @@ from __future__ import annotations
 import dataclasses
 from collections import Counter, deque
 from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -187,8 +186,7 @@ def _name(stage: Stage) -> str:
     return names[0] if len(names) == 1 else f"{names[0]}-{names[-1].rpartition('.')[2]}"
 
 
-@dataclass(frozen=True)
-class ActivationMemory:
+class ActivationMemory(NamedTuple):
     """Bytes of activations at one recompute level, uniform or by block."""
 
     level: str

@@ -6,7 +6,7 @@ import itertools
 import math
 from collections import Counter
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from typing import NamedTuple
 
 from megatron_lite.config import Config
 from megatron_lite.parameter import DTYPES
@@ -23,8 +23,7 @@ UPDATE_BYTES = {"adamw": 28, "muon": 20, "lion": 20, "sgd": 20}
 PARTS = {Product: "products", Pass: "passes", Attention: "attention"}
 
 
-@dataclass(frozen=True)
-class StepTime:
+class StepTime(NamedTuple):
     """Seconds of a step on one rank."""
 
     parts: Mapping[str, float]  # "products", "attention", "passes", "host"; "bubble": waits for other pipeline ranks

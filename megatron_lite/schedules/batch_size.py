@@ -10,7 +10,6 @@ import bisect
 import functools
 import itertools
 from collections.abc import Iterator
-from dataclasses import dataclass
 from typing import NamedTuple
 
 from megatron_lite.config import BatchConfig
@@ -26,8 +25,7 @@ class Segment(NamedTuple):
     length: int = 0  # tokens of a sample
 
 
-@dataclass(frozen=True)
-class BatchSchedule:
+class BatchSchedule(NamedTuple):
     """Batch sizes over a run; the first segment starts at 0, the rest follow in ascending order."""
 
     segments: tuple[Segment, ...]
@@ -89,8 +87,7 @@ def once_through(samples: int, batch_size: int) -> tuple[BatchSchedule, int]:
     return BatchSchedule((Segment(0, batch_size), last) if iterations > 1 else (last,)), iterations
 
 
-@dataclass(frozen=True)
-class Split:
+class Split(NamedTuple):
     """A batch split over ranks and micro-batches: in micro-step m, rank r starts at sample (m * ranks + r) * b.
 
     If the batch does not divide evenly, the last micro-batches are padded and hold fewer real samples, or none. The

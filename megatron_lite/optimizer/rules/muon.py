@@ -33,7 +33,7 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -77,8 +77,7 @@ def orthogonalize_flops(rows: int, columns: int, steps: int) -> int:
     return steps * 2 * small * small * (2 * large + small)
 
 
-@dataclass(frozen=True)
-class Matrix:
+class Matrix(NamedTuple):
     """A matrix (rows, columns) and its tiles on the ranks of a tensor-parallel group, in rank order."""
 
     rows: int
