@@ -115,18 +115,20 @@ class BadDocument(Exception):  # noqa: N818 - the end of a piece with --strict
     """A document that --strict refuses; its argument is the fault."""
 
 
+@dataclass
 class Reading:
     """One pass over spans.
 
     Attributes: `read_bytes` and `findings` so far.
     """
 
-    def __init__(
-        self, spans: Sequence[Span], fields: TextFields, strict: bool = False, allowed: str | None = None
-    ) -> None:
-        """allowed: a kind of fault that `strict` lets pass."""
-        self.spans, self.fields, self.strict, self.allowed = spans, fields, strict, allowed
-        self.read_bytes, self.findings = 0, Findings([0] * len(spans))
+    spans: Sequence[Span]
+    fields: TextFields
+    strict: bool = False
+    allowed: str | None = None  # a kind of fault that `strict` lets pass
+
+    def __post_init__(self) -> None:
+        self.read_bytes, self.findings = 0, Findings([0] * len(self.spans))
         self._number = 0  # of the span that is being read
 
     def documents(self) -> Iterator[str]:

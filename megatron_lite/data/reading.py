@@ -189,9 +189,9 @@ def search(prefixes: Sequence[str], vocab_size: int, report: Callable[[DataError
                 return None
 
 
-def reads_of(runs: Sequence[Run]) -> list[tuple[int, int]]:
+def reads_of(runs: Sequence[Run]) -> list[Run]:
     """Return the first token and length of each read: one for all documents that follow each other in the file."""
-    found: list[tuple[int, int]] = []
+    found = list[Run]()
     for place, length in runs:
         if found and sum(found[-1]) == place:
             place, length = found[-1][0], found.pop()[1] + length

@@ -18,6 +18,7 @@ from megatron_lite.config import Config, JsonObject, ModelConfig, PerformanceCon
 from megatron_lite.schedules.batch_size import batch_schedule
 
 Clock = Callable[[], float]  # seconds, monotonic
+Numbers = dict[str, float]  # by name
 WARM_UP_STEPS = 1  # of a start, which compile kernels and allocate memory
 STEPS = 1000  # the newest ones, from which the pace is taken
 STALL = 3.0  # times the median: a longer step waited for something that is not expected again
@@ -222,8 +223,8 @@ class StepTimer:
         # Where the step, the lap, the glance and the time of the mean step began.
         self._step = self._lap = self._glance = self._run = self._mark(iteration)
         self._laps = 0
-        self._pauses_s: dict[str, float] = {}  # since the end of the last step, by kind
-        self._lap_pauses_s: dict[str, float] = {}
+        self._pauses_s: Numbers = {}  # since the end of the last step, by kind
+        self._lap_pauses_s: Numbers = {}
         self._forecast = Forecast(self._consumed_samples, config.training.train_iters, iteration)
 
     def _mark(self, iteration: int) -> Mark:
@@ -255,12 +256,12 @@ class StepTimer:
         self._forecast.add(iteration, end.seconds - self._step.seconds, self._pauses_s)
         self._step, self._pauses_s = end, {}
 
-    def pace(self, iteration: int) -> dict[str, float]:
+    def pace(self, iteration: int) -> Numbers:
         """Return the numbers of the progress bar at the usual pace of a step; empty if unknown."""
         seconds = self._forecast.sample_s()
         return {**self._rates(1 / seconds), **self._remaining(iteration)} if seconds else {}
 
-    def lap(self, iteration: int, now: datetime | None = None) -> tuple[dict[str, float], JsonObject]:
+    def lap(self, iteration: int, now: datetime | None = None) -> tuple[Numbers, JsonObject]:
         """End the lap that began at the last call.
 
         The caller has waited for the device (by reading the loss).
@@ -284,18 +285,18 @@ class StepTimer:
             more["completion_date"] = (now or datetime.now()) + timedelta(seconds=more["remaining_seconds"])
         return record, more
 
-    def glance(self, iteration: int) -> dict[str, float]:
+    def glance(self, iteration: int) -> Numbers:
         """Return the console's numbers: rates since the last glance, and the time left. The lap continues."""
         before, self._glance = self._glance, self._mark(iteration)
         return {**self._rates_between(before, self._glance), **self._remaining(iteration)}
 
-    def _rates_between(self, start: Mark, end: Mark) -> dict[str, float]:
+    def _rates_between(self, start: Mark, end: Mark) -> Numbers:
         seconds = max(end.seconds - start.seconds, 1e-9)
         samples = self._consumed_samples(end.iteration) - self._consumed_samples(start.iteration)
         step_ms = seconds / (end.iteration - start.iteration) * 1e3
         return {"step_time_ms": step_ms, **self._rates(samples / seconds)}
 
-    def _rates(self, samples_per_second: float) -> dict[str, float]:
+    def _rates(self, samples_per_second: float) -> Numbers:
         record = {
             "tokens_per_sec": self._tokens * self._world_size * samples_per_second,
             "tokens_per_sec_per_gpu": self._tokens * samples_per_second,
@@ -306,6 +307,6 @@ class StepTimer:
             record["mfu"] = self._tflop_at_peak * samples_per_second / self._peak_tflops
         return record
 
-    def _remaining(self, iteration: int) -> dict[str, float]:
+    def _remaining(self, iteration: int) -> Numbers:
         seconds = self._forecast.remaining_s(iteration)
         return {} if seconds is None else {"remaining_seconds": seconds}
