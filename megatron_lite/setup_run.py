@@ -115,15 +115,8 @@ def _resolve(run: Run) -> tuple[Choice, JsonObject | None, tuple[Note, ...]]:
     Returns also the data of the newest one, see `open_data`, and notes.
     """
     config, distributed, experiment = run.config, run.distributed, run.experiment
-    rank, all_ranks = distributed.rank, config.run.enable_all_loggers
-    run.logger = start_logging(
-        experiment.log_file(rank),
-        rank,
-        distributed.world_size,
-        rank == 0 or all_ranks,
-        config.run.log_timestamps,
-        all_ranks=all_ranks,
-    )
+    rank = distributed.rank
+    run.logger = start_logging(experiment.log_file(rank), to_console=rank == 0)
     config, sizes = _resolve_auto(config, distributed)
     if (root := experiment.root) is not None and (options := config.checkpoint).mirror is not None:
         distributed.progress.enter("the comparison with the mirror")
@@ -210,20 +203,16 @@ def _check_tokenizer(run: Run) -> None:
 def _log_banner(run: Run, kernels: Kernels, layers: list[Layer], notes: Sequence[Note]) -> None:
     config, distributed, logger = run.config, run.distributed, run.logger
     derived = derived_numbers(config, layers, distributed, run.data.description, run.data.counts.schedule)
-    _tell(run, f"command: {shlex.join(sys.argv)}", "")
-    _tell(run, *banners(run.shown_config, derived))
+    log_both(logger, console="", file=f"command: {shlex.join(sys.argv)}")
+    every, typed = banners(run.shown_config, derived)
+    log_both(logger, console=typed, file=every)
     for line, short in choice_lines(config, kernels, layers, distributed.device):
-        _tell(run, line, short)
+        log_both(logger, console=short, file=line)
     for note in notes:
         logger.log(logging.WARNING if note.is_warning else logging.INFO, note.text)
     found = (*warnings(config), *placement_warnings(config, distributed), *device_warnings(config, distributed.device))
     for warning in (*found, *kernels.warnings, *run.data.warnings):
         logger.warning(warning)
-
-
-def _tell(run: Run, full: str, short: str) -> None:
-    """Log the full text to the log file and the short one to the console, unless --show_all_options=1."""
-    log_both(run.logger, console=full if run.config.run.show_all_options else short, file=full)
 
 
 # -- allocate -----------------------------------------------------------------------------------------------------
@@ -241,7 +230,7 @@ def _allocate(run: Run, layers: list[Layer], kernels: Kernels) -> None:
     )
     together(distributed, run.model.memory.register)
     for line, short in stage_lines(run.model, config.batch):
-        _tell(run, line, short)
+        log_both(run.logger, console=short, file=line)
     if config.run.debug_schedule and distributed.rank == 0:
         schedule_picture.draw(run.model.order, config.batch, run.logger, run.experiment.artifacts)
     if rule_of(config.optimizer).declared.whole_matrices and run.model.training:

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 
 from megatron_lite.data.host_batch import HostBatch
 from megatron_lite.data.loader import Waiting, next_batch
+from megatron_lite.data.reading import SLOW_MS
 from megatron_lite.errors import EXIT_DONE, DataError, WorkerError
 from megatron_lite.optimizer.optimizer import Update
 from megatron_lite.outputs.evaluation import evaluate_and_export, evaluate_first
@@ -53,7 +54,7 @@ def train(run: Run) -> tuple[int, str]:
             for iteration in range(first, training.train_iters + 1):
                 # The second iteration's data may wait for the start of the workers, which is no reason to warn.
                 run.distributed.progress.at("the wait for data", iteration)
-                warn_ms = config.data.data_batch_warn_time_ms if iteration > first + 1 else None
+                warn_ms = SLOW_MS if iteration > first + 1 else None
                 batch = next_batch(batches, run.distributed, run.stop, warn_ms, is_time_to_save(run))
                 if warn_ms is not None and (warning := waiting.add(batch.waited_s)) is not None:
                     run.logger.warning(warning)
@@ -82,7 +83,7 @@ def train(run: Run) -> tuple[int, str]:
                         run.profiles.iteration_done(iteration)
                 if run.best.ends and not last:
                     return EXIT_DONE, early_end(run)
-                if not last and is_due(iteration, training.stop_interval, training.stop_offset):
+                if not last and is_due(iteration, training.stop_interval):
                     return EXIT_DONE, planned_stop(run)
         return EXIT_DONE, completion(run)
     except StopRequested as stop:

@@ -115,10 +115,8 @@ def banners(config: Config, derived: Mapping[str, str]) -> tuple[str, str]:
     others = [_dotted(name, text, " ") for name, text in derived.items()]
     every += [" derived ".center(72, "-"), *others] if others else []
     dotted = [" arguments (* differs from the default) ".center(72, "-"), *every, " end of arguments ".center(72, "-")]
-    where = "--show_all_options=1 prints all"
-    if config.run.experiment_dir is not None:
-        where = f"all are in {config.run.experiment_dir}/config.json; {where}"
-    short = [f"arguments that differ from the default ({where}):", *_wrapped(typed), *others]
+    where = "" if config.run.experiment_dir is None else f" (all are in {config.run.experiment_dir}/config.json)"
+    short = [f"arguments that differ from the default{where}:", *_wrapped(typed), *others]
     return "\n".join(dotted), "\n".join(short)
 
 

@@ -20,15 +20,12 @@ from megatron_lite.config.option import (
 
 TRACKERS = ("jsonl", "wandb", "tensorboard")
 WATCHED = ("grads", "params", "updates", "opt_state")
-OPERATIONS = "profile_cpu or profile_cuda"
-PROFILED = f"{OPERATIONS} or profile_schedule"
-WRITTEN = "experiment_dir or profile_log"
+PROFILED = "profile_cpu or profile_cuda or profile_schedule"
 
 # Options that have no effect unless another one has this value.
 wandb_option = idle_unless("wandb_entity_name or trackers=wandb")
 watch_option = idle_unless("watch")
 profile_option = idle_unless(PROFILED)
-table_option = idle_unless(f"{OPERATIONS} and {WRITTEN}")
 
 
 @dataclass
@@ -50,11 +47,6 @@ class RunConfig(Area):
         "iterations between log lines", "100, or a fiftieth of train_iters", basic=True
     )
     log_offset: NonNegativeInt = option(1, "first logged iteration (0: only multiples of log_interval)")
-    log_timestamps: bool = option(False, "prefix log lines with the time", may_differ=True)
-    show_all_options: bool = option(
-        False, "print all options at the start, not only those that differ from their defaults"
-    )
-    enable_all_loggers: bool = option(False, "print the log of every rank to the console")
     log_communication: bool = option(False, "log the bytes and the time of each step's communication, by kind")
     debug_layer_outputs: int = debug_level("the output of each layer", training=True)
     debug_layer_gradients: int = debug_level("the gradient of each layer's input", training=True)
@@ -76,7 +68,6 @@ class RunConfig(Area):
     )
     save_tensor_logs: bool = option(False, "save logged tensors in runs/<k>/artifacts of experiment_dir", needs=SAVED)
     show_tensor_logs: bool = option(True, "print logged tensors")
-    tensor_logs_show_elements: NonNegativeInt = option(8, "sampled elements to print per tensor")
     peak_tflops: PositiveFloat | None = optional("dense peak TFLOP/s of one device, for mfu", "known for common GPUs")
 
 
@@ -166,45 +157,26 @@ def default_trackers(options: object) -> tuple[str, ...]:
 class ProfilingConfig(Area):
     """Profiles"""
 
-    profile_cpu: bool = idle_unless("profile_export or profile_averages or profile_trace")(
-        False, "profile operations on the CPU with PyTorch's profiler, into profiles/ of experiment_dir"
+    profile_cpu: bool = idle_unless("experiment_dir")(
+        False,
+        "profile operations on the CPU with PyTorch's profiler, into profiles/ of experiment_dir: a trace for "
+        "ui.perfetto.dev, and a table of the operations, sorted by self time",
     )
-    profile_cuda: bool = idle_unless("profile_export or profile_averages or profile_trace and device!=cpu")(
-        False, "also profile kernels on the GPU"
-    )
-    profile_schedule: bool = idle_unless(WRITTEN)(
+    profile_cuda: bool = idle_unless("experiment_dir and device!=cpu")(False, "also profile kernels on the GPU")
+    profile_schedule: bool = idle_unless("experiment_dir")(
         False,
         "time each step of the schedule, its gathers and reductions, and how much of them computation overlaps: a "
-        "table and a trace",
+        "table, a trace and a page",
     )
-    profile_skip: NonNegativeInt = profile_option(1, "iterations before the first profile, counted from each start")
-    profile_wait: NonNegativeInt = profile_option(0, "iterations to skip before each profile")
-    profile_warmup: NonNegativeInt = profile_option(
-        1, "iterations to profile and discard before each profile, as the first ones are slower"
+    profile_skip: NonNegativeInt = profile_option(
+        1, "iterations before the profile, counted from each start; one more is profiled and discarded, as it is slower"
     )
-    profile_active: PositiveInt = profile_option(1, "iterations in each profile")
-    profile_cycles: PositiveInt = profile_option(1, "number of profiles")
+    profile_active: PositiveInt = profile_option(1, "iterations to profile")
     profile_ranks: tuple[NonNegativeInt, ...] = idle_unless(f"{PROFILED} or memory_snapshot")(
         (), "ranks to profile; none: all"
-    )
-    profile_export: bool = idle_unless(f"{PROFILED} and experiment_dir")(
-        True, "write traces for ui.perfetto.dev (.json.gz), and the schedule as a page (.html)"
-    )
-    profile_averages: bool = table_option(False, "write a table of the operations, sorted by self time")
-    profile_trace: bool = table_option(False, "write a table of every operation in order")
-    profile_log: bool = profile_option(False, "also log the tables")
-    profile_column_width: int = idle_unless("profile_averages or profile_trace")(
-        80, "longest name of an operation in the tables", minimum=10, maximum=1000
     )
     memory_snapshot: NonNegativeInt = idle_unless("experiment_dir and device!=cpu")(
         0,
         "CUDA: record every allocation from the start through the first N iterations, in experiment_dir/profiles/"
         "memory_<rank>.pickle for https://pytorch.org/memory_viz (0: record nothing)",
     )
-
-    @property
-    def operations(self) -> bool:
-        """Whether PyTorch's profiler runs."""
-        return (self.profile_cpu or self.profile_cuda) and (
-            self.profile_export or self.profile_averages or self.profile_trace
-        )

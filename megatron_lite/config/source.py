@@ -147,9 +147,6 @@ class CheckpointConfig(Area):
     checkpoint_interval: PositiveInt | None = optional(
         "iterations between checkpoints", "only the last iteration", basic=True, aliases="save_interval", needs=SAVED
     )
-    checkpoint_offset: NonNegativeInt = option(
-        0, "iteration from which checkpoint_interval counts", idle_unless="checkpoint_interval"
-    )
     checkpoint_minutes: PositiveFloat | None = optional(
         "also save this many minutes after the last save, by rank 0's clock",
         "15 without checkpoint_interval and keep_checkpoints",

@@ -105,7 +105,6 @@ class MultiStageConfig(Area):
         maximum=1,
         why="write more --layers_per_stage instead",
     )
-    pipeline_delay: float = option(0.0, "steps for data to go around the pipeline; unused: plans compute it")
     throttle_cpu: bool = gpu_option(True, "several GPUs: keep the host from queueing schedule steps far ahead")
     throttle_cpu_rate: PositiveInt = throttled_option(1, "record an event, and wait for one, every N schedule steps")
     throttle_cpu_delay: NonNegativeInt = throttled_option(3, "wait for the event recorded N recordings ago")

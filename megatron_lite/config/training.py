@@ -211,8 +211,6 @@ class DataConfig(Area):
     multiprocessing_context: str = worker_option(
         "spawn", "start method of the workers", choices=("spawn", "fork", "forkserver"), may_differ=True
     )
-    data_sample_warn_time_ms: PositiveFloat = file_option(1000.0, "warn if reading a sample takes longer (ms)")
-    data_batch_warn_time_ms: PositiveFloat = option(1000.0, "warn if waiting for a batch takes longer than this (ms)")
 
     def path_flag(self, phase: str) -> str:
         """Return the option that names the data of a phase: its own if that is given, else data_path."""
@@ -338,7 +336,6 @@ class TrainingConfig(Area):
     stop_interval: PositiveInt | None = optional(
         "save and stop every N iterations", "no stop", aliases="exit_interval", needs=SAVED
     )
-    stop_offset: NonNegativeInt = option(0, "iteration from which stop_interval counts", idle_unless="stop_interval")
     early_stopping_patience: PositiveInt | None = optional(
         "save and end the run (exit 0) after this many validations in a row that do not improve on keep_best",
         "no early end",

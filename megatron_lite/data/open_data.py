@@ -23,7 +23,7 @@ from megatron_lite.data.fill_in_the_middle import FillInTheMiddle
 from megatron_lite.data.fingerprint import identity
 from megatron_lite.data.indexed_dataset import IndexedDataset
 from megatron_lite.data.loader import DataSource, Phase
-from megatron_lite.data.reading import RandomReader, Stream, StreamReader, masked_labels
+from megatron_lite.data.reading import SLOW_MS, RandomReader, Stream, StreamReader, masked_labels
 from megatron_lite.data.sampling import (
     EVALUATION,
     PHASES,
@@ -223,7 +223,7 @@ def _phase(config: Config, phase: str, count: int | All, streams: list[Stream], 
         order,
         config.batch.sequence_length,
         config.model.vocab_size,
-        config.data.data_sample_warn_time_ms,
+        SLOW_MS,
         config.data.mask_document_starts,
         fill,
     )

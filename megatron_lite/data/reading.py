@@ -23,6 +23,7 @@ from megatron_lite.data.sampling import DocumentOrder, PackedDocuments, StreamSa
 from megatron_lite.errors import DataError
 
 SEARCHED_TOKENS = 1 << 20  # at a time
+SLOW_MS = 1000.0  # a longer wait for a sample, or for a batch, is worth a warning
 
 
 class Samples(NamedTuple):
@@ -115,7 +116,7 @@ class StreamReader:
             taken_ms = (time.perf_counter() - begun) * 1000
             if taken_ms > self.slow_ms:
                 path = stream.dataset.tokens.path
-                warnings.append(f"{path}: reading one sample took {taken_ms:,.0f} ms (--data_sample_warn_time_ms)")
+                warnings.append(f"{path}: reading one sample took {taken_ms:,.0f} ms")
         for dataset in set(places[0].tolist()):
             warnings += self.streams[dataset].check()
         if count and (int(tokens.min()) < 0 or int(tokens.max()) >= self.vocab_size):

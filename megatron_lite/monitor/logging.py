@@ -80,11 +80,7 @@ class AppendFile:
 
 
 class _LineFormatter(logging.Formatter):
-    """Begins every line of a message with time and rank; names levels from WARNING on."""
-
-    def __init__(self, prefix: str, timestamps: bool) -> None:
-        super().__init__()
-        self._prefix, self._timestamps = prefix, timestamps
+    """Names levels from WARNING on."""
 
     def format(self, record: logging.LogRecord) -> str:
         text = record.getMessage()
@@ -92,9 +88,7 @@ class _LineFormatter(logging.Formatter):
             text = f"{record.levelname}: {text}"
         if record.exc_info:
             text += "\n" + self.formatException(record.exc_info)
-        start = f"{self.formatTime(record)} " if self._timestamps else ""
-        start += self._prefix
-        return "\n".join(start + line for line in text.split("\n")) if start else text
+        return text
 
 
 def _has_terminal() -> bool:
@@ -181,16 +175,12 @@ class FileHandler(logging.Handler):
         super().close()
 
 
-def start_logging(
-    log_file: Path | None, rank: int, world_size: int, to_console: bool, timestamps: bool, all_ranks: bool = False
-) -> logging.Logger:
+def start_logging(log_file: Path | None, to_console: bool) -> logging.Logger:
     """Set up the logger and return it; a second call replaces the first setup.
 
     Args:
         log_file: runs/<k>/logs/logs_rank_<rank>.txt, or None for no file.
         to_console: print on stdout too.
-        timestamps: begin each line with the time.
-        all_ranks: every rank prints, so each console line names its rank; lines of ranks above 0 always do.
 
     Raises:
         StorageError: if the log file cannot be opened.
@@ -201,18 +191,17 @@ def start_logging(
     logger.addHandler(logging.NullHandler())  # without any handler, warnings would go to stderr
     logger.propagate = False  # a root logger set up by a library would repeat every line
 
-    def add(handler: logging.Handler, place: str, prefix: str) -> None:
-        handler.setFormatter(_LineFormatter(prefix, timestamps))
+    def add(handler: logging.Handler, place: str) -> None:
+        handler.setFormatter(_LineFormatter())
         handler.addFilter(lambda record: getattr(record, _ONLY, place) == place)
         logger.addHandler(handler)
 
     if to_console:
-        names_rank = rank or (all_ranks and world_size > 1)
-        add(ConsoleHandler(), "console", f"[rank {rank:0{len(str(world_size - 1))}d}] " if names_rank else "")
+        add(ConsoleHandler(), "console")
         if hasattr(sys.stdout, "reconfigure"):  # a path that the terminal cannot encode must not end the run
             sys.stdout.reconfigure(errors="backslashreplace")
     if log_file is not None:
-        add(FileHandler(log_file), "file", "")
+        add(FileHandler(log_file), "file")
     return logger
 
 

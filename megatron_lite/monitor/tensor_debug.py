@@ -260,7 +260,7 @@ class TensorDebugger:
             return
         entry = summarize(name, tensor, level)
         if self.config.show_tensor_logs:
-            self.logger.info("%s | %s", self._phase, entry.line(self.config.tensor_logs_show_elements))
+            self.logger.info("%s | %s", self._phase, entry.line())
         if self.artifacts is not None:
             self._entries.append(entry)
 

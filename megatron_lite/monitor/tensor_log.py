@@ -27,6 +27,7 @@ from megatron_lite.run.durable_files import replace_file
 # Elements converted to fp64 at a time; keeps temporaries below about 100 MiB.
 CHUNK_NUMEL = 2**22
 FORMAT = "megatron_lite tensor log 1"
+SHOWN_SAMPLES = 8  # in a line of the log
 
 
 @dataclass(frozen=True)
@@ -58,17 +59,17 @@ class TensorEntry:
     statistics: Statistics | None = None  # level 2; None also for a tensor without elements
     samples: Tensor | None = None  # level 3: fp32 (n,), on the CPU
 
-    def line(self, show_elements: int) -> str:
-        """Return the line for the log, with at most `show_elements` samples."""
+    def line(self) -> str:
+        """Return the line for the log, with the first samples."""
         parts = [self.name, f"{self.shape} {self.dtype} {self.device}"]
         if self.statistics is not None:
             parts.append(f"mean {self.statistics.mean:.4e}, std {self.statistics.std:.4e}")
             if self.statistics.not_finite:
                 parts.append(f"{self.statistics.not_finite:,} NOT FINITE")
-        if self.samples is not None and show_elements:
-            shown = " ".join(f"{value:.4e}" for value in self.samples[:show_elements].tolist())
+        if self.samples is not None:
+            shown = " ".join(f"{value:.4e}" for value in self.samples[:SHOWN_SAMPLES].tolist())
             count = self.samples.numel()
-            parts.append(f"samples {shown}" + (f" ... ({count:,} in all)" if count > show_elements else ""))
+            parts.append(f"samples {shown}" + (f" ... ({count:,} in all)" if count > SHOWN_SAMPLES else ""))
         return " | ".join(parts)
 
 

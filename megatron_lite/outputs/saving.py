@@ -40,8 +40,8 @@ def is_due(iteration: int, interval: int | None, offset: int = 0) -> bool:
 def is_save_due(run: Run, last: bool) -> bool:
     """Return whether to save now: last iteration, planned stop, interval, rule, best weights, or rank 0's clock."""
     training, checkpoint, iteration = run.config.training, run.config.checkpoint, run.iteration
-    stopping = is_due(iteration, training.stop_interval, training.stop_offset)
-    regular = is_due(iteration, checkpoint.checkpoint_interval, checkpoint.checkpoint_offset)
+    stopping = is_due(iteration, training.stop_interval)
+    regular = is_due(iteration, checkpoint.checkpoint_interval)
     permanent = is_permanent(iteration, keep_rules(checkpoint.keep_checkpoints))
     best = run.best.is_best(iteration) or run.best.ends
     return last or stopping or regular or permanent or best or run.save_requested
@@ -117,7 +117,7 @@ def save(run: Run, evaluation_due: bool = False, stopping: bool = False) -> None
         run.logger.warning(lack)
     start_s = time.perf_counter()
     training, done = run.config.training, run.iteration
-    ends = done >= training.train_iters or run.best.ends or is_due(done, training.stop_interval, training.stop_offset)
+    ends = done >= training.train_iters or run.best.ends or is_due(done, training.stop_interval)
     if run.background is not None and not stopping and not ends:
         run.background.begin(with_retries(run, lambda: _new_save(run, root, evaluation_due).prepare()))
         run.saved_s = time.monotonic()

@@ -37,7 +37,7 @@ RANK_0_LOG = "logs/logs_rank_000.txt"  # in the folder of a start
 MOST_WARNINGS = 20
 LONGEST_NAME = 60
 LARGEST_JSON_BYTES = LARGEST_READ_BYTES = 2**20
-# The start of a line of the log file, with or without --log_timestamps.
+# The start of a line of the log file; lines of earlier versions may begin with the time.
 _WARNING = re.compile(rb"(?:[0-9-]{10} [0-9:,]{8,12} )?(?:WARNING|ERROR): (.*)")
 UNICODE_BLOCKS, ASCII_BLOCKS = "▁▂▃▄▅▆▇█", "_.-=+*%#"
 

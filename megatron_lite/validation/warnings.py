@@ -37,8 +37,6 @@ RISKS = {
         "--ema_type={ema_type}: the averages are only saved; evaluate them with --validation_iters, or export them "
         "with --export_interval and --export_weights=average"
     ),
-    "pipeline_delay!=0 and pipeline_parallel=1": "--pipeline_delay={pipeline_delay:g} is unused: there is no pipeline",
-    "pipeline_delay!=0 and pipeline_parallel!=1": "--pipeline_delay={pipeline_delay:g} is unused: plans compute it",
     "experiment_dir=none and train_iters and dry_run=0": "--experiment_dir is not set: nothing is saved",
 }
 
@@ -113,10 +111,8 @@ def _buffers(options: Draft) -> Iterator[str]:
 
 def _profiles(options: Draft) -> Iterator[str]:
     profiles = options.profile_cpu or options.profile_cuda or options.profile_schedule
-    before = options.profile_skip + options.profile_wait + options.profile_warmup
-    if profiles and before >= options.train_iters:
-        names = ("profile_skip", "profile_wait", "profile_warmup")
-        yield f"{typed(options, *names)}: no iteration is profiled, as the run ends after {options.train_iters}"
+    if profiles and options.profile_skip + 1 >= options.train_iters:
+        yield f"{typed(options, 'profile_skip')}: no iteration is profiled, as the run ends after {options.train_iters}"
 
 
 def _without_effect(options: Draft) -> Iterator[tuple[str, str]]:
@@ -160,8 +156,3 @@ def _idle_for_other_reasons(options: Draft) -> Iterator[tuple[str, str]]:
     if highest == 0:
         for name in options.changed("save_tensor_logs", "show_tensor_logs", "debug_global_tensors"):
             yield name, "while all debug levels are 0"
-    for name in options.changed("tensor_logs_show_elements"):
-        if highest < 3:
-            yield name, "while no debug level is 3 or more"
-        elif not options.show_tensor_logs:
-            yield name, "with --show_tensor_logs=0"

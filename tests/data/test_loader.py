@@ -23,6 +23,7 @@ from torch import Tensor
 from megatron_lite.checkpoint.compatibility import Difference
 from megatron_lite.cli.help import banners
 from megatron_lite.config import Config, Draft, flatten
+from megatron_lite.data import open_data as open_data_module
 from megatron_lite.data.loader import DataSource
 from megatron_lite.data.open_data import open_data
 from megatron_lite.data.reading import search
@@ -336,9 +337,12 @@ def test_workers_do_not_import_torch() -> None:
     assert subprocess.run([sys.executable, "-c", code], env={**os.environ, "PYTHONPATH": str(ROOT)}).returncode == 0
 
 
-def test_slow_sample_is_reported(prefixes: tuple[str, str], caplog: pytest.LogCaptureFixture) -> None:
+def test_slow_sample_is_reported(
+    prefixes: tuple[str, str], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
     """Reading a sample for longer than the limit gives a warning that names the file, from workers too."""
-    values = config(prefixes[:1], num_workers=1, data_sample_warn_time_ms=1e-9)
+    monkeypatch.setattr(open_data_module, "SLOW_MS", 1e-9)
+    values = config(prefixes[:1], num_workers=1)
     with caplog.at_level(logging.WARNING, logger="megatron_lite"):
         micro_batches(open_data(values, 0, 1), "training", 0, 1)
     assert "a.bin: reading one sample took" in caplog.text

@@ -31,7 +31,7 @@ SETUP = """
 import sys
 from pathlib import Path
 from megatron_lite.monitor.logging import start_logging
-logger = start_logging(Path("log.txt"), 0, 1, to_console=True, timestamps=False)
+logger = start_logging(Path("log.txt"), to_console=True)
 """
 
 
@@ -46,8 +46,8 @@ def run_python(code, folder, **options):
 
 def test_lines_reach_console_and_file_once_even_when_set_up_twice(tmp_path, capsys):
     file = tmp_path / "runs/0/logs/logs_rank_000.txt"
-    start_logging(file, 0, 1, to_console=True, timestamps=False)
-    logger = start_logging(file, 0, 1, to_console=True, timestamps=False)
+    start_logging(file, to_console=True)
+    logger = start_logging(file, to_console=True)
     logger.info("loss %.1f", 2.0)
     logger.warning("careful")
     assert capsys.readouterr().out == "loss 2.0\nWARNING: careful\n"
@@ -55,41 +55,32 @@ def test_lines_reach_console_and_file_once_even_when_set_up_twice(tmp_path, caps
 
 
 def test_console_and_file_may_say_different_things(tmp_path, capsys):
-    """`log_both`: a text for each, and an empty one is left out, also where lines have prefixes."""
+    """`log_both`: a text for each, and an empty one is left out."""
     file = tmp_path / "log.txt"
-    logger = start_logging(file, 0, 2, to_console=True, timestamps=False, all_ranks=True)
+    logger = start_logging(file, to_console=True)
     log_both(logger, console="short 100%", file="long\nand longer")
     log_both(logger, console="", file="only in the file")
     log_both(logger, console="only on the console", file="")
     logger.info("")
-    assert capsys.readouterr().out == "[rank 0] short 100%\n[rank 0] only on the console\n[rank 0] \n"
+    assert capsys.readouterr().out == "short 100%\nonly on the console\n\n"
     assert file.read_text() == "long\nand longer\nonly in the file\n\n"
 
 
 def test_a_later_start_appends_to_the_file_and_a_quiet_rank_writes_nothing_else(tmp_path, capsys):
     file = tmp_path / "log.txt"
     for text in ("first", "second"):
-        start_logging(file, 1, 2, to_console=False, timestamps=False).info(text)
+        start_logging(file, to_console=False).info(text)
     assert file.read_text() == "first\nsecond\n" and capsys.readouterr().out == ""
 
 
-def test_every_console_line_names_its_rank_when_all_print(capsys):
-    start_logging(None, 3, 16, to_console=True, timestamps=False, all_ranks=True).info("one\ntwo")
-    assert capsys.readouterr().out == "[rank 03] one\n[rank 03] two\n"
-    start_logging(None, 0, 16, to_console=True, timestamps=False, all_ranks=True).info("zero")
-    start_logging(None, 0, 1, to_console=True, timestamps=False, all_ranks=True).info("alone")
-    start_logging(None, 0, 16, to_console=True, timestamps=False).info("rank 0 of a quiet run")
-    assert capsys.readouterr().out == "[rank 00] zero\nalone\nrank 0 of a quiet run\n"
-
-
-def test_timestamps_and_tracebacks(tmp_path):
-    logger = start_logging(tmp_path / "log.txt", 0, 1, to_console=False, timestamps=True)
+def test_tracebacks(tmp_path):
+    logger = start_logging(tmp_path / "log.txt", to_console=False)
     try:
         raise KeyError("x")
     except KeyError:
         logger.exception("failed")
     lines = (tmp_path / "log.txt").read_text().splitlines()
-    assert lines[0][:4].isdigit() and lines[0].endswith("ERROR: failed") and lines[-1].endswith("KeyError: 'x'")
+    assert lines[0] == "ERROR: failed" and lines[-1].endswith("KeyError: 'x'")
 
 
 def test_nothing_goes_to_the_root_logger(capsys):
@@ -97,7 +88,7 @@ def test_nothing_goes_to_the_root_logger(capsys):
     root = logging.StreamHandler(sys.stdout)
     logging.getLogger().addHandler(root)
     try:
-        start_logging(None, 0, 1, to_console=True, timestamps=False).info("once")
+        start_logging(None, to_console=True).info("once")
     finally:
         logging.getLogger().removeHandler(root)
     assert capsys.readouterr().out == "once\n"
@@ -106,11 +97,11 @@ def test_nothing_goes_to_the_root_logger(capsys):
 def test_a_log_file_that_cannot_be_opened_is_a_storage_error(tmp_path):
     (tmp_path / "file").write_text("")
     with pytest.raises(StorageError, match="log.txt"):
-        start_logging(tmp_path / "file/log.txt", 0, 1, to_console=False, timestamps=False)
+        start_logging(tmp_path / "file/log.txt", to_console=False)
 
 
 def test_a_full_disk_costs_lines_not_the_run_and_is_reported_once(tmp_path, capsys, monkeypatch):
-    logger = start_logging(tmp_path / "log.txt", 0, 1, to_console=True, timestamps=False)
+    logger = start_logging(tmp_path / "log.txt", to_console=True)
     logger.info("before")
     write = os.write
     with monkeypatch.context() as full:

@@ -11,7 +11,6 @@ import shutil
 import subprocess
 import sys
 import time
-import warnings
 from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
@@ -20,11 +19,9 @@ from typing import Any, cast
 
 import pytest
 import torch
-from torch.profiler import ProfilerAction
 
-from megatron_lite.config import ProfilingConfig
 from megatron_lite.distributed.process_group import Distributed
-from megatron_lite.monitor.profiling.profiles import RECORDED, WatchedStage, cycles
+from megatron_lite.monitor.profiling.profiles import WatchedStage
 from megatron_lite.monitor.profiling.schedule_report import mean_parts, page, summary, tables, trace_events
 from megatron_lite.monitor.profiling.schedule_times import (
     DeviceClock,
@@ -42,21 +39,6 @@ from tests.support.engine_runs import Engine, SimulatedRanks
 from tests.support.harness import run_distributed, tiny_config, train_whole
 from tests.support.launch import TINY, run
 from tests.test_structure import PACKAGE
-
-# -- which iterations ------------------------------------------------------------------------------------------------
-
-
-def test_the_options_choose_the_profiled_iterations() -> None:
-    """Two cycles of wait 1, warm-up 1 and active 2, after 3 iterations; one iteration at once, without a warning."""
-    none, warm_up, *recorded = ProfilerAction.NONE, ProfilerAction.WARMUP, *RECORDED
-    options = ProfilingConfig(profile_skip=3, profile_wait=1, profile_active=2, profile_cycles=2)
-    cycle = [none, warm_up, *recorded]
-    assert [cycles(options)(done) for done in range(13)] == [none] * 3 + cycle * 2 + [none] * 2
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        at_once = cycles(ProfilingConfig(profile_skip=0, profile_warmup=0))
-    assert [at_once(done) for done in range(2)] == [recorded[-1], none]
-
 
 # -- pure arithmetic on times ----------------------------------------------------------------------------------------
 
@@ -362,8 +344,11 @@ def read_trace(path: Path) -> dict[str, Any]:
     return trace
 
 
-def test_two_ranks(tmp_path: Path) -> None:
-    """Warm-up 1, profile 2-3, warm-up 4, profile from 5 on, where --stop_interval ends the start: 6 has just begun.
+@pytest.mark.parametrize(
+    ("skip", "profiled", "begun"), [(0, "iterations_2-3", {2, 3}), (3, "iteration_5", {5, 6})], ids=["whole", "cut"]
+)
+def test_two_ranks(tmp_path: Path, skip: int, profiled: str, begun: set[int]) -> None:
+    """Warm-up 1, profile 2-3; or warm-up 4, profile from 5 on, where --stop_interval ends the start: 6 has just begun.
 
     Rank 1 alone writes traces with our names, and tables; every step is there, once each.
     """
@@ -374,36 +359,30 @@ def test_two_ranks(tmp_path: Path) -> None:
         "micro_batch_size": 1,
         "profile_cpu": True,
         "profile_schedule": True,
-        "profile_averages": True,
-        "profile_trace": True,
         "profile_ranks": (1,),
-        "profile_skip": 0,
+        "profile_skip": skip,
         "profile_active": 2,
-        "profile_cycles": 2,
     }
     run_distributed(2, profiled_run, str(tmp_path), options)
     files = sorted(path.name for path in (tmp_path / "profiles").iterdir())
-    kinds = ["averages.txt", "operations.txt", "schedule.html", "schedule.json.gz", "schedule.txt", "trace.json.gz"]
-    assert files == [f"{cycle}_rank_001.{kind}" for cycle in ("iteration_5", "iterations_2-3") for kind in kinds]
-    for cycle, begun in (("iterations_2-3", {2, 3}), ("iteration_5", {5, 6})):
-        trace = read_trace(tmp_path / "profiles" / f"{cycle}_rank_001.trace.json.gz")
-        names = Counter(event.get("name") for event in trace["traceEvents"] if event.get("cat") == "user_annotation")
-        assert {number for number in range(1, 9) if names[f"iteration {number}"]} == begun
-        schedule = read_trace(tmp_path / "profiles" / f"{cycle}_rank_001.schedule.json.gz")
-        check_trace(schedule)
-        timed = Counter(event["name"] for event in schedule["traceEvents"] if event.get("tid") == 0)
-        iterations = len(begun - {6})
-        for stage in range(4):  # the embedding, two blocks, the head; two micro-batches
-            for verb in ("forward", "backward"):
-                for micro_batch in range(2):
-                    name = f"{verb} stage {stage}, micro-batch {micro_batch}"
-                    assert timed[name] == names[name] == iterations, name
-            assert timed[f"wait for reduce stage {stage}"] >= iterations
-        assert any(event["name"].startswith("gather stage") and event["tid"] for event in schedule["traceEvents"])
-    start = tmp_path / "profiles" / "iterations_2-3_rank_001"
+    kinds = ["averages.txt", "schedule.html", "schedule.json.gz", "schedule.txt", "trace.json.gz"]
+    assert files == [f"{profiled}_rank_001.{kind}" for kind in kinds]
+    start = tmp_path / "profiles" / f"{profiled}_rank_001"
+    trace = read_trace(start.with_suffix(".trace.json.gz"))
+    names = Counter(event.get("name") for event in trace["traceEvents"] if event.get("cat") == "user_annotation")
+    assert {number for number in range(1, 9) if names[f"iteration {number}"]} == begun
+    schedule = read_trace(start.with_suffix(".schedule.json.gz"))
+    check_trace(schedule)
+    timed = Counter(event["name"] for event in schedule["traceEvents"] if event.get("tid") == 0)
+    iterations = len(begun - {6})
+    for stage in range(4):  # the embedding, two blocks, the head; two micro-batches
+        for verb in ("forward", "backward"):
+            for micro_batch in range(2):
+                name = f"{verb} stage {stage}, micro-batch {micro_batch}"
+                assert timed[name] == names[name] == iterations, name
+        assert timed[f"wait for reduce stage {stage}"] >= iterations
+    assert any(event["name"].startswith("gather stage") and event["tid"] for event in schedule["traceEvents"])
     assert "aten::" in start.with_suffix(".averages.txt").read_text()
-    operations = start.with_suffix(".operations.txt").read_text().splitlines()
-    assert len(operations) > 500 and any(line.endswith("forward stage 0, micro-batch 0") for line in operations)
     rows = start.with_suffix(".schedule.txt").read_text()
     assert re.search(r"^total +[\d.]+ +100\.0%$", rows, re.M) and re.search(r"^gather stage 1 +3 ", rows, re.M), rows
 
@@ -443,17 +422,15 @@ def test_nothing_imports_profiles_while_they_are_off() -> None:
 
 
 def test_flags_say_what_they_do(tmp_path: Path) -> None:
-    """Tables in the log with --profile_log=1; a profile that never begins, and one without a result, say so."""
-    flags = [*TINY, "--train_iters=3", f"--experiment_dir={tmp_path}", "--profile_schedule=1"]
-    outcome = run([*flags, "--profile_log=1", "--profile_export=0"])
+    """A line in the log, and the names of the files; a profile that never begins, and one without a result, say so."""
+    outcome = run([*TINY, "--train_iters=3", f"--experiment_dir={tmp_path}", "--profile_schedule=1"])
     assert outcome.codes == [0]
     assert re.search(r"^schedule of iteration 3: [\d.]+ ms each: .*backward \d+%", outcome.output, re.M)
-    assert "backward stage 3" in outcome.output and "iteration_3_rank_000.schedule.txt in" in outcome.output
-    assert not list((tmp_path / "profiles").glob("*.gz"))
+    assert "profile of iteration 3: iteration_3_rank_000.schedule.txt, iteration_3_rank_000.sch" in outcome.output
     outcome = run([*TINY, "--train_iters=2", "--profile_schedule=1", "--profile_cuda=1", "--profile_skip=9"])
-    assert "--profile_skip=9, --profile_wait=0, --profile_warmup=1: no iteration is profiled" in outcome.output
+    assert "--profile_skip=9: no iteration is profiled" in outcome.output
     assert "no iteration was profiled: the first would have been iteration 11 of this start" in outcome.output
-    assert "--profile_schedule has no effect with --profile_log=0 and without --experiment_dir" in outcome.output
+    assert "--profile_schedule has no effect without --experiment_dir" in outcome.output
     assert "--profile_cuda=1 has no effect on a CPU" in outcome.output
 
 

@@ -205,20 +205,20 @@ def test_levels() -> None:
         assert (entry.shape, entry.dtype, entry.device) == ((4, 3, 5), "float32", "cpu")
         assert (entry.statistics is not None) == (level >= 2)
         assert (None if entry.samples is None else entry.samples.numel()) == samples
-        line = entry.line(8)
+        line = entry.line()
         assert line.startswith("x | (4, 3, 5) float32 cpu")
         assert ("mean" in line, "samples" in line) == (level >= 2, level >= 3)
 
 
 def test_lines() -> None:
     """Some or all samples; what is not finite is counted; a rank's shard may be all padding."""
-    entry = summarize("x", torch.arange(64.0), 9)
-    assert re.findall(r"samples (.*)", entry.line(3)) == ["0.0000e+00 1.0000e+00 2.0000e+00 ... (64 in all)"]
-    assert "samples" not in entry.line(0) and "in all" not in entry.line(64) and "NOT FINITE" not in entry.line(8)
-    assert "3 NOT FINITE" in summarize("x", torch.tensor([1.0, torch.nan, torch.inf, -torch.inf]), 2).line(8)
+    line, eight = summarize("x", torch.arange(64.0), 9).line(), " ".join(f"{number}.0000e+00" for number in range(8))
+    assert re.findall(r"samples (.*)", line) == [f"{eight} ... (64 in all)"] and "NOT FINITE" not in line
+    assert "in all" not in summarize("x", torch.arange(8.0), 9).line()
+    assert "3 NOT FINITE" in summarize("x", torch.tensor([1.0, torch.nan, torch.inf, -torch.inf]), 2).line()
     empty = summarize("x", torch.empty(0), 5)
     assert empty.statistics is None and empty.samples is not None and empty.samples.numel() == 0
-    assert empty.line(8).startswith("x | (0,) float32 cpu")
+    assert empty.line().startswith("x | (0,) float32 cpu")
 
 
 # --- Files
@@ -373,18 +373,14 @@ def test_options_without_effect_cost_nothing(tmp_path: Path) -> None:
 
 
 def test_saved_but_not_shown(tmp_path: Path) -> None:
-    """--show_tensor_logs=0 only saves; --tensor_logs_show_elements cuts lines, not files."""
+    """--show_tensor_logs=0 only saves; lines have 8 samples, files all."""
     for show in (False, True):
         debugger, lines = open_alone(
-            tmp_path / str(show),
-            save_tensor_logs=True,
-            show_tensor_logs=show,
-            debug_param_init=20,
-            tensor_logs_show_elements=2,
+            tmp_path / str(show), save_tensor_logs=True, show_tensor_logs=show, debug_param_init=20
         )
         run_phases(debugger, FakeModel())
         assert len(lines) == (len(SHAPES) if show else 0)
-        assert all(len(re.findall(r"e[+-]\d\d", line)) == 4 for line in lines), lines
+        assert all(len(re.findall(r"e[+-]\d\d", line)) == 10 for line in lines), lines  # mean, std
         entry = logged(tmp_path / str(show), "init")["embedding.word.weight init"]
         assert entry.samples is not None and entry.samples.numel() == 80
         assert not (tmp_path / str(show) / "tensor_logs_train_00001_rank_000.safetensors").exists()

@@ -21,7 +21,7 @@ CONFIG = Config(tracking=TrackingConfig(trackers=("jsonl", "tensorboard")))
 
 @pytest.fixture(autouse=True)
 def log_to_the_console():
-    start_logging(None, 0, 1, to_console=True, timestamps=False)
+    start_logging(None, to_console=True)
     yield
     stop_logging()
 

@@ -90,7 +90,7 @@ def test_damaged_content_is_left_out_not_fatal(tmp_path):
 
 
 def test_a_full_disk_is_reported_once_and_counted(tmp_path, capsys, monkeypatch):
-    start_logging(None, 0, 1, to_console=True, timestamps=False)
+    start_logging(None, to_console=True)
     trackers = open_trackers(LINES, tmp_path, 0)
     trackers.log(training(1, 5.0))
     write = os.write
@@ -109,7 +109,7 @@ def test_real_enospc(capsys):
     """/dev/full refuses every write."""
     if not os.path.exists("/dev/full"):
         pytest.skip("no /dev/full here")
-    start_logging(None, 0, 1, to_console=True, timestamps=False)
+    start_logging(None, to_console=True)
     file = MetricsFile(Path("/dev/full"))
     file.log(training(1, 1.0))
     assert file.lost_lines == 1 and "No space left" in capsys.readouterr().out

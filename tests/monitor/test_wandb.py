@@ -75,7 +75,7 @@ def wandb(monkeypatch, tmp_path, capsys):
     monkeypatch.setenv("WANDB_ERROR_REPORTING", "true")  # restored afterwards
     module = FakeWandb()
     monkeypatch.setitem(sys.modules, "wandb", module)
-    start_logging(tmp_path / "log.txt", 0, 1, to_console=True, timestamps=False)
+    start_logging(tmp_path / "log.txt", to_console=True)
     yield module
     stop_logging()
 

@@ -43,7 +43,7 @@ def environment(monkeypatch, tmp_path):
     monkeypatch.setenv("HOME", str(tmp_path / "home"))
     monkeypatch.setenv("WANDB_API_KEY", CANARY)
     monkeypatch.setenv("WANDB_ERROR_REPORTING", "false")
-    start_logging(tmp_path / "log.txt", 0, 1, to_console=False, timestamps=False)
+    start_logging(tmp_path / "log.txt", to_console=False)
     yield
     stop_logging()
 

@@ -146,8 +146,8 @@ def test_a_run_with_a_schedule_resumes_as_if_it_had_not_stopped(tmp_path: Path) 
     ]
     whole, stopped, every = tmp_path / "whole", tmp_path / "stopped", tmp_path / "every"
     succeed([*flags, f"--experiment_dir={whole}"])
-    for _ in range(5):
-        succeed([*flags, f"--experiment_dir={stopped}", "--stop_interval=2", "--stop_offset=1"])
+    for stop in (1, 3, 5, 7, 8):
+        succeed([*flags, f"--experiment_dir={stopped}", f"--stop_interval={stop}"])
     assert len(list((stopped / "runs").iterdir())) == 5
     lines = training_lines(whole)
     assert training_lines(stopped) == lines and weights(stopped) == weights(whole)

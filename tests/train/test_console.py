@@ -32,7 +32,7 @@ def test_console_is_short_and_the_log_file_complete(tmp_path: Path, ranks: int) 
     paths = [line for line in lines if str(tmp_path) in line]
     assert len(lines) < 32 and max(len(line.partition(" | data wait")[0]) for line in lines if line not in paths) <= 120
     assert "gpu" not in outcome.output.lower()
-    assert f"{tmp_path}/config.json" in lines[0] and "--show_all_options=1" in lines[0]
+    assert f"{tmp_path}/config.json" in lines[0]
     shown = [line for line in lines if line.startswith("iteration ")]
     assert [int(line.split()[1].split("/")[0]) for line in shown] == [1, 2, 4, 8, 16, 20]
     assert all(LINE.fullmatch(line) for line in shown), shown
@@ -58,14 +58,6 @@ def test_early_lines_change_no_number(tmp_path: Path) -> None:
     every = [record["loss"] for record in records[1]]
     assert len(every) == 20 and records[20][0]["loss"] == pytest.approx(sum(every) / 20, rel=1e-12)
     assert records[20][0]["grad_norm"] == records[1][-1]["grad_norm"]
-
-
-def test_all_options_on_request(tmp_path: Path) -> None:
-    """--show_all_options=1 prints the start of the log file on the console."""
-    outcome = run([*RUN, f"--experiment_dir={tmp_path}", "--show_all_options=1"])
-    log, console = log_of(tmp_path), outcome.stdouts[0]
-    assert log.partition("training @")[0] == console.partition("iteration  1/20")[0]
-    assert all(f" {name} .." in console for name in flatten(Config()))
 
 
 def test_planned_stop_says_why_and_what_continues(tmp_path: Path) -> None:

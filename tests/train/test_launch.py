@@ -92,7 +92,7 @@ def test_every_part_at_once_is_quiet(tmp_path: Path) -> None:
         f"--data_path={prefix}",
         *"--split=8,1,1 --num_workers=2 --training_dtype=bf16 --zero_stage=3 --checkpoint_interval=2".split(),
         *"--max_checkpoints=1 --export_interval=3 --validation_iters=1 --validation_interval=2".split(),
-        *"--hidden_dropout=0.1 --enable_all_loggers --log_timestamps".split(),
+        *"--hidden_dropout=0.1".split(),
         f"--experiment_dir={experiment}",
     ]
     outcome = run(command, 2, variables={"PYTHONIOENCODING": "ascii"})

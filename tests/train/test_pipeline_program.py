@@ -35,7 +35,7 @@ def options(folder: Path, ranks: int, pipeline: int) -> dict[str, Any]:
 
 def train_until(distributed: Distributed, folder: str, stop: int | None) -> None:
     values = options(Path(folder), distributed.world_size, distributed.pipeline.world_size)
-    run = train_whole(distributed, tiny_config(distributed.world_size, **values, stop_interval=stop, stop_offset=0))
+    run = train_whole(distributed, tiny_config(distributed.world_size, **values, stop_interval=stop))
     run.experiment.release()
 
 

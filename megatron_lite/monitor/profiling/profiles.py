@@ -11,14 +11,12 @@ import json
 import logging
 import os
 import shutil
-import warnings
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, cast
 
-import torch
-from torch.profiler import ProfilerAction, ProfilerActivity, profile, record_function, schedule
+from torch.profiler import ProfilerActivity, profile, record_function
 
 from megatron_lite.config import Config, ProfilingConfig
 from megatron_lite.distributed.process_group import Distributed
@@ -38,30 +36,15 @@ from megatron_lite.zero.stage import Stage
 
 # (verb, stage, micro-batch or None) -> the block in which the verb runs
 Around = Callable[[str, int, int | None], contextlib.AbstractContextManager[Any]]
-MOST_ROWS = 100  # of the table of averages
-RECORDED = (ProfilerAction.RECORD, ProfilerAction.RECORD_AND_SAVE)
-
-
-def cycles(config: ProfilingConfig) -> Callable[[int], ProfilerAction]:
-    """Return the function from the iterations done in this start to the action in the next one."""
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # torch warns of a profile without warm-up, which the user asked for
-        return schedule(
-            skip_first=config.profile_skip,
-            wait=config.profile_wait,
-            warmup=config.profile_warmup,
-            active=config.profile_active,
-            repeat=config.profile_cycles,
-        )
+MOST_ROWS, NAME_WIDTH = 100, 80  # of the table of operations: rows, and columns of a name
 
 
 class OperationProfile:
-    """One profile by PyTorch's profiler, which warms up until the first `begin`."""
+    """A profile by PyTorch's profiler, which warms up until the first `begin`."""
 
     def __init__(self, config: ProfilingConfig, device_type: str) -> None:
-        self._config, self._on_gpu = config, config.profile_cuda and device_type == "cuda"
+        self._on_gpu = config.profile_cuda and device_type == "cuda"
         activities = [ProfilerActivity.CPU] * config.profile_cpu + [ProfilerActivity.CUDA] * self._on_gpu
-        # One object per profile, driven by hand: a profiler that goes through several cycles warns at each.
         self._profile = profile(activities=activities)
         self._iteration = contextlib.ExitStack()  # holds the range of an iteration
         self._is_warm = False
@@ -103,32 +86,11 @@ class OperationProfile:
             for left in (plain, packed):
                 left.unlink(missing_ok=True)
 
-    def tables(self) -> dict[str, str]:
-        """Return the requested tables by name."""
-        result = {}
-        if self._config.profile_averages:
-            order = "self_device_time_total" if self._on_gpu else "self_cpu_time_total"
-            width = self._config.profile_column_width
-            averages = self._profile.key_averages()
-            result["averages"] = averages.table(sort_by=order, row_limit=MOST_ROWS, max_name_column_width=width)
-        if self._config.profile_trace:
-            result["operations"] = "\n".join(self._operations())
-        return result
-
-    def _operations(self) -> Iterator[str]:
-        """Yield a line per operation in order of start, indented by nesting."""
-        yield f"{'start, ms':>12}  {'own CPU, us':>12}  {'own GPU, us':>12}  operation"
-        events = sorted(self._profile.events() or (), key=lambda event: event.time_range.start)
-        origin = events[0].time_range.start if events else 0.0
-        for event in events:
-            depth, parent = 0, event.cpu_parent
-            while parent is not None:
-                depth, parent = depth + 1, parent.cpu_parent
-            name = ("  " * depth + event.name)[: self._config.profile_column_width]
-            on_gpu = event.device_type == torch.autograd.DeviceType.CUDA
-            own_us = (0.0, event.self_device_time_total) if on_gpu else (event.self_cpu_time_total, 0.0)
-            start_ms = (event.time_range.start - origin) / 1e3
-            yield f"{start_ms:12.3f}  {own_us[0]:12.1f}  {own_us[1]:12.1f}  {name}"
+    def table(self) -> str:
+        """Return the table of operations, sorted by the time that each takes by itself."""
+        order = "self_device_time_total" if self._on_gpu else "self_cpu_time_total"
+        averages = self._profile.key_averages()
+        return averages.table(sort_by=order, row_limit=MOST_ROWS, max_name_column_width=NAME_WIDTH)
 
 
 class WatchedStage:
@@ -162,7 +124,7 @@ def open_profiles(
     options = config.profiling
     if options.profile_cuda and distributed.device.type != "cuda":
         logger.warning("--profile_cuda=1 has no effect on a CPU; write --profile_cpu=1")
-    operations = options.operations and (options.profile_cpu or distributed.device.type == "cuda")
+    operations = options.profile_cpu or (options.profile_cuda and distributed.device.type == "cuda")
     if not operations and not options.profile_schedule:
         return None
     alone_s: dict[tuple[str, int | None], float] = {}
@@ -181,8 +143,9 @@ def open_profiles(
 class Profiles:
     """`begin` comes before the first iteration of a start, `iteration_done` after each, and `close` at the end.
 
-    Outside of profiles the model runs as without them. with_operations: run PyTorch's profiler. alone_s: seconds of a
-    collective with nothing else running, by (kind, stage).
+    An iteration of warm-up follows those to skip. Before and after it the model runs as without a profile.
+    with_operations: run PyTorch's profiler. alone_s: seconds of a collective with nothing else running, by (kind,
+    stage).
     """
 
     config: ProfilingConfig
@@ -197,20 +160,20 @@ class Profiles:
     _schedule: ScheduleRecorder | None = None
     _first: int = 0  # iteration of the profile under way; 0: none so far
     _last: int = 0  # iteration that is done
-    _finished: int = 0  # profiles
 
-    def __post_init__(self) -> None:
-        self._action = cycles(self.config)
+    def _place(self) -> int:
+        """Return the place of the next iteration in the profile: 0 is the warm-up, 1 to profile_active are recorded."""
+        return self._done - self.config.profile_skip
 
     def iteration_done(self, iteration: int) -> None:
         """End an iteration, and the profile if this was its last; prepare the next iteration. Call on every rank."""
-        action = self._action(self._done)
+        place = self._place()
         self._done, self._last = self._done + 1, iteration
         if self._schedule is not None:
-            self._schedule.lap(iteration, keep=action in RECORDED)
+            self._schedule.lap(iteration, keep=place > 0)
         if self._operations is not None:
             self._operations.end()
-        if action == ProfilerAction.RECORD_AND_SAVE:  # the last iteration of a profile
+        if place == self.config.profile_active:
             self._finish()
         self.begin(iteration + 1)
 
@@ -221,22 +184,21 @@ class Profiles:
         if 0 < self._first <= self._last:
             self._finish()
         self._leave()
-        if not self._finished:
+        if self._place() < 2:
             self.logger.warning(
                 "no iteration was profiled: the first would have been iteration %d of this start, which ends after %d; "
                 "lower --profile_skip",
-                self.config.profile_skip + self.config.profile_wait + self.config.profile_warmup + 1,
+                self.config.profile_skip + 2,
                 self._done,
             )
 
     # -- one profile -------------------------------------------------------------------------------------------------
 
     def begin(self, iteration: int) -> None:
-        """Prepare an iteration: start or continue what its place in the cycle asks for."""
-        action = self._action(self._done)
-        if action != ProfilerAction.NONE and self._operations is None and self._schedule is None:
+        """Prepare an iteration: start or continue the profile, if it is a part of it."""
+        if self._place() == 0:
             self._watch()
-        if action in RECORDED:
+        elif 0 < self._place() <= self.config.profile_active:
             self._first = self._first or iteration
             if self._operations is not None:
                 self._operations.begin(iteration)
@@ -269,31 +231,25 @@ class Profiles:
         """End the profile under way and write its results; a full disk costs the results, not the run."""
         operations, schedule, words = self._operations, self._schedule, iterations_in_words(self._first, self._last)
         self._leave()
-        self._finished += 1
         rank, world_size = self.distributed.rank, self.distributed.world_size
         name = f"{words.replace(' ', '_')}_rank_{rank:03d}"
         written: list[Path] = []
         if operations is not None:
-            if self.config.profile_export:
-                written += self._write(f"{name}.trace.json.gz", operations.write_trace)
-            for kind, text in operations.tables().items():
-                written += self._table(f"{name}.{kind}.txt", text)
+            written += self._write(f"{name}.trace.json.gz", operations.write_trace)
+            written += self._text(f"{name}.averages.txt", operations.table())
         self.distributed.wait_for_device()
         if schedule is not None and (times := schedule.take()):
             self.logger.info(schedule_report.summary(times))
-            written += self._table(f"{name}.schedule.txt", schedule_report.tables(times, rank, world_size))
-            if self.config.profile_export:
-                trace = gzip.compress(json.dumps(schedule_report.trace_events(times, rank)).encode(), 6)
-                written += self._write_bytes(f"{name}.schedule.json.gz", trace)
-                page = schedule_report.page(times, rank, world_size)
-                written += self._write_bytes(f"{name}.schedule.html", page.encode())
+            written += self._text(f"{name}.schedule.txt", schedule_report.tables(times, rank, world_size))
+            trace = gzip.compress(json.dumps(schedule_report.trace_events(times, rank)).encode(), 6)
+            written += self._write_bytes(f"{name}.schedule.json.gz", trace)
+            page = schedule_report.page(times, rank, world_size)
+            written += self._write_bytes(f"{name}.schedule.html", page.encode())
         if written:
             files = ", ".join(path.name for path in written)
             self.logger.info("profile of %s: %s in %s", words, files, self.folder)
 
-    def _table(self, name: str, text: str) -> list[Path]:
-        if self.config.profile_log:
-            self.logger.info("%s", text)
+    def _text(self, name: str, text: str) -> list[Path]:
         return self._write_bytes(name, f"{text}\n".encode())
 
     def _write_bytes(self, name: str, data: bytes) -> list[Path]:
