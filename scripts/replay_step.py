@@ -31,8 +31,9 @@ if __name__ == "__main__":
 
 from megatron_lite.checkpoint.names import is_folder, newest_before, read_bytes
 from megatron_lite.checkpoint.saved_state import check_options
+from megatron_lite.cli.unknown_flags import by_name
 from megatron_lite.config import CheckpointConfig, Config, RunConfig, unflatten
-from megatron_lite.config.values import FLAGS
+from megatron_lite.config.values import FLAGS, with_current_names
 from megatron_lite.distributed.agreement import together
 from megatron_lite.errors import DamagedError, RunError, UsageError
 from megatron_lite.monitor.tensor_debug import LEVELS, open_debugger
@@ -89,10 +90,11 @@ def configuration(content: dict[str, Any], checkpoint: Path | None, device: str 
     Raises:
         UsageError: if this version of the program does not know an option.
     """
-    values = {name: tuple(value) if isinstance(value, list) else value for name, value in content["config"].items()}
-    if unknown := [name for name in values if name not in FLAGS]:
+    saved = with_current_names(content["config"])
+    if unknown := [name for name in saved if name not in FLAGS and name not in by_name()]:
         raise UsageError(f"{FILE_NAME} has options that this version does not know: {', '.join(unknown[:5])}")
-    config = unflatten(values)
+    values = {name: tuple(value) if isinstance(value, list) else value for name, value in saved.items()}
+    config = unflatten({name: value for name, value in values.items() if name in FLAGS})  # others change no number
     levels: dict[str, Any] = dict.fromkeys(LEVELS, LEVEL)
     quiet = RunConfig(log_interval=1, show_tensor_logs=False, save_tensor_logs=True, **levels)
     training = dataclasses.replace(

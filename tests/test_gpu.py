@@ -116,7 +116,7 @@ def test_triton_changes_losses_by_rounding(
 
     The optimizer amplifies rounding errors: at ten times this learning rate they change losses in bf16 by 1.5 %.
     """
-    options = dict(training_dtype=training_dtype, lr_warmup_iters=0, **model)
+    options = dict(training_dtype=training_dtype, lr_warmup=0, **model)
     with_triton, without = (losses(one_gpu, enable_triton_kernels=on, **options) for on in (True, False))
     np.testing.assert_allclose(with_triton, without, rtol=rtol)
     assert with_triton != without, "the option changes nothing"

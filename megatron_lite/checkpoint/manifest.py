@@ -46,6 +46,7 @@ from megatron_lite.checkpoint.files import SavedFile, Slice, WrittenFile
 from megatron_lite.checkpoint.names import A_LINK, MANIFEST_NAME, RANK_FILE, parse_json, rank_file, read_bytes, reason
 from megatron_lite.checkpoint.saved_state import RUN_STATE, check_options
 from megatron_lite.config import JsonObject
+from megatron_lite.config.values import with_current_names
 from megatron_lite.distributed.grid import Coordinates
 from megatron_lite.errors import DamagedError
 from megatron_lite.parameter import DTYPES
@@ -253,6 +254,7 @@ def parse(text: bytes) -> Manifest:
         except (TypeError, ValueError, KeyError, IndexError, AttributeError):
             raise DamagedError(f"not the content of version {version}") from None
     entry = decode(_MANIFEST, values)
+    entry["config"] = with_current_names(entry["config"])
     check_options(entry["config"])
     if len(entry["files"]) != entry["world_size"]:
         raise DamagedError(f"names {len(entry['files'])} files for {entry['world_size']} ranks")

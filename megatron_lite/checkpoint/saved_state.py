@@ -147,7 +147,7 @@ def check_value(flag: Flag, value: Any) -> None:
         raise BadValueError("must be a list")
     kind = flag.kind.removeprefix("list of ")
     for item in value if flag.is_list else (value,):
-        if type(item) is str and item in flag.words:
+        if type(item) is str and (item in flag.words or flag.takes_share):
             continue
         if type(item) not in _TYPES[kind]:
             raise BadValueError(f"must be of type {kind}")

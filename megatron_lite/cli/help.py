@@ -67,7 +67,7 @@ def value_words(flag: Flag) -> str:
     word = {"int": "N", "float": "X", "str": "TEXT"}[flag.kind.removeprefix("list of ")]
     if flag.is_list:
         word += " ..." if word == "TEXT" else f",{word},..."
-    return "|".join((word, *flag.words))
+    return "|".join((word, *flag.words, *["N%"] * flag.takes_share))
 
 
 def default_words(flag: Flag) -> str:

@@ -271,6 +271,8 @@ class _Parser:
             return ",".join(self.environment)  # only the names
         for text in values:
             _check_shell(text, item)
+        if flag.takes_share and item.name.endswith("_fraction") and values[0].isdecimal():  # an alias; 1 is all
+            values = [f"{values[0]}.0"]
         if reason := refused_value(flag.name, values[0]):
             raise BadValueError(reason)
         for text in values if flag.is_list and flag.name in PATHS else ():

@@ -6,15 +6,14 @@ from dataclasses import dataclass
 
 from megatron_lite.config.option import (
     Area,
-    Fraction,
     LossScale,
     NonNegativeFloat,
     NonNegativeInt,
     PositiveFloat,
-    PositiveFraction,
     PositiveInt,
     ProperFraction,
     Rule,
+    Share,
     WindowLength,
     idle_unless,
     option,
@@ -63,24 +62,26 @@ class LearningRateConfig(Area):
         "exponent of the elapsed fraction of a linear, power or cosine decay",
         idle_unless="lr_decay_style=linear|power|cosine",
     )
-    lr_warmup_iters: NonNegativeInt = option(
+    lr_warmup: NonNegativeInt | Share = option(
         0,
-        "iterations of linear warmup, at most the first cycle; the first update uses lr / lr_warmup_iters",
+        "iterations of linear warmup, or their share of the first cycle, to which they are cut; the first update uses "
+        "lr / lr_warmup",
+        aliases="lr_warmup_iters lr_warmup_fraction",
         basic=True,
     )
-    lr_warmup_fraction: Fraction | None = optional("warmup as a fraction of the first cycle", "lr_warmup_iters")
-    lr_wsd_decay_iters: NonNegativeInt | None = lr_decay_option(
+    lr_wsd_decay: NonNegativeInt | Share | None = lr_decay_option(
         None,
-        "iterations of decay at the end of each cycle, after a stable phase at the peak (warmup-stable-decay)",
+        "iterations of decay at the end of each cycle, or their share of it, after a stable phase at the peak "
+        "(warmup-stable-decay)",
         unset="the cycle without its warmup",
+        aliases="lr_wsd_decay_iters lr_wsd_decay_fraction",
     )
-    lr_wsd_decay_fraction: Fraction | None = lr_decay_option(
-        None, "lr_wsd_decay_iters as a fraction of the cycle", unset="lr_wsd_decay_iters"
+    lr_rewarmup: NonNegativeInt | Share = option(
+        0,
+        "iterations of warmup at the start of each later cycle, or their share of it, from the last decayed rate; 0: "
+        "jump to the peak",
+        aliases="lr_rewarmup_iters lr_rewarmup_fraction",
     )
-    lr_rewarmup_iters: NonNegativeInt = option(
-        0, "iterations of warmup at the start of each later cycle, from the last decayed rate; 0: jump to the peak"
-    )
-    lr_rewarmup_fraction: Fraction | None = optional("rewarmup as a fraction of the cycle", "lr_rewarmup_iters")
     lr_num_cycles: PositiveInt = lr_decay_option(
         1,
         "number of equal cycles of warmup, stable phase and decay; cycle i ends at int(T / N * i), where T is the end "
@@ -93,11 +94,11 @@ class LearningRateConfig(Area):
         "warmup if the decay is short)",
         aliases="haps",
     )
-    lr_cycle_iters: PositiveInt | None = lr_decay_option(
-        None, "iterations per cycle; the last cycle also takes the remainder", unset="one cycle"
-    )
-    lr_cycle_fraction: PositiveFraction | None = lr_decay_option(
-        None, "lr_cycle_iters as a fraction of the run without the cooldown", unset="one cycle"
+    lr_cycle: PositiveInt | Share | None = lr_decay_option(
+        None,
+        "iterations per cycle, or their share of the run without the cooldown; the last cycle also takes the remainder",
+        unset="one cycle",
+        aliases="lr_cycle_iters lr_cycle_fraction",
     )
     lr_cycle_lengths: tuple[PositiveInt, ...] = lr_decay_option(
         (), "iterations of each cycle; the rest of the run forms the last cycle"
@@ -116,14 +117,14 @@ class LearningRateConfig(Area):
         "the decay, and follow batch_size_schedule, as batch_size does",
     )
     lr_power_b: float = power_tokens_option(-0.51, "power_tokens: b in the formula of lr_power_a", below=0.0)
-    lr_cooldown_iters: NonNegativeInt = option(
+    lr_cooldown: NonNegativeInt | Share = option(
         0,
-        "iterations of linear decay to min_lr at the end of the run, after all cycles; for styles that do not end at "
-        "min_lr, such as constant and inv_sqrt",
+        "iterations of linear decay to min_lr at the end of the run, or their share of it, after all cycles; for "
+        "styles that do not end at min_lr, such as constant and inv_sqrt",
+        aliases="lr_cooldown_iters lr_cooldown_fraction",
     )
-    lr_cooldown_fraction: Fraction | None = optional("lr_cooldown_iters as a fraction of the run", "lr_cooldown_iters")
     lr_step_offset: int = option(
-        1, "1: the first update uses lr / lr_warmup_iters; 0: it uses 0, as in Levanter", minimum=0, maximum=1
+        1, "1: the first update uses lr / lr_warmup; 0: it uses 0, as in Levanter", minimum=0, maximum=1
     )
     lr_schedule: str | None = optional(
         'schedule as stages "type,iters,lr[,end_lr[,power]];...", instead of the options above; types: constant, '

@@ -10,6 +10,7 @@ from typing import Annotated, Any, ClassVar, Literal, NamedTuple
 
 Auto = Literal["auto"]  # instead of a number: the program chooses once it knows the device
 All = Literal["all"]  # instead of a number: everything there is
+Share = str  # instead of a number: a share of the whole, from 0.0 to 1.0, as text, so that 1.0 differs from 1
 
 # Bounded numbers: plain int and float to mypy; the parser and `validation` enforce the bounds.
 PositiveInt = Annotated[int, {"minimum": 1}]
@@ -58,6 +59,7 @@ class Flag:
     optional: bool = False  # takes `none`
     area: str = ""
     words: tuple[str, ...] = ()  # accepted in place of a number: auto, all; none if it is not the default
+    takes_share: bool = False  # in place of a number: 0.1, or 10%
     minimum: float | None = None  # inclusive
     above: float | None = None  # exclusive lower bound
     maximum: float | None = None  # inclusive

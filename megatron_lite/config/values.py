@@ -16,7 +16,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from types import MappingProxyType
 from typing import Any, get_args
 
-from megatron_lite.config import AREAS, Config, flatten
+from megatron_lite.config import AREAS, Config, Options, flatten
 from megatron_lite.config import option as declarations
 from megatron_lite.config.model import block_parts, join_block_parts
 from megatron_lite.config.option import All, Auto, Flag
@@ -72,7 +72,8 @@ def _flags() -> dict[str, Flag]:
                 default=field.default,
                 optional=field.default is None,
                 area=area,
-                words=(*declared.words, *(word for other in others if other != "None" for word in words[other])),
+                words=(*declared.words, *(word for other in others for word in words.get(other, ()))),
+                takes_share="Share" in others,
                 **bounds,
             )
     return flags
@@ -304,7 +305,10 @@ def _parse_number(flag: Flag, text: str) -> int | float | str:
     if text.lower() in flag.words:
         return text.lower()
     try:
-        value = parse_int(text) if flag.kind in ("int", "list of int") else parse_float(text)
+        if flag.takes_share and re.search("[.%]|e-", text.lower()):
+            value: int | float | str = parse_share(text)
+        else:
+            value = parse_int(text) if flag.kind in ("int", "list of int") else parse_float(text)
     except BadValueError as error:
         if near := similar(text.lower(), flag.words, 1, 0.7):
             raise BadValueError(f"must be {limits(flag)}", *near, guessed=True) from None
@@ -312,6 +316,19 @@ def _parse_number(flag: Flag, text: str) -> int | float | str:
         raise BadValueError(rule, *(other for other in error.instead if is_legal(flag, other))) from None
     check_bounds(flag, value)
     return value
+
+
+def parse_share(text: str) -> int | str:
+    """Parse a share, 0.1 or 10%, in place of a number: `0.1`, as text; or 0.
+
+    Raises:
+        BadValueError: for anything else.
+    """
+    digits = text.removesuffix("%")
+    value = parse_float(digits) / (1 if digits == text else 100)
+    if not 0 <= value <= 1:
+        raise BadValueError("a share is at least 0 and at most 1.0, or 100%; a number has no point")
+    return str(value) if value else 0
 
 
 def is_legal(flag: Flag, text: str) -> bool:
@@ -354,7 +371,8 @@ def limits(flag: Flag) -> str:
     rule = " and ".join(f"{sign} {number(bound)}" for sign, bound in bounds if bound is not None)
     if flag.minimum is not None and flag.minimum == flag.maximum:
         rule = number(flag.minimum)
-    return ", or ".join(text for text in (rule, *flag.words) if text)
+    share = "a share as 0.1 or 10%" if flag.takes_share else ""
+    return ", or ".join(text for text in (rule, *flag.words, share) if text)
 
 
 def check_bounds(flag: Flag, value: Any) -> None:
@@ -372,6 +390,8 @@ def check_bounds(flag: Flag, value: Any) -> None:
             raise BadValueError(f"takes {', '.join(flag.choices)}")
         elif isinstance(item, (str, bool)) and (flag.kind not in ("int", "float") or item in flag.words):
             continue
+        elif isinstance(item, str) and flag.takes_share:
+            parse_share(item)
         elif isinstance(item, str) or not _within(flag, item):
             why = f": {flag.why}" if flag.why else ""
             raise BadValueError(f"must be {limits(flag) or 'a finite number'}{why}")
@@ -428,6 +448,19 @@ def alike(config: Config, asked: Config) -> dict[str, list[str]]:
 def digest(value: Any) -> str:
     """Return 16 hexadecimal digits that depend on a value of JSON, to compare it with that of another rank or start."""
     return hashlib.blake2b(json.dumps(value).encode(), digest_size=8).hexdigest()
+
+
+def with_current_names(saved: Options) -> Options:
+    """Return a flat saved configuration with today's options for those of earlier versions.
+
+    Each length of the schedule was two options: iterations, and a share that came before it.
+    """
+    current = dict(saved)
+    for flag in FLAGS.values():
+        if flag.takes_share and flag.aliases[0] in saved:
+            length, share = (current.pop(name, None) for name in flag.aliases)
+            current[flag.name] = length if share is None else str(share)
+    return current
 
 
 def typed(options: object, *names: str) -> str:

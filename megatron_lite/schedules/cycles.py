@@ -2,7 +2,7 @@
 
     [warmup][stable][decay] {[rewarmup][stable][decay]} x (cycles - 1) [cooldown]
 
-Steps count from 0. Fractions refer to the cycle's length (for cycles and the cooldown, to the schedule's) and are
+Steps count from 0. Shares are those of the cycle's length (for cycles and the cooldown, of the schedule's) and are
 rounded down. A warmup is cut to the length of its cycle, and a decay to what the warmup leaves.
 Source: Levanter, optim/config.py, with the clamping of its continuation in Marin; WSD-S: Wen et al. 2024.
 """
@@ -15,6 +15,7 @@ from itertools import accumulate
 from typing import NamedTuple
 
 from megatron_lite.config.optimizer import LearningRateConfig
+from megatron_lite.config.option import Share
 
 
 class Cycle(NamedTuple):
@@ -31,14 +32,14 @@ class Cycle(NamedTuple):
         return self.start + self.length - self.decay
 
 
-def steps_of(iters: int | None, fraction: float | None, whole: int) -> int | None:
-    """Return the length given by a pair of options; None if neither is set."""
-    return iters if fraction is None else int(fraction * whole)
+def steps_of(length: int | Share, whole: int) -> int:
+    """Return a length in steps, which is given as such or as a share of the whole."""
+    return length if isinstance(length, int) else int(float(length) * whole)
 
 
 def cooldown_steps(options: LearningRateConfig) -> int:
     """Return the length of the cooldown at the end of the schedule; 0 if there is none."""
-    return steps_of(options.lr_cooldown_iters, options.lr_cooldown_fraction, options.lr_decay_iters) or 0
+    return steps_of(options.lr_cooldown, options.lr_decay_iters)
 
 
 def cycle_steps(options: LearningRateConfig) -> int:
@@ -56,8 +57,8 @@ def boundaries(options: LearningRateConfig) -> tuple[int, Callable[[int], int]]:
     count = options.lr_num_cycles
     if count > 1:
         return count, lambda index: total if index == count else int(total / count * index)
-    length = steps_of(options.lr_cycle_iters, options.lr_cycle_fraction, total)
-    if length is not None:
+    if options.lr_cycle is not None:
+        length = steps_of(options.lr_cycle, total)
         whole = max(total // length, 1)  # the last cycle also takes the remainder
         return whole, lambda index: total if index == whole else index * length
     points = (0, *(options.lr_cycle_minima or accumulate(options.lr_cycle_lengths)))
@@ -67,9 +68,7 @@ def boundaries(options: LearningRateConfig) -> tuple[int, Callable[[int], int]]:
 
 def warmup_steps(options: LearningRateConfig, index: int, length: int) -> int:
     """Return the requested warmup of one cycle; it may be longer than the cycle."""
-    if index == 0:
-        return steps_of(options.lr_warmup_iters, options.lr_warmup_fraction, length) or 0
-    return steps_of(options.lr_rewarmup_iters, options.lr_rewarmup_fraction, length) or 0
+    return steps_of(options.lr_rewarmup if index else options.lr_warmup, length)
 
 
 def cycle(options: LearningRateConfig, index: int) -> Cycle:
@@ -77,9 +76,9 @@ def cycle(options: LearningRateConfig, index: int) -> Cycle:
     _, boundary = boundaries(options)
     start, length = boundary(index), boundary(index + 1) - boundary(index)
     warmup = min(warmup_steps(options, index, length), length)
-    decay = steps_of(options.lr_wsd_decay_iters, options.lr_wsd_decay_fraction, length)
     left = length - warmup
-    return Cycle(index, start, length, warmup, left if decay is None else min(decay, left))
+    decay = left if options.lr_wsd_decay is None else min(steps_of(options.lr_wsd_decay, length), left)
+    return Cycle(index, start, length, warmup, decay)
 
 
 def cycle_at(options: LearningRateConfig, step: int) -> Cycle:

@@ -14,7 +14,7 @@ def learning_rate(config: Config, iteration: int, batches: BatchSchedule | None 
     """Return the learning rate of an iteration, counted from 1. config: resolved. batches: of all starts.
 
     The rate follows the stages of `lr_schedule`, or cycles of warmup, stable phase and decay (see `cycles`). The
-    default is one cycle: a linear warmup from lr / lr_warmup_iters to lr, then a decay to min_lr at iteration
+    default is one cycle: a linear warmup from lr / lr_warmup to lr, then a decay to min_lr at iteration
     `lr_decay_iters` (an absolute end, not a length), and min_lr from there on.
     """
     assert iteration >= 1, iteration
@@ -44,9 +44,8 @@ def peak_learning_rate(config: Config) -> float:
 
 def is_constant(options: LearningRateConfig) -> bool:
     """Return whether every step has the peak rate."""
-    warmup = options.lr_warmup_iters or options.lr_warmup_fraction
-    cooldown = options.lr_cooldown_iters or options.lr_cooldown_fraction
-    return options.lr_decay_style == "constant" and not (options.lr_schedule or warmup or cooldown)
+    moves = options.lr_schedule or options.lr_warmup or options.lr_cooldown
+    return options.lr_decay_style == "constant" and not moves
 
 
 def _first_iteration(config: Config) -> int:

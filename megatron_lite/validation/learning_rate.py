@@ -13,14 +13,9 @@ from megatron_lite.schedules.learning_rate import is_constant
 from megatron_lite.schedules.stages import parse_stages
 from megatron_lite.validation.rules import Problem, Problems, default, fill, parsing, problem
 
-CYCLES = ("lr_num_cycles", "lr_cycle_minima", "lr_cycle_iters", "lr_cycle_fraction", "lr_cycle_lengths")
-COOLDOWN = ("lr_cooldown_iters", "lr_cooldown_fraction")
-STABLE_PHASE = ("lr_wsd_decay_iters", "lr_wsd_decay_fraction")
-REWARMUP = ("lr_rewarmup_iters", "lr_rewarmup_fraction")
-# Each group holds alternatives for the same length.
-ALTERNATIVES = (("lr_warmup_iters", "lr_warmup_fraction"), STABLE_PHASE, REWARMUP, COOLDOWN, CYCLES)
+CYCLES = ("lr_num_cycles", "lr_cycle_minima", "lr_cycle", "lr_cycle_lengths")  # alternatives
 WITH_STAGES = ("lr_schedule", "lr_schedule_offset", "lr_step_offset", "default_lr_scale")
-_END = "train_iters lr_decay_iters lr_schedule_offset lr_cooldown_iters lr_cooldown_fraction"
+_END = "train_iters lr_decay_iters lr_schedule_offset lr_cooldown"
 
 
 def learning_rate(draft: Draft) -> Problems:
@@ -28,10 +23,9 @@ def learning_rate(draft: Draft) -> Problems:
     if draft.lr_schedule is not None:
         yield from _stages(draft, draft.lr_schedule)
         return
-    for names in ALTERNATIVES:
-        several = draft.changed(*names)
-        if len(several) > 1:
-            yield problem(draft, " ".join(several), "exclude each other; write one of them")
+    several = draft.changed(*CYCLES)
+    if len(several) > 1:
+        yield problem(draft, " ".join(several), "exclude each other; write one of them")
     yield from _minimum(draft)
     yield from _finite(draft, "lr", draft.lr)
     fill(draft, lr_decay_iters=max(1, draft.train_iters) + draft.lr_schedule_offset)
@@ -84,10 +78,9 @@ def _cycles(draft: Draft, end: int) -> Problems:
     cooldown = cooldown_steps(draft)
     total, length = end - cooldown, f"the schedule has {end} iterations"
     if cooldown:
-        (name, *_) = draft.changed(*COOLDOWN)
         if total < 1:
             rule = f"nothing is left before the cooldown, because {length}; write a shorter one"
-            yield problem(draft, name, rule, also=_END)
+            yield problem(draft, "lr_cooldown", rule, also=_END)
             return
         length += f", {cooldown} of them the cooldown"
     if draft.lr_num_cycles > total:
@@ -96,9 +89,9 @@ def _cycles(draft: Draft, end: int) -> Problems:
     if sum(draft.lr_cycle_lengths) > total:
         rule = f"the cycles need {sum(draft.lr_cycle_lengths)} iterations, but {length}; write shorter ones"
         yield problem(draft, "lr_cycle_lengths", rule, also=_END)
-    if steps_of(None, draft.lr_cycle_fraction, total) == 0:
+    if draft.lr_cycle is not None and steps_of(draft.lr_cycle, total) == 0:
         rule = f"a cycle would be shorter than one iteration, because {length}; write at least {number(1 / total)}"
-        yield problem(draft, "lr_cycle_fraction", rule, also=_END)
+        yield problem(draft, "lr_cycle", rule, also=_END)
     minima = draft.lr_cycle_minima
     for before, after in itertools.pairwise(minima):
         if after <= before:
@@ -127,12 +120,12 @@ def schedule_warnings(options: Draft) -> Iterator[str]:
 def _odd_cycles(options: Draft) -> Iterator[str]:
     """Warn about cycles whose number or length differs from what the flag suggests."""
     total = cycle_steps(options)
-    length = steps_of(options.lr_cycle_iters, options.lr_cycle_fraction, total)
-    if length is not None and length > total:
-        yield f"{_typed(options, 'lr_cycle')}: one cycle, because the schedule has only {total} iterations"
-    elif length is not None and total % length:
+    length = total if options.lr_cycle is None else steps_of(options.lr_cycle, total)
+    if length > total:
+        yield f"{typed(options, 'lr_cycle')}: one cycle, because the schedule has only {total} iterations"
+    elif total % length:
         last = length + total % length
-        yield f"{_typed(options, 'lr_cycle')}: the last cycle also takes the remainder and has {last} iterations"
+        yield f"{typed(options, 'lr_cycle')}: the last cycle also takes the remainder and has {last} iterations"
     beyond = [minimum for minimum in options.lr_cycle_minima if minimum > total]
     if beyond:
         yield (
@@ -145,8 +138,8 @@ def _flat_cooldown(options: Draft) -> Iterator[str]:
     falls = options.lr_decay_style in ("linear", "power", "cosine", "inv")
     count, _ = boundaries(options)
     if falls and cooldown_steps(options) and cycle(options, count - 1).decay:
-        fix = "write --lr_wsd_decay_iters instead, or --lr_decay_style=constant"
-        yield f"{_typed(options, 'lr_cooldown')}: the decay before it already ends at the minimum; {fix}"
+        fix = "write --lr_wsd_decay instead, or --lr_decay_style=constant"
+        yield f"{typed(options, 'lr_cooldown')}: the decay before it already ends at the minimum; {fix}"
 
 
 def _cut(options: Draft) -> Iterator[str]:
@@ -168,24 +161,19 @@ def _cut_in(options: Draft, current: Cycle, kind: str) -> Iterator[str]:
     falls = options.lr_decay_style != "constant"
     if asked > current.length:
         rest = "; nothing is left for the decay" if falls else ""
-        yield f"{_typed(options, kind)}: {where} has only {current.length} iterations; the warmup is cut to them{rest}"
+        yield f"{typed(options, kind)}: {where} has only {current.length} iterations; the warmup is cut to them{rest}"
     if asked > current.length or not falls:
         return
     left = current.length - current.warmup
-    decay = steps_of(options.lr_wsd_decay_iters, options.lr_wsd_decay_fraction, current.length)
-    if decay is not None and decay > left:
+    decay = left if options.lr_wsd_decay is None else steps_of(options.lr_wsd_decay, current.length)
+    if decay > left:
         yield (
-            f"{_typed(options, 'lr_wsd_decay')}: {decay} iterations, but the warmup leaves only {left} of the "
+            f"{typed(options, 'lr_wsd_decay')}: {decay} iterations, but the warmup leaves only {left} of the "
             f"{current.length} in {where}; the decay is cut to those"
         )
     elif current.decay == 0:
-        name = "lr_wsd_decay" if decay == 0 else kind
-        yield f"{_typed(options, name)}: no decay in {where} ({current.length} iterations); the rate stays at lr"
-
-
-def _typed(options: Draft, kind: str) -> str:
-    """Return `--name=value` for whichever of <kind>_fraction and <kind>_iters is set."""
-    return typed(options, *(options.changed(f"{kind}_fraction", f"{kind}_iters") or [f"{kind}_iters"])[:1])
+        name = kind if options.lr_wsd_decay is None or decay else "lr_wsd_decay"
+        yield f"{typed(options, name)}: no decay in {where} ({current.length} iterations); the rate stays at lr"
 
 
 def idle_schedule_options(options: Draft) -> Iterator[tuple[str, str]]:
@@ -193,14 +181,14 @@ def idle_schedule_options(options: Draft) -> Iterator[tuple[str, str]]:
     if options.lr_schedule is not None:
         return
     style, with_style = options.lr_decay_style, f"with --lr_decay_style={options.lr_decay_style}"
-    if style in ("constant", "power_tokens") and not options.changed(*COOLDOWN):
+    if style in ("constant", "power_tokens") and not options.lr_cooldown:
         if options.min_lr_ratio is not None:
             yield "min_lr_ratio", with_style
         elif options.min_lr:
             yield "min_lr", with_style
     one_cycle = not options.changed(*CYCLES)
     if one_cycle or style == "constant":
-        for name in options.changed(*REWARMUP):
+        for name in options.changed("lr_rewarmup"):
             yield name, "with one cycle" if one_cycle else with_style
     if is_constant(options):
         decays = ("adamc_weight_decay",) if options.weight_decay else ()
@@ -213,7 +201,8 @@ def idle_schedule_options(options: Draft) -> Iterator[tuple[str, str]]:
 
 def _end_matters(options: Draft, one_cycle: bool) -> bool:
     """Return whether the rate depends on where the schedule ends."""
-    if options.changed(*COOLDOWN, "lr_warmup_fraction") or options.lr_warmup_iters > options.lr_decay_iters:
+    warmup = options.lr_warmup
+    if options.lr_cooldown or not isinstance(warmup, int) or warmup > options.lr_decay_iters:
         return True
     endless = options.lr_decay_style in ("inv_sqrt", "power_tokens") and one_cycle
-    return options.lr_decay_style != "constant" and not (endless and not options.changed(*STABLE_PHASE))
+    return options.lr_decay_style != "constant" and not (endless and options.lr_wsd_decay is None)

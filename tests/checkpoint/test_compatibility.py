@@ -136,7 +136,7 @@ def test_a_batch_size_that_moves_the_samples_is_said(
         assert coming[0] == coming[1]
 
 
-COSINE = {"lr": 2e-3, "min_lr": 2e-4, "lr_decay_style": "cosine", "lr_warmup_iters": 80, "train_iters": 800}
+COSINE = {"lr": 2e-3, "min_lr": 2e-4, "lr_decay_style": "cosine", "lr_warmup": 80, "train_iters": 800}
 
 
 @pytest.mark.parametrize(
@@ -148,7 +148,7 @@ COSINE = {"lr": 2e-3, "min_lr": 2e-4, "lr_decay_style": "cosine", "lr_warmup_ite
         ({"train_iters": 900, "lr_schedule": "constant,900,0.5"}, "leave out --lr_schedule"),
         ({"min_lr": None, "min_lr_ratio": 0.1, "train_iters": 900}, "--min_lr=0.0002"),  # equal, by the ratio
         ({"train_iters": 900, "lr_decay_iters": 800}, None),
-        ({"train_iters": 900, "lr_decay_iters": 800, "lr_warmup_iters": 10}, None),  # moves the past only
+        ({"train_iters": 900, "lr_decay_iters": 800, "lr_warmup": 10}, None),  # moves the past only
         ({}, None),  # nothing is left to train
     ],
     ids=str,

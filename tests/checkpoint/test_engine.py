@@ -40,9 +40,9 @@ VALIDATED: dict[str, Any] = {"validation_iters": 1, "validation_interval": 2}
 
 def open_run(distributed: Distributed, options: dict[str, Any]) -> Any:
     """Build as the program does, from the newest checkpoint of --experiment_dir, if any."""
-    schedule = {"train_iters": LAST, "lr_warmup_iters": 1, "lr": 1e-2, "checkpoint_interval": MIDDLE}
+    schedule = {"train_iters": LAST, "lr_warmup": 1, "lr": 1e-2, "checkpoint_interval": MIDDLE}
     if options.get("train_iters") == 0:
-        schedule = {"lr_warmup_iters": 0}
+        schedule = {"lr_warmup": 0}
     return start_run(distributed, tiny_config(distributed.world_size, **{**schedule, **options}))
 
 

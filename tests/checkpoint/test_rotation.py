@@ -28,7 +28,7 @@ from tests.support.token_files import save_byte_tokenizer
 
 MODEL: dict[str, Any] = dict(vocab_size=257, sequence_length=16, max_position_embeddings=16, num_layers=2)
 MODEL |= dict(hidden_size=32, num_attention_heads=4)
-RUN = MODEL | dict(train_iters=3, checkpoint_interval=1, lr=1e-2, lr_warmup_iters=0, dataset_source="random")
+RUN = MODEL | dict(train_iters=3, checkpoint_interval=1, lr=1e-2, lr_warmup=0, dataset_source="random")
 Weights = dict[str, np.ndarray]
 
 

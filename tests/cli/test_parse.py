@@ -228,7 +228,7 @@ def test_unknown_flag_is_short_and_helpful() -> None:
     """One line with the nearest names; contradictions that the misspelled flag may cause are left out."""
     assert problem(["--num_leyers=3"]) == "unknown flag --num_leyers; did you mean --num_layers?"
     assert problem(["--num_l=5"]) == "unknown flag --num_l; did you mean --num_layers?"
-    assert problem(["--lr_warmup=5"]).startswith("unknown flag --lr_warmup; did you mean --lr_warmup_iters")
+    assert problem(["--lr_warm=5"]).startswith("unknown flag --lr_warm; did you mean --lr_warmup")
     assert problem(["--LR=3"]).endswith("write --lr=3")
     assert problem(["--no-gated"]) == "unknown flag --no-gated; write --gated=0"
     assert problem(["--zzzzzzzzzzz"]) == "unknown flag --zzzzzzzzzzz; --help_all lists all flags"

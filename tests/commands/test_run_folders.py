@@ -17,7 +17,7 @@ from megatron_lite.model.gpt import build_gpt, shapes_of
 from tests.support.harness import run_distributed, tiny_config, train_whole
 from tests.support.token_files import save_byte_tokenizer
 
-OPTIONS = dict(vocab_size=257, sequence_length=32, use_rotary_embeddings=True, lr_warmup_iters=0)
+OPTIONS = dict(vocab_size=257, sequence_length=32, use_rotary_embeddings=True, lr_warmup=0)
 PROMPT = ("--device=cpu", "--prompt=the", "--temperature=0", "--max_new_tokens=4")
 
 

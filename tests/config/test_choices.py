@@ -26,7 +26,7 @@ NEW = "new"
 
 def with_choice(area: str, **values: Any) -> Config:
     """A resolved configuration with a choice that no option has."""
-    config = tiny_config(1, train_iters=10, use_rotary_embeddings=True, lr_decay_style="linear", lr_warmup_iters=0)
+    config = tiny_config(1, train_iters=10, use_rotary_embeddings=True, lr_decay_style="linear", lr_warmup=0)
     return dataclasses.replace(config, **{area: dataclasses.replace(getattr(config, area), **values)})
 
 

@@ -79,8 +79,8 @@ def test_every_style_has_its_formula() -> None:
 
 CYCLES = {
     "--lr_num_cycles=3": [333, 666, 1000],
-    "--lr_cycle_iters=300": [300, 600, 1000],
-    "--lr_cycle_fraction=0.3": [300, 600, 1000],
+    "--lr_cycle=300": [300, 600, 1000],
+    "--lr_cycle=0.3": [300, 600, 1000],
     "--lr_cycle_lengths 300 200": [300, 500, 1000],
     "--lr_cycle_minima 300 500": [300, 500, 1000],
 }

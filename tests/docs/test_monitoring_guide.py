@@ -57,7 +57,7 @@ def test_watch_run_shows_the_rows_of_the_guide(tmp_path: Path, capsys: pytest.Ca
     assert shown.split(" | ")[:2] == sample.split(" | ")[:2]
     for label in re.findall(r"^(\w[\w/ ]*?) {2,}[\d.,e-]+ ", sample, re.M):
         assert re.search(rf"^{re.escape(label)} {{2,}}", shown, re.M), label
-    for words in ("ms/step | data wait", "checkpoints: ", "--lr_warmup_iters=2000: the schedule has only"):
+    for words in ("ms/step | data wait", "checkpoints: ", "--lr_warmup=2000: the schedule has only"):
         assert words in sample and words in shown
 
 

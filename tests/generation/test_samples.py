@@ -45,7 +45,7 @@ def options(folder: Path, **more: Any) -> dict[str, Any]:
             batch_size=4,
             train_iters=4,
             lr=1e-2,
-            lr_warmup_iters=2,
+            lr_warmup=2,
             init_method_std=0.5,
             tokenizer_file=str(folder / "tokenizer.json"),
             sample_interval=2,

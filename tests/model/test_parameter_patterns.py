@@ -273,7 +273,7 @@ def start_and_go_on(distributed: Distributed, folder: str, first: Options, later
 
 def test_another_mask_after_a_resume(tmp_path: Path) -> None:
     """Two ranks: shards are laid out in another order, and only the decay of the one update differs."""
-    common: Options = {"weight_decay": 0.3, "lr_warmup_iters": 0, "lr": 1e-2, "zero_stage": 3}
+    common: Options = {"weight_decay": 0.3, "lr_warmup": 0, "lr": 1e-2, "zero_stage": 3}
     masks: list[Options] = [{}, {"weight_decay_default_mask": "levanter"}, {"weight_decay_default_mask": "off"}]
     arguments = (str(tmp_path), common, [{**common, **mask} for mask in masks])
     start, same, levanter, off = run_distributed(2, start_and_go_on, *arguments)[0]

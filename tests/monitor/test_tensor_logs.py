@@ -40,7 +40,7 @@ COMMON: Options = {
     "batch_size": 8,
     "depth_first_micro_batches": 1,
     "breadth_first_micro_batches": 2,
-    "lr_warmup_iters": 1,
+    "lr_warmup": 1,
     # A key's bias has no effect, so its gradient is all rounding, which Adam blows up to whole steps.
     "add_linear_biases": False,
 }

@@ -30,7 +30,7 @@ TOKENS = 8
 # Levanter's argument -> flag.
 FLAGS = {
     "learning_rate": "lr",
-    "warmup": "lr_warmup_iters",
+    "warmup": "lr_warmup",
     "lr_schedule": "lr_decay_style",
     "min_lr_ratio": "min_lr_ratio",
     "weight_decay": "weight_decay",

@@ -92,7 +92,7 @@ RUNS = [
 def test_training_equals_plain_torch(case: str, layout: tuple[int, int]) -> None:
     """Several clipped steps on the same data: the same losses, which fall, and the same weights."""
     (ranks, zero_stage), (given, loss_tolerance, weight_tolerance) = layout, TRAINED[case]
-    options = {"batch_size": 6, "lr_warmup_iters": 4, "optimizer": case, **given, "zero_stage": zero_stage}
+    options = {"batch_size": 6, "lr_warmup": 4, "optimizer": case, **given, "zero_stage": zero_stage}
     ours = run_distributed(ranks, train_tiny, options, ITERATIONS)[0]
     losses, weights = plain_loop(options, ours.initial)
     assert losses[-1] < losses[0]

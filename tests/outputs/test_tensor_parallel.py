@@ -34,7 +34,7 @@ def options(folder: Path) -> Options:
         for kind, top, dtype in (("tokens", 257, "<u2"), ("mask", 2, "|u1")):
             write_documents(folder / f"{name}.{kind}", np.split(draw.integers(0, top, 240).astype(dtype), 8), dtype)
     return (
-        dict(vocab_size=257, sequence_length=24, train_iters=2, lr=1e-2, lr_warmup_iters=2, init_method_std=0.5)
+        dict(vocab_size=257, sequence_length=24, train_iters=2, lr=1e-2, lr_warmup=2, init_method_std=0.5)
         | dict(head_groups=2, dataset_source="list")
         | dict(data_path=tuple(str(folder / f"{name}.tokens") for name in ("first", "second")))
         | dict(loss_mask=tuple(str(folder / f"{name}.mask") for name in ("first", "second")), split=(2.0, 1.0, 1.0))

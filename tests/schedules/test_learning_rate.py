@@ -11,7 +11,7 @@ from megatron_lite.schedules.learning_rate import learning_rate, peak_learning_r
 
 
 def config(style: str, **options: Any) -> Config:
-    values = {"lr": 1e-3, "min_lr": 1e-4, "lr_warmup_iters": 10, "lr_decay_iters": 110, **options}
+    values = {"lr": 1e-3, "min_lr": 1e-4, "lr_warmup": 10, "lr_decay_iters": 110, **options}
     return Config(learning_rate=LearningRateConfig(lr_decay_style=style, **values))  # type: ignore[arg-type]
 
 
@@ -19,7 +19,7 @@ def config(style: str, **options: Any) -> Config:
 @pytest.mark.parametrize("warmup", [0, 1, 7, 10])
 def test_plain_schedules_are_fast_llms(style: str, warmup: int) -> None:
     """One warmup and one decay, by the formulas of Fast-LLM (learning_rate.py): exactly lr and min_lr at the ends."""
-    options = config(style, lr_warmup_iters=warmup, lr_decay_power=1.7, lr=3e-4, min_lr=1.9e-5)
+    options = config(style, lr_warmup=warmup, lr_decay_power=1.7, lr=3e-4, min_lr=1.9e-5)
     for iteration in range(1, 130):
         over = max(0.0, min(iteration, 110) - warmup) / (110 - warmup)
         fallen = {"constant": 0.0, "cosine": 0.5 * (1.0 - math.cos(math.pi * over**1.7))}.get(style, over**1.7)
@@ -53,7 +53,7 @@ def test_power_of_tokens() -> None:
 
 def test_power_of_tokens_in_later_cycles() -> None:
     """Each cycle counts its own tokens; a rewarmup begins where the formula stood at the end of the cycle before."""
-    cycles = tokens(lr_cycle_minima=(1000,), lr_rewarmup_iters=50)
+    cycles = tokens(lr_cycle_minima=(1000,), lr_rewarmup=50)
     end = 512 * 4.6 * float(990 * 512 * 4096) ** -0.51
     assert learning_rate(cycles, 1000) == pytest.approx(end, rel=1e-12)
     assert learning_rate(cycles, 1025) == pytest.approx((end + 0.1) / 2, rel=1e-12)

@@ -29,13 +29,13 @@ LENGTHS = {
 # What is refused here, with the text that says why. In the first part Levanter, the older one at least, raises
 # an error, too.
 REFUSED = {
-    "both_cycles_and_cycle_length": "--lr_num_cycles=2, --lr_cycle_iters=100: exclude each other",
-    "both_haps_and_cycle_length": "--lr_cycle_minima=100, --lr_cycle_iters=100: exclude each other",
+    "both_cycles_and_cycle_length": "--lr_num_cycles=2, --lr_cycle=100: exclude each other",
+    "both_haps_and_cycle_length": "--lr_cycle_minima=100, --lr_cycle=100: exclude each other",
     "cycle_length_list_exceeds": "--lr_cycle_lengths=600,600: the cycles need 1200 iterations, but the schedule",
-    "cycle_length_zero": "must be > 0",
-    "cycle_length_frac_nonint_gt1": "--lr_cycle_fraction=10.5: must be > 0 and <= 1",
-    "warmup_negative": "--lr_warmup_fraction=-0.1: must be >= 0 and <= 1",
-    "warmup_nonint": "--lr_warmup_fraction=1.5: must be >= 0 and <= 1",
+    "cycle_length_zero": "must be >= 1, or a share",
+    "cycle_length_frac_nonint_gt1": "--lr_cycle_fraction=10.5: a share is at least 0 and at most 1.0",
+    "warmup_negative": "--lr_warmup_fraction=-0.1: a share is at least 0 and at most 1.0",
+    "warmup_nonint": "--lr_warmup_fraction=1.5: a share is at least 0 and at most 1.0",
     "unknown_schedule": "--lr_decay_style=exponential: takes constant, linear, cosine",
     "inv_min_lr_zero": "--lr_decay_style=inv: the minimum determines",
     "cycles_list_unsorted_cosine": "300 follows 700",

@@ -40,9 +40,9 @@ def schedules(draw: st.DrawFn, styles: tuple[str, ...] = DECAY_STYLES, plain: bo
     options["min_lr_ratio"] = draw(st.sampled_from((0.05, 0.1, 1.0)) | st.floats(1e-3, 1.0))
     options |= draw(_length("lr_warmup", total)) | draw(_length("lr_rewarmup", total))
     options |= draw(_length("lr_wsd_decay", total) | st.just({}))
-    cooldown = draw(st.just({}) | _length("lr_cooldown", total - 1, largest_fraction=0.5))
+    cooldown = draw(st.just({}) | _length("lr_cooldown", total - 1, largest_share=0.5))
     options |= cooldown
-    main = total - int(cooldown.get("lr_cooldown_iters", cooldown.get("lr_cooldown_fraction", 0) * total))
+    main = total - steps(cooldown.get("lr_cooldown", 0), total)
     options |= draw(_cycles(main, beyond=not cooldown))
     if not plain:
         for name in ("lr_decay_power", "lr_cosine_exponent"):
@@ -52,19 +52,24 @@ def schedules(draw: st.DrawFn, styles: tuple[str, ...] = DECAY_STYLES, plain: bo
     try:
         return resolve(unflatten(options), 1)
     except UsageError as error:
-        assert "lr_cycle_fraction" in str(error), error  # less than one iteration: the only rule not respected above
+        assert "--lr_cycle=" in str(error), error  # less than one iteration: the only rule not respected above
         assume(False)
         raise
 
 
-def _length(kind: str, most: int, largest_fraction: float = 1.0) -> st.SearchStrategy[dict[str, Any]]:
-    """Draw a length in iterations, perhaps too many, or as a fraction."""
+def steps(length: int | str, whole: int) -> int:
+    """Read a number, or a share in text."""
+    return length if isinstance(length, int) else int(float(length) * whole)
+
+
+def _length(kind: str, most: int, largest_share: float = 1.0) -> st.SearchStrategy[dict[str, Any]]:
+    """Draw a length in iterations, perhaps too many, or as a share."""
     if kind != "lr_cooldown":
         most += 10
     return st.one_of(
         st.just({}),
-        st.integers(0, most).map(lambda iters: {f"{kind}_iters": iters}),
-        st.floats(0.0, largest_fraction).map(lambda fraction: {f"{kind}_fraction": fraction}),
+        st.integers(0, most).map(lambda iters: {kind: iters}),
+        st.floats(0.0, largest_share).map(lambda share: {kind: str(share)}),
     )
 
 
@@ -77,8 +82,8 @@ def _cycles(total: int, beyond: bool) -> st.SearchStrategy[dict[str, Any]]:
         st.just({}),
         st.integers(1, total).map(lambda count: {"lr_num_cycles": count}),
         minima.map(lambda points: {"lr_cycle_minima": tuple(points)}),
-        st.integers(1, total + 10).map(lambda iters: {"lr_cycle_iters": iters}),
-        st.floats(1e-3, 1.0).map(lambda fraction: {"lr_cycle_fraction": fraction}),
+        st.integers(1, total + 10).map(lambda iters: {"lr_cycle": iters}),
+        st.floats(1e-3, 1.0).map(lambda share: {"lr_cycle": str(share)}),
         lengths.map(lambda each: {"lr_cycle_lengths": tuple(each)}) if total > 1 else st.just({}),
     )
 
@@ -90,9 +95,7 @@ def minima_of(values: dict[str, Any], total: int) -> list[int]:
     """List 0 and the ends of all cycles."""
     if values["lr_num_cycles"] > 1:
         return [int(total / values["lr_num_cycles"] * i) for i in range(values["lr_num_cycles"])] + [total]
-    length = values["lr_cycle_iters"]
-    if values["lr_cycle_fraction"] is not None:
-        length = int(values["lr_cycle_fraction"] * total)
+    length = steps(values["lr_cycle"] or 0, total)
     if length:
         return [i * length for i in range(max(1, total // length))] + [total]
     points = [0, *values["lr_cycle_minima"]]
@@ -116,8 +119,7 @@ def phases(config: Config) -> tuple[list[float], list[Phases]]:
     peak, floor, end = values["lr"], values["min_lr"], values["lr_decay_iters"]
 
     def length(kind: str, whole: int) -> int | None:
-        fraction = values[f"{kind}_fraction"]
-        return values[f"{kind}_iters"] if fraction is None else int(fraction * whole)
+        return None if values[kind] is None else steps(values[kind], whole)
 
     cooldown = length("lr_cooldown", end) or 0
     ends = minima_of(values, end - cooldown)

@@ -38,28 +38,20 @@ LINEAR: dict[str, Any] = {"lr_decay_style": "linear"}
             {"lr_decay_style": "inv", "min_lr_ratio": 2.0},
             "this style can only lower the learning rate; write --min_lr_ratio of at most 1",
         ),
-        ({"lr_warmup_iters": 5, "lr_warmup_fraction": 0.5}, "--lr_warmup_iters=5, --lr_warmup_fraction=0.5: exclude"),
-        ({"lr_wsd_decay_iters": 0, "lr_wsd_decay_fraction": 0.0}, "--lr_wsd_decay_iters=0, --lr_wsd_decay_fraction=0:"),
-        ({"lr_rewarmup_iters": 5, "lr_rewarmup_fraction": 0.5}, "exclude each other"),
-        ({"lr_cooldown_iters": 5, "lr_cooldown_fraction": 0.5}, "exclude each other"),
-        ({"lr_cycle_iters": 5, "lr_cycle_fraction": 0.5}, "exclude each other"),
         ({"lr_num_cycles": 2, "lr_cycle_minima": (5,)}, "--lr_num_cycles=2, --lr_cycle_minima=5: exclude each other"),
-        ({"lr_cycle_iters": 2, "lr_cycle_lengths": (5,)}, "--lr_cycle_iters=2, --lr_cycle_lengths=5: exclude"),
+        ({"lr_cycle": 2, "lr_cycle_lengths": (5,)}, "--lr_cycle=2, --lr_cycle_lengths=5: exclude"),
         (
             {"lr_num_cycles": 1001},
             "each cycle needs at least one iteration, and the schedule has 1000 iterations; write",
         ),
-        ({"lr_num_cycles": 901, "lr_cooldown_iters": 100}, "100 of them the cooldown; write at most 900"),
+        ({"lr_num_cycles": 901, "lr_cooldown": 100}, "100 of them the cooldown; write at most 900"),
         ({"lr_num_cycles": 11, "lr_decay_iters": 10}, "the schedule has 10 iterations; write at most 10"),
         ({"lr_cycle_minima": (300, 300)}, "--lr_cycle_minima=300,300: 300 follows 300; sort the iterations"),
-        ({"lr_cycle_minima": (300, 950), "lr_cooldown_fraction": 0.1}, "950 is not before the cooldown"),
+        ({"lr_cycle_minima": (300, 950), "lr_cooldown": "0.1"}, "950 is not before the cooldown"),
         ({"lr_cycle_lengths": (500, 501)}, "the cycles need 1001 iterations, but the schedule has 1000 iterations"),
-        (
-            {"lr_cycle_fraction": 1e-4},
-            "--lr_cycle_fraction=0.0001: a cycle would be shorter than one iteration, because",
-        ),
-        ({"lr_cooldown_iters": 1000}, "--lr_cooldown_iters=1000: nothing is left before the cooldown"),
-        ({"lr_cooldown_fraction": 1.0}, "--lr_cooldown_fraction=1: nothing is left before the cooldown"),
+        ({"lr_cycle": "1e-4"}, "--lr_cycle=1e-4: a cycle would be shorter than one iteration, because"),
+        ({"lr_cooldown": 1000}, "--lr_cooldown=1000: nothing is left before the cooldown"),
+        ({"lr_cooldown": "1.0"}, "--lr_cooldown=1.0: nothing is left before the cooldown"),
     ],
 )
 def test_contradictions(options: dict[str, Any], text: str) -> None:
@@ -90,65 +82,65 @@ def test_the_end_and_the_minimum_are_filled_in(options: dict[str, Any], end: int
 
 def test_a_run_without_iterations_has_no_schedule_to_check() -> None:
     """Without iterations there is no schedule to fit cycles into."""
-    assert len(cautions(train_iters=0, lr_num_cycles=5, lr_warmup_iters=50, **LINEAR)) == 1  # nothing is trained
+    assert len(cautions(train_iters=0, lr_num_cycles=5, lr_warmup=50, **LINEAR)) == 1  # nothing is trained
 
 
 # Lengths that do not fit are cut, as in the newer Levanter. (options, the warning, {iteration: rate})
 CUT: list[tuple[dict[str, Any], str, dict[int, float]]] = [
     (
-        {"lr_warmup_iters": 2000},
-        "--lr_warmup_iters=2000: the schedule has only 1000 iterations; the warmup is cut",
+        {"lr_warmup": 2000},
+        "--lr_warmup=2000: the schedule has only 1000 iterations; the warmup is cut",
         {1: 1e-6, 500: 5e-4, 1000: 1e-3},
     ),
     (
-        {"lr_warmup_iters": 2000, "lr_decay_style": "constant"},
-        "--lr_warmup_iters=2000: the schedule has only 1000",
+        {"lr_warmup": 2000, "lr_decay_style": "constant"},
+        "--lr_warmup=2000: the schedule has only 1000",
         {500: 5e-4, 1000: 1e-3},
     ),
     (
-        {"lr_warmup_iters": 1000},
-        "--lr_warmup_iters=1000: no decay in the schedule (1000 iterations); the rate stays at",
+        {"lr_warmup": 1000},
+        "--lr_warmup=1000: no decay in the schedule (1000 iterations); the rate stays at",
         {500: 5e-4, 1000: 1e-3, 2000: 1e-3},
     ),
-    ({"lr_warmup_fraction": 1.0}, "--lr_warmup_fraction=1: no decay in the schedule (1000", {500: 5e-4, 2000: 1e-3}),
+    ({"lr_warmup": "1.0"}, "--lr_warmup=1.0: no decay in the schedule (1000", {500: 5e-4, 2000: 1e-3}),
     (
-        {"lr_wsd_decay_iters": 1500},
-        "--lr_wsd_decay_iters=1500: 1500 iterations, but the warmup leaves only 1000 of "
+        {"lr_wsd_decay": 1500},
+        "--lr_wsd_decay=1500: 1500 iterations, but the warmup leaves only 1000 of "
         "the 1000 in the schedule; the decay is cut to those",
         {500: 5e-4, 1000: 0.0},
     ),
     (
-        {"lr_warmup_fraction": 0.6, "lr_wsd_decay_fraction": 0.6},
-        "--lr_wsd_decay_fraction=0.6: 600 iterations, but the warmup leaves only 400 of the 1000 in the schedule",
+        {"lr_warmup": "0.6", "lr_wsd_decay": "0.6"},
+        "--lr_wsd_decay=0.6: 600 iterations, but the warmup leaves only 400 of the 1000 in the schedule",
         {300: 5e-4, 600: 1e-3, 800: 5e-4},
     ),
     (
-        {"lr_wsd_decay_iters": 0},
-        "--lr_wsd_decay_iters=0: no decay in the schedule (1000 iterations); the rate stays at",
+        {"lr_wsd_decay": 0},
+        "--lr_wsd_decay=0: no decay in the schedule (1000 iterations); the rate stays at",
         {1: 1e-3, 1000: 1e-3},
     ),
     (
-        {"lr_cycle_minima": (400, 500), "lr_rewarmup_iters": 200},
-        "--lr_rewarmup_iters=200: cycle 2 of 3 has only 100 iterations; the warmup is cut to them",
+        {"lr_cycle_minima": (400, 500), "lr_rewarmup": 200},
+        "--lr_rewarmup=200: cycle 2 of 3 has only 100 iterations; the warmup is cut to them",
         {450: 5e-4, 500: 1e-3, 600: 1e-3, 700: 1e-3, 850: 5e-4},
     ),
     (
-        {"lr_cycle_iters": 300},
-        "--lr_cycle_iters=300: the last cycle also takes the remainder and has 400 iterations",
+        {"lr_cycle": 300},
+        "--lr_cycle=300: the last cycle also takes the remainder and has 400 iterations",
         {599: 1e-3 / 300, 600: 1e-3, 800: 5e-4},
     ),
-    ({"lr_cycle_fraction": 0.3}, "--lr_cycle_fraction=0.3: the last cycle also takes the remainder", {800: 5e-4}),
-    ({"lr_cycle_iters": 5000}, "--lr_cycle_iters=5000: one cycle, because the schedule has only 1000", {500: 5e-4}),
+    ({"lr_cycle": "0.3"}, "--lr_cycle=0.3: the last cycle also takes the remainder", {800: 5e-4}),
+    ({"lr_cycle": 5000}, "--lr_cycle=5000: one cycle, because the schedule has only 1000", {500: 5e-4}),
     (
-        {"lr_cycle_minima": (200, 10**9), "lr_wsd_decay_iters": 100},
+        {"lr_cycle_minima": (200, 10**9), "lr_wsd_decay": 100},
         "--lr_cycle_minima=200,1000000000: 1000000000 is "
         "beyond the end of the schedule (1000): the last cycle extends to there",
         {150: 5e-4, 200: 1e-3, 1000: 1e-3},
     ),
     ({"min_lr_ratio": 2.0}, "--min_lr_ratio=2: above 1, so the learning rate rises", {500: 1.5e-3}),
     (
-        {"lr_cooldown_iters": 100},
-        "--lr_cooldown_iters=100: the decay before it already ends at the minimum",
+        {"lr_cooldown": 100},
+        "--lr_cooldown=100: the decay before it already ends at the minimum",
         {450: 5e-4, 900: 0.0, 950: 0.0},
     ),
 ]
@@ -176,11 +168,11 @@ def test_surprises(options: dict[str, Any], text: str, rates: dict[int, float]) 
         ({"lr_inv_sqrt_timescale": 2.0}, "lr_inv_sqrt_timescale", "with --lr_decay_style=constant"),
         ({"lr_power_a": 2.0}, "lr_power_a", "with --lr_decay_style=constant"),
         ({"lr_power_b": -1.0}, "lr_power_b", "with --lr_decay_style=constant"),
-        ({"lr_wsd_decay_iters": 5}, "lr_wsd_decay_iters", "with --lr_decay_style=constant"),
+        ({"lr_wsd_decay": 5}, "lr_wsd_decay", "with --lr_decay_style=constant"),
         ({"lr_num_cycles": 5}, "lr_num_cycles", "with --lr_decay_style=constant"),
         ({"lr_cycle_minima": (5,)}, "lr_cycle_minima", "with --lr_decay_style=constant"),
-        ({"lr_rewarmup_iters": 5, "lr_decay_style": "linear"}, "lr_rewarmup_iters", "with one cycle"),
-        ({"lr_rewarmup_fraction": 0.5, "lr_decay_style": "linear"}, "lr_rewarmup_fraction", "with one cycle"),
+        ({"lr_rewarmup": 5, "lr_decay_style": "linear"}, "lr_rewarmup", "with one cycle"),
+        ({"lr_rewarmup": "0.5", "lr_decay_style": "linear"}, "lr_rewarmup", "with one cycle"),
         ({"lr_decay_iters": 5}, "lr_decay_iters", "with --lr_decay_style=constant"),
         ({"lr_decay_iters": 5, "lr_decay_style": "inv_sqrt"}, "lr_decay_iters", "with --lr_decay_style=inv_sqrt"),
         ({"lr_schedule_offset": 5}, "lr_schedule_offset", FLAT),
@@ -199,13 +191,13 @@ def test_options_without_effect(options: dict[str, Any], name: str, reason: str)
 @pytest.mark.parametrize(
     "options",
     [
-        {"lr_cooldown_iters": 10, "min_lr": 1e-5, "lr_decay_iters": 500},
-        {"lr_warmup_fraction": 0.1, "lr_decay_iters": 500},
-        {"lr_decay_style": "inv_sqrt", "lr_cooldown_fraction": 0.1, "lr_inv_sqrt_timescale": 100.0, "min_lr": 1e-9},
-        {"lr_decay_style": "inv_sqrt", "lr_num_cycles": 3, "lr_rewarmup_iters": 3},
-        {"lr_decay_style": "power_tokens", "lr_wsd_decay_iters": 100, "lr_decay_iters": 500, "lr_power_b": -0.5},
+        {"lr_cooldown": 10, "min_lr": 1e-5, "lr_decay_iters": 500},
+        {"lr_warmup": "0.1", "lr_decay_iters": 500},
+        {"lr_decay_style": "inv_sqrt", "lr_cooldown": "0.1", "lr_inv_sqrt_timescale": 100.0, "min_lr": 1e-9},
+        {"lr_decay_style": "inv_sqrt", "lr_num_cycles": 3, "lr_rewarmup": 3},
+        {"lr_decay_style": "power_tokens", "lr_wsd_decay": 100, "lr_decay_iters": 500, "lr_power_b": -0.5},
         {"lr_decay_style": "cosine", "lr_decay_power": 2.0, "lr_cosine_exponent": 2.0, "min_lr_ratio": 1.0},
-        {"lr_decay_style": "linear", "lr_cycle_lengths": (100, 200), "lr_wsd_decay_fraction": 0.1},
+        {"lr_decay_style": "linear", "lr_cycle_lengths": (100, 200), "lr_wsd_decay": "0.1"},
     ],
 )
 def test_no_warning_without_reason(options: dict[str, Any]) -> None:

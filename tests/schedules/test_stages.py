@@ -47,7 +47,7 @@ def test_warmup_and_decay_are_the_plain_options() -> None:
     """As in Fast-LLM, which turns its plain flags into stages, rates equal those of --lr and so on."""
     for style in ("linear", "cosine"):
         stages = resolved(f"linear,10,0,1e-3;{style},90,1e-3,1e-5")
-        options: dict[str, Any] = {"lr": 1e-3, "lr_warmup_iters": 10, "lr_decay_style": style, "min_lr": 1e-5}
+        options: dict[str, Any] = {"lr": 1e-3, "lr_warmup": 10, "lr_decay_style": style, "min_lr": 1e-5}
         plain = resolve(unflatten({"dataset_source": "random", "train_iters": 100, **options}), 1)
         for iteration in range(1, 120):
             assert learning_rate(stages, iteration) == pytest.approx(learning_rate(plain, iteration), rel=1e-12)
@@ -120,7 +120,7 @@ def test_malformed_stages(text: str, stage: str, problem: str) -> None:
     [
         ({"lr": 1e-3}, "--lr=0.001"),
         ({"min_lr": 0.0}, "--min_lr=0"),
-        ({"lr_decay_style": "cosine", "lr_warmup_iters": 5}, "--lr_decay_style=cosine, --lr_warmup_iters=5"),
+        ({"lr_decay_style": "cosine", "lr_warmup": 5}, "--lr_decay_style=cosine, --lr_warmup=5"),
         ({"lr_decay_iters": 100}, "--lr_decay_iters=100"),
         ({"lr_cycle_minima": (5,)}, "--lr_cycle_minima=5"),
     ],

@@ -30,7 +30,7 @@ from tests.support.token_files import save_byte_tokenizer
 OTHERS = [f"{word} quick brown foxes jump over the lazy dogs" for word in ("some", "many", "few", "no")]
 TEXTS = ("the cats' café\n", "a second one, of zoë", "日本語 🎉", "x" * 40)
 MODEL: dict[str, Any] = dict(vocab_size=300, sequence_length=16, max_position_embeddings=32, init_method_std=0.3)
-MODEL |= dict(batch_size=4, train_iters=2, lr=1e-2, lr_warmup_iters=0, ema_type="ema", ema_beta=0.5)
+MODEL |= dict(batch_size=4, train_iters=2, lr=1e-2, lr_warmup=0, ema_type="ema", ema_beta=0.5)
 MODEL |= dict(dataset_source="list", split=(50, 50, 0), cross_document_attention=False)
 MODEL |= dict(validation_iters="all", validation_interval=2, export_interval=2)
 

@@ -24,7 +24,7 @@ MODEL = dict(
 
 def save_model(distributed: Distributed, folder: str) -> None:
     """A short run leaves both: the checkpoint of its last iteration, and an export."""
-    run = dict(train_iters=1, lr=1e-6, lr_warmup_iters=0, experiment_dir=f"{folder}/run", export_interval=1)
+    run = dict(train_iters=1, lr=1e-6, lr_warmup=0, experiment_dir=f"{folder}/run", export_interval=1)
     options = MODEL | run | {"tokenizer_file": f"{folder}/tokenizer.json"}
     train_whole(distributed, tiny_config(distributed.world_size, **options))
 

@@ -132,6 +132,6 @@ def test_warnings_and_help(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -
     assert script.main([*FLAGS, "--lr=2e-3", "--lr_warmup_fraction=1", f"--csv={tmp_path}/x"]) == 0
     errors = capsys.readouterr().err
     assert "WARNING: --lr is given twice: 0.002 is used, 0.001 is not" in errors
-    assert "WARNING: --lr_warmup_fraction=1: no decay in cycle 1 of 2 (20 iterations)" in errors
+    assert "WARNING: --lr_warmup=1.0: no decay in cycle 1 of 2 (20 iterations)" in errors
     assert script.main(["--help"]) == 0
     assert "--png=schedule.png" in (page := capsys.readouterr().out) and "--lr_decay_style" in page

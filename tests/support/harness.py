@@ -141,7 +141,7 @@ def _results(received: Sequence[tuple[bool, Any]]) -> list[Any]:
 
 TINY = (
     dict(num_layers=2, hidden_size=32, num_attention_heads=4, vocab_size=64, sequence_length=16)
-    | dict(dataset_source="random", train_iters=20, lr=1e-3, lr_warmup_iters=10, device="cpu", batch_size=4)
+    | dict(dataset_source="random", train_iters=20, lr=1e-3, lr_warmup=10, device="cpu", batch_size=4)
     | dict(num_workers=0, log_interval=1, weight_decay=0.1)
 )
 

@@ -49,7 +49,7 @@ STARTED = {
     **harness.TINY,
     "train_iters": 6,
     "lr": 0.01,
-    "lr_warmup_iters": 2,
+    "lr_warmup": 2,
     "max_position_embeddings": 16,
     "save_retries": 0,
 }

@@ -25,7 +25,7 @@ def _entered(distributed: Distributed) -> list[str]:
     """Return the files whose functions a step calls, other packages' included."""
     from megatron_lite.train import train_step
 
-    run = start_run(distributed, tiny_config(micro_batch_size=2, batch_size=4, lr_warmup_iters=0))
+    run = start_run(distributed, tiny_config(micro_batch_size=2, batch_size=4, lr_warmup=0))
     batches = run.data.batches("training", 0, 2)
     train_step(run, next(batches), 1)
     micro_batches = next(batches)

@@ -53,7 +53,7 @@ ARCHITECTURES: dict[str, dict[str, Any]] = {
 
 SCHEDULES: dict[str, dict[str, Any]] = {
     "constant": {},
-    "cosine": {"lr_decay_style": "cosine", "min_lr": 1e-4, "lr_warmup_iters": 5, "lr_decay_iters": 15},
+    "cosine": {"lr_decay_style": "cosine", "min_lr": 1e-4, "lr_warmup": 5, "lr_decay_iters": 15},
 }
 
 
@@ -83,7 +83,7 @@ def scale_of(name: str, scales: dict[str, float]) -> float:
 
 def plain_learning_rate(options: dict[str, Any], iteration: int) -> float:
     """Learning rate 1e-3 after a linear warmup that starts at lr / warmup; then constant, or cosine to min_lr."""
-    warmup = options.get("lr_warmup_iters", 10)
+    warmup = options.get("lr_warmup", 10)
     if iteration <= warmup:
         return 1e-3 * iteration / warmup
     if "lr_decay_style" not in options:
@@ -142,7 +142,7 @@ def test_recomputation_changes_no_bit_of_a_run(architecture: str) -> None:
         "zero_stage": 3,
         "hidden_dropout": 0.1,
         "micro_batch_size": 1,
-        "lr_warmup_iters": 2,
+        "lr_warmup": 2,
     }
     levels = ("none", "activation", "full", "activation,full:1", "full,none:1", "none,full:1,activation:1")
     runs = [{**options, "mlp_recompute_level": level} for level in levels]

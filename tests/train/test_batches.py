@@ -35,7 +35,7 @@ from tests.support.token_files import write_documents
 
 SIZES = [3, 3, 8, 8, 8, 5, 5]  # of the iterations of "0:3 2:8 5:5"
 UNEVEN: dict[str, Any] = dict(batch_size=None, batch_size_schedule=("0:3", "2:8", "5:5"), micro_batch_size=2) | dict(
-    allow_nondivisible_batch_size=True, lr_warmup_iters=2
+    allow_nondivisible_batch_size=True, lr_warmup=2
 )
 
 

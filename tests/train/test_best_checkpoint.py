@@ -29,7 +29,7 @@ BEST, END = 10, 16
 MODEL = dict(num_layers=2, hidden_size=32, num_attention_heads=4, vocab_size=64, sequence_length=16)
 RUN = (
     MODEL
-    | dict(dataset_source="list", device="cpu", batch_size=4, lr=1e-2, lr_warmup_iters=2, weight_decay=0.1)
+    | dict(dataset_source="list", device="cpu", batch_size=4, lr=1e-2, lr_warmup=2, weight_decay=0.1)
     | dict(num_workers=0, train_iters=20, validation_iters=2, validation_interval=2, checkpoint_interval=3)
     | dict(max_checkpoints=1, keep_best="validation_loss", early_stopping_patience=3, log_interval=4)
 )

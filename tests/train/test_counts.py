@@ -23,7 +23,7 @@ from tests.support.metrics import read_metrics
 from tests.support.token_files import data_config, write_counting
 
 SETS = {"a": 500, "b": 900, "c": 333}
-RUN: dict[str, Any] = dict(dataset_source="list", vocab_size=6000, hidden_size=16, num_layers=1, lr_warmup_iters=0)
+RUN: dict[str, Any] = dict(dataset_source="list", vocab_size=6000, hidden_size=16, num_layers=1, lr_warmup=0)
 RUN |= dict(split=(1.0,), max_position_embeddings=32, export_interval=1, allow_data_change=True, num_attention_heads=2)
 RUN |= dict(allow_nondivisible_batch_size=True)
 
@@ -160,7 +160,7 @@ def test_a_checkpoint_of_an_earlier_version(
 
 def test_power_tokens_counts_what_was_read() -> None:
     """The rate after a change of the batch size is that of a schedule with both sizes, not of the second alone."""
-    options = dict(lr=1.0, min_lr=0.0, lr_decay_style="power_tokens", lr_decay_iters=100, lr_warmup_iters=2)
+    options = dict(lr=1.0, min_lr=0.0, lr_decay_style="power_tokens", lr_decay_iters=100, lr_warmup=2)
     whole = tiny_config(1, batch_size=None, batch_size_schedule=("0:4", "10:8"), **options)
     now = tiny_config(1, batch_size=8, **options)
     read = BatchSchedule((Segment(0, 4, 16), Segment(10, 8, 16)))

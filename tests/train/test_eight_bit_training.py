@@ -29,7 +29,7 @@ formats = pytest.mark.parametrize("name", [pytest.param(n, marks=[pytest.mark.sl
 @formats
 def test_zero_stages_change_no_bit_and_tensor_parallelism_only_rounding(name: str) -> None:
     """Two ranks: so scales are the same, too. Losses differ from those in fp32."""
-    common: dict[str, Any] = {"num_layers": 3, "lr": 1e-2, "lr_warmup_iters": 0, "breadth_first_micro_batches": 2}
+    common: dict[str, Any] = {"num_layers": 3, "lr": 1e-2, "lr_warmup": 0, "breadth_first_micro_batches": 2}
     rounded = common | FORMATS[name]
     cases = [common, *({**rounded, "zero_stage": stage} for stage in (1, 2, 3))]
     (plain, first, *others), _ = run_distributed(2, train_several, cases, 3)

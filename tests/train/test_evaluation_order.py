@@ -16,7 +16,7 @@ from tests.support.harness import run_distributed, tiny_config, train_whole
 from tests.support.metrics import read_metrics
 from tests.support.token_files import write_documents
 
-RUN: dict[str, Any] = dict(train_iters=2, validation_interval=1, checkpoint_interval=1, lr=1e-2, lr_warmup_iters=0)
+RUN: dict[str, Any] = dict(train_iters=2, validation_interval=1, checkpoint_interval=1, lr=1e-2, lr_warmup=0)
 RUN |= dict(dataset_source="list", vocab_size=64, test_iters=2, keep_best="validation_loss", init_method_std=0.3)
 
 

@@ -156,7 +156,7 @@ def test_exports_are_the_same_bits_for_every_zero_stage(tmp_path: Path) -> None:
         folder = tmp_path / str(zero_stage)
         folder.mkdir()
         options = {"zero_stage": zero_stage, "hidden_dropout": 0.0, "attention_dropout": 0.0}
-        options |= {"train_iters": 3, "lr_warmup_iters": 1, "export_interval": 3, "validation_iters": 1}
+        options |= {"train_iters": 3, "lr_warmup": 1, "export_interval": 3, "validation_iters": 1}
         runs.append({**options_for(folder, "llama"), **options})
     run_distributed(2, train_and_export_several, runs)
     first, *others = (load_file(tmp_path / name / "run/export/3/model.safetensors") for name in ("1", "2", "3"))
@@ -179,7 +179,7 @@ def test_exports_of_frozen_models_are_whole(transformers: Any, tmp_path: Path, h
     from safetensors.torch import load_file
 
     options = {**options_for(tmp_path, "llama"), **FREEZING[how], "zero_stage": 2, "freeze": ("embedding", "blocks.1")}
-    start = {**options, "experiment_dir": str(tmp_path / "start"), "train_iters": 0, "lr_warmup_iters": 0}
+    start = {**options, "experiment_dir": str(tmp_path / "start"), "train_iters": 0, "lr_warmup": 0}
     run_distributed(2, train_and_export_several, [start, options])
     before = load_file(tmp_path / "start" / "export" / "0" / "model.safetensors")
     after = load_file(tmp_path / "run" / "export" / "12" / "model.safetensors")

@@ -33,7 +33,7 @@ def corpus(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
         "loss_mask": (str(folder / "mask"),),
         "split": (1.0,),
         "vocab_size": TOKENS,
-        "lr_warmup_iters": 2,
+        "lr_warmup": 2,
         "train_iters": ITERATIONS,
     }
 

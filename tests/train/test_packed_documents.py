@@ -50,7 +50,7 @@ def options(prefix: str, **more: Any) -> dict[str, Any]:
         "split": (1.0,),
         "vocab_size": sum(SIZES),
         "cross_document_attention": False,
-        "lr_warmup_iters": 2,
+        "lr_warmup": 2,
         "train_iters": ITERATIONS,
         **more,
     }

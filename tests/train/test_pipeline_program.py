@@ -20,7 +20,7 @@ ITERATIONS = 3
 def options(folder: Path, ranks: int, pipeline: int) -> dict[str, Any]:
     return {
         **dict(num_layers=4, vocab_size=257, sequence_length=24, batch_size=8, micro_batch_size=1, zero_stage=2),
-        **dict(train_iters=ITERATIONS, lr=1e-2, lr_warmup_iters=2, init_method_std=0.5, tie_word_embeddings=True),
+        **dict(train_iters=ITERATIONS, lr=1e-2, lr_warmup=2, init_method_std=0.5, tie_word_embeddings=True),
         **dict(breadth_first_micro_batches=4, pipeline_parallel=pipeline, pipeline_first=pipeline > 1),
         **dict(experiment_dir=str(folder / "run"), checkpoint_interval=1, export_interval=1, max_checkpoints=None),
         **dict(validation_iters=1, validation_interval=1, ema_type="ema", update_rms_clip=0.5),

@@ -121,7 +121,7 @@ CASES = """
 
 
 def options_of(flags: str) -> dict[str, Any]:
-    words = {**TINY, "lr_warmup_iters": 0}
+    words = {**TINY, "lr_warmup": 0}
     line = [f"--{name}={value}" for name, value in words.items()]
     return parse([*line, *GOOD.split(), *flags.split()]).given
 

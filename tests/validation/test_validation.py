@@ -210,12 +210,12 @@ def test_contradictions(options: dict[str, Any], text: str) -> None:
         dict(use_rotary_embeddings=True, max_position_embeddings=10),
         dict(use_position_embeddings=False),
         dict(lr=0.0),
-        dict(train_iters=0, lr_warmup_iters=1000, lr_decay_style="cosine"),
-        dict(train_iters=10, lr_warmup_iters=10),
-        dict(train_iters=10, lr_warmup_iters=11),
-        dict(train_iters=10, lr_warmup_iters=10, lr_decay_style="cosine"),
-        dict(train_iters=100, lr_warmup_iters=10, lr_decay_iters=10, lr_decay_style="linear"),
-        dict(train_iters=10, lr_warmup_iters=2, lr_decay_iters=5, lr_decay_style="power"),
+        dict(train_iters=0, lr_warmup=1000, lr_decay_style="cosine"),
+        dict(train_iters=10, lr_warmup=10),
+        dict(train_iters=10, lr_warmup=11),
+        dict(train_iters=10, lr_warmup=10, lr_decay_style="cosine"),
+        dict(train_iters=100, lr_warmup=10, lr_decay_iters=10, lr_decay_style="linear"),
+        dict(train_iters=10, lr_warmup=2, lr_decay_iters=5, lr_decay_style="power"),
         dict(train_iters=10, lr_decay_iters=100, lr_decay_style="cosine"),
         dict(training_dtype="fp16", initial_loss_scale=1.0, min_loss_scale=2.0, loss_scale=1.0),
         dict(num_weight_buffers=1000, num_grad_buffers=1),
@@ -250,7 +250,7 @@ num_attention_heads=1|6|8 head_groups=none|1|4 kv_channels=none|5|8 hidden_size=
 use_position_embeddings=none|0|1 sequence_length=1|128|4096 max_position_embeddings=none|64|4096 gated=0|1
 window_size=none|1|1000000 batch_size=none|1|12 micro_batch_size=none|1|3 depth_first_micro_batches=none|1|2
 breadth_first_micro_batches=none|1|2 sequential_micro_batches=none|1|4 lr=0|0.001 min_lr=0|0.0001
-train_iters=0|5|1000 lr_warmup_iters=0|5|100 lr_decay_iters=none|5|2000 lr_decay_style=constant|cosine
+train_iters=0|5|1000 lr_warmup=0|5|100 lr_decay_iters=none|5|2000 lr_decay_style=constant|cosine
 training_dtype=fp32|bf16|fp16 loss_scale=none|2 initial_loss_scale=0.5|65536 full_precision_gradients=1|0
 zero_stage=none|1|2|3|auto layers_per_stage=1.5|auto num_weight_buffers=none|1|20 split_master_weights=0|1
 freeze=|head lr_scales=|a:0 dry_run=0|1 save_tensor_logs=0|1 dataset_source=list|random

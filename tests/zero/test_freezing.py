@@ -42,7 +42,7 @@ FREEZING: dict[str, tuple[Options, tuple[str, ...]]] = {
 
 
 def options_of(case: str, **more: Any) -> Options:
-    return {"num_layers": 3, "tie_word_embeddings": False, "lr_warmup_iters": 3, **FREEZING[case][0], **more}
+    return {"num_layers": 3, "tie_word_embeddings": False, "lr_warmup": 3, **FREEZING[case][0], **more}
 
 
 def several(distributed: Distributed, runs: Sequence[Options], iterations: int) -> list[Trajectory]:

@@ -33,7 +33,7 @@ CASES: list[dict[str, Any]] = [
 
 def runs(distributed: Distributed, cases: list[dict[str, Any]], numbers: tuple[int, ...]) -> list[list[Trajectory]]:
     """Train each case briefly with each number of recomputed layers."""
-    common = {"num_layers": 3, "batch_size": 8, "lr_warmup_iters": 0}
+    common = {"num_layers": 3, "batch_size": 8, "lr_warmup": 0}
     return [
         [train_tiny(distributed, {**common, **options, "recompute_layers": number}, 2) for number in numbers]
         for options in cases
