@@ -273,7 +273,7 @@ def _open_profiles(run: Run) -> Profiles | None:
 def _sources(run: Run, layers: list[Layer]) -> tuple[Choice, WeightSource | None]:
     """Choose the checkpoints to resume from; if there are none, open the pretrained weights, if any."""
     options, choice = run.config.source, _choose(run)
-    if options.pretrained_checkpoint_path is None or not options.load_pretrained_weights or choice.found:
+    if options.pretrained_checkpoint_path is None or "model" not in options.load_parts or choice.found:
         return choice, None
     return choice, load_pretrained.open_pretrained(run.config, shapes_of(layers), run.distributed, run.logger.warning)
 

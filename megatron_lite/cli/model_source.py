@@ -74,7 +74,8 @@ def with_source(given: Options) -> tuple[Options, tuple[Note, ...]]:
 
         cache = cache_of(typed.get("dataset_cache"), typed.get("experiment_dir"))
         path = typed["pretrained_checkpoint_path"] = local_copy(path, "pretrained_checkpoint_path", cache)
-    if given.get("load_pretrained_weights", True) and given.get("resize_vocabulary") != "random":
+    loads = given.get("load_parts") != ("architecture",)
+    if loads and given.get("resize_vocabulary") != "random":
         # Only typed options: the folder's own values are no reason to warn.
         reason = "has no effect with --pretrained_checkpoint_path, because no weight is initialized"
         notes += tuple(Note(f"--{name} {reason}", is_warning=True) for name in sorted(INITIAL & given.keys()))
@@ -83,8 +84,7 @@ def with_source(given: Options) -> tuple[Options, tuple[Note, ...]]:
         notes += (Note(f"the architecture is taken from {found.where}"),)
         values = _with_export_type(values, found.model_type)
     tokenizer = Path(path, "tokenizer.json")
-    reads_text = values.get("dataset_source") != "random" and values.get("load_pretrained_weights", True)
-    if reads_text and "tokenizer_file" not in values and tokenizer.is_file():
+    if loads and values.get("dataset_source") != "random" and "tokenizer_file" not in values and tokenizer.is_file():
         values = {**values, "tokenizer_file": str(tokenizer)}
         notes += (Note(f"the tokenizer is that of the pretrained model: --tokenizer_file={tokenizer}"),)
     return values, notes
@@ -123,7 +123,7 @@ def _with_stated_model(given: Options, folder: Path) -> tuple[Options, Stated | 
     own = _own_values(given)
     if not use and (ignore or own is not None):  # resuming compares with what was saved
         return given, None
-    kind, weights = given.get("pretrained_checkpoint_type"), given.get("load_pretrained_weights", True)
+    kind, weights = given.get("pretrained_checkpoint_type"), given.get("load_parts") != ("architecture",)
     found = own or _stated(folder, kind, weights)
     where, values, _ = found
     theirs = vars(model_folder.resolved_model(values, where))

@@ -72,7 +72,7 @@ PRESETS: Mapping[str, str] = MappingProxyType(
 # Options that have no effect unless another one has this value.
 PRETRAINED = "pretrained_checkpoint_path"
 pretrained_option = idle_unless(PRETRAINED)
-IMPORTED, UNLOADED = "pretrained_checkpoint_type=huggingface", "load_pretrained_weights=0"
+IMPORTED = "pretrained_checkpoint_type=huggingface"
 
 
 @dataclass
@@ -97,16 +97,18 @@ class SourceConfig(Area):
     ignore_pretrained_config: bool = pretrained_option(
         False, "let flags override the architecture of the pretrained folder, provided that its weights fit"
     )
-    load_pretrained_weights: bool = pretrained_option(
-        True, "load the pretrained weights; 0: take only the architecture and initialize new weights"
-    )
     load_parts: tuple[str, ...] = pretrained_option(
         ("model",),
-        "parts to load from a checkpoint: model; optimizer (moments); step (completed iterations, which set the "
-        "learning rate and the position in the data)",
+        "parts to load: architecture alone, with new initial weights; model: weights; optimizer (moments; without step "
+        "the run still starts at iteration 0); step (completed iterations, which set the learning rate and the "
+        "position in the data)",
+        choices=("architecture", "model", "optimizer", "step"),
         excludes=(
-            Rule(IMPORTED, "a Hugging Face folder has no iterations", when=f"load_parts=step and {PRETRAINED}"),
-            Rule(UNLOADED, "new weights begin at iteration 0", when=f"load_parts=step and {PRETRAINED}"),
+            Rule(
+                IMPORTED,
+                "a Hugging Face folder has neither iterations nor optimizer state",
+                when=f"load_parts=optimizer|step and {PRETRAINED}",
+            ),
         ),
     )
     allow_partial_checkpoint: bool = pretrained_option(
@@ -121,18 +123,10 @@ class SourceConfig(Area):
         "weights",
         choices=("mean", "random"),
         excludes=(
-            Rule(UNLOADED, "all weights are new", when=PRETRAINED),
-            Rule("load_pretrained_optimizer=1", "the new rows have no moments", when=PRETRAINED),
+            Rule("load_parts=architecture", "all weights are new", when=PRETRAINED),
+            Rule("load_parts=optimizer", "the new rows have no moments", when=PRETRAINED),
         ),
         unset="none: the sizes must agree",
-    )
-    load_pretrained_optimizer: bool = pretrained_option(
-        False,
-        "also load the optimizer's moments from a checkpoint; the run still starts at iteration 0",
-        excludes=(
-            Rule(IMPORTED, "a Hugging Face folder holds no optimizer state", when=PRETRAINED),
-            Rule(UNLOADED, "moments fit only the weights they were computed with", when=PRETRAINED),
-        ),
     )
 
 

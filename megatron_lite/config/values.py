@@ -453,13 +453,18 @@ def digest(value: Any) -> str:
 def with_current_names(saved: Options) -> Options:
     """Return a flat saved configuration with today's options for those of earlier versions.
 
-    Each length of the schedule was two options: iterations, and a share that came before it.
+    Each length of the schedule was two options: iterations, and a share that came before it; two parts of a
+    pretrained folder had options of their own.
     """
     current = dict(saved)
     for flag in FLAGS.values():
         if flag.takes_share and flag.aliases[0] in saved:
             length, share = (current.pop(name, None) for name in flag.aliases)
             current[flag.name] = length if share is None else str(share)
+    if current.pop("load_pretrained_weights", True) is False:
+        current["load_parts"] = ["architecture"]
+    elif current.pop("load_pretrained_optimizer", False) is True:
+        current["load_parts"] = ["model", "optimizer", *["step"] * ("step" in str(saved.get("load_parts")))]
     return current
 
 

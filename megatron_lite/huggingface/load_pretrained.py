@@ -120,8 +120,7 @@ def open_pretrained(
     assert config.source.pretrained_checkpoint_path is not None
     folder, wanted = Path(config.source.pretrained_checkpoint_path), config.source.pretrained_checkpoint_type
     flags = {
-        "--load_pretrained_optimizer": config.source.load_pretrained_optimizer,
-        "--load_parts": "step" in config.source.load_parts,
+        "--load_parts": bool({"optimizer", "step"} & {*config.source.load_parts}),
         "--allow_partial_checkpoint": config.source.allow_partial_checkpoint,
     }
     need_state = [flag for flag, given in flags.items() if given]
@@ -154,7 +153,7 @@ def _open_and_look(
 ) -> tuple[WeightSource | None, str | None]:
     """Return the source, or None if its manifest is damaged, and the damage that this rank found, if any."""
     try:
-        source = open_one(path, kind, config.model, state=config.source.load_pretrained_optimizer)
+        source = open_one(path, kind, config.model, state="optimizer" in config.source.load_parts)
     except DamagedError as error:
         return None, str(error)
     if kind == "distributed":
@@ -289,8 +288,8 @@ def load_moments(
     num_lost = len(wanted) - len(kept)
     if num_lost and not kept:
         raise CheckpointError(
-            f"--load_pretrained_optimizer=1: --optimizer={optimizer} cannot use any moments of {source.folder} "
-            f"(--optimizer={before}); leave --load_pretrained_optimizer out"
+            f"--load_parts=model,optimizer: --optimizer={optimizer} cannot use any moments of {source.folder} "
+            f"(--optimizer={before}); leave optimizer out"
         )
     note = (
         f"{num_lost} of {len(wanted)} moments of parameter tensors are not in {source.folder}, or cannot be used "
@@ -320,7 +319,7 @@ def start_from(
         if line is not None:
             logger.warning(line)
         logger.info("loaded the weights of %s (%s)", source.folder, source.description)
-        if config.source.load_pretrained_optimizer and model.training:
+        if "optimizer" in config.source.load_parts and model.training:
             name = config.optimizer.optimizer
             state, note = load_moments(source, model, distributed, name)
             optimizer.load_rule(state)

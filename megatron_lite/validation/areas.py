@@ -169,14 +169,11 @@ def source(draft: Draft) -> Problems:
     """Check what to load from a pretrained checkpoint. Without a checkpoint, a warning is enough."""
     if draft.pretrained_checkpoint_path is None:
         return
-    parts = set(draft.load_parts)
-    if not {"model"} <= parts <= {"model", "optimizer", "step"}:
-        rule = "takes model, and after it optimizer, step or both, as in --load_parts=model,optimizer,step"
-        yield problem(draft, "load_parts", rule)
-    if "optimizer" in parts:
-        draft.load_pretrained_optimizer = True
-    if not draft.use_pretrained_config and draft.ignore_pretrained_config and not draft.load_pretrained_weights:
-        names = "use_pretrained_config ignore_pretrained_config load_pretrained_weights"
+    if not ("model" in draft.load_parts) ^ (draft.load_parts == ("architecture",)):
+        rule = "takes architecture, or model and after it optimizer, step or both, as in "
+        yield problem(draft, "load_parts", f"{rule}--load_parts=model,optimizer,step")
+    if not draft.use_pretrained_config and draft.ignore_pretrained_config and draft.load_parts == ("architecture",):
+        names = "use_pretrained_config ignore_pretrained_config load_parts"
         rule = "nothing of --pretrained_checkpoint_path would be used; leave it out, or one of these"
         yield problem(draft, names, rule, also="pretrained_checkpoint_path")
 

@@ -150,8 +150,8 @@ def _idle_for_other_reasons(options: Draft) -> Iterator[tuple[str, str]]:
             yield name, "without --freeze or a scale of 0 in --lr_scales"
         elif options.training_dtype == "fp32":
             yield name, "with --training_dtype=fp32"
-    if options.load_pretrained_optimizer and options.pretrained_checkpoint_path and options.inference:
-        yield "load_pretrained_optimizer", "with --train_iters=0, which updates nothing"
+    if "optimizer" in options.load_parts and options.pretrained_checkpoint_path and options.inference:
+        yield "load_parts=optimizer", "with --train_iters=0, which updates nothing"
     highest = max(getattr(options, name) for name in DEBUG_LEVELS)
     if highest == 0:
         for name in options.changed("save_tensor_logs", "show_tensor_logs", "debug_global_tensors"):

@@ -41,6 +41,8 @@ REMOVED = {
     "profile_trace": ("0", "1", "--profile_cpu=1"),
     "profile_log": ("0", "1", ""),
     "profile_column_width": ("80", "120", "--profile_cpu"),
+    "load_pretrained_weights": ("1", "0", "--load_parts=architecture"),
+    "load_pretrained_optimizer": ("0", "1", "--load_parts=model,optimizer"),
 }
 
 # What was typed, and what it is today.
@@ -147,6 +149,23 @@ def test_a_saved_configuration_is_read_with_the_same_numbers(words: str) -> None
     assert [learning_rate(again, step) for step in range(1, 221)] == [
         learning_rate(config, step) for step in range(1, 221)
     ]
+
+
+@pytest.mark.parametrize(
+    ("weights", "optimizer", "before", "now"),
+    [
+        (True, False, ["model"], ["model"]),
+        (True, True, ["model"], ["model", "optimizer"]),
+        (True, True, ["model", "step"], ["model", "optimizer", "step"]),
+        (True, True, ["model", "optimizer", "step"], ["model", "optimizer", "step"]),
+        (False, False, ["model"], ["architecture"]),
+    ],
+)
+def test_what_an_earlier_version_loaded(weights: bool, optimizer: bool, before: list[str], now: list[str]) -> None:
+    saved = {"load_pretrained_weights": weights, "load_pretrained_optimizer": optimizer, "load_parts": before}
+    current = with_current_names(saved)
+    current.pop("load_pretrained_optimizer", None)
+    assert current == {"load_parts": now}
 
 
 def test_a_run_of_an_earlier_version_resumes(tmp_path: Path) -> None:

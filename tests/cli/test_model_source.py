@@ -66,7 +66,7 @@ def test_the_tokenizer_follows_the_model(folder: Path, tmp_path: Path) -> None:
     assert found.config.data.tokenizer_file == f"{tmp_path}/model/tokenizer.json"
     assert any("the tokenizer is that of the pretrained model" in note.text for note in found.notes)
     assert parse([*flags, "--tokenizer_file=mine.json"]).config.data.tokenizer_file == "mine.json"
-    assert parse([*flags, "--load_pretrained_weights=0"]).config.data.tokenizer_file is None
+    assert parse([*flags, "--load_parts=architecture"]).config.data.tokenizer_file is None
 
 
 def test_a_run_keeps_the_learned_positions_of_its_checkpoint(tmp_path: Path) -> None:
@@ -154,7 +154,7 @@ def test_initial_weights_that_are_never_drawn(folder: Path) -> None:
     for name, value in (("init_method_std", "0.5"), ("init_method_std_mlp_2", "0.5"), ("layer_norm_init_range", "0.1")):
         (caution,) = parse([*flags, f"--{name}={value}"]).warnings
         assert caution.startswith(f"--{name} has no effect with --pretrained_checkpoint_path")
-        assert parse([*flags, f"--{name}={value}", "--load_pretrained_weights=0"]).warnings == ()
+        assert parse([*flags, f"--{name}={value}", "--load_parts=architecture"]).warnings == ()
 
 
 def test_options_that_follow_from_a_typed_flag(tmp_path: Path) -> None:
@@ -210,7 +210,7 @@ def test_preset_counts_as_typed(folder: Path) -> None:
 
 def test_a_folder_of_which_nothing_would_be_used(folder: Path) -> None:
     with pytest.raises(UsageError, match="nothing of --pretrained_checkpoint_path would be used"):
-        pretrained(folder, "--use_pretrained_config=0", "--ignore_pretrained_config=1", "--load_pretrained_weights=0")
+        pretrained(folder, "--use_pretrained_config=0", "--ignore_pretrained_config=1", "--load_parts=architecture")
 
 
 @pytest.mark.parametrize(
@@ -252,7 +252,7 @@ def test_only_the_architecture(folder: Path, tmp_path: Path) -> None:
     (tmp_path / "pytorch_model.bin").write_bytes(b"\x80")
     with pytest.raises(CheckpointError, match="safe_serialization=True"):
         pretrained(tmp_path)
-    assert pretrained(tmp_path, "--load_pretrained_weights=0") == pretrained(folder)
+    assert pretrained(tmp_path, "--load_parts=architecture") == pretrained(folder)
 
 
 def test_the_command_line_ends_with_code_4(folder: Path, tmp_path: Path) -> None:

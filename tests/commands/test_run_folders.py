@@ -88,7 +88,8 @@ def test_every_program_takes_a_run(run: Path, tmp_path: Path, capsys: pytest.Cap
 
 def pretrained(distributed: Distributed, folder: str, state: bool) -> str:
     """Return the folder of which a run takes the initial weights, after what it says about others."""
-    config = tiny_config(**OPTIONS, pretrained_checkpoint_path=folder, load_pretrained_optimizer=state)
+    parts = ("model", *["optimizer"] * state)
+    config = tiny_config(**OPTIONS, pretrained_checkpoint_path=folder, load_parts=parts)
     said: list[str] = []
     source = open_pretrained(config, shapes_of(build_gpt(config.model, 32)), distributed, said.append)
     return " ".join([*said, str(source.folder)])

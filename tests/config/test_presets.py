@@ -30,7 +30,7 @@ def test_a_preset_is_its_public_config() -> None:
 def test_the_dry_run_prints_the_published_number(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """The dry run of a preset, and of a folder with only the publisher's config.json, prints the published number."""
     (tmp_path / "config.json").write_text(PUBLIC["starcoder2-3b"][0])
-    folder = [f"--pretrained_checkpoint_path={tmp_path}", "--load_pretrained_weights=0"]
+    folder = [f"--pretrained_checkpoint_path={tmp_path}", "--load_parts=architecture"]
     for preset, source in (("gpt2", ["--model=gpt2"]), ("starcoder2-3b", folder)):
         assert main(["--dry_run=1", "--device=cpu", "--training_dtype=bf16", *COMMAND, *source]) == 0
         assert f"parameters: {PUBLIC[preset][1]:,} (" in capsys.readouterr().out

@@ -190,7 +190,7 @@ def test_a_checkpoint_of_another_layout(ranks: int, saved: Path) -> None:
     values = {name: value.numpy() for name, value in wanted.items()}
     given = {"pretrained_checkpoint_path": str(saved), "ema_type": "ema"}
     plain = run_distributed(ranks, train, given)
-    moved = run_distributed(ranks, train, {**given, "load_pretrained_optimizer": True})
+    moved = run_distributed(ranks, train, {**given, "load_parts": ("model", "optimizer")})
     for result in (*plain, *moved):
         assert result.iteration == 0 and same_weights(result.initial, values) and same_weights(result.averaged, values)
     assert {result.updates for result in plain} == {0} and not any(plain[0].moments.values())
@@ -211,7 +211,7 @@ def test_moments_are_those_of_resuming(saved: Path, tmp_path: Path) -> None:
     constant = dict(lr_decay_style="constant", weight_decay=0.0, ema_type="ema")
     values, _ = with_source({**RUN, **constant, "train_iters": 4, "pretrained_checkpoint_path": str(saved)})
     [resumed] = run_distributed(1, one_more_step, {**values, "experiment_dir": str(root.parent)}, 3)
-    [moved] = run_distributed(1, one_more_step, {**values, "load_pretrained_optimizer": True}, 0)
+    [moved] = run_distributed(1, one_more_step, {**values, "load_parts": ("model", "optimizer")}, 0)
     assert same_weights(resumed, moved)
 
 
@@ -229,9 +229,11 @@ def test_another_optimizer(saved: Path) -> None:
     """SGD refuses AdamW's moments; Muon takes those of the parameters that it leaves to AdamW."""
     with pytest.raises(RuntimeError, match="cannot use any moments"):
         run_distributed(
-            1, train, {"pretrained_checkpoint_path": str(saved), "load_pretrained_optimizer": True, "optimizer": "sgd"}
+            1,
+            train,
+            {"pretrained_checkpoint_path": str(saved), "load_parts": ("model", "optimizer"), "optimizer": "sgd"},
         )
-    given = {"pretrained_checkpoint_path": str(saved), "load_pretrained_optimizer": True, "optimizer": "muon"}
+    given = {"pretrained_checkpoint_path": str(saved), "load_parts": ("model", "optimizer"), "optimizer": "muon"}
     [result] = run_distributed(1, train, given)
     assert result.updates == 3 and result.moments["exp_avg_sq"] > 0
 
@@ -266,7 +268,7 @@ def test_weights_that_are_not_finite(tmp_path: Path) -> None:
 
 
 def test_an_optimizer_from_a_hugging_face_folder(folder: Path) -> None:
-    flags = [*FLAGS, "--train_iters=1", f"--pretrained_checkpoint_path={folder}", "--load_pretrained_optimizer=1"]
+    flags = [*FLAGS, "--train_iters=1", f"--pretrained_checkpoint_path={folder}", "--load_parts=model,optimizer"]
     outcome = run(flags)
     assert outcome.codes == [4] and len(outcome.error_lines()) == 1
     assert "holds no optimizer state; leave the flag out" in outcome.output
@@ -291,8 +293,8 @@ def test_resuming_needs_the_folder_no_more(tmp_path: Path) -> None:
 
 
 def test_only_the_architecture(folder: Path) -> None:
-    """--load_pretrained_weights=0: the initial weights are those of the same model without the folder."""
-    values, _ = with_source({**RUN, "pretrained_checkpoint_path": str(folder), "load_pretrained_weights": False})
+    """--load_parts=architecture: the initial weights are those of the same model without the folder."""
+    values, _ = with_source({**RUN, "pretrained_checkpoint_path": str(folder), "load_parts": ("architecture",)})
     without = {name: value for name, value in values.items() if "pretrained" not in name}
     [one], [other] = run_distributed(1, train, values), run_distributed(1, train, without)
     assert same_weights(one.initial, other.initial) and one.losses == other.losses
