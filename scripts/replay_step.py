@@ -30,10 +30,10 @@ if __name__ == "__main__":
     launcher_watch = LauncherWatch()  # before anything that takes time
 
 from megatron_lite.checkpoint.names import is_folder, newest_before, read_bytes
-from megatron_lite.checkpoint.saved_state import check_options
+from megatron_lite.checkpoint.saved_state import check_options, with_current_names
 from megatron_lite.cli.unknown_flags import by_name
 from megatron_lite.config import CheckpointConfig, Config, RunConfig, unflatten
-from megatron_lite.config.values import FLAGS, with_current_names
+from megatron_lite.config.values import FLAGS
 from megatron_lite.distributed.agreement import together
 from megatron_lite.errors import DamagedError, RunError, UsageError
 from megatron_lite.monitor.tensor_debug import LEVELS, open_debugger
@@ -91,6 +91,10 @@ def configuration(content: dict[str, Any], checkpoint: Path | None, device: str 
         UsageError: if this version of the program does not know an option.
     """
     saved = with_current_names(content["config"])
+    if saved.pop("load_pretrained_weights", True) is False:  # of earlier versions, as the next
+        saved["load_parts"] = ["architecture"]
+    elif saved.pop("load_pretrained_optimizer", False):
+        saved["load_parts"] = ["model", "optimizer", *["step"] * ("step" in saved.get("load_parts", []))]
     if unknown := [name for name in saved if name not in FLAGS and name not in by_name()]:
         raise UsageError(f"{FILE_NAME} has options that this version does not know: {', '.join(unknown[:5])}")
     values = {name: tuple(value) if isinstance(value, list) else value for name, value in saved.items()}

@@ -44,9 +44,8 @@ import torch
 from megatron_lite.checkpoint.decoding import Count, PositiveCount, Rule, decode
 from megatron_lite.checkpoint.files import SavedFile, Slice, WrittenFile
 from megatron_lite.checkpoint.names import A_LINK, MANIFEST_NAME, RANK_FILE, parse_json, rank_file, read_bytes, reason
-from megatron_lite.checkpoint.saved_state import RUN_STATE, check_options
+from megatron_lite.checkpoint.saved_state import RUN_STATE, check_options, with_current_names
 from megatron_lite.config import JsonObject
-from megatron_lite.config.values import with_current_names
 from megatron_lite.distributed.grid import Coordinates
 from megatron_lite.errors import DamagedError
 from megatron_lite.parameter import DTYPES

@@ -115,6 +115,19 @@ _PARSERS: dict[str, Callable[[Any], Any]] = {
 }
 
 
+def with_current_names(config: JsonObject) -> JsonObject:
+    """Return a flat saved configuration with today's names.
+
+    In earlier versions each length of the schedule was two options: iterations, and a share that came before them.
+    """
+    current = dict(config)
+    for flag in FLAGS.values():
+        if flag.takes_share and flag.aliases[0] in config:
+            length, share = (current.pop(name, None) for name in flag.aliases)
+            current[flag.name] = length if share is None else str(share)
+    return current
+
+
 def check_options(config: JsonObject) -> None:
     """Check a flat saved configuration, with lists for tuples, by the types, bounds and choices of its flags.
 

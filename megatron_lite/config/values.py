@@ -16,7 +16,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from types import MappingProxyType
 from typing import Any, get_args
 
-from megatron_lite.config import AREAS, Config, Options, flatten
+from megatron_lite.config import AREAS, Config, flatten
 from megatron_lite.config import option as declarations
 from megatron_lite.config.model import block_parts, join_block_parts
 from megatron_lite.config.option import All, Auto, Flag
@@ -448,24 +448,6 @@ def alike(config: Config, asked: Config) -> dict[str, list[str]]:
 def digest(value: Any) -> str:
     """Return 16 hexadecimal digits that depend on a value of JSON, to compare it with that of another rank or start."""
     return hashlib.blake2b(json.dumps(value).encode(), digest_size=8).hexdigest()
-
-
-def with_current_names(saved: Options) -> Options:
-    """Return a flat saved configuration with today's options for those of earlier versions.
-
-    Each length of the schedule was two options: iterations, and a share that came before it; two parts of a
-    pretrained folder had options of their own.
-    """
-    current = dict(saved)
-    for flag in FLAGS.values():
-        if flag.takes_share and flag.aliases[0] in saved:
-            length, share = (current.pop(name, None) for name in flag.aliases)
-            current[flag.name] = length if share is None else str(share)
-    if current.pop("load_pretrained_weights", True) is False:
-        current["load_parts"] = ["architecture"]
-    elif current.pop("load_pretrained_optimizer", False) is True:
-        current["load_parts"] = ["model", "optimizer", *["step"] * ("step" in str(saved.get("load_parts")))]
-    return current
 
 
 def typed(options: object, *names: str) -> str:
