@@ -29,6 +29,7 @@ from megatron_lite.planner.search import (
     recommended,
 )
 from megatron_lite.run.host import choose_threads
+from megatron_lite.run.progress_line import aligned
 from megatron_lite.schedules.batch_size import batch_schedule
 from megatron_lite.validation.rules import Note
 
@@ -37,10 +38,10 @@ ROWS = 10  # layouts that are shown
 TITLES = ("ZeRO", "micro-batches", "MLP recompute", "recomputed blocks", "split", "state GiB", "needs GiB", "sent GiB")
 
 
-def wrapped(notes: Sequence[Note]) -> Iterator[str]:
-    """Yield notes in lines of the report's width."""
+def wrapped(*notes: Note | str) -> Iterator[str]:
+    """Yield notes in lines of the report's width; a text is a remark."""
     for note in notes:
-        text = f"WARNING: {note.text}" if note.is_warning else note.text
+        text = note if isinstance(note, str) else f"{'WARNING: ' * note.is_warning}{note.text}"
         yield from textwrap.wrap(text, WIDTH, subsequent_indent="  ", break_long_words=False, break_on_hyphens=False)
 
 
@@ -76,7 +77,7 @@ def recommendation(plan: Plan, changes: Changes, search: Search, argv: Sequence[
     try:
         search = next(wider for wider in search.wider() if wider.layouts or fits)
     except (StopIteration, SearchTooLongError):
-        return [*wrapped([Note(_no_layout(search, needed), is_warning=True)])]
+        return [*wrapped(Note(_no_layout(search, needed), is_warning=True))]
     layouts, present = search.layouts, None
     if fits:
         present = search.layout(plan.config, changes)
@@ -120,13 +121,13 @@ def _verdict(plan: Plan, present: Layout | None, best: Layout, search: Search) -
             roomier = best.plan.needed_bytes() <= search.usable_bytes
             more = f"; less than {SPARE:.0%} are free{', unlike with the recommended layout' if roomier else ''}"
         text = f"fits: {needed:,.1f} GiB of {space:,.1f} GiB; {present.time.seconds:,.3g} s a step predicted{more}"
-        yield from wrapped([Note(text)])
+        yield from wrapped(text)
         return
     tensor, where = best.config.distributed.tensor_parallel, ""
     if tensor > plan.config.distributed.tensor_parallel:
         where = f"; nothing does with less than --tensor_parallel={tensor}"
     text = f"does not fit: {needed:,.1f} GiB of {space:,.1f} GiB{where}; the command below does"
-    yield from wrapped([Note(text, is_warning=True)])
+    yield from wrapped(Note(text, is_warning=True))
 
 
 def _table(search: Search, layouts: Sequence[Layout], best: Layout) -> Iterator[str]:
@@ -141,11 +142,9 @@ def _table(search: Search, layouts: Sequence[Layout], best: Layout) -> Iterator[
     tensor = "".join(f"{name} {size}, " for name, size in sizes.items() if size > 1)
     yield (f"layouts that fit {ranks}, {tensor}predicted, the fastest of {len(layouts)} (*: recommended):")
     rows = [("", *TITLES, "s/step", "tokens/s"), *(("*" * (layout is best), *_cells(layout)) for layout in shown)]
-    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    for row in rows:
-        yield "  ".join(map(str.rjust, row, widths))
+    yield from aligned(rows, ())
     for line in [*search.speeds_of(best.config).assumptions, *_other_threads(search, best.config)]:
-        yield from wrapped([Note(f"  {line}")])
+        yield from wrapped(f"  {line}")
 
 
 def _other_threads(search: Search, config: Config) -> Iterator[str]:
@@ -183,7 +182,7 @@ def _costs(search: Search, best: Layout) -> Iterator[str]:
     shares = ", ".join(f"{name} {seconds / time.seconds:.0%}" for name, seconds in parts.items() if seconds > 0)
     hidden_s = time.communication_s - time.exposed_s
     hidden = f"; {hidden_s:,.3g} s of communication are overlapped" if hidden_s > 0 else ""
-    yield from wrapped([Note(f"a step of {time.seconds:,.3g} s: {shares}{hidden}")])
+    yield from wrapped(f"a step of {time.seconds:,.3g} s: {shares}{hidden}")
     seconds = time.seconds * iterations
     gpu_hours = "" if search.device_type == "cpu" else f", {seconds / 3600 * best.plan.world_size:,.1f} GPU-hours"
     tokens = batch_schedule(config.batch).consumed_tokens(iterations)
@@ -203,14 +202,14 @@ def _epochs(config: Config, world_size: int) -> Iterator[str]:
         options = config.distributed
         source = open_data(config, 0, world_size // (options.tensor_parallel * options.pipeline_parallel))
     except (RunError, OSError) as error:
-        yield from wrapped([Note(f"epochs over the data: unknown; {str(error).partition(';')[0]}")])
+        yield from wrapped(f"epochs over the data: unknown; {str(error).partition(';')[0]}")
         return
     described = source.description
     source.close()
     parts = [text for name, text in described.items() if name.startswith("data ")]
     if len(parts) > 1:
-        yield from wrapped([Note(f"data: {text}") for text in parts])
-    yield from wrapped([Note(f"training data: {described['training data']}")])
+        yield from wrapped(*(f"data: {text}" for text in parts))
+    yield from wrapped(f"training data: {described['training data']}")
 
 
 def _command(asked: Config, best: Layout, argv: Sequence[str]) -> Iterator[str]:

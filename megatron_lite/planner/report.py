@@ -56,8 +56,8 @@ def dry_run(
     except (RuntimeError, OverflowError) as error:  # a tensor above 2**63 bytes, even on the meta device
         raise UsageError(f"--dry_run=1: {error}; write smaller sizes (--hidden_size, --vocab_size ...)") from error
     if prints:
-        all_notes = [*notes, *(Note(text, is_warning=True) for text in warnings(config))]
-        exit_status.print_page("\n".join([*describe(plan, memory, choices), *wrapped(all_notes), *answer]))
+        more = wrapped(*notes, *(Note(text, is_warning=True) for text in warnings(config)))
+        exit_status.print_page("\n".join([*describe(plan, memory, choices), *more, *answer]))
     return EXIT_DONE
 
 
@@ -93,7 +93,7 @@ def describe(plan: Plan, device_bytes: int, choices: Sequence[Note]) -> list[str
         ranks = f"{counted(plan.world_size, 'rank')} on CPU, {device_bytes / GIB:.1f} GiB each"
     return [
         f"dry run for {ranks} (--device={distributed.device}), {distributed.training_dtype}; numbers are per rank",
-        *wrapped(choices),
+        *wrapped(*choices),
         *_model(plan),
         *_batch(plan),
         *_state(plan),
