@@ -27,12 +27,12 @@ STALL = 3.0  # times the median: a longer step waited for something that is not 
 PEAK_TFLOPS = """
     GB200: 2500, B200: 2250, GH200: 989.4, H(100|200) NVL: 835.5, H(100|200) PCIe: 756, H(100|200|800): 989.4, H20: 148,
     A(100|800): 312, A30: 165, A40: 149.7, A10: 125, L40S: 362, L40: 181, L4: 121, V100: 125, T4: 65,
-    RTX 6000 Ada: 364.2, RTX A6000: 154.8, RTX 4090: 165.2, RTX 3090: 71
+    RTX 6000 Ada: 364.2, (RTX )?A6000: 154.8, RTX ?5090: 209.5, RTX ?4090: 165.2, RTX ?3090: 71, MI300X: 1307.4
 """
 
 
 def known_peak_tflops(device_name: str) -> float | None:
-    """Return the dense bf16 peak in TFLOP/s by the driver's name of the device; None if the table lacks it."""
+    """Return the dense bf16 peak in TFLOP/s by the driver's name of a device, or ours; None if the table lacks it."""
     name = device_name.replace("-", " ").replace("_", " ")
     for entry in PEAK_TFLOPS.split(","):
         pattern, tflops = entry.split(":")

@@ -12,6 +12,7 @@ from megatron_lite.config.structured_values import Interconnect, interconnect
 from megatron_lite.config.values import counted, shown
 from megatron_lite.errors import UsageError
 from megatron_lite.kernels.tensor_collectives import GATHER, REDUCE, SCALE, SUM
+from megatron_lite.monitor.metrics import known_peak_tflops
 from megatron_lite.planner.command import layout_of_nodes
 from megatron_lite.planner.speeds import (
     ATTENTION_KINDS,
@@ -56,13 +57,12 @@ ASSUMED = Shares(0.65, 0.4, "assumed, as no run on this device has been measured
 class Device(NamedTuple):
     """A kind of GPU, from the vendor's data sheet, or a CPU.
 
-    memory_bytes: as torch reports, the least of several logs. tflops: dense products of 16-bit inputs (fp16 on V100)
-    that are summed in fp32; TF32 has half of them. fp32_tflops: products in fp32. memory_gb_s: memory bandwidth.
-    link_gb_s: to its neighbours in a node, in one direction.
+    memory_bytes: as torch reports, the least of several logs. fp32_tflops: products in fp32. memory_gb_s: memory
+    bandwidth. link_gb_s: to its neighbours in a node, in one direction. tflops: dense products of 16-bit inputs (fp16
+    on V100) that are summed in fp32; TF32 has half of them.
     """
 
     memory_bytes: int
-    tflops: float
     fp32_tflops: float
     memory_gb_s: float
     link_gb_s: float
@@ -70,25 +70,27 @@ class Device(NamedTuple):
     has_bf16: bool = True  # otherwise bf16 products are as slow as fp32 ones
     latency_s: float = 20e-6  # per collective
     overlap: float = 1.0  # largest share of a collective that can overlap with computation
+    tflops: float = 0.0
 
 
-# Data sheets whose 16-bit numbers are for sparse products are halved. Cards without NVLink have PCIe 4 or 5 (32 or 64
-# GB/s); RTX A6000 have NVLink only in pairs.
-GPUS = {
-    "h100": Device(PLANNED_GPU_BYTES, 989.4, 66.9, 3350, 450, HOPPER),
-    "h200": Device(int(139.7 * GIB), 989.4, 66.9, 4800, 450, ONE_H200),
-    "a100": Device(PLANNED_GPU_BYTES, 312, 19.5, 2039, 300, AMPERE),
-    "a100-40": Device(int(39.4 * GIB), 312, 19.5, 1555, 300, AMPERE),
-    "v100": Device(int(31.7 * GIB), 125, 15.7, 900, 150, has_bf16=False),
+# From the data sheets that `known_peak_tflops` has the peaks of; numbers for sparse products are halved. Cards without
+# NVLink have PCIe 4 or 5 (32 or 64 GB/s); RTX A6000 have NVLink only in pairs.
+_SHEETS = {
+    "h100": Device(PLANNED_GPU_BYTES, 66.9, 3350, 450, HOPPER),
+    "h200": Device(int(139.7 * GIB), 66.9, 4800, 450, ONE_H200),
+    "a100": Device(PLANNED_GPU_BYTES, 19.5, 2039, 300, AMPERE),
+    "a100-40": Device(int(39.4 * GIB), 19.5, 1555, 300, AMPERE),
+    "v100": Device(int(31.7 * GIB), 15.7, 900, 150, has_bf16=False),
     # NVIDIA HGX B200 data sheet: 36 PFLOP/s sparse, 600 TFLOP/s, 62 TB/s and 14.4 TB/s of NVLink for eight
-    "b200": Device(int(178.3 * GIB), 2250, 75, 7700, 900, HOPPER._replace(source=ASSUMED.source)),
-    "l40s": Device(int(44.4 * GIB), 362, 91.6, 864, 32),  # NVIDIA L40S data sheet
-    "a6000": Device(int(47.5 * GIB), 154.8, 38.7, 768, 32),  # NVIDIA GA102 whitepaper, RTX A6000
-    "rtx4090": Device(int(23.5 * GIB), 165.2, 82.6, 1008, 32),  # NVIDIA Ada GPU architecture whitepaper, appendix A
-    "rtx5090": Device(int(31.3 * GIB), 209.5, 104.8, 1792, 64),  # NVIDIA RTX Blackwell whitepaper, appendix A
+    "b200": Device(int(178.3 * GIB), 75, 7700, 900, HOPPER._replace(source=ASSUMED.source)),
+    "l40s": Device(int(44.4 * GIB), 91.6, 864, 32),  # NVIDIA L40S data sheet
+    "a6000": Device(int(47.5 * GIB), 38.7, 768, 32),  # NVIDIA GA102 whitepaper, RTX A6000
+    "rtx4090": Device(int(23.5 * GIB), 82.6, 1008, 32),  # NVIDIA Ada GPU architecture whitepaper, appendix A
+    "rtx5090": Device(int(31.3 * GIB), 104.8, 1792, 64),  # NVIDIA RTX Blackwell whitepaper, appendix A
     # AMD Instinct MI300X data sheet: seven links of 128 GB/s in both directions
-    "mi300x": Device(int(191.6 * GIB), 1307.4, 163.4, 5300, 448),
+    "mi300x": Device(int(191.6 * GIB), 163.4, 5300, 448),
 }
+GPUS = {name: dataclasses.replace(gpu, tflops=known_peak_tflops(name) or 0.0) for name, gpu in _SHEETS.items()}
 # The network between nodes, per GPU and direction: one 400 Gbit/s adapter per GPU, or one 100 Gbit/s adapter per node.
 # A collective sends every byte once from node to node, through all adapters of a node at the same time.
 NODE_LINKS_GB_S = {"ib": 50.0, "ethernet": 12.5 / GPUS_PER_NODE}
@@ -116,7 +118,7 @@ def gpu_of(distributed: DistributedConfig) -> Device:
 
 def cpu_of(threads: int) -> Device:
     """Return an unknown CPU: roughly 60 GFLOP/s and 6 GB/s per thread, and gloo at 1 GB/s."""
-    return Device(0, 0.06 * threads, 0.06 * threads, 6 * threads, 1, latency_s=100e-6, overlap=0)
+    return Device(0, 0.06 * threads, 6 * threads, 1, latency_s=100e-6, overlap=0, tflops=0.06 * threads)
 
 
 def planned_speeds(distributed: DistributedConfig, device_type: str, world_size: int) -> Speeds:

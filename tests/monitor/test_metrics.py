@@ -129,6 +129,9 @@ PEAKS = {
     125.0: "Tesla V100-SXM2-32GB",
     65.0: "Tesla T4",
     165.2: "NVIDIA GeForce RTX 4090",
+    209.5: "NVIDIA GeForce RTX 5090",
+    154.8: "NVIDIA RTX A6000",
+    1307.4: "AMD Instinct MI300X",
     None: "NVIDIA GeForce GTX 1080, AMD EPYC 7B13, ",
 }
 
