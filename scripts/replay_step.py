@@ -31,7 +31,6 @@ if __name__ == "__main__":
 
 from megatron_lite.checkpoint.names import is_folder, newest_before, read_bytes
 from megatron_lite.checkpoint.saved_state import check_options, with_current_names
-from megatron_lite.cli.unknown_flags import by_name
 from megatron_lite.config import CheckpointConfig, Config, RunConfig, unflatten
 from megatron_lite.config.values import FLAGS
 from megatron_lite.distributed.agreement import together
@@ -90,15 +89,15 @@ def configuration(content: dict[str, Any], checkpoint: Path | None, device: str 
     Raises:
         UsageError: if this version of the program does not know an option.
     """
-    saved = with_current_names(content["config"])
-    if saved.pop("load_pretrained_weights", True) is False:  # of earlier versions, as the next
+    earlier, saved = content["config"], with_current_names(content["config"])
+    if earlier.get("load_pretrained_weights") is False:
         saved["load_parts"] = ["architecture"]
-    elif saved.pop("load_pretrained_optimizer", False):
+    elif earlier.get("load_pretrained_optimizer"):
         saved["load_parts"] = ["model", "optimizer", *["step"] * ("step" in saved.get("load_parts", []))]
-    if unknown := [name for name in saved if name not in FLAGS and name not in by_name()]:
+    if unknown := [name for name in saved if name not in FLAGS]:
         raise UsageError(f"{FILE_NAME} has options that this version does not know: {', '.join(unknown[:5])}")
     values = {name: tuple(value) if isinstance(value, list) else value for name, value in saved.items()}
-    config = unflatten({name: value for name, value in values.items() if name in FLAGS})  # others change no number
+    config = unflatten(values)
     levels: dict[str, Any] = dict.fromkeys(LEVELS, LEVEL)
     quiet = RunConfig(log_interval=1, show_tensor_logs=False, save_tensor_logs=True, **levels)
     training = dataclasses.replace(

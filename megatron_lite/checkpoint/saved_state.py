@@ -29,6 +29,15 @@ from megatron_lite.schedules.batch_size import parse_schedule
 from megatron_lite.schedules.stages import parse_stages
 
 LARGEST_FP32 = (2 - 2**-23) * 2.0**127
+# Options of earlier versions that changed no number of a resumed run.
+REMOVED = frozenset(
+    """
+    pipeline_delay checkpoint_offset stop_offset log_timestamps enable_all_loggers show_all_options
+    tensor_logs_show_elements data_sample_warn_time_ms data_batch_warn_time_ms profile_wait profile_warmup
+    profile_cycles profile_export profile_averages profile_trace profile_log profile_column_width
+    load_pretrained_weights load_pretrained_optimizer
+    """.split()
+)
 
 
 def _is_hex(value: str) -> bool:
@@ -116,11 +125,11 @@ _PARSERS: dict[str, Callable[[Any], Any]] = {
 
 
 def with_current_names(config: JsonObject) -> JsonObject:
-    """Return a flat saved configuration with today's names.
+    """Return a flat saved configuration with today's names, without those of `REMOVED`.
 
     In earlier versions each length of the schedule was two options: iterations, and a share that came before them.
     """
-    current = dict(config)
+    current = {name: value for name, value in config.items() if name not in REMOVED}
     for flag in FLAGS.values():
         if flag.takes_share and flag.aliases[0] in config:
             length, share = (current.pop(name, None) for name in flag.aliases)
