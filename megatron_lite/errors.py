@@ -143,6 +143,12 @@ class WorkerError(RunError):
     exit_code = 6
 
 
+class UnreachableError(PeerError):
+    """Nothing is heard from a machine, so that no save of all ranks can end."""
+
+    names_rank = True
+
+
 class StoppedError(PeerError):
     """A stop signal to this rank or another one, before there was anything to save."""
 

@@ -179,7 +179,9 @@ class DistributedConfig(Area):
         "difference ends the run and names the ranks. Costs a pass over the weights, and gathers in ZeRO-3",
         "no checks",
     )
-    distributed_timeout: float = option(60.0, "seconds before giving up a collective in a step", above=0.0, maximum=1e6)
+    distributed_timeout: float = option(
+        60.0, "seconds before giving up a collective in a step, or a machine that is silent", above=0.0, maximum=1e6
+    )
     startup_timeout: float = option(
         3600.0,
         "seconds before giving up any other collective (start-up, data, saves) and, on a GPU, the first step, which "

@@ -6,18 +6,22 @@ noticed within seconds.
 
 After the meeting a thread watches, because a collective notices a lost peer only when it reaches that peer, and inside
 a library only after the time-out. Once a second the thread checks the local processes, reads from the store whether
-another machine has lost a rank or was told to stop, and writes there what this rank is doing. It never gives up a
-remote rank that is merely silent: a file system may hang for minutes, and time-outs handle that.
+another machine has lost a rank or was told to stop, and writes there what this rank is doing. It does so whatever the
+rank waits for, a file system that hangs too. So a machine from which nothing is heard for --distributed_timeout cannot
+be reached: rank 0 looks for such machines, and ranks of other machines whether the store, on the first one, answers.
+Time is counted in looks, so that neither a clock that jumps nor a pause of the process that looks is a silence.
 """
 
 from __future__ import annotations
 
+import collections
 import contextlib
 import datetime
 import errno
 import hashlib
 import ipaddress
 import json
+import math
 import socket
 import threading
 import time
@@ -33,7 +37,7 @@ from megatron_lite.config.values import abridged
 from megatron_lite.distributed import processes
 from megatron_lite.distributed.processes import Place
 from megatron_lite.distributed.traffic import Collective, Progress
-from megatron_lite.errors import PeerError, RunError, UsageError, is_lost_peer, lost_peer, shorten
+from megatron_lite.errors import PeerError, RunError, UnreachableError, UsageError, is_lost_peer, lost_peer, shorten
 
 POLL_S = 0.1  # between polls of the store while the ranks meet
 LOOK_S = 1.0  # between checks of the local processes
@@ -179,8 +183,7 @@ class Meeting:
 
     store: this rank's connection. local_ranks: ranks that may be on this machine. options: what all ranks must have
     alike, by name: [value, value as typed]. places: the processes of all ranks; empty before they have met. talk:
-    another connection, for any thread, whose calls do not block.
-
+    another connection, for any thread, whose calls do not block. silence_s: after which a machine cannot be reached.
     """
 
     def __init__(
@@ -192,7 +195,9 @@ class Meeting:
         local_ranks: Sequence[int],
         timeout_s: float,
         options: Mapping[str, Sequence[str]] = MappingProxyType({}),
+        silence_s: float = math.inf,
     ) -> None:
+        self.silence_s = silence_s
         self.point, self.store, self.world_size, self.rank = point, store, world_size, own.rank
         values = json.dumps({name: value for name, (value, _) in options.items()}).encode()
         self._own = own._replace(options=hashlib.blake2b(values, digest_size=8).hexdigest() if options else "")
@@ -273,6 +278,7 @@ class Meeting:
             error.agreed = False
             raise error
         self._entered = True
+        self.store.set(f"at/{self.rank}", json.dumps([*Progress().status(), 0]))
         self.store.add("came", 1)
 
     def _wait(self) -> None:
@@ -324,6 +330,11 @@ class Meeting:
         return [Place(*json.loads(row)) for row in self.store.multi_get(keys)]
 
 
+def statuses(rows: Sequence[bytes]) -> list[Collective]:
+    """Return what ranks were doing up to a second before they were asked, see `PeerWatch.rows`."""
+    return [Collective(*json.loads(row)[:-1]) for row in rows]
+
+
 class PeerWatch:
     """The watching thread. Every rank must call `finish` before the first rank exits.
 
@@ -338,9 +349,16 @@ class PeerWatch:
         self._neighbors = processes.neighbors(meeting.places, meeting.places[meeting.rank])
         self._requests = 0
         self._store = meeting.talk
+        own = meeting.places[meeting.rank].machine
+        self._far = [place for place in meeting.places if place.machine != own] if meeting.rank == 0 else []
+        self._rows: dict[Place, bytes] = {}  # what they have written
+        self._missed = collections.Counter[str]()  # looks in which nothing was heard from a machine
+        self._looks = 0
         self._done = threading.Event()
         self._thread = threading.Thread(target=self._run, daemon=True, name="peer-watch")
         self._thread.start()
+        if own != meeting.places[0].machine:
+            threading.Thread(target=self._watch_store, daemon=True, name="store-watch").start()
 
     def finish(self) -> None:
         """Stop the thread; the caller handles lost ranks from here on."""
@@ -352,19 +370,25 @@ class PeerWatch:
         """Request the stacks of all ranks; return within READ_S."""
         self._meeting.bounded(lambda: self._meeting.store.add("requests", 1))
 
-    def statuses(self) -> list[Collective]:
-        """Return what every rank was doing up to a second ago, in rank order; empty if the store does not answer."""
-        keys = [f"at/{rank}" for rank in range(self._meeting.world_size)]
-        store = self._meeting.store
-        rows = self._meeting.bounded(lambda: store.multi_get(keys) if store.check(keys) else [])
-        return [Collective(*json.loads(row)) for row in rows or []]
+    def rows(self) -> list[bytes]:
+        """Return what every rank has written last, in rank order, see `statuses`; empty if the store is silent."""
+        keys = [f"at/{place.rank}" for place in self._meeting.places]
+        return self._meeting.bounded(lambda: self._meeting.store.multi_get(keys)) or []
+
+    def heard(self, rows: Sequence[bytes]) -> set[Place]:
+        """Return the ranks of this machine, and those that have written since `rows` were read, seconds ago."""
+        places = self._meeting.places
+        moved = {place for place, before, now in zip(places, rows, self.rows(), strict=False) if before != now}
+        return moved | set(self._neighbors)
 
     def _run(self) -> None:
         lost: RunError | None = None
         try:
             while lost is None:
-                self._store.set(f"at/{self._meeting.rank}", json.dumps(self._progress.status()))
+                status = [*self._progress.status(), self._looks]
+                self._store.set(f"at/{self._meeting.rank}", json.dumps(status))
                 lost = self._look()
+                self._looks += 1
                 if self._done.wait(LOOK_S if lost is None else GRACE_S):
                     return
         except RuntimeError as error:
@@ -384,4 +408,31 @@ class PeerWatch:
         end = self._meeting.announced()
         if end is None and (lost := processes.gone(self._neighbors)):
             return self._meeting.announce(PeerError(f"lost {processes.names(lost)}"))
+        if end is None and (silent := self._silent()):
+            return self._meeting.announce(self._unreachable(processes.names(silent)))
         return end
+
+    def _silent(self) -> list[Place]:
+        """Return the ranks of machines from which none has written for too long."""
+        rows = self._store.multi_get([f"at/{place.rank}" for place in self._far]) if self._far else []
+        heard = {place.machine for place, row in zip(self._far, rows, strict=True) if self._rows.get(place) != row}
+        self._rows = dict(zip(self._far, rows, strict=True))
+        for machine in {place.machine for place in self._far}:
+            self._missed[machine] = 0 if machine in heard else self._missed[machine] + 1
+        return [place for place in self._far if self._is_over(self._missed[place.machine])]
+
+    def _watch_store(self) -> None:
+        """End this rank if the store stays silent: its connection may neither answer nor break."""
+        missed, looks = 0, 0
+        while not self._done.wait(LOOK_S):
+            missed, looks = missed + 1 if looks == self._looks else 0, self._looks
+            if self._is_over(missed):
+                point = self._meeting.point
+                return self._on_lost(self._unreachable(f"{point.owner}, where the ranks meet ({point}),"))
+
+    def _is_over(self, missed_looks: int) -> bool:
+        return missed_looks * LOOK_S > self._meeting.silence_s
+
+    def _unreachable(self, who: str) -> UnreachableError:
+        limit = f"--distributed_timeout={self._meeting.silence_s:g} s"
+        return UnreachableError(f"{who} cannot be reached, or the machine hangs: nothing was heard for {limit}")

@@ -56,7 +56,9 @@ def initialize(
     point, timeout_s = meeting_point(), config.startup_timeout
     store = open_store(point, rank, world_size, timeout_s)
     versions = {"megatron_lite": [__version__] * 2, "torch": [str(torch.__version__)] * 2}
-    meeting = Meeting(point, store, own_place(rank), world_size, local_ranks, timeout_s, {**versions, **options})
+    alike = {**versions, **options}
+    silence_s = config.distributed_timeout
+    meeting = Meeting(point, store, own_place(rank), world_size, local_ranks, timeout_s, alike, silence_s)
     on_met(meeting)
     meeting.enter()
 

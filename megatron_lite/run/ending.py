@@ -18,10 +18,18 @@ from pathlib import Path
 from typing import NoReturn
 
 from megatron_lite.distributed import processes
-from megatron_lite.distributed.peer_watch import PART_S, Meeting, PeerWatch
+from megatron_lite.distributed.peer_watch import PART_S, Meeting, PeerWatch, statuses
 from megatron_lite.distributed.processes import Place
 from megatron_lite.distributed.traffic import Collective, Progress
-from megatron_lite.errors import EXIT_PREEMPTED, PeerError, RunError, StoppedError, as_run_error, shorten
+from megatron_lite.errors import (
+    EXIT_PREEMPTED,
+    PeerError,
+    RunError,
+    StoppedError,
+    UnreachableError,
+    as_run_error,
+    shorten,
+)
 from megatron_lite.run import exit_status
 from megatron_lite.run.experiment import Experiment
 from megatron_lite.run.launch import is_first_on_machine
@@ -159,7 +167,8 @@ class Ending:
 
     def _end(self, error: RunError) -> NoReturn:
         """End this process: the main thread could wait for an hour for a rank that is gone."""
-        self._let_it_save()  # torchrun and its store may be gone; a save that lacks a rank fails by itself
+        if not isinstance(error, UnreachableError):
+            self._let_it_save()  # torchrun and its store may be gone; a save that lacks a rank fails by itself
         code, _ = self.report(error)
         with contextlib.suppress(Exception):
             self.kill_children()
@@ -181,9 +190,9 @@ class Ending:
         near, machine, directory = self._near(), self.places[self._rank].machine, self._own_directory()
         is_silent = "imed out" in lost.detail or "did not end within" in str(lost)  # rather than a closed connection
         is_silent = is_silent and not processes.gone(near)  # gloo's attempts to connect to a dead rank time out, too
-        statuses = [] if self._watch is None else self._watch.statuses()
-        stopped = processes.stopped(near)
-        hung = stopped or _furthest_behind(self.places, statuses)
+        rows = [] if self._watch is None else self._watch.rows()
+        newest, stopped = statuses(rows), processes.stopped(near)
+        hung = stopped or _furthest_behind(self.places, newest)
         if is_silent and self._watch is not None:
             self._ask_for_stacks(self._watch, [place for place in hung if place in near])
         found = processes.gone(near, 0.0 if is_silent else processes.LEAVING_S)
@@ -201,7 +210,10 @@ class Ending:
         elif lost.names_rank and not found:
             message = str(lost)
         else:
-            message = self._loss(found) if found else self._silence(hung, bool(stopped), others, statuses)
+            why = "stopped by a signal (SIGSTOP) or a debugger" if stopped else "alive, but it hangs"
+            if self._watch is not None and not found and hung and not set(hung) & self._watch.heard(rows):
+                why = "it cannot be reached, or its machine hangs; it was last heard of"
+            message = self._loss(found) if found else self._silence(hung, why, others, newest)
             if directory is not None:
                 message += f"\n  {self._resumes()}"
         explanation = PeerError(message)
@@ -229,16 +241,13 @@ class Ending:
             why = f"The kernel's out-of-memory killer has ended {victims} on {host} since the start (see `dmesg` there)"
         return f"lost {processes.names(found)} while this rank was in {self.progress.status().place()}. {why}"
 
-    def _silence(
-        self, hung: Sequence[Place], is_stopped: bool, others: Sequence[str], statuses: Sequence[Collective]
-    ) -> str:
-        """Return the message when all local processes are alive. others: names of other machines."""
+    def _silence(self, hung: Sequence[Place], why: str, others: Sequence[str], newest: Sequence[Collective]) -> str:
+        """Return the message when all local processes are alive. why: `hung` do not answer. others: other machines."""
         if hung:
-            why = "stopped by a signal (SIGSTOP) or a debugger" if is_stopped else "alive, but it hangs"
-            if statuses:
-                status, furthest = statuses[hung[0].rank], max(status.number for status in statuses)
-                newest = f"collective {status.number:,} ({status.kind or 'none'})"
-                why += f" in {status.place()}, after {newest}; the others wait in collective {furthest:,}"
+            if newest:
+                status, furthest = newest[hung[0].rank], max(status.number for status in newest)
+                last = f"collective {status.number:,} ({status.kind or 'none'})"
+                why += f" in {status.place()}, after {last}; the others wait in collective {furthest:,}"
             return f"no answer from {processes.names(hung)}: {why}"
         if others:
             return (

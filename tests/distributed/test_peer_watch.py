@@ -14,13 +14,16 @@ from typing import Any
 import pytest
 
 from megatron_lite.distributed import peer_watch
-from megatron_lite.distributed.peer_watch import Meeting, MeetingPoint, PeerWatch, connect, open_store
+from megatron_lite.distributed.peer_watch import Meeting, MeetingPoint, PeerWatch, connect, open_store, statuses
 from megatron_lite.distributed.processes import Place, own_place
 from megatron_lite.distributed.traffic import Progress
-from megatron_lite.errors import PeerError, RunError, StoppedError, UsageError
+from megatron_lite.errors import PeerError, RunError, StoppedError, UnreachableError, UsageError
 from tests.support.launch import ended_process, free_port
+from tests.support.mirrors import wait_until
+from tests.support.s3_server import Proxy
 
 TIMEOUT_S, THREAD = 30.0, "meeting of a rank"
+SILENCE_S = 4.0
 
 
 @pytest.fixture
@@ -232,6 +235,8 @@ class Watched:
         places = [here, Place(1, here.host, here.machine, self.child.pid), Place(2, "node1", "another", 1)]
         point = MeetingPoint("localhost", free_port(), hosted=True, prefix="test")
         self._store = open_store(point, 0, 3, 10.0)
+        self.cable = Proxy(point.port).listen()  # of the second machine
+        elsewhere = dataclasses.replace(point, port=self.cable.port)
         self.progress = [Progress() for _ in places]
         self.lost: list[RunError | None] = [None] * 3
         self.asked = [threading.Event() for _ in places]
@@ -239,12 +244,13 @@ class Watched:
         self.watches: dict[int, PeerWatch] = {}
         self.meetings: dict[int, Meeting] = {}
         for rank in (0, 2):
-            meeting = Meeting(point, self._store, places[rank], 3, range(3), 10.0)
+            own = self._store if rank == 0 else open_store(elsewhere, rank, 3, 10.0)
+            meeting = Meeting(elsewhere if rank else point, own, places[rank], 3, range(3), 10.0, silence_s=SILENCE_S)
             meeting.enter()
             meeting.places = places
             self.meetings[rank] = meeting
             self.watches[rank] = PeerWatch(meeting, self.progress[rank], self._knows(rank), self.asked[rank].set)
-        self._store.set("at/1", '[7, 0.0, "reduce", 8, "the step", 3]')
+        self._store.set("at/1", '[7, 0.0, "reduce", 8, "the step", 3, 0]')
 
     def _knows(self, rank: int) -> Any:
         def knows(error: RunError) -> None:
@@ -258,10 +264,43 @@ class Watched:
 def watched() -> Iterator[Watched]:
     one = Watched()
     yield one
+    one.cable.open.set()
     for watch in one.watches.values():
         watch.finish()
+    one.cable.__exit__()
     one.child.kill()
     one.child.wait()
+
+
+def test_a_machine_that_cannot_be_reached_is_known_on_both_sides(watched: Watched) -> None:
+    """A cable that is pulled closes no connection: only silence shows it, wherever the ranks wait."""
+    rows = watched.watches[0].rows()
+    wait_until(lambda: {place.rank for place in watched.watches[0].heard(rows)} == {0, 1, 2})
+    watched.cable.open.clear()
+    for rank in (0, 2):
+        assert watched.known[rank].wait(60)
+        error = watched.lost[rank]
+        assert isinstance(error, UnreachableError) and error.names_rank
+        who = "rank 0, where the ranks meet" if rank else "rank 2 (process 1 on node1)"
+        assert str(error).startswith(who) and "cannot be reached, or the machine hangs: nothing was h" in str(error)
+    assert 2 not in {place.rank for place in watched.watches[0].heard(watched.watches[0].rows())}
+
+
+def test_a_pause_is_no_silence(watched: Watched, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nothing moves for most of the limit, and the clocks jump by an hour."""
+    hour, clock, wall = 3600.0, time.monotonic, time.time
+    for _ in range(2):
+        looks = watched.watches[0]._looks
+        watched.cable.open.clear()
+        wait_until(lambda: watched.watches[0]._looks > looks + 0.6 * SILENCE_S / peer_watch.LOOK_S)  # noqa: B023
+        watched.cable.open.set()
+        monkeypatch.setattr(time, "monotonic", lambda: clock() + hour)
+        monkeypatch.setattr(time, "time", lambda: wall() - hour)
+        seen = watched.watches[2]._looks
+        wait_until(lambda: watched.watches[2]._looks > seen + 2)  # noqa: B023
+        monkeypatch.undo()
+        monkeypatch.setattr(peer_watch, "LOOK_S", 0.02)
+    assert watched.lost == [None] * 3
 
 
 def test_a_rank_that_died_is_known_on_all_machines(watched: Watched) -> None:
@@ -296,7 +335,7 @@ def test_what_all_ranks_are_doing(watched: Watched) -> None:
     watched.progress[2].started("gather", 100)
     expected = [(0, "", "the start", 0), (7, "reduce", "the step", 3), (1, "gather", "the save", 4)]
     for _ in range(200):
-        found = [(one.number, one.kind, one.phase, one.iteration) for one in watched.watches[0].statuses()]
+        found = [(one.number, one.kind, one.phase, one.iteration) for one in statuses(watched.watches[0].rows())]
         if found == expected:
             break
         threading.Event().wait(0.02)

@@ -15,7 +15,7 @@ import pytest
 from megatron_lite.distributed import processes
 from megatron_lite.distributed.processes import Place, own_place
 from megatron_lite.distributed.traffic import Collective
-from megatron_lite.errors import RunError, StoppedError, UsageError, lost_peer
+from megatron_lite.errors import PeerError, RunError, StoppedError, UnreachableError, UsageError, lost_peer
 from megatron_lite.run import ending, exit_status
 from megatron_lite.run.ending import Ending
 from tests.support.launch import ended_process
@@ -222,15 +222,29 @@ def test_a_rank_that_came_less_far_than_the_others_is_named(start: Ending) -> No
     step = Collective(813, 0.0, "reduce", 8, "the step", 41)
     behind = Collective(812, 0.0, "gather", 8, "the save", 40)
     late = RuntimeError("[gloo] Timed out waiting 60000ms for recv operation to complete")
-    watch = start._watch = MagicMock()
-    watch.statuses.return_value = [step, step, behind]
-    assert lose(start, places, late).startswith(
-        "no answer from rank 2 (process 1 on node1): alive, but it hangs in the save, iteration 40, after collective "
-        "812 (gather); the others wait in collective 813"
-    )
-    watch.statuses.return_value = [step, step]
+    watch, rows = MagicMock(), [json.dumps([*one, 0]).encode() for one in (step, step, behind)]
+    start._watch, watch.rows.return_value, watch.heard.return_value = watch, rows, {BESIDE, ELSEWHERE}
+    where = "in the save, iteration 40, after collective 812 (gather); the others wait in collective 813"
+    message = lose(start, places, late)
+    assert message.startswith(f"no answer from rank 2 (process 1 on node1): alive, but it hangs {where}")
+    watch.heard.return_value = {BESIDE}
+    message, why = lose(start, places, late), "it cannot be reached, or its machine hangs; it was last heard of"
+    assert message.startswith(f"no answer from rank 2 (process 1 on node1): {why} {where}")
+    watch.rows.return_value = rows[:2]
     assert lose(start, places[:2], late).startswith("all ranks are alive, but one does not answer")
-    assert watch.request_stacks.call_count == 2
+    assert watch.request_stacks.call_count == 3
+
+
+def test_only_a_save_that_all_ranks_can_end_is_waited_for(start: Ending, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A machine that cannot be reached writes no shard, so a save after a signal would wait for its time-out."""
+    waits = MagicMock()
+    monkeypatch.setattr(start, "_let_it_save", waits)
+    monkeypatch.setattr(start, "report", lambda error: (error.exit_code, error))
+    monkeypatch.setattr(exit_status, "leave", MagicMock(side_effect=SystemExit))
+    for kind in (PeerError, UnreachableError):
+        with pytest.raises(SystemExit):
+            start._end(kind("lost rank 1"))
+        assert waits.call_count == 1
 
 
 def test_the_out_of_memory_killer_is_blamed_by_its_own_count(

@@ -68,7 +68,8 @@ class Proxy:
         self.open.set()
         self._listener = socket.socket()
         self._listener.bind(("127.0.0.1", 0))
-        self.url = f"http://127.0.0.1:{self._listener.getsockname()[1]}"
+        self.port = self._listener.getsockname()[1]
+        self.url = f"http://127.0.0.1:{self.port}"
         self._pairs: list[socket.socket] = []
 
     def listen(self) -> Proxy:
