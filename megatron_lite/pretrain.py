@@ -121,7 +121,7 @@ def opened(
         stop.saves = True
         for limit in stop.limits:
             run.logger.info(limit.describe())
-        if (warning := idle_limit(config)) is not None:
+        if (warning := idle_limit(config, stop.limits)) is not None:
             run.logger.warning(warning)
         together(distributed, lambda: experiment.record(run.shown_config) if rank == 0 else None)
         ending.tell("running")

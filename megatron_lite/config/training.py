@@ -345,7 +345,9 @@ class TrainingConfig(Area):
         "save and stop this many minutes after the start", "no limit", aliases="exit_duration_in_mins", needs=SAVED
     )
     stop_before_end_s: PositiveFloat | None = optional(
-        "save and stop this many seconds before the end of the Slurm job (SLURM_JOB_END_TIME)", "no stop", needs=SAVED
+        "save and stop this many seconds before the end of the Slurm job (SLURM_JOB_END_TIME, or squeue)",
+        "no stop",
+        needs=SAVED,
     )
 
     @property

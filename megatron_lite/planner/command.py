@@ -19,6 +19,7 @@ PROGRAM = "pretrain_gpt.py"
 # Time limits of a job, which is requeued until the run is complete and needs time to save.
 LONGEST_JOB_H = 24
 MARGIN = 1.25  # on the predicted time
+CORES = 8  # per rank, for itself and its data workers
 SAVE_S = 300  # between the signal and the time limit
 JOB = """\
 #!/usr/bin/env bash
@@ -27,6 +28,9 @@ JOB = """\
 #SBATCH --nodes={nodes}
 #SBATCH --ntasks-per-node=1
 #SBATCH --gpus-per-node={per_node}
+# Cores for {per_node} ranks with their data workers, and all memory of a node: without them Slurm may give one core.
+#SBATCH --cpus-per-task={cores}
+#SBATCH --mem=0
 #SBATCH --time={time}
 #SBATCH --requeue
 #SBATCH --signal=TERM@{save_s}
@@ -46,7 +50,8 @@ export MASTER_ADDR MASTER_PORT=$((20000 + SLURM_JOB_ID % 20000))  # a port for e
 
 # SLURM_NODEID differs from node to node, so it is expanded there, not here.
 # shellcheck disable=SC2016
-exec srun --kill-on-bad-exit=1 bash -c 'exec torchrun --nnodes={nodes} --nproc-per-node={per_node} \\
+exec srun --export=ALL --cpus-per-task={cores} --kill-on-bad-exit=1 bash -c \\
+    'exec torchrun --nnodes={nodes} --nproc-per-node={per_node} \\
     --node-rank="$SLURM_NODEID" --master-addr="$MASTER_ADDR" --master-port="$MASTER_PORT" --max-restarts=0 "$@"' \\
     train {words}
 """
@@ -137,6 +142,7 @@ def write_job(path: Path, words: Sequence[str], layout: tuple[int, int], seconds
         name=shlex.quote(path.name),
         nodes=nodes,
         per_node=per_node,
+        cores=CORES * per_node,
         time=f"{time_h:02d}:00:00",
         save_s=SAVE_S,
         shutdown_s=SAVE_S - 60,

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import contextlib
+import datetime
 import json
 import os
 import re
+import subprocess
 import time
 from collections.abc import Mapping
 from pathlib import Path
@@ -18,6 +20,7 @@ _WHOLE_NUMBER = re.compile(r"[0-9]{1,9}")
 # Limit on the threads of one process, unless the machine has more cores: with 4,096, GNU's OpenMP crashed silently.
 MOST_THREADS = 1024
 _SLURM_TASK = "PROCID STEP_NUM_TASKS LOCALID NODEID STEP_TASKS_PER_NODE STEP_NODELIST JOB_ID STEP_ID".split()
+SQUEUE_S = 10.0  # limit on asking for the end of a job
 _SLURM_PORTS = range(61440, 65536)  # above those that Linux gives to connections
 
 
@@ -48,6 +51,11 @@ def slurm_variables(environment: Mapping[str, str]) -> dict[str, str]:
         raise LauncherError(
             f"SLURM_STEP_NUM_TASKS={step['STEP_NUM_TASKS']}, but {' and '.join(missing)} not set in the environment: "
             "start one torchrun on each node with srun (docs/slurm.md), or set WORLD_SIZE=1 for tasks that train alone"
+        )
+    if environment.get("SLURM_DISTRIBUTION") == "arbitrary" and "MASTER_ADDR" not in environment:
+        raise LauncherError(
+            "SLURM_DISTRIBUTION=arbitrary (a host file): Slurm does not name the node of rank 0; set MASTER_ADDR to "
+            "it, the first line of the file"
         )
     groups = re.findall(r"([0-9]+)(?:\(x([0-9]+)\))?", step["STEP_TASKS_PER_NODE"])  # 4(x2),3: 4, 4 and 3
     tasks = [count for count, times in groups for _ in range(int(times or 1))][int(step["NODEID"])]
@@ -87,9 +95,25 @@ def launch_world_size() -> int:
 
 
 def job_end_s() -> float | None:
-    """Return the end of this Slurm job in seconds since 1970; None if unknown or outside Slurm."""
+    """Return the end of this Slurm job in seconds since 1970; None if unknown or outside Slurm.
+
+    Before 23.02 Slurm sets no variable; rank 0 then asks squeue.
+    """
     text = os.environ.get("SLURM_JOB_END_TIME", "")
-    return float(text) if re.fullmatch(r"[0-9]{9,11}", text) else None
+    if re.fullmatch(r"[0-9]{9,11}", text):
+        return float(text)
+    job = os.environ.get("SLURM_JOB_ID")
+    with contextlib.suppress(OSError, subprocess.SubprocessError, ValueError):
+        if job and launch_rank() == 0:
+            command = ["squeue", "--noheader", f"--jobs={job}", "--format=%e"]
+            answer = subprocess.run(command, capture_output=True, text=True, timeout=SQUEUE_S, check=True).stdout
+            return datetime.datetime.fromisoformat(answer.strip()).timestamp()
+    return None
+
+
+def in_slurm_step() -> bool:
+    """Return whether Slurm started this process, or its torchrun, as a task: Slurm then ends it, too."""
+    return "SLURM_STEP_ID" in os.environ
 
 
 def tell_torchrun(message: str) -> bool:

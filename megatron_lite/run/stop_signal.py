@@ -15,7 +15,7 @@ from typing import NamedTuple, NoReturn
 
 from megatron_lite.config import Config
 from megatron_lite.errors import RunError
-from megatron_lite.run.launch import job_end_s
+from megatron_lite.run.launch import in_slurm_step, job_end_s
 
 # torchrun forwards SIGTERM, SIGINT and SIGHUP (a closed terminal); SIGUSR1 ends torchrun, but not a rank.
 SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1)
@@ -43,7 +43,8 @@ class StopRequested(Exception):  # noqa: N818 - not an error
 class StopSignal:
     """Handles the stop signals.
 
-    The first signal requests a checkpoint and a clean end. A second signal, over a second later, kills the process.
+    The first signal requests a checkpoint and a clean end. A second signal, over a second later, kills the process,
+    except SIGTERM from Slurm: it comes at the end of a grace time, and SIGKILL follows.
     Until `saves` is set there is nothing to save, and the first signal ends the process. A rank blocked inside a
     collective runs no Python signal handler, but Python still writes the signal to the wake-up descriptor, which a
     separate thread reads.
@@ -108,6 +109,8 @@ class StopSignal:
                 self._before_saves(number)
             if self._requested_s is None:
                 self._requested_s = time.monotonic()
+            elif number == signal.SIGTERM and in_slurm_step():
+                continue
             elif time.monotonic() - self._requested_s > SAME_REQUEST_S:
                 leave_at_once(number)
 
@@ -132,16 +135,19 @@ def time_limits(
     Slurm's end is wall-clock time. Minutes are counted by a monotonic clock, so that clock corrections (NTP) neither
     end the run early nor prolong it.
     """
-    training, begin_s, job_s, limits = config.training, clock_s(), job_end_s(), []
+    training, begin_s, limits = config.training, clock_s(), []
     if (minutes := training.max_minutes) is not None:
         limits.append(TimeLimit(MAX_MINUTES, lambda: begin_s + 60 * minutes - clock_s()))
-    if (before_s := training.stop_before_end_s) is not None and job_s is not None:
+    if (before_s := training.stop_before_end_s) is not None and (job_s := job_end_s()) is not None:
         limits.append(TimeLimit(BEFORE_END, lambda: job_s - before_s - wall_clock_s()))
     return tuple(limits)
 
 
-def idle_limit(config: Config) -> str | None:
-    """Return a warning if --stop_before_end_s has no effect."""
-    if config.training.stop_before_end_s is None or job_end_s() is not None:
+def idle_limit(config: Config, limits: Sequence[TimeLimit]) -> str | None:
+    """Return a warning if --stop_before_end_s has no effect. limits: those of this start."""
+    if config.training.stop_before_end_s is None or any(limit.number == BEFORE_END for limit in limits):
         return None
-    return "--stop_before_end_s has no effect: there is no SLURM_JOB_END_TIME, which Slurm sets since version 22.05"
+    return (
+        "--stop_before_end_s has no effect: there is no SLURM_JOB_END_TIME, which Slurm sets since version 23.02, and "
+        "squeue names no end of this job"
+    )

@@ -124,10 +124,11 @@ def ends(sides: Sequence[subprocess.Popen[str]], folder: Path, limit_s: float) -
 
 def cut(folder: Path, generator: random.Random) -> tuple[float, list[Outcome]]:
     """Start a run, pull the cable at a random moment, and return the moment and how both sides end."""
-    sides = [start(rank, folder, 10**6, generator.choice([3, 1000])) for rank in (0, 1)]
+    interval = generator.choice([3, 1000])
+    sides = [start(rank, folder, 10**6, interval) for rank in (0, 1)]
     begin_s = time.monotonic()
     if generator.random() > 0.2:  # once it trains
-        while "loss" not in (folder / "rank_0.txt").read_text("utf-8") and time.monotonic() - begin_s < READY_S:
+        while "loss" not in (folder / "rank_0.txt").read_text("utf-8") and sides[0].poll() is None:
             time.sleep(0.1)
     time.sleep(generator.uniform(0.0, 5.0))
     moment_s = time.monotonic() - begin_s

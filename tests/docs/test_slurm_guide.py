@@ -33,7 +33,8 @@ export SLURM_JOB_ID=4242 SLURM_SUBMIT_DIR="$PWD" SLURM_JOB_NODELIST=nodes SLURM_
 bash "$@"
 """
 SRUN = """#!/usr/bin/env bash
-shift
+[ "$1" = --export=ALL ] || exit 64  # SBATCH_EXPORT may have another value
+while [[ "$1" == --* ]]; do shift; done
 for ((SLURM_NODEID = 0; SLURM_NODEID < SLURM_JOB_NUM_NODES; SLURM_NODEID++)); do
     export SLURM_NODEID
     "$@" || exit 1

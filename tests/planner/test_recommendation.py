@@ -284,6 +284,9 @@ def test_the_job_script(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> N
     assert f"wrote {job}" in text
     script = job.read_text()
     assert subprocess.run(["bash", "-n", str(job)], capture_output=True).returncode == 0
+    assert (
+        "#SBATCH --cpus-per-task=64\n#SBATCH --mem=0\n" in script and "srun --export=ALL --cpus-per-task=64" in script
+    )
     assert "#SBATCH --nodes=2\n" in script and "#SBATCH --gpus-per-node=8\n" in script and "--requeue" in script
     assert "'--experiment_name=it'\"'\"'s'" in script and "write_sbatch=" not in script and "--dry_run=" not in script
     assert main(["--dry_run=1", *SMALL, "--world_size=16", folder, f"--write_sbatch={job}"]) == 2

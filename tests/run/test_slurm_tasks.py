@@ -42,6 +42,14 @@ def test_a_task_becomes_a_rank() -> None:
     assert slurm_variables({**TASK, **given}) == {**RANK, **given}
 
 
+def test_a_host_file_needs_the_address_of_rank_0() -> None:
+    """Slurm sorts the list of nodes, so that its first one need not be that of rank 0."""
+    with pytest.raises(LauncherError, match=r"^SLURM_DISTRIBUTION=arbitrary \(a host file\): .* set MASTER_ADDR to it"):
+        slurm_variables({**TASK, "SLURM_DISTRIBUTION": "arbitrary"})
+    given = {"SLURM_DISTRIBUTION": "arbitrary", "MASTER_ADDR": "big7"}
+    assert slurm_variables({**TASK, **given}) == {**RANK, "MASTER_ADDR": "big7"}
+
+
 @pytest.mark.parametrize(
     ("nodes", "first"),
     [("a", "a"), ("a1,b2", "a1"), ("n[7,9]", "n7"), ("n[08-11]-ib,x", "n08-ib"), ("r[0-1]n[2-3]", "r0n2")],

@@ -1,15 +1,19 @@
 """What asks a run to stop: some signals, a number of minutes after its beginning, or the end of its Slurm job."""
 
+import datetime
+import os
 import signal
 import subprocess
 import sys
 from collections.abc import Sequence
+from pathlib import Path
 from types import SimpleNamespace
 from unittest.mock import MagicMock
 
 import pytest
 
 from megatron_lite.pretrain import close
+from megatron_lite.run import launch, stop_signal
 from megatron_lite.run.stop_signal import (
     BEFORE_END,
     MAX_MINUTES,
@@ -83,7 +87,7 @@ def test_limits_and_when_they_have_passed(monkeypatch: pytest.MonkeyPatch) -> No
     config = tiny_config(max_minutes=10.0, stop_before_end_s=300.0, experiment_dir="/x")
     now = {"clock": 5.0, "wall clock": NOW_S}
     limits = time_limits(config, lambda: now["clock"], lambda: now["wall clock"])
-    assert [limit.number for limit in limits] == [MAX_MINUTES, BEFORE_END] and idle_limit(config) is None
+    assert [limit.number for limit in limits] == [MAX_MINUTES, BEFORE_END] and idle_limit(config, limits) is None
     assert [limit.left_s() for limit in limits] == [600, 700]
     assert limits[1].describe().endswith(" (--stop_before_end_s)")
     for now["wall clock"] in (NOW_S, NOW_S + 699, NOW_S - 3600):
@@ -104,8 +108,52 @@ def test_without_slurms_word_there_is_a_warning(monkeypatch: pytest.MonkeyPatch)
         if end is None:
             monkeypatch.delenv("SLURM_JOB_END_TIME")
         assert time_limits(config) == (), end
-        assert "--stop_before_end_s has no effect: there is no SLURM_JOB_END_TIME" in str(idle_limit(config)), end
-    assert idle_limit(tiny_config()) is None
+        assert "--stop_before_end_s has no effect: there is no SLURM_JOB_END_TIME" in str(idle_limit(config, ())), end
+    assert idle_limit(tiny_config(), ()) is None
+
+
+@pytest.mark.parametrize("answer", ["2026-11-23T02:00:00", "N/A", "", "exit 1", "sleep 60"])
+def test_an_older_slurm_is_asked_once(answer: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """By rank 0 alone; squeue may name no end, fail or hang."""
+    calls, squeue = tmp_path / "calls", tmp_path / "squeue"
+    act = answer if " " in answer else f"echo {answer}"
+    squeue.write_text(f'#!/bin/sh\necho "$@" >>{calls}\n{act}\n')
+    squeue.chmod(0o755)
+    for name, value in (("PATH", f"{tmp_path}:{os.environ['PATH']}"), ("SLURM_JOB_ID", "42"), ("RANK", "1")):
+        monkeypatch.setenv(name, value)
+    monkeypatch.delenv("SLURM_JOB_END_TIME", raising=False)
+    monkeypatch.setattr(launch, "SQUEUE_S", 1.0 if "sleep" in answer else 60.0)
+    config, now_s = tiny_config(stop_before_end_s=300.0, experiment_dir="/x"), 1_700_000_000.0
+    assert time_limits(config) == () and time_limits(tiny_config()) == () and not calls.exists()
+    monkeypatch.setenv("RANK", "0")
+    limits = time_limits(config, wall_clock_s=lambda: now_s)
+    assert calls.read_text() == "--noheader --jobs=42 --format=%e\n"
+    if answer.startswith("2026"):
+        end_s = datetime.datetime(2026, 11, 23, 2).timestamp()
+        assert [limit.left_s() for limit in limits] == [end_s - 300 - now_s] and idle_limit(config, limits) is None
+    else:
+        assert limits == () and "squeue names no end" in str(idle_limit(config, limits))
+
+
+def test_slurms_second_sigterm_ends_no_save(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Slurm repeats it at the end of a grace time; outside of a step, and for Ctrl-C, a second one ends the rank."""
+    monkeypatch.setattr(stop_signal, "SAME_REQUEST_S", -1.0)
+    ended, reader = list[int](), iter(())
+    monkeypatch.setattr(stop_signal, "leave_at_once", ended.append)
+    with usual_signals():
+        stop = StopSignal()
+        stop.saves = True
+        for step, number, ends in (("0", signal.SIGTERM, 0), ("0", signal.SIGINT, 1), ("", signal.SIGTERM, 1)):
+            monkeypatch.setenv("SLURM_STEP_ID", step)
+            if not step:
+                monkeypatch.delenv("SLURM_STEP_ID")
+            ended.clear()
+            reader = iter([bytes([signal.SIGTERM, number])[place : place + 1] for place in (0, 1)])
+            monkeypatch.setattr(os, "read", lambda descriptor, size: next(reader))  # noqa: B023
+            with pytest.raises(StopIteration):
+                stop._watch(-1)
+            assert ended == [number] * ends
+            stop._requested_s = None
 
 
 def test_a_limit_counts_as_a_request_of_this_rank() -> None:

@@ -250,17 +250,24 @@ class Preemptible:
         self.experiment.mkdir()
         requeue = f'[ "$1" != requeue ] || echo "$2" >>{self._requeued}'
         executable(self._bin / "scontrol", f"#!/usr/bin/env bash\nprintf 'node7\\n'\n{requeue}\n")
+        self.says("RUNNING None")
         self._slurm = slurm_job(folder, self.experiment) | {"PATH": f"{self._bin}:{os.environ['PATH']}"}
 
-    def start(self, restart: int, code: int | None, checkpoint: int | None = None) -> tuple[int, bool, str]:
+    def says(self, state: str) -> None:
+        """Let squeue give this state of the job and its reason."""
+        executable(self._bin / "squeue", f"#!/usr/bin/env bash\nprintf '{state}\\n'\n")
+
+    def start(
+        self, restart: int, code: int | None, checkpoint: int | None = None, runs: bool = True
+    ) -> tuple[int, bool, str]:
         """Start for the `restart`-th time; return the job's code, whether it goes back into the queue, and its words.
 
-        code: in exit.json; None: killed. checkpoint: that the start has saved.
+        code: in exit.json; None: killed. checkpoint: that the start has saved. runs: whether Python did.
         """
         save = f"mkdir -p {self.experiment}/checkpoints/{checkpoint}" if checkpoint is not None else ":"
         content = json.dumps({"exit_code": code, "status": "starting" if code is None else "any"}, indent=2).ljust(8192)
         ends = f"printf '%s\\n' '{content}' >{self.experiment}/exit.json\nexit {137 if code is None else min(code, 1)}"
-        executable(self._bin / "srun", f"#!/usr/bin/env bash\n{save}\n{ends}\n")
+        executable(self._bin / "srun", f"#!/usr/bin/env bash\n{save}\n{ends if runs else 'exit 137'}\n")
         self._requeued.unlink(missing_ok=True)
         count = {"SLURM_RESTART_COUNT": str(restart)} if restart else {}
         result = shell("bash scripts/examples/slurm_preemptible.sbatch", **self._slurm, **count)
@@ -275,6 +282,23 @@ def test_preemptible_job_comes_back_until_the_run_is_complete(tmp_path: Path) ->
     assert job.start(1, 6, checkpoint=200)[:2] == (0, True)
     assert job.start(2, None)[:2] == (0, True)
     assert job.start(3, 0, checkpoint=1000)[:2] == (0, False)
+
+
+def test_a_cancelled_job_stays_cancelled(tmp_path: Path) -> None:
+    """scancel signals the run, which saves; only at a time limit does the job go back by itself."""
+    job = Preemptible(tmp_path)
+    for state, goes_back in (("COMPLETING None", False), ("", False), ("COMPLETING TimeLimit", True)):
+        job.says(state)
+        _, requeued, words = job.start(0, 75, checkpoint=100)
+        assert requeued is goes_back and ("is not started again here" in words) is not goes_back
+
+
+def test_a_start_that_writes_no_exit_is_not_judged_by_the_one_before(tmp_path: Path) -> None:
+    """A driver is broken, after a data error that the user has repaired: the job goes back."""
+    job = Preemptible(tmp_path)
+    assert job.start(0, 3)[:2] == (3, False)
+    assert job.start(1, 0, runs=False)[:2] == (0, True)
+    assert json.loads((job.experiment / "exit_before.json").read_text())["exit_code"] == 3
 
 
 def test_preemptible_job_gives_up_without_progress(tmp_path: Path) -> None:
