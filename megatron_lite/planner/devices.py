@@ -90,7 +90,7 @@ _SHEETS = {
     # AMD Instinct MI300X data sheet: seven links of 128 GB/s in both directions
     "mi300x": Device(int(191.6 * GIB), 163.4, 5300, 448),
 }
-GPUS = {name: dataclasses.replace(gpu, tflops=known_peak_tflops(name) or 0.0) for name, gpu in _SHEETS.items()}
+GPUS = {name: gpu._replace(tflops=known_peak_tflops(name) or 0.0) for name, gpu in _SHEETS.items()}
 # The network between nodes, per GPU and direction: one 400 Gbit/s adapter per GPU, or one 100 Gbit/s adapter per node.
 # A collective sends every byte once from node to node, through all adapters of a node at the same time.
 NODE_LINKS_GB_S = {"ib": 50.0, "ethernet": 12.5 / GPUS_PER_NODE}
