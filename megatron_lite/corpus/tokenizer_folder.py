@@ -83,11 +83,7 @@ def effective(path: str) -> TokenizerFiles:
     if TRAINED in read_object(folder / "config.json"):
         return TokenizerFiles(said.tokenizer, said.config | {"chat_template": template})
     ours, theirs = (json.loads(text) | {"post_processor": None} for text in (library.to_str(), tokenizer))
-    plain = {
-        key: value
-        for key, value in said.config.items()
-        if not isinstance(value, dict | list) and not key.endswith("_token")
-    }
+    plain = {key: value for key, value in said.config.items() if isinstance(value, str | int | float)}
     config = plain | tokens | {"tokenizer_class": PLAIN_CLASSES[0], "chat_template": template}
     said = TokenizerFiles(said.tokenizer if ours == theirs else tokenizer.encode(), config)
     if reason := difference(JsonTokenizer(path, True, False, said), ids):
