@@ -103,6 +103,13 @@ def test_a_renamed_option_means_the_same(typed: str) -> None:
     assert parsed(typed) == parsed(RENAMED[typed])
 
 
+def test_of_both_names_the_last_counts() -> None:
+    """With a warning; earlier versions refused them together."""
+    arguments = parse([*RUN, "--lr_warmup_iters=5", "--lr_warmup_fraction=0.5"])
+    assert arguments.warnings == ("--lr_warmup is given twice: 0.5 is used, 5 is not",)
+    assert arguments.config.learning_rate.lr_warmup == "0.5"
+
+
 def test_one_is_an_iteration_and_a_point_makes_it_all() -> None:
     """Rates of the first update: 1 is one iteration of warmup, 1.0 and 100% the whole cycle of 200."""
     rates = {}
