@@ -14,7 +14,7 @@ from megatron_lite.validation import areas
 from megatron_lite.validation.batch import BATCH as BATCH
 from megatron_lite.validation.batch import batch
 from megatron_lite.validation.learning_rate import learning_rate
-from megatron_lite.validation.rules import Problem, Problems, declared, problem
+from megatron_lite.validation.rules import Problem, Problems, declared, reported
 from megatron_lite.validation.sizes import data_parallel_shard, data_ranks, pipeline_parallel, sizes, tensor_parallel
 from megatron_lite.validation.warnings import warnings as warnings
 
@@ -45,9 +45,9 @@ def examine(config: Config, world_size: int, nodes: int = 1) -> tuple[Config, li
     """Like `resolve`, but return the problems; if there are any, the configuration is only partly resolved."""
     assert world_size >= 1, world_size
     draft = Draft(**flatten(config))
-    problems = [*_check_each(draft)]
+    problems = reported(draft, _check_each(draft))
     if not problems:  # the rules rely on each value being sound
-        problems = [*_cross_check(draft, world_size, nodes)]
+        problems = reported(draft, _cross_check(draft, world_size, nodes))
     return unflatten(vars(draft)), problems
 
 
@@ -74,7 +74,7 @@ def _check_each(draft: Draft) -> Problems:
         try:
             check_bounds(FLAGS[name], getattr(draft, name))
         except BadValueError as error:
-            yield problem(draft, name, refused_value(name, written(getattr(draft, name))) or str(error))
+            yield name, refused_value(name, written(getattr(draft, name))) or str(error)
 
 
 def _cross_check(draft: Draft, world_size: int, nodes: int = 1) -> Problems:

@@ -24,7 +24,7 @@ from megatron_lite.config.system import number_of_stages
 from megatron_lite.config.training import ITERATIONS, NO_MASK, OWN_DATA
 from megatron_lite.config.values import is_number, written
 from megatron_lite.schedules.batch_size import batch_schedule
-from megatron_lite.validation.rules import Problem, Problems, default, fill, nearest_multiples, parsing, problem
+from megatron_lite.validation.rules import Problem, Problems, default, fill, nearest_multiples, parsing
 
 MANY_TOKENS = 2**50  # until the tokens of an epoch are known
 DEFAULT_MINUTES = 15.0  # between checkpoints, where no flag says when
@@ -36,11 +36,11 @@ def model(draft: Draft) -> Problems:
     fill(draft, head_groups=heads)
     if heads % draft.head_groups:
         rule = f"key/value heads must serve equally many query heads; set --head_groups to a divisor of {heads}"
-        yield problem(draft, "num_attention_heads head_groups", rule)
+        yield "num_attention_heads head_groups", rule
     if hidden % heads and not draft.changed("kv_channels"):
         nearest = nearest_multiples(hidden, heads)
         rule = f"hidden_size must be a multiple of num_attention_heads; nearest: {nearest}; or set --kv_channels"
-        yield problem(draft, "hidden_size num_attention_heads", rule, also="kv_channels")
+        yield "hidden_size num_attention_heads", rule, "kv_channels"
         return
     fill(draft, kv_channels=hidden // heads, ffn_hidden_size=4 * hidden)
     fill(draft, activation_type="silu" if draft.gated else "gelu", embedding_dropout=draft.hidden_dropout)
@@ -53,7 +53,7 @@ def model(draft: Draft) -> Problems:
             f"samples are longer than the learned positions; write --sequence_length={draft.max_position_embeddings}, "
             f"or --max_position_embeddings={draft.sequence_length} for a model that is not trained yet"
         )
-        yield problem(draft, "sequence_length max_position_embeddings", rule, also="use_position_embeddings")
+        yield "sequence_length max_position_embeddings", rule, "use_position_embeddings"
     yield from _rotary(draft)
     std = draft.init_method_std = default(draft.init_method_std, hidden**-0.5)
     fill(draft, init_method_std_embed=std, init_method_std_qkv=std, init_method_std_mlp_1=std)
@@ -64,12 +64,11 @@ def model(draft: Draft) -> Problems:
 def performance(draft: Draft) -> Problems:
     """Check the recomputation and loss block options against the model."""
     if draft.recompute_layers > draft.num_layers:
-        yield problem(draft, "recompute_layers num_layers", f"write at most {draft.num_layers}")
+        yield "recompute_layers num_layers", f"write at most {draft.num_layers}"
     if numbered_blocks(draft.mlp_recompute_level) > draft.num_layers:
-        rule = f"write numbers that add up to at most {draft.num_layers}"
-        yield problem(draft, "mlp_recompute_level num_layers", rule)
+        yield "mlp_recompute_level num_layers", f"write numbers that add up to at most {draft.num_layers}"
     if draft.cross_entropy_block_size is not None and draft.cross_entropy_block_size > draft.vocab_size:
-        yield problem(draft, "cross_entropy_block_size vocab_size", f"write at most {draft.vocab_size}")
+        yield "cross_entropy_block_size vocab_size", f"write at most {draft.vocab_size}"
 
 
 # --- Rotary positions
@@ -82,7 +81,7 @@ def _rotary(draft: Draft) -> Problems:
     draft.rotary_embedding_scale = default(scale, -math.log(base))
     if abs(draft.rotary_embedding_scale + math.log(base)) > 1e-9:
         rule = "the scale must be minus the logarithm of the base; write only one of the two"
-        yield problem(draft, "rotary_base rotary_embedding_scale", rule)
+        yield "rotary_base rotary_embedding_scale", rule
     if not draft.use_rotary_embeddings:
         return
     yield from _rotated_channels(draft)
@@ -107,7 +106,7 @@ def _rotated_channels(draft: Draft) -> Problems:
         even = [number for number in (rotated - 1, rotated + 1, 2) if number % 2 == 0 and 0 < number <= channels]
         fix = f"--rotary_percent={_percent(even[0], channels)} rotates {even[0]}" if even else "use more --kv_channels"
         rule = f"rotates {rotated} of a head's {channels} channels (kv_channels), but they rotate in pairs; {fix}"
-        yield problem(draft, "rotary_percent", rule, also="kv_channels")
+        yield "rotary_percent", rule, "kv_channels"
 
 
 def _percent(rotated: int, channels: int) -> str:
@@ -124,7 +123,7 @@ def _llama3(draft: Draft) -> Problems:
     high = draft.rope_high_freq_factor = default(draft.rope_high_freq_factor, 4.0)
     if high <= low:
         rule = "frequencies between the two are interpolated, so the high factor must be greater (usually 4 and 1)"
-        yield problem(draft, "rope_high_freq_factor rope_low_freq_factor", rule)
+        yield "rope_high_freq_factor rope_low_freq_factor", rule
 
 
 def _yarn(draft: Draft) -> Problems:
@@ -133,15 +132,14 @@ def _yarn(draft: Draft) -> Problems:
     slow = draft.rope_beta_slow = default(draft.rope_beta_slow, 1.0)
     if fast < slow:
         rule = "the ramp must end at no fewer turns than it starts at; 32 and 1 are the usual values"
-        yield problem(draft, "rope_beta_fast rope_beta_slow", rule)
+        yield "rope_beta_fast rope_beta_slow", rule
     scales = draft.changed("rope_mscale", "rope_mscale_all_dim")
     if len(scales) == 1:
         other = "rope_mscale" if scales == ["rope_mscale_all_dim"] else "rope_mscale_all_dim"
-        rule = f"has an effect only together with {other}; write --{other} as well, or leave it out"
-        yield problem(draft, scales[0], rule, also=other)
+        yield scales[0], f"has an effect only together with {other}; write --{other} as well, or leave it out", other
     if scales and draft.rope_attention_factor is not None:
         rule = "the mscales derive the attention factor; leave out either the factor or the mscales"
-        yield problem(draft, " ".join(("rope_attention_factor", *scales)), rule)
+        yield " ".join(("rope_attention_factor", *scales)), rule
 
 
 def _scaling(draft: Draft) -> Problems:
@@ -151,13 +149,12 @@ def _scaling(draft: Draft) -> Problems:
         if longest < original:
             rule = "their quotient, rope_factor, must be >= 1; raise --max_position_embeddings, or write --rope_factor"
             names = "max_position_embeddings rope_original_max_position_embeddings"
-            yield problem(draft, names, rule, also="rope_factor")
+            yield names, rule, "rope_factor"
             return
         draft.rope_factor = longest / original
     if draft.rope_factor is None:
         alternative = " or --rope_original_max_position_embeddings=<positions>" if draft.rope_type == "yarn" else ""
-        rule = f"the scaling factor is missing; write --rope_factor=<factor>{alternative}"
-        yield problem(draft, "rope_type", rule, also="rope_factor")
+        yield "rope_type", f"the scaling factor is missing; write --rope_factor=<factor>{alternative}", "rope_factor"
     elif draft.rope_type != "linear":
         draft.rope_original_max_position_embeddings = default(original, longest)
 
@@ -171,11 +168,11 @@ def source(draft: Draft) -> Problems:
         return
     if not ("model" in draft.load_parts) ^ (draft.load_parts == ("architecture",)):
         rule = "takes architecture, or model and after it optimizer, step or both, as in "
-        yield problem(draft, "load_parts", f"{rule}--load_parts=model,optimizer,step")
+        yield "load_parts", f"{rule}--load_parts=model,optimizer,step"
     if not draft.use_pretrained_config and draft.ignore_pretrained_config and draft.load_parts == ("architecture",):
         names = "use_pretrained_config ignore_pretrained_config load_parts"
         rule = "nothing of --pretrained_checkpoint_path would be used; leave it out, or one of these"
-        yield problem(draft, names, rule, also="pretrained_checkpoint_path")
+        yield names, rule, "pretrained_checkpoint_path"
 
 
 def update(draft: Draft) -> Problems:
@@ -183,7 +180,7 @@ def update(draft: Draft) -> Problems:
     dynamic = draft.training_dtype == "fp16" and draft.loss_scale is None
     if dynamic and draft.initial_loss_scale < draft.min_loss_scale:
         rule = "the first loss scale is below the smallest; write --min_loss_scale of at most the first"
-        yield problem(draft, "initial_loss_scale min_loss_scale", rule, also="training_dtype loss_scale")
+        yield "initial_loss_scale min_loss_scale", rule, "training_dtype loss_scale"
     elif not dynamic:
         fill(draft, loss_scale=1.0)
     for name in ("weight_decay_modules", "quantization_targets"):
@@ -212,14 +209,14 @@ def multi_stage(draft: Draft) -> Problems:
         "the bf16 weights are half of the master, so every stage needs its own weight buffer; "
         f"{fix}, or leave split_master_weights out"
     )
-    yield problem(draft, f"split_master_weights {name}", rule, also="num_layers layers_per_stage tie_word_embeddings")
+    yield f"split_master_weights {name}", rule, "num_layers layers_per_stage tie_word_embeddings"
 
 
 def profiles(draft: Draft, world_size: int) -> Problems:
     """Check that the ranks to profile exist."""
     if max(draft.profile_ranks, default=0) >= world_size:
         ranks = f"the ranks are 0 to {world_size - 1}" if world_size > 1 else "the only rank is 0"
-        yield problem(draft, "profile_ranks", f"{ranks}; leave out profile_ranks to profile all")
+        yield "profile_ranks", f"{ranks}; leave out profile_ranks to profile all"
 
 
 def length(draft: Draft) -> Problems:
@@ -228,7 +225,7 @@ def length(draft: Draft) -> Problems:
         return
     if draft.epochs is not None and (any(map(is_number, draft.data_path)) or draft.data_weights_schedule):
         rule = "with weights, no iteration has read every token once; leave them out, or write --train_tokens"
-        yield problem(draft, "epochs data_path", rule, also="data_weights_schedule")
+        yield "epochs data_path", rule, "data_weights_schedule"
     elif draft.batch_size is not None:
         tokens = MANY_TOKENS if draft.epochs is not None else draft.train_tokens or 0
         draft.train_iters = batch_schedule(draft).iterations_of(tokens)
@@ -240,7 +237,7 @@ def data(draft: Draft) -> Problems:
         fill(draft, prefetch_factor=PREFETCH_FACTOR)
     if not 1 <= len(draft.split) <= 3 or not 0 < sum(draft.split) < math.inf:
         rule = "takes up to three proportions (training, validation, test) with a positive sum, as in --split=969,30,1"
-        yield problem(draft, "split", rule)
+        yield "split", rule
         return
     is_default = not draft.changed("split")
     draft.split += (0.0,) * (3 - len(draft.split))
@@ -264,7 +261,7 @@ def data(draft: Draft) -> Problems:
         )
     elif draft.dataset_source == "file":
         if len(draft.data_path) != 1:
-            yield problem(draft, "dataset_source data_path", "name one JSON file, which holds the prefixes")
+            yield "dataset_source data_path", "name one JSON file, which holds the prefixes"
     else:
         names = "data_path data_weights_schedule"
         yield from parsing(names, weight_stages, draft.data_path, draft.data_weights_schedule)
@@ -273,16 +270,16 @@ def data(draft: Draft) -> Problems:
         if masks not in (0, sets) and draft.loss_mask != (NO_MASK,):
             order = " and ".join(f"--{flag}" for flag in ("data_path", *own.values()))
             rule = f"{masks} for {sets} data sets; write one for each, in the order of {order}, or the word none"
-            yield problem(draft, "loss_mask", rule, also="data_path")
+            yield "loss_mask", rule, "data_path"
     for number, (share, (phase, name)) in enumerate(zip(draft.split, ITERATIONS.items(), strict=True)):
         if phase in own and share > 0:
             rest = written((*draft.split[:number], 0.0, *draft.split[number + 1 :]))
             rule = f"nothing would read that share of --data_path; write --split={rest}, or leave one of the two out"
-            yield problem(draft, f"split {own[phase]}", rule)
+            yield f"split {own[phase]}", rule
         elif phase not in own and phase in needed and share == 0:
             other = f", data of its own with --{OWN_DATA[phase]}," if phase in OWN_DATA else ""
             rule = f"no documents are left for {phase}; give it a share in --split{other} or write --{name}=0"
-            yield problem(draft, f"{own['validation'] if is_default else 'split'} {name}", rule, also="split")
+            yield f"{own['validation'] if is_default else 'split'} {name}", rule, "split"
 
 
 def files(draft: Draft) -> Problems:
@@ -293,13 +290,12 @@ def files(draft: Draft) -> Problems:
     if draft.mirror is not None:
         yield from parsing("mirror", storage_address, draft.mirror, "mirror")
     if draft.export_dtype != draft.training_dtype and draft.export_format == "distributed":
-        rule = "a resumable checkpoint holds the fp32 masters; leave one of the two out"
-        yield problem(draft, "export_dtype export_format", rule)
+        yield "export_dtype export_format", "a resumable checkpoint holds the fp32 masters; leave one of the two out"
     if "averaged" in (draft.keep_best or "") and draft.ema_type == "none":
-        yield problem(draft, "keep_best", "no average is kept; set --ema_type=ema or write validation_loss", "ema_type")
+        yield "keep_best", "no average is kept; set --ema_type=ema or write validation_loss", "ema_type"
     if draft.sample_interval is not None and draft.sample_tokens >= draft.sequence_length:
         rule = f"a sample and its prompt must fit into sequence_length; write at most {draft.sequence_length - 1}"
-        yield problem(draft, "sample_tokens sequence_length", rule)
+        yield "sample_tokens sequence_length", rule
     if draft.experiment_dir is not None:
         if draft.train_iters and not (draft.checkpoint_interval or draft.checkpoint_minutes or draft.keep_checkpoints):
             draft.checkpoint_minutes = DEFAULT_MINUTES
@@ -311,12 +307,12 @@ def tracking(draft: Draft) -> Problems:
     fill(draft, log_interval=max(1, min(100, draft.train_iters // 50)))
     fill(draft, wandb_post_alerts=draft.wandb_status_interval is not None)
     if draft.wandb_id is not None and not is_run_id(draft.wandb_id):
-        yield problem(draft, "wandb_id", "takes up to 128 letters, digits, - and _")
+        yield "wandb_id", "takes up to 128 letters, digits, - and _"
     if not re.fullmatch(r"[^/\\#?%:]{0,128}", draft.wandb_project_name):
         rule = "takes up to 128 characters, and none of / \\ # ? % : (a team goes to --wandb_entity_name)"
-        yield problem(draft, "wandb_project_name", rule)
+        yield "wandb_project_name", rule
     if not all(0 < len(tag) <= 64 for tag in draft.wandb_tags):
-        yield problem(draft, "wandb_tags", "each tag has 1 to 64 characters")
+        yield "wandb_tags", "each tag has 1 to 64 characters"
     draft.trackers = draft.trackers or default_trackers(draft)
 
 

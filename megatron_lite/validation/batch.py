@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from megatron_lite.config import Draft
 from megatron_lite.config.values import counted, typed
 from megatron_lite.schedules.batch_size import Split, parse_schedule
-from megatron_lite.validation.rules import Problem, Problems, nearest_multiples, parsing, problem
+from megatron_lite.validation.rules import Problem, Problems, nearest_multiples, parsing
 
 _ACCUMULATION = ("depth_first_micro_batches", "breadth_first_micro_batches", "sequential_micro_batches")
 BATCH = ("batch_size", "micro_batch_size", *_ACCUMULATION)
@@ -30,7 +30,7 @@ def batch(draft: Draft, world_size: int) -> Problems:
         sizes = parse_schedule(draft.batch_size_schedule).sizes
         if draft.batch_size not in (None, sizes[-1]):
             rule = f"the schedule sets the batch sizes; leave batch_size out (it becomes the largest, {sizes[-1]})"
-            yield problem(draft, "batch_size batch_size_schedule", rule)
+            yield "batch_size batch_size_schedule", rule
             return
         draft.batch_size = sizes[-1]
         _fill_micro_batch_size(draft, sizes, world_size)
@@ -141,7 +141,7 @@ def _limits(draft: Draft, world_size: int) -> Problems:
     tokens, splits, share = micro * draft.sequence_length, draft.cross_entropy_splits, -(-batch // world_size)
     if splits is not None and splits > tokens:
         rule = f"a micro-batch has only {tokens} tokens; write at most {tokens}"
-        yield problem(draft, "cross_entropy_splits", rule, also=" ".join(("sequence_length", *_BATCH_RULE)))
+        yield "cross_entropy_splits", rule, " ".join(("sequence_length", *_BATCH_RULE))
     if micro > share:
         rule = f"a rank gets at most {counted(share, 'sample')}, and the rest is padding; write at most {share}"
         yield _problem(draft, ["micro_batch_size", "batch_size"], world_size, rule)

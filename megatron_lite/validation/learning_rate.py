@@ -11,7 +11,7 @@ from megatron_lite.config.values import number, typed
 from megatron_lite.schedules.cycles import Cycle, boundaries, cooldown_steps, cycle, cycle_steps, steps_of, warmup_steps
 from megatron_lite.schedules.learning_rate import is_constant
 from megatron_lite.schedules.stages import parse_stages
-from megatron_lite.validation.rules import Problem, Problems, default, fill, parsing, problem
+from megatron_lite.validation.rules import Problem, Problems, default, fill, parsing
 
 CYCLES = ("lr_num_cycles", "lr_cycle_minima", "lr_cycle", "lr_cycle_lengths")  # alternatives
 WITH_STAGES = ("lr_schedule", "lr_schedule_offset", "lr_step_offset", "default_lr_scale")
@@ -25,7 +25,7 @@ def learning_rate(draft: Draft) -> Problems:
         return
     several = draft.changed(*CYCLES)
     if len(several) > 1:
-        yield problem(draft, " ".join(several), "exclude each other; write one of them")
+        yield " ".join(several), "exclude each other; write one of them"
     yield from _minimum(draft)
     yield from _finite(draft, "lr", draft.lr)
     fill(draft, lr_decay_iters=max(1, draft.train_iters) + draft.lr_schedule_offset)
@@ -47,7 +47,7 @@ def _stages(draft: Draft, text: str) -> Problems:
 def _finite(draft: Draft, name: str, highest: float) -> Problems:
     """Check the highest learning rate that the option `name` sets, once multiplied by --default_lr_scale."""
     if not math.isfinite(highest * draft.default_lr_scale):
-        yield problem(draft, f"{name} default_lr_scale", "the product overflows; write a smaller factor")
+        yield f"{name} default_lr_scale", "the product overflows; write a smaller factor"
 
 
 def _minimum(draft: Draft) -> Problems:
@@ -57,20 +57,20 @@ def _minimum(draft: Draft) -> Problems:
     if ratio is not None:
         names, derived = "min_lr_ratio lr", ratio * draft.lr
         if draft.min_lr not in (None, derived):
-            yield problem(draft, "min_lr min_lr_ratio", "exclude each other; write one of them", also="lr")
+            yield "min_lr min_lr_ratio", "exclude each other; write one of them", "lr"
             return
     draft.min_lr = default(draft.min_lr, derived)
     rises = draft.min_lr > draft.lr
     if not math.isfinite(draft.min_lr):
-        yield problem(draft, names, "the product overflows; write a smaller ratio")
+        yield names, "the product overflows; write a smaller ratio"
     elif rises and ratio is None:
-        yield problem(draft, names, "the learning rate would rise; write --min_lr of at most --lr")
+        yield names, "the learning rate would rise; write --min_lr of at most --lr"
     elif rises and draft.lr_decay_style in ("inv", "inv_sqrt"):
         rule = "this style can only lower the learning rate; write --min_lr_ratio of at most 1"
-        yield problem(draft, f"{names} lr_decay_style", rule)
+        yield f"{names} lr_decay_style", rule
     elif draft.min_lr == 0.0 and draft.lr_decay_style == "inv":
         rule = "the minimum determines how fast this style decays; write --min_lr or --min_lr_ratio above 0"
-        yield problem(draft, "lr_decay_style", rule, also="min_lr min_lr_ratio lr")
+        yield "lr_decay_style", rule, "min_lr min_lr_ratio lr"
 
 
 def _cycles(draft: Draft, end: int) -> Problems:
@@ -79,27 +79,25 @@ def _cycles(draft: Draft, end: int) -> Problems:
     total, length = end - cooldown, f"the schedule has {end} iterations"
     if cooldown:
         if total < 1:
-            rule = f"nothing is left before the cooldown, because {length}; write a shorter one"
-            yield problem(draft, "lr_cooldown", rule, also=_END)
+            yield "lr_cooldown", f"nothing is left before the cooldown, because {length}; write a shorter one", _END
             return
         length += f", {cooldown} of them the cooldown"
     if draft.lr_num_cycles > total:
-        rule = f"each cycle needs at least one iteration, and {length}; write at most {total}"
-        yield problem(draft, "lr_num_cycles", rule, also=_END)
+        yield "lr_num_cycles", f"each cycle needs at least one iteration, and {length}; write at most {total}", _END
     if sum(draft.lr_cycle_lengths) > total:
         rule = f"the cycles need {sum(draft.lr_cycle_lengths)} iterations, but {length}; write shorter ones"
-        yield problem(draft, "lr_cycle_lengths", rule, also=_END)
+        yield "lr_cycle_lengths", rule, _END
     if draft.lr_cycle is not None and steps_of(draft.lr_cycle, total) == 0:
         rule = f"a cycle would be shorter than one iteration, because {length}; write at least {number(1 / total)}"
-        yield problem(draft, "lr_cycle", rule, also=_END)
+        yield "lr_cycle", rule, _END
     minima = draft.lr_cycle_minima
     for before, after in itertools.pairwise(minima):
         if after <= before:
-            yield problem(draft, "lr_cycle_minima", f"{after} follows {before}; sort the iterations")
+            yield "lr_cycle_minima", f"{after} follows {before}; sort the iterations"
             return
     if cooldown and minima and minima[-1] > total:
         rule = f"{minima[-1]} is not before the cooldown, because {length}; write at most {total}"
-        yield problem(draft, "lr_cycle_minima", rule, also=_END)
+        yield "lr_cycle_minima", rule, _END
 
 
 # --- Warnings

@@ -31,14 +31,17 @@ class Problem(NamedTuple):
     message: str
 
 
-Problems = Iterator[Problem]
+# Of the functions that check a draft: a problem, or the options to show with their values, the rule with its fix, and
+# options that are involved, but not shown. Several options are separated by spaces.
+Problems = Iterator[Problem | tuple[str, str] | tuple[str, str, str]]
 
 
-def problem(draft: Draft, names: str, rule: str, also: str = "") -> Problem:
-    """Report options that break a rule, as `--a=1, --b=2: <rule>; <fix>`.
+def reported(draft: Draft, found: Problems) -> list[Problem]:
+    """Return the problems that a check finds, with the values of the draft then: `--a=1, --b=2: <rule>; <fix>`."""
+    return [each if isinstance(each, Problem) else _problem(draft, *each) for each in found]
 
-    names: options to show with their values. also: options involved but not shown. Both are separated by spaces.
-    """
+
+def _problem(draft: Draft, names: str, rule: str, also: str = "") -> Problem:
     return Problem((*names.split(), *also.split()), f"{typed(draft, *names.split())}: {rule}")
 
 
@@ -75,7 +78,7 @@ def declared(draft: Draft) -> Problems:
             is_need = rule in option.needs
             if (not rule.when or holds(rule.when, draft)) and holds(rule.condition, draft) != is_need:
                 fix = f"{_remedy(rule.condition)}, or leave {name} out" if is_need else "leave one of the two out"
-                yield _problem(draft, name, rule, rule.fix or fix)
+                yield _broken(draft, name, rule, rule.fix or fix)
 
 
 def holds(condition: str, options: Draft) -> bool:
@@ -110,7 +113,7 @@ def _alternatives(condition: str) -> Iterator[tuple[str, str, list[str]]]:
         yield name, sign, values.split("|") if values else []
 
 
-def _problem(draft: Draft, name: str, rule: Rule, fix: str) -> Problem:
+def _broken(draft: Draft, name: str, rule: Rule, fix: str) -> Problem:
     """Report a broken rule with the values of the options in its condition that are set or that trigger the rule."""
     others = [other for other, _, _ in _alternatives(rule.condition)]
     asking = [found for part in rule.when.split(" and ") if part for found in _alternatives(part)]

@@ -9,7 +9,7 @@ from megatron_lite.config.system import number_of_chunks, number_of_stages, shar
 from megatron_lite.config.training import ITERATIONS
 from megatron_lite.config.values import counted, typed
 from megatron_lite.errors import UsageError
-from megatron_lite.validation.rules import Problems, nearest_multiples, problem
+from megatron_lite.validation.rules import Problems, nearest_multiples
 
 CLIPPING_ALIGNMENT = 64  # elements: `kernels.adamw.ALIGNMENT`
 
@@ -26,7 +26,7 @@ def tensor_parallel(draft: Draft, world_size: int) -> Problems:
     if world_size % ranks:
         have = f"the run has {counted(world_size, 'rank')}"
         rule = f"{have}, which must be a multiple; start more with torchrun, or write --tensor_parallel={fitting}"
-        yield problem(draft, "tensor_parallel", rule, also="world_size dry_run")
+        yield "tensor_parallel", rule, "world_size dry_run"
     heads, groups = draft.num_attention_heads, draft.head_groups or draft.num_attention_heads
     if heads % ranks:
         few = "there are more ranks than query heads, of which " if ranks > heads else ""
@@ -34,10 +34,10 @@ def tensor_parallel(draft: Draft, world_size: int) -> Problems:
             f"{few}each rank takes equally many{'' if few else ' query heads'}; write --tensor_parallel={fitting}, or "
             f"nearest heads: {nearest_multiples(heads, ranks)}"
         )
-        yield problem(draft, "tensor_parallel num_attention_heads", rule)
+        yield "tensor_parallel num_attention_heads", rule
     elif groups % ranks and ranks % groups:
         rule = f"key/value heads must divide by the ranks or the ranks by them; write --tensor_parallel={fitting}"
-        yield problem(draft, "tensor_parallel head_groups", rule, also="num_attention_heads")
+        yield "tensor_parallel head_groups", rule, "num_attention_heads"
     elif groups < ranks and (draft.update_rms_clip or draft.clip_update_norm_sigma) is not None:
         yield from _clipped_updates(draft, heads // ranks)
     if draft.ffn_hidden_size and draft.ffn_hidden_size % ranks:
@@ -46,23 +46,21 @@ def tensor_parallel(draft: Draft, world_size: int) -> Problems:
             f"each rank takes equally many channels of the MLP; nearest ffn_hidden_size: {nearest}; or write "
             f"--tensor_parallel={fitting}"
         )
-        yield problem(draft, "tensor_parallel ffn_hidden_size", rule)
+        yield "tensor_parallel ffn_hidden_size", rule
     if draft.sequence_tensor_parallel and draft.sequence_length % ranks:
         nearest = nearest_multiples(draft.sequence_length, ranks)
         rule = (
             f"each rank takes equally many positions; nearest sequence_length: {nearest}; or leave "
             "sequence_tensor_parallel out"
         )
-        yield problem(draft, "sequence_tensor_parallel tensor_parallel sequence_length", rule)
+        yield "sequence_tensor_parallel tensor_parallel sequence_length", rule
     rows = draft.vocabulary_rows(ranks)
     if draft.parallel_embeddings and rows * (ranks - 1) >= draft.vocab_size:
         rule = (
             f"with {rows} rows of the vocabulary per rank, some of the {ranks} ranks would have none; write a smaller "
             "--tensor_parallel or --make_vocab_size_divisible_by, or --parallel_embeddings=0"
         )
-        yield problem(
-            draft, "tensor_parallel vocab_size", rule, also="make_vocab_size_divisible_by parallel_embeddings"
-        )
+        yield "tensor_parallel vocab_size", rule, "make_vocab_size_divisible_by parallel_embeddings"
 
 
 def pipeline_parallel(draft: Draft, world_size: int) -> Problems:
@@ -74,7 +72,7 @@ def pipeline_parallel(draft: Draft, world_size: int) -> Problems:
             f"the run has {counted(world_size, 'rank')}, which must be a multiple of pipeline times tensor-"
             f"parallel ranks; start more with torchrun, or write --pipeline_parallel={fitting}"
         )
-        yield problem(draft, "pipeline_parallel", rule, also="tensor_parallel world_size dry_run")
+        yield "pipeline_parallel", rule, "tensor_parallel world_size dry_run"
     if ranks == 1:
         return
     size = draft.layers_per_stage
@@ -83,14 +81,14 @@ def pipeline_parallel(draft: Draft, world_size: int) -> Problems:
     if schedule != "breadth_first" and placement != ("v" if schedule == "zero_bubble_v" else "loop"):
         other = "zero_bubble_v" if placement == "v" else "one_f_one_b or interleaved"
         rule = f"this schedule needs the other placement; write --pipeline_schedule=breadth_first or {other}"
-        yield problem(draft, "pipeline_schedule pipeline_placement", rule)
+        yield "pipeline_schedule pipeline_placement", rule
     if not number_of_chunks(ranks, stages, schedule, placement):
         least = ranks * (2 if placement == "v" else 1)
         rule = (
             f"--pipeline_placement={placement} takes at least {least} stages of blocks, and there "
             f"{'are' if stages > 1 else 'is'} {stages}; write a smaller --pipeline_parallel or --layers_per_stage"
         )
-        yield problem(draft, "pipeline_parallel num_layers layers_per_stage", rule, also="pipeline_placement")
+        yield "pipeline_parallel num_layers layers_per_stage", rule, "pipeline_placement"
 
 
 def data_parallel_shard(draft: Draft, world_size: int, nodes: int) -> Problems:
@@ -101,7 +99,7 @@ def data_parallel_shard(draft: Draft, world_size: int, nodes: int) -> Problems:
         names = draft.changed("replica_dcn_axis_size", "replica_ici_axis_size", "data_parallel_shard")
         many = "equally many" if size is None else f"{size}"
         rule = f"{ranks} data-parallel ranks are not {replicas} replicas of {many}; write only --data_parallel_shard"
-        yield problem(draft, " ".join(names), rule, also="tensor_parallel pipeline_parallel world_size dry_run")
+        yield " ".join(names), rule, "tensor_parallel pipeline_parallel world_size dry_run"
     elif size is None and (replicas > 1 or nodes or draft.zero_stage != 3):
         of_node = shard_of_node(draft, world_size, nodes) if draft.zero_stage == 3 and nodes else 0
         draft.data_parallel_shard = ranks // replicas if replicas > 1 else of_node
@@ -110,7 +108,7 @@ def data_parallel_shard(draft: Draft, world_size: int, nodes: int) -> Problems:
             f"the {counted(ranks, 'data-parallel rank')} must be a multiple; start more with torchrun, or write "
             f"--data_parallel_shard={math.gcd(size, ranks)}"
         )
-        yield problem(draft, "data_parallel_shard", rule, also="tensor_parallel pipeline_parallel world_size dry_run")
+        yield "data_parallel_shard", rule, "tensor_parallel pipeline_parallel world_size dry_run"
 
 
 def _chosen_pipeline(draft: Draft, stages: int) -> tuple[str, str]:
@@ -146,7 +144,7 @@ def _clipped_updates(draft: Draft, heads: int) -> Problems:
             f"several ranks hold the same key/value heads, after {channels} query channels; clipping needs a multiple "
             f"of {CLIPPING_ALIGNMENT}; write another --tensor_parallel or leave --{clip} out"
         )
-        yield problem(draft, f"tensor_parallel {clip}", rule, also="head_groups num_attention_heads kv_channels")
+        yield f"tensor_parallel {clip}", rule, "head_groups num_attention_heads kv_channels"
 
 
 # Elements of one kind of weight, or of one tensor of a micro-batch. With optimizer state, all layers and padding this
@@ -172,7 +170,7 @@ def sizes(draft: Draft) -> Problems:
     }
     names, number = max(weights.items(), key=lambda pair: pair[1])
     if number > MOST_ELEMENTS:
-        yield problem(draft, names, f"the model would have {number:.1e} weights; write smaller sizes")
+        yield names, f"the model would have {number:.1e} weights; write smaller sizes"
         return
     if draft.sequential_micro_batches is None:  # the batch is wrong
         return
@@ -181,12 +179,12 @@ def sizes(draft: Draft) -> Problems:
     elements = micro * draft.sequence_length * channels
     if elements > MOST_ELEMENTS:
         rule = f"a tensor of a micro-batch would have {elements:.1e} elements; write smaller sizes"
-        yield problem(draft, "micro_batch_size sequence_length", rule)
+        yield "micro_batch_size sequence_length", rule
         return
     for name in ITERATIONS.values():
         iterations = getattr(draft, name)
         if iterations != "all" and iterations * (draft.batch_size or 1) > MOST_SAMPLES:
-            yield problem(draft, f"{name} batch_size", "more than 2**62 samples; write smaller numbers")
+            yield f"{name} batch_size", "more than 2**62 samples; write smaller numbers"
 
 
 def check_passes(config: Config) -> None:

@@ -30,7 +30,7 @@ from megatron_lite.data.reading import search
 from megatron_lite.data.workers import Workers
 from megatron_lite.errors import DataError, RunError, WorkerError
 from megatron_lite.validation import resolve
-from megatron_lite.validation.rules import problem
+from megatron_lite.validation.rules import reported
 from tests.support.token_files import data_config, write_counting, write_documents
 
 ROOT = Path(__file__).parents[2]
@@ -56,7 +56,7 @@ def test_hundreds_of_data_sets_print_a_page(prefixes: tuple[str, str]) -> None:
     many = resolve(config(prefixes * 300, train_iters=2), 1)
     described = open_data(many, 0, 1).description
     assert described["other data"].startswith("580 data sets: ") and "96.67% of the samples" in described["other data"]
-    error = str(problem(Draft(**flatten(many)), "data_path split", "rule").message)
+    error = reported(Draft(**flatten(many)), iter([("data_path split", "rule")]))[0].message
     difference = str(Difference("data_path", tuple(prefixes), many.data.data_path))
     for text in (*banners(many, described), error, difference):
         assert "(600 words)" in text and len(text) < 25_000
