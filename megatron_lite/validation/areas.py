@@ -156,7 +156,7 @@ def _scaling(draft: Draft) -> Problems:
         alternative = " or --rope_original_max_position_embeddings=<positions>" if draft.rope_type == "yarn" else ""
         yield "rope_type", f"the scaling factor is missing; write --rope_factor=<factor>{alternative}", "rope_factor"
     elif draft.rope_type != "linear":
-        draft.rope_original_max_position_embeddings = default(original, longest)
+        fill(draft, rope_original_max_position_embeddings=longest)
 
 
 PREFETCH_FACTOR = 2
