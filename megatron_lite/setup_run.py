@@ -184,20 +184,20 @@ def _open_inputs(run: Run, variables: Mapping[str, str], kernels: Kernels, began
 
 def _check_tokenizer(run: Run) -> None:
     """Compare --tokenizer_file and --vocab_size with the data; remember the tokenizer for checkpoints and exports."""
-    config, file = run.config, run.config.data.tokenizer_file
+    config, data, file = run.config, run.data, run.config.data.tokenizer_file
     paths = [] if config.data.dataset_source == "random" else prefixes(vars(config.data))
-    run.data.warnings = (*run.data.warnings, *outdated(paths))
+    data.warnings = (*data.warnings, *outdated(paths))
     own = None if file is None else known_tokenizer(file, f"--tokenizer_file={file}")
     found, unknown = check_tokenizer(paths, config.model.vocab_size, own)
     if found is not None and own is not None and own.sha256 == found.source != found.sha256:  # the data decide
         run.config = changed(config, {"tokenizer_file": str(found.file)})
     if (tokenizer := found or own) is not None:
-        run.data.identity |= {"tokenizer_sha256": tokenizer.sha256, "tokenizer_size": tokenizer.size}
+        data.identity |= {"tokenizer_sha256": tokenizer.sha256, "tokenizer_size": tokenizer.size}
         if 2 * tokenizer.size < config.model.vocab_size:
             fix = f"the tokenizer has {tokenizer.size} tokens; --vocab_size={tokenizer.size} is smaller and faster"
-            run.data.warnings = (*run.data.warnings, f"--vocab_size={config.model.vocab_size}: {fix}")
+            data.warnings = (*data.warnings, f"--vocab_size={config.model.vocab_size}: {fix}")
     if unknown and run.distributed.rank == 0:
-        run.data.search_in_background(unknown, run.stop.fail)
+        data.search_in_background(unknown, run.stop.fail)
 
 
 def _log_banner(run: Run, kernels: Kernels, layers: list[Layer], notes: Sequence[Note]) -> None:

@@ -69,22 +69,23 @@ def check_target(options: argparse.Namespace, source: WeightSource) -> None:
     Raises:
         UsageError: if the target exists, overlaps the source, or cannot be resumed under its name.
     """
-    target, origin = options.to.resolve(), source.folder.resolve()
-    typed = f"--to={options.to}"
+    to: Path = options.to
+    target, origin = to.resolve(), source.folder.resolve()
+    typed = f"--to={to}"
     if target == origin or origin in target.parents or target in origin.parents:
         raise UsageError(f"{typed}: this folder and {source.folder} must not contain each other; choose another")
     iteration = source.iteration or 0
-    if options.format == "distributed" and options.to.name.isdecimal() and options.to.name != str(iteration):
+    if options.format == "distributed" and to.name.isdecimal() and to.name != str(iteration):
         raise UsageError(
             f"{typed}: a checkpoint must be named after its iteration, {iteration}; write "
-            f"--to={options.to.with_name(str(iteration))}"
+            f"--to={to.with_name(str(iteration))}"
         )
-    if not options.to.is_symlink() and options.to.is_dir() and not any(options.to.iterdir()):
+    if not to.is_symlink() and to.is_dir() and not any(to.iterdir()):
         return
-    if options.to.is_symlink() or options.to.exists():
+    if to.is_symlink() or to.exists():
         if not options.exist_ok:
             raise UsageError(f"{typed}: exists; choose another folder, or replace it with --exist_ok")
-        if not names.has_only_our_files(options.to):
+        if not names.has_only_our_files(to):
             raise UsageError(
                 f"{typed}: holds files that belong to no checkpoint or export, which are never replaced; choose another"
             )

@@ -168,10 +168,11 @@ def result(options: argparse.Namespace, folder: Path) -> JsonObject:
         )
     else:
         source = open_samples(options, model, tokenizer)
-        if tokenizer is None and source.config.data.tokenizer_file is not None:
-            tokenizer = open_tokenizer(folder, source.config.data.tokenizer_file, special_tokens=False)
-        if source.config.data.loss_mask:
-            about["loss_mask"] = source.config.data.loss_mask
+        data = source.config.data
+        if tokenizer is None and data.tokenizer_file is not None:
+            tokenizer = open_tokenizer(folder, data.tokenizer_file, special_tokens=False)
+        if data.loss_mask:
+            about["loss_mask"] = data.loss_mask
         micro_batches = (
             micro_batch(host_batch, device, None, None)
             for host_batches in source.batches("validation")

@@ -245,12 +245,13 @@ def split_documents(num_documents: int, split: Sequence[float]) -> list[tuple[in
 
 def _stream(config: Config, phase: str, key: int, dataset: IndexedDataset, mask: IndexedDataset | None) -> Stream:
     """Cut the split of `phase` out of a data set, or take all of its own. key: of the order of its samples."""
+    data = config.data
     if dataset.num_documents == 0:
         raise DataError(f"{dataset.index_path}: an empty data set: it holds no documents")
     first, end, documents_of = 0, dataset.num_documents, f"{dataset.num_documents:,} documents"
-    if config.data.path_flag(phase) == "data_path":
-        first, end = split_documents(dataset.num_documents, config.data.split)[PHASES.index(phase)]
-        split = ",".join(f"{share:g}" for share in config.data.split)
+    if data.path_flag(phase) == "data_path":
+        first, end = split_documents(dataset.num_documents, data.split)[PHASES.index(phase)]
+        split = ",".join(f"{share:g}" for share in data.split)
         documents_of = f"{end - first:,} of {documents_of}, --split={split}"
     if first == end:
         fix = f"give {phase} a larger share"
@@ -265,7 +266,7 @@ def _stream(config: Config, phase: str, key: int, dataset: IndexedDataset, mask:
         _check_some_count(mask, phase, first, end)
     documents, length, sample_order = range(first, end), config.batch.sequence_length, _order(config, phase)
     entries = None if mask is None else mask.tokens
-    if not config.data.truncate_documents:
+    if not data.truncate_documents:
         packed = PackedDocuments(dataset, documents, length + 1, key)
         if not packed.samples_per_epoch:
             raise DataError(
@@ -274,13 +275,13 @@ def _stream(config: Config, phase: str, key: int, dataset: IndexedDataset, mask:
                 "--sequence_length"
             )
         return Stream(dataset, packed, StreamSampler(packed.samples_per_epoch + 1, 1, key, sample_order), entries)
-    order = FileOrder(dataset, documents, config.data.needs_borders)
+    order = FileOrder(dataset, documents, data.needs_borders)
     if order.num_tokens <= length:
         raise DataError(
             f"{dataset.tokens.path}: {order.num_tokens:,} tokens for {phase} ({documents_of}), but one sample needs "
             f"{length + 1:,} (--sequence_length + 1)"
         )
-    if phase == "training" and config.data.shuffle_documents and sample_order.shuffle != "none":
+    if phase == "training" and data.shuffle_documents and sample_order.shuffle != "none":
         # Tables of an epoch and the next one, or of all that are shuffled together.
         keep = sample_order.epochs + 1
         order = ShuffledDocuments(dataset, documents, key, keep, sample_order.shuffle == "skip_first_epoch")
