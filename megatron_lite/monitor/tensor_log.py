@@ -7,13 +7,11 @@ its metadata. `scripts/compare_tensor_logs.py` compares two files.
 
 from __future__ import annotations
 
-import dataclasses
 import json
 import math
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from safetensors import SafetensorError, safe_open
@@ -30,8 +28,7 @@ FORMAT = "megatron_lite tensor log 1"
 SHOWN_SAMPLES = 8  # in a line of the log
 
 
-@dataclass(frozen=True)
-class Statistics:
+class Statistics(NamedTuple):
     """Statistics of all elements, computed in fp64 for every dtype."""
 
     mean: float
@@ -47,8 +44,7 @@ class Statistics:
         return math.hypot(self.mean, self.std)
 
 
-@dataclass(frozen=True)
-class TensorEntry:
+class TensorEntry(NamedTuple):
     """One logged tensor."""
 
     name: str
@@ -158,12 +154,12 @@ def read_tensor_log(path: Path) -> list[TensorEntry]:
 def _to_json(entry: TensorEntry) -> dict[str, Any]:
     """Return everything but the samples; infinities, which JSON lacks, become text."""
     fields = {name: getattr(entry, name) for name in ("name", "shape", "dtype", "device", "level")}
-    statistics = {} if entry.statistics is None else dataclasses.asdict(entry.statistics)
+    statistics = {} if entry.statistics is None else entry.statistics._asdict()
     return fields | {name: value if math.isfinite(value) else str(value) for name, value in statistics.items()}
 
 
 def _from_json(fields: dict[str, Any], samples: dict[str, Tensor]) -> TensorEntry:
-    numbers = {field.name: fields.pop(field.name) for field in dataclasses.fields(Statistics) if field.name in fields}
+    numbers = {name: fields.pop(name) for name in Statistics._fields if name in fields}
     numbers = {name: float(value) if isinstance(value, str) else value for name, value in numbers.items()}
     found = samples[fields["name"]] if fields["level"] >= 3 else None
     fields["shape"] = tuple(fields["shape"])
@@ -175,4 +171,4 @@ def unique_names(entries: Sequence[TensorEntry]) -> Iterator[TensorEntry]:
     seen: dict[str, int] = {}
     for entry in entries:
         count = seen[entry.name] = seen.get(entry.name, 0) + 1
-        yield entry if count == 1 else dataclasses.replace(entry, name=f"{entry.name} #{count}")
+        yield entry if count == 1 else entry._replace(name=f"{entry.name} #{count}")
