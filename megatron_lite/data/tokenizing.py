@@ -87,7 +87,10 @@ class TokenizerFiles(NamedTuple):
 
 
 class JsonTokenizer:
-    """A `tokenizer.json`; special tokens spelled out in a text are plain text unless `special_tokens` is set."""
+    """A `tokenizer.json`; special tokens spelled out in a text are plain text unless `special_tokens` is set.
+
+    Attributes: `library`, the `tokenizers.Tokenizer` with its settings, and those that `__init__` explains.
+    """
 
     def __init__(
         self, path: str, special_tokens: bool = False, needs_end: bool = True, said: TokenizerFiles | None = None
@@ -99,47 +102,47 @@ class JsonTokenizer:
         Raises: DataError if the file cannot be read or has no such token.
         """
         self.path, self._said = path, said or read_files(path)
-        self._tokenizer = read_tokenizer_file(path, self._said.tokenizer)
-        self._tokenizer.no_truncation()  # some files would cut or pad documents silently
-        self._tokenizer.no_padding()
-        if hasattr(self._tokenizer.model, "dropout"):
-            self._tokenizer.model.dropout = None  # which would tokenize at random
+        self.library = read_tokenizer_file(path, self._said.tokenizer)
+        self.library.no_truncation()  # some files would cut or pad documents silently
+        self.library.no_padding()
+        if hasattr(self.library.model, "dropout"):
+            self.library.model.dropout = None  # which would tokenize at random
         # Text must not forge the end of a document, unless the user declares its special tokens real.
-        self._tokenizer.encode_special_tokens = not special_tokens
+        self.library.encode_special_tokens = not special_tokens
         # Not the number of tokens: ids may have gaps.
-        self.vocab_size = max(self._tokenizer.get_vocab().values(), default=-1) + 1
-        self.named_tokens = named_tokens(self._tokenizer, self._said.config)
+        self.vocab_size = max(self.library.get_vocab().values(), default=-1) + 1
+        self.named_tokens = named_tokens(self.library, self._said.config)
         token = self.named_tokens.get("eos_token")
         if token is None and needs_end:
             raise DataError(f"{path}: has no usual end-of-document token like {END_OF_DOCUMENT}; name the one to take")
-        self.end_of_document = -1 if token is None else int(self._tokenizer.token_to_id(token))
+        self.end_of_document = -1 if token is None else int(self.library.token_to_id(token))
         begin = self.token_id(self.named_tokens.get("bos_token", ""))
         self.begin_of_document = -1 if begin is None else begin  # -1: its files name none
-        added = self._tokenizer.get_added_tokens_decoder()
+        added = self.library.get_added_tokens_decoder()
         special = (number for number, token in added.items() if token.special)
         self.special_ids = frozenset((*special, self.begin_of_document, self.end_of_document)) - {-1}
 
     def __reduce__(self) -> Any:  # the library's tokenizer would lose its options on the way to a worker
-        return JsonTokenizer, (self.path, not self._tokenizer.encode_special_tokens, False, self._said)
+        return JsonTokenizer, (self.path, not self.library.encode_special_tokens, False, self._said)
 
     def token_id(self, token: str) -> int | None:
         """Return the id of a token; None if the vocabulary lacks it."""
-        found: int | None = self._tokenizer.token_to_id(token)
+        found: int | None = self.library.token_to_id(token)
         return found
 
     def encode(self, text: str, template: bool = False) -> list[int]:
         """Encode a text; `template` adds the tokens that the file puts around it, such as a leading <s>."""
-        return list(self._tokenizer.encode(text, add_special_tokens=template).ids)
+        return list(self.library.encode(text, add_special_tokens=template).ids)
 
     def encode_batch(self, texts: Sequence[str]) -> list[NDArray[Any]]:
         """Encode each text into one array of ids."""
-        encodings = self._tokenizer.encode_batch_fast(list(texts), add_special_tokens=False)
+        encodings = self.library.encode_batch_fast(list(texts), add_special_tokens=False)
         # The array takes a quarter of the time that NumPy takes to read a list.
         return [np.asarray(array("I", encoding.ids)) for encoding in encodings]
 
     def encode_marked(self, texts: Sequence[Any]) -> Iterator[NDArray[Any]]:
         """Yield the ids of each MarkedText, with ~id in the place of a token that does not count in the loss."""
-        for encoding, text in zip(self._tokenizer.encode_batch(texts, add_special_tokens=False), texts, strict=True):
+        for encoding, text in zip(self.library.encode_batch(texts, add_special_tokens=False), texts, strict=True):
             ids, places = np.array(encoding.ids, np.int64), np.array(encoding.offsets, np.int64).reshape(-1, 2)
             starts, ends = places.T
             inside = [(starts < end) & (ends > start) for start, end in text.spans]
@@ -148,7 +151,7 @@ class JsonTokenizer:
     def decode(self, ids: Iterable[int], with_end: bool = False) -> str:
         """Decode ids; bytes that are not UTF-8 become U+FFFD. with_end: show end-of-document tokens."""
         visible = [int(number) for number in ids if with_end or number != self.end_of_document]
-        return str(self._tokenizer.decode(visible, skip_special_tokens=False))
+        return str(self.library.decode(visible, skip_special_tokens=False))
 
     def token_bytes(self) -> NDArray[np.int64]:
         """Return the bytes of UTF-8 that each id adds to a text, (vocab_size,): 0 for special tokens.
@@ -156,10 +159,10 @@ class JsonTokenizer:
         In a byte-level vocabulary each character is a byte; elsewhere, count what a token adds after another token. A
         byte-fallback token such as <0x0A> is one byte.
         """
-        added = self._tokenizer.get_added_tokens_decoder()
-        vocabulary, counts = self._tokenizer.get_vocab(), np.zeros(self.vocab_size, dtype=np.int64)
+        added = self.library.get_added_tokens_decoder()
+        vocabulary, counts = self.library.get_vocab(), np.zeros(self.vocab_size, dtype=np.int64)
         anchor = max((token for token in vocabulary if token.isascii() and token.isalpha()), default="")
-        is_byte_level = '"ByteLevel"' in json.dumps(json.loads(self._tokenizer.to_str())["decoder"])
+        is_byte_level = '"ByteLevel"' in json.dumps(json.loads(self.library.to_str())["decoder"])
         for token, number in vocabulary.items():
             if number in added:
                 special = added[number].special or number == self.end_of_document
@@ -169,8 +172,8 @@ class JsonTokenizer:
             elif re.fullmatch("<0x[0-9A-Fa-f]{2}>", token):
                 counts[number] = 1
             else:
-                first = [self._tokenizer.token_to_id(anchor)] if anchor else []
-                both, alone = self._tokenizer.decode([*first, number]), self._tokenizer.decode(first)
+                first = [self.library.token_to_id(anchor)] if anchor else []
+                both, alone = self.library.decode([*first, number]), self.library.decode(first)
                 counts[number] = len(both.encode()) - len(alone.encode())
         return counts
 
