@@ -17,7 +17,7 @@ ENV PYTHONUNBUFFERED=1 \
 WORKDIR /opt/megatron_lite
 COPY setup.py pyproject.toml ./
 COPY megatron_lite/__init__.py megatron_lite/
-RUN touch README.md pretrain_gpt.py && pip install ".[data,tensorboard]"
+RUN touch README.md pretrain_gpt.py && pip install ".[data,fast,tensorboard]"
 
 COPY README.md LICENSE pretrain_gpt.py ./
 COPY megatron_lite megatron_lite

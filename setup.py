@@ -39,6 +39,7 @@ setup(
     extras_require={
         "plot": ["matplotlib"],
         "data": ["pyarrow", "zstandard"],
+        "fast": ["fastokens>=0.3.5,<0.4"],
         "chat": ["transformers>=5", "jinja2>=3.1.6"],
         "remote": ["fsspec", "s3fs", "gcsfs"],
         "tensorboard": ["tensorboard"],
@@ -56,6 +57,7 @@ setup(
             "pyyaml",
             "moto[server]",
             "s3fs",
+            "fastokens>=0.3.5,<0.4",
         ],
         "dev": ["ruff", "mypy"],
     },

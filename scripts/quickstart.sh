@@ -61,7 +61,7 @@ step() {
 
 step packages "the Python environment and its packages"
 enter_environment
-install_project plot
+install_project plot,fast
 
 if [ "$DEVICE" = auto ]; then
     DEVICE="$("$PYTHON" -c 'import torch; print("cuda" if torch.cuda.is_available() else "cpu")')"
