@@ -10,6 +10,7 @@ from typing import Any
 from megatron_lite import __version__
 from megatron_lite.cli.script_parser import COUNT, LARGEST_COUNT, ScriptParser, number
 from megatron_lite.corpus.documents import TextFields
+from megatron_lite.corpus.fast_tokenizer import FAST
 from megatron_lite.corpus.inputs import DEFAULT_SUFFIXES
 from megatron_lite.corpus.prepare import CorpusOptions, prepare
 from megatron_lite.corpus.prepared import inspect, verify
@@ -66,6 +67,7 @@ def read_options(options: argparse.Namespace) -> CorpusOptions:
         options.begin_of_document,
         options.end_of_document,
         options.special_tokens,
+        options.tokenizer_library,
     )
     fields = TextFields(keys, options.separator.replace("\\n", "\n"))
     if options.chat_template is not None:
@@ -129,6 +131,12 @@ def _add_tokenizer(parser: ScriptParser) -> None:
         help="token after each document, or none for no token (default: the tokenizer's own)",
     )
     add("--special_tokens", action="store_true", help="treat special tokens spelled out in a text as special tokens")
+    add(
+        "--tokenizer_library",
+        choices=("auto", "tokenizers", FAST),
+        default="auto",
+        help="auto: fastokens where its ids are proved to be those of tokenizers (default)",
+    )
 
 
 def _add_reading(parser: ScriptParser) -> None:

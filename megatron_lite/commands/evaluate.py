@@ -29,6 +29,7 @@ import argparse
 import json
 import math
 import re
+import sys
 import tempfile
 from collections.abc import Iterator, Sequence
 from functools import partial
@@ -38,9 +39,11 @@ from megatron_lite.checkpoint.rotation import again
 from megatron_lite.cli.script_parser import COUNT, ScriptParser
 from megatron_lite.config import JsonObject, unflatten
 from megatron_lite.corpus.documents import BLANK, TextFields, whole_texts
+from megatron_lite.corpus.fast_tokenizer import UnfitError
 from megatron_lite.corpus.from_text import resolve_data
 from megatron_lite.corpus.inputs import find_inputs
 from megatron_lite.corpus.prepared import KnownTokenizer, check_tokenizer, known_tokenizer
+from megatron_lite.corpus.tokenizer_choice import TokenizerChoice
 from megatron_lite.data.host_batch import micro_batch
 from megatron_lite.data.loader import DataSource
 from megatron_lite.data.open_data import open_data, prefixes
@@ -144,8 +147,8 @@ def find_tokenizer(options: argparse.Namespace, folder: Path) -> Tokenizer | Non
     return None
 
 
-def result(options: argparse.Namespace, folder: Path) -> JsonObject:
-    """Evaluate one model and return the record.
+def result(options: argparse.Namespace, folder: Path, library: str = "auto") -> JsonObject:
+    """Evaluate one model and return the record. library: that tokenizes --text, see `TokenizerChoice`.
 
     Raises:
         RunError: if the model, the data or the tokenizer cannot be used.
@@ -156,10 +159,10 @@ def result(options: argparse.Namespace, folder: Path) -> JsonObject:
     about: JsonObject = {"sequence_length": model.longest, "model": str(folder)}
     if options.text:
         assert tokenizer is not None
-        fields = TextFields((options.json_key or "text",))
+        fields, files = TextFields((options.json_key or "text",)), find_inputs(options.text)
         micro_batches = text_batches(
-            whole_texts(find_inputs(options.text), fields, strict=True, allowed=BLANK),
-            tokenizer,
+            whole_texts(files, fields, strict=True, allowed=BLANK),
+            TokenizerChoice(tokenizer.path, library=library).fast(tokenizer, files, fields) or tokenizer,
             model.config.vocab_size,
             model.longest,
             options.micro_batch_size,
@@ -179,8 +182,12 @@ def result(options: argparse.Namespace, folder: Path) -> JsonObject:
             for host_batch in host_batches
         )
     bytes_of = None if tokenizer is None else tokenizer.token_bytes()
-    with ProgressLine() as progress:
-        totals = evaluate(model, micro_batches, bytes_of, lambda totals: progress.update(partial(so_far, totals)))
+    try:
+        with ProgressLine() as progress:
+            totals = evaluate(model, micro_batches, bytes_of, lambda totals: progress.update(partial(so_far, totals)))
+    except UnfitError as reason:
+        print(f"{reason}: reading all texts anew with tokenizers", file=sys.stderr)
+        return result(options, folder, "tokenizers")
     if not math.isfinite(totals.nats):
         raise NumericsError("the loss is not finite: the weights are broken, or too large for the dtype")
     return totals.record() | about

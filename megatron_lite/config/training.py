@@ -202,6 +202,11 @@ class DataConfig(Area):
         idle_unless="dataset_source!=random or export_interval or sample_interval or keep_best",
         basic=True,
     )
+    tokenizer_library: str = file_option(
+        "auto",
+        "what tokenizes text in data_path (auto: fastokens where its ids are proved to be those of tokenizers)",
+        choices=("auto", "tokenizers", "fastokens"),
+    )
     num_workers: int = file_option(
         2, "processes per rank that read data", minimum=0, maximum=1024, basic=True, may_differ=True
     )

@@ -13,8 +13,8 @@ from megatron_lite.config.structured_values import weighted_paths
 from megatron_lite.config.training import NO_MASK
 from megatron_lite.config.values import abridged, is_number
 from megatron_lite.corpus.inputs import bare_name, find_inputs, is_input
-from megatron_lite.corpus.prepare import CorpusOptions, describe_inputs, fingerprint_of, prepare
-from megatron_lite.corpus.prepared import older_summary, stated
+from megatron_lite.corpus.prepare import CorpusOptions, describe_inputs, fingerprints_of, prepare
+from megatron_lite.corpus.prepared import is_complete, older_summary, stated
 from megatron_lite.corpus.remote_copy import cache_of, local_copy
 from megatron_lite.corpus.tokenizer_choice import TokenizerChoice
 from megatron_lite.data.disk_array import reading
@@ -160,13 +160,15 @@ def _prepared(
             f"--tokenizer_file={tokenizer}: has {vocab_size:,} tokens, more than "
             f"--vocab_size={config.model.vocab_size:,}"
         )
-    options = CorpusOptions((path,), "", TokenizerChoice(tokenizer))
+    options = CorpusOptions((path,), "", TokenizerChoice(tokenizer, library=config.data.tokenizer_library))
     files = find_inputs(options.inputs)
     if older_summary(before).get("inputs") == describe_inputs(files):
         logger.warning("%s: the run goes on with %s, which was prepared under older rules", path, before)
         return before
     name = bare_name(Path(path).name).partition(".")[0].strip("*?[]{},") or "text"
-    prefix = str(Path(folder, fingerprint_of(options, files)[:FINGERPRINT_DIGITS], name))
+    fingerprints = fingerprints_of(options, files)
+    prefixes = [str(Path(folder, fingerprint[:FINGERPRINT_DIGITS], name)) for fingerprint in fingerprints]
+    prefix = next((prefix for prefix in prefixes if is_complete(prefix, fingerprints)), prefixes[-1])
     options = dataclasses.replace(
         options,
         output_prefix=prefix,

@@ -22,12 +22,11 @@ from dataclasses import asdict, dataclass
 from multiprocessing.process import BaseProcess
 from multiprocessing.queues import SimpleQueue
 from pathlib import Path
-from typing import Any
 
 import numpy as np
-from numpy.typing import NDArray
 
 from megatron_lite.corpus.documents import BadDocument, Fault, Findings, Reading, Span, TextFields, cut_file
+from megatron_lite.corpus.fast_tokenizer import FAST, ODD, FastTokenizer, Flat
 from megatron_lite.corpus.inputs import InputFile, check_packages
 from megatron_lite.data.disk_array import replace_file, replace_json
 from megatron_lite.data.indexed_dataset import IndexedDatasetWriter, smallest_dtype
@@ -42,6 +41,7 @@ SMALLEST_PIECE_BYTES = 2 << 20
 LARGEST_PIECE_BYTES = 512 << 20
 USUAL_PIECES = 4096  # of a corpus between 8 GB and 2 TB
 MOST_SPANS = 4096  # of one piece
+LIGHT_BYTES = 200_000_000  # of an input for which fastokens needs no workers: a few seconds
 # Version of the rules by which files become documents and these become tokens. Raise it with every change that can give
 # other tokens: work and text caches of older rules are then not found, and their pairs are known by their summary.
 RULES = 2
@@ -92,7 +92,7 @@ class Recipe:
     """All but the input that the content of a piece depends on."""
 
     encoding: Encoding
-    library_version: str  # of tokenizers
+    versions: dict[str, str]  # of all that makes the ids; of fastokens if it is used
     fields: TextFields
     strict: bool
     hashes: bool
@@ -168,15 +168,19 @@ def digest_of(path: Path) -> str:
 class PieceWriter:
     """Makes pieces in a work folder."""
 
-    def __init__(self, folder: Path, recipe: Recipe) -> None:
-        self.folder, self.recipe = folder, recipe
+    def __init__(self, folder: Path, recipe: Recipe, fast: FastTokenizer | None = None) -> None:
+        """fast: the tokenizer, if the recipe names fastokens and it is loaded already."""
+        self.folder, self.recipe, self.fast = folder, recipe, fast
         self._dtype = "<i4" if recipe.fields.marked else recipe.encoding.dtype  # see `JsonTokenizer.encode_marked`
 
     @functools.cached_property
     def _tokenizer(self) -> Tokenizer:
+        if self.fast:
+            return self.fast
         encoding = self.recipe.encoding
         name = "byte" if encoding.is_byte else str(self.folder / encoding.file)
-        return load_tokenizer(name, special_tokens=encoding.special_tokens, needs_end=False)
+        found = load_tokenizer(name, special_tokens=encoding.special_tokens, needs_end=False)
+        return FastTokenizer(found) if FAST in self.recipe.versions and isinstance(found, JsonTokenizer) else found
 
     def make(self, piece: Piece, on_progress: Progress) -> Record:
         """Return the record of a piece, which is made unless it is finished. on_progress: called after each batch.
@@ -205,7 +209,7 @@ class PieceWriter:
             for texts in batches(reading.documents()):
                 if most is not None:
                     texts = texts[: most - writer.num_documents]
-                tokens, sizes = self._encode(texts)
+                tokens, sizes = self._encode(texts, writer.num_documents)
                 if len(sizes) and sizes.max() > np.iinfo(np.int32).max:
                     path = reading.spans[0].file.path
                     raise DataError(f"{path}: a document has {sizes.max():,} tokens, over 2**31 - 1")
@@ -227,41 +231,50 @@ class PieceWriter:
         on_progress(total - read_bytes, 0, 0)  # trailing faults, and what --max_documents leaves out
         return Record(writer.num_documents, writer.num_tokens, text_bytes, reading.findings, digests, silent=silent)
 
-    def _encode(self, texts: Sequence[str]) -> tuple[NDArray[Any], NDArray[np.int64]]:
-        """Return the tokens of documents in one array, and the size of each document, (len(texts),)."""
-        encoding = self.recipe.encoding
-        begin, end = (np.array([] if t is None else [t], dtype=np.uint32) for t in (encoding.begin, encoding.end))
-        if isinstance(self._tokenizer, JsonTokenizer) and self.recipe.fields.marked:
-            encoded = list(self._tokenizer.encode_marked(texts))
+    def _encode(self, texts: Sequence[str], before: int) -> Flat:
+        """Return the tokens of documents, of which `before` came before, in one array, and each size, (len(texts),)."""
+        tokenizer, encoding = self._tokenizer, self.recipe.encoding
+        if isinstance(tokenizer, FastTokenizer) and not any(ODD in text for text in texts):
+            ids, places = tokenizer.encode_flat(texts, before)
         else:
-            encoded = self._tokenizer.encode_batch(texts)
-        sizes = np.array([len(begin) + len(ids) + len(end) for ids in encoded], dtype=np.int64)
-        parts = [part for ids in encoded for part in (begin, ids, end)]
-        return np.concatenate([begin[:0], *parts]).astype(self._dtype), sizes
+            if isinstance(tokenizer, JsonTokenizer) and self.recipe.fields.marked:
+                encoded = list(tokenizer.encode_marked(texts))
+            else:
+                encoded = tokenizer.encode_batch(texts)
+            parts = [np.empty(0, np.uint8), *encoded]
+            ids, places = np.concatenate(parts), np.cumsum([*map(len, parts)])
+        ids = ids.astype(self._dtype)
+        marks = ((places[:-1], encoding.begin), (places[1:], encoding.end))
+        if used := [mark for mark in marks if mark[1] is not None]:
+            where, marking = zip(*used, strict=True)
+            ids = np.insert(ids, np.stack(where, 1).ravel(), marking * len(texts))
+        return ids, np.diff(places) + len(used)
 
 
 def make_pieces(
-    pieces: Sequence[Piece], folder: Path, recipe: Recipe, num_processes: int, on_progress: Progress
+    pieces: Sequence[Piece], writer: PieceWriter, num_processes: int, on_progress: Progress
 ) -> Iterator[Record]:
     """Yield the record of each piece, in their order; close the generator to stop the workers.
 
-    A single piece is worked on in this process, whose tokenizer uses all cores.
+    A single piece is worked on in this process, whose tokenizer uses all cores. With fastokens, so is a small input; a
+    large one has half as many workers, of two threads each, because each loads both libraries.
 
     Raises:
+        UnfitError: if fastokens is found to be no match for `tokenizers`.
         DataError: the one of the first piece that has one.
         StorageError: if the work folder cannot be written.
         PeerError: if a worker dies.
     """
     pipes = any(not span.file.regular for piece in pieces for span in piece.spans)  # workers would not have them
-    if pipes or len(pieces) <= 1:
-        writer = PieceWriter(folder, recipe)
+    is_fast, size_bytes = writer.fast is not None, sum(span.size_bytes for piece in pieces for span in piece.spans)
+    count = min(num_processes // (1 + is_fast), len(pieces))
+    if pipes or len(pieces) <= 1 or (is_fast and (count <= 1 or size_bytes < LIGHT_BYTES)):
         yield from (writer.make(piece, on_progress) for piece in pieces)
         return
-    count = min(num_processes, len(pieces))
     context = multiprocessing.get_context("spawn")  # a fork would copy the threads' locks, held as they are
     messages: SimpleQueue[Message] = context.SimpleQueue()
     places: dict[int | None, str] = {}  # by process: the file that it reads
-    setup = (folder, recipe, max(1, num_processes // count), messages)
+    setup = (writer.folder, writer.recipe, max(1, num_processes // count), messages)
     pool = ProcessPoolExecutor(count, context, _begin, setup)
     try:
         with signals_held():

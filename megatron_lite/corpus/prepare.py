@@ -10,6 +10,7 @@ import hashlib
 import json
 import os
 import shutil
+import sys
 import time
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass
@@ -21,12 +22,15 @@ from numpy.typing import NDArray
 
 from megatron_lite import __version__
 from megatron_lite.corpus.documents import Faults, TextFields
+from megatron_lite.corpus.fast_tokenizer import FAST, FastTokenizer, UnfitError
 from megatron_lite.corpus.inputs import DEFAULT_SUFFIXES, UNFINISHED, InputFile, find_inputs
 from megatron_lite.corpus.pieces import (
     CHUNK_BYTES,
     HASH_BYTES,
     RULES,
+    Encoding,
     Piece,
+    PieceWriter,
     Recipe,
     Record,
     digest_of,
@@ -40,6 +44,7 @@ from megatron_lite.data.indexed_dataset import IndexedDataset, IndexedDatasetWri
 from megatron_lite.data.tokenizing import config_beside, read_object
 from megatron_lite.errors import DataError, OutOfMemoryError, StorageError, UsageError
 from megatron_lite.run.durable_files import lock_file
+from megatron_lite.run.host import limit_tokenizer_threads
 from megatron_lite.run.progress_line import ByteProgress
 
 LOCK = "lock"  # in the work folder, `<prefix>.partial`, as the next
@@ -91,17 +96,17 @@ def prepare(options: CorpusOptions) -> tuple[dict[str, Any], bool]:
     if Path(prefix).name in ("", ".", "..") or prefix.endswith(os.sep):
         raise UsageError(f"--output_prefix={prefix}: names a folder; add a name for the files, such as data/mine")
     files = find_inputs(options.inputs, options.suffixes)
-    fingerprint = fingerprint_of(options, files)
-    if not options.overwrite and (summary := is_complete(prefix, fingerprint)):
+    fingerprints = fingerprints_of(options, files)
+    if not options.overwrite and (summary := is_complete(prefix, fingerprints)):
         return summary, False
     folder = Path(prefix + UNFINISHED)
     with held(folder, options.on_wait):
-        if not options.overwrite and (summary := is_complete(prefix, fingerprint)):
+        if not options.overwrite and (summary := is_complete(prefix, fingerprints)):
             remove(folder)
             return summary, False
         try:
-            _check_free(options, folder, fingerprint)  # not before: another process may have been about to publish
-            summary = _write(options, files, folder, fingerprint)
+            _check_free(options, folder, fingerprints[0])  # not before: another process may have been about to publish
+            summary = _write(options, files, folder, fingerprints)
         except (DataError, UsageError):
             if not _has_pieces(folder):
                 remove(folder)
@@ -115,17 +120,14 @@ def prepare(options: CorpusOptions) -> tuple[dict[str, Any], bool]:
         return summary, True
 
 
-def _write(options: CorpusOptions, files: Sequence[InputFile], folder: Path, fingerprint: str) -> dict[str, Any]:
+def _write(
+    options: CorpusOptions, files: Sequence[InputFile], folder: Path, fingerprints: Sequence[str]
+) -> dict[str, Any]:
     """Make the pieces that are missing in the work folder, and publish the pairs; return the summary."""
-    encoding = options.tokenizer.open(folder, files, options.fields, options.strict)
-    limit = None if options.deduplicate else options.max_documents
-    library = _versions()["tokenizers"]
-    recipe = Recipe(encoding, library, options.fields, options.strict, options.deduplicate, limit)
-    pieces = plan_pieces(files, recipe, options.piece_bytes)
-    _sweep(folder, {*(piece.key for piece in pieces), encoding.file.partition(".")[0], PUBLISHED})
-    faults = Faults(options.strict)
-    records = _make(pieces, folder, recipe, options.num_processes, faults)
-    pieces = pieces[: len(records)]
+    encoding, tokenizer = options.tokenizer.open(folder, files, options.fields, options.strict)
+    limit_tokenizer_threads(options.num_processes)
+    fast = options.tokenizer.fast(tokenizer, files, options.fields)
+    pieces, records, faults, versions = _make(options, files, folder, encoding, fast)
     if not sum(record.documents for record in records):
         skipped = faults.counts.total()
         raise DataError(f"{', '.join(options.inputs)}: no documents left to write ({skipped} skipped)")
@@ -156,29 +158,43 @@ def _write(options: CorpusOptions, files: Sequence[InputFile], folder: Path, fin
             "tokenizer_sha256": encoding.digest,
             "tokenizer_source": options.tokenizer.identity()[: len(encoding.digest)],
             "options": _options_of_the_result(options),
-            "versions": _versions(),
+            "versions": versions,
             "rules": RULES,
-            "fingerprint": fingerprint,
+            "fingerprint": fingerprints[FAST in versions],
         }
-        replace_file(folder / PUBLISHED, fingerprint.encode())
+        replace_file(folder / PUBLISHED, fingerprints[0].encode())
         _publish(options.output_prefix, writers, summary, folder / encoding.file)
     return summary
 
 
-def _make(pieces: Sequence[Piece], folder: Path, recipe: Recipe, num_processes: int, faults: Faults) -> list[Record]:
-    """Make the pieces, as many as the limit of documents needs; return their records."""
-    records, documents = list[Record](), 0
+def _make(
+    options: CorpusOptions, files: Sequence[InputFile], folder: Path, encoding: Encoding, fast: FastTokenizer | None
+) -> tuple[list[Piece], list[Record], Faults, dict[str, str]]:
+    """Make the pieces, as many as the limit of documents needs, all of them anew if fastokens turns out to be wrong.
+
+    Returns: the pieces, their records and faults, and the versions of what made them.
+    """
+    limit = None if options.deduplicate else options.max_documents
+    versions = _versions(options, files)[fast is not None]
+    recipe = Recipe(encoding, versions, options.fields, options.strict, options.deduplicate, limit)
+    pieces = plan_pieces(files, recipe, options.piece_bytes)
+    _sweep(folder, {*(piece.key for piece in pieces), encoding.file.partition(".")[0], PUBLISHED})
+    records, documents, faults = list[Record](), 0, Faults(options.strict)
     total_bytes = sum(span.size_bytes for piece in pieces for span in piece.spans)
-    with ByteProgress("tokenizing", total_bytes) as progress:
-        made = make_pieces(pieces, folder, recipe, num_processes, progress.add)
-        with contextlib.closing(made):  # type: ignore[type-var]
-            for piece, record in zip(pieces, made, strict=False):
-                faults.add(piece.spans, record.found)
-                records.append(record)
-                documents += record.documents
-                if recipe.most_documents is not None and documents >= recipe.most_documents:
-                    break
-    return records
+    try:
+        with ByteProgress("tokenizing", total_bytes) as progress:
+            made = make_pieces(pieces, PieceWriter(folder, recipe, fast), options.num_processes, progress.add)
+            with contextlib.closing(made):  # type: ignore[type-var]
+                for piece, record in zip(pieces, made, strict=False):
+                    faults.add(piece.spans, record.found)
+                    records.append(record)
+                    documents += record.documents
+                    if limit is not None and documents >= limit:
+                        break
+    except UnfitError as reason:
+        print(f"{reason}: making all tokens anew with tokenizers", file=sys.stderr)
+        return _make(options, files, folder, encoding, None)
+    return pieces[: len(records)], records, faults, versions
 
 
 def _assemble(
@@ -357,11 +373,14 @@ def _has_pieces(folder: Path) -> bool:
     return any(path.stat().st_size and path.with_suffix(".json").exists() for path in folder.glob("*.bin"))
 
 
-def _versions() -> dict[str, str]:
-    """Return the versions of everything that makes tokens."""
+def _versions(options: CorpusOptions, files: Sequence[InputFile]) -> list[dict[str, str]]:
+    """Return the versions of all that makes ids: without fastokens, which always serves, and with it if it may."""
     import tokenizers
 
-    return {"megatron_lite": __version__, "tokenizers": tokenizers.__version__}
+    found = [{"megatron_lite": __version__, "tokenizers": tokenizers.__version__}]
+    with contextlib.suppress(UnfitError):
+        found.append({**found[0], FAST: options.tokenizer.fast_version(files, options.fields)})
+    return found
 
 
 def describe_inputs(files: Sequence[InputFile]) -> dict[str, Any]:
@@ -385,14 +404,20 @@ def _options_of_the_result(options: CorpusOptions) -> dict[str, Any]:
     }
 
 
-def fingerprint_of(options: CorpusOptions, files: Sequence[InputFile]) -> str:
-    """Return a digest of all that the result depends on: names, sizes and times of the inputs, tokenizer, options."""
-    digest = hashlib.sha256()
-    content = [RULES, _versions(), options.tokenizer.identity(), _options_of_the_result(options)]
-    digest.update(json.dumps(content, sort_keys=True).encode())
-    for file in files:
-        digest.update(json.dumps(asdict(file), sort_keys=True).encode())
-    return digest.hexdigest()
+def fingerprints_of(options: CorpusOptions, files: Sequence[InputFile]) -> list[str]:
+    """Return digests of all that the result depends on: names, sizes and times of the inputs, tokenizer, options.
+
+    The first is that of `tokenizers`, whose pair serves always; the second, if there is one, that of fastokens.
+    """
+    found = []
+    for versions in _versions(options, files):
+        digest = hashlib.sha256()
+        content = [RULES, versions, options.tokenizer.identity(), _options_of_the_result(options)]
+        digest.update(json.dumps(content, sort_keys=True).encode())
+        for file in files:
+            digest.update(json.dumps(asdict(file), sort_keys=True).encode())
+        found.append(digest.hexdigest())
+    return found
 
 
 def _check_free(options: CorpusOptions, folder: Path, fingerprint: str) -> None:

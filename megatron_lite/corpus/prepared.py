@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 import re
-from collections.abc import Iterable, Iterator
+from collections.abc import Collection, Iterable, Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -127,10 +127,10 @@ def stated(prefixes: Iterable[str]) -> dict[str, str | tuple[str, ...]]:
     return found | ({"loss_mask": tuple(masks)} if {*masks} - {NO_MASK} else {})
 
 
-def is_complete(prefix: str, fingerprint: str) -> JsonObject | None:
-    """Return the summary of a corpus that was prepared with this fingerprint, if all its files are there, else None."""
+def is_complete(prefix: str, fingerprints: Collection[str]) -> JsonObject | None:
+    """Return the summary of a corpus that was prepared with one of these, if all its files are there, else None."""
     summary = read_object(Path(prefix + SUMMARY))
-    if summary.get("fingerprint") != fingerprint:
+    if summary.get("fingerprint") not in fingerprints:
         return None
     try:
         for name, described in summary["files"].items():

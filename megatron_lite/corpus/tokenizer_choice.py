@@ -7,9 +7,12 @@ import json
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
+from importlib import metadata
 from pathlib import Path
+from typing import Any
 
 from megatron_lite.corpus.documents import TextFields, whole_texts
+from megatron_lite.corpus.fast_tokenizer import FAST, FastTokenizer, UnfitError
 from megatron_lite.corpus.inputs import InputFile
 from megatron_lite.corpus.pieces import ABSENT, Encoding, digest_of
 from megatron_lite.corpus.tokenizer_folder import effective
@@ -26,6 +29,10 @@ from megatron_lite.data.tokenizing import (
 )
 from megatron_lite.errors import UsageError
 
+# Of input: to load fastokens and prove its ids takes as long as `tokenizers` takes for so much text.
+WORTHWHILE_BYTES = 1 << 20
+BYTES, SMALL = "bytes need no library", "the input is small"  # where nobody expects fastokens
+
 
 @dataclass(frozen=True)
 class TokenizerChoice:
@@ -39,6 +46,7 @@ class TokenizerChoice:
     begin: str | None = None
     end: str | None = None
     special_tokens: bool = False
+    library: str = "auto"  # or tokenizers, or fastokens; the ids are the same
 
     @property
     def source(self) -> Path:
@@ -63,8 +71,10 @@ class TokenizerChoice:
             files += [*files_beside(self.source), beside.with_name("config.json")]
         return "".join([own, *(digest_of(file) for file in files if file.is_file())])
 
-    def open(self, folder: Path, files: Sequence[InputFile], fields: TextFields, strict: bool) -> Encoding:
-        """Train the tokenizer if necessary, put its file into the work folder, and find its tokens.
+    def open(
+        self, folder: Path, files: Sequence[InputFile], fields: TextFields, strict: bool
+    ) -> tuple[Encoding, JsonTokenizer]:
+        """Train the tokenizer if necessary, put its file into the work folder, find its tokens, and return it, too.
 
         Raises:
             DataError: if it cannot be read or has no end of documents.
@@ -95,7 +105,42 @@ class TokenizerChoice:
         is_byte, special_tokens = self.name == BYTE and self.train is None, self.special_tokens
         if fields.marked:  # the texts spell their special tokens, the last one too
             is_byte, end, special_tokens = False, None, True
-        return Encoding(path.name, is_byte, digest_of(path), given.vocab_size, begin, end, special_tokens, unknown)
+        digest = digest_of(path)
+        return Encoding(path.name, is_byte, digest, given.vocab_size, begin, end, special_tokens, unknown), given
+
+    def fast_version(self, files: Sequence[InputFile], fields: TextFields) -> str:
+        """Return the version of fastokens if it may serve. Raises: UnfitError, which says why not."""
+        size_bytes = sum(file.size_bytes if file.regular else WORTHWHILE_BYTES for file in files)
+        version = next((found.version for found in metadata.distributions(name=FAST)), "")
+        reasons = {
+            "--tokenizer_library says so": self.library == "tokenizers",
+            BYTES: self.name == BYTE and self.train is None,
+            "conversations need the places of tokens in the text": fields.marked,
+            SMALL: size_bytes < WORTHWHILE_BYTES and self.library == "auto",
+            f"{FAST}, which is faster, is not installed: pip install '.[fast]'": not version,
+        }
+        for reason, holds in reasons.items():
+            if holds:
+                raise UnfitError(reason)
+        return version
+
+    def fast(self, given: Any, files: Sequence[InputFile], fields: TextFields) -> FastTokenizer | None:
+        """Load fastokens for a JsonTokenizer and prove its ids, or return None and say why, unless nobody expects it.
+
+        Raises: UsageError if the user asks for it in vain.
+        """
+        try:
+            self.fast_version(files, fields)
+            found = FastTokenizer(given)
+            found.prove()
+        except UnfitError as reason:
+            if self.library == FAST:
+                raise UsageError(f"--tokenizer_library={FAST}: {reason}; write auto, or tokenizers") from None
+            if str(reason) not in (BYTES, SMALL):
+                print(f"tokenizing without {FAST}: {reason}", file=sys.stderr)
+            return None
+        print(f"tokenizing with {FAST}: the ids of proof texts are those of tokenizers", file=sys.stderr)
+        return found
 
     def _token(self, tokenizer: JsonTokenizer, flag: str, token: str) -> int | None:
         if token == ABSENT:

@@ -188,5 +188,6 @@ def keep_freed_memory() -> None:
 
 
 def limit_tokenizer_threads(threads: int) -> None:
-    """Give the tokenizers package this many threads in this process; call before the first text is encoded."""
-    os.environ |= {"TOKENIZERS_PARALLELISM": "true" if threads > 1 else "false", "RAYON_NUM_THREADS": str(threads)}
+    """Give tokenizers and fastokens this many threads in this process; call before the first text is encoded."""
+    count, is_parallel = str(threads), "true" if threads > 1 else "false"
+    os.environ |= {"TOKENIZERS_PARALLELISM": is_parallel, "RAYON_NUM_THREADS": count, "FASTOKENS_BPE_THREADS": count}
