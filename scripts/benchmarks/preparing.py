@@ -2,12 +2,13 @@
 
     python -m scripts.benchmarks.preparing corpus.jsonl --folder=/data/scratch --output=preparing.json
 
-Rows: this program's command end to end, with its digests and files; a loop over lines that calls `encode_batch` or
-`encode_batch_fast` of the `tokenizers` library with as many threads and writes nothing; the recipe of Megatron-LM's
-tools/preprocess_data.py, a pool that tokenizes line by line for megatron-core's IndexedDatasetBuilder; and
-`datasets.map` with batches of 1,000. Each row runs in a separate process, imports included. Each turn measures every
-row once, in rotating order, and ratios are taken within a turn. Peers that are not installed are skipped. Prints a
-Markdown table.
+Rows: this program's command end to end, with its digests and files, also with `--tokenizer_library=tokenizers`; a loop
+over lines that calls `encode_batch` or `encode_batch_fast` of the `tokenizers` library with as many threads and writes
+nothing; the recipe of Megatron-LM's tools/preprocess_data.py, a pool that tokenizes line by line for megatron-core's
+IndexedDatasetBuilder; `datasets.map` with batches of 1,000; datatrove's DocumentTokenizer, in one process; and
+gigatoken's reader of files, which writes nothing. Each row runs in a separate process, imports included. Each turn
+measures every row once, in rotating order, and ratios are taken within a turn, of the CPU time of all processes. Peers
+that are not installed are skipped. Prints a Markdown table.
 """
 
 from __future__ import annotations
@@ -19,6 +20,7 @@ import itertools
 import json
 import multiprocessing
 import os
+import resource
 import shutil
 import subprocess
 import sys
@@ -33,14 +35,17 @@ from scripts.benchmarks.turns import Figures, Turns
 
 ROWS = {  # row -> the package that it needs, and the function that tokenizes
     "ours": ("tokenizers", ""),
+    "ours by tokenizers": ("tokenizers", ""),
     "encode_batch": ("tokenizers", "library_loop"),
     "encode_batch_fast": ("tokenizers", "library_loop"),
     "megatron-core": ("megatron", "megatron_recipe"),
     "datasets.map": ("datasets", "datasets_map"),
+    "datatrove": ("datatrove", "datatrove_tokens"),
+    "gigatoken": ("gigatoken", "gigatoken_files"),
 }
 HERE = "scripts.benchmarks.preparing"
 BATCH = 1000  # documents per call
-COLUMNS = (spread("s", "seconds", 1), spread("MB/s", "mb_per_s", 2), over("time / ours", "ours"))
+COLUMNS = (spread("CPU s", "cpu_seconds", 1), spread("s", "seconds", 1), over("CPU / ours", "ours"))
 
 
 def texts(corpus: str) -> Iterator[str]:
@@ -115,28 +120,46 @@ def datasets_map(corpus: str, tokenizer_file: str, output: str, processes: int) 
     return sum(len(column) for chunk in data.data["ids"].chunks for column in chunk)
 
 
+def datatrove_tokens(corpus: str, tokenizer_file: str, output: str, processes: int) -> int:
+    """Tokenize with datatrove's pipeline, in this process, as it gives a file to one task; return the documents."""
+    readers: Any = importlib.import_module("datatrove.pipeline.readers")
+    tokens: Any = importlib.import_module("datatrove.pipeline.tokens")
+    reader = readers.JsonlReader(str(Path(corpus).parent), glob_pattern=Path(corpus).name)
+    writer = tokens.DocumentTokenizer(output, tokenizer_file, eos_token="<|endoftext|>", shuffle_documents=False)
+    writer.run(reader.run())
+    return len(list(Path(output).iterdir()))
+
+
+def gigatoken_files(corpus: str, tokenizer_file: str, output: str, processes: int) -> int:
+    """Tokenize with gigatoken's reader of files, into memory; return the number of documents."""
+    gigatoken: Any = importlib.import_module("gigatoken")
+    return len(gigatoken.Tokenizer(tokenizer_file).encode_files(gigatoken.JsonlFileSource([corpus])))
+
+
 def prepared(row: str, options: argparse.Namespace, tokenizer_file: str) -> Figures:
     """Run a row in an empty folder; return its time and speed."""
     folder, corpus, processes = options.folder / "preparing", str(options.corpus), str(options.num_processes)
     shutil.rmtree(folder, ignore_errors=True)
     folder.mkdir(parents=True)
-    if row == "ours":
+    if row.startswith("ours"):
         command = ["scripts/prepare_data.py", corpus, f"--output_prefix={folder / 'x'}"]
         command += [f"--tokenizer={tokenizer_file}", f"--num_processes={processes}"]
+        command += [f"--tokenizer_library={row.partition(' by ')[2] or 'auto'}"]
     else:
         function, more = ROWS[row][1], (folder / "x", options.num_processes)
         command = words_for(HERE, function, corpus, tokenizer_file, *((row,) if function == "library_loop" else more))
     threads = {"RAYON_NUM_THREADS": processes, "HF_HUB_OFFLINE": "1", "HF_HOME": str(folder / "cache")}
-    threads["TOKENIZERS_PARALLELISM"] = str(row == "ours" or row.startswith("encode_batch")).lower()
-    begun_s = time.monotonic()
+    threads["TOKENIZERS_PARALLELISM"] = str(row.startswith(("ours", "encode_batch"))).lower()
+    begun_s, before = time.monotonic(), resource.getrusage(resource.RUSAGE_CHILDREN)
     result = subprocess.run(
         [sys.executable, *command], cwd=ROOT, env={**os.environ, **threads}, capture_output=True, text=True
     )
-    taken_s = time.monotonic() - begun_s
+    taken_s, after = time.monotonic() - begun_s, resource.getrusage(resource.RUSAGE_CHILDREN)
+    cpu_s = after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime
     if result.returncode:
         sys.exit(f"{row} failed with exit code {result.returncode}: {result.stderr[-2000:]}")
     shutil.rmtree(folder)
-    return {"seconds": taken_s, "mb_per_s": options.corpus.stat().st_size / 1e6 / taken_s}
+    return {"seconds": taken_s, "cpu_seconds": cpu_s, "mb_per_s": options.corpus.stat().st_size / 1e6 / taken_s}
 
 
 def tokenizer_of(options: argparse.Namespace) -> str:
@@ -171,8 +194,8 @@ def main(argv: Sequence[str]) -> int:
     tokenizer_file = tokenizer_of(options)
     installed = {row: importlib.util.find_spec(ROWS[row][0]) is not None for row in names_in(options.rows)}
     names = [row for row in installed if installed[row]]
-    turns = Turns(names, lambda row, turn: prepared(row, options, tokenizer_file), options.turns)
-    rows = turns.measured("seconds", "mb_per_s", others=lambda row: ["ours"])
+    turns = Turns(names, lambda row, turn: prepared(row, options, tokenizer_file), options.turns, main="cpu_seconds")
+    rows = turns.measured("cpu_seconds", "seconds", "mb_per_s", others=lambda row: ["ours"])
     missing = {row: f"{ROWS[row][0]} is not installed" for row in installed if not installed[row]}
     lines = table(rows, COLUMNS, "preparing")
     publish(f"python -m {HERE}", argv, options, rows, lines, missing=missing)
