@@ -8,6 +8,7 @@ from __future__ import annotations
 import contextlib
 import logging
 from collections.abc import Iterator, Mapping
+from pathlib import Path
 
 import torch
 
@@ -47,6 +48,7 @@ from megatron_lite.run.experiment import Experiment
 from megatron_lite.run.host import choose_threads
 from megatron_lite.run.launch import launch_rank, tell_torchrun
 from megatron_lite.run.launcher_watch import LauncherWatch
+from megatron_lite.run.stop_files import StopFiles
 from megatron_lite.run.stop_signal import StopSignal, idle_limit, time_limits
 from megatron_lite.setup_run import build
 from megatron_lite.train import train
@@ -121,6 +123,9 @@ def opened(
         stop.saves = True
         for limit in stop.limits:
             run.logger.info(limit.describe())
+        if rank == 0 and (root := experiment.root) is not None:
+            run.stop_files = StopFiles(Path(config.training.stop_file or root / "stop"), root / "save")
+            stop.limits = (*stop.limits, run.stop_files.limit)
         if (warning := idle_limit(config, stop.limits)) is not None:
             run.logger.warning(warning)
         together(distributed, lambda: experiment.record(run.shown_config) if rank == 0 else None)
@@ -208,6 +213,8 @@ def close(run: Run, code: int, message: str) -> None:
     if distributed.rank == 0:
         status = "done" if code == EXIT_DONE else "stopped"
         exit_status.write_exit(run.config.run.experiment_dir, code, status, message, run.experiment.run)
+    if run.stop_files is not None:
+        run.stop_files.obeyed(run.stop_files.stop)
     leave_report(run, in_a_hurry=code != EXIT_DONE)
     if run.config.checkpoint.mirror is not None:  # after exit.json, as the launcher may not wait for so long
         mirror, limit_s = run.mirror, run.config.distributed.startup_timeout / 2

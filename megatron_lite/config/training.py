@@ -354,6 +354,12 @@ class TrainingConfig(Area):
         "no stop",
         needs=SAVED,
     )
+    stop_file: str | None = optional(
+        "save and stop, as after SIGTERM, once a file with this name is there, and remove it; the file "
+        "<experiment_dir>/save only saves",
+        "<experiment_dir>/stop",
+        needs=SAVED,
+    )
 
     @property
     def inference(self) -> bool:

@@ -32,6 +32,7 @@ if TYPE_CHECKING:
     from megatron_lite.optimizer.optimizer import Optimizer
     from megatron_lite.run.ending import Ending
     from megatron_lite.run.experiment import Experiment
+    from megatron_lite.run.stop_files import StopFiles
     from megatron_lite.run.stop_signal import StopSignal
     from megatron_lite.zero.multi_stage import MultiStage
 
@@ -64,6 +65,7 @@ class Run:
     console: ConsoleLines
     watch: Watch | None = None  # None without --watch
     mirror: Mirror | None = None  # of rank 0; None without --mirror
+    stop_files: StopFiles | None = None  # of rank 0; None without --experiment_dir
     history: History  # of the run
     saved_s: float  # time.monotonic() of the last save, or of the start
     logs_early: bool = False  # the first iterations, too, as --log_interval is not given

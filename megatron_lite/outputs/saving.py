@@ -49,6 +49,8 @@ def is_save_due(run: Run, last: bool) -> bool:
 
 def is_time_to_save(run: Run) -> bool:
     """Return whether --checkpoint_minutes have passed since the last save; always False except on rank 0."""
+    if run.stop_files is not None and run.stop_files.found(run.stop_files.save):
+        return True
     minutes = run.config.checkpoint.checkpoint_minutes
     return minutes is not None and run.distributed.rank == 0 and time.monotonic() - run.saved_s >= 60 * minutes
 
@@ -120,11 +122,16 @@ def save(run: Run, evaluation_due: bool = False, stopping: bool = False) -> None
     ends = done >= training.train_iters or run.best.ends or is_due(done, training.stop_interval)
     if run.background is not None and not stopping and not ends:
         run.background.begin(with_retries(run, lambda: _new_save(run, root, evaluation_due).prepare()))
-        run.saved_s = time.monotonic()
-        return
+        return _mark_saved(run)
     num_bytes = with_retries(run, lambda: write_now(_new_save(run, root, evaluation_due)))
-    run.saved_s = time.monotonic()
+    _mark_saved(run)
     _settle(run, Finished(root / str(run.iteration), run.iteration, num_bytes, time.perf_counter() - start_s, 0.0))
+
+
+def _mark_saved(run: Run) -> None:
+    run.saved_s = time.monotonic()
+    if run.stop_files is not None:
+        run.stop_files.obeyed(run.stop_files.save)
 
 
 def finish_save(run: Run, hurry: bool = False) -> None:

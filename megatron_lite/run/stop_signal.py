@@ -1,4 +1,4 @@
-"""Stop requests by a signal or a time limit; all ranks agree on them before the next iteration.
+"""Stop requests by a signal, a time limit or a file; all ranks agree on them before the next iteration.
 
 SIGTERM, SIGINT, SIGHUP and SIGUSR1 set a flag. A time limit saves and stops a run before a scheduler kills it.
 """
@@ -21,8 +21,8 @@ from megatron_lite.run.launch import in_slurm_step, job_end_s
 SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1)
 SAME_REQUEST_S = 1.0  # a scheduler signals every process and torchrun forwards its own signal: count both as one
 # Numbers of the limits for the agreement between ranks, above all signal numbers.
-MAX_MINUTES, BEFORE_END = 100, 101
-FLAGS = {MAX_MINUTES: "--max_minutes", BEFORE_END: "--stop_before_end_s"}
+MAX_MINUTES, BEFORE_END, STOP_FILE = 100, 101, 102
+FLAGS = {MAX_MINUTES: "--max_minutes", BEFORE_END: "--stop_before_end_s", STOP_FILE: "a file (--stop_file)"}
 
 
 def leave_at_once(number: int) -> NoReturn:
