@@ -214,8 +214,8 @@ class Ending:
             if self._watch is not None and not found and hung and not set(hung) & self._watch.heard(rows):
                 why = "it cannot be reached, or its machine hangs; it was last heard of"
             message = self._loss(found) if found else self._silence(hung, why, others, newest)
-            if directory is not None:
-                message += f"\n  {self._resumes()}"
+        if directory is not None and not said:
+            message += f"\n  {self._resumes()}"
         explanation = PeerError(message)
         explanation.detail = lost.detail or str(lost)
         return explanation

@@ -235,6 +235,14 @@ def test_a_rank_that_came_less_far_than_the_others_is_named(start: Ending) -> No
     assert watch.request_stacks.call_count == 3
 
 
+def test_a_loss_that_the_watch_has_found_says_where_the_run_resumes(start: Ending) -> None:
+    start.places, start.newest = [HERE, BESIDE], lambda: NEWEST
+    message = str(start._explained(UnreachableError("rank 1 cannot be reached")))
+    assert message.startswith(
+        "rank 1 cannot be reached\n  the same command resumes from the newest checkpoint, iteration "
+    )
+
+
 def test_only_a_save_that_all_ranks_can_end_is_waited_for(start: Ending, monkeypatch: pytest.MonkeyPatch) -> None:
     """A machine that cannot be reached writes no shard, so a save after a signal would wait for its time-out."""
     waits = MagicMock()
