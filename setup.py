@@ -41,7 +41,8 @@ setup(
         "data": ["pyarrow", "zstandard"],
         "fast": ["fastokens>=0.3.5,<0.4"],
         "chat": ["transformers>=5", "jinja2>=3.1.6"],
-        "remote": ["fsspec", "s3fs", "gcsfs"],
+        # The first versions whose connections a caller may open.
+        "remote": ["fsspec", "s3fs", "gcsfs", "aiobotocore>=3.10", "aiohttp>=3.12"],
         "tensorboard": ["tensorboard"],
         "flash4": ["flash-attn-4>=4.0.0b36"],  # has only pre-releases so far
         "docs": ["mkdocs-material"],
@@ -58,6 +59,7 @@ setup(
             "moto[server]",
             "s3fs",
             "fastokens>=0.3.5,<0.4",
+            "aiobotocore>=3.10",
         ],
         "dev": ["ruff", "mypy"],
     },
