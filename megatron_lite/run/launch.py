@@ -97,14 +97,19 @@ def launch_world_size() -> int:
 def job_end_s() -> float | None:
     """Return the end of this Slurm job in seconds since 1970; None if unknown or outside Slurm.
 
-    Before 23.02 Slurm sets no variable; rank 0 then asks squeue.
+    Before 23.02 Slurm sets no variable; squeue is then asked.
     """
     text = os.environ.get("SLURM_JOB_END_TIME", "")
-    if re.fullmatch(r"[0-9]{9,11}", text):
-        return float(text)
-    job = os.environ.get("SLURM_JOB_ID")
+    return float(text) if re.fullmatch(r"[0-9]{9,11}", text) else asked_job_end_s()
+
+
+def asked_job_end_s() -> float | None:
+    """Return what squeue says about the end of this Slurm job; None outside Slurm, or if it names no end."""
+    job, array = os.environ.get("SLURM_JOB_ID"), os.environ.get("SLURM_ARRAY_JOB_ID")
+    if array:  # whose own number is also that of one of its tasks
+        job = f"{array}_{os.environ.get('SLURM_ARRAY_TASK_ID')}"
     with contextlib.suppress(OSError, subprocess.SubprocessError, ValueError):
-        if job and launch_rank() == 0:
+        if job:
             command = ["squeue", "--noheader", f"--jobs={job}", "--format=%e"]
             answer = subprocess.run(command, capture_output=True, text=True, timeout=SQUEUE_S, check=True).stdout
             return datetime.datetime.fromisoformat(answer.strip()).timestamp()

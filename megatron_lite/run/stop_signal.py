@@ -15,7 +15,7 @@ from typing import NamedTuple, NoReturn
 
 from megatron_lite.config import Config
 from megatron_lite.errors import RunError
-from megatron_lite.run.launch import in_slurm_step, job_end_s
+from megatron_lite.run.launch import asked_job_end_s, in_slurm_step, job_end_s, launch_rank
 
 # torchrun forwards SIGTERM, SIGINT and SIGHUP (a closed terminal); SIGUSR1 ends torchrun, but not a rank.
 SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1)
@@ -127,25 +127,45 @@ class TimeLimit(NamedTuple):
         return f"the run saves and stops at {moment} ({FLAGS[self.number]})"
 
 
+class JobEnd:
+    """A number of seconds before the end of a Slurm job, which `scontrol update TimeLimit` may have moved meanwhile.
+
+    end_s: by the wall clock, as the job began. When it is near, squeue is asked, and again once the end has moved.
+    """
+
+    def __init__(self, end_s: float, before_s: float, clock_s: Callable[[], float]) -> None:
+        self._end_s, self._before_s, self._clock_s = end_s, before_s, clock_s
+        self._may_move = True
+
+    def left_s(self) -> float:
+        """Return the time that is left; negative afterwards."""
+        if self._may_move and self._end_s - self._before_s <= self._clock_s():
+            end_s = asked_job_end_s() or self._end_s
+            self._end_s, self._may_move = end_s, end_s > self._end_s
+        return self._end_s - self._before_s - self._clock_s()
+
+
 def time_limits(
     config: Config, clock_s: Callable[[], float] = time.monotonic, wall_clock_s: Callable[[], float] = time.time
 ) -> tuple[TimeLimit, ...]:
     """Return the limits of a start that begins now.
 
-    Slurm's end is wall-clock time. Minutes are counted by a monotonic clock, so that clock corrections (NTP) neither
-    end the run early nor prolong it.
+    Slurm's end is wall-clock time. Rank 0 alone looks at it: if thousands of ranks asked Slurm, it would be overloaded.
+    Minutes are counted by a monotonic clock, so that clock corrections (NTP) neither end the run early nor prolong it.
     """
     training, begin_s, limits = config.training, clock_s(), []
     if (minutes := training.max_minutes) is not None:
         limits.append(TimeLimit(MAX_MINUTES, lambda: begin_s + 60 * minutes - clock_s()))
-    if (before_s := training.stop_before_end_s) is not None and (job_s := job_end_s()) is not None:
-        limits.append(TimeLimit(BEFORE_END, lambda: job_s - before_s - wall_clock_s()))
+    before_s = None if launch_rank() else training.stop_before_end_s
+    if before_s is not None and (end_s := job_end_s()) is not None:
+        limits.append(TimeLimit(BEFORE_END, JobEnd(end_s, before_s, wall_clock_s).left_s))
     return tuple(limits)
 
 
 def idle_limit(config: Config, limits: Sequence[TimeLimit]) -> str | None:
-    """Return a warning if --stop_before_end_s has no effect. limits: those of this start."""
-    if config.training.stop_before_end_s is None or any(limit.number == BEFORE_END for limit in limits):
+    """Return a warning for rank 0 if --stop_before_end_s has no effect. limits: those of this start."""
+    has_limit = any(limit.number == BEFORE_END for limit in limits)
+    if config.training.stop_before_end_s is None or has_limit or launch_rank():
         return None
     return (
         "--stop_before_end_s has no effect: there is no SLURM_JOB_END_TIME, which Slurm sets since version 23.02, and "

@@ -135,6 +135,30 @@ def test_an_older_slurm_is_asked_once(answer: str, tmp_path: Path, monkeypatch: 
         assert limits == () and "squeue names no end" in str(idle_limit(config, limits))
 
 
+def test_an_end_that_has_moved(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """`scontrol update TimeLimit`: squeue is asked when the known end is near, and only then; by two numbers for a task
+    of an array, as one of them has the number of all."""
+    answer, calls = tmp_path / "answer", tmp_path / "calls"
+    (tmp_path / "squeue").write_text(f'#!/bin/sh\necho "$@" >>{calls}\ncat {answer}\n')
+    (tmp_path / "squeue").chmod(0o755)
+    given = {"SLURM_JOB_END_TIME": str(int(NOW_S) + 1000), "SLURM_JOB_ID": "81236", "SLURM_ARRAY_JOB_ID": "81234"}
+    for name, value in {**given, "SLURM_ARRAY_TASK_ID": "2", "PATH": f"{tmp_path}:{os.environ['PATH']}"}.items():
+        monkeypatch.setenv(name, value)
+    now_s = NOW_S
+    config = tiny_config(stop_before_end_s=300.0, experiment_dir="/x")
+    (limit,) = time_limits(config, wall_clock_s=lambda: now_s)
+    assert limit.left_s() == 700 and not calls.exists()
+    answer.write_text(datetime.datetime.fromtimestamp(NOW_S + 5000).isoformat())
+    now_s += 700
+    assert limit.left_s() == 4000
+    answer.write_text("")
+    now_s += 4000
+    assert [limit.left_s(), limit.left_s()] == [0, 0], "it has not moved again"
+    assert calls.read_text() == "--noheader --jobs=81234_2 --format=%e\n" * 2
+    monkeypatch.setenv("RANK", "1")
+    assert time_limits(config) == () and idle_limit(config, ()) is None, "rank 0 alone looks at the end"
+
+
 def test_slurms_second_sigterm_ends_no_save(monkeypatch: pytest.MonkeyPatch) -> None:
     """Slurm repeats it at the end of a grace time; outside of a step, and for Ctrl-C, a second one ends the rank."""
     monkeypatch.setattr(stop_signal, "SAME_REQUEST_S", -1.0)
