@@ -18,10 +18,11 @@ EXAMPLES = sorted((ROOT / "scripts" / "examples").glob("*.sbatch"))
 # Runs a batch script at once, on the nodes that the command line or the script asks for.
 SBATCH = """#!/usr/bin/env bash
 set -euo pipefail
-nodes=
+nodes= tasks=
 while [[ "$1" == --* ]]; do
     case "$1" in
         --nodes=*) nodes="${1#*=}" ;;
+        --array=1-*) tasks="${1##*-}" ;;
         --job-name=* | --dependency=singleton) ;;
         *) exit 64 ;;
     esac
@@ -30,7 +31,10 @@ done
 bash -n "$1"
 [ -n "$nodes" ] || nodes="$(sed -n 's/^#SBATCH --nodes=//p' "$1")"
 export SLURM_JOB_ID=4242 SLURM_SUBMIT_DIR="$PWD" SLURM_JOB_NODELIST=nodes SLURM_JOB_NUM_NODES="$nodes"
-bash "$@"
+[ -n "$tasks" ] || exec bash "$@"
+for ((task = 1; task <= tasks; task++)); do
+    SLURM_ARRAY_JOB_ID=4242 SLURM_ARRAY_TASK_ID="$task" bash "$@"
+done
 """
 SRUN = """#!/usr/bin/env bash
 [ "$1" = --export=ALL ] || exit 64  # SBATCH_EXPORT may have another value
@@ -76,7 +80,8 @@ def launched(block: str, folder: Path) -> list[tuple[list[str], list[str]]]:
     ("word", "nodes"),
     [
         ("slurm_single_node", [1]),
-        ("slurm_multi_node.sbatch --micro", [4, 16]),
+        ("--nodes=4", [4, 16]),
+        ("--array", [2, 2, 2]),
         ("--write_sbatch", [2]),
         ("slurm_preemptible", [16]),
         ("singleton", [16, 16, 16]),
@@ -87,10 +92,12 @@ def test_commands(word: str, nodes: list[int], tmp_path: Path) -> None:
     (block,) = [block for block in BLOCKS if word in block]
     calls = launched(block, tmp_path)
     assert len(calls) == sum(nodes)
-    for count in nodes:
+    for task, count in enumerate(nodes, 1):
         job, calls = calls[:count], calls[count:]
         config = validation.resolve(parse.parse(job[0][1]).config, 8 * count)
-        assert config.run.experiment_dir == str(tmp_path / "experiments" / "mistral")
+        run = f"mistral_{task}" if word == "--array" else "mistral"
+        assert config.run.experiment_dir == str(tmp_path / "experiments" / run)
+        assert word != "--array" or config.distributed.seed == task
         assert config.data.data_path == (str(tmp_path / "data" / "corpus"),)
         assert config.batch.batch_size == 128 and config.distributed.device == ("auto" if "write" in word else "cuda")
         assert all(flags == job[0][1] for _, flags in job)
@@ -100,7 +107,7 @@ def test_commands(word: str, nodes: list[int], tmp_path: Path) -> None:
 
 
 def test_every_block_is_run() -> None:
-    assert len(BLOCKS) == 5
+    assert len(BLOCKS) == 6
 
 
 @pytest.mark.parametrize("script", EXAMPLES, ids=lambda path: path.name)
@@ -111,4 +118,4 @@ def test_lines_are_in_the_scripts(script: Path) -> None:
     for line in re.findall(r"^\| `(#SBATCH [^`]+|trap [^`]+)` \|", GUIDE, re.M):
         assert f"\n{line}\n" in text
     if "srun" in text:
-        assert "srun --kill-on-bad-exit=1" in text and "TORCH_ELASTIC_SHUTDOWN_TIMEOUT:-240}" in text
+        assert "srun --export=ALL --kill-on-bad-exit=1 " in text and "TORCH_ELASTIC_SHUTDOWN_TIMEOUT:-240}" in text

@@ -248,6 +248,7 @@ class Preemptible:
     def __init__(self, folder: Path) -> None:
         self.experiment, self._bin, self._requeued = folder / "mistral", folder / "bin", folder / "requeued"
         self.experiment.mkdir()
+        self.array = dict[str, str]()  # variables of a task
         requeue = f'[ "$1" != requeue ] || echo "$2" >>{self._requeued}'
         executable(self._bin / "scontrol", f"#!/usr/bin/env bash\nprintf 'node7\\n'\n{requeue}\n")
         self.says("RUNNING None")
@@ -270,8 +271,8 @@ class Preemptible:
         executable(self._bin / "srun", f"#!/usr/bin/env bash\n{save}\n{ends if runs else 'exit 137'}\n")
         self._requeued.unlink(missing_ok=True)
         count = {"SLURM_RESTART_COUNT": str(restart)} if restart else {}
-        result = shell("bash scripts/examples/slurm_preemptible.sbatch", **self._slurm, **count)
-        requeued = self._requeued.exists() and self._requeued.read_text() == "42\n"
+        result = shell("bash scripts/examples/slurm_preemptible.sbatch", **{**self._slurm, **count, **self.array})
+        requeued = self._requeued.exists() and self._requeued.read_text() == ("7_2\n" if self.array else "42\n")
         return result.returncode, requeued, result.stderr
 
 
@@ -320,6 +321,59 @@ def test_preemptible_job_does_not_repeat_a_mistake(tmp_path: Path) -> None:
     for code in (2, 3, 4, 5, 7):
         returned, requeued, words = job.start(0, code)
         assert (returned, requeued) == (code, False) and f"exit code {code} would come back" in words
+
+
+def test_preemptible_task_of_an_array(tmp_path: Path) -> None:
+    """The id of one task is that of the whole array, which must not be requeued with it. %a is the task's number."""
+    job = Preemptible(tmp_path)
+    job.experiment = tmp_path / "mistral_2"
+    job.experiment.mkdir()
+    job.array = {"SLURM_ARRAY_JOB_ID": "7", "SLURM_ARRAY_TASK_ID": "2", "EXP_BASE_DIR": f"{tmp_path}/mistral_%a"}
+    assert job.start(0, 75, checkpoint=100)[:2] == (0, True)
+    assert (job.experiment / "restarts.txt").exists() and not (tmp_path / "mistral_%a").exists()
+
+
+@pytest.mark.parametrize(
+    ("job", "state", "passed_on"),
+    [
+        ("slurm_multi_node", "JobState=RUNNING Reason=None PreemptTime=None", True),
+        ("slurm_single_node", "JobState=RUNNING Reason=None PreemptTime=None", True),
+        ("slurm_preemptible", "JobState=RUNNING Reason=None PreemptTime=None", True),
+        ("slurm_multi_node", "JobState=RUNNING Reason=None PreemptTime=2026-11-29T10:39:33", False),
+        ("slurm_multi_node", "JobState=COMPLETING Reason=TimeLimit PreemptTime=None", False),
+    ],
+)
+def test_a_signal_to_the_script_alone(job: str, state: str, passed_on: bool, tmp_path: Path) -> None:
+    """--signal=B:... reaches the script alone, which passes it on; with scancel and preemptions the ranks have it."""
+    experiment, bin_folder = tmp_path / "mistral", tmp_path / "bin"
+    experiment.mkdir()
+    executable(bin_folder / "scontrol", f"#!/usr/bin/env bash\nprintf '{state}\\n'\n")
+    executable(bin_folder / "scancel", f'#!/usr/bin/env bash\necho "$*" >{tmp_path}/passed\n')
+    executable(bin_folder / "squeue", "#!/usr/bin/env bash\n")
+    # $SCRIPT is the process that Slurm signals; srun goes on until the signal is passed on, or for a while.
+    wait = f"for _ in {{1..{300 if passed_on else 10}}}; do [ -e {tmp_path}/passed ] && break; sleep 0.1; done"
+    told = f"printf '  \"exit_code\": 0,\\n' >{experiment}/exit.json"
+    executable(bin_folder / "srun", f"#!/usr/bin/env bash\nkill -USR1 $SCRIPT\n{wait}\n{told}\n")
+    slurm = slurm_job(tmp_path, experiment)
+    command = f"SCRIPT=$BASHPID exec bash scripts/examples/{job}.sbatch"
+    succeeds(result := shell(command, **slurm, PATH=f"{bin_folder}:{os.environ['PATH']}"))
+    assert (tmp_path / "passed").exists() == passed_on
+    assert not passed_on or (tmp_path / "passed").read_text() == "--signal=TERM 42\n"
+    assert '"exit_code": 0' in result.stdout
+
+
+def test_the_first_signal_alone_reaches_torchrun(tmp_path: Path) -> None:
+    """Slurm sends SIGTERM again at the end of a grace time, at which torchrun would end."""
+    saves = f"for _ in {{1..300}}; do [ -e {tmp_path}/saved ] && break; sleep 0.1; done"
+    trains = f"trap 'echo saving' TERM; echo trains; {saves}; exit 75"
+    command = ["bash", "scripts/examples/first_signal.sh", "bash", "-c", trains]
+    with subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, text=True) as task:
+        assert task.stdout is not None
+        for line in ("trains\n", "saving\n"):
+            assert task.stdout.readline() == line
+            task.terminate()
+        (tmp_path / "saved").touch()
+        assert task.stdout.read() == "" and task.wait() == 75
 
 
 def test_slurm_job_in_the_wrong_folder(tmp_path: Path) -> None:
