@@ -59,7 +59,7 @@ PartitionName=grace Nodes=ALL MaxTime=60 GraceTime={grace_s}
 PartitionName=urgent Nodes=ALL MaxTime=60 PriorityTier=10
 """
 NODE = (
-    "NodeName={name} NodeAddr={network}.{number} CPUs={cores} CoresPerSocket={cores} RealMemory=10000 Gres=gpu:8 "
+    "NodeName={name} NodeAddr={network}.{number} CPUs={cores} CoresPerSocket={cores} RealMemory=200000 Gres=gpu:8 "
     "Port={port}\n"
 )
 GRACE_S, KILL_WAIT_S = 15, 15
@@ -77,12 +77,13 @@ export PATH={folder}/bin:{python}:$PATH PYTHONPATH={folder}/slow
 """
 TORCHRUN = """\
 #!/usr/bin/env bash
-# One rank a node: there are no GPUs.
+# One rank a node: there are no GPUs. BROKEN_DRIVER: it fails before Python runs.
 words=()
 for word in "$@"; do
     case "$word" in --nproc-per-node=*) word=--nproc-per-node=1 ;; esac
     words+=("$word")
 done
+[ -z "${{BROKEN_DRIVER:-}}" ] || exit 1
 exec {python}/python -m torch.distributed.run "${{words[@]}}"
 """
 # Python reads it at its start.
@@ -200,6 +201,11 @@ class Run:
     def checkpoints(self) -> list[int]:
         return sorted(int(path.name) for path in (self.folder / "checkpoints").glob("[0-9]*") if path.name.isdigit())
 
+    def losses(self) -> dict[int, float]:
+        """Return the loss of each iteration, that of the newest start where several have trained it."""
+        lines = map(json.loads, (self.folder / "metrics.jsonl").read_text().splitlines())
+        return {line["iteration"]: line["loss"] for line in lines if line["phase"] == "training"}
+
     def trains(self, after: int = 0) -> None:
         """Wait until the run has trained some iterations after `after`."""
         until(lambda: self.iteration() > after + 2, lambda: f"{self.folder}: {self.exit()}")
@@ -245,7 +251,7 @@ class Slurm:
     def _write_files(self) -> None:
         folder = self.folder
         folder.chmod(0o755)
-        for name in ("state", "bin", "slow", "gpus", "runs", "home", "venv/bin"):
+        for name in ("state", "bin", "slow", "gpus", "data", "runs", "home", "venv/bin"):
             (folder / name).mkdir(parents=True)
         for name in ("runs", "home"):
             (folder / name).chmod(0o777)
@@ -253,7 +259,7 @@ class Slurm:
             shutil.copytree(ROOT / name, self.checkout / name, ignore=shutil.ignore_patterns("__pycache__"))
         shutil.copy(ROOT / "pretrain_gpt.py", self.checkout)
         self.checkout.chmod(0o777)
-        write_documents(folder / "corpus", np.random.default_rng(0).integers(0, 256, (400, 100)))
+        write_documents(folder / "data" / "corpus", np.random.default_rng(0).integers(0, 256, (400, 100)))
         for number in range(8):
             os.mknod(folder / "gpus" / f"gpu{number}", 0o20666, os.makedev(1, 3))
         (folder / "gres.conf").write_text(f"Name=gpu File={folder}/gpus/gpu[0-7]\n")
@@ -332,9 +338,19 @@ class Slurm:
 
         words: options, a script and its flags.
         """
-        environment = {"DATA_PATH": str(self.folder / "corpus"), "EXP_BASE_DIR": str(run_.folder)}
+        environment = {"DATA_PATH": str(self.folder / "data" / "corpus"), "EXP_BASE_DIR": str(run_.folder)}
         environment |= {"VENV": str(self.venv), **variables}
         return int(self.as_nobody("sbatch", "--parsable", f"--output={run_.folder}-%j.log", *words, **environment))
+
+    def submit_tasks(self, run_: Run, options: str, flags: str, **variables: str) -> int:
+        """Submit a job whose srun starts the program itself, without torchrun; return its id.
+
+        options: those of sbatch, then, after `srun`, those of srun.
+        """
+        of_sbatch, _, of_srun = options.partition("srun")
+        flags = f"{' '.join(TINY)} {flags} --data_path=$DATA_PATH --experiment_dir=$EXP_BASE_DIR"
+        command = f". $VENV/bin/activate; srun {of_srun} python pretrain_gpt.py {flags}"
+        return self.submit(run_, *of_sbatch.split(), f"--wrap={command}", **variables)
 
     def as_nobody(self, *words: str, **variables: str) -> str:
         """Run a command in the copy of the checkout as the user of the jobs; return its output."""
@@ -346,6 +362,16 @@ class Slurm:
         words = self.call("scontrol", "--oneliner", "show", "job", str(number)).split()
         return dict(word.partition("=")[::2] for word in words)
 
+    def preempt(self) -> None:
+        """Let a short job of a higher priority take all nodes."""
+        take_all = ["--partition=urgent", "--nodes=3", "--exclusive", "--time=1"]
+        self.as_nobody("sbatch", *take_all, f"--output={self.folder}/runs/urgent.log", "--wrap=sleep 1")
+
+    def comes_back(self, number: int) -> None:
+        """Wait until the job runs for the second time."""
+        until(lambda: self.job(number)["Restarts"] != "0", lambda: f"{self.job(number)}\n{self.log(number)}")
+        self.wait(number, "RUNNING")
+
     def wait(self, number: int, *states: str) -> str:
         """Wait until the job is in one of these states; return it."""
         until(lambda: self.job(number)["JobState"] in states, lambda: f"{self.job(number)}\n{self.log(number)}")
@@ -356,8 +382,11 @@ class Slurm:
         return self.wait(number, "COMPLETED", "FAILED", "CANCELLED", "TIMEOUT", "NODE_FAIL", "PREEMPTED")
 
     def log(self, number: int) -> str:
-        """Return what the job has written."""
-        return "\n".join(path.read_text() for path in (self.folder / "runs").glob(f"*-{number}.log"))
+        """Return what the job has written, without the lines of iterations."""
+        lines = [
+            line for path in (self.folder / "runs").glob(f"*-{number}.log") for line in path.read_text().split("\n")
+        ]
+        return "\n".join(line for line in lines if not line.startswith("iteration "))
 
     def version(self) -> str:
         return self.call("sinfo", "--version")
