@@ -490,8 +490,8 @@ def store_content(address: str) -> dict[str, bytes]:
     """Return the files of a store by name."""
     made = mirror.RemoteFolder(address, "mirror")
     top = made.at("")
-    found = made.storage.find(top.rstrip("/")) if made.storage.exists(top.rstrip("/")) else []
-    return {path.removeprefix(top): bytes(made.storage.cat_file(path)) for path in found}
+    found = made.system.find(top.rstrip("/")) if made.system.exists(top.rstrip("/")) else []
+    return {path.removeprefix(top): bytes(made.system.cat_file(path)) for path in found}
 
 
 def folder_content(root: Path) -> dict[str, bytes]:

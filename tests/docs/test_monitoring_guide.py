@@ -37,6 +37,7 @@ def test_the_commands_leave_the_files(tmp_path: Path) -> None:
         "iterations_3-7_rank_000.schedule.json.gz",
         "iterations_3-7_rank_000.schedule.html",
         "iteration_3_rank_000.trace.json.gz",
+        "iteration_3_rank_000.averages.txt",
     }
     assert names < there.keys() and "iterations_3-7_rank_001.schedule.txt" in there
     assert "iteration_3_rank_000.averages.txt" in there

@@ -25,7 +25,7 @@ MODULES = sorted(
 NEED_NO_PACKAGE = {"scripts/build_corpus.py", "scripts/check_installed.py", "scripts/plot_schedule.py"}
 NEED_NO_PACKAGE |= {"scripts.docs.flags", "scripts.benchmarks.gpu.render", "scripts.benchmarks.gpu.report"}
 NEED_NO_PACKAGE |= {"scripts.benchmarks.cpu", "scripts.benchmarks.cpu.render", "scripts.docs.reliability"}
-NEED_NO_PACKAGE |= {"scripts.benchmarks.preparing", "scripts/fresh_environment.py"}
+NEED_NO_PACKAGE |= {"scripts.benchmarks.preparing", "scripts/fresh_environment.py", "scripts.cluster.pull_cable"}
 LACKS = re.compile(r"lacks the package (torch|numpy|jinja2); \w+ .* and repeat the command: (.*)")
 
 
@@ -139,8 +139,8 @@ def test_a_package_that_is_missing_later_is_named_too(capsys: pytest.CaptureFixt
 
 def test_defects_keep_their_traceback(checkout: Path) -> None:
     """A module that is missing from the program itself is a defect, and so is any other error."""
-    (checkout / "megatron_lite" / "train.py").write_text("import megatron_lite.absent\n")
+    (checkout / "megatron_lite" / "pretrain.py").write_text("import megatron_lite.absent\n")
     result = start("pretrain_gpt.py", *FLAGS.split(), cwd=checkout)
     assert result.returncode == 1 and "Traceback" in result.stderr and "megatron_lite.absent" in result.stderr
-    (checkout / "megatron_lite" / "train.py").write_text("1 / 0\n")
+    (checkout / "megatron_lite" / "pretrain.py").write_text("1 / 0\n")
     assert "ZeroDivisionError" in start("pretrain_gpt.py", *FLAGS.split(), cwd=checkout).stderr

@@ -210,7 +210,7 @@ def test_signal_during_a_long_validation(ranks: int, tmp_path: Path) -> None:
     more = (
         "--num_layers=1",
         "--train_iters=4",
-        "--validation_iters=60",
+        "--validation_iters=400",
         "--validation_interval=2",
         "--test_iters=1",
         "--ema_type=ema",
