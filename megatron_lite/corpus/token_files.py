@@ -48,7 +48,10 @@ def convert(names: Sequence[str], prefix: str, kind: str | None, end: int | None
                 raise UsageError(f"{file.path}: no document ends in it as it is; decompress it, {fix}")
             borders = np.unique(np.concatenate([[0, len(tokens)], ends, *cuts]).astype(np.int64))
             for first, stop in itertools.pairwise(borders.tolist()):
-                writer.add_document(tokens[first:stop])
+                document = tokens[first:stop]
+                if document.min(initial=0) < 0:
+                    raise DataError(f"{file.path}: a token id is negative: {document.min()}")
+                writer.add_document(document)
         for ending in (SUMMARY, TOKENIZER):
             Path(prefix + ending).unlink(missing_ok=True)  # of a pair that was there before
     return f"{prefix}.bin: {writer.num_documents:,} documents, {writer.num_tokens:,} tokens ({writer.dtype.name})"
@@ -65,6 +68,8 @@ def _opened(path: str, kind: str | None) -> tuple[NDArray[Any], NDArray[np.int64
             ends = np.fromfile(path + ".index", "<i8")
         has_header = np.fromfile(path, "S6", 1).tolist() == [b"\x93NUMPY"]
         tokens = open_memmap(path, mode="r") if has_header else np.memmap(path, np.dtype(kind), "r")
+        if tokens.dtype.kind not in "iu":
+            raise ValueError(f"{tokens.dtype.name}, not integers")
         if ends[-1:].tolist() not in ([], [len(tokens)]) or Path(path + ".loss").exists():
             raise ValueError(f"{len(tokens):,} tokens, documents that end at {ends[-1:]}, no loss mask (.loss)")
     except ValueError as error:

@@ -100,6 +100,8 @@ def test_what_is_no_such_file_is_refused(tmp_path: Path, capsys: pytest.CaptureF
     raw, typed, end = tmp_path / "raw.bin", "--from_tokens=uint16", "--split_documents_at=90"
     write_raw(raw, TOKENS, "uint16")
     np.save(tmp_path / "object.npy", np.array(["a", None], object))
+    for name, kind in (("real", "f4"), ("complex", "c8"), ("truth", "?"), ("negative", "i8"), ("short", "i2")):
+        np.save(tmp_path / f"{name}.npy", np.array([1.5, -100, 90]).astype(kind))
     write_raw(tmp_path / "large.bin", [2**31, END], "uint32")
     (tmp_path / "odd.bin").write_bytes(raw.read_bytes() + b"1")
     (tmp_path / "packed.bin.gz").write_bytes(gzip.compress(raw.read_bytes()))
@@ -112,6 +114,11 @@ def test_what_is_no_such_file_is_refused(tmp_path: Path, capsys: pytest.CaptureF
         (pair, "--split_documents_at=91"): "no document ends in it",
         (pair, "--from_tokens=int32", end): "pair.bin: is not what",
         (tmp_path / "object.npy", end): "object.npy: is not what",
+        (tmp_path / "real.npy", typed, end): "real.npy: is not what its name, its index or --from_tokens say: float32",
+        (tmp_path / "complex.npy", typed, end): "say: complex64, not integers",
+        (tmp_path / "truth.npy", "--split_documents_at=1"): "say: bool, not integers",
+        (tmp_path / "negative.npy", typed, end): "negative.npy: a token id is negative: -100",
+        (tmp_path / "short.npy", typed, end): "short.npy: a token id is negative: -100",
         (tmp_path / "large.bin", "--from_tokens=uint32", end): "does not fit int32",
         (tmp_path / "odd.bin", typed, end): "odd.bin: is not what",
         (tmp_path / "packed.bin.gz", typed, end): "decompress it",
