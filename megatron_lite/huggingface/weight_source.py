@@ -287,7 +287,9 @@ class HuggingFaceSource(WeightSource):
         stated = [f"--{name}={written(value)}" for name, value in sorted(other) if name not in FREE]
         fix = "download the folder again, or check the flags of the model"
         if stated:
-            fix = f"its config.json says {shorten(stated)}; write that, or --resize_vocabulary=mean for other tokens"
+            fix = f"its config.json says {shorten(stated)}; write that"
+        if self.model.vocab_size != self._filled.vocab_size:
+            fix += ", or --resize_vocabulary=mean for other tokens"
         self._refuse(list(dict.fromkeys(problems)), fix)
 
     def _problems(self, piece: MappedRows) -> list[str]:
