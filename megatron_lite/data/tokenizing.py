@@ -285,6 +285,8 @@ def tokenizer_json(path: str | Path) -> bytes:
                 f"{path}: {', '.join(found)} without a tokenizer.json; make one with transformers and give NEW: "
                 f"python -c 'from transformers import AutoTokenizer; {make}'"
             )
+        if path.is_dir():
+            raise DataError(f"{path}: is a folder; give the tokenizer.json in it")
         with reading(path):
             return path.read_bytes()
     tokenizer = _byte_level_bpe({symbol: byte for byte, symbol in enumerate(_byte_symbols())}, use_regex=False)

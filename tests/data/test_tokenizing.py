@@ -111,6 +111,8 @@ def test_broken_tokenizer_files_are_named(tmp_path: Path) -> None:
             path.write_bytes(content)
         with pytest.raises(DataError, match="t.json: (cannot be read|not a tokenizer.json)"):
             load_tokenizer(str(path))
+    with pytest.raises(DataError, match="is a folder; give the tokenizer.json in it"):
+        load_tokenizer(str(tmp_path))
 
 
 @pytest.mark.parametrize("kind", ["byte", "trained"])
