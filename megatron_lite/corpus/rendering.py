@@ -45,8 +45,10 @@ def described(folder: str) -> tuple[str, dict[str, str], Any, list[tuple[str, li
         loaded = AutoTokenizer.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
         backend = loaded.backend_tokenizer
     except Exception as error:  # whatever the files of a stranger lead to
-        own = "needs its own code, which is never run" if "trust_remote_code" in str(error) else "cannot be loaded"
-        raise DataError(f"{folder}: the tokenizer {own}: transformers says {type(error).__name__}: {error}") from error
+        reason = f"cannot be loaded: transformers says {type(error).__name__}: {error}"
+        if "trust_remote_code" in str(error):
+            reason = "needs its own code, which is never run; save it as a tokenizer.json that needs none"
+        raise DataError(f"{folder}: the tokenizer {reason}") from error
     if hasattr(backend.model, "dropout"):
         backend.model.dropout = None
     templates = loaded.chat_template

@@ -365,6 +365,18 @@ def test_the_line_that_makes_a_tokenizer_json(tmp_path: Path, names: list[str], 
     )
 
 
+def test_code_of_its_own_is_refused_in_one_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """The words of transformers there advise an argument, and a page on the web, that help nobody here."""
+    folder = tmp_path / "T"
+    folder.mkdir()
+    bytes_and_pairs().save(str(folder / "tokenizer.json"))
+    own = {"tokenizer_class": "Own", "auto_map": {"AutoTokenizer": ["own.Own", None]}}
+    (folder / "tokenizer_config.json").write_text(json.dumps(own))
+    prepare(write_lines(tmp_path / "a.jsonl", [{"text": "Hello"}]), tmp_path / "x", f"--tokenizer={folder}", code=3)
+    line = capsys.readouterr().err
+    assert line.count("\n") == 1 and "its own code, which is never run" in line and "trust_remote_code" not in line
+
+
 def test_nothing_is_fetched(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A name of the hub in the configuration, a missing file and code elsewhere lead to no connection."""
     (tmp_path / "sitecustomize.py").write_text(
