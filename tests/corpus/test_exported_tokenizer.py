@@ -147,7 +147,9 @@ def test_nothing_is_left_behind(tmp_path: Path, end: str) -> None:
             outcome = start.wait()
             assert (experiment / "export" / "2" / "config.json").exists()
         else:
-            assert start.wait_until(lambda: trains(experiment) and importing.exists(), "training")
+            assert start.wait_until(
+                lambda: trains(experiment) and importing.exists() and importing.read_text(), "training"
+            )
             if end == "stopped":
                 start.signal(signal.SIGTERM, workers=True)
             else:
