@@ -54,12 +54,7 @@ def older_summary(prefix: str) -> JsonObject:
 def outdated(prefixes: Iterable[str]) -> Iterator[str]:
     """Yield warnings about pairs to which the rules that have changed since may have given other tokens."""
     for prefix in dict.fromkeys(prefixes):
-        base, summary = _summary_of(prefix)
-        if not summary or summary.get("rules") == RULES:
-            continue
-        model = read_object(Path(base + TOKENIZER)).get("model")
-        is_random = isinstance(model, dict) and bool(model.get("dropout"))
-        if is_random or "conversations" in summary.get("options", ()):
+        if older_summary(prefix):
             yield f"{prefix}: older rules prepared it, perhaps with other tokens; for a new run, prepare it again"
 
 
