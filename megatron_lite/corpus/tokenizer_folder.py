@@ -36,10 +36,7 @@ TRAINED = "megatron_lite"  # in the config.json of our exports, whose tokenizer.
 FREE = ("llama", "mistral", "gpt2", "gpt_bigcode", "starcoder2", "qwen3")
 
 # For exports that AutoTokenizer reads by another class, or by special tokens that the training did not know.
-ADVICE = (
-    "load their tokenizer with transformers.PreTrainedTokenizerFast.from_pretrained(FOLDER), or prepare the data with "
-    "the tokenizer's folder"
-)
+ADVICE = "load their tokenizer with transformers.PreTrainedTokenizerFast.from_pretrained(FOLDER)"
 
 
 def has_library() -> bool:
