@@ -189,8 +189,14 @@ def _check_tokenizer(run: Run) -> None:
     data.warnings = (*data.warnings, *outdated(paths))
     own = None if file is None else known_tokenizer(file, f"--tokenizer_file={file}")
     found, unknown = check_tokenizer(paths, config.model.vocab_size, own)
-    if found is not None and own is not None and own.sha256 == found.source != found.sha256:  # the data decide
-        run.config = changed(config, {"tokenizer_file": str(found.file)})
+    if found is not None and own is not None:
+        has_other_end = found.end not in (None, own.end)
+        if found.file.is_file() and (has_other_end or own.sha256 == found.source != found.sha256):  # the data decide
+            own = known_tokenizer(str(found.file), f"--tokenizer_file={found.file}")
+            run.config = changed(config, {"tokenizer_file": str(found.file)})
+        if found.end not in (None, own.end):
+            said = f"{own.name} ends documents with token {own.end}, the data with {found.end}, which was trained"
+            data.warnings = (*data.warnings, f"{said}: what exports generate may not stop; prepare the data again")
     if (tokenizer := found or own) is not None:
         data.identity |= {"tokenizer_sha256": tokenizer.sha256, "tokenizer_size": tokenizer.size}
         if 2 * tokenizer.size < config.model.vocab_size:

@@ -64,6 +64,7 @@ class KnownTokenizer(NamedTuple):
     size: int  # of the vocabulary
     file: Path  # perhaps missing
     source: str = ""  # digest of the tokenizer.json that this one was made from
+    end: int | None = None  # the token that ends a document; None: unknown, or none
 
     def __str__(self) -> str:
         return f"{self.name} ({self.size:,} tokens, SHA-256 {self.sha256[:8]})"
@@ -80,7 +81,8 @@ class KnownTokenizer(NamedTuple):
 def known_tokenizer(file: str, name: str) -> KnownTokenizer:
     """Describe a tokenizer.json, or `byte`. Raises: DataError if it cannot be read."""
     digest = hashlib.sha256(tokenizer_json(file)).hexdigest()
-    return KnownTokenizer(name, digest, JsonTokenizer(file, needs_end=False).vocab_size, Path(file))
+    opened = JsonTokenizer(file, needs_end=False)
+    return KnownTokenizer(name, digest, opened.vocab_size, Path(file), end=opened.end_of_document)
 
 
 def check_tokenizer(
@@ -99,7 +101,7 @@ def check_tokenizer(
             unknown.append(prefix)
             continue
         file, source = Path(base + TOKENIZER), str(summary.get("tokenizer_source"))
-        found = KnownTokenizer(f"of the data {prefix}", digest, size, file, source)
+        found = KnownTokenizer(f"of the data {prefix}", digest, size, file, source, summary.get("end_of_document"))
         first = first or found
         if not (expected or first).encodes_like(found):
             fix = f"which is {found.file}; use data and a model of one tokenizer"

@@ -80,7 +80,7 @@ class TokenizerChoice:
             DataError: if it cannot be read or has no end of documents.
             UsageError: if it lacks a token that the user names, or the vocabulary to train has no possible size.
         """
-        path = folder / "given.tokenizer.json"
+        path, config = folder / "given.tokenizer.json", {}
         if self.train is not None:
             key = hashlib.sha256(repr((self.train, files, fields)).encode(errors="surrogateescape")).hexdigest()
             path = folder / f"trained-{key[:32]}.json"
@@ -95,11 +95,14 @@ class TokenizerChoice:
             said = effective(str(self.source))
             needs_end = self.end is None and not fields.marked
             given = JsonTokenizer(str(self.source), self.special_tokens, needs_end, said)
+            config = said.config
             replace_file(path, without_dropout(said.tokenizer))
-            if said.config:
-                replace_json(folder / f"given.{CONFIG_NAME}", said.config)
         end = given.end_of_document if self.end is None else self._token(given, "end_of_document", self.end)
         begin = self._token(given, "begin_of_document", self.begin or ABSENT)
+        if self.end not in (None, ABSENT):
+            config = {**config, "eos_token": self.end}  # exports and samples end with it, too
+        if config:
+            replace_json(path.with_name(path.name.removesuffix("tokenizer.json") + CONFIG_NAME), config)
         model = json.loads(path.read_bytes())["model"]
         unknown = model.get("unk_id", given.token_id(model.get("unk_token") or ""))
         is_byte, special_tokens = self.name == BYTE and self.train is None, self.special_tokens

@@ -5,6 +5,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from tokenizers import Tokenizer, models, pre_tokenizers
+from transformers import AutoTokenizer
 
 from megatron_lite.checkpoint import manifest
 from megatron_lite.cli import prepare_data
@@ -124,3 +126,31 @@ def test_shares(tmp_path: Path) -> None:
     assert said not in more and manifest.read(old / "checkpoints" / "3").iteration == 3
     succeed([*flags, *equal, f"--experiment_dir={tmp_path / 'whole'}", "--train_iters=3"])
     assert losses(old) == losses(tmp_path / "whole")
+
+
+def test_exports_end_as_the_documents_of_the_data(tmp_path: Path) -> None:
+    """Whatever chose the end: a flag of prepare_data, or a tokenizer.json without the folder that is named now."""
+    letters = sorted(pre_tokenizers.ByteLevel.alphabet())
+    library = Tokenizer(models.BPE({letter: number for number, letter in enumerate(letters)}, []))
+    library.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    library.add_special_tokens(["<|endoftext|>", "<|im_end|>"])
+    for folder in ("plain", "other"):
+        (tmp_path / folder).mkdir()
+        library.save(str(tmp_path / folder / "tokenizer.json"))
+    (tmp_path / "other" / "tokenizer_config.json").write_text('{"eos_token": "<|im_end|>"}')
+    (tmp_path / "texts.jsonl").write_text((json.dumps({"text": "some words " * 9}) + "\n") * 9)
+    words = [str(tmp_path / "texts.jsonl"), "--tokenizer", str(tmp_path / "plain" / "tokenizer.json")]
+    chosen, default = str(tmp_path / "chosen"), str(tmp_path / "default")
+    assert prepare_data.main([*words, f"--output_prefix={chosen}", "--end_of_document=<|im_end|>"]) == 0
+    assert prepare_data.main([*words, f"--output_prefix={default}"]) == 0
+    typed = f"--tokenizer_file={tmp_path / 'other' / 'tokenizer.json'}"
+    for name, prefix, more, end in (("a", chosen, [], 257), ("b", default, [typed], 256), ("c", chosen, [typed], 257)):
+        flags = [*FLAGS, f"--experiment_dir={tmp_path / name}", f"--data_path={prefix}", "--vocab_size=258", *more]
+        assert "ends documents" not in succeed([*flags, "--train_iters=1", "--export_interval=1"]).output
+        export = tmp_path / name / "export" / "1"
+        assert json.loads((export / "config.json").read_text())["eos_token_id"] == end
+        assert AutoTokenizer.from_pretrained(export).eos_token_id == end
+    for file in tmp_path.glob("default.tokenizer*.json"):  # as of a pair whose folder was lost
+        file.unlink()
+    said = succeed([*FLAGS, f"--data_path={default}", "--vocab_size=258", typed, "--train_iters=1"]).output
+    assert "ends documents with token 257, the data with 256" in said
