@@ -113,12 +113,15 @@ class TokenizerChoice:
 
     def fast_version(self, files: Sequence[InputFile], fields: TextFields) -> str:
         """Return the version of fastokens if it may serve. Raises: UnfitError, which says why not."""
-        size_bytes = sum(file.size_bytes if file.regular else WORTHWHILE_BYTES for file in files)
+        size_bytes = sum(file.size_bytes for file in files)
         version = next((found.version for found in metadata.distributions(name=FAST)), "")
         reasons = {
             "--tokenizer_library says so": self.library == "tokenizers",
             BYTES: self.name == BYTE and self.train is None,
             "conversations need the places of tokens in the text": fields.marked,
+            "a pipe can be read only once, and a wrong id would make all tokens anew": not all(
+                file.regular for file in files
+            ),
             SMALL: size_bytes < WORTHWHILE_BYTES and self.library == "auto",
             f"{FAST}, which is faster, is not installed: pip install '.[fast]'": not version,
         }

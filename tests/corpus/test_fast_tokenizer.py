@@ -1,9 +1,11 @@
 """fastokens: the ids of `tokenizers` in every text, a wrong id found at the start and in the work, and mended."""
 
 import json
+import os
 import random
 import subprocess
 import sys
+import threading
 from collections.abc import Iterator
 from contextlib import nullcontext
 from dataclasses import replace
@@ -246,6 +248,28 @@ def test_a_wrong_id_in_the_work_is_found_and_mended(
     assert (FAST in summary["versions"]) != guarded
     assert (files(tmp_path / "out") == files(tmp_path / "right")) == guarded
     assert prepare(chosen) == (summary, False) and not list((tmp_path / "out").glob("*.partial"))
+
+
+def fill(pipe: int, content: bytes) -> None:
+    with open(pipe, "wb") as file:
+        file.write(content)
+
+
+def test_a_pipe_is_read_by_tokenizers(
+    corpus: Path, plain: str, tmp_path: Path, stub: Wrong, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A second reading would find only what the first one has not taken: no wrong id may ask for it."""
+    prepare(options(corpus, plain, tmp_path / "right", "tokenizers"))
+    stub.word = "document 0 of"
+    reader, writer = os.pipe()
+    (tmp_path / "pipe.jsonl").symlink_to(f"/dev/fd/{reader}")
+    thread = threading.Thread(target=fill, args=(writer, corpus.read_bytes()))
+    thread.start()
+    summary, _ = prepare(options(tmp_path / "pipe.jsonl", plain, tmp_path / "out"))
+    thread.join(60)
+    os.close(reader)
+    assert "tokenizing without fastokens: a pipe can be read only once" in capsys.readouterr().err
+    assert FAST not in summary["versions"] and files(tmp_path / "out") == files(tmp_path / "right")
 
 
 def test_a_worker_finds_a_wrong_id(
