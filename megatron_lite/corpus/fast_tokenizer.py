@@ -51,7 +51,9 @@ class FastTokenizer(JsonTokenizer):
             from fastokens import Tokenizer
 
             self._fast = Tokenizer.from_json_str(self.library.to_str())  # without dropout, truncation and padding
-        except Exception as error:
+        except KeyboardInterrupt:
+            raise
+        except BaseException as error:  # a panic of the library is no Exception
             raise UnfitError(f"{FAST} cannot load it: {error}") from error
         self._room = LOADED_CHARACTERS
 
@@ -95,7 +97,7 @@ class FastTokenizer(JsonTokenizer):
             ids, places = self._fast.encode_batch_flat(texts, split_special_tokens=self.library.encode_special_tokens)
         except KeyboardInterrupt:
             raise
-        except BaseException as error:  # a panic of the library is no Exception
+        except BaseException as error:  # see `_load`
             raise UnfitError(f"{FAST} failed: {error}") from error
         return np.frombuffer(ids, np.uint32), np.frombuffer(places, np.int64)
 

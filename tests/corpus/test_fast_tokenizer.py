@@ -1,5 +1,6 @@
 """fastokens: the ids of `tokenizers` in every text, a wrong id found at the start and in the work, and mended."""
 
+import importlib
 import json
 import os
 import random
@@ -291,6 +292,17 @@ def test_a_worker_finds_a_wrong_id(
         assert (FAST in summary["versions"]) == (word == "nowhere")
         assert ("making all tokens anew" in capsys.readouterr().err) == (word == "zebra")
         assert files(tmp_path / word) == files(tmp_path / "right")
+
+
+def test_a_panic_while_loading(plain: str, stub: Wrong) -> None:
+    """A panic of fastokens derives from BaseException: `tokenizers` serves then, too; Ctrl-C stays what it is."""
+    raised: list[BaseException] = [BaseException("slice index"), KeyboardInterrupt()]
+    source = "class Tokenizer:\n    def from_json_str(content):\n        raise Tokenizer.raised\n"
+    (stub.folder / "fastokens.py").write_text(source)
+    for error, expected in zip(raised, (UnfitError, KeyboardInterrupt), strict=True):
+        importlib.import_module(FAST).Tokenizer.raised = error
+        with pytest.raises(expected):
+            FastTokenizer(JsonTokenizer(plain))
 
 
 def test_the_memory_of_words_is_bounded(plain: str, stub: Wrong, monkeypatch: pytest.MonkeyPatch) -> None:
