@@ -21,6 +21,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from megatron_lite import __version__
+from megatron_lite.config.values import counted
 from megatron_lite.corpus.documents import Faults, TextFields
 from megatron_lite.corpus.fast_tokenizer import FAST, FastTokenizer, UnfitError
 from megatron_lite.corpus.inputs import DEFAULT_SUFFIXES, UNFINISHED, InputFile, find_inputs
@@ -108,7 +109,7 @@ def prepare(options: CorpusOptions) -> tuple[dict[str, Any], bool]:
             _check_free(options, folder, fingerprints[0])  # not before: another process may have been about to publish
             summary = _write(options, files, folder, fingerprints)
         except (DataError, UsageError):
-            if not _has_pieces(folder):
+            if not _finished(folder):
                 remove(folder)
             raise
         except MemoryError as error:
@@ -172,13 +173,23 @@ def _make(
 ) -> tuple[list[Piece], list[Record], Faults, dict[str, str]]:
     """Make the pieces, as many as the limit of documents needs, all of them anew if fastokens turns out to be wrong.
 
+    Finished pieces of `tokenizers` are used in any case, so that a start which was killed while it mended goes on.
+
     Returns: the pieces, their records and faults, and the versions of what made them.
     """
     limit = None if options.deduplicate else options.max_documents
-    versions = _versions(options, files)[fast is not None]
-    recipe = Recipe(encoding, versions, options.fields, options.strict, options.deduplicate, limit)
-    pieces = plan_pieces(files, recipe, options.piece_bytes)
-    _sweep(folder, {*(piece.key for piece in pieces), encoding.file.partition(".")[0], PUBLISHED})
+    others = {encoding.file.partition(".")[0], PUBLISHED}
+    for versions in _versions(options, files)[: 1 + (fast is not None)]:
+        recipe = Recipe(encoding, versions, options.fields, options.strict, options.deduplicate, limit)
+        pieces = plan_pieces(files, recipe, options.piece_bytes)
+        keys = {piece.key for piece in pieces}
+        if fast is not None and FAST not in versions and _finished(folder) & keys:
+            print("going on with the pieces that tokenizers has made", file=sys.stderr)
+            fast = None
+            break
+    if stale := len(_finished(folder) - keys):
+        print(f"{counted(stale, 'finished piece')} of other options or versions: made anew", file=sys.stderr)
+    _sweep(folder, keys | others)
     records, documents, faults = list[Record](), 0, Faults(options.strict)
     total_bytes = sum(span.size_bytes for piece in pieces for span in piece.spans)
     try:
@@ -193,6 +204,7 @@ def _make(
                         break
     except UnfitError as reason:
         print(f"{reason}: making all tokens anew with tokenizers", file=sys.stderr)
+        _sweep(folder, others)
         return _make(options, files, folder, encoding, None)
     return pieces[: len(records)], records, faults, versions
 
@@ -368,9 +380,9 @@ def remove(folder: Path) -> None:
         shutil.rmtree(folder)
 
 
-def _has_pieces(folder: Path) -> bool:
-    """Whether a work folder holds finished pieces with documents."""
-    return any(path.stat().st_size and path.with_suffix(".json").exists() for path in folder.glob("*.bin"))
+def _finished(folder: Path) -> set[str]:
+    """Return the keys of the finished pieces with documents in a work folder."""
+    return {path.stem for path in folder.glob("*.bin") if path.stat().st_size and path.with_suffix(".json").exists()}
 
 
 def _versions(options: CorpusOptions, files: Sequence[InputFile]) -> list[dict[str, str]]:

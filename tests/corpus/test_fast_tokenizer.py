@@ -4,6 +4,8 @@ import importlib
 import json
 import os
 import random
+import re
+import shutil
 import subprocess
 import sys
 import threading
@@ -19,6 +21,7 @@ import tokenizers
 
 from megatron_lite.corpus import tokenizer_choice
 from megatron_lite.corpus.fast_tokenizer import FAST, ODD, PARTS, FastTokenizer, UnfitError, listed, shortened
+from megatron_lite.corpus.pieces import PieceWriter, make_pieces
 from megatron_lite.corpus.prepare import CorpusOptions, prepare
 from megatron_lite.corpus.tokenizer_choice import TokenizerChoice
 from megatron_lite.data.tokenizing import JsonTokenizer, train_tokenizer
@@ -249,6 +252,45 @@ def test_a_wrong_id_in_the_work_is_found_and_mended(
     assert (FAST in summary["versions"]) != guarded
     assert (files(tmp_path / "out") == files(tmp_path / "right")) == guarded
     assert prepare(chosen) == (summary, False) and not list((tmp_path / "out").glob("*.partial"))
+
+
+def test_a_start_goes_on_where_a_killed_one_mended(
+    corpus: Path,
+    plain: str,
+    tmp_path: Path,
+    stub: Wrong,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    """It keeps the pieces of `tokenizers`, whatever may serve now; pieces that it cannot use are counted."""
+    prepare(options(corpus, plain, tmp_path / "right", "tokenizers"))
+    lines = corpus.read_bytes().splitlines(keepends=True)
+    piece_bytes = sum(map(len, lines[:1400]))
+    chosen = options(corpus, plain, tmp_path / "out", piece_bytes=piece_bytes)
+    stub.word = "zebra"
+
+    def killed(pieces: Any, writer: PieceWriter, *arguments: Any) -> Iterator[Any]:
+        """End the start once `tokenizers` has made a piece."""
+        for number, record in enumerate(make_pieces(pieces, writer, *arguments)):
+            if number and FAST not in writer.recipe.versions:
+                raise KeyboardInterrupt
+            yield record
+
+    def kill() -> None:
+        with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+            patch.setattr("megatron_lite.corpus.prepare.make_pieces", killed)
+            prepare(chosen)
+        assert "making all tokens anew with tokenizers" in capsys.readouterr().err
+
+    kill()
+    summary, _ = prepare(chosen)
+    said = capsys.readouterr().err
+    assert "going on with the pieces that tokenizers has made" in said and "made anew" not in said
+    assert FAST not in summary["versions"] and files(tmp_path / "out") == files(tmp_path / "right")
+    shutil.rmtree(tmp_path / "out")
+    kill()
+    prepare(replace(chosen, piece_bytes=piece_bytes // 2))
+    assert re.search(r"^\d finished pieces? of other options or versions: made anew", capsys.readouterr().err, re.M)
 
 
 def fill(pipe: int, content: bytes) -> None:
