@@ -31,8 +31,8 @@ from megatron_lite.data.tokenizing import (
 from megatron_lite.errors import DataError, UsageError
 
 LOADING = Limits(seconds=300.0, memory_bytes=2**40, answer_bytes=2**29, program="the tokenizer")
-# Architectures that leave the choice of the class to the folder.
 TRAINED = "megatron_lite"  # in the config.json of our exports, whose tokenizer.json gives the ids of the training
+# Architectures that leave the choice of the class to the folder.
 FREE = ("llama", "mistral", "gpt2", "gpt_bigcode", "starcoder2", "qwen3")
 
 # For exports that AutoTokenizer reads by another class, or by special tokens that the training did not know.
