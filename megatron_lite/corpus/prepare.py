@@ -178,16 +178,17 @@ def _make(
     Returns: the pieces, their records and faults, and the versions of what made them.
     """
     limit = None if options.deduplicate else options.max_documents
-    others = {encoding.file.partition(".")[0], PUBLISHED}
-    for versions in _versions(options, files)[: 1 + (fast is not None)]:
+    others, finished = {encoding.file.partition(".")[0], PUBLISHED}, _finished(folder)
+    choices = _versions(options, files)[: 1 + (fast is not None)]
+    for versions in choices if finished else choices[-1:]:
         recipe = Recipe(encoding, versions, options.fields, options.strict, options.deduplicate, limit)
         pieces = plan_pieces(files, recipe, options.piece_bytes)
         keys = {piece.key for piece in pieces}
-        if fast is not None and FAST not in versions and _finished(folder) & keys:
+        if fast is not None and FAST not in versions and finished & keys:
             print("going on with the pieces that tokenizers has made", file=sys.stderr)
             fast = None
             break
-    if stale := len(_finished(folder) - keys):
+    if stale := len(finished - keys):
         print(f"{counted(stale, 'finished piece')} of other options or versions: made anew", file=sys.stderr)
     _sweep(folder, keys | others)
     records, documents, faults = list[Record](), 0, Faults(options.strict)
