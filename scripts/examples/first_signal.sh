@@ -9,13 +9,18 @@ set -euo pipefail
 
 pid="" early=""
 pass_on() {
-    trap : TERM
-    if [ -n "$pid" ]; then kill -TERM "$pid"; else early=yes; fi
+    if [ -z "$pid" ]; then
+        early=yes
+        return
+    fi
+    # Bash must not see another signal: where one meets the end of the command, `wait` returns 255.
+    trap '' TERM
+    kill -TERM "$pid" 2>/dev/null || true  # it may have just ended
 }
 trap pass_on TERM
 setsid "$@" &
 pid=$!
-if [ -n "$early" ]; then kill -TERM "$pid"; fi
+if [ -n "$early" ]; then pass_on; fi
 while kill -0 "$pid" 2>/dev/null; do wait "$pid" || true; done
 code=0
 wait "$pid" || code=$?
