@@ -90,7 +90,10 @@ def opened(
 
     An error here or in the block is reported and ends the process. asked: `config` as typed.
     """
-    rank, run, distributed, experiment = launch_rank(), None, None, None
+    rank = launch_rank()
+    run = None
+    distributed = None
+    experiment = None
     asked = asked or config
     ending = Ending(config.run.experiment_dir, rank)
     stop = StopSignal(ending.stopped, ending.on_request)
@@ -162,8 +165,11 @@ def with_remedies(
     expected = as_run_error(error)
     if not isinstance(expected, OutOfMemoryError) or distributed is None or not str(expected).startswith(OUT_OF_MEMORY):
         return error  # another kind of error, or one of our own messages, which name a fix already
-    reason, on_gpu = str(expected).removesuffix(f"; {LESS_MEMORY}"), distributed.device.type == "cuda"
-    snapshot, found, advice = "", list[Remedy](), ""
+    reason = str(expected).removesuffix(f"; {LESS_MEMORY}")
+    on_gpu = distributed.device.type == "cuda"
+    snapshot = ""
+    found = list[Remedy]()
+    advice = ""
     if on_gpu and (isinstance(error, MemoryError) or "DefaultCPUAllocator" in str(error)):
         advice = _LESS_HOST_MEMORY  # the host ran out of memory, not the device
     else:
@@ -177,7 +183,9 @@ def with_remedies(
             found = remedies(search)
             advice = less_memory(search)
     explained = OutOfMemoryError(f"{reason}; {advice or LESS_MEMORY}")
-    explained.remedies, explained.snapshot, explained.agreed = found, snapshot, expected.agreed
+    explained.remedies = found
+    explained.snapshot = snapshot
+    explained.agreed = expected.agreed
     log_both(get_logger(), console="", file="\n".join([f"ERROR: {explained}", *explained.lines()]))
     return explained
 

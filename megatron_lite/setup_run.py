@@ -114,7 +114,9 @@ def _resolve(run: Run) -> tuple[Choice, JsonObject | None, tuple[Note, ...]]:
 
     Returns also the data of the newest one, see `open_data`, and notes.
     """
-    config, distributed, experiment = run.config, run.distributed, run.experiment
+    config = run.config
+    distributed = run.distributed
+    experiment = run.experiment
     rank = distributed.rank
     run.logger = start_logging(experiment.log_file(rank), to_console=rank == 0)
     config, sizes = _resolve_auto(config, distributed)
@@ -184,7 +186,9 @@ def _open_inputs(run: Run, variables: Mapping[str, str], kernels: Kernels, began
 
 def _check_tokenizer(run: Run) -> None:
     """Compare --tokenizer_file and --vocab_size with the data; remember the tokenizer for checkpoints and exports."""
-    config, data, file = run.config, run.data, run.config.data.tokenizer_file
+    config = run.config
+    data = run.data
+    file = run.config.data.tokenizer_file
     paths = [] if config.data.dataset_source == "random" else prefixes(vars(config.data))
     data.warnings = (*data.warnings, *outdated(paths))
     own = None if file is None else known_tokenizer(file, f"--tokenizer_file={file}")
@@ -207,7 +211,9 @@ def _check_tokenizer(run: Run) -> None:
 
 
 def _log_banner(run: Run, kernels: Kernels, layers: list[Layer], notes: Sequence[Note]) -> None:
-    config, distributed, logger = run.config, run.distributed, run.logger
+    config = run.config
+    distributed = run.distributed
+    logger = run.logger
     derived = derived_numbers(config, layers, distributed, run.data.description, run.data.counts.schedule)
     log_both(logger, console="", file=f"command: {shlex.join(sys.argv)}")
     every, typed = banners(run.shown_config, derived)
@@ -286,7 +292,9 @@ def _sources(run: Run, layers: list[Layer]) -> tuple[Choice, WeightSource | None
 
 def _fill(run: Run, choice: Choice, source: WeightSource | None) -> Resumed:
     """Load the newest good checkpoint or the pretrained weights, or else initialize the weights."""
-    model, optimizer, data = run.model, run.optimizer, run.data.identity
+    model = run.model
+    optimizer = run.optimizer
+    data = run.data.identity
     root, load_window = run.experiment.checkpoints, run.window.load_state
 
     def leave(iteration: int) -> None:
@@ -312,7 +320,9 @@ def _fill(run: Run, choice: Choice, source: WeightSource | None) -> Resumed:
 
 def _go_on(run: Run) -> None:
     """Take up the run where it stopped: its iteration, counts, history and best evaluation."""
-    config, distributed, checkpoints = run.config, run.distributed, run.experiment.checkpoints
+    config = run.config
+    distributed = run.distributed
+    checkpoints = run.experiment.checkpoints
     run.iteration, run.evaluation_due = run.resumed.iteration, run.resumed.evaluation_due
     run.data.counts.begin(run.resumed.counts, run.iteration)
     begun = History(distributed.broadcast_object(new_nonce()), ())
@@ -341,7 +351,9 @@ def _debug(run: Run) -> TensorDebugger | None:
 
 
 def _open_outputs(run: Run, layers: list[Layer]) -> None:
-    config, distributed, experiment = run.config, run.distributed, run.experiment
+    config = run.config
+    distributed = run.distributed
+    experiment = run.experiment
     run.background = open_background(config, run.model, distributed)
     arguments = run.shown_config, experiment.root, experiment.run, distributed.rank == 0, run.iteration
     run.trackers = together(distributed, lambda: open_trackers(*arguments))

@@ -92,7 +92,8 @@ class Overlap(NamedTuple):
 def overlaps(wanted: Tile, saved: Tile) -> Iterator[Overlap]:
     """Yield the elements that two tiles of a parameter share."""
     if wanted.is_run and saved.is_run:
-        start, end = max(wanted.first, saved.first), min(wanted.first + wanted.numel, saved.first + saved.numel)
+        start = max(wanted.first, saved.first)
+        end = min(wanted.first + wanted.numel, saved.first + saved.numel)
         if start < end:
             mine, theirs = (Tile.run(tile.offset + start - tile.first, end - start) for tile in (wanted, saved))
             yield Overlap(mine, theirs, 0)
@@ -101,7 +102,8 @@ def overlaps(wanted: Tile, saved: Tile) -> Iterator[Overlap]:
     for mine, theirs in itertools.product(rectangles(wanted, pitch), rectangles(saved, pitch)):
         (row, column), (their_row, their_column) = divmod(mine.first, pitch), divmod(theirs.first, pitch)
         top, bottom = max(row, their_row), min(row + mine.rows, their_row + theirs.rows)
-        left, right = max(column, their_column), min(column + mine.width, their_column + theirs.width)
+        left = max(column, their_column)
+        right = min(column + mine.width, their_column + theirs.width)
         if top < bottom and left < right:
             first = mine.offset + (top - row) * mine.width + left - column
             their_first = theirs.offset + (top - their_row) * theirs.width + left - their_column

@@ -34,7 +34,9 @@ from megatron_lite.schedules.learning_rate import learning_rate
 
 def train(run: Run) -> tuple[int, str]:
     """Run the remaining iterations; return the exit code and how the run ended."""
-    config, training, first = run.config, run.config.training, run.iteration + 1
+    config = run.config
+    training = run.config.training
+    first = run.iteration + 1
     try:
         if config.distributed.preflight == "only":
             return EXIT_DONE, "nothing was trained: --preflight=only"

@@ -86,7 +86,9 @@ def prove(options: argparse.Namespace, prepare: Prepare | None) -> None:
     fixed = {"device": options.device, "deterministic": str(int(options.device == "cuda"))}
     minutes = options.minutes or (math.inf if options.count or options.case else DEFAULT_MINUTES)
     count = options.count or (1 if options.case else math.inf)
-    start_s, verdicts, bar = time.monotonic(), list[Verdict](), ProgressLine()
+    start_s = time.monotonic()
+    verdicts = list[Verdict]()
+    bar = ProgressLine()
     with Ranks(options.device, prepare) as ranks:
         judge, (cases, common, draws) = Judge(ranks, fixed), chosen(options, fixed)
         for case in cases:
@@ -105,7 +107,8 @@ def prove(options: argparse.Namespace, prepare: Prepare | None) -> None:
         bar.close()
     report: dict[str, object] = {"command": shlex.join(sys.argv)}
     report["cases"] = [record(verdict, fixed) for verdict in verdicts]
-    problem, coverage = verdicts[-1].problem, draws and not verdicts[-1].problem and draws.coverage()
+    problem = verdicts[-1].problem
+    coverage = draws and not verdicts[-1].problem and draws.coverage()
     if coverage:
         report["pairs"] = coverage.record()
     write_json(options.output, report)
@@ -131,7 +134,8 @@ def chosen(options: argparse.Namespace, fixed: Flags) -> tuple[Iterable[Case], F
     try:
         like.parts(fixed)
     except UsageError as error:
-        remarks, first = [*remarks, f"not this layout itself, {text_of(like.layout.flags)}: {error}"], []
+        remarks = [*remarks, f"not this layout itself, {text_of(like.layout.flags)}: {error}"]
+        first = []
     print("\n".join([f"model and options: {text_of(like.options)}", *remarks, ""]))
     draws = Draws(options.seed, options.ranks, choices, fixed)
     return itertools.chain(first, draws), dict(choices[0].items() & choices[1].items()), draws
@@ -171,7 +175,8 @@ def summary(verdicts: Sequence[Verdict], elapsed_s: float) -> Iterator[str]:
         worst = [max((v.worst[what].error for v in some if what in v.worst), default=0.0) for what in SHOWN]
         yield line(f"{len(some)} in {kind}", *(f"{error:.1e}" for error in worst), "", "")
         yield line("", *(f"{limit:.0e}" for limit in limits[: len(SHOWN)]), "", "or measured" * kind.endswith("8 bits"))
-    same, restarts = sum(v.twin is not None for v in verdicts), sum(v.case.then is not None for v in verdicts)
+    same = sum(v.twin is not None for v in verdicts)
+    restarts = sum(v.case.then is not None for v in verdicts)
     yield "to rounding: other ranks and micro-batches, because they sum in another order"
     yield f"to the bit: initial weights, copies of a parameter, what {restarts} restarts read from a checkpoint;"
     yield f"  {same} layouts (same) have the bits of ZeRO-1, without recomputation and restart, on the same ranks"

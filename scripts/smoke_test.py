@@ -64,7 +64,10 @@ class Smoke:
     """One smoke test in a temporary folder; `report` becomes the JSON line."""
 
     def __init__(self, folder: Path, size: Size, installed: bool, device: str, flags: list[str]) -> None:
-        self.folder, self.size, self.installed, self.device = folder, size, installed, device
+        self.folder = folder
+        self.size = size
+        self.installed = installed
+        self.device = device
         self.flags = [f"--device={device}", *flags]
         self.deadline = time.monotonic() + TIME_LIMIT_S
         self.log = folder / "log.txt"  # of all processes

@@ -21,19 +21,24 @@ def random_specs(ranks: int, seed: int, count: int = 20) -> Iterator[ParameterSp
     divisors = [parts for parts in range(1, ranks + 1) if ranks % parts == 0]
     for index in range(count):
         kind = draw.choice(["rows", "columns", "whole", "vocabulary", "bias"])
-        shape, split, padding = (draw.randint(1, 9), draw.randint(1, 9)), Split(ranks, 0), 0
+        shape = (draw.randint(1, 9), draw.randint(1, 9))
+        split = Split(ranks, 0)
+        padding = 0
         if kind in ("rows", "bias"):
             parts = [draw.choice(divisors) for _ in range(draw.randint(1, 3))]
             blocks = tuple(Block.of(some * draw.randint(1, 4), some) for some in parts)
             size = sum(block.size for block in blocks)
-            shape, split = (size, shape[1]), Split(ranks, 0, 0, blocks, sums_gradients=draw.random() < 0.5)
+            shape = (size, shape[1])
+            split = Split(ranks, 0, 0, blocks, sums_gradients=draw.random() < 0.5)
         elif kind == "columns":
             size = ranks * draw.randint(1, 4)
-            shape, split = (shape[0], size), Split(ranks, 0, 1, (Block.of(size, ranks),), sums_gradients=True)
+            shape = (shape[0], size)
+            split = Split(ranks, 0, 1, (Block.of(size, ranks),), sums_gradients=True)
         elif kind == "vocabulary":
             rows = draw.randint(1, 6)
             size = draw.randint(rows * (ranks - 1) + 1, rows * ranks)
-            shape, split = (size, shape[1]), Split(ranks, 0, 0, (Block(size, ranks, rows),), sums_gradients=True)
+            shape = (size, shape[1])
+            split = Split(ranks, 0, 0, (Block(size, ranks, rows),), sums_gradients=True)
             padding = 0 if ranks > 1 else rows - size
         else:
             split = Split(ranks, 0, sums_gradients=draw.random() < 0.5)

@@ -141,7 +141,8 @@ def moved_samples(saved: Options, config: Config, iterations: int, sets: Sequenc
         return None
     before, now = batch_schedule(batch), batch_schedule(config.batch)
     read, counted = before.consumed_samples(iterations), now.consumed_samples(iterations)
-    old_length, length = saved.get("sequence_length", config.batch.sequence_length), config.batch.sequence_length
+    old_length = saved.get("sequence_length", config.batch.sequence_length)
+    length = config.batch.sequence_length
     if (read, old_length) == (counted, length) or not iterations:
         return None
     if old_length != length:
@@ -172,7 +173,9 @@ def moved_rate(saved: Options, config: Config, iterations: int) -> str | None:
     rates = learning_rate(before, following), learning_rate(config, following)
     if math.isclose(*rates):
         return None
-    old, now, default = vars(before.learning_rate), vars(config.learning_rate), vars(LearningRateConfig())
+    old = vars(before.learning_rate)
+    now = vars(config.learning_rate)
+    default = vars(LearningRateConfig())
     changed = [name for name in now if now[name] != old[name]]
     drop = [f"--{name}" for name in changed if old[name] == default[name]]
     # What is equal now may follow from a flag that is to be left out.
@@ -207,7 +210,9 @@ def schedule_table(saved: Options, config: Config, iterations: int) -> list[str]
         rows.append("".join(f"{value:>16}" for value in values))
     if not changes:
         return []
-    optimizers, kept, gone = (saved_optimizer(saved), config.optimizer.optimizer), ", optimizer state", ""
+    optimizers = (saved_optimizer(saved), config.optimizer.optimizer)
+    kept = ", optimizer state"
+    gone = ""
     if optimizers[0] != optimizers[1]:
         matrices = " of matrices" if keeps_moments(*optimizers, is_matrix=False) else ""
         kept, gone = "", f"; gone: the moments{matrices} of --optimizer={optimizers[0]}"
@@ -282,7 +287,9 @@ def _way_to_the_end(epochs: Sequence[_Epoch], config: Config, iterations: int) -
 
 def _change_of_samples(difference: Difference, loaded: Manifest, config: Config) -> str | None:
     """Describe a change of an option of samples, and what it costs; None if it loses nothing."""
-    name, line, both = difference.name, f"--{difference}", (loaded.config, vars(config.data))
+    name = difference.name
+    line = f"--{difference}"
+    both = (loaded.config, vars(config.data))
     if name in ("dataset_source", "seed"):
         return line
     cycles = [some.get("max_epochs") or 1 for some in both if some.get("shuffle") == "full"]
@@ -314,7 +321,8 @@ def data_changes(loaded: Manifest, config: Config, identity: JsonObject) -> Iter
         kept = ",".join(f"{share:g}" for share in (split[0], 0, sum(split[1:])))
         hint = f"; --split={kept} leaves training its documents" if now == (1.0, 0.0, 0.0) else ""
         yield f"--{Difference('split', split, now)}{hint}"
-    old_schedule, new_schedule = tuple(saved.get("data_weights_schedule", ())), config.data.data_weights_schedule
+    old_schedule = tuple(saved.get("data_weights_schedule", ()))
+    new_schedule = config.data.data_weights_schedule
     done, count = loaded.iteration, max(len(before["sets"]), len(identity["sets"]))
     old, old_stages = _data_sets(saved.get("data_path", ()), old_schedule, before, done, count)
     new, new_stages = _data_sets(config.data.data_path, new_schedule, identity, done, count)

@@ -224,7 +224,9 @@ class Files:
     def __init__(
         self, folder: Path, saved: Mapping[str, SavedFile] = MappingProxyType({}), follow_links: bool = False
     ) -> None:
-        self._folder, self._saved, self._follow_links = folder, saved, follow_links
+        self._folder = folder
+        self._saved = saved
+        self._follow_links = follow_links
         self.check = pinned(folder)
         self._name = ""
         self._file: io.FileIO | None = None

@@ -67,10 +67,13 @@ class Mirror:
         startup_timeout_s: float = math.inf,
     ) -> None:
         assert options.mirror is not None
-        self._root, self._options, self._flag = root, options, f"--mirror={options.mirror}"
+        self._root = root
+        self._options = options
+        self._flag = f"--mirror={options.mirror}"
         logger.info("asking %s what it holds", self._flag)
         limit_s = min(options.mirror_timeout, startup_timeout_s)
-        self._checkpoints, self._remote = root / "checkpoints", RemoteFolder(options.mirror, "mirror", limit_s, False)
+        self._checkpoints = root / "checkpoints"
+        self._remote = RemoteFolder(options.mirror, "mirror", limit_s, False)
         if self._remote.overlaps(root):
             raise UsageError(f"{self._flag}: it is, contains or lies in --experiment_dir={root}; choose another folder")
         self.usable: dict[int, Manifest | None] = {}
@@ -84,7 +87,10 @@ class Mirror:
         self._current = root  # under upload; root: nothing
         self._rotation: Rotation | None = None
         self._rotated: Rotation | None = None  # the last one that was carried out
-        self._wake, self._asked, self._done, self._ended = threading.Event(), 0, 0, False
+        self._wake = threading.Event()
+        self._asked = 0
+        self._done = 0
+        self._ended = False
         self._failed_s: float | None = None  # since when every attempt fails
         threading.Thread(target=self._work, daemon=True, name="mirror").start()
 
@@ -308,7 +314,9 @@ class Mirror:
             StorageError: if another run or start has claimed the mirror.
         """
         self.update()
-        asked, start_s, patience_s = self._asked, time.monotonic(), PATIENCE_S if stop else STOPPED_PATIENCE_S
+        asked = self._asked
+        start_s = time.monotonic()
+        patience_s = PATIENCE_S if stop else STOPPED_PATIENCE_S
         if unsent := self._names():
             logger.info("waiting up to %.0f s for %s: %s", limit_s, self._flag, unsent)
         while (
@@ -339,7 +347,10 @@ class Mirror:
                 self._copy()
                 if attempt:
                     logger.info("%s works again", self._flag)
-                attempt, pause, self._failed_s, self._done = 0, None, None, asked
+                attempt = 0
+                pause = None
+                self._failed_s = None
+                self._done = asked
             except StorageError as error:
                 self._lost = error
                 return self._on_loss(error)
@@ -390,7 +401,9 @@ class Mirror:
         return ", ".join(str(folder.relative_to(self._root)) for folder in self._unsent())
 
     def _send(self, folder: Path) -> None:
-        start_s, identity, target = time.perf_counter(), _identity(folder), str(folder.relative_to(self._root))
+        start_s = time.perf_counter()
+        identity = _identity(folder)
+        target = str(folder.relative_to(self._root))
         found = {path.name: path.stat() for path in sorted(folder.iterdir()) if OUR_FILE.fullmatch(path.name)}
         if found.pop(MANIFEST_NAME, None):
             mark, content = f"{target}/{MANIFEST_NAME}", (folder / MANIFEST_NAME).read_bytes()
@@ -425,7 +438,8 @@ class Mirror:
         """Delete there what is rotated here, also checkpoints that were never here."""
         rotation = self._rotation
         if rotation is not None:
-            here, there = {iteration for iteration, _ in find_checkpoints(self._checkpoints)}, self._iterations()
+            here = {iteration for iteration, _ in find_checkpoints(self._checkpoints)}
+            there = self._iterations()
             saved, rules = dict.fromkeys(there, True), keep_rules(self._options.keep_checkpoints)
             for one in (one for one in there if one not in here and not is_permanent(one, rules)):
                 if one not in self._permanent:

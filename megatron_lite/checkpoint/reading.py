@@ -233,7 +233,9 @@ def read_elements(opened: Files, saved: SavedParameter, kind: str, wanted: Tile,
     Raises:
         DamagedError, OSError: if a file is damaged, can no longer be read, or the slices lack some of these elements.
     """
-    dtype, numel_found, wanted = saved.dtype_of(kind), 0, wanted._replace(offset=0)
+    dtype = saved.dtype_of(kind)
+    numel_found = 0
+    wanted = wanted._replace(offset=0)
     for piece in saved.slices[kind]:
         for overlap in overlaps(wanted, piece.tile(dtype, saved.shape)):
             read_overlap(opened, piece, dtype, overlap, target)

@@ -71,9 +71,14 @@ class Save:
         distributed: Distributed,
         check: Callable[[], None] = lambda: None,
     ) -> None:
-        self.root, self.iteration, self.folder = root, iteration, root / str(iteration)
+        self.root = root
+        self.iteration = iteration
+        self.folder = root / str(iteration)
         self.tensors = tensors_of(model.parts())
-        self._model, self._state, self._config, self._distributed = model, state, config, distributed
+        self._model = model
+        self._state = state
+        self._config = config
+        self._distributed = distributed
         self._check, self._what = check, f"the checkpoint of iteration {iteration}"
         self._save_id = distributed.broadcast_object(new_nonce())
         self._temporary = work_path(self.folder, "tmp", self._save_id)
@@ -227,7 +232,9 @@ def _num_bytes(tensors: Iterable[TensorToWrite]) -> int:
 
 def files_bytes(model: MultiStage, world_size: int, iteration: int) -> int:
     """Return the bytes of all ranks' files in a checkpoint, including headers; without --pipeline_first."""
-    total, peers, rank_of = 0, world_size // model.ranks.world_size, model.pipeline.rank_of
+    total = 0
+    peers = world_size // model.ranks.world_size
+    rank_of = model.pipeline.rank_of
     kinds = Counter((rank // peers, len(str(rank))) for rank in range(world_size))  # digits of the rank in the header
     for (pipeline_rank, digits), ranks in kinds.items():
         tensors = tensors_of(part for part in model.all_parts() if rank_of[part[0]] == pipeline_rank)
@@ -354,7 +361,8 @@ class BackgroundSaves:
         except Exception:
             save.abandon()
             raise
-        num_bytes, seconds = sum(file.saved.size for file in written), time.perf_counter() - pending.start_s
+        num_bytes = sum(file.saved.size for file in written)
+        seconds = time.perf_counter() - pending.start_s
         return Finished(save.folder, save.iteration, num_bytes, seconds, pending.blocked_s)
 
     def _copy_and_write(self, save: Save, copied: threading.Event) -> WrittenFile:

@@ -82,7 +82,8 @@ def _help_lines(flag: Flag, everything: bool) -> Iterator[str]:
     left = f"--{flag.name}={words}"
     right = f"{flag.help} [{default_words(flag)}]"
     if len(left) > NAME_WIDTH - 4 and flag.choices:  # too long for the column
-        left, right = f"--{flag.name}=NAME", f"{flag.help}: {words.replace('|', ', ')} [{default_words(flag)}]"
+        left = f"--{flag.name}=NAME"
+        right = f"{flag.help}: {words.replace('|', ', ')} [{default_words(flag)}]"
     if everything:
         right += f"; {limits(flag)}" if limits(flag) else ""
         right += "; also --" + ", --".join(flag.aliases) if flag.aliases else ""
@@ -105,7 +106,9 @@ def banners(config: Config, derived: Mapping[str, str]) -> tuple[str, str]:
     config: resolved. The first list is dotted, and `*` marks options that differ from their default, which may be
     derived; the second has those alone, as typed.
     """
-    usual, every, typed = defaults(config), list[str](), list[str]()
+    usual = defaults(config)
+    every = list[str]()
+    typed = list[str]()
     for name, value in sorted(flatten(config).items()):
         text, whole = abridged(value), written(value)
         stated = f"({FLAGS[name].unset})" if value is None else text or "none"

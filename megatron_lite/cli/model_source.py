@@ -119,11 +119,13 @@ def _brought_along(values: Options, typed: Options) -> Options:
 
 def _with_stated_model(given: Options, folder: Path) -> tuple[Options, Stated | None]:
     """Add the pretrained checkpoint's model to the options; return both (no model if only flags set the options)."""
-    use, ignore = given.get("use_pretrained_config", True), given.get("ignore_pretrained_config", False)
+    use = given.get("use_pretrained_config", True)
+    ignore = given.get("ignore_pretrained_config", False)
     own = _own_values(given)
     if not use and (ignore or own is not None):  # resuming compares with what was saved
         return given, None
-    kind, weights = given.get("pretrained_checkpoint_type"), given.get("load_parts") != ("architecture",)
+    kind = given.get("pretrained_checkpoint_type")
+    weights = given.get("load_parts") != ("architecture",)
     found = own or _stated(folder, kind, weights)
     where, values, _ = found
     theirs = vars(model_folder.resolved_model(values, where))

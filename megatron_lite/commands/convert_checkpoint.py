@@ -141,7 +141,8 @@ def write(
     else:
         content = conversion.write_checkpoint(temporary, source, shapes, config, limit_bytes)
         place = f"checkpoints/{content.iteration} of an --experiment_dir"
-        said, num_files = f"a checkpoint of iteration {content.iteration}, which resumes as {place}", len(content.files)
+        said = f"a checkpoint of iteration {content.iteration}, which resumes as {place}"
+        num_files = len(content.files)
     print(f"written: {num_files} file{'' if num_files == 1 else 's'}", flush=True)
     if options.verify:
         dtype = config.training.export_dtype

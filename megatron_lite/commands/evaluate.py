@@ -199,7 +199,9 @@ def _check_tokenizer(data_path: Sequence[str], model: LocalModel, tokenizer: Tok
     Raises:
         DataError: names both if they differ.
     """
-    file, recorded, known = model.folder / "tokenizer.json", model.training, None
+    file = model.folder / "tokenizer.json"
+    recorded = model.training
+    known = None
     if file.is_file():
         known = known_tokenizer(str(file), f"of {model.folder}")
     elif "tokenizer_sha256" in recorded:
@@ -217,7 +219,9 @@ def so_far(totals: Totals, seconds: float) -> str:
 
 def in_words(record: JsonObject) -> list[str]:
     """Format the record in six parts."""
-    perplexity, bits, num_bytes = record["perplexity"], record["bits_per_byte"], record["bytes"]
+    perplexity = record["perplexity"]
+    bits = record["bits_per_byte"]
+    num_bytes = record["bytes"]
     return [
         f"loss {record['loss']:.6f}",
         "perplexity beyond numbers" if perplexity is None else f"perplexity {perplexity:.4f}",

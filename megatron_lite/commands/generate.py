@@ -151,7 +151,10 @@ class Writer:
 
         Raises: RunError if a prompt cannot be used.
         """
-        options, model, written, template = self._options, self.model, prompts, bool(self._options.add_special_tokens)
+        options = self._options
+        model = self.model
+        written = prompts
+        template = bool(self._options.add_special_tokens)
         if self._chat is not None:
             written = [self._chat.render([*before, _message("user", prompt)], None, True) for prompt in prompts]
             template = False  # the chat template writes special tokens itself

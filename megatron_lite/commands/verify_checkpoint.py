@@ -105,7 +105,9 @@ def main(arguments: Sequence[str], program: str | None = None) -> int:
         paths = [path.expanduser() for path in options.paths]
         for path in paths:
             checkpoints_of(path)  # a wrong path is refused before anything is read
-        bad, count, parent = 0, 0, None
+        bad = 0
+        count = 0
+        parent = None
         for folder, found in (pair for path in paths for pair in inspections(path, options.values)):
             if folder.parent != parent:
                 parent = folder.parent

@@ -25,7 +25,9 @@ from megatron_lite.run.exit_status import print_failure, print_page
 
 # Terminal sequences: alternate screen without cursor, and back; home; clear to the end of the line and of the screen.
 ENTER, LEAVE = "\033[?1049h\033[?25l", "\033[?25h\033[?1049l"
-HOME, CLEAR_LINE, CLEAR_BELOW = "\033[H", "\033[K", "\033[J"
+HOME = "\033[H"
+CLEAR_LINE = "\033[K"
+CLEAR_BELOW = "\033[J"
 SHORTEST_S, LONGEST_S = 0.1, 3600.0
 WIDEST = 160  # columns
 

@@ -46,7 +46,9 @@ class BadValueError(ValueError):
     """
 
     def __init__(self, rule: str, *instead: str, guessed: bool = False) -> None:
-        self.rule, self.instead, self.guessed = rule, instead, guessed
+        self.rule = rule
+        self.instead = instead
+        self.guessed = guessed
         super().__init__(rule + self.fix())
 
     def fix(self, prefix: str = "") -> str:

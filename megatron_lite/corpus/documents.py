@@ -77,7 +77,9 @@ def cut_file(file: InputFile, goal: int) -> list[Span]:
         cuts = [*range(0, max(file.size_bytes, 1), goal), file.size_bytes]
         return [Span(file, start, end, end - start) for start, end in itertools.pairwise(cuts)]
     if file.kind == "parquet":
-        spans, first, size = [], 0, 0
+        spans = []
+        first = 0
+        size = 0
         sizes = row_group_bytes(file.path)
         for group, group_bytes in enumerate(sizes):
             size += group_bytes

@@ -38,7 +38,9 @@ UNFINISHED = ".partial"
 DESCRIPTIONS = (".summary.json", "tokenizer.json", "tokenizer_config.json", "copied.json")
 MOST_ALTERNATIVES = 1_000_000  # of one name with {a,b} lists
 CHUNK_BYTES = 1 << 17
-LONGEST_LINE_BYTES, LONGEST_OBJECT_BYTES = 1 << 16, 1 << 24  # of a first line that tells the kind of its file
+# of a first line that tells the kind of its file
+LONGEST_LINE_BYTES = 1 << 16
+LONGEST_OBJECT_BYTES = 1 << 24
 JSON_BYTES = 1 << 20  # of an array, decoded at a time unless a record is longer
 LONGEST_WORD = 16  # characters of JSON that an end may cut: -Infinity, two escapes
 COMPRESSED_BYTES = 1 << 13  # decompressed at a time: of text that repeats, they become 60 MB
@@ -331,7 +333,8 @@ def table_rows(file: IO[bytes], described: InputFile, keys: Sequence[str], start
         package = package_for(described.kind, path)
         if described.kind == "parquet":
             table = package.ParquetFile(file)
-            columns, groups = _columns(path, keys, table.schema_arrow.names), list(range(start, end))
+            columns = _columns(path, keys, table.schema_arrow.names)
+            groups = list(range(start, end))
             batches = table.iter_batches(ROWS_PER_READ, row_groups=groups, columns=columns, use_threads=False)
         else:
             has_footer = file.read(6) == b"ARROW1"
@@ -362,7 +365,9 @@ def _json_values(stream: Any) -> Iterator[Any]:
         value = json.loads(window + "".join(parts) or "[]")
         yield from value if isinstance(value, list) else [value]
         return
-    decode, passed, first = json.JSONDecoder().raw_decode, 0, _after_space(window, place + 1)
+    decode = json.JSONDecoder().raw_decode
+    passed = 0
+    first = _after_space(window, place + 1)
     if window[first : first + 1] == "]":
         place = first
     while window[place] != "]":  # but before an item
@@ -376,7 +381,9 @@ def _json_values(stream: Any) -> Iterator[Any]:
             more = "".join(itertools.islice(parts, 1 + len(window) // JSON_BYTES)) if is_cut else ""
             if not more:
                 raise ValueError(f"{error.msg}: character {passed + error.pos:,}") from None
-            window, passed, place = window[place:] + more, passed + place, 0
+            window = window[place:] + more
+            passed = passed + place
+            place = 0
         else:
             yield value
             place = end

@@ -170,7 +170,9 @@ class PieceWriter:
 
     def __init__(self, folder: Path, recipe: Recipe, fast: FastTokenizer | None = None) -> None:
         """fast: the tokenizer, if the recipe names fastokens and it is loaded already."""
-        self.folder, self.recipe, self.fast = folder, recipe, fast
+        self.folder = folder
+        self.recipe = recipe
+        self.fast = fast
         self._dtype = "<i4" if recipe.fields.marked else recipe.encoding.dtype  # see `JsonTokenizer.encode_marked`
 
     @functools.cached_property
@@ -203,7 +205,10 @@ class PieceWriter:
 
     def _write(self, prefix: str, reading: Reading, on_progress: Progress) -> Record:
         """Write the files of a piece; return its record."""
-        text_bytes, read_bytes, silent, hashes = 0, 0, 0, list[bytes]()
+        text_bytes = 0
+        read_bytes = 0
+        silent = 0
+        hashes = list[bytes]()
         most = self.recipe.most_documents
         with IndexedDatasetWriter(prefix, self._dtype) as writer:
             for texts in batches(reading.documents()):
@@ -266,7 +271,8 @@ def make_pieces(
         PeerError: if a worker dies.
     """
     pipes = any(not span.file.regular for piece in pieces for span in piece.spans)  # workers would not have them
-    is_fast, size_bytes = writer.fast is not None, sum(span.size_bytes for piece in pieces for span in piece.spans)
+    is_fast = writer.fast is not None
+    size_bytes = sum(span.size_bytes for piece in pieces for span in piece.spans)
     count = min(num_processes // (1 + is_fast), len(pieces))
     if pipes or len(pieces) <= 1 or (is_fast and (count <= 1 or size_bytes < LIGHT_BYTES)):
         yield from (writer.make(piece, on_progress) for piece in pieces)

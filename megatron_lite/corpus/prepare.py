@@ -191,7 +191,9 @@ def _make(
     if stale := len(finished - keys):
         print(f"{counted(stale, 'finished piece')} of other options or versions: made anew", file=sys.stderr)
     _sweep(folder, keys | others)
-    records, documents, faults = list[Record](), 0, Faults(options.strict)
+    records = list[Record]()
+    documents = 0
+    faults = Faults(options.strict)
     total_bytes = sum(span.size_bytes for piece in pieces for span in piece.spans)
     try:
         with ByteProgress("tokenizing", total_bytes) as progress:
@@ -278,7 +280,9 @@ def write_pairs(
 
     Raises: StorageError if a piece is not as it was written, or a pair cannot be written.
     """
-    frequencies, done, itemsize = np.zeros(vocab_size, np.int64), 0, writers[0].dtype.itemsize
+    frequencies = np.zeros(vocab_size, np.int64)
+    done = 0
+    itemsize = writers[0].dtype.itemsize
     total_bytes = sum(record.tokens for record in records) * itemsize
     with ByteProgress("writing", total_bytes) as progress:
         for piece, record in zip(pieces, records, strict=True):
@@ -320,7 +324,8 @@ def _publish(prefix: str, writers: Sequence[IndexedDatasetWriter], summary: dict
         with writing(writer.prefix + ".idx"):
             Path(writer.prefix + ".idx").unlink(missing_ok=True)
     replace_file(Path(prefix + ".tokenizer.json"), tokenizer.read_bytes())
-    config, conversations = read_object(config_beside(tokenizer)), summary["options"].get("conversations")
+    config = read_object(config_beside(tokenizer))
+    conversations = summary["options"].get("conversations")
     config = conversations["template"].config if conversations else config
     path = Path(prefix + ".tokenizer_config.json")
     path.unlink(missing_ok=True)  # of another tokenizer

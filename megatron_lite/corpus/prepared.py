@@ -210,7 +210,9 @@ def verify(prefix: str) -> str:
         return f"{prefix}: sizes and index fit; no {base}.summary.json holds digests"
     try:
         described = {ending: summary["files"][Path(prefix).name + ending] for ending in (".bin", ".idx")}
-        vocab_size, begin, end = summary["vocab_size"], summary["begin_of_document"], summary["end_of_document"]
+        vocab_size = summary["vocab_size"]
+        begin = summary["begin_of_document"]
+        end = summary["end_of_document"]
         digests = {prefix + ending: str(entry["sha256"]) for ending, entry in described.items()}
         digests[base + TOKENIZER] = str(summary["tokenizer_sha256"])
     except (KeyError, TypeError) as error:

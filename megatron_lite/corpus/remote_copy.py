@@ -86,7 +86,9 @@ def _copy(storage: Storage, base: str, files: Mapping[str, Mapping[str, Any]], f
     """Bring the folder up to date with its source; return the bytes copied. files: what the store tells of each."""
     record, num_bytes = read_object(folder / RECORD), 0
     for name, told in files.items():
-        path, there, part = inside(folder, folder / name), f"{base}/{name}", f"{name}.part"
+        path = inside(folder, folder / name)
+        there = f"{base}/{name}"
+        part = f"{name}.part"
         if name in (RECORD, LOCK):
             raise DataError(f"{there}: a copy has a file of its own with this name; rename it there")
         if told.get("size") is None:  # a page that lists files knows no sizes

@@ -120,7 +120,8 @@ def spoken(template: Any, tokens: Mapping[str, Any], messages: Messages, tools: 
         content = message.get("content") or message.get("tool_calls")
         if message["role"] != "assistant" or not content:
             continue
-        before, after = text(number, True), whole if number + 1 == len(messages) else text(number + 1, False)
+        before = text(number, True)
+        after = whole if number + 1 == len(messages) else text(number + 1, False)
         if not (after.startswith(before) and whole.startswith(after)):
             raise DataError(
                 f"what the chat template writes up to messages[{number}] changes with what follows (thoughts left "

@@ -62,7 +62,8 @@ def _opened(path: str, kind: str | None) -> tuple[NDArray[Any], NDArray[np.int64
     ends = np.array([], np.int64)
     if path.endswith(".bin") and Path(path[:-4] + ".idx").exists():
         pair = IndexedDataset(path[:-4])
-        kind, ends = kind or pair.tokens.dtype.str, np.cumsum(pair.sizes.read(0, pair.num_documents), dtype=np.int64)
+        kind = kind or pair.tokens.dtype.str
+        ends = np.cumsum(pair.sizes.read(0, pair.num_documents), dtype=np.int64)
     try:
         if Path(path + ".index").exists():
             ends = np.fromfile(path + ".index", "<i8")

@@ -65,7 +65,8 @@ class TokenizerChoice:
         """Return text that identifies this tokenizer, without training it."""
         if self.train is not None or self.name == BYTE:
             return str(self.described()["kind"])
-        own, beside = hashlib.sha256(tokenizer_json(self.source)).hexdigest(), config_beside(self.source)
+        own = hashlib.sha256(tokenizer_json(self.source)).hexdigest()
+        beside = config_beside(self.source)
         files = [beside]  # which may name the end of a document
         if self.source.name == "tokenizer.json":  # and all that transformers reads
             files += [*files_beside(self.source), beside.with_name("config.json")]
@@ -107,7 +108,9 @@ class TokenizerChoice:
         unknown = model.get("unk_id", given.token_id(model.get("unk_token") or ""))
         is_byte, special_tokens = self.name == BYTE and self.train is None, self.special_tokens
         if fields.marked:  # the texts spell their special tokens, the last one too
-            is_byte, end, special_tokens = False, None, True
+            is_byte = False
+            end = None
+            special_tokens = True
         digest = digest_of(path)
         return Encoding(path.name, is_byte, digest, given.vocab_size, begin, end, special_tokens, unknown), given
 

@@ -74,7 +74,9 @@ class FillInTheMiddle:
         """
         path, border = options.tokenizer_file, options.fim_split_sample
         assert path is not None, "checked by validation"
-        self.options, self.key, self.tokenizer = options, key, JsonTokenizer(path, needs_end=False)
+        self.options = options
+        self.key = key
+        self.tokenizer = JsonTokenizer(path, needs_end=False)
         if self.tokenizer.vocab_size > vocab_size:
             largest = self.tokenizer.vocab_size
             raise UsageError(

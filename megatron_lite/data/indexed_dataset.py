@@ -61,7 +61,8 @@ class IndexedDataset:
         Raises: DataError, one line naming the file and the fact.
         """
         self.prefix = prefix
-        index, tokens = _open(prefix + ".idx", prefix, is_mask), _open(prefix + ".bin", prefix, is_mask)
+        index = _open(prefix + ".idx", prefix, is_mask)
+        tokens = _open(prefix + ".bin", prefix, is_mask)
         self.index_path = index.path
         dtype, count, num_entries, offset = _read_header(index)
         self.sizes = DiskArray(index, np.dtype("<i4"), count, offset)
@@ -114,7 +115,9 @@ class IndexedDataset:
 
         Raises: DataError if the index cannot be read any more.
         """
-        starts, itemsize, end = self.pointers, self.tokens.dtype.itemsize, start + length
+        starts = self.pointers
+        itemsize = self.tokens.dtype.itemsize
+        end = start + length
         borders: list[Any] = [[start]]
         document = bisect.bisect_right(starts, start * itemsize)  # the first that begins after `start`
         while document < len(starts):
@@ -173,7 +176,8 @@ class IndexedDataset:
 
     def _check_piece(self, start: int, stop: int, itemsize: int) -> int:
         """Check that sequences [start, stop) lie one after the other; return the byte in `.bin` where they end."""
-        sizes, pointers = self.sizes.read(start, stop - start).astype(np.int64), self.pointers.read(start, stop - start)
+        sizes = self.sizes.read(start, stop - start).astype(np.int64)
+        pointers = self.pointers.read(start, stop - start)
         if sizes.min() < 0:
             document = start + int(np.argmax(sizes < 0))
             raise DataError(f"{self.index_path}: document {document} has a size of {self.sizes[document]} tokens")

@@ -35,7 +35,10 @@ from megatron_lite.run.stop_signal import StopRequested, StopSignal
 from megatron_lite.schedules.batch_size import BatchSchedule, Split
 
 # What ranks agree on before an iteration: the highest wins, and a stop saves anyway. A stop adds its reason.
-_GO_ON, _SAVE, _STOP, _FAILED = 0, 1, 2, 1 << 16
+_GO_ON = 0
+_SAVE = 1
+_STOP = 2
+_FAILED = 1 << 16
 ITERATIONS = 50  # over which waiting is summed
 SHARE = 0.1  # of their time, from which data is the bottleneck
 LEAST_S = 0.001  # of waiting in an iteration: shorter waits of tiny models are not worth a warning
@@ -203,7 +206,8 @@ class DataSource:
     def _requests(self, phase: str, iterations: range) -> Iterator[Request]:
         """Yield (index of the first sample, samples) for each micro-batch of this rank."""
         for iteration in iterations:
-            before, split = self.phases[phase].schedule.consumed_samples(iteration - 1), self.split(phase, iteration)
+            before = self.phases[phase].schedule.consumed_samples(iteration - 1)
+            split = self.split(phase, iteration)
             for micro_step in range(split.micro_steps):
                 first, count = split.piece(micro_step, self.rank)
                 yield before + first, count

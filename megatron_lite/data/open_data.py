@@ -133,7 +133,9 @@ def _open_sets(config: Config, flags: Collection[str]) -> dict[str, Sets]:
     """Open the data sets of these options; --loss_mask has a word for each data set of all three."""
     paths = {flag: weighted_paths(getattr(config.data, flag), flag) for flag in PATH_FLAGS}
     allow_open_files(FILES_OF_A_SET * sum(len(paths[flag]) for flag in flags) + OTHER_FILES)
-    open_once, found, words = functools.cache(IndexedDataset), dict[str, Sets](), iter(config.data.loss_mask)
+    open_once = functools.cache(IndexedDataset)
+    found = dict[str, Sets]()
+    words = iter(config.data.loss_mask)
     for flag, weighted in paths.items():
         names = [next(words, NO_MASK) for _ in weighted]
         if flag in flags:
@@ -248,7 +250,9 @@ def _stream(config: Config, phase: str, key: int, dataset: IndexedDataset, mask:
     data = config.data
     if dataset.num_documents == 0:
         raise DataError(f"{dataset.index_path}: an empty data set: it holds no documents")
-    first, end, documents_of = 0, dataset.num_documents, f"{dataset.num_documents:,} documents"
+    first = 0
+    end = dataset.num_documents
+    documents_of = f"{dataset.num_documents:,} documents"
     if data.path_flag(phase) == "data_path":
         first, end = split_documents(dataset.num_documents, data.split)[PHASES.index(phase)]
         split = ",".join(f"{share:g}" for share in data.split)
@@ -264,7 +268,9 @@ def _stream(config: Config, phase: str, key: int, dataset: IndexedDataset, mask:
         )
     if mask is not None:
         _check_some_count(mask, phase, first, end)
-    documents, length, sample_order = range(first, end), config.batch.sequence_length, _order(config, phase)
+    documents = range(first, end)
+    length = config.batch.sequence_length
+    sample_order = _order(config, phase)
     entries = None if mask is None else mask.tokens
     if not data.truncate_documents:
         packed = PackedDocuments(dataset, documents, length + 1, key)

@@ -41,7 +41,9 @@ EVALUATION = 1234, "validation", 0
 _GOLDEN = np.uint64(0x9E3779B97F4A7C15)  # 2**64 / golden ratio, odd: consecutive counters land far apart
 _ROUNDS = 8
 # Of `mix`. Making a scalar takes as long as adding two short arrays.
-_30, _27, _31 = np.uint64(30), np.uint64(27), np.uint64(31)
+_30 = np.uint64(30)
+_27 = np.uint64(27)
+_31 = np.uint64(31)
 _FIRST, _SECOND = np.uint64(0xBF58476D1CE4E5B9), np.uint64(0x94D049BB133111EB)
 _SHIFT_SALT = np.uint64(0xD1B54A32D192ED03)  # arbitrary: an epoch's shift must not reuse the bits of its permutation
 _ALL_SALT = np.uint64(0x8CB92BA72F3D8DD7)  # arbitrary, too: of the permutation of all epochs together
@@ -205,7 +207,9 @@ class FileOrder:
     """
 
     def __init__(self, dataset: IndexedDataset, documents: range, by_document: bool) -> None:
-        self.dataset, self.documents, self.by_document = dataset, documents, by_document
+        self.dataset = dataset
+        self.documents = documents
+        self.by_document = by_document
         self._first_token = dataset.first_token(documents.start)
         self.num_tokens = dataset.first_token(documents.stop) - self._first_token
 
@@ -226,7 +230,9 @@ class ShuffledDocuments(FileOrder):
     ) -> None:
         """keep: how many tables to remember, one per epoch. skip_first_epoch: read it in the order of the file."""
         super().__init__(dataset, documents, by_document=True)
-        self._key, self._keep, self._skip_first_epoch = key, keep, skip_first_epoch
+        self._key = key
+        self._keep = keep
+        self._skip_first_epoch = skip_first_epoch
         self._tables: dict[int, Integers] = {}
 
     def runs(self, epoch: int, start: int, length: int) -> list[Run]:
@@ -331,7 +337,9 @@ class PackedDocuments:
     def __init__(self, dataset: IndexedDataset, documents: range, capacity: int, key: int) -> None:
         """Plan the samples of an epoch. Documents with more than `capacity` tokens are left out."""
         self._dataset, self._first_document = dataset, documents.start
-        self.capacity, self.key, self.num_documents = capacity, key, len(documents)
+        self.capacity = capacity
+        self.key = key
+        self.num_documents = len(documents)
         sizes = dataset.document_sizes(documents)
         fits = sizes <= capacity
         self.too_long = int(sizes.size - np.count_nonzero(fits))
@@ -359,7 +367,9 @@ class PackedDocuments:
 
     def runs(self, epoch: int, slot: int, length: int) -> list[Run]:
         """Return where the documents of a slot's sample are; they have `length` tokens or fewer."""
-        pointers, sizes, itemsize = self._dataset.pointers, self._dataset.sizes, self._dataset.tokens.dtype.itemsize
+        pointers = self._dataset.pointers
+        sizes = self._dataset.sizes
+        itemsize = self._dataset.tokens.dtype.itemsize
         documents = [self._first_document + number for number in self.documents(epoch, slot)]
         return [(pointers[document] // itemsize, sizes[document]) for document in documents]
 
@@ -370,10 +380,12 @@ class PackedDocuments:
         """
         assert 0 <= slot < self.samples_per_epoch, (slot, self.samples_per_epoch)
         number = int(np.searchsorted(self._ends, slot, side="right"))
-        pattern, place = self.patterns[number], slot - (int(self._ends[number]) - self.patterns[number].count)
+        pattern = self.patterns[number]
+        place = slot - (int(self._ends[number]) - self.patterns[number].count)
         found = []
         for length, before in zip(pattern.lengths, self._taken[number], strict=True):
-            first, count = int(self._first[length]), int(self._first[length + 1] - self._first[length])
+            first = int(self._first[length])
+            count = int(self._first[length + 1] - self._first[length])
             rank = permute(np.array([before + place], np.uint64), self._mixed(epoch, np.array([length])), count)
             found.append(int(self._by_length[first + int(rank[0])]))
         order = np.argsort(self._mixed(epoch, self.capacity + 1 + np.array(found)))

@@ -27,7 +27,9 @@ BYTE = "byte"  # names the byte tokenizer wherever a tokenizer.json may be given
 END_OF_DOCUMENT = "<|endoftext|>"
 # Tokens that end a document in common tokenizers, in the order of preference.
 END_OF_DOCUMENT_NAMES = (END_OF_DOCUMENT, "<|end_of_text|>", "</s>", "<eos>", "<|eos|>", "<|eot_id|>", "<EOT>")
-CONFIG_NAME, SPECIAL_MAP, ADDED = "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json"
+CONFIG_NAME = "tokenizer_config.json"
+SPECIAL_MAP = "special_tokens_map.json"
+ADDED = "added_tokens.json"
 # Patterns of other files of a tokenizer that an export copies, if they exist; it copies nothing else.
 BESIDE = (
     SPECIAL_MAP,
@@ -143,7 +145,8 @@ class JsonTokenizer:
     def encode_marked(self, texts: Sequence[Any]) -> Iterator[NDArray[Any]]:
         """Yield the ids of each MarkedText, with ~id in the place of a token that does not count in the loss."""
         for encoding, text in zip(self.library.encode_batch(texts, add_special_tokens=False), texts, strict=True):
-            ids, places = np.array(encoding.ids, np.int64), np.array(encoding.offsets, np.int64).reshape(-1, 2)
+            ids = np.array(encoding.ids, np.int64)
+            places = np.array(encoding.offsets, np.int64).reshape(-1, 2)
             starts, ends = places.T
             inside = [(starts < end) & (ends > start) for start, end in text.spans]
             yield np.where(np.logical_or.reduce([ids < 0, *inside]), ids, ~ids)
@@ -245,7 +248,9 @@ def copy_tokenizer(
     Raises: DataError if `tokenizer_file` is not a tokenizer; StorageError if `directory` cannot be written.
     """
     source, directory = Path(tokenizer_file), Path(directory)
-    said, beside, is_whole = read_files(source), config_beside(source), source.name == "tokenizer.json"
+    said = read_files(source)
+    beside = config_beside(source)
+    is_whole = source.name == "tokenizer.json"
     tokenizer = read_tokenizer_file(source, said.tokenizer)
     tokens = named_tokens(tokenizer, said.config)
     config = read_object(beside) if is_whole or beside.name != CONFIG_NAME else {}

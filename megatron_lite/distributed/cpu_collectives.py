@@ -32,9 +32,13 @@ class PairwiseSum:
     """
 
     def __init__(self, slices: Tensor, scratch: Tensor, rank: int, group: Any, tag: int) -> None:
-        self._rank, self._scratch, self._sends_own = rank, scratch, slices.stride(0) == 0
+        self._rank = rank
+        self._scratch = scratch
+        self._sends_own = slices.stride(0) == 0
         self._peers = [peer for peer in range(len(slices)) if peer != rank]
-        self._group, self._tag, self._chunk_numel = group, tag, scratch.shape[-1]
+        self._group = group
+        self._tag = tag
+        self._chunk_numel = scratch.shape[-1]
         self._chunks = list(slices[rank].split(self._chunk_numel)) if self._peers else []
         self._sends: list[Any] = [
             dist.isend(chunk, group=self._group, group_dst=peer, tag=tag + index)
@@ -63,7 +67,9 @@ class PairwiseSum:
         self._finish_sends()
         # A caller may keep a finished handle. It must not keep alive the buffer, which may hold activations, the
         # transfers, or the group, whose last reference `Distributed.close` drops.
-        self._chunks, self._receives, self._group = [], [], None
+        self._chunks = []
+        self._receives = []
+        self._group = None
 
     def _finish_sends(self) -> None:
         for work in self._sends:

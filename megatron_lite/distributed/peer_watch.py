@@ -198,10 +198,15 @@ class Meeting:
         silence_s: float = math.inf,
     ) -> None:
         self.silence_s = silence_s
-        self.point, self.store, self.world_size, self.rank = point, store, world_size, own.rank
+        self.point = point
+        self.store = store
+        self.world_size = world_size
+        self.rank = own.rank
         values = json.dumps({name: value for name, (value, _) in options.items()}).encode()
         self._own = own._replace(options=hashlib.blake2b(values, digest_size=8).hexdigest() if options else "")
-        self._local_ranks, self.timeout_s, self._options = local_ranks, timeout_s, options
+        self._local_ranks = local_ranks
+        self.timeout_s = timeout_s
+        self._options = options
         self.places: Sequence[Place] = ()
         self._entered = False  # before that, the store may be another run's, which must not hear of this rank
         with point.errors():
@@ -345,7 +350,10 @@ class PeerWatch:
     def __init__(
         self, meeting: Meeting, progress: Progress, on_lost: Callable[[RunError], None], on_request: Callable[[], None]
     ) -> None:
-        self._meeting, self._progress, self._on_lost, self._on_request = meeting, progress, on_lost, on_request
+        self._meeting = meeting
+        self._progress = progress
+        self._on_lost = on_lost
+        self._on_request = on_request
         self._neighbors = processes.neighbors(meeting.places, meeting.places[meeting.rank])
         self._requests = 0
         self._store = meeting.talk

@@ -14,7 +14,9 @@ from torch import Tensor
 from megatron_lite.distributed.rank_group import Group
 from megatron_lite.distributed.traffic import Handle, Traffic
 
-_DTYPES, _HEAD = (torch.float32, torch.bfloat16, torch.float16, torch.float64, torch.int64), 8  # see `from_owner`
+# see `from_owner`
+_DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64, torch.int64)
+_HEAD = 8
 
 
 class PipelineGroup(Group):

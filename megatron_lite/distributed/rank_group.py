@@ -48,7 +48,10 @@ class Group:
         traffic: Traffic,
         watch: StepWatch | None = None,
     ) -> None:
-        self.rank, self.world_size, self.device, self.group = rank, world_size, device, group
+        self.rank = rank
+        self.world_size = world_size
+        self.device = device
+        self.group = group
         self.traffic, self.watch = traffic, watch
         self.device_type = device.type  # in a plan, that of the planned device
         self._tag = 0
@@ -141,7 +144,8 @@ class Group:
     # -- point to point, on CPU ----------------------------------------------------------------------------------------
 
     def _pairwise_gather(self, slices: Tensor) -> Handle:
-        tag, peers = self._next_tag(1), [peer for peer in range(self.world_size) if peer != self.rank]
+        tag = self._next_tag(1)
+        peers = [peer for peer in range(self.world_size) if peer != self.rank]
         sends: list[Any] = [dist.isend(slices[self.rank], group=self.group, group_dst=peer, tag=tag) for peer in peers]
         receives: list[Any] = [dist.irecv(slices[peer], group=self.group, group_src=peer, tag=tag) for peer in peers]
         return Works([*receives, *sends])

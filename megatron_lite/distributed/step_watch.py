@@ -48,14 +48,18 @@ class StepWatch:
         sleep: Callable[[float], None] = time.sleep,
         first_s: float | None = None,
     ) -> None:
-        self._new_event, self._clock_s, self._sleep = new_event, clock_s, sleep
+        self._new_event = new_event
+        self._clock_s = clock_s
+        self._sleep = sleep
         self._newest: Event | None = None
         self._deadline_s = 0.0
         self._flag, self._timeout_s = _LATER, timeout_s
         self._later_s: float | None = None  # the limit once kernels are compiled, until then
         self._compiled = False  # whether the newest step compiles kernels
         if first_s is not None:
-            self._flag, self._timeout_s, self._later_s = "startup_timeout", first_s, timeout_s
+            self._flag = "startup_timeout"
+            self._timeout_s = first_s
+            self._later_s = timeout_s
         self.on_watchdog: Callable[[float], None] = lambda timeout_s: None  # called with a new `watchdog_timeout_s`
 
     @property
@@ -69,7 +73,9 @@ class StepWatch:
         event.record()
         self.finish()
         if self._compiled and self._later_s is not None:
-            self._flag, self._timeout_s, self._later_s = _LATER, self._later_s, None
+            self._flag = _LATER
+            self._timeout_s = self._later_s
+            self._later_s = None
             self.on_watchdog(self.watchdog_timeout_s)
         self._compiled = compiles
         self._newest, self._deadline_s = event, self._clock_s() + self._timeout_s

@@ -150,7 +150,9 @@ class Traffic:
         for kind, before, after in self._stalls:
             after.synchronize()
             self._totals.setdefault(kind, Total()).waited_s += before.elapsed_time(after) / 1e3
-        totals, self._totals, self._stalls = self._totals, {}, []
+        totals = self._totals
+        self._totals = {}
+        self._stalls = []
         return totals
 
     def _wait(self, kind: str, work: Handle) -> None:

@@ -60,7 +60,10 @@ class LocalModel:
             embedding_dropout=0.0,
             make_vocab_size_divisible_by=1,
         )
-        self.device, self.dtype, self.longest, self.training = device, dtype, length, source.training
+        self.device = device
+        self.dtype = dtype
+        self.longest = length
+        self.training = source.training
         self.folder = source.folder
         self.layers = build_gpt(self.config, length, REFERENCES)
         source.check(shapes_of(self.layers))

@@ -242,7 +242,10 @@ def _needs(architecture: str, model: ModelConfig) -> list[str]:
         assert actual is not None or name == "window_size", f"{name} is not resolved"
         if actual != value:
             needs.append(f"--{name}={written(value)} (not {written(actual)})")
-    heads, groups, channels, width = model.num_attention_heads, model.head_groups, model.kv_channels, model.hidden_size
+    heads = model.num_attention_heads
+    groups = model.head_groups
+    channels = model.kv_channels
+    width = model.hidden_size
     learned = architecture in ("gpt2", "gpt_bigcode")
     if learned and groups not in ((heads,) if architecture == "gpt2" else (1, heads)):
         needs.append(f"--head_groups={heads if architecture == 'gpt2' else 1} (not {groups})")

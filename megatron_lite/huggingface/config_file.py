@@ -184,7 +184,9 @@ class _Reading:
     """A config.json, with the keys used and problems found so far."""
 
     def __init__(self, name: str, content: JsonObject) -> None:
-        self.name, self.content, self.architecture = name, content, ARCHITECTURES[name]
+        self.name = name
+        self.content = content
+        self.architecture = ARCHITECTURES[name]
         self.used: set[str] = set()
         self.problems: list[str] = []
 
@@ -276,7 +278,9 @@ class _Reading:
 
     def _layers_with_window(self, window: Any) -> int:
         """Count the layers with a window: stated by layer_types, or those from max_window_layers on."""
-        types, first, num_layers = self.get("layer_types"), self.get("max_window_layers"), self.get("num_hidden_layers")
+        types = self.get("layer_types")
+        first = self.get("max_window_layers")
+        num_layers = self.get("num_hidden_layers")
         if not _is_count(num_layers):
             return 0  # reported by `checked`
         if types is None:

@@ -38,7 +38,8 @@ def export_weights(model: MultiStage, config: Config, distributed: Distributed) 
     In the training dtype these are the weights that the model computes with. For another --export_dtype they come from
     the fp32 masters (or averages), to be rounded once.
     """
-    averaged, training_dtype = config.training.export_weights == "average", config.distributed.training_dtype
+    averaged = config.training.export_weights == "average"
+    training_dtype = config.distributed.training_dtype
     if training_dtype not in ("fp32", config.training.export_dtype):
         yield from master_weights(model, distributed, averaged)
     else:
@@ -66,11 +67,14 @@ def _gather(part: FlatShard, owner: int, distributed: Distributed, average: bool
 
     owner: the part's pipeline rank.
     """
-    group, pipeline, shard_numel = distributed.layers, distributed.pipeline, part.layout.shard_numel
+    group = distributed.layers
+    pipeline = distributed.pipeline
+    shard_numel = part.layout.shard_numel
     world_size, ranks = group.world_size, group.world_size // part.layout.world_size
     whole = torch.empty((ranks, part.layout.numel) if distributed.rank == 0 else (1, 0))
     step = max(1, min(shard_numel, WINDOW_NUMEL // world_size))
-    gathered, averages = torch.empty(world_size, step, device=distributed.device), part.average if average else None
+    gathered = torch.empty(world_size, step, device=distributed.device)
+    averages = part.average if average else None
     for start in range(0, shard_numel, step):
         end = min(start + step, shard_numel)
         if pipeline.rank == owner:

@@ -118,7 +118,8 @@ def open_pretrained(
         RotatedError: on every rank, if a live run deletes what is read; see `rotation.again`.
     """
     assert config.source.pretrained_checkpoint_path is not None
-    folder, wanted = Path(config.source.pretrained_checkpoint_path), config.source.pretrained_checkpoint_type
+    folder = Path(config.source.pretrained_checkpoint_path)
+    wanted = config.source.pretrained_checkpoint_type
     flags = {
         "--load_parts": bool({"optimizer", "step"} & {*config.source.load_parts}),
         "--allow_partial_checkpoint": config.source.allow_partial_checkpoint,

@@ -116,7 +116,9 @@ def _parts(
 
 
 def _query_key_value(architecture: str, model: ModelConfig) -> Iterator[tuple[str, int, int, int]]:
-    heads, groups, channels = model.num_attention_heads, model.head_groups, model.kv_channels
+    heads = model.num_attention_heads
+    groups = model.head_groups
+    channels = model.kv_channels
     sizes = (heads * channels, groups * channels, groups * channels)
     firsts = (0, sizes[0], sizes[0] + sizes[1])
     if architecture == "gpt_bigcode" and groups == heads:

@@ -344,7 +344,9 @@ class HuggingFaceSource(WeightSource):
 
     def _read_piece(self, piece: MappedRows, width: int, wanted: Tile, target: Tensor) -> None:
         """Fill `target` with a tile's elements in a piece."""
-        tensor, first, numel = self._tensors[piece.name], piece.first_row * width, piece.rows * width
+        tensor = self._tensors[piece.name]
+        first = piece.first_row * width
+        numel = piece.rows * width
         dtype = FLOATING[tensor.dtype]
         offset = tensor.offset + piece.their_first_row * width * dtype.itemsize
         stored = Slice(tensor.file, offset, numel * dtype.itemsize, first, numel)

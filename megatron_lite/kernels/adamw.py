@@ -81,7 +81,9 @@ class Ranges:
         assert all(border % ALIGNMENT == 0 for row in rows for border in row[:2]), rows
         self.rows = rows
         counts = [cdiv(row.end - row.start, BLOCK) for row in rows]
-        self.blocks, self.longest = sum(counts), max(counts, default=0)  # total blocks, and those of the longest range
+        # total blocks, and those of the longest range
+        self.blocks = sum(counts)
+        self.longest = max(counts, default=0)
         places = [(sum(counts[:i]), row.start // ALIGNMENT, row.end // ALIGNMENT) for i, row in enumerate(rows)]
         places.append((self.blocks, 0, 0))
         # (rows + 1, 3): first block, start and end in units of ALIGNMENT. The last row holds the number of blocks.
@@ -115,7 +117,9 @@ class Control:
     """All numbers of one update."""
 
     def __init__(self, step: StepNumbers, numbers: Hyperparameters) -> None:
-        self.step, self.numbers, updates = step, numbers, step.updates
+        self.step = step
+        self.numbers = numbers
+        updates = step.updates
         rates = [math.log(beta) if beta else -math.inf for beta in (numbers.beta1, numbers.beta2)]
         exponents = [updates * rates[0], updates * rates[1], (updates + 1) * rates[0]]
         # 1 - beta1^t, 1 - beta2^t and 1 - beta1^(t + 1): (3,)
@@ -277,7 +281,8 @@ def _adamw_kernel(
     offsets = start + (block - tl.load(at.places + 3 * row)) * BLOCK + tl.arange(0, BLOCK)  # int64
     mask = offsets < tl.where(tl.load(at.skipped) == 0, end, 0)
     rate = learning_rate * tl.load(at.scales + 2 * row)
-    m, v = tl.load(at.m + offsets, mask=mask, other=0.0), tl.load(at.v + offsets, mask=mask, other=0.0)
+    m = tl.load(at.m + offsets, mask=mask, other=0.0)
+    v = tl.load(at.v + offsets, mask=mask, other=0.0)
     w = _load_weights(at, offsets, mask)
     g = m  # placeholder: read only after it becomes the gradient
     if NESTEROV or factors_ptr is None:
@@ -327,7 +332,10 @@ def _launch(
     """Launch the only pass or, of two, the first with `sums`, an output per block, and the second with `factors`."""
     if not ranges.blocks:
         return
-    weights, rounded, numbers, step = shard.weights, shard.weights.rounded, control.numbers, control.step
+    weights = shard.weights
+    rounded = shard.weights.rounded
+    numbers = control.numbers
+    step = control.step
     rows, one_pass = len(ranges.rows), sums is None and factors is None
     if weights.remainder is not None:
         assert rounded is not None and rounded.dtype == torch.bfloat16
@@ -358,7 +366,9 @@ def _launch(
 
 def adamw(shard: Shard, ranges: Ranges, control: Control, triton: bool = False) -> None:
     """Update a shard in place."""
-    step, numbers, gradient = control.step, control.numbers, shard.gradient
+    step = control.step
+    numbers = control.numbers
+    gradient = shard.gradient
     assert all(0 <= row.start <= row.end <= gradient.numel() for row in ranges.rows), (ranges.rows, gradient.numel())
     if triton:
         _launch(shard, ranges, control)
@@ -387,7 +397,8 @@ def adamw_moments(shard: Shard, ranges: Ranges, control: Control, triton: bool =
     zero = control.step.skipped.double() * 0
     totals = [zero] * len(ranges.rows)
     for index, row, bounds in chunks(ranges.rows, gradient.device):
-        step, decay = _update_moments(shard, bounds, control), control.step.weight_decay * row.decay_scale
+        step = _update_moments(shard, bounds, control)
+        decay = control.step.weight_decay * row.decay_scale
         u = gradient[bounds] if gradient.dtype == torch.float32 else step  # fp32: u stays for the second pass
         torch.add(step, shard.weights.read(bounds), alpha=decay, out=u)
         totals[index] = totals[index] + squared_norm(u)
@@ -402,7 +413,9 @@ def adamw_weights(shard: Shard, ranges: Ranges, factors: Tensor, control: Contro
         return
     step = control.step
     for index, row, bounds in chunks(ranges.rows, shard.gradient.device):
-        weights, u, decay = shard.weights.read(bounds), shard.gradient[bounds], 0.0
+        weights = shard.weights.read(bounds)
+        u = shard.gradient[bounds]
+        decay = 0.0
         if u.dtype != torch.float32:  # recompute u, without its decay
             decay = step.weight_decay * row.decay_scale
             u = _direction(shard, bounds, u.float() / step.divisor, control)

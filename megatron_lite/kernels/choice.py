@@ -25,7 +25,12 @@ AttentionTest = Callable[[str, torch.device, Work], str | None]  # (backend, dev
 # The small problem that tests an attention backend: documents in tokens, one border within a sample and one between.
 # cuDNN has returned NaN gradients for a length of 64 more than a multiple of 128 where the logarithm of a row's sum is
 # below -88: the logits of the second sample are around -100.
-SAMPLES, LENGTH, WINDOW, GROUPS, DOCUMENTS, FAR_LOGIT = 2, 192, 64, 2, (90, 102, 192), -100.0
+SAMPLES = 2
+LENGTH = 192
+WINDOW = 64
+GROUPS = 2
+DOCUMENTS = (90, 102, 192)
+FAR_LOGIT = -100.0
 
 
 @dataclass(frozen=True)

@@ -101,7 +101,9 @@ def _reference_sweep(
     loop = range(0, logits.shape[0], step)
     for begin in turns(loop, logits) if logits.is_meta else loop:
         rows = slice(begin, begin + step)
-        part, at, found = logits[rows, :columns], place[rows], inside[rows]
+        part = logits[rows, :columns]
+        at = place[rows]
+        found = inside[rows]
         lse, at_label = sums.lse[rows, None], sums.at_label[rows, None]
         x = scratch[: len(part)].copy_(part) if narrow else part
         if soft_cap:
@@ -307,7 +309,9 @@ class _LinearCrossEntropy(Function):
     def forward(
         ctx: Any, hidden: Tensor, weight: Parameter, labels: Tensor, scale: Tensor | None, options: _Options
     ) -> Tensor:
-        vocab_size, padding_rows, vocabulary = weight.shape[0], options.padding_rows, options.vocabulary
+        vocab_size = weight.shape[0]
+        padding_rows = options.padding_rows
+        vocabulary = options.vocabulary
         ctx.shape, hidden = hidden.shape, vocabulary.of_residual(hidden).flatten(0, -2)
         labels, tokens = vocabulary.labels(labels), hidden.shape[0]
         w = padded(weight, padding_rows)
@@ -323,7 +327,9 @@ class _LinearCrossEntropy(Function):
         loop = range(0, tokens, options.chunk_tokens)
         for start in turns(loop, hidden) if hidden.is_meta else loop:
             chunk = slice(start, start + options.chunk_tokens)
-            part, part_labels, part_sums = hidden[chunk], labels[chunk], Sums(sums.lse[chunk], sums.at_label[chunk])
+            part = hidden[chunk]
+            part_labels = labels[chunk]
+            part_sums = Sums(sums.lse[chunk], sums.at_label[chunk])
             logits = memory[: part.shape[0]]
             total = None if dhidden is None else dhidden[chunk]  # sum of dhidden over the blocks
             if total is not None and not is_one:
@@ -365,7 +371,9 @@ class _LinearCrossEntropy(Function):
 
     @staticmethod
     def backward(ctx: Any, dloss: Tensor) -> tuple[Tensor | None, ...]:
-        dhidden, ctx.dhidden = ctx.dhidden, None  # `scale` includes every factor, also that of dloss
+        # `scale` includes every factor, also that of dloss
+        dhidden = ctx.dhidden
+        ctx.dhidden = None
         return None if dhidden is None else dhidden.wait().view(ctx.shape), None, None, None, None
 
 

@@ -42,7 +42,9 @@ E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
 LARGEST = {E4M3: torch.finfo(E4M3).max, E5M2: torch.finfo(E5M2).max, torch.int8: 127.5}
 SMALLEST_SCALE = 2.0**-100  # of zeros
 UNIT_MULTIPLE = 16  # sizes that the units can multiply
-INPUT, WEIGHT, GRADIENT = 0, 1, 2
+INPUT = 0
+WEIGHT = 1
+GRADIENT = 2
 DIMENSIONS = ("ti", "oi", "to")  # of the three
 
 
@@ -169,7 +171,9 @@ def multiply(a: Rounded, b: Rounded, dtype: torch.dtype, units: Units = (), out:
     (rows, inner), columns, in_integers = left.shape, right.shape[1], left.dtype == torch.int8
     fits = inner % UNIT_MULTIPLE == columns % UNIT_MULTIPLE == 0 and (rows > UNIT_MULTIPLE or not in_integers)
     if units and fits:
-        left, right = left.contiguous(), b.numbers.contiguous().t()  # the one layout that all of them take
+        # the one layout that all of them take
+        left = left.contiguous()
+        right = b.numbers.contiguous().t()
         if not in_integers:
             scales = a.scale, b.scale.t()
             if out is not None and dtype in units:
@@ -217,7 +221,9 @@ class EightBit:
     def __init__(
         self, recipe: Recipe, spec: ParameterSpec, group: Group, units: Units = (), triton: bool = False
     ) -> None:
-        self.recipe, self.name, self.units = recipe, spec.name.removesuffix(".weight"), units
+        self.recipe = recipe
+        self.name = spec.name.removesuffix(".weight")
+        self.units = units
         self.frozen = not spec.trainable  # the weight
         self._group, self._triton = group, triton
         self._split = "oi"[spec.split.dim]  # the dimension that ranks split

@@ -61,7 +61,9 @@ class _Embedding(Function):
     ) -> Tensor:
         rows, absent = vocabulary.rows(tokens)
         ctx.save_for_backward(rows, absent)
-        ctx.weight, ctx.vocabulary, ctx.triton = weight, vocabulary, triton
+        ctx.weight = weight
+        ctx.vocabulary = vocabulary
+        ctx.triton = triton
         y = torch.nn.functional.embedding(rows, weight)
         if absent is not None:
             y.masked_fill_(absent.unsqueeze(-1), 0.0)

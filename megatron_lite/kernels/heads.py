@@ -43,7 +43,10 @@ class _SplitHeads(Function):
         *parameters: Parameter | None,
     ) -> tuple[Tensor, Tensor, Tensor]:
         sizes = (num_heads, head_groups, head_groups)
-        ctx.sizes, ctx.table, ctx.triton, ctx.kind = sizes, table, triton, kind
+        ctx.sizes = sizes
+        ctx.table = table
+        ctx.triton = triton
+        ctx.kind = kind
         heads = projection.contiguous().view(*projection.shape[:-1], sum(sizes), -1)  # (b, s, n + 2 g, d)
         query, key, value = heads.split_with_sizes(sizes, 2)
         rotated = heads

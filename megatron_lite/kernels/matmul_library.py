@@ -100,7 +100,9 @@ def onednn_is_exact() -> bool:
     """
     if not torch.backends.mkldnn.is_available() or torch.cpu._is_amx_tile_supported():
         return False
-    size, fine = round(SMALLEST_ONEDNN_PRODUCT ** (1 / 3)), 1 + 2.0**-23  # not representable in bf16
+    # not representable in bf16
+    size = round(SMALLEST_ONEDNN_PRODUCT ** (1 / 3))
+    fine = 1 + 2.0**-23
     factor, one = torch.full((size, size), fine), torch.eye(size)
     operands = (factor, one), (factor, one.t()), (factor.t(), one)
     return all(bool((through_onednn(torch.mm, *pair) == fine).all()) for pair in operands)

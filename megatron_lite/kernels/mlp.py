@@ -210,7 +210,11 @@ class _MLP(Function):
     def forward(
         ctx: Any, x: Tensor, up: Parameter, up_bias: Bias, down: Parameter, down_bias: Bias, options: _Options
     ) -> Tensor:
-        ctx.up, ctx.up_bias, ctx.down, ctx.down_bias, ctx.options = up, up_bias, down, down_bias, options
+        ctx.up = up
+        ctx.up_bias = up_bias
+        ctx.down = down
+        ctx.down_bias = down_bias
+        ctx.options = options
         u = options.of_up.forward(options.collectives.start_gather(x), up, up_bias)  # (..., f) or (..., 2 f)
         z = activate(u, options.activation, options.gated, options.triton)  # (..., f)
         ctx.needs_du = any(ctx.needs_input_grad[:3])  # for dx and the gradients of `up` and its bias
@@ -229,7 +233,9 @@ class _MLP(Function):
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
         x, u, z = ctx.saved_tensors
         up, down, (activation, gated, _, triton, collectives, of_up, of_down) = ctx.up, ctx.down, ctx.options
-        gathering_dy, du, recomputed_z = collectives.start_gather(dy.reshape(-1, dy.shape[-1])), None, None
+        gathering_dy = collectives.start_gather(dy.reshape(-1, dy.shape[-1]))
+        du = None
+        recomputed_z = None
         needs_z = down.requires_grad and z is None
         gathering = None if x is None else collectives.start_gather(x)  # overlaps the products until `up` needs it
         if gathering is not None and u is None and (ctx.needs_du or needs_z):

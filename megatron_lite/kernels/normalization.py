@@ -64,7 +64,9 @@ class Statistics(NamedTuple):
 
 def reference_forward(x: Tensor, weights: Weights, kind: Kind, dtype: torch.dtype) -> tuple[Tensor, Statistics]:
     """x (..., h) -> y (..., h) in `dtype`, and the statistics."""
-    single, w, b = x.float(), kind.scale(weights.weight), weights.bias
+    single = x.float()
+    w = kind.scale(weights.weight)
+    b = weights.bias
     if kind.centered:
         y, mean, r = torch.native_layer_norm(single, x.shape[-1:], w, None if b is None else b.float(), kind.eps)
         return y.to(dtype), Statistics(mean, r)
@@ -80,7 +82,9 @@ def reference_backward(
 
     Computes in fp32: with a bf16 input torch would sum a layer norm's gradients in bf16 on a CPU.
     """
-    dtype, x, dy = x.dtype, x.float(), dy.float()
+    dtype = x.dtype
+    x = x.float()
+    dy = dy.float()
     if not kind.centered:
         dx = _reference_rms_backward(dy, dsum, x, statistics.r, weights.weight, kind, needs_dx)
         return None if dx is None else dx.to(dtype)
@@ -411,7 +415,9 @@ class _AddNorm(Function):
         dx, dbranch = dsum, None
         if dy is not None:
             x, *saved = ctx.saved_tensors
-            needs_dx, dy, statistics = hidden_needs or branch_needs, dy.contiguous(), Statistics(*saved)
+            needs_dx = hidden_needs or branch_needs
+            dy = dy.contiguous()
+            statistics = Statistics(*saved)
             if ctx.triton:
                 dsum = None if dsum is None else dsum.contiguous()
                 dx = torch.empty_like(x) if needs_dx else None

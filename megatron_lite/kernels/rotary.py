@@ -153,7 +153,8 @@ def _launch(
     (batch, length, target_heads, channels), sources = target.shape, (query, key, value)
     assert all(angles.is_contiguous() for angles in table) and table[0].shape[-2] >= length
     assert table[0].dim() == 2 or table[0].shape[:2] == (batch, length)
-    heads, half = sum(source.shape[1] for source in sources if source is not None), next_power_of_2(pairs)
+    heads = sum(source.shape[1] for source in sources if source is not None)
+    half = next_power_of_2(pairs)
     tile = min(next_power_of_2(heads), max(1024 // half, 1))  # about 1024 pairs per program, 8 for each of 128 threads
     _rotate_kernel[(batch * length, cdiv(heads, tile))](
         *sources,

@@ -41,7 +41,10 @@ from megatron_lite.kernels.products import affine, product
 from megatron_lite.seeds import derive_seed
 
 # Kinds of traffic.
-GATHER, REDUCE, SUM, SCALE = "tensor gather", "tensor reduce", "tensor sum", "tensor scale"
+GATHER = "tensor gather"
+REDUCE = "tensor reduce"
+SUM = "tensor sum"
+SCALE = "tensor scale"
 # Tokens from which halves pay: with fewer, products are slower and another collective takes longer than it hides.
 FEWEST_TOKENS = 256
 
@@ -60,7 +63,10 @@ class Pending:
     def __init__(
         self, tensor: Tensor, work: Handle | None = None, own: slice | None = None, is_slice: bool = False
     ) -> None:
-        self._tensor, self._work, self._own, self._is_slice = tensor, work, own, is_slice
+        self._tensor = tensor
+        self._work = work
+        self._own = own
+        self._is_slice = is_slice
 
     def wait(self, copies: bool = True) -> Tensor:
         """Return the complete tensor. copies: see `is_slice`."""
@@ -268,7 +274,9 @@ class SplitVocabulary(Vocabulary):
 
     def __init__(self, collectives: Collectives, group: Group, vocab_size: int, size: int) -> None:
         super().__init__(collectives)
-        self._group, self._vocab_size, self._size = group, vocab_size, size
+        self._group = group
+        self._vocab_size = vocab_size
+        self._size = size
         self._start = group.rank * size
 
     def rows(self, tokens: Tensor) -> tuple[Tensor, Tensor | None]:

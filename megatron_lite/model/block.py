@@ -37,17 +37,22 @@ class Attention(torch.nn.Module):
     ) -> None:
         super().__init__()
         self.parallel, ranks = parallel, parallel.group.world_size
-        self.num_heads, self.head_groups = config.num_attention_heads // ranks, max(1, config.head_groups // ranks)
+        self.num_heads = config.num_attention_heads // ranks
+        self.head_groups = max(1, config.head_groups // ranks)
         self.window = config.window_size
-        self.dropout, self.rotary, self.name = config.attention_dropout, rotary, name
+        self.dropout = config.attention_dropout
+        self.rotary = rotary
+        self.name = name
         self.softmax_in_fp32 = config.attention_softmax_in_fp32
         self.scale = None  # 1 / sqrt(d)
         if config.scale_attn_by_inverse_layer_idx:
             self.scale = config.kv_channels**-0.5 / (index + 1)
         self.kernels = kernels
         channels = config.kv_channels
-        query_size, group_size = config.num_attention_heads * channels, config.head_groups * channels
-        queries, keys = parallel.parts(query_size), parallel.parts(group_size, most=config.head_groups)
+        query_size = config.num_attention_heads * channels
+        group_size = config.head_groups * channels
+        queries = parallel.parts(query_size)
+        keys = parallel.parts(group_size, most=config.head_groups)
         self.query_key_value = Linear(
             f"{name}.query_key_value",
             config.hidden_size,
@@ -165,7 +170,9 @@ class Block(Layer):
         parallel: TensorParallel,
     ) -> None:
         super().__init__()
-        self.name, self.hidden_dropout, self.parallel = f"blocks.{index}", config.hidden_dropout, parallel
+        self.name = f"blocks.{index}"
+        self.hidden_dropout = config.hidden_dropout
+        self.parallel = parallel
         split = parallel.replicated()
         self.attention_norm = Norm(f"{self.name}.attention_norm", config, kernels, split)
         self.attention = Attention(f"{self.name}.attention", config, rotary, kernels, index, parallel)

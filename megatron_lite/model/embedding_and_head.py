@@ -45,7 +45,8 @@ class Embedding(Layer):
         """Embed the tokens, at the micro-batch's positions or counting from 0."""
         assert hidden is None
         any_length, triton = micro_batch.cache is not None, self.kernels.triton
-        collectives, vocabulary = self.parallel.collectives(any_length), self.vocabularies[any_length]
+        collectives = self.parallel.collectives(any_length)
+        vocabulary = self.vocabularies[any_length]
         hidden = embedding(self.word, micro_batch.tokens, triton, self.dtype, vocabulary)
         positions = collectives.positions(micro_batch.positions, micro_batch.tokens)
         if self.position is not None and positions is None:
@@ -89,7 +90,9 @@ class Head(Layer):
             self.borrowed = (embedding.word.spec.name,)
         else:
             self.output = declare(_vocabulary("head.output.weight", config, parallel, embedding=False))
-        self.kernels, self.logit_z_loss, self.soft_cap = kernels, logit_z_loss, config.logit_soft_cap
+        self.kernels = kernels
+        self.logit_z_loss = logit_z_loss
+        self.soft_cap = config.logit_soft_cap
         self.padding_rows = self.weight.spec.padding_rows
 
     @property

@@ -107,7 +107,8 @@ class Norm(torch.nn.Module):
         """size: last dimension; None: hidden_size."""
         super().__init__()
         centered = {"layer_norm": True, "rms_norm": False}[config.normalization_type]
-        self.kind, self.kernels = Kind(config.layer_norm_eps, centered, config.zero_centered_normalization), kernels
+        self.kind = Kind(config.layer_norm_eps, centered, config.zero_centered_normalization)
+        self.kernels = kernels
         shape = (size or config.hidden_size,)
         self.weight: Parameter | None = None
         self.bias: Parameter | None = None

@@ -26,7 +26,9 @@ class Rotary:
     """A model's cos/sin table, computed once and shared by its blocks."""
 
     def __init__(self, config: ModelConfig, length: int) -> None:
-        self._config, self._length, self._channels = config, length, config.rotated_channels
+        self._config = config
+        self._length = length
+        self._channels = config.rotated_channels
         self._table: Table | None = None
 
     def table(self, like: Tensor) -> Table:

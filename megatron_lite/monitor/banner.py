@@ -142,7 +142,9 @@ def device_warnings(config: Config, device: torch.device) -> Iterator[str]:
         )
     if config.model.attention_softmax_in_fp32 and device.type == "cpu" and name != "fp32":
         yield "--attention_softmax_in_fp32 only chooses the math backend, which is fp32 on a CPU in any case"
-    batch, performance, options = config.batch, config.performance, config.distributed
+    batch = config.batch
+    performance = config.performance
+    options = config.distributed
     columns = config.model.vocabulary_rows(options.tensor_parallel if options.parallel_embeddings else 1)
     vocab_size = min(columns, config.model.vocab_size)  # of this rank
     samples = batch.micro_batch_size

@@ -20,7 +20,8 @@ class BestEvaluation:
     """
 
     def __init__(self, config: Config, data: JsonObject, saved: JsonObject | None) -> None:
-        self.metric, self.patience = config.checkpoint.keep_best, config.training.early_stopping_patience
+        self.metric = config.checkpoint.keep_best
+        self.patience = config.training.early_stopping_patience
         samples = config.training.validation_iters, config.batch.batch_size, config.batch.sequence_length
         own = data.get("evaluated", {}).get("validation")
         measured = digest([self.metric, *samples, own or [data["sets"], config.data.split]])
@@ -52,7 +53,9 @@ class BestEvaluation:
         return {} if self.metric is None else {"best": self._state.copy()}
 
     def __str__(self) -> str:
-        value, iteration, bad = float.fromhex(self._state["value"]), self._state["iteration"], self._state["bad"]
+        value = float.fromhex(self._state["value"])
+        iteration = self._state["iteration"]
+        bad = self._state["bad"]
         best = f"{value:.5f} at iteration {iteration}" if iteration else "none"
         of_patience = f" of {self.patience}" if self.patience is not None else ""
         return f"best {self.metric}: {best}, {bad}{of_patience} validations since"

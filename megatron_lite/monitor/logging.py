@@ -104,7 +104,9 @@ class ProgressBar:
 
     def __init__(self, total: int, done: int, words: Callable[[int], str], shown: bool = True) -> None:
         self._bar: Any = None
-        self._words, self._total, self._due_s = words, total, 0.0
+        self._words = words
+        self._total = total
+        self._due_s = 0.0
         if shown and _has_terminal():
             from tqdm import tqdm
 

@@ -38,7 +38,9 @@ class MemoryHistory:
     """Every allocation of a GPU since the start, written after a number of iterations or at an earlier end."""
 
     def __init__(self, iterations: int, root: Path, distributed: Distributed, logger: logging.Logger) -> None:
-        self._root, self._distributed, self._logger = root, distributed, logger
+        self._root = root
+        self._distributed = distributed
+        self._logger = logger
         self._iterations_left = iterations  # 0: no longer recording
         # Lines of C++ would double the time and the size.
         torch.cuda.memory._record_memory_history(stacks="python", max_entries=MAX_EVENTS)

@@ -211,7 +211,8 @@ class StepTimer:
         eight_bit_flops: float = 0.0,
         clock: Clock = perf_counter,
     ) -> None:
-        self._consumed_samples, length = batch_schedule(config.batch).consumed_samples, config.batch.sequence_length
+        self._consumed_samples = batch_schedule(config.batch).consumed_samples
+        length = config.batch.sequence_length
         # Per sample and device.
         self._tokens = length / world_size
         self._model_tflop = model_flops(config.model, length, length) / world_size / 1e12

@@ -63,7 +63,9 @@ def preflight(distributed: Distributed, dtype: torch.dtype, folder: Path | None,
         link or a clock, StorageError for space.
     """
     distributed.progress.enter("the preflight")
-    device, place, clock_s = distributed.device, own_place(distributed.rank), _clock_s(distributed)
+    device = distributed.device
+    place = own_place(distributed.rank)
+    clock_s = _clock_s(distributed)
     is_right, tflops = multiply(device, dtype)
     links = _links(distributed)
     measured = Facts(place.host, f"{place.host} {place.machine}", _versions(device), clock_s, is_right, tflops, links)

@@ -22,7 +22,11 @@ from megatron_lite.zero.schedule import Order
 LETTERS: dict[Kind, str] = {"forward": "F", "backward": "B", "input": "I", "weights": "W"}
 LEGEND = "F: forward pass of a micro-batch, B: backward, I: its gradients of inputs, W: its gradients of weights"
 COLUMNS, UNIT = 108, 3  # of text: at most, and for a forward pass if there is room
-PIXELS, MOST_PIXELS, ROW, LEFT = 24, 20_000, 28, 60  # for a forward pass, of all, of a row, and left of them
+# for a forward pass, of all, of a row, and left of them
+PIXELS = 24
+MOST_PIXELS = 20_000
+ROW = 28
+LEFT = 60
 STYLE = (
     "text{font:12px monospace}.F{fill:#93c5fd}.f{fill:#dbeafe}.B,.I{fill:#fdba74}.b,.i{fill:#ffedd5}.W{fill:#c4b5fd}"
     ".w{fill:#ede9fe}"
@@ -52,7 +56,9 @@ class DrawnStep:
     def __init__(self, order: Order, batch: BatchConfig) -> None:
         depth, breadth = batch.depth_first_micro_batches, batch.breadth_first_micro_batches
         passes = order.training(depth * breadth, breadth)
-        self.order, self.timeline, self.rows = order, order.timeline(passes), list[list[Bar]]()
+        self.order = order
+        self.timeline = order.timeline(passes)
+        self.rows = list[list[Bar]]()
         starts = [stages.start for stages in order.pipeline.chunks]
         for rank, (own, spans) in enumerate(zip(passes, self.timeline.spans, strict=True)):
             chunks, row = order.pipeline.chunks_of(rank), list[Bar]()

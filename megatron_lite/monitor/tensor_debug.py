@@ -46,7 +46,9 @@ class CopyCheck:
     """
 
     def __init__(self, distributed: Distributed, logger: logging.Logger, splits_tokens: bool) -> None:
-        self._distributed, self._logger, self._splits_tokens = distributed, logger, splits_tokens
+        self._distributed = distributed
+        self._logger = logger
+        self._splits_tokens = splits_tokens
         self._found: list[str] = []  # of this rank's group, on its first rank
         self._compared = 0  # tensors
 
@@ -249,7 +251,8 @@ class TensorDebugger:
         rank = self.distributed.data.rank
         low = layout.start(rank)
         for slot, start, end in layout.pieces(rank):
-            piece, name = shard[slot.offset + start - low : slot.offset + end - low], slot.spec.local_name
+            piece = shard[slot.offset + start - low : slot.offset + end - low]
+            name = slot.spec.local_name
             if end - start == slot.numel:
                 yield name, piece.view(slot.spec.local_shape)
             else:
@@ -273,7 +276,8 @@ def join_ranks(tensors: Tensor) -> Tensor:
 def memory_in_use(device: torch.device) -> str:
     """Describe the memory in use: PyTorch's on a GPU, the whole process's on CPU."""
     if device.type == "cuda":
-        allocated, reserved = torch.cuda.memory_allocated(device), torch.cuda.memory_reserved(device)
+        allocated = torch.cuda.memory_allocated(device)
+        reserved = torch.cuda.memory_reserved(device)
         return f"allocated {allocated / MIB:,.1f} MiB, reserved {reserved / MIB:,.1f} MiB"
     if pages := proc_file("self", "statm").split()[1:]:
         return f"resident set of the process {int(pages[0]) * os.sysconf('SC_PAGE_SIZE') / MIB:,.1f} MiB"

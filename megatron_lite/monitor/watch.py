@@ -152,7 +152,10 @@ class Watch:
         self, config: Config, model: MultiStage, loss_scale: Tensor, distributed: Distributed, log: Log
     ) -> None:
         options, self._train_iters = config.tracking, config.training.train_iters
-        self._options, self._loss_scale, self._distributed, self._log = options, loss_scale, distributed, log
+        self._options = options
+        self._loss_scale = loss_scale
+        self._distributed = distributed
+        self._log = log
         self._all_parts = {stage: stage.trainable for stage in model.all_stages if stage.trainable is not None}
         self._parts = {stage: part for stage, part in self._all_parts.items() if stage in model.stages}
         self._bins = bin_places(distributed.device) if options.watch_histograms else None
@@ -268,7 +271,10 @@ def summarize(chunks: Iterable[Tensor], wide: bool, bins: Tensor | None) -> Tens
     wide: the elements are squares, whose own squares fp32 may lose. bins: from `bin_places`, to append a histogram, so
     that the result is (3 + BINS,).
     """
-    squares, largest, zeros, counts = [], [], [], []
+    squares = []
+    largest = []
+    zeros = []
+    counts = []
     for chunk in chunks:
         on_cpu = chunk.device.type == "cpu"
         in_fp32 = on_cpu and not wide  # rows at a time
@@ -304,9 +310,13 @@ def results(tables: Mapping[str, TargetTable], scale: float, per_layer: bool) ->
     scale: factor on the gradients. per_layer: also the statistics of each layer.
     """
     record: dict[str, float] = {}
-    parameters, layers, histograms = {}, {}, {}
+    parameters = {}
+    layers = {}
+    histograms = {}
     for target, table in tables.items():
-        factor, names, rows = scale if target == "grads" else 1.0, [*table.rows], table.rows.values()
+        factor = scale if target == "grads" else 1.0
+        names = [*table.rows]
+        rows = table.rows.values()
         numels = torch.tensor([row.numel for row in rows], dtype=torch.float64)
         values = table.values.cpu()
         values[:, 0] /= factor**2

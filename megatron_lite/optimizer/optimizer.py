@@ -44,7 +44,9 @@ class Optimizer:
     def __init__(
         self, config: Config, all_stages: Sequence[Stage], distributed: Distributed, kernels: Kernels = REFERENCES
     ) -> None:
-        self._config, self._distributed, self._triton = config, distributed, kernels.triton
+        self._config = config
+        self._distributed = distributed
+        self._triton = kernels.triton
         self._num_stages = len(all_stages)
         self._stages = stages = [stage for stage in all_stages if any(part.has_memory for part in stage.parts)]
         self._indices = torch.tensor([stage.index for stage in stages], device=distributed.device)

@@ -80,7 +80,9 @@ def _losses(run: Run, phase: str) -> dict[str, float | None]:
     """
     batches, device = run.data.batches(phase), run.distributed.device
     kinds = ("loss", "averaged_loss") if run.config.averaging.enabled else ("loss",)
-    losses, tokens = torch.zeros(len(kinds), dtype=torch.float64, device=device), 0  # loss sums, token count
+    # loss sums, token count
+    losses = torch.zeros(len(kinds), dtype=torch.float64, device=device)
+    tokens = 0
     run.distributed.progress.phase = f"the {phase}"
     for _ in range(run.data.phases[phase].iterations):
         following = next_batch(batches, run.distributed, run.stop)

@@ -63,7 +63,8 @@ def _counters(run: Run, iteration: int) -> dict[str, Any]:
 
 
 def _message(run: Run, iteration: int, by_rank: list[dict[str, str]]) -> str:
-    last, trust = "no earlier check of this start found the ranks equal", "trust no checkpoint of this start"
+    last = "no earlier check of this start found the ranks equal"
+    trust = "trust no checkpoint of this start"
     if run.agreed_at is not None:
         last = f"the last check without a difference was at iteration {run.agreed_at}"
         if (safe := newest_before(run.experiment.checkpoints, run.agreed_at)) is not None:

@@ -78,7 +78,10 @@ class Run:
     def __init__(
         self, config: Config, distributed: Distributed, experiment: Experiment, stop: StopSignal, asked: Config
     ) -> None:
-        self.config, self.distributed, self.experiment, self.stop = config, distributed, experiment, stop
+        self.config = config
+        self.distributed = distributed
+        self.experiment = experiment
+        self.stop = stop
         self.asked = asked  # the configuration as typed
         self.known_checkpoints: Known = {}  # what rank 0 has read of them
         self.bad_steps: list[int] = []  # iterations that `leave_bad_step` has examined

@@ -39,7 +39,9 @@ def is_due(iteration: int, interval: int | None, offset: int = 0) -> bool:
 
 def is_save_due(run: Run, last: bool) -> bool:
     """Return whether to save now: last iteration, planned stop, interval, rule, best weights, or rank 0's clock."""
-    training, checkpoint, iteration = run.config.training, run.config.checkpoint, run.iteration
+    training = run.config.training
+    checkpoint = run.config.checkpoint
+    iteration = run.iteration
     stopping = is_due(iteration, training.stop_interval)
     regular = is_due(iteration, checkpoint.checkpoint_interval)
     permanent = is_permanent(iteration, keep_rules(checkpoint.keep_checkpoints))
@@ -162,7 +164,9 @@ def advance_save(run: Run) -> None:
 
 def _settle(run: Run, finished: Finished, waited_s: float = 0.0) -> None:
     """Delete old checkpoints after a new one is published, and log the new one."""
-    root, checkpoint, rotation = finished.folder.parent, run.config.checkpoint, None
+    root = finished.folder.parent
+    checkpoint = run.config.checkpoint
+    rotation = None
     if run.distributed.rank == 0 and not run.optimizer.guard.dropped.streak():
         rules = keep_rules(checkpoint.keep_checkpoints)
         after = None if checkpoint.delete_old_temp_checkpoints and not run.saves_by_default else run.resumed.iteration

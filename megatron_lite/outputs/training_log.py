@@ -26,7 +26,9 @@ def progress_bar(run: Run) -> ProgressBar:
 def log_training(run: Run, update: Update) -> None:
     """Log one line and one record of metrics.jsonl. Waits for the step, because it reads the device."""
     run.distributed.wait_for_device()
-    iterations, config, batches = run.window.iterations, run.config, run.data.counts.schedule
+    iterations = run.window.iterations
+    config = run.config
+    batches = run.data.counts.schedule
     suspect = run.optimizer.guard.dropped.suspect()
     dropped = run.optimizer.guard.dropped.close()
     record: dict[str, Any] = {

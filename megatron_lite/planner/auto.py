@@ -59,14 +59,17 @@ def resolve_auto(
 
 def _lowest_zero_stage(config: Config, world_size: int, device_type: str, device_bytes: int) -> tuple[int, Note]:
     predicted: list[str] = []
-    planner, zero_stage, needed = Planner(world_size, device_type), 0, 0
+    planner = Planner(world_size, device_type)
+    zero_stage = 0
+    needed = 0
     # Half of a split master weight lives in the weight buffer of its own stage, which ZeRO-3 does not have.
     for zero_stage in (1, 2) if config.multi_stage.split_master_weights else (1, 2, 3):
         needed = planner.plan(changed(config, {"zero_stage": zero_stage})).needed_bytes()
         predicted.append(f"ZeRO-{zero_stage} {needed / GIB:.1f} GiB")
         if needed <= device_bytes:
             break
-    choice, facts = f"--zero_stage=auto is {zero_stage}", f"{', '.join(predicted)} of {device_bytes / GIB:.1f} GiB"
+    choice = f"--zero_stage=auto is {zero_stage}"
+    facts = f"{', '.join(predicted)} of {device_bytes / GIB:.1f} GiB"
     if needed <= device_bytes:
         return zero_stage, Note(f"{choice}, the lowest stage whose predicted memory fits: {facts}")
     return zero_stage, Note(
@@ -129,7 +132,8 @@ def check_memory(config: Config, layers: Sequence[Layer], distributed: Distribut
     Raises:
         OutOfMemoryError: if the memory that is free on this machine, divided by its ranks, is too little.
     """
-    ranks, exempt = distributed.local_world_size, config.training.inference or config.distributed.ignore_memory_check
+    ranks = distributed.local_world_size
+    exempt = config.training.inference or config.distributed.ignore_memory_check
     free = available_bytes() // ranks
     if distributed.device.type != "cpu" or exempt or most_bytes(config, layers) <= free:
         return

@@ -38,7 +38,8 @@ def stage_durations(
 
     found: dict[int, Durations] = {}  # equal stages share their costs
     for stage, of in zip(stages, costs, strict=True):
-        blocks, in_parts = sum(isinstance(layer, Block) for layer in stage.layers), bool(of.weights[1].work)
+        blocks = sum(isinstance(layer, Block) for layer in stage.layers)
+        in_parts = bool(of.weights[1].work)
         shares = (1, 1, 1) if in_parts else (1, 2, 0)  # of three in the host's time for a block
         if id(of) not in found:
             pairs = zip(of.passes, shares, strict=True)

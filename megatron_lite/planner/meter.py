@@ -100,7 +100,9 @@ class Meter(TorchDispatchMode):
 
     def restart(self) -> None:
         """Reset the peak and the work."""
-        self.peak, self.largest = self.live, [0, 0]  # largest: bytes of the two largest new storages
+        # largest: bytes of the two largest new storages
+        self.peak = self.live
+        self.largest = [0, 0]
         self.items: list[Product | Attention] = []
         self.passes: Counter[str] = Counter()  # bytes by operation or kernel
         self.times = 1
@@ -162,7 +164,9 @@ def product_of(function: Any, args: Iterable[Any]) -> Product | None:
         return None
     in_eight_bits = function._opname in EIGHT_BIT_PRODUCTS
     a, b = [*tensors_in(args)][slice(2) if in_eight_bits else slice(-2, None)]
-    m, k, n = a.shape[:-1].numel(), a.shape[-1], b.shape[-1]
+    m = a.shape[:-1].numel()
+    k = a.shape[-1]
+    n = b.shape[-1]
     if in_eight_bits:
         return Product(EIGHT_BITS, m, k, n)
     if 1 in (m, k, n) or (b.dim() == 3 and b.stride(0)):
@@ -250,7 +254,8 @@ def _is_elementwise(function: Any) -> bool:
 
 def _elementwise(args: tuple[Any, ...], dtype: torch.dtype | None) -> Tensor:
     tensors = [*tensors_in(args)]
-    shape, dtype = torch.broadcast_shapes(*(tensor.shape for tensor in tensors)), dtype or _common_dtype(tensors)
+    shape = torch.broadcast_shapes(*(tensor.shape for tensor in tensors))
+    dtype = dtype or _common_dtype(tensors)
     like = next((tensor for tensor in tensors if tensor.shape == shape), None)
     if like is None or like.is_contiguous():
         return torch.empty(shape, dtype=dtype, device="meta")

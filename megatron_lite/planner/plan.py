@@ -63,7 +63,9 @@ class SimulatedGroup(Group):
     ) -> None:
         super().__init__(rank, world_size, torch.device(device), None, traffic or Traffic())
         self.device_type = device_type
-        tensor, pipeline, shard = options.tensor_parallel, options.pipeline_parallel, options.data_parallel_shard
+        tensor = options.tensor_parallel
+        pipeline = options.pipeline_parallel
+        shard = options.data_parallel_shard
         place, ranks = place_of(rank, world_size, options), world_size // (tensor * pipeline)
 
         def group(rank: int, size: int, device: str = device) -> SimulatedGroup:
@@ -81,7 +83,8 @@ class SimulatedGroup(Group):
             self.tensor = group(place.tensor, tensor, device_type if device == "meta" else device)
         self.shard, self.replicate = self.data, alone(self.device)
         if shard and shard < ranks:
-            self.shard, self.replicate = group(place.data % shard, shard), group(place.data // shard, ranks // shard)
+            self.shard = group(place.data % shard, shard)
+            self.replicate = group(place.data // shard, ranks // shard)
 
     def all_gather(self, buffer: Tensor, kind: str = "gather") -> Handle:
         return self._started(kind, buffer, Works())
@@ -188,7 +191,9 @@ class Planner:
     """
 
     def __init__(self, world_size: int, device_type: str, rank: int | None = None) -> None:
-        self.world_size, self.device_type, self.rank = world_size, device_type, rank
+        self.world_size = world_size
+        self.device_type = device_type
+        self.rank = rank
         self._partitions: dict[tuple[int, str], Partition] = {}
         self._measured: dict[str, Measured] = {}
         self._whole: dict[str, tuple[MultiStage, Traffic]] = {}  # all stages of a pipeline, to be measured
@@ -261,8 +266,10 @@ def count_traffic(model: MultiStage, schedule: Sequence[Step], micro_batch: Micr
     Excludes collectives inside the passes. Counts the second of two steps, which does not gather again what a buffer
     still holds.
     """
-    traffic, micro_batches = model.group.traffic, [micro_batch] * (1 + max(step.micro_batch for step in schedule))
-    result, names = torch.empty(()), ("gather", "require_weights", "accumulate", "reduce", "finish_reduction")
+    traffic = model.group.traffic
+    micro_batches = [micro_batch] * (1 + max(step.micro_batch for step in schedule))
+    result = torch.empty(())
+    names = ("gather", "require_weights", "accumulate", "reduce", "finish_reduction")
     if model.ranks.world_size > 1:
         shape, dtype = cast(FirstLayer, model.all_stages[0].layers[0]).boundary(micro_batch)
         result = torch.empty(shape, dtype=dtype or model.precision.training, device="meta")

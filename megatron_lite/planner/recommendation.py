@@ -159,7 +159,9 @@ def _other_threads(search: Search, config: Config) -> Iterator[str]:
 
 def _cells(layout: Layout) -> Iterator[str]:
     config = layout.config
-    batch, stages, recompute = config.batch, config.multi_stage, config.performance
+    batch = config.batch
+    stages = config.multi_stage
+    recompute = config.performance
     order = "breadth" if batch.breadth_first_micro_batches > 1 else "depth"
     count = batch.depth_first_micro_batches * batch.breadth_first_micro_batches
     yield f"{stages.zero_stage}" + (f", S={shard}" if (shard := config.distributed.data_parallel_shard) else "")

@@ -45,7 +45,8 @@ def dry_run(
     """
     device_type = planned_type(config.distributed)
     memory, _ = planned_memory(config.distributed, world_size)
-    search, changes = Search(asked, config.batch.batch_size, world_size, device_type, memory), Changes()
+    search = Search(asked, config.batch.batch_size, world_size, device_type, memory)
+    changes = Changes()
     try:
         if asked.distributed.world_size == "auto":
             search = smallest_world(dataclasses.replace(search, world_size=search.together))

@@ -31,7 +31,9 @@ NVLS_BYTES = 256 * MIB
 # memory runs out ("Expandable Segments" in c10/cuda/CUDACachingAllocator.cpp). Replays of steps by these rules take
 # up to 0.2 times the two largest temporary tensors of a micro-batch more than all tensors, without giving any back
 # (tests/planner/test_runtime.py). Without expandable segments it was 0.2 to 2.5 times as much, which CPUs still get.
-HOLES, PAGE_BYTES, HOST_HOLES = 0.5, 20 * MIB, 2.5
+HOLES = 0.5
+PAGE_BYTES = 20 * MIB
+HOST_HOLES = 2.5
 # On a CPU, measured as resident sets of this program: 380 MiB before a small model takes its first step, and what
 # oneDNN adds to larger ones. A process of the data loader imports no torch: 36 MiB.
 INTERPRETER_BYTES = 512 * MIB
@@ -41,7 +43,9 @@ WORKER_BYTES = 40 * MIB
 def runtime_bytes(config: Config, partition: Partition) -> dict[str, int]:
     """Return the bytes that a rank needs in addition to its tensors, by name."""
     model, needs = partition.model, dict[str, int]()
-    data, tensor, pipeline = model.group.world_size, model.tensor.world_size, model.ranks.world_size
+    data = model.group.world_size
+    tensor = model.tensor.world_size
+    pipeline = model.ranks.world_size
     costs = partition.training(config, config.performance.mlp_recompute_level)
     own = (costs[stage.index].passes for stage in model.stages)
     largest = max(cost.largest for passes in own for pair in passes for cost in pair)

@@ -320,7 +320,9 @@ def divisors(number: int) -> list[int]:
 
 def fewest_changes(asked: Config, layout: Layout) -> Changes:
     """Return a minimal set of changes that turns the options as asked into a layout; None unsets an option."""
-    typed, wanted, plan = flatten(asked), flatten(layout.config), layout.plan
+    typed = flatten(asked)
+    wanted = flatten(layout.config)
+    plan = layout.plan
     nodes = planned_nodes(plan.device_type, plan.world_size, layout.config.distributed.tensor_parallel)
     needed = {name: value for name, value in layout.changes.items() if typed[name] != value}
     # The ZeRO stage and the micro-batch size come last, because other options follow from them.
@@ -390,7 +392,9 @@ def _flags(changes: Changes) -> str:
 
 def _single_options(search: Search, config: Config) -> Iterator[tuple[str, Changes]]:
     """Yield each memory-saving option with all changes that it requires. config: the run's, resolved."""
-    asked, batch, stages = search.asked, config.batch, search.asked.multi_stage
+    asked = search.asked
+    batch = config.batch
+    stages = search.asked.multi_stage
     assert isinstance(config.multi_stage.zero_stage, int), "resolved"
     # Keep the batch size, even if derived from the micro-batches; derive their order again.
     given = asked.batch.batch_size or asked.batch.batch_size_schedule

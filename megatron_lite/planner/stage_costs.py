@@ -97,7 +97,9 @@ class StageMeter:
                 with torch.autograd.graph.saved_tensors_hooks(saved.saves, lambda tensor: tensor):
                     hidden = stage.forward(hidden, batch, 0)
                 stage.observer = None
-                forward, backward, weights = self._end(meter), Cost(), Cost()
+                forward = self._end(meter)
+                backward = Cost()
+                weights = Cost()
                 if is_first:
                     forward, cast_bytes = _without_casts(stage, forward)
                 if stage.runs_backward:
@@ -196,7 +198,9 @@ class _Saved(Observer):
 
     def __init__(self, meter: Meter) -> None:
         self.layers: list[Saved] = []
-        self._meter, self._current, self._counted = meter, Saved(), set[int]()
+        self._meter = meter
+        self._current = Saved()
+        self._counted = set[int]()
 
     def saves(self, tensor: Tensor) -> Tensor:
         """Count a saved tensor, unless it existed before, as weights and tokens did."""

@@ -45,7 +45,9 @@ class Partition:
     def __init__(
         self, model: MultiStage, whole: MultiStage, traffic: Any, device_type: str, measured: Measured
     ) -> None:
-        self.model, self.whole, self.device_type = model, whole, device_type
+        self.model = model
+        self.whole = whole
+        self.device_type = device_type
         self._meter = StageMeter(torch.device(device_type), traffic)
         self._measured = measured
         self._streams: dict[int, Tensor] = {}
@@ -54,7 +56,9 @@ class Partition:
         self.state_bytes = sum(row.bytes for row in model.memory.table())
         trained = [stage.trainable for stage in model.stages if stage.trainable is not None]
         self.largest_shard = max((part.layout.shard_numel for part in trained), default=0)  # elements
-        self.update_bytes, self.update_products = 0, Counter[Product]()  # of Muon, for one matrix at a time
+        # of Muon, for one matrix at a time
+        self.update_bytes = 0
+        self.update_products = Counter[Product]()
         updated = [stage for stage in model.stages if stage.update_buffer is not None]
         matrices = ((m.rows, m.columns, len(m.tiles) > 1) for stage in updated for m in matrices_of(stage))
         for (rows, columns, assembled), count in Counter(matrices).items():
@@ -71,9 +75,13 @@ class Partition:
 
         level: one recompute level for all MLPs, or levels by block.
         """
-        levels, whole = by_block(level, config.model.num_layers), config.performance.recompute_layers
-        micro_batch, costs, blocks = planned_micro_batch(config), [], 0
-        rank_of, in_parts = self.model.pipeline.rank_of, self.model.order.schedule == "zero_bubble_v"
+        levels = by_block(level, config.model.num_layers)
+        whole = config.performance.recompute_layers
+        micro_batch = planned_micro_batch(config)
+        costs = []
+        blocks = 0
+        rank_of = self.model.pipeline.rank_of
+        in_parts = self.model.order.schedule == "zero_bubble_v"
         for stage, alike in zip(self.whole.stages, self._alike, strict=True):
             recomputation = []
             for layer in stage.layers:

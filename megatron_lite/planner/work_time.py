@@ -49,7 +49,8 @@ def micro_batch_work(plan: Plan) -> Counter[Item]:
 
 def update_work(plan: Plan) -> Iterator[Item]:
     """Yield gradient norm, optimizer rule and weight averaging for the planned rank's shards."""
-    config, numel = plan.config, sum(part.layout.shard_numel for _, part in plan.model.parts() if not part.frozen)
+    config = plan.config
+    numel = sum(part.layout.shard_numel for _, part in plan.model.parts() if not part.frozen)
     name, itemsize = config.optimizer.optimizer, DTYPES[config.distributed.training_dtype].itemsize
     yield Pass("gradient norm", 4 * numel)
     yield Pass(f"update {name}", numel * (UPDATE_BYTES[name] + (itemsize if itemsize < 4 else 0)))
@@ -84,7 +85,9 @@ def predict_step(plan: Plan, speeds: Speeds) -> StepTime:
 
 def _bubble_s(plan: Plan, speeds: Speeds) -> float:
     """Return the time in which the planned rank waits for other pipeline ranks and messages."""
-    config, partition, model = plan.config, plan.partition, plan.model
+    config = plan.config
+    partition = plan.partition
+    model = plan.model
     level, (few, more, periods) = config.performance.mlp_recompute_level, partition.periods(config)
     message_s = speeds.collective_s("send", 1, partition.message_bytes(config))
     costs, dtype = partition.training(config, level), config.distributed.training_dtype

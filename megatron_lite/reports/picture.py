@@ -13,14 +13,19 @@ from megatron_lite.reports.charts import LEARNING_RATE, LOSSES, Drawn, draw_char
 from megatron_lite.reports.watched_run import Curve, WatchedRun, read_runs, title_of
 from megatron_lite.run.progress_line import format_count, printable
 
-MUTED_COLOR, GRID_COLOR, TITLE_COLOR, RATE_COLOR = "#64748b", "#e2e8f0", "#0f172a", "#0d9488"
+MUTED_COLOR = "#64748b"
+GRID_COLOR = "#e2e8f0"
+TITLE_COLOR = "#0f172a"
+RATE_COLOR = "#0d9488"
 PALETTE = ("#2563eb", "#ea580c", "#16a34a", "#9333ea", "#dc2626", "#0891b2", "#ca8a04", "#475569")
 LOOKS = ("solid", "dashed", "dotted", "diamonds")  # of the losses, where colors tell runs apart
 FEW_POINTS = 3  # a line through so few points is hard to see, so they are drawn as dots
 MOST_DOTS = 50  # of a curve whose points are all marked
 Point = tuple[float, float]
 DOTS_PER_INCH = 150
-LEFT, RIGHT, WIDTH = 70.0, 870.0, 900
+LEFT = 70.0
+RIGHT = 870.0
+WIDTH = 900
 LEGEND_ROW, CHARACTER = 20, 7.5  # pixels
 RATE_TICKS = 5  # about
 

@@ -121,7 +121,9 @@ class GrowingFile:
             status = os.fstat(file.fileno())
             identity = (status.st_dev, status.st_ino)
             if self._identity != identity or status.st_size < self._offset:
-                self._identity, self._offset, self.rest = identity, 0, b""
+                self._identity = identity
+                self._offset = 0
+                self.rest = b""
                 replaced()
             if self._newest is not None and status.st_size - self._offset > self._newest:
                 self._offset, self.rest = status.st_size - self._newest, b""
@@ -260,7 +262,9 @@ class WatchedRun:
     """One run; `update` looks at its experiment directory again."""
 
     def __init__(self, root: Path, name: str = "") -> None:
-        self.root, self.name, self.metrics = root, name or root.absolute().name, Metrics(root)
+        self.root = root
+        self.name = name or root.absolute().name
+        self.metrics = Metrics(root)
         self.problem: str | None = None  # why there are no metrics
         self.start: int | None = None  # number of the newest start
         self.ending: JsonObject = {}  # exit.json

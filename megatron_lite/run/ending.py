@@ -187,7 +187,9 @@ class Ending:
 
     def _explained(self, lost: PeerError) -> PeerError:
         """Return the error about a lost peer with an explanation for the user, or that the peer was stopped."""
-        near, machine, directory = self._near(), self.places[self._rank].machine, self._own_directory()
+        near = self._near()
+        machine = self.places[self._rank].machine
+        directory = self._own_directory()
         is_silent = "imed out" in lost.detail or "did not end within" in str(lost)  # rather than a closed connection
         is_silent = is_silent and not processes.gone(near)  # gloo's attempts to connect to a dead rank time out, too
         rows = [] if self._watch is None else self._watch.rows()
@@ -231,7 +233,8 @@ class Ending:
 
     def _loss(self, found: Sequence[Place]) -> str:
         """Return the message about local ranks whose processes are gone."""
-        host, killed = self.places[self._rank].host, processes.oom_kills() - self.places[self._rank].oom_kills
+        host = self.places[self._rank].host
+        killed = processes.oom_kills() - self.places[self._rank].oom_kills
         why = (
             "Without a message of its own, it was killed by a signal: SIGKILL is often the work of the kernel's "
             f"out-of-memory killer (see `dmesg` on {host})"

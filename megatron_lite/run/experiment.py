@@ -195,7 +195,10 @@ class FolderLock:
     """The lock of one start. Rank 0 calls `take`, the other ranks `see`."""
 
     def __init__(self, root: Path, on_loss: OnLoss = lambda error: None) -> None:
-        self.root, self.run, self.nonce, self.on_loss = root, 0, "", on_loss
+        self.root = root
+        self.run = 0
+        self.nonce = ""
+        self.on_loss = on_loss
         self._descriptor = -1
         self._ended = threading.Event()
         self._beats: threading.Thread | None = None
@@ -307,7 +310,9 @@ class FolderLock:
         Raises:
             FolderLostError: once the holder is known to be alive.
         """
-        first_beat_s, waits, begun_s = None, False, time.monotonic()
+        first_beat_s = None
+        waits = False
+        begun_s = time.monotonic()
         while (look := _look(self.root, run)) is not None:
             beats = look.is_locked or first_beat_s not in (None, look.beat_s)
             # A dead process's child, or another start that inspects the lock, may hold the flock for a moment.

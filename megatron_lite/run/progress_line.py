@@ -12,7 +12,9 @@ from typing import Any
 TERMINAL_INTERVAL_S = 0.5
 BAR_WIDTH = 20
 LONGEST_CELL = 40  # of a table, in characters
-LINE_INTERVAL_S, LINES_PER_TIME = 10.0, 20  # less often as time passes, so that long jobs do not fill a log
+# less often as time passes, so that long jobs do not fill a log
+LINE_INTERVAL_S = 10.0
+LINES_PER_TIME = 20
 
 
 def format_duration(seconds: float) -> str:

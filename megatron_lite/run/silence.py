@@ -17,7 +17,9 @@ from typing import Any, TypeVar
 
 CONNECT_S = 10  # limit on an attempt to connect
 _LOOK_S = 1.0  # at most, between looks at the connections
-_COUNTS, _OFFSET = struct.Struct("@QQ"), 120  # tcpi_bytes_acked and tcpi_bytes_received of struct tcp_info
+# tcpi_bytes_acked and tcpi_bytes_received of struct tcp_info
+_COUNTS = struct.Struct("@QQ")
+_OFFSET = 120
 _TCP_INFO: int = getattr(socket, "TCP_INFO", 0)  # 0: not Linux, and there is no limit
 
 T = TypeVar("T")

@@ -21,7 +21,9 @@ from megatron_lite.run.launch import asked_job_end_s, in_slurm_step, job_end_s, 
 SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1)
 SAME_REQUEST_S = 1.0  # a scheduler signals every process and torchrun forwards its own signal: count both as one
 # Numbers of the limits for the agreement between ranks, above all signal numbers.
-MAX_MINUTES, BEFORE_END, STOP_FILE = 100, 101, 102
+MAX_MINUTES = 100
+BEFORE_END = 101
+STOP_FILE = 102
 FLAGS = {MAX_MINUTES: "--max_minutes", BEFORE_END: "--stop_before_end_s", STOP_FILE: "a file (--stop_file)"}
 
 
@@ -134,7 +136,9 @@ class JobEnd:
     """
 
     def __init__(self, end_s: float, before_s: float, clock_s: Callable[[], float]) -> None:
-        self._end_s, self._before_s, self._clock_s = end_s, before_s, clock_s
+        self._end_s = end_s
+        self._before_s = before_s
+        self._clock_s = clock_s
         self._may_move = True
 
     def left_s(self) -> float:
@@ -153,7 +157,9 @@ def time_limits(
     Slurm's end is wall-clock time. Rank 0 alone looks at it: if thousands of ranks asked Slurm, it would be overloaded.
     Minutes are counted by a monotonic clock, so that clock corrections (NTP) neither end the run early nor prolong it.
     """
-    training, begin_s, limits = config.training, clock_s(), []
+    training = config.training
+    begin_s = clock_s()
+    limits = []
     if (minutes := training.max_minutes) is not None:
         limits.append(TimeLimit(MAX_MINUTES, lambda: begin_s + 60 * minutes - clock_s()))
     before_s = None if launch_rank() else training.stop_before_end_s

@@ -95,7 +95,9 @@ def _rotary(draft: Draft) -> Problems:
 
 def _rotated_channels(draft: Draft) -> Problems:
     """Check that the number of rotated channels is even."""
-    part, channels, rotated = draft.rotary_percent, draft.kv_channels, draft.rotated_channels
+    part = draft.rotary_percent
+    channels = draft.kv_channels
+    rotated = draft.rotated_channels
     if part == 1.0 and channels % 2:
         yield Problem(
             ("kv_channels", "use_rotary_embeddings", "hidden_size", "num_attention_heads"),

@@ -113,7 +113,9 @@ def _largest(draft: Draft, sizes: Sequence[int], world_size: int) -> Problem | N
             "sequential_micro_batches out"
         )
         return _problem(draft, draft.changed(*BATCH), world_size, rule)
-    draft.batch_size, draft.micro_batch_size, draft.sequential_micro_batches = batch, micro, sequential
+    draft.batch_size = batch
+    draft.micro_batch_size = micro
+    draft.sequential_micro_batches = sequential
     draft.depth_first_micro_batches, draft.breadth_first_micro_batches = depth, breadth
     return None
 
@@ -137,8 +139,12 @@ def _smaller(draft: Draft, sizes: Sequence[int], accumulation: Sequence[str], wo
 
 def _limits(draft: Draft, world_size: int) -> Problems:
     """Check options that are limited by the size of a micro-batch or a rank's share of the batch."""
-    batch, micro, evaluated = draft.batch_size or 1, draft.micro_batch_size or 1, draft.eval_micro_batch_size
-    tokens, splits, share = micro * draft.sequence_length, draft.cross_entropy_splits, -(-batch // world_size)
+    batch = draft.batch_size or 1
+    micro = draft.micro_batch_size or 1
+    evaluated = draft.eval_micro_batch_size
+    tokens = micro * draft.sequence_length
+    splits = draft.cross_entropy_splits
+    share = -(-batch // world_size)
     if splits is not None and splits > tokens:
         rule = f"a micro-batch has only {tokens} tokens; write at most {tokens}"
         yield "cross_entropy_splits", rule, " ".join(("sequence_length", *_BATCH_RULE))

@@ -69,7 +69,8 @@ def _windows(options: Draft) -> Iterator[str]:
 
 
 def _positions(options: Draft) -> Iterator[str]:
-    original, longest = options.rope_original_max_position_embeddings, options.max_position_embeddings
+    original = options.rope_original_max_position_embeddings
+    longest = options.max_position_embeddings
     if options.rope_type == "yarn" and original is not None and options.rope_factor is not None:
         if longest not in (original, original * options.rope_factor):
             yield (

@@ -66,7 +66,10 @@ class FlatShard:
     weights: WeightShard
     placed: Tensor  # the full range that layers compute with, (numel,): a view of the weight or the average buffer
     average: Tensor | None = None  # running average of the weights, (shard_numel,) fp32; None: no averaging
-    dtype, keeps_average, has_memory = torch.float32, False, False  # no memory: the shard is another pipeline rank's
+    # no memory: the shard is another pipeline rank's
+    dtype = torch.float32
+    keeps_average = False
+    has_memory = False
     shows_average = False  # whether `placed` holds the averages instead of the weights
     grad_shard: Tensor
     sums: Tensor  # to which reductions in the group add: `grad_shard` or, with replicas, a range around it
@@ -88,7 +91,8 @@ class FlatShard:
         """Allocate memory. A shard is a view of its slice of a buffer wherever no other stage uses that buffer."""
         self.full_weights = self.placed = weights.full
         self._own_weights = self._own(weights.full)
-        self.has_memory, self.shares_weights = True, weights.is_owned and weights.full.dtype == self.dtype
+        self.has_memory = True
+        self.shares_weights = weights.is_owned and weights.full.dtype == self.dtype
         if precision.split_master and self.has_state:
             assert weights.is_owned, "split master weights need a weight buffer per stage"
             self.weights = WeightShard.split_into(self._own_weights)

@@ -117,7 +117,8 @@ class FlatLayout:
         """Yield the tiles in a data-parallel rank's shard. tensor_rank: by default this rank's."""
         low = self.start(rank)
         for slot in self.slots:
-            spec, start = slot.spec if tensor_rank is None else slot.spec.on(tensor_rank), slot.offset - low
+            spec = slot.spec if tensor_rank is None else slot.spec.on(tensor_rank)
+            start = slot.offset - low
             if start < self.shard_numel and start + spec.local_numel > 0:
                 for held in spec.tiles:
                     for tile in held.cut(-start, self.shard_numel - start):
@@ -133,7 +134,9 @@ def lay_out(specs: Sequence[ParameterSpec], ranks: int, replicas: int = 1) -> Fl
 
     Hidden matrices come last, and parameters without weight decay before those with it.
     """
-    slots, offset, world_size = [], 0, ranks * replicas
+    slots = []
+    offset = 0
+    world_size = ranks * replicas
     for spec in sorted(specs, key=_update_kind):  # stable: in declared order within a group
         slots.append(ParameterSlot(spec, offset))
         offset = round_up(offset + spec.padded_numel, ALIGNMENT)

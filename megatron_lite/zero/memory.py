@@ -44,7 +44,9 @@ class Memory:
         breadth_first: bool,
         ties: Ties,
     ) -> None:
-        self.stages, self._precision, self._group = stages, precision, group
+        self.stages = stages
+        self._precision = precision
+        self._group = group
         self._replicate = stages[0].parts[0].replicate
         tied = frozenset(lender for lender, _ in ties)
         weight_count, grad_count = self._counts(config, breadth_first)
@@ -59,7 +61,8 @@ class Memory:
         for stage in stages:
             update, gradients = (plan.placement.get(stage.index) for plan in (update_plan, grad_plan))
             stage.update_buffer = None if update is None else self.updates[update]
-            weights, sums = weight_plan.placement[stage.index], None if gradients is None else self.gradients[gradients]
+            weights = weight_plan.placement[stage.index]
+            sums = None if gradients is None else self.gradients[gradients]
             stage.allocate(self.weights[weights], sums, precision)
         self.plans = [self._plan(stage, weight_plan, grad_plan) for stage in stages]
         self.averages: list[Buffer] = []

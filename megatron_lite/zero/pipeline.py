@@ -255,7 +255,8 @@ def _at_last(passes: Sequence[Pass], ties: Ties) -> Iterator[Pass]:
 
 def evaluation_passes(pipeline: Pipeline, micro_batches: int) -> Passes:
     """Return the forward passes of every rank; a pipeline has no gaps if each stage computes all of them in a row."""
-    ranks, batches = [pipeline.stages_of(rank) for rank in range(pipeline.ranks)], range(micro_batches)
+    ranks = [pipeline.stages_of(rank) for rank in range(pipeline.ranks)]
+    batches = range(micro_batches)
     if pipeline.ranks == 1:
         return [[Pass("forward", stage, micro) for micro in batches for stage in ranks[0]]]
     return [[Pass("forward", stage, micro) for stage in own for micro in batches] for own in ranks]

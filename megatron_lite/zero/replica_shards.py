@@ -157,7 +157,8 @@ class HybridStage(Stage):
 
 def begin_reductions(stages: Sequence[Stage], steps: Sequence[Step]) -> None:
     """Count the reductions of each stage in a step, so that its last one goes on across replicas at once."""
-    counts, reduced = Counter(index for step in steps for index, _ in step.reduce), deque[HybridStage]()
+    counts = Counter(index for step in steps for index, _ in step.reduce)
+    reduced = deque[HybridStage]()
     for stage in stages:
         assert isinstance(stage, HybridStage)
         stage.reductions, stage.reduced = counts[stage.index], reduced

@@ -58,7 +58,10 @@ class ShardUpdate:
     """A pending reduction whose result overwrites the gradient shard or is added to it."""
 
     def __init__(self, reduction: Handle, own_slice: Tensor, shard: Tensor, accumulate: bool) -> None:
-        self._reduction, self._own_slice, self._shard, self._accumulate = reduction, own_slice, shard, accumulate
+        self._reduction = reduction
+        self._own_slice = own_slice
+        self._shard = shard
+        self._accumulate = accumulate
 
     def wait(self) -> None:
         self._reduction.wait()

@@ -27,7 +27,10 @@ class Throttle:
         wait_for: Callable[[Event], None],
         new_event: Callable[[], Event] = torch.cuda.Event,
     ) -> None:
-        self._rate, self._delay, self._wait_for, self._new_event = rate, delay, wait_for, new_event
+        self._rate = rate
+        self._delay = delay
+        self._wait_for = wait_for
+        self._new_event = new_event
         self._events: deque[Event] = deque()
         self._steps = 0
 

@@ -60,7 +60,10 @@ class Bench:
     """The model of one rank and all timed operations."""
 
     def __init__(self, config: Config, distributed: Distributed, folder: Path, step_s: float) -> None:
-        self.config, self.distributed, self.folder, self.step_s = config, distributed, folder, step_s
+        self.config = config
+        self.distributed = distributed
+        self.folder = folder
+        self.step_s = step_s
         self.model, optimizer, _ = built(config, distributed)
         window = LogWindow(distributed.device)
         self.state = {"optimizer": optimizer.state(), "window": window.state(), "evaluation_due": False}

@@ -75,7 +75,11 @@ def their_set(prefix: str, samples: int, cache: str | None) -> Any:
     from megatron.core.datasets.utils import Split
 
     class Tokenizer:
-        eod, pad, vocab_size, unique_identifiers = 0, -1, VOCABULARY, {"class": "none"}  # noqa: RUF012
+        # noqa: RUF012
+        eod = 0
+        pad = -1
+        vocab_size = VOCABULARY
+        unique_identifiers = {"class": "none"}
         special_tokens_dict: dict[str, str] = {}  # noqa: RUF012
 
     if not torch.distributed.is_initialized():  # megatron-core queries the rank

@@ -138,7 +138,9 @@ def gigatoken_files(corpus: str, tokenizer_file: str, output: str, processes: in
 
 def prepared(row: str, options: argparse.Namespace, tokenizer_file: str) -> Figures:
     """Run a row in an empty folder; return its time and speed."""
-    folder, corpus, processes = options.folder / "preparing", str(options.corpus), str(options.num_processes)
+    folder = options.folder / "preparing"
+    corpus = str(options.corpus)
+    processes = str(options.num_processes)
     shutil.rmtree(folder, ignore_errors=True)
     folder.mkdir(parents=True)
     if row.startswith("ours"):

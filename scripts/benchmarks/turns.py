@@ -65,8 +65,13 @@ class Turns:
         prints: bool = True,
     ) -> None:
         self.records = {name: Record() for name in names}
-        self._measure, self._turns, self._main, self._warm_up = measure, turns, main, warm_up
-        self._max_others, self._failures, self._prints = max_others, failures, prints
+        self._measure = measure
+        self._turns = turns
+        self._main = main
+        self._warm_up = warm_up
+        self._max_others = max_others
+        self._failures = failures
+        self._prints = prints
         self._rounds = warm_up + turns * (1 if max_others is None else repeats)
 
     def run(self) -> Iterator[None]:
@@ -97,7 +102,8 @@ class Turns:
     def ratio(self, own: str, other: str, figure: str = "", of_other: str = "") -> Spread | None:
         """Return the spread of a figure's ratio to another row's, over the rounds in which both count."""
         figure = figure or self._main
-        mine, theirs = self.records[own].counted(figure), self.records[other].counted(of_other or figure)
+        mine = self.records[own].counted(figure)
+        theirs = self.records[other].counted(of_other or figure)
         # One of the two may have had one turn more.
         both = [a / b for a, b in zip(mine, theirs, strict=False) if a is not None and b is not None]
         return spread_of(both) if both else None

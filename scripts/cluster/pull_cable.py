@@ -26,8 +26,13 @@ from typing import NamedTuple
 
 from scripts.docs.tables import ROOT
 
-BRIDGE, NODES, NET = "mlcable", ("mlcable1", "mlcable2"), "10.213.77"
-TIMEOUT_S, STARTUP_S, LATE_S = 10, 60, 20  # --distributed_timeout, --startup_timeout, and what may pass after them
+BRIDGE = "mlcable"
+NODES = ("mlcable1", "mlcable2")
+NET = "10.213.77"
+# --distributed_timeout, --startup_timeout, and what may pass after them
+TIMEOUT_S = 10
+STARTUP_S = 60
+LATE_S = 20
 READY_S = 120.0  # limit on a resumed run's end
 IMPORTS_S = 60  # limit on what comes before a rank looks at its clock, on a busy machine
 FLAGS = (

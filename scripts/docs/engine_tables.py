@@ -85,7 +85,8 @@ def memory_table() -> Rows:
     for dtype, zero_stage in STATE_BYTES:
         for ranks in (1, 2, 8, 64):
             made = plan(ranks, training_dtype=dtype, zero_stage=zero_stage)
-            formula, allocated = formula_bytes(made.model, dtype, zero_stage, ranks), made.state_bytes
+            formula = formula_bytes(made.model, dtype, zero_stage, ranks)
+            allocated = made.state_bytes
             yield dtype, zero_stage, ranks, formula, allocated - formula, allocated, allocated / MIB
 
 

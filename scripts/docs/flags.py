@@ -96,7 +96,9 @@ def guides() -> tuple[Guide, Guide]:
     levanter, known = {"Fixed there, a flag here": fixed}, by_name("Megatron-LM", "Levanter")
     for section, options in _options("levanter").items():
         levanter[section] = _merged(options, known)
-    fast_llm, same, known = {}, {}, by_name("Fast-LLM")
+    fast_llm = {}
+    same = {}
+    known = by_name("Fast-LLM")
     for section, options in _options("fast_llm").items():
         same[section] = [name for name, default in options.items() if name not in known and _equal(name, default)]
         others = {name: default for name, default in options.items() if name not in same[section]}

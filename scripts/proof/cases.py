@@ -245,14 +245,16 @@ def _exact(config: Config, layout: Layout) -> Layout | None:
     All schedules of a pipeline but breadth-first add up the gradients of all micro-batches before they reduce them,
     and the head's part of a tied gradient before the embedding's.
     """
-    depth, breadth = config.batch.depth_first_micro_batches or 1, config.batch.breadth_first_micro_batches or 1
+    depth = config.batch.depth_first_micro_batches or 1
+    breadth = config.batch.breadth_first_micro_batches or 1
     exact = layout.exact(depth > 1)
     if config.distributed.pipeline_parallel == 1:
         return exact
     if config.multi_stage.pipeline_schedule != "breadth_first":
         if config.multi_stage.num_grad_buffers is not None:
             return None
-        depth, breadth, exact = 1, depth * breadth, layout.exact()
+        depth, breadth = 1, depth * breadth
+        exact = layout.exact()
     elif depth > 1 and exact.kept(REDUCES):  # a stage that shares no buffer adds up all its micro-batches first
         return None
     elif config.model.tie_word_embeddings and config.multi_stage.pipeline_placement == "loop":

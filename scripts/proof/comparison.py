@@ -204,7 +204,8 @@ class Judge:
         if not case.in_8_bits:
             yield from differences(steps, others, limits)
             return
-        disturbance, first = DISTURBANCES[case.options.get("training_dtype", "fp32")], first_limits(case)
+        disturbance = DISTURBANCES[case.options.get("training_dtype", "fp32")]
+        first = first_limits(case)
         disturbed = self._steps(reference, disturbance, device="cpu")
         measured = moved_by(disturbed, others, limits)
         for found in differences(steps, others, limits, first):

@@ -61,7 +61,9 @@ def shrunk(flags: Sequence[str], most_ranks: int, **more: Any) -> tuple[Case, li
 
 def _sizes(asked: Draft) -> dict[str, Any]:
     """Return small sizes with the ratios of the command's: groups of heads, MLP, window; and other small values."""
-    heads, hidden, found = asked.num_attention_heads, asked.hidden_size, dict[str, Any]()
+    heads = asked.num_attention_heads
+    hidden = asked.hidden_size
+    found = dict[str, Any]()
     if asked.head_groups not in (None, heads):
         found["head_groups"] = min(asked.head_groups, 4)
     if asked.kv_channels not in (None, hidden // heads):

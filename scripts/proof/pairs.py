@@ -24,8 +24,12 @@ Value = tuple[str, str]  # of a factor
 Pair = tuple[Value, Value]
 Refusal = Callable[[Row], str]  # why a row is refused; empty: it is not
 
-RANKS, RESTART, THAWED = "ranks", "restart", "thawed"
-REPLICAS, TWO, AGAIN = "replicas", "of two ranks", "of two ranks that reduce again"
+RANKS = "ranks"
+RESTART = "restart"
+THAWED = "thawed"
+REPLICAS = "replicas"
+TWO = "of two ranks"
+AGAIN = "of two ranks that reduce again"
 # What three or four values make together, as a value that meets all others, and a row that has it.
 MADE: Mapping[Value, Row] = {
     (REPLICAS, TWO): {RANKS: "4", "data_parallel_shard": "--data_parallel_shard=2"},
@@ -96,7 +100,9 @@ class Pairs:
     """Rows of factors in which pairs meet. refusal: see `Refusal`."""
 
     def __init__(self, factors: Mapping[str, tuple[str, ...]], refusal: Refusal, dice: random.Random) -> None:
-        self._factors, self._refusal, self._dice = factors, refusal, dice
+        self._factors = factors
+        self._refusal = refusal
+        self._dice = dice
         self._flags = {name: {*re.findall(r"--\w+", " ".join(values))} for name, values in factors.items()}
         self._unmet: dict[Pair, None] = {
             ((one, value), (other, another)): None
@@ -215,7 +221,9 @@ class Pairs:
 
     def _changed(self, row: Row, fixed: Row, ranks: Iterable[str], tries: int = TRIES) -> tuple[Row, str]:
         """Change a row at random, but not the fixed values, until it is not refused; return it, and why it still is."""
-        first, numbers, reason = row, [""] if RANKS in fixed else [*ranks], ""
+        first = row
+        numbers = [""] if RANKS in fixed else [*ranks]
+        reason = ""
         others = [name for name in self._factors if name not in (*fixed, RANKS)]
         steps = list[Value]()  # one change of what the first refusals name, each once before changes at random
         for attempt in itertools.count():
@@ -261,7 +269,9 @@ class Draws:
     """
 
     def __init__(self, seed: int | str, most_ranks: int, choices: Sequence[Flags], fixed: Flags) -> None:
-        self._dice, self._fixed, self._most_ranks = random.Random(seed), fixed, most_ranks
+        self._dice = random.Random(seed)
+        self._fixed = fixed
+        self._most_ranks = most_ranks
         self._factors = factors_of(most_ranks, choices)
         self._pairs = Pairs(self._factors, self._refusal, self._dice)
 
@@ -321,7 +331,8 @@ class Draws:
             drawn = {name: self._dice.choice(dimension.values[1:]) for name, dimension in dimensions}
             other = Layout(self._dice.randint(1, self._most_ranks), {**drawn, **case.then.kept(OTHERS)})
             if restart == "same bits":
-                exact, kept = case.layout.exact(), {name: drawn[name] for name in drawn if LAYOUT[name].keeps_bits}
+                exact = case.layout.exact()
+                kept = {name: drawn[name] for name in drawn if LAYOUT[name].keeps_bits}
                 other = Layout(exact.ranks * int(kept.get("pipeline_parallel", 1)), {**exact.flags, **kept})
             changed = case._replace(then=other)
             if other.ranks <= self._most_ranks and self._accepts(changed):

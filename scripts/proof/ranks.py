@@ -35,7 +35,10 @@ from megatron_lite.tiles import Tile
 from megatron_lite.train import train_step
 from scripts.proof.eight_bits import Recorder, Scales, Use
 
-TOKENS, MASK, RUN = "tokens", "mask", "run"  # files in the working directory of all ranks
+# files in the working directory of all ranks
+TOKENS = "tokens"
+MASK = "mask"
+RUN = "run"
 COUNTED = "counted"  # begins the names of numbers that no rounding changes
 Prepare = Callable[[], None]
 Piece = tuple[str, str, int, Tile, Any]  # kind, parameter, elements of the whole, place of these, numpy array
@@ -239,7 +242,8 @@ def _iterations(run: Run, last: int) -> Iterator[Told]:
             f"{COUNTED} tokens": batches_so_far.consumed_tokens(run.iteration),
             f"{COUNTED} samples of data sets": sum(row[-1] for row in run.data.counts.read(run.iteration)),
         }
-        pieces, uses = [*gradients, *(piece for kind in kinds for piece in _pieces(run, kind))], _recorder().taken()
+        pieces = [*gradients, *(piece for kind in kinds for piece in _pieces(run, kind))]
+        uses = _recorder().taken()
         training = run.config.training
         if training.validation_iters and run.iteration % training.validation_interval == 0:
             found = evaluate(run, "validation")

@@ -92,7 +92,9 @@ class Cuda:
     """CUDA's runtime, which pins host memory or not."""
 
     def __init__(self, error: int = 0) -> None:
-        self.error, self.pinned, self.attempts = error, dict[int, int](), 0
+        self.error = error
+        self.pinned = dict[int, int]()
+        self.attempts = 0
 
     def cudaHostRegister(self, start: int, size: int, flags: int) -> int:  # noqa: N802
         self.attempts += 1
@@ -126,7 +128,9 @@ def test_a_copy_that_cannot_be_pinned_is_still_one(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     """A warning; and CUDA's error, which would end the next kernel of training, is taken at once."""
-    cuda, distributed, kernels = Cuda(error=2), one_rank(), list[Any]()
+    cuda = Cuda(error=2)
+    distributed = one_rank()
+    kernels = list[Any]()
 
     def failing_kernel(*_: Any, device: torch.device) -> None:
         kernels.append(device.type)
@@ -253,7 +257,9 @@ def test_the_copy_must_fit_into_the_host(tmp_path: Path, monkeypatch: pytest.Mon
 
 def test_no_rank_counts_the_copy_of_another_one_twice(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A rank that comes late looks at the free memory before the first one takes its part of it."""
-    own, taken = shards_bytes(empty_model(SPECS, LAYOUT, 0), 1), threading.Event()  # type: ignore[arg-type]
+    # type: ignore[arg-type]
+    own = shards_bytes(empty_model(SPECS, LAYOUT, 0), 1)
+    taken = threading.Event()
     run_config = RunConfig(experiment_dir=str(tmp_path))
     wanted = Config(checkpoint=CheckpointConfig(async_checkpoint=True), run=run_config)
     monkeypatch.setattr(writing, "available_bytes", lambda: 2 * own - own * taken.is_set())

@@ -159,7 +159,8 @@ CASES: dict[str, dict[str, Any]] = {
     "averages, tensor-parallel": {**EMA, **TENSOR, "async_checkpoint": True, "hidden_dropout": 0.1},
 }
 CASES = {name: {**options, **(VALIDATED if "averages" in name else {})} for name, options in CASES.items()}
-AVERAGES, LION = "averages, mixed, low precision, zero 3", "lion, split, mixed, low precision, zero 2"
+AVERAGES = "averages, mixed, low precision, zero 3"
+LION = "lion, split, mixed, low precision, zero 2"
 ALWAYS = (AVERAGES, LION, "muon, two stages of blocks, zero 3", "averages, tensor-parallel")
 
 Trained = Callable[[str], Path]
@@ -187,7 +188,9 @@ def test_continued_training_is_bit_identical(case: str, trained: Trained, tmp_pa
     too; frozen weights never change and are stored in the requested dtype, without moments. Another layout loads and
     saves the same."""
     whole, resumed = trained(case) / "whole", trained(case) / "resumed"
-    log, before, after = log_of(resumed), curve(whole), curve(resumed)
+    log = log_of(resumed)
+    before = curve(whole)
+    after = curve(resumed)
     assert "resumed from" in log and "start at zero" not in log and "begins now" not in log
     assert len(after) >= 2 and all(before[place] == line for place, line in after.items())
     contents = [read_all(whole / "checkpoints" / str(iteration)) for iteration in (MIDDLE, LAST)]
@@ -263,7 +266,8 @@ def test_frozen_then_trained(trained: Trained, tmp_path: Path) -> None:
     """Moments of thawed parameters start at zero and their averages at the weights, which two lines count; the others
     keep theirs. Frozen again, the parameters are those of before."""
     source, run = trained(AVERAGES) / "whole", tmp_path / "run"
-    before, thawed = last(source), {**CASES[AVERAGES], "freeze": (), "zero_stage": 1, "batch_size": 6}
+    before = last(source)
+    thawed = {**CASES[AVERAGES], "freeze": (), "zero_stage": 1, "batch_size": 6}
     frozen = frozen_names(before)
     after, log, dtypes = saved_again(source, 3, thawed, run)
     assert dtypes == {"trained": ["torch.float32"], "frozen": []}
@@ -321,7 +325,8 @@ def weights_for_inference(distributed: Distributed, options: dict[str, Any]) -> 
 def test_inference_reads_the_weights_alone(case: str, trained: Trained, tmp_path: Path) -> None:
     """A model without moments computes with the weights of the checkpoint, in the training dtype."""
     copy_checkpoint(trained(case) / "whole", LAST, tmp_path)
-    options, saved = {**CASES[case], "experiment_dir": str(tmp_path), "batch_size": 6}, last(tmp_path)
+    options = {**CASES[case], "experiment_dir": str(tmp_path), "batch_size": 6}
+    saved = last(tmp_path)
     for weights, memory in run_distributed(3, weights_for_inference, options):
         assert memory["optimizer moments"] == memory["gradient shards"] == 0
         for name, values in weights.items():

@@ -139,7 +139,8 @@ def test_rank_files_are_ordinary_safetensors_files(tmp_path: Path) -> None:
         for name, tensor in wanted.items():
             assert torch.equal(file.get_tensor(name), tensor) and file.get_tensor(name).dtype == tensor.dtype
     assert "stage_000.frozen.weights" in wanted and "stage_000.frozen.exp_avg" not in wanted
-    size, header = (folder / "rank_001.safetensors").stat().st_size, (folder / "rank_001.safetensors").read_bytes()[:8]
+    size = (folder / "rank_001.safetensors").stat().st_size
+    header = (folder / "rank_001.safetensors").read_bytes()[:8]
     assert size == 8 + struct.unpack("<Q", header)[0] + sum(tensor.nbytes for tensor in wanted.values())
     assert {path.name: path.stat().st_mode & 0o777 for path in folder.iterdir()} == {
         name: 0o640 for name in ("manifest.json", "rank_000.safetensors", "rank_001.safetensors")
@@ -180,7 +181,9 @@ def test_one_temporary_copy_at_a_time(tmp_path: Path, monkeypatch: pytest.Monkey
 
 # -- averages and single moments ---------------------------------------------------------------------------------------
 
-BOTH, ONE, NONE = manifest.MOMENTS, manifest.MOMENTS[:1], ()
+BOTH = manifest.MOMENTS
+ONE = manifest.MOMENTS[:1]
+NONE = ()
 SETS: list[dict[str, Any]] = [
     dict(moments=moments, averaged=averaged) for moments in (BOTH, ONE, NONE) for averaged in (False, True)
 ]

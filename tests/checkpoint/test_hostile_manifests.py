@@ -209,7 +209,9 @@ def changed(values: dict[str, Any], generator: random.Random) -> dict[str, Any]:
 
 def fuzz(values: dict[str, Any], folder: Path, cases: int, layout: dict[str, Any]) -> tuple[int, int]:
     """Return how many of the changed manifests were accepted and refused; load what is accepted."""
-    generator, accepted, refused = random.Random(15), 0, 0
+    generator = random.Random(15)
+    accepted = 0
+    refused = 0
     for case in range(cases):
         now = changed(values, generator)
         (folder / "manifest.json").write_bytes(seal(now))

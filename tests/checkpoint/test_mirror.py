@@ -297,7 +297,9 @@ def test_a_slow_store_holds_up_nothing_and_gets_whole_checkpoints(
 
 def test_the_best_checkpoint_and_its_export_are_there_too(tmp_path: Path) -> None:
     """A restore brings the checkpoint that the newest one names as the best; a replaced export/best is sent again."""
-    root, store, elsewhere = run_folder(tmp_path / "a", 10, 20), tmp_path / "store", tmp_path / "b"
+    root = run_folder(tmp_path / "a", 10, 20)
+    store = tmp_path / "store"
+    elsewhere = tmp_path / "b"
     counts = {"measured": "0" * 16, "value": (1.0).hex(), "iteration": 10, "seen": 30, "bad": 1}
     save(root / "checkpoints", 30, 30, state={"best": counts})
     made = make(root, str(store), max_checkpoints=1)
@@ -405,7 +407,9 @@ def test_a_run_goes_on_elsewhere_bit_for_bit(bucket: Any, server: S3Server, tmp_
     flags = [*TINY, *"--checkpoint_interval=2 --max_checkpoints=1 --export_interval=3 --hidden_dropout=0.1".split()]
     environment = {**VARIABLES, "AWS_ENDPOINT_URL": server.url}
     mirrored = [*flags, f"--mirror=s3://{bucket.name}/run"]
-    first, elsewhere, reference = tmp_path / "run", tmp_path / "other" / "run", tmp_path / "reference" / "run"
+    first = tmp_path / "run"
+    elsewhere = tmp_path / "other" / "run"
+    reference = tmp_path / "reference" / "run"
     outcome = succeed([*mirrored, f"--experiment_dir={first}", "--stop_interval=4"], 2, variables=environment)
     assert outcome.stdouts[0].splitlines()[-1].startswith("stopped at iteration 4 of 6 as planned")
     export = (first / "export" / "3" / "model.safetensors").read_bytes()
@@ -432,14 +436,19 @@ def test_fifty_kills_leave_whole_checkpoints_or_none(bucket: Any, server: S3Serv
     Every kill ends a process of its own, which went on from what the one before had left. No restore goes back.
     """
     environment = {**VARIABLES, "AWS_ENDPOINT_URL": server.url}
-    saves, generator, newest, outcomes = tmp_path / "saves", random.Random(time.time_ns()), 0, list[int]()
+    saves = tmp_path / "saves"
+    generator = random.Random(time.time_ns())
+    newest = 0
+    outcomes = list[int]()
     saves.mkdir()
     for iteration in range(1, LAST_SAVE + 1):
         save(saves, iteration, iteration, 4)
     address = f"s3://{bucket.name}/run"
     for kill in range(50):
         root, elsewhere = tmp_path / f"run-{kill}", tmp_path / f"elsewhere-{kill}"
-        seen, changes = len(server.requests), generator.randrange(80)  # requests after which it dies
+        # requests after which it dies
+        seen = len(server.requests)
+        changes = generator.randrange(80)
         process = FORKSERVER.Process(target=mirror_saves, args=(environment, saves, root, address))
         process.start()
         wait_until(lambda: len(server.requests) >= seen + changes or not process.is_alive())  # noqa: B023

@@ -237,7 +237,9 @@ def test_a_stale_disk_goes_on_from_the_mirror(tmp_path: Path, caplog: pytest.Log
 @pytest.mark.parametrize("side", [None, "restore", "set_aside"])
 def test_after_a_fork_only_the_user_decides(side: str | None, tmp_path: Path) -> None:
     """Nothing is lost on either side: the other checkpoints and the records are set aside."""
-    there, here, address = folder(tmp_path / "a", "a", "aa", "aab"), folder(tmp_path / "b", "a", "ac"), tmp_path / "m"
+    there = folder(tmp_path / "a", "a", "aa", "aab")
+    here = folder(tmp_path / "b", "a", "ac")
+    address = tmp_path / "m"
     finish(made := make(there, str(address)))
     made.close(1.0, None)
     before, own = digests(address), digests(here)
@@ -265,7 +267,9 @@ def test_the_branch_that_a_return_has_left_is_a_fork(followed: str, tmp_path: Pa
 
     As on a stale disk: checkpoint 2 of the branch that was left took the place of the newer one in the mirror.
     """
-    left, back, address = folder(tmp_path / "a", "a", "ab"), folder(tmp_path / "b", "a"), tmp_path / "m"
+    left = folder(tmp_path / "a", "a", "ab")
+    back = folder(tmp_path / "b", "a")
+    address = tmp_path / "m"
     flag = CheckpointConfig(resume_iteration=1)
     for word in ("ac", "acc"):
         save(back / "checkpoints", len(word), 0, changes=changes_of(word), config=Config(checkpoint=flag))
@@ -340,7 +344,9 @@ class World:
     """Two machines, a mirror, and whatever happens to them."""
 
     def __init__(self, seed: int, address: str, root: Path) -> None:
-        self.draw, self.address, self.roots = random.Random(seed), address, [root / "one", root / "two"]
+        self.draw = random.Random(seed)
+        self.address = address
+        self.roots = [root / "one", root / "two"]
         self.idle: list[Mirror] = []  # of starts that nobody has killed
         self.saves: dict[str, str] = {}  # save id -> history
         self.begun: list[str] = []  # starts in order

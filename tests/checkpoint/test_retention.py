@@ -100,7 +100,10 @@ def test_random_histories(data: st.DataObject, events: list[str]) -> None:
     and those that belong to earlier starts.
     """
     good: dict[int, bool] = {}  # iteration -> permanent when it was saved
-    rules, keep, deletes_old, step = keep_rules(()), None, True, 1
+    rules = keep_rules(())
+    keep = None
+    deletes_old = True
+    step = 1
     iteration = resumed_at = 0
     held: list[int] = []
     for event in events:

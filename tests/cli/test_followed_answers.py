@@ -84,7 +84,9 @@ def to_write(answer: str, value: str) -> list[str] | None:
     text = answer.partition(" write ")[2]
     words, end = [], 0
     while match := FLAG.match(text, end):
-        name, given, end = match[1], match[2], match.end()
+        name = match[1]
+        given = match[2]
+        end = match.end()
         given = value if given is None else given.strip("\"'")
         for placeholder, meant in MEANT.items():
             given = given.replace(placeholder, meant.format(value))

@@ -349,7 +349,8 @@ def test_home_directory() -> None:
 def test_all_problems_at_once() -> None:
     """Bad values, refusals and contradictions between the other flags come in one error, one line each."""
     typed = ["--lr=nan", "--sequence_data_parallel=2", "--num_attention_heads=7", "--train_iters=5e5"]
-    lines, names = problem(typed).splitlines(), ["--lr", "--sequence_data_parallel", "--train_iters", "--hidden_size"]
+    lines = problem(typed).splitlines()
+    names = ["--lr", "--sequence_data_parallel", "--train_iters", "--hidden_size"]
     assert [line.partition("=")[0] for line in lines] == names
 
 

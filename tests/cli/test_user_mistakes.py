@@ -32,7 +32,9 @@ from megatron_lite.errors import UsageError
 from megatron_lite.validation import resolve
 from tests.support.launch import run
 
-FOREIGN, INSTEAD, REFUSED = foreign_names(), instead(), refused()
+FOREIGN = foreign_names()
+INSTEAD = instead()
+REFUSED = refused()
 VECTORS = Path(__file__).resolve().parents[1] / "vectors" / "user_mistakes.json"
 MISTAKES: dict[str, dict[str, str]] = json.loads(VECTORS.read_text("utf-8"))
 WIDTH = 118  # of a line of the help
@@ -143,7 +145,9 @@ def one_edit_typos(name: str, generator: random.Random, count: int) -> list[str]
     """Return some of the deletions, transpositions, insertions and substitutions of one letter at every place."""
     typos = set()
     for place in range(len(name)):
-        before, letter, after = name[:place], generator.choice(string.ascii_lowercase + "_"), name[place + 1 :]
+        before = name[:place]
+        letter = generator.choice(string.ascii_lowercase + "_")
+        after = name[place + 1 :]
         typos |= {before + after, before + letter + after, before + letter + name[place:]}
         typos.add(before + name[place : place + 2][::-1] + name[place + 2 :])
     known = {*SPELLINGS, *REFUSED, *INSTEAD, *HELP}
@@ -200,7 +204,8 @@ def test_answers_to_typos_name_flags_that_can_be_typed() -> None:
 
 def test_one_edit() -> None:
     """One letter added, removed or replaced, or two neighbours swapped."""
-    near, far = "lr/l lr/rl abcd/acbd abcd/axcd abcd/abxcd /a aab/ab", "lr/lr abcd/bcda abcd/dbca abcd/a"
+    near = "lr/l lr/rl abcd/acbd abcd/axcd abcd/abxcd /a aab/ab"
+    far = "lr/lr abcd/bcda abcd/dbca abcd/a"
     for pairs, expected in ((near, True), (far, False)):
         for one, other in (pair.split("/") for pair in pairs.split()):
             assert is_one_edit(one, other) == is_one_edit(other, one) == expected

@@ -112,7 +112,9 @@ class Node:
     """One machine of the cluster, in its namespaces."""
 
     def __init__(self, name: str, folder: Path) -> None:
-        self.name, self.cable, self._folder = name, f"mlc-{NODES[name]}", folder
+        self.name = name
+        self.cable = f"mlc-{NODES[name]}"
+        self._folder = folder
         unshare = "unshare --net --uts --mount --pid --fork --kill-child --mount-proc".split()
         # The first process of the namespace adopts orphans, and must outlive slurmd.
         self._root = subprocess.Popen([*unshare, "bash", "-c", "while :; do sleep 1000 & wait; done"])
@@ -216,7 +218,9 @@ class Slurm:
 
     def __init__(self, folder: Path) -> None:
         self.folder, self.nodes = folder, dict[str, Node]()
-        self.checkout, self.venv, self._daemons = folder / "checkout", folder / "venv", list[subprocess.Popen[bytes]]()
+        self.checkout = folder / "checkout"
+        self.venv = folder / "venv"
+        self._daemons = list[subprocess.Popen[bytes]]()
         self._runs = 0
         self._environment = {
             "PATH": os.environ["PATH"],

@@ -9,7 +9,8 @@ import pytest
 from tests.cluster.slurm import GRACE_S, KILL_WAIT_S, TINY, Run, Slurm, until
 
 pytestmark = [pytest.mark.cluster, pytest.mark.slow]
-MULTI, PREEMPTIBLE = "scripts/examples/slurm_multi_node.sbatch", "scripts/examples/slurm_preemptible.sbatch"
+MULTI = "scripts/examples/slurm_multi_node.sbatch"
+PREEMPTIBLE = "scripts/examples/slurm_preemptible.sbatch"
 SINGLE = "scripts/examples/slurm_single_node.sbatch"
 TWO = ("--nodes=2", "--cpus-per-task=1", "--time=10")
 LONG = (*TINY, "--train_iters=100000")

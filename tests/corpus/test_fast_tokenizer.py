@@ -362,7 +362,9 @@ def test_killed_fifty_times_with_either_library(corpus: Path, plain: str, tmp_pa
     corpus.write_bytes(corpus.read_bytes() * 40)
     words = [sys.executable, str(SCRIPT), str(corpus), "--tokenizer", plain, "--num_processes=1", "--output_prefix"]
     assert subprocess.run([*words, str(tmp_path / "right" / "x"), "--tokenizer_library=tokenizers"]).returncode == 0
-    draw, output, kills = random.Random(0), tmp_path / "out", 0
+    draw = random.Random(0)
+    output = tmp_path / "out"
+    kills = 0
     while kills < 50:
         library = draw.choice(["tokenizers", FAST])
         command = [*words, str(output / "x"), f"--tokenizer_library={library}"]

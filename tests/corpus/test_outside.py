@@ -179,7 +179,8 @@ def test_links_that_a_user_names_are_read(data: Path, tmp_path: Path) -> None:
     (data / "two.txt").symlink_to("one.txt")
     files = find_inputs([str(tmp_path / "mine"), str(tmp_path / "mine.txt"), f"{tmp_path}/mine/*.txt"])
     assert [Path(file.path).name for file in files] == ["one.txt", "two.txt", "mine.txt", "one.txt", "two.txt"]
-    blob, snapshot = tmp_path / "hub" / "blobs" / "1a2b", tmp_path / "hub" / "snapshots" / "main" / "data"
+    blob = tmp_path / "hub" / "blobs" / "1a2b"
+    snapshot = tmp_path / "hub" / "snapshots" / "main" / "data"
     for folder in (blob.parent, snapshot):
         folder.mkdir(parents=True)
     blob.write_text("text")

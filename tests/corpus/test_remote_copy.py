@@ -72,10 +72,8 @@ def test_a_pair_brings_what_is_beside_it(bucket: Any, tmp_path: Path) -> None:
         threading.Thread(target=web.serve_forever, daemon=True).start()
         for store in (f"s3://{bucket.name}", f"http://127.0.0.1:{web.server_address[1]}"):
             for name in ("ok-00001-of-00002", "ok_validation"):
-                copy, here = (
-                    local_copy(f"{store}/d/{name}", "data_path", str(tmp_path / "cache")),
-                    tmp_path / "d" / name,
-                )
+                copy = local_copy(f"{store}/d/{name}", "data_path", str(tmp_path / "cache"))
+                here = tmp_path / "d" / name
                 found = stated([copy])
                 assert found == {
                     "loss_mask": (f"{copy}_mask",),
@@ -128,7 +126,10 @@ def test_a_file_that_changes_under_its_copy_is_refused_then_copied(
 class Ranges(http.server.BaseHTTPRequestHandler):
     """A server of one file, `content`, with ranges; each answer ends after `most` bytes. `asked`: where they began."""
 
-    content, etag, most, asked = b"", '"1"', 10**9, list[int]()
+    content = b""
+    etag = '"1"'
+    most = 10**9
+    asked = list[int]()
 
     def log_message(self, *_: Any) -> None:
         pass
@@ -166,11 +167,15 @@ def test_a_copy_goes_on_at_the_byte_where_it_was_cut(tmp_path: Path, monkeypatch
         assert asked[0] == 0 and len(asked) > 3 and asked == sorted(set(asked)), "the library drops what it buffers"
         for etag, later in (('"1"', ours), ('"2"', ours[::-1])):
             handler.asked, cache = [], str(tmp_path / etag)
-            handler.etag, handler.content, handler.most = '"1"', ours, 3_000_000
+            handler.etag = '"1"'
+            handler.content = ours
+            handler.most = 3_000_000
             with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
                 patch.setattr(remote_copy, "get_logger", Interrupting)
                 local_copy(address, "data_path", cache)
-            handler.etag, handler.content, handler.most = etag, later, 10**9
+            handler.etag = etag
+            handler.content = later
+            handler.most = 10**9
             assert Path(local_copy(address, "data_path", cache)).read_bytes() == later
             assert len(handler.asked) == 4 and (handler.asked[-1] > 0) is (later is ours)
         web.shutdown()
@@ -192,7 +197,9 @@ def test_a_copy_from_s3_goes_on_too(
     """The store fails in the middle of a file: what is there is not read again, and has no holes."""
     ours = random.Random(0).randbytes(1_000_000)
     bucket.put_object(Key="a/large.bin", Body=ours)
-    address, whole, asked = f"s3://{bucket.name}/a/large.bin", s3fs.S3FileSystem._cat_file, list[int]()
+    address = f"s3://{bucket.name}/a/large.bin"
+    whole = s3fs.S3FileSystem._cat_file
+    asked = list[int]()
 
     async def fails(self: Any, path: str, start: int, end: int) -> bytes:
         asked.append(start)

@@ -97,7 +97,9 @@ def test_a_pair_gets_its_borders(tmp_path: Path, capsys: pytest.CaptureFixture[s
 
 def test_what_is_no_such_file_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """Each wrong or missing word, other kinds of files, and flags that say nothing about tokens."""
-    raw, typed, end = tmp_path / "raw.bin", "--from_tokens=uint16", "--split_documents_at=90"
+    raw = tmp_path / "raw.bin"
+    typed = "--from_tokens=uint16"
+    end = "--split_documents_at=90"
     write_raw(raw, TOKENS, "uint16")
     np.save(tmp_path / "object.npy", np.array(["a", None], object))
     for name, kind in (("real", "f4"), ("complex", "c8"), ("truth", "?"), ("negative", "i8"), ("short", "i2")):

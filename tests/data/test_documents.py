@@ -132,7 +132,8 @@ def test_flags_that_find_no_borders_are_told(tmp_path: Path) -> None:
     """One document, or ends of documents inside of them, with any such flag; a conversation may have them."""
     documents = [[*range(10), 256] * 3, [*range(40), 256]] * 4
     good, bad = [[*range(30), 256]] * 8, write_documents(tmp_path / "bad", documents)
-    one, good = write_documents(tmp_path / "one", [list(range(200))]), write_documents(tmp_path / "good", good)
+    one = write_documents(tmp_path / "one", [list(range(200))])
+    good = write_documents(tmp_path / "good", good)
     mask = write_documents(tmp_path / "mask", [[1] * len(document) for document in documents], "|u1")
 
     def told(*paths: str, **values: Any) -> list[str]:

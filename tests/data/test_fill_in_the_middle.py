@@ -75,7 +75,8 @@ def ordered(ids: list[int], tokenizer: JsonTokenizer) -> tuple[list[int], bool]:
 @pytest.mark.parametrize("options", [{}, {"fim_max_middle_len": 3}, {"fim_spm_rate": 1.0}])
 def test_no_character_is_lost(tokenizers: dict[str, str], kind: str, options: dict[str, Any]) -> None:
     """Put back in order, every document reads as before; special tokens inside are kept whole."""
-    fill, tokenizer = made(tokenizers[kind], **options), JsonTokenizer(tokenizers[kind], needs_end=False)
+    fill = made(tokenizers[kind], **options)
+    tokenizer = JsonTokenizer(tokenizers[kind], needs_end=False)
     separator = tokenizer.token_id("<file_sep>")
     assert separator is not None
     documents = [tokenizer.encode(text) for text in TEXTS]
@@ -114,7 +115,8 @@ def test_cuts_are_between_characters(tokenizers: dict[str, str]) -> None:
     assert len(ids) < len(text) / 2
     middle = tokenizer.token_id("<|fim_middle|>")
     for limit in (None, 4):
-        fill, lengths = made(tokenizers["merged"], fim_spm_rate=0.0, fim_max_middle_len=limit), set()
+        fill = made(tokenizers["merged"], fim_spm_rate=0.0, fim_max_middle_len=limit)
+        lengths = set()
         for index in range(600):
             changed = fill.document(ids, Draws(2, index))
             lengths.add(len(tokenizer.decode(changed[changed.index(middle) + 1 :])))
@@ -159,7 +161,8 @@ def test_documents_that_stay(tokenizers: dict[str, str]) -> None:
 @pytest.mark.parametrize("kind", ["bytes", "merged"])
 def test_documents_may_keep_their_length(tokenizers: dict[str, str], kind: str) -> None:
     """With --fim_truncate_or_pad=1 suffixes pay for the sentinels; too short ones leave the document as it was."""
-    tokenizer, fill = JsonTokenizer(tokenizers[kind]), made(tokenizers[kind], fim_truncate_or_pad=True)
+    tokenizer = JsonTokenizer(tokenizers[kind])
+    fill = made(tokenizers[kind], fim_truncate_or_pad=True)
     kept = 0
     for index, text in itertools.product(range(50), TEXTS):
         ids = tokenizer.encode(text)
@@ -282,7 +285,8 @@ def test_what_is_missing_is_named(prefix: str, tokenizers: dict[str, str], tmp_p
     """One line, before training."""
     path = tokenizers["bytes"]
     save_byte_tokenizer(str(tmp_path / "plain.json"))
-    plain, no_sentinel = str(tmp_path / "plain.json"), r"plain.json \(--tokenizer_file\): has no <fim_prefix> or "
+    plain = str(tmp_path / "plain.json")
+    no_sentinel = r"plain.json \(--tokenizer_file\): has no <fim_prefix> or "
     for kind, message, values in (
         (DataError, no_sentinel, {"tokenizer_file": plain}),
         (UsageError, "--vocab_size=260: .* has ids up to 261, .*write 262 or more", {"vocab_size": 260}),

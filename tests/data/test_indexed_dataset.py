@@ -166,7 +166,9 @@ def test_damage_between_the_checked_pieces_is_found_when_it_is_used(
     monkeypatch.setattr(indexed_dataset, "CHECKED_PIECES", 4)
     sizes = np.random.default_rng(0).integers(0, 9, 60).tolist()
     index, tokens = megatron_bytes([[0] * size for size in sizes], 8, "H")
-    generator, at_open, used = random.Random(0), 0, 0
+    generator = random.Random(0)
+    at_open = 0
+    used = 0
     for _ in range(120):
         damaged, place = bytearray(index), generator.randrange(34, 34 + 12 * len(sizes))
         damaged[place] ^= generator.randrange(1, 256)

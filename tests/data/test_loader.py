@@ -176,7 +176,8 @@ def test_validation_batches_do_not_follow_the_schedule(prefixes: tuple[str, str]
 def test_workers_give_the_same_batches(prefixes: tuple[str, str], context: str) -> None:
     """Workers, of any number and start method, read what the process itself reads, of shuffled documents and several
     epochs, too; they are gone when the batches end."""
-    data_path, options = ("0.3", prefixes[0], "0.7", prefixes[1]), dict(shuffle_documents=True, train_iters=200)
+    data_path = ("0.3", prefixes[0], "0.7", prefixes[1])
+    options = dict(shuffle_documents=True, train_iters=200)
     expected = micro_batches(open_data(config(data_path, **options), 1, 2), "training", 100, 6)
     for workers, prefetch_factor in ((1, None), (3, 50)) if context == "fork" else ((1, 2),):
         more = dict(num_workers=workers, prefetch_factor=prefetch_factor, multiprocessing_context=context)

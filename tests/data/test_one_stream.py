@@ -45,7 +45,9 @@ def drawn(generator: random.Random, prefixes: list[str]) -> dict[str, Any]:
 
 def layout(generator: random.Random, ranks: int) -> dict[str, Any]:
     """Draw the options that must not decide about them."""
-    sizes, start, text = [], 0, []
+    sizes = []
+    start = 0
+    text = []
     while sum(sizes) < SAMPLES:
         size, iterations = generator.randint(1, 13), generator.randint(1, 6)
         text.append(f"{start}:{size}")

@@ -288,7 +288,9 @@ def test_a_machine_that_cannot_be_reached_is_known_on_both_sides(watched: Watche
 
 def test_a_pause_is_no_silence(watched: Watched, monkeypatch: pytest.MonkeyPatch) -> None:
     """Nothing moves for most of the limit, and the clocks jump by an hour."""
-    hour, clock, wall = 3600.0, time.monotonic, time.time
+    hour = 3600.0
+    clock = time.monotonic
+    wall = time.time
     for _ in range(2):
         looks = watched.watches[0]._looks
         watched.cable.open.clear()

@@ -140,7 +140,9 @@ def agree_while_a_peer_hangs(distributed: Distributed) -> tuple[str, float]:
         time.sleep(2)  # its host hangs between two steps, before it says a word
         distributed.agree_max(0)
         return "", 0.0
-    distributed.watch, began_s, message = late_watch(0.2), time.monotonic(), ""
+    distributed.watch = late_watch(0.2)
+    began_s = time.monotonic()
+    message = ""
     try:
         distributed.agree_max(0)
     except PeerError as error:

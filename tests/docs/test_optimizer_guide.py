@@ -29,7 +29,9 @@ table = functools.partial(documents.table, GUIDE)
 
 # -- memory: a model of which every parameter and shard is a multiple of the alignment, so that nothing is padded ------
 
-HIDDEN, VOCABULARY, LAYERS = 256, 1024, 3
+HIDDEN = 256
+VOCABULARY = 1024
+LAYERS = 3
 
 
 def memory(ranks: int, **options: Any) -> tuple[dict[str, int], dict[str, int]]:

@@ -165,7 +165,8 @@ def _wrong(moment: Moment, outcome: Outcome, experiment: Path, is_owned: bool) -
         yield f"how the run goes on: {said}"
     torchrun_died = moment.target == -1 and moment.number in (signal.SIGUSR1, signal.SIGKILL)
     if moment.number == signal.SIGKILL or torchrun_died:
-        allowed, codes = ("starting", "running", "failed", "done", "stopped"), {6, 75, -signal.SIGKILL}
+        allowed = ("starting", "running", "failed", "done", "stopped")
+        codes = {6, 75, -signal.SIGKILL}
     else:
         allowed, codes = ("stopped", "done"), {75}
     if moment.how == "forked" and moment.target is not None and LATE.search(output):

@@ -255,7 +255,10 @@ class Harness:
     """Runs that are killed again and again, and what is expected of them."""
 
     def __init__(self, folder: Path, seed: int, targets: Collection[str], iterations: int, torchrun: bool) -> None:
-        self.folder, self.chance, self.figures, self.torchrun = folder, random.Random(seed), Figures(), torchrun
+        self.folder = folder
+        self.chance = random.Random(seed)
+        self.figures = Figures()
+        self.torchrun = torchrun
         self.targets, self.iterations = targets, iterations
         write_corpus(folder / "corpus")
         self.references: dict[int, Path] = {}

@@ -170,7 +170,8 @@ def test_a_dry_run_says_what_samples_keep(tmp_path: Path, capsys: pytest.Capture
 
     config = tiny_config(**(options(tmp_path) | LLAMA | {"dry_run": True}))
     assert dry_run(config, config, 1, (), (), prints=True) == 0
-    cache, like = KeyValueCache(1, 1), torch.zeros(1, config.model.head_groups or 0, 1, config.model.kv_channels or 0)
+    cache = KeyValueCache(1, 1)
+    like = torch.zeros(1, config.model.head_groups or 0, 1, config.model.kv_channels or 0)
     kept = [pair for block in range(config.model.num_layers) for pair in cache.of(str(block), like, None)]
     assert (
         f"keep {sum(keys.nbytes + values.nbytes for keys, values in kept):,} bytes per token" in capsys.readouterr().out

@@ -204,7 +204,8 @@ def test_transformers_gives_the_ids_of_the_training(
 
 def test_the_tokenizer_comes_along(tmp_path: Path) -> None:
     """AutoTokenizer loads it from the export, and the config knows its end of document."""
-    transformers, tokenizers = pytest.importorskip("transformers"), pytest.importorskip("tokenizers")
+    transformers = pytest.importorskip("transformers")
+    tokenizers = pytest.importorskip("tokenizers")
     vocabulary = {"<|endoftext|>": 0, "to": 1, "be": 2, "or": 3, "not": 4}
     tokenizer = tokenizers.Tokenizer(tokenizers.models.WordLevel(vocabulary, unk_token="not"))
     tokenizer.pre_tokenizer = tokenizers.pre_tokenizers.Whitespace()

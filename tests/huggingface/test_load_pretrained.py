@@ -76,7 +76,9 @@ def train(distributed: Distributed, given: dict[str, Any], iterations: int = 2) 
     config = resolve(unflatten(values), distributed.world_size)
     started = start_run(distributed, config)
     model = started.model
-    initial, averaged, iteration = full_weights(model), {}, started.iteration
+    initial = full_weights(model)
+    averaged = {}
+    iteration = started.iteration
     if config.averaging.enabled:
         with model.averaged():
             averaged = full_weights(model)

@@ -105,12 +105,18 @@ class Exact:
     """The formula, in fp64."""
 
     def __init__(self) -> None:
-        self.weights, self.m, self.v = draw(0).double(), torch.zeros(NUMEL).double(), torch.zeros(NUMEL).double()
+        self.weights = draw(0).double()
+        self.m = torch.zeros(NUMEL).double()
+        self.v = torch.zeros(NUMEL).double()
 
     def update(self, gradient: Tensor, divisor: float, control: Control, factors: Sequence[float]) -> list[float]:
         """Update, and return the sum of squares of the step in each range, before factors and learning rates."""
-        numbers, step, updates = control.numbers, control.step, int(control.step.updates)
-        g, squares, beta = gradient.double() / divisor, [], numbers.beta1
+        numbers = control.numbers
+        step = control.step
+        updates = int(control.step.updates)
+        g = gradient.double() / divisor
+        squares = []
+        beta = numbers.beta1
         self.m = beta * self.m + (1 - beta) * g
         self.v = numbers.beta2 * self.v + (1 - numbers.beta2) * g.square()
         m, v = self.m / (1 - beta**updates), self.v / (1 - numbers.beta2**updates)
@@ -149,7 +155,9 @@ def test_updates_in_two_passes_equal_the_formula(form: str, dtype: torch.dtype, 
 
 
 def compare(form: str, dtype: torch.dtype, nesterov: bool, triton: bool, passes: int) -> None:
-    shard, exact, factors = make_shard(form, dtype), Exact(), FACTORS if passes == 2 else (1.0,) * 3
+    shard = make_shard(form, dtype)
+    exact = Exact()
+    factors = FACTORS if passes == 2 else (1.0,) * 3
 
     def update(gradient: Tensor, control: Control) -> list[float]:
         shard.gradient.copy_(gradient)
@@ -212,7 +220,9 @@ def test_any_number_of_ranges(count: int) -> None:
     assert torch.allclose(master_of(reference), master_of(kernel), rtol=1e-6, atol=1e-6)
     assert not torch.equal(master_of(kernel).cpu(), draw(0))
 
-    before, ranges, factors = master_of(kernel).clone(), Ranges(rows, DEVICE), draw(3, count).to(DEVICE)
+    before = master_of(kernel).clone()
+    ranges = Ranges(rows, DEVICE)
+    factors = draw(3, count).to(DEVICE)
     for shard in (reference, kernel):
         shard.gradient.copy_(draw(2))
     sums = adamw_moments(reference, ranges, control_of(3.0, 2))
@@ -285,7 +295,9 @@ def test_the_kernel_allocates_nothing(form: str, dtype: torch.dtype) -> None:
 
     The reference shows that temporaries would be counted.
     """
-    shard, ranges, control = make_shard(form, dtype), Ranges(ROWS, DEVICE), control_of(1.0, 1)
+    shard = make_shard(form, dtype)
+    ranges = Ranges(ROWS, DEVICE)
+    control = control_of(1.0, 1)
     launches = mock.MagicMock()  # keeps the interpreter's own copies out of the count
     with mock.patch.object(module, "_adamw_kernel", launches), NewMemory() as memory:
         adamw(shard, ranges, control, triton=True)

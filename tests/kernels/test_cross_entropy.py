@@ -67,7 +67,8 @@ def make_padded_parameter(values: Tensor, padding_rows: int) -> Parameter:
     v, h = values.shape
     memory = functional.pad(functional.pad(values, (0, 0, 0, padding_rows)), (0, 0, 0, 3), value=torch.nan)
     made = cast(Parameter, Parameter(memory[:v]))
-    made.main_grad, made.gradient_is_empty = torch.full(memory.shape, torch.nan, device=DEVICE)[:v], True
+    made.main_grad = torch.full(memory.shape, torch.nan, device=DEVICE)[:v]
+    made.gradient_is_empty = True
     padded(made.main_grad, padding_rows)[v:] = 0.0
     return made
 
@@ -90,7 +91,8 @@ def run(
     **options: Any,
 ) -> tuple[Tensor, Tensor | None, Tensor | None]:
     """Return the loss and the gradients of hidden states and weight."""
-    ours, parameter = hidden.clone().requires_grad_(trained[0]), empty_gradient(weight.clone(), trained=trained[1])
+    ours = hidden.clone().requires_grad_(trained[0])
+    parameter = empty_gradient(weight.clone(), trained=trained[1])
     loss = linear_cross_entropy(ours, parameter, labels, scale(), *cuts, **options)
     if trained[0] or trained[1]:
         loss.backward()
@@ -120,7 +122,9 @@ def test_head_against_float64(size: tuple[Any, ...], dtype: torch.dtype, triton:
     """
     t, h, v, chunk, block, z_loss, cap = size
     spread = 2 if cap else 1
-    hidden, weight, labels = randn(t, h).to(dtype), (spread * randn(v, h) / h**0.5).to(dtype), some_labels(t, v)
+    hidden = randn(t, h).to(dtype)
+    weight = (spread * randn(v, h) / h**0.5).to(dtype)
+    labels = some_labels(t, v)
     exact_hidden, exact_weight = hidden.double().requires_grad_(), weight.double().requires_grad_()
     exact = exact_loss(exact_hidden @ exact_weight.t(), labels, z_loss, cap)
     (exact * SCALE).backward()
@@ -163,8 +167,12 @@ def test_rows_of_zeros_behind_the_weight_change_nothing(
     block: int | None, padding_rows: int, dtype: torch.dtype, triton: bool
 ) -> None:
     """Loss, z-loss and gradients do not change, and the rows get zero gradients. A second backward pass adds."""
-    t, h, v = 5, 6, 13
-    hidden, weight, labels = randn(t, h).to(dtype), randn(v, h).to(dtype), some_labels(t, v)
+    t = 5
+    h = 6
+    v = 13
+    hidden = randn(t, h).to(dtype)
+    weight = randn(v, h).to(dtype)
+    labels = some_labels(t, v)
     options: dict[str, Any] = dict(z_loss=0.1, soft_cap=4.0, triton=triton)
     loss, grad_hidden, grad_weight = run(hidden, weight, labels, 3, block, **options)
     ours, parameter = hidden.clone().requires_grad_(), make_padded_parameter(weight, padding_rows)
@@ -295,7 +303,9 @@ def test_reference_in_more_than_one_part() -> None:
 
 def test_blocks_cost_no_precision() -> None:
     """The bf16 hidden gradient of fifty blocks is as accurate as that of one product over the whole vocabulary."""
-    hidden, weight, labels = randn(16, 32).bfloat16(), randn(3200, 32).bfloat16(), some_labels(16, 3200)
+    hidden = randn(16, 32).bfloat16()
+    weight = randn(3200, 32).bfloat16()
+    labels = some_labels(16, 3200)
     exact = hidden.double().requires_grad_()
     (exact_loss(exact @ weight.double().t(), labels, 0.0) * SCALE).backward()
     whole, cut = (run(hidden, weight, labels, 16, block)[1] for block in (None, 64))
@@ -309,11 +319,12 @@ def test_blocks_cost_no_precision() -> None:
 @pytest.mark.parametrize("trains", [True, False])
 def test_no_more_logits_live_than_a_chunk_and_a_block(trains: bool, block: int | None, dtype: torch.dtype) -> None:
     """Logits live in the training dtype, plus an fp32 copy of what the reference works on at a time."""
-    t, h, v, chunk = 512, 4, 8192, 128
-    hidden, parameter = (
-        randn(t, h).to(dtype).requires_grad_(trains),
-        empty_gradient(randn(v, h).to(dtype), trained=trains),
-    )
+    t = 512
+    h = 4
+    v = 8192
+    chunk = 128
+    hidden = randn(t, h).to(dtype).requires_grad_(trains)
+    parameter = empty_gradient(randn(v, h).to(dtype), trained=trains)
     labels = some_labels(t, v)
     rows, columns = held_logits(t, v, chunk, block)
     assert (rows, columns) == (chunk, block or v)
@@ -332,7 +343,9 @@ def test_no_more_logits_live_than_a_chunk_and_a_block(trains: bool, block: int |
 @pytest.mark.parametrize("block", [None, 32_064])
 def test_memory_on_a_gpu(block: int | None) -> None:
     """8,192 tokens and 128,256 entries in bf16 take at most 0.8 GB besides weight and gradients."""
-    t, h, v = 8192, 256, 128_256
+    t = 8192
+    h = 256
+    v = 128_256
     hidden, labels = randn(t, h).bfloat16().requires_grad_(), some_labels(t, v)
     parameter = empty_gradient(randn(v, h).bfloat16())
     chunk = chunk_tokens(None, t, DEVICE, 2)

@@ -61,7 +61,8 @@ def dequantized(values: Tensor, dtype: torch.dtype, by_row: bool) -> Numbers:
 
 def weight_of(values: Tensor, name: str = "layer.weight") -> Parameter:
     weight = empty_gradient(values)
-    weight.spec, weight.casts = ParameterSpec(name, tuple(values.shape), Initializer("constant", 0.0)), {}
+    weight.spec = ParameterSpec(name, tuple(values.shape), Initializer("constant", 0.0))
+    weight.casts = {}
     return weight
 
 
@@ -73,7 +74,9 @@ def close(found: Tensor, expected: Numbers, tolerance: float = 1e-5) -> None:
 @functools.cache
 def problem() -> tuple[Tensor, Tensor, Tensor]:
     """Input, weight and gradient whose rows and columns differ in size by some orders of magnitude."""
-    x, weight, dy = randn(T, I, seed=1), 0.1 * randn(O, I, seed=2), randn(T, O, seed=3)
+    x = randn(T, I, seed=1)
+    weight = 0.1 * randn(O, I, seed=2)
+    dy = randn(T, O, seed=3)
     spread = torch.logspace(-2, 1, I)
     return x * spread, weight / spread, dy * torch.logspace(-4, 2, T)[:, None]
 
@@ -114,7 +117,9 @@ def test_products_and_gradients_are_those_of_float64(name: str, units: tuple[tor
     at random: each is one of the two numbers around the exact one, and their mean over seeds is exact.
     """
     recipe, (x, values, dy) = RECIPES[name], problem()
-    by_row, weight, bias = recipe.by_row, weight_of(values), randn(O, seed=4)
+    by_row = recipe.by_row
+    weight = weight_of(values)
+    bias = randn(O, seed=4)
     if units and name == "rowwise" and torch.__version__ < "2.12":
         pytest.skip("torch 2.11 has no 8-bit product by row for a CPU")
     largest = torch.full((32, 32), 127, dtype=torch.int8)
@@ -158,7 +163,8 @@ def test_integers_are_rounded_up_or_down_at_random_and_without_bias() -> None:
 @recipes
 def test_zeros_and_numbers_that_are_not_finite(name: str) -> None:
     """A row of zeros stays zero; NaN and infinity are not hidden."""
-    recipe, spec = RECIPES[name], ParameterSpec("layer.weight", (O, I), Initializer("constant", 0.0))
+    recipe = RECIPES[name]
+    spec = ParameterSpec("layer.weight", (O, I), Initializer("constant", 0.0))
     for bad in (0.0, math.nan, math.inf):
         x, weight = torch.zeros(T, I), weight_of(randn(O, I))
         x[3, 5] = bad
@@ -212,7 +218,9 @@ def scales_of(rank: Any, name: str, dim: int, splits_tokens: bool) -> list[Tenso
     dim: 0, outputs are split over the ranks; 1, inputs.
     """
     x, values, dy = problem()
-    group, recipe, seen = rank.tensor, RECIPES[name], list[Tensor]()
+    group = rank.tensor
+    recipe = RECIPES[name]
+    seen = list[Tensor]()
     ranks, place = group.world_size, group.rank
     tokens = slice(place * T // ranks, (place + 1) * T // ranks) if splits_tokens else slice(None)
     channels = [slice(place * size // ranks, (place + 1) * size // ranks) for size in (O, I)]

@@ -12,7 +12,11 @@ from megatron_lite.kernels.mlp import mlp
 from megatron_lite.parameter import Parameter
 from tests.support.kernel_checks import DEVICE, DTYPES, covering, empty_gradient, needs_triton, saved_tensors
 
-B, S, H, F = 2, 150, 8, 12  # 300 tokens: takes the products for many rows
+# 300 tokens: takes the products for many rows
+B = 2
+S = 150
+H = 8
+F = 12
 LEVELS = ("none", "activation", "full")
 GRAD = torch.randn((B, S, H), generator=torch.Generator().manual_seed(1))
 NAMES = ("input", "up", "up_bias", "down", "down_bias")

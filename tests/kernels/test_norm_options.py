@@ -171,7 +171,11 @@ def test_norms_of_heads(
 @kinds
 def test_memory_kept_by_norms_of_heads(centered: bool, triton: bool) -> None:
     """Keep the projection, which the values are a view of, and the statistics; queries and keys have new memory."""
-    b, s, n, g, d = 2, 3, 4, 2, 6
+    b = 2
+    s = 3
+    n = 4
+    g = 2
+    d = 6
     norms = tuple(Weights(*parameters(centered, "around one", d, torch.float32)) for _ in range(2))
     projection = randn(b, s, (n + 2 * g) * d).to(DEVICE).requires_grad_() * 1
     before = projection.detach().clone()
@@ -190,7 +194,11 @@ def test_memory_kept_by_norms_of_heads(centered: bool, triton: bool) -> None:
 @kinds
 def test_frozen_norms_of_heads(centered: bool, triton: bool) -> None:
     """A frozen weight changes no other gradient; a frozen projection does not change the weights' gradients."""
-    b, s, n, g, d = 2, 3, 4, 2, 6
+    b = 2
+    s = 3
+    n = 4
+    g = 2
+    d = 6
     grads = [randn(b, heads, s, d, seed=i).to(DEVICE) for i, heads in enumerate((n, g, g))]
     results = []
     for projection_needs, query_needs in ((True, True), (True, False), (False, True)):

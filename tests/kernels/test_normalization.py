@@ -114,10 +114,8 @@ def test_each_output_may_be_left_unused(kind: str, triton: bool) -> None:
     values = values_of(kind, (4, 6), torch.float32)
     for used, grad in ((0, "grad_sum"), (1, "grad")):
         hidden, branch = values["hidden"].clone(), values["branch"].clone().requires_grad_()
-        weight, bias = (
-            empty_gradient(values["weight"]),
-            None if kind == "rms" else empty_gradient(values["bias"], trained=False),
-        )
+        weight = empty_gradient(values["weight"])
+        bias = None if kind == "rms" else empty_gradient(values["bias"], trained=False)
         add_norm(hidden, branch * 1, weight, bias, kind_of(bias), triton)[used].backward(values[grad])
         zero = torch.zeros_like(values["grad"])
         reference = exact(values | {name: zero for name in ("grad_sum", "grad") if name != grad})
@@ -169,7 +167,8 @@ def test_inputs_that_are_not_contiguous(kind: str, triton: bool) -> None:
 def test_only_the_sum_is_kept_in_the_memory_of_the_branch(kind: str, triton: bool) -> None:
     """Keep the sum, or the input without a branch, and one or two numbers per row."""
     values = values_of(kind, (2, 3, 50), torch.bfloat16)
-    weight, bias = empty_gradient(values["weight"]), None if kind == "rms" else empty_gradient(values["bias"])
+    weight = empty_gradient(values["weight"])
+    bias = None if kind == "rms" else empty_gradient(values["bias"])
     for branch in (values["branch"].clone().requires_grad_() * 1, None):
         hidden = values["hidden"].clone().requires_grad_()
         with saved_tensors() as kept:

@@ -54,7 +54,10 @@ def close(ours: Tensor, exact: Tensor, tolerance: float = 2e-6) -> None:
 
 def test_large_products_are_fp32_throughout() -> None:
     """Compare with fp64: bf16 factors would give an error of 4e-3."""
-    x, w, b, dy = randn(T, I), randn(O, I), randn(O), randn(T, O)
+    x = randn(T, I)
+    w = randn(O, I)
+    b = randn(O)
+    dy = randn(T, O)
     close(product(x, w), x.double() @ w.double().t())
     close(product(dy, w.t()), dy.double() @ w.double())
     close(affine(x.view(2, -1, I), w, b).view(T, O), x.double() @ w.double().t() + b.double())
@@ -267,9 +270,13 @@ def test_products_from_fp32_copies_are_rounded_once(
     """
     monkeypatch.setattr(converted_products, "TEMPORARY_ELEMENTS", elements)
     monkeypatch.setattr(converted_products, "SMALLEST_BLOCK", 3)
-    x, weight, bias = whole(t, i, dtype=dtype), whole(o, i, dtype=dtype, seed=1), whole(o, dtype=dtype, seed=2)
+    x = whole(t, i, dtype=dtype)
+    weight = whole(o, i, dtype=dtype, seed=1)
+    bias = whole(o, dtype=dtype, seed=2)
     dy = whole(t, o + 4, dtype=dtype, seed=3)[:, 4:]
-    forward, dx, dw = x.double() @ weight.double().t(), dy.double() @ weight.double(), dy.double().t() @ x.double()
+    forward = x.double() @ weight.double().t()
+    dx = dy.double() @ weight.double()
+    dw = dy.double().t() @ x.double()
     with products_in_fp32(True):
         assert torch.equal(affine(x.view(1, t, i), weight, bias)[0], (forward + bias.double()).to(dtype))
         assert torch.equal(affine(x, weight), forward.to(dtype))
@@ -279,7 +286,8 @@ def test_products_from_fp32_copies_are_rounded_once(
         assert torch.equal(product(dy, weight.t()), dx.to(dtype))
         scaled = scaled_product(product(x, weight), x, weight.t(), beta=2.0, alpha=-0.5)
         assert torch.equal(scaled, (2 * forward.to(dtype).double() - 0.5 * forward).to(dtype))
-        wide, narrow = torch.full((2, o, i), torch.nan)[1], torch.full((o, i), torch.nan, dtype=dtype)
+        wide = torch.full((2, o, i), torch.nan)[1]
+        narrow = torch.full((o, i), torch.nan, dtype=dtype)
         for count in (1, 2):
             add_product(wide, dy.t(), x, count == 1)
             add_product(narrow, dy.t(), x, count == 1)

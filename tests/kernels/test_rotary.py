@@ -40,7 +40,9 @@ def formula(x: Tensor, n: int, g: int, r: int | None = None, positions: Tensor |
 @pytest.mark.parametrize("rotary", [True, False])
 def test_gradients_may_have_any_strides(rotary: bool, triton: bool) -> None:
     """Gradients may be laid out by position, by head, by channel, or be expanded, as attention or a sum leave them."""
-    n, g, d = 4, 2, 6
+    n = 4
+    g = 2
+    d = 6
     x = randn(B, S, (n + 2 * g) * d).to(DEVICE).requires_grad_()
     grads = [
         randn(B, S, n, d).to(DEVICE).transpose(1, 2),
@@ -86,7 +88,9 @@ def test_split_heads_rotates_queries_and_keys(sizes: tuple[int, ...], dtype: tor
 @pytest.mark.parametrize("r", [8, 4])
 def test_tokens_may_be_at_any_positions(r: int, triton: bool) -> None:
     """A table may have a row for every token of a batch, or begin at a later position, as in generation."""
-    n, g, d = 3, 1, 8
+    n = 3
+    g = 1
+    d = 8
     x = randn(B, S, (n + 2 * g) * d).to(DEVICE)
     cos, sin = angle_table(100.0 ** (-torch.arange(0, r, 2, device=DEVICE) / r), 50)
     positions = torch.tensor([[7, 8, 49], [0, 3, 1]], device=DEVICE)

@@ -26,7 +26,9 @@ from megatron_lite.model.layer import dropout
 from tests.support.engine_runs import LateGroup
 from tests.support.thread_ranks import ThreadRank, on_threads
 
-B, S, H = 2, 12, 5
+B = 2
+S = 12
+H = 5
 RANKS = [2, 3, 4]
 TOKENS, SLOW_RANKS = 3, 4  # tokens of each rank
 
@@ -121,7 +123,9 @@ class SlowGroup:
     world_size = SLOW_RANKS
 
     def __init__(self, rank: int, everything: Tensor, events: list[str]) -> None:
-        self.rank, self._everything, self._events = rank, everything, events
+        self.rank = rank
+        self._everything = everything
+        self._events = events
 
     def all_gather(self, buffer: Tensor, kind: str) -> SlowGroup:
         self._buffer, slices = buffer, buffer.view(SLOW_RANKS, -1)

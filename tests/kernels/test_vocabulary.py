@@ -109,10 +109,12 @@ def look_up(
 def test_embeddings_and_their_gradients_are_those_of_one_table(ranks: int, size: int, rows: int, split: bool) -> None:
     """To the bit: each token is on one rank only, and its gradients are added in the order of the tokens."""
     generator = torch.Generator().manual_seed(size)
-    weight, tokens = torch.randn(size, 6, generator=generator), torch.randint(size, (4, 12), generator=generator)
+    weight = torch.randn(size, 6, generator=generator)
+    tokens = torch.randint(size, (4, 12), generator=generator)
     dy = torch.randn(4, 12, 6, generator=generator)
     found = on_threads(1, ranks, look_up, weight, tokens, dy, rows, split)
-    expected, dweight = weight[tokens], torch.zeros_like(weight).index_add_(0, tokens.flatten(), dy.flatten(0, 1))
+    expected = weight[tokens]
+    dweight = torch.zeros_like(weight).index_add_(0, tokens.flatten(), dy.flatten(0, 1))
     for rank, (hidden, gradient) in enumerate(found):
         whole = expected.view(ranks, 1, -1, 6)[rank] if split else expected
         assert torch.equal(hidden, whole) and torch.equal(gradient, local(dweight, rank, rows))
@@ -147,7 +149,8 @@ def test_losses_and_gradients_are_those_of_one_table(ranks: int, size: int, rows
     """Against torch in float64, with labels on one rank only, masked ones, and logits that no exponential holds."""
     largest, options = EXTREMES[extreme]
     generator = torch.Generator().manual_seed(size)
-    hidden, weight = torch.randn(24, 8, generator=generator), torch.randn(size, 8, generator=generator)
+    hidden = torch.randn(24, 8, generator=generator)
+    weight = torch.randn(size, 8, generator=generator)
     labels = torch.randint(size, (24,), generator=generator)
     labels[3], labels[4:12] = -1, labels[4:12] % rows  # all of the first rank
     if largest < 0:  # hidden states point away from all entries but those of the last rank

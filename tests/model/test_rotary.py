@@ -138,7 +138,8 @@ def test_plain_tables_are_as_ever() -> None:
     """A factor of 1 multiplies nothing, and the table is made once."""
     model = resolved()
     rotary = Rotary(model, 9)
-    found, expected = rotary.table(torch.empty(0)), angle_table(1.0 / wavelengths(64, 10000.0, CPU), 9)
+    found = rotary.table(torch.empty(0))
+    expected = angle_table(1.0 / wavelengths(64, 10000.0, CPU), 9)
     assert all(torch.equal(a, b) for a, b in zip(found, expected, strict=True))
     assert all(a is b for a, b in zip(found, rotary.table(torch.empty(0)), strict=True))
     stretched = dataclasses.replace(model, rope_type="linear", rope_factor=2.0)

@@ -35,7 +35,9 @@ def counted(best: BestEvaluation, *values: float | None, first: int = 1) -> list
 
 def test_only_a_lower_finite_value_is_better() -> None:
     """An equal value, NaN, an infinity or no loss at all counts as one that is no better; the third in a row ends."""
-    yes, no, end = (True, False), (False, False), (False, True)
+    yes = (True, False)
+    no = (False, False)
+    end = (False, True)
     assert counted(best_of(), 3.0, 2.0, 2.0, math.nan, 1.0, None, 1.5, math.inf) == [yes, yes, no, no, yes, no, no, end]
     assert counted(best_of(), None, math.nan, -math.inf) == [no, no, end]
     assert counted(best_of(early_stopping_patience=1), 3.0, 2.0, 2.0) == [yes, yes, end]
@@ -83,7 +85,8 @@ def test_values_that_do_not_compare_start_anew(
     begun = best_of()
     counted(begun, 5.0)
     (state,) = begun.state().values()
-    other, same = best_of(state, **change), best_of(state, lr=1.0, train_iters=50, micro_batch_size=2)
+    other = best_of(state, **change)
+    same = best_of(state, lr=1.0, train_iters=50, micro_batch_size=2)
     assert not other.is_best(1) and same.is_best(1)
     with caplog.at_level(logging.WARNING):
         for best in (other, same):

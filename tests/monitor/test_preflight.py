@@ -98,7 +98,8 @@ def test_two_machines_have_only_their_past() -> None:
 
 def test_a_busy_cpu_is_no_slow_link() -> None:
     """Links of CPUs within a machine are not compared; those of GPUs are."""
-    ranks, speeds = ranks_of(*"aaaa"), {(0, 1): 3000.0, (1, 2): 2800.0, (2, 3): 400.0, (0, 3): 3000.0}
+    ranks = ranks_of(*"aaaa")
+    speeds = {(0, 1): 3000.0, (1, 2): 2800.0, (2, 3): 400.0, (0, 3): 3000.0}
     assert not found(ranks, speeds, {(2, 3): 9000.0})
     gpus = [rank._replace(versions={"GPU": "H200"}) for rank in ranks]
     assert "within a machine" in found(gpus, speeds)[0][1]

@@ -250,7 +250,9 @@ def test_waits_are_exposed_where_they_happen(sees_arrivals: bool) -> None:
 
 def test_the_clock_of_a_gpu_sees_arrivals_from_the_side(monkeypatch: pytest.MonkeyPatch) -> None:
     """With stand-ins for streams and events: another stream waits for arrivals, and the host for none."""
-    now_ms, current, log = 0.0, ["main"], list[str]()
+    now_ms = 0.0
+    current = ["main"]
+    log = list[str]()
 
     class Event:
         def __init__(self, enable_timing: bool) -> None:

@@ -47,7 +47,9 @@ class FakePart:
 
     def __init__(self, names: tuple[str, ...], rank: int, world_size: int, frozen: bool = False) -> None:
         specs = [ParameterSpec(name, SHAPES[name], Initializer("constant", 0.0), "norm" not in name) for name in names]
-        self.layout, self.frozen, self.has_state = lay_out(specs, world_size), frozen, not frozen
+        self.layout = lay_out(specs, world_size)
+        self.frozen = frozen
+        self.has_state = not frozen
         self._weights, self.grad_shard = self._shard(rank, 0.0), self._shard(rank, 0.5)
 
     def _shard(self, rank: int, salt: float) -> Tensor:
@@ -212,7 +214,8 @@ def test_levels() -> None:
 
 def test_lines() -> None:
     """Some or all samples; what is not finite is counted; a rank's shard may be all padding."""
-    line, eight = summarize("x", torch.arange(64.0), 9).line(), " ".join(f"{number}.0000e+00" for number in range(8))
+    line = summarize("x", torch.arange(64.0), 9).line()
+    eight = " ".join(f"{number}.0000e+00" for number in range(8))
     assert re.findall(r"samples (.*)", line) == [f"{eight} ... (64 in all)"] and "NOT FINITE" not in line
     assert "in all" not in summarize("x", torch.arange(8.0), 9).line()
     assert "3 NOT FINITE" in summarize("x", torch.tensor([1.0, torch.nan, torch.inf, -torch.inf]), 2).line()

@@ -43,7 +43,11 @@ class FakeWandb(types.ModuleType):
 
     def __init__(self):
         super().__init__("wandb")
-        self.inits, self.metrics, self.logged, self.alerts, self.finished = [], [], [], [], []
+        self.inits = []
+        self.metrics = []
+        self.logged = []
+        self.alerts = []
+        self.finished = []
         self.unreachable = self.broken = False
         self.teardowns = 0
 

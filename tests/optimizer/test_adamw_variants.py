@@ -64,10 +64,14 @@ class Exact:
     """The same steps in fp64, one parameter after the other. `clipped`: in how many something was."""
 
     def __init__(self, options: Options, before: Weights, specs: list[ParameterSpec]) -> None:
-        self.options, self.config, self.specs = options, tiny_config(1, **SMALL, **options).optimizer, specs
+        self.options = options
+        self.config = tiny_config(1, **SMALL, **options).optimizer
+        self.specs = specs
         self.weights = {spec.name: before[spec.name].astype(np.float64) for spec in specs}
         self.m, self.v = ({spec.name: np.zeros(spec.numel) for spec in specs} for _ in range(2))
-        self.t, self.clipped, self.norm = 0, 0, 0.0
+        self.t = 0
+        self.clipped = 0
+        self.norm = 0.0
         self.norms: list[float] = []
 
     def step(self, step: int) -> None:
@@ -93,7 +97,10 @@ class Exact:
             self.weights[spec.name] -= rate * spec.lr_scale * updates[spec.name]
 
     def update(self, spec: ParameterSpec, g: np.ndarray, rate: float) -> np.ndarray:
-        config, name, b1, b2 = self.config, spec.name, self.config.adam_beta1, self.config.adam_beta2
+        config = self.config
+        name = spec.name
+        b1 = self.config.adam_beta1
+        b2 = self.config.adam_beta2
         self.m[name] = b1 * self.m[name] + (1 - b1) * g
         self.v[name] = b2 * self.v[name] + (1 - b2) * g * g
         m = self.m[name] / (1 - b1**self.t)

@@ -62,7 +62,8 @@ def test_fifty_steps_are_those_of_levanter(length: int) -> None:
     eight_bit, scales = a_layer(length, weight)
     states = [LevanterState(dtype, length) for dtype in (E4M3, E4M3, E5M2)]
     for step in range(50):
-        x, dy = randn(16, 48, seed=step) * 3.0 ** (step % 5), randn(16, 32, seed=100 + step) * 0.1 ** (step % 7)
+        x = randn(16, 48, seed=step) * 3.0 ** (step % 5)
+        dy = randn(16, 32, seed=100 + step) * 0.1 ** (step % 7)
         if step in (20, 21, 22):
             dy.zero_()
         weight.data.mul_(1 + 0.1 * (-1) ** step)

@@ -275,7 +275,9 @@ def test_a_resumed_guard_is_the_guard(cut: int) -> None:
 
 def test_state_of_a_run_without_history_or_with_another_window() -> None:
     """The newest values that fit are kept; without any, or any state at all, the guard begins to learn."""
-    plain, wide, narrow = guard(), guard(**SKIPPING), guard(**{**SKIPPING, "skip_bad_steps_window": 4})
+    plain = guard()
+    wide = guard(**SKIPPING)
+    narrow = guard(**{**SKIPPING, "skip_bad_steps_window": 4})
     feed(plain, [(NAN, 1.0), *usual_steps(8)])
     feed(wide, usual_steps(8))
     narrow.load_state(wide.state())
@@ -372,7 +374,9 @@ def test_state_goes_through_json(seen: int, window: int) -> None:
     pushes out the oldest, and nothing before the window is full.
     """
     values = np.random.default_rng(seen).normal(size=(seen, 2)).tolist()
-    first, second, whole = (RollingStatistics(4, 3.0, CPU, 2), RollingStatistics(window, 3.0, CPU, 2), values[-4:])
+    first = RollingStatistics(4, 3.0, CPU, 2)
+    second = RollingStatistics(window, 3.0, CPU, 2)
+    whole = values[-4:]
     for row in values:
         first.add(torch.tensor(row, dtype=torch.float64), torch.tensor(True))
         second.add(torch.tensor([7.0, 7.0], dtype=torch.float64), torch.tensor(True))

@@ -28,7 +28,8 @@ def draw(seed: int, numel: int = NUMEL) -> Tensor:
 
 def make_weights(form: str, values: Tensor) -> WeightShard:
     if form == "split":
-        rounded, remainder = torch.zeros_like(values).bfloat16(), torch.zeros_like(values, dtype=torch.int16)
+        rounded = torch.zeros_like(values).bfloat16()
+        remainder = torch.zeros_like(values, dtype=torch.int16)
         split(values, rounded, remainder)
         return WeightShard(None, rounded, remainder)
     dtypes = {"master alone": None, "bf16 in place": torch.bfloat16, "fp16 in place": torch.float16}

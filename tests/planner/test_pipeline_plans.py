@@ -146,7 +146,9 @@ def test_many_micro_batches_repeat_the_first() -> None:
 def test_a_tied_embedding_keeps_something_of_every_micro_batch(schedule: str, placement: str) -> None:
     """Extrapolating adds what its late backward passes need: an output and its gradient of each micro-batch."""
     few, many = (configured(schedule, placement, batch_size=size, tie_word_embeddings=True) for size in (13, 29))
-    plan, model, batches = one_plan(many, 2, "cpu", 0), simulated_rank(many, 2), micro_batches(many)
+    plan = one_plan(many, 2, "cpu", 0)
+    model = simulated_rank(many, 2)
+    batches = micro_batches(many)
     model.initialize(1)
     for _ in range(2):
         with AllocatorMeter() as meter:
@@ -172,7 +174,8 @@ def test_the_automatic_schedule_is_as_fast_as_any_that_needs_no_more_memory(rank
     """By their plans, with ZeRO-1: within 3 percent in time of all that need at most 5 percent more memory."""
     sizes = dict(hidden_size=4096, num_attention_heads=32, sequence_length=2048, max_position_embeddings=2048)
     sizes |= dict(num_layers=8, batch_size=16, pipeline_parallel=ranks, vocab_size=32000)
-    planner, options = Planner(ranks, "cuda"), {**sizes, "training_dtype": "bf16", "tie_word_embeddings": False}
+    planner = Planner(ranks, "cuda")
+    options = {**sizes, "training_dtype": "bf16", "tie_word_embeddings": False}
     found = {}
     for schedule, placement in (("auto", "auto"), *WAYS):
         plan = planner.plan(configured(schedule, placement, ranks, **options))

@@ -244,7 +244,10 @@ def test_recomputation_saves_what_theory_says() -> None:
 
 def test_norms_keep_what_the_guide_says() -> None:
     """Bytes per token in all 32 blocks, and in embedding and head, of a Mistral-7B are those in docs/models.md."""
-    h, n, g, d = 4096, 32, 8, 128
+    h = 4096
+    n = 32
+    g = 8
+    d = 128
     plain = one_plan(mistral(), 1, "cuda").activations["none"].held
     for option, expected in {
         "qk_layernorm": 32 * (2 * d + 4) * (n + g),
@@ -423,7 +426,8 @@ def test_a_planner_builds_a_model_once(monkeypatch: pytest.MonkeyPatch) -> None:
     built: list[object] = []
     build = plan.planned_model
     monkeypatch.setattr(plan, "planned_model", lambda *args: built.append(args) or build(*args))
-    planner, changes = plan.Planner(8, "cuda"), ("micro_batch_size", "mlp_recompute_level", "recompute_layers")
+    planner = plan.Planner(8, "cuda")
+    changes = ("micro_batch_size", "mlp_recompute_level", "recompute_layers")
     for zero_stage in (1, 3):
         for values in ((1, "none", 0), (2, "activation,full:3", 0), (4, "full", 2)):
             options = dict(zip(changes, values, strict=True), zero_stage=zero_stage, validation_iters=1)
@@ -504,7 +508,8 @@ def test_the_plan_counts_what_watching_updates_keeps() -> None:
     """--watch=updates holds the old weights of the largest shard; other targets hold nothing between steps."""
     for watch, zero_stage in (("updates", 1), ("updates", 3), ("grads", 1)):
         config = tiny_config(2, watch=(watch,), zero_stage=zero_stage, training_dtype="bf16")
-        model, scale = planned_model(config, SimulatedGroup(0, 2, "cpu", "cpu"), "cpu"), torch.ones(())
+        model = planned_model(config, SimulatedGroup(0, 2, "cpu", "cpu"), "cpu")
+        scale = torch.ones(())
         watched = Watch(config, model, scale, cast(Any, Alone()), cast(Any, None))
         assert one_plan(config, 2, "cpu").runtime.get("old weights for watch", 0) == watched._old.nbytes
 

@@ -151,7 +151,9 @@ def test_of_many_starters_at_once_one_wins(root: Path, left: str) -> None:
     for _ in range(20):
         if left == "a dead owner":
             abandoned(root, 3600.0)
-        together, winners, refused = threading.Barrier(6), [], []
+        together = threading.Barrier(6)
+        winners = []
+        refused = []
 
         def start(together: threading.Barrier = together, winners: list = winners, refused: list = refused) -> None:  # type: ignore[type-arg]
             lock = FolderLock(root)

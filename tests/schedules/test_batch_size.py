@@ -26,7 +26,9 @@ def schedules(draw: st.DrawFn) -> BatchSchedule:
 
 def counted(schedule: BatchSchedule, iterations: int) -> list[int]:
     """List the batch sizes of the first iterations, carried from one to the next."""
-    changes, sizes, size = {segment.start: segment.size for segment in schedule.segments}, [], 0
+    changes = {segment.start: segment.size for segment in schedule.segments}
+    sizes = []
+    size = 0
     for index in range(iterations):
         size = changes.get(index, size)
         sizes.append(size)

@@ -116,7 +116,9 @@ class Phases(NamedTuple):
 def phases(config: Config) -> tuple[list[float], list[Phases]]:
     """Compute the rates of all steps up to 20 beyond the end, and the cycles."""
     values = flatten(config)
-    peak, floor, end = values["lr"], values["min_lr"], values["lr_decay_iters"]
+    peak = values["lr"]
+    floor = values["min_lr"]
+    end = values["lr_decay_iters"]
 
     def length(kind: str, whole: int) -> int | None:
         return None if values[kind] is None else steps(values[kind], whole)
@@ -143,7 +145,9 @@ def phases(config: Config) -> tuple[list[float], list[Phases]]:
 
 def decayed(values: dict[str, Any], warmup: int, decay: int, step: int) -> float:
     """Compute the rate straight from the formulas."""
-    peak, floor, style = values["lr"], values["min_lr"], values["lr_decay_style"]
+    peak = values["lr"]
+    floor = values["min_lr"]
+    style = values["lr_decay_style"]
     if decay == 0 or style == "constant":
         return peak
     over = (min(step, decay) / decay) ** values["lr_decay_power"]

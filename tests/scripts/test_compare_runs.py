@@ -47,7 +47,8 @@ def scaled(folder: Path, other: Path, **factors: float) -> Path:
 
 def test_a_run_equals_itself(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """Nothing differs, so every tolerance is kept, even none at all."""
-    one, other = write(tmp_path / "one"), write(tmp_path / "two", CONFIG | {"experiment_dir": "two"})
+    one = write(tmp_path / "one")
+    other = write(tmp_path / "two", CONFIG | {"experiment_dir": "two"})
     assert script.main([str(one), str(other), "--loss_tolerance=0", "--speed_tolerance=0"]) == 0
     out = capsys.readouterr().out
     assert "configuration: the same" in out

@@ -109,7 +109,8 @@ def test_another_architecture_for_the_same_model(tmp_path: Path, capsys: pytest.
     assert convert(theirs, tmp_path / "other", "huggingface", "--export_model_type=gpt_bigcode", "--verify") == 0
     model = load_model(tmp_path / "other")
     assert model.config.model_type == "gpt_bigcode"
-    before, after = logits_of(load_model(theirs), random_tokens()), logits_of(model, random_tokens())
+    before = logits_of(load_model(theirs), random_tokens())
+    after = logits_of(model, random_tokens())
     torch.testing.assert_close(after, before, atol=1e-5, rtol=0)
     assert convert(theirs, tmp_path / "llama", "huggingface", "--export_model_type=llama") == 2
     assert "--export_model_type=llama cannot express this model" in capsys.readouterr().err
@@ -174,7 +175,8 @@ def a_folder_with(*names: str) -> Callable[[Path], None]:
     return make
 
 
-FOREIGN, NESTED = "holds files that belong to no checkpoint or export", "must not contain each other"
+FOREIGN = "holds files that belong to no checkpoint or export"
+NESTED = "must not contain each other"
 REFUSALS: dict[str, tuple[Callable[[Path], None] | None, list[str], int, str]] = {
     "exists": (a_folder_with("config.json"), [], 2, "exists; choose another folder, or replace it with --exist_ok"),
     "is a file": (a_file, ["--exist_ok"], 2, FOREIGN),

@@ -195,7 +195,8 @@ def test_the_mask_and_the_tokenizer_of_the_data(
     prefix, given = tmp_path / "chats", folder / "tokenizer.json"
     words = [str(prefix) + ".jsonl", "--chat_template=chatml", f"--tokenizer={given}", f"--output_prefix={prefix}"]
     assert prepare_data.main(words) == 0
-    mask, options = f"{prefix}_mask", {"data_path": (str(prefix),), "experiment_dir": str(tmp_path / "run")}
+    mask = f"{prefix}_mask"
+    options = {"data_path": (str(prefix),), "experiment_dir": str(tmp_path / "run")}
     run_distributed(1, train_run, MODEL | options | {"loss_mask": (mask,), "tokenizer_file": str(given)})
     (expected,) = (r for r in read_metrics(tmp_path / "run" / "metrics.jsonl") if r["phase"] == "validation")
     capsys.readouterr()

@@ -196,7 +196,9 @@ def test_the_whole_mistral_fits_an_h200() -> None:
 
 def test_the_budget_counts_what_the_benchmark_counts() -> None:
     """Its FLOPs are those of a step's model and hardware, and the goal is out of reach of the row with ZeRO-3."""
-    rows, parts, plain = configurations("mistral-7b"), rendering.budget_parts(), rendering.PLAIN
+    rows = configurations("mistral-7b")
+    parts = rendering.budget_parts()
+    plain = rendering.PLAIN
     assert list(rows) == list(parts)
     tokens = rows[plain].batch.sequence_length
     computed = {name: [*parts[plain], *(own if name != plain else ())] for name, own in parts.items()}
@@ -366,7 +368,8 @@ def a_report() -> dict[str, Any]:
     def done(result: Any, status: str = "ok") -> dict[str, Any]:
         return {"status": status, "seconds": 1.0, "result": result}
 
-    machine, versions = {"device": "A GPU", "driver": "1.2", "cores": 16}, {"torch": "2.11.0", "cudnn": None}
+    machine = {"device": "A GPU", "driver": "1.2", "cores": 16}
+    versions = {"torch": "2.11.0", "cudnn": None}
     ceilings = {"copy_bytes": 2**33, "copy_bytes_per_s": 4.3e12, "gemm_size": 8192, "gemm_flop_per_s": 7.9e14}
     failed = {"status": "failed", "variants": {"": {"failed": "RuntimeError: no"}}}
     return {

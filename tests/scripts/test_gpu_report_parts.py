@@ -176,7 +176,8 @@ def test_every_step_may_fail(
     assert list(found["steps"]) == [step.name for step in every] and not found["ok"]
     measured = {gpu_report.read_tests: {"counts": {"passed": 1}, "failures": []}, gpu_report.read_smoke_test: None}
     for step in every:
-        entry, log = found["steps"][step.name], tmp_path / "report_logs" / f"{step.name.replace(' ', '_')}.log"
+        entry = found["steps"][step.name]
+        log = tmp_path / "report_logs" / f"{step.name.replace(' ', '_')}.log"
         assert entry["status"] == ("stopped" if how == "hang" else "failed") and entry["reason"] == reason, step.name
         assert entry["result"] == measured.get(step.read, {"rows": {"ZeRO-1": {"tokens_per_s": 1.0}}}), step.name
         tail = "\n".join(entry["log_tail"])

@@ -19,12 +19,23 @@ from tests.support.launch import ROOT
 def make_quick() -> None:
     """Measure next to nothing, once."""
     operations.SIZES = {"cpu": {"tokens": (64,), "inputs": (64,), "outputs": (64, 128)}}  # type: ignore[dict-item]
-    operations.LENGTHS, operations.ATTENTION_TOKENS = (16, 32), {"cpu": 32}  # type: ignore[assignment]
-    operations.UPDATED, host.PASS_WARM_UP, host.PASSES, host.SMALLEST = {"cpu": 1024}, 0, 1, 1
+    # type: ignore[assignment]
+    operations.LENGTHS = (16, 32)
+    operations.ATTENTION_TOKENS = {"cpu": 32}
+    operations.UPDATED = {"cpu": 1024}
+    host.PASS_WARM_UP = 0
+    host.PASSES = 1
+    host.SMALLEST = 1
     host.SIZES["cpu"].update(hidden_size=16, num_attention_heads=2, sequence_length=16, vocab_size=64)
-    operations.POOL_BYTES, operations.FEWEST_TURNS, operations.MOST_TURNS = 2**22, 1, 1
-    host.MORE_BLOCKS, host.WARM_UP, host.STEPS = 3, 1, 1
-    operations.COLLECTIVE_TURNS, operations.LARGE_NUMEL, operations.SIDE = 1, {"cpu": 2**12}, {"cpu": 32}
+    operations.POOL_BYTES = 2**22
+    operations.FEWEST_TURNS = 1
+    operations.MOST_TURNS = 1
+    host.MORE_BLOCKS = 3
+    host.WARM_UP = 1
+    host.STEPS = 1
+    operations.COLLECTIVE_TURNS = 1
+    operations.LARGE_NUMEL = {"cpu": 2**12}
+    operations.SIDE = {"cpu": 32}
 
 
 def measured(distributed: Distributed, dtypes: list[str]) -> dict[str, Any]:

@@ -138,7 +138,8 @@ def test_every_script_stands_in_a_document() -> None:
 @pytest.mark.guides
 def test_readme_command_without_files() -> None:
     """The README's first training command works as it stands, here for fewer iterations, and writes nothing."""
-    before, command = {path.name for path in ROOT.iterdir()}, block("README.md", "--dataset_source=random")
+    before = {path.name for path in ROOT.iterdir()}
+    command = block("README.md", "--dataset_source=random")
     assert "--train_iters=100 " in command
     output = succeeds(shell(command.replace("=100 ", "=10 "), PATH=warm_python.search_path()))
     assert re.search(r"iteration +10/10 ", output)
@@ -246,7 +247,9 @@ class Preemptible:
     """The preemptible job under stand-ins for Slurm: each start trains to a checkpoint and ends as told."""
 
     def __init__(self, folder: Path) -> None:
-        self.experiment, self._bin, self._requeued = folder / "mistral", folder / "bin", folder / "requeued"
+        self.experiment = folder / "mistral"
+        self._bin = folder / "bin"
+        self._requeued = folder / "requeued"
         self.experiment.mkdir()
         self.array = dict[str, str]()  # variables of a task
         requeue = f'[ "$1" != requeue ] || echo "$2" >>{self._requeued}'
@@ -446,7 +449,8 @@ def test_quickstart_extends_without_a_jump() -> None:
     (iterations,) = re.findall(r"^ITERATIONS=(\d+)$", text, re.M)
     (found,) = re.findall(r'^TRAINING_ARGS="(.*?)"$', text, re.M | re.S)
     flags = [*found.replace("$ITERATIONS", iterations).split(), "--dataset_source=random"]
-    first, longer = configuration(flags, 2), configuration([*flags, f"--train_iters={suggested}"], 2)
+    first = configuration(flags, 2)
+    longer = configuration([*flags, f"--train_iters={suggested}"], 2)
     last = int(iterations)
     assert first.training.train_iters == last < longer.training.train_iters
     rates = [learning_rate(longer, iteration) for iteration in range(1, int(suggested) + 1)]

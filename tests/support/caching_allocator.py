@@ -84,7 +84,10 @@ class CachingAllocator:
 
 def replay(events: list[tuple[int, int]], scale: int) -> tuple[int, int]:
     """Return the peak of all tensors and the bytes that the allocator reserves, with every size times `scale`."""
-    allocator, live, peak, sizes = CachingAllocator(), 0, 0, dict[int, int]()
+    allocator = CachingAllocator()
+    live = 0
+    peak = 0
+    sizes = dict[int, int]()
     for number, size in events:
         if size == FREED:
             live -= sizes.pop(number, 0)

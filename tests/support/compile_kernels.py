@@ -174,7 +174,9 @@ def others(shape: Shape) -> Iterator[tuple[str, Callable[[], Any]]]:
             yield f"{name} {gated}", partial(activate, before, name, gated, triton=True)
             yield f"{name} {gated} backward", partial(activate_backward, grad, before, name, gated, True, triton=True)
     for rows, width in ((1, 1), (5, 123), (7, 16384), (3, 32768)):
-        x, weight, bias = shape.input(rows, width), shape.parameter(width), shape.parameter(width)
+        x = shape.input(rows, width)
+        weight = shape.parameter(width)
+        bias = shape.parameter(width)
         grads = (shape.random(rows, width), shape.random(rows, width))
         for what, chosen in (("rms", None), ("layer", bias)):
             kind = Kind(1e-5, centered=chosen is not None)
@@ -191,14 +193,14 @@ def others(shape: Shape) -> Iterator[tuple[str, Callable[[], Any]]]:
         (300, 300, False, True),
     ):
         labels = torch.zeros(4, dtype=torch.int64, device=shape.device)
-        sums, scale = Sums.empty(4, labels.device), torch.ones((), device=shape.device) if scaled else None
-        inputs, options = (
-            (shape.random(4, columns), labels, sums, scale, 1e-4),
-            dict(start=start, accumulate=accumulate),
-        )
+        sums = Sums.empty(4, labels.device)
+        scale = torch.ones((), device=shape.device) if scaled else None
+        inputs = (shape.random(4, columns), labels, sums, scale, 1e-4)
+        options = dict(start=start, accumulate=accumulate)
         yield f"cross-entropy {columns} {start}", partial(sweep, *inputs, **options, triton=True)
     for vocab, width in ((1, 1), (50, 123)):
-        rows, tokens = shape.parameter(vocab, width), torch.zeros(1, 5, dtype=torch.int64, device=shape.device)
+        rows = shape.parameter(vocab, width)
+        tokens = torch.zeros(1, 5, dtype=torch.int64, device=shape.device)
         yield f"embedding {vocab}", embedding(rows, tokens, triton=True).sum().backward
     for length, heads, channels, turned in ((1, 1, 2, 2), (5, 3, 6, 6), (9, 4, 80, 80), (5, 3, 7, 4), (9, 4, 80, 32)):
         projection = shape.input(1, length, 3 * heads * channels)

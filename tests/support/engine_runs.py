@@ -94,7 +94,9 @@ class Engine:
     def run(self, iterations: int, evaluate_every: int = 0) -> Outcome:
         """Train, with evaluations in between; nothing is read on the host before the end."""
         self.model.gather_ahead()
-        steps, evaluated, averaged = [], [], []
+        steps = []
+        evaluated = []
+        averaged = []
         for iteration in range(1, iterations + 1):
             steps.append(self.step(iteration))
             if evaluate_every and iteration % evaluate_every == 0:
@@ -129,10 +131,15 @@ class Wrapped:
     symmetric_memory = None
 
     def __init__(self, inner: Any) -> None:
-        self.inner, self.rank, self.world_size, self.device = inner, inner.rank, inner.world_size, inner.device
+        self.inner = inner
+        self.rank = inner.rank
+        self.world_size = inner.world_size
+        self.device = inner.device
         self.data = self.shard = self
-        self.tensor, self.replicate = getattr(inner, "tensor", None) or alone(inner.device), alone(inner.device)
-        self.layers, self.pipeline = self, getattr(inner, "pipeline", one_pipeline_rank(inner.device))
+        self.tensor = getattr(inner, "tensor", None) or alone(inner.device)
+        self.replicate = alone(inner.device)
+        self.layers = self
+        self.pipeline = getattr(inner, "pipeline", one_pipeline_rank(inner.device))
 
     def sum_in_rank_order(self, values: Tensor) -> Tensor:
         return self.inner.sum_in_rank_order(values)  # type: ignore[no-any-return]
@@ -161,7 +168,10 @@ class Late:
     """Handle of a collective that starts when it is waited for."""
 
     def __init__(self, start: Callable[[Tensor], Handle], buffer: Tensor, reads: Tensor) -> None:
-        self._start, self._buffer, self._reads, self._before = start, buffer, reads, reads.clone()
+        self._start = start
+        self._buffer = buffer
+        self._reads = reads
+        self._before = reads.clone()
         self._handle: Handle | None = None
 
     def wait(self) -> None:
@@ -185,7 +195,9 @@ class DelayedGroup(Wrapped):
         self._side = copy.copy(distributed)
         self._side.group = group or dist.new_group(backend="gloo")
         self._side.traffic = Traffic()
-        self._side._tag, self._side._scratch, self._side._reduction = 0, None, None
+        self._side._tag = 0
+        self._side._scratch = None
+        self._side._reduction = None
         self._jobs: queue.SimpleQueue[_Job] = queue.SimpleQueue()
         self._chosen: Collection[int] = ()
         self._started = 0
@@ -224,7 +236,9 @@ class DelayedGroup(Wrapped):
 
 class _Job:
     def __init__(self, start: Callable[[Tensor], Handle], buffer: Tensor, delay_s: float) -> None:
-        self._start, self._buffer, self._delay_s = start, buffer, delay_s
+        self._start = start
+        self._buffer = buffer
+        self._delay_s = delay_s
         self._done, self._error = threading.Event(), ""
 
     def run(self) -> None:

@@ -164,7 +164,8 @@ def empty_model(specs: Sequence[ParameterSpec], layout: Layout, rank: int) -> Fa
 
 
 def _part(specs: Sequence[ParameterSpec], frozen: bool, layout: Layout) -> FakePart:
-    flat, has_state = lay_out(specs, layout.world_size // layout.tensor_ranks), layout.training and not frozen
+    flat = lay_out(specs, layout.world_size // layout.tensor_ranks)
+    has_state = layout.training and not frozen
     dtypes = {"weights": layout.frozen_dtype if frozen else torch.float32}
     dtypes |= {} if frozen else dict.fromkeys(layout.kinds[1:], torch.float32)
     tensors = {kind: torch.zeros(flat.shard_numel, dtype=dtype) for kind, dtype in dtypes.items()}

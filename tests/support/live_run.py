@@ -22,7 +22,9 @@ class LiveRun:
     """
 
     def __init__(self, root: Path, checkpoints: Sequence[Path], permanent: Path | None = None) -> None:
-        self.root, self.folder, self._left = root, root / "checkpoints", list(checkpoints)
+        self.root = root
+        self.folder = root / "checkpoints"
+        self._left = list(checkpoints)
         self.folder.mkdir(parents=True)
         self._stays = shutil.copytree(permanent, self.folder / permanent.name).name if permanent else None
         (root / "metrics.jsonl").touch()

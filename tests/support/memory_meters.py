@@ -32,7 +32,10 @@ from tests.support.harness import layers_of
 class Alone:
     """The only rank, without a process group."""
 
-    rank, world_size, device, symmetric_memory = 0, 1, torch.device("cpu"), None
+    rank = 0
+    world_size = 1
+    device = torch.device("cpu")
+    symmetric_memory = None
     pipeline, tensor = one_pipeline_rank(device), alone(device)
     replicate = tensor
 

@@ -78,7 +78,8 @@ def mutants(path: str) -> Iterator[Mutant]:
         nonlocal in_triton
         if isinstance(node, NO_CODE):
             return
-        outside, in_triton = in_triton, in_triton or "jit" in map(ast.unparse, getattr(node, "decorator_list", ()))
+        outside = in_triton
+        in_triton = in_triton or "jit" in map(ast.unparse, getattr(node, "decorator_list", ()))
         if isinstance(node, ast.BinOp) and type(node.op) in OPERATORS:
             kind, old, new = OPERATORS[type(node.op)]
             yield from between(kind, node.left, node.right, old, new)
@@ -153,7 +154,9 @@ def main() -> None:
     found: dict[str, list[Mutant]] = {}
     for mutant in (mutant for path in [*step_files(), *MORE] for mutant in mutants(path)):
         found.setdefault(mutant.kind, []).append(mutant)
-    dice, kinds, survivors = random.Random(options.seed), sorted(found), list[Mutant]()
+    dice = random.Random(options.seed)
+    kinds = sorted(found)
+    survivors = list[Mutant]()
     for kind in kinds:
         dice.shuffle(found[kind])
     drawn = [found[kinds[number % len(kinds)]].pop() for number in range(options.count)]

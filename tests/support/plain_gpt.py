@@ -28,8 +28,12 @@ class PlainBlock(nn.Module):
 
     def __init__(self, config: ModelConfig, index: int) -> None:
         super().__init__()
-        self.config, self.divisor = config, index + 1 if config.scale_attn_by_inverse_layer_idx else 1
-        h, d, f, bias = config.hidden_size, config.kv_channels, config.ffn_hidden_size, config.add_mlp_biases
+        self.config = config
+        self.divisor = index + 1 if config.scale_attn_by_inverse_layer_idx else 1
+        h = config.hidden_size
+        d = config.kv_channels
+        f = config.ffn_hidden_size
+        bias = config.add_mlp_biases
         n, g = config.num_attention_heads, config.head_groups
         self.attention_norm, self.mlp_norm = PlainNorm(config), PlainNorm(config)
         if config.hybrid_norm:
@@ -59,7 +63,9 @@ class PlainBlock(nn.Module):
 
     def attend(self, x: Tensor) -> Tensor:
         b, s, _ = x.shape
-        n, g, d = self.config.num_attention_heads, self.config.head_groups, self.config.kv_channels
+        n = self.config.num_attention_heads
+        g = self.config.head_groups
+        d = self.config.kv_channels
         q, k, v = self.attention["query_key_value"](x).split([n * d, g * d, g * d], dim=-1)
         q, k, v = (t.view(b, s, -1, d).transpose(1, 2) for t in (q, k, v))
         if self.config.qk_layernorm:
@@ -116,7 +122,9 @@ class PlainGPT(nn.Module):
 class PlainNorm(nn.Module):
     def __init__(self, config: ModelConfig, size: int | None = None) -> None:
         super().__init__()
-        self.config, self.weight, self.bias = config, None, None
+        self.config = config
+        self.weight = None
+        self.bias = None
         if config.use_layer_norm_weight:
             self.weight = nn.Parameter(torch.empty(size or config.hidden_size))
             if config.normalization_type == "layer_norm":

@@ -20,7 +20,10 @@ from scripts.proof.ranks import Ranks
 from tests.support.planted_bugs import Bug
 
 FIXED = {"device": "cpu", "deterministic": "0"}
-MOST_LAYOUTS, RANKS, SEED = 40, 4, 1  # as the command draws by default
+# as the command draws by default
+MOST_LAYOUTS = 40
+RANKS = 4
+SEED = 1
 
 
 def keep_frozen_weights_with_moving_scales() -> None:
@@ -40,7 +43,9 @@ def keep_frozen_weights_with_moving_scales() -> None:
         for scale in moving.values():
             scale.mul_(0.5)
 
-    EightBit._weight, DelayedScales.end_step = with_moving_scale, end_and_move  # type: ignore[method-assign]
+    # type: ignore[method-assign]
+    EightBit._weight = with_moving_scale
+    DelayedScales.end_step = end_and_move
 
 
 class Mistake(NamedTuple):
@@ -62,7 +67,9 @@ class Mistake(NamedTuple):
         return not self.needs or bool(names & {*self.needs})
 
 
-EIGHT_BITS, PIPELINE, HYBRID = ("fp8", "int8"), ("pipeline_parallel",), ("data_parallel_shard",)
+EIGHT_BITS = ("fp8", "int8")
+PIPELINE = ("pipeline_parallel",)
+HYBRID = ("data_parallel_shard",)
 NEEDS = {
     "kernels.eight_bit": EIGHT_BITS,
     "optimizer.delayed_scaling": EIGHT_BITS,

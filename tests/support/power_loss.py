@@ -54,7 +54,9 @@ class Log:
     """The events of a program between `with` and its end, in order, relative to the folder `root`."""
 
     def __init__(self, root: Path) -> None:
-        self.root, self.events, self._lock = root, [Event("mkdir", "")], threading.Lock()
+        self.root = root
+        self.events = [Event("mkdir", "")]
+        self._lock = threading.Lock()
 
     def __enter__(self) -> Log:
         self._undo = intercept(self._see)
@@ -69,7 +71,9 @@ class Log:
 
     def _see(self, call: OsCall) -> None:
         path = os.path.relpath(call.path, self.root)
-        data, offset, target = b"", None, ""
+        data = b""
+        offset = None
+        target = ""
         if call.name in ("write", "pwrite"):
             data = bytes(call.arguments[1])
             offset = call.arguments[2] if call.name == "pwrite" else None
@@ -146,7 +150,9 @@ class Image:
     """One possible content of the disk."""
 
     def __init__(self, disk: Disk, kept: Sequence[Change], content: str, chance: random.Random) -> None:
-        self.disk, self.content, self.chance = disk, content, chance
+        self.disk = disk
+        self.content = content
+        self.chance = chance
         self.entries = {inode: dict(names) for inode, names in disk.certain.items()}
         for change in kept:
             _apply(change, self.entries.setdefault(change.folder, {}))

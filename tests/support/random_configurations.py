@@ -76,7 +76,9 @@ FAMILIES: tuple[Callable[[random.Random], Options], ...] = (_gpt2, _llama, _qwen
 
 
 def _batch(draw: random.Random, ranks: int) -> Options:
-    micro, depth, breadth = draw.choice((1, 2, 3)), draw.choice((1, 1, 2)), draw.choice((1, 1, 2, 3))
+    micro = draw.choice((1, 2, 3))
+    depth = draw.choice((1, 1, 2))
+    breadth = draw.choice((1, 1, 2, 3))
     return dict(
         micro_batch_size=micro,
         depth_first_micro_batches=depth,

@@ -61,7 +61,9 @@ class Proxy:
     """
 
     def __init__(self, port: int, cut_after: int | None = None, stay_dead: bool = False, pause_s: float = 0.0) -> None:
-        self._target, self.left, self._lock = port, cut_after, threading.Lock()
+        self._target = port
+        self.left = cut_after
+        self._lock = threading.Lock()
         self._stay_dead, self._pause_s = stay_dead, pause_s
         self._over = threading.Event()
         self.open = threading.Event()

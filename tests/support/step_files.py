@@ -1,7 +1,7 @@
 """Count the files that a reader of one training step passes: `python -m tests.support.step_files` lists them.
 
 The step is a plain one: AdamW at a constant rate, two blocks, one rank, two micro-batches, on a CPU. A file counts with
-all its lines if a function of it runs in `train_step`; the second step is traced, after what a run makes once.
+all its tokens of code if a function of it runs in `train_step`; the second step is traced, after what a run makes once.
 """
 
 import sys
@@ -10,15 +10,16 @@ from types import FrameType
 
 import megatron_lite
 from megatron_lite.distributed.process_group import Distributed
+from tests.support.code_tokens import code_tokens
 from tests.support.harness import run_distributed, start_run, tiny_config
 
 PACKAGE = Path(megatron_lite.__file__).parent
 
 
 def step_files() -> dict[str, int]:
-    """Map each file of the package in which a function runs during a step to its number of lines."""
+    """Map each file of the package in which a function runs during a step to its number of tokens of code."""
     paths = [path for path in map(Path, run_distributed(1, _entered)[0]) if path.is_relative_to(PACKAGE)]
-    return {str(path.relative_to(PACKAGE)): len(path.read_text("utf-8").splitlines()) for path in paths}
+    return {str(path.relative_to(PACKAGE)): code_tokens(path.read_text("utf-8")) for path in paths}
 
 
 def _entered(distributed: Distributed) -> list[str]:
@@ -46,6 +47,6 @@ def _entered(distributed: Distributed) -> list[str]:
 
 if __name__ == "__main__":
     files = step_files()
-    for name, lines in files.items():
-        print(f"{lines:6} {name}")
-    print(f"{sum(files.values()):6} lines in {len(files)} files")
+    for name, tokens in files.items():
+        print(f"{tokens:6} {name}")
+    print(f"{sum(files.values()):6} tokens of code in {len(files)} files")

@@ -108,7 +108,9 @@ class CaseEngine(Engine):
     def batches(self, iteration: int, scale: Tensor | None = None) -> list[MicroBatch]:
         batch, vocab = self.config.batch, self.config.model.vocab_size
         assert batch.micro_batch_size and batch.sequential_micro_batches
-        rows, length, ranks = batch.micro_batch_size, batch.sequence_length, self.ranks.data.world_size
+        rows = batch.micro_batch_size
+        length = batch.sequence_length
+        ranks = self.ranks.data.world_size
         generator = torch.Generator().manual_seed(1000 + iteration)
         count = ranks * batch.sequential_micro_batches * rows
         tokens = torch.randint(vocab, (count, length + 1), generator=generator)
@@ -138,7 +140,8 @@ class CaseEngine(Engine):
 
     def step(self, iteration: int) -> tuple[Tensor, Tensor]:
         """As `Engine.step`, with the learning rate of the configuration after a warm-up."""
-        loss, rate = self.gradients(iteration), self.config.learning_rate.lr * min(1.0, iteration / 10)
+        loss = self.gradients(iteration)
+        rate = self.config.learning_rate.lr * min(1.0, iteration / 10)
         update = self.optimizer.step(iteration, rate, loss, self.tokens, self.model.updated)
         self.model.gather_ahead()
         return update.loss / self.tokens, update.grad_norm
@@ -182,13 +185,15 @@ def joined(ranks: Sequence[Shards]) -> dict[str, Tensor]:
     for some in of_data.values():
         some = sorted(some, key=lambda rank: rank.data_rank)
         for parts in zip(*(rank.parts for rank in some), strict=True):
-            layout, flat = parts[0][0], torch.from_numpy(np.concatenate([shard for _, shard in parts]))
+            layout = parts[0][0]
+            flat = torch.from_numpy(np.concatenate([shard for _, shard in parts]))
             for slot in layout.slots:
                 spec = slot.spec
                 if spec.name not in whole:
                     whole[spec.name] = flat.new_full(spec.shape, float("nan"))
                     seen[spec.name] = torch.zeros(spec.shape, dtype=torch.bool)
-                mine, here = torch.zeros_like(whole[spec.name]), torch.zeros(spec.shape, dtype=torch.bool)
+                mine = torch.zeros_like(whole[spec.name])
+                here = torch.zeros(spec.shape, dtype=torch.bool)
                 spec.place(flat[slot.offset : slot.end].view(spec.local_shape), mine)
                 spec.place(torch.ones(spec.local_shape, dtype=torch.bool), here)
                 twice = here & seen[spec.name]

@@ -101,7 +101,10 @@ class ThreadGroup:
     symmetric_memory = None
 
     def __init__(self, rank: int, world_size: int, meeting: Meeting, mail: Mail | None = None) -> None:
-        self.rank, self.world_size, self._meeting, self.turn = rank, world_size, meeting, meeting.turn
+        self.rank = rank
+        self.world_size = world_size
+        self._meeting = meeting
+        self.turn = meeting.turn
         self._mail = mail
 
     from_owner = PipelineGroup.from_owner
@@ -150,7 +153,9 @@ class ThreadRank(ThreadGroup):
     local_world_size = sharing_cores = 1
 
     def __init__(self, rank: int, meetings: Meetings) -> None:
-        data, tensor, pipeline = meetings.data, meetings.tensor, meetings.pipeline
+        data = meetings.data
+        tensor = meetings.tensor
+        pipeline = meetings.pipeline
         super().__init__(rank, data * tensor * pipeline, meetings.of_all)
         options = DistributedConfig(tensor_parallel=tensor, pipeline_parallel=pipeline)
         self.places = [place_of(rank, self.world_size, options) for rank in range(self.world_size)]
@@ -185,7 +190,10 @@ class Meetings:
     def __init__(self, data: int, tensor: int, pipeline: int = 1, shard: int = 0) -> None:
         self.shard = shard or data
         replicas = data // self.shard
-        self.data, self.tensor, self.pipeline, self.turn = data, tensor, pipeline, threading.Condition()
+        self.data = data
+        self.tensor = tensor
+        self.pipeline = pipeline
+        self.turn = threading.Condition()
         turn, places = self.turn, itertools.product
         self.of_all = Meeting(pipeline * data * tensor, turn)
         self.of_layers = [Meeting(data * tensor, turn) for _ in range(pipeline)]

@@ -82,7 +82,9 @@ def everything(run: Run) -> Any:
 
 def inject(run: Run, faults: dict[int, Fault], story: Story) -> None:
     """Inject faults into the gradients, and watch the optimizer judge them."""
-    forward_backward, step, rank = run.model.forward_backward, run.optimizer.step, run.distributed.rank
+    forward_backward = run.model.forward_backward
+    step = run.optimizer.step
+    rank = run.distributed.rank
 
     def faulty_forward_backward(micro_batches: Any) -> torch.Tensor:
         fault = faults.get(run.iteration + 1)

@@ -58,7 +58,9 @@ def plain_loop(options: dict[str, Any], initial: dict[str, np.ndarray], together
     model = PlainGPT(config.model)
     model.load(initial)
     update = plain_adamw(model, config.optimizer)
-    samples, losses, norms = one_by_one(sum(SIZES)), [], []
+    samples = one_by_one(sum(SIZES))
+    losses = []
+    norms = []
     for iteration, batch in enumerate(samples.split(SIZES), start=1):
         means = [token_losses(model, part, config.training.logit_z_loss).mean() for part in batch.split(together)]
         loss = torch.stack(means).mean()
@@ -144,7 +146,9 @@ def test_a_run_with_a_schedule_resumes_as_if_it_had_not_stopped(tmp_path: Path) 
         *"--micro_batch_size=2 --log_interval=3 --allow_nondivisible_batch_size=1".split(),
         *"--loss_reduction=micro_mean --train_iters=8".split(),
     ]
-    whole, stopped, every = tmp_path / "whole", tmp_path / "stopped", tmp_path / "every"
+    whole = tmp_path / "whole"
+    stopped = tmp_path / "stopped"
+    every = tmp_path / "every"
     succeed([*flags, f"--experiment_dir={whole}"])
     for stop in (1, 3, 5, 7, 8):
         succeed([*flags, f"--experiment_dir={stopped}", f"--stop_interval={stop}"])

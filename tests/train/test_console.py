@@ -118,7 +118,8 @@ def test_a_run_that_waits_for_its_data_says_so_once(tmp_path: Path) -> None:
 @pytest.mark.slow
 def test_the_log_of_a_long_job_stays_small(tmp_path: Path) -> None:
     """A job's output without a terminal is under 1 MB in 10,000 iterations, validations and saves included."""
-    iterations, regular = 2000, ["--checkpoint_interval=200", "--validation_interval=100", "--max_checkpoints=2"]
+    iterations = 2000
+    regular = ["--checkpoint_interval=200", "--validation_interval=100", "--max_checkpoints=2"]
     flags = [
         *TINY,
         *"--log_interval=100 --device=cpu --validation_iters=1".split(),

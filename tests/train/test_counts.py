@@ -81,17 +81,23 @@ def by_hand(options: dict[str, Any], done: int) -> tuple[list[int], Counter[int]
 @pytest.mark.parametrize("seed", [*range(2), *(pytest.param(n, marks=pytest.mark.slow) for n in range(2, 200))])
 def test_three_stages(seed: int, sets: dict[str, str], tmp_path: Path) -> None:
     """Metrics, banner, card and checkpoint have the sums over the starts; the shares of each data set, too."""
-    done, samples, tokens = 0, 0, 0
+    done = 0
+    samples = 0
+    tokens = 0
     of_sets = Counter[str]()
     for number, (ranks, options) in enumerate(three_stages(random.Random(seed), sets)):
-        end, length, names = options["train_iters"], options["sequence_length"], list(SETS)
+        end = options["train_iters"]
+        length = options["sequence_length"]
+        names = list(SETS)
         run_distributed(ranks, train_run, {**options, "experiment_dir": str(tmp_path)})
         content = manifest.read(tmp_path / "checkpoints" / str(end))
         state, weighted = content.state, tuple(content.config["data_path"])
         sizes, read = by_hand({**options, "data_path": weighted}, done)
         lines = {line["iteration"]: line for line in read_metrics(tmp_path / "metrics.jsonl")}
         for size in sizes:
-            done, samples, tokens = done + 1, samples + size, tokens + size * length
+            done = done + 1
+            samples = samples + size
+            tokens = tokens + size * length
             found = [lines[done][key] for key in ("batch_size", "consumed_samples", "consumed_tokens")]
             assert found == [size, samples, tokens]
         for one, count in read.items():

@@ -245,7 +245,8 @@ def test_only_checkpoint_damaged(trained: Path, tmp_path: Path, wreck: str) -> N
     experiment = copy(trained, tmp_path, 4)
     folder = experiment / "checkpoints" / "4"
     WRECK[wreck](folder)
-    before, metrics = digests(experiment / "checkpoints"), (experiment / "metrics.jsonl").read_bytes()
+    before = digests(experiment / "checkpoints")
+    metrics = (experiment / "metrics.jsonl").read_bytes()
     outcome = run(train(experiment, "--zero_stage=3"), RANKS)
     named = "manifest.json" if "manifest" in wreck else "rank_"
     message = assert_one_error(

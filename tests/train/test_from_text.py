@@ -80,7 +80,8 @@ def test_a_run_keeps_tokens_of_older_rules(text: Path, tmp_path: Path) -> None:
     succeed([*stopped, "--stop_interval=2"])
     (index,) = (tmp_path / "c").glob("*/text.idx")
     index.parent.rename(tmp_path / "c" / "older")
-    summary, saved = tmp_path / "c" / "older" / "text.summary.json", tmp_path / "stopped" / "checkpoints" / "2"
+    summary = tmp_path / "c" / "older" / "text.summary.json"
+    saved = tmp_path / "stopped" / "checkpoints" / "2"
     values = json.loads(summary.read_text()) | {"fingerprint": "another"}
     del values["rules"]
     summary.write_text(json.dumps(values))

@@ -101,7 +101,8 @@ def test_every_part_at_once_is_quiet(tmp_path: Path) -> None:
     assert sorted(os.listdir(experiment / "export")) == ["3", "6"]
     assert sorted(os.listdir(experiment / "runs" / "0" / "logs")) == ["logs_rank_000.txt", "logs_rank_001.txt"]
     names = {path.name for path in experiment.iterdir()}
-    files, folders = {"config.json", "exit.json", "metrics.jsonl", "report.html"}, {"checkpoints", "export", "runs"}
+    files = {"config.json", "exit.json", "metrics.jsonl", "report.html"}
+    folders = {"checkpoints", "export", "runs"}
     assert names <= files | folders | {"dataset_cache"}
 
 

@@ -46,7 +46,9 @@ def test_the_mean_is_over_the_tokens_that_count(corpus: dict[str, Any]) -> None:
     counts = torch.from_numpy(np.fromfile(corpus["loss_mask"][0] + ".bin", np.uint8))
     model = PlainGPT(config.model)
     model.load(one.initial)
-    update, losses, counted = plain_adamw(model, config.optimizer), [], []
+    update = plain_adamw(model, config.optimizer)
+    losses = []
+    counted = []
     for iteration, ((tokens, *_),) in enumerate(open_data(config, 0, 1).batches("training", 0, ITERATIONS), start=1):
         masked = counts[tokens[:, 1:]] == 0
         counted.append((~masked).sum(dim=1).tolist())

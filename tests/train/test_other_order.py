@@ -40,7 +40,9 @@ def test_the_price_is_that_of_the_samples(
     """The samplers agree with what is said: the share of what follows in the epoch that was read, or no change."""
     cycle = max(order.epochs if order.shuffle == "full" else 1 for order in (before, after))
     samplers = [StreamSampler(1000 * 16 + 1, 16, 7, order) for order in (before, after)]
-    begin, done, end = first * 1000 * cycle, first * 1000 * cycle + 400 * cycle, (first + 1) * 1000 * cycle
+    begin = first * 1000 * cycle
+    done = first * 1000 * cycle + 400 * cycle
+    end = (first + 1) * 1000 * cycle
     read, coming = (
         set(zip(*(part.tolist() for part in sampler.places(np.arange(*span))), strict=True))
         for sampler, span in zip(samplers, ((begin, done), (done, end)), strict=True)

@@ -12,7 +12,9 @@ from tests.support.token_files import save_byte_tokenizer
 
 def test_from_prepared_text_to_named_losses(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """prepare_data prints the flags of its held-out documents; beside them a folder of text; a resume warns once."""
-    corpus, other, tokenizer = tmp_path / "corpus.jsonl", tmp_path / "other", tmp_path / "tokenizer.json"
+    corpus = tmp_path / "corpus.jsonl"
+    other = tmp_path / "other"
+    tokenizer = tmp_path / "tokenizer.json"
     corpus.write_text("".join(f'{{"text": "number {number} of many, {number % 7}"}}\n' for number in range(200)))
     other.mkdir()
     (other / "x.txt").write_text("entirely different text " * 40)

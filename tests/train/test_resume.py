@@ -245,11 +245,15 @@ def test_signal_during_a_long_validation(ranks: int, tmp_path: Path) -> None:
 def test_signal_at_any_moment(reference: Path, corpus: str, tmp_path: Path, seed: int) -> None:
     """Every stop signal to one rank or all at random moments, in saves, exports and validations too: exit 75 each time,
     and the run in the end is the one that was never stopped."""
-    experiment, chance, story = tmp_path / "stopped", random.Random(seed), [f"seed {seed}"]
+    experiment = tmp_path / "stopped"
+    chance = random.Random(seed)
+    story = [f"seed {seed}"]
     command = flags(corpus, experiment, *layout_of(reference), f"--async_checkpoint={seed % 2}")
     for _ in range(4):
         number = chance.choice([signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1])
-        rank, lines, delay_s = chance.choice([0, 1, None]), chance.randint(1, 3), chance.uniform(0.0, 0.1)
+        rank = chance.choice([0, 1, None])
+        lines = chance.randint(1, 3)
+        delay_s = chance.uniform(0.0, 0.1)
         with Start(command, RANKS) as start:
             wait_for_lines(start, experiment, lines)
             time.sleep(delay_s)

@@ -87,7 +87,8 @@ def test_gradients_are_those_of_one_rank(pairs: list[tuple[str, Layout]]) -> Non
 def test_training_is_that_of_one_rank(pairs: list[tuple[str, Layout]]) -> None:
     """Losses of twenty steps to 1e-6 relative, gradient norms to 1e-5, weights to 1e-5, but those of key biases."""
     for case, layout in pairs:
-        one, zero_stage = on_one_rank(case, 20), 1 + (list(CASES).index(case) + LAYOUTS.index(layout)) % 3
+        one = on_one_rank(case, 20)
+        zero_stage = 1 + (list(CASES).index(case) + LAYOUTS.index(layout)) % 3
         stage = {} if "zero_stage" in CASES[case] else {"zero_stage": zero_stage}
         several = run_case({**sized(case, layout), **stage}, layout, 20)
         assert len(set(one.losses)) == 20, f"{case}: nothing is trained"

@@ -104,7 +104,8 @@ def of_gloo() -> tuple[list[Any], ...]:
 def test_threads_compute_the_bits_of_processes() -> None:
     _, results, _, _ = of_gloo()
     for place, (case, layout) in enumerate(SAME_BITS):
-        processes, threads = result_of([rank[place] for rank in results]), run_case(CASES[case], layout, 1)
+        processes = result_of([rank[place] for rank in results])
+        threads = run_case(CASES[case], layout, 1)
         assert processes.losses == threads.losses and processes.grad_norms == threads.grad_norms
         assert all(torch.equal(processes.gradients[name], value) for name, value in threads.gradients.items())
         assert all(torch.equal(processes.weights[name], value) for name, value in threads.weights.items())

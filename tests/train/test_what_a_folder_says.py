@@ -102,7 +102,8 @@ def test_a_run_that_learns_nothing_changes_nothing(
         assert convert_checkpoint.main([f"--from={tmp_path / source}", f"--to={tmp_path / target}",
                                         f"--format={kind}"]) == 0  # fmt: skip
     capsys.readouterr()
-    said, stops = kept(tmp_path / "there"), [[t for t in text if t not in ends] for text in expected]
+    said = kept(tmp_path / "there")
+    stops = [[t for t in text if t not in ends] for text in expected]
     for export in (tmp_path / "run" / "export" / "1", tmp_path / "run" / "export" / "2", tmp_path / "back"):
         assert kept(export) == said
         assert texts(export) == expected

@@ -96,7 +96,8 @@ def test_a_converted_checkpoint_resumes_as_the_original_does(tmp_path: Path) -> 
     options = {**LLAMA, "training_dtype": "bf16", "train_iters": 6, "checkpoint_interval": 3, "ema_type": "ema"}
     options |= {"ema_beta": 0.5, "optimizer": "adamw", "skip_bad_steps": True}
     run_distributed(2, train_here, {**options, "experiment_dir": str(tmp_path / "first")})
-    source, target = tmp_path / "first" / "checkpoints" / "3", tmp_path / "again" / "checkpoints" / "3"
+    source = tmp_path / "first" / "checkpoints" / "3"
+    target = tmp_path / "again" / "checkpoints" / "3"
     flags = [f"--from={source}", "--format=distributed", "--shard_size=20KB", "--verify"]
     assert convert_checkpoint.main([*flags, f"--to={target}"]) == 0
     run_distributed(2, train_here, {**options, "experiment_dir": str(tmp_path / "again")})

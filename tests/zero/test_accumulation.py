@@ -106,7 +106,8 @@ def inference(distributed: Distributed) -> list[tuple[str, float, float, dict[st
     """Return for each dtype and layout the losses of a training and an inference model, and the latter's memory."""
     results = []
     for dtype, layout in itertools.product(("fp32", "bf16"), LAYOUTS):
-        losses, options = [], {"num_layers": 3, "training_dtype": dtype, "tie_word_embeddings": False}
+        losses = []
+        options = {"num_layers": 3, "training_dtype": dtype, "tie_word_embeddings": False}
         for training in (True, False):
             engine = Engine(distributed, options | layout, training=training)
             losses.append(float(engine.model.evaluate(engine.batches(1))))

@@ -164,7 +164,9 @@ def test_the_rank_of_the_head_has_fewer_blocks() -> None:
     """With one loop a rank that could give a block away has at most one more than others; steps get shorter."""
     dice, ratios = random.Random(2), []
     for name, placement in (("one_f_one_b", "loop"), ("zero_bubble_v", "v")) * 6:
-        ranks, blocks, head = dice.randint(2, 5), dice.randint(12, 30), dice.uniform(0.5, 6.0)
+        ranks = dice.randint(2, 5)
+        blocks = dice.randint(12, 30)
+        head = dice.uniform(0.5, 6.0)
         even, pipeline = (place(ranks, blocks + 2, name, placement, it) for it in (0.0, head))
         assert [stage for chunk in pipeline.chunks for stage in chunk] == [*range(blocks + 2)]
         durations = [NOTHING, *[UNIT] * blocks, Durations(head, head, head)]

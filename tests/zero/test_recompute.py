@@ -91,7 +91,9 @@ class Notes(Observer):
 def test_blocks_run_twice_and_are_seen_once(recompute_layers: int) -> None:
     """The first blocks' forward runs again in the backward pass, and not in an evaluation; observers see one each."""
     config = tiny_config(1, num_layers=3, batch_size=1, recompute_layers=recompute_layers)
-    layers, counts, notes = layers_of(config), Counter[str](), Notes()
+    layers = layers_of(config)
+    counts = Counter[str]()
+    notes = Notes()
     for layer in layers:
         layer.register_forward_hook(lambda layer, *_: counts.update([str(layer.name)]))
     model = a_model(config, layers)

@@ -58,7 +58,9 @@ class LateRank:
     """A rank all of whose collectives are late."""
 
     def __init__(self, inner: Any) -> None:
-        self.rank, self.world_size, self.device = inner.rank, inner.world_size, inner.device
+        self.rank = inner.rank
+        self.world_size = inner.world_size
+        self.device = inner.device
         self.sum_in_rank_order, self.inner = inner.sum_in_rank_order, inner
         self.data, self.tensor = LateGroup(inner.data), LateTensorGroup(inner.tensor)
         self.shard, self.replicate = self.data, inner.replicate

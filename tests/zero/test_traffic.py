@@ -122,7 +122,10 @@ def lost(options: Options, stages: int) -> list[bool]:
 
 def padded_sizes(ranks: int, layers_per_stage: list[int], tied: bool) -> list[int]:
     """Elements of each stage of the tiny model, written out by hand: h = 32, v = 64, f = 128, 4 positions."""
-    h, v, f, s = 32, 64, 128, 4
+    h = 32
+    v = 64
+    f = 128
+    s = 4
     block = [h] * 6 + [3 * h, f] + [3 * h * h, h * h, h * f, h * f]  # norms and biases, weights
     sizes = [[v * h, s * h], *([block * count for count in layers_per_stage]), [h, h] + [v * h] * (not tied)]
     return [round_up(sum(round_up(size, 64) for size in stage), 64 * ranks) for stage in sizes]

@@ -136,7 +136,9 @@ class _Pass:
     """One chunk in the forward or backward pass, with p pairs and r query heads per key head."""
 
     def __init__(self, query: Tensor, key: Tensor, options: _Options, chunk: Chunk, later: Tensor) -> None:
-        self.options, self.chunk, self._later = options, chunk, later
+        self.options = options
+        self.chunk = chunk
+        self._later = later
         self.shared_by = query.shape[1] // key.shape[1]
         self.wide, self.narrow = later.dtype, dtype_of_products(query)
         self.ds_dtype = self.wide if options.softmax_in_fp32 else self.narrow  # of dS and its products
@@ -241,7 +243,9 @@ class _BlockAttention(Function):
         for part in _passes(query, key, options):
             wide_k, v = part.keys(key, part.wide), part.keys(value, part.narrow)
             k = wide_k if part.ds_dtype == part.wide else part.keys(key, part.ds_dtype)
-            q, rows_of_do, dq = part.queries(query), part.queries(do), part.queries(dquery)
+            q = part.queries(query)
+            rows_of_do = part.queries(do)
+            dq = part.queries(dquery)
             dk, dv = torch.zeros_like(wide_k), torch.zeros_like(wide_k)
             for block in part.blocks:
                 keys = slice(block.low, block.end)

@@ -119,7 +119,9 @@ def obstacle(backend: str, machine: Machine, work: Work) -> str | None:
 
 def _obstacles(backend: str, machine: Machine, work: Work) -> Iterator[tuple[bool, str]]:
     """Yield, in order, whether each obstacle applies, and the obstacle."""
-    dtype, on_cpu, capability = str(work.dtype).removeprefix("torch."), machine.capability is None, (0, 0)
+    dtype = str(work.dtype).removeprefix("torch.")
+    on_cpu = machine.capability is None
+    capability = (0, 0)
     if machine.capability is not None:
         capability = machine.capability
         found = ".".join(map(str, capability))

@@ -50,7 +50,8 @@ class _FlashAttention(Function):
         if rows >= s:
             output, sums = kernel(query, key, value, 0.0, True, scale=scale)  # (b, n, s, d), (b, n, s)
         else:
-            output, sums = query.new_empty(b, s, n, d).transpose(1, 2), query.new_empty(b, s, n).transpose(1, 2)
+            output = query.new_empty(b, s, n, d).transpose(1, 2)
+            sums = query.new_empty(b, s, n).transpose(1, 2)
             last = (s - 1) // rows * rows
             mask = query.new_full((rows, last + rows), -math.inf).triu_(last + 1)  # of the last queries
             for start in range(0, s, rows):

@@ -225,11 +225,15 @@ class Profiles:
             # A gloo transfer in flight refers to the trace, whose memory is freed below.
             self.model.finish()
             self._operations.stop()
-        self._operations, self._schedule, self._first = None, None, 0
+        self._operations = None
+        self._schedule = None
+        self._first = 0
 
     def _finish(self) -> None:
         """End the profile under way and write its results; a full disk costs the results, not the run."""
-        operations, schedule, words = self._operations, self._schedule, iterations_in_words(self._first, self._last)
+        operations = self._operations
+        schedule = self._schedule
+        words = iterations_in_words(self._first, self._last)
         self._leave()
         rank, world_size = self.distributed.rank, self.distributed.world_size
         name = f"{words.replace(' ', '_')}_rank_{rank:03d}"

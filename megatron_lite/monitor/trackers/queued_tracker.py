@@ -79,7 +79,9 @@ class QueuedTracker:
     # -- in the thread ----------------------------------------------------------------------------------------------
 
     def _work(self) -> None:
-        is_open, has_failed, action = False, False, None
+        is_open = False
+        has_failed = False
+        action = None
         try:
             self._begin()
             is_open = True

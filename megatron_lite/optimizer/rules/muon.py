@@ -194,7 +194,9 @@ class _Plan:
         self, stage: Stage, matrices: Sequence[Matrix], ranks: Sequence[int], distributed: Distributed, style: str
     ) -> None:
         assert stage.update_buffer is not None and stage.trainable is not None
-        self.stage, self.part, self.buffer = stage, stage.trainable, stage.update_buffer
+        self.stage = stage
+        self.part = stage.trainable
+        self.buffer = stage.update_buffer
         layout, full = self.part.layout, stage.full_update
         rank, numel = distributed.layers.rank, layout.shard_numel
         self.own = full[rank * numel : (rank + 1) * numel]

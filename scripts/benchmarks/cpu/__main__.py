@@ -29,8 +29,14 @@ from scripts.benchmarks.results import ROOT, TORCHRUN, Result, argument_parser, 
 REPORT = ROOT / "docs" / "cpu_report.json"
 # Long lists that no table shows, and paths of this machine.
 DROPPED = {"losses", "values", "command", "settings"}
-CORES, THREAD, RANKS, BF16 = "all cores", "one thread", "two ranks", "bf16"
-TENSOR, PIPELINE, HYBRID = "tensor parallelism", "pipelines", "hybrid shards"  # on two ranks, two, and four
+CORES = "all cores"
+THREAD = "one thread"
+RANKS = "two ranks"
+BF16 = "bf16"
+# on two ranks, two, and four
+TENSOR = "tensor parallelism"
+PIPELINE = "pipelines"
+HYBRID = "hybrid shards"
 GPT2, LLAMA = "gpt2-11m", "llama-39m"
 PLACES = (CORES, THREAD, RANKS)
 _ONE_PROCESS = "torch,torch compiled,ZeRO-1,products,HF,HF compiled"
@@ -107,7 +113,8 @@ RUNS = (
 def parse(argv: Sequence[str]) -> argparse.Namespace:
     """Parse the command line."""
     parser = argument_parser(__doc__)
-    isas, runs = partial(matching, ISAS, "instruction set"), partial(matching, [run.name for run in RUNS], "run")
+    isas = partial(matching, ISAS, "instruction set")
+    runs = partial(matching, [run.name for run in RUNS], "run")
     parser.add_argument("--isa", type=isas, default="*", help=f"comma-separated: {', '.join(ISAS)} (default: both)")
     parser.add_argument("--only", type=runs, default="*", help="comma-separated runs; * and ? are wildcards")
     parser.add_argument("--turns", type=int, default=6, help="rounds of every run (default 6)")

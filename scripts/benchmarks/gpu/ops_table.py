@@ -36,7 +36,8 @@ from megatron_lite.parameter import Parameter
 EPS = 1e-5
 RMS, LAYER = Kind(EPS, centered=False), Kind(EPS, centered=True)
 # flash3 and flash4 only if installed; flex takes long to compile.
-FULL, WINDOWED = ("cudnn", "flash3", "flash4", "flash", "varlen"), ("flash3", "flash4", "varlen", "flex")
+FULL = ("cudnn", "flash3", "flash4", "flash", "varlen")
+WINDOWED = ("flash3", "flash4", "varlen", "flex")
 LIBRARIES = {"cuBLAS": "cublas", "cuBLASLt": "cublaslt"}  # names in torch.backends.cuda.preferred_blas_library
 Call = Callable[[], Any]
 
@@ -166,7 +167,9 @@ def make_add_norm_backward(shape: Shape) -> dict[str, Call]:
     """The gradient of both summands from the gradients of the sum and the norm."""
     size, weight = (shape.tokens, shape.hidden), shape.parameter(shape.hidden)
     hidden, grads = shape.input(*size), (shape.random(*size), shape.random(*size))
-    weights, dsum, dx = Weights(weight, None), grads[0], torch.empty_like(hidden)
+    weights = Weights(weight, None)
+    dsum = grads[0]
+    dx = torch.empty_like(hidden)
     with torch.no_grad():
         statistics = triton_forward(hidden, None, hidden, weights, RMS, torch.empty_like(hidden))
 
@@ -338,7 +341,8 @@ def linear_flops(inner: str, outer: str, products: int) -> Callable[[Shape], int
 
 def make_cross_entropy(shape: Shape, vocab: str) -> dict[str, Call]:
     """Loss and gradient, in place: the logits of each call are the previous call's gradient."""
-    logits, labels = shape.random(shape.tokens, getattr(shape, vocab)), shape.labels(getattr(shape, vocab))
+    logits = shape.random(shape.tokens, getattr(shape, vocab))
+    labels = shape.labels(getattr(shape, vocab))
     sums, scale = Sums.empty(shape.tokens, logits.device), torch.ones((), device=shape.device)
     return both(lambda triton: sweep(logits, labels, sums, scale, triton=triton))
 
@@ -395,7 +399,9 @@ def make_gradient_norm(shape: Shape) -> dict[str, Call]:
     return both(lambda triton: squared_norms([[gradient]], gradient.device, triton))
 
 
-HIDDEN, HEADS, FFN = "{tokens} x {hidden}", "{tokens} x ({heads} + 2 x {groups}) x {head_size}", "{tokens} x {ffn}"
+HIDDEN = "{tokens} x {hidden}"
+HEADS = "{tokens} x ({heads} + 2 x {groups}) x {head_size}"
+FFN = "{tokens} x {ffn}"
 SHARD = "{shard:,} elements"
 UP = linear_flops("hidden", "ffn", 2)
 OPS: tuple[Op, ...] = (

@@ -89,7 +89,9 @@ _WHOLE = "Mistral-7B shape, whole (32 layers), sequence 8192"
 _EITHER = "Mistral-7B shape, 32 or 16 layers, sequence 8192"
 _LLAMA = "Llama-3-8B dimensions, 8 layers, over FSDP2 compiled"
 _GPT2 = "GPT-2 124M, sequence 1024, over plain PyTorch compiled"
-_SPEED, _RATIO, _TFLOPS = "{:,.0f} tokens/s".format, "{:.3f}x".format, "{:.0f} TFLOP/s".format
+_SPEED = "{:,.0f} tokens/s".format
+_RATIO = "{:.3f}x".format
+_TFLOPS = "{:.0f} TFLOP/s".format
 _CUDNN = ("by another backend", "by cuDNN")
 _ACTIVATION, _FULL = (speedup("variants", OURS, row=f"{OURS} recompute {level}") for level in ("activation", "full"))
 TARGETS = (

@@ -93,7 +93,9 @@ def steps(parallel_tests: int) -> list[Step]:
     gpt2 = "ZeRO-1,torch compiled*,FSDP2 compiled"
     llama = "ZeRO-1,FSDP2 compiled,torch compiled"
     split, beside = "ZeRO-1 split recompute", "ZeRO-1,torch compiled full logits"
-    alone, layers = "--one_at_a_time", "--num_layers=16"  # 16 layers fit with all activations; 32 need memory options
+    # 16 layers fit with all activations; 32 need memory options
+    alone = "--one_at_a_time"
+    layers = "--num_layers=16"
     variants = "ZeRO-1,ZeRO-1 recompute activation,ZeRO-1 recompute full,ZeRO-1 without Triton,ZeRO-1 window 4096"
     several, eight = "ZeRO-1,ZeRO-1 window 4096", ("--micro_batches=8", "--steps_per_turn=1")
     rounded = "ZeRO-1,ZeRO-1 fp8 tensorwise,ZeRO-1 fp8 rowwise,ZeRO-1 int8"

@@ -82,7 +82,9 @@ def step_seconds(options: dict[str, Any], device: torch.device, steps: int = STE
     """Return a model's configuration, and its shortest step time on random tokens without data loading and logs."""
     config, model, optimizer = single_rank_model(options, device)
     assert config.batch.batch_size
-    count, times, clock = config.batch.batch_size * config.batch.sequence_length, [], clock_of(device)
+    count = config.batch.batch_size * config.batch.sequence_length
+    times = []
+    clock = clock_of(device)
     for step in range(WARM_UP + steps):
         batches = micro_batches(config, device, optimizer.loss_scale.scale / count, step)
         start_s = clock()
@@ -110,7 +112,8 @@ class _Timed(TorchDispatchMode):
         start_s = self._timer.clock()
         result = function(*args, **(kwargs or {}))
         self._timer.wait()
-        seconds, moved = self._timer.clock() - start_s, moved_bytes(function, operands, [*tensors_in((result,))])
+        seconds = self._timer.clock() - start_s
+        moved = moved_bytes(function, operands, [*tensors_in((result,))])
         if moved >= SMALLEST and product_of(function, args) is None and not is_attention():
             self.seconds[function._opname] += seconds
             self.bytes[function._opname] += moved

@@ -25,16 +25,22 @@ from scripts.benchmarks.gpu.ops_table import Shape, make_adamw, make_gradient_no
 
 POOL_BYTES = 96 * 2**20
 # A call is repeated until this much time has been spent, so short calls get many turns.
-FEWEST_TURNS, MOST_TURNS, LONG_ENOUGH_S = 7, 60, 0.05
+FEWEST_TURNS = 7
+MOST_TURNS = 60
+LONG_ENOUGH_S = 0.05
 SIZES = {
     "cpu": {"tokens": (64, 512, 4096), "inputs": (64, 256, 1024), "outputs": (64, 256, 1024, 4096)},
     "cuda": {"tokens": (256, 2048, 8192), "inputs": (256, 1024, 4096), "outputs": (256, 1024, 4096, 32768)},
 }
 MOST_FLOPS = {"cpu": 2.2e9, "cuda": 2e12}  # per measured product; larger ones are as fast
-LENGTHS, HEADS, CHANNELS = (64, 256, 1024, 4096), 8, 64
+LENGTHS = (64, 256, 1024, 4096)
+HEADS = 8
+CHANNELS = 64
 ATTENTION_TOKENS = {"cpu": 2048, "cuda": 32768}
 UPDATED = {"cpu": 2**20, "cuda": 2**26}
-SMALL_NUMEL, LARGE_NUMEL = {"cpu": 2**10, "cuda": 2**14}, {"cpu": 2**21, "cuda": 2**26}  # of a full buffer, fp32
+# of a full buffer, fp32
+SMALL_NUMEL = {"cpu": 2**10, "cuda": 2**14}
+LARGE_NUMEL = {"cpu": 2**21, "cuda": 2**26}
 COLLECTIVE_TURNS = 7
 SIDE = {"cpu": 512, "cuda": 8192}  # of the square products that overlap with a collective
 
@@ -77,7 +83,9 @@ class Operations:
     """All measurements in one dtype."""
 
     def __init__(self, device: torch.device, dtype: torch.dtype, triton: bool) -> None:
-        self.device, self.dtype, self.triton = device, dtype, triton
+        self.device = device
+        self.dtype = dtype
+        self.triton = triton
         self.timer, self.kind = Timer(device), device.type
         self._pool = torch.empty(POOL_BYTES // dtype.itemsize, device=device, dtype=dtype).uniform_(-0.5, 0.5)
         self._next = 0

@@ -78,7 +78,9 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
 
 def commands_of(options: argparse.Namespace, folder: Path) -> tuple[dict[str, Command], dict[str, str]]:
     """Return the programs to run, and the reasons for those that cannot run here."""
-    setting, commands, missing = Setting(options, folder), {}, {}
+    setting = Setting(options, folder)
+    commands = {}
+    missing = {}
     for name in options.only:
         made = PROGRAMS[name](setting)
         if isinstance(made, str):
@@ -117,7 +119,8 @@ def main(argv: Sequence[str]) -> int:
 
 def to_markdown(result: Result) -> str:
     """Return the table of one run, with its settings above and the contestants that did not run below."""
-    options, rows = result["settings"], {name: row for name, row in result["rows"].items() if row["step_s"]}
+    options = result["settings"]
+    rows = {name: row for name, row in result["rows"].items() if row["step_s"]}
     threads = {None: "threads as each program chooses", 1: "1 thread"}.get(
         options["threads"], f"{options['threads']} threads"
     )

@@ -54,7 +54,9 @@ class Setting:
     """
 
     def __init__(self, options: argparse.Namespace, folder: Path) -> None:
-        self.options, self.folder, self.ranks = options, folder, int(options.ranks)
+        self.options = options
+        self.folder = folder
+        self.ranks = int(options.ranks)
         family = MODELS[options.model][1]
         sizes = {name: getattr(options, name) for name in Sizes._fields}
         self.is_llama = bool(family["use_rotary_embeddings"])  # with RMS norm and SwiGLU

@@ -45,7 +45,9 @@ class Program:
 
     def __init__(self, command: Command, errors: Path, timeout_s: float) -> None:
         self.losses: list[float] = []
-        self._step_line, self._errors, self._timeout_s = re.compile(command.step_line), errors, timeout_s
+        self._step_line = re.compile(command.step_line)
+        self._errors = errors
+        self._timeout_s = timeout_s
         self._unread = b""
         self._peak_rss_bytes = 0
         self._members: list[int] = []  # processes, when the program was last continued
@@ -188,7 +190,10 @@ class Race:
         steps_per_turn: int,
         max_others: float | None = None,
     ) -> None:
-        self._commands, self._folder, self._timeout_s, self._steps = commands, folder, timeout_s, steps_per_turn
+        self._commands = commands
+        self._folder = folder
+        self._timeout_s = timeout_s
+        self._steps = steps_per_turn
         self._programs: dict[str, Program] = {}  # the newest start of each
         self._start_s: dict[str, list[float]] = {name: [] for name in commands}
         self.turns = Turns(

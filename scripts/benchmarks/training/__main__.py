@@ -131,7 +131,9 @@ def summary(
     rounds: measure.Rounds, rows: dict[str, Row], options: argparse.Namespace, distributed: Distributed
 ) -> Result:
     """Return the results so far."""
-    config, ranks, settings = engine_config(options, distributed.world_size), distributed.world_size, vars(options)
+    config = engine_config(options, distributed.world_size)
+    ranks = distributed.world_size
+    settings = vars(options)
     flops = {kind: model_flops(config.model, config.batch.sequence_length, 1, kind == "full") for kind in FLOPS}
     tokens = distributed.data.world_size * tokens_per_rank(config)
     measured = report.summarize(rounds.turns, rounds.books, ranks, tokens, flops, options.peak_tflops)

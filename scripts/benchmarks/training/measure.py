@@ -53,7 +53,10 @@ class Rounds:
     ) -> None:
         self.contestants: dict[str, Contestant] = {}  # the rows still alive
         self.books: dict[str, dict[str, Any]] = {}
-        self._names, self._make, self._options, self._distributed = names, make, options, distributed
+        self._names = names
+        self._make = make
+        self._options = options
+        self._distributed = distributed
         self._allocated: dict[str, int] = {}  # GPU memory that each row holds
         self.turns = Turns(
             names,
@@ -147,7 +150,8 @@ def timed_turn(contestant: Contestant, steps: Sequence[Sequence[Tensor]], distri
 def make_tokens(options: argparse.Namespace, step: int, distributed: Distributed) -> list[Tensor]:
     """Draw this rank's micro-batches of one step, (b, s + 1) each; tensor-parallel ranks draw the same."""
     generator = torch.Generator().manual_seed(derive_seed(options.seed, "benchmark", step, distributed.data.rank))
-    shape, pinned = (options.micro_batch_size, options.sequence_length + 1), distributed.device.type == "cuda"
+    shape = (options.micro_batch_size, options.sequence_length + 1)
+    pinned = distributed.device.type == "cuda"
     tokens = (torch.randint(0, options.vocab_size, shape, generator=generator) for _ in range(options.micro_batches))
     return [one.pin_memory() if pinned else one for one in tokens]  # as the data loader does
 

@@ -34,7 +34,9 @@ from scripts.benchmarks.training.engine import built
 from scripts.benchmarks.training.settings import MODELS
 from scripts.benchmarks.turns import Figures, Turns
 
-RATE, DECAY, BETAS = 1e-4, 0.1, (0.9, 0.95)
+RATE = 1e-4
+DECAY = 0.1
+BETAS = (0.9, 0.95)
 CLIP = 1.0  # as in training; gradients have one of these norms:
 LARGE, SMALL = 10.0, 0.5
 REPEATS = 20  # rounds at most, in multiples of --turns, if few turns count

@@ -69,7 +69,9 @@ class Peer(Contestant):
         keep_gradients: bool = False,
     ) -> None:
         """patch: makes the context in which this peer runs."""
-        self._config, self._device, self._module = config, distributed.device, module
+        self._config = config
+        self._device = distributed.device
+        self._module = module
         self._keep_gradients = keep_gradients  # FSDP2: full gradients until the last micro-batch
         self._autocast = config.distributed.training_dtype == "bf16" and not isinstance(module, FSDPModule)
         self._patch = patch
@@ -254,7 +256,9 @@ def compile_model(model: PlainGPT | HuggingFace, whole: bool, mode: str, backend
 
 def shard_mesh(distributed: Distributed) -> DeviceMesh:
     """Return the mesh that FSDP2 shards over: all ranks, (N,), or those of hybrid shards, (R, S)."""
-    shard, replicate, kind = distributed.shard, distributed.replicate, distributed.device.type
+    shard = distributed.shard
+    replicate = distributed.replicate
+    kind = distributed.device.type
     if replicate.world_size == 1:
         return DeviceMesh.from_group(distributed.group, kind)
     ranks = torch.arange(distributed.world_size).view(replicate.world_size, shard.world_size)

@@ -62,7 +62,9 @@ class PipelinePeer(Peer):
         borders, own = [0, *ends], placed.chunks_of(pipeline.rank)
         chunks = [Chunk(model, range(borders[index], borders[index + 1])) for index in own]
         super().__init__(config, distributed, nn.ModuleList(chunks))
-        self._group, self._is_first, self._is_last = pipeline.group, 0 in own, len(ends) - 1 in own
+        self._group = pipeline.group
+        self._is_first = 0 in own
+        self._is_last = len(ends) - 1 in own
 
         def loss(logits: Tensor, labels: Tensor) -> Tensor:
             summed = functional.cross_entropy(logits.flatten(0, 1).float(), labels.flatten(), reduction="sum")

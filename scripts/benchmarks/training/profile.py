@@ -17,7 +17,9 @@ from torch.profiler import ProfilerActivity, profile
 
 from scripts.benchmarks.training.measure import Contestant
 
-PRODUCTS, OTHERS, REST = "products", "copies, sums, others", "rest"
+PRODUCTS = "products"
+OTHERS = "copies, sums, others"
+REST = "rest"
 # The first kind with a substring of the operation's name.
 KINDS = {
     "attention": ("scaled_dot_product",),

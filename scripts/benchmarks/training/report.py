@@ -93,7 +93,8 @@ def summarize(
             continue
         kinds = known[name]["state_bytes_by_kind"]
         scratch = kinds.get("communication scratch", 0)
-        step_s, wire = record.spread("step_s"), [value for value in record.counted("wire_bytes") if value is not None]
+        step_s = record.spread("step_s")
+        wire = [value for value in record.counted("wire_bytes") if value is not None]
         speed = tokens / step_s["median"] if step_s else None
         row: dict[str, Any] = {
             "step_s": step_s,
@@ -125,7 +126,9 @@ def _goals(row: str, peers: Sequence[str], goal: float, moonshot: float | None =
     return [Goal(row, f"/ {peer}", goal, moonshot, where=known | where) for peer in peers]
 
 
-_DDP, _FSDP, _BREADTH = ("DDP",), ("FSDP2", "FSDP2 all resharded"), "ZeRO-3 breadth-first"
+_DDP = ("DDP",)
+_FSDP = ("FSDP2", "FSDP2 all resharded")
+_BREADTH = "ZeRO-3 breadth-first"
 # Those that the reports of a CPU and of a GPU do not judge (cpu/render.py, gpu/render.py).
 GOALS = (
     *_goals("ZeRO-2", _DDP, 0.90, 0.82),

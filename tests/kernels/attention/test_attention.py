@@ -403,7 +403,11 @@ def test_one_copy_of_query_key_and_value_is_all_that_is_kept(
     rotary: bool, window: int | None, lengths: tuple[int, ...] | None
 ) -> None:
     """Keep the projection's (n + 2 g) d values per token: no rotated or repeated heads, masks or probabilities."""
-    b, s, n, g, d = 2, 7, 4, 2, 8
+    b = 2
+    s = 7
+    n = 4
+    g = 2
+    d = 8
     weight = cast(Parameter, Parameter(torch.ones((n + 2 * g) * d, 5)))
     weight.main_grad = torch.zeros_like(weight)
     documents = Case(b, n, g, s, d, lengths=lengths).documents()
@@ -436,7 +440,9 @@ def test_dropout_drops_probabilities() -> None:
     assert torch.equal(attention(q, k, v, 4, 0.5, 1), attention(q, k, v, 4, 0.5, 1))
     assert not torch.equal(attention(q, k, v, 4, 0.5, 1), attention(q, k, v, 4, 0.5, 2))
     assert torch.equal(attention(q, k, v, 4, 0.5, None), exact), "evaluation drops nothing"
-    q, k, v = torch.zeros(2, 1, 200, 4), torch.zeros(2, 1, 200, 4), torch.ones(2, 1, 200, 4)
+    q = torch.zeros(2, 1, 200, 4)
+    k = torch.zeros(2, 1, 200, 4)
+    v = torch.ones(2, 1, 200, 4)
     kept = attention(q, k, v, None, 0.25, 3)[:, 0, :, 0]  # kept share of each row's equal probabilities, / 0.75
     assert abs(float(kept[:, 100:].mean()) - 1) < 0.01 and not torch.equal(kept[0], kept[1])
 
@@ -622,7 +628,11 @@ def test_flash3_is_offered_where_torch_and_the_package_have_it(
 @pytest.mark.parametrize("case", [Case(2, 8, 2, 256, 64, 100), Case(2, 8, 2, 256, 64, None, (100, 156, 256))], ids=str)
 def test_varlen_keeps_query_key_value_output_and_a_number_per_row(case: Case) -> None:
     """torch's own function accepts our arguments and is differentiable, on tensors without memory."""
-    b, n, g, s, d = case.b, case.n, case.g, case.s, case.d
+    b = case.b
+    n = case.n
+    g = case.g
+    s = case.s
+    d = case.d
     projection = torch.empty(b, s, n + 2 * g, d, dtype=torch.bfloat16, device="meta", requires_grad=True)
     with saved_tensors() as kept:
         parts = [part.transpose(1, 2) for part in projection.split([n, g, g], dim=2)]
@@ -743,7 +753,8 @@ def test_backends_on_a_gpu_equal_the_formula(backend: str, dtype: torch.dtype) -
 
 @pytest.mark.parametrize("backend", [pytest.param(b, marks=gpu) for b in ("flash4", "flash", "varlen", "flex", "math")])
 def test_deterministic_backends_repeat_their_bits_on_a_gpu(backend: str) -> None:
-    machine, work = attention_choice.machine_of(torch.device("cuda")), Work(BF16, 64, deterministic=True)
+    machine = attention_choice.machine_of(torch.device("cuda"))
+    work = Work(BF16, 64, deterministic=True)
     if (reason := attention_choice.obstacle(backend, machine, work)) is not None:
         pytest.skip(reason)
     case = Case(2, 8, 2, 1000, 64, None if backend == "flash" else 300)
@@ -763,7 +774,10 @@ def test_deterministic_backends_repeat_their_bits_on_a_gpu(backend: str) -> None
 @pytest.mark.parametrize("backend", [pytest.param(b, marks=gpu) for b in ("varlen", "flex", "auto")])
 def test_windowed_attention_keeps_no_probabilities_on_a_gpu(backend: str) -> None:
     """Mistral's attention, window 4096 over 8192 tokens, keeps query, key, value, output and a number per row."""
-    n, g, s, d = 32, 8, 8192, 128
+    n = 32
+    g = 8
+    s = 8192
+    d = 128
     projection = torch.randn(1, s, n + 2 * g, d, device="cuda", dtype=torch.bfloat16)
     parts = [part.transpose(1, 2).requires_grad_() for part in projection.split([n, g, g], dim=2)]
     attention(*parts, 4096, 0.0, None, backend=backend).sum().backward()  # compiles
