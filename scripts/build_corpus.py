@@ -47,7 +47,7 @@ def documents(root: Path, max_bytes: float) -> Iterator[dict[str, str]]:
 
 def main() -> int:
     """Write the corpus; return 3 (data) if there is nothing to write, 8 (storage) if it cannot be written."""
-    parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0], allow_abbrev=False)
+    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n\n")[0], allow_abbrev=False)
     parser.add_argument("--output", type=Path, required=True, help=".jsonl file to write")
     parser.add_argument("--source", type=Path, default=Path(sysconfig.get_path("stdlib")), help="folder to read")
     parser.add_argument("--max_bytes", type=float, default=float("inf"), help="stop before the text exceeds this size")

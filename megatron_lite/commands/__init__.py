@@ -58,6 +58,7 @@ def _help() -> str:
     for verb, module in VERBS.items():
         found = importlib.util.find_spec(module)
         source = Path(found.origin).read_text("utf-8") if found and found.origin else ""
-        summary = (ast.get_docstring(ast.parse(source)) or "").splitlines()[0].partition(":")[0]
+        paragraph, _, _ = (ast.get_docstring(ast.parse(source)) or "").partition("\n\n")
+        summary = " ".join(paragraph.split()).partition(":")[0]
         rows.append(f"  {verb:20}{summary.removesuffix('.')}")
     return "\n".join(rows)

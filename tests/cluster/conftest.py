@@ -34,9 +34,10 @@ def healthy(request: pytest.FixtureRequest) -> Iterator[None]:
 
 @pytest.hookimpl(hookwrapper=True)
 def pytest_runtest_makereport(item: pytest.Item) -> Iterator[None]:
-    """Keep the first line of a try's docstring with its report."""
+    """Keep the summary of a try's docstring with its report."""
     outcome = yield
-    outcome.get_result().try_ = (item.function.__doc__ or item.name).splitlines()[0]  # type: ignore[attr-defined]
+    summary, _, _ = (item.function.__doc__ or item.name).partition("\n\n")  # type: ignore[attr-defined]
+    outcome.get_result().try_ = " ".join(summary.split())
 
 
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:

@@ -181,7 +181,7 @@ def _wrong(moment: Moment, outcome: Outcome, experiment: Path, is_owned: bool) -
 
 def main() -> int:
     """Make the starts, print what is wrong and the figures."""
-    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n\n")[0])
     parser.add_argument("--starts", type=int, default=100)
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--torchrun", type=float, default=0.15, help="share of the starts under torchrun")
